@@ -1,0 +1,76 @@
+"""One child process: does one job on its own number of devices, and prints the result as JSON."""
+
+import gc
+import json
+import sys
+import time
+from typing import Any
+
+import jax
+
+from benchmarks import plan
+from benchmarks.contenders import (
+    Placement,
+    deep_contenders,
+    hand_written,
+    mirror_nnx,
+    step_contenders,
+    strategy_over,
+)
+from benchmarks.dispatch import dispatch_contenders
+from benchmarks.memory import measure_memory
+from benchmarks.models import BY_NAME
+from benchmarks.timing import advance, measure
+
+
+def run_steps(job: plan.Job) -> dict[str, Any]:
+    found = {}
+    for name in job.names:
+        found[name] = measure(step_contenders(BY_NAME[name], job.devices), job.timing)
+        gc.collect()
+    return found
+
+
+def run_dispatch(job: plan.Job) -> dict[str, Any]:
+    return {str(n): measure(dispatch_contenders(n, job.devices), job.timing) for n in job.leaves}
+
+
+def run_deep(job: plan.Job) -> dict[str, Any]:
+    return {"deep": measure(deep_contenders(BY_NAME["deep"], job.devices), job.timing)}
+
+
+def run_memory(job: plan.Job) -> dict[str, Any]:
+    return {name: measure_memory(name, job.devices) for name in job.names}
+
+
+def run_first(job: plan.Job) -> dict[str, Any]:
+    """Seconds until the first step is done: traced, compiled and run."""
+    (name,), model, place = job.names, BY_NAME["narrow"], Placement(job.devices)
+    if name == plan.MIRROR_NNX:
+        contender = mirror_nnx(model, strategy_over(job.devices))
+    else:
+        contender = hand_written(name, model, place)
+    jax.block_until_ready(jax.live_arrays())
+    start = time.perf_counter()
+    contender.launch()
+    jax.block_until_ready(contender.arrays())
+    return {name: time.perf_counter() - start, "second step": advance(contender, 1)}
+
+
+RUNNERS = {
+    "steps": run_steps,
+    "dispatch": run_dispatch,
+    "deep": run_deep,
+    "memory": run_memory,
+    "first": run_first,
+}
+
+
+def main(text: str) -> None:
+    """Does the job that the JSON text describes."""
+    job = plan.Job.from_dict(json.loads(text))
+    print(json.dumps({"jax": jax.__version__, "result": RUNNERS[job.kind](job)}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,40 @@
+"""The error classes a caller may want to catch, and how a leaf is worded in a message.
+
+Everything else is raised as a builtin exception. Every message says what happened, with the values
+received; what is required; and the line that fixes it.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import numpy as np
+
+_MOST_NAMES = 12
+
+
+class ReplicaDivergenceError(ValueError):
+    """Replicas would drift apart: a value that must be mirrored differs between them."""
+
+
+class ReplicaMismatchError(ValueError):
+    """`strategy.verify` found that n replicas compute something else than one device does."""
+
+
+class InvalidDeviceError(RuntimeError):
+    """There is no such device; the message lists the devices there are."""
+
+
+def describe(leaf: Any) -> str:
+    """Words a leaf for a message: `float32[3,4]` for an array, `'text' (str)` for anything else."""
+    if isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct):
+        return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+    return f"{leaf!r:.60} ({type(leaf).__name__})"
+
+
+def listing(names: Iterable[str]) -> str:
+    """An indented line for each name, at most 12, and a count of the rest."""
+    names = list(names)
+    rest = len(names) - _MOST_NAMES
+    lines = [f"  {name}" for name in names[:_MOST_NAMES]]
+    return "\n".join([*lines, f"  ... and {rest} more"] if rest > 0 else lines)

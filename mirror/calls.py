@@ -1,0 +1,357 @@
+"""The arguments of a call: told apart, named, and put together again inside a replica.
+
+A step's arguments are nnx objects, which go by reference; `PerReplica` leaves, of which each
+replica gets its own; arrays and numbers, which are mirrored; and anything else, which is static.
+"""
+
+import contextlib
+import functools
+import gc
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import CellType, CodeType
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+
+from mirror._errors import describe
+from mirror._types import PyTree
+from mirror.objects import is_object
+from mirror.values import PerReplica, is_per_replica
+
+_DYNAMIC_TYPES = (jax.Array, np.ndarray, np.generic, int, float, complex)
+
+
+def kind(leaf_type: type) -> type:
+    """`jax.Array` for all types whose values go as arrays; a static value's type otherwise."""
+    dynamic = issubclass(leaf_type, _DYNAMIC_TYPES) and leaf_type is not bool
+    return jax.Array if dynamic else leaf_type
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclass(frozen=True)
+class Hoisted:
+    """Stands in the arguments where the nnx object of this number was; a pytree without leaves."""
+
+    number: int
+
+    def tree_flatten(self) -> tuple[tuple[()], int]:
+        """No children; the number is structure."""
+        return (), self.number
+
+    @classmethod
+    def tree_unflatten(cls, number: int, _: object) -> "Hoisted":
+        """The same again."""
+        return cls(number)
+
+
+def require_static(fn: Callable[..., Any], tree: Any, layout: "Layout", leaves: list) -> None:
+    """Refuses a static argument that cannot be compared with that of the next call.
+
+    Raises:
+        TypeError: one is not hashable; the message names it.
+    """
+    for i in layout.static:
+        try:
+            hash(leaves[i])
+        except TypeError as error:
+            raise TypeError(
+                f"{leaf_names(fn, tree)[i]} is {describe(leaves[i])}, neither an array nor "
+                "hashable. Pass arrays, numbers, or hashables such as strings and functions."
+            ) from error
+
+
+class Layout:
+    """How the leaves of a call's arguments are to be treated: one for each structure and types.
+
+    Attributes:
+        treedef: structure of the arguments as they are inside a replica, without `PerReplica`.
+        dynamic: positions of the leaves that are arrays or numbers.
+        per_replica: positions, among the dynamic ones, of the leaves that replicas differ in.
+        static: positions of all other leaves.
+        nested: whether nnx objects stand inside other containers.
+    """
+
+    def __init__(self, treedef: Any, leaf_types: Sequence[type]) -> None:
+        arguments = treedef.unflatten(range(len(leaf_types)))
+        self.treedef: Any
+        marked, self.treedef = jax.tree.flatten(arguments, is_leaf=is_per_replica)
+        stacked: set[Any] = {leaf.stacked for leaf in marked if isinstance(leaf, PerReplica)}
+        kinds = list(enumerate(map(kind, leaf_types)))
+        self.dynamic = [i for i, k in kinds if k is jax.Array]
+        self.static = [i for i, k in kinds if k is not jax.Array]
+        self.per_replica = [self.dynamic.index(i) for i in sorted(stacked) if i in self.dynamic]
+        self.nested = any(map(is_object, jax.tree.leaves(arguments, is_leaf=is_object)))
+        self.all_dynamic = not self.static
+
+    def dynamic_leaves(self, leaves: list[Any]) -> list[Any]:
+        """The arrays and numbers among the leaves."""
+        return leaves if self.all_dynamic else [leaves[i] for i in self.dynamic]
+
+    def key(self, leaves: list[Any]) -> tuple[Any, ...]:
+        """What of the leaves' values a program depends on: statics, and the replicas' shapes."""
+        statics = tuple([leaves[i] for i in self.static])
+        dynamic = self.dynamic_leaves(leaves)
+        return statics, tuple([dynamic[i].shape for i in self.per_replica])
+
+    def rebuild(
+        self, dynamic: Sequence[Any], statics: Sequence[Any], objects: Sequence[Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of one replica, from its own leaves."""
+        leaves: list[Any] = [None] * (len(self.dynamic) + len(self.static))
+        for i, leaf in zip(self.dynamic, dynamic, strict=True):
+            leaves[i] = leaf
+        for i, leaf in zip(self.static, statics, strict=True):
+            leaves[i] = leaf
+        return jax.tree.map(
+            lambda node: objects[node.number] if isinstance(node, Hoisted) else node,
+            self.treedef.unflatten(leaves),
+            is_leaf=lambda node: isinstance(node, Hoisted),
+        )
+
+
+_is_object_type: dict[type, bool] = {}
+
+
+def _hoists(value: object) -> bool:
+    kind = type(value)
+    known = _is_object_type.get(kind)
+    if known is None:
+        known = _is_object_type[kind] = is_object(value)
+    return known
+
+
+class Arguments(NamedTuple):
+    """A call's arguments with the nnx objects taken out."""
+
+    objects: list[Any]
+    tree: tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def hoist(args: Sequence[Any], kwargs: dict[str, Any]) -> Arguments:
+    """Takes out the nnx objects that are arguments themselves; the common case, and quick."""
+    objects: list[Any] = []
+
+    def take(value: Any) -> Any:
+        if not _hoists(value):
+            return value
+        objects.append(value)
+        return Hoisted(len(objects) - 1)
+
+    rest = tuple([take(value) for value in args])
+    return Arguments(objects, (rest, {k: take(v) for k, v in kwargs.items()} if kwargs else kwargs))
+
+
+def hoist_nested(args: Sequence[Any], kwargs: dict[str, Any]) -> Arguments:
+    """Takes out the nnx objects wherever they stand in the arguments."""
+    objects: list[Any] = []
+
+    def take(value: Any) -> Any:
+        if not is_object(value):
+            return value
+        objects.append(value)
+        return Hoisted(len(objects) - 1)
+
+    is_leaf = lambda value: is_object(value) or is_per_replica(value)  # noqa: E731
+    return Arguments(objects, jax.tree.map(take, (tuple(args), dict(kwargs)), is_leaf=is_leaf))
+
+
+def name_of(fn: Callable[..., Any]) -> str:
+    """The function's own name."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
+def argument_names(fn: Callable[..., Any], count: int) -> list[str]:
+    """What the user calls the positional arguments: the names of the parameters, else `args[i]`."""
+    names: list[str] = []
+    try:
+        for parameter in inspect.signature(fn).parameters.values():
+            if parameter.kind is parameter.VAR_POSITIONAL:
+                break
+            if parameter.kind is not parameter.KEYWORD_ONLY:
+                names.append(parameter.name)
+    except (TypeError, ValueError):
+        pass
+    return [names[i] if i < len(names) else f"args[{i}]" for i in range(count)]
+
+
+def leaf_names(fn: Callable[..., Any], tree: tuple[tuple[Any, ...], dict[str, Any]]) -> list[str]:
+    """The user's name for each leaf: `batch['image']`, `state.params['w']`."""
+    args, kwargs = tree
+    names = argument_names(fn, len(args))
+    found = []
+    for path, _ in jax.tree_util.tree_flatten_with_path((args, kwargs))[0]:
+        head = names[path[1].idx] if path[0].idx == 0 else path[1].key
+        found.append(head + keys(path[2:]))
+    return found
+
+
+def keys(path: Sequence[Any]) -> str:
+    """A path as code, without the step from a `PerReplica` to its array."""
+    text = jax.tree_util.keystr(tuple(path))
+    return text.removesuffix(".stacked")
+
+
+def object_names(fn: Callable[..., Any], tree: PyTree, count: int) -> list[str]:
+    """The user's name for each nnx object."""
+    args, kwargs = tree
+    names = argument_names(fn, len(args))
+    found = [f"object {i}" for i in range(count)]
+    is_leaf = lambda node: isinstance(node, Hoisted)  # noqa: E731
+    for path, node in jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_leaf)[0]:
+        if isinstance(node, Hoisted):
+            head = names[path[1].idx] if path[0].idx == 0 else path[1].key
+            found[node.number] = head + keys(path[2:])
+    return found
+
+
+def require_call(fn: Any, args: Any, kwargs: Any) -> None:
+    """Refuses a step that is no function, and arguments that are no tuple and no dict.
+
+    Raises:
+        TypeError: they are something else.
+    """
+    if not callable(fn):
+        raise TypeError(
+            f"fn={describe(fn)} is no function. Pass the step: strategy.run(step, args)."
+        )
+    if not isinstance(args, tuple | list):
+        raise TypeError(
+            f"args={describe(args)} is no tuple. Pass the step's arguments as one: "
+            "strategy.run(step, (model, batch))."
+        )
+    if not isinstance(kwargs, dict):
+        raise TypeError(f"kwargs={describe(kwargs)} is no dict. Pass the keyword arguments as one.")
+
+
+def canonical_argnums(donate_argnums: Any) -> tuple[int, ...]:
+    """The positions as a tuple.
+
+    Raises:
+        TypeError: no int and no sequence of them.
+    """
+    if isinstance(donate_argnums, list | range):
+        return tuple(donate_argnums)
+    raise TypeError(
+        f"donate_argnums={describe(donate_argnums)} is no position. Pass an int or a tuple of "
+        "ints: strategy.run(step, (state, batch), donate_argnums=0)."
+    )
+
+
+def require_no_tracers(fn: Callable[..., Any], tree: Any) -> None:
+    """Refuses arguments that are being traced: `run` compiles by itself.
+
+    Raises:
+        RuntimeError: one is.
+    """
+    for i, leaf in enumerate(jax.tree.leaves(tree)):
+        if isinstance(leaf, jax.core.Tracer):
+            raise RuntimeError(
+                f"{name_of(fn)} is run inside jax.jit, grad or vmap: {leaf_names(fn, tree)[i]} is "
+                "a tracer. Call strategy.run outside; it compiles by itself."
+            )
+
+
+@contextlib.contextmanager
+def outside_traces(fn: Callable[..., Any], mesh: jax.sharding.Mesh) -> Iterator[None]:
+    """Sets the mesh, which JAX allows only where nothing is being traced.
+
+    Raises:
+        RuntimeError: inside `jax.jit`.
+    """
+    context = None
+    try:
+        before = jax.sharding.get_mesh()
+        try:
+            context = jax.set_mesh(mesh)
+            with context:
+                yield
+        except BaseException:
+            # `set_mesh` sets it when it is made: an interrupt may come before it is entered.
+            jax.set_mesh(None if before.empty else before)
+            raise
+    except ValueError as error:
+        if context is not None:
+            raise
+        raise RuntimeError(
+            f"{name_of(fn)} is run inside jax.jit, where arrays are tracers. Call strategy.run "
+            "outside; it compiles by itself."
+        ) from error
+
+
+def code_of(fn: Callable[..., Any]) -> CodeType | None:
+    """The code that the function runs, under its partial arguments."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return getattr(fn, "__code__", None)
+
+
+def depth_of_user() -> int:
+    """How far up the stack the caller of `mirror` is, as `warnings.warn` counts from its caller."""
+    frame, depth = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__package__", "").startswith("mirror"):
+        frame, depth = frame.f_back, depth + 1
+    return depth
+
+
+def require_nothing_bound(fn: Callable[..., Any]) -> None:
+    """Refuses a step that has an nnx object bound to it or in its closure.
+
+    Raises:
+        ValueError: it has; the message names it.
+    """
+    while isinstance(fn, functools.partial):
+        bound = [*((f"args[{i}]", v) for i, v in enumerate(fn.args)), *fn.keywords.items()]
+        for name, value in bound:
+            if is_object(value):
+                raise ValueError(_frozen(fn, f"the nnx object {name!r}"))
+        fn = fn.func
+    if is_object(fn) or is_object(getattr(fn, "__self__", None)):
+        raise ValueError(_frozen(fn, f"the nnx object {name_of(fn)!r} that it belongs to"))
+    inside = getattr(inspect.unwrap(fn), "__closure__", None) or ()
+    names = inspect.unwrap(fn).__code__.co_freevars if inside else ()
+    for name, cell in zip(names, inside, strict=True):
+        if is_object(_contents(cell)):
+            raise ValueError(_frozen(fn, f"the nnx object {name!r}"))
+
+
+def _contents(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # still empty
+        return None
+
+
+def require_nothing_captured(fn: Callable[..., Any], constants: Sequence[Any]) -> None:
+    """Refuses a step that has read nnx variables which are not among its arguments.
+
+    What a traced step reads from outside is a constant of its program; one that a variable holds
+    would be the variable's value of this moment for ever.
+
+    Raises:
+        ValueError: it has.
+    """
+    arrays = [constant for constant in constants if isinstance(constant, jax.Array)]
+    holders = gc.get_referrers(*arrays) if arrays else []
+    held = [v for v in holders if isinstance(v, nnx.Variable)]
+    if not held:
+        return
+    code, known = code_of(fn), getattr(fn, "__globals__", {})
+    named = [n for n in (code.co_names if code else ()) if is_object(known.get(n))]
+    if named:
+        raise ValueError(_frozen(fn, f"the nnx object {named[0]!r}"))
+    shapes = ", ".join(f"{type(v).__name__} {describe(v.get_raw_value())}" for v in held[:3])
+    raise ValueError(_frozen(fn, f"the nnx variables ({shapes})"))
+
+
+def _frozen(fn: Callable[..., Any], what: str) -> str:
+    return (
+        f"{name_of(fn)} reads {what} from outside its arguments: its values would be frozen into "
+        f"the compiled step. Pass the model: strategy.run({name_of(fn)}, (model, ...))."
+    )

@@ -1,0 +1,156 @@
+"""The `mirror` command."""
+
+import argparse
+import importlib
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from mirror._version import __version__
+from mirror.demo import interrupts
+from mirror.demo.options import APIS, OptionError, Options
+
+_INTERRUPTED = 128 + signal.SIGINT
+_DEMO_MODULES = ("sklearn", "tqdm", "matplotlib")
+_DEMO = """\
+Trains a small convolutional net on the 1797 handwritten digits that
+scikit-learn ships, mirrored over all GPUs; where there is no GPU, over host
+devices, which are forced for the purpose. Then it shows that all replicas hold
+bitwise the same parameters, and that a training step on all of them is the one
+that a single device takes on the whole batch.
+"""
+_DEMO_END = """\
+examples:
+  mirror demo                           all GPUs, or 4 host devices
+  mirror demo --devices 8 --api linen   8 replicas of a Linen module
+  mirror demo --plot curves.png         loss and accuracy as a picture
+
+exit status:
+  0    the replicas are equal and compute what one device does
+  1    they are not
+  2    an option is wrong or a package is missing
+  130  Ctrl-C
+
+It needs a few packages more than mirror does: pip install "mirror-jax[demo]"
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit status."""
+    parsed = _parser().parse_args(arguments)
+    try:
+        with interrupts.held_back():
+            return parsed.run(parsed)
+    except KeyboardInterrupt:
+        print("\nInterrupted.", file=sys.stderr)
+        return _INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="mirror", description="MirroredStrategy for JAX.")
+    parser.add_argument("--version", action="version", version=f"mirror {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add_demo(commands)
+    return parser
+
+
+def _add_demo(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "demo",
+        help="train a net on handwritten digits, mirrored over all devices",
+        description=_DEMO,
+        epilog=_DEMO_END,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=_demo)
+    parser.add_argument(
+        "--devices",
+        type=_positive,
+        metavar="N",
+        help="how many replicas, each on a device of its own (default: all GPUs, else 4 host "
+        "devices, or as many as XLA_FLAGS or JAX_NUM_CPU_DEVICES say)",
+    )
+    parser.add_argument(
+        "--api",
+        choices=APIS,
+        default=Options.api,
+        help="how the net is written: an nnx module with an nnx.Optimizer, a Linen module with a "
+        "TrainState, or a plain pytree with optax (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--epochs",
+        type=_positive,
+        default=Options.epochs,
+        metavar="N",
+        help="how often to go through the training images (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=_positive,
+        default=Options.batch_size,
+        metavar="N",
+        help="images in a step, of all replicas together; any number: where it does not divide by "
+        "the replicas it is padded, exactly (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=_seed,
+        default=Options.seed,
+        metavar="N",
+        help="of the first parameters and of the order of the images (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="write the curves of loss and accuracy there; its ending says the format: .png, .pdf",
+    )
+
+
+def _demo(parsed: argparse.Namespace) -> int:
+    options = Options(
+        devices=parsed.devices,
+        epochs=parsed.epochs,
+        api=parsed.api,
+        batch_size=parsed.batch_size,
+        seed=parsed.seed,
+        plot=parsed.plot,
+    )
+    try:
+        # Imported when asked for: it needs packages that the other commands do without.
+        demo = importlib.import_module("mirror.demo.run")
+        return 0 if demo.run(options) else 1
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in _DEMO_MODULES:
+            raise
+        return _refuse(
+            f"the demo needs {missing}, which is not installed. Install what it needs:\n"
+            '  pip install "mirror-jax[demo]"'
+        )
+    except OptionError as error:
+        return _refuse(str(error))
+
+
+def _refuse(message: str) -> int:
+    print(f"mirror demo: error: {message}", file=sys.stderr)
+    return 2
+
+
+def _positive(text: str) -> int:
+    """An option's whole number from 1 on."""
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
+    return int(text)
+
+
+def _seed(text: str) -> int:
+    """An option's whole number from 0 to what a 32-bit seed holds."""
+    if not text.strip().isdecimal() or int(text) >= 2**32:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 to 4294967295")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

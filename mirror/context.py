@@ -1,0 +1,194 @@
+"""Where the caller stands: the stack of scopes of each thread, and the replica context."""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from mirror._types import REPLICA_AXIS, Array, PyTree
+from mirror.cross_device_ops import ReduceOp, gather, prepare
+
+
+class ReplicaGroup(Protocol):
+    """What a context needs of its strategy."""
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas run a step."""
+        ...
+
+    def _all_reduce(self, op: ReduceOp, leaves: list[Any]) -> list[Array]: ...
+
+
+class Frame(NamedTuple):
+    """One entry of a thread's stack: a strategy's scope, or a replica of its `run`."""
+
+    strategy: ReplicaGroup
+    replica: "ReplicaContext | None"
+
+
+class _Stack(threading.local):
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
+
+
+_stack = _Stack()
+
+
+def current_frame() -> Frame | None:
+    """Where this thread stands; `None` outside any scope."""
+    frames = _stack.frames
+    return frames[-1] if frames else None
+
+
+def push_frame(frame: Frame) -> None:
+    """Enters a scope or a replica."""
+    _stack.frames.append(frame)
+
+
+def pop_frame() -> None:
+    """Leaves what was entered last."""
+    _stack.frames.pop()
+
+
+@contextlib.contextmanager
+def replica(strategy: ReplicaGroup) -> Iterator["ReplicaContext"]:
+    """Stands in a replica of `strategy.run` while inside; its context ends with it."""
+    context = ReplicaContext(strategy, in_step=True)
+    push_frame(Frame(strategy, context))
+    try:
+        yield context
+    finally:
+        pop_frame()
+        context._ended = True
+
+
+def has_strategy() -> bool:
+    """Whether the caller stands in a strategy's scope or in one of its replicas."""
+    return current_frame() is not None
+
+
+def in_cross_replica_context() -> bool:
+    """Whether the caller stands inside `scope()`, outside `run`."""
+    frame = current_frame()
+    return frame is not None and frame.replica is None
+
+
+def require_cross_replica(strategy: ReplicaGroup, method: str, instead: str) -> None:
+    """Refuses a call from inside a replica or from another strategy's scope.
+
+    Raises:
+        RuntimeError: the caller stands in one of those.
+    """
+    frame = current_frame()
+    if frame is None or (frame.strategy is strategy and frame.replica is None):
+        return
+    if frame.replica is not None:
+        raise RuntimeError(
+            f"strategy.{method} was called inside a replica, in the function that {frame.strategy} "
+            f"runs. {instead}"
+        )
+    raise RuntimeError(
+        f"{strategy}.{method} was called inside the scope of another strategy, {frame.strategy}. "
+        "Leave that scope first, or use the one strategy for both."
+    )
+
+
+class ReplicaContext:
+    """What a replica knows of itself and how it talks to the others.
+
+    `mirror.get_replica_context()` gives it inside a function that `strategy.run` runs. Outside
+    every scope it gives that of a lone replica, whose exchanges change nothing: a step works on
+    one device as it stands. A context ends with its step.
+    """
+
+    def __init__(self, strategy: ReplicaGroup, *, in_step: bool) -> None:
+        self._strategy = strategy
+        self._in_step = in_step
+        self._ended = False
+
+    def _require_alive(self) -> None:
+        if self._ended:
+            raise RuntimeError(
+                "This ReplicaContext belongs to a step that has ended. Call "
+                "mirror.get_replica_context() inside the step, each time."
+            )
+
+    @property
+    def strategy(self) -> ReplicaGroup:
+        """The strategy whose replica this is."""
+        self._require_alive()
+        return self._strategy
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas run this step."""
+        self._require_alive()
+        return self._strategy.num_replicas_in_sync if self._in_step else 1
+
+    @property
+    def replica_id_in_sync_group(self) -> Array:
+        """This replica's number, 0 to n - 1: a traced int32 scalar, per-replica."""
+        self._require_alive()
+        return jax.lax.axis_index(REPLICA_AXIS) if self._in_step else jnp.zeros((), jnp.int32)
+
+    def all_reduce(self, op: ReduceOp | str, tree: PyTree) -> PyTree:
+        """Reduces every leaf over the replicas; all get the result, which is mirrored.
+
+        Small leaves travel together in one buffer. Differentiable for `"sum"` and `"mean"`.
+
+        Args:
+            op: `"sum"`, `"mean"`, `"min"`, `"max"`, or a `ReduceOp`.
+            tree: arrays or numbers of any shapes and dtypes; each replica's own.
+
+        Returns:
+            The same tree. Dtypes stay, but the mean of integers or booleans is float32 and the sum
+            of booleans is int32.
+
+        Raises:
+            ValueError: an unknown `op`.
+            TypeError: `op` is no name and no `ReduceOp`, or a leaf is no array.
+            RuntimeError: the step has ended.
+        """
+        self._require_alive()
+        op = ReduceOp.canonicalize(op)
+        treedef: Any
+        leaves, treedef = jax.tree.flatten(tree)
+        if self._in_step:
+            reduced = self._strategy._all_reduce(op, leaves)
+        else:
+            reduced = [prepare(op, leaf) for leaf in leaves]
+        return treedef.unflatten(reduced)
+
+    def all_gather(self, tree: PyTree, axis: int = 0) -> PyTree:
+        """Joins the replicas' leaves along `axis`, in replica order; all get the result.
+
+        Args:
+            tree: arrays of one shape on all replicas, at least one-dimensional.
+            axis: the axis to join along; negative counts from the end.
+
+        Raises:
+            ValueError: a leaf has no such axis.
+            RuntimeError: the step has ended.
+        """
+        self._require_alive()
+
+        def join(leaf: Array) -> Array:
+            leaf = jnp.asarray(leaf)
+            if not -leaf.ndim <= axis < leaf.ndim:
+                raise ValueError(
+                    f"all_gather along axis {axis} of an array of shape {leaf.shape}: there is no "
+                    "such axis. Give scalars one first, x[None]."
+                )
+            if not self._in_step:
+                return leaf
+            return gather(leaf, axis)
+
+        return jax.tree.map(join, tree)
+
+    def fold_in(self, key: Array) -> Array:
+        """A PRNG key that differs on each replica, made of one that is the same on all."""
+        return jax.random.fold_in(key, self.replica_id_in_sync_group)

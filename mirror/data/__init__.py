@@ -1,0 +1,1 @@
+"""Data: global batches cut up for the replicas."""

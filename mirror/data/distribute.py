@@ -1,0 +1,158 @@
+"""`distribute_dataset`: global batches in, per-replica batches on their devices out."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal, TypeAlias, final, get_args
+
+import jax
+import numpy as np
+
+from mirror._errors import describe
+from mirror._types import PyTree
+from mirror.calls import keys
+from mirror.devices.replicas import ReplicaDevices
+from mirror.values import PerReplica, is_numeric, is_per_replica
+
+Remainder: TypeAlias = Literal["error", "drop", "pad"]
+
+
+@final
+class DistributedDataset:
+    """An iterable of per-replica batches; made by `strategy.distribute_dataset`.
+
+    Each `iter` starts the source again, if the source can be iterated again.
+    """
+
+    def __init__(
+        self, source: Iterable[PyTree], replicas: ReplicaDevices, remainder: Remainder
+    ) -> None:
+        if remainder not in get_args(Remainder):
+            raise ValueError(
+                f"remainder={remainder!r} is none of 'error', 'drop' and 'pad': what to do with a "
+                "batch that does not divide by the number of replicas."
+            )
+        self._used_up = False
+        if isinstance(source, DistributedDataset):
+            raise TypeError(
+                "The dataset is distributed already. Pass the source of global batches."
+            )
+        if not isinstance(source, Iterable) or isinstance(
+            source, str | dict | np.ndarray | jax.Array
+        ):
+            raise TypeError(
+                f"{describe(source)} is no iterable of global batches. Pass a list, a generator, a "
+                "DataLoader or a dataset that yields batches, such as {'image': (B, ...), ...}."
+            )
+        self._source = source
+        self._replicas = replicas
+        self._remainder = remainder
+
+    def __len__(self) -> int:
+        """The number of batches of the source, where it knows; `"drop"` may yield fewer."""
+        return len(self._source)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._used_up:
+            raise ValueError(
+                "The dataset is an iterator that has been used up: a second pass would be empty. "
+                "Distribute what makes it, a list or a dataset, or distribute a new one each epoch."
+            )
+        self._used_up = isinstance(self._source, Iterator)
+        first_size: int | None = None
+        for number, batch in enumerate(self._source):
+            named, treedef = _named_leaves(batch)
+            size = _batch_size(named)
+            if first_size is None:
+                first_size = size
+            divides = size % len(self._replicas) == 0
+            if self._remainder == "pad":
+                yield self._padded(named, treedef, size, first_size, number)
+            elif divides and size:
+                yield self._split(treedef, [leaf for _, leaf in named])
+            elif self._remainder == "error" or number == 0:
+                raise ValueError(self._indivisible(named, size, number))
+
+    def _split(self, treedef: Any, leaves: list[Any]) -> PyTree:
+        return treedef.unflatten([self._on_replicas(leaf) for leaf in leaves])
+
+    def _on_replicas(self, leaf: Any) -> PerReplica:
+        n = len(self._replicas)
+        rows = leaf.reshape(n, leaf.shape[0] // n, *leaf.shape[1:])
+        return PerReplica.from_stacked(self._replicas.stack(rows))
+
+    def _padded(
+        self, named: list[tuple[str, Any]], treedef: Any, size: int, first_size: int, number: int
+    ) -> tuple[PyTree, PerReplica]:
+        n = len(self._replicas)
+        full = max(-(-first_size // n) * n, n)
+        if size > full:
+            raise ValueError(
+                f"Batch {number} has {size} examples, more than the first one's {first_size}. With "
+                "remainder='pad' the first batch is the largest: all are padded to its size."
+            )
+        mask = self._on_replicas(np.arange(full) < size)
+        leaves = [_pad(np.asarray(leaf), full) for _, leaf in named]
+        return self._split(treedef, leaves), mask
+
+    def _indivisible(self, named: list[tuple[str, Any]], size: int, number: int) -> str:
+        n = len(self._replicas)
+        name, leaf = named[0]
+        if size == 0:
+            return (
+                f"{name} of batch {number} is {describe(leaf)}: it has 0 examples. Every batch "
+                f"needs at least one for each replica, {n}; remainder='drop' leaves empty ones out."
+            )
+        below, above = size // n * n, (size // n + 1) * n
+        nearest = f"{below} or {above}" if below else f"{above}"
+        first = (
+            "\nremainder='drop' leaves out such a batch, but this is the first: nothing trains."
+            if self._remainder == "drop" and number == 0
+            else "\nOr choose what happens to it: distribute_dataset(dataset, remainder='pad') "
+            "yields (batch, mask), remainder='drop' leaves it out."
+        )
+        return (
+            f"{name} of batch {number} is {describe(leaf)}: {size} examples do not divide by "
+            f"{n} replicas. The nearest batch sizes that do: {nearest}.{first}"
+        )
+
+
+def _named_leaves(batch: PyTree) -> tuple[list[tuple[str, Any]], Any]:
+    found, treedef = jax.tree_util.tree_flatten_with_path(batch, is_leaf=is_per_replica)
+    if not found:
+        raise ValueError(f"The dataset yielded {describe(batch)}, which holds no arrays.")
+    named = [("batch" + keys(path), _array("batch" + keys(path), leaf)) for path, leaf in found]
+    return named, treedef
+
+
+def _array(name: str, leaf: Any) -> Any:
+    """The leaf as an array with a batch axis: JAX's own, or NumPy's of whatever it is."""
+    if isinstance(leaf, PerReplica):
+        raise TypeError(f"{name} is a PerReplica. distribute_dataset takes global batches.")
+    array = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
+    if not isinstance(array, jax.Array) and not is_numeric(array.dtype):
+        raise TypeError(
+            f"{name} is {describe(leaf)} of dtype {array.dtype}, which JAX has no arrays for. "
+            "Yield numbers; encode text before."
+        )
+    if array.ndim == 0:
+        raise ValueError(
+            f"{name} is the scalar {leaf!r}. Each leaf of a batch needs a leading batch axis; what "
+            "is the same for all examples is a mirrored argument: strategy.run(step, (batch, x))."
+        )
+    return array
+
+
+def _batch_size(named: list[tuple[str, Any]]) -> int:
+    sizes = {name: leaf.shape[0] for name, leaf in named}
+    if len(set(sizes.values())) > 1:
+        received = ", ".join(f"{name}: {describe(leaf)}" for name, leaf in named)
+        raise ValueError(
+            f"The leaves of a batch have different leading sizes: {received}. The first axis is "
+            "the batch axis of every leaf."
+        )
+    return next(iter(sizes.values()))
+
+
+def _pad(leaf: np.ndarray, full: int) -> np.ndarray:
+    """Repeats the last example up to the full size: real data, so that no log or norm blows up."""
+    widths = [(0, full - leaf.shape[0])] + [(0, 0)] * (leaf.ndim - 1)
+    return np.pad(leaf, widths, mode="edge" if len(leaf) else "constant")

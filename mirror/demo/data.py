@@ -1,0 +1,46 @@
+"""Real data that needs no download: the 1797 handwritten digits that scikit-learn ships."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from sklearn.datasets import load_digits
+
+NUM_CLASSES = 10
+_NUM_TEST = 360
+
+
+@dataclass(frozen=True)
+class Digits:
+    """Images and what they show.
+
+    Attributes:
+        image: float32 `(N, 8, 8, 1)`, 0 to 1.
+        label: int32 `(N,)`, 0 to 9.
+    """
+
+    image: np.ndarray
+    label: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.label)
+
+    def batches(
+        self, size: int, shuffle: np.random.Generator | None = None
+    ) -> Iterator[dict[str, np.ndarray]]:
+        """Global batches of that size, all images once; the last batch is what is left over."""
+        order = np.arange(len(self)) if shuffle is None else shuffle.permutation(len(self))
+        for start in range(0, len(self), size):
+            rows = order[start : start + size]
+            yield {"image": self.image[rows], "label": self.label[rows]}
+
+
+def load() -> tuple[Digits, Digits]:
+    """1437 images to train on and 360 to test with; always the same ones."""
+    pixels, label = load_digits(return_X_y=True)
+    image = (pixels / 16).astype(np.float32).reshape(-1, 8, 8, 1)
+    order = np.random.default_rng(0).permutation(len(label))
+    digits = [
+        Digits(image[rows], label[rows].astype(np.int32)) for rows in np.split(order, [_NUM_TEST])
+    ]
+    return digits[1], digits[0]

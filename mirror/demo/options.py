@@ -1,0 +1,33 @@
+"""What the demo was asked to do."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias, get_args
+
+Api: TypeAlias = Literal["nnx", "linen", "plain"]
+APIS: tuple[Api, ...] = get_args(Api)
+
+
+class OptionError(ValueError):
+    """An option that this machine cannot honour; the message names it and what it can be."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line of `mirror demo`, checked.
+
+    Attributes:
+        devices: how many replicas; `None` means all GPUs, or a few host devices without one.
+        epochs: how many times to go through the training images.
+        api: how the net is written.
+        batch_size: how many images all replicas take together in a step.
+        seed: of the initial parameters and of the order of the images.
+        plot: the picture file to write the curves to.
+    """
+
+    devices: int | None = None
+    epochs: int = 15
+    api: Api = "nnx"
+    batch_size: int = 64
+    seed: int = 0
+    plot: Path | None = None

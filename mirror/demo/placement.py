@@ -1,0 +1,68 @@
+"""Where the demo runs: on the GPUs, or on forced host devices where there is none."""
+
+import os
+import re
+
+import jax
+
+import mirror
+from mirror.demo.options import OptionError
+from mirror.devices import backend
+
+NUM_HOST_DEVICES = 4
+_FLAG = "--xla_force_host_platform_device_count"
+
+
+def make_strategy(num_replicas: int | None) -> mirror.MirroredStrategy:
+    """A strategy over that many GPUs, or host devices where there is no GPU.
+
+    Args:
+        num_replicas: `None` means all GPUs; or all host devices the user forced, or 4.
+
+    Raises:
+        OptionError: there are not that many devices.
+    """
+    forced_by = _force_host_devices(num_replicas or NUM_HOST_DEVICES)
+    devices = backend.default_devices()
+    if num_replicas is not None and num_replicas > len(devices):
+        raise OptionError(_too_many(num_replicas, devices, forced_by))
+    return mirror.MirroredStrategy(devices[:num_replicas])
+
+
+def on_host(strategy: mirror.Strategy) -> bool:
+    """Whether the replicas run on host devices, which share the machine's cores."""
+    return backend.device_type(strategy.devices[0]) == "CPU"
+
+
+def _force_host_devices(count: int) -> str:
+    """Forces host devices, unless the user did; says who fixed how many there are.
+
+    With GPUs it changes nothing that matters: they stay the default devices. So there is no need
+    to know whether there are any, which only the backend knows, after whose start nothing can be
+    forced.
+    """
+    flag = re.search(rf"{_FLAG}=\d+", os.environ.get("XLA_FLAGS", ""))
+    if flag is not None:
+        return f"XLA_FLAGS={flag[0]}"
+    known = jax.config.values["jax_num_cpu_devices"]
+    if known >= 0:
+        return f"JAX_NUM_CPU_DEVICES={known}"
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError:
+        return "JAX's backend, which had started before,"
+    return "--devices"
+
+
+def _too_many(asked: int, devices: tuple[jax.Device, ...], forced_by: str) -> str:
+    kind = backend.device_type(devices[0])
+    there = f"--devices {asked}: there are {len(devices)} {kind} devices, {backend.names(devices)}."
+    if kind != "CPU":
+        return (
+            f"{there} Each replica needs its own. Ask for at most --devices {len(devices)}, or run "
+            f"on host devices: JAX_PLATFORMS=cpu mirror demo --devices {asked}"
+        )
+    return (
+        f"{there} {forced_by} says how many, and is left as it is. Unset it, or ask for at most "
+        f"--devices {len(devices)}"
+    )

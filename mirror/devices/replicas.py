@@ -1,0 +1,88 @@
+"""The devices of the replicas, and how a value gets there: the owner of `jax.device_put`."""
+
+import operator
+from collections.abc import Iterable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from mirror._types import REPLICA_AXIS, Array
+from mirror.devices.backend import device_type
+
+_is_deleted = operator.methodcaller("is_deleted")
+
+
+class ReplicaDevices:
+    """An ordered set of devices, one for each replica, as a mesh with the replica axis.
+
+    Attributes:
+        devices: the devices in replica order.
+        mesh: the one-axis mesh over them.
+        mirrored: sharding of a mirrored array: a whole copy on each device.
+        stacked: sharding of a stacked array `(num_replicas, *shape)`: row r on replica r's device.
+    """
+
+    def __init__(self, devices: tuple[jax.Device, ...]) -> None:
+        self.devices = devices
+        self.mesh = Mesh(np.asarray(devices), (REPLICA_AXIS,), axis_types=(AxisType.Auto,))
+        self.mirrored = NamedSharding(self.mesh, PartitionSpec())
+        self.stacked = NamedSharding(self.mesh, PartitionSpec(REPLICA_AXIS))
+
+    def __len__(self) -> int:
+        return len(self.devices)
+
+    @property
+    def on_host(self) -> bool:
+        """Whether these are forced host devices, which share one thread pool."""
+        return device_type(self.devices[0]) == "CPU"
+
+    def is_mirrored(self, value: Array) -> bool:
+        """Whether the array already has a whole copy on each of the devices, in replica order."""
+        sharding = value.sharding
+        if sharding is self.mirrored or sharding == self.mirrored:
+            return True
+        return (
+            isinstance(sharding, NamedSharding)
+            and isinstance(sharding.mesh, Mesh)
+            and tuple(sharding.mesh.devices.flat) == self.devices
+            and sharding.is_equivalent_to(self.mirrored, value.ndim)
+        )
+
+    def mirror(self, value: Array | np.ndarray | np.generic | float) -> Array:
+        """A mirrored copy that shares no buffer with `value`, so that it may be donated.
+
+        `jax.device_put` keeps the source's buffer on its own device, also with `may_alias=False`
+        (JAX 0.10.2, 0.12.0.1): donating such a copy would delete the user's array. So it is
+        copied once more.
+        """
+        if isinstance(value, jax.Array):
+            return jnp.copy(jax.device_put(value, self.mirrored))
+        if isinstance(value, np.ndarray):
+            value = value.copy()
+        return jax.device_put(value, self.mirrored)
+
+    def stack(self, value: Array | np.ndarray) -> Array:
+        """Lays the rows of `(num_replicas, *shape)` onto the replicas' devices, one row each.
+
+        A host array is cut on the host and each row goes to its own device. It is copied first: a
+        data loader may fill the same buffer again while the transfer is still under way.
+        """
+        fresh = value if isinstance(value, jax.Array) else np.array(value)
+        return jax.device_put(fresh, self.stacked)
+
+
+def any_deleted(arrays: Iterable[Array]) -> bool:
+    """Whether one of them has been deleted: launching it would end JAX 0.10.2."""
+    return any(map(_is_deleted, arrays))
+
+
+def buffers_of(array: Array) -> set[int]:
+    """Addresses of the array's memory: two arrays share one only if they share memory.
+
+    Waits until the array is there.
+    """
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) or array.size == 0:
+        return {id(array)}
+    return {shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards}

@@ -1,0 +1,1 @@
+"""Executors: who runs a replica program, and the guard at the gate."""

@@ -1,0 +1,99 @@
+"""The strategies a user makes, and the one there is when nobody made any."""
+
+import functools
+import logging
+from collections.abc import Sequence
+from typing import final
+
+from mirror.context import ReplicaContext, current_frame
+from mirror.cross_device_ops import AllReduce, CrossDeviceOps
+from mirror.devices import backend
+from mirror.devices.canonical import (
+    DeviceLike,
+    canonicalize_device,
+    canonicalize_replica_devices,
+)
+from mirror.devices.replicas import ReplicaDevices
+from mirror.strategy import Strategy
+
+_logger = logging.getLogger("mirror")
+
+
+@final
+class MirroredStrategy(Strategy):
+    """Synchronous training on several devices of one machine: one replica on each.
+
+    Args:
+        devices: in replica order, `jax.Device`s or names such as `"/gpu:1"`. `None`: all
+            accelerators, or all host devices where there are none.
+        cross_device_ops: who carries the exchanges out; `None` is `AllReduce()`.
+
+    Raises:
+        ValueError: empty, repeated or unknown devices, or devices of several types.
+        TypeError: something that is no device, or no `CrossDeviceOps`.
+
+    >>> import jax
+    >>> strategy = MirroredStrategy(jax.devices()[:2])
+    >>> strategy.num_replicas_in_sync
+    2
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[DeviceLike] | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
+    ) -> None:
+        found = canonicalize_replica_devices(devices)
+        ops = AllReduce() if cross_device_ops is None else cross_device_ops
+        super().__init__(ReplicaDevices(found), ops)
+        _logger.info("Using MirroredStrategy with devices %s", backend.names(found))
+
+    def _alone(self) -> Strategy:
+        return OneDeviceStrategy(self.devices[0])
+
+
+@final
+class OneDeviceStrategy(Strategy):
+    """One replica on one device: the same laws with n = 1, and the same types.
+
+    Args:
+        device: a `jax.Device` or a name such as `"/gpu:0"`.
+
+    Raises:
+        ValueError: no device name.
+        InvalidDeviceError: no such device.
+    """
+
+    def __init__(self, device: DeviceLike) -> None:
+        super().__init__(ReplicaDevices((canonicalize_device(device),)), AllReduce())
+
+    def _alone(self) -> Strategy:
+        return OneDeviceStrategy(self.devices[0])
+
+
+@functools.cache
+def _default_strategy() -> Strategy:
+    """One replica on JAX's default device."""
+    return OneDeviceStrategy(backend.default_devices()[0])
+
+
+def get_strategy() -> Strategy:
+    """The strategy whose scope or replica the caller stands in, else one on the default device."""
+    frame = current_frame()
+    if frame is None:
+        return _default_strategy()
+    assert isinstance(frame.strategy, Strategy)
+    return frame.strategy
+
+
+def get_replica_context() -> ReplicaContext | None:
+    """The context of the replica the caller stands in.
+
+    Inside `strategy.scope()` but outside `run`, in cross-replica context, it is `None`. Outside
+    every scope it is that of a lone replica: id 0 of 1, exchanges that change nothing. So a step
+    also works when it is called by hand.
+    """
+    frame = current_frame()
+    if frame is None:
+        return ReplicaContext(_default_strategy(), in_step=False)
+    return frame.replica

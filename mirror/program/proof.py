@@ -1,0 +1,372 @@
+"""The proof: which values of a replica program are the same on every replica.
+
+A data-flow pass over the jaxpr. Inputs are what they are; `axis_index` and the exchanges that hand
+each replica its own part are per-replica; `psum`, `pmax`, `pmin` and `all_gather` over the whole
+replica axis are mirrored; anything else is per-replica as soon as one of its inputs is. Loops are
+brought to a fixpoint. What the pass does not know (a primitive with inner programs that is none of
+the below) it takes for per-replica as soon as an input or anything inside is.
+"""
+
+import functools
+import os
+import sysconfig
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import chex
+import flax
+import jax
+import optax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+from mirror._errors import ReplicaDivergenceError, listing
+from mirror._types import REPLICA_AXIS
+from mirror.program.ensure import ensured_p
+from mirror.program.trace import trace
+
+_MIRRORING = frozenset({"psum", "pmax", "pmin", "all_gather"})
+_IMPURE = frozenset({"io_callback", "rng_uniform"})
+_REF_READS = frozenset({"get"})
+_PASSING = frozenset({"optimization_barrier", "device_put", "ensure_mirrored"})
+_CALLS = frozenset(
+    (
+        *("jit", "remat2", "remat_opt", "custom_jvp_call", "custom_vjp_call", "custom_vmap_call"),
+        *("closed_call", "eval_jaxpr", "composite", "linear_call", "custom_partitioning"),
+        *("xla_metadata_call", "compute_on"),
+    )
+)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What the proof knows of a value.
+
+    Attributes:
+        origin: what made it per-replica, a user's line or an input's index; `None`: it is mirrored.
+        source: the variable it is an unchanged copy of.
+    """
+
+    origin: int | str | None = None
+    source: object = None
+
+    @property
+    def per_replica(self) -> bool:
+        """Whether replicas may hold different values."""
+        return self.origin is not None
+
+    def join(self, other: "Mark") -> "Mark":
+        """What is known of a value that may be either."""
+        origin = other.origin if self.origin is None else self.origin
+        return Mark(origin, self.source if self.source is other.source else None)
+
+
+_MIRRORED = Mark()
+
+
+def prove(jaxpr: ClosedJaxpr, per_replica: Sequence[bool], num_replicas: int = 1) -> list[Mark]:
+    """Marks the outputs of a replica program whose inputs are per-replica as told.
+
+    Raises:
+        ReplicaDivergenceError: an exchange stands under a `cond`, `switch` or `while` that replicas
+            may take differently: it would wait for ever.
+    """
+    inputs = [Mark(i if differs else None) for i, differs in enumerate(per_replica)]
+    named = [Mark(m.origin, var) for m, var in zip(inputs, jaxpr.jaxpr.invars, strict=True)]
+    return _Pass(num_replicas).closed(jaxpr, named)[0]
+
+
+class _Pass:
+    """One walk through a program. `control` says under which per-replica branch it stands."""
+
+    def __init__(self, num_replicas: int) -> None:
+        self.num_replicas = num_replicas
+        self.control: str | None = None
+
+    def closed(self, jaxpr: ClosedJaxpr, marks: Sequence[Mark]) -> tuple[list[Mark], list[Mark]]:
+        return self.walk(jaxpr.jaxpr, marks)
+
+    def walk(self, jaxpr: Jaxpr, marks: Sequence[Mark]) -> tuple[list[Mark], list[Mark]]:
+        """Marks of the outputs, and of the inputs afterwards (a `Ref` may have been written)."""
+        env: dict[Any, Mark] = dict.fromkeys(jaxpr.constvars, _MIRRORED)
+        pairs = zip(jaxpr.invars, marks, strict=True)
+        env.update((var, Mark(mark.origin, mark.source or var)) for var, mark in pairs)
+
+        def read(atom: Any) -> Mark:
+            return _MIRRORED if isinstance(atom, Literal) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            before = [read(atom) for atom in eqn.invars]
+            outputs, after = self.equation(eqn, before)
+            for atom, mark in zip(eqn.invars, after, strict=True):
+                if _is_ref(atom):
+                    env[atom] = mark
+            # A variable of an inner program stands for another value in each of its calls.
+            known = {id(mark.source) for mark in before}
+            for var, mark in zip(eqn.outvars, outputs, strict=True):
+                env[var] = Mark(mark.origin, mark.source if id(mark.source) in known else var)
+        after = [
+            Mark(env[var].origin) if _is_ref(var) else mark
+            for var, mark in zip(jaxpr.invars, marks, strict=True)
+        ]
+        return [read(atom) for atom in jaxpr.outvars], after
+
+    def equation(self, eqn: JaxprEqn, marks: list[Mark]) -> tuple[list[Mark], list[Mark]]:
+        name = eqn.primitive.name
+        if self.control is not None and _is_exchange(eqn):
+            raise ReplicaDivergenceError(_would_hang(eqn, self.control))
+        _require_ensured(eqn, marks)
+        if name == "scan":
+            return self.scan(eqn, marks)
+        if name == "while":
+            return self.while_loop(eqn, marks)
+        if name == "cond":
+            return self.cond(eqn, marks)
+        if name == "custom_linear_solve":
+            return self.linear_solve(eqn, marks)
+        if name in _PASSING:
+            return list(marks), marks
+        if name == "call_hi_primitive":
+            return self.closed(_expanded(eqn, self.num_replicas), marks)
+        inner = list(_inner_programs(eqn.params.values()))
+        if name in _CALLS and len(inner) == 1 and len(inner[0].invars) == len(marks):
+            outputs, after = self.walk(inner[0], marks)
+            if len(outputs) == len(eqn.outvars):
+                return outputs, after
+        if inner:
+            return self.opaque(eqn, marks, inner)
+        return self.plain(eqn, marks)
+
+    def plain(self, eqn: JaxprEqn, marks: list[Mark]) -> tuple[list[Mark], list[Mark]]:
+        """An ordinary operation, an exchange, or a read or write of a `Ref`."""
+        if eqn.primitive.name in _MIRRORING and _spans_whole_axis(eqn):
+            return [_MIRRORED] * len(eqn.outvars), marks
+        joined = _computed(marks)
+        if _is_replica_source(eqn) and not joined.per_replica:
+            joined = Mark(f"{eqn.primitive.name} at {user_line(eqn)}")
+        if eqn.primitive.name not in _REF_READS:
+            marks = self.written(eqn, marks, joined)
+        return [joined] * len(eqn.outvars), marks
+
+    def written(self, eqn: JaxprEqn, marks: Sequence[Mark], value: Mark) -> list[Mark]:
+        """Marks of the inputs after the value, or not, was written to the `Ref`s among them."""
+        value = value.join(Mark(self.control))
+        pairs = zip(eqn.invars, marks, strict=True)
+        return [mark.join(value) if _is_ref(atom) else mark for atom, mark in pairs]
+
+    def linear_solve(self, eqn: JaxprEqn, marks: list[Mark]) -> tuple[list[Mark], list[Mark]]:
+        """`custom_linear_solve` runs its `solve`; the other programs are for its derivatives."""
+        lengths, solve = eqn.params["const_lengths"], eqn.params["jaxprs"].solve
+        start = lengths.matvec + lengths.vecmat
+        consts, rest = marks[start : start + lengths.solve], marks[sum(lengths) :]
+        return self.closed(solve, [*consts, *rest])[0], marks
+
+    def opaque(
+        self, eqn: JaxprEqn, marks: list[Mark], inner: list[Jaxpr]
+    ) -> tuple[list[Mark], list[Mark]]:
+        """Inner programs of unknown meaning: everything that comes out is as bad as the worst."""
+        worst = _computed(marks)
+        if not worst.per_replica and any(_contains_replica_source(program) for program in inner):
+            worst = Mark(f"{eqn.primitive.name} at {user_line(eqn)}")
+        if worst.per_replica and any(map(_contains_exchange, inner)):
+            raise ReplicaDivergenceError(
+                f"{user_line(eqn)}: replicas talk inside `{eqn.primitive.name}`, which may run "
+                "differently on each of them. Move the all-reduce out of it."
+            )
+        return [worst] * len(eqn.outvars), self.written(eqn, marks, worst)
+
+    def scan(self, eqn: JaxprEqn, marks: list[Mark]) -> tuple[list[Mark], list[Mark]]:
+        body: ClosedJaxpr = eqn.params["jaxpr"]
+        # `num_consts` and `num_carry` are `ft_in` and `ft_out` in JAX 0.12; the ranks say the same
+        # in both: what is scanned over, or stacked up, has one axis more outside than inside.
+        num_carry = _count_equal_ranks(eqn.outvars, body.jaxpr.outvars)
+        num_consts = _count_equal_ranks(eqn.invars, body.jaxpr.invars) - num_carry
+        marks = list(marks)
+        carry = slice(num_consts, num_consts + num_carry)
+        while True:
+            # A slice is not its array, so it is a copy of nothing.
+            marks[carry.stop :] = [Mark(mark.origin) for mark in marks[carry.stop :]]
+            outputs, after = self.closed(body, marks)
+            joined = [*after[:num_consts], *_joins(marks[carry], outputs[:num_carry])]
+            joined += after[carry.stop :]
+            if joined == marks:
+                break
+            marks = joined
+        stacked = [Mark(mark.origin) for mark in outputs[num_carry:]]
+        return [*marks[carry], *stacked], [*marks[:num_consts], *marks[num_consts:]]
+
+    def while_loop(self, eqn: JaxprEqn, marks: list[Mark]) -> tuple[list[Mark], list[Mark]]:
+        test, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
+        num_test, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        test_consts, rest = list(marks[:num_test]), marks[num_test:]
+        consts, carry = list(rest[:num_body]), list(rest[num_body:])
+        while True:
+            (predicate,), test_after = self.closed(test, [*test_consts, *carry])
+            with _under(self, predicate, eqn):
+                if predicate.per_replica and _contains_exchange(test.jaxpr):
+                    raise ReplicaDivergenceError(_would_hang(eqn, self.control or ""))
+                outputs, after = self.closed(body, [*consts, *carry])
+            joined = [_chosen(pair, predicate) for pair in zip(carry, outputs, strict=True)]
+            new = (test_after[:num_test], after[:num_body], joined)
+            if new == (test_consts, consts, carry):
+                return carry, [*test_consts, *consts, *carry]
+            test_consts, consts, carry = new
+
+    def cond(self, eqn: JaxprEqn, marks: list[Mark]) -> tuple[list[Mark], list[Mark]]:
+        predicate, operands = marks[0], marks[1:]
+        with _under(self, predicate, eqn):
+            walked = [self.closed(branch, operands) for branch in eqn.params["branches"]]
+        outputs = [_chosen(each, predicate) for each in zip(*(o for o, _ in walked), strict=True)]
+        after = [_either(each) for each in zip(*(a for _, a in walked), strict=True)]
+        return outputs, [predicate, *after]
+
+
+class _under:
+    """While inside, the pass stands under a control that replicas may take differently."""
+
+    def __init__(self, walk: _Pass, predicate: Mark, eqn: JaxprEqn) -> None:
+        self.walk, self.saved = walk, walk.control
+        if predicate.per_replica and walk.control is None:
+            self.inside: str | None = f"the `{eqn.primitive.name}` at {user_line(eqn)}"
+        else:
+            self.inside = walk.control
+
+    def __enter__(self) -> None:
+        self.walk.control = self.inside
+
+    def __exit__(self, *_: object) -> None:
+        self.walk.control = self.saved
+
+
+def _computed(marks: Iterable[Mark]) -> Mark:
+    """What is known of a value computed from values with these marks."""
+    origins = [mark.origin for mark in marks if mark.per_replica]
+    inputs = [origin for origin in origins if isinstance(origin, int)]  # says most to the user
+    return Mark(next(iter([*inputs, *origins]), None))
+
+
+def _either(marks: Iterable[Mark]) -> Mark:
+    """What is known of a value that is one of several."""
+    return functools.reduce(Mark.join, marks)
+
+
+def _chosen(marks: Iterable[Mark], predicate: Mark) -> Mark:
+    """What is known of a value that the predicate picks from several, unless all are one."""
+    mark = _either(marks)
+    return mark if mark.source is not None else mark.join(Mark(predicate.origin))
+
+
+def _expanded(eqn: JaxprEqn, num_replicas: int) -> ClosedJaxpr:
+    """The program of a hijax primitive, whose parameters do not show it (JAX 0.12)."""
+    primitive = eqn.params["_prim"]
+
+    def expand(*leaves: Any) -> list[Any]:
+        return jax.tree.leaves(primitive.expand(*primitive.in_tree.unflatten(leaves)))
+
+    avals: list[Any] = [atom.aval for atom in eqn.invars]
+    return trace(expand, avals, num_replicas)
+
+
+def _is_ref(atom: Any) -> bool:
+    """Whether the value can be written to: a `Ref`, or a mutable hijax type."""
+    return hasattr(atom.aval, "inner_aval") or getattr(atom.aval, "has_qdd", False)
+
+
+def _is_replica_source(eqn: JaxprEqn) -> bool:
+    impure = eqn.primitive.name in _IMPURE or eqn.params.get("has_side_effect", False)
+    return _names_axis(eqn) or impure
+
+
+def _joins(left: Sequence[Mark], right: Sequence[Mark]) -> list[Mark]:
+    return [a.join(b) for a, b in zip(left, right, strict=True)]
+
+
+def _count_equal_ranks(outer: Sequence[Any], inner: Sequence[Any]) -> int:
+    return sum(len(o.aval.shape) == len(i.aval.shape) for o, i in zip(outer, inner, strict=True))
+
+
+def _inner_programs(params: Iterable[Any]) -> Iterator[Jaxpr]:
+    for param in params:
+        if isinstance(param, ClosedJaxpr):
+            yield param.jaxpr
+        elif isinstance(param, Jaxpr):
+            yield param
+        elif isinstance(param, tuple | list):
+            yield from _inner_programs(param)
+
+
+def _axes(eqn: JaxprEqn) -> tuple[Any, ...]:
+    axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    return axes if isinstance(axes, tuple) else (axes,)
+
+
+def _names_axis(eqn: JaxprEqn) -> bool:
+    return REPLICA_AXIS in _axes(eqn)
+
+
+def _spans_whole_axis(eqn: JaxprEqn) -> bool:
+    return _names_axis(eqn) and eqn.params.get("axis_index_groups") is None
+
+
+def _is_exchange(eqn: JaxprEqn) -> bool:
+    return _names_axis(eqn) and eqn.primitive.name != "axis_index"
+
+
+def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in _inner_programs(eqn.params.values()):
+            yield from _equations(inner)
+
+
+def _contains_exchange(jaxpr: Jaxpr) -> bool:
+    return any(map(_is_exchange, _equations(jaxpr)))
+
+
+def _contains_replica_source(jaxpr: Jaxpr) -> bool:
+    return any(map(_is_replica_source, _equations(jaxpr)))
+
+
+def _require_ensured(eqn: JaxprEqn, marks: list[Mark]) -> None:
+    if eqn.primitive is not ensured_p:
+        return
+    pairs = zip(eqn.params["names"], marks, strict=True)
+    differing = [name for name, mark in pairs if mark.per_replica]
+    if differing:
+        raise ReplicaDivergenceError(
+            f"ensure_mirrored at {user_line(eqn)}: replicas may hold different values of\n"
+            f"{listing(differing)}\nReduce what is computed from per-replica data first:\n"
+            '  grads = mirror.get_replica_context().all_reduce("mean", grads)'
+        )
+
+
+def _would_hang(eqn: JaxprEqn, control: str) -> str:
+    return (
+        f"The {eqn.primitive.name} at {user_line(eqn)} stands under {control}, whose condition may "
+        "differ between replicas: some would wait for the others for ever. Make the condition the "
+        'same on all replicas, e.g. with replica_context.all_reduce("max", condition), or move '
+        "the exchange out of the branch."
+    )
+
+
+@functools.cache
+def _foreign_directories() -> tuple[str, ...]:
+    modules = [jax, flax, optax, chex]
+    packages = [os.path.dirname(module.__file__) + os.sep for module in modules if module.__file__]
+    here = os.path.dirname(os.path.dirname(__file__)) + os.sep
+    return (here, sysconfig.get_paths()["stdlib"] + os.sep, *packages)
+
+
+def user_line(eqn: JaxprEqn) -> str:
+    """Where in the user's own code an operation was written: `train.py:42 in step`."""
+    frames = eqn.source_info.traceback
+    if frames is None:
+        return "an unknown line"
+    for frame in reversed(traceback.extract_tb(frames.as_python_traceback())):
+        # Site packages lie under the standard library, so only its own files count as foreign.
+        installed = "site-packages" in frame.filename
+        foreign = [d for d in _foreign_directories() if frame.filename.startswith(d)]
+        if not foreign or (installed and foreign == [_foreign_directories()[1]]):
+            return f"{os.path.basename(frame.filename)}:{frame.lineno} in {frame.name}"
+    return "an unknown line"

@@ -1,0 +1,26 @@
+"""From a function on flat leaves to a jaxpr with a named replica axis."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr
+
+from mirror._types import REPLICA_AXIS
+
+
+def abstract(value: Any) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and weak type of an array or number; no sharding.
+
+    Raises:
+        TypeError: JAX has no array type for the value.
+    """
+    aval = jax.typeof(value)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+
+
+def trace(
+    fn: Callable[..., Any], leaves: Sequence[jax.ShapeDtypeStruct], num_replicas: int
+) -> ClosedJaxpr:
+    """Traces `fn` once, for one replica, on leaves of these shapes: the replica program."""
+    return jax.make_jaxpr(fn, axis_env=[(REPLICA_AXIS, num_replicas)])(*leaves)

@@ -1,0 +1,291 @@
+"""What `strategy.run` does: find the program of a call, or trace, prove and compile it, and run it.
+
+A value's way: the caller's arguments are told apart (`calls`), nnx objects become leaves
+(`objects`), the leaves go through the program (`executors`), new state goes back into the objects
+and results go back to the caller, mirrored ones as plain arrays (`step`).
+"""
+
+import functools
+import operator
+import warnings
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakValueDictionary
+
+import jax
+from jax.sharding import Sharding
+
+from mirror import calls
+from mirror._errors import describe
+from mirror._types import Array, StepFunction
+from mirror.context import ReplicaGroup
+from mirror.devices.replicas import ReplicaDevices, any_deleted, buffers_of
+from mirror.executors.pmap import PmapExecutor
+from mirror.objects import ObjectTable
+from mirror.plan import make_plan
+from mirror.program.proof import prove
+from mirror.program.trace import abstract, trace
+from mirror.step import Call, Program, SignatureChanged, Step
+
+_FRESH_FUNCTIONS = 3
+_sharding_of = operator.attrgetter("sharding")
+_MOST_PROGRAMS = 256
+
+
+class Runner:
+    """Finds, makes and runs the programs of one strategy."""
+
+    def __init__(self, group: ReplicaGroup, replicas: ReplicaDevices) -> None:
+        self._group = group
+        self.replicas = replicas
+        self._executor = PmapExecutor(replicas)
+        self._objects = ObjectTable(replicas)
+        self._layouts: dict[Any, calls.Layout] = {}
+        self._programs: dict[Any, Program] = {}
+        # By identity, because comparing hundreds of shardings would cost as much as a launch. JAX
+        # puts one object on all that a program returns: ours, or an equal one that it met before.
+        self._mirrored: dict[int, Sharding] = {id(replicas.mirrored): replicas.mirrored}
+        self._stacked: dict[int, Sharding] = {id(replicas.stacked): replicas.stacked}
+        self._one_mirrored = id(replicas.mirrored)
+        self._met: WeakValueDictionary[int, Array] = WeakValueDictionary()
+        self._by_code: dict[Any, list[Program]] = {}
+        self._warned: set[Any] = set()
+
+    def run(
+        self,
+        fn: StepFunction,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        donate_argnums: tuple[int, ...] = (),
+    ) -> Any:
+        """Runs `fn` once per replica; see `Strategy.run`."""
+        # The mesh is part of what jit keys its cache with: always the same, in and out of a scope.
+        with calls.outside_traces(fn, self.replicas.mesh):
+            call = self._call(fn, args, kwargs, donate_argnums)
+            leaves = call.layout.dynamic_leaves(call.leaves)
+            if not self._are_placed(call.layout.per_replica, leaves):
+                leaves = self._placed(call, leaves)
+            key = call.key
+            try:
+                program = self._programs.get(key) or self._find(call, key, leaves)
+            except TypeError:
+                calls.require_static(fn, call.tree, call.layout, call.leaves)
+                raise
+            try:
+                return program(call, self._apart(call, leaves, program.donated))
+            except SignatureChanged:  # a mirrored leaf has another shape than before
+                pass
+            program = self._find(call, key, leaves)
+            return program(call, self._apart(call, leaves, program.donated))
+
+    def lower(self, fn: StepFunction, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The program of a call, lowered: its text, its cost and its memory. Runs nothing."""
+        with calls.outside_traces(fn, self.replicas.mesh):
+            return self._lower(self._call(fn, args, kwargs, ()))
+
+    def _lower(self, call: Call) -> jax.stages.Lowered:
+        leaves = self._placed(call, call.layout.dynamic_leaves(call.leaves))
+        program = self._make(call, self._avals(call, leaves))
+        return program.compiled.lower([*call.state, *leaves])
+
+    def _call(
+        self,
+        fn: StepFunction,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        donate_argnums: tuple[int, ...],
+    ) -> Call:
+        objects, tree = calls.hoist(args, kwargs)
+        leaves, layout = self._flatten(fn, tree)
+        if layout.nested:
+            objects, tree = calls.hoist_nested(args, kwargs)
+            leaves, layout = self._flatten(fn, tree)
+        record, state = None, list[Any]()
+        if objects:
+            names = functools.partial(calls.object_names, fn, tree, len(objects))
+            record, state = self._objects.record(objects, names)
+        return Call(fn, tree, layout, leaves, objects, record, state, donate_argnums)
+
+    def _flatten(self, fn: StepFunction, tree: Any) -> tuple[list[Any], calls.Layout]:
+        leaves, treedef = jax.tree.flatten(tree)
+        types = tuple(map(type, leaves))
+        layout = self._layouts.get((treedef, types))
+        if layout is None:
+            calls.require_no_tracers(fn, tree)
+            # A number, a NumPy array and a jax.Array have one layout: `step=0` becomes an array.
+            kinds = (treedef, tuple(map(calls.kind, types)))
+            layout = self._layouts.get(kinds) or calls.Layout(*kinds)
+            self._layouts[kinds] = self._layouts[treedef, types] = layout
+        return leaves, layout
+
+    def _find(self, call: Call, key: Any, leaves: list[Any]) -> Program:
+        """The program for these very shapes and dtypes, made if there is none."""
+        for i in call.layout.per_replica:
+            self._require_rows(call, i, leaves[i])
+        avals = self._avals(call, leaves)
+        variant = (key, tuple(avals))
+        program = self._programs.get(variant) or self._make(call, avals)
+        self._programs[key] = self._programs[variant] = program
+        return program
+
+    def _apart(self, call: Call, leaves: list[Any], donated: list[int]) -> list[Any]:
+        """The leaves, none of which shares an array with a donated one: that would crash JAX.
+
+        `{"params": p, "ema": p}` is common; the second place gets a copy.
+        """
+        ids = list(map(id, leaves))
+        distinct = set(ids)
+        alone = distinct.isdisjoint(map(id, call.state))
+        if alone and (not donated or len(distinct) == len(ids)):
+            return leaves
+        leaves, taken = list(leaves), set(map(id, call.state))
+        for i in [*donated, *(i for i in range(len(leaves)) if i not in set(donated))]:
+            if ids[i] in taken and isinstance(leaves[i], jax.Array):
+                leaves[i] = self.replicas.mirror(leaves[i])
+            if i in donated:
+                taken.add(ids[i])
+        return leaves
+
+    def _are_placed(self, per_replica: list[int], leaves: list[Any]) -> bool:
+        """Whether every leaf is there, on the replicas' devices; quick, for hundreds of them."""
+        try:
+            found = list(map(id, map(_sharding_of, leaves)))
+        except AttributeError:  # a number, a NumPy array, or a tracer
+            return False
+        for i in per_replica:
+            if found[i] not in self._stacked:
+                return False
+            found[i] = self._one_mirrored
+        return self._mirrored.keys() >= set(found) and not any_deleted(leaves)
+
+    def _placed(self, call: Call, leaves: list[Any]) -> list[Any]:
+        """The leaves on the replicas' devices: what was made elsewhere is mirrored now.
+
+        JAX takes an array that is not yet there for another type than one that is, and would
+        compile a second time for it.
+
+        Raises:
+            ValueError: a deleted array, or a `PerReplica` of another number of replicas.
+            TypeError: a leaf that JAX has no array type for.
+        """
+        per_replica = set(call.layout.per_replica)
+        ready, new = [], []
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, jax.Array) and leaf.is_deleted():
+                raise ValueError(
+                    f"{call.leaf_names[i]} is an array that has been deleted: an earlier `run` "
+                    "gave up its buffer (donate_argnums, or a model's state). Use the array that "
+                    "it returned."
+                )
+            try:
+                placed = self._rows(call, i, leaf) if i in per_replica else self._mirror(leaf)
+            except TypeError as error:
+                raise TypeError(
+                    f"{call.leaf_names[i]} is {describe(leaf)}, which is no JAX array: {error}"
+                ) from error
+            known = self._stacked if i in per_replica else self._mirrored
+            if placed is leaf and id(leaf.sharding) not in known:
+                new += [i] if self._met.get(id(leaf)) is not leaf else []
+                if leaf.sharding in known.values():
+                    known[id(leaf.sharding)] = leaf.sharding
+            ready.append(placed)
+        if new:
+            self._separate(call, ready, new)
+        return ready
+
+    def _separate(self, call: Call, leaves: list[Any], new: list[int]) -> None:
+        """Copies those of the new leaves that share memory with another: one may be donated.
+
+        An array of the scope keeps its own sharding object; it is looked at when it is first met.
+        """
+        others = [leaf for i, leaf in enumerate(leaves) if i not in new]
+        taken = set().union(*map(buffers_of, [*call.state, *others]))
+        for i in new:
+            if not taken.isdisjoint(buffers_of(leaves[i])):
+                leaves[i] = self.replicas.mirror(leaves[i])
+            taken |= buffers_of(leaves[i])
+            self._met[id(leaves[i])] = leaves[i]
+
+    def _mirror(self, leaf: Any) -> Array:
+        there = isinstance(leaf, jax.Array) and self.replicas.is_mirrored(leaf)
+        return leaf if there else self.replicas.mirror(leaf)
+
+    def _rows(self, call: Call, i: int, stacked: Any) -> Any:
+        self._require_rows(call, i, stacked)
+        there = isinstance(stacked, jax.Array) and stacked.sharding == self.replicas.stacked
+        return stacked if there else self.replicas.stack(stacked)
+
+    def _require_rows(self, call: Call, i: int, stacked: Any) -> None:
+        wanted = self._group.num_replicas_in_sync
+        if stacked.shape[0] != wanted:
+            raise ValueError(
+                f"{call.leaf_names[i]} is a PerReplica of {stacked.shape[0]} values, for a "
+                f"strategy of {wanted} replicas. Make it with this strategy: distribute_dataset, "
+                "run, or one value for each replica."
+            )
+
+    def _avals(self, call: Call, leaves: list[Any]) -> list[jax.ShapeDtypeStruct]:
+        avals = list(map(abstract, call.state))
+        differs = set(call.layout.per_replica)
+        for i, leaf in enumerate(leaves):
+            aval = abstract(leaf)
+            row = jax.ShapeDtypeStruct(aval.shape[1:], aval.dtype) if i in differs else aval
+            avals.append(row)
+        return avals
+
+    def _make(self, call: Call, avals: list[jax.ShapeDtypeStruct]) -> Program:
+        """Traces, proves and plans; XLA compiles when the program first runs."""
+        calls.require_nothing_bound(call.fn)
+        step = Step(self._group, call, avals)
+        order: list[int] = []
+
+        def flat(*leaves: Any) -> list[Array]:
+            results, after, keys = step(*leaves)
+            order[:] = keys
+            return [*results, *after, *keys.values()]
+
+        jaxpr = trace(flat, avals, self._group.num_replicas_in_sync)
+        calls.require_nothing_captured(call.fn, jaxpr.consts)
+        marks = prove(jaxpr, step.per_replica, self._group.num_replicas_in_sync)
+        ends = len(step.out_names), len(step.out_names) + step.num_state
+        structure = call.structure
+        state_names = structure.names(call.object_names) if structure is not None else []
+        plan = make_plan(
+            step.name,
+            list(zip(structure.leaf_slots, state_names, strict=True)) if structure else [],
+            jaxpr.jaxpr.invars[: step.num_state],
+            marks[: ends[0]],
+            marks[ends[0] : ends[1]],
+            dict(zip(order, marks[ends[1] :], strict=True)),
+            [*state_names, *call.leaf_names],
+        )
+        program = Program(step, plan, call, self._executor)
+        self._remember(call.fn, program)
+        return program
+
+    def _remember(self, fn: StepFunction, program: Program) -> None:
+        """Notices a step that is a new function object each time, and bounds what is kept."""
+        if len(self._programs) > 2 * _MOST_PROGRAMS:
+            self._programs.clear()
+            self._by_code.clear()
+        code = calls.code_of(fn)
+        if code is None or fn.__module__.startswith("mirror."):  # our own are made with care
+            return
+        made = self._by_code.setdefault(code, [])
+        made.append(program)
+        lately = made[-_FRESH_FUNCTIONS:]
+        if len({id(p.fn) for p in lately}) < _FRESH_FUNCTIONS or any(p.runs > 1 for p in lately):
+            return
+        self._forget(set(map(id, made[:-1])))
+        del made[:-1]
+        if code not in self._warned:
+            self._warned.add(code)
+            warnings.warn(
+                f"{calls.name_of(fn)} ({code.co_filename}:{code.co_firstlineno}) was compiled "
+                f"{_FRESH_FUNCTIONS} times in a row, each time as a new function object that ran "
+                "once. Define it once, outside the loop, and pass what changes as an argument.",
+                stacklevel=calls.depth_of_user(),
+            )
+
+    def _forget(self, programs: set[int]) -> None:
+        self._programs = {k: p for k, p in self._programs.items() if id(p) not in programs}

@@ -1,0 +1,188 @@
+"""A step on its way to a program: the call, the function on flat leaves, the finished program."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mirror import calls
+from mirror._errors import describe
+from mirror._types import Array, StepFunction
+from mirror.context import ReplicaGroup, replica
+from mirror.cross_device_ops import ReduceOp
+from mirror.executors.pmap import PmapExecutor, PmapProgram
+from mirror.objects import Record, Structure, is_object
+from mirror.plan import Plan
+from mirror.values import PerReplica
+
+
+class SignatureChanged(Exception):
+    """A program was retraced for leaves that it was not proved for."""
+
+
+class Call(NamedTuple):
+    """One call of `run`, its arguments told apart."""
+
+    fn: StepFunction
+    tree: tuple[tuple[Any, ...], dict[str, Any]]
+    layout: calls.Layout
+    leaves: list[Any]
+    objects: list[Any]
+    record: Record | None
+    state: list[Any]
+    donate_argnums: tuple[int, ...]
+
+    @property
+    def structure(self) -> Structure | None:
+        """The structure of the nnx objects, if there are any."""
+        return self.record.structure if self.record is not None else None
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What the program of this call is found by."""
+        layout = self.layout
+        return (self.fn, layout, layout.key(self.leaves), self.structure, self.donate_argnums)
+
+    @property
+    def object_names(self) -> list[str]:
+        """The user's names for the nnx objects."""
+        return calls.object_names(self.fn, self.tree, len(self.objects))
+
+    @property
+    def leaf_names(self) -> list[str]:
+        """The user's names for the leaves that are arrays or numbers."""
+        names = calls.leaf_names(self.fn, self.tree)
+        return [names[i] for i in self.layout.dynamic]
+
+    def donated(self) -> list[int]:
+        """Positions of the leaves whose buffers the user gives up."""
+        num_args = len(self.tree[0])
+        for argnum in self.donate_argnums:
+            if not (isinstance(argnum, int) and 0 <= argnum < num_args):
+                raise ValueError(
+                    f"donate_argnums={self.donate_argnums}: there is no argument {argnum}; "
+                    f"{calls.name_of(self.fn)} got {num_args}, numbered from 0."
+                )
+        paths = jax.tree_util.tree_flatten_with_path(self.tree)[0]
+        given_up = [
+            i for i, (p, _) in enumerate(paths) if p[0].idx == 0 and p[1].idx in self.donate_argnums
+        ]
+        return [self.layout.dynamic.index(i) for i in given_up if i in self.layout.dynamic]
+
+
+class Step:
+    """The user's function as a function of flat leaves, for one replica.
+
+    It keeps what a program needs of a call, and nothing of its values.
+    """
+
+    def __init__(self, group: ReplicaGroup, call: Call, avals: list[jax.ShapeDtypeStruct]) -> None:
+        self.fn = call.fn
+        self.name = calls.name_of(call.fn)
+        self.group = group
+        self.avals = avals
+        self.structure = call.structure
+        self.object_names = call.object_names
+        self.num_state = len(call.state)
+        self.layout = call.layout
+        own = [i in call.layout.per_replica for i in range(len(avals) - self.num_state)]
+        self.per_replica = [False] * self.num_state + own
+        self.statics = call.layout.key(call.leaves)[0]
+        self.attribute_changes: list[tuple[Any, str, Any]] = []
+        self.out_tree: Any = None
+        self.out_names: list[str] = []
+
+    def __call__(self, *leaves: Any) -> tuple[list[Array], list[Array], dict[int, Array]]:
+        """The results, the objects' leaves afterwards, and the keys as this replica had them."""
+        if any(
+            x.shape != a.shape or x.dtype != a.dtype
+            for x, a in zip(leaves, self.avals, strict=True)
+        ):
+            raise SignatureChanged
+        state, rest = leaves[: self.num_state], leaves[self.num_state :]
+        with replica(self.group):
+            clones = self.structure.rebuild(state) if self.structure is not None else None
+            objects = clones.objects if clones is not None else ()
+            args, kwargs = self.layout.rebuild(rest, self.statics, objects)
+            results = self._results(self.fn(*args, **kwargs))
+            if clones is None:
+                return results, [], {}
+            after = clones.collect(self.name, self.object_names)
+            self.attribute_changes = clones.attribute_changes()
+        return results, after, {i: folded for i, (_, folded) in clones.keys.items()}
+
+    def _results(self, out: Any) -> list[Array]:
+        paths, self.out_tree = jax.tree_util.tree_flatten_with_path(out, is_leaf=is_object)
+        self.out_names = ["result" + calls.keys(path) for path, _ in paths]
+        results = []
+        for name, (_, leaf) in zip(self.out_names, paths, strict=True):
+            if is_object(leaf):
+                raise TypeError(
+                    f"{self.name} returned the nnx object {type(leaf).__name__} as {name}. Objects "
+                    "that are arguments are updated in place; return arrays."
+                )
+            if not isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float | complex):
+                raise TypeError(
+                    f"{self.name} returned {describe(leaf)} as {name}. A step returns arrays, "
+                    "numbers or None, in any nest of containers."
+                )
+            results.append(jnp.asarray(leaf))
+        return results
+
+
+class Program:
+    """A step that is traced, proved and ready to run."""
+
+    def __init__(self, step: Step, plan: Plan, call: Call, executor: PmapExecutor) -> None:
+        self.runs = 0
+        self.avals = step.avals
+        self.fn = call.fn
+        self.donated = call.donated()
+        self._attribute_changes = step.attribute_changes
+        self._changed = plan.changed
+        num_state, group = step.num_state, step.group
+
+        def replica_program(*leaves: Any) -> tuple[Array, ...]:
+            results, after, _ = step(*leaves)
+            means = group._all_reduce(ReduceOp.MEAN, [after[i] for i in plan.averaged])
+            for i, mean in zip(plan.averaged, means, strict=True):
+                after[i] = mean
+            return (*[after[i] for i in plan.changed], *results)
+
+        self.compiled: PmapProgram = executor.compile(
+            replica_program,
+            step.per_replica,
+            [False] * len(plan.changed) + plan.per_replica_results,
+            [*plan.changed, *(num_state + i for i in self.donated)],
+            step.name,
+        )
+        self._results = slice(len(plan.changed), len(plan.changed) + len(step.out_names))
+        slots = [PerReplica.from_stacked(np.zeros(1)) if d else 0 for d in plan.per_replica_results]
+        self._out_tree: Any = jax.tree.structure(step.out_tree.unflatten(slots))
+
+    def __call__(self, call: Call, leaves: list[Any]) -> Any:
+        """Runs the program, writes the new state into the objects, returns the results."""
+        outputs: list[Array] = []
+        try:
+            self.compiled([*call.state, *leaves] if call.state else leaves, outputs)
+            self._write_back(call, outputs)
+        except BaseException:  # an interrupt must not leave a model without its arrays
+            if outputs:
+                self._write_back(call, outputs)
+            raise
+        self.runs += 1
+        return self._out_tree.unflatten(outputs[self._results])
+
+    def _write_back(self, call: Call, outputs: Sequence[Array]) -> None:
+        """Writes the new state into the objects; it may be done twice."""
+        record = call.record
+        if record is None:
+            return
+        new = list(call.state)
+        for i, leaf in zip(self._changed, outputs, strict=False):
+            new[i] = leaf
+        record.write(new)
+        if self._attribute_changes:
+            record.set_attributes(call.objects, self._attribute_changes)

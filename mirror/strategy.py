@@ -1,0 +1,338 @@
+"""`Strategy`: what every strategy does, whatever devices it has."""
+
+import abc
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Any, final
+
+import jax
+import numpy as np
+
+from mirror import calls, checks
+from mirror._errors import describe
+from mirror._types import Array, PyTree, StepFunction
+from mirror.context import Frame, current_frame, pop_frame, push_frame, require_cross_replica
+from mirror.cross_device_ops import CrossDeviceOps, ReduceOp
+from mirror.data.distribute import DistributedDataset, Remainder
+from mirror.devices.replicas import ReplicaDevices
+from mirror.display import DeviceTable
+from mirror.reductions import canonical_axes, gathering, reduction
+from mirror.runner import Runner
+from mirror.values import PerReplica, is_per_replica
+
+
+class Strategy(abc.ABC):
+    """Runs a step once per replica, on its devices, and keeps their state the same.
+
+    Abstract: `MirroredStrategy` and `OneDeviceStrategy` say which devices there are.
+    """
+
+    @abc.abstractmethod
+    def __init__(self, replicas: ReplicaDevices, cross_device_ops: CrossDeviceOps) -> None:
+        if not isinstance(cross_device_ops, CrossDeviceOps):
+            raise TypeError(
+                f"cross_device_ops={describe(cross_device_ops)} is no CrossDeviceOps. Pass "
+                "mirror.AllReduce(), or leave it out."
+            )
+        self._replicas = replicas
+        self._cross_device_ops = cross_device_ops
+        self._runner = Runner(self, replicas)
+        self._lone: Strategy | None = None
+
+    @property
+    @final
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas run each step."""
+        return len(self._replicas)
+
+    @property
+    @final
+    def devices(self) -> tuple[jax.Device, ...]:
+        """The devices of the replicas, in replica order."""
+        return self._replicas.devices
+
+    @property
+    @final
+    def cross_device_ops(self) -> CrossDeviceOps:
+        """Who carries the exchanges out."""
+        return self._cross_device_ops
+
+    @final
+    def scope(self) -> "Scope":
+        """A context in which every array that is created is mirrored.
+
+        What is created elsewhere works too: `run` mirrors it when it first meets it. The scope can
+        be entered again, also while it is open.
+
+        Raises:
+            RuntimeError: on entering, inside a replica or another strategy's scope.
+        """
+        return Scope(self)
+
+    @final
+    def run(
+        self,
+        fn: StepFunction,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        *,
+        donate_argnums: int | Sequence[int] = (),
+    ) -> PyTree:
+        """Runs `fn` once per replica, all at once, each on its own device.
+
+        The first call with a function, a structure and shapes traces `fn`, proves which results
+        are the same on every replica, and compiles; later calls only run. Results come back before
+        they are computed, as everywhere in JAX.
+
+        Args:
+            fn: one replica's step. `mirror.get_replica_context()` works inside, and so do
+                `jax.lax.psum(x, mirror.REPLICA_AXIS)` and its kin.
+            args: its arguments. nnx objects (modules, optimizers, variables) go by reference: their
+                new state is mirrored back into them and the old buffers are given up. Of a
+                `PerReplica` leaf each replica gets its own array, without the leading axis. Other
+                arrays, NumPy arrays and numbers are mirrored. Booleans, strings, functions and
+                other hashables are static: a new value is a new program.
+            kwargs: its keyword arguments, treated alike.
+            donate_argnums: which positional arguments' buffers are given up; the arrays that were
+                passed must not be used again. An interrupt before the result is assigned loses
+                them; the state of nnx objects survives it.
+
+        Returns:
+            What `fn` returns, each leaf a plain mirrored array where it is proved to be the same on
+            every replica, else a `PerReplica`.
+
+        Raises:
+            ReplicaDivergenceError: a variable would differ between the replicas afterwards, or
+                replicas would wait for each other under a condition that they may decide
+                differently. Every model is left as it was.
+            RuntimeError: called inside a replica, inside another strategy's scope, or under a JAX
+                transformation.
+            TypeError: `args` is no tuple or list, or `fn` returned something else than arrays.
+            ValueError: a deleted array, a `PerReplica` of another number of replicas, a changed
+                model structure, an nnx object that `fn` reads without its being an argument.
+        """
+        if current_frame() is not None:
+            require_cross_replica(self, "run", "Call the function itself; it is in a replica.")
+        kwargs = {} if kwargs is None else kwargs
+        calls.require_call(fn, args, kwargs)
+        donated = (donate_argnums,) if isinstance(donate_argnums, int) else donate_argnums
+        if type(donated) is not tuple:
+            donated = calls.canonical_argnums(donated)
+        return self._runner.run(fn, args, kwargs, donated)
+
+    @final
+    def reduce(
+        self,
+        op: ReduceOp | str,
+        value: PyTree,
+        axis: int | Sequence[int] | None = None,
+        where: PerReplica | Array | None = None,
+    ) -> PyTree:
+        """Reduces every leaf over the replicas.
+
+        Args:
+            op: `"sum"`, `"mean"`, `"min"`, `"max"`, or a `ReduceOp`.
+            value: `PerReplica` leaves; a mirrored leaf counts once per replica.
+            axis: also reduce over these axes of each replica's value, e.g. its batch axis 0. A mean
+                is then that of all elements: of rows `[[1., 2.], [3., 8.]]` it is 3.5.
+            where: a boolean mask; what is False does not count. Its shape on each replica is that
+                of the value, or the value's leading axes.
+
+        Returns:
+            The same tree of mirrored arrays. The mean of integers or booleans is float32, the sum
+            of booleans is int32; a mean of nothing is NaN.
+
+        Raises:
+            ValueError: an unknown `op`, an axis that is not there, a mask that does not fit, a
+                value without leaves.
+            TypeError: a leaf that is no array or number, `op`, `axis` or `where` of a wrong type.
+            RuntimeError: called inside a replica or another strategy's scope.
+        """
+        require_cross_replica(self, "reduce", "Use mirror.get_replica_context().all_reduce there.")
+        step = reduction(ReduceOp.canonicalize(op), canonical_axes(axis), where is not None)
+        _require_values("reduce", value)
+        return self._runner.run(step, (value,) if where is None else (value, where), {})
+
+    @final
+    def gather(self, value: PyTree, axis: int = 0) -> PyTree:
+        """Joins every leaf's per-replica values along `axis`, in replica order.
+
+        Args:
+            value: `PerReplica` leaves; a mirrored leaf is joined n times.
+            axis: the axis of each replica's value to join along.
+
+        Returns:
+            The same tree of mirrored arrays.
+
+        Raises:
+            ValueError: there is no such axis, or there are no leaves.
+            RuntimeError: called inside a replica or another strategy's scope.
+        """
+        require_cross_replica(self, "gather", "Use mirror.get_replica_context().all_gather there.")
+        axes = canonical_axes(axis)
+        if axes is None or len(axes) != 1:
+            raise TypeError(f"axis={axis!r} is not one axis. Pass an int.")
+        _require_values("gather", value)
+        return self._runner.run(gathering(axes[0]), (value,), {})
+
+    @final
+    def local_results(self, value: PyTree) -> tuple[PyTree, ...]:
+        """One tree for each replica: a `PerReplica`'s values, a mirrored array's copies."""
+        treedef: Any
+        leaves, treedef = jax.tree.flatten(value, is_leaf=is_per_replica)
+        columns = [self._local(leaf) for leaf in leaves]
+        return tuple(
+            treedef.unflatten([column[i] for column in columns])
+            for i in range(self.num_replicas_in_sync)
+        )
+
+    @final
+    def distribute_dataset(
+        self, dataset: Iterable[PyTree], *, remainder: Remainder = "error"
+    ) -> DistributedDataset:
+        """Cuts the global batches of a dataset up for the replicas, in order.
+
+        Args:
+            dataset: any iterable of batches: pytrees of arrays with one leading batch axis.
+            remainder: what happens to a batch that does not divide by the number of replicas.
+                `"error"` says its size and the ones that do; `"drop"` leaves it out, unless it is
+                the first; `"pad"` yields `(batch, mask)`, every batch padded to the first one's
+                size rounded up, with a mask of shape `(B/n,)` on each replica, True for examples.
+
+        Returns:
+            An iterable of batches whose leaves are `PerReplica`, rows on their devices.
+
+        Raises:
+            ValueError: an unknown `remainder`; while iterating, a batch that does not divide, whose
+                leaves differ in leading size, or that holds scalars.
+            TypeError: no iterable of batches; while iterating, a leaf that is no array.
+        """
+        require_cross_replica(self, "distribute_dataset", "Pass the step its batch.")
+        return DistributedDataset(dataset, self._replicas, remainder)
+
+    @final
+    def check_mirrored(self, tree: PyTree) -> None:
+        """Checks that all replicas hold bitwise the same copy of every array in the tree.
+
+        Each device makes a fingerprint of its own copy, and the fingerprints are compared: it costs
+        about one pass over the arrays and one small exchange.
+
+        Args:
+            tree: arrays, nnx objects, in any nest. Host values have one copy and always pass.
+
+        Raises:
+            ReplicaDivergenceError: copies differ; the message names the leaves.
+            ValueError: an array does not lie on this strategy's devices.
+            TypeError: a leaf is a `PerReplica`.
+            RuntimeError: called inside a replica or another strategy's scope.
+        """
+        require_cross_replica(self, "check_mirrored", "Check after the step.")
+        checks.check_mirrored(self._runner, tree)
+
+    @final
+    def verify(
+        self,
+        fn: StepFunction,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        *,
+        rtol: float = 1e-5,
+    ) -> checks.VerifyReport:
+        """Runs a step on all replicas and once on one device with the whole batch, and compares.
+
+        Nothing is changed: both runs work on copies of the models. The batch of the one device is
+        the replicas' batches put together. A per-replica result is compared where it has one row
+        for each example; where it has not, one device has no counterpart of it.
+
+        Args:
+            fn: the step, as for `run`.
+            args: its arguments, as for `run`; each `PerReplica` leaf with a batch axis.
+            kwargs: its keyword arguments.
+            rtol: the largest relative difference to allow, over each leaf's largest magnitude.
+
+        Returns:
+            A report with a row for each result and each variable that changed; `print` it.
+
+        Raises:
+            ReplicaMismatchError: leaves differ by more; the message names them.
+            RuntimeError: called inside a replica or another strategy's scope.
+            ValueError: a `PerReplica` leaf has no batch axis.
+        """
+        require_cross_replica(self, "verify", "Verify the step from outside.")
+        kwargs = {} if kwargs is None else kwargs
+        calls.require_call(fn, args, kwargs)
+        if self._lone is None:
+            self._lone = self._alone()
+        return checks.verify(self._runner, self._lone._runner, fn, args, kwargs, rtol)
+
+    @abc.abstractmethod
+    def _alone(self) -> "Strategy":
+        """One replica on the first device, to hold the many against."""
+
+    def _all_reduce(self, op: ReduceOp, leaves: Sequence[Any]) -> list[Array]:
+        """Carries out an exchange inside a replica."""
+        return self._cross_device_ops.all_reduce(op, leaves, on_host=self._replicas.on_host)
+
+    def _local(self, leaf: Any) -> Sequence[Any]:
+        n = self.num_replicas_in_sync
+        if is_per_replica(leaf):
+            if leaf.num_replicas != n:
+                raise ValueError(f"{leaf!r} is of {leaf.num_replicas} replicas, not of {n}.")
+            return leaf.values
+        if isinstance(leaf, jax.Array) and self._replicas.is_mirrored(leaf):
+            copies = {shard.device: shard.data for shard in leaf.addressable_shards}
+            return [copies[device] for device in self.devices]
+        return [leaf] * n
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__}{self._table.names}"
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}, {self.num_replicas_in_sync} replicas in sync\n{self._table}"
+
+    def _repr_html_(self) -> str:
+        return f"<b>{type(self).__name__}</b>{self._table.html()}"
+
+    @property
+    def _table(self) -> DeviceTable:
+        return DeviceTable(self.devices)
+
+
+@final
+class Scope:
+    """The context of `strategy.scope()`; it may be entered again and again."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+        self._meshes: list[Any] = []
+
+    def __enter__(self) -> Strategy:
+        strategy = self._strategy
+        require_cross_replica(strategy, "scope", "Open the scope outside the step.")
+        mesh = jax.set_mesh(strategy._replicas.mesh)
+        mesh.__enter__()
+        self._meshes.append(mesh)
+        push_frame(Frame(strategy, None))
+        return strategy
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        pop_frame()
+        self._meshes.pop().__exit__(kind, error, trace)
+
+
+def _require_values(method: str, value: PyTree) -> None:
+    """Refuses a tree without arrays, and leaves that are none."""
+    leaves = jax.tree.leaves(value)
+    if not leaves:
+        raise ValueError(f"{method} of {value!r}: there is no value in it. Pass arrays.")
+    for leaf in leaves:
+        if not isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float | complex):
+            raise TypeError(
+                f"{method} of {describe(leaf)}: it is no array and no number. Pass the results of "
+                "strategy.run, or a mirror.PerReplica."
+            )

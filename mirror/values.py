@@ -1,0 +1,179 @@
+"""`PerReplica`: the one kind of value that is not a plain array."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from mirror._errors import describe
+from mirror._types import REPLICA_AXIS, Array, ArrayLike
+
+
+def is_numeric(dtype: Any) -> bool:
+    """Whether JAX has arrays of this dtype: numbers, small floats among them, and booleans."""
+    return dtype == np.bool_ or jnp.issubdtype(dtype, jnp.number)
+
+
+class PerReplica:
+    """One array for each replica, all of one shape and dtype: what may differ between replicas.
+
+    `strategy.run` hands each replica its own array, without a leading axis, and gives back a
+    `PerReplica` for every result that is not proved to be the same on all replicas. It is a
+    registered pytree with one leaf, the stacked array.
+
+    Args:
+        values: one array for each replica, in replica order; equal shapes and dtypes.
+
+    Raises:
+        ValueError: no values, or values that differ in shape or dtype.
+
+    >>> import numpy as np
+    >>> x = PerReplica([np.zeros(3), np.ones(3)])
+    >>> x.stacked.shape, x.num_replicas
+    ((2, 3), 2)
+    """
+
+    __slots__ = ("_stacked",)
+    _stacked: Any
+
+    def __init__(self, values: Sequence[ArrayLike]) -> None:
+        self._stacked = _stack(values)
+
+    @classmethod
+    def from_stacked(cls, stacked: Array | np.ndarray) -> "PerReplica":
+        """Wraps an array `(num_replicas, *shape)`: row r is replica r's value. Copies nothing."""
+        if not getattr(stacked, "ndim", 0):
+            raise ValueError(
+                f"{describe(stacked)} has no leading replica axis. Pass (num_replicas, *shape), or "
+                "mirror.PerReplica([value, ...]) with one value for each replica."
+            )
+        return _wrap(stacked)
+
+    @property
+    def stacked(self) -> Array | np.ndarray:
+        """The array `(num_replicas, *shape)`, as it lies on the devices."""
+        return self._stacked
+
+    @property
+    def values(self) -> tuple[Array | np.ndarray, ...]:
+        """One array `(*shape)` for each replica, each on its replica's device."""
+        rows = _rows_on_devices(self._stacked)
+        if rows is None:
+            return tuple(self._stacked[i] for i in range(self.num_replicas))
+        return tuple(row.reshape(row.shape[1:]) for row in rows)
+
+    @property
+    def num_replicas(self) -> int:
+        """How many replicas it holds a value for."""
+        return self._stacked.shape[0]
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype, the same on every replica."""
+        return self._stacked.dtype
+
+    __array_ufunc__ = None  # `numpy_array + per_replica` comes here, to be refused
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self._stacked, dtype=dtype, copy=copy)
+
+    def __format__(self, spec: str) -> str:
+        return repr(self) if not spec else _refuse("__format__")(self)
+
+    def __repr__(self) -> str:
+        if not isinstance(self._stacked, jax.Array | np.ndarray):
+            return f"PerReplica({self._stacked!r})"
+        traced = isinstance(self._stacked, jax.core.Tracer)
+        if not traced and isinstance(self._stacked, jax.Array) and self._stacked.is_deleted():
+            return f"PerReplica(deleted {describe(self._stacked)})"
+        if traced or self._stacked.size > 64 or not is_numeric(self.dtype):
+            shape = ",".join(map(str, self._stacked.shape[1:]))
+            return f"PerReplica({self.num_replicas} x {self.dtype}[{shape}])"
+        rows = ", ".join(np.array2string(row, separator=", ") for row in np.asarray(self._stacked))
+        return f"PerReplica({rows})"
+
+
+def _wrap(stacked: Any) -> PerReplica:
+    """A `PerReplica` around anything: trees are also unflattened with placeholders and tracers."""
+    value = object.__new__(PerReplica)
+    value._stacked = stacked
+    return value
+
+
+jax.tree_util.register_pytree_with_keys(
+    PerReplica,
+    lambda value: (((jax.tree_util.GetAttrKey("stacked"), value._stacked),), None),
+    lambda _, children: _wrap(next(iter(children))),
+    lambda value: ((value._stacked,), None),
+)
+
+
+def is_per_replica(value: object) -> bool:
+    """Whether the value is a `PerReplica`; made for `is_leaf=`."""
+    return isinstance(value, PerReplica)
+
+
+def _rows_on_devices(stacked: Array | np.ndarray) -> tuple[Array, ...] | None:
+    """The shards, if there is one for each row; `None` if the array lies in another way."""
+    if not isinstance(stacked, jax.Array) or isinstance(stacked, jax.core.Tracer):
+        return None
+    shards = stacked.addressable_shards
+    if len(shards) != stacked.shape[0] or any(shard.data.shape[0] != 1 for shard in shards):
+        return None
+    return tuple(s.data for s in sorted(shards, key=lambda shard: shard.index[0].start or 0))
+
+
+def _stack(values: Sequence[ArrayLike]) -> Array | np.ndarray:
+    if isinstance(values, jax.Array | np.ndarray | PerReplica | dict | str):
+        raise TypeError(
+            f"PerReplica takes one value for each replica, not {describe(values)}. Pass a list, or "
+            "use mirror.PerReplica.from_stacked(array) for an array (num_replicas, *shape)."
+        )
+    rows: list[Any] = [v if isinstance(v, jax.Array) else np.asarray(v) for v in values]
+    for row, value in zip(rows, values, strict=True):
+        if not isinstance(row, jax.Array) and not is_numeric(row.dtype):
+            raise TypeError(
+                f"A PerReplica holds one array for each replica, not {describe(value)}. For trees, "
+                "make each leaf a PerReplica."
+            )
+    if not rows:
+        raise ValueError("PerReplica([]) has no values. Pass one for each replica.")
+    if len({(row.shape, row.dtype) for row in rows}) > 1:
+        received = ", ".join(map(describe, rows))
+        raise ValueError(
+            f"The replicas' values differ in shape or dtype: {received}. Pass values of one shape "
+            "and dtype; pad them where lengths differ."
+        )
+    if not all(isinstance(row, jax.Array) for row in rows):
+        return np.stack([np.asarray(row) for row in rows])
+    devices = [next(iter(row.devices())) for row in rows if len(row.devices()) == 1]
+    if len(set(devices)) < len(rows):
+        return jnp.stack(rows)
+    sharding = NamedSharding(
+        Mesh(np.asarray(devices), (REPLICA_AXIS,)), PartitionSpec(REPLICA_AXIS)
+    )
+    return jax.make_array_from_single_device_arrays(
+        (len(rows), *rows[0].shape), sharding, [row[None] for row in rows]
+    )
+
+
+def _refuse(operation: str) -> Callable[..., NoReturn]:
+    def method(self: PerReplica, *_: object) -> NoReturn:
+        raise TypeError(
+            f"{operation} of {self!r} outside a replica: it holds one value for each replica. "
+            "Reduce it first, strategy.reduce('mean', x); look at x.values or x.stacked; or "
+            "compute inside the function that strategy.run runs."
+        )
+
+    return method
+
+
+_OPERATIONS = """
+add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul
+neg abs lt le gt ge float int bool len getitem iter
+"""
+for _name in _OPERATIONS.split():
+    setattr(PerReplica, f"__{_name}__", _refuse(f"__{_name}__"))

@@ -1,0 +1,179 @@
+"""`mirror demo` as a user runs it: in a process of its own."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+import mirror
+from mirror import cli
+from mirror.demo import interrupts, run  # noqa: F401  scikit-learn sets environment variables
+
+TIMEOUT_SECS = 240
+
+
+def environment(**more: str) -> dict[str, str]:
+    """The user's, without what asks for devices."""
+    kept = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS" and not k.startswith("JAX_")}
+    return {**kept, "JAX_PLATFORMS": "cpu", **more}
+
+
+def demo(*options, **variables) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "mirror.cli", "demo", *options],
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECS,
+    )
+
+
+def accuracy(output: str) -> float:
+    found = re.search(r"test accuracy: (\d+\.\d)% \((\d+) of 360\)", output)
+    assert found, output
+    percent, correct = float(found[1]), int(found[2])
+    assert percent == round(100 * correct / 360, 1)
+    return percent
+
+
+def test_it_learns_the_digits_in_step_and_draws_the_curves(tmp_path):
+    picture = tmp_path / "curves.png"
+    done = demo("--plot", str(picture))
+    assert done.returncode == 0, done.stderr
+    assert "MirroredStrategy, 4 replicas in sync" in done.stdout
+    assert accuracy(done.stdout) >= 97
+    assert "replicas bitwise equal: yes" in done.stdout.splitlines()
+    assert "same step as on one device: yes" in done.stdout
+    assert re.search(r"epoch 15/15 100% .* images/s, loss 0\.0\d+, accuracy \d+", done.stderr)
+    assert "Warning" not in done.stderr
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "variables"),
+    [
+        (["--api", "linen", "--devices", "3"], {}),
+        (["--api", "plain"], {"JAX_NUM_CPU_DEVICES": "3"}),
+    ],
+)
+def test_every_api_trains_with_batches_that_do_not_divide(options, variables):
+    done = demo(*options, "--batch-size", "50", "--epochs", "2", **variables)
+    assert done.returncode == 0, done.stderr
+    assert "3 replicas in sync" in done.stdout
+    assert "same step as on one device: yes" in done.stdout
+    assert accuracy(done.stdout) >= 90
+    assert "replicas bitwise equal: yes" in done.stdout.splitlines()
+
+
+def test_ctrl_c_ends_it_cleanly():
+    with subprocess.Popen(
+        [sys.executable, "-u", "-m", "mirror.cli", "demo", "--epochs", "1000"],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=TIMEOUT_SECS)
+    assert process.returncode == 130
+    assert errors.endswith("\nInterrupted.\n")
+    assert "Traceback" not in errors
+
+
+def test_ctrl_c_waits_for_a_place_where_it_is_safe_to_stop():
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with interrupts.held_back():
+            interrupts.check()
+            signal.raise_signal(signal.SIGINT)
+            with pytest.raises(KeyboardInterrupt):
+                interrupts.check()
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_devices_that_the_user_forced_stay_as_they_are(monkeypatch, capsys):
+    assert cli.main(["demo", "--devices", "99"]) == 2
+    assert "JAX_NUM_CPU_DEVICES=8 says how many" in capsys.readouterr().err
+    flag = "--xla_force_host_platform_device_count=8"
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_some_other=1 {flag}")
+    assert cli.main(["demo", "--devices", "99"]) == 2
+    assert f"XLA_FLAGS={flag} says how many" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--devices", "0"], "argument --devices: '0' is no whole number from 1 on"),
+        (["--epochs", "some"], "argument --epochs: 'some' is no whole number from 1 on"),
+        (["--seed", "-1"], "argument --seed: '-1' is no whole number from 0"),
+        (["--api", "haiku"], "invalid choice: 'haiku'"),
+    ],
+)
+def test_bad_options_are_named(options, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["demo", *options])
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--devices", "99"], "--devices 99: there are 8 CPU devices"),
+        (["--plot", "curves.xyz"], "'curves.xyz' ends in none of avif, eps,"),
+        (["--plot", "/no/such/folder/curves.png"], "/no/such/folder is no folder"),
+        (["--plot", "tests.png"], "tests.png is a folder"),
+    ],
+)
+def test_what_cannot_be_done_is_said_before_training(
+    options, message, capsys, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tests.png").mkdir()
+    assert cli.main(["demo", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_missing_packages_are_named_with_the_line_that_installs_them(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    for name in ("run", "data", "loop", "models", "plot"):
+        monkeypatch.delitem(sys.modules, f"mirror.demo.{name}", raising=False)
+    assert cli.main(["demo"]) == 2
+    errors = capsys.readouterr().err
+    assert "the demo needs sklearn, which is not installed" in errors
+    assert 'pip install "mirror-jax[demo]"' in errors
+
+
+def test_failed_checks_are_said_and_are_the_exit_status(monkeypatch, capsys):
+    def diverged(*args, **kwargs):
+        raise mirror.ReplicaDivergenceError("model.kernel differs")
+
+    def mismatched(*args, **kwargs):
+        raise mirror.ReplicaMismatchError("model.bias is off")
+
+    monkeypatch.setattr(mirror.Strategy, "check_mirrored", diverged)
+    monkeypatch.setattr(mirror.Strategy, "verify", mismatched)
+    assert cli.main(["demo", "--epochs", "1", "--devices", "1"]) == 1
+    output = capsys.readouterr().out
+    assert "replicas bitwise equal: no\nmodel.kernel differs" in output
+    assert "same step as on one device: no\nmodel.bias is off" in output
+
+
+def test_the_version_is_told(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"mirror {mirror.__version__}\n"
+
+
+def test_importing_mirror_imports_no_demo():
+    code = "import mirror, sys; print([m for m in sys.modules if m.startswith('mirror.demo')])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[]\n"
