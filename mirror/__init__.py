@@ -23,10 +23,14 @@ The words, as they are used everywhere:
 - per-replica value: may differ between replicas. A `PerReplica`.
 - replica context: inside a function that `run` runs. Cross-replica context: inside `scope()`,
   outside `run`.
+- `config`: the devices there are, and their settings before JAX starts. `device(name)`: where eager
+  ops run. `debugging`: looking at what runs and lies where.
 - exchange: the point in a step where replicas talk: all-reduce, all-gather.
 - cross-device ops: who carries an exchange out.
 """
 
+from mirror import config as config
+from mirror import debugging as debugging
 from mirror._errors import InvalidDeviceError as InvalidDeviceError
 from mirror._errors import ReplicaDivergenceError as ReplicaDivergenceError
 from mirror._errors import ReplicaMismatchError as ReplicaMismatchError
@@ -40,6 +44,8 @@ from mirror.cross_device_ops import AllReduce as AllReduce
 from mirror.cross_device_ops import CrossDeviceOps as CrossDeviceOps
 from mirror.cross_device_ops import ReduceOp as ReduceOp
 from mirror.data.distribute import DistributedDataset as DistributedDataset
+from mirror.devices.placement import add_n as add_n
+from mirror.devices.placement import device as device
 from mirror.mirrored import MirroredStrategy as MirroredStrategy
 from mirror.mirrored import OneDeviceStrategy as OneDeviceStrategy
 from mirror.mirrored import get_replica_context as get_replica_context

@@ -29,7 +29,19 @@ def describe(leaf: Any) -> str:
     """Words a leaf for a message: `float32[3,4]` for an array, `'text' (str)` for anything else."""
     if isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct):
         return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
-    return f"{leaf!r:.60} ({type(leaf).__name__})"
+    text = repr(leaf)
+    if "\n" in text:  # a module, say, whose text is a page
+        return type(leaf).__name__
+    return f"{text:.60} ({type(leaf).__name__})"
+
+
+def bytes_in_words(count: float) -> str:
+    """`1536` is `1.5 KiB`."""
+    for unit in ("bytes", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} bytes" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"
 
 
 def listing(names: Iterable[str]) -> str:

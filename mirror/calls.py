@@ -20,6 +20,7 @@ from flax import nnx
 
 from mirror._errors import describe
 from mirror._types import PyTree
+from mirror.devices.log import log_is_here, unlogged
 from mirror.objects import is_object
 from mirror.values import PerReplica, is_per_replica
 
@@ -258,13 +259,25 @@ def require_no_tracers(fn: Callable[..., Any], tree: Any) -> None:
             )
 
 
-@contextlib.contextmanager
-def outside_traces(fn: Callable[..., Any], mesh: jax.sharding.Mesh) -> Iterator[None]:
+def outside_traces(
+    fn: Callable[..., Any], mesh: jax.sharding.Mesh
+) -> contextlib.AbstractContextManager[None]:
     """Sets the mesh, which JAX allows only where nothing is being traced.
 
     Raises:
-        RuntimeError: inside `jax.jit`.
+        RuntimeError: inside `jax.jit`, on entering.
     """
+    return _unlogged_with_mesh(fn, mesh) if log_is_here() else _with_mesh(fn, mesh)
+
+
+@contextlib.contextmanager
+def _unlogged_with_mesh(fn: Callable[..., Any], mesh: jax.sharding.Mesh) -> Iterator[None]:
+    with unlogged(), _with_mesh(fn, mesh):
+        yield
+
+
+@contextlib.contextmanager
+def _with_mesh(fn: Callable[..., Any], mesh: jax.sharding.Mesh) -> Iterator[None]:
     context = None
     try:
         before = jax.sharding.get_mesh()

@@ -2,17 +2,35 @@
 
 import argparse
 import importlib
+import json
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from mirror import inventory
 from mirror._version import __version__
 from mirror.demo import interrupts
 from mirror.demo.options import APIS, OptionError, Options
 
 _INTERRUPTED = 128 + signal.SIGINT
 _DEMO_MODULES = ("sklearn", "tqdm", "matplotlib")
+_DEVICES = """\
+Shows the CPU and the GPUs of this machine, the logical devices that JAX makes
+of them, how much memory is taken, what is configured and why, and versions.
+It starts JAX's backend, as a program would: try it with the environment of the
+program, XLA_FLAGS and CUDA_VISIBLE_DEVICES among it.
+"""
+_DEVICES_END = """\
+examples:
+  mirror devices
+  mirror devices --json | jq '.logical[].name'
+  CUDA_VISIBLE_DEVICES=1 mirror devices
+
+exit status:
+  0  shown
+  1  JAX's backend does not start; the message says why
+"""
 _DEMO = """\
 Trains a small convolutional net on the 1797 handwritten digits that
 scikit-learn ships, mirrored over all GPUs; where there is no GPU, over host
@@ -52,7 +70,30 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"mirror {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_demo(commands)
+    _add_devices(commands)
     return parser
+
+
+def _add_devices(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "devices",
+        help="show the devices, what is configured of them and why",
+        description=_DEVICES,
+        epilog=_DEVICES_END,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=_devices)
+    parser.add_argument("--json", action="store_true", help="print it as JSON, sizes in bytes")
+
+
+def _devices(parsed: argparse.Namespace) -> int:
+    try:
+        found = inventory.inventory()
+    except (RuntimeError, ValueError) as error:
+        print(f"mirror devices: error: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps(found, indent=2) if parsed.json else inventory.in_words(found))
+    return 0
 
 
 def _add_demo(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -1,43 +1,41 @@
-"""What a strategy looks like, in a terminal and in a notebook."""
+"""Tables for a terminal and a notebook: the devices of a strategy, what lies where."""
 
 import html
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any, final
 
 import jax
+import jax.numpy as jnp
+from flax import nnx
 
+from mirror._errors import bytes_in_words, describe
+from mirror._types import PyTree
 from mirror.devices import backend
+from mirror.devices.memory import memory_info
+from mirror.objects import is_object
+from mirror.values import is_per_replica
 
-_HEADINGS = ("replica", "logical device", "physical device", "memory")
 
+@final
+class Table:
+    """Rows of text under headings; `print` it, or let a notebook show it.
 
-class DeviceTable:
-    """A table of replica, logical device, physical device and memory."""
+    Attributes:
+        headings: one for each column.
+        rows: the cells, row by row.
+    """
 
-    def __init__(self, devices: Sequence[jax.Device]) -> None:
-        self._devices = tuple(devices)
+    def __init__(self, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+        self.headings = tuple(headings)
+        self.rows = [tuple(row) for row in rows]
 
-    @property
-    def names(self) -> str:
-        """The logical names, in parentheses."""
-        return backend.names(self._devices)
+    def __repr__(self) -> str:
+        rows = [self.headings, *self.rows]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(self.headings))]
+        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
-    @property
-    def rows(self) -> list[tuple[str, str, str, str]]:
-        """The cells, row by row."""
-        return [
-            (str(i), backend.logical_name(d), _physical_name(d), _memory(d))
-            for i, d in enumerate(self._devices)
-        ]
-
-    def __str__(self) -> str:
-        rows = [_HEADINGS, *self.rows]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        return "\n".join(lines)
-
-    def html(self) -> str:
-        """The table for a notebook."""
-        head = "".join(f"<th>{html.escape(h)}</th>" for h in _HEADINGS)
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{html.escape(h)}</th>" for h in self.headings)
         body = "".join(
             "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
             for row in self.rows
@@ -45,17 +43,123 @@ class DeviceTable:
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def _physical_name(device: jax.Device) -> str:
+def device_table(devices: Iterable[jax.Device]) -> Table:
+    """The devices of a strategy: replica, logical device, physical device, memory."""
+    return Table(
+        ("replica", "logical device", "physical device", "memory"),
+        (
+            (str(i), backend.logical_name(d), physical_name(d), memory_in_words(d))
+            for i, d in enumerate(devices)
+        ),
+    )
+
+
+def visualize_placement(tree: PyTree) -> Table:
+    """What lies where: a row for each leaf with its shape, its bytes and its devices.
+
+    Args:
+        tree: arrays, `PerReplica`s, nnx objects, host values, in any nest.
+
+    Returns:
+        A table to `print`; a notebook shows it. Bytes are those of all copies, with their number
+        where there are several. A last row sums up for each device.
+
+    >>> import jax.numpy as jnp
+    >>> visualize_placement({"w": jnp.ones((4, 2))})
+    leaf   shape         bytes     devices
+    ['w']  float32[4,2]  32 bytes  /device:CPU:0
+    total                32 bytes  /device:CPU:0 32 bytes
+    """
+    rows, held = [], dict[str, int]()
+    for path, leaf in _leaves(tree):
+        value = _array(leaf)
+        parts = _parts(value)
+        for name, num_bytes in parts:
+            held[name] = held.get(name, 0) + num_bytes
+        size = _bytes(parts, _is_copied(value))
+        rows.append((path, _shape(leaf), size, _where(value, parts)))
+    sums = ", ".join(f"{name} {bytes_in_words(count)}" for name, count in held.items())
+    last = ("total", "", bytes_in_words(sum(held.values())), sums)
+    return Table(("leaf", "shape", "bytes", "devices"), [*rows, last])
+
+
+def physical_name(device: jax.Device) -> str:
     """One CPU is one physical device, however many host devices it is split into."""
-    kind = backend.device_type(device)
-    if kind == "CPU":
-        return "/physical_device:CPU:0"
-    return f"/physical_device:{kind}:{device.local_hardware_id} ({device.device_kind})"
+    physical = backend.physical_of(device)
+    if physical is None:
+        kind = backend.type_of(device)
+        return f"/physical_device:{kind}:{device.local_hardware_id} ({device.device_kind})"
+    if physical.device_type == "CPU":
+        return physical.name
+    return f"{physical.name} ({device.device_kind})"
 
 
-def _memory(device: jax.Device) -> str:
-    stats = device.memory_stats()
-    if not stats or "bytes_limit" not in stats:
-        return "host memory" if backend.device_type(device) == "CPU" else "unknown"
-    used, limit = stats["bytes_in_use"] / 2**30, stats["bytes_limit"] / 2**30
-    return f"{used:.1f} of {limit:.1f} GiB"
+def memory_in_words(device: jax.Device) -> str:
+    """How much of its memory is taken."""
+    info = memory_info(device.memory_stats())
+    if info is None:
+        return "host memory" if backend.type_of(device) == "CPU" else "unknown"
+    return f"{info['current'] / 2**30:.1f} of {info['limit'] / 2**30:.1f} GiB"
+
+
+def _leaves(tree: PyTree) -> list[tuple[str, Any]]:
+    """The leaves with their paths; nnx objects are opened."""
+    found = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_whole):
+        name = jax.tree_util.keystr(path)
+        if isinstance(leaf, nnx.Variable):
+            found.append((name or "value", leaf.get_value()))
+        elif is_object(leaf):
+            inner = nnx.to_flat_state(nnx.state(leaf))
+            found += [
+                ((name + "".join(f".{part}" for part in parts)).lstrip("."), variable[...])
+                for parts, variable in inner
+            ]
+        else:
+            found.append((name or "value", leaf))
+    return found
+
+
+def _is_whole(value: object) -> bool:
+    return is_per_replica(value) or is_object(value)
+
+
+def _array(leaf: Any) -> Any:
+    """The array that a leaf is, or is made of."""
+    value = leaf.stacked if is_per_replica(leaf) else leaf
+    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return jax.random.key_data(value)
+    return value
+
+
+def _parts(value: Any) -> list[tuple[str, int]]:
+    """Where its bytes are: device and bytes, for each shard."""
+    if not isinstance(value, jax.Array):
+        return [("host", int(getattr(value, "nbytes", 0)))]
+    if isinstance(value, jax.core.Tracer) or value.is_deleted():
+        return []
+    return [(backend.logical_name(s.device), s.data.nbytes) for s in value.addressable_shards]
+
+
+def _shape(leaf: Any) -> str:
+    if is_per_replica(leaf):
+        row = jax.ShapeDtypeStruct(leaf.stacked.shape[1:], leaf.dtype)
+        return f"{leaf.num_replicas} x {describe(row)}"
+    return describe(leaf)
+
+
+def _bytes(parts: Sequence[tuple[str, int]], copies: bool) -> str:
+    """The bytes of all shards, of which whole copies are counted."""
+    if copies and len(parts) > 1:
+        return f"{len(parts)} x {bytes_in_words(parts[0][1])}"
+    return bytes_in_words(sum(count for _, count in parts))
+
+
+def _is_copied(value: Any) -> bool:
+    return isinstance(value, jax.Array) and value.is_fully_replicated
+
+
+def _where(value: Any, parts: Sequence[tuple[str, int]]) -> str:
+    if not parts:
+        return "traced" if isinstance(value, jax.core.Tracer) else "deleted"
+    return ", ".join(dict.fromkeys(name for name, _ in parts))

@@ -20,6 +20,7 @@ from flax import nnx
 
 from mirror._errors import describe, listing
 from mirror._types import REPLICA_AXIS, Array
+from mirror.devices.log import placement_log
 from mirror.devices.replicas import ReplicaDevices, any_deleted, buffers_of
 from mirror.values import is_per_replica
 
@@ -312,6 +313,9 @@ class ObjectTable:
             fresh = own and taken.isdisjoint(buffers_of(leaf))
             mirrored.append(leaf if fresh else self._replicas.mirror(leaf))
             taken |= buffers_of(mirrored[-1])
+        if placement_log.on:
+            for name, leaf in zip(names(), mirrored, strict=True):
+                placement_log.mirrored(name, leaf, self._replicas.devices)
         record.write(mirrored)
         return mirrored
 

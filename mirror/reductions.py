@@ -41,7 +41,9 @@ def reduction(op: ReduceOp, axis: Axes, masked: bool) -> Callable[..., PyTree]:
     def reduce_unmasked(value: PyTree) -> PyTree:
         return jax.tree.map(lambda leaf: reduce_leaf(leaf, None), value)
 
-    return reduce_tree if masked else reduce_unmasked
+    step = reduce_tree if masked else reduce_unmasked
+    step.__name__ = "reduce"  # in logs and profiles
+    return step
 
 
 @functools.cache
@@ -56,6 +58,7 @@ def gathering(axis: int) -> Callable[[PyTree], PyTree]:
     def gather_tree(value: PyTree) -> PyTree:
         return jax.tree.map(gather_leaf, value)
 
+    gather_tree.__name__ = "gather"
     return gather_tree
 
 

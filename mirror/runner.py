@@ -19,10 +19,12 @@ from mirror import calls
 from mirror._errors import describe
 from mirror._types import Array, StepFunction
 from mirror.context import ReplicaGroup
+from mirror.devices.log import placement_log
 from mirror.devices.replicas import ReplicaDevices, any_deleted, buffers_of
 from mirror.executors.pmap import PmapExecutor
 from mirror.objects import ObjectTable
 from mirror.plan import make_plan
+from mirror.program import exchanges
 from mirror.program.proof import prove
 from mirror.program.trace import abstract, trace
 from mirror.step import Call, Program, SignatureChanged, Step
@@ -183,6 +185,8 @@ class Runner:
                 raise TypeError(
                     f"{call.leaf_names[i]} is {describe(leaf)}, which is no JAX array: {error}"
                 ) from error
+            if placement_log.on and placed is not leaf and i not in per_replica:
+                placement_log.mirrored(call.leaf_names[i], leaf, self.replicas.devices)
             known = self._stacked if i in per_replica else self._mirrored
             if placed is leaf and id(leaf.sharding) not in known:
                 new += [i] if self._met.get(id(leaf)) is not leaf else []
@@ -259,7 +263,7 @@ class Runner:
             dict(zip(order, marks[ends[1] :], strict=True)),
             [*state_names, *call.leaf_names],
         )
-        program = Program(step, plan, call, self._executor)
+        program = Program(step, plan, call, self._executor, exchanges.in_words(jaxpr.jaxpr))
         self._remember(call.fn, program)
         return program
 

@@ -12,6 +12,7 @@ from mirror._errors import describe
 from mirror._types import Array, StepFunction
 from mirror.context import ReplicaGroup, replica
 from mirror.cross_device_ops import ReduceOp
+from mirror.devices.log import placement_log
 from mirror.executors.pmap import PmapExecutor, PmapProgram
 from mirror.objects import Record, Structure, is_object
 from mirror.plan import Plan
@@ -135,8 +136,19 @@ class Step:
 class Program:
     """A step that is traced, proved and ready to run."""
 
-    def __init__(self, step: Step, plan: Plan, call: Call, executor: PmapExecutor) -> None:
+    def __init__(
+        self,
+        step: Step,
+        plan: Plan,
+        call: Call,
+        executor: PmapExecutor,
+        exchanges: Sequence[tuple[str, str]],
+    ) -> None:
         self.runs = 0
+        averaged = [("all-reduce", f"{len(plan.averaged)} batch statistics")]
+        self._exchanges = [*exchanges, *(averaged if plan.averaged else [])]
+        self._name = step.name
+        self._devices = executor.replicas.devices
         self.avals = step.avals
         self.fn = call.fn
         self.donated = call.donated()
@@ -164,6 +176,8 @@ class Program:
 
     def __call__(self, call: Call, leaves: list[Any]) -> Any:
         """Runs the program, writes the new state into the objects, returns the results."""
+        if placement_log.on:
+            placement_log.step(self._name, self._devices, self._exchanges)
         outputs: list[Array] = []
         try:
             self.compiled([*call.state, *leaves] if call.state else leaves, outputs)

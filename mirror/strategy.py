@@ -14,8 +14,10 @@ from mirror._types import Array, PyTree, StepFunction
 from mirror.context import Frame, current_frame, pop_frame, push_frame, require_cross_replica
 from mirror.cross_device_ops import CrossDeviceOps, ReduceOp
 from mirror.data.distribute import DistributedDataset, Remainder
+from mirror.devices import backend
+from mirror.devices.log import unlogged
 from mirror.devices.replicas import ReplicaDevices
-from mirror.display import DeviceTable
+from mirror.display import Table, device_table
 from mirror.reductions import canonical_axes, gathering, reduction
 from mirror.runner import Runner
 from mirror.values import PerReplica, is_per_replica
@@ -285,17 +287,17 @@ class Strategy(abc.ABC):
         return [leaf] * n
 
     def __str__(self) -> str:
-        return f"{type(self).__name__}{self._table.names}"
+        return f"{type(self).__name__}{backend.names(self.devices)}"
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}, {self.num_replicas_in_sync} replicas in sync\n{self._table}"
 
     def _repr_html_(self) -> str:
-        return f"<b>{type(self).__name__}</b>{self._table.html()}"
+        return f"<b>{type(self).__name__}</b>{self._table._repr_html_()}"
 
     @property
-    def _table(self) -> DeviceTable:
-        return DeviceTable(self.devices)
+    def _table(self) -> Table:
+        return device_table(self.devices)
 
 
 @final
@@ -309,7 +311,8 @@ class Scope:
     def __enter__(self) -> Strategy:
         strategy = self._strategy
         require_cross_replica(strategy, "scope", "Open the scope outside the step.")
-        mesh = jax.set_mesh(strategy._replicas.mesh)
+        with unlogged():
+            mesh = jax.set_mesh(strategy._replicas.mesh)
         mesh.__enter__()
         self._meshes.append(mesh)
         push_frame(Frame(strategy, None))

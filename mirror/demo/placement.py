@@ -31,7 +31,7 @@ def make_strategy(num_replicas: int | None) -> mirror.MirroredStrategy:
 
 def on_host(strategy: mirror.Strategy) -> bool:
     """Whether the replicas run on host devices, which share the machine's cores."""
-    return backend.device_type(strategy.devices[0]) == "CPU"
+    return backend.type_of(strategy.devices[0]) == "CPU"
 
 
 def _force_host_devices(count: int) -> str:
@@ -55,7 +55,7 @@ def _force_host_devices(count: int) -> str:
 
 
 def _too_many(asked: int, devices: tuple[jax.Device, ...], forced_by: str) -> str:
-    kind = backend.device_type(devices[0])
+    kind = backend.type_of(devices[0])
     there = f"--devices {asked}: there are {len(devices)} {kind} devices, {backend.names(devices)}."
     if kind != "CPU":
         return (

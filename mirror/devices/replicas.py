@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from mirror._types import REPLICA_AXIS, Array
-from mirror.devices.backend import device_type
+from mirror.devices.backend import type_of
 
 _is_deleted = operator.methodcaller("is_deleted")
 
@@ -36,7 +36,7 @@ class ReplicaDevices:
     @property
     def on_host(self) -> bool:
         """Whether these are forced host devices, which share one thread pool."""
-        return device_type(self.devices[0]) == "CPU"
+        return type_of(self.devices[0]) == "CPU"
 
     def is_mirrored(self, value: Array) -> bool:
         """Whether the array already has a whole copy on each of the devices, in replica order."""

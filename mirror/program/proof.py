@@ -9,21 +9,24 @@ the below) it takes for per-replica as soon as an input or anything inside is.
 
 import functools
 import os
-import sysconfig
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import chex
-import flax
 import jax
-import optax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from mirror._errors import ReplicaDivergenceError, listing
-from mirror._types import REPLICA_AXIS
+from mirror._frames import is_users
 from mirror.program.ensure import ensured_p
+from mirror.program.exchanges import (
+    contains_exchange,
+    equations,
+    inner_programs,
+    is_exchange,
+    names_axis,
+)
 from mirror.program.trace import trace
 
 _MIRRORING = frozenset({"psum", "pmax", "pmin", "all_gather"})
@@ -114,7 +117,7 @@ class _Pass:
 
     def equation(self, eqn: JaxprEqn, marks: list[Mark]) -> tuple[list[Mark], list[Mark]]:
         name = eqn.primitive.name
-        if self.control is not None and _is_exchange(eqn):
+        if self.control is not None and is_exchange(eqn):
             raise ReplicaDivergenceError(_would_hang(eqn, self.control))
         _require_ensured(eqn, marks)
         if name == "scan":
@@ -129,7 +132,7 @@ class _Pass:
             return list(marks), marks
         if name == "call_hi_primitive":
             return self.closed(_expanded(eqn, self.num_replicas), marks)
-        inner = list(_inner_programs(eqn.params.values()))
+        inner = list(inner_programs(eqn.params.values()))
         if name in _CALLS and len(inner) == 1 and len(inner[0].invars) == len(marks):
             outputs, after = self.walk(inner[0], marks)
             if len(outputs) == len(eqn.outvars):
@@ -169,7 +172,7 @@ class _Pass:
         worst = _computed(marks)
         if not worst.per_replica and any(_contains_replica_source(program) for program in inner):
             worst = Mark(f"{eqn.primitive.name} at {user_line(eqn)}")
-        if worst.per_replica and any(map(_contains_exchange, inner)):
+        if worst.per_replica and any(map(contains_exchange, inner)):
             raise ReplicaDivergenceError(
                 f"{user_line(eqn)}: replicas talk inside `{eqn.primitive.name}`, which may run "
                 "differently on each of them. Move the all-reduce out of it."
@@ -204,7 +207,7 @@ class _Pass:
         while True:
             (predicate,), test_after = self.closed(test, [*test_consts, *carry])
             with _under(self, predicate, eqn):
-                if predicate.per_replica and _contains_exchange(test.jaxpr):
+                if predicate.per_replica and contains_exchange(test.jaxpr):
                     raise ReplicaDivergenceError(_would_hang(eqn, self.control or ""))
                 outputs, after = self.closed(body, [*consts, *carry])
             joined = [_chosen(pair, predicate) for pair in zip(carry, outputs, strict=True)]
@@ -275,7 +278,7 @@ def _is_ref(atom: Any) -> bool:
 
 def _is_replica_source(eqn: JaxprEqn) -> bool:
     impure = eqn.primitive.name in _IMPURE or eqn.params.get("has_side_effect", False)
-    return _names_axis(eqn) or impure
+    return names_axis(eqn) or impure
 
 
 def _joins(left: Sequence[Mark], right: Sequence[Mark]) -> list[Mark]:
@@ -286,46 +289,12 @@ def _count_equal_ranks(outer: Sequence[Any], inner: Sequence[Any]) -> int:
     return sum(len(o.aval.shape) == len(i.aval.shape) for o, i in zip(outer, inner, strict=True))
 
 
-def _inner_programs(params: Iterable[Any]) -> Iterator[Jaxpr]:
-    for param in params:
-        if isinstance(param, ClosedJaxpr):
-            yield param.jaxpr
-        elif isinstance(param, Jaxpr):
-            yield param
-        elif isinstance(param, tuple | list):
-            yield from _inner_programs(param)
-
-
-def _axes(eqn: JaxprEqn) -> tuple[Any, ...]:
-    axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-    return axes if isinstance(axes, tuple) else (axes,)
-
-
-def _names_axis(eqn: JaxprEqn) -> bool:
-    return REPLICA_AXIS in _axes(eqn)
-
-
 def _spans_whole_axis(eqn: JaxprEqn) -> bool:
-    return _names_axis(eqn) and eqn.params.get("axis_index_groups") is None
-
-
-def _is_exchange(eqn: JaxprEqn) -> bool:
-    return _names_axis(eqn) and eqn.primitive.name != "axis_index"
-
-
-def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in _inner_programs(eqn.params.values()):
-            yield from _equations(inner)
-
-
-def _contains_exchange(jaxpr: Jaxpr) -> bool:
-    return any(map(_is_exchange, _equations(jaxpr)))
+    return names_axis(eqn) and eqn.params.get("axis_index_groups") is None
 
 
 def _contains_replica_source(jaxpr: Jaxpr) -> bool:
-    return any(map(_is_replica_source, _equations(jaxpr)))
+    return any(map(_is_replica_source, equations(jaxpr)))
 
 
 def _require_ensured(eqn: JaxprEqn, marks: list[Mark]) -> None:
@@ -350,23 +319,12 @@ def _would_hang(eqn: JaxprEqn, control: str) -> str:
     )
 
 
-@functools.cache
-def _foreign_directories() -> tuple[str, ...]:
-    modules = [jax, flax, optax, chex]
-    packages = [os.path.dirname(module.__file__) + os.sep for module in modules if module.__file__]
-    here = os.path.dirname(os.path.dirname(__file__)) + os.sep
-    return (here, sysconfig.get_paths()["stdlib"] + os.sep, *packages)
-
-
 def user_line(eqn: JaxprEqn) -> str:
     """Where in the user's own code an operation was written: `train.py:42 in step`."""
     frames = eqn.source_info.traceback
     if frames is None:
         return "an unknown line"
     for frame in reversed(traceback.extract_tb(frames.as_python_traceback())):
-        # Site packages lie under the standard library, so only its own files count as foreign.
-        installed = "site-packages" in frame.filename
-        foreign = [d for d in _foreign_directories() if frame.filename.startswith(d)]
-        if not foreign or (installed and foreign == [_foreign_directories()[1]]):
+        if is_users(frame.filename):
             return f"{os.path.basename(frame.filename)}:{frame.lineno} in {frame.name}"
     return "an unknown line"

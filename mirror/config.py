@@ -1,0 +1,40 @@
+"""The devices of this machine, and what is configured of them before JAX's backend starts.
+
+    gpus = mirror.config.list_physical_devices("GPU")
+    mirror.config.set_visible_devices(gpus[:1], "GPU")
+    mirror.config.set_memory_growth(gpus[0], True)
+
+    cpu = mirror.config.list_physical_devices("CPU")[0]
+    mirror.config.set_logical_device_configuration(
+        cpu, [mirror.config.LogicalDeviceConfiguration()] * 4
+    )
+    mirror.MirroredStrategy()  # four replicas, on a machine without GPUs
+
+Settings hold for the process, whoever starts the backend, and are fixed once it has started: the
+first array, `jax.devices()`, `list_logical_devices()` and every strategy start it. Afterwards the
+same value again is no error, another is a `RuntimeError` that says what started it.
+
+What the user has set by other means is never overwritten. Of the devices that `XLA_FLAGS`,
+`JAX_NUM_CPU_DEVICES`, `jax_cuda_visible_devices` or `JAX_PLATFORMS` leave, a smaller set can be
+chosen; `XLA_PYTHON_CLIENT_PREALLOCATE` and `XLA_CLIENT_MEM_FRACTION` win, and a warning says so.
+"""
+
+from mirror.devices.backend import list_logical_devices as list_logical_devices
+from mirror.devices.memory import get_memory_info as get_memory_info
+from mirror.devices.physical import get_device_details as get_device_details
+from mirror.devices.physical import list_physical_devices as list_physical_devices
+from mirror.devices.settings import LogicalDeviceConfiguration as LogicalDeviceConfiguration
+from mirror.devices.settings import (
+    get_logical_device_configuration as get_logical_device_configuration,
+)
+from mirror.devices.settings import get_memory_growth as get_memory_growth
+from mirror.devices.settings import get_soft_device_placement as get_soft_device_placement
+from mirror.devices.settings import get_visible_devices as get_visible_devices
+from mirror.devices.settings import (
+    set_logical_device_configuration as set_logical_device_configuration,
+)
+from mirror.devices.settings import set_memory_growth as set_memory_growth
+from mirror.devices.settings import set_soft_device_placement as set_soft_device_placement
+from mirror.devices.settings import set_visible_devices as set_visible_devices
+from mirror.devices.spec import LogicalDevice as LogicalDevice
+from mirror.devices.spec import PhysicalDevice as PhysicalDevice

@@ -1,0 +1,11 @@
+"""Looking at what runs and lies where.
+
+mirror.debugging.set_log_device_placement(True)
+a @ b  # Executing op matmul in device /job:localhost/replica:0/task:0/device:GPU:0
+
+print(mirror.debugging.visualize_placement(model))
+"""
+
+from mirror.devices.log import set_log_device_placement as set_log_device_placement
+from mirror.display import Table as Table
+from mirror.display import visualize_placement as visualize_placement

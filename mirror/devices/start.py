@@ -1,0 +1,110 @@
+"""Whether JAX's backend has started, which fixes the configuration of devices, and who did it.
+
+JAX has no public way to ask. But an option that must be set before the start refuses a new value
+after it (JAX 0.10.2 to 0.12.0.1), and events that are recorded while it compiles carry the caller's
+line on the stack. `tests/test_config.py` tells when one of the two no longer holds.
+"""
+
+import contextlib
+import os
+import re
+import threading
+from collections.abc import Iterator
+
+import jax
+
+from mirror._frames import line_of_user
+
+_PROBE = "jax_cpu_get_local_topology_timeout_minutes"  # of clusters only: harmless if it is read
+_POOL_VARIABLE = "PJRT_NPROC"
+_DISPATCHING_THREADS = 3
+lock = threading.RLock()
+
+
+def started() -> bool:
+    """Whether JAX's backend has started. Does not start it."""
+    with lock:
+        value = jax.config.values[_PROBE]
+        try:
+            jax.config.update(_PROBE, value + 1)
+        except RuntimeError:
+            return True
+        jax.config.update(_PROBE, value)
+        return False
+
+
+class _Witness:
+    """Sees JAX compile for the first time, and on whose behalf."""
+
+    def __init__(self) -> None:
+        self._waiting = False
+        self.seen = ""
+
+    def __call__(self, event: str, duration_secs: float, **details: str | int) -> None:
+        """The first event of a first computation comes before the start, the next one after it."""
+        del event, duration_secs, details
+        if self.seen:
+            return
+        if not started():
+            self._waiting = True
+        elif self._waiting:
+            self.seen = f"It was started by {line_of_user()}."
+        else:
+            self.seen = (
+                f"It was started before {line_of_user()}, by something that computes nothing, such "
+                "as jax.devices() or jax.device_put."
+            )
+
+
+_witness = _Witness()
+jax.monitoring.register_event_duration_secs_listener(_witness)
+
+
+def culprit() -> str:
+    """A sentence that says what started the backend."""
+    return _witness.seen or (
+        "It was started by something that computes nothing, such as jax.devices() or "
+        "jax.device_put, or before mirror was imported."
+    )
+
+
+@contextlib.contextmanager
+def starting() -> Iterator[None]:
+    """Around what may start the backend: remembers who asked, and widens the host's thread pool.
+
+    All forced host devices share one pool of max(cores, devices) threads, and each device's part of
+    a launch blocks one of them until all parts have met: with several launches in flight that
+    deadlocks (JAX 0.10 and 0.11; 0.12 was not seen to). `devices * (1 + dispatching threads)`
+    threads are enough. The client reads `PJRT_NPROC` once, when it starts. A value that the user
+    has set is left alone, and ours is taken back, so that no child process inherits it.
+    """
+    with lock:
+        if started():
+            fresh, threads = False, None
+        else:
+            fresh, threads = True, _threads_needed()
+        if threads is not None:
+            os.environ[_POOL_VARIABLE] = str(threads)
+        try:
+            yield
+        finally:
+            if threads is not None:
+                del os.environ[_POOL_VARIABLE]
+            if fresh and not _witness.seen and started():
+                _witness.seen = f"It was started by {line_of_user()}."
+
+
+def _threads_needed() -> int | None:
+    """How wide the pool must be; `None` where it is wide enough, or the user has said how wide."""
+    devices = max(jax.config.values["jax_num_cpu_devices"], forced_host_devices() or 0, 1)
+    if devices == 1 or _POOL_VARIABLE in os.environ or "NPROC" in os.environ:
+        return None
+    return max(os.cpu_count() or 1, devices * (1 + _DISPATCHING_THREADS))
+
+
+def forced_host_devices() -> int | None:
+    """How many host devices `XLA_FLAGS` asks for; the last of several wins, as in XLA."""
+    found = re.findall(
+        r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", "")
+    )
+    return int(found[-1]) if found else None

@@ -1,0 +1,129 @@
+"""What `mirror devices` tells: the devices, what is configured of them and why, versions."""
+
+import importlib.metadata
+import os
+import platform
+from typing import Any
+
+import jax
+
+from mirror._errors import bytes_in_words
+from mirror._version import __version__
+from mirror.devices import backend, settings
+from mirror.devices.canonical import canonicalize_device
+from mirror.devices.memory import memory_info
+from mirror.devices.physical import driver_version, gpu_of, list_physical_devices
+from mirror.devices.spec import LogicalDevice, PhysicalDevice
+from mirror.display import Table, physical_name
+
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
+_PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-ml-py")
+
+
+def inventory() -> dict[str, Any]:
+    """Everything, as values for JSON. Starts JAX's backend.
+
+    Returns:
+        `"physical"` and `"logical"` devices, each a list of dicts with memory in bytes;
+        `"configuration"`, a list of dicts of setting, value and why; `"versions"`, a dict;
+        `"notes"`, a list of sentences on what looks wrong.
+    """
+    physical = [_physical(device) for device in list_physical_devices()]
+    configuration = settings.in_words()
+    logical = [_logical(device) for device in backend.list_logical_devices()]
+    return {
+        "physical": physical,
+        "logical": logical,
+        "configuration": [
+            {"setting": name, "value": value, "why": why} for name, value, why in configuration
+        ],
+        "versions": _versions(),
+        "notes": _notes(physical, logical),
+    }
+
+
+def in_words(found: dict[str, Any]) -> str:
+    """The inventory as text for a terminal."""
+    physical = Table(
+        ("physical device", "what", "memory", "visible"),
+        (
+            (d["name"], d["what"], _size(d["memory_bytes"]), "yes" if d["visible"] else "no")
+            for d in found["physical"]
+        ),
+    )
+    logical = Table(
+        ("logical device", "on", "memory taken", "of"),
+        (
+            (d["name"], d["physical"], _size(d["memory_current"]), _size(d["memory_limit"]))
+            for d in found["logical"]
+        ),
+    )
+    configuration = Table(
+        ("setting", "value", "why"),
+        ((c["setting"], c["value"], c["why"]) for c in found["configuration"]),
+    )
+    versions = Table(("package", "version"), list(found["versions"].items()))
+    notes = "\n".join(f"Note: {note}" for note in found["notes"])
+    parts = [repr(physical), repr(logical), repr(configuration), repr(versions), notes]
+    return "\n\n".join(filter(None, parts))
+
+
+def _physical(device: PhysicalDevice) -> dict[str, Any]:
+    if device.device_type == "CPU":
+        what = f"{platform.machine()}, {os.cpu_count()} cores"
+        num_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    else:
+        gpu = gpu_of(device)
+        version = ".".join(map(str, gpu.compute_capability or ()))
+        what = f"{gpu.name}, compute capability {version or 'unknown'}"
+        num_bytes = gpu.memory_bytes
+    return {
+        "name": device.name,
+        "device_type": device.device_type,
+        "what": what,
+        "memory_bytes": num_bytes,
+        "visible": device in settings.get_visible_devices(),
+    }
+
+
+def _logical(device: LogicalDevice) -> dict[str, Any]:
+    found = canonicalize_device(device)
+    memory = memory_info(found.memory_stats()) or {}
+    return {
+        "name": device.name,
+        "device_type": device.device_type,
+        "physical": physical_name(found),
+        "memory_current": memory.get("current"),
+        "memory_peak": memory.get("peak"),
+        "memory_limit": memory.get("limit"),
+    }
+
+
+def _versions() -> dict[str, str]:
+    versions = {"mirror": __version__, "python": platform.python_version()}
+    for name in (*_PACKAGES, *_PLUGINS):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    driver = driver_version()
+    if driver is not None:
+        versions["NVIDIA driver"] = driver
+    default = jax.local_devices()[0]
+    versions["platform"] = str(default.client.platform_version).splitlines()[0].strip()
+    return versions
+
+
+def _notes(physical: list[dict[str, Any]], logical: list[dict[str, Any]]) -> list[str]:
+    notes = []
+    gpus = [d for d in physical if d["device_type"] == "GPU" and d["visible"]]
+    if gpus and not any(d["device_type"] == "GPU" for d in logical):
+        notes.append(
+            f"There are {len(gpus)} GPUs that JAX does not use: JAX_PLATFORMS leaves them out, or "
+            'JAX has no CUDA. Install it: pip install "mirror-jax[cuda12]", or cuda13.'
+        )
+    return notes
+
+
+def _size(num_bytes: int | None) -> str:
+    return "not counted" if num_bytes is None else bytes_in_words(num_bytes)
