@@ -5,8 +5,6 @@ import os
 import platform
 from typing import Any
 
-import jax
-
 from mirror._errors import bytes_in_words
 from mirror._version import __version__
 from mirror.devices import backend, settings
@@ -109,7 +107,7 @@ def _versions() -> dict[str, str]:
     driver = driver_version()
     if driver is not None:
         versions["NVIDIA driver"] = driver
-    default = jax.local_devices()[0]
+    default = backend.default_devices()[0]
     versions["platform"] = str(default.client.platform_version).splitlines()[0].strip()
     return versions
 

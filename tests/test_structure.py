@@ -8,6 +8,7 @@ import sys
 import pytest
 
 import mirror
+from tests import fresh
 
 PACKAGE = pathlib.Path(mirror.__file__).parent
 
@@ -16,14 +17,23 @@ LAYERS = [
     "_version",
     "_types",
     "_errors",
+    "_frames",
     "devices",
     "devices.spec",
+    "devices.physical",
+    "devices.start",
+    "devices.knobs",
+    "devices.settings",
     "devices.backend",
     "devices.canonical",
+    "devices.memory",
+    "devices.log",
     "devices.replicas",
+    "devices.placement",
     "values",
     "program",
     "program.trace",
+    "program.exchanges",
     "program.ensure",
     "program.proof",
     "cross_device_ops",
@@ -43,9 +53,12 @@ LAYERS = [
     "data.distribute",
     "strategy",
     "mirrored",
+    "config",
+    "debugging",
     "",  # the package itself: a table of contents
     "demo",
     "demo.*",
+    "inventory",
     "cli",
 ]
 
@@ -91,6 +104,11 @@ def imported(tree: ast.Module) -> set[str]:
     return {n for n in inside if n in known and (n or inside == {""})}
 
 
+def exported_by(tree: ast.Module) -> set[str | None]:
+    """What a table of contents exports."""
+    return {a.asname for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names}
+
+
 @pytest.mark.parametrize("name", [n for n in modules() if n])
 def test_imports_go_down(name):
     above = [m for m in imported(modules()[name]) if floor(m) > floor(name)]
@@ -117,15 +135,16 @@ def test_only_public_modules_of_jax_and_flax_are_imported():
             assert "._src" not in target, f"mirror.{name} imports {target}"
 
 
-def test_the_package_is_a_table_of_contents():
-    tree = modules()[""]
+@pytest.mark.parametrize("name", ["", "config", "debugging"])
+def test_the_package_is_a_table_of_contents(name):
+    tree = modules()[name]
     assert all(isinstance(n, ast.ImportFrom | ast.Expr) for n in tree.body), "only re-exports"
 
 
 NAMES = """
 AllReduce CrossDeviceOps DistributedDataset InvalidDeviceError MirroredStrategy OneDeviceStrategy
 PerReplica REPLICA_AXIS ReduceOp ReplicaContext ReplicaDivergenceError ReplicaMismatchError Strategy
-VerifyReport ensure_mirrored get_replica_context get_strategy has_strategy
+VerifyReport add_n config debugging device ensure_mirrored get_replica_context get_strategy has_strategy
 in_cross_replica_context
 """
 PUBLIC = NAMES.split()
@@ -133,8 +152,26 @@ PUBLIC = NAMES.split()
 
 def test_public_names():
     tree = modules()[""]
-    exported = {a.asname for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names}
-    assert exported == {*PUBLIC, "__version__"}
+    assert exported_by(tree) == {*PUBLIC, "__version__"}
+
+
+MODULES = {
+    "config": """
+        LogicalDevice LogicalDeviceConfiguration PhysicalDevice get_device_details
+        get_logical_device_configuration get_memory_growth get_memory_info get_soft_device_placement
+        get_visible_devices list_logical_devices list_physical_devices
+        set_logical_device_configuration set_memory_growth set_soft_device_placement
+        set_visible_devices
+    """,
+    "debugging": "Table set_log_device_placement visualize_placement",
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_public_names_of_modules(name):
+    assert exported_by(modules()[name]) == set(MODULES[name].split())
+    for attribute in MODULES[name].split():
+        assert getattr(getattr(mirror, name), attribute).__doc__, attribute
 
 
 @pytest.mark.parametrize("name", PUBLIC)
@@ -154,12 +191,24 @@ def test_error_classes_are_value_errors(error):
     assert issubclass(mirror.InvalidDeviceError, RuntimeError)
 
 
+@pytest.mark.parametrize("attempts", [5])
+def test_import_is_quick(attempts):
+    """At most 0.15 s more than the packages it needs, in the best of a few tries."""
+    code = (
+        "import time, jax, flax.nnx, optax; before = time.perf_counter(); import mirror\n"
+        "print(time.perf_counter() - before)"
+    )
+    took = [float(fresh.run(code)) for _ in range(attempts)]
+    assert min(took) <= 0.15
+
+
 def test_import_starts_nothing():
     """No backend, no environment, no thread, no log line at import."""
     code = (
         "import os, threading; before = dict(os.environ); import jax, mirror\n"
         "assert before == dict(os.environ), 'environment'\n"
         "assert threading.active_count() == 1, 'threads'\n"
+        "assert not __import__('mirror.devices.start').devices.start.started()\n"
         "jax.config.update('jax_num_cpu_devices', 5)  # raises once a backend has started\n"
         "assert jax.device_count() == 5"
     )

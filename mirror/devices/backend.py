@@ -68,7 +68,7 @@ def default_devices() -> tuple[jax.Device, ...]:
             found = jax.local_devices()
         except (RuntimeError, AssertionError) as error:  # without a text where nothing is found
             raise InvalidDeviceError(
-                f"JAX's backend does not start: {error or 'there is no device'}. "
+                f"JAX's backend does not start: {str(error) or 'there is no device'}. "
                 f"{PLATFORMS} says where it may look; JAX_PLATFORMS=cpu always works."
             ) from error
     kind = type_of(found[0])

@@ -20,6 +20,7 @@ from mirror.devices import settings
 from mirror.devices.backend import default_devices, devices_of_type, logical_name
 from mirror.devices.canonical import DeviceLike, canonicalize_device
 from mirror.devices.log import eager_trace, unlogged
+from mirror.devices.replicas import move
 from mirror.devices.spec import DeviceSpec, LogicalDevice
 
 _logger = logging.getLogger("mirror")
@@ -126,7 +127,7 @@ def _together(arrays: list[Array]) -> list[Array]:
     if len(places) < 2:
         return arrays
     here = jax.extend.backend.get_default_device()
-    return [jax.device_put(array, here) for array in arrays]
+    return [move(array, here) for array in arrays]
 
 
 def _existing(name: DeviceLike) -> jax.Device:

@@ -73,6 +73,11 @@ class ReplicaDevices:
         return jax.device_put(fresh, self.stacked)
 
 
+def move(array: Array, device: jax.Device) -> Array:
+    """The array on one device, and bound to it. Differentiable."""
+    return jax.device_put(array, device)
+
+
 def any_deleted(arrays: Iterable[Array]) -> bool:
     """Whether one of them has been deleted: launching it would end JAX 0.10.2."""
     return any(map(_is_deleted, arrays))
