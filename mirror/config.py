@@ -23,7 +23,6 @@ from mirror.devices.backend import list_logical_devices as list_logical_devices
 from mirror.devices.memory import get_memory_info as get_memory_info
 from mirror.devices.physical import get_device_details as get_device_details
 from mirror.devices.physical import list_physical_devices as list_physical_devices
-from mirror.devices.settings import LogicalDeviceConfiguration as LogicalDeviceConfiguration
 from mirror.devices.settings import (
     get_logical_device_configuration as get_logical_device_configuration,
 )
@@ -38,3 +37,4 @@ from mirror.devices.settings import set_soft_device_placement as set_soft_device
 from mirror.devices.settings import set_visible_devices as set_visible_devices
 from mirror.devices.spec import LogicalDevice as LogicalDevice
 from mirror.devices.spec import PhysicalDevice as PhysicalDevice
+from mirror.devices.state import LogicalDeviceConfiguration as LogicalDeviceConfiguration

@@ -1,7 +1,7 @@
 """Tables for a terminal and a notebook: the devices of a strategy, what lies where."""
 
 import html
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, final
 
 import jax
@@ -11,6 +11,7 @@ from flax import nnx
 from mirror._errors import bytes_in_words, describe
 from mirror._types import PyTree
 from mirror.devices import backend
+from mirror.devices.log import unlogged
 from mirror.devices.memory import memory_info
 from mirror.objects import is_object
 from mirror.values import is_per_replica
@@ -62,7 +63,8 @@ def visualize_placement(tree: PyTree) -> Table:
 
     Returns:
         A table to `print`; a notebook shows it. Bytes are those of all copies, with their number
-        where there are several. A last row sums up for each device.
+        where there are several. A last row sums up for each device; there an array that stands in
+        the tree twice counts once.
 
     >>> import jax.numpy as jnp
     >>> visualize_placement({"w": jnp.ones((4, 2))})
@@ -70,12 +72,14 @@ def visualize_placement(tree: PyTree) -> Table:
     ['w']  float32[4,2]  32 bytes  /device:CPU:0
     total                32 bytes  /device:CPU:0 32 bytes
     """
-    rows, held = [], dict[str, int]()
-    for path, leaf in _leaves(tree):
+    rows, held, counted = [], dict[str, int](), set[int]()
+    leaves = list(_leaves(tree))
+    for path, leaf in leaves:
         value = _array(leaf)
         parts = _parts(value)
-        for name, num_bytes in parts:
+        for name, num_bytes in parts if id(leaf) not in counted else ():
             held[name] = held.get(name, 0) + num_bytes
+        counted.add(id(leaf))
         size = _bytes(parts, _is_copied(value))
         rows.append((path, _shape(leaf), size, _where(value, parts)))
     sums = ", ".join(f"{name} {bytes_in_words(count)}" for name, count in held.items())
@@ -102,22 +106,23 @@ def memory_in_words(device: jax.Device) -> str:
     return f"{info['current'] / 2**30:.1f} of {info['limit'] / 2**30:.1f} GiB"
 
 
-def _leaves(tree: PyTree) -> list[tuple[str, Any]]:
-    """The leaves with their paths; nnx objects are opened."""
-    found = []
+def _leaves(tree: PyTree) -> Iterator[tuple[str, Any]]:
+    """The leaves with their paths; nnx objects are opened, and what their variables hold."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_whole):
-        name = jax.tree_util.keystr(path)
-        if isinstance(leaf, nnx.Variable):
-            found.append((name or "value", leaf.get_value()))
-        elif is_object(leaf):
-            inner = nnx.to_flat_state(nnx.state(leaf))
-            found += [
-                ((name + "".join(f".{part}" for part in parts)).lstrip("."), variable[...])
-                for parts, variable in inner
-            ]
-        else:
-            found.append((name or "value", leaf))
-    return found
+        for inside, value in _opened(leaf):
+            yield (jax.tree_util.keystr(path) + inside).lstrip(".") or "value", value
+
+
+def _opened(leaf: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(leaf, nnx.Variable):
+        for path, value in jax.tree_util.tree_leaves_with_path(leaf.get_value(), is_leaf=_is_whole):
+            yield jax.tree_util.keystr(path), value
+    elif is_object(leaf):
+        for parts, held in nnx.to_flat_state(nnx.state(leaf)):
+            for inside, value in _opened(held):
+                yield "".join(f".{part}" for part in parts) + inside, value
+    else:
+        yield "", leaf
 
 
 def _is_whole(value: object) -> bool:
@@ -127,8 +132,11 @@ def _is_whole(value: object) -> bool:
 def _array(leaf: Any) -> Any:
     """The array that a leaf is, or is made of."""
     value = leaf.stacked if is_per_replica(leaf) else leaf
-    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-        return jax.random.key_data(value)
+    if not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer):
+        return value
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        with unlogged():
+            return jax.random.key_data(value)
     return value
 
 
@@ -156,7 +164,8 @@ def _bytes(parts: Sequence[tuple[str, int]], copies: bool) -> str:
 
 
 def _is_copied(value: Any) -> bool:
-    return isinstance(value, jax.Array) and value.is_fully_replicated
+    traced = isinstance(value, jax.core.Tracer)
+    return isinstance(value, jax.Array) and not traced and value.is_fully_replicated
 
 
 def _where(value: Any, parts: Sequence[tuple[str, int]]) -> str:

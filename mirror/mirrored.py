@@ -5,6 +5,7 @@ import logging
 from collections.abc import Sequence
 from typing import final
 
+from mirror._errors import describe
 from mirror.context import ReplicaContext, current_frame
 from mirror.cross_device_ops import AllReduce, CrossDeviceOps
 from mirror.devices import backend
@@ -21,16 +22,19 @@ _logger = logging.getLogger("mirror")
 
 @final
 class MirroredStrategy(Strategy):
-    """Synchronous training on several devices of one machine: one replica on each.
+    """Synchronous training on several devices of one machine: one replica on each, or several.
 
     Args:
         devices: in replica order, `jax.Device`s or names such as `"/gpu:1"`. `None`: all
             accelerators, or all host devices where there are none.
         cross_device_ops: who carries the exchanges out; `None` is `AllReduce()`.
+        replicas_per_device: so many replicas on each device: eight on a laptop or on one GPU, to
+            try what eight GPUs will do. Replica ids count through one device, then the next.
 
     Raises:
-        ValueError: empty, repeated or unknown devices, or devices of several types.
-        TypeError: something that is no device, or no `CrossDeviceOps`.
+        ValueError: empty, repeated or unknown devices, devices of several types, or
+            `replicas_per_device` below 1.
+        TypeError: something that is no device, no `CrossDeviceOps`, or no int.
 
     >>> import jax
     >>> strategy = MirroredStrategy(jax.devices()[:2])
@@ -42,14 +46,27 @@ class MirroredStrategy(Strategy):
         self,
         devices: Sequence[DeviceLike] | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
+        *,
+        replicas_per_device: int = 1,
     ) -> None:
-        found = canonicalize_replica_devices(devices)
+        if isinstance(replicas_per_device, bool) or not isinstance(replicas_per_device, int):
+            raise TypeError(f"replicas_per_device={describe(replicas_per_device)} is no int.")
+        if replicas_per_device < 1:
+            raise ValueError(
+                f"replicas_per_device={replicas_per_device}: each device needs a replica at least."
+            )
+        on_each = canonicalize_replica_devices(devices)
+        found = tuple(device for device in on_each for _ in range(replicas_per_device))
         ops = AllReduce() if cross_device_ops is None else cross_device_ops
         super().__init__(ReplicaDevices(found), ops)
         _logger.info("Using MirroredStrategy with devices %s", backend.names(found))
 
     def _alone(self) -> Strategy:
         return OneDeviceStrategy(self.devices[0])
+
+    def _one_on_each(self) -> Strategy:
+        distinct = tuple(dict.fromkeys(self.devices))
+        return self if distinct == self.devices else MirroredStrategy(distinct)
 
 
 @final
@@ -69,6 +86,9 @@ class OneDeviceStrategy(Strategy):
 
     def _alone(self) -> Strategy:
         return OneDeviceStrategy(self.devices[0])
+
+    def _one_on_each(self) -> Strategy:
+        return self
 
 
 @functools.cache

@@ -21,7 +21,9 @@ from mirror._types import Array, StepFunction
 from mirror.context import ReplicaGroup
 from mirror.devices.log import placement_log
 from mirror.devices.replicas import ReplicaDevices, any_deleted, buffers_of
+from mirror.executors.executor import Executor
 from mirror.executors.pmap import PmapExecutor
+from mirror.executors.vmap import VmapExecutor
 from mirror.objects import ObjectTable
 from mirror.plan import make_plan
 from mirror.program import exchanges
@@ -40,7 +42,8 @@ class Runner:
     def __init__(self, group: ReplicaGroup, replicas: ReplicaDevices) -> None:
         self._group = group
         self.replicas = replicas
-        self._executor = PmapExecutor(replicas)
+        several = replicas.replicas_per_device > 1
+        self._executor: Executor = VmapExecutor(replicas) if several else PmapExecutor(replicas)
         self._objects = ObjectTable(replicas)
         self._layouts: dict[Any, calls.Layout] = {}
         self._programs: dict[Any, Program] = {}

@@ -13,7 +13,7 @@ from mirror._types import Array, StepFunction
 from mirror.context import ReplicaGroup, replica
 from mirror.cross_device_ops import ReduceOp
 from mirror.devices.log import placement_log
-from mirror.executors.pmap import PmapExecutor, PmapProgram
+from mirror.executors.executor import CompiledProgram, Executor
 from mirror.objects import Record, Structure, is_object
 from mirror.plan import Plan
 from mirror.values import PerReplica
@@ -141,7 +141,7 @@ class Program:
         step: Step,
         plan: Plan,
         call: Call,
-        executor: PmapExecutor,
+        executor: Executor,
         exchanges: Sequence[tuple[str, str]],
     ) -> None:
         self.runs = 0
@@ -163,7 +163,7 @@ class Program:
                 after[i] = mean
             return (*[after[i] for i in plan.changed], *results)
 
-        self.compiled: PmapProgram = executor.compile(
+        self.compiled: CompiledProgram = executor.compile(
             replica_program,
             step.per_replica,
             [False] * len(plan.changed) + plan.per_replica_results,

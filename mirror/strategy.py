@@ -1,9 +1,10 @@
 """`Strategy`: what every strategy does, whatever devices it has."""
 
 import abc
+import copy
 from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import Any, final
+from typing import Any, NoReturn, Self, final
 
 import jax
 import numpy as np
@@ -40,6 +41,7 @@ class Strategy(abc.ABC):
         self._cross_device_ops = cross_device_ops
         self._runner = Runner(self, replicas)
         self._lone: Strategy | None = None
+        self._with_one_on_each: Strategy | None = None
 
     @property
     @final
@@ -229,7 +231,9 @@ class Strategy(abc.ABC):
             RuntimeError: called inside a replica or another strategy's scope.
         """
         require_cross_replica(self, "check_mirrored", "Check after the step.")
-        checks.check_mirrored(self._runner, tree)
+        if self._with_one_on_each is None:
+            self._with_one_on_each = self._one_on_each()
+        checks.check_mirrored(self._with_one_on_each._runner, tree)
 
     @final
     def verify(
@@ -271,6 +275,10 @@ class Strategy(abc.ABC):
     def _alone(self) -> "Strategy":
         """One replica on the first device, to hold the many against."""
 
+    @abc.abstractmethod
+    def _one_on_each(self) -> "Strategy":
+        """One replica on each of the devices: there are as many copies of a mirrored array."""
+
     def _all_reduce(self, op: ReduceOp, leaves: Sequence[Any]) -> list[Array]:
         """Carries out an exchange inside a replica."""
         return self._cross_device_ops.all_reduce(op, leaves, on_host=self._replicas.on_host)
@@ -285,6 +293,17 @@ class Strategy(abc.ABC):
             copies = {shard.device: shard.data for shard in leaf.addressable_shards}
             return [copies[device] for device in self.devices]
         return [leaf] * n
+
+    def __copy__(self) -> NoReturn:
+        raise RuntimeError(
+            "copy.copy(strategy) would be two strategies in one. Pass the strategy itself on, or "
+            "make another, with the same devices: copy.deepcopy(strategy)."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        twin = memo[id(self)] = object.__new__(type(self))
+        Strategy.__init__(twin, self._replicas, copy.deepcopy(self._cross_device_ops, memo))
+        return twin
 
     def __str__(self) -> str:
         return f"{type(self).__name__}{backend.names(self.devices)}"
@@ -312,7 +331,13 @@ class Scope:
         strategy = self._strategy
         require_cross_replica(strategy, "scope", "Open the scope outside the step.")
         with unlogged():
-            mesh = jax.set_mesh(strategy._replicas.mesh)
+            try:
+                mesh = jax.set_mesh(strategy._replicas.mesh)
+            except ValueError as error:
+                raise RuntimeError(
+                    f"{strategy}.scope() was entered inside jax.jit, grad or vmap. Enter it "
+                    "outside, where the arrays are made."
+                ) from error
         mesh.__enter__()
         self._meshes.append(mesh)
         push_frame(Frame(strategy, None))

@@ -117,13 +117,18 @@ def is_per_replica(value: object) -> bool:
 
 
 def _rows_on_devices(stacked: Array | np.ndarray) -> tuple[Array, ...] | None:
-    """The shards, if there is one for each row; `None` if the array lies in another way."""
+    """Each replica's row `(1, *shape)` where it lies; `None` if the array lies in another way."""
     if not isinstance(stacked, jax.Array) or isinstance(stacked, jax.core.Tracer):
         return None
     shards = stacked.addressable_shards
-    if len(shards) != stacked.shape[0] or any(shard.data.shape[0] != 1 for shard in shards):
+    counts = {shard.data.shape[0] for shard in shards}
+    (count, *others) = counts
+    if others or count * len(shards) != stacked.shape[0]:
         return None
-    return tuple(s.data for s in sorted(shards, key=lambda shard: shard.index[0].start or 0))
+    ordered = sorted(shards, key=lambda shard: shard.index[0].start or 0)
+    if count == 1:
+        return tuple(shard.data for shard in ordered)
+    return tuple(shard.data[i : i + 1] for shard in ordered for i in range(count))
 
 
 def _stack(values: Sequence[ArrayLike]) -> Array | np.ndarray:

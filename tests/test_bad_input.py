@@ -143,7 +143,7 @@ CALLS = {
     "no devices": (lambda s: mirror.MirroredStrategy([]), ValueError, r"devices=\[\] is empty\. Name at least one"),
     "one device": (lambda s: mirror.MirroredStrategy("/cpu:0"), ValueError, r"devices='/cpu:0' is one device\. Pass a list: MirroredStrategy\(\['/cpu:0'\]\)"),
     "a repeated device": (lambda s: mirror.MirroredStrategy(["/cpu:1", "CPU:1"]), ValueError, r"repeats a device: \(/device:CPU:1, /device:CPU:1\)\. Name each device once"),
-    "an index as a device": (lambda s: mirror.MirroredStrategy([0]), TypeError, r"0 \(int\) is not a device\. Pass a jax\.Device or a name such as '/cpu:0'"),
+    "an index as a device": (lambda s: mirror.MirroredStrategy([0]), TypeError, r"0 \(int\) is not a device\. Pass one of .*, a jax\.Device, or a name such as '/cpu:0'"),
     "an abstract strategy": (lambda s: mirror.Strategy(), TypeError, "abstract"),
 }  # fmt: skip
 
@@ -196,7 +196,7 @@ def test_an_array_may_lie_as_another_kind_of_argument_does(strategy):
 
 
 def test_devices_of_several_types(two, monkeypatch):
-    monkeypatch.setattr("mirror.devices.canonical.device_type", lambda device: str(device.id))
+    monkeypatch.setattr("mirror.devices.canonical.type_of", lambda device: str(device.id))
     with pytest.raises(
         ValueError, match=r"are of several types: .* must run on devices of one type"
     ):

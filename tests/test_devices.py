@@ -1,7 +1,9 @@
 """Devices: what they may be named by, and what a strategy says about those it has."""
 
+import itertools
 import logging
-import os
+import random
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -9,28 +11,202 @@ import numpy as np
 import pytest
 
 import mirror
-from mirror.devices import backend
 from mirror.devices.canonical import canonicalize_device
 from mirror.devices.replicas import ReplicaDevices
+from mirror.devices.spec import SPELLINGS as LISTED
 from mirror.devices.spec import DeviceSpec
 from tests.conftest import cpu_strategy
 
 JOB = "/job:localhost/replica:0/task:0"
-SPELLINGS = ["/cpu:1", "cpu:1", "CPU:1", "/device:CPU:1", "device:cpu:1", f"{JOB}/device:CPU:1"]
-NO_NAMES = ["", "cpu", "cpu:", ":1", "cpu:-1", "cpu:1 ", "/cpu:1/", "cpu:x", "//cpu:1", "cpu:1:2"]
+SPELLINGS = [
+    *("/cpu:1", "cpu:1", "CPU:1", "/Cpu:1", "/CPU:01", "/device:CPU:1", "/device:cpu:1"),
+    *("device:cpu:1", f"{JOB}/device:CPU:1", f"{JOB}/cpu:1", "/job:localhost/cpu:1"),
+    *("/replica:0/cpu:1", "/task:0/device:CPU:1", "/job:localhost/task:0/device:cpu:1"),
+]
+# What is open is None.
+PARSED = [
+    ("", None, None),
+    (None, None, None),
+    (JOB, None, None),
+    ("/job:localhost", None, None),
+    ("GPU", "GPU", None),
+    ("/gpu", "GPU", None),
+    ("/gpu:*", "GPU", None),
+    ("/device:GPU:*", "GPU", None),
+    (f"{JOB}/device:GPU", "GPU", None),
+    ("tpu:12", "TPU", 12),
+    ("/device:FOO:1", "FOO", 1),
+    ("/device:foo", "FOO", None),
+    ("cuda:1", "GPU", 1),
+    ("/device:ROCM:0", "GPU", 0),
+]
+NO_NAMES = [
+    *("foo", "cpu:", ":1", "cpu:-1", "cpu:1 ", " cpu:1", "/cpu:1/", "cpu:x", "//cpu:1", "cpu:1:2"),
+    *("/", ":", "0", "1", "cpu1", "/cpu/1", "device:1", "/device:", "/device:CPU:x", "cpu:1.0"),
+    *("cpu:1\n", "cpu:\u0661", "/job:localhostcpu:1", "/job:localhost/", "/task:x/cpu:1"),
+    *("/task:0cpu:1", "/job:/cpu:1", "/cpu:1/job:localhost", "/physical_device:CPU:0"),
+]
+SEVERAL = ["/cpu:0/gpu:1", "cpu:0,cpu:1", "/device:CPU:0/device:CPU:1"]
+ELSEWHERE = [
+    *("/job:worker/cpu:0", "/job:worker", "/task:1/cpu:0", "/replica:1/cpu:0", "/job:x/task:0"),
+    "/job:localhost/replica:0/task:12/device:GPU:0",
+]
 
 
 @pytest.mark.parametrize("name", SPELLINGS)
-def test_every_spelling_names_the_device(name):
+def test_D16_every_spelling_names_the_device(name):
     assert canonicalize_device(name) is jax.devices("cpu")[1]
     assert str(DeviceSpec.parse(name)) == "/device:CPU:1"
+    assert DeviceSpec.parse(name).full_name == f"{JOB}/device:CPU:1"
+    assert DeviceSpec.parse(name) == DeviceSpec("CPU", 1)
+    assert hash(DeviceSpec.parse(name)) == hash(DeviceSpec("CPU", 1))
     assert mirror.OneDeviceStrategy(name).devices == (jax.devices("cpu")[1],)
 
 
+@pytest.mark.parametrize(("name", "kind", "index"), PARSED)
+def test_D16_parts_of_a_name_may_be_left_open(name, kind, index):
+    spec = DeviceSpec.parse(name)
+    assert (spec.device_type, spec.index) == (kind, index)
+    assert DeviceSpec.parse(str(spec)) == DeviceSpec.parse(spec.full_name) == spec
+
+
 @pytest.mark.parametrize("name", NO_NAMES)
-def test_what_is_no_name_is_refused_with_the_spellings(name):
-    with pytest.raises(ValueError, match=r"is not a device name.*'/cpu:0', 'GPU:1'"):
+def test_D17_what_is_no_name_is_refused_with_the_spellings(name):
+    """With one text for all, where TensorFlow has several, that of `int` among them."""
+    with pytest.raises(ValueError, match="is not a device name") as error:
         canonicalize_device(name)
+    assert str(error.value) == f"{name!r} is not a device name. Device names look like {LISTED}."
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_D17_two_devices_are_no_name(name):
+    text = "is not a device name. It names 2 devices. Device names look like '/cpu:0', 'GPU:1'"
+    with pytest.raises(ValueError, match=text):
+        canonicalize_device(name)
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_D17_other_processes_are_refused(name):
+    """TensorFlow knows clusters: there, these are names. A spec of ours has no job and no task."""
+    text = f"{name!r} names a device of another process. mirror runs in one process, {JOB}: name"
+    with pytest.raises(ValueError, match=text):
+        canonicalize_device(name)
+
+
+def test_D17_specs_are_merged_and_replaced_as_values():
+    cpu, gpu, first = DeviceSpec("CPU", 0), DeviceSpec("GPU"), DeviceSpec(index=1)
+    merged = {
+        (cpu, gpu): DeviceSpec("GPU", 0),
+        (gpu, cpu): cpu,
+        (gpu, first): DeviceSpec("GPU", 1),
+        (first, gpu): DeviceSpec("GPU", 1),
+        (cpu, DeviceSpec()): cpu,
+        (DeviceSpec(), cpu): cpu,
+    }
+    for (one, other), expected in merged.items():
+        assert one.make_merged_spec(other) == expected
+    assert cpu.replace(index=3) == DeviceSpec("CPU", 3)
+    assert cpu.replace(device_type="GPU", index=None) == gpu
+    assert cpu == DeviceSpec("CPU", 0)
+    for attribute in ("device_type", "index", "job"):
+        with pytest.raises(AttributeError):
+            setattr(cpu, attribute, "GPU")
+
+
+def test_specs_are_ordered_by_type_then_index():
+    ordered = [
+        DeviceSpec(),
+        DeviceSpec(index=0),
+        DeviceSpec("CPU"),
+        *(DeviceSpec("CPU", i) for i in (0, 1, 2, 10)),
+        DeviceSpec("GPU"),
+        DeviceSpec("GPU", 0),
+    ]
+    assert sorted(random.Random(0).sample(ordered, len(ordered))) == ordered
+    assert len({*ordered, *(spec.replace() for spec in ordered)}) == len(ordered)
+    for low, high in itertools.combinations(ordered, 2):
+        assert low < high <= high
+        assert not high <= low
+    with pytest.raises(TypeError):
+        assert DeviceSpec() < "/cpu:0"
+
+
+def test_D18_what_is_left_open_is_the_first_of_its_type():
+    """No type at all is refused: a default that depends on the place of the call is a surprise."""
+    first = jax.devices("cpu")[0]
+    for name in ("cpu", "/cpu:*", "/device:CPU", f"{JOB}/device:CPU:*"):
+        assert canonicalize_device(name) is first
+    for name in ("", JOB):
+        text = r"The device name '' leaves the device open. Say which, as in '/cpu:0'"
+        with pytest.raises(ValueError, match=text):
+            canonicalize_device(name)
+
+
+def test_D18_names_are_canonical():
+    for i, device in enumerate(mirror.config.list_logical_devices("CPU")):
+        assert device == mirror.config.LogicalDevice(f"/device:CPU:{i}", "CPU")
+        assert canonicalize_device(device) is jax.devices("cpu")[i]
+        assert mirror.OneDeviceStrategy(device).devices == (jax.devices("cpu")[i],)
+
+
+NO_DEVICES = {
+    "number": (3, "3 (int) is not a device. Pass one of mirror.config.list_logical_devices()"),
+    "none": (None, "None (NoneType) is not a device."),
+    "list": (["/cpu:0"], "['/cpu:0'] (list) is not a device."),
+    "spec": (DeviceSpec("CPU", 0), "DeviceSpec(device_type='CPU', index=0) (DeviceSpec) is not a"),
+    "physical": (
+        mirror.config.list_physical_devices()[0],
+        "is not a device. That is a physical device; computations are placed on logical ones. Pass",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", NO_DEVICES)
+def test_what_is_no_device_is_refused(what):
+    device, text = NO_DEVICES[what]
+    with pytest.raises(TypeError) as error:
+        canonicalize_device(device)
+    assert text in str(error.value)
+
+
+@pytest.mark.parametrize("devices", [3, mirror.config.list_physical_devices()[0], jax.devices])
+def test_devices_that_are_no_list_are_refused(devices):
+    with pytest.raises(
+        TypeError, match=r"devices=.* is no list of devices\. Pass e\.g\. \['/gpu:0'"
+    ):
+        mirror.MirroredStrategy(devices)
+
+
+def test_one_device_is_no_list():
+    (logical, *_), (device, *_) = mirror.config.list_logical_devices(), jax.devices("cpu")
+    for one in (logical, device, "/cpu:0"):
+        with pytest.raises(ValueError, match=r"is one device\. Pass a list: MirroredStrategy\(\["):
+            mirror.MirroredStrategy(one)
+
+
+@pytest.mark.parametrize("devices", [["/cpu:1", jax.devices], ["cpu:0", None]])
+def test_a_list_with_what_is_no_device_is_refused(devices):
+    with pytest.raises(TypeError, match=r"is not a device\. Pass one of mirror\.config\.list"):
+        mirror.MirroredStrategy(devices)
+
+
+def test_a_device_may_be_named_once_in_any_way():
+    logical = mirror.config.list_logical_devices("CPU")[1]
+    ways = ["/cpu:1", "CPU:1", logical, jax.devices("cpu")[1]]
+    for one, other in itertools.combinations(ways, 2):
+        text = r"repeats a device: \(/device:CPU:1, /device:CPU:1\)\. Name each device once"
+        with pytest.raises(ValueError, match=text):
+            mirror.MirroredStrategy([one, other])
+
+
+def test_devices_of_several_types_are_refused(monkeypatch):
+    gpu, found = SimpleNamespace(platform="gpu", id=0), jax.local_devices
+    monkeypatch.setattr(
+        jax, "local_devices", lambda backend: [gpu] if backend == "gpu" else found()
+    )
+    text = r"are of several types: \(/device:CPU:0, /device:GPU:0\)\. All replicas must run on"
+    with pytest.raises(ValueError, match=text):
+        mirror.MirroredStrategy(["/cpu:0", "/gpu:0"])
 
 
 def test_a_device_stays_the_device():
@@ -109,17 +285,3 @@ def test_a_stacked_host_array_is_copied_before_it_travels():
     stacked = devices.stack(source)
     source[:] = 1
     assert not np.asarray(stacked).any()
-
-
-def test_the_pool_variable_is_taken_back(monkeypatch):
-    monkeypatch.delenv("PJRT_NPROC", raising=False)
-    with backend._wide_host_pool():
-        assert int(os.environ["PJRT_NPROC"]) >= 8 * 4
-    assert "PJRT_NPROC" not in os.environ
-
-
-def test_the_users_pool_is_left_alone(monkeypatch):
-    monkeypatch.setenv("PJRT_NPROC", "3")
-    with backend._wide_host_pool():
-        assert os.environ["PJRT_NPROC"] == "3"
-    assert os.environ["PJRT_NPROC"] == "3"

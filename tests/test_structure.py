@@ -23,6 +23,7 @@ LAYERS = [
     "devices.physical",
     "devices.start",
     "devices.knobs",
+    "devices.state",
     "devices.settings",
     "devices.backend",
     "devices.canonical",
@@ -39,7 +40,10 @@ LAYERS = [
     "cross_device_ops",
     "executors",
     "executors.launch",
+    "executors.executor",
     "executors.pmap",
+    "executors.sums",
+    "executors.vmap",
     "context",
     "objects",
     "calls",
@@ -144,8 +148,8 @@ def test_the_package_is_a_table_of_contents(name):
 NAMES = """
 AllReduce CrossDeviceOps DistributedDataset InvalidDeviceError MirroredStrategy OneDeviceStrategy
 PerReplica REPLICA_AXIS ReduceOp ReplicaContext ReplicaDivergenceError ReplicaMismatchError Strategy
-VerifyReport add_n config debugging device ensure_mirrored get_replica_context get_strategy has_strategy
-in_cross_replica_context
+VerifyReport add_n config debugging device ensure_mirrored get_replica_context get_strategy
+has_strategy in_cross_replica_context
 """
 PUBLIC = NAMES.split()
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import jax
 
 from mirror._errors import InvalidDeviceError
-from mirror.devices import settings
+from mirror.devices import state
 from mirror.devices.knobs import PLATFORMS
 from mirror.devices.physical import CPU, list_physical_devices
 from mirror.devices.spec import DeviceSpec, LogicalDevice, PhysicalDevice
@@ -25,7 +25,7 @@ def list_logical_devices(device_type: str | None = None) -> list[LogicalDevice]:
         ValueError: memory growth or limits differ between GPUs.
     """
     default = default_devices()
-    kinds = dict.fromkeys(["CPU", *map(type_of, default)])
+    kinds = dict.fromkeys(["CPU", "GPU", *map(type_of, default)])
     return [
         LogicalDevice(str(DeviceSpec(kind, i)), kind)
         for kind in kinds
@@ -59,7 +59,7 @@ def default_devices() -> tuple[jax.Device, ...]:
     Hidden accelerators do not count.
 
     Raises:
-        InvalidDeviceError: the backend does not start.
+        InvalidDeviceError: the backend does not start, or all that it has is hidden.
         ValueError: memory growth or limits differ between GPUs.
     """
     with starting():
@@ -72,23 +72,24 @@ def default_devices() -> tuple[jax.Device, ...]:
                 f"{PLATFORMS} says where it may look; JAX_PLATFORMS=cpu always works."
             ) from error
     kind = type_of(found[0])
-    return logical_parts(found, kind) or devices_of_type("CPU")
+    visible = logical_parts(found, kind) or devices_of_type("CPU")
+    if not visible:
+        raise InvalidDeviceError(
+            f"No devices are available in this process: mirror.config hides every {kind}, and "
+            f"{PLATFORMS} leaves out the CPU. Add it: JAX_PLATFORMS=cuda,cpu."
+        )
+    return visible
 
 
 def logical_parts(found: Iterable[jax.Device], kind: str) -> tuple[jax.Device, ...]:
     """The JAX device of each logical device, as they are configured."""
     found = tuple(found)
     if kind == "CPU":
-        return found[: settings.num_parts(CPU)]
+        return found[: state.num_parts(CPU)]
     if kind != "GPU":
         return found
-    visible = settings.visible_gpus()
-    return tuple(
-        device
-        for device, physical in zip(found, _physical_gpus(len(found)), strict=True)
-        if physical in visible or physical is None
-        for _ in range(settings.num_parts(physical) or 1 if physical is not None else 1)
-    )
+    physical = _physical_gpus(len(found))
+    return tuple(d for d, p in zip(found, physical, strict=True) for _ in range(_parts(p)))
 
 
 def physical_of(device: jax.Device) -> PhysicalDevice | None:
@@ -100,18 +101,25 @@ def physical_of(device: jax.Device) -> PhysicalDevice | None:
     return _physical_gpus(len(found))[found.index(device)]
 
 
+def _parts(gpu: PhysicalDevice | None) -> int:
+    """How many logical devices are on one of JAX's GPUs; none where it is hidden."""
+    if gpu is None:
+        return int(state.unknown_gpus_are_visible())
+    return (state.num_parts(gpu) or 1) if gpu in state.visible_gpus() else 0
+
+
 def _physical_gpus(count: int) -> list[PhysicalDevice | None]:
     """The physical device of each of JAX's GPUs; `None` for those that the driver does not list."""
     every = list_physical_devices("GPU")
     known: list[PhysicalDevice | None] = [
-        every[i] for i in settings.ordinals_of_backend() if i < len(every)
+        every[i] for i in state.ordinals_of_backend() if i < len(every)
     ]
     return [*known[:count], *([None] * (count - len(known)))]
 
 
 def _check_before_start() -> None:
     if not started():
-        settings.require_consistent()
+        state.require_consistent()
 
 
 def find_device(spec: DeviceSpec) -> jax.Device:

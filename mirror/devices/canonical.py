@@ -10,7 +10,6 @@ from mirror.devices.backend import (
     default_devices,
     find_device,
     names,
-    physical_of,
     require_logical,
     spec_of,
     type_of,
@@ -36,18 +35,23 @@ def canonicalize_device(device: DeviceLike) -> jax.Device:
 def canonicalize_replica_devices(devices: Iterable[DeviceLike] | None) -> tuple[jax.Device, ...]:
     """The devices of the replicas, in replica order; `None` means all accelerators, else all CPUs.
 
+    Logical devices that are parts of one GPU are that GPU, as often as there are parts.
+
     Raises:
-        ValueError: none, a repeated, an unknown device, devices of several types, or several parts
-            of one GPU.
+        TypeError: no list, or something in it that is no device.
+        ValueError: none, a repeated, an unknown device, or devices of several types.
     """
     if devices is None:
-        found = default_devices()
-        _require_apart(found, "The default devices")
-        return found
+        return default_devices()
     if isinstance(devices, str | LogicalDevice | jax.Device):
         shown = str(devices) if isinstance(devices, jax.Device) else repr(devices)
         raise ValueError(
             f"devices={shown} is one device. Pass a list: MirroredStrategy([{shown}])."
+        )
+    if not isinstance(devices, Iterable):
+        raise TypeError(
+            f"devices={describe(devices)} is no list of devices. Pass e.g. ['/gpu:0', '/gpu:1'], "
+            "or None for all."
         )
     asked = list(devices)
     try:
@@ -61,7 +65,6 @@ def canonicalize_replica_devices(devices: Iterable[DeviceLike] | None) -> tuple[
         raise ValueError(
             f"devices={asked!r} repeats a device: {names(found)}. Name each device once."
         )
-    _require_apart(found, f"devices={asked!r}")
     if len({type_of(device) for device in found}) > 1:
         raise ValueError(
             f"devices={asked!r} are of several types: {names(found)}. All replicas must run on "
@@ -84,14 +87,3 @@ def _resolve(device: DeviceLike) -> tuple[DeviceSpec, jax.Device]:
     named = DeviceSpec.parse(device if isinstance(device, str) else device.name)
     spec = DeviceSpec(index=0).make_merged_spec(named)
     return spec, find_device(spec)
-
-
-def _require_apart(found: tuple[jax.Device, ...], asked: str) -> None:
-    """Refuses several replicas on one GPU."""
-    shared = {physical_of(device) for device in found if found.count(device) > 1}
-    if shared:
-        names_of = ", ".join(str(device and device.name) for device in shared)
-        raise ValueError(
-            f"{asked} are several logical devices on {names_of}. Several replicas on one GPU are "
-            "not supported yet. Name one logical device of each, or do not split the GPU."
-        )

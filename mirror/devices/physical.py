@@ -14,6 +14,7 @@ from mirror.devices.spec import PhysicalDevice
 _logger = logging.getLogger("mirror")
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _DRIVER = "/proc/driver/nvidia/version"
+_DRIVER_OF_ROCM = "/dev/kfd"
 
 CPU = PhysicalDevice("/physical_device:CPU:0", "CPU")
 
@@ -26,7 +27,7 @@ class Gpu:
         uuid: such as `"GPU-5a0f..."`, or `"MIG-..."` for a part that the driver has split off.
         name: the product's.
         compute_capability: major and minor; `None` where the driver does not say.
-        memory_bytes: all its memory.
+        memory_bytes: all its memory; 0 where the driver does not say, as where the CPU shares it.
     """
 
     uuid: str
@@ -86,6 +87,12 @@ def ordinal(device: PhysicalDevice) -> int:
 def gpu_of(device: PhysicalDevice) -> Gpu:
     """What the driver says of a GPU."""
     return gpus_of_process()[ordinal(device)]
+
+
+def may_have_gpus() -> bool:
+    """Whether there may be GPUs that are not known of, because NVML cannot be asked."""
+    with _nvml() as nvml:
+        return nvml is None and any(map(os.path.exists, (_DRIVER, _DRIVER_OF_ROCM)))
 
 
 def of_type(devices: Iterable[PhysicalDevice], wanted: object) -> list[PhysicalDevice]:
@@ -162,12 +169,12 @@ def _describe(nvml: Any, handle: Any) -> Gpu:
         capability = (int(major), int(minor))
     except nvml.NVMLError:  # old drivers, and parts of a split GPU
         capability = None
-    return Gpu(
-        nvml.nvmlDeviceGetUUID(handle),
-        nvml.nvmlDeviceGetName(handle),
-        capability,
-        int(nvml.nvmlDeviceGetMemoryInfo(handle).total),
-    )
+    try:
+        num_bytes = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
+    except nvml.NVMLError:
+        num_bytes = 0
+    uuid, name = nvml.nvmlDeviceGetUUID(handle), nvml.nvmlDeviceGetName(handle)
+    return Gpu(uuid, name, capability, num_bytes)
 
 
 @contextlib.contextmanager

@@ -4,14 +4,16 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import final
 
 import jax
 import jax.extend
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import set_current_trace
+from jax.sharding import SingleDeviceSharding
 
 from mirror._errors import InvalidDeviceError, describe
 from mirror._frames import line_of_user
@@ -20,7 +22,7 @@ from mirror.devices import settings
 from mirror.devices.backend import default_devices, devices_of_type, logical_name
 from mirror.devices.canonical import DeviceLike, canonicalize_device
 from mirror.devices.log import eager_trace, unlogged
-from mirror.devices.replicas import move
+from mirror.devices.replicas import ReplicaDevices, move
 from mirror.devices.spec import DeviceSpec, LogicalDevice
 
 _logger = logging.getLogger("mirror")
@@ -95,8 +97,10 @@ class Placement:
 def add_n(values: Iterable[ArrayLike]) -> Array:
     """The sum of several arrays, on the current device, added from the left.
 
-    Arrays that are bound to devices, by `jax.device_put` or as results of a strategy, are copied to
-    the current device first. Differentiable.
+    Inside `mirror.device` it is computed there, also where the arrays are bound to other devices,
+    by `jax.device_put` or as results of a strategy: they are copied first. Inside a strategy's
+    scope it is mirrored. Elsewhere arrays that are all bound to the same devices stay there.
+    Differentiable.
 
     Args:
         values: at least one; arrays or numbers of one shape and dtype.
@@ -108,9 +112,11 @@ def add_n(values: Iterable[ArrayLike]) -> Array:
     >>> add_n([jnp.ones(2), jnp.arange(2.0)])
     Array([1., 2.], dtype=float32)
     """
-    if isinstance(values, jax.Array) or not isinstance(values, Iterable):
+    single = isinstance(values, jax.Array | np.ndarray | str | Mapping)
+    single = single or hasattr(values, "__jax_array__")  # an nnx variable
+    if single or not isinstance(values, Iterable):
         raise TypeError(f"add_n({describe(values)}) is one value. Pass a list of arrays.")
-    arrays = [jnp.asarray(value) for value in values]
+    arrays = [_as_array(value) for value in values]
     if not arrays:
         raise ValueError("add_n([]) has nothing to add. Pass at least one array.")
     if len({(array.shape, array.dtype) for array in arrays}) > 1:
@@ -120,14 +126,36 @@ def add_n(values: Iterable[ArrayLike]) -> Array:
     return functools.reduce(jnp.add, _together(arrays))
 
 
+def _as_array(value: ArrayLike) -> Array:
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"add_n takes arrays and numbers, not {describe(value)}.") from error
+
+
 def _together(arrays: list[Array]) -> list[Array]:
     """The arrays where JAX can add them up: it copies by itself only what is bound to no device."""
-    concrete = [array for array in arrays if not isinstance(array, jax.core.Tracer)]
-    places = {array.sharding for array in concrete if array.committed}
-    if len(places) < 2:
+    found = [array for array in map(_concrete, arrays) if isinstance(array, jax.Array)]
+    places = {array.sharding for array in found if array.committed}
+    if len(found) < len(arrays) or not places:  # compiled, or free
+        return arrays
+    with set_current_trace(eager_trace()):  # `get_mesh` refuses that of `jax.grad`
+        mesh = jax.sharding.get_mesh()
+    if not mesh.empty:
+        replicas = ReplicaDevices(tuple(mesh.devices.flat))
+        there = all(map(replicas.is_mirrored, found))
+        return arrays if there else list(map(replicas.mirror, arrays))
+    if len(places) == 1 and jax.config.values["jax_default_device"] is None:
         return arrays
     here = jax.extend.backend.get_default_device()
-    return [move(array, here) for array in arrays]
+    return arrays if places == {SingleDeviceSharding(here)} else [move(a, here) for a in arrays]
+
+
+def _concrete(value: object) -> object:
+    """What is under the tracers of `jax.grad` and `vmap`; something else where JAX compiles."""
+    while isinstance(value, jax.core.Tracer):
+        value = getattr(value, "primal", getattr(value, "val", None))
+    return value
 
 
 def _existing(name: DeviceLike) -> jax.Device:
@@ -136,10 +164,10 @@ def _existing(name: DeviceLike) -> jax.Device:
     except InvalidDeviceError:
         if not settings.get_soft_device_placement():
             raise
-        text = name.name if isinstance(name, LogicalDevice) else name
-        kind = DeviceSpec.parse(text).device_type if isinstance(text, str) else None
+        text = name.name if isinstance(name, LogicalDevice) else str(name)
+        kind = None if isinstance(name, jax.Device) else DeviceSpec.parse(text).device_type
         found = ((devices_of_type(kind) if kind else ()) or default_devices())[0]
-        _say_once(str(name), logical_name(found))
+        _say_once(text, logical_name(found))
         return found
 
 
@@ -153,7 +181,7 @@ def _require_eager(device: jax.Device | None) -> None:
     with unlogged():
         compiled = isinstance(jnp.zeros(()), jax.core.Tracer)
     if compiled:
-        where = "None" if device is None else logical_name(device)
+        where = None if device is None else logical_name(device)
         raise RuntimeError(
             f"mirror.device({where!r}) at {line_of_user()} is inside a function that JAX compiles, "
             "by jax.jit or strategy.run: the whole of it runs on one device, or one for each "

@@ -9,24 +9,40 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from mirror._types import REPLICA_AXIS, Array
-from mirror.devices.backend import type_of
+from mirror.devices.backend import names, type_of
 
 _is_deleted = operator.methodcaller("is_deleted")
 
 
 class ReplicaDevices:
-    """An ordered set of devices, one for each replica, as a mesh with the replica axis.
+    """The device of each replica, and the mesh of those devices, with the replica axis.
+
+    Args:
+        devices: in replica order. Several replicas may share a device: equally many on each, and
+            those of one device next to each other.
 
     Attributes:
-        devices: the devices in replica order.
-        mesh: the one-axis mesh over them.
+        devices: the same.
+        distinct: each device once.
+        mesh: the one-axis mesh over the distinct devices.
         mirrored: sharding of a mirrored array: a whole copy on each device.
         stacked: sharding of a stacked array `(num_replicas, *shape)`: row r on replica r's device.
+
+    Raises:
+        ValueError: the devices carry unequal numbers of replicas, or the order mixes them.
     """
 
     def __init__(self, devices: tuple[jax.Device, ...]) -> None:
         self.devices = devices
-        self.mesh = Mesh(np.asarray(devices), (REPLICA_AXIS,), axis_types=(AxisType.Auto,))
+        self.distinct = tuple(dict.fromkeys(devices))
+        self.replicas_per_device = len(devices) // len(self.distinct)
+        major = tuple(d for d in self.distinct for _ in range(self.replicas_per_device))
+        if major != devices:
+            raise ValueError(
+                f"The replicas lie on {names(devices)}. Each device must carry equally many, next "
+                f"to each other: as {names(major)}, say."
+            )
+        self.mesh = Mesh(np.asarray(self.distinct), (REPLICA_AXIS,), axis_types=(AxisType.Auto,))
         self.mirrored = NamedSharding(self.mesh, PartitionSpec())
         self.stacked = NamedSharding(self.mesh, PartitionSpec(REPLICA_AXIS))
 
@@ -35,8 +51,8 @@ class ReplicaDevices:
 
     @property
     def on_host(self) -> bool:
-        """Whether these are forced host devices, which share one thread pool."""
-        return type_of(self.devices[0]) == "CPU"
+        """Whether they exchange among several host devices, which share one thread pool."""
+        return type_of(self.devices[0]) == "CPU" and len(self.distinct) > 1
 
     def is_mirrored(self, value: Array) -> bool:
         """Whether the array already has a whole copy on each of the devices, in replica order."""
@@ -46,7 +62,7 @@ class ReplicaDevices:
         return (
             isinstance(sharding, NamedSharding)
             and isinstance(sharding.mesh, Mesh)
-            and tuple(sharding.mesh.devices.flat) == self.devices
+            and tuple(sharding.mesh.devices.flat) == self.distinct
             and sharding.is_equivalent_to(self.mirrored, value.ndim)
         )
 

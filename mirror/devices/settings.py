@@ -1,16 +1,16 @@
 """What is configured before the backend starts: visible devices, parts of devices, memory.
 
 Each setter checks everything first, then applies the whole to the settings that JAX reads when it
-starts (`knobs`), so that it holds whoever starts the backend; then it is remembered. What the user
-set by other means stays: a smaller set of devices is chosen from it, of other values it wins and a
-warning says so.
+starts (`state`, `knobs`), so that it holds whoever starts the backend; then it is remembered. What
+the user set by other means stays: a smaller set of devices is chosen from it, of other values it
+wins and a warning says so.
 """
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
 
 from mirror._errors import InvalidDeviceError, describe
+from mirror.devices import state
 from mirror.devices.knobs import (
     HOST_DEVICES,
     MEMORY_FRACTION,
@@ -18,58 +18,13 @@ from mirror.devices.knobs import (
     PREALLOCATE,
     VISIBLE_GPUS,
 )
-from mirror.devices.physical import (
-    CPU,
-    gpu_of,
-    list_physical_devices,
-    of_type,
-    ordinal,
-    require_physical,
-)
+from mirror.devices.physical import CPU, gpu_of, list_physical_devices, of_type, require_physical
 from mirror.devices.spec import PhysicalDevice
 from mirror.devices.start import culprit, forced_host_devices, lock, started
+from mirror.devices.state import MIB, LogicalDeviceConfiguration
 
 _logger = logging.getLogger("mirror")
-_MIB = 2**20
-
-
-@dataclass(frozen=True)
-class LogicalDeviceConfiguration:
-    """One part of a physical device that is split into several logical devices.
-
-    Attributes:
-        memory_limit: in MiB, for a part of a GPU; `None` sets no limit. The limits of the parts are
-            added up: XLA limits the memory of the process on the whole GPU.
-
-    Raises:
-        ValueError: the limit is not a positive number.
-    """
-
-    memory_limit: float | None = None
-
-    def __post_init__(self) -> None:
-        limit = self.memory_limit
-        if limit is None:
-            return
-        if isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit < 1e12:
-            raise ValueError(
-                f"memory_limit={limit!r} is no positive number of MiB. Pass e.g. 1024."
-            )
-
-
-Configurations = tuple[LogicalDeviceConfiguration, ...]
-
-
-@dataclass(frozen=True)
-class _State:
-    """What was configured, checked; replaced as a whole."""
-
-    visible_gpus: tuple[PhysicalDevice, ...] | None = None
-    logical: Mapping[PhysicalDevice, Configurations] = field(default_factory=dict)
-    growth: Mapping[PhysicalDevice, bool] = field(default_factory=dict)
-
-
-_state = _State()
+_GPU_PLATFORMS = {"gpu", "cuda", "rocm"}
 _soft = False
 
 
@@ -79,7 +34,7 @@ def get_visible_devices(device_type: str | None = None) -> list[PhysicalDevice]:
     Args:
         device_type: `"CPU"` or `"GPU"`; `None` means both.
     """
-    return of_type((CPU, *visible_gpus()), device_type)
+    return of_type((CPU, *state.visible_gpus()), device_type)
 
 
 def set_visible_devices(
@@ -95,6 +50,7 @@ def set_visible_devices(
             these.
 
     Raises:
+        TypeError: no list.
         ValueError: no physical device of this machine, or not of this type.
         InvalidDeviceError: the CPU would be hidden; JAX always has it.
         RuntimeError: the backend has started, or a setting of the user's hides what is asked for.
@@ -120,11 +76,11 @@ def set_visible_devices(
     every = list_physical_devices("GPU")
     visible = tuple(gpu for gpu in every if gpu in chosen)
     with lock:
-        if visible == visible_gpus():
+        if visible == state.visible_gpus() and (visible or state.hidden_for_good()):
             return
         _require_not_started("Visible devices")
         _require_within_users(every, visible)
-        _apply(replace(_state, visible_gpus=visible))
+        state.change(visible_gpus=visible)
 
 
 def get_logical_device_configuration(
@@ -135,7 +91,7 @@ def get_logical_device_configuration(
     Raises:
         ValueError: no physical device of this machine.
     """
-    configured = _state.logical.get(require_physical(device))
+    configured = state.current().logical.get(require_physical(device))
     return None if configured is None else list(configured)
 
 
@@ -172,23 +128,18 @@ def set_logical_device_configuration(
             "mirror.config.LogicalDeviceConfiguration() for each."
         )
     limits = [part.memory_limit for part in parts]
+    on_cpu = device.device_type == "CPU"
     with lock:
-        if _state.logical.get(device) == parts:
+        logical = state.current().logical
+        if logical.get(device) == parts:
             return
-        if device.device_type == "CPU":
-            if any(limit is not None for limit in limits):
-                raise ValueError(
-                    f"memory_limit={limits} on {device.name}: XLA cannot limit the memory of the "
-                    "CPU. Leave memory_limit out."
-                )
-        else:
-            _require_limits(device, limits)
+        (_require_no_limits if on_cpu else _require_limits)(device, limits)
         _require_not_started("Virtual devices")
-        if device.device_type == "CPU":
+        if on_cpu:
             _require_host_devices(len(parts))
         elif any(limits) and MEMORY_FRACTION.of_user is not None:
             _logger.warning("%s is set, and wins over memory_limit.", MEMORY_FRACTION)
-        _apply(replace(_state, logical={**_state.logical, device: parts}))
+        state.change(logical={**logical, device: parts})
 
 
 def get_memory_growth(device: PhysicalDevice) -> bool | None:
@@ -201,7 +152,7 @@ def get_memory_growth(device: PhysicalDevice) -> bool | None:
     of_user = PREALLOCATE.of_user
     if of_user is not None:
         return _grows(of_user)
-    return _state.growth.get(device)
+    return state.current().growth.get(device)
 
 
 def set_memory_growth(device: PhysicalDevice, enable: bool) -> None:
@@ -222,18 +173,19 @@ def set_memory_growth(device: PhysicalDevice, enable: bool) -> None:
     device = _require_gpu(require_physical(device), "Memory growth")
     _require_bool("enable", enable)
     with lock:
-        if device in _state.logical:
+        configured = state.current()
+        if device in configured.logical:
             raise ValueError(
                 f"Memory growth cannot be set on {device.name}, which has logical devices "
-                "configured: their memory limits say how much it may take."
+                "configured. Set one of the two: growth, or parts and limits."
             )
         of_user = PREALLOCATE.of_user
         if of_user is not None and _grows(of_user) != enable:
             _logger.warning("%s is set, and wins over set_memory_growth(%s).", PREALLOCATE, enable)
-        if of_user is not None or _state.growth.get(device) == enable:
+        if of_user is not None or configured.growth.get(device) == enable:
             return
         _require_not_started("Physical devices")
-        _apply(replace(_state, growth={**_state.growth, device: enable}))
+        state.change(growth={**configured.growth, device: enable})
 
 
 def get_soft_device_placement() -> bool:
@@ -255,118 +207,61 @@ def set_soft_device_placement(enabled: bool) -> None:
     _soft = enabled
 
 
-def visible_gpus() -> tuple[PhysicalDevice, ...]:
-    """The GPUs that have, or will have, logical devices."""
-    every = list_physical_devices("GPU")
-    if _state.visible_gpus is not None:
-        return _state.visible_gpus
-    return tuple(every[i] for i in _ordinals_of_user(len(every)))
-
-
-def ordinals_of_backend() -> list[int]:
-    """Which of the physical GPUs JAX's backend has, in its order."""
-    every = list_physical_devices("GPU")
-    ours = VISIBLE_GPUS.value if VISIBLE_GPUS.of_user is None else None
-    if ours is not None:
-        return [int(i) for i in ours.split(",")]
-    return _ordinals_of_user(len(every))
-
-
-def num_parts(device: PhysicalDevice) -> int | None:
-    """Into how many logical devices a physical one is split; `None` where nobody said."""
-    parts = _state.logical.get(device)
-    return None if parts is None else len(parts)
-
-
-def require_consistent() -> None:
-    """Refuses settings that XLA knows only for all GPUs, where they differ between them.
-
-    Raises:
-        ValueError: memory growth or limits differ.
-    """
-    gpus = visible_gpus()
-    growth = {gpu: _state.growth.get(gpu, False) for gpu in gpus}
-    if len(set(growth.values())) > 1:
-        raise ValueError(
-            f"Memory growth cannot differ between GPU devices: {_listed(growth)}. Set it alike on "
-            "all: for gpu in mirror.config.list_physical_devices('GPU'): "
-            "mirror.config.set_memory_growth(gpu, True)."
-        )
-    fractions = {gpu: _fraction(gpu, _state) for gpu in gpus}
-    if len(set(fractions.values())) > 1:
-        raise ValueError(
-            f"Memory limits cannot differ between GPU devices: {_listed(fractions)} of their "
-            "memory. Limit all of them alike, or hide the others with set_visible_devices."
-        )
-
-
 def in_words() -> list[tuple[str, str, str]]:
     """What is configured, as rows of setting, value and why."""
-    flags = forced_host_devices()
-    cpu_parts = num_parts(CPU)
-    if cpu_parts is not None:
-        hosts = (str(cpu_parts), "set by mirror.config")
-    elif HOST_DEVICES.value is not None:
-        hosts = (str(HOST_DEVICES.value), HOST_DEVICES.source)
-    elif flags is not None:
-        hosts = (str(flags), f"XLA_FLAGS=--xla_force_host_platform_device_count={flags}")
+    parts, forced = state.num_parts(CPU), _host_devices_of_user()
+    if parts is not None and (forced is None or parts <= forced[0]):
+        hosts = (str(parts), "set by mirror.config")
+    elif forced is not None:
+        hosts = (str(forced[0]), f"{forced[1]}, set by you")
     else:
         hosts = ("1", "default")
+    chosen = state.current().visible_gpus is not None
     growth = "default" if PREALLOCATE.value is None else str(_grows(PREALLOCATE.value))
     return [
         ("host devices", *hosts),
         ("platforms", str(PLATFORMS.value or "all"), PLATFORMS.source),
-        ("visible GPUs", _ids(visible_gpus()) or "none", _why_visible()),
+        (
+            "visible GPUs",
+            state.ids(state.visible_gpus()) or "none",
+            "set by mirror.config" if chosen else VISIBLE_GPUS.source,
+        ),
         ("memory growth", growth, PREALLOCATE.source),
         ("memory fraction", str(MEMORY_FRACTION.value or "default"), MEMORY_FRACTION.source),
         ("soft placement", str(_soft), "set by mirror.config" if _soft else "default"),
     ]
 
 
-def _apply(new: _State) -> None:
-    """Sets the knobs to what the new state means, and remembers it.
-
-    The option that JAX itself refuses after the start comes first: then nothing is half applied.
-    """
-    global _state
-    every = list_physical_devices("GPU")
-    parts, visible = new.logical.get(CPU), new.visible_gpus
-    if parts is not None and forced_host_devices() is None:
-        HOST_DEVICES.set(len(parts))
-    VISIBLE_GPUS.set(_ids(visible) if visible and len(visible) < len(every) else None)
-    PLATFORMS.set("cpu" if visible == () else None)
-    grows = any(new.growth.get(gpu) for gpu in (every if visible is None else visible))
-    PREALLOCATE.set("false" if grows else None)
-    fractions = [part for gpu in every if (part := _fraction(gpu, new)) is not None]
-    MEMORY_FRACTION.set(f"{min(fractions):.17g}" if fractions else None)
-    _state = new
-
-
-def _fraction(gpu: PhysicalDevice, state: _State) -> float | None:
-    """The part of the GPU's memory that its limits allow, if there are limits."""
-    limits = [part.memory_limit for part in state.logical.get(gpu, ())]
-    if not limits or limits[0] is None:
-        return None
-    return sum(filter(None, limits)) * _MIB / gpu_of(gpu).memory_bytes
+def _require_no_limits(device: PhysicalDevice, limits: Sequence[float | None]) -> None:
+    if any(limit is not None for limit in limits):
+        raise ValueError(
+            f"memory_limit={limits} on {device.name}: XLA cannot limit the memory of the CPU. "
+            "Leave memory_limit out."
+        )
 
 
 def _require_limits(gpu: PhysicalDevice, limits: Sequence[float | None]) -> None:
     given = [limit for limit in limits if limit is not None]
     if given and len(given) < len(limits):
         raise ValueError(
-            f"memory_limit={list(limits)} on {gpu.name}: XLA limits the sum. Set the limit of "
-            "every part, or of none."
+            f"memory_limit={limits} on {gpu.name}: XLA limits the sum. Set the limit of every "
+            "part, or of none."
         )
     total = gpu_of(gpu).memory_bytes
-    if sum(given) * _MIB > total:
+    if given and not total:
+        raise ValueError(
+            f"memory_limit={given} MiB on {gpu.name}: the driver does not say how much memory it "
+            "has, and XLA limits a part of it. Set XLA_CLIENT_MEM_FRACTION=0.5, for instance."
+        )
+    if sum(given) * MIB > total:
         raise ValueError(
             f"memory_limit={given} MiB on {gpu.name} is {sum(given):g} MiB in all, more than the "
-            f"{total / _MIB:.0f} MiB it has. Ask for less."
+            f"{total / MIB:.0f} MiB it has. Ask for less."
         )
-    if _state.growth.get(gpu):
+    if state.current().growth.get(gpu):
         raise ValueError(
             f"{gpu.name} cannot be split or limited, because memory growth is set on it. Set one "
-            f"of the two: set_memory_growth(gpu, False) takes it back."
+            "of the two: set_memory_growth(gpu, False) takes it back."
         )
 
 
@@ -382,21 +277,29 @@ def _require_not_started(what: str) -> None:
 def _require_within_users(
     every: Sequence[PhysicalDevice], visible: Sequence[PhysicalDevice]
 ) -> None:
-    """Says what wins where the user has chosen GPUs by other means."""
-    allowed = [every[i] for i in _ordinals_of_user(len(every))]
+    """Says what wins where the user has chosen GPUs or platforms by other means.
+
+    Raises:
+        RuntimeError: the user's choice leaves out what is asked for.
+    """
+    allowed = [every[i] for i in state.ordinals_of_user(len(every))]
     hidden = [gpu.name for gpu in visible if gpu not in allowed]
     if hidden:
         raise RuntimeError(
             f"{VISIBLE_GPUS} is set, and leaves out {', '.join(hidden)}. Take it back, or choose "
-            f"among {', '.join(gpu.name for gpu in allowed)}."
+            f"among {', '.join(gpu.name for gpu in allowed) or 'none'}."
         )
-    if len(allowed) < len(every) and len(visible) < len(allowed):
+    platforms = PLATFORMS.of_user
+    on_gpu = platforms is None or not _GPU_PLATFORMS.isdisjoint(platforms.split(","))
+    if visible and not on_gpu:
+        _logger.warning("%s is set, and wins: JAX has no GPU.", PLATFORMS)
+    elif visible and len(visible) < len(allowed) < len(every):
         _logger.warning(
             "%s is set, and wins: JAX has those GPUs; mirror uses %s of them.",
             VISIBLE_GPUS,
-            ", ".join(gpu.name for gpu in visible) or "none",
+            ", ".join(gpu.name for gpu in visible),
         )
-    elif PLATFORMS.of_user not in (None, "cpu") and not visible:
+    elif not visible and platforms is not None and on_gpu:
         _logger.warning("%s is set, and wins: JAX has GPUs; mirror uses none.", PLATFORMS)
 
 
@@ -406,17 +309,10 @@ def _require_host_devices(count: int) -> None:
     Raises:
         RuntimeError: there are fewer than are asked for.
     """
-    flags = forced_host_devices()
-    of_user = HOST_DEVICES.of_user
-    if of_user is None and flags is None:
+    found = _host_devices_of_user()
+    if found is None:
         return
-    forced = of_user if of_user is not None else flags
-    assert forced is not None
-    by = (
-        str(HOST_DEVICES)
-        if of_user is not None
-        else f"XLA_FLAGS=--xla_force_host_platform_device_count={flags}"
-    )
+    forced, by = found
     if forced < count:
         raise RuntimeError(
             f"{by} is set, and wins: there are {forced} host devices, fewer than the {count} asked "
@@ -431,6 +327,16 @@ def _require_host_devices(count: int) -> None:
         )
 
 
+def _host_devices_of_user() -> tuple[int, str] | None:
+    """How many host devices the user has forced by other means, and by which; the option wins."""
+    if HOST_DEVICES.of_user is not None:
+        return HOST_DEVICES.of_user, str(HOST_DEVICES)
+    flags = forced_host_devices()
+    if flags is None or HOST_DEVICES.value is not None:
+        return None
+    return flags, f"XLA_FLAGS=--xla_force_host_platform_device_count={flags}"
+
+
 def _require_gpu(device: PhysicalDevice, what: str) -> PhysicalDevice:
     if device.device_type != "GPU":
         raise ValueError(
@@ -442,32 +348,9 @@ def _require_gpu(device: PhysicalDevice, what: str) -> PhysicalDevice:
 
 def _require_bool(name: str, value: object) -> None:
     if not isinstance(value, bool):
-        raise TypeError(f"{name}={describe(value)} is neither True nor False.")
+        raise TypeError(f"{name}={describe(value)} is neither True nor False. Pass one of them.")
 
 
 def _grows(preallocate: str) -> bool:
     """What `XLA_PYTHON_CLIENT_PREALLOCATE` means, as jaxlib reads it."""
     return preallocate in ("false", "False", "0")
-
-
-def _ordinals_of_user(count: int) -> list[int]:
-    """Which of so many GPUs the user's own setting of `jax_cuda_visible_devices` leaves."""
-    of_user = VISIBLE_GPUS.of_user
-    if of_user is None:
-        return list(range(count))
-    chosen = {int(part) for part in of_user.split(",") if part.strip().isdigit()}
-    return sorted(i for i in chosen if i < count)
-
-
-def _why_visible() -> str:
-    if _state.visible_gpus is not None:
-        return "set by mirror.config"
-    return VISIBLE_GPUS.source
-
-
-def _ids(gpus: Iterable[PhysicalDevice]) -> str:
-    return ",".join(str(ordinal(gpu)) for gpu in gpus)
-
-
-def _listed(values: Mapping[PhysicalDevice, object]) -> str:
-    return ", ".join(f"{gpu.name} {value}" for gpu, value in values.items())

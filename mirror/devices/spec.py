@@ -7,11 +7,15 @@ from dataclasses import replace as _replace
 
 SPELLINGS = "'/cpu:0', 'GPU:1', '/device:GPU:1', '/job:localhost/replica:0/task:0/device:GPU:1'"
 JOB = "/job:localhost/replica:0/task:0"
-_HOST = re.compile(r"(?:/job:(?P<job>\w+))?(?:/replica:(?P<replica>\d+))?(?:/task:(?P<task>\d+))?")
+_HOST = re.compile(
+    r"(?:/job:(?P<job>\w+))?(?:/replica:(?P<replica>\d+))?(?:/task:(?P<task>\d+))?", re.ASCII
+)
 _DEVICE = re.compile(
-    r"/?(?:device:(?P<type>[A-Za-z]+)|(?P<bare>(?!device)[A-Za-z]+))(?::(?P<index>\d+|\*))?"
+    r"/?(?:device:(?P<type>[A-Za-z]+)|(?P<bare>(?!device)[A-Za-z]+))(?::(?P<index>\d+|\*))?",
+    re.ASCII,
 )
 _TYPES = ("CPU", "GPU", "TPU")
+_SAME = {"CUDA": "GPU", "ROCM": "GPU"}  # as JAX writes its own devices: `cuda:0`
 
 
 @functools.total_ordering
@@ -38,7 +42,8 @@ class DeviceSpec:
     def parse(cls, name: str | None) -> "DeviceSpec":
         """Parses a device name in any of its spellings.
 
-        `"GPU"` and `"/gpu:*"` leave the index open; `""` and `None` leave everything open.
+        `"GPU"` and `"/gpu:*"` leave the index open; `""` and `None` leave everything open. JAX's
+        own `"cuda:0"` and `"rocm:0"` are GPUs.
 
         Raises:
             ValueError: the text is no device name, or names a device of another process.
@@ -50,6 +55,7 @@ class DeviceSpec:
         rest = name[host.end() :]
         device = _DEVICE.fullmatch(rest)
         kind = (device["type"] or device["bare"]).upper() if device is not None else None
+        kind = _SAME.get(kind, kind) if kind is not None else None
         index = device["index"] if device is not None else None
         unknown = device is not None and index is None and device["bare"] and kind not in _TYPES
         if unknown or (rest and device is None) or (host[0] and rest and rest[0] != "/"):

@@ -18,6 +18,7 @@ from mirror._frames import line_of_user
 _PROBE = "jax_cpu_get_local_topology_timeout_minutes"  # of clusters only: harmless if it is read
 _POOL_VARIABLE = "PJRT_NPROC"
 _DISPATCHING_THREADS = 3
+_NO_COMPUTATION = "something that computes nothing, such as jax.devices() or jax.device_put"
 lock = threading.RLock()
 
 
@@ -34,10 +35,10 @@ def started() -> bool:
 
 
 class _Witness:
-    """Sees JAX compile for the first time, and on whose behalf."""
+    """Sees JAX trace and compile for the first time, and on whose behalf."""
 
     def __init__(self) -> None:
-        self._waiting = False
+        self._last_before = ""
         self.seen = ""
 
     def __call__(self, event: str, duration_secs: float, **details: str | int) -> None:
@@ -45,15 +46,14 @@ class _Witness:
         del event, duration_secs, details
         if self.seen:
             return
+        line = line_of_user()
         if not started():
-            self._waiting = True
-        elif self._waiting:
-            self.seen = f"It was started by {line_of_user()}."
+            self._last_before = line
+        elif self._last_before == line:
+            self.seen = f"It was started by {line}."
         else:
-            self.seen = (
-                f"It was started before {line_of_user()}, by something that computes nothing, such "
-                "as jax.devices() or jax.device_put."
-            )
+            after = self._last_before and f"after {self._last_before} and "
+            self.seen = f"It was started {after}before {line}, by {_NO_COMPUTATION}."
 
 
 _witness = _Witness()
@@ -62,10 +62,7 @@ jax.monitoring.register_event_duration_secs_listener(_witness)
 
 def culprit() -> str:
     """A sentence that says what started the backend."""
-    return _witness.seen or (
-        "It was started by something that computes nothing, such as jax.devices() or "
-        "jax.device_put, or before mirror was imported."
-    )
+    return _witness.seen or (f"It was started by {_NO_COMPUTATION}, or before mirror was imported.")
 
 
 @contextlib.contextmanager

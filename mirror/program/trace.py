@@ -24,3 +24,8 @@ def trace(
 ) -> ClosedJaxpr:
     """Traces `fn` once, for one replica, on leaves of these shapes: the replica program."""
     return jax.make_jaxpr(fn, axis_env=[(REPLICA_AXIS, num_replicas)])(*leaves)
+
+
+def trace_inside(fn: Callable[..., Any], leaves: Sequence[Any]) -> ClosedJaxpr:
+    """Traces `fn` on the tracers of a program under way; it has no axis of its own."""
+    return jax.make_jaxpr(fn)(*leaves)

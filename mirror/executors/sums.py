@@ -1,0 +1,207 @@
+"""Sums over the rows of a vmapped program, taken where the rows are computed.
+
+A gradient of a replica's batch is a product that contracts the batch. Under `jax.vmap` there is one
+such product for each row, written out and then summed up: k copies of every gradient. But the sum
+of the products is one product that contracts rows and batch together, as one device does it with
+the whole batch. XLA does not see that (JAX 0.10.2, 0.12.0.1), so it is rewritten here.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+
+from mirror._types import Array
+
+_INLINED = ("jit", "pjit", "closed_call")
+
+
+def evaluate(program: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
+    """Runs a program, its sums over rows rewritten; what is then of no use, XLA leaves out."""
+    return _Evaluation().run(program.jaxpr, program.consts, inputs)
+
+
+class _Evaluation:
+    """The values of one run, and which operation made each."""
+
+    def __init__(self) -> None:
+        self.made_by: dict[int, tuple[JaxprEqn, list[Any]]] = {}
+        self._kept: list[Any] = []  # an id is one value's only while the value lives
+
+    def run(self, jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+        values: dict[Var, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+        values.update(zip(jaxpr.invars, inputs, strict=True))
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, Literal) else values[atom]
+
+        for eqn in jaxpr.eqns:
+            arguments = [read(atom) for atom in eqn.invars]
+            outputs = self._apply(eqn, arguments)
+            values.update(zip(eqn.outvars, outputs, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _apply(self, eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
+        if eqn.primitive.name in _INLINED:
+            inner: Any = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+            return self.run(inner.jaxpr, inner.consts, arguments)
+        if _sums_rows(eqn):
+            return [self._sum(argument) for argument in arguments]
+        if _slides_over_rows(eqn, arguments):
+            outputs = _windows(eqn, arguments)
+        else:
+            outputs = eqn.primitive.bind(*arguments, **eqn.primitive.get_bind_params(eqn.params))
+        outputs = outputs if eqn.primitive.multiple_results else [outputs]
+        if len(outputs) == 1:
+            self.made_by[id(outputs[0])] = eqn, arguments
+            self._kept.append(outputs[0])
+        return outputs
+
+    def _sum(self, value: Any) -> Any:
+        pushed = self.pushed(value)
+        return jax.lax.reduce_sum(value, (0,)) if pushed is None else pushed
+
+    def pushed(self, value: Any) -> Any:
+        """The sum over rows of a value that is made by a product; `None` where it is not."""
+        eqn, arguments = self.made_by.get(id(value), (None, []))
+        if eqn is None:
+            return None
+        rule = _RULES.get(eqn.primitive.name)
+        return None if rule is None else rule(self, eqn, arguments)
+
+
+def _sums_rows(eqn: JaxprEqn) -> bool:
+    """What `psum` over the axis of a `jax.vmap` becomes: one over the first axis."""
+    return (
+        eqn.primitive.name == "psum"
+        and tuple(eqn.params["axes"]) == (0,)
+        and eqn.params.get("axis_index_groups") is None
+    )
+
+
+_POOLING = (
+    "reduce_window_max",
+    "reduce_window_min",
+    "reduce_window_sum",
+    "select_and_scatter_add",
+)
+_OF_WINDOWS = {
+    "window_dimensions": 1,
+    "window_strides": 1,
+    "padding": (0, 0),
+    "base_dilation": 1,
+    "window_dilation": 1,
+}
+
+
+def _slides_over_rows(eqn: JaxprEqn, arguments: list[Any]) -> bool:
+    """Whether it pools images: windows that are one row and one example wide."""
+    if eqn.primitive.name not in _POOLING:
+        return False
+    found = {name: eqn.params[name][:2] for name in _OF_WINDOWS if name in eqn.params}
+    alike = len({argument.shape[:2] for argument in arguments}) == 1
+    return alike and all(tuple(v) == (_OF_WINDOWS[name],) * 2 for name, v in found.items())
+
+
+def _windows(eqn: JaxprEqn, arguments: list[Any]) -> Any:
+    """Pools the examples of all rows as one batch: XLA is slower with one axis more."""
+    params = {k: v[1:] if k in _OF_WINDOWS else v for k, v in eqn.params.items()}
+    outer = arguments[0].shape[:2]
+    pooled = eqn.primitive.bind(*[x.reshape(-1, *x.shape[2:]) for x in arguments], **params)
+    return pooled.reshape(*outer, *pooled.shape[1:])
+
+
+def _dot_general(_: _Evaluation, eqn: JaxprEqn, arguments: list[Any]) -> Array | None:
+    """Rows are the first of the axes that a product goes along; now it contracts them too."""
+    (left, right), (left_batch, right_batch) = eqn.params["dimension_numbers"]
+    if not left_batch:
+        return None
+    numbers = (
+        ((left_batch[0], *left), (right_batch[0], *right)),
+        (tuple(left_batch[1:]), tuple(right_batch[1:])),
+    )
+    return eqn.primitive.bind(*arguments, **{**eqn.params, "dimension_numbers": numbers})
+
+
+def _transpose(run: _Evaluation, eqn: JaxprEqn, arguments: list[Any]) -> Array | None:
+    rows, *others = eqn.params["permutation"]
+    if rows == 0:
+        inner = run.pushed(arguments[0])
+    else:
+        split, operands = run.made_by.get(id(arguments[0]), (None, []))
+        inner = None if split is None else _kernel_gradient(run, split, operands, rows)
+    return None if inner is None else jax.lax.transpose(inner, [p - (p > rows) for p in others])
+
+
+def _reshape(run: _Evaluation, eqn: JaxprEqn, arguments: list[Any]) -> Array | None:
+    sizes = eqn.params["new_sizes"]
+    if eqn.params["dimensions"] is not None or sizes[0] != arguments[0].shape[0]:
+        return _kernel_gradient(run, eqn, arguments, 0)
+    inner = run.pushed(arguments[0])
+    return None if inner is None else inner.reshape(sizes[1:])
+
+
+def _kernel_gradient(
+    run: _Evaluation, split: JaxprEqn, operands: list[Any], rows: int
+) -> Array | None:
+    """A convolution with a group of features for each row, which are then split off as an axis.
+
+    The sum over that axis is one convolution, over the features of all groups.
+    """
+    product, factors = run.made_by.get(id(operands[0]), (None, []))
+    if split.primitive.name != "reshape" or product is None:
+        return None
+    if product.primitive.name != "conv_general_dilated":
+        return None
+    numbers = product.params["dimension_numbers"]
+    sizes, before = split.params["new_sizes"], operands[0].shape
+    count, features = sizes[rows : rows + 2]
+    if (
+        product.params["feature_group_count"] != count
+        or product.params["batch_group_count"] != 1
+        or split.params["dimensions"] is not None
+        or numbers.out_spec[1] != rows
+        or tuple(sizes) != (*before[:rows], count, features, *before[rows + 1 :])
+    ):
+        return None
+    out_features, in_features = numbers.rhs_spec[:2]
+    kernel = factors[1]
+    shape = list(kernel.shape)
+    shape[out_features : out_features + 1] = [count, features]
+    kernel = kernel.reshape(shape)
+    target = in_features + (in_features > out_features)
+    # The features of a group lie together, those of the first group first.
+    order = [axis for axis in range(kernel.ndim) if axis != out_features]
+    order.insert(order.index(target), out_features)
+    kernel = jax.lax.transpose(kernel, order)
+    merged = list(factors[1].shape)
+    merged[out_features] = features
+    merged[in_features] *= count
+    return product.primitive.bind(
+        factors[0], kernel.reshape(merged), **{**product.params, "feature_group_count": 1}
+    )
+
+
+def _scaled(run: _Evaluation, eqn: JaxprEqn, arguments: list[Any]) -> Array | None:
+    """A product with a scalar, which is the same for all rows, or a quotient by one."""
+    factors = [argument for argument in arguments if not jnp.ndim(argument)]
+    if len(factors) != 1 or (eqn.primitive.name == "div" and jnp.ndim(arguments[1])):
+        return None
+    place = next(i for i, argument in enumerate(arguments) if jnp.ndim(argument))
+    inner = run.pushed(arguments[place])
+    if inner is None:
+        return None
+    return (
+        eqn.primitive.bind(inner, *factors) if place == 0 else eqn.primitive.bind(*factors, inner)
+    )
+
+
+_RULES: dict[str, Callable[[_Evaluation, JaxprEqn, list[Any]], Array | None]] = {
+    "dot_general": _dot_general,
+    "transpose": _transpose,
+    "reshape": _reshape,
+    "mul": _scaled,
+    "div": _scaled,
+}

@@ -1,0 +1,225 @@
+"""Tables: their text, their HTML, and what `visualize_placement` says of every kind of leaf."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import mirror
+from mirror.display import Table
+
+CPU = [f"/device:CPU:{k}" for k in range(8)]
+BOTH = ", ".join(CPU[:2])
+visualize = mirror.debugging.visualize_placement
+
+
+def array(k=0):
+    return jax.device_put(jnp.ones((2, 3)), jax.devices("cpu")[k])
+
+
+def deleted(make):
+    value = make()
+    value.delete()
+    return value
+
+
+@functools.cache
+def strategy():
+    return mirror.MirroredStrategy(CPU[:2])
+
+
+def mirrored(make=lambda: jnp.ones((2, 3))):
+    with strategy().scope():
+        return make()
+
+
+def per_replica(value):
+    return mirror.PerReplica([value, value])
+
+
+def sharded():
+    mesh = Mesh(np.asarray(jax.devices("cpu")[:4]).reshape(2, 2), ("a", "b"))
+    return jax.device_put(jnp.ones((4, 4)), NamedSharding(mesh, PartitionSpec("a")))
+
+
+# The row of the one leaf, and what its devices hold.
+LEAVES = {
+    "array": (array, ("float32[2,3]", "24 bytes", CPU[0]), {CPU[0]: 24}),
+    "array elsewhere": (lambda: array(5), ("float32[2,3]", "24 bytes", CPU[5]), {CPU[5]: 24}),
+    "empty array": (lambda: jnp.zeros((0, 3)), ("float32[0,3]", "0 bytes", CPU[0]), {CPU[0]: 0}),
+    "large": (lambda: jnp.zeros((512, 1024)), ("float32[512,1024]", "2.0 MiB", CPU[0]), None),
+    "mirrored": (mirrored, ("float32[2,3]", "2 x 24 bytes", BOTH), dict.fromkeys(CPU[:2], 24)),
+    "sharded": (
+        sharded,
+        ("float32[4,4]", "128 bytes", ", ".join(CPU[:4])),
+        dict.fromkeys(CPU[:4], 32),
+    ),
+    "PerReplica": (
+        lambda: strategy().run(
+            lambda x: x * mirror.get_replica_context().replica_id_in_sync_group, (mirrored(),)
+        ),
+        ("2 x float32[2,3]", "48 bytes", BOTH),
+        dict.fromkeys(CPU[:2], 24),
+    ),
+    "PerReplica of the host": (
+        lambda: per_replica(np.ones(3)),
+        ("2 x float64[3]", "48 bytes", "host"),
+        {"host": 48},
+    ),
+    "key": (lambda: jax.random.key(0), ("key<fry>[]", "8 bytes", CPU[0]), {CPU[0]: 8}),
+    "mirrored key": (
+        lambda: mirrored(lambda: jax.random.key(0)),
+        ("key<fry>[]", "2 x 8 bytes", BOTH),
+        dict.fromkeys(CPU[:2], 8),
+    ),
+    "NumPy": (lambda: np.ones(3), ("float64[3]", "24 bytes", "host"), {"host": 24}),
+    "NumPy scalar": (lambda: np.float32(1), ("float32[]", "4 bytes", "host"), {"host": 4}),
+    "number": (lambda: 1.5, ("1.5 (float)", "0 bytes", "host"), {"host": 0}),
+    "text": (lambda: "<b>", ("'<b>' (str)", "0 bytes", "host"), {"host": 0}),
+    "shape": (
+        lambda: jax.ShapeDtypeStruct((2,), "float32"),
+        ("float32[2]", "0 bytes", "host"),
+        {"host": 0},
+    ),
+    "deleted": (lambda: deleted(array), ("float32[2,3]", "0 bytes", "deleted"), {}),
+    "deleted key": (
+        lambda: deleted(lambda: jax.random.key(1)),
+        ("key<fry>[]", "0 bytes", "deleted"),
+        {},
+    ),
+    "variable": (lambda: nnx.Param(array(3)), ("float32[2,3]", "24 bytes", CPU[3]), {CPU[3]: 24}),
+    "variable of a number": (
+        lambda: nnx.Variable(3),
+        ("3 (int)", "0 bytes", "host"),
+        {"host": 0},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_every_kind_of_leaf(name):
+    make, row, held = LEAVES[name]
+    table = visualize({"x": make()})
+    assert table.headings == ("leaf", "shape", "bytes", "devices")
+    assert table.rows[0] == ("['x']", *row)
+    assert len(table.rows) == 2
+    last = table.rows[-1]
+    assert last[:2] == ("total", "")
+    if held is not None:
+        assert last[2] == f"{sum(held.values())} bytes"
+        assert last[3] == ", ".join(f"{device} {count} bytes" for device, count in held.items())
+    assert visualize(make()).rows[0] == ("value", *row)
+
+
+@pytest.mark.parametrize("tree", [None, {}, [], (None, {"a": ()}), nnx.Variable(None)])
+def test_nothing_is_a_total_of_nothing(tree):
+    assert visualize(tree).rows == [("total", "", "0 bytes", "")]
+
+
+class Mixed(nnx.Module):
+    def __init__(self):
+        self.linear = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+        self.layers = nnx.List([nnx.Param(array(1))])
+        self.held = nnx.Variable({"a": array(2), "b": None})
+        self.count = nnx.Variable(3)
+        self.host = nnx.data(np.ones(2))
+        self.rngs = nnx.Rngs(0)
+        self.name = "static"
+
+
+def paths(tree):
+    return [row[0] for row in visualize(tree).rows[:-1]]
+
+
+def test_objects_are_opened():
+    leaves = [
+        "count",
+        "held['a']",
+        "host",
+        "layers.0",
+        "linear.bias",
+        "linear.kernel",
+        "rngs.default.count",
+        "rngs.default.key",
+    ]
+    assert sorted(paths(Mixed())) == leaves
+    assert sorted(paths({"m": [Mixed()]})) == [f"['m'][0].{leaf}" for leaf in leaves]
+
+
+def test_an_optimizer_is_opened():
+    model = mirrored(lambda: nnx.Linear(2, 1, rngs=nnx.Rngs(0)))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    moments = [f"opt_state.0.{m}.{p}" for m in ("mu", "nu") for p in ("bias", "kernel")]
+    assert paths(optimizer) == ["opt_state.0.count", *moments, "step"]
+    assert paths(optax.sgd(0.1, momentum=0.9).init({"w": array()})) == ["[0].trace['w']"]
+    assert {row[3] for row in visualize(model).rows[:-1]} == {BOTH}
+
+
+def test_an_array_that_stands_twice_counts_once():
+    tied = array()
+    rows = visualize({"a": tied, "b": nnx.Param(tied), "c": array()}).rows
+    assert [row[2] for row in rows] == ["24 bytes"] * 3 + ["48 bytes"]
+
+
+TRANSFORMS = {
+    "jit": lambda fn: jax.jit(fn)(jnp.ones(2)),
+    "grad": lambda fn: jax.grad(lambda x: fn(x).sum())(jnp.ones(2)),
+    "vmap": lambda fn: jax.vmap(fn)(jnp.ones((3, 2))),
+    "run": lambda fn: strategy().run(fn, (jnp.ones(2),)),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_tracers_are_said_to_be_traced(name):
+    tables = []
+
+    def fn(x):
+        tables.append(visualize({"x": x, "model": nnx.Param(x)}))
+        return x
+
+    TRANSFORMS[name](fn)
+    assert [row[1:] for row in tables[0].rows[:-1]] == [("float32[2]", "0 bytes", "traced")] * 2
+
+
+def test_a_traced_key_adds_nothing_to_the_program():
+    def fn(key):
+        assert visualize(key).rows[0] == ("value", "key<fry>[]", "0 bytes", "traced")
+        return key
+
+    assert not jax.make_jaxpr(fn)(jax.random.key(0)).eqns
+
+
+def test_a_table_is_aligned_text():
+    table = Table(("a", "bbb"), [("long", "x"), ("", "yy")])
+    assert repr(table) == str(table) == "a     bbb\nlong  x\n      yy"
+    assert repr(Table(("a", "b"), [])) == "a  b"
+
+
+def test_a_table_is_html_and_escapes():
+    table = visualize({"<script>": "&"})
+    html = table._repr_html_()
+    assert "<script>" not in html
+    assert "<td>[&#x27;&lt;script&gt;&#x27;]</td><td>&#x27;&amp;&#x27; (str)</td>" in html
+    assert html.startswith("<table><thead><tr><th>leaf</th>")
+    assert html.count("<tr>") == 3
+    assert html.endswith("</tbody></table>")
+    assert Table(("<",), [])._repr_html_().count("&lt;") == 1
+
+
+def test_looking_changes_nothing():
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    before = [id(v.get_raw_value()) for v in jax.tree.leaves(nnx.state(model), is_leaf=is_variable)]
+    visualize(model)
+    after = [id(v.get_raw_value()) for v in jax.tree.leaves(nnx.state(model), is_leaf=is_variable)]
+    assert before == after
+    with jax.transfer_guard("disallow"):
+        visualize({"model": model, "host": np.ones(2)})
+
+
+def is_variable(value):
+    return isinstance(value, nnx.Variable)

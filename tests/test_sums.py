@@ -1,0 +1,140 @@
+"""Sums over replicas are taken inside the products: the same numbers, without a copy for each."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mirror.executors.sums import evaluate
+
+ROWS = 4
+
+
+def values(*shape, seed=0):
+    return np.random.RandomState(seed).randn(*shape).astype("float32")
+
+
+def mean(x):
+    return jax.lax.pmean(x, "rows")
+
+
+def of_convolution(layout, strides=1, dilation=1, groups=1, make=jax.lax.conv_general_dilated):
+    def step(w, x):
+        def loss(w):
+            spatial = x.ndim - 2
+            out = make(
+                x,
+                w,
+                (strides,) * spatial,
+                "SAME",
+                rhs_dilation=(dilation,) * spatial,
+                dimension_numbers=layout,
+                feature_group_count=groups,
+            )
+            return jnp.mean(out**2)
+
+        return mean(jax.grad(loss)(w))
+
+    return step
+
+
+def dense(w, x):
+    return mean(jax.grad(lambda w: jnp.mean(jax.nn.relu(x @ w) ** 2))(w))
+
+
+def scaled(w, x):
+    grad = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+    return mean(3.0 * grad / 7.0), jax.lax.psum(grad.T.reshape(-1, 2), "rows")
+
+
+def attention(w, x):
+    def loss(w):
+        q = jnp.einsum("btd,dhe->bthe", x, w)
+        scores = jnp.einsum("bthe,bshe->bhts", q, q)
+        return jnp.mean(jax.nn.softmax(scores) ** 2) + jnp.mean(q**2)
+
+    return mean(jax.grad(loss)(w))
+
+
+def used_twice(w, x):
+    grad = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+    return mean(grad), jnp.sum(grad)
+
+
+def recomputed(w, x):
+    return mean(jax.grad(lambda w: jnp.mean(jax.checkpoint(jnp.tanh)(x @ w)))(w))
+
+
+def jitted(w, x):
+    return mean(jax.jit(jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w))))(w))
+
+
+def half(w, x):
+    w, x = w.astype(jnp.bfloat16), x.astype(jnp.bfloat16)
+    return mean(jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w).astype(jnp.float32))
+
+
+def pooled(w, x):
+    def loss(w):
+        y = (x @ w).reshape(-1, 4, 4, 1)
+        y = jax.lax.reduce_window(y, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+        return jnp.mean(y**2)
+
+    return mean(jax.grad(loss)(w))
+
+
+def no_product(w, x):
+    return mean(jnp.sum(x, 0)) + w[0], jax.lax.psum(jnp.int32(3), "rows")
+
+
+IMAGES = ("NHWC", "HWIO", "NHWC")
+CHANNELS_FIRST = ("NCHW", "OIHW", "NCHW")
+SEQUENCES = ("NHC", "HIO", "NHC")
+# name: the step, the shapes of `w` and of each replica's `x`, whether no copies may be left
+STEPS = {
+    "dense": (dense, (8, 3), (5, 8), True),
+    "scaled, transposed, reshaped": (scaled, (8, 4), (5, 8), True),
+    "attention": (attention, (8, 2, 4), (3, 5, 8), True),
+    "inside jax.jit": (jitted, (8, 3), (5, 8), True),
+    "recomputed": (recomputed, (8, 3), (5, 8), True),
+    "max pooling": (pooled, (8, 16), (5, 8), True),
+    "used twice": (used_twice, (8, 3), (5, 8), False),
+    "half precision": (half, (8, 4), (16, 8), False),
+    "no product": (no_product, (3,), (5, 3), False),
+    "images": (of_convolution(IMAGES), (3, 3, 4, 6), (3, 8, 8, 4), True),
+    "images, strides": (of_convolution(IMAGES, strides=2), (3, 3, 4, 6), (3, 8, 8, 4), True),
+    "images, dilation": (of_convolution(IMAGES, dilation=2), (3, 3, 4, 6), (3, 8, 8, 4), True),
+    "channels first": (of_convolution(CHANNELS_FIRST), (6, 4, 3, 3), (3, 4, 8, 8), True),
+    "sequences": (of_convolution(SEQUENCES), (3, 4, 6), (3, 8, 4), True),
+    "depthwise": (of_convolution(IMAGES, groups=4), (3, 3, 1, 8), (3, 8, 8, 4), False),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_the_numbers_stay_and_the_copies_go(name):
+    step, shape, row, merged = STEPS[name]
+    w, x = values(*shape), values(ROWS, *row, seed=1)
+    rows = jax.vmap(step, in_axes=(None, 0), axis_name="rows", axis_size=ROWS)
+
+    def plain(w, x):
+        return [row[0] for row in jax.tree.leaves(rows(w, x))]
+
+    def rewritten(w, x):
+        return [row[0] for row in evaluate(jax.make_jaxpr(rows)(w, x), (w, x))]
+
+    for got, wanted in zip(jax.jit(rewritten)(w, x), jax.jit(plain)(w, x), strict=True):
+        assert got.dtype == wanted.dtype
+        np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=1e-6)
+    if merged:
+        assert not holds_copies(rewritten, w, x)
+        assert holds_copies(plain, w, x)
+
+
+def holds_copies(fn, w, x):
+    """Whether a value of the compiled program has the size of one gradient for each row."""
+    program = jax.jit(fn).lower(w, x).compile().as_text()
+    sizes = re.findall(r"f32\[([\d,]+)\]", program)
+    return ROWS * w.size in {math.prod(map(int, size.split(","))) for size in sizes}
