@@ -30,6 +30,7 @@ examples:
 exit status:
   0  shown
   1  JAX's backend does not start; the message says why
+  2  an option is wrong
 """
 _DEMO = """\
 Trains a small convolutional net on the 1797 handwritten digits that

@@ -9,6 +9,7 @@ from mirror._errors import bytes_in_words
 from mirror._version import __version__
 from mirror.devices import backend, settings
 from mirror.devices.canonical import canonicalize_device
+from mirror.devices.knobs import PLATFORMS
 from mirror.devices.memory import memory_info
 from mirror.devices.physical import driver_version, gpu_of, list_physical_devices
 from mirror.devices.spec import LogicalDevice, PhysicalDevice
@@ -16,6 +17,9 @@ from mirror.display import Table, physical_name
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 _PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-ml-py")
+_OF_JAX = {"memory growth": "False", "memory fraction": "0.75"}  # where nobody said
+_CUDA_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_GPU_PLATFORMS = {"gpu", "cuda", "rocm"}
 
 
 def inventory() -> dict[str, Any]:
@@ -27,16 +31,14 @@ def inventory() -> dict[str, Any]:
         `"notes"`, a list of sentences on what looks wrong.
     """
     physical = [_physical(device) for device in list_physical_devices()]
-    configuration = settings.in_words()
+    configuration = _configuration()
     logical = [_logical(device) for device in backend.list_logical_devices()]
     return {
         "physical": physical,
         "logical": logical,
-        "configuration": [
-            {"setting": name, "value": value, "why": why} for name, value, why in configuration
-        ],
+        "configuration": configuration,
         "versions": _versions(),
-        "notes": _notes(physical, logical),
+        "notes": _notes(physical, logical, PLATFORMS.value),
     }
 
 
@@ -45,16 +47,13 @@ def in_words(found: dict[str, Any]) -> str:
     physical = Table(
         ("physical device", "what", "memory", "visible"),
         (
-            (d["name"], d["what"], _size(d["memory_bytes"]), "yes" if d["visible"] else "no")
+            (d["name"], d["what"], _total(d["memory_bytes"]), "yes" if d["visible"] else "no")
             for d in found["physical"]
         ),
     )
     logical = Table(
-        ("logical device", "on", "memory taken", "of"),
-        (
-            (d["name"], d["physical"], _size(d["memory_current"]), _size(d["memory_limit"]))
-            for d in found["logical"]
-        ),
+        ("logical device", "on", "memory taken"),
+        ((d["name"], d["physical"], _taken(d)) for d in found["logical"]),
     )
     configuration = Table(
         ("setting", "value", "why"),
@@ -69,12 +68,12 @@ def in_words(found: dict[str, Any]) -> str:
 def _physical(device: PhysicalDevice) -> dict[str, Any]:
     if device.device_type == "CPU":
         what = f"{platform.machine()}, {os.cpu_count()} cores"
-        num_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        num_bytes: int | None = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     else:
         gpu = gpu_of(device)
         version = ".".join(map(str, gpu.compute_capability or ()))
         what = f"{gpu.name}, compute capability {version or 'unknown'}"
-        num_bytes = gpu.memory_bytes
+        num_bytes = gpu.memory_bytes or None
     return {
         "name": device.name,
         "device_type": device.device_type,
@@ -97,6 +96,17 @@ def _logical(device: LogicalDevice) -> dict[str, Any]:
     }
 
 
+def _configuration() -> list[dict[str, str]]:
+    rows = settings.in_words()
+    if _CUDA_VISIBLE in os.environ:
+        rows.append((_CUDA_VISIBLE, os.environ[_CUDA_VISIBLE] or "none", "set by you"))
+    found = []
+    for name, value, why in rows:
+        shown = _OF_JAX.get(name, value) if value == "default" else value
+        found.append({"setting": name, "value": shown, "why": why})
+    return found
+
+
 def _versions() -> dict[str, str]:
     versions = {"mirror": __version__, "python": platform.python_version()}
     for name in (*_PACKAGES, *_PLUGINS):
@@ -108,20 +118,39 @@ def _versions() -> dict[str, str]:
     if driver is not None:
         versions["NVIDIA driver"] = driver
     default = backend.default_devices()[0]
-    versions["platform"] = str(default.client.platform_version).splitlines()[0].strip()
+    lines = str(default.client.platform_version).split("\n")
+    versions["backend"] = ", ".join(filter(None, map(str.strip, lines)))
     return versions
 
 
-def _notes(physical: list[dict[str, Any]], logical: list[dict[str, Any]]) -> list[str]:
-    notes = []
-    gpus = [d for d in physical if d["device_type"] == "GPU" and d["visible"]]
-    if gpus and not any(d["device_type"] == "GPU" for d in logical):
-        notes.append(
-            f"There are {len(gpus)} GPUs that JAX does not use: JAX_PLATFORMS leaves them out, or "
-            'JAX has no CUDA. Install it: pip install "mirror-jax[cuda12]", or cuda13.'
+def _notes(
+    physical: list[dict[str, Any]], logical: list[dict[str, Any]], platforms: str | None
+) -> list[str]:
+    listed = [d["name"] for d in physical if d["device_type"] == "GPU"]
+    unused = [d["name"] for d in physical if d["device_type"] == "GPU" and d["visible"]]
+    has_gpus = any(d["device_type"] == "GPU" for d in logical)
+    if unused and not has_gpus:
+        left_out = platforms and _GPU_PLATFORMS.isdisjoint(platforms.split(","))
+        why = (
+            f"JAX_PLATFORMS={platforms} leaves {'them' if len(unused) > 1 else 'it'} out."
+            if left_out
+            else 'it has no CUDA that works. Install it: pip install "mirror-jax[cuda12]", or '
+            '"mirror-jax[cuda13]".'
         )
-    return notes
+        return [f"JAX does not use {', '.join(unused)}: {why}"]
+    if has_gpus and not listed:
+        return [
+            "JAX has GPUs that mirror.config cannot list, because NVIDIA's driver cannot be asked. "
+            "Install what asks it: pip install nvidia-ml-py"
+        ]
+    return []
 
 
-def _size(num_bytes: int | None) -> str:
-    return "not counted" if num_bytes is None else bytes_in_words(num_bytes)
+def _total(num_bytes: int | None) -> str:
+    return "unknown" if num_bytes is None else bytes_in_words(num_bytes)
+
+
+def _taken(device: dict[str, Any]) -> str:
+    if device["memory_limit"] is None:
+        return "not counted" if device["device_type"] == "CPU" else "unknown"
+    return f"{bytes_in_words(device['memory_current'])} of {_total(device['memory_limit'])}"

@@ -1,4 +1,4 @@
-"""Eight host devices, demanded before anything starts JAX's backend."""
+"""Eight host devices, demanded before anything starts JAX's backend; and the option `--gpu`."""
 
 import os
 import threading
@@ -7,9 +7,23 @@ import jax
 import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_platforms", "cpu")  # GPUs are for the processes of tests/test_gpu.py
 
 import mirror  # noqa: E402
 from mirror.context import current_frame  # noqa: E402
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds `--gpu`."""
+    parser.addoption("--gpu", action="store_true", help="run the tests marked gpu, on JAX's GPUs")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves the tests on GPUs out where nobody asked for them."""
+    if not config.getoption("--gpu"):
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="runs with --gpu"))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -37,15 +51,19 @@ def leaves_nothing_behind():
     assert not left, f"threads were left running: {left}"
 
 
-def cpu_strategy(num_replicas: int, **kwargs) -> mirror.MirroredStrategy:
+def cpu_strategy(num_devices: int, **kwargs) -> mirror.MirroredStrategy:
     """A strategy over the first host devices."""
-    return mirror.MirroredStrategy(jax.devices("cpu")[:num_replicas], **kwargs)
+    return mirror.MirroredStrategy(jax.devices("cpu")[:num_devices], **kwargs)
 
 
-@pytest.fixture(params=[1, 2, 3, 8], ids=lambda n: f"{n}-replicas")
+LAYOUTS = {"1": (1, 1), "2": (2, 1), "3": (3, 1), "8": (8, 1), "2-on-2": (2, 2), "3-on-1": (1, 3)}
+
+
+@pytest.fixture(params=LAYOUTS.values(), ids=[f"{name}-replicas" for name in LAYOUTS])
 def strategy(request) -> mirror.MirroredStrategy:
-    """One strategy for each replica count of the laws."""
-    return cpu_strategy(request.param)
+    """One strategy for each layout of the laws: devices, and replicas on each of them."""
+    num_devices, replicas_per_device = request.param
+    return cpu_strategy(num_devices, replicas_per_device=replicas_per_device)
 
 
 @pytest.fixture

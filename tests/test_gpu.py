@@ -205,6 +205,18 @@ shown["capability"] = [d.compute_capability for d in jax.devices("gpu")]
     assert capability == shown["capability"]
 
 
+def test_the_command_shows_every_gpu_and_its_memory(gpus):
+    shown = show("from mirror import inventory\nshown = inventory.inventory()")
+    found = [device for device in shown["logical"] if device["device_type"] == "GPU"]
+    assert [device["physical"] for device in found] == [
+        f"/physical_device:GPU:{i} ({kind})" for i, kind in enumerate(gpus["kinds"])
+    ]
+    assert all(0 <= d["memory_current"] <= d["memory_limit"] for d in found)
+    assert all(d["memory_limit"] > MIB for d in found)
+    assert shown["versions"]["NVIDIA driver"]
+    assert shown["notes"] == []
+
+
 TRAINING = """
 import jax, jax.numpy as jnp, mirror, numpy as np, optax
 from flax import nnx

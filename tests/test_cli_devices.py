@@ -1,0 +1,224 @@
+"""`mirror devices`: what is printed, as text and as JSON, and the exit status."""
+
+import json
+import re
+import sys
+
+import jax
+import pytest
+
+import mirror
+from mirror import cli, inventory
+from tests import fresh
+
+COMMAND = "import sys; from mirror import cli; sys.exit(cli.main(['devices']))"
+BOTH = """
+from mirror import cli
+assert cli.main(["devices"]) == 0
+print("JSON")
+assert cli.main(["devices", "--json"]) == 0
+"""
+CPU_ONLY = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(fresh.STAND_INS)}
+GIB = 2**30
+
+
+def both(**environment: str) -> tuple[dict[str, list[list[str]]], dict]:
+    """What it prints on a machine without GPUs but for the stand-in's: as text, and as JSON."""
+    said = fresh.run(BOTH, environment={**CPU_ONLY, **environment})
+    text, _, found = said.partition("JSON\n")
+    return tables(text), json.loads(found)
+
+
+def tables(text: str) -> dict[str, list[list[str]]]:
+    """Each table's rows of cells under its first heading; notes under their own words."""
+    found = {}
+    for part in text.strip().split("\n\n"):
+        rows = [re.split(r"  +", line) for line in part.splitlines()]
+        found[rows[0][0]] = rows
+    return found
+
+
+@pytest.fixture(scope="module")
+def on_one_cpu():
+    return both()
+
+
+@pytest.fixture(scope="module")
+def with_gpus():
+    """Two GPUs that JAX does not use, one of which does not say how much memory it has."""
+    return both(
+        STAND_IN_GPUS="3",
+        STAND_IN_MIB="16384,-,8192",
+        CUDA_VISIBLE_DEVICES="2,1",
+        XLA_FLAGS="--xla_force_host_platform_device_count=3",
+        XLA_PYTHON_CLIENT_PREALLOCATE="false",
+        XLA_CLIENT_MEM_FRACTION=".5",
+    )
+
+
+def test_on_one_cpu_it_shows_one_of_each(on_one_cpu):
+    text, _ = on_one_cpu
+    assert list(text) == ["physical device", "logical device", "setting", "package"]
+    headings, (name, what, memory, visible) = text["physical device"]
+    assert headings == ["physical device", "what", "memory", "visible"]
+    assert (name, visible) == ("/physical_device:CPU:0", "yes")
+    assert re.fullmatch(r"\w+, \d+ cores", what)
+    assert re.fullmatch(r"\d+\.\d [KMG]iB", memory)
+    assert text["logical device"] == [
+        ["logical device", "on", "memory taken"],
+        ["/device:CPU:0", "/physical_device:CPU:0", "not counted"],
+    ]
+    assert text["setting"] == [
+        ["setting", "value", "why"],
+        ["host devices", "1", "default"],
+        ["platforms", "cpu", "jax_platforms='cpu', set by you"],
+        ["visible GPUs", "none", "default"],
+        ["memory growth", "False", "default"],
+        ["memory fraction", "0.75", "default"],
+        ["soft placement", "False", "default"],
+    ]
+
+
+def test_versions_are_those_that_run(on_one_cpu):
+    _, found = on_one_cpu
+    versions = found["versions"]
+    assert versions["mirror"] == mirror.__version__
+    assert versions["jax"] == jax.__version__
+    assert versions["python"] == sys.version.split()[0]
+    assert versions["backend"] == "cpu"
+    assert "NVIDIA driver" not in versions
+    assert found["notes"] == []
+
+
+def test_gpus_of_the_driver_are_shown_though_jax_does_not_use_them(with_gpus):
+    text, found = with_gpus
+    capable = "Stand-in GPU, compute capability 9.0"
+    assert text["physical device"][2:] == [
+        ["/physical_device:GPU:0", capable, "8.0 GiB", "yes"],
+        ["/physical_device:GPU:1", capable, "unknown", "yes"],
+    ]
+    gpus = found["physical"][1:]
+    assert [gpu["memory_bytes"] for gpu in gpus] == [8 * GIB, None]
+    assert [gpu["device_type"] for gpu in gpus] == ["GPU", "GPU"]
+    assert [device["name"] for device in found["logical"]] == [f"/device:CPU:{i}" for i in range(3)]
+    assert found["versions"]["NVIDIA driver"] == "570.1"
+    assert found["notes"] == [
+        "JAX does not use /physical_device:GPU:0, /physical_device:GPU:1: JAX_PLATFORMS=cpu leaves "
+        "them out."
+    ]
+    (note,) = (name for name in text if name.startswith("Note: "))
+    assert note == f"Note: {found['notes'][0]}"
+
+
+def test_what_is_configured_is_shown_with_the_reason(with_gpus):
+    text, _ = with_gpus
+    forced = "XLA_FLAGS=--xla_force_host_platform_device_count=3, set by you"
+    assert text["setting"][1:] == [
+        ["host devices", "3", forced],
+        ["platforms", "cpu", "jax_platforms='cpu', set by you"],
+        ["visible GPUs", "0,1", "default"],
+        ["memory growth", "True", "XLA_PYTHON_CLIENT_PREALLOCATE=false, set by you"],
+        ["memory fraction", ".5", "XLA_CLIENT_MEM_FRACTION=.5, set by you"],
+        ["soft placement", "False", "default"],
+        ["CUDA_VISIBLE_DEVICES", "2,1", "set by you"],
+    ]
+
+
+@pytest.mark.parametrize("where", ["on_one_cpu", "with_gpus"])
+def test_json_is_the_same_in_values(where, request):
+    text, found = request.getfixturevalue(where)
+    assert list(found) == ["physical", "logical", "configuration", "versions", "notes"]
+    names = [[row[0] for row in text[heading][1:]] for heading in list(text)[:4]]
+    assert [device["name"] for device in found["physical"]] == names[0]
+    assert [device["name"] for device in found["logical"]] == names[1]
+    assert [list(row.values()) for row in found["configuration"]] == text["setting"][1:]
+    assert list(map(list, found["versions"].items())) == text["package"][1:]
+    keys = {"name", "device_type", "physical", "memory_current", "memory_peak", "memory_limit"}
+    assert all(set(device) == keys for device in found["logical"])
+    assert all(device["memory_limit"] is None for device in found["logical"])
+
+
+def test_it_takes_the_backend_that_has_started(capsys):
+    assert cli.main(["devices"]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    shown = tables(printed.out)
+    assert [row[0] for row in shown["logical device"][1:]] == [f"/device:CPU:{i}" for i in range(8)]
+    assert ["host devices", "8", "jax_num_cpu_devices=8, set by you"] in shown["setting"]
+
+
+@pytest.mark.parametrize("platform", ["cuda", "abacus"])
+def test_a_backend_that_does_not_start_is_one_line_and_exit_status_1(platform):
+    done = fresh.start(COMMAND, environment={**CPU_ONLY, "JAX_PLATFORMS": platform})
+    assert done.returncode == 1
+    said = done.stdout.splitlines()
+    assert len(said) == 1
+    assert said[0].startswith("mirror devices: error: JAX's backend does not start: ")
+    assert f"jax_platforms='{platform}' says where it may look" in said[0]
+    assert said[0].endswith("JAX_PLATFORMS=cpu always works.")
+
+
+def test_an_unknown_option_is_exit_status_2(capsys):
+    with pytest.raises(SystemExit) as error:
+        cli.main(["devices", "--yaml"])
+    assert error.value.code == 2
+    assert "unrecognized arguments: --yaml" in capsys.readouterr().err
+
+
+def test_help_says_the_exit_statuses(capsys):
+    with pytest.raises(SystemExit) as error:
+        cli.main(["devices", "--help"])
+    assert error.value.code == 0
+    said = capsys.readouterr().out
+    assert re.findall(r"^  (\d)  ", said, re.MULTILINE) == ["0", "1", "2"]
+    assert "--json" in said
+
+
+def physical(*gpus: bool) -> list[dict]:
+    """The CPU, and a GPU for each flag, which says whether it is visible."""
+    found = [{"name": "/physical_device:CPU:0", "device_type": "CPU", "visible": True}]
+    return found + [
+        {"name": f"/physical_device:GPU:{i}", "device_type": "GPU", "visible": visible}
+        for i, visible in enumerate(gpus)
+    ]
+
+
+CPU, GPU = {"device_type": "CPU"}, {"device_type": "GPU"}
+NOTES = {
+    "all in use": (physical(True), [CPU, GPU], None, None),
+    "no GPU": (physical(), [CPU], None, None),
+    "hidden": (physical(False, False), [CPU], "cpu", None),
+    "left out": (
+        physical(True, False),
+        [CPU],
+        "cpu",
+        "JAX does not use /physical_device:GPU:0: JAX_PLATFORMS=cpu leaves it out.",
+    ),
+    "no CUDA": (
+        physical(True),
+        [CPU],
+        None,
+        "JAX does not use /physical_device:GPU:0: it has no CUDA that works. Install it: "
+        'pip install "mirror-jax[cuda12]", or "mirror-jax[cuda13]".',
+    ),
+    "no CUDA, asked for": (physical(True), [CPU], "cpu,cuda", "it has no CUDA that works."),
+    "not listed": (physical(), [CPU, GPU], "cuda", "Install what asks it: pip install nvidia-ml"),
+}
+
+
+@pytest.mark.parametrize("case", NOTES)
+def test_what_looks_wrong_is_noted(case):
+    *found, note = NOTES[case]
+    notes = inventory._notes(*found)
+    assert len(notes) == (0 if note is None else 1)
+    assert all(note in said for said in notes)
+
+
+def test_a_gpu_says_how_much_of_its_memory_is_taken():
+    """As it would look with the figures of a GPU, of which JAX has none here."""
+    found = inventory.inventory()
+    gpu = {"name": "/device:GPU:0", "device_type": "GPU", "physical": "/physical_device:GPU:0 (G)"}
+    some = {**gpu, "memory_current": 3 * 2**20, "memory_peak": GIB, "memory_limit": 16 * GIB}
+    none = {**gpu, "memory_current": None, "memory_peak": None, "memory_limit": None}
+    shown = tables(inventory.in_words({**found, "logical": [some, none]}))
+    assert [row[2] for row in shown["logical device"][1:]] == ["3.0 MiB of 16.0 GiB", "unknown"]
