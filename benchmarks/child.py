@@ -14,6 +14,7 @@ from benchmarks.contenders import (
     deep_contenders,
     hand_written,
     mirror_nnx,
+    row_contenders,
     step_contenders,
     strategy_over,
 )
@@ -39,6 +40,10 @@ def run_deep(job: plan.Job) -> dict[str, Any]:
     return {"deep": measure(deep_contenders(BY_NAME["deep"], job.devices), job.timing)}
 
 
+def run_rows(job: plan.Job) -> dict[str, Any]:
+    return {name: measure(row_contenders(BY_NAME[name]), job.timing) for name in job.names}
+
+
 def run_memory(job: plan.Job) -> dict[str, Any]:
     return {name: measure_memory(name, job.devices) for name in job.names}
 
@@ -61,6 +66,7 @@ RUNNERS = {
     "steps": run_steps,
     "dispatch": run_dispatch,
     "deep": run_deep,
+    "rows": run_rows,
     "memory": run_memory,
     "first": run_first,
 }

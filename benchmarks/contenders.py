@@ -285,6 +285,17 @@ def step_contenders(model: Model, num_devices: int) -> list[Contender]:
     return [mirror_nnx(model, strategy), mirror_plain(model, strategy), *by_hand]
 
 
+def row_contenders(model: Model) -> list[Contender]:
+    """The same global batch on one device, by one replica and by several."""
+    found = []
+    for count in plan.ON_ONE_DEVICE:
+        strategy = mirror.MirroredStrategy(Placement(1).devices, replicas_per_device=count)
+        contender = mirror_plain(model, strategy)
+        contender.name = str(count)
+        found.append(contender)
+    return found
+
+
 def deep_contenders(model: Model, num_devices: int) -> list[Contender]:
     """Objects against plain pytrees through `run`; on one device also `nnx.jit`."""
     strategy = strategy_over(num_devices)

@@ -8,7 +8,8 @@ from typing import Any
 from benchmarks import plan
 from benchmarks.stats import Estimate, best_of, difference, estimate, ratio, spread
 
-S1_RATIO, S2_RATIO, S2_EXTRA_MS, S4_RATIO, S5_COPIES = 1.05, 1.15, 1.5, 1.5, 1.0
+S1_RATIO, S2_RATIO, S2_EXTRA_MS = 1.05, 1.15, 1.5
+S3_RATIO, S4_RATIO, S5_COPIES = 1.05, 1.5, 1.0
 _ROUNDING = 0.01  # a loss and a token are no copy of the state
 
 Times = dict[str, list[float]]
@@ -48,6 +49,7 @@ def tables(done: Iterable[Done]) -> list[Table]:
         "steps": steps_table,
         "dispatch": dispatch_table,
         "deep": deep_table,
+        "rows": rows_table,
         "first": first_table,
         "memory": memory_table,
     }
@@ -141,6 +143,20 @@ def deep_table(done: Sequence[Done]) -> Table:
     headers = ["devices", "nnx ms", "plain ms", "nnx.jit ms", "nnx - plain ms", "S2"]
     title = f"100 layers, 602 nnx variables (S2: nnx - plain <= {S2_EXTRA_MS} ms)"
     return Table(title, [*headers, "nnx.jit - nnx ms", "spread"], rows)
+
+
+def rows_table(done: Sequence[Done]) -> Table:
+    """Several replicas on one device against one with the whole batch."""
+    one, *several = map(str, plan.ON_ONE_DEVICE)
+    rows = []
+    for _, result in done:
+        for name, times in result.items():
+            ratios = {count: ratio(times, count, one) for count in several}
+            cells = [cell for r in ratios.values() for cell in (_within(r), r.at_most(S3_RATIO))]
+            rows.append([name, _ms(times[one]), *cells, f"{max(map(spread, times.values())):.0%}"])
+    headers = [header for count in several for header in (f"{count} replicas", "S3")]
+    title = f"Several replicas on one device, over one with the whole batch (S3: <= {S3_RATIO})"
+    return Table(title, ["model", "1 replica ms", *headers, "spread"], rows)
 
 
 def first_table(done: Sequence[Done]) -> Table:

@@ -100,6 +100,9 @@ def test_other_tables():
     deep = report.deep_table([(plan.Job("deep", 1), {"deep": {**TIMES, plan.NNX_JIT: [20.0] * 3}})])
     assert deep.rows[0][3] == "20.000"
     assert deep.rows[0][5] == "holds"
+    rows = {"1": [1.0] * 3, "2": [1.0] * 3, "4": [1.04] * 3, "8": [6.0] * 3}
+    shared = report.rows_table([(plan.Job("rows", 1), {"wide": rows})])
+    assert list(shared.rows[0][3:8:2]) == ["holds", "holds", "BROKEN"]
 
 
 def test_jobs_survive_json():
