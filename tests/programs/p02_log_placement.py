@@ -1,0 +1,13 @@
+"""Says on which device each op runs."""
+
+import jax.numpy as jnp
+
+import mirror
+
+mirror.debugging.set_log_device_placement(True)
+
+a = jnp.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+b = jnp.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+c = a @ b
+
+print(c)
