@@ -1,6 +1,7 @@
 """The house: imports go down one list of layers, and each JAX primitive has one owner."""
 
 import ast
+import functools
 import pathlib
 import subprocess
 import sys
@@ -78,6 +79,7 @@ OWNERS = {
 }
 
 
+@functools.cache
 def modules() -> dict[str, ast.Module]:
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
