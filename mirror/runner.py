@@ -170,7 +170,8 @@ class Runner:
         compile a second time for it.
 
         Raises:
-            ValueError: a deleted array, or a `PerReplica` of another number of replicas.
+            ValueError: a deleted array, a `PerReplica` of another number of replicas, or an integer
+                that is too large.
             TypeError: a leaf that JAX has no array type for.
         """
         per_replica = set(call.layout.per_replica)
@@ -187,6 +188,12 @@ class Runner:
             except TypeError as error:
                 raise TypeError(
                     f"{call.leaf_names[i]} is {describe(leaf)}, which is no JAX array: {error}"
+                ) from error
+            except OverflowError as error:
+                raise ValueError(
+                    f"{call.leaf_names[i]} is {describe(leaf)}, which JAX's default integer cannot "
+                    "hold. Pass a float, or switch 64 bit on: jax.config.update('jax_enable_x64', "
+                    "True)."
                 ) from error
             if placement_log.on and placed is not leaf and i not in per_replica:
                 placement_log.mirrored(call.leaf_names[i], leaf, self.replicas.devices)

@@ -37,6 +37,12 @@ def read(model):
     return model.total[...].sum()
 
 
+def deleted():
+    array = jnp.ones(4)
+    array.delete()
+    return array
+
+
 def one_of(value):
     return PerReplica([value, value])
 
@@ -84,6 +90,8 @@ CALLS = {
     "donated by name": (lambda s: s.run(lambda x: x, (1.0,), donate_argnums="x"), (ValueError, TypeError), r"donate_argnums="),
     "donated None": (lambda s: s.run(lambda x: x, (1.0,), donate_argnums=None), (ValueError, TypeError), r"donate_argnums="),
     "other replicas": (lambda s: s.run(lambda batch: batch, ({"a": PerReplica([1, 2, 3])},)), ValueError, r"batch\['a'\]|is a PerReplica of 3 values, for a strategy of 2 replicas"),
+    "a large integer": (lambda s: s.run(lambda x: x, (2**40,)), ValueError, r"x is 1099511627776 \(int\), which JAX's default integer cannot hold"),
+    "a deleted batch": (lambda s: list(s.distribute_dataset([deleted()])), ValueError, r"batch is an array that has been deleted: a step gave up"),
     "a string array": (lambda s: s.run(lambda x: x, (np.array("a"),)), TypeError, r"x is <U1\[\], which is no JAX array"),
     "an object array": (lambda s: s.run(lambda x: x, (), {"y": np.array([None])}), TypeError, r"y is object\[1\], which is no JAX array|unexpected keyword"),
     "an unhashable static": (lambda s: s.run(lambda x, y: x, (1.0, {2})), TypeError, r"y is \{2\} \(set\)"),

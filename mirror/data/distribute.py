@@ -127,6 +127,11 @@ def _array(name: str, leaf: Any) -> Any:
     """The leaf as an array with a batch axis: JAX's own, or NumPy's of whatever it is."""
     if isinstance(leaf, PerReplica):
         raise TypeError(f"{name} is a PerReplica. distribute_dataset takes global batches.")
+    if isinstance(leaf, jax.Array) and leaf.is_deleted():
+        raise ValueError(
+            f"{name} is an array that has been deleted: a step gave up its buffer "
+            "(donate_argnums). Yield a fresh one, or keep NumPy arrays."
+        )
     array = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
     if not isinstance(array, jax.Array) and not is_numeric(array.dtype):
         raise TypeError(
