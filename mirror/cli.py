@@ -43,6 +43,8 @@ _DEMO_END = """\
 examples:
   mirror demo                           all GPUs, or 4 host devices
   mirror demo --devices 8 --api linen   8 replicas of a Linen module
+  mirror demo --devices 1 --replicas-per-device 8
+                                        8 replicas on one device
   mirror demo --plot curves.png         loss and accuracy as a picture
 
 exit status:
@@ -110,8 +112,15 @@ def _add_demo(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         "--devices",
         type=_positive,
         metavar="N",
-        help="how many replicas, each on a device of its own (default: all GPUs, else 4 host "
-        "devices, or as many as XLA_FLAGS or JAX_NUM_CPU_DEVICES say)",
+        help="how many devices (default: all GPUs, else 4 host devices, or as many as XLA_FLAGS "
+        "or JAX_NUM_CPU_DEVICES say)",
+    )
+    parser.add_argument(
+        "--replicas-per-device",
+        type=_positive,
+        default=Options.replicas_per_device,
+        metavar="N",
+        help="how many replicas on each device (default: %(default)s)",
     )
     parser.add_argument(
         "--api",
@@ -153,6 +162,7 @@ def _add_demo(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 def _demo(parsed: argparse.Namespace) -> int:
     options = Options(
         devices=parsed.devices,
+        replicas_per_device=parsed.replicas_per_device,
         epochs=parsed.epochs,
         api=parsed.api,
         batch_size=parsed.batch_size,

@@ -56,6 +56,7 @@ def test_it_learns_the_digits_in_step_and_draws_the_curves(tmp_path):
     ("options", "variables"),
     [
         (["--api", "linen", "--devices", "3"], {}),
+        (["--devices", "1", "--replicas-per-device", "3"], {}),
         (["--api", "plain"], {"JAX_NUM_CPU_DEVICES": "3"}),
     ],
 )

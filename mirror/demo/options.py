@@ -17,7 +17,8 @@ class Options:
     """The command line of `mirror demo`, checked.
 
     Attributes:
-        devices: how many replicas; `None` means all GPUs, or a few host devices without one.
+        devices: how many devices; `None` means all GPUs, or a few host devices without one.
+        replicas_per_device: how many replicas on each of them.
         epochs: how many times to go through the training images.
         api: how the net is written.
         batch_size: how many images all replicas take together in a step.
@@ -26,6 +27,7 @@ class Options:
     """
 
     devices: int | None = None
+    replicas_per_device: int = 1
     epochs: int = 15
     api: Api = "nnx"
     batch_size: int = 64

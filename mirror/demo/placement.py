@@ -13,20 +13,21 @@ NUM_HOST_DEVICES = 4
 _FLAG = "--xla_force_host_platform_device_count"
 
 
-def make_strategy(num_replicas: int | None) -> mirror.MirroredStrategy:
+def make_strategy(num_devices: int | None, replicas_per_device: int = 1) -> mirror.MirroredStrategy:
     """A strategy over that many GPUs, or host devices where there is no GPU.
 
     Args:
-        num_replicas: `None` means all GPUs; or all host devices the user forced, or 4.
+        num_devices: `None` means all GPUs; or all host devices the user forced, or 4.
+        replicas_per_device: how many replicas on each of them.
 
     Raises:
         OptionError: there are not that many devices.
     """
-    forced_by = _force_host_devices(num_replicas or NUM_HOST_DEVICES)
+    forced_by = _force_host_devices(num_devices or NUM_HOST_DEVICES)
     devices = backend.default_devices()
-    if num_replicas is not None and num_replicas > len(devices):
-        raise OptionError(_too_many(num_replicas, devices, forced_by))
-    return mirror.MirroredStrategy(devices[:num_replicas])
+    if num_devices is not None and num_devices > len(devices):
+        raise OptionError(_too_many(num_devices, devices, forced_by))
+    return mirror.MirroredStrategy(devices[:num_devices], replicas_per_device=replicas_per_device)
 
 
 def on_host(strategy: mirror.Strategy) -> bool:
@@ -59,8 +60,9 @@ def _too_many(asked: int, devices: tuple[jax.Device, ...], forced_by: str) -> st
     there = f"--devices {asked}: there are {len(devices)} {kind} devices, {backend.names(devices)}."
     if kind != "CPU":
         return (
-            f"{there} Each replica needs its own. Ask for at most --devices {len(devices)}, or run "
-            f"on host devices: JAX_PLATFORMS=cpu mirror demo --devices {asked}"
+            f"{there} Ask for at most --devices {len(devices)}, or run on host devices, "
+            f"JAX_PLATFORMS=cpu mirror demo --devices {asked}, or put several replicas on each: "
+            "--replicas-per-device"
         )
     return (
         f"{there} {forced_by} says how many, and is left as it is. Unset it, or ask for at most "

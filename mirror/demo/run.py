@@ -29,7 +29,7 @@ def run(options: Options) -> bool:
     # GPUs round float32 products to TF32 by themselves. The net is small, and what is verified
     # below should be how the replicas add up, not that.
     with jax.default_matmul_precision("highest"):
-        strategy = placement.make_strategy(options.devices)
+        strategy = placement.make_strategy(options.devices, options.replicas_per_device)
         _say(_introduction(strategy, options))
         return _train_and_check(strategy, options)
 
