@@ -313,9 +313,14 @@ def code_of(fn: Callable[..., Any]) -> CodeType | None:
 def depth_of_user() -> int:
     """How far up the stack the caller of `mirror` is, as `warnings.warn` counts from its caller."""
     frame, depth = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__package__", "").startswith("mirror"):
+    while frame.f_back is not None and is_our_module(frame.f_globals.get("__package__")):
         frame, depth = frame.f_back, depth + 1
     return depth
+
+
+def is_our_module(name: str | None) -> bool:
+    """Whether a module or package of that name is ours; a script's `__main__` may have none."""
+    return name is not None and (name == "mirror" or name.startswith("mirror."))
 
 
 def require_nothing_bound(fn: Callable[..., Any]) -> None:

@@ -153,7 +153,9 @@ def verify(
             f"rtol={rtol:g} in\n{listing(f'{r.name}: relative {r.relative:.1e}' for r in wrong)}\n"
             "The usual causes: a sum where a mean is meant (or the other way round), a loss "
             "divided twice, a batch normalisation over each replica's own batch (axis_name="
-            "mirror.REPLICA_AXIS makes it one), dropout, which draws on each replica anew."
+            "mirror.REPLICA_AXIS makes it one), dropout, which draws on each replica anew; for one "
+            "variable alone, a true gradient of zero, as of a bias before a batch normalisation "
+            "(use_bias=False): then rounding is compared with rounding."
         )
     return report
 

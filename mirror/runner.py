@@ -283,7 +283,8 @@ class Runner:
             self._programs.clear()
             self._by_code.clear()
         code = calls.code_of(fn)
-        if code is None or fn.__module__.startswith("mirror."):  # our own are made with care
+        ours = calls.is_our_module(getattr(fn, "__module__", None))
+        if code is None or ours:  # our own are made with care
             return
         made = self._by_code.setdefault(code, [])
         made.append(program)

@@ -19,6 +19,7 @@ from flax import nnx
 
 import mirror
 from mirror import PerReplica
+from tests import fresh
 from tests.conftest import cpu_strategy
 
 
@@ -823,3 +824,35 @@ def test_a_training_state_of_optax_goes_round(two):
     assert state[2] is None
     assert int(optax.tree.get(state[1], "count")) == 3
     two.check_mirrored(state)
+
+
+SCRIPT = """
+import warnings
+
+import jax.numpy as jnp
+
+import mirror
+
+strategy = mirror.MirroredStrategy(["/cpu:0"])
+
+
+def main():
+    for _ in range(4):
+        strategy.run(lambda x: x + 1, (jnp.ones(2),))
+
+
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    main()
+assert ["was compiled 3 times" in str(w.message) for w in caught] == [True], caught
+assert caught[0].filename == "<string>", caught[0].filename
+
+names = {"mirror": mirror}  # a function of no module
+exec("def step(x): return mirror.get_replica_context().all_reduce('sum', x)", names)
+assert strategy.run(names["step"], (jnp.ones(2),)).tolist() == [1, 1]
+"""
+
+
+def test_a_script_is_warned_where_it_calls():
+    """`__main__` has no package, and a function made by `exec` no module."""
+    fresh.run(SCRIPT)

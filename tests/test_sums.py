@@ -90,6 +90,43 @@ def no_product(w, x):
     return mean(jnp.sum(x, 0)) + w[0], jax.lax.psum(jnp.int32(3), "rows")
 
 
+def in_a_context(w, x):
+    with jax.threefry_partitionable(False):
+        noise = jax.random.normal(jax.random.key(0), x.shape)
+    return mean((x + noise) @ w)
+
+
+def of_integers(w, x):
+    a, b = (10 * w).astype(jnp.int32), (10 * x).astype(jnp.int32)
+    return jax.lax.psum(jax.lax.div(b @ a, np.int32(2)), "rows")
+
+
+def of_float16(w, x):
+    a = (140 + 0 * x[:2, :2]).astype(jnp.float16)
+    return jax.lax.psum((a.T @ a) * jnp.float16(0.25), "rows") + 0 * w[0, 0].astype(jnp.float16)
+
+
+def under_a_mapping_of_its_own(w, x):
+    """Sums over other rows than the replicas': of values with nothing, or a scalar, behind them."""
+
+    def total(rows):
+        return jax.vmap(lambda row: jax.lax.psum(row, "inner"), axis_name="inner")(rows)
+
+    whole = jax.lax.psum(x, "rows").sum()
+    kernel = jax.lax.conv_general_dilated(jnp.ones((1, 2, 5, 5)), w, (1, 1), "SAME")
+    return (
+        whole + total(jax.lax.broadcasted_iota(jnp.float32, (4, 3), 0).T).sum(),
+        total(jnp.reshape(whole, (1,))),
+        total((kernel * whole).reshape(-1)),
+    )
+
+
+def nothing_to_pool(w, x):
+    empty = x[:, :0]
+    pooled = jax.lax.reduce_window(empty, -jnp.inf, jax.lax.max, (1, 2), (1, 2), "VALID")
+    return pooled, mean(w)
+
+
 IMAGES = ("NHWC", "HWIO", "NHWC")
 CHANNELS_FIRST = ("NCHW", "OIHW", "NCHW")
 SEQUENCES = ("NHC", "HIO", "NHC")
@@ -103,6 +140,11 @@ STEPS = {
     "max pooling": (pooled, (8, 16), (5, 8), True),
     "used twice": (used_twice, (8, 3), (5, 8), False),
     "half precision": (half, (8, 4), (16, 8), False),
+    "in a context": (in_a_context, (8, 3), (5, 8), False),
+    "integers": (of_integers, (8, 3), (5, 8), False),
+    "float16": (of_float16, (8, 3), (5, 8), False),
+    "a mapping of its own": (under_a_mapping_of_its_own, (3, 2, 3, 3), (5, 8), False),
+    "nothing to pool": (nothing_to_pool, (3,), (3, 4), False),
     "no product": (no_product, (3,), (5, 3), False),
     "images": (of_convolution(IMAGES), (3, 3, 4, 6), (3, 8, 8, 4), True),
     "images, strides": (of_convolution(IMAGES, strides=2), (3, 3, 4, 6), (3, 8, 8, 4), True),

@@ -49,10 +49,12 @@ class _Evaluation:
             return self.run(inner.jaxpr, inner.consts, arguments)
         if _sums_rows(eqn):
             return [self._sum(argument) for argument in arguments]
-        if _slides_over_rows(eqn, arguments):
-            outputs = _windows(eqn, arguments)
-        else:
-            outputs = eqn.primitive.bind(*arguments, **eqn.primitive.get_bind_params(eqn.params))
+        with eqn.ctx.manager:  # what the user's contexts around it said
+            if _slides_over_rows(eqn, arguments):
+                outputs = _windows(eqn, arguments)
+            else:
+                params = eqn.primitive.get_bind_params(eqn.params)
+                outputs = eqn.primitive.bind(*arguments, **params)
         outputs = outputs if eqn.primitive.multiple_results else [outputs]
         if len(outputs) == 1:
             self.made_by[id(outputs[0])] = eqn, arguments
@@ -81,6 +83,7 @@ def _sums_rows(eqn: JaxprEqn) -> bool:
     )
 
 
+_SCALABLE = {jnp.dtype(d) for d in ("bfloat16", "float32", "float64", "complex64", "complex128")}
 _POOLING = (
     "reduce_window_max",
     "reduce_window_min",
@@ -109,7 +112,9 @@ def _windows(eqn: JaxprEqn, arguments: list[Any]) -> Any:
     """Pools the examples of all rows as one batch: XLA is slower with one axis more."""
     params = {k: v[1:] if k in _OF_WINDOWS else v for k, v in eqn.params.items()}
     outer = arguments[0].shape[:2]
-    pooled = eqn.primitive.bind(*[x.reshape(-1, *x.shape[2:]) for x in arguments], **params)
+    pooled = eqn.primitive.bind(
+        *[x.reshape(outer[0] * outer[1], *x.shape[2:]) for x in arguments], **params
+    )
     return pooled.reshape(*outer, *pooled.shape[1:])
 
 
@@ -131,13 +136,13 @@ def _transpose(run: _Evaluation, eqn: JaxprEqn, arguments: list[Any]) -> Array |
         inner = run.pushed(arguments[0])
     else:
         split, operands = run.made_by.get(id(arguments[0]), (None, []))
-        inner = None if split is None else _kernel_gradient(run, split, operands, rows)
+        inner = _kernel_gradient(run, split, operands, rows) if split and operands else None
     return None if inner is None else jax.lax.transpose(inner, [p - (p > rows) for p in others])
 
 
 def _reshape(run: _Evaluation, eqn: JaxprEqn, arguments: list[Any]) -> Array | None:
     sizes = eqn.params["new_sizes"]
-    if eqn.params["dimensions"] is not None or sizes[0] != arguments[0].shape[0]:
+    if eqn.params["dimensions"] is not None or sizes[:1] != jnp.shape(arguments[0])[:1]:
         return _kernel_gradient(run, eqn, arguments, 0)
     inner = run.pushed(arguments[0])
     return None if inner is None else inner.reshape(sizes[1:])
@@ -156,7 +161,9 @@ def _kernel_gradient(
     if product.primitive.name != "conv_general_dilated":
         return None
     numbers = product.params["dimension_numbers"]
-    sizes, before = split.params["new_sizes"], operands[0].shape
+    sizes, before = split.params["new_sizes"], jnp.shape(operands[0])
+    if len(sizes) != len(before) + 1 or rows >= len(before):
+        return None
     count, features = sizes[rows : rows + 2]
     if (
         product.params["feature_group_count"] != count
@@ -185,9 +192,13 @@ def _kernel_gradient(
 
 
 def _scaled(run: _Evaluation, eqn: JaxprEqn, arguments: list[Any]) -> Array | None:
-    """A product with a scalar, which is the same for all rows, or a quotient by one."""
+    """A product with a scalar, which is the same for all rows, or a quotient by one.
+
+    Not of integers, whose quotients are cut off, nor of float16, whose sums overflow.
+    """
+    exact = set(map(jnp.result_type, arguments)) <= _SCALABLE
     factors = [argument for argument in arguments if not jnp.ndim(argument)]
-    if len(factors) != 1 or (eqn.primitive.name == "div" and jnp.ndim(arguments[1])):
+    if not exact or len(factors) != 1 or (eqn.primitive.name == "div" and jnp.ndim(arguments[1])):
         return None
     place = next(i for i, argument in enumerate(arguments) if jnp.ndim(argument))
     inner = run.pushed(arguments[place])

@@ -40,7 +40,8 @@ class VmapExecutor(Executor):
             except NotImplementedError as error:
                 raise NotImplementedError(
                     "Several replicas on one device run as the rows of jax.vmap, which cannot do "
-                    f"this step: {error} Use one replica on each device, or write it otherwise."
+                    f"this step: {str(error).rstrip('.')}. Use one replica on each device, or "
+                    "write it otherwise."
                 ) from error
             return tuple(
                 row if differs else row[0] for row, differs in zip(found, outputs, strict=True)
