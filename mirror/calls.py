@@ -278,7 +278,7 @@ def _unlogged_with_mesh(fn: Callable[..., Any], mesh: jax.sharding.Mesh) -> Iter
 
 @contextlib.contextmanager
 def _with_mesh(fn: Callable[..., Any], mesh: jax.sharding.Mesh) -> Iterator[None]:
-    if jax.config.jax_default_device is not None:  # type: ignore[attr-defined]
+    if jax.config.values["jax_default_device"] is not None:
         # It is part of jit's key, as the mesh is: `mirror.device` around a step must not compile.
         with jax.default_device(None), _with_mesh(fn, mesh):
             yield
