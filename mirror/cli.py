@@ -5,13 +5,16 @@ import importlib
 import json
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 from mirror import inventory
 from mirror._version import __version__
 from mirror.demo import interrupts
 from mirror.demo.options import APIS, OptionError, Options
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 _INTERRUPTED = 128 + signal.SIGINT
 _DEMO_MODULES = ("sklearn", "tqdm", "matplotlib")
@@ -77,15 +80,34 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_devices(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_command(
+    commands: Commands,
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    summary: str,
+    text: tuple[str, str],
+) -> argparse.ArgumentParser:
+    """A command's parser, its text before and after the options printed as it is written."""
+    description, epilog = text
     parser = commands.add_parser(
-        "devices",
-        help="show the devices, what is configured of them and why",
-        description=_DEVICES,
-        epilog=_DEVICES_END,
+        name,
+        help=summary,
+        description=description,
+        epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.set_defaults(run=_devices)
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _add_devices(commands: Commands) -> None:
+    parser = _add_command(
+        commands,
+        "devices",
+        _devices,
+        "show the devices, what is configured of them and why",
+        (_DEVICES, _DEVICES_END),
+    )
     parser.add_argument("--json", action="store_true", help="print it as JSON, sizes in bytes")
 
 
@@ -99,15 +121,14 @@ def _devices(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _add_demo(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = commands.add_parser(
+def _add_demo(commands: Commands) -> None:
+    parser = _add_command(
+        commands,
         "demo",
-        help="train a net on handwritten digits, mirrored over all devices",
-        description=_DEMO,
-        epilog=_DEMO_END,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        _demo,
+        "train a net on handwritten digits, mirrored over all devices",
+        (_DEMO, _DEMO_END),
     )
-    parser.set_defaults(run=_demo)
     parser.add_argument(
         "--devices",
         type=_positive,

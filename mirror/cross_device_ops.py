@@ -51,7 +51,7 @@ class CrossDeviceOps(abc.ABC):
             op: the reduction. The mean of integers and booleans is float32, that of half
                 precision is summed in float32; the sum of booleans is their int32 count.
             leaves: this replica's arrays, of any shapes and dtypes.
-            on_host: whether the replicas are forced host devices.
+            on_host: whether the exchange is among several forced host devices.
         """
 
 

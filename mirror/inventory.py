@@ -9,7 +9,7 @@ from mirror._errors import bytes_in_words
 from mirror._version import __version__
 from mirror.devices import backend, settings
 from mirror.devices.canonical import canonicalize_device
-from mirror.devices.knobs import PLATFORMS
+from mirror.devices.knobs import PLATFORMS, names_gpus
 from mirror.devices.memory import memory_info
 from mirror.devices.physical import driver_version, gpu_of, list_physical_devices
 from mirror.devices.spec import LogicalDevice, PhysicalDevice
@@ -19,7 +19,6 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 _PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-ml-py")
 _OF_JAX = {"memory growth": "False", "memory fraction": "0.75"}  # where nobody said
 _CUDA_VISIBLE = "CUDA_VISIBLE_DEVICES"
-_GPU_PLATFORMS = {"gpu", "cuda", "rocm"}
 
 
 def inventory() -> dict[str, Any]:
@@ -130,7 +129,7 @@ def _notes(
     unused = [d["name"] for d in physical if d["device_type"] == "GPU" and d["visible"]]
     has_gpus = any(d["device_type"] == "GPU" for d in logical)
     if unused and not has_gpus:
-        left_out = platforms and _GPU_PLATFORMS.isdisjoint(platforms.split(","))
+        left_out = platforms and not names_gpus(platforms)
         why = (
             f"JAX_PLATFORMS={platforms} leaves {'them' if len(unused) > 1 else 'it'} out."
             if left_out

@@ -65,8 +65,8 @@ class MirroredStrategy(Strategy):
         return OneDeviceStrategy(self.devices[0])
 
     def _one_on_each(self) -> Strategy:
-        distinct = tuple(dict.fromkeys(self.devices))
-        return self if distinct == self.devices else MirroredStrategy(distinct)
+        one = self._replicas.replicas_per_device == 1
+        return self if one else MirroredStrategy(self._replicas.distinct)
 
 
 @final

@@ -1,16 +1,13 @@
 """Where the demo runs: on the GPUs, or on forced host devices where there is none."""
 
-import os
-import re
-
 import jax
 
 import mirror
 from mirror.demo.options import OptionError
 from mirror.devices import backend
+from mirror.devices.start import HOST_DEVICES_FLAG, forced_host_devices
 
 NUM_HOST_DEVICES = 4
-_FLAG = "--xla_force_host_platform_device_count"
 
 
 def make_strategy(num_devices: int | None, replicas_per_device: int = 1) -> mirror.MirroredStrategy:
@@ -42,9 +39,9 @@ def _force_host_devices(count: int) -> str:
     to know whether there are any, which only the backend knows, after whose start nothing can be
     forced.
     """
-    flag = re.search(rf"{_FLAG}=\d+", os.environ.get("XLA_FLAGS", ""))
-    if flag is not None:
-        return f"XLA_FLAGS={flag[0]}"
+    forced = forced_host_devices()
+    if forced is not None:
+        return f"XLA_FLAGS={HOST_DEVICES_FLAG}={forced}"
     known = jax.config.values["jax_num_cpu_devices"]
     if known >= 0:
         return f"JAX_NUM_CPU_DEVICES={known}"

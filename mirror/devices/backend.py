@@ -6,12 +6,10 @@ import jax
 
 from mirror._errors import InvalidDeviceError
 from mirror.devices import state
-from mirror.devices.knobs import PLATFORMS
+from mirror.devices.knobs import GPU_PLATFORMS, PLATFORMS
 from mirror.devices.physical import CPU, list_physical_devices
 from mirror.devices.spec import DeviceSpec, LogicalDevice, PhysicalDevice
 from mirror.devices.start import started, starting
-
-_GPU_PLATFORMS = ("gpu", "cuda", "rocm")
 
 
 def list_logical_devices(device_type: str | None = None) -> list[LogicalDevice]:
@@ -36,7 +34,7 @@ def list_logical_devices(device_type: str | None = None) -> list[LogicalDevice]:
 
 def type_of(device: jax.Device) -> str:
     """`"CPU"`, `"GPU"` (CUDA or ROCm), or another platform's name in capitals."""
-    return "GPU" if device.platform in _GPU_PLATFORMS else device.platform.upper()
+    return "GPU" if device.platform in GPU_PLATFORMS else device.platform.upper()
 
 
 def devices_of_type(wanted: str) -> tuple[jax.Device, ...]:

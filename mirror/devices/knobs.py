@@ -64,6 +64,14 @@ class Knob:
         return f"{names[0] if names else self._name}={self.value}"
 
 
+GPU_PLATFORMS = ("gpu", "cuda", "rocm")  # as JAX calls them
+
+
+def names_gpus(platforms: str) -> bool:
+    """Whether a value of `PLATFORMS` has GPUs in it."""
+    return not set(GPU_PLATFORMS).isdisjoint(platforms.split(","))
+
+
 HOST_DEVICES = Knob("jax_num_cpu_devices", unset=(-1,))
 VISIBLE_GPUS = Knob("jax_cuda_visible_devices", unset=("all",))
 PLATFORMS = Knob("jax_platforms", unset=(None, ""))

@@ -17,14 +17,20 @@ from mirror.devices.knobs import (
     PLATFORMS,
     PREALLOCATE,
     VISIBLE_GPUS,
+    names_gpus,
 )
 from mirror.devices.physical import CPU, gpu_of, list_physical_devices, of_type, require_physical
 from mirror.devices.spec import PhysicalDevice
-from mirror.devices.start import culprit, forced_host_devices, lock, started
+from mirror.devices.start import (
+    HOST_DEVICES_FLAG,
+    culprit,
+    forced_host_devices,
+    lock,
+    started,
+)
 from mirror.devices.state import MIB, LogicalDeviceConfiguration
 
 _logger = logging.getLogger("mirror")
-_GPU_PLATFORMS = {"gpu", "cuda", "rocm"}
 _soft = False
 
 
@@ -290,7 +296,7 @@ def _require_within_users(
             f"among {', '.join(gpu.name for gpu in allowed) or 'none'}."
         )
     platforms = PLATFORMS.of_user
-    on_gpu = platforms is None or not _GPU_PLATFORMS.isdisjoint(platforms.split(","))
+    on_gpu = platforms is None or names_gpus(platforms)
     if visible and not on_gpu:
         _logger.warning("%s is set, and wins: JAX has no GPU.", PLATFORMS)
     elif visible and len(visible) < len(allowed) < len(every):
@@ -334,7 +340,7 @@ def _host_devices_of_user() -> tuple[int, str] | None:
     flags = forced_host_devices()
     if flags is None or HOST_DEVICES.value is not None:
         return None
-    return flags, f"XLA_FLAGS=--xla_force_host_platform_device_count={flags}"
+    return flags, f"XLA_FLAGS={HOST_DEVICES_FLAG}={flags}"
 
 
 def _require_gpu(device: PhysicalDevice, what: str) -> PhysicalDevice:

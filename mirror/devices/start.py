@@ -16,6 +16,7 @@ import jax
 from mirror._frames import line_of_user
 
 _PROBE = "jax_cpu_get_local_topology_timeout_minutes"  # of clusters only: harmless if it is read
+HOST_DEVICES_FLAG = "--xla_force_host_platform_device_count"
 _POOL_VARIABLE = "PJRT_NPROC"
 _DISPATCHING_THREADS = 3
 _NO_COMPUTATION = "something that computes nothing, such as jax.devices() or jax.device_put"
@@ -101,7 +102,5 @@ def _threads_needed() -> int | None:
 
 def forced_host_devices() -> int | None:
     """How many host devices `XLA_FLAGS` asks for; the last of several wins, as in XLA."""
-    found = re.findall(
-        r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", "")
-    )
+    found = re.findall(rf"{HOST_DEVICES_FLAG}=(\d+)", os.environ.get("XLA_FLAGS", ""))
     return int(found[-1]) if found else None
