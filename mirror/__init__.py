@@ -43,6 +43,7 @@ from mirror.context import in_cross_replica_context as in_cross_replica_context
 from mirror.cross_device_ops import AllReduce as AllReduce
 from mirror.cross_device_ops import CrossDeviceOps as CrossDeviceOps
 from mirror.cross_device_ops import ReduceOp as ReduceOp
+from mirror.cross_device_ops import ReductionToOneDevice as ReductionToOneDevice
 from mirror.data.distribute import DistributedDataset as DistributedDataset
 from mirror.devices.placement import add_n as add_n
 from mirror.devices.placement import device as device

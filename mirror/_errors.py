@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 _MOST_NAMES = 12
+_TYPED = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, jax.core.ShapedArray)
 
 
 class ReplicaDivergenceError(ValueError):
@@ -27,7 +28,7 @@ class InvalidDeviceError(RuntimeError):
 
 def describe(leaf: Any) -> str:
     """Words a leaf for a message: `float32[3,4]` for an array, `'text' (str)` for anything else."""
-    if isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct):
+    if isinstance(leaf, _TYPED):
         return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
     text = repr(leaf)
     if "\n" in text:  # a module, say, whose text is a page

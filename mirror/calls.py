@@ -22,9 +22,10 @@ from mirror._errors import describe
 from mirror._types import PyTree
 from mirror.devices.log import log_is_here, unlogged
 from mirror.objects import is_object
+from mirror.parts import Parts
 from mirror.values import PerReplica, is_per_replica
 
-_DYNAMIC_TYPES = (jax.Array, np.ndarray, np.generic, int, float, complex)
+_DYNAMIC_TYPES = (jax.Array, np.ndarray, np.generic, int, float, complex, Parts)
 
 
 def kind(leaf_type: type) -> type:

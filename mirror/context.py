@@ -12,6 +12,41 @@ from mirror._types import REPLICA_AXIS, Array, PyTree
 from mirror.cross_device_ops import ReduceOp, gather, prepare
 
 
+class LengthsUnknown(BaseException):
+    """An all-gather was met whose lengths on the other replicas are not known yet.
+
+    No `Exception`: the user's function must not catch it.
+    """
+
+    def __init__(self, shape: tuple[int, ...], axis: int) -> None:
+        super().__init__(shape, axis)
+        self.shape = shape
+        self.axis = axis
+
+
+class Gathers:
+    """The lengths that replicas of different shapes bring to each all-gather of a step.
+
+    A step is traced for each set of shapes by itself. At an all-gather, a trace must know what the
+    other replicas bring; so it stops there, `LengthsUnknown`, until all have said it.
+    """
+
+    def __init__(self) -> None:
+        self.known: list[tuple[int, ...]] = []
+        self._met = 0
+
+    def restart(self) -> None:
+        """A trace begins."""
+        self._met = 0
+
+    def lengths(self, shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
+        """Each replica's length at the next all-gather, along its axis."""
+        if self._met == len(self.known):
+            raise LengthsUnknown(shape, axis)
+        self._met += 1
+        return self.known[self._met - 1]
+
+
 class ReplicaGroup(Protocol):
     """What a context needs of its strategy."""
 
@@ -55,9 +90,9 @@ def pop_frame() -> None:
 
 
 @contextlib.contextmanager
-def replica(strategy: ReplicaGroup) -> Iterator["ReplicaContext"]:
+def replica(strategy: ReplicaGroup, gathers: Gathers | None) -> Iterator["ReplicaContext"]:
     """Stands in a replica of `strategy.run` while inside; its context ends with it."""
-    context = ReplicaContext(strategy, in_step=True)
+    context = ReplicaContext(strategy, in_step=True, gathers=gathers)
     push_frame(Frame(strategy, context))
     try:
         yield context
@@ -105,9 +140,12 @@ class ReplicaContext:
     one device as it stands. A context ends with its step.
     """
 
-    def __init__(self, strategy: ReplicaGroup, *, in_step: bool) -> None:
+    def __init__(
+        self, strategy: ReplicaGroup, *, in_step: bool, gathers: Gathers | None = None
+    ) -> None:
         self._strategy = strategy
         self._in_step = in_step
+        self._gathers = gathers
         self._ended = False
 
     def _require_alive(self) -> None:
@@ -166,8 +204,11 @@ class ReplicaContext:
     def all_gather(self, tree: PyTree, axis: int = 0) -> PyTree:
         """Joins the replicas' leaves along `axis`, in replica order; all get the result.
 
+        Differentiable. The replicas' leaves may differ in length along `axis` where their inputs
+        do.
+
         Args:
-            tree: arrays of one shape on all replicas, at least one-dimensional.
+            tree: arrays, at least one-dimensional.
             axis: the axis to join along; negative counts from the end.
 
         Raises:
@@ -185,7 +226,9 @@ class ReplicaContext:
                 )
             if not self._in_step:
                 return leaf
-            return gather(leaf, axis)
+            if self._gathers is None:
+                return gather(leaf, axis)
+            return gather(leaf, axis, self._gathers.lengths(leaf.shape, axis % leaf.ndim))
 
         return jax.tree.map(join, tree)
 

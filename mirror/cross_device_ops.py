@@ -2,13 +2,23 @@
 
 import abc
 import enum
-from collections.abc import Sequence
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from mirror._types import REPLICA_AXIS, Array
+from mirror._errors import describe
+from mirror._types import REPLICA_AXIS, Array, ArrayLike, PyTree
+from mirror.devices.backend import type_of
+from mirror.devices.canonical import DeviceLike, canonicalize_device, canonicalize_replica_devices
+from mirror.devices.replicas import ReplicaDevices, move
+from mirror.devices.spec import DeviceSpec, LogicalDevice
+from mirror.executors.launch import launch
+from mirror.values import PerReplica, is_per_replica
 
 _HOST_PACK_BYTES = 32 * 1024
 
@@ -41,11 +51,43 @@ class ReduceOp(enum.Enum):
 
 
 class CrossDeviceOps(abc.ABC):
-    """Carries out the exchanges of a step; `MirroredStrategy(cross_device_ops=...)` takes one."""
+    """Carries out the exchanges of a step; `MirroredStrategy(cross_device_ops=...)` takes one.
+
+    A subclass of your own, to compress what travels, say, defines `reduce_implementation`: it
+    reduces on the host, in every step that `strategy.run` runs, in `strategy.reduce`, and by hand.
+
+    >>> class InHalfPrecision(CrossDeviceOps):
+    ...     def reduce_implementation(self, op, values):
+    ...         halves = (value.astype("float16").astype(value.dtype) for value in values)
+    ...         return super().reduce_implementation(op, halves)
+    """
+
+    pack_bytes: int | None = 0
+    """Leaves of at most this many bytes travel together; `None`: whatever suits."""
+
+    @property
+    def device(self) -> jax.Device:
+        """Where values are reduced: the host."""
+        return canonicalize_device("/cpu:0")
 
     @abc.abstractmethod
+    def reduce_implementation(
+        self, op: ReduceOp, values: Iterator[np.ndarray]
+    ) -> Array | np.ndarray:
+        """Reduces the replicas' values of one exchange, once for all of them.
+
+        Args:
+            op: `SUM`, `MIN` or `MAX`; a mean is a sum that is divided afterwards.
+            values: each replica's array, in replica order, all of one shape and dtype; read-only,
+                and there as soon as the replica has computed it. Keep one total, not all of them.
+
+        Returns:
+            An array of the same shape and dtype, which nothing changes afterwards.
+        """
+        return _fold(op, values)
+
     def all_reduce(self, op: ReduceOp, leaves: Sequence[Array], *, on_host: bool) -> list[Array]:
-        """Reduces each leaf over the replica axis; every replica gets the result.
+        """The exchanges of leaves inside a replica, while a step is traced; all get the results.
 
         Args:
             op: the reduction. The mean of integers and booleans is float32, that of half
@@ -53,6 +95,87 @@ class CrossDeviceOps(abc.ABC):
             leaves: this replica's arrays, of any shapes and dtypes.
             on_host: whether the exchange is among several forced host devices.
         """
+        del on_host
+        return [exchange(op, prepare(op, leaf), keeps_nan=True) for leaf in leaves]
+
+    @final
+    def reduce(
+        self,
+        op: ReduceOp | str,
+        value: PyTree,
+        destinations: DeviceLike | Sequence[DeviceLike] | None = None,
+    ) -> PyTree:
+        """Reduces per-replica values by hand, outside `run`.
+
+        Args:
+            op: `"sum"`, `"mean"`, `"min"`, `"max"`, or a `ReduceOp`.
+            value: a `PerReplica`, or a tree of them; any other array is that of a lone replica.
+            destinations: the devices to put the result on; `None`: those of the value.
+
+        Returns:
+            The same tree of arrays, mirrored over the destinations. Dtypes as of
+            `ReplicaContext.all_reduce`.
+
+        Raises:
+            ValueError: an unknown `op`, unequal shapes, destinations of several types.
+            TypeError: a leaf that is no array, or `op` of a wrong type.
+        """
+        return self.batch_reduce(op, [value], destinations)[0]
+
+    @final
+    def batch_reduce(
+        self,
+        op: ReduceOp | str,
+        values: Sequence[PyTree],
+        destinations: DeviceLike | Sequence[DeviceLike] | None = None,
+    ) -> list[PyTree]:
+        """Reduces several values by hand; see `reduce`."""
+        op = ReduceOp.canonicalize(op)
+        if not isinstance(values, list | tuple):
+            raise TypeError(f"batch_reduce of {describe(values)}. Pass a list of values.")
+        places = None if destinations is None else _places(destinations)
+
+        def reduce_leaf(leaf: Any) -> Array:
+            value = leaf if is_per_replica(leaf) else PerReplica([leaf])
+            found = self._reduced(op, _require_equal(value))
+            return found if places is None else places.broadcast(found)
+
+        return [jax.tree.map(reduce_leaf, value, is_leaf=is_per_replica) for value in values]
+
+    @final
+    def broadcast(
+        self, value: ArrayLike, devices: DeviceLike | Sequence[DeviceLike]
+    ) -> Array | PerReplica:
+        """A copy of an array on each device.
+
+        Args:
+            value: an array or number.
+            devices: where to: names, `LogicalDevice`s or `jax.Device`s, or one of those.
+
+        Returns:
+            A mirrored array; a `PerReplica` of copies where the devices are of several types, which
+            no array spans.
+        """
+        array = value if isinstance(value, jax.Array) else np.array(value)
+        places = _places(devices)
+        if places.are_mixed:
+            return PerReplica([move(array, device) for device in places.devices])
+        return places.broadcast(array)
+
+    def _reduced(self, op: ReduceOp, value: PerReplica) -> Array:
+        """One value reduced by hand, on the devices it was on."""
+        ready = (np.asarray(prepare(op, part)) for part in value.values)
+        found = self._total(op, ready, len(value.values))
+        places = _homes(value)
+        return jnp.asarray(found) if places is None else places.broadcast(found)
+
+    def _total(self, op: ReduceOp, ready: Iterator[np.ndarray], count: int) -> Array | np.ndarray:
+        if op is not ReduceOp.MEAN:
+            return self.reduce_implementation(op, ready)
+        first = next(ready)
+        wide = (x.astype(accumulator(first.dtype), copy=False) for x in (first, *ready))
+        total = np.asarray(self.reduce_implementation(ReduceOp.SUM, wide))
+        return (total / np.asarray(count, total.dtype)).astype(first.dtype)
 
 
 @final
@@ -70,11 +193,7 @@ class AllReduce(CrossDeviceOps):
     """
 
     def __init__(self, pack_bytes: int | None = None) -> None:
-        if pack_bytes is not None and pack_bytes < 0:
-            raise ValueError(
-                f"pack_bytes={pack_bytes} is negative. Pass 0 for no packing, or bytes."
-            )
-        self.pack_bytes = pack_bytes
+        self.pack_bytes = _require_bytes(pack_bytes)
 
     def all_reduce(self, op: ReduceOp, leaves: Sequence[Array], *, on_host: bool) -> list[Array]:
         """See `CrossDeviceOps.all_reduce`."""
@@ -83,11 +202,168 @@ class AllReduce(CrossDeviceOps):
             limit = _HOST_PACK_BYTES if on_host and num_replicas() > 1 else 0
         return _packed(op, leaves, limit)
 
+    def reduce_implementation(
+        self, op: ReduceOp, values: Iterator[np.ndarray]
+    ) -> Array | np.ndarray:
+        """What devices cannot do among themselves, as where shapes differ, the host does."""
+        return super().reduce_implementation(op, values)
+
+    def _reduced(self, op: ReduceOp, value: PerReplica) -> Array:
+        places = _homes(value)
+        if places is None or places.are_mixed or len(places) == 1:
+            return super()._reduced(op, value)
+        outputs: list[Array] = []
+        leaves = [value.stacked if isinstance(value.stacked, jax.Array) else np.stack(value.values)]
+        launch(_all_reduce_program(op, places.devices), leaves, outputs, bounded=places.on_host)
+        return outputs[0]
+
     def __repr__(self) -> str:
         return f"AllReduce(pack_bytes={self.pack_bytes})"
 
 
-def prepare(op: ReduceOp, leaf: Array) -> Array:
+@final
+class ReductionToOneDevice(CrossDeviceOps):
+    """Reduces on one device, the host if nothing else is said, and broadcasts from there.
+
+    For devices that have no all-reduce among them: of several types, or where NCCL fails. Each
+    replica's values come through the host's memory; they are added up in replica order, as they
+    arrive.
+
+    Args:
+        device: where to reduce: a name, a `LogicalDevice` or a `jax.Device`.
+        pack_bytes: leaves of at most this many bytes travel together, one buffer for each dtype.
+            `None`: 256 KiB.
+
+    Raises:
+        ValueError: no device name, or `pack_bytes` is negative.
+        TypeError: `device` is of another type.
+        InvalidDeviceError: there is no such device; from the first use on.
+    """
+
+    def __init__(self, device: DeviceLike = "/CPU:0", pack_bytes: int | None = None) -> None:
+        if isinstance(device, str):
+            DeviceSpec.parse(device)
+        elif not isinstance(device, LogicalDevice | jax.Device):
+            raise TypeError(
+                f"device={describe(device)} is no device. Pass a name such as '/cpu:0', or leave "
+                "it out."
+            )
+        self._device = device
+        self.pack_bytes = _require_bytes(pack_bytes)
+
+    @functools.cached_property
+    def device(self) -> jax.Device:
+        """Where values are reduced."""
+        return canonicalize_device(self._device)
+
+    def reduce_implementation(
+        self, op: ReduceOp, values: Iterator[np.ndarray]
+    ) -> Array | np.ndarray:
+        """See `CrossDeviceOps.reduce_implementation`."""
+        if type_of(self.device) == "CPU":
+            return super().reduce_implementation(op, values)
+        total = move(next(values), self.device)
+        dtype = total.dtype
+        total = total.astype(accumulator(dtype))
+        for value in values:
+            total = _ON_DEVICE[op](total, move(value, self.device))
+        return total.astype(dtype)
+
+    def __repr__(self) -> str:
+        return f"ReductionToOneDevice({str(self._device)!r})"
+
+
+_ON_HOST: dict[ReduceOp, Any] = {
+    ReduceOp.SUM: np.add,
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum,
+}
+_ON_DEVICE = {
+    ReduceOp.SUM: jax.jit(jnp.add, donate_argnums=0),
+    ReduceOp.MIN: jax.jit(jnp.minimum, donate_argnums=0),
+    ReduceOp.MAX: jax.jit(jnp.maximum, donate_argnums=0),
+}
+
+
+def _fold(op: ReduceOp, values: Iterable[np.ndarray]) -> np.ndarray:
+    """Reduces arrays one after the other into one buffer.
+
+    Args:
+        op: `SUM`, `MIN` or `MAX`.
+        values: arrays of one shape and dtype, one at least. Half precision is summed in float32.
+    """
+    values = iter(values)
+    first = next(values)
+    wide = accumulator(first.dtype) if op is ReduceOp.SUM else first.dtype
+    total = aligned(first.shape, wide)
+    total[...] = first
+    for value in values:
+        _ON_HOST[op](total, value.astype(wide, copy=False), out=total)
+    return total.astype(first.dtype, copy=False)
+
+
+def aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """An array that begins at a multiple of 64 bytes, as XLA wants host memory to be."""
+    dtype = np.dtype(dtype)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = np.empty(num_bytes + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + num_bytes].view(dtype).reshape(shape)
+
+
+def _require_bytes(pack_bytes: int | None) -> int | None:
+    if pack_bytes is not None and pack_bytes < 0:
+        raise ValueError(f"pack_bytes={pack_bytes} is negative. Pass 0 for no packing, or bytes.")
+    return pack_bytes
+
+
+def _require_equal(value: PerReplica) -> PerReplica:
+    if len(set(value.shapes)) > 1:
+        raise ValueError(
+            f"{value!r}: the values differ in shape, {', '.join(map(str, value.shapes))}. Reduce "
+            "each over its own axis first: strategy.reduce(op, x, axis=0)."
+        )
+    return value
+
+
+def _places(devices: DeviceLike | Sequence[DeviceLike]) -> ReplicaDevices:
+    several = list(devices) if isinstance(devices, list | tuple) else [devices]
+    return ReplicaDevices(canonicalize_replica_devices(several))
+
+
+def _homes(value: PerReplica) -> ReplicaDevices | None:
+    """The devices a value is on; `None`: on the host, or all on one device."""
+    parts = value.values
+    arrays = [part for part in parts if isinstance(part, jax.Array) and len(part.devices()) == 1]
+    if len(arrays) < len(parts):
+        return None
+    devices = tuple(device for array in arrays for device in array.devices())
+    return ReplicaDevices(devices) if len(set(devices)) in (1, len(devices)) else None
+
+
+@functools.lru_cache(64)
+def _all_reduce_program(
+    op: ReduceOp, devices: tuple[jax.Device, ...]
+) -> Callable[..., list[Array]]:
+    """A program that reduces the rows of a stacked array, which XLA does by an all-reduce."""
+    places = ReplicaDevices(devices)
+
+    def program(stacked: Array) -> list[Array]:
+        ready = prepare(op, stacked)
+        if op is ReduceOp.SUM:
+            return [jnp.sum(ready, 0, dtype=ready.dtype)]
+        if op is ReduceOp.MEAN:
+            return [jnp.mean(ready, 0, dtype=accumulator(ready.dtype)).astype(ready.dtype)]
+        extreme = (jnp.min if op is ReduceOp.MIN else jnp.max)(ready, 0)
+        if not jnp.issubdtype(ready.dtype, jnp.inexact):
+            return [extreme]
+        # XLA's own exchange of extremes loses a NaN on one replica, or does not.
+        return [jnp.where(jnp.isnan(ready).any(0), jnp.asarray(jnp.nan, ready.dtype), extreme)]
+
+    return jax.jit(program, in_shardings=places.stacked, out_shardings=places.mirrored)
+
+
+def prepare(op: ReduceOp, leaf: Array | np.ndarray) -> Array:
     """The leaf in the dtype in which it is reduced, which is that of the result."""
     leaf = jnp.asarray(leaf)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -107,8 +383,14 @@ def prepare(op: ReduceOp, leaf: Array) -> Array:
     return leaf
 
 
-def exchange(op: ReduceOp, leaf: Array) -> Array:
-    """One exchange over the whole replica axis, of a leaf that `prepare` has made ready."""
+def exchange(op: ReduceOp, leaf: Array, *, keeps_nan: bool = False) -> Array:
+    """One exchange over the whole replica axis, of a leaf that `prepare` has made ready.
+
+    Args:
+        op: the reduction.
+        leaf: the array.
+        keeps_nan: whether an extreme is NaN where one replica's value is, whoever reduces it.
+    """
     match op:
         case ReduceOp.SUM:
             return jax.lax.psum(leaf, REPLICA_AXIS)
@@ -120,7 +402,7 @@ def exchange(op: ReduceOp, leaf: Array) -> Array:
             reduce = jax.lax.pmin if op is ReduceOp.MIN else jax.lax.pmax
             if leaf.dtype == jnp.bool_:
                 return reduce(leaf.astype(jnp.uint8), REPLICA_AXIS).astype(jnp.bool_)
-            if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            if keeps_nan or not jnp.issubdtype(leaf.dtype, jnp.inexact):
                 return reduce(leaf, REPLICA_AXIS)
             # XLA's own exchange of extremes loses a NaN on one replica, or does not.
             spoilt = jax.lax.pmax(jnp.isnan(leaf).astype(jnp.uint8), REPLICA_AXIS) > 0
@@ -132,9 +414,24 @@ def num_replicas() -> int:
     return jax.lax.axis_size(REPLICA_AXIS)
 
 
-def gather(leaf: Array, axis: int) -> Array:
-    """The replicas' leaves joined along an axis; every replica gets the result."""
+def gather(leaf: Array, axis: int, lengths: Sequence[int] | None = None) -> Array:
+    """The replicas' leaves joined along an axis; every replica gets the result.
+
+    Args:
+        leaf: this replica's array.
+        axis: the axis to join along.
+        lengths: each replica's length along it; `None`: all have this one's. What travels is
+            padded to the longest.
+    """
     axis %= leaf.ndim
+    if lengths is not None and len(set(lengths)) > 1:
+        widths = [(0, 0)] * leaf.ndim
+        widths[axis] = (0, max(lengths) - leaf.shape[axis])
+        every = jax.lax.all_gather(jnp.pad(leaf, widths), REPLICA_AXIS, axis=0)
+        parts = [
+            jax.lax.slice_in_dim(every[i], 0, length, axis=axis) for i, length in enumerate(lengths)
+        ]
+        return jnp.concatenate(parts, axis)
     if leaf.size:
         return jax.lax.all_gather(leaf, REPLICA_AXIS, axis=axis, tiled=True)
     # JAX 0.12 cannot lower the exchange of nothing.

@@ -15,6 +15,7 @@ from mirror.devices.canonical import (
     canonicalize_replica_devices,
 )
 from mirror.devices.replicas import ReplicaDevices
+from mirror.executors.choice import default_ops
 from mirror.strategy import Strategy
 
 _logger = logging.getLogger("mirror")
@@ -57,8 +58,9 @@ class MirroredStrategy(Strategy):
             )
         on_each = canonicalize_replica_devices(devices)
         found = tuple(device for device in on_each for _ in range(replicas_per_device))
-        ops = AllReduce() if cross_device_ops is None else cross_device_ops
-        super().__init__(ReplicaDevices(found), ops)
+        ops = default_ops(found) if cross_device_ops is None else cross_device_ops
+        home = ops.device if isinstance(ops, CrossDeviceOps) else None
+        super().__init__(ReplicaDevices(found, home), ops)
         _logger.info("Using MirroredStrategy with devices %s", backend.names(found))
 
     def _alone(self) -> Strategy:

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from mirror._types import Array, PyTree
-from mirror.cross_device_ops import ReduceOp, accumulator, exchange, gather, prepare
+from mirror.context import current_frame
+from mirror.cross_device_ops import ReduceOp, accumulator, exchange, prepare
 
 Axes = tuple[int, ...] | None
 
@@ -53,7 +54,10 @@ def gathering(axis: int) -> Callable[[PyTree], PyTree]:
     def gather_leaf(leaf: Array) -> Array:
         leaf = jnp.asarray(leaf)
         _require_axes((axis,), leaf)
-        return gather(leaf, axis)
+        frame = current_frame()
+        assert frame is not None
+        assert frame.replica is not None  # it is a step
+        return frame.replica.all_gather(leaf, axis)
 
     def gather_tree(value: PyTree) -> PyTree:
         return jax.tree.map(gather_leaf, value)

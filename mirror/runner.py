@@ -13,23 +13,29 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import Sharding
 
 from mirror import calls
 from mirror._errors import describe
 from mirror._types import Array, StepFunction
-from mirror.context import ReplicaGroup
+from mirror.context import Gathers, LengthsUnknown, ReplicaGroup
+from mirror.cross_device_ops import CrossDeviceOps
 from mirror.devices.log import placement_log
 from mirror.devices.replicas import ReplicaDevices, any_deleted, buffers_of
-from mirror.executors.executor import Executor
-from mirror.executors.pmap import PmapExecutor
-from mirror.executors.vmap import VmapExecutor
+from mirror.executors.choice import choose, choose_for_unequal
+from mirror.executors.executor import MeshProgram, SignatureChanged
 from mirror.objects import ObjectTable
+from mirror.parts import Parts
 from mirror.plan import make_plan
 from mirror.program import exchanges
+from mirror.program.match import join_marks
 from mirror.program.proof import prove
 from mirror.program.trace import abstract, trace
-from mirror.step import Call, Program, SignatureChanged, Step
+from mirror.step import Call, Program, Step
+
+Variants = tuple[tuple[tuple[jax.ShapeDtypeStruct, ...], tuple[int, ...]], ...]
 
 _FRESH_FUNCTIONS = 3
 _sharding_of = operator.attrgetter("sharding")
@@ -39,11 +45,11 @@ _MOST_PROGRAMS = 256
 class Runner:
     """Finds, makes and runs the programs of one strategy."""
 
-    def __init__(self, group: ReplicaGroup, replicas: ReplicaDevices) -> None:
+    def __init__(self, group: ReplicaGroup, replicas: ReplicaDevices, ops: CrossDeviceOps) -> None:
         self._group = group
         self.replicas = replicas
-        several = replicas.replicas_per_device > 1
-        self._executor: Executor = VmapExecutor(replicas) if several else PmapExecutor(replicas)
+        self._executor = choose(replicas, ops)
+        self._for_unequal = functools.cache(lambda: choose_for_unequal(replicas, ops))
         self._objects = ObjectTable(replicas)
         self._layouts: dict[Any, calls.Layout] = {}
         self._programs: dict[Any, Program] = {}
@@ -90,8 +96,9 @@ class Runner:
 
     def _lower(self, call: Call) -> jax.stages.Lowered:
         leaves = self._placed(call, call.layout.dynamic_leaves(call.leaves))
-        program = self._make(call, self._avals(call, leaves))
-        return program.compiled.lower([*call.state, *leaves])
+        program = self._make(call, self._variants(call, leaves)).compiled
+        assert isinstance(program, MeshProgram)  # a staged one is several
+        return program.lower([*call.state, *leaves])
 
     def _call(
         self,
@@ -127,10 +134,10 @@ class Runner:
         """The program for these very shapes and dtypes, made if there is none."""
         for i in call.layout.per_replica:
             self._require_rows(call, i, leaves[i])
-        avals = self._avals(call, leaves)
-        variant = (key, tuple(avals))
-        program = self._programs.get(variant) or self._make(call, avals)
-        self._programs[key] = self._programs[variant] = program
+        variants = self._variants(call, leaves)
+        exact = (key, variants)
+        program = self._programs.get(exact) or self._make(call, variants)
+        self._programs[key] = self._programs[exact] = program
         return program
 
     def _apart(self, call: Call, leaves: list[Any], donated: list[int]) -> list[Any]:
@@ -178,11 +185,7 @@ class Runner:
         ready, new = [], []
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, jax.Array) and leaf.is_deleted():
-                raise ValueError(
-                    f"{call.leaf_names[i]} is an array that has been deleted: an earlier `run` "
-                    "gave up its buffer (donate_argnums, or a model's state). Use the array that "
-                    "it returned."
-                )
+                raise ValueError(self._deleted(call, i))
             try:
                 placed = self._rows(call, i, leaf) if i in per_replica else self._mirror(leaf)
             except TypeError as error:
@@ -198,7 +201,8 @@ class Runner:
             if placement_log.on and placed is not leaf and i not in per_replica:
                 placement_log.mirrored(call.leaf_names[i], leaf, self.replicas.devices)
             known = self._stacked if i in per_replica else self._mirrored
-            if placed is leaf and id(leaf.sharding) not in known:
+            own = placed is leaf and isinstance(leaf, jax.Array)
+            if own and id(leaf.sharding) not in known:
                 new += [i] if self._met.get(id(leaf)) is not leaf else []
                 if leaf.sharding in known.values():
                     known[id(leaf.sharding)] = leaf.sharding
@@ -206,6 +210,12 @@ class Runner:
         if new:
             self._separate(call, ready, new)
         return ready
+
+    def _deleted(self, call: Call, i: int) -> str:
+        return (
+            f"{call.leaf_names[i]} is an array that has been deleted: an earlier `run` gave up its "
+            "buffer (donate_argnums, or a model's state). Use the array that it returned."
+        )
 
     def _separate(self, call: Call, leaves: list[Any], new: list[int]) -> None:
         """Copies those of the new leaves that share memory with another: one may be donated.
@@ -226,6 +236,12 @@ class Runner:
 
     def _rows(self, call: Call, i: int, stacked: Any) -> Any:
         self._require_rows(call, i, stacked)
+        if isinstance(stacked, Parts):
+            if any_deleted(part for part in stacked.arrays if isinstance(part, jax.Array)):
+                raise ValueError(self._deleted(call, i))
+            if self.replicas.are_mixed or not stacked.are_equal:
+                return stacked
+            stacked = np.stack([np.asarray(part) for part in stacked.arrays])
         there = isinstance(stacked, jax.Array) and stacked.sharding == self.replicas.stacked
         return stacked if there else self.replicas.stack(stacked)
 
@@ -238,42 +254,66 @@ class Runner:
                 "run, or one value for each replica."
             )
 
-    def _avals(self, call: Call, leaves: list[Any]) -> list[jax.ShapeDtypeStruct]:
-        avals = list(map(abstract, call.state))
+    def _variants(self, call: Call, leaves: list[Any]) -> Variants:
+        """The sets of shapes that replicas have, and which replicas have each."""
         differs = set(call.layout.per_replica)
+        columns: list[Sequence[jax.ShapeDtypeStruct]] = []
+        unequal = []
         for i, leaf in enumerate(leaves):
-            aval = abstract(leaf)
-            row = jax.ShapeDtypeStruct(aval.shape[1:], aval.dtype) if i in differs else aval
-            avals.append(row)
-        return avals
+            if i not in differs:
+                columns.append((abstract(leaf),))
+            elif isinstance(leaf, Parts):
+                unequal.append(i)
+                columns.append([jax.ShapeDtypeStruct(s, leaf.dtype) for s in leaf.shapes])
+            else:
+                columns.append((jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype),))
+        state = list(map(abstract, call.state))
+        if not unequal:
+            return (
+                ((*state, *(first for first, *_ in columns)), tuple(range(len(self.replicas)))),
+            )
+        members: dict[Any, list[int]] = {}
+        for replica in range(len(self.replicas)):
+            own = [column[replica if i in unequal else 0] for i, column in enumerate(columns)]
+            members.setdefault((*state, *own), []).append(replica)
+        return tuple((avals, tuple(ids)) for avals, ids in members.items())
 
-    def _make(self, call: Call, avals: list[jax.ShapeDtypeStruct]) -> Program:
+    def _make(self, call: Call, variants: Variants) -> Program:
         """Traces, proves and plans; XLA compiles when the program first runs."""
         calls.require_nothing_bound(call.fn)
-        step = Step(self._group, call, avals)
+        unequal = len(variants) > 1
+        gathers = Gathers() if unequal else None
+        steps = [Step(self._group, call, avals, gathers) for avals, _ in variants]
+        step = steps[0]
         order: list[int] = []
 
-        def flat(*leaves: Any) -> list[Array]:
+        def flat(step: Step, *leaves: Any) -> list[Array]:
             results, after, keys = step(*leaves)
             order[:] = keys
             return [*results, *after, *keys.values()]
 
-        jaxpr = trace(flat, avals, self._group.num_replicas_in_sync)
-        calls.require_nothing_captured(call.fn, jaxpr.consts)
-        marks = prove(jaxpr, step.per_replica, self._group.num_replicas_in_sync)
+        n = self._group.num_replicas_in_sync
+        traces = [functools.partial(flat, each) for each in steps]
+        jaxprs = _trace_together(traces, variants, gathers, n)
+        _require_one_result(steps, variants)
+        calls.require_nothing_captured(call.fn, jaxprs[0].consts)
+        proved = [prove(jaxpr, step.per_replica, n) for jaxpr in jaxprs]
+        marks = join_marks(jaxprs, proved) if unequal else proved[0]
         ends = len(step.out_names), len(step.out_names) + step.num_state
         structure = call.structure
         state_names = structure.names(call.object_names) if structure is not None else []
         plan = make_plan(
             step.name,
             list(zip(structure.leaf_slots, state_names, strict=True)) if structure else [],
-            jaxpr.jaxpr.invars[: step.num_state],
+            jaxprs[0].jaxpr.invars[: step.num_state],
             marks[: ends[0]],
             marks[ends[0] : ends[1]],
             dict(zip(order, marks[ends[1] :], strict=True)),
             [*state_names, *call.leaf_names],
         )
-        program = Program(step, plan, call, self._executor, exchanges.in_words(jaxpr.jaxpr))
+        executor = self._for_unequal() if unequal else self._executor
+        pairs = [(each, ids) for each, (_, ids) in zip(steps, variants, strict=True)]
+        program = Program(pairs, plan, call, executor, exchanges.in_words(jaxprs[0].jaxpr))
         self._remember(call.fn, program)
         return program
 
@@ -304,3 +344,58 @@ class Runner:
 
     def _forget(self, programs: set[int]) -> None:
         self._programs = {k: p for k, p in self._programs.items() if id(p) not in programs}
+
+
+def _trace_together(
+    traces: Sequence[Any], variants: Variants, gathers: Gathers | None, num_replicas: int
+) -> list[ClosedJaxpr]:
+    """Traces a step for each set of shapes, up to each all-gather until all lengths are known.
+
+    Raises:
+        ValueError: the replicas do not bring to an all-gather what can be joined.
+    """
+    while True:
+        jaxprs: list[ClosedJaxpr] = []
+        asked: list[LengthsUnknown] = []
+        for fn, (avals, _) in zip(traces, variants, strict=True):
+            try:
+                jaxprs.append(trace(fn, avals, num_replicas))
+            except LengthsUnknown as unknown:
+                asked.append(unknown)
+        if gathers is None or not asked:
+            return jaxprs
+        gathers.known.append(_lengths(asked, variants, len(gathers.known) + 1))
+
+
+def _lengths(asked: list[LengthsUnknown], variants: Variants, number: int) -> tuple[int, ...]:
+    """Each replica's length at an all-gather."""
+    if len(asked) < len(variants):
+        raise ValueError(
+            f"Replicas of different shapes talk differently: all_gather number {number} of the "
+            "step is met by some only. A step must not choose by a shape whether it gathers."
+        )
+    axis = asked[0].axis
+    found: dict[int, int] = {}
+    for unknown, (_, ids) in zip(asked, variants, strict=True):
+        found.update(dict.fromkeys(ids, unknown.shape[axis] if unknown.shape else 0))
+    others = {(u.axis, u.shape[:axis], u.shape[axis + 1 :]) for u in asked}
+    if len(others) > 1:
+        shapes = ", ".join(
+            f"{unknown.shape} on replica {ids[0]}"
+            for unknown, (_, ids) in zip(asked, variants, strict=True)
+        )
+        raise ValueError(
+            f"all_gather number {number} of the step joins along axis {axis} arrays of shapes "
+            f"{shapes}. All other axes must be equal."
+        )
+    return tuple(found[i] for i in sorted(found))
+
+
+def _require_one_result(steps: Sequence[Step], variants: Variants) -> None:
+    for step, (_, ids) in zip(steps[1:], variants[1:], strict=True):
+        if step.out_tree != steps[0].out_tree:
+            raise ValueError(
+                f"{step.name} returned another structure on replica {ids[0]}, {step.out_tree}, "
+                f"than on replica 0, {steps[0].out_tree}. A step must not choose by a shape what "
+                "it returns."
+            )

@@ -1,6 +1,6 @@
 """A step on its way to a program: the call, the function on flat leaves, the finished program."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,17 +10,19 @@ import numpy as np
 from mirror import calls
 from mirror._errors import describe
 from mirror._types import Array, StepFunction
-from mirror.context import ReplicaGroup, replica
+from mirror.context import Gathers, ReplicaGroup, replica
 from mirror.cross_device_ops import ReduceOp
 from mirror.devices.log import placement_log
-from mirror.executors.executor import CompiledProgram, Executor
+from mirror.executors.executor import (
+    CompiledProgram,
+    Executor,
+    ReplicaProgram,
+    SignatureChanged,
+    Variant,
+)
 from mirror.objects import Record, Structure, is_object
 from mirror.plan import Plan
 from mirror.values import PerReplica
-
-
-class SignatureChanged(Exception):
-    """A program was retraced for leaves that it was not proved for."""
 
 
 class Call(NamedTuple):
@@ -79,11 +81,18 @@ class Step:
     It keeps what a program needs of a call, and nothing of its values.
     """
 
-    def __init__(self, group: ReplicaGroup, call: Call, avals: list[jax.ShapeDtypeStruct]) -> None:
+    def __init__(
+        self,
+        group: ReplicaGroup,
+        call: Call,
+        avals: Sequence[jax.ShapeDtypeStruct],
+        gathers: Gathers | None,
+    ) -> None:
         self.fn = call.fn
         self.name = calls.name_of(call.fn)
         self.group = group
         self.avals = avals
+        self.gathers = gathers
         self.structure = call.structure
         self.object_names = call.object_names
         self.num_state = len(call.state)
@@ -103,7 +112,9 @@ class Step:
         ):
             raise SignatureChanged
         state, rest = leaves[: self.num_state], leaves[self.num_state :]
-        with replica(self.group):
+        if self.gathers is not None:
+            self.gathers.restart()
+        with replica(self.group, self.gathers):
             clones = self.structure.rebuild(state) if self.structure is not None else None
             objects = clones.objects if clones is not None else ()
             args, kwargs = self.layout.rebuild(rest, self.statics, objects)
@@ -138,37 +149,31 @@ class Program:
 
     def __init__(
         self,
-        step: Step,
+        steps: Sequence[tuple[Step, Sequence[int]]],
         plan: Plan,
         call: Call,
         executor: Executor,
         exchanges: Sequence[tuple[str, str]],
     ) -> None:
+        step = steps[0][0]
         self.runs = 0
         averaged = [("all-reduce", f"{len(plan.averaged)} batch statistics")]
         self._exchanges = [*exchanges, *(averaged if plan.averaged else [])]
         self._name = step.name
         self._devices = executor.replicas.devices
-        self.avals = step.avals
+        self._reduces_on = executor.reduces_on
         self.fn = call.fn
         self.donated = call.donated()
         self._attribute_changes = step.attribute_changes
         self._changed = plan.changed
-        num_state, group = step.num_state, step.group
-
-        def replica_program(*leaves: Any) -> tuple[Array, ...]:
-            results, after, _ = step(*leaves)
-            means = group._all_reduce(ReduceOp.MEAN, [after[i] for i in plan.averaged])
-            for i, mean in zip(plan.averaged, means, strict=True):
-                after[i] = mean
-            return (*[after[i] for i in plan.changed], *results)
-
         self.compiled: CompiledProgram = executor.compile(
-            replica_program,
-            step.per_replica,
-            [False] * len(plan.changed) + plan.per_replica_results,
-            [*plan.changed, *(num_state + i for i in self.donated)],
-            step.name,
+            ReplicaProgram(
+                step.name,
+                [Variant(_replica(each, plan), each.avals, ids) for each, ids in steps],
+                step.per_replica,
+                [False] * len(plan.changed) + plan.per_replica_results,
+                [*plan.changed, *(step.num_state + i for i in self.donated)],
+            )
         )
         self._results = slice(len(plan.changed), len(plan.changed) + len(step.out_names))
         slots = [PerReplica.from_stacked(np.zeros(1)) if d else 0 for d in plan.per_replica_results]
@@ -177,7 +182,7 @@ class Program:
     def __call__(self, call: Call, leaves: list[Any]) -> Any:
         """Runs the program, writes the new state into the objects, returns the results."""
         if placement_log.on:
-            placement_log.step(self._name, self._devices, self._exchanges)
+            placement_log.step(self._name, self._devices, self._exchanges, self._reduces_on)
         outputs: list[Array] = []
         try:
             self.compiled([*call.state, *leaves] if call.state else leaves, outputs)
@@ -200,3 +205,16 @@ class Program:
         record.write(new)
         if self._attribute_changes:
             record.set_attributes(call.objects, self._attribute_changes)
+
+
+def _replica(step: Step, plan: Plan) -> Callable[..., tuple[Array, ...]]:
+    """What one replica runs: the changed state, its batch statistics averaged, and the results."""
+
+    def run(*leaves: Any) -> tuple[Array, ...]:
+        results, after, _ = step(*leaves)
+        means = step.group._all_reduce(ReduceOp.MEAN, [after[i] for i in plan.averaged])
+        for i, mean in zip(plan.averaged, means, strict=True):
+            after[i] = mean
+        return (*[after[i] for i in plan.changed], *results)
+
+    return run

@@ -17,7 +17,7 @@ from mirror.cross_device_ops import CrossDeviceOps, ReduceOp
 from mirror.data.distribute import DistributedDataset, Remainder
 from mirror.devices import backend
 from mirror.devices.log import unlogged
-from mirror.devices.replicas import ReplicaDevices
+from mirror.devices.replicas import ReplicaDevices, copies_of, move
 from mirror.display import Table, device_table
 from mirror.reductions import canonical_axes, gathering, reduction
 from mirror.runner import Runner
@@ -39,7 +39,7 @@ class Strategy(abc.ABC):
             )
         self._replicas = replicas
         self._cross_device_ops = cross_device_ops
-        self._runner = Runner(self, replicas)
+        self._runner = Runner(self, replicas, cross_device_ops)
         self._lone: Strategy | None = None
         self._with_one_on_each: Strategy | None = None
 
@@ -290,8 +290,8 @@ class Strategy(abc.ABC):
                 raise ValueError(f"{leaf!r} is of {leaf.num_replicas} replicas, not of {n}.")
             return leaf.values
         if isinstance(leaf, jax.Array) and self._replicas.is_mirrored(leaf):
-            copies = {shard.device: shard.data for shard in leaf.addressable_shards}
-            return [copies[device] for device in self.devices]
+            copies = copies_of(leaf)
+            return [copies[d] if d in copies else move(leaf, d) for d in self.devices]
         return [leaf] * n
 
     def __copy__(self) -> NoReturn:

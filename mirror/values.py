@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mirror._errors import describe
 from mirror._types import REPLICA_AXIS, Array, ArrayLike
+from mirror.parts import Parts
 
 
 def is_numeric(dtype: Any) -> bool:
@@ -18,17 +19,18 @@ def is_numeric(dtype: Any) -> bool:
 
 
 class PerReplica:
-    """One array for each replica, all of one shape and dtype: what may differ between replicas.
+    """One array for each replica, all of one dtype: what may differ between replicas.
 
     `strategy.run` hands each replica its own array, without a leading axis, and gives back a
     `PerReplica` for every result that is not proved to be the same on all replicas. It is a
-    registered pytree with one leaf, the stacked array.
+    registered pytree with one leaf: the stacked array, or what holds the arrays apart where
+    lengths differ.
 
     Args:
-        values: one array for each replica, in replica order; equal shapes and dtypes.
+        values: one array for each replica, in replica order; of one dtype and number of dimensions.
 
     Raises:
-        ValueError: no values, or values that differ in shape or dtype.
+        ValueError: no values, or values that differ in dtype or number of dimensions.
 
     >>> import numpy as np
     >>> x = PerReplica([np.zeros(3), np.ones(3)])
@@ -54,13 +56,26 @@ class PerReplica:
 
     @property
     def stacked(self) -> Array | np.ndarray:
-        """The array `(num_replicas, *shape)`, as it lies on the devices."""
-        return self._stacked
+        """The array `(num_replicas, *shape)`, as it lies on the devices; on the host if on several.
+
+        Raises:
+            ValueError: the replicas' values differ in shape.
+        """
+        if not isinstance(self._stacked, Parts):
+            return self._stacked
+        if not self._stacked.are_equal:
+            raise ValueError(
+                f"{self!r} has no stacked array: its values differ in shape. Look at x.values, or "
+                "join them, strategy.gather(x, axis=0)."
+            )
+        return np.stack([np.asarray(array) for array in self._stacked.arrays])
 
     @property
     def values(self) -> tuple[Array | np.ndarray, ...]:
         """One array `(*shape)` for each replica, each on its replica's device."""
-        rows = _rows_on_devices(self._stacked)
+        if isinstance(self._stacked, Parts):
+            return self._stacked.arrays
+        rows = rows_on_devices(self._stacked)
         if rows is None:
             return tuple(self._stacked[i] for i in range(self.num_replicas))
         return tuple(row.reshape(row.shape[1:]) for row in rows)
@@ -68,7 +83,16 @@ class PerReplica:
     @property
     def num_replicas(self) -> int:
         """How many replicas it holds a value for."""
-        return self._stacked.shape[0]
+        held = self._stacked
+        return len(held.arrays) if isinstance(held, Parts) else held.shape[0]
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Each replica's shape."""
+        held = self._stacked
+        if isinstance(held, Parts):
+            return held.shapes
+        return (held.shape[1:],) * held.shape[0]
 
     @property
     def dtype(self) -> np.dtype:
@@ -78,12 +102,14 @@ class PerReplica:
     __array_ufunc__ = None  # `numpy_array + per_replica` comes here, to be refused
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.array(self._stacked, dtype=dtype, copy=copy)
+        return np.array(self.stacked, dtype=dtype, copy=copy)
 
     def __format__(self, spec: str) -> str:
         return repr(self) if not spec else _refuse("__format__")(self)
 
     def __repr__(self) -> str:
+        if isinstance(self._stacked, Parts):
+            return f"PerReplica({', '.join(map(_shown, self._stacked.arrays))})"
         if not isinstance(self._stacked, jax.Array | np.ndarray):
             return f"PerReplica({self._stacked!r})"
         traced = isinstance(self._stacked, jax.core.Tracer)
@@ -111,12 +137,25 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
+def _shown(array: Array | np.ndarray) -> str:
+    """One of several arrays: its values if they are few, else its type."""
+    if isinstance(array, jax.Array) and array.is_deleted():
+        return f"deleted {describe(array)}"
+    small = array.size <= 16 and is_numeric(array.dtype)
+    return np.array2string(np.asarray(array), separator=", ") if small else describe(array)
+
+
+def per_replica(stacked: "Array | np.ndarray | Parts") -> PerReplica:
+    """A `PerReplica` around what holds its arrays."""
+    return _wrap(stacked)
+
+
 def is_per_replica(value: object) -> bool:
     """Whether the value is a `PerReplica`; made for `is_leaf=`."""
     return isinstance(value, PerReplica)
 
 
-def _rows_on_devices(stacked: Array | np.ndarray) -> tuple[Array, ...] | None:
+def rows_on_devices(stacked: Array | np.ndarray) -> tuple[Array, ...] | None:
     """Each replica's row `(1, *shape)` where it lies; `None` if the array lies in another way."""
     if not isinstance(stacked, jax.Array) or isinstance(stacked, jax.core.Tracer):
         return None
@@ -131,7 +170,7 @@ def _rows_on_devices(stacked: Array | np.ndarray) -> tuple[Array, ...] | None:
     return tuple(shard.data[i : i + 1] for shard in ordered for i in range(count))
 
 
-def _stack(values: Sequence[ArrayLike]) -> Array | np.ndarray:
+def _stack(values: Sequence[ArrayLike]) -> Array | np.ndarray | Parts:
     if isinstance(values, jax.Array | np.ndarray | PerReplica | dict | str):
         raise TypeError(
             f"PerReplica takes one value for each replica, not {describe(values)}. Pass a list, or "
@@ -146,17 +185,21 @@ def _stack(values: Sequence[ArrayLike]) -> Array | np.ndarray:
             )
     if not rows:
         raise ValueError("PerReplica([]) has no values. Pass one for each replica.")
-    if len({(row.shape, row.dtype) for row in rows}) > 1:
+    if len({(row.ndim, row.dtype) for row in rows}) > 1:
         received = ", ".join(map(describe, rows))
         raise ValueError(
-            f"The replicas' values differ in shape or dtype: {received}. Pass values of one shape "
-            "and dtype; pad them where lengths differ."
+            f"The replicas' values differ in dtype or number of dimensions: {received}. Pass "
+            "values of one dtype, which differ in length at most."
         )
+    if len({row.shape for row in rows}) > 1:
+        return Parts(rows)
     if not all(isinstance(row, jax.Array) for row in rows):
         return np.stack([np.asarray(row) for row in rows])
     devices = [next(iter(row.devices())) for row in rows if len(row.devices()) == 1]
     if len(set(devices)) < len(rows):
         return jnp.stack(rows)
+    if len({device.platform for device in devices}) > 1:
+        return Parts(rows)
     sharding = NamedSharding(
         Mesh(np.asarray(devices), (REPLICA_AXIS,)), PartitionSpec(REPLICA_AXIS)
     )

@@ -10,7 +10,7 @@ from mirror._errors import describe
 from mirror._types import PyTree
 from mirror.calls import keys
 from mirror.devices.replicas import ReplicaDevices
-from mirror.values import PerReplica, is_numeric, is_per_replica
+from mirror.values import PerReplica, is_numeric, is_per_replica, per_replica
 
 Remainder: TypeAlias = Literal["error", "drop", "pad"]
 
@@ -77,7 +77,7 @@ class DistributedDataset:
     def _on_replicas(self, leaf: Any) -> PerReplica:
         n = len(self._replicas)
         rows = leaf.reshape(n, leaf.shape[0] // n, *leaf.shape[1:])
-        return PerReplica.from_stacked(self._replicas.stack(rows))
+        return per_replica(self._replicas.stack(rows))
 
     def _padded(
         self, named: list[tuple[str, Any]], treedef: Any, size: int, first_size: int, number: int

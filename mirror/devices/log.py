@@ -19,7 +19,7 @@ from jax.extend.core import get_opaque_trace_state, set_current_trace, take_curr
 
 from mirror._errors import describe
 from mirror._frames import line_of_user
-from mirror.devices.backend import names, place
+from mirror.devices.backend import logical_name, names, place
 
 _logger = logging.getLogger("mirror")
 _HIDDEN = ("jit", "pjit")
@@ -158,13 +158,21 @@ class _PlacementLog:
             _thread.installed = False
 
     def step(
-        self, name: str, devices: Iterable[jax.Device], exchanges: Iterable[tuple[str, str]]
+        self,
+        name: str,
+        devices: Iterable[jax.Device],
+        exchanges: Iterable[tuple[str, str]],
+        reduces_on: jax.Device | None,
     ) -> None:
         """Logs that a compiled step runs, and its exchanges: the kind of each, and how much."""
         devices = tuple(devices)
         _logger.info("Executing step %s in %s", name, place(devices))
         for kind, amount in exchanges:
-            _logger.info("%s over %s: %s", kind, names(devices), amount)
+            if reduces_on is None:
+                _logger.info("%s over %s: %s", kind, names(devices), amount)
+            else:
+                route = f"Reduce to {logical_name(reduces_on)} then broadcast to {names(devices)}"
+                _logger.info("%s: %s, %s", route, kind, amount)
 
     def mirrored(self, name: str, value: Any, devices: Iterable[jax.Device]) -> None:
         """Logs that a variable, or another value, is mirrored."""

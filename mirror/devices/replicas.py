@@ -1,7 +1,7 @@
 """The devices of the replicas, and how a value gets there: the owner of `jax.device_put`."""
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from mirror._types import REPLICA_AXIS, Array
 from mirror.devices.backend import names, type_of
+from mirror.parts import Parts
 
 _is_deleted = operator.methodcaller("is_deleted")
 
@@ -17,22 +18,27 @@ _is_deleted = operator.methodcaller("is_deleted")
 class ReplicaDevices:
     """The device of each replica, and the mesh of those devices, with the replica axis.
 
+    Devices of several types have no mesh in common. Then a mirrored array lies on one device, its
+    home, and goes to the others when a step runs; and what differs between replicas is `Parts`.
+
     Args:
         devices: in replica order. Several replicas may share a device: equally many on each, and
             those of one device next to each other.
+        home: where mirrored arrays lie if the devices are of several types; `None`: on the first.
 
     Attributes:
         devices: the same.
         distinct: each device once.
-        mesh: the one-axis mesh over the distinct devices.
-        mirrored: sharding of a mirrored array: a whole copy on each device.
+        are_mixed: whether they are of several types.
+        mesh: the one-axis mesh over the distinct devices; over the home where they are mixed.
+        mirrored: sharding of a mirrored array: a whole copy on each device of the mesh.
         stacked: sharding of a stacked array `(num_replicas, *shape)`: row r on replica r's device.
 
     Raises:
         ValueError: the devices carry unequal numbers of replicas, or the order mixes them.
     """
 
-    def __init__(self, devices: tuple[jax.Device, ...]) -> None:
+    def __init__(self, devices: tuple[jax.Device, ...], home: jax.Device | None = None) -> None:
         self.devices = devices
         self.distinct = tuple(dict.fromkeys(devices))
         self.replicas_per_device = len(devices) // len(self.distinct)
@@ -42,7 +48,9 @@ class ReplicaDevices:
                 f"The replicas lie on {names(devices)}. Each device must carry equally many, next "
                 f"to each other: as {names(major)}, say."
             )
-        self.mesh = Mesh(np.asarray(self.distinct), (REPLICA_AXIS,), axis_types=(AxisType.Auto,))
+        self.are_mixed = len(set(map(type_of, self.distinct))) > 1
+        self.on_mesh = (home or self.distinct[0],) if self.are_mixed else self.distinct
+        self.mesh = Mesh(np.asarray(self.on_mesh), (REPLICA_AXIS,), axis_types=(AxisType.Auto,))
         self.mirrored = NamedSharding(self.mesh, PartitionSpec())
         self.stacked = NamedSharding(self.mesh, PartitionSpec(REPLICA_AXIS))
 
@@ -52,7 +60,7 @@ class ReplicaDevices:
     @property
     def on_host(self) -> bool:
         """Whether they exchange among several host devices, which share one thread pool."""
-        return type_of(self.devices[0]) == "CPU" and len(self.distinct) > 1
+        return type_of(self.devices[0]) == "CPU" and len(self.on_mesh) > 1
 
     def is_mirrored(self, value: Array) -> bool:
         """Whether the array already has a whole copy on each of the devices, in replica order."""
@@ -62,7 +70,7 @@ class ReplicaDevices:
         return (
             isinstance(sharding, NamedSharding)
             and isinstance(sharding.mesh, Mesh)
-            and tuple(sharding.mesh.devices.flat) == self.distinct
+            and tuple(sharding.mesh.devices.flat) == self.on_mesh
             and sharding.is_equivalent_to(self.mirrored, value.ndim)
         )
 
@@ -79,17 +87,38 @@ class ReplicaDevices:
             value = value.copy()
         return jax.device_put(value, self.mirrored)
 
-    def stack(self, value: Array | np.ndarray) -> Array:
+    def broadcast(self, value: Array | np.ndarray) -> Array:
+        """A mirrored array that may share memory with `value`, which nobody must change then."""
+        return jax.device_put(value, self.mirrored)
+
+    def stack(self, value: Array | np.ndarray) -> Array | Parts:
         """Lays the rows of `(num_replicas, *shape)` onto the replicas' devices, one row each.
 
         A host array is cut on the host and each row goes to its own device. It is copied first: a
         data loader may fill the same buffer again while the transfer is still under way.
         """
         fresh = value if isinstance(value, jax.Array) else np.array(value)
+        if self.are_mixed:
+            return Parts(list(map(move, fresh, self.devices)))
         return jax.device_put(fresh, self.stacked)
 
+    def from_rows(self, rows: Sequence[Array]) -> Array:
+        """The stacked array of rows `(1, *shape)` that lie on the replicas' devices. No copies."""
+        shape = (len(rows), *rows[0].shape[1:])
+        return jax.make_array_from_single_device_arrays(shape, self.stacked, list(rows))
 
-def move(array: Array, device: jax.Device) -> Array:
+    def from_copies(self, copies: Sequence[Array]) -> Array:
+        """The mirrored array of copies that lie on the mesh's devices, in order. No copies more."""
+        shape = copies[0].shape
+        return jax.make_array_from_single_device_arrays(shape, self.mirrored, list(copies))
+
+
+def copies_of(array: Array) -> dict[jax.Device, Array]:
+    """What of an array lies on each device."""
+    return {shard.device: shard.data for shard in array.addressable_shards}
+
+
+def move(array: Array | np.ndarray, device: jax.Device) -> Array:
     """The array on one device, and bound to it. Differentiable."""
     return jax.device_put(array, device)
 

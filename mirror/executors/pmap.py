@@ -11,11 +11,11 @@ from typing import final
 import jax
 
 from mirror._types import REPLICA_AXIS
-from mirror.executors.executor import Executor, Outputs
+from mirror.executors.executor import MeshExecutor, Outputs
 
 
 @final
-class PmapExecutor(Executor):
+class PmapExecutor(MeshExecutor):
     """Runs replica programs on the devices of the replicas, one replica on each."""
 
     def _mapped(

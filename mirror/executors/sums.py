@@ -11,51 +11,36 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from mirror._types import Array
+from mirror.program.evaluate import Evaluation, bind
+from mirror.program.inner import called
 
-_INLINED = ("jit", "pjit", "closed_call")
+_INLINED = ("jit", "closed_call")
 
 
 def evaluate(program: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
     """Runs a program, its sums over rows rewritten; what is then of no use, XLA leaves out."""
-    return _Evaluation().run(program.jaxpr, program.consts, inputs)
+    return _Sums().call(program, inputs)
 
 
-class _Evaluation:
-    """The values of one run, and which operation made each."""
+class _Sums(Evaluation):
+    """One run, which remembers the operation that made each value."""
 
     def __init__(self) -> None:
         self.made_by: dict[int, tuple[JaxprEqn, list[Any]]] = {}
         self._kept: list[Any] = []  # an id is one value's only while the value lives
 
-    def run(self, jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-        values: dict[Var, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-        values.update(zip(jaxpr.invars, inputs, strict=True))
-
-        def read(atom: Any) -> Any:
-            return atom.val if isinstance(atom, Literal) else values[atom]
-
-        for eqn in jaxpr.eqns:
-            arguments = [read(atom) for atom in eqn.invars]
-            outputs = self._apply(eqn, arguments)
-            values.update(zip(eqn.outvars, outputs, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
-
-    def _apply(self, eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
-        if eqn.primitive.name in _INLINED:
-            inner: Any = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-            return self.run(inner.jaxpr, inner.consts, arguments)
+    def apply(self, eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
+        program = called(eqn) if eqn.primitive.name in _INLINED else None
+        if program is not None:
+            return self.call(program, arguments)
         if _sums_rows(eqn):
             return [self._sum(argument) for argument in arguments]
         with eqn.ctx.manager:  # what the user's contexts around it said
-            if _slides_over_rows(eqn, arguments):
-                outputs = _windows(eqn, arguments)
-            else:
-                params = eqn.primitive.get_bind_params(eqn.params)
-                outputs = eqn.primitive.bind(*arguments, **params)
-        outputs = outputs if eqn.primitive.multiple_results else [outputs]
+            slides = _slides_over_rows(eqn, arguments)
+            outputs = [_windows(eqn, arguments)] if slides else bind(eqn, arguments)
         if len(outputs) == 1:
             self.made_by[id(outputs[0])] = eqn, arguments
             self._kept.append(outputs[0])
@@ -118,7 +103,7 @@ def _windows(eqn: JaxprEqn, arguments: list[Any]) -> Any:
     return pooled.reshape(*outer, *pooled.shape[1:])
 
 
-def _dot_general(_: _Evaluation, eqn: JaxprEqn, arguments: list[Any]) -> Array | None:
+def _dot_general(_: _Sums, eqn: JaxprEqn, arguments: list[Any]) -> Array | None:
     """Rows are the first of the axes that a product goes along; now it contracts them too."""
     (left, right), (left_batch, right_batch) = eqn.params["dimension_numbers"]
     if not left_batch:
@@ -130,7 +115,7 @@ def _dot_general(_: _Evaluation, eqn: JaxprEqn, arguments: list[Any]) -> Array |
     return eqn.primitive.bind(*arguments, **{**eqn.params, "dimension_numbers": numbers})
 
 
-def _transpose(run: _Evaluation, eqn: JaxprEqn, arguments: list[Any]) -> Array | None:
+def _transpose(run: _Sums, eqn: JaxprEqn, arguments: list[Any]) -> Array | None:
     rows, *others = eqn.params["permutation"]
     if rows == 0:
         inner = run.pushed(arguments[0])
@@ -140,7 +125,7 @@ def _transpose(run: _Evaluation, eqn: JaxprEqn, arguments: list[Any]) -> Array |
     return None if inner is None else jax.lax.transpose(inner, [p - (p > rows) for p in others])
 
 
-def _reshape(run: _Evaluation, eqn: JaxprEqn, arguments: list[Any]) -> Array | None:
+def _reshape(run: _Sums, eqn: JaxprEqn, arguments: list[Any]) -> Array | None:
     sizes = eqn.params["new_sizes"]
     if eqn.params["dimensions"] is not None or sizes[:1] != jnp.shape(arguments[0])[:1]:
         return _kernel_gradient(run, eqn, arguments, 0)
@@ -148,9 +133,7 @@ def _reshape(run: _Evaluation, eqn: JaxprEqn, arguments: list[Any]) -> Array | N
     return None if inner is None else inner.reshape(sizes[1:])
 
 
-def _kernel_gradient(
-    run: _Evaluation, split: JaxprEqn, operands: list[Any], rows: int
-) -> Array | None:
+def _kernel_gradient(run: _Sums, split: JaxprEqn, operands: list[Any], rows: int) -> Array | None:
     """A convolution with a group of features for each row, which are then split off as an axis.
 
     The sum over that axis is one convolution, over the features of all groups.
@@ -191,7 +174,7 @@ def _kernel_gradient(
     )
 
 
-def _scaled(run: _Evaluation, eqn: JaxprEqn, arguments: list[Any]) -> Array | None:
+def _scaled(run: _Sums, eqn: JaxprEqn, arguments: list[Any]) -> Array | None:
     """A product with a scalar, which is the same for all rows, or a quotient by one.
 
     Not of integers, whose quotients are cut off, nor of float16, whose sums overflow.
@@ -209,7 +192,7 @@ def _scaled(run: _Evaluation, eqn: JaxprEqn, arguments: list[Any]) -> Array | No
     )
 
 
-_RULES: dict[str, Callable[[_Evaluation, JaxprEqn, list[Any]], Array | None]] = {
+_RULES: dict[str, Callable[[_Sums, JaxprEqn, list[Any]], Array | None]] = {
     "dot_general": _dot_general,
     "transpose": _transpose,
     "reshape": _reshape,

@@ -13,13 +13,13 @@ from typing import final
 import jax
 
 from mirror._types import REPLICA_AXIS
-from mirror.executors.executor import Executor, Outputs
+from mirror.executors.executor import MeshExecutor, Outputs
 from mirror.executors.sums import evaluate
 from mirror.program.trace import trace_inside
 
 
 @final
-class VmapExecutor(Executor):
+class VmapExecutor(MeshExecutor):
     """Runs replica programs as rows of one program."""
 
     def _mapped(

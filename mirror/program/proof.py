@@ -20,26 +20,14 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from mirror._errors import ReplicaDivergenceError, listing
 from mirror._frames import is_users
 from mirror.program.ensure import ensured_p
-from mirror.program.exchanges import (
-    contains_exchange,
-    equations,
-    inner_programs,
-    is_exchange,
-    names_axis,
-)
+from mirror.program.exchanges import contains_exchange, is_exchange, names_axis
+from mirror.program.inner import Scan, While, called, equations, inner_programs, jaxpr_of
 from mirror.program.trace import trace
 
 _MIRRORING = frozenset({"psum", "pmax", "pmin", "all_gather"})
 _IMPURE = frozenset({"io_callback", "rng_uniform"})
 _REF_READS = frozenset({"get"})
 _PASSING = frozenset({"optimization_barrier", "device_put", "ensure_mirrored"})
-_CALLS = frozenset(
-    (
-        *("jit", "remat2", "remat_opt", "custom_jvp_call", "custom_vjp_call", "custom_vmap_call"),
-        *("closed_call", "eval_jaxpr", "composite", "linear_call", "custom_partitioning"),
-        *("xla_metadata_call", "compute_on"),
-    )
-)
 
 
 @dataclass(frozen=True)
@@ -132,11 +120,10 @@ class _Pass:
             return list(marks), marks
         if name == "call_hi_primitive":
             return self.closed(_expanded(eqn, self.num_replicas), marks)
-        inner = list(inner_programs(eqn.params.values()))
-        if name in _CALLS and len(inner) == 1 and len(inner[0].invars) == len(marks):
-            outputs, after = self.walk(inner[0], marks)
-            if len(outputs) == len(eqn.outvars):
-                return outputs, after
+        program = called(eqn)
+        if program is not None:
+            return self.walk(jaxpr_of(program), marks)
+        inner = list(map(jaxpr_of, inner_programs(eqn.params.values())))
         if inner:
             return self.opaque(eqn, marks, inner)
         return self.plain(eqn, marks)
@@ -180,17 +167,14 @@ class _Pass:
         return [worst] * len(eqn.outvars), self.written(eqn, marks, worst)
 
     def scan(self, eqn: JaxprEqn, marks: list[Mark]) -> tuple[list[Mark], list[Mark]]:
-        body: ClosedJaxpr = eqn.params["jaxpr"]
-        # `num_consts` and `num_carry` are `ft_in` and `ft_out` in JAX 0.12; the ranks say the same
-        # in both: what is scanned over, or stacked up, has one axis more outside than inside.
-        num_carry = _count_equal_ranks(eqn.outvars, body.jaxpr.outvars)
-        num_consts = _count_equal_ranks(eqn.invars, body.jaxpr.invars) - num_carry
+        scan = Scan(eqn)
+        num_consts, num_carry = scan.num_consts, scan.num_carry
         marks = list(marks)
         carry = slice(num_consts, num_consts + num_carry)
         while True:
             # A slice is not its array, so it is a copy of nothing.
             marks[carry.stop :] = [Mark(mark.origin) for mark in marks[carry.stop :]]
-            outputs, after = self.closed(body, marks)
+            outputs, after = self.closed(scan.body, marks)
             joined = [*after[:num_consts], *_joins(marks[carry], outputs[:num_carry])]
             joined += after[carry.stop :]
             if joined == marks:
@@ -200,10 +184,10 @@ class _Pass:
         return [*marks[carry], *stacked], [*marks[:num_consts], *marks[num_consts:]]
 
     def while_loop(self, eqn: JaxprEqn, marks: list[Mark]) -> tuple[list[Mark], list[Mark]]:
-        test, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
-        num_test, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-        test_consts, rest = list(marks[:num_test]), marks[num_test:]
-        consts, carry = list(rest[:num_body]), list(rest[num_body:])
+        loop = While(eqn)
+        test, body = loop.test, loop.body
+        test_consts, consts, carry = loop.split(marks)
+        num_test, num_body = len(test_consts), len(consts)
         while True:
             (predicate,), test_after = self.closed(test, [*test_consts, *carry])
             with _under(self, predicate, eqn):
@@ -283,10 +267,6 @@ def _is_replica_source(eqn: JaxprEqn) -> bool:
 
 def _joins(left: Sequence[Mark], right: Sequence[Mark]) -> list[Mark]:
     return [a.join(b) for a, b in zip(left, right, strict=True)]
-
-
-def _count_equal_ranks(outer: Sequence[Any], inner: Sequence[Any]) -> int:
-    return sum(len(o.aval.shape) == len(i.aval.shape) for o, i in zip(outer, inner, strict=True))
 
 
 def _spans_whole_axis(eqn: JaxprEqn) -> bool:

@@ -1,0 +1,436 @@
+"""The staged executor: devices that no exchange of their own connects.
+
+A replica program is cut at its exchanges. Each stage is one program without exchanges over all
+devices that can run it together, a lane: of one type, with one set of shapes. It is launched on
+every lane before the host waits for anything; then the exchanges are reduced on the host, each
+replica's operand as it arrives, and broadcast back.
+
+Mirrored results are those of one lane, copied to the others: programs compiled for other shapes or
+another device round differently, and replicas must not drift apart.
+"""
+
+import contextlib
+import logging
+from collections.abc import Sequence
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mirror._types import Array
+from mirror.cross_device_ops import CrossDeviceOps
+from mirror.devices import backend
+from mirror.devices.replicas import ReplicaDevices, any_deleted, copies_of, move
+from mirror.executors.executor import (
+    CompiledProgram,
+    Executor,
+    ReplicaProgram,
+    SignatureChanged,
+    Variant,
+)
+from mirror.executors.host import carry_out, lost
+from mirror.executors.pmap import PmapExecutor
+from mirror.parts import Parts
+from mirror.program.match import require_alike
+from mirror.program.stages import (
+    Branch,
+    Exchange,
+    Fixed,
+    Loop,
+    Stage,
+    Staged,
+    Value,
+    cut,
+    values_of,
+)
+from mirror.program.trace import trace
+from mirror.values import rows_on_devices
+
+_PACK_BYTES = 256 * 1024
+_logger = logging.getLogger("mirror")
+
+
+@final
+class StagedExecutor(Executor):
+    """Runs replica programs stage by stage.
+
+    Args:
+        replicas: the devices, of any types.
+        ops: carries the reductions out.
+    """
+
+    def __init__(self, replicas: ReplicaDevices, ops: CrossDeviceOps) -> None:
+        super().__init__(replicas)
+        self.ops = ops
+        self.reduces_on = ops.device
+        self._lanes: dict[tuple[int, ...], _Lane] = {}
+
+    def compile(self, program: ReplicaProgram) -> "StagedProgram":
+        """See `Executor.compile`. Traces and cuts the program now.
+
+        Raises:
+            NotImplementedError: the program cannot be cut.
+            ValueError: replicas of different shapes talk differently.
+        """
+        limit = self.ops.pack_bytes
+        limit = _PACK_BYTES if limit is None else limit
+        n = len(self.replicas)
+        inputs = [not differs for differs in program.per_replica_inputs]
+        outputs = [not differs for differs in program.per_replica_outputs]
+        staged = [
+            cut(trace(variant.fn, variant.avals, n), inputs, outputs, n, limit)
+            for variant in program.variants
+        ]
+        require_alike(staged, [variant.replicas for variant in program.variants])
+        lanes, of_lanes = [], []
+        for variant, each in zip(program.variants, staged, strict=True):
+            for ids in self._together(variant):
+                lanes.append(self._lane(ids))
+                of_lanes.append(each)
+        return StagedProgram(self, program, lanes, of_lanes)
+
+    def _together(self, variant: Variant) -> list[tuple[int, ...]]:
+        """The replicas of a variant that one program can run: of one type, each its own device."""
+        groups: dict[Any, list[int]] = {}
+        met: dict[jax.Device, int] = {}
+        for replica in variant.replicas:
+            device = self.replicas.devices[replica]
+            number = met[device] = met.get(device, 0) + 1
+            groups.setdefault((backend.type_of(device), number), []).append(replica)
+        return [tuple(ids) for ids in groups.values()]
+
+    def _lane(self, ids: tuple[int, ...]) -> "_Lane":
+        if ids not in self._lanes:
+            self._lanes[ids] = _Lane(ids, self.replicas)
+        return self._lanes[ids]
+
+
+class _Lane:
+    """Replicas that run a stage as one program.
+
+    Attributes:
+        ids: which replicas.
+        replicas: their devices.
+        is_all: whether those are all replicas.
+    """
+
+    def __init__(self, ids: tuple[int, ...], every: ReplicaDevices) -> None:
+        self.ids = ids
+        self.every = every
+        self.replicas = ReplicaDevices(tuple(every.devices[i] for i in ids))
+        self.executor = PmapExecutor(self.replicas, exchanges=False)
+        self.is_all = len(ids) == len(every)
+        self.replica_ids = self.replicas.stack(np.asarray(ids, np.int32))
+        self._same_mesh = self.replicas.mesh == every.mesh
+
+    def on_mesh(self) -> contextlib.AbstractContextManager[Any]:
+        """Its own mesh, which `jax.pmap` demands; `run` has set that of all replicas."""
+        return contextlib.nullcontext() if self._same_mesh else jax.set_mesh(self.replicas.mesh)
+
+    def takes(self, leaves: Sequence[Any], per_replica: Sequence[bool]) -> list[Any]:
+        """Its part of what lies on all devices."""
+        if self.is_all and self._same_mesh:
+            return list(leaves)
+        return [
+            self._rows(leaf) if differs else self._copies(leaf)
+            for leaf, differs in zip(leaves, per_replica, strict=True)
+        ]
+
+    def _copies(self, leaf: Array) -> Array:
+        if self._same_mesh:
+            return leaf
+        there = copies_of(leaf)
+        if any(device not in there for device in self.replicas.devices):
+            return self.replicas.broadcast(leaf)
+        return self.replicas.from_copies([there[device] for device in self.replicas.devices])
+
+    def _rows(self, leaf: Any) -> Array:
+        if isinstance(leaf, Parts):
+            own = [leaf.arrays[i] for i in self.ids]
+            rows = [move(row, d)[None] for row, d in zip(own, self.replicas.devices, strict=True)]
+            return self.replicas.from_rows(rows)
+        every = rows_on_devices(leaf)
+        assert every is not None  # `run` has put it there
+        return self.replicas.from_rows([every[i] for i in self.ids])
+
+    def broadcast(self, value: Any) -> Array:
+        """A mirrored array of a host array, or of one on another device."""
+        return self.replicas.broadcast(value)
+
+    def scatter(self, values: Sequence[Any]) -> Any:
+        """The rows of its replicas, of all replicas' values."""
+        return self.replicas.stack(np.stack([values[i] for i in self.ids]))
+
+    def row(self, rows: Array, place: int) -> Array:
+        """The row `(1, *shape)` of its replica at a place."""
+        return copies_of(rows)[self.replicas.devices[place]]
+
+
+class StagedProgram(CompiledProgram):
+    """A replica program as stages on lanes."""
+
+    def __init__(
+        self,
+        executor: StagedExecutor,
+        program: ReplicaProgram,
+        lanes: list[_Lane],
+        staged: list[Staged],
+    ) -> None:
+        self._replicas = executor.replicas
+        self._lanes = lanes
+        self._per_replica_inputs = program.per_replica_inputs
+        self._per_replica_outputs = program.per_replica_outputs
+        home = self._replicas.on_mesh[0]
+        holders = [i for i, lane in enumerate(lanes) if home in lane.replicas.devices]
+        self._home = next(iter(holders), 0)
+        # What a lane gives up another may still read, and an interrupt must find the old state.
+        whole = len(lanes) == 1 and lanes[0].is_all and not self._replicas.are_mixed
+        donated = program.donated if whole else ()
+        self._whole = whole
+        self._part = _Part(executor.ops, lanes, staged, program.name, donated, self._home)
+
+    def __call__(self, leaves: Sequence[Any], outputs: list[Any]) -> None:
+        """See `CompiledProgram`."""
+        taken = [lane.takes(leaves, self._per_replica_inputs) for lane in self._lanes]
+        if self._whole:
+            self._part.run(taken, outputs)
+            return
+        found = self._part.run(taken, [])
+        outputs.extend(self._joined(found))
+
+    def _joined(self, found: list[list[Any]]) -> list[Any]:
+        of_lanes = [iter(each) for each in found]
+        return [
+            self._parts([next(each) for each in of_lanes])
+            if differs
+            else self._mirrored(next(of_lanes[self._home]))
+            for differs in self._per_replica_outputs
+        ]
+
+    def _mirrored(self, array: Array) -> Array:
+        lane = self._lanes[self._home]
+        if lane.replicas.mesh == self._replicas.mesh:
+            return array
+        copies = copies_of(array)
+        home = self._replicas.on_mesh[0]
+        return self._replicas.broadcast(copies.get(home, lane.row(array, 0)))
+
+    def _parts(self, of_lanes: list[Array]) -> Any:
+        rows: list[Any] = [None] * len(self._replicas)
+        for lane, array in zip(self._lanes, of_lanes, strict=True):
+            for place, replica in enumerate(lane.ids):
+                rows[replica] = lane.row(array, place)
+        alike = len({row.shape for row in rows}) == 1
+        if alike and not self._replicas.are_mixed and self._replicas.replicas_per_device == 1:
+            return self._replicas.from_rows(rows)
+        return Parts([row.reshape(row.shape[1:]) for row in rows])
+
+
+class _Part:
+    """A cut program on its lanes: the whole one, or that inside a loop or a branch."""
+
+    def __init__(
+        self,
+        ops: CrossDeviceOps,
+        lanes: list[_Lane],
+        staged: list[Staged],
+        name: str,
+        donated: Sequence[int] = (),
+        home: int | None = None,
+    ) -> None:
+        self._ops = ops
+        self._lanes = lanes
+        self._staged = staged
+        self._name = name
+        self._num_replicas = sum(len(lane.ids) for lane in lanes)
+        self._stages = [
+            [
+                _compiled(lane, each, number, name, donated, keeps_all=home in (None, place))
+                for place, (lane, each) in enumerate(zip(lanes, staged, strict=True))
+            ]
+            for number in range(len(staged[0].stages))
+        ]
+        self._inner: dict[Any, list[_Part]] = {}
+        for stage in staged[0].stages:
+            for i, talk in enumerate(stage.talks):
+                if not isinstance(talk, Exchange):
+                    self._inner[talk] = self._parts_of(stage, i)
+        self._held = [
+            {value: lane.broadcast(array) for value, array in each.held}
+            for lane, each in zip(lanes, staged, strict=True)
+        ]
+
+    def _parts_of(self, stage: Stage, i: int) -> "list[_Part]":
+        number = self._staged[0].stages.index(stage)
+        talks = [each.stages[number].talks[i] for each in self._staged]
+        inner = [list(filter(None, _programs(talk))) for talk in talks]
+        return [
+            _Part(self._ops, self._lanes, [programs[k] for programs in inner], self._name)
+            for k in range(len(inner[0]))
+        ]
+
+    def run(self, inputs: list[list[Any]], last: list[Any]) -> list[list[Any]]:
+        """Runs all stages; each lane's outputs. The last launch of a lone lane fills `last`."""
+        values: list[dict[Value, Any]] = []
+        for lane, staged, held, leaves in zip(
+            self._lanes, self._staged, self._held, inputs, strict=True
+        ):
+            own = dict(zip(staged.inputs, leaves, strict=True))
+            values.append({staged.replica_id: lane.replica_ids, **held, **own})
+        for number, compiled in enumerate(self._stages):
+            final = number == len(self._stages) - 1
+            found = [last if final and len(self._lanes) == 1 else [] for _ in self._lanes]
+            for lane, staged, program, env, outputs in zip(
+                self._lanes, self._staged, compiled, values, found, strict=True
+            ):
+                leaves = [env[value] for value in staged.stages[number].inputs]
+                self._require_alive(leaves, number)
+                with lane.on_mesh():
+                    program(leaves, outputs)
+            if not final:
+                self._talk(number, values, found)
+        return found
+
+    def _require_alive(self, leaves: list[Any], number: int) -> None:
+        if any_deleted(leaves):
+            raise RuntimeError(
+                f"{self._name}: an array that stage {number + 1} of {len(self._stages)} needs was "
+                "deleted while the step ran. Nothing may give up the buffers of a step's arguments "
+                "before it has ended: look at callbacks and at reduce_implementation."
+            )
+
+    def _talk(self, number: int, values: list[dict[Value, Any]], found: list[list[Any]]) -> None:
+        stages = [staged.stages[number] for staged in self._staged]
+        for stage, env, outputs in zip(stages, values, found, strict=True):
+            env.update(zip(values_of(stage.outputs), outputs, strict=True))
+        for talks in zip(*(stage.talks for stage in stages), strict=True):
+            match talks[0]:
+                case Exchange():
+                    self._exchange(talks, values)
+                case Loop():
+                    self._loop(talks, values)
+                case Branch():
+                    self._branch(talks, values)
+        for stage, env in zip(stages, values, strict=True):
+            for value in stage.last_read:
+                env.pop(value, None)
+
+    def _exchange(self, talks: Sequence[Any], values: list[dict[Value, Any]]) -> None:
+        exchange: Exchange = talks[0]
+        rows: dict[int, Any] = {}
+        for lane, talk, env in zip(self._lanes, talks, values, strict=True):
+            there = copies_of(env[talk.operand])
+            rows.update((i, there[d]) for i, d in zip(lane.ids, lane.replicas.devices, strict=True))
+
+        def row(replica: int) -> np.ndarray:
+            try:
+                return np.asarray(rows.pop(replica))[0]  # host sync, on purpose
+            except Exception as error:
+                raise RuntimeError(lost(replica, exchange, error)) from error
+
+        results = carry_out(exchange, row, self._num_replicas, self._ops)
+        for lane, talk, env in zip(self._lanes, talks, values, strict=True):
+            (out,) = talk.outputs
+            env[out] = lane.broadcast(results[0]) if out.mirrored else lane.scatter(results)
+
+    def _loop(self, talks: Sequence[Any], values: list[dict[Value, Any]]) -> None:
+        body, *tests = self._inner[talks[0]]
+        num_carried = len(talks[0].outputs)
+        given = [
+            [env[value] for value in talk.inputs] for talk, env in zip(talks, values, strict=True)
+        ]
+        trip = 0
+        while self._goes_on(talks, tests, given) if tests else trip < talks[0].trips:
+            carried = body.run(given, [])
+            given = [
+                [*old[: len(old) - num_carried], *new]
+                for old, new in zip(given, carried, strict=True)
+            ]
+            trip += 1
+        for talk, env, end in zip(talks, values, given, strict=True):
+            env.update(zip(talk.outputs, end[len(end) - num_carried :], strict=True))
+
+    def _goes_on(self, talks: Sequence[Any], tests: "list[_Part]", given: list[list[Any]]) -> bool:
+        return bool(self._decided(talks, [outputs[0] for outputs in tests[0].run(given, [])]))
+
+    def _branch(self, talks: Sequence[Any], values: list[dict[Value, Any]]) -> None:
+        branches = self._inner[talks[0]]
+        chosen = [env[talk.inputs[0]] for talk, env in zip(talks, values, strict=True)]
+        index = min(max(int(self._decided(talks, chosen)), 0), len(branches) - 1)
+        given = [
+            [env[value] for value in talk.inputs[1:]]
+            for talk, env in zip(talks, values, strict=True)
+        ]
+        found = branches[index].run(given, [])
+        for talk, env, outputs in zip(talks, values, found, strict=True):
+            env.update(zip(talk.outputs, outputs, strict=True))
+
+    def _decided(self, talks: Sequence[Any], arrays: Sequence[Array]) -> Any:
+        """A value that is the same on all replicas, read from each lane.
+
+        Raises:
+            ValueError: the lanes disagree, as where a loop's length depends on a batch's.
+        """
+        pairs = list(zip(self._lanes, arrays, strict=True))
+        found = [np.asarray(lane.row(array, 0))[0] for lane, array in pairs]  # host sync
+        if any(value != found[0] for value in found):
+            said = ", ".join(
+                f"{value} on replica {lane.ids[0]}"
+                for (lane, _), value in zip(pairs, found, strict=True)
+            )
+            raise ValueError(
+                f"{talks[0].line}: replicas would talk differently: the condition is {said}. Make "
+                "it the same on all, e.g. with replica_context.all_reduce('max', condition)."
+            )
+        return found[0]
+
+
+def _programs(talk: Any) -> list[Staged | None]:
+    return [talk.body, talk.test] if isinstance(talk, Loop) else list(talk.branches)
+
+
+def _compiled(
+    lane: _Lane,
+    staged: Staged,
+    number: int,
+    name: str,
+    donated: Sequence[int],
+    *,
+    keeps_all: bool,
+) -> CompiledProgram:
+    """One stage on one lane; XLA compiles it when it first runs."""
+    stage = staged.stages[number]
+    final = number == len(staged.stages) - 1
+    mirrored = staged.mirrored_outputs if final else [False] * len(stage.outputs)
+    pairs = list(zip(stage.outputs, mirrored, strict=True))
+    if not keeps_all:  # the mirrored ones are those of another lane
+        pairs = [(atom, is_mirrored) for atom, is_mirrored in pairs if not is_mirrored]
+
+    def run(*leaves: Any) -> list[Any]:
+        found: dict[Value, Any] = dict(zip(stage.inputs, leaves, strict=True))
+        if any(
+            leaf.shape != value.aval.shape or leaf.dtype != value.aval.dtype
+            for value, leaf in found.items()
+        ):
+            raise SignatureChanged
+
+        def read(atom: Any) -> Any:
+            return atom.value if isinstance(atom, Fixed) else found[atom]
+
+        for operation in stage.operations:
+            made = operation.run(*map(read, operation.inputs))
+            found.update(zip(operation.outputs, made, strict=True))
+        return [jnp.asarray(read(atom)) for atom, _ in pairs]
+
+    given_up = {staged.inputs[i] for i in donated} if final else set[Value]()
+    title = name if len(staged.stages) == 1 else f"{name}_stage_{number + 1}"
+    return lane.executor.compile(
+        ReplicaProgram(
+            title,
+            [Variant(run, (), ())],
+            [not value.mirrored for value in stage.inputs],
+            [not is_mirrored for _, is_mirrored in pairs],
+            [i for i, value in enumerate(stage.inputs) if value in given_up],
+        )
+    )

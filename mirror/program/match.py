@@ -1,0 +1,146 @@
+"""Replicas of different shapes: their traces of one step, held side by side."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+from mirror._errors import describe
+from mirror.program.exchanges import is_exchange
+from mirror.program.inner import arrays_of, called, jaxpr_of
+from mirror.program.proof import Mark
+from mirror.program.stages import Branch, Exchange, Loop, Staged
+
+_SHAPES = "shapes that differ between the replicas"
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+def join_marks(programs: Sequence[ClosedJaxpr], marks: Sequence[Sequence[Mark]]) -> list[Mark]:
+    """What is known of each output of a step that was traced for several sets of shapes.
+
+    What depends on a shape, the length of a replica's batch, say, is per-replica, whatever each
+    trace says by itself. So an output is mirrored only if all traces compute it alike: by the same
+    operations from mirrored inputs and from what the exchanges gave.
+
+    Args:
+        programs: a trace for each set of shapes.
+        marks: for each trace, what the proof says of its outputs.
+    """
+    table: dict[Any, int] = {}
+    numbers = [_Numbering(table).outputs(program) for program in programs]
+    joined = []
+    for of_output, same in zip(zip(*marks, strict=True), zip(*numbers, strict=True), strict=True):
+        origins = [mark.origin for mark in of_output if mark.per_replica]
+        alike = len(set(same)) == 1
+        origin = next(iter([*origins, *([] if alike else [_SHAPES])]), None)
+        joined.append(Mark(origin, of_output[0].source if alike else None))
+    return joined
+
+
+class _Numbering:
+    """Gives equal numbers to values that are computed alike, in whatever trace."""
+
+    def __init__(self, table: dict[Any, int]) -> None:
+        self.table = table
+        self.num_exchanges = 0
+
+    def outputs(self, program: ClosedJaxpr) -> list[int]:
+        inputs = [self.number("input", i) for i in range(len(program.jaxpr.invars))]
+        return self.walk(program, inputs)
+
+    def number(self, *key: Any) -> int:
+        return self.table.setdefault(key, len(self.table))
+
+    def walk(self, program: ClosedJaxpr | Jaxpr, arguments: Sequence[int]) -> list[int]:
+        jaxpr = jaxpr_of(program)
+        consts = program.consts if isinstance(program, ClosedJaxpr) else ()
+        numbers: dict[Any, int] = dict(zip(jaxpr.constvars, map(self.held, consts), strict=True))
+        numbers.update(zip(jaxpr.invars, arguments, strict=True))
+
+        def read(atom: Any) -> int:
+            return self.held(atom.val) if isinstance(atom, Literal) else numbers[atom]
+
+        for eqn in jaxpr.eqns:
+            found = self.equation(eqn, [read(atom) for atom in eqn.invars])
+            numbers.update(zip(eqn.outvars, found, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def held(self, value: Any) -> int:
+        if isinstance(value, jax.Array):
+            return self.number("array", id(value))
+        array = np.asarray(value)
+        return self.number("literal", str(array.dtype), array.shape, array.tobytes())
+
+    def equation(self, eqn: JaxprEqn, inputs: list[int]) -> list[int]:
+        count = range(len(eqn.outvars))
+        if is_exchange(eqn):
+            self.num_exchanges += 1
+            return [self.number("exchange", self.num_exchanges, i) for i in count]
+        program = called(eqn)
+        if program is not None:
+            return self.walk(program, inputs)
+        params = _ADDRESS.sub("", str(sorted(eqn.params.items(), key=str)))
+        held = tuple(map(id, arrays_of(eqn)))
+        name = eqn.primitive.name
+        return [self.number(name, params, held, *inputs, f"output {i}") for i in count]
+
+
+def require_alike(staged: Sequence[Staged], replicas: Sequence[Sequence[int]]) -> None:
+    """Refuses a step in which replicas of different shapes would talk differently.
+
+    Args:
+        staged: the step cut, for each set of shapes.
+        replicas: which replicas have those.
+
+    Raises:
+        ValueError: they would; the message names the exchange and the replicas.
+    """
+    for other, ids in zip(staged[1:], replicas[1:], strict=True):
+        _require_alike(staged[0], other, replicas[0][0], ids[0])
+
+
+def _require_alike(one: Staged, other: Staged, first: int, second: int) -> None:
+    mine = [talk for stage in one.stages for talk in stage.talks]
+    theirs = [talk for stage in other.stages for talk in stage.talks]
+    for a, b in zip(mine, theirs, strict=False):
+        if _signature(a) != _signature(b):
+            raise ValueError(
+                f"Replicas {first} and {second} differ in shape, and talk differently: "
+                f"{_brings(a, first)}; {_brings(b, second)}. What travels must have one shape on "
+                "all replicas: reduce over the batch first, or join unequal lengths by "
+                "mirror.get_replica_context().all_gather(x)."
+            )
+        for inner, counterpart in zip(_inner(a), _inner(b), strict=True):
+            _require_alike(inner, counterpart, first, second)
+    per_stage = [[len(stage.talks) for stage in staged.stages] for staged in (one, other)]
+    if per_stage[0] != per_stage[1]:
+        raise ValueError(
+            f"Replicas {first} and {second} differ in shape, and talk differently: {len(mine)} "
+            f"exchanges or loops of them on the one, {len(theirs)} on the other, or in another "
+            "order. A step must not choose by a shape whether, or when, it reduces."
+        )
+
+
+def _signature(talk: Any) -> Any:
+    if isinstance(talk, Exchange):
+        params = sorted((k, str(v)) for k, v in talk.params.items())
+        return talk.kind, params, talk.operand.aval.shape, talk.operand.aval.dtype
+    if isinstance(talk, Loop):
+        return "loop", talk.trips, talk.test is None
+    return "branch", len(talk.branches)
+
+
+def _inner(talk: Any) -> list[Staged]:
+    if isinstance(talk, Loop):
+        return [talk.body, *([talk.test] if talk.test else [])]
+    return talk.branches if isinstance(talk, Branch) else []
+
+
+def _brings(talk: Any, replica: int) -> str:
+    if isinstance(talk, Exchange):
+        return f"the {talk.in_words} is of {describe(talk.operand.aval)} on replica {replica}"
+    what = f"a loop of {talk.trips} trips" if isinstance(talk, Loop) and talk.trips else "a choice"
+    return f"at {talk.line} there is {what} on replica {replica}"
