@@ -155,6 +155,8 @@ class Strategy(abc.ABC):
         require_cross_replica(self, "reduce", "Use mirror.get_replica_context().all_reduce there.")
         step = reduction(ReduceOp.canonicalize(op), canonical_axes(axis), where is not None)
         _require_values("reduce", value)
+        if axis is None:
+            _require_equal_shapes(value)
         return self._runner.run(step, (value,) if where is None else (value, where), {})
 
     @final
@@ -355,12 +357,22 @@ class Scope:
 
 def _require_values(method: str, value: PyTree) -> None:
     """Refuses a tree without arrays, and leaves that are none."""
-    leaves = jax.tree.leaves(value)
+    leaves = jax.tree.leaves(value, is_leaf=is_per_replica)
     if not leaves:
         raise ValueError(f"{method} of {value!r}: there is no value in it. Pass arrays.")
     for leaf in leaves:
-        if not isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float | complex):
+        number = jax.Array | np.ndarray | np.generic | int | float | complex
+        if not isinstance(leaf, number | PerReplica):
             raise TypeError(
                 f"{method} of {describe(leaf)}: it is no array and no number. Pass the results of "
                 "strategy.run, or a mirror.PerReplica."
+            )
+
+
+def _require_equal_shapes(value: PyTree) -> None:
+    for leaf in jax.tree.leaves(value, is_leaf=is_per_replica):
+        if is_per_replica(leaf) and len(set(leaf.shapes)) > 1:
+            raise ValueError(
+                f"reduce of values that differ in shape, {', '.join(map(str, leaf.shapes))}. Say "
+                "over which axis of each as well: strategy.reduce(op, x, axis=0)."
             )

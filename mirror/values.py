@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mirror._errors import describe
 from mirror._types import REPLICA_AXIS, Array, ArrayLike
+from mirror.devices.replicas import with_axis, without_axis
 from mirror.parts import Parts
 
 
@@ -78,7 +79,7 @@ class PerReplica:
         rows = rows_on_devices(self._stacked)
         if rows is None:
             return tuple(self._stacked[i] for i in range(self.num_replicas))
-        return tuple(row.reshape(row.shape[1:]) for row in rows)
+        return tuple(map(without_axis, rows))
 
     @property
     def num_replicas(self) -> int:
@@ -204,7 +205,7 @@ def _stack(values: Sequence[ArrayLike]) -> Array | np.ndarray | Parts:
         Mesh(np.asarray(devices), (REPLICA_AXIS,)), PartitionSpec(REPLICA_AXIS)
     )
     return jax.make_array_from_single_device_arrays(
-        (len(rows), *rows[0].shape), sharding, [row[None] for row in rows]
+        (len(rows), *rows[0].shape), sharding, list(map(with_axis, rows, devices))
     )
 
 

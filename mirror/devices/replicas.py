@@ -1,7 +1,8 @@
 """The devices of the replicas, and how a value gets there: the owner of `jax.device_put`."""
 
+import contextlib
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from mirror._types import REPLICA_AXIS, Array
 from mirror.devices.backend import names, type_of
+from mirror.devices.log import unlogged
 from mirror.parts import Parts
 
 _is_deleted = operator.methodcaller("is_deleted")
@@ -111,6 +113,28 @@ class ReplicaDevices:
         """The mirrored array of copies that lie on the mesh's devices, in order. No copies more."""
         shape = copies[0].shape
         return jax.make_array_from_single_device_arrays(shape, self.mirrored, list(copies))
+
+
+def with_axis(row: Array | np.ndarray, device: jax.Device) -> Array:
+    """A replica's array as a row `(1, *shape)` on its device."""
+    with _one_by_one():
+        return move(row, device)[None]
+
+
+def without_axis(row: Array) -> Array:
+    """A row `(1, *shape)` as a replica's array, on the same device."""
+    with _one_by_one():
+        return row.reshape(row.shape[1:])
+
+
+@contextlib.contextmanager
+def _one_by_one() -> Iterator[None]:
+    """Lets one device's array be computed with: a mesh that is set would refuse it."""
+    if jax.sharding.get_abstract_mesh().empty:
+        yield
+    else:
+        with unlogged(), jax.set_mesh(None):
+            yield
 
 
 def copies_of(array: Array) -> dict[jax.Device, Array]:

@@ -21,7 +21,7 @@ import numpy as np
 from mirror._types import Array
 from mirror.cross_device_ops import CrossDeviceOps
 from mirror.devices import backend
-from mirror.devices.replicas import ReplicaDevices, any_deleted, copies_of, move
+from mirror.devices.replicas import ReplicaDevices, any_deleted, copies_of, with_axis, without_axis
 from mirror.executors.executor import (
     CompiledProgram,
     Executor,
@@ -148,7 +148,7 @@ class _Lane:
     def _rows(self, leaf: Any) -> Array:
         if isinstance(leaf, Parts):
             own = [leaf.arrays[i] for i in self.ids]
-            rows = [move(row, d)[None] for row, d in zip(own, self.replicas.devices, strict=True)]
+            rows = list(map(with_axis, own, self.replicas.devices))
             return self.replicas.from_rows(rows)
         every = rows_on_devices(leaf)
         assert every is not None  # `run` has put it there
@@ -224,7 +224,7 @@ class StagedProgram(CompiledProgram):
         alike = len({row.shape for row in rows}) == 1
         if alike and not self._replicas.are_mixed and self._replicas.replicas_per_device == 1:
             return self._replicas.from_rows(rows)
-        return Parts([row.reshape(row.shape[1:]) for row in rows])
+        return Parts(list(map(without_axis, rows)))
 
 
 class _Part:

@@ -8,10 +8,11 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from mirror._errors import describe
+from mirror._errors import ReplicaDivergenceError, describe, listing
+from mirror.program.ensure import ensured_p
 from mirror.program.exchanges import is_exchange
 from mirror.program.inner import arrays_of, called, jaxpr_of
-from mirror.program.proof import Mark
+from mirror.program.proof import Mark, user_line
 from mirror.program.stages import Branch, Exchange, Loop, Staged
 
 _SHAPES = "shapes that differ between the replicas"
@@ -30,7 +31,9 @@ def join_marks(programs: Sequence[ClosedJaxpr], marks: Sequence[Sequence[Mark]])
         marks: for each trace, what the proof says of its outputs.
     """
     table: dict[Any, int] = {}
-    numbers = [_Numbering(table).outputs(program) for program in programs]
+    counters = [_Numbering(table) for _ in programs]
+    numbers = [c.outputs(program) for c, program in zip(counters, programs, strict=True)]
+    _require_ensured_alike(counters)
     joined = []
     for of_output, same in zip(zip(*marks, strict=True), zip(*numbers, strict=True), strict=True):
         origins = [mark.origin for mark in of_output if mark.per_replica]
@@ -46,6 +49,7 @@ class _Numbering:
     def __init__(self, table: dict[Any, int]) -> None:
         self.table = table
         self.num_exchanges = 0
+        self.ensured: list[tuple[JaxprEqn, list[int]]] = []
 
     def outputs(self, program: ClosedJaxpr) -> list[int]:
         inputs = [self.number("input", i) for i in range(len(program.jaxpr.invars))]
@@ -76,6 +80,9 @@ class _Numbering:
 
     def equation(self, eqn: JaxprEqn, inputs: list[int]) -> list[int]:
         count = range(len(eqn.outvars))
+        if eqn.primitive is ensured_p:
+            self.ensured.append((eqn, inputs))
+            return inputs
         if is_exchange(eqn):
             self.num_exchanges += 1
             return [self.number("exchange", self.num_exchanges, i) for i in count]
@@ -86,6 +93,19 @@ class _Numbering:
         held = tuple(map(id, arrays_of(eqn)))
         name = eqn.primitive.name
         return [self.number(name, params, held, *inputs, f"output {i}") for i in count]
+
+
+def _require_ensured_alike(counters: Sequence[_Numbering]) -> None:
+    for (eqn, mine), *others in zip(*(counter.ensured for counter in counters), strict=False):
+        numbers = zip(mine, *(theirs for _, theirs in others), strict=True)
+        pairs = zip(eqn.params["names"], numbers, strict=True)
+        differing = [name for name, same in pairs if len(set(same)) > 1]
+        if differing:
+            raise ReplicaDivergenceError(
+                f"ensure_mirrored at {user_line(eqn)}: replicas may hold different values of\n"
+                f"{listing(differing)}\ncomputed from {_SHAPES}. Reduce what depends on a shape: "
+                'n = mirror.get_replica_context().all_reduce("sum", x.shape[0])'
+            )
 
 
 def require_alike(staged: Sequence[Staged], replicas: Sequence[Sequence[int]]) -> None:
