@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from mirror import calls
-from mirror._errors import ReplicaDivergenceError, ReplicaMismatchError, describe, listing
+from mirror._errors import ReplicaDivergenceError, ReplicaMismatchError, listing
 from mirror._types import Array, PyTree
 from mirror.cross_device_ops import ReduceOp, exchange
 from mirror.objects import Structure
@@ -178,13 +178,13 @@ def _whole_batch(leaf: Any) -> Any:
     """A per-replica batch as the one batch of a lone replica."""
     if not is_per_replica(leaf):
         return leaf
-    rows = np.asarray(leaf.stacked)
-    if rows.ndim < 2:
+    rows = [np.asarray(value) for value in leaf.values]
+    if rows[0].ndim == 0:
         raise ValueError(
-            f"verify puts the replicas' batches together to one, but {describe(rows)} has one "
-            "scalar for each replica and no batch axis. Pass it mirrored, or in a batch."
+            f"verify puts the replicas' batches together to one, but {leaf!r} has one scalar for "
+            "each replica and no batch axis. Pass it mirrored, or in a batch."
         )
-    return PerReplica.from_stacked(rows.reshape(1, -1, *rows.shape[2:]))
+    return PerReplica([np.concatenate(rows)])
 
 
 def _variables(objects: list[Any], names: Sequence[str]) -> dict[str, np.ndarray]:
@@ -210,9 +210,8 @@ def _compare_results(got: PyTree, wanted: PyTree) -> list[Difference]:
         if not is_per_replica(a):
             rows.append(Difference(name, relative_difference(_host(a), _host(b))))
             continue
-        one = _host(b.stacked)[0]
-        joined = _host(a.stacked)
-        joined = joined.reshape(-1, *joined.shape[2:])
+        one, parts = _host(b.values[0]), list(map(_host, a.values))
+        joined = np.concatenate(parts) if parts[0].ndim else np.stack(parts)
         comparable = one.ndim > 0 and joined.shape == one.shape
         distance = relative_difference(joined, one) if comparable else 0.0
         rows.append(Difference(name, distance, comparable))

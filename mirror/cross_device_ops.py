@@ -50,6 +50,10 @@ class ReduceOp(enum.Enum):
             raise ValueError(f"op={op!r} is no reduction. Pass one of {known}.") from None
 
 
+class LostValueError(RuntimeError):
+    """A replica's value for an exchange cannot be read."""
+
+
 class CrossDeviceOps(abc.ABC):
     """Carries out the exchanges of a step; `MirroredStrategy(cross_device_ops=...)` takes one.
 
@@ -85,6 +89,42 @@ class CrossDeviceOps(abc.ABC):
             An array of the same shape and dtype, which nothing changes afterwards.
         """
         return _fold(op, values)
+
+    @final
+    def carry_out(
+        self,
+        op: ReduceOp,
+        values: Iterator[np.ndarray],
+        shape: tuple[int, ...],
+        dtype: Any,
+        exchange: str,
+    ) -> Array | np.ndarray:
+        """Calls `reduce_implementation` and looks at what it returns.
+
+        Raises:
+            RuntimeError: it raised.
+            ValueError: it returned an array of another shape, or of a dtype that does not fit.
+        """
+        who = f"{type(self).__name__}.reduce_implementation"
+        wanted = jax.ShapeDtypeStruct(shape, dtype)
+        try:
+            result = self.reduce_implementation(op, values)
+        except LostValueError:
+            raise
+        except Exception as error:
+            raise RuntimeError(
+                f"{who} raised {type(error).__name__} in the {exchange}, for {op.value!r} of "
+                f"{describe(wanted)}: {error}"
+            ) from error
+        if not isinstance(result, jax.Array):
+            result = np.asarray(result)
+        fits = result.dtype == dtype or np.can_cast(result.dtype, dtype, "same_kind")
+        if result.shape != shape or not fits:
+            raise ValueError(
+                f"{who} returned {describe(result)} in the {exchange}. Each replica brought "
+                f"{describe(wanted)}: return an array of that shape and dtype."
+            )
+        return result if result.dtype == dtype else result.astype(dtype)
 
     def all_reduce(self, op: ReduceOp, leaves: Sequence[Array], *, on_host: bool) -> list[Array]:
         """The exchanges of leaves inside a replica, while a step is traced; all get the results.
@@ -164,18 +204,28 @@ class CrossDeviceOps(abc.ABC):
 
     def _reduced(self, op: ReduceOp, value: PerReplica) -> Array:
         """One value reduced by hand, on the devices it was on."""
-        ready = (np.asarray(prepare(op, part)) for part in value.values)
-        found = self._total(op, ready, len(value.values))
+        parts = value.values
+        dtype = result_dtype(op, value.dtype)
+        ready = (np.asarray(part).astype(dtype, copy=False) for part in parts)
+        found = self._total(op, ready, value.shapes[0], dtype, len(parts))
         places = _homes(value)
         return jnp.asarray(found) if places is None else places.broadcast(found)
 
-    def _total(self, op: ReduceOp, ready: Iterator[np.ndarray], count: int) -> Array | np.ndarray:
+    def _total(
+        self,
+        op: ReduceOp,
+        ready: Iterator[np.ndarray],
+        shape: tuple[int, ...],
+        dtype: Any,
+        count: int,
+    ) -> Array | np.ndarray:
+        by_hand = "reduction by hand"
         if op is not ReduceOp.MEAN:
-            return self.reduce_implementation(op, ready)
-        first = next(ready)
-        wide = (x.astype(accumulator(first.dtype), copy=False) for x in (first, *ready))
-        total = np.asarray(self.reduce_implementation(ReduceOp.SUM, wide))
-        return (total / np.asarray(count, total.dtype)).astype(first.dtype)
+            return self.carry_out(op, ready, shape, dtype, by_hand)
+        wide = np.dtype(accumulator(dtype))
+        values = (value.astype(wide, copy=False) for value in ready)
+        total = self.carry_out(ReduceOp.SUM, values, shape, wide, by_hand)
+        return (np.asarray(total) / np.asarray(count, wide)).astype(dtype)
 
 
 @final
@@ -363,24 +413,34 @@ def _all_reduce_program(
     return jax.jit(program, in_shardings=places.stacked, out_shardings=places.mirrored)
 
 
-def prepare(op: ReduceOp, leaf: Array | np.ndarray) -> Array:
+def prepare(op: ReduceOp, leaf: Array) -> Array:
     """The leaf in the dtype in which it is reduced, which is that of the result."""
     leaf = jnp.asarray(leaf)
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    dtype = result_dtype(op, leaf.dtype)
+    return leaf if dtype == leaf.dtype else leaf.astype(dtype)
+
+
+def result_dtype(op: ReduceOp, dtype: Any) -> Any:
+    """The dtype of what a leaf of that dtype is reduced to.
+
+    Raises:
+        TypeError: it cannot be reduced.
+    """
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         raise TypeError(
             "A PRNG key cannot be reduced. Draw with it first, or reduce jax.random.key_data(key)."
         )
-    if op in (ReduceOp.MIN, ReduceOp.MAX) and jnp.iscomplexobj(leaf):
+    if op in (ReduceOp.MIN, ReduceOp.MAX) and jnp.issubdtype(dtype, jnp.complexfloating):
         raise TypeError(
-            f"{op.value!r} of {leaf.dtype}: complex numbers have no order. Reduce abs(x), or real "
-            "and imaginary parts."
+            f"{op.value!r} of {dtype}: complex numbers have no order. Reduce abs(x), or real and "
+            "imaginary parts."
         )
-    exact = jnp.issubdtype(leaf.dtype, jnp.integer) or leaf.dtype == jnp.bool_
+    exact = jnp.issubdtype(dtype, jnp.integer) or dtype == jnp.bool_
     if op is ReduceOp.MEAN and exact:
-        return leaf.astype(jnp.float32)
-    if op is ReduceOp.SUM and leaf.dtype == jnp.bool_:
-        return leaf.astype(jnp.int32)
-    return leaf
+        return jnp.dtype(jnp.float32)
+    if op is ReduceOp.SUM and dtype == jnp.bool_:
+        return jnp.dtype(jnp.int32)
+    return dtype
 
 
 def exchange(op: ReduceOp, leaf: Array, *, keeps_nan: bool = False) -> Array:

@@ -14,7 +14,8 @@ from mirror.devices import backend
 from mirror.devices.log import unlogged
 from mirror.devices.memory import memory_info
 from mirror.objects import is_object
-from mirror.values import is_per_replica
+from mirror.parts import Parts
+from mirror.values import held_by, is_per_replica
 
 
 @final
@@ -131,7 +132,7 @@ def _is_whole(value: object) -> bool:
 
 def _array(leaf: Any) -> Any:
     """The array that a leaf is, or is made of."""
-    value = leaf.stacked if is_per_replica(leaf) else leaf
+    value = held_by(leaf) if is_per_replica(leaf) else leaf
     if not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer):
         return value
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
@@ -142,6 +143,8 @@ def _array(leaf: Any) -> Any:
 
 def _parts(value: Any) -> list[tuple[str, int]]:
     """Where its bytes are: device and bytes, for each shard."""
+    if isinstance(value, Parts):
+        return [part for array in value.arrays for part in _parts(array)]
     if not isinstance(value, jax.Array):
         return [("host", int(getattr(value, "nbytes", 0)))]
     if isinstance(value, jax.core.Tracer) or value.is_deleted():
@@ -151,8 +154,10 @@ def _parts(value: Any) -> list[tuple[str, int]]:
 
 def _shape(leaf: Any) -> str:
     if is_per_replica(leaf):
-        row = jax.ShapeDtypeStruct(leaf.stacked.shape[1:], leaf.dtype)
-        return f"{leaf.num_replicas} x {describe(row)}"
+        rows = [jax.ShapeDtypeStruct(shape, leaf.dtype) for shape in leaf.shapes]
+        if len(set(rows)) > 1:
+            return ", ".join(map(describe, rows))
+        return f"{leaf.num_replicas} x {describe(rows[0])}"
     return describe(leaf)
 
 

@@ -15,7 +15,7 @@ from mirror.devices.canonical import (
     canonicalize_replica_devices,
 )
 from mirror.devices.replicas import ReplicaDevices
-from mirror.executors.choice import default_ops
+from mirror.executors.choice import default_ops, reduce_device
 from mirror.strategy import Strategy
 
 _logger = logging.getLogger("mirror")
@@ -25,17 +25,23 @@ _logger = logging.getLogger("mirror")
 class MirroredStrategy(Strategy):
     """Synchronous training on several devices of one machine: one replica on each, or several.
 
+    Devices of one type run a step as one program. Others, a GPU and the CPU, say, run it in stages;
+    what they exchange is reduced on the host. The log says which it is and why.
+
     Args:
         devices: in replica order, `jax.Device`s or names such as `"/gpu:1"`. `None`: all
             accelerators, or all host devices where there are none.
-        cross_device_ops: who carries the exchanges out; `None` is `AllReduce()`.
+        cross_device_ops: who carries the exchanges out. `None` chooses: `AllReduce()`, or
+            `ReductionToOneDevice()` where the devices are of several types, or are accelerators
+            whose all-reduce fails a test (a known sum, once in a process); a warning says so.
         replicas_per_device: so many replicas on each device: eight on a laptop or on one GPU, to
             try what eight GPUs will do. Replica ids count through one device, then the next.
 
     Raises:
-        ValueError: empty, repeated or unknown devices, devices of several types, or
-            `replicas_per_device` below 1.
+        ValueError: empty, repeated or unknown devices, `replicas_per_device` below 1, or
+            `AllReduce` over devices of several types.
         TypeError: something that is no device, no `CrossDeviceOps`, or no int.
+        RuntimeError: the test of the all-reduce has stalled, and the accelerators with it.
 
     >>> import jax
     >>> strategy = MirroredStrategy(jax.devices()[:2])
@@ -59,8 +65,7 @@ class MirroredStrategy(Strategy):
         on_each = canonicalize_replica_devices(devices)
         found = tuple(device for device in on_each for _ in range(replicas_per_device))
         ops = default_ops(found) if cross_device_ops is None else cross_device_ops
-        home = ops.device if isinstance(ops, CrossDeviceOps) else None
-        super().__init__(ReplicaDevices(found, home), ops)
+        super().__init__(ReplicaDevices(found, reduce_device(ops)), ops)
         _logger.info("Using MirroredStrategy with devices %s", backend.names(found))
 
     def _alone(self) -> Strategy:
@@ -68,7 +73,7 @@ class MirroredStrategy(Strategy):
 
     def _one_on_each(self) -> Strategy:
         one = self._replicas.replicas_per_device == 1
-        return self if one else MirroredStrategy(self._replicas.distinct)
+        return self if one else MirroredStrategy(self._replicas.distinct, self._cross_device_ops)
 
 
 @final

@@ -49,7 +49,7 @@ class Runner:
         self._group = group
         self.replicas = replicas
         self._executor = choose(replicas, ops)
-        self._for_unequal = functools.cache(lambda: choose_for_unequal(replicas, ops))
+        self._for_unequal = functools.cache(lambda: choose_for_unequal(self._executor, ops))
         self._objects = ObjectTable(replicas)
         self._layouts: dict[Any, calls.Layout] = {}
         self._programs: dict[Any, Program] = {}

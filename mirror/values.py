@@ -151,6 +151,11 @@ def per_replica(stacked: "Array | np.ndarray | Parts") -> PerReplica:
     return _wrap(stacked)
 
 
+def held_by(value: PerReplica) -> "Array | np.ndarray | Parts":
+    """What holds the arrays of a `PerReplica`: it is its one leaf."""
+    return value._stacked
+
+
 def is_per_replica(value: object) -> bool:
     """Whether the value is a `PerReplica`; made for `is_leaf=`."""
     return isinstance(value, PerReplica)

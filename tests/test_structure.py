@@ -32,6 +32,7 @@ LAYERS = [
     "devices.memory",
     "devices.log",
     "devices.replicas",
+    "devices.selftest",
     "devices.placement",
     "values",
     "executors",
@@ -157,9 +158,9 @@ def test_the_package_is_a_table_of_contents(name):
 
 NAMES = """
 AllReduce CrossDeviceOps DistributedDataset InvalidDeviceError MirroredStrategy OneDeviceStrategy
-PerReplica REPLICA_AXIS ReduceOp ReplicaContext ReplicaDivergenceError ReplicaMismatchError Strategy
-VerifyReport add_n config debugging device ensure_mirrored get_replica_context get_strategy
-has_strategy in_cross_replica_context
+PerReplica REPLICA_AXIS ReduceOp ReductionToOneDevice ReplicaContext ReplicaDivergenceError
+ReplicaMismatchError Strategy VerifyReport add_n config debugging device ensure_mirrored
+get_replica_context get_strategy has_strategy in_cross_replica_context
 """
 PUBLIC = NAMES.split()
 

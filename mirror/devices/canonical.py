@@ -12,7 +12,6 @@ from mirror.devices.backend import (
     names,
     require_logical,
     spec_of,
-    type_of,
 )
 from mirror.devices.spec import SPELLINGS, DeviceSpec, LogicalDevice, PhysicalDevice
 
@@ -39,7 +38,7 @@ def canonicalize_replica_devices(devices: Iterable[DeviceLike] | None) -> tuple[
 
     Raises:
         TypeError: no list, or something in it that is no device.
-        ValueError: none, a repeated, an unknown device, or devices of several types.
+        ValueError: none, a repeated or an unknown device.
     """
     if devices is None:
         return default_devices()
@@ -64,11 +63,6 @@ def canonicalize_replica_devices(devices: Iterable[DeviceLike] | None) -> tuple[
     if len({spec for spec, _ in resolved}) < len(resolved):
         raise ValueError(
             f"devices={asked!r} repeats a device: {names(found)}. Name each device once."
-        )
-    if len({type_of(device) for device in found}) > 1:
-        raise ValueError(
-            f"devices={asked!r} are of several types: {names(found)}. All replicas must run on "
-            "devices of one type."
         )
     return found
 

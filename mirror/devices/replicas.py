@@ -93,6 +93,14 @@ class ReplicaDevices:
         """A mirrored array that may share memory with `value`, which nobody must change then."""
         return jax.device_put(value, self.mirrored)
 
+    def broadcast_through_host(self, array: Array) -> Array:
+        """A mirrored array of one device's: not every GPU can write into another's memory."""
+        if not jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+            return self.broadcast(np.asarray(array))
+        with _one_by_one():
+            bits = np.asarray(jax.random.key_data(array))
+        return jax.random.wrap_key_data(self.broadcast(bits), impl=jax.random.key_impl(array))
+
     def stack(self, value: Array | np.ndarray) -> Array | Parts:
         """Lays the rows of `(num_replicas, *shape)` onto the replicas' devices, one row each.
 

@@ -1,34 +1,50 @@
 """Which executor runs the replica programs of a strategy: the one place that chooses."""
 
 import logging
+import warnings
 
 import jax
 
 from mirror.cross_device_ops import AllReduce, CrossDeviceOps, ReductionToOneDevice
 from mirror.devices import backend
 from mirror.devices.replicas import ReplicaDevices
+from mirror.devices.selftest import all_reduce_fault, stuck
 from mirror.executors.executor import Executor
 from mirror.executors.pmap import PmapExecutor
 from mirror.executors.staged import StagedExecutor
 from mirror.executors.vmap import VmapExecutor
 
 _logger = logging.getLogger("mirror")
+_TEST_SECS = 30.0  # XLA itself ends the process when NCCL has not come up after some 40 s
+_REMEDY = "Often NCCL_P2P_DISABLE=1, set before Python starts, is the remedy"
 
 
 def choose(replicas: ReplicaDevices, ops: CrossDeviceOps) -> Executor:
-    """The executor for steps whose replicas have one set of shapes."""
+    """The executor for steps whose replicas have one set of shapes.
+
+    Raises:
+        ValueError: an all-reduce among devices of several types.
+    """
+    if replicas.are_mixed and isinstance(ops, AllReduce):
+        raise ValueError(
+            f"AllReduce among {backend.names(replicas.devices)}: devices of several types have "
+            "none. Leave cross_device_ops out, or pass mirror.ReductionToOneDevice()."
+        )
     if replicas.are_mixed:
         return _staged(replicas, ops, "the devices are of several types")
     if not isinstance(ops, AllReduce):
         return _staged(replicas, ops, f"cross_device_ops is {ops!r}")
     if replicas.replicas_per_device > 1:
         return _said(VmapExecutor(replicas), "there are several replicas on each device")
-    return _said(PmapExecutor(replicas), "there is one replica on each device, all of one type")
+    _logger.debug("Using PmapExecutor: there is one replica on each device, all of one type")
+    return PmapExecutor(replicas)
 
 
-def choose_for_unequal(replicas: ReplicaDevices, ops: CrossDeviceOps) -> Executor:
-    """The executor for steps whose replicas differ in shape."""
-    return _staged(replicas, ops, "the replicas' values differ in shape")
+def choose_for_unequal(executor: Executor, ops: CrossDeviceOps) -> Executor:
+    """The executor for steps whose replicas differ in shape, where this one is for all others."""
+    if isinstance(executor, StagedExecutor):
+        return executor
+    return _staged(executor.replicas, ops, "the replicas' values differ in shape")
 
 
 def _staged(replicas: ReplicaDevices, ops: CrossDeviceOps, reason: str) -> Executor:
@@ -44,7 +60,36 @@ def _said(executor: Executor, reason: str) -> Executor:
 
 
 def default_ops(devices: tuple[jax.Device, ...]) -> CrossDeviceOps:
-    """Who carries the exchanges out among these devices, where the user does not say."""
-    if len({backend.type_of(device) for device in devices}) > 1:
+    """Who carries the exchanges out among these devices, where the user does not say.
+
+    Raises:
+        RuntimeError: the accelerators answer no more after a test of their all-reduce.
+    """
+    distinct = tuple(dict.fromkeys(devices))
+    kinds = {backend.type_of(device) for device in distinct}
+    if len(kinds) > 1:
         return ReductionToOneDevice()
-    return AllReduce()
+    if kinds == {"CPU"} or len(distinct) == 1:
+        return AllReduce()
+    fault = all_reduce_fault(distinct, _TEST_SECS)
+    if fault is None:
+        return AllReduce()
+    lost = stuck(distinct)
+    if lost:
+        raise RuntimeError(
+            f"The all-reduce among {backend.names(distinct)} does not work: {fault}. Since that "
+            f"test {backend.names(lost)} do not answer. {_REMEDY}, or leave them out."
+        )
+    warnings.warn(
+        f"The all-reduce among {backend.names(distinct)} does not work: {fault}. Exchanges are "
+        f"reduced on the host instead, which is slower. {_REMEDY}.",
+        stacklevel=3,
+    )
+    return ReductionToOneDevice()
+
+
+def reduce_device(ops: object) -> jax.Device | None:
+    """Where ops reduce, if that is on one device."""
+    if not isinstance(ops, CrossDeviceOps) or isinstance(ops, AllReduce):
+        return None
+    return ops.device

@@ -1,12 +1,10 @@
 """Exchanges carried out on the host: what each replica gets of what all of them bring."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
-from mirror._errors import describe
 from mirror.cross_device_ops import CrossDeviceOps, ReduceOp, aligned
 from mirror.program.stages import REDUCTIONS, Exchange
 
@@ -24,7 +22,8 @@ def carry_out(exchange: Exchange, row: Rows, num_replicas: int, ops: CrossDevice
 
     Raises:
         ValueError: `ops` returned something of another shape or dtype.
-        RuntimeError: `ops` raised, or a replica's operand is lost.
+        RuntimeError: `ops` raised.
+        LostValueError: a replica's operand cannot be read.
     """
     groups = exchange.params.get("axis_index_groups") or [range(num_replicas)]
     results: list[Any] = [None] * num_replicas
@@ -60,41 +59,7 @@ def _reduced(
 ) -> Any:
     op = ReduceOp(REDUCTIONS[kind or exchange.kind])
     aval = exchange.operand.aval
-    lost: list[BaseException] = []
-
-    def values() -> Iterator[np.ndarray]:
-        for replica in group:
-            try:
-                value = row(replica)
-            except BaseException as error:
-                lost.append(error)
-                raise
-            yield value
-
-    who = f"{type(ops).__name__}.reduce_implementation"
-    try:
-        result = ops.reduce_implementation(op, values())
-    except Exception as error:
-        if error in lost:
-            raise
-        raise RuntimeError(
-            f"{who} raised {type(error).__name__} in the {exchange.in_words}, for "
-            f"{op.value!r} of {describe(aval)} of {len(group)} replicas: {error}"
-        ) from error
-    return _checked(result, aval, who, exchange)
-
-
-def _checked(result: Any, aval: Any, who: str, exchange: Exchange) -> Any:
-    wanted = np.dtype(aval.dtype)
-    if not isinstance(result, jax.Array):
-        result = np.asarray(result)
-    fits = result.dtype == wanted or np.can_cast(result.dtype, wanted, "same_kind")
-    if result.shape != aval.shape or not fits:
-        raise ValueError(
-            f"{who} returned {describe(result)} in the {exchange.in_words}. Each replica brought "
-            f"{describe(aval)}: return an array of that shape and dtype."
-        )
-    return result if result.dtype == wanted else result.astype(wanted)
+    return ops.carry_out(op, map(row, group), aval.shape, aval.dtype, exchange.in_words)
 
 
 def _gathered(params: dict[str, Any], row: Rows, group: list[int]) -> np.ndarray:
@@ -130,11 +95,3 @@ def _permuted(perm: Any, row: Rows, group: list[int]) -> list[np.ndarray]:
         found[replica] = row(replica)
     nothing = np.zeros_like(next(iter(found.values())))
     return [found[source[replica]] if replica in source else nothing for replica in group]
-
-
-def lost(replica: int, exchange: Exchange, error: BaseException) -> str:
-    """The message for an operand that cannot be read."""
-    return (
-        f"Replica {replica}'s value for the {exchange.in_words} is lost: {error}. The step has "
-        "not changed anything; look at what that replica computes, or at its device."
-    )

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mirror._types import Array
-from mirror.cross_device_ops import CrossDeviceOps
+from mirror.cross_device_ops import CrossDeviceOps, LostValueError
 from mirror.devices import backend
 from mirror.devices.replicas import ReplicaDevices, any_deleted, copies_of, with_axis, without_axis
 from mirror.executors.executor import (
@@ -29,7 +29,7 @@ from mirror.executors.executor import (
     SignatureChanged,
     Variant,
 )
-from mirror.executors.host import carry_out, lost
+from mirror.executors.host import carry_out
 from mirror.executors.pmap import PmapExecutor
 from mirror.parts import Parts
 from mirror.program.match import require_alike
@@ -133,14 +133,15 @@ class _Lane:
         if self.is_all and self._same_mesh:
             return list(leaves)
         return [
-            self._rows(leaf) if differs else self._copies(leaf)
+            self._rows(leaf) if differs else self.copies(leaf)
             for leaf, differs in zip(leaves, per_replica, strict=True)
         ]
 
-    def _copies(self, leaf: Array) -> Array:
-        if self._same_mesh:
+    def copies(self, leaf: Array) -> Array:
+        """A mirrored array on its devices, made of what lies there already, if it does."""
+        if self.replicas.is_mirrored(leaf):
             return leaf
-        there = copies_of(leaf)
+        there = copies_of(leaf) if leaf.sharding.is_fully_replicated else {}
         if any(device not in there for device in self.replicas.devices):
             return self.replicas.broadcast(leaf)
         return self.replicas.from_copies([there[device] for device in self.replicas.devices])
@@ -214,7 +215,7 @@ class StagedProgram(CompiledProgram):
             return array
         copies = copies_of(array)
         home = self._replicas.on_mesh[0]
-        return self._replicas.broadcast(copies.get(home, lane.row(array, 0)))
+        return self._replicas.broadcast_through_host(copies.get(home, lane.row(array, 0)))
 
     def _parts(self, of_lanes: list[Array]) -> Any:
         rows: list[Any] = [None] * len(self._replicas)
@@ -257,7 +258,7 @@ class _Part:
                 if not isinstance(talk, Exchange):
                     self._inner[talk] = self._parts_of(stage, i)
         self._held = [
-            {value: lane.broadcast(array) for value, array in each.held}
+            {value: lane.copies(array) for value, array in each.held}
             for lane, each in zip(lanes, staged, strict=True)
         ]
 
@@ -327,7 +328,10 @@ class _Part:
             try:
                 return np.asarray(rows.pop(replica))[0]  # host sync, on purpose
             except Exception as error:
-                raise RuntimeError(lost(replica, exchange, error)) from error
+                raise LostValueError(
+                    f"Replica {replica}'s value for the {exchange.in_words} is lost: {error}. "
+                    "Look at what that replica computes, or at its device."
+                ) from error
 
         results = carry_out(exchange, row, self._num_replicas, self._ops)
         for lane, talk, env in zip(self._lanes, talks, values, strict=True):

@@ -60,7 +60,7 @@ Atom: TypeAlias = Value | Fixed
 class Operation:
     """What a replica computes by itself."""
 
-    inputs: list[Atom]
+    inputs: Sequence[Atom]
     outputs: list[Value]
     run: Callable[..., Sequence[Any]]
     has_effects: bool = False
