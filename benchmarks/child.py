@@ -15,6 +15,7 @@ from benchmarks.contenders import (
     hand_written,
     mirror_nnx,
     row_contenders,
+    staged_contenders,
     step_contenders,
     strategy_over,
 )
@@ -44,6 +45,14 @@ def run_rows(job: plan.Job) -> dict[str, Any]:
     return {name: measure(row_contenders(BY_NAME[name]), job.timing) for name in job.names}
 
 
+def run_staged(job: plan.Job) -> dict[str, Any]:
+    found = {}
+    for name in job.names:
+        found[name] = measure(staged_contenders(BY_NAME[name], job.devices), job.timing)
+        gc.collect()
+    return found
+
+
 def run_memory(job: plan.Job) -> dict[str, Any]:
     return {name: measure_memory(name, job.devices) for name in job.names}
 
@@ -67,6 +76,7 @@ RUNNERS = {
     "dispatch": run_dispatch,
     "deep": run_deep,
     "rows": run_rows,
+    "staged": run_staged,
     "memory": run_memory,
     "first": run_first,
 }

@@ -296,6 +296,14 @@ def row_contenders(model: Model) -> list[Contender]:
     return found
 
 
+def staged_contenders(model: Model, num_devices: int) -> list[Contender]:
+    """The same step through `run`, exchanged among the devices and on the host."""
+    ops = mirror.ReductionToOneDevice()
+    staged = mirror_plain(model, mirror.MirroredStrategy(Placement(num_devices).devices, ops))
+    staged.name = plan.STAGED
+    return [staged, mirror_plain(model, strategy_over(num_devices))]
+
+
 def deep_contenders(model: Model, num_devices: int) -> list[Contender]:
     """Objects against plain pytrees through `run`; on one device also `nnx.jit`."""
     strategy = strategy_over(num_devices)

@@ -4,10 +4,11 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 MODELS = ("narrow", "wide", "cnn", "leaves")
-SUITES = ("steps", "dispatch", "deep", "rows", "first", "memory")
+SUITES = ("steps", "dispatch", "deep", "rows", "staged", "first", "memory")
 
 MIRROR_NNX, MIRROR_PLAIN = "mirror nnx", "mirror plain"
 PMAP, SHARD_MAP, JIT, NNX_JIT = "pmap", "shard_map", "jit", "nnx.jit"
+STAGED = "staged"
 HAND_WRITTEN = (PMAP, SHARD_MAP, JIT)
 ON_ONE_DEVICE = (1, 2, 4, 8)  # replicas, in the suite `rows`
 
@@ -27,11 +28,11 @@ class Job:
     Attributes:
         kind: which suite.
         devices: how many forced host devices.
-        names: models of the suites `steps`, `rows` and `memory`; the one contender of `first`.
+        names: models of most suites; the one contender of `first`.
         leaves: how many leaves there are in the suite `dispatch`.
     """
 
-    kind: Literal["steps", "dispatch", "deep", "rows", "first", "memory"]
+    kind: Literal["steps", "dispatch", "deep", "rows", "staged", "first", "memory"]
     devices: int
     names: tuple[str, ...] = ()
     leaves: tuple[int, ...] = ()
@@ -82,6 +83,8 @@ class Settings:
                 made.append(Job("steps", n, names=self.models, timing=self.timing))
             if "dispatch" in self.suites:
                 made.append(Job("dispatch", n, leaves=self.leaves, timing=self.timing))
+            if "staged" in self.suites and n > 1:
+                made.append(Job("staged", n, names=self.models, timing=self.timing))
         if "deep" in self.suites:  # compiles for long; its overhead is the host's, on any count
             made.append(Job("deep", min(self.devices), timing=self.timing))
         if "rows" in self.suites:

@@ -9,7 +9,7 @@ from benchmarks import plan
 from benchmarks.stats import Estimate, best_of, difference, estimate, ratio, spread
 
 S1_RATIO, S2_RATIO, S2_EXTRA_MS = 1.05, 1.15, 1.5
-S3_RATIO, S4_RATIO, S5_COPIES = 1.05, 1.5, 1.0
+S3_RATIO, S3_STAGED_RATIO, S4_RATIO, S5_COPIES = 1.05, 1.5, 1.5, 1.0
 _ROUNDING = 0.01  # a loss and a token are no copy of the state
 
 Times = dict[str, list[float]]
@@ -50,6 +50,7 @@ def tables(done: Iterable[Done]) -> list[Table]:
         "dispatch": dispatch_table,
         "deep": deep_table,
         "rows": rows_table,
+        "staged": staged_table,
         "first": first_table,
         "memory": memory_table,
     }
@@ -157,6 +158,20 @@ def rows_table(done: Sequence[Done]) -> Table:
     headers = [header for count in several for header in (f"{count} replicas", "S3")]
     title = f"Several replicas on one device, over one with the whole batch (S3: <= {S3_RATIO})"
     return Table(title, ["model", "1 replica ms", *headers, "spread"], rows)
+
+
+def staged_table(done: Sequence[Done]) -> Table:
+    """Exchanges on the host against exchanges among the devices."""
+    rows = []
+    for job, result in done:
+        for name, times in result.items():
+            found = ratio(times, plan.STAGED, plan.MIRROR_PLAIN)
+            cells = [_ms(times[plan.MIRROR_PLAIN]), _ms(times[plan.STAGED]), _within(found)]
+            noise = f"{max(map(spread, times.values())):.0%}"
+            rows.append([name, str(job.devices), *cells, found.at_most(S3_STAGED_RATIO), noise])
+    headers = ["model", "devices", "pmap ms", "staged ms", "staged / pmap", "S3", "spread"]
+    title = f"Exchanges on the host over those among the devices (S3: <= {S3_STAGED_RATIO})"
+    return Table(title, headers, rows)
 
 
 def first_table(done: Sequence[Done]) -> Table:

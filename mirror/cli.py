@@ -12,7 +12,7 @@ from typing import TypeAlias
 from mirror import inventory
 from mirror._version import __version__
 from mirror.demo import interrupts
-from mirror.demo.options import APIS, OptionError, Options
+from mirror.demo.options import APIS, EXECUTORS, OptionError, Options
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -131,10 +131,10 @@ def _add_demo(commands: Commands) -> None:
     )
     parser.add_argument(
         "--devices",
-        type=_positive,
-        metavar="N",
-        help="how many devices (default: all GPUs, else 4 host devices, or as many as XLA_FLAGS "
-        "or JAX_NUM_CPU_DEVICES say)",
+        type=_devices_asked,
+        metavar="N|NAMES",
+        help="how many devices, or which: 2, or /gpu:0,/cpu:0 (default: all GPUs, else 4 host "
+        "devices, or as many as XLA_FLAGS or JAX_NUM_CPU_DEVICES say)",
     )
     parser.add_argument(
         "--replicas-per-device",
@@ -142,6 +142,12 @@ def _add_demo(commands: Commands) -> None:
         default=Options.replicas_per_device,
         metavar="N",
         help="how many replicas on each device (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--executor",
+        choices=EXECUTORS,
+        help="what runs the step: pmap, one program over all devices; vmap, all replicas on the "
+        "first device; staged, exchanges reduced on the host (default: what suits the devices)",
     )
     parser.add_argument(
         "--api",
@@ -184,6 +190,7 @@ def _demo(parsed: argparse.Namespace) -> int:
     options = Options(
         devices=parsed.devices,
         replicas_per_device=parsed.replicas_per_device,
+        executor=parsed.executor,
         epochs=parsed.epochs,
         api=parsed.api,
         batch_size=parsed.batch_size,
@@ -216,6 +223,13 @@ def _positive(text: str) -> int:
     if not text.strip().isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
     return int(text)
+
+
+def _devices_asked(text: str) -> int | tuple[str, ...]:
+    """How many devices, or their names, separated by commas."""
+    if not any(character.isalpha() for character in text):
+        return _positive(text)
+    return tuple(name.strip() for name in text.split(","))
 
 
 def _seed(text: str) -> int:

@@ -103,6 +103,9 @@ def test_other_tables():
     rows = {"1": [1.0] * 3, "2": [1.0] * 3, "4": [1.04] * 3, "8": [6.0] * 3}
     shared = report.rows_table([(plan.Job("rows", 1), {"wide": rows})])
     assert list(shared.rows[0][3:8:2]) == ["holds", "holds", "BROKEN"]
+    times = {plan.MIRROR_PLAIN: [1.0] * 3, plan.STAGED: [1.6] * 3}
+    staged = report.staged_table([(plan.Job("staged", 2), {"wide": times})])
+    assert staged.rows[0][1:6] == ["2", "1000.000", "1600.000", "1.60 [1.60, 1.60]", "BROKEN"]
 
 
 def test_jobs_survive_json():

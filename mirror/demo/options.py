@@ -6,6 +6,8 @@ from typing import Literal, TypeAlias, get_args
 
 Api: TypeAlias = Literal["nnx", "linen", "plain"]
 APIS: tuple[Api, ...] = get_args(Api)
+ExecutorName: TypeAlias = Literal["pmap", "vmap", "staged"]
+EXECUTORS: tuple[ExecutorName, ...] = get_args(ExecutorName)
 
 
 class OptionError(ValueError):
@@ -17,8 +19,10 @@ class Options:
     """The command line of `mirror demo`, checked.
 
     Attributes:
-        devices: how many devices; `None` means all GPUs, or a few host devices without one.
+        devices: how many devices, or their names; `None` means all GPUs, or a few host devices
+            without one.
         replicas_per_device: how many replicas on each of them.
+        executor: what runs the step; `None`: whatever suits the devices.
         epochs: how many times to go through the training images.
         api: how the net is written.
         batch_size: how many images all replicas take together in a step.
@@ -26,8 +30,9 @@ class Options:
         plot: the picture file to write the curves to.
     """
 
-    devices: int | None = None
+    devices: int | tuple[str, ...] | None = None
     replicas_per_device: int = 1
+    executor: ExecutorName | None = None
     epochs: int = 15
     api: Api = "nnx"
     batch_size: int = 64

@@ -3,33 +3,55 @@
 import jax
 
 import mirror
-from mirror.demo.options import OptionError
+from mirror.demo.options import OptionError, Options
 from mirror.devices import backend
+from mirror.devices.canonical import canonicalize_replica_devices
+from mirror.devices.spec import DeviceSpec
 from mirror.devices.start import HOST_DEVICES_FLAG, forced_host_devices
 
 NUM_HOST_DEVICES = 4
 
 
-def make_strategy(num_devices: int | None, replicas_per_device: int = 1) -> mirror.MirroredStrategy:
-    """A strategy over that many GPUs, or host devices where there is no GPU.
-
-    Args:
-        num_devices: `None` means all GPUs; or all host devices the user forced, or 4.
-        replicas_per_device: how many replicas on each of them.
+def make_strategy(options: Options) -> mirror.MirroredStrategy:
+    """A strategy over the devices that were asked for, run as it was asked.
 
     Raises:
-        OptionError: there are not that many devices.
+        OptionError: there are no such devices, or the executor cannot run on them.
     """
-    forced_by = _force_host_devices(num_devices or NUM_HOST_DEVICES)
+    devices, on_each = _devices(options.devices), options.replicas_per_device
+    if options.executor == "vmap":  # as many replicas, all on the first device
+        return mirror.MirroredStrategy(devices[:1], replicas_per_device=len(devices) * on_each)
+    if options.executor == "staged":
+        ops = mirror.ReductionToOneDevice()
+        return mirror.MirroredStrategy(devices, ops, replicas_per_device=on_each)
+    kinds = dict.fromkeys(map(backend.type_of, devices))
+    if options.executor == "pmap" and (on_each > 1 or len(kinds) > 1):
+        why = "several replicas on each" if on_each > 1 else f"devices of types {', '.join(kinds)}"
+        raise OptionError(
+            f"--executor pmap runs one replica on each device, all of one type, and was given {why}"
+            ". Leave --executor out: what suits the devices is chosen"
+        )
+    return mirror.MirroredStrategy(devices, replicas_per_device=on_each)
+
+
+def _devices(asked: int | tuple[str, ...] | None) -> tuple[jax.Device, ...]:
+    if isinstance(asked, tuple):
+        try:
+            specs = [DeviceSpec.parse(name) for name in asked]
+            _force_host_devices(max([NUM_HOST_DEVICES, *((s.index or 0) + 1 for s in specs)]))
+            return canonicalize_replica_devices(asked)
+        except ValueError as error:
+            raise OptionError(f"--devices {','.join(asked)}: {error}") from error
+    forced_by = _force_host_devices(asked or NUM_HOST_DEVICES)
     devices = backend.default_devices()
-    if num_devices is not None and num_devices > len(devices):
-        raise OptionError(_too_many(num_devices, devices, forced_by))
-    return mirror.MirroredStrategy(devices[:num_devices], replicas_per_device=replicas_per_device)
+    if asked is not None and asked > len(devices):
+        raise OptionError(_too_many(asked, devices, forced_by))
+    return devices[:asked]
 
 
 def on_host(strategy: mirror.Strategy) -> bool:
     """Whether the replicas run on host devices, which share the machine's cores."""
-    return backend.type_of(strategy.devices[0]) == "CPU"
+    return {backend.type_of(device) for device in strategy.devices} == {"CPU"}
 
 
 def _force_host_devices(count: int) -> str:

@@ -29,7 +29,7 @@ def run(options: Options) -> bool:
     # GPUs round float32 products to TF32 by themselves. The net is small, and what is verified
     # below should be how the replicas add up, not that.
     with jax.default_matmul_precision("highest"):
-        strategy = placement.make_strategy(options.devices, options.replicas_per_device)
+        strategy = placement.make_strategy(options)
         _say(_introduction(strategy, options))
         return _train_and_check(strategy, options)
 
@@ -51,6 +51,7 @@ def _introduction(strategy: mirror.Strategy, options: Options) -> str:
         f"A convolutional net, written as {api[options.api]}, learns handwritten digits "
         f"in batches of {options.batch_size}."
     )
+    lines.append(f"Exchanges are carried out by {strategy.cross_device_ops!r}.")
     return "\n".join(lines)
 
 
