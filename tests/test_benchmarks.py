@@ -105,7 +105,7 @@ def test_other_tables():
     assert list(shared.rows[0][3:8:2]) == ["holds", "holds", "BROKEN"]
     times = {plan.MIRROR_PLAIN: [1.0] * 3, plan.STAGED: [1.6] * 3}
     staged = report.staged_table([(plan.Job("staged", 2), {"wide": times})])
-    assert staged.rows[0][1:6] == ["2", "1000.000", "1600.000", "1.60 [1.60, 1.60]", "BROKEN"]
+    assert staged.rows[0][1:6] == ["2", "1.000", "1.600", "1.60 [1.60, 1.60]", "BROKEN"]
 
 
 def test_jobs_survive_json():
