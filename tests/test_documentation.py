@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 def test_readme_code_runs():
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 6
     devices = "import jax\njax.config.update('jax_num_cpu_devices', 4)\n"
     code = devices + "\n".join(blocks)
     done = subprocess.run(
