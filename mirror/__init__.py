@@ -52,5 +52,8 @@ from mirror.mirrored import OneDeviceStrategy as OneDeviceStrategy
 from mirror.mirrored import get_replica_context as get_replica_context
 from mirror.mirrored import get_strategy as get_strategy
 from mirror.program.ensure import ensure_mirrored as ensure_mirrored
+from mirror.randomness import example_keys as example_keys
 from mirror.strategy import Strategy as Strategy
+from mirror.strategy import ValueContext as ValueContext
 from mirror.values import PerReplica as PerReplica
+from mirror.variables import Variable as Variable

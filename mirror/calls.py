@@ -24,6 +24,7 @@ from mirror.devices.log import log_is_here, unlogged
 from mirror.objects import is_object
 from mirror.parts import Parts
 from mirror.values import PerReplica, is_per_replica
+from mirror.variables import Variable
 
 _DYNAMIC_TYPES = (jax.Array, np.ndarray, np.generic, int, float, complex, Parts)
 
@@ -200,11 +201,14 @@ def keys(path: Sequence[Any]) -> str:
     return text.removesuffix(".stacked")
 
 
-def object_names(fn: Callable[..., Any], tree: PyTree, count: int) -> list[str]:
-    """The user's name for each nnx object."""
+def object_names(
+    fn: Callable[..., Any], tree: PyTree, objects: Sequence[Any], captured: Sequence[Variable] = ()
+) -> list[str]:
+    """The user's name for each nnx object; those that are no arguments come last."""
     args, kwargs = tree
     names = argument_names(fn, len(args))
-    found = [f"object {i}" for i in range(count)]
+    found = [f"object {i}" for i in range(len(objects) - len(captured))]
+    found += [variable.get_metadata("name") or "a captured variable" for variable in captured]
     is_leaf = lambda node: isinstance(node, Hoisted)  # noqa: E731
     for path, node in jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_leaf)[0]:
         if isinstance(node, Hoisted):
@@ -337,7 +341,7 @@ def require_nothing_bound(fn: Callable[..., Any]) -> None:
     while isinstance(fn, functools.partial):
         bound = [*((f"args[{i}]", v) for i, v in enumerate(fn.args)), *fn.keywords.items()]
         for name, value in bound:
-            if is_object(value):
+            if _is_frozen(value):
                 raise ValueError(_frozen(fn, f"the nnx object {name!r}"))
         fn = fn.func
     if is_object(fn) or is_object(getattr(fn, "__self__", None)):
@@ -345,8 +349,13 @@ def require_nothing_bound(fn: Callable[..., Any]) -> None:
     inside = getattr(inspect.unwrap(fn), "__closure__", None) or ()
     names = inspect.unwrap(fn).__code__.co_freevars if inside else ()
     for name, cell in zip(names, inside, strict=True):
-        if is_object(_contents(cell)):
+        if _is_frozen(_contents(cell)):
             raise ValueError(_frozen(fn, f"the nnx object {name!r}"))
+
+
+def _is_frozen(value: object) -> bool:
+    """Whether it would be frozen into a program; a `mirror.Variable` is found while tracing."""
+    return is_object(value) and not isinstance(value, Variable)
 
 
 def _contents(cell: CellType) -> Any:

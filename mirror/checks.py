@@ -14,13 +14,17 @@ from mirror._errors import ReplicaDivergenceError, ReplicaMismatchError, listing
 from mirror._types import Array, PyTree
 from mirror.cross_device_ops import ReduceOp, exchange
 from mirror.objects import Structure
+from mirror.parts import Parts
 from mirror.runner import Runner
 from mirror.values import PerReplica, is_per_replica
+from mirror.variables import Variable, collapse, is_own
 
 
 def check_mirrored(runner: Runner, tree: PyTree) -> None:
     """See `Strategy.check_mirrored`."""
-    found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_per_replica)[0]
+    is_leaf = lambda leaf: is_per_replica(leaf) or is_own(leaf)  # noqa: E731
+    found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]
+    found = [(path, leaf) for path, leaf in found if not is_own(leaf)]  # those may differ
     named = [(calls.keys(path).lstrip(".") or "the value", leaf) for path, leaf in found]
     per_replica = [name for name, leaf in named if is_per_replica(leaf)]
     if per_replica:
@@ -132,15 +136,25 @@ def verify(
 ) -> VerifyReport:
     """See `Strategy.verify`."""
     arguments = calls.hoist_nested(args, kwargs)
-    names = calls.object_names(fn, arguments.tree, len(arguments.objects))
-    num_replicas = len(many.replicas)
     here, there = _copy_of(arguments.objects), _copy_of(arguments.objects)
-    before = _variables(here, names)
-    got = many.run(fn, *_with(arguments.tree, here))
-    whole = jax.tree.map(_whole_batch, arguments.tree, is_leaf=is_per_replica)
-    wanted = single.run(fn, *_with(whole, there))
+    collapse(there)
+    many.prepare(fn, *_with(arguments.tree, here))
+    captured = many.captured(fn)
+    names = calls.object_names(fn, arguments.tree, [*arguments.objects, *captured], captured)
+    num_replicas = len(many.replicas)
+    saved = _copy_of(captured)
+    try:
+        before = _variables([*here, *captured], names)
+        got = many.run(fn, *_with(arguments.tree, here))
+        after = _variables([*here, *captured], names)
+        _restore(captured, saved)
+        collapse(captured)
+        whole = jax.tree.map(_whole_batch, arguments.tree, is_leaf=is_per_replica)
+        wanted = single.run(fn, *_with(whole, there))
+        expected = _variables([*there, *captured], names)
+    finally:
+        _restore(captured, saved)
     rows = _compare_results(got, wanted)
-    after, expected = _variables(here, names), _variables(there, names)
     for name, value in after.items():
         rows.append(Difference(name, relative_difference(value, expected[name])))
         if _equal(value, before[name]) and _equal(expected[name], before[name]):
@@ -163,7 +177,17 @@ def verify(
 def _copy_of(objects: list[Any]) -> list[Any]:
     graphdef: Any
     graphdef, state = nnx.split(tuple(objects))
-    return list(nnx.merge(graphdef, jax.tree.map(jnp.copy, state)))
+    return list(nnx.merge(graphdef, jax.tree.map(_copy, state)))
+
+
+def _copy(leaf: Any) -> Any:
+    return Parts([jnp.copy(x) for x in leaf.arrays]) if isinstance(leaf, Parts) else jnp.copy(leaf)
+
+
+def _restore(variables: Sequence[Variable], saved: Sequence[Any]) -> None:
+    """Gives variables the values of copies of them, and keeps the copies."""
+    for variable, copied in zip(variables, _copy_of(list(saved)), strict=True):
+        variable.set_raw_value(copied.get_raw_value())
 
 
 def _with(tree: Any, objects: list[Any]) -> Any:
@@ -190,6 +214,8 @@ def _whole_batch(leaf: Any) -> Any:
 def _variables(objects: list[Any], names: Sequence[str]) -> dict[str, np.ndarray]:
     if not objects:
         return {}
+    objects = _copy_of(objects)
+    collapse(objects)
     structure = Structure(objects)
     leaves = jax.tree.leaves(nnx.split(tuple(objects))[1])
     return {n: _host(x) for n, x in zip(structure.names(names), leaves, strict=True)}

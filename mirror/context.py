@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from mirror._types import REPLICA_AXIS, Array, PyTree
 from mirror.cross_device_ops import ReduceOp, gather, prepare
+from mirror.devices.replicas import ReplicaDevices
 
 
 class LengthsUnknown(BaseException):
@@ -50,9 +51,16 @@ class Gathers:
 class ReplicaGroup(Protocol):
     """What a context needs of its strategy."""
 
+    _replicas: ReplicaDevices
+
     @property
     def num_replicas_in_sync(self) -> int:
         """How many replicas run a step."""
+        ...
+
+    @property
+    def devices(self) -> tuple[jax.Device, ...]:
+        """The devices of the replicas."""
         ...
 
     def _all_reduce(self, op: ReduceOp, leaves: list[Any]) -> list[Array]: ...
@@ -90,9 +98,18 @@ def pop_frame() -> None:
 
 
 @contextlib.contextmanager
-def replica(strategy: ReplicaGroup, gathers: Gathers | None) -> Iterator["ReplicaContext"]:
-    """Stands in a replica of `strategy.run` while inside; its context ends with it."""
+def replica(
+    strategy: ReplicaGroup, gathers: Gathers | None, captures: Any
+) -> Iterator["ReplicaContext"]:
+    """Stands in a replica of `strategy.run` while inside; its context ends with it.
+
+    Args:
+        strategy: whose replica.
+        gathers: the lengths that replicas of different shapes bring; `None`: all have one.
+        captures: what stands for the variables that are no arguments of the step.
+    """
     context = ReplicaContext(strategy, in_step=True, gathers=gathers)
+    context.captures = captures
     push_frame(Frame(strategy, context))
     try:
         yield context
@@ -146,6 +163,7 @@ class ReplicaContext:
         self._strategy = strategy
         self._in_step = in_step
         self._gathers = gathers
+        self.captures: Any = None
         self._ended = False
 
     def _require_alive(self) -> None:
@@ -166,6 +184,17 @@ class ReplicaContext:
         """How many replicas run this step."""
         self._require_alive()
         return self._strategy.num_replicas_in_sync if self._in_step else 1
+
+    @property
+    def devices(self) -> tuple[jax.Device, ...]:
+        """The devices of all replicas, in replica order."""
+        self._require_alive()
+        return self._strategy.devices if self._in_step else self._strategy.devices[:1]
+
+    @property
+    def lengths_may_differ(self) -> bool:
+        """Whether the replicas' arrays differ in shape in this step."""
+        return self._gathers is not None
 
     @property
     def replica_id_in_sync_group(self) -> Array:

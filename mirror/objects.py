@@ -22,7 +22,9 @@ from mirror._errors import describe, listing
 from mirror._types import REPLICA_AXIS, Array
 from mirror.devices.log import placement_log
 from mirror.devices.replicas import ReplicaDevices, any_deleted, buffers_of
-from mirror.values import is_per_replica
+from mirror.parts import Parts
+from mirror.values import held_by, is_per_replica, per_replica
+from mirror.variables import is_own, spread_over
 
 _MOST_RECORDS = 32
 _DYNAMIC = (nnx.Pytree, nnx.Variable, jax.Array, np.ndarray, dict, list, tuple)
@@ -52,10 +54,17 @@ _get_value = nnx.Variable.get_raw_value
 
 
 class Slot(NamedTuple):
-    """One place in the objects that holds arrays: a variable, or an array as an attribute."""
+    """One place in the objects that holds arrays: a variable, or an array as an attribute.
+
+    Attributes:
+        path: where it is.
+        kind: the type of the variable, or of the array.
+        is_own: whether each replica has a value of its own there.
+    """
 
     path: Path
     kind: type
+    is_own: bool
 
     @property
     def place(self) -> str:
@@ -81,19 +90,21 @@ class Structure:
         self.graphdef: Any
         self.graphdef, state = nnx.split(tuple(objects))
         flat: list[tuple[Any, Any]] = list(nnx.to_flat_state(state))
-        self.slots = tuple(Slot(path, type(value)) for path, value in flat)
+        self.slots = tuple(Slot(path, type(value), is_own(value)) for path, value in flat)
         values = [v.get_raw_value() if isinstance(v, nnx.Variable) else v for _, v in flat]
+        values = [held_by(v) if is_per_replica(v) else v for v in values]
         self.treedef: Any = jax.tree.structure(values)
         for slot, (_, holder), value in zip(self.slots, flat, values, strict=True):
             _require_supported(slot, holder)
             _require_arrays(slot, value)
         # The leaves of the state come in the order of its flat form: both are sorted by path.
-        self.state_def: Any = jax.tree.structure(state)
+        self.state_def: Any = jax.tree.structure(jax.tree.map(_one, state, is_leaf=is_per_replica))
         self.leaf_slots = [
             slot
             for slot, value in zip(self.slots, values, strict=True)
             for _ in jax.tree.leaves(value)
         ]
+        self.is_own = [slot.is_own for slot in self.leaf_slots]
         self._key = (self.graphdef, self.treedef, tuple(s.path for s in self.slots))
         self._hash = hash(self._key)
 
@@ -179,6 +190,7 @@ class Record:
         holders = [_holder(objects, slot.path) for slot in structure.slots]
         self._variables = [h for h in holders if isinstance(h, nnx.Variable)]
         self._all_variables = len(self._variables) == len(holders)
+        self._own = [i for i, slot in enumerate(structure.slots) if slot.is_own]
         self._places = list(zip(holders, structure.slots, strict=True))
         self._nodes = [vars(node) for _, node in _nodes(objects)]
         self._nodes += [d for _, d in nnx.iter_graph(tuple(objects)) if isinstance(d, dict)]
@@ -203,6 +215,8 @@ class Record:
             values = list(map(_get_value, self._variables))
         else:
             values = [_read_holder(holder, slot) for holder, slot in self._places]
+        for i in self._own:
+            values[i] = held_by(values[i]) if is_per_replica(values[i]) else values[i]
         if self._plain and self._are_last(values):
             return self.last
         leaves, treedef = jax.tree.flatten(values)
@@ -213,13 +227,20 @@ class Record:
     def _are_last(self, leaves: list[Any]) -> bool:
         return self.last is not None and all(map(operator.is_, leaves, self.last))
 
+    def holder(self, i: int) -> Any:
+        """The variable of a slot."""
+        return self._places[i][0]
+
     def is_ready(self, leaves: list[Any]) -> bool:
         """Whether these are the leaves that the last step left, and none has been deleted."""
         return leaves is self.last and not any_deleted(leaves)
 
-    def write(self, leaves: Sequence[Array]) -> None:
+    def write(self, leaves: Sequence[Any]) -> None:
         """Writes all leaves back, and remembers them as ready for the next step."""
         self.last = list(leaves)
+        if self._own:
+            own = set(self._own)
+            leaves = [per_replica(leaf) if i in own else leaf for i, leaf in enumerate(leaves)]
         if self._all_variables and self._plain:
             for _ in map(_set_value, self._variables, leaves):
                 pass
@@ -307,7 +328,10 @@ class ObjectTable:
             _require_arrays(record.structure.leaf_slots[i], leaf)
         taken: set[int] = set()
         mirrored = []
-        for leaf in leaves:
+        for i, leaf in enumerate(leaves):
+            if record.structure.is_own[i]:
+                mirrored.append(spread_over(record.holder(i), self._replicas))
+                continue
             own = isinstance(leaf, jax.Array) and self._replicas.is_mirrored(leaf)
             # One buffer in two variables would be donated twice, which crashes JAX 0.10.2.
             fresh = own and taken.isdisjoint(buffers_of(leaf))
@@ -318,6 +342,11 @@ class ObjectTable:
                 placement_log.mirrored(name, leaf, self._replicas.devices)
         record.write(mirrored)
         return mirrored
+
+
+def _one(leaf: Any) -> Any:
+    """A leaf in the place of a `PerReplica`: a replica has one array there."""
+    return 0 if is_per_replica(leaf) else leaf
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -406,7 +435,8 @@ def _changes(before: Structure, after: Structure) -> Iterator[tuple[Slot, str]]:
 
 def _require_arrays(slot: Slot, value: Any) -> None:
     for leaf in jax.tree.leaves(value, is_leaf=is_per_replica):
-        if not isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float | complex):
+        number = jax.Array | np.ndarray | np.generic | int | float | complex
+        if not isinstance(leaf, number | Parts):
             raise ValueError(
                 f"{slot.place} of a model holds {describe(leaf)}, which is no array: it cannot be "
                 "mirrored."

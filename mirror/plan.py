@@ -54,7 +54,7 @@ def make_plan(
         changed.append(i)
         if mark.per_replica and issubclass(slot.kind, nnx.BatchStat):
             averaged.append(i)
-        elif mark.per_replica:
+        elif mark.per_replica and not slot.is_own:
             diverging.append(f"{name}: {cause(mark, leaf_names)}")
     if diverging:
         raise ReplicaDivergenceError(

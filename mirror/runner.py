@@ -34,6 +34,7 @@ from mirror.program.match import join_marks
 from mirror.program.proof import prove
 from mirror.program.trace import abstract, trace
 from mirror.step import Call, Program, Step
+from mirror.variables import Variable
 
 Variants = tuple[tuple[tuple[jax.ShapeDtypeStruct, ...], tuple[int, ...]], ...]
 
@@ -51,6 +52,7 @@ class Runner:
         self._executor = choose(replicas, ops)
         self._for_unequal = functools.cache(lambda: choose_for_unequal(self._executor, ops))
         self._objects = ObjectTable(replicas)
+        self._captured: dict[StepFunction, list[Variable]] = {}
         self._layouts: dict[Any, calls.Layout] = {}
         self._programs: dict[Any, Program] = {}
         # By identity, because comparing hundreds of shardings would cost as much as a launch. JAX
@@ -72,22 +74,35 @@ class Runner:
         """Runs `fn` once per replica; see `Strategy.run`."""
         # The mesh is part of what jit keys its cache with: always the same, in and out of a scope.
         with calls.outside_traces(fn, self.replicas.mesh):
-            call = self._call(fn, args, kwargs, donate_argnums)
-            leaves = call.layout.dynamic_leaves(call.leaves)
-            if not self._are_placed(call.layout.per_replica, leaves):
-                leaves = self._placed(call, leaves)
-            key = call.key
             try:
-                program = self._programs.get(key) or self._find(call, key, leaves)
-            except TypeError:
-                calls.require_static(fn, call.tree, call.layout, call.leaves)
-                raise
-            try:
-                return program(call, self._apart(call, leaves, program.donated))
-            except SignatureChanged:  # a mirrored leaf has another shape than before
-                pass
-            program = self._find(call, key, leaves)
+                return self._run(fn, args, kwargs, donate_argnums)
+            except VariablesFound as error:
+                self._captured.setdefault(fn, []).extend(error.variables)
+        return self.run(fn, args, kwargs, donate_argnums)
+
+    def _run(
+        self,
+        fn: StepFunction,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        donate_argnums: tuple[int, ...],
+    ) -> Any:
+        call = self._call(fn, args, kwargs, donate_argnums)
+        leaves = call.layout.dynamic_leaves(call.leaves)
+        if not self._are_placed(call.layout.per_replica, leaves):
+            leaves = self._placed(call, leaves)
+        key = call.key
+        try:
+            program = self._programs.get(key) or self._find(call, key, leaves)
+        except TypeError:
+            calls.require_static(fn, call.tree, call.layout, call.leaves)
+            raise
+        try:
             return program(call, self._apart(call, leaves, program.donated))
+        except SignatureChanged:  # a mirrored leaf has another shape than before
+            pass
+        program = self._find(call, key, leaves)
+        return program(call, self._apart(call, leaves, program.donated))
 
     def lower(self, fn: StepFunction, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The program of a call, lowered: its text, its cost and its memory. Runs nothing."""
@@ -112,11 +127,31 @@ class Runner:
         if layout.nested:
             objects, tree = calls.hoist_nested(args, kwargs)
             leaves, layout = self._flatten(fn, tree)
+        captured = self.captured(fn)
+        objects = [*objects, *captured] if captured else objects
         record, state = None, list[Any]()
         if objects:
-            names = functools.partial(calls.object_names, fn, tree, len(objects))
+            names = functools.partial(calls.object_names, fn, tree, objects, captured)
             record, state = self._objects.record(objects, names)
-        return Call(fn, tree, layout, leaves, objects, record, state, donate_argnums)
+        return Call(fn, tree, layout, leaves, objects, record, state, donate_argnums, captured)
+
+    def captured(self, fn: StepFunction) -> list[Variable]:
+        """The variables that a step was found to use without being passed them."""
+        try:
+            return self._captured.get(fn, []) if self._captured else []
+        except TypeError:  # not hashable, which is said later
+            return []
+
+    def prepare(self, fn: StepFunction, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Traces and proves a call, so that its variables are known. Runs nothing."""
+        try:
+            with calls.outside_traces(fn, self.replicas.mesh):
+                call = self._call(fn, args, kwargs, ())
+                leaves = self._placed(call, call.layout.dynamic_leaves(call.leaves))
+                self._find(call, call.key, leaves)
+        except VariablesFound as error:
+            self._captured.setdefault(fn, []).extend(error.variables)
+            self.prepare(fn, args, kwargs)
 
     def _flatten(self, fn: StepFunction, tree: Any) -> tuple[list[Any], calls.Layout]:
         leaves, treedef = jax.tree.flatten(tree)
@@ -266,8 +301,12 @@ class Runner:
                 unequal.append(i)
                 columns.append([jax.ShapeDtypeStruct(s, leaf.dtype) for s in leaf.shapes])
             else:
-                columns.append((jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype),))
-        state = list(map(abstract, call.state))
+                columns.append((_row(leaf),))
+        is_own = call.structure.is_own if call.structure is not None else []
+        state = [
+            _row(leaf) if own else abstract(leaf)
+            for leaf, own in zip(call.state, is_own, strict=True)
+        ]
         if not unequal:
             return (
                 ((*state, *(first for first, *_ in columns)), tuple(range(len(self.replicas)))),
@@ -295,6 +334,9 @@ class Runner:
         n = self._group.num_replicas_in_sync
         traces = [functools.partial(flat, each) for each in steps]
         jaxprs = _trace_together(traces, variants, gathers, n)
+        found = [variable for each in steps for variable in each.found]
+        if found:
+            raise VariablesFound({id(variable): variable for variable in found})
         _require_one_result(steps, variants)
         calls.require_nothing_captured(call.fn, jaxprs[0].consts)
         proved = [prove(jaxpr, step.per_replica, n) for jaxpr in jaxprs]
@@ -344,6 +386,20 @@ class Runner:
 
     def _forget(self, programs: set[int]) -> None:
         self._programs = {k: p for k, p in self._programs.items() if id(p) not in programs}
+
+
+class VariablesFound(Exception):
+    """A step uses variables that it is not passed: it is to be traced again, with them."""
+
+    def __init__(self, variables: dict[int, Variable]) -> None:
+        super().__init__(f"{len(variables)} variables")
+        self.variables = list(variables.values())
+
+
+def _row(stacked: Any) -> jax.ShapeDtypeStruct:
+    """One replica's shape and dtype, where all have the same."""
+    shape = stacked.shapes[0] if isinstance(stacked, Parts) else stacked.shape[1:]
+    return jax.ShapeDtypeStruct(shape, stacked.dtype)
 
 
 def _trace_together(

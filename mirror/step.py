@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from mirror import calls
 from mirror._errors import describe
@@ -23,6 +24,7 @@ from mirror.executors.executor import (
 from mirror.objects import Record, Structure, is_object
 from mirror.plan import Plan
 from mirror.values import PerReplica
+from mirror.variables import Captures, Variable
 
 
 class Call(NamedTuple):
@@ -36,6 +38,7 @@ class Call(NamedTuple):
     record: Record | None
     state: list[Any]
     donate_argnums: tuple[int, ...]
+    captured: list[Variable]
 
     @property
     def structure(self) -> Structure | None:
@@ -51,7 +54,7 @@ class Call(NamedTuple):
     @property
     def object_names(self) -> list[str]:
         """The user's names for the nnx objects."""
-        return calls.object_names(self.fn, self.tree, len(self.objects))
+        return calls.object_names(self.fn, self.tree, self.objects, self.captured)
 
     @property
     def leaf_names(self) -> list[str]:
@@ -98,7 +101,10 @@ class Step:
         self.num_state = len(call.state)
         self.layout = call.layout
         own = [i in call.layout.per_replica for i in range(len(avals) - self.num_state)]
-        self.per_replica = [False] * self.num_state + own
+        self._captured = list(call.captured)
+        self.found: list[Variable] = []
+        held = self.structure.is_own if self.structure is not None else []
+        self.per_replica = [*held, *own]
         self.statics = call.layout.key(call.leaves)[0]
         self.attribute_changes: list[tuple[Any, str, Any]] = []
         self.out_tree: Any = None
@@ -114,9 +120,11 @@ class Step:
         state, rest = leaves[: self.num_state], leaves[self.num_state :]
         if self.gathers is not None:
             self.gathers.restart()
-        with replica(self.group, self.gathers):
-            clones = self.structure.rebuild(state) if self.structure is not None else None
-            objects = clones.objects if clones is not None else ()
+        clones = self.structure.rebuild(state) if self.structure is not None else None
+        objects = clones.objects if clones is not None else ()
+        captures = self._captures(objects)
+        self.found = captures.found
+        with replica(self.group, self.gathers, captures):
             args, kwargs = self.layout.rebuild(rest, self.statics, objects)
             results = self._results(self.fn(*args, **kwargs))
             if clones is None:
@@ -124,6 +132,11 @@ class Step:
             after = clones.collect(self.name, self.object_names)
             self.attribute_changes = clones.attribute_changes()
         return results, after, {i: folded for i, (_, folded) in clones.keys.items()}
+
+    def _captures(self, objects: Sequence[Any]) -> Captures:
+        stand_ins = objects[len(objects) - len(self._captured) :]
+        own = [node for _, node in nnx.iter_graph(objects) if isinstance(node, Variable)]
+        return Captures(list(zip(self._captured, stand_ins, strict=True)), own)
 
     def _results(self, out: Any) -> list[Array]:
         paths, self.out_tree = jax.tree_util.tree_flatten_with_path(out, is_leaf=is_object)
@@ -171,7 +184,7 @@ class Program:
                 step.name,
                 [Variant(_replica(each, plan), each.avals, ids) for each, ids in steps],
                 step.per_replica,
-                [False] * len(plan.changed) + plan.per_replica_results,
+                [step.per_replica[i] for i in plan.changed] + plan.per_replica_results,
                 [*plan.changed, *(step.num_state + i for i in self.donated)],
             )
         )

@@ -2,9 +2,9 @@
 
 import abc
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import Any, NoReturn, Self, final
+from typing import Any, NamedTuple, NoReturn, Self, final
 
 import jax
 import numpy as np
@@ -19,9 +19,23 @@ from mirror.devices import backend
 from mirror.devices.log import unlogged
 from mirror.devices.replicas import ReplicaDevices, copies_of, move
 from mirror.display import Table, device_table
+from mirror.parts import Parts
 from mirror.reductions import canonical_axes, gathering, reduction
 from mirror.runner import Runner
-from mirror.values import PerReplica, is_per_replica
+from mirror.values import PerReplica, is_per_replica, per_replica
+from mirror.variables import unwrapped
+
+
+class ValueContext(NamedTuple):
+    """For which replica a value is made; see `Strategy.distribute_values_from_function`.
+
+    Attributes:
+        replica_id_in_sync_group: the replica's number, 0 to n - 1.
+        num_replicas_in_sync: how many there are.
+    """
+
+    replica_id_in_sync_group: int
+    num_replicas_in_sync: int
 
 
 class Strategy(abc.ABC):
@@ -153,6 +167,7 @@ class Strategy(abc.ABC):
             RuntimeError: called inside a replica or another strategy's scope.
         """
         require_cross_replica(self, "reduce", "Use mirror.get_replica_context().all_reduce there.")
+        value = unwrapped(value)
         step = reduction(ReduceOp.canonicalize(op), canonical_axes(axis), where is not None)
         _require_values("reduce", value)
         if axis is None:
@@ -175,6 +190,7 @@ class Strategy(abc.ABC):
             RuntimeError: called inside a replica or another strategy's scope.
         """
         require_cross_replica(self, "gather", "Use mirror.get_replica_context().all_gather there.")
+        value = unwrapped(value)
         axes = canonical_axes(axis)
         if axes is None or len(axes) != 1:
             raise TypeError(f"axis={axis!r} is not one axis. Pass an int.")
@@ -185,7 +201,7 @@ class Strategy(abc.ABC):
     def local_results(self, value: PyTree) -> tuple[PyTree, ...]:
         """One tree for each replica: a `PerReplica`'s values, a mirrored array's copies."""
         treedef: Any
-        leaves, treedef = jax.tree.flatten(value, is_leaf=is_per_replica)
+        leaves, treedef = jax.tree.flatten(unwrapped(value), is_leaf=is_per_replica)
         columns = [self._local(leaf) for leaf in leaves]
         return tuple(
             treedef.unflatten([column[i] for column in columns])
@@ -215,6 +231,42 @@ class Strategy(abc.ABC):
         """
         require_cross_replica(self, "distribute_dataset", "Pass the step its batch.")
         return DistributedDataset(dataset, self._replicas, remainder)
+
+    @final
+    def distribute_values_from_function(self, fn: Callable[[ValueContext], PyTree]) -> PyTree:
+        """Values made for each replica by itself, each on its device.
+
+        Args:
+            fn: called once for each replica, in order, with a `ValueContext` that tells which.
+
+        Returns:
+            The tree that `fn` returns, each leaf a `PerReplica`.
+
+        Raises:
+            ValueError: the replicas' trees, dtypes or numbers of dimensions differ.
+            TypeError: a leaf that is no array and no number.
+            RuntimeError: called inside a replica or another strategy's scope.
+        """
+        method = "distribute_values_from_function"
+        require_cross_replica(self, method, "Make the value in the step.")
+        n = self.num_replicas_in_sync
+        trees = [fn(ValueContext(i, n)) for i in range(n)]
+        treedef: Any
+        treedef = jax.tree.structure(trees[0])
+        for i, tree in enumerate(trees):
+            if jax.tree.structure(tree) != treedef:
+                raise ValueError(
+                    f"{method}: replica {i} got {jax.tree.structure(tree)}, replica 0 {treedef}. "
+                    "Return the same structure for each replica."
+                )
+        columns = zip(*map(jax.tree.leaves, trees), strict=True)
+        return treedef.unflatten([self._on_replicas(PerReplica(list(c))) for c in columns])
+
+    def _on_replicas(self, value: PerReplica) -> PerReplica:
+        pairs = zip(value.values, self.devices, strict=True)
+        if len(set(value.shapes)) > 1:
+            return per_replica(Parts([move(x, device) for x, device in pairs]))
+        return per_replica(self._replicas.stack(np.stack([np.asarray(x) for x, _ in pairs])))
 
     @final
     def check_mirrored(self, tree: PyTree) -> None:

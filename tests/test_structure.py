@@ -55,6 +55,8 @@ LAYERS = [
     "executors.staged",
     "executors.choice",
     "context",
+    "randomness",
+    "variables",
     "objects",
     "calls",
     "plan",
@@ -159,8 +161,8 @@ def test_the_package_is_a_table_of_contents(name):
 NAMES = """
 AllReduce CrossDeviceOps DistributedDataset InvalidDeviceError MirroredStrategy OneDeviceStrategy
 PerReplica REPLICA_AXIS ReduceOp ReductionToOneDevice ReplicaContext ReplicaDivergenceError
-ReplicaMismatchError Strategy VerifyReport add_n config debugging device ensure_mirrored
-get_replica_context get_strategy has_strategy in_cross_replica_context
+ReplicaMismatchError Strategy ValueContext Variable VerifyReport add_n config debugging device
+ensure_mirrored example_keys get_replica_context get_strategy has_strategy in_cross_replica_context
 """
 PUBLIC = NAMES.split()
 

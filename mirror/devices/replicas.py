@@ -155,6 +155,13 @@ def move(array: Array | np.ndarray, device: jax.Device) -> Array:
     return jax.device_put(array, device)
 
 
+def place_like(array: Array | np.ndarray, like: Array | np.ndarray) -> Array:
+    """The array where another one lies; anywhere, if that is on the host."""
+    if isinstance(like, jax.Array):
+        return jax.device_put(array, like.sharding)
+    return jnp.asarray(array)
+
+
 def any_deleted(arrays: Iterable[Array]) -> bool:
     """Whether one of them has been deleted: launching it would end JAX 0.10.2."""
     return any(map(_is_deleted, arrays))

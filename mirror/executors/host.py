@@ -80,11 +80,10 @@ def _gathered(params: dict[str, Any], row: Rows, group: list[int]) -> np.ndarray
 
 
 def _transposed(params: dict[str, Any], rows: Sequence[np.ndarray]) -> list[np.ndarray]:
+    # Tiled or not: JAX adds and takes away the axes of the other kind by itself.
     split, joined, n = params["split_axis"], params["concat_axis"], len(rows)
     cuts = [np.split(row, n, split) for row in rows]
-    if params["tiled"]:
-        return [np.concatenate([cut[i] for cut in cuts], joined) for i in range(n)]
-    return [np.stack([cut[i].squeeze(split) for cut in cuts], joined) for i in range(n)]
+    return [np.concatenate([cut[i] for cut in cuts], joined) for i in range(n)]
 
 
 def _permuted(perm: Any, row: Rows, group: list[int]) -> list[np.ndarray]:

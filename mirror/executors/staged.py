@@ -151,7 +151,8 @@ class _Lane:
             own = [leaf.arrays[i] for i in self.ids]
             rows = list(map(with_axis, own, self.replicas.devices))
             return self.replicas.from_rows(rows)
-        every = rows_on_devices(leaf)
+        with jax.set_mesh(None):  # rows of one device are cut apart there, on no mesh
+            every = rows_on_devices(leaf)
         assert every is not None  # `run` has put it there
         return self.replicas.from_rows([every[i] for i in self.ids])
 

@@ -327,6 +327,8 @@ class _Flat:
         stacked: list[Any] = eqn.outvars[scan.num_carry :]
         if any(jnp.issubdtype(var.aval.dtype, jax.dtypes.extended) for var in stacked):
             raise NotImplementedError(_cannot(eqn, "it stacks up PRNG keys; stack their key data"))
+        if not scan.length:  # there is no slice to trace an iteration with
+            return [*carry, *(self.empty(var.aval) for var in stacked)]
         step = -1 if scan.reverse else 1
 
         def iteration(*values: Any) -> list[Any]:
