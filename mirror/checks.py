@@ -138,7 +138,7 @@ def verify(
     arguments = calls.hoist_nested(args, kwargs)
     here, there = _copy_of(arguments.objects), _copy_of(arguments.objects)
     collapse(there)
-    many.prepare(fn, *_with(arguments.tree, here))
+    program = many.prepare(fn, *_with(arguments.tree, here))
     captured = many.captured(fn)
     names = calls.object_names(fn, arguments.tree, [*arguments.objects, *captured], captured)
     num_replicas = len(many.replicas)
@@ -170,8 +170,19 @@ def verify(
             "mirror.REPLICA_AXIS makes it one), dropout, which draws on each replica anew; for one "
             "variable alone, a true gradient of zero, as of a bias before a batch normalisation "
             "(use_bias=False): then rounding is compared with rounding."
+            + _shared_draws(program.shared_draws)
         )
     return report
+
+
+def _shared_draws(lines: Sequence[str]) -> str:
+    if not lines:
+        return ""
+    return (
+        f"\nAll replicas draw the same random numbers at {', '.join(lines)}: the key is the same. "
+        "For dropout each needs its own, replica_context.fold_in(key); mirror.example_keys(key, "
+        "batch) draws the same for an example on any number of replicas."
+    )
 
 
 def _copy_of(objects: list[Any]) -> list[Any]:

@@ -142,16 +142,16 @@ class Runner:
         except TypeError:  # not hashable, which is said later
             return []
 
-    def prepare(self, fn: StepFunction, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Traces and proves a call, so that its variables are known. Runs nothing."""
+    def prepare(self, fn: StepFunction, args: Sequence[Any], kwargs: dict[str, Any]) -> Program:
+        """The program of a call, traced and proved, so that its variables are known. Not run."""
         try:
             with calls.outside_traces(fn, self.replicas.mesh):
                 call = self._call(fn, args, kwargs, ())
                 leaves = self._placed(call, call.layout.dynamic_leaves(call.leaves))
-                self._find(call, call.key, leaves)
+                return self._find(call, call.key, leaves)
         except VariablesFound as error:
             self._captured.setdefault(fn, []).extend(error.variables)
-            self.prepare(fn, args, kwargs)
+        return self.prepare(fn, args, kwargs)
 
     def _flatten(self, fn: StepFunction, tree: Any) -> tuple[list[Any], calls.Layout]:
         leaves, treedef = jax.tree.flatten(tree)
@@ -339,7 +339,8 @@ class Runner:
             raise VariablesFound({id(variable): variable for variable in found})
         _require_one_result(steps, variants)
         calls.require_nothing_captured(call.fn, jaxprs[0].consts)
-        proved = [prove(jaxpr, step.per_replica, n) for jaxpr in jaxprs]
+        draws: list[str] = []
+        proved = [prove(jaxpr, step.per_replica, n, draws) for jaxpr in jaxprs]
         marks = join_marks(jaxprs, proved) if unequal else proved[0]
         ends = len(step.out_names), len(step.out_names) + step.num_state
         structure = call.structure
@@ -356,6 +357,7 @@ class Runner:
         executor = self._for_unequal() if unequal else self._executor
         pairs = [(each, ids) for each, (_, ids) in zip(steps, variants, strict=True)]
         program = Program(pairs, plan, call, executor, exchanges.in_words(jaxprs[0].jaxpr))
+        program.shared_draws = list(dict.fromkeys(draws))
         self._remember(call.fn, program)
         return program
 

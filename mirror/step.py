@@ -170,6 +170,7 @@ class Program:
     ) -> None:
         step = steps[0][0]
         self.runs = 0
+        self.shared_draws: list[str] = []
         averaged = [("all-reduce", f"{len(plan.averaged)} batch statistics")]
         self._exchanges = [*exchanges, *(averaged if plan.averaged else [])]
         self._name = step.name

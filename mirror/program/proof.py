@@ -26,6 +26,8 @@ from mirror.program.trace import trace
 
 _MIRRORING = frozenset({"psum", "pmax", "pmin", "all_gather"})
 _IMPURE = frozenset({"io_callback", "rng_uniform"})
+_DRAWS = frozenset({"random_bits", "random_gamma", "rng_bit_generator"})
+_NO_LINE = "an unknown line"
 _REF_READS = frozenset({"get"})
 _PASSING = frozenset({"optimization_barrier", "device_put", "ensure_mirrored"})
 
@@ -56,8 +58,19 @@ class Mark:
 _MIRRORED = Mark()
 
 
-def prove(jaxpr: ClosedJaxpr, per_replica: Sequence[bool], num_replicas: int = 1) -> list[Mark]:
+def prove(
+    jaxpr: ClosedJaxpr,
+    per_replica: Sequence[bool],
+    num_replicas: int = 1,
+    shared_draws: list[str] | None = None,
+) -> list[Mark]:
     """Marks the outputs of a replica program whose inputs are per-replica as told.
+
+    Args:
+        jaxpr: the replica program.
+        per_replica: for each input, whether replicas may hold different values.
+        num_replicas: the size of the replica axis.
+        shared_draws: gets the user's lines that draw the same random numbers on all replicas.
 
     Raises:
         ReplicaDivergenceError: an exchange stands under a `cond`, `switch` or `while` that replicas
@@ -65,7 +78,11 @@ def prove(jaxpr: ClosedJaxpr, per_replica: Sequence[bool], num_replicas: int = 1
     """
     inputs = [Mark(i if differs else None) for i, differs in enumerate(per_replica)]
     named = [Mark(m.origin, var) for m, var in zip(inputs, jaxpr.jaxpr.invars, strict=True)]
-    return _Pass(num_replicas).closed(jaxpr, named)[0]
+    walk = _Pass(num_replicas)
+    marks = walk.closed(jaxpr, named)[0]
+    if shared_draws is not None:
+        shared_draws += walk.shared_draws
+    return marks
 
 
 class _Pass:
@@ -74,6 +91,8 @@ class _Pass:
     def __init__(self, num_replicas: int) -> None:
         self.num_replicas = num_replicas
         self.control: str | None = None
+        self.within: list[JaxprEqn] = []
+        self.shared_draws: dict[str, None] = {}
 
     def closed(self, jaxpr: ClosedJaxpr, marks: Sequence[Mark]) -> tuple[list[Mark], list[Mark]]:
         return self.walk(jaxpr.jaxpr, marks)
@@ -122,7 +141,10 @@ class _Pass:
             return self.closed(_expanded(eqn, self.num_replicas), marks)
         program = called(eqn)
         if program is not None:
-            return self.walk(jaxpr_of(program), marks)
+            self.within.append(eqn)
+            found = self.walk(jaxpr_of(program), marks)
+            self.within.pop()
+            return found
         inner = list(map(jaxpr_of, inner_programs(eqn.params.values())))
         if inner:
             return self.opaque(eqn, marks, inner)
@@ -133,11 +155,21 @@ class _Pass:
         if eqn.primitive.name in _MIRRORING and _spans_whole_axis(eqn):
             return [_MIRRORED] * len(eqn.outvars), marks
         joined = _computed(marks)
+        if eqn.primitive.name in _DRAWS and not joined.per_replica:
+            self.shared_draws[self.line(eqn)] = None
         if _is_replica_source(eqn) and not joined.per_replica:
             joined = Mark(f"{eqn.primitive.name} at {user_line(eqn)}")
         if eqn.primitive.name not in _REF_READS:
             marks = self.written(eqn, marks, joined)
         return [joined] * len(eqn.outvars), marks
+
+    def line(self, eqn: JaxprEqn) -> str:
+        """The user's line; JAX's own functions are traced once and know only who called first."""
+        for outer in reversed(self.within):
+            if user_line(eqn) != _NO_LINE:
+                break
+            eqn = outer
+        return user_line(eqn)
 
     def written(self, eqn: JaxprEqn, marks: Sequence[Mark], value: Mark) -> list[Mark]:
         """Marks of the inputs after the value, or not, was written to the `Ref`s among them."""
@@ -303,8 +335,8 @@ def user_line(eqn: JaxprEqn) -> str:
     """Where in the user's own code an operation was written: `train.py:42 in step`."""
     frames = eqn.source_info.traceback
     if frames is None:
-        return "an unknown line"
+        return _NO_LINE
     for frame in reversed(traceback.extract_tb(frames.as_python_traceback())):
         if is_users(frame.filename):
             return f"{os.path.basename(frame.filename)}:{frame.lineno} in {frame.name}"
-    return "an unknown line"
+    return _NO_LINE
