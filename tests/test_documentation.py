@@ -2,33 +2,30 @@
 
 import doctest
 import importlib
-import pathlib
 import pkgutil
 import re
 import subprocess
-import sys
 
 import pytest
 
 import mirror
+from tests import fresh
 
-ROOT = pathlib.Path(__file__).parents[1]
 
-
-def test_readme_code_runs():
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert len(blocks) == 6
+def run_readme() -> subprocess.CompletedProcess:
+    blocks = re.findall(r"```python\n(.*?)```", (fresh.ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(blocks) == 7
     devices = "import jax\njax.config.update('jax_num_cpu_devices', 4)\n"
     code = devices + "\n".join(blocks)
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    return fresh.start(code, timeout=300)
+
+
+AHEAD = {"README": run_readme}
+
+
+def test_readme_code_runs(ahead):
+    done = ahead[__name__]["README"].result()
+    assert done.returncode == 0, done.stdout[-3000:]
     assert "loss" in done.stdout
     assert "4 replicas against one device" in done.stdout
 
