@@ -2,6 +2,8 @@
 
 import os
 import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
 import pytest
@@ -32,6 +34,22 @@ def eight_devices() -> None:
     count = len(jax.devices("cpu"))
     if count != 8:
         pytest.exit(f"the suite needs 8 host devices and got {count}", returncode=3)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ahead(request) -> Iterator[dict[str, dict[str, Future]]]:
+    """The `AHEAD` of the modules that are tested: calls that wait for processes of their own.
+
+    They are made one after the other while other tests run. `result()` raises what a call raised.
+    """
+    modules = dict.fromkeys(item.module for item in request.session.items)
+    with ThreadPoolExecutor(1) as pool:
+        yield {
+            module.__name__: {name: pool.submit(call) for name, call in module.AHEAD.items()}
+            for module in modules
+            if hasattr(module, "AHEAD")
+        }
+        pool.shutdown(cancel_futures=True)
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,8 @@ import textwrap
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 STAND_INS = pathlib.Path(__file__).resolve().parent / "stand_ins"
 _OURS = ("XLA_", "JAX_", "CUDA_", "PJRT_", "NPROC")
+# As it was before any test: what runs ahead must not see what another test sets.
+_INHERITED = {k: v for k, v in os.environ.items() if not k.startswith(_OURS)}
 
 
 def run(code: str, *, environment: dict[str, str] | None = None, timeout: int = 120) -> str:
@@ -25,10 +27,9 @@ def start(
     code: str, *, environment: dict[str, str] | None = None, timeout: int = 120
 ) -> subprocess.CompletedProcess[str]:
     """The same, whatever the exit status."""
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(_OURS)}
     return subprocess.run(
         [sys.executable, "-W", "error", "-c", textwrap.dedent(code)],
-        env={**inherited, **(environment or {})},
+        env={**_INHERITED, **(environment or {})},
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

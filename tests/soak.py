@@ -1,4 +1,4 @@
-"""1,500 unawaited steps of 50 leaves on 8 host devices; test_soak.py runs it as a process.
+"""500 unawaited steps of 50 leaves on 8 host devices; test_soak.py runs it as a process.
 
 python -m tests.soak THREADS
 """
@@ -13,7 +13,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 import mirror  # noqa: E402
 
-STEPS, LEAVES = 1500, 50
+STEPS, LEAVES = 500, 50
 
 
 def step(state, batch):

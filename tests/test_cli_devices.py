@@ -1,7 +1,9 @@
 """`mirror devices`: what is printed, as text and as JSON, and the exit status."""
 
+import functools
 import json
 import re
+import subprocess
 import sys
 
 import jax
@@ -38,22 +40,35 @@ def tables(text: str) -> dict[str, list[list[str]]]:
     return found
 
 
-@pytest.fixture(scope="module")
-def on_one_cpu():
-    return both()
+def refused(platform: str) -> subprocess.CompletedProcess[str]:
+    return fresh.start(COMMAND, environment={**CPU_ONLY, "JAX_PLATFORMS": platform})
 
 
-@pytest.fixture(scope="module")
-def with_gpus():
-    """Two GPUs that JAX does not use, one of which does not say how much memory it has."""
-    return both(
+AHEAD = {
+    "on one CPU": both,
+    # Two GPUs that JAX does not use, one of which does not say how much memory it has.
+    "with GPUs": functools.partial(
+        both,
         STAND_IN_GPUS="3",
         STAND_IN_MIB="16384,-,8192",
         CUDA_VISIBLE_DEVICES="2,1",
         XLA_FLAGS="--xla_force_host_platform_device_count=3",
         XLA_PYTHON_CLIENT_PREALLOCATE="false",
         XLA_CLIENT_MEM_FRACTION=".5",
-    )
+    ),
+    "cuda": functools.partial(refused, "cuda"),
+    "abacus": functools.partial(refused, "abacus"),
+}
+
+
+@pytest.fixture
+def on_one_cpu(ahead):
+    return ahead[__name__]["on one CPU"].result()
+
+
+@pytest.fixture
+def with_gpus(ahead):
+    return ahead[__name__]["with GPUs"].result()
 
 
 def test_on_one_cpu_it_shows_one_of_each(on_one_cpu):
@@ -148,8 +163,8 @@ def test_it_takes_the_backend_that_has_started(capsys):
 
 
 @pytest.mark.parametrize("platform", ["cuda", "abacus"])
-def test_a_backend_that_does_not_start_is_one_line_and_exit_status_1(platform):
-    done = fresh.start(COMMAND, environment={**CPU_ONLY, "JAX_PLATFORMS": platform})
+def test_a_backend_that_does_not_start_is_one_line_and_exit_status_1(platform, ahead):
+    done = ahead[__name__][platform].result()
     assert done.returncode == 1
     said = done.stdout.splitlines()
     assert len(said) == 1

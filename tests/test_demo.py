@@ -1,29 +1,33 @@
 """`mirror demo` as a user runs it: in a process of its own."""
 
 import os
+import pathlib
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
 import mirror
 from mirror import cli
 from mirror.demo import interrupts, run  # noqa: F401  scikit-learn sets environment variables
+from tests import fresh
 
 TIMEOUT_SECS = 240
+# The user's environment before any test, without what asks for devices.
+_KEPT = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS" and not k.startswith("JAX_")}
 
 
 def environment(**more: str) -> dict[str, str]:
-    """The user's, without what asks for devices."""
-    kept = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS" and not k.startswith("JAX_")}
-    return {**kept, "JAX_PLATFORMS": "cpu", **more}
+    return {**_KEPT, "JAX_PLATFORMS": "cpu", **more}
 
 
-def demo(*options, **variables) -> subprocess.CompletedProcess:
+def demo(*options: str, **variables: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-m", "mirror.cli", "demo", *options],
+        cwd=fresh.ROOT,
         env=environment(**variables),
         capture_output=True,
         text=True,
@@ -39,39 +43,19 @@ def accuracy(output: str) -> float:
     return percent
 
 
-def test_it_learns_the_digits_in_step_and_draws_the_curves(tmp_path):
-    picture = tmp_path / "curves.png"
-    done = demo("--plot", str(picture))
-    assert done.returncode == 0, done.stderr
-    assert "MirroredStrategy, 4 replicas in sync" in done.stdout
-    assert accuracy(done.stdout) >= 97
-    assert "replicas bitwise equal: yes" in done.stdout.splitlines()
-    assert "same step as on one device: yes" in done.stdout
-    assert re.search(r"epoch 15/15 100% .* images/s, loss 0\.0\d+, accuracy \d+", done.stderr)
-    assert "Warning" not in done.stderr
-    assert picture.read_bytes().startswith(b"\x89PNG")
+def with_curves() -> tuple[subprocess.CompletedProcess, bytes]:
+    """A run that draws, and what it has drawn."""
+    with tempfile.TemporaryDirectory() as folder:
+        picture = pathlib.Path(folder, "curves.png")
+        done = demo("--plot", str(picture))
+        return done, picture.read_bytes() if picture.exists() else b""
 
 
-@pytest.mark.parametrize(
-    ("options", "variables"),
-    [
-        (["--api", "linen", "--devices", "3"], {}),
-        (["--devices", "1", "--replicas-per-device", "3"], {}),
-        (["--api", "plain"], {"JAX_NUM_CPU_DEVICES": "3"}),
-    ],
-)
-def test_every_api_trains_with_batches_that_do_not_divide(options, variables):
-    done = demo(*options, "--batch-size", "50", "--epochs", "2", **variables)
-    assert done.returncode == 0, done.stderr
-    assert "3 replicas in sync" in done.stdout
-    assert "same step as on one device: yes" in done.stdout
-    assert accuracy(done.stdout) >= 90
-    assert "replicas bitwise equal: yes" in done.stdout.splitlines()
-
-
-def test_ctrl_c_ends_it_cleanly():
+def interrupted() -> tuple[int, str]:
+    """The exit status and the standard error of a run that Ctrl-C ends."""
     with subprocess.Popen(
         [sys.executable, "-u", "-m", "mirror.cli", "demo", "--epochs", "1000"],
+        cwd=fresh.ROOT,
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -81,7 +65,44 @@ def test_ctrl_c_ends_it_cleanly():
         process.stdout.readline()
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=TIMEOUT_SECS)
-    assert process.returncode == 130
+    return process.returncode, errors
+
+
+ODD = ["--batch-size", "50", "--epochs", "2"]
+AHEAD = {
+    "digits": with_curves,
+    "linen": lambda: demo("--api", "linen", "--devices", "3", *ODD),
+    "nnx": lambda: demo("--devices", "1", "--replicas-per-device", "3", *ODD),
+    "plain": lambda: demo("--api", "plain", *ODD, JAX_NUM_CPU_DEVICES="3"),
+    "interrupted": interrupted,
+}
+
+
+def test_it_learns_the_digits_in_step_and_draws_the_curves(ahead):
+    done, curves = ahead[__name__]["digits"].result()
+    assert done.returncode == 0, done.stderr
+    assert "MirroredStrategy, 4 replicas in sync" in done.stdout
+    assert accuracy(done.stdout) >= 97
+    assert "replicas bitwise equal: yes" in done.stdout.splitlines()
+    assert "same step as on one device: yes" in done.stdout
+    assert re.search(r"epoch 15/15 100% .* images/s, loss 0\.0\d+, accuracy \d+", done.stderr)
+    assert "Warning" not in done.stderr
+    assert curves.startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("api", ["linen", "nnx", "plain"])
+def test_every_api_trains_with_batches_that_do_not_divide(ahead, api):
+    done = ahead[__name__][api].result()
+    assert done.returncode == 0, done.stderr
+    assert "3 replicas in sync" in done.stdout
+    assert "same step as on one device: yes" in done.stdout
+    assert accuracy(done.stdout) >= 90
+    assert "replicas bitwise equal: yes" in done.stdout.splitlines()
+
+
+def test_ctrl_c_ends_it_cleanly(ahead):
+    status, errors = ahead[__name__]["interrupted"].result()
+    assert status == 130
     assert errors.endswith("\nInterrupted.\n")
     assert "Traceback" not in errors
 

@@ -302,9 +302,13 @@ def train(model, optimizer, batch):
     return loss
 
 
+@pytest.fixture(scope="module")
+def outside():
+    return everything(cpu_strategy(2))
+
+
 @pytest.mark.parametrize("name", ["/cpu:0", "/cpu:6", None])
-def test_a_strategy_does_inside_what_it_does_outside(name):
-    outside = everything(cpu_strategy(2))
+def test_a_strategy_does_inside_what_it_does_outside(name, outside):
     with mirror.device(name):
         inside = everything(cpu_strategy(2))
     for a, b in zip(outside, inside, strict=True):

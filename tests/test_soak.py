@@ -1,5 +1,6 @@
 """Host devices do not deadlock, however many steps pile up and from however many threads."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -8,19 +9,31 @@ import pytest
 
 import mirror
 from mirror.executors import launch as guard
+from tests import fresh
+
+NUM_THREADS = [1, 4]
+# As it was before any test.
+ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PJRT_NPROC")}
 
 
-@pytest.mark.parametrize("num_threads", [1, 4])
-def test_unawaited_steps_finish_with_equal_replicas(num_threads):
-    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PJRT_NPROC")}
-    done = subprocess.run(
+def soak(num_threads: int) -> subprocess.CompletedProcess:
+    return subprocess.run(
         [sys.executable, "-m", "tests.soak", str(num_threads)],
         capture_output=True,
         text=True,
         timeout=240,
-        env=environment,
+        cwd=fresh.ROOT,
+        env=ENVIRONMENT,
         check=False,
     )
+
+
+AHEAD = {str(n): functools.partial(soak, n) for n in NUM_THREADS}
+
+
+@pytest.mark.parametrize("num_threads", NUM_THREADS)
+def test_unawaited_steps_finish_with_equal_replicas(num_threads, ahead):
+    done = ahead[__name__][str(num_threads)].result()
     assert done.returncode == 0, done.stderr[-2000:]
     assert "replicas equal" in done.stdout
 

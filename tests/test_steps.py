@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import itertools
 import logging
 import time
 
@@ -13,7 +14,7 @@ import pytest
 from flax import nnx
 
 import mirror
-from tests.conftest import cpu_strategy
+from tests.conftest import LAYOUTS, cpu_strategy
 from tests.models import MLP, OPTIMIZERS, TRAININGS, batches, nnx_step
 
 
@@ -32,13 +33,25 @@ def assert_nothing_compiled(events):
     assert not events, events
 
 
-@pytest.mark.parametrize("name", TRAININGS)
-def test_second_step_traces_and_compiles_nothing(name, strategy, caplog):
+@pytest.fixture(
+    scope="module",
+    params=itertools.product(TRAININGS, LAYOUTS),
+    ids=[f"{name}-{layout}-replicas" for name, layout in itertools.product(TRAININGS, LAYOUTS)],
+)
+def trained(request):
+    """A training, its strategy and its batches: what the tests of one step compile is shared."""
+    name, layout = request.param
     make, features = TRAININGS[name]
-    training = make(OPTIMIZERS["adam"])
+    num_devices, replicas_per_device = LAYOUTS[layout]
+    strategy = cpu_strategy(num_devices, replicas_per_device=replicas_per_device)
+    return make(OPTIMIZERS["adam"]), strategy, batches(features, 3)
+
+
+def test_second_step_traces_and_compiles_nothing(trained, caplog):
+    training, strategy, data = trained
     with strategy.scope():
         state = training.create()
-    first, second, third = list(strategy.distribute_dataset(batches(features, 3)))
+    first, second, third = list(strategy.distribute_dataset(data))
     state, _ = training.step(strategy, state, first)
     with compilations(caplog) as events:
         state, _ = training.step(strategy, state, second)  # outside the scope
@@ -53,13 +66,11 @@ def test_a_compilation_is_seen_by_this_test(two, caplog):
     assert any("ompil" in event for event in events)
 
 
-@pytest.mark.parametrize("name", TRAININGS)
-def test_a_step_on_resident_data_transfers_nothing(name, strategy):
-    make, features = TRAININGS[name]
-    training = make(OPTIMIZERS["adam"])
+def test_a_step_on_resident_data_transfers_nothing(trained):
+    training, strategy, data = trained
     with strategy.scope():
         state = training.create()
-    first, second = list(strategy.distribute_dataset(batches(features, 2)))
+    first, second = list(strategy.distribute_dataset(data[:2]))
     state, _ = training.step(strategy, state, first)
     with jax.transfer_guard("disallow"):
         state, loss = training.step(strategy, state, second)
