@@ -45,6 +45,7 @@ from mirror.cross_device_ops import CrossDeviceOps as CrossDeviceOps
 from mirror.cross_device_ops import ReduceOp as ReduceOp
 from mirror.cross_device_ops import ReductionToOneDevice as ReductionToOneDevice
 from mirror.data.distribute import DistributedDataset as DistributedDataset
+from mirror.data.distribute import InputContext as InputContext
 from mirror.devices.placement import add_n as add_n
 from mirror.devices.placement import device as device
 from mirror.mirrored import MirroredStrategy as MirroredStrategy

@@ -13,12 +13,13 @@ import numpy as np
 
 from mirror._errors import describe
 from mirror._types import REPLICA_AXIS, Array, ArrayLike, PyTree
-from mirror.devices.backend import type_of
+from mirror.devices.backend import logical_name, type_of
 from mirror.devices.canonical import DeviceLike, canonicalize_device, canonicalize_replica_devices
-from mirror.devices.replicas import ReplicaDevices, move
+from mirror.devices.replicas import ReplicaDevices, any_deleted, is_tracing, move, one_by_one
 from mirror.devices.spec import DeviceSpec, LogicalDevice
 from mirror.executors.launch import launch
-from mirror.values import PerReplica, is_per_replica
+from mirror.parts import Parts
+from mirror.values import PerReplica, held_by, is_numeric, is_per_replica
 
 _HOST_PACK_BYTES = 32 * 1024
 
@@ -157,8 +158,10 @@ class CrossDeviceOps(abc.ABC):
             `ReplicaContext.all_reduce`.
 
         Raises:
-            ValueError: an unknown `op`, unequal shapes, destinations of several types.
+            ValueError: an unknown `op`, unequal shapes, a deleted array, destinations of several
+                types.
             TypeError: a leaf that is no array, or `op` of a wrong type.
+            RuntimeError: called inside a replica, or under a JAX transformation.
         """
         return self.batch_reduce(op, [value], destinations)[0]
 
@@ -171,13 +174,14 @@ class CrossDeviceOps(abc.ABC):
     ) -> list[PyTree]:
         """Reduces several values by hand; see `reduce`."""
         op = ReduceOp.canonicalize(op)
+        self._require_untraced("reduce", "Use mirror.get_replica_context().all_reduce there.")
         if not isinstance(values, list | tuple):
             raise TypeError(f"batch_reduce of {describe(values)}. Pass a list of values.")
         places = None if destinations is None else _places(destinations)
 
         def reduce_leaf(leaf: Any) -> Array:
             value = leaf if is_per_replica(leaf) else PerReplica([leaf])
-            found = self._reduced(op, _require_equal(value))
+            found = self._reduced(op, _require_reducible(value))
             return found if places is None else places.broadcast(found)
 
         return [jax.tree.map(reduce_leaf, value, is_leaf=is_per_replica) for value in values]
@@ -195,12 +199,26 @@ class CrossDeviceOps(abc.ABC):
         Returns:
             A mirrored array; a `PerReplica` of copies where the devices are of several types, which
             no array spans.
+
+        Raises:
+            ValueError: devices that are unknown or repeated, or a deleted array.
+            TypeError: no array and no number.
+            OverflowError: a number that JAX's default integer cannot hold.
+            RuntimeError: called inside a replica, or under a JAX transformation.
         """
-        array = value if isinstance(value, jax.Array) else np.array(value)
+        self._require_untraced("broadcast", "What a replica uses is on its device already.")
+        array = _require_array(value)
         places = _places(devices)
         if places.are_mixed:
             return PerReplica([move(array, device) for device in places.devices])
         return places.broadcast(array)
+
+    def _require_untraced(self, method: str, instead: str) -> None:
+        if is_tracing():
+            raise RuntimeError(
+                f"{type(self).__name__}.{method} was called inside a replica, or another function "
+                f"that JAX traces. {instead}"
+            )
 
     def _reduced(self, op: ReduceOp, value: PerReplica) -> Array:
         """One value reduced by hand, on the devices it was on."""
@@ -225,7 +243,8 @@ class CrossDeviceOps(abc.ABC):
         wide = np.dtype(accumulator(dtype))
         values = (value.astype(wide, copy=False) for value in ready)
         total = self.carry_out(ReduceOp.SUM, values, shape, wide, by_hand)
-        return (np.asarray(total) / np.asarray(count, wide)).astype(dtype)
+        with np.errstate(all="ignore"):
+            return (np.asarray(total) / np.asarray(count, wide)).astype(dtype)
 
 
 @final
@@ -240,6 +259,7 @@ class AllReduce(CrossDeviceOps):
 
     Raises:
         ValueError: `pack_bytes` is negative.
+        TypeError: it is no int.
     """
 
     def __init__(self, pack_bytes: int | None = None) -> None:
@@ -260,11 +280,13 @@ class AllReduce(CrossDeviceOps):
 
     def _reduced(self, op: ReduceOp, value: PerReplica) -> Array:
         places = _homes(value)
-        if places is None or places.are_mixed or len(places) == 1:
+        if places is None or places.are_mixed or len(places.distinct) == 1:
             return super()._reduced(op, value)
         outputs: list[Array] = []
         leaves = [value.stacked if isinstance(value.stacked, jax.Array) else np.stack(value.values)]
-        launch(_all_reduce_program(op, places.devices), leaves, outputs, bounded=places.on_host)
+        program = _all_reduce_program(op, places.devices)
+        with one_by_one():  # a scope's mesh may be of other devices
+            launch(program, leaves, outputs, bounded=places.on_host)
         return outputs[0]
 
     def __repr__(self) -> str:
@@ -286,7 +308,7 @@ class ReductionToOneDevice(CrossDeviceOps):
 
     Raises:
         ValueError: no device name, or `pack_bytes` is negative.
-        TypeError: `device` is of another type.
+        TypeError: `device` is of another type, or `pack_bytes` is no int.
         InvalidDeviceError: there is no such device; from the first use on.
     """
 
@@ -314,13 +336,23 @@ class ReductionToOneDevice(CrossDeviceOps):
             return super().reduce_implementation(op, values)
         total = move(next(values), self.device)
         dtype = total.dtype
-        total = total.astype(accumulator(dtype))
-        for value in values:
-            total = _ON_DEVICE[op](total, move(value, self.device))
-        return total.astype(dtype)
+        with one_by_one():  # the mesh that is set is that of all replicas
+            total = total.astype(accumulator(dtype))
+            for value in values:
+                total = _ON_DEVICE[op](total, move(value, self.device))
+            return total.astype(dtype)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._name, self.pack_bytes)
+
+    @property
+    def _name(self) -> str:
+        if isinstance(self._device, jax.Device):
+            return logical_name(self._device)
+        return self._device if isinstance(self._device, str) else self._device.name
 
     def __repr__(self) -> str:
-        return f"ReductionToOneDevice({str(self._device)!r})"
+        return f"ReductionToOneDevice({self._name!r})"
 
 
 _ON_HOST: dict[ReduceOp, Any] = {
@@ -348,8 +380,10 @@ def _fold(op: ReduceOp, values: Iterable[np.ndarray]) -> np.ndarray:
     total = aligned(first.shape, wide)
     total[...] = first
     for value in values:
-        _ON_HOST[op](total, value.astype(wide, copy=False), out=total)
-    return total.astype(first.dtype, copy=False)
+        with np.errstate(all="ignore"):  # infinity and NaN are values, as on the devices
+            _ON_HOST[op](total, value.astype(wide, copy=False), out=total)
+    with np.errstate(all="ignore"):
+        return total.astype(first.dtype, copy=False)
 
 
 def aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
@@ -362,16 +396,45 @@ def aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
 
 def _require_bytes(pack_bytes: int | None) -> int | None:
-    if pack_bytes is not None and pack_bytes < 0:
+    if pack_bytes is None:
+        return None
+    if isinstance(pack_bytes, bool) or not isinstance(pack_bytes, int):
+        raise TypeError(
+            f"pack_bytes={describe(pack_bytes)} is no int. Pass bytes, or leave it out."
+        )
+    if pack_bytes < 0:
         raise ValueError(f"pack_bytes={pack_bytes} is negative. Pass 0 for no packing, or bytes.")
     return pack_bytes
 
 
-def _require_equal(value: PerReplica) -> PerReplica:
+def _require_array(value: ArrayLike) -> Array | np.ndarray:
+    number = np.ndarray | np.generic | int | float | complex
+    if isinstance(value, jax.Array):
+        if value.is_deleted():
+            raise ValueError(
+                f"broadcast of {describe(value)}, which has been deleted: a step gave up its "
+                "buffer. Use the array that the step returned."
+            )
+        return value
+    if not isinstance(value, number) or not is_numeric(np.asarray(value).dtype):
+        raise TypeError(
+            f"broadcast of {describe(value)}: it is no array and no number. Pass one; of a tree, "
+            "each leaf by itself."
+        )
+    return np.array(value, jnp.result_type(value))
+
+
+def _require_reducible(value: PerReplica) -> PerReplica:
     if len(set(value.shapes)) > 1:
         raise ValueError(
             f"{value!r}: the values differ in shape, {', '.join(map(str, value.shapes))}. Reduce "
             "each over its own axis first: strategy.reduce(op, x, axis=0)."
+        )
+    held = held_by(value)
+    parts = held.arrays if isinstance(held, Parts) else [held]
+    if any_deleted(part for part in parts if isinstance(part, jax.Array)):
+        raise ValueError(
+            f"reduce of {value!r}: a step gave up its buffer. Use the arrays that the step returned."
         )
     return value
 
@@ -398,10 +461,10 @@ def _all_reduce_program(
     """A program that reduces the rows of a stacked array, which XLA does by an all-reduce."""
     places = ReplicaDevices(devices)
 
-    def program(stacked: Array) -> list[Array]:
+    def all_reduce(stacked: Array) -> list[Array]:
         ready = prepare(op, stacked)
         if op is ReduceOp.SUM:
-            return [jnp.sum(ready, 0, dtype=ready.dtype)]
+            return [jnp.sum(ready, 0, dtype=accumulator(ready.dtype)).astype(ready.dtype)]
         if op is ReduceOp.MEAN:
             return [jnp.mean(ready, 0, dtype=accumulator(ready.dtype)).astype(ready.dtype)]
         extreme = (jnp.min if op is ReduceOp.MIN else jnp.max)(ready, 0)
@@ -410,7 +473,7 @@ def _all_reduce_program(
         # XLA's own exchange of extremes loses a NaN on one replica, or does not.
         return [jnp.where(jnp.isnan(ready).any(0), jnp.asarray(jnp.nan, ready.dtype), extreme)]
 
-    return jax.jit(program, in_shardings=places.stacked, out_shardings=places.mirrored)
+    return jax.jit(all_reduce, in_shardings=places.stacked, out_shardings=places.mirrored)
 
 
 def prepare(op: ReduceOp, leaf: Array) -> Array:
@@ -484,6 +547,9 @@ def gather(leaf: Array, axis: int, lengths: Sequence[int] | None = None) -> Arra
             padded to the longest.
     """
     axis %= leaf.ndim
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        bits = gather(jax.random.key_data(leaf), axis, lengths)
+        return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(leaf))
     if lengths is not None and len(set(lengths)) > 1:
         widths = [(0, 0)] * leaf.ndim
         widths[axis] = (0, max(lengths) - leaf.shape[axis])

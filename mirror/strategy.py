@@ -14,15 +14,19 @@ from mirror._errors import describe
 from mirror._types import Array, PyTree, StepFunction
 from mirror.context import Frame, current_frame, pop_frame, push_frame, require_cross_replica
 from mirror.cross_device_ops import CrossDeviceOps, ReduceOp
-from mirror.data.distribute import DistributedDataset, Remainder
+from mirror.data.distribute import (
+    DistributedDataset,
+    InputContext,
+    PerReplicaDataset,
+    Remainder,
+)
 from mirror.devices import backend
 from mirror.devices.log import unlogged
 from mirror.devices.replicas import ReplicaDevices, copies_of, move
 from mirror.display import Table, device_table
-from mirror.parts import Parts
 from mirror.reductions import canonical_axes, gathering, reduction
 from mirror.runner import Runner
-from mirror.values import PerReplica, is_per_replica, per_replica
+from mirror.values import PerReplica, is_per_replica, on_replicas
 from mirror.variables import unwrapped
 
 
@@ -210,7 +214,7 @@ class Strategy(abc.ABC):
 
     @final
     def distribute_dataset(
-        self, dataset: Iterable[PyTree], *, remainder: Remainder = "error"
+        self, dataset: Iterable[PyTree], *, remainder: Remainder = "error", prefetch: int = 2
     ) -> DistributedDataset:
         """Cuts the global batches of a dataset up for the replicas, in order.
 
@@ -220,17 +224,43 @@ class Strategy(abc.ABC):
                 `"error"` says its size and the ones that do; `"drop"` leaves it out, unless it is
                 the first; `"pad"` yields `(batch, mask)`, every batch padded to the first one's
                 size rounded up, with a mask of shape `(B/n,)` on each replica, True for examples.
+            prefetch: how many batches to have ready on the devices while a step runs; a thread
+                reads the dataset ahead of the loop. 0: none, and no thread.
 
         Returns:
             An iterable of batches whose leaves are `PerReplica`, rows on their devices.
 
         Raises:
-            ValueError: an unknown `remainder`; while iterating, a batch that does not divide, whose
-                leaves differ in leading size, or that holds scalars.
+            ValueError: an unknown `remainder`, a negative `prefetch`; while iterating, a batch that
+                does not divide, whose leaves differ in leading size, or that holds scalars.
             TypeError: no iterable of batches; while iterating, a leaf that is no array.
         """
         require_cross_replica(self, "distribute_dataset", "Pass the step its batch.")
-        return DistributedDataset(dataset, self._replicas, remainder)
+        return DistributedDataset(dataset, self._replicas, remainder, prefetch)
+
+    @final
+    def distribute_datasets_from_function(
+        self, fn: Callable[[InputContext], Iterable[PyTree]], *, prefetch: int = 2
+    ) -> PerReplicaDataset:
+        """A dataset whose batches are the replicas' own: each takes the next one, unsplit.
+
+        Args:
+            fn: called once, with an `InputContext`; returns an iterable of batches for one replica,
+                of which a step takes n. They may differ in length.
+            prefetch: as for `distribute_dataset`.
+
+        Returns:
+            An iterable of batches whose leaves are `PerReplica`. A warning says so where the last
+            batches are too few for a step.
+
+        Raises:
+            TypeError: `fn` returned no iterable.
+            ValueError: a negative `prefetch`; while iterating, batches that differ in structure.
+        """
+        method = "distribute_datasets_from_function"
+        require_cross_replica(self, method, "Pass the step its batch.")
+        source = fn(InputContext(1, 0, self.num_replicas_in_sync))
+        return PerReplicaDataset(source, self._replicas, prefetch)
 
     @final
     def distribute_values_from_function(self, fn: Callable[[ValueContext], PyTree]) -> PyTree:
@@ -260,13 +290,9 @@ class Strategy(abc.ABC):
                     "Return the same structure for each replica."
                 )
         columns = zip(*map(jax.tree.leaves, trees), strict=True)
-        return treedef.unflatten([self._on_replicas(PerReplica(list(c))) for c in columns])
-
-    def _on_replicas(self, value: PerReplica) -> PerReplica:
-        pairs = zip(value.values, self.devices, strict=True)
-        if len(set(value.shapes)) > 1:
-            return per_replica(Parts([move(x, device) for x, device in pairs]))
-        return per_replica(self._replicas.stack(np.stack([np.asarray(x) for x, _ in pairs])))
+        return treedef.unflatten(
+            [on_replicas(PerReplica(list(c)), self._replicas) for c in columns]
+        )
 
     @final
     def check_mirrored(self, tree: PyTree) -> None:

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mirror._errors import describe
 from mirror._types import REPLICA_AXIS, Array, ArrayLike
-from mirror.devices.replicas import with_axis, without_axis
+from mirror.devices.replicas import ReplicaDevices, move, one_by_one, with_axis, without_axis
 from mirror.parts import Parts
 
 
@@ -78,7 +78,7 @@ class PerReplica:
             return self._stacked.arrays
         rows = rows_on_devices(self._stacked)
         if rows is None:
-            return tuple(self._stacked[i] for i in range(self.num_replicas))
+            return _apart(self._stacked)
         return tuple(map(without_axis, rows))
 
     @property
@@ -151,6 +151,13 @@ def per_replica(stacked: "Array | np.ndarray | Parts") -> PerReplica:
     return _wrap(stacked)
 
 
+def on_replicas(value: PerReplica, replicas: ReplicaDevices) -> PerReplica:
+    """The same values, each on its replica's device."""
+    if len(set(value.shapes)) > 1:
+        return _wrap(Parts(list(map(move, value.values, replicas.devices))))
+    return _wrap(replicas.stack(np.stack([np.asarray(row) for row in value.values])))
+
+
 def held_by(value: PerReplica) -> "Array | np.ndarray | Parts":
     """What holds the arrays of a `PerReplica`: it is its one leaf."""
     return value._stacked
@@ -173,7 +180,16 @@ def rows_on_devices(stacked: Array | np.ndarray) -> tuple[Array, ...] | None:
     ordered = sorted(shards, key=lambda shard: shard.index[0].start or 0)
     if count == 1:
         return tuple(shard.data for shard in ordered)
-    return tuple(shard.data[i : i + 1] for shard in ordered for i in range(count))
+    with one_by_one():
+        return tuple(shard.data[i : i + 1] for shard in ordered for i in range(count))
+
+
+def _apart(stacked: Array | np.ndarray) -> tuple[Array | np.ndarray, ...]:
+    """The rows of an array that lies in another way, or is traced."""
+    if isinstance(stacked, np.ndarray | jax.core.Tracer):
+        return tuple(stacked)
+    with one_by_one():
+        return tuple(stacked[i] for i in range(stacked.shape[0]))
 
 
 def _stack(values: Sequence[ArrayLike]) -> Array | np.ndarray | Parts:
@@ -201,9 +217,12 @@ def _stack(values: Sequence[ArrayLike]) -> Array | np.ndarray | Parts:
         return Parts(rows)
     if not all(isinstance(row, jax.Array) for row in rows):
         return np.stack([np.asarray(row) for row in rows])
+    if any(isinstance(row, jax.core.Tracer) for row in rows):
+        return jnp.stack(rows)
     devices = [next(iter(row.devices())) for row in rows if len(row.devices()) == 1]
     if len(set(devices)) < len(rows):
-        return jnp.stack(rows)
+        with one_by_one():
+            return jnp.stack(rows)
     if len({device.platform for device in devices}) > 1:
         return Parts(rows)
     sharding = NamedSharding(

@@ -66,6 +66,7 @@ LAYERS = [
     "checks",
     "display",
     "data",
+    "data.prefetch",
     "data.distribute",
     "strategy",
     "mirrored",
@@ -159,8 +160,8 @@ def test_the_package_is_a_table_of_contents(name):
 
 
 NAMES = """
-AllReduce CrossDeviceOps DistributedDataset InvalidDeviceError MirroredStrategy OneDeviceStrategy
-PerReplica REPLICA_AXIS ReduceOp ReductionToOneDevice ReplicaContext ReplicaDivergenceError
+AllReduce CrossDeviceOps DistributedDataset InputContext InvalidDeviceError MirroredStrategy
+OneDeviceStrategy PerReplica REPLICA_AXIS ReduceOp ReductionToOneDevice ReplicaContext ReplicaDivergenceError
 ReplicaMismatchError Strategy ValueContext Variable VerifyReport add_n config debugging device
 ensure_mirrored example_keys get_replica_context get_strategy has_strategy in_cross_replica_context
 """

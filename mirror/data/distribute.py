@@ -1,7 +1,8 @@
 """`distribute_dataset`: global batches in, per-replica batches on their devices out."""
 
+import warnings
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal, TypeAlias, final, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, final, get_args
 
 import jax
 import numpy as np
@@ -9,8 +10,9 @@ import numpy as np
 from mirror._errors import describe
 from mirror._types import PyTree
 from mirror.calls import keys
+from mirror.data.prefetch import Prefetched
 from mirror.devices.replicas import ReplicaDevices
-from mirror.values import PerReplica, is_numeric, is_per_replica, per_replica
+from mirror.values import PerReplica, is_numeric, is_per_replica, on_replicas, per_replica
 
 Remainder: TypeAlias = Literal["error", "drop", "pad"]
 
@@ -23,8 +25,13 @@ class DistributedDataset:
     """
 
     def __init__(
-        self, source: Iterable[PyTree], replicas: ReplicaDevices, remainder: Remainder
+        self,
+        source: Iterable[PyTree],
+        replicas: ReplicaDevices,
+        remainder: Remainder,
+        prefetch: int,
     ) -> None:
+        require_prefetch(prefetch)
         if remainder not in get_args(Remainder):
             raise ValueError(
                 f"remainder={remainder!r} is none of 'error', 'drop' and 'pad': what to do with a "
@@ -45,6 +52,7 @@ class DistributedDataset:
         self._source = source
         self._replicas = replicas
         self._remainder = remainder
+        self._prefetch = prefetch
 
     def __len__(self) -> int:
         """The number of batches of the source, where it knows; `"drop"` may yield fewer."""
@@ -57,6 +65,10 @@ class DistributedDataset:
                 "Distribute what makes it, a list or a dataset, or distribute a new one each epoch."
             )
         self._used_up = isinstance(self._source, Iterator)
+        batches = self._batches()
+        return Prefetched(batches, self._prefetch) if self._prefetch else batches
+
+    def _batches(self) -> Iterator[Any]:
         first_size: int | None = None
         for number, batch in enumerate(self._source):
             named, treedef = _named_leaves(batch)
@@ -113,6 +125,102 @@ class DistributedDataset:
             f"{name} of batch {number} is {describe(leaf)}: {size} examples do not divide by "
             f"{n} replicas. The nearest batch sizes that do: {nearest}.{first}"
         )
+
+
+@final
+class PerReplicaDataset:
+    """An iterable of batches of which each replica takes the next one, as it is.
+
+    Made by `strategy.distribute_datasets_from_function`.
+    """
+
+    def __init__(self, source: Iterable[PyTree], replicas: ReplicaDevices, prefetch: int) -> None:
+        require_prefetch(prefetch)
+        if not isinstance(source, Iterable) or isinstance(source, str | dict):
+            raise TypeError(
+                f"The function returned {describe(source)}, no iterable of batches. Return a list, "
+                "a generator, a DataLoader or a dataset that yields one replica's batches."
+            )
+        self._source = source
+        self._replicas = replicas
+        self._prefetch = prefetch
+        self._used_up = False
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._used_up:
+            raise ValueError(
+                "The dataset is an iterator that has been used up: a second pass would be empty. "
+                "Return what makes it, a list or a dataset, from the function."
+            )
+        self._used_up = isinstance(self._source, Iterator)
+        batches = self._batches()
+        return Prefetched(batches, self._prefetch) if self._prefetch else batches
+
+    def _batches(self) -> Iterator[Any]:
+        n, waiting = len(self._replicas), list[Any]()
+        for batch in self._source:
+            waiting.append(batch)
+            if len(waiting) == n:
+                yield self._together(waiting)
+                waiting = []
+        if waiting:
+            warnings.warn(
+                f"Each step takes {n} batches, one for each replica, and at the end there were only "
+                f"{len(waiting)}, which are left out. Yield a number that divides by {n}.",
+                stacklevel=2,
+            )
+
+    def _together(self, batches: list[Any]) -> PyTree:
+        treedefs: list[Any] = [jax.tree.structure(batch) for batch in batches]
+        if len(set(treedefs)) > 1:
+            raise ValueError(
+                f"The replicas' batches differ in structure: {', '.join(map(str, treedefs))}. "
+                "Yield the same keys each time."
+            )
+        columns = zip(*map(jax.tree.leaves, batches), strict=True)
+        leaves = [on_replicas(PerReplica(list(column)), self._replicas) for column in columns]
+        return treedefs[0].unflatten(leaves)
+
+
+class InputContext(NamedTuple):
+    """What a function that makes the input is told; see `distribute_datasets_from_function`.
+
+    Attributes:
+        num_input_pipelines: how many times it is called in all: once.
+        input_pipeline_id: which of them this is.
+        num_replicas_in_sync: how many replicas take from what it makes.
+    """
+
+    num_input_pipelines: int
+    input_pipeline_id: int
+    num_replicas_in_sync: int
+
+    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
+        """One replica's part of a global batch size.
+
+        Raises:
+            ValueError: it does not divide.
+        """
+        n = self.num_replicas_in_sync
+        if global_batch_size % n:
+            raise ValueError(
+                f"A global batch of {global_batch_size} does not divide by {n} replicas. The "
+                f"nearest that do: {global_batch_size // n * n}, {-(-global_batch_size // n) * n}."
+            )
+        return global_batch_size // n
+
+
+def require_prefetch(prefetch: Any) -> None:
+    """Refuses what is no number of batches.
+
+    Raises:
+        ValueError: it is negative.
+        TypeError: it is no int.
+    """
+    if isinstance(prefetch, bool) or not isinstance(prefetch, int):
+        raise TypeError(f"prefetch={describe(prefetch)} is no int. Pass how many batches, or 0.")
+    if prefetch < 0:
+        raise ValueError(f"prefetch={prefetch} is negative. Pass how many batches, or 0.")
 
 
 def _named_leaves(batch: PyTree) -> tuple[list[tuple[str, Any]], Any]:

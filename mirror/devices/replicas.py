@@ -97,7 +97,7 @@ class ReplicaDevices:
         """A mirrored array of one device's: not every GPU can write into another's memory."""
         if not jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
             return self.broadcast(np.asarray(array))
-        with _one_by_one():
+        with one_by_one():
             bits = np.asarray(jax.random.key_data(array))
         return jax.random.wrap_key_data(self.broadcast(bits), impl=jax.random.key_impl(array))
 
@@ -125,24 +125,33 @@ class ReplicaDevices:
 
 def with_axis(row: Array | np.ndarray, device: jax.Device) -> Array:
     """A replica's array as a row `(1, *shape)` on its device."""
-    with _one_by_one():
+    with one_by_one():
         return move(row, device)[None]
 
 
 def without_axis(row: Array) -> Array:
     """A row `(1, *shape)` as a replica's array, on the same device."""
-    with _one_by_one():
+    with one_by_one():
         return row.reshape(row.shape[1:])
 
 
 @contextlib.contextmanager
-def _one_by_one() -> Iterator[None]:
+def one_by_one() -> Iterator[None]:
     """Lets one device's array be computed with: a mesh that is set would refuse it."""
     if jax.sharding.get_abstract_mesh().empty:
         yield
     else:
         with unlogged(), jax.set_mesh(None):
             yield
+
+
+def is_tracing() -> bool:
+    """Whether JAX traces a function here and now: it sets no mesh then."""
+    try:
+        with unlogged(), jax.set_mesh(None):
+            return False
+    except ValueError:
+        return True
 
 
 def copies_of(array: Array) -> dict[jax.Device, Array]:

@@ -164,6 +164,11 @@ class _Lane:
         """The rows of its replicas, of all replicas' values."""
         return self.replicas.stack(np.stack([values[i] for i in self.ids]))
 
+    def rows_of(self, rows: Array) -> dict[int, Array]:
+        """The row `(1, *shape)` of each of its replicas."""
+        there = copies_of(rows)
+        return {i: there[d] for i, d in zip(self.ids, self.replicas.devices, strict=True)}
+
     def row(self, rows: Array, place: int) -> Array:
         """The row `(1, *shape)` of its replica at a place."""
         return copies_of(rows)[self.replicas.devices[place]]
@@ -306,6 +311,7 @@ class _Part:
         stages = [staged.stages[number] for staged in self._staged]
         for stage, env, outputs in zip(stages, values, found, strict=True):
             env.update(zip(values_of(stage.outputs), outputs, strict=True))
+            outputs.clear()
         for talks in zip(*(stage.talks for stage in stages), strict=True):
             match talks[0]:
                 case Exchange():
@@ -322,8 +328,8 @@ class _Part:
         exchange: Exchange = talks[0]
         rows: dict[int, Any] = {}
         for lane, talk, env in zip(self._lanes, talks, values, strict=True):
-            there = copies_of(env[talk.operand])
-            rows.update((i, there[d]) for i, d in zip(lane.ids, lane.replicas.devices, strict=True))
+            # Nobody else reads it; a whole array would keep what the host has read of its rows.
+            rows.update(lane.rows_of(env.pop(talk.operand)))
 
         def row(replica: int) -> np.ndarray:
             try:
