@@ -279,3 +279,38 @@ shown["finite"] = bool(abs(values["on_two"]).max() < float("inf"))
     )
     assert shown["finite"]
     assert shown["two"] < (0.75 if count > 1 else 1.5) * shown["one"]
+
+
+STRATEGIES = {
+    "GPU and CPU": "mirror.MirroredStrategy(['/gpu:0', '/cpu:0'])",
+    "staged on the GPUs": "mirror.MirroredStrategy(None, mirror.ReductionToOneDevice())",
+    "reduced on a GPU": "mirror.MirroredStrategy(None, mirror.ReductionToOneDevice('/gpu:0'))",
+    "two on one GPU": "mirror.MirroredStrategy(['/gpu:0'], replicas_per_device=2)",
+    "four on one GPU": "mirror.MirroredStrategy(['/gpu:0'], replicas_per_device=4)",
+}
+
+
+@pytest.fixture(scope="module")
+def alone(gpus) -> list[float]:
+    one = TRAINING.replace("mirror.MirroredStrategy()", "mirror.OneDeviceStrategy('/gpu:0')")
+    return show(one.replace("24 % n", "0"))["losses"]
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_kind_of_machine_trains_as_one_gpu(name, alone):
+    code = TRAINING.replace("mirror.MirroredStrategy()", STRATEGIES[name])
+    code = code.replace('shown["on"]', 'shown["unused"]').split('shown["unused"]')[0]
+    losses = show(code)["losses"]
+    assert losses == pytest.approx(alone, rel=1e-3)
+
+
+def test_a_gpu_and_the_cpu_train_the_digits(gpus):
+    shown = start(
+        """
+from mirror import cli
+shown["status"] = cli.main(["demo", "--devices", "/gpu:0,/cpu:0", "--epochs", "3"])
+"""
+    )
+    assert shown.returncode == 0, shown.stdout
+    assert "replicas bitwise equal: yes" in shown.stdout
+    assert "same step as on one device: yes" in shown.stdout
