@@ -7,7 +7,7 @@ from typing import final
 
 from mirror._errors import describe
 from mirror.context import ReplicaContext, current_frame
-from mirror.cross_device_ops import AllReduce, CrossDeviceOps
+from mirror.cross_device_ops import AllReduce, CrossDeviceOps, ReductionToOneDevice
 from mirror.devices import backend
 from mirror.devices.canonical import (
     DeviceLike,
@@ -72,8 +72,11 @@ class MirroredStrategy(Strategy):
         return OneDeviceStrategy(self.devices[0])
 
     def _one_on_each(self) -> Strategy:
-        one = self._replicas.replicas_per_device == 1
-        return self if one else MirroredStrategy(self._replicas.distinct, self._cross_device_ops)
+        ops = self._cross_device_ops
+        exact = isinstance(ops, AllReduce | ReductionToOneDevice)  # another may hide a difference
+        if exact and self._replicas.replicas_per_device == 1:
+            return self
+        return MirroredStrategy(self._replicas.distinct, ops if exact else ReductionToOneDevice())
 
 
 @final
