@@ -13,7 +13,7 @@ import numpy as np
 
 from mirror._errors import describe
 from mirror._types import REPLICA_AXIS, Array, ArrayLike, PyTree
-from mirror.devices.backend import logical_name, type_of
+from mirror.devices.backend import logical_name, names, type_of
 from mirror.devices.canonical import DeviceLike, canonicalize_device, canonicalize_replica_devices
 from mirror.devices.replicas import ReplicaDevices, any_deleted, is_tracing, move, one_by_one
 from mirror.devices.spec import DeviceSpec, LogicalDevice
@@ -178,6 +178,11 @@ class CrossDeviceOps(abc.ABC):
         if not isinstance(values, list | tuple):
             raise TypeError(f"batch_reduce of {describe(values)}. Pass a list of values.")
         places = None if destinations is None else _places(destinations)
+        if places is not None and places.are_mixed:
+            raise ValueError(
+                f"destinations={names(places.devices)}: no array spans devices of several types. "
+                "Name devices of one; broadcast(x, destinations) copies the result to others."
+            )
 
         def reduce_leaf(leaf: Any) -> Array:
             value = leaf if is_per_replica(leaf) else PerReplica([leaf])
@@ -227,7 +232,7 @@ class CrossDeviceOps(abc.ABC):
         ready = (np.asarray(part).astype(dtype, copy=False) for part in parts)
         found = self._total(op, ready, value.shapes[0], dtype, len(parts))
         places = _homes(value)
-        return jnp.asarray(found) if places is None else places.broadcast(found)
+        return jnp.asarray(np.asarray(found)) if places is None else places.broadcast(found)
 
     def _total(
         self,
@@ -376,14 +381,16 @@ def _fold(op: ReduceOp, values: Iterable[np.ndarray]) -> np.ndarray:
     """
     values = iter(values)
     first = next(values)
-    wide = accumulator(first.dtype) if op is ReduceOp.SUM else first.dtype
+    dtype = first.dtype
+    wide = accumulator(dtype) if op is ReduceOp.SUM else dtype
     total = aligned(first.shape, wide)
     total[...] = first
+    del first  # one total, and one replica's value at a time
     for value in values:
         with np.errstate(all="ignore"):  # infinity and NaN are values, as on the devices
             _ON_HOST[op](total, value.astype(wide, copy=False), out=total)
     with np.errstate(all="ignore"):
-        return total.astype(first.dtype, copy=False)
+        return total.astype(dtype, copy=False)
 
 
 def aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
@@ -434,7 +441,7 @@ def _require_reducible(value: PerReplica) -> PerReplica:
     parts = held.arrays if isinstance(held, Parts) else [held]
     if any_deleted(part for part in parts if isinstance(part, jax.Array)):
         raise ValueError(
-            f"reduce of {value!r}: a step gave up its buffer. Use the arrays that the step returned."
+            f"reduce of {value!r}: a step gave up its buffer. Use what the step returned."
         )
     return value
 

@@ -233,7 +233,10 @@ class Record:
 
     def is_ready(self, leaves: list[Any]) -> bool:
         """Whether these are the leaves that the last step left, and none has been deleted."""
-        return leaves is self.last and not any_deleted(leaves)
+        if leaves is not self.last:
+            return False
+        arrays = itertools.chain.from_iterable(map(_arrays, leaves)) if self._own else leaves
+        return not any_deleted(arrays)
 
     def write(self, leaves: Sequence[Any]) -> None:
         """Writes all leaves back, and remembers them as ready for the next step."""
@@ -347,6 +350,10 @@ class ObjectTable:
 def _one(leaf: Any) -> Any:
     """A leaf in the place of a `PerReplica`: a replica has one array there."""
     return 0 if is_per_replica(leaf) else leaf
+
+
+def _arrays(leaf: Any) -> Sequence[Any]:
+    return leaf.arrays if isinstance(leaf, Parts) else (leaf,)
 
 
 def _same(a: Any, b: Any) -> bool:

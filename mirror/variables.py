@@ -1,18 +1,21 @@
 """`Variable`: what a `tf.Variable` is in TensorFlow, as an `nnx.Variable`."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, TypeAlias, cast, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.errors import TraceContextError
+from jax.extend.core import set_current_trace, take_current_trace
 
 from mirror._errors import ReplicaDivergenceError, describe
 from mirror._types import Array, ArrayLike, PyTree
 from mirror.context import ReplicaContext, current_frame
 from mirror.cross_device_ops import ReductionToOneDevice
+from mirror.devices.backend import names
 from mirror.devices.replicas import ReplicaDevices, place_like
 from mirror.parts import Parts
 from mirror.values import PerReplica, held_by, is_per_replica, per_replica
@@ -22,6 +25,12 @@ Aggregation: TypeAlias = Literal["none", "sum", "mean", "only_first_replica"]
 
 _ON_HOST = ReductionToOneDevice()
 _MISSING: Any = object()
+_slot: Any = vars(nnx.Variable).get("_raw_value")
+
+
+def _held(variable: nnx.Variable[Any]) -> Any:
+    """What the variable itself holds, also where another stands for it."""
+    return variable.get_raw_value() if _slot is None else _slot.__get__(variable)
 
 
 class Variable(nnx.Variable[Any]):
@@ -124,13 +133,23 @@ class Variable(nnx.Variable[Any]):
             target = _target(self)
             if not self.is_on_read:
                 new = self._converted(self._aggregated(context, new))
-            target.set_raw_value(change(target.get_raw_value(), new))
+            self._write(target.set_raw_value, change(target.get_raw_value(), new))
         elif self.is_on_read:
             self._update_copies(new, change, method)
         else:
             old = self.get_raw_value()
-            self.set_raw_value(place_like(change(old, new), old))
+            self._write(self.set_raw_value, place_like(change(old, place_like(new, old)), old))
         return self
+
+    def _write(self, method: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Writes, unless what is written would be lost when an inner transformation ends."""
+        try:
+            method(*args, **kwargs)
+        except TraceContextError as error:
+            raise RuntimeError(
+                f"{self._called} was assigned inside jax.jit, grad, vmap, scan or cond, where the "
+                "value would be lost. Return the value from there, and assign it outside."
+            ) from error
 
     def _aggregated(self, context: ReplicaContext, value: Array) -> Array:
         match self.aggregation:
@@ -147,7 +166,7 @@ class Variable(nnx.Variable[Any]):
         """Writes an `"on_read"` variable outside a step, so that reading gives what was meant."""
         held = self.get_raw_value()
         if not is_per_replica(held):
-            self.set_raw_value(change(held, new))
+            self._write(self.set_raw_value, change(held, new))
             return
         if self.aggregation == "none":
             raise ValueError(
@@ -216,13 +235,23 @@ class Variable(nnx.Variable[Any]):
 
     @property
     def _row_shape(self) -> tuple[int, ...]:
-        held = self.get_raw_value()
-        return held.shapes[0] if is_per_replica(held) else jnp.shape(held)
+        return _shape_of(self.get_raw_value())
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the value."""
+        return self._row_shape
 
     @property
     def dtype(self) -> Any:
         """The dtype of the value."""
-        return self.get_raw_value().dtype
+        return _dtype_of(self.get_raw_value())
+
+    # JAX and flax take a variable apart by this name (flax 0.12.8 to 0.12.12). In a step they must
+    # find what stands for it there: `jnp.sum(v)` would read the value of this moment for ever.
+    _raw_value: Any = property(
+        lambda self: _held(_target(self)), lambda self, value: _slot.__set__(self, value)
+    )
 
     def get_value(self, *, index: Any = _MISSING) -> Any:
         """The value: inside a step this replica's; outside the aggregated one, if it is on_read."""
@@ -253,10 +282,9 @@ class Variable(nnx.Variable[Any]):
         elif _replica() is None and (is_per_replica(value) or is_per_replica(self.get_raw_value())):
             whole = index is _MISSING or index is ...
             self.assign(value if whole else self.get_value().at[index].set(value))
-        elif index is _MISSING:
-            super().set_value(value)
         else:
-            super().set_value(value, index=index)
+            where = {} if index is _MISSING else {"index": index}
+            self._write(super().set_value, value, **where)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # of the variable itself: `copy.deepcopy` asks for some
@@ -272,6 +300,26 @@ class Variable(nnx.Variable[Any]):
         memo[id(self)] = twin
         return cast(Variable, twin)
 
+    def __nnx_repr__(self) -> Iterator[Any]:
+        return nnx.Variable.__nnx_repr__(self._shown)
+
+    def __treescope_repr__(self, path: Any, subtree_renderer: Any) -> Any:
+        return nnx.Variable.__treescope_repr__(self._shown, path, subtree_renderer)
+
+    @property
+    def _shown(self) -> nnx.Variable[Any]:
+        """What is shown of it: each replica's value, where those have no one value."""
+        held = self.get_raw_value()
+        if is_per_replica(held) and not (self.aggregation != "none" and _are_arrays(held)):
+            return nnx.Variable.from_metadata(held, self.get_metadata())
+        return self
+
+    def __bool__(self) -> bool:
+        return bool(self.get_value())
+
+    def __ne__(self, other: Any) -> Any:
+        return self.get_value() != other
+
     def __lt__(self, other: Any) -> Any:
         return self.get_value() < other
 
@@ -283,6 +331,19 @@ class Variable(nnx.Variable[Any]):
 
     def __ge__(self, other: Any) -> Any:
         return self.get_value() >= other
+
+
+def _are_arrays(value: PerReplica) -> bool:
+    """Whether it holds arrays: flax fills trees that it shows with something else."""
+    return isinstance(held_by(value), jax.Array | np.ndarray | Parts)
+
+
+def _shape_of(held: Any) -> tuple[int, ...]:
+    return held.shapes[0] if is_per_replica(held) else jnp.shape(held)
+
+
+def _dtype_of(held: Any) -> Any:
+    return held.dtype if hasattr(held, "dtype") else jnp.result_type(held)
 
 
 def _replaced(_: Any, new: Any) -> Any:
@@ -300,17 +361,22 @@ class Captures:
     def __init__(self, known: Sequence[tuple[Variable, Variable]], own: Sequence[Any]) -> None:
         self._stand_ins = {id(variable): clone for variable, clone in known}
         self._own = set(map(id, own))
+        with take_current_trace() as trace:
+            self._trace = trace
         self.found: list[Variable] = []
 
     def stand_in(self, variable: Variable) -> Variable:
         """What stands for a variable in the trace under way."""
-        if id(variable) in self._own or isinstance(variable.get_raw_value(), jax.core.Tracer):
-            return variable
+        held = _held(variable)
+        traced = isinstance(held, jax.core.Tracer)
+        if traced or id(variable) in self._own or getattr(variable, "_can_update", False):
+            return variable  # it was made in the step, as `jax.tree.map(f, v)` does
         known = self._stand_ins.get(id(variable))
         if known is None:  # met for the first time: the step will be traced again, with it
             self.found.append(variable)
-            shape, dtype = variable._row_shape, variable.dtype
-            known = cast(Variable, variable.copy(jnp.zeros(shape, dtype)))
+            with set_current_trace(self._trace):  # the step's: it may be met in an inner one first
+                value = jnp.zeros(_shape_of(held), _dtype_of(held))
+                known = cast(Variable, variable.copy(value))
             self._stand_ins[id(variable)] = known
             self._own.add(id(known))
         return known
@@ -368,7 +434,8 @@ def spread_over(variable: Variable, replicas: ReplicaDevices) -> Any:
     if held.num_replicas != len(replicas):
         raise ValueError(
             f"{variable._called} has values for {held.num_replicas} replicas and was given to a "
-            f"strategy of {len(replicas)}. Create it in that strategy's scope."
+            f"strategy of {len(replicas)}, {names(replicas.devices)}. Create it in that strategy's "
+            "scope."
         )
     stacked = held_by(held)
     there = isinstance(stacked, jax.Array) and stacked.sharding == replicas.stacked
@@ -397,7 +464,7 @@ def _rows_like(rows: Sequence[np.ndarray], like: PerReplica) -> Any:
 
 
 def _initial(value: Any, dtype: Any, name: str | None) -> Array:
-    if callable(value) and not isinstance(value, jax.Array | np.ndarray):
+    if callable(value) and not isinstance(value, jax.Array | np.ndarray | nnx.Variable):
         value = value()
     if isinstance(value, nnx.Variable):
         value = value.get_value()
@@ -406,7 +473,9 @@ def _initial(value: Any, dtype: Any, name: str | None) -> Array:
             f"Variable {name or ''!r} starts with {describe(value)}. Pass an array or a number, "
             "the same for all replicas."
         )
-    return jnp.asarray(value, dtype)
+    array = jnp.asarray(value, dtype)
+    # A weak type would go with the first assignment, and the step be compiled anew.
+    return array.astype(array.dtype) if getattr(array, "weak_type", False) else array
 
 
 def _one_of(value: Any, choices: Any, what: str, name: str | None) -> Any:

@@ -165,8 +165,8 @@ class PerReplicaDataset:
                 waiting = []
         if waiting:
             warnings.warn(
-                f"Each step takes {n} batches, one for each replica, and at the end there were only "
-                f"{len(waiting)}, which are left out. Yield a number that divides by {n}.",
+                f"Each step takes {n} batches, one for each replica, and at the end there were "
+                f"only {len(waiting)}, which are left out. Yield a number that divides by {n}.",
                 stacklevel=2,
             )
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -95,6 +95,8 @@ class ReplicaDevices:
 
     def broadcast_through_host(self, array: Array) -> Array:
         """A mirrored array of one device's: not every GPU can write into another's memory."""
+        if type_of(self.on_mesh[0]) == "CPU":  # their memory is the host's
+            return self.broadcast(array)
         if not jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
             return self.broadcast(np.asarray(array))
         with one_by_one():
@@ -135,14 +137,21 @@ def without_axis(row: Array) -> Array:
         return row.reshape(row.shape[1:])
 
 
-@contextlib.contextmanager
-def one_by_one() -> Iterator[None]:
-    """Lets one device's array be computed with: a mesh that is set would refuse it."""
-    if jax.sharding.get_abstract_mesh().empty:
-        yield
-    else:
-        with unlogged(), jax.set_mesh(None):
-            yield
+class one_by_one:
+    """Lets one device's array be computed with: a mesh that is set would refuse it.
+
+    No generator: one that an interrupt leaves suspended sets the old mesh again when it is closed,
+    whenever that is.
+    """
+
+    def __enter__(self) -> None:
+        self._stack = contextlib.ExitStack()
+        if not jax.sharding.get_abstract_mesh().empty:
+            self._stack.enter_context(unlogged())
+            self._stack.enter_context(jax.set_mesh(None))
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
 
 
 def is_tracing() -> bool:
@@ -176,11 +185,14 @@ def any_deleted(arrays: Iterable[Array]) -> bool:
     return any(map(_is_deleted, arrays))
 
 
-def buffers_of(array: Array) -> set[int]:
+def buffers_of(array: Array | Parts) -> set[int]:
     """Addresses of the array's memory: two arrays share one only if they share memory.
 
     Waits until the array is there.
     """
+    if isinstance(array, Parts):
+        parts = [part for part in array.arrays if isinstance(part, jax.Array)]
+        return set().union(*map(buffers_of, parts))
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) or array.size == 0:
         return {id(array)}
     return {shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards}

@@ -10,6 +10,7 @@ another device round differently, and replicas must not drift apart.
 """
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Sequence
 from typing import Any, final
@@ -151,8 +152,7 @@ class _Lane:
             own = [leaf.arrays[i] for i in self.ids]
             rows = list(map(with_axis, own, self.replicas.devices))
             return self.replicas.from_rows(rows)
-        with jax.set_mesh(None):  # rows of one device are cut apart there, on no mesh
-            every = rows_on_devices(leaf)
+        every = rows_on_devices(leaf)
         assert every is not None  # `run` has put it there
         return self.replicas.from_rows([every[i] for i in self.ids])
 
@@ -251,11 +251,17 @@ class _Part:
         self._staged = staged
         self._name = name
         self._num_replicas = sum(len(lane.ids) for lane in lanes)
+        made: dict[Any, CompiledProgram] = {}  # lanes on the same devices share them
+
+        def stage_on(place: int, number: int) -> CompiledProgram:
+            lane, each, keeps_all = lanes[place], staged[place], home in (None, place)
+            key = number, id(each), lane.replicas.devices, keeps_all
+            if key not in made:
+                made[key] = _compiled(lane, each, number, name, donated, keeps_all=keeps_all)
+            return made[key]
+
         self._stages = [
-            [
-                _compiled(lane, each, number, name, donated, keeps_all=home in (None, place))
-                for place, (lane, each) in enumerate(zip(lanes, staged, strict=True))
-            ]
+            [stage_on(place, number) for place in range(len(lanes))]
             for number in range(len(staged[0].stages))
         ]
         self._inner: dict[Any, list[_Part]] = {}
@@ -333,7 +339,10 @@ class _Part:
 
         def row(replica: int) -> np.ndarray:
             try:
-                return np.asarray(rows.pop(replica))[0]  # host sync, on purpose
+                own = rows.pop(replica)
+                for following in itertools.islice(rows.values(), 1):  # on its way meanwhile
+                    following.copy_to_host_async()
+                return np.asarray(own)[0]  # host sync, on purpose
             except Exception as error:
                 raise LostValueError(
                     f"Replica {replica}'s value for the {exchange.in_words} is lost: {error}. "

@@ -527,7 +527,7 @@ def _delay(
             soonest = max((made_at.get(v, levels.get(v, 0)) for v in values), default=0)
             over = {v for v in values if made_at.get(v, last) < possible[step]}
             kept = sum(value.num_bytes for value in over)
-            later = kept <= sum(value.num_bytes for value in step.outputs)
+            later = kept < sum(value.num_bytes for value in step.outputs)
             levels[step] = max(soonest, possible[step] if later else 0)
             made_at.update(dict.fromkeys(step.outputs, levels[step]))
         elif isinstance(step, Operation):
