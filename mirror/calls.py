@@ -8,10 +8,11 @@ import contextlib
 import functools
 import gc
 import inspect
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import CellType, CodeType
+from types import CellType, CodeType, ModuleType
 from typing import Any, NamedTuple
 
 import jax
@@ -351,6 +352,28 @@ def require_nothing_bound(fn: Callable[..., Any]) -> None:
     for name, cell in zip(names, inside, strict=True):
         if _is_frozen(_contents(cell)):
             raise ValueError(_frozen(fn, f"the nnx object {name!r}"))
+
+
+def variables_around(fn: Callable[..., Any]) -> list[int]:
+    """The variables that the names in a function mean: its closure's, globals', its object's."""
+    found: list[Any] = []
+    while isinstance(fn, functools.partial):
+        found += [*fn.args, *fn.keywords.values()]
+        fn = fn.func
+    found.append(getattr(fn, "__self__", None))
+    code, inner = code_of(fn), inspect.unwrap(fn)
+    found += map(_contents, getattr(inner, "__closure__", None) or ())
+    known = getattr(inner, "__globals__", {})
+    found += [known.get(name) for name in (code.co_names if code else ())]
+    held = [vars(value).values() for value in found if _holds_variables(value)]
+    every = [*found, *itertools.chain.from_iterable(held)]
+    return [id(value) for value in every if isinstance(value, Variable)]
+
+
+def _holds_variables(value: object) -> bool:
+    """Whether it is an object whose attributes a step may read variables from."""
+    plain = not isinstance(value, type | ModuleType | Variable) and not callable(value)
+    return plain and hasattr(value, "__dict__")
 
 
 def _is_frozen(value: object) -> bool:

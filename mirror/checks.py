@@ -138,7 +138,8 @@ def verify(
     arguments = calls.hoist_nested(args, kwargs)
     here, there = _copy_of(arguments.objects), _copy_of(arguments.objects)
     collapse(there)
-    program = many.prepare(fn, *_with(arguments.tree, here))
+    if Variable.in_use:  # some may be no arguments, and must be as they were afterwards
+        many.prepare(fn, *_with(arguments.tree, here))
     captured = many.captured(fn)
     names = calls.object_names(fn, arguments.tree, [*arguments.objects, *captured], captured)
     num_replicas = len(many.replicas)
@@ -170,7 +171,7 @@ def verify(
             "mirror.REPLICA_AXIS makes it one), dropout, which draws on each replica anew; for one "
             "variable alone, a true gradient of zero, as of a bias before a batch normalisation "
             "(use_bias=False): then rounding is compared with rounding."
-            + _shared_draws(program.shared_draws)
+            + _shared_draws(many.prepare(fn, *_with(arguments.tree, here)).shared_draws)
         )
     return report
 
@@ -185,7 +186,7 @@ def _shared_draws(lines: Sequence[str]) -> str:
     )
 
 
-def _copy_of(objects: list[Any]) -> list[Any]:
+def _copy_of(objects: Sequence[Any]) -> list[Any]:
     graphdef: Any
     graphdef, state = nnx.split(tuple(objects))
     return list(nnx.merge(graphdef, jax.tree.map(_copy, state)))

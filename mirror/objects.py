@@ -50,7 +50,9 @@ def _variable_setter() -> Callable[[nnx.Variable, Any], None]:
 
 
 _set_value = _variable_setter()
-_get_value = nnx.Variable.get_raw_value
+_get_value: Any = getattr(
+    vars(nnx.Variable).get("_raw_value"), "__get__", nnx.Variable.get_raw_value
+)
 
 
 class Slot(NamedTuple):
@@ -92,7 +94,10 @@ class Structure:
         flat: list[tuple[Any, Any]] = list(nnx.to_flat_state(state))
         self.slots = tuple(Slot(path, type(value), is_own(value)) for path, value in flat)
         values = [v.get_raw_value() if isinstance(v, nnx.Variable) else v for _, v in flat]
-        values = [held_by(v) if is_per_replica(v) else v for v in values]
+        values = [
+            held_by(value) if slot.is_own and is_per_replica(value) else value
+            for slot, value in zip(self.slots, values, strict=True)
+        ]
         self.treedef: Any = jax.tree.structure(values)
         for slot, (_, holder), value in zip(self.slots, flat, values, strict=True):
             _require_supported(slot, holder)

@@ -7,8 +7,9 @@ and results go back to the caller, mirrored ones as plain arrays (`step`).
 
 import functools
 import operator
+import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -23,7 +24,7 @@ from mirror._types import Array, StepFunction
 from mirror.context import Gathers, LengthsUnknown, ReplicaGroup
 from mirror.cross_device_ops import CrossDeviceOps
 from mirror.devices.log import placement_log
-from mirror.devices.replicas import ReplicaDevices, any_deleted, buffers_of
+from mirror.devices.replicas import ReplicaDevices, any_deleted, buffers_of, move
 from mirror.executors.choice import choose, choose_for_unequal
 from mirror.executors.executor import MeshProgram, SignatureChanged
 from mirror.objects import ObjectTable
@@ -52,7 +53,8 @@ class Runner:
         self._executor = choose(replicas, ops)
         self._for_unequal = functools.cache(lambda: choose_for_unequal(self._executor, ops))
         self._objects = ObjectTable(replicas)
-        self._captured: dict[StepFunction, list[Variable]] = {}
+        self._captured: dict[StepFunction, tuple[tuple[Variable, ...], Any]] = {}
+        self._lock = threading.Lock()
         self._layouts: dict[Any, calls.Layout] = {}
         self._programs: dict[Any, Program] = {}
         # By identity, because comparing hundreds of shardings would cost as much as a launch. JAX
@@ -72,13 +74,24 @@ class Runner:
         donate_argnums: tuple[int, ...] = (),
     ) -> Any:
         """Runs `fn` once per replica; see `Strategy.run`."""
-        # The mesh is part of what jit keys its cache with: always the same, in and out of a scope.
-        with calls.outside_traces(fn, self.replicas.mesh):
-            try:
-                return self._run(fn, args, kwargs, donate_argnums)
-            except VariablesFound as error:
-                self._captured.setdefault(fn, []).extend(error.variables)
-        return self.run(fn, args, kwargs, donate_argnums)
+        return self._with_variables(fn, lambda: self._run(fn, args, kwargs, donate_argnums))
+
+    def _with_variables(self, fn: StepFunction, attempt: Callable[[], Any]) -> Any:
+        """Does something on the replicas' mesh; again, if it finds variables that the step uses."""
+        while True:
+            # The mesh is part of what jit keys its cache with: the same, in and out of a scope.
+            with calls.outside_traces(fn, self.replicas.mesh):
+                try:
+                    return attempt()
+                except VariablesFound as error:
+                    self._remember_variables(fn, error.variables)
+
+    def _remember_variables(self, fn: StepFunction, found: Sequence[Variable]) -> None:
+        around = calls.variables_around(fn)
+        with self._lock:
+            known, _ = self._captured.get(fn, ((), ()))
+            new = {id(variable): variable for variable in (*known, *found)}
+            self._captured[fn] = tuple(new.values()), around
 
     def _run(
         self,
@@ -135,23 +148,27 @@ class Runner:
             record, state = self._objects.record(objects, names)
         return Call(fn, tree, layout, leaves, objects, record, state, donate_argnums, captured)
 
-    def captured(self, fn: StepFunction) -> list[Variable]:
+    def captured(self, fn: StepFunction) -> Sequence[Variable]:
         """The variables that a step was found to use without being passed them."""
         try:
-            return self._captured.get(fn, []) if self._captured else []
-        except TypeError:  # not hashable, which is said later
-            return []
+            variables, around = self._captured[fn] if self._captured else ((), ())
+        except (KeyError, TypeError):  # what is not hashable is refused later
+            return ()
+        if variables and around != calls.variables_around(fn):
+            with self._lock:  # a name that the step uses means another variable now
+                self._captured.pop(fn, None)
+            return ()
+        return variables
 
     def prepare(self, fn: StepFunction, args: Sequence[Any], kwargs: dict[str, Any]) -> Program:
         """The program of a call, traced and proved, so that its variables are known. Not run."""
-        try:
-            with calls.outside_traces(fn, self.replicas.mesh):
-                call = self._call(fn, args, kwargs, ())
-                leaves = self._placed(call, call.layout.dynamic_leaves(call.leaves))
-                return self._find(call, call.key, leaves)
-        except VariablesFound as error:
-            self._captured.setdefault(fn, []).extend(error.variables)
-        return self.prepare(fn, args, kwargs)
+
+        def prepared() -> Program:
+            call = self._call(fn, args, kwargs, ())
+            leaves = self._placed(call, call.layout.dynamic_leaves(call.leaves))
+            return self._find(call, call.key, leaves)
+
+        return self._with_variables(fn, prepared)
 
     def _flatten(self, fn: StepFunction, tree: Any) -> tuple[list[Any], calls.Layout]:
         leaves, treedef = jax.tree.flatten(tree)
@@ -275,7 +292,7 @@ class Runner:
             if any_deleted(part for part in stacked.arrays if isinstance(part, jax.Array)):
                 raise ValueError(self._deleted(call, i))
             if self.replicas.are_mixed or not stacked.are_equal:
-                return stacked
+                return Parts(list(map(move, stacked.arrays, self.replicas.devices)))
             stacked = np.stack([np.asarray(part) for part in stacked.arrays])
         there = isinstance(stacked, jax.Array) and stacked.sharding == self.replicas.stacked
         return stacked if there else self.replicas.stack(stacked)
@@ -332,12 +349,12 @@ class Runner:
             return [*results, *after, *keys.values()]
 
         n = self._group.num_replicas_in_sync
-        traces = [functools.partial(flat, each) for each in steps]
+        traces = [each.traced_as(functools.partial(flat, each)) for each in steps]
         jaxprs = _trace_together(traces, variants, gathers, n)
         found = [variable for each in steps for variable in each.found]
         if found:
             raise VariablesFound({id(variable): variable for variable in found})
-        _require_one_result(steps, variants)
+        _require_one_result(steps, variants, jaxprs)
         calls.require_nothing_captured(call.fn, jaxprs[0].consts)
         draws: list[str] = []
         proved = [prove(jaxpr, step.per_replica, n, draws) for jaxpr in jaxprs]
@@ -366,6 +383,7 @@ class Runner:
         if len(self._programs) > 2 * _MOST_PROGRAMS:
             self._programs.clear()
             self._by_code.clear()
+            self._captured.clear()
         code = calls.code_of(fn)
         ours = calls.is_our_module(getattr(fn, "__module__", None))
         if code is None or ours:  # our own are made with care
@@ -388,6 +406,9 @@ class Runner:
 
     def _forget(self, programs: set[int]) -> None:
         self._programs = {k: p for k, p in self._programs.items() if id(p) not in programs}
+        kept = {program.fn for program in self._programs.values()}
+        with self._lock:
+            self._captured = {fn: found for fn, found in self._captured.items() if fn in kept}
 
 
 class VariablesFound(Exception):
@@ -449,7 +470,20 @@ def _lengths(asked: list[LengthsUnknown], variants: Variants, number: int) -> tu
     return tuple(found[i] for i in sorted(found))
 
 
-def _require_one_result(steps: Sequence[Step], variants: Variants) -> None:
+def _require_one_result(
+    steps: Sequence[Step], variants: Variants, jaxprs: Sequence[ClosedJaxpr]
+) -> None:
+    """Refuses a step that returns other kinds of results on replicas of other shapes."""
+    kinds = [[(v.aval.dtype, v.aval.ndim) for v in jaxpr.jaxpr.outvars] for jaxpr in jaxprs]
+    for found, (_, ids) in zip(kinds[1:], variants[1:], strict=True):
+        pairs = zip(steps[0].out_names, kinds[0], found, strict=False)
+        for name, (dtype, ndim), (other, other_ndim) in pairs:
+            if (dtype, ndim) != (other, other_ndim):
+                raise ValueError(
+                    f"{name} of {steps[0].name} is {dtype} of {ndim} dimensions on replica 0 and "
+                    f"{other} of {other_ndim} on replica {ids[0]}. Return the same dtype and "
+                    "number of dimensions, whatever the shapes."
+                )
     for step, (_, ids) in zip(steps[1:], variants[1:], strict=True):
         if step.out_tree != steps[0].out_tree:
             raise ValueError(

@@ -23,6 +23,7 @@ from mirror.executors.executor import (
 )
 from mirror.objects import Record, Structure, is_object
 from mirror.plan import Plan
+from mirror.program.trace import abstract, afresh
 from mirror.values import PerReplica
 from mirror.variables import Captures, Variable
 
@@ -38,7 +39,7 @@ class Call(NamedTuple):
     record: Record | None
     state: list[Any]
     donate_argnums: tuple[int, ...]
-    captured: list[Variable]
+    captured: Sequence[Variable]
 
     @property
     def structure(self) -> Structure | None:
@@ -99,6 +100,7 @@ class Step:
         self.structure = call.structure
         self.object_names = call.object_names
         self.num_state = len(call.state)
+        self.num_objects = len(call.objects)
         self.layout = call.layout
         own = [i in call.layout.per_replica for i in range(len(avals) - self.num_state)]
         self._captured = list(call.captured)
@@ -112,10 +114,7 @@ class Step:
 
     def __call__(self, *leaves: Any) -> tuple[list[Array], list[Array], dict[int, Array]]:
         """The results, the objects' leaves afterwards, and the keys as this replica had them."""
-        if any(
-            x.shape != a.shape or x.dtype != a.dtype
-            for x, a in zip(leaves, self.avals, strict=True)
-        ):
+        if list(map(abstract, leaves)) != list(self.avals):
             raise SignatureChanged
         state, rest = leaves[: self.num_state], leaves[self.num_state :]
         if self.gathers is not None:
@@ -132,6 +131,15 @@ class Step:
             after = clones.collect(self.name, self.object_names)
             self.attribute_changes = clones.attribute_changes()
         return results, after, {i: folded for i, (_, folded) in clones.keys.items()}
+
+    def gives_up(self, i: int) -> bool:
+        """Whether a leaf of the objects is given up; what a captured variable holds is not."""
+        assert self.structure is not None
+        return self.structure.leaf_slots[i].path[0] < self.num_objects - len(self._captured)
+
+    def traced_as(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """How a function that calls the step is to be traced."""
+        return afresh(fn) if self.gathers is not None or Variable.in_use else fn
 
     def _captures(self, objects: Sequence[Any]) -> Captures:
         stand_ins = objects[len(objects) - len(self._captured) :]
@@ -186,7 +194,7 @@ class Program:
                 [Variant(_replica(each, plan), each.avals, ids) for each, ids in steps],
                 step.per_replica,
                 [step.per_replica[i] for i in plan.changed] + plan.per_replica_results,
-                [*plan.changed, *(step.num_state + i for i in self.donated)],
+                [*filter(step.gives_up, plan.changed), *(step.num_state + i for i in self.donated)],
             )
         )
         self._results = slice(len(plan.changed), len(plan.changed) + len(step.out_names))
@@ -226,9 +234,15 @@ def _replica(step: Step, plan: Plan) -> Callable[..., tuple[Array, ...]]:
 
     def run(*leaves: Any) -> tuple[Array, ...]:
         results, after, _ = step(*leaves)
+        if step.found:
+            raise RuntimeError(
+                f"{step.name} uses {', '.join(v.described for v in step.found)} now, and did not "
+                "when it was traced before: it must do the same each time. Take what it remembers "
+                "from call to call out of it, or pass it as an argument."
+            )
         means = step.group._all_reduce(ReduceOp.MEAN, [after[i] for i in plan.averaged])
         for i, mean in zip(plan.averaged, means, strict=True):
             after[i] = mean
         return (*[after[i] for i in plan.changed], *results)
 
-    return run
+    return step.traced_as(run)

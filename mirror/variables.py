@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, TypeAlias, cast, get_args
+from typing import Any, ClassVar, Literal, TypeAlias, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +50,8 @@ class Variable(nnx.Variable[Any]):
     Args:
         value: an array or number, or a function without arguments that makes it, called once.
         name: what messages call it.
-        trainable: whether it is to be optimised; `None`: yes, unless it is `"on_read"`.
+        trainable: a mark for filters, `wrt=lambda path, v: getattr(v, "trainable", False)`; `None`
+            is True, unless it is `"on_read"`.
         dtype: of the value; `None`: its own.
         synchronization: `"on_read"`, or `"on_write"`, which `"auto"` is.
         aggregation: see above. An integer sum that is assigned from outside to an `"on_read"`
@@ -60,8 +61,12 @@ class Variable(nnx.Variable[Any]):
     Raises:
         ValueError: no value; an unknown synchronization or aggregation; a mean of what is no float,
             a sum of booleans.
+        TypeError: an argument that only `tf.Variable` has.
         RuntimeError: created inside a step.
     """
+
+    in_use: ClassVar[bool] = False
+    """Whether there may be one in this process: traces that met none need no care."""
 
     def __init__(
         self,
@@ -74,6 +79,8 @@ class Variable(nnx.Variable[Any]):
         aggregation: Aggregation = "none",
         **metadata: Any,
     ) -> None:
+        Variable.in_use = True
+        _refuse_tensorflows(metadata)
         frame = current_frame()
         if frame is not None and frame.replica is not None:
             raise RuntimeError(
@@ -147,8 +154,8 @@ class Variable(nnx.Variable[Any]):
             method(*args, **kwargs)
         except TraceContextError as error:
             raise RuntimeError(
-                f"{self._called} was assigned inside jax.jit, grad, vmap, scan or cond, where the "
-                "value would be lost. Return the value from there, and assign it outside."
+                f"{self.described} was assigned inside jax.jit, grad, vmap, scan or cond, where "
+                "the value would be lost. Return the value from there, and assign it outside."
             ) from error
 
     def _aggregated(self, context: ReplicaContext, value: Array) -> Array:
@@ -170,14 +177,15 @@ class Variable(nnx.Variable[Any]):
             return
         if self.aggregation == "none":
             raise ValueError(
-                f"{method} of {self._called}, which is 'on_read' without an aggregation, outside a "
-                "step: which replica's value is meant? Create it with aggregation='sum', 'mean' or "
-                "'only_first_replica'."
+                f"{method} of {self.described}, which is 'on_read' without an aggregation, outside "
+                "a step: which replica's value is meant? Create it with aggregation='sum', 'mean' "
+                "or 'only_first_replica'."
             )
         if self.aggregation == "sum" and method != "assign":
             raise ValueError(
-                f"{method} of {self._called}, which is 'on_read' with aggregation='sum', outside a "
-                "step: it would count once for each replica. Assign the sum: v.assign(v[...] + x)."
+                f"{method} of {self.described}, which is 'on_read' with aggregation='sum', outside "
+                "a step: it would count once for each replica. Assign the sum: "
+                "v.assign(v[...] + x)."
             )
         rows = [np.asarray(row) for row in held.values]
         count, value = len(rows), np.asarray(new)
@@ -193,7 +201,8 @@ class Variable(nnx.Variable[Any]):
         return self.get_metadata("synchronization") == "on_read"
 
     @property
-    def _called(self) -> str:
+    def described(self) -> str:
+        """What messages call it."""
         return f"variable {self.get_metadata('name') or 'without a name'!r}"
 
     def _converted(self, value: Any) -> Any:
@@ -206,30 +215,30 @@ class Variable(nnx.Variable[Any]):
             value = value.get_value()
         if is_per_replica(value):
             raise ReplicaDivergenceError(
-                f"{value!r} was assigned to {self._called}, which is the same on all replicas. "
+                f"{value!r} was assigned to {self.described}, which is the same on all replicas. "
                 "Reduce it first, strategy.reduce('mean', x), or assign inside the step."
             )
         shape, dtype = self._row_shape, self.dtype
         kinds = (jax.Array, np.ndarray, np.generic, bool, int, float, complex, list, tuple)
         if not isinstance(value, kinds):
-            raise TypeError(f"{describe(value)} was assigned to {self._called}: it is no array.")
+            raise TypeError(f"{describe(value)} was assigned to {self.described}: it is no array.")
         exact = isinstance(value, jax.Array | np.ndarray | np.generic)
         array = jnp.asarray(value)
         weak = getattr(array, "weak_type", False) or not exact
         if weak and not jnp.can_cast(array.dtype, dtype, "same_kind"):
             raise TypeError(
-                f"{describe(value)} was assigned to {self._called} of {dtype}, which cannot hold "
+                f"{describe(value)} was assigned to {self.described} of {dtype}, which cannot hold "
                 f"it. Convert it: jnp.asarray(x).astype({str(dtype)!r})."
             )
         if not weak and array.dtype != dtype:
             raise ValueError(
-                f"{describe(array)} was assigned to {self._called} of {dtype}. Convert it: "
+                f"{describe(array)} was assigned to {self.described} of {dtype}. Convert it: "
                 f"x.astype({str(dtype)!r})."
             )
         if array.shape != shape:
             raise ValueError(
-                f"{describe(array)} was assigned to {self._called} of shape {shape}. Pass an array "
-                "of that shape."
+                f"{describe(array)} was assigned to {self.described} of shape {shape}. Pass an "
+                "array of that shape."
             )
         return array.astype(dtype)
 
@@ -264,7 +273,7 @@ class Variable(nnx.Variable[Any]):
         match self.aggregation:
             case "none":
                 raise ValueError(
-                    f"{self._called} is 'on_read' without an aggregation: outside a step its "
+                    f"{self.described} is 'on_read' without an aggregation: outside a step its "
                     "values have no one value. Look at strategy.local_results(v), or create it "
                     "with aggregation='sum', 'mean' or 'only_first_replica'."
                 )
@@ -433,7 +442,7 @@ def spread_over(variable: Variable, replicas: ReplicaDevices) -> Any:
         return held_by(_spread(rows, replicas))
     if held.num_replicas != len(replicas):
         raise ValueError(
-            f"{variable._called} has values for {held.num_replicas} replicas and was given to a "
+            f"{variable.described} has values for {held.num_replicas} replicas and was given to a "
             f"strategy of {len(replicas)}, {names(replicas.devices)}. Create it in that strategy's "
             "scope."
         )
@@ -476,6 +485,21 @@ def _initial(value: Any, dtype: Any, name: str | None) -> Array:
     array = jnp.asarray(value, dtype)
     # A weak type would go with the first assignment, and the step be compiled anew.
     return array.astype(array.dtype) if getattr(array, "weak_type", False) else array
+
+
+_TENSORFLOWS = {
+    *("shape", "validate_shape", "caching_device", "variable_def", "import_scope", "constraint"),
+    "experimental_enable_variable_lifting",
+}
+
+
+def _refuse_tensorflows(metadata: dict[str, Any]) -> None:
+    for name in metadata:
+        if name in _TENSORFLOWS:
+            raise TypeError(
+                f"Variable({name}=...) is TensorFlow's and has no counterpart here. Leave it out; "
+                "a variable keeps the shape and the dtype that it is created with."
+            )
 
 
 def _one_of(value: Any, choices: Any, what: str, name: str | None) -> Any:

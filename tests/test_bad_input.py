@@ -204,14 +204,6 @@ def test_an_array_may_lie_as_another_kind_of_argument_does(strategy):
             np.testing.assert_array_equal(joined, np.tile(rows.ravel(), n))
 
 
-def test_devices_of_several_types(two, monkeypatch):
-    monkeypatch.setattr("mirror.devices.canonical.type_of", lambda device: str(device.id))
-    with pytest.raises(
-        ValueError, match=r"are of several types: .* must run on devices of one type"
-    ):
-        mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
-
-
 def test_an_attribute_named_like_a_global_model_is_no_capture(two):
     def step(model, x):
         return x + model.OTHER[...].sum()

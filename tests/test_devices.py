@@ -3,7 +3,6 @@
 import itertools
 import logging
 import random
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -197,16 +196,6 @@ def test_a_device_may_be_named_once_in_any_way():
         text = r"repeats a device: \(/device:CPU:1, /device:CPU:1\)\. Name each device once"
         with pytest.raises(ValueError, match=text):
             mirror.MirroredStrategy([one, other])
-
-
-def test_devices_of_several_types_are_refused(monkeypatch):
-    gpu, found = SimpleNamespace(platform="gpu", id=0), jax.local_devices
-    monkeypatch.setattr(
-        jax, "local_devices", lambda backend: [gpu] if backend == "gpu" else found()
-    )
-    text = r"are of several types: \(/device:CPU:0, /device:GPU:0\)\. All replicas must run on"
-    with pytest.raises(ValueError, match=text):
-        mirror.MirroredStrategy(["/cpu:0", "/gpu:0"])
 
 
 def test_a_device_stays_the_device():

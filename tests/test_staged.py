@@ -385,7 +385,7 @@ def test_what_cannot_be_cut_is_said_with_its_line(step):
     with pytest.raises(NotImplementedError, match=place) as error:
         staged().run(step, (rows(3),))
     assert UNSTAGEABLE[step] in str(error.value)
-    assert "Move the exchange out of it" in str(error.value)
+    assert "Write it otherwise, or use devices that one program spans" in str(error.value)
 
 
 # Errors

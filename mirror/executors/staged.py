@@ -195,10 +195,12 @@ class StagedProgram(CompiledProgram):
         whole = len(lanes) == 1 and lanes[0].is_all and not self._replicas.are_mixed
         donated = program.donated if whole else ()
         self._whole = whole
+        self._avals = program.variants[0].avals
         self._part = _Part(executor.ops, lanes, staged, program.name, donated, self._home)
 
     def __call__(self, leaves: Sequence[Any], outputs: list[Any]) -> None:
         """See `CompiledProgram`."""
+        _require_same(leaves, self._avals, self._per_replica_inputs)
         taken = [lane.takes(leaves, self._per_replica_inputs) for lane in self._lanes]
         if self._whole:
             self._part.run(taken, outputs)
@@ -406,6 +408,23 @@ class _Part:
         return found[0]
 
 
+def _require_same(
+    leaves: Sequence[Any], avals: Sequence[jax.ShapeDtypeStruct], per_replica: Sequence[bool]
+) -> None:
+    """Refuses leaves that the program was not cut for, before anything runs.
+
+    The replicas' own shapes are what programs are told apart by; so it is about the rest.
+    """
+    for leaf, aval, differs in zip(leaves, avals, per_replica, strict=True):
+        same = differs or (leaf.shape == aval.shape and _is_weak(leaf) == aval.weak_type)
+        if not same or leaf.dtype != aval.dtype:
+            raise SignatureChanged
+
+
+def _is_weak(leaf: Array) -> bool:
+    return getattr(leaf, "weak_type", False)  # PRNG keys have no such type
+
+
 def _programs(talk: Any) -> list[Staged | None]:
     return [talk.body, talk.test] if isinstance(talk, Loop) else list(talk.branches)
 
@@ -429,11 +448,6 @@ def _compiled(
 
     def run(*leaves: Any) -> list[Any]:
         found: dict[Value, Any] = dict(zip(stage.inputs, leaves, strict=True))
-        if any(
-            leaf.shape != value.aval.shape or leaf.dtype != value.aval.dtype
-            for value, leaf in found.items()
-        ):
-            raise SignatureChanged
 
         def read(atom: Any) -> Any:
             return atom.value if isinstance(atom, Fixed) else found[atom]

@@ -37,7 +37,7 @@ class VmapExecutor(MeshExecutor):
             # proof knows more. XLA drops rows that are made to be left out.
             try:
                 found = evaluate(trace_inside(rows, leaves), leaves)
-            except (NotImplementedError, AssertionError) as error:
+            except (NotImplementedError, AssertionError, NameError, ValueError) as error:
                 raise NotImplementedError(
                     "Several replicas on one device run as the rows of jax.vmap, which cannot do "
                     f"this step: {str(error).rstrip('.')}. Use one replica on each device, or "

@@ -128,9 +128,18 @@ def _cond(run: Retracing, eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
     return jax.lax.switch(index.astype(jnp.int32), branches, *operands)
 
 
+def _linear_solve(run: Retracing, eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
+    """It runs its `solve`; the other programs are for its derivatives."""
+    lengths = eqn.params["const_lengths"]
+    start = lengths.matvec + lengths.vecmat
+    consts, rest = arguments[start : start + lengths.solve], arguments[sum(lengths) :]
+    return run.call(eqn.params["jaxprs"].solve, [*consts, *rest])
+
+
 _RULES: dict[str, Callable[[Retracing, JaxprEqn, list[Any]], list[Any]]] = {
     "scan": _scan,
     "while": _while,
     "cond": _cond,
+    "custom_linear_solve": _linear_solve,
     "sharding_constraint": lambda _, __, arguments: arguments,  # of the mesh of the trace
 }

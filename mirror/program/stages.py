@@ -6,7 +6,7 @@ number of steps in which replicas talk that lie behind it. What is computed at o
 the exchanges of one level travel together, small ones of one kind in one buffer.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -21,6 +21,7 @@ from mirror.program.exchanges import axes_of, contains_exchange, in_word, is_exc
 from mirror.program.inner import Scan, While, arrays_of, called, equations, inner_programs, jaxpr_of
 from mirror.program.proof import user_line
 from mirror.program.trace import trace
+from mirror.values import is_numeric
 
 REDUCTIONS = {"psum": "sum", "pmax": "max", "pmin": "min"}
 _LOCAL = {"psum": jax.lax.reduce_sum, "pmax": jax.lax.reduce_max, "pmin": jax.lax.reduce_min}
@@ -64,6 +65,7 @@ class Operation:
     outputs: list[Value]
     run: Callable[..., Sequence[Any]]
     has_effects: bool = False
+    is_ordered: bool = False
 
 
 @dataclass(eq=False)
@@ -84,6 +86,7 @@ class Exchange:
     outputs: list[Value]
     lines: list[str]
     has_effects: bool = False
+    is_ordered: bool = False
 
     @property
     def operand(self) -> Value:
@@ -118,6 +121,7 @@ class Loop:
     trips: int
     line: str
     has_effects: bool = True
+    is_ordered: bool = False
 
 
 @dataclass(eq=False)
@@ -129,6 +133,7 @@ class Branch:
     branches: "list[Staged]"
     line: str
     has_effects: bool = True
+    is_ordered: bool = False
 
 
 Talk: TypeAlias = Exchange | Loop | Branch
@@ -256,8 +261,7 @@ class _Flat:
             if hasattr(atom.aval, "inner_aval"):
                 raise NotImplementedError(_cannot(eqn, "it works on a mutable `Ref`"))
         held = {id(array): self.fixed(array) for array in arrays_of(eqn)}
-        inner = map(jaxpr_of, inner_programs(eqn.params.values()))
-        asks = any(map(names_axis, (e for jaxpr in inner for e in equations(jaxpr))))
+        asks = any(map(names_axis, _with_inner(eqn)))
         more = [*held.values(), *([self.replica_id] if asks else [])]
         num = len(inputs)
 
@@ -267,7 +271,8 @@ class _Flat:
             return Retracing(arrays, replica_id).apply(eqn, list(arguments[:num]))
 
         outputs = [Value(var.aval) for var in eqn.outvars]
-        return self.add(Operation([*inputs, *more], outputs, run, bool(eqn.effects)))
+        is_ordered = any(e.params.get("ordered", False) for e in _with_inner(eqn))
+        return self.add(Operation([*inputs, *more], outputs, run, bool(eqn.effects), is_ordered))
 
     def add(self, step: Operation | Talk) -> list[Value]:
         self.steps.append(step)
@@ -286,6 +291,9 @@ class _Flat:
         if others and (kind not in _LOCAL or not all(isinstance(a, int) for a in others)):
             raise NotImplementedError(_cannot(eqn, f"it goes over other axes as well, {others}"))
         value = self.local(operand)
+        dtype = value.aval.dtype
+        if is_numeric(dtype) and jax.dtypes.canonicalize_dtype(dtype) != dtype:
+            raise NotImplementedError(_cannot(eqn, f"{dtype} travels while JAX's 64 bit are off"))
         if jnp.issubdtype(value.aval.dtype, jax.dtypes.prng_key):
             return self.exchange_of_keys(eqn, value)
         if others:
@@ -392,6 +400,13 @@ class _Flat:
         return self.add(Operation([], [Value(aval)], make))[0]
 
 
+def _with_inner(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
+    """An operation and those inside."""
+    yield eqn
+    for inner in inner_programs(eqn.params.values()):
+        yield from equations(jaxpr_of(inner))
+
+
 def _goes_to_all(eqn: JaxprEqn) -> bool:
     """Whether all replicas get the same of an exchange."""
     gives_one = eqn.primitive.name in (*REDUCTIONS, "all_gather")
@@ -420,8 +435,11 @@ def _needed(steps: Sequence[Operation | Talk], outputs: Sequence[Atom]) -> list[
 def _levels(steps: Sequence[Operation | Talk]) -> dict[Any, int]:
     """For each step and each value how many rounds of talk lie behind it; inputs have none."""
     levels: dict[Any, int] = {}
+    ordered = 0
     for step in steps:
         level = max((levels.get(value, 0) for value in values_of(step.inputs)), default=0)
+        if step.is_ordered:
+            level = ordered = max(level, ordered)
         levels[step] = level
         levels.update(dict.fromkeys(step.outputs, level + (not isinstance(step, Operation))))
     return levels
@@ -552,6 +570,6 @@ def _connect(stages: list[Stage], outputs: Sequence[Atom]) -> None:
 
 def _cannot(eqn: JaxprEqn, why: str) -> str:
     return (
-        f"{user_line(eqn)}: the step cannot be cut at its exchanges: {why}. Move the exchange out "
-        "of it, or use devices that one program spans (mirror.AllReduce() on devices of one type)."
+        f"{user_line(eqn)}: the step cannot be cut at its exchanges: {why}. Write it otherwise, or "
+        "use devices that one program spans (mirror.AllReduce() on devices of one type)."
     )

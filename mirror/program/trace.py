@@ -1,5 +1,6 @@
 """From a function on flat leaves to a jaxpr with a named replica axis."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +25,25 @@ def trace(
 ) -> ClosedJaxpr:
     """Traces `fn` once, for one replica, on leaves of these shapes: the replica program."""
     return jax.make_jaxpr(fn, axis_env=[(REPLICA_AXIS, num_replicas)])(*leaves)
+
+
+_numbers = itertools.count()
+
+
+def afresh(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which finds nothing that JAX remembers of other traces.
+
+    A function of the user's under `jax.jit` is traced once for its shapes, and again only where
+    the names of the axes around it differ. What it asks of this trace alone, the other replicas'
+    lengths or what stands for a variable, would be answered by an earlier one. So there is an axis
+    around it, of size one and with a name that is not used again.
+    """
+
+    def inside(*leaves: Any) -> Any:
+        name = f"trace {next(_numbers)}"
+        return jax.vmap(fn, in_axes=None, out_axes=None, axis_name=name, axis_size=1)(*leaves)
+
+    return inside
 
 
 def trace_inside(fn: Callable[..., Any], leaves: Sequence[Any]) -> ClosedJaxpr:
