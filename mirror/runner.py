@@ -55,6 +55,7 @@ class Runner:
         self._objects = ObjectTable(replicas)
         self._captured: dict[StepFunction, tuple[tuple[Variable, ...], Any]] = {}
         self._lock = threading.Lock()
+        self._running = threading.RLock()
         self._layouts: dict[Any, calls.Layout] = {}
         self._programs: dict[Any, Program] = {}
         # By identity, because comparing hundreds of shardings would cost as much as a launch. JAX
@@ -80,7 +81,9 @@ class Runner:
         """Does something on the replicas' mesh; again, if it finds variables that the step uses."""
         while True:
             # The mesh is part of what jit keys its cache with: the same, in and out of a scope.
-            with calls.outside_traces(fn, self.replicas.mesh):
+            # One thread at a time, from reading the state to writing it back: two that gave up
+            # the same buffers would end the process (JAX 0.10.2).
+            with calls.outside_traces(fn, self.replicas.mesh), self._running:
                 try:
                     return attempt()
                 except VariablesFound as error:

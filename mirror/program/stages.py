@@ -271,7 +271,7 @@ class _Flat:
             return Retracing(arrays, replica_id).apply(eqn, list(arguments[:num]))
 
         outputs = [Value(var.aval) for var in eqn.outvars]
-        is_ordered = any(e.params.get("ordered", False) for e in _with_inner(eqn))
+        is_ordered = any("Ordered" in type(effect).__name__ for effect in eqn.effects)
         return self.add(Operation([*inputs, *more], outputs, run, bool(eqn.effects), is_ordered))
 
     def add(self, step: Operation | Talk) -> list[Value]:
