@@ -477,7 +477,8 @@ def _require_one_result(
     steps: Sequence[Step], variants: Variants, jaxprs: Sequence[ClosedJaxpr]
 ) -> None:
     """Refuses a step that returns other kinds of results on replicas of other shapes."""
-    kinds = [[(v.aval.dtype, v.aval.ndim) for v in jaxpr.jaxpr.outvars] for jaxpr in jaxprs]
+    avals: list[list[Any]] = [[var.aval for var in jaxpr.jaxpr.outvars] for jaxpr in jaxprs]
+    kinds = [[(aval.dtype, aval.ndim) for aval in each] for each in avals]
     for found, (_, ids) in zip(kinds[1:], variants[1:], strict=True):
         pairs = zip(steps[0].out_names, kinds[0], found, strict=False)
         for name, (dtype, ndim), (other, other_ndim) in pairs:
