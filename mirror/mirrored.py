@@ -64,8 +64,11 @@ class MirroredStrategy(Strategy):
             )
         on_each = canonicalize_replica_devices(devices)
         found = tuple(device for device in on_each for _ in range(replicas_per_device))
+        replicas = ReplicaDevices(found)
         ops = default_ops(found) if cross_device_ops is None else cross_device_ops
-        super().__init__(ReplicaDevices(found, reduce_device(ops)), ops)
+        if replicas.are_mixed:
+            replicas = ReplicaDevices(found, reduce_device(ops))
+        super().__init__(replicas, ops)
         _logger.info("Using MirroredStrategy with devices %s", backend.names(found))
 
     def _alone(self) -> Strategy:

@@ -4,6 +4,7 @@ import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import jax
 import pytest
@@ -36,12 +37,35 @@ def eight_devices() -> None:
         pytest.exit(f"the suite needs 8 host devices and got {count}", returncode=3)
 
 
+class _Later:
+    """A call that is made when its result is wanted."""
+
+    def __init__(self, call) -> None:
+        self._future, self._call = Future(), call
+
+    def result(self):
+        if not self._future.done():
+            try:
+                self._future.set_result(self._call())
+            except BaseException as error:
+                self._future.set_exception(error)
+        return self._future.result()
+
+
 @pytest.fixture(scope="session", autouse=True)
-def ahead(request) -> Iterator[dict[str, dict[str, Future]]]:
+def ahead(request) -> Iterator[dict[str, dict[str, Any]]]:
     """The `AHEAD` of the modules that are tested: calls that wait for processes of their own.
 
     They are made one after the other while other tests run. `result()` raises what a call raised.
+    Where several processes run the tests, each call is made by the one that asks for it.
     """
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        yield {
+            item.module.__name__: {name: _Later(call) for name, call in item.module.AHEAD.items()}
+            for item in request.session.items
+            if hasattr(item.module, "AHEAD")
+        }
+        return
     modules = dict.fromkeys(item.module for item in request.session.items)
     with ThreadPoolExecutor(1) as pool:
         yield {

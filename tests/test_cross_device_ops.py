@@ -364,7 +364,7 @@ def test_the_default_device_is_where_host_values_go(ops):
             "ReductionToOneDevice('/device:CPU:2')",
         ),
     ],
-    ids=str,
+    ids=["all-reduce", "packed", "host", "a device", "a logical device"],
 )
 def test_ops_are_copied_and_stored_also_after_use(make, shown):
     ops = make()
@@ -550,7 +550,9 @@ def test_a_users_ops_that_are_wrong_are_said_with_the_exchange(name):
 
 
 @pytest.mark.parametrize(
-    "function", [lambda x: x.astype(np.float64), jnp.asarray, np.ndarray.tolist], ids=str
+    "function",
+    [lambda x: x.astype(np.float64), jnp.asarray, np.ndarray.tolist],
+    ids=["wider", "on a device", "a list"],
 )
 def test_what_a_users_ops_return_may_be_of_another_precision_or_place(function):
     strategy = cpu_strategy(2, cross_device_ops=Returning(function))

@@ -765,7 +765,8 @@ def test_a_step_says_what_it_mirrors_runs_and_exchanges(lines, two):
         f"all-gather over {PAIR}: 1 array, 32 bytes",
     ]
     assert f"all-reduce over {PAIR}: 2 arrays, 32 bytes" in lines.of(two.check_mirrored, model)
-    assert lines.of(two.verify, lambda x: x * 2, (batch,))[:2] == [
+    verified = lines.of(two.verify, lambda x: x * 2, (batch,))
+    assert list(dict.fromkeys(verified))[:2] == [
         f"Mirroring x float32[4,4] over {PAIR}",
         f"Executing step <lambda> in devices {PAIR}",
     ]

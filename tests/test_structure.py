@@ -162,8 +162,9 @@ def test_the_package_is_a_table_of_contents(name):
 NAMES = """
 AllReduce CrossDeviceOps DistributedDataset InputContext InvalidDeviceError MirroredStrategy
 OneDeviceStrategy PerReplica REPLICA_AXIS ReduceOp ReductionToOneDevice ReplicaContext
-ReplicaDivergenceError ReplicaMismatchError Strategy ValueContext Variable VerifyReport add_n config
-debugging device ensure_mirrored example_keys get_replica_context get_strategy has_strategy in_cross_replica_context
+ReplicaDivergenceError ReplicaMismatchError Strategy ValueContext Variable VerifyReport add_n
+config debugging device ensure_mirrored example_keys get_replica_context get_strategy
+has_strategy in_cross_replica_context
 """
 PUBLIC = NAMES.split()
 

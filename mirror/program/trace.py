@@ -28,20 +28,20 @@ def trace(
 
 
 _numbers = itertools.count()
+_trace_number = jax.make_user_context(default_value=None)
 
 
 def afresh(fn: Callable[..., Any]) -> Callable[..., Any]:
     """The function, which finds nothing that JAX remembers of other traces.
 
-    A function of the user's under `jax.jit` is traced once for its shapes, and again only where
-    the names of the axes around it differ. What it asks of this trace alone, the other replicas'
-    lengths or what stands for a variable, would be answered by an earlier one. So there is an axis
-    around it, of size one and with a name that is not used again.
+    A function of the user's under `jax.jit` is traced once for its shapes, and again only in
+    another context. What it asks of this trace alone, the other replicas' lengths or what stands
+    for a variable, would be answered by an earlier one. So each trace is a context of its own.
     """
 
     def inside(*leaves: Any) -> Any:
-        name = f"trace {next(_numbers)}"
-        return jax.vmap(fn, in_axes=None, out_axes=None, axis_name=name, axis_size=1)(*leaves)
+        with _trace_number(next(_numbers)):
+            return fn(*leaves)
 
     return inside
 
