@@ -4,12 +4,14 @@ import gc
 import json
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from benchmarks import plan
 from benchmarks.contenders import (
+    Contender,
     Placement,
     deep_contenders,
     hand_written,
@@ -21,16 +23,20 @@ from benchmarks.contenders import (
 )
 from benchmarks.dispatch import dispatch_contenders
 from benchmarks.memory import measure_memory
-from benchmarks.models import BY_NAME
+from benchmarks.models import BY_NAME, Model
 from benchmarks.timing import advance, measure
 
 
-def run_steps(job: plan.Job) -> dict[str, Any]:
+def _of_models(job: plan.Job, contenders: Callable[[Model, int], list[Contender]]) -> dict:
     found = {}
     for name in job.names:
-        found[name] = measure(step_contenders(BY_NAME[name], job.devices), job.timing)
+        found[name] = measure(contenders(BY_NAME[name], job.devices), job.timing)
         gc.collect()
     return found
+
+
+def run_steps(job: plan.Job) -> dict[str, Any]:
+    return _of_models(job, step_contenders)
 
 
 def run_dispatch(job: plan.Job) -> dict[str, Any]:
@@ -46,11 +52,7 @@ def run_rows(job: plan.Job) -> dict[str, Any]:
 
 
 def run_staged(job: plan.Job) -> dict[str, Any]:
-    found = {}
-    for name in job.names:
-        found[name] = measure(staged_contenders(BY_NAME[name], job.devices), job.timing)
-        gc.collect()
-    return found
+    return _of_models(job, staged_contenders)
 
 
 def run_memory(job: plan.Job) -> dict[str, Any]:

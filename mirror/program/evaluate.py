@@ -5,34 +5,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import NamedSharding
 
 from mirror.program.exchanges import names_axis
-from mirror.program.inner import Scan, While, called
+from mirror.program.inner import Scan, While, called, walk
 
 
 class Evaluation:
     """One run of a program: each operation is bound again, as it stands."""
 
-    def run(self, jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-        """The program's outputs for these inputs."""
-        values: dict[Var, Any] = dict(zip(jaxpr.constvars, map(self.held, consts), strict=True))
-        values.update(zip(jaxpr.invars, inputs, strict=True))
-
-        def read(atom: Any) -> Any:
-            return self.held(atom.val) if isinstance(atom, Literal) else values[atom]
-
-        for eqn in jaxpr.eqns:
-            outputs = self.apply(eqn, [read(atom) for atom in eqn.invars])
-            values.update(zip(eqn.outvars, outputs, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
-
     def call(self, program: ClosedJaxpr | Jaxpr, arguments: Sequence[Any]) -> list[Any]:
-        """The outputs of an inner program."""
-        if isinstance(program, ClosedJaxpr):
-            return self.run(program.jaxpr, program.consts, arguments)
-        return self.run(program, (), arguments)
+        """The outputs of a program."""
+        return walk(program, arguments, self.held, self.apply)
 
     def held(self, value: Any) -> Any:
         """What stands for a value that the program holds itself."""

@@ -1,6 +1,6 @@
 """The programs inside the operations of a program: what is called, looped over, held."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -35,6 +35,34 @@ def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
         yield eqn
         for inner in inner_programs(eqn.params.values()):
             yield from equations(jaxpr_of(inner))
+
+
+def walk(
+    program: ClosedJaxpr | Jaxpr,
+    arguments: Sequence[Any],
+    held: Callable[[Any], Any],
+    equation: Callable[[JaxprEqn, list[Any]], Sequence[Any]],
+) -> list[Any]:
+    """Goes through a program, operation by operation; what stands for its outputs.
+
+    Args:
+        program: the program.
+        arguments: what stands for its inputs.
+        held: gives what stands for a value that the program holds itself.
+        equation: gives what stands for the outputs of an operation, of what does for its inputs.
+    """
+    jaxpr = jaxpr_of(program)
+    consts = program.consts if isinstance(program, ClosedJaxpr) else ()
+    values: dict[Any, Any] = dict(zip(jaxpr.constvars, map(held, consts), strict=True))
+    values.update(zip(jaxpr.invars, arguments, strict=True))
+
+    def read(atom: Any) -> Any:
+        return held(atom.val) if isinstance(atom, Literal) else values[atom]
+
+    for eqn in jaxpr.eqns:
+        outputs = equation(eqn, [read(atom) for atom in eqn.invars])
+        values.update(zip(eqn.outvars, outputs, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
 
 
 def called(eqn: JaxprEqn) -> ClosedJaxpr | Jaxpr | None:

@@ -6,12 +6,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from mirror._errors import ReplicaDivergenceError, describe, listing
 from mirror.program.ensure import ensured_p
 from mirror.program.exchanges import is_exchange
-from mirror.program.inner import arrays_of, called, jaxpr_of
+from mirror.program.inner import arrays_of, called, walk
 from mirror.program.proof import Mark, user_line
 from mirror.program.stages import Branch, Exchange, Loop, Staged
 
@@ -59,18 +59,7 @@ class _Numbering:
         return self.table.setdefault(key, len(self.table))
 
     def walk(self, program: ClosedJaxpr | Jaxpr, arguments: Sequence[int]) -> list[int]:
-        jaxpr = jaxpr_of(program)
-        consts = program.consts if isinstance(program, ClosedJaxpr) else ()
-        numbers: dict[Any, int] = dict(zip(jaxpr.constvars, map(self.held, consts), strict=True))
-        numbers.update(zip(jaxpr.invars, arguments, strict=True))
-
-        def read(atom: Any) -> int:
-            return self.held(atom.val) if isinstance(atom, Literal) else numbers[atom]
-
-        for eqn in jaxpr.eqns:
-            found = self.equation(eqn, [read(atom) for atom in eqn.invars])
-            numbers.update(zip(eqn.outvars, found, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
+        return walk(program, arguments, self.held, self.equation)
 
     def held(self, value: Any) -> int:
         if isinstance(value, jax.Array):

@@ -13,12 +13,21 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from mirror._types import REPLICA_AXIS, Array
 from mirror.program.evaluate import Evaluation, Retracing
 from mirror.program.exchanges import axes_of, contains_exchange, in_word, is_exchange, names_axis
-from mirror.program.inner import Scan, While, arrays_of, called, equations, inner_programs, jaxpr_of
+from mirror.program.inner import (
+    Scan,
+    While,
+    arrays_of,
+    called,
+    equations,
+    inner_programs,
+    jaxpr_of,
+    walk,
+)
 from mirror.program.proof import user_line
 from mirror.program.trace import trace
 from mirror.values import is_numeric
@@ -219,18 +228,7 @@ class _Flat:
         self.replica_id = Value(jax.core.ShapedArray((), jnp.int32))
 
     def walk(self, program: ClosedJaxpr | Jaxpr, arguments: Sequence[Atom]) -> list[Atom]:
-        jaxpr = jaxpr_of(program)
-        consts = program.consts if isinstance(program, ClosedJaxpr) else ()
-        values: dict[Any, Atom] = dict(zip(jaxpr.constvars, map(self.fixed, consts), strict=True))
-        values.update(zip(jaxpr.invars, arguments, strict=True))
-
-        def read(atom: Any) -> Atom:
-            return self.fixed(atom.val) if isinstance(atom, Literal) else values[atom]
-
-        for eqn in jaxpr.eqns:
-            outputs = self.equation(eqn, [read(atom) for atom in eqn.invars])
-            values.update(zip(eqn.outvars, outputs, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
+        return walk(program, arguments, self.fixed, self.equation)
 
     def fixed(self, value: Any) -> Atom:
         """An array is handed to the stages that read it; a number stands in their code."""
