@@ -562,7 +562,8 @@ def _connect(stages: list[Stage], outputs: Sequence[Atom]) -> None:
         read = [v for op in stage.operations for v in values_of(op.inputs)]
         read += values_of(outputs) if final else []
         stage.inputs = list(dict.fromkeys(v for v in read if v not in made))
-        stage.last_read = [v for v in {*stage.inputs, *talked, *made} if v not in after]
+        held = {*stage.inputs, *talked, *values_of(stage.outputs)}
+        stage.last_read = [value for value in held if value not in after]
         later |= set(stage.inputs) | talked
 
 
