@@ -386,10 +386,9 @@ def _fold(op: ReduceOp, values: Iterable[np.ndarray]) -> np.ndarray:
     total = aligned(first.shape, wide)
     total[...] = first
     del first  # one total, and one replica's value at a time
-    for value in values:
-        with np.errstate(all="ignore"):  # infinity and NaN are values, as on the devices
+    with np.errstate(all="ignore"):  # infinity and NaN are values, as on the devices
+        for value in values:
             _ON_HOST[op](total, value.astype(wide, copy=False), out=total)
-    with np.errstate(all="ignore"):
         return total.astype(dtype, copy=False)
 
 
@@ -398,7 +397,7 @@ def aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     dtype = np.dtype(dtype)
     num_bytes = math.prod(shape) * dtype.itemsize
     memory = np.empty(num_bytes + 64, np.uint8)
-    start = -memory.ctypes.data % 64
+    start = -memory.__array_interface__["data"][0] % 64
     return memory[start : start + num_bytes].view(dtype).reshape(shape)
 
 

@@ -171,12 +171,11 @@ class _Lane:
 
     def rows_of(self, rows: Array) -> dict[int, Array]:
         """The row `(1, *shape)` of each of its replicas."""
-        there = copies_of(rows)
-        return {i: there[d] for i, d in zip(self.ids, self.replicas.devices, strict=True)}
+        return {replica: self.row(rows, place) for place, replica in enumerate(self.ids)}
 
     def row(self, rows: Array, place: int) -> Array:
         """The row `(1, *shape)` of its replica at a place."""
-        return copies_of(rows)[self.replicas.devices[place]]
+        return rows.addressable_data(place)  # they lie in the order of the mesh
 
 
 class StagedProgram(CompiledProgram):
