@@ -18,6 +18,7 @@ from mirror.devices.canonical import DeviceLike, canonicalize_device, canonicali
 from mirror.devices.replicas import ReplicaDevices, any_deleted, is_tracing, move, one_by_one
 from mirror.devices.spec import DeviceSpec, LogicalDevice
 from mirror.executors.launch import launch
+from mirror.packing import join, split
 from mirror.parts import Parts
 from mirror.values import PerReplica, held_by, is_numeric, is_per_replica
 
@@ -591,15 +592,7 @@ def _packed(op: ReduceOp, leaves: Sequence[Array], limit: int) -> list[Array]:
             # The barriers keep XLA from fusing the packing with what is before and behind it, which
             # takes twice as long to compile (JAX 0.12) and is no faster.
             pack = jax.lax.optimization_barrier([ready[i] for i in members])
-            flat = exchange(op, jnp.concatenate([leaf.ravel() for leaf in pack]))
-            parts = jax.lax.optimization_barrier(_split(flat, pack))
+            flat = exchange(op, join(pack))
+            parts = jax.lax.optimization_barrier(split(flat, pack))
             results.update(zip(members, parts, strict=True))
     return [results[i] if i in results else exchange(op, leaf) for i, leaf in enumerate(ready)]
-
-
-def _split(flat: Array, like: Sequence[Array]) -> list[Array]:
-    parts, start = [], 0
-    for leaf in like:
-        parts.append(jax.lax.slice(flat, (start,), (start + leaf.size,)).reshape(leaf.shape))
-        start += leaf.size
-    return parts

@@ -19,6 +19,7 @@ LAYERS = [
     "_types",
     "_errors",
     "_frames",
+    "packing",
     "parts",
     "devices",
     "devices.spec",

@@ -1,8 +1,9 @@
 """`distribute_dataset`: global batches in, per-replica batches on their devices out."""
 
+import abc
 import warnings
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal, NamedTuple, TypeAlias, final, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, final, get_args
 
 import jax
 import numpy as np
@@ -17,12 +18,42 @@ from mirror.values import PerReplica, is_numeric, is_per_replica, on_replicas, p
 Remainder: TypeAlias = Literal["error", "drop", "pad"]
 
 
+class _Dataset(abc.ABC):
+    """What both kinds have in common: a source, read ahead of the loop."""
+
+    _instead: ClassVar[str]
+
+    def __init__(self, source: Iterable[PyTree], replicas: ReplicaDevices, prefetch: int) -> None:
+        require_prefetch(prefetch)
+        self._source = source
+        self._replicas = replicas
+        self._prefetch = prefetch
+        self._used_up = False
+
+    @abc.abstractmethod
+    def _batches(self) -> Iterator[Any]:
+        """The batches, on the replicas' devices."""
+
+    @final
+    def __iter__(self) -> Iterator[Any]:
+        if self._used_up:
+            raise ValueError(
+                "The dataset is an iterator that has been used up: a second pass would be empty. "
+                + self._instead
+            )
+        self._used_up = isinstance(self._source, Iterator)
+        batches = self._batches()
+        return Prefetched(batches, self._prefetch) if self._prefetch else batches
+
+
 @final
-class DistributedDataset:
+class DistributedDataset(_Dataset):
     """An iterable of per-replica batches; made by `strategy.distribute_dataset`.
 
     Each `iter` starts the source again, if the source can be iterated again.
     """
+
+    _instead = "Distribute what makes it, a list or a dataset, or distribute a new one each epoch."
 
     def __init__(
         self,
@@ -31,13 +62,12 @@ class DistributedDataset:
         remainder: Remainder,
         prefetch: int,
     ) -> None:
-        require_prefetch(prefetch)
+        super().__init__(source, replicas, prefetch)
         if remainder not in get_args(Remainder):
             raise ValueError(
                 f"remainder={remainder!r} is none of 'error', 'drop' and 'pad': what to do with a "
                 "batch that does not divide by the number of replicas."
             )
-        self._used_up = False
         if isinstance(source, DistributedDataset):
             raise TypeError(
                 "The dataset is distributed already. Pass the source of global batches."
@@ -49,24 +79,11 @@ class DistributedDataset:
                 f"{describe(source)} is no iterable of global batches. Pass a list, a generator, a "
                 "DataLoader or a dataset that yields batches, such as {'image': (B, ...), ...}."
             )
-        self._source = source
-        self._replicas = replicas
         self._remainder = remainder
-        self._prefetch = prefetch
 
     def __len__(self) -> int:
         """The number of batches of the source, where it knows; `"drop"` may yield fewer."""
         return len(self._source)  # type: ignore[arg-type]
-
-    def __iter__(self) -> Iterator[Any]:
-        if self._used_up:
-            raise ValueError(
-                "The dataset is an iterator that has been used up: a second pass would be empty. "
-                "Distribute what makes it, a list or a dataset, or distribute a new one each epoch."
-            )
-        self._used_up = isinstance(self._source, Iterator)
-        batches = self._batches()
-        return Prefetched(batches, self._prefetch) if self._prefetch else batches
 
     def _batches(self) -> Iterator[Any]:
         first_size: int | None = None
@@ -128,33 +145,21 @@ class DistributedDataset:
 
 
 @final
-class PerReplicaDataset:
+class PerReplicaDataset(_Dataset):
     """An iterable of batches of which each replica takes the next one, as it is.
 
     Made by `strategy.distribute_datasets_from_function`.
     """
 
+    _instead = "Return what makes it, a list or a dataset, from the function."
+
     def __init__(self, source: Iterable[PyTree], replicas: ReplicaDevices, prefetch: int) -> None:
-        require_prefetch(prefetch)
+        super().__init__(source, replicas, prefetch)
         if not isinstance(source, Iterable) or isinstance(source, str | dict):
             raise TypeError(
                 f"The function returned {describe(source)}, no iterable of batches. Return a list, "
                 "a generator, a DataLoader or a dataset that yields one replica's batches."
             )
-        self._source = source
-        self._replicas = replicas
-        self._prefetch = prefetch
-        self._used_up = False
-
-    def __iter__(self) -> Iterator[Any]:
-        if self._used_up:
-            raise ValueError(
-                "The dataset is an iterator that has been used up: a second pass would be empty. "
-                "Return what makes it, a list or a dataset, from the function."
-            )
-        self._used_up = isinstance(self._source, Iterator)
-        batches = self._batches()
-        return Prefetched(batches, self._prefetch) if self._prefetch else batches
 
     def _batches(self) -> Iterator[Any]:
         n, waiting = len(self._replicas), list[Any]()

@@ -11,7 +11,6 @@ another device round differently, and replicas must not drift apart.
 
 import contextlib
 import itertools
-import logging
 import operator
 from collections.abc import Sequence
 from typing import Any, final
@@ -50,7 +49,6 @@ from mirror.program.trace import trace
 from mirror.values import rows_on_devices
 
 _PACK_BYTES = 256 * 1024
-_logger = logging.getLogger("mirror")
 
 
 @final
@@ -119,7 +117,6 @@ class _Lane:
 
     def __init__(self, ids: tuple[int, ...], every: ReplicaDevices) -> None:
         self.ids = ids
-        self.every = every
         self.replicas = ReplicaDevices(tuple(every.devices[i] for i in ids))
         self.executor = PmapExecutor(self.replicas, exchanges=False)
         self.is_all = len(ids) == len(every)
@@ -196,9 +193,8 @@ class StagedProgram(CompiledProgram):
         holders = [i for i, lane in enumerate(lanes) if home in lane.replicas.devices]
         self._home = next(iter(holders), 0)
         # What a lane gives up another may still read, and an interrupt must find the old state.
-        whole = len(lanes) == 1 and lanes[0].is_all and not self._replicas.are_mixed
-        donated = program.donated if whole else ()
-        self._whole = whole
+        self._whole = len(lanes) == 1
+        donated = program.donated if self._whole else ()
         self._avals = program.variants[0].avals
         self._types: list[Any] | None = None
         self._part = _Part(executor.ops, lanes, staged, program.name, donated, self._home)

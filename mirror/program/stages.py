@@ -16,6 +16,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from mirror._types import REPLICA_AXIS, Array
+from mirror.packing import join, split
 from mirror.program.evaluate import Evaluation, Retracing
 from mirror.program.exchanges import axes_of, contains_exchange, in_word, is_exchange, names_axis
 from mirror.program.inner import (
@@ -465,27 +466,17 @@ def _packed(steps: list[Operation | Talk], limit: int) -> list[Operation | Talk]
 
 def _pack(pack: list[Exchange]) -> list[Operation | Talk]:
     operands = [step.operand for step in pack]
-    shapes = [value.aval.shape for value in operands]
-    sizes = [value.aval.size for value in operands]
-    aval = jax.core.ShapedArray((sum(sizes),), operands[0].aval.dtype)
+    avals = [value.aval for value in operands]
+    aval = jax.core.ShapedArray((sum(each.size for each in avals),), avals[0].dtype)
     flat, reduced = Value(aval), Value(aval, mirrored=True)
-
-    def together(*values: Array) -> list[Array]:
-        return [jnp.concatenate([value.ravel() for value in values])]
-
-    def apart(value: Array) -> list[Array]:
-        ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-        parts = [value[end - size : end] for end, size in zip(ends, sizes, strict=True)]
-        return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
-
     lines = [line for step in pack for line in step.lines]
     results = [step.outputs[0] for step in pack]
     for value in results:
         value.mirrored = False
     return [
-        Operation(list(operands), [flat], together),
+        Operation(list(operands), [flat], lambda *values: [join(values)]),
         Exchange(pack[0].kind, pack[0].params, [flat], [reduced], lines),
-        Operation([reduced], results, apart),
+        Operation([reduced], results, lambda value: split(value, avals)),
     ]
 
 
