@@ -1,7 +1,9 @@
 """`distribute_dataset`: global batches cut up in order, and what happens to odd ones."""
 # ruff: noqa: E501 (a batch and its message are one row)
 
+import collections
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -142,20 +144,37 @@ def test_pad_gives_one_shape_and_one_program(two):
     assert len(set(map(id, two._runner._programs.values()))) == 1
 
 
+class Ragged:
+    """What another library has for rows of different lengths."""
+
+    def __array__(self, dtype=None, copy=None):
+        return np.array([[1, 2], [3]])
+
+    def __repr__(self):
+        return "a ragged array"
+
+
 MESSAGES = [
     # replicas, remainder, batches, what the message says
     (2, "error", [{"image": np.ones((3, 2), np.float32)}], r"batch\['image'\] of batch 0 is float32\[3,2\]: 3 examples do not divide by 2 replicas. The nearest batch sizes that do: 2 or 4\."),
     (8, "error", [np.ones(3)], r"batch of batch 0 is float64\[3\]: .* 8 replicas. The nearest batch sizes that do: 8\."),
     (8, "error", [np.ones(16), np.ones(17)], r"batch of batch 1 .* 17 examples .* 16 or 24\.(.|\n)*remainder='pad'"),
     (2, "drop", [(np.ones(3), np.ones(3))], r"batch\[0\] of batch 0(.|\n)*this is the first: nothing trains"),
-    (2, "pad", [np.ones(2), np.ones(4)], r"Batch 1 has 4 examples, more than the first one's 2\..* the first batch is the largest"),
+    (2, "pad", [np.ones(2), np.ones(4)], r"Batch 1 has 4 examples, more than the first one's, rounded up to 2\..* the first batch is the largest"),
     (2, "error", [{"a": np.ones(4), "b": np.ones(2)}], r"different leading sizes: batch\['a'\]: float64\[4\], batch\['b'\]: float64\[2\]\. The first axis"),
     (2, "error", [{"a": np.ones(4), "lr": 0.1}], r"batch\['lr'\] is the scalar 0\.1\. Each leaf .*mirrored argument: strategy\.run"),
-    (2, "error", [[[1, 2], [3, 4]]], r"batch\[0\]\[0\] is the scalar 1"),
-    (2, "error", [None], r"The dataset yielded None \(NoneType\), which holds no arrays"),
-    (2, "error", [{}], r"The dataset yielded \{\} \(dict\), which holds no arrays"),
+    (2, "error", [[[1, 2], [3, 4]]], r"batch\[0\]\[0\] is the scalar 1: a list of Python numbers is no array\. Yield arrays, np\.asarray\(list\)"),
+    (2, "error", [{"x": [[1, 2], [3]]}], r"batch\['x'\]\[0\]\[0\] is the scalar 1: .* rows of one length\. A Hugging Face dataset does after dataset\.with_format\('numpy'\)"),
+    (2, "error", [{"x": [np.ones(2), np.ones(3)]}], r"different leading sizes: batch\['x'\]\[0\]: .* A list is no axis: join rows of one shape, np\.stack"),
+    (2, "error", [{"x": Ragged()}], r"batch\['x'\] is a ragged array \(Ragged\), of which NumPy makes no array: .*inhomogeneous.* Yield arrays, whose rows have one shape"),
+    (2, "error", [{"x": np.ones(2), "y": np.ones(2)}, {"x": np.ones(2), "z": np.ones(2)}], r"Batch 1 has another structure than batch 0:\n  batch\['y'\] is missing\n  batch\['z'\] is new\nYield the same keys each time"),
+    (2, "pad", [(np.ones(2), np.ones(2)), [np.ones(2), np.ones(2)]], r"Batch 1 has another .*\n  it was PyTreeDef\(\(\*, \*\)\)\n  it is PyTreeDef\(\[\*, \*\]\)"),
+    (2, "drop", [np.ones(2), np.ones(3), {"x": np.ones(2)}], r"Batch 2 has another structure than batch 0:\n  batch is missing\n  batch\['x'\] is new"),
+    (2, "pad", [jax.random.split(jax.random.key(0), 4)], r"batch is key<fry>\[4\], keys, which the host cannot pad\. Yield integers"),
+    (2, "error", [None], r"batch is None \(NoneType\), which holds no arrays\. Yield some"),
+    (2, "error", [{}], r"batch is \{\} \(dict\), which holds no arrays"),
     (2, "error", [{"x": np.array(["a", "b"])}], r"batch\['x'\] is <U1\[2\] of dtype <U1.*Yield numbers; encode text before"),
-    (2, "error", [{"x": np.array([None, 1])}], r"batch\['x'\] is object\[2\] of dtype object"),
+    (2, "error", [{"x": np.array([None, 1])}], r"batch\['x'\] is object\[2\] of dtype object, .* Join rows of one length; encode text before"),
     (2, "error", ["text"], r"batch is 'text' \(str\) of dtype <U4"),
     (2, "error", [mirror.PerReplica([np.ones(2)] * 2)], r"is a PerReplica\. distribute_dataset takes global batches"),
 ]  # fmt: skip
@@ -172,16 +191,35 @@ def test_a_batch_of_nothing_says_so(two):
         list(two.distribute_dataset([np.ones((0, 2))]))
 
 
+def of_library(name, base=object):
+    """An instance of a class that another library defines."""
+    return type("Dataset", (base,), {"__module__": f"{name}.sub", "__repr__": lambda _: "data"})()
+
+
+Columns = collections.namedtuple("Columns", "x y")
 NO_SOURCES = [
-    (np.ones((4, 2)), r"float64\[4,2\] is no iterable of global batches"),
-    (jnp.ones(4), r"float32\[4\] is no iterable of global batches"),
     (
-        {"image": np.ones(4)},
-        r"\(dict\) is no iterable of global batches\. Pass a list, a generator",
+        np.ones((4, 2)),
+        r"float64\[4,2\] is no iterable of global batches\. For whole arrays, pass mirror\.data\.from_arrays\(arrays, batch_size\)",
     ),
-    ("text", r"'text' \(str\) is no iterable"),
+    (jnp.ones(4), r"float32\[4\] is no iterable of global batches"),
+    ({"image": np.ones(4)}, r"\(dict\) is no iterable of global batches\. .*from_arrays"),
+    (
+        types.MappingProxyType({"train": [1]}),
+        r"\(mappingproxy\) is no iterable .* one split, datasets\['train'\]",
+    ),
+    (
+        (rows, np.arange(24)),
+        r"A tuple of arrays is no iterable of global batches\. .*from_arrays.* a list of batches",
+    ),
+    (Columns(rows, rows), r"A Columns of arrays is no iterable of global batches"),
+    ("text", r"'text' \(str\) is no iterable of global batches\. Pass a list, a generator"),
     (3, r"3 \(int\) is no iterable"),
     (None, r"None \(NoneType\) is no iterable"),
+    (
+        of_library("torch"),
+        r"data \(Dataset\) is no iterable .* torch\.utils\.data\.DataLoader\(dataset, batch_size\)",
+    ),
 ]
 
 
@@ -221,3 +259,233 @@ def test_a_second_pass_over_a_used_up_source_is_not_silently_empty(two):
     assert len(list(source)) == 2
     with pytest.raises(ValueError, match="used up"):
         list(source)
+
+
+SPECS = [
+    # batch, what a leaf is on two replicas
+    (rows, ((2, 12, 2), np.float32)),
+    ({"x": jnp.ones((4, 3), jnp.bfloat16)}, ((2, 2, 3), jnp.bfloat16)),
+    ((np.arange(6), None), ((2, 3), np.int32)),
+    (np.ones((2, 0)), ((2, 1, 0), np.float32)),
+]
+
+
+@pytest.mark.parametrize(("batch", "expected"), SPECS, ids=range(len(SPECS)))
+@pytest.mark.parametrize("remainder", ["error", "drop", "pad"])
+def test_element_spec_is_what_iterating_yields(batch, expected, remainder, two):
+    source = two.distribute_dataset([batch], remainder=remainder)
+    spec = source.element_spec
+    if remainder == "pad":
+        spec, mask = spec
+        assert mask == jax.ShapeDtypeStruct(expected[0][:2], bool)
+    (leaf,) = jax.tree.leaves(spec)
+    assert leaf == jax.ShapeDtypeStruct(*expected)
+    assert shapes_of(next(iter(source))) == shapes_of(source.element_spec)
+
+
+def shapes_of(tree):
+    return jax.tree.map(
+        lambda x: (x.shape, x.dtype) if hasattr(x, "shape") else x,
+        jax.tree.map(lambda x: x.stacked if isinstance(x, mirror.PerReplica) else x, tree,
+                     is_leaf=lambda x: isinstance(x, mirror.PerReplica)),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["list", "generator"])
+def test_element_spec_loses_no_batch(kind, two):
+    batches = [rows + i for i in range(3)]
+    source = two.distribute_dataset(batches if kind == "list" else (b for b in batches))
+    for _ in range(2):
+        assert source.element_spec.shape == (2, 12, 2)
+    np.testing.assert_array_equal(np.stack([two.gather(b) for b in source]), np.stack(batches))
+    assert source.element_spec.shape == (2, 12, 2)
+
+
+def test_element_spec_of_the_replicas_own_batches(two):
+    batches = [{"x": np.arange(3)}, {"x": np.arange(3)}]
+    source = two.distribute_datasets_from_function(lambda _: iter(batches))
+    assert source.element_spec == {"x": jax.ShapeDtypeStruct((2, 3), np.int32)}
+    assert [np.asarray(got["x"]).tolist() for got in source] == [[[0, 1, 2]] * 2]
+
+
+def test_element_spec_of_nothing_says_so(two):
+    for source in (two.distribute_dataset([]), two.distribute_dataset([]).padded()):
+        with pytest.raises(ValueError, match=r"yielded no batch, so it has no element_spec"):
+            _ = source.element_spec
+    used = two.distribute_dataset(iter([rows]))
+    list(used)
+    with pytest.raises(ValueError, match="used up"):
+        _ = used.element_spec
+
+
+PADDED = [
+    # sizes of the batches, multiple, group, skip
+    ([4, 4, 4], 1, 1, 0),
+    ([5, 5, 2], 1, 1, 0),
+    ([5, 5, 2], 3, 1, 6),
+    ([7, 0, 7, 7, 1], 1, 2, 0),
+    ([7, 7, 7, 7], 2, 3, 9),
+    ([6, 6, 6, 6, 6], 1, 5, 6),
+    ([6, 6, 1], 1, 4, 12),
+    ([3], 1, 2, 0),
+    ([6, 6], 1, 2, 12),
+]
+
+
+@pytest.mark.parametrize(("sizes", "multiple", "group", "skip"), PADDED)
+@pytest.mark.parametrize("n", [1, 3, 8])
+def test_padded_yields_every_example_once_in_one_shape(sizes, multiple, group, skip, n):
+    strategy, seen = cpu_strategy(n), []
+    x = np.arange(1, sum(sizes) + 1) * 1.0
+    source = [{"x": b, "y": np.stack([b, -b], 1)} for b in np.split(x, np.cumsum(sizes)[:-1])]
+    data = strategy.distribute_dataset(source, remainder="pad").padded(
+        multiple=multiple, group=group, skip=skip, inspect=lambda i, b: seen.append((i, b))
+    )
+    full = -(-sizes[0] // (n * multiple)) * n * multiple
+    assert data.element_spec.num_examples == sizes[0] * group
+    got = list(data)
+    read = []
+    for padded in got:
+        assert shapes_of(padded)[:2] == shapes_of(data.element_spec)[:2]
+        lead = (n, full // n) if group == 1 else (n, group, full // n)
+        assert padded.mask.stacked.shape == padded.batch["x"].stacked.shape == lead
+        mask = np.asarray(padded.mask).reshape(n, group, -1).swapaxes(0, 1).reshape(group, full)
+        rows = (
+            np.asarray(padded.batch["x"]).reshape(n, group, -1).swapaxes(0, 1).reshape(group, full)
+        )
+        assert padded.num_examples == mask.sum()
+        assert (
+            padded.num_batches == mask.any(axis=1).sum() == mask[: padded.num_batches].any(1).sum()
+        )
+        assert rows.min() >= 1  # what pads is real data
+        both = np.asarray(padded.batch["y"])
+        np.testing.assert_array_equal(both[..., 0], np.asarray(padded.batch["x"]))
+        np.testing.assert_array_equal(both[..., 1], -both[..., 0])
+        read.append(rows[mask])
+    np.testing.assert_array_equal(np.concatenate([*read, []]), x[skip:])
+    np.testing.assert_array_equal(np.concatenate([*(b["x"] for _, b in seen), []]), x[skip:])
+    starts = np.cumsum([0, *sizes])
+    assert [i for i, _ in seen] == [i for i, s in enumerate(sizes) if s and starts[i] + s > skip]
+    # `skip` is for the first pass only; the next is whole
+    if skip:
+        assert sum(padded.num_examples for padded in data) == sum(sizes)
+
+
+def test_padded_length_counts_launches(two):
+    source = two.distribute_dataset([rows] * 7, remainder="pad")
+    assert [len(source.padded(group=k)) for k in (1, 2, 7, 8)] == [7, 4, 1, 1]
+    with pytest.raises(TypeError, match="has no len"):
+        len(two.distribute_dataset(b for b in [rows]).padded())
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_padded_on_every_layout(strategy, prefetch):
+    """Two replicas on one device, devices that share a host: the same rows."""
+    n = strategy.num_replicas_in_sync
+    with strategy.scope():
+        source = [jnp.arange(4.0 * n), np.arange(4.0 * n), np.arange(3.0 * n)]
+        data = strategy.distribute_dataset(source, remainder="pad", prefetch=prefetch)
+        first, second = data.padded(group=2)
+    assert (first.num_batches, second.num_batches) == (2, 1)
+    for value, device in zip(first.batch.values, strategy.devices, strict=True):
+        assert value.devices() == {device}
+    np.testing.assert_array_equal(
+        np.asarray(first.batch).swapaxes(0, 1).reshape(2, -1), [np.arange(4.0 * n)] * 2
+    )
+
+
+KEEPS = [("drop", [6, 3, 4], [0, 2]), ("pad", [6, 3, 0, 4], [0, 1, 3]), ("error", [6, 4], [0, 1])]
+
+
+@pytest.mark.parametrize(("remainder", "sizes", "kept"), KEEPS)
+def test_padded_keeps_what_the_remainder_keeps(remainder, sizes, kept, two):
+    source = [np.full(size, i) for i, size in enumerate(sizes)]
+    data = two.distribute_dataset(source, remainder=remainder).padded(multiple=2)
+    got = list(data)
+    assert [int(np.asarray(p.batch).max()) for p in got] == kept
+    assert [p.num_examples for p in got] == [sizes[i] for i in kept]
+    assert {p.mask.stacked.shape for p in got} == {(2, 4)}
+    skipping = two.distribute_dataset(source, remainder=remainder).padded(skip=sizes[0] + 1)
+    assert sum(p.num_examples for p in skipping) == sum(sizes[i] for i in kept) - sizes[0] - 1
+
+
+def test_padded_refuses_an_indivisible_batch_with_error(two):
+    with pytest.raises(ValueError, match=r"batch of batch 1 .* 3 examples do not divide by 2"):
+        list(two.distribute_dataset([np.ones(4), np.ones(3)]).padded())
+
+
+BAD_PADDED = [
+    ({"multiple": 0}, ValueError, r"multiple=0 is less than 1\. Pass how many, 1 or more"),
+    ({"group": 0}, ValueError, r"group=0 is less than 1"),
+    ({"skip": -1}, ValueError, r"skip=-1 is less than 0"),
+    ({"group": 2.0}, TypeError, r"group=2\.0 \(float\) is no int"),
+    ({"skip": True}, TypeError, r"skip=True \(bool\) is no int"),
+]
+
+
+@pytest.mark.parametrize(("options", "kind", "text"), BAD_PADDED)
+def test_padded_refuses_what_is_no_count(options, kind, text, two):
+    with pytest.raises(kind, match=text):
+        two.distribute_dataset([rows]).padded(**options)
+
+
+def test_skipping_more_than_there_is_says_so(two):
+    data = two.distribute_dataset([rows, rows]).padded(skip=50)
+    with pytest.raises(ValueError, match=r"first 50 examples .* has only 48\. Continue with the"):
+        list(data)
+
+
+@pytest.mark.parametrize("other", [np.ones((4, 3)), np.ones((4, 2), np.float16)])
+def test_a_group_has_rows_of_one_shape_and_dtype(other, two):
+    source = two.distribute_dataset([{"x": np.ones((4, 2))}, {"x": other}], remainder="pad")
+    assert len(list(source.padded())) == 2
+    text = r"batch\['x'\] of batch 1 is float.*, padded, and that of batch 0 float64\[4,2\]\. .*pad the rows"
+    with pytest.raises(ValueError, match=text):
+        list(source.padded(group=2))
+
+
+def test_what_inspect_raises_comes_out_in_its_place(two):
+    def inspect(number, batch):
+        if number == 2:
+            raise ValueError(f"label {batch.max()}")
+
+    batches = iter(two.distribute_dataset([rows] * 4).padded(inspect=inspect))
+    assert [next(batches).num_examples for _ in range(2)] == [24, 24]
+    with pytest.raises(ValueError, match="label 47"):
+        next(batches)
+    assert list(batches) == []
+
+
+def test_both_forms_read_one_source(two):
+    source = two.distribute_dataset(rows for _ in range(2))
+    assert len(list(source.padded())) == 2
+    with pytest.raises(ValueError, match="used up"):
+        iter(source)
+
+
+def test_set_epoch_reaches_the_source_and_its_parts(two):
+    told = []
+
+    class Shuffled(list):
+        def set_epoch(self, epoch):
+            told.append(epoch)
+
+    class Loader(list):
+        sampler, dataset, batch_sampler = Shuffled(), Shuffled(), object()
+
+    for source in (Shuffled([rows]), Loader([rows]), [rows]):
+        two.distribute_dataset(source).set_epoch(3)
+        two.distribute_dataset(source).padded().set_epoch(4)
+    assert told == [3, 4, 3, 3, 4, 4]
+
+
+def test_a_pass_starts_when_it_is_asked_for(two):
+    """Not when its thread gets to it: `set_epoch` after `iter` is for the next pass."""
+    data = mirror.data.from_arrays(np.arange(8), 8, shuffle=True, seed=1)
+    orders = [np.concatenate([np.asarray(b) for b in data]).tolist() for _ in range(3)]
+    data.set_epoch(0)
+    source = two.distribute_dataset(data)
+    first, second = iter(source), iter(source)
+    source.set_epoch(2)
+    third = iter(source)
+    assert [np.ravel(list(p)).tolist() for p in (first, second, third)] == orders

@@ -1,59 +1,39 @@
 """`distribute_dataset`: global batches in, per-replica batches on their devices out."""
 
-import abc
 import warnings
-from collections.abc import Iterable, Iterator
-from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, final, get_args
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, final
 
 import jax
-import numpy as np
 
 from mirror._errors import describe
 from mirror._types import PyTree
 from mirror.calls import keys
-from mirror.data.prefetch import Prefetched
+from mirror.data.batches import array_of, host_batch, host_batches
+from mirror.data.foreign import advice, is_array
+from mirror.data.padded import Inspect, PaddedDataset
+from mirror.data.remainder import (
+    Remainder,
+    is_kept,
+    mask_of,
+    padded,
+    padded_size,
+    require_remainder,
+)
+from mirror.data.source import Distributed, Source, shape_on_devices
 from mirror.devices.replicas import ReplicaDevices
-from mirror.values import PerReplica, is_numeric, is_per_replica, on_replicas, per_replica
+from mirror.values import PerReplica, on_replicas
 
-Remainder: TypeAlias = Literal["error", "drop", "pad"]
-
-
-class _Dataset(abc.ABC):
-    """What both kinds have in common: a source, read ahead of the loop."""
-
-    _instead: ClassVar[str]
-
-    def __init__(self, source: Iterable[PyTree], replicas: ReplicaDevices, prefetch: int) -> None:
-        require_prefetch(prefetch)
-        self._source = source
-        self._replicas = replicas
-        self._prefetch = prefetch
-        self._used_up = False
-
-    @abc.abstractmethod
-    def _batches(self) -> Iterator[Any]:
-        """The batches, on the replicas' devices."""
-
-    @final
-    def __iter__(self) -> Iterator[Any]:
-        if self._used_up:
-            raise ValueError(
-                "The dataset is an iterator that has been used up: a second pass would be empty. "
-                + self._instead
-            )
-        self._used_up = isinstance(self._source, Iterator)
-        batches = self._batches()
-        return Prefetched(batches, self._prefetch) if self._prefetch else batches
+_INSTEAD = "Distribute what makes it, a list or a dataset, or distribute a new one each epoch."
+_INSTEAD_OF_FUNCTION = "Return what makes it, a list or a dataset, from the function."
 
 
 @final
-class DistributedDataset(_Dataset):
+class DistributedDataset(Distributed):
     """An iterable of per-replica batches; made by `strategy.distribute_dataset`.
 
     Each `iter` starts the source again, if the source can be iterated again.
     """
-
-    _instead = "Distribute what makes it, a list or a dataset, or distribute a new one each epoch."
 
     def __init__(
         self,
@@ -62,108 +42,96 @@ class DistributedDataset(_Dataset):
         remainder: Remainder,
         prefetch: int,
     ) -> None:
-        super().__init__(source, replicas, prefetch)
-        if remainder not in get_args(Remainder):
-            raise ValueError(
-                f"remainder={remainder!r} is none of 'error', 'drop' and 'pad': what to do with a "
-                "batch that does not divide by the number of replicas."
-            )
-        if isinstance(source, DistributedDataset):
-            raise TypeError(
-                "The dataset is distributed already. Pass the source of global batches."
-            )
-        if not isinstance(source, Iterable) or isinstance(
-            source, str | dict | np.ndarray | jax.Array
-        ):
-            raise TypeError(
-                f"{describe(source)} is no iterable of global batches. Pass a list, a generator, a "
-                "DataLoader or a dataset that yields batches, such as {'image': (B, ...), ...}."
-            )
+        super().__init__(Source(source, _INSTEAD), replicas, prefetch)
+        require_remainder(remainder)
+        _require_batches(source)
         self._remainder = remainder
 
     def __len__(self) -> int:
         """The number of batches of the source, where it knows; `"drop"` may yield fewer."""
-        return len(self._source)  # type: ignore[arg-type]
+        return len(self._source)
 
-    def _batches(self) -> Iterator[Any]:
-        first_size: int | None = None
-        for number, batch in enumerate(self._source):
-            named, treedef = _named_leaves(batch)
-            size = _batch_size(named)
-            if first_size is None:
-                first_size = size
-            divides = size % len(self._replicas) == 0
+    def padded(
+        self,
+        *,
+        multiple: int = 1,
+        group: int = 1,
+        skip: int = 0,
+        inspect: Inspect | None = None,
+    ) -> PaddedDataset:
+        """The same batches as a training loop takes them: masked, and all of one shape.
+
+        What `remainder` leaves out or refuses stays so; the rest is padded, whatever it is. Batches
+        without examples are left out.
+
+        Args:
+            multiple: the padded size divides by this times the number of replicas.
+            group: how many batches go to the replicas together, on an axis after that of the
+                replicas; 1: no such axis. The last group is filled up with what the mask leaves
+                out.
+            skip: how many examples of the first pass to leave out. Whole batches are read and
+                dropped, one that straddles is cut; shapes stay those without it.
+            inspect: called with the number and the tree of each batch before it is distributed, in
+                the thread that reads ahead. What it raises comes out in the loop, in its place.
+
+        Returns:
+            An iterable of `Padded`. It and this dataset read one source.
+
+        Raises:
+            ValueError: `multiple` or `group` below 1, a negative `skip`; while iterating, a batch
+                larger than the first, or fewer examples than `skip`.
+            TypeError: one of them is no int.
+        """
+        return PaddedDataset(
+            self._source,
+            self._replicas,
+            self._remainder,
+            self._prefetch,
+            multiple=multiple,
+            group=group,
+            skip=skip,
+            inspect=inspect,
+        )
+
+    def _distributed(self, batches: Iterator[PyTree]) -> Generator[Any, None, None]:
+        full = 0
+        for batch in host_batches(batches, self._source.advice):
+            full = full or padded_size(batch.size, len(self._replicas))
+            if not is_kept(batch, len(self._replicas), self._remainder):
+                continue
             if self._remainder == "pad":
-                yield self._padded(named, treedef, size, first_size, number)
-            elif divides and size:
-                yield self._split(treedef, [leaf for _, leaf in named])
-            elif self._remainder == "error" or number == 0:
-                raise ValueError(self._indivisible(named, size, number))
+                mask = self._on_replicas(mask_of(batch, full))
+                yield padded(batch, full).map(self._on_replicas), mask
+            else:
+                yield batch.map(self._on_replicas)
 
-    def _split(self, treedef: Any, leaves: list[Any]) -> PyTree:
-        return treedef.unflatten([self._on_replicas(leaf) for leaf in leaves])
-
-    def _on_replicas(self, leaf: Any) -> PerReplica:
-        n = len(self._replicas)
-        rows = leaf.reshape(n, leaf.shape[0] // n, *leaf.shape[1:])
-        return per_replica(self._replicas.stack(rows))
-
-    def _padded(
-        self, named: list[tuple[str, Any]], treedef: Any, size: int, first_size: int, number: int
-    ) -> tuple[PyTree, PerReplica]:
-        n = len(self._replicas)
-        full = max(-(-first_size // n) * n, n)
-        if size > full:
-            raise ValueError(
-                f"Batch {number} has {size} examples, more than the first one's {first_size}. With "
-                "remainder='pad' the first batch is the largest: all are padded to its size."
-            )
-        mask = self._on_replicas(np.arange(full) < size)
-        leaves = [_pad(np.asarray(leaf), full) for _, leaf in named]
-        return self._split(treedef, leaves), mask
-
-    def _indivisible(self, named: list[tuple[str, Any]], size: int, number: int) -> str:
-        n = len(self._replicas)
-        name, leaf = named[0]
-        if size == 0:
-            return (
-                f"{name} of batch {number} is {describe(leaf)}: it has 0 examples. Every batch "
-                f"needs at least one for each replica, {n}; remainder='drop' leaves empty ones out."
-            )
-        below, above = size // n * n, (size // n + 1) * n
-        nearest = f"{below} or {above}" if below else f"{above}"
-        first = (
-            "\nremainder='drop' leaves out such a batch, but this is the first: nothing trains."
-            if self._remainder == "drop" and number == 0
-            else "\nOr choose what happens to it: distribute_dataset(dataset, remainder='pad') "
-            "yields (batch, mask), remainder='drop' leaves it out."
-        )
-        return (
-            f"{name} of batch {number} is {describe(leaf)}: {size} examples do not divide by "
-            f"{n} replicas. The nearest batch sizes that do: {nearest}.{first}"
-        )
+    def _shapes(self) -> Any:
+        batch, n = host_batch("batch", self._first()[0], self._source.advice), len(self._replicas)
+        is_kept(batch, n, self._remainder)
+        size = padded_size(batch.size, n) // n
+        spec = batch.map(lambda leaf: shape_on_devices((n, size, *leaf.shape[1:]), leaf.dtype))
+        mask = jax.ShapeDtypeStruct((n, size), bool)
+        return (spec, mask) if self._remainder == "pad" else spec
 
 
 @final
-class PerReplicaDataset(_Dataset):
+class PerReplicaDataset(Distributed):
     """An iterable of batches of which each replica takes the next one, as it is.
 
     Made by `strategy.distribute_datasets_from_function`.
     """
 
-    _instead = "Return what makes it, a list or a dataset, from the function."
-
     def __init__(self, source: Iterable[PyTree], replicas: ReplicaDevices, prefetch: int) -> None:
-        super().__init__(source, replicas, prefetch)
-        if not isinstance(source, Iterable) or isinstance(source, str | dict):
+        super().__init__(Source(source, _INSTEAD_OF_FUNCTION), replicas, prefetch)
+        if not isinstance(source, Iterable) or isinstance(source, str | Mapping):
             raise TypeError(
                 f"The function returned {describe(source)}, no iterable of batches. Return a list, "
                 "a generator, a DataLoader or a dataset that yields one replica's batches."
             )
 
-    def _batches(self) -> Iterator[Any]:
+    def _distributed(self, batches: Iterator[PyTree]) -> Generator[PyTree, None, None]:
         n, waiting = len(self._replicas), list[Any]()
-        for batch in self._source:
+        for batch in batches:
             waiting.append(batch)
             if len(waiting) == n:
                 yield self._together(waiting)
@@ -182,9 +150,15 @@ class PerReplicaDataset(_Dataset):
                 f"The replicas' batches differ in structure: {', '.join(map(str, treedefs))}. "
                 "Yield the same keys each time."
             )
-        columns = zip(*map(jax.tree.leaves, batches), strict=True)
+        columns = zip(*map(_arrays, batches), strict=True)
         leaves = [on_replicas(PerReplica(list(column)), self._replicas) for column in columns]
         return treedefs[0].unflatten(leaves)
+
+    def _shapes(self) -> PyTree:
+        (batch,), n = self._first(), len(self._replicas)
+        treedef: Any = jax.tree.structure(batch)
+        leaves = [shape_on_devices((n, *leaf.shape), leaf.dtype) for leaf in _arrays(batch)]
+        return treedef.unflatten(leaves)
 
 
 class InputContext(NamedTuple):
@@ -215,62 +189,30 @@ class InputContext(NamedTuple):
         return global_batch_size // n
 
 
-def require_prefetch(prefetch: Any) -> None:
-    """Refuses what is no number of batches.
-
-    Raises:
-        ValueError: it is negative.
-        TypeError: it is no int.
-    """
-    if isinstance(prefetch, bool) or not isinstance(prefetch, int):
-        raise TypeError(f"prefetch={describe(prefetch)} is no int. Pass how many batches, or 0.")
-    if prefetch < 0:
-        raise ValueError(f"prefetch={prefetch} is negative. Pass how many batches, or 0.")
+def _arrays(batch: PyTree) -> list[Any]:
+    """The leaves of one replica's batch."""
+    found, _ = jax.tree_util.tree_flatten_with_path(batch)
+    return [array_of("batch" + keys(path), leaf) for path, leaf in found]
 
 
-def _named_leaves(batch: PyTree) -> tuple[list[tuple[str, Any]], Any]:
-    found, treedef = jax.tree_util.tree_flatten_with_path(batch, is_leaf=is_per_replica)
-    if not found:
-        raise ValueError(f"The dataset yielded {describe(batch)}, which holds no arrays.")
-    named = [("batch" + keys(path), _array("batch" + keys(path), leaf)) for path, leaf in found]
-    return named, treedef
-
-
-def _array(name: str, leaf: Any) -> Any:
-    """The leaf as an array with a batch axis: JAX's own, or NumPy's of whatever it is."""
-    if isinstance(leaf, PerReplica):
-        raise TypeError(f"{name} is a PerReplica. distribute_dataset takes global batches.")
-    if isinstance(leaf, jax.Array) and leaf.is_deleted():
-        raise ValueError(
-            f"{name} is an array that has been deleted: a step gave up its buffer "
-            "(donate_argnums). Yield a fresh one, or keep NumPy arrays."
-        )
-    array = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
-    if not isinstance(array, jax.Array) and not is_numeric(array.dtype):
+def _require_batches(source: Any) -> None:
+    """Refuses what is no iterable of global batches, and says what makes one of it."""
+    if isinstance(source, Distributed):
+        raise TypeError("The dataset is distributed already. Pass the source of global batches.")
+    whole = isinstance(source, tuple) and bool(source) and all(map(is_array, source))
+    if whole or is_array(source) or isinstance(source, Mapping):
+        what = f"A {type(source).__name__} of arrays" if whole else describe(source)
         raise TypeError(
-            f"{name} is {describe(leaf)} of dtype {array.dtype}, which JAX has no arrays for. "
-            "Yield numbers; encode text before."
+            f"{what} is no iterable of global batches. For whole arrays, pass "
+            "mirror.data.from_arrays(arrays, batch_size); a list of batches; one split, "
+            "datasets['train'], of several."
         )
-    if array.ndim == 0:
-        raise ValueError(
-            f"{name} is the scalar {leaf!r}. Each leaf of a batch needs a leading batch axis; what "
-            "is the same for all examples is a mirrored argument: strategy.run(step, (batch, x))."
+    if not isinstance(source, Iterable) or isinstance(source, str):
+        raise TypeError(
+            f"{describe(source)} is no iterable of global batches. "
+            + (
+                advice(source)
+                or "Pass a list, a generator, a DataLoader or a dataset that yields batches, such "
+                "as {'image': (B, ...), ...}."
+            )
         )
-    return array
-
-
-def _batch_size(named: list[tuple[str, Any]]) -> int:
-    sizes = {name: leaf.shape[0] for name, leaf in named}
-    if len(set(sizes.values())) > 1:
-        received = ", ".join(f"{name}: {describe(leaf)}" for name, leaf in named)
-        raise ValueError(
-            f"The leaves of a batch have different leading sizes: {received}. The first axis is "
-            "the batch axis of every leaf."
-        )
-    return next(iter(sizes.values()))
-
-
-def _pad(leaf: np.ndarray, full: int) -> np.ndarray:
-    """Repeats the last example up to the full size: real data, so that no log or norm blows up."""
-    widths = [(0, full - leaf.shape[0])] + [(0, 0)] * (leaf.ndim - 1)
-    return np.pad(leaf, widths, mode="edge" if len(leaf) else "constant")
