@@ -25,12 +25,18 @@ from benchmarks.dispatch import dispatch_contenders
 from benchmarks.memory import measure_memory
 from benchmarks.models import BY_NAME, Model
 from benchmarks.timing import advance, measure
+from benchmarks.trainer import STEPS, trainer_contenders
+
+# Adam makes rounding larger in each of the many steps before parameters are compared.
+_RTOL_OF_EPOCHS = 1e-2
 
 
-def _of_models(job: plan.Job, contenders: Callable[[Model, int], list[Contender]]) -> dict:
+def _of_models(
+    job: plan.Job, contenders: Callable[[Model, int], list[Contender]], **options: float
+) -> dict:
     found = {}
     for name in job.names:
-        found[name] = measure(contenders(BY_NAME[name], job.devices), job.timing)
+        found[name] = measure(contenders(BY_NAME[name], job.devices), job.timing, **options)
         gc.collect()
     return found
 
@@ -53,6 +59,15 @@ def run_rows(job: plan.Job) -> dict[str, Any]:
 
 def run_staged(job: plan.Job) -> dict[str, Any]:
     return _of_models(job, staged_contenders)
+
+
+def run_trainer(job: plan.Job) -> dict[str, Any]:
+    """Milliseconds a step; a launch is an epoch."""
+    found = _of_models(job, trainer_contenders, rtol=_RTOL_OF_EPOCHS)
+    return {
+        model: {name: [ms / STEPS for ms in each] for name, each in times.items()}
+        for model, times in found.items()
+    }
 
 
 def run_memory(job: plan.Job) -> dict[str, Any]:
@@ -79,6 +94,7 @@ RUNNERS = {
     "deep": run_deep,
     "rows": run_rows,
     "staged": run_staged,
+    "trainer": run_trainer,
     "memory": run_memory,
     "first": run_first,
 }

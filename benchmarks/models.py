@@ -166,5 +166,6 @@ BY_NAME: dict[str, Model] = {
     "wide": mlp([784, 512, 512, 10], 256),
     "cnn": Model(CNN, apply_cnn, (28, 28, 1), 10, 128),
     "leaves": Model(lambda rngs: Chain(100, 64, rngs), apply_chain, (64,), 64, 64),
+    "small": mlp([32, *[32] * 20, 10], 32),
     "deep": mlp([16] * 101, 64),
 }

@@ -4,11 +4,13 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 MODELS = ("narrow", "wide", "cnn", "leaves")
-SUITES = ("steps", "dispatch", "deep", "rows", "staged", "first", "memory")
+SUITES = ("steps", "dispatch", "deep", "rows", "staged", "trainer", "first", "memory")
+TRAINER_MODELS = ("narrow", "leaves", "small")
 
 MIRROR_NNX, MIRROR_PLAIN = "mirror nnx", "mirror plain"
 PMAP, SHARD_MAP, JIT, NNX_JIT = "pmap", "shard_map", "jit", "nnx.jit"
 STAGED = "staged"
+FIT, FIT_16, LOOP = "fit", "fit 16", "loop"
 HAND_WRITTEN = (PMAP, SHARD_MAP, JIT)
 ON_ONE_DEVICE = (1, 2, 4, 8)  # replicas, in the suite `rows`
 
@@ -32,7 +34,7 @@ class Job:
         leaves: how many leaves there are in the suite `dispatch`.
     """
 
-    kind: Literal["steps", "dispatch", "deep", "rows", "staged", "first", "memory"]
+    kind: Literal["steps", "dispatch", "deep", "rows", "staged", "trainer", "first", "memory"]
     devices: int
     names: tuple[str, ...] = ()
     leaves: tuple[int, ...] = ()
@@ -58,6 +60,7 @@ class Settings:
     models: tuple[str, ...] = MODELS
     suites: tuple[str, ...] = SUITES
     timing: Timing = field(default_factory=Timing)
+    trainer_models: tuple[str, ...] = TRAINER_MODELS
     leaves: tuple[int, ...] = (1, 10, 100, 400)
     first_devices: tuple[int, ...] = (2, 8, 32, 64)
     first_repeats: int = 2
@@ -68,6 +71,7 @@ class Settings:
             self,
             devices=(2,),
             models=("narrow",),
+            trainer_models=("small",),
             suites=tuple(suite for suite in self.suites if suite != "deep"),
             timing=Timing(rounds=min(self.timing.rounds, 10), round_secs=0.01),
             leaves=(1, 100),
@@ -85,6 +89,8 @@ class Settings:
                 made.append(Job("dispatch", n, leaves=self.leaves, timing=self.timing))
             if "staged" in self.suites and n > 1:
                 made.append(Job("staged", n, names=self.models, timing=self.timing))
+            if "trainer" in self.suites:
+                made.append(Job("trainer", n, names=self.trainer_models, timing=self.timing))
         if "deep" in self.suites:  # compiles for long; its overhead is the host's, on any count
             made.append(Job("deep", min(self.devices), timing=self.timing))
         if "rows" in self.suites:

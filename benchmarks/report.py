@@ -10,6 +10,7 @@ from benchmarks.stats import Estimate, best_of, difference, estimate, ratio, spr
 
 S1_RATIO, S2_RATIO, S2_EXTRA_MS = 1.05, 1.15, 1.5
 S3_RATIO, S3_STAGED_RATIO, S4_RATIO, S5_COPIES = 1.05, 1.5, 1.5, 1.0
+FIT_RATIO, MANY_STEPS_RATIO = 1.05, 0.7
 _ROUNDING = 0.01  # a loss and a token are no copy of the state
 
 Times = dict[str, list[float]]
@@ -51,6 +52,7 @@ def tables(done: Iterable[Done]) -> list[Table]:
         "deep": deep_table,
         "rows": rows_table,
         "staged": staged_table,
+        "trainer": trainer_table,
         "first": first_table,
         "memory": memory_table,
     }
@@ -172,6 +174,24 @@ def staged_table(done: Sequence[Done]) -> Table:
     headers = ["model", "devices", "pmap ms", "staged ms", "staged / pmap", "S3", "spread"]
     title = f"Exchanges on the host over those among the devices (S3: <= {S3_STAGED_RATIO})"
     return Table(title, headers, rows)
+
+
+def trainer_table(done: Sequence[Done]) -> Table:
+    """A step of an epoch, by hand, by the trainer, and by it with 16 steps in a launch."""
+    rows = []
+    for job, result in done:
+        for name, times in result.items():
+            fit, many = ratio(times, plan.FIT, plan.LOOP), ratio(times, plan.FIT_16, plan.FIT)
+            cells = [_ms(times[n]) for n in (plan.LOOP, plan.FIT, plan.FIT_16)]
+            judged = many.at_most(MANY_STEPS_RATIO) if name == "small" else ""
+            cells += [_within(fit), fit.at_most(FIT_RATIO), _within(many), judged]
+            rows.append([name, str(job.devices), *cells, f"{max(map(spread, times.values())):.0%}"])
+    headers = ["model", "devices", "loop ms", "fit ms", "fit 16 ms", "fit / loop", "T1"]
+    title = (
+        f"A step of an epoch (T1: fit / loop <= {FIT_RATIO}; T2: 16 steps in a launch over one, of "
+        f"many small layers <= {MANY_STEPS_RATIO})"
+    )
+    return Table(title, [*headers, "fit 16 / fit", "T2", "spread"], rows)
 
 
 def first_table(done: Sequence[Done]) -> Table:

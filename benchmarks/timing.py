@@ -30,7 +30,7 @@ def advance(contender: Contender, steps: int) -> float:
     return time.perf_counter() - start
 
 
-def require_same(contenders: Sequence[Contender]) -> None:
+def require_same(contenders: Sequence[Contender], rtol: float = _RTOL) -> None:
     """Takes a few steps with each, and compares the parameters.
 
     Raises:
@@ -41,10 +41,11 @@ def require_same(contenders: Sequence[Contender]) -> None:
     first = contenders[0]
     expected = jax.tree.map(np.asarray, first.params())
     for other in contenders[1:]:
-        _require_close(first.name, expected, other.name, jax.tree.map(np.asarray, other.params()))
+        found = jax.tree.map(np.asarray, other.params())
+        _require_close(first.name, expected, other.name, found, rtol)
 
 
-def _require_close(first: str, expected: Any, other: str, found: Any) -> None:
+def _require_close(first: str, expected: Any, other: str, found: Any, rtol: float) -> None:
     structures: list[Any] = [jax.tree.structure(expected), jax.tree.structure(found)]
     if structures[0] != structures[1]:
         raise ContendersDifferError(f"{first} and {other} have different parameters.")
@@ -52,7 +53,7 @@ def _require_close(first: str, expected: Any, other: str, found: Any) -> None:
     far = [
         f"{jax.tree_util.keystr(path)}: {np.abs(a - b).max():.2e}"
         for (path, a), b in pairs
-        if not np.allclose(a, b, rtol=_RTOL, atol=_RTOL * np.abs(a).max())
+        if not np.allclose(a, b, rtol=rtol, atol=rtol * np.abs(a).max())
     ]
     if far:
         raise ContendersDifferError(
@@ -73,9 +74,17 @@ def in_order(contenders: Sequence[Contender], number: int) -> list[Contender]:
     return turned[::-1] if number % 2 else turned
 
 
-def measure(contenders: Sequence[Contender], timing: Timing) -> dict[str, list[float]]:
-    """Milliseconds a step of each contender, one number for each round."""
-    require_same(contenders)
+def measure(
+    contenders: Sequence[Contender], timing: Timing, rtol: float = _RTOL
+) -> dict[str, list[float]]:
+    """Milliseconds a launch of each contender, one number for each round.
+
+    Args:
+        contenders: what is measured.
+        timing: how long.
+        rtol: how far their parameters may be apart after a few launches.
+    """
+    require_same(contenders, rtol)
     steps = steps_per_round(contenders, timing.round_secs)
     times: dict[str, list[float]] = {c.name: [] for c in contenders}
     gc.collect()

@@ -1,0 +1,109 @@
+"""An epoch by `Trainer.fit` and by a loop over `strategy.run`, written by hand, with the same data.
+
+All read global batches from host memory, pad them where they do not divide, and have every step's
+loss on the host at the end of the epoch. Their time is given for a step.
+"""
+
+from collections import deque
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import mirror
+from benchmarks import plan
+from benchmarks.contenders import Contender, create_objects, strategy_over
+from benchmarks.models import Batch, Model, PyTree, params_of
+
+STEPS = 32
+_MOST_RUNNING = 8
+
+
+def loss_fn(module: Any, batch: Batch) -> jax.Array:
+    """The loss of each example."""
+    logits = module(batch["image"])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+
+
+def hand_step(module: nnx.Module, opt: nnx.Optimizer, batch: Batch, mask: jax.Array) -> Any:
+    """A replica's step that is exact for padded batches, as it is written by hand."""
+
+    def total(module: nnx.Module) -> jax.Array:
+        return jnp.sum(loss_fn(module, batch), where=mask)
+
+    loss, grads = nnx.value_and_grad(total)(module)
+    context = mirror.get_replica_context()
+    assert context is not None
+    grads, loss, count = context.all_reduce("sum", (grads, loss, mask.sum()))
+    opt.update(module, jax.tree.map(lambda grad: grad / count, grads))
+    return loss, count
+
+
+class Epochs(Contender):
+    """Its launches are whole epochs."""
+
+    def __init__(self, name: str, model: Model, strategy: mirror.Strategy) -> None:
+        self.name = name
+        self._strategy = strategy
+        self._data = [model.batch()] * STEPS
+        with strategy.scope():
+            self._module, self._opt = create_objects(model)
+
+    def arrays(self) -> PyTree:
+        """The state; `launch` has read the losses."""
+        return jax.tree.leaves(nnx.state((self._module, self._opt)))
+
+    def params(self) -> PyTree:
+        """The parameters, as a plain pytree."""
+        return params_of(self._module)
+
+
+class ByHand(Epochs):
+    """A loop over `strategy.run`."""
+
+    def launch(self) -> None:
+        """One epoch."""
+        pending: deque[Any] = deque()
+        total = 0.0
+        data = self._strategy.distribute_dataset(self._data, remainder="pad")
+        for batch, mask in data:
+            arguments = (self._module, self._opt, batch, mask)
+            pending.append(self._strategy.run(hand_step, arguments))
+            if len(pending) > _MOST_RUNNING:
+                total += sum(float(np.asarray(x)) for x in pending.popleft())
+        for sums in pending:
+            total += sum(float(np.asarray(x)) for x in sums)
+        assert np.isfinite(total)
+
+
+class ByTrainer(Epochs):
+    """`Trainer.fit`."""
+
+    def __init__(
+        self, name: str, model: Model, strategy: mirror.Strategy, steps_per_execution: int
+    ) -> None:
+        super().__init__(name, model, strategy)
+        self._trainer = mirror.Trainer(
+            self._module,
+            self._opt,
+            loss_fn,
+            strategy=strategy,
+            steps_per_execution=steps_per_execution,
+        )
+
+    def launch(self) -> None:
+        """One epoch."""
+        self._trainer.fit(self._data, progress=False)
+
+
+def trainer_contenders(model: Model, num_devices: int) -> list[Contender]:
+    """By hand, by `fit`, and by `fit` with 16 steps in a launch."""
+    strategy = strategy_over(num_devices)
+    return [
+        ByTrainer(plan.FIT, model, strategy, 1),
+        ByTrainer(plan.FIT_16, model, strategy, 16),
+        ByHand(plan.LOOP, model, strategy),
+    ]

@@ -1,0 +1,1 @@
+"""Training: the `Trainer`, its callbacks, checkpoints and history."""

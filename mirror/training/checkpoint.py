@@ -1,0 +1,357 @@
+"""Checkpoints as files: one directory, and in it a directory for each step, written by Orbax.
+
+This layer knows nothing of models. A checkpoint is names with arrays, and what else fits in JSON:
+
+    ckpt/120/arrays   the arrays, a flat dictionary that Orbax alone can read too
+    ckpt/120/about    JSON: position and metrics; shape, dtype and checksum of every array
+
+How one checkpoint is written and read is in `checkpoint_files`.
+"""
+
+import contextlib
+import json
+import math
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Self, TypeAlias, final
+from weakref import WeakSet
+
+import numpy as np
+
+from mirror._errors import describe
+from mirror.training import checkpoint_files as files
+from mirror.training.checkpoint_files import KeyData as KeyData
+
+Best: TypeAlias = tuple[str, Literal["min", "max"]]
+
+_MOST_STEPS = 12
+
+_opening = threading.Lock()
+_stores: "WeakSet[CheckpointStore]" = WeakSet()
+
+
+class Checkpoint(NamedTuple):
+    """What `load` read."""
+
+    step: int
+    arrays: dict[str, np.ndarray | KeyData]
+    position: dict[str, Any]
+    metrics: dict[str, float]
+
+
+@final
+class CheckpointStore:
+    """A directory that checkpoints are written to, one for each step.
+
+    One process writes to a directory at a time; `load` may read meanwhile. What an interrupted
+    store left there unfinished is deleted.
+
+    Args:
+        directory: is made if it is not there; `~` is the home directory.
+        keep_last: how many checkpoints to keep; the one just written is always kept. `None`: all.
+        keep_best: the name of a metric, and whether its best value is the `"min"` or the `"max"`:
+            the best checkpoint is kept too, and is the one that `load(directory, "best")` loads.
+        asynchronous: files are written while the caller goes on, one checkpoint at a time.
+
+    Raises:
+        OSError: nothing can be written there.
+        ValueError: an argument is out of its range.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        keep_last: int | None = None,
+        keep_best: Best | None = None,
+        asynchronous: bool = True,
+    ) -> None:
+        _check_options(keep_last, keep_best)
+        self.directory = _absolute(directory)
+        self._keep_last, self._keep_best, self._asynchronous = keep_last, keep_best, asynchronous
+        self._writing: tuple[int, ThreadPoolExecutor, Future[None]] | None = None
+        self._closed = False
+        with _opening:
+            for store in _stores:  # what it is writing must not be taken for left over
+                if store.directory == self.directory and store._writing is not None:
+                    futures.wait([store._writing[2]])
+            _make_ready(self.directory)
+            _stores.add(self)
+
+    def save(
+        self,
+        step: int,
+        arrays: Mapping[str, Any],
+        position: Mapping[str, Any],
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """Copies the arrays to the host, and writes them as the checkpoint of a step.
+
+        A checkpoint of the same step is replaced: at every moment one of the two can be loaded. If
+        its arrays are the same and this call has no metrics, it keeps those it had.
+
+        Args:
+            step: at least 0.
+            arrays: `jax.Array`, of which one replica is read, NumPy arrays, numbers, PRNG keys.
+            position: what JSON can hold.
+            metrics: for `keep_best`.
+
+        Raises:
+            OSError: this checkpoint could not be written or, when `asynchronous`, the one before;
+                then this one is not written either, and the next call tries again.
+            RuntimeError: the store is closed.
+            TypeError: what cannot be saved.
+            ValueError: a step, a name or metrics that cannot be.
+        """
+        if self._closed:
+            raise RuntimeError(f"save({step}) after close(). Make a new CheckpointStore.")
+        self.wait()
+        self._check_step(step)
+        about = {
+            "format": files.FORMAT,
+            "position": _as_json("position", position),
+            "metrics": self._checked_metrics(metrics),
+            "keep_best": self._keep_best,
+        }
+        copies = files.on_host(arrays)
+        pool = ThreadPoolExecutor(1, thread_name_prefix="mirror checkpoint")
+        self._writing = step, pool, pool.submit(self._write, int(step), copies, about)
+        if not self._asynchronous:
+            self.wait()
+
+    def wait(self) -> None:
+        """Waits for what is being written; raises `OSError` where it could not be."""
+        if self._writing is None:
+            return
+        step, pool, future = self._writing
+        pool.shutdown()
+        self._writing = None
+        error = future.exception()
+        if error is not None:
+            raise OSError(
+                f"The checkpoint of step {step} was not written to {self.directory}: "
+                f"{files.in_short(error)}. The checkpoints there are whole: "
+                f"{_in_words(self.steps())}. Make room there, or save to another directory."
+            ) from error
+
+    def close(self) -> None:
+        """Waits, and takes no more."""
+        self._closed = True
+        self.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        try:
+            self.close()
+        except OSError as lost:
+            if error is None:
+                raise
+            error.add_note(str(lost))  # the first error is the one to see
+
+    def steps(self) -> tuple[int, ...]:
+        """The steps whose checkpoints are complete, in order."""
+        return tuple(files.found_in(self.directory))
+
+    def latest(self) -> int | None:
+        """The step that was written last."""
+        return next(reversed(files.in_order_of_writing(files.found_in(self.directory))), None)
+
+    def best(self) -> int | None:
+        """The step that `keep_best` keeps; `None` where no checkpoint has the metric."""
+        if self._keep_best is None:
+            return None
+        abouts = {}
+        for step, path in files.found_in(self.directory).items():
+            with contextlib.suppress(Exception):  # one that cannot be read is not the best
+                abouts[step] = files.read_about(path)
+        return _best(abouts, self._keep_best)
+
+    def _check_step(self, step: int) -> None:
+        if isinstance(step, bool) or not isinstance(step, int | np.integer):
+            raise TypeError(f"step={describe(step)} is no number. Count steps from 0.")
+        if step < 0:
+            raise ValueError(f"step={step} is below 0. Count steps from 0.")
+        path = self.directory / str(step)
+        if path.exists() and not (path / files.ABOUT).is_file():
+            raise FileExistsError(
+                f"{path} is there and is not a checkpoint of mirror, which would take its place. "
+                "Move it away, or save to another directory."
+            )
+
+    def _checked_metrics(self, metrics: Mapping[str, float] | None) -> dict[str, float]:
+        if metrics is not None and self._keep_best and self._keep_best[0] not in metrics:
+            raise ValueError(
+                f"keep_best={self._keep_best} and metrics of {sorted(metrics)}. Save the metric "
+                "that keep_best names, or no metrics."
+            )
+        return {name: float(value) for name, value in (metrics or {}).items()}
+
+    def _write(self, step: int, arrays: dict[str, np.ndarray | KeyData], about: dict) -> None:
+        files.write(self.directory / str(step), arrays, about)
+        if self._keep_last is None:
+            return
+        found = files.found_in(self.directory)
+        kept = {self.best(), *files.in_order_of_writing(found)[-self._keep_last :]}
+        for other in found.keys() - kept:
+            files.remove(found[other])
+
+
+def load(directory: str | os.PathLike[str], step: int | str = "last") -> Checkpoint:
+    """Reads a checkpoint, all of it, into NumPy arrays; it needs no devices.
+
+    Args:
+        directory: where a `CheckpointStore` wrote.
+        step: a number; `"last"`, the one written last; or `"best"`, by the metric that `keep_best`
+            named last.
+
+    Raises:
+        FileNotFoundError: no directory, no checkpoint of mirror in it, or none of this step.
+        NotADirectoryError: a file.
+        TypeError: `step` is something else.
+        ValueError: the checkpoint is damaged, or none is the best.
+    """
+    directory = _absolute(directory)
+    found = _found_to_load(directory)
+    step = _chosen(directory, found, step)
+    with _readable(directory, step, found):
+        about = files.read_about(found[step])
+        arrays = files.read_arrays(found[step] / "arrays", about["arrays"])
+    return Checkpoint(step, arrays, about["position"], about["metrics"])
+
+
+def _check_options(keep_last: Any, keep_best: Any) -> None:
+    if keep_last is not None and (not isinstance(keep_last, int) or keep_last < 1):
+        raise ValueError(f"keep_last={describe(keep_last)}: give a number from 1 on, or None.")
+    if keep_best is None:
+        return
+    pair = isinstance(keep_best, tuple) and len(keep_best) == 2
+    if not pair or not isinstance(keep_best[0], str) or keep_best[1] not in ("min", "max"):
+        raise ValueError(
+            f'keep_best={keep_best!r}: give a metric and "min" or "max", as in ("loss", "min").'
+        )
+
+
+def _absolute(directory: str | os.PathLike[str]) -> Path:
+    """As Orbax wants it, and the same after a change of the working directory."""
+    text = os.fspath(directory)
+    if not isinstance(text, str) or not text or "://" in text:
+        raise ValueError(f"directory={text!r}: give the path of a directory of this machine.")
+    path = Path(text).expanduser().resolve()
+    if {"\\", "["} & set(str(path)):  # a slash to TensorStore; to Orbax, a pattern
+        raise ValueError(f"directory={text!r} is {path}: give a path without '[' and '\\'.")
+    return path
+
+
+def _make_ready(directory: Path) -> None:
+    """Makes the directory, sees that it can be written to, and finishes what was interrupted."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=directory).close()
+    except OSError as error:
+        raise OSError(
+            f"Checkpoints cannot be written to {directory}: {files.in_short(error)}. Give a "
+            "directory that can be made and written to."
+        ) from error
+    for path in list(directory.iterdir()):
+        if files.LEFT_OVER.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+    for path in files.found_in(directory).values():
+        if path.suffix == files.REPLACES:
+            files.put_in_place(path)
+
+
+def _found_to_load(directory: Path) -> dict[int, Path]:
+    """The same, or the error that says what is there instead."""
+    needed = "Give the directory that checkpoints were saved to."
+    if not directory.exists():
+        raise FileNotFoundError(f"There is no directory {directory}. {needed}")
+    if not directory.is_dir():
+        raise NotADirectoryError(f"{directory} is a file. {needed}")
+    if (directory / files.ABOUT).is_file():
+        needed = f"It is a checkpoint itself: give {directory.parent} and step={directory.name}."
+    found = files.found_in(directory)
+    if not found:
+        there = sorted(path.name for path in directory.iterdir())
+        raise FileNotFoundError(
+            f"{directory} has no checkpoint of mirror; there is {_in_words(there)}. {needed}"
+        )
+    return found
+
+
+def _chosen(directory: Path, found: dict[int, Path], step: Any) -> int:
+    """The step that is meant."""
+    if isinstance(step, str) and step == "last":
+        return files.in_order_of_writing(found)[-1]
+    if isinstance(step, str) and step == "best":
+        return _chosen_as_best(directory, found)
+    if isinstance(step, bool) or not isinstance(step, int | np.integer):
+        raise TypeError(f'step={describe(step)}: give a number, "last" or "best".')
+    if step not in found:
+        raise FileNotFoundError(
+            f"{directory} has no checkpoint of step {step}. Load another: {_in_words(found)}."
+        )
+    return int(step)
+
+
+def _chosen_as_best(directory: Path, found: dict[int, Path]) -> int:
+    abouts = {}
+    for step, path in found.items():
+        with _readable(directory, step, found):
+            abouts[step] = files.read_about(path)
+    rule = next((a["keep_best"] for a in reversed(abouts.values()) if a["keep_best"]), None)
+    best = _best(abouts, rule) if rule else None
+    if best is None:
+        lack = f"none has the metric {rule[0]!r}" if rule else "they were saved without keep_best"
+        raise ValueError(
+            f"No checkpoint in {directory} is the best: {lack}. Load a step: {_in_words(found)}."
+        )
+    return best
+
+
+def _best(abouts: dict[int, dict], rule: Best) -> int | None:
+    """The step with the best value of the metric; of equals the last, and never NaN."""
+    metric, mode = rule
+    sign = -1 if mode == "min" else 1
+    values = {step: about["metrics"].get(metric, math.nan) for step, about in abouts.items()}
+    ranked = [(sign * value, step) for step, value in values.items() if not math.isnan(value)]
+    return max(ranked)[1] if ranked else None
+
+
+def _as_json(name: str, value: Any) -> Any:
+    """As it will be read: tuples are lists, and keys are text."""
+    try:
+        return json.loads(json.dumps(dict(value)))
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"{name} is not JSON: {error}. Use a dictionary of numbers, text, lists and None."
+        ) from error
+
+
+@contextlib.contextmanager
+def _readable(directory: Path, step: int, found: dict[int, Path]) -> Iterator[None]:
+    """Says of an error which checkpoint it is about, and which are left to try."""
+    try:
+        yield
+    except Exception as error:
+        others = [other for other in found if other != step]
+        raise ValueError(
+            f"The checkpoint of step {step} in {directory} cannot be read: "
+            f"{files.in_short(error)}. Load another: {_in_words(others)}."
+        ) from error
+
+
+def _in_words(names: Iterable[Any]) -> str:
+    """`1, 2, 3`, at most twelve, the last ones."""
+    texts = [str(name) for name in names]
+    shown = ", ".join(texts[-_MOST_STEPS:])
+    if len(texts) > _MOST_STEPS:
+        return f"{len(texts) - _MOST_STEPS} others, {shown}"
+    return shown or "none"

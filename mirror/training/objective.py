@@ -1,0 +1,201 @@
+"""What a batch costs: the user's values for each example, and the sums that are made of them."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeAlias, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mirror._errors import describe
+from mirror._types import Array, PyTree
+from mirror.calls import name_of
+
+LossFunction: TypeAlias = Callable[[Any, PyTree], Any]
+PartOfBatch: TypeAlias = str | int | Callable[[PyTree], Any]
+
+LOSS = "loss"
+_RETURN_ONE = (
+    "Return one for each example, e.g. optax.softmax_cross_entropy_with_integer_labels(logits, "
+    "labels) without .mean(): mirror takes the mean, over the examples of all replicas."
+)
+
+
+class Sums(NamedTuple):
+    """Sums over examples, of which means are made at the very end.
+
+    Attributes:
+        totals: of the loss and of each metric.
+        count: how many examples there were, those that only pad left out.
+    """
+
+    totals: dict[str, Any]
+    count: Any
+
+
+@final
+class Objective:
+    """The user's loss function with its weights: losses of a batch, masked, and their sums.
+
+    Args:
+        loss_fn: `(model, batch)` to losses `(B,)`, or those and a dict of metrics, each `(B,)`.
+        sample_weight: the part of a batch with which each example's loss is multiplied.
+        labels: the part of a batch that holds the classes, integers `(B,)`.
+        num_classes: how many there are: labels are 0 to this less one.
+        class_weight: by class, with which each example's loss is multiplied; 1 where left out.
+
+    Raises:
+        TypeError: `loss_fn` is no function, `class_weight` no dict.
+        ValueError: `class_weight` without `labels`, or `labels` without `num_classes`.
+    """
+
+    def __init__(
+        self,
+        loss_fn: LossFunction,
+        sample_weight: PartOfBatch | None = None,
+        labels: PartOfBatch | None = None,
+        num_classes: int | None = None,
+        class_weight: Mapping[int, float] | None = None,
+    ) -> None:
+        if not callable(loss_fn):
+            raise TypeError(
+                f"loss_fn={describe(loss_fn)} is no function. Pass one of (model, batch) that "
+                "returns a loss for each example."
+            )
+        if (labels is None) != (num_classes is None) or (
+            class_weight is not None and labels is None
+        ):
+            raise ValueError(
+                f"labels={labels!r}, num_classes={num_classes!r}, class_weight={class_weight!r}: "
+                "labels and num_classes go together, and class weights need both. For example "
+                "labels='label', num_classes=10, class_weight={3: 2.0}."
+            )
+        self._loss_fn = loss_fn
+        self._sample_weight = sample_weight
+        self._labels = labels
+        self._num_classes = num_classes
+        self._by_class = None if class_weight is None else self._table(class_weight)
+
+    def _table(self, class_weight: Mapping[int, float]) -> np.ndarray:
+        assert self._num_classes is not None
+        if not isinstance(class_weight, Mapping):
+            raise TypeError(
+                f"class_weight={describe(class_weight)} is no dict. Pass weights by class, as in "
+                "class_weight={3: 2.0}."
+            )
+        table = np.ones(self._num_classes, np.float32)
+        for label, weight in class_weight.items():
+            if label not in range(self._num_classes):
+                raise ValueError(
+                    f"class_weight has class {label!r}; there are classes 0 to "
+                    f"{self._num_classes - 1} (num_classes={self._num_classes})."
+                )
+            table[label] = weight
+        return table
+
+    def __call__(self, model: Any, batch: PyTree, mask: Array) -> tuple[Array, Sums]:
+        """The losses of a replica's examples, 0 where the mask is False, and the sums."""
+        losses, metrics = self._values(model, batch, mask.shape[0])
+        losses = jnp.where(mask, self._weighted(losses, batch), 0)
+        totals = {LOSS: losses.sum(dtype=_wide(losses.dtype))}
+        for name, value in metrics.items():
+            totals[name] = jnp.sum(value, where=mask, dtype=_wide(value.dtype))
+        return losses, Sums(totals, mask.sum(dtype=jnp.int32))
+
+    def _values(self, model: Any, batch: PyTree, size: int) -> tuple[Array, dict[str, Array]]:
+        found = self._loss_fn(model, batch)
+        losses, metrics = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
+        if not isinstance(metrics, Mapping) or LOSS in metrics:
+            raise TypeError(
+                f"{name_of(self._loss_fn)} returned the metrics {describe(metrics)}. Return a dict "
+                f"of values for each example, without {LOSS!r}: losses, {{'accuracy': correct}}."
+            )
+        losses = self._returned("The loss", losses, size)
+        if not jnp.issubdtype(losses.dtype, jnp.floating):
+            raise TypeError(
+                f"{name_of(self._loss_fn)} returned losses of {losses.dtype}, which have no "
+                "gradient. Return floats."
+            )
+        named = {str(name): self._returned(repr(name), metrics[name], size) for name in metrics}
+        return losses, named
+
+    def _returned(self, what: str, value: Any, size: int) -> Array:
+        return _per_example(f"{what} of {name_of(self._loss_fn)}", value, size, _RETURN_ONE)
+
+    def _weighted(self, losses: Array, batch: PyTree) -> Array:
+        if self._sample_weight is not None:
+            losses = losses * self._part(batch, self._sample_weight, "sample_weight", losses.size)
+        if self._by_class is not None:
+            labels = self._part(batch, self._labels, "labels", losses.size)
+            losses = losses * jnp.asarray(self._by_class)[labels]
+        return losses
+
+    def _part(self, batch: PyTree, part: Any, argument: str, size: int) -> Array:
+        return _per_example(f"{argument}={part!r}", part_of(batch, part, argument), size)
+
+    def inspect(self, number: int, batch: PyTree) -> None:
+        """Looks at a batch on the host, before it is cut up.
+
+        Raises:
+            ValueError: a label is no class, or they are not integers `(B,)`.
+        """
+        if self._labels is None or self._num_classes is None:
+            return
+        labels = np.asarray(part_of(batch, self._labels, "labels"))
+        if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
+            raise ValueError(
+                f"The labels of batch {number} are {describe(labels)}. They are integers, one for "
+                "each example: x.argmax(-1) of one-hot rows, x[:, 0] of columns."
+            )
+        wrong = np.flatnonzero((labels < 0) | (labels >= self._num_classes))
+        if wrong.size:
+            raise ValueError(
+                f"The labels of batch {number} are out of range: {labels[wrong[0]]} in row "
+                f"{wrong[0]}, and {wrong.size} in all. They are integers from 0 to "
+                f"{self._num_classes - 1} (num_classes={self._num_classes}). JAX would train with "
+                "a wrong class, or with NaN."
+            )
+
+
+def part_of(batch: PyTree, part: PartOfBatch, argument: str) -> Any:
+    """The part of a batch that a key, an index or a function names.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if callable(part):
+        return part(batch)
+    try:
+        return batch[part]
+    except (KeyError, IndexError, TypeError) as error:
+        there = list(batch) if isinstance(batch, Mapping) else type(batch).__name__
+        raise ValueError(
+            f"{argument}={part!r}: a batch has no such part; it has {there}. Pass a key of the "
+            "batch, or a function of it."
+        ) from error
+
+
+def _per_example(what: str, value: Any, size: int, fix: str = "") -> Array:
+    """The value as an array `(size,)`, or the error."""
+    is_array = hasattr(value, "shape") or isinstance(value, int | float)
+    shape = np.shape(value) if is_array else None
+    if shape == (size,):
+        return jnp.asarray(value)
+    received = f"an array of shape {shape}" if is_array else describe(value)
+    if shape and shape[0] == size:
+        fix = "Reduce the other axes: x.mean(axis=-1), or x[:, 0]."
+    raise ValueError(
+        f"{what} is {received}; of a replica's {size} examples it must be ({size},). {fix}".rstrip()
+    )
+
+
+def add(a: PyTree, b: PyTree) -> PyTree:
+    """Two trees of arrays, added leaf by leaf."""
+    return jax.tree.map(jnp.add, a, b)
+
+
+def _wide(dtype: Any) -> Any:
+    """What to add up in: counts stay exact integers, small floats become float32."""
+    if jnp.issubdtype(dtype, jnp.floating):
+        return jnp.promote_types(dtype, jnp.float32)
+    return jnp.promote_types(dtype, jnp.int32)

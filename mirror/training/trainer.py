@@ -1,0 +1,429 @@
+"""`Trainer`: the training loop, thin over `strategy.run`."""
+
+import contextlib
+import copy
+import functools
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+
+from mirror import _interrupts as interrupts
+from mirror._errors import describe
+from mirror._types import PyTree
+from mirror.calls import keys, name_of
+from mirror.checks import VerifyReport
+from mirror.data.distribute import DistributedDataset
+from mirror.data.padded import Padded
+from mirror.mirrored import get_strategy
+from mirror.strategy import Strategy
+from mirror.training import snapshot, steps
+from mirror.training.callbacks.progress import ProgressBar
+from mirror.training.checkpoint import CheckpointStore, load
+from mirror.training.fit import Callback, Fit, Position, require_callbacks
+from mirror.training.history import History
+from mirror.training.meter import MOST_RUNNING, Meter
+from mirror.training.objective import LossFunction, Objective, PartOfBatch
+from mirror.training.stream import NO_DATA, Launch, Stream, length_of
+from mirror.values import PerReplica, is_per_replica
+
+_MOST_PREDICTIONS = 16
+
+
+class Trainer:
+    """Trains, evaluates and predicts with a model, on all replicas of a strategy.
+
+    `loss_fn` returns a value for each example and never scales anything: mirror alone divides, by
+    the number of examples of all replicas. So loss, metrics and gradients are those of one device
+    on the whole batch, for any batch size and any number of replicas, the last batch included.
+
+        def loss_fn(model, batch):
+            logits = model(batch["image"])
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+            return losses, {"accuracy": logits.argmax(-1) == batch["label"]}
+
+        with strategy.scope():
+            trainer = mirror.Trainer(CNN(rngs=nnx.Rngs(0)), optax.adam(1e-3), loss_fn)
+        history = trainer.fit(train, epochs=10, validation_data=test)
+
+    The model trains in the mode it is in (`model.train()`, `model.eval()`), and is evaluated in
+    evaluation mode. A regulariser is added to each loss: `losses + 1e-4 * l2(model)`.
+
+    Args:
+        model: an `nnx.Module`; a Linen module as `nnx.bridge.ToNNX(module, rngs).lazy_init(x)`.
+        tx: an optax transformation, or an `nnx.Optimizer` of the model.
+        loss_fn: `(model, batch)` to float losses `(B,)`, or to `(losses, metrics)` with a dict of
+            metrics `(B,)`, for one replica's batch. Booleans and integers are counted exactly.
+        strategy: the one to train with; `None`: that of the scope the trainer is made in.
+        wrt: which variables are trained, as for `nnx.Optimizer`; `None`: `nnx.Param`, or those of
+            the `nnx.Optimizer` that was passed.
+        accumulate_steps: in how many pieces each replica works through its batch, to save memory;
+            there is still one exchange and one update for each batch.
+        steps_per_execution: how many batches are trained with in one launch, to save the host work.
+        sample_weight: a key of the batch, or a function of it, for weights `(B,)` that each
+            example's loss is multiplied by. As in Keras, the sum is divided by the number of
+            examples, not by the weights; metrics are not weighted.
+        labels: a key of the batch, or a function of it, for integer classes `(B,)`, which are then
+            checked to be from 0 to `num_classes - 1`.
+        num_classes: how many classes there are.
+        class_weight: by class, what the loss of its examples is multiplied by.
+
+    Raises:
+        TypeError: an argument of a wrong type.
+        ValueError: `accumulate_steps` or `steps_per_execution` below 1, `labels` without
+            `num_classes`, an optimizer together with `wrt`.
+    """
+
+    def __init__(
+        self,
+        model: nnx.Module,
+        tx: optax.GradientTransformation | nnx.Optimizer[Any],
+        loss_fn: LossFunction,
+        *,
+        strategy: Strategy | None = None,
+        wrt: Any = None,
+        accumulate_steps: int = 1,
+        steps_per_execution: int = 1,
+        sample_weight: PartOfBatch | None = None,
+        labels: PartOfBatch | None = None,
+        num_classes: int | None = None,
+        class_weight: Mapping[int, float] | None = None,
+    ) -> None:
+        if not isinstance(model, nnx.Module):
+            raise TypeError(
+                f"model={describe(model)} is no nnx.Module. A Linen module becomes one: "
+                "nnx.bridge.ToNNX(module, rngs=nnx.Rngs(0)).lazy_init(x)."
+            )
+        if not isinstance(strategy, Strategy | None):
+            raise TypeError(
+                f"strategy={describe(strategy)} is no strategy. Pass one, mirror.MirroredStrategy()"
+                ", or make the trainer inside its scope()."
+            )
+        self.strategy = get_strategy() if strategy is None else strategy
+        self.model = model
+        self.optimizer = _optimizer(model, tx, wrt)
+        self.accumulate_steps = _count("accumulate_steps", accumulate_steps)
+        self.steps_per_execution = _count("steps_per_execution", steps_per_execution)
+        self._objective = Objective(loss_fn, sample_weight, labels, num_classes, class_weight)
+        self._single_step = steps.training_step(
+            self._objective, self.optimizer.wrt, self.accumulate_steps
+        )
+        self._train_step: Callable[..., Any] = self._single_step
+        if self.steps_per_execution > 1:
+            self._train_step = steps.repeated(self._single_step)
+        self._evaluate_step = steps.evaluation_step(self._objective)
+        self._predict_step = functools.lru_cache(_MOST_PREDICTIONS)(steps.prediction_step)
+        self._position = Position()
+        self._goes_on = False
+        self._fit: Fit | None = None
+        self._launch: tuple[Any, ...] | None = None
+
+    def fit(
+        self,
+        data: Iterable[PyTree],
+        epochs: int = 1,
+        *,
+        validation_data: Iterable[PyTree] | None = None,
+        callbacks: Callback | Sequence[Callback] = (),
+        initial_epoch: int | None = None,
+        steps_per_epoch: int | None = None,
+        progress: bool = True,
+    ) -> History:
+        """Trains for some epochs.
+
+        A training that was interrupted or restored goes on where it stood, in the middle of an
+        epoch too; else the first epoch is 0, and the model is trained on.
+
+        Args:
+            data: an iterable of global batches, as for `strategy.distribute_dataset`, of any size;
+                or what that returned. One that can be iterated again, for more than one epoch. To
+                go on in the middle of an epoch, its order must depend on nothing but the epoch, as
+                that of `mirror.data.from_arrays` does.
+            epochs: the number of the epoch to end at; how many there are, counted from 0.
+            validation_data: evaluated after each epoch; metrics whose names begin with `val_`.
+            callbacks: what happens beside; see `mirror.callbacks`.
+            initial_epoch: the epoch to begin with, whatever was trained before.
+            steps_per_epoch: how many batches make an epoch, for data without an end; `None`: all.
+            progress: whether to show a progress bar, unless there is one among the callbacks.
+
+        Returns:
+            The metrics of each epoch, those before an interrupt included.
+
+        Raises:
+            ValueError: there is no data; the loss is of a wrong shape; `epochs` or
+                `steps_per_epoch` of a wrong value.
+            TypeError: the data is no iterable of batches; something is no callback.
+            RuntimeError: called inside another strategy's scope, a replica, or itself.
+        """
+        position = self._begin(epochs, initial_epoch)
+        stream = self._stream(data, steps_per_epoch, position)
+        callbacks = require_callbacks(callbacks)
+        if progress and not any(isinstance(callback, ProgressBar) for callback in callbacks):
+            callbacks = (ProgressBar(), *callbacks)
+        fit = Fit(self, epochs, position, stream.steps_per_epoch, callbacks)
+        with interrupts.held_back(), self._fitting(fit), fit.listening(), stream:
+            while position.epoch < epochs and not fit.stopped:
+                fit.begin_epoch()
+                for launch in stream.epoch():
+                    self._train(launch)
+                    fit.after_step()
+                    fit.collect(running=MOST_RUNNING)
+                    interrupts.check()
+                    if fit.stopped:
+                        break
+                is_cut_short = fit.stopped is not None
+                fit.collect()
+                if not is_cut_short:
+                    validation = self._validated(validation_data)  # may be interrupted
+                    stream.end_epoch()
+                    fit.end_epoch(validation)
+            self._goes_on = False
+            interrupts.check()
+        return fit.history
+
+    def evaluate(self, data: Iterable[PyTree]) -> dict[str, float]:
+        """The loss and the metrics, over all examples of the data.
+
+        Args:
+            data: as for `fit`.
+
+        Returns:
+            `{"loss": ..., "accuracy": ...}`, means over the examples, whatever the batch size.
+
+        Raises:
+            ValueError: there is no data; the loss is of a wrong shape.
+        """
+        meter = Meter()
+        for padded in self._whole_pass(data, inspect=self._objective.inspect):
+            arguments = (self.model, padded.batch, padded.mask)
+            meter.add(0, self.strategy.run(self._evaluate_step, arguments))
+            meter.collect(running=MOST_RUNNING)
+        meter.collect()
+        return meter.means
+
+    def predict(self, fn: Callable[[Any, PyTree], PyTree], data: Iterable[PyTree]) -> PyTree:
+        """What `fn` makes of each example, in the order of the data.
+
+        Args:
+            fn: `(model, batch)` to arrays with the batch axis first, in any nest, for one replica's
+                batch; the model is in evaluation mode. Define it once: a new function compiles.
+            data: as for `fit`.
+
+        Returns:
+            The tree that `fn` returns, of NumPy arrays with exactly one row for each example.
+
+        Raises:
+            ValueError: there is no data; a result has not one row for each example.
+            TypeError: `fn` is no function.
+        """
+        if not callable(fn):
+            raise TypeError(
+                f"fn={describe(fn)} is no function. Pass one of (model, batch) that returns a row "
+                "for each example."
+            )
+        step, rows, running = self._predict_step(fn), list[PyTree](), deque[Any]()
+        for padded in self._whole_pass(data):
+            results = self.strategy.run(step, (self.model, padded.batch))
+            running.append((results, padded.mask))
+            if len(running) > MOST_RUNNING:
+                rows.append(_rows(fn, *running.popleft()))
+        rows += [_rows(fn, *pair) for pair in running]
+        return jax.tree.map(lambda *parts: np.concatenate(parts), *rows)
+
+    def verify(self, data: Iterable[PyTree], *, rtol: float = 1e-5) -> VerifyReport:
+        """Takes a training step on all replicas and on one device, and compares; changes nothing.
+
+        Args:
+            data: as for `fit`; its first batch is used.
+            rtol: see `Strategy.verify`.
+
+        Raises:
+            ReplicaMismatchError: they differ; the message names what does.
+            ValueError: there is no data.
+        """
+        with contextlib.closing(self._whole_pass(data, multiple=self.accumulate_steps)) as batches:
+            padded = next(batches)
+        arguments = (self.model, self.optimizer, padded.batch, padded.mask)
+        return self.strategy.verify(self._single_step, arguments, rtol=rtol)
+
+    def save(self, directory: str | Path) -> None:
+        """Writes a checkpoint: model, optimizer, random keys and where the training stands.
+
+        It has one copy of each array and knows nothing of replicas. `restore` reads it with any
+        number of them; `mirror.load_checkpoint` without a model or a device.
+
+        Args:
+            directory: of checkpoints; this one goes into a folder named after the step in it.
+
+        Raises:
+            OSError: it cannot be written; earlier checkpoints are as they were.
+            ValueError: a variable that is `"on_read"` without an aggregation.
+        """
+        with CheckpointStore(directory, asynchronous=False) as store:
+            arrays, position = self.state()
+            store.save(self._position.step, arrays, position)
+
+    def restore(self, directory: str | Path, step: int | str = "last") -> None:
+        """Goes back to a checkpoint; `fit` goes on from there.
+
+        Args:
+            directory: of checkpoints.
+            step: which one, `"last"` or `"best"`.
+
+        Raises:
+            FileNotFoundError: there is none.
+            ValueError: it is damaged, or of another model; nothing is changed then.
+            RuntimeError: `fit` is running.
+        """
+        self._require_no_fit("restore")
+        found = load(directory, step)
+        snapshot.write(self._objects, found.arrays, self.strategy._replicas)
+        self._position = Position.from_dict(found.position)
+        self._goes_on = True
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What a checkpoint holds: arrays by name, and where the training stands."""
+        if self._fit is None:
+            self._position.meter.collect()
+        else:
+            self._fit.collect()
+            self._fit.remember_callbacks()
+        return snapshot.read(self._objects), self._position.to_dict()
+
+    def program_text(self) -> str:
+        """The program of the last step, as the compiler is given it.
+
+        Raises:
+            RuntimeError: there has been no step yet.
+        """
+        if self._launch is None:
+            raise RuntimeError("There has been no step yet, so there is no program: train first.")
+        return self.strategy._runner.lower(self._train_step, self._launch, {}).as_text()
+
+    @property
+    def _objects(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer}
+
+    def _begin(self, epochs: int, initial_epoch: int | None) -> Position:
+        """The position to start from. The trainer's own is as it was until the training begins."""
+        self._require_no_fit("fit")
+        _count("epochs", epochs)
+        position = copy.copy(self._position)
+        if initial_epoch is not None:
+            if _count("initial_epoch", initial_epoch, least=0) >= epochs:
+                raise ValueError(
+                    f"initial_epoch={initial_epoch} with epochs={epochs}: nothing would be trained."
+                    " epochs is the number of the epoch to end at, not how many to train."
+                )
+            position.begin(initial_epoch)
+        elif not self._goes_on:
+            position.begin(0)
+        return position
+
+    def _require_no_fit(self, name: str) -> None:
+        if self._fit is not None:
+            raise RuntimeError(
+                f"trainer.{name} was called while fit is running, by a callback or another thread. "
+                "Callbacks may call trainer.evaluate, predict and save."
+            )
+
+    @contextlib.contextmanager
+    def _fitting(self, fit: Fit) -> Iterator[None]:
+        self._fit, self._position, self._goes_on = fit, fit.position, True
+        try:
+            yield
+        finally:
+            self._fit = self._launch = None
+
+    def _train(self, launch: Launch) -> None:
+        """One launch: a batch, or up to `steps_per_execution` of them."""
+        batch, mask, *_ = launch.padded
+        arguments: tuple[Any, ...] = (self.model, self.optimizer, batch, mask)
+        if self.steps_per_execution > 1:
+            arguments += (np.int32(launch.first), np.int32(launch.num_batches))
+        self._launch = arguments
+        sums = self.strategy.run(self._train_step, arguments)
+        self._position.advance(launch.num_batches, launch.num_examples, sums)
+
+    def _stream(
+        self, data: Iterable[PyTree], steps_per_epoch: int | None, position: Position
+    ) -> Stream:
+        """The data from where the training stands, in launches of one shape."""
+        distributed = self._distributed(data)
+        padded = distributed.padded(
+            multiple=self.accumulate_steps,
+            group=self.steps_per_execution,
+            skip=position.samples,
+            inspect=self._objective.inspect,
+        )
+        return Stream(padded, length_of(distributed), steps_per_epoch, position)
+
+    def _validated(self, data: Iterable[PyTree] | None) -> dict[str, float]:
+        return {} if data is None else self.evaluate(data)
+
+    def _distributed(self, data: Iterable[PyTree]) -> DistributedDataset:
+        if isinstance(data, DistributedDataset):
+            return data
+        return self.strategy.distribute_dataset(data, remainder="pad")
+
+    def _whole_pass(self, data: Iterable[PyTree], **options: Any) -> Generator[Padded]:
+        empty = True
+        with contextlib.closing(iter(self._distributed(data).padded(**options))) as found:
+            for padded in found:
+                empty = False
+                yield padded
+                interrupts.check()
+        if empty:
+            raise ValueError(NO_DATA)
+
+
+def _optimizer(
+    model: nnx.Module, tx: optax.GradientTransformation | nnx.Optimizer[Any], wrt: Any
+) -> nnx.Optimizer[Any]:
+    if isinstance(tx, nnx.Optimizer):
+        if wrt is not None:
+            raise ValueError(
+                f"wrt={describe(wrt)} was passed with an nnx.Optimizer, which has its own: "
+                f"{describe(tx.wrt)}. Leave wrt out."
+            )
+        return tx
+    if not isinstance(tx, optax.GradientTransformation):
+        raise TypeError(
+            f"tx={describe(tx)} is no optax transformation and no nnx.Optimizer. Pass one: "
+            "optax.adam(1e-3)."
+        )
+    return nnx.Optimizer(model, tx, wrt=nnx.Param if wrt is None else wrt)
+
+
+def _count(name: str, value: Any, least: int = 1) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError(f"{name}={describe(value)} is no int.")
+    if value < least:
+        raise ValueError(f"{name}={value} is less than {least}.")
+    return int(value)
+
+
+def _rows(fn: Callable[..., Any], results: PyTree, mask: PerReplica) -> PyTree:
+    """One row for each example of a batch; what only pads is left out."""
+    n, size = mask.stacked.shape
+    wanted = np.asarray(mask).reshape(-1)
+
+    def rows(path: Any, leaf: Any) -> np.ndarray:
+        own = np.asarray(leaf)
+        if not is_per_replica(leaf):  # every replica has returned the same
+            own = np.broadcast_to(own, (n, *own.shape))
+        if own.shape[:2] != (n, size):
+            raise ValueError(
+                f"{name_of(fn)} returned an array of shape {own.shape[1:]} for result{keys(path)}; "
+                f"of a replica's {size} examples it must have a row for each, ({size}, ...)."
+            )
+        return own.reshape(-1, *own.shape[2:])[wanted]
+
+    if not jax.tree.leaves(results):
+        raise ValueError(f"{name_of(fn)} returned {describe(results)}, which holds no arrays.")
+    return jax.tree_util.tree_map_with_path(rows, results, is_leaf=is_per_replica)
