@@ -1,4 +1,4 @@
-"""Eight host devices, demanded before anything starts JAX's backend; and the option `--gpu`."""
+"""Eight host devices, which the plugin `pytest_mirror` forces, demanded; and the option `--gpu`."""
 
 import os
 import threading
@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import pytest
 
-jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_platforms", "cpu")  # GPUs are for the processes of tests/test_gpu.py
 
 import mirror  # noqa: E402
