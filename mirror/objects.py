@@ -92,7 +92,7 @@ class Structure:
         self.graphdef: Any
         self.graphdef, state = nnx.split(tuple(objects))
         flat: list[tuple[Any, Any]] = list(nnx.to_flat_state(state))
-        self.slots = tuple(Slot(path, type(value), is_own(value)) for path, value in flat)
+        self.slots = tuple(Slot(path, _kind(value), is_own(value)) for path, value in flat)
         values = [v.get_raw_value() if isinstance(v, nnx.Variable) else v for _, v in flat]
         values = [
             held_by(value) if slot.is_own and is_per_replica(value) else value
@@ -350,6 +350,11 @@ class ObjectTable:
                 placement_log.mirrored(name, leaf, self._replicas.devices)
         record.write(mirrored)
         return mirrored
+
+
+def _kind(holder: Any) -> type:
+    """The type of a variable; arrays that stand in none are one kind, traced or not."""
+    return type(holder) if isinstance(holder, nnx.Variable) else jax.Array
 
 
 def _one(leaf: Any) -> Any:

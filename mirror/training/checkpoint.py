@@ -37,7 +37,7 @@ _stores: "WeakSet[CheckpointStore]" = WeakSet()
 
 
 class Checkpoint(NamedTuple):
-    """What `load` read."""
+    """What `load_checkpoint` read."""
 
     step: int
     arrays: dict[str, np.ndarray | KeyData]
@@ -49,14 +49,14 @@ class Checkpoint(NamedTuple):
 class CheckpointStore:
     """A directory that checkpoints are written to, one for each step.
 
-    One process writes to a directory at a time; `load` may read meanwhile. What an interrupted
-    store left there unfinished is deleted.
+    One process writes to a directory at a time; `load_checkpoint` may read meanwhile. What an
+    interrupted store left there unfinished is deleted.
 
     Args:
         directory: is made if it is not there; `~` is the home directory.
         keep_last: how many checkpoints to keep; the one just written is always kept. `None`: all.
         keep_best: the name of a metric, and whether its best value is the `"min"` or the `"max"`:
-            the best checkpoint is kept too, and is the one that `load(directory, "best")` loads.
+            the best checkpoint is kept too, and is the one that is loaded as `"best"`.
         asynchronous: files are written while the caller goes on, one checkpoint at a time.
 
     Raises:
@@ -204,7 +204,7 @@ class CheckpointStore:
             files.remove(found[other])
 
 
-def load(directory: str | os.PathLike[str], step: int | str = "last") -> Checkpoint:
+def load_checkpoint(directory: str | os.PathLike[str], step: int | str = "last") -> Checkpoint:
     """Reads a checkpoint, all of it, into NumPy arrays; it needs no devices.
 
     Args:
@@ -217,6 +217,10 @@ def load(directory: str | os.PathLike[str], step: int | str = "last") -> Checkpo
         NotADirectoryError: a file.
         TypeError: `step` is something else.
         ValueError: the checkpoint is damaged, or none is the best.
+
+    >>> trainer.save("ckpt")
+    >>> mirror.load_checkpoint("ckpt").arrays["model.kernel"].shape
+    (2, 1)
     """
     directory = _absolute(directory)
     found = _found_to_load(directory)

@@ -6,7 +6,7 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Any, ClassVar, Protocol, final
 
 from flax import nnx
 
@@ -47,8 +47,21 @@ class Callback:
 
     A callback runs once, on the host, never per replica; what it is given are Python floats. It may
     use the trainer: `fit.trainer.evaluate(data)`, `fit.trainer.save(directory)`, `fit.stop("why")`.
-    What it raises ends the training, and comes out of `fit`.
+    What it raises ends the training, and comes out of `fit`. Callbacks run in the order they are
+    passed in, but for those with `runs_last`.
+
+    Attributes:
+        runs_last: whether to run after the others: it keeps what they hold, as a checkpoint does.
+
+    >>> class Report(Callback):
+    ...     def on_epoch_end(self, fit, logs):
+    ...         print(f"epoch {fit.history.epochs[-1]}: {sorted(logs)}")
+    >>> history = trainer.fit(data, epochs=2, callbacks=Report(), progress=False)
+    epoch 0: ['loss']
+    epoch 1: ['loss']
     """
+
+    runs_last: ClassVar[bool] = False
 
     def on_fit_begin(self, fit: "Fit") -> None:
         """Before the first step; `fit.position` says where the training goes on from."""
@@ -166,6 +179,13 @@ class Fit:
         position: where it stands: `fit.position.step`, `fit.position.epoch`.
         steps_per_epoch: how many steps an epoch has, where that is known.
         stopped: why a callback has ended it; `None`: none has.
+
+    >>> class AtMost(Callback):
+    ...     def on_step(self, fit):
+    ...         if fit.position.epoch_step == 2:
+    ...             fit.stop("two steps are enough")
+    >>> trainer.fit(data, epochs=9, callbacks=AtMost(), progress=False)
+    History of no epochs
     """
 
     def __init__(
@@ -289,4 +309,4 @@ def require_callbacks(callbacks: Any) -> tuple[Callback, ...]:
             )
     if len(set(map(id, found))) < len(found):
         raise ValueError("The same callback is among the callbacks twice. Pass it once.")
-    return found
+    return tuple(sorted(found, key=lambda callback: callback.runs_last))

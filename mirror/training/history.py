@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, final
 
 from mirror._errors import describe
+from mirror._optional import require
 from mirror.display import Table
-from mirror.training.optional import require
 
 _VALIDATION = "val_"
 
@@ -23,6 +23,10 @@ class History(Mapping[str, list[float]]):
     Attributes:
         epochs: the numbers of the epochs, from 0.
         seconds: how long each took, validation included.
+
+    >>> history = trainer.fit(data, epochs=2, progress=False)
+    >>> list(history), history.epochs, len(history["loss"])
+    (['loss'], [0, 1], 2)
     """
 
     def __init__(self) -> None:

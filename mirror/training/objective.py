@@ -10,6 +10,7 @@ import numpy as np
 from mirror._errors import describe
 from mirror._types import Array, PyTree
 from mirror.calls import name_of
+from mirror.data.batches import require_count
 
 LossFunction: TypeAlias = Callable[[Any, PyTree], Any]
 PartOfBatch: TypeAlias = str | int | Callable[[PyTree], Any]
@@ -43,10 +44,12 @@ class Objective:
         labels: the part of a batch that holds the classes, integers `(B,)`.
         num_classes: how many there are: labels are 0 to this less one.
         class_weight: by class, with which each example's loss is multiplied; 1 where left out.
+        penalty: of the model, a scalar that is added to each loss, and is not weighted.
 
     Raises:
-        TypeError: `loss_fn` is no function, `class_weight` no dict.
-        ValueError: `class_weight` without `labels`, or `labels` without `num_classes`.
+        TypeError: `loss_fn` or `penalty` is no function, `class_weight` no dict.
+        ValueError: `class_weight` without `labels`, or `labels` without `num_classes`, which is 1
+            or more.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class Objective:
         labels: PartOfBatch | None = None,
         num_classes: int | None = None,
         class_weight: Mapping[int, float] | None = None,
+        penalty: Callable[[Any], Any] | None = None,
     ) -> None:
         if not callable(loss_fn):
             raise TypeError(
@@ -70,7 +74,15 @@ class Objective:
                 "labels and num_classes go together, and class weights need both. For example "
                 "labels='label', num_classes=10, class_weight={3: 2.0}."
             )
+        if penalty is not None and not callable(penalty):
+            raise TypeError(
+                f"penalty={describe(penalty)} is no function. Pass one of the model that returns a "
+                "scalar."
+            )
+        if num_classes is not None:
+            require_count("num_classes", num_classes)
         self._loss_fn = loss_fn
+        self._penalty = penalty
         self._sample_weight = sample_weight
         self._labels = labels
         self._num_classes = num_classes
@@ -96,7 +108,7 @@ class Objective:
     def __call__(self, model: Any, batch: PyTree, mask: Array) -> tuple[Array, Sums]:
         """The losses of a replica's examples, 0 where the mask is False, and the sums."""
         losses, metrics = self._values(model, batch, mask.shape[0])
-        losses = jnp.where(mask, self._weighted(losses, batch), 0)
+        losses = jnp.where(mask, self._weighted(losses, batch) + self._penalty_of(model), 0)
         totals = {LOSS: losses.sum(dtype=_wide(losses.dtype))}
         for name, value in metrics.items():
             totals[name] = jnp.sum(value, where=mask, dtype=_wide(value.dtype))
@@ -129,6 +141,17 @@ class Objective:
             labels = self._part(batch, self._labels, "labels", losses.size)
             losses = losses * jnp.asarray(self._by_class)[labels]
         return losses
+
+    def _penalty_of(self, model: Any) -> Any:
+        if self._penalty is None:
+            return 0
+        penalty = self._penalty(model)
+        if isinstance(penalty, dict | list | tuple) or jnp.shape(penalty) != ():
+            raise ValueError(
+                f"{name_of(self._penalty)} returned {describe(penalty)} for the penalty, which is "
+                "a scalar: the sum over all parameters."
+            )
+        return penalty
 
     def _part(self, batch: PyTree, part: Any, argument: str, size: int) -> Array:
         return _per_example(f"{argument}={part!r}", part_of(batch, part, argument), size)

@@ -37,14 +37,16 @@ def write(objects: Mapping[str, Any], found: Mapping[str, Any], replicas: Replic
     for root, obj in objects.items():
         bare = []  # arrays that are attributes, in no variable
         for path, holder in nnx.to_flat_state(nnx.state(obj)):
-            value = jax.tree_util.tree_map_with_path(
-                lambda inside, _, name=_name(root, path): new[name + keystr(inside)], _value(holder)
-            )
+            value = _taken(new, _name(root, path), _value(holder))
             if isinstance(holder, nnx.Variable):
                 _set(holder, value, replicas)
             else:
                 bare.append((path, value))
         nnx.update(obj, nnx.from_flat_state(bare))
+
+
+def _taken(new: Mapping[str, Any], name: str, like: Any) -> Any:
+    return jax.tree_util.tree_map_with_path(lambda inside, _: new[name + keystr(inside)], like)
 
 
 def _set(variable: nnx.Variable[Any], value: Any, replicas: ReplicaDevices) -> None:
@@ -86,7 +88,7 @@ def _as_on_devices(value: Any) -> Any:
 
 def _array(value: Any, old: Any) -> Any:
     if isinstance(value, KeyData):
-        return jax.random.wrap_key_data(value.data, impl=value.impl)
+        return jax.random.wrap_key_data(jnp.asarray(value.data), impl=value.impl)
     if old.weak_type and not value.ndim:  # strong, it would make more float32 of bfloat16
         return jnp.asarray(value.item())
     return value

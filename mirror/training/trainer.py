@@ -24,7 +24,7 @@ from mirror.mirrored import get_strategy
 from mirror.strategy import Strategy
 from mirror.training import snapshot, steps
 from mirror.training.callbacks.progress import ProgressBar
-from mirror.training.checkpoint import CheckpointStore, load
+from mirror.training.checkpoint import CheckpointStore, load_checkpoint
 from mirror.training.fit import Callback, Fit, Position, require_callbacks
 from mirror.training.history import History
 from mirror.training.meter import MOST_RUNNING, Meter
@@ -40,7 +40,9 @@ class Trainer:
 
     `loss_fn` returns a value for each example and never scales anything: mirror alone divides, by
     the number of examples of all replicas. So loss, metrics and gradients are those of one device
-    on the whole batch, for any batch size and any number of replicas, the last batch included.
+    on the whole batch, for any batch size and any number of replicas, the last batch included. What
+    looks at a whole batch in the forward pass is the model's own affair: batch normalisation sees
+    each replica's part, and in the last batch the rows that pad it, which repeat its last example.
 
         def loss_fn(model, batch):
             logits = model(batch["image"])
@@ -52,7 +54,7 @@ class Trainer:
         history = trainer.fit(train, epochs=10, validation_data=test)
 
     The model trains in the mode it is in (`model.train()`, `model.eval()`), and is evaluated in
-    evaluation mode. A regulariser is added to each loss: `losses + 1e-4 * l2(model)`.
+    evaluation mode.
 
     Args:
         model: an `nnx.Module`; a Linen module as `nnx.bridge.ToNNX(module, rngs).lazy_init(x)`.
@@ -72,11 +74,25 @@ class Trainer:
             checked to be from 0 to `num_classes - 1`.
         num_classes: how many classes there are.
         class_weight: by class, what the loss of its examples is multiplied by.
+        penalty: a function of the model for a scalar that is added to the mean loss whatever the
+            weights, such as an L2 norm of the parameters.
 
     Raises:
         TypeError: an argument of a wrong type.
         ValueError: `accumulate_steps` or `steps_per_execution` below 1, `labels` without
             `num_classes`, an optimizer together with `wrt`.
+
+    >>> def loss_fn(model, batch):
+    ...     return optax.squared_error(model(batch["x"]), batch["y"])[:, 0]
+    >>> arrays = {"x": np.ones((5, 2), "float32"), "y": np.ones((5, 1), "float32")}
+    >>> data = mirror.data.from_arrays(arrays, batch_size=2)
+    >>> with mirror.MirroredStrategy(["/cpu:0", "/cpu:1"]).scope():
+    ...     trainer = Trainer(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), loss_fn)
+    >>> history = trainer.fit(data, epochs=9, progress=False)
+    >>> trainer.evaluate(data)["loss"] < 1e-3
+    True
+    >>> trainer.predict(lambda model, batch: model(batch["x"]), data).shape
+    (5, 1)
     """
 
     def __init__(
@@ -93,6 +109,7 @@ class Trainer:
         labels: PartOfBatch | None = None,
         num_classes: int | None = None,
         class_weight: Mapping[int, float] | None = None,
+        penalty: Callable[[Any], Any] | None = None,
     ) -> None:
         if not isinstance(model, nnx.Module):
             raise TypeError(
@@ -109,7 +126,9 @@ class Trainer:
         self.optimizer = _optimizer(model, tx, wrt)
         self.accumulate_steps = _count("accumulate_steps", accumulate_steps)
         self.steps_per_execution = _count("steps_per_execution", steps_per_execution)
-        self._objective = Objective(loss_fn, sample_weight, labels, num_classes, class_weight)
+        self._objective = Objective(
+            loss_fn, sample_weight, labels, num_classes, class_weight, penalty
+        )
         self._single_step = steps.training_step(
             self._objective, self.optimizer.wrt, self.accumulate_steps
         )
@@ -245,6 +264,9 @@ class Trainer:
         Raises:
             ReplicaMismatchError: they differ; the message names what does.
             ValueError: there is no data.
+
+        >>> trainer.verify(data).largest < 1e-5
+        True
         """
         with contextlib.closing(self._whole_pass(data, multiple=self.accumulate_steps)) as batches:
             padded = next(batches)
@@ -263,6 +285,10 @@ class Trainer:
         Raises:
             OSError: it cannot be written; earlier checkpoints are as they were.
             ValueError: a variable that is `"on_read"` without an aggregation.
+
+        >>> trainer.save("checkpoints")
+        >>> trainer.restore("checkpoints")
+        >>> history = trainer.fit(data, epochs=9, progress=False)
         """
         with CheckpointStore(directory, asynchronous=False) as store:
             arrays, position = self.state()
@@ -281,7 +307,7 @@ class Trainer:
             RuntimeError: `fit` is running.
         """
         self._require_no_fit("restore")
-        found = load(directory, step)
+        found = load_checkpoint(directory, step)
         snapshot.write(self._objects, found.arrays, self.strategy._replicas)
         self._position = Position.from_dict(found.position)
         self._goes_on = True
@@ -296,13 +322,15 @@ class Trainer:
         return snapshot.read(self._objects), self._position.to_dict()
 
     def program_text(self) -> str:
-        """The program of the last step, as the compiler is given it.
+        """The program of the last step: as the compiler is given it, or in words if it is staged.
 
         Raises:
             RuntimeError: there has been no step yet.
         """
         if self._launch is None:
             raise RuntimeError("There has been no step yet, so there is no program: train first.")
+        if self.strategy._runner.is_staged:
+            return str(self.strategy.program(self._train_step, self._launch))
         return self.strategy._runner.lower(self._train_step, self._launch, {}).as_text()
 
     @property

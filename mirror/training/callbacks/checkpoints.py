@@ -3,7 +3,7 @@
 import signal
 import threading
 from pathlib import Path
-from typing import Any, NoReturn, final
+from typing import Any, ClassVar, NoReturn, final
 
 from mirror.training.callbacks.stopping import Mode, monitored, require_mode
 from mirror.training.checkpoint import CheckpointStore
@@ -37,7 +37,15 @@ class Checkpoint(Callback):
     Raises:
         ValueError: numbers below 0, or an unknown mode; in `fit`, no such metric.
         OSError: in `fit`, it cannot be written.
+
+    >>> checkpoint = Checkpoint("ckpt", keep=2, monitor="loss")
+    >>> history = trainer.fit(data, epochs=2, callbacks=checkpoint, progress=False)
+    >>> trainer.restore("ckpt")
+    >>> trainer.fit(data, epochs=3, progress=False).epochs
+    [0, 1, 2]
     """
+
+    runs_last: ClassVar[bool] = True
 
     def __init__(
         self,

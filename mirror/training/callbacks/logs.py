@@ -9,8 +9,8 @@ from typing import Any, TextIO, final
 import numpy as np
 import optax
 
+from mirror._optional import require
 from mirror.training.fit import Callback, Fit
-from mirror.training.optional import require
 
 
 @final
@@ -24,6 +24,12 @@ class CSVLogger(Callback):
 
     Raises:
         ValueError: in `fit`, the file's columns are others than the metrics.
+
+    >>> history = trainer.fit(data, epochs=2, callbacks=CSVLogger("log.csv"), progress=False)
+    >>> print(Path("log.csv").read_text())
+    epoch,loss
+    1,...
+    2,...
     """
 
     def __init__(self, file: str | Path, *, append: bool = False) -> None:
@@ -96,6 +102,10 @@ class TensorBoard(Callback):
     Raises:
         ModuleNotFoundError: tensorboardX is not installed.
         ValueError: a negative `every_steps`.
+
+    >>> history = trainer.fit(data, callbacks=TensorBoard("logs"), progress=False)
+    >>> len(list(Path("logs").iterdir()))
+    1
     """
 
     def __init__(
@@ -155,6 +165,10 @@ class LearningRate(Callback):
 
     Raises:
         ValueError: in `fit`, there is no schedule and no learning rate in the state.
+
+    >>> rate = LearningRate(optax.constant_schedule(0.125))
+    >>> trainer.fit(data, epochs=2, callbacks=rate, progress=False)["learning_rate"]
+    [0.125, 0.125]
     """
 
     def __init__(self, schedule: Callable[[int], Any] | None = None) -> None:

@@ -20,6 +20,8 @@ class Profiler(Callback):
 
     Raises:
         ValueError: no two steps in order.
+
+    >>> callbacks = [Profiler("profile", steps=(10, 20))]  # for fit
     """
 
     def __init__(self, directory: str | Path, steps: tuple[int, int] = (5, 10)) -> None:

@@ -5,8 +5,8 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, TextIO, final
 
+from mirror._optional import require
 from mirror.training.fit import Callback, Fit
-from mirror.training.optional import require
 
 _BAR = "{desc} {percentage:3.0f}% |{bar:20}| {n_fmt}/{total_fmt} {rate_fmt}{postfix}"
 
@@ -20,6 +20,10 @@ class ProgressBar(Callback):
 
     Args:
         file: where to write; `None`: standard error, as it is when the training begins.
+
+    >>> history = trainer.fit(data, epochs=2, callbacks=ProgressBar(sys.stdout))
+    epoch 1/2: loss ..., ... s
+    epoch 2/2: loss ..., ... s
     """
 
     def __init__(self, file: TextIO | None = None) -> None:

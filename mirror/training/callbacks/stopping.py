@@ -26,6 +26,10 @@ class EarlyStopping(Callback):
     Attributes:
         best: the best value so far.
         best_epoch: its epoch, from 0.
+
+    >>> stopping = EarlyStopping("loss", patience=2, min_delta=100.0)
+    >>> len(trainer.fit(data, epochs=9, callbacks=stopping, progress=False).epochs)
+    3
     """
 
     def __init__(
@@ -96,6 +100,8 @@ class NaNGuard(Callback):
 
     Raises:
         FloatingPointError: in `fit`, at the step.
+
+    >>> history = trainer.fit(data, epochs=2, callbacks=NaNGuard(), progress=False)
     """
 
     def __init__(self, monitor: str | None = None) -> None:

@@ -7,6 +7,7 @@ training goes on.
 
 import contextlib
 import signal
+import threading
 from collections.abc import Iterator
 
 _asked = False
@@ -14,20 +15,24 @@ _asked = False
 
 @contextlib.contextmanager
 def held_back() -> Iterator[None]:
-    """Inside, Ctrl-C waits for the next `check`; a second one ends the process at once.
+    """Inside, Ctrl-C waits for the next `check` or the end; a second one raises at once.
 
-    Where Ctrl-C is ignored (a job in the background) or somebody else's, it is left so.
+    Where Ctrl-C is ignored (a job in the background) or somebody else's, it is left so, and so it
+    is in any thread but the main one, which alone may set it.
     """
     global _asked
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
     _asked = False
-    ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if ours:
-        signal.signal(signal.SIGINT, _note)
+    signal.signal(signal.SIGINT, _note)
     try:
         yield
+        check()
     finally:
-        if ours:
-            signal.signal(signal.SIGINT, signal.SIG_DFL if _asked else signal.default_int_handler)
+        _asked = False
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def check() -> None:
@@ -36,11 +41,11 @@ def check() -> None:
     Raises:
         KeyboardInterrupt: Ctrl-C was pressed.
     """
-    if _asked:
+    if _asked and threading.current_thread() is threading.main_thread():
         raise KeyboardInterrupt
 
 
 def _note(signum: int, frame: object) -> None:  # noqa: ARG001
     global _asked
     _asked = True
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
