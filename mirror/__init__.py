@@ -29,7 +29,9 @@ The words, as they are used everywhere:
 - cross-device ops: who carries an exchange out.
 """
 
+from mirror import callbacks as callbacks
 from mirror import config as config
+from mirror import data as data
 from mirror import debugging as debugging
 from mirror._errors import InvalidDeviceError as InvalidDeviceError
 from mirror._errors import ReplicaDivergenceError as ReplicaDivergenceError
@@ -48,13 +50,19 @@ from mirror.data.distribute import DistributedDataset as DistributedDataset
 from mirror.data.distribute import InputContext as InputContext
 from mirror.devices.placement import add_n as add_n
 from mirror.devices.placement import device as device
+from mirror.explain.program import ProgramReport as ProgramReport
+from mirror.explain.report import Explanation as Explanation
 from mirror.mirrored import MirroredStrategy as MirroredStrategy
 from mirror.mirrored import OneDeviceStrategy as OneDeviceStrategy
 from mirror.mirrored import get_replica_context as get_replica_context
 from mirror.mirrored import get_strategy as get_strategy
+from mirror.parallel import DataParallel as DataParallel
 from mirror.program.ensure import ensure_mirrored as ensure_mirrored
 from mirror.randomness import example_keys as example_keys
 from mirror.strategy import Strategy as Strategy
 from mirror.strategy import ValueContext as ValueContext
+from mirror.training.checkpoint import load_checkpoint as load_checkpoint
+from mirror.training.history import History as History
+from mirror.training.trainer import Trainer as Trainer
 from mirror.values import PerReplica as PerReplica
 from mirror.variables import Variable as Variable

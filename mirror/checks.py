@@ -109,6 +109,11 @@ class VerifyReport:
         num_replicas: how many replicas were held against one device.
         rtol: the largest relative difference that was allowed.
         rows: the leaves, in the order of results, then variables.
+
+    >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
+    >>> print(strategy.verify(lambda x: 2 * x, (mirror.PerReplica([[1.0], [2.0]]),)))
+    2 replicas against one device, relative differences (allowed: 1e-05):
+        0.0e+00  result
     """
 
     num_replicas: int
@@ -136,25 +141,25 @@ def verify(
 ) -> VerifyReport:
     """See `Strategy.verify`."""
     arguments = calls.hoist_nested(args, kwargs)
-    here, there = _copy_of(arguments.objects), _copy_of(arguments.objects)
+    here, there = copy_of(arguments.objects), copy_of(arguments.objects)
     collapse(there)
     if Variable.in_use:  # some may be no arguments, and must be as they were afterwards
-        many.prepare(fn, *_with(arguments.tree, here))
+        many.prepare(fn, *with_objects(arguments.tree, here))
     captured = many.captured(fn)
     names = calls.object_names(fn, arguments.tree, [*arguments.objects, *captured], captured)
     num_replicas = len(many.replicas)
-    saved = _copy_of(captured)
+    saved = copy_of(captured)
     try:
         before = _variables([*here, *captured], names)
-        got = many.run(fn, *_with(arguments.tree, here))
+        got = many.run(fn, *with_objects(arguments.tree, here))
         after = _variables([*here, *captured], names)
-        _restore(captured, saved)
+        restore(captured, saved)
         collapse(captured)
-        whole = jax.tree.map(_whole_batch, arguments.tree, is_leaf=is_per_replica)
-        wanted = single.run(fn, *_with(whole, there))
+        whole = jax.tree.map(whole_batch, arguments.tree, is_leaf=is_per_replica)
+        wanted = single.run(fn, *with_objects(whole, there))
         expected = _variables([*there, *captured], names)
     finally:
-        _restore(captured, saved)
+        restore(captured, saved)
     rows = _compare_results(got, wanted)
     for name, value in after.items():
         rows.append(Difference(name, relative_difference(value, expected[name])))
@@ -171,7 +176,7 @@ def verify(
             "mirror.REPLICA_AXIS makes it one), dropout, which draws on each replica anew; for one "
             "variable alone, a true gradient of zero, as of a bias before a batch normalisation "
             "(use_bias=False): then rounding is compared with rounding."
-            + _shared_draws(many.prepare(fn, *_with(arguments.tree, here)).shared_draws)
+            + _shared_draws(many.prepare(fn, *with_objects(arguments.tree, here)).shared_draws)
         )
     return report
 
@@ -186,7 +191,8 @@ def _shared_draws(lines: Sequence[str]) -> str:
     )
 
 
-def _copy_of(objects: Sequence[Any]) -> list[Any]:
+def copy_of(objects: Sequence[Any]) -> list[Any]:
+    """Copies of nnx objects, which share with each other what the objects share."""
     graphdef: Any
     graphdef, state = nnx.split(tuple(objects))
     return list(nnx.merge(graphdef, jax.tree.map(_copy, state)))
@@ -196,13 +202,14 @@ def _copy(leaf: Any) -> Any:
     return Parts([jnp.copy(x) for x in leaf.arrays]) if isinstance(leaf, Parts) else jnp.copy(leaf)
 
 
-def _restore(variables: Sequence[Variable], saved: Sequence[Any]) -> None:
+def restore(variables: Sequence[Variable], saved: Sequence[Any]) -> None:
     """Gives variables the values of copies of them, and keeps the copies."""
-    for variable, copied in zip(variables, _copy_of(list(saved)), strict=True):
+    for variable, copied in zip(variables, copy_of(list(saved)), strict=True):
         variable.set_raw_value(copied.get_raw_value())
 
 
-def _with(tree: Any, objects: list[Any]) -> Any:
+def with_objects(tree: Any, objects: list[Any]) -> Any:
+    """The arguments of a call with these objects in the places where others were taken out."""
     return jax.tree.map(
         lambda node: objects[node.number] if isinstance(node, calls.Hoisted) else node,
         tree,
@@ -210,15 +217,15 @@ def _with(tree: Any, objects: list[Any]) -> Any:
     )
 
 
-def _whole_batch(leaf: Any) -> Any:
+def whole_batch(leaf: Any) -> Any:
     """A per-replica batch as the one batch of a lone replica."""
     if not is_per_replica(leaf):
         return leaf
     rows = [np.asarray(value) for value in leaf.values]
     if rows[0].ndim == 0:
         raise ValueError(
-            f"verify puts the replicas' batches together to one, but {leaf!r} has one scalar for "
-            "each replica and no batch axis. Pass it mirrored, or in a batch."
+            f"The replicas' batches are put together to one, but {leaf!r} has one scalar for each "
+            "replica and no batch axis. Pass it mirrored, or in a batch."
         )
     return PerReplica([np.concatenate(rows)])
 
@@ -226,7 +233,7 @@ def _whole_batch(leaf: Any) -> Any:
 def _variables(objects: list[Any], names: Sequence[str]) -> dict[str, np.ndarray]:
     if not objects:
         return {}
-    objects = _copy_of(objects)
+    objects = copy_of(objects)
     collapse(objects)
     structure = Structure(objects)
     leaves = jax.tree.leaves(nnx.split(tuple(objects))[1])

@@ -1,6 +1,7 @@
 """What the proof decides: which state comes back, what is averaged, which results are mirrored."""
 
-from collections.abc import Mapping, Sequence
+import enum
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from flax import nnx
@@ -22,6 +23,37 @@ class Plan(NamedTuple):
     changed: list[int]
     averaged: list[int]
     per_replica_results: list[bool]
+
+
+class Fate(enum.Enum):
+    """What becomes of a leaf of the nnx objects in a step."""
+
+    UNCHANGED = "unchanged"
+    MIRRORED = "mirrored"
+    AVERAGED = "averaged"
+    OWN = "own"
+    DIVERGING = "diverging"
+
+
+def fates(
+    slots: Sequence[tuple[Slot, str]],
+    given: Sequence[object],
+    after: Sequence[Mark],
+    keys: Mapping[int, Mark],
+) -> list[Fate]:
+    """What becomes of each leaf; the arguments are those of `make_plan`."""
+
+    def fate(i: int, slot: Slot, mark: Mark) -> Fate:
+        if mark.source is given[i] or (i in keys and mark.source is keys[i].source):
+            return Fate.UNCHANGED
+        if mark.per_replica and issubclass(slot.kind, nnx.BatchStat):
+            return Fate.AVERAGED
+        if slot.is_own:
+            return Fate.OWN
+        return Fate.DIVERGING if mark.per_replica else Fate.MIRRORED
+
+    pairs = enumerate(zip(slots, after, strict=True))
+    return [fate(i, slot, mark) for i, ((slot, _), mark) in pairs]
 
 
 def make_plan(
@@ -47,22 +79,23 @@ def make_plan(
     Raises:
         ReplicaDivergenceError: a variable other than a batch statistic would differ.
     """
-    changed, averaged, diverging = [], [], []
-    for i, ((slot, name), mark) in enumerate(zip(slots, after, strict=True)):
-        if mark.source is given[i] or (i in keys and mark.source is keys[i].source):
-            continue
-        changed.append(i)
-        if mark.per_replica and issubclass(slot.kind, nnx.BatchStat):
-            averaged.append(i)
-        elif mark.per_replica and not slot.is_own:
-            diverging.append(f"{name}: {cause(mark, leaf_names)}")
+    found = list(enumerate(fates(slots, given, after, keys)))
+    diverging = [i for i, fate in found if fate is Fate.DIVERGING]
     if diverging:
-        raise ReplicaDivergenceError(
-            f"After {step_name} the replicas would hold different values of\n{listing(diverging)}\n"
-            "Reduce what is computed from per-replica data before it reaches a variable:\n"
-            '  grads = mirror.get_replica_context().all_reduce("mean", grads)'
-        )
+        causes = (f"{slots[i][1]}: {cause(after[i], leaf_names)}" for i in diverging)
+        raise ReplicaDivergenceError(divergence(step_name, causes))
+    changed = [i for i, fate in found if fate is not Fate.UNCHANGED]
+    averaged = [i for i, fate in found if fate is Fate.AVERAGED]
     return Plan(changed, averaged, [mark.per_replica for mark in results])
+
+
+def divergence(step_name: str, causes: Iterable[str]) -> str:
+    """Words a step after which variables would differ: which and why, and the fix."""
+    return (
+        f"After {step_name} the replicas would hold different values of\n{listing(causes)}\n"
+        "Reduce what is computed from per-replica data before it reaches a variable:\n"
+        '  grads = mirror.get_replica_context().all_reduce("mean", grads)'
+    )
 
 
 def cause(mark: Mark, leaf_names: Sequence[str]) -> str:

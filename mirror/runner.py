@@ -27,6 +27,7 @@ from mirror.devices.log import placement_log
 from mirror.devices.replicas import ReplicaDevices, any_deleted, buffers_of, move
 from mirror.executors.choice import choose, choose_for_unequal
 from mirror.executors.executor import MeshProgram, SignatureChanged
+from mirror.executors.staged import StagedExecutor
 from mirror.objects import ObjectTable
 from mirror.parts import Parts
 from mirror.plan import make_plan
@@ -34,7 +35,7 @@ from mirror.program import exchanges
 from mirror.program.match import join_marks
 from mirror.program.proof import prove
 from mirror.program.trace import abstract, trace
-from mirror.step import Call, Program, Step
+from mirror.step import Call, Program, Step, Traced
 from mirror.variables import Variable
 
 Variants = tuple[tuple[tuple[jax.ShapeDtypeStruct, ...], tuple[int, ...]], ...]
@@ -119,6 +120,11 @@ class Runner:
             pass
         program = self._find(call, key, leaves)
         return program(call, self._apart(call, leaves, program.donated))
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether programs are run in stages, so that there is no one program to lower."""
+        return isinstance(self._executor, StagedExecutor)
 
     def lower(self, fn: StepFunction, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The program of a call, lowered: its text, its cost and its memory. Runs nothing."""
@@ -337,13 +343,26 @@ class Runner:
             members.setdefault((*state, *own), []).append(replica)
         return tuple((avals, tuple(ids)) for avals, ids in members.items())
 
-    def _make(self, call: Call, variants: Variants) -> Program:
-        """Traces, proves and plans; XLA compiles when the program first runs."""
+    def traced(
+        self, fn: StepFunction, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[Call, Traced]:
+        """A call and its traces, for a report; neither proved nor run."""
+
+        def traced() -> tuple[Call, Traced]:
+            call = self._call(fn, args, kwargs, ())
+            leaves = self._placed(call, call.layout.dynamic_leaves(call.leaves))
+            for i in call.layout.per_replica:
+                self._require_rows(call, i, leaves[i])
+            return call, self._trace(call, self._variants(call, leaves))
+
+        return self._with_variables(fn, traced)
+
+    def _trace(self, call: Call, variants: Variants) -> Traced:
+        """Traces a call for each set of shapes."""
         calls.require_nothing_bound(call.fn)
         unequal = len(variants) > 1
         gathers = Gathers() if unequal else None
         steps = [Step(self._group, call, avals, gathers) for avals, _ in variants]
-        step = steps[0]
         order: list[int] = []
 
         def flat(step: Step, *leaves: Any) -> list[Array]:
@@ -359,21 +378,19 @@ class Runner:
             raise VariablesFound({id(variable): variable for variable in found})
         _require_one_result(steps, variants, jaxprs)
         calls.require_nothing_captured(call.fn, jaxprs[0].consts)
+        return Traced(steps, jaxprs, order)
+
+    def _make(self, call: Call, variants: Variants) -> Program:
+        """Traces, proves and plans; XLA compiles when the program first runs."""
+        unequal = len(variants) > 1
+        traced = self._trace(call, variants)
+        steps, jaxprs, _ = traced
+        step = steps[0]
         draws: list[str] = []
+        n = self._group.num_replicas_in_sync
         proved = [prove(jaxpr, step.per_replica, n, draws) for jaxpr in jaxprs]
-        marks = join_marks(jaxprs, proved) if unequal else proved[0]
-        ends = len(step.out_names), len(step.out_names) + step.num_state
-        structure = call.structure
-        state_names = structure.names(call.object_names) if structure is not None else []
-        plan = make_plan(
-            step.name,
-            list(zip(structure.leaf_slots, state_names, strict=True)) if structure else [],
-            jaxprs[0].jaxpr.invars[: step.num_state],
-            marks[: ends[0]],
-            marks[ends[0] : ends[1]],
-            dict(zip(order, marks[ends[1] :], strict=True)),
-            [*state_names, *call.leaf_names],
-        )
+        marks = traced.apart(join_marks(jaxprs, proved) if unequal else proved[0])
+        plan = make_plan(step.name, call.slots, traced.given, *marks, call.input_names)
         executor = self._for_unequal() if unequal else self._executor
         pairs = [(each, ids) for each, (_, ids) in zip(steps, variants, strict=True)]
         program = Program(pairs, plan, call, executor, exchanges.in_words(jaxprs[0].jaxpr))

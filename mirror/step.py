@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.extend.core import ClosedJaxpr
 
 from mirror import calls
 from mirror._errors import describe
@@ -21,8 +22,9 @@ from mirror.executors.executor import (
     SignatureChanged,
     Variant,
 )
-from mirror.objects import Record, Structure, is_object
+from mirror.objects import Record, Slot, Structure, is_object
 from mirror.plan import Plan
+from mirror.program.proof import Mark
 from mirror.program.trace import abstract, afresh
 from mirror.values import PerReplica
 from mirror.variables import Captures, Variable
@@ -62,6 +64,19 @@ class Call(NamedTuple):
         """The user's names for the leaves that are arrays or numbers."""
         names = calls.leaf_names(self.fn, self.tree)
         return [names[i] for i in self.layout.dynamic]
+
+    @property
+    def slots(self) -> list[tuple[Slot, str]]:
+        """The place of each leaf of the nnx objects, with the user's name for it."""
+        found = self.structure
+        if found is None:
+            return []
+        return list(zip(found.leaf_slots, found.names(self.object_names), strict=True))
+
+    @property
+    def input_names(self) -> list[str]:
+        """The user's names of all inputs of the program: the objects' leaves, then the others."""
+        return [*(name for _, name in self.slots), *self.leaf_names]
 
     def donated(self) -> list[int]:
         """Positions of the leaves whose buffers the user gives up."""
@@ -163,6 +178,34 @@ class Step:
                 )
             results.append(jnp.asarray(leaf))
         return results
+
+
+class Traced(NamedTuple):
+    """A step and its replica programs, one for each set of shapes; not yet proved.
+
+    Attributes:
+        steps: the step, for each set of shapes.
+        jaxprs: what each was traced to. The outputs are the results, the objects' leaves
+            afterwards, and the keys as the replica had them.
+        keys: positions of those keys among the objects' leaves.
+    """
+
+    steps: Sequence[Step]
+    jaxprs: Sequence[ClosedJaxpr]
+    keys: Sequence[int]
+
+    @property
+    def given(self) -> Sequence[object]:
+        """The variables of the program that hold the objects' leaves at first."""
+        return self.jaxprs[0].jaxpr.invars[: self.steps[0].num_state]
+
+    def apart(
+        self, marks: Sequence[Mark]
+    ) -> tuple[Sequence[Mark], Sequence[Mark], dict[int, Mark]]:
+        """What is known of the results, of the objects' leaves, and of the keys."""
+        start = len(self.steps[0].out_names)
+        end = start + self.steps[0].num_state
+        return marks[:start], marks[start:end], dict(zip(self.keys, marks[end:], strict=True))
 
 
 class Program:

@@ -24,6 +24,9 @@ from mirror.devices import backend
 from mirror.devices.log import unlogged
 from mirror.devices.replicas import ReplicaDevices, copies_of, move
 from mirror.display import Table, device_table
+from mirror.explain.program import ProgramReport, describe_program
+from mirror.explain.report import Explanation
+from mirror.explain.timing import Runners, explain, require_steps
 from mirror.reductions import canonical_axes, gathering, reduction
 from mirror.runner import Runner
 from mirror.values import PerReplica, is_per_replica, on_replicas
@@ -36,6 +39,10 @@ class ValueContext(NamedTuple):
     Attributes:
         replica_id_in_sync_group: the replica's number, 0 to n - 1.
         num_replicas_in_sync: how many there are.
+
+    >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
+    >>> strategy.distribute_values_from_function(lambda context: context.replica_id_in_sync_group)
+    PerReplica(0, 1)
     """
 
     replica_id_in_sync_group: int
@@ -46,6 +53,10 @@ class Strategy(abc.ABC):
     """Runs a step once per replica, on its devices, and keeps their state the same.
 
     Abstract: `MirroredStrategy` and `OneDeviceStrategy` say which devices there are.
+
+    >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
+    >>> isinstance(strategy, Strategy), strategy.num_replicas_in_sync
+    (True, 2)
     """
 
     @abc.abstractmethod
@@ -88,6 +99,12 @@ class Strategy(abc.ABC):
 
         Raises:
             RuntimeError: on entering, inside a replica or another strategy's scope.
+
+        >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
+        >>> with strategy.scope():
+        ...     w = jnp.ones(3)
+        >>> len(w.devices())
+        2
         """
         return Scope(self)
 
@@ -132,6 +149,12 @@ class Strategy(abc.ABC):
             TypeError: `args` is no tuple or list, or `fn` returned something else than arrays.
             ValueError: a deleted array, a `PerReplica` of another number of replicas, a changed
                 model structure, an nnx object that `fn` reads without its being an argument.
+
+        >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
+        >>> def step(w, x):
+        ...     return w * x, mirror.get_replica_context().all_reduce("sum", x)
+        >>> strategy.run(step, (10.0, mirror.PerReplica([1.0, 2.0])))
+        (PerReplica(10., 20.), Array(3., dtype=float32))
         """
         if current_frame() is not None:
             require_cross_replica(self, "run", "Call the function itself; it is in a replica.")
@@ -169,6 +192,12 @@ class Strategy(abc.ABC):
                 value without leaves.
             TypeError: a leaf that is no array or number, `op`, `axis` or `where` of a wrong type.
             RuntimeError: called inside a replica or another strategy's scope.
+
+        >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
+        >>> strategy.reduce("mean", mirror.PerReplica([1.0, 2.0]))
+        Array(1.5, dtype=float32)
+        >>> strategy.reduce("mean", mirror.PerReplica([[1.0, 2.0], [3.0, 8.0]]), axis=0)
+        Array(3.5, dtype=float32)
         """
         require_cross_replica(self, "reduce", "Use mirror.get_replica_context().all_reduce there.")
         value = unwrapped(value)
@@ -192,6 +221,10 @@ class Strategy(abc.ABC):
         Raises:
             ValueError: there is no such axis, or there are no leaves.
             RuntimeError: called inside a replica or another strategy's scope.
+
+        >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
+        >>> strategy.gather(mirror.PerReplica([[1, 2], [3]]))
+        Array([1, 2, 3], dtype=int32)
         """
         require_cross_replica(self, "gather", "Use mirror.get_replica_context().all_gather there.")
         value = unwrapped(value)
@@ -203,7 +236,12 @@ class Strategy(abc.ABC):
 
     @final
     def local_results(self, value: PyTree) -> tuple[PyTree, ...]:
-        """One tree for each replica: a `PerReplica`'s values, a mirrored array's copies."""
+        """One tree for each replica: a `PerReplica`'s values, a mirrored array's copies.
+
+        >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
+        >>> [int(value) for value in strategy.local_results(mirror.PerReplica([1, 2]))]
+        [1, 2]
+        """
         treedef: Any
         leaves, treedef = jax.tree.flatten(unwrapped(value), is_leaf=is_per_replica)
         columns = [self._local(leaf) for leaf in leaves]
@@ -234,6 +272,11 @@ class Strategy(abc.ABC):
             ValueError: an unknown `remainder`, a negative `prefetch`; while iterating, a batch that
                 does not divide, whose leaves differ in leading size, or that holds scalars.
             TypeError: no iterable of batches; while iterating, a leaf that is no array.
+
+        >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
+        >>> (batch,) = strategy.distribute_dataset([{"x": np.arange(4)}])
+        >>> batch["x"]
+        PerReplica([0, 1], [2, 3])
         """
         require_cross_replica(self, "distribute_dataset", "Pass the step its batch.")
         return DistributedDataset(dataset, self._replicas, remainder, prefetch)
@@ -256,6 +299,11 @@ class Strategy(abc.ABC):
         Raises:
             TypeError: `fn` returned no iterable.
             ValueError: a negative `prefetch`; while iterating, batches that differ in structure.
+
+        >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
+        >>> batches = [np.zeros(1), np.ones(2)]
+        >>> list(strategy.distribute_datasets_from_function(lambda context: batches))
+        [PerReplica([0.], [1., 1.])]
         """
         method = "distribute_datasets_from_function"
         require_cross_replica(self, method, "Pass the step its batch.")
@@ -276,6 +324,10 @@ class Strategy(abc.ABC):
             ValueError: the replicas' trees, dtypes or numbers of dimensions differ.
             TypeError: a leaf that is no array and no number.
             RuntimeError: called inside a replica or another strategy's scope.
+
+        >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
+        >>> strategy.distribute_values_from_function(lambda c: c.replica_id_in_sync_group)
+        PerReplica(0, 1)
         """
         method = "distribute_values_from_function"
         require_cross_replica(self, method, "Make the value in the step.")
@@ -309,6 +361,11 @@ class Strategy(abc.ABC):
             ValueError: an array does not lie on this strategy's devices.
             TypeError: a leaf is a `PerReplica`.
             RuntimeError: called inside a replica or another strategy's scope.
+
+        >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
+        >>> with strategy.scope():
+        ...     w = jnp.ones(3)
+        >>> strategy.check_mirrored({"w": w})
         """
         require_cross_replica(self, "check_mirrored", "Check after the step.")
         if self._with_one_on_each is None:
@@ -343,6 +400,12 @@ class Strategy(abc.ABC):
             ReplicaMismatchError: leaves differ by more; the message names them.
             RuntimeError: called inside a replica or another strategy's scope.
             ValueError: a `PerReplica` leaf has no batch axis.
+
+        >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
+        >>> def step(batch):
+        ...     return mirror.get_replica_context().all_reduce("mean", batch.mean())
+        >>> strategy.verify(step, (mirror.PerReplica([[1.0, 2.0], [3.0, 4.0]]),)).largest
+        0.0
         """
         require_cross_replica(self, "verify", "Verify the step from outside.")
         kwargs = {} if kwargs is None else kwargs
@@ -350,6 +413,93 @@ class Strategy(abc.ABC):
         if self._lone is None:
             self._lone = self._alone()
         return checks.verify(self._runner, self._lone._runner, fn, args, kwargs, rtol)
+
+    @final
+    def program(
+        self,
+        fn: StepFunction,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> ProgramReport:
+        """Says in words what the proof finds in a step; traces it and runs nothing.
+
+        For each result and each variable whether it is mirrored, and what made it so: the exchange
+        behind it, or the argument that replicas differ in. And the exchanges, in their order. A
+        step that `run` would refuse is not refused here: the report says what would diverge.
+
+        Args:
+            fn: the step, as for `run`.
+            args: its arguments, as for `run`; models are not changed.
+            kwargs: its keyword arguments.
+
+        Returns:
+            A report; `print` it.
+
+        Raises:
+            RuntimeError: called inside a replica or another strategy's scope.
+            TypeError: `args` is no tuple or list, or `fn` is no function.
+            ValueError: arguments that `run` refuses too.
+
+        >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
+        >>> def step(x):
+        ...     return x, mirror.get_replica_context().all_reduce("sum", x)
+        >>> report = strategy.program(step, (mirror.PerReplica([1.0, 2.0]),))
+        >>> [(row.name, row.state) for row in report.results]
+        [('result[0]', 'per-replica'), ('result[1]', 'mirrored')]
+        """
+        require_cross_replica(self, "program", "Ask for it from outside.")
+        kwargs = {} if kwargs is None else kwargs
+        calls.require_call(fn, args, kwargs)
+        return describe_program(self._runner, fn, args, kwargs)
+
+    @final
+    def explain(
+        self,
+        fn: StepFunction,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        data: Iterable[PyTree] | None = None,
+        steps: int = 20,
+    ) -> Explanation:
+        """Measures where the time of a step goes, and says what to change.
+
+        It runs the step some hundred times, on copies of the models: nothing is changed. The parts
+        add up to the time of a step in a loop; `mirror.explain.timing` says what each means.
+
+        Args:
+            fn: the step, as for `run`.
+            args: its arguments, as for `run`; without the batch, if there are `data`.
+            kwargs: its keyword arguments.
+            data: what the batches come from, as `distribute_dataset` makes it: each is the last
+                positional argument of a step. It is read again from its start when it ends. `None`:
+                the step gets the same arguments each time, and waits for no data.
+            steps: how many to measure; several times so many run.
+
+        Returns:
+            An explanation with a verdict; `print` it.
+
+        Raises:
+            ReplicaDivergenceError: as from `run`.
+            RuntimeError: called inside a replica or another strategy's scope.
+            TypeError: `steps` is no int; as from `run`.
+            ValueError: `steps` is below 1, the data end and cannot be read again; as from `run`.
+
+        >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
+        >>> def step(x):
+        ...     return mirror.get_replica_context().all_reduce("sum", x)
+        >>> explanation = strategy.explain(step, (mirror.PerReplica([1.0, 2.0]),), steps=2)
+        >>> explanation.num_exchanges, sorted(explanation.shares)
+        (1, ['compute', 'dispatch', 'exchange', 'input', 'transfer'])
+        """
+        require_cross_replica(self, "explain", "Explain the step from outside.")
+        kwargs = {} if kwargs is None else kwargs
+        calls.require_call(fn, args, kwargs)
+        require_steps(steps)
+        if self._lone is None:
+            self._lone = self._alone()
+        scratch = Runner(self, self._replicas, self._cross_device_ops)
+        runners = Runners(self._runner, scratch, self._lone._runner)
+        return explain(runners, fn, args, kwargs, data, steps)
 
     @abc.abstractmethod
     def _alone(self) -> "Strategy":

@@ -21,6 +21,21 @@ def in_word(primitive: str) -> str:
     return _WORDS.get(primitive, primitive)
 
 
+_OPS = {"psum": "sum", "pmax": "max", "pmin": "min"}
+
+
+def op_of(primitive: str) -> str:
+    """What a reduction does: `sum`, also for a mean, which is divided afterwards; else nothing."""
+    return _OPS.get(primitive, "")
+
+
+def past(eqn: JaxprEqn) -> str:
+    """What an exchange has done to its result: `all-reduced (sum)`."""
+    op = op_of(eqn.primitive.name)
+    word = in_word(eqn.primitive.name).replace("reduce", "reduced").replace("gather", "gathered")
+    return f"{word} ({op})" if op else word
+
+
 def in_words(jaxpr: Jaxpr) -> list[tuple[str, str]]:
     """What travels in a program, for each kind how much: `"all-reduce", "3 arrays, 1.5 KiB"`.
 

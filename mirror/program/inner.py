@@ -31,10 +31,18 @@ def jaxpr_of(program: ClosedJaxpr | Jaxpr) -> Jaxpr:
 
 def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
     """All operations, those of inner programs too."""
-    for eqn in jaxpr.eqns:
+    for eqn, _ in nested_equations(jaxpr):
         yield eqn
+
+
+def nested_equations(
+    jaxpr: Jaxpr, around: tuple[JaxprEqn, ...] = ()
+) -> Iterator[tuple[JaxprEqn, tuple[JaxprEqn, ...]]]:
+    """All operations, each with those that it stands inside of, the outermost first."""
+    for eqn in jaxpr.eqns:
+        yield eqn, around
         for inner in inner_programs(eqn.params.values()):
-            yield from equations(jaxpr_of(inner))
+            yield from nested_equations(jaxpr_of(inner), (*around, eqn))
 
 
 def walk(

@@ -39,7 +39,8 @@ def join_marks(programs: Sequence[ClosedJaxpr], marks: Sequence[Sequence[Mark]])
         origins = [mark.origin for mark in of_output if mark.per_replica]
         alike = len(set(same)) == 1
         origin = next(iter([*origins, *([] if alike else [_SHAPES])]), None)
-        joined.append(Mark(origin, of_output[0].source if alike else None))
+        source = of_output[0].source if alike else None
+        joined.append(Mark(origin, source, of_output[0].behind))
     return joined
 
 

@@ -20,7 +20,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from mirror._errors import ReplicaDivergenceError, listing
 from mirror._frames import is_users
 from mirror.program.ensure import ensured_p
-from mirror.program.exchanges import contains_exchange, is_exchange, names_axis
+from mirror.program.exchanges import contains_exchange, is_exchange, names_axis, past
 from mirror.program.inner import Scan, While, called, equations, inner_programs, jaxpr_of
 from mirror.program.trace import trace
 
@@ -39,10 +39,13 @@ class Mark:
     Attributes:
         origin: what made it per-replica, a user's line or an input's index; `None`: it is mirrored.
         source: the variable it is an unchanged copy of.
+        behind: the exchanges whose results a mirrored value was computed from, in words; noted
+            only where somebody asks.
     """
 
     origin: int | str | None = None
     source: object = None
+    behind: frozenset[str] = frozenset()
 
     @property
     def per_replica(self) -> bool:
@@ -52,7 +55,12 @@ class Mark:
     def join(self, other: "Mark") -> "Mark":
         """What is known of a value that may be either."""
         origin = other.origin if self.origin is None else self.origin
-        return Mark(origin, self.source if self.source is other.source else None)
+        source = self.source if self.source is other.source else None
+        return Mark(origin, source, self.behind | other.behind)
+
+    def of(self, source: object) -> "Mark":
+        """The same of a value that is a copy of this variable, or of none."""
+        return Mark(self.origin, source, self.behind)
 
 
 _MIRRORED = Mark()
@@ -63,6 +71,7 @@ def prove(
     per_replica: Sequence[bool],
     num_replicas: int = 1,
     shared_draws: list[str] | None = None,
+    problems: list[str] | None = None,
 ) -> list[Mark]:
     """Marks the outputs of a replica program whose inputs are per-replica as told.
 
@@ -71,6 +80,8 @@ def prove(
         per_replica: for each input, whether replicas may hold different values.
         num_replicas: the size of the replica axis.
         shared_draws: gets the user's lines that draw the same random numbers on all replicas.
+        problems: gets what would be refused, for a report, and nothing is; the marks then say which
+            exchanges are behind them.
 
     Raises:
         ReplicaDivergenceError: an exchange stands under a `cond`, `switch` or `while` that replicas
@@ -78,8 +89,10 @@ def prove(
     """
     inputs = [Mark(i if differs else None) for i, differs in enumerate(per_replica)]
     named = [Mark(m.origin, var) for m, var in zip(inputs, jaxpr.jaxpr.invars, strict=True)]
-    walk = _Pass(num_replicas)
+    walk = _Pass(num_replicas, reports=problems is not None)
     marks = walk.closed(jaxpr, named)[0]
+    if problems is not None:
+        problems += walk.problems
     if shared_draws is not None:
         shared_draws += walk.shared_draws
     return marks
@@ -88,11 +101,19 @@ def prove(
 class _Pass:
     """One walk through a program. `control` says under which per-replica branch it stands."""
 
-    def __init__(self, num_replicas: int) -> None:
+    def __init__(self, num_replicas: int, *, reports: bool = False) -> None:
         self.num_replicas = num_replicas
+        self.reports = reports
+        self.problems: dict[str, None] = {}
         self.control: str | None = None
         self.within: list[JaxprEqn] = []
         self.shared_draws: dict[str, None] = {}
+
+    def refuse(self, message: str) -> None:
+        """Ends the proof, or notes for a report that it would have ended."""
+        if not self.reports:
+            raise ReplicaDivergenceError(message)
+        self.problems[message] = None
 
     def closed(self, jaxpr: ClosedJaxpr, marks: Sequence[Mark]) -> tuple[list[Mark], list[Mark]]:
         return self.walk(jaxpr.jaxpr, marks)
@@ -101,7 +122,7 @@ class _Pass:
         """Marks of the outputs, and of the inputs afterwards (a `Ref` may have been written)."""
         env: dict[Any, Mark] = dict.fromkeys(jaxpr.constvars, _MIRRORED)
         pairs = zip(jaxpr.invars, marks, strict=True)
-        env.update((var, Mark(mark.origin, mark.source or var)) for var, mark in pairs)
+        env.update((var, mark.of(mark.source or var)) for var, mark in pairs)
 
         def read(atom: Any) -> Mark:
             return _MIRRORED if isinstance(atom, Literal) else env[atom]
@@ -115,9 +136,9 @@ class _Pass:
             # A variable of an inner program stands for another value in each of its calls.
             known = {id(mark.source) for mark in before}
             for var, mark in zip(eqn.outvars, outputs, strict=True):
-                env[var] = Mark(mark.origin, mark.source if id(mark.source) in known else var)
+                env[var] = mark.of(mark.source if id(mark.source) in known else var)
         after = [
-            Mark(env[var].origin) if _is_ref(var) else mark
+            env[var].of(None) if _is_ref(var) else mark
             for var, mark in zip(jaxpr.invars, marks, strict=True)
         ]
         return [read(atom) for atom in jaxpr.outvars], after
@@ -125,8 +146,8 @@ class _Pass:
     def equation(self, eqn: JaxprEqn, marks: list[Mark]) -> tuple[list[Mark], list[Mark]]:
         name = eqn.primitive.name
         if self.control is not None and is_exchange(eqn):
-            raise ReplicaDivergenceError(_would_hang(eqn, self.control))
-        _require_ensured(eqn, marks)
+            self.refuse(_would_hang(eqn, self.control))
+        self.require_ensured(eqn, marks)
         if name == "scan":
             return self.scan(eqn, marks)
         if name == "while":
@@ -153,23 +174,34 @@ class _Pass:
     def plain(self, eqn: JaxprEqn, marks: list[Mark]) -> tuple[list[Mark], list[Mark]]:
         """An ordinary operation, an exchange, or a read or write of a `Ref`."""
         if eqn.primitive.name in _MIRRORING and _spans_whole_axis(eqn):
-            return [_MIRRORED] * len(eqn.outvars), marks
+            return [self.exchanged(eqn)] * len(eqn.outvars), marks
         joined = _computed(marks)
         if eqn.primitive.name in _DRAWS and not joined.per_replica:
-            self.shared_draws[self.line(eqn)] = None
+            self.shared_draws[line_within(eqn, self.within)] = None
         if _is_replica_source(eqn) and not joined.per_replica:
             joined = Mark(f"{eqn.primitive.name} at {user_line(eqn)}")
         if eqn.primitive.name not in _REF_READS:
             marks = self.written(eqn, marks, joined)
         return [joined] * len(eqn.outvars), marks
 
-    def line(self, eqn: JaxprEqn) -> str:
-        """The user's line; JAX's own functions are traced once and know only who called first."""
-        for outer in reversed(self.within):
-            if user_line(eqn) != _NO_LINE:
-                break
-            eqn = outer
-        return user_line(eqn)
+    def require_ensured(self, eqn: JaxprEqn, marks: list[Mark]) -> None:
+        """Refuses an `ensure_mirrored` of values that replicas may differ in."""
+        if eqn.primitive is not ensured_p:
+            return
+        pairs = zip(eqn.params["names"], marks, strict=True)
+        differing = [name for name, mark in pairs if mark.per_replica]
+        if differing:
+            self.refuse(
+                f"ensure_mirrored at {user_line(eqn)}: replicas may hold different values of\n"
+                f"{listing(differing)}\nReduce what is computed from per-replica data first:\n"
+                '  grads = mirror.get_replica_context().all_reduce("mean", grads)'
+            )
+
+    def exchanged(self, eqn: JaxprEqn) -> Mark:
+        """What is known of the result of an exchange."""
+        if not self.reports:
+            return _MIRRORED
+        return Mark(behind=frozenset({f"{past(eqn)} at {line_within(eqn, self.within)}"}))
 
     def written(self, eqn: JaxprEqn, marks: Sequence[Mark], value: Mark) -> list[Mark]:
         """Marks of the inputs after the value, or not, was written to the `Ref`s among them."""
@@ -192,7 +224,7 @@ class _Pass:
         if not worst.per_replica and any(_contains_replica_source(program) for program in inner):
             worst = Mark(f"{eqn.primitive.name} at {user_line(eqn)}")
         if worst.per_replica and any(map(contains_exchange, inner)):
-            raise ReplicaDivergenceError(
+            self.refuse(
                 f"{user_line(eqn)}: replicas talk inside `{eqn.primitive.name}`, which may run "
                 "differently on each of them. Move the all-reduce out of it."
             )
@@ -205,14 +237,14 @@ class _Pass:
         carry = slice(num_consts, num_consts + num_carry)
         while True:
             # A slice is not its array, so it is a copy of nothing.
-            marks[carry.stop :] = [Mark(mark.origin) for mark in marks[carry.stop :]]
+            marks[carry.stop :] = [mark.of(None) for mark in marks[carry.stop :]]
             outputs, after = self.closed(scan.body, marks)
             joined = [*after[:num_consts], *_joins(marks[carry], outputs[:num_carry])]
             joined += after[carry.stop :]
             if joined == marks:
                 break
             marks = joined
-        stacked = [Mark(mark.origin) for mark in outputs[num_carry:]]
+        stacked = [mark.of(None) for mark in outputs[num_carry:]]
         return [*marks[carry], *stacked], [*marks[:num_consts], *marks[num_consts:]]
 
     def while_loop(self, eqn: JaxprEqn, marks: list[Mark]) -> tuple[list[Mark], list[Mark]]:
@@ -224,7 +256,7 @@ class _Pass:
             (predicate,), test_after = self.closed(test, [*test_consts, *carry])
             with _under(self, predicate, eqn):
                 if predicate.per_replica and contains_exchange(test.jaxpr):
-                    raise ReplicaDivergenceError(_would_hang(eqn, self.control or ""))
+                    self.refuse(_would_hang(eqn, self.control or ""))
                 outputs, after = self.closed(body, [*consts, *carry])
             joined = [_chosen(pair, predicate) for pair in zip(carry, outputs, strict=True)]
             new = (test_after[:num_test], after[:num_body], joined)
@@ -258,11 +290,13 @@ class _under:
         self.walk.control = self.saved
 
 
-def _computed(marks: Iterable[Mark]) -> Mark:
+def _computed(marks: Sequence[Mark]) -> Mark:
     """What is known of a value computed from values with these marks."""
     origins = [mark.origin for mark in marks if mark.per_replica]
     inputs = [origin for origin in origins if isinstance(origin, int)]  # says most to the user
-    return Mark(next(iter([*inputs, *origins]), None))
+    behind = [mark.behind for mark in marks if mark.behind]
+    origin = next(iter([*inputs, *origins]), None)
+    return Mark(origin, None, frozenset().union(*behind) if behind else frozenset())
 
 
 def _either(marks: Iterable[Mark]) -> Mark:
@@ -273,7 +307,7 @@ def _either(marks: Iterable[Mark]) -> Mark:
 def _chosen(marks: Iterable[Mark], predicate: Mark) -> Mark:
     """What is known of a value that the predicate picks from several, unless all are one."""
     mark = _either(marks)
-    return mark if mark.source is not None else mark.join(Mark(predicate.origin))
+    return mark if mark.source is not None else mark.join(predicate.of(None))
 
 
 def _expanded(eqn: JaxprEqn, num_replicas: int) -> ClosedJaxpr:
@@ -309,19 +343,6 @@ def _contains_replica_source(jaxpr: Jaxpr) -> bool:
     return any(map(_is_replica_source, equations(jaxpr)))
 
 
-def _require_ensured(eqn: JaxprEqn, marks: list[Mark]) -> None:
-    if eqn.primitive is not ensured_p:
-        return
-    pairs = zip(eqn.params["names"], marks, strict=True)
-    differing = [name for name, mark in pairs if mark.per_replica]
-    if differing:
-        raise ReplicaDivergenceError(
-            f"ensure_mirrored at {user_line(eqn)}: replicas may hold different values of\n"
-            f"{listing(differing)}\nReduce what is computed from per-replica data first:\n"
-            '  grads = mirror.get_replica_context().all_reduce("mean", grads)'
-        )
-
-
 def _would_hang(eqn: JaxprEqn, control: str) -> str:
     return (
         f"The {eqn.primitive.name} at {user_line(eqn)} stands under {control}, whose condition may "
@@ -340,3 +361,12 @@ def user_line(eqn: JaxprEqn) -> str:
         if is_users(frame.filename):
             return f"{os.path.basename(frame.filename)}:{frame.lineno} in {frame.name}"
     return _NO_LINE
+
+
+def line_within(eqn: JaxprEqn, around: Sequence[JaxprEqn]) -> str:
+    """The user's line; JAX's own functions are traced once and know only who called first."""
+    for outer in reversed(around):
+        if user_line(eqn) != _NO_LINE:
+            break
+        eqn = outer
+    return user_line(eqn)

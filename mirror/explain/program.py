@@ -1,0 +1,200 @@
+"""`strategy.program`: what the proof found in a step, in words."""
+
+import html
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import nnx
+
+from mirror._errors import ReplicaDivergenceError, bytes_in_words, describe
+from mirror._types import StepFunction
+from mirror.cross_device_ops import ReduceOp
+from mirror.display import Table
+from mirror.explain.exchanges import ExchangeRow, exchanges_of
+from mirror.plan import Fate, cause, divergence, fates
+from mirror.program.match import join_marks
+from mirror.program.proof import Mark, prove
+from mirror.program.trace import trace
+from mirror.runner import Runner
+from mirror.step import Call, Traced
+
+_MOST_LINES = 2
+_UNTOUCHED = "the step does not write to it"
+_AFTER = "run itself, after the step"
+
+
+@dataclass(frozen=True)
+class ValueRow:
+    """A result or a variable of a step.
+
+    Attributes:
+        name: the user's name for it: `result['loss']`, `model.first.kernel`.
+        value: its dtype and shape, of one replica: `float32[12,32]`.
+        state: `"mirrored"`, `"per-replica"`, `"averaged"`, `"diverges"` or `"unchanged"`.
+        why: what made it so.
+    """
+
+    name: str
+    value: str
+    state: str
+    why: str
+
+
+@dataclass(frozen=True)
+class ProgramReport:
+    """What the proof found in a step; `print` it, or let a notebook show it.
+
+    Attributes:
+        step: the step's name.
+        num_replicas: how many replicas would run it.
+        results: a row for each result.
+        variables: a row for each variable of the nnx objects.
+        exchanges: where replicas talk, in the order of the program.
+        problems: why `run` would refuse the step, and the fix; empty where it would not.
+    """
+
+    step: str
+    num_replicas: int
+    results: tuple[ValueRow, ...]
+    variables: tuple[ValueRow, ...]
+    exchanges: tuple[ExchangeRow, ...]
+    problems: tuple[str, ...] = ()
+
+    @property
+    def in_step(self) -> bool:
+        """Whether the replicas are proved to stay in step."""
+        return not self.problems
+
+    @property
+    def heading(self) -> str:
+        """The one line that says most."""
+        proved = "they stay in step" if self.in_step else "run would refuse it"
+        return f"{self.step} on {self.num_replicas} replicas: {proved}"
+
+    @property
+    def values_table(self) -> Table:
+        """The results and the variables."""
+        rows = [(r.name, r.value, r.state, r.why) for r in (*self.results, *self.variables)]
+        return Table(("value", "of one replica", "is", "why"), rows)
+
+    @property
+    def exchanges_table(self) -> Table:
+        """The exchanges."""
+        rows = (
+            (str(i), r.in_words, str(r.num_leaves), bytes_in_words(r.num_bytes), r.often, r.line)
+            for i, r in enumerate(self.exchanges)
+        )
+        return Table(("", "exchange", "leaves", "bytes", "runs", "line"), rows)
+
+    def __str__(self) -> str:
+        talk = str(self.exchanges_table) if self.exchanges else "No exchanges: replicas never talk."
+        return "\n\n".join([self.heading, str(self.values_table), talk, *self.problems])
+
+    def _repr_html_(self) -> str:
+        parts = [f"<b>{html.escape(self.heading)}</b>", self.values_table._repr_html_()]
+        if self.exchanges:
+            parts.append(self.exchanges_table._repr_html_())
+        return "".join([*parts, *(f"<pre>{html.escape(text)}</pre>" for text in self.problems)])
+
+
+def describe_program(
+    runner: Runner, fn: StepFunction, args: Sequence[Any], kwargs: dict[str, Any]
+) -> ProgramReport:
+    """See `Strategy.program`."""
+    call, traced = runner.traced(fn, args, kwargs)
+    step, jaxpr = traced.steps[0], traced.jaxprs[0].jaxpr
+    problems: list[str] = []
+    results, after, keys = traced.apart(_marks(traced, problems))
+    found = fates(call.slots, traced.given, after, keys)
+    diverging = [i for i, fate in enumerate(found) if fate is Fate.DIVERGING]
+    if diverging:
+        names = call.input_names
+        causes = [f"{call.slots[i][1]}: {cause(after[i], names)}" for i in diverging]
+        problems.append(divergence(step.name, causes))
+    ends = len(results), len(results) + step.num_state
+    averaged = [i for i, fate in enumerate(found) if fate is Fate.AVERAGED]
+    avals = [var.aval for var in jaxpr.outvars]
+    return ProgramReport(
+        step.name,
+        len(runner.replicas),
+        tuple(_results(call, step.out_names, avals[: ends[0]], results)),
+        tuple(_variables(call, avals[ends[0] : ends[1]], after, found)),
+        (*exchanges_of(jaxpr), *_averaging(traced, [avals[ends[0] + i] for i in averaged])),
+        tuple(problems),
+    )
+
+
+def _marks(traced: Traced, problems: list[str]) -> Sequence[Mark]:
+    """Marks of the outputs; what `run` would refuse is a problem."""
+    n = traced.steps[0].group.num_replicas_in_sync
+    refused: list[str] = []
+    rows = zip(traced.steps, traced.jaxprs, strict=True)
+    proved = [prove(jaxpr, step.per_replica, n, problems=refused) for step, jaxpr in rows]
+    problems += dict.fromkeys(refused)
+    if len(proved) == 1:
+        return proved[0]
+    try:
+        return join_marks(traced.jaxprs, proved)
+    except ReplicaDivergenceError as error:
+        problems.append(str(error))
+        return proved[0]
+
+
+def _averaging(traced: Traced, avals: Sequence[Any]) -> Iterator[ExchangeRow]:
+    """The exchange in which `run` averages batch statistics."""
+    if avals:
+        group = traced.steps[0].group
+        mean = lambda *leaves: group._all_reduce(ReduceOp.MEAN, list(leaves))  # noqa: E731
+        leaves = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+        yield from exchanges_of(trace(mean, leaves, group.num_replicas_in_sync).jaxpr, _AFTER)
+
+
+def _results(
+    call: Call, names: Sequence[str], avals: Sequence[Any], marks: Sequence[Mark]
+) -> Iterator[ValueRow]:
+    for name, aval, mark in zip(names, avals, marks, strict=True):
+        state = "per-replica" if mark.per_replica else "mirrored"
+        yield ValueRow(name, describe(aval), state, _why(mark, call.input_names))
+
+
+def _variables(
+    call: Call, avals: Sequence[Any], marks: Sequence[Mark], found: Sequence[Fate]
+) -> Iterator[ValueRow]:
+    names = call.input_names
+    for (slot, name), aval, mark, fate in zip(call.slots, avals, marks, found, strict=True):
+        state, why = _STATES[fate], _why(mark, names)
+        if fate is Fate.UNCHANGED:
+            is_key = issubclass(slot.kind, nnx.RngKey)
+            why = "each replica draws with one of its own made of it" if is_key else _UNTOUCHED
+            state = "per-replica" if slot.is_own else state
+        elif fate is Fate.AVERAGED:
+            why = f"run averages batch statistics after the step; {why}"
+        elif fate is Fate.OWN:
+            why = "each replica keeps a value of its own (synchronization='on_read')"
+        elif fate is Fate.DIVERGING:
+            why = f"{why} without an all-reduce"
+        yield ValueRow(name, describe(aval), state, why)
+
+
+_STATES = {
+    Fate.UNCHANGED: "unchanged",
+    Fate.MIRRORED: "mirrored",
+    Fate.AVERAGED: "averaged",
+    Fate.OWN: "per-replica",
+    Fate.DIVERGING: "diverges",
+}
+
+
+def _why(mark: Mark, names: Sequence[str]) -> str:
+    if isinstance(mark.origin, int):
+        return f"depends on {names[mark.origin]}"
+    if mark.origin is not None:
+        return f"because of {mark.origin}"
+    behind = sorted(mark.behind)
+    if not behind:
+        return "computed from mirrored values only"
+    rest = len(behind) - _MOST_LINES
+    more = f", and {rest} more" if rest > 0 else ""
+    return ", ".join(behind[:_MOST_LINES]) + more

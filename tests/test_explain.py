@@ -1,0 +1,437 @@
+"""`strategy.program` and `strategy.explain`: what is said of steps that are known to be so."""
+
+import json
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import mirror
+from mirror.cross_device_ops import CrossDeviceOps
+from mirror.explain.report import Explanation, Seconds
+from mirror.explain.timing import Batches, Idle, Trial, _one_by_one, split
+from mirror.values import PerReplica, on_replicas
+from tests.conftest import cpu_strategy
+from tests.models import MLP, batches, losses_of, nnx_step
+
+SGD = optax.sgd(0.1)
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.first = nnx.Linear(12, 5, rngs=rngs)
+        self.norm = nnx.BatchNorm(5, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.drop(self.norm(self.first(x)))
+
+
+def training(strategy, model_type, tx=SGD):
+    with strategy.scope():
+        model = model_type(rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    (batch,) = strategy.distribute_dataset(batches((12,), 1))
+    return model, optimizer, batch
+
+
+def state_of(*objects):
+    leaves = jax.tree.leaves(nnx.state(objects))
+    keys = [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in leaves]
+    return [np.array(x) for x, is_key in zip(leaves, keys, strict=True) if not is_key]
+
+
+def by_name(rows):
+    return {row.name: row for row in rows}
+
+
+# program
+
+
+def test_each_variable_has_its_exchange(two):
+    arguments = training(two, MLP, optax.adam(1e-3))
+    before = state_of(*arguments[:2])
+    report = two.program(nnx_step, arguments)
+    assert report.in_step
+    line = "models.py:"
+    rows = by_name((*report.results, *report.variables))
+    for name in ("result", "model.first.kernel", "optimizer.opt_state.0.mu.second.bias"):
+        assert rows[name].state == "mirrored"
+        assert rows[name].why.startswith(f"all-reduced (sum) at {line}")
+        assert rows[name].why.endswith("in nnx_step")
+    assert rows["model.first.kernel"].value == "float32[12,32]"
+    assert rows["optimizer.step"].why == "computed from mirrored values only"
+    (exchange,) = report.exchanges
+    assert (exchange.kind, exchange.op, exchange.num_leaves) == ("all-reduce", "sum", 5)
+    assert exchange.num_bytes == 4 * (12 * 32 + 32 + 32 * 5 + 5 + 1)
+    assert exchange.often == "once"
+    for now, then in zip(state_of(*arguments[:2]), before, strict=True):
+        np.testing.assert_array_equal(now, then)
+
+
+def test_statistics_and_keys_are_told(two):
+    report = two.program(nnx_step, training(two, Net))
+    rows = by_name(report.variables)
+    assert rows["model.norm.mean"].state == "averaged"
+    assert rows["model.norm.mean"].why == (
+        "run averages batch statistics after the step; depends on batch['image']"
+    )
+    key = rows["model.drop.rngs.key"]
+    assert (key.state, key.why) == (
+        "unchanged",
+        "each replica draws with one of its own made of it",
+    )
+    assert [(row.num_leaves, row.line) for row in report.exchanges[1:]] == [
+        (2, "run itself, after the step")
+    ]
+    assert report.in_step
+
+
+def forgetful(model, optimizer, batch):
+    def loss_fn(model):
+        return losses_of(model(batch["image"]), batch["label"]).mean()
+
+    loss, grads = nnx.value_and_grad(loss_fn)(model)
+    optimizer.update(model, grads)
+    return {"loss": loss, "id": mirror.get_replica_context().replica_id_in_sync_group + 1, "n": 3}
+
+
+def test_a_forgotten_reduction_is_told_and_not_refused(two):
+    report = two.program(forgetful, training(two, Net))
+    assert not report.in_step
+    rows = by_name((*report.results, *report.variables))
+    assert rows["model.first.kernel"].state == "diverges"
+    assert rows["model.first.kernel"].why == "depends on batch['image'] without an all-reduce"
+    assert rows["result['loss']"].why == "depends on batch['image']"
+    assert rows["result['id']"].state == "per-replica"
+    assert rows["result['id']"].why.startswith("because of axis_index at test_explain.py:")
+    assert rows["result['n']"].state == "mirrored"
+    (problem,) = report.problems
+    assert "model.first.kernel: computed from batch['image'] without an all-reduce" in problem
+    assert 'all_reduce("mean", grads)' in problem
+    with pytest.raises(mirror.ReplicaDivergenceError) as caught:
+        two.run(forgetful, training(two, Net))
+    assert str(caught.value) == problem
+
+
+def ensured(x):
+    return mirror.ensure_mirrored({"w": x.mean()})
+
+
+def hanging(x):
+    reduce = mirror.get_replica_context().all_reduce
+    return jax.lax.cond(x.sum() > 0, lambda: reduce("sum", x.mean()), lambda: 0.0)
+
+
+def waiting(x):
+    test = lambda c: mirror.get_replica_context().all_reduce("max", c) + x.sum() < 3  # noqa: E731
+    return jax.lax.while_loop(test, lambda c: c + 1, 0.0)
+
+
+@pytest.mark.parametrize("step", [ensured, hanging, waiting])
+def test_what_the_proof_refuses_is_told(two, step):
+    x = PerReplica([np.ones(3, np.float32)] * 2)
+    with pytest.raises(mirror.ReplicaDivergenceError) as caught:
+        two.run(step, (x,))
+    assert two.program(step, (x,)).problems == (str(caught.value),)
+
+
+def test_replicas_of_different_shapes_are_told(two):
+    x = PerReplica([np.ones(3, np.float32), np.ones(2, np.float32)])
+    report = two.program(lambda x: (x.shape[0], x.sum()), (x,))
+    assert "shapes that differ" in report.results[0].why
+    report = two.program(lambda x: mirror.ensure_mirrored(jnp.float32(x.shape[0])), (x,))
+    assert "ensure_mirrored" in report.problems[0]
+
+
+def test_loops_and_kinds_of_exchanges_are_told(two):
+    def step(x):
+        context = mirror.get_replica_context()
+
+        def body(total, row):
+            return total + jax.lax.pmax(row.sum(), mirror.REPLICA_AXIS), row
+
+        total, _ = jax.lax.scan(body, 0.0, x)
+        looped = jax.lax.while_loop(
+            lambda c: c < 3, lambda c: jax.lax.pmin(c, mirror.REPLICA_AXIS) + 1, jnp.float32(0)
+        )
+        return total, looped, context.all_gather(x), jax.lax.ppermute(x, "replica", [(0, 1)])
+
+    x = PerReplica([np.ones((4, 2), np.float32)] * 2)
+    report = two.program(step, (x,))
+    assert [row.in_words for row in report.exchanges] == [
+        *("all-reduce (max)", "all-reduce (min)", "all-gather", "ppermute")
+    ]
+    assert [row.often for row in report.exchanges[:3]] == [
+        "in a scan, 4 times",
+        "in a while",
+        "once",
+    ]
+    assert "all-reduced (max) at" in report.results[0].why
+    assert report.results[2].why.startswith("all-gathered at")
+    assert report.results[3].state == "per-replica"
+    text = str(report)
+    assert "they stay in step" in text
+    assert "in a scan, 4 times" in text
+    assert "<table>" in report._repr_html_()
+
+
+def test_a_step_without_exchanges_says_so(two):
+    report = two.program(lambda x: x + 1, (3.0,))
+    assert "No exchanges" in str(report)
+    assert report._repr_html_().count("<table>") == 1
+    report = two.program(forgetful, training(two, Net))
+    assert "run would refuse it" in report.heading
+    assert "<pre>" in report._repr_html_()
+
+
+def test_a_variable_that_is_no_argument_is_told(two):
+    with two.scope():
+        total = mirror.Variable(0.0, name="total", aggregation="sum")
+        own = mirror.Variable(0.0, name="own", synchronization="on_read", aggregation="sum")
+
+    def step(x):
+        total.assign_add(x.sum())
+        own.assign_add(x.sum())
+
+    x = PerReplica([np.ones(3, np.float32)] * 2)
+    rows = by_name(two.program(step, (x,)).variables)
+    assert rows["total"].state == "mirrored"
+    assert rows["own"].why == "each replica keeps a value of its own (synchronization='on_read')"
+    assert float(total[...]) == 0.0
+
+
+def test_reports_are_for_the_cross_replica_context(two):
+    def inside(method):
+        with pytest.raises(RuntimeError, match=rf"strategy.{method} was called inside a replica"):
+            getattr(two, method)(ensured, (1.0,))
+
+    for method in ("program", "explain"):
+        two.run(lambda method=method: inside(method))
+        with pytest.raises(TypeError, match="is no function"):
+            getattr(two, method)(3)
+
+
+# explain
+
+
+class Slow:
+    """Batches that take their time."""
+
+    def __init__(self, secs):
+        self.secs = secs
+
+    def __iter__(self):
+        for batch in batches((12,), 4):
+            time.sleep(self.secs)
+            yield batch
+
+
+class SlowExchange(CrossDeviceOps):
+    """A network that takes its time."""
+
+    def reduce_implementation(self, op, values):
+        time.sleep(0.03)
+        return super().reduce_implementation(op, values)
+
+
+def on(strategy, rows):
+    return on_replicas(PerReplica(rows), strategy._replicas)
+
+
+def input_bound():
+    strategy = cpu_strategy(2)
+    model, optimizer, _ = training(strategy, MLP)
+    data = strategy.distribute_dataset(Slow(0.03))
+    return strategy.explain(nnx_step, (model, optimizer), data=data, steps=5)
+
+
+def dispatch_bound():
+    strategy = cpu_strategy(2)
+    with strategy.scope():
+        leaves = [jnp.ones(3) for _ in range(400)]
+    return strategy.explain(lambda leaves: [x + 1 for x in leaves], (leaves,), steps=15)
+
+
+def exchange_bound():
+    strategy = cpu_strategy(2, cross_device_ops=SlowExchange())
+    with strategy.scope():
+        kernel = jnp.ones((500, 500))
+
+    def step(kernel, x):
+        grads = jax.grad(lambda kernel: ((x @ kernel) ** 2).mean())(kernel)
+        return kernel - mirror.get_replica_context().all_reduce("mean", grads)
+
+    example = on(strategy, [np.ones((1, 500), np.float32)] * 2)
+    return strategy.explain(step, (kernel, example), steps=5)
+
+
+def compute_bound():
+    strategy = cpu_strategy(2)
+    with strategy.scope():
+        kernel = jnp.eye(256)
+
+    def step(kernel, x):
+        for _ in range(8):
+            x = jnp.tanh(x @ kernel)
+        return mirror.get_replica_context().all_reduce("mean", x.mean())
+
+    return strategy.explain(
+        step, (kernel, on(strategy, [np.ones((1024, 256), np.float32)] * 2)), steps=5
+    )
+
+
+BOUND = {
+    "input": (input_bound, "waits for data: prefetch more, move work into"),
+    "dispatch": (dispatch_bound, "is Python handing over 400 arrays: several steps in one launch"),
+    "exchange": (exchange_bound, "goes to 1 exchanges of 976.6 KiB: a larger batch"),
+    "compute": (compute_bound, "good: the devices compute in"),
+}
+
+
+@pytest.mark.parametrize("bound", BOUND)
+def test_the_verdict_is_right_and_the_parts_add_up(bound):
+    measure, text = BOUND[bound]
+    found = measure()
+    assert found.bound == bound, str(found)
+    assert found.verdict.startswith(f"{bound}-bound: ")
+    assert text in found.verdict
+    assert sum(found.secs) == pytest.approx(found.wall_secs, rel=0.1)
+    assert min(found.secs) >= 0
+    if bound in ("exchange", "compute"):
+        assert found.speedup > 0
+    again = json.loads(json.dumps(found.to_dict()))
+    assert again["bound"] == bound
+    assert sum(again["shares"].values()) == pytest.approx(1)
+    assert {"arguments", "outputs", "temporary"} <= found.memory_bytes.keys() or bound == "exchange"
+
+
+def test_nothing_changes(two):
+    with two.scope():
+        count = mirror.Variable(0.0, name="count", aggregation="sum")
+    model, optimizer, batch = training(two, MLP)
+
+    def step(model, optimizer, batch):
+        count.assign_add(1.0)
+        return nnx_step(model, optimizer, batch)
+
+    before = state_of(model, optimizer, count)
+    found = two.explain(step, (model, optimizer), {"batch": batch}, steps=2)
+    assert found.speedup is not None
+    for now, then in zip(state_of(model, optimizer, count), before, strict=True):
+        np.testing.assert_array_equal(now, then)
+    two.run(step, (model, optimizer), {"batch": batch})
+    two.check_mirrored((model, optimizer))
+    assert float(count[...]) == 2.0
+
+
+def test_what_lies_on_the_host_is_a_transfer(two):
+    def idle(*args):
+        trial = Trial(two._runner, lambda *xs: sum(xs), args, {})
+        trial.warm_up(())
+        return trial.elsewhere, _one_by_one(Batches(None), [trial], 2)[0].transfer
+
+    host = np.ones((300, 300), np.float32)
+    for args in [(host,), (PerReplica([host] * 2),), (PerReplica([host, host[:1]]), 1.0)]:
+        elsewhere, secs = idle(*args)
+        assert elsewhere
+        assert secs > 1e-5
+    placed = two._replicas.mirror(host)
+    assert not idle(placed, on(two, [host, host]), 1.0)[0]
+
+
+UNKNOWN = {
+    "no batch is split over the replicas": (2, lambda x: x + 1, 3.0),
+    "there is one replica": (1, lambda x: x + 1, PerReplica([np.ones(4)])),
+    "one replica cannot run it: ": (2, lambda x: x + jnp.ones(4), PerReplica([np.ones(4)] * 2)),
+}
+
+
+@pytest.mark.parametrize("why", UNKNOWN)
+def test_an_unknown_speedup_says_why(why):
+    n, step, x = UNKNOWN[why]
+    found = cpu_strategy(n).explain(step, (x,), steps=1)
+    assert found.speedup is None
+    assert found.no_speedup_because.startswith(why)
+    assert f"unknown: {why}" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("steps", "error", "text"),
+    [
+        (0, ValueError, r"steps=0: one at least"),
+        (2.5, TypeError, r"steps=2.5 \(float\) is no int"),
+        (True, TypeError, r"steps=True \(bool\) is no int"),
+    ],
+)
+def test_steps_are_counted(two, steps, error, text):
+    with pytest.raises(error, match=text):
+        two.explain(lambda x: x, (1.0,), steps=steps)
+
+
+def test_data_that_end_are_refused_or_read_again(two):
+    text = r"The data ended after 3 batches and cannot be read again"
+    with pytest.raises(ValueError, match=text):
+        two.explain(lambda x: x, (), data=iter([np.ones(2)] * 3), steps=2)
+    shapes = [
+        batch[0].shape for batch in map(Batches.take, [Batches([np.ones(3), np.ones(2)])] * 4)
+    ]
+    assert shapes == [(3,)] * 4, "other shapes would be compiled for"
+
+
+SPLITS = [
+    # wall, input, transfer, run, dispatch, exchange
+    (10.0, 6.0, 0.0, 8.0, 2.0, 2.0),
+    (10.0, 0.0, 0.0, 8.0, 2.0, 9.0),
+    (30.0, 28.0, 1.0, 2.0, 3.0, 0.0),
+    (50.0, 1.0, 0.0, 8.0, 1.0, 1.0),
+    (5.0, 0.0, 0.0, 8.0, 0.0, 1.0),
+    (5.0, 3.0, 0.0, 8.0, 1.0, 1.0),
+]
+
+
+@pytest.mark.parametrize("case", SPLITS)
+def test_the_parts_add_up_by_definition(case):
+    wall, read, transfer, run, dispatch, exchange = case
+    found = split(wall, Idle(read, transfer, run), dispatch, exchange)
+    assert sum(found) == pytest.approx(wall)
+    assert min(found) >= 0
+
+
+def test_the_longer_of_host_and_devices_counts_in_full():
+    assert split(10.0, Idle(6.0, 0.0, 8.0), 2.0, 3.0) == Seconds(6.0, 0.0, 2.0, 1.0, 1.0)
+    assert split(10.0, Idle(2.0, 0.0, 8.0), 0.0, 2.0) == Seconds(2.0, 0.0, 0.0, 6.0, 2.0)
+    assert split(8.0, Idle(2.0, 0.0, 8.0), 0.0, 2.0) == Seconds(0.0, 0.0, 0.0, 6.0, 2.0)
+    assert split(20.0, Idle(2.0, 0.0, 8.0), 0.0, 2.0) == Seconds(4.0, 0.0, 0.0, 12.0, 4.0)
+
+
+@pytest.fixture
+def explanation():
+    secs = Seconds(0.004, 0.001, 0.002, 0.002, 0.001)
+    return Explanation(
+        *("train", ("a", "b"), True, 5, 0.01, secs, 7, 1, 2048, 1.5, ""), {"device peak": 1024}
+    )
+
+
+def test_an_explanation_is_shown(explanation, tmp_path):
+    text = str(explanation)
+    assert text.startswith(
+        "train on 2 replicas: 10.00 ms a step\n\ninput-bound: 50% of a step waits"
+    )
+    assert "1.50 of 2 (host devices share the cores)" in text
+    assert "device peak" in text
+    assert explanation._repr_html_().count("<table>") == 2
+    figure = explanation.plot(tmp_path / "step.png")
+    assert figure.axes[0].get_title() == "input-bound"
+    assert (tmp_path / "step.png").stat().st_size > 0
+
+
+def test_a_missing_matplotlib_names_its_extra(explanation, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ModuleNotFoundError, match=r'pip install "mirror-jax\[train\]"'):
+        explanation.plot()
