@@ -15,15 +15,37 @@ _TYPED = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, jax.core.Shap
 
 
 class ReplicaDivergenceError(ValueError):
-    """Replicas would drift apart: a value that must be mirrored differs between them."""
+    """Replicas would drift apart: a value that must be mirrored differs between them.
+
+    >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
+    >>> strategy.run(mirror.ensure_mirrored, (mirror.PerReplica([1.0, 2.0]),))
+    Traceback (most recent call last):
+        ...
+    mirror._errors.ReplicaDivergenceError: ...
+    """
 
 
 class ReplicaMismatchError(ValueError):
-    """`strategy.verify` found that n replicas compute something else than one device does."""
+    """`strategy.verify` found that n replicas compute something else than one device does.
+
+    >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
+    >>> def step(batch):  # a sum, where a mean is meant
+    ...     return mirror.get_replica_context().all_reduce("sum", batch.mean())
+    >>> strategy.verify(step, (mirror.PerReplica([[1.0], [3.0]]),))
+    Traceback (most recent call last):
+        ...
+    mirror._errors.ReplicaMismatchError: 2 replicas and one device on the whole batch differ ...
+    """
 
 
 class InvalidDeviceError(RuntimeError):
-    """There is no such device; the message lists the devices there are."""
+    """There is no such device; the message lists the devices there are.
+
+    >>> mirror.device("/cpu:99")
+    Traceback (most recent call last):
+        ...
+    mirror._errors.InvalidDeviceError: There is no device /device:CPU:99. The devices are ...
+    """
 
 
 def describe(leaf: Any) -> str:

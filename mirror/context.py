@@ -119,12 +119,24 @@ def replica(
 
 
 def has_strategy() -> bool:
-    """Whether the caller stands in a strategy's scope or in one of its replicas."""
+    """Whether the caller stands in a strategy's scope or in one of its replicas.
+
+    >>> with mirror.OneDeviceStrategy("/cpu:0").scope():
+    ...     inside = has_strategy()
+    >>> inside, has_strategy()
+    (True, False)
+    """
     return current_frame() is not None
 
 
 def in_cross_replica_context() -> bool:
-    """Whether the caller stands inside `scope()`, outside `run`."""
+    """Whether the caller stands inside `scope()`, outside `run`.
+
+    >>> strategy = mirror.OneDeviceStrategy("/cpu:0")
+    >>> with strategy.scope():
+    ...     in_cross_replica_context(), int(strategy.run(lambda: 1 * in_cross_replica_context()))
+    (True, 0)
+    """
     frame = current_frame()
     return frame is not None and frame.replica is None
 
@@ -155,6 +167,15 @@ class ReplicaContext:
     `mirror.get_replica_context()` gives it inside a function that `strategy.run` runs. Outside
     every scope it gives that of a lone replica, whose exchanges change nothing: a step works on
     one device as it stands. A context ends with its step.
+
+    >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
+    >>> def step():
+    ...     context = mirror.get_replica_context()
+    ...     mine = context.replica_id_in_sync_group
+    ...     key = context.fold_in(jax.random.key(0))  # another one on each replica
+    ...     return context.all_reduce("sum", mine), context.all_gather(mine[None])
+    >>> strategy.run(step)
+    (Array(1, dtype=int32), Array([0, 1], dtype=int32))
     """
 
     def __init__(

@@ -26,7 +26,11 @@ _HOST_PACK_BYTES = 32 * 1024
 
 
 class ReduceOp(enum.Enum):
-    """How the replicas' values become one."""
+    """How the replicas' values become one.
+
+    >>> ReduceOp.canonicalize("mean")
+    <ReduceOp.MEAN: 'mean'>
+    """
 
     SUM = "sum"
     MEAN = "mean"
@@ -266,6 +270,11 @@ class AllReduce(CrossDeviceOps):
     Raises:
         ValueError: `pack_bytes` is negative.
         TypeError: it is no int.
+
+    >>> AllReduce().reduce("sum", mirror.PerReplica([1.0, 2.0]))
+    Array(3., dtype=float32)
+    >>> mirror.MirroredStrategy(["/cpu:0", "/cpu:1"], AllReduce(pack_bytes=0)).cross_device_ops
+    AllReduce(pack_bytes=0)
     """
 
     def __init__(self, pack_bytes: int | None = None) -> None:
@@ -316,6 +325,10 @@ class ReductionToOneDevice(CrossDeviceOps):
         ValueError: no device name, or `pack_bytes` is negative.
         TypeError: `device` is of another type, or `pack_bytes` is no int.
         InvalidDeviceError: there is no such device; from the first use on.
+
+    >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"], ReductionToOneDevice())
+    >>> strategy.reduce("max", mirror.PerReplica([1.0, 2.0]))
+    Array(2., dtype=float32)
     """
 
     def __init__(self, device: DeviceLike = "/CPU:0", pack_bytes: int | None = None) -> None:

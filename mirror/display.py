@@ -25,6 +25,11 @@ class Table:
     Attributes:
         headings: one for each column.
         rows: the cells, row by row.
+
+    >>> Table(["device", "ms"], [["/device:CPU:0", "1.5"], ["/device:CPU:1", "12.5"]])
+    device         ms
+    /device:CPU:0  1.5
+    /device:CPU:1  12.5
     """
 
     def __init__(self, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

@@ -92,6 +92,9 @@ class OneDeviceStrategy(Strategy):
     Raises:
         ValueError: no device name.
         InvalidDeviceError: no such device.
+
+    >>> OneDeviceStrategy("/cpu:1").devices
+    (CpuDevice(id=1),)
     """
 
     def __init__(self, device: DeviceLike) -> None:
@@ -111,7 +114,13 @@ def _default_strategy() -> Strategy:
 
 
 def get_strategy() -> Strategy:
-    """The strategy whose scope or replica the caller stands in, else one on the default device."""
+    """The strategy whose scope or replica the caller stands in, else one on the default device.
+
+    >>> strategy = OneDeviceStrategy("/cpu:0")
+    >>> with strategy.scope():
+    ...     get_strategy() is strategy
+    True
+    """
     frame = current_frame()
     if frame is None:
         return _default_strategy()
@@ -125,6 +134,12 @@ def get_replica_context() -> ReplicaContext | None:
     Inside `strategy.scope()` but outside `run`, in cross-replica context, it is `None`. Outside
     every scope it is that of a lone replica: id 0 of 1, exchanges that change nothing. So a step
     also works when it is called by hand.
+
+    >>> get_replica_context().num_replicas_in_sync
+    1
+    >>> with OneDeviceStrategy("/cpu:0").scope():
+    ...     print(get_replica_context())
+    None
     """
     frame = current_frame()
     if frame is None:

@@ -47,7 +47,11 @@ class PerReplica:
 
     @classmethod
     def from_stacked(cls, stacked: Array | np.ndarray) -> "PerReplica":
-        """Wraps an array `(num_replicas, *shape)`: row r is replica r's value. Copies nothing."""
+        """Wraps an array `(num_replicas, *shape)`: row r is replica r's value. Copies nothing.
+
+        >>> PerReplica.from_stacked(np.arange(4).reshape(2, 2))
+        PerReplica([0, 1], [2, 3])
+        """
         if not getattr(stacked, "ndim", 0):
             raise ValueError(
                 f"{describe(stacked)} has no leading replica axis. Pass (num_replicas, *shape), or "

@@ -63,6 +63,18 @@ class Variable(nnx.Variable[Any]):
             a sum of booleans.
         TypeError: an argument that only `tf.Variable` has.
         RuntimeError: created inside a step.
+
+    >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
+    >>> with strategy.scope():
+    ...     total = Variable(0.0, name="total", aggregation="sum")
+    >>> def step(x):
+    ...     total.assign_add(x)
+    >>> strategy.run(step, (mirror.PerReplica([1.0, 2.0]),))
+    >>> float(total), float(total.assign(10.0).assign_sub(1.0))
+    (3.0, 9.0)
+    >>> total.set_value(jnp.float32(5.0))
+    >>> float(total.get_value())
+    5.0
     """
 
     in_use: ClassVar[bool] = False

@@ -1,5 +1,6 @@
 """`mirror demo` as a user runs it: in a process of its own."""
 
+import json
 import os
 import pathlib
 import re
@@ -11,8 +12,9 @@ import tempfile
 import pytest
 
 import mirror
+from mirror import _interrupts as interrupts
 from mirror import cli
-from mirror.demo import interrupts, run  # noqa: F401  scikit-learn sets environment variables
+from mirror.demo import run  # here, since scikit-learn sets environment variables
 from tests import fresh
 
 TIMEOUT_SECS = 240
@@ -115,7 +117,9 @@ def test_ctrl_c_waits_for_a_place_where_it_is_safe_to_stop():
             signal.raise_signal(signal.SIGINT)
             with pytest.raises(KeyboardInterrupt):
                 interrupts.check()
-            assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a second one
+        assert signal.getsignal(signal.SIGINT) is before
+        interrupts.check()
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -181,10 +185,23 @@ def test_failed_checks_are_said_and_are_the_exit_status(monkeypatch, capsys):
 
     monkeypatch.setattr(mirror.Strategy, "check_mirrored", diverged)
     monkeypatch.setattr(mirror.Strategy, "verify", mismatched)
-    assert cli.main(["demo", "--epochs", "1", "--devices", "1"]) == 1
-    output = capsys.readouterr().out
-    assert "replicas bitwise equal: no\nmodel.kernel differs" in output
-    assert "same step as on one device: no\nmodel.bias is off" in output
+    assert cli.main(["demo", "--epochs", "1", "--devices", "1", "--json"]) == 1
+    output = capsys.readouterr()
+    assert "replicas bitwise equal: no\nmodel.kernel differs" in output.err
+    assert "same step as on one device: no\nmodel.bias is off" in output.err
+    found = json.loads(output.out)  # and nothing else
+    assert found["devices"] == ["/device:CPU:0"]
+    assert (found["passed"], found["replicas_equal"]) == (False, False)
+    assert found["same_step_as_one_device"] == {"same": False, "largest": None, "rtol": None}
+    assert found["history"]["metrics"]["val_accuracy"] == [found["test_accuracy"]]
+
+
+@pytest.mark.parametrize("equal", [True, False])
+@pytest.mark.parametrize("same", [True, False])
+def test_it_passes_where_both_checks_do(equal, same):
+    verified = run.Verified(same, 1e-7, 1e-5)
+    outcome = run.Outcome(("/device:CPU:0",), 0.98, 3.0, mirror.History(), equal, verified)
+    assert outcome.passed == outcome.to_dict()["passed"] == (equal and same)
 
 
 def test_the_version_is_told(capsys):

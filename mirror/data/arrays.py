@@ -23,6 +23,13 @@ class ArrayDataset:
     Attributes:
         num_examples: how many rows the arrays have.
         batch_size: how many of them a batch has; the last one may have fewer.
+
+    >>> data = mirror.data.from_arrays(np.arange(5), batch_size=2, shuffle=True)
+    >>> first = [batch.tolist() for batch in data]  # epoch 0
+    >>> second = [batch.tolist() for batch in data]  # epoch 1, in another order
+    >>> data.set_epoch(0)
+    >>> first == [batch.tolist() for batch in data] != second
+    True
     """
 
     def __init__(

@@ -33,6 +33,11 @@ class DistributedDataset(Distributed):
     """An iterable of per-replica batches; made by `strategy.distribute_dataset`.
 
     Each `iter` starts the source again, if the source can be iterated again.
+
+    >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
+    >>> dataset = strategy.distribute_dataset([np.zeros((4, 3), "float32")] * 5)
+    >>> len(dataset), dataset.element_spec
+    (5, ShapeDtypeStruct(shape=(2, 2, 3), dtype=float32))
     """
 
     def __init__(
@@ -168,6 +173,9 @@ class InputContext(NamedTuple):
         num_input_pipelines: how many times it is called in all: once.
         input_pipeline_id: which of them this is.
         num_replicas_in_sync: how many replicas take from what it makes.
+
+    >>> InputContext(1, 0, num_replicas_in_sync=8).get_per_replica_batch_size(64)
+    8
     """
 
     num_input_pipelines: int

@@ -21,6 +21,9 @@ def list_logical_devices(device_type: str | None = None) -> list[LogicalDevice]:
 
     Raises:
         ValueError: memory growth or limits differ between GPUs.
+
+    >>> list_logical_devices("CPU")[0]
+    LogicalDevice(name='/device:CPU:0', device_type='CPU')
     """
     default = default_devices()
     kinds = dict.fromkeys(["CPU", "GPU", *map(type_of, default)])

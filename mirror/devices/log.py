@@ -196,6 +196,10 @@ def set_log_device_placement(enabled: bool) -> None:
     Raises:
         TypeError: no bool.
         RuntimeError: called inside `jax.jit` or another transformation.
+
+    >>> set_log_device_placement(True)
+    >>> x = jnp.ones(2) + 1  # a line for each op, with its device
+    >>> set_log_device_placement(False)
     """
     if not isinstance(enabled, bool):
         raise TypeError(f"enabled={describe(enabled)} is neither True nor False.")

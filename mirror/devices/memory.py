@@ -21,6 +21,8 @@ def get_memory_info(device: DeviceLike) -> dict[str, int]:
     Raises:
         ValueError: the device keeps no such figures, as the CPU; or no device name.
         InvalidDeviceError: there is no such device.
+
+    >>> peaks = [get_memory_info(gpu)["peak"] for gpu in mirror.config.list_logical_devices("GPU")]
     """
     found = canonicalize_device(device)
     info = memory_info(found.memory_stats())

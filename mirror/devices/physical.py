@@ -55,6 +55,9 @@ def list_physical_devices(device_type: str | None = None) -> list[PhysicalDevice
 
     Args:
         device_type: `"CPU"` or `"GPU"`, exactly; of any other there are none.
+
+    >>> list_physical_devices("CPU")
+    [PhysicalDevice(name='/physical_device:CPU:0', device_type='CPU')]
     """
     return of_type(physical_devices(), device_type)
 
@@ -68,6 +71,10 @@ def get_device_details(device: PhysicalDevice) -> dict[str, Any]:
 
     Raises:
         ValueError: no physical device of this machine.
+
+    >>> names = [get_device_details(gpu)["device_name"] for gpu in list_physical_devices("GPU")]
+    >>> get_device_details(list_physical_devices("CPU")[0])
+    {}
     """
     device = require_physical(device)
     if device.device_type == "CPU":

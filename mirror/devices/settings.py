@@ -39,6 +39,9 @@ def get_visible_devices(device_type: str | None = None) -> list[PhysicalDevice]:
 
     Args:
         device_type: `"CPU"` or `"GPU"`; `None` means both.
+
+    >>> get_visible_devices("CPU")
+    [PhysicalDevice(name='/physical_device:CPU:0', device_type='CPU')]
     """
     return of_type((CPU, *state.visible_gpus()), device_type)
 
@@ -60,6 +63,8 @@ def set_visible_devices(
         ValueError: no physical device of this machine, or not of this type.
         InvalidDeviceError: the CPU would be hidden; JAX always has it.
         RuntimeError: the backend has started, or a setting of the user's hides what is asked for.
+
+    >>> set_visible_devices(get_visible_devices("GPU"), "GPU")  # the same again is no error
     """
     if isinstance(devices, PhysicalDevice | str):
         devices = [devices]
@@ -96,6 +101,9 @@ def get_logical_device_configuration(
 
     Raises:
         ValueError: no physical device of this machine.
+
+    >>> (cpu,) = list_physical_devices("CPU")
+    >>> parts = get_logical_device_configuration(cpu)
     """
     configured = state.current().logical.get(require_physical(device))
     return None if configured is None else list(configured)
@@ -119,6 +127,12 @@ def set_logical_device_configuration(
             some parts only or beyond the GPU's memory; memory growth is set for the GPU.
         TypeError: something that is no `LogicalDeviceConfiguration`.
         RuntimeError: the backend has started, or a setting of the user's allows fewer host devices.
+
+    >>> (cpu,) = list_physical_devices("CPU")
+    >>> set_logical_device_configuration(cpu, [LogicalDeviceConfiguration()] * 3)  # too late
+    Traceback (most recent call last):
+        ...
+    RuntimeError: Virtual devices cannot be modified after being initialized: JAX's backend has ...
     """
     device = require_physical(device)
     parts = tuple(logical_devices) if isinstance(logical_devices, Iterable) else (None,)
@@ -153,6 +167,8 @@ def get_memory_growth(device: PhysicalDevice) -> bool | None:
 
     Raises:
         ValueError: the CPU, or no physical device of this machine.
+
+    >>> growing = [get_memory_growth(gpu) for gpu in list_physical_devices("GPU")]
     """
     device = _require_gpu(require_physical(device), "Memory growth")
     of_user = PREALLOCATE.of_user
@@ -175,6 +191,12 @@ def set_memory_growth(device: PhysicalDevice, enable: bool) -> None:
             machine. Where it differs between GPUs, `list_logical_devices` and strategies raise.
         TypeError: `enable` is no bool.
         RuntimeError: the backend has started.
+
+    >>> for device in list_physical_devices("CPU"):
+    ...     set_memory_growth(device, True)
+    Traceback (most recent call last):
+        ...
+    ValueError: Memory growth cannot be set on /physical_device:CPU:0, nor asked of it: ...
     """
     device = _require_gpu(require_physical(device), "Memory growth")
     _require_bool("enable", enable)
@@ -195,7 +217,11 @@ def set_memory_growth(device: PhysicalDevice, enable: bool) -> None:
 
 
 def get_soft_device_placement() -> bool:
-    """Whether `mirror.device` falls back to a device that exists; off by default."""
+    """Whether `mirror.device` falls back to a device that exists; off by default.
+
+    >>> get_soft_device_placement()
+    False
+    """
     return _soft
 
 
@@ -207,6 +233,12 @@ def set_soft_device_placement(enabled: bool) -> None:
 
     Raises:
         TypeError: no bool.
+
+    >>> set_soft_device_placement(True)
+    >>> with mirror.device("/cpu:99"):
+    ...     print(jnp.ones(2).devices())
+    {CpuDevice(id=0)}
+    >>> set_soft_device_placement(False)
     """
     global _soft
     _require_bool("enabled", enabled)

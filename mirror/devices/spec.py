@@ -113,6 +113,9 @@ class PhysicalDevice:
     Attributes:
         name: such as `"/physical_device:GPU:0"`.
         device_type: `"CPU"` or `"GPU"`.
+
+    >>> mirror.config.list_physical_devices("CPU")[0].name
+    '/physical_device:CPU:0'
     """
 
     name: str
@@ -126,6 +129,9 @@ class LogicalDevice:
     Attributes:
         name: such as `"/device:GPU:0"`.
         device_type: `"CPU"`, `"GPU"`, or another platform of JAX in capitals.
+
+    >>> mirror.config.list_logical_devices("CPU")[1].name
+    '/device:CPU:1'
     """
 
     name: str

@@ -27,6 +27,9 @@ class LogicalDeviceConfiguration:
 
     Raises:
         ValueError: the limit is not a positive number.
+
+    >>> LogicalDeviceConfiguration(memory_limit=1024)
+    LogicalDeviceConfiguration(memory_limit=1024)
     """
 
     memory_limit: float | None = None

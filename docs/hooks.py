@@ -1,0 +1,38 @@
+"""What MkDocs calls: pages of the repository become pages of the site, and no text stands twice."""
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = {
+    "index.md": "README.md",
+    "code.md": "mirror/README.md",
+    "contributing.md": "CONTRIBUTING.md",
+    "changes.md": "CHANGELOG.md",
+}
+_SITE = {file: page for page, file in PAGES.items()}
+_LINK = re.compile(r"(?<=\]\()([^)#:]+)(?=(?:#[^)]*)?\))")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Adds the pages that lie elsewhere in the repository."""
+    for page, file in PAGES.items():
+        files.append(File.generated(config, page, content=(ROOT / file).read_text()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Links as they are in the repository become links of the site."""
+    here = page.file.src_uri
+    folder = posixpath.dirname(PAGES.get(here, f"docs/{here}"))
+
+    def link(match: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(folder, match[1]))
+        found = _SITE.get(target, target.removeprefix("docs/"))
+        return posixpath.relpath(found, posixpath.dirname(here) or ".")
+
+    return _LINK.sub(link, markdown).replace("```python no-run", "```python")
