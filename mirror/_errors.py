@@ -67,6 +67,11 @@ def bytes_in_words(count: float) -> str:
     return f"{count:.1f} GiB"
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 replica`, `2 replicas`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def listing(names: Iterable[str]) -> str:
     """An indented line for each name, at most 12, and a count of the rest."""
     names = list(names)

@@ -32,8 +32,16 @@ def line_of_user() -> str:
     if frame is None:
         return "an unknown line"
     text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-    where = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    where = place(frame.f_code.co_filename, frame.f_lineno)
     return f"{where}: {text}" if text else where
+
+
+def place(filename: str, line: int | None) -> str:
+    """`train.py:12`; in a notebook, whose cells are files without names, `Cell In[3], line 12`."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    cell = None if shell is None else shell.compile.format_code_name(filename)
+    return " ".join(cell) + f", line {line}" if cell else f"{os.path.basename(filename)}:{line}"
 
 
 @functools.cache

@@ -21,6 +21,7 @@ def held_back() -> Iterator[None]:
     is in any thread but the main one, which alone may set it.
     """
     global _asked
+    check()  # pressed before, further out
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield

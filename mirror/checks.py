@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from mirror import calls
-from mirror._errors import ReplicaDivergenceError, ReplicaMismatchError, listing
+from mirror._errors import ReplicaDivergenceError, ReplicaMismatchError, counted, listing
 from mirror._types import Array, PyTree
 from mirror.cross_device_ops import ReduceOp, exchange
 from mirror.objects import Structure
@@ -127,7 +127,7 @@ class VerifyReport:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.num_replicas} replicas against one device, relative differences "
+            f"{counted(self.num_replicas, 'replica')} against one device, relative differences "
             f"(allowed: {self.rtol:g}):"
         ]
         for row in self.rows:

@@ -1,23 +1,24 @@
 """The `mirror` command."""
 
 import argparse
+import contextlib
 import importlib
 import json
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeAlias
 
+from mirror import _interrupts as interrupts
 from mirror import inventory
+from mirror._commandline import FAILED, REFUSED, Commands, add_command, complain, positive
 from mirror._version import __version__
-from mirror.demo import interrupts
-from mirror.demo.options import APIS, EXECUTORS, OptionError, Options
-
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+from mirror.bench import command as bench
+from mirror.demo.options import APIS, EXECUTORS, TRAINERS, OptionError, Options
+from mirror.doctor import command as doctor
 
 _INTERRUPTED = 128 + signal.SIGINT
-_DEMO_MODULES = ("sklearn", "tqdm", "matplotlib")
+_DEMO_MODULES = ("sklearn", "tqdm", "matplotlib", "grain")
 _DEVICES = """\
 Shows the CPU and the GPUs of this machine, the logical devices that JAX makes
 of them, how much memory is taken, what is configured and why, and versions.
@@ -46,9 +47,11 @@ _DEMO_END = """\
 examples:
   mirror demo                           all GPUs, or 4 host devices
   mirror demo --devices 8 --api linen   8 replicas of a Linen module
+  mirror demo --trainer loop            the same by hand
   mirror demo --devices 1 --replicas-per-device 8
                                         8 replicas on one device
   mirror demo --plot curves.png         loss and accuracy as a picture
+  mirror demo --json | jq .test_accuracy
 
 exit status:
   0    the replicas are equal and compute what one device does
@@ -77,31 +80,13 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_demo(commands)
     _add_devices(commands)
-    return parser
-
-
-def _add_command(
-    commands: Commands,
-    name: str,
-    run: Callable[[argparse.Namespace], int],
-    summary: str,
-    text: tuple[str, str],
-) -> argparse.ArgumentParser:
-    """A command's parser, its text before and after the options printed as it is written."""
-    description, epilog = text
-    parser = commands.add_parser(
-        name,
-        help=summary,
-        description=description,
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.set_defaults(run=run)
+    bench.add(commands)
+    doctor.add(commands)
     return parser
 
 
 def _add_devices(commands: Commands) -> None:
-    parser = _add_command(
+    parser = add_command(
         commands,
         "devices",
         _devices,
@@ -115,14 +100,13 @@ def _devices(parsed: argparse.Namespace) -> int:
     try:
         found = inventory.inventory()
     except (RuntimeError, ValueError) as error:
-        print(f"mirror devices: error: {error}", file=sys.stderr)
-        return 1
+        return complain("devices", str(error), FAILED)
     print(json.dumps(found, indent=2) if parsed.json else inventory.in_words(found))
     return 0
 
 
 def _add_demo(commands: Commands) -> None:
-    parser = _add_command(
+    parser = add_command(
         commands,
         "demo",
         _demo,
@@ -138,7 +122,7 @@ def _add_demo(commands: Commands) -> None:
     )
     parser.add_argument(
         "--replicas-per-device",
-        type=_positive,
+        type=positive,
         default=Options.replicas_per_device,
         metavar="N",
         help="how many replicas on each device (default: %(default)s)",
@@ -157,15 +141,22 @@ def _add_demo(commands: Commands) -> None:
         "TrainState, or a plain pytree with optax (default: %(default)s)",
     )
     parser.add_argument(
+        "--trainer",
+        choices=TRAINERS,
+        default=Options.trainer,
+        help="who trains: fit, a mirror.Trainer; loop, a loop written by hand over strategy.run "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
         "--epochs",
-        type=_positive,
+        type=positive,
         default=Options.epochs,
         metavar="N",
         help="how often to go through the training images (default: %(default)s)",
     )
     parser.add_argument(
         "--batch-size",
-        type=_positive,
+        type=positive,
         default=Options.batch_size,
         metavar="N",
         help="images in a step, of all replicas together; any number: where it does not divide by "
@@ -184,6 +175,11 @@ def _add_demo(commands: Commands) -> None:
         metavar="FILE",
         help="write the curves of loss and accuracy there; its ending says the format: .png, .pdf",
     )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print what comes of it as JSON; the rest goes to standard error",
+    )
 
 
 def _demo(parsed: argparse.Namespace) -> int:
@@ -193,6 +189,7 @@ def _demo(parsed: argparse.Namespace) -> int:
         executor=parsed.executor,
         epochs=parsed.epochs,
         api=parsed.api,
+        trainer=parsed.trainer,
         batch_size=parsed.batch_size,
         seed=parsed.seed,
         plot=parsed.plot,
@@ -200,35 +197,29 @@ def _demo(parsed: argparse.Namespace) -> int:
     try:
         # Imported when asked for: it needs packages that the other commands do without.
         demo = importlib.import_module("mirror.demo.run")
-        return 0 if demo.run(options) else 1
+        with contextlib.redirect_stdout(sys.stderr if parsed.json else sys.stdout):
+            outcome = demo.run(options)
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in _DEMO_MODULES:
             raise
-        return _refuse(
+        return complain(
+            "demo",
             f"the demo needs {missing}, which is not installed. Install what it needs:\n"
-            '  pip install "mirror-jax[demo]"'
+            '  pip install "mirror-jax[demo]"',
+            REFUSED,
         )
     except OptionError as error:
-        return _refuse(str(error))
-
-
-def _refuse(message: str) -> int:
-    print(f"mirror demo: error: {message}", file=sys.stderr)
-    return 2
-
-
-def _positive(text: str) -> int:
-    """An option's whole number from 1 on."""
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
-    return int(text)
+        return complain("demo", str(error), REFUSED)
+    if parsed.json:
+        print(json.dumps(outcome.to_dict(), indent=2))
+    return 0 if outcome.passed else FAILED
 
 
 def _devices_asked(text: str) -> int | tuple[str, ...]:
     """How many devices, or their names, separated by commas."""
     if not any(character.isalpha() for character in text):
-        return _positive(text)
+        return positive(text)
     return tuple(name.strip() for name in text.split(","))
 
 

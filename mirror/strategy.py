@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from mirror import calls, checks
-from mirror._errors import describe
+from mirror._errors import counted, describe
 from mirror._types import Array, PyTree, StepFunction
 from mirror.context import Frame, current_frame, pop_frame, push_frame, require_cross_replica
 from mirror.cross_device_ops import CrossDeviceOps, ReduceOp
@@ -539,7 +539,8 @@ class Strategy(abc.ABC):
         return f"{type(self).__name__}{backend.names(self.devices)}"
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}, {self.num_replicas_in_sync} replicas in sync\n{self._table}"
+        count = counted(self.num_replicas_in_sync, "replica")
+        return f"{type(self).__name__}, {count} in sync\n{self._table}"
 
     def _repr_html_(self) -> str:
         return f"<b>{type(self).__name__}</b>{self._table._repr_html_()}"

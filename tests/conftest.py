@@ -1,4 +1,4 @@
-"""Eight host devices, which the plugin `pytest_mirror` forces, demanded; and the option `--gpu`."""
+"""Eight host devices, which the plugin `pytest_mirror` forces, demanded; `--gpu`, `--notebooks`."""
 
 import os
 import threading
@@ -16,16 +16,23 @@ from mirror.context import current_frame  # noqa: E402
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds `--gpu`."""
+    """Adds `--gpu` and `--notebooks`."""
     parser.addoption("--gpu", action="store_true", help="run the tests marked gpu, on JAX's GPUs")
+    parser.addoption("--notebooks", action="store_true", help="execute the notebooks")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Registers the marker of what `--notebooks` runs."""
+    config.addinivalue_line("markers", "notebooks: executes a notebook; left out by default")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves the tests on GPUs out where nobody asked for them."""
-    if not config.getoption("--gpu"):
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="runs with --gpu"))
+    """Leaves the tests on GPUs and of the notebooks out where nobody asked for them."""
+    for name in ("gpu", "notebooks"):
+        if not config.getoption(f"--{name}"):
+            for item in items:
+                if item.get_closest_marker(name):
+                    item.add_marker(pytest.mark.skip(reason=f"runs with --{name}"))
 
 
 @pytest.fixture(scope="session", autouse=True)

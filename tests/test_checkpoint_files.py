@@ -22,7 +22,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mirror.training import checkpoint_files
-from mirror.training.checkpoint import CheckpointStore, KeyData, load
+from mirror.training.checkpoint import CheckpointStore, KeyData
+from mirror.training.checkpoint import load_checkpoint as load
 
 ARRAYS = {"w": np.arange(6.0, dtype=np.float32).reshape(2, 3), "b": np.zeros(3, np.float32)}
 LOWEST = ("loss", "min")

@@ -87,7 +87,7 @@ def test_it_learns_the_digits_in_step_and_draws_the_curves(ahead):
     assert accuracy(done.stdout) >= 97
     assert "replicas bitwise equal: yes" in done.stdout.splitlines()
     assert "same step as on one device: yes" in done.stdout
-    assert re.search(r"epoch 15/15 100% .* images/s, loss 0\.0\d+, accuracy \d+", done.stderr)
+    assert re.search(r"epoch 15/15: loss 0\.0\d+, accuracy \d", done.stderr)
     assert "Warning" not in done.stderr
     assert curves.startswith(b"\x89PNG")
 
@@ -112,7 +112,7 @@ def test_ctrl_c_ends_it_cleanly(ahead):
 def test_ctrl_c_waits_for_a_place_where_it_is_safe_to_stop():
     before = signal.getsignal(signal.SIGINT)
     try:
-        with interrupts.held_back():
+        with pytest.raises(KeyboardInterrupt), interrupts.held_back():  # noqa: PT012  at the end
             interrupts.check()
             signal.raise_signal(signal.SIGINT)
             with pytest.raises(KeyboardInterrupt):
@@ -130,7 +130,7 @@ def test_devices_that_the_user_forced_stay_as_they_are(monkeypatch, capsys):
     flag = "--xla_force_host_platform_device_count=8"
     monkeypatch.setenv("XLA_FLAGS", f"--xla_some_other=1 {flag}")
     assert cli.main(["demo", "--devices", "99"]) == 2
-    assert f"XLA_FLAGS={flag} says how many" in capsys.readouterr().err
+    assert "JAX_NUM_CPU_DEVICES=8 says how many" in capsys.readouterr().err  # it wins in JAX too
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 A reader meets it in this order: `options` (what was asked for), `placement` (on which devices),
 `data` (digits in batches), `models` (one net in nnx, in Linen and as a plain pytree), `loop`
-(training and its progress bar), `interrupts` (Ctrl-C), `plot`, and `run`, which puts them together.
+(training by hand), `trained` (by `mirror.Trainer`, or by hand), `plot`, and `run`, which puts them
+together.
 
 Nothing is imported here: `data`, `loop` and `plot` need what `pip install "mirror-jax[demo]"`
 brings.

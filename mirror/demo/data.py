@@ -1,10 +1,12 @@
 """Real data that needs no download: the 1797 handwritten digits that scikit-learn ships."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from sklearn.datasets import load_digits
+
+from mirror.data import from_arrays
+from mirror.data.arrays import ArrayDataset
 
 NUM_CLASSES = 10
 _NUM_TEST = 360
@@ -25,14 +27,13 @@ class Digits:
     def __len__(self) -> int:
         return len(self.label)
 
-    def batches(
-        self, size: int, shuffle: np.random.Generator | None = None
-    ) -> Iterator[dict[str, np.ndarray]]:
-        """Global batches of that size, all images once; the last batch is what is left over."""
-        order = np.arange(len(self)) if shuffle is None else shuffle.permutation(len(self))
-        for start in range(0, len(self), size):
-            rows = order[start : start + size]
-            yield {"image": self.image[rows], "label": self.label[rows]}
+    def batches(self, size: int, *, shuffle: bool = False, seed: int = 0) -> ArrayDataset:
+        """Global batches of that size, all images once; the last batch is what is left over.
+
+        Each time it is iterated they come in another order, if they are to be shuffled.
+        """
+        arrays = {"image": self.image, "label": self.label}
+        return from_arrays(arrays, size, shuffle=shuffle, seed=seed)
 
 
 def load() -> tuple[Digits, Digits]:

@@ -27,7 +27,7 @@ Batch: TypeAlias = dict[str, Array]
 PyTree: TypeAlias = Any
 
 _FEATURES = (32, 64)
-_IMAGE_SHAPE = (1, 8, 8, 1)
+IMAGE_SHAPE = (1, 8, 8, 1)
 _FLAT = 4 * 4 * _FEATURES[1]
 
 
@@ -199,7 +199,7 @@ class LinenCNN(linen.Module):
 def linen_state(tx: optax.GradientTransformation, seed: int) -> TrainState:
     """New parameters and optimizer state."""
     model = LinenCNN()
-    params = model.init(jax.random.key(seed), jnp.zeros(_IMAGE_SHAPE))["params"]
+    params = model.init(jax.random.key(seed), jnp.zeros(IMAGE_SHAPE))["params"]
     return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 
 
@@ -233,8 +233,8 @@ def plain_net(params: PyTree, image: Array) -> Array:
     return x.reshape(len(x), -1) @ params["out"]["kernel"] + params["out"]["bias"]
 
 
-def plain_state(tx: optax.GradientTransformation, seed: int) -> PyTree:
-    """New parameters and optimizer state, in a dict."""
+def plain_params(seed: int) -> PyTree:
+    """New parameters, in a dict."""
     shapes = {
         "first": (3, 3, 1, _FEATURES[0]),
         "second": (3, 3, *_FEATURES),
@@ -242,10 +242,15 @@ def plain_state(tx: optax.GradientTransformation, seed: int) -> PyTree:
     }
     keys = jax.random.split(jax.random.key(seed), len(shapes))
     init = jax.nn.initializers.lecun_normal()
-    params = {
+    return {
         name: {"kernel": init(key, shape), "bias": jnp.zeros(shape[-1])}
         for key, (name, shape) in zip(keys, shapes.items(), strict=True)
     }
+
+
+def plain_state(tx: optax.GradientTransformation, seed: int) -> PyTree:
+    """New parameters and optimizer state, in a dict."""
+    params = plain_params(seed)
     return {"params": params, "moments": tx.init(params)}
 
 

@@ -7,7 +7,7 @@ from mirror.demo.options import OptionError, Options
 from mirror.devices import backend
 from mirror.devices.canonical import canonicalize_replica_devices
 from mirror.devices.spec import DeviceSpec
-from mirror.devices.start import HOST_DEVICES_FLAG, forced_host_devices
+from mirror.forced import force_host_devices
 
 NUM_HOST_DEVICES = 4
 
@@ -38,11 +38,11 @@ def _devices(asked: int | tuple[str, ...] | None) -> tuple[jax.Device, ...]:
     if isinstance(asked, tuple):
         try:
             specs = [DeviceSpec.parse(name) for name in asked]
-            _force_host_devices(max([NUM_HOST_DEVICES, *((s.index or 0) + 1 for s in specs)]))
+            force_host_devices(max([NUM_HOST_DEVICES, *((s.index or 0) + 1 for s in specs)]))
             return canonicalize_replica_devices(asked)
         except ValueError as error:
             raise OptionError(f"--devices {','.join(asked)}: {error}") from error
-    forced_by = _force_host_devices(asked or NUM_HOST_DEVICES)
+    forced_by = force_host_devices(asked or NUM_HOST_DEVICES) or "--devices"
     devices = backend.default_devices()
     if asked is not None and asked > len(devices):
         raise OptionError(_too_many(asked, devices, forced_by))
@@ -52,26 +52,6 @@ def _devices(asked: int | tuple[str, ...] | None) -> tuple[jax.Device, ...]:
 def on_host(strategy: mirror.Strategy) -> bool:
     """Whether the replicas run on host devices, which share the machine's cores."""
     return {backend.type_of(device) for device in strategy.devices} == {"CPU"}
-
-
-def _force_host_devices(count: int) -> str:
-    """Forces host devices, unless the user did; says who fixed how many there are.
-
-    With GPUs it changes nothing that matters: they stay the default devices. So there is no need
-    to know whether there are any, which only the backend knows, after whose start nothing can be
-    forced.
-    """
-    forced = forced_host_devices()
-    if forced is not None:
-        return f"XLA_FLAGS={HOST_DEVICES_FLAG}={forced}"
-    known = jax.config.values["jax_num_cpu_devices"]
-    if known >= 0:
-        return f"JAX_NUM_CPU_DEVICES={known}"
-    try:
-        jax.config.update("jax_num_cpu_devices", count)
-    except RuntimeError:
-        return "JAX's backend, which had started before,"
-    return "--devices"
 
 
 def _too_many(asked: int, devices: tuple[jax.Device, ...], forced_by: str) -> str:

@@ -1,25 +1,78 @@
 """The demo from start to end: devices, training, and the proof that the replicas are in step."""
 
 import math
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import jax
 import optax
 
 import mirror
-from mirror.demo import data, interrupts, placement, plot
-from mirror.demo.loop import fit
-from mirror.demo.models import Training, make_training
+from mirror import _interrupts as interrupts
+from mirror.demo import data, placement, plot
 from mirror.demo.options import Options
+from mirror.demo.trained import Trained, make_trained
+from mirror.devices import backend
 
 _LEARNING_RATE = 0.1
-_RTOL = 1e-5
 
 
-def run(options: Options) -> bool:
+@dataclass(frozen=True)
+class Verified:
+    """How a step on all replicas compares with one device's.
+
+    Attributes:
+        same: whether it is the same one.
+        largest: the largest relative difference; `None` where they are not the same.
+        rtol: the largest that was allowed.
+    """
+
+    same: bool
+    largest: float | None
+    rtol: float | None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of the demo.
+
+    Attributes:
+        devices: of the replicas.
+        test_accuracy: after the last epoch, 0 to 1.
+        seconds: how long the training took.
+        history: of the epochs.
+        replicas_equal: whether the replicas hold bitwise the same.
+        step: of all replicas, against one device's.
+    """
+
+    devices: tuple[str, ...]
+    test_accuracy: float
+    seconds: float
+    history: mirror.History
+    replicas_equal: bool
+    step: Verified
+
+    @property
+    def passed(self) -> bool:
+        """Whether the replicas are bitwise equal and compute what one device does."""
+        return self.replicas_equal and self.step.same
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as numbers, text and lists, for JSON."""
+        return {
+            "passed": self.passed,
+            "devices": list(self.devices),
+            "test_accuracy": self.test_accuracy,
+            "seconds": self.seconds,
+            "replicas_equal": self.replicas_equal,
+            "same_step_as_one_device": asdict(self.step),
+            "history": self.history.to_dict(),
+        }
+
+
+def run(options: Options) -> Outcome:
     """Trains the net and prints what comes of it.
-
-    Returns:
-        Whether the replicas are bitwise equal and compute what one device does.
 
     Raises:
         OptionError: an option that this machine cannot honour.
@@ -42,6 +95,7 @@ def _say(text: str) -> None:
 
 def _introduction(strategy: mirror.Strategy, options: Options) -> str:
     api = {"nnx": "an nnx module", "linen": "a Linen module", "plain": "a plain pytree"}
+    how = {"fit": "by mirror.Trainer", "loop": "by a loop over strategy.run"}
     lines = [repr(strategy), ""]
     if placement.on_host(strategy):
         lines.append(
@@ -49,27 +103,29 @@ def _introduction(strategy: mirror.Strategy, options: Options) -> str:
         )
     lines.append(
         f"A convolutional net, written as {api[options.api]}, learns handwritten digits "
-        f"in batches of {options.batch_size}."
+        f"in batches of {options.batch_size}, trained {how[options.trainer]}."
     )
     lines.append(f"Exchanges are carried out by {strategy.cross_device_ops!r}.")
     return "\n".join(lines)
 
 
-def _train_and_check(strategy: mirror.Strategy, options: Options) -> bool:
+def _train_and_check(strategy: mirror.Strategy, options: Options) -> Outcome:
     train, test = data.load()
-    tx = _optimizer(options, len(train))
+    tx, start = _optimizer(options, len(train)), time.perf_counter()
     with strategy.scope():
-        training = make_training(options.api, tx, options.seed)
-        untrained = make_training(options.api, tx, options.seed)
-    history = fit(strategy, training, train, test, options)
-    _say(f"\ntrained on {len(train)} images {options.epochs} times in {history.seconds:.1f} s")
-    _say(f"test accuracy: {history.test[-1].score}")
+        trained, untrained = make_trained(tx, options), make_trained(tx, options)
+    interrupts.check()
+    history = trained.fit(train, test, options)
+    seconds, accuracy = time.perf_counter() - start, history["val_accuracy"][-1]
+    _say(f"\ntrained on {len(train)} images {options.epochs} times in {seconds:.1f} s")
+    _say(f"test accuracy: {accuracy:.1%} ({round(accuracy * len(test))} of {len(test)})")
     if options.plot is not None:
-        count = strategy.num_replicas_in_sync
-        plot.save(history, f"Digits, {options.api}, {count} replicas", options.plot)
+        history.plot(options.plot)
         _say(f"curves: {options.plot}")
-    equal = _check_equal(strategy, training)
-    return _check_verified(strategy, untrained, train, options) and equal
+    names = tuple(map(backend.logical_name, strategy.devices))
+    equal = _check_equal(strategy, trained)
+    verified = _check_verified(untrained, train, options)
+    return Outcome(names, accuracy, seconds, history, equal, verified)
 
 
 def _optimizer(options: Options, num_images: int) -> optax.GradientTransformation:
@@ -82,10 +138,10 @@ def _optimizer(options: Options, num_images: int) -> optax.GradientTransformatio
     return optax.sgd(optax.cosine_decay_schedule(_LEARNING_RATE, steps), momentum=0.9)
 
 
-def _check_equal(strategy: mirror.Strategy, training: Training) -> bool:
+def _check_equal(strategy: mirror.Strategy, trained: Trained) -> bool:
     """Whether every device holds the same bits of parameters and optimizer state."""
     try:
-        strategy.check_mirrored(training.state)
+        strategy.check_mirrored(trained.state)
     except mirror.ReplicaDivergenceError as error:
         _say(f"replicas bitwise equal: no\n{error}")
         return False
@@ -93,22 +149,18 @@ def _check_equal(strategy: mirror.Strategy, training: Training) -> bool:
     return True
 
 
-def _check_verified(
-    strategy: mirror.Strategy, untrained: Training, train: data.Digits, options: Options
-) -> bool:
+def _check_verified(untrained: Trained, train: data.Digits, options: Options) -> Verified:
     """Whether a step on all replicas is that of one device on the whole batch.
 
     Of an untrained net, since a trained one's loss is nearly nothing, and that is mostly rounding.
     """
-    batches = strategy.distribute_dataset(train.batches(options.batch_size), remainder="pad")
-    batch, mask = next(iter(batches))
     try:
-        report = strategy.verify(untrained.step, (*untrained.state, batch, mask), rtol=_RTOL)
+        report = untrained.verify(train, options)
     except mirror.ReplicaMismatchError as error:
         _say(f"same step as on one device: no\n{error}")
-        return False
+        return Verified(False, None, None)
     _say(
         f"same step as on one device: yes (largest relative difference {report.largest:.1e}, "
         f"allowed {report.rtol:g})"
     )
-    return True
+    return Verified(True, report.largest, report.rtol)

@@ -42,7 +42,7 @@ class ValueRow:
     why: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ProgramReport:
     """What the proof found in a step; `print` it, or let a notebook show it.
 
@@ -87,6 +87,9 @@ class ProgramReport:
             for i, r in enumerate(self.exchanges)
         )
         return Table(("", "exchange", "leaves", "bytes", "runs", "line"), rows)
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def __str__(self) -> str:
         talk = str(self.exchanges_table) if self.exchanges else "No exchanges: replicas never talk."

@@ -37,7 +37,7 @@ _MEANING = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Explanation:
     """Where the time of a step goes; `print` it, or let a notebook show it.
 
@@ -143,6 +143,9 @@ class Explanation:
             return f"unknown: {self.no_speedup_because}"
         shared = " (host devices share the cores)" if self.on_host else ""
         return f"{self.speedup:.2f} of {len(self.devices)}{shared}"
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def __str__(self) -> str:
         return "\n\n".join([self.heading, self.verdict, str(self.table), str(self.facts)])

@@ -8,7 +8,6 @@ the below) it takes for per-replica as soon as an input or anything inside is.
 """
 
 import functools
-import os
 import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from mirror._errors import ReplicaDivergenceError, listing
-from mirror._frames import is_users
+from mirror._frames import is_users, place
 from mirror.program.ensure import ensured_p
 from mirror.program.exchanges import contains_exchange, is_exchange, names_axis, past
 from mirror.program.inner import Scan, While, called, equations, inner_programs, jaxpr_of
@@ -359,7 +358,7 @@ def user_line(eqn: JaxprEqn) -> str:
         return _NO_LINE
     for frame in reversed(traceback.extract_tb(frames.as_python_traceback())):
         if is_users(frame.filename):
-            return f"{os.path.basename(frame.filename)}:{frame.lineno} in {frame.name}"
+            return f"{place(frame.filename, frame.lineno)} in {frame.name}"
     return _NO_LINE
 
 

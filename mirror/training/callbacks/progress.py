@@ -1,5 +1,6 @@
 """A progress bar in a terminal and in a notebook; in a log file, a line for each epoch."""
 
+import importlib.util
 import sys
 import warnings
 from collections.abc import Mapping
@@ -43,7 +44,7 @@ class ProgressBar(Callback):
     def on_epoch_begin(self, fit: Fit) -> None:
         """A new bar."""
         title = f"epoch {fit.position.epoch + 1}/{fit.epochs}"
-        if is_watched(self._out):
+        if is_watched(self._out) and _has_tqdm():
             self._bar = _bar(self._out, title, fit.steps_per_epoch, fit.position.epoch_step)
 
     def on_metrics(self, fit: Fit, step: int, logs: dict[str, float]) -> None:  # noqa: ARG002
@@ -87,6 +88,11 @@ def in_words(logs: Mapping[str, float]) -> str:
 def is_watched(file: TextIO) -> bool:
     """Whether somebody looks on: a terminal, or a notebook's output."""
     return file.isatty() or _in_notebook()
+
+
+def _has_tqdm() -> bool:
+    """Without it there are only the lines."""
+    return importlib.util.find_spec("tqdm") is not None
 
 
 def _in_notebook() -> bool:
