@@ -1,15 +1,29 @@
 """Eight host devices, which the plugin `pytest_mirror` forces, demanded; `--gpu`, `--notebooks`."""
 
 import os
+import shutil
+import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import jax
-import pytest
+# Many tests and processes compile the same small programs: they share what has been compiled. JAX
+# reads this when it is imported, and processes that are started inherit it.
+_CACHE = None
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    _CACHE = tempfile.mkdtemp(prefix="mirror-tests-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
 
 jax.config.update("jax_platforms", "cpu")  # GPUs are for the processes of tests/test_gpu.py
+# Compiling is most of the work here. It ends with less of LLVM's optimization; what is compiled in
+# a process of its own, the demo, the soak test, the benchmarks, is compiled as users have it.
+jax.config.update("jax_disable_most_optimizations", True)
 
 import mirror  # noqa: E402
 from mirror.context import current_frame  # noqa: E402
@@ -24,6 +38,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Registers the marker of what `--notebooks` runs."""
     config.addinivalue_line("markers", "notebooks: executes a notebook; left out by default")
+
+
+def pytest_unconfigure() -> None:
+    """Deletes what has been compiled, in the process that began."""
+    if _CACHE is not None:
+        shutil.rmtree(_CACHE, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

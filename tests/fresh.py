@@ -10,7 +10,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 STAND_INS = pathlib.Path(__file__).resolve().parent / "stand_ins"
 _OURS = ("XLA_", "JAX_", "CUDA_", "PJRT_", "NPROC")
 # As it was before any test: what runs ahead must not see what another test sets.
-_INHERITED = {k: v for k, v in os.environ.items() if not k.startswith(_OURS)}
+_CACHE = ("JAX_COMPILATION_CACHE", "JAX_PERSISTENT_CACHE")  # what all tests have compiled
+INHERITED = {k: v for k, v in os.environ.items() if not k.startswith(_OURS) or k.startswith(_CACHE)}
 
 
 def run(code: str, *, environment: dict[str, str] | None = None, timeout: int = 120) -> str:
@@ -29,7 +30,7 @@ def start(
     """The same, whatever the exit status."""
     return subprocess.run(
         [sys.executable, "-W", "error", "-c", textwrap.dedent(code)],
-        env={**_INHERITED, **(environment or {})},
+        env={**INHERITED, **(environment or {})},
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -103,7 +103,7 @@ def _interrupted(step: str) -> tuple[int, str, list[str]]:
     with subprocess.Popen(
         [sys.executable, "-u", "-m", "mirror.cli", "bench", step, "--steps", "1000000"],
         cwd=fresh.ROOT,
-        env={**fresh._INHERITED, "JAX_PLATFORMS": "cpu"},
+        env={**fresh.INHERITED, "JAX_PLATFORMS": "cpu"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -481,6 +481,7 @@ def test_executors_agree_in_64_bits():
     fresh.run(
         """
         import tests.conftest, jax
+        jax.config.update("jax_num_cpu_devices", 8)
         jax.config.update("jax_enable_x64", True)
         from tests.test_conformance import check_wide
         check_wide()
