@@ -1,6 +1,7 @@
 """Tables for a terminal and a notebook: the devices of a strategy, what lies where."""
 
 import html
+import io
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, final
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mirror._errors import bytes_in_words, describe
+from mirror._optional import require
 from mirror._types import PyTree
 from mirror.devices import backend
 from mirror.devices.log import unlogged
@@ -48,6 +50,24 @@ class Table:
             for row in self.rows
         )
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def new_figure(width: float, height: float) -> Any:
+    """An empty `matplotlib.figure.Figure`, inches wide and high, which a notebook shows as it is.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    figure = require("matplotlib.figure").Figure((width, height), layout="constrained")
+
+    def as_png() -> bytes:
+        with io.BytesIO() as file:
+            figure.savefig(file, format="png", dpi=100)
+            return file.getvalue()
+
+    # pyplot has its figures shown; this one, which opens no window, is asked how it looks.
+    figure._repr_png_ = as_png
+    return figure
 
 
 def device_table(devices: Iterable[jax.Device]) -> Table:

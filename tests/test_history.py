@@ -92,6 +92,7 @@ def test_it_plots_each_metric_with_its_validation(three, tmp_path, ending):
 
 def test_a_validation_without_its_training_is_plotted_too():
     figure = history({"loss": 1.0, "val_recall": 0.5}).plot()
+    assert figure._repr_png_().startswith(b"\x89PNG")  # as a notebook shows it
     assert [axes.get_title() for axes in figure.axes] == ["loss", "val_recall"]
     assert [len(axes.lines) for axes in figure.axes] == [1, 1]
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mirror._optional import require
-from mirror.display import Table
+from mirror.display import Table, new_figure
 
 
 @dataclass(frozen=True)
@@ -167,7 +166,7 @@ class Scaling:
         Raises:
             ModuleNotFoundError: matplotlib is not installed.
         """
-        figure = require("matplotlib.figure").Figure(figsize=(6, 4), layout="constrained")
+        figure = new_figure(6, 4)
         axes, counts = figure.subplots(), [len(row.devices) for row in self.rows]
         found = [self.speedup(row) for row in self.rows]
         spans = [quartiles(self.speedups(row)) for row in self.rows]

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mirror._errors import bytes_in_words
-from mirror._optional import require
-from mirror.display import Table
+from mirror.display import Table, new_figure
 
 
 class Seconds(NamedTuple):
@@ -178,7 +177,7 @@ class Explanation:
         Raises:
             ModuleNotFoundError: matplotlib is not installed.
         """
-        figure = require("matplotlib.figure").Figure(figsize=(8, 2), layout="constrained")
+        figure = new_figure(8, 2)
         axes, start = figure.subplots(), 0.0
         for part, secs in self.secs._asdict().items():
             label = f"{part} {self.shares[part]:.0%}"

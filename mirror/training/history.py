@@ -8,7 +8,7 @@ from typing import Any, final
 
 from mirror._errors import describe
 from mirror._optional import require
-from mirror.display import Table
+from mirror.display import Table, new_figure
 
 _VALIDATION = "val_"
 
@@ -114,9 +114,7 @@ class History(Mapping[str, list[float]]):
         if not self.epochs:
             raise ValueError(f"{describe(self)} has nothing to plot: train first, trainer.fit(...)")
         names = [n for n in self if not n.startswith(_VALIDATION) or n[4:] not in self]
-        figure = require("matplotlib.figure").Figure(
-            figsize=(5 * len(names), 3.5), layout="constrained"
-        )
+        figure = new_figure(5 * len(names), 3.5)
         for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
             self._draw(axes, name)
         if file is not None:
