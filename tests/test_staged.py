@@ -489,7 +489,14 @@ def interrupted():
             armed.append(True)
             signal.setitimer(signal.ITIMER_REAL, secs, 0.1)
             while armed:
-                fn()
+                try:
+                    fn()
+                except (
+                    Exception
+                ) as error:  # it struck in JAX's C++, which makes another error of it
+                    if "KeyboardInterrupt" in str(error):
+                        raise KeyboardInterrupt from error
+                    raise
             raise KeyboardInterrupt  # it struck in a weakref's callback, where Python drops it
 
     before = signal.signal(signal.SIGALRM, on_alarm)

@@ -156,14 +156,19 @@ class Objective:
     def _part(self, batch: PyTree, part: Any, argument: str, size: int) -> Array:
         return _per_example(f"{argument}={part!r}", part_of(batch, part, argument), size)
 
-    def inspect(self, number: int, batch: PyTree) -> None:
-        """Looks at a batch on the host, before it is cut up.
+    @property
+    def inspect(self) -> Callable[[int, PyTree], None] | None:
+        """What looks at each batch on the host, before it is cut up; `None`: nothing does."""
+        return None if self._labels is None else self._require_classes
+
+    def _require_classes(self, number: int, batch: PyTree) -> None:
+        """Refuses labels that are no class, or not integers `(B,)`.
 
         Raises:
-            ValueError: a label is no class, or they are not integers `(B,)`.
+            ValueError: there are such.
         """
-        if self._labels is None or self._num_classes is None:
-            return
+        assert self._labels is not None
+        assert self._num_classes is not None
         labels = np.asarray(part_of(batch, self._labels, "labels"))
         if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
             raise ValueError(
