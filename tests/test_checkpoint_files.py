@@ -4,13 +4,11 @@ import contextlib
 import json
 import logging
 import math
-import multiprocessing
 import os
 import pathlib
 import random
 import resource
 import shutil
-import signal
 import tempfile
 import time
 
@@ -24,6 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from mirror.training import checkpoint_files
 from mirror.training.checkpoint import CheckpointStore, KeyData
 from mirror.training.checkpoint import load_checkpoint as load
+from tests.checkpoints import in_a_process, killed, same
 
 ARRAYS = {"w": np.arange(6.0, dtype=np.float32).reshape(2, 3), "b": np.zeros(3, np.float32)}
 LOWEST = ("loss", "min")
@@ -35,14 +34,6 @@ def put(directory, *steps, arrays=ARRAYS, metrics=None, **options) -> Checkpoint
         for step in steps:
             store.save(step, arrays, {"step": step}, metrics and metrics(step))
     return store
-
-
-def same(one, other) -> bool:
-    """Whether two arrays, or keys, are the same bit by bit."""
-    if isinstance(one, KeyData):
-        return one.impl == other.impl and same(one.data, other.data)
-    one, other = np.asarray(one), np.asarray(other)
-    return (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())
 
 
 def files(directory) -> list[pathlib.Path]:
@@ -655,18 +646,6 @@ def test_the_log_of_orbax_is_not_the_users(tmp_path, caplog, capfd):
 
 # Processes of their own: they start at once, as nothing here starts JAX when it is imported
 
-_START = multiprocessing.get_context("forkserver")
-_START.set_forkserver_preload(["pytest", "orbax.checkpoint", "tensorstore", __name__])
-
-
-def in_a_process(target, *arguments) -> None:
-    """Runs a function in a process that starts at once, and fails with it."""
-    process = _START.Process(target=target, args=arguments)
-    process.start()
-    process.join(60)
-    assert process.exitcode == 0
-    process.close()
-
 
 def load_without_devices(directory) -> None:
     jax.config.update("jax_platforms", "of mine")  # a backend that starts would fail
@@ -747,28 +726,10 @@ def all_of_one_step(found) -> bool:
     )
 
 
-def killed(directory, delay_secs) -> int:
-    """Kills a process that saves, some time after its first checkpoint; the last step it told."""
-    listens, says = _START.Pipe(duplex=False)
-    with listens:
-        process = _START.Process(target=save_for_ever, args=(directory, says))
-        process.start()
-        says.close()
-        told = listens.recv()
-        time.sleep(delay_secs)
-        os.kill(process.pid, signal.SIGKILL)
-        process.join()
-        process.close()
-        with contextlib.suppress(EOFError):
-            while True:
-                told = listens.recv()
-    return told
-
-
 def test_kill(tmp_path):
     draw, interrupted = random.Random(0), 0
     for _ in range(20):
-        told = killed(tmp_path, draw.uniform(0, 0.08))
+        told = killed(save_for_ever, (tmp_path,), draw.uniform(0, 0.08))
         interrupted += not all(path.name.isdigit() for path in tmp_path.iterdir())
         found = load(tmp_path)
         assert found.step >= told

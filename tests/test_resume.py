@@ -20,9 +20,8 @@ from flax import nnx
 import mirror
 from mirror import callbacks
 from mirror.training.checkpoint import KeyData
+from tests.checkpoints import START, in_a_process, killed, same
 from tests.conftest import cpu_strategy
-from tests.test_checkpoint_files import _START as START
-from tests.test_checkpoint_files import in_a_process, same
 
 SIZE, STEPS = 4, 25  # examples in a batch, of which the last of an epoch has 2; batches
 ROWS = (STEPS - 1) * SIZE + 2
@@ -574,29 +573,14 @@ def test_sigterm_saves_and_ends(tmp_path, whole):
     assert_same_end(tmp_path, whole)
 
 
-def killed(directory, cache, delay_secs: float) -> int:
-    """Kills a training some time after its first step; the last step it told."""
-    listens, says = START.Pipe(duplex=False)
-    options = {"every_steps": 1, "others": (Tells(says),)}
-    with listens:
-        process = START.Process(target=train, args=(directory, cache), kwargs=options)
-        process.start()
-        says.close()
-        told = listens.recv()
-        time.sleep(delay_secs)
-        os.kill(process.pid, signal.SIGKILL)
-        process.join()
-        process.close()
-        with contextlib.suppress(EOFError):
-            while True:
-                told = listens.recv()
-    return told
+def train_and_tell(directory, cache, says) -> None:
+    train(directory, cache, every_steps=1, others=(Tells(says),))
 
 
 def test_kill(tmp_path, whole):
     draw, before, interrupted = random.Random(0), 0, 0
     for _ in range(20):
-        told = killed(tmp_path, whole[1], draw.uniform(0, 0.05))
+        told = killed(train_and_tell, (tmp_path, whole[1]), draw.uniform(0, 0.05))
         assert before < told < LONG * STEPS
         before = last_step(tmp_path)
         assert before >= told - 1  # whose checkpoint was being written

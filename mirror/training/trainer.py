@@ -18,6 +18,7 @@ from mirror._errors import describe
 from mirror._types import PyTree
 from mirror.calls import keys, name_of
 from mirror.checks import VerifyReport
+from mirror.data.batches import require_count
 from mirror.data.distribute import DistributedDataset
 from mirror.data.padded import Padded
 from mirror.mirrored import get_strategy
@@ -124,8 +125,10 @@ class Trainer:
         self.strategy = get_strategy() if strategy is None else strategy
         self.model = model
         self.optimizer = _optimizer(model, tx, wrt)
-        self.accumulate_steps = _count("accumulate_steps", accumulate_steps)
-        self.steps_per_execution = _count("steps_per_execution", steps_per_execution)
+        require_count("accumulate_steps", accumulate_steps)
+        require_count("steps_per_execution", steps_per_execution)
+        self.accumulate_steps = int(accumulate_steps)
+        self.steps_per_execution = int(steps_per_execution)
         self._objective = Objective(
             loss_fn, sample_weight, labels, num_classes, class_weight, penalty
         )
@@ -340,15 +343,16 @@ class Trainer:
     def _begin(self, epochs: int, initial_epoch: int | None) -> Position:
         """The position to start from. The trainer's own is as it was until the training begins."""
         self._require_no_fit("fit")
-        _count("epochs", epochs)
+        require_count("epochs", epochs)
         position = copy.copy(self._position)
         if initial_epoch is not None:
-            if _count("initial_epoch", initial_epoch, least=0) >= epochs:
+            require_count("initial_epoch", initial_epoch, least=0)
+            if initial_epoch >= epochs:
                 raise ValueError(
                     f"initial_epoch={initial_epoch} with epochs={epochs}: nothing would be trained."
                     " epochs is the number of the epoch to end at, not how many to train."
                 )
-            position.begin(initial_epoch)
+            position.begin(int(initial_epoch))
         elif not self._goes_on:
             position.begin(0)
         return position
@@ -426,14 +430,6 @@ def _optimizer(
             "optax.adam(1e-3)."
         )
     return nnx.Optimizer(model, tx, wrt=nnx.Param if wrt is None else wrt)
-
-
-def _count(name: str, value: Any, least: int = 1) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise TypeError(f"{name}={describe(value)} is no int.")
-    if value < least:
-        raise ValueError(f"{name}={value} is less than {least}.")
-    return int(value)
 
 
 def _rows(fn: Callable[..., Any], results: PyTree, mask: PerReplica) -> PyTree:

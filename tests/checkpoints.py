@@ -1,0 +1,52 @@
+"""What tests of checkpoints have in common: processes that start at once, and bits compared."""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import time
+
+import numpy as np
+
+from mirror.training.checkpoint import KeyData
+
+START = multiprocessing.get_context("forkserver")
+START.set_forkserver_preload(["pytest", "orbax.checkpoint", "tensorstore", __name__])
+
+
+def same(one, other) -> bool:
+    """Whether two arrays, or keys, are the same bit by bit."""
+    if isinstance(one, KeyData):
+        return one.impl == other.impl and same(one.data, other.data)
+    one, other = np.asarray(one), np.asarray(other)
+    return (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())
+
+
+def in_a_process(target, *arguments) -> None:
+    """Runs a function in a process that starts at once, and fails with it."""
+    process = START.Process(target=target, args=arguments)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    process.close()
+
+
+def killed(target, arguments, delay_secs: float) -> int:
+    """Kills a process some time after the first step it tells; the last step it told.
+
+    Its function gets a connection to tell them through, as the last argument.
+    """
+    listens, says = START.Pipe(duplex=False)
+    with listens:
+        process = START.Process(target=target, args=(*arguments, says))
+        process.start()
+        says.close()
+        told = listens.recv()
+        time.sleep(delay_secs)
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        process.close()
+        with contextlib.suppress(EOFError):
+            while True:
+                told = listens.recv()
+    return told
