@@ -63,6 +63,7 @@ from mirror.strategy import Strategy as Strategy
 from mirror.strategy import ValueContext as ValueContext
 from mirror.training.checkpoint import load_checkpoint as load_checkpoint
 from mirror.training.history import History as History
+from mirror.training.objective import Weighted as Weighted
 from mirror.training.trainer import Trainer as Trainer
 from mirror.values import PerReplica as PerReplica
 from mirror.variables import Variable as Variable

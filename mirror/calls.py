@@ -18,16 +18,22 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from flax import nnx
+from jax.extend.core import ClosedJaxpr
+from jax.sharding import NamedSharding
 
 from mirror._errors import describe
-from mirror._types import PyTree
+from mirror._types import REPLICA_AXIS, PyTree
 from mirror.devices.log import log_is_here, unlogged
 from mirror.objects import is_object
 from mirror.parts import Parts
+from mirror.program.axis import axis_name
+from mirror.program.inner import equations
 from mirror.values import PerReplica, is_per_replica
 from mirror.variables import Variable
 
-_DYNAMIC_TYPES = (jax.Array, np.ndarray, np.generic, int, float, complex, Parts)
+ARRAY_LIKE = (jax.Array, np.ndarray, np.generic, int, float, complex)
+"""What is an array, or becomes one."""
+_DYNAMIC_TYPES = (*ARRAY_LIKE, Parts)
 
 
 def kind(leaf_type: type) -> type:
@@ -85,12 +91,16 @@ class Layout:
         self.treedef: Any
         marked, self.treedef = jax.tree.flatten(arguments, is_leaf=is_per_replica)
         stacked: set[Any] = {leaf.stacked for leaf in marked if isinstance(leaf, PerReplica)}
-        kinds = list(enumerate(map(kind, leaf_types)))
+        fixed = fixed_numbers(treedef)
+        kinds = [
+            (i, t if i in fixed and is_number(t) else kind(t)) for i, t in enumerate(leaf_types)
+        ]
         self.dynamic = [i for i, k in kinds if k is jax.Array]
         self.static = [i for i, k in kinds if k is not jax.Array]
         self.per_replica = [self.dynamic.index(i) for i in sorted(stacked) if i in self.dynamic]
         self.nested = any(map(is_object, jax.tree.leaves(arguments, is_leaf=is_object)))
         self.all_dynamic = not self.static
+        self._has_numbers = any(is_number(leaf_types[i]) for i in self.static)
 
     def dynamic_leaves(self, leaves: list[Any]) -> list[Any]:
         """The arrays and numbers among the leaves."""
@@ -98,9 +108,15 @@ class Layout:
 
     def key(self, leaves: list[Any]) -> tuple[Any, ...]:
         """What of the leaves' values a program depends on: statics, and the replicas' shapes."""
-        statics = tuple([leaves[i] for i in self.static])
+        statics: tuple[Any, ...] = tuple([leaves[i] for i in self.static])
+        if self._has_numbers:  # 0.0 == -0.0, and NaN is not NaN
+            statics = tuple([repr(s) if is_number(type(s)) else s for s in statics])
         dynamic = self.dynamic_leaves(leaves)
         return statics, tuple([dynamic[i].shape for i in self.per_replica])
+
+    def statics(self, leaves: list[Any]) -> tuple[Any, ...]:
+        """The leaves that are neither arrays nor numbers that become arrays."""
+        return tuple([leaves[i] for i in self.static])
 
     def rebuild(
         self, dynamic: Sequence[Any], statics: Sequence[Any], objects: Sequence[Any]
@@ -116,6 +132,36 @@ class Layout:
             self.treedef.unflatten(leaves),
             is_leaf=lambda node: isinstance(node, Hoisted),
         )
+
+
+def is_number(leaf_type: type) -> bool:
+    """Whether it is the type of a Python number, flags left out."""
+    return issubclass(leaf_type, int | float | complex) and not issubclass(
+        leaf_type, bool | np.generic
+    )
+
+
+def fixed_numbers(treedef: Any) -> set[int]:
+    """The positions of leaves inside Equinox modules, whose Python numbers stay numbers.
+
+    In a module a number is a setting, such as a stride or a rate; an array would be trained.
+    """
+    equinox = sys.modules.get("equinox")
+    if equinox is None:
+        return set()
+    found: set[int] = set()
+    start = 0
+    waiting = [treedef]
+    while waiting:
+        node = waiting.pop()
+        data = node.node_data()
+        if data is None or (data[0] is not None and issubclass(data[0], equinox.Module)):
+            if data is not None:
+                found.update(range(start, start + node.num_leaves))
+            start += node.num_leaves
+        else:
+            waiting += reversed(node.children())
+    return found
 
 
 _is_object_type: dict[type, bool] = {}
@@ -311,6 +357,58 @@ def _with_mesh(fn: Callable[..., Any], mesh: jax.sharding.Mesh) -> Iterator[None
             f"{name_of(fn)} is run inside jax.jit, where arrays are tracers. Call strategy.run "
             "outside; it compiles by itself."
         ) from error
+
+
+def require_bound_axis(fn: Callable[..., Any], error: NameError) -> None:
+    """Rejects a step that uses the name of another axis than the replicas'.
+
+    Raises:
+        ValueError: If that is what JAX says.
+    """
+    _, found, name = str(error).partition("unbound axis name: ")
+    if found:
+        name = name.split(".")[0].strip()
+        known = "mirror.REPLICA_AXIS" if axis_name() == REPLICA_AXIS else repr(axis_name())
+        raise ValueError(
+            f"{name_of(fn)} uses the axis name {name!r}, but the replica axis of this strategy is "
+            f"{axis_name()!r}. Use {known} in the step, or name the axis: "
+            f"mirror.MirroredStrategy(axis_name={name!r})."
+        ) from error
+
+
+def require_no_mapping(fn: Callable[..., Any], program: ClosedJaxpr) -> None:
+    """Rejects a step that maps over devices.
+
+    Raises:
+        ValueError: If it contains a `jax.pmap` or a `jax.shard_map`.
+    """
+    for eqn in equations(program.jaxpr):
+        if eqn.primitive.name in ("shard_map", "xla_pmap"):
+            raise ValueError(
+                f"{name_of(fn)} contains jax.pmap, nnx.pmap or jax.shard_map, but a strategy maps "
+                "the step over its devices. Pass the function without it: @jax.pmap comes off, and "
+                " axis_name='batch' becomes "
+                "mirror.MirroredStrategy(axis_name='batch')."
+            )
+
+
+def require_not_stacked(name: str, leaf: Any) -> None:
+    """Rejects an array with one row on each device, as `jax.pmap` takes and returns it.
+
+    Raises:
+        ValueError: If it is one.
+    """
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or not sharding.spec:
+        return
+    size = sharding.mesh.size
+    if size > 1 and sharding.spec[0] in sharding.mesh.axis_names and leaf.shape[:1] == (size,):
+        raise ValueError(
+            f"{name} is {describe(leaf)} with one row on each of {size} devices, as jax.pmap and "
+            "flax.jax_utils.replicate stack it. Pass state without that axis "
+            "(flax.jax_utils.unreplicate(state)), and batches from strategy.distribute_dataset; "
+            "for values that differ between replicas use mirror.PerReplica.from_stacked(x)."
+        )
 
 
 def code_of(fn: Callable[..., Any]) -> CodeType | None:

@@ -13,6 +13,7 @@ from mirror import calls
 from mirror._errors import ReplicaDivergenceError, ReplicaMismatchError, counted, listing
 from mirror._types import Array, PyTree
 from mirror.cross_device_ops import ReduceOp, exchange
+from mirror.drift import drifting
 from mirror.objects import Structure
 from mirror.parts import Parts
 from mirror.runner import Runner
@@ -72,14 +73,19 @@ def fingerprint(leaf: Array) -> Array:
     return jnp.stack([jnp.sum(bits * weight), jnp.sum(mixed ^ (mixed >> 16))])
 
 
+_SMALL_INTEGERS = ("int2", "uint2", "int4", "uint4")
+
+
 def _bits(leaf: Array) -> Array:
     """An array's bits as uint32."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     if jnp.iscomplexobj(leaf):
         leaf = jnp.stack([leaf.real, leaf.imag])
-    if leaf.dtype == jnp.bool_ or leaf.dtype in (jnp.int4, jnp.uint4):
+    if leaf.dtype == jnp.bool_ or leaf.dtype.name in _SMALL_INTEGERS:
         return leaf.astype(jnp.int32).astype(jnp.uint32)
+    if leaf.dtype.name == "float4_e2m1fn":  # no bits of its own: they are packed in bytes
+        leaf = leaf.astype(jnp.float32)
     if leaf.dtype.itemsize == 8:
         return jax.lax.bitcast_convert_type(leaf, jnp.uint32)
     unsigned = jnp.dtype(f"uint{leaf.dtype.itemsize * 8}")
@@ -160,6 +166,10 @@ def verify(
         expected = _variables([*there, *captured], names)
     finally:
         restore(captured, saved)
+    drifts = many.prepare(fn, *with_objects(arguments.tree, here)).drifts
+    causes = {leaf: why for drift in drifts for leaf, why in drift.causes.items()}
+    if causes:
+        raise ReplicaDivergenceError(drifting(calls.name_of(fn), causes))
     rows = _compare_results(got, wanted)
     for name, value in after.items():
         rows.append(Difference(name, relative_difference(value, expected[name])))

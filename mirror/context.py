@@ -8,9 +8,10 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from mirror._types import REPLICA_AXIS, Array, PyTree
+from mirror._types import Array, PyTree
 from mirror.cross_device_ops import ReduceOp, gather, prepare
 from mirror.devices.replicas import ReplicaDevices
+from mirror.program.axis import axis_name
 
 
 class LengthsUnknown(BaseException):
@@ -221,7 +222,7 @@ class ReplicaContext:
     def replica_id_in_sync_group(self) -> Array:
         """This replica's number, 0 to n - 1: a traced int32 scalar, per-replica."""
         self._require_alive()
-        return jax.lax.axis_index(REPLICA_AXIS) if self._in_step else jnp.zeros((), jnp.int32)
+        return jax.lax.axis_index(axis_name()) if self._in_step else jnp.zeros((), jnp.int32)
 
     def all_reduce(self, op: ReduceOp | str, tree: PyTree) -> PyTree:
         """Reduces every leaf over the replicas; all get the result, which is mirrored.
@@ -285,3 +286,43 @@ class ReplicaContext:
     def fold_in(self, key: Array) -> Array:
         """A PRNG key that differs on each replica, made of one that is the same on all."""
         return jax.random.fold_in(key, self.replica_id_in_sync_group)
+
+    def shared(self, tree: PyTree) -> PyTree:
+        """Returns its tree, whose gradients are averaged over the replicas.
+
+        The gradient of an all-reduced loss is each replica's own: what comes back through an
+        all-reduce reaches only the replica's own examples. A search along the gradient needs the
+        whole one inside, where no all-reduce can be written, as in `optax.lbfgs`.
+
+        Args:
+            tree: Arrays, the same on all replicas: parameters. Gradients of floats are averaged,
+                in one collective; other leaves pass through.
+
+        Raises:
+            RuntimeError: If the step has ended.
+
+        >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
+        >>> def step(w, x):
+        ...     context = mirror.get_replica_context()
+        ...     loss = lambda w: context.all_reduce("mean", context.shared(w) * x)
+        ...     return jax.grad(loss)(w)
+        >>> strategy.run(step, (1.0, mirror.PerReplica([2.0, 4.0])))
+        Array(3., dtype=float32)
+        """
+        self._require_alive()
+        treedef: Any
+        leaves, treedef = jax.tree.flatten(tree)
+        arrays = list(map(jnp.asarray, leaves))
+        places = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+        @jax.custom_vjp
+        def identity(values: list[Array]) -> list[Array]:
+            return values
+
+        def backward(_: None, grads: list[Array]) -> tuple[list[Array]]:
+            return (self.all_reduce("mean", grads),)
+
+        identity.defvjp(lambda values: (values, None), backward)
+        for i, value in zip(places, identity([arrays[i] for i in places]), strict=True):
+            arrays[i] = value
+        return treedef.unflatten(arrays)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mirror._errors import describe
-from mirror._types import REPLICA_AXIS, Array, ArrayLike, PyTree
+from mirror._types import Array, ArrayLike, PyTree
 from mirror.devices.backend import logical_name, names, type_of
 from mirror.devices.canonical import DeviceLike, canonicalize_device, canonicalize_replica_devices
 from mirror.devices.replicas import ReplicaDevices, any_deleted, is_tracing, move, one_by_one
@@ -20,6 +20,7 @@ from mirror.devices.spec import DeviceSpec, LogicalDevice
 from mirror.executors.launch import launch
 from mirror.packing import join, split
 from mirror.parts import Parts
+from mirror.program.axis import axis_name
 from mirror.values import PerReplica, held_by, is_numeric, is_per_replica
 
 _HOST_PACK_BYTES = 32 * 1024
@@ -142,7 +143,7 @@ class CrossDeviceOps(abc.ABC):
             on_host: whether the exchange is among several forced host devices.
         """
         del on_host
-        return [exchange(op, prepare(op, leaf), keeps_nan=True) for leaf in leaves]
+        return [exchange(op, prepare(op, leaf)) for leaf in leaves]
 
     @final
     def reduce(
@@ -526,35 +527,27 @@ def result_dtype(op: ReduceOp, dtype: Any) -> Any:
     return dtype
 
 
-def exchange(op: ReduceOp, leaf: Array, *, keeps_nan: bool = False) -> Array:
-    """One exchange over the whole replica axis, of a leaf that `prepare` has made ready.
+def exchange(op: ReduceOp, leaf: Array) -> Array:
+    """One collective over the whole replica axis, of a leaf that `prepare` has made ready.
 
-    Args:
-        op: the reduction.
-        leaf: the array.
-        keeps_nan: whether an extreme is NaN where one replica's value is, whoever reduces it.
+    Executors see to it that an extreme is NaN where one replica's value is.
     """
     match op:
         case ReduceOp.SUM:
-            return jax.lax.psum(leaf, REPLICA_AXIS)
+            return jax.lax.psum(leaf, axis_name())
         case ReduceOp.MEAN:
-            return jax.lax.pmean(leaf.astype(accumulator(leaf.dtype)), REPLICA_AXIS).astype(
-                leaf.dtype
-            )
+            wide = leaf.astype(accumulator(leaf.dtype))
+            return jax.lax.pmean(wide, axis_name()).astype(leaf.dtype)
         case ReduceOp.MIN | ReduceOp.MAX:
             reduce = jax.lax.pmin if op is ReduceOp.MIN else jax.lax.pmax
             if leaf.dtype == jnp.bool_:
-                return reduce(leaf.astype(jnp.uint8), REPLICA_AXIS).astype(jnp.bool_)
-            if keeps_nan or not jnp.issubdtype(leaf.dtype, jnp.inexact):
-                return reduce(leaf, REPLICA_AXIS)
-            # XLA's own exchange of extremes loses a NaN on one replica, or does not.
-            spoilt = jax.lax.pmax(jnp.isnan(leaf).astype(jnp.uint8), REPLICA_AXIS) > 0
-            return jnp.where(spoilt, jnp.asarray(jnp.nan, leaf.dtype), reduce(leaf, REPLICA_AXIS))
+                return reduce(leaf.astype(jnp.uint8), axis_name()).astype(jnp.bool_)
+            return reduce(leaf, axis_name())
 
 
 def num_replicas() -> int:
     """How many replicas run the step that is being traced."""
-    return jax.lax.axis_size(REPLICA_AXIS)
+    return jax.lax.axis_size(axis_name())
 
 
 def gather(leaf: Array, axis: int, lengths: Sequence[int] | None = None) -> Array:
@@ -573,13 +566,13 @@ def gather(leaf: Array, axis: int, lengths: Sequence[int] | None = None) -> Arra
     if lengths is not None and len(set(lengths)) > 1:
         widths = [(0, 0)] * leaf.ndim
         widths[axis] = (0, max(lengths) - leaf.shape[axis])
-        every = jax.lax.all_gather(jnp.pad(leaf, widths), REPLICA_AXIS, axis=0)
+        every = jax.lax.all_gather(jnp.pad(leaf, widths), axis_name(), axis=0)
         parts = [
             jax.lax.slice_in_dim(every[i], 0, length, axis=axis) for i, length in enumerate(lengths)
         ]
         return jnp.concatenate(parts, axis)
     if leaf.size:
-        return jax.lax.all_gather(leaf, REPLICA_AXIS, axis=axis, tiled=True)
+        return jax.lax.all_gather(leaf, axis_name(), axis=axis, tiled=True)
     # JAX 0.12 cannot lower the exchange of nothing.
     shape = list(leaf.shape)
     shape[axis] *= num_replicas()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import final
 
 from mirror._errors import describe
+from mirror._types import REPLICA_AXIS
 from mirror.context import ReplicaContext, current_frame
 from mirror.cross_device_ops import AllReduce, CrossDeviceOps, ReductionToOneDevice
 from mirror.devices import backend
@@ -36,11 +37,14 @@ class MirroredStrategy(Strategy):
             whose all-reduce fails a test (a known sum, once in a process); a warning says so.
         replicas_per_device: so many replicas on each device: eight on a laptop or on one GPU, to
             try what eight GPUs will do. Replica ids count through one device, then the next.
+        axis_name: The name of the replica axis inside steps. A model with
+            `nn.BatchNorm(axis_name="batch")`, or a step with `jax.lax.pmean(x, "batch")`, runs
+            unchanged under `axis_name="batch"`.
 
     Raises:
-        ValueError: empty, repeated or unknown devices, `replicas_per_device` below 1, or
-            `AllReduce` over devices of several types.
-        TypeError: something that is no device, no `CrossDeviceOps`, or no int.
+        ValueError: empty, repeated or unknown devices, `replicas_per_device` below 1, an empty
+            `axis_name`, or `AllReduce` over devices of several types.
+        TypeError: something that is no device, no `CrossDeviceOps`, no int, or no string.
         RuntimeError: the test of the all-reduce has stalled, and the accelerators with it.
 
     >>> import jax
@@ -55,6 +59,7 @@ class MirroredStrategy(Strategy):
         cross_device_ops: CrossDeviceOps | None = None,
         *,
         replicas_per_device: int = 1,
+        axis_name: str = REPLICA_AXIS,
     ) -> None:
         if isinstance(replicas_per_device, bool) or not isinstance(replicas_per_device, int):
             raise TypeError(f"replicas_per_device={describe(replicas_per_device)} is no int.")
@@ -62,24 +67,27 @@ class MirroredStrategy(Strategy):
             raise ValueError(
                 f"replicas_per_device={replicas_per_device}: each device needs a replica at least."
             )
+        _require_axis_name(axis_name)
         on_each = canonicalize_replica_devices(devices)
         found = tuple(device for device in on_each for _ in range(replicas_per_device))
-        replicas = ReplicaDevices(found)
+        replicas = ReplicaDevices(found, axis_name=axis_name)
         ops = default_ops(found) if cross_device_ops is None else cross_device_ops
         if replicas.are_mixed:
-            replicas = ReplicaDevices(found, reduce_device(ops))
+            replicas = ReplicaDevices(found, reduce_device(ops), axis_name)
         super().__init__(replicas, ops)
         _logger.info("Using MirroredStrategy with devices %s", backend.names(found))
 
     def _alone(self) -> Strategy:
-        return OneDeviceStrategy(self.devices[0])
+        return OneDeviceStrategy(self.devices[0], axis_name=self._replicas.axis_name)
 
     def _one_on_each(self) -> Strategy:
         ops = self._cross_device_ops
         exact = isinstance(ops, AllReduce | ReductionToOneDevice)  # another may hide a difference
         if exact and self._replicas.replicas_per_device == 1:
             return self
-        return MirroredStrategy(self._replicas.distinct, ops if exact else ReductionToOneDevice())
+        ops = ops if exact else ReductionToOneDevice()
+        name = self._replicas.axis_name
+        return MirroredStrategy(self._replicas.distinct, ops, axis_name=name)
 
 
 @final
@@ -88,23 +96,36 @@ class OneDeviceStrategy(Strategy):
 
     Args:
         device: a `jax.Device` or a name such as `"/gpu:0"`.
+        axis_name: The name of the replica axis inside steps, as of `MirroredStrategy`.
 
     Raises:
-        ValueError: no device name.
+        ValueError: no device name, or an empty `axis_name`.
         InvalidDeviceError: no such device.
 
     >>> OneDeviceStrategy("/cpu:1").devices
     (CpuDevice(id=1),)
     """
 
-    def __init__(self, device: DeviceLike) -> None:
-        super().__init__(ReplicaDevices((canonicalize_device(device),)), AllReduce())
+    def __init__(self, device: DeviceLike, *, axis_name: str = REPLICA_AXIS) -> None:
+        _require_axis_name(axis_name)
+        replicas = ReplicaDevices((canonicalize_device(device),), axis_name=axis_name)
+        super().__init__(replicas, AllReduce())
 
     def _alone(self) -> Strategy:
-        return OneDeviceStrategy(self.devices[0])
+        return OneDeviceStrategy(self.devices[0], axis_name=self._replicas.axis_name)
 
     def _one_on_each(self) -> Strategy:
         return self
+
+
+def _require_axis_name(name: object) -> None:
+    if not isinstance(name, str):
+        raise TypeError(
+            f"`axis_name` must be a string, got {describe(name)}. Pass the name that collectives "
+            "in the step use, e.g. axis_name='batch'."
+        )
+    if not name:
+        raise ValueError("`axis_name` must not be empty. Pass a name, e.g. axis_name='batch'.")
 
 
 @functools.cache

@@ -19,10 +19,11 @@ import numpy as np
 from flax import nnx
 
 from mirror._errors import describe, listing
-from mirror._types import REPLICA_AXIS, Array
+from mirror._types import Array
 from mirror.devices.log import placement_log
 from mirror.devices.replicas import ReplicaDevices, any_deleted, buffers_of
 from mirror.parts import Parts
+from mirror.program.axis import axis_name
 from mirror.values import held_by, is_per_replica, per_replica
 from mirror.variables import is_own, spread_over
 
@@ -149,7 +150,7 @@ class Clones:
         fold = jax.random.fold_in
         for _ in range(key.ndim):
             fold = jax.vmap(fold, (0, None))
-        folded = fold(key, jax.lax.axis_index(REPLICA_AXIS))
+        folded = fold(key, jax.lax.axis_index(axis_name()))
         self.keys[i] = (key, folded)
         return folded
 

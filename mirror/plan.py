@@ -2,8 +2,9 @@
 
 import enum
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from flax import nnx
 
 from mirror._errors import ReplicaDivergenceError, listing
@@ -64,6 +65,7 @@ def make_plan(
     after: Sequence[Mark],
     keys: Mapping[int, Mark],
     leaf_names: Sequence[str],
+    dtypes: Sequence[Any],
 ) -> Plan:
     """Decides, or refuses a step after which the replicas' state would differ.
 
@@ -75,18 +77,38 @@ def make_plan(
         after: marks of the objects' leaves at the end.
         keys: marks of the PRNG keys as each replica had them, by position.
         leaf_names: the user's names of all the program's inputs.
+        dtypes: of the objects' leaves.
 
     Raises:
         ReplicaDivergenceError: a variable other than a batch statistic would differ.
+        TypeError: a batch statistic that would be averaged is not a float.
     """
     found = list(enumerate(fates(slots, given, after, keys)))
     diverging = [i for i, fate in found if fate is Fate.DIVERGING]
+    require_means(slots, dtypes, [i for i, fate in found if fate is Fate.AVERAGED])
     if diverging:
         causes = (f"{slots[i][1]}: {cause(after[i], leaf_names)}" for i in diverging)
         raise ReplicaDivergenceError(divergence(step_name, causes))
     changed = [i for i, fate in found if fate is not Fate.UNCHANGED]
     averaged = [i for i, fate in found if fate is Fate.AVERAGED]
     return Plan(changed, averaged, [mark.per_replica for mark in results])
+
+
+def require_means(
+    slots: Sequence[tuple[Slot, str]], dtypes: Sequence[Any], averaged: Sequence[int]
+) -> None:
+    """Refuses batch statistics that have no mean of their own dtype.
+
+    Raises:
+        TypeError: One is an integer or a boolean.
+    """
+    for i in averaged:
+        if not jnp.issubdtype(dtypes[i], jnp.inexact):
+            raise TypeError(
+                f"{slots[i][1]} is an nnx.BatchStat of {dtypes[i]} that differs between replicas: "
+                "its mean is not an integer. Store it as a float, or reduce it in the step: "
+                'mirror.get_replica_context().all_reduce("sum", x).'
+            )
 
 
 def divergence(step_name: str, causes: Iterable[str]) -> str:

@@ -19,12 +19,14 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import Sharding
 
 from mirror import calls
-from mirror._errors import describe
-from mirror._types import Array, StepFunction
+from mirror._errors import ReplicaDivergenceError, describe
+from mirror._types import REPLICA_AXIS, Array, StepFunction
 from mirror.context import Gathers, LengthsUnknown, ReplicaGroup
 from mirror.cross_device_ops import CrossDeviceOps
 from mirror.devices.log import placement_log
 from mirror.devices.replicas import ReplicaDevices, any_deleted, buffers_of, move
+from mirror.drift import Drift, drifting, find_drifts, require_none_certain
+from mirror.executors.callbacks import in_callback
 from mirror.executors.choice import choose, choose_for_unequal
 from mirror.executors.executor import MeshProgram, SignatureChanged
 from mirror.executors.staged import StagedExecutor
@@ -32,9 +34,11 @@ from mirror.objects import ObjectTable
 from mirror.parts import Parts
 from mirror.plan import make_plan
 from mirror.program import exchanges
+from mirror.program.axis import named_axis
+from mirror.program.inner import arrays_in
 from mirror.program.match import join_marks
-from mirror.program.proof import prove
-from mirror.program.trace import abstract, trace
+from mirror.program.proof import Mark, Notes, prove
+from mirror.program.trace import abstract, context_token, trace
 from mirror.step import Call, Program, Step, Traced
 from mirror.variables import Variable
 
@@ -43,6 +47,7 @@ Variants = tuple[tuple[tuple[jax.ShapeDtypeStruct, ...], tuple[int, ...]], ...]
 _FRESH_FUNCTIONS = 3
 _sharding_of = operator.attrgetter("sharding")
 _MOST_PROGRAMS = 256
+_MOST_ATTEMPTS = 3  # find a program, make it, and once more where another thread's change crossed
 
 
 class Runner:
@@ -59,6 +64,8 @@ class Runner:
         self._running = threading.RLock()
         self._layouts: dict[Any, calls.Layout] = {}
         self._programs: dict[Any, Program] = {}
+        self._traces: dict[Any, Traced] = {}
+        self._making: dict[Any, threading.RLock] = {}
         # By identity, because comparing hundreds of shardings would cost as much as a launch. JAX
         # puts one object on all that a program returns: ours, or an equal one that it met before.
         self._mirrored: dict[int, Sharding] = {id(replicas.mirrored): replicas.mirrored}
@@ -67,6 +74,7 @@ class Runner:
         self._met: WeakValueDictionary[int, Array] = WeakValueDictionary()
         self._by_code: dict[Any, list[Program]] = {}
         self._warned: set[Any] = set()
+        self._drifting: dict[StepFunction, dict[str, str]] = {}
 
     def run(
         self,
@@ -80,13 +88,21 @@ class Runner:
 
     def _with_variables(self, fn: StepFunction, attempt: Callable[[], Any]) -> Any:
         """Does something on the replicas' mesh; again, if it finds variables that the step uses."""
+        if in_callback():
+            raise RuntimeError(
+                f"{calls.name_of(fn)} was passed to a strategy inside a host callback of a step, "
+                "which waits for the callback to return. Return the values from the step and use "
+                "them after strategy.run."
+            )
+        axis = self.replicas.axis_name
         while True:
             # The mesh is part of what jit keys its cache with: the same, in and out of a scope.
-            # One thread at a time, from reading the state to writing it back: two that gave up
-            # the same buffers would end the process (JAX 0.10.2).
-            with calls.outside_traces(fn, self.replicas.mesh), self._running:
+            with calls.outside_traces(fn, self.replicas.mesh):
                 try:
-                    return attempt()
+                    if axis == REPLICA_AXIS:
+                        return attempt()
+                    with named_axis(axis):
+                        return attempt()
                 except VariablesFound as error:
                     self._remember_variables(fn, error.variables)
 
@@ -104,22 +120,32 @@ class Runner:
         kwargs: dict[str, Any],
         donate_argnums: tuple[int, ...],
     ) -> Any:
-        call = self._call(fn, args, kwargs, donate_argnums)
-        leaves = call.layout.dynamic_leaves(call.leaves)
-        if not self._are_placed(call.layout.per_replica, leaves):
-            leaves = self._placed(call, leaves)
-        key = call.key
-        try:
-            program = self._programs.get(key) or self._find(call, key, leaves)
-        except TypeError:
-            calls.require_static(fn, call.tree, call.layout, call.leaves)
-            raise
-        try:
-            return program(call, self._apart(call, leaves, program.donated))
-        except SignatureChanged:  # a mirrored leaf has another shape than before
-            pass
-        program = self._find(call, key, leaves)
-        return program(call, self._apart(call, leaves, program.donated))
+        for _ in range(_MOST_ATTEMPTS):
+            # One thread at a time, from reading the state to writing it back: two that donate the
+            # same buffers would end the process (JAX 0.10.2). A program is made outside: the step
+            # may itself start a thread that runs another one, and others need not wait for XLA.
+            with self._running:
+                call = self._call(fn, args, kwargs, donate_argnums)
+                leaves = call.layout.dynamic_leaves(call.leaves)
+                if not self._are_placed(call.layout.per_replica, leaves):
+                    leaves = self._placed(call, leaves)
+                key = call.key
+                try:
+                    program = self._programs.get(key)
+                except TypeError:
+                    calls.require_static(fn, call.tree, call.layout, call.leaves)
+                    raise
+                if program is not None:
+                    try:
+                        return program(call, self._apart(call, leaves, program.donated))
+                    except SignatureChanged:  # other shapes, or a context that traces depend on
+                        pass
+            self._find(call, key, leaves)
+        raise RuntimeError(
+            f"{calls.name_of(fn)} was traced and proved {_MOST_ATTEMPTS - 1} times, and each time "
+            "JAX asked for another trace of it. Call strategy.run where JAX's configuration does "
+            "not change meanwhile, in another thread or in the step."
+        )
 
     @property
     def is_staged(self) -> bool:
@@ -128,14 +154,25 @@ class Runner:
 
     def lower(self, fn: StepFunction, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The program of a call, lowered: its text, its cost and its memory. Runs nothing."""
-        with calls.outside_traces(fn, self.replicas.mesh):
-            return self._lower(self._call(fn, args, kwargs, ()))
 
-    def _lower(self, call: Call) -> jax.stages.Lowered:
-        leaves = self._placed(call, call.layout.dynamic_leaves(call.leaves))
-        program = self._make(call, self._variants(call, leaves)).compiled
-        assert isinstance(program, MeshProgram)  # a staged one is several
-        return program.lower([*call.state, *leaves])
+        def lowered() -> jax.stages.Lowered:
+            call, leaves = self._prepared(fn, args, kwargs)
+            program = self._find(call, call.key, leaves).compiled
+            assert isinstance(program, MeshProgram)  # a staged one is several
+            return program.lower([*call.state, *leaves])
+
+        return self._with_variables(fn, lowered)
+
+    def _prepared(
+        self, fn: StepFunction, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[Call, list[Any]]:
+        """A call and its leaves on the replicas' devices."""
+        with self._running:
+            call = self._call(fn, args, kwargs, ())
+            leaves = self._placed(call, call.layout.dynamic_leaves(call.leaves))
+        for i in call.layout.per_replica:
+            self._require_rows(call, i, leaves[i])
+        return call, leaves
 
     def _call(
         self,
@@ -173,8 +210,7 @@ class Runner:
         """The program of a call, traced and proved, so that its variables are known. Not run."""
 
         def prepared() -> Program:
-            call = self._call(fn, args, kwargs, ())
-            leaves = self._placed(call, call.layout.dynamic_leaves(call.leaves))
+            call, leaves = self._prepared(fn, args, kwargs)
             return self._find(call, call.key, leaves)
 
         return self._with_variables(fn, prepared)
@@ -192,13 +228,17 @@ class Runner:
         return leaves, layout
 
     def _find(self, call: Call, key: Any, leaves: list[Any]) -> Program:
-        """The program for these very shapes and dtypes, made if there is none."""
+        """The program for these very shapes and dtypes in this context, made if there is none."""
+        self._require_not_drifting(call)
         for i in call.layout.per_replica:
             self._require_rows(call, i, leaves[i])
         variants = self._variants(call, leaves)
-        exact = (key, variants)
-        program = self._programs.get(exact) or self._make(call, variants)
-        self._programs[key] = self._programs[exact] = program
+        exact = (key, variants, _Identity(context_token()))
+        with self._lock:
+            making = self._making.setdefault(exact, threading.RLock())
+        with making:
+            program = self._programs.get(exact) or self._make(call, variants)
+            self._programs[key] = self._programs[exact] = program
         return program
 
     def _apart(self, call: Call, leaves: list[Any], donated: list[int]) -> list[Any]:
@@ -261,6 +301,8 @@ class Runner:
                 ) from error
             if placement_log.on and placed is not leaf and i not in per_replica:
                 placement_log.mirrored(call.leaf_names[i], leaf, self.replicas.devices)
+            if placed is not leaf and i not in per_replica:
+                calls.require_not_stacked(call.leaf_names[i], leaf)
             known = self._stacked if i in per_replica else self._mirrored
             own = placed is leaf and isinstance(leaf, jax.Array)
             if own and id(leaf.sharding) not in known:
@@ -349,61 +391,125 @@ class Runner:
         """A call and its traces, for a report; neither proved nor run."""
 
         def traced() -> tuple[Call, Traced]:
-            call = self._call(fn, args, kwargs, ())
-            leaves = self._placed(call, call.layout.dynamic_leaves(call.leaves))
-            for i in call.layout.per_replica:
-                self._require_rows(call, i, leaves[i])
+            call, leaves = self._prepared(fn, args, kwargs)
             return call, self._trace(call, self._variants(call, leaves))
 
         return self._with_variables(fn, traced)
 
     def _trace(self, call: Call, variants: Variants) -> Traced:
-        """Traces a call for each set of shapes."""
+        """The traces of a call for each set of shapes: made once, whoever asks for them."""
+        context = context_token()
+        key = (call.trace_key, variants, _Identity(context))
+        traced = self._traces.get(key)
+        if traced is None:
+            traced = self._traces[key] = self._new_trace(call, variants, context)
+        return traced
+
+    def _new_trace(self, call: Call, variants: Variants, context: object) -> Traced:
         calls.require_nothing_bound(call.fn)
-        unequal = len(variants) > 1
-        gathers = Gathers() if unequal else None
+        gathers = Gathers() if len(variants) > 1 else None
         steps = [Step(self._group, call, avals, gathers) for avals, _ in variants]
-        order: list[int] = []
-
-        def flat(step: Step, *leaves: Any) -> list[Array]:
-            results, after, keys = step(*leaves)
-            order[:] = keys
-            return [*results, *after, *keys.values()]
-
         n = self._group.num_replicas_in_sync
-        traces = [each.traced_as(functools.partial(flat, each)) for each in steps]
-        jaxprs = _trace_together(traces, variants, gathers, n)
+        try:
+            jaxprs = _trace_together([each.flat for each in steps], variants, gathers, n)
+        except NameError as error:
+            calls.require_bound_axis(call.fn, error)
+            raise
+        calls.require_no_mapping(call.fn, jaxprs[0])
         found = [variable for each in steps for variable in each.found]
         if found:
             raise VariablesFound({id(variable): variable for variable in found})
         _require_one_result(steps, variants, jaxprs)
-        calls.require_nothing_captured(call.fn, jaxprs[0].consts)
-        return Traced(steps, jaxprs, order)
+        calls.require_nothing_captured(call.fn, list(arrays_in(jaxprs[0])))
+        return Traced(steps, jaxprs, [ids for _, ids in variants], context)
 
     def _make(self, call: Call, variants: Variants) -> Program:
         """Traces, proves and plans; XLA compiles when the program first runs."""
         unequal = len(variants) > 1
         traced = self._trace(call, variants)
-        steps, jaxprs, _ = traced
-        step = steps[0]
-        draws: list[str] = []
-        n = self._group.num_replicas_in_sync
-        proved = [prove(jaxpr, step.per_replica, n, draws) for jaxpr in jaxprs]
-        marks = traced.apart(join_marks(jaxprs, proved) if unequal else proved[0])
-        plan = make_plan(step.name, call.slots, traced.given, *marks, call.input_names)
+        steps, jaxprs = traced.steps, traced.jaxprs
+        step, n = steps[0], self._group.num_replicas_in_sync
+        notes, names = Notes(), call.input_names
+        proved = [prove(jaxpr, step.per_replica, n, notes, names=names) for jaxpr in jaxprs]
+        marks = join_marks(jaxprs, proved) if unequal else proved[0]
+        results, after, keys = traced.apart(marks)
+        avals = traced.avals
+        dtypes = [aval.dtype for aval in avals[len(results) : len(results) + len(after)]]
+        plan = make_plan(step.name, call.slots, traced.given, results, after, keys, names, dtypes)
+        drifts = find_drifts(call, step, avals[: len(results)], results)
+        require_none_certain(step.name, drifts)
         executor = self._for_unequal() if unequal else self._executor
-        pairs = [(each, ids) for each, (_, ids) in zip(steps, variants, strict=True)]
-        program = Program(pairs, plan, call, executor, exchanges.in_words(jaxprs[0].jaxpr))
-        program.shared_draws = list(dict.fromkeys(draws))
+        program = Program(traced, plan, call, executor, exchanges.in_words(jaxprs[0].jaxpr))
+        program.shared_draws = list(dict.fromkeys(notes.shared_draws))
+        program.drifts = [drift for drift in drifts if not drift.is_bare]
+        self._expect_mirrored(call, drifts)
+        self._warn(call, notes, marks)
         self._remember(call.fn, program)
         return program
+
+    def _expect_mirrored(self, call: Call, drifts: Sequence[Drift]) -> None:
+        """Remembers arguments that were mirrored, and that may come back per-replica."""
+        if drifts:
+            found = self._drifting.setdefault(call.fn, {})
+            for drift in drifts:
+                found.update(drift.causes)
+
+    def _require_not_drifting(self, call: Call) -> None:
+        """Refuses a `PerReplica` where the same function has had a mirrored array before.
+
+        Raises:
+            ReplicaDivergenceError: It is a result that came back per-replica.
+        """
+        known = self._drifting.get(call.fn)
+        if not known:
+            return
+        names = call.leaf_names
+        causes = {
+            names[i]: known[names[i]] for i in call.layout.per_replica if names[i] in known
+        }
+        if causes:
+            raise ReplicaDivergenceError(drifting(calls.name_of(call.fn), causes))
+
+    def _warn(self, call: Call, notes: Notes, marks: Sequence[Mark]) -> None:
+        """Warns, once for each function, of what is right for the proof and rarely meant."""
+        if calls.is_our_module(getattr(call.fn, "__module__", None)) or len(self.replicas) == 1:
+            return
+        name, texts = calls.name_of(call.fn), {}
+        is_data = [np.ndim(leaf) > 0 for leaf in call.layout.dynamic_leaves(call.leaves)]
+        if notes.idle_collectives and any(is_data):
+            texts["undistributed"] = (
+                f"{name} computes the same on all {len(self.replicas)} replicas: the collective at "
+                f"{notes.idle_collectives[0]} reduces values that are equal already. Pass batches "
+                "from strategy.distribute_dataset(dataset), which gives each replica its own part."
+            )
+        if notes.shared_noise:
+            texts["noise"] = (
+                f"{name} applies the same random numbers on all {len(self.replicas)} replicas, "
+                f"drawn at {', '.join(dict.fromkeys(notes.shared_noise))}. For noise that differs "
+                "between replicas, draw with mirror.get_replica_context().fold_in(key)."
+            )
+        assumed = sorted({line for mark in marks if not mark.per_replica for line in mark.assumed})
+        if assumed:
+            texts["pure"] = (
+                f"{name} takes what {', '.join(assumed)} returns to be the same on all replicas, "
+                "because it is declared to be pure. If it is not, replicas drift apart: reduce it, "
+                'mirror.get_replica_context().all_reduce("mean", y).'
+            )
+        for kind, text in texts.items():
+            if (call.fn, kind) not in self._warned:
+                self._warned.add((call.fn, kind))
+                warnings.warn(text, stacklevel=calls.depth_of_user())
 
     def _remember(self, fn: StepFunction, program: Program) -> None:
         """Notices a step that is a new function object each time, and bounds what is kept."""
         if len(self._programs) > 2 * _MOST_PROGRAMS:
             self._programs.clear()
+            self._traces.clear()
+            self._making.clear()
             self._by_code.clear()
             self._captured.clear()
+            self._drifting.clear()
+            self._warned.clear()
         code = calls.code_of(fn)
         ours = calls.is_our_module(getattr(fn, "__module__", None))
         if code is None or ours:  # our own are made with care
@@ -427,6 +533,9 @@ class Runner:
     def _forget(self, programs: set[int]) -> None:
         self._programs = {k: p for k, p in self._programs.items() if id(p) not in programs}
         kept = {program.fn for program in self._programs.values()}
+        self._traces = {key: t for key, t in self._traces.items() if key[0][0] in kept}
+        self._making = {key: m for key, m in self._making.items() if key in self._programs}
+        self._drifting = {fn: found for fn, found in self._drifting.items() if fn in kept}
         with self._lock:
             self._captured = {fn: found for fn, found in self._captured.items() if fn in kept}
 
@@ -439,10 +548,25 @@ class VariablesFound(Exception):
         self.variables = list(variables.values())
 
 
+class _Identity:
+    """An object as part of a key: equal to itself alone, and alive as long as the key."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and other.value is self.value
+
+
 def _row(stacked: Any) -> jax.ShapeDtypeStruct:
-    """One replica's shape and dtype, where all have the same."""
-    shape = stacked.shapes[0] if isinstance(stacked, Parts) else stacked.shape[1:]
-    return jax.ShapeDtypeStruct(shape, stacked.dtype)
+    """One replica's shape, dtype and weak type, where all have the same."""
+    if isinstance(stacked, Parts):
+        return jax.ShapeDtypeStruct(stacked.shapes[0], stacked.dtype)
+    aval = abstract(stacked)
+    return jax.ShapeDtypeStruct(aval.shape[1:], aval.dtype, weak_type=aval.weak_type)
 
 
 def _trace_together(

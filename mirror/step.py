@@ -1,5 +1,6 @@
 """A step on its way to a program: the call, the function on flat leaves, the finished program."""
 
+import enum
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,17 +16,13 @@ from mirror._types import Array, StepFunction
 from mirror.context import Gathers, ReplicaGroup, replica
 from mirror.cross_device_ops import ReduceOp
 from mirror.devices.log import placement_log
-from mirror.executors.executor import (
-    CompiledProgram,
-    Executor,
-    ReplicaProgram,
-    SignatureChanged,
-    Variant,
-)
+from mirror.executors.callbacks import CallbackGuard, calls_back
+from mirror.executors.executor import CompiledProgram, Executor, ReplicaProgram, Variant
 from mirror.objects import Record, Slot, Structure, is_object
+from mirror.parts import Parts
 from mirror.plan import Plan
 from mirror.program.proof import Mark
-from mirror.program.trace import abstract, afresh
+from mirror.program.trace import trace, uncached
 from mirror.values import PerReplica
 from mirror.variables import Captures, Variable
 
@@ -55,6 +52,11 @@ class Call(NamedTuple):
         return (self.fn, layout, layout.key(self.leaves), self.structure, self.donate_argnums)
 
     @property
+    def trace_key(self) -> tuple[Any, ...]:
+        """What its trace is found by: the same whatever is donated."""
+        return self.key[:-1]
+
+    @property
     def object_names(self) -> list[str]:
         """The user's names for the nnx objects."""
         return calls.object_names(self.fn, self.tree, self.objects, self.captured)
@@ -79,7 +81,7 @@ class Call(NamedTuple):
         return [*(name for _, name in self.slots), *self.leaf_names]
 
     def donated(self) -> list[int]:
-        """Positions of the leaves whose buffers the user gives up."""
+        """Positions of the leaves whose buffers the user donates."""
         num_args = len(self.tree[0])
         for argnum in self.donate_argnums:
             if not (isinstance(argnum, int) and 0 <= argnum < num_args):
@@ -88,16 +90,22 @@ class Call(NamedTuple):
                     f"{calls.name_of(self.fn)} got {num_args}, numbered from 0."
                 )
         paths = jax.tree_util.tree_flatten_with_path(self.tree)[0]
-        given_up = [
+        donated = [
             i for i, (p, _) in enumerate(paths) if p[0].idx == 0 and p[1].idx in self.donate_argnums
         ]
-        return [self.layout.dynamic.index(i) for i in given_up if i in self.layout.dynamic]
+        return [self.layout.dynamic.index(i) for i in donated if i in self.layout.dynamic]
 
 
 class Step:
     """The user's function as a function of flat leaves, for one replica.
 
     It keeps what a program needs of a call, and nothing of its values.
+
+    Args:
+        group: The strategy.
+        call: A call of the function.
+        avals: Shapes and dtypes of the leaves: of the nnx objects' first, then of the others.
+        gathers: The lengths that replicas of different shapes bring to their all-gathers.
     """
 
     def __init__(
@@ -122,15 +130,28 @@ class Step:
         self.found: list[Variable] = []
         held = self.structure.is_own if self.structure is not None else []
         self.per_replica = [*held, *own]
-        self.statics = call.layout.key(call.leaves)[0]
+        self.statics = call.layout.statics(call.leaves)
         self.attribute_changes: list[tuple[Any, str, Any]] = []
+        self.keys: list[int] = []
         self.out_tree: Any = None
         self.out_names: list[str] = []
+        self.static_results: dict[int, Any] = {}
 
-    def __call__(self, *leaves: Any) -> tuple[list[Array], list[Array], dict[int, Array]]:
-        """The results, the objects' leaves afterwards, and the keys as this replica had them."""
-        if list(map(abstract, leaves)) != list(self.avals):
-            raise SignatureChanged
+    @property
+    def flat(self) -> Callable[..., list[Array]]:
+        """The function to trace.
+
+        Its outputs are the results, the objects' leaves afterwards, and the PRNG keys as the
+        replica had them. Messages of JAX and profiles show the user's name for it.
+        """
+
+        def flat(*leaves: Any) -> list[Array]:
+            return self._run(leaves)
+
+        flat.__name__ = flat.__qualname__ = self.name
+        return uncached(flat) if self.gathers is not None or Variable.in_use else flat
+
+    def _run(self, leaves: Sequence[Any]) -> list[Array]:
         state, rest = leaves[: self.num_state], leaves[self.num_state :]
         if self.gathers is not None:
             self.gathers.restart()
@@ -142,19 +163,16 @@ class Step:
             args, kwargs = self.layout.rebuild(rest, self.statics, objects)
             results = self._results(self.fn(*args, **kwargs))
             if clones is None:
-                return results, [], {}
+                return results
             after = clones.collect(self.name, self.object_names)
             self.attribute_changes = clones.attribute_changes()
-        return results, after, {i: folded for i, (_, folded) in clones.keys.items()}
+        self.keys = list(clones.keys)
+        return [*results, *after, *(folded for _, folded in clones.keys.values())]
 
-    def gives_up(self, i: int) -> bool:
-        """Whether a leaf of the objects is given up; what a captured variable holds is not."""
+    def is_donated(self, i: int) -> bool:
+        """Whether a leaf of the objects is donated; what a captured variable holds is not."""
         assert self.structure is not None
         return self.structure.leaf_slots[i].path[0] < self.num_objects - len(self._captured)
-
-    def traced_as(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """How a function that calls the step is to be traced."""
-        return afresh(fn) if self.gathers is not None or Variable.in_use else fn
 
     def _captures(self, objects: Sequence[Any]) -> Captures:
         stand_ins = objects[len(objects) - len(self._captured) :]
@@ -163,36 +181,65 @@ class Step:
 
     def _results(self, out: Any) -> list[Array]:
         paths, self.out_tree = jax.tree_util.tree_flatten_with_path(out, is_leaf=is_object)
-        self.out_names = ["result" + calls.keys(path) for path, _ in paths]
-        results = []
-        for name, (_, leaf) in zip(self.out_names, paths, strict=True):
+        numbers = calls.fixed_numbers(self.out_tree)
+        results, self.out_names, self.static_results = [], [], {}
+        for i, (path, leaf) in enumerate(paths):
+            name = "result" + calls.keys(path)
             if is_object(leaf):
                 raise TypeError(
                     f"{self.name} returned the nnx object {type(leaf).__name__} as {name}. Objects "
                     "that are arguments are updated in place; return arrays."
                 )
-            if not isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float | complex):
-                raise TypeError(
-                    f"{self.name} returned {describe(leaf)} as {name}. A step returns arrays, "
-                    "numbers or None, in any nest of containers."
-                )
+            if self._is_static(leaf, i in numbers):
+                self.static_results[i] = leaf
+                continue
+            _require_array(self.name, name, leaf)
+            self.out_names.append(name)
             results.append(jnp.asarray(leaf))
         return results
+
+    def _is_static(self, leaf: Any, stays_number: bool) -> bool:
+        """Whether a leaf of the result is not an array: returned as the trace found it."""
+        if isinstance(leaf, bool | str | bytes | enum.Enum | type):
+            return True
+        if isinstance(leaf, calls.ARRAY_LIKE):
+            return stays_number and calls.is_number(type(leaf))
+        return any(leaf is given for given in self.statics)
+
+
+def _require_array(step_name: str, name: str, leaf: Any) -> None:
+    if isinstance(leaf, np.ndarray) and leaf.dtype == jax.dtypes.float0:
+        raise TypeError(
+            f"{step_name} returned {describe(leaf)} as {name}: JAX's gradient of an integer, which "
+            "holds nothing. Leave it out: take gradients with respect to floats only."
+        )
+    if not isinstance(leaf, calls.ARRAY_LIKE):
+        raise TypeError(
+            f"{step_name} returned {describe(leaf)} as {name}. A step returns arrays, numbers, "
+            "None, and what is not an array as it was passed in, in any nest of containers."
+        )
 
 
 class Traced(NamedTuple):
     """A step and its replica programs, one for each set of shapes; not yet proved.
 
     Attributes:
-        steps: the step, for each set of shapes.
-        jaxprs: what each was traced to. The outputs are the results, the objects' leaves
+        steps: The step, for each set of shapes.
+        jaxprs: What each was traced to. The outputs are the results, the objects' leaves
             afterwards, and the keys as the replica had them.
-        keys: positions of those keys among the objects' leaves.
+        replicas: The replicas that have each set of shapes.
+        context: The context of the trace, see `context_token`.
     """
 
     steps: Sequence[Step]
     jaxprs: Sequence[ClosedJaxpr]
-    keys: Sequence[int]
+    replicas: Sequence[Sequence[int]]
+    context: object
+
+    @property
+    def avals(self) -> Sequence[Any]:
+        """Shapes and dtypes of the outputs, on the replicas of the first set of shapes."""
+        return [var.aval for var in self.jaxprs[0].jaxpr.outvars]
 
     @property
     def given(self) -> Sequence[object]:
@@ -205,44 +252,62 @@ class Traced(NamedTuple):
         """What is known of the results, of the objects' leaves, and of the keys."""
         start = len(self.steps[0].out_names)
         end = start + self.steps[0].num_state
-        return marks[:start], marks[start:end], dict(zip(self.keys, marks[end:], strict=True))
+        keys = zip(self.steps[0].keys, marks[end:], strict=True)
+        return marks[:start], marks[start:end], dict(keys)
 
 
 class Program:
-    """A step that is traced, proved and ready to run."""
+    """A step that is traced, proved and ready to run.
+
+    Args:
+        traced: The step and its trace.
+        plan: What the proof decided.
+        call: The call that it is made for.
+        executor: Compiles it.
+        exchanges: Its collectives in words, for the placement log.
+    """
 
     def __init__(
         self,
-        steps: Sequence[tuple[Step, Sequence[int]]],
+        traced: Traced,
         plan: Plan,
         call: Call,
         executor: Executor,
         exchanges: Sequence[tuple[str, str]],
     ) -> None:
-        step = steps[0][0]
+        step = traced.steps[0]
         self.runs = 0
         self.shared_draws: list[str] = []
+        self.drifts: Sequence[Any] = ()
         averaged = [("all-reduce", f"{len(plan.averaged)} batch statistics")]
         self._exchanges = [*exchanges, *(averaged if plan.averaged else [])]
         self._name = step.name
         self._devices = executor.replicas.devices
         self._reduces_on = executor.reduces_on
         self.fn = call.fn
-        self.donated = call.donated()
+        self._guard = CallbackGuard() if any(map(calls_back, traced.jaxprs)) else None
+        # A step that fails in a host callback leaves its arguments as they were.
+        self.donated = call.donated() if self._guard is None else []
+        state = filter(step.is_donated, plan.changed) if self._guard is None else ()
         self._attribute_changes = step.attribute_changes
         self._changed = plan.changed
         self.compiled: CompiledProgram = executor.compile(
             ReplicaProgram(
                 step.name,
-                [Variant(_replica(each, plan), each.avals, ids) for each, ids in steps],
+                [
+                    Variant(jaxpr, _finish(each, jaxpr, plan), each.avals, ids)
+                    for each, jaxpr, ids in zip(*traced[:3], strict=True)
+                ],
                 step.per_replica,
                 [step.per_replica[i] for i in plan.changed] + plan.per_replica_results,
-                [*filter(step.gives_up, plan.changed), *(step.num_state + i for i in self.donated)],
+                traced.context,
+                [*state, *(step.num_state + i for i in self.donated)],
+                self._guard,
             )
         )
         self._results = slice(len(plan.changed), len(plan.changed) + len(step.out_names))
-        slots = [PerReplica.from_stacked(np.zeros(1)) if d else 0 for d in plan.per_replica_results]
-        self._out_tree: Any = jax.tree.structure(step.out_tree.unflatten(slots))
+        self._static_results = step.static_results
+        self._out_tree = _tree_of_results(step, plan)
 
     def __call__(self, call: Call, leaves: list[Any]) -> Any:
         """Runs the program, writes the new state into the objects, returns the results."""
@@ -251,13 +316,32 @@ class Program:
         outputs: list[Array] = []
         try:
             self.compiled([*call.state, *leaves] if call.state else leaves, outputs)
+            if self._guard is not None:
+                self._require_no_errors(outputs)
             self._write_back(call, outputs)
         except BaseException:  # an interrupt must not leave a model without its arrays
-            if outputs:
+            if outputs and self._guard is None:
                 self._write_back(call, outputs)
             raise
         self.runs += 1
-        return self._out_tree.unflatten(outputs[self._results])
+        results = outputs[self._results]
+        if not self._static_results:
+            return self._out_tree.unflatten(results)
+        dynamic = iter(results)
+        return self._out_tree.unflatten(
+            self._static_results[i] if i in self._static_results else next(dynamic)
+            for i in range(self._out_tree.num_leaves)
+        )
+
+    def _require_no_errors(self, outputs: Sequence[Any]) -> None:
+        """Waits for the launch, and raises what a host callback raised in it."""
+        assert self._guard is not None
+        try:
+            for output in outputs:
+                jax.block_until_ready(output.arrays if isinstance(output, Parts) else output)
+            jax.effects_barrier()
+        finally:
+            self._guard.raise_first()
 
     def _write_back(self, call: Call, outputs: Sequence[Array]) -> None:
         """Writes the new state into the objects; it may be done twice."""
@@ -272,20 +356,34 @@ class Program:
             record.set_attributes(call.objects, self._attribute_changes)
 
 
-def _replica(step: Step, plan: Plan) -> Callable[..., tuple[Array, ...]]:
-    """What one replica runs: the changed state, its batch statistics averaged, and the results."""
+def _tree_of_results(step: Step, plan: Plan) -> Any:
+    """The structure of what `run` returns: that of the step's result, with `PerReplica` leaves."""
+    per_replica = iter(plan.per_replica_results)
+    slots = [
+        PerReplica.from_stacked(np.zeros(1))
+        if i not in step.static_results and next(per_replica)
+        else 0
+        for i in range(step.out_tree.num_leaves)
+    ]
+    return jax.tree.structure(step.out_tree.unflatten(slots))
 
-    def run(*leaves: Any) -> tuple[Array, ...]:
-        results, after, _ = step(*leaves)
-        if step.found:
-            raise RuntimeError(
-                f"{step.name} uses {', '.join(v.described for v in step.found)} now, and did not "
-                "when it was traced before: it must do the same each time. Take what it remembers "
-                "from call to call out of it, or pass it as an argument."
-            )
+
+def _finish(step: Step, proved: ClosedJaxpr, plan: Plan) -> ClosedJaxpr:
+    """The program after the proved one: averages batch statistics, picks what comes out."""
+    num_inputs, num_results = len(step.avals), len(step.out_names)
+
+    def finish(*values: Any) -> list[Array]:
+        results = values[num_inputs : num_inputs + num_results]
+        after = list(values[num_inputs + num_results :][: step.num_state])
         means = step.group._all_reduce(ReduceOp.MEAN, [after[i] for i in plan.averaged])
         for i, mean in zip(plan.averaged, means, strict=True):
             after[i] = mean
-        return (*[after[i] for i in plan.changed], *results)
+        return [*(after[i] for i in plan.changed), *results]
 
-    return step.traced_as(run)
+    outputs = [
+        jax.ShapeDtypeStruct(
+            var.aval.shape, var.aval.dtype, weak_type=getattr(var.aval, "weak_type", False)
+        )
+        for var in proved.jaxpr.outvars
+    ]
+    return trace(finish, [*step.avals, *outputs], step.group.num_replicas_in_sync)

@@ -21,6 +21,7 @@ from mirror.devices.knobs import HOST_DEVICES
 from mirror.devices.start import HOST_DEVICES_FLAG, culprit, forced_host_devices, started
 from mirror.executors import launch
 from mirror.mirrored import MirroredStrategy, get_strategy
+from mirror.program.ensure import ensure_mirrored
 from mirror.strategy import Strategy
 from mirror.values import is_per_replica
 
@@ -109,6 +110,7 @@ def _repeated(step: StepFunction, steps: int, carried: bool) -> Callable[..., di
             result = step(*args)
             state, rest = _taken_apart(result, args) if carried else (None, result)
             if state is not None:
+                state = ensure_mirrored({"state": state})["state"]
                 args, results["state"] = (state, *args[1:]), state
             results[f"step {i + 1}"] = rest
         return results

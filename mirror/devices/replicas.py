@@ -27,6 +27,7 @@ class ReplicaDevices:
         devices: in replica order. Several replicas may share a device: equally many on each, and
             those of one device next to each other.
         home: where mirrored arrays lie if the devices are of several types; `None`: on the first.
+        axis_name: The name of the replica axis.
 
     Attributes:
         devices: the same.
@@ -40,8 +41,14 @@ class ReplicaDevices:
         ValueError: the devices carry unequal numbers of replicas, or the order mixes them.
     """
 
-    def __init__(self, devices: tuple[jax.Device, ...], home: jax.Device | None = None) -> None:
+    def __init__(
+        self,
+        devices: tuple[jax.Device, ...],
+        home: jax.Device | None = None,
+        axis_name: str = REPLICA_AXIS,
+    ) -> None:
         self.devices = devices
+        self.axis_name = axis_name
         self.distinct = tuple(dict.fromkeys(devices))
         self.replicas_per_device = len(devices) // len(self.distinct)
         major = tuple(d for d in self.distinct for _ in range(self.replicas_per_device))
@@ -52,9 +59,9 @@ class ReplicaDevices:
             )
         self.are_mixed = len(set(map(type_of, self.distinct))) > 1
         self.on_mesh = (home or self.distinct[0],) if self.are_mixed else self.distinct
-        self.mesh = Mesh(np.asarray(self.on_mesh), (REPLICA_AXIS,), axis_types=(AxisType.Auto,))
+        self.mesh = Mesh(np.asarray(self.on_mesh), (axis_name,), axis_types=(AxisType.Auto,))
         self.mirrored = NamedSharding(self.mesh, PartitionSpec())
-        self.stacked = NamedSharding(self.mesh, PartitionSpec(REPLICA_AXIS))
+        self.stacked = NamedSharding(self.mesh, PartitionSpec(axis_name))
 
     def __len__(self) -> int:
         return len(self.devices)

@@ -7,48 +7,69 @@ from typing import Any, NamedTuple, final
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 
 from mirror._types import Array
 from mirror.devices.replicas import ReplicaDevices
+from mirror.executors.callbacks import CallbackGuard
+from mirror.executors.collectives import Rules
 from mirror.executors.launch import launch
+from mirror.program.evaluate import Lowering
+from mirror.program.inner import arrays_in
+from mirror.program.trace import abstract, context_token
 
 Outputs = tuple[Any, ...]
 
 
 class SignatureChanged(Exception):
-    """A program was traced anew for leaves that it was not proved for."""
+    """JAX asks for a program with leaves, or in a context, that were not proved."""
 
 
 class Variant(NamedTuple):
     """What the replicas of one set of shapes run.
 
     Attributes:
-        fn: one replica's function of flat leaves, which returns a flat sequence.
-        avals: shapes and dtypes of its leaves.
-        replicas: which replicas run it.
+        proved: The replica program that was proved: this very object is evaluated.
+        finish: The program after it, of the same inputs and then the outputs of `proved`.
+        avals: Shapes and dtypes of the inputs.
+        replicas: The replicas that run it.
     """
 
-    fn: Callable[..., Sequence[Any]]
+    proved: ClosedJaxpr
+    finish: ClosedJaxpr
     avals: Sequence[jax.ShapeDtypeStruct]
     replicas: Sequence[int]
+
+    def evaluate(self, call: Callable[..., list[Any]], leaves: Sequence[Any]) -> list[Any]:
+        """Returns the outputs; `call(program, arguments)` evaluates a program."""
+        return call(self.finish, [*leaves, *call(self.proved, leaves)])
 
 
 class ReplicaProgram(NamedTuple):
     """What is to be compiled.
 
     Attributes:
-        name: what profiles and compilation logs call it.
-        variants: one for each set of shapes that replicas have.
-        per_replica_inputs: for each input, whether each replica gets its own row.
-        per_replica_outputs: for each output, whether each replica's own is kept.
-        donated: positions of the inputs whose buffers are given up.
+        name: The name in profiles and compilation logs.
+        variants: One for each set of shapes that replicas have.
+        per_replica_inputs: For each input, whether each replica gets its own row.
+        per_replica_outputs: For each output, whether each replica's own is kept.
+        context: The context that it was traced in, see `context_token`.
+        donated: Positions of the inputs whose buffers are donated.
+        guard: Keeps what host callbacks raise; `None` if the program has none.
     """
 
     name: str
     variants: Sequence[Variant]
     per_replica_inputs: Sequence[bool]
     per_replica_outputs: Sequence[bool]
+    context: object
     donated: Sequence[int] = ()
+    guard: CallbackGuard | None = None
+
+    def require_context(self) -> None:
+        """Raises `SignatureChanged` in another context than the one it was traced in."""
+        if context_token() is not self.context:
+            raise SignatureChanged
 
 
 class CompiledProgram(abc.ABC):
@@ -99,21 +120,87 @@ class MeshExecutor(Executor):
 
     @abc.abstractmethod
     def _mapped(
-        self, replica: Callable[..., Outputs], inputs: Sequence[bool], outputs: Sequence[bool]
+        self,
+        replica: Callable[..., Outputs],
+        inputs: Sequence[bool],
+        outputs: Sequence[bool],
+        guard: CallbackGuard | None,
     ) -> Callable[..., Outputs]:
         """A function of all replicas' leaves that runs `replica` for each.
 
         Args:
-            replica: runs one.
-            inputs: for each input, whether each replica gets its own row; one of them is true.
-            outputs: for each output, whether each replica's own is kept, as a row.
+            replica: Runs one.
+            inputs: For each input, whether each replica gets its own row; one of them is true.
+            outputs: For each output, whether each replica's own is kept, as a row.
+            guard: As of `ReplicaProgram`.
         """
+
+    @abc.abstractmethod
+    def _rules(self, guard: CallbackGuard | None) -> Rules:
+        """The operations of a replica program that are replaced inside the mapping."""
 
     @final
     def compile(self, program: ReplicaProgram) -> "MeshProgram":
         """See `Executor.compile`. All replicas have one set of shapes."""
         (variant,) = program.variants
-        fn, per_replica_inputs = variant.fn, program.per_replica_inputs
+        # Arrays that the step closed over are inputs like others: the program does not hold a copy
+        # as a constant, and they have the types of the mapping (JAX 0.10 and 0.12 reject an
+        # operation on arrays of the scope alone inside `jax.pmap`).
+        held = {
+            id(array): array for each in variant[:2] for array in arrays_in(each)
+        }
+        rules = self._rules(program.guard)
+        start = len(program.per_replica_inputs)
+
+        def replica(*leaves: Any) -> Sequence[Any]:
+            own = leaves[:start]
+            arrays = dict(zip(held, leaves[start:], strict=True))
+            found = variant.evaluate(Lowering(arrays, rules).call, own)
+            _require_proved(found, variant.finish)
+            return found
+
+        def check(leaves: Sequence[Any]) -> None:
+            program.require_context()
+            types = map(_row, leaves, program.per_replica_inputs)
+            if list(types) != list(variant.avals):
+                raise SignatureChanged
+
+        return self.compile_function(
+            program.name,
+            replica,
+            [*program.per_replica_inputs, *(False for _ in held)],
+            program.per_replica_outputs,
+            program.donated,
+            guard=program.guard,
+            check=check,
+            held=list(map(self.replicas.mirror, held.values())),
+        )
+
+    @final
+    def compile_function(
+        self,
+        name: str,
+        fn: Callable[..., Sequence[Any]],
+        per_replica_inputs: Sequence[bool],
+        per_replica_outputs: Sequence[bool],
+        donated: Sequence[int],
+        *,
+        guard: CallbackGuard | None = None,
+        check: Callable[[Sequence[Any]], None] = lambda _: None,
+        held: Sequence[Array] = (),
+    ) -> "MeshProgram":
+        """Makes a program of one replica's function of flat leaves.
+
+        Args:
+            name: As of `ReplicaProgram`, like what follows.
+            fn: One replica's function, which returns a flat sequence.
+            per_replica_inputs: For each input, whether each replica gets its own row.
+            per_replica_outputs: For each output, whether each replica's own is kept.
+            donated: Positions of the inputs whose buffers are donated.
+            guard: Keeps what host callbacks raise.
+            check: Called with the leaves each time that JAX traces the program.
+            held: Arrays that every launch gets as its last inputs.
+        """
         # Something must be mapped over; a step without such an input gets an unused row of zeros.
         fill = not any(per_replica_inputs)
         if fill and self._filler is None:
@@ -126,22 +213,24 @@ class MeshExecutor(Executor):
             return (*outputs, jnp.zeros((), jnp.int8)) if bounded else tuple(outputs)
 
         inputs = [*per_replica_inputs, *([True] if fill else [])]
-        outputs = [*program.per_replica_outputs, *([False] if bounded else [])]
-        mapped = self._mapped(replica, inputs, outputs)
+        outputs = [*per_replica_outputs, *([False] if bounded else [])]
+        mapped = self._mapped(replica, inputs, outputs, guard)
+        num_own = len(per_replica_inputs) - len(held)
 
         def named(*leaves: Any) -> Any:  # pmap's own `lower`, which knows no donation, ends here
+            check(leaves[:num_own])
             return mapped(*leaves)
 
-        named.__name__ = program.name
+        named.__name__ = name
         # With the shardings said, a number, a NumPy array and an array not yet placed are all the
         # same program.
         compiled = jax.jit(
             named,
             in_shardings=tuple(map(self._sharding, inputs)),
             out_shardings=tuple(map(self._sharding, outputs)),
-            donate_argnums=tuple(program.donated),
+            donate_argnums=tuple(donated),
         )
-        return MeshProgram(compiled, self._filler if fill else None, bounded)
+        return MeshProgram(compiled, [*held, *([self._filler] if fill else [])], bounded)
 
     def _sharding(self, per_replica: bool) -> jax.sharding.NamedSharding:
         return self.replicas.stacked if per_replica else self.replicas.mirrored
@@ -151,19 +240,39 @@ class MeshExecutor(Executor):
 class MeshProgram(CompiledProgram):
     """A replica program that is one program of XLA's."""
 
-    def __init__(self, compiled: Any, filler: Array | None, bounded: bool) -> None:
+    def __init__(self, compiled: Any, more: Sequence[Array], bounded: bool) -> None:
         self._compiled = compiled
-        self._filler = filler
+        self._more = list(more)
         self._bounded = bounded
 
     def __call__(self, leaves: Sequence[Any], outputs: list[Any]) -> None:
         """See `CompiledProgram`; on host devices a token comes out at the end."""
-        if self._filler is not None:
-            leaves = [*leaves, self._filler]
+        if self._more:
+            leaves = [*leaves, *self._more]
         launch(self._compiled, leaves, outputs, bounded=self._bounded)
 
     def lower(self, leaves: Sequence[Any]) -> jax.stages.Lowered:
         """The program lowered for these leaves, for its text and its memory analysis."""
-        if self._filler is not None:
-            leaves = [*leaves, self._filler]
-        return self._compiled.lower(*leaves)
+        return self._compiled.lower(*leaves, *self._more)
+
+
+def _row(leaf: Any, per_replica: bool) -> jax.ShapeDtypeStruct:
+    """What one replica gets of a leaf: shape, dtype and weak type."""
+    aval = abstract(leaf)
+    if not per_replica:
+        return aval
+    return jax.ShapeDtypeStruct(aval.shape[1:], aval.dtype, weak_type=aval.weak_type)
+
+
+def _require_proved(outputs: Sequence[Any], program: ClosedJaxpr) -> None:
+    """Refuses results of other shapes or dtypes than what was proved.
+
+    Raises:
+        NotImplementedError: An operation has another meaning inside the executor's mapping.
+    """
+    for output, var in zip(outputs, program.jaxpr.outvars, strict=True):
+        found: Any = jax.typeof(output)
+        if (found.shape, found.dtype) != (var.aval.shape, var.aval.dtype):
+            raise NotImplementedError(
+                f"a result is {found.str_short()} where {var.aval.str_short()} was proved"
+            )

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from mirror.cross_device_ops import CrossDeviceOps, ReduceOp, aligned
@@ -59,7 +60,11 @@ def _reduced(
 ) -> Any:
     op = ReduceOp(REDUCTIONS[kind or exchange.kind])
     aval = exchange.operand.aval
-    return ops.carry_out(op, map(row, group), aval.shape, aval.dtype, exchange.in_words)
+    found = ops.carry_out(op, map(row, group), aval.shape, aval.dtype, exchange.in_words)
+    if op in (ReduceOp.MIN, ReduceOp.MAX) and jnp.issubdtype(aval.dtype, jnp.floating):
+        found = np.asarray(found)
+        return np.where(found == 0, np.zeros((), found.dtype), found)  # as the other executors do
+    return found
 
 
 def _gathered(params: dict[str, Any], row: Rows, group: list[int]) -> np.ndarray:

@@ -10,7 +10,8 @@ from typing import final
 
 import jax
 
-from mirror._types import REPLICA_AXIS
+from mirror.executors.callbacks import CallbackGuard
+from mirror.executors.collectives import Rules, extremes
 from mirror.executors.executor import MeshExecutor, Outputs
 
 
@@ -18,12 +19,19 @@ from mirror.executors.executor import MeshExecutor, Outputs
 class PmapExecutor(MeshExecutor):
     """Runs replica programs on the devices of the replicas, one replica on each."""
 
+    def _rules(self, guard: CallbackGuard | None) -> Rules:
+        return {**extremes(self.replicas.axis_name), **(guard.rules if guard else {})}
+
     def _mapped(
-        self, replica: Callable[..., Outputs], inputs: Sequence[bool], outputs: Sequence[bool]
+        self,
+        replica: Callable[..., Outputs],
+        inputs: Sequence[bool],
+        outputs: Sequence[bool],
+        guard: CallbackGuard | None,
     ) -> Callable[..., Outputs]:
         return jax.pmap(
             replica,
-            axis_name=REPLICA_AXIS,
+            axis_name=self.replicas.axis_name,
             in_axes=tuple(0 if differs else None for differs in inputs),
             out_axes=tuple(0 if differs else None for differs in outputs),
             devices=self.replicas.devices,

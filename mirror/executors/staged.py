@@ -45,7 +45,6 @@ from mirror.program.stages import (
     cut,
     values_of,
 )
-from mirror.program.trace import trace
 from mirror.values import rows_on_devices
 
 _PACK_BYTES = 256 * 1024
@@ -76,11 +75,12 @@ class StagedExecutor(Executor):
         limit = self.ops.pack_bytes
         limit = _PACK_BYTES if limit is None else limit
         n = len(self.replicas)
+        rules = program.guard.rules if program.guard is not None else {}
         inputs = [not differs for differs in program.per_replica_inputs]
         outputs = [not differs for differs in program.per_replica_outputs]
         staged = [
-            cut(trace(variant.fn, variant.avals, n), inputs, outputs, n, limit)
-            for variant in program.variants
+            cut(each.proved, inputs, outputs, n, limit, each.finish, rules)
+            for each in program.variants
         ]
         require_alike(staged, [variant.replicas for variant in program.variants])
         lanes, of_lanes = [], []
@@ -117,7 +117,8 @@ class _Lane:
 
     def __init__(self, ids: tuple[int, ...], every: ReplicaDevices) -> None:
         self.ids = ids
-        self.replicas = ReplicaDevices(tuple(every.devices[i] for i in ids))
+        own = tuple(every.devices[i] for i in ids)
+        self.replicas = ReplicaDevices(own, axis_name=every.axis_name)
         self.executor = PmapExecutor(self.replicas, exchanges=False)
         self.is_all = len(ids) == len(every)
         self.replica_ids = self.replicas.stack(np.asarray(ids, np.int32))
@@ -197,11 +198,13 @@ class StagedProgram(CompiledProgram):
         donated = program.donated if self._whole else ()
         self._avals = program.variants[0].avals
         self._types: list[Any] | None = None
+        self._require_context = program.require_context
         self._part = _Part(executor.ops, lanes, staged, program.name, donated, self._home)
 
     def __call__(self, leaves: Sequence[Any], outputs: list[Any]) -> None:
         """See `CompiledProgram`."""
         # A step's results go into the next one, with the very types that the last one gave them.
+        self._require_context()
         types = [getattr(leaf, "aval", leaf) for leaf in leaves]
         if self._types is None or not all(map(operator.is_, types, self._types)):
             _require_same(leaves, self._avals, self._per_replica_inputs)
@@ -465,12 +468,10 @@ def _compiled(
 
     given_up = {staged.inputs[i] for i in donated} if final else set[Value]()
     title = name if len(staged.stages) == 1 else f"{name}_stage_{number + 1}"
-    return lane.executor.compile(
-        ReplicaProgram(
-            title,
-            [Variant(run, (), ())],
-            [not value.mirrored for value in stage.inputs],
-            [not is_mirrored for _, is_mirrored in pairs],
-            [i for i, value in enumerate(stage.inputs) if value in given_up],
-        )
+    return lane.executor.compile_function(
+        title,
+        run,
+        [not value.mirrored for value in stage.inputs],
+        [not is_mirrored for _, is_mirrored in pairs],
+        [i for i, value in enumerate(stage.inputs) if value in given_up],
     )

@@ -14,37 +14,58 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from mirror._types import Array
-from mirror.program.evaluate import Evaluation, bind
+from mirror.executors.callbacks import CallbackGuard
+from mirror.program.evaluate import Lowering, at_line_of
 from mirror.program.inner import called
 
 _INLINED = ("jit", "closed_call")
+_BARRIER = "optimization_barrier"
 
 
-def evaluate(program: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
-    """Runs a program, its sums over rows rewritten; what is then of no use, XLA leaves out."""
-    return _Sums().call(program, inputs)
+def evaluate(
+    program: ClosedJaxpr, inputs: Sequence[Any], guard: CallbackGuard | None = None
+) -> list[Any]:
+    """Evaluates a program with its sums over rows rewritten; XLA omits what is then unused.
+
+    Args:
+        program: A program of the rows of a `jax.vmap`.
+        inputs: Its inputs.
+        guard: Keeps what its host callbacks raise.
+    """
+    return _Sums(guard).call(program, inputs)
 
 
-class _Sums(Evaluation):
-    """One run, which remembers the operation that made each value."""
+class _Sums(Lowering):
+    """One evaluation, which remembers the operation that made each value."""
 
-    def __init__(self) -> None:
+    def __init__(self, guard: CallbackGuard | None) -> None:
+        super().__init__({}, guard.rules if guard else {})
         self.made_by: dict[int, tuple[JaxprEqn, list[Any]]] = {}
         self._kept: list[Any] = []  # an id is one value's only while the value lives
 
     def apply(self, eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
+        """See `Evaluation.apply`."""
         program = called(eqn) if eqn.primitive.name in _INLINED else None
         if program is not None:
             return self.call(program, arguments)
         if _sums_rows(eqn):
-            return [self._sum(argument) for argument in arguments]
-        with eqn.ctx.manager:  # what the user's contexts around it said
-            slides = _slides_over_rows(eqn, arguments)
-            outputs = [_windows(eqn, arguments)] if slides else bind(eqn, arguments)
-        if len(outputs) == 1:
-            self.made_by[id(outputs[0])] = eqn, arguments
-            self._kept.append(outputs[0])
+            with at_line_of(eqn):
+                return [self._sum(argument) for argument in arguments]
+        if _slides_over_rows(eqn, arguments):
+            with at_line_of(eqn), eqn.ctx.manager:  # what the user's contexts around it said
+                outputs = [_windows(eqn, arguments)]
+        else:
+            outputs = super().apply(eqn, arguments)
+        if eqn.primitive.name == _BARRIER:
+            for output, argument in zip(outputs, arguments, strict=True):
+                self._remember(output, eqn, [argument])
+        elif len(outputs) == 1:
+            self._remember(outputs[0], eqn, arguments)
         return outputs
+
+    def _remember(self, value: Any, eqn: JaxprEqn, arguments: list[Any]) -> None:
+        self.made_by[id(value)] = eqn, arguments
+        self._kept.append(value)
 
     def _sum(self, value: Any) -> Any:
         pushed = self.pushed(value)
@@ -68,7 +89,6 @@ def _sums_rows(eqn: JaxprEqn) -> bool:
     )
 
 
-_SCALABLE = {jnp.dtype(d) for d in ("bfloat16", "float32", "float64", "complex64", "complex128")}
 _POOLING = (
     "reduce_window_max",
     "reduce_window_min",
@@ -174,28 +194,28 @@ def _kernel_gradient(run: _Sums, split: JaxprEqn, operands: list[Any], rows: int
     )
 
 
-def _scaled(run: _Sums, eqn: JaxprEqn, arguments: list[Any]) -> Array | None:
-    """A product with a scalar, which is the same for all rows, or a quotient by one.
+def _barrier(run: _Sums, _: JaxprEqn, arguments: list[Any]) -> Array | None:
+    """It keeps XLA from fusing what is packed into one buffer; there is no packing of products."""
+    return run.pushed(arguments[0])
 
-    Not of integers, whose quotients are cut off, nor of float16, whose sums overflow.
-    """
-    exact = set(map(jnp.result_type, arguments)) <= _SCALABLE
-    factors = [argument for argument in arguments if not jnp.ndim(argument)]
-    if not exact or len(factors) != 1 or (eqn.primitive.name == "div" and jnp.ndim(arguments[1])):
+
+def _concatenate(run: _Sums, eqn: JaxprEqn, arguments: list[Any]) -> Array | None:
+    """Small arrays that are reduced in one buffer: each is summed where it is computed."""
+    dimension = eqn.params["dimension"]
+    inner = [run.pushed(argument) for argument in arguments]
+    if not dimension or all(each is None for each in inner):
         return None
-    place = next(i for i, argument in enumerate(arguments) if jnp.ndim(argument))
-    inner = run.pushed(arguments[place])
-    if inner is None:
-        return None
-    return (
-        eqn.primitive.bind(inner, *factors) if place == 0 else eqn.primitive.bind(*factors, inner)
-    )
+    sums = [
+        jax.lax.reduce_sum(argument, (0,)) if each is None else each
+        for each, argument in zip(inner, arguments, strict=True)
+    ]
+    return jax.lax.concatenate(sums, dimension - 1)
 
 
 _RULES: dict[str, Callable[[_Sums, JaxprEqn, list[Any]], Array | None]] = {
     "dot_general": _dot_general,
     "transpose": _transpose,
     "reshape": _reshape,
-    "mul": _scaled,
-    "div": _scaled,
+    "concatenate": _concatenate,
+    _BARRIER: _barrier,
 }

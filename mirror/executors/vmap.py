@@ -1,42 +1,58 @@
 """The vmap executor: several replicas on each device.
 
-One `jax.vmap` runs over all replicas; where they lie on several devices, its rows do, and XLA
-splits the program along them. So collectives over the replica axis, the user's own too, mean all
-replicas: those of one device meet in a sum over rows, those of several in an exchange as well. A
-pmap over devices around a vmap over the replicas of each would need two axes, and every collective
-by hand would have to name both.
+One `jax.vmap` runs over the rows of a device. Where there are several devices, each runs its own
+rows inside one `jax.shard_map`, so that XLA has nothing to partition: its partitioner computes the
+gradient of a pointwise convolution wrongly when the rows of one `jax.vmap` are split over devices
+(the grouped convolution that `jax.vmap` makes of it; JAX 0.10 to 0.12).
 """
 
 from collections.abc import Callable, Sequence
-from typing import final
+from typing import Any, final
 
 import jax
+from jax.sharding import PartitionSpec
 
-from mirror._types import REPLICA_AXIS
-from mirror.executors.executor import MeshExecutor, Outputs
+from mirror.executors.callbacks import CallbackGuard
+from mirror.executors.collectives import RowCollectives, Rules
+from mirror.executors.executor import MeshExecutor, Outputs, SignatureChanged
 from mirror.executors.sums import evaluate
 from mirror.program.trace import trace_inside
+
+_ROWS = "replicas of a device"
 
 
 @final
 class VmapExecutor(MeshExecutor):
-    """Runs replica programs as rows of one program."""
+    """Runs replica programs as rows of one program on each device."""
+
+    def _rules(self, guard: CallbackGuard | None) -> Rules:
+        del guard  # of the callbacks that `jax.vmap` leaves: see `_mapped`
+        replicas = self.replicas
+        devices = replicas.axis_name if len(replicas.distinct) > 1 else None
+        num_rows, num_devices = replicas.replicas_per_device, len(replicas.distinct)
+        return RowCollectives(_ROWS, num_rows, devices, num_devices).rules
 
     def _mapped(
-        self, replica: Callable[..., Outputs], inputs: Sequence[bool], outputs: Sequence[bool]
+        self,
+        replica: Callable[..., Outputs],
+        inputs: Sequence[bool],
+        outputs: Sequence[bool],
+        guard: CallbackGuard | None,
     ) -> Callable[..., Outputs]:
         rows = jax.vmap(
             replica,
             in_axes=tuple(0 if differs else None for differs in inputs),
-            axis_name=REPLICA_AXIS,
-            axis_size=len(self.replicas),
+            axis_name=_ROWS,
+            axis_size=self.replicas.replicas_per_device,
         )
 
-        def mapped(*leaves: object) -> Outputs:
+        def on_device(*leaves: Any) -> Outputs:
             # `out_axes=None` takes only what vmap itself knows to be the same in all rows; the
             # proof knows more. XLA drops rows that are made to be left out.
             try:
-                found = evaluate(trace_inside(rows, leaves), leaves)
+                found = evaluate(trace_inside(rows, leaves), leaves, guard)
+            except SignatureChanged:
+                raise
             except (NotImplementedError, AssertionError, NameError, ValueError) as error:
                 raise NotImplementedError(
                     "Several replicas on one device run as the rows of jax.vmap, which cannot do "
@@ -47,4 +63,13 @@ class VmapExecutor(MeshExecutor):
                 row if differs else row[0] for row, differs in zip(found, outputs, strict=True)
             )
 
-        return mapped
+        if len(self.replicas.distinct) == 1:
+            return on_device
+        split = PartitionSpec(self.replicas.axis_name)
+        return jax.shard_map(
+            on_device,
+            mesh=self.replicas.mesh,
+            in_specs=tuple(split if differs else PartitionSpec() for differs in inputs),
+            out_specs=tuple(split if differs else PartitionSpec() for differs in outputs),
+            check_vma=False,
+        )

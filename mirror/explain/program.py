@@ -8,10 +8,11 @@ from typing import Any
 import jax
 from flax import nnx
 
-from mirror._errors import ReplicaDivergenceError, bytes_in_words, describe
+from mirror._errors import ReplicaDivergenceError, bytes_in_words, counted, describe
 from mirror._types import StepFunction
 from mirror.cross_device_ops import ReduceOp
 from mirror.display import Table
+from mirror.drift import drifting, find_drifts
 from mirror.explain.exchanges import ExchangeRow, exchanges_of
 from mirror.plan import Fate, cause, divergence, fates
 from mirror.program.match import join_marks
@@ -71,7 +72,9 @@ class ProgramReport:
     def heading(self) -> str:
         """The one line that says most."""
         proved = "they stay in step" if self.in_step else "run would refuse it"
-        return f"{self.step} on {self.num_replicas} replicas: {proved}"
+        count = sum(row.state == "per-replica" for row in self.results)
+        own = f"; {counted(count, 'result')} per-replica, each replica has its own" if count else ""
+        return f"{self.step} on {self.num_replicas} replicas: {proved}{own}"
 
     @property
     def values_table(self) -> Table:
@@ -114,11 +117,15 @@ def describe_program(
     diverging = [i for i, fate in enumerate(found) if fate is Fate.DIVERGING]
     if diverging:
         names = call.input_names
-        causes = [f"{call.slots[i][1]}: {cause(after[i], names)}" for i in diverging]
-        problems.append(divergence(step.name, causes))
+        lines = [f"{call.slots[i][1]}: {cause(after[i], names)}" for i in diverging]
+        problems.append(divergence(step.name, lines))
+    avals = traced.avals
+    drifts = [d for d in find_drifts(call, step, avals[: len(results)], results) if not d.is_bare]
+    if drifts:
+        causes = {leaf: why for drift in drifts for leaf, why in drift.causes.items()}
+        problems.append(drifting(step.name, causes))
     ends = len(results), len(results) + step.num_state
     averaged = [i for i, fate in enumerate(found) if fate is Fate.AVERAGED]
-    avals = [var.aval for var in jaxpr.outvars]
     return ProgramReport(
         step.name,
         len(runner.replicas),

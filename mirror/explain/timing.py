@@ -30,7 +30,7 @@ from flax import nnx
 
 from mirror import calls
 from mirror._errors import describe
-from mirror._types import REPLICA_AXIS, Array, PyTree, StepFunction
+from mirror._types import Array, PyTree, StepFunction
 from mirror.checks import copy_of, restore, whole_batch, with_objects
 from mirror.devices.memory import memory_info
 from mirror.devices.replicas import ReplicaDevices
@@ -40,6 +40,7 @@ from mirror.explain.program import describe_program
 from mirror.explain.report import Explanation, Seconds
 from mirror.objects import is_object
 from mirror.parts import Parts
+from mirror.program.axis import axis_name
 from mirror.runner import Runner
 from mirror.values import PerReplica, held_by, is_numeric, is_per_replica, on_replicas
 from mirror.variables import collapse
@@ -392,7 +393,7 @@ def _together(scratch: Runner, rows: Sequence[ExchangeRow], steps: int) -> float
     avals = [aval for row in rows for aval in row.avals]
 
     def make() -> list[Array]:
-        number = jax.lax.axis_index(REPLICA_AXIS)
+        number = jax.lax.axis_index(axis_name())
         return [jnp.full(aval.shape, number, aval.dtype) for aval in avals]
 
     def talk(buffers: list[Array]) -> list[Array]:

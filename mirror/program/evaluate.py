@@ -1,58 +1,75 @@
-"""Running a program operation by operation, under whatever trace is current."""
+"""Evaluation of a program, operation by operation, under the current trace."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import NamedSharding
 
-from mirror.program.exchanges import names_axis
-from mirror.program.inner import Scan, While, called, walk
+from mirror.program.inner import Scan, While, called, inner_programs, jaxpr_of, walk
+
+Rule: TypeAlias = Callable[[JaxprEqn, list[Any]], Sequence[Any]]
 
 
 class Evaluation:
-    """One run of a program: each operation is bound again, as it stands."""
+    """One evaluation of a program: each operation is bound again, unchanged."""
 
     def call(self, program: ClosedJaxpr | Jaxpr, arguments: Sequence[Any]) -> list[Any]:
-        """The outputs of a program."""
+        """Returns the outputs of a program."""
         return walk(program, arguments, self.held, self.apply)
 
     def held(self, value: Any) -> Any:
-        """What stands for a value that the program holds itself."""
+        """Returns what stands for a constant of the program."""
         return value
 
     def apply(self, eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
-        """The outputs of one operation, in the user's contexts around it."""
-        with eqn.ctx.manager:
+        """Returns the outputs of one operation, in the user's contexts around it."""
+        with at_line_of(eqn), eqn.ctx.manager:
             return bind(eqn, arguments)
 
 
 def bind(eqn: JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
-    """The outputs of the same operation on other operands."""
-    return _bound(eqn, arguments, eqn.params)
+    """Returns the outputs of the same operation on other operands."""
+    return bind_with(eqn, arguments, eqn.params)
 
 
-def _bound(eqn: JaxprEqn, arguments: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+def bind_with(eqn: JaxprEqn, arguments: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+    """Returns the outputs of the operation on other operands, with other parameters."""
     outputs = eqn.primitive.bind(*arguments, **eqn.primitive.get_bind_params(params))
     return outputs if eqn.primitive.multiple_results else [outputs]
 
 
-class Retracing(Evaluation):
-    """Runs a program on another mesh than the one it was traced for.
+def at_line_of(eqn: JaxprEqn) -> Any:
+    """Context manager in which operations get the user's line and name scopes of this one."""
+    info = eqn.source_info
+    stack = source_info_util.current_name_stack() + info.name_stack
+    return source_info_util.user_context(info.traceback, name_stack=stack)
 
-    The types in an inner program name the mesh of its trace, and so do the arrays that it holds.
-    So inner programs are not bound as they are but traced anew, through JAX's own control flow.
+
+class Lowering(Evaluation):
+    """Evaluation inside the mapping of an executor, with some operations replaced.
+
+    Control flow and calls are opened only around an operation that is replaced. Where arrays are
+    replaced as well, all are: the types in an inner program name the mesh of the arrays that it
+    holds, so that it cannot be bound on another mesh.
 
     Args:
-        arrays: what stands for each array that the program holds, by the array's `id`.
-        replica_id: what stands for the replica's number.
+        arrays: What stands for each array that the program holds, by the array's `id`.
+        rules: What computes the outputs of operations of a name; `None` for an operation that is
+            not to be replaced.
     """
 
-    def __init__(self, arrays: Mapping[int, Any], replica_id: Any) -> None:
+    def __init__(
+        self,
+        arrays: Mapping[int, Any],
+        rules: Mapping[str, Callable[[JaxprEqn], Rule | None]],
+    ) -> None:
         self._arrays = arrays
-        self._replica_id = replica_id
+        self._rules = rules
+        self._opened: dict[int, tuple[Jaxpr, bool]] = {}
 
     def held(self, value: Any) -> Any:
         """See `Evaluation.held`."""
@@ -60,20 +77,45 @@ class Retracing(Evaluation):
 
     def apply(self, eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
         """See `Evaluation.apply`."""
-        if eqn.primitive.name == "axis_index" and names_axis(eqn):
-            return [self._replica_id]
-        # The one of the contexts around an operation that changes numbers; another is the mesh.
-        with jax.threefry_partitionable(eqn.ctx.threefry_partitionable):
-            rule = _RULES.get(eqn.primitive.name)
-            if rule is not None:
-                return rule(self, eqn, arguments)
-            program = called(eqn)
-            if program is None:
-                return _bound(eqn, arguments, _without_mesh(eqn.params))
-            if eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):
-                # As JAX lowers it: else XLA would find that all of this is known already.
-                arguments = jax.lax.optimization_barrier(arguments)
-            return self.call(program, arguments)
+        replacement = self._replacement(eqn)
+        with at_line_of(eqn):
+            if replacement is not None:
+                return list(replacement(eqn, arguments))
+            if not self._opens(eqn):
+                with eqn.ctx.manager:
+                    return bind(eqn, arguments)
+            # The one of the contexts around an operation that changes numbers; another is the mesh.
+            with jax.threefry_partitionable(eqn.ctx.threefry_partitionable):
+                return self._open(eqn, arguments)
+
+    def _replacement(self, eqn: JaxprEqn) -> Rule | None:
+        find = self._rules.get(eqn.primitive.name)
+        return None if find is None else find(eqn)
+
+    def _opens(self, eqn: JaxprEqn) -> bool:
+        if self._arrays:
+            return True
+        return any(map(self._replaces, map(jaxpr_of, inner_programs(eqn.params.values()))))
+
+    def _replaces(self, jaxpr: Jaxpr) -> bool:
+        """Whether an operation of a program, or of one inside it, is replaced."""
+        _, known = self._opened.get(id(jaxpr), (None, None))
+        if known is None:
+            known = any(self._replacement(e) is not None or self._opens(e) for e in jaxpr.eqns)
+            self._opened[id(jaxpr)] = jaxpr, known
+        return known
+
+    def _open(self, eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
+        rule = _CONTROL_FLOW.get(eqn.primitive.name)
+        if rule is not None:
+            return rule(self, eqn, arguments)
+        program = called(eqn)
+        if program is None:
+            return bind_with(eqn, arguments, _without_mesh(eqn.params))
+        if eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):
+            # As JAX lowers it: else XLA would find that all of this is known already.
+            arguments = jax.lax.optimization_barrier(arguments)
+        return self.call(program, arguments)
 
 
 def _without_mesh(params: dict[str, Any]) -> dict[str, Any]:
@@ -81,7 +123,7 @@ def _without_mesh(params: dict[str, Any]) -> dict[str, Any]:
     return {k: None if isinstance(v, NamedSharding) else v for k, v in params.items()}
 
 
-def _scan(run: Retracing, eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
+def _scan(run: Lowering, eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
     scan = Scan(eqn)
     consts, carry, xs = scan.split(arguments)
 
@@ -94,7 +136,7 @@ def _scan(run: Retracing, eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
     return [*carry, *stacked]
 
 
-def _while(run: Retracing, eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
+def _while(run: Lowering, eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
     loop = While(eqn)
     test_consts, consts, carry = loop.split(arguments)
     return jax.lax.while_loop(
@@ -104,7 +146,7 @@ def _while(run: Retracing, eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
     )
 
 
-def _cond(run: Retracing, eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
+def _cond(run: Lowering, eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
     def branch(program: ClosedJaxpr) -> Callable[..., list[Any]]:
         return lambda *operands: run.call(program, operands)
 
@@ -113,7 +155,7 @@ def _cond(run: Retracing, eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
     return jax.lax.switch(index.astype(jnp.int32), branches, *operands)
 
 
-def _linear_solve(run: Retracing, eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
+def _linear_solve(run: Lowering, eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
     """It runs its `solve`; the other programs are for its derivatives."""
     lengths = eqn.params["const_lengths"]
     start = lengths.matvec + lengths.vecmat
@@ -121,10 +163,12 @@ def _linear_solve(run: Retracing, eqn: JaxprEqn, arguments: list[Any]) -> list[A
     return run.call(eqn.params["jaxprs"].solve, [*consts, *rest])
 
 
-_RULES: dict[str, Callable[[Retracing, JaxprEqn, list[Any]], list[Any]]] = {
+_CONTROL_FLOW: dict[str, Callable[[Lowering, JaxprEqn, list[Any]], list[Any]]] = {
     "scan": _scan,
     "while": _while,
     "cond": _cond,
     "custom_linear_solve": _linear_solve,
-    "sharding_constraint": lambda _, __, arguments: arguments,  # of the mesh of the trace
+    # Of the mesh of an array that the step holds, which is an argument here.
+    "sharding_constraint": lambda _, __, arguments: arguments,
+    "reshard": lambda _, __, arguments: arguments,
 }

@@ -5,7 +5,7 @@ from typing import Any
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from mirror._errors import bytes_in_words
-from mirror._types import REPLICA_AXIS
+from mirror.program.axis import axis_name
 from mirror.program.inner import equations
 
 _WORDS = {
@@ -61,7 +61,7 @@ def axes_of(eqn: JaxprEqn) -> tuple[Any, ...]:
 
 def names_axis(eqn: JaxprEqn) -> bool:
     """Whether an operation has to do with the replica axis."""
-    return REPLICA_AXIS in axes_of(eqn)
+    return axis_name() in axes_of(eqn)
 
 
 def is_exchange(eqn: JaxprEqn) -> bool:

@@ -1,22 +1,20 @@
-"""Replicas of different shapes: their traces of one step, held side by side."""
+"""Checks that the traces of a step for different input shapes execute the same collectives."""
 
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from mirror._errors import ReplicaDivergenceError, describe, listing
 from mirror.program.ensure import ensured_p
 from mirror.program.exchanges import is_exchange
-from mirror.program.inner import arrays_of, called, walk
+from mirror.program.inner import called, jaxpr_of, walk
 from mirror.program.proof import Mark, user_line
 from mirror.program.stages import Branch, Exchange, Loop, Staged
 
 _SHAPES = "shapes that differ between the replicas"
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def join_marks(programs: Sequence[ClosedJaxpr], marks: Sequence[Sequence[Mark]]) -> list[Mark]:
@@ -40,7 +38,7 @@ def join_marks(programs: Sequence[ClosedJaxpr], marks: Sequence[Sequence[Mark]])
         alike = len(set(same)) == 1
         origin = next(iter([*origins, *([] if alike else [_SHAPES])]), None)
         source = of_output[0].source if alike else None
-        joined.append(Mark(origin, source, of_output[0].behind))
+        joined.append(Mark(origin, source, of_output[0].behind, of_output[0].assumed))
     return joined
 
 
@@ -51,6 +49,7 @@ class _Numbering:
         self.table = table
         self.num_exchanges = 0
         self.ensured: list[tuple[JaxprEqn, list[int]]] = []
+        self.kept: list[Any] = []
 
     def outputs(self, program: ClosedJaxpr) -> list[int]:
         inputs = [self.number("input", i) for i in range(len(program.jaxpr.invars))]
@@ -64,6 +63,7 @@ class _Numbering:
 
     def held(self, value: Any) -> int:
         if isinstance(value, jax.Array):
+            self.kept.append(value)
             return self.number("array", id(value))
         array = np.asarray(value)
         return self.number("literal", str(array.dtype), array.shape, array.tobytes())
@@ -79,12 +79,72 @@ class _Numbering:
         program = called(eqn)
         if program is not None:
             return self.walk(program, inputs)
-        if "callback" in eqn.primitive.name:  # its function may know this trace's shapes
-            return [self.number("callback", id(eqn), i) for i in count]
-        params = _ADDRESS.sub("", str(sorted(eqn.params.items(), key=str)))
-        held = tuple(map(id, arrays_of(eqn)))
-        name = eqn.primitive.name
-        return [self.number(name, params, held, *inputs, f"output {i}") for i in count]
+        key = self.key(eqn, inputs)
+        return [self.number(key, f"output {i}") for i in count]
+
+    def key(self, eqn: JaxprEqn, inputs: Sequence[Any]) -> Any:
+        """What two operations have in common exactly if they compute alike.
+
+        Parameters are compared by structure. A function of the user's, that of a host callback,
+        say, may know the shapes of its trace: it is equal to itself alone.
+        """
+        params = sorted(eqn.params.items())
+        return (
+            eqn.primitive,
+            tuple((name, self.form(value)) for name, value in params),
+            *inputs,
+        )
+
+    def form(self, value: Any) -> Any:
+        """A parameter as something hashable, equal for parameters of the same meaning."""
+        if isinstance(value, ClosedJaxpr | Jaxpr):
+            return self.form_of_program(value)
+        if isinstance(value, tuple | list):
+            return type(value), tuple(map(self.form, value))
+        if isinstance(value, Mapping):
+            return type(value), tuple((key, self.form(inner)) for key, inner in value.items())
+        if isinstance(value, jax.Array | np.ndarray | np.generic):
+            return self.held(value)
+        if isinstance(value, float | complex):
+            return type(value), repr(value)
+        try:
+            hash(value)
+        except TypeError:
+            return self.alone(value)
+        return type(value), value
+
+    def form_of_program(self, program: ClosedJaxpr | Jaxpr) -> Any:
+        """An inner program, its variables numbered in the order in which they occur."""
+        jaxpr = jaxpr_of(program)
+        consts = program.consts if isinstance(program, ClosedJaxpr) else ()
+        numbers: dict[Any, Any] = {}
+
+        def place(var: Any) -> Any:
+            return numbers.setdefault(var, ("variable", len(numbers)))
+
+        def read(atom: Any) -> Any:
+            if isinstance(atom, Literal):
+                return "literal", self.held(atom.val), atom.aval.str_short()
+            return place(atom)
+
+        def aval(var: Any) -> Any:
+            return place(var), var.aval.str_short(), getattr(var.aval, "weak_type", False)
+
+        return (
+            "program",
+            tuple(map(self.held, consts)),
+            tuple(map(aval, (*jaxpr.constvars, *jaxpr.invars))),
+            tuple(
+                (self.key(eqn, tuple(map(read, eqn.invars))), tuple(map(aval, eqn.outvars)))
+                for eqn in jaxpr.eqns
+            ),
+            tuple(map(read, jaxpr.outvars)),
+        )
+
+    def alone(self, value: Any) -> Any:
+        """Something that is equal to nothing else."""
+        self.kept.append(value)  # an id is one value's only while the value lives
+        return "alone", id(value)
 
 
 def _require_ensured_alike(counters: Sequence[_Numbering]) -> None:

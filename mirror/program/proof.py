@@ -10,7 +10,7 @@ the below) it takes for per-replica as soon as an input or anything inside is.
 import functools
 import traceback
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -19,16 +19,51 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from mirror._errors import ReplicaDivergenceError, listing
 from mirror._frames import is_users, place
 from mirror.program.ensure import ensured_p
-from mirror.program.exchanges import contains_exchange, is_exchange, names_axis, past
+from mirror.program.exchanges import contains_exchange, in_word, is_exchange, names_axis, past
 from mirror.program.inner import Scan, While, called, equations, inner_programs, jaxpr_of
 from mirror.program.trace import trace
 
 _MIRRORING = frozenset({"psum", "pmax", "pmin", "all_gather"})
 _IMPURE = frozenset({"io_callback", "rng_uniform"})
+_PURE = frozenset({"pure_callback"})
 _DRAWS = frozenset({"random_bits", "random_gamma", "rng_bit_generator"})
 _NO_LINE = "an unknown line"
 _REF_READS = frozenset({"get"})
 _PASSING = frozenset({"optimization_barrier", "device_put", "ensure_mirrored"})
+
+
+_SHAPING = frozenset(
+    (
+        *("convert_element_type", "bitcast_convert_type", "broadcast_in_dim", "reshape"),
+        *("squeeze", "transpose", "slice", "concatenate", "copy", "reduce_precision"),
+    )
+)
+_ELEMENTWISE = frozenset(
+    (
+        *("add", "sub", "mul", "div", "rem", "pow", "max", "min", "select_n", "neg", "abs", "sign"),
+        *("and", "or", "xor", "not", "lt", "le", "gt", "ge", "eq", "ne", "clamp", "floor"),
+        *("shift_right_logical", "shift_left", "erf_inv", "log", "log1p", "exp", "sqrt", "cos"),
+        *("sin", "tanh", "integer_pow", "square", "is_finite", "round", "ceil"),
+    )
+)
+_SMALLEST = ("int2", "uint2")
+
+
+@dataclass
+class Notes:
+    """What the proof notices and does not reject.
+
+    Attributes:
+        shared_draws: The user's lines that draw the same random numbers on all replicas.
+        shared_noise: Those of them whose numbers are combined, element by element, with values
+            that replicas may differ in: dropout, noise, augmentation.
+        idle_collectives: Lines of collectives over values that are the same on all replicas, in a
+            program in which nothing differs between replicas.
+    """
+
+    shared_draws: list[str] = field(default_factory=list)
+    shared_noise: list[str] = field(default_factory=list)
+    idle_collectives: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -40,11 +75,16 @@ class Mark:
         source: the variable it is an unchanged copy of.
         behind: the exchanges whose results a mirrored value was computed from, in words; noted
             only where somebody asks.
+        assumed: lines of host callbacks that a mirrored value was computed by, which are declared
+            to be pure.
+        drawn: lines that drew the random numbers that a mirrored array was made of.
     """
 
     origin: int | str | None = None
     source: object = None
     behind: frozenset[str] = frozenset()
+    assumed: frozenset[str] = frozenset()
+    drawn: frozenset[str] = frozenset()
 
     @property
     def per_replica(self) -> bool:
@@ -55,11 +95,17 @@ class Mark:
         """What is known of a value that may be either."""
         origin = other.origin if self.origin is None else self.origin
         source = self.source if self.source is other.source else None
-        return Mark(origin, source, self.behind | other.behind)
+        return Mark(
+            origin,
+            source,
+            self.behind | other.behind,
+            self.assumed | other.assumed,
+            self.drawn | other.drawn,
+        )
 
     def of(self, source: object) -> "Mark":
         """The same of a value that is a copy of this variable, or of none."""
-        return Mark(self.origin, source, self.behind)
+        return Mark(self.origin, source, self.behind, self.assumed, self.drawn)
 
 
 _MIRRORED = Mark()
@@ -69,8 +115,9 @@ def prove(
     jaxpr: ClosedJaxpr,
     per_replica: Sequence[bool],
     num_replicas: int = 1,
-    shared_draws: list[str] | None = None,
+    notes: Notes | None = None,
     problems: list[str] | None = None,
+    names: Sequence[str] = (),
 ) -> list[Mark]:
     """Marks the outputs of a replica program whose inputs are per-replica as told.
 
@@ -78,35 +125,52 @@ def prove(
         jaxpr: the replica program.
         per_replica: for each input, whether replicas may hold different values.
         num_replicas: the size of the replica axis.
-        shared_draws: gets the user's lines that draw the same random numbers on all replicas.
+        notes: gets what is worth a warning.
         problems: gets what would be refused, for a report, and nothing is; the marks then say which
             exchanges are behind them.
+        names: the user's names of the inputs, for messages.
 
     Raises:
+        TypeError: a collective of a dtype that XLA does not send.
         ReplicaDivergenceError: an exchange stands under a `cond`, `switch` or `while` that replicas
             may take differently: it would wait for ever.
     """
     inputs = [Mark(i if differs else None) for i, differs in enumerate(per_replica)]
     named = [Mark(m.origin, var) for m, var in zip(inputs, jaxpr.jaxpr.invars, strict=True)]
-    walk = _Pass(num_replicas, reports=problems is not None)
+    walk = _Pass(num_replicas, names, reports=problems is not None)
     marks = walk.closed(jaxpr, named)[0]
     if problems is not None:
         problems += walk.problems
-    if shared_draws is not None:
-        shared_draws += walk.shared_draws
+    if notes is not None:
+        notes.shared_draws += walk.shared_draws
+        notes.shared_noise += walk.shared_noise
+        differs = any(per_replica) or walk.meets_replica
+        notes.idle_collectives += [] if differs else walk.idle
     return marks
 
 
 class _Pass:
     """One walk through a program. `control` says under which per-replica branch it stands."""
 
-    def __init__(self, num_replicas: int, *, reports: bool = False) -> None:
+    def __init__(
+        self, num_replicas: int, names: Sequence[str] = (), *, reports: bool = False
+    ) -> None:
         self.num_replicas = num_replicas
+        self.names = names
         self.reports = reports
         self.problems: dict[str, None] = {}
         self.control: str | None = None
         self.within: list[JaxprEqn] = []
         self.shared_draws: dict[str, None] = {}
+        self.shared_noise: dict[str, None] = {}
+        self.idle: dict[str, None] = {}
+        self.meets_replica = False
+
+    def cause(self, mark: Mark) -> str:
+        """What made a value per-replica, in words."""
+        if isinstance(mark.origin, int):
+            return self.names[mark.origin] if self.names else f"input {mark.origin}"
+        return str(mark.origin)
 
     def refuse(self, message: str) -> None:
         """Ends the proof, or notes for a report that it would have ended."""
@@ -133,7 +197,7 @@ class _Pass:
                 if _is_ref(atom):
                     env[atom] = mark
             # A variable of an inner program stands for another value in each of its calls.
-            known = {id(mark.source) for mark in before}
+            known = {id(mark.source) for mark in before if mark.source is not None}
             for var, mark in zip(eqn.outvars, outputs, strict=True):
                 env[var] = mark.of(mark.source if id(mark.source) in known else var)
         after = [
@@ -172,16 +236,42 @@ class _Pass:
 
     def plain(self, eqn: JaxprEqn, marks: list[Mark]) -> tuple[list[Mark], list[Mark]]:
         """An ordinary operation, an exchange, or a read or write of a `Ref`."""
-        if eqn.primitive.name in _MIRRORING and _spans_whole_axis(eqn):
-            return [self.exchanged(eqn)] * len(eqn.outvars), marks
         joined = _computed(marks)
-        if eqn.primitive.name in _DRAWS and not joined.per_replica:
-            self.shared_draws[line_within(eqn, self.within)] = None
-        if _is_replica_source(eqn) and not joined.per_replica:
-            joined = Mark(f"{eqn.primitive.name} at {user_line(eqn)}")
+        if is_exchange(eqn):
+            _require_sent(eqn)
+            if not joined.per_replica:
+                self.idle[line_within(eqn, self.within)] = None
+        if _gives_all_the_same(eqn, joined, self.num_replicas):
+            return [self.exchanged(eqn)] * len(eqn.outvars), marks
+        joined = self.noted(eqn, marks, joined)
+        if _is_replica_source(eqn):
+            self.meets_replica = True
+            if not joined.per_replica:
+                joined = Mark(f"{eqn.primitive.name} at {user_line(eqn)}")
         if eqn.primitive.name not in _REF_READS:
             marks = self.written(eqn, marks, joined)
         return [joined] * len(eqn.outvars), marks
+
+    def noted(self, eqn: JaxprEqn, marks: list[Mark], joined: Mark) -> Mark:
+        """The mark of a computed value, with the draws and callbacks that it was made of."""
+        name = eqn.primitive.name
+        if name in _DRAWS and not joined.per_replica:
+            line = line_within(eqn, self.within)
+            self.shared_draws[line] = None
+            return Mark(None, None, joined.behind, joined.assumed, frozenset({line}))
+        if name in _PURE and not joined.per_replica:
+            line = f"{name} at {line_within(eqn, self.within)}"
+            return Mark(None, None, joined.behind, joined.assumed | {line})
+        if name not in _ELEMENTWISE and name not in _SHAPING:
+            return joined
+        drawn = frozenset().union(*(m.drawn for m in marks if m.drawn and not m.per_replica))
+        if not drawn:
+            return joined
+        if not joined.per_replica:
+            return Mark(None, None, joined.behind, joined.assumed, drawn)
+        if name in _ELEMENTWISE and eqn.outvars[0].aval.ndim:
+            self.shared_noise.update(dict.fromkeys(sorted(drawn)))
+        return joined
 
     def require_ensured(self, eqn: JaxprEqn, marks: list[Mark]) -> None:
         """Refuses an `ensure_mirrored` of values that replicas may differ in."""
@@ -220,8 +310,9 @@ class _Pass:
     ) -> tuple[list[Mark], list[Mark]]:
         """Inner programs of unknown meaning: everything that comes out is as bad as the worst."""
         worst = _computed(marks)
-        if not worst.per_replica and any(_contains_replica_source(program) for program in inner):
-            worst = Mark(f"{eqn.primitive.name} at {user_line(eqn)}")
+        if any(_contains_replica_source(program) for program in inner):
+            self.meets_replica = True
+            worst = worst if worst.per_replica else Mark(f"{eqn.primitive.name} at {user_line(eqn)}")
         if worst.per_replica and any(map(contains_exchange, inner)):
             self.refuse(
                 f"{user_line(eqn)}: replicas talk inside `{eqn.primitive.name}`, which may run "
@@ -256,6 +347,9 @@ class _Pass:
             with _under(self, predicate, eqn):
                 if predicate.per_replica and contains_exchange(test.jaxpr):
                     self.refuse(_would_hang(eqn, self.control or ""))
+                if predicate.per_replica:
+                    # How often the test runs depends on the predicate: so does what it writes.
+                    _, test_after = self.closed(test, [*test_consts, *carry])
                 outputs, after = self.closed(body, [*consts, *carry])
             joined = [_chosen(pair, predicate) for pair in zip(carry, outputs, strict=True)]
             new = (test_after[:num_test], after[:num_body], joined)
@@ -278,7 +372,8 @@ class _under:
     def __init__(self, walk: _Pass, predicate: Mark, eqn: JaxprEqn) -> None:
         self.walk, self.saved = walk, walk.control
         if predicate.per_replica and walk.control is None:
-            self.inside: str | None = f"the `{eqn.primitive.name}` at {user_line(eqn)}"
+            what = f"the `{eqn.primitive.name}` at {user_line(eqn)}"
+            self.inside: str | None = f"{what}, whose condition depends on {walk.cause(predicate)}"
         else:
             self.inside = walk.control
 
@@ -294,8 +389,48 @@ def _computed(marks: Sequence[Mark]) -> Mark:
     origins = [mark.origin for mark in marks if mark.per_replica]
     inputs = [origin for origin in origins if isinstance(origin, int)]  # says most to the user
     behind = [mark.behind for mark in marks if mark.behind]
+    assumed = [mark.assumed for mark in marks if mark.assumed]
     origin = next(iter([*inputs, *origins]), None)
-    return Mark(origin, None, frozenset().union(*behind) if behind else frozenset())
+    return Mark(
+        origin,
+        None,
+        frozenset().union(*behind) if behind else frozenset(),
+        frozenset().union(*assumed) if assumed else frozenset(),
+    )
+
+
+def _gives_all_the_same(eqn: JaxprEqn, operands: Mark, num_replicas: int) -> bool:
+    """Whether it is a collective that leaves the same value on all replicas."""
+    if not _spans_whole_axis(eqn):
+        return False
+    if eqn.primitive.name == "ppermute" and not operands.per_replica:
+        return len({target for _, target in eqn.params["perm"]}) == num_replicas
+    return eqn.primitive.name in _MIRRORING
+
+
+def _require_sent(eqn: JaxprEqn) -> None:
+    """Refuses a collective of a dtype that XLA does not send, or sends wrongly.
+
+    XLA gathers 2-bit integers wrongly without an error, rejects their reductions, and has no
+    extremes of complex numbers (JAX 0.10 and 0.12).
+    """
+    name = eqn.primitive.name
+    for atom in eqn.invars:
+        dtype = getattr(atom.aval, "dtype", None)
+        if str(dtype) in _SMALLEST:
+            fix = "Convert it first: x.astype('int8')."
+        elif name in ("pmax", "pmin") and str(dtype).startswith("complex"):
+            fix = "Reduce abs(x), or its real and imaginary parts."
+        elif str(dtype) == "float8_e8m0fnu" and name in ("psum", "pmax", "pmin", "reduce_scatter"):
+            fix = "Convert it first: x.astype('float32')."
+        elif dtype == bool and name == "reduce_scatter":
+            fix = "Convert it first: x.astype('int32')."
+        else:
+            continue
+        raise TypeError(
+            f"The {in_word(name)} at {user_line(eqn)} is of {dtype}, which XLA cannot reduce or "
+            f"send between replicas. {fix}"
+        )
 
 
 def _either(marks: Iterable[Mark]) -> Mark:
@@ -335,7 +470,7 @@ def _joins(left: Sequence[Mark], right: Sequence[Mark]) -> list[Mark]:
 
 
 def _spans_whole_axis(eqn: JaxprEqn) -> bool:
-    return names_axis(eqn) and eqn.params.get("axis_index_groups") is None
+    return is_exchange(eqn) and eqn.params.get("axis_index_groups") is None
 
 
 def _contains_replica_source(jaxpr: Jaxpr) -> bool:
@@ -344,11 +479,18 @@ def _contains_replica_source(jaxpr: Jaxpr) -> bool:
 
 def _would_hang(eqn: JaxprEqn, control: str) -> str:
     return (
-        f"The {eqn.primitive.name} at {user_line(eqn)} stands under {control}, whose condition may "
-        "differ between replicas: some would wait for the others for ever. Make the condition the "
-        'same on all replicas, e.g. with replica_context.all_reduce("max", condition), or move '
-        "the exchange out of the branch."
+        f"The {eqn.primitive.name} at {user_line(eqn)} stands under {control} and may differ "
+        "between replicas: some would wait for the others forever. Make the condition the same on "
+        'all replicas, e.g. with replica_context.all_reduce("max", condition), or move the '
+        "collective out of the branch." + (_SEARCHES if "`while`" in control else "")
     )
+
+
+_SEARCHES = (
+    " In a line search, where the condition is a gradient of an all-reduced loss: that gradient is "
+    "each replica's own. Take it of loss(replica_context.shared(params)), whose gradient is "
+    "all-reduced."
+)
 
 
 def user_line(eqn: JaxprEqn) -> str:

@@ -6,7 +6,7 @@ number of steps in which replicas talk that lie behind it. What is computed at o
 the exchanges of one level travel together, small ones of one kind in one buffer.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -15,13 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from mirror._types import REPLICA_AXIS, Array
+from mirror._types import Array
 from mirror.packing import join, split
-from mirror.program.evaluate import Evaluation, Retracing
+from mirror.program.axis import axis_name
+from mirror.program.evaluate import Evaluation, Lowering, Rule
 from mirror.program.exchanges import axes_of, contains_exchange, in_word, is_exchange, names_axis
 from mirror.program.inner import (
     Scan,
     While,
+    arrays_in,
     arrays_of,
     called,
     equations,
@@ -32,6 +34,8 @@ from mirror.program.inner import (
 from mirror.program.proof import user_line
 from mirror.program.trace import trace
 from mirror.values import is_numeric
+
+Rules: TypeAlias = Mapping[str, Callable[[JaxprEqn], Rule | None]]
 
 REDUCTIONS = {"psum": "sum", "pmax": "max", "pmin": "min"}
 _LOCAL = {"psum": jax.lax.reduce_sum, "pmax": jax.lax.reduce_max, "pmin": jax.lax.reduce_min}
@@ -193,6 +197,8 @@ def cut(
     mirrored_outputs: Sequence[bool],
     num_replicas: int,
     pack_bytes: int,
+    finish: ClosedJaxpr | None = None,
+    rules: Rules | None = None,
 ) -> Staged:
     """Cuts a replica program at its exchanges.
 
@@ -202,6 +208,8 @@ def cut(
         mirrored_outputs: for each output, whether it is to be left as one.
         num_replicas: the size of the replica axis.
         pack_bytes: reductions of at most this many bytes travel together.
+        finish: a program after it, of the same inputs and then its outputs.
+        rules: operations that are replaced, as of `Lowering`.
 
     Raises:
         NotImplementedError: replicas talk in an operation that cannot be opened.
@@ -210,8 +218,10 @@ def cut(
         Value(var.aval, mirrored=mirrored)
         for var, mirrored in zip(program.jaxpr.invars, mirrored_inputs, strict=True)
     ]
-    flat = _Flat(num_replicas, pack_bytes)
-    outputs = flat.walk(program, inputs)
+    flat = _Flat(num_replicas, pack_bytes, rules or {})
+    outputs = flat.whole(program, inputs)
+    if finish is not None:
+        outputs = flat.walk(finish, [*inputs, *outputs])
     steps = _needed(flat.steps, outputs)
     steps = _packed(steps, pack_bytes)
     stages = _in_stages(steps, outputs)
@@ -221,12 +231,25 @@ def cut(
 class _Flat:
     """The program without calls around its exchanges."""
 
-    def __init__(self, num_replicas: int, pack_bytes: int) -> None:
+    def __init__(self, num_replicas: int, pack_bytes: int, rules: Rules) -> None:
         self.num_replicas = num_replicas
+        self.rules = rules
         self.pack_bytes = pack_bytes
         self.steps: list[Operation | Talk] = []
         self.held: dict[int, tuple[Value, Array]] = {}
         self.replica_id = Value(jax.core.ShapedArray((), jnp.int32))
+
+    def whole(self, program: ClosedJaxpr, arguments: Sequence[Atom]) -> Sequence[Atom]:
+        """The program; in one piece if it has no collectives, so that it may use a `Ref`."""
+        if contains_exchange(program.jaxpr):
+            return self.walk(program, arguments)
+        avals = [var.aval for var in program.jaxpr.outvars]
+        held = {id(array): self.fixed(array) for array in arrays_in(program)}
+
+        def run(lowering: Lowering, arguments: Sequence[Any]) -> list[Any]:
+            return lowering.call(program, arguments)
+
+        return self.replayed(run, list(program.jaxpr.eqns), avals, arguments, held)
 
     def walk(self, program: ClosedJaxpr | Jaxpr, arguments: Sequence[Atom]) -> list[Atom]:
         return walk(program, arguments, self.fixed, self.equation)
@@ -260,18 +283,39 @@ class _Flat:
             if hasattr(atom.aval, "inner_aval"):
                 raise NotImplementedError(_cannot(eqn, "it works on a mutable `Ref`"))
         held = {id(array): self.fixed(array) for array in arrays_of(eqn)}
-        asks = any(map(names_axis, _with_inner(eqn)))
+
+        def run(lowering: Lowering, arguments: Sequence[Any]) -> list[Any]:
+            return lowering.apply(eqn, list(arguments))
+
+        return self.replayed(run, [eqn], [var.aval for var in eqn.outvars], inputs, held)
+
+    def replayed(
+        self,
+        replay: Callable[[Lowering, Sequence[Any]], list[Any]],
+        eqns: Sequence[JaxprEqn],
+        avals: Sequence[Any],
+        inputs: Sequence[Atom],
+        held: dict[int, Atom],
+    ) -> list[Value]:
+        """An operation that evaluates others on the mesh of a lane."""
+        within = [inner for eqn in eqns for inner in _with_inner(eqn)]
+        asks = any(map(names_axis, within))
         more = [*held.values(), *([self.replica_id] if asks else [])]
         num = len(inputs)
 
         def run(*arguments: Any) -> list[Any]:
             arrays = dict(zip(held, arguments[num:], strict=False))
-            replica_id = arguments[-1] if asks else None
-            return Retracing(arrays, replica_id).apply(eqn, list(arguments[:num]))
 
-        outputs = [Value(var.aval) for var in eqn.outvars]
-        is_ordered = any("Ordered" in type(effect).__name__ for effect in eqn.effects)
-        return self.add(Operation([*inputs, *more], outputs, run, bool(eqn.effects), is_ordered))
+            def number(eqn: JaxprEqn) -> Rule | None:
+                return (lambda *_: [arguments[-1]]) if names_axis(eqn) else None
+
+            lowering = Lowering(arrays, {**self.rules, "axis_index": number})
+            return replay(lowering, arguments[:num])
+
+        outputs = [Value(aval) for aval in avals]
+        effects = [effect for eqn in eqns for effect in eqn.effects]
+        is_ordered = any("Ordered" in type(effect).__name__ for effect in effects)
+        return self.add(Operation([*inputs, *more], outputs, run, bool(effects), is_ordered))
 
     def add(self, step: Operation | Talk) -> list[Value]:
         self.steps.append(step)
@@ -286,7 +330,7 @@ class _Flat:
         kind, params = eqn.primitive.name, eqn.params
         if kind not in REDUCTIONS and kind not in _MOVES:
             raise NotImplementedError(_cannot(eqn, f"`{kind}` has no counterpart on the host"))
-        others = tuple(axis for axis in axes_of(eqn) if axis != REPLICA_AXIS)
+        others = tuple(axis for axis in axes_of(eqn) if axis != axis_name())
         if others and (kind not in _LOCAL or not all(isinstance(a, int) for a in others)):
             raise NotImplementedError(_cannot(eqn, f"it goes over other axes as well, {others}"))
         value = self.local(operand)
@@ -326,7 +370,8 @@ class _Flat:
         mirrored = [isinstance(atom, Value) and atom.mirrored for atom in inputs]
         num_outputs = len(program.jaxpr.outvars)
         rows = [False] * num_outputs
-        return cut(program, mirrored, rows, self.num_replicas, self.pack_bytes)
+        n, limit = self.num_replicas, self.pack_bytes
+        return cut(program, mirrored, rows, n, limit, rules=self.rules)
 
     def scan(self, eqn: JaxprEqn, inputs: list[Atom]) -> Sequence[Atom]:
         scan = Scan(eqn)
@@ -448,8 +493,20 @@ def _packed(steps: list[Operation | Talk], limit: int) -> list[Operation | Talk]
     """Reductions of one level, kind and dtype, if they are small, as one of one flat buffer."""
     levels = _levels(steps)
     packs: dict[Any, list[Exchange]] = {}
+    # A loop or branch was cut for what it reads as it is: mirrored. Out of a buffer come rows.
+    read_inside = {
+        value
+        for step in steps
+        if isinstance(step, Loop | Branch)
+        for value in values_of(step.inputs)
+    }
     for step in steps:
-        if isinstance(step, Exchange) and step.kind in REDUCTIONS and step.outputs[0].mirrored:
+        if (
+            isinstance(step, Exchange)
+            and step.kind in REDUCTIONS
+            and step.outputs[0].mirrored
+            and step.outputs[0] not in read_inside
+        ):
             value = step.operand
             if 0 < value.num_bytes <= limit:
                 packs.setdefault((levels[step], step.kind, value.aval.dtype), []).append(step)

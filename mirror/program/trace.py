@@ -1,5 +1,6 @@
-"""From a function on flat leaves to a jaxpr with a named replica axis."""
+"""Traces a function of flat leaves to a jaxpr with a named replica axis."""
 
+import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,14 +8,16 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from mirror._types import REPLICA_AXIS
+from mirror._types import Array
+from mirror.devices.log import unlogged
+from mirror.program.axis import axis_name
 
 
 def abstract(value: Any) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and weak type of an array or number; no sharding.
+    """Returns shape, dtype and weak type of an array or number; no sharding.
 
     Raises:
-        TypeError: JAX has no array type for the value.
+        TypeError: If JAX has no array type for the value.
     """
     aval = jax.typeof(value)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
@@ -23,29 +26,69 @@ def abstract(value: Any) -> jax.ShapeDtypeStruct:
 def trace(
     fn: Callable[..., Any], leaves: Sequence[jax.ShapeDtypeStruct], num_replicas: int
 ) -> ClosedJaxpr:
-    """Traces `fn` once, for one replica, on leaves of these shapes: the replica program."""
-    return jax.make_jaxpr(fn, axis_env=[(REPLICA_AXIS, num_replicas)])(*leaves)
+    """Traces `fn` once, for one replica, on leaves of these shapes: the replica program.
+
+    No mesh is set meanwhile. The types in a jaxpr name the mesh of its trace, and an operation
+    whose types name one mesh cannot be evaluated on another (JAX 0.10 to 0.12); types that name
+    none fit every executor.
+    """
+    with _no_mesh():
+        return jax.make_jaxpr(fn, axis_env=[(axis_name(), num_replicas)])(*leaves)
+
+
+@contextlib.contextmanager
+def _no_mesh() -> Any:
+    if jax.sharding.get_abstract_mesh().empty:
+        yield
+        return
+    with unlogged(), _without_mesh():
+        yield
+
+
+@contextlib.contextmanager
+def _without_mesh() -> Any:
+    try:
+        context = jax.set_mesh(None)
+    except ValueError:  # something is being traced, by an executor: its jaxpr is for that mesh
+        yield
+        return
+    with context:
+        yield
+
+
+_context = jax.jit(lambda: ())
+
+
+def context_token() -> object:
+    """Returns an object that stands for the context in which JAX would trace here and now.
+
+    It is the trace of an empty function, which JAX keeps under what it keeps every trace under:
+    `jax_enable_x64`, the matmul precision and the other options that a trace depends on. Two calls
+    return the same object exactly if JAX would find the trace of the first call in the second.
+    """
+    return _context.trace().jaxpr
 
 
 _numbers = itertools.count()
 _trace_number = jax.make_user_context(default_value=None)
 
 
-def afresh(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, which finds nothing that JAX remembers of other traces.
+def uncached(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function, which does not see traces that JAX keeps of functions under `jax.jit`.
 
-    A function of the user's under `jax.jit` is traced once for its shapes, and again only in
-    another context. What it asks of this trace alone, the other replicas' lengths or what stands
-    for a variable, would be answered by an earlier one. So each trace is a context of its own.
+    A user's function under `jax.jit` is traced once for its shapes, and again only in another
+    context. What it asks of this trace alone, the other replicas' lengths or what stands for a
+    variable, would be answered by an earlier one. So each trace is a context of its own.
     """
 
     def inside(*leaves: Any) -> Any:
         with _trace_number(next(_numbers)):
             return fn(*leaves)
 
+    inside.__name__ = fn.__name__
     return inside
 
 
-def trace_inside(fn: Callable[..., Any], leaves: Sequence[Any]) -> ClosedJaxpr:
+def trace_inside(fn: Callable[..., Any], leaves: Sequence[Array]) -> ClosedJaxpr:
     """Traces `fn` on the tracers of a program under way; it has no axis of its own."""
     return jax.make_jaxpr(fn)(*leaves)

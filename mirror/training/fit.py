@@ -179,6 +179,8 @@ class Fit:
         position: where it stands: `fit.position.step`, `fit.position.epoch`.
         steps_per_epoch: how many steps an epoch has, where that is known.
         stopped: why a callback has ended it; `None`: none has.
+        empty: in `on_metrics`, the names of the launch's metrics that are NaN because their weights
+            add up to 0: see `mirror.Weighted`.
 
     >>> class AtMost(Callback):
     ...     def on_step(self, fit):
@@ -201,8 +203,9 @@ class Fit:
         self.position = position
         self.steps_per_epoch = steps_per_epoch
         self.stopped: str | None = None
+        self.empty: frozenset[str] = frozenset()
         self._callbacks = callbacks
-        self._warned = False
+        self._warned: set[bool] = set()
         self._started = time.perf_counter()
 
     @property
@@ -264,19 +267,28 @@ class Fit:
         Args:
             running: how many of the last launches not to wait for.
         """
-        for step, logs in self.position.meter.collect(running=running):
+        for step, logs, empty in self.position.meter.collect(running=running):
+            self.empty = empty
             for callback in self._callbacks:
                 callback.on_metrics(self, step, logs)
             self._warn_of_nan(step, logs[LOSS])
 
     def _warn_of_nan(self, step: int, loss: float) -> None:
-        if not math.isfinite(loss) and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"The loss is {loss} at step {step}. The training goes on; "
-                "mirror.callbacks.NaNGuard() ends it there, and says what usually causes it.",
-                stacklevel=depth_of_user(),
+        is_empty = LOSS in self.empty
+        if math.isfinite(loss) or is_empty in self._warned:
+            return
+        self._warned.add(is_empty)
+        if is_empty:
+            told = (
+                f"The weights of the loss add up to 0 at step {step}: its loss is NaN and its "
+                "gradient 0. Leave out batches in which nothing counts."
             )
+        else:
+            told = (
+                f"The loss is {loss} at step {step}. The training goes on; "
+                "mirror.callbacks.NaNGuard() ends it there, and says what usually causes it."
+            )
+        warnings.warn(told, stacklevel=depth_of_user())
 
     def end_epoch(self, validation: dict[str, float]) -> None:
         """Takes the epoch into the history, and tells of its end."""

@@ -1,8 +1,9 @@
 """The steps of a `Trainer`, each one replica's: a reader of one of them has read the training.
 
 Each replica adds up over its own examples; the sums are added up over the replicas, the only
-exchange; and only then they are divided, by how many examples there were in all. So the step is
-that of one device on the whole batch, whatever the batch size and the number of replicas.
+collective; and only then they are divided, by how many examples there were in all, or by the sum of
+their weights where the loss is `Weighted`. So a step computes what one device computes on the
+whole batch, whatever the batch size and the number of replicas.
 """
 
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from flax import nnx
 import mirror.training.objective as objectives
 from mirror._types import Array, PyTree
 from mirror.mirrored import get_replica_context
-from mirror.training.objective import Objective, Sums
+from mirror.training.objective import LOSS, Objective, Sums
 
 Gradients = tuple[PyTree, Sums]
 
@@ -33,12 +34,13 @@ def training_step(
         assert context is not None, "a step runs in a replica"
         # Sums over all rows could overflow a half-precision gradient where means do not: each
         # replica divides by how many rows there are, padding included, and what that leaves is 1
-        # where no row was padding.
+        # where no row was padding. The weights of all rows are not known yet: see `_unscaled`.
         num_rows = mask.size * context.num_replicas_in_sync
-        grads, sums = gradients(model, batch, mask, num_rows)
-        grads, sums = context.all_reduce("sum", (grads, sums))
-        rest = num_rows / sums.count
-        grads = jax.tree.map(lambda grad: (grad * rest).astype(grad.dtype), grads)
+        means, own = gradients(model, batch, mask, num_rows)
+        total, sums = context.all_reduce("sum", (_unscaled(means, own), own))
+        grads = jax.tree.map(
+            lambda x, like: x.astype(like.dtype), _divided(total, sums, num_rows), means
+        )
         optimizer.update(model, grads)
         return sums
 
@@ -108,9 +110,37 @@ def prediction_step(
 def _gradients(objective: Objective, wrt: Any) -> Callable[..., Gradients]:
     def loss(model: nnx.Module, batch: PyTree, mask: Array, num_rows: int) -> tuple[Array, Sums]:
         losses, sums = objective(model, batch, mask)
-        return losses.sum(dtype=sums.totals[objectives.LOSS].dtype) / num_rows, sums
+        scale = num_rows if LOSS not in sums.weights else _scale(sums)
+        return losses.sum(dtype=sums.totals[LOSS].dtype) / scale, sums
 
     return nnx.grad(loss, argnums=nnx.DiffState(0, wrt), has_aux=True)
+
+
+def _scale(sums: Sums) -> Array:
+    """Returns the divisor of sums of a `Weighted` loss: their weight, or 1 where that is 0."""
+    weight = sums.weights[LOSS]
+    return jnp.where(weight == 0, 1, weight)
+
+
+def _unscaled(grads: PyTree, sums: Sums) -> PyTree:
+    """Makes gradients that can be added up, of sums and in float32, where the loss is `Weighted`.
+
+    The total weight of all replicas is known only after the collective, so each replica has divided
+    by its own weight, which differs from the others'.
+    """
+    if LOSS not in sums.weights:
+        return grads
+    scale = _scale(sums)
+    return jax.tree.map(lambda x: x.astype(_at_least_float32(x.dtype)) * scale, grads)
+
+
+def _divided(grads: PyTree, sums: Sums, num_rows: int) -> PyTree:
+    """Divides summed gradients, which makes gradients of the mean; 0 where the weight is 0."""
+    if LOSS not in sums.weights:
+        rest = num_rows / sums.count
+        return jax.tree.map(lambda x: x * rest, grads)
+    scale, is_empty = _scale(sums), sums.weights[LOSS] == 0
+    return jax.tree.map(lambda x: jnp.where(is_empty, 0, x / scale), grads)
 
 
 def _accumulated(gradients: Callable[..., Gradients], num_pieces: int) -> Callable[..., Gradients]:
@@ -130,15 +160,18 @@ def _accumulated(gradients: Callable[..., Gradients], num_pieces: int) -> Callab
 
         def body(carry: tuple[PyTree, Gradients], piece: PyTree) -> tuple[Any, None]:
             state, total = carry
-            state, found = one(state, piece)
-            return (state, objectives.add(total, found)), None
+            state, (means, sums) = one(state, piece)
+            return (state, objectives.add(total, (_unscaled(means, sums), sums))), None
 
         first = jax.tree.map(lambda x: x[0], pieces)
         shapes = jax.eval_shape(one, state, first)[1]
         none = jax.tree.map(lambda s: jnp.zeros(s.shape, _at_least_float32(s.dtype)), shapes)
-        (state, total), _ = jax.lax.scan(body, (state, none), pieces)
+        (state, (total, sums)), _ = jax.lax.scan(body, (state, none), pieces)
         nnx.update(model, state)
-        return jax.tree.map(lambda x, s: x.astype(s.dtype), total, shapes)
+        if LOSS in sums.weights:
+            scale = _scale(sums)
+            total = jax.tree.map(lambda x: x / scale, total)
+        return jax.tree.map(lambda x, s: x.astype(s.dtype), (total, sums), shapes)
 
     return accumulated
 

@@ -62,6 +62,8 @@ class Trainer:
         tx: an optax transformation, or an `nnx.Optimizer` of the model.
         loss_fn: `(model, batch)` to float losses `(B,)`, or to `(losses, metrics)` with a dict of
             metrics `(B,)`, for one replica's batch. Booleans and integers are counted exactly.
+            Losses and metrics may be `mirror.Weighted(values, weights)`, to be divided by the sum
+            of their weights and not by the number of examples: by tokens, say.
         strategy: the one to train with; `None`: that of the scope the trainer is made in.
         wrt: which variables are trained, as for `nnx.Optimizer`; `None`: `nnx.Param`, or those of
             the `nnx.Optimizer` that was passed.
@@ -69,14 +71,15 @@ class Trainer:
             there is still one exchange and one update for each batch.
         steps_per_execution: how many batches are trained with in one launch, to save the host work.
         sample_weight: a key of the batch, or a function of it, for weights `(B,)` that each
-            example's loss is multiplied by. As in Keras, the sum is divided by the number of
-            examples, not by the weights; metrics are not weighted.
+            example's loss is multiplied by. As in Keras, the sum is divided by what it is divided
+            by without them, the number of examples or the weights of a `mirror.Weighted` loss;
+            metrics are not weighted.
         labels: a key of the batch, or a function of it, for integer classes `(B,)`, which are then
             checked to be from 0 to `num_classes - 1`.
         num_classes: how many classes there are.
         class_weight: by class, what the loss of its examples is multiplied by.
         penalty: a function of the model for a scalar that is added to the mean loss whatever the
-            weights, such as an L2 norm of the parameters.
+            weights, `mirror.Weighted` included, such as an L2 norm of the parameters.
 
     Raises:
         TypeError: an argument of a wrong type.
@@ -215,7 +218,8 @@ class Trainer:
             data: as for `fit`.
 
         Returns:
-            `{"loss": ..., "accuracy": ...}`, means over the examples, whatever the batch size.
+            `{"loss": ..., "accuracy": ...}`, means over the examples, whatever the batch size, or
+            over the weights of what is `mirror.Weighted`. NaN where the weights add up to 0.
 
         Raises:
             ValueError: there is no data; the loss is of a wrong shape.

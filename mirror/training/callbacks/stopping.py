@@ -92,6 +92,9 @@ class EarlyStopping(Callback):
 class NaNGuard(Callback):
     """Ends the training with an error where a metric of a step is infinite or no number.
 
+    A `mirror.Weighted` metric whose weights add up to 0 in a step is NaN because nothing was
+    measured, and does not end the training.
+
     The metrics come in up to 8 launches late: the model has been trained on by then. Go back to a
     checkpoint, `trainer.restore(directory)`.
 
@@ -112,7 +115,8 @@ class NaNGuard(Callback):
         if self._monitor is not None:
             monitored(self, self._monitor, logs)
         for name, value in logs.items():
-            if self._monitor in (None, name) and not math.isfinite(value):
+            looked_at = self._monitor in (None, name) and name not in fit.empty
+            if looked_at and not math.isfinite(value):
                 raise FloatingPointError(
                     f"{name} is {value} at step {step}, in epoch {fit.position.epoch + 1}. Usual "
                     "causes: a learning rate that is too large, a logarithm or a quotient of 0, "

@@ -1,0 +1,172 @@
+"""State that a step takes and returns: it must come back the same on all replicas.
+
+State that is an nnx object is written back, so that the plan refuses a step after which replicas
+would hold different values. Other state is an argument and a result; which result is the new state
+is told by its structure.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from mirror._errors import ReplicaDivergenceError
+from mirror.calls import Hoisted, leaf_names
+from mirror.plan import cause, divergence
+from mirror.program.proof import Mark
+from mirror.step import Call, Step
+
+_MEANT = (
+    "\nIf the replicas are meant to differ, pass a PerReplica from the start, e.g. of "
+    "strategy.distribute_values_from_function."
+)
+
+
+class Drift(NamedTuple):
+    """An argument that all replicas have in common, and whose counterpart they do not.
+
+    Attributes:
+        causes: For each leaf of the argument that comes back per-replica, its name, and why.
+        is_certain: Whether the result can only be the new state: the argument is donated, or is an
+            object that holds state, such as a `TrainState` or an Equinox module. The result may
+            else be something of the same structure, such as gradients.
+        is_bare: Whether the argument is a single array, whose shape a result may have by chance.
+    """
+
+    causes: dict[str, str]
+    is_certain: bool
+    is_bare: bool
+
+
+class _Unit(NamedTuple):
+    """A part of the arguments or of the result that may be state."""
+
+    form: Any
+    start: int
+    is_certain: bool
+    at_top: bool
+
+
+def find_drifts(call: Call, step: Step, avals: Sequence[Any], marks: Sequence[Mark]) -> list[Drift]:
+    """Finds the state that comes back per-replica.
+
+    Args:
+        call: The call.
+        step: Its trace.
+        avals: Shapes and dtypes of the results.
+        marks: What the proof says of them.
+    """
+    if not any(mark.per_replica for mark in marks):
+        return []
+    inputs = _inputs(call, step)
+    places = [i for i in range(step.out_tree.num_leaves) if i not in step.static_results]
+    outputs = dict(zip(places, zip(avals, marks, strict=True), strict=True))
+    results = list(_parts(step.out_tree, 0, depth=0))
+    by_form: dict[Any, list[_Unit]] = {}
+    for unit in _arguments(call):
+        by_form.setdefault(unit.form, []).append(unit)
+    names = leaf_names(call.fn, call.tree)
+    origins = call.input_names
+    drifts = []
+    for form, units in by_form.items():
+        is_bare = form.node_data() is None
+        candidates = [r for r in results if r.form == form and (r.at_top or not is_bare)]
+        for unit in units:
+            pairs = [p for r in candidates if (p := _pairs(unit, r, inputs, outputs)) is not None]
+            differing = [[pair for pair in each if pair[1].per_replica] for each in pairs]
+            # As many results of that structure are mirrored as there are such arguments: the others
+            # are something else.
+            if not any(differing) or sum(not each for each in differing) >= len(units):
+                continue
+            first = next(each for each in differing if each)
+            causes = {names[i]: cause(mark, origins) for i, mark in first}
+            drifts.append(Drift(causes, unit.is_certain, is_bare))
+    return drifts
+
+
+def require_none_certain(name: str, drifts: Sequence[Drift]) -> None:
+    """Refuses a step whose state would differ between the replicas.
+
+    Raises:
+        ReplicaDivergenceError: There is such state; the message names its leaves.
+    """
+    causes = {k: v for drift in drifts if drift.is_certain for k, v in drift.causes.items()}
+    if causes:
+        raise ReplicaDivergenceError(drifting(name, causes))
+
+
+def drifting(name: str, causes: Mapping[str, str]) -> str:
+    """Words state that would differ: which and why, and the fix."""
+    return divergence(name, (f"{leaf}: {why}" for leaf, why in causes.items())) + _MEANT
+
+
+def _inputs(call: Call, step: Step) -> dict[int, Any]:
+    """Shapes and dtypes of the leaves of the arguments that are mirrored arrays."""
+    layout = call.layout
+    found = {}
+    for number, i in enumerate(layout.dynamic):
+        is_array = not isinstance(call.leaves[i], int | float | complex)
+        if is_array and number not in layout.per_replica:
+            found[i] = step.avals[step.num_state + number]
+    return found
+
+
+def _pairs(
+    unit: _Unit, result: _Unit, inputs: Mapping[int, Any], outputs: Mapping[int, Any]
+) -> list[tuple[int, Mark]] | None:
+    """The mirrored leaves of an argument with the marks of their counterparts in a result.
+
+    `None`: the result has other shapes, or no leaf is a mirrored array.
+    """
+    found = []
+    for k in range(unit.form.num_leaves):
+        aval, (new, mark) = inputs.get(unit.start + k), outputs.get(result.start + k, (None, None))
+        if aval is None or new is None:
+            continue
+        if (aval.shape, aval.dtype) != (new.shape, new.dtype):
+            return None
+        found.append((unit.start + k, mark))
+    return found or None
+
+
+def _arguments(call: Call) -> Iterator[_Unit]:
+    """The parts of the arguments that may be state."""
+    args, kwargs = call.layout.treedef.children()
+    start = 0
+    for number, argument in enumerate((*args.children(), *kwargs.children())):
+        yield from _units(argument, start, number in call.donate_argnums)
+        start += argument.num_leaves
+
+
+def _units(form: Any, start: int, donated: bool, depth: int = 0) -> Iterator[_Unit]:
+    is_object = _is_object(form)
+    if form.num_leaves and (depth < 2 or is_object):
+        yield _Unit(form, start, donated or is_object, at_top=depth == 0)
+    if is_object or form.node_data() is None:
+        return
+    for child in form.children():
+        if child.node_data() is not None:
+            yield from _units(child, start, donated, depth + 1)
+        start += child.num_leaves
+
+
+def _parts(form: Any, start: int, depth: int) -> Iterator[_Unit]:
+    """The result, and what it consists of, at any depth."""
+    if not form.num_leaves:
+        return
+    yield _Unit(form, start, is_certain=False, at_top=depth < 2)
+    if form.node_data() is None:
+        return
+    for child in form.children():
+        yield from _parts(child, start, depth + 1)
+        start += child.num_leaves
+
+
+def _is_object(form: Any) -> bool:
+    """Whether it is a node of a class of its own: containers are not, whoever registered them."""
+    data = form.node_data()
+    if data is None or data[0] is None:
+        return False
+    return not issubclass(
+        data[0], tuple | list | Mapping | type(None) | Hoisted | jax.tree_util.Partial
+    )
