@@ -386,9 +386,8 @@ def require_no_mapping(fn: Callable[..., Any], program: ClosedJaxpr) -> None:
         if eqn.primitive.name in ("shard_map", "xla_pmap"):
             raise ValueError(
                 f"{name_of(fn)} contains jax.pmap, nnx.pmap or jax.shard_map, but a strategy maps "
-                "the step over its devices. Pass the function without it: @jax.pmap comes off, and "
-                " axis_name='batch' becomes "
-                "mirror.MirroredStrategy(axis_name='batch')."
+                "the step over its devices. Remove @jax.pmap from the function; its "
+                "axis_name='batch' becomes mirror.MirroredStrategy(axis_name='batch')."
             )
 
 

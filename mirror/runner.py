@@ -464,9 +464,7 @@ class Runner:
         if not known:
             return
         names = call.leaf_names
-        causes = {
-            names[i]: known[names[i]] for i in call.layout.per_replica if names[i] in known
-        }
+        causes = {names[i]: known[names[i]] for i in call.layout.per_replica if names[i] in known}
         if causes:
             raise ReplicaDivergenceError(drifting(calls.name_of(call.fn), causes))
 

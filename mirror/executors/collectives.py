@@ -218,4 +218,3 @@ class RowCollectives:
         if len(source) == self._num_replicas:
             return received
         return jnp.where(mine >= 0, received, jnp.zeros_like(received))
-

@@ -146,9 +146,7 @@ class MeshExecutor(Executor):
         # Arrays that the step closed over are inputs like others: the program does not hold a copy
         # as a constant, and they have the types of the mapping (JAX 0.10 and 0.12 reject an
         # operation on arrays of the scope alone inside `jax.pmap`).
-        held = {
-            id(array): array for each in variant[:2] for array in arrays_in(each)
-        }
+        held = {id(array): array for each in variant[:2] for array in arrays_in(each)}
         rules = self._rules(program.guard)
         start = len(program.per_replica_inputs)
 

@@ -29,6 +29,7 @@ class PmapExecutor(MeshExecutor):
         outputs: Sequence[bool],
         guard: CallbackGuard | None,
     ) -> Callable[..., Outputs]:
+        del guard  # its rules apply inside
         return jax.pmap(
             replica,
             axis_name=self.replicas.axis_name,

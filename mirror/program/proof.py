@@ -312,7 +312,9 @@ class _Pass:
         worst = _computed(marks)
         if any(_contains_replica_source(program) for program in inner):
             self.meets_replica = True
-            worst = worst if worst.per_replica else Mark(f"{eqn.primitive.name} at {user_line(eqn)}")
+            worst = (
+                worst if worst.per_replica else Mark(f"{eqn.primitive.name} at {user_line(eqn)}")
+            )
         if worst.per_replica and any(map(contains_exchange, inner)):
             self.refuse(
                 f"{user_line(eqn)}: replicas talk inside `{eqn.primitive.name}`, which may run "
@@ -423,7 +425,7 @@ def _require_sent(eqn: JaxprEqn) -> None:
             fix = "Reduce abs(x), or its real and imaginary parts."
         elif str(dtype) == "float8_e8m0fnu" and name in ("psum", "pmax", "pmin", "reduce_scatter"):
             fix = "Convert it first: x.astype('float32')."
-        elif dtype == bool and name == "reduce_scatter":
+        elif str(dtype) == "bool" and name == "reduce_scatter":
             fix = "Convert it first: x.astype('int32')."
         else:
             continue
