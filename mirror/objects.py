@@ -22,6 +22,7 @@ from mirror._errors import describe, listing
 from mirror._types import Array
 from mirror.devices.log import placement_log
 from mirror.devices.replicas import ReplicaDevices, any_deleted, buffers_of
+from mirror.nnx_metrics import Rule, merge_rule
 from mirror.parts import Parts
 from mirror.program.axis import axis_name
 from mirror.values import held_by, is_per_replica, per_replica
@@ -79,6 +80,20 @@ class Slot(NamedTuple):
         return roots[self.path[0]] + "".join(f".{key}" for key in self.path[1:])
 
 
+class MetricSlots(NamedTuple):
+    """An nnx metric among the objects.
+
+    Attributes:
+        kind: Its class.
+        rule: Merges its states over the replicas; `None` where that is not known.
+        places: For each of its states, by attribute name, the position of its leaf.
+    """
+
+    kind: type
+    rule: Rule | None
+    places: dict[str, int]
+
+
 class Structure:
     """What objects look like without their values: equal for equal models, and hashable.
 
@@ -111,6 +126,7 @@ class Structure:
             for _ in jax.tree.leaves(value)
         ]
         self.is_own = [slot.is_own for slot in self.leaf_slots]
+        self.metrics = _metrics(objects, self.leaf_slots)
         self._key = (self.graphdef, self.treedef, tuple(s.path for s in self.slots))
         self._hash = hash(self._key)
 
@@ -351,6 +367,19 @@ class ObjectTable:
                 placement_log.mirrored(name, leaf, self._replicas.devices)
         record.write(mirrored)
         return mirrored
+
+
+def _metrics(objects: Sequence[Any], slots: Sequence[Slot]) -> list[MetricSlots]:
+    """The metrics that hold metric states, in the order of their first leaves."""
+    found: dict[Path, dict[str, int]] = {}
+    for i, slot in enumerate(slots):
+        if issubclass(slot.kind, nnx.metrics.MetricState):
+            found.setdefault(slot.path[:-1], {})[str(slot.path[-1])] = i
+    holders = {path: _follow(objects, path) for path in found}
+    return [
+        MetricSlots(type(holders[path]), merge_rule(holders[path]), places)
+        for path, places in found.items()
+    ]
 
 
 def _kind(holder: Any) -> type:

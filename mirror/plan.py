@@ -1,14 +1,17 @@
 """What the proof decides: which state comes back, what is averaged, which results are mirrored."""
 
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.extend.core import ClosedJaxpr
 
 from mirror._errors import ReplicaDivergenceError, listing
-from mirror.objects import Slot
+from mirror.nnx_metrics import Rule
+from mirror.objects import MetricSlots, Slot
+from mirror.program.additive import Dependence, dependence
 from mirror.program.proof import Mark
 
 
@@ -18,12 +21,28 @@ class Plan(NamedTuple):
     Attributes:
         changed: positions of the objects' leaves that the step changes; the rest stay untouched.
         averaged: those of them that are statistics of each replica's own batch, to be averaged.
+        merged: the nnx metrics whose states are merged over the replicas.
         per_replica_results: for each result, whether replicas may differ in it.
     """
 
     changed: list[int]
     averaged: list[int]
+    merged: list["Merge"]
     per_replica_results: list[bool]
+
+
+class Merge(NamedTuple):
+    """How the states of one nnx metric are merged over the replicas.
+
+    Attributes:
+        rule: Merges them.
+        places: For each state, by attribute name, the position of its leaf.
+        dependences: How each state after the step depends on the one before it.
+    """
+
+    rule: Rule
+    places: dict[str, int]
+    dependences: dict[str, Dependence]
 
 
 class Fate(enum.Enum):
@@ -32,8 +51,74 @@ class Fate(enum.Enum):
     UNCHANGED = "unchanged"
     MIRRORED = "mirrored"
     AVERAGED = "averaged"
+    MERGED = "merged"
     OWN = "own"
     DIVERGING = "diverging"
+
+
+def find_merges(
+    metrics: Sequence[MetricSlots],
+    slots: Sequence[tuple[Slot, str]],
+    after: Sequence[Mark],
+    programs: Sequence[ClosedJaxpr],
+    num_results: int,
+    detailed: Callable[[], Sequence[Mark]],
+) -> tuple[list[Merge], list[str]]:
+    """Decides how nnx metrics are merged that the replicas update differently.
+
+    Args:
+        metrics: The metrics among the objects.
+        slots: One for each leaf of the objects, with the user's name for it.
+        after: Marks of the objects' leaves at the end.
+        programs: The traces; the objects' leaves are their first inputs.
+        num_results: Number of outputs before the objects' leaves.
+        detailed: Returns the marks of all outputs with the collectives behind them.
+
+    Returns:
+        How each is merged, and, for each state that cannot be, its name and why.
+    """
+    merges: list[Merge] = []
+    problems: list[str] = []
+    for metric in metrics:
+        places = metric.places
+        if not any(after[i].per_replica for i in places.values()):
+            continue
+        if metric.rule is None:
+            problems += [
+                f"{slots[i][1]}: state of {metric.kind.__name__}, which is not merged over replicas"
+                for i in places.values()
+                if after[i].per_replica
+            ]
+            continue
+        inputs = list(places.values())
+        outputs = [num_results + i for i in inputs]
+        found = [dependence(program, inputs, outputs) for program in programs]
+        dependences = {
+            name: each[0] if len(set(each)) == 1 else Dependence.OTHER
+            for name, each in zip(places, zip(*found, strict=True), strict=True)
+        }
+        merges.append(Merge(metric.rule, places, dependences))
+        problems += [
+            f"{slots[places[name]][1]}: the step does not just add to it"
+            for name in metric.rule.unmergeable(dependences)
+        ]
+        marks = detailed()
+        problems += [
+            f"{slots[i][1]}: reduced over the replicas already, unlike the rest of the metric"
+            for i in inputs
+            if not after[i].per_replica and marks[num_results + i].behind
+        ]
+    return merges, problems
+
+
+def unmerged(step_name: str, problems: Sequence[str]) -> str:
+    """Words nnx metrics that cannot be merged over the replicas, and the fix."""
+    return (
+        f"After {step_name} the replicas would hold different states of nnx metrics:\n"
+        f"{listing(problems)}\nWhat replicas add to nnx.metrics.Average, Accuracy and Welford is "
+        "merged. Update other metrics with values of all replicas: "
+        "mirror.get_replica_context().all_gather(logits)."
+    )
 
 
 def fates(
@@ -41,10 +126,14 @@ def fates(
     given: Sequence[object],
     after: Sequence[Mark],
     keys: Mapping[int, Mark],
+    merged: Iterable[int] = (),
 ) -> list[Fate]:
     """What becomes of each leaf; the arguments are those of `make_plan`."""
+    of_metrics = set(merged)
 
     def fate(i: int, slot: Slot, mark: Mark) -> Fate:
+        if i in of_metrics:
+            return Fate.MERGED
         if mark.source is given[i] or (i in keys and mark.source is keys[i].source):
             return Fate.UNCHANGED
         if mark.per_replica and issubclass(slot.kind, nnx.BatchStat):
@@ -66,6 +155,7 @@ def make_plan(
     keys: Mapping[int, Mark],
     leaf_names: Sequence[str],
     dtypes: Sequence[Any],
+    merges: Sequence[Merge] = (),
 ) -> Plan:
     """Decides, or refuses a step after which the replicas' state would differ.
 
@@ -78,12 +168,14 @@ def make_plan(
         keys: marks of the PRNG keys as each replica had them, by position.
         leaf_names: the user's names of all the program's inputs.
         dtypes: of the objects' leaves.
+        merges: how nnx metrics are merged.
 
     Raises:
         ReplicaDivergenceError: a variable other than a batch statistic would differ.
         TypeError: a batch statistic that would be averaged is not a float.
     """
-    found = list(enumerate(fates(slots, given, after, keys)))
+    merged = [i for merge in merges for i in merge.places.values()]
+    found = list(enumerate(fates(slots, given, after, keys, merged)))
     diverging = [i for i, fate in found if fate is Fate.DIVERGING]
     require_means(slots, dtypes, [i for i, fate in found if fate is Fate.AVERAGED])
     if diverging:
@@ -91,7 +183,7 @@ def make_plan(
         raise ReplicaDivergenceError(divergence(step_name, causes))
     changed = [i for i, fate in found if fate is not Fate.UNCHANGED]
     averaged = [i for i, fate in found if fate is Fate.AVERAGED]
-    return Plan(changed, averaged, [mark.per_replica for mark in results])
+    return Plan(changed, averaged, list(merges), [mark.per_replica for mark in results])
 
 
 def require_means(

@@ -32,7 +32,7 @@ from mirror.executors.executor import MeshProgram, SignatureChanged
 from mirror.executors.staged import StagedExecutor
 from mirror.objects import ObjectTable
 from mirror.parts import Parts
-from mirror.plan import make_plan
+from mirror.plan import find_merges, make_plan, unmerged
 from mirror.program import exchanges
 from mirror.program.axis import named_axis
 from mirror.program.inner import arrays_in
@@ -435,7 +435,17 @@ class Runner:
         results, after, keys = traced.apart(marks)
         avals = traced.avals
         dtypes = [aval.dtype for aval in avals[len(results) : len(results) + len(after)]]
-        plan = make_plan(step.name, call.slots, traced.given, results, after, keys, names, dtypes)
+        metrics = call.structure.metrics if call.structure is not None else []
+
+        def detailed() -> Sequence[Mark]:
+            return prove(jaxprs[0], step.per_replica, n, problems=[])
+
+        merges, problems = find_merges(metrics, call.slots, after, jaxprs, len(results), detailed)
+        if problems:
+            raise ReplicaDivergenceError(unmerged(step.name, problems))
+        plan = make_plan(
+            step.name, call.slots, traced.given, results, after, keys, names, dtypes, merges
+        )
         drifts = find_drifts(call, step, avals[: len(results)], results)
         require_none_certain(step.name, drifts)
         executor = self._for_unequal() if unequal else self._executor

@@ -18,9 +18,10 @@ from mirror.cross_device_ops import ReduceOp
 from mirror.devices.log import placement_log
 from mirror.executors.callbacks import CallbackGuard, calls_back
 from mirror.executors.executor import CompiledProgram, Executor, ReplicaProgram, Variant
+from mirror.nnx_metrics import Update, merge
 from mirror.objects import Record, Slot, Structure, is_object
 from mirror.parts import Parts
-from mirror.plan import Plan
+from mirror.plan import Merge, Plan
 from mirror.program.proof import Mark
 from mirror.program.trace import trace, uncached
 from mirror.values import PerReplica
@@ -149,6 +150,7 @@ class Step:
             return self._run(leaves)
 
         flat.__name__ = flat.__qualname__ = self.name
+        flat.__wrapped__ = self.fn  # type: ignore[attr-defined]
         return uncached(flat) if self.gathers is not None or Variable.in_use else flat
 
     def _run(self, leaves: Sequence[Any]) -> list[Array]:
@@ -369,7 +371,7 @@ def _tree_of_results(step: Step, plan: Plan) -> Any:
 
 
 def _finish(step: Step, proved: ClosedJaxpr, plan: Plan) -> ClosedJaxpr:
-    """The program after the proved one: averages batch statistics, picks what comes out."""
+    """The program after the proved one: averages and merges state, picks what comes out."""
     num_inputs, num_results = len(step.avals), len(step.out_names)
 
     def finish(*values: Any) -> list[Array]:
@@ -378,6 +380,11 @@ def _finish(step: Step, proved: ClosedJaxpr, plan: Plan) -> ClosedJaxpr:
         means = step.group._all_reduce(ReduceOp.MEAN, [after[i] for i in plan.averaged])
         for i, mean in zip(plan.averaged, means, strict=True):
             after[i] = mean
+        updates = [_update(each, values, after) for each in plan.merged]
+        psum = lambda arrays: step.group._all_reduce(ReduceOp.SUM, arrays)  # noqa: E731
+        for each, states in zip(plan.merged, merge(updates, psum), strict=True):
+            for name, i in each.places.items():
+                after[i] = states[name]
         return [*(after[i] for i in plan.changed), *results]
 
     outputs = [
@@ -387,3 +394,12 @@ def _finish(step: Step, proved: ClosedJaxpr, plan: Plan) -> ClosedJaxpr:
         for var in proved.jaxpr.outvars
     ]
     return trace(finish, [*step.avals, *outputs], step.group.num_replicas_in_sync)
+
+
+def _update(plan: Merge, before: Sequence[Any], after: Sequence[Any]) -> Update:
+    return Update(
+        plan.rule,
+        {name: before[i] for name, i in plan.places.items()},
+        {name: after[i] for name, i in plan.places.items()},
+        plan.dependences,
+    )

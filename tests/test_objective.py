@@ -281,9 +281,9 @@ def test_a_meter_leaves_what_is_running_and_adds_up_in_order():
     meter = Meter()
     for step in range(1, 5):
         meter.add(step, sums_of(np.float32(step), seen=step))
-    assert meter.collect(running=3) == [(1, {"loss": 0.5, "seen": 0.5})]
+    assert meter.collect(running=3) == [(1, {"loss": 0.5, "seen": 0.5}, frozenset())]
     assert meter.collect(running=3) == []
-    assert [step for step, _ in meter.collect()] == [2, 3, 4]
+    assert [step for step, *_ in meter.collect()] == [2, 3, 4]
     assert meter.means == {"loss": 10 / 8, "seen": 10 / 8}
     assert next(iter(meter.means)) == "loss"
     again = Meter(**meter.to_dict())

@@ -7,6 +7,7 @@ made of an all-gather: `jax.vmap` has no rule for some of them (groups, partial 
 a wrong one for operands that are the same in all rows (`all_to_all`, JAX 0.10 and 0.12).
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -52,8 +53,10 @@ def extremes(axis: str) -> Rules:
     """The rules for `Lowering` where each replica has a device: extremes of floats."""
 
     def find(eqn: JaxprEqn) -> Rule | None:
-        floats = any(jnp.issubdtype(atom.aval.dtype, jnp.floating) for atom in eqn.invars)
-        flags = any(atom.aval.dtype == jnp.bool_ for atom in eqn.invars)
+        avals: list[Any] = [atom.aval for atom in eqn.invars]
+        dtypes = [aval.dtype for aval in avals]
+        floats = any(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes)
+        flags = any(dtype == jnp.bool_ for dtype in dtypes)
         whole = axes_of(eqn) == (axis,) and eqn.params.get("axis_index_groups") is None
         return apply if whole and (floats or flags) else None
 
@@ -61,6 +64,10 @@ def extremes(axis: str) -> Rules:
         return [keeps_nan(eqn.primitive.name, value, axis) for value in arguments]
 
     return dict.fromkeys(("pmax", "pmin"), find)
+
+
+def _if_over_replicas(rule: Rule, eqn: JaxprEqn) -> Rule | None:
+    return rule if names_axis(eqn) else None
 
 
 def _by_row(eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
@@ -98,10 +105,8 @@ class RowCollectives:
         }
         # Each replica calls its function by itself, as on a device of its own.
         found: Rules = {"pure_callback": lambda eqn: None if eqn.params["vmap_method"] else _by_row}
-        found |= {
-            name: lambda eqn, rule=rule: rule if names_axis(eqn) else None
-            for name, rule in own.items()
-        }
+        for name, rule in own.items():
+            found[name] = functools.partial(_if_over_replicas, rule)
         return found
 
     def _each(self, rule: Callable[[dict[str, Any], Array], Array]) -> Rule:

@@ -279,8 +279,9 @@ class _Part:
             for i, talk in enumerate(stage.talks):
                 if not isinstance(talk, Exchange):
                     self._inner[talk] = self._parts_of(stage, i)
+        # Copies: the user may delete an array that the step has closed over.
         self._held = [
-            {value: lane.copies(array) for value, array in each.held}
+            {value: lane.replicas.mirror(array) for value, array in each.held}
             for lane, each in zip(lanes, staged, strict=True)
         ]
 

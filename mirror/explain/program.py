@@ -14,7 +14,7 @@ from mirror.cross_device_ops import ReduceOp
 from mirror.display import Table
 from mirror.drift import drifting, find_drifts
 from mirror.explain.exchanges import ExchangeRow, exchanges_of
-from mirror.plan import Fate, cause, divergence, fates
+from mirror.plan import Fate, cause, divergence, fates, find_merges, unmerged
 from mirror.program.match import join_marks
 from mirror.program.proof import Mark, prove
 from mirror.program.trace import trace
@@ -33,7 +33,8 @@ class ValueRow:
     Attributes:
         name: the user's name for it: `result['loss']`, `model.first.kernel`.
         value: its dtype and shape, of one replica: `float32[12,32]`.
-        state: `"mirrored"`, `"per-replica"`, `"averaged"`, `"diverges"` or `"unchanged"`.
+        state: `"mirrored"`, `"per-replica"`, `"averaged"`, `"merged"`, `"diverges"` or
+            `"unchanged"`.
         why: what made it so.
     """
 
@@ -112,8 +113,16 @@ def describe_program(
     call, traced = runner.traced(fn, args, kwargs)
     step, jaxpr = traced.steps[0], traced.jaxprs[0].jaxpr
     problems: list[str] = []
-    results, after, keys = traced.apart(_marks(traced, problems))
-    found = fates(call.slots, traced.given, after, keys)
+    marks = _marks(traced, problems)
+    results, after, keys = traced.apart(marks)
+    metrics = call.structure.metrics if call.structure is not None else []
+    merges, unmergeable = find_merges(
+        metrics, call.slots, after, traced.jaxprs, len(results), lambda: marks
+    )
+    if unmergeable:
+        problems.append(unmerged(step.name, unmergeable))
+    merged = [i for merge in merges for i in merge.places.values()]
+    found = fates(call.slots, traced.given, after, keys, merged)
     diverging = [i for i, fate in enumerate(found) if fate is Fate.DIVERGING]
     if diverging:
         names = call.input_names
@@ -181,6 +190,8 @@ def _variables(
             state = "per-replica" if slot.is_own else state
         elif fate is Fate.AVERAGED:
             why = f"run averages batch statistics after the step; {why}"
+        elif fate is Fate.MERGED:
+            why = f"run merges nnx metrics after the step; {why}"
         elif fate is Fate.OWN:
             why = "each replica keeps a value of its own (synchronization='on_read')"
         elif fate is Fate.DIVERGING:
@@ -192,6 +203,7 @@ _STATES = {
     Fate.UNCHANGED: "unchanged",
     Fate.MIRRORED: "mirrored",
     Fate.AVERAGED: "averaged",
+    Fate.MERGED: "merged",
     Fate.OWN: "per-replica",
     Fate.DIVERGING: "diverges",
 }

@@ -190,7 +190,7 @@ def _sum(eqn: JaxprEqn, marks: Sequence[_Marks], terms: Sequence[int]) -> _Marks
     (out,) = eqn.outvars
     for term in terms:
         others = _inputs(each for i, each in enumerate(marks) if i != term)
-        if eqn.invars[term].aval.shape == out.aval.shape:
+        if _aval(eqn.invars[term]).shape == _aval(out).shape:
             result.update((k, how) for k, how in marks[term].items() if k not in others)
     return result
 
@@ -221,7 +221,7 @@ def _other(inputs: Iterable[int]) -> _Marks:
 
 def _keeps_elements(eqn: JaxprEqn) -> bool:
     """Whether the only operand and the result have the same elements in row-major order."""
-    before, after = eqn.invars[0].aval, eqn.outvars[0].aval
+    before, after = _aval(eqn.invars[0]), _aval(eqn.outvars[0])
     if before.size != after.size or before.dtype != after.dtype:
         return False
     return eqn.primitive.name != "reshape" or eqn.params["dimensions"] is None
@@ -229,7 +229,7 @@ def _keeps_elements(eqn: JaxprEqn) -> bool:
 
 def _overwrites(eqn: JaxprEqn) -> bool:
     """Whether a `scatter` replaces its whole operand, as `x[...] = y` does."""
-    operand, _, updates = (atom.aval for atom in eqn.invars)
+    operand, _, updates = map(_aval, eqn.invars)
     numbers = eqn.params["dimension_numbers"]
     window = len(numbers.update_window_dims) == len(updates.shape)
     whole = window and operand.shape == updates.shape and operand.dtype == updates.dtype
@@ -247,6 +247,11 @@ def _is_impure(eqn: JaxprEqn) -> bool:
     if eqn.primitive.name in _IMPURE or eqn.params.get("has_side_effect", False):
         return True
     return any(map(_is_ref, (*eqn.invars, *eqn.outvars)))
+
+
+def _aval(atom: Any) -> Any:
+    """Returns the abstract value of an operand or result."""
+    return atom.aval
 
 
 def _is_ref(atom: Any) -> bool:

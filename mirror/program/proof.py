@@ -269,7 +269,7 @@ class _Pass:
             return joined
         if not joined.per_replica:
             return Mark(None, None, joined.behind, joined.assumed, drawn)
-        if name in _ELEMENTWISE and eqn.outvars[0].aval.ndim:
+        if name in _ELEMENTWISE and _rank(eqn.outvars[0].aval):
             self.shared_noise.update(dict.fromkeys(sorted(drawn)))
         return joined
 
@@ -399,6 +399,10 @@ def _computed(marks: Sequence[Mark]) -> Mark:
         frozenset().union(*behind) if behind else frozenset(),
         frozenset().union(*assumed) if assumed else frozenset(),
     )
+
+
+def _rank(aval: Any) -> int:
+    return len(aval.shape)
 
 
 def _gives_all_the_same(eqn: JaxprEqn, operands: Mark, num_replicas: int) -> bool:
