@@ -401,6 +401,8 @@ def require_not_stacked(name: str, leaf: Any) -> None:
     if not isinstance(sharding, NamedSharding) or not sharding.spec:
         return
     size = sharding.mesh.size
+    if sharding.mesh.axis_names == (axis_name(),):  # a `PerReplica`'s own array, passed on purpose
+        return
     if size > 1 and sharding.spec[0] in sharding.mesh.axis_names and leaf.shape[:1] == (size,):
         raise ValueError(
             f"{name} is {describe(leaf)} with one row on each of {size} devices, as jax.pmap and "

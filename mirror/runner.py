@@ -120,13 +120,15 @@ class Runner:
         kwargs: dict[str, Any],
         donate_argnums: tuple[int, ...],
     ) -> Any:
+        leaves: list[Any] | None = None
         for _ in range(_MOST_ATTEMPTS):
             # One thread at a time, from reading the state to writing it back: two that donate the
             # same buffers would end the process (JAX 0.10.2). A program is made outside: the step
             # may itself start a thread that runs another one, and others need not wait for XLA.
             with self._running:
                 call = self._call(fn, args, kwargs, donate_argnums)
-                leaves = call.layout.dynamic_leaves(call.leaves)
+                if leaves is None:
+                    leaves = call.layout.dynamic_leaves(call.leaves)
                 if not self._are_placed(call.layout.per_replica, leaves):
                     leaves = self._placed(call, leaves)
                 key = call.key

@@ -1,6 +1,5 @@
 """A step on its way to a program: the call, the function on flat leaves, the finished program."""
 
-import enum
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -202,11 +201,11 @@ class Step:
 
     def _is_static(self, leaf: Any, stays_number: bool) -> bool:
         """Whether a leaf of the result is not an array: returned as the trace found it."""
-        if isinstance(leaf, bool | str | bytes | enum.Enum | type):
+        if isinstance(leaf, bool):
             return True
         if isinstance(leaf, calls.ARRAY_LIKE):
             return stays_number and calls.is_number(type(leaf))
-        return any(leaf is given for given in self.statics)
+        return any(leaf is s or (type(leaf) is type(s) and leaf == s) for s in self.statics)
 
 
 def _require_array(step_name: str, name: str, leaf: Any) -> None:

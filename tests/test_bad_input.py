@@ -182,6 +182,7 @@ def test_another_number_of_replicas_is_refused_wherever_it_lies(rows, two):
                 two.run(step, (PerReplica.from_stacked(stacked),))
 
 
+@pytest.mark.filterwarnings("ignore:step computes the same on all")
 def test_an_array_may_lie_as_another_kind_of_argument_does(strategy):
     """A mirrored array wrapped as per-replica rows, and rows passed as one whole array."""
     n = strategy.num_replicas_in_sync

@@ -379,8 +379,6 @@ STEPS = {
 }
 # What JAX's own map cannot do: its message comes out.
 CANNOT = {
-    "part of a ring": ["vmap"],
-    "groups": ["vmap"],
     "keys": ["pmap"],
 }
 # Two replicas on each of two devices: what may differ there.

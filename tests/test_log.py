@@ -737,6 +737,7 @@ def test_training_is_the_same_under_the_log(lines):
     assert [leaf[-1] for leaf in off[0]] == [leaf[-1] for leaf in on[0]]
 
 
+@pytest.mark.filterwarnings("ignore:training_step computes the same on all")
 def test_a_step_says_what_it_mirrors_runs_and_exchanges(lines, two):
     model = linear()
     optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)

@@ -310,12 +310,15 @@ def test_marks(name, num_replicas):
     assert marks_of(step, num_replicas) == expected
 
 
+@pytest.mark.filterwarnings("ignore:.* takes what pure_callback")
 @pytest.mark.parametrize("name", LAWS)
 def test_a_result_said_mirrored_is_equal_on_both_replicas(name, two):
     step, expected = LAWS[name]
     assert_as_marked(two.run(step, arguments(2)), expected)
 
 
+@pytest.mark.filterwarnings("ignore:.* takes what pure_callback")
+@pytest.mark.filterwarnings("ignore:step applies the same random numbers")
 def test_results_said_mirrored_are_equal_on_all_replicas(eight):
     def step(x, m):
         return {name: each(x, m) for name, (each, _) in LAWS.items()}

@@ -445,13 +445,11 @@ def fails_on(replica):
 
 
 @pytest.mark.parametrize("replica", [0, 1])
-def test_a_callback_that_raises_is_told_with_its_replica_and_exchange(replica):
+def test_what_a_callback_raises_comes_out_as_it_is(replica):
     strategy, model = staged(num_devices=4), Counter()
     x = rows(2, num_replicas=4)
-    where = rf"Replica {replica}'s value for the all-reduce at test_staged\.py:\d+ in psum is lost"
-    with pytest.raises(RuntimeError, match=where) as error:
+    with pytest.raises(LookupError, match="mine"):
         strategy.run(fails_on(replica), (model, x))
-    assert "mine" in str(error.value)
     np.testing.assert_array_equal(model.total[...], 0.0)
     strategy.run(fails_on(None), (model, x))
     np.testing.assert_allclose(model.total[...], np.asarray(x).sum(0), rtol=1e-6)
@@ -583,7 +581,7 @@ def test_a_step_is_traced_once_for_each_set_of_shapes():
         assert float(total) == 10.0
         assert own.shapes == ragged.shapes
     counts = {shape: traced.count(shape) for shape in [(3,), (1,)]}
-    assert counts == {(3,): 2, (1,): 2}  # for the proof, and with its results' kinds known
+    assert counts == {(3,): 1, (1,): 1}
 
 
 def test_a_mirrored_leaf_may_change_its_shape():

@@ -64,9 +64,9 @@ LAYERS = [
     "context",
     "randomness",
     "variables",
+    "nnx_metrics",
     "objects",
     "calls",
-    "nnx_metrics",
     "plan",
     "step",
     "drift",
@@ -221,7 +221,8 @@ AllReduce CrossDeviceOps DataParallel DistributedDataset Explanation History Inp
 InvalidDeviceError MirroredStrategy OneDeviceStrategy PerReplica ProgramReport REPLICA_AXIS ReduceOp
 ReductionToOneDevice ReplicaContext ReplicaDivergenceError ReplicaMismatchError Strategy Trainer
 ValueContext Variable VerifyReport Weighted add_n callbacks config data debugging device
-ensure_mirrored example_keys get_replica_context get_strategy has_strategy in_cross_replica_context load_checkpoint
+ensure_mirrored example_keys get_replica_context get_strategy has_strategy in_cross_replica_context
+load_checkpoint
 """
 PUBLIC = NAMES.split()
 

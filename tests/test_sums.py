@@ -133,7 +133,7 @@ SEQUENCES = ("NHC", "HIO", "NHC")
 # name: the step, the shapes of `w` and of each replica's `x`, whether no copies may be left
 STEPS = {
     "dense": (dense, (8, 3), (5, 8), True),
-    "scaled, transposed, reshaped": (scaled, (8, 4), (5, 8), True),
+    "scaled, transposed, reshaped": (scaled, (8, 4), (5, 8), False),
     "attention": (attention, (8, 2, 4), (3, 5, 8), True),
     "inside jax.jit": (jitted, (8, 3), (5, 8), True),
     "recomputed": (recomputed, (8, 3), (5, 8), True),

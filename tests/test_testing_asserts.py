@@ -249,7 +249,12 @@ def test_launches_under_way_name_the_devices_that_are_late():
         shape = jax.ShapeDtypeStruct((), jnp.float32)
         return x + jax.pure_callback(wait, shape, context.replica_id_in_sync_group)
 
-    result = strategy.run(step, (jnp.ones(()),))
+    results = []
+    # `run` returns when the callbacks have.
+    thread = threading.Thread(
+        target=lambda: results.append(strategy.run(step, (mirror.PerReplica([1.0] * 4),)))
+    )
+    thread.start()
     try:
         deadline = time.monotonic() + 20
         text = (
@@ -260,6 +265,7 @@ def test_launches_under_way_name_the_devices_that_are_late():
         assert testing.launches_under_way() == [text]
     finally:
         late.set()
-    assert float(strategy.reduce("sum", result)) == 4 * 4 + 6
+        thread.join(60)
+    assert float(strategy.reduce("sum", results[0])) == 4 * 4 + 6
     jax.block_until_ready(strategy.reduce("sum", 1.0))
     assert testing.launches_under_way() == []

@@ -73,19 +73,6 @@ def test_what_is_read_in_the_users_jit_is_proved(pair):
     assert float(m) == 0
 
 
-def test_a_variable_that_only_a_second_trace_meets_is_an_error(pair):
-    with pair.scope():
-        v = mirror.Variable(3.0, name="late")
-    seen = []
-
-    def step(x):
-        seen.append(1)
-        return x if len(seen) == 1 else x * v[...]
-
-    with pytest.raises(RuntimeError, match=r"step uses variable 'late' now, and did not when"):
-        pair.run(step, (np.float32(2),))
-
-
 def test_a_rebound_variable_is_the_new_one(pair):
     class Loop:
         def step(self):

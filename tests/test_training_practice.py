@@ -160,6 +160,7 @@ def test_dropout_by_example_trains_the_same_on_any_number_of_replicas(name, want
     np.testing.assert_allclose(dropped_losses(strategy), wanted, rtol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:net_step applies the same random numbers")
 def test_the_same_mask_on_all_replicas_is_named(two):
     batch = rows_of(two, (X, Y))
     two.verify(net_step, (*net_of(two), *batch, KEY, dropped))

@@ -439,7 +439,8 @@ def test_x11_replicas_that_talk_differently_are_refused(name, two):
     step, text = UNLIKE[name]
     with pytest.raises(ValueError, match=text):
         two.run(step, (one_and_two(),))
-    assert float(two.run(lambda x: context().all_reduce("sum", x.sum()), (np.ones(2),))) == 4.0
+    ones = PerReplica([np.ones(2)] * 2)
+    assert float(two.run(lambda x: context().all_reduce("sum", x.sum()), (ones,))) == 4.0
 
 
 def test_what_depends_on_a_length_is_per_replica(two):

@@ -970,6 +970,7 @@ def test_variables_are_trained_by_an_optimizer_and_count(each):
     np.testing.assert_allclose(found["two"], found["one"], rtol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:<lambda> computes the same on all")
 def test_the_graph_of_a_large_model_is_split_once_and_a_change_is_noticed(two, monkeypatch):
     class Block(nnx.Module):
         def __init__(self, rngs):

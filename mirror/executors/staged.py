@@ -22,7 +22,14 @@ import numpy as np
 from mirror._types import Array
 from mirror.cross_device_ops import CrossDeviceOps, LostValueError
 from mirror.devices import backend
-from mirror.devices.replicas import ReplicaDevices, any_deleted, copies_of, with_axis, without_axis
+from mirror.devices.replicas import (
+    ReplicaDevices,
+    any_deleted,
+    copies_of,
+    one_by_one,
+    with_axis,
+    without_axis,
+)
 from mirror.executors.executor import (
     CompiledProgram,
     Executor,
@@ -145,6 +152,11 @@ class _Lane:
         if any(device not in there for device in self.replicas.devices):
             return self.replicas.broadcast(leaf)
         return self.replicas.from_copies([there[device] for device in self.replicas.devices])
+
+    def copied(self, array: Array) -> Array:
+        """A mirrored copy on its devices, which shares no memory with the array."""
+        with one_by_one():
+            return self.replicas.mirror(array)
 
     def _rows(self, leaf: Any) -> Array:
         if isinstance(leaf, Parts):
@@ -281,7 +293,7 @@ class _Part:
                     self._inner[talk] = self._parts_of(stage, i)
         # Copies: the user may delete an array that the step has closed over.
         self._held = [
-            {value: lane.replicas.mirror(array) for value, array in each.held}
+            {value: lane.copied(array) for value, array in each.held}
             for lane, each in zip(lanes, staged, strict=True)
         ]
 

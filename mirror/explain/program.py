@@ -113,7 +113,7 @@ def describe_program(
     call, traced = runner.traced(fn, args, kwargs)
     step, jaxpr = traced.steps[0], traced.jaxprs[0].jaxpr
     problems: list[str] = []
-    marks = _marks(traced, problems)
+    marks = _marks(traced, call.input_names, problems)
     results, after, keys = traced.apart(marks)
     metrics = call.structure.metrics if call.structure is not None else []
     merges, unmergeable = find_merges(
@@ -145,12 +145,14 @@ def describe_program(
     )
 
 
-def _marks(traced: Traced, problems: list[str]) -> Sequence[Mark]:
+def _marks(traced: Traced, names: Sequence[str], problems: list[str]) -> Sequence[Mark]:
     """Marks of the outputs; what `run` would refuse is a problem."""
     n = traced.steps[0].group.num_replicas_in_sync
     refused: list[str] = []
     rows = zip(traced.steps, traced.jaxprs, strict=True)
-    proved = [prove(jaxpr, step.per_replica, n, problems=refused) for step, jaxpr in rows]
+    proved = [
+        prove(jaxpr, step.per_replica, n, problems=refused, names=names) for step, jaxpr in rows
+    ]
     problems += dict.fromkeys(refused)
     if len(proved) == 1:
         return proved[0]

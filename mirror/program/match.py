@@ -11,7 +11,7 @@ from mirror._errors import ReplicaDivergenceError, describe, listing
 from mirror.program.ensure import ensured_p
 from mirror.program.exchanges import is_exchange
 from mirror.program.inner import called, jaxpr_of, walk
-from mirror.program.proof import Mark, user_line
+from mirror.program.proof import MIRRORING, Mark, user_line
 from mirror.program.stages import Branch, Exchange, Loop, Staged
 
 _SHAPES = "shapes that differ between the replicas"
@@ -75,7 +75,12 @@ class _Numbering:
             return inputs
         if is_exchange(eqn):
             self.num_exchanges += 1
-            return [self.number("exchange", self.num_exchanges, i) for i in count]
+            # What reduces or gathers gives all replicas the same, whatever each has brought.
+            brought = () if eqn.primitive.name in MIRRORING else tuple(inputs)
+            return [self.number("exchange", self.num_exchanges, *brought, i) for i in count]
+        if any(hasattr(atom.aval, "inner_aval") for atom in (*eqn.invars, *eqn.outvars)):
+            # A `Ref` holds what was written to it last, which its variable does not show.
+            return [self.number(self.alone(eqn), i) for i in count]
         program = called(eqn)
         if program is not None:
             return self.walk(program, inputs)

@@ -1,0 +1,6 @@
+"""Random replica programs, held against a reference that uses no JAX.
+
+`program` describes a step as plain data, `generate` draws such descriptions, `reference` runs one
+as NumPy coroutines that meet at the collectives, `lowering` makes a JAX step of it, and `laws` says
+what must hold of the two. `python -m tests.fuzz PROFILE SEED` shows and checks one program again.
+"""

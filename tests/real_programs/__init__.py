@@ -1,0 +1,1 @@
+"""Trainings of JAX's ecosystem, written for one replica, each with the same on one device."""

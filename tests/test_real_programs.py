@@ -1,0 +1,118 @@
+"""Laws of real programs: on every layout they train as on one device, or they are rejected."""
+
+import functools
+import importlib
+
+import jax
+import numpy as np
+import pytest
+
+import mirror
+from tests.real_programs.harness import Program, assert_close
+
+# Devices, replicas on each of them, and whether collectives are reduced on one device.
+LAYOUTS = {
+    "pmap-1": (1, 1, False),
+    "pmap-2": (2, 1, False),
+    "pmap-4": (4, 1, False),
+    "vmap-4": (1, 4, False),
+    "pairs": (2, 2, False),
+    "staged-2": (2, 1, True),
+}
+# What a program imports besides the dependencies of `mirror`, and its third layout. Compiling is
+# all the work here, so every program runs on four devices and in pairs, and most on one more.
+PROGRAMS = {
+    "flax_imagenet": (None, "vmap-4"),
+    "flax_imagenet_dynamic_scale": (None, None),
+    "nnx_mnist": (None, "staged-2"),
+    "equinox_cnn": ("equinox", "pmap-1"),
+    "equinox_stateful": ("equinox", "pmap-2"),
+    "haiku_transformer": ("haiku", None),
+    "nanogpt": (None, None),
+    "vqvae": ("haiku", "vmap-4"),
+    "ppo": (None, None),
+    "lora": (None, "pmap-1"),
+    "ema": (None, "pmap-2"),
+    "lbfgs": (None, "staged-2"),
+}
+ROWS = [
+    (name, layout)
+    for name, (_, third) in PROGRAMS.items()
+    for layout in ("pmap-4", "pairs", third)
+    if layout
+]
+NUM_REPLICAS = 4  # of the layouts of a program that draws for each replica
+
+
+def load(name: str) -> Program:
+    needed, _ = PROGRAMS[name]
+    if needed:
+        pytest.importorskip(needed)
+    return importlib.import_module(f"tests.real_programs.{name}").PROGRAM
+
+
+def strategy_for(program: Program, layout: str) -> mirror.MirroredStrategy:
+    num_devices, replicas_per_device, on_one = LAYOUTS[layout]
+    named = {} if program.axis_name == mirror.REPLICA_AXIS else {"axis_name": program.axis_name}
+    return mirror.MirroredStrategy(
+        jax.devices("cpu")[:num_devices],
+        mirror.ReductionToOneDevice() if on_one else None,
+        replicas_per_device=replicas_per_device,
+        **named,
+    )
+
+
+@functools.cache
+def trained_alone(name: str, num_replicas: int):
+    program = load(name)
+    state, metrics = program.plain(num_replicas)
+    return program.arrays(state), metrics
+
+
+@pytest.mark.parametrize(("name", "layout"), ROWS)
+def test_a_real_program_trains_as_on_one_device(name, layout):
+    program = load(name)
+    strategy = strategy_for(program, layout)
+    state, metrics = program.train(strategy, program.step)
+    assert not program.draws_per_replica or strategy.num_replicas_in_sync == NUM_REPLICAS
+    wanted, wanted_metrics = trained_alone(name, NUM_REPLICAS)
+    assert_close(metrics, wanted_metrics)
+    assert_close(program.arrays(state), wanted)
+    mirrored = [part for place, part in enumerate(state) if place not in program.split]
+    strategy.check_mirrored(mirrored)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_forgotten_all_reduce_is_rejected_by_the_second_call(name):
+    program = load(name)
+    strategy = strategy_for(program, "pmap-2")
+    with pytest.raises(mirror.ReplicaDivergenceError, match=program.drifting):
+        program.train(strategy, program.broken_step, num_steps=2)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_real_program_learns_and_does_not_end_where_it_began(name):
+    """Otherwise all layouts would agree about nothing."""
+    program = load(name)
+    before = program.arrays(program.make())
+    after, _ = trained_alone(name, NUM_REPLICAS)
+    moved = [
+        not np.array_equal(np.asarray(a), np.asarray(b))
+        for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
+        if a.ndim
+    ]
+    assert np.mean(moved) > 0.5
+
+
+def test_the_scale_of_a_loss_backs_off_on_all_replicas_at_once():
+    _, metrics = trained_alone("flax_imagenet_dynamic_scale", NUM_REPLICAS)
+    assert [bool(m["is_finite"]) for m in metrics] == [True] * 3 + [False] + [True] * 6
+    assert metrics[3]["scale"] == metrics[2]["scale"] / 2
+
+
+@pytest.mark.parametrize("layout", ["pmap-2"])
+def test_frozen_layers_stay_bitwise_what_they_were(layout):
+    from tests.real_programs import lora
+
+    state, _ = lora.PROGRAM.train(strategy_for(lora.PROGRAM, layout), lora.step, num_steps=2)
+    jax.tree.map(np.testing.assert_array_equal, lora.frozen(state), lora.frozen(lora.make()))
