@@ -483,7 +483,10 @@ def _changes(before: Structure, after: Structure) -> Iterator[tuple[Slot, str]]:
 def _require_arrays(slot: Slot, value: Any) -> None:
     for leaf in jax.tree.leaves(value, is_leaf=is_per_replica):
         number = jax.Array | np.ndarray | np.generic | int | float | complex
-        if not isinstance(leaf, number | Parts):
+        if (
+            not isinstance(leaf, number | Parts)
+            or getattr(leaf, "dtype", None) == jax.dtypes.float0
+        ):
             raise ValueError(
                 f"{slot.place} of a model holds {describe(leaf)}, which is no array: it cannot be "
                 "mirrored."

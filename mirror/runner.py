@@ -289,6 +289,11 @@ class Runner:
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, jax.Array) and leaf.is_deleted():
                 raise ValueError(self._deleted(call, i))
+            if calls.is_float0(leaf):
+                raise TypeError(
+                    f"{call.leaf_names[i]} is {describe(leaf)}, JAX's gradient of an integer, which "
+                    "holds no numbers. Leave it out: take gradients with respect to floats only."
+                )
             try:
                 placed = self._rows(call, i, leaf) if i in per_replica else self._mirror(leaf)
             except TypeError as error:

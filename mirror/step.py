@@ -209,7 +209,7 @@ class Step:
 
 
 def _require_array(step_name: str, name: str, leaf: Any) -> None:
-    if isinstance(leaf, np.ndarray) and leaf.dtype == jax.dtypes.float0:
+    if calls.is_float0(leaf):
         raise TypeError(
             f"{step_name} returned {describe(leaf)} as {name}: JAX's gradient of an integer, which "
             "holds nothing. Leave it out: take gradients with respect to floats only."

@@ -1,4 +1,4 @@
-"""Eight host devices, which the plugin `pytest_mirror` forces, demanded; `--gpu`, `--notebooks`."""
+"""Eight host devices, which the plugin `pytest_mirror` forces, demanded; `--gpu`, `--long`."""
 
 import os
 import shutil
@@ -30,14 +30,16 @@ from mirror.context import current_frame  # noqa: E402
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds `--gpu` and `--notebooks`."""
+    """Adds `--gpu`, `--notebooks` and `--long`."""
     parser.addoption("--gpu", action="store_true", help="run the tests marked gpu, on JAX's GPUs")
     parser.addoption("--notebooks", action="store_true", help="execute the notebooks")
+    parser.addoption("--long", action="store_true", help="run the rows of tables that take long")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Registers the marker of what `--notebooks` runs."""
+    """Registers the markers of what `--notebooks` and `--long` run."""
     config.addinivalue_line("markers", "notebooks: executes a notebook; left out by default")
+    config.addinivalue_line("markers", "long: takes long; left out by default, .ci/run runs it")
 
 
 def pytest_unconfigure() -> None:
@@ -47,8 +49,8 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves the tests on GPUs and of the notebooks out where nobody asked for them."""
-    for name in ("gpu", "notebooks"):
+    """Skips the tests on GPUs, of the notebooks, and long ones, unless they are asked for."""
+    for name in ("gpu", "notebooks", "long"):
         if not config.getoption(f"--{name}"):
             for item in items:
                 if item.get_closest_marker(name):

@@ -72,10 +72,11 @@ def kernels():
 
 def gradients(params, batch):
     def loss(params):
-        return sum(
-            jnp.mean(jnp.tanh(convolution(batch[name], params[name], **KERNELS[name][2])) ** 2)
-            for name in KERNELS
-        ) + 0.1 * sum(jnp.sum(p**2) for p in params.values())
+        total = jnp.zeros(())
+        for name, (_, _, options) in KERNELS.items():
+            out = convolution(batch[name], params[name], **options)
+            total += jnp.mean(jnp.tanh(out) ** 2) + 0.1 * jnp.sum(params[name] ** 2)
+        return total
 
     return jax.grad(loss)(params)
 
