@@ -292,7 +292,7 @@ class Runner:
             if calls.is_float0(leaf):
                 raise TypeError(
                     f"{call.leaf_names[i]} is {describe(leaf)}, JAX's gradient of an integer, which "
-                    "holds no numbers. Leave it out: take gradients with respect to floats only."
+                    "has no numbers. Leave it out: take gradients with respect to floats only."
                 )
             try:
                 placed = self._rows(call, i, leaf) if i in per_replica else self._mirror(leaf)
