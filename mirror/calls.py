@@ -42,6 +42,12 @@ def kind(leaf_type: type) -> type:
     return jax.Array if dynamic else leaf_type
 
 
+def kinds(treedef: Any, leaf_types: Sequence[type]) -> tuple[type, ...]:
+    """Returns the kind of each leaf; a Python number in an Equinox module is static."""
+    fixed = fixed_numbers(treedef)
+    return tuple([t if i in fixed and is_number(t) else kind(t) for i, t in enumerate(leaf_types)])
+
+
 @jax.tree_util.register_pytree_node_class
 @dataclass(frozen=True)
 class Hoisted:
@@ -86,21 +92,17 @@ class Layout:
         nested: whether nnx objects stand inside other containers.
     """
 
-    def __init__(self, treedef: Any, leaf_types: Sequence[type]) -> None:
-        arguments = treedef.unflatten(range(len(leaf_types)))
+    def __init__(self, treedef: Any, leaf_kinds: Sequence[type]) -> None:
+        arguments = treedef.unflatten(range(len(leaf_kinds)))
         self.treedef: Any
         marked, self.treedef = jax.tree.flatten(arguments, is_leaf=is_per_replica)
         stacked: set[Any] = {leaf.stacked for leaf in marked if isinstance(leaf, PerReplica)}
-        fixed = fixed_numbers(treedef)
-        kinds = [
-            (i, t if i in fixed and is_number(t) else kind(t)) for i, t in enumerate(leaf_types)
-        ]
-        self.dynamic = [i for i, k in kinds if k is jax.Array]
-        self.static = [i for i, k in kinds if k is not jax.Array]
+        self.dynamic = [i for i, k in enumerate(leaf_kinds) if k is jax.Array]
+        self.static = [i for i, k in enumerate(leaf_kinds) if k is not jax.Array]
         self.per_replica = [self.dynamic.index(i) for i in sorted(stacked) if i in self.dynamic]
         self.nested = any(map(is_object, jax.tree.leaves(arguments, is_leaf=is_object)))
         self.all_dynamic = not self.static
-        self._has_numbers = any(is_number(leaf_types[i]) for i in self.static)
+        self._has_numbers = any(is_number(leaf_kinds[i]) for i in self.static)
 
     def dynamic_leaves(self, leaves: list[Any]) -> list[Any]:
         """The arrays and numbers among the leaves."""

@@ -224,7 +224,7 @@ class Runner:
         if layout is None:
             calls.require_no_tracers(fn, tree)
             # A number, a NumPy array and a jax.Array have one layout: `step=0` becomes an array.
-            kinds = (treedef, tuple(map(calls.kind, types)))
+            kinds = (treedef, calls.kinds(treedef, types))
             layout = self._layouts.get(kinds) or calls.Layout(*kinds)
             self._layouts[kinds] = self._layouts[treedef, types] = layout
         return leaves, layout

@@ -66,7 +66,7 @@ def train_step(state, batch, mean, keys_of, forgets=False):
     loss, grads = jax.value_and_grad(loss_fn)(state.params, state.apply_fn, batch, noise)
     after = state.apply_gradients(grads=mean(grads), key=key)
     followed = after.params
-    if forgets:  # the average follows what the replica by itself would make of its batch
+    if forgets:  # the average follows what the replica alone would make of its batch
         followed = state.apply_gradients(grads=grads).params
     decay = jnp.minimum(0.9, (1 + state.step) / (10 + state.step))
     ema_params = optax.incremental_update(followed, state.ema_params, 1 - decay)

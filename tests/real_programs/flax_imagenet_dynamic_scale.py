@@ -18,7 +18,7 @@ def make(axis_name="batch"):
 
 def batches():
     made = [batch | {"weight": np.ones(8, np.float32)} for batch in base.batches()]
-    made[3]["weight"][5] = 1e38  # finite by itself, infinite once it is scaled
+    made[3]["weight"][5] = 1e38  # finite, and infinite once it is scaled
     return made
 
 

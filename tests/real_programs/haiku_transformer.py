@@ -135,5 +135,6 @@ PROGRAM = Program(
     broken_step=broken_step,
     drifting="params",
     plain=plain,
+    donate_argnums=(0,),
     draws_per_replica=True,
 )

@@ -69,7 +69,7 @@ def arrays(state):
 
 
 def frozen(state):
-    """Returns the parameters that are no adapters."""
+    """Returns the parameters that are not adapters."""
     model, _ = state
     parameters = nnx.state(model, lambda path, x: type(x) is nnx.Param)
     return jax.tree.map(np.asarray, nnx.to_pure_dict(parameters))

@@ -110,9 +110,9 @@ def train_updates(policy, env, key, batch, mean, keys_of, forgets=False):
 
     def advantage_step(carry, transition):
         gae, next_value = carry
-        goes = 1 - transition.done
-        delta = transition.reward + GAMMA * next_value * goes - transition.value
-        gae = delta + GAMMA * GAE_LAMBDA * goes * gae
+        alive = 1 - transition.done
+        delta = transition.reward + GAMMA * next_value * alive - transition.value
+        gae = delta + GAMMA * GAE_LAMBDA * alive * gae
         return (gae, transition.value), gae
 
     def minibatch_step(policy, minibatch):

@@ -71,7 +71,7 @@ def step(params, state, opt_state, batch):
 
 
 def broken_step(params, state, opt_state, batch):
-    """Forgets the codebook's all-reduce; that of the gradients is there."""
+    """Forgets the codebook's all-reduce, but averages the gradients."""
     return train_step(params, state, opt_state, batch, own, replica_mean)
 
 
