@@ -123,8 +123,8 @@ class Runner:
         leaves: list[Any] | None = None
         for _ in range(_MOST_ATTEMPTS):
             # One thread at a time, from reading the state to writing it back: two that donate the
-            # same buffers would end the process (JAX 0.10.2). A program is made outside: the step
-            # may itself start a thread that runs another one, and others need not wait for XLA.
+            # same buffers would end the process (JAX 0.10.2). Programs are traced and proved outside:
+            # the step may itself start a thread that runs another one.
             with self._running:
                 call = self._call(fn, args, kwargs, donate_argnums)
                 if leaves is None:
@@ -291,8 +291,8 @@ class Runner:
                 raise ValueError(self._deleted(call, i))
             if calls.is_float0(leaf):
                 raise TypeError(
-                    f"{call.leaf_names[i]} is {describe(leaf)}, JAX's gradient of an integer, which "
-                    "has no numbers. Leave it out: take gradients with respect to floats only."
+                    f"{call.leaf_names[i]} is {describe(leaf)}, JAX's gradient of an integer, "
+                    "without numbers. Leave it out: take gradients with respect to floats only."
                 )
             try:
                 placed = self._rows(call, i, leaf) if i in per_replica else self._mirror(leaf)

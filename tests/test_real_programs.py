@@ -22,8 +22,8 @@ LAYOUTS = {
     "staged-2": (2, 1, True),
     "staged-4": (4, 1, True),
 }
-# What a program imports besides the dependencies of `mirror`, and its layout in the suite: compiling
-# is all the work here. `--long` runs every program on every layout.
+# What a program imports besides the dependencies of `mirror`, and its layout in the suite, because
+# compiling is all the work here. `--long` runs every program on every layout.
 PROGRAMS = {
     "flax_imagenet": (None, "pairs"),
     "flax_imagenet_dynamic_scale": (None, "pmap-4"),
