@@ -123,8 +123,8 @@ class Runner:
         leaves: list[Any] | None = None
         for _ in range(_MOST_ATTEMPTS):
             # One thread at a time, from reading the state to writing it back: two that donate the
-            # same buffers would end the process (JAX 0.10.2). Programs are traced and proved outside:
-            # the step may itself start a thread that runs another one.
+            # same buffers would end the process (JAX 0.10.2). Programs are traced outside, because
+            # a step may itself start a thread that runs another one.
             with self._running:
                 call = self._call(fn, args, kwargs, donate_argnums)
                 if leaves is None:

@@ -1,6 +1,7 @@
 """Traces a function of flat leaves to a jaxpr with a named replica axis."""
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -81,11 +82,11 @@ def uncached(fn: Callable[..., Any]) -> Callable[..., Any]:
     variable, would be answered by an earlier one. So each trace is a context of its own.
     """
 
+    @functools.wraps(fn)
     def inside(*leaves: Any) -> Any:
         with _trace_number(next(_numbers)):
             return fn(*leaves)
 
-    inside.__name__ = fn.__name__
     return inside
 
 
