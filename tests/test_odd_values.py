@@ -157,12 +157,13 @@ def copied(leaf):
     return jnp.copy(leaf) if isinstance(leaf, jax.Array) and not leaf.is_deleted() else leaf
 
 
-# What of a method depends on the executor stands in the suite for one of them.
+# What compiles for every value; and what depends on the executor stands in the suite for one.
+COMPILING = [m for m in METHODS if m.startswith(("run, ", "reduce", "gather", "verify"))]
 ROWS = [
     pytest.param(
         executor,
         method,
-        marks=[pytest.mark.long] * (method.startswith("run, ") or executor != "pmap"),
+        marks=[pytest.mark.long] * (executor != "pmap" or method in COMPILING),
         id=f"{executor}-{method}",
     )
     for executor in EXECUTORS
