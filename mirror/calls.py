@@ -143,6 +143,14 @@ def is_number(leaf_type: type) -> bool:
     )
 
 
+def a_ref(what: str) -> str:
+    """Words a `jax.Ref` that comes from outside the step."""
+    return (
+        f"{what} is a jax.Ref, a place that all replicas would write to. Pass its value, ref[...], "
+        "and return the new one. A Ref that the step makes itself works."
+    )
+
+
 def is_float0(leaf: Any) -> bool:
     """Whether it is JAX's gradient of an integer, an array without numbers."""
     return getattr(leaf, "dtype", None) == jax.dtypes.float0

@@ -18,7 +18,8 @@ from mirror.step import Call, Step
 
 _MEANT = (
     "\nIf the replicas are meant to differ, pass a PerReplica from the start, e.g. of "
-    "strategy.distribute_values_from_function."
+    "strategy.distribute_values_from_function. For a result that is not state, such as gradients, "
+    "return jax.tree.leaves(grads)."
 )
 
 
@@ -31,11 +32,13 @@ class Drift(NamedTuple):
             object that holds state, such as a `TrainState` or an Equinox module. The result may
             else be something of the same structure, such as gradients.
         is_bare: Whether the argument is a single array, whose shape a result may have by chance.
+        results: The results that differ, by their position among those that are arrays.
     """
 
     causes: dict[str, str]
     is_certain: bool
     is_bare: bool
+    results: list[int]
 
 
 class _Unit(NamedTuple):
@@ -43,8 +46,9 @@ class _Unit(NamedTuple):
 
     form: Any
     start: int
-    is_certain: bool
     at_top: bool
+    is_donated: bool = False
+    is_object: bool = False
 
 
 def find_drifts(call: Call, step: Step, avals: Sequence[Any], marks: Sequence[Mark]) -> list[Drift]:
@@ -61,6 +65,7 @@ def find_drifts(call: Call, step: Step, avals: Sequence[Any], marks: Sequence[Ma
     inputs = _inputs(call, step)
     places = [i for i in range(step.out_tree.num_leaves) if i not in step.static_results]
     outputs = dict(zip(places, zip(avals, marks, strict=True), strict=True))
+    numbers = {place: number for number, place in enumerate(places)}
     results = list(_parts(step.out_tree, 0, depth=0))
     by_form: dict[Any, list[_Unit]] = {}
     for unit in _arguments(call):
@@ -73,14 +78,17 @@ def find_drifts(call: Call, step: Step, avals: Sequence[Any], marks: Sequence[Ma
         candidates = [r for r in results if r.form == form and (r.at_top or not is_bare)]
         for unit in units:
             pairs = [p for r in candidates if (p := _pairs(unit, r, inputs, outputs)) is not None]
-            differing = [[pair for pair in each if pair[1].per_replica] for each in pairs]
+            differing = [[pair for pair in each if pair[2].per_replica] for each in pairs]
             # As many results of that structure are mirrored as there are such arguments: the others
-            # are something else.
-            if not any(differing) or sum(not each for each in differing) >= len(units):
+            # are something else. One of several: it may be either.
+            mirrored = sum(not each for each in differing)
+            if not any(differing) or mirrored >= len(units):
                 continue
             first = next(each for each in differing if each)
-            causes = {names[i]: cause(mark, origins) for i, mark in first}
-            drifts.append(Drift(causes, unit.is_certain, is_bare))
+            causes = {names[i]: cause(mark, origins) for i, _, mark in first}
+            places_of = [numbers[k] for each in differing for _, k, _ in each]
+            is_certain = unit.is_donated or (unit.is_object and not mirrored)
+            drifts.append(Drift(causes, is_certain, is_bare, places_of))
     return drifts
 
 
@@ -113,8 +121,8 @@ def _inputs(call: Call, step: Step) -> dict[int, Any]:
 
 def _pairs(
     unit: _Unit, result: _Unit, inputs: Mapping[int, Any], outputs: Mapping[int, Any]
-) -> list[tuple[int, Mark]] | None:
-    """The mirrored leaves of an argument with the marks of their counterparts in a result.
+) -> list[tuple[int, int, Mark]] | None:
+    """The mirrored leaves of an argument, each with its counterpart in a result and its mark.
 
     `None`: the result has other shapes, or no leaf is a mirrored array.
     """
@@ -125,7 +133,7 @@ def _pairs(
             continue
         if (aval.shape, aval.dtype) != (new.shape, new.dtype):
             return None
-        found.append((unit.start + k, mark))
+        found.append((unit.start + k, result.start + k, mark))
     return found or None
 
 
@@ -141,7 +149,7 @@ def _arguments(call: Call) -> Iterator[_Unit]:
 def _units(form: Any, start: int, donated: bool, depth: int = 0) -> Iterator[_Unit]:
     is_object = _is_object(form)
     if form.num_leaves and (depth < 2 or is_object):
-        yield _Unit(form, start, donated or is_object, at_top=depth == 0)
+        yield _Unit(form, start, depth == 0, donated, is_object)
     if is_object or form.node_data() is None:
         return
     for child in form.children():
@@ -154,7 +162,7 @@ def _parts(form: Any, start: int, depth: int) -> Iterator[_Unit]:
     """The result, and what it consists of, at any depth."""
     if not form.num_leaves:
         return
-    yield _Unit(form, start, is_certain=False, at_top=depth < 2)
+    yield _Unit(form, start, at_top=depth < 2)
     if form.node_data() is None:
         return
     for child in form.children():

@@ -40,6 +40,7 @@ from mirror.program.match import join_marks
 from mirror.program.proof import Mark, Notes, prove
 from mirror.program.trace import abstract, context_token, trace
 from mirror.step import Call, Program, Step, Traced
+from mirror.values import is_numeric
 from mirror.variables import Variable
 
 Variants = tuple[tuple[tuple[jax.ShapeDtypeStruct, ...], tuple[int, ...]], ...]
@@ -74,7 +75,8 @@ class Runner:
         self._met: WeakValueDictionary[int, Array] = WeakValueDictionary()
         self._by_code: dict[Any, list[Program]] = {}
         self._warned: set[Any] = set()
-        self._drifting: dict[StepFunction, dict[str, str]] = {}
+        self._drifting: dict[Any, dict[str, tuple[str, StepFunction | None]]] = {}
+        self._drifted: WeakValueDictionary[int, Array] = WeakValueDictionary()
 
     def run(
         self,
@@ -138,6 +140,8 @@ class Runner:
                     calls.require_static(fn, call.tree, call.layout, call.leaves)
                     raise
                 if program is not None:
+                    if self._drifting and self._came_back(call, leaves):
+                        self._require_not_drifting(call, leaves)
                     try:
                         return program(call, self._apart(call, leaves, program.donated))
                     except SignatureChanged:  # other shapes, or a context that traces depend on
@@ -231,7 +235,8 @@ class Runner:
 
     def _find(self, call: Call, key: Any, leaves: list[Any]) -> Program:
         """The program for these very shapes and dtypes in this context, made if there is none."""
-        self._require_not_drifting(call)
+        self._require_not_drifting(call, leaves)
+        self._require_canonical(call, leaves)
         for i in call.layout.per_replica:
             self._require_rows(call, i, leaves[i])
         variants = self._variants(call, leaves)
@@ -289,6 +294,8 @@ class Runner:
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, jax.Array) and leaf.is_deleted():
                 raise ValueError(self._deleted(call, i))
+            if isinstance(leaf, jax.Ref):
+                raise TypeError(calls.a_ref(call.leaf_names[i]))
             if calls.is_float0(leaf):
                 raise TypeError(
                     f"{call.leaf_names[i]} is {describe(leaf)}, JAX's gradient of an integer, "
@@ -354,6 +361,21 @@ class Runner:
             stacked = np.stack([np.asarray(part) for part in stacked.arrays])
         there = isinstance(stacked, jax.Array) and stacked.sharding == self.replicas.stacked
         return stacked if there else self.replicas.stack(stacked)
+
+    def _require_canonical(self, call: Call, leaves: Sequence[Any]) -> None:
+        """Refuses leaves of 64 bit where these are switched off: JAX traces for 32 bit then.
+
+        Raises:
+            ValueError: There is one; the message names it.
+        """
+        for name, leaf in zip(call.input_names, [*call.state, *leaves], strict=True):
+            dtype = leaf.dtype
+            if is_numeric(dtype) and jax.dtypes.canonicalize_dtype(dtype) != dtype:
+                raise ValueError(
+                    f"{name} is {describe(leaf)} while JAX's 64 bit are off. Convert it, "
+                    f"x.astype('{jax.dtypes.canonicalize_dtype(dtype)}'), or switch them on: "
+                    "jax.config.update('jax_enable_x64', True)."
+                )
 
     def _require_rows(self, call: Call, i: int, stacked: Any) -> None:
         wanted = self._group.num_replicas_in_sync
@@ -423,6 +445,8 @@ class Runner:
             calls.require_bound_axis(call.fn, error)
             raise
         calls.require_no_mapping(call.fn, jaxprs[0])
+        if any(hasattr(var.aval, "inner_aval") for var in jaxprs[0].jaxpr.constvars):
+            raise TypeError(calls.a_ref(f"What {calls.name_of(call.fn)} reads from outside"))
         found = [variable for each in steps for variable in each.found]
         if found:
             raise VariablesFound({id(variable): variable for variable in found})
@@ -459,29 +483,46 @@ class Runner:
         program = Program(traced, plan, call, executor, exchanges.in_words(jaxprs[0].jaxpr))
         program.shared_draws = list(dict.fromkeys(notes.shared_draws))
         program.drifts = [drift for drift in drifts if not drift.is_bare]
-        self._expect_mirrored(call, drifts)
+        self._expect_mirrored(call, program, drifts)
         self._warn(call, notes, marks)
         self._remember(call.fn, program)
         return program
 
-    def _expect_mirrored(self, call: Call, drifts: Sequence[Drift]) -> None:
+    def _expect_mirrored(self, call: Call, program: Program, drifts: Sequence[Drift]) -> None:
         """Remembers arguments that were mirrored, and that may come back per-replica."""
-        if drifts:
-            found = self._drifting.setdefault(call.fn, {})
-            for drift in drifts:
-                found.update(drift.causes)
+        if not drifts:
+            return
+        program.drifting_results = sorted({i for drift in drifts for i in drift.results})
+        program.drifted = self._drifted
+        by_code = self._drifting.setdefault(calls.code_of(call.fn) or call.fn, {})
+        for drift in drifts:
+            for name, why in drift.causes.items():
+                # Of a bare array, another one may have the shape by chance.
+                by_code[name] = why, None if drift.is_bare else call.fn
 
-    def _require_not_drifting(self, call: Call) -> None:
+    def _came_back(self, call: Call, leaves: Sequence[Any]) -> bool:
+        """Whether an argument is a result that may be state, and came back per-replica."""
+        drifted = self._drifted
+        return any(drifted.get(id(leaves[i])) is leaves[i] for i in call.layout.per_replica)
+
+    def _require_not_drifting(self, call: Call, leaves: Sequence[Any]) -> None:
         """Refuses a `PerReplica` where the same function has had a mirrored array before.
+
+        Of another function object with the same code, as `functools.partial` makes, and in the
+        place of a bare array, only what came back from it is refused.
 
         Raises:
             ReplicaDivergenceError: It is a result that came back per-replica.
         """
-        known = self._drifting.get(call.fn)
+        known = self._drifting.get(calls.code_of(call.fn) or call.fn)
         if not known:
             return
-        names = call.leaf_names
-        causes = {names[i]: known[names[i]] for i in call.layout.per_replica if names[i] in known}
+        names, causes = call.leaf_names, {}
+        for i in call.layout.per_replica:
+            why, fn = known.get(names[i], ("", None))
+            came_back = self._drifted.get(id(leaves[i])) is leaves[i]
+            if why and (came_back or fn is call.fn):
+                causes[names[i]] = why
         if causes:
             raise ReplicaDivergenceError(drifting(calls.name_of(call.fn), causes))
 
@@ -550,7 +591,8 @@ class Runner:
         kept = {program.fn for program in self._programs.values()}
         self._traces = {key: t for key, t in self._traces.items() if key[0][0] in kept}
         self._making = {key: m for key, m in self._making.items() if key in self._programs}
-        self._drifting = {fn: found for fn, found in self._drifting.items() if fn in kept}
+        codes = {calls.code_of(fn) or fn for fn in kept}
+        self._drifting = {code: d for code, d in self._drifting.items() if code in codes}
         with self._lock:
             self._captured = {fn: found for fn, found in self._captured.items() if fn in kept}
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import jax
 import jax.numpy as jnp
@@ -280,6 +281,8 @@ class Program:
         self.runs = 0
         self.shared_draws: list[str] = []
         self.drifts: Sequence[Any] = ()
+        self.drifting_results: Sequence[int] = ()
+        self.drifted: WeakValueDictionary[int, Array] = WeakValueDictionary()
         averaged = [("all-reduce", f"{len(plan.averaged)} batch statistics")]
         self._exchanges = [*exchanges, *(averaged if plan.averaged else [])]
         self._name = step.name
@@ -326,6 +329,9 @@ class Program:
             raise
         self.runs += 1
         results = outputs[self._results]
+        for i in self.drifting_results:
+            if isinstance(results[i], jax.Array):
+                self.drifted[id(results[i])] = results[i]
         if not self._static_results:
             return self._out_tree.unflatten(results)
         dynamic = iter(results)
@@ -392,7 +398,9 @@ def _finish(step: Step, proved: ClosedJaxpr, plan: Plan) -> ClosedJaxpr:
         )
         for var in proved.jaxpr.outvars
     ]
-    return trace(finish, [*step.avals, *outputs], step.group.num_replicas_in_sync)
+    # Values of 64 bit that the step made in a context of its own keep them.
+    with jax.enable_x64(True):
+        return trace(finish, [*step.avals, *outputs], step.group.num_replicas_in_sync)
 
 
 def _update(plan: Merge, before: Sequence[Any], after: Sequence[Any]) -> Update:

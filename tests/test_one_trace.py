@@ -267,3 +267,27 @@ def test_messages_and_profiles_have_the_users_names():
 
     with pytest.raises(jax.errors.ConcretizationTypeError, match=r"leaks at .*test_one_trace\.py"):
         strategy.run(leaks, (own(strategy),))
+
+
+def test_64_bits_that_a_step_switches_on_come_out(strategy):
+    def step(x):
+        with jax.enable_x64(True):
+            return jnp.asarray(x, jnp.float64) + 1e-12
+
+    found = strategy.run(step, (own(strategy),))
+    assert found.dtype == jnp.float64
+
+
+def test_64_bits_that_are_off_are_named(strategy):
+    with jax.enable_x64(True):
+        w = jnp.asarray(np.ones(3))
+    with pytest.raises(ValueError, match=r"w is float64\[3\] while .*x\.astype\('float32'\)"):
+        strategy.run(lambda w, x: lax.psum(x, AXIS) * w, (w, own(strategy)))
+
+
+def test_a_ref_from_outside_is_rejected(strategy):
+    ref = jax.new_ref(jnp.ones(3))
+    with pytest.raises(TypeError, match=r"is a jax\.Ref"):
+        strategy.run(lambda x: ref[...].sum() + x, (own(strategy),))
+    with pytest.raises(TypeError, match=r"is a jax\.Ref"):
+        strategy.run(lambda ref, x: ref[...].sum() + x, (ref, own(strategy)))

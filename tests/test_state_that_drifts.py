@@ -1,6 +1,8 @@
 """State that is an argument and a result stays mirrored, or the step is rejected."""
 
 import dataclasses
+import functools
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -232,3 +234,46 @@ def test_the_heading_counts_results_that_each_replica_has_for_itself(two):
     report = two.program(step, (weights(), batch_for(two)))
     assert report.in_step
     assert "1 result per-replica" in report.heading
+
+
+@pytest.mark.filterwarnings("ignore:.* was compiled 3 times")
+@pytest.mark.parametrize("fresh", ["partial", "lambda"])
+@pytest.mark.parametrize("name", ["dict", "array"])
+def test_a_new_function_object_each_time_is_no_way_out(two, name, fresh):
+    make, _, leaf, _ = STATES[name]
+    _, broken = steps(name)
+    state, batch = make(), batch_for(two)
+    makes = {
+        "partial": lambda: functools.partial(broken),
+        "lambda": lambda: lambda state, batch: broken(state, batch),
+    }
+    with pytest.raises(mirror.ReplicaDivergenceError, match=re.escape(leaf)):  # noqa: PT012
+        for _ in range(3):
+            state, _ = two.run(makes[fresh](), (state, batch))
+
+
+def test_a_function_may_get_a_baseline_first_and_each_replicas_own_values_then(two):
+    def error(prediction, target):
+        return (prediction - target) ** 2
+
+    target = two.distribute_values_from_function(lambda _: np.ones(3, np.float32))
+    own = two.run(error, (np.zeros(3, np.float32), target))
+    assert isinstance(two.run(error, (target, target)), PerReplica)
+    with pytest.raises(mirror.ReplicaDivergenceError, match="prediction"):
+        two.run(error, (own, target))
+
+
+def test_gradients_beside_one_of_two_models_of_a_kind_are_no_state(two):
+    """Distillation: the student comes back mirrored, with gradients; the teacher does not."""
+
+    def step(student, teacher, batch):
+        grads = jax.grad(lambda p: jnp.mean((batch @ p.params - batch @ teacher.params) ** 2))(
+            student
+        )
+        new = Pair(student.params - reduced(grads.params), student.count)
+        return Registered(new.params, new.count), Registered(grads.params, student.count)
+
+    make = lambda: Registered(jnp.ones((3, 2)), jnp.float32(0))  # noqa: E731
+    new, grads = two.run(step, (make(), make(), batch_for(two)))
+    assert isinstance(grads.params, PerReplica)
+    assert isinstance(new.params, jax.Array)
