@@ -21,7 +21,7 @@ from tests.fuzz.laws import (
 )
 from tests.fuzz.program import statements
 
-SECS = float(os.environ.get("MIRROR_FUZZ_SECS", "22"))
+SECS = float(os.environ.get("MIRROR_FUZZ_SECS", "15"))
 MOST_FOR_A_FAULT = 400
 
 

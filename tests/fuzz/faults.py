@@ -78,6 +78,20 @@ FAULTS = {
         "return type(value), None if callable(value) else value",
         profile="ragged",
     ),
+    "a ring of lengths": Fault(
+        match._Numbering,
+        "equation",
+        "() if eqn.primitive.name in MIRRORING else tuple(inputs)",
+        "()",
+        profile="ragged",
+    ),
+    "a Ref that holds a length": Fault(
+        match._Numbering,
+        "equation",
+        'any(hasattr(atom.aval, "inner_aval") for atom in (*eqn.invars, *eqn.outvars))',
+        "False",
+        profile="ragged",
+    ),
     "small all-reduces read in a loop": Fault(
         stages,
         "_packed",
