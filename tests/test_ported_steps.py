@@ -1,6 +1,7 @@
 """Steps as other libraries and `jax.pmap` have them: axis names, static leaves, and slips."""
 
 import warnings
+from typing import Any
 
 import flax.jax_utils
 import jax
@@ -133,7 +134,9 @@ def test_static_leaves_come_back_as_they_went_in(layout):
 
 
 def test_an_equinox_model_is_passed_whole(layout):
-    eqx = pytest.importorskip("equinox")
+    pytest.importorskip("equinox")
+    import equinox as eqx
+
     strategy = cpu_strategy(**layout)
 
     class Net(eqx.Module):
@@ -142,7 +145,7 @@ def test_an_equinox_model_is_passed_whole(layout):
         drop: eqx.nn.Dropout
         rate: float
         flag: bool
-        act: object
+        act: Any
 
         def __call__(self, x):
             assert type(self.rate) is float, "a number of a module is a setting"
@@ -200,10 +203,11 @@ def test_an_equinox_model_is_passed_whole(layout):
 
 @pytest.mark.parametrize("value", [0.0, -0.0, float("nan"), 1, 1.0, True])
 def test_equal_static_numbers_of_other_kinds_are_other_programs(value):
-    eqx = pytest.importorskip("equinox")
+    pytest.importorskip("equinox")
+    import equinox as eqx
 
     class Held(eqx.Module):
-        value: object
+        value: Any
 
     strategy = cpu_strategy(1)
     show = lambda held: (held, jnp.copysign(1.0, held.value))  # noqa: E731
