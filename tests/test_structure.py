@@ -275,13 +275,17 @@ def test_error_classes_are_value_errors(error):
 
 @pytest.mark.parametrize("attempts", [3])
 def test_import_is_quick(attempts):
-    """At most 0.2 s of work more than the packages it needs, in the best of a few tries."""
+    """At most 0.3 of the work of importing what it needs, in the best of a few tries.
+
+    A ratio, because a busy machine slows both alike: 0.20 to 0.26 with two other processes at work.
+    """
     code = (
-        "import time, jax, flax.nnx, optax; before = time.process_time(); import mirror\n"
-        "print(time.process_time() - before)"
+        "import time; start = time.process_time(); import jax, flax.nnx, optax\n"
+        "before = time.process_time(); import mirror\n"
+        "print((time.process_time() - before) / (before - start))"
     )
     took = [float(fresh.run(code)) for _ in range(attempts)]
-    assert min(took) <= 0.2
+    assert min(took) <= 0.3
 
 
 def test_import_starts_nothing():
