@@ -392,11 +392,10 @@ def _finish(step: Step, proved: ClosedJaxpr, plan: Plan) -> ClosedJaxpr:
                 after[i] = states[name]
         return [*(after[i] for i in plan.changed), *results]
 
+    avals: list[Any] = [var.aval for var in proved.jaxpr.outvars]
     outputs = [
-        jax.ShapeDtypeStruct(
-            var.aval.shape, var.aval.dtype, weak_type=getattr(var.aval, "weak_type", False)
-        )
-        for var in proved.jaxpr.outvars
+        jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False))
+        for a in avals
     ]
     # Values of 64 bit that the step made in a context of its own keep them.
     with jax.enable_x64(True):

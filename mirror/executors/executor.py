@@ -270,7 +270,8 @@ def _require_proved(outputs: Sequence[Any], program: ClosedJaxpr) -> None:
     """
     for output, var in zip(outputs, program.jaxpr.outvars, strict=True):
         found: Any = jax.typeof(output)
-        if (found.shape, found.dtype) != (var.aval.shape, var.aval.dtype):
+        proved: Any = var.aval
+        if (found.shape, found.dtype) != (proved.shape, proved.dtype):
             raise NotImplementedError(
-                f"a result is {found.str_short()} where {var.aval.str_short()} was proved"
+                f"a result is {found.str_short()} where {proved.str_short()} was proved"
             )

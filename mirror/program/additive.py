@@ -74,12 +74,14 @@ def dependence(
     jaxpr = program.jaxpr
     marks: list[_Marks] = [_NONE] * len(jaxpr.invars)
     for index in inputs:
-        number = jnp.issubdtype(jaxpr.invars[index].aval.dtype, jnp.number)
+        aval: Any = jaxpr.invars[index].aval
+        number = jnp.issubdtype(aval.dtype, jnp.number)
         marks[index] = {index: Dependence.ADDED if number else Dependence.OTHER}
     found = _Pass().run(program, marks)
     dependences = []
     for index, output in zip(inputs, outputs, strict=True):
-        before, after = jaxpr.invars[index].aval, jaxpr.outvars[output].aval
+        before: Any = jaxpr.invars[index].aval
+        after: Any = jaxpr.outvars[output].aval
         kept = found[output] if before.shape == after.shape else _other(found[output])
         dependences.append(kept.get(index, Dependence.INDEPENDENT))
     return dependences
