@@ -39,7 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Registers the markers of what `--notebooks` and `--long` run."""
     config.addinivalue_line("markers", "notebooks: executes a notebook; left out by default")
-    config.addinivalue_line("markers", "long: takes long; left out by default, .ci/run runs it")
+    config.addinivalue_line("markers", "long: takes long; left out by default")
 
 
 def pytest_unconfigure() -> None:
