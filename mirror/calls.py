@@ -151,11 +151,6 @@ def a_ref(what: str) -> str:
     )
 
 
-def is_float0(leaf: Any) -> bool:
-    """Whether it is JAX's gradient of an integer, an array without numbers."""
-    return getattr(leaf, "dtype", None) == jax.dtypes.float0
-
-
 def fixed_numbers(treedef: Any) -> set[int]:
     """The positions of leaves inside Equinox modules, whose Python numbers stay numbers.
 

@@ -13,7 +13,7 @@ from mirror import calls
 from mirror._errors import ReplicaDivergenceError, ReplicaMismatchError, counted, listing
 from mirror._types import Array, PyTree
 from mirror.cross_device_ops import ReduceOp, exchange
-from mirror.drift import drifting
+from mirror.drift import require_none
 from mirror.objects import Structure
 from mirror.parts import Parts
 from mirror.runner import Runner
@@ -166,10 +166,8 @@ def verify(
         expected = _variables([*there, *captured], names)
     finally:
         restore(captured, saved)
-    drifts = many.prepare(fn, *with_objects(arguments.tree, here)).drifts
-    causes = {leaf: why for drift in drifts for leaf, why in drift.causes.items()}
-    if causes:
-        raise ReplicaDivergenceError(drifting(calls.name_of(fn), causes))
+    program = many.prepare(fn, *with_objects(arguments.tree, here))
+    require_none(calls.name_of(fn), program.drifts)
     rows = _compare_results(got, wanted)
     for name, value in after.items():
         rows.append(Difference(name, relative_difference(value, expected[name])))
@@ -186,7 +184,7 @@ def verify(
             "mirror.REPLICA_AXIS makes it one), dropout, which draws on each replica anew; for one "
             "variable alone, a true gradient of zero, as of a bias before a batch normalisation "
             "(use_bias=False): then rounding is compared with rounding."
-            + _shared_draws(many.prepare(fn, *with_objects(arguments.tree, here)).shared_draws)
+            + _shared_draws(program.shared_draws)
         )
     return report
 

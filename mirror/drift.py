@@ -98,9 +98,22 @@ def require_none_certain(name: str, drifts: Sequence[Drift]) -> None:
     Raises:
         ReplicaDivergenceError: There is such state; the message names its leaves.
     """
-    causes = {k: v for drift in drifts if drift.is_certain for k, v in drift.causes.items()}
-    if causes:
-        raise ReplicaDivergenceError(drifting(name, causes))
+    require_none(name, [drift for drift in drifts if drift.is_certain])
+
+
+def require_none(name: str, drifts: Sequence[Drift]) -> None:
+    """Refuses a step with any of these drifts.
+
+    Raises:
+        ReplicaDivergenceError: There is one; the message names the leaves.
+    """
+    if drifts:
+        raise ReplicaDivergenceError(drifting(name, causes_of(drifts)))
+
+
+def causes_of(drifts: Sequence[Drift]) -> dict[str, str]:
+    """The names of all leaves that would differ, and why."""
+    return {leaf: why for drift in drifts for leaf, why in drift.causes.items()}
 
 
 def drifting(name: str, causes: Mapping[str, str]) -> str:

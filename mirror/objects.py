@@ -25,7 +25,7 @@ from mirror.devices.replicas import ReplicaDevices, any_deleted, buffers_of
 from mirror.nnx_metrics import Rule, merge_rule
 from mirror.parts import Parts
 from mirror.program.axis import axis_name
-from mirror.values import held_by, is_per_replica, per_replica
+from mirror.values import held_by, is_float0, is_per_replica, per_replica
 from mirror.variables import is_own, spread_over
 
 _MOST_RECORDS = 32
@@ -483,10 +483,7 @@ def _changes(before: Structure, after: Structure) -> Iterator[tuple[Slot, str]]:
 def _require_arrays(slot: Slot, value: Any) -> None:
     for leaf in jax.tree.leaves(value, is_leaf=is_per_replica):
         number = jax.Array | np.ndarray | np.generic | int | float | complex
-        if (
-            not isinstance(leaf, number | Parts)
-            or getattr(leaf, "dtype", None) == jax.dtypes.float0
-        ):
+        if not isinstance(leaf, number | Parts) or is_float0(leaf):
             raise ValueError(
                 f"{slot.place} of a model holds {describe(leaf)}, which is no array: it cannot be "
                 "mirrored."

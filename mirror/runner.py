@@ -38,9 +38,9 @@ from mirror.program.axis import named_axis
 from mirror.program.inner import arrays_in
 from mirror.program.match import join_marks
 from mirror.program.proof import Mark, Notes, prove
-from mirror.program.trace import abstract, context_token, trace
+from mirror.program.trace import abstract, abstract_row, context_token, trace
 from mirror.step import Call, Program, Step, Traced
-from mirror.values import is_numeric
+from mirror.values import is_float0, is_numeric
 from mirror.variables import Variable
 
 Variants = tuple[tuple[tuple[jax.ShapeDtypeStruct, ...], tuple[int, ...]], ...]
@@ -296,7 +296,7 @@ class Runner:
                 raise ValueError(self._deleted(call, i))
             if isinstance(leaf, jax.Ref):
                 raise TypeError(calls.a_ref(call.leaf_names[i]))
-            if calls.is_float0(leaf):
+            if is_float0(leaf):
                 raise TypeError(
                     f"{call.leaf_names[i]} is {describe(leaf)}, JAX's gradient of an integer, "
                     "without numbers. Leave it out: take gradients with respect to floats only."
@@ -622,8 +622,7 @@ def _row(stacked: Any) -> jax.ShapeDtypeStruct:
     """One replica's shape, dtype and weak type, where all have the same."""
     if isinstance(stacked, Parts):
         return jax.ShapeDtypeStruct(stacked.shapes[0], stacked.dtype)
-    aval = abstract(stacked)
-    return jax.ShapeDtypeStruct(aval.shape[1:], aval.dtype, weak_type=aval.weak_type)
+    return abstract_row(stacked)
 
 
 def _trace_together(

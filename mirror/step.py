@@ -23,8 +23,8 @@ from mirror.objects import Record, Slot, Structure, is_object
 from mirror.parts import Parts
 from mirror.plan import Merge, Plan
 from mirror.program.proof import Mark
-from mirror.program.trace import trace, uncached
-from mirror.values import PerReplica
+from mirror.program.trace import struct_of, trace, uncached
+from mirror.values import PerReplica, is_float0
 from mirror.variables import Captures, Variable
 
 
@@ -210,7 +210,7 @@ class Step:
 
 
 def _require_array(step_name: str, name: str, leaf: Any) -> None:
-    if calls.is_float0(leaf):
+    if is_float0(leaf):
         raise TypeError(
             f"{step_name} returned {describe(leaf)} as {name}: JAX's gradient of an integer, which "
             "holds nothing. Leave it out: take gradients with respect to floats only."
@@ -392,11 +392,7 @@ def _finish(step: Step, proved: ClosedJaxpr, plan: Plan) -> ClosedJaxpr:
                 after[i] = states[name]
         return [*(after[i] for i in plan.changed), *results]
 
-    avals: list[Any] = [var.aval for var in proved.jaxpr.outvars]
-    outputs = [
-        jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False))
-        for a in avals
-    ]
+    outputs = [struct_of(var.aval) for var in proved.jaxpr.outvars]
     # Values of 64 bit that the step made in a context of its own keep them.
     with jax.enable_x64(True):
         return trace(finish, [*step.avals, *outputs], step.group.num_replicas_in_sync)

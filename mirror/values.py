@@ -19,6 +19,11 @@ def is_numeric(dtype: Any) -> bool:
     return dtype == np.bool_ or jnp.issubdtype(dtype, jnp.number)
 
 
+def is_float0(leaf: Any) -> bool:
+    """Whether it is JAX's gradient of an integer, an array without numbers."""
+    return getattr(leaf, "dtype", None) == jax.dtypes.float0
+
+
 class PerReplica:
     """One array for each replica, all of one dtype: what may differ between replicas.
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from mirror.program.evaluate import Rule, bind_with
+from mirror.program.evaluate import Rules, bind_with
 from mirror.program.inner import equations
 
 CALLBACKS = ("pure_callback", "io_callback", "debug_callback")
@@ -64,7 +64,7 @@ class CallbackGuard:
         return bind_with(eqn, arguments, {**eqn.params, "callback": callback})
 
     @property
-    def rules(self) -> dict[str, Callable[[JaxprEqn], Rule | None]]:
+    def rules(self) -> Rules:
         """The rules for `Lowering`."""
         return dict.fromkeys(CALLBACKS, lambda _: self.rule)
 

@@ -16,11 +16,9 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
 from mirror._types import Array
-from mirror.program.evaluate import Rule, bind_with
+from mirror.program.evaluate import Rule, Rules, bind_with
 from mirror.program.exchanges import axes_of, in_word, names_axis
 from mirror.program.proof import user_line
-
-Rules = dict[str, Callable[[JaxprEqn], Rule | None]]
 
 _LOCAL: dict[str, Callable[..., Array]] = {
     "psum": jax.lax.reduce_sum,
@@ -104,7 +102,9 @@ class RowCollectives:
             "pbroadcast": self._each(lambda p, x: self._every(x)[p["source"]]),
         }
         # Each replica calls its function by itself, as on a device of its own.
-        found: Rules = {"pure_callback": lambda eqn: None if eqn.params["vmap_method"] else _by_row}
+        found: dict[str, Callable[[JaxprEqn], Rule | None]] = {
+            "pure_callback": lambda eqn: None if eqn.params["vmap_method"] else _by_row
+        }
         for name, rule in own.items():
             found[name] = functools.partial(_if_over_replicas, rule)
         return found

@@ -12,11 +12,10 @@ from jax.extend.core import ClosedJaxpr
 from mirror._types import Array
 from mirror.devices.replicas import ReplicaDevices
 from mirror.executors.callbacks import CallbackGuard
-from mirror.executors.collectives import Rules
 from mirror.executors.launch import launch
-from mirror.program.evaluate import Lowering
+from mirror.program.evaluate import Lowering, Rules
 from mirror.program.inner import arrays_in
-from mirror.program.trace import abstract, context_token
+from mirror.program.trace import abstract, abstract_row, context_token
 
 Outputs = tuple[Any, ...]
 
@@ -159,8 +158,9 @@ class MeshExecutor(Executor):
 
         def check(leaves: Sequence[Any]) -> None:
             program.require_context()
-            types = map(_row, leaves, program.per_replica_inputs)
-            if list(types) != list(variant.avals):
+            pairs = zip(leaves, program.per_replica_inputs, strict=True)
+            types = [abstract_row(x) if differs else abstract(x) for x, differs in pairs]
+            if types != list(variant.avals):
                 raise SignatureChanged
 
         return self.compile_function(
@@ -252,14 +252,6 @@ class MeshProgram(CompiledProgram):
     def lower(self, leaves: Sequence[Any]) -> jax.stages.Lowered:
         """The program lowered for these leaves, for its text and its memory analysis."""
         return self._compiled.lower(*leaves, *self._more)
-
-
-def _row(leaf: Any, per_replica: bool) -> jax.ShapeDtypeStruct:
-    """What one replica gets of a leaf: shape, dtype and weak type."""
-    aval = abstract(leaf)
-    if not per_replica:
-        return aval
-    return jax.ShapeDtypeStruct(aval.shape[1:], aval.dtype, weak_type=aval.weak_type)
 
 
 def _require_proved(outputs: Sequence[Any], program: ClosedJaxpr) -> None:

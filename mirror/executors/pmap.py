@@ -11,8 +11,9 @@ from typing import final
 import jax
 
 from mirror.executors.callbacks import CallbackGuard
-from mirror.executors.collectives import Rules, extremes
+from mirror.executors.collectives import extremes
 from mirror.executors.executor import MeshExecutor, Outputs
+from mirror.program.evaluate import Rules
 
 
 @final

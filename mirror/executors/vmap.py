@@ -13,9 +13,10 @@ import jax
 from jax.sharding import PartitionSpec
 
 from mirror.executors.callbacks import CallbackGuard
-from mirror.executors.collectives import RowCollectives, Rules
+from mirror.executors.collectives import RowCollectives
 from mirror.executors.executor import MeshExecutor, Outputs, SignatureChanged
 from mirror.executors.sums import evaluate
+from mirror.program.evaluate import Rules
 from mirror.program.trace import trace_inside
 
 _ROWS = "replicas of a device"

@@ -12,7 +12,7 @@ from mirror._errors import ReplicaDivergenceError, bytes_in_words, counted, desc
 from mirror._types import StepFunction
 from mirror.cross_device_ops import ReduceOp
 from mirror.display import Table
-from mirror.drift import drifting, find_drifts
+from mirror.drift import causes_of, drifting, find_drifts
 from mirror.explain.exchanges import ExchangeRow, exchanges_of
 from mirror.plan import Fate, cause, divergence, fates, find_merges, unmerged
 from mirror.program.match import join_marks
@@ -131,8 +131,7 @@ def describe_program(
     avals = traced.avals
     drifts = [d for d in find_drifts(call, step, avals[: len(results)], results) if not d.is_bare]
     if drifts:
-        causes = {leaf: why for drift in drifts for leaf, why in drift.causes.items()}
-        problems.append(drifting(step.name, causes))
+        problems.append(drifting(step.name, causes_of(drifts)))
     ends = len(results), len(results) + step.num_state
     averaged = [i for i, fate in enumerate(found) if fate is Fate.AVERAGED]
     return ProgramReport(

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from mirror.program.inner import Scan, While, called, inner_programs, jaxpr_of, walk
 
 Rule: TypeAlias = Callable[[JaxprEqn, list[Any]], Sequence[Any]]
+Rules: TypeAlias = Mapping[str, Callable[[JaxprEqn], Rule | None]]
 
 
 class Evaluation:
@@ -65,7 +66,7 @@ class Lowering(Evaluation):
     def __init__(
         self,
         arrays: Mapping[int, Any],
-        rules: Mapping[str, Callable[[JaxprEqn], Rule | None]],
+        rules: Rules,
     ) -> None:
         self._arrays = arrays
         self._rules = rules

@@ -6,7 +6,7 @@ number of steps in which replicas talk that lie behind it. What is computed at o
 the exchanges of one level travel together, small ones of one kind in one buffer.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from mirror._types import Array
 from mirror.packing import join, split
 from mirror.program.axis import axis_name
-from mirror.program.evaluate import Evaluation, Lowering, Rule
+from mirror.program.evaluate import Evaluation, Lowering, Rule, Rules
 from mirror.program.exchanges import axes_of, contains_exchange, in_word, is_exchange, names_axis
 from mirror.program.inner import (
     Scan,
@@ -32,10 +32,8 @@ from mirror.program.inner import (
     walk,
 )
 from mirror.program.proof import user_line
-from mirror.program.trace import trace
+from mirror.program.trace import struct_of, trace
 from mirror.values import is_numeric
-
-Rules: TypeAlias = Mapping[str, Callable[[JaxprEqn], Rule | None]]
 
 REDUCTIONS = {"psum": "sum", "pmax": "max", "pmin": "min"}
 _LOCAL = {"psum": jax.lax.reduce_sum, "pmax": jax.lax.reduce_max, "pmin": jax.lax.reduce_min}
@@ -357,7 +355,7 @@ class _Flat:
             return [jax.random.key_data(keys)]
 
         def data_like(aval: Any) -> Any:
-            return jax.eval_shape(data_of, _struct(aval))[0]
+            return jax.eval_shape(data_of, struct_of(aval))[0]
 
         bits = self.add(Operation([keys], [Value(data_like(keys.aval))], data_of))[0]
         found = Value(data_like(eqn.outvars[0].aval), mirrored=_goes_to_all(eqn))
@@ -401,7 +399,7 @@ class _Flat:
         empty = [self.empty(var.aval) for var in stacked]
         reads = [self.value(atom) for atom in (*consts, *xs)]
         carried = [self.local(Fixed(start)), *map(self.local, carry), *empty]
-        avals = [_struct(value.aval) for value in (*reads, *carried)]
+        avals = [struct_of(value.aval) for value in (*reads, *carried)]
         body = self.cut(trace(iteration, avals, self.num_replicas), [*reads, *carried])
         outputs = [Value(value.aval) for value in carried]
         loop = Loop([*reads, *carried], outputs, body, None, scan.length, user_line(eqn))
@@ -421,7 +419,7 @@ class _Flat:
         def once(*values: Any) -> list[Any]:
             return Evaluation().call(loop.body, values[num_test:])
 
-        avals = [_struct(value.aval) for value in (*reads, *carried)]
+        avals = [struct_of(value.aval) for value in (*reads, *carried)]
         both = [*reads, *carried]
         test, body = [self.cut(trace(fn, avals, self.num_replicas), both) for fn in (goes_on, once)]
         outputs = [Value(value.aval) for value in carried]
@@ -455,10 +453,6 @@ def _goes_to_all(eqn: JaxprEqn) -> bool:
     """Whether all replicas get the same of an exchange."""
     gives_one = eqn.primitive.name in (*REDUCTIONS, "all_gather")
     return gives_one and not eqn.params.get("axis_index_groups")
-
-
-def _struct(aval: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 
 def values_of(atoms: Iterable[Atom]) -> list[Value]:

@@ -1,6 +1,5 @@
 """Traces a function of flat leaves to a jaxpr with a named replica axis."""
 
-import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -10,7 +9,7 @@ import jax
 from jax.extend.core import ClosedJaxpr
 
 from mirror._types import Array
-from mirror.devices.log import unlogged
+from mirror.devices.replicas import one_by_one
 from mirror.program.axis import axis_name
 
 
@@ -20,8 +19,18 @@ def abstract(value: Any) -> jax.ShapeDtypeStruct:
     Raises:
         TypeError: If JAX has no array type for the value.
     """
-    aval = jax.typeof(value)
+    return struct_of(jax.typeof(value))
+
+
+def struct_of(aval: Any) -> jax.ShapeDtypeStruct:
+    """Returns shape, dtype and weak type of a type of JAX's."""
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+
+
+def abstract_row(stacked: Any) -> jax.ShapeDtypeStruct:
+    """Returns shape, dtype and weak type of one replica's part of a stacked array."""
+    aval = abstract(stacked)
+    return jax.ShapeDtypeStruct(aval.shape[1:], aval.dtype, weak_type=aval.weak_type)
 
 
 def trace(
@@ -33,28 +42,8 @@ def trace(
     whose types name one mesh cannot be evaluated on another (JAX 0.10 to 0.12); types that name
     none fit every executor.
     """
-    with _no_mesh():
+    with one_by_one():
         return jax.make_jaxpr(fn, axis_env=[(axis_name(), num_replicas)])(*leaves)
-
-
-@contextlib.contextmanager
-def _no_mesh() -> Any:
-    if jax.sharding.get_abstract_mesh().empty:
-        yield
-        return
-    with unlogged(), _without_mesh():
-        yield
-
-
-@contextlib.contextmanager
-def _without_mesh() -> Any:
-    try:
-        context = jax.set_mesh(None)
-    except ValueError:  # something is being traced, by an executor: its jaxpr is for that mesh
-        yield
-        return
-    with context:
-        yield
 
 
 _context = jax.jit(lambda: ())
