@@ -17,7 +17,7 @@ from mirror.devices.backend import logical_name, names, type_of
 from mirror.devices.canonical import DeviceLike, canonicalize_device, canonicalize_replica_devices
 from mirror.devices.replicas import ReplicaDevices, any_deleted, is_tracing, move, one_by_one
 from mirror.devices.spec import DeviceSpec, LogicalDevice
-from mirror.executors.launch import launch
+from mirror.executors.launch import is_needed, launch
 from mirror.packing import join, split
 from mirror.parts import Parts
 from mirror.program.axis import axis_name
@@ -302,7 +302,7 @@ class AllReduce(CrossDeviceOps):
         leaves = [value.stacked if isinstance(value.stacked, jax.Array) else np.stack(value.values)]
         program = _all_reduce_program(op, places.devices)
         with one_by_one():  # a scope's mesh may be of other devices
-            launch(program, leaves, outputs, bounded=places.on_host)
+            launch(program, leaves, outputs, bounded=places.on_host and is_needed())
         return outputs[0]
 
     def __repr__(self) -> str:

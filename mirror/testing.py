@@ -218,7 +218,7 @@ def make_strategy(
 def launches_under_way() -> list[str]:
     """A line for each launch on host devices that has not ended, oldest first; waits for none."""
     lines = []
-    for token in tuple(launch._in_flight):
+    for token in launch.under_way():
         parts = [(shard.device, shard.data.is_ready()) for shard in token.addressable_shards]
         ended = [device for device, ready in parts if ready]
         waiting = [device for device, ready in parts if not ready]

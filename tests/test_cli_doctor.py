@@ -104,27 +104,28 @@ def test_the_probes_print_json_lines(monkeypatch, capsys):
     assert capsys.readouterr().out == '{"begins": "it"}\n{"name": "it"}\n'
 
 
-POOLS = {
-    "wide": (32, "0.10.2", "ok", "32 for 8 host devices: enough for 3 threads of yours"),
-    "enough": (16, "0.10.2", "ok", "enough for 1 thread of yours"),
-    "narrow": (8, "0.10.2", "problem", "8 for 8 host devices, because PJRT_NPROC or NPROC says"),
-    "harmless": (8, "0.12.0.1", "warning", "8 for 8 host devices"),
+POOLS = {  # threads, cores, state
+    "as JAX has it": (8, 2, "ok"),
+    "a thread for each core": (16, 16, "ok"),
+    "wide": (32, 2, "warning"),
+    "a little wide": (9, 8, "warning"),
 }
 
 
 @pytest.mark.parametrize("case", POOLS)
-def test_host_devices_need_threads_to_meet(case, monkeypatch):
-    num_threads, jaxlib, state, said = POOLS[case]
-    monkeypatch.setattr(probes.jaxlib, "__version__", jaxlib)
+def test_a_pool_that_is_wider_than_needed_is_said(case, monkeypatch):
+    num_threads, cores, state = POOLS[case]
+    monkeypatch.setattr(probes.os, "cpu_count", lambda: cores)
     check = probes.check_pool(started(num_threads))
     assert check.state == state
-    assert said in check.found
-    assert ("export PJRT_NPROC=32" in check.fix) == (state != "ok")
+    assert check.found.startswith(f"{num_threads} for 8 host devices on {cores} cores")
+    assert bool(check.fix) == (state != "ok")
 
 
-def test_one_host_device_waits_for_no_other(monkeypatch):
+def test_one_host_device_has_a_pool_of_its_cores(monkeypatch):
     monkeypatch.setattr(probes.backend, "devices_of_type", lambda kind: (1,))
-    assert probes.check_pool(started()).found == "one host device, which waits for no other"
+    monkeypatch.setattr(probes.os, "cpu_count", lambda: 2)
+    assert probes.check_pool(started(2)).found == "2 for one host device on 2 cores"
 
 
 @pytest.mark.parametrize("asked", ["12", "", "many"])

@@ -5,20 +5,29 @@ import os
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import mirror
+from mirror.executors import eager
 from mirror.executors import launch as guard
 from tests import fresh
 
-NUM_THREADS = [1, 4]
+CASES = {
+    "one thread": ["--threads", "1"],
+    "four threads": ["--threads", "4"],
+    "four eager threads": ["--eager", "4", "--steps", "200"],
+    "eight eager threads": ["--eager", "8", "--steps", "100"],
+    "eager collectives": ["--reduce", "2", "--eager", "1", "--steps", "200"],
+}
 # As it was before any test.
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PJRT_NPROC")}
 
 
-def soak(num_threads: int) -> subprocess.CompletedProcess:
+def soak(*options: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-m", "tests.soak", str(num_threads)],
+        [sys.executable, "-m", "tests.soak", *options],
         capture_output=True,
         text=True,
         timeout=240,
@@ -28,20 +37,69 @@ def soak(num_threads: int) -> subprocess.CompletedProcess:
     )
 
 
-AHEAD = {str(n): functools.partial(soak, n) for n in NUM_THREADS}
+AHEAD = {case: functools.partial(soak, *options) for case, options in CASES.items()}
 
 
-@pytest.mark.parametrize("num_threads", NUM_THREADS)
-def test_unawaited_steps_finish_with_equal_replicas(num_threads, ahead):
-    done = ahead[__name__][str(num_threads)].result()
+@pytest.mark.parametrize("case", CASES)
+def test_unawaited_steps_finish_with_equal_replicas(case, ahead):
+    done = ahead[__name__][case].result()
     assert done.returncode == 0, done.stderr[-2000:]
     assert "replicas equal" in done.stdout
 
 
+needs_guard = pytest.mark.skipif(not guard.is_needed(), reason="this JAX needs no guard")
+
+
+@needs_guard
 def test_launches_in_flight_are_bounded(eight):
     for _ in range(10):
         eight.reduce("sum", 1.0)
     assert 0 < len(guard._in_flight) <= guard.MOST_IN_FLIGHT
+
+
+@needs_guard
+def test_eager_work_on_several_devices_is_bounded(eight):
+    eight.reduce("sum", 1.0)  # a launch starts the counting
+    with eight.scope():
+        x = jnp.zeros(())
+    x = x + 1  # JAX calls nothing after the first call, which compiles
+    for _ in range(3 * eager.MOST_UNDER_WAY):
+        x = x + 1
+        assert 0 < len(eager._under_way) <= eager.MOST_UNDER_WAY
+    alone = jnp.ones(())
+    before = list(eager._under_way)
+    assert float(alone + alone) == 2
+    assert list(map(id, eager._under_way)) == list(map(id, before))
+    assert float(x) == 1 + 3 * eager.MOST_UNDER_WAY
+
+
+@needs_guard
+def test_the_search_for_nan_goes_before(eight):
+    with eight.scope():
+        zero = jnp.zeros(())
+    zero + zero
+    with jax.debug_nans(True):
+        eight.reduce("sum", 1.0)
+        with pytest.raises(FloatingPointError):
+            zero / zero
+    jax.config.update("jax_debug_nans", True)
+    try:
+        eight.reduce("sum", 1.0)
+        with pytest.raises(FloatingPointError):
+            zero / zero
+    finally:
+        jax.config.update("jax_debug_nans", False)
+    eight.reduce("sum", 1.0)  # counts again
+    eager._under_way.clear()
+    zero + zero
+    assert len(eager._under_way) == 1
+
+
+@pytest.mark.skipif(guard.is_needed(), reason="this JAX needs the guard")
+def test_a_newer_jax_gets_no_guard(eight):
+    eight.reduce("sum", 1.0)
+    assert not guard._in_flight
+    assert not eager._under_way
 
 
 def test_one_device_needs_no_bound():

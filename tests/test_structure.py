@@ -39,6 +39,7 @@ LAYERS = [
     "devices.placement",
     "values",
     "executors",
+    "executors.eager",
     "executors.launch",
     "program",
     "program.axis",
@@ -203,11 +204,16 @@ def test_each_primitive_has_one_owner(primitive):
     assert users <= ({owners} if isinstance(owners, str) else set(owners))
 
 
+# Nothing public serves; the module says which versions have it, and a test tells when it has gone.
+PRIVATE = {("executors.eager", "jax._src")}
+
+
 def test_only_public_modules_of_jax_and_flax_are_imported():
     for name, tree in modules().items():
         for node in ast.walk(tree):
             target = getattr(node, "module", None) or ""
-            assert "._src" not in target, f"mirror.{name} imports {target}"
+            allowed = (name, target) in PRIVATE
+            assert allowed or "._src" not in target, f"mirror.{name} imports {target}"
 
 
 @pytest.mark.parametrize("name", ["", "config", "debugging", "callbacks", "data"])

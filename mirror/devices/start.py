@@ -17,8 +17,6 @@ from mirror._frames import line_of_user
 
 _PROBE = "jax_cpu_get_local_topology_timeout_minutes"  # of clusters only: harmless if it is read
 HOST_DEVICES_FLAG = "--xla_force_host_platform_device_count"
-_POOL_VARIABLE = "PJRT_NPROC"
-_DISPATCHING_THREADS = 3
 _NO_COMPUTATION = "something that computes nothing, such as jax.devices() or jax.device_put"
 lock = threading.RLock()
 
@@ -68,36 +66,14 @@ def culprit() -> str:
 
 @contextlib.contextmanager
 def starting() -> Iterator[None]:
-    """Around what may start the backend: remembers who asked, and widens the host's thread pool.
-
-    All forced host devices share one pool of max(cores, devices) threads, and each device's part of
-    a launch blocks one of them until all parts have met: with several launches in flight that
-    deadlocks (JAX 0.10 and 0.11; 0.12 was not seen to). `devices * (1 + dispatching threads)`
-    threads are enough. The client reads `PJRT_NPROC` once, when it starts. A value that the user
-    has set is left alone, and ours is taken back, so that no child process inherits it.
-    """
+    """Around what may start the backend: remembers who asked."""
     with lock:
-        if started():
-            fresh, threads = False, None
-        else:
-            fresh, threads = True, _threads_needed()
-        if threads is not None:
-            os.environ[_POOL_VARIABLE] = str(threads)
+        fresh = not started()
         try:
             yield
         finally:
-            if threads is not None:
-                del os.environ[_POOL_VARIABLE]
             if fresh and not _witness.seen and started():
                 _witness.seen = f"It was started by {line_of_user()}."
-
-
-def _threads_needed() -> int | None:
-    """How wide the pool must be; `None` where it is wide enough, or the user has said how wide."""
-    devices = max(jax.config.values["jax_num_cpu_devices"], forced_host_devices() or 0, 1)
-    if devices == 1 or _POOL_VARIABLE in os.environ or "NPROC" in os.environ:
-        return None
-    return max(os.cpu_count() or 1, devices * (1 + _DISPATCHING_THREADS))
 
 
 def forced_host_devices() -> int | None:

@@ -7,7 +7,6 @@ from dataclasses import asdict
 from typing import NamedTuple
 
 import jax
-import jaxlib
 
 from mirror import inventory
 from mirror._errors import ReplicaMismatchError
@@ -17,7 +16,6 @@ from mirror.devices.knobs import PLATFORMS, names_gpus
 from mirror.devices.selftest import all_reduce_fault
 from mirror.devices.start import starting
 from mirror.doctor.check import Check, State
-from mirror.doctor.versions import deadlocks_on_host
 from mirror.forced import force_host_devices
 from mirror.mirrored import MirroredStrategy
 
@@ -93,23 +91,19 @@ def check_backend(started: Started) -> Iterator[Check]:
 
 
 def check_pool(started: Started) -> Check:
-    """Whether all host devices can meet: each of their parts of a launch takes a thread."""
+    """Whether the threads that all host devices share are as many as suit them."""
     count, threads = len(backend.devices_of_type("CPU")), started.num_threads
-    if count == 1:
-        return Check(POOL, "ok", "one host device, which waits for no other")
-    found = f"{threads} for {count} host devices"
-    at_once = threads // count - 1
-    if at_once > 0:
-        many = "1 thread" if at_once == 1 else f"{at_once} threads"
-        return Check(POOL, "ok", f"{found}: enough for {many} of yours that launch steps")
-    hangs = deadlocks_on_host(jaxlib.__version__)
+    devices = "one host device" if count == 1 else f"{count} host devices"
+    suits = max(os.cpu_count() or 1, count)
+    found = f"{threads} for {devices} on {os.cpu_count()} cores"
+    if threads <= suits:
+        return Check(POOL, "ok", found)
     return Check(
         POOL,
-        "problem" if hangs else "warning",
+        "warning",
         f"{found}, because PJRT_NPROC or NPROC says so",
-        f"With several steps under way they wait for each other for ever; jaxlib "
-        f"{jaxlib.__version__} {'does' if hangs else 'was not seen to'}.",
-        f"unset NPROC PJRT_NPROC: mirror asks for enough; or export PJRT_NPROC={4 * count}",
+        "Each operation is split over all of them, which makes steps slower.",
+        "unset NPROC PJRT_NPROC",
     )
 
 

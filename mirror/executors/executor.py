@@ -12,6 +12,7 @@ from jax.extend.core import ClosedJaxpr
 from mirror._types import Array
 from mirror.devices.replicas import ReplicaDevices
 from mirror.executors.callbacks import CallbackGuard
+from mirror.executors import launch as guard
 from mirror.executors.launch import launch
 from mirror.program.evaluate import Lowering, Rules
 from mirror.program.inner import arrays_in
@@ -114,7 +115,7 @@ class MeshExecutor(Executor):
     def __init__(self, replicas: ReplicaDevices, *, exchanges: bool = True) -> None:
         super().__init__(replicas)
         # One device needs no rendezvous, and an accelerator has a queue of its own.
-        self._bounded = replicas.on_host and exchanges
+        self._bounded = replicas.on_host and exchanges and guard.is_needed()
         self._filler: Any = None
 
     @abc.abstractmethod

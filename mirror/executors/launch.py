@@ -1,51 +1,84 @@
-"""The launch guard: how many programs with exchanges may be under way on host devices.
+"""The launch guard: how many programs may be under way on several host devices of JAX before 0.12.
 
-XLA's host client deadlocks, and after 40 s aborts the process, when launches with collectives pile
-up on forced host devices (JAX 0.10.2 and 0.11; 0.12.0.1 was not seen to): each device's part of a
-launch holds one thread of a shared pool until all parts have met. A few launches in flight, all
-dispatched under one lock, cannot starve each other. The guard is one for the process, because the
-thread pool is. It can go when the oldest supported JAX no longer hangs in the soak test without it.
+All host devices share one pool of `max(cores, devices)` threads. JAX 0.10 and 0.11 deadlock there,
+and XLA ends the process after 40 s:
+
+- Each part of a launch waits for the others on a thread of the pool. Launches that two threads
+  dispatch at once wait for each other. So one lock dispatches, and few launches are in flight.
+- XLA lets 32 launches per device in, and the next ones wait on threads of the pool. Eager ops of
+  other threads fill that queue, so `eager` bounds them too.
+
+A wider pool (`PJRT_NPROC`) would do as well, but operations are split over it: on 2 cores a step of
+a small CNN on 2 devices takes 1.2 to 1.5 of its time on a pool of 8. JAX 0.12 needs none of this.
 """
 
 import contextlib
 import itertools
 import threading
+import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
+
 from mirror._types import Array
+from mirror.executors import eager
 
 MOST_IN_FLIGHT = 2
 
 _lock = threading.RLock()
 _in_flight: deque[Array] = deque()
+_latest: Callable[[], Array | None] = lambda: None
+
+
+def is_needed() -> bool:
+    """Whether this JAX deadlocks where launches on several host devices pile up."""
+    return jax.__version_info__ < (0, 12)
 
 
 def launch(
-    program: Callable[..., Any], leaves: Sequence[Any], outputs: list[Any], *, bounded: bool
+    program: Callable[..., Any], arguments: Sequence[Any], outputs: list[Any], *, bounded: bool
 ) -> None:
-    """Runs a compiled program; its last output is a token that is ready when the launch is done.
+    """Runs a compiled program; the last leaf of its outputs is ready when the launch has ended.
 
     An interrupt comes out right after the call that it met, before its result has a name. So the
-    outputs are put into a list by C code: whoever gave its state up to the program can still write
+    outputs are put into a list by C code: whoever donated its state to the program can still write
     the new state back.
 
     Args:
-        program: a compiled function of `leaves` that returns a sequence.
-        leaves: its arguments.
-        outputs: an empty list; holds the outputs from the moment they are there.
-        bounded: wait until fewer than `MOST_IN_FLIGHT` launches are under way. Devices that are
-            no host devices have queues of their own and need no bound.
+        program: A compiled function of `arguments` that returns a sequence.
+        arguments: Its arguments.
+        outputs: An empty list; holds the outputs from the moment they are there.
+        bounded: Whether the launch occupies several host devices and this JAX needs the guard.
+            The last output is a token then, which nobody donates.
     """
+    global _latest
+    if not bounded:
+        with _lock:  # accelerators meet in the order of the launches, which is one for all
+            outputs.extend(itertools.chain.from_iterable(itertools.starmap(program, (arguments,))))
+        if outputs and isinstance(outputs[-1], jax.Array):
+            _latest = weakref.ref(outputs[-1])
+        return
+    eager.bound_eager_work()
     with _lock:
-        while bounded and len(_in_flight) >= MOST_IN_FLIGHT:
+        while len(_in_flight) >= MOST_IN_FLIGHT:
             _await_oldest()
         try:
-            outputs.extend(itertools.chain.from_iterable(itertools.starmap(program, (leaves,))))
+            eager.thread.launches = True
+            outputs.extend(itertools.chain.from_iterable(itertools.starmap(program, (arguments,))))
         finally:
-            if bounded and outputs:
+            eager.thread.launches = False
+            if outputs:
                 _in_flight.append(outputs[-1])
+
+
+def under_way() -> Iterator[Array]:
+    """One output of each launch that may not have ended, oldest first, as far as they are known."""
+    yield from tuple(_in_flight)
+    latest = _latest()
+    if latest is not None and not latest.is_deleted():
+        yield latest
 
 
 def _await_oldest() -> None:
