@@ -87,7 +87,7 @@ def own(tmp_path, monkeypatch):
 @pytest.fixture
 def unexplained(monkeypatch):
     """Where the time goes is tested elsewhere, and takes some."""
-    found = types.SimpleNamespace(bound="compute", verdict="compute-bound: good.")
+    found = types.SimpleNamespace(bound="compute", verdict="compute-bound: good.", memory=None)
     monkeypatch.setattr(mirror.Strategy, "explain", lambda *args, **kwargs: found)
 
 
@@ -136,7 +136,7 @@ def test_a_users_step_is_measured_explained_and_drawn(own, capsys, tmp_path):
     picture = tmp_path / "scaling.png"
     assert bench(f"{own}:bench", "--devices", "2,1,2", "--steps", "3", "--plot", str(picture)) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
-    heading, table, notes = capsys.readouterr().out.strip().split("\n\n")
+    heading, table, notes, memory = capsys.readouterr().out.strip().split("\n\n")
     assert heading.endswith(
         "bench: strong scaling, the same batch of 8; 3 steps on each count of devices"
     )

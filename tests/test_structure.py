@@ -86,6 +86,8 @@ LAYERS = [
     "explain",
     "explain.exchanges",
     "explain.program",
+    "explain.memory_report",
+    "explain.memory",
     "explain.report",
     "explain.timing",
     "strategy",

@@ -55,6 +55,8 @@ the table:
   speed-up      against the smallest count of devices: how much more work a second
   efficiency    the speed-up as a part of the ideal one
   verdict       what takes the most, as strategy.explain finds it
+  bytes         per device, a table of its own: parameters, optimizer state, batch,
+                temporaries; mirror estimate-memory counts them without a run
 
 examples:
   mirror bench                                  mlp on all GPUs, or on 4 host devices
