@@ -197,6 +197,9 @@ class Runner:
             types: By the `id` of a stand-in, its type; a `PerReplica` holds one of type
                 `(num_replicas, *shape)`.
             donate_argnums: As of `run`.
+
+        Raises:
+            ArrayEscapedError: If the step uses an array that does not exist and is no argument.
         """
 
         def type_of(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -220,6 +223,7 @@ class Runner:
             rows = [abstract_row(x) if o else x for x, o in zip(avals, own, strict=True)]
             variants = ((tuple(rows), tuple(range(len(self.replicas)))),)
             traced = self._trace(call, variants)
+            _require_no_tracers(traced)
             return _examined(call, traced, self._make(call, variants), avals)
 
         return self._with_variables(fn, examined)
@@ -680,6 +684,17 @@ class VariablesFound(Exception):
     def __init__(self, variables: dict[int, Variable]) -> None:
         super().__init__(f"{len(variables)} variables")
         self.variables = list(variables.values())
+
+
+class ArrayEscapedError(ValueError):
+    """A step uses an array of a trace that has ended."""
+
+
+def _require_no_tracers(traced: Traced) -> None:
+    for jaxpr in traced.jaxprs:
+        for array in arrays_in(jaxpr):
+            if isinstance(array, jax.core.Tracer):
+                raise ArrayEscapedError(describe(array))
 
 
 class _Identity:

@@ -148,6 +148,11 @@ def test_a_users_step_is_measured_explained_and_drawn(own, capsys, tmp_path):
     assert all(row[6].endswith("-bound") for row in rows[1:])
     assert notes.startswith("On 2 devices: ")
     assert "Host devices share the" in notes
+    title, columns, *rows = [re.split(r"  +", line) for line in memory.splitlines()]
+    assert title == ["bytes per device:"]
+    assert columns[:2] == ["devices", "parameters"]
+    assert [row[:2] for row in rows] == [["1", "32 bytes"], ["2", "32 bytes"]]
+    assert [row[columns.index("batch")] for row in rows] == ["96 bytes", "48 bytes"]
 
 
 @pytest.mark.parametrize(("name", "weak", "counts"), [("mlp", False, [1, 2]), ("cnn", True, [2])])

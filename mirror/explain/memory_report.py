@@ -178,7 +178,7 @@ class MemoryReport:
     def notes(self) -> list[str]:
         """How the figures were found, and what comes on top of them."""
         how = (
-            "Counted from shapes and dtypes, nothing was allocated"
+            "Counted from shapes and dtypes"
             if self.is_estimate
             else "Read from the arrays on the devices"
         )
