@@ -47,7 +47,8 @@ if you like, batches, each of which is the last argument of a step:
       return step, (model, optimizer), [{"x": x[:256], "y": y[:256]}]
 
 The batches are those of all replicas together; mirror cuts them up. Without
-data, (step, args), each step gets the same arguments.
+data, (step, args), each step gets the same arguments. It may return (trainer,
+data) as well: one training step of a mirror.Trainer per batch.
 """
 _END = """\
 the table:

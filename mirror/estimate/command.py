@@ -51,6 +51,7 @@ each of which is the last argument of a step:
       batch = {"x": np.zeros((256, 784), np.float32), "y": np.zeros(256, np.int32)}
       return step, (model, optimizer), [batch]
 
+It may return (trainer, data) as well, a mirror.Trainer and its global batches.
 A batch is that of all replicas together. Only its shapes and dtypes matter;
 np.zeros takes no memory until it is read.
 """
