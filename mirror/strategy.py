@@ -462,7 +462,7 @@ class Strategy(abc.ABC):
         data: Iterable[PyTree] | None = None,
         steps: int = 20,
     ) -> Explanation:
-        """Measures where the time of a step goes, and says what to change.
+        """Measures where the time of a step and the memory go, and says what to change.
 
         It runs the step some hundred times, on copies of the models: nothing is changed. The parts
         add up to the time of a step in a loop; `mirror.explain.timing` says what each means.

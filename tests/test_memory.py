@@ -4,6 +4,7 @@ import collections
 import json
 import re
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -103,8 +104,8 @@ def kinds_of_nnx(args):
 def kinds_of_linen(args):
     (state,) = args
     # A Python number at first; from the first step on it is an array, and a state like others.
-    step = jnp.asarray(state.step)
-    step = jax.device_put(step, jax.tree.leaves(state.params)[0].sharding)
+    sharding = jax.tree.leaves(state.params)[0].sharding
+    step = jax.device_put(np.asarray(state.step, np.int32), sharding)
     return {
         Kind.PARAMETERS: state.params,
         Kind.OPTIMIZER_STATE: state.opt_state,
@@ -210,7 +211,7 @@ def test_a_model_that_fits_nowhere_is_estimated():
 
 
 def test_what_is_sharded_is_counted_as_it_lies():
-    """Optimizer state that is sharded across the devices is 1/n on each, with no rule of its own."""
+    """Optimizer state that is sharded across the devices is 1/n on each; no rule says so."""
     strategy = layout("8")
     with strategy.scope():
         model = nnx.Linear(16, 16, use_bias=False, rngs=nnx.Rngs(0))
@@ -281,8 +282,8 @@ def test_weak_types_stay_weak():
     compiled = strategy._runner.lower(step, args, {}).compile().memory_analysis()
     found = estimate_row("weak", make, strategy).report
     assert found.result_bytes == compiled.output_size_in_bytes - compiled.alias_size_in_bytes
-    types = without_arrays("weak", make, strategy).types.values()
-    assert sorted(aval.weak_type for aval in types) == [False, True]
+    avals = without_arrays("weak", make, strategy).types.values()
+    assert sorted(aval.weak_type for aval in avals) == [False, True]
 
 
 # the report
@@ -543,13 +544,22 @@ def test_what_is_allocated_is_said(own, capsys):
     assert any("allocates allocated 1.0 KiB on devices." in note for note in found["notes"])
 
 
+def line_of(code: str) -> str:
+    """A line of the user's file, as messages name it."""
+    number = [line.strip() for line in OWN.splitlines()].index(code) + 1
+    return f"model.py:{number}: {code}"
+
+
 REFUSED = {
     "no step": (["mpl"], "There is no step 'mpl'."),
     "no file": (["no_such.py:make"], "There is no file no_such.py."),
     "no function": ([":other"], "There is no function other in"),
     "nothing": ([":nothing"], "returned None (NoneType). Return (step, args) or"),
-    "reads": ([":reads"], "reads reads the value of an array at model.py:48: if w.sum() > 2:"),
-    "converts": ([":converts"], "converts reads the value of an array at model.py:53:"),
+    "reads": ([":reads"], f"reads reads the value of an array at {line_of('if w.sum() > 2:')}"),
+    "converts": (
+        [":converts"],
+        f"the value of an array at {line_of('return lambda w: w, (np.asarray(jnp.ones(3)),)')}",
+    ),
     "outside": ([":outside"], "The step uses float32[3] that"),
     "variable": ([":variable"], "The step uses the variable count that"),
     "unequal": ([":unequal"], "a value per replica of different shapes"),
@@ -594,13 +604,18 @@ def test_positions_are_numbers(text, capsys):
 
 def test_devices_are_accelerators_where_there_are_enough(monkeypatch):
     there = tuple(jax.devices("cpu"))
-    counts = lambda asked: [len(s.devices) for s in command._strategies(asked, 1)]  # noqa: E731
-    assert counts(None) == [1, 2, 4]
+    made = lambda asked: [s.devices for s in command._strategies(asked, 1)]  # noqa: E731
+    assert list(map(len, made(None))) == [1, 2, 4]
+    monkeypatch.setattr(command, "MirroredStrategy", stand_in_strategy)
     monkeypatch.setattr(command.backend, "default_devices", lambda: there[6:])
-    found = command._strategies((1, 2, 3), 1)
-    assert [s.devices for s in found] == [there[6:7], there[6:8], there[:3]]
+    assert made((1, 2, 3)) == [there[6:7], there[6:8], there[:3]]
     monkeypatch.setattr(command.backend, "type_of", lambda device: "GPU")
-    assert counts(None) == [1, 2]
+    assert made(None) == [there[6:7], there[6:8]]
+
+
+def stand_in_strategy(devices, ops, replicas_per_device):
+    """The devices alone, which are not all that there are."""
+    return types.SimpleNamespace(devices=tuple(devices))
 
 
 def test_more_devices_than_the_machine_has():
@@ -610,7 +625,9 @@ def test_more_devices_than_the_machine_has():
         "sys.exit(cli.main(['estimate-memory', 'mlp', '--devices', '12', '--batch-size', '24', "
         "'--json']))"
     )
-    (row,) = json.loads(fresh.run(code))["rows"]
+    said = fresh.run(code)
+    assert said.startswith("compiling mlp for 12 devices\n")
+    (row,) = json.loads(said.partition("\n")[2])["rows"]
     assert len(row["devices"]) == 12
     assert row["bytes"]["batch"] == 2 * (784 + 1) * 4
 
