@@ -691,6 +691,11 @@ class ArrayEscapedError(ValueError):
 
 
 def _require_no_tracers(traced: Traced) -> None:
+    """Rejects a step that uses an array of another trace.
+
+    Raises:
+        ArrayEscapedError: If there is one; the message is its type.
+    """
     for jaxpr in traced.jaxprs:
         for array in arrays_in(jaxpr):
             if isinstance(array, jax.core.Tracer):

@@ -27,7 +27,7 @@ from tests import fresh
 from tests.conftest import cpu_strategy
 
 OWN = """
-import jax, mirror, numpy as np
+import jax, mirror, numpy as np, optax
 from flax import nnx
 
 BATCH = {"x": np.ones((8, 3), np.float32)}
@@ -43,6 +43,10 @@ def model():
 
 def bench(strategy):
     return step, (model(),), [BATCH]
+
+def training(strategy):
+    loss_fn = lambda model, batch: (model(batch["x"]) ** 2).sum(-1)
+    return mirror.Trainer(model(), optax.sgd(0.1), loss_fn), [BATCH]
 
 def distributed(strategy):
     return step, (model(),), strategy.distribute_dataset([BATCH])
@@ -205,6 +209,11 @@ def test_a_step_without_a_batch_is_measured_in_time_alone(own, unexplained, caps
     assert "the same batch;" in heading
     assert "speed-up against 2" in table
     assert re.split(r"  +", table.splitlines()[1])[3] == "unknown"
+
+
+def test_a_trainer_is_measured(own, unexplained, capsys):
+    assert bench(f"{own}:training", "--devices", "2", "--steps", "1", "--weak") == 0
+    assert "the same batch of 8 on each device" in capsys.readouterr().out
 
 
 def test_a_module_of_this_folder_is_found(own, unexplained, monkeypatch, tmp_path):
