@@ -437,6 +437,9 @@ def reads(strategy):
 def converts(strategy):
     return lambda w: w, (np.asarray(jnp.ones(3)),)
 
+def exhausts(strategy):
+    return step, objects(), [{"x": np.ones((2**40, 2**10), np.float32)}]
+
 def outside(strategy):
     w = jnp.ones(3)
     return lambda batch: (batch["x"] * w).sum(), (), [BATCH]
@@ -559,6 +562,12 @@ REFUSED = {
     "converts": (
         [":converts"],
         f"the value of an array at {line_of('return lambda w: w, (np.asarray(jnp.ones(3)),)')}",
+    ),
+    "exhausts": (
+        [":exhausts"],
+        "ran out of memory at "
+        + line_of('return step, objects(), [{"x": np.ones((2**40, 2**10), np.float32)}]')
+        + ": Unable to allocate 4.00 PiB for an array",
     ),
     "outside": ([":outside"], "The step uses float32[3] that"),
     "variable": ([":variable"], "The step uses the variable count that"),

@@ -2,6 +2,7 @@
 
 import contextlib
 import linecache
+import os
 import traceback
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -30,6 +31,8 @@ _READS_A_VALUE = (
     jax.errors.TracerIntegerConversionError,
 )
 
+_NUMPY = os.path.dirname(np.__file__) + os.sep
+
 
 class AbstractWorkload(NamedTuple):
     """A step with arguments that take no memory.
@@ -57,8 +60,9 @@ def without_arrays(text: str, make: MakeWorkload, strategy: Strategy) -> Abstrac
         strategy: What `make` is passed.
 
     Raises:
-        WorkloadError: If `make` reads the value of an array, returns replicas' values of different
-            shapes, or returns a step that uses variables which are not among its arguments.
+        WorkloadError: If `make` reads the value of an array, allocates more memory than the machine
+            has, returns replicas' values of different shapes, or returns a step that uses
+            variables which are not among its arguments.
     """
     before = set(map(id, jax.live_arrays()))
     made = _Made()
@@ -135,13 +139,19 @@ def _known(leaf: Any, types: dict[int, Any]) -> Any:
 
 @contextlib.contextmanager
 def _explained(text: str) -> Iterator[None]:
-    """Says in our words that a value was read, and where."""
+    """Says in our words that a value was read, or memory allocated, and where."""
     try:
         yield
     except _READS_A_VALUE as error:
         raise WorkloadError(
             f"{text} reads the value of an array at {_line(error)}. In estimate-memory arrays have "
             "a shape and a dtype, and no values. Create what it reads with NumPy."
+        ) from error
+    except MemoryError as error:
+        raise WorkloadError(
+            f"{text} ran out of memory at {_line(error)}: {str(error).rstrip('.')}. NumPy "
+            "allocates what it creates. Use jax.numpy or jax.random, whose arrays take no memory "
+            "here, and np.broadcast_to(np.float32(0), shape) for a batch."
         ) from error
 
 
@@ -178,7 +188,7 @@ def _line(error: BaseException) -> str:
     """The user's line that an error came from."""
     frames = traceback.extract_tb(error.__traceback__)
     for frame in reversed(frames):
-        if is_users(frame.filename):
+        if is_users(frame.filename) and not frame.filename.startswith(_NUMPY):
             code = linecache.getline(frame.filename, frame.lineno or 0).strip()
             where = place(frame.filename, frame.lineno)
             return f"{where}: {code}" if code else where
