@@ -170,7 +170,7 @@ def test_the_estimate_is_the_truth(step, name):
     outputs = compiled.output_size_in_bytes - compiled.alias_size_in_bytes
     assert found.by_kind[Kind.RESULTS] == outputs
     # All inputs are used, so that XLA's own sum of them is another witness.
-    assert sum(found.by_kind[kind] for kind in COUNTED) == compiled.argument_size_in_bytes
+    assert sum((found.by_kind[kind] or 0) for kind in COUNTED) == compiled.argument_size_in_bytes
     # And the same of what is there, which is counted by its shards.
     there = memory_report(strategy._runner.examined(fn, (*args, batch), {}), strategy._replicas)
     assert not there.is_estimate
@@ -185,7 +185,9 @@ def test_donated_state_is_overwritten(step):
     beside = estimate_row(step, workload(make), strategy).report
     over = estimate_row(step, workload(make), strategy, (0,)).report
     state = [k for k in COUNTED if k in (Kind.PARAMETERS, Kind.OPTIMIZER_STATE, Kind.OTHER_STATE)]
-    assert beside.result_bytes - over.result_bytes == sum(over.by_kind[kind] for kind in state)
+    assert beside.result_bytes - over.result_bytes == sum(
+        (over.by_kind[kind] or 0) for kind in state
+    )
 
 
 def test_a_model_that_fits_nowhere_is_estimated():
