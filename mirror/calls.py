@@ -464,6 +464,11 @@ def require_nothing_bound(fn: Callable[..., Any]) -> None:
 
 
 def variables_around(fn: Callable[..., Any]) -> list[int]:
+    """Identities of the variables that the names in a function mean; see `named_variables`."""
+    return list(map(id, named_variables(fn)))
+
+
+def named_variables(fn: Callable[..., Any]) -> list[Variable]:
     """The variables that the names in a function mean: its closure's, globals', its object's."""
     found: list[Any] = []
     while isinstance(fn, functools.partial):
@@ -476,7 +481,7 @@ def variables_around(fn: Callable[..., Any]) -> list[int]:
     found += [known.get(name) for name in (code.co_names if code else ())]
     held = [vars(value).values() for value in found if _holds_variables(value)]
     every = [*found, *itertools.chain.from_iterable(held)]
-    return [id(value) for value in every if isinstance(value, Variable)]
+    return [value for value in every if isinstance(value, Variable)]
 
 
 def _holds_variables(value: object) -> bool:

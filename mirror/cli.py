@@ -16,6 +16,7 @@ from mirror._version import __version__
 from mirror.bench import command as bench
 from mirror.demo.options import APIS, EXECUTORS, TRAINERS, OptionError, Options
 from mirror.doctor import command as doctor
+from mirror.estimate import command as estimate
 
 _INTERRUPTED = 128 + signal.SIGINT
 _DEMO_MODULES = ("sklearn", "tqdm", "matplotlib", "grain")
@@ -81,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_devices(commands)
     bench.add(commands)
+    estimate.add(commands)
     doctor.add(commands)
     return parser
 

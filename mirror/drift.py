@@ -92,6 +92,31 @@ def find_drifts(call: Call, step: Step, avals: Sequence[Any], marks: Sequence[Ma
     return drifts
 
 
+def find_returned(call: Call, step: Step, avals: Sequence[Any]) -> set[int]:
+    """Finds the arguments that are state: a result has the same structure, shapes and dtypes.
+
+    Args:
+        call: The call.
+        step: Its trace.
+        avals: Shapes and dtypes of the results.
+
+    Returns:
+        Positions among the leaves of the call's arguments.
+    """
+    inputs, mark = _inputs(call, step, numbers=True), Mark()
+    places = [i for i in range(step.out_tree.num_leaves) if i not in step.static_results]
+    outputs = {i: (aval, mark) for i, aval in zip(places, avals, strict=True)}
+    results = list(_parts(step.out_tree, 0, depth=0))
+    found: set[int] = set()
+    for unit in _arguments(call):
+        is_bare = unit.form.node_data() is None
+        for result in results:
+            if result.form == unit.form and (result.at_top or not is_bare):
+                pairs = _pairs(unit, result, inputs, outputs)
+                found.update(i for i, *_ in pairs or ())
+    return found
+
+
 def require_none_certain(name: str, drifts: Sequence[Drift]) -> None:
     """Refuses a step whose state would differ between the replicas.
 
@@ -121,12 +146,12 @@ def drifting(name: str, causes: Mapping[str, str]) -> str:
     return divergence(name, (f"{leaf}: {why}" for leaf, why in causes.items())) + _MEANT
 
 
-def _inputs(call: Call, step: Step) -> dict[int, Any]:
-    """Shapes and dtypes of the leaves of the arguments that are mirrored arrays."""
+def _inputs(call: Call, step: Step, *, numbers: bool = False) -> dict[int, Any]:
+    """Shapes and dtypes of the leaves of the arguments that are mirrored arrays, or numbers."""
     layout = call.layout
     found = {}
     for number, i in enumerate(layout.dynamic):
-        is_array = not isinstance(call.leaves[i], int | float | complex)
+        is_array = numbers or not isinstance(call.leaves[i], int | float | complex)
         if is_array and number not in layout.per_replica:
             found[i] = step.avals[step.num_state + number]
     return found

@@ -9,8 +9,8 @@ import functools
 import operator
 import threading
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import jax
@@ -30,7 +30,7 @@ from mirror.executors.callbacks import in_callback
 from mirror.executors.choice import choose, choose_for_unequal
 from mirror.executors.executor import MeshProgram, SignatureChanged
 from mirror.executors.staged import StagedExecutor
-from mirror.objects import ObjectTable
+from mirror.objects import ObjectTable, Record
 from mirror.parts import Parts
 from mirror.plan import find_merges, make_plan, unmerged
 from mirror.program import exchanges
@@ -168,6 +168,65 @@ class Runner:
             return program.lower([*call.state, *leaves])
 
         return self._with_variables(fn, lowered)
+
+    def examined(self, fn: StepFunction, args: Sequence[Any], kwargs: dict[str, Any]) -> "Examined":
+        """Returns a call with its arrays on the devices and its program, for a report."""
+
+        def examined() -> Examined:
+            call, leaves = self._prepared(fn, args, kwargs)
+            traced = self._trace(call, self._variants(call, leaves))
+            return _examined(
+                call, traced, self._find(call, call.key, leaves), [*call.state, *leaves]
+            )
+
+        return self._with_variables(fn, examined)
+
+    def examined_without_arrays(
+        self,
+        fn: StepFunction,
+        args: Sequence[Any],
+        types: Mapping[int, jax.ShapeDtypeStruct],
+        donate_argnums: tuple[int, ...] = (),
+    ) -> "Examined":
+        """Returns a call of arrays that do not exist with its program; allocates nothing for them.
+
+        Args:
+            fn: The step.
+            args: Its arguments. Host arrays stand in for the arrays that do not exist, also in the
+                variables of nnx objects.
+            types: By the `id` of a stand-in, its type; a `PerReplica` holds one of type
+                `(num_replicas, *shape)`.
+            donate_argnums: As of `run`.
+
+        Raises:
+            ArrayEscapedError: If the step uses an array that does not exist and is no argument.
+        """
+
+        def type_of(leaf: Any) -> jax.ShapeDtypeStruct:
+            found = types.get(id(leaf))
+            return abstract(leaf) if found is None else found
+
+        def examined() -> Examined:
+            objects, tree = calls.hoist_nested(args, {})
+            leaves, layout = self._flatten(fn, tree)
+            calls.require_static(fn, tree, layout, leaves)
+            captured = self.captured(fn)
+            objects = [*objects, *captured]
+            record = Record(objects, {}) if objects else None
+            state = (record.read() or []) if record is not None else []
+            call = Call(fn, tree, layout, leaves, objects, record, state, donate_argnums, captured)
+            own = [
+                *(call.structure.is_own if call.structure is not None else ()),
+                *(i in layout.per_replica for i in range(len(layout.dynamic))),
+            ]
+            avals = list(map(type_of, [*state, *layout.dynamic_leaves(leaves)]))
+            rows = [abstract_row(x) if o else x for x, o in zip(avals, own, strict=True)]
+            variants = ((tuple(rows), tuple(range(len(self.replicas)))),)
+            traced = self._trace(call, variants)
+            _require_no_tracers(traced)
+            return _examined(call, traced, self._make(call, variants), avals)
+
+        return self._with_variables(fn, examined)
 
     def _prepared(
         self, fn: StepFunction, args: Sequence[Any], kwargs: dict[str, Any]
@@ -597,12 +656,50 @@ class Runner:
             self._captured = {fn: found for fn, found in self._captured.items() if fn in kept}
 
 
+class Examined(NamedTuple):
+    """A call that is ready to run.
+
+    Attributes:
+        call: The call.
+        traced: Its trace.
+        leaves: What goes into the program: the arrays, or their types where there are no arrays.
+        lowered: The program lowered, not yet compiled; `None` if it is several, run in stages.
+    """
+
+    call: Call
+    traced: Traced
+    leaves: Sequence[Any]
+    lowered: jax.stages.Lowered | None
+
+
+def _examined(call: Call, traced: Traced, program: Program, leaves: Sequence[Any]) -> Examined:
+    compiled = program.compiled
+    lowered = compiled.lower(leaves) if isinstance(compiled, MeshProgram) else None
+    return Examined(call, traced, leaves, lowered)
+
+
 class VariablesFound(Exception):
     """A step uses variables that it is not passed: it is to be traced again, with them."""
 
     def __init__(self, variables: dict[int, Variable]) -> None:
         super().__init__(f"{len(variables)} variables")
         self.variables = list(variables.values())
+
+
+class ArrayEscapedError(ValueError):
+    """A step uses an array of a trace that has ended."""
+
+
+def _require_no_tracers(traced: Traced) -> None:
+    """Rejects a step that uses an array of another trace.
+
+    Raises:
+        ArrayEscapedError: If there is one; the message is its type.
+    """
+    for jaxpr in traced.jaxprs:
+        for array in arrays_in(jaxpr):
+            if isinstance(array, jax.core.Tracer):
+                raise ArrayEscapedError(describe(array))
 
 
 class _Identity:

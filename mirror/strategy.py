@@ -1,6 +1,7 @@
 """`Strategy`: what every strategy does, whatever devices it has."""
 
 import abc
+import contextlib
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
@@ -461,7 +462,7 @@ class Strategy(abc.ABC):
         data: Iterable[PyTree] | None = None,
         steps: int = 20,
     ) -> Explanation:
-        """Measures where the time of a step goes, and says what to change.
+        """Measures where the time of a step and the memory go, and says what to change.
 
         It runs the step some hundred times, on copies of the models: nothing is changed. The parts
         add up to the time of a step in a loop; `mirror.explain.timing` says what each means.
@@ -563,12 +564,14 @@ class Scope:
         require_cross_replica(strategy, "scope", "Open the scope outside the step.")
         with unlogged():
             try:
-                mesh = jax.set_mesh(strategy._replicas.mesh)
+                mesh: Any = jax.set_mesh(strategy._replicas.mesh)
             except ValueError as error:
-                raise RuntimeError(
-                    f"{strategy}.scope() was entered inside jax.jit, grad or vmap. Enter it "
-                    "outside, where the arrays are made."
-                ) from error
+                if not _is_open(strategy):
+                    raise RuntimeError(
+                        f"{strategy}.scope() was entered inside jax.jit, grad or vmap. Enter it "
+                        "outside, where the arrays are made."
+                    ) from error
+                mesh = contextlib.nullcontext()  # the trace has the mesh of the open scope
         mesh.__enter__()
         self._meshes.append(mesh)
         push_frame(Frame(strategy, None))
@@ -582,6 +585,14 @@ class Scope:
     ) -> None:
         pop_frame()
         self._meshes.pop().__exit__(kind, error, trace)
+
+
+def _is_open(strategy: Strategy) -> bool:
+    """Whether this thread is inside the scope of the strategy, and no other mesh is set."""
+    frame = current_frame()
+    mesh = strategy._replicas.mesh.abstract_mesh
+    is_set = jax.sharding.get_abstract_mesh() == mesh
+    return frame is not None and frame.strategy is strategy and is_set
 
 
 def _require_values(method: str, value: PyTree) -> None:

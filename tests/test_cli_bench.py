@@ -27,7 +27,7 @@ from tests import fresh
 from tests.conftest import cpu_strategy
 
 OWN = """
-import jax, mirror, numpy as np
+import jax, mirror, numpy as np, optax
 from flax import nnx
 
 BATCH = {"x": np.ones((8, 3), np.float32)}
@@ -43,6 +43,10 @@ def model():
 
 def bench(strategy):
     return step, (model(),), [BATCH]
+
+def training(strategy):
+    loss_fn = lambda model, batch: (model(batch["x"]) ** 2).sum(-1)
+    return mirror.Trainer(model(), optax.sgd(0.1), loss_fn), [BATCH]
 
 def distributed(strategy):
     return step, (model(),), strategy.distribute_dataset([BATCH])
@@ -87,7 +91,7 @@ def own(tmp_path, monkeypatch):
 @pytest.fixture
 def unexplained(monkeypatch):
     """Where the time goes is tested elsewhere, and takes some."""
-    found = types.SimpleNamespace(bound="compute", verdict="compute-bound: good.")
+    found = types.SimpleNamespace(bound="compute", verdict="compute-bound: good.", memory=None)
     monkeypatch.setattr(mirror.Strategy, "explain", lambda *args, **kwargs: found)
 
 
@@ -136,7 +140,7 @@ def test_a_users_step_is_measured_explained_and_drawn(own, capsys, tmp_path):
     picture = tmp_path / "scaling.png"
     assert bench(f"{own}:bench", "--devices", "2,1,2", "--steps", "3", "--plot", str(picture)) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
-    heading, table, notes = capsys.readouterr().out.strip().split("\n\n")
+    heading, table, notes, memory = capsys.readouterr().out.strip().split("\n\n")
     assert heading.endswith(
         "bench: strong scaling, the same batch of 8; 3 steps on each count of devices"
     )
@@ -148,6 +152,11 @@ def test_a_users_step_is_measured_explained_and_drawn(own, capsys, tmp_path):
     assert all(row[6].endswith("-bound") for row in rows[1:])
     assert notes.startswith("On 2 devices: ")
     assert "Host devices share the" in notes
+    title, columns, *rows = [re.split(r"  +", line) for line in memory.splitlines()]
+    assert title == ["bytes per device:"]
+    assert columns[:2] == ["devices", "parameters"]
+    assert [row[:2] for row in rows] == [["1", "32 bytes"], ["2", "32 bytes"]]
+    assert [row[columns.index("batch")] for row in rows] == ["96 bytes", "48 bytes"]
 
 
 @pytest.mark.parametrize(("name", "weak", "counts"), [("mlp", False, [1, 2]), ("cnn", True, [2])])
@@ -200,6 +209,11 @@ def test_a_step_without_a_batch_is_measured_in_time_alone(own, unexplained, caps
     assert "the same batch;" in heading
     assert "speed-up against 2" in table
     assert re.split(r"  +", table.splitlines()[1])[3] == "unknown"
+
+
+def test_a_trainer_is_measured(own, unexplained, capsys):
+    assert bench(f"{own}:training", "--devices", "2", "--steps", "1", "--weak") == 0
+    assert "the same batch of 8 on each device" in capsys.readouterr().out
 
 
 def test_a_module_of_this_folder_is_found(own, unexplained, monkeypatch, tmp_path):

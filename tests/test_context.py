@@ -233,3 +233,20 @@ def test_a_scope_refuses_to_open_inside_jit(two):
     with pytest.raises(RuntimeError, match=r"scope\(\) was entered inside jax\.jit, grad or vmap"):
         jax.jit(jitted)(1.0)
     assert not mirror.has_strategy()
+
+
+def test_an_open_scope_is_entered_again_in_a_trace(two):
+    """As by a function that is traced for its shapes alone."""
+
+    def create():
+        with two.scope():
+            assert mirror.get_strategy() is two
+            return jnp.ones(3)
+
+    with two.scope():
+        assert jax.jit(create)().sharding.is_equivalent_to(two._replicas.mirrored, 1)
+        assert jax.eval_shape(create).shape == (3,)
+        mesh = jax.set_mesh(cpu_strategy(3)._replicas.mesh)
+        with mesh, pytest.raises(RuntimeError, match=r"scope\(\) was entered inside jax\.jit"):
+            jax.eval_shape(create)
+    assert not mirror.has_strategy()

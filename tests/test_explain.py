@@ -1,6 +1,7 @@
 """`strategy.program` and `strategy.explain`: what is said of steps that are known to be so."""
 
 import json
+import re
 import sys
 import time
 
@@ -13,6 +14,7 @@ from flax import nnx
 
 import mirror
 from mirror.cross_device_ops import CrossDeviceOps
+from mirror.explain.memory_report import Kind, MemoryGroup, MemoryReport
 from mirror.explain.report import Explanation, Seconds
 from mirror.explain.timing import Batches, Idle, Trial, _one_by_one, split
 from mirror.values import PerReplica, on_replicas
@@ -308,7 +310,7 @@ def test_the_verdict_is_right_and_the_parts_add_up(bound):
     again = json.loads(json.dumps(found.to_dict()))
     assert again["bound"] == bound
     assert sum(again["shares"].values()) == pytest.approx(1)
-    assert {"arguments", "outputs", "temporary"} <= found.memory_bytes.keys() or bound == "exchange"
+    assert again["memory"]["peak_bytes"] == found.memory.peak_bytes > 0
 
 
 def test_nothing_changes(two):
@@ -413,8 +415,11 @@ def test_the_longer_of_host_and_devices_counts_in_full():
 @pytest.fixture
 def explanation():
     secs = Seconds(0.004, 0.001, 0.002, 0.002, 0.001)
+    weights = MemoryGroup(Kind.PARAMETERS, "model (Param)", 2, 2**20, (2**20, 2**20))
     return Explanation(
-        *("train", ("a", "b"), True, 5, 0.01, secs, 7, 1, 2048, 1.5, ""), {"device peak": 1024}
+        *("train", ("a", "b"), True, 5, 0.01, secs, 7, 1, 2048, 1.5, ""),
+        memory=MemoryReport("train", ("a", "b"), 2, "cpu", False, (weights,), 0, 3 * 2**20),
+        device_memory={"peak": 1024},
     )
 
 
@@ -424,8 +429,10 @@ def test_an_explanation_is_shown(explanation, tmp_path):
         "train on 2 replicas: 10.00 ms a step\n\ninput-bound: 50% of a step waits"
     )
     assert "1.50 of 2 (host devices share the cores)" in text
-    assert "device peak" in text
-    assert explanation._repr_html_().count("<table>") == 2
+    assert re.search(r"memory of the first device, peak +1.0 KiB", text)
+    assert re.search(r"^temporaries +3.0 MiB +75%", text, re.MULTILINE)
+    assert "Temporaries take the most, 3.0 MiB of 4.0 MiB per device." in text
+    assert explanation._repr_html_().count("<table>") == 3
     figure = explanation.plot(tmp_path / "step.png")
     assert figure.axes[0].get_title() == "input-bound"
     assert (tmp_path / "step.png").stat().st_size > 0

@@ -47,7 +47,8 @@ if you like, batches, each of which is the last argument of a step:
       return step, (model, optimizer), [{"x": x[:256], "y": y[:256]}]
 
 The batches are those of all replicas together; mirror cuts them up. Without
-data, (step, args), each step gets the same arguments.
+data, (step, args), each step gets the same arguments. It may return (trainer,
+data) as well: one training step of a mirror.Trainer per batch.
 """
 _END = """\
 the table:
@@ -55,6 +56,8 @@ the table:
   speed-up      against the smallest count of devices: how much more work a second
   efficiency    the speed-up as a part of the ideal one
   verdict       what takes the most, as strategy.explain finds it
+  bytes         per device, a table of its own: parameters, optimizer state, batch,
+                temporaries; mirror estimate-memory counts them without a run
 
 examples:
   mirror bench                                  mlp on all GPUs, or on 4 host devices

@@ -69,7 +69,8 @@ class Contender:
         steps = min(_MOST_EXPLAINED_STEPS, max(len(secs), 2))
         found = self.strategy.explain(step, args, data=data, steps=steps)
         names = tuple(map(backend.logical_name, self.strategy.devices))
-        return Row(names, sum(self.sizes) or None, tuple(secs), found.bound, found.verdict)
+        examples = sum(self.sizes) or None
+        return Row(names, examples, tuple(secs), found.bound, found.verdict, found.memory)
 
     def _arguments(self) -> tuple[Any, ...]:
         return (*self._workload.args, *self._batches.take())

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mirror.display import Table, new_figure
+from mirror.explain.memory_report import MemoryReport, memory_table
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class Row:
         secs: of a step, for each round.
         bound: what takes the most, as `strategy.explain` finds it.
         verdict: what to change, in a sentence.
+        memory: bytes per device; `None`: not measured.
     """
 
     devices: tuple[str, ...]
@@ -26,6 +28,7 @@ class Row:
     secs: tuple[float, ...]
     bound: str
     verdict: str
+    memory: MemoryReport | None = None
 
     @property
     def ms(self) -> float:
@@ -125,8 +128,18 @@ class Scaling:
             )
         return notes
 
+    @property
+    def memory_table(self) -> Table | None:
+        """Bytes per device, a row for each count of devices; `None`: not measured."""
+        reports = [row.memory for row in self.rows if row.memory is not None]
+        return memory_table(reports) if reports else None
+
     def __str__(self) -> str:
-        return "\n\n".join([self.heading, str(self.table), "\n".join(self.notes)])
+        memory = self.memory_table
+        parts = [self.heading, str(self.table), "\n".join(self.notes)]
+        if memory is not None:
+            parts.append(f"bytes per device:\n{memory}")
+        return "\n\n".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as numbers, text and lists, for JSON."""
@@ -152,6 +165,7 @@ class Scaling:
             "efficiency": self.efficiency(row),
             "bound": row.bound,
             "verdict": row.verdict,
+            "memory": None if row.memory is None else row.memory.to_dict(),
         }
 
     def plot(self, file: str | Path | None = None) -> Any:

@@ -16,8 +16,9 @@ from mirror._types import PyTree, StepFunction
 from mirror.bench.named import NAMED, make_named
 from mirror.data.source import Distributed
 from mirror.strategy import Strategy
+from mirror.training.trainer import Trainer, step_of
 
-_FORM = "(step, args) or (step, args, data)"
+_FORM = "(step, args) or (step, args, data), or (trainer, data)"
 
 
 class WorkloadError(ValueError):
@@ -80,6 +81,8 @@ def _own(
 ) -> Workload:
     with strategy.scope():
         made = function(strategy)
+    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], Trainer):
+        return _training(text, *made, strategy, weak)
     if not isinstance(made, tuple) or len(made) not in (2, 3) or not callable(made[0]):
         raise WorkloadError(f"{text} returned {describe(made)}. Return {_FORM}.")
     step, args, data = (*made, None)[:3]
@@ -93,6 +96,19 @@ def _own(
     if weak:
         data = Repeated(data, strategy.num_replicas_in_sync)
     return Workload(step, tuple(args), strategy.distribute_dataset(data))
+
+
+def _training(text: str, trainer: Trainer, data: Any, strategy: Strategy, weak: bool) -> Workload:
+    """One training step of a trainer."""
+    if isinstance(data, Distributed):
+        raise WorkloadError(
+            f"{text} returned batches that are distributed already. Return the global batches: "
+            "(trainer, data)."
+        )
+    if weak:
+        data = Repeated(data, strategy.num_replicas_in_sync)
+    batches = strategy.distribute_dataset(data, remainder="pad")
+    return Workload(step_of(trainer), (trainer.model, trainer.optimizer), batches)
 
 
 @final

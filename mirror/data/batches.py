@@ -102,7 +102,8 @@ def array_of(name: str, leaf: Any) -> Any:
     """
     if isinstance(leaf, PerReplica):
         raise TypeError(f"{name} is a PerReplica. distribute_dataset takes global batches.")
-    if isinstance(leaf, jax.Array) and leaf.is_deleted():
+    is_traced = isinstance(leaf, jax.core.Tracer)
+    if isinstance(leaf, jax.Array) and not is_traced and leaf.is_deleted():
         raise ValueError(
             f"{name} is an array that has been deleted: a step gave up its buffer "
             "(donate_argnums). Yield a fresh one, or keep NumPy arrays."

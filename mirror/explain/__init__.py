@@ -1,1 +1,1 @@
-"""A step in words: what the proof found in its program, and where its time goes."""
+"""A step in words: what the proof found, and where its time and its memory go."""

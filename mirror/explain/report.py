@@ -1,12 +1,13 @@
 """`Explanation`: where a step's time goes, in words, as a table and as a picture."""
 
 import html
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mirror._errors import bytes_in_words
 from mirror.display import Table, new_figure
+from mirror.explain.memory_report import MemoryReport
 
 
 class Seconds(NamedTuple):
@@ -53,8 +54,9 @@ class Explanation:
         speedup: how much faster a step is than on one replica with the whole batch, both without
             waiting for data; `None`: unknown.
         no_speedup_because: why it is.
-        memory_bytes: on one device: the compiled step's `"arguments"`, `"outputs"` (without those
-            written over arguments) and `"temporary"` values; what the `"device ..."` itself tells.
+        memory: bytes per device of parameters, optimizer state, batch and temporaries.
+        device_memory: what the first device itself tells, `"current"`, `"peak"` and `"limit"` in
+            bytes; empty on host devices.
     """
 
     step: str
@@ -68,7 +70,8 @@ class Explanation:
     exchanged_bytes: int
     speedup: float | None
     no_speedup_because: str
-    memory_bytes: dict[str, int]
+    memory: MemoryReport
+    device_memory: dict[str, int]
 
     @property
     def shares(self) -> dict[str, float]:
@@ -132,8 +135,8 @@ class Explanation:
         rows.append(("exchanges a step", str(self.num_exchanges)))
         rows.append(("each replica brings", bytes_in_words(self.exchanged_bytes)))
         rows.append(("arrays handed over", str(self.num_arrays)))
-        for name, count in self.memory_bytes.items():
-            rows.append((f"memory on a device, {name}", bytes_in_words(count)))
+        for name, count in self.device_memory.items():
+            rows.append((f"memory of the first device, {name}", bytes_in_words(count)))
         return Table(("figure", "value"), rows)
 
     @property
@@ -147,17 +150,20 @@ class Explanation:
         return str(self)
 
     def __str__(self) -> str:
-        return "\n\n".join([self.heading, self.verdict, str(self.table), str(self.facts)])
+        memory = f"{self.memory.table}\n\n{self.memory.advice}"
+        return "\n\n".join([self.heading, self.verdict, str(self.table), str(self.facts), memory])
 
     def _repr_html_(self) -> str:
         heading, verdict = html.escape(self.heading), html.escape(self.verdict)
         tables = self.table._repr_html_() + self.facts._repr_html_()
-        return f"<b>{heading}</b><p>{verdict}</p>{tables}"
+        memory = f"{self.memory.table._repr_html_()}<p>{html.escape(self.memory.advice)}</p>"
+        return f"<b>{heading}</b><p>{verdict}</p>{tables}{memory}"
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as numbers, text and dicts, for JSON."""
         return {
-            **asdict(self),
+            **{field.name: getattr(self, field.name) for field in fields(self)},
+            "memory": self.memory.to_dict(),
             "devices": list(self.devices),
             "secs": self.secs._asdict(),
             "shares": self.shares,

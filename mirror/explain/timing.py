@@ -34,8 +34,8 @@ from mirror._types import Array, PyTree, StepFunction
 from mirror.checks import copy_of, restore, whole_batch, with_objects
 from mirror.devices.memory import memory_info
 from mirror.devices.replicas import ReplicaDevices
-from mirror.executors.executor import MeshProgram
 from mirror.explain.exchanges import ExchangeRow
+from mirror.explain.memory import memory_report
 from mirror.explain.program import describe_program
 from mirror.explain.report import Explanation, Seconds
 from mirror.objects import is_object
@@ -95,7 +95,7 @@ def explain(
     try:
         trial = Trial(many, fn, args, kwargs)
         program = describe_program(many, fn, *trial.arguments(first))
-        memory = _memory(many, fn, *trial.arguments(first))
+        memory = memory_report(many.examined(fn, *trial.arguments(first)), many.replicas)
         trial.warm_up(first)
         empty = _empty(runners.scratch, trial, first)
         _in_a_loop(trial, batches, steps)  # uses up what was read ahead while XLA compiled
@@ -119,7 +119,8 @@ def explain(
         exchanged_bytes=sum(row.least_trips * row.num_bytes for row in program.exchanges),
         speedup=alone / idle.run if alone else None,
         no_speedup_because=why_not,
-        memory_bytes=memory,
+        memory=memory,
+        device_memory=memory_info(many.replicas.devices[0].memory_stats()) or {},
     )
 
 
@@ -415,19 +416,3 @@ def _together(scratch: Runner, rows: Sequence[ExchangeRow], steps: int) -> float
 def _first(array: Array) -> Array:
     """Its first number, so that results take no time."""
     return array.ravel()[:1]
-
-
-def _memory(
-    runner: Runner, fn: StepFunction, args: Sequence[Any], kwargs: dict[str, Any]
-) -> dict[str, int]:
-    """Bytes on one replica's device: of what is compiled, and what the device itself tells."""
-    found: dict[str, int] = {}
-    if isinstance(runner.prepare(fn, args, kwargs).compiled, MeshProgram):
-        analysis = runner.lower(fn, args, kwargs).compile().memory_analysis()
-        if analysis is not None:
-            found["arguments"] = analysis.argument_size_in_bytes
-            found["outputs"] = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-            found["temporary"] = analysis.temp_size_in_bytes
-    device = runner.replicas.devices[0]
-    told = memory_info(device.memory_stats()) or {}
-    return {**found, **{f"device {key}": value for key, value in told.items()}}
