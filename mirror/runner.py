@@ -154,6 +154,11 @@ class Runner:
         )
 
     @property
+    def pack_bytes(self) -> int:
+        """All-reduces of at most this many bytes travel together where they can."""
+        return self._executor.pack_bytes
+
+    @property
     def is_staged(self) -> bool:
         """Whether programs are run in stages, so that there is no one program to lower."""
         return isinstance(self._executor, StagedExecutor)

@@ -511,7 +511,7 @@ class Strategy(abc.ABC):
 
     def _all_reduce(self, op: ReduceOp, leaves: Sequence[Any]) -> list[Array]:
         """Carries out an exchange inside a replica."""
-        return self._cross_device_ops.all_reduce(op, leaves, on_host=self._replicas.on_host)
+        return self._cross_device_ops.all_reduce(op, leaves)
 
     def _local(self, leaf: Any) -> Sequence[Any]:
         n = self.num_replicas_in_sync

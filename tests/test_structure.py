@@ -46,6 +46,7 @@ LAYERS = [
     "program.inner",
     "program.additive",
     "program.exchanges",
+    "program.flat",
     "program.evaluate",
     "program.ensure",
     "program.proof",

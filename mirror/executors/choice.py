@@ -34,10 +34,12 @@ def choose(replicas: ReplicaDevices, ops: CrossDeviceOps) -> Executor:
         return _staged(replicas, ops, "the devices are of several types")
     if not isinstance(ops, AllReduce):
         return _staged(replicas, ops, f"cross_device_ops is {ops!r}")
+    pack_bytes = ops.packed_bytes(on_host=replicas.on_host)
     if replicas.replicas_per_device > 1:
-        return _said(VmapExecutor(replicas), "there are several replicas on each device")
+        executor = VmapExecutor(replicas, pack_bytes=pack_bytes)
+        return _said(executor, "there are several replicas on each device")
     _logger.debug("Using PmapExecutor: there is one replica on each device, all of one type")
-    return PmapExecutor(replicas)
+    return PmapExecutor(replicas, pack_bytes=pack_bytes)
 
 
 def choose_for_unequal(executor: Executor, ops: CrossDeviceOps) -> Executor:

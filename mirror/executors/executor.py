@@ -1,7 +1,7 @@
 """What the executors have in common: one program of flat leaves, compiled with its shardings."""
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import jax
@@ -38,10 +38,6 @@ class Variant(NamedTuple):
     finish: ClosedJaxpr
     avals: Sequence[jax.ShapeDtypeStruct]
     replicas: Sequence[int]
-
-    def evaluate(self, call: Callable[..., list[Any]], leaves: Sequence[Any]) -> list[Any]:
-        """Returns the outputs; `call(program, arguments)` evaluates a program."""
-        return call(self.finish, [*leaves, *call(self.proved, leaves)])
 
 
 class ReplicaProgram(NamedTuple):
@@ -91,12 +87,15 @@ class Executor(abc.ABC):
     Attributes:
         replicas: those devices.
         reduces_on: where exchanges are reduced; `None`: among the devices themselves.
+        pack_bytes: All-reduces of at most this many bytes that do not depend on each other travel
+            in one buffer.
     """
 
     reduces_on: jax.Device | None = None
 
-    def __init__(self, replicas: ReplicaDevices) -> None:
+    def __init__(self, replicas: ReplicaDevices, pack_bytes: int = 0) -> None:
         self.replicas = replicas
+        self.pack_bytes = pack_bytes
 
     @abc.abstractmethod
     def compile(self, program: ReplicaProgram) -> CompiledProgram:
@@ -109,10 +108,13 @@ class MeshExecutor(Executor):
     Args:
         replicas: the devices, of one type.
         exchanges: whether replicas talk in the programs.
+        pack_bytes: As of `Executor`.
     """
 
-    def __init__(self, replicas: ReplicaDevices, *, exchanges: bool = True) -> None:
-        super().__init__(replicas)
+    def __init__(
+        self, replicas: ReplicaDevices, *, exchanges: bool = True, pack_bytes: int = 0
+    ) -> None:
+        super().__init__(replicas, pack_bytes)
         # One device needs no rendezvous, and an accelerator has a queue of its own.
         self._bounded = replicas.on_host and exchanges
         self._filler: Any = None
@@ -138,6 +140,10 @@ class MeshExecutor(Executor):
     def _rules(self, guard: CallbackGuard | None) -> Rules:
         """The operations of a replica program that are replaced inside the mapping."""
 
+    @abc.abstractmethod
+    def _lowering(self, arrays: Mapping[int, Any], rules: Rules) -> Lowering:
+        """What evaluates a replica program inside the mapping; arguments as of `Lowering`."""
+
     @final
     def compile(self, program: ReplicaProgram) -> "MeshProgram":
         """See `Executor.compile`. All replicas have one set of shapes."""
@@ -152,7 +158,7 @@ class MeshExecutor(Executor):
         def replica(*leaves: Any) -> Sequence[Any]:
             own = leaves[:start]
             arrays = dict(zip(held, leaves[start:], strict=True))
-            found = variant.evaluate(Lowering(arrays, rules).call, own)
+            found = self._lowering(arrays, rules).in_turn(variant[:2], own)
             _require_proved(found, variant.finish)
             return found
 

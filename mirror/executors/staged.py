@@ -67,7 +67,7 @@ class StagedExecutor(Executor):
     """
 
     def __init__(self, replicas: ReplicaDevices, ops: CrossDeviceOps) -> None:
-        super().__init__(replicas)
+        super().__init__(replicas, _PACK_BYTES if ops.pack_bytes is None else ops.pack_bytes)
         self.ops = ops
         self.reduces_on = ops.device
         self._lanes: dict[tuple[int, ...], _Lane] = {}
@@ -79,8 +79,7 @@ class StagedExecutor(Executor):
             NotImplementedError: the program cannot be cut.
             ValueError: replicas of different shapes talk differently.
         """
-        limit = self.ops.pack_bytes
-        limit = _PACK_BYTES if limit is None else limit
+        limit = self.pack_bytes
         n = len(self.replicas)
         rules = program.guard.rules if program.guard is not None else {}
         inputs = [not differs for differs in program.per_replica_inputs]

@@ -6,7 +6,7 @@ gradient of a pointwise convolution wrongly when the rows of one `jax.vmap` are 
 (the grouped convolution that `jax.vmap` makes of it; JAX 0.10 to 0.12).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import jax
@@ -16,7 +16,7 @@ from mirror.executors.callbacks import CallbackGuard
 from mirror.executors.collectives import RowCollectives
 from mirror.executors.executor import MeshExecutor, Outputs, SignatureChanged
 from mirror.executors.sums import evaluate
-from mirror.program.evaluate import Rules
+from mirror.program.evaluate import Lowering, Rules
 from mirror.program.trace import trace_inside
 
 _ROWS = "replicas of a device"
@@ -32,6 +32,10 @@ class VmapExecutor(MeshExecutor):
         devices = replicas.axis_name if len(replicas.distinct) > 1 else None
         num_rows, num_devices = replicas.replicas_per_device, len(replicas.distinct)
         return RowCollectives(_ROWS, num_rows, devices, num_devices).rules
+
+    def _lowering(self, arrays: Mapping[int, Any], rules: Rules) -> Lowering:
+        # Collectives over the rows of one device need no packing; `_mapped` packs the others.
+        return Lowering(arrays, rules)
 
     def _mapped(
         self,
@@ -51,7 +55,7 @@ class VmapExecutor(MeshExecutor):
             # `out_axes=None` takes only what vmap itself knows to be the same in all rows; the
             # proof knows more. XLA drops rows that are made to be left out.
             try:
-                found = evaluate(trace_inside(rows, leaves), leaves, guard)
+                found = evaluate(trace_inside(rows, leaves), leaves, guard, self.pack_bytes)
             except SignatureChanged:
                 raise
             except (NotImplementedError, AssertionError, NameError, ValueError) as error:

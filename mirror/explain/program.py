@@ -139,7 +139,10 @@ def describe_program(
         len(runner.replicas),
         tuple(_results(call, step.out_names, avals[: ends[0]], results)),
         tuple(_variables(call, avals[ends[0] : ends[1]], after, found)),
-        (*exchanges_of(jaxpr), *_averaging(traced, [avals[ends[0] + i] for i in averaged])),
+        (
+            *exchanges_of(jaxpr, runner.pack_bytes),
+            *_averaging(traced, [avals[ends[0] + i] for i in averaged], runner.pack_bytes),
+        ),
         tuple(problems),
     )
 
@@ -162,13 +165,14 @@ def _marks(traced: Traced, names: Sequence[str], problems: list[str]) -> Sequenc
         return proved[0]
 
 
-def _averaging(traced: Traced, avals: Sequence[Any]) -> Iterator[ExchangeRow]:
+def _averaging(traced: Traced, avals: Sequence[Any], pack_bytes: int) -> Iterator[ExchangeRow]:
     """The exchange in which `run` averages batch statistics."""
     if avals:
         group = traced.steps[0].group
         mean = lambda *leaves: group._all_reduce(ReduceOp.MEAN, list(leaves))  # noqa: E731
         leaves = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
-        yield from exchanges_of(trace(mean, leaves, group.num_replicas_in_sync).jaxpr, _AFTER)
+        jaxpr = trace(mean, leaves, group.num_replicas_in_sync).jaxpr
+        yield from exchanges_of(jaxpr, pack_bytes, _AFTER)
 
 
 def _results(

@@ -397,8 +397,13 @@ def _together(scratch: Runner, rows: Sequence[ExchangeRow], steps: int) -> float
         return [jnp.full(aval.shape, number, aval.dtype) for aval in avals]
 
     def talk(buffers: list[Array]) -> list[Array]:
-        rest = iter(buffers)
-        got = [out for row in rows for out in row.again([next(rest) for _ in row.avals])]
+        got: list[Array] = []
+        for row in rows:
+            # Each waits for the one before: else the executor would let several travel together.
+            start = len(got)
+            mine = buffers[start : start + len(row.avals)]
+            mine, got = jax.lax.optimization_barrier((mine, got))
+            got = [*got, *row.again(mine)]
         return [_first(out) for out in jax.lax.optimization_barrier(got)]
 
     def stay(buffers: list[Array]) -> list[Array]:
