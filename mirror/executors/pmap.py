@@ -10,6 +10,7 @@ from typing import Any, final
 
 import jax
 
+from mirror.devices.replicas import Kind
 from mirror.executors.callbacks import CallbackGuard
 from mirror.executors.collectives import extremes
 from mirror.executors.executor import MeshExecutor, Outputs
@@ -29,15 +30,15 @@ class PmapExecutor(MeshExecutor):
     def _mapped(
         self,
         replica: Callable[..., Outputs],
-        inputs: Sequence[bool],
-        outputs: Sequence[bool],
+        inputs: Sequence[Kind],
+        outputs: Sequence[Kind],
         guard: CallbackGuard | None,
     ) -> Callable[..., Outputs]:
         del guard  # its rules apply inside
         return jax.pmap(
             replica,
             axis_name=self.replicas.axis_name,
-            in_axes=tuple(0 if differs else None for differs in inputs),
-            out_axes=tuple(0 if differs else None for differs in outputs),
+            in_axes=tuple(0 if kind.is_own else None for kind in inputs),
+            out_axes=tuple(0 if kind.is_own else None for kind in outputs),
             devices=self.replicas.devices,
         )

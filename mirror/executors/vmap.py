@@ -12,6 +12,7 @@ from typing import Any, final
 import jax
 from jax.sharding import PartitionSpec
 
+from mirror.devices.replicas import Kind
 from mirror.executors.callbacks import CallbackGuard
 from mirror.executors.collectives import RowCollectives
 from mirror.executors.executor import MeshExecutor, Outputs, SignatureChanged
@@ -40,13 +41,13 @@ class VmapExecutor(MeshExecutor):
     def _mapped(
         self,
         replica: Callable[..., Outputs],
-        inputs: Sequence[bool],
-        outputs: Sequence[bool],
+        inputs: Sequence[Kind],
+        outputs: Sequence[Kind],
         guard: CallbackGuard | None,
     ) -> Callable[..., Outputs]:
         rows = jax.vmap(
             replica,
-            in_axes=tuple(0 if differs else None for differs in inputs),
+            in_axes=tuple(0 if kind.is_own else None for kind in inputs),
             axis_name=_ROWS,
             axis_size=self.replicas.replicas_per_device,
         )
@@ -65,7 +66,7 @@ class VmapExecutor(MeshExecutor):
                     "write it otherwise."
                 ) from error
             return tuple(
-                row if differs else row[0] for row, differs in zip(found, outputs, strict=True)
+                row if kind.is_own else row[0] for row, kind in zip(found, outputs, strict=True)
             )
 
         if len(self.replicas.distinct) == 1:
@@ -74,7 +75,7 @@ class VmapExecutor(MeshExecutor):
         return jax.shard_map(
             on_device,
             mesh=self.replicas.mesh,
-            in_specs=tuple(split if differs else PartitionSpec() for differs in inputs),
-            out_specs=tuple(split if differs else PartitionSpec() for differs in outputs),
+            in_specs=tuple(split if kind.is_own else PartitionSpec() for kind in inputs),
+            out_specs=tuple(split if kind.is_own else PartitionSpec() for kind in outputs),
             check_vma=False,
         )

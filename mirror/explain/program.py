@@ -12,14 +12,14 @@ from mirror._errors import ReplicaDivergenceError, bytes_in_words, counted, desc
 from mirror._types import StepFunction
 from mirror.cross_device_ops import ReduceOp
 from mirror.display import Table
-from mirror.drift import causes_of, drifting, find_drifts
+from mirror.drift import carried_state, causes_of, drifting, find_drifts
 from mirror.explain.exchanges import ExchangeRow, exchanges_of
-from mirror.plan import Fate, cause, divergence, fates, find_merges, unmerged
+from mirror.plan import Fate, Plan, cause, divergence, fates, find_merges, unmerged
 from mirror.program.match import join_marks
 from mirror.program.proof import Mark, prove
 from mirror.program.trace import trace
 from mirror.runner import Runner
-from mirror.step import Call, Traced
+from mirror.step import Call, Traced, shards_of
 
 _MOST_LINES = 2
 _UNTOUCHED = "the step does not write to it"
@@ -55,6 +55,9 @@ class ProgramReport:
         variables: a row for each variable of the nnx objects.
         exchanges: where replicas talk, in the order of the program.
         problems: why `run` would refuse the step, and the fix; empty where it would not.
+        sharding: With `shard_update=True`, a row for each array of the state that the step changes:
+            whether it is `"sharded"` or `"mirrored"`, and why. Arguments that are state and are not
+            nnx objects are taken for donated.
     """
 
     step: str
@@ -63,6 +66,7 @@ class ProgramReport:
     variables: tuple[ValueRow, ...]
     exchanges: tuple[ExchangeRow, ...]
     problems: tuple[str, ...] = ()
+    sharding: tuple[ValueRow, ...] = ()
 
     @property
     def in_step(self) -> bool:
@@ -92,15 +96,25 @@ class ProgramReport:
         )
         return Table(("", "exchange", "leaves", "bytes", "runs", "line"), rows)
 
+    @property
+    def sharding_table(self) -> Table:
+        """What of the state is sharded."""
+        rows = [(row.name, row.value, row.state, row.why) for row in self.sharding]
+        return Table(("state", "of all replicas", "is", "why"), rows)
+
     def __repr__(self) -> str:
         return str(self)
 
     def __str__(self) -> str:
         talk = str(self.exchanges_table) if self.exchanges else "No exchanges: replicas never talk."
-        return "\n\n".join([self.heading, str(self.values_table), talk, *self.problems])
+        sharded = [str(self.sharding_table)] if self.sharding else []
+        parts = [self.heading, str(self.values_table), *sharded, talk, *self.problems]
+        return "\n\n".join(parts)
 
     def _repr_html_(self) -> str:
         parts = [f"<b>{html.escape(self.heading)}</b>", self.values_table._repr_html_()]
+        if self.sharding:
+            parts.append(self.sharding_table._repr_html_())
         if self.exchanges:
             parts.append(self.exchanges_table._repr_html_())
         return "".join([*parts, *(f"<pre>{html.escape(text)}</pre>" for text in self.problems)])
@@ -134,6 +148,11 @@ def describe_program(
         problems.append(drifting(step.name, causes_of(drifts)))
     ends = len(results), len(results) + step.num_state
     averaged = [i for i, fate in enumerate(found) if fate is Fate.AVERAGED]
+    sharding: tuple[ValueRow, ...] = ()
+    if runner.holds_slices and not problems and len(traced.steps) == 1:
+        changed = [i for i, fate in enumerate(found) if fate is not Fate.UNCHANGED]
+        plan = Plan(changed, averaged, list(merges), [mark.per_replica for mark in results])
+        sharding = tuple(_sharding(call, traced, plan))
     return ProgramReport(
         step.name,
         len(runner.replicas),
@@ -144,7 +163,22 @@ def describe_program(
             *_averaging(traced, [avals[ends[0] + i] for i in averaged], runner.pack_bytes),
         ),
         tuple(problems),
+        sharding,
     )
+
+
+def _sharding(call: Call, traced: Traced, plan: Plan) -> Iterator[ValueRow]:
+    """A row for each array of the state that the step changes."""
+    step, differs = traced.steps[0], plan.per_replica_results
+    avals = traced.avals[: len(differs)]
+    carried = carried_state(call, step, avals, differs, donated=True)
+    shards, names = shards_of(traced, plan, carried), call.input_names
+    part = f"1/{step.group.num_replicas_in_sync} on each device"
+    for i in sorted({*shards.inputs, *shards.reasons}):
+        sharded = i in shards.inputs
+        why = f"{part}, along axis {shards.inputs[i]}" if sharded else shards.reasons[i]
+        state = "sharded" if sharded else "mirrored"
+        yield ValueRow(names[i], describe(step.avals[i]), state, why)
 
 
 def _marks(traced: Traced, names: Sequence[str], problems: list[str]) -> Sequence[Mark]:

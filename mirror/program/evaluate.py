@@ -116,7 +116,7 @@ class Lowering(Evaluation):
             if len(pack) == 1:
                 found = [self.operation(pack[0], operands[0])]
             else:
-                found = [[x] for x in self._packed(pack, [x for (x,) in operands])]
+                found = [[x] for x in self.packed(pack, [x for (x,) in operands])]
             for each, outputs in zip(pack, found, strict=True):
                 values.update(zip(each.outputs, outputs, strict=True))
         return list(map(read, flat.outputs))
@@ -130,7 +130,7 @@ class Lowering(Evaluation):
                 return list(jax.lax.optimization_barrier(operands))
             return self.apply(each.eqn, operands)
 
-    def _packed(self, pack: Sequence[Operation], operands: list[Any]) -> list[Any]:
+    def packed(self, pack: Sequence[Operation], operands: list[Any]) -> list[Any]:
         """Returns the results of collectives of one kind and dtype, carried out as one."""
         first = pack[0]
         with at_line_of(first.eqn):

@@ -1,0 +1,224 @@
+"""`shard_update=True`: each device stores and updates 1/n, and the training is the same."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from flax.training import train_state
+
+import mirror
+from tests.conftest import cpu_strategy
+
+RNG = np.random.RandomState(0)
+X = RNG.randn(16, 16).astype(np.float32)
+PARAMS = {
+    "w": RNG.randn(16, 32).astype(np.float32) / 4,
+    "b": np.zeros(32, np.float32),
+    "v": RNG.randn(32, 10).astype(np.float32) / 6,
+    "c": np.zeros(10, np.float32),
+    "k": RNG.randn(3, 8, 2).astype(np.float32),
+}
+SHARED = {2: {"w", "b", "v", "c", "k"}, 4: {"w", "b", "v", "k"}, 8: {"w", "b", "v", "k"}}
+
+
+def forward(p, x):
+    return jnp.tanh(x @ p["w"] + p["b"]) @ p["v"] + p["c"] + (p["k"] ** 2).mean()
+
+
+def step_of(tx):
+    def step(state, x):
+        params, opt_state = state
+        loss, grads = jax.value_and_grad(lambda p: (forward(p, x) ** 2).mean())(params)
+        context = mirror.get_replica_context()
+        grads = context.all_reduce("mean", grads)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        new = optax.apply_updates(params, updates)
+        return (new, opt_state), context.all_reduce("mean", loss)
+
+    return step
+
+
+def train(strategy, tx, steps=5):
+    with strategy.scope():
+        params = jax.tree.map(jnp.asarray, PARAMS)
+        state = (params, tx.init(params))
+    (batch,) = strategy.distribute_dataset([X])
+    step = step_of(tx)
+    losses = []
+    for _ in range(steps):
+        state, loss = strategy.run(step, (state, batch), donate_argnums=0)
+        losses.append(float(loss))
+    return state, losses
+
+
+def stored(tree) -> list[float]:
+    """For each array of a tree, what part of it the first device stores."""
+    leaves = [x for x in jax.tree.leaves(tree) if x.ndim]
+    return [x.addressable_shards[0].data.size / x.size for x in leaves]
+
+
+def assert_close(got, wanted, tolerance=1e-6):
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=tolerance, atol=tolerance)
+
+
+def masked():
+    is_matrix = lambda p: jax.tree.map(lambda x: x.ndim > 1, p)  # noqa: E731
+    schedule = optax.cosine_decay_schedule(1e-2, 100)
+    return optax.chain(
+        optax.clip_by_global_norm(0.5), optax.adamw(schedule, weight_decay=0.1, mask=is_matrix)
+    )
+
+
+# For each optimizer, how many copies of the parameters it stores in slices: where it computes each
+# element by itself, or with norms of whole arrays. Others are the same training, and as large.
+OPTIMIZERS = {
+    "adam": (lambda: optax.adam(1e-2), 2),
+    "clipped masked adamw with a schedule": (masked, 2),
+    "sgd": (lambda: optax.sgd(1e-2), 0),
+    "momentum": (lambda: optax.sgd(1e-2, momentum=0.9, nesterov=True), 1),
+    "rmsprop": (lambda: optax.rmsprop(1e-3, momentum=0.9), 2),
+    "lion": (lambda: optax.lion(1e-3), 1),
+    "trace and ema": (
+        lambda: optax.chain(optax.trace(0.9), optax.ema(0.99), optax.scale(-1e-2)),
+        2,
+    ),
+    "amsgrad": (lambda: optax.amsgrad(1e-2), 3),
+    "adagrad": (lambda: optax.adagrad(1e-2), 1),
+    "lamb": (lambda: optax.lamb(1e-2), 2),
+    "lars": (lambda: optax.lars(1e-2), 1),
+    "adafactor": (lambda: optax.adafactor(1e-2), None),
+    "zero_nans": (lambda: optax.chain(optax.zero_nans(), optax.adam(1e-2)), 2),
+    "MultiSteps": (lambda: optax.MultiSteps(optax.adam(1e-2), 2), 0),
+    "apply_if_finite": (lambda: optax.apply_if_finite(optax.adam(1e-2), 3), 0),
+    "adaptive clipping": (
+        lambda: optax.chain(optax.adaptive_grad_clip(0.1), optax.adam(1e-2)),
+        None,
+    ),
+}
+
+
+ROWS = [(name, 4) for name in OPTIMIZERS]
+ROWS += [(name, n) for name in ("adam", "clipped masked adamw with a schedule") for n in (2, 8)]
+
+
+@pytest.mark.parametrize(("name", "n"), ROWS)
+def test_every_optimizer_trains_as_without(name, n):
+    make, copies = OPTIMIZERS[name]
+    state, losses = train(cpu_strategy(n, shard_update=True), make())
+    wanted, plain = train(cpu_strategy(n), make())
+    assert_close(state, wanted, 2e-6)
+    np.testing.assert_allclose(losses, plain, rtol=1e-6)
+    assert losses[-1] < losses[0]
+    params, opt_state = state
+    assert set(stored(params)) == {1.0}  # the forward pass reads them whole
+    found = stored(opt_state)
+    if copies is not None:
+        assert sum(part < 1 for part in found) == copies * len(SHARED[n])
+    assert {part for part in found if part < 1} <= {1 / n}
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.first = nnx.Linear(16, 32, rngs=rngs)
+        self.norm = nnx.BatchNorm(32, rngs=rngs)
+        self.drop = nnx.Dropout(0.2, rngs=rngs)
+        self.second = nnx.Linear(32, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.second(self.drop(jax.nn.relu(self.norm(self.first(x)))))
+
+
+def nnx_step(model, optimizer, x):
+    loss, grads = nnx.value_and_grad(lambda m: (m(x) ** 2).mean())(model)
+    context = mirror.get_replica_context()
+    optimizer.update(model, context.all_reduce("mean", grads))
+    return context.all_reduce("mean", loss)
+
+
+def nnx_training(strategy):
+    with strategy.scope():
+        model = Net(nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    return model, optimizer
+
+
+def of_nnx(strategy):
+    model, optimizer = nnx_training(strategy)
+    (batch,) = strategy.distribute_dataset([X])
+    for _ in range(4):
+        strategy.run(nnx_step, (model, optimizer, batch))
+    strategy.check_mirrored((model, optimizer))
+    return nnx.state(model), nnx.state(optimizer)
+
+
+class LinenNet(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return linen.Dense(8)(linen.relu(linen.Dense(32)(x)))
+
+
+def of_linen(strategy):
+    net = LinenNet()
+    with strategy.scope():
+        params = net.init(jax.random.key(0), X[:1])["params"]
+        tx = optax.adam(1e-2)
+        state = train_state.TrainState.create(apply_fn=net.apply, params=params, tx=tx)
+
+    def step(state, x):
+        grads = jax.grad(lambda p: (state.apply_fn({"params": p}, x) ** 2).mean())(state.params)
+        return state.apply_gradients(grads=mirror.get_replica_context().all_reduce("mean", grads))
+
+    (batch,) = strategy.distribute_dataset([X])
+    for _ in range(4):
+        state = strategy.run(step, (state, batch), donate_argnums=0)
+    strategy.check_mirrored((state.params, state.opt_state))
+    return state.params, state.opt_state
+
+
+def of_equinox(strategy):
+    tx = optax.adam(1e-2)
+    with strategy.scope():
+        model = eqx.nn.MLP(16, 8, 32, 1, key=jax.random.key(0))
+        opt_state = tx.init(eqx.filter(model, eqx.is_array))
+
+    def step(model, opt_state, x):
+        loss = lambda m: (jax.vmap(m)(x) ** 2).mean()  # noqa: E731
+        grads = mirror.get_replica_context().all_reduce("mean", eqx.filter_grad(loss)(model))
+        updates, opt_state = tx.update(grads, opt_state)
+        return eqx.apply_updates(model, updates), opt_state
+
+    (batch,) = strategy.distribute_dataset([X])
+    for _ in range(4):
+        model, opt_state = strategy.run(step, (model, opt_state, batch), donate_argnums=(0, 1))
+    arrays = eqx.filter(model, eqx.is_array)
+    strategy.check_mirrored((arrays, opt_state))
+    return arrays, opt_state
+
+
+KINDS = {"nnx": of_nnx, "linen": of_linen, "equinox": of_equinox}
+
+
+@pytest.mark.parametrize(("kind", "n"), [("nnx", 2), ("nnx", 8), ("linen", 4), ("equinox", 4)])
+def test_every_kind_of_state_is_sharded(kind, n):
+    model, opt_state = KINDS[kind](cpu_strategy(n, shard_update=True))
+    wanted = KINDS[kind](cpu_strategy(n))
+    for x, y in zip(*map(jax.tree.leaves, ((model, opt_state), wanted)), strict=True):
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x, y = map(jax.random.key_data, (x, y))
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=2e-6, atol=2e-6)
+    parts = [x for x in stored(opt_state) if x < 1]
+    # Two moments; every array of these nets has an axis that eight divide.
+    assert parts == [1 / n] * len(parts)
+    assert (
+        len(parts)
+        == 2 * len([x for x in jax.tree.leaves(model) if is_weight(x)]) - 2 * (kind == "nnx") * 2
+    )  # running statistics
+
+
+def is_weight(x) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
