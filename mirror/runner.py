@@ -277,7 +277,7 @@ class Runner:
         leaves, taken = list(leaves), set(map(id, call.state))
         for i in [*donated, *(i for i in range(len(leaves)) if i not in set(donated))]:
             if ids[i] in taken and isinstance(leaves[i], jax.Array):
-                leaves[i] = self.replicas.mirror(leaves[i])
+                leaves[i] = self.replicas.copy(leaves[i])
             if i in donated:
                 taken.add(ids[i])
         return leaves

@@ -41,7 +41,7 @@ def step_of(tx):
     return step
 
 
-def train(strategy, tx, steps=5):
+def train(strategy, tx, steps=4):
     with strategy.scope():
         params = jax.tree.map(jnp.asarray, PARAMS)
         state = (params, tx.init(params))
@@ -222,3 +222,241 @@ def test_every_kind_of_state_is_sharded(kind, n):
 
 def is_weight(x) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def adam_training(strategy, steps=1):
+    """A state that has been trained, and what trains it on."""
+    tx = optax.adam(1e-2)
+    with strategy.scope():
+        params = jax.tree.map(jnp.asarray, PARAMS)
+        state = (params, tx.init(params))
+    (batch,) = strategy.distribute_dataset([X])
+    step = step_of(tx)
+
+    def go_on(state):
+        return strategy.run(step, (state, batch), donate_argnums=0)[0]
+
+    for _ in range(steps):
+        state = go_on(state)
+    return state, go_on
+
+
+def test_donated_slices_are_reused():
+    state, go_on = adam_training(cpu_strategy(4, shard_update=True))
+    old = state[1][0].mu["w"]
+    before = {s.data.unsafe_buffer_pointer() for s in old.addressable_shards}
+    new = go_on(state)[1][0]
+    assert old.is_deleted()
+    after = {
+        s.data.unsafe_buffer_pointer()
+        for leaf in (*new.mu.values(), *new.nu.values())
+        for s in leaf.addressable_shards
+    }
+    assert before <= after
+    with pytest.raises(ValueError, match=r"state\[0\]\['b'\] is an array that has been deleted"):
+        go_on(state)
+
+
+def test_the_state_comes_from_anywhere():
+    """Of NumPy, of another strategy, whole, in slices along another axis: it is the same state."""
+    strategy = cpu_strategy(4, shard_update=True)
+    (whole, _), (sliced, go_on) = adam_training(cpu_strategy(2)), adam_training(strategy)
+    mesh = sliced[1][0].mu["w"].sharding.mesh
+    along_one = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "replica"))
+    moved = sliced[1][0]._replace(mu=sliced[1][0].mu | {"w": jnp.copy(sliced[1][0].mu["w"])})
+    moved.mu["w"] = jax.device_put(moved.mu["w"], along_one)
+    others = [
+        jax.tree.map(np.asarray, whole),
+        jax.tree.map(jnp.copy, whole),
+        jax.tree.map(jnp.copy, (sliced[0], (moved, sliced[1][1]))),
+    ]
+    wanted = go_on(sliced)
+    for other in others:
+        got = go_on(other)
+        assert_close(got, wanted, 2e-6)
+        assert set(stored(got[1][0].mu["w"])) == {0.25}
+
+
+def test_one_array_in_two_places():
+    strategy = cpu_strategy(4, shard_update=True)
+    state, go_on = adam_training(strategy)
+    adam = state[1][0]
+    shared = (state[0], (adam._replace(nu=adam.mu), state[1][1]))
+    apart = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), shared)
+    got = go_on(shared)
+    assert_close(got, go_on(apart))
+    assert set(stored(got[1][0].nu["w"])) == {0.25}
+
+
+def test_a_step_that_reads_it_whole_gets_it_whole():
+    strategy = cpu_strategy(4, shard_update=True)
+    state, go_on = adam_training(strategy)
+    wanted = np.asarray(state[1][0].mu["w"]) @ np.ones((32, 2), np.float32)
+    got = strategy.run(lambda mu: mu @ jnp.ones((32, 2)), (state[1][0].mu["w"],))
+    np.testing.assert_allclose(np.asarray(got), wanted, rtol=1e-6)
+    assert len(strategy.local_results(state[1][0].mu)) == 4
+    for copy in strategy.local_results(state[1][0].mu["w"]):
+        np.testing.assert_array_equal(np.asarray(copy), np.asarray(state[1][0].mu["w"]))
+    other = cpu_strategy(2)
+    moved = other.run(lambda mu: mu * 2, (state[1][0].mu["w"],))
+    assert moved.sharding.is_fully_replicated
+    strategy.check_mirrored(state)
+    go_on(state)
+
+
+def test_two_models_in_one_step():
+    def step(models, optimizers, x):
+        context = mirror.get_replica_context()
+        for model, optimizer in zip(models, optimizers, strict=True):
+            grads = nnx.grad(lambda m: (m(x) ** 2).mean())(model)
+            optimizer.update(model, context.all_reduce("mean", grads))
+
+    found = []
+    for shard_update in (True, False):
+        strategy = cpu_strategy(2, shard_update=shard_update)
+        models, optimizers = zip(*(nnx_training(strategy) for _ in range(2)), strict=True)
+        (batch,) = strategy.distribute_dataset([X])
+        for _ in range(3):
+            strategy.run(step, (models, optimizers, batch))
+        found.append(nnx.state((models, optimizers), nnx.Any(nnx.Param, nnx.optimizer.OptState)))
+    assert_close(*found, 2e-6)
+    assert 0.5 in stored(found[0])
+
+
+def test_a_forgotten_all_reduce_is_still_an_error():
+    strategy = cpu_strategy(2, shard_update=True)
+    model, optimizer = nnx_training(strategy)
+    (batch,) = strategy.distribute_dataset([X])
+
+    def step(model, optimizer, x):
+        optimizer.update(model, nnx.grad(lambda m: (m(x) ** 2).mean())(model))
+
+    with pytest.raises(mirror.ReplicaDivergenceError, match=r"model\.first\.kernel"):
+        strategy.run(step, (model, optimizer, batch))
+
+
+def test_verify_and_the_report_know_slices():
+    strategy = cpu_strategy(4, shard_update=True)
+    state, go_on = adam_training(strategy)
+    (batch,) = strategy.distribute_dataset([X])
+    step = step_of(optax.adam(1e-2))
+    assert strategy.verify(step, (state, batch), rtol=1e-4).largest < 1e-4
+    rows = {row.name: row for row in strategy.program(step, (state, batch)).sharding}
+    mu = rows["state[1][0].mu['w']"]
+    assert (mu.state, mu.why) == ("sharded", "1/4 on each device, along axis 0")
+    assert rows["state[1][0].mu['k']"].why.endswith("axis 1")
+    assert rows["state[1][0].mu['c']"].why == "no axis of float32[10] is divisible by 4"
+    weight = rows["state[0]['w']"]
+    assert weight.state == "mirrored"
+    assert weight.why.startswith("read whole by dot_general at test_shard_update.py:")
+    assert "1/4 on each device" in str(strategy.program(step, (state, batch)))
+    assert not cpu_strategy(4).program(step, (state, batch)).sharding
+    go_on(state)
+
+
+def test_the_report_says_what_keeps_state_whole():
+    strategy = cpu_strategy(4, shard_update=True)
+    tx = optax.MultiSteps(optax.adam(1e-2), 2)
+    with strategy.scope():
+        params = jax.tree.map(jnp.asarray, PARAMS)
+        state = (params, tx.init(params))
+    (batch,) = strategy.distribute_dataset([X])
+    report = strategy.program(step_of(tx), (state, batch))
+    assert {row.state for row in report.sharding} == {"mirrored"}
+    assert any("cond at" in row.why for row in report.sharding)
+
+
+def trainer_of(strategy, **options):
+    def loss_fn(model, batch):
+        return (model(batch["x"]) ** 2).mean(-1)
+
+    with strategy.scope():
+        return mirror.Trainer(Net(nnx.Rngs(0)), optax.adam(1e-2), loss_fn, **options)
+
+
+DATA = {"x": RNG.randn(44, 16).astype(np.float32)}
+
+
+def test_a_checkpoint_is_one_whole_copy(tmp_path):
+    data = mirror.data.from_arrays(DATA, batch_size=16)
+    results = {}
+    for shard_update in (True, False):
+        trainer = trainer_of(cpu_strategy(4, shard_update=shard_update))
+        trainer.fit(data, epochs=1, progress=False)
+        results[shard_update] = nnx.state(trainer.optimizer)
+        trainer.save(tmp_path / str(shard_update))
+    assert_close(*results.values(), 2e-6)
+    assert 0.25 in stored(results[True])
+    for saved in (True, False):
+        for n, shard_update in ((2, True), (4, False)):
+            trainer = trainer_of(cpu_strategy(n, shard_update=shard_update))
+            trainer.restore(tmp_path / str(saved))
+            assert_close(nnx.state(trainer.optimizer), results[saved], 0)
+            trainer.fit(data, epochs=2, progress=False)
+            parts = stored(nnx.state(trainer.optimizer))
+            assert (1 / n in parts) is shard_update
+
+
+def test_several_steps_in_one_launch_stay_mirrored():
+    data = mirror.data.from_arrays(DATA, batch_size=16)
+    trainers = [
+        trainer_of(cpu_strategy(2, shard_update=each), steps_per_execution=2)
+        for each in (True, False)
+    ]
+    for trainer in trainers:
+        trainer.fit(data, epochs=2, progress=False)
+    assert_close(*(nnx.state(trainer.optimizer) for trainer in trainers), 2e-6)
+
+
+WHOLE = {
+    "one replica": (lambda: cpu_strategy(1, shard_update=True), "there is one replica"),
+    "rows": (
+        lambda: cpu_strategy(2, replicas_per_device=2, shard_update=True),
+        "there are several replicas on each device",
+    ),
+    "host": (
+        lambda: cpu_strategy(2, cross_device_ops=mirror.ReductionToOneDevice(), shard_update=True),
+        "which reduces on one device",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_where_it_has_no_effect_the_log_says_so(name, caplog):
+    make, reason = WHOLE[name]
+    with caplog.at_level("INFO", logger="mirror"):
+        strategy = make()
+    (said,) = [r for r in caplog.messages if "shard_update=True has no effect" in r]
+    assert reason in said
+    assert not strategy.shard_update
+    state, _ = train(strategy, optax.adam(1e-2))
+    assert set(stored(state)) == {1.0}
+    assert_close(state, train(cpu_strategy(2), optax.adam(1e-2))[0], 1e-5)
+
+
+def test_batches_of_unequal_lengths():
+    """They run in stages, with the state whole, and then in slices again."""
+    found = []
+    for shard_update in (True, False):
+        strategy = cpu_strategy(2, shard_update=shard_update)
+        state, go_on = adam_training(strategy)
+
+        def step(state, x):
+            context = mirror.get_replica_context()
+            params, opt_state = state
+            count = context.all_reduce("sum", jnp.float32(x.shape[0]))
+            grads = jax.grad(lambda p: (forward(p, x) ** 2).sum())(params)
+            grads = jax.tree.map(lambda g: g / count, context.all_reduce("sum", grads))
+            updates, opt_state = optax.adam(1e-2).update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state
+
+        unequal = mirror.PerReplica([X[:9], X[9:]])
+        state = strategy.run(step, (state, unequal), donate_argnums=0)
+        found.append(go_on(state))
+    assert_close(*found, 1e-5)
+    assert 0.5 in stored(found[0])
+
+
+def test_bad_shard_update():
+    with pytest.raises(TypeError, match=r"`shard_update` must be True or False, got 'auto'"):
+        cpu_strategy(2, shard_update="auto")

@@ -133,6 +133,12 @@ class ReplicaDevices:
         """A copy of which each device stores one slice."""
         return jax.device_put(value, self.sharding(Kind(axis=axis)))
 
+    def copy(self, value: Array) -> Array:
+        """A copy that lies as the value does, mirrored or sharded, and shares no buffer with it."""
+        if self.is_sharded(value):
+            return jax.device_put(jnp.copy(value), value.sharding)
+        return self.mirror(value)
+
     def mirror(self, value: Array | np.ndarray | np.generic | float) -> Array:
         """A mirrored copy that shares no buffer with `value`, so that it may be donated.
 
