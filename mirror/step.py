@@ -299,10 +299,11 @@ class Program:
         self.donated = call.donated() if self._guard is None else []
         state = filter(step.is_donated, plan.changed) if self._guard is None else ()
         finishes = [_finish(each, jaxpr, plan) for each, jaxpr in zip(*traced[:2], strict=True)]
+        self.taken: Sequence[Any] = ()  # shardings of the leaves at the last launch
         self.shards: Shards | None = None
         if executor.can_shard:
             self.shards = _shards(traced, plan, finishes[0], carried)
-        self.kinds = _kinds(step.per_replica, self.shards and self.shards.inputs)
+        self.kinds: Sequence[Kind] = _kinds(step.per_replica, self.shards and self.shards.inputs)
         outputs = [step.per_replica[i] for i in plan.changed] + plan.per_replica_results
         self._attribute_changes = step.attribute_changes
         self._changed = plan.changed
