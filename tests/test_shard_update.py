@@ -351,6 +351,12 @@ def test_verify_and_the_report_know_slices():
     assert weight.state == "mirrored"
     assert weight.why.startswith("read whole by dot_general at test_shard_update.py:")
     assert "1/4 on each device" in str(strategy.program(step, (state, batch)))
+    exchanges = strategy.program(step, (state, batch)).exchanges
+    assert [(row.in_words, row.num_leaves) for row in exchanges] == [
+        ("reduce-scatter (sum)", 4),
+        ("all-reduce (sum)", 2),  # of what no axis divides, and of the loss
+        ("all-gather", 4),
+    ]
     assert not cpu_strategy(4).program(step, (state, batch)).sharding
     go_on(state)
 

@@ -11,7 +11,7 @@ from mirror.executors.collectives import keeps_nan
 from mirror.packing import join, split
 from mirror.program.evaluate import Lowering
 from mirror.program.flat import Atom, Fixed, Operation, Packing, Value, in_order
-from mirror.program.shards import Shards, is_scattered, shard_axis
+from mirror.program.shards import Shards, is_scattered, packs_of, shard_axis
 
 _EXTREMES = {
     "reduce_max": "pmax",
@@ -44,9 +44,9 @@ class ShardedUpdate:
     def key(self, each: Operation) -> Hashable:
         """What collectives of one buffer have in common; `None` where an operation is alone."""
         if each in self.shards.region:
-            value = each.outputs[0].aval
-            small = 0 < _num_bytes(value) <= self.packing.limit
-            return ("scatter", value.dtype) if small and is_scattered(each) else None
+            (value,) = each.outputs
+            small = value.num_bytes <= self.packing.limit
+            return ("scatter", value.aval.dtype) if small and is_scattered(each) else None
         if each in self.shards.reduced:
             is_sum = each.name == "reduce_sum" and self.packing.limit > 0
             return ("psum", each.outputs[0].aval.dtype) if is_sum else None
@@ -69,12 +69,8 @@ class _Run:
         for pack in in_order(flat.operations, self.update.key):
             self.carry_out(pack)
         kept = self.shards.outputs
-        gathered = [
-            atom
-            for j, atom in enumerate(flat.outputs)
-            if j not in kept and atom in self.part and atom not in self.whole
-        ]
-        self.gather(list(dict.fromkeys(gathered)))
+        for values in packs_of(self.shards.gathered, self.update.packing.limit):
+            self.gather(values)
         return [
             self.slice_of(atom) if j in kept else self.read(atom)
             for j, atom in enumerate(flat.outputs)
@@ -163,20 +159,11 @@ class _Run:
         for each, part, axis in zip(pack, slices, axes, strict=True):
             self.part[each.outputs[0]] = jnp.moveaxis(part, 0, axis)
 
-    def gather(self, atoms: Sequence[Atom]) -> None:
+    def gather(self, pack: Sequence[Value]) -> None:
         """The whole of values of which each replica has computed its slice."""
-        packs: dict[Any, list[Atom]] = {}
-        for atom in atoms:
-            assert isinstance(atom, Value)
-            small = _num_bytes(atom.aval) <= self.update.packing.limit
-            packs.setdefault(atom.aval.dtype if small else atom, []).append(atom)
-        for pack in packs.values():
-            self.gather_pack(pack)
-
-    def gather_pack(self, pack: Sequence[Atom]) -> None:
         n, name = self.update.num_replicas, self.update.axis_name
         slices = [self.part[atom] for atom in pack]
-        axes = [self.axis(_shape(atom)) for atom in pack]
+        axes = [self.axis(value.aval.shape) for value in pack]
         if len(pack) == 1:
             (mine,), (axis,) = slices, axes
             self.whole[pack[0]] = jax.lax.all_gather(mine, name, axis=axis, tiled=True)
@@ -201,12 +188,3 @@ class _Run:
         axis = self.axis(shape)
         shape[axis] //= self.update.num_replicas
         return jax.lax.broadcast(operands[0], shape)
-
-
-def _num_bytes(aval: Any) -> int:
-    return int(aval.size * aval.dtype.itemsize)
-
-
-def _shape(atom: Atom) -> Sequence[int]:
-    assert isinstance(atom, Value)
-    return tuple(atom.aval.shape)

@@ -1,7 +1,7 @@
 """The exchanges of a step, one by one: what travels, how often, and whose line it is."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,10 +10,12 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from mirror._types import Array
 from mirror.program.evaluate import bind
 from mirror.program.exchanges import contains_exchange, in_word, is_exchange, op_of
-from mirror.program.flat import Packing, flatten, in_order
+from mirror.program.flat import Operation, Packing, flatten, in_order
 from mirror.program.inner import inner_programs, jaxpr_of
 from mirror.program.proof import line_within
+from mirror.program.shards import Shards, packs_of
 
+_SCATTER = "reduce-scatter"
 _LOOPS = frozenset({"scan", "while"})
 
 
@@ -22,7 +24,7 @@ class ExchangeRow:
     """One exchange of a step.
 
     Attributes:
-        kind: `"all-reduce"`, `"all-gather"`, or JAX's name of it.
+        kind: `"all-reduce"`, `"all-gather"`, `"reduce-scatter"` in a sharded update, or JAX's name.
         op: `"sum"`, `"max"`, `"min"`. A mean is a sum that is divided afterwards; with a minimum or
             maximum goes another exchange, of where there are NaNs.
         num_leaves: how many arrays travel in it.
@@ -70,7 +72,11 @@ class ExchangeRow:
 
 
 def exchanges_of(
-    jaxpr: Jaxpr, pack_bytes: int, line: str | None = None, around: tuple[JaxprEqn, ...] = ()
+    jaxpr: Jaxpr,
+    pack_bytes: int,
+    line: str | None = None,
+    around: tuple[JaxprEqn, ...] = (),
+    scattered: Sequence[JaxprEqn] = (),
 ) -> Iterator[ExchangeRow]:
     """The collectives of a program, in its order.
 
@@ -79,10 +85,17 @@ def exchanges_of(
         pack_bytes: Which all-reduces travel together, as of `Lowering`.
         line: The line that is reported for all of them, instead of the user's.
         around: The operations that the program stands inside of.
+        scattered: All-reduces that are reduce-scatters in a sharded update.
     """
+    slices = set(map(id, scattered))
+
+    def key_of(operation: Operation) -> Hashable:
+        key = Packing(pack_bytes).key_of(operation)
+        return key and (key, id(operation.eqn) in slices)
+
     flat = flatten([jaxpr], _holds_exchange)
     numbers = {operation: i for i, operation in enumerate(flat.operations)}
-    packs = in_order(flat.operations, Packing(pack_bytes).key_of)
+    packs = in_order(flat.operations, key_of)
     for pack in sorted(packs, key=lambda pack: numbers[pack[0]]):
         within = (*around, *pack[0].around)
         eqns = tuple(operation.eqn for operation in pack)
@@ -95,7 +108,7 @@ def exchanges_of(
         loops = [outer for outer in within if outer.primitive.name in _LOOPS]
         avals: list[Any] = [atom.aval for eqn in eqns for atom in eqn.invars]
         yield ExchangeRow(
-            in_word(eqns[0].primitive.name),
+            _SCATTER if id(eqns[0]) in slices else in_word(eqns[0].primitive.name),
             op_of(eqns[0].primitive.name),
             len(avals),
             sum(map(num_bytes, avals)),
@@ -104,6 +117,20 @@ def exchanges_of(
             _trips(loops),
             eqns,
         )
+
+
+def gathers_of(shards: Shards, num_replicas: int, pack_bytes: int, line: str) -> list[ExchangeRow]:
+    """The all-gathers of what a sharded update leaves whole."""
+    return [
+        ExchangeRow(
+            in_word("all_gather"),
+            "",
+            len(pack),
+            sum(value.num_bytes for value in pack) // num_replicas,
+            line,
+        )
+        for pack in packs_of(shards.gathered, pack_bytes)
+    ]
 
 
 def _holds_exchange(eqn: JaxprEqn, _: object) -> bool:

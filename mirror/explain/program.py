@@ -13,10 +13,11 @@ from mirror._types import StepFunction
 from mirror.cross_device_ops import ReduceOp
 from mirror.display import Table
 from mirror.drift import carried_state, causes_of, drifting, find_drifts
-from mirror.explain.exchanges import ExchangeRow, exchanges_of
+from mirror.explain.exchanges import ExchangeRow, exchanges_of, gathers_of
 from mirror.plan import Fate, Plan, cause, divergence, fates, find_merges, unmerged
 from mirror.program.match import join_marks
 from mirror.program.proof import Mark, prove
+from mirror.program.shards import Shards
 from mirror.program.trace import trace
 from mirror.runner import Runner
 from mirror.step import Call, Traced, shards_of
@@ -148,37 +149,45 @@ def describe_program(
         problems.append(drifting(step.name, causes_of(drifts)))
     ends = len(results), len(results) + step.num_state
     averaged = [i for i, fate in enumerate(found) if fate is Fate.AVERAGED]
-    sharding: tuple[ValueRow, ...] = ()
+    shards = None
     if runner.holds_slices and not problems and len(traced.steps) == 1:
         changed = [i for i, fate in enumerate(found) if fate is not Fate.UNCHANGED]
         plan = Plan(changed, averaged, list(merges), [mark.per_replica for mark in results])
-        sharding = tuple(_sharding(call, traced, plan))
+        shards = _shards(call, traced, plan)
+    n, limit = len(runner.replicas), runner.pack_bytes
+    scattered = [each.eqn for each in shards.scattered] if shards else []
     return ProgramReport(
         step.name,
-        len(runner.replicas),
+        n,
         tuple(_results(call, step.out_names, avals[: ends[0]], results)),
         tuple(_variables(call, avals[ends[0] : ends[1]], after, found)),
         (
-            *exchanges_of(jaxpr, runner.pack_bytes),
-            *_averaging(traced, [avals[ends[0] + i] for i in averaged], runner.pack_bytes),
+            *exchanges_of(jaxpr, limit, scattered=scattered),
+            *_averaging(traced, [avals[ends[0] + i] for i in averaged], limit),
+            *(gathers_of(shards, n, limit, _AFTER) if shards else []),
         ),
         tuple(problems),
-        sharding,
+        tuple(_sharding(call, step.avals, shards, n)) if shards else (),
     )
 
 
-def _sharding(call: Call, traced: Traced, plan: Plan) -> Iterator[ValueRow]:
-    """A row for each array of the state that the step changes."""
+def _shards(call: Call, traced: Traced, plan: Plan) -> Shards:
     step, differs = traced.steps[0], plan.per_replica_results
     avals = traced.avals[: len(differs)]
-    carried = carried_state(call, step, avals, differs, donated=True)
-    shards, names = shards_of(traced, plan, carried), call.input_names
-    part = f"1/{step.group.num_replicas_in_sync} on each device"
+    return shards_of(traced, plan, carried_state(call, step, avals, differs, donated=True))
+
+
+def _sharding(
+    call: Call, avals: Sequence[Any], shards: Shards, num_replicas: int
+) -> Iterator[ValueRow]:
+    """A row for each array of the state that the step changes."""
+    names = call.input_names
+    part = f"1/{num_replicas} on each device"
     for i in sorted({*shards.inputs, *shards.reasons}):
         sharded = i in shards.inputs
         why = f"{part}, along axis {shards.inputs[i]}" if sharded else shards.reasons[i]
         state = "sharded" if sharded else "mirrored"
-        yield ValueRow(names[i], describe(step.avals[i]), state, why)
+        yield ValueRow(names[i], describe(avals[i]), state, why)
 
 
 def _marks(traced: Traced, names: Sequence[str], problems: list[str]) -> Sequence[Mark]:

@@ -383,7 +383,8 @@ def _exchanging(scratch: Runner, rows: Sequence[ExchangeRow], steps: int) -> flo
         return 0.0
     by_trips: dict[int, list[ExchangeRow]] = {}
     for row in rows:
-        if all(is_numeric(aval.dtype) for aval in row.avals):  # PRNG keys are small
+        # PRNG keys are small; a gather after a reduce-scatter is timed as their all-reduce.
+        if row.avals and all(is_numeric(aval.dtype) for aval in row.avals):
             by_trips.setdefault(row.least_trips, []).append(row)
     return sum(trips * _together(scratch, group, steps) for trips, group in by_trips.items())
 

@@ -28,6 +28,11 @@ class Value:
     def __init__(self, aval: Any) -> None:
         self.aval = aval
 
+    @property
+    def num_bytes(self) -> int:
+        """Its size on one replica."""
+        return int(self.aval.size * self.aval.dtype.itemsize)
+
 
 @dataclass(eq=False)
 class Fixed:

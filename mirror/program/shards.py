@@ -64,6 +64,28 @@ class Shards(NamedTuple):
     outputs: Mapping[int, int]
     reasons: Mapping[int, str]
 
+    @property
+    def gathered(self) -> list[Value]:
+        """The outputs that are computed in slices and left whole."""
+        made = {value for each in self.region for value in each.outputs}
+        outputs = enumerate(self.flat.outputs)
+        found = (atom for j, atom in outputs if j not in self.outputs and atom in made)
+        return list(dict.fromkeys(atom for atom in found if isinstance(atom, Value)))
+
+    @property
+    def scattered(self) -> list[Operation]:
+        """The all-reduces of which each replica needs one slice."""
+        return [each for each in self.flat.operations if each in self.region and is_scattered(each)]
+
+
+def packs_of(values: Iterable[Value], limit: int) -> list[list[Value]]:
+    """Values of one dtype that are gathered together: those of at most `limit` bytes."""
+    packs: dict[Any, list[Value]] = {}
+    for value in values:
+        key = value.aval.dtype if value.num_bytes <= limit else value
+        packs.setdefault(key, []).append(value)
+    return list(packs.values())
+
 
 def shard_axis(shape: Sequence[int], num_replicas: int) -> int | None:
     """Returns the axis that an array is sharded along; `None` if the replicas divide no axis."""
