@@ -223,7 +223,7 @@ def in_order(
         for key in sorted(urgent, key=lambda key: min(i for i in waiting if keys[i] == key)):
             pack = sorted(i for i in waiting if keys[i] == key)
             yield [operations[i] for i in pack]
-            waiting = [i for i in waiting if i not in pack]
+            waiting = [i for i in waiting if keys[i] != key]
             for i in pack:
                 done(i)
 
