@@ -227,7 +227,8 @@ class ReplicaContext:
     def all_reduce(self, op: ReduceOp | str, tree: PyTree) -> PyTree:
         """Reduces every leaf over the replicas; all get the result, which is mirrored.
 
-        Small leaves travel together in one buffer. Differentiable for `"sum"` and `"mean"`.
+        Small arrays travel in one buffer, with other small all-reduces of the step. Differentiable
+        for `"sum"` and `"mean"`.
 
         Args:
             op: `"sum"`, `"mean"`, `"min"`, `"max"`, or a `ReduceOp`.

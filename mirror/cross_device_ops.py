@@ -18,7 +18,6 @@ from mirror.devices.canonical import DeviceLike, canonicalize_device, canonicali
 from mirror.devices.replicas import ReplicaDevices, any_deleted, is_tracing, move, one_by_one
 from mirror.devices.spec import DeviceSpec, LogicalDevice
 from mirror.executors.launch import is_needed, launch
-from mirror.packing import join, split
 from mirror.parts import Parts
 from mirror.program.axis import axis_name
 from mirror.values import PerReplica, held_by, is_numeric, is_per_replica
@@ -133,17 +132,28 @@ class CrossDeviceOps(abc.ABC):
             )
         return result if result.dtype == dtype else result.astype(dtype)
 
-    def all_reduce(self, op: ReduceOp, leaves: Sequence[Array], *, on_host: bool) -> list[Array]:
-        """The exchanges of leaves inside a replica, while a step is traced; all get the results.
+    @final
+    def all_reduce(self, op: ReduceOp, leaves: Sequence[Array]) -> list[Array]:
+        """The collectives of leaves inside a replica, while a step is traced; all get the results.
+
+        Which of them travel together is decided when the whole step is known.
 
         Args:
             op: the reduction. The mean of integers and booleans is float32, that of half
                 precision is summed in float32; the sum of booleans is their int32 count.
             leaves: this replica's arrays, of any shapes and dtypes.
-            on_host: whether the exchange is among several forced host devices.
         """
-        del on_host
         return [exchange(op, prepare(op, leaf)) for leaf in leaves]
+
+    def packed_bytes(self, *, on_host: bool) -> int:
+        """Leaves of at most this many bytes travel together in programs over the devices.
+
+        Args:
+            on_host: whether the devices are several forced host devices.
+        """
+        if self.pack_bytes is not None:
+            return self.pack_bytes
+        return _HOST_PACK_BYTES if on_host else 0
 
     @final
     def reduce(
@@ -280,13 +290,6 @@ class AllReduce(CrossDeviceOps):
 
     def __init__(self, pack_bytes: int | None = None) -> None:
         self.pack_bytes = _require_bytes(pack_bytes)
-
-    def all_reduce(self, op: ReduceOp, leaves: Sequence[Array], *, on_host: bool) -> list[Array]:
-        """See `CrossDeviceOps.all_reduce`."""
-        limit = self.pack_bytes
-        if limit is None:
-            limit = _HOST_PACK_BYTES if on_host and num_replicas() > 1 else 0
-        return _packed(op, leaves, limit)
 
     def reduce_implementation(
         self, op: ReduceOp, values: Iterator[np.ndarray]
@@ -583,22 +586,3 @@ def accumulator(dtype: Any) -> Any:
     """The dtype in which a mean is summed up: half precision would overflow, or lose."""
     half = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
     return jnp.float32 if half else dtype
-
-
-def _packed(op: ReduceOp, leaves: Sequence[Array], limit: int) -> list[Array]:
-    """Exchanges leaves of at most `limit` bytes as one flat buffer for each dtype."""
-    ready = [prepare(op, leaf) for leaf in leaves]
-    packs: dict[jnp.dtype, list[int]] = {}
-    for i, leaf in enumerate(ready):
-        if 0 < leaf.nbytes <= limit:
-            packs.setdefault(leaf.dtype, []).append(i)
-    results: dict[int, Array] = {}
-    for members in packs.values():
-        if len(members) > 1:
-            # The barriers keep XLA from fusing the packing with what is before and behind it, which
-            # takes twice as long to compile (JAX 0.12) and is no faster.
-            pack = jax.lax.optimization_barrier([ready[i] for i in members])
-            flat = exchange(op, join(pack))
-            parts = jax.lax.optimization_barrier(split(flat, pack))
-            results.update(zip(members, parts, strict=True))
-    return [results[i] if i in results else exchange(op, leaf) for i, leaf in enumerate(ready)]

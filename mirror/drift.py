@@ -117,6 +117,47 @@ def find_returned(call: Call, step: Step, avals: Sequence[Any]) -> set[int]:
     return found
 
 
+def carried_state(
+    call: Call, step: Step, avals: Sequence[Any], per_replica: Sequence[bool], *, donated: bool
+) -> list[tuple[int, int]]:
+    """Finds arguments that are state: donated, or objects that hold state, and returned.
+
+    Args:
+        call: The call.
+        step: Its trace.
+        avals: Shapes and dtypes of the results.
+        per_replica: For each result, whether replicas may differ in it.
+        donated: Whether to take every argument for donated, which a report cannot know.
+
+    Returns:
+        Positions of inputs of the program, each with that of its new value among the results.
+    """
+    inputs = _inputs(call, step)
+    places = [i for i in range(step.out_tree.num_leaves) if i not in step.static_results]
+    numbers = {place: number for number, place in enumerate(places)}
+    outputs = {
+        place: (aval, Mark("own" if differs else None))
+        for place, aval, differs in zip(places, avals, per_replica, strict=True)
+    }
+    position = {i: step.num_state + number for number, i in enumerate(call.layout.dynamic)}
+    results = list(_parts(step.out_tree, 0, depth=0))
+    found: dict[int, int] = {}
+    for unit in _arguments(call):
+        is_bare = unit.form.node_data() is None
+        if not (unit.is_donated or unit.is_object or donated) or (is_bare and not unit.at_top):
+            continue
+        for result in results:
+            fits = result.form == unit.form and (result.at_top or not is_bare)
+            pairs = _pairs(unit, result, inputs, outputs) if fits else None
+            if pairs is None or any(mark.per_replica for _, _, mark in pairs):
+                continue
+            new = {position[i]: numbers[k] for i, k, _ in pairs}
+            if found.keys().isdisjoint(new) and set(found.values()).isdisjoint(new.values()):
+                found |= new
+                break
+    return list(found.items())
+
+
 def require_none_certain(name: str, drifts: Sequence[Drift]) -> None:
     """Refuses a step whose state would differ between the replicas.
 

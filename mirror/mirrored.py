@@ -40,6 +40,11 @@ class MirroredStrategy(Strategy):
         axis_name: The name of the replica axis inside steps. A model with
             `nn.BatchNorm(axis_name="batch")`, or a step with `jax.lax.pmean(x, "batch")`, runs
             unchanged under `axis_name="batch"`.
+        shard_update: Shard the weight update: each device stores 1/n of the optimizer's state and
+            updates 1/n of each weight, and the new weights are gathered. The step stays as it is.
+            State that cannot be sharded exactly stays mirrored; `strategy.program` says why. No
+            effect, but a log entry, with one replica, with several on a device, and where
+            collectives are reduced on one device.
 
     Raises:
         ValueError: empty, repeated or unknown devices, `replicas_per_device` below 1, an empty
@@ -60,7 +65,13 @@ class MirroredStrategy(Strategy):
         *,
         replicas_per_device: int = 1,
         axis_name: str = REPLICA_AXIS,
+        shard_update: bool = False,
     ) -> None:
+        if not isinstance(shard_update, bool):
+            raise TypeError(
+                f"`shard_update` must be True or False, got {describe(shard_update)}. Pass "
+                "shard_update=True to store 1/n of the optimizer's state on each device."
+            )
         if isinstance(replicas_per_device, bool) or not isinstance(replicas_per_device, int):
             raise TypeError(f"replicas_per_device={describe(replicas_per_device)} is no int.")
         if replicas_per_device < 1:
@@ -74,7 +85,7 @@ class MirroredStrategy(Strategy):
         ops = default_ops(found) if cross_device_ops is None else cross_device_ops
         if replicas.are_mixed:
             replicas = ReplicaDevices(found, reduce_device(ops), axis_name)
-        super().__init__(replicas, ops)
+        super().__init__(replicas, ops, shard_update=shard_update)
         _logger.info("Using MirroredStrategy with devices %s", backend.names(found))
 
     def _alone(self) -> Strategy:
@@ -87,7 +98,8 @@ class MirroredStrategy(Strategy):
             return self
         ops = ops if exact else ReductionToOneDevice()
         name = self._replicas.axis_name
-        return MirroredStrategy(self._replicas.distinct, ops, axis_name=name)
+        sharded = self._shard_update
+        return MirroredStrategy(self._replicas.distinct, ops, axis_name=name, shard_update=sharded)
 
 
 @final

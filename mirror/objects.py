@@ -287,10 +287,16 @@ class Record:
 
 
 class ObjectTable:
-    """The records of the objects that a strategy has met lately."""
+    """The records of the objects that a strategy has met lately.
 
-    def __init__(self, replicas: ReplicaDevices) -> None:
+    Args:
+        replicas: Devices of the replicas.
+        holds_slices: Whether leaves may stay sharded over the devices.
+    """
+
+    def __init__(self, replicas: ReplicaDevices, *, holds_slices: bool = False) -> None:
         self._replicas = replicas
+        self._holds_slices = holds_slices
         self._records: OrderedDict[tuple[int, ...], tuple[list[Any], Record]] = OrderedDict()
         self._structures: dict[Structure, Structure] = {}
 
@@ -334,6 +340,11 @@ class ObjectTable:
         records = self._records
         return lambda _: records.pop(key, None) and None
 
+    def _is_there(self, leaf: Array) -> bool:
+        if self._replicas.is_mirrored(leaf):
+            return True
+        return self._holds_slices and self._replicas.is_sharded(leaf)
+
     def _mirror(
         self, record: Record, leaves: list[Any], roots: Callable[[], Sequence[str]]
     ) -> list[Any]:
@@ -357,7 +368,7 @@ class ObjectTable:
             if record.structure.is_own[i]:
                 mirrored.append(spread_over(record.holder(i), self._replicas))
                 continue
-            own = isinstance(leaf, jax.Array) and self._replicas.is_mirrored(leaf)
+            own = isinstance(leaf, jax.Array) and self._is_there(leaf)
             # One buffer in two variables would be donated twice, which crashes JAX 0.10.2.
             fresh = own and taken.isdisjoint(buffers_of(leaf))
             mirrored.append(leaf if fresh else self._replicas.mirror(leaf))

@@ -24,8 +24,8 @@ from mirror._types import REPLICA_AXIS, Array, StepFunction
 from mirror.context import Gathers, LengthsUnknown, ReplicaGroup
 from mirror.cross_device_ops import CrossDeviceOps
 from mirror.devices.log import placement_log
-from mirror.devices.replicas import ReplicaDevices, any_deleted, buffers_of, move
-from mirror.drift import Drift, drifting, find_drifts, require_none_certain
+from mirror.devices.replicas import Kind, ReplicaDevices, any_deleted, buffers_of, move
+from mirror.drift import Drift, carried_state, drifting, find_drifts, require_none_certain
 from mirror.executors.callbacks import in_callback
 from mirror.executors.choice import choose, choose_for_unequal
 from mirror.executors.executor import MeshProgram, SignatureChanged
@@ -54,12 +54,20 @@ _MOST_ATTEMPTS = 3  # find a program, make it, and once more where another threa
 class Runner:
     """Finds, makes and runs the programs of one strategy."""
 
-    def __init__(self, group: ReplicaGroup, replicas: ReplicaDevices, ops: CrossDeviceOps) -> None:
+    def __init__(
+        self,
+        group: ReplicaGroup,
+        replicas: ReplicaDevices,
+        ops: CrossDeviceOps,
+        *,
+        shard_update: bool = False,
+    ) -> None:
         self._group = group
         self.replicas = replicas
-        self._executor = choose(replicas, ops)
+        self._executor = choose(replicas, ops, shard_update=shard_update)
+        self.holds_slices = self._executor.can_shard
         self._for_unequal = functools.cache(lambda: choose_for_unequal(self._executor, ops))
-        self._objects = ObjectTable(replicas)
+        self._objects = ObjectTable(replicas, holds_slices=self.holds_slices)
         self._captured: dict[StepFunction, tuple[tuple[Variable, ...], Any]] = {}
         self._lock = threading.Lock()
         self._running = threading.RLock()
@@ -140,6 +148,8 @@ class Runner:
                     calls.require_static(fn, call.tree, call.layout, call.leaves)
                     raise
                 if program is not None:
+                    if self.holds_slices:
+                        call, leaves = self._as_wanted(program, call, leaves)
                     if self._drifting and self._came_back(call, leaves):
                         self._require_not_drifting(call, leaves)
                     try:
@@ -154,6 +164,11 @@ class Runner:
         )
 
     @property
+    def pack_bytes(self) -> int:
+        """All-reduces of at most this many bytes travel together where they can."""
+        return self._executor.pack_bytes
+
+    @property
     def is_staged(self) -> bool:
         """Whether programs are run in stages, so that there is no one program to lower."""
         return isinstance(self._executor, StagedExecutor)
@@ -163,9 +178,10 @@ class Runner:
 
         def lowered() -> jax.stages.Lowered:
             call, leaves = self._prepared(fn, args, kwargs)
-            program = self._find(call, call.key, leaves).compiled
-            assert isinstance(program, MeshProgram)  # a staged one is several
-            return program.lower([*call.state, *leaves])
+            program = self._find(call, call.key, leaves)
+            call, leaves = self._as_wanted(program, call, leaves)
+            assert isinstance(program.compiled, MeshProgram)  # a staged one is several
+            return program.compiled.lower([*call.state, *leaves])
 
         return self._with_variables(fn, lowered)
 
@@ -320,7 +336,7 @@ class Runner:
         leaves, taken = list(leaves), set(map(id, call.state))
         for i in [*donated, *(i for i in range(len(leaves)) if i not in set(donated))]:
             if ids[i] in taken and isinstance(leaves[i], jax.Array):
-                leaves[i] = self.replicas.mirror(leaves[i])
+                leaves[i] = self.replicas.copy(leaves[i])
             if i in donated:
                 taken.add(ids[i])
         return leaves
@@ -407,8 +423,36 @@ class Runner:
             self._met[id(leaves[i])] = leaves[i]
 
     def _mirror(self, leaf: Any) -> Array:
-        there = isinstance(leaf, jax.Array) and self.replicas.is_mirrored(leaf)
-        return leaf if there else self.replicas.mirror(leaf)
+        if isinstance(leaf, jax.Array):
+            if self.replicas.is_mirrored(leaf):
+                return leaf
+            if self.holds_slices and self.replicas.is_sharded(leaf):
+                return leaf  # until it is known what the program wants
+        return self.replicas.mirror(leaf)
+
+    def _as_wanted(self, program: Program, call: Call, leaves: list[Any]) -> tuple[Call, list[Any]]:
+        """The call and its leaves, each whole or in slices as the program takes it."""
+        try:  # quick, for hundreds of leaves: they lie as at the last launch
+            found = map(_sharding_of, [*call.state, *leaves])
+            if program.taken and all(map(operator.is_, found, program.taken)):
+                return call, leaves
+        except AttributeError:  # a replica's own arrays, of unequal shapes
+            pass
+        num_state = len(call.state)
+        state = list(map(self._of_kind, call.state, program.kinds))
+        leaves = list(map(self._of_kind, leaves, program.kinds[num_state:]))
+        program.taken = [getattr(leaf, "sharding", None) for leaf in (*state, *leaves)]
+        return call._replace(state=state), leaves
+
+    def _of_kind(self, leaf: Any, kind: Kind) -> Any:
+        if kind.is_own:
+            return leaf
+        wanted = self.replicas.sharding(kind)
+        if leaf.sharding is wanted or leaf.sharding == wanted:
+            return leaf
+        if kind.axis is not None:
+            return self.replicas.shard(leaf, kind.axis)
+        return leaf if self.replicas.is_mirrored(leaf) else self.replicas.mirror(leaf)
 
     def _rows(self, call: Call, i: int, stacked: Any) -> Any:
         self._require_rows(call, i, stacked)
@@ -539,7 +583,16 @@ class Runner:
         drifts = find_drifts(call, step, avals[: len(results)], results)
         require_none_certain(step.name, drifts)
         executor = self._for_unequal() if unequal else self._executor
-        program = Program(traced, plan, call, executor, exchanges.in_words(jaxprs[0].jaxpr))
+        carried: list[tuple[int, int]] = []
+        if executor.can_shard:
+            differs = plan.per_replica_results
+            carried = carried_state(call, step, avals[: len(results)], differs, donated=False)
+        words = exchanges.in_words(jaxprs[0].jaxpr)
+        program = Program(traced, plan, call, executor, words, carried)
+        if program.shards is not None:
+            for axis in set(program.shards.inputs.values()):
+                sharding = self.replicas.sharding(Kind(axis=axis))
+                self._mirrored[id(sharding)] = sharding
         program.shared_draws = list(dict.fromkeys(notes.shared_draws))
         program.drifts = [drift for drift in drifts if not drift.is_bare]
         self._expect_mirrored(call, program, drifts)

@@ -1,6 +1,6 @@
 """A step on its way to a program: the call, the function on flat leaves, the finished program."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -16,6 +16,7 @@ from mirror._types import Array, StepFunction
 from mirror.context import Gathers, ReplicaGroup, replica
 from mirror.cross_device_ops import ReduceOp
 from mirror.devices.log import placement_log
+from mirror.devices.replicas import Kind
 from mirror.executors.callbacks import CallbackGuard, calls_back
 from mirror.executors.executor import CompiledProgram, Executor, ReplicaProgram, Variant
 from mirror.nnx_metrics import Update, merge
@@ -23,6 +24,7 @@ from mirror.objects import Record, Slot, Structure, is_object
 from mirror.parts import Parts
 from mirror.plan import Merge, Plan
 from mirror.program.proof import Mark
+from mirror.program.shards import Shards, find_shards
 from mirror.program.trace import struct_of, trace, uncached
 from mirror.values import PerReplica, is_float0
 from mirror.variables import Captures, Variable
@@ -267,6 +269,8 @@ class Program:
         call: The call that it is made for.
         executor: Compiles it.
         exchanges: Its collectives in words, for the placement log.
+        carried: Positions of the arguments that are state, each with that of the result that is
+            its new value.
     """
 
     def __init__(
@@ -276,6 +280,7 @@ class Program:
         call: Call,
         executor: Executor,
         exchanges: Sequence[tuple[str, str]],
+        carried: Sequence[tuple[int, int]] = (),
     ) -> None:
         step = traced.steps[0]
         self.runs = 0
@@ -293,20 +298,28 @@ class Program:
         # A step that fails in a host callback leaves its arguments as they were.
         self.donated = call.donated() if self._guard is None else []
         state = filter(step.is_donated, plan.changed) if self._guard is None else ()
+        finishes = [_finish(each, jaxpr, plan) for each, jaxpr in zip(*traced[:2], strict=True)]
+        self.taken: Sequence[Any] = ()  # shardings of the leaves at the last launch
+        self.shards: Shards | None = None
+        if executor.can_shard:
+            self.shards = _shards(traced, plan, finishes[0], carried)
+        self.kinds: Sequence[Kind] = _kinds(step.per_replica, self.shards and self.shards.inputs)
+        outputs = [step.per_replica[i] for i in plan.changed] + plan.per_replica_results
         self._attribute_changes = step.attribute_changes
         self._changed = plan.changed
         self.compiled: CompiledProgram = executor.compile(
             ReplicaProgram(
                 step.name,
                 [
-                    Variant(jaxpr, _finish(each, jaxpr, plan), each.avals, ids)
-                    for each, jaxpr, ids in zip(*traced[:3], strict=True)
+                    Variant(jaxpr, finish, each.avals, ids)
+                    for each, jaxpr, ids, finish in zip(*traced[:3], finishes, strict=True)
                 ],
-                step.per_replica,
-                [step.per_replica[i] for i in plan.changed] + plan.per_replica_results,
+                self.kinds,
+                _kinds(outputs, self.shards and self.shards.outputs),
                 traced.context,
                 [*state, *(step.num_state + i for i in self.donated)],
                 self._guard,
+                self.shards,
             )
         )
         self._results = slice(len(plan.changed), len(plan.changed) + len(step.out_names))
@@ -361,6 +374,26 @@ class Program:
         record.write(new)
         if self._attribute_changes:
             record.set_attributes(call.objects, self._attribute_changes)
+
+
+def shards_of(traced: Traced, plan: Plan, carried: Sequence[tuple[int, int]]) -> Shards:
+    """What of a step would be sharded, for a report; `carried` as of `Program`."""
+    return _shards(traced, plan, _finish(traced.steps[0], traced.jaxprs[0], plan), carried)
+
+
+def _shards(
+    traced: Traced, plan: Plan, finish: ClosedJaxpr, carried: Sequence[tuple[int, int]]
+) -> Shards:
+    step = traced.steps[0]
+    pairs = [(i, k) for k, i in enumerate(plan.changed) if not step.per_replica[i]]
+    pairs += [(i, len(plan.changed) + k) for i, k in carried]
+    n = step.group.num_replicas_in_sync
+    return find_shards([traced.jaxprs[0], finish], pairs, step.per_replica, n)
+
+
+def _kinds(per_replica: Sequence[bool], sharded: Mapping[int, int] | None) -> list[Kind]:
+    axes = sharded or {}
+    return [Kind(is_own, axes.get(i)) for i, is_own in enumerate(per_replica)]
 
 
 def _tree_of_results(step: Step, plan: Plan) -> Any:

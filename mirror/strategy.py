@@ -61,7 +61,13 @@ class Strategy(abc.ABC):
     """
 
     @abc.abstractmethod
-    def __init__(self, replicas: ReplicaDevices, cross_device_ops: CrossDeviceOps) -> None:
+    def __init__(
+        self,
+        replicas: ReplicaDevices,
+        cross_device_ops: CrossDeviceOps,
+        *,
+        shard_update: bool = False,
+    ) -> None:
         if not isinstance(cross_device_ops, CrossDeviceOps):
             raise TypeError(
                 f"cross_device_ops={describe(cross_device_ops)} is no CrossDeviceOps. Pass "
@@ -69,7 +75,8 @@ class Strategy(abc.ABC):
             )
         self._replicas = replicas
         self._cross_device_ops = cross_device_ops
-        self._runner = Runner(self, replicas, cross_device_ops)
+        self._shard_update = shard_update
+        self._runner = Runner(self, replicas, cross_device_ops, shard_update=shard_update)
         self._lone: Strategy | None = None
         self._with_one_on_each: Strategy | None = None
 
@@ -90,6 +97,12 @@ class Strategy(abc.ABC):
     def cross_device_ops(self) -> CrossDeviceOps:
         """Who carries the exchanges out."""
         return self._cross_device_ops
+
+    @property
+    @final
+    def shard_update(self) -> bool:
+        """Whether weight updates are sharded where they can be: see `MirroredStrategy`."""
+        return self._runner.holds_slices
 
     @final
     def scope(self) -> "Scope":
@@ -498,7 +511,8 @@ class Strategy(abc.ABC):
         require_steps(steps)
         if self._lone is None:
             self._lone = self._alone()
-        scratch = Runner(self, self._replicas, self._cross_device_ops)
+        ops, sharded = self._cross_device_ops, self._shard_update
+        scratch = Runner(self, self._replicas, ops, shard_update=sharded)
         runners = Runners(self._runner, scratch, self._lone._runner)
         return explain(runners, fn, args, kwargs, data, steps)
 
@@ -512,7 +526,7 @@ class Strategy(abc.ABC):
 
     def _all_reduce(self, op: ReduceOp, leaves: Sequence[Any]) -> list[Array]:
         """Carries out an exchange inside a replica."""
-        return self._cross_device_ops.all_reduce(op, leaves, on_host=self._replicas.on_host)
+        return self._cross_device_ops.all_reduce(op, leaves)
 
     def _local(self, leaf: Any) -> Sequence[Any]:
         n = self.num_replicas_in_sync
@@ -520,6 +534,8 @@ class Strategy(abc.ABC):
             if leaf.num_replicas != n:
                 raise ValueError(f"{leaf!r} is of {leaf.num_replicas} replicas, not of {n}.")
             return leaf.values
+        if isinstance(leaf, jax.Array) and self._replicas.is_sharded(leaf):
+            leaf = self._replicas.mirror(leaf)
         if isinstance(leaf, jax.Array) and self._replicas.is_mirrored(leaf):
             copies = copies_of(leaf)
             return [copies[d] if d in copies else move(leaf, d) for d in self.devices]
@@ -533,7 +549,8 @@ class Strategy(abc.ABC):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         twin = memo[id(self)] = object.__new__(type(self))
-        Strategy.__init__(twin, self._replicas, copy.deepcopy(self._cross_device_ops, memo))
+        ops = copy.deepcopy(self._cross_device_ops, memo)
+        Strategy.__init__(twin, self._replicas, ops, shard_update=self._shard_update)
         return twin
 
     def __str__(self) -> str:

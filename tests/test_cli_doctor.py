@@ -48,12 +48,10 @@ def test_a_flag_that_ends_the_process_is_found_and_the_rest_without_it(ahead):
     assert started["name"] == probes.BACKEND
     assert started["found"].endswith("/device:CPU:3) (forced for this check)")
     assert [check["name"] for check in rest] == list(probes.PROBES)
-    assert rest[0]["found"].endswith(
-        "for 4 host devices: enough for 3 threads of yours that launch steps"
-    )
+    assert "for 4 host devices on " in rest[0]["found"]
 
 
-def started(num_threads: int = 32) -> probes.Started:
+def started(num_threads: int = 8) -> probes.Started:
     return probes.start()._replace(num_threads=num_threads)
 
 

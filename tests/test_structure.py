@@ -47,16 +47,20 @@ LAYERS = [
     "program.inner",
     "program.additive",
     "program.exchanges",
+    "program.flat",
     "program.evaluate",
     "program.ensure",
     "program.proof",
+    "program.shards",
     "program.stages",
     "program.match",
     "cross_device_ops",
     "executors.callbacks",
     "executors.collectives",
+    "executors.shards",
     "executors.executor",
     "executors.pmap",
+    "executors.sharded",
     "executors.sums",
     "executors.vmap",
     "executors.host",
@@ -148,9 +152,10 @@ OWNERS = {
     "jax.local_devices": "devices.backend",
     "jax.make_jaxpr": "program.trace",
     # In steps; and what an executor puts in their place.
-    "jax.lax.psum": ("cross_device_ops", "executors.collectives"),
+    "jax.lax.psum": ("cross_device_ops", "executors.collectives", "executors.shards"),
     "jax.lax.pmean": "cross_device_ops",
-    "jax.lax.all_gather": ("cross_device_ops", "executors.collectives"),
+    "jax.lax.psum_scatter": "executors.shards",
+    "jax.lax.all_gather": ("cross_device_ops", "executors.collectives", "executors.shards"),
 }
 
 

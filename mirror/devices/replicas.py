@@ -1,8 +1,10 @@
 """The devices of the replicas, and how a value gets there: the owner of `jax.device_put`."""
 
 import contextlib
+import functools
 import operator
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,25 @@ from mirror._types import REPLICA_AXIS, Array
 from mirror.devices.backend import names, type_of
 from mirror.devices.log import unlogged
 from mirror.parts import Parts
+
+
+class Kind(NamedTuple):
+    """How the replicas hold an array.
+
+    Attributes:
+        is_own: Whether each replica has its own; they are the rows of a stacked array.
+        axis: The axis along which a mirrored array is sharded: each replica's device stores one
+            slice. `None`: each stores all of it.
+    """
+
+    is_own: bool = False
+    axis: int | None = None
+
+    @classmethod
+    def of(cls, per_replica: Iterable[bool]) -> "list[Kind]":
+        """Kinds of which none is sharded."""
+        return [cls(is_own) for is_own in per_replica]
+
 
 _is_deleted = operator.methodcaller("is_deleted")
 
@@ -82,6 +103,41 @@ class ReplicaDevices:
             and tuple(sharding.mesh.devices.flat) == self.on_mesh
             and sharding.is_equivalent_to(self.mirrored, value.ndim)
         )
+
+    @functools.cached_property
+    def _shardings(self) -> dict[Kind, NamedSharding]:
+        return {Kind(): self.mirrored, Kind(is_own=True): self.stacked}
+
+    def sharding(self, kind: Kind) -> NamedSharding:
+        """The sharding of arrays of this kind, the same object each time."""
+        known = self._shardings.get(kind)
+        if known is None:
+            assert kind.axis is not None
+            spec = PartitionSpec(*[None] * kind.axis, self.axis_name)
+            known = self._shardings.setdefault(kind, NamedSharding(self.mesh, spec))
+        return known
+
+    def is_sharded(self, value: Array) -> bool:
+        """Whether each of the devices stores one slice of the array, in replica order."""
+        sharding = value.sharding
+        if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
+            return False
+        axes = [axis for axis, name in enumerate(sharding.spec) if name is not None]
+        return (
+            len(axes) == 1
+            and sharding.spec[axes[0]] in (self.axis_name, (self.axis_name,))
+            and tuple(sharding.mesh.devices.flat) == self.on_mesh
+        )
+
+    def shard(self, value: Array, axis: int) -> Array:
+        """A copy of which each device stores one slice."""
+        return jax.device_put(value, self.sharding(Kind(axis=axis)))
+
+    def copy(self, value: Array) -> Array:
+        """A copy that lies as the value does, mirrored or sharded, and shares no buffer with it."""
+        if self.is_sharded(value):
+            return jax.device_put(jnp.copy(value), value.sharding)
+        return self.mirror(value)
 
     def mirror(self, value: Array | np.ndarray | np.generic | float) -> Array:
         """A mirrored copy that shares no buffer with `value`, so that it may be donated.

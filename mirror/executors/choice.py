@@ -11,6 +11,7 @@ from mirror.devices.replicas import ReplicaDevices
 from mirror.devices.selftest import all_reduce_fault, stuck
 from mirror.executors.executor import Executor
 from mirror.executors.pmap import PmapExecutor
+from mirror.executors.sharded import ShardedExecutor
 from mirror.executors.staged import StagedExecutor
 from mirror.executors.vmap import VmapExecutor
 
@@ -19,8 +20,16 @@ _TEST_SECS = 30.0  # XLA itself ends the process when NCCL has not come up after
 _REMEDY = "Often NCCL_P2P_DISABLE=1, set before Python starts, is the remedy"
 
 
-def choose(replicas: ReplicaDevices, ops: CrossDeviceOps) -> Executor:
+def choose(
+    replicas: ReplicaDevices, ops: CrossDeviceOps, *, shard_update: bool = False
+) -> Executor:
     """The executor for steps whose replicas have one set of shapes.
+
+    Args:
+        replicas: Devices of the replicas.
+        ops: Implements the collectives.
+        shard_update: Whether weight updates are to be sharded. Where they cannot be, every device
+            stores all of the state, and the log says so.
 
     Raises:
         ValueError: an all-reduce among devices of several types.
@@ -30,14 +39,33 @@ def choose(replicas: ReplicaDevices, ops: CrossDeviceOps) -> Executor:
             f"AllReduce among {backend.names(replicas.devices)}: devices of several types have "
             "none. Leave cross_device_ops out, or pass mirror.ReductionToOneDevice()."
         )
+    if shard_update:
+        reason = _keeps_whole(replicas, ops)
+        if not reason:
+            pack_bytes = ops.packed_bytes(on_host=replicas.on_host)
+            return _said(ShardedExecutor(replicas, pack_bytes=pack_bytes), "shard_update=True")
+        _logger.info("shard_update=True has no effect: %s", reason)
     if replicas.are_mixed:
         return _staged(replicas, ops, "the devices are of several types")
     if not isinstance(ops, AllReduce):
         return _staged(replicas, ops, f"cross_device_ops is {ops!r}")
+    pack_bytes = ops.packed_bytes(on_host=replicas.on_host)
     if replicas.replicas_per_device > 1:
-        return _said(VmapExecutor(replicas), "there are several replicas on each device")
+        executor = VmapExecutor(replicas, pack_bytes=pack_bytes)
+        return _said(executor, "there are several replicas on each device")
     _logger.debug("Using PmapExecutor: there is one replica on each device, all of one type")
-    return PmapExecutor(replicas)
+    return PmapExecutor(replicas, pack_bytes=pack_bytes)
+
+
+def _keeps_whole(replicas: ReplicaDevices, ops: CrossDeviceOps) -> str:
+    """Why weight updates are not sharded; empty if they are."""
+    if replicas.are_mixed:
+        return "the devices are of several types"
+    if not isinstance(ops, AllReduce):
+        return f"cross_device_ops is {ops!r}, which reduces on one device"
+    if replicas.replicas_per_device > 1:
+        return "there are several replicas on each device"
+    return "there is one replica" if len(replicas) == 1 else ""
 
 
 def choose_for_unequal(executor: Executor, ops: CrossDeviceOps) -> Executor:

@@ -32,7 +32,7 @@ def bound_eager_work() -> None:
     """From now on waits after an eager op on several host devices while too many are under way."""
     from jax._src import api
 
-    hook: Any = api._post_hook_state  # type: ignore[attr-defined]
+    hook: Any = api._post_hook_state
     if hook.value is None:  # else JAX looks for NaN, and waits for every result itself
         hook.set_global(_count)
 

@@ -1,7 +1,7 @@
 """What the executors have in common: one program of flat leaves, compiled with its shardings."""
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import jax
@@ -10,12 +10,13 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from mirror._types import Array
-from mirror.devices.replicas import ReplicaDevices
+from mirror.devices.replicas import Kind, ReplicaDevices
 from mirror.executors.callbacks import CallbackGuard
-from mirror.executors import launch as guard
-from mirror.executors.launch import launch
+from mirror.executors.launch import is_needed, launch
+from mirror.executors.shards import ShardedUpdate
 from mirror.program.evaluate import Lowering, Rules
 from mirror.program.inner import arrays_in
+from mirror.program.shards import Shards
 from mirror.program.trace import abstract, abstract_row, context_token
 
 Outputs = tuple[Any, ...]
@@ -40,10 +41,6 @@ class Variant(NamedTuple):
     avals: Sequence[jax.ShapeDtypeStruct]
     replicas: Sequence[int]
 
-    def evaluate(self, call: Callable[..., list[Any]], leaves: Sequence[Any]) -> list[Any]:
-        """Returns the outputs; `call(program, arguments)` evaluates a program."""
-        return call(self.finish, [*leaves, *call(self.proved, leaves)])
-
 
 class ReplicaProgram(NamedTuple):
     """What is to be compiled.
@@ -51,20 +48,22 @@ class ReplicaProgram(NamedTuple):
     Attributes:
         name: The name in profiles and compilation logs.
         variants: One for each set of shapes that replicas have.
-        per_replica_inputs: For each input, whether each replica gets its own row.
-        per_replica_outputs: For each output, whether each replica's own is kept.
+        inputs: How the replicas hold each input.
+        outputs: How they are to hold each output.
         context: The context that it was traced in, see `context_token`.
         donated: Positions of the inputs whose buffers are donated.
         guard: Keeps what host callbacks raise; `None` if the program has none.
+        shards: What of the program is sharded; `None`: nothing.
     """
 
     name: str
     variants: Sequence[Variant]
-    per_replica_inputs: Sequence[bool]
-    per_replica_outputs: Sequence[bool]
+    inputs: Sequence[Kind]
+    outputs: Sequence[Kind]
     context: object
     donated: Sequence[int] = ()
     guard: CallbackGuard | None = None
+    shards: Shards | None = None
 
     def require_context(self) -> None:
         """Raises `SignatureChanged` in another context than the one it was traced in."""
@@ -92,12 +91,17 @@ class Executor(abc.ABC):
     Attributes:
         replicas: those devices.
         reduces_on: where exchanges are reduced; `None`: among the devices themselves.
+        pack_bytes: All-reduces of at most this many bytes that do not depend on each other travel
+            in one buffer.
+        can_shard: Whether it runs programs with sharded inputs and outputs.
     """
 
     reduces_on: jax.Device | None = None
+    can_shard = False
 
-    def __init__(self, replicas: ReplicaDevices) -> None:
+    def __init__(self, replicas: ReplicaDevices, pack_bytes: int = 0) -> None:
         self.replicas = replicas
+        self.pack_bytes = pack_bytes
 
     @abc.abstractmethod
     def compile(self, program: ReplicaProgram) -> CompiledProgram:
@@ -110,34 +114,41 @@ class MeshExecutor(Executor):
     Args:
         replicas: the devices, of one type.
         exchanges: whether replicas talk in the programs.
+        pack_bytes: As of `Executor`.
     """
 
-    def __init__(self, replicas: ReplicaDevices, *, exchanges: bool = True) -> None:
-        super().__init__(replicas)
+    def __init__(
+        self, replicas: ReplicaDevices, *, exchanges: bool = True, pack_bytes: int = 0
+    ) -> None:
+        super().__init__(replicas, pack_bytes)
         # One device needs no rendezvous, and an accelerator has a queue of its own.
-        self._bounded = replicas.on_host and exchanges and guard.is_needed()
+        self._bounded = replicas.on_host and exchanges and is_needed()
         self._filler: Any = None
 
     @abc.abstractmethod
     def _mapped(
         self,
         replica: Callable[..., Outputs],
-        inputs: Sequence[bool],
-        outputs: Sequence[bool],
+        inputs: Sequence[Kind],
+        outputs: Sequence[Kind],
         guard: CallbackGuard | None,
     ) -> Callable[..., Outputs]:
         """A function of all replicas' leaves that runs `replica` for each.
 
         Args:
             replica: Runs one.
-            inputs: For each input, whether each replica gets its own row; one of them is true.
-            outputs: For each output, whether each replica's own is kept, as a row.
+            inputs: How the replicas hold each input; each replica has its own of one at least.
+            outputs: How they are to hold each output.
             guard: As of `ReplicaProgram`.
         """
 
     @abc.abstractmethod
     def _rules(self, guard: CallbackGuard | None) -> Rules:
         """The operations of a replica program that are replaced inside the mapping."""
+
+    @abc.abstractmethod
+    def _lowering(self, arrays: Mapping[int, Any], rules: Rules) -> Lowering:
+        """What evaluates a replica program inside the mapping; arguments as of `Lowering`."""
 
     @final
     def compile(self, program: ReplicaProgram) -> "MeshProgram":
@@ -148,27 +159,35 @@ class MeshExecutor(Executor):
         # operation on arrays of the scope alone inside `jax.pmap`).
         held = {id(array): array for each in variant[:2] for array in arrays_in(each)}
         rules = self._rules(program.guard)
-        start = len(program.per_replica_inputs)
+        update = None
+        if program.shards is not None:
+            n, axis_name = len(self.replicas), self.replicas.axis_name
+            update = ShardedUpdate(program.shards, axis_name, n, self.pack_bytes)
+        start = len(program.inputs)
 
         def replica(*leaves: Any) -> Sequence[Any]:
             own = leaves[:start]
             arrays = dict(zip(held, leaves[start:], strict=True))
-            found = variant.evaluate(Lowering(arrays, rules).call, own)
-            _require_proved(found, variant.finish)
+            lowering = self._lowering(arrays, rules)
+            if update is None:
+                found = lowering.in_turn(variant[:2], own)
+            else:
+                found = update.evaluate(lowering, own)
+            _require_proved(found, variant.finish, program.outputs, len(self.replicas))
             return found
 
         def check(leaves: Sequence[Any]) -> None:
             program.require_context()
-            pairs = zip(leaves, program.per_replica_inputs, strict=True)
-            types = [abstract_row(x) if differs else abstract(x) for x, differs in pairs]
+            pairs = zip(leaves, program.inputs, strict=True)
+            types = [abstract_row(x) if kind.is_own else abstract(x) for x, kind in pairs]
             if types != list(variant.avals):
                 raise SignatureChanged
 
         return self.compile_function(
             program.name,
             replica,
-            [*program.per_replica_inputs, *(False for _ in held)],
-            program.per_replica_outputs,
+            [*program.inputs, *(Kind() for _ in held)],
+            program.outputs,
             program.donated,
             guard=program.guard,
             check=check,
@@ -180,8 +199,8 @@ class MeshExecutor(Executor):
         self,
         name: str,
         fn: Callable[..., Sequence[Any]],
-        per_replica_inputs: Sequence[bool],
-        per_replica_outputs: Sequence[bool],
+        kinds: Sequence[Kind],
+        output_kinds: Sequence[Kind],
         donated: Sequence[int],
         *,
         guard: CallbackGuard | None = None,
@@ -193,15 +212,15 @@ class MeshExecutor(Executor):
         Args:
             name: As of `ReplicaProgram`, like what follows.
             fn: One replica's function, which returns a flat sequence.
-            per_replica_inputs: For each input, whether each replica gets its own row.
-            per_replica_outputs: For each output, whether each replica's own is kept.
+            kinds: How the replicas hold each input.
+            output_kinds: How they are to hold each output.
             donated: Positions of the inputs whose buffers are donated.
             guard: Keeps what host callbacks raise.
             check: Called with the leaves each time that JAX traces the program.
             held: Arrays that every launch gets as its last inputs.
         """
         # Something must be mapped over; a step without such an input gets an unused row of zeros.
-        fill = not any(per_replica_inputs)
+        fill = not any(kind.is_own for kind in kinds)
         if fill and self._filler is None:
             rows = np.zeros((len(self.replicas),), np.int32)
             self._filler = self.replicas.stack(rows)
@@ -211,10 +230,10 @@ class MeshExecutor(Executor):
             outputs = fn(*leaves[:-1]) if fill else fn(*leaves)
             return (*outputs, jnp.zeros((), jnp.int8)) if bounded else tuple(outputs)
 
-        inputs = [*per_replica_inputs, *([True] if fill else [])]
-        outputs = [*per_replica_outputs, *([False] if bounded else [])]
+        inputs = [*kinds, *([Kind(is_own=True)] if fill else [])]
+        outputs = [*output_kinds, *([Kind()] if bounded else [])]
         mapped = self._mapped(replica, inputs, outputs, guard)
-        num_own = len(per_replica_inputs) - len(held)
+        num_own = len(kinds) - len(held)
 
         def named(*leaves: Any) -> Any:  # pmap's own `lower`, which knows no donation, ends here
             check(leaves[:num_own])
@@ -225,14 +244,11 @@ class MeshExecutor(Executor):
         # same program.
         compiled = jax.jit(
             named,
-            in_shardings=tuple(map(self._sharding, inputs)),
-            out_shardings=tuple(map(self._sharding, outputs)),
+            in_shardings=tuple(map(self.replicas.sharding, inputs)),
+            out_shardings=tuple(map(self.replicas.sharding, outputs)),
             donate_argnums=tuple(donated),
         )
         return MeshProgram(compiled, [*held, *([self._filler] if fill else [])], bounded)
-
-    def _sharding(self, per_replica: bool) -> jax.sharding.NamedSharding:
-        return self.replicas.stacked if per_replica else self.replicas.mirrored
 
 
 @final
@@ -255,16 +271,21 @@ class MeshProgram(CompiledProgram):
         return self._compiled.lower(*leaves, *self._more)
 
 
-def _require_proved(outputs: Sequence[Any], program: ClosedJaxpr) -> None:
+def _require_proved(
+    outputs: Sequence[Any], program: ClosedJaxpr, kinds: Sequence[Kind], num_replicas: int
+) -> None:
     """Refuses results of other shapes or dtypes than what was proved.
 
     Raises:
         NotImplementedError: An operation has another meaning inside the executor's mapping.
     """
-    for output, var in zip(outputs, program.jaxpr.outvars, strict=True):
+    for output, var, kind in zip(outputs, program.jaxpr.outvars, kinds, strict=True):
         found: Any = jax.typeof(output)
         proved: Any = var.aval
-        if (found.shape, found.dtype) != (proved.shape, proved.dtype):
+        shape = list(proved.shape)
+        if kind.axis is not None:
+            shape[kind.axis] //= num_replicas
+        if (found.shape, found.dtype) != (tuple(shape), proved.dtype):
             raise NotImplementedError(
                 f"a result is {found.str_short()} where {proved.str_short()} was proved"
             )

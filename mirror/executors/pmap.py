@@ -5,15 +5,16 @@ no reading of `y[0]`. `jax.pmap` is `jit(shard_map)` with a Python front (JAX 0.
 `jax.jit` around it takes that front off the path of every step after the first.
 """
 
-from collections.abc import Callable, Sequence
-from typing import final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
 
 import jax
 
+from mirror.devices.replicas import Kind
 from mirror.executors.callbacks import CallbackGuard
 from mirror.executors.collectives import extremes
 from mirror.executors.executor import MeshExecutor, Outputs
-from mirror.program.evaluate import Rules
+from mirror.program.evaluate import Lowering, Rules
 
 
 @final
@@ -23,18 +24,21 @@ class PmapExecutor(MeshExecutor):
     def _rules(self, guard: CallbackGuard | None) -> Rules:
         return {**extremes(self.replicas.axis_name), **(guard.rules if guard else {})}
 
+    def _lowering(self, arrays: Mapping[int, Any], rules: Rules) -> Lowering:
+        return Lowering(arrays, rules, self.pack_bytes)
+
     def _mapped(
         self,
         replica: Callable[..., Outputs],
-        inputs: Sequence[bool],
-        outputs: Sequence[bool],
+        inputs: Sequence[Kind],
+        outputs: Sequence[Kind],
         guard: CallbackGuard | None,
     ) -> Callable[..., Outputs]:
         del guard  # its rules apply inside
         return jax.pmap(
             replica,
             axis_name=self.replicas.axis_name,
-            in_axes=tuple(0 if differs else None for differs in inputs),
-            out_axes=tuple(0 if differs else None for differs in outputs),
+            in_axes=tuple(0 if kind.is_own else None for kind in inputs),
+            out_axes=tuple(0 if kind.is_own else None for kind in outputs),
             devices=self.replicas.devices,
         )

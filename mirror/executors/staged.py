@@ -23,6 +23,7 @@ from mirror._types import Array
 from mirror.cross_device_ops import CrossDeviceOps, LostValueError
 from mirror.devices import backend
 from mirror.devices.replicas import (
+    Kind,
     ReplicaDevices,
     any_deleted,
     copies_of,
@@ -67,7 +68,7 @@ class StagedExecutor(Executor):
     """
 
     def __init__(self, replicas: ReplicaDevices, ops: CrossDeviceOps) -> None:
-        super().__init__(replicas)
+        super().__init__(replicas, _PACK_BYTES if ops.pack_bytes is None else ops.pack_bytes)
         self.ops = ops
         self.reduces_on = ops.device
         self._lanes: dict[tuple[int, ...], _Lane] = {}
@@ -79,12 +80,11 @@ class StagedExecutor(Executor):
             NotImplementedError: the program cannot be cut.
             ValueError: replicas of different shapes talk differently.
         """
-        limit = self.ops.pack_bytes
-        limit = _PACK_BYTES if limit is None else limit
+        limit = self.pack_bytes
         n = len(self.replicas)
         rules = program.guard.rules if program.guard is not None else {}
-        inputs = [not differs for differs in program.per_replica_inputs]
-        outputs = [not differs for differs in program.per_replica_outputs]
+        inputs = [not kind.is_own for kind in program.inputs]
+        outputs = [not kind.is_own for kind in program.outputs]
         staged = [
             cut(each.proved, inputs, outputs, n, limit, each.finish, rules)
             for each in program.variants
@@ -200,8 +200,8 @@ class StagedProgram(CompiledProgram):
     ) -> None:
         self._replicas = executor.replicas
         self._lanes = lanes
-        self._per_replica_inputs = program.per_replica_inputs
-        self._per_replica_outputs = program.per_replica_outputs
+        self._per_replica_inputs = [kind.is_own for kind in program.inputs]
+        self._per_replica_outputs = [kind.is_own for kind in program.outputs]
         home = self._replicas.on_mesh[0]
         holders = [i for i, lane in enumerate(lanes) if home in lane.replicas.devices]
         self._home = next(iter(holders), 0)
@@ -484,7 +484,7 @@ def _compiled(
     return lane.executor.compile_function(
         title,
         run,
-        [not value.mirrored for value in stage.inputs],
-        [not is_mirrored for _, is_mirrored in pairs],
+        Kind.of(not value.mirrored for value in stage.inputs),
+        Kind.of(not is_mirrored for _, is_mirrored in pairs),
         [i for i, value in enumerate(stage.inputs) if value in given_up],
     )

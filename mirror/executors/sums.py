@@ -23,7 +23,10 @@ _BARRIER = "optimization_barrier"
 
 
 def evaluate(
-    program: ClosedJaxpr, inputs: Sequence[Any], guard: CallbackGuard | None = None
+    program: ClosedJaxpr,
+    inputs: Sequence[Any],
+    guard: CallbackGuard | None = None,
+    pack_bytes: int = 0,
 ) -> list[Any]:
     """Evaluates a program with its sums over rows rewritten; XLA omits what is then unused.
 
@@ -31,15 +34,16 @@ def evaluate(
         program: A program of the rows of a `jax.vmap`.
         inputs: Its inputs.
         guard: Keeps what its host callbacks raise.
+        pack_bytes: As of `Lowering`, for all-reduces among devices.
     """
-    return _Sums(guard).call(program, inputs)
+    return _Sums(guard, pack_bytes).call(program, inputs)
 
 
 class _Sums(Lowering):
     """One evaluation, which remembers the operation that made each value."""
 
-    def __init__(self, guard: CallbackGuard | None) -> None:
-        super().__init__({}, guard.rules if guard else {})
+    def __init__(self, guard: CallbackGuard | None, pack_bytes: int) -> None:
+        super().__init__({}, guard.rules if guard else {}, pack_bytes)
         self.made_by: dict[int, tuple[JaxprEqn, list[Any]]] = {}
         self._kept: list[Any] = []  # an id is one value's only while the value lives
 

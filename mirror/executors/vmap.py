@@ -6,17 +6,18 @@ gradient of a pointwise convolution wrongly when the rows of one `jax.vmap` are 
 (the grouped convolution that `jax.vmap` makes of it; JAX 0.10 to 0.12).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import jax
 from jax.sharding import PartitionSpec
 
+from mirror.devices.replicas import Kind
 from mirror.executors.callbacks import CallbackGuard
 from mirror.executors.collectives import RowCollectives
 from mirror.executors.executor import MeshExecutor, Outputs, SignatureChanged
 from mirror.executors.sums import evaluate
-from mirror.program.evaluate import Rules
+from mirror.program.evaluate import Lowering, Rules
 from mirror.program.trace import trace_inside
 
 _ROWS = "replicas of a device"
@@ -33,16 +34,20 @@ class VmapExecutor(MeshExecutor):
         num_rows, num_devices = replicas.replicas_per_device, len(replicas.distinct)
         return RowCollectives(_ROWS, num_rows, devices, num_devices).rules
 
+    def _lowering(self, arrays: Mapping[int, Any], rules: Rules) -> Lowering:
+        # Collectives over the rows of one device need no packing; `_mapped` packs the others.
+        return Lowering(arrays, rules)
+
     def _mapped(
         self,
         replica: Callable[..., Outputs],
-        inputs: Sequence[bool],
-        outputs: Sequence[bool],
+        inputs: Sequence[Kind],
+        outputs: Sequence[Kind],
         guard: CallbackGuard | None,
     ) -> Callable[..., Outputs]:
         rows = jax.vmap(
             replica,
-            in_axes=tuple(0 if differs else None for differs in inputs),
+            in_axes=tuple(0 if kind.is_own else None for kind in inputs),
             axis_name=_ROWS,
             axis_size=self.replicas.replicas_per_device,
         )
@@ -51,7 +56,7 @@ class VmapExecutor(MeshExecutor):
             # `out_axes=None` takes only what vmap itself knows to be the same in all rows; the
             # proof knows more. XLA drops rows that are made to be left out.
             try:
-                found = evaluate(trace_inside(rows, leaves), leaves, guard)
+                found = evaluate(trace_inside(rows, leaves), leaves, guard, self.pack_bytes)
             except SignatureChanged:
                 raise
             except (NotImplementedError, AssertionError, NameError, ValueError) as error:
@@ -61,7 +66,7 @@ class VmapExecutor(MeshExecutor):
                     "write it otherwise."
                 ) from error
             return tuple(
-                row if differs else row[0] for row, differs in zip(found, outputs, strict=True)
+                row if kind.is_own else row[0] for row, kind in zip(found, outputs, strict=True)
             )
 
         if len(self.replicas.distinct) == 1:
@@ -70,7 +75,7 @@ class VmapExecutor(MeshExecutor):
         return jax.shard_map(
             on_device,
             mesh=self.replicas.mesh,
-            in_specs=tuple(split if differs else PartitionSpec() for differs in inputs),
-            out_specs=tuple(split if differs else PartitionSpec() for differs in outputs),
+            in_specs=tuple(split if kind.is_own else PartitionSpec() for kind in inputs),
+            out_specs=tuple(split if kind.is_own else PartitionSpec() for kind in outputs),
             check_vma=False,
         )

@@ -1,18 +1,21 @@
 """The exchanges of a step, one by one: what travels, how often, and whose line it is."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from mirror._types import Array
 from mirror.program.evaluate import bind
-from mirror.program.exchanges import in_word, is_exchange, op_of
-from mirror.program.inner import equations, nested_equations
+from mirror.program.exchanges import contains_exchange, in_word, is_exchange, op_of
+from mirror.program.flat import Operation, Packing, flatten, in_order
+from mirror.program.inner import inner_programs, jaxpr_of
 from mirror.program.proof import line_within
+from mirror.program.shards import Shards, packs_of
 
+_SCATTER = "reduce-scatter"
 _LOOPS = frozenset({"scan", "while"})
 
 
@@ -21,10 +24,10 @@ class ExchangeRow:
     """One exchange of a step.
 
     Attributes:
-        kind: `"all-reduce"`, `"all-gather"`, or JAX's name of it.
+        kind: `"all-reduce"`, `"all-gather"`, `"reduce-scatter"` in a sharded update, or JAX's name.
         op: `"sum"`, `"max"`, `"min"`. A mean is a sum that is divided afterwards; with a minimum or
             maximum goes another exchange, of where there are NaNs.
-        num_leaves: how many arrays travel in it; packed ones are counted.
+        num_leaves: how many arrays travel in it.
         num_bytes: what each replica brings, once.
         line: the user's line.
         loop: `"scan"` or `"while"` where it stands in a loop, else nothing.
@@ -38,7 +41,7 @@ class ExchangeRow:
     line: str
     loop: str = ""
     trips: int | None = 1
-    eqn: JaxprEqn | None = field(default=None, repr=False, compare=False)
+    eqns: tuple[JaxprEqn, ...] = field(default=(), repr=False, compare=False)
 
     @property
     def in_words(self) -> str:
@@ -58,52 +61,80 @@ class ExchangeRow:
         return 1 if self.trips is None else self.trips
 
     def again(self, operands: Sequence[Array]) -> list[Any]:
-        """The same exchange of other arrays, inside a replica."""
-        assert self.eqn is not None
-        return bind(self.eqn, operands)
+        """The same collective of other arrays, inside a replica."""
+        rest = iter(operands)
+        return [out for eqn in self.eqns for out in bind(eqn, [next(rest) for _ in eqn.invars])]
 
     @property
     def avals(self) -> list[Any]:
         """Shapes and dtypes of what each replica brings."""
-        assert self.eqn is not None
-        return [atom.aval for atom in self.eqn.invars]
+        return [atom.aval for eqn in self.eqns for atom in eqn.invars]
 
 
-def exchanges_of(jaxpr: Jaxpr, line: str | None = None) -> Iterator[ExchangeRow]:
-    """The exchanges of a program, in its order; all at one line, if one is told."""
-    makers = {var: eqn for eqn in equations(jaxpr) for var in eqn.outvars}
-    for eqn, around in nested_equations(jaxpr):
-        if is_exchange(eqn):
-            loops = [outer for outer in around if outer.primitive.name in _LOOPS]
-            avals: list[Any] = [atom.aval for atom in eqn.invars]
-            yield ExchangeRow(
-                in_word(eqn.primitive.name),
-                op_of(eqn.primitive.name),
-                sum(_num_packed(atom, makers) for atom in eqn.invars),
-                sum(num_bytes(aval) for aval in avals),
-                line or line_within(eqn, around),
-                loops[-1].primitive.name if loops else "",
-                _trips(loops),
-                eqn,
-            )
+def exchanges_of(
+    jaxpr: Jaxpr,
+    pack_bytes: int,
+    line: str | None = None,
+    around: tuple[JaxprEqn, ...] = (),
+    scattered: Sequence[JaxprEqn] = (),
+) -> Iterator[ExchangeRow]:
+    """The collectives of a program, in its order.
+
+    Args:
+        jaxpr: The program.
+        pack_bytes: Which all-reduces travel together, as of `Lowering`.
+        line: The line that is reported for all of them, instead of the user's.
+        around: The operations that the program stands inside of.
+        scattered: All-reduces that are reduce-scatters in a sharded update.
+    """
+    slices = set(map(id, scattered))
+
+    def key_of(operation: Operation) -> Hashable:
+        key = Packing(pack_bytes).key_of(operation)
+        return key and (key, id(operation.eqn) in slices)
+
+    flat = flatten([jaxpr], _holds_exchange)
+    numbers = {operation: i for i, operation in enumerate(flat.operations)}
+    packs = in_order(flat.operations, key_of)
+    for pack in sorted(packs, key=lambda pack: numbers[pack[0]]):
+        within = (*around, *pack[0].around)
+        eqns = tuple(operation.eqn for operation in pack)
+        if not is_exchange(eqns[0]):
+            for inner in inner_programs(eqns[0].params.values()):
+                if contains_exchange(jaxpr_of(inner)):
+                    inside = (*within, eqns[0])
+                    yield from exchanges_of(jaxpr_of(inner), pack_bytes, line, inside)
+            continue
+        loops = [outer for outer in within if outer.primitive.name in _LOOPS]
+        avals: list[Any] = [atom.aval for eqn in eqns for atom in eqn.invars]
+        yield ExchangeRow(
+            _SCATTER if id(eqns[0]) in slices else in_word(eqns[0].primitive.name),
+            op_of(eqns[0].primitive.name),
+            len(avals),
+            sum(map(num_bytes, avals)),
+            line or line_within(eqns[0], within),
+            loops[-1].primitive.name if loops else "",
+            _trips(loops),
+            eqns,
+        )
 
 
-def _num_packed(atom: Any, makers: Mapping[Any, JaxprEqn]) -> int:
-    """How many arrays a buffer is made of: they come out of a barrier and are joined flat."""
+def gathers_of(shards: Shards, num_replicas: int, pack_bytes: int, line: str) -> list[ExchangeRow]:
+    """The all-gathers of what a sharded update leaves whole."""
+    return [
+        ExchangeRow(
+            in_word("all_gather"),
+            "",
+            len(pack),
+            sum(value.num_bytes for value in pack) // num_replicas,
+            line,
+        )
+        for pack in packs_of(shards.gathered, pack_bytes)
+    ]
 
-    def maker(value: Any) -> JaxprEqn | None:
-        return None if isinstance(value, Literal) else makers.get(value)
 
-    def is_packed(value: Any) -> bool:
-        made = maker(value)
-        if made is not None and made.primitive.name == "reshape":
-            made = maker(made.invars[0])
-        return made is not None and made.primitive.name == "optimization_barrier"
-
-    made = maker(atom)
-    if made is None or made.primitive.name != "concatenate":
-        return 1
-    return len(made.invars) if all(map(is_packed, made.invars)) else 1
+def _holds_exchange(eqn: JaxprEqn, _: object) -> bool:
+    return any(contains_exchange(jaxpr_of(inner)) for inner in inner_programs(eqn.params.values()))
 
 
 def num_bytes(aval: Any) -> int:

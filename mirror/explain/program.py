@@ -12,14 +12,15 @@ from mirror._errors import ReplicaDivergenceError, bytes_in_words, counted, desc
 from mirror._types import StepFunction
 from mirror.cross_device_ops import ReduceOp
 from mirror.display import Table
-from mirror.drift import causes_of, drifting, find_drifts
-from mirror.explain.exchanges import ExchangeRow, exchanges_of
-from mirror.plan import Fate, cause, divergence, fates, find_merges, unmerged
+from mirror.drift import carried_state, causes_of, drifting, find_drifts
+from mirror.explain.exchanges import ExchangeRow, exchanges_of, gathers_of
+from mirror.plan import Fate, Plan, cause, divergence, fates, find_merges, unmerged
 from mirror.program.match import join_marks
 from mirror.program.proof import Mark, prove
+from mirror.program.shards import Shards
 from mirror.program.trace import trace
 from mirror.runner import Runner
-from mirror.step import Call, Traced
+from mirror.step import Call, Traced, shards_of
 
 _MOST_LINES = 2
 _UNTOUCHED = "the step does not write to it"
@@ -55,6 +56,9 @@ class ProgramReport:
         variables: a row for each variable of the nnx objects.
         exchanges: where replicas talk, in the order of the program.
         problems: why `run` would refuse the step, and the fix; empty where it would not.
+        sharding: With `shard_update=True`, a row for each array of the state that the step changes:
+            whether it is `"sharded"` or `"mirrored"`, and why. Arguments that are state and are not
+            nnx objects are taken for donated.
     """
 
     step: str
@@ -63,6 +67,7 @@ class ProgramReport:
     variables: tuple[ValueRow, ...]
     exchanges: tuple[ExchangeRow, ...]
     problems: tuple[str, ...] = ()
+    sharding: tuple[ValueRow, ...] = ()
 
     @property
     def in_step(self) -> bool:
@@ -92,15 +97,25 @@ class ProgramReport:
         )
         return Table(("", "exchange", "leaves", "bytes", "runs", "line"), rows)
 
+    @property
+    def sharding_table(self) -> Table:
+        """What of the state is sharded."""
+        rows = [(row.name, row.value, row.state, row.why) for row in self.sharding]
+        return Table(("state", "of all replicas", "is", "why"), rows)
+
     def __repr__(self) -> str:
         return str(self)
 
     def __str__(self) -> str:
         talk = str(self.exchanges_table) if self.exchanges else "No exchanges: replicas never talk."
-        return "\n\n".join([self.heading, str(self.values_table), talk, *self.problems])
+        sharded = [str(self.sharding_table)] if self.sharding else []
+        parts = [self.heading, str(self.values_table), *sharded, talk, *self.problems]
+        return "\n\n".join(parts)
 
     def _repr_html_(self) -> str:
         parts = [f"<b>{html.escape(self.heading)}</b>", self.values_table._repr_html_()]
+        if self.sharding:
+            parts.append(self.sharding_table._repr_html_())
         if self.exchanges:
             parts.append(self.exchanges_table._repr_html_())
         return "".join([*parts, *(f"<pre>{html.escape(text)}</pre>" for text in self.problems)])
@@ -134,14 +149,45 @@ def describe_program(
         problems.append(drifting(step.name, causes_of(drifts)))
     ends = len(results), len(results) + step.num_state
     averaged = [i for i, fate in enumerate(found) if fate is Fate.AVERAGED]
+    shards = None
+    if runner.holds_slices and not problems and len(traced.steps) == 1:
+        changed = [i for i, fate in enumerate(found) if fate is not Fate.UNCHANGED]
+        plan = Plan(changed, averaged, list(merges), [mark.per_replica for mark in results])
+        shards = _shards(call, traced, plan)
+    n, limit = len(runner.replicas), runner.pack_bytes
+    scattered = [each.eqn for each in shards.scattered] if shards else []
     return ProgramReport(
         step.name,
-        len(runner.replicas),
+        n,
         tuple(_results(call, step.out_names, avals[: ends[0]], results)),
         tuple(_variables(call, avals[ends[0] : ends[1]], after, found)),
-        (*exchanges_of(jaxpr), *_averaging(traced, [avals[ends[0] + i] for i in averaged])),
+        (
+            *exchanges_of(jaxpr, limit, scattered=scattered),
+            *_averaging(traced, [avals[ends[0] + i] for i in averaged], limit),
+            *(gathers_of(shards, n, limit, _AFTER) if shards else []),
+        ),
         tuple(problems),
+        tuple(_sharding(call, step.avals, shards, n)) if shards else (),
     )
+
+
+def _shards(call: Call, traced: Traced, plan: Plan) -> Shards:
+    step, differs = traced.steps[0], plan.per_replica_results
+    avals = traced.avals[: len(differs)]
+    return shards_of(traced, plan, carried_state(call, step, avals, differs, donated=True))
+
+
+def _sharding(
+    call: Call, avals: Sequence[Any], shards: Shards, num_replicas: int
+) -> Iterator[ValueRow]:
+    """A row for each array of the state that the step changes."""
+    names = call.input_names
+    part = f"1/{num_replicas} on each device"
+    for i in sorted({*shards.inputs, *shards.reasons}):
+        sharded = i in shards.inputs
+        why = f"{part}, along axis {shards.inputs[i]}" if sharded else shards.reasons[i]
+        state = "sharded" if sharded else "mirrored"
+        yield ValueRow(names[i], describe(avals[i]), state, why)
 
 
 def _marks(traced: Traced, names: Sequence[str], problems: list[str]) -> Sequence[Mark]:
@@ -162,13 +208,14 @@ def _marks(traced: Traced, names: Sequence[str], problems: list[str]) -> Sequenc
         return proved[0]
 
 
-def _averaging(traced: Traced, avals: Sequence[Any]) -> Iterator[ExchangeRow]:
+def _averaging(traced: Traced, avals: Sequence[Any], pack_bytes: int) -> Iterator[ExchangeRow]:
     """The exchange in which `run` averages batch statistics."""
     if avals:
         group = traced.steps[0].group
         mean = lambda *leaves: group._all_reduce(ReduceOp.MEAN, list(leaves))  # noqa: E731
         leaves = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
-        yield from exchanges_of(trace(mean, leaves, group.num_replicas_in_sync).jaxpr, _AFTER)
+        jaxpr = trace(mean, leaves, group.num_replicas_in_sync).jaxpr
+        yield from exchanges_of(jaxpr, pack_bytes, _AFTER)
 
 
 def _results(

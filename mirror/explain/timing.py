@@ -384,7 +384,8 @@ def _exchanging(scratch: Runner, rows: Sequence[ExchangeRow], steps: int) -> flo
         return 0.0
     by_trips: dict[int, list[ExchangeRow]] = {}
     for row in rows:
-        if all(is_numeric(aval.dtype) for aval in row.avals):  # PRNG keys are small
+        # PRNG keys are small; a gather after a reduce-scatter is timed as their all-reduce.
+        if row.avals and all(is_numeric(aval.dtype) for aval in row.avals):
             by_trips.setdefault(row.least_trips, []).append(row)
     return sum(trips * _together(scratch, group, steps) for trips, group in by_trips.items())
 
@@ -398,8 +399,13 @@ def _together(scratch: Runner, rows: Sequence[ExchangeRow], steps: int) -> float
         return [jnp.full(aval.shape, number, aval.dtype) for aval in avals]
 
     def talk(buffers: list[Array]) -> list[Array]:
-        rest = iter(buffers)
-        got = [out for row in rows for out in row.again([next(rest) for _ in row.avals])]
+        got: list[Array] = []
+        for row in rows:
+            # Each waits for the one before: else the executor would let several travel together.
+            start = len(got)
+            mine = buffers[start : start + len(row.avals)]
+            mine, got = jax.lax.optimization_barrier((mine, got))
+            got = [*got, *row.again(mine)]
         return [_first(out) for out in jax.lax.optimization_barrier(got)]
 
     def stay(buffers: list[Array]) -> list[Array]:

@@ -244,7 +244,7 @@ class _Pass:
         if _gives_all_the_same(eqn, joined, self.num_replicas):
             return [self.exchanged(eqn)] * len(eqn.outvars), marks
         joined = self.noted(eqn, marks, joined)
-        if _is_replica_source(eqn):
+        if is_replica_source(eqn):
             self.meets_replica = True
             if not joined.per_replica:
                 joined = Mark(f"{eqn.primitive.name} at {user_line(eqn)}")
@@ -464,7 +464,8 @@ def _is_ref(atom: Any) -> bool:
     return hasattr(atom.aval, "inner_aval") or getattr(atom.aval, "has_qdd", False)
 
 
-def _is_replica_source(eqn: JaxprEqn) -> bool:
+def is_replica_source(eqn: JaxprEqn) -> bool:
+    """Whether its results differ between replicas whatever it reads."""
     impure = eqn.primitive.name in _IMPURE or eqn.params.get("has_side_effect", False)
     return names_axis(eqn) or impure
 
@@ -478,7 +479,7 @@ def _spans_whole_axis(eqn: JaxprEqn) -> bool:
 
 
 def _contains_replica_source(jaxpr: Jaxpr) -> bool:
-    return any(map(_is_replica_source, equations(jaxpr)))
+    return any(map(is_replica_source, equations(jaxpr)))
 
 
 def _would_hang(eqn: JaxprEqn, control: str) -> str:

@@ -1,0 +1,55 @@
+"""The sharded executor: one replica on each device, and state of which each device stores a slice.
+
+It is `jit(shard_map)`, whose specs can say that an array is sharded; the axes of `jax.pmap` cannot.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+import jax
+
+from mirror.devices.replicas import Kind
+from mirror.executors.callbacks import CallbackGuard
+from mirror.executors.collectives import extremes
+from mirror.executors.executor import MeshExecutor, Outputs
+from mirror.program.evaluate import Lowering, Rules
+
+
+@final
+class ShardedExecutor(MeshExecutor):
+    """Runs replica programs on the devices of the replicas, their weight updates sharded."""
+
+    can_shard = True
+
+    def _rules(self, guard: CallbackGuard | None) -> Rules:
+        return {**extremes(self.replicas.axis_name), **(guard.rules if guard else {})}
+
+    def _lowering(self, arrays: Mapping[int, Any], rules: Rules) -> Lowering:
+        return Lowering(arrays, rules, self.pack_bytes)
+
+    def _mapped(
+        self,
+        replica: Callable[..., Outputs],
+        inputs: Sequence[Kind],
+        outputs: Sequence[Kind],
+        guard: CallbackGuard | None,
+    ) -> Callable[..., Outputs]:
+        del guard  # its rules apply inside
+
+        def on_device(*leaves: Any) -> Outputs:
+            own = (
+                jax.lax.squeeze(leaf, (0,)) if kind.is_own else leaf
+                for leaf, kind in zip(leaves, inputs, strict=True)
+            )
+            return tuple(
+                jax.lax.expand_dims(output, (0,)) if kind.is_own else output
+                for output, kind in zip(replica(*own), outputs, strict=True)
+            )
+
+        return jax.shard_map(
+            on_device,
+            mesh=self.replicas.mesh,
+            in_specs=tuple(self.replicas.sharding(kind).spec for kind in inputs),
+            out_specs=tuple(self.replicas.sharding(kind).spec for kind in outputs),
+            check_vma=False,
+        )
