@@ -338,14 +338,15 @@ class outside_traces:
     def __init__(self, fn: Callable[..., Any]) -> None:
         self._fn = fn
         self._stack: contextlib.ExitStack | None = None
+        self._before: jax.sharding.Mesh | None = None
 
     def __enter__(self) -> None:
         if _config.jax_default_device is not None or log_is_here():
             self._stack = contextlib.ExitStack()
             self._stack.enter_context(jax.default_device(None))
             self._stack.enter_context(unlogged())
-        self._before = jax.sharding.get_mesh()
         try:
+            self._before = jax.sharding.get_mesh()
             # It is set already: an interrupt may come before it is entered.
             self._context = jax.set_mesh(None)
             self._context.__enter__()
@@ -356,7 +357,8 @@ class outside_traces:
                 "strategy.run outside; it compiles by itself."
             ) from error
         except BaseException:
-            jax.set_mesh(None if self._before.empty else self._before)
+            if self._before is not None:
+                jax.set_mesh(None if self._before.empty else self._before)
             self._close()
             raise
 

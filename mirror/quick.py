@@ -1,15 +1,17 @@
 """The way of a call that was made before: find the objects' state, launch, write it back.
 
-No argument is looked at but by JAX's C++, which flattens the trees and finds the program by their
-structure, shapes and shardings. Where it does not find it, or refuses an argument, the call goes
-the long way, which looks closely and has the words. One thing JAX before 0.12 does not check on
-several devices, and the process ends: a donated array that is deleted or passed twice.
+JAX's C++ flattens the trees and finds the program by their structure, shapes and shardings. Where
+it does not find it, or refuses an argument, the call goes the long way, which looks closely and has
+the words. Two things are looked at here: the types of the leaves, because JAX would read the memory
+of a NumPy array while the step runs; and, on several devices, where JAX before 0.12 ends the
+process, whether a donated array is deleted or passed twice.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from mirror import calls
 from mirror.executors.executor import MeshProgram, SignatureChanged
@@ -17,6 +19,8 @@ from mirror.executors.launch import is_needed
 from mirror.objects import ObjectTable
 from mirror.step import Call, Program
 
+_REFUSALS = (SignatureChanged, TypeError, ValueError, OverflowError, RuntimeError)
+_TAKEN: set[type] = set()
 _MISSES_FREE = 4
 _RUNS_PER_MISS = 8
 
@@ -35,6 +39,7 @@ class QuickCall:
         are_placed: Whether arrays lie on the replicas' devices and are not deleted; the first
             argument says which of them hold the replicas' own.
         num_devices: How many devices a launch occupies.
+        misses: How often calls of this function were not like the one before them.
     """
 
     def __init__(
@@ -44,6 +49,7 @@ class QuickCall:
         objects: ObjectTable,
         are_placed: Callable[[list[int], list[Any]], bool],
         num_devices: int,
+        misses: int = 0,
     ) -> None:
         args, _ = call.tree
         assert isinstance(program.compiled, MeshProgram)
@@ -58,12 +64,12 @@ class QuickCall:
         self._table = objects
         self._are_placed = are_placed
         self._is_careful = is_needed() and num_devices > 1
-        self._misses = 0
+        self.misses = misses
 
     @property
     def is_worth_it(self) -> bool:
         """Whether it is rarely missed; a refused call costs more than a look."""
-        return self._misses <= _MISSES_FREE + self.program.runs // _RUNS_PER_MISS
+        return self.misses <= _MISSES_FREE + self.program.runs // _RUNS_PER_MISS
 
     def __call__(self, args: Sequence[Any]) -> Any:
         """Runs the step.
@@ -73,14 +79,9 @@ class QuickCall:
         """
         try:
             return self._run(args)
-        except (Missed, SignatureChanged, TypeError, ValueError, OverflowError) as error:
-            self._misses += 1
-            raise Missed from error
-        except RuntimeError as error:
-            if isinstance(error, jax.errors.JaxRuntimeError):
-                raise
-            self._misses += 1
-            raise Missed from error
+        except Missed:
+            self.misses += 1
+            raise
 
     def _run(self, args: Sequence[Any]) -> Any:
         if len(args) != self._num_args:
@@ -92,25 +93,54 @@ class QuickCall:
             if record is None or record.structure is not self._structure or record.last is None:
                 raise Missed
             state, trees = record.last, [args[i] for i in self._trees]
-        if self._is_careful:
-            self._look(trees, state)
+        self._look(trees, state)
         outputs: list[Any] = []
         try:
             self._launch(state, trees, outputs)
             if record is not None:
                 self.program.write_state(record, state, outputs)
-        except BaseException:  # an interrupt must not leave a model without its arrays
-            if record is not None and outputs:
-                self.program.write_state(record, state, outputs)
+        except BaseException as error:
+            if outputs:
+                if record is not None:  # an interrupt must not leave a model without its arrays
+                    self.program.write_state(record, state, outputs)
+            elif isinstance(error, _REFUSALS) and not _is_failure(error):
+                raise Missed from error
             raise
         self.program.runs += 1
         return outputs[self._num_changed]
 
     def _look(self, trees: Sequence[Any], state: list[Any]) -> None:
         leaves = jax.tree.leaves(trees)
-        if not self._are_placed(self._own, leaves):
+        types = set(map(type, leaves))
+        if not _TAKEN.issuperset(types) and not all(map(_is_taken, types)):
+            raise Missed
+        if not self._is_careful:
+            return
+        own = self._own
+        if len(types) > 1:  # numbers have no device
+            arrays = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+            leaves, own = [leaves[i] for i in arrays], [arrays.index(i) for i in own]
+        if not self._are_placed(own, leaves):
             raise Missed
         if self.program.donated or state:
             distinct = set(map(id, leaves))
             if len(distinct) < len(leaves) or not distinct.isdisjoint(map(id, state)):
                 raise Missed
+
+
+def _is_taken(leaf_type: type) -> bool:
+    """Whether JAX may take values of this type as they are: nobody changes them meanwhile.
+
+    A NumPy array is copied the long way: JAX would read its memory while the step runs.
+    """
+    changes_program = issubclass(leaf_type, bool | jax.core.Tracer)
+    taken = issubclass(leaf_type, jax.Array | int | float | complex | np.generic)
+    if taken and not changes_program:
+        _TAKEN.add(leaf_type)
+    return taken and not changes_program
+
+
+def _is_failure(error: BaseException) -> bool:
+    """Whether a launch failed, and was not refused for its arguments."""
+    refused = str(error).startswith("INVALID_ARGUMENT")
+    return isinstance(error, jax.errors.JaxRuntimeError) and not refused

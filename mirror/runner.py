@@ -5,6 +5,7 @@ A value's way: the caller's arguments are told apart (`calls`), nnx objects beco
 and results go back to the caller, mirrored ones as plain arrays (`step`).
 """
 
+import contextlib
 import functools
 import operator
 import threading
@@ -96,14 +97,13 @@ class Runner:
         donate_argnums: tuple[int, ...] = (),
     ) -> Any:
         """Runs `fn` once per replica; see `Strategy.run`."""
+        quick = None
         if not kwargs and not placement_log.on and not in_callback():
-            try:
+            with contextlib.suppress(TypeError):  # what is not hashable is refused below
                 quick = self._quick.get((fn, donate_argnums))
-                if quick is not None:
-                    with calls.outside_traces(fn), self._running:
-                        return quick(args)
-            except (Missed, TypeError):  # a function that is not hashable is refused below
-                pass
+        if quick is not None and quick.is_worth_it:
+            with contextlib.suppress(Missed), calls.outside_traces(fn), self._running:
+                return quick(args)
         return self._with_variables(fn, lambda: self._run(fn, args, kwargs, donate_argnums))
 
     def _with_variables(self, fn: StepFunction, attempt: Callable[[], Any]) -> Any:
@@ -183,8 +183,9 @@ class Runner:
         drifts = calls.code_of(call.fn) or call.fn
         if program.is_simple and not call.captured and drifts not in self._drifting:
             num_devices = len(self.replicas.distinct)
+            misses = known.misses if known is not None else 0
             self._quick[key] = QuickCall(
-                call, program, self._objects, self._are_placed, num_devices
+                call, program, self._objects, self._are_placed, num_devices, misses
             )
 
     @property

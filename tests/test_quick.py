@@ -1,0 +1,515 @@
+"""The quick way of `run`: no work for each leaf in Python, and not one check is lost."""
+
+import sys
+import threading
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import mirror
+from mirror.executors.launch import is_needed
+
+MAKERS = {
+    "one replica": lambda: mirror.MirroredStrategy(["/cpu:0"]),
+    "pmap": lambda: mirror.MirroredStrategy(["/cpu:0", "/cpu:1"]),
+    "vmap": lambda: mirror.MirroredStrategy(["/cpu:0"], replicas_per_device=2),
+    "sharded": lambda: mirror.MirroredStrategy(["/cpu:0", "/cpu:1"], shard_update=True),
+}
+
+
+@pytest.fixture(scope="module", params=MAKERS)
+def strategy(request) -> mirror.Strategy:
+    return MAKERS[request.param]()
+
+
+def own(strategy: mirror.Strategy, shape: tuple[int, ...] = (4,), dtype: Any = np.float32):
+    n = strategy.num_replicas_in_sync
+    return mirror.PerReplica([np.full(shape, i + 1, dtype) for i in range(n)])
+
+
+def update(state, batch):
+    grad = mirror.get_replica_context().all_reduce("mean", batch.mean())
+    return jax.tree.map(lambda w: w - 0.5 * grad.astype(w.dtype), state), grad
+
+
+class Net(nnx.Module):
+    def __init__(self, num_layers: int = 2) -> None:
+        rngs = nnx.Rngs(0)
+        self.layers = nnx.List([nnx.Linear(4, 4, rngs=rngs) for _ in range(num_layers)])
+        self.rate = 1.0
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.rate * x
+
+
+def train(model, batch):
+    loss, grads = nnx.value_and_grad(lambda model: (model(batch) ** 2).mean())(model)
+    loss, grads = mirror.get_replica_context().all_reduce("mean", (loss, grads))
+    state = nnx.state(model, nnx.Param)
+    nnx.update(model, jax.tree.map(lambda w, g: w - 0.01 * g, state, grads))
+    return loss
+
+
+def quick_of(strategy: mirror.Strategy, fn: Any, donated: tuple[int, ...] = ()) -> Any:
+    return strategy._runner._quick.get((fn, donated))
+
+
+def num_python_events(call: Any) -> int:
+    events = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal events
+        events += 1
+
+    sys.setprofile(count)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return events
+
+
+# What is done on the host does not grow with the number of leaves.
+
+
+@pytest.mark.parametrize("form", ["dict", "nnx"])
+def test_python_does_not_look_at_each_leaf(strategy, form):
+    def events_for(num_leaves: int) -> int:
+        if form == "nnx":
+            with strategy.scope():
+                args = (Net(num_leaves), own(strategy, (2, 4)))
+            call = lambda: strategy.run(train, args)  # noqa: E731
+        else:
+            with strategy.scope():
+                state = {f"w{i}": jnp.zeros(2) for i in range(num_leaves)}
+            batch = own(strategy)
+
+            def call() -> None:
+                nonlocal state
+                state, _ = strategy.run(update, (state, batch), donate_argnums=0)
+
+        for _ in range(3):
+            call()
+        return min(num_python_events(call) for _ in range(3))
+
+    few, many = events_for(2), events_for(20)
+    per_replica_leaves = 2  # of which `PerReplica` is made and taken apart in Python
+    assert many - few <= per_replica_leaves
+    assert many < 120
+
+
+def test_a_second_call_goes_the_quick_way(strategy):
+    state, batch = {"w": jnp.zeros(3)}, own(strategy)
+    for _ in range(4):
+        state, _ = strategy.run(update, (state, batch), donate_argnums=0)
+    quick = quick_of(strategy, update, (0,))
+    assert quick is not None
+    before = quick.program.runs
+    strategy._runner._run = None  # the long way
+    try:
+        state, _ = strategy.run(update, (state, batch), donate_argnums=0)
+    finally:
+        del strategy._runner._run
+    assert quick.program.runs == before + 1
+
+
+# What is unlike the call before goes the long way, and gets what it got before.
+
+
+def fresh_results(strategy: mirror.Strategy, fn: Any, args: tuple) -> Any:
+    """What a function object that was never run gives."""
+    return strategy.run(lambda *args: fn(*args), args)
+
+
+def leaves_of(tree: Any) -> list[np.ndarray]:
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+CHANGES = {
+    "same": lambda s: ({"w": jnp.ones(3)}, own(s)),
+    "shapes": lambda s: ({"w": jnp.ones(5)}, own(s)),
+    "the batch's shape": lambda s: ({"w": jnp.ones(3)}, own(s, (6,))),
+    "dtype": lambda s: ({"w": jnp.ones(3, jnp.bfloat16)}, own(s)),
+    "the batch's dtype": lambda s: ({"w": jnp.ones(3)}, own(s, dtype=np.int32)),
+    "structure": lambda s: ({"w": jnp.ones(3), "b": jnp.ones(())}, own(s)),
+    "another container": lambda s: ([jnp.ones(3)], own(s)),
+    "NumPy": lambda s: ({"w": np.ones(3, np.float32)}, own(s)),
+    "a number": lambda s: ({"w": 1.0}, own(s)),
+    "64-bit NumPy": lambda s: ({"w": np.ones(3)}, own(s)),
+    "another device": lambda s: (
+        {"w": jax.device_put(jnp.ones(3), jax.devices()[3])},
+        own(s),
+    ),
+    "not PerReplica": lambda s: ({"w": jnp.ones(3)}, jnp.ones(4)),
+    "PerReplica on the host": lambda s: ({"w": jnp.ones(3)}, own(s)),
+    "PerReplica state": lambda s: ({"w": own(s, (3,))}, own(s)),
+    "weakly typed": lambda s: ({"w": jnp.asarray(1.0)}, own(s)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*computes the same on all")
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_call_unlike_the_one_before(strategy, change):
+    def step(state, batch):
+        return update(state, batch)
+
+    for _ in range(3):
+        strategy.run(step, CHANGES["same"](strategy))
+    args = CHANGES[change](strategy)
+    found = strategy.run(step, args)
+    expected = fresh_results(strategy, update, args)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(leaves_of(found), leaves_of(expected), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+    again = strategy.run(step, CHANGES["same"](strategy))
+    np.testing.assert_array_equal(
+        *map(
+            np.asarray,
+            (
+                again[0]["w"],
+                strategy.run(lambda *args: update(*args), CHANGES["same"](strategy))[0]["w"],
+            ),
+        )
+    )
+
+
+def deleted_argument(strategy, run, state, batch):
+    state["w"].delete()
+    run(state, batch)
+
+
+def donated_before(strategy, run, state, batch):
+    run(state, batch)
+    run(state, batch)
+
+
+def traced(strategy, run, state, batch):
+    jax.jit(lambda w: run({"w": w}, batch))(state["w"])
+
+
+def differentiated(strategy, run, state, batch):
+    jax.grad(lambda w: run({"w": w}, batch)[1])(state["w"])
+
+
+def mapped(strategy, run, state, batch):
+    jax.vmap(lambda w: run({"w": w}, batch)[1])(jnp.ones((2, 3)))
+
+
+def in_a_trace(strategy, run, state, batch):
+    jax.jit(lambda x: (run(state, batch), x))(1.0)
+
+
+def too_many_replicas(strategy, run, state, batch):
+    n = strategy.num_replicas_in_sync
+    run(state, mirror.PerReplica([np.ones(4, np.float32)] * (n + 1)))
+
+
+def no_array(strategy, run, state, batch):
+    run({"w": object()}, batch)
+
+
+def not_hashable(strategy, run, state, batch):
+    run({"w": {1, 2}}, batch)
+
+
+def too_large(strategy, run, state, batch):
+    run({"w": 2**70}, batch)
+
+
+REFUSALS = {
+    deleted_argument: (ValueError, r"state\['w'\] is an array that has been deleted"),
+    donated_before: (ValueError, r"state\['w'\] is an array that has been deleted"),
+    traced: (RuntimeError, "run inside jax.jit"),
+    differentiated: (RuntimeError, "run inside jax.jit"),
+    mapped: (RuntimeError, "run inside jax.jit"),
+    in_a_trace: (RuntimeError, "run inside jax.jit"),
+    too_many_replicas: (ValueError, "batch is a PerReplica of . values"),
+    not_hashable: (TypeError, r"state\['w'\] is .*neither an array nor hashable"),
+    too_large: (ValueError, r"state\['w'\] .*cannot hold"),
+}
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda f: f.__name__)
+def test_every_refusal_keeps_its_message(strategy, refusal):
+    def step(state, batch):
+        return update(state, batch)
+
+    def run(state, batch):
+        return strategy.run(step, (state, batch), donate_argnums=0)
+
+    batch = own(strategy)
+    with strategy.scope():
+        state = {"w": jnp.zeros(3)}
+    for _ in range(3):
+        state, _ = run(state, batch)
+    assert quick_of(strategy, step, (0,)) is not None
+    error, match = REFUSALS[refusal]
+    with pytest.raises(error, match=match):
+        refusal(strategy, run, state, batch)
+    with strategy.scope():
+        state = {"w": jnp.zeros(3)}
+    state, grad = run(state, batch)  # and nothing is broken
+    np.testing.assert_array_equal(state["w"], -0.5 * np.full(3, grad))
+
+
+def test_one_array_in_two_places_is_copied(strategy):
+    def step(state, batch):
+        return update(state, batch)
+
+    batch = own(strategy)
+    with strategy.scope():
+        state = {"params": jnp.zeros(3), "ema": jnp.ones(3)}
+    for _ in range(3):
+        state, grad = strategy.run(step, (state, batch), donate_argnums=0)
+    value = np.asarray(state["params"])
+    state["ema"] = state["params"]
+    state, grad = strategy.run(step, (state, batch), donate_argnums=0)
+    for name in state:
+        np.testing.assert_array_equal(state[name], value - 0.5 * np.asarray(grad))
+
+
+@pytest.mark.parametrize("at", ["another device", "the replicas"])
+def test_one_buffer_in_two_arrays_is_copied(strategy, at):
+    """`jax.device_put` shares memory where it can."""
+
+    def step(state, batch):
+        return update(state, batch)
+
+    batch = own(strategy)
+    with strategy.scope():
+        state = {"a": jnp.zeros(3), "b": jnp.ones(3)}
+    for _ in range(3):
+        state, grad = strategy.run(step, (state, batch), donate_argnums=0)
+    x = jnp.arange(3.0)
+    if at == "the replicas":
+        mesh = jax.sharding.NamedSharding(strategy._replicas.mesh, jax.sharding.PartitionSpec())
+        state = {"a": jax.device_put(x, mesh), "b": jax.device_put(x, mesh)}
+    else:
+        state = {"a": x, "b": x}
+    state, grad = strategy.run(step, (state, batch), donate_argnums=0)
+    for name in state:
+        np.testing.assert_array_equal(state[name], np.arange(3.0) - 0.5 * np.asarray(grad))
+
+
+# nnx objects.
+
+
+def assigned_outside(model):
+    model.layers[0].kernel[...] = jnp.ones((4, 4))
+
+
+def attribute_changed(model):
+    model.rate = 2.0
+
+
+def layer_replaced(model):
+    model.layers[1] = nnx.Linear(4, 4, rngs=nnx.Rngs(1))
+
+
+def layer_added(model):
+    model.layers.append(nnx.Linear(4, 4, rngs=nnx.Rngs(1)))
+
+
+def shared(model):
+    model.layers[1] = model.layers[0]
+
+
+def another_dtype(model):
+    kernel = model.layers[0].kernel
+    kernel.set_value(kernel.get_value().astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [assigned_outside, attribute_changed, layer_replaced, layer_added, shared, another_dtype],
+    ids=lambda f: f.__name__,
+)
+def test_a_model_that_changed_between_two_calls(strategy, change):
+    def twin() -> Net:
+        with strategy.scope():
+            return Net()
+
+    batch = own(strategy, (2, 4))
+    first, second = twin(), twin()
+    for _ in range(3):
+        strategy.run(train, (first, batch))
+    nnx.update(second, jax.tree.map(jnp.copy, nnx.state(first)))
+    change(first)
+    change(second)
+    found = strategy.run(train, (first, batch))
+    np.testing.assert_array_equal(found, strategy.run(lambda *a: train(*a), (second, batch)))
+    for a, b in zip(leaves_of(nnx.state(first)), leaves_of(nnx.state(second)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_deleted_variable_keeps_its_message(strategy):
+    with strategy.scope():
+        model = Net()
+    batch = own(strategy, (2, 4))
+    for _ in range(3):
+        strategy.run(train, (model, batch))
+    model.layers[0].kernel.get_value().delete()
+    with pytest.raises(ValueError, match=r"model\S* holds an array that has been deleted"):
+        strategy.run(train, (model, batch))
+
+
+def test_another_model_of_the_same_structure(strategy):
+    batch = own(strategy, (2, 4))
+    with strategy.scope():
+        models = [Net(), Net()]
+    alone = [float(strategy.run(train, (model, batch))) for _ in range(3) for model in models]
+    assert alone[0::2] == alone[1::2]
+    assert alone[0] != alone[2]
+
+
+# Contexts.
+
+
+def test_the_context_of_a_trace_is_proved_again(strategy):
+    traces = []
+
+    def step(x):
+        traces.append(jax.config.jax_default_matmul_precision)
+        return mirror.get_replica_context().all_reduce("sum", x @ x)
+
+    x = own(strategy, (2, 2))
+    for _ in range(3):
+        strategy.run(step, (x,))
+    with jax.default_matmul_precision("float32"):
+        strategy.run(step, (x,))
+        strategy.run(step, (x,))
+    strategy.run(step, (x,))
+    assert traces == [None, "float32"]
+
+
+def test_in_and_out_of_a_scope_is_one_program(strategy):
+    traces = []
+
+    def step(x):
+        traces.append(1)
+        return mirror.get_replica_context().all_reduce("sum", x)
+
+    x = own(strategy)
+    program = None
+    for _ in range(3):
+        strategy.run(step, (x,))
+        with strategy.scope():
+            strategy.run(step, (x,))
+        with jax.default_device(jax.devices()[1]):
+            strategy.run(step, (x,))
+        quick = quick_of(strategy, step)
+        program = program or quick.program
+        assert quick.program is program
+    assert len(traces) == 1
+    assert quick.misses == 0
+    assert quick.program.compiled._compiled._cache_size() == 1
+
+
+def test_shapes_that_take_turns_stop_trying(strategy):
+    def step(x):
+        return mirror.get_replica_context().all_reduce("sum", x)
+
+    xs = [own(strategy), own(strategy, (5,))]
+    n = strategy.num_replicas_in_sync
+    for i in range(60):
+        found = strategy.run(step, (xs[i % 2],))
+        assert found.shape == ((4,), (5,))[i % 2]
+        assert float(found[0]) == n * (n + 1) / 2
+    assert quick_of(strategy, step).misses < 20
+
+
+def test_static_arguments_and_keywords_work_as_before(strategy):
+    def step(x, name="a", scale=1.0):
+        return mirror.get_replica_context().all_reduce("sum", x * scale), name
+
+    x = own(strategy)
+    n = strategy.num_replicas_in_sync
+    total = n * (n + 1) / 2
+    for _ in range(2):
+        for name in "ab":
+            found, same = strategy.run(step, (x, name))
+            assert (float(found[0]), same) == (total, name)
+        assert float(strategy.run(step, (x,), {"scale": 2.0})[0][0]) == 2 * total
+        assert float(strategy.run(step, (x,))[0][0]) == total
+
+
+def test_threads_share_a_program(strategy):
+    def step(state, batch):
+        return update(state, batch)
+
+    results, batch = [], own(strategy)
+
+    def loop() -> None:
+        with strategy.scope():
+            state = {"w": jnp.zeros(3)}
+        for _ in range(30):
+            state, _ = strategy.run(step, (state, batch), donate_argnums=0)
+        results.append(np.asarray(state["w"]))
+
+    threads = [threading.Thread(target=loop) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 4
+    for found in results:
+        np.testing.assert_array_equal(found, results[0])
+
+
+def test_an_optimizer_trains_the_same_the_long_way():
+    def losses(long: bool) -> list[float]:
+        strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
+        with strategy.scope():
+            model = Net()
+            optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+        def step(model, optimizer, batch):
+            loss, grads = nnx.value_and_grad(lambda model: (model(batch) ** 2).mean())(model)
+            loss, grads = mirror.get_replica_context().all_reduce("mean", (loss, grads))
+            optimizer.update(model, grads)
+            return loss
+
+        batch, found = own(strategy, (2, 4)), []
+        for _ in range(6):
+            if long:
+                strategy._runner._quick.clear()
+            found.append(float(strategy.run(step, (model, optimizer, batch))))
+        return found
+
+    assert losses(long=True) == losses(long=False)
+
+
+# One replica.
+
+
+def test_one_replica_has_no_collectives():
+    strategy = MAKERS["one replica"]()
+
+    def step(w, batch):
+        context = mirror.get_replica_context()
+        gathered = context.all_gather(batch, 0)
+        index = jax.lax.axis_index(mirror.REPLICA_AXIS)
+        ring = jax.lax.ppermute(batch, mirror.REPLICA_AXIS, [(0, 0)])
+        return context.all_reduce("mean", (w - batch.mean(), gathered.sum() + index, ring.sum()))
+
+    args = (jnp.ones(()), own(strategy))
+    text = strategy._runner.lower(step, args, {}).compile().as_text()
+    for word in ("all-reduce", "all-gather", "collective-permute", "partition-id", "replica-id"):
+        assert word not in text
+    found = strategy.run(step, args)
+    assert [float(x) for x in found] == [0.0, 4.0, 4.0]
+
+
+def test_only_several_devices_of_an_older_jax_are_looked_at(strategy):
+    state, batch = {"w": jnp.zeros(3)}, own(strategy)
+    strategy.run(update, (state, batch))
+    careful = is_needed() and len(strategy._replicas.distinct) > 1
+    assert quick_of(strategy, update)._is_careful == careful
