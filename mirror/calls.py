@@ -10,7 +10,7 @@ import gc
 import inspect
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import CellType, CodeType, ModuleType
 from typing import Any, NamedTuple
@@ -321,52 +321,54 @@ def require_no_tracers(fn: Callable[..., Any], tree: Any) -> None:
             )
 
 
-def outside_traces(
-    fn: Callable[..., Any], mesh: jax.sharding.Mesh
-) -> contextlib.AbstractContextManager[None]:
-    """Sets the mesh, which JAX allows only where nothing is being traced.
-
-    Raises:
-        RuntimeError: inside `jax.jit`, on entering.
-    """
-    return _unlogged_with_mesh(fn, mesh) if log_is_here() else _with_mesh(fn, mesh)
-
-
-@contextlib.contextmanager
-def _unlogged_with_mesh(fn: Callable[..., Any], mesh: jax.sharding.Mesh) -> Iterator[None]:
-    with unlogged(), _with_mesh(fn, mesh):
-        yield
-
-
 # JAX 0.10 does not declare its options as attributes, 0.12 does; `values[...]` takes 7 us.
 _config: Any = jax.config
 
 
-@contextlib.contextmanager
-def _with_mesh(fn: Callable[..., Any], mesh: jax.sharding.Mesh) -> Iterator[None]:
-    if _config.jax_default_device is not None:
-        # It is part of jit's key, as the mesh is: `mirror.device` around a step must not compile.
-        with jax.default_device(None), _with_mesh(fn, mesh):
-            yield
-        return
-    context = None
-    try:
-        before = jax.sharding.get_mesh()
+class outside_traces:
+    """Context manager in which no mesh and no default device are set, and nothing is logged.
+
+    They are part of what jit keys its cache with: the program is the same in and out of a scope.
+    No generator, which would take as long as the rest of it.
+
+    Raises:
+        RuntimeError: Inside `jax.jit`, `grad` or `vmap`, on entering.
+    """
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self._fn = fn
+        self._stack: contextlib.ExitStack | None = None
+
+    def __enter__(self) -> None:
+        if _config.jax_default_device is not None or log_is_here():
+            self._stack = contextlib.ExitStack()
+            self._stack.enter_context(jax.default_device(None))
+            self._stack.enter_context(unlogged())
+        self._before = jax.sharding.get_mesh()
         try:
-            context = jax.set_mesh(mesh)
-            with context:
-                yield
+            # It is set already: an interrupt may come before it is entered.
+            self._context = jax.set_mesh(None)
+            self._context.__enter__()
+        except ValueError as error:
+            self._close()
+            raise RuntimeError(
+                f"{name_of(self._fn)} is run inside jax.jit, where arrays are tracers. Call "
+                "strategy.run outside; it compiles by itself."
+            ) from error
         except BaseException:
-            # `set_mesh` sets it when it is made: an interrupt may come before it is entered.
-            jax.set_mesh(None if before.empty else before)
+            jax.set_mesh(None if self._before.empty else self._before)
+            self._close()
             raise
-    except ValueError as error:
-        if context is not None:
-            raise
-        raise RuntimeError(
-            f"{name_of(fn)} is run inside jax.jit, where arrays are tracers. Call strategy.run "
-            "outside; it compiles by itself."
-        ) from error
+
+    def __exit__(self, kind: type[BaseException] | None, *details: Any) -> None:
+        try:
+            self._context.__exit__(kind, *details)
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        if self._stack is not None:
+            self._stack.close()
 
 
 def require_bound_axis(fn: Callable[..., Any], error: NameError) -> None:

@@ -39,6 +39,7 @@ from mirror.program.inner import arrays_in
 from mirror.program.match import join_marks
 from mirror.program.proof import Mark, Notes, prove
 from mirror.program.trace import abstract, abstract_row, context_token, trace
+from mirror.quick import Missed, QuickCall
 from mirror.step import Call, Program, Step, Traced
 from mirror.values import is_float0, is_numeric
 from mirror.variables import Variable
@@ -75,6 +76,7 @@ class Runner:
         self._programs: dict[Any, Program] = {}
         self._traces: dict[Any, Traced] = {}
         self._making: dict[Any, threading.RLock] = {}
+        self._quick: dict[tuple[StepFunction, tuple[int, ...]], QuickCall] = {}
         # By identity, because comparing hundreds of shardings would cost as much as a launch. JAX
         # puts one object on all that a program returns: ours, or an equal one that it met before.
         self._mirrored: dict[int, Sharding] = {id(replicas.mirrored): replicas.mirrored}
@@ -94,10 +96,18 @@ class Runner:
         donate_argnums: tuple[int, ...] = (),
     ) -> Any:
         """Runs `fn` once per replica; see `Strategy.run`."""
+        if not kwargs and not placement_log.on and not in_callback():
+            try:
+                quick = self._quick.get((fn, donate_argnums))
+                if quick is not None:
+                    with calls.outside_traces(fn), self._running:
+                        return quick(args)
+            except (Missed, TypeError):  # a function that is not hashable is refused below
+                pass
         return self._with_variables(fn, lambda: self._run(fn, args, kwargs, donate_argnums))
 
     def _with_variables(self, fn: StepFunction, attempt: Callable[[], Any]) -> Any:
-        """Does something on the replicas' mesh; again, if it finds variables that the step uses."""
+        """Does something outside traces; again, if it finds variables that the step uses."""
         if in_callback():
             raise RuntimeError(
                 f"{calls.name_of(fn)} was passed to a strategy inside a host callback of a step, "
@@ -106,8 +116,7 @@ class Runner:
             )
         axis = self.replicas.axis_name
         while True:
-            # The mesh is part of what jit keys its cache with: the same, in and out of a scope.
-            with calls.outside_traces(fn, self.replicas.mesh):
+            with calls.outside_traces(fn):
                 try:
                     if axis == REPLICA_AXIS:
                         return attempt()
@@ -153,7 +162,9 @@ class Runner:
                     if self._drifting and self._came_back(call, leaves):
                         self._require_not_drifting(call, leaves)
                     try:
-                        return program(call, self._apart(call, leaves, program.donated))
+                        found = program(call, self._apart(call, leaves, program.donated))
+                        self._remember_quick(call, program)
+                        return found
                     except SignatureChanged:  # other shapes, or a context that traces depend on
                         pass
             self._find(call, key, leaves)
@@ -162,6 +173,19 @@ class Runner:
             "JAX asked for another trace of it. Call strategy.run where JAX's configuration does "
             "not change meanwhile, in another thread or in the step."
         )
+
+    def _remember_quick(self, call: Call, program: Program) -> None:
+        """Lets the next call like this one go the quick way, where there is one."""
+        key = (call.fn, call.donate_argnums)
+        known = self._quick.get(key)
+        if known is not None and (known.program is program or not known.is_worth_it):
+            return
+        drifts = calls.code_of(call.fn) or call.fn
+        if program.is_simple and not call.captured and drifts not in self._drifting:
+            num_devices = len(self.replicas.distinct)
+            self._quick[key] = QuickCall(
+                call, program, self._objects, self._are_placed, num_devices
+            )
 
     @property
     def pack_bytes(self) -> int:
@@ -606,6 +630,7 @@ class Runner:
             return
         program.drifting_results = sorted({i for drift in drifts for i in drift.results})
         program.drifted = self._drifted
+        self._quick.clear()
         by_code = self._drifting.setdefault(calls.code_of(call.fn) or call.fn, {})
         for drift in drifts:
             for name, why in drift.causes.items():
@@ -678,6 +703,7 @@ class Runner:
             self._captured.clear()
             self._drifting.clear()
             self._warned.clear()
+            self._quick.clear()
         code = calls.code_of(fn)
         ours = calls.is_our_module(getattr(fn, "__module__", None))
         if code is None or ours:  # our own are made with care
@@ -699,6 +725,7 @@ class Runner:
             )
 
     def _forget(self, programs: set[int]) -> None:
+        self._quick = {k: q for k, q in self._quick.items() if id(q.program) not in programs}
         self._programs = {k: p for k, p in self._programs.items() if id(p) not in programs}
         kept = {program.fn for program in self._programs.values()}
         self._traces = {key: t for key, t in self._traces.items() if key[0][0] in kept}

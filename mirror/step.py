@@ -18,7 +18,14 @@ from mirror.cross_device_ops import ReduceOp
 from mirror.devices.log import placement_log
 from mirror.devices.replicas import Kind
 from mirror.executors.callbacks import CallbackGuard, calls_back
-from mirror.executors.executor import CompiledProgram, Executor, ReplicaProgram, Variant
+from mirror.executors.executor import (
+    CompiledProgram,
+    Executor,
+    Form,
+    MeshProgram,
+    ReplicaProgram,
+    Variant,
+)
 from mirror.nnx_metrics import Update, merge
 from mirror.objects import Record, Slot, Structure, is_object
 from mirror.parts import Parts
@@ -300,12 +307,14 @@ class Program:
         state = filter(step.is_donated, plan.changed) if self._guard is None else ()
         finishes = [_finish(each, jaxpr, plan) for each, jaxpr in zip(*traced[:2], strict=True)]
         self.taken: Sequence[Any] = ()  # shardings of the leaves at the last launch
+        self._out_tree = _tree_of_results(step, plan)
         self.shards: Shards | None = None
         if executor.can_shard:
             self.shards = _shards(traced, plan, finishes[0], carried)
         self.kinds: Sequence[Kind] = _kinds(step.per_replica, self.shards and self.shards.inputs)
         outputs = [step.per_replica[i] for i in plan.changed] + plan.per_replica_results
         self._attribute_changes = step.attribute_changes
+        self._static_results = step.static_results
         self._changed = plan.changed
         self.compiled: CompiledProgram = executor.compile(
             ReplicaProgram(
@@ -320,11 +329,33 @@ class Program:
                 [*state, *(step.num_state + i for i in self.donated)],
                 self._guard,
                 self.shards,
+                self._form(call),
             )
         )
         self._results = slice(len(plan.changed), len(plan.changed) + len(step.out_names))
-        self._static_results = step.static_results
-        self._out_tree = _tree_of_results(step, plan)
+        self.replaces_all = plan.changed == list(range(step.num_state))
+
+    def _form(self, call: Call) -> Form | None:
+        """The arguments as the user has them, where they hold nothing but arrays."""
+        args, kwargs = call.tree
+        if call.layout.static or self._static_results or call.layout.nested:
+            return None
+        trees = [arg for arg in args if not isinstance(arg, calls.Hoisted)]
+        if kwargs:
+            trees.append(kwargs)
+        structures = list(map(jax.tree.structure, trees))
+        return Form(len(call.state), structures, len(self._changed), self._out_tree)
+
+    @property
+    def is_simple(self) -> bool:
+        """Whether a launch is all that a call takes, but for writing the new state back."""
+        return (
+            isinstance(self.compiled, MeshProgram)
+            and self.compiled.form is not None
+            and self._guard is None
+            and not self.drifting_results
+            and not self._attribute_changes
+        )
 
     def __call__(self, call: Call, leaves: list[Any]) -> Any:
         """Runs the program, writes the new state into the objects, returns the results."""
@@ -365,15 +396,21 @@ class Program:
 
     def _write_back(self, call: Call, outputs: Sequence[Array]) -> None:
         """Writes the new state into the objects; it may be done twice."""
-        record = call.record
-        if record is None:
+        if call.record is None:
             return
-        new = list(call.state)
+        self.write_state(call.record, call.state, outputs)
+        if self._attribute_changes:
+            call.record.set_attributes(call.objects, self._attribute_changes)
+
+    def write_state(self, record: Record, state: list[Any], outputs: Sequence[Any]) -> None:
+        """Writes the new state, the first of the outputs, where the old one was."""
+        if self.replaces_all:
+            record.write(outputs[: len(state)])
+            return
+        new = list(state)
         for i, leaf in zip(self._changed, outputs, strict=False):
             new[i] = leaf
         record.write(new)
-        if self._attribute_changes:
-            record.set_attributes(call.objects, self._attribute_changes)
 
 
 def shards_of(traced: Traced, plan: Plan, carried: Sequence[tuple[int, int]]) -> Shards:

@@ -10,6 +10,7 @@ from mirror.devices import backend
 from mirror.devices.replicas import ReplicaDevices
 from mirror.devices.selftest import all_reduce_fault, stuck
 from mirror.executors.executor import Executor
+from mirror.executors.lone import LoneExecutor
 from mirror.executors.pmap import PmapExecutor
 from mirror.executors.sharded import ShardedExecutor
 from mirror.executors.staged import StagedExecutor
@@ -49,6 +50,9 @@ def choose(
         return _staged(replicas, ops, "the devices are of several types")
     if not isinstance(ops, AllReduce):
         return _staged(replicas, ops, f"cross_device_ops is {ops!r}")
+    if len(replicas) == 1:
+        _logger.debug("Using LoneExecutor: there is one replica")
+        return LoneExecutor(replicas)
     pack_bytes = ops.packed_bytes(on_host=replicas.on_host)
     if replicas.replicas_per_device > 1:
         executor = VmapExecutor(replicas, pack_bytes=pack_bytes)

@@ -223,3 +223,19 @@ class RowCollectives:
         if len(source) == self._num_replicas:
             return received
         return jnp.where(mine >= 0, received, jnp.zeros_like(received))
+
+
+class LoneCollectives(RowCollectives):
+    """The collectives of a single replica, without an axis: it has every value already."""
+
+    def __init__(self) -> None:
+        super().__init__("", 1, None, 1)
+
+    def _replica_id(self) -> Array:
+        return jnp.zeros((), jnp.int32)
+
+    def _every(self, value: Array) -> Array:
+        return value[None]
+
+    def _over_all(self, kind: str, value: Array) -> Array:
+        return value if kind == "psum" else _one_zero(value)

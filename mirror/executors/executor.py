@@ -42,6 +42,66 @@ class Variant(NamedTuple):
     replicas: Sequence[int]
 
 
+class Form(NamedTuple):
+    """How the compiled function takes its inputs and returns its outputs, as trees.
+
+    JAX's C++ flattens the trees and finds the program by their structure, shapes and shardings.
+
+    Attributes:
+        num_state: Number of the first inputs, of which each is an argument by itself.
+        arguments: Structures of the arguments that hold the other inputs.
+        num_changed: Number of the first outputs, of which each is a result by itself.
+        results: Structure of the one result that holds the other outputs.
+    """
+
+    num_state: int
+    arguments: Sequence[Any]
+    num_changed: int
+    results: Any
+
+    def pack(self, inputs: Sequence[Any]) -> list[Any]:
+        """Returns the arguments that hold these inputs, or one thing for each of them."""
+        found = list(inputs[: self.num_state])
+        start = self.num_state
+        for tree in self.arguments:
+            found.append(tree.unflatten(inputs[start : start + tree.num_leaves]))
+            start += tree.num_leaves
+        return [*found, *inputs[start:]]
+
+    def unpack(self, arguments: Sequence[Any]) -> list[Any]:
+        """Returns the inputs that arguments hold.
+
+        Raises:
+            SignatureChanged: They have another structure.
+        """
+        end = self.num_state + len(self.arguments)
+        found = list(arguments[: self.num_state])
+        for tree, argument in zip(self.arguments, arguments[self.num_state : end], strict=True):
+            leaves, structure = jax.tree.flatten(argument)
+            if structure != tree:
+                raise SignatureChanged
+            found += leaves
+        return [*found, *arguments[end:]]
+
+    def pack_results(self, outputs: Sequence[Any]) -> tuple[Any, ...]:
+        """Returns the outputs, those after the state as one tree."""
+        end = self.num_changed + self.results.num_leaves
+        tree = self.results.unflatten(outputs[self.num_changed : end])
+        return (*outputs[: self.num_changed], tree, *outputs[end:])
+
+    def donated(self, inputs: Sequence[int]) -> tuple[int, ...]:
+        """Returns the positions of arguments all of whose inputs are donated."""
+        wanted = set(inputs)
+        found = [i for i in range(self.num_state) if i in wanted]
+        start = self.num_state
+        for i, tree in enumerate(self.arguments):
+            own = range(start, start + tree.num_leaves)
+            if own and wanted.issuperset(own):
+                found.append(self.num_state + i)
+            start += tree.num_leaves
+        return tuple(found)
+
+
 class ReplicaProgram(NamedTuple):
     """What is to be compiled.
 
@@ -54,6 +114,7 @@ class ReplicaProgram(NamedTuple):
         donated: Positions of the inputs whose buffers are donated.
         guard: Keeps what host callbacks raise; `None` if the program has none.
         shards: What of the program is sharded; `None`: nothing.
+        form: How inputs and outputs are to be grouped; `None`: not at all.
     """
 
     name: str
@@ -64,6 +125,7 @@ class ReplicaProgram(NamedTuple):
     donated: Sequence[int] = ()
     guard: CallbackGuard | None = None
     shards: Shards | None = None
+    form: Form | None = None
 
     def require_context(self) -> None:
         """Raises `SignatureChanged` in another context than the one it was traced in."""
@@ -115,7 +177,12 @@ class MeshExecutor(Executor):
         replicas: the devices, of one type.
         exchanges: whether replicas talk in the programs.
         pack_bytes: As of `Executor`.
+
+    Attributes:
+        needs_row: Whether each replica must have its own of one input at least.
     """
+
+    needs_row = True
 
     def __init__(
         self, replicas: ReplicaDevices, *, exchanges: bool = True, pack_bytes: int = 0
@@ -137,7 +204,7 @@ class MeshExecutor(Executor):
 
         Args:
             replica: Runs one.
-            inputs: How the replicas hold each input; each replica has its own of one at least.
+            inputs: How the replicas hold each input.
             outputs: How they are to hold each output.
             guard: As of `ReplicaProgram`.
         """
@@ -192,6 +259,7 @@ class MeshExecutor(Executor):
             guard=program.guard,
             check=check,
             held=list(map(self.replicas.mirror, held.values())),
+            form=program.form,
         )
 
     @final
@@ -206,6 +274,7 @@ class MeshExecutor(Executor):
         guard: CallbackGuard | None = None,
         check: Callable[[Sequence[Any]], None] = lambda _: None,
         held: Sequence[Array] = (),
+        form: Form | None = None,
     ) -> "MeshProgram":
         """Makes a program of one replica's function of flat leaves.
 
@@ -218,9 +287,10 @@ class MeshExecutor(Executor):
             guard: Keeps what host callbacks raise.
             check: Called with the leaves each time that JAX traces the program.
             held: Arrays that every launch gets as its last inputs.
+            form: As of `ReplicaProgram`.
         """
         # Something must be mapped over; a step without such an input gets an unused row of zeros.
-        fill = not any(kind.is_own for kind in kinds)
+        fill = self.needs_row and not any(kind.is_own for kind in kinds)
         if fill and self._filler is None:
             rows = np.zeros((len(self.replicas),), np.int32)
             self._filler = self.replicas.stack(rows)
@@ -235,40 +305,64 @@ class MeshExecutor(Executor):
         mapped = self._mapped(replica, inputs, outputs, guard)
         num_own = len(kinds) - len(held)
 
-        def named(*leaves: Any) -> Any:  # pmap's own `lower`, which knows no donation, ends here
+        def named(*arguments: Any) -> Any:  # pmap's own `lower` knows no donation
+            leaves = form.unpack(arguments) if form is not None else arguments
             check(leaves[:num_own])
-            return mapped(*leaves)
+            found = mapped(*leaves)
+            return form.pack_results(found) if form is not None else found
 
         named.__name__ = name
+        in_shardings = list(map(self.replicas.sharding, inputs))
+        out_shardings = tuple(map(self.replicas.sharding, outputs))
         # With the shardings said, a number, a NumPy array and an array not yet placed are all the
         # same program.
         compiled = jax.jit(
             named,
-            in_shardings=tuple(map(self.replicas.sharding, inputs)),
-            out_shardings=tuple(map(self.replicas.sharding, outputs)),
-            donate_argnums=tuple(donated),
+            in_shardings=tuple(form.pack(in_shardings) if form is not None else in_shardings),
+            out_shardings=form.pack_results(out_shardings) if form is not None else out_shardings,
+            donate_argnums=form.donated(donated) if form is not None else tuple(donated),
         )
-        return MeshProgram(compiled, [*held, *([self._filler] if fill else [])], bounded)
+        more = [*held, *([self._filler] if fill else [])]
+        return MeshProgram(compiled, more, bounded, form)
 
 
 @final
 class MeshProgram(CompiledProgram):
-    """A replica program that is one program of XLA's."""
+    """A replica program that is one program of XLA's.
 
-    def __init__(self, compiled: Any, more: Sequence[Array], bounded: bool) -> None:
+    Attributes:
+        form: How it takes its inputs and returns its outputs; `None`: one by one.
+    """
+
+    def __init__(
+        self, compiled: Any, more: Sequence[Array], bounded: bool, form: Form | None = None
+    ) -> None:
+        self.form = form
         self._compiled = compiled
         self._more = list(more)
         self._bounded = bounded
 
     def __call__(self, leaves: Sequence[Any], outputs: list[Any]) -> None:
         """See `CompiledProgram`; on host devices a token comes out at the end."""
-        if self._more:
-            leaves = [*leaves, *self._more]
-        launch(self._compiled, leaves, outputs, bounded=self._bounded)
+        if self.form is None:
+            self.launch([*leaves, *self._more] if self._more else leaves, outputs)
+            return
+        self.launch([*self.form.pack(leaves), *self._more], outputs)
+        results = self.form.num_changed
+        outputs[results : results + 1] = jax.tree.leaves(outputs[results])
+
+    def launch_trees(self, state: list[Any], trees: Sequence[Any], outputs: list[Any]) -> None:
+        """Runs it on trees that have the structures of its form; so has the result."""
+        self.launch([*state, *trees, *self._more], outputs)
+
+    def launch(self, arguments: Sequence[Any], outputs: list[Any]) -> None:
+        """Runs it on arguments as XLA's program takes them."""
+        launch(self._compiled, arguments, outputs, bounded=self._bounded)
 
     def lower(self, leaves: Sequence[Any]) -> jax.stages.Lowered:
         """The program lowered for these leaves, for its text and its memory analysis."""
-        return self._compiled.lower(*leaves, *self._more)
+        arguments = self.form.pack(leaves) if self.form is not None else leaves
+        return self._compiled.lower(*arguments, *self._more)
 
 
 def _require_proved(

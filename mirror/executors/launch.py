@@ -29,7 +29,7 @@ MOST_IN_FLIGHT = 2
 
 _lock = threading.RLock()
 _in_flight: deque[Array] = deque()
-_latest: Callable[[], Array | None] = lambda: None
+_latest: weakref.ref[Array] | None = None
 
 
 def is_needed() -> bool:
@@ -76,7 +76,7 @@ def launch(
 def under_way() -> Iterator[Array]:
     """One output of each launch that may not have ended, oldest first, as far as they are known."""
     yield from tuple(_in_flight)
-    latest = _latest()
+    latest = _latest() if _latest is not None else None
     if latest is not None and not latest.is_deleted():
         yield latest
 

@@ -12,6 +12,7 @@ from mirror.devices.replicas import Kind
 from mirror.executors.callbacks import CallbackGuard
 from mirror.executors.collectives import extremes
 from mirror.executors.executor import MeshExecutor, Outputs
+from mirror.executors.lone import without_rows
 from mirror.program.evaluate import Lowering, Rules
 
 
@@ -20,6 +21,7 @@ class ShardedExecutor(MeshExecutor):
     """Runs replica programs on the devices of the replicas, their weight updates sharded."""
 
     can_shard = True
+    needs_row = False
 
     def _rules(self, guard: CallbackGuard | None) -> Rules:
         return {**extremes(self.replicas.axis_name), **(guard.rules if guard else {})}
@@ -36,18 +38,8 @@ class ShardedExecutor(MeshExecutor):
     ) -> Callable[..., Outputs]:
         del guard  # its rules apply inside
 
-        def on_device(*leaves: Any) -> Outputs:
-            own = (
-                jax.lax.squeeze(leaf, (0,)) if kind.is_own else leaf
-                for leaf, kind in zip(leaves, inputs, strict=True)
-            )
-            return tuple(
-                jax.lax.expand_dims(output, (0,)) if kind.is_own else output
-                for output, kind in zip(replica(*own), outputs, strict=True)
-            )
-
         return jax.shard_map(
-            on_device,
+            without_rows(replica, inputs, outputs),
             mesh=self.replicas.mesh,
             in_specs=tuple(self.replicas.sharding(kind).spec for kind in inputs),
             out_specs=tuple(self.replicas.sharding(kind).spec for kind in outputs),
