@@ -308,6 +308,27 @@ def test_a_step_that_reads_it_whole_gets_it_whole():
     go_on(state)
 
 
+def test_steps_that_take_turns_on_one_optimizer():
+    """One keeps its state in slices, the other reads it whole."""
+
+    def look(optimizer):
+        kernels = [x for x in jax.tree.leaves(nnx.state(optimizer)) if x.ndim == 2]
+        return sum((x @ jnp.ones((x.shape[1], 1))).sum() for x in kernels)
+
+    found = []
+    for shard_update in (True, False):
+        strategy = cpu_strategy(4, shard_update=shard_update)
+        model, optimizer = nnx_training(strategy)
+        (batch,) = strategy.distribute_dataset([X])
+        for _ in range(4):
+            loss = strategy.run(nnx_step, (model, optimizer, batch))
+            seen = strategy.run(look, (optimizer,))
+        strategy.run(nnx_step, (model, optimizer, batch))
+        assert (0.25 in stored(nnx.state(optimizer))) is shard_update
+        found.append((loss, seen, nnx.state(model, nnx.Param)))
+    assert_close(*found, 2e-6)
+
+
 def test_two_models_in_one_step():
     def step(models, optimizers, x):
         context = mirror.get_replica_context()
