@@ -216,9 +216,9 @@ class Runner:
         def examined() -> Examined:
             call, leaves = self._prepared(fn, args, kwargs)
             traced = self._trace(call, self._variants(call, leaves))
-            return _examined(
-                call, traced, self._find(call, call.key, leaves), [*call.state, *leaves]
-            )
+            program = self._find(call, call.key, leaves)
+            call, leaves = self._as_wanted(program, call, leaves)
+            return _examined(call, traced, program, [*call.state, *leaves])
 
         return self._with_variables(fn, examined)
 
@@ -744,19 +744,21 @@ class Examined(NamedTuple):
         call: The call.
         traced: Its trace.
         leaves: What goes into the program: the arrays, or their types where there are no arrays.
+        kinds: How the replicas hold each of them.
         lowered: The program lowered, not yet compiled; `None` if it is several, run in stages.
     """
 
     call: Call
     traced: Traced
     leaves: Sequence[Any]
+    kinds: Sequence[Kind]
     lowered: jax.stages.Lowered | None
 
 
 def _examined(call: Call, traced: Traced, program: Program, leaves: Sequence[Any]) -> Examined:
     compiled = program.compiled
     lowered = compiled.lower(leaves) if isinstance(compiled, MeshProgram) else None
-    return Examined(call, traced, leaves, lowered)
+    return Examined(call, traced, leaves, program.kinds, lowered)
 
 
 class VariablesFound(Exception):

@@ -615,7 +615,10 @@ def test_positions_are_numbers(text, capsys):
 
 def test_devices_are_accelerators_where_there_are_enough(monkeypatch):
     there = tuple(jax.devices("cpu"))
-    made = lambda asked: [s.devices for s in command._strategies(asked, 1)]  # noqa: E731
+
+    def made(asked):
+        return [s.devices for s in command._strategies(asked, 1, shard_update=False)]
+
     assert list(map(len, made(None))) == [1, 2, 4]
     monkeypatch.setattr(command, "MirroredStrategy", stand_in_strategy)
     monkeypatch.setattr(command.backend, "default_devices", lambda: there[6:])
@@ -624,7 +627,7 @@ def test_devices_are_accelerators_where_there_are_enough(monkeypatch):
     assert made(None) == [there[6:7], there[6:8]]
 
 
-def stand_in_strategy(devices, ops, replicas_per_device):
+def stand_in_strategy(devices, ops, replicas_per_device, shard_update):
     """The devices alone, which are not all that there are."""
     return types.SimpleNamespace(devices=tuple(devices))
 

@@ -1,5 +1,7 @@
 """`shard_update=True`: each device stores and updates 1/n, and the training is the same."""
 
+import json
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ from flax import linen, nnx
 from flax.training import train_state
 
 import mirror
+from mirror import cli
 from tests.conftest import cpu_strategy
 
 RNG = np.random.RandomState(0)
@@ -305,6 +308,27 @@ def test_a_step_that_reads_it_whole_gets_it_whole():
     go_on(state)
 
 
+def test_steps_that_take_turns_on_one_optimizer():
+    """One keeps its state in slices, the other reads it whole."""
+
+    def look(optimizer):
+        kernels = [x for x in jax.tree.leaves(nnx.state(optimizer)) if x.ndim == 2]
+        return sum((x @ jnp.ones((x.shape[1], 1))).sum() for x in kernels)
+
+    found = []
+    for shard_update in (True, False):
+        strategy = cpu_strategy(4, shard_update=shard_update)
+        model, optimizer = nnx_training(strategy)
+        (batch,) = strategy.distribute_dataset([X])
+        for _ in range(4):
+            loss = strategy.run(nnx_step, (model, optimizer, batch))
+            seen = strategy.run(look, (optimizer,))
+        strategy.run(nnx_step, (model, optimizer, batch))
+        assert (0.25 in stored(nnx.state(optimizer))) is shard_update
+        found.append((loss, seen, nnx.state(model, nnx.Param)))
+    assert_close(*found, 2e-6)
+
+
 def test_two_models_in_one_step():
     def step(models, optimizers, x):
         context = mirror.get_replica_context()
@@ -371,6 +395,25 @@ def test_the_report_says_what_keeps_state_whole():
     report = strategy.program(step_of(tx), (state, batch))
     assert {row.state for row in report.sharding} == {"mirrored"}
     assert any("cond at" in row.why for row in report.sharding)
+
+
+def test_memory_reports_count_slices(capsys):
+    options = ["estimate-memory", "mlp", "--devices", "4", "--batch-size", "32", "--json"]
+    found = []
+    for more in ([], ["--shard-update"]):
+        assert cli.main([*options, *more]) == 0
+        (row,) = json.loads(capsys.readouterr().out)["rows"]
+        found.append(row["bytes"])
+    whole, sharded = found
+    assert whole["parameters"] == sharded["parameters"]
+    # Momentum; the bias of ten classes has no axis that four divide.
+    assert whole["optimizer_state"] == pytest.approx(4 * sharded["optimizer_state"], rel=1e-3)
+    strategy = cpu_strategy(2, shard_update=True)
+    model, optimizer = nnx_training(strategy)
+    data = strategy.distribute_dataset([X] * 4)
+    memory = strategy.explain(nnx_step, (model, optimizer), data=data, steps=2).memory
+    (group,) = (each for each in memory.groups if each.kind.value == "optimizer state")
+    assert max(group.device_bytes) < 0.51 * group.num_bytes
 
 
 def trainer_of(strategy, **options):

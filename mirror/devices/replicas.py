@@ -147,6 +147,10 @@ class ReplicaDevices:
         copied once more.
         """
         if isinstance(value, jax.Array):
+            if self.on_host and self.is_sharded(value):
+                # Through the host's memory: JAX would launch an all-gather for each array, which
+                # the launch guard does not know of.
+                return jax.device_put(np.array(value), self.mirrored)
             return jnp.copy(jax.device_put(value, self.mirrored))
         if isinstance(value, np.ndarray):
             value = value.copy()

@@ -125,13 +125,20 @@ def add(commands: Commands) -> None:
         help="positions of the arguments that strategy.run(..., donate_argnums=) donates; nnx "
         "objects always are (default: none)",
     )
+    parser.add_argument(
+        "--shard-update",
+        action="store_true",
+        help="as of MirroredStrategy(shard_update=True): optimizer state of 1/n on each device",
+    )
     parser.add_argument("--json", action="store_true", help="print it as JSON, sizes in bytes")
 
 
 def run(parsed: argparse.Namespace) -> int:
     """Runs the command; returns the exit status."""
     try:
-        strategies = _strategies(parsed.devices, parsed.replicas_per_device)
+        strategies = _strategies(
+            parsed.devices, parsed.replicas_per_device, shard_update=parsed.shard_update
+        )
         make = workload_of(parsed.step, parsed.batch_size, parsed.weak)
         rows = []
         for strategy in strategies:
@@ -151,7 +158,9 @@ def run(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _strategies(asked: tuple[int, ...] | None, replicas_per_device: int) -> list[MirroredStrategy]:
+def _strategies(
+    asked: tuple[int, ...] | None, replicas_per_device: int, *, shard_update: bool
+) -> list[MirroredStrategy]:
     """A strategy for each number of devices: accelerators where there are enough, else CPUs.
 
     Raises:
@@ -176,6 +185,7 @@ def _strategies(asked: tuple[int, ...] | None, replicas_per_device: int) -> list
             _first(devices if count <= len(devices) else host, count),
             AllReduce(),
             replicas_per_device=replicas_per_device,
+            shard_update=shard_update,
         )
         for count in asked
     ]

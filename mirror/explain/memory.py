@@ -47,8 +47,8 @@ def memory_report(examined: Examined, replicas: ReplicaDevices) -> MemoryReport:
     is_estimate = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in examined.leaves)
     places = [*_state_places(examined.call), *_argument_places(examined)]
     rows = []
-    for place, leaf, differs in zip(places, examined.leaves, step.per_replica, strict=True):
-        sharding = replicas.stacked if differs else replicas.mirrored
+    for place, leaf, held in zip(places, examined.leaves, examined.kinds, strict=True):
+        sharding = replicas.sharding(held)
         rows.append((place, id(leaf), *_bytes_of(leaf, sharding, replicas)))
     for array in _captured(examined):
         place = _Place(Kind.ARGUMENTS, _CAPTURED, "")
