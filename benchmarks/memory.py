@@ -5,9 +5,9 @@ from typing import Any
 
 import jax
 
-from benchmarks.contenders import Contender, Placement, mirror_nnx, strategy_over
+from benchmarks.jax_contender import JaxContender, Placement
 from benchmarks.models import BY_NAME
-from benchmarks.timing import advance
+from benchmarks.through_mirror import mirror_nnx, strategy_over
 
 _STEPS = 5
 
@@ -21,12 +21,12 @@ def live_bytes(device: jax.Device) -> int:
     )
 
 
-def state_of(contender: Contender) -> list[Any]:
+def state_of(contender: JaxContender) -> list[Any]:
     """The arrays of the state."""
     return jax.tree.leaves(contender.arrays()[0])
 
 
-def buffers(contender: Contender) -> set[int]:
+def buffers(contender: JaxContender) -> set[int]:
     """Where the state's buffers lie, on all devices."""
     return {
         shard.data.unsafe_buffer_pointer()
@@ -35,7 +35,7 @@ def buffers(contender: Contender) -> set[int]:
     }
 
 
-def copies(contender: Contender, place: Placement, others: int, size: int) -> float:
+def copies(contender: JaxContender, place: Placement, others: int, size: int) -> float:
     """How often the state is on the fullest device, `others` bytes being something else."""
     jax.block_until_ready(contender.arrays())
     return (max(map(live_bytes, place.devices)) - others) / size
@@ -43,15 +43,16 @@ def copies(contender: Contender, place: Placement, others: int, size: int) -> fl
 
 def measure_memory(name: str, num_devices: int) -> dict[str, Any]:
     """The bytes of one state, copies of it before and after some steps, and buffers reused."""
-    place, model = Placement(num_devices), BY_NAME[name]
+    strategy, model = strategy_over(num_devices), BY_NAME[name]
+    place = Placement(num_devices)
     batch = sum(leaf.nbytes for leaf in jax.tree.leaves(model.batch())) // num_devices
     others = max(map(live_bytes, place.devices)) + batch
-    contender = mirror_nnx(model, strategy_over(num_devices))
+    contender = mirror_nnx(model, strategy)
     size = sum(leaf.nbytes for leaf in state_of(contender))
     before = copies(contender, place, others, size)
-    advance(contender, _STEPS)
+    contender.advance(_STEPS)
     settled = buffers(contender)
-    advance(contender, _STEPS)
+    contender.advance(_STEPS)
     after = copies(contender, place, others, size)
     reused = len(settled & buffers(contender)) / len(settled)
     return {"state_bytes": size, "copies": [before, after], "reused": reused}
