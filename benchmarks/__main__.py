@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from benchmarks import plan, record
 from benchmarks.own_process import Cell
@@ -30,7 +31,7 @@ def run_job(job: plan.Job, say: Callable[[str], None]) -> Done:
     """
     if job.kind == "own":
         return Done(job, {job.names[0]: Cell(job, say).measure()})
-    result = {}
+    result: dict[str, Any] = {}
     limit = _PART_LIMIT_SECS + _LIMIT_SECS_PER_ROUND * job.timing.rounds
     with Child("benchmarks.child", job.to_dict(), job.devices) as child:
         for _ in job.names or job.leaves or ("deep",):

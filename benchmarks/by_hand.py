@@ -51,7 +51,7 @@ class HandWritten(JaxContender):
 
 def plain_step(model: Model, reduce: Callable[[PyTree], PyTree]) -> Callable[..., Any]:
     """Returns a step on a plain pytree; `reduce` makes gradients and loss the global ones."""
-    tx = optimizer()
+    tx = optimizer(model)
 
     def step(state: PyTree, batch: Batch) -> tuple[PyTree, Array]:
         def loss_fn(params: PyTree) -> Array:
@@ -93,13 +93,13 @@ def mean_over_axis(tree: PyTree) -> PyTree:
 def initial_state(model: Model) -> PyTree:
     """Returns parameters and moments as host arrays."""
     params = model.workload.initial_params()
-    return {"params": params, "moments": jax.tree.map(np.array, optimizer().init(params))}
+    return {"params": params, "moments": jax.tree.map(np.array, optimizer(model).init(params))}
 
 
 def create_objects(model: Model) -> tuple[nnx.Module, nnx.Optimizer]:
     """Returns the nnx module with its optimizer."""
     module = model.module()
-    return module, nnx.Optimizer(module, optimizer(), wrt=nnx.Param)
+    return module, nnx.Optimizer(module, optimizer(model), wrt=nnx.Param)
 
 
 def nnx_jit(model: Model) -> ObjectsContender:

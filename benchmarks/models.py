@@ -11,7 +11,7 @@ import optax
 from flax import nnx
 
 from benchmarks import workloads
-from benchmarks.workloads import EPSILON, LEARNING_RATE, RESIDUAL, Workload
+from benchmarks.workloads import LEARNING_RATE, RESIDUAL, Workload
 
 Array = jax.Array
 PyTree = Any
@@ -49,9 +49,9 @@ def params_of(module: nnx.Module) -> PyTree:
     return nnx.to_pure_dict(nnx.state(module, nnx.Param))
 
 
-def optimizer() -> optax.GradientTransformation:
+def optimizer(model: Model) -> optax.GradientTransformation:
     """Returns the optimizer of all contenders in JAX."""
-    return optax.adam(LEARNING_RATE, eps=EPSILON)
+    return optax.adam(LEARNING_RATE, eps=model.workload.epsilon)
 
 
 def loss_of(logits: Array, label: Array) -> Array:

@@ -13,7 +13,7 @@ from benchmarks.timing import in_order
 from benchmarks.worker import CHECK_STEPS, TURN
 
 LOSS_RTOL = 1e-3
-START_LIMIT_SECS = 300.0
+START_LIMIT_SECS = 600.0
 TURN_LIMIT_SECS = 60.0
 _SETTLE_SECS = 0.02  # threads of the process that had its turn stop spinning
 _BACKENDS = {plan.KERAS: "jax", plan.TENSORFLOW: "tensorflow"}

@@ -3,6 +3,7 @@
 import importlib
 import itertools
 import math
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,8 @@ _PANELS = {
     "cnn": "cnn: two convolutions, batch 128",
     "leaves": "leaves: 100 matrices of 64x64, batch 64",
 }
-_COLUMNS, _PANEL_INCHES, _LEGEND_INCHES = 2, (5.2, 3.7), 1.2
+_COLUMNS, _PANEL_INCHES, _AROUND_INCHES = 2, (5.2, 3.7), 1.5
+_LETTERS_PER_INCH, _LEGEND_INCHES = 15, 2.6
 _SPREAD = 0.025  # of the way to the next number of devices, so that markers lie side by side
 
 
@@ -75,9 +77,8 @@ def draw(record: Record, file: Path) -> None:
         raise ValueError("The picture is of the suite `own`, which was not measured. Add it.")
     columns = min(_COLUMNS, len(cells))
     rows = -(-len(cells) // columns)
-    width, height = _PANEL_INCHES
-    size = (width * columns, height * rows + _LEGEND_INCHES)
-    figure = Figure(figsize=size, layout="constrained")
+    width, height = _PANEL_INCHES[0] * columns, _PANEL_INCHES[1] * rows + _AROUND_INCHES
+    figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(rows, columns, squeeze=False).flat
     shown: dict[str, Any] = {}
@@ -91,11 +92,14 @@ def draw(record: Record, file: Path) -> None:
         [shown[name] for name in names],
         [_LABELS[name] for name in names],
         loc="outside lower center",
-        ncols=min(3, len(names)),
+        ncols=min(3, int(width / _LEGEND_INCHES)),
         frameon=False,
         handlelength=3.2,
     )
-    figure.suptitle(f"Time per training step\n{record.title}", fontsize=9)
+    title = textwrap.fill(record.title, round(width * _LETTERS_PER_INCH))
+    figure.suptitle(
+        f"Time per training step, each contender in its own process\n{title}", fontsize=9
+    )
     figure.savefig(file, dpi=150)
 
 

@@ -67,7 +67,7 @@ class Job:
 
     def __str__(self) -> str:
         devices = f"{self.devices} device{'s' * (self.devices > 1)}"
-        return f"{self.kind}, {devices}, {' '.join(map(str, self.names or self.leaves))}"
+        return " ".join([f"{self.kind} on {devices}:", *map(str, self.names or self.leaves)])
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the job as JSON has it."""
@@ -89,7 +89,7 @@ class Settings:
     suites: tuple[str, ...] = SUITES
     contenders: tuple[str, ...] = OWN_PROCESS
     timing: Timing = field(default_factory=Timing)
-    own_timing: Timing = field(default_factory=lambda: Timing(rounds=8, round_secs=0.08, starts=2))
+    own_timing: Timing = field(default_factory=lambda: Timing(rounds=6, round_secs=0.08, starts=2))
     trainer_models: tuple[str, ...] = TRAINER_MODELS
     leaves: tuple[int, ...] = (1, 10, 100, 400)
     first_devices: tuple[int, ...] = (2, 8, 32, 64)
@@ -127,8 +127,10 @@ class Settings:
         made = []
         if "own" in self.suites:
             present = [c for c in self.contenders if c != ONE_DEVICE or n == 1]
-            own = {"contenders": tuple(present), "timing": self.own_timing}
-            made += [Job("own", n, names=(model,), **own) for model in self.models]
+            made += [
+                Job("own", n, (model,), contenders=tuple(present), timing=self.own_timing)
+                for model in self.models
+            ]
         if "steps" in self.suites:
             made.append(Job("steps", n, names=self.models, timing=self.timing))
         if "dispatch" in self.suites:

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 _COUNT_FLAG = "--xla_force_host_platform_device_count"
 _ROOT = Path(__file__).resolve().parent.parent
 _END_SECS = 10.0
-_LAST_WORDS = 600
+_LONGEST = 300
 _CHUNK_BYTES = 1 << 16
 
 
@@ -141,7 +141,15 @@ class Child:
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         self._stderr.seek(0)
         said = self._stderr.read().decode(errors="replace").strip()
-        return ChildError(f"ended with {how}: {said[-_LAST_WORDS:]}")
+        return ChildError(f"ended with {how}: {_last_words(said)}")
+
+
+def _last_words(said: str) -> str:
+    """The last line, which says which error it was, cut in the middle."""
+    last = said.splitlines()[-1] if said else "it printed nothing"
+    return (
+        last if len(last) <= _LONGEST else f"{last[: _LONGEST // 2]} ... {last[-_LONGEST // 2 :]}"
+    )
 
 
 def claim_stdout() -> TextIO:

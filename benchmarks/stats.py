@@ -80,6 +80,8 @@ def pairs(times: Times, name: str, base: str) -> list[tuple[float, float]]:
         if isinstance(a, Sequence) and isinstance(b, Sequence):
             found += zip(a, b, strict=False)
         else:
+            assert isinstance(a, float | int)
+            assert isinstance(b, float | int)
             found.append((a, b))
     return found
 

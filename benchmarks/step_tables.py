@@ -91,7 +91,7 @@ def lost_table(done: Sequence[Done]) -> Table:
     found: dict[tuple[str, str, str], list[str]] = {}
     for each in done:
         job = each.job
-        where = f"{' '.join(map(str, job.names or job.leaves))} on {job.devices}"
+        where = " ".join(map(str, (*(job.names or job.leaves), "on", job.devices)))
         reasons = {"the job": each.lost} if each.lost else {}
         if job.kind == "own":
             reasons.update(*(cell["lost"] for cell in each.result.values()))

@@ -93,8 +93,8 @@ def mirror_plain(
 
 def create(name: str, workload: Workload, num_devices: int) -> JaxContender:
     """Returns the contender of that name."""
-    make = {plan.MIRROR_NNX: mirror_nnx, plan.MIRROR_PLAIN: mirror_plain}[name]
-    return make(model_of(workload), strategy_over(num_devices))
+    strategy, model = strategy_over(num_devices), model_of(workload)
+    return mirror_nnx(model, strategy) if name == plan.MIRROR_NNX else mirror_plain(model, strategy)
 
 
 def step_contenders(model: Model, num_devices: int) -> list[JaxContender]:

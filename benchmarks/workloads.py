@@ -8,9 +8,10 @@ from typing import Any, Literal
 import numpy as np
 
 LEARNING_RATE = 1e-3
-# A gradient below this is rounding noise, which the usual 1e-8 would turn into whole steps of the
-# learning rate, up or down, so that no two contenders would agree.
-EPSILON = 1e-8
+# Adam's epsilon. Where parameters are compared, it is above rounding noise, which the usual 1e-8
+# turns into whole steps of the learning rate, up or down. Where losses are compared, it is small:
+# Keras adds it before the correction of the bias, so that a large one is another training.
+EPSILON, SMALL_EPSILON = 1e-5, 1e-8
 RESIDUAL = 0.1  # what a layer of a chain adds to its input is scaled by this
 _KERNEL, _POOLING = 3, 2
 
@@ -28,11 +29,13 @@ class Workload:
             its channels, the channels of both convolutions, the hidden layer, the classes. For a
             `chain` the number of layers and their width.
         batch_size: Examples in a global batch.
+        epsilon: Adam's.
     """
 
     kind: Literal["mlp", "cnn", "chain"]
     sizes: tuple[int, ...]
     batch_size: int
+    epsilon: float = EPSILON
 
     @property
     def features(self) -> tuple[int, ...]:

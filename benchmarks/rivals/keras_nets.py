@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from benchmarks.workloads import EPSILON, LEARNING_RATE, RESIDUAL, Workload
+from benchmarks.workloads import LEARNING_RATE, RESIDUAL, Workload
 
 
 @keras.saving.register_keras_serializable("mirror_benchmarks")
@@ -30,9 +30,9 @@ def net_of(workload: Workload) -> keras.Model:
     return net
 
 
-def optimizer() -> keras.optimizers.Optimizer:
+def optimizer(workload: Workload) -> keras.optimizers.Optimizer:
     """Returns Adam with the hyperparameters of all contenders."""
-    return keras.optimizers.Adam(LEARNING_RATE, epsilon=EPSILON)
+    return keras.optimizers.Adam(LEARNING_RATE, epsilon=workload.epsilon)
 
 
 def _mlp(workload: Workload) -> list[keras.layers.Layer]:

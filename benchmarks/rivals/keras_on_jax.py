@@ -24,7 +24,7 @@ class KerasContender(Contender):
         keras.distribution.set_distribution(keras.distribution.DataParallel(devices=devices))
         self._net = net_of(workload)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        self._net.compile(optimizer=optimizer(), loss=loss)
+        self._net.compile(optimizer=optimizer(workload), loss=loss)
         self._batch, self._batch_size = workload.batch(), workload.batch_size
         self._epochs: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._loss = float("nan")

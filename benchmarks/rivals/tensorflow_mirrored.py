@@ -1,5 +1,8 @@
 """TensorFlow's `MirroredStrategy` over logical CPUs: a custom loop, as in its guide."""
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import tensorflow as tf
 
@@ -19,11 +22,11 @@ class TensorFlowContender(Contender):
         tf.config.set_logical_device_configuration(cpu, logical)
         strategy = tf.distribute.MirroredStrategy([f"/cpu:{i}" for i in range(num_devices)])
         with strategy.scope():
-            net, adam = net_of(workload), optimizer()
+            net, adam = net_of(workload), optimizer(workload)
             adam.build(net.trainable_variables)
         self._train = _training_step(strategy, net, adam, workload.batch_size)
         self._batch = _distributed(strategy, workload)
-        self._loss: tf.Tensor | None = None
+        self._loss = tf.constant(float("nan"))
 
     def advance(self, steps: int) -> None:
         """Takes some steps, and reads the last loss."""
@@ -49,7 +52,11 @@ def _distributed(strategy: tf.distribute.Strategy, workload: Workload) -> tuple:
     return split("image"), split("label")
 
 
-def _training_step(strategy: tf.distribute.Strategy, net: object, adam: object, size: int):
+def _training_step(
+    strategy: tf.distribute.Strategy, net: Any, adam: Any, size: int
+) -> Callable[..., tf.Tensor]:
+    """The step; `size` examples are in a global batch."""
+
     def step(image: tf.Tensor, label: tf.Tensor) -> tf.Tensor:
         with tf.GradientTape() as tape:
             logits = net(image, training=True)

@@ -9,12 +9,13 @@ import subprocess
 import sys
 from dataclasses import asdict
 
+import numpy as np
 import torch
 from torch import distributed, nn
 
 from benchmarks import plan, workloads
 from benchmarks.contender import Contender
-from benchmarks.workloads import EPSILON, LEARNING_RATE, RESIDUAL, Workload
+from benchmarks.workloads import LEARNING_RATE, RESIDUAL, Workload
 
 _HOST = "127.0.0.1"
 
@@ -74,10 +75,10 @@ def _conv(params: workloads.Params) -> nn.Conv2d:
     return layer
 
 
-def _set(layer: nn.Linear | nn.Conv2d, kernel, bias) -> None:
-    with torch.no_grad():
-        layer.weight.copy_(torch.from_numpy(kernel.copy()))
-        layer.bias.copy_(torch.from_numpy(bias))
+def _set(layer: nn.Linear | nn.Conv2d, kernel: np.ndarray, bias: np.ndarray) -> None:
+    layer.load_state_dict(
+        {"weight": torch.from_numpy(kernel.copy()), "bias": torch.from_numpy(bias)}
+    )
 
 
 _LAYERS = {"mlp": _mlp, "cnn": _cnn, "chain": _chain}
@@ -90,7 +91,7 @@ class Replica:
         self._num_replicas = num_replicas
         net = net_of(workload)
         self._net = nn.parallel.DistributedDataParallel(net) if num_replicas > 1 else net
-        self._adam = torch.optim.Adam(net.parameters(), lr=LEARNING_RATE, eps=EPSILON)
+        self._adam = torch.optim.Adam(net.parameters(), lr=LEARNING_RATE, eps=workload.epsilon)
         rows = workload.batch_size // num_replicas
         own = slice(rank * rows, (rank + 1) * rows)
         batch = workload.batch()
