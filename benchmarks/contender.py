@@ -8,9 +8,15 @@ from benchmarks.workloads import Workload
 
 
 class Contender(abc.ABC):
-    """One way to run a training step; it holds its state and its batch."""
+    """One way to run a training step; it holds its state and its batch.
+
+    Attributes:
+        name: One of the names in `plan`.
+        fewest_steps: How many steps a turn has at least.
+    """
 
     name: str
+    fewest_steps = 3
 
     @abc.abstractmethod
     def advance(self, steps: int) -> None:

@@ -58,7 +58,7 @@ def _through_mirror(num_leaves: int, num_devices: int) -> list[JaxContender]:
 
 
 def dispatch_contenders(num_leaves: int, num_devices: int) -> list[JaxContender]:
-    """Returns all ways to add one to so many leaves on so many devices."""
+    """Returns all ways to add one to the leaves of a state."""
     found = _through_mirror(num_leaves, num_devices)
     place = Placement(num_devices)
     # pmap wants one mapped argument at least; the others get none.

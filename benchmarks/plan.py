@@ -22,7 +22,7 @@ Kind = Literal["own", "steps", "dispatch", "deep", "rows", "staged", "trainer", 
 
 
 def by_hand(num_devices: int) -> tuple[str, ...]:
-    """Returns the names of the hand-written contenders on so many devices.
+    """Returns the names of the hand-written contenders.
 
     `jit` of the step with no sharding at all is what is best on one device.
     """

@@ -25,7 +25,7 @@ class ChildError(RuntimeError):
 
 
 def child_environment(num_devices: int) -> dict[str, str]:
-    """Returns this environment with so many forced host devices, and nothing else.
+    """Returns this environment with forced host devices, and nothing else.
 
     What `mirror` needs in the process it sets itself, and hand-written JAX runs with JAX's
     defaults, as it does for a user.
@@ -121,7 +121,7 @@ class Child:
         return json.loads(line)
 
     def end(self) -> None:
-        """Lets the process end, by force if it takes long."""
+        """Lets the process end, by force if it takes long; what it started ends with it."""
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             with contextlib.suppress(BrokenPipeError):
@@ -130,10 +130,13 @@ class Child:
             self._process.wait(_END_SECS)
         except subprocess.TimeoutExpired:
             self._kill()
+        if self._process.returncode:
+            self._kill()
         self._stderr.close()
 
     def _kill(self) -> None:
-        os.killpg(self.pid, signal.SIGKILL)  # its session: the ranks of torch with it
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)  # its session: the ranks of torch with it
         self._process.wait()
 
     def _ended(self) -> ChildError:

@@ -11,7 +11,7 @@ _ROUNDING = 0.01  # a loss and a token are no copy of the state
 
 
 def dispatch_table(done: Sequence[Done]) -> Table:
-    """Returns the microseconds for adding one to so many leaves."""
+    """Returns the microseconds for adding one to each leaf."""
     names = (plan.MIRROR_PLAIN, plan.MIRROR_NNX, *plan.HAND_WRITTEN)
     rows = []
     for leaves, n, times in sorted(by_model(done), key=lambda part: int(part[0])):

@@ -98,7 +98,7 @@ def create(name: str, workload: Workload, num_devices: int) -> JaxContender:
 
 
 def step_contenders(model: Model, num_devices: int) -> list[JaxContender]:
-    """Returns all ways to train a model on so many devices, in JAX."""
+    """Returns all ways to train a model in JAX."""
     strategy, place = strategy_over(num_devices), Placement(num_devices)
     by_hand = [hand_written(name, model, place) for name in plan.by_hand(num_devices)]
     return [mirror_nnx(model, strategy), mirror_plain(model, strategy), *by_hand]

@@ -13,7 +13,7 @@ _Item = TypeVar("_Item")
 
 
 def seconds(contender: Contender, steps: int) -> float:
-    """Returns the time for so many steps, everything awaited."""
+    """Returns the time for some steps, everything awaited."""
     start = time.perf_counter()
     contender.advance(steps)
     return time.perf_counter() - start
