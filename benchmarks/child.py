@@ -29,7 +29,7 @@ Parts = Iterator[tuple[str, Any]]
 Contenders = Callable[[Model, int], list[JaxContender]]
 
 
-def _by_model(job: plan.Job, contenders: Contenders, **options: float) -> Parts:
+def _by_model(job: plan.Job, contenders: Contenders, **options: Any) -> Parts:
     for name in job.names:
         yield name, measure(contenders(BY_NAME[name], job.devices), job.timing, **options)
         gc.collect()
@@ -58,7 +58,7 @@ def run_staged(job: plan.Job) -> Parts:
 
 def run_trainer(job: plan.Job) -> Parts:
     """Milliseconds per step; a launch is an epoch."""
-    for model, times in _by_model(job, trainer_contenders, rtol=_RTOL_OF_EPOCHS):
+    for model, times in _by_model(job, trainer_contenders, rtol=_RTOL_OF_EPOCHS, fewest=1):
         yield model, {name: [ms / STEPS for ms in each] for name, each in times.items()}
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from benchmarks.contender import Contender
 from benchmarks.jax_contender import JaxContender
 from benchmarks.plan import Timing
 from benchmarks.timing import in_order, seconds, steps_for
@@ -52,7 +53,10 @@ def _require_close(first: str, expected: Any, other: str, found: Any, rtol: floa
 
 
 def measure(
-    contenders: Sequence[JaxContender], timing: Timing, rtol: float = _RTOL
+    contenders: Sequence[JaxContender],
+    timing: Timing,
+    rtol: float = _RTOL,
+    fewest: int = Contender.fewest_steps,
 ) -> dict[str, list[float]]:
     """Returns the milliseconds per launch of each contender, one number per round.
 
@@ -60,9 +64,10 @@ def measure(
         contenders: What is measured.
         timing: How long.
         rtol: How far their parameters may be apart after a few launches.
+        fewest: How many launches a turn has at least.
     """
     require_same(contenders, rtol)
-    steps = steps_for(contenders, timing.round_secs, _MOST_STEPS)
+    steps = steps_for(contenders, timing.round_secs, fewest, _MOST_STEPS)
     times: dict[str, list[float]] = {c.name: [] for c in contenders}
     gc.collect()
     gc.freeze()  # objects that stay are not walked through again in the middle of a turn

@@ -40,7 +40,7 @@ class Timing:
             takes longest, are started once.
     """
 
-    rounds: int = 30
+    rounds: int = 20
     round_secs: float = 0.02
     starts: int = 1
 
@@ -89,7 +89,7 @@ class Settings:
     suites: tuple[str, ...] = SUITES
     contenders: tuple[str, ...] = OWN_PROCESS
     timing: Timing = field(default_factory=Timing)
-    own_timing: Timing = field(default_factory=lambda: Timing(rounds=6, round_secs=0.08, starts=2))
+    own_timing: Timing = field(default_factory=lambda: Timing(rounds=8, round_secs=0.08))
     trainer_models: tuple[str, ...] = TRAINER_MODELS
     leaves: tuple[int, ...] = (1, 10, 100, 400)
     first_devices: tuple[int, ...] = (2, 8, 32, 64)

@@ -7,7 +7,6 @@ from typing import TypeVar
 
 from benchmarks.contender import Contender
 
-FEWEST_STEPS = 3
 _TRIALS = 3
 _Item = TypeVar("_Item")
 
@@ -19,10 +18,10 @@ def seconds(contender: Contender, steps: int) -> float:
     return time.perf_counter() - start
 
 
-def steps_for(contenders: Sequence[Contender], secs: float, most: int) -> int:
-    """Returns how many steps take the fastest of the contenders that long, at most `most`."""
-    fastest = min(min(seconds(c, FEWEST_STEPS) for _ in range(_TRIALS)) for c in contenders)
-    return min(max(math.ceil(secs / (fastest / FEWEST_STEPS)), FEWEST_STEPS), most)
+def steps_for(contenders: Sequence[Contender], secs: float, fewest: int, most: int) -> int:
+    """Returns how many steps take the fastest of the contenders that long, within bounds."""
+    fastest = min(min(seconds(c, fewest) for _ in range(_TRIALS)) for c in contenders)
+    return min(max(math.ceil(secs / (fastest / fewest)), fewest), most)
 
 
 def in_order(contenders: Sequence[_Item], number: int) -> list[_Item]:

@@ -32,7 +32,7 @@ def serve(made: contender.Contender, round_secs: float, orders: TextIO, answers:
         print(json.dumps(answer), file=answers, flush=True)
 
     losses = losses_of(made)
-    steps = max(timing.steps_for([made], round_secs, _MOST_STEPS), made.fewest_steps)
+    steps = timing.steps_for([made], round_secs, made.fewest_steps, _MOST_STEPS)
     say(losses=losses, steps=steps)
     warm_up = max(round(steps * _WARM_UP), 1)
     for order in orders:

@@ -71,7 +71,7 @@ def _drawn(rng: np.random.RandomState, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _map(fn: Callable[[tuple[int, ...]], np.ndarray], tree: Any) -> Any:
-    return {k: _map(fn, v) for k, v in tree.items()} if isinstance(tree, dict) else fn(tree)
+    return {k: _map(fn, tree[k]) for k in sorted(tree)} if isinstance(tree, dict) else fn(tree)
 
 
 def _dense(inputs: int, outputs: int) -> Params:
