@@ -8,7 +8,7 @@ from typing import Any, TextIO
 from benchmarks import contender, timing, workloads
 from benchmarks.processes import claim_stdout
 
-CHECK_STEPS = 10
+CHECK_STEPS = 5
 _MOST_STEPS = 2000
 _WARM_UP = 0.2  # of a turn: caches and clock speed have belonged to someone else
 _LIBRARIES = ("tensorflow", "keras", "torch")

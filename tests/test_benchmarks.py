@@ -335,7 +335,7 @@ def test_another_loss_is_another_training():
     assert own_process.reference({plan.TORCH: [2.0, 1.0]}) == plan.TORCH
     assert not own_process.differs([2.0, 1.0], [2.0, 1.0005], "jit")
     reason = own_process.differs([2.0, 1.1], [2.0, 1.0], "jit")
-    assert reason == "not the same training: a loss of 1.1 after 10 steps, where jit has 1"
+    assert reason == "not the same training: a loss of 1.1 after 5 steps, where jit has 1"
 
 
 def test_users_of_rivals_set_what_they_set(monkeypatch):
