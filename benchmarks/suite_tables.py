@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from benchmarks import limits, plan
 from benchmarks.record import Done
-from benchmarks.report import Table, by_model, compared, ms
+from benchmarks.report import NONE, Table, by_model, compared, ms
 from benchmarks.stats import Estimate, difference, estimate, median, ratio, spread, widest
 
 _ROUNDING = 0.01  # a loss and a token are no copy of the state
@@ -158,7 +158,20 @@ def memory_table(done: Sequence[Done]) -> Table:
                 *(f"{c:.3f}" for c in copies),
                 f"{found['reused']:.0%}",
                 "holds" if held else "BROKEN",
+                *_sharded_cells(found.get("sharded")),
             ]
         )
     headers = ["model", "devices", "state KiB", "copies before", "copies after", "reused", "S5"]
-    return Table("Memory of the fullest device (S5: one copy; buffers reused)", headers, rows)
+    title = (
+        "Memory of the fullest device (S5: one copy; buffers reused; with shard_update, of the "
+        "optimizer state no more than what can be sharded evenly leaves)"
+    )
+    return Table(title, [*headers, "optimizer sharded", "at best", "S5"], rows)
+
+
+def _sharded_cells(found: dict[str, float] | None) -> list[str]:
+    if found is None:
+        return [NONE] * 3
+    share, least = found["share"], found["least"]
+    verdict = "holds" if share <= least * (1 + _ROUNDING) else "BROKEN"
+    return [f"{share:.3f}", f"{least:.3f}", verdict]

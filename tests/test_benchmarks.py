@@ -14,6 +14,7 @@ import pytest
 from benchmarks import __main__ as command
 from benchmarks import (
     limits,
+    memory,
     own_process,
     paired,
     plan,
@@ -162,10 +163,15 @@ def test_dispatch_table_has_goals():
 
 
 def test_other_tables():
-    two = {"state_bytes": 2048, "copies": [1.0, 2.0], "reused": 1.0}
-    one = {"state_bytes": 2048, "copies": [1.0, 1.001], "reused": 1.0}
+    whole, split = {"share": 1.0, "least": 0.5}, {"share": 0.503, "least": 0.5}
+    two = {"state_bytes": 2048, "copies": [1.0, 2.0], "reused": 1.0, "sharded": whole}
+    one = {"state_bytes": 2048, "copies": [1.0, 1.001], "reused": 1.0, "sharded": split}
     rows = suite_tables.memory_table([done("memory", 2, {"narrow": two, "cnn": one})]).rows
-    assert [row[-1] for row in rows] == ["BROKEN", "holds"]
+    assert [row[6] for row in rows] == ["BROKEN", "holds"]
+    assert [row[7:] for row in rows] == [["1.000", "0.500", "BROKEN"], ["0.503", "0.500", "holds"]]
+    del one["sharded"]
+    alone = suite_tables.memory_table([done("memory", 1, {"cnn": one})]).rows
+    assert alone[0][7:] == ["-", "-", "-"]
     deep = suite_tables.deep_table([done("deep", 1, {"deep": {**TIMES, plan.NNX_JIT: [20.0] * 3}})])
     assert deep.rows[0][3] == "20.000"
     assert deep.rows[0][5] == "holds"
@@ -397,6 +403,14 @@ def test_contenders_that_differ_are_an_error():
     paired.require_same([Fixed("a", 1.0), Fixed("b", 1.00001)])
     with pytest.raises(paired.ContendersDifferError, match=r"a and b differ after 3 steps .*'w'"):
         paired.require_same([Fixed("a", 1.0), Fixed("b", 1.01)])
+
+
+def test_sharded_optimizer_state_is_one_part_of_each_leaf_that_divides():
+    leaves = [np.zeros((8, 3), np.float32), np.zeros((8,), np.float32), np.zeros((), np.float32)]
+    assert memory.least_share(leaves, 8) == pytest.approx((96 / 8 + 32 / 8 + 4) / 132)
+    found = memory.measure_sharded("small", 2)
+    assert found["share"] == pytest.approx(found["least"], rel=0.01)
+    assert found["share"] < 0.51
 
 
 # The command
