@@ -1,34 +1,41 @@
-"""Pure dispatch: many small leaves in, the same leaves plus one out, no exchange."""
+"""Pure dispatch: many small leaves in, the same leaves plus one out, no collective."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from benchmarks import plan
-from benchmarks.contenders import (
-    Contender,
-    HandWritten,
-    MirrorPlain,
-    Placement,
-    pmapped,
-    shard_mapped,
-    sharded_jit,
-    strategy_over,
-)
+from benchmarks.by_hand import COMPILERS, HandWritten
+from benchmarks.jax_contender import JaxContender, ObjectsContender, Placement
 from benchmarks.models import Array, PyTree
+from benchmarks.through_mirror import PlainContender, strategy_over
 
 _WIDTH = 8
 
 
+class Leaves(nnx.Module):
+    """Nothing but variables."""
+
+    def __init__(self, values: Sequence[Array]) -> None:
+        self.leaves = nnx.List([nnx.Param(value) for value in values])
+
+
 def _initial(num_leaves: int) -> PyTree:
-    leaves = {f"leaf {i}": np.full((_WIDTH,), i, np.float32) for i in range(num_leaves)}
-    return {"params": leaves}
+    leaves = {i: np.full((_WIDTH,), i, np.float32) for i in range(num_leaves)}
+    return {"params": {"leaves": leaves}}
 
 
-def _mirror_step(state: PyTree) -> tuple[PyTree, None]:
+def _plain_step(state: PyTree) -> tuple[PyTree, None]:
     return jax.tree.map(lambda x: x + 1, state), None
+
+
+def _nnx_step(module: Leaves) -> None:
+    for leaf in module.leaves:
+        leaf[...] = leaf[...] + 1
 
 
 def _hand_written_step(state: PyTree, _: Any) -> tuple[PyTree, Array]:
@@ -36,18 +43,29 @@ def _hand_written_step(state: PyTree, _: Any) -> tuple[PyTree, Array]:
     return jax.tree.map(lambda x: x + 1, state), jnp.zeros((), jnp.int8)
 
 
-def dispatch_contenders(num_leaves: int, num_devices: int) -> list[Contender]:
-    """All ways to add one to so many leaves on so many devices."""
-    place, strategy = Placement(num_devices), strategy_over(num_devices)
+def _through_mirror(num_leaves: int, num_devices: int) -> list[JaxContender]:
+    strategy = strategy_over(num_devices)
     with strategy.scope():
         state = jax.tree.map(jnp.array, _initial(num_leaves))
-    found: list[Contender] = [MirrorPlain(strategy, _mirror_step, state)]
+        module = Leaves(
+            [jnp.array(leaf) for leaf in _initial(num_leaves)["params"]["leaves"].values()]
+        )
+    call = lambda *args: strategy.run(_nnx_step, args)  # noqa: E731
+    return [
+        PlainContender(strategy, _plain_step, state),
+        ObjectsContender(plan.MIRROR_NNX, call, module),
+    ]
+
+
+def dispatch_contenders(num_leaves: int, num_devices: int) -> list[JaxContender]:
+    """Returns all ways to add one to the leaves of a state."""
+    found = _through_mirror(num_leaves, num_devices)
+    place = Placement(num_devices)
     # pmap wants one mapped argument at least; the others get none.
     row = jax.device_put(np.zeros((num_devices,), np.int8), place.sharded)
-    makers = {plan.PMAP: pmapped, plan.SHARD_MAP: shard_mapped, plan.JIT: sharded_jit}
-    for name, make in makers.items():
+    for name in plan.HAND_WRITTEN:
         start = jax.device_put(_initial(num_leaves), place.replicated)
         rest = row if name == plan.PMAP else None
-        compiled = make(_hand_written_step, place)
+        compiled = COMPILERS[name](_hand_written_step, place)
         found.append(HandWritten(name, compiled, start, rest, bounded=num_devices > 1))
     return found

@@ -1,4 +1,4 @@
-"""The models: each as an nnx module and as a function of a plain pytree, with the same maths."""
+"""The workloads in JAX: each as an nnx module and as a function of a plain pytree, same maths."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -7,9 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
+
+from benchmarks import workloads
+from benchmarks.workloads import LEARNING_RATE, RESIDUAL, Workload
 
 Array = jax.Array
 PyTree = Any
@@ -18,67 +20,42 @@ Batch = dict[str, Any]
 
 @dataclass(frozen=True)
 class Model:
-    """One model, in two spellings.
+    """One workload, in two spellings.
 
     Attributes:
-        create: makes the nnx module.
-        apply: logits of the module's parameters as a plain pytree, and a batch of inputs.
-        features: the shape of one input.
-        classes: the number of labels.
-        batch_size: examples in a global batch.
+        workload: Initial parameters and batch.
+        create: Makes the nnx module.
+        apply: Logits of the module's parameters as a plain pytree, and a batch of inputs.
     """
 
+    workload: Workload
     create: Callable[[nnx.Rngs], nnx.Module]
     apply: Callable[[PyTree, Array], Array]
-    features: tuple[int, ...]
-    classes: int
-    batch_size: int
 
     def batch(self) -> Batch:
-        """A global batch of random data, on the host."""
-        rng = np.random.RandomState(0)
-        shape = (self.batch_size, *self.features)
-        return {
-            "image": rng.standard_normal(shape).astype(np.float32),
-            "label": rng.randint(0, self.classes, self.batch_size).astype(np.int32),
-        }
-
-    def initial_params(self) -> PyTree:
-        """The parameters to start with, as host arrays in nested dicts: zero biases, LeCun kernels.
-
-        Drawn by NumPy: flax compiles a program for each shape, and takes longer than the step.
-        """
-        rng = np.random.RandomState(1)
-        abstract = params_of(nnx.eval_shape(lambda: self.create(nnx.Rngs(0))))
-        return jax.tree.map(lambda leaf: _drawn(rng, leaf.shape), abstract)
+        """Returns the global batch, on the host."""
+        return self.workload.batch()
 
     def module(self) -> nnx.Module:
-        """The nnx module with these parameters, made as JAX makes arrays at the moment."""
+        """Returns the nnx module with the initial parameters, made as JAX makes arrays here."""
         graphdef, state = nnx.split(nnx.eval_shape(lambda: self.create(nnx.Rngs(0))))
-        nnx.replace_by_pure_dict(state, jax.tree.map(jnp.array, self.initial_params()))
+        initial = jax.tree.map(jnp.array, self.workload.initial_params())
+        nnx.replace_by_pure_dict(state, initial)
         return nnx.merge(graphdef, state)
 
 
-def _drawn(rng: np.random.RandomState, shape: tuple[int, ...]) -> np.ndarray:
-    scale = 0.0 if len(shape) == 1 else np.prod(shape[:-1]) ** -0.5
-    return (rng.standard_normal(shape) * scale).astype(np.float32)
-
-
 def params_of(module: nnx.Module) -> PyTree:
-    """The module's parameters as a plain pytree."""
+    """Returns the module's parameters as a plain pytree."""
     return nnx.to_pure_dict(nnx.state(module, nnx.Param))
 
 
-def optimizer() -> optax.GradientTransformation:
-    """Adam. A gradient below this `eps` is rounding noise, which would make the contenders differ.
-
-    The usual 1e-8 turns noise into whole steps of the learning rate, up or down.
-    """
-    return optax.adam(1e-3, eps=1e-5)
+def optimizer(model: Model) -> optax.GradientTransformation:
+    """Returns the optimizer of all contenders in JAX."""
+    return optax.adam(LEARNING_RATE, eps=model.workload.epsilon)
 
 
 def loss_of(logits: Array, label: Array) -> Array:
-    """The mean loss of a batch."""
+    """Returns the mean loss of a batch."""
     return optax.softmax_cross_entropy_with_integer_labels(logits, label).mean()
 
 
@@ -90,7 +67,7 @@ class MLP(nnx.Module):
         self.layers = nnx.List([nnx.Linear(i, o, rngs=rngs) for i, o in pairs])
 
     def __call__(self, x: Array) -> Array:
-        """Logits."""
+        """Returns the logits."""
         for layer in self.layers[:-1]:
             x = jax.nn.relu(layer(x))
         return self.layers[-1](x)
@@ -107,15 +84,15 @@ def apply_mlp(params: PyTree, x: Array) -> Array:
 class CNN(nnx.Module):
     """Two convolutions with pooling, two dense layers."""
 
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.convs = nnx.List(
-            [nnx.Conv(1, 8, (3, 3), rngs=rngs), nnx.Conv(8, 16, (3, 3), rngs=rngs)]
-        )
-        self.hidden = nnx.Linear(7 * 7 * 16, 64, rngs=rngs)
-        self.out = nnx.Linear(64, 10, rngs=rngs)
+    def __init__(self, sizes: Sequence[int], rngs: nnx.Rngs) -> None:
+        side, channels, first, second, hidden, classes = sizes
+        pairs = itertools.pairwise((channels, first, second))
+        self.convs = nnx.List([nnx.Conv(i, o, (3, 3), rngs=rngs) for i, o in pairs])
+        self.hidden = nnx.Linear((side // 4) ** 2 * second, hidden, rngs=rngs)
+        self.out = nnx.Linear(hidden, classes, rngs=rngs)
 
     def __call__(self, x: Array) -> Array:
-        """Logits."""
+        """Returns the logits."""
         for conv in self.convs:
             x = nnx.max_pool(jax.nn.relu(conv(x)), (2, 2), strides=(2, 2))
         return self.out(jax.nn.relu(self.hidden(x.reshape(x.shape[0], -1))))
@@ -136,36 +113,34 @@ def apply_cnn(params: PyTree, x: Array) -> Array:
 class Chain(nnx.Module):
     """A residual chain of square matrices, without biases: many leaves of one small size."""
 
-    def __init__(self, length: int, width: int, rngs: nnx.Rngs) -> None:
+    def __init__(self, sizes: Sequence[int], rngs: nnx.Rngs) -> None:
+        length, width = sizes
         draw = nnx.initializers.lecun_normal()
         self.weights = nnx.List(
             [nnx.Param(draw(rngs.params(), (width, width))) for _ in range(length)]
         )
 
     def __call__(self, x: Array) -> Array:
-        """Logits."""
+        """Returns the logits."""
         for weight in self.weights:
-            x = x + 0.1 * jnp.tanh(x @ weight[...])
+            x = x + RESIDUAL * jnp.tanh(x @ weight[...])
         return x
 
 
 def apply_chain(params: PyTree, x: Array) -> Array:
     for i in range(len(params["weights"])):
-        x = x + 0.1 * jnp.tanh(x @ params["weights"][i])
+        x = x + RESIDUAL * jnp.tanh(x @ params["weights"][i])
     return x
 
 
-def mlp(sizes: Sequence[int], batch_size: int) -> Model:
-    """An MLP with layers of these sizes."""
-    create = lambda rngs: MLP(sizes, rngs)  # noqa: E731
-    return Model(create, apply_mlp, (sizes[0],), sizes[-1], batch_size)
+def model_of(workload: Workload) -> Model:
+    """Returns the workload in JAX."""
+    module, apply = {
+        "mlp": (MLP, apply_mlp),
+        "cnn": (CNN, apply_cnn),
+        "chain": (Chain, apply_chain),
+    }[workload.kind]
+    return Model(workload, lambda rngs: module(workload.sizes, rngs), apply)
 
 
-BY_NAME: dict[str, Model] = {
-    "narrow": mlp([784, *[64] * 8, 10], 64),
-    "wide": mlp([784, 512, 512, 10], 256),
-    "cnn": Model(CNN, apply_cnn, (28, 28, 1), 10, 128),
-    "leaves": Model(lambda rngs: Chain(100, 64, rngs), apply_chain, (64,), 64, 64),
-    "small": mlp([32, *[32] * 20, 10], 32),
-    "deep": mlp([16] * 101, 64),
-}
+BY_NAME = {name: model_of(workload) for name, workload in workloads.BY_NAME.items()}

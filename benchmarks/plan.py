@@ -4,52 +4,80 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 MODELS = ("narrow", "wide", "cnn", "leaves")
-SUITES = ("steps", "dispatch", "deep", "rows", "staged", "trainer", "first", "memory")
 TRAINER_MODELS = ("narrow", "leaves", "small")
+SUITES = ("own", "steps", "dispatch", "deep", "rows", "staged", "trainer", "first", "memory")
 
 MIRROR_NNX, MIRROR_PLAIN = "mirror nnx", "mirror plain"
-PMAP, SHARD_MAP, JIT, NNX_JIT = "pmap", "shard_map", "jit", "nnx.jit"
+PMAP, SHARD_MAP, JIT, ONE_DEVICE, NNX_JIT = "pmap", "shard_map", "jit", "jit alone", "nnx.jit"
+TENSORFLOW, KERAS, TORCH = "tensorflow", "keras", "torch"
 STAGED = "staged"
 FIT, FIT_16, LOOP = "fit", "fit 16", "loop"
 HAND_WRITTEN = (PMAP, SHARD_MAP, JIT)
+RIVALS = (TENSORFLOW, KERAS, TORCH)
+OWN_PROCESS = (MIRROR_NNX, MIRROR_PLAIN, *HAND_WRITTEN, ONE_DEVICE, *RIVALS)
+FIRST = (MIRROR_NNX, MIRROR_PLAIN, SHARD_MAP)
 ON_ONE_DEVICE = (1, 2, 4, 8)  # replicas, in the suite `rows`
+
+Kind = Literal["own", "steps", "dispatch", "deep", "rows", "staged", "trainer", "first", "memory"]
+
+
+def by_hand(num_devices: int) -> tuple[str, ...]:
+    """Returns the names of the hand-written contenders.
+
+    `jit` of the step with no sharding at all is what is best on one device.
+    """
+    return HAND_WRITTEN if num_devices > 1 else (*HAND_WRITTEN, ONE_DEVICE)
 
 
 @dataclass(frozen=True)
 class Timing:
-    """How long to measure: `rounds` times, each contender at least `round_secs` in each round."""
+    """How long to measure.
 
-    rounds: int = 30
+    Attributes:
+        rounds: How often each contender has its turn. In own processes, for each start of them.
+        round_secs: How long a turn is at least.
+        starts: How often the processes of the suite `own` are started. The rivals, whose start
+            takes longest, are started once.
+    """
+
+    rounds: int = 20
     round_secs: float = 0.02
+    starts: int = 1
 
 
 @dataclass(frozen=True)
 class Job:
-    """What one child process measures, on its own number of devices.
+    """What is measured together, on one number of devices.
 
     Attributes:
-        kind: which suite.
-        devices: how many forced host devices.
-        names: models of most suites; the one contender of `first`.
-        leaves: how many leaves there are in the suite `dispatch`.
+        kind: The suite.
+        devices: How many forced host devices.
+        names: Models in most suites; the contender in `first`.
+        leaves: How many leaves there are, in the suite `dispatch`.
+        contenders: Who takes part, in the suite `own`.
+        timing: How long.
     """
 
-    kind: Literal["steps", "dispatch", "deep", "rows", "staged", "trainer", "first", "memory"]
+    kind: Kind
     devices: int
     names: tuple[str, ...] = ()
     leaves: tuple[int, ...] = ()
+    contenders: tuple[str, ...] = ()
     timing: Timing = field(default_factory=Timing)
 
+    def __str__(self) -> str:
+        devices = f"{self.devices} device{'s' * (self.devices > 1)}"
+        return " ".join([f"{self.kind} on {devices}:", *map(str, self.names or self.leaves)])
+
     def to_dict(self) -> dict[str, Any]:
-        """The job as JSON has it."""
+        """Returns the job as JSON has it."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "Job":
-        """The job of what `to_dict` gave."""
-        timing = Timing(**data["timing"])
-        names, leaves = tuple(data["names"]), tuple(data["leaves"])
-        return cls(**{**data, "names": names, "leaves": leaves, "timing": timing})
+        """Returns the job that `to_dict` described."""
+        tuples = {name: tuple(data[name]) for name in ("names", "leaves", "contenders")}
+        return cls(**{**data, **tuples, "timing": Timing(**data["timing"])})
 
 
 @dataclass(frozen=True)
@@ -59,14 +87,16 @@ class Settings:
     devices: tuple[int, ...] = (1, 2, 4, 8)
     models: tuple[str, ...] = MODELS
     suites: tuple[str, ...] = SUITES
+    contenders: tuple[str, ...] = OWN_PROCESS
     timing: Timing = field(default_factory=Timing)
+    own_timing: Timing = field(default_factory=lambda: Timing(rounds=8, round_secs=0.08))
     trainer_models: tuple[str, ...] = TRAINER_MODELS
     leaves: tuple[int, ...] = (1, 10, 100, 400)
     first_devices: tuple[int, ...] = (2, 8, 32, 64)
     first_repeats: int = 2
 
     def quick(self) -> "Settings":
-        """A short look: less of each suite, and without `deep`, which compiles for long."""
+        """Returns a short look: less of each suite, and no `deep`, which compiles for long."""
         return replace(
             self,
             devices=(2,),
@@ -74,23 +104,15 @@ class Settings:
             trainer_models=("small",),
             suites=tuple(suite for suite in self.suites if suite != "deep"),
             timing=Timing(rounds=min(self.timing.rounds, 10), round_secs=0.01),
+            own_timing=Timing(rounds=min(self.own_timing.rounds, 4), round_secs=0.03),
             leaves=(1, 100),
             first_devices=(2, 8),
             first_repeats=1,
         )
 
     def jobs(self) -> list[Job]:
-        """The child processes, in the order in which they run."""
-        made = []
-        for n in self.devices:
-            if "steps" in self.suites:
-                made.append(Job("steps", n, names=self.models, timing=self.timing))
-            if "dispatch" in self.suites:
-                made.append(Job("dispatch", n, leaves=self.leaves, timing=self.timing))
-            if "staged" in self.suites and n > 1:
-                made.append(Job("staged", n, names=self.models, timing=self.timing))
-            if "trainer" in self.suites:
-                made.append(Job("trainer", n, names=self.trainer_models, timing=self.timing))
+        """Returns what to measure, in the order in which it is done."""
+        made = [job for n in self.devices for job in self._jobs_on(n)]
         if "deep" in self.suites:  # compiles for long; its overhead is the host's, on any count
             made.append(Job("deep", min(self.devices), timing=self.timing))
         if "rows" in self.suites:
@@ -101,9 +123,25 @@ class Settings:
             made += self._first_jobs()
         return made
 
+    def _jobs_on(self, n: int) -> list[Job]:
+        made = []
+        if "own" in self.suites:
+            present = [c for c in self.contenders if c != ONE_DEVICE or n == 1]
+            made += [
+                Job("own", n, (model,), contenders=tuple(present), timing=self.own_timing)
+                for model in self.models
+            ]
+        if "steps" in self.suites:
+            made.append(Job("steps", n, names=self.models, timing=self.timing))
+        if "dispatch" in self.suites:
+            made.append(Job("dispatch", n, leaves=self.leaves, timing=self.timing))
+        if "staged" in self.suites and n > 1:
+            made.append(Job("staged", n, names=self.models, timing=self.timing))
+        if "trainer" in self.suites:
+            made.append(Job("trainer", n, names=self.trainer_models, timing=self.timing))
+        return made
+
     def _first_jobs(self) -> list[Job]:
         """Repeats are apart in time, so that a busy minute does not meet one count only."""
-        counts = self.first_devices
-        by_hand = [Job("first", n, names=(SHARD_MAP,)) for n in counts]
-        ours = [Job("first", n, names=(MIRROR_NNX,)) for n in counts]
-        return by_hand + ours * self.first_repeats
+        once = [Job("first", n, names=(name,)) for n in self.first_devices for name in FIRST]
+        return once * self.first_repeats

@@ -15,8 +15,10 @@ from flax import nnx
 
 import mirror
 from benchmarks import plan
-from benchmarks.contenders import Contender, create_objects, strategy_over
+from benchmarks.by_hand import create_objects
+from benchmarks.jax_contender import JaxContender
 from benchmarks.models import Batch, Model, PyTree, params_of
+from benchmarks.through_mirror import strategy_over
 
 STEPS = 32
 _MOST_RUNNING = 8
@@ -42,7 +44,7 @@ def hand_step(module: nnx.Module, opt: nnx.Optimizer, batch: Batch, mask: jax.Ar
     return loss, count
 
 
-class Epochs(Contender):
+class Epochs(JaxContender):
     """Its launches are whole epochs."""
 
     def __init__(self, name: str, model: Model, strategy: mirror.Strategy) -> None:
@@ -99,7 +101,7 @@ class ByTrainer(Epochs):
         self._trainer.fit(self._data, progress=False)
 
 
-def trainer_contenders(model: Model, num_devices: int) -> list[Contender]:
+def trainer_contenders(model: Model, num_devices: int) -> list[JaxContender]:
     """By hand, by `fit`, and by `fit` with 16 steps in a launch."""
     strategy = strategy_over(num_devices)
     return [

@@ -1,0 +1,90 @@
+"""Contenders in JAX: their launches return before the step is done. Imports no `mirror`."""
+
+import abc
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from benchmarks.contender import Contender
+from benchmarks.models import Array, Batch, PyTree, params_of
+
+AXIS = "replica"
+
+
+class JaxContender(Contender):
+    """A contender whose steps are launched, and awaited at the end."""
+
+    @abc.abstractmethod
+    def launch(self) -> None:
+        """Starts one step."""
+
+    @abc.abstractmethod
+    def arrays(self) -> PyTree:
+        """Returns a pair: the state, and what else has to be ready for the step to be done."""
+
+    @abc.abstractmethod
+    def params(self) -> PyTree:
+        """Returns the parameters, as a plain pytree."""
+
+    def advance(self, steps: int) -> None:
+        """Takes some steps, and returns when everything is computed."""
+        for _ in range(steps):
+            self.launch()
+        jax.block_until_ready(self.arrays())
+
+    def loss(self) -> float:
+        """Returns the loss of the last step's batch, before that step's update."""
+        return float(np.asarray(self.arrays()[1]))
+
+
+class ObjectsContender(JaxContender):
+    """A step on nnx objects, through whatever runs it: `strategy.run`, or `nnx.jit`."""
+
+    def __init__(self, name: str, call: Any, module: nnx.Module, *rest: Any) -> None:
+        self.name = name
+        self._call, self._args = call, (module, *rest)
+        nodes = [node for arg in self._args if _is_object(arg) for _, node in nnx.iter_graph(arg)]
+        self._variables = [node for node in nodes if isinstance(node, nnx.Variable)]
+        self._loss: Any = None
+
+    def launch(self) -> None:
+        """Starts one step."""
+        self._loss = self._call(*self._args)
+
+    def arrays(self) -> tuple[list[Array], Any]:
+        """Returns the values of the variables, and the loss."""
+        return [v.get_raw_value() for v in self._variables], self._loss
+
+    def params(self) -> PyTree:
+        """Returns the parameters, as a plain pytree."""
+        return params_of(self._args[0])
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, nnx.Module | nnx.Optimizer)
+
+
+class Placement:
+    """Where arrays lie on the first host devices.
+
+    Raises:
+        RuntimeError: If there are fewer than `num_devices`.
+    """
+
+    def __init__(self, num_devices: int) -> None:
+        self.devices = jax.devices("cpu")[:num_devices]
+        if len(self.devices) < num_devices:
+            raise RuntimeError(f"{num_devices} host devices asked for, {len(self.devices)} there.")
+        self.num_devices = num_devices
+        self.mesh = Mesh(np.asarray(self.devices), (AXIS,))
+        self.replicated = NamedSharding(self.mesh, PartitionSpec())
+        self.sharded = NamedSharding(self.mesh, PartitionSpec(AXIS))
+
+    def stack(self, batch: Batch) -> Batch:
+        """Returns the batch with a leading device axis, as pmap takes it."""
+        n = self.num_devices
+        rows = jax.tree.map(lambda x: x.reshape(n, x.shape[0] // n, *x.shape[1:]), batch)
+        return jax.device_put(rows, self.sharded)

@@ -1,0 +1,80 @@
+"""Paired measurements: contenders take turns in one process, so that a busy moment meets all."""
+
+import gc
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks.contender import Contender
+from benchmarks.jax_contender import JaxContender
+from benchmarks.plan import Timing
+from benchmarks.timing import in_order, seconds, steps_for
+
+_MOST_STEPS = 200
+_CHECK_STEPS = 3
+_RTOL = 1e-4
+
+
+class ContendersDifferError(ValueError):
+    """Two contenders did not compute the same: their times mean nothing."""
+
+
+def require_same(contenders: Sequence[JaxContender], rtol: float = _RTOL) -> None:
+    """Takes a few steps with each contender, and compares the parameters.
+
+    Raises:
+        ContendersDifferError: If the parameters differ.
+    """
+    for contender in contenders:
+        contender.advance(_CHECK_STEPS)
+    first = contenders[0]
+    expected = jax.tree.map(np.asarray, first.params())
+    for other in contenders[1:]:
+        found = jax.tree.map(np.asarray, other.params())
+        _require_close(first.name, expected, other.name, found, rtol)
+
+
+def _require_close(first: str, expected: Any, other: str, found: Any, rtol: float) -> None:
+    structures: list[Any] = [jax.tree.structure(expected), jax.tree.structure(found)]
+    if structures[0] != structures[1]:
+        raise ContendersDifferError(f"{first} and {other} have different parameters.")
+    pairs = zip(jax.tree_util.tree_leaves_with_path(expected), jax.tree.leaves(found), strict=True)
+    far = [
+        f"{jax.tree_util.keystr(path)}: {np.abs(a - b).max():.2e}"
+        for (path, a), b in pairs
+        if not np.allclose(a, b, rtol=rtol, atol=rtol * np.abs(a).max())
+    ]
+    if far:
+        raise ContendersDifferError(
+            f"{first} and {other} differ after {_CHECK_STEPS} steps by at most {', '.join(far)}."
+        )
+
+
+def measure(
+    contenders: Sequence[JaxContender],
+    timing: Timing,
+    rtol: float = _RTOL,
+    fewest: int = Contender.fewest_steps,
+) -> dict[str, list[float]]:
+    """Returns the milliseconds per launch of each contender, one number per round.
+
+    Args:
+        contenders: What is measured.
+        timing: How long.
+        rtol: How far their parameters may be apart after a few launches.
+        fewest: How many launches a turn has at least.
+    """
+    require_same(contenders, rtol)
+    steps = steps_for(contenders, timing.round_secs, fewest, _MOST_STEPS)
+    times: dict[str, list[float]] = {c.name: [] for c in contenders}
+    gc.collect()
+    gc.freeze()  # objects that stay are not walked through again in the middle of a turn
+    try:
+        for number in range(timing.rounds):
+            for contender in in_order(contenders, number):
+                times[contender.name].append(seconds(contender, steps) / steps * 1e3)
+    finally:
+        gc.unfreeze()
+    return times

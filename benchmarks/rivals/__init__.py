@@ -1,0 +1,1 @@
+"""Contenders beyond JAX, each in its own library; none of these modules imports another."""

@@ -1,0 +1,176 @@
+"""torch's `DistributedDataParallel`: one process per replica, gloo, threads as torchrun sets them.
+
+This process is rank 0; it starts the others, and sends them each number of steps. With one
+replica the net is not wrapped: there is nothing to reduce, and that is faster.
+"""
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+
+import numpy as np
+import torch
+from torch import distributed, nn
+
+from benchmarks import plan, workloads
+from benchmarks.contender import Contender
+from benchmarks.workloads import LEARNING_RATE, RESIDUAL, Workload
+
+_HOST = "127.0.0.1"
+
+
+class Residual(nn.Module):
+    """`x + 0.1 * tanh(x @ w)`."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the layer's output."""
+        return x + RESIDUAL * torch.tanh(x @ self.weight)
+
+
+def net_of(workload: Workload) -> nn.Module:
+    """Returns the net with the workload's initial parameters."""
+    return nn.Sequential(*_LAYERS[workload.kind](workload))
+
+
+def _mlp(workload: Workload) -> list[nn.Module]:
+    dense = [_linear(layer) for layer in workload.initial_params()["layers"].values()]
+    return [*(part for layer in dense[:-1] for part in (layer, nn.ReLU())), dense[-1]]
+
+
+def _cnn(workload: Workload) -> list[nn.Module]:
+    params = workload.initial_params()
+    convs = [
+        part
+        for layer in params["convs"].values()
+        for part in (_conv(layer), nn.ReLU(), nn.MaxPool2d(2))
+    ]
+    # torch flattens channels first: the rows of the kernel after that are in another order.
+    side, channels = workload.sizes[0] // 4, workload.sizes[3]
+    kernel = params["hidden"]["kernel"].reshape(side, side, channels, -1)
+    first = kernel.transpose(2, 0, 1, 3).reshape(side * side * channels, -1)
+    hidden = _linear({**params["hidden"], "kernel": first})
+    return [*convs, nn.Flatten(), hidden, nn.ReLU(), _linear(params["out"])]
+
+
+def _chain(workload: Workload) -> list[nn.Module]:
+    weights = workload.initial_params()["weights"].values()
+    return [Residual(torch.from_numpy(weight)) for weight in weights]
+
+
+def _linear(params: workloads.Params) -> nn.Linear:
+    layer = nn.Linear(*params["kernel"].shape)
+    _set(layer, params["kernel"].T, params["bias"])
+    return layer
+
+
+def _conv(params: workloads.Params) -> nn.Conv2d:
+    kernel = params["kernel"].transpose(3, 2, 0, 1)  # from height, width, in, out
+    layer = nn.Conv2d(kernel.shape[1], kernel.shape[0], kernel.shape[2:], padding="same")
+    _set(layer, kernel, params["bias"])
+    return layer
+
+
+def _set(layer: nn.Linear | nn.Conv2d, kernel: np.ndarray, bias: np.ndarray) -> None:
+    layer.load_state_dict(
+        {"weight": torch.from_numpy(kernel.copy()), "bias": torch.from_numpy(bias)}
+    )
+
+
+_LAYERS = {"mlp": _mlp, "cnn": _cnn, "chain": _chain}
+
+
+class Replica:
+    """One rank's net, optimizer and rows of the batch."""
+
+    def __init__(self, workload: Workload, rank: int, num_replicas: int) -> None:
+        self._num_replicas = num_replicas
+        net = net_of(workload)
+        self._net = nn.parallel.DistributedDataParallel(net) if num_replicas > 1 else net
+        self._adam = torch.optim.Adam(net.parameters(), lr=LEARNING_RATE, eps=workload.epsilon)
+        rows = workload.batch_size // num_replicas
+        own = slice(rank * rows, (rank + 1) * rows)
+        batch = workload.batch()
+        image = torch.from_numpy(batch["image"][own].copy())
+        self._image = image.permute(0, 3, 1, 2).contiguous() if image.ndim == 4 else image
+        self._label = torch.from_numpy(batch["label"][own].copy()).long()
+        self._loss = torch.tensor(float("nan"))
+
+    def advance(self, steps: int) -> None:
+        """Takes some steps; the ranks wait for each other at the end."""
+        for _ in range(steps):
+            self._adam.zero_grad()
+            loss = nn.functional.cross_entropy(self._net(self._image), self._label)
+            loss.backward()
+            self._adam.step()
+            self._loss = loss.detach()
+        if self._num_replicas > 1:
+            distributed.all_reduce(self._loss)
+
+    def loss(self) -> float:
+        """Returns the mean of the ranks' last losses."""
+        return float(self._loss) / self._num_replicas
+
+
+class TorchContender(Contender):
+    """Rank 0, which tells the other ranks how many steps to take; 0 ends them."""
+
+    def __init__(self, workload: Workload, num_replicas: int) -> None:
+        self.name = plan.TORCH
+        self._others: list[subprocess.Popen[bytes]] = []
+        if num_replicas > 1:
+            store = distributed.TCPStore(_HOST, 0, None, is_master=True, wait_for_workers=False)
+            ranks = {"workload": asdict(workload), "ranks": num_replicas, "port": store.port}
+            for rank in range(1, num_replicas):
+                text = json.dumps({**ranks, "rank": rank})
+                self._others.append(subprocess.Popen([sys.executable, "-m", __name__, text]))
+            _join(store, 0, num_replicas)
+        self._replica = Replica(workload, 0, num_replicas)
+
+    def advance(self, steps: int) -> None:
+        """Takes some steps on all ranks."""
+        self._tell(steps)
+        self._replica.advance(steps)
+
+    def loss(self) -> float:
+        """Returns the mean of the ranks' last losses."""
+        return self._replica.loss()
+
+    def close(self) -> None:
+        """Ends the other ranks."""
+        self._tell(0)
+        for process in self._others:
+            process.wait()
+
+    def _tell(self, steps: int) -> None:
+        if self._others:
+            distributed.broadcast(torch.tensor(steps), 0)
+
+
+def _join(store: distributed.Store, rank: int, num_replicas: int) -> None:
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=num_replicas)
+
+
+def follow(text: str) -> None:
+    """Is one of the other ranks: takes the steps that rank 0 takes."""
+    asked = json.loads(text)
+    workload = Workload(**asked["workload"])
+    _join(distributed.TCPStore(_HOST, asked["port"]), asked["rank"], asked["ranks"])
+    replica = Replica(workload, asked["rank"], asked["ranks"])
+    steps = torch.tensor(0)
+    while distributed.broadcast(steps, 0) is None and int(steps):
+        replica.advance(int(steps))
+
+
+def create(name: str, workload: Workload, num_devices: int) -> TorchContender:
+    """Returns the contender."""
+    assert name == plan.TORCH
+    return TorchContender(workload, num_devices)
+
+
+if __name__ == "__main__":
+    follow(sys.argv[1])

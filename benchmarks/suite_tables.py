@@ -1,0 +1,177 @@
+"""The tables of all other suites."""
+
+from collections.abc import Sequence
+
+from benchmarks import limits, plan
+from benchmarks.record import Done
+from benchmarks.report import NONE, Table, by_model, compared, ms
+from benchmarks.stats import Estimate, difference, estimate, median, ratio, spread, widest
+
+_ROUNDING = 0.01  # a loss and a token are no copy of the state
+
+
+def dispatch_table(done: Sequence[Done]) -> Table:
+    """Returns the microseconds for adding one to each leaf."""
+    names = (plan.MIRROR_PLAIN, plan.MIRROR_NNX, *plan.HAND_WRITTEN)
+    rows = []
+    for leaves, n, times in sorted(by_model(done), key=lambda part: int(part[0])):
+        goals = {
+            plan.MIRROR_PLAIN: limits.dispatch_plain_us(int(leaves)),
+            plan.MIRROR_NNX: limits.dispatch_nnx_us(int(leaves)),
+        }
+        rows.append([leaves, str(n), *(f"{median(times[c]) * 1e3:.0f}" for c in names)])
+        for name, goal in goals.items():
+            extra = difference(times, name, plan.JIT)
+            us = Estimate(*(1e3 * x for x in (extra.median, extra.low, extra.high)))
+            cell = f"{us.median:+.0f} [{us.low:+.0f}, {us.high:+.0f}]"
+            rows[-1] += [cell, f"{goal:.0f}", us.at_most(goal)]
+        rows[-1].append(f"{widest(times):.0%}")
+    headers = ["leaves", "devices", *(f"{n} us" for n in names)]
+    headers += ["plain - jit", "goal", "D1", "nnx - jit", "goal", "D2", "spread"]
+    title = (
+        "Pure dispatch (more than jit's own: D1, plain pytrees, at most 10 us + 0.1 us per leaf; "
+        "D2, nnx, 15 us + 0.2 us per leaf)"
+    )
+    return Table(title, headers, rows)
+
+
+def deep_table(done: Sequence[Done]) -> Table:
+    """Returns the 100-layer MLP with Adam: 602 variables."""
+    names = (plan.MIRROR_NNX, plan.MIRROR_PLAIN, plan.NNX_JIT)
+    rows = [
+        [
+            str(n),
+            *(ms(times, name) for name in names),
+            *compared(times, difference, *names[:2], limits.S2_EXTRA_MS),
+            *compared(times, difference, plan.NNX_JIT, plan.MIRROR_NNX),
+            f"{widest(times):.0%}",
+        ]
+        for _, n, times in by_model(done)
+    ]
+    headers = ["devices", "nnx ms", "plain ms", "nnx.jit ms", "nnx - plain ms", "S2"]
+    title = f"100 layers, 602 nnx variables (S2: nnx - plain at most {limits.S2_EXTRA_MS} ms)"
+    return Table(title, [*headers, "nnx.jit - nnx ms", "spread"], rows)
+
+
+def rows_table(done: Sequence[Done]) -> Table:
+    """Returns several replicas on one device against one with the whole batch."""
+    one, *several = map(str, plan.ON_ONE_DEVICE)
+    rows = []
+    for name, _, times in by_model(done):
+        cells = [
+            cell for count in several for cell in compared(times, ratio, count, one, limits.S3_ROWS)
+        ]
+        rows.append([name, ms(times, one), *cells, f"{widest(times):.0%}"])
+    headers = [header for count in several for header in (f"{count} replicas", "S3")]
+    title = (
+        "Several replicas on one device, over one with the whole batch "
+        f"(S3: at most {limits.S3_ROWS})"
+    )
+    return Table(title, ["model", "1 replica ms", *headers, "spread"], rows)
+
+
+def staged_table(done: Sequence[Done]) -> Table:
+    """Returns collectives on the host against collectives among the devices."""
+    rows = [
+        [
+            *(name, str(n), ms(times, plan.MIRROR_PLAIN), ms(times, plan.STAGED)),
+            *compared(times, ratio, plan.STAGED, plan.MIRROR_PLAIN, limits.S3_STAGED),
+            f"{widest(times):.0%}",
+        ]
+        for name, n, times in by_model(done)
+    ]
+    headers = ["model", "devices", "pmap ms", "staged ms", "staged / pmap", "S3", "spread"]
+    title = f"Collectives on the host over collectives among the devices (S3: {limits.S3_STAGED})"
+    return Table(title, headers, rows)
+
+
+def trainer_table(done: Sequence[Done]) -> Table:
+    """Returns a step of an epoch, by hand, by the trainer, and by it with 16 steps in a launch."""
+    rows = []
+    for name, n, times in by_model(done):
+        judged = limits.T2_MANY_STEPS if name == "small" else None
+        many = compared(times, ratio, plan.FIT_16, plan.FIT, judged)
+        rows.append(
+            [
+                *(name, str(n)),
+                *(ms(times, c) for c in (plan.LOOP, plan.FIT, plan.FIT_16)),
+                *compared(times, ratio, plan.FIT, plan.LOOP, limits.T1_FIT),
+                *(many if judged else [*many, ""]),
+                f"{widest(times):.0%}",
+            ]
+        )
+    headers = ["model", "devices", "loop ms", "fit ms", "fit 16 ms", "fit / loop", "T1"]
+    title = (
+        f"A step of an epoch (T1: fit / loop at most {limits.T1_FIT}; T2: 16 steps in a launch "
+        f"over one, of many small layers, at most {limits.T2_MANY_STEPS})"
+    )
+    return Table(title, [*headers, "fit 16 / fit", "T2", "spread"], rows)
+
+
+def first_table(done: Sequence[Done]) -> Table:
+    """Returns seconds from the call to the result, each in a fresh process.
+
+    Noise makes such a time longer, never shorter: the shortest of the repeats counts.
+    """
+    found: dict[tuple[str, int], list[dict[str, float]]] = {}
+    for each in done:
+        for name, part in each.result.items():
+            found.setdefault((name, each.job.devices), []).append(part)
+
+    def secs(name: str, n: int, what: str) -> float:
+        return min(part[what] for part in found[name, n])
+
+    counts = [n for n in sorted({n for _, n in found}) if all((c, n) in found for c in plan.FIRST)]
+    rows = []
+    for n in counts:
+        lowered = [secs(name, n, "lowered") for name in plan.FIRST]
+        over = lowered[plan.FIRST.index(plan.MIRROR_PLAIN)] / lowered[-1]
+        firsts = [secs(name, n, "first") for name in plan.FIRST]
+        more = firsts[0] / secs(plan.MIRROR_NNX, counts[0], "first")
+        verdict = estimate([more]).at_most(limits.S4_DEVICES) if n == counts[-1] else ""
+        noise = spread([part["first"] for part in found[plan.MIRROR_NNX, n]])
+        rows.append(
+            [
+                *(str(n), *(f"{x:.3f}" for x in lowered), f"{over:.2f}"),
+                estimate([over]).at_most(limits.S4_LOWERED),
+                *(*(f"{x:.2f}" for x in firsts), f"{more:.2f}", verdict, f"{noise:.0%}"),
+            ]
+        )
+    title = (
+        f"The first step (S4: call to lowered program, plain over shard_map, at most "
+        f"{limits.S4_LOWERED}; the whole of it, most devices over fewest, {limits.S4_DEVICES})"
+    )
+    headers = ["devices", *(f"{name} lowered s" for name in plan.FIRST), "plain/shard_map", "S4"]
+    headers += [*(f"{name} first s" for name in plan.FIRST), "over fewest", "S4", "spread"]
+    return Table(title, headers, rows)
+
+
+def memory_table(done: Sequence[Done]) -> Table:
+    """Returns copies of the state on the fullest device."""
+    rows = []
+    for name, n, found in by_model(done):
+        copies = found["copies"]
+        held = max(copies) <= limits.S5_COPIES + _ROUNDING and found["reused"] == 1
+        rows.append(
+            [
+                *(name, str(n), f"{found['state_bytes'] / 1024:.0f}"),
+                *(f"{c:.3f}" for c in copies),
+                f"{found['reused']:.0%}",
+                "holds" if held else "BROKEN",
+                *_sharded_cells(found.get("sharded")),
+            ]
+        )
+    headers = ["model", "devices", "state KiB", "copies before", "copies after", "reused", "S5"]
+    title = (
+        "Memory of the fullest device (S5: one copy; buffers reused; with shard_update, of the "
+        "optimizer state no more than what can be sharded evenly leaves)"
+    )
+    return Table(title, [*headers, "optimizer sharded", "at best", "S5"], rows)
+
+
+def _sharded_cells(found: dict[str, float] | None) -> list[str]:
+    if found is None:
+        return [NONE] * 3
+    share, least = found["share"], found["least"]
+    verdict = "holds" if share <= least * (1 + _ROUNDING) else "BROKEN"
+    return [f"{share:.3f}", f"{least:.3f}", verdict]

@@ -1,0 +1,61 @@
+"""The tables and the picture of a run that was saved.
+
+python -m benchmarks.tables FILE [--markdown] [--picture FILE.png]
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from benchmarks import step_tables, suite_tables
+from benchmarks.picture import draw
+from benchmarks.record import Done, Record
+from benchmarks.report import Table
+
+_MAKERS: tuple[tuple[str, Callable[[Sequence[Done]], Table]], ...] = (
+    ("own", step_tables.own_summary),
+    ("own", step_tables.own_table),
+    ("own", step_tables.rivals_table),
+    ("steps", step_tables.paired_table),
+    ("dispatch", suite_tables.dispatch_table),
+    ("deep", suite_tables.deep_table),
+    ("rows", suite_tables.rows_table),
+    ("staged", suite_tables.staged_table),
+    ("trainer", suite_tables.trainer_table),
+    ("first", suite_tables.first_table),
+    ("memory", suite_tables.memory_table),
+)
+
+
+def tables(record: Record) -> list[Table]:
+    """Returns the tables of all suites that were measured, and of what was not."""
+    found = []
+    for kind, make in _MAKERS:
+        done = [each for each in record.done if each.job.kind == kind and each.result]
+        if done and (table := make(done)).rows:
+            found.append(table)
+    lost = step_tables.lost_table(record.done)
+    return [*found, lost] if lost.rows else found
+
+
+def text(record: Record, *, markdown: bool) -> str:
+    """Returns the title and all tables."""
+    shown = [table.markdown() if markdown else table.text() for table in tables(record)]
+    return "\n\n".join([record.title, *shown])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Prints the tables, and draws the picture."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=__doc__)
+    parser.add_argument("file", type=Path, help="what `python -m benchmarks --json FILE` wrote")
+    parser.add_argument("--markdown", action="store_true", help="tables as Markdown")
+    parser.add_argument("--picture", type=Path, metavar="FILE.png", help="draw the picture, too")
+    options = parser.parse_args(argv)
+    record = Record.load(options.file)
+    print(text(record, markdown=options.markdown))
+    if options.picture:
+        draw(record, options.picture)
+
+
+if __name__ == "__main__":
+    main()

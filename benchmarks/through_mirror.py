@@ -1,0 +1,131 @@
+"""Contenders through `mirror`: plain pytrees and nnx objects, on each executor."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import mirror
+from benchmarks import plan
+from benchmarks.by_hand import (
+    create_objects,
+    hand_written,
+    initial_state,
+    nnx_jit,
+    nnx_step,
+    plain_step,
+)
+from benchmarks.jax_contender import JaxContender, ObjectsContender, Placement
+from benchmarks.models import Model, PyTree, model_of
+from benchmarks.workloads import Workload
+
+
+def names_of(num_devices: int) -> list[str]:
+    """Returns the names of the first host devices, as `mirror` takes them."""
+    return [f"/cpu:{i}" for i in range(num_devices)]
+
+
+@functools.cache
+def strategy_over(num_devices: int) -> mirror.Strategy:
+    """Returns the strategy of this process: a program has one, and so has a benchmark.
+
+    It is made before anything else starts JAX's backend, so that `mirror` can do to the process
+    what it does to a user's.
+    """
+    return mirror.MirroredStrategy(names_of(num_devices))
+
+
+class PlainContender(JaxContender):
+    """A step on plain pytrees through `run`."""
+
+    def __init__(
+        self,
+        strategy: mirror.Strategy,
+        step: Callable[..., Any],
+        state: PyTree,
+        *rest: Any,
+        name: str = plan.MIRROR_PLAIN,
+    ) -> None:
+        self.name = name
+        self._run, self._step, self._state, self._rest = strategy.run, step, state, rest
+        self._token: Any = None
+
+    def launch(self) -> None:
+        """Starts one step."""
+        args = (self._state, *self._rest)
+        self._state, self._token = self._run(self._step, args, donate_argnums=0)
+
+    def arrays(self) -> tuple[PyTree, Any]:
+        """Returns the state, and the loss."""
+        return self._state, self._token
+
+    def params(self) -> PyTree:
+        """Returns the parameters, as a plain pytree."""
+        return self._state["params"]
+
+
+def mirrored_mean(tree: PyTree) -> PyTree:
+    """Returns the mean over the replicas, as users of `mirror` write it."""
+    context = mirror.get_replica_context()
+    assert context is not None
+    return context.all_reduce("mean", tree)
+
+
+def mirror_nnx(model: Model, strategy: mirror.Strategy) -> ObjectsContender:
+    (batch,) = strategy.distribute_dataset([model.batch()])
+    with strategy.scope():
+        module, opt = create_objects(model)
+    step, run = nnx_step(mirrored_mean), strategy.run
+    call = lambda *args: run(step, args)  # noqa: E731
+    return ObjectsContender(plan.MIRROR_NNX, call, module, opt, batch)
+
+
+def mirror_plain(
+    model: Model, strategy: mirror.Strategy, name: str = plan.MIRROR_PLAIN
+) -> PlainContender:
+    (batch,) = strategy.distribute_dataset([model.batch()])
+    with strategy.scope():
+        state = jax.tree.map(jnp.array, initial_state(model))
+    return PlainContender(strategy, plain_step(model, mirrored_mean), state, batch, name=name)
+
+
+def create(name: str, workload: Workload, num_devices: int) -> JaxContender:
+    """Returns the contender of that name."""
+    strategy, model = strategy_over(num_devices), model_of(workload)
+    return mirror_nnx(model, strategy) if name == plan.MIRROR_NNX else mirror_plain(model, strategy)
+
+
+def step_contenders(model: Model, num_devices: int) -> list[JaxContender]:
+    """Returns all ways to train a model in JAX."""
+    strategy, place = strategy_over(num_devices), Placement(num_devices)
+    by_hand = [hand_written(name, model, place) for name in plan.by_hand(num_devices)]
+    return [mirror_nnx(model, strategy), mirror_plain(model, strategy), *by_hand]
+
+
+def row_contenders(model: Model) -> list[JaxContender]:
+    """Returns the same global batch on one device, by one replica and by several."""
+    return [
+        mirror_plain(
+            model, mirror.MirroredStrategy(names_of(1), replicas_per_device=count), str(count)
+        )
+        for count in plan.ON_ONE_DEVICE
+    ]
+
+
+def staged_contenders(model: Model, num_devices: int) -> list[JaxContender]:
+    """Returns the same step through `run`, reduced among the devices and on the host."""
+    ops = mirror.ReductionToOneDevice()
+    staged = mirror.MirroredStrategy(names_of(num_devices), ops)
+    return [
+        mirror_plain(model, staged, plan.STAGED),
+        mirror_plain(model, strategy_over(num_devices)),
+    ]
+
+
+def deep_contenders(model: Model, num_devices: int) -> list[JaxContender]:
+    """Returns objects against plain pytrees through `run`; on one device also `nnx.jit`."""
+    strategy = strategy_over(num_devices)
+    found: list[JaxContender] = [mirror_nnx(model, strategy), mirror_plain(model, strategy)]
+    return [*found, nnx_jit(model)] if num_devices == 1 else found
