@@ -346,7 +346,8 @@ class outside_traces:
             self._stack.enter_context(jax.default_device(None))
             self._stack.enter_context(unlogged())
         try:
-            self._before = jax.sharding.get_mesh()
+            if not jax.sharding.get_abstract_mesh().empty:
+                self._before = jax.sharding.get_mesh()
             # It is set already: an interrupt may come before it is entered.
             self._context = jax.set_mesh(None)
             self._context.__enter__()
@@ -357,8 +358,7 @@ class outside_traces:
                 "strategy.run outside; it compiles by itself."
             ) from error
         except BaseException:
-            if self._before is not None:
-                jax.set_mesh(None if self._before.empty else self._before)
+            jax.set_mesh(self._before)
             self._close()
             raise
 

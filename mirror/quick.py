@@ -2,9 +2,10 @@
 
 JAX's C++ flattens the trees and finds the program by their structure, shapes and shardings. Where
 it does not find it, or refuses an argument, the call goes the long way, which looks closely and has
-the words. Two things are looked at here: the types of the leaves, because JAX would read the memory
-of a NumPy array while the step runs; and, on several devices, where JAX before 0.12 ends the
-process, whether a donated array is deleted or passed twice.
+the words. Two things are looked at here. The types of the leaves, because JAX would read the
+memory of a NumPy array while the step runs. And, on several devices, whether a donated array is
+deleted, lies elsewhere, or is passed twice: one device then refuses its part of a launch, and the
+others wait for it until XLA ends the process (JAX 0.10 to 0.12).
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +16,6 @@ import numpy as np
 
 from mirror import calls
 from mirror.executors.executor import MeshProgram, SignatureChanged
-from mirror.executors.launch import is_needed
 from mirror.objects import ObjectTable
 from mirror.step import Call, Program
 
@@ -58,12 +58,15 @@ class QuickCall:
         self._num_args = len(args)
         self._num_changed = program.compiled.form.num_changed if program.compiled.form else 0
         self._own = call.layout.per_replica
+        leaves = call.layout.dynamic_leaves(call.leaves)
+        self._shapes = [leaves[i].shape for i in self._own]
+        self._least = 1 + max(self._own, default=-1)
         self._structure = call.structure
         self._hoisted = [i for i, arg in enumerate(args) if isinstance(arg, calls.Hoisted)]
         self._trees = [i for i, arg in enumerate(args) if not isinstance(arg, calls.Hoisted)]
         self._table = objects
         self._are_placed = are_placed
-        self._is_careful = is_needed() and num_devices > 1
+        self._is_careful = num_devices > 1
         self.misses = misses
 
     @property
@@ -113,6 +116,9 @@ class QuickCall:
         leaves = jax.tree.leaves(trees)
         types = set(map(type, leaves))
         if not _TAKEN.issuperset(types) and not all(map(_is_taken, types)):
+            raise Missed
+        # JAX would trace before it finds that they differ. Of batches, some are shorter than most.
+        if len(leaves) < self._least or [leaves[i].shape for i in self._own] != self._shapes:
             raise Missed
         if not self._is_careful:
             return

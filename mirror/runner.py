@@ -5,7 +5,6 @@ A value's way: the caller's arguments are told apart (`calls`), nnx objects beco
 and results go back to the caller, mirrored ones as plain arrays (`step`).
 """
 
-import contextlib
 import functools
 import operator
 import threading
@@ -97,13 +96,17 @@ class Runner:
         donate_argnums: tuple[int, ...] = (),
     ) -> Any:
         """Runs `fn` once per replica; see `Strategy.run`."""
-        quick = None
         if not kwargs and not placement_log.on and not in_callback():
-            with contextlib.suppress(TypeError):  # what is not hashable is refused below
+            try:
                 quick = self._quick.get((fn, donate_argnums))
-        if quick is not None and quick.is_worth_it:
-            with contextlib.suppress(Missed), calls.outside_traces(fn), self._running:
-                return quick(args)
+            except TypeError:  # what is not hashable is refused below
+                quick = None
+            if quick is not None and quick.is_worth_it:
+                try:
+                    with calls.outside_traces(fn), self._running:
+                        return quick(args)
+                except Missed:
+                    pass
         return self._with_variables(fn, lambda: self._run(fn, args, kwargs, donate_argnums))
 
     def _with_variables(self, fn: StepFunction, attempt: Callable[[], Any]) -> Any:

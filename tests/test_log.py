@@ -745,7 +745,7 @@ def test_a_step_says_what_it_mirrors_runs_and_exchanges(lines, two):
     switch(True)
     step = [
         f"Executing step training_step in devices {PAIR}",
-        f"all-reduce over {PAIR}: 1 array, 64 bytes",
+        f"all-reduce over {PAIR}: 3 arrays, 64 bytes",
     ]
     said = lines.of(two.run, training_step, (model, optimizer, batch))
     assert said == [

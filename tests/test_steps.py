@@ -92,6 +92,7 @@ def test_alternating_shapes_compile_once_each(two, caplog):
 
 def copies_of(shape, dtype):
     """How many live arrays of this shape and dtype there are."""
+    gc.collect()  # those of other tests
     return sum(a.shape == shape and a.dtype == dtype for a in jax.live_arrays())
 
 
