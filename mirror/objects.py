@@ -328,22 +328,15 @@ class ObjectTable:
             leaves = self._mirror(record, leaves, roots)
         return record, leaves
 
-    def last(self, objects: Sequence[Any], *, are_checked: bool) -> Record | None:
-        """The record of objects that hold what the last step left in them; `None` of others.
-
-        Args:
-            objects: The nnx objects of one call.
-            are_checked: Whether deleted arrays are looked for.
-        """
+    def last(self, objects: Sequence[Any]) -> Record | None:
+        """The record of objects that hold what the last step left in them; `None` of others."""
         alive, record = self._records.get(tuple(map(id, objects)), ([], None))
         if record is None or not all(a() is b for a, b in zip(alive, objects, strict=True)):
             return None
         if not record.unchanged():
             return None
         leaves = record.read()
-        if leaves is None or leaves is not record.last:
-            return None
-        return record if not are_checked or record.is_ready(leaves) else None
+        return record if leaves is not None and record.is_ready(leaves) else None
 
     def _remember(self, key: tuple[int, ...], objects: Sequence[Any]) -> Record:
         record = Record(objects, self._structures)

@@ -1,18 +1,16 @@
 """The way of a call that was made before: find the objects' state, launch, write it back.
 
-JAX's C++ flattens the trees and finds the program by their structure, shapes and shardings. Where
-it does not find it, or refuses an argument, the call goes the long way, which looks closely and has
-the words. Two things are looked at here. The types of the leaves, because JAX would read the
-memory of a NumPy array while the step runs. And, on several devices, whether a donated array is
-deleted, lies elsewhere, or is passed twice: one device then refuses its part of a launch, and the
-others wait for it until XLA ends the process (JAX 0.10 to 0.12).
+JAX's C++ flattens the trees, finds the program by their structure, shapes and dtypes, and builds
+the result. What it refuses goes the long way, which looks closely and has the words. What is looked
+at here is what JAX does not refuse: leaves that lie elsewhere, for which it would compile again;
+NumPy arrays, whose memory it would read while the step runs; donated arrays that are deleted or
+passed twice, which one device refuses while the others wait, until XLA ends the process.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from mirror import calls
 from mirror.executors.executor import MeshProgram, SignatureChanged
@@ -20,7 +18,6 @@ from mirror.objects import ObjectTable
 from mirror.step import Call, Program
 
 _REFUSALS = (SignatureChanged, TypeError, ValueError, OverflowError, RuntimeError)
-_TAKEN: set[type] = set()
 _MISSES_FREE = 4
 _RUNS_PER_MISS = 8
 
@@ -38,7 +35,6 @@ class QuickCall:
         objects: The records of the nnx objects.
         are_placed: Whether arrays lie on the replicas' devices and are not deleted; the first
             argument says which of them hold the replicas' own.
-        num_devices: How many devices a launch occupies.
         misses: How often calls of this function were not like the one before them.
     """
 
@@ -48,7 +44,6 @@ class QuickCall:
         program: Program,
         objects: ObjectTable,
         are_placed: Callable[[list[int], list[Any]], bool],
-        num_devices: int,
         misses: int = 0,
     ) -> None:
         args, _ = call.tree
@@ -60,13 +55,12 @@ class QuickCall:
         self._own = call.layout.per_replica
         leaves = call.layout.dynamic_leaves(call.leaves)
         self._shapes = [leaves[i].shape for i in self._own]
-        self._least = 1 + max(self._own, default=-1)
+        self._num_leaves = len(leaves)
         self._structure = call.structure
         self._hoisted = [i for i, arg in enumerate(args) if isinstance(arg, calls.Hoisted)]
         self._trees = [i for i, arg in enumerate(args) if not isinstance(arg, calls.Hoisted)]
         self._table = objects
         self._are_placed = are_placed
-        self._is_careful = num_devices > 1
         self.misses = misses
 
     @property
@@ -92,7 +86,7 @@ class QuickCall:
         trees, state, record = args, [], None
         if self._structure is not None:
             objects = [args[i] for i in self._hoisted]
-            record = self._table.last(objects, are_checked=self._is_careful)
+            record = self._table.last(objects)
             if record is None or record.structure is not self._structure or record.last is None:
                 raise Missed
             state, trees = record.last, [args[i] for i in self._trees]
@@ -114,36 +108,15 @@ class QuickCall:
 
     def _look(self, trees: Sequence[Any], state: list[Any]) -> None:
         leaves = jax.tree.leaves(trees)
-        types = set(map(type, leaves))
-        if not _TAKEN.issuperset(types) and not all(map(_is_taken, types)):
+        if len(leaves) != self._num_leaves or not self._are_placed(self._own, leaves):
             raise Missed
         # JAX would trace before it finds that they differ. Of batches, some are shorter than most.
-        if len(leaves) < self._least or [leaves[i].shape for i in self._own] != self._shapes:
-            raise Missed
-        if not self._is_careful:
-            return
-        own = self._own
-        if len(types) > 1:  # numbers have no device
-            arrays = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
-            leaves, own = [leaves[i] for i in arrays], [arrays.index(i) for i in own]
-        if not self._are_placed(own, leaves):
+        if [leaves[i].shape for i in self._own] != self._shapes:
             raise Missed
         if self.program.donated or state:
             distinct = set(map(id, leaves))
             if len(distinct) < len(leaves) or not distinct.isdisjoint(map(id, state)):
                 raise Missed
-
-
-def _is_taken(leaf_type: type) -> bool:
-    """Whether JAX may take values of this type as they are: nobody changes them meanwhile.
-
-    A NumPy array is copied the long way: JAX would read its memory while the step runs.
-    """
-    changes_program = issubclass(leaf_type, bool | jax.core.Tracer)
-    taken = issubclass(leaf_type, jax.Array | int | float | complex | np.generic)
-    if taken and not changes_program:
-        _TAKEN.add(leaf_type)
-    return taken and not changes_program
 
 
 def _is_failure(error: BaseException) -> bool:

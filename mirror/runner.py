@@ -185,11 +185,8 @@ class Runner:
             return
         drifts = calls.code_of(call.fn) or call.fn
         if program.is_simple and not call.captured and drifts not in self._drifting:
-            num_devices = len(self.replicas.distinct)
             misses = known.misses if known is not None else 0
-            self._quick[key] = QuickCall(
-                call, program, self._objects, self._are_placed, num_devices, misses
-            )
+            self._quick[key] = QuickCall(call, program, self._objects, self._are_placed, misses)
 
     @property
     def pack_bytes(self) -> int:

@@ -62,7 +62,9 @@ def test_eager_work_on_several_devices_is_bounded(eight):
     eight.reduce("sum", 1.0)  # a launch starts the counting
     with eight.scope():
         x = jnp.zeros(())
-    x = x + 1  # JAX calls nothing after the first call, which compiles
+    for _ in range(3):
+        x = x + 1  # JAX calls nothing after calls that compile
+    eager._under_way.clear()
     for _ in range(3 * eager.MOST_UNDER_WAY):
         x = x + 1
         assert 0 < len(eager._under_way) <= eager.MOST_UNDER_WAY
@@ -70,7 +72,7 @@ def test_eager_work_on_several_devices_is_bounded(eight):
     before = list(eager._under_way)
     assert float(alone + alone) == 2
     assert list(map(id, eager._under_way)) == list(map(id, before))
-    assert float(x) == 1 + 3 * eager.MOST_UNDER_WAY
+    assert float(x) == 3 + 3 * eager.MOST_UNDER_WAY
 
 
 @needs_guard
@@ -91,8 +93,9 @@ def test_the_search_for_nan_goes_before(eight):
         jax.config.update("jax_debug_nans", False)
     eight.reduce("sum", 1.0)  # counts again
     eager._under_way.clear()
-    zero + zero
-    assert len(eager._under_way) == 1
+    for _ in range(3):
+        zero + zero
+    assert eager._under_way
 
 
 @pytest.mark.skipif(guard.is_needed(), reason="this JAX needs the guard")

@@ -5,7 +5,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from mirror._types import Array
 from mirror.program.evaluate import bind
@@ -72,7 +72,7 @@ class ExchangeRow:
 
 
 def exchanges_of(
-    jaxpr: Jaxpr,
+    program: ClosedJaxpr | Jaxpr,
     pack_bytes: int,
     line: str | None = None,
     around: tuple[JaxprEqn, ...] = (),
@@ -81,7 +81,7 @@ def exchanges_of(
     """The collectives of a program, in its order.
 
     Args:
-        jaxpr: The program.
+        program: The program.
         pack_bytes: Which all-reduces travel together, as of `Lowering`.
         line: The line that is reported for all of them, instead of the user's.
         around: The operations that the program stands inside of.
@@ -93,7 +93,7 @@ def exchanges_of(
         key = Packing(pack_bytes).key_of(operation)
         return key and (key, id(operation.eqn) in slices)
 
-    flat = flatten([jaxpr], _holds_exchange)
+    flat = flatten([program], _holds_exchange)
     numbers = {operation: i for i, operation in enumerate(flat.operations)}
     packs = in_order(flat.operations, key_of)
     for pack in sorted(packs, key=lambda pack: numbers[pack[0]]):
@@ -103,7 +103,7 @@ def exchanges_of(
             for inner in inner_programs(eqns[0].params.values()):
                 if contains_exchange(jaxpr_of(inner)):
                     inside = (*within, eqns[0])
-                    yield from exchanges_of(jaxpr_of(inner), pack_bytes, line, inside)
+                    yield from exchanges_of(inner, pack_bytes, line, inside)
             continue
         loops = [outer for outer in within if outer.primitive.name in _LOOPS]
         avals: list[Any] = [atom.aval for eqn in eqns for atom in eqn.invars]

@@ -126,7 +126,7 @@ def describe_program(
 ) -> ProgramReport:
     """See `Strategy.program`."""
     call, traced = runner.traced(fn, args, kwargs)
-    step, jaxpr = traced.steps[0], traced.jaxprs[0].jaxpr
+    step, program = traced.steps[0], traced.jaxprs[0]
     problems: list[str] = []
     marks = _marks(traced, call.input_names, problems)
     results, after, keys = traced.apart(marks)
@@ -162,7 +162,7 @@ def describe_program(
         tuple(_results(call, step.out_names, avals[: ends[0]], results)),
         tuple(_variables(call, avals[ends[0] : ends[1]], after, found)),
         (
-            *exchanges_of(jaxpr, limit, scattered=scattered),
+            *exchanges_of(program, limit, scattered=scattered),
             *_averaging(traced, [avals[ends[0] + i] for i in averaged], limit),
             *(gathers_of(shards, n, limit, _AFTER) if shards else []),
         ),
@@ -214,8 +214,8 @@ def _averaging(traced: Traced, avals: Sequence[Any], pack_bytes: int) -> Iterato
         group = traced.steps[0].group
         mean = lambda *leaves: group._all_reduce(ReduceOp.MEAN, list(leaves))  # noqa: E731
         leaves = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
-        jaxpr = trace(mean, leaves, group.num_replicas_in_sync).jaxpr
-        yield from exchanges_of(jaxpr, pack_bytes, _AFTER)
+        program = trace(mean, leaves, group.num_replicas_in_sync)
+        yield from exchanges_of(program, pack_bytes, _AFTER)
 
 
 def _results(
