@@ -35,6 +35,8 @@ def bound_eager_work() -> None:
     hook: Any = api._post_hook_state
     if hook.value is None:  # else JAX looks for NaN, and waits for every result itself
         hook.set_global(_count)
+        if hook.value is None:  # `with jax.debug_nans(...)` has left a value of this thread's own
+            hook.set_local(_count)
 
 
 def _count(function: object, args: object, kwargs: object, outputs: Any) -> None:
