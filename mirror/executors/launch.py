@@ -24,6 +24,7 @@ import jax
 
 from mirror._types import Array
 from mirror.executors import eager
+from mirror.values import is_per_replica
 
 MOST_IN_FLIGHT = 2
 
@@ -57,8 +58,9 @@ def launch(
     if not bounded:
         with _lock:  # accelerators meet in the order of the launches, which is one for all
             outputs.extend(itertools.chain.from_iterable(itertools.starmap(program, (arguments,))))
-        if outputs and isinstance(outputs[-1], jax.Array):
-            _latest = weakref.ref(outputs[-1])
+        last = _last_array(outputs)
+        if last is not None:
+            _latest = weakref.ref(last)
         return
     eager.bound_eager_work()
     with _lock:
@@ -79,6 +81,15 @@ def under_way() -> Iterator[Array]:
     latest = _latest() if _latest is not None else None
     if latest is not None and not latest.is_deleted():
         yield latest
+
+
+def _last_array(value: Any) -> Array | None:
+    """An array of some outputs, found without a walk through all of them."""
+    while isinstance(value, list | tuple | dict) and value:
+        value = next(reversed(value.values())) if isinstance(value, dict) else value[-1]
+    if is_per_replica(value):
+        value = value.stacked
+    return value if isinstance(value, jax.Array) else None
 
 
 def _await_oldest() -> None:
