@@ -42,3 +42,8 @@ def positive(text: str) -> int:
     if not text.strip().isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
     return int(text)
+
+
+def positives(text: str) -> tuple[int, ...]:
+    """An option's whole numbers from 1 on, separated by commas; the smallest first, each once."""
+    return tuple(sorted(set(map(positive, text.split(",")))))

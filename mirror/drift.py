@@ -6,7 +6,7 @@ is told by its structure.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
@@ -41,6 +41,9 @@ class Drift(NamedTuple):
     results: list[int]
 
 
+_Pairs: TypeAlias = list[tuple[int, int, Mark]]
+
+
 class _Unit(NamedTuple):
     """A part of the arguments or of the result that may be state."""
 
@@ -63,21 +66,18 @@ def find_drifts(call: Call, step: Step, avals: Sequence[Any], marks: Sequence[Ma
     if not any(mark.per_replica for mark in marks):
         return []
     inputs = _inputs(call, step)
-    places = [i for i in range(step.out_tree.num_leaves) if i not in step.static_results]
+    places = _places(step)
     outputs = dict(zip(places, zip(avals, marks, strict=True), strict=True))
     numbers = {place: number for number, place in enumerate(places)}
-    results = list(_parts(step.out_tree, 0, depth=0))
-    by_form: dict[Any, list[_Unit]] = {}
-    for unit in _arguments(call):
-        by_form.setdefault(unit.form, []).append(unit)
+    by_form: dict[Any, list[tuple[_Unit, list[_Pairs]]]] = {}
+    for unit, alike in _alike(call, step, inputs, outputs):
+        by_form.setdefault(unit.form, []).append((unit, alike))
     names = leaf_names(call.fn, call.tree)
     origins = call.input_names
     drifts = []
     for form, units in by_form.items():
         is_bare = form.node_data() is None
-        candidates = [r for r in results if r.form == form and (r.at_top or not is_bare)]
-        for unit in units:
-            pairs = [p for r in candidates if (p := _pairs(unit, r, inputs, outputs)) is not None]
+        for unit, pairs in units:
             differing = [[pair for pair in each if pair[2].per_replica] for each in pairs]
             # As many results of that structure are mirrored as there are such arguments: the others
             # are something else. One of several: it may be either.
@@ -104,17 +104,9 @@ def find_returned(call: Call, step: Step, avals: Sequence[Any]) -> set[int]:
         Positions among the leaves of the call's arguments.
     """
     inputs, mark = _inputs(call, step, numbers=True), Mark()
-    places = [i for i in range(step.out_tree.num_leaves) if i not in step.static_results]
-    outputs = {i: (aval, mark) for i, aval in zip(places, avals, strict=True)}
-    results = list(_parts(step.out_tree, 0, depth=0))
-    found: set[int] = set()
-    for unit in _arguments(call):
-        is_bare = unit.form.node_data() is None
-        for result in results:
-            if result.form == unit.form and (result.at_top or not is_bare):
-                pairs = _pairs(unit, result, inputs, outputs)
-                found.update(i for i, *_ in pairs or ())
-    return found
+    outputs = {i: (aval, mark) for i, aval in zip(_places(step), avals, strict=True)}
+    alike = _alike(call, step, inputs, outputs)
+    return {i for _, each in alike for pairs in each for i, *_ in pairs}
 
 
 def carried_state(
@@ -133,23 +125,20 @@ def carried_state(
         Positions of inputs of the program, each with that of its new value among the results.
     """
     inputs = _inputs(call, step)
-    places = [i for i in range(step.out_tree.num_leaves) if i not in step.static_results]
+    places = _places(step)
     numbers = {place: number for number, place in enumerate(places)}
     outputs = {
         place: (aval, Mark("own" if differs else None))
         for place, aval, differs in zip(places, avals, per_replica, strict=True)
     }
     position = {i: step.num_state + number for number, i in enumerate(call.layout.dynamic)}
-    results = list(_parts(step.out_tree, 0, depth=0))
     found: dict[int, int] = {}
-    for unit in _arguments(call):
+    for unit, alike in _alike(call, step, inputs, outputs):
         is_bare = unit.form.node_data() is None
         if not (unit.is_donated or unit.is_object or donated) or (is_bare and not unit.at_top):
             continue
-        for result in results:
-            fits = result.form == unit.form and (result.at_top or not is_bare)
-            pairs = _pairs(unit, result, inputs, outputs) if fits else None
-            if pairs is None or any(mark.per_replica for _, _, mark in pairs):
+        for pairs in alike:
+            if any(mark.per_replica for _, _, mark in pairs):
                 continue
             new = {position[i]: numbers[k] for i, k, _ in pairs}
             if found.keys().isdisjoint(new) and set(found.values()).isdisjoint(new.values()):
@@ -187,6 +176,23 @@ def drifting(name: str, causes: Mapping[str, str]) -> str:
     return divergence(name, (f"{leaf}: {why}" for leaf, why in causes.items())) + _MEANT
 
 
+def _places(step: Step) -> list[int]:
+    """The positions of the leaves of the result that are arrays."""
+    return [i for i in range(step.out_tree.num_leaves) if i not in step.static_results]
+
+
+def _alike(
+    call: Call, step: Step, inputs: Mapping[int, Any], outputs: Mapping[int, Any]
+) -> Iterator[tuple[_Unit, list[_Pairs]]]:
+    """The parts of the arguments that may be state, each with the results of its structure."""
+    results = list(_parts(step.out_tree, 0, depth=0))
+    for unit in _arguments(call):
+        is_bare = unit.form.node_data() is None
+        candidates = [r for r in results if r.form == unit.form and (r.at_top or not is_bare)]
+        pairs = [_pairs(unit, result, inputs, outputs) for result in candidates]
+        yield unit, [each for each in pairs if each is not None]
+
+
 def _inputs(call: Call, step: Step, *, numbers: bool = False) -> dict[int, Any]:
     """Shapes and dtypes of the leaves of the arguments that are mirrored arrays, or numbers."""
     layout = call.layout
@@ -200,7 +206,7 @@ def _inputs(call: Call, step: Step, *, numbers: bool = False) -> dict[int, Any]:
 
 def _pairs(
     unit: _Unit, result: _Unit, inputs: Mapping[int, Any], outputs: Mapping[int, Any]
-) -> list[tuple[int, int, Mark]] | None:
+) -> _Pairs | None:
     """The mirrored leaves of an argument, each with its counterpart in a result and its mark.
 
     `None`: the result has other shapes, or no leaf is a mirrored array.

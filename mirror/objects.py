@@ -315,14 +315,10 @@ class ObjectTable:
             ValueError: a leaf is no array, or has been deleted.
             RuntimeError: a leaf is being traced.
         """
-        key = tuple(map(id, objects))
-        alive, record = self._records.get(key, ([], None))
-        same = record is not None and all(a() is b for a, b in zip(alive, objects, strict=True))
-        if record is None or not same or not record.unchanged():
-            record = self._remember(key, objects)
+        record = self._known(objects) or self._remember(objects)
         leaves = record.read()
         if leaves is None:  # a variable holds another structure than it did
-            record = self._remember(key, objects)
+            record = self._remember(objects)
             leaves = record.read() or []
         if not record.is_ready(leaves):
             leaves = self._mirror(record, leaves, roots)
@@ -330,15 +326,19 @@ class ObjectTable:
 
     def last(self, objects: Sequence[Any]) -> Record | None:
         """The record of objects that hold what the last step left in them; `None` of others."""
+        record = self._known(objects)
+        leaves = record.read() if record is not None else None
+        return record if record and leaves is not None and record.is_ready(leaves) else None
+
+    def _known(self, objects: Sequence[Any]) -> Record | None:
+        """The record of these very objects, if no attribute of theirs has changed."""
         alive, record = self._records.get(tuple(map(id, objects)), ([], None))
         if record is None or not all(a() is b for a, b in zip(alive, objects, strict=True)):
             return None
-        if not record.unchanged():
-            return None
-        leaves = record.read()
-        return record if leaves is not None and record.is_ready(leaves) else None
+        return record if record.unchanged() else None
 
-    def _remember(self, key: tuple[int, ...], objects: Sequence[Any]) -> Record:
+    def _remember(self, objects: Sequence[Any]) -> Record:
+        key = tuple(map(id, objects))
         record = Record(objects, self._structures)
         self._records[key] = ([_reference(obj, self._forget(key)) for obj in objects], record)
         while len(self._records) > _MOST_RECORDS:

@@ -48,10 +48,11 @@ class QuickCall:
     ) -> None:
         args, _ = call.tree
         assert isinstance(program.compiled, MeshProgram)
+        assert program.compiled.form is not None
         self.program = program
         self._launch = program.compiled.launch_trees
         self._num_args = len(args)
-        self._num_changed = program.compiled.form.num_changed if program.compiled.form else 0
+        self._num_changed = program.compiled.form.num_changed
         self._own = call.layout.per_replica
         leaves = call.layout.dynamic_leaves(call.leaves)
         self._shapes = [leaves[i].shape for i in self._own]
@@ -87,9 +88,9 @@ class QuickCall:
         if self._structure is not None:
             objects = [args[i] for i in self._hoisted]
             record = self._table.last(objects)
-            if record is None or record.structure is not self._structure or record.last is None:
+            if record is None or record.structure is not self._structure:
                 raise Missed
-            state, trees = record.last, [args[i] for i in self._trees]
+            state, trees = record.last or [], [args[i] for i in self._trees]
         self._look(trees, state)
         outputs: list[Any] = []
         try:

@@ -200,15 +200,9 @@ class Runner:
 
     def lower(self, fn: StepFunction, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The program of a call, lowered: its text, its cost and its memory. Runs nothing."""
-
-        def lowered() -> jax.stages.Lowered:
-            call, leaves = self._prepared(fn, args, kwargs)
-            program = self._find(call, call.key, leaves)
-            call, leaves = self._as_wanted(program, call, leaves)
-            assert isinstance(program.compiled, MeshProgram)  # a staged one is several
-            return program.compiled.lower([*call.state, *leaves])
-
-        return self._with_variables(fn, lowered)
+        lowered = self.examined(fn, args, kwargs).lowered
+        assert lowered is not None  # a staged one is several
+        return lowered
 
     def examined(self, fn: StepFunction, args: Sequence[Any], kwargs: dict[str, Any]) -> "Examined":
         """Returns a call with its arrays on the devices and its program, for a report."""

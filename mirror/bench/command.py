@@ -10,12 +10,20 @@ from pathlib import Path
 import jax
 
 from mirror import _interrupts as interrupts
-from mirror._commandline import FAILED, REFUSED, Commands, add_command, complain, positive
+from mirror._commandline import (
+    FAILED,
+    REFUSED,
+    Commands,
+    add_command,
+    complain,
+    positive,
+    positives,
+)
 from mirror._optional import require
 from mirror.bench.measure import Contender, measure
 from mirror.bench.named import NAMED
 from mirror.bench.scaling import Scaling
-from mirror.bench.workload import MakeWorkload, WorkloadError, workload_of
+from mirror.bench.workload import MakeWorkload, WorkloadError, add_step, workload_of
 from mirror.demo.options import OptionError
 from mirror.devices import backend
 from mirror.forced import force_host_devices
@@ -79,16 +87,10 @@ def add(commands: Commands) -> None:
     """Adds the command."""
     summary = "measure how a training step scales over the devices"
     parser = add_command(commands, "bench", run, summary, (_TEXT, _END))
-    parser.add_argument(
-        "step",
-        nargs="?",
-        default="mlp",
-        metavar="STEP",
-        help=f"{', '.join(NAMED)}, module:function or file.py:function (default: %(default)s)",
-    )
+    add_step(parser)
     parser.add_argument(
         "--devices",
-        type=_counts,
+        type=positives,
         metavar="N,N,...",
         help="on how many devices, the first of those there are (default: 1, 2, 4 and so on to "
         "all GPUs, else to 4 host devices)",
@@ -199,11 +201,6 @@ def _require_plot(file: Path) -> None:
     """
     require("matplotlib.figure")
     importlib.import_module("mirror.demo.plot").require_writable(file)
-
-
-def _counts(text: str) -> tuple[int, ...]:
-    """Counts of devices, separated by commas; the smallest first, each once."""
-    return tuple(sorted(set(map(positive, text.split(",")))))
 
 
 def _in_words(count: int) -> str:

@@ -1,5 +1,6 @@
 """A step with what it takes: a named one, or the user's own."""
 
+import argparse
 import importlib
 import importlib.util
 import sys
@@ -176,3 +177,14 @@ def _by_name(name: str) -> ModuleType:
             f"There is no module {error.name}, neither installed nor in {Path.cwd()}. Name one, "
             "module:function, or a file, path/to/file.py:function."
         ) from error
+
+
+def add_step(parser: argparse.ArgumentParser) -> None:
+    """Adds the argument that names a workload, as `workload_of` takes it."""
+    parser.add_argument(
+        "step",
+        nargs="?",
+        default="mlp",
+        metavar="STEP",
+        help=f"{', '.join(NAMED)}, module:function or file.py:function (default: %(default)s)",
+    )

@@ -5,13 +5,18 @@ import json
 import sys
 import traceback
 
-import jax
-
 from mirror import _interrupts as interrupts
-from mirror._commandline import FAILED, REFUSED, Commands, add_command, complain, positive
+from mirror._commandline import (
+    FAILED,
+    REFUSED,
+    Commands,
+    add_command,
+    complain,
+    positive,
+    positives,
+)
 from mirror._errors import counted
-from mirror.bench.named import NAMED
-from mirror.bench.workload import WorkloadError, workload_of
+from mirror.bench.workload import WorkloadError, add_step, workload_of
 from mirror.cross_device_ops import AllReduce
 from mirror.demo.options import OptionError
 from mirror.devices import backend
@@ -85,16 +90,10 @@ def add(commands: Commands) -> None:
     """Adds the command."""
     summary = "estimate the memory of a training step per device, without running it"
     parser = add_command(commands, "estimate-memory", run, summary, (_TEXT, _END))
-    parser.add_argument(
-        "step",
-        nargs="?",
-        default="mlp",
-        metavar="STEP",
-        help=f"{', '.join(NAMED)}, module:function or file.py:function (default: %(default)s)",
-    )
+    add_step(parser)
     parser.add_argument(
         "--devices",
-        type=_counts,
+        type=positives,
         metavar="N,N,...",
         help="for how many devices; they need not exist (default: 1 and all GPUs, else 1, 2 and 4)",
     )
@@ -182,22 +181,13 @@ def _strategies(
     # The all-reduce is given, because the default tests it among accelerators first.
     return [
         MirroredStrategy(
-            _first(devices if count <= len(devices) else host, count),
+            (devices if count <= len(devices) else host)[:count],
             AllReduce(),
             replicas_per_device=replicas_per_device,
             shard_update=shard_update,
         )
         for count in asked
     ]
-
-
-def _first(devices: tuple[jax.Device, ...], count: int) -> list[jax.Device]:
-    return list(devices[:count])
-
-
-def _counts(text: str) -> tuple[int, ...]:
-    """Numbers of devices, separated by commas; the smallest first, each once."""
-    return tuple(sorted(set(map(positive, text.split(",")))))
 
 
 def _positions(text: str) -> tuple[int, ...]:

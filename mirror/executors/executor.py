@@ -12,6 +12,7 @@ from jax.extend.core import ClosedJaxpr
 from mirror._types import Array
 from mirror.devices.replicas import Kind, ReplicaDevices
 from mirror.executors.callbacks import CallbackGuard
+from mirror.executors.collectives import extremes
 from mirror.executors.launch import is_needed, launch
 from mirror.executors.shards import ShardedUpdate
 from mirror.program.evaluate import Lowering, Rules
@@ -209,13 +210,13 @@ class MeshExecutor(Executor):
             guard: As of `ReplicaProgram`.
         """
 
-    @abc.abstractmethod
     def _rules(self, guard: CallbackGuard | None) -> Rules:
         """The operations of a replica program that are replaced inside the mapping."""
+        return {**extremes(self.replicas.axis_name), **(guard.rules if guard else {})}
 
-    @abc.abstractmethod
     def _lowering(self, arrays: Mapping[int, Any], rules: Rules) -> Lowering:
         """What evaluates a replica program inside the mapping; arguments as of `Lowering`."""
+        return Lowering(arrays, rules, self.pack_bytes)
 
     @final
     def compile(self, program: ReplicaProgram) -> "MeshProgram":

@@ -1,6 +1,6 @@
 """The executor of one replica: no axis, no collectives, nothing but `jax.jit`."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import jax
@@ -9,7 +9,7 @@ from mirror.devices.replicas import Kind
 from mirror.executors.callbacks import CallbackGuard
 from mirror.executors.collectives import LoneCollectives
 from mirror.executors.executor import MeshExecutor, Outputs
-from mirror.program.evaluate import Lowering, Rules
+from mirror.program.evaluate import Rules
 
 
 @final
@@ -20,9 +20,6 @@ class LoneExecutor(MeshExecutor):
 
     def _rules(self, guard: CallbackGuard | None) -> Rules:
         return {**LoneCollectives().rules, **(guard.rules if guard else {})}
-
-    def _lowering(self, arrays: Mapping[int, Any], rules: Rules) -> Lowering:
-        return Lowering(arrays, rules)
 
     def _mapped(
         self,

@@ -5,27 +5,19 @@ no reading of `y[0]`. `jax.pmap` is `jit(shard_map)` with a Python front (JAX 0.
 `jax.jit` around it takes that front off the path of every step after the first.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, final
+from collections.abc import Callable, Sequence
+from typing import final
 
 import jax
 
 from mirror.devices.replicas import Kind
 from mirror.executors.callbacks import CallbackGuard
-from mirror.executors.collectives import extremes
 from mirror.executors.executor import MeshExecutor, Outputs
-from mirror.program.evaluate import Lowering, Rules
 
 
 @final
 class PmapExecutor(MeshExecutor):
     """Runs replica programs on the devices of the replicas, one replica on each."""
-
-    def _rules(self, guard: CallbackGuard | None) -> Rules:
-        return {**extremes(self.replicas.axis_name), **(guard.rules if guard else {})}
-
-    def _lowering(self, arrays: Mapping[int, Any], rules: Rules) -> Lowering:
-        return Lowering(arrays, rules, self.pack_bytes)
 
     def _mapped(
         self,

@@ -3,17 +3,15 @@
 It is `jit(shard_map)`, whose specs can say that an array is sharded; the axes of `jax.pmap` cannot.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, final
+from collections.abc import Callable, Sequence
+from typing import final
 
 import jax
 
 from mirror.devices.replicas import Kind
 from mirror.executors.callbacks import CallbackGuard
-from mirror.executors.collectives import extremes
 from mirror.executors.executor import MeshExecutor, Outputs
 from mirror.executors.lone import without_rows
-from mirror.program.evaluate import Lowering, Rules
 
 
 @final
@@ -23,12 +21,6 @@ class ShardedExecutor(MeshExecutor):
     can_shard = True
     needs_row = False
 
-    def _rules(self, guard: CallbackGuard | None) -> Rules:
-        return {**extremes(self.replicas.axis_name), **(guard.rules if guard else {})}
-
-    def _lowering(self, arrays: Mapping[int, Any], rules: Rules) -> Lowering:
-        return Lowering(arrays, rules, self.pack_bytes)
-
     def _mapped(
         self,
         replica: Callable[..., Outputs],
@@ -37,7 +29,6 @@ class ShardedExecutor(MeshExecutor):
         guard: CallbackGuard | None,
     ) -> Callable[..., Outputs]:
         del guard  # its rules apply inside
-
         return jax.shard_map(
             without_rows(replica, inputs, outputs),
             mesh=self.replicas.mesh,

@@ -2,7 +2,7 @@
 
 import enum
 import html
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,8 +131,10 @@ class MemoryReport:
         kind = self.largest
         count = self.by_kind[kind] or 0
         share = f"{kind.capitalize()} take" + ("s" if kind in _SINGULAR else "")
+        is_optimizer = kind is Kind.OPTIMIZER_STATE
+        how = _shrink_optimizer(self, count) if is_optimizer else _ADVICE[kind]
         of = f"{bytes_in_words(count)} of {bytes_in_words(self.peak_bytes)}"
-        return f"{share} the most, {of} per device. {_ADVICE[kind](self, count)}"
+        return f"{share} the most, {of} per device. {how}"
 
     @property
     def heading(self) -> str:
@@ -251,13 +253,30 @@ _MEASURED = {
 }
 
 
-def _shrink_temporaries(report: MemoryReport, count: int) -> str:
-    del report, count
-    return (
+_ADVICE = {
+    Kind.PARAMETERS: (
+        "Every device holds a whole copy, so more devices do not help. Use a smaller dtype, such "
+        "as param_dtype=jnp.bfloat16, or a smaller model. A model that is larger than a device "
+        "needs jax.jit with shardings."
+    ),
+    Kind.OTHER_STATE: (
+        "Every device holds a whole copy. Remove what the step does not need from its state."
+    ),
+    Kind.ARGUMENTS: (
+        "Every device holds a whole copy. Pass data as batches of strategy.distribute_dataset, "
+        "which splits them across the replicas."
+    ),
+    Kind.BATCH: "Use a smaller batch, a smaller dtype, or distribute_dataset(data, prefetch=0).",
+    Kind.RESULTS: (
+        "The new state is written beside the old one. Donate the old one, strategy.run(step, "
+        "(state, batch), donate_argnums=0), and return less than the step computes."
+    ),
+    Kind.TEMPORARIES: (
         "They grow with the batch of a replica. Use a smaller batch, split it, "
         "Trainer(accumulate_steps=k), or recompute activations in the backward pass, nnx.remat "
         "or jax.checkpoint."
-    )
+    ),
+}
 
 
 def _shrink_optimizer(report: MemoryReport, count: int) -> str:
@@ -275,49 +294,3 @@ def _shrink_optimizer(report: MemoryReport, count: int) -> str:
         "Every device holds a whole copy. MirroredStrategy(shard_update=True) shards it across "
         f"the {n} devices, about {bytes_in_words(count / n)} on each. Or use {other}."
     )
-
-
-def _shrink_parameters(report: MemoryReport, count: int) -> str:
-    del report, count
-    return (
-        "Every device holds a whole copy, so more devices do not help. Use a smaller dtype, such "
-        "as param_dtype=jnp.bfloat16, or a smaller model. A model that is larger than a device "
-        "needs jax.jit with shardings."
-    )
-
-
-def _shrink_state(report: MemoryReport, count: int) -> str:
-    del report, count
-    return "Every device holds a whole copy. Remove what the step does not need from its state."
-
-
-def _shrink_arguments(report: MemoryReport, count: int) -> str:
-    del report, count
-    return (
-        "Every device holds a whole copy. Pass data as batches of strategy.distribute_dataset, "
-        "which splits them across the replicas."
-    )
-
-
-def _shrink_batch(report: MemoryReport, count: int) -> str:
-    del report, count
-    return "Use a smaller batch, a smaller dtype, or distribute_dataset(data, prefetch=0)."
-
-
-def _shrink_results(report: MemoryReport, count: int) -> str:
-    del report, count
-    return (
-        "The new state is written beside the old one. Donate the old one, strategy.run(step, "
-        "(state, batch), donate_argnums=0), and return less than the step computes."
-    )
-
-
-_ADVICE: dict[Kind, Callable[[MemoryReport, int], str]] = {
-    Kind.PARAMETERS: _shrink_parameters,
-    Kind.OPTIMIZER_STATE: _shrink_optimizer,
-    Kind.OTHER_STATE: _shrink_state,
-    Kind.ARGUMENTS: _shrink_arguments,
-    Kind.BATCH: _shrink_batch,
-    Kind.RESULTS: _shrink_results,
-    Kind.TEMPORARIES: _shrink_temporaries,
-}

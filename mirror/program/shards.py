@@ -298,12 +298,8 @@ class _Search:
 
 def is_scattered(each: Operation) -> bool:
     """Whether it is a sum over all replicas, whose result can be scattered instead."""
-    return each.name == "psum" and each.eqn.params["axes"] == _own_axis(each.eqn)
-
-
-def _own_axis(eqn: JaxprEqn) -> tuple[Any, ...]:
-    axes = tuple(eqn.params["axes"])
-    return axes if len(axes) == 1 and names_axis(eqn) else ()
+    is_sum = each.name == "psum" and names_axis(each.eqn)
+    return is_sum and len(each.eqn.params["axes"]) == 1
 
 
 def _shape(atom: Atom) -> tuple[int, ...]:
