@@ -4,6 +4,7 @@ import functools
 import os
 import subprocess
 import sys
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -73,6 +74,51 @@ def test_eager_work_on_several_devices_is_bounded(eight):
     assert float(alone + alone) == 2
     assert list(map(id, eager._under_way)) == list(map(id, before))
     assert float(x) == 3 + 3 * eager.MOST_UNDER_WAY
+
+
+@needs_guard
+@pytest.mark.parametrize("shape", [(2**16,), (3,)], ids=["large", "small"])
+def test_counting_keeps_no_result_that_has_ended(eight, shape):
+    """A large one is waited for; of the small ones, the next launch lets go."""
+    eight.reduce("sum", 1.0)
+    with eight.scope():
+        x = jnp.ones(shape)
+    for _ in range(2):
+        y = x + 1  # JAX calls nothing after the one that compiles
+    jax.block_until_ready(y)
+    y = weakref.ref(y)
+    if shape == (3,):
+        assert y() is not None
+        eight.reduce("sum", 1.0)
+    assert y() is None
+
+
+@needs_guard
+@pytest.mark.parametrize("bounded", [True, False])
+def test_no_python_runs_between_a_launch_and_its_outputs(eight, bounded):
+    """An interrupt comes out in Python, and would leave a donated state without its successor."""
+    with eight.scope():
+        x = jnp.zeros(())
+    eight.reduce("sum", 1.0)
+    x + 1
+    compiled = jax.jit(lambda x: (x + 1,))
+    compiled(x)
+    held: list = []
+    guard.launch(compiled, (x,), held, bounded=bounded)
+    calls = []
+
+    def record(frame, event, arg):
+        if event in ("call", "c_call"):
+            calls.append(arg.__name__ if event == "c_call" else frame.f_code.co_name)
+
+    sys.setprofile(record)
+    try:
+        guard.launch(compiled, (x,), held, bounded=bounded)
+    finally:
+        sys.setprofile(None)
+    assert len(held) == 2
+    launched = calls[calls.index("extend") :]
+    assert launched[:2] == ["extend", "__exit__"]
 
 
 @needs_guard

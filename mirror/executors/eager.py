@@ -7,7 +7,6 @@ JAX 0.11.
 """
 
 import contextlib
-import threading
 from collections import deque
 from typing import Any
 
@@ -17,46 +16,86 @@ from mirror._types import Array
 
 MOST_UNDER_WAY = 8
 """Launches of eager work; XLA lets 32 in, and each thread may add one."""
+MOST_BYTES = 2**16
+"""Of a result that is kept until it has ended; a larger one is waited for, so as not to keep it."""
 
 
-class _Thread(threading.local):
-    launches = False
-
-
-thread = _Thread()
-"""Of this thread, whether it launches a program that is bounded in another way."""
 _under_way: deque[Array] = deque()
+_hook: Any = None
 
 
 def bound_eager_work() -> None:
     """From now on waits after an eager op on several host devices while too many are under way."""
-    from jax._src import api
+    global _hook
+    if _hook is None:
+        from jax._src import api
 
-    hook: Any = api._post_hook_state
+        _hook = api._post_hook_state
+    hook = _hook
     if hook.value is None:  # else JAX looks for NaN, and waits for every result itself
         hook.set_global(_count)
         if hook.value is None:  # `with jax.debug_nans(...)` has left a value of this thread's own
             hook.set_local(_count)
 
 
+class Uncounted:
+    """Inside, JAX does not count: `launch` bounds its own launches, and a hook would be in its way.
+
+    A hook is Python, where an interrupt comes out before the results of a launch have a name.
+    """
+
+    __slots__ = ("_is_off", "_local")
+
+    def __enter__(self) -> None:
+        self._is_off = _hook is not None and _hook.value is _count
+        if self._is_off:
+            self._local = _hook.swap_local(None)
+
+    def __exit__(self, *args: object) -> None:
+        if self._is_off:
+            _hook.set_local(self._local)
+
+
+def forget_finished() -> None:
+    """Lets go of the results of eager work that has ended."""
+    try:
+        while _under_way and _has_ended(_under_way[0]):
+            _under_way.popleft()
+    except IndexError:  # another thread took the last one
+        pass
+
+
 def _count(function: object, args: object, kwargs: object, outputs: Any) -> None:
     """Counts what JAX has launched, and waits while there is too much of it."""
     del function, args, kwargs
-    if thread.launches:
-        return
-    output = outputs if isinstance(outputs, jax.Array) else _first_array(outputs)
+    output = outputs if isinstance(outputs, jax.Array) else _small_array(outputs)
     if output is None or isinstance(output, jax.core.Tracer) or _is_alone(output):
         return
+    forget_finished()
+    if output.nbytes > MOST_BYTES:
+        _wait(output)
+        return
     _under_way.append(output)
-    while len(_under_way) > MOST_UNDER_WAY:
-        with contextlib.suppress(Exception):  # it belongs to those who read the result
-            _under_way.popleft().block_until_ready()  # host sync, on purpose
+    with contextlib.suppress(IndexError):
+        while len(_under_way) > MOST_UNDER_WAY:
+            _wait(_under_way.popleft())
 
 
-def _first_array(outputs: Any) -> Array | None:
+def _small_array(outputs: Any) -> Array | None:
+    """One of several outputs, which end together: the first or the last, whichever is smaller."""
     leaves = jax.tree.leaves(outputs)
-    return leaves[0] if leaves and isinstance(leaves[0], jax.Array) else None
+    ends = [leaf for leaf in (leaves[:1] + leaves[-1:]) if isinstance(leaf, jax.Array)]
+    return min(ends, key=lambda leaf: leaf.size, default=None)
 
 
 def _is_alone(output: Array) -> bool:
     return output.is_deleted() or output.sharding.num_devices == 1
+
+
+def _has_ended(output: Array) -> bool:
+    return output.is_deleted() or output.is_ready()
+
+
+def _wait(output: Array) -> None:
+    with contextlib.suppress(Exception):  # it belongs to those who read the result
+        output.block_until_ready()  # host sync, on purpose

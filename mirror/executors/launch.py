@@ -57,22 +57,26 @@ def launch(
     global _latest
     if not bounded:
         with _lock:  # accelerators meet in the order of the launches, which is one for all
-            outputs.extend(itertools.chain.from_iterable(itertools.starmap(program, (arguments,))))
+            _call(program, arguments, outputs)
         last = _last_array(outputs)
         if last is not None:
             _latest = weakref.ref(last)
         return
     eager.bound_eager_work()
+    eager.forget_finished()
     with _lock:
         while len(_in_flight) >= MOST_IN_FLIGHT:
             _await_oldest()
         try:
-            eager.thread.launches = True
-            outputs.extend(itertools.chain.from_iterable(itertools.starmap(program, (arguments,))))
+            _call(program, arguments, outputs)
         finally:
-            eager.thread.launches = False
             if outputs:
                 _in_flight.append(outputs[-1])
+
+
+def _call(program: Callable[..., Any], arguments: Sequence[Any], outputs: list[Any]) -> None:
+    with eager.Uncounted():
+        outputs.extend(itertools.chain.from_iterable(itertools.starmap(program, (arguments,))))
 
 
 def under_way() -> Iterator[Array]:
