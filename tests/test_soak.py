@@ -77,20 +77,23 @@ def test_eager_work_on_several_devices_is_bounded(eight):
 
 
 @needs_guard
-@pytest.mark.parametrize("shape", [(2**16,), (3,)], ids=["large", "small"])
-def test_counting_keeps_no_result_that_has_ended(eight, shape):
-    """A large one is waited for; of the small ones, the next launch lets go."""
+@pytest.mark.parametrize("kind", ["large", "small", "key"])
+def test_counting_keeps_no_result_that_has_ended(eight, kind):
+    """Large ones and keys are waited for; of the small ones, the next launch lets go."""
     eight.reduce("sum", 1.0)
     with eight.scope():
-        x = jnp.ones(shape)
+        x = jax.random.key(0) if kind == "key" else jnp.ones(3 if kind == "small" else 2**16)
+    again = jax.jit(lambda x: x.reshape(1, -1))
     for _ in range(2):
-        y = x + 1  # JAX calls nothing after the one that compiles
+        y = again(x)  # JAX calls nothing after the one that compiles
     jax.block_until_ready(y)
     y = weakref.ref(y)
-    if shape == (3,):
+    if kind == "small":
         assert y() is not None
         eight.reduce("sum", 1.0)
     assert y() is None
+    again(x)
+    eight.reduce("sum", 1.0)
 
 
 @needs_guard

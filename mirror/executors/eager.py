@@ -72,7 +72,7 @@ def _count(function: object, args: object, kwargs: object, outputs: Any) -> None
     if output is None or isinstance(output, jax.core.Tracer) or _is_alone(output):
         return
     forget_finished()
-    if output.nbytes > MOST_BYTES:
+    if output.nbytes > MOST_BYTES or not hasattr(output, "is_ready"):  # keys of jax.random
         _wait(output)
         return
     _under_way.append(output)
