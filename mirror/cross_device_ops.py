@@ -456,7 +456,7 @@ def _require_reducible(value: PerReplica) -> PerReplica:
         )
     held = held_by(value)
     parts = held.arrays if isinstance(held, Parts) else [held]
-    if any_deleted(part for part in parts if isinstance(part, jax.Array)):
+    if any_deleted([part for part in parts if isinstance(part, jax.Array)]):
         raise ValueError(
             f"reduce of {value!r}: a step gave up its buffer. Use what the step returned."
         )

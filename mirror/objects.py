@@ -257,8 +257,9 @@ class Record:
         """Whether these are the leaves that the last step left, and none has been deleted."""
         if leaves is not self.last:
             return False
-        arrays = itertools.chain.from_iterable(map(_arrays, leaves)) if self._own else leaves
-        return not any_deleted(arrays)
+        if self._own:
+            leaves = list(itertools.chain.from_iterable(map(_arrays, leaves)))
+        return not any_deleted(leaves)
 
     def write(self, leaves: Sequence[Any]) -> None:
         """Writes all leaves back, and remembers them as ready for the next step."""

@@ -75,19 +75,11 @@ class QuickCall:
         Raises:
             Missed: It did not run, and has to go the long way.
         """
-        try:
-            return self._run(args)
-        except Missed:
-            self.misses += 1
-            raise
-
-    def _run(self, args: Sequence[Any]) -> Any:
         if len(args) != self._num_args:
             raise Missed
         trees, state, record = args, [], None
         if self._structure is not None:
-            objects = [args[i] for i in self._hoisted]
-            record = self._table.last(objects)
+            record = self._table.last([args[i] for i in self._hoisted])
             if record is None or record.structure is not self._structure:
                 raise Missed
             state, trees = record.last or [], [args[i] for i in self._trees]

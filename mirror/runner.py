@@ -106,7 +106,7 @@ class Runner:
                     with calls.outside_traces(fn), self._running:
                         return quick(args)
                 except Missed:
-                    pass
+                    quick.misses += 1
         return self._with_variables(fn, lambda: self._run(fn, args, kwargs, donate_argnums))
 
     def _with_variables(self, fn: StepFunction, attempt: Callable[[], Any]) -> Any:
@@ -476,7 +476,7 @@ class Runner:
     def _rows(self, call: Call, i: int, stacked: Any) -> Any:
         self._require_rows(call, i, stacked)
         if isinstance(stacked, Parts):
-            if any_deleted(part for part in stacked.arrays if isinstance(part, jax.Array)):
+            if any_deleted([part for part in stacked.arrays if isinstance(part, jax.Array)]):
                 raise ValueError(self._deleted(call, i))
             if self.replicas.are_mixed or not stacked.are_equal:
                 return Parts(list(map(move, stacked.arrays, self.replicas.devices)))

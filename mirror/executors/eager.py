@@ -21,17 +21,17 @@ MOST_BYTES = 2**16
 
 
 _under_way: deque[Array] = deque()
-_hook: Any = None
+hook: Any = None
+"""What JAX calls after each compiled function; `None` until eager work is counted."""
 
 
 def bound_eager_work() -> None:
     """From now on waits after an eager op on several host devices while too many are under way."""
-    global _hook
-    if _hook is None:
+    global hook
+    if hook is None:
         from jax._src import api
 
-        _hook = api._post_hook_state
-    hook = _hook
+        hook = api._post_hook_state
     if hook.value is None:  # else JAX looks for NaN, and waits for every result itself
         hook.set_global(_count)
         if hook.value is None:  # `with jax.debug_nans(...)` has left a value of this thread's own
@@ -47,13 +47,13 @@ class Uncounted:
     __slots__ = ("_is_off", "_local")
 
     def __enter__(self) -> None:
-        self._is_off = _hook is not None and _hook.value is _count
+        self._is_off = hook is not None and hook.value is _count
         if self._is_off:
-            self._local = _hook.swap_local(None)
+            self._local = hook.swap_local(None)
 
     def __exit__(self, *args: object) -> None:
         if self._is_off:
-            _hook.set_local(self._local)
+            hook.set_local(self._local)
 
 
 def forget_finished() -> None:
@@ -92,7 +92,7 @@ def _is_alone(output: Array) -> bool:
     return output.is_deleted() or output.sharding.num_devices == 1
 
 
-def _has_ended(output: Array) -> bool:
+def _has_ended(output: Any) -> bool:
     return output.is_deleted() or output.is_ready()
 
 

@@ -354,7 +354,7 @@ class MeshProgram(CompiledProgram):
 
     def launch_trees(self, state: list[Any], trees: Sequence[Any], outputs: list[Any]) -> None:
         """Runs it on trees that have the structures of its form; so has the result."""
-        self.launch([*state, *trees, *self._more], outputs)
+        launch(self._compiled, [*state, *trees, *self._more], outputs, bounded=self._bounded)
 
     def launch(self, arguments: Sequence[Any], outputs: list[Any]) -> None:
         """Runs it on arguments as XLA's program takes them."""
