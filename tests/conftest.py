@@ -1,4 +1,4 @@
-"""Eight host devices, which the plugin `pytest_mirror` forces, demanded; `--gpu`, `--long`."""
+"""Eight host devices, which the plugin `pytest_mirror` forces, demanded; `--slow`, `--gpu` etc."""
 
 import os
 import shutil
@@ -27,17 +27,20 @@ jax.config.update("jax_disable_most_optimizations", True)
 
 import mirror  # noqa: E402
 from mirror.context import current_frame  # noqa: E402
+from tests.durations import SLOW_TESTS  # noqa: E402
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds `--gpu`, `--notebooks` and `--long`."""
+    """Adds `--slow`, `--gpu`, `--notebooks` and `--long`."""
+    parser.addoption("--slow", action="store_true", help="run the tests of slow_tests.txt too")
     parser.addoption("--gpu", action="store_true", help="run the tests marked gpu, on JAX's GPUs")
     parser.addoption("--notebooks", action="store_true", help="execute the notebooks")
     parser.addoption("--long", action="store_true", help="run the rows of tables that take long")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Registers the markers of what `--notebooks` and `--long` run."""
+    """Registers the markers of what `--slow`, `--notebooks` and `--long` run."""
+    config.addinivalue_line("markers", "slow: is in slow_tests.txt; left out by default")
     config.addinivalue_line("markers", "notebooks: executes a notebook; left out by default")
     config.addinivalue_line("markers", "long: takes long; left out by default")
 
@@ -48,9 +51,14 @@ def pytest_unconfigure() -> None:
         shutil.rmtree(_CACHE, ignore_errors=True)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skips the tests on GPUs, of the notebooks, and long ones, unless they are asked for."""
-    for name in ("gpu", "notebooks", "long"):
+    """Marks the slow tests, and skips what is not asked for."""
+    slow = set(SLOW_TESTS.read_text().splitlines())
+    for item in items:
+        if item.nodeid in slow:
+            item.add_marker("slow")
+    for name in ("slow", "gpu", "notebooks", "long"):
         if not config.getoption(f"--{name}"):
             for item in items:
                 if item.get_closest_marker(name):

@@ -251,7 +251,7 @@ def any_deleted(arrays: Sequence[Array]) -> bool:
     """Whether one of them has been deleted: launching it would end JAX 0.10.2."""
     try:  # a third of the time, where all have the type of the first
         return bool(arrays) and any(map(type(arrays[0]).is_deleted, arrays))
-    except TypeError:
+    except (TypeError, AttributeError):  # random keys beside other arrays
         return any(map(_is_deleted, arrays))
 
 
