@@ -52,7 +52,9 @@ class QuickCall:
         self.program = program
         self._launch = program.compiled.launch_trees
         self._num_args = len(args)
-        self._num_changed = program.compiled.form.num_changed
+        start = program.compiled.form.num_changed
+        self._result_tree = program.compiled.form.results
+        self._results = slice(start, start + self._result_tree.num_leaves)
         self._own = call.layout.per_replica
         leaves = call.layout.dynamic_leaves(call.leaves)
         self._shapes = [leaves[i].shape for i in self._own]
@@ -97,7 +99,7 @@ class QuickCall:
                 raise Missed from error
             raise
         self.program.runs += 1
-        return outputs[self._num_changed]
+        return self._result_tree.unflatten(outputs[self._results])
 
     def _look(self, trees: Sequence[Any], state: list[Any]) -> None:
         leaves = jax.tree.leaves(trees)
@@ -114,5 +116,7 @@ class QuickCall:
 
 def _is_failure(error: BaseException) -> bool:
     """Whether a launch failed, and was not refused for its arguments."""
-    refused = str(error).startswith("INVALID_ARGUMENT")
-    return isinstance(error, jax.errors.JaxRuntimeError) and not refused
+    text = str(error)
+    if "KeyboardInterrupt" in text:  # it came out in JAX's C++, which makes another error of it
+        return True
+    return isinstance(error, jax.errors.JaxRuntimeError) and not text.startswith("INVALID_ARGUMENT")

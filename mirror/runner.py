@@ -625,12 +625,12 @@ class Runner:
             return
         program.drifting_results = sorted({i for drift in drifts for i in drift.results})
         program.drifted = self._drifted
-        self._quick.clear()
         by_code = self._drifting.setdefault(calls.code_of(call.fn) or call.fn, {})
         for drift in drifts:
             for name, why in drift.causes.items():
                 # Of a bare array, another one may have the shape by chance.
                 by_code[name] = why, None if drift.is_bare else call.fn
+        self._quick.clear()  # last: what is remembered from now on knows of it
 
     def _came_back(self, call: Call, leaves: Sequence[Any]) -> bool:
         """Whether an argument is a result that may be state, and came back per-replica."""
@@ -720,8 +720,10 @@ class Runner:
             )
 
     def _forget(self, programs: set[int]) -> None:
-        self._quick = {k: q for k, q in self._quick.items() if id(q.program) not in programs}
-        self._programs = {k: p for k, p in self._programs.items() if id(p) not in programs}
+        for key, quick in list(self._quick.items()):
+            if id(quick.program) in programs:
+                self._quick.pop(key, None)
+        self._programs = {k: p for k, p in list(self._programs.items()) if id(p) not in programs}
         kept = {program.fn for program in self._programs.values()}
         self._traces = {key: t for key, t in self._traces.items() if key[0][0] in kept}
         self._making = {key: m for key, m in self._making.items() if key in self._programs}

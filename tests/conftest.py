@@ -102,7 +102,8 @@ def ahead(request) -> Iterator[dict[str, dict[str, Any]]]:
             if hasattr(item.module, "AHEAD")
         }
         return
-    modules = dict.fromkeys(item.module for item in request.session.items)
+    items = [item for item in request.session.items if not item.get_closest_marker("skip")]
+    modules = dict.fromkeys(item.module for item in items)
     with ThreadPoolExecutor(1) as pool:
         yield {
             module.__name__: {name: pool.submit(call) for name, call in module.AHEAD.items()}

@@ -3,9 +3,10 @@
     python -m pytest --slow --junitxml=report.xml
     python -m tests.durations report.xml [another.xml ...]
 
-The longest of a test's durations counts: which of two tests compiles what both need, may differ.
-A test that takes over four seconds is slow. Of a table, its quickest row is not, and all others are
-that take over half a second: each law stays in the suite, if not for each of its rows.
+The longest of a test's durations counts, because either of two tests may be the one that compiles
+what both need.
+A test that takes over four seconds is slow, and so are the rows of a table that take over half a
+second, but for the quickest one: most laws stay in the suite with some of their rows.
 """
 
 import sys
@@ -37,10 +38,15 @@ def read_reports(reports: Iterable[str]) -> dict[str, float]:
     found: dict[str, float] = {}
     for report in reports:
         for case in ElementTree.parse(report).iter("testcase"):
+            if case.find("skipped") is not None:
+                continue
             test = f"{case.attrib['classname'].replace('.', '/')}.py::{case.attrib['name']}"
             found[test] = max(float(case.attrib["time"]), found.get(test, 0.0))
     return found
 
 
 if __name__ == "__main__":
-    SLOW_TESTS.write_text("".join(f"{test}\n" for test in slow_tests(read_reports(sys.argv[1:]))))
+    if not sys.argv[1:]:
+        sys.exit("usage: python -m tests.durations report.xml [another.xml ...]")
+    found = slow_tests(read_reports(sys.argv[1:]))
+    SLOW_TESTS.write_text("".join(f"{test}\n" for test in found))

@@ -1,5 +1,6 @@
 """The quick way of `run`: no work for each leaf in Python, and not one check is lost."""
 
+import signal
 import sys
 import threading
 from typing import Any
@@ -106,6 +107,49 @@ def test_python_does_not_look_at_each_leaf(strategy, form):
     # `jax.Array.sharding`, which tells where a leaf lies, is a property in Python.
     assert many - few == (2 * 18 if form == "dict" else 0)
     assert many < 200
+
+
+class Keyed(nnx.Module):
+    """A model whose state is a random key, which JAX wraps in Python."""
+
+    def __init__(self):
+        self.rngs = nnx.Rngs(0)
+
+
+@pytest.mark.parametrize("kind", ["plain", "keys"])
+def test_an_interrupt_cannot_come_between_a_launch_and_its_outputs(strategy, kind):
+    """It comes out where Python runs: nowhere until the state is written, or it is held back."""
+
+    def step(model, batch):
+        if kind == "keys":
+            model.rngs.default()
+            return batch
+        model.layers[0].kernel[...] += 1
+        return {"own": batch, "replica": mirror.get_replica_context().replica_id_in_sync_group}
+
+    with strategy.scope():
+        model = Keyed() if kind == "keys" else Net(2)
+    args = (model, own(strategy, (2, 4)))
+    for _ in range(4):
+        strategy.run(step, args)
+    assert quick_of(strategy, step) is not None
+    inside, calls = False, []
+
+    def record(frame: Any, event: str, argument: object) -> None:
+        nonlocal inside
+        if getattr(argument, "__name__", "") == "extend":
+            inside = event == "c_call"
+        elif inside and event == "call" and frame.f_code.co_name != "<lambda>":
+            # The lambda takes the batch apart, before the launch.
+            calls.append(signal.getsignal(signal.SIGINT))
+
+    sys.setprofile(record)
+    try:
+        strategy.run(step, args)
+    finally:
+        sys.setprofile(None)
+    assert bool(calls) == (kind == "keys")
+    assert signal.default_int_handler not in calls
 
 
 def test_a_second_call_goes_the_quick_way(strategy):

@@ -140,6 +140,16 @@ def test_the_search_for_nan_goes_before(eight):
             zero / zero
     finally:
         jax.config.update("jax_debug_nans", False)
+    divide = jax.jit(lambda a, b: a / b)
+    divide(zero + 1, zero + 1)
+    jax.config.update("jax_debug_nans", True)
+    try:
+        with jax.debug_nans(False):
+            eight.reduce("sum", 1.0)
+        with pytest.raises(FloatingPointError):
+            divide(zero, zero)
+    finally:
+        jax.config.update("jax_debug_nans", False)
     eight.reduce("sum", 1.0)  # counts again
     eager._under_way.clear()
     for _ in range(3):

@@ -7,6 +7,7 @@ JAX 0.11.
 """
 
 import contextlib
+import threading
 from collections import deque
 from typing import Any
 
@@ -21,6 +22,7 @@ MOST_BYTES = 2**16
 
 
 _under_way: deque[Array] = deque()
+_lock = threading.RLock()  # the garbage collector may run eager ops inside
 hook: Any = None
 """What JAX calls after each compiled function; `None` until eager work is counted."""
 
@@ -32,10 +34,12 @@ def bound_eager_work() -> None:
         from jax._src import api
 
         hook = api._post_hook_state
-    if hook.value is None:  # else JAX looks for NaN, and waits for every result itself
+    if hook.value is not None:  # ours, or JAX looks for NaN, and waits for every result itself
+        return
+    if hook.get_global() is None:
         hook.set_global(_count)
-        if hook.value is None:  # `with jax.debug_nans(...)` has left a value of this thread's own
-            hook.set_local(_count)
+    if hook.get_global() is _count:  # `with jax.debug_nans(...)` left a value of this thread's
+        hook.set_local(_count)
 
 
 class Uncounted:
@@ -58,27 +62,29 @@ class Uncounted:
 
 def forget_finished() -> None:
     """Lets go of the results of eager work that has ended."""
-    try:
+    with _lock:
         while _under_way and _has_ended(_under_way[0]):
             _under_way.popleft()
-    except IndexError:  # another thread took the last one
-        pass
 
 
 def _count(function: object, args: object, kwargs: object, outputs: Any) -> None:
     """Counts what JAX has launched, and waits while there is too much of it."""
     del function, args, kwargs
     output = outputs if isinstance(outputs, jax.Array) else _small_array(outputs)
-    if output is None or isinstance(output, jax.core.Tracer) or _is_alone(output):
+    if output is None or isinstance(output, jax.core.Tracer) or _needs_no_bound(output):
         return
     forget_finished()
     if output.nbytes > MOST_BYTES or not hasattr(output, "is_ready"):  # keys of jax.random
         _wait(output)
         return
     _under_way.append(output)
-    with contextlib.suppress(IndexError):
-        while len(_under_way) > MOST_UNDER_WAY:
-            _wait(_under_way.popleft())
+    while (oldest := _take_oldest()) is not None:
+        _wait(oldest)
+
+
+def _take_oldest() -> Array | None:
+    with _lock:
+        return _under_way.popleft() if len(_under_way) > MOST_UNDER_WAY else None
 
 
 def _small_array(outputs: Any) -> Array | None:
@@ -88,12 +94,17 @@ def _small_array(outputs: Any) -> Array | None:
     return min(ends, key=lambda leaf: leaf.size, default=None)
 
 
-def _is_alone(output: Array) -> bool:
-    return output.is_deleted() or output.sharding.num_devices == 1
+def _needs_no_bound(output: Array) -> bool:
+    if output.is_deleted() or output.sharding.num_devices == 1:
+        return True
+    return next(iter(output.sharding.device_set)).platform != "cpu"
 
 
 def _has_ended(output: Any) -> bool:
-    return output.is_deleted() or output.is_ready()
+    try:
+        return output.is_ready()
+    except RuntimeError:  # deleted
+        return True
 
 
 def _wait(output: Array) -> None:

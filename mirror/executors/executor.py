@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
+from mirror import _interrupts as interrupts
 from mirror._types import Array
 from mirror.devices.replicas import Kind, ReplicaDevices
 from mirror.executors.callbacks import CallbackGuard
@@ -16,6 +17,7 @@ from mirror.executors.collectives import extremes
 from mirror.executors.launch import is_needed, launch
 from mirror.executors.shards import ShardedUpdate
 from mirror.program.evaluate import Lowering, Rules
+from mirror.program.flat import has_effects
 from mirror.program.inner import arrays_in
 from mirror.program.shards import Shards
 from mirror.program.trace import abstract, abstract_row, context_token
@@ -83,12 +85,6 @@ class Form(NamedTuple):
                 raise SignatureChanged
             found += leaves
         return [*found, *arguments[end:]]
-
-    def pack_results(self, outputs: Sequence[Any]) -> tuple[Any, ...]:
-        """Returns the outputs, those after the state as one tree."""
-        end = self.num_changed + self.results.num_leaves
-        tree = self.results.unflatten(outputs[self.num_changed : end])
-        return (*outputs[: self.num_changed], tree, *outputs[end:])
 
     def donated(self, inputs: Sequence[int]) -> tuple[int, ...]:
         """Returns the positions of arguments all of whose inputs are donated."""
@@ -261,6 +257,7 @@ class MeshExecutor(Executor):
             check=check,
             held=list(map(self.replicas.mirror, held.values())),
             form=program.form,
+            ends_in_python=any(map(_ends_in_python, variant[:2])),
         )
 
     @final
@@ -276,6 +273,7 @@ class MeshExecutor(Executor):
         check: Callable[[Sequence[Any]], None] = lambda _: None,
         held: Sequence[Array] = (),
         form: Form | None = None,
+        ends_in_python: bool = False,
     ) -> "MeshProgram":
         """Makes a program of one replica's function of flat leaves.
 
@@ -289,6 +287,7 @@ class MeshExecutor(Executor):
             check: Called with the leaves each time that JAX traces the program.
             held: Arrays that every launch gets as its last inputs.
             form: As of `ReplicaProgram`.
+            ends_in_python: Whether JAX runs Python between each launch and its results.
         """
         # Something must be mapped over; a step without such an input gets an unused row of zeros.
         fill = self.needs_row and not any(kind.is_own for kind in kinds)
@@ -309,8 +308,7 @@ class MeshExecutor(Executor):
         def named(*arguments: Any) -> Any:  # pmap's own `lower` knows no donation
             leaves = form.unpack(arguments) if form is not None else arguments
             check(leaves[:num_own])
-            found = mapped(*leaves)
-            return form.pack_results(found) if form is not None else found
+            return mapped(*leaves)
 
         named.__name__ = name
         in_shardings = list(map(self.replicas.sharding, inputs))
@@ -320,11 +318,11 @@ class MeshExecutor(Executor):
         compiled = jax.jit(
             named,
             in_shardings=tuple(form.pack(in_shardings) if form is not None else in_shardings),
-            out_shardings=form.pack_results(out_shardings) if form is not None else out_shardings,
+            out_shardings=out_shardings,
             donate_argnums=form.donated(donated) if form is not None else tuple(donated),
         )
         more = [*held, *([self._filler] if fill else [])]
-        return MeshProgram(compiled, more, bounded, form)
+        return MeshProgram(compiled, more, bounded, form, ends_in_python=ends_in_python)
 
 
 @final
@@ -336,34 +334,47 @@ class MeshProgram(CompiledProgram):
     """
 
     def __init__(
-        self, compiled: Any, more: Sequence[Array], bounded: bool, form: Form | None = None
+        self,
+        compiled: Any,
+        more: Sequence[Array],
+        bounded: bool,
+        form: Form | None = None,
+        *,
+        ends_in_python: bool = False,
     ) -> None:
         self.form = form
+        self._ends_in_python = ends_in_python
         self._compiled = compiled
         self._more = list(more)
         self._bounded = bounded
 
     def __call__(self, leaves: Sequence[Any], outputs: list[Any]) -> None:
         """See `CompiledProgram`; on host devices a token comes out at the end."""
-        if self.form is None:
-            self.launch([*leaves, *self._more] if self._more else leaves, outputs)
-            return
-        self.launch([*self.form.pack(leaves), *self._more], outputs)
-        results = self.form.num_changed
-        outputs[results : results + 1] = jax.tree.leaves(outputs[results])
+        packed = leaves if self.form is None else self.form.pack(leaves)
+        arguments = [*packed, *self._more] if self._more else packed
+        with interrupts.held_back():  # a first call ends in Python, after the launch
+            launch(self._compiled, arguments, outputs, bounded=self._bounded)
 
     def launch_trees(self, state: list[Any], trees: Sequence[Any], outputs: list[Any]) -> None:
-        """Runs it on trees that have the structures of its form; so has the result."""
-        launch(self._compiled, [*state, *trees, *self._more], outputs, bounded=self._bounded)
-
-    def launch(self, arguments: Sequence[Any], outputs: list[Any]) -> None:
-        """Runs it on arguments as XLA's program takes them."""
-        launch(self._compiled, arguments, outputs, bounded=self._bounded)
+        """Runs it on trees that have the structures of its form; the outputs are leaves."""
+        arguments = [*state, *trees, *self._more]
+        if not self._ends_in_python:
+            launch(self._compiled, arguments, outputs, bounded=self._bounded)
+            return
+        with interrupts.held_back():
+            launch(self._compiled, arguments, outputs, bounded=self._bounded)
 
     def lower(self, leaves: Sequence[Any]) -> jax.stages.Lowered:
         """The program lowered for these leaves, for its text and its memory analysis."""
         arguments = self.form.pack(leaves) if self.form is not None else leaves
         return self._compiled.lower(*arguments, *self._more)
+
+
+def _ends_in_python(program: ClosedJaxpr) -> bool:
+    """Whether JAX wraps results, random keys, or looks after effects, when it has launched it."""
+    types = [var.aval.dtype for var in program.jaxpr.outvars if hasattr(var.aval, "dtype")]
+    has_keys = any(jax.dtypes.issubdtype(dtype, jax.dtypes.extended) for dtype in types)
+    return has_keys or has_effects(program.effects)
 
 
 def _require_proved(

@@ -4,7 +4,7 @@ All host devices share one pool of `max(cores, devices)` threads. JAX 0.10 and 0
 and XLA ends the process after 40 s:
 
 - Each part of a launch waits for the others on a thread of the pool. Launches that two threads
-  dispatch at once wait for each other. So one lock dispatches, and few launches are in flight.
+  dispatch at once wait for each other. So one lock is held to dispatch, and few are in flight.
 - XLA lets 32 launches per device in, and the next ones wait on threads of the pool. Eager ops of
   other threads fill that queue, so `eager` bounds them too.
 

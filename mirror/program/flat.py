@@ -1,7 +1,7 @@
 """A program as one list of operations, and the order in which small collectives travel together."""
 
 import heapq
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -14,6 +14,11 @@ from mirror.program.inner import called, jaxpr_of, walk
 _REDUCTIONS = frozenset({"psum", "pmax", "pmin"})
 _NAMES_AXIS = "NamedAxisEffect"
 _ENSURED = "ensure_mirrored"  # which the proof has looked at, and which computes nothing
+
+
+def has_effects(effects: Iterable[object]) -> bool:
+    """Whether there are others than that an axis is named."""
+    return any(type(effect).__name__ != _NAMES_AXIS for effect in effects)
 
 
 class Value:
@@ -72,7 +77,7 @@ class Operation:
         """Whether its place among other operations matters: callbacks, and reads of a `Ref`."""
         if self.is_barrier:
             return False
-        return any(type(effect).__name__ != _NAMES_AXIS for effect in self.eqn.effects)
+        return has_effects(self.eqn.effects)
 
 
 class Flat(NamedTuple):
