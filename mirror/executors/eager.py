@@ -97,7 +97,8 @@ def _small_array(outputs: Any) -> Array | None:
 def _needs_no_bound(output: Array) -> bool:
     if output.is_deleted() or output.sharding.num_devices == 1:
         return True
-    return next(iter(output.sharding.device_set)).platform != "cpu"
+    device: Any = next(iter(output.sharding.device_set))
+    return bool(device.platform != "cpu")  # an accelerator has a queue of its own
 
 
 def _has_ended(output: Any) -> bool:
