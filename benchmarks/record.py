@@ -17,7 +17,7 @@ _PACKAGES = (
     *("tensorflow", "tensorflow-cpu", "keras", "torch"),
 )
 _VARIABLES = ("XLA_FLAGS", "PJRT_NPROC", "NPROC", "OMP_NUM_THREADS")
-_PREFIXES = ("JAX_", "TF_", "KERAS_", "MKL_")
+_PREFIXES = ("JAX_", "TF_ENABLE_", "TF_NUM_", "TF_XLA_", "KERAS_", "MKL_")
 _ROOT = Path(__file__).resolve().parent.parent
 
 
