@@ -120,6 +120,33 @@ def test_ctrl_c_waits_for_a_place_where_it_is_safe_to_stop():
         signal.signal(signal.SIGINT, before)
 
 
+def test_an_alarm_leaves_ctrl_c_as_it_was():
+    """Its handler may raise anywhere, between entering and leaving too."""
+
+    class AlarmError(Exception):
+        pass
+
+    def on_alarm(number, frame):
+        raise AlarmError
+
+    before = signal.signal(signal.SIGALRM, on_alarm)
+    try:
+        for i in range(600):
+            with pytest.raises(AlarmError):  # noqa: PT012 (the loop is what is interrupted)
+                signal.setitimer(signal.ITIMER_REAL, (10 + i % 60) * 1e-6)
+                while True:
+                    with interrupts.held_back():
+                        pass
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+            interrupts.check()
+            with interrupts.held_back():
+                assert signal.getsignal(signal.SIGINT) is interrupts._note
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
 def test_devices_that_the_user_forced_stay_as_they_are(monkeypatch, capsys):
     assert cli.main(["demo", "--devices", "99"]) == 2
     assert "JAX_NUM_CPU_DEVICES=8 says how many" in capsys.readouterr().err
