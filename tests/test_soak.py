@@ -77,16 +77,19 @@ def test_eager_work_on_several_devices_is_bounded(eight):
 
 
 @needs_guard
-@pytest.mark.parametrize("kind", ["large", "small", "key"])
+@pytest.mark.parametrize("kind", ["large", "small", "key", "deleted"])
 def test_counting_keeps_no_result_that_has_ended(eight, kind):
     """Large ones and keys are waited for; of the small ones, the next launch lets go."""
     eight.reduce("sum", 1.0)
     with eight.scope():
-        x = jax.random.key(0) if kind == "key" else jnp.ones(3 if kind == "small" else 2**16)
+        x = jax.random.key(0) if kind == "key" else jnp.ones(2**16 if kind == "large" else 3)
     again = jax.jit(lambda x: x.reshape(1, -1))
     for _ in range(2):
         y = again(x)  # JAX calls nothing after the one that compiles
     jax.block_until_ready(y)
+    if kind == "deleted":
+        y.delete()
+        eight.reduce("sum", 1.0)
     y = weakref.ref(y)
     if kind == "small":
         assert y() is not None
