@@ -13,15 +13,19 @@ PAGES = {
     "code.md": "mirror/README.md",
     "contributing.md": "CONTRIBUTING.md",
     "changes.md": "CHANGELOG.md",
+    "benchmarks.md": "benchmarks/README.md",
 }
 _SITE = {file: page for page, file in PAGES.items()}
 _LINK = re.compile(r"(?<=\]\()([^)#:]+)(?=(?:#[^)]*)?\))")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the pages that lie elsewhere in the repository."""
+    """Adds the pages and pictures that lie elsewhere in the repository."""
     for page, file in PAGES.items():
         files.append(File.generated(config, page, content=(ROOT / file).read_text()))
+    for picture in ROOT.glob("benchmarks/runs/*.png"):
+        path = picture.relative_to(ROOT).as_posix()
+        files.append(File.generated(config, path, abs_src_path=str(picture)))
     return files
 
 

@@ -8,10 +8,8 @@ training goes on. Where it is the Python that JAX runs after a launch, the resul
 import signal
 import threading
 import weakref
-from typing import Any
 
-_asked = False
-_holder: weakref.ref[Any] | None = None
+_holder: "weakref.ref[held_back] | None" = None
 
 
 class held_back:
@@ -23,24 +21,26 @@ class held_back:
     reference.
     """
 
+    asked = False
+
     def __enter__(self) -> None:
-        global _asked, _holder
+        global _holder
         check()  # pressed before, further out
         self._holds = threading.current_thread() is threading.main_thread() and _is_free()
         if self._holds:
             _holder = weakref.ref(self)
-            _asked = False
+            self.asked = False
             signal.signal(signal.SIGINT, _note)
 
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
-        global _asked, _holder
+        global _holder
         if self._holds:
             try:
                 if kind is None:
                     check()
             finally:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
-                _asked, _holder = False, None
+                _holder = None
 
 
 def check() -> None:
@@ -49,22 +49,25 @@ def check() -> None:
     Raises:
         KeyboardInterrupt: Ctrl-C was pressed.
     """
-    if _asked and _is_held() and threading.current_thread() is threading.main_thread():
+    holder = _held_by()
+    if holder is None or not holder.asked:
+        return
+    if threading.current_thread() is threading.main_thread():
         raise KeyboardInterrupt
 
 
-def _is_held() -> bool:
-    return _holder is not None and _holder() is not None
+def _held_by() -> held_back | None:
+    return _holder() if _holder is not None else None
 
 
 def _is_free() -> bool:
     handler = signal.getsignal(signal.SIGINT)
-    return handler is signal.default_int_handler or (handler is _note and not _is_held())
+    return handler is signal.default_int_handler or (handler is _note and _held_by() is None)
 
 
 def _note(signum: int, frame: object) -> None:  # noqa: ARG001
-    global _asked
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if not _is_held():
+    holder = _held_by()
+    if holder is None:
         raise KeyboardInterrupt
-    _asked = True
+    holder.asked = True

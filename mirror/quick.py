@@ -1,10 +1,10 @@
 """The way of a call that was made before: find the objects' state, launch, write it back.
 
-JAX's C++ flattens the trees, finds the program by their structure, shapes and dtypes, and builds
-the result. What it refuses goes the long way, which looks closely and has the words. What is looked
-at here is what JAX does not refuse: leaves that lie elsewhere, for which it would compile again;
-NumPy arrays, whose memory it would read while the step runs; donated arrays that are deleted or
-passed twice, which one device refuses while the others wait, until XLA ends the process.
+JAX's C++ flattens the trees and finds the program by their structure, shapes and dtypes. What it
+refuses goes the long way, which looks closely and has the words. What is looked at here is what JAX
+does not refuse: leaves that lie elsewhere, for which it would compile again; NumPy arrays, whose
+memory it would read while the step runs; donated arrays that are deleted or passed twice, which one
+device refuses while the others wait, until XLA ends the process.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,13 +48,9 @@ class QuickCall:
     ) -> None:
         args, _ = call.tree
         assert isinstance(program.compiled, MeshProgram)
-        assert program.compiled.form is not None
         self.program = program
         self._launch = program.compiled.launch_trees
         self._num_args = len(args)
-        start = program.compiled.form.num_changed
-        self._result_tree = program.compiled.form.results
-        self._results = slice(start, start + self._result_tree.num_leaves)
         self._own = call.layout.per_replica
         leaves = call.layout.dynamic_leaves(call.leaves)
         self._shapes = [leaves[i].shape for i in self._own]
@@ -99,7 +95,7 @@ class QuickCall:
                 raise Missed from error
             raise
         self.program.runs += 1
-        return self._result_tree.unflatten(outputs[self._results])
+        return self.program.results_of(outputs)
 
     def _look(self, trees: Sequence[Any], state: list[Any]) -> None:
         leaves = jax.tree.leaves(trees)

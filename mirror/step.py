@@ -344,7 +344,7 @@ class Program:
         if kwargs:
             trees.append(kwargs)
         structures = list(map(jax.tree.structure, trees))
-        return Form(len(call.state), structures, len(self._changed), self._out_tree)
+        return Form(len(call.state), structures)
 
     @property
     def is_simple(self) -> bool:
@@ -372,10 +372,15 @@ class Program:
                 self._write_back(call, outputs)
             raise
         self.runs += 1
-        results = outputs[self._results]
+        leaves = outputs[self._results]
         for i in self.drifting_results:
-            if isinstance(results[i], jax.Array):
-                self.drifted[id(results[i])] = results[i]
+            if isinstance(leaves[i], jax.Array):
+                self.drifted[id(leaves[i])] = leaves[i]
+        return self.results_of(outputs)
+
+    def results_of(self, outputs: list[Any]) -> Any:
+        """What `run` returns, of the outputs of a launch."""
+        results = outputs[self._results]
         if not self._static_results:
             return self._out_tree.unflatten(results)
         dynamic = iter(results)

@@ -24,23 +24,22 @@ MOST_BYTES = 2**16
 
 _under_way: deque[Array] = deque()
 _lock = threading.RLock()  # the garbage collector may run eager ops inside
-hook: Any = None
-"""What JAX calls after each compiled function; `None` until eager work is counted."""
+_hook: Any = None  # what JAX calls after each compiled function, once eager work is counted
 
 
 def bound_eager_work() -> None:
     """From now on waits after an eager op on several host devices while too many are under way."""
-    global hook
-    if hook is None:
+    global _hook
+    if _hook is None:
         from jax._src import api
 
-        hook = api._post_hook_state
-    if hook.value is not None:  # ours, or JAX looks for NaN, and waits for every result itself
+        _hook = api._post_hook_state
+    if _hook.value is not None:  # ours, or JAX looks for NaN, and waits for every result itself
         return
-    if hook.get_global() is None:
-        hook.set_global(_count)
-    if hook.get_global() is _count:  # `with jax.debug_nans(...)` left a value of this thread's
-        hook.set_local(_count)
+    if _hook.get_global() is None:
+        _hook.set_global(_count)
+    if _hook.get_global() is _count:  # `with jax.debug_nans(...)` left a value of this thread's
+        _hook.set_local(_count)
 
 
 class Uncounted:
@@ -52,13 +51,13 @@ class Uncounted:
     __slots__ = ("_is_off", "_local")
 
     def __enter__(self) -> None:
-        self._is_off = hook is not None and hook.value is _count
+        self._is_off = _hook is not None and _hook.value is _count
         if self._is_off:
-            self._local = hook.swap_local(None)
+            self._local = _hook.swap_local(None)
 
     def __exit__(self, *args: object) -> None:
         if self._is_off:
-            hook.set_local(self._local)
+            _hook.set_local(self._local)
 
 
 def forget_finished() -> None:

@@ -1,6 +1,7 @@
 """What the executors have in common: one program of flat leaves, compiled with its shardings."""
 
 import abc
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
@@ -23,6 +24,7 @@ from mirror.program.shards import Shards
 from mirror.program.trace import abstract, abstract_row, context_token
 
 Outputs = tuple[Any, ...]
+_AT_ONCE = contextlib.nullcontext()
 
 
 class SignatureChanged(Exception):
@@ -46,21 +48,18 @@ class Variant(NamedTuple):
 
 
 class Form(NamedTuple):
-    """How the compiled function takes its inputs and returns its outputs, as trees.
+    """How the compiled function takes its inputs as trees. It returns its outputs flat.
 
     JAX's C++ flattens the trees and finds the program by their structure, shapes and shardings.
+    Trees of outputs it would build by their nodes' Python, between the launch and its results.
 
     Attributes:
         num_state: Number of the first inputs, of which each is an argument by itself.
         arguments: Structures of the arguments that hold the other inputs.
-        num_changed: Number of the first outputs, of which each is a result by itself.
-        results: Structure of the one result that holds the other outputs.
     """
 
     num_state: int
     arguments: Sequence[Any]
-    num_changed: int
-    results: Any
 
     def pack(self, inputs: Sequence[Any]) -> list[Any]:
         """Returns the arguments that hold these inputs, or one thing for each of them."""
@@ -111,7 +110,7 @@ class ReplicaProgram(NamedTuple):
         donated: Positions of the inputs whose buffers are donated.
         guard: Keeps what host callbacks raise; `None` if the program has none.
         shards: What of the program is sharded; `None`: nothing.
-        form: How inputs and outputs are to be grouped; `None`: not at all.
+        form: How inputs are to be grouped; `None`: not at all.
     """
 
     name: str
@@ -330,7 +329,7 @@ class MeshProgram(CompiledProgram):
     """A replica program that is one program of XLA's.
 
     Attributes:
-        form: How it takes its inputs and returns its outputs; `None`: one by one.
+        form: How it takes its inputs; `None`: one by one.
     """
 
     def __init__(
@@ -358,10 +357,7 @@ class MeshProgram(CompiledProgram):
     def launch_trees(self, state: list[Any], trees: Sequence[Any], outputs: list[Any]) -> None:
         """Runs it on trees that have the structures of its form; the outputs are leaves."""
         arguments = [*state, *trees, *self._more]
-        if not self._ends_in_python:
-            launch(self._compiled, arguments, outputs, bounded=self._bounded)
-            return
-        with interrupts.held_back():
+        with interrupts.held_back() if self._ends_in_python else _AT_ONCE:
             launch(self._compiled, arguments, outputs, bounded=self._bounded)
 
     def lower(self, leaves: Sequence[Any]) -> jax.stages.Lowered:

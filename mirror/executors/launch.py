@@ -75,9 +75,6 @@ def launch(
 
 
 def _call(program: Callable[..., Any], arguments: Sequence[Any], outputs: list[Any]) -> None:
-    if eager.hook is None:
-        outputs.extend(itertools.chain.from_iterable(itertools.starmap(program, (arguments,))))
-        return
     with eager.Uncounted():
         outputs.extend(itertools.chain.from_iterable(itertools.starmap(program, (arguments,))))
 
