@@ -6,10 +6,12 @@ and results go back to the caller, mirrored ones as plain arrays (`step`).
 """
 
 import functools
+import itertools
 import operator
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -49,6 +51,7 @@ Variants = tuple[tuple[tuple[jax.ShapeDtypeStruct, ...], tuple[int, ...]], ...]
 _FRESH_FUNCTIONS = 3
 _sharding_of = operator.attrgetter("sharding")
 _MOST_PROGRAMS = 256
+_MOST_RECENT = 8
 _MOST_ATTEMPTS = 3  # find a program, make it, and once more where another thread's change crossed
 
 
@@ -83,6 +86,7 @@ class Runner:
         self._stacked: dict[int, Sharding] = {id(replicas.stacked): replicas.stacked}
         self._one_mirrored = id(replicas.mirrored)
         self._met: WeakValueDictionary[int, Array] = WeakValueDictionary()
+        self._recent: deque[Program] = deque(maxlen=_MOST_RECENT)
         self._by_code: dict[Any, list[Program]] = {}
         self._warned: set[Any] = set()
         self._drifting: dict[Any, dict[str, tuple[str, StepFunction | None]]] = {}
@@ -104,7 +108,9 @@ class Runner:
             if quick is not None and quick.is_worth_it:
                 try:
                     with calls.outside_traces(fn), self._running:
-                        return quick(args)
+                        found = quick(args)
+                        self._ran(quick.program)
+                        return found
                 except Missed:
                     quick.misses += 1
         return self._with_variables(fn, lambda: self._run(fn, args, kwargs, donate_argnums))
@@ -166,6 +172,7 @@ class Runner:
                         self._require_not_drifting(call, leaves)
                     try:
                         found = program(call, self._apart(call, leaves, program.donated))
+                        self._ran(program)
                         self._remember_quick(call, program)
                         return found
                     except SignatureChanged:  # other shapes, or a context that traces depend on
@@ -184,9 +191,30 @@ class Runner:
         if known is not None and (known.program is program or not known.is_worth_it):
             return
         drifts = calls.code_of(call.fn) or call.fn
-        if program.is_simple and not call.captured and drifts not in self._drifting:
+        layout, kwargs = call.layout, call.tree[1]
+        if layout.static or layout.nested or kwargs or call.captured or drifts in self._drifting:
+            return
+        if program.is_simple:
             misses = known.misses if known is not None else 0
-            self._quick[key] = QuickCall(call, program, self._objects, self._are_placed, misses)
+            self._quick[key] = QuickCall(
+                call, program, self._objects, self._are_placed, self._may_share, misses
+            )
+
+    def _ran(self, program: Program) -> None:
+        """Remembers whose results the next call may bring back."""
+        if not self._recent or self._recent[-1] is not program:
+            if program in self._recent:
+                self._recent.remove(program)
+            self._recent.append(program)
+
+    def _may_share(self, leaves: Sequence[Any], positions: Iterable[int]) -> list[int]:
+        """Those of the positions whose arrays may share memory with another array."""
+        found = [i for i in positions if self._met.get(id(leaves[i])) is not leaves[i]]
+        if not found:
+            return found
+        recent = itertools.chain.from_iterable(program.returned for program in self._recent)
+        returned = set(map(id, map(operator.call, recent)))
+        return [i for i in found if id(leaves[i]) not in returned]
 
     @property
     def pack_bytes(self) -> int:
@@ -347,6 +375,10 @@ class Runner:
 
         `{"params": p, "ema": p}` is common; the second place gets a copy.
         """
+        new = self._may_share(leaves, set(donated).difference(call.layout.per_replica))
+        if new:
+            leaves = list(leaves)
+            self._separate(call, leaves, new)
         ids = list(map(id, leaves))
         distinct = set(ids)
         alone = distinct.isdisjoint(map(id, call.state))
@@ -360,7 +392,7 @@ class Runner:
                 taken.add(ids[i])
         return leaves
 
-    def _are_placed(self, per_replica: list[int], leaves: list[Any]) -> bool:
+    def _are_placed(self, per_replica: Sequence[int], leaves: list[Any]) -> bool:
         """Whether every leaf is there, on the replicas' devices; quick, for hundreds of them."""
         try:
             found = list(map(id, map(_sharding_of, leaves)))
@@ -414,10 +446,11 @@ class Runner:
             known = self._stacked if i in per_replica else self._mirrored
             own = placed is leaf and isinstance(leaf, jax.Array)
             if own and id(leaf.sharding) not in known:
-                new += [i] if self._met.get(id(leaf)) is not leaf else []
+                new.append(i)
                 if leaf.sharding in known.values():
                     known[id(leaf.sharding)] = leaf.sharding
             ready.append(placed)
+        new = self._may_share(ready, new)
         if new:
             self._separate(call, ready, new)
         return ready

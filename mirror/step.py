@@ -1,8 +1,9 @@
 """A step on its way to a program: the call, the function on flat leaves, the finished program."""
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,6 @@ from mirror.executors.callbacks import CallbackGuard, calls_back
 from mirror.executors.executor import (
     CompiledProgram,
     Executor,
-    Form,
     MeshProgram,
     ReplicaProgram,
     Variant,
@@ -278,6 +278,10 @@ class Program:
         exchanges: Its collectives in words, for the placement log.
         carried: Positions of the arguments that are state, each with that of the result that is
             its new value.
+
+    Attributes:
+        returned: The mirrored arrays that the last run returned, as far as they are alive. None of
+            them shares its memory with another array, unless JAX was asked to share it since.
     """
 
     def __init__(
@@ -313,6 +317,8 @@ class Program:
             self.shards = _shards(traced, plan, finishes[0], carried)
         self.kinds: Sequence[Kind] = _kinds(step.per_replica, self.shards and self.shards.inputs)
         outputs = [step.per_replica[i] for i in plan.changed] + plan.per_replica_results
+        self._are_one_copy = [not is_own for is_own in plan.per_replica_results]
+        self.returned: list[ref[Array]] = []
         self._attribute_changes = step.attribute_changes
         self._static_results = step.static_results
         self._changed = plan.changed
@@ -329,29 +335,16 @@ class Program:
                 [*state, *(step.num_state + i for i in self.donated)],
                 self._guard,
                 self.shards,
-                self._form(call),
             )
         )
         self._results = slice(len(plan.changed), len(plan.changed) + len(step.out_names))
         self.replaces_all = plan.changed == list(range(step.num_state))
-
-    def _form(self, call: Call) -> Form | None:
-        """The arguments as the user has them, where they hold nothing but arrays."""
-        args, kwargs = call.tree
-        if call.layout.static or self._static_results or call.layout.nested:
-            return None
-        trees = [arg for arg in args if not isinstance(arg, calls.Hoisted)]
-        if kwargs:
-            trees.append(kwargs)
-        structures = list(map(jax.tree.structure, trees))
-        return Form(len(call.state), structures)
 
     @property
     def is_simple(self) -> bool:
         """Whether a launch is all that a call takes, but for writing the new state back."""
         return (
             isinstance(self.compiled, MeshProgram)
-            and self.compiled.form is not None
             and self._guard is None
             and not self.drifting_results
             and not self._attribute_changes
@@ -371,7 +364,6 @@ class Program:
             if outputs and self._guard is None:
                 self._write_back(call, outputs)
             raise
-        self.runs += 1
         leaves = outputs[self._results]
         for i in self.drifting_results:
             if isinstance(leaves[i], jax.Array):
@@ -379,8 +371,10 @@ class Program:
         return self.results_of(outputs)
 
     def results_of(self, outputs: list[Any]) -> Any:
-        """What `run` returns, of the outputs of a launch."""
+        """What `run` returns, of the outputs of a launch that succeeded."""
+        self.runs += 1
         results = outputs[self._results]
+        self.returned = list(map(ref, itertools.compress(results, self._are_one_copy)))
         if not self._static_results:
             return self._out_tree.unflatten(results)
         dynamic = iter(results)

@@ -47,57 +47,6 @@ class Variant(NamedTuple):
     replicas: Sequence[int]
 
 
-class Form(NamedTuple):
-    """How the compiled function takes its inputs as trees. It returns its outputs flat.
-
-    JAX's C++ flattens the trees and finds the program by their structure, shapes and shardings.
-    Trees of outputs it would build by their nodes' Python, between the launch and its results.
-
-    Attributes:
-        num_state: Number of the first inputs, of which each is an argument by itself.
-        arguments: Structures of the arguments that hold the other inputs.
-    """
-
-    num_state: int
-    arguments: Sequence[Any]
-
-    def pack(self, inputs: Sequence[Any]) -> list[Any]:
-        """Returns the arguments that hold these inputs, or one thing for each of them."""
-        found = list(inputs[: self.num_state])
-        start = self.num_state
-        for tree in self.arguments:
-            found.append(tree.unflatten(inputs[start : start + tree.num_leaves]))
-            start += tree.num_leaves
-        return [*found, *inputs[start:]]
-
-    def unpack(self, arguments: Sequence[Any]) -> list[Any]:
-        """Returns the inputs that arguments hold.
-
-        Raises:
-            SignatureChanged: They have another structure.
-        """
-        end = self.num_state + len(self.arguments)
-        found = list(arguments[: self.num_state])
-        for tree, argument in zip(self.arguments, arguments[self.num_state : end], strict=True):
-            leaves, structure = jax.tree.flatten(argument)
-            if structure != tree:
-                raise SignatureChanged
-            found += leaves
-        return [*found, *arguments[end:]]
-
-    def donated(self, inputs: Sequence[int]) -> tuple[int, ...]:
-        """Returns the positions of arguments all of whose inputs are donated."""
-        wanted = set(inputs)
-        found = [i for i in range(self.num_state) if i in wanted]
-        start = self.num_state
-        for i, tree in enumerate(self.arguments):
-            own = range(start, start + tree.num_leaves)
-            if own and wanted.issuperset(own):
-                found.append(self.num_state + i)
-            start += tree.num_leaves
-        return tuple(found)
-
-
 class ReplicaProgram(NamedTuple):
     """What is to be compiled.
 
@@ -110,7 +59,6 @@ class ReplicaProgram(NamedTuple):
         donated: Positions of the inputs whose buffers are donated.
         guard: Keeps what host callbacks raise; `None` if the program has none.
         shards: What of the program is sharded; `None`: nothing.
-        form: How inputs are to be grouped; `None`: not at all.
     """
 
     name: str
@@ -121,7 +69,6 @@ class ReplicaProgram(NamedTuple):
     donated: Sequence[int] = ()
     guard: CallbackGuard | None = None
     shards: Shards | None = None
-    form: Form | None = None
 
     def require_context(self) -> None:
         """Raises `SignatureChanged` in another context than the one it was traced in."""
@@ -255,7 +202,6 @@ class MeshExecutor(Executor):
             guard=program.guard,
             check=check,
             held=list(map(self.replicas.mirror, held.values())),
-            form=program.form,
             ends_in_python=any(map(_ends_in_python, variant[:2])),
         )
 
@@ -271,7 +217,6 @@ class MeshExecutor(Executor):
         guard: CallbackGuard | None = None,
         check: Callable[[Sequence[Any]], None] = lambda _: None,
         held: Sequence[Array] = (),
-        form: Form | None = None,
         ends_in_python: bool = False,
     ) -> "MeshProgram":
         """Makes a program of one replica's function of flat leaves.
@@ -285,7 +230,6 @@ class MeshExecutor(Executor):
             guard: Keeps what host callbacks raise.
             check: Called with the leaves each time that JAX traces the program.
             held: Arrays that every launch gets as its last inputs.
-            form: As of `ReplicaProgram`.
             ends_in_python: Whether JAX runs Python between each launch and its results.
         """
         # Something must be mapped over; a step without such an input gets an unused row of zeros.
@@ -304,44 +248,35 @@ class MeshExecutor(Executor):
         mapped = self._mapped(replica, inputs, outputs, guard)
         num_own = len(kinds) - len(held)
 
-        def named(*arguments: Any) -> Any:  # pmap's own `lower` knows no donation
-            leaves = form.unpack(arguments) if form is not None else arguments
+        def named(*leaves: Any) -> Any:  # pmap's own `lower` knows no donation
             check(leaves[:num_own])
             return mapped(*leaves)
 
         named.__name__ = name
-        in_shardings = list(map(self.replicas.sharding, inputs))
-        out_shardings = tuple(map(self.replicas.sharding, outputs))
         # With the shardings said, a number, a NumPy array and an array not yet placed are all the
         # same program.
         compiled = jax.jit(
             named,
-            in_shardings=tuple(form.pack(in_shardings) if form is not None else in_shardings),
-            out_shardings=out_shardings,
-            donate_argnums=form.donated(donated) if form is not None else tuple(donated),
+            in_shardings=tuple(map(self.replicas.sharding, inputs)),
+            out_shardings=tuple(map(self.replicas.sharding, outputs)),
+            donate_argnums=tuple(donated),
         )
         more = [*held, *([self._filler] if fill else [])]
-        return MeshProgram(compiled, more, bounded, form, ends_in_python=ends_in_python)
+        return MeshProgram(compiled, more, bounded, ends_in_python=ends_in_python)
 
 
 @final
 class MeshProgram(CompiledProgram):
-    """A replica program that is one program of XLA's.
-
-    Attributes:
-        form: How it takes its inputs; `None`: one by one.
-    """
+    """A replica program that is one program of XLA's."""
 
     def __init__(
         self,
         compiled: Any,
         more: Sequence[Array],
         bounded: bool,
-        form: Form | None = None,
         *,
         ends_in_python: bool = False,
     ) -> None:
-        self.form = form
         self._ends_in_python = ends_in_python
         self._compiled = compiled
         self._more = list(more)
@@ -349,21 +284,17 @@ class MeshProgram(CompiledProgram):
 
     def __call__(self, leaves: Sequence[Any], outputs: list[Any]) -> None:
         """See `CompiledProgram`; on host devices a token comes out at the end."""
-        packed = leaves if self.form is None else self.form.pack(leaves)
-        arguments = [*packed, *self._more] if self._more else packed
         with interrupts.held_back():  # a first call ends in Python, after the launch
-            launch(self._compiled, arguments, outputs, bounded=self._bounded)
+            launch(self._compiled, [*leaves, *self._more], outputs, bounded=self._bounded)
 
-    def launch_trees(self, state: list[Any], trees: Sequence[Any], outputs: list[Any]) -> None:
-        """Runs it on trees that have the structures of its form; the outputs are leaves."""
-        arguments = [*state, *trees, *self._more]
+    def launch_again(self, leaves: list[Any], outputs: list[Any]) -> None:
+        """Runs it as `__call__` does, where it is compiled already."""
         with interrupts.held_back() if self._ends_in_python else _AT_ONCE:
-            launch(self._compiled, arguments, outputs, bounded=self._bounded)
+            launch(self._compiled, leaves + self._more, outputs, bounded=self._bounded)
 
     def lower(self, leaves: Sequence[Any]) -> jax.stages.Lowered:
         """The program lowered for these leaves, for its text and its memory analysis."""
-        arguments = self.form.pack(leaves) if self.form is not None else leaves
-        return self._compiled.lower(*arguments, *self._more)
+        return self._compiled.lower(*leaves, *self._more)
 
 
 def _ends_in_python(program: ClosedJaxpr) -> bool:
