@@ -24,9 +24,7 @@ from mirror.step import Call, Program
 
 Ref = ref[Any]
 _REFUSALS = (SignatureChanged, TypeError, ValueError, OverflowError, RuntimeError)
-_FREE = 4
 _FEW = 8  # compared with all others, one by one
-_RUNS_FOR_ANOTHER = 8
 
 
 class Missed(Exception):
@@ -42,7 +40,7 @@ class QuickCall:
         objects: The records of the nnx objects.
         are_placed: Whether arrays lie on the replicas' devices and are not deleted; the first
             argument says which of them hold the replicas' own.
-        may_share: Of some positions of leaves, those whose arrays may share memory with another.
+        separate: Sees to it that the leaves in some places share no memory with other arrays.
         misses: How often calls of this function were not like the one before them.
     """
 
@@ -52,7 +50,7 @@ class QuickCall:
         program: Program,
         objects: ObjectTable,
         are_placed: Callable[[Sequence[int], list[Any]], bool],
-        may_share: Callable[[Sequence[Any], Iterable[int]], list[int]],
+        separate: Callable[[Program, list[Any], list[Any], Iterable[int]], None],
         misses: int = 0,
     ) -> None:
         args, _ = call.tree
@@ -62,16 +60,17 @@ class QuickCall:
         self._num_args = len(args)
         leaves = call.layout.dynamic_leaves(call.leaves)
         self._own = call.layout.per_replica
+        self._plain = sorted(set(range(len(leaves))).difference(self._own))
         self._shapes = [leaves[i].shape for i in self._own]
-        self._donated = frozenset(program.donated).difference(self._own)
         self._structure = call.structure
         self._hoisted = [i for i, arg in enumerate(args) if isinstance(arg, calls.Hoisted)]
         self._trees = [i for i, arg in enumerate(args) if not isinstance(arg, calls.Hoisted)]
         self._treedef: Any = jax.tree.structure([args[i] for i in self._trees])
         self._table = objects
         self._are_placed = are_placed
-        self._may_share = may_share
+        self._separate = separate
         self._familiar: Familiar | None = None
+        self._last_state: list[Any] | None = None
         self._before: list[Ref] = []
         self._lessons = 0
         self.misses = misses
@@ -79,10 +78,7 @@ class QuickCall:
     @property
     def is_worth_it(self) -> bool:
         """Whether it is rarely missed; a refused call costs more than a look."""
-        return self._is_rare(self.misses)
-
-    def _is_rare(self, count: int) -> bool:
-        return count <= _FREE + self.program.runs // _RUNS_FOR_ANOTHER
+        return self.program.is_rare(self.misses)
 
     def __call__(self, args: Sequence[Any]) -> Any:
         """Runs the step.
@@ -99,7 +95,7 @@ class QuickCall:
                 raise Missed
             state, trees = record.last or [], [args[i] for i in self._trees]
         leaves, treedef = jax.tree.flatten(trees)
-        if treedef != self._treedef:
+        if not _are_equal(treedef, self._treedef):
             raise Missed
         self._look(leaves, state)
         outputs: list[Any] = []
@@ -107,6 +103,7 @@ class QuickCall:
             self._launch(state + leaves, outputs)
             if record is not None:
                 self.program.write_state(record, state, outputs)
+                self._last_state = record.last
         except BaseException as error:
             if outputs:
                 if record is not None:  # an interrupt must not leave a model without its arrays
@@ -118,23 +115,25 @@ class QuickCall:
 
     def _look(self, leaves: list[Any], state: list[Any]) -> None:
         """Looks at the leaves that are not where they were: a batch, and little else."""
-        strange: Sequence[int] = range(len(leaves))
-        if self._familiar is not None and self._familiar.are_back(leaves, self.program.returned):
-            strange = self._familiar.strange
-        if (state or self.program.donated) and _is_any_twice(leaves, strange, state):
+        strange: Sequence[int] = self._plain
+        # What another run left in the objects may be one of the leaves.
+        familiar = self._familiar if not state or state is self._last_state else None
+        if familiar is not None and familiar.are_back(leaves, self.program.returns[-1]):
+            strange = familiar.strange
+        donates = bool(state or self.program.donated)
+        if donates and _is_any_twice(leaves, [*strange, *self._own], state):
             raise Missed
         rows = [leaves[i] for i in self._own]
-        others = [i for i in strange if i not in self._own]
-        if not self._are_placed(range(len(rows)), [*rows, *(leaves[i] for i in others)]):
+        found = [leaves[i] for i in strange]
+        if not self._are_placed(range(len(rows)), rows + found) or any_deleted(leaves):
             raise Missed
         # JAX would trace before it finds that they differ. Of batches, some are shorter than most.
         if [row.shape for row in rows] != self._shapes:
             raise Missed
-        donated = self._donated.intersection(others)
-        if (donated and self._may_share(leaves, donated)) or any_deleted(leaves):
-            raise Missed
-        if others and self._is_rare(self._lessons):
-            self._familiar = Familiar(leaves, self._own, self.program.returned, self._before)
+        if donates and strange:
+            self._separate(self.program, state, leaves, strange)
+        if strange and self.program.is_rare(self._lessons):
+            self._familiar = Familiar(leaves, self._plain, self.program.returns[-1], self._before)
             self._before = list(map(ref, leaves))
             self._lessons += 1
 
@@ -146,30 +145,32 @@ class Familiar:
 
     Args:
         leaves: Those of a call, all of them looked at.
-        own: Positions of the replicas' own.
+        plain: Positions of those that are not the replicas' own.
         returned: The mirrored arrays that the program returned last.
         before: The leaves of an earlier call that was looked at.
 
     Attributes:
-        strange: Positions of all other leaves.
+        strange: Positions of all others of them.
     """
 
     def __init__(
-        self, leaves: list[Any], own: Sequence[int], returned: Sequence[Ref], before: Sequence[Ref]
+        self,
+        leaves: list[Any],
+        plain: Sequence[int],
+        returned: Sequence[Ref],
+        before: Sequence[Ref],
     ) -> None:
         sources = {id(reference()): k for k, reference in enumerate(returned)}
         self._new: list[int] = []
         self._sources: list[int] = []
         self._same: list[int] = []
         self.strange: list[int] = []
-        for i, leaf in enumerate(leaves):
-            source = sources.get(id(leaf))
-            if i in own:
-                self.strange.append(i)
-            elif source is not None:
+        for i in plain:
+            source = sources.get(id(leaves[i]))
+            if source is not None:
                 self._new.append(i)
                 self._sources.append(source)
-            elif before and before[i]() is leaf:
+            elif before and before[i]() is leaves[i]:
                 self._same.append(i)
             else:
                 self.strange.append(i)
@@ -195,6 +196,14 @@ def _is_any_twice(leaves: list[Any], strange: Sequence[int], state: list[Any]) -
         sum(map(operator.is_, arrays, itertools.repeat(leaf))) > 1
         for leaf in map(leaves.__getitem__, strange)
     )
+
+
+def _are_equal(a: Any, b: Any) -> bool:
+    """Whether two structures are equal; static fields of the user's own classes are compared."""
+    try:
+        return bool(a == b)
+    except Exception:
+        return False
 
 
 def _is_failure(error: BaseException) -> bool:

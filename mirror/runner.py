@@ -6,7 +6,6 @@ and results go back to the caller, mirrored ones as plain arrays (`step`).
 """
 
 import functools
-import itertools
 import operator
 import threading
 import warnings
@@ -86,6 +85,7 @@ class Runner:
         self._stacked: dict[int, Sharding] = {id(replicas.stacked): replicas.stacked}
         self._one_mirrored = id(replicas.mirrored)
         self._met: WeakValueDictionary[int, Array] = WeakValueDictionary()
+        self._owners: WeakValueDictionary[int, Array] = WeakValueDictionary()
         self._recent: deque[Program] = deque(maxlen=_MOST_RECENT)
         self._by_code: dict[Any, list[Program]] = {}
         self._warned: set[Any] = set()
@@ -171,7 +171,7 @@ class Runner:
                     if self._drifting and self._came_back(call, leaves):
                         self._require_not_drifting(call, leaves)
                     try:
-                        found = program(call, self._apart(call, leaves, program.donated))
+                        found = program(call, self._apart(call, leaves, program))
                         self._ran(program)
                         self._remember_quick(call, program)
                         return found
@@ -197,7 +197,7 @@ class Runner:
         if program.is_simple:
             misses = known.misses if known is not None else 0
             self._quick[key] = QuickCall(
-                call, program, self._objects, self._are_placed, self._may_share, misses
+                call, program, self._objects, self._are_placed, self._separate, misses
             )
 
     def _ran(self, program: Program) -> None:
@@ -206,15 +206,6 @@ class Runner:
             if program in self._recent:
                 self._recent.remove(program)
             self._recent.append(program)
-
-    def _may_share(self, leaves: Sequence[Any], positions: Iterable[int]) -> list[int]:
-        """Those of the positions whose arrays may share memory with another array."""
-        found = [i for i in positions if self._met.get(id(leaves[i])) is not leaves[i]]
-        if not found:
-            return found
-        recent = itertools.chain.from_iterable(program.returned for program in self._recent)
-        returned = set(map(id, map(operator.call, recent)))
-        return [i for i in found if id(leaves[i]) not in returned]
 
     @property
     def pack_bytes(self) -> int:
@@ -370,21 +361,23 @@ class Runner:
             self._programs[key] = self._programs[exact] = program
         return program
 
-    def _apart(self, call: Call, leaves: list[Any], donated: list[int]) -> list[Any]:
+    def _apart(self, call: Call, leaves: list[Any], program: Program) -> list[Any]:
         """The leaves, none of which shares an array with a donated one: that would crash JAX.
 
         `{"params": p, "ema": p}` is common; the second place gets a copy.
         """
-        new = self._may_share(leaves, set(donated).difference(call.layout.per_replica))
-        if new:
-            leaves = list(leaves)
-            self._separate(call, leaves, new)
+        donated = program.donated
+        if not donated and not call.state:
+            return leaves
+        leaves = list(leaves)
+        plain = set(range(len(leaves))).difference(call.layout.per_replica)
+        self._separate(program, call.state, leaves, sorted(plain))
         ids = list(map(id, leaves))
         distinct = set(ids)
         alone = distinct.isdisjoint(map(id, call.state))
         if alone and (not donated or len(distinct) == len(ids)):
             return leaves
-        leaves, taken = list(leaves), set(map(id, call.state))
+        taken = set(map(id, call.state))
         for i in [*donated, *(i for i in range(len(leaves)) if i not in set(donated))]:
             if ids[i] in taken and isinstance(leaves[i], jax.Array):
                 leaves[i] = self.replicas.copy(leaves[i])
@@ -416,7 +409,7 @@ class Runner:
             TypeError: a leaf that JAX has no array type for.
         """
         per_replica = set(call.layout.per_replica)
-        ready, new = [], []
+        ready = []
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, jax.Array) and leaf.is_deleted():
                 raise ValueError(self._deleted(call, i))
@@ -444,15 +437,14 @@ class Runner:
             if placed is not leaf and i not in per_replica:
                 calls.require_not_stacked(call.leaf_names[i], leaf)
             known = self._stacked if i in per_replica else self._mirrored
-            own = placed is leaf and isinstance(leaf, jax.Array)
-            if own and id(leaf.sharding) not in known:
-                new.append(i)
-                if leaf.sharding in known.values():
-                    known[id(leaf.sharding)] = leaf.sharding
+            if placed is not leaf:
+                if i not in per_replica:
+                    self._met[id(placed)] = placed
+            elif isinstance(leaf, jax.Array):
+                sharding = leaf.sharding
+                if id(sharding) not in known and sharding in known.values():
+                    known[id(sharding)] = sharding
             ready.append(placed)
-        new = self._may_share(ready, new)
-        if new:
-            self._separate(call, ready, new)
         return ready
 
     def _deleted(self, call: Call, i: int) -> str:
@@ -461,18 +453,48 @@ class Runner:
             "buffer (donate_argnums, or a model's state). Use the array that it returned."
         )
 
-    def _separate(self, call: Call, leaves: list[Any], new: list[int]) -> None:
-        """Copies those of the new leaves that share memory with another: one may be donated.
+    def _separate(
+        self, program: Program, state: list[Any], leaves: list[Any], positions: Iterable[int]
+    ) -> None:
+        """Copies those of some leaves that share memory with another array: one may be donated.
 
-        An array of the scope keeps its own sharding object; it is looked at when it is first met.
+        What `mirror` made itself is known to share none. Whether another array does, its address
+        tells, for which JAX waits until the array is there. Where there are such arrays in most
+        calls, they are copied, which waits for nothing.
         """
-        others = [leaf for i, leaf in enumerate(leaves) if i not in new]
-        taken = set().union(*map(buffers_of, [*call.state, *others]))
+        new = [i for i in positions if self._met.get(id(leaves[i])) is not leaves[i]]
+        new = new and self._not_returned(program, leaves, new)
+        if not new:
+            return
+        program.looks += 1
+        if not program.is_rare(program.looks):
+            for i in new:
+                leaves[i] = self.replicas.copy(leaves[i])
+            return
+        chosen = frozenset(new)
+        others = [*state, *(leaf for i, leaf in enumerate(leaves) if i not in chosen)]
+        taken = set[int]().union(*map(buffers_of, others))
         for i in new:
-            if not taken.isdisjoint(buffers_of(leaves[i])):
-                leaves[i] = self.replicas.mirror(leaves[i])
-            taken |= buffers_of(leaves[i])
+            addresses = buffers_of(leaves[i])
+            owners = map(self._owners.get, addresses)
+            if not taken.isdisjoint(addresses) or any(o is not None for o in owners):
+                leaves[i] = self.replicas.copy(leaves[i])
+                addresses = buffers_of(leaves[i])
+            taken |= addresses
             self._met[id(leaves[i])] = leaves[i]
+            self._owners.update(dict.fromkeys(addresses, leaves[i]))
+
+    def _not_returned(
+        self, program: Program, leaves: list[Any], positions: Sequence[int]
+    ) -> list[int]:
+        """Those of the positions that hold arrays which no program returned lately."""
+        for each in dict.fromkeys([program, *reversed(self._recent)]):
+            for returned in reversed(each.returns):
+                known = set(map(id, map(operator.call, returned)))
+                positions = [i for i in positions if id(leaves[i]) not in known]
+                if not positions:
+                    return []
+        return list(positions)
 
     def _mirror(self, leaf: Any) -> Array:
         if isinstance(leaf, jax.Array):
@@ -732,6 +754,7 @@ class Runner:
             self._drifting.clear()
             self._warned.clear()
             self._quick.clear()
+            self._recent = deque(maxlen=_MOST_RECENT)
         code = calls.code_of(fn)
         ours = calls.is_our_module(getattr(fn, "__module__", None))
         if code is None or ours:  # our own are made with care
@@ -756,6 +779,8 @@ class Runner:
         for key, quick in list(self._quick.items()):
             if id(quick.program) in programs:
                 self._quick.pop(key, None)
+        kept_recent = [p for p in list(self._recent) if id(p) not in programs]
+        self._recent = deque(kept_recent, _MOST_RECENT)
         self._programs = {k: p for k, p in list(self._programs.items()) if id(p) not in programs}
         kept = {program.fn for program in self._programs.values()}
         self._traces = {key: t for key, t in self._traces.items() if key[0][0] in kept}

@@ -1,6 +1,7 @@
 """A step on its way to a program: the call, the function on flat leaves, the finished program."""
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary, ref
@@ -35,6 +36,10 @@ from mirror.program.shards import Shards, find_shards
 from mirror.program.trace import struct_of, trace, uncached
 from mirror.values import PerReplica, is_float0
 from mirror.variables import Captures, Variable
+
+_FREE = 4
+_RUNS_FOR_ANOTHER = 8
+_MOST_RETURNS = 16
 
 
 class Call(NamedTuple):
@@ -280,7 +285,9 @@ class Program:
             its new value.
 
     Attributes:
-        returned: The mirrored arrays that the last run returned, as far as they are alive. None of
+        runs: How often it ran.
+        looks: In how many calls there were arrays that might share memory.
+        returns: The mirrored arrays that the last runs returned, as far as they are alive. None of
             them shares its memory with another array, unless JAX was asked to share it since.
     """
 
@@ -318,7 +325,8 @@ class Program:
         self.kinds: Sequence[Kind] = _kinds(step.per_replica, self.shards and self.shards.inputs)
         outputs = [step.per_replica[i] for i in plan.changed] + plan.per_replica_results
         self._are_one_copy = [not is_own for is_own in plan.per_replica_results]
-        self.returned: list[ref[Array]] = []
+        self.returns: deque[list[ref[Array]]] = deque([[]], _MOST_RETURNS)
+        self.looks = 0
         self._attribute_changes = step.attribute_changes
         self._static_results = step.static_results
         self._changed = plan.changed
@@ -339,6 +347,10 @@ class Program:
         )
         self._results = slice(len(plan.changed), len(plan.changed) + len(step.out_names))
         self.replaces_all = plan.changed == list(range(step.num_state))
+
+    def is_rare(self, count: int) -> bool:
+        """Whether so many of its runs are few, and it is worth it to try the same again."""
+        return count <= _FREE + self.runs // _RUNS_FOR_ANOTHER
 
     @property
     def is_simple(self) -> bool:
@@ -374,7 +386,7 @@ class Program:
         """What `run` returns, of the outputs of a launch that succeeded."""
         self.runs += 1
         results = outputs[self._results]
-        self.returned = list(map(ref, itertools.compress(results, self._are_one_copy)))
+        self.returns.append(list(map(ref, itertools.compress(results, self._are_one_copy))))
         if not self._static_results:
             return self._out_tree.unflatten(results)
         dynamic = iter(results)

@@ -179,7 +179,12 @@ class ReplicaDevices:
         fresh = value if isinstance(value, jax.Array) else np.array(value)
         if self.are_mixed:
             return Parts(list(map(move, fresh, self.devices)))
-        return jax.device_put(fresh, self.stacked)
+        rows = jax.device_put(fresh, self.stacked)
+        # JAX keeps the buffers of rows that are there already, and they may be donated.
+        is_there = isinstance(fresh, jax.Array) and fresh.sharding.is_equivalent_to(
+            self.stacked, fresh.ndim
+        )
+        return jnp.copy(rows) if is_there else rows
 
     def from_rows(self, rows: Sequence[Array]) -> Array:
         """The stacked array of rows `(1, *shape)` that lie on the replicas' devices. No copies."""
@@ -263,6 +268,9 @@ def buffers_of(array: Array | Parts) -> set[int]:
     if isinstance(array, Parts):
         parts = [part for part in array.arrays if isinstance(part, jax.Array)]
         return set().union(*map(buffers_of, parts))
-    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) or array.size == 0:
+    if array.size == 0:
         return {id(array)}
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        with one_by_one(), unlogged():
+            array = jax.random.key_data(array)  # the very array that holds its bits
     return {shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards}
