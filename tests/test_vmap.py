@@ -92,6 +92,34 @@ def test_every_layout_trains_to_the_same_weights(model):
         )
 
 
+MEANS = {
+    "the context's": lambda tree: mirror.get_replica_context().all_reduce("mean", tree),
+    "pmean": lambda tree: jax.lax.pmean(tree, mirror.REPLICA_AXIS),
+    "psum of each leaf": lambda tree: jax.tree.map(
+        lambda leaf: jax.lax.psum(leaf, mirror.REPLICA_AXIS) / N, tree
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["8 on 1", "2 on 4"])
+@pytest.mark.parametrize("mean", MEANS)
+def test_a_gradient_is_computed_once_for_all_replicas_of_a_device(name, mean):
+    """Not once for each of them and then summed: a copy each of the gradient of every weight."""
+
+    def step(weight, batch):
+        gradient = jax.grad(lambda w: (jnp.tanh(batch @ w) ** 2).mean())(weight)
+        return weight - MEANS[mean](gradient)
+
+    strategy = strategy_of(name)
+    with strategy.scope():
+        weight = jnp.ones((24, 40))
+    (batch,) = strategy.distribute_dataset([np.ones((4 * N, 24), np.float32)])
+    text = strategy._runner.lower(step, (weight, batch), {}).compile().as_text()
+    _, on_each = LAYOUTS[name]
+    assert "f32[24,40]" in text
+    assert f"f32[{on_each},24,40]" not in text
+
+
 def test_there_is_one_copy_of_the_state_on_each_device():
     strategy = strategy_of("4 on 2")
     with strategy.scope():

@@ -152,7 +152,9 @@ class RowCollectives:
         kind, groups = eqn.primitive.name, eqn.params.get("axis_index_groups")
         others = tuple(axis for axis in axes_of(eqn) if isinstance(axis, int))
         self._require_alone(eqn, len(others))
-        values = [_LOCAL[kind](jnp.asarray(argument), others) for argument in arguments]
+        values = list(map(jnp.asarray, arguments))
+        if others:
+            values = [_LOCAL[kind](value, others) for value in values]
         if groups is None:
             return [self._over_all(kind, value) for value in values]
         return [self._in_groups(kind, value, groups) for value in values]
