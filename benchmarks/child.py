@@ -23,7 +23,7 @@ from benchmarks.through_mirror import (
 from benchmarks.trainer import STEPS, trainer_contenders
 
 # Adam makes rounding larger in each of the many steps before parameters are compared.
-_RTOL_OF_EPOCHS = 1e-2
+_RTOL_OF_EPOCHS = 1e-3
 
 Parts = Iterator[tuple[str, Any]]
 Contenders = Callable[[Model, int], list[JaxContender]]

@@ -13,7 +13,6 @@ from benchmarks.plan import Timing
 from benchmarks.timing import in_order, seconds, steps_for
 
 _MOST_STEPS = 200
-_CHECK_STEPS = 3
 _RTOL = 1e-4
 
 
@@ -21,14 +20,16 @@ class ContendersDifferError(ValueError):
     """Two contenders did not compute the same: their times mean nothing."""
 
 
-def require_same(contenders: Sequence[JaxContender], rtol: float = _RTOL) -> None:
+def require_same(
+    contenders: Sequence[JaxContender], rtol: float = _RTOL, launches: int = Contender.fewest_steps
+) -> None:
     """Takes a few steps with each contender, and compares the parameters.
 
     Raises:
         ContendersDifferError: If the parameters differ.
     """
     for contender in contenders:
-        contender.advance(_CHECK_STEPS)
+        contender.advance(launches)
     first = contenders[0]
     expected = jax.tree.map(np.asarray, first.params())
     for other in contenders[1:]:
@@ -48,7 +49,7 @@ def _require_close(first: str, expected: Any, other: str, found: Any, rtol: floa
     ]
     if far:
         raise ContendersDifferError(
-            f"{first} and {other} differ after {_CHECK_STEPS} steps by at most {', '.join(far)}."
+            f"{first} and {other} differ after the first launches by at most {', '.join(far)}."
         )
 
 
@@ -64,9 +65,9 @@ def measure(
         contenders: What is measured.
         timing: How long.
         rtol: How far their parameters may be apart after a few launches.
-        fewest: How many launches a turn has at least.
+        fewest: How many launches a turn has at least, and how many come before the comparison.
     """
-    require_same(contenders, rtol)
+    require_same(contenders, rtol, fewest)
     steps = steps_for(contenders, timing.round_secs, fewest, _MOST_STEPS)
     times: dict[str, list[float]] = {c.name: [] for c in contenders}
     gc.collect()
