@@ -34,10 +34,12 @@ def require_same(
     expected = jax.tree.map(np.asarray, first.params())
     for other in contenders[1:]:
         found = jax.tree.map(np.asarray, other.params())
-        _require_close(first.name, expected, other.name, found, rtol)
+        _require_close(first.name, expected, other.name, found, rtol, launches)
 
 
-def _require_close(first: str, expected: Any, other: str, found: Any, rtol: float) -> None:
+def _require_close(
+    first: str, expected: Any, other: str, found: Any, rtol: float, steps: int
+) -> None:
     structures: list[Any] = [jax.tree.structure(expected), jax.tree.structure(found)]
     if structures[0] != structures[1]:
         raise ContendersDifferError(f"{first} and {other} have different parameters.")
@@ -49,7 +51,7 @@ def _require_close(first: str, expected: Any, other: str, found: Any, rtol: floa
     ]
     if far:
         raise ContendersDifferError(
-            f"{first} and {other} differ after the first launches by at most {', '.join(far)}."
+            f"{first} and {other} differ after {steps} steps by at most {', '.join(far)}."
         )
 
 

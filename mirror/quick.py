@@ -38,8 +38,8 @@ class QuickCall:
         call: That call.
         program: Its program.
         objects: The records of the nnx objects.
-        are_placed: Whether arrays lie on the replicas' devices and are not deleted; the first
-            argument says which of them hold the replicas' own.
+        are_placed: Whether arrays lie on the replicas' devices; the first argument says which of
+            them hold the replicas' own.
         separate: Sees to it that the leaves in some places share no memory with other arrays.
         misses: How often calls of this function were not like the one before them.
     """
@@ -95,11 +95,11 @@ class QuickCall:
                 raise Missed
             state, trees = record.last or [], [args[i] for i in self._trees]
         leaves, treedef = jax.tree.flatten(trees)
-        if not _are_equal(treedef, self._treedef):
-            raise Missed
-        self._look(leaves, state)
         outputs: list[Any] = []
         try:
+            if treedef != self._treedef:  # static fields of the user's own classes may refuse
+                raise Missed
+            self._look(leaves, state)
             self._launch(state + leaves, outputs)
             if record is not None:
                 self.program.write_state(record, state, outputs)
@@ -161,27 +161,28 @@ class Familiar:
         before: Sequence[Ref],
     ) -> None:
         sources = {id(reference()): k for k, reference in enumerate(returned)}
-        self._new: list[int] = []
+        new: list[int] = []
         self._sources: list[int] = []
-        self._same: list[int] = []
+        same: list[int] = []
         self.strange: list[int] = []
         for i in plain:
             source = sources.get(id(leaves[i]))
             if source is not None:
-                self._new.append(i)
+                new.append(i)
                 self._sources.append(source)
             elif before and before[i]() is leaves[i]:
-                self._same.append(i)
+                same.append(i)
             else:
                 self.strange.append(i)
-        self._kept = [ref(leaves[i]) for i in self._same]
+        self._positions = new + same
+        self._kept = [ref(leaves[i]) for i in same]
 
     def are_back(self, leaves: list[Any], returned: list[Ref]) -> bool:
         """Whether the leaves are what was returned last, and what they were, but for `strange`."""
         return all(
             map(
                 operator.is_,
-                map(leaves.__getitem__, self._new + self._same),
+                map(leaves.__getitem__, self._positions),
                 map(operator.call, [*map(returned.__getitem__, self._sources), *self._kept]),
             )
         )
@@ -196,14 +197,6 @@ def _is_any_twice(leaves: list[Any], strange: Sequence[int], state: list[Any]) -
         sum(map(operator.is_, arrays, itertools.repeat(leaf))) > 1
         for leaf in map(leaves.__getitem__, strange)
     )
-
-
-def _are_equal(a: Any, b: Any) -> bool:
-    """Whether two structures are equal; static fields of the user's own classes are compared."""
-    try:
-        return bool(a == b)
-    except Exception:
-        return False
 
 
 def _is_failure(error: BaseException) -> bool:

@@ -157,7 +157,8 @@ class Runner:
                 call = self._call(fn, args, kwargs, donate_argnums)
                 if leaves is None:
                     leaves = call.layout.dynamic_leaves(call.leaves)
-                if not self._are_placed(call.layout.per_replica, leaves):
+                are_placed = self._are_placed(call.layout.per_replica, leaves)
+                if not are_placed or any_deleted(leaves):
                     leaves = self._placed(call, leaves)
                 key = call.key
                 try:
@@ -378,10 +379,11 @@ class Runner:
         if alone and (not donated or len(distinct) == len(ids)):
             return leaves
         taken = set(map(id, call.state))
-        for i in [*donated, *(i for i in range(len(leaves)) if i not in set(donated))]:
+        first = dict.fromkeys(donated)
+        for i in first | dict.fromkeys(range(len(leaves))):
             if ids[i] in taken and isinstance(leaves[i], jax.Array):
                 leaves[i] = self.replicas.copy(leaves[i])
-            if i in donated:
+            if i in first:
                 taken.add(ids[i])
         return leaves
 
@@ -395,7 +397,7 @@ class Runner:
             if found[i] not in self._stacked:
                 return False
             found[i] = self._one_mirrored
-        return self._mirrored.keys() >= set(found) and not any_deleted(leaves)
+        return self._mirrored.keys() >= set(found)
 
     def _placed(self, call: Call, leaves: list[Any]) -> list[Any]:
         """The leaves on the replicas' devices: what was made elsewhere is mirrored now.

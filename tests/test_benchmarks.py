@@ -401,7 +401,7 @@ class Fixed(JaxContender):
 
 def test_contenders_that_differ_are_an_error():
     paired.require_same([Fixed("a", 1.0), Fixed("b", 1.00001)])
-    with pytest.raises(paired.ContendersDifferError, match=r"a and b differ .*'w'"):
+    with pytest.raises(paired.ContendersDifferError, match=r"a and b differ after 3 steps .*'w'"):
         paired.require_same([Fixed("a", 1.0), Fixed("b", 1.01)])
 
 
