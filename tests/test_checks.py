@@ -13,6 +13,7 @@ import mirror
 from mirror import PerReplica
 from mirror.checks import relative_difference
 from tests.conftest import cpu_strategy
+from tests.messages import assert_message, raises
 from tests.models import MLP, LocalBatchNorm, batches, losses_of, nnx_step
 
 DTYPES = [
@@ -45,8 +46,8 @@ def test_one_flipped_bit_in_one_copy_is_found(n):
     strategy.check_mirrored(same)
     for dtype, replica in itertools.product(DTYPES, sorted({0, 1, n - 1})):
         broken = with_one_bit_flipped(strategy, arrays[dtype], replica, byte=13 * replica)
-        text = rf"differ in 1 of {len(DTYPES)} arrays:\n  \['{dtype}'\]\n"
-        with pytest.raises(mirror.ReplicaDivergenceError, match=text):
+        values = [1, len(DTYPES)]
+        with raises(mirror.ReplicaDivergenceError, names=f"['{dtype}']", values=values):
             strategy.check_mirrored({**same, dtype: broken})
 
 
@@ -59,7 +60,7 @@ def test_one_flipped_bit_in_a_wide_copy_is_found(dtype):
         for byte in (0, 7, array.nbytes - 1):
             broken = with_one_bit_flipped(strategy, array, 1, byte)
             assert broken.dtype == dtype
-            with pytest.raises(mirror.ReplicaDivergenceError, match="the value"):
+            with raises(mirror.ReplicaDivergenceError, values=1, fix="local_results(x)"):
                 strategy.check_mirrored(broken)
 
 
@@ -69,7 +70,7 @@ def test_prng_keys_are_compared(impl, two):
     two.check_mirrored(two._replicas.mirror(key))
     data = [np.asarray(jax.random.key_data(key)), np.asarray(jax.random.key_data(key))]
     data[1] = data[1] + np.uint32(1)
-    with pytest.raises(mirror.ReplicaDivergenceError, match=r"\['rng'\]"):
+    with raises(mirror.ReplicaDivergenceError, names="['rng']", values=1):
         two.check_mirrored({"rng": jax.random.wrap_key_data(mirrored(two, data), impl=impl)})
 
 
@@ -102,18 +103,16 @@ def test_models_are_checked_by_the_names_of_their_variables(eight):
     eight.check_mirrored((model, optimizer))
     kernel = model.second.kernel
     kernel.set_value(with_one_bit_flipped(eight, kernel[...], 7, 40))
-    with pytest.raises(
-        mirror.ReplicaDivergenceError, match=r"1 of \d+ arrays:\n.*second.*kernel.*\n"
-    ):
+    with raises(mirror.ReplicaDivergenceError, names="[0].second.kernel", values=1):
         eight.check_mirrored((model, optimizer))
 
 
 def test_many_differing_leaves_are_counted(two):
     broken = with_one_bit_flipped(two, np.ones(2, np.float32), 1, 0)
-    with pytest.raises(
-        mirror.ReplicaDivergenceError, match=r"in 14 of 14 (.|\n)*\.\.\. and 2 more"
-    ):
+    names = ["[0]", "[11]"]
+    with raises(mirror.ReplicaDivergenceError, names=names, values=[14, 2]) as error:
         two.check_mirrored([broken] * 14)
+    assert "[12]" not in str(error.value)
 
 
 def test_empty_arrays_and_scalars(strategy):
@@ -122,9 +121,9 @@ def test_empty_arrays_and_scalars(strategy):
 
 
 def test_what_cannot_be_checked_is_refused(two):
-    with pytest.raises(TypeError, match=r"PerReplica values, which may differ:\n  \['x'\]\n"):
+    with raises(TypeError, names=["['x']", "PerReplica"], fix="check_mirrored"):
         two.check_mirrored({"x": PerReplica([1.0, 2.0])})
-    with pytest.raises(ValueError, match=r"not mirrored over the strategy's devices:\n  \['y'\]\n"):
+    with raises(ValueError, names="['y']", fix=["strategy.scope()", "strategy.run"]):
         two.check_mirrored({"y": jnp.ones(3)})
 
 
@@ -194,24 +193,23 @@ def test_a_wrongly_reduced_gradient_is_found_and_nothing_changes(name):
     strategy = cpu_strategy(3)
     model, optimizer, batch = training(strategy)
     before = state_of(model, optimizer)
-    with pytest.raises(
-        mirror.ReplicaMismatchError,
-        match=r"3 replicas and one device (.|\n)*model.first.kernel: rel",
-    ) as caught:
+    names, fix = ["rtol", "model.first.kernel"], ["sum", "mean"]
+    with raises(mirror.ReplicaMismatchError, names=names, values=[3, "1e-05"], fix=fix) as caught:
         strategy.verify(make_step(WRONG[name]), (model, optimizer, batch))
-    assert "a sum where a mean is meant" in str(caught.value)
-    assert "result:" not in str(caught.value)
+    assert "\n  result" not in str(caught.value)
     for now, then in zip(state_of(model, optimizer), before, strict=True):
         np.testing.assert_array_equal(now, then)
 
 
 def test_a_forgotten_reduction_is_found(two):
-    with pytest.raises(mirror.ReplicaDivergenceError, match=r"model\.first\.kernel: computed from"):
+    names = ["step", "model.first.kernel"]
+    with raises(mirror.ReplicaDivergenceError, names=names, fix="all_reduce"):
         two.verify(make_step(lambda c, g: g), training(two))
 
 
 def test_local_batch_statistics_are_found(two):
-    with pytest.raises(mirror.ReplicaMismatchError, match=r"model.norm.var(.|\n)*axis_name="):
+    fix = "axis_name=mirror.REPLICA_AXIS"
+    with raises(mirror.ReplicaMismatchError, names="model.norm.var", fix=fix):
         two.verify(nnx_step, training(two, LocalBatchNorm))
 
 
@@ -222,7 +220,8 @@ def test_the_tolerance_is_the_callers(two):
 
     x = PerReplica([np.ones(4, np.float32)] * 2)
     assert two.verify(step, (x,), rtol=1e-2).largest == pytest.approx(1e-3, rel=1e-2)
-    with pytest.raises(mirror.ReplicaMismatchError, match=r"rtol=0.0001 in\n  result: relative 1"):
+    values = [0.0001, "1.0e-03"]
+    with raises(mirror.ReplicaMismatchError, names=["rtol", "result"], values=values):
         two.verify(step, (x,), rtol=1e-4)
 
 
@@ -235,14 +234,16 @@ def test_a_per_replica_result_is_compared_where_it_has_rows(two):
     assert rows["result['rows']"].compared
     assert not rows["result['own']"].compared
     heading, first, second = str(report).splitlines()
-    assert heading == "2 replicas against one device, relative differences (allowed: 1e-05):"
-    assert sorted([first.split(maxsplit=1)[0], second.split(maxsplit=1)[0]]) == ["0.0e+00", "own"]
+    assert_message(heading, values=[2, "1e-05"])
+    assert_message(first, names="result['own']")
+    assert "0.0e+00" not in first
+    assert_message(second, names="result['rows']", values="0.0e+00")
     assert first.index("result") == second.index("result"), "the columns are not aligned"
 
 
 def test_rows_that_depend_on_the_whole_batch_are_found(two):
     x = PerReplica([np.arange(3.0), np.arange(3.0, 6)])
-    with pytest.raises(mirror.ReplicaMismatchError, match=r"result: relative"):
+    with raises(mirror.ReplicaMismatchError, names=["rtol", "result"], values=[2, "1e-05"]):
         two.verify(lambda x: x - x.mean(), (x,))
 
 
@@ -267,7 +268,7 @@ def test_objects_may_stand_anywhere(two):
 
 
 def test_a_batch_without_rows_is_refused(two):
-    with pytest.raises(ValueError, match=r"has one scalar for each replica and no batch axis"):
+    with raises(ValueError, values="PerReplica(1., 2.)"):
         two.verify(lambda x: x, (PerReplica([1.0, 2.0]),))
 
 

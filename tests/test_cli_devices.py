@@ -12,6 +12,7 @@ import pytest
 import mirror
 from mirror import cli, inventory
 from tests import fresh
+from tests.messages import assert_message
 
 COMMAND = "import sys; from mirror import cli; sys.exit(cli.main(['devices']))"
 BOTH = """
@@ -74,24 +75,31 @@ def with_gpus(ahead):
 def test_on_one_cpu_it_shows_one_of_each(on_one_cpu):
     text, _ = on_one_cpu
     assert list(text) == ["physical device", "logical device", "setting", "package"]
-    headings, (name, what, memory, visible) = text["physical device"]
-    assert headings == ["physical device", "what", "memory", "visible"]
+    _, (name, what, memory, visible) = text["physical device"]
     assert (name, visible) == ("/physical_device:CPU:0", "yes")
     assert re.fullmatch(r"\w+, \d+ cores", what)
     assert re.fullmatch(r"\d+\.\d [KMG]iB", memory)
-    assert text["logical device"] == [
-        ["logical device", "on", "memory taken"],
-        ["/device:CPU:0", "/physical_device:CPU:0", "not counted"],
-    ]
-    assert text["setting"] == [
-        ["setting", "value", "why"],
+    _, (name, physical, memory) = text["logical device"]
+    assert (name, physical) == ("/device:CPU:0", "/physical_device:CPU:0")
+    assert not re.search(r"\d", memory), "JAX does not count it"
+    assert_settings(
+        text["setting"],
         ["host devices", "1", "default"],
-        ["platforms", "cpu", "jax_platforms='cpu', set by you"],
+        ["platforms", "cpu", "jax_platforms='cpu'"],
         ["visible GPUs", "none", "default"],
         ["memory growth", "False", "default"],
         ["memory fraction", "0.75", "default"],
         ["soft placement", "False", "default"],
-    ]
+    )
+
+
+def assert_settings(table: list[list[str]], *expected: list[str]) -> None:
+    """Checks all rows but the headings; of the last cell what set it, or `default`."""
+    assert [row[:2] for row in table[1:]] == [row[:2] for row in expected]
+    for (name, _, why), (*_, source) in zip(table[1:], expected, strict=True):
+        assert (why == "default") == (source == "default"), name
+        if source:
+            assert_message(why, names=source)
 
 
 def test_versions_are_those_that_run(on_one_cpu):
@@ -117,26 +125,24 @@ def test_gpus_of_the_driver_are_shown_though_jax_does_not_use_them(with_gpus):
     assert [gpu["device_type"] for gpu in gpus] == ["GPU", "GPU"]
     assert [device["name"] for device in found["logical"]] == [f"/device:CPU:{i}" for i in range(3)]
     assert found["versions"]["NVIDIA driver"] == "570.1"
-    assert found["notes"] == [
-        "JAX does not use /physical_device:GPU:0, /physical_device:GPU:1: JAX_PLATFORMS=cpu leaves "
-        "them out."
-    ]
-    (note,) = (name for name in text if name.startswith("Note: "))
-    assert note == f"Note: {found['notes'][0]}"
+    (note,) = found["notes"]
+    names = ["/physical_device:GPU:0", "/physical_device:GPU:1"]
+    assert_message(note, names=names, fix="JAX_PLATFORMS=cpu")
+    assert sum(note in shown for shown in text) == 1
 
 
 def test_what_is_configured_is_shown_with_the_reason(with_gpus):
     text, _ = with_gpus
-    forced = "XLA_FLAGS=--xla_force_host_platform_device_count=3, set by you"
-    assert text["setting"][1:] == [
-        ["host devices", "3", forced],
-        ["platforms", "cpu", "jax_platforms='cpu', set by you"],
+    assert_settings(
+        text["setting"],
+        ["host devices", "3", "XLA_FLAGS=--xla_force_host_platform_device_count=3"],
+        ["platforms", "cpu", "jax_platforms='cpu'"],
         ["visible GPUs", "0,1", "default"],
-        ["memory growth", "True", "XLA_PYTHON_CLIENT_PREALLOCATE=false, set by you"],
-        ["memory fraction", ".5", "XLA_CLIENT_MEM_FRACTION=.5, set by you"],
+        ["memory growth", "True", "XLA_PYTHON_CLIENT_PREALLOCATE=false"],
+        ["memory fraction", ".5", "XLA_CLIENT_MEM_FRACTION=.5"],
         ["soft placement", "False", "default"],
-        ["CUDA_VISIBLE_DEVICES", "2,1", "set by you"],
-    ]
+        ["CUDA_VISIBLE_DEVICES", "2,1", ""],  # it is named already
+    )
 
 
 @pytest.mark.parametrize("where", ["on_one_cpu", "with_gpus"])
@@ -159,7 +165,9 @@ def test_it_takes_the_backend_that_has_started(capsys):
     assert printed.err == ""
     shown = tables(printed.out)
     assert [row[0] for row in shown["logical device"][1:]] == [f"/device:CPU:{i}" for i in range(8)]
-    assert ["host devices", "8", "jax_num_cpu_devices=8, set by you"] in shown["setting"]
+    (row,) = (row for row in shown["setting"] if row[0] == "host devices")
+    assert row[1] == "8"
+    assert_message(row[2], names="jax_num_cpu_devices=8")
 
 
 @pytest.mark.parametrize("platform", ["cuda", "abacus"])
@@ -168,9 +176,8 @@ def test_a_backend_that_does_not_start_is_one_line_and_exit_status_1(platform, a
     assert done.returncode == 1
     said = done.stdout.splitlines()
     assert len(said) == 1
-    assert said[0].startswith("mirror devices: error: JAX's backend does not start: ")
-    assert f"jax_platforms='{platform}' says where it may look" in said[0]
-    assert said[0].endswith("JAX_PLATFORMS=cpu always works.")
+    assert said[0].startswith("mirror devices: error: ")
+    assert_message(said[0], names=f"jax_platforms='{platform}'", fix="JAX_PLATFORMS=cpu")
 
 
 def test_an_unknown_option_is_exit_status_2(capsys):
@@ -199,6 +206,7 @@ def physical(*gpus: bool) -> list[dict]:
 
 
 CPU, GPU = {"device_type": "CPU"}, {"device_type": "GPU"}
+INSTALL = ['pip install "mirror-jax[cuda12]"', '"mirror-jax[cuda13]"']
 NOTES = {
     "all in use": (physical(True), [CPU, GPU], None, None),
     "no GPU": (physical(), [CPU], None, None),
@@ -207,26 +215,31 @@ NOTES = {
         physical(True, False),
         [CPU],
         "cpu",
-        "JAX does not use /physical_device:GPU:0: JAX_PLATFORMS=cpu leaves it out.",
+        {"names": "/physical_device:GPU:0", "fix": "JAX_PLATFORMS=cpu"},
     ),
     "no CUDA": (
         physical(True),
         [CPU],
         None,
-        "JAX does not use /physical_device:GPU:0: it has no CUDA that works. Install it: "
-        'pip install "mirror-jax[cuda12]", or "mirror-jax[cuda13]".',
+        {"names": "/physical_device:GPU:0", "fix": INSTALL},
     ),
-    "no CUDA, asked for": (physical(True), [CPU], "cpu,cuda", "it has no CUDA that works."),
-    "not listed": (physical(), [CPU, GPU], "cuda", "Install what asks it: pip install nvidia-ml"),
+    "no CUDA, asked for": (
+        physical(True),
+        [CPU],
+        "cpu,cuda",
+        {"names": "/physical_device:GPU:0", "fix": INSTALL},
+    ),
+    "not listed": (physical(), [CPU, GPU], "cuda", {"fix": "pip install nvidia-ml-py"}),
 }
 
 
 @pytest.mark.parametrize("case", NOTES)
 def test_what_looks_wrong_is_noted(case):
-    *found, note = NOTES[case]
+    *found, wanted = NOTES[case]
     notes = inventory._notes(*found)
-    assert len(notes) == (0 if note is None else 1)
-    assert all(note in said for said in notes)
+    assert len(notes) == (0 if wanted is None else 1)
+    for note in notes:
+        assert_message(note, **wanted)
 
 
 def test_a_gpu_says_how_much_of_its_memory_is_taken():
@@ -236,4 +249,6 @@ def test_a_gpu_says_how_much_of_its_memory_is_taken():
     some = {**gpu, "memory_current": 3 * 2**20, "memory_peak": GIB, "memory_limit": 16 * GIB}
     none = {**gpu, "memory_current": None, "memory_peak": None, "memory_limit": None}
     shown = tables(inventory.in_words({**found, "logical": [some, none]}))
-    assert [row[2] for row in shown["logical device"][1:]] == ["3.0 MiB of 16.0 GiB", "unknown"]
+    counted, unknown = (row[2] for row in shown["logical device"][1:])
+    assert_message(counted, values=["3.0 MiB", "16.0 GiB"])
+    assert unknown == "unknown"

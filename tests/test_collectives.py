@@ -10,9 +10,10 @@ from jax import lax
 import mirror
 from mirror import PerReplica
 from tests.conftest import cpu_strategy
+from tests.messages import raises
 
 AXIS, N = mirror.REPLICA_AXIS, 4
-pytestmark = pytest.mark.filterwarnings("ignore:<lambda> .* was compiled")  # new steps, on purpose
+pytestmark = pytest.mark.filterwarnings("ignore:(?=.*<lambda>).*compiled")  # new steps, on purpose
 EXECUTORS = {
     "pmap": lambda: cpu_strategy(4),
     "vmap": lambda: cpu_strategy(1, replicas_per_device=4),
@@ -217,7 +218,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_xla_does_not_send_is_rejected(strategy, name):
     form, dtype = REFUSED[name]
-    with pytest.raises(TypeError, match=dtype):
+    with raises(TypeError, names="<lambda>", values=dtype):
         strategy.run(form, (PerReplica(rows(np.float32)),))
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from pytest_mirror import timeout
 from tests import fresh
+from tests.messages import assert_message
 
 # As an installed mirror has it: pytest finds the plugin by this, and blocks it by this name.
 ENTRY_POINT = {"entry_points.txt": "[pytest11]\nmirror = pytest_mirror\n"}
@@ -80,22 +81,25 @@ MARKS = """\
 IDS = [f"test_sum[{e}-{n}]" for e in ("pmap", "vmap", "staged") for n in (1, 2, 4)]
 IDS += ["TestMarks::test_of_the_class[staged-all]", "TestMarks::test_the_closest_wins[staged-2]"]
 IDS += ["TestMarks::test_without_the_fixture", "test_default[1]", "test_default[2]"]
-NEEDS_MORE = (
-    "test_needs_more[pmap-8] needs 8 devices, and there are 4: cpu:0, cpu:1, cpu:2, cpu:3. "
-    "Run pytest with --mirror-devices=8"
-)
 
-# Each is the text after `@pytest.mark.mirror`, the test's arguments, and what is said.
+KEYWORDS = ["replicas", "executors", "timeout"]
+# Each is the text after `@pytest.mark.mirror`, the test's arguments, and what the message holds.
 WRONG_MARKS = {
-    "executor": ("(executors=['pmap', 'spmd'])", "strategy", "there is no executor 'spmd'"),
-    "replicas": ("(replicas=[2, 0])", "strategy", "replicas=[2, 0]: 0 is no number of replicas"),
-    "bool": ("(replicas=True)", "strategy", "replicas=True: True is no number of replicas"),
-    "keyword": ("(device=3)", "strategy", "there is no keyword 'device'. There are replicas, exec"),
-    "position": ("(3)", "strategy", "3 has no keyword. Say which: replicas, executors, timeout"),
-    "timeout": ("(timeout='5')", "", "timeout='5' is no time in seconds. Say 0 for no limit"),
-    "empty": ("(replicas=[])", "strategy", "replicas=[] is empty. Name each once"),
-    "twice": ("(replicas=[2, 2])", "strategy", "replicas=[2, 2] repeats some. Name each once"),
-    "unused": ("(replicas=2)", "", "the test does not use the fixture `strategy`"),
+    "executor": (
+        *("(executors=['pmap', 'spmd'])", "strategy"),
+        {"names": "'spmd'", "fix": ["pmap", "vmap", "staged"]},
+    ),
+    "replicas": (
+        *("(replicas=[2, 0])", "strategy"),
+        {"names": "replicas", "values": ["[2, 0]", 0, 1]},
+    ),
+    "bool": ("(replicas=True)", "strategy", {"names": "replicas", "values": [True, 1]}),
+    "keyword": ("(device=3)", "strategy", {"names": "'device'", "fix": KEYWORDS}),
+    "position": ("(3)", "strategy", {"values": 3, "fix": KEYWORDS}),
+    "timeout": ("(timeout='5')", "", {"names": "timeout", "values": ["'5'", 0]}),
+    "empty": ("(replicas=[])", "strategy", {"names": "replicas", "values": "[]"}),
+    "twice": ("(replicas=[2, 2])", "strategy", {"names": "replicas", "values": "[2, 2]"}),
+    "unused": ("(replicas=2)", "", {"fix": "strategy"}),
 }
 MARK = "import pytest\n@pytest.mark.mirror{}\ndef test_{}({}): pass\n"
 OF_TESTCASE = """\
@@ -105,20 +109,19 @@ OF_TESTCASE = """\
         def test_method(self): pass
     """
 
-# What is asked for, and what is said; in this order in one process.
+FORCED = "XLA_FLAGS=--xla_force_host_platform_device_count=3"
+# What is asked for, and what the message holds; in this order in one process.
 REFUSED = {
-    "--mirror-devices=0": "--mirror-devices=0 is no number of devices. Say 1 or more, e.g. 8.",
-    "--mirror-devices=x": "--mirror-devices=x is no number of devices",
-    "--mirror-devices=": "--mirror-devices= is no number of devices",
-    "-o mirror_devices=x": "mirror_devices=x in pytest.ini is no number of devices",
-    "--mirror-timeout=nan": "--mirror-timeout=nan is no time in seconds. Say e.g. 60, or 0",
-    "--mirror-timeout=x": "--mirror-timeout=x is no time in seconds",
-    "--mirror-timeout=1e9": "--mirror-timeout=1e9 is no time in seconds",
-    "--mirror-devices=4 -n 2": "--mirror-devices=4 asks for 4 host devices, and XLA_FLAGS="
-    "--xla_force_host_platform_device_count=3 says 3, which is left as it is. Take one",
-    "--mirror-devices=3 test_it.py": "",
-    "--mirror-devices=5 late": "--mirror-devices=5 comes too late: JAX's backend has started, "
-    "which fixes the number of host devices. It was started",
+    "--mirror-devices=0": {"names": "--mirror-devices=0", "values": 1},
+    "--mirror-devices=x": {"names": "--mirror-devices=x", "values": 1},
+    "--mirror-devices=": {"names": "--mirror-devices=", "values": 1},
+    "-o mirror_devices=x": {"names": ["mirror_devices=x", "pytest.ini"], "values": 1},
+    "--mirror-timeout=nan": {"names": "--mirror-timeout=nan", "values": [60, 0]},
+    "--mirror-timeout=x": {"names": "--mirror-timeout=x", "values": 0},
+    "--mirror-timeout=1e9": {"names": "--mirror-timeout=1e9", "values": 0},
+    "--mirror-devices=4 -n 2": {"names": ["--mirror-devices=4", FORCED], "values": [4, 3]},
+    "--mirror-devices=3 test_it.py": None,
+    "--mirror-devices=5 late": {"names": "--mirror-devices=5", "fix": "JAX_NUM_CPU_DEVICES=5"},
 }
 
 HANGS = """\
@@ -205,12 +208,25 @@ def output(ahead, name: str) -> str:
     return ahead[__name__][name].result().stdout
 
 
+def lines_with(said: str, *texts: str) -> str:
+    """Those lines that contain all of the texts."""
+    return "\n".join(line for line in said.splitlines() if all(text in line for text in texts))
+
+
+def assert_needs_more(said: str, times: int) -> None:
+    """Checks that the test with too many replicas is refused at least so many times."""
+    lines = lines_with(said, "cpu:0, cpu:1, cpu:2, cpu:3", "--mirror-devices=8").splitlines()
+    assert len(lines) >= times, said
+    for line in lines:
+        assert_message(line, names="test_needs_more[pmap-8]", values=[8, 4])
+
+
 def test_a_mark_makes_a_test_for_each_layout_and_again_in_the_same_process(ahead):
     said = output(ahead, "twice")
     assert statuses(said) == [1, 1], said
     for name in IDS:
         assert said.count(f"test_it.py::{name} PASSED") == 2, said
-    assert said.count(NEEDS_MORE) >= 2
+    assert_needs_more(said, 2)
     assert said.count(f"{len(IDS)} passed, 1 error") == 2
     assert "skipped" not in said
 
@@ -220,20 +236,21 @@ def test_each_worker_forces_its_devices(ahead):
     assert statuses(said) == [1], said
     for n in (1, 2, 4):
         assert f"PASSED test_it.py::test_sum[pmap-{n}]" in said
-    assert NEEDS_MORE in said
+    assert_needs_more(said, 1)
 
 
 @pytest.mark.parametrize("name", WRONG_MARKS)
 def test_an_error_in_a_mark_is_one_of_collection(ahead, name):
     said = output(ahead, "marks")
     assert f"ERROR collecting test_{name}.py" in said
-    text = f"@pytest.mark.mirror on test_{name}.py::test_{name}: {WRONG_MARKS[name][2]}"
-    assert text in said
+    message = lines_with(said, "@pytest.mark.mirror", f"test_{name}.py::test_{name}")
+    assert_message(message, **WRONG_MARKS[name][2])
 
 
 def test_the_mark_of_a_testcase_is_not_ignored(ahead):
     said = output(ahead, "marks")
-    assert "mirror on test_case.py::Case::test_method: the test does not use the fixture" in said
+    message = lines_with(said, "@pytest.mark.mirror", "test_case.py::Case::test_method")
+    assert_message(message, fix="strategy")
 
 
 def test_it_costs_other_projects_nothing_and_can_be_left_out(ahead):
@@ -246,20 +263,22 @@ def test_it_costs_other_projects_nothing_and_can_be_left_out(ahead):
 
 def test_what_cannot_be_is_refused_before_any_test(ahead):
     said = output(ahead, "refused")
-    assert statuses(said) == [0 if not text else 4 for text in REFUSED.values()], said
-    for text in REFUSED.values():
-        assert text in said, said
+    assert statuses(said) == [4 if wanted else 0 for wanted in REFUSED.values()], said
+    *parts, _ = re.split(r"^STATUS \d+$", said, flags=re.MULTILINE)
+    for part, wanted in zip(parts, REFUSED.values(), strict=True):
+        if wanted:
+            assert_message(part, **wanted)
 
 
-def ended(said: str, test: str, secs: str) -> bool:
-    return f"FAILED test_it.py::{test} - it took longer than {secs} s, and the process" in said
+def assert_ended(said: str, test: str, secs: str) -> None:
+    assert_message(lines_with(said, f"FAILED test_it.py::{test}"), values=f"{secs} s")
 
 
 def test_what_hangs_fails_by_name(ahead):
     said = output(ahead, "hangs")
     assert statuses(said) == [1], said
-    assert ended(said, "test_marked", "1")
-    assert ended(said, "test_of_the_option", "1.5")
+    assert_ended(said, "test_marked", "1")
+    assert_ended(said, "test_of_the_option", "1.5")
     assert "printed before" in said
     assert "time.sleep(60)" in said  # where it is
     for test in ("test_marked", "test_of_the_option", "test_keeps_the_lock_of_the_interpreter"):
@@ -271,11 +290,11 @@ def test_what_hangs_fails_by_name(ahead):
 def test_a_stalled_replica_is_reported_as_far_as_is_known(ahead):
     said = output(ahead, "stalled")
     assert statuses(said) == [], said  # the process has been ended
-    assert ended(said, "test_stalls[pmap-4]", "4")
+    assert_ended(said, "test_stalls[pmap-4]", "4")
     assert ahead[__name__]["stalled"].result().returncode == 1
-    assert re.search(r"XLA: 3 of 4 replicas wait in all reduce .*; it does not say which", said)
+    assert_message(lines_with(said, "XLA", "replicas", "all reduce"), values=[3, 4])
     every = ", ".join(f"/device:CPU:{i}" for i in range(4))
-    assert f"launch 1 of 1: under way on ({every}), ended on no device" in said
+    assert_message(lines_with(said, "launch", f"({every})"), values=1)
     assert "if replica == 1:" not in said
     assert "time.sleep(60)" in said  # where replica 1 is
 
@@ -286,7 +305,6 @@ def test_xla_counts_and_names_nobody():
         "may be stuck. Expected 8 threads to join the rendezvous, but not all of them arrived."
     )
     text = "\n".join([*(line.format(i, 1) for i in range(3)), line.format(0, 2), "another line"])
-    assert list(timeout._arrivals(text)) == [
-        "  XLA: 3 of 8 replicas wait in all reduce Key{op_id=1}; it does not say which.",
-        "  XLA: 1 of 8 replicas wait in all reduce Key{op_id=2}; it does not say which.",
-    ]
+    first, second = timeout._arrivals(text)
+    assert_message(first, names="all reduce Key{op_id=1}", values=[3, 8])
+    assert_message(second, names="all reduce Key{op_id=2}", values=[1, 8])

@@ -7,11 +7,11 @@ from concurrent.futures import Future
 import pytest
 
 from tests import fresh
+from tests.messages import assert_message
 from tests.programs import checks
 
 CPU_ONLY = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(fresh.STAND_INS)}
 ONE_CPU = "Num GPUs Available: 0\n/physical_device:CPU:0 CPU\n"
-TOO_LATE = "cannot be modified after being initialized: JAX's backend has started"
 
 
 def show(code: str, **environment: str) -> dict:
@@ -28,11 +28,11 @@ PLAYED: dict[str, tuple[str, dict[str, str]]] = {
     "one CPU": (
         """
 from mirror.devices.start import started
-shown["P1"] = play("p01_count_gpus").text
-shown["P13"] = play("p13_visible_by_environment").text
+shown["count"] = play("p01_count_gpus").text
+shown["by environment"] = play("p13_visible_by_environment").text
 shown["started"] = started()
-shown["P4"] = play("p04_first_gpu_only").text
-shown["P5"] = play("p05_memory_growth").text
+shown["first only"] = play("p04_first_gpu_only").text
+shown["growth"] = play("p05_memory_growth").text
 shown["problems"] = checks.problems(1, "CPU")
 """,
         {},
@@ -41,32 +41,32 @@ shown["problems"] = checks.problems(1, "CPU")
         "shown['problems'] = checks.problems(2, 'CPU')",
         {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"},
     ),
-    "P1 and P4 with GPUs": (
+    "count and first only with GPUs": (
         """
 import jax
 from mirror.devices.start import started
-shown["P1"], shown["started"] = play("p01_count_gpus").text, started()
-shown["P4"] = play("p04_first_gpu_only").text
+shown["count"], shown["started"] = play("p01_count_gpus").text, started()
+shown["first only"] = play("p04_first_gpu_only").text
 shown["of JAX"] = jax.config.values["jax_cuda_visible_devices"]
 """,
         {"STAND_IN_GPUS": "2"},
     ),
-    "P5 with GPUs": (
+    "growth with GPUs": (
         """
 import os
-shown["P5"] = play("p05_memory_growth").text
+shown["growth"] = play("p05_memory_growth").text
 shown["of XLA"] = os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"]
 """,
         {"STAND_IN_GPUS": "2"},
     ),
-    "P5 by the environment": (
-        "shown['P5'] = play('p05_memory_growth').text",
+    "growth by the environment": (
+        "shown['growth'] = play('p05_memory_growth').text",
         {"STAND_IN_GPUS": "2", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
     ),
-    "P6 in 1": ("shown['P6'] = play('p06_virtual_gpus', '1').text", {}),
-    "P6 in 2": ("shown['P6'] = play('p06_virtual_gpus', '2').text", {}),
-    "P13 with GPUs": (
-        "shown['P13'] = play('p13_visible_by_environment').text",
+    "split in 1": ("shown['split'] = play('p06_virtual_gpus', '1').text", {}),
+    "split in 2": ("shown['split'] = play('p06_virtual_gpus', '2').text", {}),
+    "by environment with GPUs": (
+        "shown['by environment'] = play('p13_visible_by_environment').text",
         {"STAND_IN_GPUS": "4"},
     ),
 }
@@ -108,63 +108,65 @@ def test_on_eight_host_devices(program):
     checks.CHECKS[program](8, "CPU")
 
 
-def test_P1_P4_P5_P13_without_a_gpu(on_one_cpu):
-    assert on_one_cpu["P1"] == ONE_CPU
-    assert on_one_cpu["P13"] == "Num GPUs Available: 0\n"
+def test_programs_that_configure_gpus_without_a_gpu(on_one_cpu):
+    assert on_one_cpu["count"] == ONE_CPU
+    assert on_one_cpu["by environment"] == "Num GPUs Available: 0\n"
     assert on_one_cpu["started"] is False
-    assert on_one_cpu["P4"] == "0 Physical GPUs, 0 Logical GPU\n"
-    assert on_one_cpu["P5"] == "0 Physical GPUs, 0 Logical GPUs\nMemory grows: []\n"
+    assert on_one_cpu["first only"] == "0 Physical GPUs, 0 Logical GPU\n"
+    assert on_one_cpu["growth"] == "0 Physical GPUs, 0 Logical GPUs\nMemory grows: []\n"
 
 
 # Where the driver lists GPUs, and JAX has only the CPU.
 
 
-def test_P1_P4_with_gpus(shown):
-    """Counting starts nothing: P4 may still configure."""
-    found = shown["P1 and P4 with GPUs"].result()
+def test_gpus_are_counted_and_then_only_the_first_is_visible(shown):
+    """Counting starts nothing: the next program may still configure."""
+    found = shown["count and first only with GPUs"].result()
     gpus = "/physical_device:GPU:0 GPU\n/physical_device:GPU:1 GPU\n"
-    assert found["P1"] == f"{ONE_CPU.replace('0', '2', 1)}{gpus}"
+    assert found["count"] == f"{ONE_CPU.replace('0', '2', 1)}{gpus}"
     assert found["started"] is False
     assert found["of JAX"] == "0"
-    *_, counts, error = found["P4"].splitlines()
+    *_, counts, error = found["first only"].splitlines()
     assert counts == "2 Physical GPUs, 0 Logical GPU"
-    assert error.startswith(f"Visible devices {TOO_LATE}")
-    assert "p04_first_gpu_only.py:8: logical_gpus = mirror.config.list_logical_dev" in error
+    line = "p04_first_gpu_only.py:8: logical_gpus = mirror.config.list_logical_devices"
+    assert_message(error, values=line, fix="mirror.config")
 
 
-def test_P5_with_gpus(shown):
-    found = shown["P5 with GPUs"].result()
+def test_memory_growth_is_set_before_the_start_and_fixed_after_it(shown):
+    found = shown["growth with GPUs"].result()
     assert found["of XLA"] == "false"
-    counts, grows, error = found["P5"].splitlines()
+    counts, grows, error = found["growth"].splitlines()
     assert counts == "2 Physical GPUs, 0 Logical GPUs"
     assert grows == "Memory grows: [True, True]"
-    assert error.startswith(f"Physical devices {TOO_LATE}")
+    assert_message(error, values="p05_memory_growth.py:13", fix="mirror.config")
 
 
-def test_P5_by_the_environment(shown):
+def test_memory_growth_by_the_environment(shown):
     """The user's variable wins, also over what comes too late; that is said, and is no error."""
-    found = shown["P5 by the environment"].result()
-    counts, grows, *said = found["P5"].splitlines()
+    found = shown["growth by the environment"].result()
+    counts, grows, *said = found["growth"].splitlines()
     assert counts == "2 Physical GPUs, 0 Logical GPUs"
     assert grows == "Memory grows: [True, True]"
-    wins = "XLA_PYTHON_CLIENT_PREALLOCATE=false is set, and wins over set_memory_growth(False)."
-    assert said == [wins] * 2
+    assert len(said) == 2
+    by, over = "XLA_PYTHON_CLIENT_PREALLOCATE=false", "set_memory_growth(False)"
+    for line in said:
+        assert_message(line, names=by, fix=over)
 
 
 @pytest.mark.parametrize(("parts", "total"), [(1, "1.0"), (2, "3.0")])
-def test_P6_splits_the_cpu_where_there_is_no_gpu(shown, parts, total):
-    found = shown[f"P6 in {parts}"].result()
+def test_the_cpu_is_split_where_there_is_no_gpu(shown, parts, total):
+    found = shown[f"split in {parts}"].result()
     devices = ", ".join(f"/device:CPU:{i}" for i in range(parts))
-    assert found["P6"].splitlines() == [
+    assert found["split"].splitlines() == [
         "0 Physical GPUs, 0 Logical GPUs",
         f"MirroredStrategy({devices})",
         f"Sum over the replicas: {total}",
     ]
 
 
-def test_P13_with_gpus(shown):
-    found = shown["P13 with GPUs"].result()
-    assert found["P13"].splitlines() == [
+def test_visible_gpus_by_the_environment(shown):
+    found = shown["by environment with GPUs"].result()
+    assert found["by environment"].splitlines() == [
         "/physical_device:GPU:0 GPU",
         "/physical_device:GPU:1 GPU",
         "Num GPUs Available: 2",

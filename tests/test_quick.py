@@ -13,9 +13,10 @@ import pytest
 from flax import nnx
 
 import mirror
+from tests.messages import raises
 
 # Each row of a table has a function of its own.
-pytestmark = pytest.mark.filterwarnings("ignore:.*was compiled")
+pytestmark = pytest.mark.filterwarnings("ignore:.*compiled")
 
 MAKERS = {
     "one replica": lambda: mirror.MirroredStrategy(["/cpu:0"]),
@@ -203,7 +204,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*computes the same on all")
+@pytest.mark.filterwarnings("ignore:.*distribute_dataset")
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_call_unlike_the_one_before(strategy, change):
     def step(state, batch):
@@ -273,16 +274,20 @@ def too_large(strategy, run, state, batch):
     run({"w": 2**70}, batch)
 
 
+INSIDE_JIT = {"names": "step", "fix": ["jax.jit", "strategy.run"]}
 REFUSALS = {
-    deleted_argument: (ValueError, r"state\['w'\] is an array that has been deleted"),
-    donated_before: (ValueError, r"state\['w'\] is an array that has been deleted"),
-    traced: (RuntimeError, "run inside jax.jit"),
-    differentiated: (RuntimeError, "run inside jax.jit"),
-    mapped: (RuntimeError, "run inside jax.jit"),
-    in_a_trace: (RuntimeError, "run inside jax.jit"),
-    too_many_replicas: (ValueError, "batch is a PerReplica of . values"),
-    not_hashable: (TypeError, r"state\['w'\] is .*neither an array nor hashable"),
-    too_large: (ValueError, r"state\['w'\] .*cannot hold"),
+    deleted_argument: (ValueError, {"names": "state['w']", "fix": "donate_argnums"}),
+    donated_before: (ValueError, {"names": "state['w']", "fix": "donate_argnums"}),
+    traced: (RuntimeError, INSIDE_JIT),
+    differentiated: (RuntimeError, INSIDE_JIT),
+    mapped: (RuntimeError, INSIDE_JIT),
+    in_a_trace: (RuntimeError, INSIDE_JIT),
+    too_many_replicas: (
+        ValueError,
+        {"names": ["batch", "PerReplica"], "fix": "distribute_dataset"},
+    ),
+    not_hashable: (TypeError, {"names": "state['w']", "values": ["{1, 2}", "set"]}),
+    too_large: (ValueError, {"names": "state['w']", "values": 2**70, "fix": "jax_enable_x64"}),
 }
 
 
@@ -300,8 +305,8 @@ def test_every_refusal_keeps_its_message(strategy, refusal):
     for _ in range(3):
         state, _ = run(state, batch)
     assert quick_of(strategy, step, (0,)) is not None
-    error, match = REFUSALS[refusal]
-    with pytest.raises(error, match=match):
+    error, wanted = REFUSALS[refusal]
+    with raises(error, **wanted):
         refusal(strategy, run, state, batch)
     with strategy.scope():
         state = {"w": jnp.zeros(3)}
@@ -611,7 +616,7 @@ def test_a_deleted_variable_keeps_its_message(strategy):
     for _ in range(3):
         strategy.run(train, (model, batch))
     model.layers[0].kernel.get_value().delete()
-    with pytest.raises(ValueError, match=r"model\S* holds an array that has been deleted"):
+    with raises(ValueError, names="model.layers.0.kernel", fix="jnp.copy(x)"):
         strategy.run(train, (model, batch))
 
 

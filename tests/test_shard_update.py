@@ -14,6 +14,7 @@ from flax.training import train_state
 import mirror
 from mirror import cli
 from tests.conftest import cpu_strategy
+from tests.messages import assert_message, raises
 
 RNG = np.random.RandomState(0)
 X = RNG.randn(16, 16).astype(np.float32)
@@ -257,7 +258,7 @@ def test_donated_slices_are_reused():
         for s in leaf.addressable_shards
     }
     assert before <= after
-    with pytest.raises(ValueError, match=r"state\[0\]\['b'\] is an array that has been deleted"):
+    with raises(ValueError, names="state[0]['b']", fix="donate_argnums"):
         go_on(state)
 
 
@@ -356,7 +357,8 @@ def test_a_forgotten_all_reduce_is_still_an_error():
     def step(model, optimizer, x):
         optimizer.update(model, nnx.grad(lambda m: (m(x) ** 2).mean())(model))
 
-    with pytest.raises(mirror.ReplicaDivergenceError, match=r"model\.first\.kernel"):
+    names = ["step", "model.first.kernel", "x"]
+    with raises(mirror.ReplicaDivergenceError, names=names, fix="all_reduce"):
         strategy.run(step, (model, optimizer, batch))
 
 
@@ -368,13 +370,14 @@ def test_verify_and_the_report_know_slices():
     assert strategy.verify(step, (state, batch), rtol=1e-4).largest < 1e-4
     rows = {row.name: row for row in strategy.program(step, (state, batch)).sharding}
     mu = rows["state[1][0].mu['w']"]
-    assert (mu.state, mu.why) == ("sharded", "1/4 on each device, along axis 0")
-    assert rows["state[1][0].mu['k']"].why.endswith("axis 1")
-    assert rows["state[1][0].mu['c']"].why == "no axis of float32[10] is divisible by 4"
+    assert mu.state == "sharded"
+    assert_message(mu.why, values=["1/4", "axis 0"])
+    assert_message(rows["state[1][0].mu['k']"].why, values=["1/4", "axis 1"])
+    assert_message(rows["state[1][0].mu['c']"].why, values=["float32[10]", 4])
     weight = rows["state[0]['w']"]
     assert weight.state == "mirrored"
-    assert weight.why.startswith("read whole by dot_general at test_shard_update.py:")
-    assert "1/4 on each device" in str(strategy.program(step, (state, batch)))
+    assert_message(weight.why, names=["dot_general", "test_shard_update.py"])
+    assert mu.why in str(strategy.program(step, (state, batch)))
     exchanges = strategy.program(step, (state, batch)).exchanges
     assert [(row.in_words, row.num_leaves) for row in exchanges] == [
         ("reduce-scatter (sum)", 4),
@@ -394,7 +397,7 @@ def test_the_report_says_what_keeps_state_whole():
     (batch,) = strategy.distribute_dataset([X])
     report = strategy.program(step_of(tx), (state, batch))
     assert {row.state for row in report.sharding} == {"mirrored"}
-    assert any("cond at" in row.why for row in report.sharding)
+    assert any("cond" in row.why.split() for row in report.sharding)
 
 
 def test_memory_reports_count_slices(capsys):
@@ -459,25 +462,25 @@ def test_several_steps_in_one_launch_stay_mirrored():
 
 
 WHOLE = {
-    "one replica": (lambda: cpu_strategy(1, shard_update=True), "there is one replica"),
+    "one replica": (lambda: cpu_strategy(1, shard_update=True), {"fix": "replica"}),
     "rows": (
         lambda: cpu_strategy(2, replicas_per_device=2, shard_update=True),
-        "there are several replicas on each device",
+        {"fix": "replicas"},
     ),
     "host": (
         lambda: cpu_strategy(2, cross_device_ops=mirror.ReductionToOneDevice(), shard_update=True),
-        "which reduces on one device",
+        {"names": "cross_device_ops", "values": "ReductionToOneDevice('/CPU:0')"},
     ),
 }
 
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_where_it_has_no_effect_the_log_says_so(name, caplog):
-    make, reason = WHOLE[name]
+    make, wanted = WHOLE[name]
     with caplog.at_level("INFO", logger="mirror"):
         strategy = make()
-    (said,) = [r for r in caplog.messages if "shard_update=True has no effect" in r]
-    assert reason in said
+    (said,) = [r for r in caplog.messages if "shard_update" in r]
+    assert_message(said, **wanted)
     assert not strategy.shard_update
     state, _ = train(strategy, optax.adam(1e-2))
     assert set(stored(state)) == {1.0}
@@ -508,5 +511,5 @@ def test_batches_of_unequal_lengths():
 
 
 def test_bad_shard_update():
-    with pytest.raises(TypeError, match=r"`shard_update` must be True or False, got 'auto'"):
+    with raises(TypeError, names="shard_update", values=["'auto'", True, False]):
         cpu_strategy(2, shard_update="auto")
