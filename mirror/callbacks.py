@@ -4,13 +4,13 @@
 `Callback`, and override what you need.
 """
 
-from mirror.training.callbacks.checkpoints import Checkpoint as Checkpoint
-from mirror.training.callbacks.logs import CSVLogger as CSVLogger
-from mirror.training.callbacks.logs import LearningRate as LearningRate
-from mirror.training.callbacks.logs import TensorBoard as TensorBoard
-from mirror.training.callbacks.profiling import Profiler as Profiler
-from mirror.training.callbacks.progress import ProgressBar as ProgressBar
-from mirror.training.callbacks.stopping import EarlyStopping as EarlyStopping
-from mirror.training.callbacks.stopping import NaNGuard as NaNGuard
-from mirror.training.fit import Callback as Callback
-from mirror.training.fit import Fit as Fit
+from mirror._src.training.callbacks.callback import Callback as Callback
+from mirror._src.training.callbacks.checkpoints import Checkpoint as Checkpoint
+from mirror._src.training.callbacks.logs import CSVLogger as CSVLogger
+from mirror._src.training.callbacks.logs import LearningRate as LearningRate
+from mirror._src.training.callbacks.logs import TensorBoard as TensorBoard
+from mirror._src.training.callbacks.profiling import Profiler as Profiler
+from mirror._src.training.callbacks.progress import ProgressBar as ProgressBar
+from mirror._src.training.callbacks.stopping import EarlyStopping as EarlyStopping
+from mirror._src.training.callbacks.stopping import NaNGuard as NaNGuard
+from mirror._src.training.fit import Fit as Fit

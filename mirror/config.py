@@ -19,22 +19,22 @@ What the user has set by other means is never overwritten. Of the devices that `
 chosen; `XLA_PYTHON_CLIENT_PREALLOCATE` and `XLA_CLIENT_MEM_FRACTION` win, and a warning says so.
 """
 
-from mirror.devices.backend import list_logical_devices as list_logical_devices
-from mirror.devices.memory import get_memory_info as get_memory_info
-from mirror.devices.physical import get_device_details as get_device_details
-from mirror.devices.physical import list_physical_devices as list_physical_devices
-from mirror.devices.settings import (
+from mirror._src.devices.backend import list_logical_devices as list_logical_devices
+from mirror._src.devices.memory import get_memory_info as get_memory_info
+from mirror._src.devices.names import LogicalDevice as LogicalDevice
+from mirror._src.devices.names import PhysicalDevice as PhysicalDevice
+from mirror._src.devices.physical import get_device_details as get_device_details
+from mirror._src.devices.physical import list_physical_devices as list_physical_devices
+from mirror._src.devices.settings import (
     get_logical_device_configuration as get_logical_device_configuration,
 )
-from mirror.devices.settings import get_memory_growth as get_memory_growth
-from mirror.devices.settings import get_soft_device_placement as get_soft_device_placement
-from mirror.devices.settings import get_visible_devices as get_visible_devices
-from mirror.devices.settings import (
+from mirror._src.devices.settings import get_memory_growth as get_memory_growth
+from mirror._src.devices.settings import get_soft_device_placement as get_soft_device_placement
+from mirror._src.devices.settings import get_visible_devices as get_visible_devices
+from mirror._src.devices.settings import (
     set_logical_device_configuration as set_logical_device_configuration,
 )
-from mirror.devices.settings import set_memory_growth as set_memory_growth
-from mirror.devices.settings import set_soft_device_placement as set_soft_device_placement
-from mirror.devices.settings import set_visible_devices as set_visible_devices
-from mirror.devices.spec import LogicalDevice as LogicalDevice
-from mirror.devices.spec import PhysicalDevice as PhysicalDevice
-from mirror.devices.state import LogicalDeviceConfiguration as LogicalDeviceConfiguration
+from mirror._src.devices.settings import set_memory_growth as set_memory_growth
+from mirror._src.devices.settings import set_soft_device_placement as set_soft_device_placement
+from mirror._src.devices.settings import set_visible_devices as set_visible_devices
+from mirror._src.devices.state import LogicalDeviceConfiguration as LogicalDeviceConfiguration

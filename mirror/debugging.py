@@ -6,6 +6,6 @@ a @ b  # Executing op matmul in device /job:localhost/replica:0/task:0/device:GP
 print(mirror.debugging.visualize_placement(model))
 """
 
-from mirror.devices.log import set_log_device_placement as set_log_device_placement
-from mirror.display import Table as Table
-from mirror.display import visualize_placement as visualize_placement
+from mirror._src.devices.op_log import set_log_device_placement as set_log_device_placement
+from mirror._src.explain.placement_table import visualize_placement as visualize_placement
+from mirror._src.utils.tables import Table as Table

@@ -2,7 +2,7 @@
 
 pytest loads it in every run on a machine where mirror is installed, of other projects too. So it
 stands beside the package, whose import brings JAX and Flax (about a second), and imports only
-pytest and the standard library; `mirror.testing` is imported where JAX is needed.
+pytest and the standard library; `mirror` is imported where JAX is needed.
 """
 
 from pytest_mirror.marks import _mirror_layout as _mirror_layout

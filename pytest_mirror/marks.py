@@ -110,10 +110,11 @@ def strategy(
 
     With `--mirror-devices` the replicas are on host devices, also where there are accelerators.
     """
-    from mirror import MirroredStrategy, testing  # brings JAX
+    from mirror import MirroredStrategy  # brings JAX
+    from mirror._src.testing import plugin_support
 
     on_host = request.config.stash[SETTINGS].devices is not None
-    devices = testing.devices_for_tests(on_host=on_host)
+    devices = plugin_support.devices_for_tests(on_host=on_host)
     if _mirror_layout is None:
         return MirroredStrategy(devices if on_host else None)
     needed = _mirror_layout.num_devices
@@ -124,4 +125,4 @@ def strategy(
             "devices.",
             pytrace=False,
         )
-    return testing.make_strategy(_mirror_layout.executor, _mirror_layout.replicas, devices)
+    return plugin_support.make_strategy(_mirror_layout.executor, _mirror_layout.replicas, devices)

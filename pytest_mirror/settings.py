@@ -82,10 +82,10 @@ def _said(config: pytest.Config, name: str) -> tuple[str | None, str]:
 
 
 def _force(count: int, asked_by: str) -> None:
-    from mirror import testing  # brings JAX
+    from mirror._src.testing import plugin_support  # brings JAX
 
     try:
-        testing.force_host_devices(count, asked_by)
+        plugin_support.force_host_devices(count, asked_by)
     except RuntimeError as error:
         raise pytest.UsageError(str(error)) from error
 

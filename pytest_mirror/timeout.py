@@ -116,11 +116,11 @@ def _arrivals(text: str) -> Iterator[str]:
 
 
 def _launches() -> Iterator[str]:
-    if "mirror.executors.launch" not in sys.modules:
+    if "mirror._src.devices.launch" not in sys.modules:
         return
-    from mirror import testing  # mirror has been imported
+    from mirror._src.testing import plugin_support  # mirror has been imported
 
-    found = testing.launches_under_way()
+    found = plugin_support.launches_under_way()
     yield from (f"  launch {i + 1} of {len(found)}: {line}" for i, line in enumerate(found))
     if not found:
         yield "  mirror has no launch with exchanges under way on host devices."

@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 
-from mirror.training.checkpoint import KeyData
+from mirror._src.training.checkpoints.host_copies import KeyData
 
 START = multiprocessing.get_context("forkserver")
 START.set_forkserver_preload(["pytest", "orbax.checkpoint", "tensorstore", __name__])

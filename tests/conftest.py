@@ -26,7 +26,7 @@ jax.config.update("jax_platforms", "cpu")  # GPUs are for the processes of tests
 jax.config.update("jax_disable_most_optimizations", True)
 
 import mirror  # noqa: E402
-from mirror.context import current_frame  # noqa: E402
+from mirror._src.context.scopes import current_frame  # noqa: E402
 from tests.durations import SLOW_TESTS  # noqa: E402
 
 

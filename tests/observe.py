@@ -12,8 +12,8 @@ import jax.numpy as jnp  # noqa: F401  (the programs use it)
 
 import mirror as mirror
 from mirror import config
-from mirror.devices import settings
-from mirror.devices.start import started as started
+from mirror._src.devices import settings
+from mirror._src.devices.startup import started as started
 
 OPTIONS = ("jax_num_cpu_devices", "jax_cuda_visible_devices", "jax_platforms")
 L = config.LogicalDeviceConfiguration

@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 from jax.experimental import io_callback
 
-from mirror.program.additive import Dependence, dependence
+from mirror._src.program.additive import Dependence, dependence
 
 INDEPENDENT, ADDED, OTHER = Dependence
 HOST = np.ones(3, np.float32)

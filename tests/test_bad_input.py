@@ -649,7 +649,7 @@ def test_numbers_do_not_compile_anew(two):
         return x * 2
 
     assert [float(two.run(step, (x,))) for x in (1.0, 2.0, 3.5)] == [2.0, 4.0, 7.0]
-    assert len(set(map(id, two._runner._programs.values()))) == 1
+    assert len(set(map(id, two._runner._cache.programs.values()))) == 1
     assert two.run(step, (3,)).dtype == jnp.int32
     assert float(two.run(step, (np.float32(4),))) == 8.0
 

@@ -21,8 +21,8 @@ from tensorboardX.proto.event_pb2 import Event  # which sets CRC32C_SW_MODE
 
 import mirror
 from mirror import callbacks
-from mirror._optional import require
-from mirror.context import current_frame
+from mirror._src.context.scopes import current_frame
+from mirror._src.utils.optional import require
 from tests.conftest import cpu_strategy
 from tests.messages import assert_message, raises
 

@@ -19,9 +19,11 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mirror.training import checkpoint_files
-from mirror.training.checkpoint import CheckpointStore, KeyData
-from mirror.training.checkpoint import load_checkpoint as load
+from mirror._src.training.checkpoints import files as checkpoint_files
+from mirror._src.training.checkpoints import layout
+from mirror._src.training.checkpoints.host_copies import KeyData
+from mirror._src.training.checkpoints.load import load_checkpoint as load
+from mirror._src.training.checkpoints.store import CheckpointStore
 from tests.checkpoints import in_a_process, killed, same
 from tests.messages import assert_message, raises
 
@@ -443,7 +445,7 @@ def test_what_is_not_of_mirror_is_not_overwritten(tmp_path):
 
 
 def test_another_format(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint_files, "FORMAT", 2)
+    monkeypatch.setattr(layout, "FORMAT", 2)
     put(tmp_path, 1)
     monkeypatch.undo()
     with raises(ValueError, values=[tmp_path, 1, 2], fix="format"):

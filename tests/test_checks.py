@@ -11,7 +11,7 @@ from flax import nnx
 
 import mirror
 from mirror import PerReplica
-from mirror.checks import relative_difference
+from mirror._src.checks.verify import relative_difference
 from tests.conftest import cpu_strategy
 from tests.messages import assert_message, raises
 from tests.models import MLP, LocalBatchNorm, batches, losses_of, nnx_step

@@ -18,13 +18,13 @@ import numpy as np
 import pytest
 
 import mirror
-from mirror import cli
-from mirror.bench import command, measure
-from mirror.bench.measure import Contender
-from mirror.bench.named import make_named
-from mirror.bench.scaling import Row, Scaling, quartiles
-from mirror.bench.workload import Repeated, WorkloadError, workload_of
-from mirror.demo.options import OptionError
+from mirror._src.cli import main as cli
+from mirror._src.cli.bench import command, measure
+from mirror._src.cli.bench.measure import Contender
+from mirror._src.cli.bench.named import make_named
+from mirror._src.cli.bench.scaling import Row, Scaling, quartiles
+from mirror._src.cli.bench.workload import Repeated, WorkloadError, workload_of
+from mirror._src.cli.demo.options import OptionError
 from tests import fresh
 from tests.conftest import cpu_strategy
 from tests.messages import assert_message, raises
@@ -108,7 +108,7 @@ def interrupted() -> tuple[int, str, list[str]]:
 
 def _interrupted(step: str) -> tuple[int, str, list[str]]:
     with subprocess.Popen(
-        [sys.executable, "-u", "-m", "mirror.cli", "bench", step, "--steps", "1000000"],
+        [sys.executable, "-u", "-m", "mirror._src.cli.main", "bench", step, "--steps", "1000000"],
         cwd=fresh.ROOT,
         env={**fresh.INHERITED, "JAX_PLATFORMS": "cpu"},
         stdout=subprocess.PIPE,

@@ -10,13 +10,14 @@ import jax
 import pytest
 
 import mirror
-from mirror import cli, inventory
+from mirror._src.cli import devices as inventory
+from mirror._src.cli import main as cli
 from tests import fresh
 from tests.messages import assert_message
 
 COMMAND = "import sys; from mirror import cli; sys.exit(cli.main(['devices']))"
 BOTH = """
-from mirror import cli
+from mirror._src.cli import main as cli
 assert cli.main(["devices"]) == 0
 print("JSON")
 assert cli.main(["devices", "--json"]) == 0

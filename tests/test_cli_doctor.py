@@ -13,13 +13,19 @@ import tomllib
 import pytest
 
 import mirror
-from mirror import cli
-from mirror.devices.physical import Gpu
-from mirror.doctor import child, environment, probes, versions
-from mirror.doctor.check import Check, summary, worst
-from mirror.doctor.child import Ended, findings
-from mirror.doctor.environment import check_environment
-from mirror.doctor.versions import SUPPORTED, check_versions, deadlocks_on_host, installed, parse
+from mirror._src.cli import main as cli
+from mirror._src.cli.doctor import child, environment, probes, versions
+from mirror._src.cli.doctor.check import Check, summary, worst
+from mirror._src.cli.doctor.child import Ended, findings
+from mirror._src.cli.doctor.environment import check_environment
+from mirror._src.cli.doctor.versions import (
+    SUPPORTED,
+    check_versions,
+    deadlocks_on_host,
+    installed,
+    parse,
+)
+from mirror._src.devices.physical import Gpu
 from tests import fresh
 from tests.messages import assert_message
 

@@ -11,8 +11,10 @@ import pytest
 
 import mirror
 from mirror import config
-from mirror.devices import backend, knobs, memory, physical, settings, start, state
-from mirror.devices.canonical import canonicalize_replica_devices
+from mirror._src.devices import backend, memory, physical, settings, state
+from mirror._src.devices import jax_options as knobs
+from mirror._src.devices import startup as start
+from mirror._src.devices.resolve import canonicalize_replica_devices
 from tests import fresh
 from tests.messages import assert_message, raises
 from tests.observe import snapshot
@@ -197,7 +199,7 @@ facts["other"] = refused(config.set_logical_device_configuration, CPU, [L()] * 2
 """
 
 USER_ASKS = """
-from mirror.devices import physical
+from mirror._src.devices import physical
 
 sys.modules["pynvml"] = None
 physical._DRIVER = "/"

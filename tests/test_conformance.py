@@ -13,7 +13,7 @@ from flax import linen, nnx
 
 import mirror
 from mirror import REPLICA_AXIS, PerReplica
-from mirror.devices import backend
+from mirror._src.devices import backend
 from tests import fresh
 
 CPUS = jax.devices("cpu")
@@ -34,9 +34,9 @@ def pretended_types(types):
         return tuple(device for device in CPUS if type_of(device) == wanted)
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("mirror.devices.backend", "mirror.devices.replicas"):
+        for module in ("mirror._src.devices.backend", "mirror._src.devices.replicas"):
             patch.setattr(f"{module}.type_of", type_of)
-        patch.setattr("mirror.cross_device_ops.type_of", type_of)
+        patch.setattr("mirror._src.collectives.one_device.type_of", type_of)
         patch.setattr(backend, "devices_of_type", devices_of_type)
         yield
 

@@ -11,9 +11,9 @@ import tempfile
 import pytest
 
 import mirror
-from mirror import _interrupts as interrupts
-from mirror import cli
-from mirror.demo import run  # here, since scikit-learn sets environment variables
+from mirror._src.cli import main as cli
+from mirror._src.cli.demo import run  # here, since scikit-learn sets environment variables
+from mirror._src.utils import interrupts
 from tests import fresh
 from tests.messages import assert_message
 
@@ -26,7 +26,7 @@ def environment(**more: str) -> dict[str, str]:
 
 def demo(*options: str, **variables: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-m", "mirror.cli", "demo", *options],
+        [sys.executable, "-m", "mirror._src.cli.main", "demo", *options],
         cwd=fresh.ROOT,
         env=environment(**variables),
         capture_output=True,
@@ -60,7 +60,7 @@ def with_curves() -> tuple[subprocess.CompletedProcess, bytes]:
 def interrupted() -> tuple[int, str]:
     """The exit status and the standard error of a run that Ctrl-C ends."""
     with subprocess.Popen(
-        [sys.executable, "-u", "-m", "mirror.cli", "demo", "--epochs", "1000"],
+        [sys.executable, "-u", "-m", "mirror._src.cli.main", "demo", "--epochs", "1000"],
         cwd=fresh.ROOT,
         env=environment(),
         stdout=subprocess.PIPE,
@@ -201,7 +201,7 @@ def test_what_cannot_be_done_is_said_before_training(
 def test_missing_packages_are_named_with_the_line_that_installs_them(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     for name in ("run", "data", "loop", "models", "plot"):
-        monkeypatch.delitem(sys.modules, f"mirror.demo.{name}", raising=False)
+        monkeypatch.delitem(sys.modules, f"mirror._src.cli.demo.{name}", raising=False)
     assert cli.main(["demo"]) == 2
     errors = capsys.readouterr().err
     assert_message(errors, names="sklearn", fix='pip install "mirror-jax[demo]"')
@@ -242,7 +242,7 @@ def test_the_version_is_told(capsys):
 
 
 def test_importing_mirror_imports_no_demo():
-    code = "import mirror, sys; print([m for m in sys.modules if m.startswith('mirror.demo')])"
+    code = "import mirror, sys; print([m for m in sys.modules if '_src.cli' in m])"
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True
     )

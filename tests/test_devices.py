@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import mirror
-from mirror.devices.canonical import canonicalize_device
-from mirror.devices.replicas import ReplicaDevices
-from mirror.devices.spec import SPELLINGS as LISTED
-from mirror.devices.spec import DeviceSpec
+from mirror._src.devices.names import SPELLINGS as LISTED
+from mirror._src.devices.names import DeviceSpec
+from mirror._src.devices.replicas import ReplicaDevices
+from mirror._src.devices.resolve import canonicalize_device
 from tests.conftest import cpu_strategy
 from tests.messages import assert_message, raises
 

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import mirror
-from mirror.display import Table
+from mirror._src.utils.tables import Table
 
 CPU = [f"/device:CPU:{k}" for k in range(8)]
 BOTH = ", ".join(CPU[:2])

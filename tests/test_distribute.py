@@ -141,7 +141,7 @@ def test_pad_gives_one_shape_and_one_program(two):
 
     source = two.distribute_dataset([np.ones(5), np.ones(4), np.ones(1)], remainder="pad")
     assert [float(two.run(step, batch)) for batch in source] == [5.0, 4.0, 1.0]
-    assert len(set(map(id, two._runner._programs.values()))) == 1
+    assert len(set(map(id, two._runner._cache.programs.values()))) == 1
 
 
 class Ragged:

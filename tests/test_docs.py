@@ -103,10 +103,18 @@ def test_names_on_a_page_are_there(name):
 
 
 def test_the_map_of_the_code_has_each_module():
+    """The faces, and each module below its folder."""
     text = PAGES["mirror/README.md"]
-    for path in (fresh.ROOT / "mirror").iterdir():
-        if path.suffix == ".py" or (path / "__init__.py").exists():
-            assert path.name in text, f"mirror/README.md does not mention {path.name}"
+    package = fresh.ROOT / "mirror"
+    for path in package.glob("*.py"):
+        assert path.name in text, f"mirror/README.md does not mention {path.name}"
+    lines = text.split("  _src/\n")[1].split("```")[0]
+    parts = dict(re.findall(r"^    (\w+)/ +((?:.*\n)(?:^ {8}.*\n)*)", lines, re.M))
+    for path in (package / "_src").rglob("*.py"):
+        folder, *rest = path.relative_to(package / "_src").with_suffix("").parts
+        name = f"{rest[0]}/" if len(rest) > 1 else "".join(rest)
+        if folder not in ("cli", "__init__") and name != "__init__":
+            assert re.search(rf"\b{name}", parts[folder]), f"{folder}: {name}"
 
 
 # Messages.

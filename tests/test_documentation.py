@@ -90,7 +90,11 @@ def training() -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "name",
-    [m.name for m in pkgutil.walk_packages(mirror.__path__, "mirror.") if ".demo" not in m.name],
+    [
+        module.name
+        for module in pkgutil.walk_packages(mirror.__path__, "mirror.")
+        if ".demo" not in module.name and not module.name.endswith("__main__")
+    ],
 )
 def test_docstring_examples_run(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -13,11 +13,12 @@ import pytest
 from flax import nnx
 
 import mirror
-from mirror.cross_device_ops import CrossDeviceOps
-from mirror.explain.memory_report import Kind, MemoryGroup, MemoryReport
-from mirror.explain.report import Explanation, Seconds
-from mirror.explain.timing import Batches, Idle, Trial, _one_by_one, split
-from mirror.values import PerReplica, on_replicas
+from mirror._src.collectives.cross_device_ops import CrossDeviceOps
+from mirror._src.explain.memory_report import Kind, MemoryGroup, MemoryReport
+from mirror._src.explain.report import Explanation, Seconds
+from mirror._src.explain.timing import split
+from mirror._src.explain.trial import Batches, Idle, Trial, idle_times
+from mirror._src.values.per_replica import PerReplica, on_replicas
 from tests.conftest import cpu_strategy
 from tests.messages import assert_message, raises
 from tests.models import MLP, batches, losses_of, nnx_step
@@ -335,7 +336,7 @@ def test_what_lies_on_the_host_is_a_transfer(two):
     def idle(*args):
         trial = Trial(two._runner, lambda *xs: sum(xs), args, {})
         trial.warm_up(())
-        return trial.elsewhere, _one_by_one(Batches(None), [trial], 2)[0].transfer
+        return trial.elsewhere, idle_times(Batches(None), [trial], 2)[0].transfer
 
     host = np.ones((300, 300), np.float32)
     for args in [(host,), (PerReplica([host] * 2),), (PerReplica([host, host[:1]]), 1.0)]:

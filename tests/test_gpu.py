@@ -79,7 +79,7 @@ def test_only_the_first_gpu(count):
     """With one GPU nothing is hidden; to hide it comes too late either way."""
     shown = show(
         """
-from mirror.devices.start import started
+from mirror._src.devices.startup import started
 shown["count"], shown["started"] = play("p01_count_gpus").text, started()
 shown["first only"] = play("p04_first_gpu_only").text
 import jax
@@ -310,7 +310,7 @@ def test_every_kind_of_machine_trains_as_one_gpu(name, alone):
 def test_a_gpu_and_the_cpu_train_the_digits(gpus):
     shown = show(
         """
-from mirror import cli
+from mirror._src.cli import main as cli
 shown["status"] = cli.main(["demo", "--devices", "/gpu:0,/cpu:0", "--epochs", "3"])
 """
     )

@@ -11,7 +11,7 @@ from jax import lax
 
 import mirror
 from mirror import PerReplica
-from mirror.executors import launch
+from mirror._src.devices import launch
 from tests.conftest import cpu_strategy
 from tests.messages import assert_message
 
@@ -156,7 +156,7 @@ def test_prints_do_not_make_a_step_wait(strategy):
         return lax.psum(x, AXIS)
 
     strategy.run(step, (numbers(strategy, 1),))
-    (program,) = {id(p): p for p in strategy._runner._programs.values()}.values()
+    (program,) = {id(p): p for p in strategy._runner._cache.programs.values()}.values()
     assert program._guard is None
 
 

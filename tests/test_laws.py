@@ -31,7 +31,7 @@ def assert_close(got, wanted, rtol=1e-5):
     for (path, a), b in zip(
         jax.tree_util.tree_flatten_with_path(got)[0], jax.tree.leaves(wanted), strict=True
     ):
-        difference = mirror.checks.relative_difference(np.asarray(a), np.asarray(b))
+        difference = mirror._src.checks.verify.relative_difference(np.asarray(a), np.asarray(b))
         assert difference <= rtol, f"{jax.tree_util.keystr(path)} is off by {difference:.1e}"
 
 

@@ -20,8 +20,8 @@ from flax.errors import TraceContextError
 from jax.sharding import Mesh, PartitionSpec
 
 import mirror
-from mirror.devices import log as log_module
-from mirror.devices.log import eager_trace, log_is_here
+from mirror._src.devices import op_log as log_module
+from mirror._src.devices.op_log import eager_trace, log_is_here
 from tests import fresh
 from tests.conftest import cpu_strategy
 from tests.messages import assert_message, raises

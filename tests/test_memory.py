@@ -15,14 +15,14 @@ from flax import nnx
 from flax.training import train_state
 
 import mirror
-from mirror import cli
-from mirror.bench.workload import Workload
-from mirror.estimate import command
-from mirror.estimate.abstract import without_arrays
-from mirror.estimate.estimate import Estimate, estimate_row
-from mirror.explain.memory import memory_report
-from mirror.explain.memory_report import COUNTED, Kind, MemoryGroup, MemoryReport
-from mirror.values import is_per_replica
+from mirror._src.cli import main as cli
+from mirror._src.cli.bench.workload import Workload
+from mirror._src.cli.estimate import command
+from mirror._src.cli.estimate.abstract import without_arrays
+from mirror._src.cli.estimate.estimate import Estimate, estimate_row
+from mirror._src.explain.memory import memory_report
+from mirror._src.explain.memory_report import COUNTED, Kind, MemoryGroup, MemoryReport
+from mirror._src.values.per_replica import is_per_replica
 from tests import fresh, models
 from tests.conftest import LAYOUTS, cpu_strategy
 from tests.messages import assert_message
@@ -665,7 +665,7 @@ def test_more_devices_than_the_machine_has():
 
 
 def test_importing_mirror_does_not_import_it():
-    code = "import sys, mirror; print([m for m in sys.modules if m.startswith('mirror.estimate')])"
+    code = "import sys, mirror; print([m for m in sys.modules if '_src.cli' in m])"
     assert fresh.run(code).strip() == "[]"
 
 

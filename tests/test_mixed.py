@@ -15,7 +15,7 @@ from flax.training import train_state
 
 import mirror
 from mirror import AllReduce, PerReplica, ReductionToOneDevice
-from mirror.executors import choice
+from mirror._src.executors import choice
 from tests.conftest import cpu_strategy
 from tests.messages import assert_message, raises
 from tests.models import MLP, LinenMLP, SyncBatchNorm, batches, linen_step, nnx_step

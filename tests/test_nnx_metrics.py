@@ -11,8 +11,8 @@ import pytest
 from flax import nnx
 from jax import lax
 
-from mirror.nnx_metrics import Additive, Moments, Update, merge, merge_rule
-from mirror.program.additive import Dependence, dependence
+from mirror._src.program.additive import Dependence, dependence
+from mirror._src.run.nnx.metrics import Additive, Moments, Update, merge, merge_rule
 
 INDEPENDENT, ADDED, OTHER = Dependence
 SIZES = [3, 1, 4, 2, 4, 1, 3, 2]

@@ -11,8 +11,8 @@ import pytest
 from flax import nnx
 
 import mirror
-from mirror.training.meter import Meter
-from mirror.training.objective import Objective, Sums
+from mirror._src.training.meter import Meter
+from mirror._src.training.objective import Objective, Sums
 from tests.conftest import cpu_strategy
 from tests.messages import raises
 from tests.test_trainer import fit

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import mirror
-from mirror.program.flat import Packing, flatten, in_order
+from mirror._src.program.flat import Packing, flatten, in_order
 from tests.conftest import cpu_strategy
 
 AXIS = mirror.REPLICA_AXIS

@@ -13,8 +13,8 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 import mirror
-from mirror.devices import placement
-from mirror.devices.spec import DeviceSpec
+from mirror._src.devices import placement
+from mirror._src.devices.names import DeviceSpec
 from tests.conftest import cpu_strategy
 from tests.messages import assert_message, raises
 

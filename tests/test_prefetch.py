@@ -231,7 +231,7 @@ def test_a_slow_source_is_read_while_a_slow_step_runs(form):
 
 def test_a_source_that_blocks_does_not_block_the_end(monkeypatch, two):
     """It is waited for as long as a source may take, and no longer."""
-    monkeypatch.setattr(mirror.data.prefetch, "_MOST_WAIT_SECS", 0.05)
+    monkeypatch.setattr(mirror._src.data.prefetch, "_MOST_WAIT_SECS", 0.05)
     release, blocked = threading.Event(), threading.Event()
 
     def source():

@@ -27,7 +27,7 @@ def show(code: str, **environment: str) -> dict:
 PLAYED: dict[str, tuple[str, dict[str, str]]] = {
     "one CPU": (
         """
-from mirror.devices.start import started
+from mirror._src.devices.startup import started
 shown["count"] = play("p01_count_gpus").text
 shown["by environment"] = play("p13_visible_by_environment").text
 shown["started"] = started()
@@ -44,7 +44,7 @@ shown["problems"] = checks.problems(1, "CPU")
     "count and first only with GPUs": (
         """
 import jax
-from mirror.devices.start import started
+from mirror._src.devices.startup import started
 shown["count"], shown["started"] = play("p01_count_gpus").text, started()
 shown["first only"] = play("p04_first_gpu_only").text
 shown["of JAX"] = jax.config.values["jax_cuda_visible_devices"]

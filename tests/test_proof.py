@@ -10,8 +10,8 @@ import pytest
 from jax import lax
 
 import mirror
-from mirror.program.proof import prove
-from mirror.program.trace import trace
+from mirror._src.program.proof import prove
+from mirror._src.program.trace import trace
 from tests.messages import raises
 
 AXIS = mirror.REPLICA_AXIS

@@ -8,8 +8,8 @@ import pytest
 from jax import lax
 
 import mirror
-from mirror.program.proof import prove
-from mirror.program.trace import trace
+from mirror._src.program.proof import prove
+from mirror._src.program.trace import trace
 from tests.messages import raises
 from tests.test_proof import FLOATS, gradient, marks_of
 

@@ -63,7 +63,7 @@ def train(model, batch):
 
 
 def quick_of(strategy: mirror.Strategy, fn: Any, donated: tuple[int, ...] = ()) -> Any:
-    return strategy._runner._quick.get((fn, donated))
+    return strategy._runner._cache.quick.get((fn, donated))
 
 
 def num_python_events(call: Any) -> int:
@@ -520,7 +520,7 @@ def test_state_that_two_steps_change_in_turn_is_not_waited_for(strategy, monkeyp
         state = {"w": jnp.zeros(3)}
     for i in range(12):
         if i == 6:
-            monkeypatch.delattr("mirror.runner.buffers_of")
+            monkeypatch.delattr("mirror._src.run.argument_placer.buffers_of")
         state, grad = strategy.run(steps[i % 2], (state, batch), donate_argnums=0)
     np.testing.assert_allclose(state["w"], np.full(3, -6 * float(grad)))
 
@@ -535,7 +535,7 @@ def test_results_share_no_memory(strategy):
         args = (jnp.arange(3.0), jnp.arange(3.0), own(strategy))
     for _ in range(3):
         arrays = jax.tree.leaves((args, strategy.run(step, args)))
-        buffers = list(map(mirror.runner.buffers_of, arrays))
+        buffers = list(map(mirror._src.run.argument_placer.buffers_of, arrays))
         assert len(set().union(*buffers)) == sum(map(len, buffers))
 
 
@@ -739,7 +739,7 @@ def test_an_optimizer_trains_the_same_the_long_way():
         batch, found = own(strategy, (2, 4)), []
         for _ in range(6):
             if long:
-                strategy._runner._quick.clear()
+                strategy._runner._cache.quick.clear()
             found.append(float(strategy.run(step, (model, optimizer, batch))))
         return found
 
@@ -776,7 +776,9 @@ def test_what_lies_elsewhere_is_not_compiled_again(strategy, value):
     state, batch = {"w": jnp.zeros(3)}, own(strategy)
     for wrap in (lambda x: x, jnp.asarray) * 3:
         state = strategy.run(step, (state, batch, wrap(value)), donate_argnums=0)
-    programs = {id(p): p for p in strategy._runner._programs.values() if p.fn is step}.values()
+    programs = {
+        id(p): p for p in strategy._runner._cache.programs.values() if p.fn is step
+    }.values()
     for program in programs:
         assert program.compiled._compiled._cache_size() <= 1
 

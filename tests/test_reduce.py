@@ -171,9 +171,9 @@ def test_many_different_reductions_warn_of_nothing(two):
 def test_reduce_compiles_once(two):
     for i in range(3):
         two.reduce("mean", PerReplica([np.float32(i)] * 2))
-    programs = len(set(map(id, two._runner._programs.values())))
+    programs = len(set(map(id, two._runner._cache.programs.values())))
     two.reduce("mean", PerReplica([np.float32(9)] * 2))
-    assert len(set(map(id, two._runner._programs.values()))) == programs
+    assert len(set(map(id, two._runner._cache.programs.values()))) == programs
 
 
 @pytest.mark.parametrize("axis", [0, 1, -1])

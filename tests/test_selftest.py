@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mirror.devices import selftest
-from mirror.devices.replicas import ReplicaDevices
-from mirror.devices.selftest import all_reduce_fault, stuck
+from mirror._src.devices import collective_check as selftest
+from mirror._src.devices.collective_check import all_reduce_fault, stuck
+from mirror._src.devices.replicas import ReplicaDevices
 from tests import fresh
 from tests.messages import assert_message
 
@@ -315,8 +315,8 @@ def test_a_stall_does_not_keep_the_interpreter():
     code = """
         import time, jax, numpy as np
         jax.config.update("jax_platforms", "cpu")
-        from mirror.devices import selftest
-        from mirror.devices.replicas import ReplicaDevices
+        from mirror._src.devices import collective_check as selftest
+        from mirror._src.devices.replicas import ReplicaDevices
         devices = tuple(jax.devices())
         real = selftest._sums
         selftest._sums = lambda devices, over: time.sleep(600)

@@ -12,7 +12,7 @@ from flax import linen, nnx
 from flax.training import train_state
 
 import mirror
-from mirror import cli
+from mirror._src.cli import main as cli
 from tests.conftest import cpu_strategy
 from tests.messages import assert_message, raises
 

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import pytest
 
 import mirror
-from mirror.executors import eager
-from mirror.executors import launch as guard
+from mirror._src.devices import eager_work as eager
+from mirror._src.devices import launch as guard
 from tests import fresh
 
 CASES = {

@@ -16,9 +16,10 @@ from flax import nnx
 
 import mirror
 from mirror import REPLICA_AXIS, PerReplica
-from mirror.executors.launch import launch
-from mirror.program.stages import Exchange, Loop, cut, values_of
-from mirror.program.trace import trace
+from mirror._src.devices.launch import launch
+from mirror._src.program.staging.flatten import cut
+from mirror._src.program.staging.ir import Exchange, Loop, values_of
+from mirror._src.program.trace import trace
 from tests.messages import assert_message, raises
 from tests.models import MLP, batches, nnx_step
 from tests.test_conformance import CPUS, executor
@@ -175,7 +176,7 @@ def test_few_values_go_from_stage_to_stage():
     (batch,) = strategy.distribute_dataset(batches((12,), 1))
     strategy.run(nnx_step, (model, optimizer, batch))
     assert len(watching.calls) == 1  # gradients and loss in one buffer
-    (program,) = set(strategy._runner._programs.values())
+    (program,) = set(strategy._runner._cache.programs.values())
     (cut_program,) = program.compiled._part._staged
     first, last = cut_program.stages
     gradients = sum(x.nbytes for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
@@ -277,7 +278,7 @@ def test_all_lanes_are_launched_before_the_host_waits_for_one(monkeypatch):
         events.append("launch")
         launch(*args, **kwargs)
 
-    monkeypatch.setattr("mirror.executors.executor.launch", launched)
+    monkeypatch.setattr("mirror._src.executors.executor.launch", launched)
     ops = Watching(lambda _: events.append("read"))
     with executor("staged in lanes", ops) as strategy:
         assert np.isfinite(strategy.run(lambda x: psum(x + psum(x)), (rows(num_replicas=4),)))

@@ -235,9 +235,9 @@ def test_a_changed_structure_is_noticed(two):
 
 
 def test_the_private_slot_of_variables_is_still_there():
-    """mirror/objects.py writes `Variable._raw_value`; without it, large models slow down."""
+    """`variables/raw_value.py` writes `Variable._raw_value`; without it, large models slow down."""
     variable = nnx.Param(jnp.zeros(2))
-    mirror.objects._set_value(variable, jnp.ones(2))
+    mirror._src.variables.raw_value.write_value(variable, jnp.ones(2))
     np.testing.assert_array_equal(variable[...], [1, 1])
     assert type(vars(nnx.Variable)["_raw_value"]).__name__ == "member_descriptor"
 
@@ -268,7 +268,7 @@ def test_a_second_strategy_over_the_same_devices_is_as_quick(monkeypatch):
         state = [jnp.ones(8) * i for i in range(10)]
         for _ in range(3):
             state = strategy.run(step, (state,), donate_argnums=0)
-    monkeypatch.setattr(second._runner, "_placed", None)
+    monkeypatch.setattr(second._runner._placer, "placed", None)
     second.run(step, (state,), donate_argnums=0)
 
 

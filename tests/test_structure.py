@@ -13,156 +13,38 @@ from tests import fresh
 
 PACKAGE = pathlib.Path(mirror.__file__).parent
 
-# Bottom first; an import may only go to a module that stands before.
-LAYERS = [
-    "_version",
-    "_types",
-    "_errors",
-    "_frames",
-    "_interrupts",
-    "_optional",
-    "packing",
-    "parts",
-    "devices",
-    "devices.spec",
-    "devices.physical",
-    "devices.start",
-    "devices.knobs",
-    "devices.state",
-    "devices.settings",
-    "devices.backend",
-    "devices.canonical",
-    "devices.memory",
-    "devices.log",
-    "devices.replicas",
-    "devices.selftest",
-    "devices.placement",
-    "values",
-    "executors",
-    "executors.eager",
-    "executors.launch",
-    "program",
-    "program.axis",
-    "program.trace",
-    "program.inner",
-    "program.additive",
-    "program.exchanges",
-    "program.flat",
-    "program.evaluate",
-    "program.ensure",
-    "program.proof",
-    "program.shards",
-    "program.stages",
-    "program.match",
-    "cross_device_ops",
-    "executors.callbacks",
-    "executors.collectives",
-    "executors.shards",
-    "executors.executor",
-    "executors.lone",
-    "executors.pmap",
-    "executors.sharded",
-    "executors.sums",
-    "executors.vmap",
-    "executors.host",
-    "executors.staged",
-    "executors.choice",
-    "context",
-    "randomness",
-    "variables",
-    "nnx_metrics",
-    "objects",
-    "calls",
-    "plan",
-    "step",
-    "quick",
-    "drift",
-    "runner",
-    "reductions",
-    "checks",
-    "display",
-    "data.prefetch",
-    "data.foreign",
-    "data.batches",
-    "data.arrays",
-    "data.remainder",
-    "data.source",
-    "data.padded",
-    "data.distribute",
-    "data",
-    "explain",
-    "explain.exchanges",
-    "explain.program",
-    "explain.memory_report",
-    "explain.memory",
-    "explain.report",
-    "explain.timing",
-    "strategy",
-    "mirrored",
-    "parallel",
-    "training",
-    "training.history",
-    "training.objective",
-    "training.meter",
-    "training.fit",
-    "training.stream",
-    "training.checkpoint_files",
-    "training.checkpoint",
-    "training.snapshot",
-    "training.steps",
-    "training.callbacks",
-    "training.callbacks.progress",
-    "training.callbacks.stopping",
-    "training.callbacks.checkpoints",
-    "training.callbacks.logs",
-    "training.callbacks.profiling",
-    "training.trainer",
-    "callbacks",
-    "config",
-    "debugging",
-    "testing",
-    "",  # the package itself: a table of contents
-    "forced",
-    "demo",
-    "demo.*",
-    "inventory",
-    "_commandline",
-    "bench",
-    "bench.named",
-    "bench.workload",
-    "bench.scaling",
-    "bench.measure",
-    "bench.command",
-    "estimate",
-    "estimate.abstract",
-    "estimate.estimate",
-    "estimate.command",
-    "doctor",
-    "doctor.check",
-    "doctor.versions",
-    "doctor.environment",
-    "doctor.probes",
-    "doctor.child",
-    "doctor.command",
-    "cli",
+# Bottom first; an import may only go to a folder that stands before, or stay inside its own.
+FOLDERS = [
+    *("utils", "devices", "values", "program", "collectives", "executors", "context", "variables"),
+    *("run", "checks", "data", "explain", "strategy", "training", "testing", "cli"),
 ]
+FACES = ["", "callbacks", "config", "data", "debugging", "testing"]
 
 OWNERS = {
     "jax.pmap": "executors.pmap",
-    "jax.device_put": "devices.replicas",
+    "jax.device_put": ("devices.replicas", "devices.transfer"),
     "jax.devices": "devices.backend",
     "jax.local_devices": "devices.backend",
     "jax.make_jaxpr": "program.trace",
     # In steps; and what an executor puts in their place.
-    "jax.lax.psum": ("cross_device_ops", "executors.collectives", "executors.shards"),
-    "jax.lax.pmean": "cross_device_ops",
+    "jax.lax.psum": (
+        "collectives.in_step",
+        "executors.collectives",
+        "executors.shards",
+    ),
+    "jax.lax.pmean": "collectives.in_step",
     "jax.lax.psum_scatter": "executors.shards",
-    "jax.lax.all_gather": ("cross_device_ops", "executors.collectives", "executors.shards"),
+    "jax.lax.all_gather": (
+        "collectives.in_step",
+        "executors.collectives",
+        "executors.shards",
+    ),
 }
 
 
 @functools.cache
 def modules() -> dict[str, ast.Module]:
+    """The modules of the package by their names below `mirror`; the faces and `_src`."""
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
@@ -170,11 +52,9 @@ def modules() -> dict[str, ast.Module]:
     return found
 
 
-def floor(name: str) -> int:
-    """The layer of a module; the parts of the demo share one."""
-    if name in LAYERS:
-        return LAYERS.index(name)
-    return LAYERS.index(name.rsplit(".", 1)[0] + ".*")
+def folder(name: str) -> str:
+    """The folder of a module of `_src`; of another, nothing."""
+    return name.split(".")[1] if name.startswith("_src.") else ""
 
 
 def imported(tree: ast.Module) -> set[str]:
@@ -197,16 +77,36 @@ def exported_by(tree: ast.Module) -> set[str | None]:
     return {a.asname for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names}
 
 
-@pytest.mark.parametrize("name", [n for n in modules() if n])
+@pytest.mark.parametrize("name", [n for n in modules() if folder(n)])
 def test_imports_go_down(name):
-    above = [m for m in imported(modules()[name]) if floor(m) > floor(name)]
+    floor = FOLDERS.index(folder(name))
+    others = imported(modules()[name])
+    above = [m for m in others if folder(m) and FOLDERS.index(folder(m)) > floor]
     assert not above, f"mirror.{name} imports {above}, which stand above it"
+    faces = {m for m in others if not folder(m)} - {"_version"}
+    assert not faces or folder(name) == "cli", f"mirror.{name} imports {faces}"
+
+
+def test_no_imports_in_a_circle():
+    graph = {name: imported(tree) - {name} for name, tree in modules().items() if folder(name)}
+    while leaves := [name for name, targets in graph.items() if not targets & graph.keys()]:
+        for name in leaves:
+            del graph[name]
+    assert not graph
+
+
+@pytest.mark.parametrize("name", FACES)
+def test_the_top_has_only_faces(name):
+    assert {n for n in modules() if not n.startswith("_")} == set(FACES)
+    tree = modules()[name]
+    rest = [n for n in tree.body if not isinstance(n, ast.ImportFrom | ast.Expr)]
+    assert [n.name for n in rest] == (["__dir__"] if name == "" else []), "only re-exports"
 
 
 @pytest.mark.parametrize("primitive", OWNERS)
 def test_each_primitive_has_one_owner(primitive):
     users = {
-        name
+        name.removeprefix("_src.")
         for name, tree in modules().items()
         if any(
             isinstance(node, ast.Attribute) and ast.unparse(node) == primitive
@@ -218,21 +118,15 @@ def test_each_primitive_has_one_owner(primitive):
 
 
 # Nothing public serves; the module says which versions have it, and a test tells when it has gone.
-PRIVATE = {("executors.eager", "jax._src")}
+PRIVATE = {("_src.devices.eager_work", "jax._src")}
 
 
 def test_only_public_modules_of_jax_and_flax_are_imported():
     for name, tree in modules().items():
         for node in ast.walk(tree):
             target = getattr(node, "module", None) or ""
-            allowed = (name, target) in PRIVATE
+            allowed = (name, target) in PRIVATE or target.startswith("mirror._src")
             assert allowed or "._src" not in target, f"mirror.{name} imports {target}"
-
-
-@pytest.mark.parametrize("name", ["", "config", "debugging", "callbacks", "data"])
-def test_the_package_is_a_table_of_contents(name):
-    tree = modules()[name]
-    assert all(isinstance(n, ast.ImportFrom | ast.Expr) for n in tree.body), "only re-exports"
 
 
 NAMES = """
@@ -241,14 +135,14 @@ InvalidDeviceError MirroredStrategy OneDeviceStrategy PerReplica ProgramReport R
 ReductionToOneDevice ReplicaContext ReplicaDivergenceError ReplicaMismatchError Strategy Trainer
 ValueContext Variable VerifyReport Weighted add_n callbacks config data debugging device
 ensure_mirrored example_keys get_replica_context get_strategy has_strategy in_cross_replica_context
-load_checkpoint
+load_checkpoint testing
 """
 PUBLIC = NAMES.split()
 
 
 def test_public_names():
-    tree = modules()[""]
-    assert exported_by(tree) == {*PUBLIC, "__version__"}
+    assert exported_by(modules()[""]) == {*PUBLIC, "__version__"}
+    assert dir(mirror) == sorted(PUBLIC)
 
 
 MODULES = {
@@ -265,6 +159,7 @@ MODULES = {
         TensorBoard
     """,
     "data": "ArrayDataset from_arrays",
+    "testing": "assert_mirrored assert_trains_like_one_device",
 }
 
 
@@ -272,7 +167,9 @@ MODULES = {
 def test_public_names_of_modules(name):
     assert exported_by(modules()[name]) == set(MODULES[name].split())
     for attribute in MODULES[name].split():
-        assert getattr(getattr(mirror, name), attribute).__doc__, attribute
+        value = getattr(getattr(mirror, name), attribute)
+        assert value.__doc__, attribute
+        assert not isinstance(value, type) or value.__module__ == f"mirror.{name}"
 
 
 @pytest.mark.parametrize("name", PUBLIC)
@@ -281,6 +178,7 @@ def test_public_names_are_documented(name):
     if isinstance(value, str):
         return
     assert value.__doc__, name
+    assert not isinstance(value, type) or value.__module__ == "mirror"
     for attribute, member in vars(value).items():
         if not attribute.startswith("_") and callable(member):
             assert member.__doc__, f"{name}.{attribute}"
@@ -313,7 +211,7 @@ def test_import_starts_nothing():
         "import os, threading; before = dict(os.environ); import jax, mirror\n"
         "assert before == dict(os.environ), 'environment'\n"
         "assert threading.active_count() == 1, 'threads'\n"
-        "assert not __import__('mirror.devices.start').devices.start.started()\n"
+        "from mirror._src.devices import startup; assert not startup.started()\n"
         "jax.config.update('jax_num_cpu_devices', 5)  # raises once a backend has started\n"
         "assert jax.device_count() == 5"
     )

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mirror.executors.sums import evaluate
+from mirror._src.executors.vmap_sums import evaluate
 
 ROWS = 4
 

@@ -12,6 +12,7 @@ from flax import nnx
 
 import mirror
 from mirror import testing
+from mirror._src.testing import asserts, plugin_support
 from tests.conftest import cpu_strategy
 from tests.messages import assert_message, raises
 from tests.models import MLP, batches, linen_step, linen_training, nnx_step
@@ -132,11 +133,11 @@ def test_linen_state_goes_from_step_to_step(two):
 @pytest.mark.parametrize("executor", ["pmap", "vmap", "staged"])
 def test_a_state_is_carried(executor):
     """Three steps move as far as three steps by hand."""
-    strategy = testing.make_strategy(executor, 3, jax.devices("cpu"))
+    strategy = plugin_support.make_strategy(executor, 3, jax.devices("cpu"))
     args = (PARAMS, per_replica(strategy))
     seen = []
     for steps in (1, 3):
-        several = testing._repeated(plain_step, steps, True)
+        several = asserts._repeated(plain_step, steps, True)
         seen.append(np.asarray(strategy.run(several, args)["state"]["w"]))
         train(plain_step, strategy=strategy, args=args, steps=steps)
     params = PARAMS
@@ -210,16 +211,16 @@ def test_one_step_compared_often_is_one_program(two):
 
 
 def test_host_devices_that_are_there_can_be_asked_for():
-    testing.force_host_devices(8, "the test")
+    plugin_support.force_host_devices(8, "the test")
 
 
 def test_who_says_how_many_host_devices(monkeypatch):
     in_code = ["jax_num_cpu_devices=8", "conftest.py"]
     with raises(RuntimeError, names="the test", values=[4, 8], fix=in_code):
-        testing.force_host_devices(4, "the test")
+        plugin_support.force_host_devices(4, "the test")
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "8")
     with raises(RuntimeError, names="the test", values=[4, 8], fix="JAX_NUM_CPU_DEVICES=8"):
-        testing.force_host_devices(4, "the test")
+        plugin_support.force_host_devices(4, "the test")
 
 
 @pytest.mark.parametrize(
@@ -234,9 +235,9 @@ def test_who_says_how_many_host_devices(monkeypatch):
     ],
 )
 def test_strategies_by_executor(executor, n, devices, replicas, ops):
-    found = testing.devices_for_tests(on_host=True)
-    assert found == testing.devices_for_tests(on_host=False) == tuple(jax.devices())
-    strategy = testing.make_strategy(executor, n, found)
+    found = plugin_support.devices_for_tests(on_host=True)
+    assert found == plugin_support.devices_for_tests(on_host=False) == tuple(jax.devices())
+    strategy = plugin_support.make_strategy(executor, n, found)
     assert len(set(strategy.devices)) == devices
     assert strategy.num_replicas_in_sync == replicas
     assert type(strategy.cross_device_ops).__name__ == ops
@@ -264,9 +265,9 @@ def test_launches_under_way_name_the_devices_that_are_late():
     try:
         deadline = time.monotonic() + 20
         waiting, ended = "(/device:CPU:1)", "(/device:CPU:0, /device:CPU:2, /device:CPU:3)"
-        while ended not in str(testing.launches_under_way()) and time.monotonic() < deadline:
+        while ended not in str(plugin_support.launches_under_way()) and time.monotonic() < deadline:
             time.sleep(0.01)
-        (line,) = testing.launches_under_way()
+        (line,) = plugin_support.launches_under_way()
         assert_message(line, values=[waiting, ended])
         assert line.index(waiting) < line.index(ended)
     finally:
@@ -274,4 +275,4 @@ def test_launches_under_way_name_the_devices_that_are_late():
         thread.join(60)
     assert float(strategy.reduce("sum", results[0])) == 4 * 4 + 6
     jax.block_until_ready(strategy.reduce("sum", 1.0))
-    assert testing.launches_under_way() == []
+    assert plugin_support.launches_under_way() == []

@@ -10,7 +10,7 @@ import pytest
 
 import mirror
 from mirror import PerReplica
-from mirror.values import is_per_replica
+from mirror._src.values.per_replica import is_per_replica
 from tests.messages import raises
 
 VALUES = {

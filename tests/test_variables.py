@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 import mirror
-from mirror.objects import Structure
+from mirror._src.run.nnx.structure import Structure
 from tests.conftest import cpu_strategy
 from tests.messages import raises
 
@@ -1048,12 +1048,12 @@ def test_lanes_of_unequal_length(two):
 @pytest.fixture
 def mixed(monkeypatch) -> mirror.MirroredStrategy:
     """CPU:0 passes for a GPU: devices that no mesh spans."""
-    from mirror.devices import backend
+    from mirror._src.devices import backend
 
     real = backend.type_of
     pretended = lambda d: "GPU" if d.id == 0 else real(d)  # noqa: E731
-    for module in ("devices.backend", "devices.replicas", "cross_device_ops"):
-        monkeypatch.setattr(f"mirror.{module}.type_of", pretended)
+    for module in ("devices.backend", "devices.replicas", "collectives.one_device"):
+        monkeypatch.setattr(f"mirror._src.{module}.type_of", pretended)
     of_type = {"GPU": jax.devices()[:1], "CPU": jax.devices()[1:]}
     monkeypatch.setattr(backend, "devices_of_type", lambda kind: of_type.get(kind, []))
     return mirror.MirroredStrategy(["GPU:0", "CPU:0"])

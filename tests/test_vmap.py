@@ -157,7 +157,7 @@ def test_a_copy_that_differs_is_found():
 
 def test_a_split_device_carries_as_many_replicas(monkeypatch):
     split = (CPUS[0], CPUS[0], CPUS[1], CPUS[1])
-    monkeypatch.setattr("mirror.devices.canonical.default_devices", lambda: split)
+    monkeypatch.setattr("mirror._src.devices.resolve.default_devices", lambda: split)
     strategy = mirror.MirroredStrategy()
     assert strategy.devices == split
     assert mirror.MirroredStrategy(replicas_per_device=2).num_replicas_in_sync == 8
@@ -167,7 +167,7 @@ def test_a_split_device_carries_as_many_replicas(monkeypatch):
 
 def test_devices_that_carry_unequal_numbers_are_refused(monkeypatch):
     for devices in [(CPUS[0], CPUS[0], CPUS[1]), (CPUS[0], CPUS[1], CPUS[0], CPUS[1])]:
-        monkeypatch.setattr("mirror.devices.canonical.default_devices", lambda d=devices: d)
+        monkeypatch.setattr("mirror._src.devices.resolve.default_devices", lambda d=devices: d)
         found = ", ".join(f"/device:CPU:{device.id}" for device in devices)
         with raises(ValueError, values=f"({found})"):
             mirror.MirroredStrategy()

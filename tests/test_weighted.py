@@ -15,8 +15,8 @@ from flax import nnx
 
 import mirror
 from mirror import Weighted
-from mirror.training.meter import Meter
-from mirror.training.objective import Objective, Sums
+from mirror._src.training.meter import Meter
+from mirror._src.training.objective import Objective, Sums
 from tests.conftest import cpu_strategy
 from tests.messages import assert_message, raises
 from tests.test_trainer import fit

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from mirror.executors import collectives, staged
-from mirror.program import match, proof, stages
+from mirror._src.executors import collectives
+from mirror._src.executors.staged import program as staged
+from mirror._src.program import match, proof
+from mirror._src.program.staging import flatten
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ FAULTS = {
         proof, "_gives_all_the_same", "== num_replicas", "> 0"
     ),
     "a branch that replicas choose": Fault(
-        proof, "_chosen", "else mark.join(predicate.of(None))", "else mark"
+        proof, "chosen", "else mark.join(predicate.of(None))", "else mark"
     ),
     "a carry after the first round": Fault(_PROOF, "scan", "if joined == marks", "if True"),
     "a callback in a loop, lengths apart": Fault(
@@ -93,8 +95,8 @@ FAULTS = {
         profile="ragged",
     ),
     "small all-reduces read in a loop": Fault(
-        stages,
-        "_packed",
+        flatten,
+        "packed",
         "and step.outputs[0] not in read_inside",
         "",
         profile="staged",

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 import mirror
-from mirror.devices import placement
+from mirror._src.devices import placement
 from tests.programs import play
 
 JOB = "/job:localhost/replica:0/task:0"

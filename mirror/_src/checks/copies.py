@@ -1,0 +1,87 @@
+"""`check_mirrored`: compares the replicas' copies of mirrored arrays bit for bit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mirror._src.collectives.in_step import exchange
+from mirror._src.collectives.reduce_op import ReduceOp
+from mirror._src.run.runner import Runner
+from mirror._src.utils.errors import ReplicaDivergenceError, listing
+from mirror._src.utils.naming import keys
+from mirror._src.utils.types import Array, PyTree
+from mirror._src.values.per_replica import is_per_replica
+from mirror._src.variables.on_read import is_own
+
+
+def check_mirrored(runner: Runner, tree: PyTree) -> None:
+    """See `Strategy.check_mirrored`."""
+    is_leaf = lambda leaf: is_per_replica(leaf) or is_own(leaf)  # noqa: E731
+    found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]
+    found = [(path, leaf) for path, leaf in found if not is_own(leaf)]  # those may differ
+    named = [(keys(path).lstrip(".") or "the value", leaf) for path, leaf in found]
+    per_replica = [name for name, leaf in named if is_per_replica(leaf)]
+    if per_replica:
+        raise TypeError(
+            f"These are PerReplica values, which may differ:\n{listing(per_replica)}\n"
+            "check_mirrored is for mirrored ones: models, optimizers, reduced results."
+        )
+    arrays = [(name, leaf) for name, leaf in named if isinstance(leaf, jax.Array)]
+    # There is one copy of an array of which each device stores a slice: nothing to compare.
+    arrays = [(name, leaf) for name, leaf in arrays if not runner.replicas.is_sharded(leaf)]
+    elsewhere = [name for name, leaf in arrays if not runner.replicas.is_mirrored(leaf)]
+    if elsewhere:
+        raise ValueError(
+            f"These arrays are not mirrored over the strategy's devices:\n{listing(elsewhere)}\n"
+            "Create them inside strategy.scope(), or pass them through strategy.run first."
+        )
+    if not arrays:
+        return
+    equal = np.asarray(runner.run(_compare_copies, ([leaf for _, leaf in arrays],), {}))
+    differing = [name for (name, _), same in zip(arrays, equal, strict=True) if not same]
+    if differing:
+        raise ReplicaDivergenceError(
+            f"The replicas' copies differ in {len(differing)} of {len(arrays)} arrays:\n"
+            f"{listing(differing)}\nSomething wrote to one device's copy alone. Restore from a "
+            "checkpoint; strategy.local_results(x) shows each replica's copy."
+        )
+
+
+def _compare_copies(leaves: list[Array]) -> Array:
+    """For each leaf whether all replicas' fingerprints of it agree."""
+    prints = jnp.stack([fingerprint(leaf) for leaf in leaves])
+    least, most = exchange(ReduceOp.MIN, prints), exchange(ReduceOp.MAX, prints)
+    return jnp.all(least == most, axis=-1)
+
+
+def fingerprint(leaf: Array) -> Array:
+    """Two uint32 made of an array's bits; a change of any one element always shows in the first.
+
+    Each element's bits are multiplied by an odd number that depends on the position, which is
+    invertible modulo 2**32, and added up.
+    """
+    bits = _bits(leaf).ravel()
+    position = jax.lax.iota(jnp.uint32, bits.size)
+    weight = (position * jnp.uint32(0x9E3779B1)) | jnp.uint32(1)
+    mixed = (bits ^ (bits >> 15)) * jnp.uint32(0x85EBCA6B)
+    mixed = (mixed ^ (mixed >> 13)) * (weight ^ jnp.uint32(0x27D4EB2E))
+    return jnp.stack([jnp.sum(bits * weight), jnp.sum(mixed ^ (mixed >> 16))])
+
+
+_SMALL_INTEGERS = ("int2", "uint2", "int4", "uint4")
+
+
+def _bits(leaf: Array) -> Array:
+    """An array's bits as uint32."""
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    if jnp.iscomplexobj(leaf):
+        leaf = jnp.stack([leaf.real, leaf.imag])
+    if leaf.dtype == jnp.bool_ or leaf.dtype.name in _SMALL_INTEGERS:
+        return leaf.astype(jnp.int32).astype(jnp.uint32)
+    if leaf.dtype.name == "float4_e2m1fn":  # no bits of its own: they are packed in bytes
+        leaf = leaf.astype(jnp.float32)
+    if leaf.dtype.itemsize == 8:
+        return jax.lax.bitcast_convert_type(leaf, jnp.uint32)
+    unsigned = jnp.dtype(f"uint{leaf.dtype.itemsize * 8}")
+    return jax.lax.bitcast_convert_type(leaf, unsigned).astype(jnp.uint32)

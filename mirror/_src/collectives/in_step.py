@@ -1,0 +1,62 @@
+"""The collectives that a replica executes in a step: all-reduce and all-gather."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from mirror._src.collectives.reduce_op import ReduceOp, accumulator
+from mirror._src.program.axis import axis_name
+from mirror._src.utils.types import Array
+
+
+def exchange(op: ReduceOp, leaf: Array) -> Array:
+    """One collective over the whole replica axis, of a leaf that `prepare` has made ready.
+
+    Executors see to it that an extreme is NaN where one replica's value is.
+    """
+    match op:
+        case ReduceOp.SUM:
+            return jax.lax.psum(leaf, axis_name())
+        case ReduceOp.MEAN:
+            wide = leaf.astype(accumulator(leaf.dtype))
+            return jax.lax.pmean(wide, axis_name()).astype(leaf.dtype)
+        case ReduceOp.MIN | ReduceOp.MAX:
+            reduce = jax.lax.pmin if op is ReduceOp.MIN else jax.lax.pmax
+            if leaf.dtype == jnp.bool_:
+                return reduce(leaf.astype(jnp.uint8), axis_name()).astype(jnp.bool_)
+            return reduce(leaf, axis_name())
+
+
+def num_replicas() -> int:
+    """How many replicas run the step that is being traced."""
+    return jax.lax.axis_size(axis_name())
+
+
+def gather(leaf: Array, axis: int, lengths: Sequence[int] | None = None) -> Array:
+    """The replicas' leaves joined along an axis; every replica gets the result.
+
+    Args:
+        leaf: this replica's array.
+        axis: the axis to join along.
+        lengths: each replica's length along it; `None`: all have this one's. What travels is
+            padded to the longest.
+    """
+    axis %= leaf.ndim
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        bits = gather(jax.random.key_data(leaf), axis, lengths)
+        return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(leaf))
+    if lengths is not None and len(set(lengths)) > 1:
+        widths = [(0, 0)] * leaf.ndim
+        widths[axis] = (0, max(lengths) - leaf.shape[axis])
+        every = jax.lax.all_gather(jnp.pad(leaf, widths), axis_name(), axis=0)
+        parts = [
+            jax.lax.slice_in_dim(every[i], 0, length, axis=axis) for i, length in enumerate(lengths)
+        ]
+        return jnp.concatenate(parts, axis)
+    if leaf.size:
+        return jax.lax.all_gather(leaf, axis_name(), axis=axis, tiled=True)
+    # JAX 0.12 cannot lower the exchange of nothing.
+    shape = list(leaf.shape)
+    shape[axis] *= num_replicas()
+    return jnp.zeros(shape, leaf.dtype)

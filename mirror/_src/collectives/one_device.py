@@ -1,0 +1,93 @@
+"""`ReductionToOneDevice`: values are reduced on one device and broadcast from there."""
+
+import functools
+from collections.abc import Iterator
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mirror._src.collectives.cross_device_ops import CrossDeviceOps, require_pack_bytes
+from mirror._src.collectives.reduce_op import ReduceOp, accumulator
+from mirror._src.devices.backend import logical_name, type_of
+from mirror._src.devices.names import DeviceSpec, LogicalDevice
+from mirror._src.devices.resolve import DeviceLike, canonicalize_device
+from mirror._src.devices.transfer import move, one_by_one
+from mirror._src.utils.errors import describe
+from mirror._src.utils.modules import set_module
+from mirror._src.utils.types import Array
+
+
+@set_module("mirror")
+@final
+class ReductionToOneDevice(CrossDeviceOps):
+    """Reduces on one device, the host if nothing else is said, and broadcasts from there.
+
+    For devices that have no all-reduce among them: of several types, or where NCCL fails. Each
+    replica's values come through the host's memory; they are added up in replica order, as they
+    arrive.
+
+    Args:
+        device: where to reduce: a name, a `LogicalDevice` or a `jax.Device`.
+        pack_bytes: leaves of at most this many bytes travel together, one buffer for each dtype.
+            `None`: 256 KiB.
+
+    Raises:
+        ValueError: no device name, or `pack_bytes` is negative.
+        TypeError: `device` is of another type, or `pack_bytes` is no int.
+        InvalidDeviceError: there is no such device; from the first use on.
+
+    >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"], ReductionToOneDevice())
+    >>> strategy.reduce("max", mirror.PerReplica([1.0, 2.0]))
+    Array(2., dtype=float32)
+    """
+
+    def __init__(self, device: DeviceLike = "/CPU:0", pack_bytes: int | None = None) -> None:
+        if isinstance(device, str):
+            DeviceSpec.parse(device)
+        elif not isinstance(device, LogicalDevice | jax.Device):
+            raise TypeError(
+                f"device={describe(device)} is no device. Pass a name such as '/cpu:0', or leave "
+                "it out."
+            )
+        self._device = device
+        self.pack_bytes = require_pack_bytes(pack_bytes)
+
+    @functools.cached_property
+    def device(self) -> jax.Device:
+        """Where values are reduced."""
+        return canonicalize_device(self._device)
+
+    def reduce_implementation(
+        self, op: ReduceOp, values: Iterator[np.ndarray]
+    ) -> Array | np.ndarray:
+        """See `CrossDeviceOps.reduce_implementation`."""
+        if type_of(self.device) == "CPU":
+            return super().reduce_implementation(op, values)
+        total = move(next(values), self.device)
+        dtype = total.dtype
+        with one_by_one():  # the mesh that is set is that of all replicas
+            total = total.astype(accumulator(dtype))
+            for value in values:
+                total = _ON_DEVICE[op](total, move(value, self.device))
+            return total.astype(dtype)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._name, self.pack_bytes)
+
+    @property
+    def _name(self) -> str:
+        if isinstance(self._device, jax.Device):
+            return logical_name(self._device)
+        return self._device if isinstance(self._device, str) else self._device.name
+
+    def __repr__(self) -> str:
+        return f"ReductionToOneDevice({self._name!r})"
+
+
+_ON_DEVICE = {
+    ReduceOp.SUM: jax.jit(jnp.add, donate_argnums=0),
+    ReduceOp.MIN: jax.jit(jnp.minimum, donate_argnums=0),
+    ReduceOp.MAX: jax.jit(jnp.maximum, donate_argnums=0),
+}

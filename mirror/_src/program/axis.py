@@ -1,0 +1,29 @@
+"""The name of the replica axis in the program that is being made or run."""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+from mirror._src.utils.types import REPLICA_AXIS
+
+
+class _Current(threading.local):
+    name = REPLICA_AXIS
+
+
+_current = _Current()
+
+
+def axis_name() -> str:
+    """Returns the replica axis of the strategy whose program this thread makes or runs."""
+    return _current.name
+
+
+@contextlib.contextmanager
+def named_axis(name: str) -> Iterator[None]:
+    """Context manager in which the replica axis has this name; per thread."""
+    before, _current.name = _current.name, name
+    try:
+        yield
+    finally:
+        _current.name = before

@@ -1,0 +1,30 @@
+"""Where in the user's code an operation of a program was written."""
+
+import traceback
+from collections.abc import Sequence
+
+from jax.extend.core import JaxprEqn
+
+from mirror._src.utils.source_lines import is_users, place
+
+_NO_LINE = "an unknown line"
+
+
+def user_line(eqn: JaxprEqn) -> str:
+    """Where in the user's own code an operation was written: `train.py:42 in step`."""
+    frames = eqn.source_info.traceback
+    if frames is None:
+        return _NO_LINE
+    for frame in reversed(traceback.extract_tb(frames.as_python_traceback())):
+        if is_users(frame.filename):
+            return f"{place(frame.filename, frame.lineno)} in {frame.name}"
+    return _NO_LINE
+
+
+def line_within(eqn: JaxprEqn, around: Sequence[JaxprEqn]) -> str:
+    """The user's line; JAX's own functions are traced once and know only who called first."""
+    for outer in reversed(around):
+        if user_line(eqn) != _NO_LINE:
+            break
+        eqn = outer
+    return user_line(eqn)

@@ -1,0 +1,104 @@
+"""`Clones`: the nnx objects of one replica while a step is traced, and what the step changed."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from mirror._src.program.axis import axis_name
+from mirror._src.run.nnx.paths import Path, nodes, read_at
+from mirror._src.run.nnx.structure import Slot, Structure
+from mirror._src.utils.errors import listing
+from mirror._src.utils.types import Array
+
+_DYNAMIC = (nnx.Pytree, nnx.Variable, jax.Array, np.ndarray, dict, list, tuple)
+
+
+class Clones:
+    """The objects as one replica has them while a step is traced."""
+
+    def __init__(self, structure: Structure, leaves: Sequence[Array]) -> None:
+        self.structure = structure
+        self.keys: dict[int, tuple[Array, Array]] = {}
+        self._given = list(leaves)
+        inside = [
+            self._fold(i, leaf) if slot.kind is nnx.RngKey else leaf
+            for i, (slot, leaf) in enumerate(zip(structure.leaf_slots, leaves, strict=True))
+        ]
+        state = structure.state_def.unflatten(inside)
+        self.objects = nnx.merge(structure.graphdef, state)
+        self._nodes = dict(nodes(self.objects))
+        self._statics = {path: _statics(node) for path, node in self._nodes.items()}
+
+    def _fold(self, i: int, key: Array) -> Array:
+        """Gives each replica a key of its own; the stored one stays mirrored."""
+        fold = jax.random.fold_in
+        for _ in range(key.ndim):
+            fold = jax.vmap(fold, (0, None))
+        folded = fold(key, jax.lax.axis_index(axis_name()))
+        self.keys[i] = (key, folded)
+        return folded
+
+    def collect(self, step_name: str, roots: Sequence[str]) -> list[Array]:
+        """The leaves as the step left them.
+
+        Raises:
+            ValueError: the step added or removed something that holds arrays.
+        """
+        after = Structure(self.objects)
+        changes = [f"{slot.name(roots)} {how}" for slot, how in _changes(self.structure, after)]
+        if changes:
+            raise ValueError(
+                f"{step_name} changed the structure of a model:\n{listing(changes)}\n"
+                "All replicas keep the structure they start with: create variables before `run`; "
+                "take out what was sown inside the step, `nnx.pop(model, nnx.Intermediate)`."
+            )
+        values = [read_at(self.objects, slot.path) for slot in self.structure.slots]
+        return [
+            self._given[i] if i in self.keys and leaf is self.keys[i][1] else jnp.asarray(leaf)
+            for i, leaf in enumerate(jax.tree.leaves(values))
+        ]
+
+    def attribute_changes(self) -> list[tuple[Path, str, Any]]:
+        """Static attributes that the step set, as `model.train()` does: path, name, value."""
+        changes = []
+        for path, node in self._nodes.items():
+            before = self._statics[path]
+            for name, value in _statics(node).items():
+                if name not in before or not _same(before[name], value):
+                    changes.append((path, name, value))
+        return changes
+
+
+def _same(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    try:
+        return bool(a == b)
+    except Exception:
+        return False
+
+
+def _statics(node: nnx.Pytree) -> dict[str, Any]:
+    """The attributes that hold no arrays and no further nodes."""
+    return {
+        name: value
+        for name, value in vars(node).items()
+        if not name.startswith("_pytree__") and not isinstance(value, _DYNAMIC)
+    }
+
+
+def _changes(before: Structure, after: Structure) -> Iterator[tuple[Slot, str]]:
+    """The places in which two structures differ, and how."""
+    old = dict(zip(before.slots, before.treedef.children(), strict=True))
+    new = dict(zip(after.slots, after.treedef.children(), strict=True))
+    for slot in dict.fromkeys([*after.slots, *before.slots]):
+        if slot not in old:
+            yield slot, "(added)"
+        elif slot not in new:
+            yield slot, "(removed)"
+        elif old[slot] != new[slot]:
+            yield slot, f"(holds {new[slot]}, was {old[slot]})"

@@ -1,0 +1,130 @@
+"""Makes programs: traces a step, proves what is mirrored, plans what comes back."""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from mirror._src.collectives.cross_device_ops import CrossDeviceOps
+from mirror._src.context.gathers import Gathers
+from mirror._src.context.replica_context import ReplicaGroup
+from mirror._src.executors.choice import choose_for_unequal
+from mirror._src.executors.executor import Executor
+from mirror._src.program.collective_eqns import in_words
+from mirror._src.program.jaxprs import arrays_in
+from mirror._src.program.marks import Mark
+from mirror._src.program.match import join_marks
+from mirror._src.program.proof import Notes, prove
+from mirror._src.program.trace import context_token
+from mirror._src.run.arguments import a_ref
+from mirror._src.run.cache import Identity, ProgramCache
+from mirror._src.run.call import Call
+from mirror._src.run.captured import VariablesFound
+from mirror._src.run.closures import require_nothing_bound, require_nothing_captured
+from mirror._src.run.drift import Drift, carried_state, find_drifts, require_none_certain
+from mirror._src.run.mesh import require_bound_axis, require_no_mapping
+from mirror._src.run.plan import find_merges, make_plan, unmerged
+from mirror._src.run.program import Program
+from mirror._src.run.shapes import Variants, require_one_result, trace_together
+from mirror._src.run.step import Step, Traced
+from mirror._src.utils.errors import ReplicaDivergenceError
+from mirror._src.utils.naming import name_of
+
+
+class NewProgram(NamedTuple):
+    """A program that was made, and what the proof noticed.
+
+    Attributes:
+        program: The program.
+        drifts: State that may come back per-replica.
+        notes: What is right for the proof and rarely meant.
+        marks: Those of all outputs.
+    """
+
+    program: Program
+    drifts: Sequence[Drift]
+    notes: Notes
+    marks: Sequence[Mark]
+
+
+class ProgramMaker:
+    """Makes the programs of one strategy.
+
+    Args:
+        group: The strategy.
+        executor: Compiles steps whose replicas have one set of shapes.
+        ops: Implements the collectives.
+        cache: Where traces are kept.
+    """
+
+    def __init__(
+        self, group: ReplicaGroup, executor: Executor, ops: CrossDeviceOps, cache: ProgramCache
+    ) -> None:
+        self._group = group
+        self._executor = executor
+        self._for_unequal = functools.cache(lambda: choose_for_unequal(executor, ops))
+        self._cache = cache
+
+    def trace(self, call: Call, variants: Variants) -> Traced:
+        """The traces of a call for each set of shapes: made once, whoever asks for them."""
+        context = context_token()
+        key = (call.trace_key, variants, Identity(context))
+        traced = self._cache.traces.get(key)
+        if traced is None:
+            traced = self._cache.traces[key] = self._new_trace(call, variants, context)
+        return traced
+
+    def _new_trace(self, call: Call, variants: Variants, context: object) -> Traced:
+        require_nothing_bound(call.fn)
+        gathers = Gathers() if len(variants) > 1 else None
+        steps = [Step(self._group, call, avals, gathers) for avals, _ in variants]
+        n = self._group.num_replicas_in_sync
+        try:
+            jaxprs = trace_together([each.flat for each in steps], variants, gathers, n)
+        except NameError as error:
+            require_bound_axis(call.fn, error)
+            raise
+        require_no_mapping(call.fn, jaxprs[0])
+        if any(hasattr(var.aval, "inner_aval") for var in jaxprs[0].jaxpr.constvars):
+            raise TypeError(a_ref(f"What {name_of(call.fn)} reads from outside"))
+        found = [variable for each in steps for variable in each.found]
+        if found:
+            raise VariablesFound({id(variable): variable for variable in found})
+        require_one_result(steps, variants, jaxprs)
+        require_nothing_captured(call.fn, list(arrays_in(jaxprs[0])))
+        return Traced(steps, jaxprs, [ids for _, ids in variants], context)
+
+    def make(self, call: Call, variants: Variants) -> NewProgram:
+        """Traces, proves and plans; XLA compiles when the program first runs."""
+        unequal = len(variants) > 1
+        traced = self.trace(call, variants)
+        steps, jaxprs = traced.steps, traced.jaxprs
+        step, n = steps[0], self._group.num_replicas_in_sync
+        notes, names = Notes(), call.input_names
+        proved = [prove(jaxpr, step.per_replica, n, notes, names=names) for jaxpr in jaxprs]
+        marks = join_marks(jaxprs, proved) if unequal else proved[0]
+        results, after, keys = traced.apart(marks)
+        avals = traced.avals
+        dtypes = [aval.dtype for aval in avals[len(results) : len(results) + len(after)]]
+        metrics = call.structure.metrics if call.structure is not None else []
+
+        def detailed() -> Sequence[Mark]:
+            return prove(jaxprs[0], step.per_replica, n, problems=[])
+
+        merges, problems = find_merges(metrics, call.slots, after, jaxprs, len(results), detailed)
+        if problems:
+            raise ReplicaDivergenceError(unmerged(step.name, problems))
+        plan = make_plan(
+            step.name, call.slots, traced.given, results, after, keys, names, dtypes, merges
+        )
+        drifts = find_drifts(call, step, avals[: len(results)], results)
+        require_none_certain(step.name, drifts)
+        executor = self._for_unequal() if unequal else self._executor
+        carried: list[tuple[int, int]] = []
+        if executor.can_shard:
+            differs = plan.per_replica_results
+            carried = carried_state(call, step, avals[: len(results)], differs, donated=False)
+        words = in_words(jaxprs[0].jaxpr)
+        program = Program(traced, plan, call, executor, words, carried)
+        program.shared_draws = list(dict.fromkeys(notes.shared_draws))
+        program.drifts = [drift for drift in drifts if not drift.is_bare]
+        return NewProgram(program, drifts, notes, marks)

@@ -1,0 +1,186 @@
+"""A step while it is traced: the user's function as a function of flat leaves, and its trace."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.extend.core import ClosedJaxpr
+
+from mirror._src.context.gathers import Gathers
+from mirror._src.context.replica_context import ReplicaGroup
+from mirror._src.context.scopes import replica
+from mirror._src.program.marks import Mark
+from mirror._src.program.trace import uncached
+from mirror._src.run.arguments import ARRAY_LIKE, fixed_numbers, is_number
+from mirror._src.run.call import Call
+from mirror._src.run.nnx.clones import Clones
+from mirror._src.run.nnx.structure import is_object
+from mirror._src.utils.errors import describe
+from mirror._src.utils.naming import keys, name_of
+from mirror._src.utils.types import Array
+from mirror._src.values.per_replica import is_float0
+from mirror._src.variables.captures import Captures
+from mirror._src.variables.variable import Variable
+
+
+class Step:
+    """The user's function as a function of flat leaves, for one replica.
+
+    It keeps what a program needs of a call, and nothing of its values.
+
+    Args:
+        group: The strategy.
+        call: A call of the function.
+        avals: Shapes and dtypes of the leaves: of the nnx objects' first, then of the others.
+        gathers: The lengths that replicas of different shapes bring to their all-gathers.
+    """
+
+    def __init__(
+        self,
+        group: ReplicaGroup,
+        call: Call,
+        avals: Sequence[jax.ShapeDtypeStruct],
+        gathers: Gathers | None,
+    ) -> None:
+        self.fn = call.fn
+        self.name = name_of(call.fn)
+        self.group = group
+        self.avals = avals
+        self.gathers = gathers
+        self.structure = call.structure
+        self.object_names = call.object_names
+        self.num_state = len(call.state)
+        self.num_objects = len(call.objects)
+        self.layout = call.layout
+        own = [i in call.layout.per_replica for i in range(len(avals) - self.num_state)]
+        self._captured = list(call.captured)
+        self.found: list[Variable] = []
+        held = self.structure.is_own if self.structure is not None else []
+        self.per_replica = [*held, *own]
+        self.statics = call.layout.statics(call.leaves)
+        self.attribute_changes: list[tuple[Any, str, Any]] = []
+        self.keys: list[int] = []
+        self.out_tree: Any = None
+        self.out_names: list[str] = []
+        self.static_results: dict[int, Any] = {}
+
+    @property
+    def flat(self) -> Callable[..., list[Array]]:
+        """The function to trace.
+
+        Its outputs are the results, the objects' leaves afterwards, and the PRNG keys as the
+        replica had them. Messages of JAX and profiles show the user's name for it.
+        """
+
+        def flat(*leaves: Any) -> list[Array]:
+            return self._run(leaves)
+
+        flat.__name__ = flat.__qualname__ = self.name
+        flat.__wrapped__ = self.fn  # type: ignore[attr-defined]
+        return uncached(flat) if self.gathers is not None or Variable.in_use else flat
+
+    def _run(self, leaves: Sequence[Any]) -> list[Array]:
+        state, rest = leaves[: self.num_state], leaves[self.num_state :]
+        if self.gathers is not None:
+            self.gathers.restart()
+        clones = Clones(self.structure, state) if self.structure is not None else None
+        objects = clones.objects if clones is not None else ()
+        captures = self._captures(objects)
+        self.found = captures.found
+        with replica(self.group, self.gathers, captures):
+            args, kwargs = self.layout.rebuild(rest, self.statics, objects)
+            results = self._results(self.fn(*args, **kwargs))
+            if clones is None:
+                return results
+            after = clones.collect(self.name, self.object_names)
+            self.attribute_changes = clones.attribute_changes()
+        self.keys = list(clones.keys)
+        return [*results, *after, *(folded for _, folded in clones.keys.values())]
+
+    def is_donated(self, i: int) -> bool:
+        """Whether a leaf of the objects is donated; what a captured variable holds is not."""
+        assert self.structure is not None
+        return self.structure.leaf_slots[i].path[0] < self.num_objects - len(self._captured)
+
+    def _captures(self, objects: Sequence[Any]) -> Captures:
+        stand_ins = objects[len(objects) - len(self._captured) :]
+        own = [node for _, node in nnx.iter_graph(objects) if isinstance(node, Variable)]
+        return Captures(list(zip(self._captured, stand_ins, strict=True)), own)
+
+    def _results(self, out: Any) -> list[Array]:
+        paths, self.out_tree = jax.tree_util.tree_flatten_with_path(out, is_leaf=is_object)
+        numbers = fixed_numbers(self.out_tree)
+        results, self.out_names, self.static_results = [], [], {}
+        for i, (path, leaf) in enumerate(paths):
+            name = "result" + keys(path)
+            if is_object(leaf):
+                raise TypeError(
+                    f"{self.name} returned the nnx object {type(leaf).__name__} as {name}. Objects "
+                    "that are arguments are updated in place; return arrays."
+                )
+            if self._is_static(leaf, i in numbers):
+                self.static_results[i] = leaf
+                continue
+            _require_array(self.name, name, leaf)
+            self.out_names.append(name)
+            results.append(jnp.asarray(leaf))
+        return results
+
+    def _is_static(self, leaf: Any, stays_number: bool) -> bool:
+        """Whether a leaf of the result is not an array: returned as the trace found it."""
+        if isinstance(leaf, bool):
+            return True
+        if isinstance(leaf, ARRAY_LIKE):
+            return stays_number and is_number(type(leaf))
+        return any(leaf is s or (type(leaf) is type(s) and leaf == s) for s in self.statics)
+
+
+def _require_array(step_name: str, name: str, leaf: Any) -> None:
+    if is_float0(leaf):
+        raise TypeError(
+            f"{step_name} returned {describe(leaf)} as {name}: JAX's gradient of an integer, which "
+            "holds nothing. Leave it out: take gradients with respect to floats only."
+        )
+    if not isinstance(leaf, ARRAY_LIKE):
+        raise TypeError(
+            f"{step_name} returned {describe(leaf)} as {name}. A step returns arrays, numbers, "
+            "None, and what is not an array as it was passed in, in any nest of containers."
+        )
+
+
+class Traced(NamedTuple):
+    """A step and its replica programs, one for each set of shapes; not yet proved.
+
+    Attributes:
+        steps: The step, for each set of shapes.
+        jaxprs: What each was traced to. The outputs are the results, the objects' leaves
+            afterwards, and the keys as the replica had them.
+        replicas: The replicas that have each set of shapes.
+        context: The context of the trace, see `context_token`.
+    """
+
+    steps: Sequence[Step]
+    jaxprs: Sequence[ClosedJaxpr]
+    replicas: Sequence[Sequence[int]]
+    context: object
+
+    @property
+    def avals(self) -> Sequence[Any]:
+        """Shapes and dtypes of the outputs, on the replicas of the first set of shapes."""
+        return [var.aval for var in self.jaxprs[0].jaxpr.outvars]
+
+    @property
+    def given(self) -> Sequence[object]:
+        """The variables of the program that hold the objects' leaves at first."""
+        return self.jaxprs[0].jaxpr.invars[: self.steps[0].num_state]
+
+    def apart(
+        self, marks: Sequence[Mark]
+    ) -> tuple[Sequence[Mark], Sequence[Mark], dict[int, Mark]]:
+        """What is known of the results, of the objects' leaves, and of the keys."""
+        start = len(self.steps[0].out_names)
+        end = start + self.steps[0].num_state
+        keys = zip(self.steps[0].keys, marks[end:], strict=True)
+        return marks[:start], marks[start:end], dict(keys)

@@ -1,0 +1,21 @@
+"""Parts of error messages about checkpoints: the text of an error, and lists of steps."""
+
+from collections.abc import Iterable
+from typing import Any
+
+_MOST_STEPS = 12
+
+
+def in_short(error: BaseException) -> str:
+    """The text of an error, without what TensorStore adds, of which there is a lot."""
+    text = getattr(error, "strerror", None) or str(error).split(" [")[0]
+    return f"{text or type(error).__name__:.300}".rstrip(".")
+
+
+def in_words(names: Iterable[Any]) -> str:
+    """`1, 2, 3`, at most twelve, the last ones."""
+    texts = [str(name) for name in names]
+    shown = ", ".join(texts[-_MOST_STEPS:])
+    if len(texts) > _MOST_STEPS:
+        return f"{len(texts) - _MOST_STEPS} others, {shown}"
+    return shown or "none"

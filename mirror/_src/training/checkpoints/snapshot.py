@@ -1,0 +1,109 @@
+"""The arrays of nnx objects by name, as a checkpoint holds them, and back into the objects."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.tree_util import keystr
+
+from mirror._src.devices.replicas import ReplicaDevices
+from mirror._src.training.checkpoints.host_copies import KeyData
+from mirror._src.utils.errors import describe, listing
+from mirror._src.values.per_replica import is_numeric, per_replica
+from mirror._src.variables.on_read import spread_over
+from mirror._src.variables.variable import Variable
+
+
+def read(objects: Mapping[str, Any]) -> dict[str, Any]:
+    """`{"model.out.kernel": array}`: one value each; those of `"on_read"` variables aggregated."""
+    return {
+        name + keystr(inside): _as_on_devices(value)
+        for name, holder in _places(objects)
+        for inside, value in jax.tree_util.tree_leaves_with_path(_value(holder))
+    }
+
+
+def write(objects: Mapping[str, Any], found: Mapping[str, Any], replicas: ReplicaDevices) -> None:
+    """Puts arrays back by name, mirrored over the replicas.
+
+    Raises:
+        ValueError: names, shapes or dtypes are not those of the objects; nothing is changed.
+    """
+    old = read(objects)
+    _require_fits(old, found)
+    new = {name: replicas.mirror(_array(value, old[name])) for name, value in found.items()}
+    for root, obj in objects.items():
+        bare = []  # arrays that are attributes, in no variable
+        for path, holder in nnx.to_flat_state(nnx.state(obj)):
+            value = _taken(new, _name(root, path), _value(holder))
+            if isinstance(holder, nnx.Variable):
+                _set(holder, value, replicas)
+            else:
+                bare.append((path, value))
+        nnx.update(obj, nnx.from_flat_state(bare))
+
+
+def _taken(new: Mapping[str, Any], name: str, like: Any) -> Any:
+    return jax.tree_util.tree_map_with_path(lambda inside, _: new[name + keystr(inside)], like)
+
+
+def _set(variable: nnx.Variable[Any], value: Any, replicas: ReplicaDevices) -> None:
+    if isinstance(variable, Variable) and variable.is_on_read:
+        variable.set_raw_value(per_replica(spread_over(variable, replicas)))
+        variable.assign(value)
+    else:
+        variable.set_raw_value(value)
+
+
+def _require_fits(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    wrong = [f"{name}: not in the checkpoint" for name in wanted if name not in found]
+    wrong += [f"{name}: only in the checkpoint" for name in found if name not in wanted]
+    for name in wanted.keys() & found.keys():
+        here, there = _words(wanted[name]), _words(found[name])
+        if here != there:
+            wrong.append(f"{name}: {there} in the checkpoint, {here} here")
+    if wrong:
+        raise ValueError(
+            f"The checkpoint is of another model or optimizer:\n{listing(sorted(wrong))}\nMake the "
+            "trainer with what it was saved with; mirror.load_checkpoint reads the arrays alone."
+        )
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, KeyData):
+        return f"key<{value.impl}>{list(value.data.shape[:-1])}"
+    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return f"key<{jax.random.key_impl(value)}>{list(value.shape)}"
+    return describe(value)
+
+
+def _as_on_devices(value: Any) -> Any:
+    """What a model holds that has not run yet, as it will be there: JAX may have no 64 bits."""
+    if isinstance(value, jax.Array) or not is_numeric(np.asarray(value).dtype):
+        return value
+    return jnp.asarray(value)
+
+
+def _array(value: Any, old: Any) -> Any:
+    if isinstance(value, KeyData):
+        return jax.random.wrap_key_data(jnp.asarray(value.data), impl=value.impl)
+    if old.weak_type and not value.ndim:  # strong, it would make more float32 of bfloat16
+        return jnp.asarray(value.item())
+    return value
+
+
+def _places(objects: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for root, obj in objects.items():
+        for path, holder in nnx.to_flat_state(nnx.state(obj)):
+            yield _name(root, path), holder
+
+
+def _name(root: str, path: Any) -> str:
+    return ".".join([root, *map(str, path)])
+
+
+def _value(holder: Any) -> Any:
+    return holder.get_value() if isinstance(holder, nnx.Variable) else holder

@@ -1,0 +1,135 @@
+"""What a training was like: the metrics of each epoch, as a dict, a table and a picture."""
+
+import html
+import io
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, final
+
+from mirror._src.utils.errors import describe
+from mirror._src.utils.modules import set_module
+from mirror._src.utils.optional import require
+from mirror._src.utils.tables import Table, new_figure
+
+_VALIDATION = "val_"
+
+
+@set_module("mirror")
+@final
+class History(Mapping[str, list[float]]):
+    """The metrics by name, a number for each epoch: `history["val_loss"][-1]`.
+
+    `print` it for a table; a notebook shows that and the curves. What an epoch did not measure is
+    NaN.
+
+    Attributes:
+        epochs: the numbers of the epochs, from 0.
+        seconds: how long each took, validation included.
+
+    >>> history = trainer.fit(data, epochs=2, progress=False)
+    >>> list(history), history.epochs, len(history["loss"])
+    (['loss'], [0, 1], 2)
+    """
+
+    def __init__(self) -> None:
+        self.epochs: list[int] = []
+        self.seconds: list[float] = []
+        self._columns: dict[str, list[float]] = {}
+
+    def add(self, epoch: int, logs: Mapping[str, float], seconds: float) -> None:
+        """Takes the metrics of an epoch."""
+        for name in logs:
+            self._columns.setdefault(name, [float("nan")] * len(self.epochs))
+        for name, column in self._columns.items():
+            column.append(float(logs.get(name, float("nan"))))
+        self.epochs.append(epoch)
+        self.seconds.append(seconds)
+
+    def add_to_last(self, logs: Mapping[str, float]) -> None:
+        """Takes more metrics of the epoch that was added last."""
+        for name, value in logs.items():
+            column = self._columns.setdefault(name, [float("nan")] * len(self.epochs))
+            column[-1] = float(value)
+
+    def __getitem__(self, name: str) -> list[float]:
+        if name not in self._columns:
+            raise KeyError(f"{name!r}: the history has {', '.join(self._columns) or 'no metrics'}")
+        return self._columns[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it, as JSON can hold it."""
+        return {"epochs": self.epochs, "seconds": self.seconds, "metrics": self._columns}
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> "History":
+        """The history that `to_dict` gave."""
+        history = cls()
+        history.epochs, history.seconds = list(found["epochs"]), list(found["seconds"])
+        history._columns = {name: list(column) for name, column in found["metrics"].items()}
+        return history
+
+    @property
+    def table(self) -> Table:
+        """A row for each epoch, counted from 1."""
+        rows = [
+            (str(epoch + 1), *(f"{self[name][i]:.4g}" for name in self), f"{self.seconds[i]:.1f}")
+            for i, epoch in enumerate(self.epochs)
+        ]
+        return Table(("epoch", *self, "seconds"), rows)
+
+    def __repr__(self) -> str:
+        return repr(self.table) if self.epochs else "History of no epochs"
+
+    def _repr_html_(self) -> str:
+        shown = self.table._repr_html_() if self.epochs else f"<p>{html.escape(repr(self))}</p>"
+        return shown + (self._svg() if len(self.epochs) > 1 else "")
+
+    def _svg(self) -> str:
+        try:
+            figure = self.plot()
+        except ModuleNotFoundError:
+            return ""
+        with io.StringIO() as file:
+            figure.savefig(file, format="svg")
+            text = file.getvalue()
+        return text[text.index("<svg") :]
+
+    def plot(self, file: str | Path | None = None) -> Any:
+        """Draws the curves: one picture for each metric, training and validation in it.
+
+        Args:
+            file: where to write it, too; its ending says the format.
+
+        Returns:
+            A `matplotlib.figure.Figure`, which a notebook shows; no window is opened.
+
+        Raises:
+            ValueError: there are no epochs.
+            ModuleNotFoundError: matplotlib is not installed.
+        """
+        if not self.epochs:
+            raise ValueError(f"{describe(self)} has nothing to plot: train first, trainer.fit(...)")
+        names = [n for n in self if not n.startswith(_VALIDATION) or n[4:] not in self]
+        figure = new_figure(5 * len(names), 3.5)
+        for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
+            self._draw(axes, name)
+        if file is not None:
+            figure.savefig(file, dpi=120)
+        return figure
+
+    def _draw(self, axes: Any, name: str) -> None:
+        epochs = [epoch + 1 for epoch in self.epochs]
+        for column, label in ((name, "training"), (_VALIDATION + name, "validation")):
+            if column in self:
+                axes.plot(epochs, self[column], "o-", markersize=3, label=label)
+        axes.set_title(name)
+        axes.set_xlabel("epoch")
+        axes.xaxis.set_major_locator(require("matplotlib.ticker").MaxNLocator(integer=True))
+        axes.grid(alpha=0.3)
+        axes.legend()
