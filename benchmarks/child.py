@@ -25,54 +25,54 @@ from benchmarks.trainer import STEPS, trainer_contenders
 # Adam makes rounding larger in each of the many steps before parameters are compared.
 _RTOL_OF_EPOCHS = 1e-3
 
-Parts = Iterator[tuple[str, Any]]
+UnstackedArrays = Iterator[tuple[str, Any]]
 Contenders = Callable[[Model, int], list[JaxContender]]
 
 
-def _by_model(job: plan.Job, contenders: Contenders, **options: Any) -> Parts:
+def _by_model(job: plan.Job, contenders: Contenders, **options: Any) -> UnstackedArrays:
     for name in job.names:
         yield name, measure(contenders(BY_NAME[name], job.devices), job.timing, **options)
         gc.collect()
 
 
-def run_steps(job: plan.Job) -> Parts:
+def run_steps(job: plan.Job) -> UnstackedArrays:
     return _by_model(job, step_contenders)
 
 
-def run_dispatch(job: plan.Job) -> Parts:
+def run_dispatch(job: plan.Job) -> UnstackedArrays:
     for leaves in job.leaves:
         yield str(leaves), measure(dispatch_contenders(leaves, job.devices), job.timing)
 
 
-def run_deep(job: plan.Job) -> Parts:
+def run_deep(job: plan.Job) -> UnstackedArrays:
     yield "deep", measure(deep_contenders(BY_NAME["deep"], job.devices), job.timing)
 
 
-def run_rows(job: plan.Job) -> Parts:
+def run_rows(job: plan.Job) -> UnstackedArrays:
     return _by_model(job, lambda model, _: row_contenders(model))
 
 
-def run_staged(job: plan.Job) -> Parts:
+def run_staged(job: plan.Job) -> UnstackedArrays:
     return _by_model(job, staged_contenders)
 
 
-def run_trainer(job: plan.Job) -> Parts:
+def run_trainer(job: plan.Job) -> UnstackedArrays:
     """Milliseconds per step; a launch is an epoch."""
     for model, times in _by_model(job, trainer_contenders, rtol=_RTOL_OF_EPOCHS, fewest=1):
         yield model, {name: [ms / STEPS for ms in each] for name, each in times.items()}
 
 
-def run_memory(job: plan.Job) -> Parts:
+def run_memory(job: plan.Job) -> UnstackedArrays:
     for name in job.names:
         yield name, measure_memory(name, job.devices)
 
 
-def run_first(job: plan.Job) -> Parts:
+def run_first(job: plan.Job) -> UnstackedArrays:
     (name,) = job.names
     yield name, measure_first(name, job.devices)
 
 
-RUNNERS: dict[str, Callable[[plan.Job], Parts]] = {
+RUNNERS: dict[str, Callable[[plan.Job], UnstackedArrays]] = {
     "steps": run_steps,
     "dispatch": run_dispatch,
     "deep": run_deep,

@@ -25,8 +25,8 @@ The words, as they are used everywhere:
   outside `run`.
 - `config`: the devices there are, and their settings before JAX starts. `device(name)`: where eager
   ops run. `debugging`: looking at what runs and lies where.
-- exchange: the point in a step where replicas talk: all-reduce, all-gather.
-- cross-device ops: who carries an exchange out.
+- collective: the point in a step where replicas communicate: all-reduce, all-gather.
+- cross-device ops: who carries a collective out.
 """
 
 from mirror import callbacks as callbacks
@@ -71,4 +71,4 @@ from mirror._version import __version__ as __version__
 
 
 def __dir__() -> list[str]:
-    return sorted(name for name in globals() if not name.startswith("_"))
+    return sorted(n for n in globals() if n.isidentifier() and not n.startswith("_"))

@@ -13,4 +13,4 @@ from mirror._src.training.callbacks.profiling import Profiler as Profiler
 from mirror._src.training.callbacks.progress import ProgressBar as ProgressBar
 from mirror._src.training.callbacks.stopping import EarlyStopping as EarlyStopping
 from mirror._src.training.callbacks.stopping import NaNGuard as NaNGuard
-from mirror._src.training.fit import Fit as Fit
+from mirror._src.training.fit import TrainingRun as TrainingRun

@@ -108,11 +108,11 @@ def _captured(config: pytest.Config) -> tuple[str, str]:
 
 
 def _arrivals(text: str) -> Iterator[str]:
-    """How many have come to each exchange; XLA numbers them as they come, and not by replica."""
+    """How many have come to each collective; XLA numbers them as they come, and not by replica."""
     waits = _WAITS_IN_XLA.findall(text)
-    for exchange, expected in dict.fromkeys(waits):
-        count = waits.count((exchange, expected))
-        yield f"  XLA: {count} of {expected} replicas wait in {exchange}; it does not say which."
+    for collective, expected in dict.fromkeys(waits):
+        count = waits.count((collective, expected))
+        yield f"  XLA: {count} of {expected} replicas wait in {collective}; it does not say which."
 
 
 def _launches() -> Iterator[str]:
@@ -123,4 +123,4 @@ def _launches() -> Iterator[str]:
     found = plugin_support.launches_under_way()
     yield from (f"  launch {i + 1} of {len(found)}: {line}" for i, line in enumerate(found))
     if not found:
-        yield "  mirror has no launch with exchanges under way on host devices."
+        yield "  mirror has no launch with collectives under way on host devices."

@@ -385,7 +385,7 @@ def test_dispatch_adds_one_a_step():
         assert np.asarray(contender.params()["leaves"][2]).tolist() == [5.0] * 8
 
 
-class Fixed(JaxContender):
+class Constant(JaxContender):
     """Launches nothing."""
 
     def __init__(self, name, value):
@@ -402,9 +402,9 @@ class Fixed(JaxContender):
 
 
 def test_contenders_that_differ_are_an_error():
-    paired.require_same([Fixed("a", 1.0), Fixed("b", 1.00001)])
+    paired.require_same([Constant("a", 1.0), Constant("b", 1.00001)])
     with raises(paired.ContendersDifferError, names=["a", "b", "['w']"], values=3):
-        paired.require_same([Fixed("a", 1.0), Fixed("b", 1.01)])
+        paired.require_same([Constant("a", 1.0), Constant("b", 1.01)])
 
 
 def test_sharded_optimizer_state_is_one_part_of_each_leaf_that_divides():

@@ -646,7 +646,7 @@ def test_tensorboard_of_epochs_only(tmp_path):
 
 def test_there_is_no_program_before_the_first_step():
     with raises(RuntimeError, fix="program"):
-        new_trainer().program_text()
+        new_trainer().lowered_text()
 
 
 SCHEDULE = optax.linear_schedule(0.1, 0.0, 100)

@@ -23,7 +23,7 @@ from mirror._src.cli.bench import command, measure
 from mirror._src.cli.bench.measure import Contender
 from mirror._src.cli.bench.named import make_named
 from mirror._src.cli.bench.scaling import Row, Scaling, quartiles
-from mirror._src.cli.bench.workload import Repeated, WorkloadError, workload_of
+from mirror._src.cli.bench.workload import RepeatedBatches, WorkloadError, workload_of
 from mirror._src.cli.demo.options import OptionError
 from tests import fresh
 from tests.conftest import cpu_strategy
@@ -204,7 +204,7 @@ def test_with_weak_each_device_has_the_same_batch(name, own, unexplained, capsys
 
 
 def test_a_batch_is_repeated_as_often_as_it_is_asked_for():
-    data = Repeated([{"x": np.arange(2)}, {"x": np.arange(3)}], 2)
+    data = RepeatedBatches([{"x": np.arange(2)}, {"x": np.arange(3)}], 2)
     for _ in range(2):
         assert [list(batch["x"]) for batch in data] == [[0, 1, 0, 1], [0, 1, 2, 0, 1, 2]]
 

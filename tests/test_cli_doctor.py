@@ -16,7 +16,7 @@ import mirror
 from mirror._src.cli import main as cli
 from mirror._src.cli.doctor import child, environment, probes, versions
 from mirror._src.cli.doctor.check import Check, summary, worst
-from mirror._src.cli.doctor.child import Ended, findings
+from mirror._src.cli.doctor.child import ProbeResult, findings
 from mirror._src.cli.doctor.environment import check_environment
 from mirror._src.cli.doctor.versions import (
     SUPPORTED,
@@ -60,7 +60,7 @@ def test_a_flag_that_ends_the_process_is_found_and_the_rest_without_it(ahead):
     assert_message(rest[0]["found"], values=[4, os.cpu_count()])
 
 
-def started(num_threads: int = 8) -> probes.Started:
+def started(num_threads: int = 8) -> probes.BackendInfo:
     return probes.start()._replace(num_threads=num_threads)
 
 
@@ -91,8 +91,8 @@ def test_the_exit_status_is_that_of_the_worst(
 ):
     def probe(environment):
         if TYPO in environment["XLA_FLAGS"]:
-            return Ended(1, "", f"F0 x.cc:1] Unknown flag in XLA_FLAGS: {TYPO}\n")
-        return Ended(0, "\n".join(map(json.dumps, on_eight_devices)), "")
+            return ProbeResult(1, "", f"F0 x.cc:1] Unknown flag in XLA_FLAGS: {TYPO}\n")
+        return ProbeResult(0, "\n".join(map(json.dumps, on_eight_devices)), "")
 
     monkeypatch.setenv("XLA_FLAGS", flags)
     monkeypatch.setattr(child, "probe", probe)
@@ -154,7 +154,7 @@ def test_an_all_reduce_that_fails_is_a_problem(kind, monkeypatch):
     assert ("NCCL_P2P_DISABLE=1" in check.fix) == (kind == "GPU")
 
 
-def test_one_device_exchanges_nothing():
+def test_one_device_needs_no_collectives():
     one = started()._replace(devices=started().devices[:1])
     check = probes.check_all_reduce(one)
     assert check.state == "ok"
@@ -213,16 +213,18 @@ def test_gpus_that_are_not_used_are_a_problem_unless_it_is_on_purpose(case, monk
 
 BEGINS = json.dumps({"begins": "all-reduce"})
 ENDS = {
-    "signal": (Ended(-signal.SIGABRT, BEGINS, "Fatal: x\n\n"), "all-reduce", "SIGABRT"),
-    "status": (Ended(3, f"noise\n{BEGINS}", ""), "all-reduce", 3),
-    "deadline": (Ended(None, "", ""), "start", "240 s"),
+    "signal": (ProbeResult(-signal.SIGABRT, BEGINS, "Fatal: x\n\n"), "all-reduce", "SIGABRT"),
+    "status": (ProbeResult(3, f"noise\n{BEGINS}", ""), "all-reduce", 3),
+    "deadline": (ProbeResult(None, "", ""), "start", "240 s"),
     "bad flag": (
-        Ended(1, "", "E1 2 c.cc:3] Couldn't interpret value two for flag xla_x.\nF1 check"),
+        ProbeResult(1, "", "E1 2 c.cc:3] Couldn't interpret value two for flag xla_x.\nF1 check"),
         "XLA_FLAGS",
         1,
     ),
     "no file": (
-        Ended(1, "", 'F1 2 p.cc:1] Could not open file "x" to read flags for variable "XLA_FLAGS"'),
+        ProbeResult(
+            1, "", 'F1 2 p.cc:1] Could not open file "x" to read flags for variable "XLA_FLAGS"'
+        ),
         "XLA_FLAGS",
         1,
     ),
@@ -239,8 +241,8 @@ def test_what_ends_the_process_is_named(case):
 
 def test_the_line_that_says_most_is_shown():
     errors = "W1\nF1121 16:32:02.13    2020 a.cc:234] Check failed: it\n@ 0x7f\n"
-    assert next(findings(Ended(-6, "", errors))).meaning == "Check failed: it"
-    assert next(findings(Ended(-6, "", "first\nlast\n\n"))).meaning == "last"
+    assert next(findings(ProbeResult(-6, "", errors))).meaning == "Check failed: it"
+    assert next(findings(ProbeResult(-6, "", "first\nlast\n\n"))).meaning == "last"
 
 
 def test_a_process_that_hangs_is_given_up(monkeypatch):

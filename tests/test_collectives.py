@@ -39,7 +39,7 @@ def sent(values, perm):
     return [values[source[i]] if i in source else zeros for i in range(N)]
 
 
-def exchanged(values, split, joined):
+def all_to_all(values, split, joined):
     parts = [np.split(value, N, split) for value in values]
     return [np.concatenate([part[i] for part in parts], joined) for i in range(N)]
 
@@ -89,7 +89,7 @@ FORMS = {
     ),
     "all_to_all, tiled": (
         lambda x: lax.all_to_all(x, AXIS, 1, 0, tiled=True),
-        lambda v: exchanged(v, 1, 0),
+        lambda v: all_to_all(v, 1, 0),
     ),
     "index": (lambda x: x + lax.axis_index(AXIS), lambda v: [v[i] + i for i in range(N)]),
     "inner vmap": (

@@ -613,7 +613,7 @@ def test_a_backend_that_does_not_start_says_where_it_looked():
 def test_the_user_may_change_what_mirror_set(monkeypatch):
     environment: dict[str, str] = {}
     monkeypatch.setattr(knobs, "os", SimpleNamespace(environ=environment))
-    knob = knobs.Knob("NEW", "OLD")
+    knob = knobs.JaxOption("NEW", "OLD")
     assert (knob.value, knob.of_user, str(knob)) == (None, None, "NEW=None")
     assert_message(knob.source, fix="default")
     knob.set("ours")

@@ -249,7 +249,7 @@ def random(key, x):
     }
 
 
-def exchange_of_keys(key):
+def collective_of_keys(key):
     own = context().fold_in(key)
     return {
         "gathered": jax.lax.all_gather(own, REPLICA_AXIS),
@@ -275,7 +275,7 @@ def closures(x):
 
 
 def rounds(x):
-    """Exchanges of what exchanges gave."""
+    """Collectives of what collectives gave."""
     mean = jax.lax.pmean(x, REPLICA_AXIS)
     variance = jax.lax.pmean((x - mean) ** 2, REPLICA_AXIS)
     score = jax.lax.pmax(jnp.abs((x - mean) / jnp.sqrt(variance + 1)), REPLICA_AXIS)
@@ -371,7 +371,7 @@ STEPS = {
     "gradients": (gradients, lambda: (rows(N),)),
     "loops": (loops, lambda: (rows(3, 3),)),
     "random": (random, lambda: (jax.random.key(0), rows(3))),
-    "keys": (exchange_of_keys, lambda: (jax.random.key(0),)),
+    "keys": (collective_of_keys, lambda: (jax.random.key(0),)),
     "closures": (closures, lambda: (rows(2, 3),)),
     "rounds": (rounds, lambda: (rows(3),)),
     "edges": (edges, lambda: (rows(3), rows(), rows(0, 2), MIRRORED)),

@@ -18,7 +18,7 @@ ALL = f"({', '.join(f'/device:CPU:{i}' for i in range(8))})"
 
 
 def total(strategy) -> jax.Array:
-    """1 + 2 + ... + n, by an exchange of float32."""
+    """1 + 2 + ... + n, by a collective of float32."""
     return strategy.run(step)
 
 
@@ -87,7 +87,7 @@ def test_what_is_no_name_is_refused():
     ids=str,
 )
 def test_a_device_that_is_not_there_is_refused_at_once(devices, missing):
-    """TensorFlow puts both replicas on CPU:0, or hangs at the first exchange."""
+    """TensorFlow puts both replicas on CPU:0, or hangs at the first collective."""
     with raises(ValueError, names="devices", values=[missing, ALL]):
         mirror.MirroredStrategy(devices)
 
@@ -137,7 +137,7 @@ def test_ops_that_are_passed_are_kept_and_used():
 
 @pytest.mark.parametrize("ops", ["nccl", mirror.AllReduce, 0, False], ids=str)
 def test_what_is_no_cross_device_ops_is_refused(ops):
-    """TensorFlow keeps anything, and fails at the first exchange."""
+    """TensorFlow keeps anything, and fails at the first collective."""
     fix = ["CrossDeviceOps", "mirror.AllReduce()"]
     with raises(TypeError, names="cross_device_ops", values=repr(ops), fix=fix):
         cpu_strategy(2, cross_device_ops=ops)
@@ -198,7 +198,7 @@ def test_one_list_of_devices_is_that_of_parameters_and_of_steps(two):
 
 
 def test_strategies_of_different_devices_work_in_one_process():
-    """In TensorFlow the second one's first exchange fails, and after it every exchange does."""
+    """In TensorFlow the second one's first collective fails, and after it every collective does."""
     orders = [[0, 1], [0, 1, 2, 3], [3, 2, 1, 0], [4, 5], [7], [1, 0], list(range(8))]
     strategies = [mirror.MirroredStrategy([CPUS[i] for i in order]) for order in orders]
     for _ in range(3):

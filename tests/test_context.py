@@ -208,7 +208,7 @@ def test_what_a_replica_knows(strategy):
 
 
 def test_a_step_is_the_same_by_hand():
-    """Outside every scope a step is one replica's, with exchanges that change nothing."""
+    """Outside every scope a step is one replica's, with collectives that change nothing."""
 
     def step(x):
         context = mirror.get_replica_context()

@@ -335,7 +335,7 @@ def test_inside_a_scope_of_other_devices(ops):
 
 
 def test_inside_a_replica_it_is_refused(ops, two):
-    """As in `strategy.reduce`. A replica has values of its own, and a context to exchange them."""
+    """As in `strategy.reduce`. A replica has values of its own, and a context to reduce them."""
     value = one_and_two()
     use = "mirror.get_replica_context().all_reduce"
     kind = type(ops).__name__
@@ -552,7 +552,7 @@ WRONG = {  # function, error, and what the message says beside what is required
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_users_ops_that_are_wrong_are_said_with_the_exchange(name):
+def test_a_users_ops_that_are_wrong_are_said_with_the_collective(name):
     function, kind, values = WRONG[name]
     ops = Returning(function)
     strategy = cpu_strategy(2, cross_device_ops=ops)
@@ -593,7 +593,7 @@ def test_what_the_strategys_reduce_refuses(ops):
         strategy.run(lambda x: strategy.reduce("sum", x), (1.0,))
 
 
-# What a replica exchanges
+# Collectives of a replica
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
@@ -709,7 +709,7 @@ def test_gradients_of_sums_and_means(ops):
         assert np.broadcast_to(value, 2).tolist() == wanted[name], name
 
 
-def test_an_exchange_in_a_branch_that_all_take(ops):
+def test_a_collective_in_a_branch_that_all_take(ops):
     """Also under a nested jit and in a loop. Where the replicas may disagree it is refused."""
     strategy = cpu_strategy(2, cross_device_ops=ops)
 

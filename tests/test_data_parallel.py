@@ -9,7 +9,7 @@ import optax
 import pytest
 from flax import nnx
 
-from mirror.parallel import DataParallel
+from mirror._src.strategy.data_parallel import DataParallel
 from tests.messages import assert_message, raises
 
 
@@ -156,7 +156,9 @@ def test_what_cannot_be_wrapped_is_refused(module, device_ids, error, wanted):
 
 
 def test_devices_of_several_types_are_refused(monkeypatch):
-    monkeypatch.setattr("mirror._src.strategy.data_parallel.backend", SimpleNamespace(type_of=str, names=str))
+    monkeypatch.setattr(
+        "mirror._src.strategy.data_parallel.backend", SimpleNamespace(type_of=str, names=str)
+    )
     wanted = {"names": "device_ids", "fix": "mirror.MirroredStrategy"}
     with raises(ValueError, **wanted):
         DataParallel(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), [0, 1])

@@ -111,7 +111,7 @@ def test_ctrl_c_ends_it_cleanly(ahead):
 def test_ctrl_c_waits_for_a_place_where_it_is_safe_to_stop():
     before = signal.getsignal(signal.SIGINT)
     try:
-        with pytest.raises(KeyboardInterrupt), interrupts.held_back():  # noqa: PT012  at the end
+        with pytest.raises(KeyboardInterrupt), interrupts.DeferredInterrupts():  # noqa: PT012  at the end
             interrupts.check()
             signal.raise_signal(signal.SIGINT)
             with pytest.raises(KeyboardInterrupt):
@@ -138,12 +138,12 @@ def test_an_alarm_leaves_ctrl_c_as_it_was():
             with pytest.raises(AlarmError):  # noqa: PT012 (the loop is what is interrupted)
                 signal.setitimer(signal.ITIMER_REAL, (10 + i % 60) * 1e-6)
                 while True:
-                    with interrupts.held_back():
+                    with interrupts.DeferredInterrupts():
                         pass
             with pytest.raises(KeyboardInterrupt):
                 signal.raise_signal(signal.SIGINT)
             interrupts.check()
-            with interrupts.held_back():
+            with interrupts.DeferredInterrupts():
                 assert signal.getsignal(signal.SIGINT) is interrupts._note
             assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
@@ -230,7 +230,7 @@ def test_failed_checks_are_said_and_are_the_exit_status(monkeypatch, capsys):
 @pytest.mark.parametrize("equal", [True, False])
 @pytest.mark.parametrize("same", [True, False])
 def test_it_passes_where_both_checks_do(equal, same):
-    verified = run.Verified(same, 1e-7, 1e-5)
+    verified = run.StepCheck(same, 1e-7, 1e-5)
     outcome = run.Outcome(("/device:CPU:0",), 0.98, 3.0, mirror.History(), equal, verified)
     assert outcome.passed == outcome.to_dict()["passed"] == (equal and same)
 

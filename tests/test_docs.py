@@ -26,7 +26,7 @@ GUIDE = {name: text for name, text in PAGES.items() if name != "CHANGELOG.md"}
 MODULES = ["mirror", "mirror.config", "mirror.debugging", "mirror.callbacks", "mirror.data"]
 # What only a method makes has its example there.
 MADE_BY = {
-    mirror.ProgramReport: mirror.Strategy.program,
+    mirror.ProgramReport: mirror.Strategy.inspect,
     mirror.Explanation: mirror.Strategy.explain,
 }
 WITH_METHODS = [mirror.Strategy, mirror.ReplicaContext, mirror.Variable, mirror.InputContext]

@@ -1,9 +1,10 @@
-"""`strategy.program` and `strategy.explain`: what is said of steps that are known to be so."""
+"""`strategy.inspect` and `strategy.explain`: what is said of steps that are known to be so."""
 
 import json
 import re
 import sys
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from mirror._src.collectives.cross_device_ops import CrossDeviceOps
 from mirror._src.explain.memory_report import Kind, MemoryGroup, MemoryReport
 from mirror._src.explain.report import Explanation, Seconds
 from mirror._src.explain.timing import split
-from mirror._src.explain.trial import Batches, Idle, Trial, idle_times
+from mirror._src.explain.trial import Batches, IdleTimes, Trial, idle_times
 from mirror._src.values.per_replica import PerReplica, on_replicas
 from tests.conftest import cpu_strategy
 from tests.messages import assert_message, raises
@@ -57,10 +58,10 @@ def by_name(rows):
 # program
 
 
-def test_each_variable_has_its_exchange(two):
+def test_each_variable_has_its_collective(two):
     arguments = training(two, MLP, optax.adam(1e-3))
     before = state_of(*arguments[:2])
-    report = two.program(nnx_step, arguments)
+    report = two.inspect(nnx_step, arguments)
     assert report.in_step
     rows = by_name((*report.results, *report.variables))
     for name in ("result", "model.first.kernel", "optimizer.opt_state.0.mu.second.bias"):
@@ -68,23 +69,23 @@ def test_each_variable_has_its_exchange(two):
         assert_message(rows[name].why, names=["models.py", "nnx_step"], values="sum")
     assert rows["model.first.kernel"].value == "float32[12,32]"
     assert_message(rows["optimizer.step"].why, fix="mirrored")
-    (exchange,) = report.exchanges
-    assert (exchange.kind, exchange.op, exchange.num_leaves) == ("all-reduce", "sum", 5)
-    assert exchange.num_bytes == 4 * (12 * 32 + 32 + 32 * 5 + 5 + 1)
-    assert (exchange.loop, exchange.trips) == ("", 1)
+    (collective,) = report.collectives
+    assert (collective.kind, collective.op, collective.num_leaves) == ("all-reduce", "sum", 5)
+    assert collective.num_bytes == 4 * (12 * 32 + 32 + 32 * 5 + 5 + 1)
+    assert (collective.loop, collective.trips) == ("", 1)
     for now, then in zip(state_of(*arguments[:2]), before, strict=True):
         np.testing.assert_array_equal(now, then)
 
 
 def test_statistics_and_keys_are_told(two):
-    report = two.program(nnx_step, training(two, Net))
+    report = two.inspect(nnx_step, training(two, Net))
     rows = by_name(report.variables)
     assert rows["model.norm.mean"].state == "averaged"
     assert_message(rows["model.norm.mean"].why, names="batch['image']", fix="run")
     key = rows["model.drop.rngs.key"]
     assert key.state == "unchanged"
     assert_message(key.why, fix="replica")
-    (averaging,) = report.exchanges[1:]
+    (averaging,) = report.collectives[1:]
     assert averaging.num_leaves == 2
     assert_message(averaging.line, fix="run")
     assert report.in_step
@@ -100,7 +101,7 @@ def forgetful(model, optimizer, batch):
 
 
 def test_a_forgotten_reduction_is_told_and_not_refused(two):
-    report = two.program(forgetful, training(two, Net))
+    report = two.inspect(forgetful, training(two, Net))
     assert not report.in_step
     rows = by_name((*report.results, *report.variables))
     assert rows["model.first.kernel"].state == "diverges"
@@ -137,18 +138,18 @@ def test_what_the_proof_refuses_is_told(two, step):
     x = PerReplica([np.ones(3, np.float32)] * 2)
     with pytest.raises(mirror.ReplicaDivergenceError) as caught:
         two.run(step, (x,))
-    assert two.program(step, (x,)).problems == (str(caught.value),)
+    assert two.inspect(step, (x,)).problems == (str(caught.value),)
 
 
 def test_replicas_of_different_shapes_are_told(two):
     x = PerReplica([np.ones(3, np.float32), np.ones(2, np.float32)])
-    report = two.program(lambda x: (x.shape[0], x.sum()), (x,))
+    report = two.inspect(lambda x: (x.shape[0], x.sum()), (x,))
     assert_message(report.results[0].why, fix="shapes")
-    report = two.program(lambda x: mirror.ensure_mirrored(jnp.float32(x.shape[0])), (x,))
+    report = two.inspect(lambda x: mirror.ensure_mirrored(jnp.float32(x.shape[0])), (x,))
     assert "ensure_mirrored" in report.problems[0]
 
 
-def test_loops_and_kinds_of_exchanges_are_told(two):
+def test_loops_and_kinds_of_collectives_are_told(two):
     def step(x):
         context = mirror.get_replica_context()
 
@@ -162,30 +163,30 @@ def test_loops_and_kinds_of_exchanges_are_told(two):
         return total, looped, context.all_gather(x), jax.lax.ppermute(x, "replica", [(0, 1)])
 
     x = PerReplica([np.ones((4, 2), np.float32)] * 2)
-    report = two.program(step, (x,))
-    assert [row.in_words for row in report.exchanges] == [
+    report = two.inspect(step, (x,))
+    assert [row.in_words for row in report.collectives] == [
         *("all-reduce (max)", "all-reduce (min)", "all-gather", "ppermute")
     ]
-    loops = [(row.loop, row.trips) for row in report.exchanges[:3]]
+    loops = [(row.loop, row.trips) for row in report.collectives[:3]]
     assert loops == [("scan", 4), ("while", None), ("", 1)]
-    assert_message(report.exchanges[0].often, names="scan", values=4)
-    assert_message(report.exchanges[1].often, names="while")
+    assert_message(report.collectives[0].often, names="scan", values=4)
+    assert_message(report.collectives[1].often, names="while")
     assert_message(report.results[0].why, names="test_explain.py", values="max")
     assert_message(report.results[2].why, names="test_explain.py", fix="all-gathered")
     assert report.results[3].state == "per-replica"
     text = str(report)
     assert report.in_step
     assert report.heading in text
-    assert report.exchanges[0].often in text
+    assert report.collectives[0].often in text
     assert "<table>" in report._repr_html_()
 
 
-def test_a_step_without_exchanges_says_so(two):
-    report = two.program(lambda x: x + 1, (3.0,))
-    assert not report.exchanges
-    assert_message(str(report), fix="exchanges")
+def test_a_step_without_collectives_says_so(two):
+    report = two.inspect(lambda x: x + 1, (3.0,))
+    assert not report.collectives
+    assert_message(str(report), fix="collectives")
     assert report._repr_html_().count("<table>") == 1
-    report = two.program(forgetful, training(two, Net))
+    report = two.inspect(forgetful, training(two, Net))
     assert not report.in_step
     assert_message(report.heading, names="forgetful", values=2, fix="run")
     assert "<pre>" in report._repr_html_()
@@ -201,7 +202,7 @@ def test_a_variable_that_is_no_argument_is_told(two):
         own.assign_add(x.sum())
 
     x = PerReplica([np.ones(3, np.float32)] * 2)
-    rows = by_name(two.program(step, (x,)).variables)
+    rows = by_name(two.inspect(step, (x,)).variables)
     assert rows["total"].state == "mirrored"
     assert_message(rows["own"].why, fix="synchronization='on_read'")
     assert float(total[...]) == 0.0
@@ -212,7 +213,7 @@ def test_reports_are_for_the_cross_replica_context(two):
         with raises(RuntimeError, names=f"strategy.{method}"):
             getattr(two, method)(ensured, (1.0,))
 
-    for method in ("program", "explain"):
+    for method in ("inspect", "explain"):
         two.run(lambda method=method: inside(method))
         with raises(TypeError, names="fn", values=[3, "int"], fix="strategy.run(step, args)"):
             getattr(two, method)(3)
@@ -233,7 +234,7 @@ class Slow:
             yield batch
 
 
-class SlowExchange(CrossDeviceOps):
+class SlowCollective(CrossDeviceOps):
     """A network that takes its time."""
 
     def reduce_implementation(self, op, values):
@@ -259,8 +260,8 @@ def dispatch_bound():
     return strategy.explain(lambda leaves: [x + 1 for x in leaves], (leaves,), steps=15)
 
 
-def exchange_bound():
-    strategy = cpu_strategy(2, cross_device_ops=SlowExchange())
+def communication_bound():
+    strategy = cpu_strategy(2, cross_device_ops=SlowCollective())
     with strategy.scope():
         kernel = jnp.ones((500, 500))
 
@@ -287,10 +288,10 @@ def compute_bound():
     )
 
 
-BOUND = {
+BOUND: dict[str, tuple[Any, list[Any], Any]] = {
     "input": (input_bound, [], "prefetch"),
     "dispatch": (dispatch_bound, [400], "steps_per_execution"),
-    "exchange": (exchange_bound, [1, "976.6 KiB"], "batch"),
+    "communication": (communication_bound, [1, "976.6 KiB"], "batch"),
     "compute": (compute_bound, [], ()),
 }
 
@@ -305,7 +306,7 @@ def test_the_verdict_is_right_and_the_parts_add_up(bound):
     assert_message(found.verdict, names=f"{bound}-bound", values=values, fix=fix)
     assert sum(found.secs) == pytest.approx(found.wall_secs, rel=0.1)
     assert min(found.secs) >= 0
-    if bound in ("exchange", "compute"):
+    if bound in ("communication", "compute"):
         assert found.speedup > 0
     again = json.loads(json.dumps(found.to_dict()))
     assert again["bound"] == bound
@@ -389,7 +390,7 @@ def test_data_that_end_are_refused_or_read_again(two):
 
 
 SPLITS = [
-    # wall, input, transfer, run, dispatch, exchange
+    # wall, input, transfer, run, dispatch, collective
     (10.0, 6.0, 0.0, 8.0, 2.0, 2.0),
     (10.0, 0.0, 0.0, 8.0, 2.0, 9.0),
     (30.0, 28.0, 1.0, 2.0, 3.0, 0.0),
@@ -401,17 +402,17 @@ SPLITS = [
 
 @pytest.mark.parametrize("case", SPLITS)
 def test_the_parts_add_up_by_definition(case):
-    wall, read, transfer, run, dispatch, exchange = case
-    found = split(wall, Idle(read, transfer, run), dispatch, exchange)
+    wall, read, transfer, run, dispatch, collective = case
+    found = split(wall, IdleTimes(read, transfer, run), dispatch, collective)
     assert sum(found) == pytest.approx(wall)
     assert min(found) >= 0
 
 
 def test_the_longer_of_host_and_devices_counts_in_full():
-    assert split(10.0, Idle(6.0, 0.0, 8.0), 2.0, 3.0) == Seconds(6.0, 0.0, 2.0, 1.0, 1.0)
-    assert split(10.0, Idle(2.0, 0.0, 8.0), 0.0, 2.0) == Seconds(2.0, 0.0, 0.0, 6.0, 2.0)
-    assert split(8.0, Idle(2.0, 0.0, 8.0), 0.0, 2.0) == Seconds(0.0, 0.0, 0.0, 6.0, 2.0)
-    assert split(20.0, Idle(2.0, 0.0, 8.0), 0.0, 2.0) == Seconds(4.0, 0.0, 0.0, 12.0, 4.0)
+    assert split(10.0, IdleTimes(6.0, 0.0, 8.0), 2.0, 3.0) == Seconds(6.0, 0.0, 2.0, 1.0, 1.0)
+    assert split(10.0, IdleTimes(2.0, 0.0, 8.0), 0.0, 2.0) == Seconds(2.0, 0.0, 0.0, 6.0, 2.0)
+    assert split(8.0, IdleTimes(2.0, 0.0, 8.0), 0.0, 2.0) == Seconds(0.0, 0.0, 0.0, 6.0, 2.0)
+    assert split(20.0, IdleTimes(2.0, 0.0, 8.0), 0.0, 2.0) == Seconds(4.0, 0.0, 0.0, 12.0, 4.0)
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ def test_it_is_a_dict_of_a_number_for_each_epoch(three):
     assert "recall" not in three
     assert three.get("recall") is None
     assert three.epochs == [0, 1, 2]
-    assert three.seconds == [0.25, 0.25, 12.0]
+    assert three.epoch_secs == [0.25, 0.25, 12.0]
     three.add_to_last({"learning_rate": 0.5, "accuracy": 0.5})
     assert three["accuracy"][-1] == 0.5
     np.testing.assert_array_equal(three["learning_rate"], [nan, nan, 0.5])
@@ -115,7 +115,7 @@ def test_it_comes_back_from_json(three):
     text = json.dumps(three.to_dict())
     again = mirror.History.from_dict(json.loads(text))
     assert_same(again, three)
-    assert (again.epochs, again.seconds) == (three.epochs, three.seconds)
+    assert (again.epochs, again.epoch_secs) == (three.epochs, three.epoch_secs)
     again.add(3, {"loss": 0.5}, 1.0)
     assert again["loss"][-1] == 0.5
     assert len(three["loss"]) == 3  # a copy

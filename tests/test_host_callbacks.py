@@ -122,7 +122,7 @@ METHODS = {
     "reduce": lambda s, x: s.reduce("sum", x),
     "gather": lambda s, x: s.gather(PerReplica([np.ones(1)] * s.num_replicas_in_sync)),
     "check_mirrored": lambda s, x: s.check_mirrored(jnp.ones(2)),
-    "program": lambda s, x: s.program(lambda x: x, (x,)),
+    "inspect": lambda s, x: s.inspect(lambda x: x, (x,)),
 }
 
 

@@ -752,7 +752,7 @@ def test_training_is_the_same_under_the_log(lines):
 
 
 @pytest.mark.filterwarnings("ignore:.*training_step.*distribute_dataset")
-def test_a_step_says_what_it_mirrors_runs_and_exchanges(lines, two):
+def test_a_step_says_what_it_mirrors_runs_and_collectives(lines, two):
     model = linear()
     optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
     batch = np.ones((4, 4), np.float32)
@@ -794,7 +794,7 @@ def test_a_step_says_what_it_mirrors_runs_and_exchanges(lines, two):
     assert lines.of(two.run, training_step, (model, optimizer, shard)) == []
 
 
-def test_batch_statistics_are_an_exchange(lines, two):
+def test_batch_statistics_are_a_collective(lines, two):
     with two.scope():
         norm = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
     (batch,) = two.distribute_dataset([np.ones((4, 4), np.float32)])

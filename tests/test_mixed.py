@@ -418,8 +418,8 @@ def test_the_log_of_a_step(mixed, caplog):
     lines = [record.getMessage() for record in caplog.records]
     steps = [line for line in lines if "nnx_add" in line]
     assert_message("\n".join(steps), names="nnx_add", values=PAIR)
-    exchanges = [line for line in lines if "all-reduce" in line]
-    assert_message("\n".join(exchanges), values=["/device:CPU:0", PAIR, 1, "4 bytes"])
+    collectives = [line for line in lines if "all-reduce" in line]
+    assert_message("\n".join(collectives), values=["/device:CPU:0", PAIR, 1, "4 bytes"])
 
 
 def nnx_add(w, x):

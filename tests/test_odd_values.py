@@ -136,7 +136,7 @@ METHODS = {
     "distribute_values": lambda s, v: s.distribute_values_from_function(lambda _: v),
     "check_mirrored": lambda s, v: s.check_mirrored(v),
     "verify": lambda s, v: s.verify(returned, (v,)),
-    "program": lambda s, v: str(s.program(returned, (v,))),
+    "inspect": lambda s, v: str(s.inspect(returned, (v,))),
     "ops.reduce": lambda s, v: mirror.AllReduce().reduce("sum", v),
     "ops.broadcast": lambda s, v: mirror.AllReduce().broadcast(v, list(s.devices)[:1]),
     "Variable": lambda s, v: mirror.Variable(v),

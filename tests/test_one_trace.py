@@ -78,9 +78,9 @@ def test_the_users_function_runs_once(strategy):
 def test_reports_reuse_the_trace(strategy):
     step, calls = counting_step()
     args = arguments(strategy)
-    strategy.program(step, args)
+    strategy.inspect(step, args)
     strategy.run(step, args)
-    strategy.program(step, args)
+    strategy.inspect(step, args)
     assert len(calls) == 1
 
 

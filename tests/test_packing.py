@@ -274,14 +274,14 @@ def test_effects_keep_their_order(two):
 
 
 def test_a_report_says_what_travels_together(two):
-    report = two.program(loss_and_gradients_apart, arguments(two))
-    (row,) = report.exchanges
+    report = two.inspect(loss_and_gradients_apart, arguments(two))
+    (row,) = report.collectives
     assert (row.kind, row.op, row.num_leaves) == ("all-reduce", "sum", 4)
     assert row.num_bytes == 4 * (24 + 4 + 12 + 1)
-    looped = two.program(in_a_scan, arguments(two)).exchanges
+    looped = two.inspect(in_a_scan, arguments(two)).collectives
     assert [(row.num_leaves, row.loop, row.trips) for row in looped] == [(4, "scan", 4)]
     apart = cpu_strategy(2, cross_device_ops=mirror.AllReduce(pack_bytes=0))
-    assert len(apart.program(by_hand, arguments(apart)).exchanges) == 5
+    assert len(apart.inspect(by_hand, arguments(apart)).collectives) == 5
 
 
 def test_calls_without_collectives_stay_closed(two):

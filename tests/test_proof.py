@@ -198,7 +198,7 @@ def stacked_outputs(x, m):
 
 
 @law("PM")
-def exchange_then_own_again(x, m):
+def collective_then_own_again(x, m):
     return lax.scan(lambda c, _: ((total(c[1]), x), None), (m, m), None, length=2)[0][::-1]
 
 
@@ -369,7 +369,7 @@ KINDS = list(hangs(None, None, None))
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_exchange_that_would_hang_is_an_error_that_says_where(kind, num_replicas):
+def test_a_collective_that_would_hang_is_an_error_that_says_where(kind, num_replicas):
     def step(x, m):
         return hangs(x[0] > 0, x, m)[kind]()
 
@@ -383,7 +383,7 @@ def test_an_exchange_that_would_hang_is_an_error_that_says_where(kind, num_repli
     assert all(start <= line < start + len(lines) or here <= line < here + 2 for line in found)
 
 
-def test_an_exchange_under_a_condition_that_all_share_is_fine(two):
+def test_a_collective_under_a_condition_that_all_share_is_fine(two):
     def step(x, m):
         return {kind: make() for kind, make in hangs(m[0] > 9, x, m).items()}
 

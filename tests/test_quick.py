@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 
 import mirror
+from mirror._src.run import argument_placer
 from tests.messages import raises
 
 # Each row of a table has a function of its own.
@@ -445,13 +446,13 @@ def test_a_leaf_that_becomes_part_of_the_model_meanwhile(strategy, leaf):
 
 def count_looks(monkeypatch) -> list[Any]:
     looks: list[Any] = []
-    look = mirror.runner.buffers_of
+    look = argument_placer.buffers_of
 
     def counted(array: Any) -> set[int]:
         looks.append(array)
         return look(array)
 
-    monkeypatch.setattr("mirror.runner.buffers_of", counted)
+    monkeypatch.setattr(argument_placer, "buffers_of", counted)
     return looks
 
 

@@ -351,7 +351,7 @@ def test_a_context_ends_with_its_step(each):
             each.run(lambda use=use: use(kept[0]))
 
 
-def test_exchanges_of_trees_of_any_dtypes_and_their_gradients(each):
+def test_collectives_of_trees_of_any_dtypes_and_their_gradients(each):
     tree = {"a": [jnp.arange(3), jnp.float16(2)], "b": (jnp.ones((2, 2)), True, 1j, np.uint8(3))}
 
     def step():
@@ -373,7 +373,7 @@ def test_exchanges_of_trees_of_any_dtypes_and_their_gradients(each):
     np.testing.assert_array_equal(slope, [2 * 2 * 3 + 2, 2 * 3 * 3 + 20])
 
 
-def test_exchanges_in_loops_and_branches_that_all_replicas_take(each):
+def test_collectives_in_loops_and_branches_that_all_replicas_take(each):
     v = variable(2.0, "sum")
 
     def step(times, flag):

@@ -19,7 +19,7 @@ from flax import nnx
 
 import mirror
 from mirror import callbacks
-from mirror.training.checkpoint import KeyData
+from mirror._src.training.checkpoints.host_copies import KeyData
 from tests.checkpoints import START, in_a_process, killed, same
 from tests.conftest import cpu_strategy
 from tests.messages import assert_message, raises
@@ -103,7 +103,7 @@ def in_numpy(x) -> np.ndarray:
 
 def arrays_of(trainer) -> dict[str, np.ndarray]:
     """What a checkpoint of it holds."""
-    return {name: in_numpy(x) for name, x in trainer.state()[0].items()}
+    return {name: in_numpy(x) for name, x in trainer.checkpoint_state()[0].items()}
 
 
 def plain(found) -> dict:
@@ -117,7 +117,7 @@ def differing(one: dict, other: dict) -> list[str]:
 
 
 def without_seconds(history) -> dict:
-    return {**history, "epochs": history.epochs, "rows": len(history.seconds)}
+    return {**history, "epochs": history.epochs, "rows": len(history.epoch_secs)}
 
 
 class Crash(callbacks.Callback):

@@ -368,7 +368,7 @@ def test_verify_and_the_report_know_slices():
     (batch,) = strategy.distribute_dataset([X])
     step = step_of(optax.adam(1e-2))
     assert strategy.verify(step, (state, batch), rtol=1e-4).largest < 1e-4
-    rows = {row.name: row for row in strategy.program(step, (state, batch)).sharding}
+    rows = {row.name: row for row in strategy.inspect(step, (state, batch)).sharding}
     mu = rows["state[1][0].mu['w']"]
     assert mu.state == "sharded"
     assert_message(mu.why, values=["1/4", "axis 0"])
@@ -377,14 +377,14 @@ def test_verify_and_the_report_know_slices():
     weight = rows["state[0]['w']"]
     assert weight.state == "mirrored"
     assert_message(weight.why, names=["dot_general", "test_shard_update.py"])
-    assert mu.why in str(strategy.program(step, (state, batch)))
-    exchanges = strategy.program(step, (state, batch)).exchanges
-    assert [(row.in_words, row.num_leaves) for row in exchanges] == [
+    assert mu.why in str(strategy.inspect(step, (state, batch)))
+    collectives = strategy.inspect(step, (state, batch)).collectives
+    assert [(row.in_words, row.num_leaves) for row in collectives] == [
         ("reduce-scatter (sum)", 4),
         ("all-reduce (sum)", 2),  # of what no axis divides, and of the loss
         ("all-gather", 4),
     ]
-    assert not cpu_strategy(4).program(step, (state, batch)).sharding
+    assert not cpu_strategy(4).inspect(step, (state, batch)).sharding
     go_on(state)
 
 
@@ -395,7 +395,7 @@ def test_the_report_says_what_keeps_state_whole():
         params = jax.tree.map(jnp.asarray, PARAMS)
         state = (params, tx.init(params))
     (batch,) = strategy.distribute_dataset([X])
-    report = strategy.program(step_of(tx), (state, batch))
+    report = strategy.inspect(step_of(tx), (state, batch))
     assert {row.state for row in report.sharding} == {"mirrored"}
     assert any("cond" in row.why.split() for row in report.sharding)
 

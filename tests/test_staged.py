@@ -18,7 +18,7 @@ import mirror
 from mirror import REPLICA_AXIS, PerReplica
 from mirror._src.devices.launch import launch
 from mirror._src.program.staging.flatten import cut
-from mirror._src.program.staging.ir import Exchange, Loop, values_of
+from mirror._src.program.staging.ir import Collective, Loop, values_of
 from mirror._src.program.trace import trace
 from tests.messages import assert_message, raises
 from tests.models import MLP, batches, nnx_step
@@ -78,7 +78,12 @@ def cut_of(fn, *shapes, mirrored=(), pack_bytes=0):
 def kinds_of(cut_program):
     """What travels after each stage."""
     return [
-        [talk.kind if isinstance(talk, Exchange) else type(talk).__name__ for talk in stage.talks]
+        [
+            communication.kind
+            if isinstance(communication, Collective)
+            else type(communication).__name__
+            for communication in stage.communications
+        ]
         for stage in cut_program.stages
     ]
 
@@ -110,7 +115,7 @@ CUTS = {
 
 
 @pytest.mark.parametrize("name", CUTS)
-def test_a_program_is_cut_at_its_exchanges(name):
+def test_a_program_is_cut_at_its_collectives(name):
     fn, wanted = CUTS[name]
     assert kinds_of(cut_of(fn, (3,), (3,))) == wanted
 
@@ -121,18 +126,20 @@ def test_small_leaves_of_one_dtype_and_level_travel_in_one_buffer():
         return first, jax.lax.pmax(c, REPLICA_AXIS), psum(a * first[0])
 
     found = cut_of(step, (3,), (2, 2), (5,), (99,), pack_bytes=40)
-    exchanges = [list(stage.talks) for stage in found.stages]
-    sizes = sorted((e.kind, str(e.operand.aval.dtype), e.operand.aval.shape) for e in exchanges[0])
+    collectives = [list(stage.communications) for stage in found.stages]
+    sizes = sorted(
+        (e.kind, str(e.operand.aval.dtype), e.operand.aval.shape) for e in collectives[0]
+    )
     assert sizes == [
         ("pmax", "float32", (5,)),
         ("psum", "float32", (7,)),
         ("psum", "float32", (99,)),
         ("psum", "int32", (5,)),
     ]
-    (packed,) = (e for e in exchanges[0] if e.operand.aval.shape == (7,))
+    (packed,) = (e for e in collectives[0] if e.operand.aval.shape == (7,))
     assert packed.in_words.startswith("all-reduce at test_staged.py:")
     assert packed.in_words.endswith(" in psum and 1 more")
-    assert [len(stage) for stage in exchanges] == [4, 1, 0]
+    assert [len(stage) for stage in collectives] == [4, 1, 0]
 
 
 def test_what_needs_no_gradient_waits_until_the_state_is_given_up():
@@ -146,8 +153,8 @@ def test_what_needs_no_gradient_waits_until_the_state_is_given_up():
         return weights - scale * moment, moment
 
     first, _ = cut_of(step, big, big, (2, 64), mirrored=(0, 1)).stages
-    (talk,) = first.talks
-    assert kept_bytes(first) == talk.operand.num_bytes  # the gradient, and nothing else
+    (communication,) = first.communications
+    assert kept_bytes(first) == communication.operand.num_bytes  # the gradient, and nothing else
     assert [value.aval.shape for value in first.inputs].count(big) == 1
 
 
@@ -211,7 +218,7 @@ def buffers(shape):
 
 
 def test_the_state_is_held_once_and_given_up():
-    """While replicas talk there is one copy of the state on each device, and no gradient twice."""
+    """During a collective each device holds one copy of the state and of each gradient."""
     held, gradients = [], []
 
     def look(_):
@@ -251,7 +258,7 @@ def test_rows_are_let_go_when_the_host_has_read_them():
 
 
 @pytest.mark.parametrize("ops", [mirror.ReductionToOneDevice, Watching])
-def test_the_host_holds_one_buffer_for_an_exchange(ops):
+def test_the_host_holds_one_buffer_for_a_collective(ops):
     """Not one for each of four replicas."""
     strategy, size = staged(ops(), 4), 1 << 20
     step = lambda x: psum(x)[:1]  # noqa: E731
@@ -322,7 +329,7 @@ LOOPS = {
     "fori of none": (lambda x: jax.lax.fori_loop(2, 2, lambda i, c: psum(c), x), 0),
     "while": (lambda x: until(lambda i: i < 3, psum, x), 3),
     "while of none": (lambda x: until(lambda i: i < 0, psum, x), 0),
-    "a test that talks": (lambda x: until(lambda i: psum(i) < 6, lambda x: x * 2, x), 4),
+    "a test that communications": (lambda x: until(lambda i: psum(i) < 6, lambda x: x * 2, x), 4),
     "nested": (lambda x: jax.lax.scan(twice, x, None, 3)[0], 6),
     "cond": (lambda x: jax.lax.cond(psum(1) > 1, lambda: psum(x), lambda: x), 1),
     "cond not taken": (lambda x: jax.lax.cond(psum(1) > 9, lambda: psum(x), lambda: x), 0),
@@ -331,17 +338,17 @@ LOOPS = {
 
 @pytest.mark.parametrize("name", LOOPS)
 def test_the_host_runs_a_loop_as_often_as_it_turns(name):
-    step, num_exchanges = LOOPS[name]
+    step, num_collectives = LOOPS[name]
     watching, x = Watching(), rows(3, 2)
     got = staged(watching).run(step, (x,))
-    assert len(watching.calls) == num_exchanges
+    assert len(watching.calls) == num_collectives
     wanted = mirror.MirroredStrategy(CPUS[:N]).run(step, (x,))
     assert jax.tree.structure(got) == jax.tree.structure(wanted)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-6)
 
 
-def test_a_loop_that_is_proved_to_turn_alike_may_depend_on_an_exchange():
+def test_a_loop_that_is_proved_to_turn_alike_may_depend_on_a_collective():
     """The number of trips is known only when the step runs."""
 
     def step(x):
@@ -608,7 +615,7 @@ def test_the_replicas_copies_are_bitwise_equal(name):
 
 def test_a_loop_is_one_talk_of_its_stage():
     found = cut_of(lambda x: jax.lax.fori_loop(0, 2, lambda i, c: c + psum(c), x), (3,))
-    (loop,) = found.stages[0].talks
+    (loop,) = found.stages[0].communications
     assert isinstance(loop, Loop)
     assert (loop.trips, loop.test) == (2, None)
     assert kinds_of(loop.body) == [["psum"], []]

@@ -170,7 +170,7 @@ def test_the_step_with_its_all_reduce_trains(strategy, name):
         state, value = strategy.run(step, (state, batch))
     assert isinstance(value, PerReplica)
     strategy.check_mirrored(state)
-    assert strategy.program(step, (state, batch)).in_step
+    assert strategy.inspect(step, (state, batch)).in_step
 
 
 @pytest.mark.parametrize("name", [n for n in STATES if n != "array"])
@@ -178,7 +178,7 @@ def test_reports_and_asserts_say_the_same(strategy, name):
     make, _, leaf, _ = STATES[name]
     _, broken = steps(name)
     args = (make(), batch_for(strategy))
-    report = strategy.program(broken, args)
+    report = strategy.inspect(broken, args)
     assert not report.in_step
     assert any(leaf in problem for problem in report.problems)
     with raises(mirror.ReplicaDivergenceError, names=["broken", leaf, "batch"], fix="all_reduce"):
@@ -223,12 +223,12 @@ def test_a_scalar_loss_beside_a_scalar_argument_is_no_state(strategy):
     batch = batch_for(strategy)
     for _ in range(2):
         assert isinstance(strategy.run(step, (jnp.float32(0.1), batch)), PerReplica)
-    assert strategy.program(step, (jnp.float32(0.1), batch)).in_step
+    assert strategy.inspect(step, (jnp.float32(0.1), batch)).in_step
 
 
 def test_the_heading_counts_results_that_each_replica_has_for_itself(two):
     step, _ = steps("dict")
-    report = two.program(step, (weights(), batch_for(two)))
+    report = two.inspect(step, (weights(), batch_for(two)))
     assert report.in_step
     assert_message(report.heading, names=["step", "per-replica"], values=[1, 2])
 

@@ -164,7 +164,7 @@ def test_a_dead_model_is_not_kept_alive(two):
     assert copies_of((12, 32), jnp.float32) == before
 
 
-def test_small_leaves_travel_in_one_exchange(eight):
+def test_small_leaves_travel_in_one_collective(eight):
     """Fifty small leaves and two large ones: one packed buffer and two of their own."""
 
     def step(tree):
@@ -273,7 +273,7 @@ def test_a_second_strategy_over_the_same_devices_is_as_quick(monkeypatch):
 
 
 @pytest.mark.parametrize("op", ["sum", "mean"])
-def test_packed_exchanges_are_differentiable(op, two):
+def test_packed_collectives_are_differentiable(op, two):
     """The gradient of an all-reduce is the all-reduce of the gradients that come in."""
 
     def step(x, y, weight):

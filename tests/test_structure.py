@@ -155,8 +155,8 @@ MODULES = {
     """,
     "debugging": "Table set_log_device_placement visualize_placement",
     "callbacks": """
-        CSVLogger Callback Checkpoint EarlyStopping Fit LearningRate NaNGuard Profiler ProgressBar
-        TensorBoard
+        CSVLogger Callback Checkpoint EarlyStopping LearningRate NaNGuard Profiler ProgressBar
+        TensorBoard TrainingRun
     """,
     "data": "ArrayDataset from_arrays",
     "testing": "assert_mirrored assert_trains_like_one_device",

@@ -175,7 +175,7 @@ def test_ordered_callbacks_stay_in_order():
     assert [name for name, _ in seen] == ["total", "own"]
 
 
-def test_a_linear_solve_without_an_exchange_inside_is_staged():
+def test_a_linear_solve_without_a_collective_inside_is_staged():
     strategy = EXECUTORS["staged"]()
 
     def step(a):

@@ -927,8 +927,8 @@ def test_a_loss_that_is_no_number_is_said_once(two):
 
 def test_there_is_no_program_before_the_first_step(on_two):
     with raises(RuntimeError, fix=["step", "program"]):
-        on_two.program_text()
+        on_two.lowered_text()
     texts = []
-    at_once = Once("on_step", 1, lambda _: texts.append(on_two.program_text()))
+    at_once = Once("on_step", 1, lambda _: texts.append(on_two.lowered_text()))
     fit(on_two, batches(), callbacks=at_once)
     assert "func.func" in texts[0]

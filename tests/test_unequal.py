@@ -72,7 +72,7 @@ def test_it_is_a_tree_of_one_leaf_and_its_values_stay_apart():
     assert value.dtype == np.float32
     assert all(mine is row for mine, row in zip(value.values, rows, strict=True))
     (leaf,) = jax.tree.leaves(value)
-    assert repr(leaf) == "Parts(float32, (1, 2), (3, 2))"
+    assert repr(leaf) == "UnstackedArrays(float32, (1, 2), (3, 2))"
     again = jax.tree.map(lambda leaf: leaf, value)
     assert isinstance(again, PerReplica)
     assert again.values == value.values
@@ -101,11 +101,13 @@ def test_as_one_array_it_is_refused():
 def test_jax_does_not_take_it_for_an_array():
     """As an argument of `jit` it is told by its type and path."""
     value = one_and_two()
-    with pytest.raises(TypeError, match=r"Parts.* (path|to the function at path) a\.stacked"):
+    with pytest.raises(
+        TypeError, match=r"UnstackedArrays.* (path|to the function at path) a\.stacked"
+    ):
         jax.jit(lambda a: a)(value)
-    with pytest.raises(TypeError, match=r"Parts.* is not a valid JAX type"):
+    with pytest.raises(TypeError, match=r"UnstackedArrays.* is not a valid JAX type"):
         jax.grad(lambda a: 1.0)(value)
-    with pytest.raises(TypeError, match="'Parts' and 'int'"):
+    with pytest.raises(TypeError, match="'UnstackedArrays' and 'int'"):
         jax.tree.map(lambda a: a * 2, value)
 
 
@@ -391,7 +393,7 @@ def test_a_tree_is_gathered_leaf_by_leaf(two):
 # What the replicas must do alike
 
 
-def talks_by_length(x):
+def communications_by_length(x):
     total = context().all_reduce("sum", x.sum())
     return context().all_reduce("sum", total * 2) if x.shape[0] == 1 else total
 
@@ -407,7 +409,7 @@ UNLIKE: dict[str, tuple[Any, ...]] = {  # a step, whether its line is named, wha
         True,
         {"names": "<lambda>", "values": [0, 1], "fix": "all_gather(x)"},
     ),
-    "one more": (talks_by_length, False, {"values": [0, 1, 2]}),
+    "one more": (communications_by_length, False, {"values": [0, 1, 2]}),
     "one gather more": (
         lambda x: context().all_gather(x) if x.shape[0] == 1 else x,
         False,
@@ -516,7 +518,7 @@ def test_each_combination_of_lengths_is_compiled_once(two, caplog):
 def test_the_log_says_who_runs_it(caplog):
     with caplog.at_level(logging.INFO, "mirror"):
         strategy = cpu_strategy(2)
-        assert "Staged" not in caplog.text
+        assert "StagedJaxpr" not in caplog.text
         strategy.run(lambda x: x, (one_and_two(),))
     assert_message(caplog.text, names="StagedExecutor", values="(/device:CPU:0, /device:CPU:1)")
     assert any(line.count("/device:CPU:0") == 2 for line in caplog.messages)  # reduces on it
@@ -662,7 +664,7 @@ def test_one_replica_and_equal_lengths_need_no_stages(caplog):
         np.testing.assert_array_equal(one.run(lambda x: context().all_gather(x), (value,)), 1)
         rows = [jax.device_put(np.ones(2, np.float32), CPUS[7]) for _ in range(2)]
         cpu_strategy(2).run(lambda x: x, (PerReplica(rows),))
-    assert "Staged" not in caplog.text
+    assert "StagedJaxpr" not in caplog.text
 
 
 def test_buffers_of_unequal_values_are_kept(two):

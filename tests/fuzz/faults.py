@@ -58,8 +58,8 @@ FAULTS = {
     "a collective under control": Fault(
         _PROOF,
         "equation",
-        "if self.control is not None and is_exchange",
-        "if False and is_exchange",
+        "if self.control is not None and is_collective",
+        "if False and is_collective",
         law="hang",
     ),
     "a collective of groups": Fault(
@@ -106,7 +106,7 @@ FAULTS = {
     "groups, on the host": Fault(
         staged,
         "carry_out",
-        'exchange.params.get("axis_index_groups") or',
+        'collective.params.get("axis_index_groups") or',
         "",
         profile="collective",
         law="staged",

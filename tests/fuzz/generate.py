@@ -101,7 +101,7 @@ class _Scope:
         self.values: list[_Value] = []
         self.refs: list[_Ref] = []
         self.body: list[Statement] = []
-        self.talks = True
+        self.communicates = True
         self.controlled = False
         self.in_vmap = False
         self.writes = True
@@ -110,7 +110,7 @@ class _Scope:
         scope = _Scope(self.depth - 1)
         if closes:
             scope.values, scope.refs = list(self.values), list(self.refs)
-        scope.talks, scope.controlled = self.talks, self.controlled
+        scope.communicates, scope.controlled = self.communicates, self.controlled
         scope.in_vmap, scope.writes = self.in_vmap, self.writes and closes
         return scope
 
@@ -241,7 +241,7 @@ class _Generator:
 
     def one(self, scope: _Scope) -> None:
         weights = dict(self.profile.weights)
-        if not scope.talks:
+        if not scope.communicates:
             weights["collective"] = weights["packed"] = 0.0
         if not scope.depth:
             weights.update(loop=0.0, branch=0.0, call=0.0, written_in_test=0.0, packed=0.0)
@@ -358,9 +358,9 @@ class _Generator:
             is_top = scope.depth == self.profile.depth
             if is_top and any(v.kind.is_ragged for v in scope.values):
                 ops += ["context_gather_ragged"] * 4
-        self.talk(scope, self.rng.choice(ops))
+        self.communication(scope, self.rng.choice(ops))
 
-    def talk(self, scope: _Scope, op: str) -> None:
+    def communication(self, scope: _Scope, op: str) -> None:
         rng = self.rng
         if op in ("axis_index", "replica_id"):
             self.emit(scope, op, [], _SCALAR, bound=3, differs=True)
@@ -436,7 +436,7 @@ class _Generator:
             op = "length" if choice < 0.3 else "length_callback"
             length = self.emit(scope, op, [a], kind, bound=4, differs=True)
             use = self.rng.random()
-            if use < 0.2 and scope.talks and not scope.in_vmap:
+            if use < 0.2 and scope.communicates and not scope.in_vmap:
                 pairs = ((0, 1), (1, 2), (2, 3), (3, 0))
                 self.emit(scope, "ppermute", [length], kind, (pairs,), differs=True)
             elif use < 0.4 and scope.refs and scope.writes:
@@ -509,7 +509,9 @@ class _Generator:
         inner = scope.inner()
         if differs:
             inner.controlled = True
-            inner.talks = scope.talks and self.rng.random() < self.profile.recklessness
+            inner.communicates = (
+                scope.communicates and self.rng.random() < self.profile.recklessness
+            )
         return inner
 
     def looped(
@@ -540,7 +542,7 @@ class _Generator:
         if is_ragged:
             may = [True] * len(carry)
         inner = self.controlled(scope, differs=is_ragged)
-        inner.talks = inner.talks and not is_ragged
+        inner.communicates = inner.communicates and not is_ragged
         inputs = [self.given(inner, v.kind, each) for v, each in zip(carry, may, strict=True)]
         for x in xs:
             kind = Kind(x.kind.dtype, x.kind.shape[1:])
@@ -614,7 +616,7 @@ class _Generator:
             inner.refs, inner.writes = [], False
         if x.kind.is_ragged:
             inner = self.controlled(scope, differs=True)
-            inner.talks, inner.in_vmap = False, op == "vmap"
+            inner.communicates, inner.in_vmap = False, op == "vmap"
             inner.refs, inner.writes = [], False
         kind = Kind(x.kind.dtype, x.kind.shape[1:])
         inputs = (self.given(inner, kind, x.differs, x.bound),)
@@ -649,7 +651,7 @@ class _Generator:
         blocks, may = [], [differs] * len(models)
         for _ in range(3 if op == "switch" else 2):
             inner = self.controlled(scope, differs=differs)
-            inner.talks = inner.talks and op != "python_if"
+            inner.communicates = inner.communicates and op != "python_if"
             wanted = [True] * len(models)
             outputs = self.body(inner, [value.kind for value in models], wanted, first)
             first = None

@@ -1,6 +1,6 @@
 """Fits a line, mirrored over all GPUs, or all host devices; logs where everything lies and runs.
 
-Usage: p10_mirrored_dense.py [host]     host: exchanges are reduced on the CPU
+Usage: p10_mirrored_dense.py [host]     host: collectives are reduced on the CPU
 """
 
 import sys

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mirror._src.collectives.in_step import exchange
+from mirror._src.collectives.in_step import bind_all_reduce
 from mirror._src.collectives.reduce_op import ReduceOp
 from mirror._src.run.runner import Runner
 from mirror._src.utils.errors import ReplicaDivergenceError, listing
@@ -50,7 +50,7 @@ def check_mirrored(runner: Runner, tree: PyTree) -> None:
 def _compare_copies(leaves: list[Array]) -> Array:
     """For each leaf whether all replicas' fingerprints of it agree."""
     prints = jnp.stack([fingerprint(leaf) for leaf in leaves])
-    least, most = exchange(ReduceOp.MIN, prints), exchange(ReduceOp.MAX, prints)
+    least, most = bind_all_reduce(ReduceOp.MIN, prints), bind_all_reduce(ReduceOp.MAX, prints)
     return jnp.all(least == most, axis=-1)
 
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mirror._src.devices.unstacked import Parts
-from mirror._src.run.arguments import Hoisted
+from mirror._src.devices.unstacked import UnstackedArrays
+from mirror._src.run.arguments import ObjectPlaceholder
 from mirror._src.values.per_replica import PerReplica, is_per_replica
 from mirror._src.variables.variable import Variable
 
@@ -22,7 +22,11 @@ def copy_of(objects: Sequence[Any]) -> list[Any]:
 
 
 def _copy(leaf: Any) -> Any:
-    return Parts([jnp.copy(x) for x in leaf.arrays]) if isinstance(leaf, Parts) else jnp.copy(leaf)
+    return (
+        UnstackedArrays([jnp.copy(x) for x in leaf.arrays])
+        if isinstance(leaf, UnstackedArrays)
+        else jnp.copy(leaf)
+    )
 
 
 def restore(variables: Sequence[Variable], saved: Sequence[Any]) -> None:
@@ -34,9 +38,9 @@ def restore(variables: Sequence[Variable], saved: Sequence[Any]) -> None:
 def with_objects(tree: Any, objects: list[Any]) -> Any:
     """The arguments of a call with these objects in the places where others were taken out."""
     return jax.tree.map(
-        lambda node: objects[node.number] if isinstance(node, Hoisted) else node,
+        lambda node: objects[node.number] if isinstance(node, ObjectPlaceholder) else node,
         tree,
-        is_leaf=lambda node: is_per_replica(node) or isinstance(node, Hoisted),
+        is_leaf=lambda node: is_per_replica(node) or isinstance(node, ObjectPlaceholder),
     )
 
 

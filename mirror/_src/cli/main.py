@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     parsed = _parser().parse_args(arguments)
     try:
-        with interrupts.held_back():
+        with interrupts.DeferredInterrupts():
             return parsed.run(parsed)
     except KeyboardInterrupt:
         print("\nInterrupted.", file=sys.stderr)
@@ -133,7 +133,7 @@ def _add_demo(commands: Commands) -> None:
         "--executor",
         choices=EXECUTORS,
         help="what runs the step: pmap, one program over all devices; vmap, all replicas on the "
-        "first device; staged, exchanges reduced on the host (default: what suits the devices)",
+        "first device; staged, collectives reduced on the host (default: what suits the devices)",
     )
     parser.add_argument(
         "--api",

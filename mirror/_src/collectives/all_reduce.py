@@ -13,7 +13,7 @@ from mirror._src.collectives.cross_device_ops import CrossDeviceOps, require_pac
 from mirror._src.collectives.reduce_op import ReduceOp, accumulator, prepare
 from mirror._src.devices.launch import is_needed, launch
 from mirror._src.devices.replicas import ReplicaDevices
-from mirror._src.devices.transfer import one_by_one
+from mirror._src.devices.transfer import NoMesh
 from mirror._src.utils.modules import set_module
 from mirror._src.utils.types import Array
 from mirror._src.values.per_replica import PerReplica
@@ -27,7 +27,7 @@ class AllReduce(CrossDeviceOps):
     Args:
         pack_bytes: leaves of at most this many bytes travel together, one buffer for each dtype.
             `None`: 32 KiB on host devices, where one all-reduce for each small leaf is several
-            times slower; 0, which is no packing, on accelerators, where XLA combines exchanges by
+            times slower; 0, which is no packing, on accelerators, where XLA combines collectives by
             itself.
 
     Raises:
@@ -56,7 +56,7 @@ class AllReduce(CrossDeviceOps):
         outputs: list[Array] = []
         leaves = [value.stacked if isinstance(value.stacked, jax.Array) else np.stack(value.values)]
         program = _all_reduce_program(op, places.devices)
-        with one_by_one():  # a scope's mesh may be of other devices
+        with NoMesh():  # a scope's mesh may be of other devices
             launch(program, leaves, outputs, bounded=places.on_host and is_needed())
         return outputs[0]
 
@@ -80,7 +80,7 @@ def _all_reduce_program(
         extreme = (jnp.min if op is ReduceOp.MIN else jnp.max)(ready, 0)
         if not jnp.issubdtype(ready.dtype, jnp.inexact):
             return [extreme]
-        # XLA's own exchange of extremes loses a NaN on one replica, or does not.
+        # XLA's own collective of extremes loses a NaN on one replica, or does not.
         return [jnp.where(jnp.isnan(ready).any(0), jnp.asarray(jnp.nan, ready.dtype), extreme)]
 
     return jax.jit(all_reduce, in_shardings=places.stacked, out_shardings=places.mirrored)

@@ -9,7 +9,7 @@ import numpy as np
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.devices.resolve import DeviceLike, canonicalize_replica_devices
 from mirror._src.devices.transfer import any_deleted
-from mirror._src.devices.unstacked import Parts
+from mirror._src.devices.unstacked import UnstackedArrays
 from mirror._src.utils.errors import describe
 from mirror._src.utils.types import Array, ArrayLike
 from mirror._src.values.per_replica import PerReplica, held_by, is_numeric
@@ -41,7 +41,7 @@ def require_reducible(value: PerReplica) -> PerReplica:
             "each over its own axis first: strategy.reduce(op, x, axis=0)."
         )
     held = held_by(value)
-    parts = held.arrays if isinstance(held, Parts) else [held]
+    parts = held.arrays if isinstance(held, UnstackedArrays) else [held]
     if any_deleted([part for part in parts if isinstance(part, jax.Array)]):
         raise ValueError(
             f"reduce of {value!r}: a step gave up its buffer. Use what the step returned."

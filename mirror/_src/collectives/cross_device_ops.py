@@ -1,4 +1,4 @@
-"""`CrossDeviceOps`, the base class: who carries an exchange out, in steps and by hand."""
+"""`CrossDeviceOps`, the base class: who carries a collective out, in steps and by hand."""
 
 import abc
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from mirror._src.collectives.by_hand import (
     require_array,
     require_reducible,
 )
-from mirror._src.collectives.in_step import exchange
+from mirror._src.collectives.in_step import bind_all_reduce
 from mirror._src.collectives.on_host import fold
 from mirror._src.collectives.reduce_op import ReduceOp, accumulator, prepare, result_dtype
 from mirror._src.devices.backend import names
@@ -29,12 +29,12 @@ _HOST_PACK_BYTES = 32 * 1024
 
 
 class LostValueError(RuntimeError):
-    """A replica's value for an exchange cannot be read."""
+    """A replica's value for a collective cannot be read."""
 
 
 @set_module("mirror")
 class CrossDeviceOps(abc.ABC):
-    """Carries out the exchanges of a step; `MirroredStrategy(cross_device_ops=...)` takes one.
+    """Carries out the collectives of a step; `MirroredStrategy(cross_device_ops=...)` takes one.
 
     A subclass of your own, to compress what travels, say, defines `reduce_implementation`: it
     reduces on the host, in every step that `strategy.run` runs, in `strategy.reduce`, and by hand.
@@ -57,7 +57,7 @@ class CrossDeviceOps(abc.ABC):
     def reduce_implementation(
         self, op: ReduceOp, values: Iterator[np.ndarray]
     ) -> Array | np.ndarray:
-        """Reduces the replicas' values of one exchange, once for all of them.
+        """Reduces the replicas' values of one collective, once for all of them.
 
         Args:
             op: `SUM`, `MIN` or `MAX`; a mean is a sum that is divided afterwards.
@@ -76,7 +76,7 @@ class CrossDeviceOps(abc.ABC):
         values: Iterator[np.ndarray],
         shape: tuple[int, ...],
         dtype: Any,
-        exchange: str,
+        collective: str,
     ) -> Array | np.ndarray:
         """Calls `reduce_implementation` and looks at what it returns.
 
@@ -92,7 +92,7 @@ class CrossDeviceOps(abc.ABC):
             raise
         except Exception as error:
             raise RuntimeError(
-                f"{who} raised {type(error).__name__} in the {exchange}, for {op.value!r} of "
+                f"{who} raised {type(error).__name__} in the {collective}, for {op.value!r} of "
                 f"{describe(wanted)}: {error}"
             ) from error
         if not isinstance(result, jax.Array):
@@ -100,7 +100,7 @@ class CrossDeviceOps(abc.ABC):
         fits = result.dtype == dtype or np.can_cast(result.dtype, dtype, "same_kind")
         if result.shape != shape or not fits:
             raise ValueError(
-                f"{who} returned {describe(result)} in the {exchange}. Each replica brought "
+                f"{who} returned {describe(result)} in the {collective}. Each replica brought "
                 f"{describe(wanted)}: return an array of that shape and dtype."
             )
         return result if result.dtype == dtype else result.astype(dtype)
@@ -116,7 +116,7 @@ class CrossDeviceOps(abc.ABC):
                 precision is summed in float32; the sum of booleans is their int32 count.
             leaves: this replica's arrays, of any shapes and dtypes.
         """
-        return [exchange(op, prepare(op, leaf)) for leaf in leaves]
+        return [bind_all_reduce(op, prepare(op, leaf)) for leaf in leaves]
 
     def packed_bytes(self, *, on_host: bool) -> int:
         """Leaves of at most this many bytes travel together in programs over the devices.

@@ -10,7 +10,7 @@ from mirror._src.program.axis import axis_name
 from mirror._src.utils.types import Array
 
 
-def exchange(op: ReduceOp, leaf: Array) -> Array:
+def bind_all_reduce(op: ReduceOp, leaf: Array) -> Array:
     """One collective over the whole replica axis, of a leaf that `prepare` has made ready.
 
     Executors see to it that an extreme is NaN where one replica's value is.
@@ -56,7 +56,7 @@ def gather(leaf: Array, axis: int, lengths: Sequence[int] | None = None) -> Arra
         return jnp.concatenate(parts, axis)
     if leaf.size:
         return jax.lax.all_gather(leaf, axis_name(), axis=axis, tiled=True)
-    # JAX 0.12 cannot lower the exchange of nothing.
+    # JAX 0.12 cannot lower the collective of nothing.
     shape = list(leaf.shape)
     shape[axis] *= num_replicas()
     return jnp.zeros(shape, leaf.dtype)

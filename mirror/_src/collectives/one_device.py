@@ -13,7 +13,7 @@ from mirror._src.collectives.reduce_op import ReduceOp, accumulator
 from mirror._src.devices.backend import logical_name, type_of
 from mirror._src.devices.names import DeviceSpec, LogicalDevice
 from mirror._src.devices.resolve import DeviceLike, canonicalize_device
-from mirror._src.devices.transfer import move, one_by_one
+from mirror._src.devices.transfer import NoMesh, move
 from mirror._src.utils.errors import describe
 from mirror._src.utils.modules import set_module
 from mirror._src.utils.types import Array
@@ -67,7 +67,7 @@ class ReductionToOneDevice(CrossDeviceOps):
             return super().reduce_implementation(op, values)
         total = move(next(values), self.device)
         dtype = total.dtype
-        with one_by_one():  # the mesh that is set is that of all replicas
+        with NoMesh():  # the mesh that is set is that of all replicas
             total = total.astype(accumulator(dtype))
             for value in values:
                 total = _ON_DEVICE[op](total, move(value, self.device))

@@ -1,4 +1,4 @@
-"""`Gathers`: the lengths that replicas of different shapes bring to the all-gathers of a step."""
+"""`UnequalGathers`: the lengths of the operands of all-gathers, per replica."""
 
 
 class LengthsUnknown(BaseException):
@@ -13,7 +13,7 @@ class LengthsUnknown(BaseException):
         self.axis = axis
 
 
-class Gathers:
+class UnequalGathers:
     """The lengths that replicas of different shapes bring to each all-gather of a step.
 
     A step is traced for each set of shapes by itself. At an all-gather, a trace must know what the

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from mirror._src.collectives.in_step import gather
 from mirror._src.collectives.reduce_op import ReduceOp, prepare
-from mirror._src.context.gathers import Gathers
+from mirror._src.context.gathers import UnequalGathers
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.program.axis import axis_name
 from mirror._src.utils.modules import set_module
@@ -34,10 +34,10 @@ class ReplicaGroup(Protocol):
 
 @set_module("mirror")
 class ReplicaContext:
-    """What a replica knows of itself and how it talks to the others.
+    """What a replica knows of itself and how it communications to the others.
 
     `mirror.get_replica_context()` gives it inside a function that `strategy.run` runs. Outside
-    every scope it gives that of a lone replica, whose exchanges change nothing: a step works on
+    every scope it gives that of a lone replica, whose collectives change nothing: a step works on
     one device as it stands. A context ends with its step.
 
     >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
@@ -51,7 +51,7 @@ class ReplicaContext:
     """
 
     def __init__(
-        self, strategy: ReplicaGroup, *, in_step: bool, gathers: Gathers | None = None
+        self, strategy: ReplicaGroup, *, in_step: bool, gathers: UnequalGathers | None = None
     ) -> None:
         self._strategy = strategy
         self._in_step = in_step

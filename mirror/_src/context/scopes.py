@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from mirror._src.context.gathers import Gathers
+from mirror._src.context.gathers import UnequalGathers
 from mirror._src.context.replica_context import ReplicaContext, ReplicaGroup
 
 
@@ -42,7 +42,7 @@ def pop_frame() -> None:
 
 @contextlib.contextmanager
 def replica(
-    strategy: ReplicaGroup, gathers: Gathers | None, captures: Any
+    strategy: ReplicaGroup, gathers: UnequalGathers | None, captures: Any
 ) -> Iterator[ReplicaContext]:
     """Stands in a replica of `strategy.run` while inside; its context ends with it.
 

@@ -17,7 +17,7 @@ from mirror._src.data.remainder import (
     padded_size,
     require_remainder,
 )
-from mirror._src.data.source import Distributed, Source, shape_on_devices
+from mirror._src.data.source import DistributedDatasetBase, Source, shape_on_devices
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.utils.errors import describe
 from mirror._src.utils.modules import set_module
@@ -31,7 +31,7 @@ _INSTEAD_OF_FUNCTION = "Return what makes it, a list or a dataset, from the func
 
 @set_module("mirror")
 @final
-class DistributedDataset(Distributed):
+class DistributedDataset(DistributedDatasetBase):
     """An iterable of per-replica batches; made by `strategy.distribute_dataset`.
 
     Each `iter` starts the source again, if the source can be iterated again.
@@ -82,7 +82,7 @@ class DistributedDataset(Distributed):
                 the thread that reads ahead. What it raises comes out in the loop, in its place.
 
         Returns:
-            An iterable of `Padded`. It and this dataset read one source.
+            An iterable of `PaddedBatch`. It and this dataset read one source.
 
         Raises:
             ValueError: `multiple` or `group` below 1, a negative `skip`; while iterating, a batch
@@ -122,7 +122,7 @@ class DistributedDataset(Distributed):
 
 
 @final
-class PerReplicaDataset(Distributed):
+class PerReplicaDataset(DistributedDatasetBase):
     """An iterable of batches of which each replica takes the next one, as it is.
 
     Made by `strategy.distribute_datasets_from_function`.
@@ -208,7 +208,7 @@ def _arrays(batch: PyTree) -> list[Any]:
 
 def _require_batches(source: Any) -> None:
     """Refuses what is no iterable of global batches, and says what makes one of it."""
-    if isinstance(source, Distributed):
+    if isinstance(source, DistributedDatasetBase):
         raise TypeError("The dataset is distributed already. Pass the source of global batches.")
     whole = isinstance(source, tuple) and bool(source) and all(map(is_array, source))
     if whole or is_array(source) or isinstance(source, Mapping):

@@ -9,7 +9,7 @@ import numpy as np
 
 from mirror._src.data.batches import HostBatch, host_batch, host_batches, require_count
 from mirror._src.data.remainder import Remainder, is_kept, mask_of, padded, padded_size
-from mirror._src.data.source import Distributed, Source, shape_on_devices
+from mirror._src.data.source import DistributedDatasetBase, Source, shape_on_devices
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.utils.errors import describe
 from mirror._src.utils.types import PyTree
@@ -18,7 +18,7 @@ from mirror._src.values.per_replica import PerReplica
 Inspect: TypeAlias = Callable[[int, PyTree], None]
 
 
-class Padded(NamedTuple):
+class PaddedBatch(NamedTuple):
     """What one launch takes. All of a dataset's are of one shape.
 
     Attributes:
@@ -36,8 +36,8 @@ class Padded(NamedTuple):
 
 
 @final
-class PaddedDataset(Distributed):
-    """An iterable of `Padded`; made by `DistributedDataset.padded`, which says what they are."""
+class PaddedDataset(DistributedDatasetBase):
+    """An iterable of `PaddedBatch`, made by `DistributedDataset.padded`."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class PaddedDataset(Distributed):
         """The number of launches in a whole pass, where the source knows how many batches."""
         return -(-len(self._source) // self._group)
 
-    def _distributed(self, batches: Iterator[PyTree]) -> Generator[Padded, None, None]:
+    def _distributed(self, batches: Iterator[PyTree]) -> Generator[PaddedBatch, None, None]:
         skip, self._skip = self._skip, 0  # before the thread starts: this pass, and no other
         return self._launches(self._rows(host_batches(batches, self._source.advice), skip))
 
@@ -91,10 +91,10 @@ class PaddedDataset(Distributed):
             self._inspect(batch.number, batch.map(lambda leaf: leaf))
         return batch
 
-    def _launches(self, batches: Iterator[HostBatch]) -> Generator[Padded, None, None]:
+    def _launches(self, batches: Iterator[HostBatch]) -> Generator[PaddedBatch, None, None]:
         while together := list(itertools.islice(batches, self._group)):
             num_examples = sum(batch.size for batch in together)
-            yield Padded(*self._placed(together), len(together), num_examples)
+            yield PaddedBatch(*self._placed(together), len(together), num_examples)
 
     def _placed(self, batches: list[HostBatch]) -> tuple[PyTree, PerReplica]:
         first = batches[0]
@@ -117,13 +117,13 @@ class PaddedDataset(Distributed):
             rows[:, i] = np.asarray(leaf).reshape(n, shape[0] // n, *shape[1:])
         return self._placed_rows(rows)
 
-    def _shapes(self) -> Padded:
+    def _shapes(self) -> PaddedBatch:
         batch = host_batch("batch", self._first()[0], self._source.advice)
         full, n = padded_size(batch.size, self._divisor), len(self._replicas)
         lead = (n, full // n) if self._group == 1 else (n, self._group, full // n)
         spec = batch.map(lambda leaf: shape_on_devices((*lead, *leaf.shape[1:]), leaf.dtype))
         mask: Any = jax.ShapeDtypeStruct(lead, bool)
-        return Padded(spec, mask, self._group, batch.size * self._group)
+        return PaddedBatch(spec, mask, self._group, batch.size * self._group)
 
 
 def _on_devices(leaf: Any) -> jax.ShapeDtypeStruct:

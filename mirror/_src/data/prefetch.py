@@ -10,7 +10,7 @@ _MOST_WAIT_SECS = 5.0
 
 
 @final
-class Prefetched(Iterator[Any]):
+class PrefetchIterator(Iterator[Any]):
     """An iterator whose next items are made while the last one is worked on.
 
     What the source raises comes out in the loop, once, in its place. The thread ends with the

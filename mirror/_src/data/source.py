@@ -10,7 +10,7 @@ import jax
 from mirror._src.data.arrays import ArrayDataset
 from mirror._src.data.batches import require_count
 from mirror._src.data.foreign import advice
-from mirror._src.data.prefetch import Prefetched
+from mirror._src.data.prefetch import PrefetchIterator
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.utils.types import PyTree
 from mirror._src.values.per_replica import PerReplica, is_numeric, per_replica
@@ -80,7 +80,7 @@ class Source:
             )
 
 
-class Distributed(abc.ABC):
+class DistributedDatasetBase(abc.ABC):
     """A source whose batches are brought to the replicas, ahead of the loop."""
 
     def __init__(self, source: Source, replicas: ReplicaDevices, prefetch: int) -> None:
@@ -110,9 +110,9 @@ class Distributed(abc.ABC):
         """What `element_spec` says."""
 
     @final
-    def __iter__(self) -> Prefetched | Generator[Any, None, None]:
+    def __iter__(self) -> PrefetchIterator | Generator[Any, None, None]:
         items = self._distributed(self._source.start())
-        return Prefetched(items, self._prefetch) if self._prefetch else items
+        return PrefetchIterator(items, self._prefetch) if self._prefetch else items
 
     @final
     @property

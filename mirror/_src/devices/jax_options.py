@@ -7,7 +7,7 @@ import jax
 
 
 @final
-class Knob:
+class JaxOption:
     """One value for the whole process, in JAX's configuration or in the environment.
 
     Args:
@@ -72,8 +72,8 @@ def names_gpus(platforms: str) -> bool:
     return not set(GPU_PLATFORMS).isdisjoint(platforms.split(","))
 
 
-HOST_DEVICES = Knob("jax_num_cpu_devices", unset=(-1,))
-VISIBLE_GPUS = Knob("jax_cuda_visible_devices", unset=("all",))
-PLATFORMS = Knob("jax_platforms", unset=(None, ""))
-PREALLOCATE = Knob("XLA_PYTHON_CLIENT_PREALLOCATE")
-MEMORY_FRACTION = Knob("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+HOST_DEVICES = JaxOption("jax_num_cpu_devices", unset=(-1,))
+VISIBLE_GPUS = JaxOption("jax_cuda_visible_devices", unset=("all",))
+PLATFORMS = JaxOption("jax_platforms", unset=(None, ""))
+PREALLOCATE = JaxOption("XLA_PYTHON_CLIENT_PREALLOCATE")
+MEMORY_FRACTION = JaxOption("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")

@@ -1,4 +1,4 @@
-"""The placement log: which op, step, variable and exchange runs on which device.
+"""The placement log: which op, step, variable and collective runs on which device.
 
 Eager ops are seen by a trace of our own under JAX's (`jax.core.Trace`), which hands each on to
 JAX's own trace and then looks where the results lie. It is installed in a thread only while the log
@@ -161,13 +161,13 @@ class _PlacementLog:
         self,
         name: str,
         devices: Iterable[jax.Device],
-        exchanges: Iterable[tuple[str, str]],
+        collectives: Iterable[tuple[str, str]],
         reduces_on: jax.Device | None,
     ) -> None:
-        """Logs that a compiled step runs, and its exchanges: the kind of each, and how much."""
+        """Logs that a compiled step runs, and its collectives: the kind of each, and how much."""
         devices = tuple(devices)
         _logger.info("Executing step %s in %s", name, place(devices))
-        for kind, amount in exchanges:
+        for kind, amount in collectives:
             if reduces_on is None:
                 _logger.info("%s over %s: %s", kind, names(devices), amount)
             else:
@@ -183,7 +183,7 @@ placement_log = _PlacementLog()
 
 
 def set_log_device_placement(enabled: bool) -> None:
-    """Logs where everything runs: eager ops, compiled steps, variables, exchanges.
+    """Logs where everything runs: eager ops, compiled steps, variables, collectives.
 
     A line for each, through the logger `mirror` at level INFO. While nobody has configured logging,
     they are printed to the standard error. It may be switched at any time and holds for all

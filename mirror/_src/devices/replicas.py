@@ -10,8 +10,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from mirror._src.devices.backend import names, type_of
-from mirror._src.devices.transfer import move, one_by_one
-from mirror._src.devices.unstacked import Parts
+from mirror._src.devices.transfer import NoMesh, move
+from mirror._src.devices.unstacked import UnstackedArrays
 from mirror._src.utils.types import REPLICA_AXIS, Array
 
 
@@ -37,7 +37,7 @@ class ReplicaDevices:
     """The device of each replica, and the mesh of those devices, with the replica axis.
 
     Devices of several types have no mesh in common. Then a mirrored array lies on one device, its
-    home, and goes to the others when a step runs; and what differs between replicas is `Parts`.
+    home, and is copied to the others when a step runs; per-replica values are `UnstackedArrays`.
 
     Args:
         devices: in replica order. Several replicas may share a device: equally many on each, and
@@ -84,7 +84,7 @@ class ReplicaDevices:
 
     @property
     def on_host(self) -> bool:
-        """Whether they exchange among several host devices, which share one thread pool."""
+        """Whether they communicate across several host devices, which share one thread pool."""
         return type_of(self.devices[0]) == "CPU" and len(self.on_mesh) > 1
 
     def is_mirrored(self, value: Array) -> bool:
@@ -161,11 +161,11 @@ class ReplicaDevices:
             return self.broadcast(array)
         if not jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
             return self.broadcast(np.asarray(array))
-        with one_by_one():
+        with NoMesh():
             bits = np.asarray(jax.random.key_data(array))
         return jax.random.wrap_key_data(self.broadcast(bits), impl=jax.random.key_impl(array))
 
-    def stack(self, value: Array | np.ndarray) -> Array | Parts:
+    def stack(self, value: Array | np.ndarray) -> Array | UnstackedArrays:
         """Lays the rows of `(num_replicas, *shape)` onto the replicas' devices, one row each.
 
         A host array is cut on the host and each row goes to its own device. It is copied first: a
@@ -173,7 +173,7 @@ class ReplicaDevices:
         """
         fresh = value if isinstance(value, jax.Array) else np.array(value)
         if self.are_mixed:
-            return Parts(list(map(move, fresh, self.devices)))
+            return UnstackedArrays(list(map(move, fresh, self.devices)))
         rows = jax.device_put(fresh, self.stacked)
         # JAX keeps the buffers of rows that are there already, and they may be donated.
         is_there = isinstance(fresh, jax.Array) and fresh.sharding.is_equivalent_to(

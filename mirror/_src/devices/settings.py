@@ -19,7 +19,7 @@ from mirror._src.devices.physical import (
     of_type,
     require_physical,
 )
-from mirror._src.devices.startup import culprit, lock, started
+from mirror._src.devices.startup import lock, started, startup_cause
 from mirror._src.devices.state import MIB, LogicalDeviceConfiguration
 from mirror._src.devices.user_settings import (
     host_devices_of_user,
@@ -130,7 +130,7 @@ def set_logical_device_configuration(
     >>> set_logical_device_configuration(cpu, [LogicalDeviceConfiguration()] * 3)  # too late
     Traceback (most recent call last):
         ...
-    RuntimeError: Virtual devices cannot be modified after being initialized: JAX's backend has ...
+    RuntimeError: Virtual devices cannot be modified after being initialized. ...
     """
     device = require_physical(device)
     parts = tuple(logical_devices) if isinstance(logical_devices, Iterable) else (None,)
@@ -304,9 +304,9 @@ def _require_limits(gpu: PhysicalDevice, limits: Sequence[float | None]) -> None
 def _require_not_started(what: str) -> None:
     if started():
         raise RuntimeError(
-            f"{what} cannot be modified after being initialized: JAX's backend has started, and "
-            f"the configuration is fixed. {culprit()} Move the call of mirror.config before it, "
-            "right after the imports; in a notebook, restart the kernel first."
+            f"{what} cannot be modified after being initialized. {startup_cause()} Call "
+            "mirror.config before that line, right after the imports; in a notebook, restart the "
+            "kernel first."
         )
 
 

@@ -59,7 +59,7 @@ _witness = _Witness()
 jax.monitoring.register_event_duration_secs_listener(_witness)
 
 
-def culprit() -> str:
+def startup_cause() -> str:
     """A sentence that says what started the backend."""
     return _witness.seen or (f"It was started by {_NO_COMPUTATION}, or before mirror was imported.")
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mirror._src.devices.op_log import unlogged
-from mirror._src.devices.unstacked import Parts
+from mirror._src.devices.unstacked import UnstackedArrays
 from mirror._src.utils.types import Array
 
 _is_deleted = operator.methodcaller("is_deleted")
@@ -17,17 +17,17 @@ _is_deleted = operator.methodcaller("is_deleted")
 
 def with_axis(row: Array | np.ndarray, device: jax.Device) -> Array:
     """A replica's array as a row `(1, *shape)` on its device."""
-    with one_by_one():
+    with NoMesh():
         return move(row, device)[None]
 
 
 def without_axis(row: Array) -> Array:
     """A row `(1, *shape)` as a replica's array, on the same device."""
-    with one_by_one():
+    with NoMesh():
         return row.reshape(row.shape[1:])
 
 
-class one_by_one:
+class NoMesh:
     """Lets one device's array be computed with: a mesh that is set would refuse it.
 
     No generator: one that an interrupt leaves suspended sets the old mesh again when it is closed,
@@ -78,17 +78,17 @@ def any_deleted(arrays: Sequence[Array]) -> bool:
         return any(map(_is_deleted, arrays))
 
 
-def buffers_of(array: Array | Parts) -> set[int]:
+def buffers_of(array: Array | UnstackedArrays) -> set[int]:
     """Addresses of the array's memory: two arrays share one only if they share memory.
 
     Waits until the array is there.
     """
-    if isinstance(array, Parts):
+    if isinstance(array, UnstackedArrays):
         parts = [part for part in array.arrays if isinstance(part, jax.Array)]
         return set().union(*map(buffers_of, parts))
     if array.size == 0:
         return {id(array)}
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-        with one_by_one(), unlogged():
+        with NoMesh(), unlogged():
             array = jax.random.key_data(array)  # the very array that holds its bits
     return {shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards}

@@ -1,4 +1,4 @@
-"""`Parts`: the replicas' arrays where they are no rows of one array."""
+"""`UnstackedArrays`: the replicas' arrays where they are no rows of one array."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,7 @@ import numpy as np
 from mirror._src.utils.types import Array
 
 
-class Parts:
+class UnstackedArrays:
     """One array for each replica, which differ in length or lie on devices that no mesh spans.
 
     It is to a `PerReplica` what the stacked array is elsewhere: its one leaf.
@@ -43,4 +43,4 @@ class Parts:
         return len(set(self.shapes)) == 1
 
     def __repr__(self) -> str:
-        return f"Parts({self.dtype}, {', '.join(map(str, self.shapes))})"
+        return f"UnstackedArrays({self.dtype}, {', '.join(map(str, self.shapes))})"

@@ -19,11 +19,11 @@ from mirror._src.program.jaxprs import equations
 CALLBACKS = ("pure_callback", "io_callback", "debug_callback")
 
 
-class _Here(threading.local):
+class _CallbackDepth(threading.local):
     depth = 0
 
 
-_here = _Here()
+_here = _CallbackDepth()
 
 
 def in_callback() -> bool:

@@ -94,7 +94,7 @@ def _said(executor: Executor, reason: str) -> Executor:
 
 
 def default_ops(devices: tuple[jax.Device, ...]) -> CrossDeviceOps:
-    """Who carries the exchanges out among these devices, where the user does not say.
+    """Who carries the collectives out among these devices, where the user does not say.
 
     Raises:
         RuntimeError: the accelerators answer no more after a test of their all-reduce.
@@ -115,7 +115,7 @@ def default_ops(devices: tuple[jax.Device, ...]) -> CrossDeviceOps:
             f"test {backend.names(lost)} do not answer. {_REMEDY}, or leave them out."
         )
     warnings.warn(
-        f"The all-reduce among {backend.names(distinct)} does not work: {fault}. Exchanges are "
+        f"The all-reduce among {backend.names(distinct)} does not work: {fault}. Collectives are "
         f"reduced on the host instead, which is slower. {_REMEDY}.",
         stacklevel=3,
     )

@@ -84,7 +84,7 @@ class CompiledProgram(abc.ABC):
         """Runs it.
 
         Args:
-            leaves: mirrored arrays, and arrays or `Parts` that hold the replicas' own.
+            leaves: mirrored arrays, and arrays or `UnstackedArrays` that hold the replicas' own.
             outputs: an empty list; holds the outputs from the moment they are there, of the same
                 kinds, and possibly something more at its end.
         """
@@ -95,7 +95,7 @@ class Executor(abc.ABC):
 
     Attributes:
         replicas: those devices.
-        reduces_on: where exchanges are reduced; `None`: among the devices themselves.
+        reduces_on: where collectives are reduced; `None`: among the devices themselves.
         pack_bytes: All-reduces of at most this many bytes that do not depend on each other travel
             in one buffer.
         can_shard: Whether it runs programs with sharded inputs and outputs.
@@ -118,7 +118,7 @@ class MeshExecutor(Executor):
 
     Args:
         replicas: the devices, of one type.
-        exchanges: whether replicas talk in the programs.
+        collectives: whether replicas communicate in the programs.
         pack_bytes: As of `Executor`.
 
     Attributes:
@@ -128,11 +128,11 @@ class MeshExecutor(Executor):
     needs_row = True
 
     def __init__(
-        self, replicas: ReplicaDevices, *, exchanges: bool = True, pack_bytes: int = 0
+        self, replicas: ReplicaDevices, *, collectives: bool = True, pack_bytes: int = 0
     ) -> None:
         super().__init__(replicas, pack_bytes)
         # One device needs no rendezvous, and an accelerator has a queue of its own.
-        self._bounded = replicas.on_host and exchanges and is_needed()
+        self._bounded = replicas.on_host and collectives and is_needed()
         self._filler: Any = None
 
     @abc.abstractmethod
@@ -284,12 +284,12 @@ class MeshProgram(CompiledProgram):
 
     def __call__(self, leaves: Sequence[Any], outputs: list[Any]) -> None:
         """See `CompiledProgram`; on host devices a token comes out at the end."""
-        with interrupts.held_back():  # a first call ends in Python, after the launch
+        with interrupts.DeferredInterrupts():  # a first call ends in Python, after the launch
             launch(self._compiled, [*leaves, *self._more], outputs, bounded=self._bounded)
 
     def launch_again(self, leaves: list[Any], outputs: list[Any]) -> None:
         """Runs it as `__call__` does, where it is compiled already."""
-        with interrupts.held_back() if self._ends_in_python else _AT_ONCE:
+        with interrupts.DeferredInterrupts() if self._ends_in_python else _AT_ONCE:
             launch(self._compiled, leaves + self._more, outputs, bounded=self._bounded)
 
     def lower(self, leaves: Sequence[Any]) -> jax.stages.Lowered:

@@ -9,7 +9,7 @@ import numpy as np
 
 from mirror._src.executors.collectives import keeps_nan
 from mirror._src.program.evaluate import Lowering
-from mirror._src.program.flat import Atom, Fixed, Operation, Packing, Value, in_order
+from mirror._src.program.flat import Atom, Constant, Operation, Packing, Value, in_order
 from mirror._src.program.shards import Shards, is_scattered, packs_of, shard_axis
 from mirror._src.values.packing import join, split
 
@@ -78,7 +78,7 @@ class _Run:
 
     def read(self, atom: Atom) -> Any:
         """A value, whole."""
-        return self.lowering.held(atom.value) if isinstance(atom, Fixed) else self.whole[atom]
+        return self.lowering.held(atom.value) if isinstance(atom, Constant) else self.whole[atom]
 
     def slice_of(self, atom: Atom) -> Any:
         """This replica's slice of a value; of a scalar the scalar."""

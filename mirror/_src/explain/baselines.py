@@ -1,4 +1,4 @@
-"""Baselines of a step: an empty step, one replica with the whole batch, and its exchanges alone."""
+"""Baselines for a step: an empty step, one replica on the whole batch, the collectives alone."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mirror._src.checks.trial import copy_of, whole_batch, with_objects
-from mirror._src.explain.exchanges import ExchangeRow
+from mirror._src.explain.collectives import CollectiveRow
 from mirror._src.explain.trial import Batches, Trial, idle_times, placed_on, variables_of
 from mirror._src.program.axis import axis_name
 from mirror._src.run.arguments import hoist_nested
@@ -91,11 +91,11 @@ def one_replica_secs(
         return None, f"one replica cannot run it: {str(error).splitlines()[0]}"
 
 
-def exchange_secs(scratch: Runner, rows: Sequence[ExchangeRow], steps: int) -> float:
-    """Seconds a step's exchanges take by themselves, each as often as it runs."""
+def collective_secs(scratch: Runner, rows: Sequence[CollectiveRow], steps: int) -> float:
+    """Seconds a step's collectives take by themselves, each as often as it runs."""
     if len(scratch.replicas) == 1:
         return 0.0
-    by_trips: dict[int, list[ExchangeRow]] = {}
+    by_trips: dict[int, list[CollectiveRow]] = {}
     for row in rows:
         # PRNG keys are small; a gather after a reduce-scatter is timed as their all-reduce.
         if row.avals and all(is_numeric(aval.dtype) for aval in row.avals):
@@ -103,15 +103,15 @@ def exchange_secs(scratch: Runner, rows: Sequence[ExchangeRow], steps: int) -> f
     return sum(trips * _together(scratch, group, steps) for trips, group in by_trips.items())
 
 
-def _together(scratch: Runner, rows: Sequence[ExchangeRow], steps: int) -> float:
-    """Seconds that exchanges take one after the other, without what any program takes."""
+def _together(scratch: Runner, rows: Sequence[CollectiveRow], steps: int) -> float:
+    """Seconds that collectives take one after the other, without what any program takes."""
     avals = [aval for row in rows for aval in row.avals]
 
     def make() -> list[Array]:
         number = jax.lax.axis_index(axis_name())
         return [jnp.full(aval.shape, number, aval.dtype) for aval in avals]
 
-    def talk(buffers: list[Array]) -> list[Array]:
+    def communication(buffers: list[Array]) -> list[Array]:
         got: list[Array] = []
         for row in rows:
             # Each waits for the one before: else the executor would let several travel together.
@@ -125,7 +125,7 @@ def _together(scratch: Runner, rows: Sequence[ExchangeRow], steps: int) -> float
         return [_first(out) for out in jax.lax.optimization_barrier(buffers)]
 
     buffers = scratch.run(make, (), {})
-    trials = [Trial(scratch, step, (buffers,), {}) for step in (talk, stay)]
+    trials = [Trial(scratch, step, (buffers,), {}) for step in (communication, stay)]
     for trial in trials:
         trial.warm_up(())
     talking, staying = idle_times(Batches(None), trials, steps)

@@ -13,13 +13,13 @@ from flax import nnx
 
 from mirror._src.devices import backend
 from mirror._src.devices.replicas import ReplicaDevices
-from mirror._src.devices.unstacked import Parts
-from mirror._src.explain.exchanges import num_bytes
+from mirror._src.devices.unstacked import UnstackedArrays
+from mirror._src.explain.collectives import num_bytes
 from mirror._src.explain.memory_report import Kind, MemoryGroup, MemoryReport
 from mirror._src.program.jaxprs import arrays_in
 from mirror._src.run.call import Call
 from mirror._src.run.drift import find_returned
-from mirror._src.run.examined import Examined
+from mirror._src.run.examined import ExaminedStep
 from mirror._src.utils.naming import argument_names, keys
 from mirror._src.variables.variable import Variable
 
@@ -36,7 +36,7 @@ class _Place(NamedTuple):
     part: str
 
 
-def memory_report(examined: Examined, replicas: ReplicaDevices) -> MemoryReport:
+def memory_report(examined: ExaminedStep, replicas: ReplicaDevices) -> MemoryReport:
     """Returns the bytes per device of a call; see the module's docstring.
 
     Args:
@@ -74,7 +74,7 @@ def _bytes_of(leaf: Any, sharding: Any, replicas: ReplicaDevices) -> tuple[int, 
         shard = jax.ShapeDtypeStruct(sharding.shard_shape(leaf.shape), leaf.dtype)
         return num_bytes(leaf), [num_bytes(shard)] * len(replicas.distinct)
     held = dict.fromkeys(replicas.distinct, 0)
-    arrays: Sequence[Any] = leaf.arrays if isinstance(leaf, Parts) else (leaf,)
+    arrays: Sequence[Any] = leaf.arrays if isinstance(leaf, UnstackedArrays) else (leaf,)
     for array in arrays:
         for shard in array.addressable_shards:
             held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
@@ -101,7 +101,7 @@ def _state_places(call: Call) -> Iterator[_Place]:
         yield _Place(found, f"{names[slot.path[0]]}{of}", "")
 
 
-def _argument_places(examined: Examined) -> Iterator[_Place]:
+def _argument_places(examined: ExaminedStep) -> Iterator[_Place]:
     """The place of each leaf that is in no nnx object.
 
     What Optax keeps is optimizer state. Else the user's own names decide: `params` and `opt_state`,
@@ -154,7 +154,7 @@ def _in_optax(form: Any, start: int = 0, inside: bool = False) -> set[int]:
     return found
 
 
-def _captured(examined: Examined) -> list[jax.Array]:
+def _captured(examined: ExaminedStep) -> list[jax.Array]:
     """The arrays that a step reads from outside its arguments, which its program is given."""
     if examined.lowered is None:
         return []
@@ -162,7 +162,7 @@ def _captured(examined: Examined) -> list[jax.Array]:
     return list({id(array): array for array in arrays}.values())
 
 
-def _measured(examined: Examined) -> tuple[int | None, int | None, str]:
+def _measured(examined: ExaminedStep) -> tuple[int | None, int | None, str]:
     """Bytes of results and temporaries, or why they are unknown."""
     if examined.lowered is None:
         return None, None, "the step runs in stages, each a program of its own"

@@ -10,7 +10,7 @@ from flax import nnx
 from mirror._src.devices import backend
 from mirror._src.devices.memory import memory_info
 from mirror._src.devices.op_log import unlogged
-from mirror._src.devices.unstacked import Parts
+from mirror._src.devices.unstacked import UnstackedArrays
 from mirror._src.run.nnx.structure import is_object
 from mirror._src.utils.errors import bytes_in_words, describe
 from mirror._src.utils.tables import Table
@@ -116,7 +116,7 @@ def _array(leaf: Any) -> Any:
 
 def _parts(value: Any) -> list[tuple[str, int]]:
     """Where its bytes are: device and bytes, for each shard."""
-    if isinstance(value, Parts):
+    if isinstance(value, UnstackedArrays):
         return [part for array in value.arrays for part in _parts(array)]
     if not isinstance(value, jax.Array):
         return [("host", int(getattr(value, "nbytes", 0)))]

@@ -1,4 +1,4 @@
-"""`strategy.program`: what the proof found in a step, in words."""
+"""`strategy.inspect`: what the proof found in a step, in words."""
 
 import html
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 
 from mirror._src.collectives.reduce_op import ReduceOp
-from mirror._src.explain.exchanges import ExchangeRow, exchanges_of, gathers_of
+from mirror._src.explain.collectives import CollectiveRow, collectives_of, gathers_of
 from mirror._src.program.marks import Mark
 from mirror._src.program.match import join_marks
 from mirror._src.program.proof import prove
@@ -17,10 +17,10 @@ from mirror._src.program.shards import Shards
 from mirror._src.program.trace import trace
 from mirror._src.run.call import Call
 from mirror._src.run.drift import carried_state, causes_of, drifting, find_drifts
-from mirror._src.run.plan import Fate, Plan, cause, divergence, fates, find_merges, unmerged
+from mirror._src.run.plan import LeafOutcome, Plan, cause, divergence, fates, find_merges, unmerged
 from mirror._src.run.program import shards_of
 from mirror._src.run.runner import Runner
-from mirror._src.run.step import Traced
+from mirror._src.run.step import TracedStep
 from mirror._src.utils.errors import ReplicaDivergenceError, bytes_in_words, counted, describe
 from mirror._src.utils.modules import set_module
 from mirror._src.utils.tables import Table
@@ -59,7 +59,7 @@ class ProgramReport:
         num_replicas: how many replicas would run it.
         results: a row for each result.
         variables: a row for each variable of the nnx objects.
-        exchanges: where replicas talk, in the order of the program.
+        collectives: where replicas communicate, in the order of the program.
         problems: why `run` would refuse the step, and the fix; empty where it would not.
         sharding: With `shard_update=True`, a row for each array of the state that the step changes:
             whether it is `"sharded"` or `"mirrored"`, and why. Arguments that are state and are not
@@ -70,7 +70,7 @@ class ProgramReport:
     num_replicas: int
     results: tuple[ValueRow, ...]
     variables: tuple[ValueRow, ...]
-    exchanges: tuple[ExchangeRow, ...]
+    collectives: tuple[CollectiveRow, ...]
     problems: tuple[str, ...] = ()
     sharding: tuple[ValueRow, ...] = ()
 
@@ -94,13 +94,13 @@ class ProgramReport:
         return Table(("value", "of one replica", "is", "why"), rows)
 
     @property
-    def exchanges_table(self) -> Table:
-        """The exchanges."""
+    def collectives_table(self) -> Table:
+        """The collectives."""
         rows = (
             (str(i), r.in_words, str(r.num_leaves), bytes_in_words(r.num_bytes), r.often, r.line)
-            for i, r in enumerate(self.exchanges)
+            for i, r in enumerate(self.collectives)
         )
-        return Table(("", "exchange", "leaves", "bytes", "runs", "line"), rows)
+        return Table(("", "collective", "leaves", "bytes", "runs", "line"), rows)
 
     @property
     def sharding_table(self) -> Table:
@@ -112,17 +112,21 @@ class ProgramReport:
         return str(self)
 
     def __str__(self) -> str:
-        talk = str(self.exchanges_table) if self.exchanges else "No exchanges: replicas never talk."
+        communication = (
+            str(self.collectives_table)
+            if self.collectives
+            else "No collectives: replicas never communicate."
+        )
         sharded = [str(self.sharding_table)] if self.sharding else []
-        parts = [self.heading, str(self.values_table), *sharded, talk, *self.problems]
+        parts = [self.heading, str(self.values_table), *sharded, communication, *self.problems]
         return "\n\n".join(parts)
 
     def _repr_html_(self) -> str:
         parts = [f"<b>{html.escape(self.heading)}</b>", self.values_table._repr_html_()]
         if self.sharding:
             parts.append(self.sharding_table._repr_html_())
-        if self.exchanges:
-            parts.append(self.exchanges_table._repr_html_())
+        if self.collectives:
+            parts.append(self.collectives_table._repr_html_())
         return "".join([*parts, *(f"<pre>{html.escape(text)}</pre>" for text in self.problems)])
 
 
@@ -143,7 +147,7 @@ def describe_program(
         problems.append(unmerged(step.name, unmergeable))
     merged = [i for merge in merges for i in merge.places.values()]
     found = fates(call.slots, traced.given, after, keys, merged)
-    diverging = [i for i, fate in enumerate(found) if fate is Fate.DIVERGING]
+    diverging = [i for i, fate in enumerate(found) if fate is LeafOutcome.DIVERGING]
     if diverging:
         names = call.input_names
         lines = [f"{call.slots[i][1]}: {cause(after[i], names)}" for i in diverging]
@@ -153,10 +157,10 @@ def describe_program(
     if drifts:
         problems.append(drifting(step.name, causes_of(drifts)))
     ends = len(results), len(results) + step.num_state
-    averaged = [i for i, fate in enumerate(found) if fate is Fate.AVERAGED]
+    averaged = [i for i, fate in enumerate(found) if fate is LeafOutcome.AVERAGED]
     shards = None
     if runner.holds_slices and not problems and len(traced.steps) == 1:
-        changed = [i for i, fate in enumerate(found) if fate is not Fate.UNCHANGED]
+        changed = [i for i, fate in enumerate(found) if fate is not LeafOutcome.UNCHANGED]
         plan = Plan(changed, averaged, list(merges), [mark.per_replica for mark in results])
         shards = _shards(call, traced, plan)
     n, limit = len(runner.replicas), runner.pack_bytes
@@ -167,7 +171,7 @@ def describe_program(
         tuple(_results(call, step.out_names, avals[: ends[0]], results)),
         tuple(_variables(call, avals[ends[0] : ends[1]], after, found)),
         (
-            *exchanges_of(program, limit, scattered=scattered),
+            *collectives_of(program, limit, scattered=scattered),
             *_averaging(traced, [avals[ends[0] + i] for i in averaged], limit),
             *(gathers_of(shards, n, limit, _AFTER) if shards else []),
         ),
@@ -176,7 +180,7 @@ def describe_program(
     )
 
 
-def _shards(call: Call, traced: Traced, plan: Plan) -> Shards:
+def _shards(call: Call, traced: TracedStep, plan: Plan) -> Shards:
     step, differs = traced.steps[0], plan.per_replica_results
     avals = traced.avals[: len(differs)]
     return shards_of(traced, plan, carried_state(call, step, avals, differs, donated=True))
@@ -195,7 +199,7 @@ def _sharding(
         yield ValueRow(names[i], describe(avals[i]), state, why)
 
 
-def _marks(traced: Traced, names: Sequence[str], problems: list[str]) -> Sequence[Mark]:
+def _marks(traced: TracedStep, names: Sequence[str], problems: list[str]) -> Sequence[Mark]:
     """Marks of the outputs; what `run` would refuse is a problem."""
     n = traced.steps[0].group.num_replicas_in_sync
     refused: list[str] = []
@@ -213,14 +217,16 @@ def _marks(traced: Traced, names: Sequence[str], problems: list[str]) -> Sequenc
         return proved[0]
 
 
-def _averaging(traced: Traced, avals: Sequence[Any], pack_bytes: int) -> Iterator[ExchangeRow]:
-    """The exchange in which `run` averages batch statistics."""
+def _averaging(
+    traced: TracedStep, avals: Sequence[Any], pack_bytes: int
+) -> Iterator[CollectiveRow]:
+    """The collective in which `run` averages batch statistics."""
     if avals:
         group = traced.steps[0].group
         mean = lambda *leaves: group._all_reduce(ReduceOp.MEAN, list(leaves))  # noqa: E731
         leaves = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
         program = trace(mean, leaves, group.num_replicas_in_sync)
-        yield from exchanges_of(program, pack_bytes, _AFTER)
+        yield from collectives_of(program, pack_bytes, _AFTER)
 
 
 def _results(
@@ -232,33 +238,33 @@ def _results(
 
 
 def _variables(
-    call: Call, avals: Sequence[Any], marks: Sequence[Mark], found: Sequence[Fate]
+    call: Call, avals: Sequence[Any], marks: Sequence[Mark], found: Sequence[LeafOutcome]
 ) -> Iterator[ValueRow]:
     names = call.input_names
     for (slot, name), aval, mark, fate in zip(call.slots, avals, marks, found, strict=True):
         state, why = _STATES[fate], _why(mark, names)
-        if fate is Fate.UNCHANGED:
+        if fate is LeafOutcome.UNCHANGED:
             is_key = issubclass(slot.kind, nnx.RngKey)
             why = "each replica draws with one of its own made of it" if is_key else _UNTOUCHED
             state = "per-replica" if slot.is_own else state
-        elif fate is Fate.AVERAGED:
+        elif fate is LeafOutcome.AVERAGED:
             why = f"run averages batch statistics after the step; {why}"
-        elif fate is Fate.MERGED:
+        elif fate is LeafOutcome.MERGED:
             why = f"run merges nnx metrics after the step; {why}"
-        elif fate is Fate.OWN:
+        elif fate is LeafOutcome.OWN:
             why = "each replica keeps a value of its own (synchronization='on_read')"
-        elif fate is Fate.DIVERGING:
+        elif fate is LeafOutcome.DIVERGING:
             why = f"{why} without an all-reduce"
         yield ValueRow(name, describe(aval), state, why)
 
 
 _STATES = {
-    Fate.UNCHANGED: "unchanged",
-    Fate.MIRRORED: "mirrored",
-    Fate.AVERAGED: "averaged",
-    Fate.MERGED: "merged",
-    Fate.OWN: "per-replica",
-    Fate.DIVERGING: "diverges",
+    LeafOutcome.UNCHANGED: "unchanged",
+    LeafOutcome.MIRRORED: "mirrored",
+    LeafOutcome.AVERAGED: "averaged",
+    LeafOutcome.MERGED: "merged",
+    LeafOutcome.OWN: "per-replica",
+    LeafOutcome.DIVERGING: "diverges",
 }
 
 

@@ -19,14 +19,14 @@ class Seconds(NamedTuple):
         transfer: it is on its way to the devices.
         dispatch: Python hands the step to the devices.
         compute: the devices compute.
-        exchange: they exchange values.
+        communication: the devices communicate.
     """
 
     input: float
     transfer: float
     dispatch: float
     compute: float
-    exchange: float
+    communication: float
 
 
 _MEANING = {
@@ -34,7 +34,7 @@ _MEANING = {
     "transfer": "the batch goes to the devices",
     "dispatch": "Python hands the step to the devices",
     "compute": "the devices compute",
-    "exchange": "the devices exchange values",
+    "communication": "the devices communicate",
 }
 
 
@@ -51,8 +51,8 @@ class Explanation:
         wall_secs: the time of a step in a loop.
         secs: its parts, which add up to it; what they mean says `mirror._src.explain.timing`.
         num_arrays: how many arrays `run` hands the devices each step.
-        num_exchanges: how many exchanges there are in a step; a `while`'s count once.
-        exchanged_bytes: what each replica brings to them.
+        num_collectives: how many collectives there are in a step; a `while`'s count once.
+        collective_bytes: what each replica brings to them.
         speedup: how much faster a step is than on one replica with the whole batch, both without
             waiting for data; `None`: unknown.
         no_speedup_because: why it is.
@@ -68,8 +68,8 @@ class Explanation:
     wall_secs: float
     secs: Seconds
     num_arrays: int
-    num_exchanges: int
-    exchanged_bytes: int
+    num_collectives: int
+    collective_bytes: int
     speedup: float | None
     no_speedup_because: str
     memory: MemoryReport
@@ -82,7 +82,7 @@ class Explanation:
 
     @property
     def bound(self) -> str:
-        """What takes the most: `"input"`, `"dispatch"`, `"exchange"` or `"compute"`."""
+        """What takes the most: `"input"`, `"dispatch"`, `"communication"` or `"compute"`."""
         shares = self.shares
         shares["input"] += shares.pop("transfer")
         return max(shares, key=shares.__getitem__)
@@ -91,7 +91,9 @@ class Explanation:
     def verdict(self) -> str:
         """What to change, in a sentence."""
         shares = self.shares
-        talk = f"{self.num_exchanges} exchanges of {bytes_in_words(self.exchanged_bytes)}"
+        collectives = (
+            f"{self.num_collectives} collectives of {bytes_in_words(self.collective_bytes)}"
+        )
         return {
             "input": (
                 f"input-bound: {shares['input'] + shares['transfer']:.0%} of a step waits for data:"
@@ -102,10 +104,10 @@ class Explanation:
                 f"{self.num_arrays} arrays: several steps in one launch (steps_per_execution of "
                 "the Trainer), fewer and larger arrays, or more work in a step."
             ),
-            "exchange": (
-                f"exchange-bound: {shares['exchange']:.0%} of a step goes to {talk}: a larger "
-                "batch for each replica, or gradients accumulated over several batches before "
-                "they are exchanged."
+            "communication": (
+                f"communication-bound: {shares['communication']:.0%} of a step goes to "
+                f"{collectives}: a larger batch for each replica, or gradients accumulated over "
+                "several batches before they are all-reduced."
             ),
             "compute": f"compute-bound: good: the devices compute in {shares['compute']:.0%} of a "
             "step.",
@@ -134,8 +136,8 @@ class Explanation:
     def facts(self) -> Table:
         """The figures beside the time."""
         rows = [("speed-up against one replica", self._speedup)]
-        rows.append(("exchanges a step", str(self.num_exchanges)))
-        rows.append(("each replica brings", bytes_in_words(self.exchanged_bytes)))
+        rows.append(("collectives a step", str(self.num_collectives)))
+        rows.append(("each replica brings", bytes_in_words(self.collective_bytes)))
         rows.append(("arrays handed over", str(self.num_arrays)))
         for name, count in self.device_memory.items():
             rows.append((f"memory of the first device, {name}", bytes_in_words(count)))

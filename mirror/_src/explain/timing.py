@@ -9,7 +9,7 @@ devices, one after the other:
 - transfer, what it takes to bring the batch, and arguments that lie on the host, to the devices;
 - dispatch, what a step takes that computes nothing, with as many arrays of one number each. (When
   `run` returns says little: on the host it may compute first.) Those three are the host's;
-- exchange, what the program's exchanges take alone, on buffers of the same sizes;
+- communication: what the program's collectives take alone, on buffers of the same sizes;
 - compute, what else `run` takes until the results are there. Those two are the devices'.
 
 Who takes longer, the host or the devices, counts in full, because the wall cannot be shorter; the
@@ -26,16 +26,16 @@ from flax import nnx
 
 from mirror._src.checks.trial import copy_of, restore
 from mirror._src.devices.memory import memory_info
-from mirror._src.explain.baselines import Runners, empty_trial, exchange_secs, one_replica_secs
+from mirror._src.explain.baselines import Runners, collective_secs, empty_trial, one_replica_secs
 from mirror._src.explain.memory import memory_report
 from mirror._src.explain.program import describe_program
 from mirror._src.explain.report import Explanation, Seconds
-from mirror._src.explain.trial import Batches, Idle, Trial, idle_times, in_a_loop
+from mirror._src.explain.trial import Batches, IdleTimes, Trial, idle_times, in_a_loop
 from mirror._src.utils.errors import describe
 from mirror._src.utils.types import PyTree, StepFunction
 from mirror._src.variables.on_read import collapse
 
-_MOST_EXCHANGE_STEPS = 10
+_MOST_COLLECTIVE_STEPS = 10
 
 
 def explain(
@@ -67,17 +67,19 @@ def explain(
         alone, why_not = one_replica_secs(runners, fn, (*args, *first), kwargs, steps)
     finally:
         restore(captured, saved)
-    exchange = exchange_secs(runners.scratch, program.exchanges, min(steps, _MOST_EXCHANGE_STEPS))
+    communication = collective_secs(
+        runners.scratch, program.collectives, min(steps, _MOST_COLLECTIVE_STEPS)
+    )
     return Explanation(
         step=program.step,
         devices=tuple(map(str, many.replicas.devices)),
         on_host=many.replicas.on_host,
         steps=steps,
         wall_secs=wall,
-        secs=split(wall, idle, nothing.run, exchange),
+        secs=split(wall, idle, nothing.run, communication),
         num_arrays=len(jax.tree.leaves((nnx.state(trial.objects), *trial.arguments(first)))),
-        num_exchanges=sum(row.least_trips for row in program.exchanges),
-        exchanged_bytes=sum(row.least_trips * row.num_bytes for row in program.exchanges),
+        num_collectives=sum(row.least_trips for row in program.collectives),
+        collective_bytes=sum(row.least_trips * row.num_bytes for row in program.collectives),
         speedup=alone / idle.run if alone else None,
         no_speedup_because=why_not,
         memory=memory,
@@ -98,11 +100,11 @@ def require_steps(steps: object) -> None:
         raise ValueError(f"steps={steps}: one at least. Pass how many to measure.")
 
 
-def split(wall: float, idle: Idle, dispatch: float, exchange: float) -> Seconds:
+def split(wall: float, idle: IdleTimes, dispatch: float, communication: float) -> Seconds:
     """The parts of a step, which add up to its wall time; see the module's docstring.
 
-    >>> split(10.0, Idle(input=6.0, transfer=0.0, run=8.0), dispatch=2.0, exchange=3.0)
-    Seconds(input=6.0, transfer=0.0, dispatch=2.0, compute=1.0, exchange=1.0)
+    >>> split(10.0, IdleTimes(input=6.0, transfer=0.0, run=8.0), dispatch=2.0, communication=3.0)
+    Seconds(input=6.0, transfer=0.0, dispatch=2.0, compute=1.0, communication=1.0)
     """
     dispatch = min(dispatch, idle.run)
     host, devices = idle.input + idle.transfer + dispatch, idle.run - dispatch
@@ -110,11 +112,11 @@ def split(wall: float, idle: Idle, dispatch: float, exchange: float) -> Seconds:
     longer = min(max(host, devices) * slower, wall)
     on_host = longer if host >= devices else wall - longer
     each = on_host / host if host else 0.0
-    exchanging = min(exchange / devices, 1.0) if devices else 0.0
+    communicating = min(communication / devices, 1.0) if devices else 0.0
     return Seconds(
         input=each * idle.input,
         transfer=each * idle.transfer,
         dispatch=each * dispatch,
-        compute=(wall - on_host) * (1 - exchanging),
-        exchange=(wall - on_host) * exchanging,
+        compute=(wall - on_host) * (1 - communicating),
+        communication=(wall - on_host) * communicating,
     )

@@ -11,7 +11,7 @@ from flax import nnx
 
 from mirror._src.checks.trial import copy_of, with_objects
 from mirror._src.devices.replicas import ReplicaDevices
-from mirror._src.devices.unstacked import Parts
+from mirror._src.devices.unstacked import UnstackedArrays
 from mirror._src.run.arguments import hoist_nested
 from mirror._src.run.nnx.structure import is_object
 from mirror._src.run.runner import Runner
@@ -21,7 +21,7 @@ from mirror._src.values.per_replica import held_by, is_per_replica, on_replicas
 _WARM_UP_STEPS = 2
 
 
-class Idle(NamedTuple):
+class IdleTimes(NamedTuple):
     """What one step takes that begins with idle devices, in seconds.
 
     Attributes:
@@ -125,7 +125,7 @@ def wait(tree: PyTree) -> None:
     for leaf in jax.tree.leaves(tree, is_leaf=is_object):
         if is_object(leaf):
             continue
-        jax.block_until_ready(leaf.arrays if isinstance(leaf, Parts) else leaf)
+        jax.block_until_ready(leaf.arrays if isinstance(leaf, UnstackedArrays) else leaf)
 
 
 def in_a_loop(trial: Trial, batches: Batches, steps: int) -> float:
@@ -137,7 +137,7 @@ def in_a_loop(trial: Trial, batches: Batches, steps: int) -> float:
     return (time.perf_counter() - start) / steps
 
 
-def idle_times(batches: Batches, trials: Sequence[Trial], steps: int) -> list[Idle]:
+def idle_times(batches: Batches, trials: Sequence[Trial], steps: int) -> list[IdleTimes]:
     """What the parts of a step take when each begins with idle devices: medians, in seconds.
 
     Args:
@@ -147,14 +147,14 @@ def idle_times(batches: Batches, trials: Sequence[Trial], steps: int) -> list[Id
         steps: how many of each.
     """
     sources = [batches, *(Batches(None) for _ in trials[1:])]
-    rows: list[list[Idle]] = [[] for _ in trials]
+    rows: list[list[IdleTimes]] = [[] for _ in trials]
     for _ in range(steps):
         for trial, source, row in zip(trials, sources, rows, strict=True):
             row.append(_one(trial, source))
-    return [Idle(*map(statistics.median, zip(*row, strict=True))) for row in rows]
+    return [IdleTimes(*map(statistics.median, zip(*row, strict=True))) for row in rows]
 
 
-def _one(trial: Trial, batches: Batches) -> Idle:
+def _one(trial: Trial, batches: Batches) -> IdleTimes:
     start = time.perf_counter()
     batch = batches.take()
     taken = time.perf_counter()
@@ -165,7 +165,7 @@ def _one(trial: Trial, batches: Batches) -> Idle:
         wait(arguments)
     there = time.perf_counter()
     wait(trial.call(*arguments))
-    return Idle(taken - start, there - taken, time.perf_counter() - there)
+    return IdleTimes(taken - start, there - taken, time.perf_counter() - there)
 
 
 def placed_on(arguments: Any, replicas: ReplicaDevices) -> Any:
@@ -182,7 +182,7 @@ def placed_on(arguments: Any, replicas: ReplicaDevices) -> Any:
 def _is_there(leaf: Any, replicas: ReplicaDevices) -> bool:
     """Whether a leaf of arguments needs no transfer; numbers and nnx objects do not."""
     held = held_by(leaf) if is_per_replica(leaf) else leaf
-    if isinstance(held, Parts):
+    if isinstance(held, UnstackedArrays):
         return all(isinstance(array, jax.Array) for array in held.arrays)
     if is_per_replica(leaf):
         return isinstance(held, jax.Array) and held.sharding == replicas.stacked

@@ -1,4 +1,4 @@
-"""The exchanges of a replica program: which operations they are, and in words."""
+"""The collectives of a replica program: which operations they are, and in words."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ _WORDS = {
 
 
 def in_word(primitive: str) -> str:
-    """What an exchange is called: `all-reduce`."""
+    """What a collective is called: `all-reduce`."""
     return _WORDS.get(primitive, primitive)
 
 
@@ -31,7 +31,7 @@ def op_of(primitive: str) -> str:
 
 
 def past(eqn: JaxprEqn) -> str:
-    """What an exchange has done to its result: `all-reduced (sum)`."""
+    """What a collective has done to its result: `all-reduced (sum)`."""
     op = op_of(eqn.primitive.name)
     word = in_word(eqn.primitive.name).replace("reduce", "reduced").replace("gather", "gathered")
     return f"{word} ({op})" if op else word
@@ -43,7 +43,7 @@ def in_words(jaxpr: Jaxpr) -> list[tuple[str, str]]:
     What stands in a loop counts once, and packed leaves are one array.
     """
     found: dict[str, list[Any]] = {}
-    for eqn in filter(is_exchange, equations(jaxpr)):
+    for eqn in filter(is_collective, equations(jaxpr)):
         kind = in_word(eqn.primitive.name)
         found.setdefault(kind, []).extend(atom.aval for atom in eqn.invars)
     return [(kind, _amount(avals)) for kind, avals in found.items()]
@@ -65,14 +65,14 @@ def names_axis(eqn: JaxprEqn) -> bool:
     return axis_name() in axes_of(eqn)
 
 
-def is_exchange(eqn: JaxprEqn) -> bool:
-    """Whether replicas talk in it."""
+def is_collective(eqn: JaxprEqn) -> bool:
+    """Whether replicas communicate in it."""
     return names_axis(eqn) and eqn.primitive.name != "axis_index"
 
 
-def contains_exchange(jaxpr: Jaxpr) -> bool:
-    """Whether replicas talk in a program."""
-    return any(map(is_exchange, equations(jaxpr)))
+def contains_collective(jaxpr: Jaxpr) -> bool:
+    """Whether replicas communicate in a program."""
+    return any(map(is_collective, equations(jaxpr)))
 
 
 _SMALLEST = ("int2", "uint2")

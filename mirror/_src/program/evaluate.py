@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding
 
 from mirror._src.program.flat import (
     Atom,
-    Fixed,
-    Flat,
+    Constant,
+    FlatProgram,
     Operation,
     Packing,
     Value,
@@ -104,12 +104,12 @@ class Lowering(Evaluation):
             outputs = walk(program, [*arguments, *outputs], self.held, self.apply)
         return outputs
 
-    def _scheduled(self, flat: Flat, arguments: Sequence[Any]) -> list[Any]:
+    def _scheduled(self, flat: FlatProgram, arguments: Sequence[Any]) -> list[Any]:
         """Evaluates a program, its small collectives together."""
         values: dict[Value, Any] = dict(zip(flat.inputs, arguments, strict=True))
 
         def read(atom: Atom) -> Any:
-            return self.held(atom.value) if isinstance(atom, Fixed) else values[atom]
+            return self.held(atom.value) if isinstance(atom, Constant) else values[atom]
 
         for pack in in_order(flat.operations, self._packing.key_of):
             operands = [[read(atom) for atom in each.inputs] for each in pack]

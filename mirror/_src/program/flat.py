@@ -40,13 +40,13 @@ class Value:
 
 
 @dataclass(eq=False)
-class Fixed:
+class Constant:
     """A number or array that the program holds."""
 
     value: Any
 
 
-Atom: TypeAlias = Value | Fixed
+Atom: TypeAlias = Value | Constant
 
 
 @dataclass(eq=False)
@@ -80,7 +80,7 @@ class Operation:
         return has_effects(self.eqn.effects)
 
 
-class Flat(NamedTuple):
+class FlatProgram(NamedTuple):
     """A program as one list of operations.
 
     Attributes:
@@ -99,7 +99,7 @@ def flatten(
     opens: Callable[[JaxprEqn, Sequence[Atom]], bool],
     made: Callable[[Operation], None] = lambda _: None,
     inputs: list[Value] | None = None,
-) -> Flat:
+) -> FlatProgram:
     """Takes the operations out of the calls around them.
 
     Args:
@@ -127,7 +127,7 @@ def flatten(
         if needs_barrier(eqn):
             inputs = [*add(eqn, inputs, [var.aval for var in eqn.invars], is_barrier=True)]
         around.append(eqn)
-        outputs = walk(program, inputs, Fixed, equation)
+        outputs = walk(program, inputs, Constant, equation)
         around.pop()
         return outputs
 
@@ -135,8 +135,8 @@ def flatten(
         inputs = [Value(var.aval) for var in jaxpr_of(programs[0]).invars]
     outputs: list[Atom] = []
     for program in programs:
-        outputs = walk(program, [*inputs, *outputs], Fixed, equation)
-    return Flat(inputs, operations, outputs)
+        outputs = walk(program, [*inputs, *outputs], Constant, equation)
+    return FlatProgram(inputs, operations, outputs)
 
 
 def needs_barrier(eqn: JaxprEqn) -> bool:

@@ -12,7 +12,7 @@ class Mark:
     Attributes:
         origin: what made it per-replica, a user's line or an input's index; `None`: it is mirrored.
         source: the variable it is an unchanged copy of.
-        behind: the exchanges whose results a mirrored value was computed from, in words; noted
+        behind: the collectives whose results a mirrored value was computed from, in words; noted
             only where somebody asks.
         assumed: lines of host callbacks that a mirrored value was computed by, which are declared
             to be pure.

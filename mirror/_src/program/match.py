@@ -7,12 +7,12 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from mirror._src.program.collective_eqns import is_exchange
+from mirror._src.program.collective_eqns import is_collective
 from mirror._src.program.ensure import ensured_p
 from mirror._src.program.jaxprs import called, jaxpr_of, walk
 from mirror._src.program.marks import Mark
 from mirror._src.program.primitives import MIRRORING
-from mirror._src.program.staging.ir import Branch, Exchange, Loop, Staged
+from mirror._src.program.staging.ir import Branch, Collective, Loop, StagedJaxpr
 from mirror._src.program.user_lines import user_line
 from mirror._src.utils.errors import ReplicaDivergenceError, describe, listing
 
@@ -24,7 +24,7 @@ def join_marks(programs: Sequence[ClosedJaxpr], marks: Sequence[Sequence[Mark]])
 
     What depends on a shape, the length of a replica's batch, say, is per-replica, whatever each
     trace says by itself. So an output is mirrored only if all traces compute it alike: by the same
-    operations from mirrored inputs and from what the exchanges gave.
+    operations from mirrored inputs and from what the collectives gave.
 
     Args:
         programs: a trace for each set of shapes.
@@ -49,7 +49,7 @@ class _Numbering:
 
     def __init__(self, table: dict[Any, int]) -> None:
         self.table = table
-        self.num_exchanges = 0
+        self.num_collectives = 0
         self.ensured: list[tuple[JaxprEqn, list[int]]] = []
         self.kept: list[Any] = []
 
@@ -75,11 +75,11 @@ class _Numbering:
         if eqn.primitive is ensured_p:
             self.ensured.append((eqn, inputs))
             return inputs
-        if is_exchange(eqn):
-            self.num_exchanges += 1
+        if is_collective(eqn):
+            self.num_collectives += 1
             # What reduces or gathers gives all replicas the same, whatever each has brought.
             brought = () if eqn.primitive.name in MIRRORING else tuple(inputs)
-            return [self.number("exchange", self.num_exchanges, *brought, i) for i in count]
+            return [self.number("collective", self.num_collectives, *brought, i) for i in count]
         if any(hasattr(atom.aval, "inner_aval") for atom in (*eqn.invars, *eqn.outvars)):
             # A `Ref` holds what was written to it last, which its variable does not show.
             return [self.number(self.alone(eqn), i) for i in count]
@@ -167,59 +167,69 @@ def _require_ensured_alike(counters: Sequence[_Numbering]) -> None:
             )
 
 
-def require_alike(staged: Sequence[Staged], replicas: Sequence[Sequence[int]]) -> None:
-    """Refuses a step in which replicas of different shapes would talk differently.
+def require_alike(staged: Sequence[StagedJaxpr], replicas: Sequence[Sequence[int]]) -> None:
+    """Refuses a step in which replicas of different shapes would communicate differently.
 
     Args:
         staged: the step cut, for each set of shapes.
         replicas: which replicas have those.
 
     Raises:
-        ValueError: they would; the message names the exchange and the replicas.
+        ValueError: they would; the message names the collective and the replicas.
     """
     for other, ids in zip(staged[1:], replicas[1:], strict=True):
         _require_alike(staged[0], other, replicas[0][0], ids[0])
 
 
-def _require_alike(one: Staged, other: Staged, first: int, second: int) -> None:
-    mine = [talk for stage in one.stages for talk in stage.talks]
-    theirs = [talk for stage in other.stages for talk in stage.talks]
+def _require_alike(one: StagedJaxpr, other: StagedJaxpr, first: int, second: int) -> None:
+    mine = [communication for stage in one.stages for communication in stage.communications]
+    theirs = [communication for stage in other.stages for communication in stage.communications]
     for a, b in zip(mine, theirs, strict=False):
         if _signature(a) != _signature(b):
             raise ValueError(
-                f"Replicas {first} and {second} differ in shape, and talk differently: "
+                f"Replicas {first} and {second} differ in shape, and communicate differently: "
                 f"{_brings(a, first)}; {_brings(b, second)}. What travels must have one shape on "
                 "all replicas: reduce over the batch first, or join unequal lengths by "
                 "mirror.get_replica_context().all_gather(x)."
             )
         for inner, counterpart in zip(_inner(a), _inner(b), strict=True):
             _require_alike(inner, counterpart, first, second)
-    per_stage = [[len(stage.talks) for stage in staged.stages] for staged in (one, other)]
+    per_stage = [[len(stage.communications) for stage in staged.stages] for staged in (one, other)]
     if per_stage[0] != per_stage[1]:
         raise ValueError(
-            f"Replicas {first} and {second} differ in shape, and talk differently: {len(mine)} "
-            f"exchanges or loops of them on the one, {len(theirs)} on the other, or in another "
-            "order. A step must not choose by a shape whether, or when, it reduces."
+            f"Replicas {first} and {second} have different input shapes and would execute "
+            f"different collectives: {len(mine)} collectives or loops on one, {len(theirs)} on "
+            "the other, or in a different order. Do not make a collective conditional on a shape."
         )
 
 
-def _signature(talk: Any) -> Any:
-    if isinstance(talk, Exchange):
-        params = sorted((k, str(v)) for k, v in talk.params.items())
-        return talk.kind, params, talk.operand.aval.shape, talk.operand.aval.dtype
-    if isinstance(talk, Loop):
-        return "loop", talk.trips, talk.test is None
-    return "branch", len(talk.branches)
+def _signature(communication: Any) -> Any:
+    if isinstance(communication, Collective):
+        params = sorted((k, str(v)) for k, v in communication.params.items())
+        return (
+            communication.kind,
+            params,
+            communication.operand.aval.shape,
+            communication.operand.aval.dtype,
+        )
+    if isinstance(communication, Loop):
+        return "loop", communication.trips, communication.test is None
+    return "branch", len(communication.branches)
 
 
-def _inner(talk: Any) -> list[Staged]:
-    if isinstance(talk, Loop):
-        return [talk.body, *([talk.test] if talk.test else [])]
-    return talk.branches if isinstance(talk, Branch) else []
+def _inner(communication: Any) -> list[StagedJaxpr]:
+    if isinstance(communication, Loop):
+        return [communication.body, *([communication.test] if communication.test else [])]
+    return communication.branches if isinstance(communication, Branch) else []
 
 
-def _brings(talk: Any, replica: int) -> str:
-    if isinstance(talk, Exchange):
-        return f"the {talk.in_words} is of {describe(talk.operand.aval)} on replica {replica}"
-    what = f"a loop of {talk.trips} trips" if isinstance(talk, Loop) and talk.trips else "a choice"
-    return f"at {talk.line} there is {what} on replica {replica}"
+def _brings(communication: Any, replica: int) -> str:
+    if isinstance(communication, Collective):
+        operand = describe(communication.operand.aval)
+        return f"the {communication.in_words} is of {operand} on replica {replica}"
+    what = (
+        f"a loop of {communication.trips} trips"
+        if isinstance(communication, Loop) and communication.trips
+        else "a choice"
+    )
+    return f"at {communication.line} there is {what} on replica {replica}"

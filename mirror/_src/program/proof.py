@@ -1,10 +1,10 @@
 """The proof: which values of a replica program are the same on every replica.
 
-A data-flow pass over the jaxpr. Inputs are what they are; `axis_index` and the exchanges that hand
-each replica its own part are per-replica; `psum`, `pmax`, `pmin` and `all_gather` over the whole
-replica axis are mirrored; anything else is per-replica as soon as one of its inputs is. Loops are
-brought to a fixpoint. What the pass does not know (a primitive with inner programs that is none of
-the below) it takes for per-replica as soon as an input or anything inside is.
+A data-flow pass over the jaxpr. Inputs are what they are; `axis_index` and the collectives that
+hand each replica its own part are per-replica; `psum`, `pmax`, `pmin` and `all_gather` over the
+whole replica axis are mirrored; anything else is per-replica if one of its inputs is. Loops are
+iterated to a fixpoint. The outputs of an unknown primitive with inner programs are per-replica if
+an input, or anything inside, is.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from mirror._src.program.collective_eqns import (
-    contains_exchange,
-    is_exchange,
+    contains_collective,
+    is_collective,
     past,
     require_sent,
 )
@@ -73,13 +73,13 @@ def prove(
         num_replicas: the size of the replica axis.
         notes: gets what is worth a warning.
         problems: gets what would be refused, for a report, and nothing is; the marks then say which
-            exchanges are behind them.
+            collectives are behind them.
         names: the user's names of the inputs, for messages.
 
     Raises:
         TypeError: a collective of a dtype that XLA does not send.
-        ReplicaDivergenceError: an exchange stands under a `cond`, `switch` or `while` that replicas
-            may take differently: it would wait for ever.
+        ReplicaDivergenceError: a collective is inside a `cond`, `switch` or `while` that replicas
+            may take differently: some would wait forever.
     """
     inputs = [Mark(i if differs else None) for i, differs in enumerate(per_replica)]
     named = [Mark(m.origin, var) for m, var in zip(inputs, jaxpr.jaxpr.invars, strict=True)]
@@ -154,7 +154,7 @@ class _Pass:
 
     def equation(self, eqn: JaxprEqn, marks: list[Mark]) -> tuple[list[Mark], list[Mark]]:
         name = eqn.primitive.name
-        if self.control is not None and is_exchange(eqn):
+        if self.control is not None and is_collective(eqn):
             self.refuse(_would_hang(eqn, self.control))
         self.require_ensured(eqn, marks)
         if name == "scan":
@@ -181,14 +181,14 @@ class _Pass:
         return self.plain(eqn, marks)
 
     def plain(self, eqn: JaxprEqn, marks: list[Mark]) -> tuple[list[Mark], list[Mark]]:
-        """An ordinary operation, an exchange, or a read or write of a `Ref`."""
+        """An ordinary operation, a collective, or a read or write of a `Ref`."""
         joined = computed(marks)
-        if is_exchange(eqn):
+        if is_collective(eqn):
             require_sent(eqn)
             if not joined.per_replica:
                 self.idle[line_within(eqn, self.within)] = None
         if _gives_all_the_same(eqn, joined, self.num_replicas):
-            return [self.exchanged(eqn)] * len(eqn.outvars), marks
+            return [self.mark_of_collective(eqn)] * len(eqn.outvars), marks
         joined = self.noted(eqn, marks, joined)
         if is_replica_source(eqn):
             self.meets_replica = True
@@ -232,8 +232,8 @@ class _Pass:
                 '  grads = mirror.get_replica_context().all_reduce("mean", grads)'
             )
 
-    def exchanged(self, eqn: JaxprEqn) -> Mark:
-        """What is known of the result of an exchange."""
+    def mark_of_collective(self, eqn: JaxprEqn) -> Mark:
+        """What is known of the result of a collective."""
         if not self.reports:
             return MIRRORED
         return Mark(behind=frozenset({f"{past(eqn)} at {line_within(eqn, self.within)}"}))
@@ -261,10 +261,10 @@ class _Pass:
             worst = (
                 worst if worst.per_replica else Mark(f"{eqn.primitive.name} at {user_line(eqn)}")
             )
-        if worst.per_replica and any(map(contains_exchange, inner)):
+        if worst.per_replica and any(map(contains_collective, inner)):
             self.refuse(
-                f"{user_line(eqn)}: replicas talk inside `{eqn.primitive.name}`, which may run "
-                "differently on each of them. Move the all-reduce out of it."
+                f"{user_line(eqn)}: the collective inside `{eqn.primitive.name}` may not run on "
+                f"every replica. Move the all-reduce out of `{eqn.primitive.name}`."
             )
         return [worst] * len(eqn.outvars), self.written(eqn, marks, worst)
 
@@ -292,7 +292,7 @@ class _Pass:
         num_test, num_body = len(test_consts), len(consts)
         while True:
             (predicate,), test_after = self.closed(test, [*test_consts, *carry])
-            with _under(self, predicate, eqn):
+            with _ControlFlow(self, predicate, eqn):
                 if predicate.per_replica:
                     # How often the test runs depends on the predicate: so does what it writes.
                     _, test_after = self.closed(test, [*test_consts, *carry])
@@ -305,14 +305,14 @@ class _Pass:
 
     def cond(self, eqn: JaxprEqn, marks: list[Mark]) -> tuple[list[Mark], list[Mark]]:
         predicate, operands = marks[0], marks[1:]
-        with _under(self, predicate, eqn):
+        with _ControlFlow(self, predicate, eqn):
             walked = [self.closed(branch, operands) for branch in eqn.params["branches"]]
         outputs = [chosen(each, predicate) for each in zip(*(o for o, _ in walked), strict=True)]
         after = [either(each) for each in zip(*(a for _, a in walked), strict=True)]
         return outputs, [predicate, *after]
 
 
-class _under:
+class _ControlFlow:
     """While inside, the pass stands under a control that replicas may take differently."""
 
     def __init__(self, walk: _Pass, predicate: Mark, eqn: JaxprEqn) -> None:
@@ -355,7 +355,7 @@ def _expanded(eqn: JaxprEqn, num_replicas: int) -> ClosedJaxpr:
 
 
 def _spans_whole_axis(eqn: JaxprEqn) -> bool:
-    return is_exchange(eqn) and eqn.params.get("axis_index_groups") is None
+    return is_collective(eqn) and eqn.params.get("axis_index_groups") is None
 
 
 def _would_hang(eqn: JaxprEqn, control: str) -> str:

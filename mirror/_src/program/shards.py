@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from mirror._src.program.collective_eqns import contains_exchange, is_exchange, names_axis
-from mirror._src.program.flat import Atom, Flat, Operation, Value, flatten
+from mirror._src.program.collective_eqns import contains_collective, is_collective, names_axis
+from mirror._src.program.flat import Atom, FlatProgram, Operation, Value, flatten
 from mirror._src.program.jaxprs import called, equations, inner_programs, jaxpr_of
 from mirror._src.program.primitives import MIRRORING, is_replica_source
 from mirror._src.program.user_lines import line_within
@@ -58,7 +58,7 @@ class Shards(NamedTuple):
         reasons: For the other inputs that are state, why they are mirrored.
     """
 
-    flat: Flat
+    flat: FlatProgram
     region: frozenset[Operation]
     reduced: frozenset[Operation]
     inputs: Mapping[int, int]
@@ -134,7 +134,7 @@ class _Search:
         """Calls with collectives, and calls in the update, which computes with mirrored values."""
         inner = called(eqn)
         assert inner is not None
-        if contains_exchange(jaxpr_of(inner)):
+        if contains_collective(jaxpr_of(inner)):
             return True
         is_mirrored = not any(atom in self.differs for atom in inputs)
         return is_mirrored and not any(map(is_replica_source, equations(jaxpr_of(inner))))
@@ -149,7 +149,7 @@ class _Search:
 
     def _makes_own(self, operation: Operation) -> bool:
         eqn = operation.eqn
-        if eqn.primitive.name in MIRRORING and is_exchange(eqn):
+        if eqn.primitive.name in MIRRORING and is_collective(eqn):
             return eqn.params.get("axis_index_groups") is not None
         if is_replica_source(eqn) or any(atom in self.differs for atom in operation.inputs):
             return True

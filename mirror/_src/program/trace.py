@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from mirror._src.devices.transfer import one_by_one
+from mirror._src.devices.transfer import NoMesh
 from mirror._src.program.axis import axis_name
 from mirror._src.utils.types import Array
 
@@ -42,7 +42,7 @@ def trace(
     whose types name one mesh cannot be evaluated on another (JAX 0.10 to 0.12); types that name
     none fit every executor.
     """
-    with one_by_one():
+    with NoMesh():
         return jax.make_jaxpr(fn, axis_env=[(axis_name(), num_replicas)])(*leaves)
 
 

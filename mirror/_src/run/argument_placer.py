@@ -14,12 +14,12 @@ from mirror._src.context.replica_context import ReplicaGroup
 from mirror._src.devices.op_log import placement_log
 from mirror._src.devices.replicas import Kind, ReplicaDevices
 from mirror._src.devices.transfer import any_deleted, buffers_of, move
-from mirror._src.devices.unstacked import Parts
+from mirror._src.devices.unstacked import UnstackedArrays
 from mirror._src.program.shards import Shards
 from mirror._src.run.arguments import a_ref
 from mirror._src.run.call import Call
 from mirror._src.run.mesh import require_not_stacked
-from mirror._src.run.program import Program
+from mirror._src.run.program import StepProgram
 from mirror._src.utils.errors import describe
 from mirror._src.utils.types import Array
 from mirror._src.values.per_replica import is_float0, is_numeric
@@ -50,7 +50,7 @@ class ArgumentPlacer:
         self._one_mirrored = id(replicas.mirrored)
         self._met: WeakValueDictionary[int, Array] = WeakValueDictionary()
         self._owners: WeakValueDictionary[int, Array] = WeakValueDictionary()
-        self._recent: deque[Program] = deque(maxlen=_MOST_RECENT)
+        self._recent: deque[StepProgram] = deque(maxlen=_MOST_RECENT)
 
     def are_placed(self, per_replica: Sequence[int], leaves: list[Any]) -> bool:
         """Whether every leaf is on the replicas' devices; quick, for hundreds of them."""
@@ -114,7 +114,7 @@ class ArgumentPlacer:
             ready.append(placed)
         return ready
 
-    def apart(self, call: Call, leaves: list[Any], program: Program) -> list[Any]:
+    def apart(self, call: Call, leaves: list[Any], program: StepProgram) -> list[Any]:
         """The leaves, none of which shares an array with a donated one: that would crash JAX.
 
         `{"params": p, "ema": p}` is common; the second place gets a copy.
@@ -139,7 +139,7 @@ class ArgumentPlacer:
                 taken.add(ids[i])
         return leaves
 
-    def ran(self, program: Program) -> None:
+    def ran(self, program: StepProgram) -> None:
         """Remembers whose results the next call may bring back."""
         if not self._recent or self._recent[-1] is not program:
             if program in self._recent:
@@ -155,7 +155,9 @@ class ArgumentPlacer:
         """Forgets what all programs returned."""
         self._recent = deque(maxlen=_MOST_RECENT)
 
-    def as_wanted(self, program: Program, call: Call, leaves: list[Any]) -> tuple[Call, list[Any]]:
+    def as_wanted(
+        self, program: StepProgram, call: Call, leaves: list[Any]
+    ) -> tuple[Call, list[Any]]:
         """The call and its leaves, each whole or in slices as the program takes it."""
         try:  # quick, for hundreds of leaves: they lie as at the last launch
             found = map(_sharding_of, [*call.state, *leaves])
@@ -190,7 +192,7 @@ class ArgumentPlacer:
             )
 
     def separate(
-        self, program: Program, state: list[Any], leaves: list[Any], positions: Iterable[int]
+        self, program: StepProgram, state: list[Any], leaves: list[Any], positions: Iterable[int]
     ) -> None:
         """Copies those of some leaves that share memory with another array: one may be donated.
 
@@ -221,7 +223,7 @@ class ArgumentPlacer:
             self._owners.update(dict.fromkeys(addresses, leaves[i]))
 
     def _not_returned(
-        self, program: Program, leaves: list[Any], positions: Sequence[int]
+        self, program: StepProgram, leaves: list[Any], positions: Sequence[int]
     ) -> list[int]:
         """Those of the positions that hold arrays which no program returned lately."""
         for each in dict.fromkeys([program, *reversed(self._recent)]):
@@ -252,11 +254,11 @@ class ArgumentPlacer:
 
     def _rows(self, call: Call, i: int, stacked: Any) -> Any:
         self.require_rows(call, i, stacked)
-        if isinstance(stacked, Parts):
+        if isinstance(stacked, UnstackedArrays):
             if any_deleted([part for part in stacked.arrays if isinstance(part, jax.Array)]):
                 raise ValueError(_deleted(call, i))
             if self._replicas.are_mixed or not stacked.are_equal:
-                return Parts(list(map(move, stacked.arrays, self._replicas.devices)))
+                return UnstackedArrays(list(map(move, stacked.arrays, self._replicas.devices)))
             stacked = np.stack([np.asarray(part) for part in stacked.arrays])
         there = isinstance(stacked, jax.Array) and stacked.sharding == self._replicas.stacked
         return stacked if there else self._replicas.stack(stacked)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from mirror._src.devices.unstacked import Parts
+from mirror._src.devices.unstacked import UnstackedArrays
 from mirror._src.run.nnx.structure import is_object
 from mirror._src.utils.errors import describe
 from mirror._src.utils.naming import argument_names, keys, leaf_names, name_of
@@ -22,7 +22,7 @@ from mirror._src.variables.variable import Variable
 
 ARRAY_LIKE = (jax.Array, np.ndarray, np.generic, int, float, complex)
 """What is an array, or becomes one."""
-_DYNAMIC_TYPES = (*ARRAY_LIKE, Parts)
+_DYNAMIC_TYPES = (*ARRAY_LIKE, UnstackedArrays)
 
 
 def kind(leaf_type: type) -> type:
@@ -39,7 +39,7 @@ def kinds(treedef: Any, leaf_types: Sequence[type]) -> tuple[type, ...]:
 
 @jax.tree_util.register_pytree_node_class
 @dataclass(frozen=True)
-class Hoisted:
+class ObjectPlaceholder:
     """Stands in the arguments where the nnx object of this number was; a pytree without leaves."""
 
     number: int
@@ -49,7 +49,7 @@ class Hoisted:
         return (), self.number
 
     @classmethod
-    def tree_unflatten(cls, number: int, _: object) -> "Hoisted":
+    def tree_unflatten(cls, number: int, _: object) -> "ObjectPlaceholder":
         """The same again."""
         return cls(number)
 
@@ -119,9 +119,9 @@ class Layout:
         for i, leaf in zip(self.static, statics, strict=True):
             leaves[i] = leaf
         return jax.tree.map(
-            lambda node: objects[node.number] if isinstance(node, Hoisted) else node,
+            lambda node: objects[node.number] if isinstance(node, ObjectPlaceholder) else node,
             self.treedef.unflatten(leaves),
-            is_leaf=lambda node: isinstance(node, Hoisted),
+            is_leaf=lambda node: isinstance(node, ObjectPlaceholder),
         )
 
 
@@ -189,7 +189,7 @@ def hoist(args: Sequence[Any], kwargs: dict[str, Any]) -> Arguments:
         if not _hoists(value):
             return value
         objects.append(value)
-        return Hoisted(len(objects) - 1)
+        return ObjectPlaceholder(len(objects) - 1)
 
     rest = tuple([take(value) for value in args])
     return Arguments(objects, (rest, {k: take(v) for k, v in kwargs.items()} if kwargs else kwargs))
@@ -203,7 +203,7 @@ def hoist_nested(args: Sequence[Any], kwargs: dict[str, Any]) -> Arguments:
         if not is_object(value):
             return value
         objects.append(value)
-        return Hoisted(len(objects) - 1)
+        return ObjectPlaceholder(len(objects) - 1)
 
     is_leaf = lambda value: is_object(value) or is_per_replica(value)  # noqa: E731
     return Arguments(objects, jax.tree.map(take, (tuple(args), dict(kwargs)), is_leaf=is_leaf))
@@ -217,9 +217,9 @@ def object_names(
     names = argument_names(fn, len(args))
     found = [f"object {i}" for i in range(len(objects) - len(captured))]
     found += [variable.get_metadata("name") or "a captured variable" for variable in captured]
-    is_leaf = lambda node: isinstance(node, Hoisted)  # noqa: E731
+    is_leaf = lambda node: isinstance(node, ObjectPlaceholder)  # noqa: E731
     for path, node in jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_leaf)[0]:
-        if isinstance(node, Hoisted):
+        if isinstance(node, ObjectPlaceholder):
             head = names[path[1].idx] if path[0].idx == 0 else path[1].key
             found[node.number] = head + keys(path[2:])
     return found

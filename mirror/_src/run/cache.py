@@ -3,9 +3,9 @@
 import threading
 from typing import Any
 
-from mirror._src.run.program import Program
+from mirror._src.run.program import StepProgram
 from mirror._src.run.quick import QuickCall
-from mirror._src.run.step import Traced
+from mirror._src.run.step import TracedStep
 from mirror._src.run.step_warnings import FRESH_FUNCTIONS
 from mirror._src.utils.naming import code_of, is_our_module
 from mirror._src.utils.types import StepFunction
@@ -24,12 +24,12 @@ class ProgramCache:
     """
 
     def __init__(self) -> None:
-        self.programs: dict[Any, Program] = {}
-        self.traces: dict[Any, Traced] = {}
+        self.programs: dict[Any, StepProgram] = {}
+        self.traces: dict[Any, TracedStep] = {}
         self.quick: dict[tuple[StepFunction, tuple[int, ...]], QuickCall] = {}
         self._making: dict[Any, threading.RLock] = {}
         self._lock = threading.Lock()
-        self._by_code: dict[Any, list[Program]] = {}
+        self._by_code: dict[Any, list[StepProgram]] = {}
 
     @property
     def is_full(self) -> bool:
@@ -41,7 +41,7 @@ class ProgramCache:
         with self._lock:
             return self._making.setdefault(key, threading.RLock())
 
-    def superseded(self, fn: StepFunction, program: Program) -> list[Program]:
+    def superseded(self, fn: StepFunction, program: StepProgram) -> list[StepProgram]:
         """The earlier programs of a step that is a new function object each time.
 
         Args:

@@ -7,7 +7,7 @@ import jax
 
 from mirror._src.run.arguments import Layout, object_names
 from mirror._src.run.nnx.record import Record
-from mirror._src.run.nnx.structure import Slot, Structure
+from mirror._src.run.nnx.structure import Structure, VariableSlot
 from mirror._src.utils.naming import leaf_names, name_of
 from mirror._src.utils.types import StepFunction
 from mirror._src.variables.variable import Variable
@@ -54,7 +54,7 @@ class Call(NamedTuple):
         return [names[i] for i in self.layout.dynamic]
 
     @property
-    def slots(self) -> list[tuple[Slot, str]]:
+    def slots(self) -> list[tuple[VariableSlot, str]]:
         """The place of each leaf of the nnx objects, with the user's name for it."""
         found = self.structure
         if found is None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 
 from mirror._src.program.marks import Mark
-from mirror._src.run.arguments import Hoisted
+from mirror._src.run.arguments import ObjectPlaceholder
 from mirror._src.run.call import Call
 from mirror._src.run.plan import cause, divergence
 from mirror._src.run.step import Step
@@ -263,5 +263,5 @@ def _is_object(form: Any) -> bool:
     if data is None or data[0] is None:
         return False
     return not issubclass(
-        data[0], tuple | list | Mapping | type(None) | Hoisted | jax.tree_util.Partial
+        data[0], tuple | list | Mapping | type(None) | ObjectPlaceholder | jax.tree_util.Partial
     )

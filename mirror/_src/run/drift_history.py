@@ -6,7 +6,7 @@ from weakref import WeakValueDictionary
 
 from mirror._src.run.call import Call
 from mirror._src.run.drift import Drift, drifting
-from mirror._src.run.program import Program
+from mirror._src.run.program import StepProgram
 from mirror._src.utils.errors import ReplicaDivergenceError
 from mirror._src.utils.naming import code_of, name_of
 from mirror._src.utils.types import Array, StepFunction
@@ -23,7 +23,7 @@ class DriftHistory:
         """Whether arguments of this function, or of one with the same code, may come back so."""
         return (code_of(fn) or fn) in self._causes
 
-    def expect_mirrored(self, call: Call, program: Program, drifts: Sequence[Drift]) -> None:
+    def expect_mirrored(self, call: Call, program: StepProgram, drifts: Sequence[Drift]) -> None:
         """Remembers arguments that were mirrored, and that may come back per-replica."""
         program.drifting_results = sorted({i for drift in drifts for i in drift.results})
         program.drifted = self._drifted

@@ -9,12 +9,12 @@ from mirror._src.devices.replicas import Kind
 from mirror._src.executors.executor import MeshProgram
 from mirror._src.program.jaxprs import arrays_in
 from mirror._src.run.call import Call
-from mirror._src.run.program import Program
-from mirror._src.run.step import Traced
+from mirror._src.run.program import StepProgram
+from mirror._src.run.step import TracedStep
 from mirror._src.utils.errors import describe
 
 
-class Examined(NamedTuple):
+class ExaminedStep(NamedTuple):
     """A call that is ready to run.
 
     Attributes:
@@ -26,24 +26,26 @@ class Examined(NamedTuple):
     """
 
     call: Call
-    traced: Traced
+    traced: TracedStep
     leaves: Sequence[Any]
     kinds: Sequence[Kind]
     lowered: jax.stages.Lowered | None
 
 
-def examined_call(call: Call, traced: Traced, program: Program, leaves: Sequence[Any]) -> Examined:
+def examined_call(
+    call: Call, traced: TracedStep, program: StepProgram, leaves: Sequence[Any]
+) -> ExaminedStep:
     """Returns a call with its trace and its program."""
     compiled = program.compiled
     lowered = compiled.lower(leaves) if isinstance(compiled, MeshProgram) else None
-    return Examined(call, traced, leaves, program.kinds, lowered)
+    return ExaminedStep(call, traced, leaves, program.kinds, lowered)
 
 
 class ArrayEscapedError(ValueError):
     """A step uses an array of a trace that has ended."""
 
 
-def require_no_escaped_arrays(traced: Traced) -> None:
+def require_no_escaped_arrays(traced: TracedStep) -> None:
     """Rejects a step that uses an array of another trace.
 
     Raises:

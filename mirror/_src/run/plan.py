@@ -11,7 +11,7 @@ from jax.extend.core import ClosedJaxpr
 from mirror._src.program.additive import Dependence, dependence
 from mirror._src.program.marks import Mark
 from mirror._src.run.nnx.metrics import Rule
-from mirror._src.run.nnx.structure import MetricSlots, Slot
+from mirror._src.run.nnx.structure import MetricSlots, VariableSlot
 from mirror._src.utils.errors import ReplicaDivergenceError, listing
 
 
@@ -45,7 +45,7 @@ class Merge(NamedTuple):
     dependences: dict[str, Dependence]
 
 
-class Fate(enum.Enum):
+class LeafOutcome(enum.Enum):
     """What becomes of a leaf of the nnx objects in a step."""
 
     UNCHANGED = "unchanged"
@@ -58,7 +58,7 @@ class Fate(enum.Enum):
 
 def find_merges(
     metrics: Sequence[MetricSlots],
-    slots: Sequence[tuple[Slot, str]],
+    slots: Sequence[tuple[VariableSlot, str]],
     after: Sequence[Mark],
     programs: Sequence[ClosedJaxpr],
     num_results: int,
@@ -122,25 +122,25 @@ def unmerged(step_name: str, problems: Sequence[str]) -> str:
 
 
 def fates(
-    slots: Sequence[tuple[Slot, str]],
+    slots: Sequence[tuple[VariableSlot, str]],
     given: Sequence[object],
     after: Sequence[Mark],
     keys: Mapping[int, Mark],
     merged: Iterable[int] = (),
-) -> list[Fate]:
+) -> list[LeafOutcome]:
     """What becomes of each leaf; the arguments are those of `make_plan`."""
     of_metrics = set(merged)
 
-    def fate(i: int, slot: Slot, mark: Mark) -> Fate:
+    def fate(i: int, slot: VariableSlot, mark: Mark) -> LeafOutcome:
         if i in of_metrics:
-            return Fate.MERGED
+            return LeafOutcome.MERGED
         if mark.source is given[i] or (i in keys and mark.source is keys[i].source):
-            return Fate.UNCHANGED
+            return LeafOutcome.UNCHANGED
         if mark.per_replica and issubclass(slot.kind, nnx.BatchStat):
-            return Fate.AVERAGED
+            return LeafOutcome.AVERAGED
         if slot.is_own:
-            return Fate.OWN
-        return Fate.DIVERGING if mark.per_replica else Fate.MIRRORED
+            return LeafOutcome.OWN
+        return LeafOutcome.DIVERGING if mark.per_replica else LeafOutcome.MIRRORED
 
     pairs = enumerate(zip(slots, after, strict=True))
     return [fate(i, slot, mark) for i, ((slot, _), mark) in pairs]
@@ -148,7 +148,7 @@ def fates(
 
 def make_plan(
     step_name: str,
-    slots: Sequence[tuple[Slot, str]],
+    slots: Sequence[tuple[VariableSlot, str]],
     given: Sequence[object],
     results: Sequence[Mark],
     after: Sequence[Mark],
@@ -176,18 +176,18 @@ def make_plan(
     """
     merged = [i for merge in merges for i in merge.places.values()]
     found = list(enumerate(fates(slots, given, after, keys, merged)))
-    diverging = [i for i, fate in found if fate is Fate.DIVERGING]
-    require_means(slots, dtypes, [i for i, fate in found if fate is Fate.AVERAGED])
+    diverging = [i for i, fate in found if fate is LeafOutcome.DIVERGING]
+    require_means(slots, dtypes, [i for i, fate in found if fate is LeafOutcome.AVERAGED])
     if diverging:
         causes = (f"{slots[i][1]}: {cause(after[i], leaf_names)}" for i in diverging)
         raise ReplicaDivergenceError(divergence(step_name, causes))
-    changed = [i for i, fate in found if fate is not Fate.UNCHANGED]
-    averaged = [i for i, fate in found if fate is Fate.AVERAGED]
+    changed = [i for i, fate in found if fate is not LeafOutcome.UNCHANGED]
+    averaged = [i for i, fate in found if fate is LeafOutcome.AVERAGED]
     return Plan(changed, averaged, list(merges), [mark.per_replica for mark in results])
 
 
 def require_means(
-    slots: Sequence[tuple[Slot, str]], dtypes: Sequence[Any], averaged: Sequence[int]
+    slots: Sequence[tuple[VariableSlot, str]], dtypes: Sequence[Any], averaged: Sequence[int]
 ) -> None:
     """Refuses batch statistics that have no mean of their own dtype.
 

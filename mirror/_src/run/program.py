@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr
 from mirror._src.collectives.reduce_op import ReduceOp
 from mirror._src.devices.op_log import placement_log
 from mirror._src.devices.replicas import Kind
-from mirror._src.devices.unstacked import Parts
+from mirror._src.devices.unstacked import UnstackedArrays
 from mirror._src.executors.callbacks import CallbackGuard, calls_back
 from mirror._src.executors.executor import (
     CompiledProgram,
@@ -28,7 +28,7 @@ from mirror._src.run.call import Call
 from mirror._src.run.nnx.metrics import Update, merge
 from mirror._src.run.nnx.record import Record
 from mirror._src.run.plan import Merge, Plan
-from mirror._src.run.step import Step, Traced
+from mirror._src.run.step import Step, TracedStep
 from mirror._src.utils.types import Array
 from mirror._src.values.per_replica import PerReplica
 
@@ -37,7 +37,7 @@ _RUNS_FOR_ANOTHER = 8
 _MOST_RETURNS = 16
 
 
-class Program:
+class StepProgram:
     """A step that is traced, proved and ready to run.
 
     Args:
@@ -45,7 +45,7 @@ class Program:
         plan: What the proof decided.
         call: The call that it is made for.
         executor: Compiles it.
-        exchanges: Its collectives in words, for the placement log.
+        collectives: Its collectives in words, for the placement log.
         carried: Positions of the arguments that are state, each with that of the result that is
             its new value.
 
@@ -58,11 +58,11 @@ class Program:
 
     def __init__(
         self,
-        traced: Traced,
+        traced: TracedStep,
         plan: Plan,
         call: Call,
         executor: Executor,
-        exchanges: Sequence[tuple[str, str]],
+        collectives: Sequence[tuple[str, str]],
         carried: Sequence[tuple[int, int]] = (),
     ) -> None:
         step = traced.steps[0]
@@ -72,7 +72,7 @@ class Program:
         self.drifting_results: Sequence[int] = ()
         self.drifted: WeakValueDictionary[int, Array] = WeakValueDictionary()
         averaged = [("all-reduce", f"{len(plan.averaged)} batch statistics")]
-        self._exchanges = [*exchanges, *(averaged if plan.averaged else [])]
+        self._collectives = [*collectives, *(averaged if plan.averaged else [])]
         self._name = step.name
         self._devices = executor.replicas.devices
         self._reduces_on = executor.reduces_on
@@ -130,7 +130,7 @@ class Program:
     def __call__(self, call: Call, leaves: list[Any]) -> Any:
         """Runs the program, writes the new state into the objects, returns the results."""
         if placement_log.on:
-            placement_log.step(self._name, self._devices, self._exchanges, self._reduces_on)
+            placement_log.step(self._name, self._devices, self._collectives, self._reduces_on)
         outputs: list[Array] = []
         try:
             self.compiled([*call.state, *leaves] if call.state else leaves, outputs)
@@ -165,7 +165,9 @@ class Program:
         assert self._guard is not None
         try:
             for output in outputs:
-                jax.block_until_ready(output.arrays if isinstance(output, Parts) else output)
+                jax.block_until_ready(
+                    output.arrays if isinstance(output, UnstackedArrays) else output
+                )
             jax.effects_barrier()
         finally:
             self._guard.raise_first()
@@ -189,13 +191,13 @@ class Program:
         record.write(new)
 
 
-def shards_of(traced: Traced, plan: Plan, carried: Sequence[tuple[int, int]]) -> Shards:
-    """What of a step would be sharded, for a report; `carried` as of `Program`."""
+def shards_of(traced: TracedStep, plan: Plan, carried: Sequence[tuple[int, int]]) -> Shards:
+    """What of a step would be sharded, for a report; `carried` as of `StepProgram`."""
     return _shards(traced, plan, _finish(traced.steps[0], traced.jaxprs[0], plan), carried)
 
 
 def _shards(
-    traced: Traced, plan: Plan, finish: ClosedJaxpr, carried: Sequence[tuple[int, int]]
+    traced: TracedStep, plan: Plan, finish: ClosedJaxpr, carried: Sequence[tuple[int, int]]
 ) -> Shards:
     step = traced.steps[0]
     pairs = [(i, k) for k, i in enumerate(plan.changed) if not step.per_replica[i]]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from mirror._src.collectives.cross_device_ops import CrossDeviceOps
-from mirror._src.context.gathers import Gathers
+from mirror._src.context.gathers import UnequalGathers
 from mirror._src.context.replica_context import ReplicaGroup
 from mirror._src.executors.choice import choose_for_unequal
 from mirror._src.executors.executor import Executor
@@ -23,9 +23,9 @@ from mirror._src.run.closures import require_nothing_bound, require_nothing_capt
 from mirror._src.run.drift import Drift, carried_state, find_drifts, require_none_certain
 from mirror._src.run.mesh import require_bound_axis, require_no_mapping
 from mirror._src.run.plan import find_merges, make_plan, unmerged
-from mirror._src.run.program import Program
+from mirror._src.run.program import StepProgram
 from mirror._src.run.shapes import Variants, require_one_result, trace_together
-from mirror._src.run.step import Step, Traced
+from mirror._src.run.step import Step, TracedStep
 from mirror._src.utils.errors import ReplicaDivergenceError
 from mirror._src.utils.naming import name_of
 
@@ -40,7 +40,7 @@ class NewProgram(NamedTuple):
         marks: Those of all outputs.
     """
 
-    program: Program
+    program: StepProgram
     drifts: Sequence[Drift]
     notes: Notes
     marks: Sequence[Mark]
@@ -64,7 +64,7 @@ class ProgramMaker:
         self._for_unequal = functools.cache(lambda: choose_for_unequal(executor, ops))
         self._cache = cache
 
-    def trace(self, call: Call, variants: Variants) -> Traced:
+    def trace(self, call: Call, variants: Variants) -> TracedStep:
         """The traces of a call for each set of shapes: made once, whoever asks for them."""
         context = context_token()
         key = (call.trace_key, variants, Identity(context))
@@ -73,9 +73,9 @@ class ProgramMaker:
             traced = self._cache.traces[key] = self._new_trace(call, variants, context)
         return traced
 
-    def _new_trace(self, call: Call, variants: Variants, context: object) -> Traced:
+    def _new_trace(self, call: Call, variants: Variants, context: object) -> TracedStep:
         require_nothing_bound(call.fn)
-        gathers = Gathers() if len(variants) > 1 else None
+        gathers = UnequalGathers() if len(variants) > 1 else None
         steps = [Step(self._group, call, avals, gathers) for avals, _ in variants]
         n = self._group.num_replicas_in_sync
         try:
@@ -91,7 +91,7 @@ class ProgramMaker:
             raise VariablesFound({id(variable): variable for variable in found})
         require_one_result(steps, variants, jaxprs)
         require_nothing_captured(call.fn, list(arrays_in(jaxprs[0])))
-        return Traced(steps, jaxprs, [ids for _, ids in variants], context)
+        return TracedStep(steps, jaxprs, [ids for _, ids in variants], context)
 
     def make(self, call: Call, variants: Variants) -> NewProgram:
         """Traces, proves and plans; XLA compiles when the program first runs."""
@@ -124,7 +124,7 @@ class ProgramMaker:
             differs = plan.per_replica_results
             carried = carried_state(call, step, avals[: len(results)], differs, donated=False)
         words = in_words(jaxprs[0].jaxpr)
-        program = Program(traced, plan, call, executor, words, carried)
+        program = StepProgram(traced, plan, call, executor, words, carried)
         program.shared_draws = list(dict.fromkeys(notes.shared_draws))
         program.drifts = [drift for drift in drifts if not drift.is_bare]
         return NewProgram(program, drifts, notes, marks)

@@ -18,11 +18,11 @@ import jax
 
 from mirror._src.devices.transfer import any_deleted
 from mirror._src.executors.executor import MeshProgram, SignatureChanged
-from mirror._src.run.arguments import Hoisted
+from mirror._src.run.arguments import ObjectPlaceholder
 from mirror._src.run.call import Call
 from mirror._src.run.familiar import Familiar, Ref
 from mirror._src.run.nnx.table import ObjectTable
-from mirror._src.run.program import Program
+from mirror._src.run.program import StepProgram
 
 _REFUSALS = (SignatureChanged, TypeError, ValueError, OverflowError, RuntimeError)
 _FEW = 8  # compared with all others, one by one
@@ -48,10 +48,10 @@ class QuickCall:
     def __init__(
         self,
         call: Call,
-        program: Program,
+        program: StepProgram,
         objects: ObjectTable,
         are_placed: Callable[[Sequence[int], list[Any]], bool],
-        separate: Callable[[Program, list[Any], list[Any], Iterable[int]], None],
+        separate: Callable[[StepProgram, list[Any], list[Any], Iterable[int]], None],
         misses: int = 0,
     ) -> None:
         args, _ = call.tree
@@ -64,8 +64,8 @@ class QuickCall:
         self._plain = sorted(set(range(len(leaves))).difference(self._own))
         self._shapes = [leaves[i].shape for i in self._own]
         self._structure = call.structure
-        self._hoisted = [i for i, arg in enumerate(args) if isinstance(arg, Hoisted)]
-        self._trees = [i for i, arg in enumerate(args) if not isinstance(arg, Hoisted)]
+        self._hoisted = [i for i, arg in enumerate(args) if isinstance(arg, ObjectPlaceholder)]
+        self._trees = [i for i, arg in enumerate(args) if not isinstance(arg, ObjectPlaceholder)]
         self._treedef: Any = jax.tree.structure([args[i] for i in self._trees])
         self._table = objects
         self._are_placed = are_placed

@@ -37,15 +37,15 @@ from mirror._src.run.cache import Identity, ProgramCache
 from mirror._src.run.call import Call
 from mirror._src.run.captured import CapturedVariables, VariablesFound
 from mirror._src.run.drift_history import DriftHistory
-from mirror._src.run.examined import Examined, examined_call, require_no_escaped_arrays
+from mirror._src.run.examined import ExaminedStep, examined_call, require_no_escaped_arrays
 from mirror._src.run.mesh import outside_traces
 from mirror._src.run.nnx.record import Record
 from mirror._src.run.nnx.table import ObjectTable
-from mirror._src.run.program import Program
+from mirror._src.run.program import StepProgram
 from mirror._src.run.program_maker import ProgramMaker
 from mirror._src.run.quick import Missed, QuickCall
 from mirror._src.run.shapes import Variants, variants_of
-from mirror._src.run.step import Traced
+from mirror._src.run.step import TracedStep
 from mirror._src.run.step_warnings import StepWarnings
 from mirror._src.utils.naming import name_of
 from mirror._src.utils.types import REPLICA_AXIS, StepFunction
@@ -164,7 +164,7 @@ class Runner:
             "not change meanwhile, in another thread or in the step."
         )
 
-    def _remember_quick(self, call: Call, program: Program) -> None:
+    def _remember_quick(self, call: Call, program: StepProgram) -> None:
         """Lets the next call like this one go the quick way, where there is one."""
         key = (call.fn, call.donate_argnums)
         known = self._cache.quick.get(key)
@@ -200,10 +200,12 @@ class Runner:
         assert lowered is not None  # a staged one is several
         return lowered
 
-    def examined(self, fn: StepFunction, args: Sequence[Any], kwargs: dict[str, Any]) -> Examined:
+    def examined(
+        self, fn: StepFunction, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> ExaminedStep:
         """Returns a call with its arrays on the devices and its program, for a report."""
 
-        def examined() -> Examined:
+        def examined() -> ExaminedStep:
             call, leaves = self._prepared(fn, args, kwargs)
             traced = self._maker.trace(call, variants_of(call, leaves, len(self.replicas)))
             program = self._find(call, call.key, leaves)
@@ -218,7 +220,7 @@ class Runner:
         args: Sequence[Any],
         types: Mapping[int, jax.ShapeDtypeStruct],
         donate_argnums: tuple[int, ...] = (),
-    ) -> Examined:
+    ) -> ExaminedStep:
         """Returns a call of arrays that do not exist with its program; allocates nothing for them.
 
         Args:
@@ -237,7 +239,7 @@ class Runner:
             found = types.get(id(leaf))
             return abstract(leaf) if found is None else found
 
-        def examined() -> Examined:
+        def examined() -> ExaminedStep:
             objects, tree = hoist_nested(args, {})
             leaves, layout = self._flatten(fn, tree)
             require_static(fn, tree, layout, leaves)
@@ -294,10 +296,10 @@ class Runner:
         """The variables that a step was found to use without being passed them."""
         return self._captured.of(fn)
 
-    def prepare(self, fn: StepFunction, args: Sequence[Any], kwargs: dict[str, Any]) -> Program:
+    def prepare(self, fn: StepFunction, args: Sequence[Any], kwargs: dict[str, Any]) -> StepProgram:
         """The program of a call, traced and proved, so that its variables are known. Not run."""
 
-        def prepared() -> Program:
+        def prepared() -> StepProgram:
             call, leaves = self._prepared(fn, args, kwargs)
             return self._find(call, call.key, leaves)
 
@@ -315,7 +317,7 @@ class Runner:
             self._layouts[form] = self._layouts[treedef, types] = layout
         return leaves, layout
 
-    def _find(self, call: Call, key: Any, leaves: list[Any]) -> Program:
+    def _find(self, call: Call, key: Any, leaves: list[Any]) -> StepProgram:
         """The program for these very shapes and dtypes in this context, made if there is none."""
         self._drifts.require_not_drifting(call, leaves)
         require_canonical(call, leaves)
@@ -330,16 +332,16 @@ class Runner:
 
     def traced(
         self, fn: StepFunction, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> tuple[Call, Traced]:
+    ) -> tuple[Call, TracedStep]:
         """A call and its traces, for a report; neither proved nor run."""
 
-        def traced() -> tuple[Call, Traced]:
+        def traced() -> tuple[Call, TracedStep]:
             call, leaves = self._prepared(fn, args, kwargs)
             return call, self._maker.trace(call, variants_of(call, leaves, len(self.replicas)))
 
         return self._with_variables(fn, traced)
 
-    def _make(self, call: Call, variants: Variants) -> Program:
+    def _make(self, call: Call, variants: Variants) -> StepProgram:
         """Makes a program, warns of what is rarely meant, remembers what later calls must know."""
         program, drifts, notes, marks = self._maker.make(call, variants)
         if program.shards is not None:
@@ -351,7 +353,7 @@ class Runner:
         self._remember(call.fn, program)
         return program
 
-    def _remember(self, fn: StepFunction, program: Program) -> None:
+    def _remember(self, fn: StepFunction, program: StepProgram) -> None:
         """Notices a step that is a new function object each time, and bounds what is kept."""
         if self._cache.is_full:
             self._cache.clear()

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from mirror._src.context.gathers import Gathers, LengthsUnknown
-from mirror._src.devices.unstacked import Parts
+from mirror._src.context.gathers import LengthsUnknown, UnequalGathers
+from mirror._src.devices.unstacked import UnstackedArrays
 from mirror._src.program.trace import abstract, abstract_row, trace
 from mirror._src.run.call import Call
 from mirror._src.run.step import Step
@@ -23,7 +23,7 @@ def variants_of(call: Call, leaves: list[Any], num_replicas: int) -> Variants:
     for i, leaf in enumerate(leaves):
         if i not in differs:
             columns.append((abstract(leaf),))
-        elif isinstance(leaf, Parts):
+        elif isinstance(leaf, UnstackedArrays):
             unequal.append(i)
             columns.append([jax.ShapeDtypeStruct(s, leaf.dtype) for s in leaf.shapes])
         else:
@@ -43,13 +43,13 @@ def variants_of(call: Call, leaves: list[Any], num_replicas: int) -> Variants:
 
 def _row(stacked: Any) -> jax.ShapeDtypeStruct:
     """One replica's shape, dtype and weak type, where all have the same."""
-    if isinstance(stacked, Parts):
+    if isinstance(stacked, UnstackedArrays):
         return jax.ShapeDtypeStruct(stacked.shapes[0], stacked.dtype)
     return abstract_row(stacked)
 
 
 def trace_together(
-    traces: Sequence[Any], variants: Variants, gathers: Gathers | None, num_replicas: int
+    traces: Sequence[Any], variants: Variants, gathers: UnequalGathers | None, num_replicas: int
 ) -> list[ClosedJaxpr]:
     """Traces a step for each set of shapes, up to each all-gather until all lengths are known.
 
@@ -73,8 +73,8 @@ def _lengths(asked: list[LengthsUnknown], variants: Variants, number: int) -> tu
     """Each replica's length at an all-gather."""
     if len(asked) < len(variants):
         raise ValueError(
-            f"Replicas of different shapes talk differently: all_gather number {number} of the "
-            "step is met by some only. A step must not choose by a shape whether it gathers."
+            f"all_gather number {number} of the step is reached on some replicas only. Every "
+            "replica must execute the same collectives: do not make one conditional on a shape."
         )
     axis = asked[0].axis
     found: dict[int, int] = {}

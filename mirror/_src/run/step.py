@@ -8,14 +8,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.extend.core import ClosedJaxpr
 
-from mirror._src.context.gathers import Gathers
+from mirror._src.context.gathers import UnequalGathers
 from mirror._src.context.replica_context import ReplicaGroup
 from mirror._src.context.scopes import replica
 from mirror._src.program.marks import Mark
 from mirror._src.program.trace import uncached
 from mirror._src.run.arguments import ARRAY_LIKE, fixed_numbers, is_number
 from mirror._src.run.call import Call
-from mirror._src.run.nnx.clones import Clones
+from mirror._src.run.nnx.clones import ReplicaCopies
 from mirror._src.run.nnx.structure import is_object
 from mirror._src.utils.errors import describe
 from mirror._src.utils.naming import keys, name_of
@@ -42,7 +42,7 @@ class Step:
         group: ReplicaGroup,
         call: Call,
         avals: Sequence[jax.ShapeDtypeStruct],
-        gathers: Gathers | None,
+        gathers: UnequalGathers | None,
     ) -> None:
         self.fn = call.fn
         self.name = name_of(call.fn)
@@ -85,7 +85,7 @@ class Step:
         state, rest = leaves[: self.num_state], leaves[self.num_state :]
         if self.gathers is not None:
             self.gathers.restart()
-        clones = Clones(self.structure, state) if self.structure is not None else None
+        clones = ReplicaCopies(self.structure, state) if self.structure is not None else None
         objects = clones.objects if clones is not None else ()
         captures = self._captures(objects)
         self.found = captures.found
@@ -150,7 +150,7 @@ def _require_array(step_name: str, name: str, leaf: Any) -> None:
         )
 
 
-class Traced(NamedTuple):
+class TracedStep(NamedTuple):
     """A step and its replica programs, one for each set of shapes; not yet proved.
 
     Attributes:

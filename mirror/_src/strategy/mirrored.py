@@ -32,12 +32,12 @@ class MirroredStrategy(Strategy):
     """Synchronous training on several devices of one machine: one replica on each, or several.
 
     Devices of one type run a step as one program. Others, a GPU and the CPU, say, run it in stages;
-    what they exchange is reduced on the host. The log says which it is and why.
+    their collectives are reduced on the host. The log says which it is and why.
 
     Args:
         devices: in replica order, `jax.Device`s or names such as `"/gpu:1"`. `None`: all
             accelerators, or all host devices where there are none.
-        cross_device_ops: who carries the exchanges out. `None` chooses: `AllReduce()`, or
+        cross_device_ops: who carries the collectives out. `None` chooses: `AllReduce()`, or
             `ReductionToOneDevice()` where the devices are of several types, or are accelerators
             whose all-reduce fails a test (a known sum, once in a process); a warning says so.
         replicas_per_device: so many replicas on each device: eight on a laptop or on one GPU, to
@@ -47,7 +47,7 @@ class MirroredStrategy(Strategy):
             unchanged under `axis_name="batch"`.
         shard_update: Shard the weight update: each device stores 1/n of the optimizer's state and
             updates 1/n of each weight, and the new weights are gathered. The step stays as it is.
-            State that cannot be sharded exactly stays mirrored; `strategy.program` says why. No
+            State that cannot be sharded exactly stays mirrored; `strategy.inspect` says why. No
             effect, but a log entry, with one replica, with several on a device, and where
             collectives are reduced on one device.
 
@@ -171,7 +171,7 @@ def get_replica_context() -> ReplicaContext | None:
     """The context of the replica the caller stands in.
 
     Inside `strategy.scope()` but outside `run`, in cross-replica context, it is `None`. Outside
-    every scope it is that of a lone replica: id 0 of 1, exchanges that change nothing. So a step
+    every scope it is that of a lone replica: id 0 of 1, collectives that change nothing. So a step
     also works when it is called by hand.
 
     >>> get_replica_context().num_replicas_in_sync

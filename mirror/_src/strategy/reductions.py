@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mirror._src.collectives.in_step import exchange
+from mirror._src.collectives.in_step import bind_all_reduce
 from mirror._src.collectives.reduce_op import ReduceOp, accumulator, prepare
 from mirror._src.context.scopes import current_frame
 from mirror._src.utils.errors import describe
@@ -26,17 +26,17 @@ def reduction(op: ReduceOp, axis: Axes, masked: bool) -> Callable[..., PyTree]:
         leaf = jnp.asarray(leaf)
         _require_axes(axis, leaf)
         if axis is None and mask is None:
-            return exchange(op, prepare(op, leaf))
+            return bind_all_reduce(op, prepare(op, leaf))
         ready = prepare(op, leaf)
         keep = jnp.ones(leaf.shape, bool) if mask is None else _aligned(mask, leaf)
         if op in (ReduceOp.MIN, ReduceOp.MAX):
-            return exchange(op, _extreme(op, leaf, keep, axis))
+            return bind_all_reduce(op, _extreme(op, leaf, keep, axis))
         kept = jnp.where(keep, ready, jnp.zeros((), ready.dtype))
         dtype = accumulator(ready.dtype) if op is ReduceOp.MEAN else ready.dtype
-        total = exchange(ReduceOp.SUM, _sum(kept, axis, dtype))
+        total = bind_all_reduce(ReduceOp.SUM, _sum(kept, axis, dtype))
         if op is ReduceOp.SUM:
             return total
-        count = exchange(ReduceOp.SUM, _sum(keep, axis, jnp.int32))
+        count = bind_all_reduce(ReduceOp.SUM, _sum(keep, axis, jnp.int32))
         return (total / count.astype(total.dtype)).astype(ready.dtype)
 
     def reduce_tree(value: PyTree, where: Array | None) -> PyTree:

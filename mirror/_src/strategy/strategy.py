@@ -107,7 +107,7 @@ class Strategy(abc.ABC):
     @property
     @final
     def cross_device_ops(self) -> CrossDeviceOps:
-        """Who carries the exchanges out."""
+        """Who carries the collectives out."""
         return self._cross_device_ops
 
     @property
@@ -377,7 +377,7 @@ class Strategy(abc.ABC):
         """Checks that all replicas hold bitwise the same copy of every array in the tree.
 
         Each device makes a fingerprint of its own copy, and the fingerprints are compared: it costs
-        about one pass over the arrays and one small exchange.
+        about one pass over the arrays and one small collective.
 
         Args:
             tree: arrays, nnx objects, in any nest. Host values have one copy and always pass.
@@ -441,7 +441,7 @@ class Strategy(abc.ABC):
         return checks.verify(self._runner, self._lone._runner, fn, args, kwargs, rtol)
 
     @final
-    def program(
+    def inspect(
         self,
         fn: StepFunction,
         args: Sequence[Any] = (),
@@ -449,9 +449,9 @@ class Strategy(abc.ABC):
     ) -> ProgramReport:
         """Says in words what the proof finds in a step; traces it and runs nothing.
 
-        For each result and each variable whether it is mirrored, and what made it so: the exchange
-        behind it, or the argument that replicas differ in. And the exchanges, in their order. A
-        step that `run` would refuse is not refused here: the report says what would diverge.
+        For each result and each variable, the report says whether it is mirrored and why: the
+        collective that made it so, or the argument that differs between replicas. It lists the
+        collectives in order. A step that `run` would reject is reported, not rejected.
 
         Args:
             fn: the step, as for `run`.
@@ -469,11 +469,11 @@ class Strategy(abc.ABC):
         >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
         >>> def step(x):
         ...     return x, mirror.get_replica_context().all_reduce("sum", x)
-        >>> report = strategy.program(step, (mirror.PerReplica([1.0, 2.0]),))
+        >>> report = strategy.inspect(step, (mirror.PerReplica([1.0, 2.0]),))
         >>> [(row.name, row.state) for row in report.results]
         [('result[0]', 'per-replica'), ('result[1]', 'mirrored')]
         """
-        require_cross_replica(self, "program", "Ask for it from outside.")
+        require_cross_replica(self, "inspect", "Ask for it from outside.")
         kwargs = {} if kwargs is None else kwargs
         require_call(fn, args, kwargs)
         return describe_program(self._runner, fn, args, kwargs)
@@ -514,8 +514,8 @@ class Strategy(abc.ABC):
         >>> def step(x):
         ...     return mirror.get_replica_context().all_reduce("sum", x)
         >>> explanation = strategy.explain(step, (mirror.PerReplica([1.0, 2.0]),), steps=2)
-        >>> explanation.num_exchanges, sorted(explanation.shares)
-        (1, ['compute', 'dispatch', 'exchange', 'input', 'transfer'])
+        >>> explanation.num_collectives, sorted(explanation.shares)
+        (1, ['communication', 'compute', 'dispatch', 'input', 'transfer'])
         """
         require_cross_replica(self, "explain", "Explain the step from outside.")
         kwargs = {} if kwargs is None else kwargs
@@ -537,7 +537,7 @@ class Strategy(abc.ABC):
         """One replica on each of the devices: there are as many copies of a mirrored array."""
 
     def _all_reduce(self, op: ReduceOp, leaves: Sequence[Any]) -> list[Array]:
-        """Carries out an exchange inside a replica."""
+        """Carries out a collective inside a replica."""
         return self._cross_device_ops.all_reduce(op, leaves)
 
     def _local(self, leaf: Any) -> Sequence[Any]:

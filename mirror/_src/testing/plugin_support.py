@@ -8,7 +8,12 @@ import jax
 from mirror._src.collectives.one_device import ReductionToOneDevice
 from mirror._src.devices import backend, launch
 from mirror._src.devices.jax_options import HOST_DEVICES
-from mirror._src.devices.startup import HOST_DEVICES_FLAG, culprit, forced_host_devices, started
+from mirror._src.devices.startup import (
+    HOST_DEVICES_FLAG,
+    forced_host_devices,
+    started,
+    startup_cause,
+)
 from mirror._src.strategy.mirrored import MirroredStrategy
 
 
@@ -35,7 +40,7 @@ def force_host_devices(count: int, asked_by: str) -> None:
     if started():
         raise RuntimeError(
             f"{asked_by} comes too late: JAX's backend has started, which fixes the number of host "
-            f"devices. {culprit()} Use JAX in fixtures and tests, not while conftest.py is "
+            f"devices. {startup_cause()} Use JAX in fixtures and tests, not while conftest.py is "
             f"imported, or set JAX_NUM_CPU_DEVICES={count} before Python starts."
         )
     jax.config.update("jax_num_cpu_devices", count)

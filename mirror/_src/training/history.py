@@ -24,7 +24,7 @@ class History(Mapping[str, list[float]]):
 
     Attributes:
         epochs: the numbers of the epochs, from 0.
-        seconds: how long each took, validation included.
+        epoch_secs: how long each took, validation included.
 
     >>> history = trainer.fit(data, epochs=2, progress=False)
     >>> list(history), history.epochs, len(history["loss"])
@@ -33,7 +33,7 @@ class History(Mapping[str, list[float]]):
 
     def __init__(self) -> None:
         self.epochs: list[int] = []
-        self.seconds: list[float] = []
+        self.epoch_secs: list[float] = []
         self._columns: dict[str, list[float]] = {}
 
     def add(self, epoch: int, logs: Mapping[str, float], seconds: float) -> None:
@@ -43,7 +43,7 @@ class History(Mapping[str, list[float]]):
         for name, column in self._columns.items():
             column.append(float(logs.get(name, float("nan"))))
         self.epochs.append(epoch)
-        self.seconds.append(seconds)
+        self.epoch_secs.append(seconds)
 
     def add_to_last(self, logs: Mapping[str, float]) -> None:
         """Takes more metrics of the epoch that was added last."""
@@ -64,13 +64,13 @@ class History(Mapping[str, list[float]]):
 
     def to_dict(self) -> dict[str, Any]:
         """All of it, as JSON can hold it."""
-        return {"epochs": self.epochs, "seconds": self.seconds, "metrics": self._columns}
+        return {"epochs": self.epochs, "seconds": self.epoch_secs, "metrics": self._columns}
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> "History":
         """The history that `to_dict` gave."""
         history = cls()
-        history.epochs, history.seconds = list(found["epochs"]), list(found["seconds"])
+        history.epochs, history.epoch_secs = list(found["epochs"]), list(found["seconds"])
         history._columns = {name: list(column) for name, column in found["metrics"].items()}
         return history
 
@@ -78,7 +78,11 @@ class History(Mapping[str, list[float]]):
     def table(self) -> Table:
         """A row for each epoch, counted from 1."""
         rows = [
-            (str(epoch + 1), *(f"{self[name][i]:.4g}" for name in self), f"{self.seconds[i]:.1f}")
+            (
+                str(epoch + 1),
+                *(f"{self[name][i]:.4g}" for name in self),
+                f"{self.epoch_secs[i]:.1f}",
+            )
             for i, epoch in enumerate(self.epochs)
         ]
         return Table(("epoch", *self, "seconds"), rows)

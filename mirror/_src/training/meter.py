@@ -12,7 +12,7 @@ MOST_RUNNING = 8
 """How many launches may run while the host looks at older ones."""
 
 
-class Collected(NamedTuple):
+class CollectedMetrics(NamedTuple):
     """What has come in of a launch.
 
     Attributes:
@@ -51,7 +51,7 @@ class Meter:
         """Takes the sums of the launch that ended with that step; they need not be computed yet."""
         self._pending.append((step, sums))
 
-    def collect(self, *, running: int = 0) -> list[Collected]:
+    def collect(self, *, running: int = 0) -> list[CollectedMetrics]:
         """Adds up what is there, but for the last few launches, which may be running still.
 
         Args:
@@ -69,7 +69,7 @@ class Meter:
             _add(self.weights, weights)
             self.count += count
             empty = frozenset(name for name in weights if not totals[name] and not weights[name])
-            collected.append(Collected(step, means(totals, count, weights), empty))
+            collected.append(CollectedMetrics(step, means(totals, count, weights), empty))
         return collected
 
     @property

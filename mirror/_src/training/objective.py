@@ -138,7 +138,7 @@ class Sums(NamedTuple):
     weights: dict[str, Any] = {}
 
 
-class _Returned(NamedTuple):
+class _LossOutput(NamedTuple):
     """The loss or a metric after validation; `weights` is `None` where each example counts as 1."""
 
     values: Array
@@ -249,14 +249,14 @@ class Objective:
         weights = {name: x.weights for name, x in returned.items() if x.weights is not None}
         return {name: x.values for name, x in returned.items()}, weights
 
-    def _returned(self, what: str, value: Any, size: int) -> _Returned:
+    def _returned(self, what: str, value: Any, size: int) -> _LossOutput:
         what = f"{what} of {name_of(self._loss_fn)}"
         if not isinstance(value, Weighted):
-            return _Returned(_per_example(what, value, size, _RETURN_ONE))
+            return _LossOutput(_per_example(what, value, size, _RETURN_ONE))
         weight = f"The weight of {what[0].lower()}{what[1:]}"
         weights = _per_example(weight, value.weights, size, _RETURN_SUMS, _OF_TOKENS)
         values = _per_example(what, value.values, size, _RETURN_SUMS, _OF_TOKENS)
-        return _Returned(values, jax.lax.stop_gradient(weights))
+        return _LossOutput(values, jax.lax.stop_gradient(weights))
 
     def _weighted(self, losses: Array, batch: PyTree) -> Array:
         if self._sample_weight is not None:

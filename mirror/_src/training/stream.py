@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from mirror._src.data.distribute import DistributedDataset
-from mirror._src.data.padded import Padded, PaddedDataset
+from mirror._src.data.padded import PaddedBatch, PaddedDataset
 from mirror._src.training.position import Position
 from mirror._src.utils import interrupts
 from mirror._src.utils.errors import describe
@@ -28,7 +28,7 @@ class Launch(NamedTuple):
         num_examples: in these.
     """
 
-    padded: Padded
+    padded: PaddedBatch
     first: int
     num_batches: int
     num_examples: int
@@ -100,7 +100,7 @@ class Stream:
             launch, self._left = launch.cut(wanted)
         return launch
 
-    def _pass(self) -> Iterator[Padded]:
+    def _pass(self) -> Iterator[PaddedBatch]:
         if self._batches is None:
             self._data.set_epoch(self._position.passes)
             self._batches = iter(self._data)
@@ -131,7 +131,7 @@ def length_of(data: Any) -> int | None:
         return None
 
 
-def whole_pass(data: DistributedDataset, **options: Any) -> Generator[Padded]:
+def whole_pass(data: DistributedDataset, **options: Any) -> Generator[PaddedBatch]:
     """All batches of one pass; `options` are those of `DistributedDataset.padded`.
 
     Raises:

@@ -21,7 +21,7 @@ from mirror._src.training.callbacks.progress import ProgressBar
 from mirror._src.training.checkpoints import snapshot
 from mirror._src.training.checkpoints.load import load_checkpoint
 from mirror._src.training.checkpoints.store import CheckpointStore
-from mirror._src.training.fit import Fit
+from mirror._src.training.fit import TrainingRun
 from mirror._src.training.history import History
 from mirror._src.training.meter import MOST_RUNNING, Meter
 from mirror._src.training.objective import LossFunction, Objective, PartOfBatch
@@ -70,7 +70,7 @@ class Trainer:
         wrt: which variables are trained, as for `nnx.Optimizer`; `None`: `nnx.Param`, or those of
             the `nnx.Optimizer` that was passed.
         accumulate_steps: in how many pieces each replica works through its batch, to save memory;
-            there is still one exchange and one update for each batch.
+            there is still one collective and one update for each batch.
         steps_per_execution: how many batches are trained with in one launch, to save the host work.
         sample_weight: a key of the batch, or a function of it, for weights `(B,)` that each
             example's loss is multiplied by. As in Keras, the sum is divided by what it is divided
@@ -147,7 +147,7 @@ class Trainer:
         self._predict_step = functools.lru_cache(_MOST_PREDICTIONS)(steps.prediction_step)
         self._position = Position()
         self._goes_on = False
-        self._fit: Fit | None = None
+        self._fit: TrainingRun | None = None
         self._launch: tuple[Any, ...] | None = None
 
     def fit(
@@ -193,8 +193,8 @@ class Trainer:
         callbacks = require_callbacks(callbacks)
         if progress and not any(isinstance(callback, ProgressBar) for callback in callbacks):
             callbacks = (ProgressBar(), *callbacks)
-        fit = Fit(self, epochs, position, stream.steps_per_epoch, callbacks)
-        with interrupts.held_back(), self._fitting(fit), fit.listening(), stream:
+        fit = TrainingRun(self, epochs, position, stream.steps_per_epoch, callbacks)
+        with interrupts.DeferredInterrupts(), self._fitting(fit), fit.listening(), stream:
             while position.epoch < epochs and not fit.stopped:
                 fit.begin_epoch()
                 for launch in stream.epoch():
@@ -297,7 +297,7 @@ class Trainer:
         >>> history = trainer.fit(data, epochs=9, progress=False)
         """
         with CheckpointStore(directory, asynchronous=False) as store:
-            arrays, position = self.state()
+            arrays, position = self.checkpoint_state()
             store.save(self._position.step, arrays, position)
 
     def restore(self, directory: str | Path, step: int | str = "last") -> None:
@@ -318,7 +318,7 @@ class Trainer:
         self._position = Position.from_dict(found.position)
         self._goes_on = True
 
-    def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def checkpoint_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """What a checkpoint holds: arrays by name, and where the training stands."""
         if self._fit is None:
             self._position.meter.collect()
@@ -327,7 +327,7 @@ class Trainer:
             self._fit.remember_callbacks()
         return snapshot.read(self._objects), self._position.to_dict()
 
-    def program_text(self) -> str:
+    def lowered_text(self) -> str:
         """The program of the last step: as the compiler is given it, or in words if it is staged.
 
         Raises:
@@ -336,7 +336,7 @@ class Trainer:
         if self._launch is None:
             raise RuntimeError("There has been no step yet, so there is no program: train first.")
         if self.strategy._runner.is_staged:
-            return str(self.strategy.program(self._train_step, self._launch))
+            return str(self.strategy.inspect(self._train_step, self._launch))
         return self.strategy._runner.lower(self._train_step, self._launch, {}).as_text()
 
     @property
@@ -351,7 +351,7 @@ class Trainer:
             )
 
     @contextlib.contextmanager
-    def _fitting(self, fit: Fit) -> Iterator[None]:
+    def _fitting(self, fit: TrainingRun) -> Iterator[None]:
         self._fit, self._position, self._goes_on = fit, fit.position, True
         try:
             yield

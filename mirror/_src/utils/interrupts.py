@@ -9,10 +9,10 @@ import signal
 import threading
 import weakref
 
-_holder: "weakref.ref[held_back] | None" = None
+_holder: "weakref.ref[DeferredInterrupts] | None" = None
 
 
-class held_back:
+class DeferredInterrupts:
     """Inside, Ctrl-C waits for the next `check` or the end; a second one raises at once.
 
     Where Ctrl-C is ignored (a job in the background) or somebody else's, it is left so, and so it
@@ -56,7 +56,7 @@ def check() -> None:
         raise KeyboardInterrupt
 
 
-def _held_by() -> held_back | None:
+def _held_by() -> DeferredInterrupts | None:
     return _holder() if _holder is not None else None
 
 

@@ -9,8 +9,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mirror._src.devices.replicas import ReplicaDevices
-from mirror._src.devices.transfer import move, one_by_one, with_axis, without_axis
-from mirror._src.devices.unstacked import Parts
+from mirror._src.devices.transfer import NoMesh, move, with_axis, without_axis
+from mirror._src.devices.unstacked import UnstackedArrays
 from mirror._src.utils.errors import describe
 from mirror._src.utils.modules import set_module
 from mirror._src.utils.types import REPLICA_AXIS, Array, ArrayLike
@@ -74,7 +74,7 @@ class PerReplica:
         Raises:
             ValueError: the replicas' values differ in shape.
         """
-        if not isinstance(self._stacked, Parts):
+        if not isinstance(self._stacked, UnstackedArrays):
             return self._stacked
         if not self._stacked.are_equal:
             raise ValueError(
@@ -86,7 +86,7 @@ class PerReplica:
     @property
     def values(self) -> tuple[Array | np.ndarray, ...]:
         """One array `(*shape)` for each replica, each on its replica's device."""
-        if isinstance(self._stacked, Parts):
+        if isinstance(self._stacked, UnstackedArrays):
             return self._stacked.arrays
         rows = rows_on_devices(self._stacked)
         if rows is None:
@@ -97,13 +97,13 @@ class PerReplica:
     def num_replicas(self) -> int:
         """How many replicas it holds a value for."""
         held = self._stacked
-        return len(held.arrays) if isinstance(held, Parts) else held.shape[0]
+        return len(held.arrays) if isinstance(held, UnstackedArrays) else held.shape[0]
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """Each replica's shape."""
         held = self._stacked
-        if isinstance(held, Parts):
+        if isinstance(held, UnstackedArrays):
             return held.shapes
         return (held.shape[1:],) * held.shape[0]
 
@@ -121,7 +121,7 @@ class PerReplica:
         return repr(self) if not spec else _refuse("__format__")(self)
 
     def __repr__(self) -> str:
-        if isinstance(self._stacked, Parts):
+        if isinstance(self._stacked, UnstackedArrays):
             return f"PerReplica({', '.join(map(_shown, self._stacked.arrays))})"
         if not isinstance(self._stacked, jax.Array | np.ndarray):
             return f"PerReplica({self._stacked!r})"
@@ -158,7 +158,7 @@ def _shown(array: Array | np.ndarray) -> str:
     return np.array2string(np.asarray(array), separator=", ") if small else describe(array)
 
 
-def per_replica(stacked: "Array | np.ndarray | Parts") -> PerReplica:
+def per_replica(stacked: "Array | np.ndarray | UnstackedArrays") -> PerReplica:
     """A `PerReplica` around what holds its arrays."""
     return _wrap(stacked)
 
@@ -166,11 +166,11 @@ def per_replica(stacked: "Array | np.ndarray | Parts") -> PerReplica:
 def on_replicas(value: PerReplica, replicas: ReplicaDevices) -> PerReplica:
     """The same values, each on its replica's device."""
     if len(set(value.shapes)) > 1:
-        return _wrap(Parts(list(map(move, value.values, replicas.devices))))
+        return _wrap(UnstackedArrays(list(map(move, value.values, replicas.devices))))
     return _wrap(replicas.stack(np.stack([np.asarray(row) for row in value.values])))
 
 
-def held_by(value: PerReplica) -> "Array | np.ndarray | Parts":
+def held_by(value: PerReplica) -> "Array | np.ndarray | UnstackedArrays":
     """What holds the arrays of a `PerReplica`: it is its one leaf."""
     return value._stacked
 
@@ -192,7 +192,7 @@ def rows_on_devices(stacked: Array | np.ndarray) -> tuple[Array, ...] | None:
     ordered = sorted(shards, key=lambda shard: shard.index[0].start or 0)
     if count == 1:
         return tuple(shard.data for shard in ordered)
-    with one_by_one():
+    with NoMesh():
         return tuple(shard.data[i : i + 1] for shard in ordered for i in range(count))
 
 
@@ -200,11 +200,11 @@ def _apart(stacked: Array | np.ndarray) -> tuple[Array | np.ndarray, ...]:
     """The rows of an array that lies in another way, or is traced."""
     if isinstance(stacked, np.ndarray | jax.core.Tracer):
         return tuple(stacked)
-    with one_by_one():
+    with NoMesh():
         return tuple(stacked[i] for i in range(stacked.shape[0]))
 
 
-def _stack(values: Sequence[ArrayLike]) -> Array | np.ndarray | Parts:
+def _stack(values: Sequence[ArrayLike]) -> Array | np.ndarray | UnstackedArrays:
     if isinstance(values, jax.Array | np.ndarray | PerReplica | dict | str):
         raise TypeError(
             f"PerReplica takes one value for each replica, not {describe(values)}. Pass a list, or "
@@ -226,17 +226,17 @@ def _stack(values: Sequence[ArrayLike]) -> Array | np.ndarray | Parts:
             "values of one dtype, which differ in length at most."
         )
     if len({row.shape for row in rows}) > 1:
-        return Parts(rows)
+        return UnstackedArrays(rows)
     if not all(isinstance(row, jax.Array) for row in rows):
         return np.stack([np.asarray(row) for row in rows])
     if any(isinstance(row, jax.core.Tracer) for row in rows):
         return jnp.stack(rows)
     devices = [next(iter(row.devices())) for row in rows if len(row.devices()) == 1]
     if len(set(devices)) < len(rows):
-        with one_by_one():
+        with NoMesh():
             return jnp.stack(rows)
     if len({device.platform for device in devices}) > 1:
-        return Parts(rows)
+        return UnstackedArrays(rows)
     sharding = NamedSharding(
         Mesh(np.asarray(devices), (REPLICA_AXIS,)), PartitionSpec(REPLICA_AXIS)
     )

@@ -10,7 +10,7 @@ from flax import nnx
 
 from mirror._src.devices.backend import names
 from mirror._src.devices.replicas import ReplicaDevices
-from mirror._src.devices.unstacked import Parts
+from mirror._src.devices.unstacked import UnstackedArrays
 from mirror._src.utils.types import PyTree
 from mirror._src.values.per_replica import held_by, is_per_replica
 from mirror._src.variables.storage import shares, spread
@@ -62,6 +62,6 @@ def spread_over(variable: Variable, replicas: ReplicaDevices) -> Any:
         )
     stacked = held_by(held)
     there = isinstance(stacked, jax.Array) and stacked.sharding == replicas.stacked
-    if there or (isinstance(stacked, Parts) and replicas.are_mixed):
+    if there or (isinstance(stacked, UnstackedArrays) and replicas.are_mixed):
         return stacked
     return replicas.stack(np.stack([np.asarray(row) for row in held.values]))

@@ -9,13 +9,13 @@ import numpy as np
 
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.devices.transfer import place_like
-from mirror._src.devices.unstacked import Parts
+from mirror._src.devices.unstacked import UnstackedArrays
 from mirror._src.values.per_replica import PerReplica, held_by, is_per_replica, per_replica
 
 
 def are_arrays(value: PerReplica) -> bool:
     """Whether it holds arrays: flax fills trees that it shows with something else."""
-    return isinstance(held_by(value), jax.Array | np.ndarray | Parts)
+    return isinstance(held_by(value), jax.Array | np.ndarray | UnstackedArrays)
 
 
 def shape_of(held: Any) -> tuple[int, ...]:
@@ -44,6 +44,8 @@ def spread(rows: Sequence[Any], replicas: ReplicaDevices) -> PerReplica:
 def rows_like(rows: Sequence[np.ndarray], like: PerReplica) -> Any:
     """Stores one array per replica in the same way as another value."""
     held = held_by(like)
-    if isinstance(held, Parts):
-        return Parts([place_like(r, part) for r, part in zip(rows, held.arrays, strict=True)])
+    if isinstance(held, UnstackedArrays):
+        return UnstackedArrays(
+            [place_like(r, part) for r, part in zip(rows, held.arrays, strict=True)]
+        )
     return place_like(np.stack(rows), held)

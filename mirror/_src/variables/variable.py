@@ -45,7 +45,7 @@ class Variable(nnx.Variable[Any]):
     - Outside, the value is written once, to all copies, whatever the aggregation.
 
     With `synchronization="on_read"` each replica has a value of its own, which steps read and write
-    without an exchange; read outside, they are aggregated. It is for counts and metrics.
+    without a collective; read outside, they are aggregated. It is for counts and metrics.
 
     Args:
         value: an array or number, or a function without arguments that makes it, called once.

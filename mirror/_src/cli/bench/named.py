@@ -58,7 +58,7 @@ class CNN(nnx.Module):
         return self.out(x.reshape(len(x), -1))
 
 
-class Named(NamedTuple):
+class BuiltinStep(NamedTuple):
     """A step with a name.
 
     Attributes:
@@ -72,7 +72,7 @@ class Named(NamedTuple):
     batch_size: int
 
 
-NAMED = {"mlp": Named(MLP, (784,), 256), "cnn": Named(CNN, (28, 28, 1), 128)}
+NAMED = {"mlp": BuiltinStep(MLP, (784,), 256), "cnn": BuiltinStep(CNN, (28, 28, 1), 128)}
 
 
 def train_step(model: Any, optimizer: nnx.Optimizer, batch: dict[str, jax.Array]) -> jax.Array:

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from mirror._src.cli.bench.named import NAMED, make_named
-from mirror._src.data.source import Distributed
+from mirror._src.data.source import DistributedDatasetBase
 from mirror._src.strategy.strategy import Strategy
 from mirror._src.training.single_step import step_of
 from mirror._src.training.trainer import Trainer
@@ -93,28 +93,28 @@ def _own(
             f"{text} returned {describe(args)} as the arguments of the step. Return {_FORM}, args "
             "a tuple: (model, optimizer)."
         )
-    if data is None or isinstance(data, Distributed):
+    if data is None or isinstance(data, DistributedDatasetBase):
         return Workload(step, tuple(args), data)
     if weak:
-        data = Repeated(data, strategy.num_replicas_in_sync)
+        data = RepeatedBatches(data, strategy.num_replicas_in_sync)
     return Workload(step, tuple(args), strategy.distribute_dataset(data))
 
 
 def _training(text: str, trainer: Trainer, data: Any, strategy: Strategy, weak: bool) -> Workload:
     """One training step of a trainer."""
-    if isinstance(data, Distributed):
+    if isinstance(data, DistributedDatasetBase):
         raise WorkloadError(
             f"{text} returned batches that are distributed already. Return the global batches: "
             "(trainer, data)."
         )
     if weak:
-        data = Repeated(data, strategy.num_replicas_in_sync)
+        data = RepeatedBatches(data, strategy.num_replicas_in_sync)
     batches = strategy.distribute_dataset(data, remainder="pad")
     return Workload(step_of(trainer), (trainer.model, trainer.optimizer), batches)
 
 
 @final
-class Repeated(Iterable[PyTree]):
+class RepeatedBatches(Iterable[PyTree]):
     """Each batch so many times over, as one batch."""
 
     def __init__(self, data: Iterable[PyTree], times: int) -> None:

@@ -19,7 +19,7 @@ _LEARNING_RATE = 0.1
 
 
 @dataclass(frozen=True)
-class Verified:
+class StepCheck:
     """How a step on all replicas compares with one device's.
 
     Attributes:
@@ -51,7 +51,7 @@ class Outcome:
     seconds: float
     history: mirror.History
     replicas_equal: bool
-    step: Verified
+    step: StepCheck
 
     @property
     def passed(self) -> bool:
@@ -105,7 +105,7 @@ def _introduction(strategy: mirror.Strategy, options: Options) -> str:
         f"A convolutional net, written as {api[options.api]}, learns handwritten digits "
         f"in batches of {options.batch_size}, trained {how[options.trainer]}."
     )
-    lines.append(f"Exchanges are carried out by {strategy.cross_device_ops!r}.")
+    lines.append(f"Collectives are carried out by {strategy.cross_device_ops!r}.")
     return "\n".join(lines)
 
 
@@ -149,7 +149,7 @@ def _check_equal(strategy: mirror.Strategy, trained: Trained) -> bool:
     return True
 
 
-def _check_verified(untrained: Trained, train: data.Digits, options: Options) -> Verified:
+def _check_verified(untrained: Trained, train: data.Digits, options: Options) -> StepCheck:
     """Whether a step on all replicas is that of one device on the whole batch.
 
     Of an untrained net, since a trained one's loss is nearly nothing, and that is mostly rounding.
@@ -158,9 +158,9 @@ def _check_verified(untrained: Trained, train: data.Digits, options: Options) ->
         report = untrained.verify(train, options)
     except mirror.ReplicaMismatchError as error:
         _say(f"same step as on one device: no\n{error}")
-        return Verified(False, None, None)
+        return StepCheck(False, None, None)
     _say(
         f"same step as on one device: yes (largest relative difference {report.largest:.1e}, "
         f"allowed {report.rtol:g})"
     )
-    return Verified(True, report.largest, report.rtol)
+    return StepCheck(True, report.largest, report.rtol)

@@ -25,7 +25,7 @@ _CODE = (
 )
 
 
-class Ended(NamedTuple):
+class ProbeResult(NamedTuple):
     """How the process ended.
 
     Attributes:
@@ -53,7 +53,7 @@ def check_in_child(environment: Mapping[str, str]) -> Iterator[Check]:
     yield from findings(probe({**environment, "XLA_FLAGS": " ".join(kept)}))
 
 
-def probe(environment: Mapping[str, str]) -> Ended:
+def probe(environment: Mapping[str, str]) -> ProbeResult:
     """Runs the probes.
 
     Raises:
@@ -75,10 +75,10 @@ def probe(environment: Mapping[str, str]) -> Ended:
     except subprocess.TimeoutExpired as error:
         status, output, errors = None, error.stdout or b"", error.stderr or b""
     interrupts.check()
-    return Ended(status, output.decode(errors="replace"), errors.decode(errors="replace"))
+    return ProbeResult(status, output.decode(errors="replace"), errors.decode(errors="replace"))
 
 
-def findings(ended: Ended) -> Iterator[Check]:
+def findings(ended: ProbeResult) -> Iterator[Check]:
     """The checks that it printed, and what ended it, if anything did."""
     under_way = "start"
     for line in _lines(ended.output):
@@ -109,7 +109,7 @@ def _check_unknown(flags: list[str]) -> Check:
     )
 
 
-def _check_end(under_way: str, ended: Ended) -> Check:
+def _check_end(under_way: str, ended: ProbeResult) -> Check:
     if ended.status is None:
         found = f"it did not finish within {_DEADLINE_SECS:g} s"
     elif ended.status < 0:

@@ -46,7 +46,7 @@ exit status:
 
 def add(commands: Commands) -> None:
     """Adds the command."""
-    summary_line = "examine versions, environment, devices and exchanges; say what to do"
+    summary_line = "examine versions, environment, devices and collectives; say what to do"
     parser = add_command(commands, "doctor", run, summary_line, (_TEXT, _END))
     parser.add_argument("--json", action="store_true", help="print it as JSON")
 

@@ -27,7 +27,7 @@ _RTOL = 1e-5
 _NO_P2P = "export NCCL_P2P_DISABLE=1"
 
 
-class Started(NamedTuple):
+class BackendInfo(NamedTuple):
     """JAX's backend.
 
     Attributes:
@@ -65,7 +65,7 @@ def run() -> Iterator[dict[str, object]]:
             yield asdict(Check(name, "problem", f"fails: {_first_line(error)}", "", _REPORT))
 
 
-def start() -> Started:
+def start() -> BackendInfo:
     """Starts the backend, as `mirror.MirroredStrategy()` would; without a GPU, on host devices."""
     fixed_by = force_host_devices(NUM_HOST_DEVICES)
     with starting():
@@ -74,10 +74,10 @@ def start() -> Started:
     num_hosts = len(backend.devices_of_type("CPU"))
     num_threads = max(int(wide) if wide.isdecimal() else os.cpu_count() or 1, num_hosts)
     forced = fixed_by is None and backend.type_of(devices[0]) == "CPU"
-    return Started(devices, forced, num_threads)
+    return BackendInfo(devices, forced, num_threads)
 
 
-def check_backend(started: Started) -> Iterator[Check]:
+def check_backend(started: BackendInfo) -> Iterator[Check]:
     """Which devices there are, and whether a GPU is left unused."""
     how = " (forced for this check)" if started.forced else ""
     names = backend.names(started.devices)
@@ -90,7 +90,7 @@ def check_backend(started: Started) -> Iterator[Check]:
         yield Check("GPUs", state, found, "", fix or "unset JAX_PLATFORMS")
 
 
-def check_pool(started: Started) -> Check:
+def check_pool(started: BackendInfo) -> Check:
     """Whether the threads that all host devices share are as many as suit them."""
     count, threads = len(backend.devices_of_type("CPU")), started.num_threads
     devices = "one host device" if count == 1 else f"{count} host devices"
@@ -107,11 +107,11 @@ def check_pool(started: Started) -> Check:
     )
 
 
-def check_all_reduce(started: Started) -> Check:
+def check_all_reduce(started: BackendInfo) -> Check:
     """A known sum among the devices."""
     devices = tuple(dict.fromkeys(started.devices))
     if len(devices) == 1:
-        return Check(ALL_REDUCE, "ok", "one device, which exchanges nothing")
+        return Check(ALL_REDUCE, "ok", "one device, which needs no collectives")
     fault = all_reduce_fault(devices, _ALL_REDUCE_SECS)
     if fault is None:
         return Check(ALL_REDUCE, "ok", f"adds up right among {len(devices)} devices")
@@ -124,7 +124,7 @@ def check_all_reduce(started: Started) -> Check:
     return Check(ALL_REDUCE, "problem", fault, meaning, _NO_P2P if on_gpu else _REPORT)
 
 
-def check_step(started: Started) -> Check:
+def check_step(started: BackendInfo) -> Check:
     """A training step on all replicas, against one device with the whole batch."""
     strategy = MirroredStrategy(started.devices)
     batch_size = _EXAMPLES_ON_EACH * strategy.num_replicas_in_sync
@@ -143,7 +143,7 @@ def check_step(started: Started) -> Check:
     )
 
 
-PROBES: dict[str, Callable[[Started], Check]] = {
+PROBES: dict[str, Callable[[BackendInfo], Check]] = {
     POOL: check_pool,
     ALL_REDUCE: check_all_reduce,
     STEP: check_step,

@@ -13,8 +13,8 @@ from flax import nnx
 
 from mirror._src.checks.trial import with_objects
 from mirror._src.cli.bench.workload import MakeWorkload, Workload, WorkloadError
-from mirror._src.data.source import Distributed, shape_on_devices
-from mirror._src.devices.unstacked import Parts
+from mirror._src.data.source import DistributedDatasetBase, shape_on_devices
+from mirror._src.devices.unstacked import UnstackedArrays
 from mirror._src.program.trace import abstract, struct_of
 from mirror._src.run.arguments import hoist_nested
 from mirror._src.run.closures import named_variables
@@ -74,7 +74,7 @@ def without_arrays(text: str, make: MakeWorkload, strategy: Strategy) -> Abstrac
     args = made.arguments(structs, types)
     data = made.workload.data
     if data is not None:
-        assert isinstance(data, Distributed), "a workload's data are distributed"
+        assert isinstance(data, DistributedDatasetBase), "a workload's data are distributed"
         args = (*args, jax.tree.map(lambda s: per_replica(_stand_in(s, types)), data.element_spec))
     allocated = sum(a.nbytes for a in jax.live_arrays() if id(a) not in before)
     return AbstractWorkload(made.workload.step, args, types, allocated)
@@ -91,7 +91,7 @@ class _Made:
         objects, tree = hoist_nested(workload.args, {})
         self._leaves, self._treedef = jax.tree.flatten(tree)
         for leaf in self._leaves:
-            if isinstance(leaf, Parts):
+            if isinstance(leaf, UnstackedArrays):
                 raise WorkloadError(
                     f"The arguments contain {describe(leaf)}, a value per replica of different "
                     "shapes. Such a step runs in stages and has no single program. Estimate it "

@@ -1,4 +1,4 @@
-"""`StagedExecutor`: cuts a replica program at its exchanges and groups the devices into lanes."""
+"""`StagedExecutor`: cuts a replica program at its collectives and groups the devices into lanes."""
 
 from typing import Any, final
 
@@ -36,7 +36,7 @@ class StagedExecutor(Executor):
 
         Raises:
             NotImplementedError: the program cannot be cut.
-            ValueError: replicas of different shapes talk differently.
+            ValueError: replicas of different shapes communicate differently.
         """
         limit = self.pack_bytes
         n = len(self.replicas)

@@ -1,4 +1,4 @@
-"""Exchanges carried out on the host: what each replica gets of what all of them bring."""
+"""Collectives carried out on the host: what each replica gets of what all of them bring."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,16 +9,18 @@ import numpy as np
 from mirror._src.collectives.cross_device_ops import CrossDeviceOps
 from mirror._src.collectives.on_host import aligned
 from mirror._src.collectives.reduce_op import ReduceOp
-from mirror._src.program.staging.ir import REDUCTIONS, Exchange
+from mirror._src.program.staging.ir import REDUCTIONS, Collective
 
 Rows = Callable[[int], np.ndarray]  # a replica's own array, which is waited for
 
 
-def carry_out(exchange: Exchange, row: Rows, num_replicas: int, ops: CrossDeviceOps) -> list[Any]:
+def carry_out(
+    collective: Collective, row: Rows, num_replicas: int, ops: CrossDeviceOps
+) -> list[Any]:
     """What each replica gets; one and the same array where all get the same.
 
     Args:
-        exchange: what is to be done.
+        collective: what is to be done.
         row: gives a replica's operand, once.
         num_replicas: how many replicas there are.
         ops: carries the reductions out.
@@ -28,22 +30,24 @@ def carry_out(exchange: Exchange, row: Rows, num_replicas: int, ops: CrossDevice
         RuntimeError: `ops` raised.
         LostValueError: a replica's operand cannot be read.
     """
-    groups = exchange.params.get("axis_index_groups") or [range(num_replicas)]
+    groups = collective.params.get("axis_index_groups") or [range(num_replicas)]
     results: list[Any] = [None] * num_replicas
     for group in groups:
-        found = _in_group(exchange, row, list(group), ops)
+        found = _in_group(collective, row, list(group), ops)
         for replica, result in zip(group, found, strict=True):
             results[replica] = result
     return results
 
 
-def _in_group(exchange: Exchange, row: Rows, group: list[int], ops: CrossDeviceOps) -> list[Any]:
-    params, n = exchange.params, len(group)
-    match exchange.kind:
+def _in_group(
+    collective: Collective, row: Rows, group: list[int], ops: CrossDeviceOps
+) -> list[Any]:
+    params, n = collective.params, len(group)
+    match collective.kind:
         case "psum" | "pmax" | "pmin":
-            return [_reduced(exchange, row, group, ops)] * n
+            return [_reduced(collective, row, group, ops)] * n
         case "reduce_scatter":
-            total = np.asarray(_reduced(exchange, row, group, ops, kind="psum"))
+            total = np.asarray(_reduced(collective, row, group, ops, kind="psum"))
             axis = params["scatter_dimension"]
             parts = np.split(total, n, axis)
             return parts if params["tiled"] else [part.squeeze(axis) for part in parts]
@@ -58,11 +62,11 @@ def _in_group(exchange: Exchange, row: Rows, group: list[int], ops: CrossDeviceO
 
 
 def _reduced(
-    exchange: Exchange, row: Rows, group: list[int], ops: CrossDeviceOps, kind: str = ""
+    collective: Collective, row: Rows, group: list[int], ops: CrossDeviceOps, kind: str = ""
 ) -> Any:
-    op = ReduceOp(REDUCTIONS[kind or exchange.kind])
-    aval = exchange.operand.aval
-    found = ops.carry_out(op, map(row, group), aval.shape, aval.dtype, exchange.in_words)
+    op = ReduceOp(REDUCTIONS[kind or collective.kind])
+    aval = collective.operand.aval
+    found = ops.carry_out(op, map(row, group), aval.shape, aval.dtype, collective.in_words)
     if op in (ReduceOp.MIN, ReduceOp.MAX) and jnp.issubdtype(aval.dtype, jnp.floating):
         found = np.asarray(found)
         return np.where(found == 0, np.zeros((), found.dtype), found)  # as the other executors do

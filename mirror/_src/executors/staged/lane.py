@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 from mirror._src.devices.replicas import ReplicaDevices
-from mirror._src.devices.transfer import copies_of, one_by_one, with_axis
-from mirror._src.devices.unstacked import Parts
+from mirror._src.devices.transfer import NoMesh, copies_of, with_axis
+from mirror._src.devices.unstacked import UnstackedArrays
 from mirror._src.executors.pmap import PmapExecutor
 from mirror._src.utils.types import Array
 from mirror._src.values.per_replica import rows_on_devices
@@ -28,7 +28,7 @@ class Lane:
         self.ids = ids
         own = tuple(every.devices[i] for i in ids)
         self.replicas = ReplicaDevices(own, axis_name=every.axis_name)
-        self.executor = PmapExecutor(self.replicas, exchanges=False)
+        self.executor = PmapExecutor(self.replicas, collectives=False)
         self.is_all = len(ids) == len(every)
         self.replica_ids = self.replicas.stack(np.asarray(ids, np.int32))
         self._same_mesh = self.replicas.mesh == every.mesh
@@ -57,11 +57,11 @@ class Lane:
 
     def copied(self, array: Array) -> Array:
         """A mirrored copy on its devices, which shares no memory with the array."""
-        with one_by_one():
+        with NoMesh():
             return self.replicas.mirror(array)
 
     def _rows(self, leaf: Any) -> Array:
-        if isinstance(leaf, Parts):
+        if isinstance(leaf, UnstackedArrays):
             own = [leaf.arrays[i] for i in self.ids]
             rows = list(map(with_axis, own, self.replicas.devices))
             return self.replicas.from_rows(rows)

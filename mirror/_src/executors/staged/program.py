@@ -1,4 +1,4 @@
-"""`StagedProgram`: runs the stages of a cut program on its lanes, and what they exchange."""
+"""`StagedProgram`: runs the stages of a cut program on its lanes, and their collectives."""
 
 import itertools
 import operator
@@ -12,17 +12,17 @@ import numpy as np
 from mirror._src.collectives.cross_device_ops import CrossDeviceOps, LostValueError
 from mirror._src.devices.replicas import Kind, ReplicaDevices
 from mirror._src.devices.transfer import any_deleted, copies_of, without_axis
-from mirror._src.devices.unstacked import Parts
+from mirror._src.devices.unstacked import UnstackedArrays
 from mirror._src.executors.executor import CompiledProgram, ReplicaProgram, SignatureChanged
 from mirror._src.executors.staged.host import carry_out
 from mirror._src.executors.staged.lane import Lane
 from mirror._src.program.staging.ir import (
     Branch,
-    Exchange,
-    Fixed,
+    Collective,
+    Constant,
     Loop,
     Stage,
-    Staged,
+    StagedJaxpr,
     Value,
     values_of,
 )
@@ -38,7 +38,7 @@ class StagedProgram(CompiledProgram):
         ops: CrossDeviceOps,
         program: ReplicaProgram,
         lanes: list[Lane],
-        staged: list[Staged],
+        staged: list[StagedJaxpr],
     ) -> None:
         self._replicas = replicas
         self._lanes = lanes
@@ -95,7 +95,7 @@ class StagedProgram(CompiledProgram):
         alike = len({row.shape for row in rows}) == 1
         if alike and not self._replicas.are_mixed and self._replicas.replicas_per_device == 1:
             return self._replicas.from_rows(rows)
-        return Parts(list(map(without_axis, rows)))
+        return UnstackedArrays(list(map(without_axis, rows)))
 
 
 class _Part:
@@ -105,7 +105,7 @@ class _Part:
         self,
         ops: CrossDeviceOps,
         lanes: list[Lane],
-        staged: list[Staged],
+        staged: list[StagedJaxpr],
         name: str,
         donated: Sequence[int] = (),
         home: int | None = None,
@@ -130,9 +130,9 @@ class _Part:
         ]
         self._inner: dict[Any, list[_Part]] = {}
         for stage in staged[0].stages:
-            for i, talk in enumerate(stage.talks):
-                if not isinstance(talk, Exchange):
-                    self._inner[talk] = self._parts_of(stage, i)
+            for i, communication in enumerate(stage.communications):
+                if not isinstance(communication, Collective):
+                    self._inner[communication] = self._parts_of(stage, i)
         # Copies: the user may delete an array that the step has closed over.
         self._held = [
             {value: lane.copied(array) for value, array in each.held}
@@ -141,8 +141,8 @@ class _Part:
 
     def _parts_of(self, stage: Stage, i: int) -> "list[_Part]":
         number = self._staged[0].stages.index(stage)
-        talks = [each.stages[number].talks[i] for each in self._staged]
-        inner = [list(filter(None, _programs(talk))) for talk in talks]
+        communications = [each.stages[number].communications[i] for each in self._staged]
+        inner = [list(filter(None, _programs(communication))) for communication in communications]
         return [
             _Part(self._ops, self._lanes, [programs[k] for programs in inner], self._name)
             for k in range(len(inner[0]))
@@ -184,24 +184,24 @@ class _Part:
         for stage, env, outputs in zip(stages, values, found, strict=True):
             env.update(zip(values_of(stage.outputs), outputs, strict=True))
             outputs.clear()
-        for talks in zip(*(stage.talks for stage in stages), strict=True):
-            match talks[0]:
-                case Exchange():
-                    self._exchange(talks, values)
+        for communications in zip(*(stage.communications for stage in stages), strict=True):
+            match communications[0]:
+                case Collective():
+                    self._collective(communications, values)
                 case Loop():
-                    self._loop(talks, values)
+                    self._loop(communications, values)
                 case Branch():
-                    self._branch(talks, values)
+                    self._branch(communications, values)
         for stage, env in zip(stages, values, strict=True):
             for value in stage.last_read:
                 env.pop(value, None)
 
-    def _exchange(self, talks: Sequence[Any], values: list[dict[Value, Any]]) -> None:
-        exchange: Exchange = talks[0]
+    def _collective(self, communications: Sequence[Any], values: list[dict[Value, Any]]) -> None:
+        collective: Collective = communications[0]
         rows: dict[int, Any] = {}
-        for lane, talk, env in zip(self._lanes, talks, values, strict=True):
+        for lane, communication, env in zip(self._lanes, communications, values, strict=True):
             # Nobody else reads it; a whole array would keep what the host has read of its rows.
-            rows.update(lane.rows_of(env.pop(talk.operand)))
+            rows.update(lane.rows_of(env.pop(communication.operand)))
 
         def row(replica: int) -> np.ndarray:
             try:
@@ -211,48 +211,58 @@ class _Part:
                 return np.asarray(own)[0]  # host sync, on purpose
             except Exception as error:
                 raise LostValueError(
-                    f"Replica {replica}'s value for the {exchange.in_words} is lost: {error}. "
+                    f"Replica {replica}'s value for the {collective.in_words} is lost: {error}. "
                     "Look at what that replica computes, or at its device."
                 ) from error
 
-        results = carry_out(exchange, row, self._num_replicas, self._ops)
-        for lane, talk, env in zip(self._lanes, talks, values, strict=True):
-            (out,) = talk.outputs
+        results = carry_out(collective, row, self._num_replicas, self._ops)
+        for lane, communication, env in zip(self._lanes, communications, values, strict=True):
+            (out,) = communication.outputs
             env[out] = lane.broadcast(results[0]) if out.mirrored else lane.scatter(results)
 
-    def _loop(self, talks: Sequence[Any], values: list[dict[Value, Any]]) -> None:
-        body, *tests = self._inner[talks[0]]
-        num_carried = len(talks[0].outputs)
+    def _loop(self, communications: Sequence[Any], values: list[dict[Value, Any]]) -> None:
+        body, *tests = self._inner[communications[0]]
+        num_carried = len(communications[0].outputs)
         given = [
-            [env[value] for value in talk.inputs] for talk, env in zip(talks, values, strict=True)
+            [env[value] for value in communication.inputs]
+            for communication, env in zip(communications, values, strict=True)
         ]
         trip = 0
-        while self._goes_on(talks, tests, given) if tests else trip < talks[0].trips:
+        while (
+            self._goes_on(communications, tests, given) if tests else trip < communications[0].trips
+        ):
             carried = body.run(given, [])
             given = [
                 [*old[: len(old) - num_carried], *new]
                 for old, new in zip(given, carried, strict=True)
             ]
             trip += 1
-        for talk, env, end in zip(talks, values, given, strict=True):
-            env.update(zip(talk.outputs, end[len(end) - num_carried :], strict=True))
+        for communication, env, end in zip(communications, values, given, strict=True):
+            env.update(zip(communication.outputs, end[len(end) - num_carried :], strict=True))
 
-    def _goes_on(self, talks: Sequence[Any], tests: "list[_Part]", given: list[list[Any]]) -> bool:
-        return bool(self._decided(talks, [outputs[0] for outputs in tests[0].run(given, [])]))
+    def _goes_on(
+        self, communications: Sequence[Any], tests: "list[_Part]", given: list[list[Any]]
+    ) -> bool:
+        return bool(
+            self._decided(communications, [outputs[0] for outputs in tests[0].run(given, [])])
+        )
 
-    def _branch(self, talks: Sequence[Any], values: list[dict[Value, Any]]) -> None:
-        branches = self._inner[talks[0]]
-        chosen = [env[talk.inputs[0]] for talk, env in zip(talks, values, strict=True)]
-        index = min(max(int(self._decided(talks, chosen)), 0), len(branches) - 1)
+    def _branch(self, communications: Sequence[Any], values: list[dict[Value, Any]]) -> None:
+        branches = self._inner[communications[0]]
+        chosen = [
+            env[communication.inputs[0]]
+            for communication, env in zip(communications, values, strict=True)
+        ]
+        index = min(max(int(self._decided(communications, chosen)), 0), len(branches) - 1)
         given = [
-            [env[value] for value in talk.inputs[1:]]
-            for talk, env in zip(talks, values, strict=True)
+            [env[value] for value in communication.inputs[1:]]
+            for communication, env in zip(communications, values, strict=True)
         ]
         found = branches[index].run(given, [])
-        for talk, env, outputs in zip(talks, values, found, strict=True):
-            env.update(zip(talk.outputs, outputs, strict=True))
+        for communication, env, outputs in zip(communications, values, found, strict=True):
+            env.update(zip(communication.outputs, outputs, strict=True))
 
-    def _decided(self, talks: Sequence[Any], arrays: Sequence[Array]) -> Any:
+    def _decided(self, communications: Sequence[Any], arrays: Sequence[Array]) -> Any:
         """A value that is the same on all replicas, read from each lane.
 
         Raises:
@@ -266,8 +276,9 @@ class _Part:
                 for (lane, _), value in zip(pairs, found, strict=True)
             )
             raise ValueError(
-                f"{talks[0].line}: replicas would talk differently: the condition is {said}. Make "
-                "it the same on all, e.g. with replica_context.all_reduce('max', condition)."
+                f"{communications[0].line}: the replicas disagree on the condition ({said}) "
+                "and would execute different collectives. Make it identical on all replicas, e.g. "
+                "replica_context.all_reduce('max', condition)."
             )
         return found[0]
 
@@ -289,13 +300,17 @@ def _is_weak(leaf: Array) -> bool:
     return getattr(leaf, "weak_type", False)  # PRNG keys have no such type
 
 
-def _programs(talk: Any) -> list[Staged | None]:
-    return [talk.body, talk.test] if isinstance(talk, Loop) else list(talk.branches)
+def _programs(communication: Any) -> list[StagedJaxpr | None]:
+    return (
+        [communication.body, communication.test]
+        if isinstance(communication, Loop)
+        else list(communication.branches)
+    )
 
 
 def _compiled(
     lane: Lane,
-    staged: Staged,
+    staged: StagedJaxpr,
     number: int,
     name: str,
     donated: Sequence[int],
@@ -314,7 +329,7 @@ def _compiled(
         found: dict[Value, Any] = dict(zip(stage.inputs, leaves, strict=True))
 
         def read(atom: Any) -> Any:
-            return atom.value if isinstance(atom, Fixed) else found[atom]
+            return atom.value if isinstance(atom, Constant) else found[atom]
 
         for operation in stage.operations:
             made = operation.run(*map(read, operation.inputs))

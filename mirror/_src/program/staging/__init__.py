@@ -1,7 +1,7 @@
-"""Staging: a replica program cut at its exchanges.
+"""Staging: a replica program cut at its collectives.
 
-The program is made flat first: calls with exchanges inside are opened, a loop or branch with
-exchanges inside becomes one step whose own program is cut in turn. Each value then has a level, the
-number of steps in which replicas talk that lie behind it. What is computed at one level is a stage;
-the exchanges of one level travel together, small ones of one kind in one buffer.
+The program is flattened first: calls that contain collectives are inlined, and a loop or branch
+that contains collectives becomes one step, whose own program is cut in turn. Each value then has a
+level: the number of rounds of communication that it depends on. The operations of one level form a
+stage; the collectives of one level run together, small ones of one kind packed into one buffer.
 """

@@ -1,4 +1,4 @@
-"""`cut` makes a program flat, by opening what has exchanges inside, and cuts it into stages."""
+"""`cut` makes a program flat, by opening what has collectives inside, and cuts it into stages."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -11,8 +11,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from mirror._src.program.axis import axis_name
 from mirror._src.program.collective_eqns import (
     axes_of,
-    contains_exchange,
-    is_exchange,
+    contains_collective,
+    is_collective,
     names_axis,
 )
 from mirror._src.program.evaluate import Evaluation, Lowering, Rule, Rules
@@ -31,12 +31,12 @@ from mirror._src.program.staging.ir import (
     REDUCTIONS,
     Atom,
     Branch,
-    Exchange,
-    Fixed,
+    Collective,
+    Communication,
+    Constant,
     Loop,
     Operation,
-    Staged,
-    Talk,
+    StagedJaxpr,
     Value,
 )
 from mirror._src.program.staging.pack import packed
@@ -58,8 +58,8 @@ def cut(
     pack_bytes: int,
     finish: ClosedJaxpr | None = None,
     rules: Rules | None = None,
-) -> Staged:
-    """Cuts a replica program at its exchanges.
+) -> StagedJaxpr:
+    """Cuts a replica program at its collectives.
 
     Args:
         program: the replica program.
@@ -71,7 +71,7 @@ def cut(
         rules: operations that are replaced, as of `Lowering`.
 
     Raises:
-        NotImplementedError: replicas talk in an operation that cannot be opened.
+        NotImplementedError: replicas communicate in an operation that cannot be opened.
     """
     inputs = [
         Value(var.aval, mirrored=mirrored)
@@ -84,23 +84,25 @@ def cut(
     steps = needed(flat.steps, outputs)
     steps = packed(steps, pack_bytes)
     stages = in_stages(steps, outputs)
-    return Staged(inputs, flat.replica_id, list(flat.held.values()), stages, list(mirrored_outputs))
+    return StagedJaxpr(
+        inputs, flat.replica_id, list(flat.held.values()), stages, list(mirrored_outputs)
+    )
 
 
 class _Flat:
-    """The program without calls around its exchanges."""
+    """The program without calls around its collectives."""
 
     def __init__(self, num_replicas: int, pack_bytes: int, rules: Rules) -> None:
         self.num_replicas = num_replicas
         self.rules = rules
         self.pack_bytes = pack_bytes
-        self.steps: list[Operation | Talk] = []
+        self.steps: list[Operation | Communication] = []
         self.held: dict[int, tuple[Value, Array]] = {}
         self.replica_id = Value(jax.core.ShapedArray((), jnp.int32))
 
     def whole(self, program: ClosedJaxpr, arguments: Sequence[Atom]) -> Sequence[Atom]:
         """The program; in one piece if it has no collectives, so that it may use a `Ref`."""
-        if contains_exchange(program.jaxpr):
+        if contains_collective(program.jaxpr):
             return self.walk(program, arguments)
         avals = [var.aval for var in program.jaxpr.outvars]
         held = {id(array): self.fixed(array) for array in arrays_in(program)}
@@ -116,25 +118,25 @@ class _Flat:
     def fixed(self, value: Any) -> Atom:
         """An array is handed to the stages that read it; a number stands in their code."""
         if not isinstance(value, jax.Array):
-            return Fixed(value)
+            return Constant(value)
         if id(value) not in self.held:
             self.held[id(value)] = Value(value.aval, mirrored=True), value
         return self.held[id(value)][0]
 
     def equation(self, eqn: JaxprEqn, inputs: list[Atom]) -> Sequence[Atom]:
         name = eqn.primitive.name
-        if is_exchange(eqn):
-            return [self.exchange(eqn, atom) for atom in inputs]
+        if is_collective(eqn):
+            return [self.collective(eqn, atom) for atom in inputs]
         if name == "axis_index" and names_axis(eqn):
             return [self.replica_id]
-        if not any(map(contains_exchange, map(jaxpr_of, inner_programs(eqn.params.values())))):
+        if not any(map(contains_collective, map(jaxpr_of, inner_programs(eqn.params.values())))):
             return self.operation(eqn, inputs)
         program = called(eqn)
         if program is not None:
             return self.walk(program, inputs)
         rule = {"scan": self.scan, "while": self.while_loop, "cond": self.cond}.get(name)
         if rule is None:
-            raise NotImplementedError(_cannot(eqn, f"replicas talk inside `{name}`"))
+            raise NotImplementedError(_cannot(eqn, f"replicas communicate inside `{name}`"))
         return rule(eqn, inputs)
 
     def operation(self, eqn: JaxprEqn, inputs: list[Atom]) -> list[Value]:
@@ -176,7 +178,7 @@ class _Flat:
         is_ordered = any("Ordered" in type(effect).__name__ for effect in effects)
         return self.add(Operation([*inputs, *more], outputs, run, bool(effects), is_ordered))
 
-    def add(self, step: Operation | Talk) -> list[Value]:
+    def add(self, step: Operation | Communication) -> list[Value]:
         self.steps.append(step)
         return step.outputs
 
@@ -185,7 +187,7 @@ class _Flat:
         aval = atom.aval if isinstance(atom, Value) else jax.typeof(atom.value)
         return self.add(Operation([atom], [Value(aval)], lambda x: [jnp.asarray(x)]))[0]
 
-    def exchange(self, eqn: JaxprEqn, operand: Atom) -> Value:
+    def collective(self, eqn: JaxprEqn, operand: Atom) -> Value:
         kind, params = eqn.primitive.name, eqn.params
         if kind not in REDUCTIONS and kind not in _MOVES:
             raise NotImplementedError(_cannot(eqn, f"`{kind}` has no counterpart on the host"))
@@ -197,7 +199,7 @@ class _Flat:
         if is_numeric(dtype) and jax.dtypes.canonicalize_dtype(dtype) != dtype:
             raise NotImplementedError(_cannot(eqn, f"{dtype} travels while JAX's 64 bit are off"))
         if jnp.issubdtype(value.aval.dtype, jax.dtypes.prng_key):
-            return self.exchange_of_keys(eqn, value)
+            return self.collective_of_keys(eqn, value)
         if others:
             reduce = _LOCAL[kind]
             shape = tuple(s for i, s in enumerate(value.aval.shape) if i not in others)
@@ -205,9 +207,9 @@ class _Flat:
             run = lambda x: [reduce(x, others)]  # noqa: E731
             value = self.add(Operation([value], [Value(aval)], run))[0]
         result = Value(eqn.outvars[0].aval, mirrored=_goes_to_all(eqn))
-        return self.add(Exchange(kind, params, [value], [result], [user_line(eqn)]))[0]
+        return self.add(Collective(kind, params, [value], [result], [user_line(eqn)]))[0]
 
-    def exchange_of_keys(self, eqn: JaxprEqn, keys: Value) -> Value:
+    def collective_of_keys(self, eqn: JaxprEqn, keys: Value) -> Value:
         """PRNG keys travel as the numbers they are made of."""
         impl: list[Any] = []
 
@@ -220,11 +222,13 @@ class _Flat:
 
         bits = self.add(Operation([keys], [Value(data_like(keys.aval))], data_of))[0]
         found = Value(data_like(eqn.outvars[0].aval), mirrored=_goes_to_all(eqn))
-        talk = Exchange(eqn.primitive.name, eqn.params, [bits], [found], [user_line(eqn)])
+        communication = Collective(
+            eqn.primitive.name, eqn.params, [bits], [found], [user_line(eqn)]
+        )
         wrap = lambda bits: [jax.random.wrap_key_data(bits, impl=impl[0])]  # noqa: E731
-        return self.add(Operation(self.add(talk), [Value(eqn.outvars[0].aval)], wrap))[0]
+        return self.add(Operation(self.add(communication), [Value(eqn.outvars[0].aval)], wrap))[0]
 
-    def cut(self, program: ClosedJaxpr, inputs: Sequence[Atom]) -> Staged:
+    def cut(self, program: ClosedJaxpr, inputs: Sequence[Atom]) -> StagedJaxpr:
         """An inner program; its results are rows."""
         mirrored = [isinstance(atom, Value) and atom.mirrored for atom in inputs]
         num_outputs = len(program.jaxpr.outvars)
@@ -259,7 +263,7 @@ class _Flat:
         start = np.int32(scan.length - 1 if scan.reverse else 0)
         empty = [self.empty(var.aval) for var in stacked]
         reads = [self.value(atom) for atom in (*consts, *xs)]
-        carried = [self.local(Fixed(start)), *map(self.local, carry), *empty]
+        carried = [self.local(Constant(start)), *map(self.local, carry), *empty]
         avals = [struct_of(value.aval) for value in (*reads, *carried)]
         body = self.cut(trace(iteration, avals, self.num_replicas), [*reads, *carried])
         outputs = [Value(value.aval) for value in carried]
@@ -311,13 +315,14 @@ def _with_inner(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
 
 
 def _goes_to_all(eqn: JaxprEqn) -> bool:
-    """Whether all replicas get the same of an exchange."""
+    """Whether all replicas get the same of a collective."""
     gives_one = eqn.primitive.name in (*REDUCTIONS, "all_gather")
     return gives_one and not eqn.params.get("axis_index_groups")
 
 
 def _cannot(eqn: JaxprEqn, why: str) -> str:
     return (
-        f"{user_line(eqn)}: the step cannot be cut at its exchanges: {why}. Write it otherwise, or "
-        "use devices that one program spans (mirror.AllReduce() on devices of one type)."
+        f"{user_line(eqn)}: the step cannot be split at its collectives, as the staged executor "
+        f"requires: {why}. Rewrite the operation, or run on devices of a single type with "
+        "mirror.AllReduce()."
     )

@@ -1,4 +1,4 @@
-"""The parts of a cut program: values, operations, exchanges, loops, branches and stages."""
+"""The parts of a cut program: values, operations, collectives, loops, branches and stages."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -30,13 +30,13 @@ class Value:
         return self.aval.size * self.aval.dtype.itemsize
 
 
-class Fixed(NamedTuple):
+class Constant(NamedTuple):
     """A number that stands in the program itself."""
 
     value: Any
 
 
-Atom: TypeAlias = Value | Fixed
+Atom: TypeAlias = Value | Constant
 
 
 @dataclass(eq=False)
@@ -51,15 +51,15 @@ class Operation:
 
 
 @dataclass(eq=False)
-class Exchange:
-    """Where replicas talk.
+class Collective:
+    """Where replicas communicate.
 
     Attributes:
         kind: the primitive's name.
         params: its parameters.
         inputs: one operand.
         outputs: one result.
-        lines: the user's lines; several where small exchanges travel together.
+        lines: the user's lines; several where small collectives travel together.
     """
 
     kind: str
@@ -85,7 +85,7 @@ class Exchange:
 
 @dataclass(eq=False)
 class Loop:
-    """A loop with exchanges inside, which the host runs iteration by iteration.
+    """A loop with collectives inside, which the host runs iteration by iteration.
 
     Attributes:
         inputs: what all iterations read, then the carry.
@@ -98,8 +98,8 @@ class Loop:
 
     inputs: list[Atom]
     outputs: list[Value]
-    body: "Staged"
-    test: "Staged | None"
+    body: "StagedJaxpr"
+    test: "StagedJaxpr | None"
     trips: int
     line: str
     has_effects: bool = True
@@ -108,40 +108,40 @@ class Loop:
 
 @dataclass(eq=False)
 class Branch:
-    """A choice with exchanges inside; the first input says which."""
+    """A choice with collectives inside; the first input says which."""
 
     inputs: list[Atom]
     outputs: list[Value]
-    branches: "list[Staged]"
+    branches: "list[StagedJaxpr]"
     line: str
     has_effects: bool = True
     is_ordered: bool = False
 
 
-Talk: TypeAlias = Exchange | Loop | Branch
+Communication: TypeAlias = Collective | Loop | Branch
 
 
 @dataclass(eq=False)
 class Stage:
-    """What is computed between two rounds of exchanges, and the round that follows.
+    """What is computed between two rounds of collectives, and the round that follows.
 
     Attributes:
         operations: in order.
         inputs: the values it reads.
         outputs: the values it leaves for later.
-        talks: what replicas do together when it is done.
+        communications: what replicas do together when it is done.
         last_read: values that nobody reads after those.
     """
 
     operations: list[Operation]
     inputs: list[Value] = field(default_factory=list)
     outputs: list[Atom] = field(default_factory=list)
-    talks: list[Talk] = field(default_factory=list)
+    communications: list[Communication] = field(default_factory=list)
     last_read: list[Value] = field(default_factory=list)
 
 
 @dataclass(eq=False)
-class Staged:
+class StagedJaxpr:
     """A program cut into stages. The last stage leaves all of the program's outputs, in order.
 
     Attributes:

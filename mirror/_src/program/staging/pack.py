@@ -7,10 +7,10 @@ import jax
 from mirror._src.program.staging.ir import (
     REDUCTIONS,
     Branch,
-    Exchange,
+    Collective,
+    Communication,
     Loop,
     Operation,
-    Talk,
     Value,
     values_of,
 )
@@ -18,10 +18,10 @@ from mirror._src.program.staging.schedule import levels_of
 from mirror._src.values.packing import join, split
 
 
-def packed(steps: list[Operation | Talk], limit: int) -> list[Operation | Talk]:
+def packed(steps: list[Operation | Communication], limit: int) -> list[Operation | Communication]:
     """Reductions of one level, kind and dtype, if they are small, as one of one flat buffer."""
     levels = levels_of(steps)
-    packs: dict[Any, list[Exchange]] = {}
+    packs: dict[Any, list[Collective]] = {}
     # A loop or branch was cut for what it reads as it is: mirrored. Out of a buffer come rows.
     read_inside = {
         value
@@ -31,7 +31,7 @@ def packed(steps: list[Operation | Talk], limit: int) -> list[Operation | Talk]:
     }
     for step in steps:
         if (
-            isinstance(step, Exchange)
+            isinstance(step, Collective)
             and step.kind in REDUCTIONS
             and step.outputs[0].mirrored
             and step.outputs[0] not in read_inside
@@ -40,9 +40,9 @@ def packed(steps: list[Operation | Talk], limit: int) -> list[Operation | Talk]:
             if 0 < value.num_bytes <= limit:
                 packs.setdefault((levels[step], step.kind, value.aval.dtype), []).append(step)
     members = {step: pack for pack in packs.values() if len(pack) > 1 for step in pack}
-    found: list[Operation | Talk] = []
+    found: list[Operation | Communication] = []
     for step in steps:
-        pack = members.get(step) if isinstance(step, Exchange) else None
+        pack = members.get(step) if isinstance(step, Collective) else None
         if pack is None:
             found.append(step)
         elif step is pack[-1]:
@@ -50,7 +50,7 @@ def packed(steps: list[Operation | Talk], limit: int) -> list[Operation | Talk]:
     return _sorted(found)
 
 
-def _pack(pack: list[Exchange]) -> list[Operation | Talk]:
+def _pack(pack: list[Collective]) -> list[Operation | Communication]:
     operands = [step.operand for step in pack]
     avals = [value.aval for value in operands]
     aval = jax.core.ShapedArray((sum(each.size for each in avals),), avals[0].dtype)
@@ -61,15 +61,15 @@ def _pack(pack: list[Exchange]) -> list[Operation | Talk]:
         value.mirrored = False
     return [
         Operation(list(operands), [flat], lambda *values: [join(values)]),
-        Exchange(pack[0].kind, pack[0].params, [flat], [reduced], lines),
+        Collective(pack[0].kind, pack[0].params, [flat], [reduced], lines),
         Operation([reduced], results, lambda value: split(value, avals)),
     ]
 
 
-def _sorted(steps: list[Operation | Talk]) -> list[Operation | Talk]:
+def _sorted(steps: list[Operation | Communication]) -> list[Operation | Communication]:
     """In an order in which each step comes after those that make what it reads."""
     maker = {value: step for step in steps for value in step.outputs}
-    placed: dict[Operation | Talk, None] = {}
+    placed: dict[Operation | Communication, None] = {}
     for root in steps:
         waiting = [root]
         while waiting:

@@ -3,12 +3,14 @@
 from collections.abc import Sequence
 from typing import Any
 
-from mirror._src.program.staging.ir import Atom, Operation, Stage, Talk, Value, values_of
+from mirror._src.program.staging.ir import Atom, Communication, Operation, Stage, Value, values_of
 
 
-def needed(steps: Sequence[Operation | Talk], outputs: Sequence[Atom]) -> list[Operation | Talk]:
+def needed(
+    steps: Sequence[Operation | Communication], outputs: Sequence[Atom]
+) -> list[Operation | Communication]:
     """The steps without those that nobody reads the results of."""
-    wanted, kept = set(values_of(outputs)), list[Operation | Talk]()
+    wanted, kept = set(values_of(outputs)), list[Operation | Communication]()
     for step in reversed(steps):
         if step.has_effects or not wanted.isdisjoint(step.outputs):
             kept.append(step)
@@ -16,8 +18,8 @@ def needed(steps: Sequence[Operation | Talk], outputs: Sequence[Atom]) -> list[O
     return kept[::-1]
 
 
-def levels_of(steps: Sequence[Operation | Talk]) -> dict[Any, int]:
-    """For each step and each value how many rounds of talk lie behind it; inputs have none."""
+def levels_of(steps: Sequence[Operation | Communication]) -> dict[Any, int]:
+    """Returns the number of rounds of communication that each step and value depends on."""
     levels: dict[Any, int] = {}
     ordered = 0
     for step in steps:
@@ -29,7 +31,7 @@ def levels_of(steps: Sequence[Operation | Talk]) -> dict[Any, int]:
     return levels
 
 
-def in_stages(steps: list[Operation | Talk], outputs: Sequence[Atom]) -> list[Stage]:
+def in_stages(steps: list[Operation | Communication], outputs: Sequence[Atom]) -> list[Stage]:
     """Sorts the steps into stages."""
     levels = levels_of(steps)
     last = max([0, *(levels[value] for step in steps for value in step.outputs)])
@@ -40,13 +42,16 @@ def in_stages(steps: list[Operation | Talk], outputs: Sequence[Atom]) -> list[St
         if isinstance(step, Operation):
             stage.operations.append(step)
         else:
-            stage.talks.append(step)
+            stage.communications.append(step)
     _connect(stages, outputs)
     return stages
 
 
 def _delay(
-    steps: list[Operation | Talk], outputs: Sequence[Atom], levels: dict[Any, int], last: int
+    steps: list[Operation | Communication],
+    outputs: Sequence[Atom],
+    levels: dict[Any, int],
+    last: int,
 ) -> None:
     """Puts off what only a later stage reads, where less has to be kept for it than it makes.
 
@@ -81,7 +86,11 @@ def _connect(stages: list[Stage], outputs: Sequence[Atom]) -> None:
         final = stage is stages[-1]
         made = {value: None for op in stage.operations for value in op.outputs}
         after = set(later)
-        talked = {value for talk in stage.talks for value in values_of(talk.inputs)}
+        talked = {
+            value
+            for communication in stage.communications
+            for value in values_of(communication.inputs)
+        }
         stage.outputs = list(outputs) if final else [v for v in made if v in after | talked]
         read = [v for op in stage.operations for v in values_of(op.inputs)]
         read += values_of(outputs) if final else []

@@ -1,4 +1,4 @@
-"""`Clones`: the nnx objects of one replica while a step is traced, and what the step changed."""
+"""`ReplicaCopies`: copies of the nnx objects for one replica while a step is traced."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -10,14 +10,14 @@ from flax import nnx
 
 from mirror._src.program.axis import axis_name
 from mirror._src.run.nnx.paths import Path, nodes, read_at
-from mirror._src.run.nnx.structure import Slot, Structure
+from mirror._src.run.nnx.structure import Structure, VariableSlot
 from mirror._src.utils.errors import listing
 from mirror._src.utils.types import Array
 
 _DYNAMIC = (nnx.Pytree, nnx.Variable, jax.Array, np.ndarray, dict, list, tuple)
 
 
-class Clones:
+class ReplicaCopies:
     """The objects as one replica has them while a step is traced."""
 
     def __init__(self, structure: Structure, leaves: Sequence[Array]) -> None:
@@ -91,7 +91,7 @@ def _statics(node: nnx.Pytree) -> dict[str, Any]:
     }
 
 
-def _changes(before: Structure, after: Structure) -> Iterator[tuple[Slot, str]]:
+def _changes(before: Structure, after: Structure) -> Iterator[tuple[VariableSlot, str]]:
     """The places in which two structures differ, and how."""
     old = dict(zip(before.slots, before.treedef.children(), strict=True))
     new = dict(zip(after.slots, after.treedef.children(), strict=True))

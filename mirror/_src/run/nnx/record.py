@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 
 from mirror._src.devices.transfer import any_deleted
-from mirror._src.devices.unstacked import Parts
+from mirror._src.devices.unstacked import UnstackedArrays
 from mirror._src.run.nnx.paths import Path, follow, holder_at, nodes, put, read_holder
 from mirror._src.run.nnx.structure import Structure
 from mirror._src.utils.types import Array
@@ -104,4 +104,4 @@ class Record:
 
 
 def _arrays(leaf: Any) -> Sequence[Any]:
-    return leaf.arrays if isinstance(leaf, Parts) else (leaf,)
+    return leaf.arrays if isinstance(leaf, UnstackedArrays) else (leaf,)

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from mirror._src.devices.unstacked import Parts
+from mirror._src.devices.unstacked import UnstackedArrays
 from mirror._src.run.nnx.metrics import Rule, merge_rule
 from mirror._src.run.nnx.paths import Path, follow
 from mirror._src.utils.errors import describe
@@ -20,7 +20,7 @@ def is_object(value: object) -> bool:
     return isinstance(value, nnx.Pytree | nnx.Variable)
 
 
-class Slot(NamedTuple):
+class VariableSlot(NamedTuple):
     """One place in the objects that holds arrays: a variable, or an array as an attribute.
 
     Attributes:
@@ -71,7 +71,7 @@ class Structure:
         self.graphdef: Any
         self.graphdef, state = nnx.split(tuple(objects))
         flat: list[tuple[Any, Any]] = list(nnx.to_flat_state(state))
-        self.slots = tuple(Slot(path, _kind(value), is_own(value)) for path, value in flat)
+        self.slots = tuple(VariableSlot(path, _kind(value), is_own(value)) for path, value in flat)
         values = [v.get_raw_value() if isinstance(v, nnx.Variable) else v for _, v in flat]
         values = [
             held_by(value) if slot.is_own and is_per_replica(value) else value
@@ -104,7 +104,7 @@ class Structure:
         return [slot.name(roots) for slot in self.leaf_slots]
 
 
-def _metrics(objects: Sequence[Any], slots: Sequence[Slot]) -> list[MetricSlots]:
+def _metrics(objects: Sequence[Any], slots: Sequence[VariableSlot]) -> list[MetricSlots]:
     """The metrics that hold metric states, in the order of their first leaves."""
     found: dict[Path, dict[str, int]] = {}
     for i, slot in enumerate(slots):
@@ -127,7 +127,7 @@ def _one(leaf: Any) -> Any:
     return 0 if is_per_replica(leaf) else leaf
 
 
-def require_arrays(slot: Slot, value: Any) -> None:
+def require_arrays(slot: VariableSlot, value: Any) -> None:
     """Checks that the value of a slot consists of arrays and numbers.
 
     Raises:
@@ -135,14 +135,14 @@ def require_arrays(slot: Slot, value: Any) -> None:
     """
     for leaf in jax.tree.leaves(value, is_leaf=is_per_replica):
         number = jax.Array | np.ndarray | np.generic | int | float | complex
-        if not isinstance(leaf, number | Parts) or is_float0(leaf):
+        if not isinstance(leaf, number | UnstackedArrays) or is_float0(leaf):
             raise ValueError(
                 f"{slot.place} of a model holds {describe(leaf)}, which is no array: it cannot be "
                 "mirrored."
             )
 
 
-def _require_supported(slot: Slot, holder: Any) -> None:
+def _require_supported(slot: VariableSlot, holder: Any) -> None:
     if isinstance(holder, nnx.Variable) and (
         holder.get_metadata("ref", False) or holder.get_metadata("hijax", False)
     ):

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
-from mirror._src.training.fit import Fit
+from mirror._src.training.fit import TrainingRun
 from mirror._src.utils.errors import describe
 from mirror._src.utils.modules import set_module
 
@@ -30,16 +30,16 @@ class Callback:
 
     runs_last: ClassVar[bool] = False
 
-    def on_fit_begin(self, fit: Fit) -> None:
+    def on_fit_begin(self, fit: TrainingRun) -> None:
         """Before the first step; `fit.position` says where the training goes on from."""
 
-    def on_epoch_begin(self, fit: Fit) -> None:
+    def on_epoch_begin(self, fit: TrainingRun) -> None:
         """Before the first step of an epoch."""
 
-    def on_step(self, fit: Fit) -> None:
+    def on_step(self, fit: TrainingRun) -> None:
         """After each launch of one step, or more; the devices may still work on it."""
 
-    def on_metrics(self, fit: Fit, step: int, logs: dict[str, float]) -> None:
+    def on_metrics(self, fit: TrainingRun, step: int, logs: dict[str, float]) -> None:
         """When the metrics of a launch have come in: in order, up to 8 launches later.
 
         Args:
@@ -48,7 +48,7 @@ class Callback:
             logs: the means of the launch's examples.
         """
 
-    def on_epoch_end(self, fit: Fit, logs: dict[str, float]) -> None:
+    def on_epoch_end(self, fit: TrainingRun, logs: dict[str, float]) -> None:
         """After an epoch and its validation.
 
         Args:
@@ -57,7 +57,7 @@ class Callback:
                 callback adds is in the history too.
         """
 
-    def on_fit_end(self, fit: Fit) -> None:
+    def on_fit_end(self, fit: TrainingRun) -> None:
         """At the end in any case, also after an error or Ctrl-C: close files here."""
 
     def to_dict(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NoReturn, final
 from mirror._src.training.callbacks.callback import Callback
 from mirror._src.training.callbacks.stopping import Mode, monitored, require_mode
 from mirror._src.training.checkpoints.store import CheckpointStore
-from mirror._src.training.fit import Fit
+from mirror._src.training.fit import TrainingRun
 from mirror._src.utils.modules import set_module
 
 _TERMINATED = 128 + signal.SIGTERM
@@ -77,7 +77,7 @@ class Checkpoint(Callback):
         self._terminated = False
         self._handles = False
 
-    def on_fit_begin(self, fit: Fit) -> None:
+    def on_fit_begin(self, fit: TrainingRun) -> None:
         """Opens the directory."""
         self._store = CheckpointStore(
             self._directory,
@@ -88,13 +88,13 @@ class Checkpoint(Callback):
         self._saved, self._due = fit.position.step, False
         self._listen()
 
-    def on_epoch_begin(self, fit: Fit) -> None:
+    def on_epoch_begin(self, fit: TrainingRun) -> None:
         """Writes the one of the epoch before."""
         if self._due and fit.position.epoch % self._every_epochs == 0:
             self._save_epoch(fit)
         self._due = False
 
-    def on_step(self, fit: Fit) -> None:
+    def on_step(self, fit: TrainingRun) -> None:
         """Writes one if it is time, or time to go."""
         if self._terminated:
             self._save(fit)
@@ -102,11 +102,11 @@ class Checkpoint(Callback):
         if self._every_steps and fit.position.step - self._saved >= self._every_steps:
             self._save(fit)
 
-    def on_epoch_end(self, fit: Fit, logs: dict[str, float]) -> None:  # noqa: ARG002
+    def on_epoch_end(self, fit: TrainingRun, logs: dict[str, float]) -> None:  # noqa: ARG002
         """One is due, when the other callbacks have seen the epoch: it holds what they keep."""
         self._due = bool(self._every_epochs)
 
-    def on_fit_end(self, fit: Fit) -> None:
+    def on_fit_end(self, fit: TrainingRun) -> None:
         """Writes the last one, and waits for what is being written."""
         try:
             if self._due:
@@ -123,16 +123,16 @@ class Checkpoint(Callback):
         self._terminated = False
         raise SystemExit(_TERMINATED)
 
-    def _save_epoch(self, fit: Fit) -> None:
+    def _save_epoch(self, fit: TrainingRun) -> None:
         self._due = False
         metrics = {name: column[-1] for name, column in fit.history.items()}
         if self._monitor is not None:
             monitored(self, self._monitor, metrics)
         self._save(fit, metrics)
 
-    def _save(self, fit: Fit, metrics: dict[str, float] | None = None) -> None:
+    def _save(self, fit: TrainingRun, metrics: dict[str, float] | None = None) -> None:
         assert self._store is not None
-        arrays, position = fit.trainer.state()
+        arrays, position = fit.trainer.checkpoint_state()
         self._store.save(fit.position.step, arrays, position, metrics)
         self._saved = fit.position.step
 

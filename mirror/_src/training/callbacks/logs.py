@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from mirror._src.training.callbacks.callback import Callback
-from mirror._src.training.fit import Fit
+from mirror._src.training.fit import TrainingRun
 from mirror._src.utils.modules import set_module
 from mirror._src.utils.optional import require
 
@@ -29,6 +29,7 @@ class CSVLogger(Callback):
         ValueError: in `fit`, the file's columns are others than the metrics.
 
     >>> history = trainer.fit(data, epochs=2, callbacks=CSVLogger("log.csv"), progress=False)
+    >>> from pathlib import Path
     >>> print(Path("log.csv").read_text())
     epoch,loss
     1,...
@@ -40,7 +41,7 @@ class CSVLogger(Callback):
         self._append = append
         self._file: TextIO | None = None
 
-    def on_fit_begin(self, fit: Fit) -> None:
+    def on_fit_begin(self, fit: TrainingRun) -> None:
         """Opens the file."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         done = fit.history.epochs
@@ -50,7 +51,7 @@ class CSVLogger(Callback):
         self._columns = next(iter(_rows_of(self._path)), None) if behind else None
         self._file = self._path.open("a" if self._columns else "w", newline="")
 
-    def on_epoch_end(self, fit: Fit, logs: dict[str, float]) -> None:
+    def on_epoch_end(self, fit: TrainingRun, logs: dict[str, float]) -> None:
         """Writes a line, and the columns' names before the first."""
         assert self._file is not None
         columns = ["epoch", *logs]
@@ -66,7 +67,7 @@ class CSVLogger(Callback):
         writer.writerow([fit.history.epochs[-1] + 1, *logs.values()])
         self._file.flush()
 
-    def on_fit_end(self, fit: Fit) -> None:  # noqa: ARG002
+    def on_fit_end(self, fit: TrainingRun) -> None:  # noqa: ARG002
         """Closes the file."""
         if self._file is not None:
             self._file.close()
@@ -108,6 +109,7 @@ class TensorBoard(Callback):
         ValueError: a negative `every_steps`.
 
     >>> history = trainer.fit(data, callbacks=TensorBoard("logs"), progress=False)
+    >>> from pathlib import Path
     >>> len(list(Path("logs").iterdir()))
     1
     """
@@ -124,31 +126,31 @@ class TensorBoard(Callback):
         self._written = 0
         self._writer: Any = None
 
-    def on_fit_begin(self, fit: Fit) -> None:
+    def on_fit_begin(self, fit: TrainingRun) -> None:
         """Opens the log."""
         suffix = f".{time.time_ns()}"  # or two in one second would have one file
         self._writer = self._writer_class(str(self._directory), filename_suffix=suffix)
         self._written = fit.position.step
 
-    def on_step(self, fit: Fit) -> None:
+    def on_step(self, fit: TrainingRun) -> None:
         """Writes the program, once."""
         if self._program:
             self._program = False
-            text = fit.trainer.program_text()
+            text = fit.trainer.lowered_text()
             self._writer.add_text("program", f"```\n{text}\n```", fit.position.step)
 
-    def on_metrics(self, fit: Fit, step: int, logs: dict[str, float]) -> None:  # noqa: ARG002
+    def on_metrics(self, fit: TrainingRun, step: int, logs: dict[str, float]) -> None:  # noqa: ARG002
         """Writes the metrics of steps."""
         if self._every_steps and step - self._written >= self._every_steps:
             self._written = step
             self._add({f"step_{name}": value for name, value in logs.items()}, step)
 
-    def on_epoch_end(self, fit: Fit, logs: dict[str, float]) -> None:
+    def on_epoch_end(self, fit: TrainingRun, logs: dict[str, float]) -> None:
         """Writes the metrics of the epoch."""
         self._add(logs, fit.history.epochs[-1] + 1)
         self._writer.flush()
 
-    def on_fit_end(self, fit: Fit) -> None:  # noqa: ARG002
+    def on_fit_end(self, fit: TrainingRun) -> None:  # noqa: ARG002
         """Closes the log."""
         if self._writer is not None:
             self._writer.close()
@@ -179,15 +181,15 @@ class LearningRate(Callback):
     def __init__(self, schedule: Callable[[int], Any] | None = None) -> None:
         self._schedule = schedule
 
-    def on_fit_begin(self, fit: Fit) -> None:
+    def on_fit_begin(self, fit: TrainingRun) -> None:
         """Looks whether it will be found."""
         self._rate(fit)
 
-    def on_epoch_end(self, fit: Fit, logs: dict[str, float]) -> None:
+    def on_epoch_end(self, fit: TrainingRun, logs: dict[str, float]) -> None:
         """Adds it: the rate that the last update had."""
         logs["learning_rate"] = self._rate(fit)
 
-    def _rate(self, fit: Fit) -> float:
+    def _rate(self, fit: TrainingRun) -> float:
         if self._schedule is not None:
             return float(np.asarray(self._schedule(max(fit.position.step - 1, 0))))
         found = optax.tree_utils.tree_get_all_with_path(

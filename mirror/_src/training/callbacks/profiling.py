@@ -6,7 +6,7 @@ from typing import final
 import jax
 
 from mirror._src.training.callbacks.callback import Callback
-from mirror._src.training.fit import Fit
+from mirror._src.training.fit import TrainingRun
 from mirror._src.utils.errors import describe
 from mirror._src.utils.modules import set_module
 
@@ -35,12 +35,12 @@ class Profiler(Callback):
         self._first, self._last = first, last
         self._running = False
 
-    def on_fit_begin(self, fit: Fit) -> None:
+    def on_fit_begin(self, fit: TrainingRun) -> None:
         """Counts from here."""
         self._begin = fit.position.step
         self._start_if_due(0)
 
-    def on_step(self, fit: Fit) -> None:
+    def on_step(self, fit: TrainingRun) -> None:
         """Starts or ends the profile."""
         done = fit.position.step - self._begin
         if self._running and done >= self._last:
@@ -48,7 +48,7 @@ class Profiler(Callback):
             self._stop()
         self._start_if_due(done)
 
-    def on_fit_end(self, fit: Fit) -> None:  # noqa: ARG002
+    def on_fit_end(self, fit: TrainingRun) -> None:  # noqa: ARG002
         """Ends the profile where there were fewer steps, or an error."""
         self._stop()
 

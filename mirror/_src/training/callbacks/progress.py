@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, TextIO, final
 
 from mirror._src.training.callbacks.callback import Callback
-from mirror._src.training.fit import Fit
+from mirror._src.training.fit import TrainingRun
 from mirror._src.utils.modules import set_module
 from mirror._src.utils.optional import require
 
@@ -25,6 +25,7 @@ class ProgressBar(Callback):
     Args:
         file: where to write; `None`: standard error, as it is when the training begins.
 
+    >>> import sys
     >>> history = trainer.fit(data, epochs=2, callbacks=ProgressBar(sys.stdout))
     epoch 1/2: loss ..., ... s
     epoch 2/2: loss ..., ... s
@@ -34,7 +35,7 @@ class ProgressBar(Callback):
         self._file = file
         self._bar: Any = None
 
-    def on_fit_begin(self, fit: Fit) -> None:
+    def on_fit_begin(self, fit: TrainingRun) -> None:
         """Says so where a training goes on in the middle."""
         position = fit.position
         if position.epoch >= fit.epochs:
@@ -44,13 +45,13 @@ class ProgressBar(Callback):
                 f"going on in epoch {position.epoch + 1}, after {position.samples} examples of it"
             )
 
-    def on_epoch_begin(self, fit: Fit) -> None:
+    def on_epoch_begin(self, fit: TrainingRun) -> None:
         """A new bar."""
         title = f"epoch {fit.position.epoch + 1}/{fit.epochs}"
         if is_watched(self._out) and _has_tqdm():
             self._bar = _bar(self._out, title, fit.steps_per_epoch, fit.position.epoch_step)
 
-    def on_metrics(self, fit: Fit, step: int, logs: dict[str, float]) -> None:  # noqa: ARG002
+    def on_metrics(self, fit: TrainingRun, step: int, logs: dict[str, float]) -> None:  # noqa: ARG002
         """Moves the bar on."""
         if self._bar is None:
             return
@@ -58,13 +59,13 @@ class ProgressBar(Callback):
         self._bar.set_postfix_str(in_words(fit.logs), refresh=False)
         self._bar.update(done - self._bar.n)
 
-    def on_epoch_end(self, fit: Fit, logs: dict[str, float]) -> None:
+    def on_epoch_end(self, fit: TrainingRun, logs: dict[str, float]) -> None:
         """A line that stays."""
         self._close()
-        epoch, seconds = fit.position.epoch, fit.history.seconds[-1]
+        epoch, seconds = fit.position.epoch, fit.history.epoch_secs[-1]
         self._say(f"epoch {epoch}/{fit.epochs}: {in_words(logs)}, {seconds:.1f} s")
 
-    def on_fit_end(self, fit: Fit) -> None:
+    def on_fit_end(self, fit: TrainingRun) -> None:
         """Says why the training ended early, if a callback ended it."""
         self._close()
         if fit.stopped:

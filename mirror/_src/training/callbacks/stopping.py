@@ -4,7 +4,7 @@ import math
 from typing import Any, Literal, TypeAlias, final
 
 from mirror._src.training.callbacks.callback import Callback
-from mirror._src.training.fit import Fit
+from mirror._src.training.fit import TrainingRun
 from mirror._src.utils.errors import describe
 from mirror._src.utils.modules import set_module
 
@@ -55,13 +55,13 @@ class EarlyStopping(Callback):
         self.best_epoch: int | None = None
         self._waited = 0
 
-    def on_fit_begin(self, fit: Fit) -> None:
+    def on_fit_begin(self, fit: TrainingRun) -> None:
         """A new training has no best value yet; one that goes on may have ended already."""
         if not fit.history.epochs:
             self._begin()
         self._stop_if_due(fit)
 
-    def on_epoch_end(self, fit: Fit, logs: dict[str, float]) -> None:
+    def on_epoch_end(self, fit: TrainingRun, logs: dict[str, float]) -> None:
         """Compares."""
         value = monitored(self, self._monitor, logs)
         if self._is_better(value):
@@ -75,7 +75,7 @@ class EarlyStopping(Callback):
             return False
         return self.best is None or self._sign * (self.best - value) > self._min_delta
 
-    def _stop_if_due(self, fit: Fit) -> None:
+    def _stop_if_due(self, fit: TrainingRun) -> None:
         if self._waited >= max(self._patience, 1):
             best = "" if self.best is None else f"; best {self.best:.4g}"
             epochs = "1 epoch" if self._waited == 1 else f"{self._waited} epochs"
@@ -114,7 +114,7 @@ class NaNGuard(Callback):
     def __init__(self, monitor: str | None = None) -> None:
         self._monitor = monitor
 
-    def on_metrics(self, fit: Fit, step: int, logs: dict[str, float]) -> None:
+    def on_metrics(self, fit: TrainingRun, step: int, logs: dict[str, float]) -> None:
         """Looks at a launch's metrics."""
         if self._monitor is not None:
             monitored(self, self._monitor, logs)

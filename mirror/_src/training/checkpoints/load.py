@@ -14,7 +14,7 @@ from mirror._src.training.checkpoints.messages import in_short, in_words
 from mirror._src.utils.errors import describe
 
 
-class Checkpoint(NamedTuple):
+class LoadedCheckpoint(NamedTuple):
     """What `load_checkpoint` read."""
 
     step: int
@@ -23,7 +23,9 @@ class Checkpoint(NamedTuple):
     metrics: dict[str, float]
 
 
-def load_checkpoint(directory: str | os.PathLike[str], step: int | str = "last") -> Checkpoint:
+def load_checkpoint(
+    directory: str | os.PathLike[str], step: int | str = "last"
+) -> LoadedCheckpoint:
     """Reads a checkpoint, all of it, into NumPy arrays; it needs no devices.
 
     Args:
@@ -47,7 +49,7 @@ def load_checkpoint(directory: str | os.PathLike[str], step: int | str = "last")
     with _readable(directory, step, found):
         about = layout.read_about(found[step])
         arrays = files.read_arrays(found[step] / "arrays", about["arrays"])
-    return Checkpoint(step, arrays, about["position"], about["metrics"])
+    return LoadedCheckpoint(step, arrays, about["position"], about["metrics"])
 
 
 def _found_to_load(directory: Path) -> dict[int, Path]:

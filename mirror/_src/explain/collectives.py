@@ -1,4 +1,4 @@
-"""The exchanges of a step, one by one: what travels, how often, and whose line it is."""
+"""The collectives of a step, one by one: what travels, how often, and whose line it is."""
 
 import math
 from collections.abc import Hashable, Iterator, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from mirror._src.program.collective_eqns import contains_exchange, in_word, is_exchange, op_of
+from mirror._src.program.collective_eqns import contains_collective, in_word, is_collective, op_of
 from mirror._src.program.evaluate import bind
 from mirror._src.program.flat import Operation, Packing, flatten, in_order
 from mirror._src.program.jaxprs import inner_programs, jaxpr_of
@@ -20,13 +20,13 @@ _LOOPS = frozenset({"scan", "while"})
 
 
 @dataclass(frozen=True)
-class ExchangeRow:
-    """One exchange of a step.
+class CollectiveRow:
+    """One collective of a step.
 
     Attributes:
         kind: `"all-reduce"`, `"all-gather"`, `"reduce-scatter"` in a sharded update, or JAX's name.
         op: `"sum"`, `"max"`, `"min"`. A mean is a sum that is divided afterwards; with a minimum or
-            maximum goes another exchange, of where there are NaNs.
+            maximum goes another collective, of where there are NaNs.
         num_leaves: how many arrays travel in it.
         num_bytes: what each replica brings, once.
         line: the user's line.
@@ -71,13 +71,13 @@ class ExchangeRow:
         return [atom.aval for eqn in self.eqns for atom in eqn.invars]
 
 
-def exchanges_of(
+def collectives_of(
     program: ClosedJaxpr | Jaxpr,
     pack_bytes: int,
     line: str | None = None,
     around: tuple[JaxprEqn, ...] = (),
     scattered: Sequence[JaxprEqn] = (),
-) -> Iterator[ExchangeRow]:
+) -> Iterator[CollectiveRow]:
     """The collectives of a program, in its order.
 
     Args:
@@ -93,21 +93,21 @@ def exchanges_of(
         key = Packing(pack_bytes).key_of(operation)
         return key and (key, id(operation.eqn) in slices)
 
-    flat = flatten([program], _holds_exchange)
+    flat = flatten([program], _holds_collective)
     numbers = {operation: i for i, operation in enumerate(flat.operations)}
     packs = in_order(flat.operations, key_of)
     for pack in sorted(packs, key=lambda pack: numbers[pack[0]]):
         within = (*around, *pack[0].around)
         eqns = tuple(operation.eqn for operation in pack)
-        if not is_exchange(eqns[0]):
+        if not is_collective(eqns[0]):
             for inner in inner_programs(eqns[0].params.values()):
-                if contains_exchange(jaxpr_of(inner)):
+                if contains_collective(jaxpr_of(inner)):
                     inside = (*within, eqns[0])
-                    yield from exchanges_of(inner, pack_bytes, line, inside)
+                    yield from collectives_of(inner, pack_bytes, line, inside)
             continue
         loops = [outer for outer in within if outer.primitive.name in _LOOPS]
         avals: list[Any] = [atom.aval for eqn in eqns for atom in eqn.invars]
-        yield ExchangeRow(
+        yield CollectiveRow(
             _SCATTER if id(eqns[0]) in slices else in_word(eqns[0].primitive.name),
             op_of(eqns[0].primitive.name),
             len(avals),
@@ -119,10 +119,12 @@ def exchanges_of(
         )
 
 
-def gathers_of(shards: Shards, num_replicas: int, pack_bytes: int, line: str) -> list[ExchangeRow]:
+def gathers_of(
+    shards: Shards, num_replicas: int, pack_bytes: int, line: str
+) -> list[CollectiveRow]:
     """The all-gathers of what a sharded update leaves whole."""
     return [
-        ExchangeRow(
+        CollectiveRow(
             in_word("all_gather"),
             "",
             len(pack),
@@ -133,8 +135,10 @@ def gathers_of(shards: Shards, num_replicas: int, pack_bytes: int, line: str) ->
     ]
 
 
-def _holds_exchange(eqn: JaxprEqn, _: object) -> bool:
-    return any(contains_exchange(jaxpr_of(inner)) for inner in inner_programs(eqn.params.values()))
+def _holds_collective(eqn: JaxprEqn, _: object) -> bool:
+    return any(
+        contains_collective(jaxpr_of(inner)) for inner in inner_programs(eqn.params.values())
+    )
 
 
 def num_bytes(aval: Any) -> int:
