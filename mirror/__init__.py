@@ -71,4 +71,4 @@ from mirror._version import __version__ as __version__
 
 
 def __dir__() -> list[str]:
-    return sorted(n for n in globals() if n.isidentifier() and not n.startswith("_"))
+    return sorted(name for name in globals() if not name.startswith("_"))

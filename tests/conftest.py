@@ -20,14 +20,14 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-jax.config.update("jax_platforms", "cpu")  # GPUs are for the processes of tests/test_gpu.py
+jax.config.update("jax_platforms", "cpu")  # GPUs are for the processes of tests/laws/test_gpu.py
 # Compiling is most of the work here. It ends with less of LLVM's optimization; what is compiled in
 # a process of its own, the demo, the soak test, the benchmarks, is compiled as users have it.
 jax.config.update("jax_disable_most_optimizations", True)
 
 import mirror  # noqa: E402
 from mirror._src.context.scopes import current_frame  # noqa: E402
-from tests.durations import SLOW_TESTS  # noqa: E402
+from tests.support.durations import SLOW_TESTS  # noqa: E402
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -6,8 +6,8 @@ from typing import Any, final
 
 import numpy as np
 
-from mirror._src.data.batches import HostBatch, host_batch, require_count
-from mirror._src.utils.errors import describe
+from mirror._src.data.batches import HostBatch, host_batch
+from mirror._src.utils.errors import describe, require_int
 from mirror._src.utils.modules import set_module
 from mirror._src.utils.types import PyTree
 
@@ -61,7 +61,7 @@ class ArrayDataset:
             ValueError: it is negative.
             TypeError: it is no int.
         """
-        require_count("epoch", epoch, 0)
+        require_int("epoch", epoch, 0)
         self._epoch = int(epoch)
 
     def peek(self, count: int = 1) -> list[PyTree]:
@@ -121,8 +121,8 @@ def from_arrays(
         TypeError: leaves that are no arrays of numbers, or a batch size or seed that is no int.
         ImportError: `shuffle` without Grain.
     """
-    require_count("batch_size", batch_size)
-    require_count("seed", seed, 0)
+    require_int("batch_size", batch_size)
+    require_int("seed", seed, 0)
     if seed > _MOST_SEED:
         raise ValueError(f"seed={seed} is more than 2**32 - 1. Pass 0 to {_MOST_SEED}.")
     rows = _whole(arrays)

@@ -80,19 +80,6 @@ def host_batch(root: str, tree: PyTree, advice: str = "", number: int = 0) -> Ho
     return HostBatch(number, names, leaves, treedef, sizes.pop())
 
 
-def require_count(name: str, value: Any, least: int = 1) -> None:
-    """Refuses an argument that is no number of something.
-
-    Raises:
-        ValueError: it is less than `least`.
-        TypeError: it is no int.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise TypeError(f"{name}={describe(value)} is no int. Pass how many, {least} or more.")
-    if value < least:
-        raise ValueError(f"{name}={value} is less than {least}. Pass how many, {least} or more.")
-
-
 def array_of(name: str, leaf: Any) -> Any:
     """A leaf as an array of numbers: JAX's own, or NumPy's of whatever it is.
 

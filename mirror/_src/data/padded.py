@@ -7,11 +7,11 @@ from typing import Any, NamedTuple, TypeAlias, final
 import jax
 import numpy as np
 
-from mirror._src.data.batches import HostBatch, host_batch, host_batches, require_count
+from mirror._src.data.batches import HostBatch, host_batch, host_batches
 from mirror._src.data.remainder import Remainder, is_kept, mask_of, padded, padded_size
 from mirror._src.data.source import DistributedDatasetBase, Source, shape_on_devices
 from mirror._src.devices.replicas import ReplicaDevices
-from mirror._src.utils.errors import describe
+from mirror._src.utils.errors import describe, require_int
 from mirror._src.utils.types import PyTree
 from mirror._src.values.per_replica import PerReplica
 
@@ -52,9 +52,9 @@ class PaddedDataset(DistributedDatasetBase):
         inspect: Inspect | None,
     ) -> None:
         super().__init__(source, replicas, prefetch)
-        require_count("multiple", multiple)
-        require_count("group", group)
-        require_count("skip", skip, 0)
+        require_int("multiple", multiple)
+        require_int("group", group)
+        require_int("skip", skip, 0)
         self._remainder = remainder
         self._divisor = len(replicas) * multiple
         self._group = group

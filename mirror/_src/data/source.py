@@ -8,10 +8,10 @@ from typing import Any, final
 import jax
 
 from mirror._src.data.arrays import ArrayDataset
-from mirror._src.data.batches import require_count
 from mirror._src.data.foreign import advice
 from mirror._src.data.prefetch import PrefetchIterator
 from mirror._src.devices.replicas import ReplicaDevices
+from mirror._src.utils.errors import require_int
 from mirror._src.utils.types import PyTree
 from mirror._src.values.per_replica import PerReplica, is_numeric, per_replica
 
@@ -84,7 +84,7 @@ class DistributedDatasetBase(abc.ABC):
     """A source whose batches are brought to the replicas, ahead of the loop."""
 
     def __init__(self, source: Source, replicas: ReplicaDevices, prefetch: int) -> None:
-        require_count("prefetch", prefetch, 0)
+        require_int("prefetch", prefetch, 0)
         self._source = source
         self._replicas = replicas
         self._prefetch = prefetch

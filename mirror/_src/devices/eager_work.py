@@ -2,8 +2,8 @@
 
 There is no public way to see the eager work of other threads. JAX calls one function after each
 compiled one, eager ops included: `jax._src.api._post_hook_state` (JAX 0.10 and 0.11), which its own
-search for NaN uses. `tests/test_soak.py` fails when it has gone. Delete this file with support for
-JAX 0.11.
+search for NaN uses. `tests/devices/test_launch.py` fails when it has gone. Delete this file with
+support for JAX 0.11.
 """
 
 import contextlib

@@ -130,7 +130,7 @@ def set_logical_device_configuration(
     >>> set_logical_device_configuration(cpu, [LogicalDeviceConfiguration()] * 3)  # too late
     Traceback (most recent call last):
         ...
-    RuntimeError: Virtual devices cannot be modified after being initialized. ...
+    RuntimeError: Virtual devices cannot be modified after being initialized: JAX's backend has ...
     """
     device = require_physical(device)
     parts = tuple(logical_devices) if isinstance(logical_devices, Iterable) else (None,)
@@ -304,7 +304,7 @@ def _require_limits(gpu: PhysicalDevice, limits: Sequence[float | None]) -> None
 def _require_not_started(what: str) -> None:
     if started():
         raise RuntimeError(
-            f"{what} cannot be modified after being initialized. {startup_cause()} Call "
+            f"{what} cannot be modified after being initialized: {startup_cause()} Call "
             "mirror.config before that line, right after the imports; in a notebook, restart the "
             "kernel first."
         )

@@ -2,7 +2,7 @@
 
 JAX has no public way to ask. But an option that must be set before the start refuses a new value
 after it (JAX 0.10.2 to 0.12.0.1), and events that are recorded while it compiles carry the caller's
-line on the stack. `tests/test_config.py` tells when one of the two no longer holds.
+line on the stack. `tests/devices/test_config.py` tells when one of the two no longer holds.
 """
 
 import contextlib

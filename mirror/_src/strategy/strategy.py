@@ -473,7 +473,7 @@ class Strategy(abc.ABC):
         >>> [(row.name, row.state) for row in report.results]
         [('result[0]', 'per-replica'), ('result[1]', 'mirrored')]
         """
-        require_cross_replica(self, "inspect", "Ask for it from outside.")
+        require_cross_replica(self, "program", "Ask for it from outside.")
         kwargs = {} if kwargs is None else kwargs
         require_call(fn, args, kwargs)
         return describe_program(self._runner, fn, args, kwargs)

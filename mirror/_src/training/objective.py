@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mirror._src.data.batches import require_count
-from mirror._src.utils.errors import describe
+from mirror._src.utils.errors import describe, require_int
 from mirror._src.utils.modules import set_module
 from mirror._src.utils.naming import name_of
 from mirror._src.utils.types import Array, PyTree
@@ -192,7 +191,7 @@ class Objective:
                 "scalar."
             )
         if num_classes is not None:
-            require_count("num_classes", num_classes)
+            require_int("num_classes", num_classes)
         self._loss_fn = loss_fn
         self._penalty = penalty
         self._sample_weight = sample_weight

@@ -3,10 +3,10 @@
 import copy
 from typing import Any
 
-from mirror._src.data.batches import require_count
 from mirror._src.training.history import History
 from mirror._src.training.meter import Meter
 from mirror._src.training.objective import Sums
+from mirror._src.utils.errors import require_int
 
 _NUMBERS = ("step", "epoch", "epoch_step", "passes", "samples")
 
@@ -91,10 +91,10 @@ def starting_position(
         TypeError: `epochs` or `initial_epoch` is no number.
         ValueError: it is below what it must be, or nothing would be trained.
     """
-    require_count("epochs", epochs)
+    require_int("epochs", epochs)
     position = copy.copy(position)
     if initial_epoch is not None:
-        require_count("initial_epoch", initial_epoch, least=0)
+        require_int("initial_epoch", initial_epoch, least=0)
         if initial_epoch >= epochs:
             raise ValueError(
                 f"initial_epoch={initial_epoch} with epochs={epochs}: nothing would be trained."

@@ -11,7 +11,6 @@ import optax
 from flax import nnx
 
 from mirror._src.checks.verify import VerifyReport
-from mirror._src.data.batches import require_count
 from mirror._src.data.distribute import DistributedDataset
 from mirror._src.strategy.mirrored import get_strategy
 from mirror._src.strategy.strategy import Strategy
@@ -30,7 +29,7 @@ from mirror._src.training.position import Position, starting_position
 from mirror._src.training.prediction import predictions
 from mirror._src.training.stream import Launch, Stream, length_of, whole_pass
 from mirror._src.utils import interrupts
-from mirror._src.utils.errors import describe
+from mirror._src.utils.errors import describe, require_int
 from mirror._src.utils.modules import set_module
 from mirror._src.utils.types import PyTree
 
@@ -130,8 +129,8 @@ class Trainer:
         self.strategy = get_strategy() if strategy is None else strategy
         self.model = model
         self.optimizer = make_optimizer(model, tx, wrt)
-        require_count("accumulate_steps", accumulate_steps)
-        require_count("steps_per_execution", steps_per_execution)
+        require_int("accumulate_steps", accumulate_steps)
+        require_int("steps_per_execution", steps_per_execution)
         self.accumulate_steps = int(accumulate_steps)
         self.steps_per_execution = int(steps_per_execution)
         self._objective = Objective(

@@ -63,6 +63,30 @@ def describe(leaf: Any) -> str:
     return f"{text:.60} ({type(leaf).__name__})"
 
 
+def expected(name: str, value: object, what: str, fix: str = "") -> str:
+    """Returns the message for an argument of the wrong type or value.
+
+    >>> expected("fn", 3, "callable", "Pass the step function: strategy.run(step, args).")
+    '`fn` must be callable, got 3 (int). Pass the step function: strategy.run(step, args).'
+    """
+    return f"`{name}` must be {what}, got {describe(value)}. {fix}".rstrip()
+
+
+def require_int(name: str, value: Any, least: int = 1, fix: str = "") -> None:
+    """Rejects an argument that is not an integer of at least `least`.
+
+    Raises:
+        ValueError: If it is less than `least`.
+        TypeError: If it is not an int, or is a bool.
+    """
+    wanted = {0: "a non-negative integer", 1: "a positive integer"}
+    what = wanted.get(least, f"an integer >= {least}")
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError(expected(name, value, what, fix))
+    if value < least:
+        raise ValueError(f"`{name}` must be {what}, got {value}. {fix}".rstrip())
+
+
 def bytes_in_words(count: float) -> str:
     """`1536` is `1.5 KiB`."""
     for unit in ("bytes", "KiB", "MiB"):

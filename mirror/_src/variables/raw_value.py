@@ -13,9 +13,9 @@ def _variable_setter() -> Callable[[nnx.Variable, Any], None]:
 
     `Variable.set_raw_value` checks the trace level twice and takes 2 us, which for 600 variables is
     the larger part of a step's overhead. `run` is outside every trace (`jax.set_mesh` refuses it
-    elsewhere), so the slot is written itself: a private name (flax 0.12.8 to 0.12.12), used where
-    it is there; `tests/test_steps.py::test_the_private_slot_of_variables_is_still_there` tells when
-    it has gone.
+    elsewhere), so the slot is written directly: a private name (flax 0.12.8 to 0.12.12), used if it
+    exists; `test_the_private_slot_of_variables_is_still_there` in `tests/run/test_runner.py` fails
+    when flax removes it.
     """
     return nnx.Variable.set_raw_value if slot is None else slot.__set__
 

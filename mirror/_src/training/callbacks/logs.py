@@ -29,7 +29,6 @@ class CSVLogger(Callback):
         ValueError: in `fit`, the file's columns are others than the metrics.
 
     >>> history = trainer.fit(data, epochs=2, callbacks=CSVLogger("log.csv"), progress=False)
-    >>> from pathlib import Path
     >>> print(Path("log.csv").read_text())
     epoch,loss
     1,...
@@ -109,7 +108,6 @@ class TensorBoard(Callback):
         ValueError: a negative `every_steps`.
 
     >>> history = trainer.fit(data, callbacks=TensorBoard("logs"), progress=False)
-    >>> from pathlib import Path
     >>> len(list(Path("logs").iterdir()))
     1
     """

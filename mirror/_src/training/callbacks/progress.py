@@ -25,7 +25,6 @@ class ProgressBar(Callback):
     Args:
         file: where to write; `None`: standard error, as it is when the training begins.
 
-    >>> import sys
     >>> history = trainer.fit(data, epochs=2, callbacks=ProgressBar(sys.stdout))
     epoch 1/2: loss ..., ... s
     epoch 2/2: loss ..., ... s

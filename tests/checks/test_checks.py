@@ -1,0 +1,296 @@
+"""`check_mirrored` and `verify`: what they find, and that they change nothing."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import mirror
+from mirror import PerReplica
+from mirror._src.checks.verify import relative_difference
+from tests.conftest import cpu_strategy
+from tests.support.messages import assert_message, raises
+from tests.support.models import MLP, LocalBatchNorm, batches, losses_of, nnx_step
+
+DTYPES = [
+    *("bool", "int4", "uint4", "int8", "uint8", "int16", "uint16", "int32", "uint32"),
+    *("float8_e4m3fn", "bfloat16", "float16", "float32", "complex64"),
+]
+WIDE = ["int64", "uint64", "float64", "complex128"]
+
+
+def with_one_bit_flipped(strategy, array, replica, byte):
+    """A mirrored array of which one replica's copy has one other bit."""
+    host = np.array(array)
+    copies = [host.copy() for _ in strategy.devices]
+    flat = copies[replica].reshape(-1).view(np.uint8)
+    flat[byte % flat.size] ^= 1
+    return mirrored(strategy, copies)
+
+
+def mirrored(strategy, copies):
+    shards = [jax.device_put(c, d) for c, d in zip(copies, strategy.devices, strict=True)]
+    sharding = strategy._replicas.mirrored
+    return jax.make_array_from_single_device_arrays(np.shape(copies[0]), sharding, shards)
+
+
+@pytest.mark.parametrize("n", [2, 3, 8])
+def test_one_flipped_bit_in_one_copy_is_found(n):
+    strategy = cpu_strategy(n)
+    arrays = {dtype: np.ones((5, 3), jnp.dtype(dtype)) for dtype in DTYPES}
+    same = {dtype: mirrored(strategy, [array] * n) for dtype, array in arrays.items()}
+    strategy.check_mirrored(same)
+    for dtype, replica in itertools.product(DTYPES, sorted({0, 1, n - 1})):
+        broken = with_one_bit_flipped(strategy, arrays[dtype], replica, byte=13 * replica)
+        values = [1, len(DTYPES)]
+        with raises(mirror.ReplicaDivergenceError, names=f"['{dtype}']", values=values):
+            strategy.check_mirrored({**same, dtype: broken})
+
+
+@pytest.mark.parametrize("dtype", WIDE)
+def test_one_flipped_bit_in_a_wide_copy_is_found(dtype):
+    with jax.enable_x64(True):
+        strategy = cpu_strategy(2)
+        array = np.ones(5, dtype)
+        strategy.check_mirrored(mirrored(strategy, [array] * 2))
+        for byte in (0, 7, array.nbytes - 1):
+            broken = with_one_bit_flipped(strategy, array, 1, byte)
+            assert broken.dtype == dtype
+            with raises(mirror.ReplicaDivergenceError, values=1, fix="local_results(x)"):
+                strategy.check_mirrored(broken)
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_prng_keys_are_compared(impl, two):
+    key = jax.random.key(0, impl=impl)
+    two.check_mirrored(two._replicas.mirror(key))
+    data = [np.asarray(jax.random.key_data(key)), np.asarray(jax.random.key_data(key))]
+    data[1] = data[1] + np.uint32(1)
+    with raises(mirror.ReplicaDivergenceError, names="['rng']", values=1):
+        two.check_mirrored({"rng": jax.random.wrap_key_data(mirrored(two, data), impl=impl)})
+
+
+def test_two_changes_that_cancel_in_a_sum_are_found(two):
+    first, second = np.arange(8, dtype=np.uint32), np.arange(8, dtype=np.uint32)
+    second[0], second[5] = first[5], first[0]
+    with pytest.raises(mirror.ReplicaDivergenceError):
+        two.check_mirrored(mirrored(two, [first, second]))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -0.0])
+def test_equal_bits_are_equal(value, two):
+    two.check_mirrored(mirrored(two, [np.full(3, value, np.float32)] * 2))
+
+
+def test_the_zeros_have_different_bits(two):
+    with pytest.raises(mirror.ReplicaDivergenceError):
+        two.check_mirrored(mirrored(two, [np.float32(0.0), np.float32(-0.0)]))
+
+
+@pytest.mark.parametrize("tree", [{}, None, {"x": np.ones(3), "n": 3, "s": "text"}])
+def test_host_values_have_one_copy(tree, strategy):
+    strategy.check_mirrored(tree)
+
+
+def test_models_are_checked_by_the_names_of_their_variables(eight):
+    with eight.scope():
+        model = MLP(rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    eight.check_mirrored((model, optimizer))
+    kernel = model.second.kernel
+    kernel.set_value(with_one_bit_flipped(eight, kernel[...], 7, 40))
+    with raises(mirror.ReplicaDivergenceError, names="[0].second.kernel", values=1):
+        eight.check_mirrored((model, optimizer))
+
+
+def test_many_differing_leaves_are_counted(two):
+    broken = with_one_bit_flipped(two, np.ones(2, np.float32), 1, 0)
+    names = ["[0]", "[11]"]
+    with raises(mirror.ReplicaDivergenceError, names=names, values=[14, 2]) as error:
+        two.check_mirrored([broken] * 14)
+    assert "[12]" not in str(error.value)
+
+
+def test_empty_arrays_and_scalars(strategy):
+    with strategy.scope():
+        strategy.check_mirrored([jnp.zeros((0, 3)), jnp.float32(1), jnp.zeros((0,), bool)])
+
+
+def test_what_cannot_be_checked_is_refused(two):
+    with raises(TypeError, names=["['x']", "PerReplica"], fix="check_mirrored"):
+        two.check_mirrored({"x": PerReplica([1.0, 2.0])})
+    with raises(ValueError, names="['y']", fix=["strategy.scope()", "strategy.run"]):
+        two.check_mirrored({"y": jnp.ones(3)})
+
+
+# verify
+
+
+def make_step(reduce):
+    """A training step whose gradients are reduced in this way."""
+
+    def step(model, optimizer, batch):
+        def loss_fn(model):
+            return losses_of(model(batch["image"]), batch["label"]).mean()
+
+        loss, grads = nnx.value_and_grad(loss_fn)(model)
+        optimizer.update(model, reduce(mirror.get_replica_context(), grads))
+        return mirror.get_replica_context().all_reduce("mean", loss)
+
+    return step
+
+
+def training(strategy, model_type=MLP):
+    with strategy.scope():
+        model = model_type(rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, optax.sgd(0.5), wrt=nnx.Param)
+    features = (12,)
+    (batch,) = strategy.distribute_dataset(batches(features, 1))
+    return model, optimizer, batch
+
+
+WRONG = {
+    "sum": lambda c, g: c.all_reduce("sum", g),
+    "scaled twice": lambda c, g: jax.tree.map(
+        lambda x: x / c.num_replicas_in_sync, c.all_reduce("mean", g)
+    ),
+    "max": lambda c, g: c.all_reduce("max", g),
+    "scaled once": lambda c, g: jax.tree.map(lambda x: x / 2, c.all_reduce("sum", g)),
+}
+
+
+def state_of(*objects):
+    return [
+        np.array(x)
+        for x in jax.tree.leaves(nnx.state(objects))
+        if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    ]
+
+
+@pytest.mark.parametrize("n", [1, 3, 8])
+def test_a_right_step_is_verified_and_nothing_changes(n):
+    strategy = cpu_strategy(n)
+    model, optimizer, batch = training(strategy)
+    before = state_of(model, optimizer)
+    report = strategy.verify(nnx_step, (model, optimizer, batch))
+    for now, then in zip(state_of(model, optimizer), before, strict=True):
+        np.testing.assert_array_equal(now, then)
+    assert report.num_replicas == strategy.num_replicas_in_sync
+    assert report.largest <= report.rtol == 1e-5
+    names = [row.name for row in report.rows]
+    assert names[0] == "result"
+    assert {"model.first.kernel", "model.second.bias", "optimizer.step"} <= set(names)
+    strategy.run(nnx_step, (model, optimizer, batch))
+    strategy.check_mirrored((model, optimizer))
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrongly_reduced_gradient_is_found_and_nothing_changes(name):
+    strategy = cpu_strategy(3)
+    model, optimizer, batch = training(strategy)
+    before = state_of(model, optimizer)
+    names, fix = ["rtol", "model.first.kernel"], ["sum", "mean"]
+    with raises(mirror.ReplicaMismatchError, names=names, values=[3, "1e-05"], fix=fix) as caught:
+        strategy.verify(make_step(WRONG[name]), (model, optimizer, batch))
+    assert "\n  result" not in str(caught.value)
+    for now, then in zip(state_of(model, optimizer), before, strict=True):
+        np.testing.assert_array_equal(now, then)
+
+
+def test_a_forgotten_reduction_is_found(two):
+    names = ["step", "model.first.kernel"]
+    with raises(mirror.ReplicaDivergenceError, names=names, fix="all_reduce"):
+        two.verify(make_step(lambda c, g: g), training(two))
+
+
+def test_local_batch_statistics_are_found(two):
+    fix = "axis_name=mirror.REPLICA_AXIS"
+    with raises(mirror.ReplicaMismatchError, names="model.norm.var", fix=fix):
+        two.verify(nnx_step, training(two, LocalBatchNorm))
+
+
+def test_the_tolerance_is_the_callers(two):
+    def step(x):
+        context = mirror.get_replica_context()
+        return context.all_reduce("mean", x.mean()) * (1 + 1e-3 * context.num_replicas_in_sync)
+
+    x = PerReplica([np.ones(4, np.float32)] * 2)
+    assert two.verify(step, (x,), rtol=1e-2).largest == pytest.approx(1e-3, rel=1e-2)
+    values = [0.0001, "1.0e-03"]
+    with raises(mirror.ReplicaMismatchError, names=["rtol", "result"], values=values):
+        two.verify(step, (x,), rtol=1e-4)
+
+
+def test_a_per_replica_result_is_compared_where_it_has_rows(two):
+    def step(x):
+        return {"rows": 2 * x, "own": x.sum()}
+
+    report = two.verify(step, (PerReplica([np.arange(3.0), np.arange(3.0)]),))
+    rows = {row.name: row for row in report.rows}
+    assert rows["result['rows']"].compared
+    assert not rows["result['own']"].compared
+    heading, first, second = str(report).splitlines()
+    assert_message(heading, values=[2, "1e-05"])
+    assert_message(first, names="result['own']")
+    assert "0.0e+00" not in first
+    assert_message(second, names="result['rows']", values="0.0e+00")
+    assert first.index("result") == second.index("result"), "the columns are not aligned"
+
+
+def test_rows_that_depend_on_the_whole_batch_are_found(two):
+    x = PerReplica([np.arange(3.0), np.arange(3.0, 6)])
+    with raises(mirror.ReplicaMismatchError, names=["rtol", "result"], values=[2, "1e-05"]):
+        two.verify(lambda x: x - x.mean(), (x,))
+
+
+def test_a_step_may_ask_for_its_strategy(two):
+    def step(x):
+        context = mirror.get_replica_context()
+        n = mirror.get_strategy().num_replicas_in_sync
+        assert context.strategy is mirror.get_strategy()
+        return context.all_reduce("sum", x.mean()) / n
+
+    assert two.verify(step, (PerReplica([np.ones(2)] * 2),)).largest == 0.0
+
+
+def test_objects_may_stand_anywhere(two):
+    model, optimizer, batch = training(two)
+
+    def step(state, *, batch):
+        return nnx_step(state["model"], state["optimizer"], batch)
+
+    report = two.verify(step, ({"model": model, "optimizer": optimizer},), {"batch": batch})
+    assert "state['model'].first.bias" in {row.name for row in report.rows}
+
+
+def test_a_batch_without_rows_is_refused(two):
+    with raises(ValueError, values="PerReplica(1., 2.)"):
+        two.verify(lambda x: x, (PerReplica([1.0, 2.0]),))
+
+
+DIFFERENCES = [
+    ([1.0, 2.0], [1.0, 2.0], 0.0),
+    ([1.0, 2.2], [1.0, 2.0], 0.1),
+    ([np.nan, 2.0], [np.nan, 2.0], 0.0),
+    ([np.nan, 2.0], [1.0, 2.0], np.inf),
+    ([np.inf, 2.0], [np.inf, 2.0], 0.0),
+    ([np.inf, 2.0], [1.0, 2.0], np.inf),
+    ([1.0], [1.0, 2.0], np.inf),
+    ([], [], 0.0),
+    ([0.0], [-0.0], 0.0),
+    ([0.0, 0.0], [0.0, 0.0], 0.0),
+    ([1 + 1j], [1 + 1j], 0.0),
+    ([3], [4], np.inf),
+    ([True], [True], 0.0),
+]
+
+
+@pytest.mark.parametrize(("a", "b", "wanted"), DIFFERENCES)
+def test_relative_difference(a, b, wanted):
+    a, b = np.asarray(a), np.asarray(b)
+    assert relative_difference(a, b) == pytest.approx(wanted)
+    assert isinstance(relative_difference(a, b), float)

@@ -1,0 +1,440 @@
+"""`mirror bench`: what is measured, what is said of it, and what is refused."""
+
+import functools
+import itertools
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import types
+
+import jax
+import numpy as np
+import pytest
+
+import mirror
+from mirror._src.cli import main as cli
+from mirror._src.cli.bench import command, measure
+from mirror._src.cli.bench.measure import Contender
+from mirror._src.cli.bench.named import make_named
+from mirror._src.cli.bench.scaling import Row, Scaling, quartiles
+from mirror._src.cli.bench.workload import RepeatedBatches, WorkloadError, workload_of
+from mirror._src.cli.demo.options import OptionError
+from tests.conftest import cpu_strategy
+from tests.support import fresh
+from tests.support.messages import assert_message, raises
+
+OWN = """
+import jax, mirror, numpy as np, optax
+from flax import nnx
+
+BATCH = {"x": np.ones((8, 3), np.float32)}
+
+def step(model, batch):
+    loss, grads = nnx.value_and_grad(lambda m, b: (m(b["x"]) ** 2).mean())(model, batch)
+    grads, loss = mirror.get_replica_context().all_reduce("mean", (grads, loss))
+    model.kernel[...] -= 0.1 * grads["kernel"][...]
+    return loss
+
+def model():
+    return nnx.Linear(3, 2, kernel_init=nnx.initializers.ones, rngs=nnx.Rngs(0))
+
+def bench(strategy):
+    return step, (model(),), [BATCH]
+
+def training(strategy):
+    loss_fn = lambda model, batch: (model(batch["x"]) ** 2).sum(-1)
+    return mirror.Trainer(model(), optax.sgd(0.1), loss_fn), [BATCH]
+
+def distributed(strategy):
+    return step, (model(),), strategy.distribute_dataset([BATCH])
+
+def each(strategy):
+    rows = np.ones((strategy.num_replicas_in_sync, 4, 3), np.float32)
+    return lambda x: x.sum(), (mirror.PerReplica.from_stacked(rows),)
+
+def alike(strategy):
+    return lambda x: x + 1, [np.ones(3)]
+
+def silent(strategy):
+    return lambda x: None, (np.ones(3),)
+
+def broken(strategy):
+    raise KeyError("weights")
+
+def breaks(strategy):
+    return lambda x: 1 / 0, (np.ones(3),)
+
+def nothing(strategy):
+    pass
+
+def bare(strategy):
+    return step, 3
+
+number = 3
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """A file with steps of a user's."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    file = tmp_path / "train.py"
+    file.write_text(OWN)
+    yield str(file)
+    for name in ("mirror_bench_train", "train"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def unexplained(monkeypatch):
+    """Where the time goes is tested elsewhere, and takes some."""
+    found = types.SimpleNamespace(bound="compute", verdict="compute-bound: good.", memory=None)
+    monkeypatch.setattr(mirror.Strategy, "explain", lambda *args, **kwargs: found)
+
+
+def interrupted() -> tuple[int, str, list[str]]:
+    """A run in a new process, which Ctrl-C ends: status, output, and what was said meanwhile."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = pathlib.Path(folder, "train.py")
+        file.write_text(OWN)
+        return _interrupted(f"{file}:bench")
+
+
+def _interrupted(step: str) -> tuple[int, str, list[str]]:
+    with subprocess.Popen(
+        [sys.executable, "-u", "-m", "mirror._src.cli.main", "bench", step, "--steps", "1000000"],
+        cwd=fresh.ROOT,
+        env={**fresh.INHERITED, "JAX_PLATFORMS": "cpu"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr is not None
+        said = []
+        while not any(map(_compiles_for_four, said)):
+            said.append(process.stderr.readline())
+        said.append(process.stderr.readline())  # that it measures now
+        process.send_signal(signal.SIGINT)
+        output, rest = process.communicate(timeout=120)
+    return process.returncode, output, [*said, *rest.splitlines(keepends=True)]
+
+
+def _compiles_for_four(line: str) -> bool:
+    return "train.py:bench" in line and re.search(r"\b4\b", line) is not None
+
+
+AHEAD = {"interrupted": interrupted}
+
+
+def bench(*options: str) -> int:
+    return cli.main(["bench", *options])
+
+
+def test_without_a_gpu_host_devices_are_forced_and_ctrl_c_ends_it_cleanly(ahead):
+    status, output, said = ahead[__name__]["interrupted"].result()
+    assert (status, output) == (130, "")
+    assert any(map(_compiles_for_four, said))
+    assert_message(said[-1], fix="Interrupted")
+    assert "Traceback" not in "".join(said)
+
+
+def test_a_users_step_is_measured_explained_and_drawn(own, capsys, tmp_path):
+    picture = tmp_path / "scaling.png"
+    assert bench(f"{own}:bench", "--devices", "2,1,2", "--steps", "3", "--plot", str(picture)) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    heading, table, notes, memory = capsys.readouterr().out.strip().split("\n\n")
+    assert_message(heading, names=[f"{own}:bench", "strong"], values=[8, 3])
+    rows = [re.split(r"  +", line) for line in table.splitlines()]
+    assert {len(row) for row in rows} == {7}
+    assert [row[0] for row in rows[1:]] == ["1", "2"]
+    assert rows[1][4:6] == ["1.00", "100%"]
+    assert all(row[6].endswith("-bound") for row in rows[1:])
+    verdict, cores = notes.splitlines()
+    assert_message(verdict, values=2)
+    assert_message(cores, values=os.cpu_count())
+    title, columns, *rows = [re.split(r"  +", line) for line in memory.splitlines()]
+    assert_message(" ".join(title), fix="bytes")
+    assert columns[:2] == ["devices", "parameters"]
+    assert [row[:2] for row in rows] == [["1", "32 bytes"], ["2", "32 bytes"]]
+    assert [row[columns.index("batch")] for row in rows] == ["96 bytes", "48 bytes"]
+
+
+@pytest.mark.parametrize(("name", "weak", "counts"), [("mlp", False, [1, 2]), ("cnn", True, [2])])
+def test_named_steps_are_measured(name, weak, counts, unexplained, capsys):
+    options = [
+        "--devices",
+        ",".join(map(str, counts)),
+        "--steps",
+        "2",
+        "--batch-size",
+        "8",
+        "--json",
+    ]
+    assert bench(name, *options, *(["--weak"] if weak else [])) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["step"] == name
+    assert found["scaling"] == ("weak" if weak else "strong")
+    assert [len(row["devices"]) for row in found["rows"]] == counts
+    assert [row["num_examples"] for row in found["rows"]] == [
+        8 * (n if weak else 1) for n in counts
+    ]
+    for row in found["rows"]:
+        low, high = row["ms_quartiles"]
+        assert 0 < low <= row["ms"] <= high
+        assert row["examples_per_sec"] == pytest.approx(row["num_examples"] / row["ms"] * 1e3)
+        assert row["efficiency"] == pytest.approx(row["speedup"] / len(row["devices"]) * counts[0])
+        assert row["verdict"] == "compute-bound: good."
+
+
+def test_named_steps_train_as_on_one_device(two):
+    assert two.verify(*make_named("mlp", two, 8)).largest <= 1e-5  # cnn: `mirror doctor` does it
+
+
+@pytest.mark.parametrize("name", ["bench", "each"])
+def test_with_weak_each_device_has_the_same_batch(name, own, unexplained, capsys):
+    assert bench(f"{own}:{name}", "--devices", "1,4", "--steps", "1", "--weak", "--json") == 0
+    sizes = [row["num_examples"] for row in json.loads(capsys.readouterr().out)["rows"]]
+    assert sizes[1] == 4 * sizes[0] > 0
+
+
+def test_a_batch_is_repeated_as_often_as_it_is_asked_for():
+    data = RepeatedBatches([{"x": np.arange(2)}, {"x": np.arange(3)}], 2)
+    for _ in range(2):
+        assert [list(batch["x"]) for batch in data] == [[0, 1, 0, 1], [0, 1, 2, 0, 1, 2]]
+
+
+def test_a_step_without_a_batch_is_measured_in_time_alone(own, unexplained, capsys):
+    assert bench(f"{own}:alike", "--devices", "2", "--steps", "1") == 0
+    heading, table, _ = capsys.readouterr().out.split("\n\n")
+    assert_message(heading, names=[f"{own}:alike", "strong"], values=1, fix="batch")
+    assert_message(table.splitlines()[0], values=2)  # against which count of devices
+    assert re.split(r"  +", table.splitlines()[1])[3] == "unknown"
+
+
+def test_a_trainer_is_measured(own, unexplained, capsys):
+    assert bench(f"{own}:training", "--devices", "2", "--steps", "1", "--weak") == 0
+    heading, *_ = capsys.readouterr().out.split("\n\n")
+    assert_message(heading, names=[f"{own}:training", "weak"], values=8)
+
+
+def test_a_module_of_this_folder_is_found(own, unexplained, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert bench("train:distributed", "--devices", "2", "--steps", "1") == 0
+
+
+def test_without_devices_it_takes_powers_of_two_and_all_gpus(monkeypatch):
+    devices = tuple(jax.devices("cpu"))
+    assert command._devices(None) == (devices, (1, 2, 4))
+    monkeypatch.setattr(command.backend, "type_of", lambda device: "GPU")
+    assert command._devices(None) == (devices, (1, 2, 4, 8))
+    monkeypatch.setattr(command.backend, "default_devices", lambda: devices[:6])
+    assert command._devices(None) == (devices[:6], (1, 2, 4, 6))
+
+
+def test_devices_that_are_not_there_are_named(monkeypatch):
+    found = [8, "CPU"]
+    with raises(OptionError, names="--devices 1,9", values=found, fix="JAX_NUM_CPU_DEVICES=8"):
+        command._devices((1, 9))
+    monkeypatch.setattr(command.backend, "type_of", lambda device: "GPU")
+    with raises(OptionError, names="--devices 9", values=[8, "GPU"], fix="JAX_PLATFORMS=cpu"):
+        command._devices((9,))
+
+
+REFUSED = {
+    "no step": (["mpl"], {"names": "'mpl'", "fix": ["mlp", "cnn", "module:function"]}),
+    "no module": (["no_such_module:f"], {"names": "no_such_module", "fix": "module:function"}),
+    "no file": (["no_such.py:f"], {"names": "no_such.py", "fix": "path/to/file.py:function"}),
+    "no function": (
+        [":other"],
+        {"names": ["other", "step", "model", "bench"], "fix": "(step, args)"},
+    ),
+    "no callable": ([":number"], {"names": "number", "fix": "(step, args)"}),
+    "nothing": (
+        [":nothing"],
+        {
+            "names": ":nothing",
+            "values": ["None", "NoneType"],
+            "fix": ["(step, args)", "(step, args, data)"],
+        },
+    ),
+    "no arguments": (
+        [":bare"],
+        {"names": ":bare", "values": [3, "int"], "fix": "(model, optimizer)"},
+    ),
+    "silent": ([":silent"], {"fix": "loss"}),
+    "batch size": (
+        [":bench", "--batch-size", "4"],
+        {"names": ["--batch-size", ":bench"], "values": 4, "fix": ["mlp", "cnn"]},
+    ),
+    "odd": (
+        ["mlp", "--devices", "3", "--batch-size", "4"],
+        {"values": [4, 3], "fix": ["--batch-size 6", "--weak"]},
+    ),
+    "other batch": ([":each", "--devices", "1,2"], {"values": [4, 1, 8, 2], "fix": "--weak"}),
+    "no batch": ([":alike", "--weak"], {"names": "--weak", "fix": "(step, args, data)"}),
+    "cut up": (
+        [":distributed", "--weak", "--devices", "1,2"],
+        {"values": [8, 1, 4, 2], "fix": ["(step, args, data)", "strategy.num_replicas_in_sync"]},
+    ),
+    "picture": (
+        ["mlp", "--plot", "a.xyz"],
+        {"names": ["--plot", "'a.xyz'"], "fix": "--plot a.png"},
+    ),
+    "too many": (["mlp", "--devices", "9"], {"names": "--devices", "values": [9, 8, "CPU"]}),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_measured_is_refused(case, own, unexplained, capsys):
+    (step, *options), wanted = REFUSED[case]
+    step = own + step if step.startswith(":") else step
+    assert bench(step, *options) == 2
+    said = capsys.readouterr().err
+    _, found, message = said.partition("mirror bench: error: ")
+    assert found
+    assert_message(message, **wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "error"), [("broken", "KeyError"), ("breaks", "ZeroDivisionError")]
+)
+def test_a_step_that_fails_is_exit_status_1_with_its_traceback(name, error, own, capsys):
+    assert bench(f"{own}:{name}", "--devices", "1") == 1
+    said = capsys.readouterr().err
+    assert "Traceback" in said
+    assert_message(said.splitlines()[-1], names=[f"{own}:{name}", error])
+
+
+def test_a_module_that_lacks_something_is_the_users_error(own, tmp_path, capsys):
+    (tmp_path / "train.py").write_text("import no_such_package")
+    assert bench(f"{own}:bench") == 1
+    assert "ModuleNotFoundError: No module named 'no_such_package'" in capsys.readouterr().err
+    sys.path.insert(0, str(tmp_path))
+    with pytest.raises(ModuleNotFoundError, match="no_such_package"):
+        workload_of("train:bench", None, False)
+
+
+def test_without_matplotlib_nothing_is_measured(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert bench("--plot", "a.png") == 2
+    assert 'pip install "mirror-jax[train]"' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("devices", "wrong"), [("0", "0"), ("1,", ""), ("two", "two"), ("1;2", "1;2")]
+)
+def test_bad_counts_are_named(devices, wrong, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        bench("--devices", devices)
+    message = capsys.readouterr().err.partition("error: ")[2]
+    assert_message(message, names="--devices", values=[repr(wrong), 1])
+
+
+def test_help_says_the_exit_statuses_and_shows_a_step_that_works(capsys, tmp_path, monkeypatch):
+    with pytest.raises(SystemExit, match="0"):
+        bench("--help")
+    said = capsys.readouterr().out
+    assert re.findall(r"^  (\d+) +\w", said, re.MULTILINE) == ["0", "1", "2", "130"]
+    _, _, after = said.partition("  # train.py\n")
+    lines = after.splitlines(keepends=True)
+    example = "".join(itertools.takewhile(lambda x: x.startswith("  ") or x.isspace(), lines))
+    before = """
+        import jax.numpy as jnp, mirror, numpy as np, optax
+        from flax import nnx
+        x = y = np.ones((256, 2), np.float32)
+        Net = lambda rngs: nnx.Linear(2, 2, kernel_init=nnx.initializers.ones, rngs=rngs)
+        loss_fn = lambda model, batch: ((model(batch["x"]) - batch["y"]) ** 2).mean()
+    """
+    file = tmp_path / "example.py"
+    file.write_text(textwrap.dedent(before) + textwrap.dedent(example))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    contender = Contender(two := cpu_strategy(2), workload_of(f"{file}:bench", None, False)(two))
+    contender.warm_up()
+    assert contender.sizes == (128, 128)
+    sys.modules.pop("mirror_bench_example")
+
+
+class Turns:
+    """Stands in for a contender: notes its turns."""
+
+    sizes = (4,)
+
+    def __init__(self, count: int, log: list[tuple[int, int]]) -> None:
+        self.strategy = types.SimpleNamespace(devices=jax.devices("cpu")[:count])
+        self._count, self._log = count, log
+
+    def turn(self, steps: int) -> float:
+        self._log.append((self._count, steps))
+        return 1.0 / self._count
+
+    def row(self, secs: list[float]) -> Row:
+        return row(self._count, 4, *secs)
+
+
+def test_all_counts_take_their_turn_in_each_round():
+    log: list[tuple[int, int]] = []
+    turns = functools.partial(Turns, log=log)
+    found = measure.measure("it", list(map(turns, (1, 2, 4))), 25, False)
+    assert found.steps == 27
+    assert len(log) == 3 * 9
+    rounds = [[n for n, _ in log[i : i + 3]] for i in range(0, len(log), 3)]
+    assert rounds[:3] == [[1, 2, 4], [4, 2, 1], [1, 2, 4]]
+    assert {steps for _, steps in log} == {3}
+
+
+def row(count: int, examples: int | None, *secs: float) -> Row:
+    names = tuple(f"/device:CPU:{i}" for i in range(count))
+    return Row(names, examples, secs, "compute", "compute-bound: good.")
+
+
+SPEEDUPS = {
+    "strong": ([(1, 8, 0.03), (4, 8, 0.01)], 3.0, 0.75),
+    "weak": ([(1, 8, 0.03), (4, 32, 0.03)], 4.0, 1.0),
+    "without examples": ([(1, None, 0.03), (2, None, 0.02)], 1.5, 0.75),
+    "against two": ([(2, 8, 0.03), (4, 8, 0.015)], 2.0, 1.0),
+    "within each round": ([(1, 8, 0.01, 0.1, 1), (2, 8, 0.005, 0.05, 5)], 2.0, 1.0),
+}
+
+
+@pytest.mark.parametrize("case", SPEEDUPS)
+def test_speed_up_is_work_done_in_a_second(case):
+    rows, speedup, efficiency = SPEEDUPS[case]
+    found = Scaling("it", case == "weak", 1, False, tuple(row(*cells) for cells in rows))
+    assert found.speedup(found.rows[-1]) == pytest.approx(speedup)
+    assert found.efficiency(found.rows[-1]) == pytest.approx(efficiency)
+    assert found.speedup(found.rows[0]) == 1
+    assert len(found.notes) == 1
+
+
+@pytest.mark.parametrize(("weak", "kind", "size"), [(False, "strong", 8), (True, "weak", 4)])
+def test_the_heading_says_whose_batch_it_is(weak, kind, size):
+    heading = Scaling("it", weak, 1, False, (row(2, 8, 0.1),)).heading
+    assert_message(heading, names=["it", kind], values=size)
+
+
+def test_the_picture_holds_what_was_measured_and_the_ideal():
+    rows = (row(1, 8, 0.03, 0.03), row(2, 8, 0.02, 0.02), row(4, 8, 0.01, 0.01))
+    axes = Scaling("it", False, 1, True, rows).plot().axes[0]
+    ideal, measured = (list(line.get_ydata()) for line in axes.lines[:2])
+    assert ideal == [1, 2, 4]
+    assert measured == pytest.approx([1, 1.5, 3])
+    assert list(axes.get_xticks()) == [1, 2, 4]
+
+
+def test_one_value_has_no_spread():
+    assert quartiles([3.0]) == (3.0, 3.0)
+
+
+def test_different_work_is_not_compared():
+    contenders = [Turns(1, []), Turns(2, [])]
+    contenders[1].sizes = (4, 4)
+    with raises(WorkloadError, values=[4, 1, 8, 2], fix="--weak"):
+        measure.measure("it", contenders, 1, False)
+    measure.measure("it", contenders, 1, True)

@@ -1,0 +1,249 @@
+"""`mirror demo` as a user runs it: in a process of its own."""
+
+import json
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+
+import pytest
+
+import mirror
+from mirror._src.cli import main as cli
+from mirror._src.cli.demo import run  # here, since scikit-learn sets environment variables
+from mirror._src.utils import interrupts
+from tests.support import fresh
+from tests.support.messages import assert_message
+
+TIMEOUT_SECS = 240
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**fresh.INHERITED, "JAX_PLATFORMS": "cpu", **more}
+
+
+def demo(*options: str, **variables: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "mirror._src.cli.main", "demo", *options],
+        cwd=fresh.ROOT,
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECS,
+    )
+
+
+def accuracy(output: str) -> float:
+    found = re.search(r"accuracy: (\d+\.\d)% \((\d+)\D+360\)", output)
+    assert found, output
+    percent, correct = float(found[1]), int(found[2])
+    assert percent == round(100 * correct / 360, 1)
+    return percent
+
+
+def assert_passed(output: str, num_replicas: int) -> None:
+    """Checks the first line, and the two that say whether a check has passed."""
+    assert_message(output.splitlines()[0], names="MirroredStrategy", values=num_replicas)
+    assert re.findall(r": (yes|no)\b", output) == ["yes", "yes"]
+
+
+def with_curves() -> tuple[subprocess.CompletedProcess, bytes]:
+    """A run that draws, and what it has drawn."""
+    with tempfile.TemporaryDirectory() as folder:
+        picture = pathlib.Path(folder, "curves.png")
+        done = demo("--plot", str(picture))
+        return done, picture.read_bytes() if picture.exists() else b""
+
+
+def interrupted() -> tuple[int, str]:
+    """The exit status and the standard error of a run that Ctrl-C ends."""
+    with subprocess.Popen(
+        [sys.executable, "-u", "-m", "mirror._src.cli.main", "demo", "--epochs", "1000"],
+        cwd=fresh.ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=TIMEOUT_SECS)
+    return process.returncode, errors
+
+
+ODD = ["--batch-size", "50", "--epochs", "2"]
+AHEAD = {
+    "digits": with_curves,
+    "linen": lambda: demo("--api", "linen", "--devices", "1", "--replicas-per-device", "3", *ODD),
+    "plain": lambda: demo("--api", "plain", "--trainer", "loop", *ODD, JAX_NUM_CPU_DEVICES="3"),
+    "interrupted": interrupted,
+}
+
+
+def test_it_learns_the_digits_in_step_and_draws_the_curves(ahead):
+    done, curves = ahead[__name__]["digits"].result()
+    assert done.returncode == 0, done.stderr
+    assert_passed(done.stdout, 4)
+    assert accuracy(done.stdout) >= 97
+    assert re.search(r"epoch 15/15: loss 0\.0\d+, accuracy \d", done.stderr)
+    assert "Warning" not in done.stderr
+    assert curves.startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("api", ["linen", "plain"])
+def test_every_api_trains_with_batches_that_do_not_divide(ahead, api):
+    done = ahead[__name__][api].result()
+    assert done.returncode == 0, done.stderr
+    assert_passed(done.stdout, 3)
+    assert accuracy(done.stdout) >= 90
+
+
+def test_ctrl_c_ends_it_cleanly(ahead):
+    status, errors = ahead[__name__]["interrupted"].result()
+    assert status == 130
+    assert_message(errors.splitlines()[-1], fix="Interrupted")
+    assert "Traceback" not in errors
+
+
+def test_ctrl_c_waits_for_a_place_where_it_is_safe_to_stop():
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(KeyboardInterrupt), interrupts.DeferredInterrupts():  # noqa: PT012  at the end
+            interrupts.check()
+            signal.raise_signal(signal.SIGINT)
+            with pytest.raises(KeyboardInterrupt):
+                interrupts.check()
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a second one
+        assert signal.getsignal(signal.SIGINT) is before
+        interrupts.check()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_an_alarm_leaves_ctrl_c_as_it_was():
+    """Its handler may raise anywhere, between entering and leaving too."""
+
+    class AlarmError(Exception):
+        pass
+
+    def on_alarm(number, frame):
+        raise AlarmError
+
+    before = signal.signal(signal.SIGALRM, on_alarm)
+    try:
+        for i in range(600):
+            with pytest.raises(AlarmError):  # noqa: PT012 (the loop is what is interrupted)
+                signal.setitimer(signal.ITIMER_REAL, (10 + i % 60) * 1e-6)
+                while True:
+                    with interrupts.DeferredInterrupts():
+                        pass
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+            interrupts.check()
+            with interrupts.DeferredInterrupts():
+                assert signal.getsignal(signal.SIGINT) is interrupts._note
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_devices_that_the_user_forced_stay_as_they_are(monkeypatch, capsys):
+    wanted = {"names": "--devices", "values": [99, 8], "fix": "JAX_NUM_CPU_DEVICES=8"}
+    assert cli.main(["demo", "--devices", "99"]) == 2
+    assert_message(capsys.readouterr().err, **wanted)
+    flag = "--xla_force_host_platform_device_count=8"
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_some_other=1 {flag}")
+    assert cli.main(["demo", "--devices", "99"]) == 2
+    assert_message(capsys.readouterr().err, **wanted)  # it wins in JAX too
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "wanted"),
+    [
+        ("--devices", "0", ["'0'", 1]),
+        ("--epochs", "some", ["'some'", 1]),
+        ("--seed", "-1", ["'-1'", 0, 2**32 - 1]),
+        ("--api", "haiku", ["'haiku'"]),
+    ],
+)
+def test_bad_options_are_named(option, value, wanted, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["demo", option, value])
+    message = capsys.readouterr().err.partition("error: ")[2]
+    assert_message(message, names=option, values=wanted)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "wanted"),
+    [
+        ("--devices", "99", {"values": [99, 8, "CPU"]}),
+        (
+            *("--plot", "curves.xyz"),
+            {"values": ["'curves.xyz'", "avif", "eps"], "fix": "--plot curves.png"},
+        ),
+        ("--plot", "/no/such/folder/curves.png", {"values": "/no/such/folder"}),
+        ("--plot", "tests.png", {"values": "tests.png"}),
+    ],
+)
+def test_what_cannot_be_done_is_said_before_training(
+    option, value, wanted, capsys, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tests.png").mkdir()
+    assert cli.main(["demo", option, value]) == 2
+    message = capsys.readouterr().err.partition("error: ")[2]
+    assert_message(message, names=f"{option} {value}", **wanted)
+
+
+def test_missing_packages_are_named_with_the_line_that_installs_them(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    for name in ("run", "data", "loop", "models", "plot"):
+        monkeypatch.delitem(sys.modules, f"mirror._src.cli.demo.{name}", raising=False)
+    assert cli.main(["demo"]) == 2
+    errors = capsys.readouterr().err
+    assert_message(errors, names="sklearn", fix='pip install "mirror-jax[demo]"')
+
+
+def test_failed_checks_are_said_and_are_the_exit_status(monkeypatch, capsys):
+    def diverged(*args, **kwargs):
+        raise mirror.ReplicaDivergenceError("model.kernel differs")
+
+    def mismatched(*args, **kwargs):
+        raise mirror.ReplicaMismatchError("model.bias is off")
+
+    monkeypatch.setattr(mirror.Strategy, "check_mirrored", diverged)
+    monkeypatch.setattr(mirror.Strategy, "verify", mismatched)
+    assert cli.main(["demo", "--epochs", "1", "--devices", "1", "--json"]) == 1
+    output = capsys.readouterr()
+    assert ": no\nmodel.kernel differs" in output.err
+    assert ": no\nmodel.bias is off" in output.err
+    found = json.loads(output.out)  # and nothing else
+    assert found["devices"] == ["/device:CPU:0"]
+    assert (found["passed"], found["replicas_equal"]) == (False, False)
+    assert found["same_step_as_one_device"] == {"same": False, "largest": None, "rtol": None}
+    assert found["history"]["metrics"]["val_accuracy"] == [found["test_accuracy"]]
+
+
+@pytest.mark.parametrize("equal", [True, False])
+@pytest.mark.parametrize("same", [True, False])
+def test_it_passes_where_both_checks_do(equal, same):
+    verified = run.StepCheck(same, 1e-7, 1e-5)
+    outcome = run.Outcome(("/device:CPU:0",), 0.98, 3.0, mirror.History(), equal, verified)
+    assert outcome.passed == outcome.to_dict()["passed"] == (equal and same)
+
+
+def test_the_version_is_told(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"mirror {mirror.__version__}\n"
+
+
+def test_importing_mirror_imports_no_demo():
+    code = "import mirror, sys; print([m for m in sys.modules if '_src.cli' in m])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[]\n"

@@ -1,0 +1,248 @@
+"""Collectives by hand: all executors and layouts agree with NumPy, in every form and dtype."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax import lax
+
+import mirror
+from mirror import PerReplica
+from tests.conftest import cpu_strategy
+from tests.support.messages import raises
+
+AXIS, N = mirror.REPLICA_AXIS, 4
+pytestmark = pytest.mark.filterwarnings("ignore:(?=.*<lambda>).*compiled")  # new steps, on purpose
+EXECUTORS = {
+    "pmap": lambda: cpu_strategy(4),
+    "vmap": lambda: cpu_strategy(1, replicas_per_device=4),
+    "pairs": lambda: cpu_strategy(2, replicas_per_device=2),
+    "staged": lambda: cpu_strategy(4, cross_device_ops=mirror.ReductionToOneDevice()),
+}
+PAIRS = [[0, 1], [2, 3]]
+RING = [(i, (i + 1) % N) for i in range(N)]
+
+
+@pytest.fixture(scope="module", params=EXECUTORS.values(), ids=EXECUTORS)
+def strategy(request):
+    return request.param()
+
+
+def members(i):
+    return next(group for group in PAIRS if i in group)
+
+
+def sent(values, perm):
+    source = {target: origin for origin, target in perm}
+    zeros = np.zeros_like(values[0])
+    return [values[source[i]] if i in source else zeros for i in range(N)]
+
+
+def all_to_all(values, split, joined):
+    parts = [np.split(value, N, split) for value in values]
+    return [np.concatenate([part[i] for part in parts], joined) for i in range(N)]
+
+
+# name: what the step does with its (4, 4), and what NumPy does with all of them
+FORMS = {
+    "psum": (lambda x: lax.psum(x, AXIS), lambda v: [sum(v)] * N),
+    "psum of pairs": (
+        lambda x: lax.psum(x, AXIS, axis_index_groups=PAIRS),
+        lambda v: [sum(v[j] for j in members(i)) for i in range(N)],
+    ),
+    "pmax": (lambda x: lax.pmax(x, AXIS), lambda v: [np.max(v, 0)] * N),
+    "pmax of pairs": (
+        lambda x: lax.pmax(x, AXIS, axis_index_groups=PAIRS),
+        lambda v: [np.max([v[j] for j in members(i)], 0) for i in range(N)],
+    ),
+    "pmin": (lambda x: lax.pmin(x, AXIS), lambda v: [np.min(v, 0)] * N),
+    "all_gather": (lambda x: lax.all_gather(x, AXIS), lambda v: [np.stack(v)] * N),
+    "all_gather, axis 1": (
+        lambda x: lax.all_gather(x, AXIS, axis=1),
+        lambda v: [np.stack(v, 1)] * N,
+    ),
+    "all_gather, tiled": (
+        lambda x: lax.all_gather(x, AXIS, axis=1, tiled=True),
+        lambda v: [np.concatenate(v, 1)] * N,
+    ),
+    "all_gather of pairs": (
+        lambda x: lax.all_gather(x, AXIS, axis_index_groups=PAIRS),
+        lambda v: [np.stack([v[j] for j in members(i)]) for i in range(N)],
+    ),
+    "psum_scatter": (
+        lambda x: lax.psum_scatter(x, AXIS, scatter_dimension=1),
+        lambda v: [sum(v)[:, i] for i in range(N)],
+    ),
+    "psum_scatter, tiled": (
+        lambda x: lax.psum_scatter(x, AXIS, tiled=True),
+        lambda v: [sum(v)[i : i + 1] for i in range(N)],
+    ),
+    "ring": (lambda x: lax.ppermute(x, AXIS, RING), lambda v: sent(v, RING)),
+    "part of a ring": (
+        lambda x: lax.ppermute(x, AXIS, RING[:2]),
+        lambda v: sent(v, RING[:2]),
+    ),
+    "all_to_all": (
+        lambda x: lax.all_to_all(x, AXIS, 0, 1),
+        lambda v: [np.stack([value[i] for value in v], 1) for i in range(N)],
+    ),
+    "all_to_all, tiled": (
+        lambda x: lax.all_to_all(x, AXIS, 1, 0, tiled=True),
+        lambda v: all_to_all(v, 1, 0),
+    ),
+    "index": (lambda x: x + lax.axis_index(AXIS), lambda v: [v[i] + i for i in range(N)]),
+    "inner vmap": (
+        lambda x: jax.vmap(lambda row: lax.psum(row, AXIS))(x),
+        lambda v: [sum(v)] * N,
+    ),
+    "over both axes": (
+        lambda x: jax.vmap(lambda row: lax.psum(row, ("rows", AXIS)), axis_name="rows")(x),
+        lambda v: [np.broadcast_to(sum(v).sum(0), (4, 4))] * N,
+    ),
+}
+WRAPS = {
+    "top": lambda form, x: form(x),
+    "jit": lambda form, x: jax.jit(form)(x),
+    "scan": lambda form, x: lax.scan(lambda c, _: (c, form(x)), 0, None, 2)[1][1],
+    "cond": lambda form, x: lax.cond(lax.psum(1, AXIS) > 0, form, form, x),
+}
+
+
+def rows(dtype):
+    values = np.random.RandomState(0).randint(-9, 9, (N, 4, 4))
+    return list(values.astype(dtype))
+
+
+def run_all(strategy, forms, value, wrap=WRAPS["top"]):
+    step = lambda x: {name: wrap(form, x) for name, (form, _) in forms.items()}  # noqa: E731
+    return strategy.run(step, (value,))
+
+
+def check(found, wanted, name):
+    values = [np.asarray(v) for v in found.values] if isinstance(found, PerReplica) else [found] * N
+    for value, right in zip(values, wanted, strict=True):
+        np.testing.assert_array_equal(np.asarray(value), right, err_msg=name)
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_each_form_is_numpys(strategy, wrap):
+    values = rows(np.float32)
+    found = run_all(strategy, FORMS, PerReplica(values), WRAPS[wrap])
+    for name, (_, wanted) in FORMS.items():
+        check(found[name], wanted(values), name)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int32, ml_dtypes.bfloat16, np.complex64])
+def test_each_form_keeps_its_dtype(strategy, dtype):
+    forms = {
+        k: f
+        for k, f in FORMS.items()
+        if dtype != np.complex64 or not k.startswith(("pmax", "pmin"))
+    }
+    found = run_all(strategy, forms, PerReplica(rows(dtype)))
+    for name, (_, wanted) in forms.items():
+        check(
+            found[name],
+            [np.asarray(w).astype(found[name].dtype) for w in wanted(rows(dtype))],
+            name,
+        )
+        assert name == "index" or found[name].dtype == dtype
+
+
+def test_each_form_of_a_value_that_all_replicas_have(strategy):
+    value = rows(np.float32)[0]
+    found = run_all(strategy, FORMS, value)
+    for name, (_, wanted) in FORMS.items():
+        check(found[name], wanted([value] * N), name)
+    mirrored = {name for name, x in found.items() if not isinstance(x, PerReplica)}
+    assert "ring" in mirrored, "a full permutation of equal values"
+    assert "part of a ring" not in mirrored
+
+
+@pytest.mark.parametrize("place", range(N))
+@pytest.mark.parametrize("reduce", [lax.pmax, lax.pmin], ids=["pmax", "pmin"])
+def test_an_extreme_with_a_nan_is_nan_everywhere(strategy, reduce, place):
+    values = [np.full(3, i, np.float32) for i in range(N)]
+    values[place][1] = np.nan
+    found = strategy.run(lambda x: reduce(x, AXIS), (PerReplica(values),))
+    edge = N - 1 if reduce is lax.pmax else 0
+    np.testing.assert_array_equal(found, [edge, np.nan, edge])
+    strategy.check_mirrored(found)
+
+
+@pytest.mark.parametrize("reduce", [lax.pmax, lax.pmin], ids=["pmax", "pmin"])
+def test_an_extreme_of_both_zeros_has_one_sign(strategy, reduce):
+    values = [np.float32(z) for z in (0.0, -0.0, -0.0, 0.0)]
+    found = np.asarray(strategy.run(lambda x: reduce(x, AXIS), (PerReplica(values),)))
+    assert not np.signbit(found)
+
+
+def test_a_sum_is_not_scaled_before_it_is_scaled_down(strategy):
+    """1.2e19 ** 2 / 100 fits float32; the sum of four such squares does not."""
+    values = [np.full(1, 1.2e19, np.float32)] * N
+    found = strategy.run(lambda a: lax.psum((a @ a) * 0.01, AXIS), (PerReplica(values),))
+    np.testing.assert_allclose(found, N * 1.2e19**2 * 0.01, rtol=1e-5)
+
+
+def test_two_small_sums_that_a_loop_with_collectives_reads(strategy):
+    def step(x):
+        a, b = lax.psum(x, AXIS), lax.psum(2 * x, AXIS)
+        looped = lax.scan(lambda c, _: (lax.psum(c + a, AXIS) + b, None), x, None, length=2)[0]
+        chosen = lax.cond(a.sum() > 0, lambda: lax.psum(x + b, AXIS), lambda: a)
+        return looped, chosen
+
+    for shape in ((), (1,), (2, 3)):
+        values = [np.full(shape, i + 1, np.float32) for i in range(N)]
+        looped, chosen = strategy.run(step, (PerReplica(values),))
+        np.testing.assert_array_equal(looped.values[0], np.full(shape, looped_by_hand()))
+        np.testing.assert_array_equal(chosen, np.full(shape, 10 + 4 * 20))
+
+
+def looped_by_hand():
+    a, b, carry = 10, 20, [1, 2, 3, 4]
+    for _ in range(2):
+        total = sum(c + a for c in carry)
+        carry = [total + b] * N
+    return carry[0]
+
+
+REFUSED = {
+    "2-bit integers": (lambda x: lax.all_gather(x.astype("int2"), AXIS), "int2"),
+    "largest complex": (lambda x: lax.pmax(x.astype("complex64"), AXIS), "complex64"),
+    "flags that are scattered": (lambda x: lax.psum_scatter(x > 0, AXIS), "bool"),
+    "powers of two": (lambda x: lax.psum(x.astype("float8_e8m0fnu"), AXIS), "float8_e8m0fnu"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_xla_does_not_send_is_rejected(strategy, name):
+    form, dtype = REFUSED[name]
+    with raises(TypeError, names="<lambda>", values=dtype):
+        strategy.run(form, (PerReplica(rows(np.float32)),))
+
+
+def test_a_ref_in_a_step_without_collectives(strategy):
+    def step(x):
+        ref = jax.new_ref(jnp.zeros(()))
+
+        def test(i):
+            ref[...] += 1
+            return i < x
+
+        lax.while_loop(test, lambda i: i + 1, 0.0)
+        return ref[...]
+
+    found = strategy.run(step, (PerReplica([np.float32(i) for i in range(N)]),))
+    assert isinstance(found, PerReplica), "how often the test runs depends on the replica"
+    assert [float(v) for v in found.values] == [float(jax.jit(step)(float(i))) for i in range(N)]
+
+
+def test_replica_keys_of_every_kind(strategy):
+    def step(x):
+        context = mirror.get_replica_context()
+        keys = [context.fold_in(jax.random.key(0, impl=i)) for i in ("threefry2x32", "unsafe_rbg")]
+        return [context.all_gather(jax.random.key_data(key)[None]) for key in keys]
+
+    for found in strategy.run(step, (PerReplica([np.float32(i) for i in range(N)]),)):
+        assert len(np.unique(np.asarray(found), axis=0)) == N

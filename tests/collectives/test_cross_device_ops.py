@@ -1,0 +1,833 @@
+"""Cross-device ops as objects: by hand, in `run`, and those of a user's own.
+
+Many tests show what `tf.distribute` does too, or say why it differs. Of its ops, those on sparse
+slices have no counterpart here, nor have `merge_call` and hints to NCCL.
+"""
+
+import copy
+import logging
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mirror
+from mirror import AllReduce, PerReplica, ReductionToOneDevice
+from tests.conftest import cpu_strategy
+from tests.support.messages import assert_message, raises
+
+CPUS = jax.devices("cpu")
+OPS = {
+    "all-reduce": AllReduce,
+    "on the host": ReductionToOneDevice,
+    "on a device": lambda: ReductionToOneDevice("cpu:5"),
+}
+REDUCTIONS = ["sum", "mean", "min", "max"]
+KNOWN_OPS = {"fix": ["'sum'", "'mean'", "'min'", "'max'"]}
+DTYPES = ["float32", "float16", "bfloat16", "int8", "int32", "uint8", "bool", "complex64"]
+PLACES = {
+    "on the host": lambda value, i: value,
+    "on one device": lambda value, i: jax.device_put(value, CPUS[6]),
+    "on one device each": lambda value, i: jax.device_put(value, CPUS[i]),
+}
+
+
+@pytest.fixture(params=OPS)
+def ops(request):
+    """Ops of each kind."""
+    return OPS[request.param]()
+
+
+class InHalfPrecision(mirror.CrossDeviceOps):
+    """Sends halves, and counts what it is asked for."""
+
+    def __init__(self, pack_bytes=0):
+        self.pack_bytes = pack_bytes
+        self.calls = []
+
+    def reduce_implementation(self, op, values):
+        received = list(values)
+        self.calls.append((op.value, received[0].dtype.name, received[0].shape, len(received)))
+        if received[0].dtype == np.float32:
+            received = [value.astype(np.float16).astype(np.float32) for value in received]
+        return super().reduce_implementation(op, iter(received))
+
+
+class Returning(mirror.CrossDeviceOps):
+    """Returns what a function makes of the first replica's value."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def reduce_implementation(self, op, values):
+        return self.function(next(values))
+
+
+def context():
+    return mirror.get_replica_context()
+
+
+def per_replica(n, dtype="float32", place="on one device each", shape=(2, 3)):
+    """Small numbers, whose sums are exact in every dtype; and the same in 64 bits."""
+    rng = np.random.RandomState(n)
+    values = [rng.randint(0, 4, shape).astype(jnp.dtype(dtype)) for _ in range(n)]
+    wide = np.complex128 if dtype == "complex64" else np.float64
+    exact = np.stack([np.asarray(value).astype(wide) for value in values])
+    return PerReplica([PLACES[place](value, i) for i, value in enumerate(values)]), exact
+
+
+def one_and_two():
+    return PerReplica([jax.device_put(np.float32(i + 1), CPUS[i]) for i in range(2)])
+
+
+def result_dtype(op, dtype):
+    exact = dtype == "bool" or "int" in dtype
+    if op == "mean" and exact:
+        return "float32"
+    return "int32" if op == "sum" and dtype == "bool" else dtype
+
+
+# By hand
+
+
+@pytest.mark.parametrize(
+    ("n", "place"),
+    [
+        (1, "on one device each"),
+        (2, "on the host"),
+        (2, "on one device"),
+        (3, "on one device each"),
+        (8, "on one device each"),
+    ],
+)
+def test_by_hand_it_is_numpys(n, place, ops):
+    values = {dtype: per_replica(n, dtype, place) for dtype in DTYPES}
+    for op in REDUCTIONS:
+        kept = {d: v for d, v in values.items() if op in ("sum", "mean") or d != "complex64"}
+        got = ops.reduce(op, {dtype: value for dtype, (value, _) in kept.items()})
+        for dtype, (value, exact) in kept.items():
+            found = got[dtype]
+            assert found.dtype == result_dtype(op, dtype), (op, dtype)
+            wanted = getattr(np, op)(exact, axis=0)
+            tolerance = 1e-2 if dtype in ("bfloat16", "float16") else 1e-6
+            np.testing.assert_allclose(
+                np.asarray(found).astype(exact.dtype), wanted, tolerance, err_msg=f"{op} {dtype}"
+            )
+            if place != "on the host":
+                assert found.devices() == {d for row in value.values for d in row.devices()}
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (0, 3), (1, 1)], ids=str)
+def test_by_hand_any_shape(shape, ops):
+    for place in PLACES:
+        value, exact = per_replica(3, shape=shape, place=place)
+        for op in REDUCTIONS:
+            np.testing.assert_allclose(
+                ops.reduce(op, value), getattr(np, op)(exact, axis=0), 1e-6, strict=False
+            )
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_nan_infinity_and_the_zeros(n, ops):
+    rows = np.ones((n, 4), np.float32)
+    rows[-1, 0], rows[0, 1], rows[:, 2], rows[:, 3] = np.nan, np.nan, np.inf, -0.0
+    value = PerReplica(
+        [jax.device_put(row, device) for row, device in zip(rows, CPUS, strict=False)]
+    )
+    for op in REDUCTIONS:
+        got = np.asarray(ops.reduce(op, value))
+        assert np.isnan(got[:2]).all(), op
+        assert got[2] == np.inf, op
+        assert got[3] == 0, op
+    opposite = PerReplica([np.float32(np.inf), np.float32(-np.inf)])
+    assert np.isnan(ops.reduce("sum", opposite))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_is_summed_up_in_single(dtype, ops):
+    """On its way a sum may be too large for the dtype, or each summand too small for it."""
+    for place in PLACES:
+        put = PLACES[place]
+        large = [put(np.asarray(x, jnp.dtype(dtype)), i) for i, x in enumerate([3e4, 4e4, -4e4])]
+        assert float(ops.reduce("sum", PerReplica(large))) == float(large[0])
+        full = [put(np.asarray(6e4, jnp.dtype(dtype)), i) for i in range(3)]
+        assert float(ops.reduce("mean", PerReplica(full))) == float(full[0])
+        small = [256.0] + [1.0] * 7
+        value = PerReplica([put(np.asarray(x, jnp.dtype(dtype)), i) for i, x in enumerate(small)])
+        assert float(ops.reduce("sum", value)) in (263.0, 264.0)
+
+
+def test_what_does_not_fit_any_more_is_infinite_and_no_warning(ops):
+    for dtype, most in [("float16", 6e4), ("float32", 3e38)]:
+        rows = [jax.device_put(np.asarray(most, dtype), device) for device in CPUS[:2]]
+        assert float(ops.reduce("sum", PerReplica(rows))) == np.inf
+    assert int(ops.reduce("sum", PerReplica([np.uint8(200), np.uint8(201)]))) == 145
+
+
+def test_where_the_result_lies(ops):
+    value = one_and_two()
+    logical = mirror.config.LogicalDevice("/device:CPU:5", "CPU")
+    destinations = {
+        "/cpu:3": [3],
+        ("/cpu:2", "cpu:1"): [2, 1],
+        CPUS[4]: [4],
+        logical: [5],
+        ("CPU",): [0],
+        None: [0, 1],
+    }
+    for destination, ids in destinations.items():
+        got = ops.reduce("sum", value, destination)
+        assert float(got) == 3.0
+        assert [s.device.id for s in got.addressable_shards] == ids
+        assert got.is_fully_replicated
+
+
+NAMED, DEVICE = {"fix": "'/cpu:0'"}, {"fix": "list_logical_devices()"}
+DESTINATIONS = {
+    "none": ([], ValueError, {"names": "devices", "values": "[]", "fix": "None"}),
+    "no name": ("", ValueError, {"values": "''", **NAMED}),
+    "an unknown type": ("foo", ValueError, {"values": "'foo'", **NAMED}),
+    "one that is not there": (
+        "gpu:7",
+        ValueError,
+        {"names": "'gpu:7'", "values": ["/device:GPU:7", "/device:CPU:0"]},
+    ),
+    "one twice": (
+        ["cpu:1", "cpu:1"],
+        ValueError,
+        {"names": "devices", "values": "['cpu:1', 'cpu:1']"},
+    ),
+    "a number": (3, TypeError, {"values": "3 (int)", **DEVICE}),
+    "a dict": ({"cpu:1": 1}, TypeError, {"values": "{'cpu:1': 1}", **DEVICE}),
+    "a value": (PerReplica([1.0, 2.0]), TypeError, {"values": "PerReplica(1., 2.)", **DEVICE}),
+}
+
+
+@pytest.mark.parametrize("name", DESTINATIONS)
+def test_destinations_are_checked(name, ops):
+    """The value is none itself: without destinations, the result lies where the value does."""
+    destination, kind, wanted = DESTINATIONS[name]
+    for call in (
+        lambda: ops.reduce("sum", one_and_two(), destination),
+        lambda: ops.batch_reduce("sum", [one_and_two()], destination),
+        lambda: ops.broadcast(1.0, destination),
+    ):
+        with raises(kind, **wanted):
+            call()
+
+
+def test_reduce_to_the_values_own_devices_or_to_others(ops):
+    value = one_and_two()
+    assert float(ops.reduce("SUM", value)) == 3.0
+    mean = ops.reduce(mirror.ReduceOp.MEAN, value)
+    assert float(mean) == 1.5
+    assert mean.devices() == set(CPUS[:2])
+    assert ops.reduce("sum", value, "/cpu:4").devices() == {CPUS[4]}
+
+
+def test_batch_reduce_and_broadcast(ops):
+    got = ops.batch_reduce("sum", [one_and_two(), {"a": one_and_two(), "b": 1}], "cpu:1")
+    assert jax.tree.map(float, got) == [3.0, {"a": 3.0, "b": 1.0}]
+    assert {d for leaf in jax.tree.leaves(got) for d in leaf.devices()} == {CPUS[1]}
+    copies = ops.broadcast(np.arange(3), ["/cpu:1", "/cpu:2"])
+    assert [np.asarray(s.data).tolist() for s in copies.addressable_shards] == [[0, 1, 2]] * 2
+    assert ops.broadcast(jnp.arange(3), "/cpu:7").devices() == {CPUS[7]}
+
+
+def test_what_broadcast_takes_and_what_it_refuses(ops, two):
+    for value, dtype in [(3, "int32"), (3.5, "float32"), (True, "bool"), (np.uint8(3), "uint8")]:
+        got = ops.broadcast(value, ["cpu:1", "cpu:2"])
+        assert got.dtype == dtype
+        assert got == value
+    key = ops.broadcast(jax.random.key(3), ["cpu:1", "cpu:2"])
+    np.testing.assert_array_equal(jax.random.key_data(key), jax.random.key_data(jax.random.key(3)))
+    mirrored = two.reduce("sum", one_and_two())
+    assert ops.broadcast(mirrored, ["cpu:6", "cpu:7"]).devices() == set(CPUS[6:])
+    buffer = np.zeros(3, np.float32)
+    kept = ops.broadcast(buffer, ["cpu:1", "cpu:2"])
+    buffer[:] = 1
+    assert not np.any(kept)
+    for wrong, shown in [
+        ("abc", "'abc' (str)"),
+        (None, "None (NoneType)"),
+        ([1, 2], "[1, 2] (list)"),
+        (one_and_two(), "PerReplica(1., 2.)"),
+        (np.array(["a"]), "<U1[1]"),
+    ]:
+        with raises(TypeError, names="broadcast", values=shown):
+            ops.broadcast(wrong, "cpu:1")
+    with pytest.raises(OverflowError, match="out of bounds for int32"):
+        ops.broadcast(2**40, "cpu:1")
+
+
+def test_batch_reduce_takes_a_list_only(ops):
+    """Values come without their destinations: pairs of the two have no counterpart."""
+    assert ops.batch_reduce("sum", []) == []
+    assert ops.batch_reduce("sum", (one_and_two(),)) == [3.0]
+    with raises(TypeError, names="batch_reduce", values="PerReplica(1., 2.)"):
+        ops.batch_reduce("sum", one_and_two())
+    with raises(TypeError, names="PerReplica", values="'cpu:1' (str)"):
+        ops.batch_reduce("sum", [(one_and_two(), "cpu:1")])
+
+
+def test_a_plain_array_is_that_of_a_lone_replica(ops):
+    assert float(ops.reduce("sum", 4.0, "CPU:0")) == 4.0
+    both = ops.reduce("sum", 4.0, ["cpu:0", "cpu:1"])
+    assert [float(s.data) for s in both.addressable_shards] == [4.0, 4.0]
+    mean = ops.reduce("mean", 3)
+    assert (float(mean), mean.dtype) == (3.0, np.float32)
+    assert ops.reduce("sum", {"nothing": None}) == {"nothing": None}
+
+
+def test_what_cannot_be_reduced_is_said(ops):
+    keys = PerReplica.from_stacked(jax.random.split(jax.random.key(0), 2))
+    unequal = PerReplica([np.ones(2), np.ones(3)])
+    cases = [
+        ("sum", keys, TypeError, {"fix": "jax.random.key_data(key)"}),
+        (
+            "max",
+            PerReplica([1j, 2j]),
+            TypeError,
+            {"values": ["'max'", "complex128"], "fix": "abs(x)"},
+        ),
+        ("sum", "text", TypeError, {"names": "PerReplica", "values": "'text' (str)"}),
+        (
+            "sum",
+            unequal,
+            ValueError,
+            {"values": [(2,), (3,)], "fix": "strategy.reduce(op, x, axis=0)"},
+        ),
+        ("median", one_and_two(), ValueError, {"names": "op", "values": "'median'", **KNOWN_OPS}),
+        (3, one_and_two(), TypeError, {"names": "op", "values": "3 (int)", **KNOWN_OPS}),
+    ]
+    for op, value, kind, wanted in cases:
+        with raises(kind, **wanted):
+            ops.reduce(op, value)
+
+
+def test_what_has_been_deleted_is_said(ops, two):
+    value = one_and_two()
+    value.stacked.delete()
+    with raises(ValueError, names=["reduce", "PerReplica"], values="float32[2]"):
+        ops.reduce("sum", value)
+    array = two.reduce("sum", one_and_two())
+    array.delete()
+    with raises(ValueError, names="broadcast", values="float32[]"):
+        ops.broadcast(array, "cpu:1")
+
+
+def test_inside_a_scope_of_other_devices(ops):
+    """What is on devices is reduced there; what is on the host becomes an array of the scope."""
+    value, exact = per_replica(3)
+    lone = [jax.device_put(np.float32(i), CPUS[6]) for i in range(2)]
+    with cpu_strategy(2).scope():
+        got = ops.reduce("sum", value)
+        assert got.devices() == set(CPUS[:3])
+        np.testing.assert_array_equal(got, exact.sum(axis=0))
+        on_one = PerReplica(lone)
+        assert ops.reduce("sum", on_one).devices() == {CPUS[6]}
+        assert [float(v) for v in on_one.values] == [0.0, 1.0]
+        assert ops.reduce("max", PerReplica([1.0, 2.0])).devices() == set(CPUS[:2])
+        assert ops.reduce("mean", value, ["cpu:5", "cpu:7"]).devices() == {CPUS[5], CPUS[7]}
+        assert ops.broadcast(2.0, "cpu:3").devices() == {CPUS[3]}
+
+
+def test_inside_a_replica_it_is_refused(ops, two):
+    """As in `strategy.reduce`. A replica has values of its own, and a context to reduce them."""
+    value = one_and_two()
+    use = "mirror.get_replica_context().all_reduce"
+    kind = type(ops).__name__
+    for step in (
+        lambda x: ops.reduce("sum", x),
+        lambda x: ops.batch_reduce("sum", [value]),
+        lambda x: ops.reduce("sum", PerReplica([x, x])),
+    ):
+        with raises(RuntimeError, names=f"{kind}.reduce", fix=use):
+            two.run(step, (value,))
+        with raises(RuntimeError, names=f"{kind}.reduce", fix=use):
+            jax.jit(step)(1.0)
+    with raises(RuntimeError, names=f"{kind}.broadcast"):
+        two.run(lambda x: ops.broadcast(x, "cpu:3"), (value,))
+
+
+def test_the_log_says_where_it_happens(caplog):
+    value, _ = per_replica(3)
+    mirror.debugging.set_log_device_placement(True)
+    try:
+        AllReduce().reduce("sum", value)
+        ReductionToOneDevice().reduce("sum", value)
+        AllReduce().broadcast(1.0, ["cpu:1", "cpu:2"])
+    finally:
+        mirror.debugging.set_log_device_placement(False)
+    three, two = "(/device:CPU:0, /device:CPU:1, /device:CPU:2)", "(/device:CPU:1, /device:CPU:2)"
+    for op, where in [("all_reduce", three), ("device_put", three), ("device_put", two)]:
+        assert any(op in line and where in line for line in caplog.messages), (op, where)
+
+
+def test_the_default_device_is_where_host_values_go(ops):
+    with mirror.device("cpu:4"):
+        assert ops.reduce("sum", PerReplica([1.0, 2.0])).devices() == {CPUS[4]}
+        assert ops.reduce("sum", one_and_two()).devices() == set(CPUS[:2])
+
+
+# The objects
+
+
+@pytest.mark.parametrize(
+    ("make", "shown"),
+    [
+        (AllReduce, "AllReduce(pack_bytes=None)"),
+        (lambda: AllReduce(64), "AllReduce(pack_bytes=64)"),
+        (ReductionToOneDevice, "ReductionToOneDevice('/CPU:0')"),
+        (lambda: ReductionToOneDevice(CPUS[3]), "ReductionToOneDevice('/device:CPU:3')"),
+        (
+            lambda: ReductionToOneDevice(mirror.config.LogicalDevice("/device:CPU:2", "CPU")),
+            "ReductionToOneDevice('/device:CPU:2')",
+        ),
+    ],
+    ids=["all-reduce", "packed", "host", "a device", "a logical device"],
+)
+def test_ops_are_copied_and_stored_also_after_use(make, shown):
+    ops = make()
+    assert float(ops.reduce("sum", one_and_two())) == 3.0
+    assert ops.device.platform == "cpu"
+    for twin in (ops, copy.copy(ops), copy.deepcopy(ops), pickle.loads(pickle.dumps(ops))):
+        assert repr(twin) == shown
+        assert twin.pack_bytes == ops.pack_bytes
+        assert twin.device == ops.device
+    strategy = cpu_strategy(2, cross_device_ops=ops)
+    for one in (strategy, copy.deepcopy(strategy)):
+        assert float(one.reduce("sum", one_and_two())) == 3.0
+        assert repr(one.cross_device_ops) == shown
+
+
+def test_arguments_are_checked_when_ops_are_made():
+    for kind in (AllReduce, lambda b: ReductionToOneDevice("cpu:0", b)):
+        with raises(ValueError, names="pack_bytes", values=[-1, 0]):
+            kind(-1)
+        for wrong, shown in [("8", "'8' (str)"), (1.5, "1.5 (float)"), (True, "True (bool)")]:
+            with raises(TypeError, names="pack_bytes", values=shown):
+                kind(wrong)
+    with raises(ValueError, values="'foo'", **NAMED):
+        ReductionToOneDevice("foo")
+    for wrong, shown in [(3, "3 (int)"), (None, "None (NoneType)")]:
+        with raises(TypeError, names="device", values=shown, **NAMED):
+            ReductionToOneDevice(wrong)
+    absent = ReductionToOneDevice("gpu:7")
+    with raises(mirror.InvalidDeviceError, values=["/device:GPU:7", "/device:CPU:0"]):
+        cpu_strategy(2, cross_device_ops=absent)
+    for wrong in ("nccl", AllReduce):
+        names = ["cross_device_ops", "CrossDeviceOps"]
+        with raises(TypeError, names=names, values=repr(wrong), fix="mirror.AllReduce()"):
+            cpu_strategy(2, cross_device_ops=wrong)
+
+
+# In steps
+
+
+def reductions(tree):
+    context = mirror.get_replica_context()
+    ordered = {k: v for k, v in tree.items() if k != "complex64"}
+    return {
+        op: context.all_reduce(op, tree if op in ("sum", "mean") else ordered) for op in REDUCTIONS
+    }
+
+
+MADE = {
+    "all-reduce": AllReduce,
+    "one by one": lambda: AllReduce(0),
+    "packed": lambda: AllReduce(1 << 20),
+    "on the host": ReductionToOneDevice,
+    "on the host, one by one": lambda: ReductionToOneDevice(pack_bytes=0),
+    "of the user": InHalfPrecision,
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_in_a_step_it_is_numpys(name):
+    """Three replicas are as right as two. TensorFlow's hierarchical copy loses the third: 1 + 2 + 3
+    is 3.
+    """
+    n = 3
+    strategy = cpu_strategy(n, cross_device_ops=MADE[name]())
+    values = {dtype: per_replica(n, dtype, "on the host") for dtype in DTYPES}
+    got = strategy.run(reductions, ({d: value for d, (value, _) in values.items()},))
+    for op, tree in got.items():
+        for dtype, found in tree.items():
+            assert found.dtype == result_dtype(op, dtype), (op, dtype)
+            exact = values[dtype][1]
+            tolerance = 1e-2 if dtype in ("bfloat16", "float16") else 1e-3
+            np.testing.assert_allclose(
+                np.asarray(found).astype(exact.dtype),
+                getattr(np, op)(exact, axis=0),
+                0 if "int" in dtype and op != "mean" else tolerance,
+                err_msg=f"{op} {dtype}",
+            )
+
+
+def test_an_odd_number_of_devices(ops):
+    value = PerReplica([jax.device_put(np.float32(i + 1), CPUS[i]) for i in range(3)])
+    assert float(ops.reduce("sum", value)) == 6.0
+    assert float(cpu_strategy(3, cross_device_ops=ops).reduce("sum", value)) == 6.0
+
+
+@pytest.mark.parametrize(
+    ("pack_bytes", "shapes"),
+    [
+        (0, [(2,), (3,), (2, 2), (20,)]),
+        (16, [(20,), (9,)]),
+        (12, [(2, 2), (20,), (5,)]),
+        (1000, [(29,)]),
+    ],
+)
+def test_small_leaves_travel_together(pack_bytes, shapes):
+    """A limit on the size of each leaf, instead of a number of packs or a size of each pack."""
+    ops = InHalfPrecision(pack_bytes)
+    tree = [np.ones(shape, np.float32) for shape in [(2,), (3,), (2, 2), (20,)]]
+    got = cpu_strategy(2, cross_device_ops=ops).run(
+        lambda *leaves: context().all_reduce("sum", leaves),
+        tuple(PerReplica([leaf, leaf]) for leaf in tree),
+    )
+    for found, leaf in zip(got, tree, strict=True):
+        np.testing.assert_array_equal(found, 2 * leaf)
+    assert sorted(shape for *_, shape, _ in ops.calls) == sorted(shapes)
+
+
+def test_a_users_ops_are_always_asked():
+    """By whatever way, and for every dtype; in TensorFlow never for int32, and hardly on CPUs."""
+    ops = InHalfPrecision()
+    strategy = cpu_strategy(2, cross_device_ops=ops)
+    tree = {"f": PerReplica([1.0, 2.0]), "i": PerReplica([1, 2]), "b": PerReplica([True, True])}
+    ways = [
+        lambda: strategy.reduce("sum", tree),
+        lambda: ops.reduce("sum", tree),
+        lambda: ops.batch_reduce("sum", [tree])[0],
+        lambda: strategy.run(lambda t: context().all_reduce("sum", t), (tree,)),
+        lambda: strategy.run(lambda t: jax.lax.psum(t, mirror.REPLICA_AXIS), (tree,)),
+    ]
+    for way in ways:
+        ops.calls.clear()
+        assert jax.tree.map(float, way()) == {"f": 3.0, "i": 3.0, "b": 2.0}
+        assert sorted((op, shape, n) for op, _, shape, n in ops.calls) == [("sum", (), 2)] * 3
+
+
+def test_a_users_ops_reduce_in_their_own_way(caplog):
+    """Half precision on its way: 2049 arrives as 2048."""
+    ops = InHalfPrecision()
+    with caplog.at_level(logging.INFO, "mirror"):
+        strategy = cpu_strategy(3, cross_device_ops=ops)
+    assert_message(caplog.text, names=["StagedExecutor", "cross_device_ops"])
+    value = PerReplica([np.float32(2049)] * 3)
+    for got in (strategy.reduce("sum", value), ops.reduce("sum", value)):
+        assert float(got) == 3 * 2048
+    assert float(strategy.reduce("mean", value)) == float(ops.reduce("mean", value)) == 2048
+    assert float(strategy.reduce("max", value)) == 2048
+    with pytest.raises(TypeError, match="abstract"):
+        mirror.CrossDeviceOps()
+
+
+def test_a_users_reduction_stands_for_the_sum():
+    """It stands for the sum; the mean is what it gives, divided."""
+
+    class Largest(mirror.CrossDeviceOps):
+        def reduce_implementation(self, op, values):
+            return np.max(list(values), axis=0)
+
+    strategy = cpu_strategy(2, cross_device_ops=Largest())
+    for reduce in (strategy.reduce, Largest().reduce):
+        assert float(reduce("sum", one_and_two())) == 2.0
+        assert float(reduce("mean", one_and_two())) == 1.0
+
+
+WRONG = {  # function, error, and what the message says beside what is required
+    "another shape": (lambda x: x[None], ValueError, ["float32[1,2]"]),
+    "a wider kind": (lambda x: x * 1j, ValueError, ["complex64[2]"]),
+    "nothing": (lambda x: None, ValueError, ["object[]"]),
+    "text": (lambda x: np.array(["a", "b"]), ValueError, ["<U1[2]"]),
+    "an error": (lambda x: 1 // 0, RuntimeError, ["'sum'", "ZeroDivisionError", "division"]),
+    "a change": (lambda x: x.fill(0), RuntimeError, ["'sum'", "ValueError", "read-only"]),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_users_ops_that_are_wrong_are_said_with_the_collective(name):
+    function, kind, values = WRONG[name]
+    ops = Returning(function)
+    strategy = cpu_strategy(2, cross_device_ops=ops)
+    value = PerReplica([jax.device_put(np.ones(2, np.float32), CPUS[i]) for i in range(2)])
+
+    def step(x):
+        return context().all_reduce("sum", x)
+
+    who, values = "Returning.reduce_implementation", [*values, "float32[2]"]
+    with raises(kind, names=[who, "test_cross_device_ops.py", "step"], values=values):
+        strategy.run(step, (value,))
+    with raises(kind, names=who, values=values):
+        ops.reduce("sum", value)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda x: x.astype(np.float64), jnp.asarray, np.ndarray.tolist],
+    ids=["wider", "on a device", "a list"],
+)
+def test_what_a_users_ops_return_may_be_of_another_precision_or_place(function):
+    strategy = cpu_strategy(2, cross_device_ops=Returning(function))
+    got = strategy.reduce("sum", PerReplica([np.ones(2, np.float32)] * 2))
+    np.testing.assert_array_equal(got, [1, 1])
+    assert got.dtype == np.float32
+    assert got.devices() == set(CPUS[:2])
+
+
+def test_what_the_strategys_reduce_refuses(ops):
+    """It stands for TensorFlow's `reduce_to`, and reduces mirrored values too."""
+    strategy = cpu_strategy(2, cross_device_ops=ops)
+    with raises(ValueError, names="op", values="'median'", **KNOWN_OPS):
+        strategy.reduce("median", one_and_two())
+    mixed = {"i": PerReplica([1, 2]), "f": [PerReplica([1.0, 2.0])]}
+    assert jax.tree.map(float, strategy.reduce("sum", mixed)) == {"i": 3.0, "f": [3.0]}
+    use = "mirror.get_replica_context().all_reduce"
+    with raises(RuntimeError, names="strategy.reduce", fix=use):
+        strategy.run(lambda x: strategy.reduce("sum", x), (1.0,))
+
+
+# Collectives of a replica
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_what_a_replica_knows(n, ops):
+    """Its id is traced, and so are sums of it; `devices` are devices, not names."""
+    strategy = cpu_strategy(n, cross_device_ops=ops)
+
+    def step():
+        replica = mirror.get_replica_context()
+        assert replica.num_replicas_in_sync == n
+        assert replica.strategy is strategy
+        assert replica.devices == strategy.devices
+        assert replica.replica_id_in_sync_group.dtype == jnp.int32
+        return replica.replica_id_in_sync_group
+
+    np.testing.assert_array_equal(strategy.run(step), range(n))
+
+
+@pytest.mark.parametrize(("n", "total"), [(2, 3.0), (4, 10.0)])
+def test_sums_and_means_by_name(n, total, ops):
+    strategy = cpu_strategy(n, cross_device_ops=ops)
+
+    def step():
+        replica = mirror.get_replica_context()
+        number = replica.replica_id_in_sync_group.astype(jnp.float32) + 1
+        names = ["sum", "SUM", mirror.ReduceOp.SUM, "Mean", mirror.ReduceOp.MEAN]
+        return [replica.all_reduce(op, number) for op in names]
+
+    assert list(map(float, strategy.run(step))) == [total] * 3 + [total / n] * 2
+
+
+def test_a_wrong_op_is_refused(ops):
+    strategy = cpu_strategy(2, cross_device_ops=ops)
+    for wrong, kind in [(3, TypeError), (None, TypeError), ("median", ValueError)]:
+        with raises(kind, names="op", values=repr(wrong), **KNOWN_OPS):
+            strategy.run(lambda wrong=wrong: context().all_reduce(wrong, 1.0))
+
+
+def test_trees_of_several_dtypes_in_one_call(ops):
+    """A number and nothing at all are no errors, nor are int32 and float32 side by side."""
+
+    def step(x):
+        tree = {"a": [x, 2.5, None], "b": (x.astype(jnp.int32), np.ones(2)), "c": []}
+        return context().all_reduce("sum", tree)
+
+    got = cpu_strategy(2, cross_device_ops=ops).run(step, (PerReplica([1.0, 2.0]),))
+    assert got["c"] == []
+    assert got["a"][2] is None
+    assert [float(x) for x in got["a"][:2]] == [3.0, 5.0]
+    assert (got["b"][0].dtype, int(got["b"][0])) == (jnp.int32, 3)
+    np.testing.assert_array_equal(got["b"][1], [2, 2])
+
+
+def test_dtypes_of_sums_and_means(ops):
+    """The mean of integers is float32, as JAX has it. uint8 wraps, and complex numbers add up."""
+    strategy = cpu_strategy(2, cross_device_ops=ops)
+    own = PerReplica([np.uint8(200), np.uint8(201)])
+    tree = {"u": own, "c": PerReplica([np.complex64(1 + 2j), np.complex64(3)]), "i": own}
+    total = strategy.reduce("sum", tree)
+    assert (int(total["u"]), complex(total["c"])) == (145, 4 + 2j)
+    mean = strategy.reduce("mean", tree)
+    assert (float(mean["u"]), complex(mean["c"])) == (200.5, 2 + 1j)
+    assert mean["u"].dtype == np.float32
+
+
+def test_a_value_that_all_replicas_share_counts_for_each(ops):
+    """TensorFlow gives one tensor back unchanged that all replicas captured or were given: a sum
+    would depend on whether somebody copied it before.
+    """
+    strategy, shared = cpu_strategy(3, cross_device_ops=ops), jnp.float32(3)
+
+    def step(given):
+        captured, made = shared + 0, jnp.float32(3)
+        return context().all_reduce("sum", [shared, captured, given, made])
+
+    assert list(map(float, strategy.run(step, (shared,)))) == [9.0] * 4
+
+
+def test_variables_are_reduced(ops):
+    strategy = cpu_strategy(2, cross_device_ops=ops)
+    with strategy.scope():
+        mirrored = mirror.Variable(2.0)
+        own = mirror.Variable(0.0, synchronization="on_read", aggregation="sum")
+
+    def step(mirrored, own, x):
+        own.assign(x)
+        both = [mirrored[...], own[...]]
+        return context().all_reduce("sum", both), context().all_reduce("mean", both)
+
+    got = strategy.run(step, (mirrored, own, PerReplica([3.0, 5.0])))
+    assert jax.tree.map(float, got) == ([4.0, 8.0], [2.0, 4.0])
+
+
+def test_gradients_of_sums_and_means(ops):
+    """Of a sum the sum of what comes in, of a mean its mean; also twice."""
+    strategy = cpu_strategy(2, cross_device_ops=ops)
+
+    def reduced(op, x):
+        return context().all_reduce(op, x)
+
+    def step(x, c):
+        square = jax.grad(lambda x: reduced("sum", x * x))
+        return {
+            "sum": jax.grad(lambda x: reduced("sum", x) * c)(x),
+            "mean": jax.grad(lambda x: reduced("mean", x) * c)(x),
+            "square": square(x),
+            "twice": jax.grad(square)(x),
+        }
+
+    got = strategy.run(step, (PerReplica([2.0, 3.0]), PerReplica([1.0, 3.0])))
+    wanted = {"sum": [4, 4], "mean": [2, 2], "square": [8, 12], "twice": [4, 4]}
+    for name, value in got.items():
+        assert np.broadcast_to(value, 2).tolist() == wanted[name], name
+
+
+def test_a_collective_in_a_branch_that_all_take(ops):
+    """Also under a nested jit and in a loop. Where the replicas may disagree it is refused."""
+    strategy = cpu_strategy(2, cross_device_ops=ops)
+
+    def step(x):
+        total = jax.jit(lambda x: context().all_reduce("sum", x))(x)
+        return jax.lax.fori_loop(
+            0,
+            2,
+            lambda _, y: jax.lax.cond(
+                total > 0, lambda y: context().all_reduce("sum", y), lambda y: y, y
+            ),
+            total,
+        )
+
+    assert float(strategy.run(step, (PerReplica([1.0, 2.0]),))) == 12.0
+    with raises(mirror.ReplicaDivergenceError, names="x", values="cond", fix="all_reduce"):
+        strategy.run(
+            lambda x: jax.lax.cond(x > 1, lambda: context().all_reduce("sum", x), lambda: x),
+            (PerReplica([1.0, 2.0]),),
+        )
+
+
+def test_a_context_ends_with_its_step(ops):
+    kept = []
+    strategy = cpu_strategy(2, cross_device_ops=ops)
+    strategy.run(lambda: kept.append(mirror.get_replica_context()))
+    with raises(RuntimeError, names="ReplicaContext", fix="mirror.get_replica_context()"):
+        kept[0].all_reduce("sum", 1.0)
+
+
+# Outside
+
+
+def test_arguments_of_reduce(two):
+    """`axis` may be left out: it is that of no more than the replicas."""
+    value = PerReplica([np.array([1.0, 2.0]), np.array([3.0, 4.0])])
+    np.testing.assert_array_equal(two.reduce("SUM", value), [4, 6])
+    np.testing.assert_array_equal(two.reduce("max", value), [3, 4])
+    for wrong, kind in [("median", ValueError), (3, TypeError)]:
+        with raises(kind, names="op", values=repr(wrong), **KNOWN_OPS):
+            two.reduce(wrong, value, axis=0)
+
+
+def test_reduce_is_elementwise_over_the_replicas(two):
+    """The result is mirrored, on all devices, also under `mirror.device`."""
+    value = PerReplica([np.array([1.0, 5.0]), np.array([2.0, 6.0])])
+    with mirror.device("cpu:3"):
+        got = two.reduce("mean", value)
+    np.testing.assert_array_equal(got, [1.5, 5.5])
+    assert got.devices() == set(CPUS[:2])
+
+
+def test_reduce_along_axes(two):
+    value = PerReplica([np.ones((2, 3)), np.zeros((2, 3))])
+    for axis, wanted in [((0, 1), 6.0), ([0, 1], 6.0), (-1, [3, 3]), ((0, -1), 6.0)]:
+        np.testing.assert_array_equal(two.reduce("sum", value, axis=axis), wanted)
+    assert float(two.reduce("mean", value, axis=(0, 1))) == 0.5
+    with raises(ValueError, names="axis", values=[2, (2, 3)]):
+        two.reduce("sum", value, axis=2)
+    with raises(ValueError, names="axis", values=[0, ()]):
+        two.reduce("sum", PerReplica([1.0, 2.0]), axis=0)
+    for wrong in (1.5, "0"):
+        with raises(TypeError, names="axis", values=repr(wrong)):
+            two.reduce("sum", value, axis=wrong)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_dtypes_do_not_depend_on_the_number_of_replicas(n):
+    strategy = cpu_strategy(n)
+    for dtype, of_mean in [("int32", "float32"), ("float16", "float16"), ("bool", "float32")]:
+        value = PerReplica([np.ones(2, dtype)] * n)
+        for axis in (None, 0):
+            assert strategy.reduce("mean", value, axis=axis).dtype == of_mean
+    assert strategy.reduce("sum", PerReplica([np.int32(1)] * n)).dtype == np.int32
+
+
+def test_a_plain_or_mirrored_value_counts_once_per_replica(two):
+    """One rule for all of them, where TensorFlow gives some back and refuses others."""
+    for value in (3.0, np.float32(3), jnp.float32(3), two.reduce("mean", 3.0)):
+        assert float(two.reduce("sum", value)) == 6.0
+        assert float(two.reduce("mean", value)) == 3.0
+    assert float(two.reduce("sum", np.array([3.0, 4.0]), axis=0)) == 14.0
+    assert float(two.reduce("mean", np.array([3.0, 4.0]), axis=0)) == 3.5
+    np.testing.assert_array_equal(two.reduce("sum", np.zeros(2)), [0, 0])
+
+
+def test_trees_are_reduced_along_an_axis_too(two):
+    tree = {"a": [PerReplica([np.ones(2), np.ones(2)])], "b": (np.ones(3), None)}
+    got = two.reduce("sum", tree, axis=0)
+    assert (float(got["a"][0]), float(got["b"][0]), got["b"][1]) == (4.0, 6.0, None)
+
+
+def test_what_a_per_replica_may_hold(two):
+    for values, total in [
+        ([1.0, 2.0], 3.0),
+        ([1, 2], 3),
+        ([True, True], 2),
+        ([np.float32(1)] * 2, 2),
+    ]:
+        assert float(two.reduce("sum", PerReplica(values))) == total
+    with raises(TypeError, names="PerReplica", values="'a' (str)"):
+        PerReplica(["a", "b"])
+
+
+def test_where_reduce_may_be_called(two):
+    for place in (two.scope(), mirror.device("cpu:0")):
+        with place:
+            assert float(two.reduce("sum", PerReplica([1.0, 2.0]))) == 3.0
+    use = "mirror.get_replica_context().all_reduce"
+    with raises(RuntimeError, names="strategy.reduce", fix=use):
+        two.run(lambda: two.reduce("sum", 1.0))
+
+
+def test_local_results(two):
+    """A tree gives a tree for each replica; what is no `PerReplica` is in each of them."""
+    own = PerReplica([1.0, 2.0])
+    assert [float(x) for x in two.local_results(own)] == [1.0, 2.0]
+    assert two.local_results(5) == (5, 5)
+    assert two.local_results([]) == ([], [])
+    first, second = two.local_results({"a": own, "b": 7})
+    assert (float(first["a"]), float(second["a"]), first["b"], second["b"]) == (1.0, 2.0, 7, 7)

@@ -1,0 +1,246 @@
+"""Where the caller stands: scopes, replicas, threads."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import mirror
+from tests.conftest import cpu_strategy
+from tests.support.messages import raises
+
+
+def standing():
+    """The strategy, whether in a scope, whether in cross-replica context, whether in a replica."""
+    context = mirror.get_replica_context()
+    return (
+        mirror.get_strategy(),
+        mirror.has_strategy(),
+        mirror.in_cross_replica_context(),
+        context is not None,
+    )
+
+
+def in_thread(fn):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(fn()))
+    thread.start()
+    thread.join(30)
+    return found[0]
+
+
+def test_outside_every_scope_there_is_a_lone_replica():
+    strategy, inside, cross, in_replica = standing()
+    assert (inside, cross, in_replica) == (False, False, True)
+    assert strategy.num_replicas_in_sync == 1
+    assert mirror.get_strategy() is strategy
+    context = mirror.get_replica_context()
+    assert context.num_replicas_in_sync == 1
+    assert int(context.replica_id_in_sync_group) == 0
+    for op in mirror.ReduceOp:
+        np.testing.assert_array_equal(context.all_reduce(op, {"x": jnp.arange(3.0)})["x"], range(3))
+    assert context.all_reduce("mean", True).dtype == jnp.float32
+    assert context.all_reduce("sum", True).dtype == jnp.int32
+    np.testing.assert_array_equal(context.all_gather(np.arange(3)), range(3))
+
+
+def test_in_a_scope_in_a_replica_and_after(strategy):
+    seen = []
+    before = standing()
+    with strategy.scope() as entered:
+        assert entered is strategy
+        assert standing() == (strategy, True, True, False)
+        strategy.run(lambda: seen.append(standing()))
+        assert standing() == (strategy, True, True, False)
+    assert standing() == before
+    strategy.run(lambda: seen.append(standing()), ())
+    assert set(seen) == {(strategy, True, False, True)}
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_error_leaves_no_scope_and_no_replica(two, error):
+    def step():
+        raise error("in the step")
+
+    with pytest.raises(error, match="in the step"), two.scope():
+        two.run(step)
+    assert not mirror.has_strategy()
+    assert jax.sharding.get_abstract_mesh().empty
+
+
+def test_a_scope_can_be_entered_again_while_open_and_after(two):
+    scope = two.scope()
+    for _ in range(2):
+        with scope, scope, two.scope():
+            assert standing() == (two, True, True, False)
+        assert not mirror.has_strategy()
+
+
+def test_arrays_created_in_a_scope_are_mirrored(strategy):
+    with strategy.scope():
+        made = [jnp.ones(3), jax.random.normal(jax.random.key(0)), nnx.Rngs(0).params()]
+    for array in made:
+        assert array.devices() == set(strategy.devices)
+        assert array.is_fully_replicated
+
+
+def test_a_scope_of_another_strategy_is_refused_and_changes_nothing(two):
+    other = cpu_strategy(2)
+    with two.scope():
+        with raises(RuntimeError, names=[f"{other}.scope", str(two)]):
+            other.scope().__enter__()
+        assert standing() == (two, True, True, False)
+        assert jnp.ones(2).devices() == set(two.devices)
+
+
+CALLS = {
+    "run": lambda s: s.run(lambda: 1),
+    "scope": lambda s: s.scope().__enter__(),
+    "reduce": lambda s: s.reduce("sum", 1.0),
+    "gather": lambda s: s.gather(np.ones(1)),
+    "distribute_dataset": lambda s: s.distribute_dataset([]),
+    "check_mirrored": lambda s: s.check_mirrored(jnp.ones(1)),
+    "verify": lambda s: s.verify(lambda: 1),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_belongs_outside_is_refused_in_a_replica(two, name):
+    for callee in (two, cpu_strategy(2)):
+        with raises(RuntimeError, names=[f"strategy.{name}", str(two)], fix="replica"):
+            two.run(lambda callee=callee: CALLS[name](callee))
+        assert not mirror.has_strategy()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_another_strategys_methods_are_refused_in_a_scope(two, name):
+    other = cpu_strategy(3)
+    with two.scope(), raises(RuntimeError, names=[f"{other}.{name}", str(two)]):
+        CALLS[name](other)
+
+
+def test_the_message_names_both_strategies(two):
+    one, both = "MirroredStrategy(/device:CPU:0)", "MirroredStrategy(/device:CPU:0, /device:CPU:1)"
+    with two.scope(), raises(RuntimeError, names=[f"{one}.run", both]):
+        cpu_strategy(1).run(lambda: 1)
+
+
+def test_each_thread_stands_for_itself(two):
+    with two.scope():
+        assert in_thread(standing)[1:] == (False, False, True)
+        other = cpu_strategy(3)
+
+        def elsewhere():
+            with other.scope():
+                return standing()[0] is other and other.run(lambda: jnp.ones(2)).shape == (2,)
+
+        assert in_thread(elsewhere)
+        assert standing() == (two, True, True, False)
+
+
+def test_one_scope_object_in_two_threads(two):
+    """The mesh that is left is the one that this thread set."""
+    scope, entered, leave = two.scope(), threading.Event(), threading.Event()
+    problems = []
+
+    def elsewhere():
+        try:
+            with scope:
+                entered.set()
+                leave.wait(30)
+            assert jax.sharding.get_abstract_mesh().empty
+        except BaseException as error:
+            problems.append(error)
+            entered.set()
+
+    thread = threading.Thread(target=elsewhere)
+    with scope:
+        thread.start()
+        assert entered.wait(30)
+    empty = jax.sharding.get_abstract_mesh().empty
+    leave.set()
+    thread.join(30)
+    assert not problems
+    assert empty
+
+
+def test_a_replica_context_ends_with_its_step(two):
+    kept = []
+    two.run(lambda: kept.append(mirror.get_replica_context()))
+    for context in kept:
+        for use in (
+            lambda c: c.strategy,
+            lambda c: c.num_replicas_in_sync,
+            lambda c: c.replica_id_in_sync_group,
+            lambda c: c.all_reduce("sum", 1.0),
+            lambda c: c.all_gather(np.ones(1)),
+            lambda c: c.fold_in(jax.random.key(0)),
+        ):
+            with raises(RuntimeError, names="ReplicaContext", fix="mirror.get_replica_context()"):
+                use(context)
+
+
+def test_what_a_replica_knows(strategy):
+    n = strategy.num_replicas_in_sync
+
+    def step(x):
+        context = mirror.get_replica_context()
+        assert context.strategy is strategy
+        assert mirror.get_strategy() is strategy
+        assert context.num_replicas_in_sync == n
+        assert context.replica_id_in_sync_group.dtype == jnp.int32
+        return (
+            context.replica_id_in_sync_group,
+            context.all_gather(x),
+            context.all_gather(x[None], axis=-1),
+            jax.random.key_data(context.fold_in(jax.random.key(0))),
+        )
+
+    x = mirror.PerReplica([np.array([2.0 * i, 2 * i + 1]) for i in range(n)])
+    number, joined, last, keys = strategy.run(step, (x,))
+    np.testing.assert_array_equal(number, range(n))
+    np.testing.assert_array_equal(joined, np.arange(2.0 * n))
+    np.testing.assert_array_equal(last, np.arange(2.0 * n)[None])
+    assert len(np.unique(np.asarray(keys), axis=0)) == n
+
+
+def test_a_step_is_the_same_by_hand():
+    """Outside every scope a step is one replica's, with collectives that change nothing."""
+
+    def step(x):
+        context = mirror.get_replica_context()
+        loss = context.all_reduce("mean", x.sum())
+        return loss * mirror.get_strategy().num_replicas_in_sync
+
+    np.testing.assert_allclose(step(jnp.arange(4.0)), 6.0)
+    np.testing.assert_allclose(jax.jit(step)(jnp.arange(4.0)), 6.0)
+
+
+def test_a_scope_refuses_to_open_inside_jit(two):
+    def jitted(x):
+        with two.scope():
+            return x
+
+    with raises(RuntimeError, names=f"{two}.scope()", fix="jax.jit"):
+        jax.jit(jitted)(1.0)
+    assert not mirror.has_strategy()
+
+
+def test_an_open_scope_is_entered_again_in_a_trace(two):
+    """As by a function that is traced for its shapes alone."""
+
+    def create():
+        with two.scope():
+            assert mirror.get_strategy() is two
+            return jnp.ones(3)
+
+    with two.scope():
+        assert jax.jit(create)().sharding.is_equivalent_to(two._replicas.mirrored, 1)
+        assert jax.eval_shape(create).shape == (3,)
+        mesh = jax.set_mesh(cpu_strategy(3)._replicas.mesh)
+        with mesh, raises(RuntimeError, names=f"{two}.scope()", fix="jax.jit"):
+            jax.eval_shape(create)
+    assert not mirror.has_strategy()

@@ -1,0 +1,275 @@
+"""Devices: what they may be named by, and what a strategy says about those it has."""
+
+import itertools
+import logging
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mirror
+from mirror._src.devices.names import SPELLINGS as LISTED
+from mirror._src.devices.names import DeviceSpec
+from mirror._src.devices.replicas import ReplicaDevices
+from mirror._src.devices.resolve import canonicalize_device
+from tests.conftest import cpu_strategy
+from tests.support.messages import assert_message, raises
+
+JOB = "/job:localhost/replica:0/task:0"
+ALL = f"({', '.join(f'/device:CPU:{i}' for i in range(8))})"
+SPELLINGS = [
+    *("/cpu:1", "cpu:1", "CPU:1", "/Cpu:1", "/CPU:01", "/device:CPU:1", "/device:cpu:1"),
+    *("device:cpu:1", f"{JOB}/device:CPU:1", f"{JOB}/cpu:1", "/job:localhost/cpu:1"),
+    *("/replica:0/cpu:1", "/task:0/device:CPU:1", "/job:localhost/task:0/device:cpu:1"),
+]
+# What is open is None.
+PARSED = [
+    ("", None, None),
+    (None, None, None),
+    (JOB, None, None),
+    ("/job:localhost", None, None),
+    ("GPU", "GPU", None),
+    ("/gpu", "GPU", None),
+    ("/gpu:*", "GPU", None),
+    ("/device:GPU:*", "GPU", None),
+    (f"{JOB}/device:GPU", "GPU", None),
+    ("tpu:12", "TPU", 12),
+    ("/device:FOO:1", "FOO", 1),
+    ("/device:foo", "FOO", None),
+    ("cuda:1", "GPU", 1),
+    ("/device:ROCM:0", "GPU", 0),
+]
+NO_NAMES = [
+    *("foo", "cpu:", ":1", "cpu:-1", "cpu:1 ", " cpu:1", "/cpu:1/", "cpu:x", "//cpu:1", "cpu:1:2"),
+    *("/", ":", "0", "1", "cpu1", "/cpu/1", "device:1", "/device:", "/device:CPU:x", "cpu:1.0"),
+    *("cpu:1\n", "cpu:\u0661", "/job:localhostcpu:1", "/job:localhost/", "/task:x/cpu:1"),
+    *("/task:0cpu:1", "/job:/cpu:1", "/cpu:1/job:localhost", "/physical_device:CPU:0"),
+]
+SEVERAL = ["/cpu:0/gpu:1", "cpu:0,cpu:1", "/device:CPU:0/device:CPU:1"]
+ELSEWHERE = [
+    *("/job:worker/cpu:0", "/job:worker", "/task:1/cpu:0", "/replica:1/cpu:0", "/job:x/task:0"),
+    "/job:localhost/replica:0/task:12/device:GPU:0",
+]
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_every_spelling_names_the_device(name):
+    assert canonicalize_device(name) is jax.devices("cpu")[1]
+    assert str(DeviceSpec.parse(name)) == "/device:CPU:1"
+    assert DeviceSpec.parse(name).full_name == f"{JOB}/device:CPU:1"
+    assert DeviceSpec.parse(name) == DeviceSpec("CPU", 1)
+    assert hash(DeviceSpec.parse(name)) == hash(DeviceSpec("CPU", 1))
+    assert mirror.OneDeviceStrategy(name).devices == (jax.devices("cpu")[1],)
+
+
+@pytest.mark.parametrize(("name", "kind", "index"), PARSED)
+def test_parts_of_a_name_may_be_left_open(name, kind, index):
+    spec = DeviceSpec.parse(name)
+    assert (spec.device_type, spec.index) == (kind, index)
+    assert DeviceSpec.parse(str(spec)) == DeviceSpec.parse(spec.full_name) == spec
+
+
+@pytest.mark.parametrize("name", NO_NAMES)
+def test_what_is_no_name_is_refused_with_the_spellings(name):
+    """With one text for all, where TensorFlow has several, that of `int` among them."""
+    with raises(ValueError, values=repr(name), fix=LISTED):
+        canonicalize_device(name)
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_two_devices_are_no_name(name):
+    with raises(ValueError, values=[repr(name), 2], fix=LISTED):
+        canonicalize_device(name)
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_other_processes_are_refused(name):
+    """TensorFlow knows clusters: there, these are names. A spec of ours has no job and no task."""
+    with raises(ValueError, values=[repr(name), JOB], fix=LISTED):
+        canonicalize_device(name)
+
+
+def test_specs_are_merged_and_replaced_as_values():
+    cpu, gpu, first = DeviceSpec("CPU", 0), DeviceSpec("GPU"), DeviceSpec(index=1)
+    merged = {
+        (cpu, gpu): DeviceSpec("GPU", 0),
+        (gpu, cpu): cpu,
+        (gpu, first): DeviceSpec("GPU", 1),
+        (first, gpu): DeviceSpec("GPU", 1),
+        (cpu, DeviceSpec()): cpu,
+        (DeviceSpec(), cpu): cpu,
+    }
+    for (one, other), expected in merged.items():
+        assert one.make_merged_spec(other) == expected
+    assert cpu.replace(index=3) == DeviceSpec("CPU", 3)
+    assert cpu.replace(device_type="GPU", index=None) == gpu
+    assert cpu == DeviceSpec("CPU", 0)
+    for attribute in ("device_type", "index", "job"):
+        with pytest.raises(AttributeError):
+            setattr(cpu, attribute, "GPU")
+
+
+def test_specs_are_ordered_by_type_then_index():
+    ordered = [
+        DeviceSpec(),
+        DeviceSpec(index=0),
+        DeviceSpec("CPU"),
+        *(DeviceSpec("CPU", i) for i in (0, 1, 2, 10)),
+        DeviceSpec("GPU"),
+        DeviceSpec("GPU", 0),
+    ]
+    assert sorted(random.Random(0).sample(ordered, len(ordered))) == ordered
+    assert len({*ordered, *(spec.replace() for spec in ordered)}) == len(ordered)
+    for low, high in itertools.combinations(ordered, 2):
+        assert low < high <= high
+        assert not high <= low
+    with pytest.raises(TypeError):
+        assert DeviceSpec() < "/cpu:0"
+
+
+def test_what_is_left_open_is_the_first_of_its_type():
+    """No type at all is refused: a default that depends on the place of the call is a surprise."""
+    first = jax.devices("cpu")[0]
+    for name in ("cpu", "/cpu:*", "/device:CPU", f"{JOB}/device:CPU:*"):
+        assert canonicalize_device(name) is first
+    for name in ("", JOB):
+        with raises(ValueError, values="''", fix="'/cpu:0'"):
+            canonicalize_device(name)
+
+
+def test_names_are_canonical():
+    for i, device in enumerate(mirror.config.list_logical_devices("CPU")):
+        assert device == mirror.config.LogicalDevice(f"/device:CPU:{i}", "CPU")
+        assert canonicalize_device(device) is jax.devices("cpu")[i]
+        assert mirror.OneDeviceStrategy(device).devices == (jax.devices("cpu")[i],)
+
+
+NO_DEVICES: dict[str, tuple] = {
+    "number": (3, "3 (int)"),
+    "none": (None, "None (NoneType)"),
+    "list": (["/cpu:0"], "['/cpu:0'] (list)"),
+    "spec": (DeviceSpec("CPU", 0), "DeviceSpec(device_type='CPU', index=0) (DeviceSpec)"),
+    "physical": (
+        mirror.config.list_physical_devices()[0],
+        ["/physical_device:CPU:0", "PhysicalDevice", "physical"],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", NO_DEVICES)
+def test_what_is_no_device_is_refused(what):
+    device, found = NO_DEVICES[what]
+    with raises(TypeError, values=found, fix="mirror.config.list_logical_devices()"):
+        canonicalize_device(device)
+
+
+@pytest.mark.parametrize("devices", [3, mirror.config.list_physical_devices()[0], jax.devices])
+def test_devices_that_are_no_list_are_refused(devices):
+    fix = ["['/gpu:0', '/gpu:1']", "None"]
+    with raises(TypeError, names="devices", values=type(devices).__name__, fix=fix):
+        mirror.MirroredStrategy(devices)
+
+
+def test_one_device_is_no_list():
+    (logical, *_), (device, *_) = mirror.config.list_logical_devices(), jax.devices("cpu")
+    for one in (logical, device, "/cpu:0"):
+        shown = str(one) if one is device else repr(one)
+        fix = f"MirroredStrategy([{shown}])"
+        with raises(ValueError, names="devices", values=shown, fix=fix):
+            mirror.MirroredStrategy(one)
+
+
+@pytest.mark.parametrize("devices", [["/cpu:1", jax.devices], ["cpu:0", None]])
+def test_a_list_with_what_is_no_device_is_refused(devices):
+    fix = "mirror.config.list_logical_devices()"
+    with raises(TypeError, values=type(devices[1]).__name__, fix=fix):
+        mirror.MirroredStrategy(devices)
+
+
+def test_a_device_may_be_named_once_in_any_way():
+    logical = mirror.config.list_logical_devices("CPU")[1]
+    ways = ["/cpu:1", "CPU:1", logical, jax.devices("cpu")[1]]
+    for one, other in itertools.combinations(ways, 2):
+        with raises(ValueError, names="devices", values="(/device:CPU:1, /device:CPU:1)"):
+            mirror.MirroredStrategy([one, other])
+
+
+def test_a_device_stays_the_device():
+    device = jax.devices("cpu")[3]
+    assert canonicalize_device(device) is device
+
+
+@pytest.mark.parametrize("name", ["/cpu:8", "/tpu:0", "/wormhole:0"])
+def test_an_unknown_device_lists_those_that_there_are(name):
+    values, fix = [DeviceSpec.parse(name), ALL], "jax_num_cpu_devices"
+    with raises(mirror.InvalidDeviceError, values=values, fix=fix):
+        mirror.OneDeviceStrategy(name)
+    with raises(ValueError, names="devices", values=values, fix=fix):
+        mirror.MirroredStrategy(["/cpu:0", name])
+
+
+def test_the_order_of_the_devices_is_the_order_of_the_replicas():
+    strategy = mirror.MirroredStrategy(["/cpu:5", jax.devices("cpu")[2], "cpu:7"])
+    assert [d.id for d in strategy.devices] == [5, 2, 7]
+    (batch,) = strategy.distribute_dataset([np.arange(6)])
+    assert [next(iter(v.devices())).id for v in batch.values] == [5, 2, 7]
+    np.testing.assert_array_equal(batch, [[0, 1], [2, 3], [4, 5]])
+    np.testing.assert_array_equal(strategy.gather(batch), np.arange(6))
+
+
+def test_replica_order_is_kept_between_strategies_of_other_orders():
+    """Row r is replica r's value, on whatever device it was."""
+    there = mirror.MirroredStrategy(["/cpu:1", "/cpu:0"])
+    (batch,) = there.distribute_dataset([np.arange(4)])
+    back = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
+    for _ in range(3):
+        np.testing.assert_array_equal(back.gather(batch), np.arange(4))
+        np.testing.assert_array_equal(there.gather(batch), np.arange(4))
+
+
+def test_no_devices_named_means_all():
+    assert mirror.MirroredStrategy().devices == tuple(jax.devices())
+    assert mirror.MirroredStrategy(None).num_replicas_in_sync == 8
+
+
+def test_devices_may_come_from_any_iterable():
+    assert mirror.MirroredStrategy(iter(["/cpu:0", "/cpu:1"])).num_replicas_in_sync == 2
+
+
+def test_a_strategy_says_what_it_has(caplog):
+    with caplog.at_level(logging.INFO, "mirror"):
+        strategy = cpu_strategy(2)
+    pair = "(/device:CPU:0, /device:CPU:1)"
+    assert_message(caplog.text, names="MirroredStrategy", values=pair)
+    assert str(strategy) == "MirroredStrategy(/device:CPU:0, /device:CPU:1)"
+    lines = repr(strategy).splitlines()
+    assert lines[0] == "MirroredStrategy, 2 replicas in sync"
+    assert lines[1].split() == ["replica", "logical", "device", "physical", "device", "memory"]
+    assert lines[3].split() == ["1", "/device:CPU:1", "/physical_device:CPU:0", "host", "memory"]
+    assert strategy._repr_html_().count("<tr>") == 3
+
+
+def test_properties_are_read_only(two):
+    for name in ("devices", "num_replicas_in_sync", "cross_device_ops"):
+        with pytest.raises(AttributeError):
+            setattr(two, name, None)
+
+
+@pytest.mark.parametrize("make", [jnp.arange, np.arange], ids=["jax", "numpy"])
+def test_a_mirrored_copy_shares_no_buffer_with_its_source(make):
+    devices = ReplicaDevices(tuple(jax.devices("cpu")[:2]))
+    source = make(4)
+    copy = devices.mirror(source)
+    assert devices.is_mirrored(copy)
+    jax.jit(lambda x: x + 1, donate_argnums=0)(copy).block_until_ready()
+    np.testing.assert_array_equal(source, range(4))
+
+
+def test_a_stacked_host_array_is_copied_before_it_travels():
+    devices = ReplicaDevices(tuple(jax.devices("cpu")[:2]))
+    source = np.zeros((2, 1 << 16), np.float32)
+    stacked = devices.stack(source)
+    source[:] = 1
+    assert not np.asarray(stacked).any()

@@ -1,0 +1,200 @@
+"""The documentation says what there is: names, links and messages; and each name has its place."""
+
+import ast
+import functools
+import importlib
+import importlib.util
+import inspect
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+import mirror
+import mirror.testing
+from tests.support import fresh
+
+DOCS = fresh.ROOT / "docs"
+ABOUT = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "mirror/README.md"]
+PAGES = {
+    name: (fresh.ROOT / name).read_text()
+    for name in [*ABOUT, *(str(p.relative_to(fresh.ROOT)) for p in sorted(DOCS.rglob("*.md")))]
+}
+GUIDE = {name: text for name, text in PAGES.items() if name != "CHANGELOG.md"}
+MODULES = ["mirror", "mirror.config", "mirror.debugging", "mirror.callbacks", "mirror.data"]
+# What only a method makes has its example there.
+MADE_BY = {
+    mirror.ProgramReport: mirror.Strategy.program,
+    mirror.Explanation: mirror.Strategy.explain,
+}
+WITH_METHODS = [mirror.Strategy, mirror.ReplicaContext, mirror.Variable, mirror.InputContext]
+
+
+def public() -> dict[str, Any]:
+    """What a user can import, by its name; modules stand for what is in them."""
+    return {
+        f"{module}.{name}": value
+        for module in MODULES
+        for name, value in vars(sys.modules[module]).items()
+        if not name.startswith("_") and not inspect.ismodule(value)
+    }
+
+
+PUBLIC = public()
+
+
+# Names: each has an example, and a place on the site.
+
+
+@pytest.mark.parametrize("name", [n for n, value in PUBLIC.items() if not isinstance(value, str)])
+def test_each_public_name_has_an_example(name):
+    documented = MADE_BY.get(PUBLIC[name], PUBLIC[name])
+    assert examples(documented), f"{name}: add an example to its docstring"
+
+
+@pytest.mark.parametrize("owner", WITH_METHODS, ids=lambda owner: owner.__name__)
+def test_each_method_is_in_an_example(owner):
+    """In its own or in one of its class."""
+    for name, method in vars(owner).items():
+        if not name.startswith("_") and inspect.isfunction(method):
+            text = examples(owner) + examples(method)
+            assert re.search(rf"\b{name}\(", text), f"{owner.__name__}.{name}: use it in an example"
+
+
+def examples(documented: object) -> str:
+    return "\n".join(re.findall(r"^ *(?:>>>|\.\.\.) (.*)", documented.__doc__ or "", re.M))
+
+
+def test_the_site_has_each_public_name_once():
+    found = [name for p in PAGES for name in re.findall(r"^::: (mirror\.\S+)", PAGES[p], re.M)]
+    assert len(found) == len(set(found)), "a name stands twice"
+    there = {id(resolved(name)) for name in found}
+    missing = [name for name, value in PUBLIC.items() if id(value) not in there]
+    assert not missing, f"add to a page of docs/api: {missing}"
+
+
+@functools.cache
+def resolved(name: str) -> object:
+    """What a dotted name means; a module where it is one."""
+    value: object = mirror
+    for i, part in enumerate(parts := name.split(".")[1:]):
+        if not hasattr(value, part):
+            module = ".".join(["mirror", *parts[: i + 1]])
+            assert importlib.util.find_spec(module), f"there is no {name}"
+            value = importlib.import_module(module)
+        else:
+            value = getattr(value, part)
+    return value
+
+
+@pytest.mark.parametrize("name", GUIDE)
+def test_names_on_a_page_are_there(name):
+    text = GUIDE[name]
+    if "/from-" in name:
+        text = re.sub(r"^\| .*? \|", "", text, flags=re.M)  # the column of the other library
+    for found in re.findall(r"`(mirror(?:\.\w+)+)", text):
+        resolved(found)
+    for attribute in re.findall(r"`strategy\.(\w+)", text):
+        assert hasattr(mirror.Strategy, attribute), f"{name}: strategy.{attribute}"
+    for attribute in re.findall(r"`trainer\.(\w+)", text):
+        assert hasattr(mirror.Trainer, attribute), f"{name}: trainer.{attribute}"
+
+
+def test_the_map_of_the_code_has_each_module():
+    """The faces, and each module below its folder."""
+    text = PAGES["mirror/README.md"]
+    package = fresh.ROOT / "mirror"
+    for path in package.glob("*.py"):
+        assert path.name in text, f"mirror/README.md does not mention {path.name}"
+    lines = text.split("  _src/\n")[1].split("```")[0]
+    parts = dict(re.findall(r"^    (\w+)/ +((?:.*\n)(?:^ {8}.*\n)*)", lines, re.M))
+    for path in (package / "_src").rglob("*.py"):
+        folder, *rest = path.relative_to(package / "_src").with_suffix("").parts
+        name = f"{rest[0]}/" if len(rest) > 1 else "".join(rest)
+        if folder not in ("cli", "__init__") and name != "__init__":
+            assert re.search(rf"\b{name}", parts[folder]), f"{folder}: {name}"
+
+
+# Messages.
+
+
+@functools.cache
+def messages() -> list[str]:
+    """Every text in the package, with an ellipsis for what is put in."""
+    found = []
+    for path in (fresh.ROOT / "mirror").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+            elif isinstance(node, ast.JoinedStr):
+                parts = (getattr(part, "value", None) for part in node.values)
+                found.append("".join(p if isinstance(p, str) else "…" for p in parts))
+    return found
+
+
+def said_to_do() -> list[str]:
+    """The messages in the tables of the page on troubleshooting."""
+    tables = PAGES["docs/troubleshooting.md"].split("| message | what to do |\n| --- | --- |\n")[1:]
+    rows = [row for table in tables for row in table.split("\n\n")[0].splitlines()]
+    return [row.split("`")[1] for row in rows if row.startswith("| `")]
+
+
+def matches(shown: str, message: str) -> bool:
+    parts = (re.escape(part) for part in shown.split("…"))
+    return re.search(".*".join(parts), message, re.DOTALL) is not None
+
+
+@pytest.mark.parametrize("shown", said_to_do())
+def test_a_message_on_the_page_is_one_of_mirror(shown):
+    assert any(matches(shown, message) for message in messages()), shown
+
+
+def test_the_messages_of_the_readme_are_on_the_page():
+    table = PAGES["README.md"].split("| message | what to do |")[1]
+    for row in re.findall(r"^\| `(.*?)` \|", table, re.M):
+        assert any(matches(shown, row) for shown in said_to_do()), row
+
+
+# Pages and links.
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_is_finished(name):
+    text = PAGES[name]
+    assert text.startswith("# "), "a page begins with its title"
+    assert len(text.split()) > 20 or "\n::: " in text, "a page says something"
+    assert not re.search(r"\b(TODO|TBD|FIXME|lorem)\b", text), "a page is finished"
+    assert "://" not in text, "a page needs no other host"
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_the_links_of_a_page_lead_somewhere(name):
+    for target in re.findall(r"\]\(([^)]+)\)", re.sub(r"```.*?```", "", PAGES[name], flags=re.S)):
+        file, _, anchor = target.partition("#")
+        path = ((fresh.ROOT / name).parent / file).resolve() if file else fresh.ROOT / name
+        assert path.is_file(), f"{name} links {target}"
+        if anchor:
+            heads = re.findall(r"^#+ (.*)", path.read_text(), re.M)
+            assert anchor in map(anchor_of, heads), f"{name} links {target}"
+
+
+def anchor_of(heading: str) -> str:
+    """As both GitHub and MkDocs make it."""
+    return re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-")
+
+
+def test_each_page_is_in_the_navigation():
+    navigation = (fresh.ROOT / "mkdocs.yml").read_text()
+    for path in DOCS.rglob("*.md"):
+        assert str(path.relative_to(DOCS)) in navigation, path
+
+
+def test_the_site_is_built(tmp_path):
+    """With all warnings as errors: links, names, signatures. Needs the extra `docs`."""
+    pytest.importorskip("mkdocs", reason='needs pip install "mirror-jax[docs]"')
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=fresh.ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "Trainer" in (tmp_path / "api" / "training" / "index.html").read_text()

@@ -1,0 +1,120 @@
+"""The notebooks: stored without results, linked; with `--notebooks`, each cell is run twice."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import nbformat
+import pytest
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, CellTimeoutError
+
+from tests.support import fresh
+
+FOLDER = fresh.ROOT / "notebooks"
+PATHS = sorted(FOLDER.glob("*.ipynb"))
+_LINK = re.compile(r"\]\(([^)#\s]+)")
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
+every_notebook = pytest.mark.parametrize("path", PATHS, ids=[path.stem for path in PATHS])
+
+
+def read(path: Path) -> Any:
+    return nbformat.read(path, as_version=nbformat.NO_CONVERT)
+
+
+def cells(path: Path, kind: str) -> list[Any]:
+    return [cell for cell in read(path).cells if cell.cell_type == kind]
+
+
+def links(text: str) -> list[str]:
+    return [link for link in _LINK.findall(text) if "://" not in link]
+
+
+def test_the_notebooks_are_numbered_without_a_gap():
+    assert [path.name[:3] for path in PATHS] == [f"{i + 1:02}_" for i in range(len(PATHS))]
+    assert len(PATHS) >= 3
+
+
+@every_notebook
+def test_a_notebook_is_stored_without_results_and_with_an_id_for_each_cell(path):
+    notebook = read(path)
+    nbformat.validate(notebook)
+    assert (notebook.nbformat, notebook.nbformat_minor) == (4, 5)
+    assert notebook.metadata.kernelspec.name == "python3"
+    ids = [cell.id for cell in notebook.cells]
+    assert len(set(ids)) == len(ids)
+    for cell in cells(path, "code"):
+        assert (cell.outputs, cell.execution_count) == ([], None), f"{cell.id} holds results"
+
+
+def test_the_notebooks_are_clean():
+    for command in (["check"], ["format", "--check"]):
+        found = subprocess.run(
+            [sys.executable, "-m", "ruff", *command, "--no-cache", str(FOLDER)],
+            cwd=fresh.ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert found.returncode == 0, found.stdout + found.stderr
+
+
+@every_notebook
+def test_links_of_a_notebook_lead_to_files_and_the_last_cell_to_the_next_notebook(path):
+    last = read(path).cells[-1]
+    for cell in cells(path, "markdown"):
+        for link in links(cell.source):
+            assert (path.parent / link).is_file(), f"{cell.id} links to {link}"
+    following = PATHS[PATHS.index(path) + 1 :]
+    assert last.cell_type == "markdown"
+    if following:
+        assert following[0].name in links(last.source)
+
+
+@every_notebook
+def test_the_first_cell_runs_again_after_jax_has_started(path):
+    jax.devices()
+    first, names = cells(path, "code")[0], {"__name__": "__main__"}
+    for _ in range(2):
+        exec(compile(first.source, f"{path.name}:{first.id}", "exec"), names)
+
+
+@pytest.mark.notebooks
+@every_notebook
+def test_every_cell_of_a_notebook_runs_twice_in_a_row(path, tmp_path, monkeypatch):
+    """In one kernel, on the GPUs there are, else on the host devices that the first cell makes."""
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "jupyter"))
+    environment = {**os.environ, "IPYTHONDIR": str(tmp_path / "ipython")}
+    notebook = read(path)
+    notebook.cells.append(nbformat.v4.new_code_cell(SEVERAL_DEVICES, id="several-devices"))
+    client = NotebookClient(
+        notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
+    )
+    with client.setup_kernel(env=environment):
+        for i, cell in enumerate(notebook.cells):
+            if cell.cell_type == "code":
+                once = execute(client, i, f"{path.name}, cell {cell.id}")
+                again = execute(client, i, f"{path.name}, cell {cell.id}, the second time")
+                assert again == once, f"{path.name}, cell {cell.id} shows something else"
+
+
+SEVERAL_DEVICES = """
+import jax
+assert len(jax.devices()) > 1 or jax.default_backend() != "cpu"
+"""
+
+
+def execute(client: NotebookClient, index: int, name: str) -> list[tuple[str, ...]]:
+    """What kinds of things a cell shows; fails with the cell where it does."""
+    try:
+        cell = client.execute_cell(client.nb.cells[index], index)
+    except (CellExecutionError, CellTimeoutError) as error:
+        pytest.fail(f"{name}:\n{_COLOURS.sub('', str(error))}", pytrace=False)
+    texts = [output.text for output in cell.outputs if output.output_type == "stream"]
+    assert not any("Warning: " in text for text in texts), f"{name} warns:\n{''.join(texts)}"
+    return [tuple(sorted(output.data)) for output in cell.outputs if "data" in output]

@@ -1,0 +1,211 @@
+"""Host callbacks in steps: an exception comes out of `run`, once, and nothing waits forever."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+
+import mirror
+from mirror import PerReplica
+from mirror._src.devices import launch
+from tests.conftest import cpu_strategy
+from tests.support.messages import assert_message
+
+AXIS = mirror.REPLICA_AXIS
+EXECUTORS = {
+    "one": lambda: cpu_strategy(1),
+    "pmap": lambda: cpu_strategy(4),
+    "vmap": lambda: cpu_strategy(1, replicas_per_device=4),
+    "pairs": lambda: cpu_strategy(2, replicas_per_device=2),
+    "staged": lambda: cpu_strategy(4, cross_device_ops=mirror.ReductionToOneDevice()),
+}
+
+
+@pytest.fixture(params=EXECUTORS.values(), ids=EXECUTORS)
+def strategy(request):
+    return request.param()
+
+
+class BadDataError(Exception):
+    """The user's own."""
+
+
+def look(value):
+    if np.any(value == 0):
+        raise BadDataError(f"value {float(value)}")
+
+
+def look_at(value):
+    look(value)
+    return np.float32(2 * value)
+
+
+OF_FLOAT = jax.ShapeDtypeStruct((), jnp.float32)
+KINDS = {
+    "debug": lambda x: (jax.debug.callback(look, x), x)[1],
+    "pure": lambda x: jax.pure_callback(look_at, OF_FLOAT, x),
+    "pure, vmap_method": lambda x: jax.pure_callback(
+        look_at, OF_FLOAT, x, vmap_method="sequential"
+    ),
+    "io": lambda x: jax.experimental.io_callback(look_at, OF_FLOAT, x),
+}
+PLACES = {
+    "top": lambda call, x: call(x),
+    "jit": lambda call, x: jax.jit(call)(x),
+    "scan": lambda call, x: lax.scan(lambda c, _: (call(x) + 0 * c, None), x, None, 2)[0],
+    "cond": lambda call, x: lax.cond(x >= 0, call, lambda x: x, x),
+}
+
+
+def numbers(strategy, start):
+    return PerReplica([np.float32(start + i) for i in range(strategy.num_replicas_in_sync)])
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_callback_raises_on_one_replica_comes_out_of_run(strategy, kind, place):
+    if kind == "io" and strategy.devices[:1] * 2 == strategy.devices[:2] and place == "cond":
+        pytest.skip("jax.vmap has no io_callback under a condition that differs between rows")
+
+    def step(x):
+        return lax.psum(PLACES[place](KINDS[kind], x), AXIS)
+
+    wanted = np.asarray(strategy.run(step, (numbers(strategy, 1),)))
+    with pytest.raises(BadDataError, match=r"value 0\.0"):
+        strategy.run(step, (numbers(strategy, 0),))
+    # It belongs to that step: the next one, of the same program and of another, are as before.
+    np.testing.assert_array_equal(strategy.run(step, (numbers(strategy, 1),)), wanted)
+    n = strategy.num_replicas_in_sync
+    assert float(strategy.run(lambda x: lax.psum(x, AXIS), (numbers(strategy, 0),))) == sum(
+        range(n)
+    )
+
+
+def test_a_step_that_fails_in_a_callback_changes_nothing(strategy):
+    class Model(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.ones(2))
+
+    def step(model, state, x):
+        jax.debug.callback(look, x)
+        model.w[...] = model.w[...] + lax.psum(x, AXIS)
+        return state + 1
+
+    model, state = Model(), jnp.zeros(3)
+    args = (model, state, numbers(strategy, 0))
+    for _ in range(2):
+        with pytest.raises(BadDataError):
+            strategy.run(step, args, donate_argnums=1)
+    np.testing.assert_array_equal(model.w[...], [1, 1])
+    np.testing.assert_array_equal(state, [0, 0, 0])
+    strategy.run(step, (model, state, numbers(strategy, 1)), donate_argnums=1)
+    strategy.check_mirrored(model)
+
+
+def test_several_callbacks_that_raise_are_one_error_with_a_note(strategy):
+    def step(x):
+        jax.debug.callback(look, 0 * x)
+        return lax.psum(x, AXIS)
+
+    with pytest.raises(BadDataError) as error:
+        strategy.run(step, (numbers(strategy, 1),))
+    if strategy.num_replicas_in_sync > 1:
+        assert_message(error.value.__notes__[0], values=4)
+
+
+METHODS = {
+    "run": lambda s, x: s.run(lambda x: x * 2, (x,)),
+    "reduce": lambda s, x: s.reduce("sum", x),
+    "gather": lambda s, x: s.gather(PerReplica([np.ones(1)] * s.num_replicas_in_sync)),
+    "check_mirrored": lambda s, x: s.check_mirrored(jnp.ones(2)),
+    "program": lambda s, x: s.inspect(lambda x: x, (x,)),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_strategy_inside_a_callback_is_an_error_and_no_hang(strategy, method):
+    x = numbers(strategy, 1)
+    errors = []
+
+    def call(_):
+        try:
+            METHODS[method](strategy, x)
+        except BaseException as error:
+            errors.append(error)
+
+    def step(x):
+        jax.debug.callback(call, x)
+        return lax.psum(x, AXIS)
+
+    strategy.run(step, (x,))
+    assert len(errors) == strategy.num_replicas_in_sync
+    if method != "check_mirrored":  # it says first that the array is elsewhere
+        name = method if method in ("reduce", "gather") else "<lambda>"
+        for error in errors:
+            assert_message(error, names=name, fix=["callback", "strategy.run"])
+    assert all(isinstance(error, RuntimeError | ValueError) for error in errors)
+
+
+def test_prints_do_not_make_a_step_wait(strategy):
+    def step(x):
+        jax.debug.print("{}", x)
+        return lax.psum(x, AXIS)
+
+    strategy.run(step, (numbers(strategy, 1),))
+    (program,) = {id(p): p for p in strategy._runner._cache.programs.values()}.values()
+    assert program._guard is None
+
+
+@pytest.mark.skipif(not launch.is_needed(), reason="this JAX needs no guard")
+def test_an_earlier_launchs_failure_does_not_come_out_of_a_later_one():
+    """Of a program that is not ours, say: whoever reads its results gets it."""
+
+    class Failed:
+        def block_until_ready(self):
+            raise RuntimeError("of another step")
+
+    strategy = cpu_strategy(2)
+    step = lambda x: lax.psum(x, AXIS)  # noqa: E731
+    assert float(strategy.run(step, (numbers(strategy, 1),))) == 3
+    jax.effects_barrier()
+    with launch._lock:
+        launch._in_flight.extend([Failed(), Failed()])
+    for _ in range(4):
+        assert float(strategy.run(step, (numbers(strategy, 1),))) == 3
+
+
+def test_threads_that_run_failing_and_healthy_steps_at_once():
+    strategy, other = cpu_strategy(2), cpu_strategy(2)
+    wrong = []
+
+    def failing(x):
+        jax.debug.callback(look, x)
+        return lax.psum(x, AXIS)
+
+    def healthy(x):
+        return lax.psum(x, AXIS)
+
+    def loop(strategy, step, start):
+        for _ in range(10):
+            try:
+                found = float(strategy.run(step, (numbers(strategy, start),)))
+                if step is failing or found != 3:
+                    wrong.append(found)
+            except BadDataError:
+                if step is healthy:
+                    wrong.append("an error of another step")
+
+    threads = [
+        threading.Thread(target=loop, args=args)
+        for args in [(strategy, failing, 0), (other, healthy, 1), (strategy, healthy, 1)]
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not any(thread.is_alive() for thread in threads)
+    assert not wrong

@@ -1,0 +1,440 @@
+"""Devices of several types, pretended on host devices, and the choice of the executor."""
+
+import contextlib
+import copy
+import logging
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training import train_state
+
+import mirror
+from mirror import AllReduce, PerReplica, ReductionToOneDevice
+from mirror._src.executors import choice
+from tests.conftest import cpu_strategy
+from tests.laws.test_conformance import pretended_types
+from tests.run.test_runner import assert_nothing_compiled, compilations
+from tests.support.messages import assert_message, raises
+from tests.support.models import MLP, LinenMLP, SyncBatchNorm, batches, linen_step, nnx_step
+
+CPUS = jax.devices("cpu")
+# The second and third host device are said to be GPUs.
+GPUS = CPUS[1:3]
+TYPES = ["CPU", "GPU", "GPU"]
+PAIR = "(/device:GPU:0, /device:CPU:0)"
+LAYOUTS = {
+    "a GPU and the CPU": (["/gpu:0", "/cpu:0"], {}),
+    "two GPUs and the CPU": (["/gpu:0", "/gpu:1", "/cpu:0"], {}),
+    "two on each": (["/cpu:0", "/gpu:0"], {"replicas_per_device": 2}),
+    "reduced on a GPU": (
+        ["/cpu:0", "/gpu:0"],
+        {"cross_device_ops": ReductionToOneDevice("/gpu:0")},
+    ),
+    "reduced elsewhere": (
+        ["/cpu:0", "/gpu:0"],
+        {"cross_device_ops": ReductionToOneDevice("/gpu:1")},
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def gpus():
+    """For each test: what it makes is of a CPU and of GPUs."""
+    with pretended_types(TYPES):
+        yield
+
+
+@pytest.fixture
+def mixed():
+    """A GPU and the CPU."""
+    return mirror.MirroredStrategy(["/gpu:0", "/cpu:0"])
+
+
+@pytest.fixture(params=LAYOUTS)
+def layout(request):
+    """A strategy on devices of several types."""
+    devices, kwargs = LAYOUTS[request.param]
+    return mirror.MirroredStrategy(devices, **kwargs)
+
+
+def context():
+    return mirror.get_replica_context()
+
+
+def numbers(n):
+    return PerReplica([np.float32(i + 1) for i in range(n)])
+
+
+def home_of(strategy):
+    """Where mirrored arrays lie: where they are reduced."""
+    return strategy.cross_device_ops.device
+
+
+# The choice
+
+
+def said(caplog, make):
+    """What the log says when a strategy is made."""
+    with caplog.at_level(logging.DEBUG, "mirror"):
+        made = make()
+    lines = [r.getMessage() for r in caplog.records if r.name == "mirror"]
+    caplog.clear()
+    return made, lines
+
+
+def test_devices_of_several_types_are_staged_by_themselves(caplog):
+    strategy, lines = said(caplog, lambda: mirror.MirroredStrategy(["/gpu:0", "/cpu:0"]))
+    executor, route, made = lines
+    assert_message(executor, names="StagedExecutor")
+    assert_message(route, values=PAIR)
+    assert route.count("/device:CPU:0") == 2
+    assert_message(made, names="MirroredStrategy", values=PAIR)
+    assert strategy.devices == (GPUS[0], CPUS[0])
+    assert repr(strategy.cross_device_ops) == "ReductionToOneDevice('/CPU:0')"
+    assert str(strategy) == f"MirroredStrategy{PAIR}"
+
+
+CHOICES = {  # name: what makes the strategy, and what the log holds
+    "one replica on each device": (
+        lambda: mirror.MirroredStrategy(["/cpu:0", "/cpu:1"]),
+        {"names": "PmapExecutor"},
+    ),
+    "several replicas on each device": (
+        lambda: mirror.MirroredStrategy(["/cpu:0"], replicas_per_device=2),
+        {"names": "VmapExecutor"},
+    ),
+    "reduced on the host": (
+        lambda: mirror.MirroredStrategy(["/cpu:0", "/cpu:1"], ReductionToOneDevice()),
+        {
+            "names": ["StagedExecutor", "cross_device_ops"],
+            "values": "ReductionToOneDevice('/CPU:0')",
+        },
+    ),
+    "reduced on another GPU": (
+        lambda: mirror.MirroredStrategy(["/cpu:0", "/gpu:0"], ReductionToOneDevice("/gpu:1")),
+        {"values": ["/device:GPU:1", "(/device:CPU:0, /device:GPU:0)"]},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_the_log_gives_the_reason(name, caplog):
+    make, wanted = CHOICES[name]
+    _, lines = said(caplog, make)
+    assert_message("\n".join(lines), **wanted)
+
+
+def test_an_all_reduce_among_several_types_is_refused():
+    names = ["AllReduce", "cross_device_ops"]
+    with raises(ValueError, names=names, values=PAIR, fix="ReductionToOneDevice()"):
+        mirror.MirroredStrategy(["/gpu:0", "/cpu:0"], AllReduce())
+
+
+@contextlib.contextmanager
+def all_reduce_that(fault, stuck=()):
+    """The all-reduce among GPUs has this fault; gives the devices that were tested."""
+    asked = []
+
+    def find(devices, deadline_secs):
+        assert 0 < deadline_secs < 40
+        asked.append(devices)
+        return fault
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choice, "all_reduce_fault", find)
+        patch.setattr(choice, "stuck", lambda devices: tuple(stuck))
+        yield asked
+
+
+def test_gpus_that_pass_the_test_add_up_among_themselves():
+    with all_reduce_that(None) as asked:
+        strategy = mirror.MirroredStrategy(["/gpu:0", "/gpu:1"])
+    assert asked == [tuple(GPUS)]
+    assert isinstance(strategy.cross_device_ops, AllReduce)
+
+
+@pytest.mark.parametrize("fault", ["did not finish within 30 s", "NCCL: unhandled system error"])
+def test_gpus_that_fail_the_test_are_warned_of_and_staged(fault, caplog):
+    with all_reduce_that(fault), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        strategy, lines = said(caplog, lambda: mirror.MirroredStrategy(["/gpu:0", "/gpu:1"]))
+    (warning,) = caught
+    pair = "(/device:GPU:0, /device:GPU:1)"
+    assert_message(str(warning.message), values=[pair, fault], fix="NCCL_P2P_DISABLE=1")
+    assert warning.filename == __file__
+    assert_message("\n".join(lines), values=["/device:CPU:0", pair])
+    assert float(strategy.reduce("sum", numbers(2))) == 3.0
+    assert strategy.run(lambda: 1.0).devices() == set(GPUS)
+
+
+def test_gpus_that_the_test_has_stuck_are_no_use():
+    fault = "did not finish within 30 s"
+    found = ["(/device:GPU:0, /device:GPU:1)", fault, "(/device:GPU:1)"]
+    with (
+        all_reduce_that(fault, GPUS[1:]),
+        raises(RuntimeError, values=found, fix="NCCL_P2P_DISABLE=1"),
+    ):
+        mirror.MirroredStrategy(["/gpu:0", "/gpu:1"])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: mirror.MirroredStrategy(["/gpu:0"]),
+        lambda: mirror.MirroredStrategy(["/gpu:0"], replicas_per_device=2),
+        lambda: mirror.OneDeviceStrategy("/gpu:0"),
+        lambda: mirror.MirroredStrategy(["/gpu:0", "/gpu:1"], AllReduce()),
+        lambda: mirror.MirroredStrategy(["/gpu:0", "/gpu:1"], ReductionToOneDevice()),
+        lambda: mirror.MirroredStrategy(["/gpu:0", "/gpu:1", "/cpu:0"]),
+        lambda: mirror.MirroredStrategy(["/cpu:0", "/cpu:1"]),
+    ],
+    ids=["one", "one twice", "one device", "all-reduce asked for", "host", "mixed", "CPUs"],
+)
+def test_nothing_is_tested_where_nothing_hangs_on_it(make):
+    with all_reduce_that("it fails") as asked:
+        make()
+    assert not asked
+
+
+# Where values lie
+
+
+def test_each_replica_has_its_own_on_its_device_and_mirrored_ones_have_a_home(layout):
+    n, home = layout.num_replicas_in_sync, home_of(layout)
+    with layout.scope():
+        made = jnp.ones(3)
+    assert made.devices() == {home}
+
+    def step(w, x):
+        return {
+            "own": w * x,
+            "sum": context().all_reduce("sum", x),
+            "joined": context().all_gather(x[None]),
+            "id": context().replica_id_in_sync_group,
+            "mirrored": w + 1,
+        }
+
+    got = layout.run(step, (np.float32(3), numbers(n)))
+    for name in ("own", "id"):
+        value = got[name]
+        assert [v.devices() for v in value.values] == [{device} for device in layout.devices]
+    np.testing.assert_array_equal(got["own"], 3 * np.arange(1, n + 1))
+    np.testing.assert_array_equal(got["own"].stacked, 3 * np.arange(1, n + 1))
+    np.testing.assert_array_equal(got["id"], range(n))
+    for name in ("sum", "joined", "mirrored"):
+        assert got[name].devices() == {home}, name
+    assert float(got["sum"]) == n * (n + 1) / 2
+    np.testing.assert_array_equal(got["joined"], np.arange(1, n + 1))
+    assert float(got["mirrored"]) == 4
+    again = layout.run(step, (got["mirrored"], got["own"]))
+    np.testing.assert_array_equal(again["own"], 12 * np.arange(1, n + 1))
+
+
+def test_reductions_gathers_and_local_results(layout):
+    n = layout.num_replicas_in_sync
+    value = numbers(n)
+    exact = np.arange(1, n + 1)
+    for op in ("mean", "max"):
+        got = layout.reduce(op, value)
+        assert float(got) == getattr(np, op)(exact)
+        assert got.devices() == {home_of(layout)}
+    local = layout.local_results(got)
+    assert [x.devices() for x in local] == [{device} for device in layout.devices]
+    ragged = PerReplica([np.full(i, i, np.float32) for i in range(n)])
+    np.testing.assert_array_equal(layout.gather(ragged), np.concatenate(ragged.values))
+    assert float(layout.reduce("sum", ragged, axis=0)) == sum(i * i for i in range(n))
+
+
+def test_values_made_for_each_replica(layout):
+    own = layout.distribute_values_from_function(
+        lambda context: {"id": context.replica_id_in_sync_group, "x": np.ones(2)}
+    )
+    for value in own.values():
+        assert [v.devices() for v in value.values] == [{device} for device in layout.devices]
+    assert float(layout.reduce("sum", own["x"], axis=0)) == 2 * layout.num_replicas_in_sync
+
+
+def test_datasets(layout):
+    n = layout.num_replicas_in_sync
+    batch = {"x": np.arange(2 * n, dtype=np.float32), "y": np.ones((2 * n, 3), np.float32)}
+
+    def step(batch):
+        return context().all_reduce("sum", (batch["x"].sum(), batch["y"].sum()))
+
+    for got in layout.distribute_dataset([batch, jax.tree.map(jnp.asarray, batch)]):
+        assert [v.devices() for v in got["x"].values] == [{device} for device in layout.devices]
+        np.testing.assert_array_equal(np.concatenate(got["x"].values), batch["x"])
+        assert list(map(float, layout.run(step, (got,)))) == [batch["x"].sum(), 6 * n]
+    masked = layout.distribute_dataset([np.ones(2 * n), np.ones(2 * n - 1)], remainder="pad")
+    totals = [float(layout.reduce("sum", *pair[:1], axis=0, where=pair[1])) for pair in masked]
+    assert totals == [2 * n, 2 * n - 1]
+
+
+def test_by_hand(mixed):
+    """Reduced on the host from whatever devices; no array spans devices of several types."""
+    own = mixed.run(lambda x: x * 2, (numbers(2),))
+    for ops in (mixed.cross_device_ops, AllReduce()):
+        with mixed.scope():
+            assert float(ops.reduce("sum", own)) == 6.0
+        assert ops.reduce("sum", own, "/gpu:1").devices() == {GPUS[1]}
+        copies = ops.broadcast(np.ones(2), ["/gpu:0", "/cpu:0"])
+        assert [v.devices() for v in copies.values] == [{GPUS[0]}, {CPUS[0]}]
+        fix = "broadcast(x, destinations)"
+        with raises(ValueError, names="destinations", values=PAIR, fix=fix):
+            ops.reduce("sum", own, ["/gpu:0", "/cpu:0"])
+
+
+@pytest.mark.parametrize("op", ["sum", "mean", "min", "max"])
+def test_gpus_may_reduce_on_one_of_them(op):
+    ops = ReductionToOneDevice("/gpu:0")
+    strategy = mirror.MirroredStrategy(["/gpu:0", "/gpu:1"], ops)
+    for dtype in ("float16", "bool"):
+        rows = [np.array([3, 0, 1]).astype(dtype), np.array([1, 0, 2]).astype(dtype)]
+        exact = getattr(np, op)(np.stack(rows).astype(np.float64), axis=0)
+        with strategy.scope():
+            for got in (strategy.reduce(op, PerReplica(rows)), ops.reduce(op, PerReplica(rows))):
+                np.testing.assert_array_equal(np.asarray(got).astype(np.float64), exact)
+                assert got.devices() == set(GPUS)
+    large = PerReplica([np.float16(6e4)] * 2)
+    assert float(strategy.reduce("mean", large)) == float(np.float16(6e4))
+
+
+def test_a_users_own_ops_run_on_several_types():
+    class Counting(mirror.CrossDeviceOps):
+        calls = 0
+
+        def reduce_implementation(self, op, values):
+            self.calls += 1
+            return super().reduce_implementation(op, values)
+
+    ops = Counting()
+    strategy = mirror.MirroredStrategy(["/gpu:0", "/cpu:0"], ops)
+    assert float(strategy.reduce("sum", numbers(2))) == 3.0
+    assert ops.calls == 1
+
+
+def test_random_draws_differ_and_keys_are_taken(mixed):
+    key = jax.random.key(0)
+    own, same = mixed.run(lambda k: (context().fold_in(k), jax.random.split(k)[0]), (key,))
+    first, second = (jax.random.key_data(k).tolist() for k in own.values)
+    assert first != second
+    assert first == jax.random.key_data(jax.random.fold_in(key, 0)).tolist()
+    assert same.devices() == {CPUS[0]}
+    drawn = mixed.run(
+        lambda rngs, x: nnx.Dropout(0.5)(x, rngs=rngs),
+        (nnx.Rngs(dropout=0), np.ones(64, np.float32)),
+    )
+    assert not np.array_equal(*map(np.asarray, drawn.values))
+
+
+# Training
+
+
+def nnx_trained(strategy, model_type, num_steps=5):
+    with strategy.scope():
+        model = model_type(nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    data = strategy.distribute_dataset(batches((12,), num_steps, 12))
+    losses = [float(strategy.run(nnx_step, (model, optimizer, batch))) for batch in data]
+    strategy.check_mirrored((model, optimizer))
+    return losses, nnx.state(model), (model, optimizer, next(iter(data)))
+
+
+def linen_trained(strategy):
+    linen = LinenMLP()
+    with strategy.scope():
+        params = linen.init(jax.random.key(0), jnp.zeros((1, 12)))["params"]
+        state = train_state.TrainState.create(
+            apply_fn=linen.apply, params=params, tx=optax.sgd(0.1)
+        )
+    losses = []
+    for batch in strategy.distribute_dataset(batches((12,), 6, 12)):
+        state, loss = strategy.run(linen_step, (state, batch), donate_argnums=0)
+        losses.append(float(loss))
+    return losses, state.params
+
+
+def assert_close(tree, wanted):
+    for mine, other in zip(jax.tree.leaves(tree), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(mine, other, 1e-4, 1e-5)
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    """What one device makes of the whole batches."""
+    return {kind: nnx_trained(cpu_strategy(1), kind)[:2] for kind in (MLP, SyncBatchNorm)}
+
+
+@pytest.mark.parametrize("name", ["a GPU and the CPU", "two GPUs and the CPU"])
+def test_nnx_trains_as_one_device(name, one_device, caplog):
+    devices, kwargs = LAYOUTS[name]
+    strategy = mirror.MirroredStrategy(devices, **kwargs)
+    kind = SyncBatchNorm if name == "a GPU and the CPU" else MLP
+    losses, state, (model, optimizer, batch) = nnx_trained(strategy, kind)
+    wanted_losses, wanted = one_device[kind]
+    np.testing.assert_allclose(losses, wanted_losses, 1e-4)
+    assert_close(state, wanted)
+    for leaf in jax.tree.leaves(nnx.state((model, optimizer))):
+        assert leaf.devices() == {CPUS[0]}
+    with compilations(caplog) as events:
+        strategy.run(nnx_step, (model, optimizer, batch))
+    assert_nothing_compiled(events)
+
+
+def test_linen_trains_as_one_device(mixed):
+    losses, params = linen_trained(mixed)
+    wanted_losses, wanted = linen_trained(cpu_strategy(1))
+    np.testing.assert_allclose(losses, wanted_losses, 1e-4)
+    assert_close(params, wanted)
+
+
+def test_checks(mixed):
+    with mixed.scope():
+        model = MLP(nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    (batch,) = mixed.distribute_dataset(batches((12,), 1, 4))
+    assert mixed.verify(nnx_step, (model, optimizer, batch)).largest < 1e-5
+    mixed.check_mirrored(model)
+    with raises(mirror.ReplicaDivergenceError, names="model.first.kernel", fix="all_reduce"):
+        mixed.run(
+            lambda model, x: model.first.kernel.set_value(x),
+            (model, PerReplica([np.zeros((12, 32), np.float32), np.ones((12, 32), np.float32)])),
+        )
+    mixed.check_mirrored(model)
+
+
+def test_the_log_of_a_step(mixed, caplog):
+    mirror.debugging.set_log_device_placement(True)
+    try:
+        with caplog.at_level(logging.INFO, "mirror"):
+            mixed.run(nnx_add, (np.float32(1), numbers(2)))
+    finally:
+        mirror.debugging.set_log_device_placement(False)
+    lines = [record.getMessage() for record in caplog.records]
+    steps = [line for line in lines if "nnx_add" in line]
+    assert_message("\n".join(steps), names="nnx_add", values=PAIR)
+    collectives = [line for line in lines if "all-reduce" in line]
+    assert_message("\n".join(collectives), values=["/device:CPU:0", PAIR, 1, "4 bytes"])
+
+
+def nnx_add(w, x):
+    return w + context().all_reduce("sum", x)
+
+
+def test_what_is_lost_is_said(mixed):
+    """A deleted row, before the step and by hand."""
+    own = mixed.run(lambda x: x, (numbers(2),))
+    own.values[1].delete()
+    with raises(ValueError, names="x", fix="donate_argnums"):
+        mixed.run(lambda x: x, (own,))
+    with raises(ValueError, names="reduce", values=["PerReplica(1.", "float32[]"]):
+        mixed.cross_device_ops.reduce("sum", own)
+
+
+def test_a_strategy_is_copied(mixed):
+    assert float(copy.deepcopy(mixed).reduce("sum", numbers(2))) == 3.0

@@ -1,0 +1,622 @@
+"""The staged executor: the cut, what lies in memory, who waits for whom, and what goes wrong."""
+
+import gc
+import signal
+import threading
+import tracemalloc
+import weakref
+from collections import Counter as Counts
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import mirror
+from mirror import REPLICA_AXIS, PerReplica
+from mirror._src.devices.launch import launch
+from mirror._src.program.staging.flatten import cut
+from mirror._src.program.staging.ir import Collective, Loop, values_of
+from mirror._src.program.trace import trace
+from tests.laws.test_conformance import CPUS, executor
+from tests.run.test_runner import assert_nothing_compiled, compilations
+from tests.support.messages import assert_message, raises
+from tests.support.models import MLP, batches, nnx_step
+
+N = 2
+
+
+def psum(x):
+    return jax.lax.psum(x, REPLICA_AXIS)
+
+
+def pmean(x):
+    return jax.lax.pmean(x, REPLICA_AXIS)
+
+
+def staged(ops=None, num_devices=N, **kwargs):
+    ops = mirror.ReductionToOneDevice() if ops is None else ops
+    return mirror.MirroredStrategy(CPUS[:num_devices], ops, **kwargs)
+
+
+def rows(*shape, num_replicas=N):
+    values = np.random.RandomState(0).randn(num_replicas, *shape).astype(np.float32)
+    return PerReplica.from_stacked(values)
+
+
+class Watching(mirror.CrossDeviceOps):
+    """Reduces on the host, and tells each value as it comes."""
+
+    def __init__(self, on_value=None, pack_bytes=0):
+        self.pack_bytes = pack_bytes
+        self.calls = []
+        self.on_value = on_value
+
+    def reduce_implementation(self, op, values):
+        self.calls.append(op)
+        watched = map(self.tell, values) if self.on_value else values
+        return super().reduce_implementation(op, watched)
+
+    def tell(self, value):
+        self.on_value(value)
+        return value
+
+
+# The cut
+
+
+def cut_of(fn, *shapes, mirrored=(), pack_bytes=0):
+    """The stages of a function of float32 arrays; those at `mirrored` are the same on all."""
+    avals = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    inputs = [i in mirrored for i in range(len(shapes))]
+    program = trace(fn, avals, N)
+    return cut(program, inputs, [False] * len(program.jaxpr.outvars), N, pack_bytes)
+
+
+def kinds_of(cut_program):
+    """What travels after each stage."""
+    return [
+        [
+            communication.kind
+            if isinstance(communication, Collective)
+            else type(communication).__name__
+            for communication in stage.communications
+        ]
+        for stage in cut_program.stages
+    ]
+
+
+def kept_bytes(stage):
+    """What a stage leaves in memory for later."""
+    return sum(value.num_bytes for value in dict.fromkeys(values_of(stage.outputs)))
+
+
+CUTS = {
+    "nothing": (lambda x, y: x * 2, [[]]),
+    "itself": (lambda x, y: x, [[]]),
+    "one": (lambda x, y: psum(x) + y, [["psum"], []]),
+    "side by side": (lambda x, y: psum(x) + psum(y * 2), [["psum", "psum"], []]),
+    "one after the other": (lambda x, y: psum(psum(x) * y), [["psum"], ["psum"], []]),
+    "late and early": (lambda x, y: psum(psum(x) * x) + psum(y), [["psum", "psum"], ["psum"], []]),
+    "of kinds": (lambda x, y: psum(x) + jax.lax.pmax(y, REPLICA_AXIS), [["psum", "pmax"], []]),
+    "unread": (lambda x, y: [psum(x), x * y][1], [[]]),
+    "in calls": (jax.jit(lambda x, y: jax.checkpoint(psum)(x) + y), [["psum"], []]),
+    "in vmap": (lambda x, y: jax.vmap(psum)(x), [["psum"], []]),
+    "in a loop": (lambda x, y: jax.lax.fori_loop(0, 2, lambda i, c: psum(c), x), [["Loop"], []]),
+    "in no trips": (lambda x, y: jax.lax.fori_loop(0, 0, lambda i, c: psum(c), x), [[]]),
+    "local loop": (
+        lambda x, y: psum(jax.lax.fori_loop(0, 2, lambda i, c: c * 2, x)),
+        [["psum"], []],
+    ),
+    "by number": (lambda x, y: x + jax.lax.axis_index(REPLICA_AXIS), [[]]),
+}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_a_program_is_cut_at_its_collectives(name):
+    fn, wanted = CUTS[name]
+    assert kinds_of(cut_of(fn, (3,), (3,))) == wanted
+
+
+def test_small_leaves_of_one_dtype_and_level_travel_in_one_buffer():
+    def step(a, b, c, large):
+        first = psum((a, b, large, c.astype(jnp.int32)))
+        return first, jax.lax.pmax(c, REPLICA_AXIS), psum(a * first[0])
+
+    found = cut_of(step, (3,), (2, 2), (5,), (99,), pack_bytes=40)
+    collectives = [list(stage.communications) for stage in found.stages]
+    sizes = sorted(
+        (e.kind, str(e.operand.aval.dtype), e.operand.aval.shape) for e in collectives[0]
+    )
+    assert sizes == [
+        ("pmax", "float32", (5,)),
+        ("psum", "float32", (7,)),
+        ("psum", "float32", (99,)),
+        ("psum", "int32", (5,)),
+    ]
+    (packed,) = (e for e in collectives[0] if e.operand.aval.shape == (7,))
+    assert packed.in_words.startswith("all-reduce at test_staged.py:")
+    assert packed.in_words.endswith(" in psum and 1 more")
+    assert [len(stage) for stage in collectives] == [4, 1, 0]
+
+
+def test_what_needs_no_gradient_waits_until_the_state_is_given_up():
+    """The decay of a moment is computed where the gradient is, not kept as a copy of the state."""
+    big = (64, 64)
+
+    def step(weights, moment, x):
+        grads = pmean(jax.grad(lambda w: jnp.sum((x @ w) ** 2))(weights))
+        scale = jnp.sqrt(jnp.asarray(0.9)) * 0.5
+        moment = moment * 0.9 + grads * 0.1
+        return weights - scale * moment, moment
+
+    first, _ = cut_of(step, big, big, (2, 64), mirrored=(0, 1)).stages
+    (communication,) = first.communications
+    assert kept_bytes(first) == communication.operand.num_bytes  # the gradient, and nothing else
+    assert [value.aval.shape for value in first.inputs].count(big) == 1
+
+
+def test_what_is_smaller_than_what_it_is_made_of_does_not_wait():
+    """A loss is kept, not the activations that it is the mean of."""
+
+    def step(weights, x):
+        def loss(weights):
+            hidden = x @ weights
+            return jnp.mean(hidden**2)
+
+        value, grads = jax.value_and_grad(loss)(weights)
+        return pmean(grads), 3 * value + jnp.sum(psum(weights))
+
+    first, last = cut_of(step, (8, 8), (512, 8), mirrored=(0,)).stages
+    assert kept_bytes(first) == 2 * 8 * 8 * 4 + 4
+    assert (512, 8) not in [value.aval.shape for value in last.inputs]
+
+
+def test_few_values_go_from_stage_to_stage():
+    """Of an MLP with Adam: the gradients, the loss, and what the host gave."""
+    model = MLP(rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    watching = Watching(pack_bytes=None)
+    strategy = staged(watching)
+    (batch,) = strategy.distribute_dataset(batches((12,), 1))
+    strategy.run(nnx_step, (model, optimizer, batch))
+    assert len(watching.calls) == 1  # gradients and loss in one buffer
+    (program,) = set(strategy._runner._cache.programs.values())
+    (cut_program,) = program.compiled._part._staged
+    first, last = cut_program.stages
+    gradients = sum(x.nbytes for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    assert kept_bytes(first) == gradients + 4
+    made_first = {value for operation in first.operations for value in operation.outputs}
+    assert not made_first.intersection(last.inputs)
+
+
+# Memory
+
+
+def adam_state(strategy, size=64):
+    with strategy.scope():
+        model = nnx.Linear(size, size, use_bias=False, rngs=nnx.Rngs(0))
+        return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+
+
+def square_step(model, optimizer, x):
+    grads = nnx.grad(lambda m: jnp.mean(m(x) ** 2))(model)
+    optimizer.update(model, mirror.get_replica_context().all_reduce("mean", grads))
+
+
+def buffers(shape):
+    """How many buffers of this shape each device holds."""
+    arrays = [a for a in jax.live_arrays() if a.shape == shape and a.dtype == jnp.float32]
+    shards = {
+        (shard.device, shard.data.unsafe_buffer_pointer())
+        for array in arrays
+        for shard in array.addressable_shards
+    }
+    return Counts(device for device, _ in shards)
+
+
+def test_the_state_is_held_once_and_given_up():
+    """During a collective each device holds one copy of the state and of each gradient."""
+    held, gradients = [], []
+
+    def look(_):
+        held.append(buffers((64, 64)))
+        gradients.append(sum(a.shape == (N, 64, 64) for a in jax.live_arrays()))
+
+    strategy = staged(Watching(look))
+    state = adam_state(strategy)
+    before = buffers((64, 64))
+    assert set(before.values()) == {3}
+    for _ in range(3):
+        kernel, moment = state[0].kernel[...], state[1].opt_state[0].mu["kernel"][...]
+        strategy.run(square_step, (*state, rows(4, 64)))
+        assert kernel.is_deleted()
+        assert moment.is_deleted()
+    assert all(each == before for each in held)
+    assert set(gradients) == {0}  # its rows are taken apart before the first is read
+    assert buffers((64, 64)) == before
+    strategy.check_mirrored(state)
+
+
+def test_rows_are_let_go_when_the_host_has_read_them():
+    """Two at most are there at once, however many replicas there are."""
+    alive, seen = [], []
+
+    def look(value):
+        assert not value.flags.writeable
+        seen.append(weakref.ref(value))
+        alive.append(sum(reference() is not None for reference in seen))
+
+    strategy = staged(Watching(look), 8)
+    strategy.run(psum, (rows(8, num_replicas=8),))
+    assert len(alive) == 8
+    assert max(alive) <= 3  # the first, the one before, and the one that comes
+    gc.collect()
+    assert not any(reference() is not None for reference in seen)
+
+
+@pytest.mark.parametrize("ops", [mirror.ReductionToOneDevice, Watching])
+def test_the_host_holds_one_buffer_for_a_collective(ops):
+    """Not one for each of four replicas."""
+    strategy, size = staged(ops(), 4), 1 << 20
+    step = lambda x: psum(x)[:1]  # noqa: E731
+    x = PerReplica.from_stacked(np.ones((4, size), np.float32))
+    x = strategy.run(lambda x: x, (x,))
+    strategy.run(step, (x,))
+    tracemalloc.start()
+    try:
+        out = strategy.run(step, (x,))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert float(out[0]) == 4.0
+    assert 4 * size <= peak < 1.2 * 4 * size
+
+
+# Who waits for whom
+
+
+def test_all_lanes_are_launched_before_the_host_waits_for_one(monkeypatch):
+    events = []
+
+    def launched(*args, **kwargs):
+        events.append("launch")
+        launch(*args, **kwargs)
+
+    monkeypatch.setattr("mirror._src.executors.executor.launch", launched)
+    ops = Watching(lambda _: events.append("read"))
+    with executor("staged in lanes", ops) as strategy:
+        assert np.isfinite(strategy.run(lambda x: psum(x + psum(x)), (rows(num_replicas=4),)))
+    both, every = ["launch"] * 2, ["read"] * 4
+    assert events == [*both, *every, *both, *every, *both]
+
+
+def test_replicas_are_read_in_their_order_whatever_lane_they_are_in():
+    read = []
+    with executor("staged in lanes", Watching(read.append)) as strategy:
+        strategy.run(psum, (PerReplica([np.float32(i) for i in range(4)]),))
+    assert list(map(float, read)) == [0, 1, 2, 3]
+
+
+# Loops on the host
+
+
+def scanned(xs, **kwargs):
+    def body(carry, x):
+        total = psum(x)
+        return carry / 2 + total, (carry, x * total)
+
+    return jax.lax.scan(body, jnp.ones(2), xs, **kwargs)
+
+
+def until(test, body, x):
+    return jax.lax.while_loop(lambda c: test(c[0]), lambda c: (c[0] + 1, body(c[1])), (0, x))[1]
+
+
+def twice(carry, _):
+    return jax.lax.fori_loop(0, 2, lambda i, c: psum(c) / 2, carry), None
+
+
+LOOPS = {
+    "scan": (scanned, 3),
+    "reverse": (lambda x: scanned(x, reverse=True), 3),
+    "no trips": (lambda x: scanned(x[:0]), 0),
+    "one trip": (lambda x: scanned(x[:1]), 1),
+    "unrolled": (lambda x: scanned(x, unroll=3), 3),
+    "fori": (lambda x: jax.lax.fori_loop(0, 4, lambda i, c: c / 2 + psum(c), x), 4),
+    "fori of none": (lambda x: jax.lax.fori_loop(2, 2, lambda i, c: psum(c), x), 0),
+    "while": (lambda x: until(lambda i: i < 3, psum, x), 3),
+    "while of none": (lambda x: until(lambda i: i < 0, psum, x), 0),
+    "a test that communications": (lambda x: until(lambda i: psum(i) < 6, lambda x: x * 2, x), 4),
+    "nested": (lambda x: jax.lax.scan(twice, x, None, 3)[0], 6),
+    "cond": (lambda x: jax.lax.cond(psum(1) > 1, lambda: psum(x), lambda: x), 1),
+    "cond not taken": (lambda x: jax.lax.cond(psum(1) > 9, lambda: psum(x), lambda: x), 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_the_host_runs_a_loop_as_often_as_it_turns(name):
+    step, num_collectives = LOOPS[name]
+    watching, x = Watching(), rows(3, 2)
+    got = staged(watching).run(step, (x,))
+    assert len(watching.calls) == num_collectives
+    wanted = mirror.MirroredStrategy(CPUS[:N]).run(step, (x,))
+    assert jax.tree.structure(got) == jax.tree.structure(wanted)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-6)
+
+
+def test_a_loop_that_is_proved_to_turn_alike_may_depend_on_a_collective():
+    """The number of trips is known only when the step runs."""
+
+    def step(x):
+        return jax.lax.fori_loop(0, psum(x).astype(jnp.int32), lambda i, c: c + psum(1.0), 0.0)
+
+    strategy = staged()
+    for values, trips in (([1.0, 2.0], 3), ([0.0, 0.0], 0), ([4.0, 1.0], 5)):
+        out = strategy.run(step, (PerReplica([np.float32(v) for v in values]),))
+        assert float(out) == 2.0 * trips
+
+
+# What cannot be staged
+
+
+def ref_across(x):
+    ref = jax.new_ref(x)
+    ref[...] = psum(x)
+    return ref[...]
+
+
+def in_linear_solve(x):
+    solve = lambda matvec, b: psum(b)  # noqa: E731
+    return jax.lax.custom_linear_solve(lambda x: x, x, solve, solve, symmetric=True)
+
+
+def stacks_keys(x):
+    key = jax.random.key(0)
+    body = lambda c, _: (psum(c), jax.random.fold_in(key, 1))  # noqa: E731
+    return jax.lax.scan(body, x, None, 2)[0]
+
+
+UNSTAGEABLE = {
+    ref_across: "Ref",
+    in_linear_solve: "custom_linear_solve",
+    stacks_keys: "PRNG",
+}
+
+
+@pytest.mark.parametrize("step", UNSTAGEABLE, ids=lambda f: f.__name__)
+def test_what_cannot_be_cut_is_said_with_its_line(step):
+    names = ["test_staged.py", step.__name__, UNSTAGEABLE[step]]
+    with raises(NotImplementedError, names=names, fix="mirror.AllReduce()"):
+        staged().run(step, (rows(3),))
+
+
+# Errors
+
+
+class Counter(nnx.Module):
+    def __init__(self):
+        self.total = nnx.Param(jnp.zeros(2))
+
+
+class Failing(mirror.CrossDeviceOps):
+    """Fails when told to."""
+
+    error = None
+
+    def reduce_implementation(self, op, values):
+        first = next(values)
+        if self.error is not None:
+            raise self.error
+        return super().reduce_implementation(op, iter([first, *values]))
+
+
+def adds(model, x):
+    model.total[...] += psum(x)
+
+
+def test_an_op_that_raises_leaves_the_model_as_it_was():
+    ops = Failing()
+    strategy, model = staged(ops), Counter()
+    x = PerReplica([np.ones(2, np.float32)] * 2)
+    strategy.run(adds, (model, x))
+    for error, kind in ((OSError("full"), RuntimeError), (KeyboardInterrupt(), KeyboardInterrupt)):
+        ops.error = error
+        with pytest.raises(kind) as caught:
+            strategy.run(adds, (model, x))
+        if kind is RuntimeError:
+            names = ["Failing.reduce_implementation", "test_staged.py", "psum"]
+            assert_message(caught, names=names, values=["OSError", "full", "sum", "float32[2]"])
+        np.testing.assert_array_equal(model.total[...], 2.0)
+    ops.error = None
+    strategy.run(adds, (model, x))
+    np.testing.assert_array_equal(model.total[...], 4.0)
+    strategy.check_mirrored(model)
+
+
+def fails_on(replica):
+    def check(i):
+        if i == replica:
+            raise LookupError("mine")
+        return np.float32(1)
+
+    def step(model, x):
+        i = jax.lax.axis_index(REPLICA_AXIS) + jnp.int32(x[0] * 0)
+        like = jax.ShapeDtypeStruct((), np.float32)
+        adds(model, x * jax.pure_callback(check, like, i))
+
+    return step
+
+
+@pytest.mark.parametrize("replica", [0, 1])
+def test_what_a_callback_raises_comes_out_as_it_is(replica):
+    strategy, model = staged(num_devices=4), Counter()
+    x = rows(2, num_replicas=4)
+    with pytest.raises(LookupError, match="mine"):
+        strategy.run(fails_on(replica), (model, x))
+    np.testing.assert_array_equal(model.total[...], 0.0)
+    strategy.run(fails_on(None), (model, x))
+    np.testing.assert_allclose(model.total[...], np.asarray(x).sum(0), rtol=1e-6)
+
+
+def test_buffers_that_go_while_the_step_runs_are_told():
+    given = []
+    strategy = staged(Watching(lambda _: given[0].delete()))
+    with strategy.scope():
+        given.append(jnp.ones(2))
+
+    def step(held, x):
+        return psum(x) + held
+
+    with raises(RuntimeError, names="step", values=2, fix="reduce_implementation"):
+        strategy.run(step, (given[0], rows(2)))
+
+
+# Interrupts and threads
+
+
+@pytest.fixture
+def interrupted():
+    """Runs a function again and again, until a KeyboardInterrupt strikes after so many seconds."""
+    armed = []
+
+    def on_alarm(number, frame):
+        if armed:
+            armed.clear()
+            raise KeyboardInterrupt
+
+    def repeat(secs, fn):
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012 (the loop is what is interrupted)
+            armed.append(True)
+            signal.setitimer(signal.ITIMER_REAL, secs, 0.1)
+            while armed:
+                try:
+                    fn()
+                except (
+                    Exception
+                ) as error:  # it struck in JAX's C++, which makes another error of it
+                    if "KeyboardInterrupt" in str(error):
+                        raise KeyboardInterrupt from error
+                    raise
+            raise KeyboardInterrupt  # it struck in a weakref's callback, where Python drops it
+
+    before = signal.signal(signal.SIGALRM, on_alarm)
+    yield repeat
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+# An interrupt may strike in a callback of the garbage collector, where Python drops it.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("name", ["staged", "staged in lanes"])
+def test_an_interrupt_leaves_the_models_after_a_whole_step(name, interrupted):
+    def step(models, x):
+        for model in models:
+            adds(model, x)
+
+    models = [Counter() for _ in range(5)]
+    with executor(name) as strategy:
+        x = PerReplica([np.ones(2, np.float32)] * 4)
+        strategy.run(step, (models, x))
+        for i in range(40):
+            interrupted(0.001 + 0.0002 * i, lambda: strategy.run(step, (models, x)))
+            assert len({float(model.total[...][0]) for model in models}) == 1
+        strategy.check_mirrored(models)
+    assert not mirror.has_strategy()
+
+
+def test_two_threads_run_steps_at_once():
+    strategy, errors = staged(num_devices=4), []
+    x = PerReplica([np.ones(2, np.float32)] * 4)
+    models = [Counter() for _ in range(3)]
+
+    def loop(model):
+        try:
+            for _ in range(20):
+                strategy.run(adds, (model, x))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=loop, args=(model,)) for model in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), "it hangs"
+    assert not errors
+    for model in models:
+        np.testing.assert_array_equal(model.total[...], 80.0)
+
+
+# Compilation
+
+
+@pytest.mark.parametrize("name", ["staged", "staged on 2", "staged in lanes"])
+def test_the_second_step_compiles_nothing(name, caplog):
+    """Nor does a second set of shapes that was there before, nor a loop's second trip."""
+
+    def step(model, x):
+        x = jax.lax.fori_loop(0, 2, lambda i, c: c + pmean(c), x)
+        adds(model, x.sum(0))
+        return x
+
+    model = Counter()
+    with executor(name) as strategy:
+        for size in (3, 5, 3):
+            strategy.run(step, (model, rows(size, 2, num_replicas=4)))
+        with compilations(caplog) as events:
+            for size in (3, 5, 3):
+                strategy.run(step, (model, rows(size, 2, num_replicas=4)))
+    assert_nothing_compiled(events)
+
+
+def test_a_step_is_traced_once_for_each_set_of_shapes():
+    traced = []
+
+    def step(x):
+        traced.append(x.shape)
+        return psum(x.sum()), x
+
+    strategy = staged(num_devices=4)
+    ragged = PerReplica([np.ones(size, np.float32) for size in (3, 1, 3, 3)])
+    for _ in range(3):
+        total, own = strategy.run(step, (ragged,))
+        assert float(total) == 10.0
+        assert own.shapes == ragged.shapes
+    counts = {shape: traced.count(shape) for shape in [(3,), (1,)]}
+    assert counts == {(3,): 1, (1,): 1}
+
+
+def test_a_mirrored_leaf_may_change_its_shape():
+    strategy = staged()
+
+    def step(weights, x):
+        return weights * psum(x)
+
+    for size in (2, 3, 2):
+        out = strategy.run(step, (np.ones(size, np.float32), PerReplica([1.0, 2.0])))
+        np.testing.assert_array_equal(out, np.full(size, 3.0))
+
+
+@pytest.mark.parametrize("name", ["staged on 2", "staged in lanes"])
+def test_the_replicas_copies_are_bitwise_equal(name):
+    """Also those of lanes, which are compiled apart."""
+    with executor(name) as strategy:
+        with strategy.scope():
+            model = MLP(rngs=nnx.Rngs(0))
+            optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+        for batch in strategy.distribute_dataset(batches((12,), 3)):
+            loss = strategy.run(nnx_step, (model, optimizer, batch))
+        strategy.check_mirrored((model, optimizer, loss))
+
+
+def test_a_loop_is_one_talk_of_its_stage():
+    found = cut_of(lambda x: jax.lax.fori_loop(0, 2, lambda i, c: c + psum(c), x), (3,))
+    (loop,) = found.stages[0].communications
+    assert isinstance(loop, Loop)
+    assert (loop.trips, loop.test) == (2, None)
+    assert kinds_of(loop.body) == [["psum"], []]
+    assert "test_staged.py:" in loop.line

@@ -1,0 +1,212 @@
+"""Several replicas on each device: what differs from one on each; the rest is in the laws."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import mirror
+from tests.support.messages import raises
+from tests.support.models import CNN, MLP, batches, nnx_step
+
+CPUS = jax.devices("cpu")
+N = 8
+LAYOUTS = {"8 on 1": (1, 8), "4 on 2": (2, 4), "2 on 4": (4, 2), "1 on 8": (8, 1)}
+
+
+def strategy_of(name):
+    num_devices, replicas_per_device = LAYOUTS[name]
+    return mirror.MirroredStrategy(CPUS[:num_devices], replicas_per_device=replicas_per_device)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_replica_ids_count_through_one_device_then_the_next(name):
+    strategy = strategy_of(name)
+    num_devices, on_each = LAYOUTS[name]
+    assert strategy.num_replicas_in_sync == N
+    assert strategy.devices == tuple(d for d in CPUS[:num_devices] for _ in range(on_each))
+    (batch,) = strategy.distribute_dataset([np.arange(2 * N)])
+    ids = strategy.run(lambda x: mirror.get_replica_context().replica_id_in_sync_group, (batch,))
+    np.testing.assert_array_equal(ids, np.arange(N))
+    for i, (row, device) in enumerate(zip(batch.values, strategy.devices, strict=True)):
+        assert row.devices() == {device}
+        np.testing.assert_array_equal(row, [2 * i, 2 * i + 1])
+
+
+def collectives(x):
+    """Every collective by hand, over the axis of all replicas."""
+    axis = mirror.REPLICA_AXIS
+    i = jax.lax.axis_index(axis)
+    ring = [(j, (j + 1) % N) for j in range(N)]
+    return {
+        "psum": jax.lax.psum(x, axis),
+        "pmean": jax.lax.pmean(x, axis),
+        "pmax": jax.lax.pmax(x, axis),
+        "pmin": jax.lax.pmin(x, axis),
+        "all_gather": jax.lax.all_gather(x, axis),
+        "ppermute": jax.lax.ppermute(x, axis, ring),
+        "psum_scatter": jax.lax.psum_scatter(jnp.arange(N) * 1.0 + i, axis),
+        "all_to_all": jax.lax.all_to_all(jnp.arange(N) + 10 * i, axis, 0, 0),
+        "size": jax.lax.axis_size(axis),
+        "in a scan": jax.lax.scan(lambda c, _: (c + jax.lax.psum(x, axis), None), x, None, 3)[0],
+        "in a cond": jax.lax.cond(
+            jax.lax.psum(1, axis) > 0, lambda: jax.lax.psum(x, axis), lambda: x
+        ),
+        "gradient": jax.grad(lambda x: jnp.sum(jax.lax.pmean(x**2, axis)))(x),
+        "random": jax.random.normal(mirror.get_replica_context().fold_in(jax.random.key(0)), (2,)),
+    }
+
+
+def test_collectives_by_hand_mean_all_replicas():
+    rows = np.random.RandomState(0).randn(N, 3).astype("float32")
+    found = {}
+    for name in LAYOUTS:
+        strategy = strategy_of(name)
+        out = strategy.run(collectives, (mirror.PerReplica(list(rows)),))
+        types = {key: type(value) for key, value in out.items()}
+        found[name] = types, jax.tree.map(np.asarray, out)
+    types, wanted = found.pop("1 on 8")
+    for name, (other_types, got) in found.items():
+        assert other_types == types, name
+        for key, value in wanted.items():
+            np.testing.assert_allclose(got[key], value, rtol=1e-6, err_msg=f"{name}: {key}")
+
+
+@pytest.mark.parametrize("model", [CNN], ids=lambda m: m.__name__)
+def test_every_layout_trains_to_the_same_weights(model):
+    trained = []
+    for name in LAYOUTS:
+        strategy = strategy_of(name)
+        with strategy.scope():
+            net = model(rngs=nnx.Rngs(0))
+            optimizer = nnx.Optimizer(net, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
+        for batch in strategy.distribute_dataset(batches(model.features, 10)):
+            strategy.run(nnx_step, (net, optimizer, batch))
+        strategy.check_mirrored((net, optimizer))
+        assert strategy.verify(nnx_step, (net, optimizer, batch)).largest <= 1e-5
+        trained.append(jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(net))))
+    for other in trained[1:]:
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), trained[0], other
+        )
+
+
+MEANS = {
+    "the context's": lambda tree: mirror.get_replica_context().all_reduce("mean", tree),
+    "pmean": lambda tree: jax.lax.pmean(tree, mirror.REPLICA_AXIS),
+    "psum of each leaf": lambda tree: jax.tree.map(
+        lambda leaf: jax.lax.psum(leaf, mirror.REPLICA_AXIS) / N, tree
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["8 on 1", "2 on 4"])
+@pytest.mark.parametrize("mean", MEANS)
+def test_a_gradient_is_computed_once_for_all_replicas_of_a_device(name, mean):
+    """Not once for each of them and then summed: a copy each of the gradient of every weight."""
+
+    def step(weight, batch):
+        gradient = jax.grad(lambda w: (jnp.tanh(batch @ w) ** 2).mean())(weight)
+        return weight - MEANS[mean](gradient)
+
+    strategy = strategy_of(name)
+    with strategy.scope():
+        weight = jnp.ones((24, 40))
+    (batch,) = strategy.distribute_dataset([np.ones((4 * N, 24), np.float32)])
+    text = strategy._runner.lower(step, (weight, batch), {}).compile().as_text()
+    _, on_each = LAYOUTS[name]
+    assert "f32[24,40]" in text
+    assert f"f32[{on_each},24,40]" not in text
+
+
+def test_there_is_one_copy_of_the_state_on_each_device():
+    strategy = strategy_of("4 on 2")
+    with strategy.scope():
+        model = MLP(rngs=nnx.Rngs(0))
+    assert [s.device for s in model.first.kernel[...].addressable_shards] == list(CPUS[:2])
+
+
+def test_the_second_step_compiles_nothing():
+    strategy = strategy_of("8 on 1")
+    traces = []
+
+    def step(x):
+        traces.append(1)
+        return mirror.get_replica_context().all_reduce("sum", x)
+
+    (batch,) = strategy.distribute_dataset([np.ones(N)])
+    strategy.run(step, (batch,))
+    before = len(traces)
+    strategy.run(step, (batch,))
+    assert len(traces) == before
+
+
+def test_a_copy_that_differs_is_found():
+    strategy = strategy_of("4 on 2")
+    parts = [
+        jax.device_put(np.full(3, value), d) for value, d in zip([1.0, 2.0], CPUS[:2], strict=True)
+    ]
+    sharding = jax.sharding.NamedSharding(strategy._replicas.mesh, jax.sharding.PartitionSpec())
+    broken = jax.make_array_from_single_device_arrays((3,), sharding, parts)
+    wanted = {"names": "['w']", "values": 1, "fix": "local_results(x)"}
+    with raises(mirror.ReplicaDivergenceError, **wanted):
+        strategy.check_mirrored({"w": broken})
+
+
+def test_a_split_device_carries_as_many_replicas(monkeypatch):
+    split = (CPUS[0], CPUS[0], CPUS[1], CPUS[1])
+    monkeypatch.setattr("mirror._src.devices.resolve.default_devices", lambda: split)
+    strategy = mirror.MirroredStrategy()
+    assert strategy.devices == split
+    assert mirror.MirroredStrategy(replicas_per_device=2).num_replicas_in_sync == 8
+    (batch,) = strategy.distribute_dataset([np.arange(4)])
+    assert int(strategy.reduce("sum", batch, axis=0)) == 6
+
+
+def test_devices_that_carry_unequal_numbers_are_refused(monkeypatch):
+    for devices in [(CPUS[0], CPUS[0], CPUS[1]), (CPUS[0], CPUS[1], CPUS[0], CPUS[1])]:
+        monkeypatch.setattr("mirror._src.devices.resolve.default_devices", lambda d=devices: d)
+        found = ", ".join(f"/device:CPU:{device.id}" for device in devices)
+        with raises(ValueError, values=f"({found})"):
+            mirror.MirroredStrategy()
+
+
+@pytest.mark.parametrize(
+    ("count", "error", "values"),
+    [
+        (0, ValueError, [0]),
+        (-2, ValueError, [-2]),
+        (1.5, TypeError, [1.5, "float", "int"]),
+        (True, TypeError, [True, "bool", "int"]),
+    ],
+)
+def test_a_wrong_number_of_replicas_is_refused(count, error, values):
+    with raises(error, names="replicas_per_device", values=values):
+        mirror.MirroredStrategy(CPUS[:1], replicas_per_device=count)
+
+
+def test_what_vmap_cannot_do_is_said():
+    strategy = strategy_of("8 on 1")
+
+    def step(x):
+        jax.experimental.io_callback(lambda _: None, None, x, ordered=True)
+        return jax.lax.psum(x, mirror.REPLICA_AXIS)
+
+    with raises(NotImplementedError, names="jax.vmap"):
+        strategy.run(step, (mirror.PerReplica(list(np.arange(8.0))),))
+
+
+def test_the_forgotten_reduction_is_found_here_too():
+    strategy = strategy_of("4 on 2")
+    with strategy.scope():
+        model = MLP(rngs=nnx.Rngs(0))
+
+    def step(model, batch):
+        model.first.bias[...] += batch["image"].mean()
+
+    (batch,) = strategy.distribute_dataset(batches((12,), 1))
+    names = ["step", "model.first.bias", "batch['image']"]
+    with raises(mirror.ReplicaDivergenceError, names=names, fix="all_reduce"):
+        strategy.run(step, (model, batch))

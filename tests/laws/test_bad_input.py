@@ -1,0 +1,857 @@
+"""What users do wrong: each mistake has a message, and leaves the models as they were."""
+# ruff: noqa: E501 (a mistake and its message are one row)
+
+import functools
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import traceback
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import mirror
+from mirror import PerReplica
+from tests.conftest import cpu_strategy
+from tests.support import fresh
+from tests.support.messages import assert_message, raises
+
+
+class Counter(nnx.Module):
+    def __init__(self, value=0.0):
+        self.total = nnx.Param(jnp.full(4, value))
+        self.deterministic = False
+        self.none = nnx.Variable(None)
+
+
+def count(model, by=1.0):
+    model.total[...] = model.total[...] + by
+
+
+def read(model):
+    return model.total[...].sum()
+
+
+def deleted():
+    array = jnp.ones(4)
+    array.delete()
+    return array
+
+
+def one_of(value):
+    return PerReplica([value, value])
+
+
+OTHER = Counter(5.0)
+
+
+def reads_a_global(x):
+    return x + OTHER.total[...].sum()
+
+
+def through_a_helper(x):
+    return reads_a_global(x)
+
+
+class Holder:
+    """No nnx object, but it holds one."""
+
+    def __init__(self):
+        self.model = Counter()
+
+    def step(self, x):
+        return x + self.model.total[...].sum()
+
+
+class NamedLike(nnx.Module):
+    """Has an attribute of the name of a global nnx object."""
+
+    def __init__(self):
+        self.OTHER = nnx.Param(jnp.ones(2))
+
+
+@jax.jit
+def jitted(x):
+    return cpu_strategy(2).run(lambda x: x, (x,))
+
+
+OPS = ["sum", "mean", "min", "max"]
+CALLS = {
+    "no function": (lambda s: s.run(3, ()), TypeError, {"names": "fn", "values": [3, "int"], "fix": "strategy.run(step, args)"}),
+    "args is no tuple": (lambda s: s.run(read, Counter()), TypeError, {"names": ["args", "Counter"], "fix": "strategy.run(step, (model, batch))"}),
+    "args is an array": (lambda s: s.run(read, np.ones(3)), TypeError, {"names": "args", "values": "float64[3]", "fix": "strategy.run(step, (model, batch))"}),
+    "kwargs is no dict": (lambda s: s.run(read, (), [1]), TypeError, {"names": "kwargs", "values": ["[1]", "list"]}),
+    "donated out of range": (lambda s: s.run(lambda x: x, (1.0,), donate_argnums=1), ValueError, {"names": ["donate_argnums", "<lambda>"], "values": ["(1,)", 1]}),
+    "donated negative": (lambda s: s.run(lambda x: x, (1.0,), donate_argnums=(0, -1)), ValueError, {"names": ["donate_argnums", "<lambda>"], "values": -1}),
+    "donated by name": (lambda s: s.run(lambda x: x, (1.0,), donate_argnums="x"), (ValueError, TypeError), {"names": "donate_argnums", "values": ["'x'", "str"], "fix": "donate_argnums=0"}),
+    "donated None": (lambda s: s.run(lambda x: x, (1.0,), donate_argnums=None), (ValueError, TypeError), {"names": "donate_argnums", "values": "None", "fix": "donate_argnums=0"}),
+    "other replicas": (lambda s: s.run(lambda batch: batch, ({"a": PerReplica([1, 2, 3])},)), ValueError, {"names": "batch['a']", "values": [3, 2], "fix": "distribute_dataset"}),
+    "a large integer": (lambda s: s.run(lambda x: x, (2**40,)), ValueError, {"names": "x", "values": [2**40, "int"], "fix": "jax.config.update('jax_enable_x64', True)"}),
+    "a deleted batch": (lambda s: list(s.distribute_dataset([deleted()])), ValueError, {"names": "batch", "fix": "donate_argnums"}),
+    "a string array": (lambda s: s.run(lambda x: x, (np.array("a"),)), TypeError, {"names": "x", "values": "<U1[]"}),
+    "an object array": (lambda s: s.run(lambda x: x, (), {"y": np.array([None])}), TypeError, {"names": "y", "values": "object[1]"}),
+    "an unhashable static": (lambda s: s.run(lambda x, y: x, (1.0, {2})), TypeError, {"names": "y", "values": ["{2}", "set"]}),
+    "returns text": (lambda s: s.run(lambda: {"a": "text"}), TypeError, {"names": ["<lambda>", "result['a']"], "values": ["'text'", "str"]}),
+    "returns a model": (lambda s: s.run(lambda m: {"m": m}, (Counter(),)), TypeError, {"names": ["<lambda>", "Counter", "result['m']"]}),
+    "returns a function": (lambda s: s.run(lambda: print), TypeError, {"names": ["<lambda>", "result"], "values": "print"}),
+    "in jit": (lambda s: jitted(1.0), RuntimeError, {"names": "<lambda>", "fix": ["jax.jit", "strategy.run"]}),
+    "in grad": (lambda s: jax.grad(lambda x: s.run(lambda x: x, (x,)))(1.0), RuntimeError, {"names": "<lambda>", "fix": ["jax.jit", "strategy.run"]}),
+    "in vmap": (lambda s: jax.vmap(lambda x: s.run(lambda x: x, (x,)))(np.ones(2)), RuntimeError, {"names": "<lambda>", "fix": ["jax.jit", "strategy.run"]}),
+    "in nnx.jit": (lambda s: nnx.jit(lambda m: s.run(read, (m,)))(Counter()), RuntimeError, {"names": "read", "fix": ["jax.jit", "strategy.run"]}),
+    "in nnx.grad": (lambda s: nnx.grad(lambda m: s.run(read, (m,)))(Counter()), RuntimeError, {"names": "read", "fix": ["jax.jit", "strategy.run"]}),
+    "in jit, of concrete values": (lambda s: jax.jit(lambda x: s.run(lambda y: y, (1.0,)) + x)(1.0), (RuntimeError, ValueError), {"names": "<lambda>", "fix": ["jax.jit", "strategy.run"]}),
+    "closure": (lambda s: (lambda net: s.run(lambda x: x + read(net), (1.0,)))(Counter()), ValueError, {"names": ["<lambda>", "net"], "fix": "strategy.run(<lambda>"}),
+    "a global": (lambda s: s.run(reads_a_global, (1.0,)), ValueError, {"names": ["reads_a_global", "OTHER"], "fix": "strategy.run(reads_a_global"}),
+    "a global through a helper": (lambda s: s.run(through_a_helper, (1.0,)), ValueError, {"names": "through_a_helper", "values": ["Param", "float32[4]"], "fix": "strategy.run(through_a_helper"}),
+    "in a dict by closure": (lambda s: (lambda models: s.run(lambda x: x + read(models["a"]), (1.0,)))({"a": Counter()}), ValueError, {"names": "<lambda>", "values": ["Param", "float32[4]"], "fix": "strategy.run(<lambda>"}),
+    "partial": (lambda s: s.run(functools.partial(read, Counter())), ValueError, {"names": ["read", "args[0]"], "fix": "strategy.run(read"}),
+    "partial by name": (lambda s: s.run(functools.partial(lambda net: read(net), net=Counter())), ValueError, {"names": ["<lambda>", "net"], "fix": "strategy.run(<lambda>"}),
+    "partial in a list": (lambda s: s.run(functools.partial(lambda ms, x: read(ms[0]), [Counter()]), (1.0,)), ValueError, {"names": "<lambda>", "values": ["Param", "float32[4]"], "fix": "strategy.run(<lambda>"}),
+    "a model's method": (lambda s: s.run(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), (np.ones((2, 2)),)), ValueError, {"names": "Linear", "fix": "strategy.run(Linear"}),
+    "a bound method of a model": (lambda s: s.run(nnx.Linear(2, 2, rngs=nnx.Rngs(0)).__call__, (np.ones((2, 2)),)), ValueError, {"names": "__call__", "fix": "strategy.run(__call__"}),
+    "a method of what holds a model": (lambda s: s.run(Holder().step, (1.0,)), ValueError, {"names": "step", "values": ["Param", "float32[4]"], "fix": "strategy.run(step"}),
+    "an all_gather of scalars": (lambda s: s.run(lambda x: mirror.get_replica_context().all_gather(x), (1.0,)), ValueError, {"names": ["all_gather", "axis"], "values": [0, "()"], "fix": "x[None]"}),
+    "an unknown op": (lambda s: s.run(lambda x: mirror.get_replica_context().all_reduce("avg", x), (1.0,)), ValueError, {"names": "op", "values": "'avg'", "fix": OPS}),
+    "an op of a wrong type": (lambda s: s.run(lambda x: mirror.get_replica_context().all_reduce(0, x), (1.0,)), TypeError, {"names": "op", "values": [0, "int"], "fix": OPS}),
+    "a reduced key": (lambda s: s.run(lambda: mirror.get_replica_context().all_reduce("sum", jax.random.key(0))), TypeError, {"fix": ["PRNG", "jax.random.key_data(key)"]}),
+    "reduce of nothing": (lambda s: s.reduce("sum", {"a": None}), ValueError, {"names": "reduce", "values": "{'a': None}"}),
+    "reduce of text": (lambda s: s.reduce("sum", ["text"]), TypeError, {"names": "reduce", "values": ["'text'", "str"], "fix": ["strategy.run", "PerReplica"]}),
+    "gather of nothing": (lambda s: s.gather([]), ValueError, {"names": "gather", "values": "[]"}),
+    "gather of text": (lambda s: s.gather("text"), TypeError, {"names": "gather", "values": ["'text'", "str"], "fix": ["strategy.run", "PerReplica"]}),
+    "reduce of a key": (lambda s: s.reduce("max", one_of(jax.random.split(jax.random.key(0), 3)), axis=0), TypeError, {"fix": ["PRNG", "jax.random.key_data(key)"]}),
+    "max of complex numbers": (lambda s: s.reduce("max", one_of(np.ones(2) * 1j)), TypeError, {"values": ["max", "complex64"], "fix": "abs(x)"}),
+    "no such axis": (lambda s: s.reduce("sum", one_of(np.ones(3)), axis=1), ValueError, {"names": "axis", "values": [1, "(3,)"]}),
+    "a fractional axis": (lambda s: s.reduce("sum", one_of(np.ones(3)), axis=1.0), TypeError, {"names": "axis", "values": 1.0, "fix": ["None", "int", "tuple"]}),
+    "a boolean axis": (lambda s: s.reduce("sum", one_of(np.ones(3)), axis=True), TypeError, {"names": "axis", "values": True, "fix": ["None", "int", "tuple"]}),
+    "an axis twice": (lambda s: s.reduce("sum", one_of(np.ones(3)), axis=(0, -1)), ValueError, {"names": "axis"}),
+    "gather of a scalar": (lambda s: s.gather(one_of(1.0)), ValueError, {"names": "axis", "values": [0, "()"]}),
+    "gather along two axes": (lambda s: s.gather(one_of(np.ones((1, 1))), axis=(0, 1)), TypeError, {"names": "axis", "values": "(0, 1)", "fix": "int"}),
+    "gather along none": (lambda s: s.gather(one_of(np.ones(1)), axis=None), TypeError, {"names": "axis", "values": "None", "fix": "int"}),
+    "a mask of numbers": (lambda s: s.reduce("sum", one_of(np.ones(3)), where=np.ones(3)), TypeError, {"names": "where", "values": ["float32", "bool"], "fix": "weights > 0"}),
+    "a mask that does not fit": (lambda s: s.reduce("sum", one_of(np.ones(3)), where=np.ones(2, bool)), ValueError, {"names": "where", "values": ["(2,)", "(3,)"]}),
+    "an unknown reduction": (lambda s: s.reduce("average", 1.0), ValueError, {"names": "op", "values": "'average'", "fix": OPS}),
+    "local results of others": (lambda s: s.local_results(PerReplica([1, 2, 3])), ValueError, {"values": ["PerReplica(1, 2, 3)", 3, 2]}),
+    "no values": (lambda s: PerReplica([]), ValueError, {"names": "PerReplica", "values": "[]"}),
+    "values of other ranks": (lambda s: PerReplica([np.ones(2), np.ones((3, 1))]), ValueError, {"values": ["float64[2]", "float64[3,1]"]}),
+    "values of other dtypes": (lambda s: PerReplica([np.ones(2), np.ones(2, int)]), ValueError, {"values": ["float64[2]", "int64[2]"]}),
+    "one array of values": (lambda s: PerReplica(np.ones(2)), TypeError, {"names": "PerReplica", "values": "float64[2]", "fix": "mirror.PerReplica.from_stacked"}),
+    "a PerReplica of one": (lambda s: PerReplica(one_of(1.0)), TypeError, {"values": "PerReplica(1., 1.)", "fix": "mirror.PerReplica.from_stacked"}),
+    "a dict of values": (lambda s: PerReplica({"a": 1, "b": 2}), TypeError, {"names": "PerReplica", "values": ["{'a': 1, 'b': 2}", "dict"], "fix": "mirror.PerReplica.from_stacked"}),
+    "trees as values": (lambda s: PerReplica([{"a": 1}, {"a": 2}]), TypeError, {"names": "PerReplica", "values": ["{'a': 1}", "dict"]}),
+    "texts as values": (lambda s: PerReplica(["a", "b"]), TypeError, {"names": "PerReplica", "values": ["'a'", "str"]}),
+    "stacked without an axis": (lambda s: PerReplica.from_stacked(np.float32(1)), ValueError, {"values": "float32[]", "fix": "(num_replicas, *shape)"}),
+    "stacked of a list": (lambda s: PerReplica.from_stacked([1, 2]), ValueError, {"values": ["[1, 2]", "list"], "fix": "(num_replicas, *shape)"}),
+    "no ops": (lambda s: cpu_strategy(2, cross_device_ops="nccl"), TypeError, {"names": "cross_device_ops", "values": ["'nccl'", "str"], "fix": "mirror.AllReduce()"}),
+    "a class of ops": (lambda s: cpu_strategy(2, cross_device_ops=mirror.AllReduce), TypeError, {"names": ["cross_device_ops", "CrossDeviceOps"], "fix": "mirror.AllReduce()"}),
+    "negative packing": (lambda s: mirror.AllReduce(-1), ValueError, {"names": "pack_bytes", "values": [-1, 0]}),
+    "no devices": (lambda s: mirror.MirroredStrategy([]), ValueError, {"names": "devices", "values": "[]", "fix": "None"}),
+    "one device": (lambda s: mirror.MirroredStrategy("/cpu:0"), ValueError, {"names": "devices", "values": "'/cpu:0'", "fix": "MirroredStrategy(['/cpu:0'])"}),
+    "a repeated device": (lambda s: mirror.MirroredStrategy(["/cpu:1", "CPU:1"]), ValueError, {"names": "devices", "values": ["['/cpu:1', 'CPU:1']", "/device:CPU:1"]}),
+    "an index as a device": (lambda s: mirror.MirroredStrategy([0]), TypeError, {"values": [0, "int"], "fix": ["jax.Device", "'/cpu:0'"]}),
+    "an abstract strategy": (lambda s: mirror.Strategy(), TypeError, {"names": "Strategy", "fix": "abstract"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_mistake_has_its_message(name, two):
+    call, kind, wanted = CALLS[name]
+    with raises(kind, **wanted):
+        call(two)
+    assert not mirror.has_strategy()
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4])
+def test_another_number_of_replicas_is_refused_wherever_it_lies(rows, two):
+    """Also where the array lies as those did that were right."""
+
+    def step(batch):
+        return mirror.get_replica_context().all_gather(batch)
+
+    for _ in range(2):
+        two.run(step, (one_of(np.ones(2)),))
+        with two.scope():
+            mirrored = jnp.ones((rows, 2))
+        two.run(lambda x: x, (mirrored,))
+        for stacked in (mirrored, np.ones((rows, 2)), jnp.ones((rows, 2))):
+            with raises(ValueError, names="batch", values=[rows, 2], fix="distribute_dataset"):
+                two.run(step, (PerReplica.from_stacked(stacked),))
+
+
+@pytest.mark.filterwarnings("ignore:.*step.*distribute_dataset")
+def test_an_array_may_lie_as_another_kind_of_argument_does(strategy):
+    """A mirrored array wrapped as per-replica rows, and rows passed as one whole array."""
+    n = strategy.num_replicas_in_sync
+    rows = np.arange(2.0 * n).reshape(n, 2)
+    with strategy.scope():
+        mirrored = jnp.asarray(rows)
+    (batch,) = strategy.distribute_dataset([rows])
+
+    def step(x):
+        return mirror.get_replica_context().all_gather(x.ravel()), x
+
+    for _ in range(2):
+        for held in (batch, PerReplica.from_stacked(mirrored), PerReplica.from_stacked(rows)):
+            joined, own = strategy.run(step, (held,))
+            np.testing.assert_array_equal(joined, rows.ravel())
+            np.testing.assert_array_equal(np.asarray(own).reshape(n, 2), rows)
+        for whole in (mirrored, batch.stacked.reshape(n, 2), rows):
+            joined, own = strategy.run(step, (whole,))
+            np.testing.assert_array_equal(own, rows)
+            np.testing.assert_array_equal(joined, np.tile(rows.ravel(), n))
+
+
+def test_an_attribute_named_like_a_global_model_is_no_capture(two):
+    def step(model, x):
+        return x + model.OTHER[...].sum()
+
+    assert float(two.run(step, (NamedLike(), 1.0))) == 3.0
+
+
+def adds(model):
+    model.more = nnx.Param(jnp.ones(1))
+
+
+def removes(model):
+    del model.total
+
+
+def ties(model):
+    model.more = model.total
+    del model.total
+
+
+def fills(model):
+    model.none.set_value(jnp.ones(2))
+
+
+def empties(model):
+    model.total.set_value(None)
+
+
+def sows(model):
+    model.hidden = nnx.Intermediate(jnp.ones(1))
+
+
+def nests(model):
+    model.total.set_value({"a": model.total[...]})
+
+
+STRUCTURES = {
+    adds: "model.more",
+    removes: "model.total",
+    ties: ["model.total", "model.more"],
+    sows: "model.hidden",
+    fills: "model.none",
+    empties: "model.total",
+    nests: "model.total",
+}
+
+
+@pytest.mark.parametrize("step", STRUCTURES, ids=lambda f: f.__name__)
+def test_a_changed_structure_is_refused_and_undone(step, two):
+    model = Counter(1.0)
+    before = nnx.graphdef(model)
+    with raises(ValueError, names=step.__name__, fix="nnx.pop(model, nnx.Intermediate)") as error:
+        two.run(step, (model,))
+    assert_message(error, names=STRUCTURES[step])
+    assert nnx.graphdef(model) == before
+    two.run(count, (model,))
+    np.testing.assert_array_equal(model.total[...], 2.0)
+
+
+def test_a_model_that_cannot_be_taken_apart_says_so(two):
+    def step(model):
+        model.total.set_value(object())
+
+    with raises(ValueError, names="total", values="object"):
+        two.run(step, (Counter(),))
+
+
+def test_a_variable_that_holds_no_array_is_refused(two):
+    model = Counter()
+    model.bad = nnx.Variable("text")
+    with raises((ValueError, TypeError), names="bad", values=["'text'", "str"]):
+        two.run(read, (model,))
+
+
+@pytest.mark.parametrize("when", ["before any run", "after a run"])
+@pytest.mark.parametrize("value", ["PerReplica", "tuple", "text"])
+def test_a_variable_set_to_what_is_no_array_is_refused(when, value, two):
+    model = Counter()
+    if when == "after a run":
+        two.run(read, (model,))
+    values = {"PerReplica": one_of(np.ones(4)), "tuple": (jnp.ones(1), jnp.ones(2)), "text": "text"}
+    model.total.set_value(values[value])
+    if value == "tuple":  # a variable may hold a tree
+        got = two.run(lambda model: sum(x.sum() for x in model.total.get_value()), (model,))
+        assert float(got) == 3.0
+        return
+    found = "'text'" if value == "text" else "PerReplica"
+    with raises((ValueError, TypeError), names="total", values=found):
+        two.run(read, (model,))
+
+
+def test_a_variable_filled_between_runs(two):
+    model = Counter()
+    two.run(read, (model,))
+    model.none.set_value(jnp.ones(3))
+    assert float(two.run(lambda model: model.none[...].sum(), (model,))) == 3.0
+
+
+@pytest.mark.parametrize("kind", ["ref", "hijax"])
+def test_a_reference_variable_is_refused(kind, two):
+    model = Counter()
+    model.w = nnx.Param(jnp.ones(2), **{kind: True})
+    with raises(TypeError, names="w", values=["ref=True", "hijax=True"]):
+        two.run(read, (model,))
+
+
+def test_a_forgotten_reduction_leaves_the_model_as_it_was(two):
+    model = Counter(1.0)
+    fix = 'all_reduce("mean", grads)'
+    with raises(mirror.ReplicaDivergenceError, names=["count", "model.total", "by"], fix=fix):
+        two.run(count, (model, PerReplica([1.0, 2.0])))
+    np.testing.assert_array_equal(model.total[...], 1.0)
+    two.run(count, (model,))
+    np.testing.assert_array_equal(model.total[...], 2.0)
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt, ValueError, RuntimeError])
+@pytest.mark.parametrize("warm", [False, True], ids=["first", "later shape"])
+def test_an_error_in_the_step_comes_out_once_and_leaves_the_model(error, warm, two):
+    model, calls = Counter(1.0), []
+
+    def step(model, x):
+        count(model)
+        if x.shape == (3,):
+            calls.append(1)
+            raise error("mine")
+        return x
+
+    if warm:
+        two.run(step, (model, np.ones(2)))
+    with pytest.raises(error, match="mine") as caught:
+        two.run(step, (model, np.ones(3)))
+    assert len(calls) == 1
+    assert caught.value.__context__ is None or isinstance(caught.value.__cause__, Exception)
+    frames = [
+        f.name for f in traceback.extract_tb(caught.value.__traceback__) if f.filename == __file__
+    ]
+    assert frames[-1] == "step"
+    two.run(step, (model, np.ones(2)))
+    np.testing.assert_array_equal(model.total[...], 3.0 if warm else 2.0)
+    assert not mirror.has_strategy()
+
+
+def test_nan_is_a_value_like_others(two):
+    model = Counter(np.nan)
+    two.run(count, (model,))
+    two.check_mirrored(model)
+    assert np.isnan(np.asarray(model.total[...])).all()
+
+
+def test_a_step_under_debug_nans_leaves_the_model_usable(two):
+    model = Counter()
+
+    def step(model):
+        model.total[...] = model.total[...] / model.total[...]
+
+    with jax.debug_nans(True), pytest.raises(FloatingPointError):
+        two.run(step, (model,))
+    np.testing.assert_array_equal(model.total[...], 0.0)
+
+
+@pytest.fixture
+def interrupt_soon():
+    """Raises a KeyboardInterrupt in the main thread, once, a while after each call of it."""
+    armed = []
+
+    def on_alarm(number, frame):
+        if armed:
+            armed.clear()
+            raise KeyboardInterrupt
+
+    def start(secs):
+        armed.append(True)
+        signal.setitimer(signal.ITIMER_REAL, secs, 0.1)
+
+    def has_struck():
+        return not armed
+
+    start.has_struck = has_struck
+    before = signal.signal(signal.SIGALRM, on_alarm)
+    yield start
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+# An interrupt may strike in a callback of the garbage collector, where Python drops it.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_interrupted_loop_leaves_the_model_after_a_whole_step(n, interrupt_soon):
+    """Wherever it strikes: the arrays of before the step are given up, so those of after must stay."""
+    strategy, models = cpu_strategy(n), [Counter() for _ in range(10)]
+
+    def step(models):
+        for model in models:
+            count(model)
+
+    strategy.run(step, (models,))
+    for i in range(100):
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012 (the loop is what is interrupted)
+            interrupt_soon(0.0005 + 0.00005 * i)
+            for _ in range(10**6):
+                strategy.run(step, (models,))
+                if interrupt_soon.has_struck():  # in a weakref's callback, where Python drops it
+                    raise KeyboardInterrupt
+        assert len({float(model.total[...][0]) for model in models}) == 1
+    assert not mirror.has_strategy()
+
+
+# What looks wrong and works
+
+
+def test_one_array_in_two_donated_places(strategy):
+    with strategy.scope():
+        p = jnp.arange(4.0)
+
+    def step(state):
+        return {"params": state["params"] + 1, "ema": state["ema"] * 2}
+
+    state = {"params": p, "ema": p}
+    for _ in range(3):
+        state = strategy.run(step, (state,), donate_argnums=0)
+        state["ema"] = state["params"]
+    np.testing.assert_array_equal(state["ema"], np.arange(4.0) + 3)
+
+
+def test_one_array_in_two_variables(strategy):
+    with strategy.scope():
+        array = jnp.ones(4)
+    first, second = Counter(), Counter()
+    first.total.set_value(array)
+    second.total.set_value(array)
+
+    def step(first, second):
+        count(first, 1)
+        count(second, 10)
+
+    for _ in range(3):
+        strategy.run(step, (first, second))
+    np.testing.assert_array_equal(first.total[...], 4.0)
+    np.testing.assert_array_equal(second.total[...], 31.0)
+
+
+def test_a_models_array_as_another_argument(strategy):
+    model = Counter(1.0)
+    for wanted in (2.0, 4.0, 8.0):
+        strategy.run(count, (model, model.total[...]))
+        np.testing.assert_array_equal(model.total[...], wanted)
+
+
+@pytest.mark.parametrize("place", ["another device", "scope", "another scope", "numpy", "nowhere"])
+def test_a_model_may_come_from_anywhere(place, strategy):
+    if place == "scope":
+        with strategy.scope():
+            model = Counter()
+    elif place == "another scope":
+        with mirror.MirroredStrategy(["/cpu:7", "/cpu:0"]).scope():
+            model = Counter()
+    else:
+        model = Counter()
+    host = np.zeros(4, np.float32)
+    if place == "another device":
+        model.total.set_value(jax.device_put(host, jax.devices("cpu")[6]))
+    elif place == "numpy":
+        model.total.set_value(host)
+    for _ in range(3):
+        strategy.run(count, (model,))
+    np.testing.assert_array_equal(model.total[...], 3.0)
+    np.testing.assert_array_equal(host, 0.0)
+    strategy.check_mirrored(model)
+
+
+def test_the_callers_arrays_outlive_the_steps(two):
+    """What went into a model from outside is not given up with the model's state."""
+    outside, model = jnp.ones(4), Counter()
+    model.total.set_value(outside)
+    two.run(count, (model,))
+    view = np.asarray(model.total[...])
+    result = two.run(lambda model: model.total[...], (model,))
+    for _ in range(2):
+        two.run(count, (model,))
+    np.testing.assert_array_equal(outside, 1.0)
+    np.testing.assert_array_equal(view, 2.0)
+    np.testing.assert_array_equal(result, 2.0)
+
+
+def test_one_model_twice(two):
+    model = Counter()
+
+    def step(first, second):
+        assert first is second
+        count(first)
+        count(second)
+
+    two.run(step, (model, model))
+    np.testing.assert_array_equal(model.total[...], 2.0)
+
+
+def test_models_anywhere_in_the_arguments(two):
+    models = {"a": [Counter(), (Counter(),)], "b": Counter()}
+
+    def step(models, *, more):
+        count(models["a"][0], 1)
+        count(models["a"][1][0], 2)
+        count(models["b"], more["x"])
+        count(more["model"], 4)
+
+    last = Counter()
+    two.run(step, (models,), {"more": {"x": 3, "model": last}})
+    values = [
+        float(m.total[...][0]) for m in (*[models["a"][0]], models["a"][1][0], models["b"], last)
+    ]
+    assert values == [1, 2, 3, 4]
+
+
+def test_many_layers_keep_their_values_apart(two):
+    """More than ten, so that '10' comes before '2' wherever names are sorted as text."""
+
+    class Deep(nnx.Module):
+        def __init__(self):
+            self.layers = nnx.List([Counter() for _ in range(13)])
+            self.named = nnx.Dict({k: Counter() for k in ("b", "a", "Z", "a10", "a2", "_")})
+
+    model = Deep()
+
+    def step(model):
+        for i, layer in enumerate(
+            [*model.layers, *(model.named[k] for k in sorted(["b", "a", "Z", "a10", "a2", "_"]))]
+        ):
+            count(layer, i)
+
+    for _ in range(2):
+        two.run(step, (model,))
+    values = [*model.layers, *(model.named[k] for k in sorted(["b", "a", "Z", "a10", "a2", "_"]))]
+    assert [float(x.total[...][0]) for x in values] == [2.0 * i for i in range(19)]
+
+
+def test_shared_references_survive(two):
+    class Tied(nnx.Module):
+        def __init__(self):
+            self.first = Counter()
+            self.second = self.first
+            self.weight = self.first.total
+
+    model = Tied()
+    for _ in range(2):
+        two.run(lambda model: count(model.second), (model,))
+    assert model.first is model.second
+    assert model.weight is model.first.total
+    np.testing.assert_array_equal(model.weight[...], 2.0)
+
+
+def test_modes_set_in_the_step_come_out(two):
+    dropout = nnx.Sequential(nnx.Dropout(0.5, rngs=nnx.Rngs(0)), nnx.BatchNorm(2, rngs=nnx.Rngs(0)))
+
+    def step(model, method):
+        getattr(model, method)()
+
+    for mode, method in [(True, "eval"), (False, "train"), (True, "eval")]:
+        for _ in range(2):
+            two.run(step, (dropout, method))
+            assert dropout.layers[0].deterministic is mode
+            assert dropout.layers[1].use_running_average is mode
+
+
+def test_modes_set_between_the_steps_go_in(two):
+    model = Counter()
+
+    def step(model):
+        return 1 if model.deterministic else 2
+
+    seen = []
+    for mode in (False, True, False):
+        model.deterministic = mode
+        seen.append(int(two.run(step, (model,))))
+    assert seen == [2, 1, 2]
+
+
+def test_a_model_changed_between_the_steps(two):
+    model = Counter()
+    two.run(count, (model,))
+    kept = model.total
+    model.total = nnx.Param(jnp.full(2, 5.0))  # another variable of another shape
+    model.extra = nnx.Param(jnp.ones(1))
+    two.run(count, (model,))
+    np.testing.assert_array_equal(model.total[...], [6.0, 6.0])
+    np.testing.assert_array_equal(kept[...], 1.0)
+    del model.extra
+    model.total.set_value(model.total[...].astype(jnp.bfloat16))
+    two.run(count, (model,))
+    assert model.total.dtype == jnp.bfloat16
+
+
+def test_two_threads_on_two_models(eight):
+    models, problems = [Counter() for _ in range(2)], []
+
+    def train(model, by):
+        try:
+            for _ in range(20):
+                eight.run(count, (model, by))
+        except BaseException as error:
+            problems.append(error)
+
+    threads = [threading.Thread(target=train, args=(m, i + 1.0)) for i, m in enumerate(models)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not problems
+    assert [float(m.total[...][0]) for m in models] == [20.0, 40.0]
+
+
+@pytest.mark.parametrize("make", ["lambda", "partial"])
+def test_a_new_function_each_step_is_warned_of_once(make, two):
+    def scaled(x, by):
+        return x * by
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for i in range(8):
+            fresh = functools.partial(scaled, by=2.0) if make == "partial" else lambda x: x * 2
+            two.run(fresh, (float(i),))
+    (warning,) = caught
+    name = "scaled" if make == "partial" else "<lambda>"
+    assert_message(str(warning.message), names=[name, f"{__file__}:"], values=3)
+    assert warning.filename == __file__
+
+
+def test_different_shapes_or_functions_are_warned_of_never(two):
+    def step(x):
+        return x
+
+    for i in range(5):
+        two.run(step, (np.ones(i + 1),))
+    for fn in (lambda x: x, lambda x: x + 1, lambda x: x + 2, lambda x: x + 3):
+        two.run(fn, (1.0,))
+
+
+def test_numbers_do_not_compile_anew(two):
+    def step(x):
+        return x * 2
+
+    assert [float(two.run(step, (x,))) for x in (1.0, 2.0, 3.5)] == [2.0, 4.0, 7.0]
+    assert len(set(map(id, two._runner._cache.programs.values()))) == 1
+    assert two.run(step, (3,)).dtype == jnp.int32
+    assert float(two.run(step, (np.float32(4),))) == 8.0
+
+
+@pytest.mark.parametrize("kind", ["mirrored", "per replica", "variable"])
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_host_buffer_may_be_filled_again_after_run_returns(kind, n):
+    """Results are computed later, from the values as they were."""
+    strategy = cpu_strategy(n)
+
+    def step(x):
+        x = x.total[...] if isinstance(x, Counter) else x
+        y = x
+        for _ in range(20):
+            y = jnp.sin(y) + x
+        return x.max(), y.max()
+
+    buffer = np.zeros((n, 1 << 18), np.float32)
+    for i in range(8):
+        buffer[:] = i
+        model = Counter()
+        model.total.set_value(buffer)
+        value = {
+            "mirrored": buffer,
+            "per replica": PerReplica.from_stacked(buffer),
+            "variable": model,
+        }
+        largest, _ = strategy.run(step, (value[kind],))
+        buffer[:] = -1
+        assert (np.asarray(largest) == i).all()
+
+
+# What would end the process runs in another one
+
+PRELUDE = """
+import jax
+jax.config.update("jax_num_cpu_devices", 8)
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+import mirror
+from tests.conftest import cpu_strategy
+from tests.support.messages import raises
+from tests.laws.test_bad_input import Counter, count, read
+
+s = cpu_strategy(2)
+def refused(fn, **wanted):
+    with raises(ValueError, **wanted):
+        fn()
+def another_array_of(x):
+    mesh = jax.sharding.Mesh(np.asarray(s.devices), ("other",))
+    return jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+"""
+
+ALONE = {
+    "a donated argument used again": """
+        step = lambda state: {"w": state["w"] + 1}
+        with s.scope():
+            state = {"w": jnp.ones(4)}
+        for _ in range(3):
+            after = s.run(step, (state,), donate_argnums=0)
+            refused(lambda: s.run(step, (state,), donate_argnums=0),
+                    names="state['w']", fix="donate_argnums")
+            refused(lambda: s.run(step, (state,)), names="state['w']", fix="donate_argnums")
+            state = after
+        assert float(state["w"][0]) == 4
+    """,
+    "a donated PerReplica used again": """
+        step = lambda x: x + 1
+        x = s.run(step, (mirror.PerReplica([jnp.ones(2)] * 2),))
+        s.run(step, (x,), donate_argnums=0)
+        for _ in range(2):
+            refused(lambda: s.run(step, (x,)), names="x", fix="donate_argnums")
+        refused(lambda: s.reduce("sum", x), names="value", fix="donate_argnums")
+    """,
+    "a model whose arrays another one gave up": """
+        model, ema = Counter(), Counter()
+        for _ in range(2):
+            s.run(count, (model,))
+            s.run(read, (ema,))
+        nnx.update(ema, nnx.state(model))
+        s.run(read, (ema,))
+        s.run(count, (model,))
+        for _ in range(2):
+            refused(lambda: s.run(lambda ema: read(ema), (ema,)),
+                    names="ema.total", fix="jnp.copy(x)")
+        nnx.update(ema, jax.tree.map(jnp.copy, nnx.state(model)))
+        assert float(s.run(read, (ema,))) == 12
+    """,
+    "a deleted variable": """
+        model = Counter()
+        s.run(count, (model,))
+        model.total[...].delete()
+        for _ in range(2):
+            refused(lambda: s.run(count, (model,)), names="model.total", fix="jnp.copy(x)")
+        model.total.set_value(jnp.zeros(4))
+        s.run(count, (model,))
+        assert float(model.total[...][0]) == 1
+    """,
+    "two arrays of one buffer, both donated": """
+        with s.scope():
+            p = jnp.ones(1024)
+        step = lambda state: {k: v + 1 for k, v in state.items()}
+        state = s.run(step, ({"a": p, "b": another_array_of(p)},), donate_argnums=0)
+        state = s.run(step, ({"a": state["a"], "b": another_array_of(state["a"])},), donate_argnums=0)
+        assert float(state["a"][0]) == float(state["b"][0]) == 3
+    """,
+    "an argument over the buffer of a variable": """
+        model = Counter(1.0)
+        s.run(count, (model,))
+        s.run(count, (model, another_array_of(model.total[...])))
+        assert float(model.total[...][0]) == 4
+        s.run(count, (model, another_array_of(model.total[...])))
+        assert float(model.total[...][0]) == 8
+    """,
+    "one copy of a variable": """
+        model = Counter(1.0)
+        for wanted in (2, 4, 8):
+            s.run(count, (model, s.local_results(model.total[...])[1]))
+            assert float(model.total[...][0]) == wanted
+    """,
+    "arrays of another order of the devices": """
+        there = mirror.MirroredStrategy(["/cpu:1", "/cpu:0"])
+        (batch,) = there.distribute_dataset([np.arange(4)])
+        with there.scope():
+            x = jnp.arange(4)
+        step = lambda batch, x: (mirror.get_replica_context().all_gather(batch), x)
+        for _ in range(3):
+            for got in s.run(step, (batch, x)):
+                np.testing.assert_array_equal(got, range(4))
+    """,
+}
+
+
+@pytest.fixture(scope="module")
+def done_alone():
+    """All of it in one other process, which says how far it got."""
+    parts = [
+        f"{textwrap.dedent(code)}\nprint({'done: ' + n!r}, flush=True)" for n, code in ALONE.items()
+    ]
+    return subprocess.run(
+        [sys.executable, "-c", "\n".join([PRELUDE, *parts])],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_what_would_end_the_process(name, done_alone):
+    assert f"done: {name}\n" in done_alone.stdout, done_alone.stderr[-2000:]
+
+
+def test_a_training_state_of_optax_goes_round(two):
+    """NamedTuples, None and counters in donated arguments."""
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
+    params = {"w": jnp.ones(3)}
+    state = (params, tx.init(params), None)
+
+    def step(state, batch):
+        params, moments, nothing = state
+        grads = mirror.get_replica_context().all_reduce("mean", {"w": batch.mean(0)})
+        updates, moments = tx.update(grads, moments, params)
+        return optax.apply_updates(params, updates), moments, nothing
+
+    for batch in two.distribute_dataset([np.ones((4, 3), np.float32)] * 3):
+        state = two.run(step, (state, batch), donate_argnums=0)
+    assert state[2] is None
+    assert int(optax.tree.get(state[1], "count")) == 3
+    two.check_mirrored(state)
+
+
+SCRIPT = """
+import warnings
+
+import jax.numpy as jnp
+
+import mirror
+from tests.support.messages import assert_message
+
+strategy = mirror.MirroredStrategy(["/cpu:0"])
+
+
+def main():
+    for _ in range(4):
+        strategy.run(lambda x: x + 1, (jnp.ones(2),))
+
+
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    main()
+(warning,) = caught
+assert_message(str(warning.message), names=["<lambda>", "<string>:"], values=3)
+assert warning.filename == "<string>", warning.filename
+
+names = {"mirror": mirror}  # a function of no module
+exec("def step(x): return mirror.get_replica_context().all_reduce('sum', x)", names)
+assert strategy.run(names["step"], (jnp.ones(2),)).tolist() == [1, 1]
+"""
+
+
+def test_a_script_is_warned_where_it_calls():
+    """`__main__` has no package, and a function made by `exec` no module."""
+    fresh.run(SCRIPT)

@@ -1,0 +1,104 @@
+"""Random replica programs, held against a reference that uses no JAX; see `tests/fuzz`.
+
+`MIRROR_FUZZ_SECS=600 pytest tests/laws/test_fuzz.py -k "not planted"` searches for ten minutes.
+"""
+
+import os
+
+import pytest
+
+from tests.fuzz.faults import FAULTS
+from tests.fuzz.generate import PROFILES, generate
+from tests.fuzz.laws import (
+    Broken,
+    Failure,
+    Tally,
+    cpu_strategies,
+    proof_law,
+    run_law,
+    search,
+    shrunk,
+)
+from tests.fuzz.program import statements
+
+SECS = float(os.environ.get("MIRROR_FUZZ_SECS", "15"))
+MOST_FOR_A_FAULT = 400
+
+
+@pytest.fixture(scope="module")
+def strategies():
+    return cpu_strategies()
+
+
+@pytest.mark.parametrize(
+    ("profile", "share", "at_least"), [("general", 0.3, 60), ("ragged", 0.2, 20)]
+)
+def test_accepted_programs_are_as_marked_and_cannot_hang(profile, share, at_least, strategies):
+    tally = search(
+        lambda program, tally: proof_law(strategies["pmap"], program, tally),
+        profile,
+        share * SECS,
+        at_least,
+    )
+    assert tally.acceptance > 0.6
+    assert tally.mirrored > tally.programs
+    assert tally.per_replica > tally.programs
+    assert tally.equal_by_chance < tally.per_replica / 2, "the proof knows too little"
+    assert profile == "ragged" or tally.accepted < tally.programs, "nothing was refused"
+
+
+@pytest.mark.parametrize(
+    ("profile", "share", "at_least"), [("small", 0.3, 4), ("collective", 0.1, 3)]
+)
+def test_every_executor_computes_what_the_reference_does(profile, share, at_least, strategies):
+    law = lambda program, tally: run_law(strategies, program, tally)  # noqa: E731
+    tally = search(law, profile, share * SECS, at_least)
+    assert tally.runs >= 2 * tally.accepted
+    assert len(tally.not_implemented) < tally.runs / 2, tally.not_implemented
+
+
+def test_programs_of_unequal_lengths_compute_what_the_reference_does(strategies):
+    law = lambda program, tally: run_law({"pmap": strategies["pmap"]}, program, tally)  # noqa: E731
+    tally = search(law, "ragged", 0.1 * SECS, 3, start=1000)
+    assert tally.runs + len(tally.not_implemented) == tally.accepted
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_planted_faults_are_found(name, strategies, monkeypatch):
+    fault = FAULTS[name]
+    fault.plant(monkeypatch)
+    executor = fault.executor or "pmap"
+
+    def law(program, tally):
+        if fault.executor:
+            return run_law({executor: strategies[executor]}, program, tally)
+        return proof_law(strategies[executor], program, tally)
+
+    with pytest.raises(Broken) as caught:
+        search(law, fault.profile, 0, MOST_FOR_A_FAULT, shrinks=False)
+    seed = caught.value.seed
+    assert caught.value.failure.law.startswith(fault.law), caught.value
+    print(f"{name}: found by program {seed}")
+    assert f"python -m tests.fuzz {fault.profile} {seed}" in str(caught.value)
+    assert caught.value.program == generate(fault.profile, seed)
+
+
+def test_a_program_shrinks_to_what_breaks_the_law():
+    def law(program, tally):
+        found = {statement.op for statement in statements(program.block)}
+        return Failure("has a psum in a loop", "") if {"psum", "scan"} <= found else None
+
+    seed = next(s for s in range(100) if law(generate("general", s), Tally()))
+    program = generate("general", seed)
+    small = shrunk(law, program, "has a psum in a loop")
+    assert len(list(statements(small.block))) < len(list(statements(program.block))) / 2
+    assert law(small, Tally())
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_programs_are_data_that_repeats(profile):
+    from tests.fuzz import program as names
+
+    program = generate(profile, 7)
+    assert program == generate(profile, 7) != generate(profile, 8)
+    assert eval(repr(program), vars(names)) == program

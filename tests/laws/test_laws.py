@@ -1,0 +1,162 @@
+"""The laws: n replicas are one device on the whole batch, and the replicas stay bitwise equal."""
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import mirror
+from tests.conftest import cpu_strategy
+from tests.support.messages import raises
+from tests.support.models import OPTIMIZERS, TRAININGS, LocalBatchNorm, batches, nnx_step
+
+STEPS = 20
+
+
+def train(strategy, training, data, create_in_scope=True):
+    if create_in_scope:
+        with strategy.scope():
+            state = training.create()
+    else:
+        state = training.create()
+    losses = []
+    for batch in strategy.distribute_dataset(data):
+        state, loss = training.step(strategy, state, batch)
+        losses.append(loss)
+    return state, losses
+
+
+def assert_close(got, wanted, rtol=1e-5):
+    """Relative to the largest magnitude of each leaf."""
+    for (path, a), b in zip(
+        jax.tree_util.tree_flatten_with_path(got)[0], jax.tree.leaves(wanted), strict=True
+    ):
+        difference = mirror._src.checks.verify.relative_difference(np.asarray(a), np.asarray(b))
+        assert difference <= rtol, f"{jax.tree_util.keystr(path)} is off by {difference:.1e}"
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """What one device makes of the whole batch, once for each training and optimizer."""
+    done = {}
+
+    def trained(name, optimizer):
+        if (name, optimizer) not in done:
+            make, features = TRAININGS[name]
+            training = make(OPTIMIZERS[optimizer])
+            lone = mirror.OneDeviceStrategy("/cpu:0")
+            state, losses = train(lone, training, batches(features, STEPS))
+            parameters = jax.tree.map(np.asarray, training.parameters(state))
+            done[name, optimizer] = parameters, np.asarray(losses)
+        return done[name, optimizer]
+
+    return trained
+
+
+# Of a training, an optimizer and a number of replicas any two meet, in a third of all the rows.
+ROWS = [
+    (name, [*OPTIMIZERS][(i + j) % 3], num_replicas)
+    for i, name in enumerate(TRAININGS)
+    for j, num_replicas in enumerate([1, 2, 3, 8])
+]
+
+
+@pytest.mark.parametrize(("name", "optimizer", "num_replicas"), ROWS)
+def test_n_replicas_train_as_one_device_on_the_whole_batch(name, optimizer, num_replicas, alone):
+    make, features = TRAININGS[name]
+    training = make(OPTIMIZERS[optimizer])
+    strategy = cpu_strategy(num_replicas)
+    state, losses = train(strategy, training, batches(features, STEPS))
+    parameters, expected = alone(name, optimizer)
+    assert_close(training.parameters(state), parameters)
+    assert_close(np.asarray(losses), expected)
+    strategy.check_mirrored(state)
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_where_a_model_is_created_does_not_matter(name, two):
+    make, features = TRAININGS[name]
+    data, training = batches(features, 3), make(OPTIMIZERS["adam"])
+    inside, _ = train(two, training, data)
+    outside, _ = train(two, training, data, create_in_scope=False)
+    for a, b in zip(
+        jax.tree.leaves(training.parameters(inside)),
+        jax.tree.leaves(training.parameters(outside)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(a, b)
+    two.check_mirrored(outside)
+
+
+def test_model_and_optimizer_may_be_created_in_different_places(two):
+    orders, training = [], TRAININGS["nnx-MLP"][0](OPTIMIZERS["adam"])
+    for model_in, optimizer_in in [(0, 0), (0, 1), (1, 0), (1, 1)]:
+        model, optimizer = training.create()
+        if model_in:
+            with two.scope():
+                model = nnx.clone(model)
+        if optimizer_in:
+            with two.scope():
+                optimizer = nnx.clone(optimizer)
+        for batch in two.distribute_dataset(batches((12,), 3)):
+            two.run(nnx_step, (model, optimizer, batch))
+        two.check_mirrored((model, optimizer))
+        orders.append(jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model))))
+    for other in orders[1:]:
+        jax.tree.map(np.testing.assert_array_equal, orders[0], other)
+
+
+def test_local_batch_statistics_differ_from_one_device_but_the_replicas_stay_equal(eight):
+    """Each replica normalises with its own batch; running statistics are the mean over replicas."""
+    with eight.scope():
+        model = LocalBatchNorm(rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, OPTIMIZERS["sgd"](), wrt=nnx.Param)
+    (batch,) = eight.distribute_dataset(batches((12,), 1))
+    before = np.asarray(model.first(np.asarray(batch["image"])))  # (8, 3, 32)
+    eight.run(nnx_step, (model, optimizer, batch))
+    eight.check_mirrored((model, optimizer))
+    momentum = model.norm.momentum
+    wanted = (1 - momentum) * before.mean(1).mean(0)
+    np.testing.assert_allclose(model.norm.mean[...], wanted, rtol=1e-4, atol=1e-6)
+    fix = "axis_name=mirror.REPLICA_AXIS"
+    with raises(mirror.ReplicaMismatchError, names="rtol", values=[8, 1e-5], fix=fix):
+        eight.verify(nnx_step, (model, optimizer, batch))
+
+
+def test_one_replica_is_held_to_the_same_types(strategy):
+    """Code written on one device meets the same types on eight."""
+
+    def step(x, y):
+        context = mirror.get_replica_context()
+        return {
+            "mirrored": context.all_reduce("sum", x),
+            "own": x,
+            "argument": y,
+            "constant": 3,
+            "id": context.replica_id_in_sync_group,
+        }
+
+    n = strategy.num_replicas_in_sync
+    out = strategy.run(step, (mirror.PerReplica([np.ones(2)] * n), np.ones(2)))
+    assert isinstance(out["own"], mirror.PerReplica)
+    assert isinstance(out["id"], mirror.PerReplica)
+    for name in ("mirrored", "argument", "constant"):
+        assert isinstance(out[name], jax.Array), name
+    np.testing.assert_array_equal(out["id"], np.arange(n))
+    np.testing.assert_array_equal(out["mirrored"], [n, n])
+
+
+def test_dropout_draws_on_each_replica_anew_and_the_stored_key_stays(eight):
+    with eight.scope():
+        dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+    key = jax.random.key_data(dropout.rngs.key[...])
+
+    def step(dropout, x):
+        return dropout(x)
+
+    masks = [np.asarray(eight.run(step, (dropout, np.ones(64)))) for _ in range(2)]
+    rows = np.concatenate(masks)
+    assert len(np.unique(rows, axis=0)) == 16, "two replicas or two steps drew the same mask"
+    assert int(dropout.rngs.count[...]) == 2
+    np.testing.assert_array_equal(jax.random.key_data(dropout.rngs.key[...]), key)
+    eight.check_mirrored(dropout)

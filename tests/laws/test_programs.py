@@ -1,0 +1,173 @@
+"""The guides' programs, on one host device, on two, on eight, and where the driver lists GPUs."""
+
+import functools
+import json
+from concurrent.futures import Future
+
+import pytest
+
+from tests.programs import checks
+from tests.support import fresh
+from tests.support.messages import assert_message
+
+CPU_ONLY = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(fresh.STAND_INS)}
+ONE_CPU = "Num GPUs Available: 0\n/physical_device:CPU:0 CPU\n"
+
+
+def show(code: str, **environment: str) -> dict:
+    """What a process of its own prints last, as JSON; `pynvml` there is the stand-in."""
+    start = "import json\nfrom tests.programs import checks, play\nshown = {}\n"
+    end = "\nprint(json.dumps(shown))"
+    said = fresh.run(start + code + end, environment={**CPU_ONLY, **environment})
+    return json.loads(said.splitlines()[-1])
+
+
+# What is played in each process, and its environment. Without a GPU nothing is configured, so that
+# all can be played one after the other.
+PLAYED: dict[str, tuple[str, dict[str, str]]] = {
+    "one CPU": (
+        """
+from mirror._src.devices.startup import started
+shown["count"] = play("p01_count_gpus").text
+shown["by environment"] = play("p13_visible_by_environment").text
+shown["started"] = started()
+shown["first only"] = play("p04_first_gpu_only").text
+shown["growth"] = play("p05_memory_growth").text
+shown["problems"] = checks.problems(1, "CPU")
+""",
+        {},
+    ),
+    "two CPUs": (
+        "shown['problems'] = checks.problems(2, 'CPU')",
+        {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"},
+    ),
+    "count and first only with GPUs": (
+        """
+import jax
+from mirror._src.devices.startup import started
+shown["count"], shown["started"] = play("p01_count_gpus").text, started()
+shown["first only"] = play("p04_first_gpu_only").text
+shown["of JAX"] = jax.config.values["jax_cuda_visible_devices"]
+""",
+        {"STAND_IN_GPUS": "2"},
+    ),
+    "growth with GPUs": (
+        """
+import os
+shown["growth"] = play("p05_memory_growth").text
+shown["of XLA"] = os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"]
+""",
+        {"STAND_IN_GPUS": "2"},
+    ),
+    "growth by the environment": (
+        "shown['growth'] = play('p05_memory_growth').text",
+        {"STAND_IN_GPUS": "2", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+    ),
+    "split in 1": ("shown['split'] = play('p06_virtual_gpus', '1').text", {}),
+    "split in 2": ("shown['split'] = play('p06_virtual_gpus', '2').text", {}),
+    "by environment with GPUs": (
+        "shown['by environment'] = play('p13_visible_by_environment').text",
+        {"STAND_IN_GPUS": "4"},
+    ),
+}
+
+
+AHEAD = {
+    name: functools.partial(show, code, **environment)
+    for name, (code, environment) in PLAYED.items()
+}
+
+
+@pytest.fixture
+def shown(ahead) -> dict[str, Future[dict]]:
+    return ahead[__name__]
+
+
+@pytest.fixture
+def on_one_cpu(shown) -> dict:
+    return shown["one CPU"].result()
+
+
+@pytest.fixture
+def on_two(shown) -> dict:
+    return shown["two CPUs"].result()
+
+
+@pytest.mark.parametrize("program", checks.CHECKS)
+def test_on_one_host_device(on_one_cpu, program):
+    assert not on_one_cpu["problems"][program], on_one_cpu["problems"][program]
+
+
+@pytest.mark.parametrize("program", checks.CHECKS)
+def test_on_two_host_devices(on_two, program):
+    assert not on_two["problems"][program], on_two["problems"][program]
+
+
+@pytest.mark.parametrize("program", checks.CHECKS)
+def test_on_eight_host_devices(program):
+    checks.CHECKS[program](8, "CPU")
+
+
+def test_programs_that_configure_gpus_without_a_gpu(on_one_cpu):
+    assert on_one_cpu["count"] == ONE_CPU
+    assert on_one_cpu["by environment"] == "Num GPUs Available: 0\n"
+    assert on_one_cpu["started"] is False
+    assert on_one_cpu["first only"] == "0 Physical GPUs, 0 Logical GPU\n"
+    assert on_one_cpu["growth"] == "0 Physical GPUs, 0 Logical GPUs\nMemory grows: []\n"
+
+
+# Where the driver lists GPUs, and JAX has only the CPU.
+
+
+def test_gpus_are_counted_and_then_only_the_first_is_visible(shown):
+    """Counting starts nothing: the next program may still configure."""
+    found = shown["count and first only with GPUs"].result()
+    gpus = "/physical_device:GPU:0 GPU\n/physical_device:GPU:1 GPU\n"
+    assert found["count"] == f"{ONE_CPU.replace('0', '2', 1)}{gpus}"
+    assert found["started"] is False
+    assert found["of JAX"] == "0"
+    *_, counts, error = found["first only"].splitlines()
+    assert counts == "2 Physical GPUs, 0 Logical GPU"
+    line = "p04_first_gpu_only.py:8: logical_gpus = mirror.config.list_logical_devices"
+    assert_message(error, values=line, fix="mirror.config")
+
+
+def test_memory_growth_is_set_before_the_start_and_fixed_after_it(shown):
+    found = shown["growth with GPUs"].result()
+    assert found["of XLA"] == "false"
+    counts, grows, error = found["growth"].splitlines()
+    assert counts == "2 Physical GPUs, 0 Logical GPUs"
+    assert grows == "Memory grows: [True, True]"
+    assert_message(error, values="p05_memory_growth.py:13", fix="mirror.config")
+
+
+def test_memory_growth_by_the_environment(shown):
+    """The user's variable wins, also over what comes too late; that is said, and is no error."""
+    found = shown["growth by the environment"].result()
+    counts, grows, *said = found["growth"].splitlines()
+    assert counts == "2 Physical GPUs, 0 Logical GPUs"
+    assert grows == "Memory grows: [True, True]"
+    assert len(said) == 2
+    by, over = "XLA_PYTHON_CLIENT_PREALLOCATE=false", "set_memory_growth(False)"
+    for line in said:
+        assert_message(line, names=by, fix=over)
+
+
+@pytest.mark.parametrize(("parts", "total"), [(1, "1.0"), (2, "3.0")])
+def test_the_cpu_is_split_where_there_is_no_gpu(shown, parts, total):
+    found = shown[f"split in {parts}"].result()
+    devices = ", ".join(f"/device:CPU:{i}" for i in range(parts))
+    assert found["split"].splitlines() == [
+        "0 Physical GPUs, 0 Logical GPUs",
+        f"MirroredStrategy({devices})",
+        f"Sum over the replicas: {total}",
+    ]
+
+
+def test_visible_gpus_by_the_environment(shown):
+    found = shown["by environment with GPUs"].result()
+    assert found["by environment"].splitlines() == [
+        "/physical_device:GPU:0 GPU",
+        "/physical_device:GPU:1 GPU",
+        "Num GPUs Available: 2",
+    ]

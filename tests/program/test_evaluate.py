@@ -1,0 +1,295 @@
+"""A step is traced once: what was proved is evaluated, by every executor and for every report."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+
+import mirror
+from mirror import PerReplica
+from tests.conftest import cpu_strategy
+from tests.support.messages import raises
+
+AXIS = mirror.REPLICA_AXIS
+EXECUTORS = {
+    "one": lambda: cpu_strategy(1),
+    "pmap": lambda: cpu_strategy(2),
+    "vmap": lambda: cpu_strategy(1, replicas_per_device=2),
+    "pairs": lambda: cpu_strategy(2, replicas_per_device=2),
+    "staged": lambda: cpu_strategy(2, cross_device_ops=mirror.ReductionToOneDevice()),
+}
+
+
+@pytest.fixture(params=EXECUTORS.values(), ids=EXECUTORS)
+def strategy(request):
+    return request.param()
+
+
+def own(strategy, shape=(3,)):
+    """A per-replica value: replica i has i + 1 everywhere."""
+    n = strategy.num_replicas_in_sync
+    return PerReplica([np.full(shape, i + 1, np.float32) for i in range(n)])
+
+
+class Net(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.first = nnx.Linear(3, 4, rngs=rngs)
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.drop(self.norm(self.first(x)))
+
+
+def counting_step():
+    calls = []
+
+    def step(net, optimizer, x):
+        calls.append(1)
+
+        def loss(net):
+            return jnp.mean(lax.scan(lambda c, _: (jnp.tanh(c), None), net(x), None, 2)[0] ** 2)
+
+        value, grads = nnx.value_and_grad(loss)(net)
+        context = mirror.get_replica_context()
+        optimizer.update(net, context.all_reduce("mean", grads))
+        return context.all_reduce("mean", value), value
+
+    return step, calls
+
+
+def arguments(strategy):
+    net = Net()
+    return net, nnx.Optimizer(net, optax.adam(1e-2), wrt=nnx.Param), own(strategy, (5, 3))
+
+
+def test_the_users_function_runs_once(strategy):
+    step, calls = counting_step()
+    args = arguments(strategy)
+    for _ in range(3):
+        strategy.run(step, args)
+    assert len(calls) == 1
+
+
+def test_reports_reuse_the_trace(strategy):
+    step, calls = counting_step()
+    args = arguments(strategy)
+    strategy.inspect(step, args)
+    strategy.run(step, args)
+    strategy.inspect(step, args)
+    assert len(calls) == 1
+
+
+def test_donation_does_not_trace_again(strategy):
+    calls = []
+
+    def step(w, x):
+        calls.append(1)
+        return w + lax.psum(x, AXIS)
+
+    w = strategy.run(step, (np.zeros(3, np.float32), own(strategy)))
+    w = strategy.run(step, (w, own(strategy)), donate_argnums=0)
+    strategy.run(step, (w, own(strategy)), donate_argnums=0)
+    assert len(calls) == 1
+
+
+def test_verify_adds_the_trace_of_one_replica_with_the_whole_batch(strategy):
+    calls = []
+
+    def step(w, x):
+        calls.append(x.shape)
+        return w + lax.pmean(x.mean(0), AXIS)
+
+    args = (np.zeros(3, np.float32), own(strategy, (2, 3)))
+    strategy.run(step, args)
+    strategy.verify(step, args)
+    strategy.verify(step, args)
+    n = strategy.num_replicas_in_sync
+    assert calls == [(2, 3), (2 * n, 3)]
+
+
+def test_explain_traces_no_more_than_its_two_programs():
+    strategy = cpu_strategy(2)
+    step, calls = counting_step()
+    args = arguments(strategy)
+    strategy.explain(step, args, steps=2)
+    assert len(calls) == 2  # on all replicas, and on one with the whole batch
+
+
+def test_the_users_function_runs_once_for_each_set_of_shapes():
+    calls = []
+
+    def step(x):
+        calls.append(x.shape)
+        return lax.psum(x.sum(), AXIS)
+
+    ragged = PerReplica([np.ones(n, np.float32) for n in (3, 2, 3)])
+    for _ in range(3):
+        assert float(cpu_strategy(3).run(step, (ragged,))) == 8
+        strategy = cpu_strategy(3)
+    calls.clear()
+    for _ in range(3):
+        strategy.run(step, (ragged,))
+    assert sorted(calls) == [(2,), (3,)]
+
+
+def changed_precision():
+    return jax.default_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("context", [changed_precision, lambda: jax.enable_x64(True)])
+def test_another_context_is_traced_and_proved_again(strategy, context):
+    reduces = [True]
+    calls = []
+
+    def step(x):
+        calls.append(1)
+        return mirror.ensure_mirrored(lax.psum(x, AXIS) if reduces[0] else x)
+
+    x = own(strategy)
+    strategy.run(step, (x,))
+    with context():
+        strategy.run(step, (x,))
+        assert len(calls) == 2
+        strategy.run(step, (x,))
+    strategy.run(step, (x,))
+    assert len(calls) == 2, "each context keeps its program"
+    reduces[0] = False
+    jax.clear_caches()
+    with pytest.raises(mirror.ReplicaDivergenceError):
+        strategy.run(step, (x,))
+
+
+def test_local_sgd_that_reduces_at_every_second_call_only(strategy):
+    """What the function does when it is traced holds for all steps, on all replicas."""
+    calls = []
+
+    def step(model, x):
+        calls.append(1)
+        grad = x * model.w[...]
+        if len(calls) % 2:
+            grad = lax.pmean(grad, AXIS)
+        model.w[...] = model.w[...] - 0.1 * grad
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.ones(3))
+
+    model = Model()
+    for _ in range(4):
+        strategy.run(step, (model, own(strategy)))
+    strategy.check_mirrored(model)
+    assert len(calls) == 1
+
+
+def tables(table, x):
+    i = lax.axis_index(AXIS)
+    return {
+        "static index": table[0] + x,
+        "static gather": jnp.asarray(table)[jnp.array([0, 1])].sum() + x,
+        "set": jnp.asarray(table).at[0].set(7.0).sum() + x,
+        "where": jnp.where(x > 1, table[:3], 0),
+        "traced index": jnp.asarray(table)[i] + x,
+        "scan": lax.scan(lambda c, t: (c + t, None), x, table)[0],
+        "alone": table * 2,
+    }
+
+
+@pytest.mark.parametrize("place", ["scope", "one device", "host"])
+def test_arrays_that_the_step_closes_over(strategy, place):
+    values = np.arange(5, dtype=np.float32)
+    with strategy.scope():
+        mirrored = jnp.asarray(values)
+    table = {"scope": mirrored, "one device": jax.device_put(values), "host": values}[place]
+    x = own(strategy)
+    got = strategy.run(lambda x: tables(table, x), (x,))
+    wanted = strategy.run(tables, (values, x))
+    assert {k: type(v) for k, v in got.items()} == {k: type(v) for k, v in wanted.items()}
+    for name, value in wanted.items():
+        np.testing.assert_array_equal(got[name], value, err_msg=name)
+
+
+def test_a_closed_over_array_may_be_deleted_after_the_first_step(strategy):
+    table = jax.device_put(np.arange(3, dtype=np.float32))
+    step = lambda x: x + table  # noqa: E731
+    first = np.asarray(strategy.run(step, (own(strategy),)))
+    table.delete()
+    np.testing.assert_array_equal(strategy.run(step, (own(strategy),)), first)
+
+
+@pytest.mark.parametrize("where", ["jit", "scan", "remat", "cond"])
+def test_a_model_that_is_read_from_outside_at_any_depth_is_rejected(strategy, where):
+    model = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
+    read = lambda x: model.kernel[...].sum() * x  # noqa: E731
+    inner = {
+        "jit": jax.jit(read),
+        "scan": lambda x: lax.scan(lambda c, _: (read(c), None), x, None, 1)[0],
+        "remat": jax.checkpoint(read),
+        "cond": lambda x: lax.cond(x.sum() > 0, read, lambda x: x, x),
+    }[where]
+    names = ["<lambda>", "Param"]
+    with raises(ValueError, names=names, values="float32[3,3]", fix="strategy.run"):
+        strategy.run(lambda x: inner(lax.psum(x, AXIS)), (own(strategy),))
+
+
+def test_a_step_may_start_a_thread_that_runs_another_step():
+    import threading
+
+    strategy = cpu_strategy(2)
+    found = []
+
+    def step(x):
+        thread = threading.Thread(target=lambda: found.append(strategy.run(lambda: jnp.ones(()))))
+        thread.start()
+        thread.join(60)
+        assert not thread.is_alive(), "the other step waits for this one"
+        return x * 2
+
+    strategy.run(step, (own(strategy),))
+    assert [float(value) for value in found] == [1.0]
+
+
+def test_messages_and_profiles_have_the_users_names():
+    strategy = cpu_strategy(2)
+
+    def my_step(x):
+        with jax.named_scope("my_scope"):
+            return lax.psum(jnp.sin(x), AXIS)
+
+    text = strategy._runner.lower(my_step, (own(strategy),), {}).as_text(debug_info=True)
+    assert "my_scope" in text
+    assert "test_one_trace.py" in text
+
+    def leaks(x):
+        return float(x[0])
+
+    with pytest.raises(jax.errors.ConcretizationTypeError, match=r"leaks at .*test_one_trace\.py"):
+        strategy.run(leaks, (own(strategy),))
+
+
+def test_64_bits_that_a_step_switches_on_come_out(strategy):
+    def step(x):
+        with jax.enable_x64(True):
+            return jnp.asarray(x, jnp.float64) + 1e-12
+
+    found = strategy.run(step, (own(strategy),))
+    assert found.dtype == jnp.float64
+
+
+def test_64_bits_that_are_off_are_named(strategy):
+    with jax.enable_x64(True):
+        w = jnp.asarray(np.ones(3))
+    with raises(ValueError, names="w", values="float64[3]", fix="x.astype('float32')"):
+        strategy.run(lambda w, x: lax.psum(x, AXIS) * w, (w, own(strategy)))
+
+
+def test_a_ref_from_outside_is_rejected(strategy):
+    ref = jax.new_ref(jnp.ones(3))
+    with raises(TypeError, names=["<lambda>", "jax.Ref"], fix="ref[...]"):
+        strategy.run(lambda x: ref[...].sum() + x, (own(strategy),))
+    with raises(TypeError, names=["ref", "jax.Ref"], fix="ref[...]"):
+        strategy.run(lambda ref, x: ref[...].sum() + x, (ref, own(strategy)))

@@ -1,0 +1,276 @@
+"""State that is an argument and a result stays mirrored, or the step is rejected."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen
+from flax.core import freeze
+from flax.training.train_state import TrainState
+
+import mirror
+from mirror import PerReplica
+from mirror.testing import assert_trains_like_one_device
+from tests.conftest import cpu_strategy
+from tests.support.messages import assert_message, raises
+
+LAYOUTS = {  # the proof is the same for all executors
+    "one": lambda: cpu_strategy(1),
+    "pmap": lambda: cpu_strategy(2),
+}
+
+
+@pytest.fixture(params=LAYOUTS.values(), ids=LAYOUTS)
+def strategy(request):
+    return request.param()
+
+
+def batch_for(strategy):
+    n = strategy.num_replicas_in_sync
+    (batch,) = strategy.distribute_dataset([np.arange(6 * n, dtype=np.float32).reshape(2 * n, 3)])
+    return batch
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Registered:
+    params: Any
+    count: Any
+
+
+class Pair(NamedTuple):
+    params: Any
+    count: Any
+
+
+class Dense(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return linen.Dense(2)(x)
+
+
+def weights():
+    return {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+
+
+def loss(params, batch):
+    return jnp.mean((batch @ params["w"] + params["b"]) ** 2)
+
+
+def reduced(grads):
+    return mirror.get_replica_context().all_reduce("mean", grads)
+
+
+def own(grads):
+    return grads
+
+
+def train(params, batch, reduce):
+    grads = reduce(jax.grad(loss)(params, batch))
+    return jax.tree.map(lambda p, g: p - 0.01 * g, params, grads)
+
+
+def train_state():
+    model = Dense()
+    return TrainState.create(
+        apply_fn=model.apply,
+        params=model.init(jax.random.key(0), jnp.ones((1, 3)))["params"],
+        tx=optax.adam(1e-2),
+    )
+
+
+def update_train_state(state, batch, reduce):
+    value = lambda p: jnp.mean(state.apply_fn({"params": p}, batch) ** 2)  # noqa: E731
+    return state.apply_gradients(grads=reduce(jax.grad(value)(state.params)))
+
+
+def in_a(make):
+    """A state with its weights in `params`, and how it is updated."""
+
+    def update(state, batch, reduce):
+        return make(train(state.params, batch, reduce), state.count + 1)
+
+    return lambda: make(weights(), jnp.int32(0)), update
+
+
+# name: what makes the state, what updates it, a leaf's name, whether its class tells that it is one
+STATES = {
+    "TrainState": (train_state, update_train_state, "state.params['Dense_0']['kernel']", True),
+    "registered dataclass": (*in_a(Registered), "state.params['w']", True),
+    "NamedTuple": (*in_a(Pair), "state.params['w']", False),
+    "dict": (weights, train, "state['w']", False),
+    "FrozenDict": (
+        lambda: freeze(weights()),
+        lambda p, b, r: freeze(train(p, b, r)),
+        "state['w']",
+        False,
+    ),
+    "array": (lambda: jnp.ones((3, 2)), lambda w, b, r: w - r(b.T @ b @ w), "state", False),
+    "TrainState in a tuple": (
+        lambda: (train_state(), jnp.int32(0)),
+        lambda s, b, r: (update_train_state(s[0], b, r), s[1] + 1),
+        "state[0].params['Dense_0']['kernel']",
+        True,
+    ),
+}
+SHAPES = {
+    "alone": (lambda new, batch: new, lambda out: out),
+    "first": (lambda new, batch: (new, batch.mean()), lambda out: out[0]),
+    "in a dict": (lambda new, batch: {"new": new, "x": batch.mean()}, lambda out: out["new"]),
+}
+
+
+def steps(name, shape="first"):
+    _, update, _, _ = STATES[name]
+    give, _ = SHAPES[shape]
+
+    def step(state, batch):
+        return give(update(state, batch, reduced), batch)
+
+    def broken(state, batch):
+        return give(update(state, batch, own), batch)
+
+    return step, broken
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", STATES)
+def test_a_missing_all_reduce_is_an_error_before_the_second_step(strategy, name, shape):
+    make, _, leaf, is_certain = STATES[name]
+    _, broken = steps(name, shape)
+    batch = batch_for(strategy)
+    fix = ["all_reduce", "distribute_values_from_function"]
+    with raises(mirror.ReplicaDivergenceError, names=["broken", leaf, "batch"], fix=fix):
+        out = strategy.run(broken, (make(), batch))
+        assert not is_certain, "it is rejected at the first call"
+        strategy.run(broken, (SHAPES[shape][1](out), batch))
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_donated_state_is_rejected_at_the_first_step(strategy, name):
+    make, _, leaf, _ = STATES[name]
+    _, broken = steps(name)
+    state = make()
+    with raises(mirror.ReplicaDivergenceError, names=["broken", leaf, "batch"], fix="all_reduce"):
+        strategy.run(broken, (state, batch_for(strategy)), donate_argnums=0)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(state) if isinstance(x, jax.Array))
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_the_step_with_its_all_reduce_trains(strategy, name):
+    make, _, _, _ = STATES[name]
+    step, _ = steps(name)
+    state, batch = make(), batch_for(strategy)
+    for _ in range(3):
+        state, value = strategy.run(step, (state, batch))
+    assert isinstance(value, PerReplica)
+    strategy.check_mirrored(state)
+    assert strategy.inspect(step, (state, batch)).in_step
+
+
+@pytest.mark.parametrize("name", [n for n in STATES if n != "array"])
+def test_reports_and_asserts_say_the_same(strategy, name):
+    make, _, leaf, _ = STATES[name]
+    _, broken = steps(name)
+    args = (make(), batch_for(strategy))
+    report = strategy.inspect(broken, args)
+    assert not report.in_step
+    assert any(leaf in problem for problem in report.problems)
+    with raises(mirror.ReplicaDivergenceError, names=["broken", leaf, "batch"], fix="all_reduce"):
+        strategy.verify(broken, args)
+    with raises(AssertionError, names=leaf.removeprefix("state"), fix="all_reduce"):
+        assert_trains_like_one_device(broken, args, strategy)
+
+
+def test_a_bare_array_that_is_trained_without_an_all_reduce_fails_the_assert(strategy):
+    _, broken = steps("array")
+    with raises(AssertionError, names="['state']", fix="all_reduce"):
+        assert_trains_like_one_device(broken, (jnp.ones((3, 2)), batch_for(strategy)), strategy)
+
+
+def test_state_that_is_per_replica_from_the_start_is_meant(strategy):
+    """Local SGD: each replica trains weights of its own."""
+    _, broken = steps("dict")
+    params = jax.tree.map(
+        lambda leaf: strategy.distribute_values_from_function(lambda _: np.asarray(leaf)),
+        weights(),
+    )
+    for _ in range(3):
+        params, _ = strategy.run(broken, (params, batch_for(strategy)))
+    assert all(isinstance(leaf, PerReplica) for leaf in params.values())
+
+
+def test_gradients_beside_the_new_weights_are_no_state(strategy):
+    def step(params, batch):
+        grads = jax.grad(loss)(params, batch)
+        return jax.tree.map(lambda p, g: p - g, params, reduced(grads)), grads
+
+    params = weights()
+    for _ in range(2):
+        params, grads = strategy.run(step, (params, batch_for(strategy)), donate_argnums=0)
+    assert isinstance(grads["w"], PerReplica)
+
+
+def test_a_scalar_loss_beside_a_scalar_argument_is_no_state(strategy):
+    def step(rate, batch):
+        return (batch * rate).mean()
+
+    batch = batch_for(strategy)
+    for _ in range(2):
+        assert isinstance(strategy.run(step, (jnp.float32(0.1), batch)), PerReplica)
+    assert strategy.inspect(step, (jnp.float32(0.1), batch)).in_step
+
+
+def test_the_heading_counts_results_that_each_replica_has_for_itself(two):
+    step, _ = steps("dict")
+    report = two.inspect(step, (weights(), batch_for(two)))
+    assert report.in_step
+    assert_message(report.heading, names=["step", "per-replica"], values=[1, 2])
+
+
+@pytest.mark.filterwarnings(r"ignore:.*test_state_that_drifts\.py")
+@pytest.mark.parametrize("fresh", ["partial", "lambda"])
+@pytest.mark.parametrize("name", ["dict", "array"])
+def test_a_new_function_object_each_time_is_no_way_out(two, name, fresh):
+    make, _, leaf, _ = STATES[name]
+    _, broken = steps(name)
+    state, batch = make(), batch_for(two)
+    makes = {
+        "partial": lambda: functools.partial(broken),
+        "lambda": lambda: lambda state, batch: broken(state, batch),
+    }
+    with raises(mirror.ReplicaDivergenceError, names=leaf):
+        for _ in range(3):
+            state, _ = two.run(makes[fresh](), (state, batch))
+
+
+def test_a_function_may_get_a_baseline_first_and_each_replicas_own_values_then(two):
+    def error(prediction, target):
+        return (prediction - target) ** 2
+
+    target = two.distribute_values_from_function(lambda _: np.ones(3, np.float32))
+    own = two.run(error, (np.zeros(3, np.float32), target))
+    assert isinstance(two.run(error, (target, target)), PerReplica)
+    with raises(mirror.ReplicaDivergenceError, names="prediction"):
+        two.run(error, (own, target))
+
+
+def test_gradients_beside_one_of_two_models_of_a_kind_are_no_state(two):
+    """Distillation: the student comes back mirrored, with gradients; the teacher does not."""
+
+    def step(student, teacher, batch):
+        grads = jax.grad(lambda p: jnp.mean((batch @ p.params - batch @ teacher.params) ** 2))(
+            student
+        )
+        new = Pair(student.params - reduced(grads.params), student.count)
+        return Registered(new.params, new.count), Registered(grads.params, student.count)
+
+    make = lambda: Registered(jnp.ones((3, 2)), jnp.float32(0))  # noqa: E731
+    new, grads = two.run(step, (make(), make(), batch_for(two)))
+    assert isinstance(grads.params, PerReplica)
+    assert isinstance(new.params, jax.Array)

@@ -1,0 +1,801 @@
+"""The quick way of `run`: no work for each leaf in Python, and not one check is lost."""
+
+import signal
+import sys
+import threading
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import mirror
+from tests.support.messages import raises
+
+# Each row of a table has a function of its own.
+pytestmark = pytest.mark.filterwarnings("ignore:.*compiled")
+
+MAKERS = {
+    "one replica": lambda: mirror.MirroredStrategy(["/cpu:0"]),
+    "pmap": lambda: mirror.MirroredStrategy(["/cpu:0", "/cpu:1"]),
+    "vmap": lambda: mirror.MirroredStrategy(["/cpu:0"], replicas_per_device=2),
+    "sharded": lambda: mirror.MirroredStrategy(["/cpu:0", "/cpu:1"], shard_update=True),
+}
+
+
+@pytest.fixture(scope="module", params=MAKERS)
+def strategy(request) -> mirror.Strategy:
+    return MAKERS[request.param]()
+
+
+def own(strategy: mirror.Strategy, shape: tuple[int, ...] = (4,), dtype: Any = np.float32):
+    return strategy.distribute_values_from_function(
+        lambda context: np.full(shape, context.replica_id_in_sync_group + 1, dtype)
+    )
+
+
+def update(state, batch):
+    grad = mirror.get_replica_context().all_reduce("mean", batch.mean())
+    return jax.tree.map(lambda w: w - 0.5 * grad.astype(w.dtype), state), grad
+
+
+class Net(nnx.Module):
+    def __init__(self, num_layers: int = 2) -> None:
+        rngs = nnx.Rngs(0)
+        self.layers = nnx.List([nnx.Linear(4, 4, rngs=rngs) for _ in range(num_layers)])
+        self.rate = 1.0
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.rate * x
+
+
+def train(model, batch):
+    loss, grads = nnx.value_and_grad(lambda model: (model(batch) ** 2).mean())(model)
+    loss, grads = mirror.get_replica_context().all_reduce("mean", (loss, grads))
+    state = nnx.state(model, nnx.Param)
+    nnx.update(model, jax.tree.map(lambda w, g: w - 0.01 * g, state, grads))
+    return loss
+
+
+def quick_of(strategy: mirror.Strategy, fn: Any, donated: tuple[int, ...] = ()) -> Any:
+    return strategy._runner._cache.quick.get((fn, donated))
+
+
+def num_python_events(call: Any) -> int:
+    events = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal events
+        events += 1
+
+    sys.setprofile(count)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return events
+
+
+# What is done on the host does not grow with the number of leaves.
+
+
+@pytest.mark.parametrize("form", ["dict", "nnx"])
+def test_python_does_not_look_at_each_leaf(strategy, form):
+    def events_for(num_leaves: int) -> int:
+        if form == "nnx":
+            with strategy.scope():
+                args = (Net(num_leaves), own(strategy, (2, 4)))
+            call = lambda: strategy.run(train, args)  # noqa: E731
+        else:
+            with strategy.scope():
+                state = {f"w{i}": jnp.zeros(2) for i in range(num_leaves)}
+            batch = own(strategy)
+
+            def call() -> None:
+                nonlocal state
+                state, _ = strategy.run(update, (state, batch), donate_argnums=0)
+
+        for _ in range(5):
+            call()
+        return min(num_python_events(call) for _ in range(5))
+
+    few, many = events_for(2), events_for(20)
+    assert many == few
+    assert many < 200
+
+
+class Keyed(nnx.Module):
+    """A model whose state is a random key, which JAX wraps in Python."""
+
+    def __init__(self):
+        self.rngs = nnx.Rngs(0)
+
+
+@pytest.mark.parametrize("kind", ["plain", "keys"])
+def test_an_interrupt_cannot_come_between_a_launch_and_its_outputs(strategy, kind):
+    """It comes out where Python runs: nowhere until the state is written, or it is held back."""
+
+    def step(model, batch):
+        if kind == "keys":
+            model.rngs.default()
+            return batch
+        model.layers[0].kernel[...] += 1
+        return {"own": batch, "replica": mirror.get_replica_context().replica_id_in_sync_group}
+
+    with strategy.scope():
+        model = Keyed() if kind == "keys" else Net(2)
+    args = (model, own(strategy, (2, 4)))
+    for _ in range(4):
+        strategy.run(step, args)
+    assert quick_of(strategy, step) is not None
+    inside, calls = False, []
+
+    def record(frame: Any, event: str, argument: object) -> None:
+        nonlocal inside
+        if getattr(argument, "__name__", "") == "extend":
+            inside = event == "c_call"
+        elif inside and event == "call" and frame.f_code.co_name != "<lambda>":
+            # The lambda takes the batch apart, before the launch.
+            calls.append(signal.getsignal(signal.SIGINT))
+
+    sys.setprofile(record)
+    try:
+        strategy.run(step, args)
+    finally:
+        sys.setprofile(None)
+    assert bool(calls) == (kind == "keys")
+    assert signal.default_int_handler not in calls
+
+
+def test_a_second_call_goes_the_quick_way(strategy):
+    state, batch = {"w": jnp.zeros(3)}, own(strategy)
+    for _ in range(4):
+        state, _ = strategy.run(update, (state, batch), donate_argnums=0)
+    quick = quick_of(strategy, update, (0,))
+    assert quick is not None
+    before = quick.program.runs
+    strategy._runner._run = None  # the long way
+    try:
+        state, _ = strategy.run(update, (state, batch), donate_argnums=0)
+    finally:
+        del strategy._runner._run
+    assert quick.program.runs == before + 1
+
+
+# What is unlike the call before goes the long way, and gets what it got before.
+
+
+def fresh_results(strategy: mirror.Strategy, fn: Any, args: tuple) -> Any:
+    """What a function object that was never run gives."""
+    return strategy.run(lambda *args: fn(*args), args)
+
+
+def leaves_of(tree: Any) -> list[np.ndarray]:
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+CHANGES = {
+    "same": lambda s: ({"w": jnp.ones(3)}, own(s)),
+    "shapes": lambda s: ({"w": jnp.ones(5)}, own(s)),
+    "the batch's shape": lambda s: ({"w": jnp.ones(3)}, own(s, (6,))),
+    "dtype": lambda s: ({"w": jnp.ones(3, jnp.bfloat16)}, own(s)),
+    "the batch's dtype": lambda s: ({"w": jnp.ones(3)}, own(s, dtype=np.int32)),
+    "structure": lambda s: ({"w": jnp.ones(3), "b": jnp.ones(())}, own(s)),
+    "another container": lambda s: ([jnp.ones(3)], own(s)),
+    "NumPy": lambda s: ({"w": np.ones(3, np.float32)}, own(s)),
+    "a number": lambda s: ({"w": 1.0}, own(s)),
+    "64-bit NumPy": lambda s: ({"w": np.ones(3)}, own(s)),
+    "another device": lambda s: (
+        {"w": jax.device_put(jnp.ones(3), jax.devices()[3])},
+        own(s),
+    ),
+    "not PerReplica": lambda s: ({"w": jnp.ones(3)}, jnp.ones(4)),
+    "PerReplica on the host": lambda s: (
+        {"w": jnp.ones(3)},
+        mirror.PerReplica([np.full(4, i + 1, np.float32) for i in range(len(s.devices))]),
+    ),
+    "PerReplica state": lambda s: ({"w": own(s, (3,))}, own(s)),
+    "weakly typed": lambda s: ({"w": jnp.asarray(1.0)}, own(s)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*distribute_dataset")
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_call_unlike_the_one_before(strategy, change):
+    def step(state, batch):
+        return update(state, batch)
+
+    for _ in range(3):
+        strategy.run(step, CHANGES["same"](strategy))
+    args = CHANGES[change](strategy)
+    found = strategy.run(step, args)
+    expected = fresh_results(strategy, update, args)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(leaves_of(found), leaves_of(expected), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+    again = strategy.run(step, CHANGES["same"](strategy))
+    np.testing.assert_array_equal(
+        *map(
+            np.asarray,
+            (
+                again[0]["w"],
+                strategy.run(lambda *args: update(*args), CHANGES["same"](strategy))[0]["w"],
+            ),
+        )
+    )
+
+
+def deleted_argument(strategy, run, state, batch):
+    state["w"].delete()
+    run(state, batch)
+
+
+def donated_before(strategy, run, state, batch):
+    run(state, batch)
+    run(state, batch)
+
+
+def traced(strategy, run, state, batch):
+    jax.jit(lambda w: run({"w": w}, batch))(state["w"])
+
+
+def differentiated(strategy, run, state, batch):
+    jax.grad(lambda w: run({"w": w}, batch)[1])(state["w"])
+
+
+def mapped(strategy, run, state, batch):
+    jax.vmap(lambda w: run({"w": w}, batch)[1])(jnp.ones((2, 3)))
+
+
+def in_a_trace(strategy, run, state, batch):
+    jax.jit(lambda x: (run(state, batch), x))(1.0)
+
+
+def too_many_replicas(strategy, run, state, batch):
+    n = strategy.num_replicas_in_sync
+    run(state, mirror.PerReplica([np.ones(4, np.float32)] * (n + 1)))
+
+
+def no_array(strategy, run, state, batch):
+    run({"w": object()}, batch)
+
+
+def not_hashable(strategy, run, state, batch):
+    run({"w": {1, 2}}, batch)
+
+
+def too_large(strategy, run, state, batch):
+    run({"w": 2**70}, batch)
+
+
+INSIDE_JIT = {"names": "step", "fix": ["jax.jit", "strategy.run"]}
+REFUSALS = {
+    deleted_argument: (ValueError, {"names": "state['w']", "fix": "donate_argnums"}),
+    donated_before: (ValueError, {"names": "state['w']", "fix": "donate_argnums"}),
+    traced: (RuntimeError, INSIDE_JIT),
+    differentiated: (RuntimeError, INSIDE_JIT),
+    mapped: (RuntimeError, INSIDE_JIT),
+    in_a_trace: (RuntimeError, INSIDE_JIT),
+    too_many_replicas: (
+        ValueError,
+        {"names": ["batch", "PerReplica"], "fix": "distribute_dataset"},
+    ),
+    not_hashable: (TypeError, {"names": "state['w']", "values": ["{1, 2}", "set"]}),
+    too_large: (ValueError, {"names": "state['w']", "values": 2**70, "fix": "jax_enable_x64"}),
+}
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda f: f.__name__)
+def test_every_refusal_keeps_its_message(strategy, refusal):
+    def step(state, batch):
+        return update(state, batch)
+
+    def run(state, batch):
+        return strategy.run(step, (state, batch), donate_argnums=0)
+
+    batch = own(strategy)
+    with strategy.scope():
+        state = {"w": jnp.zeros(3)}
+    for _ in range(3):
+        state, _ = run(state, batch)
+    assert quick_of(strategy, step, (0,)) is not None
+    error, wanted = REFUSALS[refusal]
+    with raises(error, **wanted):
+        refusal(strategy, run, state, batch)
+    with strategy.scope():
+        state = {"w": jnp.zeros(3)}
+    state, grad = run(state, batch)  # and nothing is broken
+    np.testing.assert_array_equal(state["w"], -0.5 * np.full(3, grad))
+
+
+def test_one_array_in_two_places_is_copied(strategy):
+    def step(state, batch):
+        return update(state, batch)
+
+    batch = own(strategy)
+    with strategy.scope():
+        state = {"params": jnp.zeros(3), "ema": jnp.ones(3)}
+    for _ in range(3):
+        state, grad = strategy.run(step, (state, batch), donate_argnums=0)
+    value = np.asarray(state["params"])
+    state["ema"] = state["params"]
+    state, grad = strategy.run(step, (state, batch), donate_argnums=0)
+    for name in state:
+        np.testing.assert_array_equal(state[name], value - 0.5 * np.asarray(grad))
+
+
+SHARED = {
+    "another device": lambda strategy, x: x,
+    "an equal sharding": lambda strategy, x: jax.sharding.NamedSharding(
+        strategy._replicas.mesh, jax.sharding.PartitionSpec()
+    ),
+    "the scope's own sharding": lambda strategy, x: strategy._replicas.mirrored,
+}
+
+
+@pytest.mark.parametrize("at", SHARED)
+@pytest.mark.parametrize("met", [0, 3])
+def test_one_buffer_in_two_arrays_is_copied(strategy, at, met):
+    """`jax.device_put` shares memory where it can. Donated, XLA would end the process."""
+
+    def step(state, batch):
+        return update(state, batch)
+
+    batch = own(strategy)
+    with strategy.scope():
+        state = {"a": jnp.zeros(3), "b": jnp.ones(3)}
+    for _ in range(met):
+        state, grad = strategy.run(step, (state, batch), donate_argnums=0)
+    for _ in range(2):
+        x = jnp.arange(3.0)
+        place = SHARED[at](strategy, x)
+        put = (lambda: x) if place is x else (lambda: jax.device_put(x, place))  # noqa: B023
+        state = {"a": put(), "b": put()}
+        state, grad = strategy.run(step, (state, batch), donate_argnums=0)
+        for name in state:
+            np.testing.assert_array_equal(state[name], np.arange(3.0) - 0.5 * np.asarray(grad))
+
+
+def aliases_of(strategy, x: jax.Array, place: Any) -> tuple[jax.Array, jax.Array]:
+    return jax.device_put(x, place), jax.device_put(x, place)
+
+
+@pytest.mark.parametrize("at", ["an equal sharding", "the scope's own sharding"])
+def test_an_array_that_shares_memory_with_one_met_before(strategy, at):
+    def step(state, other, batch):
+        new, grad = update(state, batch)
+        return new, jax.tree.map(lambda w: w + grad, other)
+
+    batch, x = own(strategy), jnp.arange(3.0)
+    with strategy.scope():
+        plain = {"w": jnp.zeros(3)}
+    for _ in range(3):
+        strategy.run(step, ({"w": jnp.copy(plain["w"])}, plain, batch), donate_argnums=0)
+    a, b = aliases_of(strategy, x, SHARED[at](strategy, x))
+    grad = np.asarray(own(strategy).stacked).mean()
+    strategy.run(lambda *args: step(*args), ({"w": a}, plain, batch))
+    for _ in range(2):  # kept in the step before, donated now, beside what shares its memory
+        new, other = strategy.run(step, ({"w": jnp.copy(a)}, {"w": b}, batch), donate_argnums=0)
+    new, other = strategy.run(step, ({"w": a}, {"w": b}, batch), donate_argnums=0)
+    np.testing.assert_array_equal(new["w"], np.arange(3.0) - 0.5 * grad)
+    np.testing.assert_array_equal(other["w"], np.arange(3.0) + grad)
+
+
+def test_a_random_key_and_its_bits_may_both_be_donated(strategy):
+    def step(state, batch):
+        context = mirror.get_replica_context()
+        draws = jax.random.normal(context.fold_in(state["key"]), (2,)) + batch.sum()
+        return state, context.all_reduce("mean", draws)
+
+    batch = own(strategy)
+    with strategy.scope():
+        key = jax.random.key(0)
+    for _ in range(4):
+        with strategy.scope():
+            state = {"key": key, "bits": jax.random.key_data(key), "again": jnp.zeros(2)}
+        state, _ = strategy.run(step, (state, batch), donate_argnums=0)
+        key = state["key"]
+    np.testing.assert_array_equal(jax.random.key_data(key), jax.random.key_data(jax.random.key(0)))
+
+
+def test_rows_that_lie_there_are_copied_before_they_are_donated():
+    strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"], axis_name="batch")
+    rows = [jax.device_put(jnp.full(3, i), jax.devices()[i]) for i in range(2)]
+    x = mirror.PerReplica(rows)
+
+    def step(x, y):
+        return x + 1, y + 2
+
+    for _ in range(3):
+        one, two = strategy.run(step, (x, x), donate_argnums=(0, 1))
+        np.testing.assert_array_equal(one, np.asarray(x) + 1)
+        np.testing.assert_array_equal(two, np.asarray(x) + 2)
+
+
+@pytest.mark.parametrize("leaf", ["returned", "constant"])
+def test_a_leaf_that_becomes_part_of_the_model_meanwhile(strategy, leaf):
+    """It is donated as state then, and another function may have made it ready."""
+
+    def step(model, tree, batch):
+        loss = train(model, batch)
+        return jax.tree.map(lambda w: w * 0.5, tree), loss
+
+    def evaluate(model, batch):
+        return mirror.get_replica_context().all_reduce("mean", model(batch).sum())
+
+    batch = own(strategy, (2, 4))
+    with strategy.scope():
+        model, tree = Net(), {"kernel": jnp.ones((4, 4))}
+    for _ in range(5):
+        new, _ = strategy.run(step, (model, tree, batch))
+        tree = new if leaf == "returned" else tree
+        strategy.run(evaluate, (model, batch))
+    model.layers[0].kernel.set_value(tree["kernel"])
+    strategy.run(evaluate, (model, batch))
+    before = np.asarray(tree["kernel"])
+    new, _ = strategy.run(step, (model, tree, batch))
+    np.testing.assert_array_equal(new["kernel"], before * 0.5)
+
+
+def count_looks(monkeypatch) -> list[Any]:
+    looks: list[Any] = []
+    look = mirror.runner.buffers_of
+
+    def counted(array: Any) -> set[int]:
+        looks.append(array)
+        return look(array)
+
+    monkeypatch.setattr("mirror.runner.buffers_of", counted)
+    return looks
+
+
+ROUNDS = 24
+
+
+@pytest.mark.parametrize("new", ["a number", "NumPy", "outside", "in the scope", "a key"])
+def test_a_new_leaf_in_each_step_is_rarely_waited_for(strategy, new, monkeypatch):
+    """An address is there when the array is: after the step before, which nobody waits for."""
+    make = {
+        "a number": lambda i: float(i),
+        "NumPy": lambda i: np.float32(i),
+        "outside": lambda i: jnp.float32(i),
+        "in the scope": lambda i: jnp.full((), float(i)),
+        "a key": lambda i: jax.random.key(i),
+    }[new]
+
+    def step(state, batch):
+        rate = state["rate"]
+        if jax.dtypes.issubdtype(rate.dtype, jax.dtypes.prng_key):
+            rate = jax.random.uniform(rate)
+        params, grad = update(state["params"], batch)
+        return {"params": params, "rate": state["rate"]}, rate * grad
+
+    batch = own(strategy)
+    with strategy.scope():
+        state = {"params": {"w": jnp.zeros(3)}, "rate": make(0)}
+    state, _ = strategy.run(step, (state, batch), donate_argnums=0)
+    looks = count_looks(monkeypatch)
+    for i in range(ROUNDS):
+        if new == "outside":
+            state["rate"] = make(i)
+        else:
+            with strategy.scope():
+                state["rate"] = make(i)
+        state, _ = strategy.run(step, (state, batch), donate_argnums=0)
+    arrays_per_look = 4
+    assert len(looks) <= arrays_per_look * (4 + ROUNDS // 8)
+    grad = np.asarray(own(strategy).stacked).mean()
+    np.testing.assert_allclose(state["params"]["w"], np.full(3, -0.5 * grad * (ROUNDS + 1)))
+
+
+def test_states_that_take_turns_are_not_waited_for(strategy, monkeypatch):
+    def step(state, batch):
+        return update(state, batch)
+
+    batch = own(strategy)
+    with strategy.scope():
+        states = [{"w": jnp.full(3, float(i))} for i in range(5)]
+    for i, state in enumerate(states):
+        states[i], _ = strategy.run(step, (state, batch), donate_argnums=0)
+    looks = count_looks(monkeypatch)
+    for _ in range(4):
+        for i, state in enumerate(states):
+            states[i], grad = strategy.run(step, (state, batch), donate_argnums=0)
+    assert not looks
+    for i, state in enumerate(states):
+        np.testing.assert_allclose(state["w"], np.full(3, i - 2.5 * float(grad)))
+
+
+def test_state_that_two_steps_change_in_turn_is_not_waited_for(strategy, monkeypatch):
+    """What one step returned and the other donates shares memory with nothing: nobody looks."""
+    steps = [lambda *args: update(*args), lambda *args: update(*args)]
+    batch = own(strategy)
+    with strategy.scope():
+        state = {"w": jnp.zeros(3)}
+    for i in range(12):
+        if i == 6:
+            monkeypatch.delattr("mirror._src.run.argument_placer.buffers_of")
+        state, grad = strategy.run(steps[i % 2], (state, batch), donate_argnums=0)
+    np.testing.assert_allclose(state["w"], np.full(3, -6 * float(grad)))
+
+
+def test_results_share_no_memory(strategy):
+    """So that they may be donated without a look, also what a step passes on or computes twice."""
+
+    def step(x, y, batch):
+        return {"passed on": x, "twice": (y + 1, y + 1), "again": x, "own": batch}
+
+    with strategy.scope():
+        args = (jnp.arange(3.0), jnp.arange(3.0), own(strategy))
+    for _ in range(3):
+        arrays = jax.tree.leaves((args, strategy.run(step, args)))
+        buffers = list(map(mirror._src.run.argument_placer.buffers_of, arrays))
+        assert len(set().union(*buffers)) == sum(map(len, buffers))
+
+
+def test_constants_need_no_look(strategy):
+    """Parameters that an evaluation gets again, and a step's, which are its last results."""
+
+    def evaluate(params, batch):
+        return mirror.get_replica_context().all_reduce("mean", batch.mean() * params["w"].sum())
+
+    with strategy.scope():
+        params = {"w": jnp.ones(3), "b": jnp.ones(3)}
+    batch = own(strategy)
+    for _ in range(5):
+        strategy.run(evaluate, (params, batch))
+    familiar = quick_of(strategy, evaluate)._familiar
+    assert familiar.strange == []
+    params = {"w": 2 * params["w"], "b": params["b"]}
+    twice = strategy.run(evaluate, (params, batch))
+    params = {"w": jax.device_put(params["w"], jax.devices()[3]), "b": params["b"]}
+    np.testing.assert_array_equal(strategy.run(evaluate, (params, batch)), twice)
+
+
+# nnx objects.
+
+
+def assigned_outside(model):
+    model.layers[0].kernel[...] = jnp.ones((4, 4))
+
+
+def attribute_changed(model):
+    model.rate = 2.0
+
+
+def layer_replaced(model):
+    model.layers[1] = nnx.Linear(4, 4, rngs=nnx.Rngs(1))
+
+
+def layer_added(model):
+    model.layers.append(nnx.Linear(4, 4, rngs=nnx.Rngs(1)))
+
+
+def shared(model):
+    model.layers[1] = model.layers[0]
+
+
+def another_dtype(model):
+    kernel = model.layers[0].kernel
+    kernel.set_value(kernel.get_value().astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [assigned_outside, attribute_changed, layer_replaced, layer_added, shared, another_dtype],
+    ids=lambda f: f.__name__,
+)
+def test_a_model_that_changed_between_two_calls(strategy, change):
+    def twin() -> Net:
+        with strategy.scope():
+            return Net()
+
+    batch = own(strategy, (2, 4))
+    first, second = twin(), twin()
+    for _ in range(3):
+        strategy.run(train, (first, batch))
+    nnx.update(second, jax.tree.map(jnp.copy, nnx.state(first)))
+    change(first)
+    change(second)
+    found = strategy.run(train, (first, batch))
+    np.testing.assert_array_equal(found, strategy.run(lambda *a: train(*a), (second, batch)))
+    for a, b in zip(leaves_of(nnx.state(first)), leaves_of(nnx.state(second)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_deleted_variable_keeps_its_message(strategy):
+    with strategy.scope():
+        model = Net()
+    batch = own(strategy, (2, 4))
+    for _ in range(3):
+        strategy.run(train, (model, batch))
+    model.layers[0].kernel.get_value().delete()
+    with raises(ValueError, names="model.layers.0.kernel", fix="jnp.copy(x)"):
+        strategy.run(train, (model, batch))
+
+
+def test_another_model_of_the_same_structure(strategy):
+    batch = own(strategy, (2, 4))
+    with strategy.scope():
+        models = [Net(), Net()]
+    alone = [float(strategy.run(train, (model, batch))) for _ in range(3) for model in models]
+    assert alone[0::2] == alone[1::2]
+    assert alone[0] != alone[2]
+
+
+# Contexts.
+
+
+def test_the_context_of_a_trace_is_proved_again(strategy):
+    traces = []
+
+    def step(x):
+        traces.append(jax.config.jax_default_matmul_precision)
+        return mirror.get_replica_context().all_reduce("sum", x @ x)
+
+    x = own(strategy, (2, 2))
+    for _ in range(3):
+        strategy.run(step, (x,))
+    with jax.default_matmul_precision("float32"):
+        strategy.run(step, (x,))
+        strategy.run(step, (x,))
+    strategy.run(step, (x,))
+    assert traces == [None, "float32"]
+
+
+def test_in_and_out_of_a_scope_is_one_program(strategy):
+    traces = []
+
+    def step(x):
+        traces.append(1)
+        return mirror.get_replica_context().all_reduce("sum", x)
+
+    x = own(strategy)
+    program = None
+    for _ in range(3):
+        strategy.run(step, (x,))
+        with strategy.scope():
+            strategy.run(step, (x,))
+        with jax.default_device(jax.devices()[1]):
+            strategy.run(step, (x,))
+        quick = quick_of(strategy, step)
+        program = program or quick.program
+        assert quick.program is program
+    assert len(traces) == 1
+    assert quick.misses == 0
+    assert quick.program.compiled._compiled._cache_size() == 1
+
+
+def test_shapes_that_take_turns_stop_trying(strategy):
+    def step(x):
+        return mirror.get_replica_context().all_reduce("sum", x)
+
+    xs = [own(strategy), own(strategy, (5,))]
+    n = strategy.num_replicas_in_sync
+    for i in range(60):
+        found = strategy.run(step, (xs[i % 2],))
+        assert found.shape == ((4,), (5,))[i % 2]
+        assert float(found[0]) == n * (n + 1) / 2
+    assert quick_of(strategy, step).misses < 20
+
+
+def test_static_arguments_and_keywords_work_as_before(strategy):
+    def step(x, name="a", scale=1.0):
+        return mirror.get_replica_context().all_reduce("sum", x * scale), name
+
+    x = own(strategy)
+    n = strategy.num_replicas_in_sync
+    total = n * (n + 1) / 2
+    for _ in range(2):
+        for name in "ab":
+            found, same = strategy.run(step, (x, name))
+            assert (float(found[0]), same) == (total, name)
+        assert float(strategy.run(step, (x, "a"), {"scale": 2.0})[0][0]) == 2 * total
+        assert float(strategy.run(step, (x, "a"))[0][0]) == total
+
+
+def test_threads_share_a_program(strategy):
+    def step(state, batch):
+        return update(state, batch)
+
+    results, batch = [], own(strategy)
+
+    def loop() -> None:
+        with strategy.scope():
+            state = {"w": jnp.zeros(3)}
+        for _ in range(30):
+            state, _ = strategy.run(step, (state, batch), donate_argnums=0)
+        results.append(np.asarray(state["w"]))
+
+    threads = [threading.Thread(target=loop) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 4
+    for found in results:
+        np.testing.assert_array_equal(found, results[0])
+
+
+def test_an_optimizer_trains_the_same_the_long_way():
+    def losses(long: bool) -> list[float]:
+        strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
+        with strategy.scope():
+            model = Net()
+            optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+        def step(model, optimizer, batch):
+            loss, grads = nnx.value_and_grad(lambda model: (model(batch) ** 2).mean())(model)
+            loss, grads = mirror.get_replica_context().all_reduce("mean", (loss, grads))
+            optimizer.update(model, grads)
+            return loss
+
+        batch, found = own(strategy, (2, 4)), []
+        for _ in range(6):
+            if long:
+                strategy._runner._cache.quick.clear()
+            found.append(float(strategy.run(step, (model, optimizer, batch))))
+        return found
+
+    assert losses(long=True) == losses(long=False)
+
+
+# One replica.
+
+
+def test_one_replica_has_no_collectives():
+    strategy = MAKERS["one replica"]()
+
+    def step(w, batch):
+        context = mirror.get_replica_context()
+        gathered = context.all_gather(batch, 0)
+        index = jax.lax.axis_index(mirror.REPLICA_AXIS)
+        ring = jax.lax.ppermute(batch, mirror.REPLICA_AXIS, [(0, 0)])
+        return context.all_reduce("mean", (w - batch.mean(), gathered.sum() + index, ring.sum()))
+
+    args = (jnp.ones(()), own(strategy))
+    text = strategy._runner.lower(step, args, {}).compile().as_text()
+    for word in ("all-reduce", "all-gather", "collective-permute", "partition-id", "replica-id"):
+        assert word not in text
+    found = strategy.run(step, args)
+    assert [float(x) for x in found] == [0.0, 4.0, 4.0]
+
+
+@pytest.mark.parametrize("value", [1.0, 2, np.float32(3), np.ones(3, np.float32)], ids=repr)
+def test_what_lies_elsewhere_is_not_compiled_again(strategy, value):
+    def step(state, batch, value):
+        new, _ = update(state, batch)
+        return jax.tree.map(lambda w: w * value, new)
+
+    state, batch = {"w": jnp.zeros(3)}, own(strategy)
+    for wrap in (lambda x: x, jnp.asarray) * 3:
+        state = strategy.run(step, (state, batch, wrap(value)), donate_argnums=0)
+    programs = {
+        id(p): p for p in strategy._runner._cache.programs.values() if p.fn is step
+    }.values()
+    for program in programs:
+        assert program.compiled._compiled._cache_size() <= 1
+
+
+def test_a_host_buffer_may_be_filled_again(strategy):
+    """JAX reads the memory of a NumPy argument while the step runs."""
+
+    def step(x, w):
+        for _ in range(20):
+            w = w @ w / 100
+        return x + 0 * w.sum()
+
+    with strategy.scope():
+        w = jnp.ones((100, 100))
+    buffer = np.zeros(64, np.float32)
+    for i in range(10):
+        buffer[:] = i
+        found = strategy.run(step, (buffer, w))
+        buffer[:] = -1
+        np.testing.assert_array_equal(found, np.full(64, i))

@@ -1,0 +1,289 @@
+"""What a step costs: nothing is traced, compiled, copied or transferred after the first."""
+
+import contextlib
+import gc
+import itertools
+import logging
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import mirror
+from tests.conftest import LAYOUTS, cpu_strategy
+from tests.support.models import MLP, OPTIMIZERS, TRAININGS, batches, nnx_step
+
+
+@contextlib.contextmanager
+def compilations(caplog):
+    """Collects what JAX says of each trace and each compilation."""
+    events: list[str] = []
+    with jax.log_compiles(True), caplog.at_level(logging.WARNING):
+        start = len(caplog.records)
+        yield events
+        events += [r.getMessage() for r in caplog.records[start:]]
+
+
+def assert_nothing_compiled(events):
+    """JAX's own lookups leave `Finished` lines alone; a trace or compilation says its name."""
+    assert not events, events
+
+
+@pytest.fixture(
+    scope="module",
+    params=itertools.product(TRAININGS, LAYOUTS),
+    ids=[f"{name}-{layout}-replicas" for name, layout in itertools.product(TRAININGS, LAYOUTS)],
+)
+def trained(request):
+    """A training, its strategy and its batches: what the tests of one step compile is shared."""
+    name, layout = request.param
+    make, features = TRAININGS[name]
+    num_devices, replicas_per_device = LAYOUTS[layout]
+    strategy = cpu_strategy(num_devices, replicas_per_device=replicas_per_device)
+    return make(OPTIMIZERS["adam"]), strategy, batches(features, 3)
+
+
+def test_second_step_traces_and_compiles_nothing(trained, caplog):
+    training, strategy, data = trained
+    with strategy.scope():
+        state = training.create()
+    first, second, third = list(strategy.distribute_dataset(data))
+    state, _ = training.step(strategy, state, first)
+    with compilations(caplog) as events:
+        state, _ = training.step(strategy, state, second)  # outside the scope
+        with strategy.scope():
+            state, _ = training.step(strategy, state, third)  # and inside
+    assert_nothing_compiled(events)
+
+
+def test_a_compilation_is_seen_by_this_test(two, caplog):
+    with compilations(caplog) as events:
+        two.run(lambda x: x * 3, (np.ones(3),))
+    assert any("ompil" in event for event in events)
+
+
+def test_a_step_on_resident_data_transfers_nothing(trained):
+    training, strategy, data = trained
+    with strategy.scope():
+        state = training.create()
+    first, second = list(strategy.distribute_dataset(data[:2]))
+    state, _ = training.step(strategy, state, first)
+    with jax.transfer_guard("disallow"):
+        state, loss = training.step(strategy, state, second)
+    assert np.isfinite(np.asarray(loss))
+
+
+def test_alternating_shapes_compile_once_each(two, caplog):
+    model = MLP(rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    large = list(two.distribute_dataset(batches((12,), 2, size=24)))
+    small = list(two.distribute_dataset(batches((12,), 2, size=6)))
+    two.run(nnx_step, (model, optimizer, large[0]))
+    two.run(nnx_step, (model, optimizer, small[0]))
+    with compilations(caplog) as events:
+        for batch in (large[1], small[1], large[0]):
+            two.run(nnx_step, (model, optimizer, batch))
+    assert_nothing_compiled(events)
+
+
+def copies_of(shape, dtype):
+    """How many live arrays of this shape and dtype there are."""
+    gc.collect()  # those of other tests
+    return sum(a.shape == shape and a.dtype == dtype for a in jax.live_arrays())
+
+
+def test_the_state_is_never_held_twice(eight):
+    """Old buffers are given up; no device holds more than one copy of any variable."""
+    with eight.scope():
+        model = MLP(rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    kernel = model.first.kernel[...]
+    eight.reduce("sum", 1.0)  # the guard lets go of small results of eager ops
+    before = copies_of((12, 32), jnp.float32)
+    for batch in eight.distribute_dataset(batches((12,), 4)):
+        eight.run(nnx_step, (model, optimizer, batch))
+    assert kernel.is_deleted()
+    after = copies_of((12, 32), jnp.float32)
+    assert after == before  # the kernel and Adam's two moments
+    for device in eight.devices:
+        held = [s for s in model.first.kernel[...].addressable_shards if s.device == device]
+        assert len(held) == 1
+
+
+def test_a_step_needs_no_memory_beyond_state_and_activations(eight):
+    """Every changed variable's output takes over its input's buffer."""
+    with eight.scope():
+        model = nnx.Linear(256, 256, rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+
+    def step(model, optimizer, x):
+        grads = nnx.grad(lambda m: m(x).sum())(model)
+        optimizer.update(model, mirror.get_replica_context().all_reduce("mean", grads))
+
+    batch = mirror.PerReplica([np.ones((2, 256), np.float32)] * 8)
+    memory = eight._runner.lower(step, (model, optimizer, batch), {}).compile().memory_analysis()
+    state = sum(x.nbytes for x in jax.tree.leaves(nnx.state((model, optimizer))))
+    assert memory.alias_size_in_bytes >= 0.99 * state
+    assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 1024
+    assert memory.temp_size_in_bytes < 0.75 * state  # gradients and their packed copy
+
+
+def test_frozen_variables_are_left_alone(two):
+    """What a step does not change is neither copied nor given up."""
+    model = MLP(rngs=nnx.Rngs(0))
+    two.run(lambda m, x: m(x), (model, np.ones((2, 12), np.float32)))
+    before = model.first.kernel[...]
+    out = two.run(lambda m, x: m(x), (model, np.ones((2, 12), np.float32)))
+    assert model.first.kernel[...] is before
+    assert isinstance(out, jax.Array)
+
+
+def test_arrays_of_an_unscoped_model_survive_its_first_step(two):
+    """`run` mirrors copies: what the user holds is not given up."""
+    model = MLP(rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    held = model.first.kernel[...]
+    (batch,) = two.distribute_dataset(batches((12,), 1))
+    two.run(nnx_step, (model, optimizer, batch))
+    assert not held.is_deleted()
+    assert np.isfinite(np.asarray(held)).all()
+
+
+def test_a_dead_model_is_not_kept_alive(two):
+    gc.collect()
+    before = copies_of((12, 32), jnp.float32)
+    model = MLP(rngs=nnx.Rngs(0))
+    two.run(lambda m, x: m(x), (model, np.ones((2, 12), np.float32)))
+    assert copies_of((12, 32), jnp.float32) > before
+    del model
+    gc.collect()
+    assert copies_of((12, 32), jnp.float32) == before
+
+
+def test_small_leaves_travel_in_one_collective(eight):
+    """Fifty small leaves and two large ones: one packed buffer and two of their own."""
+
+    def step(tree):
+        return mirror.get_replica_context().all_reduce("mean", tree)
+
+    small = {
+        f"s{i}": mirror.PerReplica([np.full((7, i + 1), r, np.float32) for r in range(8)])
+        for i in range(50)
+    }
+    large = {f"l{i}": mirror.PerReplica([np.ones((128, 128), np.float32)] * 8) for i in range(2)}
+    text = eight._runner.lower(step, (small | large,), {}).as_text()
+    assert text.count("stablehlo.all_reduce") == 3
+    out = eight.run(step, (small | large,))
+    for i in range(50):
+        np.testing.assert_array_equal(out[f"s{i}"], np.full((7, i + 1), 3.5))
+
+
+@pytest.mark.parametrize("pack_bytes", [0, 1, 10**9, None])
+@pytest.mark.parametrize("op", ["sum", "mean", "min", "max"])
+def test_packing_changes_no_number(op, pack_bytes):
+    strategy = cpu_strategy(3, cross_device_ops=mirror.AllReduce(pack_bytes))
+    rng = np.random.RandomState(0)
+    dtypes = [np.float32, np.int32, np.uint8, np.bool_, np.float16, np.float32, np.int32]
+    stacked = [(rng.rand(3, 5, i + 1) * 2).astype(d) for i, d in enumerate(dtypes)]
+
+    def step(*leaves):
+        return mirror.get_replica_context().all_reduce(op, leaves)
+
+    got = strategy.run(step, [mirror.PerReplica.from_stacked(x) for x in stacked])
+    for x, y in zip(stacked, got, strict=True):
+        exact = x.dtype.kind in "iub"
+        wide = x.astype(np.float64)
+        want = getattr(np, {"min": "min", "max": "max"}.get(op, op))(wide, axis=0)
+        np.testing.assert_allclose(
+            np.asarray(y, np.float64), want, rtol=0 if exact and op != "mean" else 2e-3
+        )
+        if op == "mean" and exact:
+            assert y.dtype == jnp.float32
+        elif op == "sum" and x.dtype == np.bool_:
+            assert y.dtype == jnp.int32
+        else:
+            assert y.dtype == x.dtype
+
+
+def test_structure_of_a_model_is_not_walked_every_step(two, monkeypatch):
+    model = MLP(rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    first, second = list(two.distribute_dataset(batches((12,), 2)))
+    two.run(nnx_step, (model, optimizer, first))
+
+    def walked(*_, **__):
+        raise AssertionError("the graph was split again")
+
+    monkeypatch.setattr(nnx, "split", walked)
+    monkeypatch.setattr(nnx, "iter_graph", walked)
+    two.run(nnx_step, (model, optimizer, second))
+
+
+def test_a_changed_structure_is_noticed(two):
+    model = MLP(rngs=nnx.Rngs(0))
+    x = np.ones((2, 12), np.float32)
+    step = lambda m, x: m(x)  # noqa: E731
+    assert two.run(step, (model, x)).shape == (2, 5)
+    model.second = nnx.Linear(32, 7, rngs=nnx.Rngs(1))
+    assert two.run(step, (model, x)).shape == (2, 7)
+    model.first.bias = nnx.Param(jnp.full(32, 100.0))
+    np.testing.assert_allclose(two.run(step, (model, x)), model(x), rtol=1e-5)
+
+
+def test_the_private_slot_of_variables_is_still_there():
+    """`variables/raw_value.py` writes `Variable._raw_value`; without it, large models slow down."""
+    variable = nnx.Param(jnp.zeros(2))
+    mirror._src.variables.raw_value.write_value(variable, jnp.ones(2))
+    np.testing.assert_array_equal(variable[...], [1, 1])
+    assert type(vars(nnx.Variable)["_raw_value"]).__name__ == "member_descriptor"
+
+
+def test_run_returns_before_the_step_is_done(two):
+    """Results are asynchronous: ten slow steps are not ten waits."""
+
+    def slow(x):
+        return jax.lax.fori_loop(0, 300, lambda _, y: jnp.tanh(y @ y), x)
+
+    x = two.run(lambda x: x, (np.eye(200, dtype=np.float32),))
+    two.run(slow, (x,)).block_until_ready()
+    start = time.perf_counter()
+    out = two.run(slow, (x,))
+    returned = time.perf_counter() - start
+    out.block_until_ready()
+    assert returned < 0.5 * (time.perf_counter() - start)
+
+
+def test_a_second_strategy_over_the_same_devices_is_as_quick(monkeypatch):
+    """JAX gives its outputs the first strategy's shardings: equal ones, but other objects."""
+    first, second = cpu_strategy(2), cpu_strategy(2)
+
+    def step(state):
+        return [x + 1 for x in state]
+
+    for strategy in (first, second):
+        state = [jnp.ones(8) * i for i in range(10)]
+        for _ in range(3):
+            state = strategy.run(step, (state,), donate_argnums=0)
+    monkeypatch.setattr(second._runner._placer, "placed", None)
+    second.run(step, (state,), donate_argnums=0)
+
+
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_packed_collectives_are_differentiable(op, two):
+    """The gradient of an all-reduce is the all-reduce of the gradients that come in."""
+
+    def step(x, y, weight):
+        def total(leaves):
+            a, b = mirror.get_replica_context().all_reduce(op, leaves)
+            return weight * (a.sum() + b.sum())
+
+        return jax.grad(total)((x, y))
+
+    weight = mirror.PerReplica([np.float32(1), np.float32(3)])
+    got = two.run(step, (np.ones(3, np.float32), np.ones(2, np.float32), weight))
+    for leaf in got:
+        np.testing.assert_array_equal(leaf, np.full(leaf.shape, 4.0 if op == "sum" else 2.0))

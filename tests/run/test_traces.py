@@ -1,0 +1,199 @@
+"""What one trace knows stays in it: inner `jax.jit` caches, rebound names, numbers, threads."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import mirror
+from mirror import PerReplica
+from tests.conftest import cpu_strategy
+from tests.support.messages import raises
+
+EXECUTORS = {
+    "pmap": lambda: cpu_strategy(2),
+    "vmap": lambda: cpu_strategy(1, replicas_per_device=2),
+    "staged": lambda: cpu_strategy(2, cross_device_ops=mirror.ReductionToOneDevice()),
+}
+
+
+@pytest.fixture(params=EXECUTORS.values(), ids=EXECUTORS)
+def pair(request):
+    return request.param()
+
+
+def ragged(*lengths):
+    return PerReplica([np.full(n, i, np.float32) for i, n in enumerate(lengths)])
+
+
+@pytest.mark.filterwarnings("ignore:(?=.*<lambda>).*compiled")  # new steps, on purpose
+def test_a_gather_in_the_users_jit_has_the_lengths_of_its_own_call(two):
+    inner = jax.jit(lambda x: mirror.get_replica_context().all_gather(x))
+    for lengths in ((3, 2), (2, 3), (3, 1), (2, 2)):
+        step = lambda x: inner(x)  # noqa: E731 (a step of its own, on purpose)
+        values = ragged(*lengths)
+        np.testing.assert_array_equal(two.run(step, (values,)), np.concatenate(values.values))
+
+
+@pytest.mark.filterwarnings("ignore:(?=.*<lambda>).*compiled")
+def test_keys_of_examples_in_the_users_jit_are_those_of_the_global_batch(two):
+    key = jax.random.key(1)
+    draw = jax.jit(lambda x: jax.vmap(jax.random.uniform)(mirror.example_keys(key, x)))
+    for lengths in ((3, 3), (2, 2), (3, 2)):
+        step = lambda x: draw(x)  # noqa: E731
+        values = ragged(*lengths)
+        found = np.concatenate(two.run(step, (values,)).values)
+        np.testing.assert_array_equal(found, draw(np.zeros(sum(lengths), np.float32)))
+
+
+def test_a_variable_read_in_the_users_jit_is_todays(pair):
+    with pair.scope():
+        v = mirror.Variable(2.0)
+    read = jax.jit(lambda: v[...] * 1)
+    first, second = (lambda: read() + 0), (lambda x: read() + x)
+    assert float(pair.run(first)) == 2
+    v.assign(5.0)
+    assert float(pair.run(first)) == 5
+    assert float(pair.run(second, (np.float32(1),))) == 6
+    assert pair.run(second, (np.ones(3, np.float32),)).tolist() == [6, 6, 6]
+
+
+def test_what_is_read_in_the_users_jit_is_proved(pair):
+    with pair.scope():
+        own = mirror.Variable(0.0, synchronization="on_read", aggregation="sum")
+        m = mirror.Variable(0.0, name="m")
+    pair.run(
+        lambda: [own.assign(1.0 * mirror.get_replica_context().replica_id_in_sync_group), 0][1]
+    )
+    read = jax.jit(lambda: own[...] * 1)
+    fix = 'all_reduce("mean", grads)'
+    with raises(mirror.ReplicaDivergenceError, names=["<lambda>", "m"], fix=fix):
+        pair.run(lambda: [m.assign(read()), None][1])
+    assert float(m) == 0
+
+
+def test_a_rebound_variable_is_the_new_one(pair):
+    class Loop:
+        def step(self):
+            self.count.assign_add(1)
+            return self.count[...]
+
+    loop, counts = Loop(), []
+    for _ in range(3):
+        with pair.scope():
+            loop.count = mirror.Variable(0)
+        counts += [int(pair.run(loop.step)) for _ in range(2)]
+        assert int(loop.count) == 2
+    assert counts == [1, 2] * 3
+
+
+def test_a_captured_variables_array_is_not_given_up(pair):
+    x = jnp.arange(3.0)
+    with pair.scope():
+        v = mirror.Variable(x)
+    before = v[...]
+    for _ in range(2):
+        pair.run(lambda: [v.assign_add(jnp.ones(3)), None][1])
+    np.testing.assert_array_equal(before, [0, 1, 2])
+    np.testing.assert_array_equal(x, [0, 1, 2])
+    np.testing.assert_array_equal(v[...], [2, 3, 4])
+
+
+def test_a_number_and_an_array_of_it_have_each_their_own_program(pair):
+    half = jnp.ones(2, jnp.bfloat16)
+    step = lambda c: half * c  # noqa: E731
+    for _ in range(2):
+        assert pair.run(step, (2.0,)).dtype == jnp.bfloat16
+        assert pair.run(step, (np.float32(2),)).dtype == jnp.float32
+
+
+def test_threads_that_meet_a_variable_at_once(pair):
+    with pair.scope():
+        counts = [mirror.Variable(0), mirror.Variable(0)]
+    errors = []
+
+    def step():
+        for count in counts:
+            count.assign_add(1)
+
+    def loop():
+        try:
+            pair.run(step)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=loop) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not errors
+    assert len(pair._runner.captured(step)) == 2
+
+
+def test_threads_that_run_on_one_object(pair):
+    v = nnx.Variable(jnp.float32(0))
+
+    def step(v):
+        v[...] = v[...] + 1
+
+    def loop():
+        for _ in range(5):
+            pair.run(step, (v,))
+
+    threads = [threading.Thread(target=loop) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert float(v[...]) == 15
+
+
+def test_what_a_callback_returns_is_not_taken_to_be_alike(two):
+    def step(x):
+        of_shape = jax.ShapeDtypeStruct((), jnp.float32)
+        return jax.pure_callback(lambda: np.float32(x.shape[0]), of_shape)
+
+    assert [float(v) for v in two.run(step, (ragged(3, 2),)).values] == [3, 2]
+
+
+def test_ordered_callbacks_stay_in_order():
+    """On one device: JAX has none on several."""
+    strategy, seen = cpu_strategy(1, cross_device_ops=mirror.ReductionToOneDevice()), []
+
+    def step(x):
+        total = jax.lax.psum(x, mirror.REPLICA_AXIS)
+        jax.debug.callback(lambda v: seen.append(("total", float(v))), total, ordered=True)
+        jax.debug.callback(lambda v: seen.append(("own", float(v))), x, ordered=True)
+        return total
+
+    strategy.run(step, (PerReplica([np.float32(1)]),))
+    jax.effects_barrier()
+    assert [name for name, _ in seen] == ["total", "own"]
+
+
+def test_a_linear_solve_without_a_collective_inside_is_staged():
+    strategy = EXECUTORS["staged"]()
+
+    def step(a):
+        a = jax.lax.pmean(a, mirror.REPLICA_AXIS)
+        return jax.scipy.sparse.linalg.cg(lambda v: v * a, a)[0]
+
+    a = PerReplica([np.ones(3, np.float32), np.full(3, 3, np.float32)])
+    np.testing.assert_allclose(strategy.run(step, (a,)), np.ones(3), rtol=1e-5)
+
+
+def test_results_of_another_dtype_on_another_shape_are_refused(two):
+    step = lambda x: x if x.shape[0] == 1 else x.astype(int)  # noqa: E731
+    values = ["float32", "int32", 0, 1]
+    with raises(ValueError, names=["result", "<lambda>"], values=values):
+        two.run(step, (ragged(1, 2),))
+
+
+def test_host_values_of_64_bits_and_unequal_length(two):
+    values = PerReplica([np.ones(1), np.ones(2)])
+    assert two.reduce("sum", values, axis=0) == 3
+    assert two.gather(values, 0).tolist() == [1, 1, 1]

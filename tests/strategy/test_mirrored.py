@@ -1,0 +1,230 @@
+"""How a strategy is made: what `tf.distribute.MirroredStrategy` promises, row by row."""
+
+import copy
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import mirror
+from tests.conftest import cpu_strategy
+from tests.support.messages import raises
+
+CPUS = jax.devices("cpu")
+JOB = "/job:localhost/replica:0/task:0"
+ALL = f"({', '.join(f'/device:CPU:{i}' for i in range(8))})"
+
+
+def total(strategy) -> jax.Array:
+    """1 + 2 + ... + n, by a collective of float32."""
+    return strategy.run(step)
+
+
+def step():
+    context = mirror.get_replica_context()
+    return context.all_reduce("sum", jnp.float32(context.replica_id_in_sync_group + 1))
+
+
+@pytest.mark.parametrize("arguments", [(), (None,)])
+def test_no_devices_means_all(arguments):
+    strategy = mirror.MirroredStrategy(*arguments)
+    assert strategy.num_replicas_in_sync == 8
+    assert strategy.devices == tuple(CPUS)
+    assert total(strategy) == 36
+
+
+@pytest.mark.parametrize("empty", [[], (), iter([])], ids=["list", "tuple", "iterator"])
+def test_an_empty_list_is_refused(empty):
+    """TensorFlow takes it for all devices. A list that came out empty is more likely a mistake."""
+    with raises(ValueError, names="devices", values="[]", fix="None"):
+        mirror.MirroredStrategy(empty)
+
+
+@pytest.mark.parametrize("order", [[2, 0], [0, 1, 2], [7, 3, 5, 1]], ids=str)
+def test_the_order_of_the_devices_is_that_of_the_replicas(order):
+    strategy = mirror.MirroredStrategy([f"CPU:{i}" for i in order])
+    assert strategy.devices == tuple(CPUS[i] for i in order)
+    assert strategy.num_replicas_in_sync == len(order)
+    ids = strategy.run(lambda: mirror.get_replica_context().replica_id_in_sync_group)
+    assert [next(iter(v.devices())).id for v in ids.values] == order
+    np.testing.assert_array_equal(ids, range(len(order)))
+
+
+SAME = ["CPU:1", "/cpu:1", "/device:cpu:1", f"{JOB}/device:CPU:1", CPUS[1]]
+
+
+@pytest.mark.parametrize("again", SAME, ids=str)
+def test_a_repeated_device_is_refused(again):
+    """By a ValueError, as all bad devices; in TensorFlow it is an AssertionError."""
+    repeated = "(/device:CPU:0, /device:CPU:1, /device:CPU:1)"
+    with raises(ValueError, names="devices", values=repeated):
+        mirror.MirroredStrategy(["cpu:0", "CPU:1", again])
+
+
+def test_devices_are_names_logical_devices_and_devices_of_jax():
+    logical = mirror.config.list_logical_devices("CPU")
+    for devices in (["CPU:1", "CPU:2"], ("/cpu:1", logical[2]), logical[1:3], CPUS[1:3]):
+        assert mirror.MirroredStrategy(devices).devices == tuple(CPUS[1:3])
+
+
+@pytest.mark.parametrize("one", ["CPU:0", "foo", mirror.config.LogicalDevice("/device:CPU:0", "")])
+def test_one_device_is_no_list_and_is_not_read_letter_by_letter(one):
+    fix = f"MirroredStrategy([{one!r}])"
+    with raises(ValueError, names="devices", values=repr(one), fix=fix):
+        mirror.MirroredStrategy(one)
+
+
+def test_what_is_no_name_is_refused():
+    with raises(ValueError, values="'foo'", fix=["'/cpu:0'", "'GPU:1'"]):
+        mirror.MirroredStrategy(["CPU:0", "foo"])
+
+
+@pytest.mark.parametrize(
+    ("devices", "missing"),
+    [(["CPU:0", "CPU:9"], "/device:CPU:9"), (["GPU:0", "GPU:1"], "/device:GPU:0")],
+    ids=str,
+)
+def test_a_device_that_is_not_there_is_refused_at_once(devices, missing):
+    """TensorFlow puts both replicas on CPU:0, or hangs at the first collective."""
+    with raises(ValueError, names="devices", values=[missing, ALL]):
+        mirror.MirroredStrategy(devices)
+
+
+def test_soft_placement_does_not_soften_it():
+    mirror.config.set_soft_device_placement(True)
+    try:
+        with raises(ValueError, values="/device:CPU:9"):
+            mirror.MirroredStrategy(["CPU:0", "CPU:9"])
+    finally:
+        mirror.config.set_soft_device_placement(False)
+
+
+ELSEWHERE = {  # the devices, and the first of them that is of another process
+    "two workers": (["/job:worker/task:0/cpu:0", "/job:worker/task:1/cpu:0"], 0),
+    "here and there": (["/job:localhost/cpu:0", "/job:worker/task:0/cpu:0"], 1),
+    "no task": (["/job:worker/cpu:0"], 0),
+    "another task": ([f"{JOB}/cpu:0", "/task:1/cpu:0"], 1),
+}
+
+
+@pytest.mark.parametrize(("devices", "first"), ELSEWHERE.values(), ids=ELSEWHERE)
+def test_devices_of_other_processes_are_refused(devices, first):
+    """By one error, where TensorFlow has three."""
+    with raises(ValueError, values=[repr(devices[first]), JOB]):
+        mirror.MirroredStrategy(devices)
+
+
+def test_a_cluster_in_the_environment_is_ignored(monkeypatch):
+    cluster = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}'
+    monkeypatch.setenv("TF_CONFIG", cluster)
+    assert mirror.MirroredStrategy().devices == tuple(CPUS)
+
+
+def test_all_reduce_is_the_default():
+    """XLA chooses the way, NCCL on GPUs; TensorFlow's default is named for the ways it has."""
+    assert type(cpu_strategy(2).cross_device_ops) is mirror.AllReduce
+    assert type(mirror.OneDeviceStrategy("/cpu:0").cross_device_ops) is mirror.AllReduce
+
+
+def test_ops_that_are_passed_are_kept_and_used():
+    ops = mirror.AllReduce(pack_bytes=0)
+    strategy = cpu_strategy(2, cross_device_ops=ops)
+    assert strategy.cross_device_ops is ops
+    assert total(strategy) == 3
+
+
+@pytest.mark.parametrize("ops", ["nccl", mirror.AllReduce, 0, False], ids=str)
+def test_what_is_no_cross_device_ops_is_refused(ops):
+    """TensorFlow keeps anything, and fails at the first collective."""
+    fix = ["CrossDeviceOps", "mirror.AllReduce()"]
+    with raises(TypeError, names="cross_device_ops", values=repr(ops), fix=fix):
+        cpu_strategy(2, cross_device_ops=ops)
+
+
+MADE = {
+    "mirrored": lambda: mirror.MirroredStrategy(CPUS[2:5], mirror.AllReduce(pack_bytes=7)),
+    "several on each": lambda: mirror.MirroredStrategy(CPUS[:2], replicas_per_device=2),
+    "one device": lambda: mirror.OneDeviceStrategy("/cpu:3"),
+}
+
+
+@pytest.mark.parametrize("make", MADE.values(), ids=MADE)
+def test_a_shallow_copy_is_refused(make):
+    with raises(RuntimeError, names="copy.copy(strategy)", fix="copy.deepcopy(strategy)"):
+        copy.copy(make())
+
+
+@pytest.mark.parametrize("make", MADE.values(), ids=MADE)
+def test_a_deep_copy_is_another_strategy_with_the_same_devices(make):
+    strategy = make()
+    expected = total(strategy)
+    held = copy.deepcopy({"a": strategy, "b": [strategy]})
+    twin = held["a"]
+    assert twin is held["b"][0]
+    assert twin is not strategy
+    assert type(twin) is type(strategy)
+    assert (twin.devices, repr(twin)) == (strategy.devices, repr(strategy))
+    assert twin.cross_device_ops is not strategy.cross_device_ops
+    assert twin.cross_device_ops.pack_bytes == strategy.cross_device_ops.pack_bytes
+    with twin.scope():
+        assert mirror.get_strategy() is twin
+        model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+        np.testing.assert_array_equal(total(twin), expected)
+        with raises(RuntimeError, names=[f"{strategy}.run", str(twin)]):
+            total(strategy)
+    seen = []
+    twin.run(lambda: seen.append(mirror.get_replica_context().strategy))
+    assert seen
+    assert all(one is twin for one in seen)
+    twin.check_mirrored(model)
+    strategy.check_mirrored(model)
+
+
+def test_one_list_of_devices_is_that_of_parameters_and_of_steps(two):
+    """There is no `extended`: its constants say of one process on one machine what holds anyway.
+
+    Parameters lie where the replicas run, `devices` are both, in replica order.
+    """
+    with two.scope():
+        model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    (batch,) = two.distribute_dataset([np.ones((4, 2), np.float32)])
+    assert model.kernel[...].devices() == set(two.devices)
+    assert [v.devices() for v in batch.values] == [{device} for device in two.devices]
+    outputs = two.run(lambda model, x: model(x), (model, batch))
+    assert [v.devices() for v in outputs.values] == [{device} for device in two.devices]
+    assert not hasattr(two, "extended")
+
+
+def test_strategies_of_different_devices_work_in_one_process():
+    """In TensorFlow the second one's first collective fails, and after it every collective does."""
+    orders = [[0, 1], [0, 1, 2, 3], [3, 2, 1, 0], [4, 5], [7], [1, 0], list(range(8))]
+    strategies = [mirror.MirroredStrategy([CPUS[i] for i in order]) for order in orders]
+    for _ in range(3):
+        totals = [total(strategy) for strategy in strategies]
+        assert totals == [len(order) * (len(order) + 1) / 2 for order in orders]
+
+
+def test_the_reductions():
+    """`MIN` and `MAX` are ours; TensorFlow has them in single ops only.
+
+    There is no conversion from a variable's aggregation: a variable has no reduction of its own.
+    """
+    assert {op.name: op.value for op in mirror.ReduceOp} == {
+        "SUM": "sum",
+        "MEAN": "mean",
+        "MIN": "min",
+        "MAX": "max",
+    }
+    for op in mirror.ReduceOp:
+        assert mirror.ReduceOp(op.value) is op
+
+
+@pytest.mark.parametrize("op", ["none", "only_first_replica", "average", ""])
+def test_what_is_no_reduction_is_refused(two, op):
+    with pytest.raises(ValueError, match=f"'{op}' is not a valid ReduceOp"):
+        mirror.ReduceOp(op)
+    known = ["'sum'", "'mean'", "'min'", "'max'"]
+    with raises(ValueError, names="op", values=[repr(op), *known]):
+        two.reduce(op, 1.0)

@@ -1,0 +1,706 @@
+"""Callbacks: which is told what and when, what each of them does, and what is said of the rest."""
+
+import contextlib
+import csv
+import functools
+import io
+import os
+import pathlib
+import re
+import struct
+import sys
+import threading
+import types
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from tensorboardX.proto.event_pb2 import Event  # which sets CRC32C_SW_MODE
+
+import mirror
+from mirror import callbacks
+from mirror._src.context.scopes import current_frame
+from mirror._src.utils.optional import require
+from tests.conftest import cpu_strategy
+from tests.support.messages import assert_message, raises
+
+ROWS, SIZE, STEPS = 40, 4, 10  # examples, in batches, of an epoch
+BEGINNING = "fit_begin", "epoch_begin", "step"
+HOOKS = [*BEGINNING, "metrics", "epoch_end", "fit_end"]
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.out = nnx.Linear(3, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(x)[:, 0]
+
+
+def loss_fn(model, batch):
+    error = model(batch["x"]) - batch["y"]
+    return error**2, {"error": abs(error)}
+
+
+def arrays() -> dict[str, np.ndarray]:
+    x = np.random.RandomState(0).randn(ROWS, 3).astype(np.float32)
+    return {"x": x, "y": x.sum(1)}
+
+
+DATA = mirror.data.from_arrays(arrays(), SIZE)
+
+
+def a_trainer(n: int, tx=None, **options) -> mirror.Trainer:
+    with cpu_strategy(n).scope():
+        return mirror.Trainer(Model(nnx.Rngs(0)), tx or optax.sgd(0.05), loss_fn, **options)
+
+
+@functools.cache
+def compiled(n: int, **options) -> tuple[mirror.Trainer, dict]:
+    trainer = a_trainer(n, **options)
+    return trainer, jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(trainer.model)))
+
+
+def new_trainer(n: int = 2, **options) -> mirror.Trainer:
+    """One that has not trained, which is compiled once for all tests."""
+    trainer, weights = compiled(n, **options)
+    nnx.update(trainer.model, weights)
+    return trainer
+
+
+def fit(trainer, epochs=2, *others, anew=True, data=DATA, **options) -> mirror.History:
+    """Fits, from the beginning or from where it stands."""
+    begin = {"initial_epoch": 0} if anew else {}
+    return trainer.fit(data, epochs, callbacks=others, progress=False, **begin, **options)
+
+
+class Recorder(callbacks.Callback):
+    """Writes down every call, and that it is one of the host."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple] = []
+        self.logs: list[dict] = []
+
+    def note(self, hook, number, logs=None) -> None:
+        assert threading.current_thread() is threading.main_thread()
+        assert current_frame() is None
+        if logs is not None:
+            assert {type(value) for value in logs.values()} == {float}
+            self.logs.append(dict(logs))
+        self.calls.append((hook, number))
+
+    def on_fit_begin(self, fit):
+        self.note("fit_begin", fit.position.step)
+
+    def on_epoch_begin(self, fit):
+        self.note("epoch_begin", fit.position.epoch)
+
+    def on_step(self, fit):
+        self.note("step", fit.position.epoch_step)
+
+    def on_metrics(self, fit, step, logs):
+        self.note("metrics", step - (fit.position.step - fit.position.epoch_step), logs)
+
+    def on_epoch_end(self, fit, logs):
+        self.note("epoch_end", fit.position.epoch, logs)
+
+    def on_fit_end(self, fit):
+        self.note("fit_end", 0)
+
+    @property
+    def hooks(self) -> list[str]:
+        return [hook for hook, _ in self.calls]
+
+
+class Says(callbacks.Callback):
+    """Puts numbers of the test's among the metrics of the epochs."""
+
+    def __init__(self, *values, name="val_loss"):
+        self.values, self.name = values, name
+
+    def on_epoch_end(self, fit, logs):
+        logs[self.name] = float(self.values[fit.history.epochs[-1]])
+
+
+class Raises(callbacks.Callback):
+    """Raises once, in one of the hooks."""
+
+    def __init__(self, hook: str, at_step: int = 0):
+        self.left, self.at_step = 1, at_step
+        setattr(self, f"on_{hook}", self.fail)
+
+    def fail(self, fit, *_):
+        if self.left and fit.position.step >= self.at_step:
+            self.left -= 1
+            raise LookupError("of the test")
+
+
+# Who is told what, and when
+
+
+def expected_calls(epochs: int, k: int) -> list[tuple]:
+    """The order that `Callback` promises: metrics come 8 launches later, or at the epoch's end."""
+    ends = [min(first + k, STEPS) for first in range(0, STEPS, k)]
+    calls: list[tuple] = []
+    for epoch in range(epochs):
+        calls.append(("epoch_begin", epoch))
+        for i, end in enumerate(ends):
+            calls.append(("step", end))
+            calls += [("metrics", ends[i - 8])] if i >= 8 else []
+        calls += [("metrics", end) for end in ends[-8:]]
+        calls.append(("epoch_end", epoch + 1))
+    return calls
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_hooks_run_once_on_the_host_whatever_the_number_of_replicas(k):
+    recorders = {n: Recorder() for n in (1, 8)}
+    for n, recorder in recorders.items():
+        history = fit(new_trainer(n, steps_per_execution=k), 2, recorder)
+        begin = ("fit_begin", recorder.calls[0][1])
+        assert recorder.calls == [begin, *expected_calls(2, k), ("fit_end", 0)]
+        ends = [recorder.logs[i] for i, (hook, _) in enumerate(with_logs(recorder)) if hook]
+        assert ends == [{name: history[name][i] for name in history} for i in range(2)]
+    one, eight = recorders[1].logs, recorders[8].logs
+    assert [list(logs) for logs in one] == [list(logs) for logs in eight]
+    flat = [[x for logs in found for x in logs.values()] for found in (one, eight)]
+    np.testing.assert_allclose(*flat, rtol=1e-5)
+
+
+def with_logs(recorder) -> list[tuple]:
+    """Of each call that had logs: whether it was an epoch's."""
+    return [(hook == "epoch_end", n) for hook, n in recorder.calls if hook in HOOKS[3:5]]
+
+
+def test_what_a_callback_adds_is_in_the_history():
+    history = fit(new_trainer(), 2, Says(3, 4, name="mine"))
+    assert history["mine"] == [3, 4]
+    assert list(history) == ["loss", "error", "mine"]
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_callback_that_raises(hook):
+    before, after, raiser = Recorder(), Recorder(), Raises(hook)
+    trainer = new_trainer()
+    with pytest.raises(LookupError, match="of the test"):
+        fit(trainer, 2, before, raiser, after)
+    for recorder in (before, after):
+        began = recorder is before or hook != "fit_begin"
+        assert recorder.hooks.count("fit_end") == recorder.hooks.count("fit_begin") == began
+        assert recorder.hooks[-1:] == ["fit_end"] * began
+    history = fit(trainer, 2, before, raiser, after, anew=False)
+    assert history.epochs == [0, 1]
+    assert before.hooks.count("fit_end") == 2
+
+
+def wider(at: int):
+    """Batches of which one has other features."""
+    for number, batch in enumerate(DATA):
+        yield batch if number != at else {**batch, "x": np.ones((SIZE, 7), np.float32)}
+
+
+def broken(at: int):
+    for number, batch in enumerate(DATA):
+        if number == at:
+            raise LookupError("of the source")
+        yield batch
+
+
+@pytest.mark.parametrize("source", [wider, broken])
+def test_the_end_is_told_after_an_error_in_a_step_or_the_data(source):
+    recorder, trainer = Recorder(), new_trainer()
+    with pytest.raises(Exception, match=r"of the source|shape|dot_general"):
+        fit(trainer, 2, recorder, data=source(5))
+    assert recorder.hooks[-1] == "fit_end"
+    assert recorder.hooks.count("fit_end") == 1
+    assert fit(trainer, 2).epochs == [0, 1]
+
+
+def test_stop_in_the_middle_and_before_the_beginning():
+    class Stops(callbacks.Callback):
+        def on_step(self, fit):
+            if fit.position.epoch_step == 4:
+                fit.stop("enough")
+                fit.stop("more than enough")
+
+        def on_fit_end(self, fit):
+            assert fit.stopped == "enough"
+
+    recorder = Recorder()
+    assert fit(new_trainer(), 2, Stops(), recorder).epochs == []
+    assert recorder.hooks == [*BEGINNING[:2], *["step"] * 4, *["metrics"] * 4, "fit_end"]
+
+    class Refuses(callbacks.Callback):
+        def on_fit_begin(self, fit):
+            fit.stop("no")
+
+    recorder = Recorder()
+    assert fit(new_trainer(), 2, Refuses(), recorder).epochs == []
+    assert recorder.hooks == ["fit_begin", "fit_end"]
+
+
+TWICE = Recorder()
+NO_CALLBACKS = {
+    "class": ([Recorder], TypeError, {"names": "Recorder", "fix": "Recorder(...)"}),
+    "function": ([print], TypeError, {"values": repr(print), "fix": "mirror.callbacks.Callback"}),
+    "twice": ([TWICE, TWICE], ValueError, {"names": "callbacks"}),
+}
+
+
+@pytest.mark.parametrize(("given", "error", "said"), NO_CALLBACKS.values(), ids=NO_CALLBACKS)
+def test_what_is_no_callback(given, error, said):
+    with raises(error, **said):
+        fit(new_trainer(), 1, *given)
+
+
+MODES = ["'min'", "'max'"]
+BAD_ARGUMENTS = {  # the call, the parameter's name, and values found or required
+    "every_epochs": (lambda d: callbacks.Checkpoint(d, every_epochs=-1), "every_epochs", [-1]),
+    "every_steps": (lambda d: callbacks.Checkpoint(d, every_steps=-1), "every_steps", [-1]),
+    "keep": (lambda d: callbacks.Checkpoint(d, keep=0), "keep", [0, 1, None]),
+    "mode": (lambda d: callbacks.Checkpoint(d, mode="low"), "mode", ["'low'", *MODES]),
+    "stopping": (lambda d: callbacks.EarlyStopping(mode=None), "mode", [None, *MODES]),
+    "patience": (lambda d: callbacks.EarlyStopping(patience=-1), "patience", [-1]),
+    "min_delta": (lambda d: callbacks.EarlyStopping(min_delta=-1), "min_delta", [-1]),
+    "TensorBoard": (lambda d: callbacks.TensorBoard(d, every_steps=-2), "every_steps", [-2]),
+    "Profiler": (lambda d: callbacks.Profiler(d, (5, 5)), "steps", [(5, 5)]),
+}
+
+
+@pytest.mark.parametrize(("make", "name", "values"), BAD_ARGUMENTS.values(), ids=BAD_ARGUMENTS)
+def test_bad_arguments(tmp_path, make, name, values):
+    with raises(ValueError, names=name, values=values):
+        make(tmp_path)
+
+
+NO_METRIC = {
+    "EarlyStopping": lambda d: callbacks.EarlyStopping(),
+    "Checkpoint": lambda d: callbacks.Checkpoint(d, monitor="val_loss"),
+    "NaNGuard": lambda d: callbacks.NaNGuard("val_loss"),
+}
+
+
+@pytest.mark.parametrize("name", NO_METRIC)
+def test_a_metric_that_there_is_not(tmp_path, name):
+    names = [name, "'val_loss'", "'loss'", "'error'"]
+    with raises(ValueError, names=names, fix="validation_data"):
+        fit(new_trainer(), 1, NO_METRIC[name](tmp_path))
+
+
+# The progress bar
+
+LINE = r"epoch %d/2: loss [0-9.e-]+, error [0-9.e-]+, [0-9]+\.[0-9] s"
+LINES = rf"{LINE % 1}\n{LINE % 2}\n"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def shown(file, trainer=None, epochs=2, *others, **options) -> str:
+    fit(trainer or new_trainer(), epochs, callbacks.ProgressBar(file), *others, **options)
+    return file.getvalue()
+
+
+def test_a_log_file_has_a_line_for_each_epoch():
+    assert re.fullmatch(LINES, shown(io.StringIO()))
+
+
+def test_fit_adds_a_bar_where_there_is_none(capsys):
+    new_trainer().fit(DATA, 2, initial_epoch=0)
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert re.fullmatch(LINES, said.err)
+    shown(io.StringIO())
+    assert capsys.readouterr() == ("", "")
+
+
+def last_words(text: str) -> str:
+    """What a terminal shows in the end: each line as it was last written."""
+    lines = [line.rsplit("\r", 1)[-1] for line in text.replace("\r\n", "\n").split("\n")]
+    return "\n".join(lines)
+
+
+def test_a_terminal_has_a_bar_and_the_lines():
+    text = shown(Terminal())
+    assert re.fullmatch(LINES, last_words(text))
+    assert re.search(r"\repoch 1/2 +0% \| {20}\| 0/10", text)
+    assert re.search(r"\repoch 2/2 +0% \|", text)
+    assert "\x1b" not in text  # one bar at a time moves no cursor
+
+
+def test_a_real_terminal():
+    ours, theirs = os.openpty()
+    with open(theirs, "w") as file:
+        fit(new_trainer(), 2, callbacks.ProgressBar(file))
+    text = b""
+    with contextlib.suppress(OSError):  # which is its end
+        while more := os.read(ours, 4096):
+            text += more
+    os.close(ours)
+    assert b"\repoch 1/2" in text
+    assert re.fullmatch(LINES, last_words(text.decode()))
+
+
+def test_a_notebook_has_a_bar(monkeypatch, capsys):
+    notebook = types.ModuleType("IPython")
+    notebook.get_ipython = lambda: types.SimpleNamespace(config={"IPKernelApp": {}})
+    monkeypatch.setitem(sys.modules, "IPython", notebook)
+    for name in ("tqdm.auto", "tqdm.autonotebook", "tqdm.notebook"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    new_trainer().fit(DATA, 2, initial_epoch=0)
+    said = capsys.readouterr().err
+    assert "0/10 [" in said
+    assert re.fullmatch(LINES, last_words(said))
+    notebook.get_ipython = lambda: None  # imported, and not in use
+    new_trainer().fit(DATA, 2, initial_epoch=0)
+    assert re.fullmatch(LINES, capsys.readouterr().err)
+
+
+def test_what_else_is_said(tmp_path):
+    trainer = new_trainer()
+    with pytest.raises(LookupError):
+        fit(trainer, 2, Raises("step", trainer._position.step + STEPS + 3))
+    said = shown(Terminal(), trainer, anew=False)
+    assert_message(said.splitlines()[0], values=[2, 3 * SIZE])
+    assert re.search(r"\repoch 2/2 +30% \|", said)
+    trainer.save(tmp_path)
+    trainer.restore(tmp_path)
+    (line,) = shown(io.StringIO(), trainer, anew=False).splitlines()
+    assert_message(line, values=2, fix="epochs")
+    stopping = callbacks.EarlyStopping(patience=1)
+    said = shown(io.StringIO(), new_trainer(), 9, Says(7, 7, 7), stopping)
+    assert_message(said.splitlines()[-1], names="val_loss", values=[1, 7])
+
+
+def test_without_tqdm_there_are_the_lines(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert re.fullmatch(r"epoch 1/1: loss .* s\n", shown(Terminal(), epochs=1))
+
+
+def test_a_package_that_is_not_there(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    fix = 'pip install "mirror-jax[train]"'
+    with raises(ModuleNotFoundError, names="tensorboardX", fix=fix):
+        callbacks.TensorBoard(tmp_path)
+
+
+def test_a_package_that_lacks_another_says_so_itself(tmp_path, monkeypatch):
+    (tmp_path / "package_of_the_test.py").write_text("import another_of_the_test")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="No module named 'another_of_the_test'"):
+        require("package_of_the_test")
+
+
+# Checkpoints, in epochs of 10 steps
+
+CHECKPOINTS: dict[str, tuple] = {  # options, steps in a launch, the steps that are left
+    "default": ({}, 1, [20, 30, 40]),
+    "all": ({"keep": None}, 1, [10, 20, 30, 40]),
+    "third": ({"every_epochs": 3}, 1, [30, 40]),
+    "steps": ({"every_epochs": 0, "every_steps": 7, "keep": None}, 1, [7, 14, 21, 28, 35]),
+    "launches": ({"every_epochs": 0, "every_steps": 7, "keep": None}, 3, [9, 16, 23, 30, 39]),
+    "both": ({"every_steps": 15, "keep": None}, 1, [10, 20, 30, 40]),
+    "more": ({"every_steps": 6, "keep": None}, 1, [6, 10, 16, 20, 26, 30, 36, 40]),
+    "none": ({"every_epochs": 0}, 1, []),
+    "best": ({"keep": 1, "monitor": "val_loss"}, 1, [20, 40]),
+    "most": ({"keep": 1, "monitor": "val_loss", "mode": "max"}, 1, [10, 40]),
+}
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize(("options", "k", "left"), CHECKPOINTS.values(), ids=CHECKPOINTS)
+def test_which_checkpoints_are_left(tmp_path, options, k, left, asynchronous):
+    trainer = new_trainer(steps_per_execution=k)
+    begin = trainer._position.step
+    checkpoint = callbacks.Checkpoint(tmp_path, asynchronous=asynchronous, **options)
+    fit(trainer, 4, checkpoint, Says(3, 1, 2, 2))  # the order does not matter
+    assert sorted(int(p.name) - begin for p in tmp_path.iterdir()) == left
+    if "monitor" in options:
+        assert mirror.load_checkpoint(tmp_path, "best").step == begin + left[0]
+
+
+def test_a_checkpoint_holds_what_the_callbacks_behind_it_made_of_the_epoch(tmp_path):
+    stopping = callbacks.EarlyStopping(patience=2)
+    others = callbacks.Checkpoint(tmp_path, every_epochs=5, keep=None), Says(1, 2, 2), stopping
+    history = fit(new_trainer(), 9, *others)
+    found = mirror.load_checkpoint(tmp_path)
+    assert found.position["epoch"] == 3  # it was the last, because of the next callback
+    assert found.position["callbacks"]["EarlyStopping 1"] == stopping.to_dict()
+    assert found.position["history"]["metrics"]["val_loss"] == history["val_loss"] == [1, 2, 2]
+
+
+def test_checkpoints_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    recorder = Recorder()
+    with raises(OSError, values=tmp_path / "file"):
+        fit(new_trainer(), 1, recorder, callbacks.Checkpoint(tmp_path / "file"))
+    assert recorder.hooks == ["fit_begin", "fit_end"]
+
+
+# Ending early
+
+nan = float("nan")
+STOPPING: dict[str, tuple] = {  # what epochs measure, options, how many there are, which is best
+    "better": ([4, 3, 2, 1], {"patience": 1}, 4, 3),
+    "at once": ([2, 3, 1, 1], {}, 2, 0),
+    "0 is 1": ([2, 3, 1, 1], {"patience": 1}, 2, 0),
+    "equal is no better": ([2, 2, 1, 1], {"patience": 1}, 2, 0),
+    "in a row": ([5, 6, 4, 6, 6, 1], {"patience": 2}, 5, 2),
+    "better than the best": ([5, 9, 8, 7, 1], {"patience": 3}, 4, 0),
+    "min_delta": ([5, 4.5, 4, 4], {"patience": 2, "min_delta": 0.5}, 4, 2),
+    "max": ([1, 2, 3, 1, 1, 9], {"patience": 2, "mode": "max"}, 5, 2),
+    "max and min_delta": ([1, 3, 4, 5], {"patience": 1, "mode": "max", "min_delta": 1}, 3, 1),
+    "NaN is no better": ([1, nan, nan, 0], {"patience": 2}, 3, 0),
+    "NaN at first": ([nan, 5, 6, 6, 6], {"patience": 2}, 4, 1),
+    "NaN only": ([nan, nan, nan, nan], {"patience": 3}, 3, None),
+}
+
+
+@pytest.mark.parametrize(("values", "options", "epochs", "best"), STOPPING.values(), ids=STOPPING)
+def test_early_stopping(values, options, epochs, best):
+    stopping = callbacks.EarlyStopping(**options)
+    for _ in range(2):  # the second training begins anew
+        history = fit(new_trainer(), len(values), Says(*values), stopping)
+        assert len(history.epochs) == epochs
+        assert stopping.best_epoch == best
+        assert stopping.best == (None if best is None else values[best])
+
+
+def test_a_new_training_from_a_later_epoch_has_no_best_yet():
+    stopping = callbacks.EarlyStopping(patience=1)
+    others = Says(1, 2, 5, 4), stopping
+    fit(new_trainer(), 4, *others)
+    options = {"callbacks": others, "progress": False, "initial_epoch": 2}
+    assert new_trainer().fit(DATA, 4, **options).epochs == [2, 3]
+
+
+def test_the_decision_to_stop_does_not_depend_on_the_number_of_replicas():
+    ends = set()
+    for n in (1, 2, 8):
+        stopping = callbacks.EarlyStopping("loss", patience=2, min_delta=0.02)
+        ends.add((len(fit(new_trainer(n), 30, stopping).epochs), stopping.best_epoch))
+    assert len(ends) == 1
+    assert 3 < ends.pop()[0] < 30
+
+
+@pytest.mark.parametrize("at", range(1, 5))
+def test_early_stopping_survives_a_restore(tmp_path, at):
+    says = Says(3, 2, 4, 2, 2)
+    others = [says, callbacks.EarlyStopping(patience=3)]
+    with pytest.raises(LookupError):
+        fit(new_trainer(), 9, callbacks.Checkpoint(tmp_path), *others, Stops(at))
+    trainer = new_trainer()
+    trainer.restore(tmp_path)
+    stopping = callbacks.EarlyStopping(patience=3)
+    for _ in range(2):  # the second has ended already
+        assert fit(trainer, 9, says, stopping, anew=False).epochs == [0, 1, 2, 3, 4]
+        assert (stopping.best, stopping.best_epoch) == (2, 1)
+        trainer._goes_on = True
+
+
+def test_early_stopping_survives_an_interrupt_in_the_same_process(tmp_path):
+    says, trainer = Says(3, 2, 4, 2, 2), new_trainer()
+    checkpoint = callbacks.Checkpoint(tmp_path / "early", every_epochs=2)
+    with pytest.raises(LookupError):
+        fit(trainer, 9, checkpoint, says, callbacks.EarlyStopping(patience=3), Stops(3))
+    trainer.save(tmp_path / "late")
+    for _ in range(2):
+        history = fit(trainer, 9, says, callbacks.EarlyStopping(patience=3), anew=False)
+        assert history.epochs == [0, 1, 2, 3, 4]
+        trainer.restore(tmp_path / "late")
+
+
+class Stops(callbacks.Callback):
+    """Raises when so many epochs have been."""
+
+    def __init__(self, at: int):
+        self.at = at
+
+    def on_epoch_begin(self, fit):
+        if fit.position.epoch == self.at:
+            raise LookupError("of the test")
+
+
+def bad_rows(**bad) -> list[dict]:
+    """The data with numbers that are none in the fourth batch."""
+    rows = [dict(batch) for batch in DATA]
+    rows[3] |= {name: np.full_like(rows[3][name], value) for name, value in bad.items()}
+    return rows
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("monitor", [None, "loss", "error"])
+def test_nan_guard(value, monitor):
+    trainer, recorder = new_trainer(), Recorder()
+    step = trainer._position.step + 4
+    with raises(FloatingPointError, names=monitor or "loss", values=[step, 1]) as caught:
+        fit(trainer, 2, recorder, callbacks.NaNGuard(monitor), data=bad_rows(y=value))
+    assert re.search(r"\b(nan|inf)\b", str(caught.value))
+    assert recorder.hooks[-1] == "fit_end"
+
+
+def test_nan_guard_of_another_metric():
+    says = Says(nan, nan, name="mine")  # of an epoch, not of a step
+    assert fit(new_trainer(), 2, says, callbacks.NaNGuard("error")).epochs == [0, 1]
+
+
+# What is written down
+
+
+def rows(path) -> list[list[str]]:
+    with open(path, newline="") as file:
+        return list(csv.reader(file))
+
+
+def test_csv_has_a_line_for_each_epoch(tmp_path):
+    path = tmp_path / "new" / "log.csv"
+    history = fit(new_trainer(), 3, callbacks.CSVLogger(path))
+    head, *lines = rows(path)
+    assert head == ["epoch", "loss", "error"]
+    assert [line[0] for line in lines] == ["1", "2", "3"]
+    for i, name in enumerate(head[1:], 1):
+        assert [float(line[i]) for line in lines] == history[name]  # to the last bit
+
+
+@pytest.mark.parametrize("append", [True, False])
+def test_csv_appends_where_it_is_told_to(tmp_path, append):
+    for _ in range(2):
+        fit(new_trainer(), 2, callbacks.CSVLogger(tmp_path / "log.csv", append=append))
+    numbers = [line[0] for line in rows(tmp_path / "log.csv")]
+    assert numbers == ["epoch", "1", "2", *(["1", "2"] if append else [])]
+
+
+@pytest.mark.parametrize("append", [True, False])
+@pytest.mark.parametrize("torn", ["", "4,0.1", "4"])
+def test_csv_of_a_training_that_goes_on(tmp_path, append, torn):
+    """Which had gone further than its checkpoint when it was killed, within a line maybe."""
+    path = tmp_path / "log.csv"
+    logger = callbacks.CSVLogger(path, append=append)
+    if append:
+        fit(new_trainer(), 2, logger)
+    trainer = new_trainer()
+    fit(trainer, 3, logger, callbacks.Checkpoint(tmp_path / "at", every_epochs=2, keep=None))
+    with open(path, "a") as file:
+        file.write(torn)
+    trainer.restore(tmp_path / "at", trainer._position.step - STEPS)
+    fit(trainer, 4, callbacks.CSVLogger(path, append=append), anew=False)
+    numbers = [line[0] for line in rows(path)]
+    assert numbers == ["epoch", *(["1", "2"] if append else []), "1", "2", "3", "4"]
+
+
+def test_csv_with_other_columns(tmp_path):
+    path = tmp_path / "log.csv"
+    fit(new_trainer(), 1, callbacks.CSVLogger(path))
+    logger = callbacks.CSVLogger(path, append=True)
+    names = [str(path), "epoch, loss, error", "epoch, loss, error, mine"]
+    with raises(ValueError, names=names):
+        fit(new_trainer(), 1, Says(1, name="mine"), logger)
+    assert len(rows(path)) == 2
+
+
+def events(directory) -> list[tuple]:
+    """Of each value in the log its step, its tag, and what it is."""
+    found = []
+    for path in sorted(pathlib.Path(directory).iterdir()):
+        data = path.read_bytes()
+        while data:  # length, checksum, record, checksum
+            size = struct.unpack("<Q", data[:8])[0]
+            event, data = Event.FromString(data[12 : 12 + size]), data[16 + size :]
+            for value in event.summary.value:
+                text = b"".join(value.tensor.string_val).decode()
+                found.append((event.step, value.tag, text or value.simple_value))
+    return found
+
+
+def test_tensorboard_has_epochs_steps_and_the_program(tmp_path):
+    trainer, recorder = new_trainer(), Recorder()
+    begin = trainer._position.step
+    board = callbacks.TensorBoard(tmp_path, every_steps=4, program=True)
+    history = fit(trainer, 2, board, recorder)
+    (step, tag, program), *scalars = events(tmp_path)
+    assert (step, tag) == (begin + 1, "program/text_summary")
+    assert program.startswith("```\nmodule @jit_train_step")
+    assert program.endswith("\n```")
+    epochs = [(step, tag) for step, tag, _ in scalars if not tag.startswith("step_")]
+    assert epochs == [(1, "loss"), (1, "error"), (2, "loss"), (2, "error")]
+    steps = [(step - begin, tag) for step, tag, _ in scalars if tag.startswith("step_")]
+    assert steps == [(s, f"step_{name}") for s in (4, 8, 12, 16, 20) for name in history]
+    values = {(step, tag): value for step, tag, value in scalars}
+    for name in history:
+        written = [values[step, name] for step in (1, 2)]
+        np.testing.assert_array_equal(np.float32(history[name]), np.float32(written))
+    logs = [logs for logs, (is_end, _) in zip(recorder.logs, with_logs(recorder), strict=True)]
+    assert np.float32(values[begin + 4, "step_loss"]) == np.float32(logs[3]["loss"])
+
+
+def test_tensorboard_of_epochs_only(tmp_path):
+    board = callbacks.TensorBoard(tmp_path)
+    for _ in range(2):
+        fit(new_trainer(), 1, board)
+    assert [tag for _, tag, _ in events(tmp_path)] == ["loss", "error"] * 2
+
+
+def test_there_is_no_program_before_the_first_step():
+    with raises(RuntimeError, fix="program"):
+        new_trainer().lowered_text()
+
+
+SCHEDULE = optax.linear_schedule(0.1, 0.0, 100)
+RATES = {  # the optimizer, where the rate is, and that of the last update of two epochs
+    "schedule": (lambda: optax.sgd(SCHEDULE), SCHEDULE, [0.091, 0.081]),
+    "injected": (lambda: optax.inject_hyperparams(optax.sgd)(0.05), None, [0.05, 0.05]),
+    "both": (lambda: optax.inject_hyperparams(optax.sgd)(SCHEDULE), None, [0.091, 0.081]),
+}
+
+
+@pytest.mark.parametrize(("tx", "schedule", "rates"), RATES.values(), ids=RATES)
+def test_learning_rate(tx, schedule, rates):
+    history = fit(a_trainer(1, tx()), 2, callbacks.LearningRate(schedule))
+    np.testing.assert_allclose(history["learning_rate"], rates, rtol=1e-6)
+
+
+def test_a_learning_rate_that_is_nowhere():
+    fix = ["LearningRate(schedule)", "optax.inject_hyperparams"]
+    with raises(ValueError, names="learning_rate", fix=fix):
+        fit(new_trainer(), 1, callbacks.LearningRate())
+
+
+# Profiles
+
+PROFILES = {  # which steps, in a launch, and what ends it
+    "some": ((2, 4), 1, None),
+    "all": ((0, 99), 1, None),
+    "launches": ((1, 5), 3, None),
+    "fewer": ((5, 99), 1, None),
+    "error": ((2, 8), 1, lambda step: Raises("step", step)),
+    "NaN": ((2, 99), 1, lambda step: callbacks.NaNGuard()),
+    "board": ((2, 99), 1, lambda step: Raises("step", step)),
+}
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_profiles(tmp_path, name):
+    steps, k, other = PROFILES[name]
+    trainer = new_trainer(steps_per_execution=k)
+    others = [] if other is None else [other(trainer._position.step + 5)]
+    if name == "board":  # which is closed first
+        others.append(callbacks.TensorBoard(tmp_path / "board", every_steps=1))
+    for turn in ("one", "two"):
+        data = bad_rows(y=np.nan) if name == "NaN" and turn == "one" else DATA
+        profiler = callbacks.Profiler(tmp_path / turn, steps)
+        if other is not None and turn == "one":
+            with pytest.raises((LookupError, FloatingPointError)):
+                fit(trainer, 1, profiler, *others, data=data)
+        else:
+            fit(new_trainer(steps_per_execution=k), 1, profiler, data=data)
+        (profile,) = (tmp_path / turn).rglob("*.xplane.pb")
+        assert b"jit_train_step" in profile.read_bytes()
+
+
+def test_a_profile_of_steps_that_do_not_come(tmp_path):
+    fit(new_trainer(), 1, callbacks.Profiler(tmp_path / "at", (50, 60)))
+    assert not (tmp_path / "at").exists()

@@ -1,0 +1,740 @@
+"""The files of checkpoints: what comes back, what survives, and what is said of the rest."""
+
+import contextlib
+import json
+import logging
+import math
+import os
+import pathlib
+import random
+import resource
+import shutil
+import tempfile
+import time
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from mirror._src.training.checkpoints import files as checkpoint_files
+from mirror._src.training.checkpoints import layout
+from mirror._src.training.checkpoints.host_copies import KeyData
+from mirror._src.training.checkpoints.load import load_checkpoint as load
+from mirror._src.training.checkpoints.store import CheckpointStore
+from tests.support.checkpoints import in_a_process, killed, same
+from tests.support.messages import assert_message, raises
+
+ARRAYS = {"w": np.arange(6.0, dtype=np.float32).reshape(2, 3), "b": np.zeros(3, np.float32)}
+LOWEST = ("loss", "min")
+
+
+def put(directory, *steps, arrays=ARRAYS, metrics=None, **options) -> CheckpointStore:
+    """A directory with checkpoints of these steps, and its store, closed."""
+    with CheckpointStore(directory, **options) as store:
+        for step in steps:
+            store.save(step, arrays, {"step": step}, metrics and metrics(step))
+    return store
+
+
+def files(directory) -> list[pathlib.Path]:
+    return sorted(p for p in pathlib.Path(directory).rglob("*") if p.is_file())
+
+
+# What comes back
+
+DTYPES = """
+bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 bfloat16 float32 float64 complex64
+complex128 float8_e4m3fn float8_e5m2 float8_e8m0fnu float8_e4m3 int4 uint4
+"""
+SHAPES = [(), (1,), (3, 2), (0,), (2, 0, 3)]
+
+
+def test_every_dtype_and_shape_comes_back(tmp_path):
+    arrays = {
+        f"{dtype}/{shape}": np.arange(math.prod(shape)).reshape(shape).astype(np.dtype(dtype))
+        for dtype in DTYPES.split()
+        for shape in SHAPES
+    }
+    put(tmp_path, 3, arrays=arrays)
+    found = load(tmp_path).arrays
+    assert list(found) == list(arrays)
+    assert [name for name in arrays if not same(arrays[name], found[name])] == []
+
+
+VALUES = {
+    "nan with a payload": np.array([0x7FC01234, 0x80000000], np.uint32).view(np.float32),
+    "other byte order": np.arange(3, dtype=">f4"),
+    "other order of axes": np.asfortranarray(np.arange(6).reshape(2, 3)),
+    "strided": np.arange(10)[::3],
+    "number": 3,
+    "real": 2.5,
+    "truth": True,
+    "scalar of NumPy": np.float32(1.5),
+    "scalar of ml_dtypes": ml_dtypes.bfloat16(1.5),
+}
+
+
+def test_every_kind_of_value_comes_back(tmp_path):
+    values = {**VALUES, "JAX": jnp.arange(4, dtype=jnp.bfloat16)}
+    put(tmp_path, 0, arrays=values)
+    for name, found in load(tmp_path).arrays.items():
+        value = np.asarray(values[name])
+        assert same(value.astype(value.dtype.newbyteorder("=")), found), name
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
+def test_keys_come_back(tmp_path, impl):
+    keys = {"one": jax.random.key(3, impl=impl)}
+    keys["many"] = jax.random.split(keys["one"], (2, 3))
+    keys["none"] = keys["many"][:0]
+    put(tmp_path, 0, arrays=keys)
+    found = load(tmp_path).arrays
+    for name, key in keys.items():
+        again = jax.random.wrap_key_data(found[name].data, impl=found[name].impl)
+        assert again.dtype == key.dtype
+        assert same(jax.random.key_data(again), jax.random.key_data(key))
+    put(tmp_path, 1, arrays=found)  # as they were loaded
+    assert all(same(found[name], value) for name, value in load(tmp_path).arrays.items())
+
+
+NAMES = ["model/conv/kernel", "model.layers[0]['w']", "a", "a/0", "a/.zarray", "a.b", ".", ".."]
+NAMES += ["a/../b", " ", "ü 日本", "%2F", "?#", "\\", "'\"", "\n", "x" * 300]
+
+
+def test_every_name_comes_back(tmp_path):
+    arrays = {name: np.full(2, place) for place, name in enumerate(NAMES)}
+    put(tmp_path, 0, arrays=arrays)
+    found = load(tmp_path).arrays
+    assert list(found) == NAMES
+    assert all(same(arrays[name], found[name]) for name in NAMES)
+
+
+def test_position_and_metrics_come_back(tmp_path):
+    position = {"epoch": 2, "rng": (1, 2), "loss": math.inf, "text": "ü\n", "none": None, 7: {}}
+    with CheckpointStore(tmp_path) as store:
+        store.save(np.int64(4), {}, position, {"loss": np.float64(0.5), "nan": math.nan})
+    found = load(tmp_path)
+    assert found.position == json.loads(json.dumps(position))
+    assert found.metrics["loss"] == 0.5
+    assert math.isnan(found.metrics["nan"])
+    assert (found.step, found.arrays) == (4, {})
+
+
+def test_orbax_alone_reads_the_arrays(tmp_path):
+    import orbax.checkpoint as orbax
+
+    put(tmp_path, 5)
+    with orbax.PyTreeCheckpointer() as checkpointer:
+        found = checkpointer.restore(tmp_path / "5" / "arrays")
+    assert all(same(value, found[name]) for name, value in ARRAYS.items())
+
+
+# Replicas
+
+NOISE = np.random.default_rng(0).integers(0, 2**32, 50_000, np.uint32)
+
+
+def test_replicas_are_not_in_the_files(tmp_path):
+    sizes = []
+    for count in (1, 2, 8):
+        mesh = jax.make_mesh((count,), ("axis of mine",), devices=jax.devices("cpu")[:count])
+        directory = tmp_path / str(count)
+        put(directory, 0, arrays={"w": jax.device_put(NOISE, NamedSharding(mesh, PartitionSpec()))})
+        sizes.append(sum(path.stat().st_size for path in files(directory)))
+        assert same(load(directory).arrays["w"], NOISE)
+        assert not any(b"axis of mine" in path.read_bytes() for path in files(directory))
+    assert max(sizes) - min(sizes) < 64
+    assert sizes[0] < 1.02 * NOISE.nbytes
+
+
+def test_a_split_array_is_saved_whole(tmp_path):
+    mesh = jax.make_mesh((8,), ("replica",), devices=jax.devices("cpu"))
+    split = jax.device_put(NOISE, NamedSharding(mesh, PartitionSpec("replica")))
+    put(tmp_path, 0, arrays={"w": split})
+    assert same(load(tmp_path).arrays["w"], NOISE)
+
+
+def test_what_happens_to_the_arrays_after_save_does_not_matter(tmp_path):
+    step = jax.jit(lambda x: x + 1, donate_argnums=0)
+    on_host, on_device = np.zeros(100_000), jnp.zeros(100_000)
+    with CheckpointStore(tmp_path) as store:
+        for number in range(4):
+            store.save(number, {"host": on_host, "device": on_device}, {})
+            on_host += 1
+            on_device = step(on_device)
+    for number in range(4):
+        found = load(tmp_path, number).arrays
+        assert (found["host"] == number).all()
+        assert (found["device"] == number).all()
+
+
+# The directory
+
+PATHS = {
+    "relative": lambda top: "some/where",
+    "home": lambda top: "~/runs",
+    "path": lambda top: top / "runs",
+    "odd": lambda top: top / "a b%41#?ü' *] {y}",
+    "trailing": lambda top: f"{top}/runs/",
+    "dots": lambda top: f"{top}/runs/../other",
+}
+
+
+@pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
+def test_paths(tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    directory = path(tmp_path)
+    with CheckpointStore(directory) as store:
+        store.save(1, ARRAYS, {})
+        with contextlib.chdir("/"):
+            store.save(2, ARRAYS, {})
+            store.wait()
+    assert load(directory).step == 2
+    assert tmp_path in store.directory.parents
+    assert store.steps() == (1, 2)
+
+
+def steps_of(store) -> tuple:
+    on_disk = sorted(int(path.name) for path in store.directory.iterdir())
+    assert store.steps() == tuple(on_disk)
+    return store.steps()
+
+
+def loss(step) -> dict[str, float]:
+    return {"loss": {0: 3.0, 2: 1.0, 4: math.nan, 6: 1.0}.get(step, 2.0)}
+
+
+KEPT = {  # of the steps 0 to 9
+    "all": ({}, tuple(range(10))),
+    "one": ({"keep_last": 1}, (9,)),
+    "three": ({"keep_last": 3}, (7, 8, 9)),
+    "best": ({"keep_last": 1, "keep_best": LOWEST}, (6, 9)),
+    "most": ({"keep_last": 2, "keep_best": ("loss", "max")}, (0, 8, 9)),
+    "all and best": ({"keep_best": LOWEST}, tuple(range(10))),
+}
+
+
+@pytest.mark.parametrize(("options", "kept"), KEPT.values(), ids=KEPT)
+def test_what_is_kept(tmp_path, options, kept):
+    store = put(tmp_path, *range(10), metrics=loss, **options)
+    assert steps_of(store) == kept
+    assert store.latest() == load(tmp_path).step == 9
+    if "keep_best" in options:
+        best = 0 if options["keep_best"][1] == "max" else 6
+        assert store.best() == load(tmp_path, "best").step == best
+
+
+def test_the_best_is_kept_where_saves_come_without_metrics(tmp_path):
+    with CheckpointStore(tmp_path, keep_last=1, keep_best=LOWEST) as store:
+        assert store.best() is None is store.latest()
+        store.save(1, ARRAYS, {}, {"loss": 1.0})
+        for step in (2, 3, 4):
+            store.save(step, ARRAYS, {})
+    assert steps_of(store) == (1, 4)
+
+
+def test_the_last_is_the_one_written_last(tmp_path):
+    """A second training counts its steps from 0 again."""
+    store = put(tmp_path, 7, 8, 9, keep_last=2)
+    put(tmp_path, 3, keep_last=2)
+    assert steps_of(store) == (3, 9)
+    assert store.latest() == load(tmp_path).step == 3
+
+
+def test_a_damaged_one_does_not_stop_the_store(tmp_path):
+    store = put(tmp_path, 1, 2, metrics=loss, keep_last=1, keep_best=LOWEST)
+    (tmp_path / "2" / "about" / "metadata").write_text("{")
+    put(tmp_path, 5, metrics=loss, keep_last=1, keep_best=LOWEST)
+    assert steps_of(store) == (5,)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_the_same_step_is_replaced(tmp_path, asynchronous):
+    with CheckpointStore(tmp_path, asynchronous=asynchronous) as store:
+        for number in range(3):
+            store.save(4, {"w": np.full(3, number)}, {"number": number})
+    found = load(tmp_path)
+    assert (found.arrays["w"] == 2).all()
+    assert found.position == {"number": 2}
+    assert steps_of(store) == (4,)
+
+
+def test_the_same_arrays_keep_their_metrics(tmp_path):
+    put(tmp_path, 1, 2, metrics=loss, keep_best=LOWEST)
+    put(tmp_path, 2)  # as trainer.save does
+    assert load(tmp_path, "best").metrics == loss(2)
+    put(tmp_path, 2, arrays={"w": np.zeros(1)})
+    assert load(tmp_path, 2).metrics == {}
+    assert load(tmp_path, "best").step == 1
+
+
+# A kill between two renames, by hand: what was on the disk then
+
+LEFT = {  # what is there beside step 1, and what step 2 is then
+    "unfinished": (["2.orbax-checkpoint-tmp"], None),
+    "half removed": (["2.removed"], None),
+    "before the swap": (["2", "2.new"], "2.new"),
+    "in the swap": (["2.removed", "2.new"], "2.new"),
+    "after the swap": (["2", "2.new.orbax-checkpoint-tmp", "2.removed"], "2"),
+}
+
+
+@pytest.mark.parametrize(("names", "wins"), LEFT.values(), ids=LEFT)
+def test_an_interrupted_directory(tmp_path, names, wins):
+    put(tmp_path / "made", 1)
+    (tmp_path / "runs").mkdir()
+    shutil.move(tmp_path / "made" / "1", tmp_path / "runs" / "1")
+    for number, name in enumerate(names):
+        put(tmp_path / "made", 2, arrays={"w": np.full(3, number)})
+        shutil.move(tmp_path / "made" / "2", tmp_path / "runs" / name)
+    (tmp_path / "runs" / "notes.txt").write_text("mine")
+    steps = (1, 2) if wins else (1,)
+    for _ in range(2):  # before and after it is put in order
+        found = load(tmp_path / "runs")
+        assert found.step == steps[-1]
+        assert wins is None or (found.arrays["w"] == names.index(wins)).all()
+        store = CheckpointStore(tmp_path / "runs")
+        assert store.steps() == steps
+    left = {path.name for path in (tmp_path / "runs").iterdir()}
+    assert left == {"notes.txt", *map(str, steps)}
+
+
+# What is said of the rest
+
+BAD_OPTIONS = {  # option, value, what the message shows, and what would be right
+    "keep_last": ("keep_last", 0, "0 (int)", ["1", "None"]),
+    "keep_last text": ("keep_last", "3", "'3' (str)", ["1", "None"]),
+    "keep_best": ("keep_best", "loss", "'loss'", '("loss", "min")'),
+    "mode": ("keep_best", ("loss", "low"), "('loss', 'low')", '("loss", "min")'),
+}
+
+
+@pytest.mark.parametrize(("option", "value", "shown", "fix"), BAD_OPTIONS.values(), ids=BAD_OPTIONS)
+def test_bad_options(tmp_path, option, value, shown, fix):
+    with raises(ValueError, names=option, values=shown, fix=fix):
+        CheckpointStore(tmp_path / "runs", **{option: value})
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("directory", ["gs://bucket/runs", "", b"/tmp/runs"])
+def test_no_local_directory(directory):
+    with raises(ValueError, names="directory", values=repr(directory)):
+        CheckpointStore(directory)
+    with raises(ValueError, names="directory", values=repr(directory)):
+        load(directory)
+
+
+@pytest.mark.parametrize("name", ["a\\b", "runs[1]"])
+def test_paths_that_orbax_would_lose(tmp_path, name):
+    place = repr(str(tmp_path / name))
+    with raises(ValueError, names="directory", values=[place, "'['", r"'\'"]):
+        CheckpointStore(tmp_path / name)
+
+
+BAD_SAVES = {  # step, arrays, position, metrics; error; names and values in its message
+    "below 0": ((-1, {}, {}), ValueError, "step", ["-1", "0"]),
+    "real": ((1.0, {}, {}), TypeError, "step", "1.0 (float)"),
+    "truth": ((True, {}, {}), TypeError, "step", "True (bool)"),
+    "text": ((1, {"model/name": "cnn"}, {}), TypeError, "model/name", "'cnn' (str)"),
+    "objects": ((1, {"w": np.array([None])}, {}), TypeError, "w", "object[1]"),
+    "dates": ((1, {"w": np.zeros(1, "M8[s]")}, {}), TypeError, "w", "datetime64[s][1]"),
+    "long": ((1, {"w": np.zeros(1, np.longdouble)}, {}), TypeError, "w", "float128[1]"),
+    "record": ((1, {"w": np.zeros(1, "i4,f4")}, {}), TypeError, "w", ["'f1'", "[1]"]),
+    "name": ((1, {3: np.zeros(1)}, {}), ValueError, "3", "'/'"),
+    "empty part": ((1, {"a/": np.zeros(1)}, {}), ValueError, "'a/'", "'/'"),
+    "position": ((1, {}, {"a": {1, 2}}), TypeError, "position", ["JSON", "set"]),
+    "metric": ((1, {}, {}, {"acc": 1.0}), ValueError, "keep_best", ["('loss', 'min')", "'acc'"]),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "name", "values"), BAD_SAVES.values(), ids=BAD_SAVES)
+def test_bad_saves(tmp_path, call, error, name, values):
+    with CheckpointStore(tmp_path, keep_best=LOWEST) as store:
+        with raises(error, names=name, values=values):
+            store.save(*call)
+        store.save(2, ARRAYS, {})
+    assert steps_of(store) == (2,)
+
+
+def test_a_closed_store(tmp_path):
+    store = put(tmp_path, 1)
+    with raises(RuntimeError, fix=["save(2)", "close()", "CheckpointStore"]):
+        store.save(2, ARRAYS, {})
+
+
+def empty(top):
+    (top / "runs").mkdir()
+
+
+def foreign(top):
+    (top / "runs" / "10" / "default").mkdir(parents=True)
+
+
+def unfinished(top):
+    (top / "runs" / "3.orbax-checkpoint-tmp").mkdir(parents=True)
+
+
+def inside(top):
+    put(top, 7)
+    (top / "7").rename(top / "runs")
+
+
+BAD_PLACES = {  # what makes it, the error, and what the message says beside the path
+    "nothing": (lambda top: None, FileNotFoundError, []),
+    "file": (lambda top: (top / "runs").touch(), NotADirectoryError, []),
+    "empty": (empty, FileNotFoundError, []),
+    "foreign": (foreign, FileNotFoundError, [10]),
+    "unfinished": (unfinished, FileNotFoundError, ["3.orbax-checkpoint-tmp"]),
+    "too deep": (inside, FileNotFoundError, ["step=runs"]),
+}
+
+
+@pytest.mark.parametrize(("make", "error", "values"), BAD_PLACES.values(), ids=BAD_PLACES)
+def test_bad_places_to_load_from(tmp_path, make, error, values):
+    make(tmp_path)
+    with raises(error, values=[tmp_path / "runs", *values]):
+        load(tmp_path / "runs")
+
+
+LAST_OR_BEST = {"names": "step", "fix": ['"last"', '"best"']}
+BAD_STEPS = {
+    "absent": (3, FileNotFoundError, {"values": [3, "1, 2"]}),
+    "word": ("latest", TypeError, {"values": "'latest' (str)", **LAST_OR_BEST}),
+    "truth": (True, TypeError, {"values": "True (bool)", **LAST_OR_BEST}),
+    "best": ("best", ValueError, {"values": "1, 2", "fix": "keep_best"}),
+}
+
+
+@pytest.mark.parametrize(("step", "error", "wanted"), BAD_STEPS.values(), ids=BAD_STEPS)
+def test_bad_steps_to_load(tmp_path, step, error, wanted):
+    put(tmp_path, 1, 2)
+    with raises(error, **wanted):
+        load(tmp_path, step)
+
+
+def test_no_checkpoint_has_the_metric(tmp_path):
+    put(tmp_path, 1, keep_best=LOWEST)
+    with raises(ValueError, names="'loss'", values=[tmp_path, 1]):
+        load(tmp_path, "best")
+
+
+def test_many_steps_are_not_all_listed(tmp_path):
+    put(tmp_path, 0)
+    for step in range(1, 20):
+        shutil.copytree(tmp_path / "0", tmp_path / str(step))
+    listed = ", ".join(map(str, range(8, 20)))
+    with raises(FileNotFoundError, values=[20, listed]) as caught:
+        load(tmp_path, 20)
+    before, _, after = str(caught.value).partition(listed)
+    assert_message(before + after, values=8)  # how many others there are
+    assert "7" not in (before + after).replace(str(tmp_path), "")
+
+
+def test_what_is_not_of_mirror_is_not_overwritten(tmp_path):
+    foreign(tmp_path)
+    with CheckpointStore(tmp_path / "runs") as store:
+        with raises(FileExistsError, values=tmp_path / "runs" / "10"):
+            store.save(10, ARRAYS, {})
+        store.save(9, ARRAYS, {})
+    assert store.steps() == (9,)
+    assert (tmp_path / "runs" / "10" / "default").is_dir()
+
+
+def test_another_format(tmp_path, monkeypatch):
+    monkeypatch.setattr(layout, "FORMAT", 2)
+    put(tmp_path, 1)
+    monkeypatch.undo()
+    with raises(ValueError, values=[tmp_path, 1, 2], fix="format"):
+        load(tmp_path)
+
+
+# Damage: every byte matters, or does not
+
+READ = ("about/metadata", "manifest.ocdbt", "/d/")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("whole")
+    arrays = {"noise": NOISE[:200], "zeros": np.zeros(50), "key": jax.random.key(0)}
+    put(directory, 1, 2, arrays=arrays, metrics=loss, keep_best=LOWEST)
+    return directory
+
+
+def is_noticed(directory, whole) -> bool:
+    """Whether a damage is an error; where it is not, what is loaded is right."""
+    with contextlib.suppress(FileNotFoundError):  # without its `about` it is not a checkpoint
+        try:
+            found = load(directory, 2)
+        except ValueError as error:
+            assert_message(error, values=[directory, 2, 1])  # the step, and another one
+            return True
+        right = load(whole, 2)
+        assert found.position == right.position
+        assert all(same(value, found.arrays[name]) for name, value in right.arrays.items())
+        return False
+    return True
+
+
+def flip(data: bytes, draw) -> bytes:
+    place = draw.randrange(len(data))
+    return data[:place] + bytes([data[place] ^ 1 << draw.randrange(8)]) + data[place + 1 :]
+
+
+DAMAGES = {
+    "half": lambda data, draw: data[: len(data) // 2],
+    "last byte": lambda data, draw: data[:-1],
+    "empty": lambda data, draw: b"",
+    "zeros": lambda data, draw: bytes(len(data)),
+    **{f"bit {seed}": flip for seed in range(6)},
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_noticed_or_harmless(whole, tmp_path, damage):
+    draw, noticed = random.Random(damage), set()
+    directory = tmp_path / "runs"
+    shutil.copytree(whole, directory)
+    for path in files(directory / "2"):
+        data = path.read_bytes()
+        path.write_bytes(DAMAGES[damage](data, draw))
+        if is_noticed(directory, whole):
+            noticed.add(str(path.relative_to(directory / "2")))
+        path.write_bytes(data)
+    assert "about/metadata" in noticed
+    assert all(any(part in name for part in READ) for name in noticed)
+    assert load(directory).step == 2
+
+
+def test_a_lost_file(whole, tmp_path):
+    for path in files(whole / "2" / "arrays"):
+        directory = tmp_path / "runs"
+        shutil.copytree(whole, directory)
+        (directory / path.relative_to(whole)).unlink()
+        is_noticed(directory, whole)
+        shutil.rmtree(directory)
+
+
+def test_the_best_is_not_guessed(whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "runs")
+    (tmp_path / "runs" / "1" / "about" / "metadata").write_text("{}")
+    with raises(ValueError, values=[tmp_path / "runs", 1, "'checksum'", 2]):
+        load(tmp_path / "runs", "best")
+
+
+def test_checkpoints_are_not_mixed(whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "runs")
+    arrays = {"noise": NOISE[200:400], "zeros": np.zeros(50), "key": jax.random.key(0)}
+    put(tmp_path / "other", 2, arrays=arrays)
+    shutil.rmtree(tmp_path / "runs" / "2" / "arrays")
+    shutil.copytree(tmp_path / "other" / "2" / "arrays", tmp_path / "runs" / "2" / "arrays")
+    with raises(ValueError, names="noise", values=[tmp_path / "runs", 2, 1], fix="checksum"):
+        load(tmp_path / "runs", 2)
+
+
+# Writing in the background
+
+
+def break_orbax(monkeypatch) -> None:
+    def fail(*_):
+        raise RuntimeError("no room [tensorstore_spec='...']")
+
+    monkeypatch.setattr(checkpoint_files, "write", fail)
+
+
+LATER = {
+    "save": lambda store: store.save(3, ARRAYS, {}),
+    "wait": lambda store: store.wait(),
+    "close": lambda store: store.close(),
+    "exit": lambda store: store.__exit__(None, None, None),
+}
+
+
+@pytest.mark.parametrize("later", LATER.values(), ids=LATER)
+def test_an_error_comes_later_and_once(tmp_path, monkeypatch, later):
+    store = CheckpointStore(tmp_path)
+    store.save(1, ARRAYS, {})
+    store.wait()
+    with monkeypatch.context() as patch:
+        break_orbax(patch)
+        store.save(2, ARRAYS, {})
+        with raises(OSError, values=[2, tmp_path, "no room", 1]) as caught:
+            later(store)
+        assert "tensorstore" not in str(caught.value)
+    store.wait()
+    assert store.steps() == (1,)
+    if later is LATER["save"]:
+        later(store)
+        store.close()
+        assert store.steps() == (1, 3)
+
+
+def test_an_error_comes_at_once_where_nothing_is_asynchronous(tmp_path, monkeypatch):
+    break_orbax(monkeypatch)
+    with (
+        CheckpointStore(tmp_path, asynchronous=False) as store,
+        raises(OSError, values=[2, tmp_path, "no room"]),
+    ):
+        store.save(2, ARRAYS, {})
+
+
+def test_the_first_error_is_the_one_to_see(tmp_path, monkeypatch):
+    break_orbax(monkeypatch)
+    store = CheckpointStore(tmp_path)
+    store.save(2, ARRAYS, {})
+    with pytest.raises(KeyError, match="mine") as caught, store:
+        raise KeyError("mine")
+    assert_message(caught.value.__notes__[0], values=[2, tmp_path, "no room"])
+
+
+def test_what_fails_prints_nothing(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(checkpoint_files, "_stored", lambda data: data)
+    arrays = {f"w/{number}": NOISE for number in range(20)}
+    store = CheckpointStore(tmp_path)
+    store.save(1, {**arrays, "w": np.zeros(3, ml_dtypes.uint4)}, {})
+    with raises(OSError, values=[1, tmp_path]) as caught:
+        store.close()
+    assert "Unsupported data type" in str(caught.value)  # TensorStore's words
+    assert capfd.readouterr() == ("", "")
+
+
+def test_an_interrupted_removal(tmp_path, monkeypatch):
+    store = put(tmp_path, 1, 2)
+
+    def interrupted(path, **_):
+        for file in pathlib.Path(path).glob("arrays/manifest.ocdbt"):
+            file.unlink()
+            raise RuntimeError("killed")
+
+    monkeypatch.setattr(checkpoint_files.shutil, "rmtree", interrupted)
+    with pytest.raises(OSError, match="killed"):
+        put(tmp_path, 3, keep_last=1)
+    assert 3 in store.steps()
+    assert all(load(tmp_path, step).step == step for step in store.steps())
+
+
+def test_save_does_not_wait_for_the_files(tmp_path, monkeypatch):
+    write = checkpoint_files.write
+
+    def slow(*arguments):
+        time.sleep(0.3)
+        write(*arguments)
+
+    monkeypatch.setattr(checkpoint_files, "write", slow)
+    with CheckpointStore(tmp_path) as store:
+        before = time.perf_counter()
+        store.save(1, ARRAYS, {})
+        assert time.perf_counter() - before < 0.2
+        assert store.steps() == ()  # complete ones only
+    assert store.steps() == (1,)
+
+
+def test_the_log_of_orbax_is_not_the_users(tmp_path, caplog, capfd):
+    caplog.set_level(logging.DEBUG)
+    put(tmp_path, 1, 2, 2, keep_last=1)
+    load(tmp_path)
+    assert not [record for record in caplog.records if "orbax" in record.pathname]
+    assert capfd.readouterr() == ("", "")
+    assert logging.getLogger("absl").filters == []
+
+
+# Processes of their own: they start at once, as nothing here starts JAX when it is imported
+
+
+def load_without_devices(directory) -> None:
+    jax.config.update("jax_platforms", "of mine")  # a backend that starts would fail
+    found = load(directory, "best")
+    assert found.step == 2
+    assert isinstance(found.arrays["key"], KeyData)
+    jax.config.update("jax_num_cpu_devices", 5)  # raises once a backend has started
+
+
+def test_load_starts_nothing(whole):
+    in_a_process(load_without_devices, whole)
+
+
+def fill_the_disk(directory) -> None:
+    jax.config.update("jax_platforms", "cpu")
+    some, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    big = {f"w/{number}": NOISE + number for number in range(20)}
+    with CheckpointStore(directory, keep_last=1) as store:
+        store.save(1, {"w": NOISE}, {})
+        store.wait()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, most))
+        for step in (1, 2):
+            store.save(step, big, {})
+            with raises(OSError, values=[step, directory, 1]):
+                store.wait()
+        assert os.listdir(directory) == ["1"]
+        assert same(load(directory).arrays["w"], NOISE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (some, most))
+        store.save(2, big, {})
+    assert same(load(directory, 2).arrays["w/7"], big["w/7"])
+
+
+def test_a_full_disk(tmp_path):
+    in_a_process(fill_the_disk, tmp_path)
+
+
+def write_where_it_is_forbidden(directory) -> None:
+    if os.geteuid() == 0:
+        os.seteuid(65534)  # root may write everywhere
+    for place in (directory, directory / "runs", directory / "file", directory / "file" / "runs"):
+        with raises(OSError, values=place):
+            CheckpointStore(place)
+
+
+def test_a_directory_that_cannot_be_written_to():
+    with tempfile.TemporaryDirectory() as name:
+        directory = pathlib.Path(name)
+        (directory / "file").touch()
+        directory.chmod(0o555)
+        in_a_process(write_where_it_is_forbidden, directory)
+
+
+# kill -9
+
+
+def of_step(step: int) -> dict:
+    """Arrays that tell their step."""
+    arrays = {f"w/{number}": np.full((20, number + 1), step) for number in range(8)}
+    return {**arrays, "none": np.zeros((0, 3)), "key": KeyData("rbg", np.full(4, step, np.uint32))}
+
+
+def save_for_ever(directory, said) -> None:
+    jax.config.update("jax_platforms", "cpu")
+    with CheckpointStore(directory, keep_last=2, keep_best=LOWEST) as store:
+        for turn in range(2 * (max(store.steps(), default=-1) + 1), 10**9):
+            step = turn // 2  # each twice: the second replaces the first
+            store.save(step, of_step(step), {"step": step}, {"loss": step % 5})
+            store.wait()
+            said.send(step)
+
+
+def all_of_one_step(found) -> bool:
+    expected = of_step(found.step)
+    return (
+        found.position == {"step": found.step}
+        and found.metrics == {"loss": found.step % 5}
+        and all(same(value, found.arrays[name]) for name, value in expected.items())
+    )
+
+
+def test_kill(tmp_path):
+    draw, interrupted = random.Random(0), 0
+    for _ in range(20):
+        told = killed(save_for_ever, (tmp_path,), draw.uniform(0, 0.08))
+        interrupted += not all(path.name.isdigit() for path in tmp_path.iterdir())
+        found = load(tmp_path)
+        assert found.step >= told
+        assert all_of_one_step(found)
+        store = CheckpointStore(tmp_path, keep_last=2, keep_best=LOWEST)
+        assert store.best() == load(tmp_path, "best").step
+        assert all(all_of_one_step(load(tmp_path, step)) for step in steps_of(store))
+        assert len(store.steps()) <= 4
+    assert interrupted >= 5  # or the test kills where nothing happens
+    assert found.step >= 19

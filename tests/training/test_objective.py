@@ -1,0 +1,304 @@
+"""Losses of examples: weighted, regularised, checked; divided by mirror alone."""
+# ruff: noqa: E501 (arguments and their message are one row)
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import mirror
+from mirror._src.training.meter import Meter
+from mirror._src.training.objective import Objective, Sums
+from tests.conftest import cpu_strategy
+from tests.support.messages import raises
+from tests.training.test_trainer import fit
+
+B, N, CLASSES = 4, 10, 3
+RNG = np.random.RandomState(0)
+DATA = {
+    "x": (RNG.randint(-4, 5, (N, 2)) / 4).astype(np.float32),
+    "label": RNG.randint(0, CLASSES, N).astype(np.int64),
+    "weight": (RNG.randint(0, 5, N) / 2).astype(np.float32),
+}
+WEIGHTS = RNG.randn(2, CLASSES).astype(np.float32)
+
+
+class Classifier(nnx.Module):
+    def __init__(self):
+        self.w = nnx.Param(jnp.asarray(WEIGHTS))
+
+    def __call__(self, x):
+        return x @ self.w
+
+
+def cross_entropy(model, batch):
+    logits = model(batch["x"])
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+    return losses, {"correct": logits.argmax(-1) == batch["label"]}
+
+
+def penalty_of(model):
+    return 0.25 * jnp.sum(model.w[...] ** 2)
+
+
+def batches(size=B):
+    return [{name: value[i : i + size] for name, value in DATA.items()} for i in range(0, N, size)]
+
+
+def by_hand(data, weights_of, penalty=0.0):
+    """Keras' mean, sum(w * l) / N, and gradient descent with a rate of 1, in NumPy.
+
+    The penalty is added to the mean, and no weight changes it.
+    """
+    w, total, count = WEIGHTS.astype(np.float64), 0.0, 0
+    for batch in data:
+        rows, label, weights = np.arange(len(batch["x"])), batch["label"], weights_of(batch)
+        p = np.exp(batch["x"] @ w)
+        p /= p.sum(1, keepdims=True)
+        losses = penalty * np.sum(w**2) - weights * np.log(p[rows, label])
+        total, count = total + losses.sum(), count + len(rows)
+        p[rows, label] -= 1
+        gradient = batch["x"].T @ (p * weights[:, None]) / len(rows)
+        w = w - gradient - 2 * penalty * w
+    return w, total / count
+
+
+def classify(strategy, loss_fn=cross_entropy, **kwargs):
+    return mirror.Trainer(Classifier(), optax.sgd(1.0), loss_fn, strategy=strategy, **kwargs)
+
+
+def ones(batch):
+    return np.ones(len(batch["x"]))
+
+
+def by_class(batch):
+    return np.asarray([0.5, 1.0, 3.0])[batch["label"]]
+
+
+OBJECTIVES: dict[str, tuple[Any, ...]] = {  # arguments, the weights by hand, the penalty
+    "regularised": ({"penalty": penalty_of}, ones, 0.25),
+    "a function": (
+        {"sample_weight": lambda batch: batch["weight"] * 2},
+        lambda batch: batch["weight"] * 2,
+        0,
+    ),
+    "classes": (
+        {"labels": "label", "num_classes": CLASSES, "class_weight": {0: 0.5, 2: 3}},
+        by_class,
+        0,
+    ),
+    "both": (
+        {
+            "labels": lambda batch: batch["label"],
+            "num_classes": np.int64(CLASSES),
+            "class_weight": {np.int64(0): 0.5, 2: 3},
+            "sample_weight": "weight",
+            "penalty": penalty_of,
+        },
+        lambda batch: by_class(batch) * batch["weight"],
+        0.25,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "num_replicas"), [*((name, 8) for name in OBJECTIVES), ("regularised", 1)]
+)
+def test_the_loss_and_its_gradient_are_one_devices(num_replicas, name):
+    kwargs, weights_of, penalty = OBJECTIVES[name]
+    trainer = classify(cpu_strategy(num_replicas), **kwargs)
+    history = fit(trainer, batches())
+    w, loss = by_hand(batches(), weights_of, penalty)
+    np.testing.assert_allclose(trainer.model.w[...], w, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(history["loss"], [loss], rtol=1e-5)
+
+
+def test_evaluation_is_weighted_as_training_is_and_metrics_are_not(two):
+    trainer = classify(two, sample_weight="weight")
+    found, trained = trainer.evaluate(batches()), fit(trainer, batches(N))
+    np.testing.assert_allclose([found["loss"]], trained["loss"], rtol=1e-6)
+    correct = (DATA["x"] @ WEIGHTS).argmax(1) == DATA["label"]
+    assert [found["correct"]] == trained["correct"] == [correct.mean()]
+
+
+# What a loss function returns
+
+
+def returns(make):
+    """A loss function that returns what is made of the right losses."""
+
+    def loss_fn(model, batch):
+        return make(cross_entropy(model, batch)[0])
+
+    return loss_fn
+
+
+PER_EXAMPLE = ["optax.softmax_cross_entropy_with_integer_labels(logits, labels)", ".mean()"]
+OTHER_AXES = ["x.mean(axis=-1)", "x[:, 0]"]
+LOSSES: dict[str, tuple[Any, ...]] = {
+    "a mean": (lambda x: x.mean(), ValueError, {"names": ["loss", "loss_fn"], "values": [(), 2, (2,)], "fix": PER_EXAMPLE}),
+    "a column": (lambda x: x[:, None], ValueError, {"names": ["loss", "loss_fn"], "values": [(2, 1), 2, (2,)], "fix": OTHER_AXES}),
+    "a sequence": (lambda x: jnp.outer(x, jnp.ones(5)), ValueError, {"names": ["loss", "loss_fn"], "values": [(2, 5), 2, (2,)], "fix": OTHER_AXES}),
+    "transposed": (lambda x: jnp.outer(jnp.ones(5), x), ValueError, {"names": ["loss", "loss_fn"], "values": [(5, 2), 2, (2,)], "fix": PER_EXAMPLE}),
+    "too few": (lambda x: x[:1], ValueError, {"names": ["loss", "loss_fn"], "values": [(1,), 2, (2,)], "fix": PER_EXAMPLE}),
+    "nothing": (lambda x: None, ValueError, {"names": ["loss", "loss_fn"], "values": [None, "NoneType", 2, (2,)]}),
+    "a list": (lambda x: [x], ValueError, {"names": ["loss", "loss_fn"], "values": ["list", 2, (2,)]}),
+    "three": (lambda x: (x, {}, x), ValueError, {"names": ["loss", "loss_fn"], "values": ["tuple", 2, (2,)]}),
+    "integers": (lambda x: x.astype(int), TypeError, {"names": "loss_fn", "values": "int32"}),
+    "booleans": (lambda x: x > 0, TypeError, {"names": "loss_fn", "values": "bool"}),
+    "no dict": (lambda x: (x, x), TypeError, {"names": "loss_fn", "values": "float32[2]", "fix": "dict"}),
+    "named loss": (lambda x: (x, {"loss": x}), TypeError, {"names": ["loss_fn", "'loss'"], "fix": "losses, {'accuracy': correct}"}),
+    "a mean metric": (lambda x: (x, {"mean": x.mean()}), ValueError, {"names": ["'mean'", "loss_fn"], "values": [(), 2, (2,)], "fix": PER_EXAMPLE}),
+    "a metric of rows": (lambda x: (x, {"rows": x[:, None]}), ValueError, {"names": ["'rows'", "loss_fn"], "values": [(2, 1), 2, (2,)], "fix": OTHER_AXES}),
+    "a metric of text": (lambda x: (x, {"text": "good"}), ValueError, {"names": ["'text'", "loss_fn"], "values": ["'good'", "str", 2, (2,)]}),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def on_two():
+    return cpu_strategy(2)
+
+
+@pytest.mark.parametrize("use", [fit, mirror.Trainer.evaluate])
+@pytest.mark.parametrize("name", LOSSES)
+def test_what_is_no_loss_of_each_example_is_refused(on_two, name, use):
+    make, error, wanted = LOSSES[name]
+    with raises(error, **wanted):
+        use(classify(on_two, returns(make)), batches())
+
+
+def labelled(labels, **kwargs):
+    data = [{**batch, "label": labels(batch["label"])} for batch in batches()]
+    return {"labels": "label", "num_classes": CLASSES, "data": data, **kwargs}
+
+
+KEYS = "['label', 'weight', 'x']"
+PARTS: dict[str, tuple[Any, ...]] = {
+    "no weight of this name": ({"sample_weight": "w"}, {"names": "sample_weight", "values": ["'w'", KEYS]}),
+    "no label of this name": ({"labels": "y", "num_classes": 3}, {"names": "labels", "values": ["'y'", KEYS]}),
+    "no place in a tuple": ({"sample_weight": 2, "data": [(DATA["x"], DATA["label"])]}, {"names": "sample_weight", "values": [2, "tuple"]}),
+    "no place in an array": ({"labels": "y", "num_classes": 3, "data": [DATA["x"]]}, {"names": "labels", "values": ["'y'", "ndarray"]}),
+    "weights of columns": ({"sample_weight": "x"}, {"names": "sample_weight", "values": ["'x'", (2, 2), 2, (2,)], "fix": OTHER_AXES}),
+    "one weight": ({"sample_weight": lambda batch: 2.0}, {"names": ["sample_weight", "<lambda>"], "values": [(), 2, (2,)]}),
+    "one too much": (labelled(lambda label: label + 1), {"names": "labels", "values": [3, 0, 2], "fix": "num_classes=3"}),
+    "negative": (labelled(lambda label: label - 1), {"names": "labels", "values": [-1, 0, 2], "fix": "num_classes=3"}),
+    "floats": (labelled(lambda label: label * 0.5), {"names": "labels", "values": [0, "float64[4]"]}),
+    "booleans": (labelled(lambda label: label > 0), {"names": "labels", "values": [0, "bool[4]"]}),
+    "one-hot": (labelled(lambda label: np.eye(CLASSES, dtype=int)[label]), {"names": "labels", "values": [0, "int64[4,3]"], "fix": "x.argmax(-1)"}),
+    "a column": (labelled(lambda label: label[:, None]), {"names": "labels", "values": [0, "int64[4,1]"], "fix": "x[:, 0]"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("use", [fit, mirror.Trainer.evaluate])
+@pytest.mark.parametrize("name", PARTS)
+def test_what_is_no_weight_or_no_class_is_refused(on_two, name, use):
+    kwargs, wanted = PARTS[name]
+    arguments = {"data": batches(), **kwargs}
+    data = arguments.pop("data")
+    loss_fn = cross_entropy if isinstance(data[0], dict) else (lambda model, x: model(x).sum(-1))
+    if isinstance(data[0], tuple):
+        loss_fn = lambda model, batch: model(batch[0]).sum(-1)  # noqa: E731
+    with raises(ValueError, **wanted):
+        use(classify(on_two, loss_fn, **arguments), data)
+
+
+def test_a_wrong_class_is_found_where_it_comes_up(on_two):
+    """After the batches before it, by its number."""
+    data = batches()
+    data[2]["label"] = np.asarray([1, 7])
+    trainer, steps = classify(on_two, labels="label", num_classes=CLASSES), []
+
+    class Counts(mirror.callbacks.Callback):
+        def on_step(self, fit):
+            steps.append(fit.position.step)
+
+    with raises(ValueError, names="labels", values=[2, 7, 1], fix="num_classes=3"):
+        fit(trainer, data, callbacks=Counts())
+    assert steps == [1, 2]
+
+
+BOTH = "labels='label', num_classes=10"
+ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "no penalty": ({"penalty": 0.1}, TypeError, {"names": "penalty", "values": [0.1, "float"]}),
+    "no class": ({"labels": "label", "num_classes": 0}, ValueError, {"names": "num_classes", "values": [0, 1]}),
+    "no function": ({"loss_fn": "mse"}, TypeError, {"names": "loss_fn", "values": ["'mse'", "str"], "fix": "(model, batch)"}),
+    "labels alone": ({"labels": "y"}, ValueError, {"names": ["labels", "num_classes"], "values": ["'y'", None], "fix": BOTH}),
+    "a number alone": ({"num_classes": 3}, ValueError, {"names": ["labels", "num_classes"], "values": [None, 3], "fix": BOTH}),
+    "weights alone": ({"class_weight": {0: 2.0}}, ValueError, {"names": ["labels", "num_classes", "class_weight"], "values": "{0: 2.0}", "fix": BOTH}),
+    "no weights alone": ({"class_weight": {}}, ValueError, {"names": ["labels", "num_classes", "class_weight"], "values": "{}", "fix": BOTH}),
+    "a class too many": ({"class_weight": {3: 1.0}, "num_classes": 3, "labels": "y"}, ValueError, {"names": "class_weight", "values": [3, 0, 2], "fix": "num_classes=3"}),
+    "a negative class": ({"class_weight": {-1: 1.0}, "num_classes": 3, "labels": "y"}, ValueError, {"names": "class_weight", "values": [-1, 0, 2], "fix": "num_classes=3"}),
+    "a named class": ({"class_weight": {"cat": 1.0}, "num_classes": 3, "labels": "y"}, ValueError, {"names": "class_weight", "values": ["'cat'", 0, 2], "fix": "num_classes=3"}),
+    "a list": ({"class_weight": [1, 2, 3], "num_classes": 3, "labels": "y"}, TypeError, {"names": "class_weight", "values": ["[1, 2, 3]", "list"], "fix": ["dict", "class_weight={3: 2.0}"]}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments_of_an_objective_are_refused(name):
+    kwargs, error, wanted = ARGUMENTS[name]
+    with raises(error, **wanted):
+        Objective(**{"loss_fn": cross_entropy, **kwargs})
+
+
+def test_a_penalty_is_a_scalar(on_two):
+    trainer = classify(on_two, penalty=lambda model: model.w[...] ** 2)
+    with raises(ValueError, names=["<lambda>", "penalty"], values="float32[2,3]"):
+        fit(trainer, batches())
+
+
+# Sums and their means
+
+
+def test_what_pads_counts_for_nothing():
+    """Not its loss, not its metrics, not its gradient: whatever stands there."""
+
+    def loss_fn(w, batch):
+        return w * batch, {"batch": batch, "positive": batch > 0}
+
+    objective = Objective(loss_fn)
+    mask = np.asarray([True, True, False])
+    for last in (0.0, 1e30, np.inf, np.nan):
+        losses, sums = objective(jnp.ones(()), jnp.asarray([1.0, 2.0, last]), mask)
+        assert losses.tolist() == [1, 2, 0]
+        assert jax.tree.map(float, sums) == Sums({"loss": 3, "batch": 3, "positive": 2}, 2)
+        assert sums.totals["positive"].dtype == sums.count.dtype == jnp.int32
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_sums_are_at_least_float32(dtype):
+    _, sums = Objective(lambda _, batch: batch)(None, jnp.ones(8, dtype), np.ones(8, bool))
+    assert sums.totals["loss"].dtype == jnp.float32
+
+
+def sums_of(loss, count=2, **metrics):
+    return Sums({**metrics, "loss": loss}, count)
+
+
+def test_a_meter_leaves_what_is_running_and_adds_up_in_order():
+    meter = Meter()
+    for step in range(1, 5):
+        meter.add(step, sums_of(np.float32(step), seen=step))
+    assert meter.collect(running=3) == [(1, {"loss": 0.5, "seen": 0.5}, frozenset())]
+    assert meter.collect(running=3) == []
+    assert [step for step, *_ in meter.collect()] == [2, 3, 4]
+    assert meter.means == {"loss": 10 / 8, "seen": 10 / 8}
+    assert next(iter(meter.means)) == "loss"
+    again = Meter(**meter.to_dict())
+    again.add(5, sums_of(2.0, seen=2))
+    again.collect()
+    assert again.means == {"loss": 1.2, "seen": 1.2}
+    assert meter.count == 8
+
+
+def test_a_meter_adds_whole_numbers_exactly():
+    """2**31 - 1 in each launch: more than int32, and than float64 adds up, has room for."""
+    meter, most = Meter(), 2**31 - 1
+    for step in range(5):
+        meter.add(step, sums_of(0.0, 1, seen=np.int32(most)))
+    meter.collect()
+    assert meter.totals["seen"] == 5 * most
+    assert np.isnan(Meter({"loss": 0.0}).means["loss"])

@@ -1,0 +1,684 @@
+"""Going on: what `save` and `restore` keep, and that an interrupt leaves no trace in the end."""
+
+import contextlib
+import functools
+import os
+import random
+import resource
+import signal
+import tempfile
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from mirror.training.checkpoint import KeyData
+
+import mirror
+from mirror import callbacks
+from tests.conftest import cpu_strategy
+from tests.support.checkpoints import START, in_a_process, killed, same
+from tests.support.messages import assert_message, raises
+
+SIZE, STEPS = 4, 25  # examples in a batch, of which the last of an epoch has 2; batches
+ROWS = (STEPS - 1) * SIZE + 2
+
+
+class MLP(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs, width: int = 8):
+        self.first = nnx.Linear(3, width, rngs=rngs)
+        self.second = nnx.Linear(width, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.second(jax.nn.tanh(self.first(x)))[:, 0]
+
+
+class Noisy(MLP):
+    """With dropout and running statistics, which are other ones on another number of replicas."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        super().__init__(rngs)
+        self.norm = nnx.BatchNorm(8, momentum=0.9, rngs=rngs)
+        self.dropout = nnx.Dropout(0.3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.second(self.dropout(self.norm(jax.nn.tanh(self.first(x)))))[:, 0]
+
+
+def loss_fn(model, batch):
+    error = model(batch["x"]) - batch["y"]
+    return error**2, {"close": abs(error) < 0.5}
+
+
+def arrays() -> dict[str, np.ndarray]:
+    x = np.random.RandomState(0).randn(ROWS, 3).astype(np.float32)
+    return {"x": x, "y": np.sin(x).sum(1)}
+
+
+def shuffled() -> mirror.data.ArrayDataset:
+    return mirror.data.from_arrays(arrays(), SIZE, shuffle=True, seed=3)
+
+
+def a_trainer(model=MLP, n: int = 2, seed: int = 0, tx=None, **options) -> mirror.Trainer:
+    tx, options = tx or optax.adam(1e-2), {"strategy": cpu_strategy(n), **options}
+    return mirror.Trainer(model(nnx.Rngs(seed)), tx, loss_fn, **options)
+
+
+def fit(trainer, epochs: int, *others, data=None, **options) -> mirror.History:
+    data = shuffled() if data is None else data
+    return trainer.fit(data, epochs, callbacks=others, progress=False, **options)
+
+
+BEGINNINGS: list[str] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def beginnings(tmp_path_factory) -> None:
+    """A place for what `compiled` saves."""
+    BEGINNINGS[:] = [str(tmp_path_factory.mktemp("beginnings"))]
+
+
+@functools.cache
+def compiled(model, n: int, **options) -> tuple[mirror.Trainer, str]:
+    trainer, directory = a_trainer(model, n, **options), tempfile.mkdtemp(dir=BEGINNINGS[0])
+    trainer.save(directory)
+    return trainer, directory
+
+
+def new_trainer(model=MLP, n: int = 2, **options) -> mirror.Trainer:
+    """One that has not trained, which is compiled once for all tests."""
+    trainer, beginning = compiled(model, n, **options)
+    trainer.restore(beginning)
+    return trainer
+
+
+def in_numpy(x) -> np.ndarray:
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(x) if is_key else x)
+
+
+def arrays_of(trainer) -> dict[str, np.ndarray]:
+    """What a checkpoint of it holds."""
+    return {name: in_numpy(x) for name, x in trainer.checkpoint_state()[0].items()}
+
+
+def plain(found) -> dict:
+    return {name: x.data if isinstance(x, KeyData) else x for name, x in found.items()}
+
+
+def differing(one: dict, other: dict) -> list[str]:
+    """The names of what is not the same bit by bit."""
+    assert list(one) == list(other)
+    return [name for name in one if not same(one[name], other[name])]
+
+
+def without_seconds(history) -> dict:
+    return {**history, "epochs": history.epochs, "rows": len(history.epoch_secs)}
+
+
+class Crash(callbacks.Callback):
+    """Saves at a step, and raises, in each training once."""
+
+    def __init__(self, at: int, directory=None):
+        self.at, self.directory = at, directory
+
+    def on_step(self, fit):
+        if fit.position.step >= self.at and self.at:
+            self.at = 0
+            if self.directory is not None:
+                fit.trainer.save(self.directory)
+            raise LookupError("of the test")
+
+
+# What is saved
+
+
+def variable(value=0.0, aggregation="none", **kwargs) -> mirror.Variable:
+    return mirror.Variable(value, aggregation=aggregation, **kwargs)
+
+
+def on_read(aggregation="none", value=0.0) -> mirror.Variable:
+    return variable(value, aggregation, synchronization="on_read")
+
+
+def set_copies(strategy, *variables) -> None:
+    """3 on the first replica, 5 on the second, and so on."""
+
+    def step():
+        number = 2 * mirror.get_replica_context().replica_id_in_sync_group + 3
+        for v in variables:
+            v.assign(number.astype(v.dtype))
+
+    strategy.run(step)
+
+
+class Whole(Noisy):
+    """One of everything that a model can hold, but for bare arrays."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        super().__init__(rngs)
+        self.written = variable(np.arange(3.0, dtype=np.float32))
+        self.sum, self.mean = on_read("sum", 0), on_read("mean")
+        self.only = on_read("only_first_replica")
+        self.tree = nnx.Variable({"a": jnp.ones(2), "b": (jnp.zeros((0, 3)), 3)})
+        self.number = nnx.Variable(0.5)
+        self.keys = nnx.Variable(jax.random.split(jax.random.key(5, impl="rbg"), 3))
+        self.small = nnx.Variable(jnp.asarray([1.5, -2], jnp.bfloat16))
+
+
+@pytest.fixture(scope="module")
+def eight(tmp_path_factory):
+    """A trainer of 8 replicas that has trained, and its checkpoint."""
+    trainer = a_trainer(Whole, 8)
+    fit(trainer, 1, data=list(shuffled())[:3])
+    set_copies(trainer.strategy, trainer.model.sum, trainer.model.mean, trainer.model.only)
+    directory = tmp_path_factory.mktemp("eight")
+    trainer.save(directory)
+    return trainer, directory
+
+
+def test_a_checkpoint_has_one_copy_of_everything(eight):
+    trainer, directory = eight
+    found = mirror.load_checkpoint(directory)
+    assert differing(plain(found.arrays), arrays_of(trainer)) == []
+    names = found.arrays.keys()
+    assert {"model.norm.mean", "model.dropout.rngs.count", "optimizer.step"} <= names
+    assert {"model.tree['a']", "model.tree['b'][0]", "model.tree['b'][1]"} <= names
+    assert isinstance(found.arrays["model.dropout.rngs.key"], KeyData)
+    assert found.arrays["model.first.kernel"].shape == (3, 8)
+    assert found.arrays["model.sum"] == sum(range(3, 19, 2))
+    assert found.arrays["model.dropout.rngs.count"] == found.arrays["optimizer.step"] == 3
+    assert found.arrays["model.number"].dtype == np.float32
+    assert found.position["step"] == 3
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 8])
+def test_restore_on_any_number_of_replicas(tmp_path, eight, n):
+    trainer, wanted = a_trainer(Whole, n, seed=1), arrays_of(eight[0])
+    trainer.save(tmp_path)
+    before = arrays_of(trainer)
+    for scope in (trainer.strategy.scope, contextlib.nullcontext):
+        with scope():
+            trainer.restore(eight[1])
+        assert differing(arrays_of(trainer), wanted) == []
+        assert len(trainer.strategy.local_results(trainer.model.sum)) == n
+        trainer.restore(tmp_path)
+        assert differing(arrays_of(trainer), before) == []
+    trainer.strategy.check_mirrored((trainer.model, trainer.optimizer))
+    assert len(differing(before, wanted)) > len(wanted) / 2
+
+
+def test_weak_types_stay(eight):
+    """A float32 that is strong would make float32 of bfloat16 from then on."""
+    trainer = a_trainer(Whole, 8, seed=1)
+    trainer.restore(eight[1])
+    found = [made.model.number.get_value() for made in (eight[0], trainer)]
+    assert [x.weak_type for x in found] == [True, True]
+
+
+def test_bare_arrays(tmp_path):
+    class Bare(MLP):
+        def __init__(self, rngs):
+            super().__init__(rngs)
+            self.bare = nnx.data(rngs.normal((3,)))
+            self.nested = nnx.data({"a": [rngs.normal((2,)), np.arange(3.0)]})
+
+        def __call__(self, x):
+            return super().__call__(x) + self.bare[0]
+
+    one, other = a_trainer(Bare, 2), a_trainer(Bare, 3, seed=1)
+    one.save(tmp_path)
+    before = arrays_of(one)
+    assert {"model.bare", "model.nested.a.0", "model.nested.a.1"} <= before.keys()
+    assert before["model.nested.a.1"].dtype == np.float32  # as it is on the devices
+    other.restore(tmp_path)
+    assert differing(arrays_of(other), before) == []
+    other.strategy.check_mirrored(other.model)
+
+
+# mirror.Variable, as tf.distribute saves and restores its variables
+
+AGGREGATED = {  # of [3, 5]: what is saved, and each replica's value on so many replicas
+    "sum": (8.0, {1: [8], 2: [4, 4], 4: [2, 2, 2, 2]}),
+    "mean": (4.0, {1: [4], 2: [4, 4], 4: [4, 4, 4, 4]}),
+    "only_first_replica": (3.0, {1: [3], 2: [3, 3], 4: [3, 3, 3, 3]}),
+}
+
+
+class Holder(nnx.Module):
+    def __init__(self, v):
+        self.v = v
+
+
+def holding(n: int, make) -> mirror.Trainer:
+    with cpu_strategy(n).scope():
+        return mirror.Trainer(Holder(make()), optax.sgd(0.1), loss_fn)
+
+
+def values_of(trainer) -> list:
+    return [np.asarray(x).tolist() for x in trainer.strategy.local_results(trainer.model.v)]
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATED)
+def test_a_value_of_each_replica_is_saved_aggregated(tmp_path, aggregation):
+    saved, restored = AGGREGATED[aggregation]
+    trainer = holding(2, lambda: on_read(aggregation))
+    set_copies(trainer.strategy, trainer.model.v)
+    assert values_of(trainer) == [3, 5]
+    trainer.save(tmp_path)
+    assert mirror.load_checkpoint(tmp_path).arrays["model.v"] == saved
+    for n, values in restored.items():
+        other = holding(n, lambda: on_read(aggregation, 7.0))
+        other.restore(tmp_path)
+        assert values_of(other) == values
+        mirrored = holding(n, lambda: variable(7.0))
+        mirrored.restore(tmp_path)
+        assert values_of(mirrored) == [saved] * n
+
+
+def test_a_mirrored_variable_is_saved_once(tmp_path):
+    holding(2, lambda: variable(np.array([1.0, 2], np.float32))).save(tmp_path)
+    found = mirror.load_checkpoint(tmp_path).arrays
+    assert found["model.v"].tolist() == [1, 2]
+    for n in (1, 4):
+        for make in (variable, nnx.Param, nnx.BatchStat):
+            trainer = holding(n, lambda make=make: make(jnp.zeros(2)))
+            trainer.restore(tmp_path)
+            assert values_of(trainer) == [[1, 2]] * n
+
+
+def test_what_has_no_aggregation_cannot_be_saved(tmp_path):
+    trainer = holding(2, on_read)
+    set_copies(trainer.strategy, trainer.model.v)
+    with raises(ValueError, values="'on_read'", fix="aggregation='sum'"):
+        trainer.save(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_size_of_the_files_does_not_depend_on_the_number_of_replicas(tmp_path):
+    sizes = []
+    for n in (1, 8):
+        directory = tmp_path / str(n)
+        trainer = a_trainer(lambda rngs: MLP(rngs, 5000), n)
+        trainer.strategy.run(lambda model: model.first.bias[...] * 0, (trainer.model,))
+        assert len(trainer.model.first.kernel[...].sharding.device_set) == n
+        trainer.save(directory)
+        sizes.append(sum(p.stat().st_size for p in directory.rglob("*") if p.is_file()))
+    assert max(sizes) < 1.1 * min(sizes)
+
+
+def load_without_devices(directory) -> None:
+    jax.config.update("jax_platforms", "of mine")  # a backend that starts would fail
+    found = mirror.load_checkpoint(directory)
+    assert found.arrays["model.sum"] == 80
+    assert {type(x) for x in found.arrays.values()} == {np.ndarray, KeyData}
+    jax.config.update("jax_num_cpu_devices", 5)  # raises once a backend has started
+
+
+def test_a_checkpoint_is_read_without_devices(eight):
+    in_a_process(load_without_devices, eight[1])
+
+
+# Another model
+
+
+class Other(MLP):
+    """Lacks the second layer's bias, has a third; other shapes and dtypes."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        super().__init__(rngs, width=9)
+        self.second = nnx.Linear(9, 1, use_bias=False, rngs=rngs)
+        self.first.bias[...] = jnp.zeros(9)
+        self.second.kernel = nnx.Param(jnp.zeros((8, 1), jnp.bfloat16))
+        self.third = nnx.Dropout(0.1, rngs=rngs)
+
+
+WRONG = {  # what the checkpoint has and what the model has, where both have something
+    "model.first.bias": ["float32[8]", "float32[9]"],
+    "model.first.kernel": ["float32[3,8]", "float32[3,9]"],
+    "model.second.bias": [],
+    "model.second.kernel": ["float32[8,1]", "bfloat16[8,1]"],
+    "model.third.rngs.count": [],
+    "model.third.rngs.key": [],
+    "optimizer.opt_state.0.count": [],
+}
+
+
+def test_another_model_is_refused_and_not_touched(tmp_path):
+    a_trainer(tx=optax.adam(0.1)).save(tmp_path)
+    trainer = a_trainer(Other, 3, tx=optax.sgd(0.1))
+    before = arrays_of(trainer)
+    with raises(ValueError, fix="mirror.load_checkpoint") as caught:
+        trainer.restore(tmp_path)
+    lines = [line for line in str(caught.value).splitlines() if line.startswith("  ")]
+    for line, (name, values) in zip(lines[: len(WRONG)], WRONG.items(), strict=True):
+        assert_message(line, names=name, values=values)
+    assert differing(before, arrays_of(trainer)) == []
+    assert trainer._position.step == 0
+
+
+def test_another_kind_of_keys_is_refused(tmp_path):
+    def key(impl):
+        return nnx.Variable(jax.random.split(jax.random.key(0, impl=impl), 2))
+
+    holding(2, lambda: key("rbg")).save(tmp_path)
+    with raises(ValueError, names="model.v", values=["key<rbg>[2]", "key<threefry2x32>[2]"]):
+        holding(2, lambda: key("threefry2x32")).restore(tmp_path)
+
+
+def test_there_is_no_checkpoint(tmp_path):
+    trainer = a_trainer()
+    with raises(FileNotFoundError, values=tmp_path / "no"):
+        trainer.restore(tmp_path / "no")
+    trainer.save(tmp_path)
+    with raises(FileNotFoundError, values=[tmp_path, 7, 0]):
+        trainer.restore(tmp_path, 7)
+
+
+def test_a_directory_that_cannot_be_saved_to(tmp_path):
+    (tmp_path / "file").touch()
+    with raises(OSError, values=tmp_path / "file"):
+        a_trainer().save(tmp_path / "file")
+
+
+# 100 steps are so many, a crash, and the rest
+
+RESUMED = {  # options of the trainer, and the step to crash after
+    "mid-epoch": ({}, 40),
+    "end of an epoch": ({}, 50),
+    "first step": ({}, 1),
+    "last step": ({}, 100),
+    "launches": ({"steps_per_execution": 4}, 40),
+    "end of an epoch, launches": ({"steps_per_execution": 4}, 50),
+    "pieces": ({"accumulate_steps": 2}, 40),
+}
+
+
+@functools.cache
+def uninterrupted(model, n: int, **options) -> tuple[dict, dict]:
+    trainer = new_trainer(model, n, **options)
+    return without_seconds(fit(trainer, 4)), arrays_of(trainer)
+
+
+def crashed(at: int, directory, model=Noisy, n: int = 2, **options) -> mirror.Trainer:
+    """A training that crashes, with a checkpoint."""
+    trainer = new_trainer(model, n, **options)
+    with pytest.raises(LookupError):
+        fit(trainer, 4, Crash(at, directory))
+    return trainer
+
+
+def assert_goes_on(trainer, wanted) -> None:
+    """Trains to the end, which is bitwise that of the training that nothing has interrupted."""
+    history = fit(trainer, 4)
+    assert without_seconds(history) == wanted[0]
+    assert differing(arrays_of(trainer), wanted[1]) == []
+    assert trainer._position.step == 100
+
+
+@pytest.mark.parametrize(("options", "at"), RESUMED.values(), ids=RESUMED)
+def test_resumed_on_as_many_replicas_it_is_bitwise_the_same(tmp_path, options, at):
+    wanted = uninterrupted(Noisy, 2, **options)
+    trainer = crashed(at, tmp_path / "before", **options)
+    trainer.save(tmp_path / "after")
+    assert_goes_on(trainer, wanted)  # in the same process
+    for directory in ("before", "after"):
+        trainer.restore(tmp_path / directory)
+        assert_goes_on(trainer, wanted)
+
+
+@pytest.mark.parametrize("n", [1, 3, 8])
+def test_resumed_on_another_number_of_replicas(tmp_path, n):
+    wanted_history, wanted = uninterrupted(MLP, 2)
+    crashed(40, tmp_path, MLP, 2)
+    trainer = a_trainer(MLP, n, seed=1)
+    trainer.restore(tmp_path)
+    history = fit(trainer, 4)
+    for name, value in arrays_of(trainer).items():
+        np.testing.assert_allclose(value, wanted[name], rtol=1e-5, atol=1e-5, err_msg=name)
+    for name in history:
+        np.testing.assert_allclose(history[name], wanted_history[name], rtol=1e-5)
+
+
+def test_a_finished_training(tmp_path):
+    trainer = new_trainer(Noisy)
+    history, end = fit(trainer, 2, callbacks.Checkpoint(tmp_path)), arrays_of(trainer)
+    trainer = new_trainer(Noisy)
+    trainer.restore(tmp_path)
+    assert without_seconds(fit(trainer, 2)) == without_seconds(history)
+    assert differing(arrays_of(trainer), end) == []
+    trainer.restore(tmp_path)
+    assert_goes_on(trainer, uninterrupted(Noisy, 2))
+
+
+def endless():
+    """Batches for ever, the same from the beginning each time."""
+    draw = np.random.RandomState(1)
+    while True:
+        x = draw.randn(SIZE, 3).astype(np.float32)
+        yield {"x": x, "y": x.sum(1)}
+
+
+@pytest.mark.parametrize("data", [endless, shuffled])
+def test_epochs_that_are_counted_in_steps(tmp_path, data):
+    """Of data without an end, and of data whose ends are elsewhere."""
+    trainer, options = new_trainer(Noisy), {"steps_per_epoch": 10}
+    wanted, end = without_seconds(fit(trainer, 6, data=data(), **options)), arrays_of(trainer)
+    assert trainer._position.step == 60
+    for at in (10, 34):
+        trainer = new_trainer(Noisy)
+        with pytest.raises(LookupError):
+            fit(trainer, 6, Crash(at, tmp_path / str(at)), data=data(), **options)
+        trainer.restore(tmp_path / str(at))
+        assert without_seconds(fit(trainer, 6, data=data(), **options)) == wanted
+        assert differing(arrays_of(trainer), end) == []
+
+
+def test_other_data_is_noticed(tmp_path):
+    trainer = crashed(20, tmp_path)
+    trainer.restore(tmp_path)
+    with raises(ValueError, values=[80, 20]):
+        fit(trainer, 4, data=list(shuffled())[:5])
+
+
+# Processes of their own: SIGTERM, kill -9, a full disk
+
+LONG = 16  # epochs
+
+
+class Tells(callbacks.Callback):
+    """Tells the step, after the checkpoint of the step before is written."""
+
+    runs_last = True
+
+    def __init__(self, says):
+        self.says = says
+
+    def on_step(self, fit):
+        self.says.send(fit.position.step)
+
+
+class Ends(callbacks.Callback):
+    """Ends its own process."""
+
+    def __init__(self, at: int):
+        self.at = at
+
+    def on_step(self, fit):
+        if fit.position.step == self.at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Quick(nnx.Module):
+    """Made and traced at once."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.w = nnx.Param(np.array([1.0, -1, 0.5], np.float32))
+        self.dropout = nnx.Dropout(0.3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(x) @ self.w[...]
+
+
+def train(directory, cache, others=(), **options) -> None:
+    """A training of some hundred steps, that goes on where the last one was."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 2)
+    jax.config.update("jax_compilation_cache_dir", str(cache))  # filled by the first process
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    trainer = a_trainer(Quick, tx=optax.sgd(1e-2, momentum=0.9))
+    with contextlib.suppress(FileNotFoundError):
+        trainer.restore(directory)
+    fit(trainer, LONG, callbacks.Checkpoint(directory, **options), *others)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The directory of a training that nothing has interrupted, and of compiled programs."""
+    directory, cache = tmp_path_factory.mktemp("whole"), tmp_path_factory.mktemp("cache")
+    in_a_process(train, directory, cache)
+    assert mirror.load_checkpoint(directory).step == LONG * STEPS
+    return directory, cache
+
+
+def assert_same_end(directory, whole) -> None:
+    found, wanted = mirror.load_checkpoint(directory), mirror.load_checkpoint(whole[0])
+    assert differing(plain(found.arrays), plain(wanted.arrays)) == []
+    for position in (found.position, wanted.position):
+        del position["history"]["seconds"]
+    assert found.position == wanted.position
+
+
+def last_step(directory) -> int:
+    """Of the last checkpoint, which is whole; 0 where there is none."""
+    with contextlib.suppress(FileNotFoundError):
+        return mirror.load_checkpoint(directory).step
+    return 0
+
+
+def test_sigterm_saves_and_ends(tmp_path, whole):
+    options = {"every_epochs": 4, "others": (Ends(130),)}
+    process = START.Process(target=train, args=(tmp_path, whole[1]), kwargs=options)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 143
+    assert last_step(tmp_path) == 130
+    in_a_process(train, tmp_path, whole[1])
+    assert_same_end(tmp_path, whole)
+
+
+def train_and_tell(directory, cache, says) -> None:
+    train(directory, cache, every_steps=1, others=(Tells(says),))
+
+
+def test_kill(tmp_path, whole):
+    draw, before, interrupted = random.Random(0), 0, 0
+    for _ in range(20):
+        told = killed(train_and_tell, (tmp_path, whole[1]), draw.uniform(0, 0.05))
+        assert before < told < LONG * STEPS
+        before = last_step(tmp_path)
+        assert before >= told - 1  # whose checkpoint was being written
+        interrupted += not all(path.name.isdigit() for path in tmp_path.iterdir())
+    assert interrupted >= 5  # or the test kills where nothing happens
+    in_a_process(train, tmp_path, whole[1])
+    assert_same_end(tmp_path, whole)
+
+
+class FullDisk(callbacks.Callback):
+    """Lets no file grow, when the first checkpoint is there."""
+
+    def __init__(self, first):
+        self.first = first
+
+    def on_step(self, fit):
+        if fit.position.step == STEPS + 5:
+            while not self.first.exists():  # it is written in the background
+                time.sleep(0.01)
+            self.limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (500, self.limits[1]))
+
+    def on_fit_end(self, fit):
+        resource.setrlimit(resource.RLIMIT_FSIZE, self.limits)
+
+
+def train_on_a_full_disk(directory, cache) -> None:
+    with raises(OSError, values=[50, directory, 25]):
+        train(directory, cache, (FullDisk(directory / "25"),))
+    assert os.listdir(directory) == ["25"]
+
+
+def test_a_full_disk(tmp_path, whole):
+    in_a_process(train_on_a_full_disk, tmp_path, whole[1])
+    assert mirror.load_checkpoint(tmp_path).step == 25
+    in_a_process(train, tmp_path, whole[1])
+    assert_same_end(tmp_path, whole)
+
+
+# Whose SIGTERM it is
+
+
+class Looks(callbacks.Callback):
+    """Looks at who handles SIGTERM, and sends one if it is told to."""
+
+    def __init__(self, send_in: str = ""):
+        self.found: list = []
+        if send_in:
+            setattr(self, send_in, self.send)
+
+    def send(self, *_):
+        assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL  # or it ends the tests
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_epoch_begin(self, fit):
+        self.found.append(signal.getsignal(signal.SIGTERM))
+
+
+def fit_quickly(directory, *others, **options) -> None:
+    fit(new_trainer(), 1, callbacks.Checkpoint(directory, **options), *others)
+
+
+def test_the_handler_is_there_during_fit_only(tmp_path):
+    looks = Looks()
+    fit_quickly(tmp_path, looks)
+    assert looks.found != [signal.SIG_DFL]
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    with pytest.raises(LookupError):
+        fit_quickly(tmp_path, Crash(1))
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_the_users_handler_is_left_alone(tmp_path):
+    met: list = []
+    signal.signal(signal.SIGTERM, lambda *_: met.append("term"))
+    try:
+        fit_quickly(tmp_path, Looks("on_epoch_end"))
+        assert met == ["term"]
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def test_nothing_is_installed_in_another_thread(tmp_path):
+    looks = Looks()
+    thread = threading.Thread(target=fit_quickly, args=(tmp_path, looks))
+    thread.start()
+    thread.join()
+    assert looks.found == [signal.SIG_DFL]
+
+
+MOMENTS = {"on_epoch_begin": 1, "on_step": 1, "on_metrics": 10, "on_epoch_end": STEPS}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("every_epochs", [0, 1])
+def test_sigterm_at_any_moment(tmp_path, moment, every_epochs):
+    """The step under way is finished, and saved."""
+    with pytest.raises(SystemExit) as caught:
+        fit_quickly(tmp_path, Looks(moment), every_epochs=every_epochs)
+    assert caught.value.code == 143
+    assert last_step(tmp_path) == MOMENTS[moment]
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

@@ -1,0 +1,934 @@
+"""`mirror.Trainer`: on n replicas it trains as one device does on the whole batch, written by hand."""
+# ruff: noqa: E501 (arguments and their message are one row)
+
+import contextlib
+import signal
+import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+
+import mirror
+from tests.conftest import cpu_strategy
+from tests.run.test_runner import compilations
+from tests.support.messages import assert_message, raises
+from tests.variables.test_variables import EXECUTORS
+
+B = 4
+N = 3 * B + 1
+RNG = np.random.RandomState(0)
+DATA = {
+    "x": (RNG.randint(-4, 5, (N, 3)) / 8).astype(np.float32),
+    "y": (RNG.randint(-8, 9, N) / 4).astype(np.float32),
+    "k": np.arange(N),
+}
+LAYOUTS = {"1": (1, 1), "2": (2, 1), "3": (3, 1), "8": (8, 1), "2-on-2": (2, 2)}
+
+
+class Line(nnx.Module):
+    def __init__(self, dtype=np.float32):
+        self.w = nnx.Param(np.asarray([0.5, -0.25, 1.0], dtype))
+        self.b = nnx.Param(np.asarray(0.125, dtype))
+
+    def __call__(self, x):
+        return x @ self.w + self.b
+
+
+def squares(model, batch):
+    """Squared errors, and metrics that do not depend on the model: rational ones."""
+    losses = (model(batch["x"]) - batch["y"]) ** 2
+    return losses, {"y": batch["y"], "odd": batch["k"] % 2 == 1, "number": batch["k"]}
+
+
+def batches(count=N, size=B, data=DATA):
+    rows = {name: value[:count] for name, value in data.items()}
+    return [
+        {name: value[i : i + size] for name, value in rows.items()} for i in range(0, count, size)
+    ]
+
+
+def by_hand(data, lr=1.0, w=(0.5, -0.25, 1.0), b=0.125):
+    """One pass of one device over whole batches, in NumPy: weights, and the mean loss."""
+    w, total, count = np.asarray(w, np.float64), 0.0, 0
+    for batch in data:
+        x, error = batch["x"], batch["x"] @ w + b - batch["y"]
+        total, count = total + np.sum(error**2), count + len(x)
+        w, b = w - lr * 2 * error @ x / len(x), b - lr * 2 * error.mean()
+    return w, b, total / count
+
+
+def line(strategy=None, model=None, loss_fn=squares, lr=1.0, **kwargs):
+    return mirror.Trainer(model or Line(), optax.sgd(lr), loss_fn, strategy=strategy, **kwargs)
+
+
+def fit(trainer, data, epochs=1, **kwargs):
+    return trainer.fit(data, epochs, progress=False, **kwargs)
+
+
+def state_of(trainer):
+    """All that is trained, but for the random keys, which never change."""
+    return jax.tree.map(np.asarray, nnx.state((trainer.model, trainer.optimizer), no_keys))
+
+
+def no_keys(_, value):
+    return not isinstance(value, nnx.RngKey)
+
+
+def reset(trainer, state):
+    """As it was, with the programs that have been compiled."""
+    nnx.update((trainer.model, trainer.optimizer), jax.tree.map(np.copy, state))
+
+
+def assert_equal(got, wanted):
+    """Bitwise."""
+    assert jax.tree.structure(got) == jax.tree.structure(wanted)
+    jax.tree.map(np.testing.assert_array_equal, got, wanted)
+
+
+def assert_by_hand(trainer, history, data, **kwargs):
+    w, b, loss = by_hand(data, **kwargs)
+    np.testing.assert_allclose(trainer.model.w[...], w, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(trainer.model.b[...], b, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(history["loss"], [loss], rtol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """A trainer on two replicas, and its state before."""
+    trainer = line(cpu_strategy(2))
+    return trainer, state_of(trainer)
+
+
+@pytest.fixture
+def on_two(compiled):
+    """A trainer whose programs have been compiled, as it was before it was trained."""
+    trainer, state = compiled
+    fit(trainer, batches(), initial_epoch=0)  # whatever was interrupted
+    reset(trainer, state)
+    return trainer
+
+
+# One device on the whole batch
+
+
+@pytest.fixture(scope="module", params=LAYOUTS.values(), ids=LAYOUTS)
+def trained(request):
+    """A trainer for each layout, and its state before it has been trained."""
+    num_devices, replicas_per_device = request.param
+    trainer = line(cpu_strategy(num_devices, replicas_per_device=replicas_per_device))
+    return trainer, state_of(trainer)
+
+
+@pytest.mark.parametrize("count", range(1, N + 1))
+def test_loss_metrics_and_weights_are_one_devices(trained, count):
+    """With a learning rate of 1, the weights of one batch are the gradient."""
+    trainer, state = trained
+    reset(trainer, state)
+    data = batches(count)
+    history = fit(trainer, data)
+    assert_by_hand(trainer, history, data)
+    metrics = {"y": DATA["y"], "odd": DATA["k"] % 2 == 1, "number": DATA["k"]}
+    wanted = {name: [value[:count].mean(dtype=np.float64)] for name, value in metrics.items()}
+    assert {name: history[name] for name in wanted} == wanted
+    trainer.strategy.check_mirrored((trainer.model, trainer.optimizer))
+
+
+@pytest.mark.parametrize("count", [1, 9, N])
+def test_evaluation_and_prediction_are_one_devices(trained, count):
+    trainer, state = trained
+    reset(trainer, state)
+    data, rows = batches(count), {name: value[:count] for name, value in DATA.items()}
+    found = trainer.evaluate(data)
+    assert next(iter(found)) == "loss"
+    np.testing.assert_allclose(found["loss"], by_hand([rows])[2], rtol=1e-5)
+    assert found["y"] == rows["y"].mean(dtype=np.float64)
+    assert found["odd"] == (rows["k"] % 2).mean()
+    assert found["number"] == rows["k"].mean()
+    assert {type(value) for value in found.values()} == {float}
+    same, (line, rest) = trainer.predict(each_row, data)
+    assert_equal(same, rows)
+    np.testing.assert_allclose(line, rows["x"] @ [0.5, -0.25, 1.0] + 0.125, rtol=1e-6)
+    assert_equal(rest, {"half": rows["x"].astype(jnp.bfloat16), "one": np.ones((count, 2), bool)})
+    dtypes = [leaf.dtype for leaf in jax.tree.leaves((same, rest))]
+    assert dtypes == ["int32", "float32", "float32", "bfloat16", "bool"]
+    assert_equal(state_of(trainer), state)
+
+
+def each_row(model, batch):
+    one = jnp.ones((len(batch["k"]), 2), bool)  # the same on all replicas
+    return batch, (model(batch["x"]), {"half": batch["x"].astype(jnp.bfloat16), "one": one})
+
+
+def test_each_program_is_compiled_once(two, caplog):
+    """Whole and partial batches, several epochs, twice each."""
+    for kwargs in ({}, {"steps_per_execution": 3}):
+        trainer = line(two, **kwargs)
+        with compilations(caplog) as events:
+            fit(trainer, batches(), 3, validation_data=batches(9))
+            trainer.predict(each_row, batches())
+        compiled = [event for event in events if event.startswith("Compiling jit(")]
+        names = [event.removeprefix("Compiling jit(").partition(")")[0] for event in compiled]
+        step = "train_steps" if kwargs else "train_step"
+        steps = [name for name in names if name.endswith(("_step", "_steps"))]
+        assert steps == [step, "evaluate_step", "predict_step"]
+        with compilations(caplog) as events:
+            fit(trainer, batches(10), 2, validation_data=batches())
+            trainer.evaluate(batches(5))
+            trainer.predict(each_row, batches(6))
+        assert not events
+
+
+def test_the_second_epoch_compiles_nothing(eight, caplog):
+    class Listens(mirror.callbacks.Callback):
+        def on_epoch_begin(self, fit):
+            if fit.position.epoch == 1:
+                self.heard = contextlib.ExitStack()
+                self.events = self.heard.enter_context(compilations(caplog))
+
+    listener = Listens()
+    fit(line(eight), batches(), 2, callbacks=listener)
+    listener.heard.close()
+    assert not listener.events
+
+
+# Several pieces, several steps
+
+
+WAYS = {  # accumulate_steps, steps_per_execution, strategy
+    "2-pieces": (2, 1, lambda: cpu_strategy(2)),
+    "3-pieces": (3, 1, lambda: cpu_strategy(1)),
+    "2-steps": (1, 2, lambda: cpu_strategy(8)),
+    "5-steps": (1, 5, lambda: cpu_strategy(2)),
+    "3-pieces-2-steps": (3, 2, lambda: cpu_strategy(2)),
+    "2-pieces-5-steps": (2, 5, lambda: cpu_strategy(8)),
+    "vmap": (2, 2, EXECUTORS["vmap"]),
+    "staged": (2, 2, EXECUTORS["staged"]),
+    "staged-one-step": (1, 1, EXECUTORS["staged"]),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_pieces_and_steps_are_one_devices_too(way):
+    """Also where the batches do not fill the last launch, nor the examples the last piece."""
+    accumulate, at_once, strategy = WAYS[way]
+    trainer = line(strategy(), accumulate_steps=accumulate, steps_per_execution=at_once)
+    state = state_of(trainer)
+    for count in (B, 7, N):
+        reset(trainer, state)
+        history = fit(trainer, batches(count))
+        assert_by_hand(trainer, history, batches(count))
+        assert history["number"] == [DATA["k"][:count].mean()]
+        assert trainer.optimizer.step[...] == len(batches(count))
+
+
+class Net(nnx.Module):
+    """With what a step changes beside the parameters."""
+
+    def __init__(self, dtype=jnp.float32):
+        rngs = nnx.Rngs(0)
+        # No bias: the normalisation takes it out again, and its gradient is rounding noise.
+        self.first = nnx.Linear(3, 4, use_bias=False, rngs=rngs, param_dtype=dtype)
+        self.norm = nnx.BatchNorm(4, rngs=rngs, param_dtype=dtype)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.out = nnx.Linear(4, 1, rngs=rngs)
+        self.count = nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x):
+        self.count[...] += 1
+        return self.out(self.dropout(self.norm(self.first(x))))[:, 0]
+
+
+# Of so many rows that each replica can normalise its own without magnifying how they were rounded.
+MANY = {
+    "x": RNG.randn(60, 3).astype(np.float32),
+    "y": RNG.randn(60).astype(np.float32),
+    "k": np.arange(60),
+}
+MOMENTUM = optax.sgd(0.05, momentum=0.9)  # Adam would magnify it too
+
+
+@pytest.mark.parametrize(
+    ("executor", "dtype"),
+    [("pmap", jnp.bfloat16), ("vmap", jnp.float32), ("staged", jnp.float32)],
+)
+def test_several_steps_at_once_are_the_steps_one_by_one(executor, dtype):
+    """Normalisation, dropout, counters, moments and metrics, with two dtypes in one model."""
+    found, data = [], batches(60, 16, MANY)
+    for at_once in (1, 5):
+        strategy = EXECUTORS[executor]()
+        trainer = mirror.Trainer(
+            Net(dtype), MOMENTUM, squares, strategy=strategy, steps_per_execution=at_once
+        )
+        history = fit(trainer, data, 2)
+        found.append((state_of(trainer), dict(history)))
+        assert trainer.model.first.kernel.dtype == dtype
+        assert trainer.model.out.kernel.dtype == jnp.float32
+        assert trainer.model.count[...] == 2 * len(data)
+        assert trainer.model.dropout.rngs.count[...] == 2 * len(data)
+    tolerance = {"rtol": 1e-2} if dtype == jnp.bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **tolerance), *found)
+
+
+def test_small_floats_are_added_up_in_float32(eight):
+    """4096 losses of 1 are 4096 in float32; bfloat16 ends at 256."""
+
+    def ones(model, batch):
+        return jnp.ones(len(batch), jnp.bfloat16) + 0 * model.b, {"one": jnp.ones_like(batch)}
+
+    trainer = line(eight, Line(jnp.bfloat16), ones, accumulate_steps=2)
+    rows = np.ones(4096, jnp.bfloat16)
+    assert dict(fit(trainer, [rows])) == {"loss": [1.0], "one": [1.0]}
+    assert trainer.evaluate([rows, rows]) == {"loss": 1.0, "one": 1.0}
+
+
+def test_gradients_of_half_precision_do_not_overflow(two):
+    """The sum of 1024 gradients of 128 is more than float16 has; their mean is not."""
+
+    def steep(model, batch):
+        return 128 * model.b + 0 * batch
+
+    for accumulate in (1, 2):
+        trainer = line(two, Line(np.float16), steep, lr=1 / 128, accumulate_steps=accumulate)
+        fit(trainer, [np.ones(1023, np.float16)])
+        assert trainer.model.b[...] == 0.125 - 1
+
+
+def test_pieces_are_normalised_one_after_the_other():
+    """The running statistics take in each piece; the gradient is the mean of theirs."""
+    model, optimizer = (lambda m: (m, nnx.Optimizer(m, optax.sgd(0.1), wrt=nnx.Param)))(Normed())
+
+    @nnx.jit
+    def step(model, optimizer, pieces):
+        mean_loss = nnx.grad(lambda model, piece: squares(model, piece)[0].mean())
+        first, second = [mean_loss(model, piece) for piece in pieces]
+        optimizer.update(model, jax.tree.map(lambda a, b: (a + b) / 2, first, second))
+
+    step(model, optimizer, batches(2 * B))
+    trainer = mirror.Trainer(
+        Normed(), optax.sgd(0.1), squares, strategy=cpu_strategy(1), accumulate_steps=2
+    )
+    fit(trainer, batches(2 * B, 2 * B))
+    got, wanted = nnx.state(trainer.model), nnx.state(model)
+    assert trainer.model.norm.mean[...].any()
+    compare = np.testing.assert_allclose
+    jax.tree.map(lambda a, b: compare(a, b, rtol=1e-5, atol=1e-6), got, wanted)
+
+
+class Normed(nnx.Module):
+    def __init__(self):
+        self.norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+        self.w = nnx.Param(jnp.asarray([0.5, -0.25, 1.0]))
+
+    def __call__(self, x):
+        return self.norm(x) @ self.w
+
+
+@pytest.mark.parametrize(("num_replicas", "accumulate"), [(1, 2), (2, 1)])
+def test_dropout_of_pieces_and_replicas_differs(num_replicas, accumulate):
+    class Draws(nnx.Module):
+        def __init__(self):
+            self.w, self.dropout = nnx.Param(jnp.ones(())), nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+
+    def loss_fn(model, batch):
+        drawn = model.dropout(jnp.ones((len(batch), 64))) @ jnp.arange(64.0)
+        return model.w * drawn, {f"row{i}": drawn * (batch == i) for i in range(2)}
+
+    trainer = mirror.Trainer(
+        Draws(),
+        optax.sgd(0.1),
+        loss_fn,
+        strategy=cpu_strategy(num_replicas),
+        accumulate_steps=accumulate,
+    )
+    history = fit(trainer, [np.arange(2)])
+    assert history["row0"] != history["row1"]
+    assert trainer.model.dropout.rngs.count[...] == accumulate
+    first = trainer.evaluate([np.arange(2)])
+    assert first == trainer.evaluate([np.arange(2)])
+    assert first["row0"] == first["row1"] == np.arange(64).sum() / 2
+
+
+# Models and optimizers
+
+
+class Tree(nnx.Module):
+    """Parameters in a nest, one of them under two names."""
+
+    def __init__(self):
+        self.parts = nnx.data({"w": nnx.Param(np.asarray([0.5, -0.25, 1.0], np.float32))})
+        self.more = nnx.data([nnx.Param(np.float32(0.125))])
+        self.same = self.more[0]
+        self.scale = nnx.data(jnp.ones(()))  # an array that is no variable
+
+    w = property(lambda self: self.parts["w"])
+    b = property(lambda self: self.same)
+
+    def __call__(self, x):
+        return (x @ self.parts["w"] + self.more[0]) * self.scale
+
+
+class LinenLine(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        w = self.param("w", lambda _: jnp.asarray([0.5, -0.25, 1.0]))
+        return x @ w + self.param("b", lambda _: jnp.asarray(0.125))
+
+
+def from_linen():
+    return nnx.bridge.ToNNX(LinenLine(), rngs=nnx.Rngs(0)).lazy_init(DATA["x"])
+
+
+@pytest.mark.parametrize(("create", "at_once"), [(Tree, 1), (from_linen, 2)])
+def test_any_module_is_trained(eight, create, at_once):
+    with eight.scope():
+        trainer = line(model=create(), steps_per_execution=at_once)
+    assert trainer.strategy is eight
+    history = fit(trainer, batches())
+    assert_by_hand(trainer, history, batches())
+    assert len(trainer.predict(lambda model, batch: model(batch["x"]), batches())) == N
+
+
+@pytest.mark.parametrize("inside", ["nothing", "model", "optimizer", "trainer", "fit"])
+def test_what_is_created_in_the_scope_and_what_outside_is_the_same(two, inside):
+    def place(name):
+        return two.scope() if inside == name else contextlib.nullcontext()
+
+    with place("model"):
+        model = Line()
+    with place("optimizer"):
+        optimizer = nnx.Optimizer(model, optax.sgd(1.0), wrt=nnx.Param)
+    with place("trainer"):
+        trainer = mirror.Trainer(model, optimizer, squares, strategy=two)
+    assert trainer.optimizer is optimizer
+    with place("fit"):
+        history = fit(trainer, batches())
+    assert_by_hand(trainer, history, batches())
+
+
+def test_without_a_scope_it_trains_on_one_device():
+    trainer = line()
+    assert_by_hand(trainer, fit(trainer, batches()), batches())
+    assert trainer.strategy.num_replicas_in_sync == 1
+
+
+def only_b(path, value):
+    return isinstance(value, nnx.Param) and path[-1] == "b"
+
+
+@pytest.mark.parametrize(("at_once", "has_optimizer"), [(1, False), (2, True)])
+def test_what_wrt_leaves_out_stays_as_it_is(two, at_once, has_optimizer):
+    model, kwargs = Line(), {"steps_per_execution": at_once}
+    if has_optimizer:
+        tx = nnx.Optimizer(model, optax.adam(1.0), wrt=only_b)
+    else:
+        tx, kwargs["wrt"] = optax.adam(1.0), only_b
+    trainer = mirror.Trainer(model, tx, squares, strategy=two, **kwargs)
+    fit(trainer, batches(), 2)
+    assert_equal(np.asarray(model.w), Line().w[...])
+    assert abs(model.b[...] - 0.125) > 0.1
+
+
+def test_a_model_is_trained_in_its_mode_and_evaluated_in_evaluation_mode(two):
+    model = Normed()
+    model.eval()
+    trainer = line(two, model, lr=0.0)
+    first = fit(trainer, batches())
+    assert not model.norm.mean[...].any()
+    assert dict(first) == {name: [value] for name, value in trainer.evaluate(batches()).items()}
+    model.train()
+    second = fit(trainer, batches(), validation_data=batches())
+    assert first["loss"] != second["loss"]
+    assert not model.norm.use_running_average
+    assert second["val_loss"] == [trainer.evaluate(batches())["loss"]] != second["loss"]
+
+
+def test_verify_compares_with_one_device_and_changes_nothing(two):
+    trainer = line(two, accumulate_steps=2)
+    state = state_of(trainer)
+    assert trainer.verify(batches())
+    assert_equal(state_of(trainer), state)
+
+    def wrong(model, batch):
+        return (model(batch["x"]) - batch["x"].mean()) ** 2
+
+    with raises(mirror.ReplicaMismatchError, names="model.w", values=[2, "1e-05"]):
+        line(two, loss_fn=wrong).verify(batches())
+
+
+# Epochs
+
+
+def endless(start=0):
+    while True:
+        yield batches()[start % 4]
+        start += 1
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["1-at-once", "2-at-once"])
+def at_once(request):
+    """A trainer, and its state before."""
+    trainer = line(cpu_strategy(2), lr=0.5, steps_per_execution=request.param)
+    return trainer, state_of(trainer)
+
+
+@pytest.mark.parametrize("limit", [1, 3, 5])
+def test_an_epoch_of_some_steps(at_once, limit):
+    """Of data without an end, and of data that ends in mid-epoch; the same whatever a launch has."""
+    trainer, state = at_once
+    wanted = [batches()[i % 4] for i in range(2 * limit)]
+    w, b, _ = by_hand(wanted, lr=0.5)
+    losses = [_loss_of(wanted, i * limit, limit) for i in range(2)]
+    for data in (endless(), batches()):
+        reset(trainer, state)
+        history = fit(trainer, data, 2, steps_per_epoch=limit)
+        assert trainer.optimizer.step[...] == 2 * limit
+        np.testing.assert_allclose(trainer.model.w[...], w, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(trainer.model.b[...], b, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(history["loss"], losses, rtol=1e-5)
+        examples = [sum(len(b["k"]) for b in wanted[i : i + limit]) for i in (0, limit)]
+        numbers = [sum(b["k"].sum() for b in wanted[i : i + limit]) for i in (0, limit)]
+        assert history["number"] == [a / b for a, b in zip(numbers, examples, strict=True)]
+
+
+def _loss_of(data, first, count):
+    w, b, _ = by_hand(data[:first], lr=0.5) if first else ((0.5, -0.25, 1.0), 0.125, None)
+    return by_hand(data[first : first + count], lr=0.5, w=w, b=b)[2]
+
+
+def test_epochs_are_counted_from_the_initial_one(two):
+    class Shuffled:
+        """Says which epoch it was asked for."""
+
+        def __init__(self):
+            self.epochs = []
+
+        def set_epoch(self, epoch):
+            self.epochs.append(epoch)
+
+        def __iter__(self):
+            return iter(batches())
+
+    trainer, data = line(two, lr=0.1), Shuffled()
+    history = fit(trainer, data, 4, initial_epoch=2)
+    assert history.epochs == data.epochs == [2, 3]
+    again = fit(trainer, data, 2)  # trains on
+    assert again.epochs == [0, 1]
+    assert history.epochs == [2, 3]
+    assert again["loss"][0] < history["loss"][0]
+    assert trainer.optimizer.step[...] == 16
+
+
+def test_a_shuffled_dataset_has_the_same_epochs_on_any_number_of_replicas():
+    def loss(n):
+        data = mirror.data.from_arrays(DATA, B, shuffle=True, seed=3)
+        trainer = line(cpu_strategy(n), lr=0.1)
+        return fit(trainer, data, 2)["loss"], state_of(trainer)
+
+    (one, state), (many, others) = loss(1), loss(8)
+    np.testing.assert_allclose(one, many, rtol=1e-5)
+    compare = np.testing.assert_allclose
+    jax.tree.map(lambda a, b: compare(a, b, rtol=1e-5, atol=1e-6), state, others)
+
+
+@pytest.mark.parametrize("remainder", ["error", "drop", "pad"])
+def test_a_distributed_dataset_keeps_its_remainder(on_two, remainder):
+    data = on_two.strategy.distribute_dataset(batches(), remainder=remainder)
+    if remainder == "error":
+        with raises(ValueError, names="batch['k']", values=[3, 1, 2], fix="remainder='pad'"):
+            fit(on_two, data)
+        return
+    count = N if remainder == "pad" else N - 1
+    assert_by_hand(on_two, fit(on_two, data), batches(count))
+    assert on_two.evaluate(data)["number"] == DATA["k"][:count].mean()
+    _, (_, rest) = on_two.predict(each_row, data)
+    assert len(rest["half"]) == count
+
+
+def test_validation_is_evaluation_after_each_epoch(on_two):
+    class Evaluates(mirror.callbacks.Callback):
+        """Uses the trainer in the middle of it."""
+
+        found = []
+
+        def on_step(self, fit):
+            fit.trainer.predict(each_row, batches(3))
+
+        def on_epoch_end(self, fit, logs):
+            self.found.append(fit.trainer.evaluate(batches(9)))
+            logs["own"] = 2.5
+
+    trainer, state, observer = on_two, state_of(on_two), Evaluates()
+    history = fit(trainer, batches(), 2, validation_data=batches(9), callbacks=observer)
+    assert list(history) == [
+        *("loss", "number", "odd", "y"),
+        *(f"val_{m}" for m in observer.found[0]),
+        "own",
+    ]
+    for i, found in enumerate(observer.found):
+        assert {name: history[f"val_{name}"][i] for name in found} == found
+    assert history["own"] == [2.5, 2.5]
+    found = state_of(trainer)
+    reset(trainer, state)
+    fit(trainer, batches(), 2)
+    assert_equal(found, state_of(trainer))
+
+
+# Interrupted, and gone on
+
+
+class Once(mirror.callbacks.Callback):
+    """Does something at one point of a training, once."""
+
+    def __init__(self, hook, when, act):
+        setattr(self, hook, self._act)
+        self._when, self._act_once, self.calls = when, act, 0
+
+    def _act(self, *arguments):
+        self.calls += 1
+        if self.calls == self._when:
+            self._act_once(*arguments)
+
+
+class Source:
+    """Batches; does something before one of them, once."""
+
+    def __init__(self, when=0, act=None):
+        self._when, self._act, self._calls = when, act, 0
+
+    def __iter__(self):
+        for batch in batches():
+            self._calls += 1
+            if self._calls == self._when:
+                self._act()
+            yield batch
+
+
+def fail(*_):
+    raise OSError("the disk is gone")
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def press_ctrl_c(*_):
+    signal.raise_signal(signal.SIGINT)
+
+
+INTERRUPTS = {  # what is interrupted, at which of its calls, how
+    "a step that fails": ("on_step", 3, fail),
+    "a step": ("on_step", 3, interrupt),
+    "Ctrl-C in the first step": ("on_step", 1, press_ctrl_c),
+    "Ctrl-C in a step": ("on_step", 3, press_ctrl_c),
+    "the first metrics": ("on_metrics", 1, fail),
+    "metrics": ("on_metrics", 3, interrupt),
+    "an epoch's beginning": ("on_epoch_begin", 2, interrupt),
+    "an epoch's end": ("on_epoch_end", 1, interrupt),
+    "Ctrl-C in an epoch's end": ("on_epoch_end", 1, press_ctrl_c),
+    "the last epoch's end": ("on_epoch_end", 2, interrupt),
+    "Ctrl-C in the last epoch's end": ("on_epoch_end", 2, press_ctrl_c),
+    "the beginning": ("on_fit_begin", 1, fail),
+    "the end": ("on_fit_end", 1, fail),
+    "the data": ("data", 6, fail),
+    "the first batch": ("data", 1, fail),
+    "the validation": ("validation", 1, interrupt),
+    "the last validation": ("validation", 6, fail),
+}
+
+
+@pytest.fixture(scope="module", params=[1, 3])
+def uninterrupted(request):
+    """A trainer, its state before, and what two epochs end with."""
+    trainer = mirror.Trainer(
+        Net(),
+        optax.adam(0.01),
+        squares,
+        strategy=cpu_strategy(2),
+        steps_per_execution=request.param,
+    )
+    state = state_of(trainer)
+    history = fit(trainer, Source(), 2, validation_data=Source())
+    return trainer, state, state_of(trainer), dict(history)
+
+
+@pytest.mark.parametrize("name", INTERRUPTS)
+def test_an_interrupted_training_goes_on_as_if_nothing_had_been(uninterrupted, name):
+    trainer, state, wanted, metrics = uninterrupted
+    what, when, act = INTERRUPTS[name]
+    reset(trainer, state)
+    data, validation, callbacks = Source(), Source(), []
+    if what == "data":
+        data = Source(when, act)
+    elif what == "validation":
+        validation = Source(when, act)
+    else:
+        callbacks = [Once(what, when, act)]
+    with pytest.raises(OSError if act is fail else KeyboardInterrupt):
+        fit(trainer, data, 2, initial_epoch=0, validation_data=validation, callbacks=callbacks)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if what == "on_fit_end" or name == "Ctrl-C in the last epoch's end":  # it was all trained
+        assert_equal(state_of(trainer), wanted)
+        return
+    history = fit(trainer, Source(), 2, validation_data=Source())
+    assert_equal(state_of(trainer), wanted)
+    assert dict(history) == metrics
+    assert history.epochs == [0, 1]
+
+
+def test_an_interrupted_training_is_saved_with_the_metrics_of_its_epoch(uninterrupted, tmp_path):
+    trainer, state, wanted, metrics = uninterrupted
+    reset(trainer, state)
+    with pytest.raises(OSError, match="the disk is gone"):
+        fit(trainer, Source(), 2, initial_epoch=0, callbacks=[Once("on_step", 3, fail)])
+    trainer.save(tmp_path)
+    reset(trainer, state)
+    trainer.restore(tmp_path)
+    history = fit(trainer, Source(), 2, validation_data=Source())
+    assert_equal(state_of(trainer), wanted)
+    for name in ("loss", "number", "odd", "y"):
+        assert history[name] == metrics[name]
+
+
+def test_an_interrupted_training_is_left_by_saying_where_to_begin(uninterrupted):
+    trainer, state, wanted, metrics = uninterrupted
+    for kwargs in ({"steps_per_epoch": 0}, {"callbacks": [3]}, {"epochs": 0}):
+        reset(trainer, state)
+        with pytest.raises(OSError, match="gone"):
+            fit(trainer, Source(5, fail), 2, initial_epoch=0)
+        with pytest.raises((TypeError, ValueError)):
+            fit(trainer, **{"data": Source(), "initial_epoch": 0, **kwargs})
+        assert len(fit(trainer, Source(), 2)["loss"]) == 2  # what was refused has begun nothing
+        assert_equal(state_of(trainer), wanted)
+    reset(trainer, state)
+    with pytest.raises(OSError, match="gone"):
+        fit(trainer, Source(5, fail), 2, initial_epoch=0)
+    reset(trainer, state)
+    history = fit(trainer, Source(), 2, initial_epoch=0, validation_data=Source())
+    assert_equal(state_of(trainer), wanted)
+    assert dict(history) == metrics
+
+
+def test_a_callback_that_stops_ends_the_training(on_two):
+    done = 0
+    for hook, when, epochs, steps in [
+        ("on_step", 3, [], 3),
+        ("on_epoch_end", 1, [0], 4),
+        ("on_epoch_begin", 2, [0], 5),
+        ("on_fit_begin", 1, [], 0),
+    ]:
+        history = fit(on_two, batches(), 3, callbacks=Once(hook, when, stop))
+        assert history.epochs == epochs
+        done += steps
+        assert on_two.optimizer.step[...] == done
+
+
+def stop(fit, *_):
+    fit.stop("enough")
+    fit.stop("more")
+    assert fit.stopped == "enough"
+
+
+# Several at once
+
+
+def test_fit_within_fit_is_refused_and_the_outer_one_goes_on(on_two):
+    class Inside(mirror.callbacks.Callback):
+        def on_step(self, outer):
+            with raises(RuntimeError, names="trainer.fit", fix="trainer.evaluate"):
+                fit(outer.trainer, batches())
+            with raises(RuntimeError, names=["trainer.restore", "fit"], fix="trainer.evaluate"):
+                outer.trainer.restore("nowhere")
+            fit(other, batches())
+
+    other = line(on_two.strategy)
+    assert_by_hand(on_two, fit(on_two, batches(), callbacks=Inside()), batches())
+    assert other.optimizer.step[...] == len(batches()) ** 2
+
+
+def test_another_thread_may_train():
+    """And two may at once, with one strategy or with two."""
+    strategies = [cpu_strategy(2), cpu_strategy(3)]
+    trainers = [line(strategy) for strategy in (*strategies, strategies[0])]
+    with ThreadPoolExecutor(3) as pool:
+        histories = list(pool.map(lambda trainer: fit(trainer, batches()), trainers))
+    for trainer, history in zip(trainers, histories, strict=True):
+        assert_by_hand(trainer, history, batches())
+
+
+def test_ctrl_c_is_left_alone_by_other_threads_and_by_handlers_of_others(on_two):
+    trainer, found = on_two, []
+    looks = Once("on_step", 1, lambda _: found.append(signal.getsignal(signal.SIGINT)))
+    thread = threading.Thread(target=fit, args=(trainer, batches()), kwargs={"callbacks": looks})
+    thread.start()
+    thread.join()
+    assert found == [signal.default_int_handler]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        fit(trainer, batches(), callbacks=[Once("on_step", 1, press_ctrl_c)])
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_step(on_two):
+    def twice(*_):
+        press_ctrl_c()
+        press_ctrl_c()
+        raise AssertionError("was not interrupted")
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(on_two, batches(), callbacks=[Once("on_step", 1, twice)])
+
+
+def test_no_thread_reads_on_after_an_error(on_two):
+    before = set(threading.enumerate())
+    for kwargs in ({"callbacks": [Once("on_step", 1, fail)]}, {"validation_data": Source(1, fail)}):
+        with pytest.raises(OSError, match="gone"):
+            fit(on_two, batches(), initial_epoch=0, **kwargs)
+    assert [t for t in set(threading.enumerate()) - before if t.is_alive()] == []
+
+
+# Bad input
+
+
+ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "no module": ({"model": squares}, TypeError, {"names": ["model", "squares"], "fix": ["nnx.Module", "nnx.bridge.ToNNX"]}),
+    "a Linen module": ({"model": LinenLine()}, TypeError, {"names": ["model", "LinenLine"], "fix": ["nnx.Module", "nnx.bridge.ToNNX", "lazy_init(x)"]}),
+    "no optimizer": ({"tx": 0.1}, TypeError, {"names": "tx", "values": [0.1, "float"], "fix": "optax.adam(1e-3)"}),
+    "a schedule": ({"tx": optax.constant_schedule(1)}, TypeError, {"names": "tx", "values": "function", "fix": "optax.adam(1e-3)"}),
+    "no strategy": ({"strategy": "gpu"}, TypeError, {"names": "strategy", "values": ["'gpu'", "str"], "fix": "mirror.MirroredStrategy()"}),
+    "two wrt": ({"tx": "its own", "wrt": nnx.Param}, ValueError, {"names": "wrt", "values": repr(nnx.Param), "fix": "nnx.Optimizer"}),
+    "no pieces": ({"accumulate_steps": 0}, ValueError, {"names": "accumulate_steps", "values": [0, 1]}),
+    "half a step": ({"steps_per_execution": 0.5}, TypeError, {"names": "steps_per_execution", "values": [0.5, "float", 1], "fix": "int"}),
+    "true steps": ({"steps_per_execution": True}, TypeError, {"names": "steps_per_execution", "values": [True, "bool", 1], "fix": "int"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments_of_a_trainer_are_refused(name):
+    kwargs, error, wanted = ARGUMENTS[name]
+    arguments = {"model": Line(), "tx": optax.sgd(1.0), "loss_fn": squares, **kwargs}
+    if arguments["tx"] == "its own":
+        arguments["tx"] = nnx.Optimizer(arguments["model"], optax.sgd(1.0), wrt=nnx.Param)
+    with raises(error, **wanted):
+        mirror.Trainer(**arguments)
+
+
+class Guard(mirror.callbacks.Callback):
+    pass
+
+
+guard = Guard()
+FITS: dict[str, tuple[Any, ...]] = {
+    "no epochs": ({"epochs": 0}, ValueError, {"names": "epochs", "values": [0, 1]}),
+    "half an epoch": ({"epochs": 1.5}, TypeError, {"names": "epochs", "values": [1.5, "float", 1], "fix": "int"}),
+    "begun at the end": ({"epochs": 2, "initial_epoch": 2}, ValueError, {"names": ["initial_epoch", "epochs"], "values": 2}),
+    "begun before": ({"initial_epoch": -1}, ValueError, {"names": "initial_epoch", "values": [-1, 0]}),
+    "no steps": ({"steps_per_epoch": 0}, ValueError, {"names": "steps_per_epoch", "values": [0, 1]}),
+    "half a step": ({"steps_per_epoch": 0.5}, ValueError, {"names": "steps_per_epoch", "values": [0.5, "float", 1]}),
+    "true steps": ({"steps_per_epoch": True}, ValueError, {"names": "steps_per_epoch", "values": [True, "bool", 1]}),
+    "a class": ({"callbacks": [Guard]}, TypeError, {"names": "Guard", "fix": "Guard(...)"}),
+    "only a class": ({"callbacks": Guard}, TypeError, {"names": "Guard", "fix": "Guard(...)"}),
+    "a function": ({"callbacks": [fail]}, TypeError, {"names": "fail", "fix": "mirror.callbacks.Callback"}),
+    "none": ({"callbacks": None}, TypeError, {"values": [None, "NoneType"], "fix": "mirror.callbacks.Callback"}),
+    "twice": ({"callbacks": [guard, guard]}, ValueError, {"names": "callbacks"}),
+    "no data": ({"data": []}, ValueError, {"names": "data", "fix": "batch"}),
+    "no examples": ({"data": [{"x": np.zeros((0, 3))}]}, ValueError, {"names": "data", "fix": "batch"}),
+    "no second pass": ({"data": map(dict, batches()), "epochs": 2}, ValueError, {"fix": "iterator"}),
+    "whole arrays": ({"data": DATA}, TypeError, {"values": "dict", "fix": "mirror.data.from_arrays(arrays, batch_size)"}),
+    "a file": ({"data": "train.csv"}, TypeError, {"values": ["'train.csv'", "str"], "fix": "DataLoader"}),
+    "ragged": ({"data": [{"x": DATA["x"], "y": DATA["y"][:3]}]}, ValueError, {"names": ["batch['x']", "batch['y']"], "values": ["float32[13,3]", "float32[3]"]}),
+    "larger": ({"data": [*batches(4), DATA]}, ValueError, {"values": [1, 13, 4]}),
+    "another structure": ({"data": [*batches(4), {"x": DATA["x"][:4]}]}, ValueError, {"names": ["batch['k']", "batch['y']"], "values": [1, 0]}),
+    "no validation": ({"validation_data": []}, ValueError, {"names": "data", "fix": "batch"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FITS)
+def test_arguments_of_fit_are_refused(on_two, name):
+    kwargs, error, wanted = FITS[name]
+    with raises(error, **wanted):
+        fit(on_two, **{"data": batches(), **kwargs})
+
+
+def test_used_up_data_is_refused(on_two):
+    data = iter(batches())
+    fit(on_two, data)
+    for use in (fit, mirror.Trainer.evaluate, mirror.Trainer.verify):
+        with raises(ValueError, names="data", fix="generator"):
+            use(on_two, data)
+
+
+def test_data_that_has_become_shorter_cannot_be_gone_on_with(on_two):
+    with pytest.raises(OSError, match="gone"):
+        fit(on_two, Source(4, fail))
+    with raises(ValueError, names="dataset", values=[3 * B, 3]):
+        fit(on_two, batches(3))
+
+
+def test_scopes_and_replicas_are_refused(on_two, eight):
+    with eight.scope(), raises(RuntimeError, values=[on_two.strategy, eight], fix="scope"):
+        fit(on_two, batches())
+    foreign = eight.distribute_dataset(batches(), remainder="pad")
+    with raises(ValueError, names="batch['k']", values=[8, 2], fix="distribute_dataset"):
+        fit(on_two, foreign)
+
+    def step():
+        on_two.evaluate(batches())
+
+    with raises(RuntimeError, values=[on_two.strategy], fix="replica"):
+        on_two.strategy.run(step)
+
+
+PREDICTIONS: dict[str, tuple[Any, ...]] = {
+    "a scalar": (lambda model, batch: {"sum": model(batch["x"]).sum()}, ValueError, {"names": ["<lambda>", "result['sum']"], "values": [(), 2, "(2, ...)"]}),
+    "a number": (lambda model, batch: 1.0, ValueError, {"names": ["<lambda>", "result"], "values": [(), 2, "(2, ...)"]}),
+    "one row": (lambda model, batch: model(batch["x"])[:1], ValueError, {"names": ["<lambda>", "result"], "values": [(1,), 2, "(2, ...)"]}),
+    "nothing": (lambda model, batch: None, ValueError, {"names": "<lambda>", "values": [None, "NoneType"]}),
+    "no arrays": (lambda model, batch: {}, ValueError, {"names": "<lambda>", "values": ["{}", "dict"]}),
+    "text": (lambda model, batch: "cat", TypeError, {"names": "result", "values": ["'cat'", "str"]}),
+    "no function": ("cat", TypeError, {"names": "fn", "values": ["'cat'", "str"], "fix": "(model, batch)"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PREDICTIONS)
+def test_what_is_no_prediction_is_refused(on_two, name):
+    fn, error, wanted = PREDICTIONS[name]
+    with raises(error, **wanted):
+        on_two.predict(fn, batches())
+
+
+def test_predictions_of_no_data_are_refused(on_two):
+    with raises(ValueError, names="data", fix="batch"):
+        on_two.predict(each_row, [])
+
+
+def test_a_loss_that_is_no_number_is_said_once(two):
+    def loss_fn(model, batch):
+        return jnp.where(batch["k"] > 8, jnp.nan, 0) * model.b
+
+    trainer = line(two, loss_fn=loss_fn)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        history = trainer.fit(batches(), 2, progress=False)
+    (warning,) = caught
+    fix = "mirror.callbacks.NaNGuard()"
+    assert_message(str(warning.message), names="loss", values=["nan", 3], fix=fix)
+    assert warning.filename == __file__
+    assert np.isnan(history["loss"]).all()
+
+
+def test_there_is_no_program_before_the_first_step(on_two):
+    with raises(RuntimeError, fix=["step", "program"]):
+        on_two.lowered_text()
+    texts = []
+    at_once = Once("on_step", 1, lambda _: texts.append(on_two.lowered_text()))
+    fit(on_two, batches(), callbacks=at_once)
+    assert "func.func" in texts[0]

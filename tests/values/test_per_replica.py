@@ -1,0 +1,145 @@
+"""`PerReplica`: a tree of one leaf, which cannot be mistaken for an array."""
+
+import operator
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mirror
+from mirror import PerReplica
+from mirror._src.values.per_replica import is_per_replica
+from tests.support.messages import raises
+
+VALUES = {
+    "numbers": [1.0, 2.0],
+    "numpy": [np.arange(3), np.arange(3, 6)],
+    "jax": [jnp.arange(3), jnp.arange(3, 6)],
+    "numpy and jax": [np.arange(3, dtype=np.int32), jnp.arange(3, 6)],
+    "empty": [np.zeros((0, 2)), np.zeros((0, 2))],
+    "bool": [True, False],
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_it_holds_one_array_for_each_replica(name):
+    values = VALUES[name]
+    held = PerReplica(values)
+    assert held.num_replicas == 2
+    assert held.stacked.shape == (2, *np.shape(values[0]))
+    assert held.dtype == held.stacked.dtype
+    for mine, given in zip(held.values, values, strict=True):
+        np.testing.assert_array_equal(mine, given)
+    np.testing.assert_array_equal(np.asarray(held), np.stack([np.asarray(v) for v in values]))
+
+
+def test_arrays_on_different_devices_stay_where_they_are():
+    devices = jax.devices("cpu")[:3]
+    held = PerReplica([jax.device_put(np.full(2, i), d) for i, d in enumerate(devices)])
+    assert [next(iter(v.devices())) for v in held.values] == devices
+    np.testing.assert_array_equal(held, [[0, 0], [1, 1], [2, 2]])
+
+
+def test_the_values_of_a_result_lie_on_their_replicas_devices(eight):
+    held = eight.run(lambda: jnp.full(3, mirror.get_replica_context().replica_id_in_sync_group))
+    assert [next(iter(v.devices())) for v in held.values] == list(eight.devices)
+    assert [value.shape for value in held.values] == [(3,)] * 8
+    np.testing.assert_array_equal(np.stack(held.values), np.asarray(held))
+
+
+def test_rows_of_an_array_that_lies_in_another_way():
+    rows = PerReplica.from_stacked(jnp.arange(6).reshape(2, 3)).values
+    np.testing.assert_array_equal(np.stack(rows), [[0, 1, 2], [3, 4, 5]])
+
+
+def test_it_is_a_tree_of_one_leaf():
+    held = PerReplica([1.0, 2.0])
+    (path, leaf), *rest = jax.tree_util.tree_flatten_with_path({"x": held})[0]
+    assert not rest
+    assert jax.tree_util.keystr(path) == "['x'].stacked"
+    assert leaf is held.stacked
+    doubled = jax.tree.map(lambda x: 2 * x, held)
+    assert is_per_replica(doubled)
+    np.testing.assert_array_equal(doubled, [2.0, 4.0])
+    placeholder = jax.tree.map(lambda _: "anything", held)
+    assert repr(placeholder) == "PerReplica('anything')"
+
+
+def test_it_goes_through_jit_and_pickle():
+    held = PerReplica([1.0, 2.0])
+    np.testing.assert_array_equal(jax.jit(lambda x: x)(held), held)
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(held)), held)
+
+
+@pytest.mark.parametrize(
+    ("held", "text"),
+    [
+        (PerReplica([1.0, 2.0]), "PerReplica(1., 2.)"),
+        (PerReplica([[1, 2], [3, 4]]), "PerReplica([1, 2], [3, 4])"),
+        (PerReplica([np.zeros(64, np.int8)] * 2), "PerReplica(2 x int8[64])"),
+        (PerReplica([np.zeros((8, 9), bool)] * 3), "PerReplica(3 x bool[8,9])"),
+    ],
+)
+def test_repr_is_short(held, text):
+    assert repr(held) == text
+
+
+def test_repr_of_prng_keys_and_of_deleted_arrays_raises_nothing(two):
+    keys = two.run(lambda: mirror.get_replica_context().fold_in(jax.random.key(0)))
+    assert repr(keys).startswith("PerReplica(2 x key<")
+    gone = PerReplica([jnp.zeros(3)] * 2)
+    gone.stacked.delete()
+    assert "deleted" in repr(gone)
+
+
+def test_dtype_and_copy_of_the_array():
+    held = PerReplica([1, 2])
+    assert np.asarray(held, dtype=np.float32).dtype == np.float32
+    copy = np.array(held)
+    copy[:] = 9
+    np.testing.assert_array_equal(held, [1, 2])
+
+
+BINARY = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"]
+BINARY += ["lt", "le", "gt", "ge"]
+UNARY = [operator.neg, abs, float, int, bool, len, iter, list, operator.itemgetter(0)]
+
+
+@pytest.mark.parametrize("name", BINARY)
+@pytest.mark.parametrize(
+    "other", [2.0, np.float32(2), np.ones(2), jnp.ones(2)], ids=lambda o: type(o).__name__
+)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_arithmetic_outside_a_replica_is_refused(name, other, side):
+    held = PerReplica([1.0, 2.0])
+    pair = (held, other) if side == "left" else (other, held)
+    with raises(TypeError, values="PerReplica(1., 2.)", fix="strategy.reduce('mean', x)"):
+        getattr(operator, name)(*pair)
+
+
+@pytest.mark.parametrize("operation", UNARY, ids=str)
+def test_reading_it_as_one_value_is_refused(operation):
+    with raises(TypeError, values="PerReplica(1., 2.)", fix="strategy.reduce('mean', x)"):
+        operation(PerReplica([1.0, 2.0]))
+
+
+def test_a_format_says_the_same():
+    held = PerReplica([1.0, 2.0])
+    assert f"{held}" == repr(held)
+    with raises(TypeError, names="__format__", values=repr(held), fix="strategy.reduce"):
+        f"{held:.3f}"
+
+
+def test_numpy_may_look_at_it():
+    np.testing.assert_array_equal(np.asarray(PerReplica([1.0, 2.0])) + 1, [2.0, 3.0])
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_from_stacked_copies_nothing(n):
+    rows = np.arange(n * 2).reshape(n, 2)
+    held = PerReplica.from_stacked(rows)
+    assert held.stacked is rows
+    assert held.num_replicas == n
+    assert not hasattr(held, "__dict__")
