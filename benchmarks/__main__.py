@@ -22,15 +22,15 @@ _PART_LIMIT_SECS = 240.0
 _LIMIT_SECS_PER_ROUND = 5.0
 
 
-def run_job(job: plan.Job, say: Callable[[str], None]) -> Done:
-    """Measures a job; whatever goes wrong is a part of what comes back.
+def run_job(job: plan.Job, log: Callable[[str], None]) -> Done:
+    """Measures a job; failures are part of the result.
 
     Args:
         job: What to measure.
-        say: Is told at once of what cannot be measured.
+        log: Is called immediately with the reason for a failure.
     """
     if job.kind == "own":
-        return Done(job, {job.names[0]: Cell(job, say).measure()})
+        return Done(job, {job.names[0]: Cell(job, log).measure()})
     result: dict[str, Any] = {}
     limit = _PART_LIMIT_SECS + _LIMIT_SECS_PER_ROUND * job.timing.rounds
     with Child("benchmarks.child", job.to_dict(), job.devices) as child:
@@ -38,18 +38,19 @@ def run_job(job: plan.Job, say: Callable[[str], None]) -> Done:
             try:
                 answer = child.answer(limit)
             except ChildError as error:
-                say(str(error))
+                log(str(error))
                 return Done(job, result, str(error))
             result[answer["name"]] = answer["part"]
     return Done(job, result)
 
 
 def is_broken(done: Sequence[Done]) -> bool:
-    """Whether something was not measured that could have been."""
-    reasons = [each.lost for each in done]
-    for each in done:
-        if each.job.kind == "own":
-            reasons += [reason for cell in each.result.values() for reason in cell["lost"].values()]
+    """Whether a measurement failed for another reason than a package that is not installed."""
+    reasons = [result.lost for result in done]
+    for result in done:
+        if result.job.kind == "own":
+            for cell in result.result.values():
+                reasons += cell["lost"].values()
     return any(reason and not reason.startswith("not installed") for reason in reasons)
 
 
@@ -64,20 +65,20 @@ def _chosen(what: str, known: Sequence[str]) -> Callable[[str], tuple[str, ...]]
     return parse
 
 
-def _counts(counted: str) -> tuple[int, ...]:
-    counts = tuple(map(int, counted.split(",")))
-    if min(counts) < 1:
-        raise argparse.ArgumentTypeError(f"{counted}: at least 1")
-    return counts
+def _positive_ints(text: str) -> tuple[int, ...]:
+    numbers = tuple(map(int, text.split(",")))
+    if min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be positive")
+    return numbers
 
 
-def _at_least_one(counted: str) -> int:
-    (count,) = _counts(counted)
-    return count
+def _positive_int(text: str) -> int:
+    (number,) = _positive_ints(text)
+    return number
 
 
 def parse(argv: Sequence[str] | None) -> tuple[plan.Settings, argparse.Namespace]:
-    """Returns the settings that the command line asks for, and how to print."""
+    """Parses the command line; returns the settings, and the options for the output."""
     default = plan.Settings()
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
@@ -92,67 +93,70 @@ def parse(argv: Sequence[str] | None) -> tuple[plan.Settings, argparse.Namespace
         parser.add_argument(
             f"--{name}", type=_chosen(name[:-1], known), help=f"default: {','.join(known)}"
         )
-    parser.add_argument("--devices", type=_counts, help="default: 1,2,4,8")
+    parser.add_argument("--devices", type=_positive_ints, help="default: 1,2,4,8")
     parser.add_argument(
         "--repeats",
-        type=_at_least_one,
+        type=_positive_int,
         metavar="ROUNDS",
-        help=f"rounds of paired suites, default {default.timing.rounds}",
+        help=f"rounds of the paired suites, default {default.timing.rounds}",
     )
     parser.add_argument(
         "--own-repeats",
-        type=_at_least_one,
+        type=_positive_int,
         metavar="ROUNDS",
-        help=f"rounds of each start of own processes, default {default.own_timing.rounds}",
+        help=f"rounds per start of the own processes, default {default.own_timing.rounds}",
     )
     parser.add_argument(
         "--starts",
-        type=_at_least_one,
+        type=_positive_int,
         metavar="N",
-        help=f"how often own processes are started, default {default.own_timing.starts}",
+        help=f"starts of the own processes, default {default.own_timing.starts}",
     )
-    parser.add_argument("--quick", action="store_true", help="under two minutes, less exact")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="all measurements, as they are")
-    parser.add_argument("--picture", type=Path, metavar="FILE.png", help="of the suite own")
-    parser.add_argument("--markdown", action="store_true", help="tables as Markdown")
+    parser.add_argument("--quick", action="store_true", help="less than two minutes, less precise")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the raw measurements")
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE.png", help="file for a picture of the suite `own`"
+    )
+    parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
     options = parser.parse_args(argv)
     settings = default.quick() if options.quick else default
-    asked = {name: getattr(options, name) for name in ("devices", "models", "suites", "contenders")}
+    names = ("devices", "models", "suites", "contenders")
+    selected = {name: getattr(options, name) for name in names}
     return replace(
         settings,
         timing=_changed(settings.timing, rounds=options.repeats),
         own_timing=_changed(settings.own_timing, rounds=options.own_repeats, starts=options.starts),
-        **{name: value for name, value in asked.items() if value is not None},
+        **{name: value for name, value in selected.items() if value is not None},
     ), options
 
 
-def _changed(timing: plan.Timing, **asked: int | None) -> plan.Timing:
-    return replace(timing, **{k: v for k, v in asked.items() if v is not None})
+def _changed(timing: plan.Timing, **changes: int | None) -> plan.Timing:
+    return replace(timing, **{k: v for k, v in changes.items() if v is not None})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs all jobs, one after the other, prints the tables, and returns the exit status.
+    """Runs all jobs in order, prints the tables, and returns the exit status.
 
-    The file is written after every job, so that an interrupted run leaves its numbers.
+    The JSON file is written after every job, so that an interrupted run keeps its measurements.
     """
     settings, options = parse(argv)
     if options.picture:
         require_matplotlib()
     start = time.perf_counter()
 
-    def say(line: str) -> None:
+    def log(line: str) -> None:
         print(f"[{time.perf_counter() - start:4.0f} s] {line}", file=sys.stderr, flush=True)
 
     run = record.start(sys.argv[1:] if argv is None else argv)
     for job in settings.jobs():
-        say(str(job))
-        run.done.append(run_job(job, say))
+        log(str(job))
+        run.done.append(run_job(job, log))
         if options.json:
             run.save(options.json)
     print(text(run, markdown=options.markdown))
     if options.picture:
         draw(run, options.picture)
-    say("done")
+    log("done")
     return int(is_broken(run.done))
 
 

@@ -1,7 +1,7 @@
-"""Contenders written by hand, as an expert would. Imports no `mirror`.
+"""Contenders written by hand in JAX, the way an expert would. Does not import `mirror`.
 
-All of them keep their state on the devices, donate it, and read a batch that is there already. On
-several host devices at most two launches are in flight: JAX 0.10.2 deadlocks when more pile up.
+All of them keep their state on the devices, donate it, and read a batch that is already there. On
+several host devices, at most two launches are in flight: JAX 0.10.2 can deadlock with more.
 """
 
 from collections import deque
@@ -23,25 +23,25 @@ MOST_IN_FLIGHT = 2
 
 
 class HandWritten(JaxContender):
-    """A compiled `(state, batch) -> (state, token)`, launched by the best loop there is for it."""
+    """A compiled `(state, batch) -> (state, token)`, launched by the fastest safe loop."""
 
     def __init__(
         self, name: str, step: Callable[..., Any], state: PyTree, batch: PyTree, *, bounded: bool
     ) -> None:
         self.name = name
         self._step, self._state, self._batch = step, state, batch
-        self._most = MOST_IN_FLIGHT if bounded else 2**30
+        self._most_in_flight = MOST_IN_FLIGHT if bounded else 2**30
         self._in_flight: deque[Array] = deque(maxlen=None if bounded else 1)
 
     def launch(self) -> None:
         """Starts one step."""
-        if len(self._in_flight) >= self._most:
+        if len(self._in_flight) >= self._most_in_flight:
             self._in_flight.popleft().block_until_ready()
         self._state, token = self._step(self._state, self._batch)
         self._in_flight.append(token)
 
     def arrays(self) -> tuple[PyTree, Array]:
-        """Returns the state, and the loss."""
+        """Returns the state and the loss."""
         return self._state, self._in_flight[-1]
 
     def params(self) -> PyTree:
@@ -50,7 +50,7 @@ class HandWritten(JaxContender):
 
 
 def plain_step(model: Model, reduce: Callable[[PyTree], PyTree]) -> Callable[..., Any]:
-    """Returns a step on a plain pytree; `reduce` makes gradients and loss the global ones."""
+    """Returns a step on a plain pytree; `reduce` averages gradients and loss over the devices."""
     tx = optimizer(model)
 
     def step(state: PyTree, batch: Batch) -> tuple[PyTree, Array]:
@@ -81,12 +81,12 @@ def nnx_step(reduce: Callable[[PyTree], PyTree]) -> Callable[..., Array]:
 
 
 def unreduced(tree: PyTree) -> PyTree:
-    """Returns its argument: the step sees the whole batch."""
+    """Returns its argument, for steps that see the whole batch."""
     return tree
 
 
 def mean_over_axis(tree: PyTree) -> PyTree:
-    """Returns the mean over the devices, as it is written by hand."""
+    """Returns the mean over the devices."""
     return jax.lax.pmean(tree, AXIS)
 
 
@@ -97,20 +97,20 @@ def initial_state(model: Model) -> PyTree:
 
 
 def create_objects(model: Model) -> tuple[nnx.Module, nnx.Optimizer]:
-    """Returns the nnx module with its optimizer."""
+    """Returns the nnx module and its optimizer."""
     module = model.module()
     return module, nnx.Optimizer(module, optimizer(model), wrt=nnx.Param)
 
 
 def nnx_jit(model: Model) -> ObjectsContender:
-    """Returns the step through `nnx.jit`, on one device."""
+    """Returns the step compiled by `nnx.jit`, on one device."""
     module, opt = create_objects(model)
     batch = jax.device_put(model.batch(), jax.devices("cpu")[0])
     return ObjectsContender(plan.NNX_JIT, nnx.jit(nnx_step(unreduced)), module, opt, batch)
 
 
 def pmapped(step: Callable[..., Any], place: Placement) -> Callable[..., Any]:
-    """Returns `jax.pmap` with mirrored state in and out with axis None: no stacked copies."""
+    """Returns `jax.pmap` of the step; axis `None` for the state avoids stacked copies."""
     return jax.pmap(
         step,
         axis_name=AXIS,
@@ -122,7 +122,7 @@ def pmapped(step: Callable[..., Any], place: Placement) -> Callable[..., Any]:
 
 
 def shard_mapped(step: Callable[..., Any], place: Placement) -> Callable[..., Any]:
-    """Returns `jit(shard_map)`; gradients are reduced by hand, so replication is not inferred."""
+    """Returns `jit(shard_map)` of the step, which reduces its gradients explicitly."""
     mapped = jax.shard_map(
         step,
         mesh=place.mesh,
@@ -134,7 +134,7 @@ def shard_mapped(step: Callable[..., Any], place: Placement) -> Callable[..., An
 
 
 def sharded_jit(step: Callable[..., Any], place: Placement) -> Callable[..., Any]:
-    """Returns `jit` of the step on the global batch; XLA inserts the collectives."""
+    """Returns `jit` of the step on the global batch, for which XLA inserts the collectives."""
     return jax.jit(
         step,
         in_shardings=(place.replicated, place.sharded),
@@ -144,7 +144,7 @@ def sharded_jit(step: Callable[..., Any], place: Placement) -> Callable[..., Any
 
 
 def single_device_jit(step: Callable[..., Any], _: Placement) -> Callable[..., Any]:
-    """Returns `jit` of the step with no sharding at all."""
+    """Returns `jit` of the step without shardings."""
     return jax.jit(step, donate_argnums=0)
 
 
@@ -157,9 +157,9 @@ COMPILERS = {
 
 
 def hand_written(name: str, model: Model, place: Placement) -> HandWritten:
-    """Returns the step as written by hand, in the form of that name."""
-    in_mapping = name in (plan.PMAP, plan.SHARD_MAP)
-    step = plain_step(model, mean_over_axis if in_mapping else unreduced)
+    """Returns the hand-written contender `name` for a model."""
+    is_mapped = name in (plan.PMAP, plan.SHARD_MAP)
+    step = plain_step(model, mean_over_axis if is_mapped else unreduced)
     if name == plan.ONE_DEVICE:
         (device,) = place.devices
         state, batch = jax.device_put((initial_state(model), model.batch()), device)
@@ -174,5 +174,5 @@ def hand_written(name: str, model: Model, place: Placement) -> HandWritten:
 
 
 def create(name: str, workload: Workload, num_devices: int) -> HandWritten:
-    """Returns the hand-written contender of that name."""
+    """Returns the hand-written contender `name` for a workload."""
     return hand_written(name, model_of(workload), Placement(num_devices))

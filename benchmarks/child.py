@@ -1,4 +1,4 @@
-"""One child process: measures one job, and prints each part of the result as a line of JSON."""
+"""Child process that measures one job and prints each part of the result as a line of JSON."""
 
 import gc
 import json
@@ -22,57 +22,57 @@ from benchmarks.through_mirror import (
 )
 from benchmarks.trainer import STEPS, trainer_contenders
 
-# Adam makes rounding larger in each of the many steps before parameters are compared.
+# Adam amplifies rounding errors in each of the many steps before the parameters are compared.
 _RTOL_OF_EPOCHS = 1e-3
 
-UnstackedArrays = Iterator[tuple[str, Any]]
+Parts = Iterator[tuple[str, Any]]
 Contenders = Callable[[Model, int], list[JaxContender]]
 
 
-def _by_model(job: plan.Job, contenders: Contenders, **options: Any) -> UnstackedArrays:
+def _by_model(job: plan.Job, contenders: Contenders, **options: Any) -> Parts:
     for name in job.names:
         yield name, measure(contenders(BY_NAME[name], job.devices), job.timing, **options)
         gc.collect()
 
 
-def run_steps(job: plan.Job) -> UnstackedArrays:
+def run_steps(job: plan.Job) -> Parts:
     return _by_model(job, step_contenders)
 
 
-def run_dispatch(job: plan.Job) -> UnstackedArrays:
+def run_dispatch(job: plan.Job) -> Parts:
     for leaves in job.leaves:
         yield str(leaves), measure(dispatch_contenders(leaves, job.devices), job.timing)
 
 
-def run_deep(job: plan.Job) -> UnstackedArrays:
+def run_deep(job: plan.Job) -> Parts:
     yield "deep", measure(deep_contenders(BY_NAME["deep"], job.devices), job.timing)
 
 
-def run_rows(job: plan.Job) -> UnstackedArrays:
+def run_rows(job: plan.Job) -> Parts:
     return _by_model(job, lambda model, _: row_contenders(model))
 
 
-def run_staged(job: plan.Job) -> UnstackedArrays:
+def run_staged(job: plan.Job) -> Parts:
     return _by_model(job, staged_contenders)
 
 
-def run_trainer(job: plan.Job) -> UnstackedArrays:
-    """Milliseconds per step; a launch is an epoch."""
+def run_trainer(job: plan.Job) -> Parts:
+    """Yields milliseconds per step, although a launch is an epoch."""
     for model, times in _by_model(job, trainer_contenders, rtol=_RTOL_OF_EPOCHS, fewest=1):
-        yield model, {name: [ms / STEPS for ms in each] for name, each in times.items()}
+        yield model, {name: [ms / STEPS for ms in epochs] for name, epochs in times.items()}
 
 
-def run_memory(job: plan.Job) -> UnstackedArrays:
+def run_memory(job: plan.Job) -> Parts:
     for name in job.names:
         yield name, measure_memory(name, job.devices)
 
 
-def run_first(job: plan.Job) -> UnstackedArrays:
+def run_first(job: plan.Job) -> Parts:
     (name,) = job.names
     yield name, measure_first(name, job.devices)
 
 
-RUNNERS: dict[str, Callable[[plan.Job], UnstackedArrays]] = {
+RUNNERS: dict[str, Callable[[plan.Job], Parts]] = {
     "steps": run_steps,
     "dispatch": run_dispatch,
     "deep": run_deep,

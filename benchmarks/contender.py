@@ -1,4 +1,4 @@
-"""What every contender can do, whatever it is written in. Imports no library but Python's own."""
+"""Base class of all contenders. Imports only the standard library."""
 
 import abc
 import importlib
@@ -8,11 +8,11 @@ from benchmarks.workloads import Workload
 
 
 class Contender(abc.ABC):
-    """One way to run a training step; it holds its state and its batch.
+    """One implementation of a training step, with its state and its batch.
 
     Attributes:
         name: One of the names in `plan`.
-        fewest_steps: How many steps a turn has at least.
+        fewest_steps: Least number of steps in a turn.
     """
 
     name: str
@@ -20,14 +20,14 @@ class Contender(abc.ABC):
 
     @abc.abstractmethod
     def advance(self, steps: int) -> None:
-        """Takes some steps, and returns when everything is computed."""
+        """Takes some steps, and waits until all results are computed."""
 
     @abc.abstractmethod
     def loss(self) -> float:
-        """Returns the loss of the last step's batch, before that step's update."""
+        """Returns the loss of the last step, before its update."""
 
     def close(self) -> None:  # noqa: B027
-        """Ends what the contender has started."""
+        """Stops processes that the contender has started."""
 
 
 _MODULES = {
@@ -40,7 +40,7 @@ _MODULES = {
 
 
 def create(name: str, workload: Workload, num_devices: int) -> Contender:
-    """Returns the contender of that name; imports its library, and no other contender's.
+    """Returns a contender by name; imports only the library of this contender.
 
     Raises:
         ModuleNotFoundError: If its library is not installed.

@@ -1,4 +1,4 @@
-"""Pure dispatch: many small leaves in, the same leaves plus one out, no collective."""
+"""Dispatch overhead: adds one to many small leaves, without collectives."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +18,7 @@ _WIDTH = 8
 
 
 class Leaves(nnx.Module):
-    """Nothing but variables."""
+    """Module that contains only variables."""
 
     def __init__(self, values: Sequence[Array]) -> None:
         self.leaves = nnx.List([nnx.Param(value) for value in values])
@@ -39,7 +39,7 @@ def _nnx_step(module: Leaves) -> None:
 
 
 def _hand_written_step(state: PyTree, _: Any) -> tuple[PyTree, Array]:
-    # The state is donated to the next launch, so that a loop by hand needs a token to wait for.
+    # The state is donated to the next launch, so the hand-written loop needs a token to wait for.
     return jax.tree.map(lambda x: x + 1, state), jnp.zeros((), jnp.int8)
 
 
@@ -58,14 +58,14 @@ def _through_mirror(num_leaves: int, num_devices: int) -> list[JaxContender]:
 
 
 def dispatch_contenders(num_leaves: int, num_devices: int) -> list[JaxContender]:
-    """Returns all ways to add one to the leaves of a state."""
-    found = _through_mirror(num_leaves, num_devices)
+    """Returns all contenders for adding one to the leaves of a state."""
+    contenders = _through_mirror(num_leaves, num_devices)
     place = Placement(num_devices)
-    # pmap wants one mapped argument at least; the others get none.
+    # pmap requires at least one mapped argument.
     row = jax.device_put(np.zeros((num_devices,), np.int8), place.sharded)
     for name in plan.HAND_WRITTEN:
-        start = jax.device_put(_initial(num_leaves), place.replicated)
-        rest = row if name == plan.PMAP else None
+        state = jax.device_put(_initial(num_leaves), place.replicated)
+        batch = row if name == plan.PMAP else None
         compiled = COMPILERS[name](_hand_written_step, place)
-        found.append(HandWritten(name, compiled, start, rest, bounded=num_devices > 1))
-    return found
+        contenders.append(HandWritten(name, compiled, state, batch, bounded=num_devices > 1))
+    return contenders

@@ -1,4 +1,4 @@
-"""The first step: from the call to the compiled program and its result, in a fresh process."""
+"""Time of the first step, including tracing and compilation, in a fresh process."""
 
 import time
 from typing import Any
@@ -13,14 +13,14 @@ _COMPILING = "/jax/core/compile/backend_compile_duration"
 
 
 class CompileClock:
-    """Adds up the time in XLA's compiler; what else the call takes is tracing and lowering."""
+    """Sums the time spent in XLA's compiler; the rest of the call is tracing and lowering."""
 
     def __init__(self) -> None:
         self.secs = 0.0
         jax.monitoring.register_event_duration_secs_listener(self)
 
     def __call__(self, event: str, duration_secs: float, **_: str | int) -> None:
-        """Is told of every event."""
+        """Handles an event of JAX."""
         if event == _COMPILING:
             self.secs += duration_secs
 
@@ -30,28 +30,28 @@ def measure_first(name: str, num_devices: int) -> dict[str, Any]:
 
     Args:
         name: The contender.
-        num_devices: On how many devices.
+        num_devices: Number of devices.
 
     Returns:
-        `first`, until it is done; `lowered`, from the call to the lowered program: tracing, the
-        proof, lowering; `compiling`, in XLA's compiler; `second`, of the second step.
+        `first`, the whole first step; `lowered`, from the call to the lowered program (tracing,
+        proof, lowering); `compiling`, in XLA's compiler; `second`, the second step.
 
     Raises:
-        RuntimeError: If JAX reports no compilation: its event has another name.
+        RuntimeError: If JAX reports no compilation because the event has been renamed.
     """
-    made = contender.create(name, workloads.BY_NAME[MODEL], num_devices)
-    assert isinstance(made, JaxContender)
+    candidate = contender.create(name, workloads.BY_NAME[MODEL], num_devices)
+    assert isinstance(candidate, JaxContender)
     jax.block_until_ready(jax.live_arrays())
     clock = CompileClock()
     start = time.perf_counter()
-    made.launch()
+    candidate.launch()
     called = time.perf_counter() - start
-    jax.block_until_ready(made.arrays())
+    jax.block_until_ready(candidate.arrays())
     first = time.perf_counter() - start
     if not clock.secs:
         raise RuntimeError(f"JAX {jax.__version__} reported no event {_COMPILING}.")
     start = time.perf_counter()
-    made.advance(1)
+    candidate.advance(1)
     return {
         "first": first,
         "lowered": called - clock.secs,

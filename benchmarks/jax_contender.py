@@ -1,4 +1,4 @@
-"""Contenders in JAX: their launches return before the step is done. Imports no `mirror`."""
+"""Base classes of contenders in JAX, whose launches are asynchronous. Does not import mirror."""
 
 import abc
 from typing import Any
@@ -15,7 +15,7 @@ AXIS = "replica"
 
 
 class JaxContender(Contender):
-    """A contender whose steps are launched, and awaited at the end."""
+    """A contender that launches its steps, and waits for them at the end."""
 
     @abc.abstractmethod
     def launch(self) -> None:
@@ -23,25 +23,25 @@ class JaxContender(Contender):
 
     @abc.abstractmethod
     def arrays(self) -> PyTree:
-        """Returns a pair: the state, and what else has to be ready for the step to be done."""
+        """Returns the state, and other arrays that are ready when the step is complete."""
 
     @abc.abstractmethod
     def params(self) -> PyTree:
         """Returns the parameters, as a plain pytree."""
 
     def advance(self, steps: int) -> None:
-        """Takes some steps, and returns when everything is computed."""
+        """Takes some steps, and waits until all results are computed."""
         for _ in range(steps):
             self.launch()
         jax.block_until_ready(self.arrays())
 
     def loss(self) -> float:
-        """Returns the loss of the last step's batch, before that step's update."""
+        """Returns the loss of the last step, before its update."""
         return float(np.asarray(self.arrays()[1]))
 
 
 class ObjectsContender(JaxContender):
-    """A step on nnx objects, through whatever runs it: `strategy.run`, or `nnx.jit`."""
+    """A step on nnx objects, run by `strategy.run` or `nnx.jit`."""
 
     def __init__(self, name: str, call: Any, module: nnx.Module, *rest: Any) -> None:
         self.name = name
@@ -55,7 +55,7 @@ class ObjectsContender(JaxContender):
         self._loss = self._call(*self._args)
 
     def arrays(self) -> tuple[list[Array], Any]:
-        """Returns the values of the variables, and the loss."""
+        """Returns the values of the variables and the loss."""
         return [v.get_raw_value() for v in self._variables], self._loss
 
     def params(self) -> PyTree:
@@ -68,7 +68,7 @@ def _is_object(value: Any) -> bool:
 
 
 class Placement:
-    """Where arrays lie on the first host devices.
+    """Shardings over the first host devices.
 
     Raises:
         RuntimeError: If there are fewer than `num_devices`.
@@ -77,14 +77,14 @@ class Placement:
     def __init__(self, num_devices: int) -> None:
         self.devices = jax.devices("cpu")[:num_devices]
         if len(self.devices) < num_devices:
-            raise RuntimeError(f"{num_devices} host devices asked for, {len(self.devices)} there.")
+            raise RuntimeError(f"{num_devices} host devices requested, {len(self.devices)} exist.")
         self.num_devices = num_devices
         self.mesh = Mesh(np.asarray(self.devices), (AXIS,))
         self.replicated = NamedSharding(self.mesh, PartitionSpec())
         self.sharded = NamedSharding(self.mesh, PartitionSpec(AXIS))
 
     def stack(self, batch: Batch) -> Batch:
-        """Returns the batch with a leading device axis, as pmap takes it."""
+        """Returns the batch with a leading device axis, as pmap requires."""
         n = self.num_devices
         rows = jax.tree.map(lambda x: x.reshape(n, x.shape[0] // n, *x.shape[1:]), batch)
         return jax.device_put(rows, self.sharded)

@@ -1,4 +1,4 @@
-"""Memory: copies of the state on a device, buffers reused, and the sharded optimizer state."""
+"""Memory of a device: copies of the state, reused buffers, and sharded optimizer state."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ _STEPS = 5
 
 
 def live_bytes(device: jax.Device) -> int:
-    """Bytes of all arrays on the device that are alive."""
+    """Returns the bytes of all live arrays on a device."""
     return sum(
         math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
         for array in jax.live_arrays()
@@ -24,12 +24,12 @@ def live_bytes(device: jax.Device) -> int:
 
 
 def state_of(contender: JaxContender) -> list[Any]:
-    """The arrays of the state."""
+    """Returns the arrays of the state."""
     return jax.tree.leaves(contender.arrays()[0])
 
 
 def buffers(contender: JaxContender) -> set[int]:
-    """Where the state's buffers lie, on all devices."""
+    """Returns the addresses of the state's buffers on all devices."""
     return {
         shard.data.unsafe_buffer_pointer()
         for leaf in state_of(contender)
@@ -38,32 +38,33 @@ def buffers(contender: JaxContender) -> set[int]:
 
 
 def copies(contender: JaxContender, place: Placement, others: int, size: int) -> float:
-    """How often the state is on the fullest device, `others` bytes being something else."""
+    """Returns the number of copies of the state on the fullest device, without `others` bytes."""
     jax.block_until_ready(contender.arrays())
     return (max(map(live_bytes, place.devices)) - others) / size
 
 
 def device_bytes(leaf: jax.Array, device: jax.Device) -> int:
-    """Bytes of the array on the device."""
+    """Returns the bytes of an array on a device."""
     return sum(shard.data.nbytes for shard in leaf.addressable_shards if shard.device == device)
 
 
 def least_share(leaves: Sequence[jax.Array], num_devices: int) -> float:
-    """The part of the leaves that a device holds where all that can be sharded evenly is.
+    """Returns the least fraction of the leaves that a device must store.
 
-    A leaf without an axis that `num_devices` divides stays whole: a step counter, a bias of 10.
+    A leaf is sharded if `num_devices` divides one of its axes. A step counter or a bias of 10 is
+    not.
     """
-    held = [
+    shard_bytes = [
         leaf.nbytes / num_devices
         if any(d and d % num_devices == 0 for d in leaf.shape)
         else leaf.nbytes
         for leaf in leaves
     ]
-    return sum(held) / sum(leaf.nbytes for leaf in leaves)
+    return sum(shard_bytes) / sum(leaf.nbytes for leaf in leaves)
 
 
 def measure_sharded(name: str, num_devices: int) -> dict[str, float]:
-    """The optimizer state's part on the fullest device, with `shard_update`, after some steps."""
+    """Returns the fraction of the optimizer state on the fullest device with `shard_update`."""
     strategy = mirror.MirroredStrategy(names_of(num_devices), shard_update=True)
     contender = mirror_plain(BY_NAME[name], strategy)
     contender.advance(_STEPS)
@@ -76,12 +77,13 @@ def measure_sharded(name: str, num_devices: int) -> dict[str, float]:
 
 
 def measure_memory(name: str, num_devices: int) -> dict[str, Any]:
-    """What a device holds, by default and with `shard_update`.
+    """Measures the memory of a device, by default and with `shard_update`.
 
     Returns:
-        `state_bytes`, of one state; `copies` of it before and after some steps; `reused`, the part
-        of its buffers that are reused; `sharded`, with `share`, the optimizer state's part on the
-        fullest device, and `least`, what it can be. One device has nothing to shard.
+        `state_bytes`, the size of the state; `copies`, the number of copies before and after some
+        steps; `reused`, the fraction of buffers that are reused; with several devices `sharded`:
+        `share`, the fraction of the optimizer state on the fullest device, and `least`, the least
+        possible fraction.
     """
     strategy, model = strategy_over(num_devices), BY_NAME[name]
     place = Placement(num_devices)
@@ -95,7 +97,7 @@ def measure_memory(name: str, num_devices: int) -> dict[str, Any]:
     contender.advance(_STEPS)
     after = copies(contender, place, others, size)
     reused = len(settled & buffers(contender)) / len(settled)
-    found = {"state_bytes": size, "copies": [before, after], "reused": reused}
+    result = {"state_bytes": size, "copies": [before, after], "reused": reused}
     if num_devices == 1:
-        return found
-    return {**found, "sharded": measure_sharded(name, num_devices)}
+        return result
+    return {**result, "sharded": measure_sharded(name, num_devices)}

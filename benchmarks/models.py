@@ -1,4 +1,4 @@
-"""The workloads in JAX: each as an nnx module and as a function of a plain pytree, same maths."""
+"""The workloads in JAX, as nnx modules and as equivalent functions of plain pytrees."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -20,12 +20,12 @@ Batch = dict[str, Any]
 
 @dataclass(frozen=True)
 class Model:
-    """One workload, in two spellings.
+    """One workload as an nnx module and as a function.
 
     Attributes:
         workload: Initial parameters and batch.
-        create: Makes the nnx module.
-        apply: Logits of the module's parameters as a plain pytree, and a batch of inputs.
+        create: Creates the nnx module.
+        apply: Returns the logits, given the parameters as a plain pytree and a batch of inputs.
     """
 
     workload: Workload
@@ -37,7 +37,7 @@ class Model:
         return self.workload.batch()
 
     def module(self) -> nnx.Module:
-        """Returns the nnx module with the initial parameters, made as JAX makes arrays here."""
+        """Returns the nnx module with the initial parameters."""
         graphdef, state = nnx.split(nnx.eval_shape(lambda: self.create(nnx.Rngs(0))))
         initial = jax.tree.map(jnp.array, self.workload.initial_params())
         nnx.replace_by_pure_dict(state, initial)
@@ -115,9 +115,9 @@ class Chain(nnx.Module):
 
     def __init__(self, sizes: Sequence[int], rngs: nnx.Rngs) -> None:
         length, width = sizes
-        draw = nnx.initializers.lecun_normal()
+        init = nnx.initializers.lecun_normal()
         self.weights = nnx.List(
-            [nnx.Param(draw(rngs.params(), (width, width))) for _ in range(length)]
+            [nnx.Param(init(rngs.params(), (width, width))) for _ in range(length)]
         )
 
     def __call__(self, x: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Own process: each contender alone in a fresh process; the processes take turns."""
+"""Measures every contender alone in a fresh process; the processes take turns."""
 
 import math
 import os
@@ -15,34 +15,37 @@ from benchmarks.worker import CHECK_STEPS, TURN
 LOSS_RTOL = 1e-3
 START_LIMIT_SECS = 600.0
 TURN_LIMIT_SECS = 60.0
-_SETTLE_SECS = 0.02  # threads of the process that had its turn stop spinning
+_SETTLE_SECS = 0.02  # until the threads of the previous process stop spinning
 _BACKENDS = {plan.KERAS: "jax", plan.TENSORFLOW: "tensorflow"}
 
 
 class Cell:
-    """One model on one number of devices.
+    """Measurements of one model on one number of devices.
+
+    Args:
+        job: What to measure.
+        log: Is called immediately with the reason for a failure.
 
     Attributes:
-        times: For each contender the milliseconds per step, one list per start.
-        losses: For each contender the loss of the initial parameters and after some steps.
-        lost: For each contender that was not measured, or not to the end, the reason.
-        say: Is told at once of every reason.
+        times: Milliseconds per step by contender, one list per start.
+        losses: Losses of the initial parameters and after some steps, by contender.
+        lost: Reason of the failure, by contender that was not measured, or not completely.
     """
 
-    def __init__(self, job: plan.Job, say: Callable[[str], None]) -> None:
-        self._job, self._say = job, say
+    def __init__(self, job: plan.Job, log: Callable[[str], None]) -> None:
+        self._job, self._log = job, log
         self.times: dict[str, list[list[float]]] = {name: [] for name in job.contenders}
         self.losses: dict[str, list[float]] = {}
         self.lost: dict[str, str] = {}
 
     def measure(self) -> dict[str, Any]:
-        """Returns times, losses, and who was lost, as JSON has them."""
+        """Measures all starts; returns the attributes as a dict for JSON."""
         for start in range(self._job.timing.starts):
             self._measure_start(start)
         return {"times": self.times, "losses": self.losses, "lost": self.lost}
 
     def _measure_start(self, start: int) -> None:
-        """Starts the processes, which compile side by side; then lets them take turns."""
+        """Starts the processes, which compile at the same time, and then lets them take turns."""
         with ExitStack() as stack:
             workers = {}
             for name in self._present(start):
@@ -55,24 +58,24 @@ class Cell:
                         del workers[name]
 
     def _present(self, start: int) -> list[str]:
-        """Rivals start once; who was not there at the first start, is not at the next."""
-        gone = {name for name, reason in self.lost.items() if reason.startswith("not ")}
-        present = [name for name in self._job.contenders if name not in gone]
+        """Returns the contenders of a start; rivals and failed ones only in the first."""
+        excluded = {name for name, reason in self.lost.items() if reason.startswith("not ")}
+        present = [name for name in self._job.contenders if name not in excluded]
         return [name for name in present if start == 0 or name not in plan.RIVALS]
 
     def _worker(self, name: str) -> Child:
-        asked = {
+        request = {
             "contender": name,
             "model": self._job.names[0],
             "devices": self._job.devices,
             "round_secs": self._job.timing.round_secs,
         }
         extra = environment_of(name, self._job.devices)
-        return Child("benchmarks.worker", asked, self._job.devices, extra)
+        return Child("benchmarks.worker", request, self._job.devices, extra)
 
     def _require_losses(self, workers: dict[str, Child]) -> None:
-        """Waits until all are ready, and leaves those out that train to another loss."""
-        found: dict[str, list[float]] = {}
+        """Waits until all workers are ready, and removes workers whose losses are wrong."""
+        losses_by_name: dict[str, list[float]] = {}
         for name, worker in list(workers.items()):
             try:
                 answer = worker.answer(START_LIMIT_SECS)
@@ -84,11 +87,11 @@ class Cell:
                 self._lose(name, "not installed")
                 del workers[name]
             else:
-                found[name] = answer["losses"]
-        self.losses.update(found)
-        judge = reference(found)
-        for name, losses in found.items():
-            if reason := differs(losses, found[judge], judge):
+                losses_by_name[name] = answer["losses"]
+        self.losses.update(losses_by_name)
+        judge = reference(losses_by_name)
+        for name, losses in losses_by_name.items():
+            if reason := difference(losses, losses_by_name[judge], judge):
                 self._lose(name, reason)
                 del workers[name]
 
@@ -104,11 +107,11 @@ class Cell:
 
     def _lose(self, name: str, reason: str) -> None:
         self.lost[name] = reason
-        self._say(f"{name}: {reason}")
+        self._log(f"{name}: {reason}")
 
 
 def environment_of(name: str, num_devices: int) -> dict[str, str]:
-    """Returns what users of a rival set: Keras's backend; torchrun's threads for several ranks."""
+    """Returns variables that users of a rival set: the backend of Keras, threads of torchrun."""
     if name in _BACKENDS:
         return {"KERAS_BACKEND": _BACKENDS[name]}
     if name == plan.TORCH and num_devices > 1:
@@ -116,18 +119,18 @@ def environment_of(name: str, num_devices: int) -> dict[str, str]:
     return {}
 
 
-def reference(found: dict[str, list[float]]) -> str:
-    """Returns whose losses are right: a hand-written contender's, or the first one's."""
+def reference(losses: dict[str, list[float]]) -> str:
+    """Returns the contender whose losses are the reference, preferably a hand-written one."""
     by_hand = (plan.SHARD_MAP, plan.JIT, plan.PMAP, plan.ONE_DEVICE)
-    return next((name for name in (*by_hand, *found) if name in found), "")
+    return next((name for name in (*by_hand, *losses) if name in losses), "")
 
 
-def differs(losses: list[float], expected: list[float], judge: str) -> str:
-    """Returns in what the losses differ from the expected ones, if they do."""
+def difference(losses: list[float], expected: list[float], judge: str) -> str:
+    """Returns a description of the difference between two contenders' losses; empty if equal."""
     for steps, loss, right in zip((0, CHECK_STEPS), losses, expected, strict=True):
         if not math.isclose(loss, right, rel_tol=LOSS_RTOL):
             return (
-                f"not the same training: a loss of {loss:.6g} after {steps} steps, "
-                f"where {judge} has {right:.6g}"
+                f"not the same training: the loss after {steps} steps is {loss:.6g}, but "
+                f"{right:.6g} for {judge}"
             )
     return ""

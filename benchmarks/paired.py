@@ -1,4 +1,4 @@
-"""Paired measurements: contenders take turns in one process, so that a busy moment meets all."""
+"""Measures contenders in turns in one process, so that background load affects all equally."""
 
 import gc
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ _RTOL = 1e-4
 
 
 class ContendersDifferError(ValueError):
-    """Two contenders did not compute the same: their times mean nothing."""
+    """Error for contenders that compute different results, whose times are not comparable."""
 
 
 def require_same(
@@ -33,25 +33,25 @@ def require_same(
     first = contenders[0]
     expected = jax.tree.map(np.asarray, first.params())
     for other in contenders[1:]:
-        found = jax.tree.map(np.asarray, other.params())
-        _require_close(first.name, expected, other.name, found, rtol, launches)
+        actual = jax.tree.map(np.asarray, other.params())
+        _require_close(first.name, expected, other.name, actual, rtol, launches)
 
 
 def _require_close(
-    first: str, expected: Any, other: str, found: Any, rtol: float, steps: int
+    first: str, expected: Any, other: str, actual: Any, rtol: float, steps: int
 ) -> None:
-    structures: list[Any] = [jax.tree.structure(expected), jax.tree.structure(found)]
+    structures: list[Any] = [jax.tree.structure(expected), jax.tree.structure(actual)]
     if structures[0] != structures[1]:
         raise ContendersDifferError(f"{first} and {other} have different parameters.")
-    pairs = zip(jax.tree_util.tree_leaves_with_path(expected), jax.tree.leaves(found), strict=True)
-    far = [
+    pairs = zip(jax.tree_util.tree_leaves_with_path(expected), jax.tree.leaves(actual), strict=True)
+    differences = [
         f"{jax.tree_util.keystr(path)}: {np.abs(a - b).max():.2e}"
         for (path, a), b in pairs
         if not np.allclose(a, b, rtol=rtol, atol=rtol * np.abs(a).max())
     ]
-    if far:
+    if differences:
         raise ContendersDifferError(
-            f"{first} and {other} differ after {steps} steps by at most {', '.join(far)}."
+            f"{first} and {other} differ after {steps} steps by at most {', '.join(differences)}."
         )
 
 
@@ -64,16 +64,16 @@ def measure(
     """Returns the milliseconds per launch of each contender, one number per round.
 
     Args:
-        contenders: What is measured.
-        timing: How long.
-        rtol: How far their parameters may be apart after a few launches.
-        fewest: How many launches a turn has at least, and how many come before the comparison.
+        contenders: The contenders.
+        timing: Number and duration of the turns.
+        rtol: Relative tolerance between their parameters after a few launches.
+        fewest: Least number of launches in a turn; also the number before the comparison.
     """
     require_same(contenders, rtol, fewest)
     steps = steps_for(contenders, timing.round_secs, fewest, _MOST_STEPS)
     times: dict[str, list[float]] = {c.name: [] for c in contenders}
     gc.collect()
-    gc.freeze()  # objects that stay are not walked through again in the middle of a turn
+    gc.freeze()  # a collection during a turn then skips the objects that already exist
     try:
         for number in range(timing.rounds):
             for contender in in_order(contenders, number):

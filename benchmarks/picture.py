@@ -1,4 +1,4 @@
-"""The picture of a run: time per step against devices, own process, one panel per model."""
+"""Draws time per step against the number of devices, one panel per model."""
 
 import importlib
 import itertools
@@ -12,7 +12,7 @@ from benchmarks.record import Done, Record
 from benchmarks.report import by_model, measured
 from benchmarks.stats import Times, flat, median
 
-# Okabe and Ito's colors, which color-blind readers tell apart; markers and dashes say it again.
+# Colors by Okabe and Ito, for color-blind readers; markers and dashes repeat the information.
 _STYLES: dict[str, dict[str, Any]] = {
     plan.MIRROR_PLAIN: {"color": "#D55E00", "marker": "o", "linewidth": 2.4},
     plan.MIRROR_NNX: {"color": "#E69F00", "marker": "D", "linewidth": 2.4},
@@ -43,7 +43,7 @@ _PANELS = {
 }
 _COLUMNS, _PANEL_INCHES, _AROUND_INCHES = 2, (5.2, 3.7), 1.5
 _LETTERS_PER_INCH, _LEGEND_INCHES = 15, 2.6
-_SPREAD = 0.025  # of the way to the next number of devices, so that markers lie side by side
+_SPREAD = 0.025  # horizontal offset, in octaves, so that markers do not overlap
 
 
 def require_matplotlib() -> None:
@@ -57,12 +57,12 @@ def require_matplotlib() -> None:
     except ModuleNotFoundError:
         raise ModuleNotFoundError(
             'The picture requires matplotlib, which is not installed: pip install ".[bench]", '
-            "or leave --picture out."
+            "or omit --picture."
         ) from None
 
 
 def draw(record: Record, file: Path) -> None:
-    """Draws the medians of the suite `own`, with the middle half of the turns as bars.
+    """Draws the medians of the suite `own`, with the quartiles as error bars.
 
     Raises:
         ModuleNotFoundError: If matplotlib is not installed.
@@ -74,7 +74,7 @@ def draw(record: Record, file: Path) -> None:
 
     cells = cells_of([done for done in record.done if done.job.kind == "own"])
     if not cells:
-        raise ValueError("The picture is of the suite `own`, which was not measured. Add it.")
+        raise ValueError("The picture requires the suite `own`, which was not measured. Add it.")
     columns = min(_COLUMNS, len(cells))
     rows = -(-len(cells) // columns)
     width, height = _PANEL_INCHES[0] * columns, _PANEL_INCHES[1] * rows + _AROUND_INCHES
@@ -105,10 +105,10 @@ def draw(record: Record, file: Path) -> None:
 
 def cells_of(done: list[Done]) -> dict[str, dict[int, Times]]:
     """Returns the times of each model on each number of devices."""
-    found: dict[str, dict[int, Times]] = {}
+    cells: dict[str, dict[int, Times]] = {}
     for model, n, part in by_model(done):
-        found.setdefault(model, {})[n] = part["times"]
-    return found
+        cells.setdefault(model, {})[n] = part["times"]
+    return cells
 
 
 def _draw_panel(panel: Any, model: str, by_count: dict[int, Times]) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def _draw_panel(panel: Any, model: str, by_count: dict[int, Times]) -> dict[str,
         if not present:
             continue
         medians = [median(by_count[n][name]) for n in present]
-        bars = zip(*(_middle_half(by_count[n][name]) for n in present), strict=True)
+        bars = zip(*(_quartile_distances(by_count[n][name]) for n in present), strict=True)
         shift = 2 ** (_SPREAD * (place - len(_STYLES) / 2))
         drawn[name] = panel.errorbar(
             [n * shift for n in present],
@@ -141,15 +141,15 @@ def _draw_panel(panel: Any, model: str, by_count: dict[int, Times]) -> dict[str,
     return drawn
 
 
-def _middle_half(values: Any) -> tuple[float, float]:
-    """How far the quartiles are below and above the median."""
+def _quartile_distances(values: Any) -> tuple[float, float]:
+    """Returns the distances of the quartiles from the median."""
     numbers = sorted(flat(values))
     last, middle = len(numbers) - 1, median(numbers)
     return middle - numbers[last // 4], numbers[last - last // 4] - middle
 
 
 def _label_times(panel: Any) -> None:
-    """Labels 1, 2, 5, 10, 20, ... as they are read, not as powers of ten."""
+    """Labels the axis with 1, 2, 5, 10, 20, ... instead of powers of ten."""
     low, high = panel.get_ylim()
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     ticks = [factor * 10.0**power for power in powers for factor in (1, 2, 5)]

@@ -1,10 +1,10 @@
-"""What the placement log costs: before it was ever switched on, while it is on, and off again.
+"""Measures the cost of the placement log: never on, on, and off again.
 
     python -m benchmarks.placement_log
 
-An eager op, a jitted function and a step of two replicas, in one process, in turn. "never on" and
-"off again" have functions of their own: those of the second have been called under the log. The
-eager op is JAX's own, and so the same for both: compare it with "before".
+It measures an eager op, a jitted function and a step of two replicas, in turns in one process.
+"never on" and "off again" use separate functions; only the functions of "off again" have been
+called while the log was on. The eager op is the same for both, so compare it with "before".
 """
 
 import argparse
@@ -25,7 +25,7 @@ WORK = {"eager a + b": 200, "jitted call": 200, "strategy.run": 20}
 
 
 def contenders() -> dict[str, Callable[[], Any]]:
-    """One of each kind, of functions and arrays of its own."""
+    """Returns a call of each kind, with its own functions and arrays."""
     a, b = jnp.arange(64.0), jnp.ones(64)
     jitted = jax.jit(lambda a, b: a * b + 1)
     strategy = mirror.MirroredStrategy(jax.devices("cpu")[:2])
@@ -51,10 +51,10 @@ def microseconds(fn: Callable[[], Any], times: int) -> float:
 
 
 def measure(rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Microseconds a call of each kind, for each arm, one number for each round.
+    """Returns microseconds per call by kind and arm, one number per round.
 
-    Before the log is switched on for the first time, the arms are measured against each other:
-    that is the noise.
+    Before the log is switched on for the first time, the two sets of functions are compared with
+    each other, which shows the noise.
     """
     never, again = contenders(), contenders()
     times: dict[str, dict[str, list[float]]] = {k: {} for k in WORK}
@@ -62,27 +62,27 @@ def measure(rounds: int) -> dict[str, dict[str, list[float]]]:
         for fn in (never[kind], again[kind]):
             microseconds(fn, count)
 
-    def one(arm: str, kind: str, fn: Callable[[], Any]) -> None:
+    def record(arm: str, kind: str, fn: Callable[[], Any]) -> None:
         times[kind].setdefault(arm, []).append(microseconds(fn, WORK[kind]))
 
     for _ in range(rounds):
         for kind in WORK:
-            one("before, itself", kind, again[kind])
-            one("before", kind, never[kind])
+            record("before, itself", kind, again[kind])
+            record("before", kind, never[kind])
     for number in range(rounds):
         mirror.debugging.set_log_device_placement(True)
         for kind in WORK:
-            one(ON, kind, again[kind])
+            record(ON, kind, again[kind])
         mirror.debugging.set_log_device_placement(False)
         order = [(NEVER, never), (AGAIN, again)]
         for kind in WORK:
-            for arm, made in order[:: 1 if number % 2 else -1]:
-                one(arm, kind, made[kind])
+            for arm, calls in order[:: 1 if number % 2 else -1]:
+                record(arm, kind, calls[kind])
     return times
 
 
-def in_words(found: stats.Estimate) -> str:
-    return f"{found.median:.3f} [{found.low:.3f}, {found.high:.3f}]"
+def format_estimate(value: stats.Estimate) -> str:
+    return f"{value.median:.3f} [{value.low:.3f}, {value.high:.3f}]"
 
 
 def main() -> None:
@@ -90,16 +90,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=60)
     rounds = parser.parse_args().rounds
     jax.config.update("jax_num_cpu_devices", 2)
-    logging.getLogger("mirror").addHandler(logging.NullHandler())  # the terminal is not measured
+    logging.getLogger("mirror").addHandler(logging.NullHandler())  # without the terminal
     times = measure(rounds)
     print(f"{'':14}{'before':>9}{NEVER:>10}{ON:>10}{AGAIN:>11}   ratios to 'never on'")
-    for kind, found in times.items():
-        medians = [statistics.median(found[arm]) for arm in ("before", NEVER, ON, AGAIN)]
-        on, again = (stats.ratio(found, arm, NEVER) for arm in (ON, AGAIN))
-        noise = stats.ratio(found, "before, itself", "before")
+    for kind, by_arm in times.items():
+        medians = [statistics.median(by_arm[arm]) for arm in ("before", NEVER, ON, AGAIN)]
+        on, again = (stats.ratio(by_arm, arm, NEVER) for arm in (ON, AGAIN))
+        noise = stats.ratio(by_arm, "before, itself", "before")
         print(
             f"{kind:14}{medians[0]:9.2f}{medians[1]:10.2f}{medians[2]:10.2f}{medians[3]:11.2f}   "
-            f"on {on.median:.2f}, off again {in_words(again)}, noise {in_words(noise)}"
+            f"on {on.median:.2f}, off again {format_estimate(again)}, "
+            f"noise {format_estimate(noise)}"
         )
 
 

@@ -1,4 +1,4 @@
-"""What a run of the benchmark measures. Imports no JAX: the parent process starts no backend."""
+"""Jobs and names of the benchmark. Does not import JAX, because the parent process uses it."""
 
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
@@ -24,20 +24,20 @@ Kind = Literal["own", "steps", "dispatch", "deep", "rows", "staged", "trainer", 
 def by_hand(num_devices: int) -> tuple[str, ...]:
     """Returns the names of the hand-written contenders.
 
-    `jit` of the step with no sharding at all is what is best on one device.
+    On one device, `jit` without shardings is the best of them.
     """
     return HAND_WRITTEN if num_devices > 1 else (*HAND_WRITTEN, ONE_DEVICE)
 
 
 @dataclass(frozen=True)
 class Timing:
-    """How long to measure.
+    """Number and duration of the measurements.
 
     Attributes:
-        rounds: How often each contender has its turn. In own processes, for each start of them.
-        round_secs: How long a turn is at least.
-        starts: How often the processes of the suite `own` are started. The rivals, whose start
-            takes longest, are started once.
+        rounds: Number of turns of each contender; in the suite `own`, per start.
+        round_secs: Least duration of a turn.
+        starts: Number of starts of the processes in the suite `own`. The rivals, which take longest
+            to start, are started once.
     """
 
     rounds: int = 20
@@ -47,15 +47,15 @@ class Timing:
 
 @dataclass(frozen=True)
 class Job:
-    """What is measured together, on one number of devices.
+    """Measurements of one suite on one number of devices.
 
     Attributes:
         kind: The suite.
-        devices: How many forced host devices.
+        devices: Number of host devices.
         names: Models in most suites; the contender in `first`.
-        leaves: How many leaves there are, in the suite `dispatch`.
-        contenders: Who takes part, in the suite `own`.
-        timing: How long.
+        leaves: Numbers of leaves, in the suite `dispatch`.
+        contenders: Contenders in the suite `own`.
+        timing: Number and duration of the measurements.
     """
 
     kind: Kind
@@ -70,19 +70,19 @@ class Job:
         return " ".join([f"{self.kind} on {devices}:", *map(str, self.names or self.leaves)])
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the job as JSON has it."""
+        """Returns the job as a dict for JSON."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "Job":
-        """Returns the job that `to_dict` described."""
+        """Returns the job for a dict made by `to_dict`."""
         tuples = {name: tuple(data[name]) for name in ("names", "leaves", "contenders")}
         return cls(**{**data, **tuples, "timing": Timing(**data["timing"])})
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is asked for on the command line."""
+    """Settings of a run."""
 
     devices: tuple[int, ...] = (1, 2, 4, 8)
     models: tuple[str, ...] = MODELS
@@ -96,7 +96,7 @@ class Settings:
     first_repeats: int = 2
 
     def quick(self) -> "Settings":
-        """Returns a short look: less of each suite, and no `deep`, which compiles for long."""
+        """Returns settings for a short run: fewer measurements, without `deep`."""
         return replace(
             self,
             devices=(2,),
@@ -111,37 +111,37 @@ class Settings:
         )
 
     def jobs(self) -> list[Job]:
-        """Returns what to measure, in the order in which it is done."""
-        made = [job for n in self.devices for job in self._jobs_on(n)]
-        if "deep" in self.suites:  # compiles for long; its overhead is the host's, on any count
-            made.append(Job("deep", min(self.devices), timing=self.timing))
+        """Returns all jobs in order."""
+        jobs = [job for n in self.devices for job in self._jobs_on(n)]
+        if "deep" in self.suites:  # once: it compiles long, and measures overhead on the host only
+            jobs.append(Job("deep", min(self.devices), timing=self.timing))
         if "rows" in self.suites:
-            made.append(Job("rows", 1, names=self.models, timing=self.timing))
+            jobs.append(Job("rows", 1, names=self.models, timing=self.timing))
         if "memory" in self.suites:
-            made.append(Job("memory", max(self.devices), names=self.models))
+            jobs.append(Job("memory", max(self.devices), names=self.models))
         if "first" in self.suites:
-            made += self._first_jobs()
-        return made
+            jobs += self._first_jobs()
+        return jobs
 
     def _jobs_on(self, n: int) -> list[Job]:
-        made = []
+        jobs = []
         if "own" in self.suites:
             present = [c for c in self.contenders if c != ONE_DEVICE or n == 1]
-            made += [
+            jobs += [
                 Job("own", n, (model,), contenders=tuple(present), timing=self.own_timing)
                 for model in self.models
             ]
         if "steps" in self.suites:
-            made.append(Job("steps", n, names=self.models, timing=self.timing))
+            jobs.append(Job("steps", n, names=self.models, timing=self.timing))
         if "dispatch" in self.suites:
-            made.append(Job("dispatch", n, leaves=self.leaves, timing=self.timing))
+            jobs.append(Job("dispatch", n, leaves=self.leaves, timing=self.timing))
         if "staged" in self.suites and n > 1:
-            made.append(Job("staged", n, names=self.models, timing=self.timing))
+            jobs.append(Job("staged", n, names=self.models, timing=self.timing))
         if "trainer" in self.suites:
-            made.append(Job("trainer", n, names=self.trainer_models, timing=self.timing))
-        return made
+            jobs.append(Job("trainer", n, names=self.trainer_models, timing=self.timing))
+        return jobs
 
     def _first_jobs(self) -> list[Job]:
-        """Repeats are apart in time, so that a busy minute does not meet one count only."""
+        """Repeats the whole sequence, so that background load does not affect one count only."""
         once = [Job("first", n, names=(name,)) for n in self.first_devices for name in FIRST]
         return once * self.first_repeats

@@ -1,4 +1,4 @@
-"""Child processes that answer in lines of JSON, each within a time limit."""
+"""Child processes that answer in lines of JSON, within a time limit."""
 
 import contextlib
 import json
@@ -21,14 +21,14 @@ _CHUNK_BYTES = 1 << 16
 
 
 class ChildError(RuntimeError):
-    """A child process hung, or ended without an answer."""
+    """Error for a child process that hangs, or ends without an answer."""
 
 
 def child_environment(num_devices: int) -> dict[str, str]:
-    """Returns this environment with forced host devices, and nothing else.
+    """Returns this environment with host devices, and no other changes.
 
-    What `mirror` needs in the process it sets itself, and hand-written JAX runs with JAX's
-    defaults, as it does for a user.
+    mirror sets up its process itself, and hand-written JAX runs with the defaults of JAX, as for a
+    user.
     """
     flags = os.environ.get("XLA_FLAGS", "").split()
     kept = [flag for flag in flags if not flag.startswith(_COUNT_FLAG)]
@@ -40,13 +40,13 @@ def child_environment(num_devices: int) -> dict[str, str]:
 
 
 class Child:
-    """A Python process with a module of the benchmark, in a session of its own.
+    """A Python process that runs a module of the benchmark, in its own session.
 
     Args:
-        module: The module that runs as `__main__`.
-        argument: Its only argument, as JSON.
-        num_devices: How many host devices JAX finds there.
-        extra: More environment variables.
+        module: Name of the module.
+        argument: Its only argument, passed as JSON.
+        num_devices: Number of host devices.
+        extra: Additional environment variables.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """The process's id, and that of its session."""
+        """The id of the process and of its session."""
         return self._process.pid
 
     def ask(self, text: str) -> None:
@@ -98,30 +98,30 @@ class Child:
             raise self._ended() from None
 
     def answer(self, limit_secs: float) -> dict[str, Any]:
-        """Returns the next line that the process says.
+        """Returns the next answer of the process.
 
         Raises:
-            ChildError: If the process hangs, which ends it, or has ended.
+            ChildError: If the process has ended, or does not answer in time; it is then killed.
         """
         assert self._process.stdout is not None
         deadline = time.monotonic() + limit_secs
         while b"\n" not in self._unread:
-            left = deadline - time.monotonic()
-            ready, _, _ = select.select([self._process.stdout], [], [], max(left, 0))
+            remaining = deadline - time.monotonic()
+            ready, _, _ = select.select([self._process.stdout], [], [], max(remaining, 0))
             if not ready:
                 self._kill()
                 raise ChildError(
-                    f"hung: no answer in {limit_secs:.0f} s, so process {self.pid} was ended"
+                    f"hung: no answer within {limit_secs:.0f} s, so process {self.pid} was killed"
                 )
-            read = os.read(self._process.stdout.fileno(), _CHUNK_BYTES)
-            if not read:
+            data = os.read(self._process.stdout.fileno(), _CHUNK_BYTES)
+            if not data:
                 raise self._ended()
-            self._unread += read
+            self._unread += data
         line, _, self._unread = self._unread.partition(b"\n")
         return json.loads(line)
 
     def end(self) -> None:
-        """Lets the process end, by force if it takes long; what it started ends with it."""
+        """Ends the process and its children, by force if it takes too long."""
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             with contextlib.suppress(BrokenPipeError):
@@ -136,27 +136,27 @@ class Child:
 
     def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)  # its session: the ranks of torch with it
+            os.killpg(self.pid, signal.SIGKILL)  # the whole session, including the ranks of torch
         self._process.wait()
 
     def _ended(self) -> ChildError:
         code = self._process.wait()
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         self._stderr.seek(0)
-        said = self._stderr.read().decode(errors="replace").strip()
-        return ChildError(f"ended with {how}: {_last_words(said)}")
+        output = self._stderr.read().decode(errors="replace").strip()
+        return ChildError(f"ended with {how}: {_last_line(output)}")
 
 
-def _last_words(said: str) -> str:
-    """The last line, which says which error it was, cut in the middle."""
-    last = said.splitlines()[-1] if said else "it printed nothing"
+def _last_line(output: str) -> str:
+    """Returns the last line, which names the error; the middle of a long line is removed."""
+    last = output.splitlines()[-1] if output else "no output"
     return (
         last if len(last) <= _LONGEST else f"{last[: _LONGEST // 2]} ... {last[-_LONGEST // 2 :]}"
     )
 
 
 def claim_stdout() -> TextIO:
-    """Returns a file for the answers, and sends to stderr whatever libraries print."""
+    """Returns a file for the answers, and redirects all other output to standard error."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     return answers

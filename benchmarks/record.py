@@ -1,4 +1,4 @@
-"""The raw numbers of a run: what was measured, on which machine, with which versions."""
+"""Raw measurements of a run, with machine and versions, saved as JSON."""
 
 import importlib.metadata
 import json
@@ -23,12 +23,12 @@ _ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class Done:
-    """A job and what came of it.
+    """A job and its result.
 
     Attributes:
-        job: What was to be measured.
+        job: The job.
         result: By model, by number of leaves, or by contender; see `benchmarks/README.md`.
-        lost: Why the rest of the result is missing; empty where nothing is.
+        lost: The reason if a part of the result is missing, else empty.
     """
 
     job: Job
@@ -41,8 +41,8 @@ class Record:
     """A run of the benchmark.
 
     Attributes:
-        machine: Cores, CPU, Python, and what in the environment matters.
-        versions: By package; packages that are not installed have none.
+        machine: Cores, CPU, Python, and relevant environment variables.
+        versions: Versions by package; without packages that are not installed.
         done: All jobs, in order.
     """
 
@@ -52,11 +52,11 @@ class Record:
 
     @property
     def title(self) -> str:
-        """Versions and machine, in a line."""
+        """One line with versions and machine."""
         names = {"tensorflow-cpu": "TensorFlow", "tensorflow": "TensorFlow", "keras": "Keras"}
         names = {"jax": "JAX", **names, "torch": "torch"}
-        found = {names[k]: v for k, v in self.versions.items() if k in names}
-        packages = ", ".join(f"{name} {version}" for name, version in found.items())
+        versions = {names[k]: v for k, v in self.versions.items() if k in names}
+        packages = ", ".join(f"{name} {version}" for name, version in versions.items())
         cores, cpu = self.machine["cores"], self.machine["cpu"]
         return f"{packages}; Python {self.machine['python']}, {cores} cores, {cpu}"
 
@@ -71,14 +71,14 @@ class Record:
 
     @classmethod
     def load(cls, file: Path) -> "Record":
-        """Returns the run that was saved."""
+        """Returns the run saved in a file."""
         data = json.loads(file.read_text())
-        done = [Done(**{**each, "job": Job.from_dict(each["job"])}) for each in data["jobs"]]
+        done = [Done(**{**entry, "job": Job.from_dict(entry["job"])}) for entry in data["jobs"]]
         return cls(data["machine"], data["versions"], done)
 
 
 def start(command: Sequence[str]) -> Record:
-    """Returns the record of a run that starts now, here."""
+    """Returns the record of a run that starts now on this machine."""
     environment = {
         name: value
         for name, value in sorted(os.environ.items())
@@ -98,18 +98,18 @@ def start(command: Sequence[str]) -> Record:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of the packages that are installed."""
-    found = {}
+    """Returns the versions of the installed packages."""
+    installed = {}
     for package in _PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            installed[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def _cpu_model() -> str:
-    """The CPU's name, in Linux."""
+    """Returns the name of the CPU, on Linux."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -119,7 +119,7 @@ def _cpu_model() -> str:
 
 
 def _commit() -> str:
-    """The commit that is measured; empty outside a clone."""
+    """Returns the measured commit; empty outside a clone."""
     command = ["git", "describe", "--always", "--dirty"]
     try:
         done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""Tables of strings, and how numbers are written in them."""
+"""Tables of strings, and formatting of numbers."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -27,14 +27,14 @@ class Table:
         return "\n".join([self.title, lines[0], "-" * len(lines[0]), *lines[1:]])
 
     def markdown(self) -> str:
-        """Returns the table as Markdown has it."""
+        """Returns the table in Markdown."""
         rule = ["---", *["---:"] * (len(self.headers) - 1)]
         lines = ["| " + " | ".join(row) + " |" for row in [self.headers, rule, *self.rows]]
         return "\n".join([f"**{self.title}**", "", *lines])
 
 
 def measured(times: Times, name: str) -> bool:
-    """Whether there is a time of the contender."""
+    """Whether the contender was measured."""
     return name in times and bool(flat(times[name]))
 
 
@@ -43,9 +43,9 @@ def ms(times: Times, name: str) -> str:
     return f"{median(times[name]):.3f}" if measured(times, name) else NONE
 
 
-def within(found: Estimate) -> str:
+def with_interval(value: Estimate) -> str:
     """Returns an estimate with its interval: `1.02 [0.99, 1.04]`."""
-    return f"{found.median:.2f} [{found.low:.2f}, {found.high:.2f}]"
+    return f"{value.median:.2f} [{value.low:.2f}, {value.high:.2f}]"
 
 
 def compared(
@@ -55,15 +55,16 @@ def compared(
     base: str,
     limit: float | None = None,
 ) -> list[str]:
-    """Returns the cells of a comparison: the estimate, and the verdict where there is a limit."""
+    """Returns the cells of a comparison: the estimate and, if there is a limit, the verdict."""
     if not (measured(times, name) and measured(times, base)):
         return [NONE] if limit is None else [NONE, NONE]
-    found = compare(times, name, base)
-    return [within(found)] if limit is None else [within(found), found.at_most(limit)]
+    value = compare(times, name, base)
+    cell = with_interval(value)
+    return [cell] if limit is None else [cell, value.at_most(limit)]
 
 
 def by_model(done: Iterable[Done]) -> list[tuple[str, int, dict]]:
-    """Returns model, number of devices and result of all parts, all of one model together."""
-    parts = [(name, each.job.devices, part) for each in done for name, part in each.result.items()]
+    """Returns model, number of devices and result of all parts, grouped by model."""
+    parts = [(name, d.job.devices, part) for d in done for name, part in d.result.items()]
     order = list(dict.fromkeys(name for name, _, _ in parts))
     return sorted(parts, key=lambda part: order.index(part[0]))

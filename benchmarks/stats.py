@@ -1,7 +1,7 @@
-"""The arithmetic: medians, spreads, and ratios that a noisy machine cannot fool easily.
+"""Medians, spreads and ratios that are robust against noise.
 
-Times come as one list, of a number per round; or, from several starts of own processes, as one
-list per start. Both compare number by number.
+Times are a list with a number per round or, for several starts of own processes, a list of such
+lists. Two contenders are compared round by round.
 """
 
 import itertools
@@ -17,29 +17,29 @@ Times: TypeAlias = Mapping[str, Sequence[float] | Sequence[Sequence[float]]]
 
 @dataclass(frozen=True)
 class Estimate:
-    """A median, and the interval that holds the true one with about 95%."""
+    """A median with a confidence interval of about 95%."""
 
     median: float
     low: float
     high: float
 
     def at_most(self, limit: float) -> Verdict:
-        """Whether a limit holds; with a question mark where the interval has it inside."""
-        sure = not self.low <= limit < self.high
+        """Returns whether a limit holds; with a question mark if it is inside the interval."""
+        is_certain = not self.low <= limit < self.high
         if self.median <= limit:
-            return "holds" if sure else "holds?"
-        return "BROKEN" if sure else "broken?"
+            return "holds" if is_certain else "holds?"
+        return "BROKEN" if is_certain else "broken?"
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Returns the median, with the interval between two order statistics (a sign test's)."""
+    """Returns the median with the interval of a sign test, between two order statistics."""
     ordered, n = sorted(values), len(values)
     below = max(math.floor(n / 2 - 0.98 * math.sqrt(n)), 0)
     return Estimate(statistics.median(ordered), ordered[below], ordered[n - 1 - below])
 
 
 def flat(values: Sequence[float] | Sequence[Sequence[float]]) -> list[float]:
-    """Returns the numbers of all starts."""
+    """Returns the times of all starts as one list."""
     return list(
         itertools.chain.from_iterable(v if isinstance(v, Sequence) else [v] for v in values)
     )
@@ -51,7 +51,7 @@ def median(values: Sequence[float] | Sequence[Sequence[float]]) -> float:
 
 
 def spread(values: Sequence[float] | Sequence[Sequence[float]]) -> float:
-    """Returns the interquartile range as a part of the median."""
+    """Returns the interquartile range as a fraction of the median."""
     numbers = flat(values)
     if len(numbers) < 2:
         return 0.0
@@ -60,40 +60,40 @@ def spread(values: Sequence[float] | Sequence[Sequence[float]]) -> float:
 
 
 def widest(times: Times) -> float:
-    """Returns the spread of the least steady contender."""
+    """Returns the largest spread of all contenders."""
     return max(spread(values) for values in times.values() if flat(values))
 
 
 def best_of(times: Times, names: Iterable[str]) -> str:
-    """Returns which of these contenders has the smallest median."""
+    """Returns the contender with the smallest median."""
     return min((n for n in names if n in times and flat(times[n])), key=lambda n: median(times[n]))
 
 
 def pairs(times: Times, name: str, base: str) -> list[tuple[float, float]]:
-    """Returns the times of two contenders in the same rounds.
+    """Returns the times of two contenders in the rounds that both took part in.
 
-    A process that was lost has no more rounds, and one that was not started again has no rounds
-    of that start; only rounds that both have count.
+    A process that failed takes part in no further rounds, and a process that was not started again
+    in no round of that start.
     """
-    found: list[tuple[float, float]] = []
+    rounds: list[tuple[float, float]] = []
     for a, b in zip(times[name], times[base], strict=False):
         if isinstance(a, Sequence) and isinstance(b, Sequence):
-            found += zip(a, b, strict=False)
+            rounds += zip(a, b, strict=False)
         else:
             assert isinstance(a, float | int)
             assert isinstance(b, float | int)
-            found.append((a, b))
-    return found
+            rounds.append((a, b))
+    return rounds
 
 
 def ratio(times: Times, name: str, base: str) -> Estimate:
-    """Returns one contender's time over another's, compared within each round.
+    """Returns the ratio of two contenders' times, computed in every round.
 
-    `{"a": [2., 9., 4.], "b": [1., 3., 4.]}` has the ratios 2, 3 and 1, so the median 2.
+    `{"a": [2., 9., 4.], "b": [1., 3., 4.]}` has the ratios 2, 3 and 1, whose median is 2.
     """
     return estimate([a / b for a, b in pairs(times, name, base)])
 
 
 def difference(times: Times, name: str, base: str) -> Estimate:
-    """Returns one contender's time less another's, compared within each round."""
+    """Returns the difference of two contenders' times, computed in every round."""
     return estimate([a - b for a, b in pairs(times, name, base)])

@@ -1,4 +1,4 @@
-"""The tables of training steps: own process, paired, and against what is not JAX."""
+"""Tables of training steps: own processes, paired, and contenders beyond JAX."""
 
 from collections.abc import Sequence
 
@@ -12,31 +12,31 @@ _S1 = "S1: plain / best by hand at most {}, {} for many small leaves"
 
 
 def _best(times: Times, num_devices: int) -> str:
-    """The best by hand; empty where none was measured."""
+    """Returns the best hand-written contender; empty if none was measured."""
     names = [name for name in plan.by_hand(num_devices) if measured(times, name)]
     return best_of(times, names) if names else ""
 
 
 def own_summary(done: Sequence[Done]) -> Table:
-    """Returns a line per model and spelling, a column per number of devices."""
+    """Returns a table with a row per model and kind of state, a column per number of devices."""
     cells = {(name, n): part["times"] for name, n, part in by_model(done)}
     models = list(dict.fromkeys(name for name, _ in cells))
     counts = sorted({n for _, n in cells})
     rows = []
     for model in models:
         for name in (plan.MIRROR_PLAIN, plan.MIRROR_NNX):
-            found = [cells.get((model, n), {}) for n in counts]
+            by_count = [cells.get((model, n), {}) for n in counts]
             over_best = [
                 compared(times, ratio, name, _best(times, n))[0]
-                for n, times in zip(counts, found, strict=True)
+                for n, times in zip(counts, by_count, strict=True)
             ]
             rows.append([f"{model}, {name}", *over_best])
-    title = "Own process: a training step over the best by hand"
+    title = "Own process: a training step compared with the best by hand"
     return Table(title, ["model", *(f"{n} device{'s' * (n > 1)}" for n in counts)], rows)
 
 
 def own_table(done: Sequence[Done]) -> Table:
-    """Returns all contenders in JAX, each alone in its process."""
+    """Returns the table of all contenders in JAX, each alone in its process."""
     parts = [(name, n, part["times"]) for name, n, part in by_model(done)]
     rule = _S1.format(limits.S1_OWN, limits.S1_LEAVES)
     title = f"Own process: a training step ({rule}; S2: nnx / plain at most {limits.S2_RATIO})"
@@ -44,7 +44,7 @@ def own_table(done: Sequence[Done]) -> Table:
 
 
 def paired_table(done: Sequence[Done]) -> Table:
-    """Returns all contenders in JAX, taking turns in one process."""
+    """Returns the table of all contenders in JAX, taking turns in one process."""
     rule = _S1.format(limits.S1_PAIRED, limits.S1_LEAVES)
     title = f"Paired: a training step ({rule}; S2: nnx / plain at most {limits.S2_RATIO})"
     return _steps(title, by_model(done), limits.S1_PAIRED)
@@ -71,7 +71,7 @@ def _steps(title: str, parts: Sequence[tuple[str, int, Times]], limit: float) ->
 
 
 def rivals_table(done: Sequence[Done]) -> Table:
-    """Returns the contenders beyond JAX; judged are nnx objects, the dearer spelling."""
+    """Returns the table of contenders beyond JAX, compared with nnx objects, the slower kind."""
     rows = []
     for model, n, part in by_model(done):
         times = part["times"]
@@ -87,15 +87,15 @@ def rivals_table(done: Sequence[Done]) -> Table:
 
 
 def lost_table(done: Sequence[Done]) -> Table:
-    """Returns what was not measured, or not to the end, and why."""
-    found: dict[tuple[str, str, str], list[str]] = {}
-    for each in done:
-        job = each.job
+    """Returns the table of failed measurements with their reasons."""
+    places_of: dict[tuple[str, str, str], list[str]] = {}
+    for job_done in done:
+        job = job_done.job
         where = " ".join(map(str, (*(job.names or job.leaves), "on", job.devices)))
-        reasons = {"the job": each.lost} if each.lost else {}
+        reasons = {"the job": job_done.lost} if job_done.lost else {}
         if job.kind == "own":
-            reasons.update(*(cell["lost"] for cell in each.result.values()))
+            reasons.update(*(cell["lost"] for cell in job_done.result.values()))
         for name, reason in reasons.items():
-            found.setdefault((job.kind, name, " ".join(reason.split())), []).append(where)
-    rows = [[*key[:2], ", ".join(places), key[2]] for key, places in found.items()]
-    return Table("Not measured, or not to the end", ["suite", "contender", "where", "why"], rows)
+            places_of.setdefault((job.kind, name, " ".join(reason.split())), []).append(where)
+    rows = [[*key[:2], ", ".join(places), key[2]] for key, places in places_of.items()]
+    return Table("Not measured, or not completely", ["suite", "contender", "where", "reason"], rows)

@@ -1,4 +1,4 @@
-"""The tables of all other suites."""
+"""Tables of all other suites."""
 
 from collections.abc import Sequence
 
@@ -7,11 +7,11 @@ from benchmarks.record import Done
 from benchmarks.report import NONE, Table, by_model, compared, ms
 from benchmarks.stats import Estimate, difference, estimate, median, ratio, spread, widest
 
-_ROUNDING = 0.01  # a loss and a token are no copy of the state
+_ROUNDING = 0.01  # allows for a loss and a token beside the state
 
 
 def dispatch_table(done: Sequence[Done]) -> Table:
-    """Returns the microseconds for adding one to each leaf."""
+    """Returns the table of microseconds for adding one to each leaf."""
     names = (plan.MIRROR_PLAIN, plan.MIRROR_NNX, *plan.HAND_WRITTEN)
     rows = []
     for leaves, n, times in sorted(by_model(done), key=lambda part: int(part[0])):
@@ -29,14 +29,14 @@ def dispatch_table(done: Sequence[Done]) -> Table:
     headers = ["leaves", "devices", *(f"{n} us" for n in names)]
     headers += ["plain - jit", "goal", "D1", "nnx - jit", "goal", "D2", "spread"]
     title = (
-        "Pure dispatch (more than jit's own: D1, plain pytrees, at most 10 us + 0.1 us per leaf; "
+        "Pure dispatch (overhead over jit: D1, plain pytrees, at most 10 us + 0.1 us per leaf; "
         "D2, nnx, 15 us + 0.2 us per leaf)"
     )
     return Table(title, headers, rows)
 
 
 def deep_table(done: Sequence[Done]) -> Table:
-    """Returns the 100-layer MLP with Adam: 602 variables."""
+    """Returns the table of the 100-layer MLP with Adam: 602 variables."""
     names = (plan.MIRROR_NNX, plan.MIRROR_PLAIN, plan.NNX_JIT)
     rows = [
         [
@@ -54,7 +54,7 @@ def deep_table(done: Sequence[Done]) -> Table:
 
 
 def rows_table(done: Sequence[Done]) -> Table:
-    """Returns several replicas on one device against one with the whole batch."""
+    """Returns the table of several replicas on one device."""
     one, *several = map(str, plan.ON_ONE_DEVICE)
     rows = []
     for name, _, times in by_model(done):
@@ -64,14 +64,14 @@ def rows_table(done: Sequence[Done]) -> Table:
         rows.append([name, ms(times, one), *cells, f"{widest(times):.0%}"])
     headers = [header for count in several for header in (f"{count} replicas", "S3")]
     title = (
-        "Several replicas on one device, over one with the whole batch "
+        "Several replicas on one device, compared with one on the whole batch "
         f"(S3: at most {limits.S3_ROWS})"
     )
     return Table(title, ["model", "1 replica ms", *headers, "spread"], rows)
 
 
 def staged_table(done: Sequence[Done]) -> Table:
-    """Returns collectives on the host against collectives among the devices."""
+    """Returns the table of collectives on the host."""
     rows = [
         [
             *(name, str(n), ms(times, plan.MIRROR_PLAIN), ms(times, plan.STAGED)),
@@ -81,12 +81,12 @@ def staged_table(done: Sequence[Done]) -> Table:
         for name, n, times in by_model(done)
     ]
     headers = ["model", "devices", "pmap ms", "staged ms", "staged / pmap", "S3", "spread"]
-    title = f"Collectives on the host over collectives among the devices (S3: {limits.S3_STAGED})"
+    title = f"Collectives on the host compared with the devices (S3: at most {limits.S3_STAGED})"
     return Table(title, headers, rows)
 
 
 def trainer_table(done: Sequence[Done]) -> Table:
-    """Returns a step of an epoch, by hand, by the trainer, and by it with 16 steps in a launch."""
+    """Returns the table of a step of an epoch: by hand, by `fit`, with 16 steps per launch."""
     rows = []
     for name, n, times in by_model(done):
         judged = limits.T2_MANY_STEPS if name == "small" else None
@@ -102,26 +102,27 @@ def trainer_table(done: Sequence[Done]) -> Table:
         )
     headers = ["model", "devices", "loop ms", "fit ms", "fit 16 ms", "fit / loop", "T1"]
     title = (
-        f"A step of an epoch (T1: fit / loop at most {limits.T1_FIT}; T2: 16 steps in a launch "
-        f"over one, of many small layers, at most {limits.T2_MANY_STEPS})"
+        f"A step of an epoch (T1: fit / loop at most {limits.T1_FIT}; T2: 16 steps per launch / "
+        f"one step, for many small layers, at most {limits.T2_MANY_STEPS})"
     )
     return Table(title, [*headers, "fit 16 / fit", "T2", "spread"], rows)
 
 
 def first_table(done: Sequence[Done]) -> Table:
-    """Returns seconds from the call to the result, each in a fresh process.
+    """Returns the table of seconds from the call to the result, each in a fresh process.
 
-    Noise makes such a time longer, never shorter: the shortest of the repeats counts.
+    Noise only increases such a time, so the shortest of the repeats counts.
     """
-    found: dict[tuple[str, int], list[dict[str, float]]] = {}
-    for each in done:
-        for name, part in each.result.items():
-            found.setdefault((name, each.job.devices), []).append(part)
+    repeats: dict[tuple[str, int], list[dict[str, float]]] = {}
+    for job_done in done:
+        for name, part in job_done.result.items():
+            repeats.setdefault((name, job_done.job.devices), []).append(part)
 
     def secs(name: str, n: int, what: str) -> float:
-        return min(part[what] for part in found[name, n])
+        return min(part[what] for part in repeats[name, n])
 
-    counts = [n for n in sorted({n for _, n in found}) if all((c, n) in found for c in plan.FIRST)]
+    counts = sorted({n for _, n in repeats})
+    counts = [n for n in counts if all((name, n) in repeats for name in plan.FIRST)]
     rows = []
     for n in counts:
         lowered = [secs(name, n, "lowered") for name in plan.FIRST]
@@ -129,7 +130,7 @@ def first_table(done: Sequence[Done]) -> Table:
         firsts = [secs(name, n, "first") for name in plan.FIRST]
         more = firsts[0] / secs(plan.MIRROR_NNX, counts[0], "first")
         verdict = estimate([more]).at_most(limits.S4_DEVICES) if n == counts[-1] else ""
-        noise = spread([part["first"] for part in found[plan.MIRROR_NNX, n]])
+        noise = spread([part["first"] for part in repeats[plan.MIRROR_NNX, n]])
         rows.append(
             [
                 *(str(n), *(f"{x:.3f}" for x in lowered), f"{over:.2f}"),
@@ -138,8 +139,8 @@ def first_table(done: Sequence[Done]) -> Table:
             ]
         )
     title = (
-        f"The first step (S4: call to lowered program, plain over shard_map, at most "
-        f"{limits.S4_LOWERED}; the whole of it, most devices over fewest, {limits.S4_DEVICES})"
+        f"The first step (S4: time to the lowered program, plain / shard_map, at most "
+        f"{limits.S4_LOWERED}; whole step, most / fewest devices, at most {limits.S4_DEVICES})"
     )
     headers = ["devices", *(f"{name} lowered s" for name in plan.FIRST), "plain/shard_map", "S4"]
     headers += [*(f"{name} first s" for name in plan.FIRST), "over fewest", "S4", "spread"]
@@ -147,31 +148,31 @@ def first_table(done: Sequence[Done]) -> Table:
 
 
 def memory_table(done: Sequence[Done]) -> Table:
-    """Returns copies of the state on the fullest device."""
+    """Returns the table of copies of the state on the fullest device."""
     rows = []
-    for name, n, found in by_model(done):
-        copies = found["copies"]
-        held = max(copies) <= limits.S5_COPIES + _ROUNDING and found["reused"] == 1
+    for name, n, part in by_model(done):
+        copies = part["copies"]
+        holds = max(copies) <= limits.S5_COPIES + _ROUNDING and part["reused"] == 1
         rows.append(
             [
-                *(name, str(n), f"{found['state_bytes'] / 1024:.0f}"),
+                *(name, str(n), f"{part['state_bytes'] / 1024:.0f}"),
                 *(f"{c:.3f}" for c in copies),
-                f"{found['reused']:.0%}",
-                "holds" if held else "BROKEN",
-                *_sharded_cells(found.get("sharded")),
+                f"{part['reused']:.0%}",
+                "holds" if holds else "BROKEN",
+                *_sharded_cells(part.get("sharded")),
             ]
         )
     headers = ["model", "devices", "state KiB", "copies before", "copies after", "reused", "S5"]
     title = (
-        "Memory of the fullest device (S5: one copy; buffers reused; with shard_update, of the "
-        "optimizer state no more than what can be sharded evenly leaves)"
+        "Memory of the fullest device (S5: one copy; all buffers reused; with shard_update, the "
+        "least possible fraction of the optimizer state)"
     )
     return Table(title, [*headers, "optimizer sharded", "at best", "S5"], rows)
 
 
-def _sharded_cells(found: dict[str, float] | None) -> list[str]:
-    if found is None:
+def _sharded_cells(sharded: dict[str, float] | None) -> list[str]:
+    if sharded is None:
         return [NONE] * 3
-    share, least = found["share"], found["least"]
+    share, least = sharded["share"], sharded["least"]
     verdict = "holds" if share <= least * (1 + _ROUNDING) else "BROKEN"
     return [f"{share:.3f}", f"{least:.3f}", verdict]

@@ -1,4 +1,4 @@
-"""The tables and the picture of a run that was saved.
+"""Prints the tables and draws the picture of a saved run.
 
 python -m benchmarks.tables FILE [--markdown] [--picture FILE.png]
 """
@@ -28,14 +28,14 @@ _MAKERS: tuple[tuple[str, Callable[[Sequence[Done]], Table]], ...] = (
 
 
 def tables(record: Record) -> list[Table]:
-    """Returns the tables of all suites that were measured, and of what was not."""
-    found = []
+    """Returns the tables of all measured suites, and of failed measurements."""
+    results = []
     for kind, make in _MAKERS:
-        done = [each for each in record.done if each.job.kind == kind and each.result]
+        done = [d for d in record.done if d.job.kind == kind and d.result]
         if done and (table := make(done)).rows:
-            found.append(table)
+            results.append(table)
     lost = step_tables.lost_table(record.done)
-    return [*found, lost] if lost.rows else found
+    return [*results, lost] if lost.rows else results
 
 
 def text(record: Record, *, markdown: bool) -> str:
@@ -47,9 +47,9 @@ def text(record: Record, *, markdown: bool) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints the tables, and draws the picture."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=__doc__)
-    parser.add_argument("file", type=Path, help="what `python -m benchmarks --json FILE` wrote")
-    parser.add_argument("--markdown", action="store_true", help="tables as Markdown")
-    parser.add_argument("--picture", type=Path, metavar="FILE.png", help="draw the picture, too")
+    parser.add_argument("file", type=Path, help="written by `python -m benchmarks --json FILE`")
+    parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
+    parser.add_argument("--picture", type=Path, metavar="FILE.png", help="also draw the picture")
     options = parser.parse_args(argv)
     record = Record.load(options.file)
     print(text(record, markdown=options.markdown))

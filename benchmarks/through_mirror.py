@@ -1,4 +1,4 @@
-"""Contenders through `mirror`: plain pytrees and nnx objects, on each executor."""
+"""Contenders that use `mirror`, with plain pytrees and nnx objects."""
 
 import functools
 from collections.abc import Callable
@@ -23,22 +23,22 @@ from benchmarks.workloads import Workload
 
 
 def names_of(num_devices: int) -> list[str]:
-    """Returns the names of the first host devices, as `mirror` takes them."""
+    """Returns the names of the first host devices."""
     return [f"/cpu:{i}" for i in range(num_devices)]
 
 
 @functools.cache
 def strategy_over(num_devices: int) -> mirror.Strategy:
-    """Returns the strategy of this process: a program has one, and so has a benchmark.
+    """Returns the strategy of this process.
 
-    It is made before anything else starts JAX's backend, so that `mirror` can do to the process
-    what it does to a user's.
+    It is created before JAX's backend starts, so that `mirror` can set up the process as it does
+    for a user.
     """
     return mirror.MirroredStrategy(names_of(num_devices))
 
 
 class PlainContender(JaxContender):
-    """A step on plain pytrees through `run`."""
+    """A step on plain pytrees, run by `strategy.run`."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class PlainContender(JaxContender):
         self._state, self._token = self._run(self._step, args, donate_argnums=0)
 
     def arrays(self) -> tuple[PyTree, Any]:
-        """Returns the state, and the loss."""
+        """Returns the state and the loss."""
         return self._state, self._token
 
     def params(self) -> PyTree:
@@ -67,7 +67,7 @@ class PlainContender(JaxContender):
 
 
 def mirrored_mean(tree: PyTree) -> PyTree:
-    """Returns the mean over the replicas, as users of `mirror` write it."""
+    """Returns the mean over the replicas."""
     context = mirror.get_replica_context()
     assert context is not None
     return context.all_reduce("mean", tree)
@@ -92,7 +92,7 @@ def mirror_plain(
 
 
 def create(name: str, workload: Workload, num_devices: int) -> JaxContender:
-    """Returns the contender of that name."""
+    """Returns the contender `name` for a workload."""
     strategy, model = strategy_over(num_devices), model_of(workload)
     return mirror_nnx(model, strategy) if name == plan.MIRROR_NNX else mirror_plain(model, strategy)
 
@@ -105,7 +105,7 @@ def step_contenders(model: Model, num_devices: int) -> list[JaxContender]:
 
 
 def row_contenders(model: Model) -> list[JaxContender]:
-    """Returns the same global batch on one device, by one replica and by several."""
+    """Returns contenders with one and with several replicas on one device."""
     return [
         mirror_plain(
             model, mirror.MirroredStrategy(names_of(1), replicas_per_device=count), str(count)
@@ -115,7 +115,7 @@ def row_contenders(model: Model) -> list[JaxContender]:
 
 
 def staged_contenders(model: Model, num_devices: int) -> list[JaxContender]:
-    """Returns the same step through `run`, reduced among the devices and on the host."""
+    """Returns contenders that reduce on the host and across the devices."""
     ops = mirror.ReductionToOneDevice()
     staged = mirror.MirroredStrategy(names_of(num_devices), ops)
     return [
@@ -125,7 +125,7 @@ def staged_contenders(model: Model, num_devices: int) -> list[JaxContender]:
 
 
 def deep_contenders(model: Model, num_devices: int) -> list[JaxContender]:
-    """Returns objects against plain pytrees through `run`; on one device also `nnx.jit`."""
+    """Returns contenders with nnx objects and plain pytrees; on one device also `nnx.jit`."""
     strategy = strategy_over(num_devices)
-    found: list[JaxContender] = [mirror_nnx(model, strategy), mirror_plain(model, strategy)]
-    return [*found, nnx_jit(model)] if num_devices == 1 else found
+    contenders: list[JaxContender] = [mirror_nnx(model, strategy), mirror_plain(model, strategy)]
+    return [*contenders, nnx_jit(model)] if num_devices == 1 else contenders

@@ -1,4 +1,8 @@
-"""The clock, and the order of turns."""
+"""Times contenders, and orders their turns.
+
+It does not use `mirror._src.utils.measure`, because processes of hand-written contenders must not
+import `mirror`.
+"""
 
 import math
 import time
@@ -12,20 +16,20 @@ _Item = TypeVar("_Item")
 
 
 def seconds(contender: Contender, steps: int) -> float:
-    """Returns the time for some steps, everything awaited."""
+    """Returns the duration of some steps in seconds, until all results are computed."""
     start = time.perf_counter()
     contender.advance(steps)
     return time.perf_counter() - start
 
 
 def steps_for(contenders: Sequence[Contender], secs: float, fewest: int, most: int) -> int:
-    """Returns how many steps take the fastest of the contenders that long, within bounds."""
+    """Returns the number of steps that the fastest contender takes in `secs`, within bounds."""
     fastest = min(min(seconds(c, fewest) for _ in range(_TRIALS)) for c in contenders)
     return min(max(math.ceil(secs / (fastest / fewest)), fewest), most)
 
 
 def in_order(contenders: Sequence[_Item], number: int) -> list[_Item]:
-    """Returns the contenders in the order of a round: another first, every other backwards."""
+    """Returns the order of a round: the first contender rotates, every other round is reversed."""
     start = number // 2 % len(contenders)
-    turned = [*contenders[start:], *contenders[:start]]
-    return turned[::-1] if number % 2 else turned
+    rotated = [*contenders[start:], *contenders[:start]]
+    return rotated[::-1] if number % 2 else rotated

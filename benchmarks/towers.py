@@ -1,10 +1,10 @@
-"""A convolutional net trained on 1, 2, 4, 8 devices: total times and speed-ups, as a table.
+"""Trains a convolutional net on 1, 2, 4, 8 devices; prints total times and speed-ups.
 
     python -m benchmarks.towers [--devices 1,2,4,8] [--width 1.0] [--images 2000] [--epochs 1]
 
-Each number of devices trains in a process of its own: the program is
-`tests/programs/p14_convolutional_net.py`. Where JAX has no GPU, it trains on forced host devices,
-which share the cores: there more devices are not faster.
+Each number of devices trains in its own process, with `tests/programs/p14_convolutional_net.py`.
+Without a GPU it trains on host devices, which share the cores, so adding devices does not speed it
+up.
 """
 
 import argparse
@@ -23,10 +23,10 @@ _DONE = re.compile(r"Devices: (\d+), total time: (\d+\.\d+) s")
 
 
 def seconds(num_devices: int, options: Sequence[str]) -> float:
-    """The total time of the program on so many devices, compiling not included.
+    """Returns the total time of the program on some devices, without compilation.
 
     Raises:
-        RuntimeError: it failed, or there are not so many devices.
+        RuntimeError: If the program fails, or there are not enough devices.
     """
     done = subprocess.run(
         [sys.executable, "-m", _PROGRAM, "--devices", str(num_devices), *options],
@@ -36,21 +36,21 @@ def seconds(num_devices: int, options: Sequence[str]) -> float:
         text=True,
         check=False,
     )
-    found = _DONE.search(done.stdout)
-    if done.returncode or not found or int(found[1]) != num_devices:
+    match = _DONE.search(done.stdout)
+    if done.returncode or not match or int(match[1]) != num_devices:
         raise RuntimeError(f"On {num_devices} devices: {done.stdout}\n{done.stderr[-3000:]}")
-    return float(found[2])
+    return float(match[2])
 
 
 def table(secs: dict[int, float]) -> Table:
-    """Times, and speed-ups over the fewest devices."""
+    """Returns a table of times and of speed-ups over the fewest devices."""
     first = next(iter(secs.values()))
-    rows = [[str(n), f"{each:.2f}", f"{first / each:.2f}"] for n, each in secs.items()]
-    return Table("A convolutional net: total time of training", ["devices", "s", "speed-up"], rows)
+    rows = [[str(n), f"{total:.2f}", f"{first / total:.2f}"] for n, total in secs.items()]
+    return Table("A convolutional net: total training time", ["devices", "s", "speed-up"], rows)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Trains on each number of devices, and prints the table."""
+    """Trains on every number of devices, and prints the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.towers", description=__doc__)
     parser.add_argument("--devices", default="1,2,4,8")
     options, rest = parser.parse_known_args(argv)

@@ -1,7 +1,7 @@
-"""An epoch by `Trainer.fit` and by a loop over `strategy.run`, written by hand, with the same data.
+"""Compares an epoch of `Trainer.fit` with a hand-written loop over `strategy.run`.
 
-All read global batches from host memory, pad them where they do not divide, and have every step's
-loss on the host at the end of the epoch. Their time is given for a step.
+Both read the same global batches from host memory, pad them, and have the losses of all steps on
+the host at the end of the epoch. Times are per step.
 """
 
 from collections import deque
@@ -25,13 +25,13 @@ _MOST_RUNNING = 8
 
 
 def loss_fn(module: Any, batch: Batch) -> jax.Array:
-    """The loss of each example."""
+    """Returns the per-example losses."""
     logits = module(batch["image"])
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
 
 
 def hand_step(module: nnx.Module, opt: nnx.Optimizer, batch: Batch, mask: jax.Array) -> Any:
-    """A replica's step that is exact for padded batches, as it is written by hand."""
+    """Takes a replica's step that is exact for padded batches."""
 
     def total(module: nnx.Module) -> jax.Array:
         return jnp.sum(loss_fn(module, batch), where=mask)
@@ -45,7 +45,7 @@ def hand_step(module: nnx.Module, opt: nnx.Optimizer, batch: Batch, mask: jax.Ar
 
 
 class Epochs(JaxContender):
-    """Its launches are whole epochs."""
+    """Base class of contenders whose launches are whole epochs."""
 
     def __init__(self, name: str, model: Model, strategy: mirror.Strategy) -> None:
         self.name = name
@@ -55,19 +55,19 @@ class Epochs(JaxContender):
             self._module, self._opt = create_objects(model)
 
     def arrays(self) -> PyTree:
-        """The state; `launch` has read the losses."""
+        """Returns the state; `launch` has already read the losses."""
         return jax.tree.leaves(nnx.state((self._module, self._opt)))
 
     def params(self) -> PyTree:
-        """The parameters, as a plain pytree."""
+        """Returns the parameters, as a plain pytree."""
         return params_of(self._module)
 
 
 class ByHand(Epochs):
-    """A loop over `strategy.run`."""
+    """Contender with a hand-written loop over `strategy.run`."""
 
     def launch(self) -> None:
-        """One epoch."""
+        """Runs one epoch."""
         pending: deque[Any] = deque()
         total = 0.0
         data = self._strategy.distribute_dataset(self._data, remainder="pad")
@@ -82,7 +82,7 @@ class ByHand(Epochs):
 
 
 class ByTrainer(Epochs):
-    """`Trainer.fit`."""
+    """Contender with `Trainer.fit`."""
 
     def __init__(
         self, name: str, model: Model, strategy: mirror.Strategy, steps_per_execution: int
@@ -97,12 +97,12 @@ class ByTrainer(Epochs):
         )
 
     def launch(self) -> None:
-        """One epoch."""
+        """Runs one epoch."""
         self._trainer.fit(self._data, progress=False)
 
 
 def trainer_contenders(model: Model, num_devices: int) -> list[JaxContender]:
-    """By hand, by `fit`, and by `fit` with 16 steps in a launch."""
+    """Returns `fit`, `fit` with 16 steps per launch, and the hand-written loop."""
     strategy = strategy_over(num_devices)
     return [
         ByTrainer(plan.FIT, model, strategy, 1),

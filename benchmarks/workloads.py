@@ -1,4 +1,4 @@
-"""The nets and their batches, in NumPy only: each contender builds them in its own library."""
+"""Models and batches in NumPy, from which every contender builds them in its own library."""
 
 import itertools
 from collections.abc import Callable
@@ -8,11 +8,11 @@ from typing import Any, Literal
 import numpy as np
 
 LEARNING_RATE = 1e-3
-# Adam's epsilon. Where parameters are compared, it is above rounding noise, which the usual 1e-8
-# turns into whole steps of the learning rate, up or down. Where losses are compared, it is small:
-# Keras adds it before the correction of the bias, so that a large one is another training.
+# Adam's epsilon. If parameters are compared, it must exceed rounding errors, which the usual 1e-8
+# amplifies to whole steps of the learning rate. If losses are compared, it must be small, because
+# Keras adds it before the bias correction, so that a large epsilon changes the training.
 EPSILON, SMALL_EPSILON = 1e-5, 1e-8
-RESIDUAL = 0.1  # what a layer of a chain adds to its input is scaled by this
+RESIDUAL = 0.1  # scale of the residual branch of a layer in a chain
 _KERNEL, _POOLING = 3, 2
 
 Params = dict[Any, Any]
@@ -20,16 +20,16 @@ Params = dict[Any, Any]
 
 @dataclass(frozen=True)
 class Workload:
-    """A net, its initial parameters, and one global batch of random data.
+    """A model with its initial parameters and one global batch of random data.
 
     Attributes:
         kind: `mlp`, dense layers with ReLU in between; `cnn`, two 3x3 convolutions with ReLU and
             2x2 pooling and two dense layers; `chain`, residual layers `x + 0.1 * tanh(x @ w)`.
-        sizes: For an `mlp` the sizes of input, layers and output. For a `cnn` the image's side,
-            its channels, the channels of both convolutions, the hidden layer, the classes. For a
-            `chain` the number of layers and their width.
-        batch_size: Examples in a global batch.
-        epsilon: Adam's.
+        sizes: For an `mlp`, the sizes of input, layers and output. For a `cnn`, side and channels
+            of the images, channels of both convolutions, size of the hidden layer, number of
+            classes. For a `chain`, the number of layers and their width.
+        batch_size: Size of the global batch.
+        epsilon: Epsilon of Adam.
     """
 
     kind: Literal["mlp", "cnn", "chain"]
@@ -39,7 +39,7 @@ class Workload:
 
     @property
     def features(self) -> tuple[int, ...]:
-        """The shape of one input."""
+        """Shape of one input."""
         if self.kind == "cnn":
             side, channels = self.sizes[:2]
             return (side, side, channels)
@@ -47,11 +47,11 @@ class Workload:
 
     @property
     def classes(self) -> int:
-        """The number of labels."""
+        """Number of classes."""
         return self.sizes[-1]
 
     def batch(self) -> dict[str, np.ndarray]:
-        """Returns a global batch of random data, always the same one."""
+        """Returns a global batch of random data, the same in every call."""
         rng = np.random.RandomState(0)
         shape = (self.batch_size, *self.features)
         return {
@@ -60,12 +60,12 @@ class Workload:
         }
 
     def initial_params(self) -> Params:
-        """Returns the initial parameters: nested dicts with zero biases and LeCun kernels."""
+        """Returns the initial parameters: nested dicts, zero biases, LeCun kernels."""
         rng = np.random.RandomState(1)
-        return _map(lambda shape: _drawn(rng, shape), _SHAPES[self.kind](self.sizes))
+        return _map(lambda shape: _sample(rng, shape), _SHAPES[self.kind](self.sizes))
 
 
-def _drawn(rng: np.random.RandomState, shape: tuple[int, ...]) -> np.ndarray:
+def _sample(rng: np.random.RandomState, shape: tuple[int, ...]) -> np.ndarray:
     scale = 0.0 if len(shape) == 1 else np.prod(shape[:-1]) ** -0.5
     return (rng.standard_normal(shape) * scale).astype(np.float32)
 

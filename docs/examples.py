@@ -1,4 +1,4 @@
-"""An extension of griffe: examples in docstrings are shown as code."""
+"""Griffe extension that renders the examples in docstrings as code."""
 
 import re
 from typing import Any
@@ -9,10 +9,10 @@ _EXAMPLE = re.compile(r"^>>> .*(?:\n.+)*", re.M)
 
 
 class Examples(griffe.Extension):
-    """Puts each example of a docstring into a fence, as Markdown has it."""
+    """Wraps each example of a docstring in a fenced code block."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Rewrites the docstring, before it is parsed."""
+        """Rewrites the docstring before it is parsed."""
         if obj.docstring:
-            fenced = _EXAMPLE.sub(lambda found: f"```pycon\n{found[0]}\n```", obj.docstring.value)
+            fenced = _EXAMPLE.sub(lambda match: f"```pycon\n{match[0]}\n```", obj.docstring.value)
             obj.docstring.value = fenced

@@ -1,4 +1,4 @@
-"""What MkDocs calls: pages of the repository become pages of the site, and no text stands twice."""
+"""MkDocs hooks: adds pages and pictures from elsewhere in the repository to the site."""
 
 import posixpath
 import re
@@ -20,7 +20,7 @@ _LINK = re.compile(r"(?<=\]\()([^)#:]+)(?=(?:#[^)]*)?\))")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the pages and pictures that lie elsewhere in the repository."""
+    """Adds the pages and pictures that are stored outside `docs/`."""
     for page, file in PAGES.items():
         files.append(File.generated(config, page, content=(ROOT / file).read_text()))
     for picture in ROOT.glob("benchmarks/runs/*.png"):
@@ -30,13 +30,13 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links as they are in the repository become links of the site."""
+    """Rewrites links between files of the repository as links between pages of the site."""
     here = page.file.src_uri
     folder = posixpath.dirname(PAGES.get(here, f"docs/{here}"))
 
     def link(match: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join(folder, match[1]))
-        found = _SITE.get(target, target.removeprefix("docs/"))
-        return posixpath.relpath(found, posixpath.dirname(here) or ".")
+        site_path = _SITE.get(target, target.removeprefix("docs/"))
+        return posixpath.relpath(site_path, posixpath.dirname(here) or ".")
 
     return _LINK.sub(link, markdown).replace("```python no-run", "```python")

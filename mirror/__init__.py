@@ -1,11 +1,14 @@
-"""MirroredStrategy for JAX: write the step for one replica, train in step on every device.
+"""Synchronous data-parallel training for JAX, in the style of `tf.distribute.MirroredStrategy`.
+
+Write the training step for one replica; `mirror` runs it on every GPU of the machine, or on CPU
+devices on a laptop and in CI, and keeps all copies of the model identical.
 
     strategy = mirror.MirroredStrategy()
     with strategy.scope():
         model = CNN(rngs=nnx.Rngs(0))
         optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
 
-    def step(model, optimizer, batch):  # for one replica
+    def step(model, optimizer, batch):  # runs on every replica, with its shard of the batch
         loss, grads = nnx.value_and_grad(loss_fn)(model, batch)
         context = mirror.get_replica_context()
         grads, loss = context.all_reduce("mean", (grads, loss))
@@ -15,18 +18,35 @@
     for batch in strategy.distribute_dataset(dataset):
         loss = strategy.run(step, (model, optimizer, batch))
 
-The words, as they are used everywhere:
+- **Replicas cannot diverge.** Each step is traced and checked first. A missing all-reduce is an
+  error that names the parameter.
+- **No deadlocks.** A collective in a branch that replicas may take differently is rejected at trace
+  time, and the number of launches in flight is bounded.
+- **Exact for any batch size.** `mirror.Trainer` counts every example once, including those in the
+  last batch.
+- **Verifiable.** `strategy.verify(step, args)` compares n replicas with one device.
 
-- physical device: a CPU or a GPU of this machine. Logical device: what computations are placed on.
-- replica: one copy of the step function, on one device; `num_replicas_in_sync` of them.
-- mirrored value: the same on every replica. A plain `jax.Array`, nothing else.
-- per-replica value: may differ between replicas. A `PerReplica`.
-- replica context: inside a function that `run` runs. Cross-replica context: inside `scope()`,
-  outside `run`.
-- `config`: the devices there are, and their settings before JAX starts. `device(name)`: where eager
-  ops run. `debugging`: looking at what runs and lies where.
-- collective: the point in a step where replicas communicate: all-reduce, all-gather.
-- cross-device ops: who carries a collective out.
+Glossary:
+
+- **replica**: One of the n copies of the step that run at the same time, each on its own device and
+  with its own shard of the batch. n is `strategy.num_replicas_in_sync`.
+- **mirrored**: Identical on all replicas, with one copy per device, such as the parameters of a
+  model. A mirrored value is a plain `jax.Array`.
+- **per-replica**: Possibly different on every replica, such as a batch. Outside a step, a
+  per-replica value is a `PerReplica`; inside, it is this replica's array.
+- **shard**: The slice of an array that belongs to one replica or is stored on one device.
+- **collective**: An operation in which all replicas take part, such as all-reduce or all-gather.
+- **cross-device ops**: An object that implements the collectives: `AllReduce`,
+  `ReductionToOneDevice`, or a subclass of `CrossDeviceOps`.
+- **replica context**: The state of being inside a step that `strategy.run` executes.
+  `get_replica_context()` returns the replica's id and its collectives.
+- **cross-replica context**: The state of being inside `strategy.scope()`, but outside a step. Code
+  runs once for all replicas, and arrays are created mirrored.
+- **donate**: To let a step reuse the memory of an argument for its results. A donated array is
+  deleted and must not be used again. Models and optimizers are always donated, and updated in
+  place.
+- **physical device, logical device**: A CPU or GPU of the machine, and a device that JAX places
+  computations on. A CPU can be split into several logical devices; see `mirror.config`.
 """
 
 from mirror import callbacks as callbacks
@@ -71,4 +91,4 @@ from mirror._version import __version__ as __version__
 
 
 def __dir__() -> list[str]:
-    return sorted(name for name in globals() if not name.startswith("_"))
+    return sorted(n for n in globals() if n.isidentifier() and not n.startswith("_"))

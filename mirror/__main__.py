@@ -1,4 +1,4 @@
-"""`python -m mirror` is the `mirror` command."""
+"""Runs the `mirror` command for `python -m mirror`."""
 
 import sys
 

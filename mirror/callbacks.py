@@ -1,7 +1,7 @@
-"""What happens beside a training.
+"""Callbacks for `Trainer.fit`.
 
-`trainer.fit(data, callbacks=[mirror.callbacks.Checkpoint("ckpt")])`. Derive your own from
-`Callback`, and override what you need.
+Pass them as `trainer.fit(data, callbacks=[mirror.callbacks.Checkpoint("ckpt")])`. To write your
+own, subclass `Callback` and override the hooks you need.
 """
 
 from mirror._src.training.callbacks.callback import Callback as Callback

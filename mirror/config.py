@@ -1,4 +1,4 @@
-"""The devices of this machine, and what is configured of them before JAX's backend starts.
+"""Device discovery and configuration, before JAX's backend starts.
 
     gpus = mirror.config.list_physical_devices("GPU")
     mirror.config.set_visible_devices(gpus[:1], "GPU")
@@ -8,15 +8,17 @@
     mirror.config.set_logical_device_configuration(
         cpu, [mirror.config.LogicalDeviceConfiguration()] * 4
     )
-    mirror.MirroredStrategy()  # four replicas, on a machine without GPUs
+    mirror.MirroredStrategy()  # four replicas on a machine without GPUs
 
-Settings hold for the process, whoever starts the backend, and are fixed once it has started: the
-first array, `jax.devices()`, `list_logical_devices()` and every strategy start it. Afterwards the
-same value again is no error, another is a `RuntimeError` that says what started it.
+Settings apply to the whole process, and cannot change once JAX's backend has started. The first
+array, `jax.devices()`, `list_logical_devices()` and every strategy start it. Afterwards, setting
+the same value again has no effect, and setting another value raises a `RuntimeError` that says what
+started the backend.
 
-What the user has set by other means is never overwritten. Of the devices that `XLA_FLAGS`,
-`JAX_NUM_CPU_DEVICES`, `jax_cuda_visible_devices` or `JAX_PLATFORMS` leave, a smaller set can be
-chosen; `XLA_PYTHON_CLIENT_PREALLOCATE` and `XLA_CLIENT_MEM_FRACTION` win, and a warning says so.
+Settings that you make by other means are never overwritten. `XLA_FLAGS`, `JAX_NUM_CPU_DEVICES`,
+`jax_cuda_visible_devices` and `JAX_PLATFORMS` select devices, of which `mirror.config` can choose
+fewer. `XLA_PYTHON_CLIENT_PREALLOCATE` and `XLA_CLIENT_MEM_FRACTION` take precedence, with a
+warning.
 """
 
 from mirror._src.devices.backend import list_logical_devices as list_logical_devices

@@ -1,4 +1,4 @@
-"""Data: global batches cut up for the replicas."""
+"""Datasets of global batches, for `strategy.distribute_dataset` and `Trainer.fit`."""
 
 from mirror._src.data.arrays import ArrayDataset as ArrayDataset
 from mirror._src.data.arrays import from_arrays as from_arrays

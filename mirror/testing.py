@@ -1,6 +1,6 @@
-"""Asserts for tests of code that uses `mirror`.
+"""Assertions for tests of code that uses `mirror`.
 
-The pytest plugin's fixtures and marks are described in the guide to tests.
+The guide to testing describes the fixtures and marks of the pytest plugin.
 """
 
 from mirror._src.testing.asserts import assert_mirrored as assert_mirrored

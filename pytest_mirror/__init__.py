@@ -1,8 +1,8 @@
-"""The pytest plugin of mirror: host devices, strategies for a test, and an end for what hangs.
+"""The pytest plugin of mirror: host devices, strategies for tests, and a timeout for hanging tests.
 
-pytest loads it in every run on a machine where mirror is installed, of other projects too. So it
-stands beside the package, whose import brings JAX and Flax (about a second), and imports only
-pytest and the standard library; `mirror` is imported where JAX is needed.
+pytest loads it in every run on a machine where mirror is installed, including runs of other
+projects. It is therefore a package of its own that imports only pytest and the standard library;
+importing `mirror` loads JAX and Flax, which takes about a second, and happens only if needed.
 """
 
 from pytest_mirror.marks import _mirror_layout as _mirror_layout

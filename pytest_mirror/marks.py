@@ -1,4 +1,4 @@
-"""The mark `mirror`, and the fixture `strategy` that it is for."""
+"""The mark `mirror` and the fixture `strategy`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ _KEYWORDS = ("replicas", "executors", "timeout")
 
 @dataclass(frozen=True)
 class Layout:
-    """How many replicas a test runs on, and by which executor.
+    """The replicas of a test and the executor that runs them.
 
     Attributes:
-        executor: one of `EXECUTORS`.
-        replicas: `None`: one on each device.
+        executor: One of `EXECUTORS`.
+        replicas: Number of replicas; `None` means one per device.
     """
 
     executor: str
@@ -31,74 +31,75 @@ class Layout:
 
     @property
     def num_devices(self) -> int:
-        """How many devices it needs."""
+        """Number of devices required."""
         return 1 if self.executor == "vmap" or self.replicas is None else self.replicas
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Runs a marked test once for each layout; an error in a mark is one of collection."""
+    """Parametrizes a marked test by its layouts; an invalid mark is a collection error."""
     layouts = _layouts(metafunc.definition, metafunc.fixturenames)
     if layouts:
         metafunc.parametrize("_mirror_layout", layouts, ids=str)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Checks the marks of tests that nothing generates, such as those of a `TestCase`."""
+    """Checks the marks of tests that pytest does not generate, such as methods of a `TestCase`."""
     _layouts(item, getattr(item, "fixturenames", ()))
 
 
-def marked(node: pytest.Item) -> dict[str, Any]:
-    """The keywords of the marks, checked; the one that is closest to the test wins."""
-    found: dict[str, Any] = {}
+def mark_keywords(node: pytest.Item) -> dict[str, Any]:
+    """Returns the checked keywords of all marks; the mark closest to the test takes precedence."""
+    keywords: dict[str, Any] = {}
     for mark in node.iter_markers("mirror"):
         if mark.args:
-            _refuse(node, f"{mark.args[0]!r} has no keyword. Say which: {', '.join(_KEYWORDS)}")
+            _fail(node, f"{mark.args[0]!r} needs a keyword. Use one of: {', '.join(_KEYWORDS)}")
         for name, value in mark.kwargs.items():
             if name not in _KEYWORDS:
-                _refuse(node, f"there is no keyword {name!r}. There are {', '.join(_KEYWORDS)}")
-            found.setdefault(name, value)
-    if "timeout" in found and not is_secs(found["timeout"]):
-        _refuse(node, f"timeout={found['timeout']!r} is no time in seconds. Say 0 for no limit")
+                _fail(node, f"unknown keyword {name!r}. Use one of: {', '.join(_KEYWORDS)}")
+            keywords.setdefault(name, value)
+    if "timeout" in keywords and not is_secs(keywords["timeout"]):
+        secs = keywords["timeout"]
+        _fail(node, f"`timeout` must be a number of seconds, or 0 for no limit, got {secs!r}")
     for name in ("replicas", "executors"):
-        if name in found:
-            found[name] = _several(node, name, found[name])
-    return found
+        if name in keywords:
+            keywords[name] = _as_values(node, name, keywords[name])
+    return keywords
 
 
-def _several(node: pytest.Item, name: str, value: Any) -> Sequence[Any]:
-    """One value, or several that differ, checked."""
+def _as_values(node: pytest.Item, name: str, value: Any) -> Sequence[Any]:
+    """Checks a keyword with one or several values, and returns a tuple."""
     values = tuple(value) if isinstance(value, list | tuple | range) else (value,)
-    for one in values:
-        if name == "executors" and one not in EXECUTORS:
-            _refuse(node, f"there is no executor {one!r}. There are {', '.join(EXECUTORS)}")
-        if name == "replicas" and (isinstance(one, bool) or not isinstance(one, int) or one < 1):
-            _refuse(node, f"replicas={value!r}: {one!r} is no number of replicas. Say 1 or more")
+    for item in values:
+        if name == "executors" and item not in EXECUTORS:
+            _fail(node, f"unknown executor {item!r}. Use one of: {', '.join(EXECUTORS)}")
+        if name == "replicas" and (isinstance(item, bool) or not isinstance(item, int) or item < 1):
+            _fail(node, f"`replicas` must be one or several integers >= 1, got {value!r}")
     if not values or len(set(values)) < len(values):
-        what = "repeats some" if values else "is empty"
-        _refuse(node, f"{name}={value!r} {what}. Name each once, or leave it out")
+        what = "contains duplicates" if values else "is empty"
+        _fail(node, f"{name}={value!r} {what}. List every value once, or omit {name}")
     return values
 
 
 def _layouts(node: pytest.Item, fixtures: Sequence[str]) -> list[Layout]:
-    """In the order of the mark, so that all processes of a run agree."""
-    found = marked(node)
-    if not found.keys() & {"replicas", "executors"}:
+    """Returns the layouts in the order of the mark, which is the same in every xdist worker."""
+    keywords = mark_keywords(node)
+    if not keywords.keys() & {"replicas", "executors"}:
         return []
     if "_mirror_layout" not in fixtures:
         if any(m.name == "mirror" and m.kwargs.keys() - {"timeout"} for m in node.own_markers):
-            _refuse(node, "the test does not use the fixture `strategy`. Take it as an argument")
-        return []  # the mark is of a class or a module, and for its other tests
-    replicas = found.get("replicas", [None])
-    return [Layout(e, n) for e in found.get("executors", ["pmap"]) for n in replicas]
+            _fail(node, "the test does not use the fixture `strategy`. Add it as an argument")
+        return []  # the mark of a class or a module does not apply to this test
+    replicas = keywords.get("replicas", [None])
+    return [Layout(e, n) for e in keywords.get("executors", ["pmap"]) for n in replicas]
 
 
-def _refuse(node: pytest.Item, why: str) -> None:
+def _fail(node: pytest.Item, why: str) -> None:
     pytest.fail(f"@pytest.mark.mirror on {node.nodeid}: {why}.", pytrace=False)
 
 
 @pytest.fixture
 def _mirror_layout() -> Layout | None:
-    """Where the mark says nothing of layouts."""
+    """The default if a mark has no layouts."""
     return None
 
 
@@ -106,11 +107,11 @@ def _mirror_layout() -> Layout | None:
 def strategy(
     request: pytest.FixtureRequest, _mirror_layout: Layout | None
 ) -> "mirror.MirroredStrategy":
-    """A strategy as the mark says; without one, over all devices, with what suits them.
+    """A strategy with the layout of the mark; by default over all devices.
 
-    With `--mirror-devices` the replicas are on host devices, also where there are accelerators.
+    With `--mirror-devices`, the replicas run on host devices, even if there are accelerators.
     """
-    from mirror import MirroredStrategy  # brings JAX
+    from mirror import MirroredStrategy  # loads JAX
     from mirror._src.testing import plugin_support
 
     on_host = request.config.stash[SETTINGS].devices is not None
@@ -120,9 +121,9 @@ def strategy(
     needed = _mirror_layout.num_devices
     if len(devices) < needed:
         pytest.fail(
-            f"{request.node.nodeid} needs {needed} devices, and there are {len(devices)}: "
-            f"{', '.join(map(str, devices))}. Run pytest with --mirror-devices={needed}, on host "
-            "devices.",
+            f"{request.node.nodeid} requires {needed} devices, but only {len(devices)} are "
+            f"available: {', '.join(map(str, devices))}. To use host devices, run pytest with "
+            f"--mirror-devices={needed}.",
             pytrace=False,
         )
     return plugin_support.make_strategy(_mirror_layout.executor, _mirror_layout.replicas, devices)

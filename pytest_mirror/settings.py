@@ -1,4 +1,4 @@
-"""What a run is told: the options, the ini file; and the host devices, which are forced at once."""
+"""Command-line and ini options of the plugin; creates the host devices when pytest starts."""
 
 import os
 from dataclasses import dataclass
@@ -7,23 +7,23 @@ from typing import Any
 import pytest
 
 EXECUTORS = ("pmap", "vmap", "staged")
-MARKED_SECS = 300.0  # the timeout of tests with the mark, where nobody says another
-_TOO_LONG_SECS = 1e9  # clocks take no more
+MARKED_SECS = 300.0  # default timeout of tests with the mark
+_TOO_LONG_SECS = 1e9  # timers reject longer times
 _MARK = (
-    "mirror(replicas, executors, timeout): run the test once for each number of replicas and each "
+    "mirror(replicas, executors, timeout): run the test once per number of replicas and per "
     f"executor ({', '.join(EXECUTORS)}), in the fixture `strategy`; end the run if the test takes "
-    f"longer than timeout seconds (default: {MARKED_SECS:g}; 0: never)."
+    f"longer than timeout seconds (default: {MARKED_SECS:g}; 0: no limit)."
 )
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the run was told.
+    """The options of the run.
 
     Attributes:
-        devices: how many host devices to force; `None`: none.
-        secs: how long any test may take; `None`: nobody said, 0: for ever.
-        stderr: a file descriptor of the standard error that pytest does not capture.
+        devices: Number of host devices to create; `None` creates none.
+        secs: Timeout of a test in seconds; `None` if not set, 0 for no limit.
+        stderr: A file descriptor of the standard error that pytest does not capture.
     """
 
     devices: int | None
@@ -35,10 +35,10 @@ SETTINGS = pytest.StashKey[Settings]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds the options, and the same in the ini file."""
+    """Adds the command-line options, and ini options with the same meaning."""
     group = parser.getgroup("mirror", "mirror: replicas on several devices")
-    devices = "run on so many host devices, forced before JAX starts"
-    secs = "end the run, with all stacks, where a test takes longer than this; 0: never"
+    devices = "number of host devices to run on, created before JAX starts"
+    secs = "end the run and print all stacks if a test takes longer than this; 0: no limit"
     group.addoption("--mirror-devices", metavar="N", help=devices)
     group.addoption("--mirror-timeout", metavar="SECS", help=secs)
     parser.addini("mirror_devices", devices)
@@ -46,33 +46,36 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Forces the host devices, after the first conftest.py: what it sets in the environment counts.
+    """Parses the options, and creates the host devices.
 
-    It runs while pytest captures nothing, so the standard error is the real one.
+    pytest calls it after the first conftest.py, which may set environment variables. It captures no
+    output at this time, so file descriptor 2 is the real standard error.
     """
     config.addinivalue_line("markers", _MARK)
-    devices, asked_by = _said(config, "devices")
-    secs, secs_by = _said(config, "timeout")
+    devices, devices_option = _option(config, "devices")
+    secs, secs_option = _option(config, "timeout")
     if devices is not None and not (devices.isdecimal() and int(devices)):
-        raise pytest.UsageError(f"{asked_by} is no number of devices. Say 1 or more, e.g. 8.")
-    if secs is not None and not is_secs(_number(secs)):
-        raise pytest.UsageError(f"{secs_by} is no time in seconds. Say e.g. 60, or 0 for no limit.")
+        raise pytest.UsageError(f"{devices_option}: expected a positive integer, e.g. 8.")
+    if secs is not None and not is_secs(_parse_float(secs)):
+        raise pytest.UsageError(
+            f"{secs_option}: expected a number of seconds, e.g. 60, or 0 for no limit."
+        )
     num_devices = None if devices is None else int(devices)
     if num_devices is not None:
-        _force(num_devices, asked_by)
-    config.stash[SETTINGS] = Settings(num_devices, _number(secs), os.dup(2))
+        _force_host_devices(num_devices, devices_option)
+    config.stash[SETTINGS] = Settings(num_devices, _parse_float(secs), os.dup(2))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Closes what was opened."""
+    """Closes the file descriptor of the standard error."""
     settings = config.stash.get(SETTINGS, None)
     if settings is not None:
         os.close(settings.stderr)
         del config.stash[SETTINGS]
 
 
-def _said(config: pytest.Config, name: str) -> tuple[str | None, str]:
-    """What the option or the ini file says, and who says it, in words."""
+def _option(config: pytest.Config, name: str) -> tuple[str | None, str]:
+    """Returns the value of an option, and the option as the user wrote it, for messages."""
     value = config.getoption(f"mirror_{name}")
     if value is not None:
         return value, f"--mirror-{name}={value}"
@@ -81,16 +84,16 @@ def _said(config: pytest.Config, name: str) -> tuple[str | None, str]:
     return value or None, f"mirror_{name}={value} in {file}"
 
 
-def _force(count: int, asked_by: str) -> None:
-    from mirror._src.testing import plugin_support  # brings JAX
+def _force_host_devices(count: int, option: str) -> None:
+    from mirror._src.testing import plugin_support  # loads JAX
 
     try:
-        plugin_support.force_host_devices(count, asked_by)
+        plugin_support.force_host_devices(count, option)
     except RuntimeError as error:
         raise pytest.UsageError(str(error)) from error
 
 
-def _number(text: str | None) -> float | None:
+def _parse_float(text: str | None) -> float | None:
     try:
         return None if text is None else float(text)
     except ValueError:
@@ -98,6 +101,6 @@ def _number(text: str | None) -> float | None:
 
 
 def is_secs(value: Any) -> bool:
-    """Whether it is a time; 0 counts."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and 0 <= value < _TOO_LONG_SECS
+    """Whether a value is a duration in seconds that timers accept; 0 is one."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and 0 <= value < _TOO_LONG_SECS

@@ -1,4 +1,10 @@
-"""The end of a test that hangs: what is known is said, and the process is ended."""
+"""Ends the process if a test hangs, and reports the stacks and the launches in flight.
+
+Why not pytest-timeout: a step can hang in native code that holds the GIL. The `signal` method of
+pytest-timeout runs a Python signal handler, which waits until the main thread executes bytecode
+again, and its `thread` method runs a `threading.Timer`, which waits for the GIL. Neither ends such
+a test. `faulthandler.dump_traceback_later` uses a thread in C that does not need the GIL.
+"""
 
 import contextlib
 import faulthandler
@@ -11,59 +17,60 @@ from collections.abc import Generator, Iterator
 
 import pytest
 
-from pytest_mirror.marks import marked
+from pytest_mirror.marks import mark_keywords
 from pytest_mirror.settings import MARKED_SECS, SETTINGS
 
-_GRACE_SECS = 5.0  # for the report; then a thread without Python ends the process
+_GRACE_SECS = 5.0  # time for the report, after which faulthandler ends the process
 _WAITS_IN_XLA = re.compile(r"waiting for `(.*?)` for .*? and may be stuck\. Expected (\d+) threads")
 _deadline = pytest.StashKey[contextlib.ExitStack]()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Ends the process where a test, with its fixtures, takes longer than it may."""
+    """Ends the process if a test, including its fixtures, exceeds its timeout."""
     secs = _secs_of(item)
     with contextlib.ExitStack() as stack:
         if secs:
-            _watch(item, secs, stack)
+            _start_timers(item, secs, stack)
         item.config.stash[_deadline] = stack
         return (yield)
 
 
 def pytest_enter_pdb(config: pytest.Config) -> None:
-    """Who debugs a test takes longer than any limit."""
+    """Stops the timers, because debugging may take longer than any timeout."""
     if _deadline in config.stash:
         config.stash[_deadline].close()
 
 
 def _secs_of(item: pytest.Item) -> float:
-    """The mark wins over the option, that over the ini file."""
-    said = item.config.stash[SETTINGS].secs
+    """Returns the timeout: the mark takes precedence over the option, the option over the file."""
+    option = item.config.stash[SETTINGS].secs
     if item.get_closest_marker("mirror") is None:
-        return said or 0.0
-    with contextlib.suppress(pytest.fail.Exception):  # the setup says what is wrong
-        return marked(item).get("timeout", MARKED_SECS if said is None else said)
+        return option or 0.0
+    with contextlib.suppress(pytest.fail.Exception):  # the setup hook reports an invalid mark
+        return mark_keywords(item).get("timeout", MARKED_SECS if option is None else option)
     return 0.0
 
 
-def _watch(item: pytest.Item, secs: float, stack: contextlib.ExitStack) -> None:
-    """Starts the clock; leaving the stack stops it.
+def _start_timers(item: pytest.Item, secs: float, stack: contextlib.ExitStack) -> None:
+    """Starts the timers; closing the stack cancels them.
 
-    A thread of Python tells what it can. Where the test hangs in native code and keeps the
-    interpreter's lock, no thread of Python runs: then faulthandler's ends the process.
+    A Python thread prints the report. If it cannot run because the test holds the GIL,
+    faulthandler's thread prints the stacks and ends the process.
     """
     timer = threading.Timer(secs, _expire, (item, secs))
     timer.daemon = True
     timer.start()
     stack.callback(timer.cancel)
-    if not float(item.config.getini("faulthandler_timeout") or 0):  # which is the same one clock
+    # faulthandler has a single timer; pytest uses it if the ini option faulthandler_timeout is set.
+    if not float(item.config.getini("faulthandler_timeout") or 0):
         stderr = item.config.stash[SETTINGS].stderr
         faulthandler.dump_traceback_later(secs + _GRACE_SECS, exit=True, file=stderr)
         stack.callback(faulthandler.cancel_dump_traceback_later)
 
 
 def _expire(item: pytest.Item, secs: float) -> None:
-    """Reports, most certain first, and ends the process: nothing else stops native code."""
+    """Prints the report and ends the process; native code cannot be stopped in any other way."""
     config = item.config
     try:
         with open(config.stash[SETTINGS].stderr, "w", errors="backslashreplace") as file:
@@ -78,16 +85,16 @@ def _expire(item: pytest.Item, secs: float) -> None:
 
 
 def _report(item: pytest.Item, secs: float) -> Iterator[str]:
-    """In two parts: the second needs more of what may hang."""
-    said = f"FAILED {item.nodeid} - it took longer than {secs:g} s, and the process was ended"
-    threads = "\n".join(_stacks())
-    yield f"\n\n{' mirror timeout ':=^80}\n{said}.\n\nWhere each thread of Python is:\n{threads}"
+    """Yields the report in two parts, because the second part may hang itself."""
+    failure = f"FAILED {item.nodeid} - exceeded its timeout of {secs:g} s; the process was ended"
+    stacks = "\n".join(_stacks())
+    yield f"\n\n{' mirror timeout ':=^80}\n{failure}.\n\nStacks of all Python threads:\n{stacks}"
     out, err = _captured(item.config)
     texts = {"output": out, "error": err}
     lines = [f"{f' captured standard {n} ':-^80}\n{text}" for n, text in texts.items() if text]
-    known = [*_arrivals(err), *_launches()]
-    lines += ["What is known of the replicas:", *known, ""] if known else []
-    lines += [f"{said}. mark.mirror(timeout=...) or --mirror-timeout says how long it may take."]
+    replicas = [*_arrivals(err), *_launches()]
+    lines += ["State of the replicas:", *replicas, ""] if replicas else []
+    lines += [f"{failure}. Change it with mark.mirror(timeout=...) or --mirror-timeout."]
     yield "\n".join([*lines, "=" * 80])
 
 
@@ -100,7 +107,7 @@ def _stacks() -> Iterator[str]:
 
 
 def _captured(config: pytest.Config) -> tuple[str, str]:
-    """What the test has written so far; XLA's own lines among it."""
+    """Returns the captured output of the test so far, including XLA's log."""
     manager = config.pluginmanager.get_plugin("capturemanager")
     if manager is None or not manager.is_globally_capturing():
         return "", ""
@@ -108,19 +115,22 @@ def _captured(config: pytest.Config) -> tuple[str, str]:
 
 
 def _arrivals(text: str) -> Iterator[str]:
-    """How many have come to each collective; XLA numbers them as they come, and not by replica."""
+    """Yields how many replicas wait in each collective, according to XLA's log.
+
+    XLA numbers them in the order of their arrival, not by replica.
+    """
     waits = _WAITS_IN_XLA.findall(text)
     for collective, expected in dict.fromkeys(waits):
         count = waits.count((collective, expected))
-        yield f"  XLA: {count} of {expected} replicas wait in {collective}; it does not say which."
+        yield f"  XLA: {count} of {expected} replicas wait in {collective} (XLA does not say which)"
 
 
 def _launches() -> Iterator[str]:
     if "mirror._src.devices.launch" not in sys.modules:
         return
-    from mirror._src.testing import plugin_support  # mirror has been imported
+    from mirror._src.testing import plugin_support  # its dependencies are already imported
 
-    found = plugin_support.launches_under_way()
-    yield from (f"  launch {i + 1} of {len(found)}: {line}" for i, line in enumerate(found))
-    if not found:
-        yield "  mirror has no launch with collectives under way on host devices."
+    launches = plugin_support.launches_in_flight()
+    yield from (f"  launch {i + 1} of {len(launches)}: {line}" for i, line in enumerate(launches))
+    if not launches:
+        yield "  mirror has no launch with collectives in flight on host devices."

@@ -1,5 +1,6 @@
-"""Eight host devices, which the plugin `pytest_mirror` forces, demanded; `--slow`, `--gpu` etc."""
+"""Fixtures, and the options `--slow`, `--gpu`, `--notebooks` and `--long`."""
 
+import gc
 import os
 import shutil
 import tempfile
@@ -8,8 +9,8 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-# Many tests and processes compile the same small programs: they share what has been compiled. JAX
-# reads this when it is imported, and processes that are started inherit it.
+# Many tests and processes compile the same small programs, so they share a compilation cache. JAX
+# reads these variables when it is imported, and child processes inherit them.
 _CACHE = None
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     _CACHE = tempfile.mkdtemp(prefix="mirror-tests-")
@@ -21,13 +22,15 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 
 jax.config.update("jax_platforms", "cpu")  # GPUs are for the processes of tests/laws/test_gpu.py
-# Compiling is most of the work here. It ends with less of LLVM's optimization; what is compiled in
-# a process of its own, the demo, the soak test, the benchmarks, is compiled as users have it.
+# Compiling is most of the work here, and faster with fewer LLVM optimizations. Child processes (the
+# demo, the soak test, the benchmarks) compile with all of them, as users do.
 jax.config.update("jax_disable_most_optimizations", True)
 
 import mirror  # noqa: E402
 from mirror._src.context.scopes import current_frame  # noqa: E402
 from tests.support.durations import SLOW_TESTS  # noqa: E402
+from tests.support.interrupts import repeated_until_interrupted  # noqa: E402
+from tests.support.strategies import EXECUTORS, LAYOUTS, cpu_strategy  # noqa: E402
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -39,21 +42,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Registers the markers of what `--slow`, `--notebooks` and `--long` run."""
+    """Registers the markers for `--slow`, `--notebooks` and `--long`."""
     config.addinivalue_line("markers", "slow: is in slow_tests.txt; left out by default")
     config.addinivalue_line("markers", "notebooks: executes a notebook; left out by default")
     config.addinivalue_line("markers", "long: takes long; left out by default")
 
 
 def pytest_unconfigure() -> None:
-    """Deletes what has been compiled, in the process that began."""
+    """Deletes the compilation cache, in the process that created it."""
     if _CACHE is not None:
         shutil.rmtree(_CACHE, ignore_errors=True)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks the slow tests, and skips what is not asked for."""
+    """Marks the slow tests, and skips marked tests without their option."""
     slow = set(SLOW_TESTS.read_text().splitlines())
     for item in items:
         if item.nodeid in slow:
@@ -67,14 +70,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session", autouse=True)
 def eight_devices() -> None:
-    """The suite fails, and does not skip, where it did not get its devices."""
+    """Fails the suite if it did not get its devices."""
     count = len(jax.devices("cpu"))
     if count != 8:
         pytest.exit(f"the suite needs 8 host devices and got {count}", returncode=3)
 
 
 class _Later:
-    """A call that is made when its result is wanted."""
+    """A future whose call runs when its result is requested."""
 
     def __init__(self, call) -> None:
         self._future, self._call = Future(), call
@@ -90,10 +93,10 @@ class _Later:
 
 @pytest.fixture(scope="session", autouse=True)
 def ahead(request) -> Iterator[dict[str, dict[str, Any]]]:
-    """The `AHEAD` of the modules that are tested: calls that wait for processes of their own.
+    """The `AHEAD` calls of the tested modules, which wait for other processes.
 
-    They are made one after the other while other tests run. `result()` raises what a call raised.
-    Where several processes run the tests, each call is made by the one that asks for it.
+    They run one after the other, in the background of other tests. `result()` raises the error of
+    a call. With pytest-xdist, each call runs in the worker that requests it.
     """
     if "PYTEST_XDIST_WORKER" in os.environ:
         yield {
@@ -113,9 +116,17 @@ def ahead(request) -> Iterator[dict[str, dict[str, Any]]]:
         pool.shutdown(cancel_futures=True)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def drop_compiled_programs() -> Iterator[None]:
+    """Drops the compiled programs of a test file at its end: all of them would be 5 GB."""
+    yield
+    gc.collect()  # strategies of the file, and with them their programs
+    jax.clear_caches()
+
+
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind():
-    """No test leaves an environment variable, a thread, a scope or a mesh."""
+    """Checks that a test leaves no environment variable, thread, scope or mesh behind."""
     environment, threads = dict(os.environ), set(threading.enumerate())
     yield
     assert current_frame() is None, "a scope was left open"
@@ -130,25 +141,30 @@ def leaves_nothing_behind():
     assert not left, f"threads were left running: {left}"
 
 
-def cpu_strategy(num_devices: int, **kwargs) -> mirror.MirroredStrategy:
-    """A strategy over the first host devices."""
-    return mirror.MirroredStrategy(jax.devices("cpu")[:num_devices], **kwargs)
-
-
-LAYOUTS = {"1": (1, 1), "2": (2, 1), "3": (3, 1), "8": (8, 1), "2-on-2": (2, 2), "3-on-1": (1, 3)}
-
-
 @pytest.fixture(params=LAYOUTS.values(), ids=[f"{name}-replicas" for name in LAYOUTS])
 def strategy(request) -> mirror.MirroredStrategy:
-    """One strategy for each layout of the laws: devices, and replicas on each of them."""
+    """One strategy per layout."""
     num_devices, replicas_per_device = request.param
     return cpu_strategy(num_devices, replicas_per_device=replicas_per_device)
+
+
+@pytest.fixture(params=EXECUTORS.values(), ids=EXECUTORS)
+def pair(request) -> mirror.MirroredStrategy:
+    """Two replicas, by each executor."""
+    return request.param()
 
 
 @pytest.fixture
 def two() -> mirror.MirroredStrategy:
     """Two replicas."""
     return cpu_strategy(2)
+
+
+@pytest.fixture
+def repeat_until_interrupted():
+    """Calls a function again and again until a KeyboardInterrupt arrives, after some seconds."""
+    with repeated_until_interrupted() as repeat:
+        yield repeat
 
 
 @pytest.fixture

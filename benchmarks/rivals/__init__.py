@@ -1,1 +1,1 @@
-"""Contenders beyond JAX, each in its own library; none of these modules imports another."""
+"""Contenders beyond JAX, each in its own library."""

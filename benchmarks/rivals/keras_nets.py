@@ -1,4 +1,4 @@
-"""The workloads as Keras models, on whichever backend Keras has."""
+"""The workloads as Keras models, for any backend of Keras."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +14,7 @@ class Residual(keras.layers.Layer):
     """`x + 0.1 * tanh(x @ w)`."""
 
     def build(self, input_shape: Any) -> None:
-        """Makes the matrix."""
+        """Creates the matrix."""
         width = input_shape[-1]
         self.weight = self.add_weight(shape=(width, width), name="weight")
 
@@ -24,7 +24,7 @@ class Residual(keras.layers.Layer):
 
 
 def net_of(workload: Workload) -> keras.Model:
-    """Returns the net with the workload's initial parameters."""
+    """Returns the model with the workload's initial parameters."""
     net = keras.Sequential([keras.Input(workload.features), *_LAYERS[workload.kind](workload)])
     net.set_weights(list(_weights(workload.initial_params())))
     return net
@@ -60,7 +60,7 @@ def _chain(workload: Workload) -> list[keras.layers.Layer]:
 
 
 def _weights(params: Any) -> Iterator[np.ndarray]:
-    """Yields the arrays in the order of Keras: layer by layer, the kernel before the bias."""
+    """Yields the arrays in the order of Keras: by layer, the kernel before the bias."""
     if isinstance(params, np.ndarray):
         yield params
     elif "kernel" in params:

@@ -1,7 +1,7 @@
 """Keras 3 on JAX: a compiled model, `DataParallel` over the host devices, and `fit`.
 
-`fit` on arrays in memory is the fastest of Keras's own loops: `train_on_batch` waits for every
-step's metrics, and a `PyDataset` costs more per batch.
+`fit` on arrays in memory is the fastest loop of Keras: `train_on_batch` waits for the metrics of
+every step, and a `PyDataset` has a higher cost per batch.
 """
 
 import keras
@@ -14,15 +14,15 @@ from benchmarks.workloads import Workload
 
 
 class KerasContender(Contender):
-    """A compiled model; its steps are those of an epoch."""
+    """A compiled Keras model; a turn is an epoch."""
 
-    fewest_steps = 50  # what an epoch costs beside its steps is spread over them
+    fewest_steps = 50  # amortizes the fixed cost of an epoch
 
     def __init__(self, workload: Workload, num_devices: int) -> None:
         self.name = plan.KERAS
         devices = keras.distribution.list_devices("cpu")
         if len(devices) != num_devices:
-            raise RuntimeError(f"{num_devices} host devices asked for, {len(devices)} there.")
+            raise RuntimeError(f"{num_devices} host devices requested, {len(devices)} exist.")
         keras.distribution.set_distribution(keras.distribution.DataParallel(devices=devices))
         self._net = net_of(workload)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -41,7 +41,7 @@ class KerasContender(Contender):
         self._loss = history.history["loss"][-1]
 
     def loss(self) -> float:
-        """Returns the mean loss of the last epoch, which is the step's where there was one."""
+        """Returns the mean loss of the last epoch: the loss of the step if it had a single step."""
         return self._loss
 
 

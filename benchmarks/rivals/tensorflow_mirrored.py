@@ -1,4 +1,4 @@
-"""TensorFlow's `MirroredStrategy` over logical CPUs: a custom loop, as in its guide."""
+"""TensorFlow's `MirroredStrategy` over logical CPUs, with a custom loop as in its guide."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ from benchmarks.workloads import Workload
 
 
 class TensorFlowContender(Contender):
-    """A `tf.function` around `strategy.run`; each replica's rows are there already."""
+    """A `tf.function` around `strategy.run`, on batches that are already distributed."""
 
     def __init__(self, workload: Workload, num_devices: int) -> None:
         self.name = plan.TENSORFLOW
@@ -29,18 +29,18 @@ class TensorFlowContender(Contender):
         self._loss = tf.constant(float("nan"))
 
     def advance(self, steps: int) -> None:
-        """Takes some steps, and reads the last loss."""
+        """Takes some steps, and waits for the last loss."""
         for _ in range(steps):
             self._loss = self._train(*self._batch)
         self.loss()
 
     def loss(self) -> float:
-        """Returns the loss of the last step's batch, before that step's update."""
+        """Returns the loss of the last step, before its update."""
         return float(self._loss)
 
 
 def _distributed(strategy: tf.distribute.Strategy, workload: Workload) -> tuple:
-    """Returns image and label, split among the replicas."""
+    """Returns image and label, split across the replicas."""
     batch, n = workload.batch(), strategy.num_replicas_in_sync
 
     def split(name: str) -> object:
@@ -55,7 +55,7 @@ def _distributed(strategy: tf.distribute.Strategy, workload: Workload) -> tuple:
 def _training_step(
     strategy: tf.distribute.Strategy, net: Any, adam: Any, size: int
 ) -> Callable[..., tf.Tensor]:
-    """The step; `size` examples are in a global batch."""
+    """Returns the training step for global batches of `size` examples."""
 
     def step(image: tf.Tensor, label: tf.Tensor) -> tf.Tensor:
         with tf.GradientTape() as tape:

@@ -1,7 +1,7 @@
-"""torch's `DistributedDataParallel`: one process per replica, gloo, threads as torchrun sets them.
+"""torch's `DistributedDataParallel`: one process per replica, gloo, threads as set by torchrun.
 
-This process is rank 0; it starts the others, and sends them each number of steps. With one
-replica the net is not wrapped: there is nothing to reduce, and that is faster.
+This process is rank 0. It starts the other ranks, and sends them the number of steps of every turn.
+A single replica is not wrapped, which is faster because there is nothing to reduce.
 """
 
 import json
@@ -33,7 +33,7 @@ class Residual(nn.Module):
 
 
 def net_of(workload: Workload) -> nn.Module:
-    """Returns the net with the workload's initial parameters."""
+    """Returns the model with the workload's initial parameters."""
     return nn.Sequential(*_LAYERS[workload.kind](workload))
 
 
@@ -49,7 +49,7 @@ def _cnn(workload: Workload) -> list[nn.Module]:
         for layer in params["convs"].values()
         for part in (_conv(layer), nn.ReLU(), nn.MaxPool2d(2))
     ]
-    # torch flattens channels first: the rows of the kernel after that are in another order.
+    # torch flattens channels first, so the rows of the next kernel are in a different order.
     side, channels = workload.sizes[0] // 4, workload.sizes[3]
     kernel = params["hidden"]["kernel"].reshape(side, side, channels, -1)
     first = kernel.transpose(2, 0, 1, 3).reshape(side * side * channels, -1)
@@ -85,7 +85,7 @@ _LAYERS = {"mlp": _mlp, "cnn": _cnn, "chain": _chain}
 
 
 class Replica:
-    """One rank's net, optimizer and rows of the batch."""
+    """Model, optimizer and shard of the batch of one rank."""
 
     def __init__(self, workload: Workload, rank: int, num_replicas: int) -> None:
         self._num_replicas = num_replicas
@@ -93,15 +93,15 @@ class Replica:
         self._net = nn.parallel.DistributedDataParallel(net) if num_replicas > 1 else net
         self._adam = torch.optim.Adam(net.parameters(), lr=LEARNING_RATE, eps=workload.epsilon)
         rows = workload.batch_size // num_replicas
-        own = slice(rank * rows, (rank + 1) * rows)
+        shard = slice(rank * rows, (rank + 1) * rows)
         batch = workload.batch()
-        image = torch.from_numpy(batch["image"][own].copy())
+        image = torch.from_numpy(batch["image"][shard].copy())
         self._image = image.permute(0, 3, 1, 2).contiguous() if image.ndim == 4 else image
-        self._label = torch.from_numpy(batch["label"][own].copy()).long()
+        self._label = torch.from_numpy(batch["label"][shard].copy()).long()
         self._loss = torch.tensor(float("nan"))
 
     def advance(self, steps: int) -> None:
-        """Takes some steps; the ranks wait for each other at the end."""
+        """Takes some steps; all ranks wait for each other at the end."""
         for _ in range(steps):
             self._adam.zero_grad()
             loss = nn.functional.cross_entropy(self._net(self._image), self._label)
@@ -112,12 +112,12 @@ class Replica:
             distributed.all_reduce(self._loss)
 
     def loss(self) -> float:
-        """Returns the mean of the ranks' last losses."""
+        """Returns the mean of the last losses of all ranks."""
         return float(self._loss) / self._num_replicas
 
 
 class TorchContender(Contender):
-    """Rank 0, which tells the other ranks how many steps to take; 0 ends them."""
+    """Rank 0, which sends the number of steps to the other ranks; 0 ends them."""
 
     def __init__(self, workload: Workload, num_replicas: int) -> None:
         self.name = plan.TORCH
@@ -133,20 +133,20 @@ class TorchContender(Contender):
 
     def advance(self, steps: int) -> None:
         """Takes some steps on all ranks."""
-        self._tell(steps)
+        self._send(steps)
         self._replica.advance(steps)
 
     def loss(self) -> float:
-        """Returns the mean of the ranks' last losses."""
+        """Returns the mean of the last losses of all ranks."""
         return self._replica.loss()
 
     def close(self) -> None:
         """Ends the other ranks."""
-        self._tell(0)
+        self._send(0)
         for process in self._others:
             process.wait()
 
-    def _tell(self, steps: int) -> None:
+    def _send(self, steps: int) -> None:
         if self._others:
             distributed.broadcast(torch.tensor(steps), 0)
 
@@ -156,11 +156,11 @@ def _join(store: distributed.Store, rank: int, num_replicas: int) -> None:
 
 
 def follow(text: str) -> None:
-    """Is one of the other ranks: takes the steps that rank 0 takes."""
-    asked = json.loads(text)
-    workload = Workload(**asked["workload"])
-    _join(distributed.TCPStore(_HOST, asked["port"]), asked["rank"], asked["ranks"])
-    replica = Replica(workload, asked["rank"], asked["ranks"])
+    """Runs one of the other ranks, which takes the same steps as rank 0."""
+    request = json.loads(text)
+    workload = Workload(**request["workload"])
+    _join(distributed.TCPStore(_HOST, request["port"]), request["rank"], request["ranks"])
+    replica = Replica(workload, request["rank"], request["ranks"])
     steps = torch.tensor(0)
     while distributed.broadcast(steps, 0) is None and int(steps):
         replica.advance(int(steps))

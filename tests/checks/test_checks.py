@@ -1,4 +1,4 @@
-"""`check_mirrored` and `verify`: what they find, and that they change nothing."""
+"""`check_mirrored` and `verify`: the errors they find, and that they change nothing."""
 
 import itertools
 
@@ -12,9 +12,10 @@ from flax import nnx
 import mirror
 from mirror import PerReplica
 from mirror._src.checks.verify import relative_difference
-from tests.conftest import cpu_strategy
+from tests.support.copies import mirrored, with_one_bit_flipped
 from tests.support.messages import assert_message, raises
 from tests.support.models import MLP, LocalBatchNorm, batches, losses_of, nnx_step
+from tests.support.strategies import cpu_strategy
 
 DTYPES = [
     *("bool", "int4", "uint4", "int8", "uint8", "int16", "uint16", "int32", "uint32"),
@@ -23,23 +24,8 @@ DTYPES = [
 WIDE = ["int64", "uint64", "float64", "complex128"]
 
 
-def with_one_bit_flipped(strategy, array, replica, byte):
-    """A mirrored array of which one replica's copy has one other bit."""
-    host = np.array(array)
-    copies = [host.copy() for _ in strategy.devices]
-    flat = copies[replica].reshape(-1).view(np.uint8)
-    flat[byte % flat.size] ^= 1
-    return mirrored(strategy, copies)
-
-
-def mirrored(strategy, copies):
-    shards = [jax.device_put(c, d) for c, d in zip(copies, strategy.devices, strict=True)]
-    sharding = strategy._replicas.mirrored
-    return jax.make_array_from_single_device_arrays(np.shape(copies[0]), sharding, shards)
-
-
 @pytest.mark.parametrize("n", [2, 3, 8])
-def test_one_flipped_bit_in_one_copy_is_found(n):
+def test_check_mirrored_finds_one_flipped_bit(n):
     strategy = cpu_strategy(n)
     arrays = {dtype: np.ones((5, 3), jnp.dtype(dtype)) for dtype in DTYPES}
     same = {dtype: mirrored(strategy, [array] * n) for dtype, array in arrays.items()}
@@ -52,7 +38,7 @@ def test_one_flipped_bit_in_one_copy_is_found(n):
 
 
 @pytest.mark.parametrize("dtype", WIDE)
-def test_one_flipped_bit_in_a_wide_copy_is_found(dtype):
+def test_check_mirrored_finds_one_flipped_bit_in_64_bits(dtype):
     with jax.enable_x64(True):
         strategy = cpu_strategy(2)
         array = np.ones(5, dtype)
@@ -65,7 +51,7 @@ def test_one_flipped_bit_in_a_wide_copy_is_found(dtype):
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
-def test_prng_keys_are_compared(impl, two):
+def test_check_mirrored_compares_prng_keys(impl, two):
     key = jax.random.key(0, impl=impl)
     two.check_mirrored(two._replicas.mirror(key))
     data = [np.asarray(jax.random.key_data(key)), np.asarray(jax.random.key_data(key))]
@@ -74,7 +60,7 @@ def test_prng_keys_are_compared(impl, two):
         two.check_mirrored({"rng": jax.random.wrap_key_data(mirrored(two, data), impl=impl)})
 
 
-def test_two_changes_that_cancel_in_a_sum_are_found(two):
+def test_check_mirrored_finds_changes_that_cancel_in_a_sum(two):
     first, second = np.arange(8, dtype=np.uint32), np.arange(8, dtype=np.uint32)
     second[0], second[5] = first[5], first[0]
     with pytest.raises(mirror.ReplicaDivergenceError):
@@ -82,21 +68,21 @@ def test_two_changes_that_cancel_in_a_sum_are_found(two):
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -0.0])
-def test_equal_bits_are_equal(value, two):
+def test_check_mirrored_accepts_equal_bits(value, two):
     two.check_mirrored(mirrored(two, [np.full(3, value, np.float32)] * 2))
 
 
-def test_the_zeros_have_different_bits(two):
+def test_check_mirrored_distinguishes_signed_zeros(two):
     with pytest.raises(mirror.ReplicaDivergenceError):
         two.check_mirrored(mirrored(two, [np.float32(0.0), np.float32(-0.0)]))
 
 
 @pytest.mark.parametrize("tree", [{}, None, {"x": np.ones(3), "n": 3, "s": "text"}])
-def test_host_values_have_one_copy(tree, strategy):
+def test_check_mirrored_accepts_host_values(tree, strategy):
     strategy.check_mirrored(tree)
 
 
-def test_models_are_checked_by_the_names_of_their_variables(eight):
+def test_check_mirrored_names_variables_of_models(eight):
     with eight.scope():
         model = MLP(rngs=nnx.Rngs(0))
         optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
@@ -107,7 +93,7 @@ def test_models_are_checked_by_the_names_of_their_variables(eight):
         eight.check_mirrored((model, optimizer))
 
 
-def test_many_differing_leaves_are_counted(two):
+def test_check_mirrored_counts_many_differing_leaves(two):
     broken = with_one_bit_flipped(two, np.ones(2, np.float32), 1, 0)
     names = ["[0]", "[11]"]
     with raises(mirror.ReplicaDivergenceError, names=names, values=[14, 2]) as error:
@@ -115,12 +101,12 @@ def test_many_differing_leaves_are_counted(two):
     assert "[12]" not in str(error.value)
 
 
-def test_empty_arrays_and_scalars(strategy):
+def test_check_mirrored_accepts_empty_arrays_and_scalars(strategy):
     with strategy.scope():
         strategy.check_mirrored([jnp.zeros((0, 3)), jnp.float32(1), jnp.zeros((0,), bool)])
 
 
-def test_what_cannot_be_checked_is_refused(two):
+def test_check_mirrored_rejects_other_values(two):
     with raises(TypeError, names=["['x']", "PerReplica"], fix="check_mirrored"):
         two.check_mirrored({"x": PerReplica([1.0, 2.0])})
     with raises(ValueError, names="['y']", fix=["strategy.scope()", "strategy.run"]):
@@ -172,7 +158,7 @@ def state_of(*objects):
 
 
 @pytest.mark.parametrize("n", [1, 3, 8])
-def test_a_right_step_is_verified_and_nothing_changes(n):
+def test_verify_accepts_a_correct_step_without_changes(n):
     strategy = cpu_strategy(n)
     model, optimizer, batch = training(strategy)
     before = state_of(model, optimizer)
@@ -189,7 +175,7 @@ def test_a_right_step_is_verified_and_nothing_changes(n):
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrongly_reduced_gradient_is_found_and_nothing_changes(name):
+def test_verify_finds_a_wrongly_reduced_gradient_without_changes(name):
     strategy = cpu_strategy(3)
     model, optimizer, batch = training(strategy)
     before = state_of(model, optimizer)
@@ -201,19 +187,19 @@ def test_a_wrongly_reduced_gradient_is_found_and_nothing_changes(name):
         np.testing.assert_array_equal(now, then)
 
 
-def test_a_forgotten_reduction_is_found(two):
+def test_verify_finds_a_missing_reduction(two):
     names = ["step", "model.first.kernel"]
     with raises(mirror.ReplicaDivergenceError, names=names, fix="all_reduce"):
         two.verify(make_step(lambda c, g: g), training(two))
 
 
-def test_local_batch_statistics_are_found(two):
+def test_verify_finds_local_batch_statistics(two):
     fix = "axis_name=mirror.REPLICA_AXIS"
     with raises(mirror.ReplicaMismatchError, names="model.norm.var", fix=fix):
         two.verify(nnx_step, training(two, LocalBatchNorm))
 
 
-def test_the_tolerance_is_the_callers(two):
+def test_verify_uses_the_given_tolerance(two):
     def step(x):
         context = mirror.get_replica_context()
         return context.all_reduce("mean", x.mean()) * (1 + 1e-3 * context.num_replicas_in_sync)
@@ -225,7 +211,7 @@ def test_the_tolerance_is_the_callers(two):
         two.verify(step, (x,), rtol=1e-4)
 
 
-def test_a_per_replica_result_is_compared_where_it_has_rows(two):
+def test_verify_compares_per_replica_results_with_rows(two):
     def step(x):
         return {"rows": 2 * x, "own": x.sum()}
 
@@ -241,13 +227,13 @@ def test_a_per_replica_result_is_compared_where_it_has_rows(two):
     assert first.index("result") == second.index("result"), "the columns are not aligned"
 
 
-def test_rows_that_depend_on_the_whole_batch_are_found(two):
+def test_verify_finds_rows_that_depend_on_the_whole_batch(two):
     x = PerReplica([np.arange(3.0), np.arange(3.0, 6)])
     with raises(mirror.ReplicaMismatchError, names=["rtol", "result"], values=[2, "1e-05"]):
         two.verify(lambda x: x - x.mean(), (x,))
 
 
-def test_a_step_may_ask_for_its_strategy(two):
+def test_verify_supports_steps_that_read_their_strategy(two):
     def step(x):
         context = mirror.get_replica_context()
         n = mirror.get_strategy().num_replicas_in_sync
@@ -257,7 +243,7 @@ def test_a_step_may_ask_for_its_strategy(two):
     assert two.verify(step, (PerReplica([np.ones(2)] * 2),)).largest == 0.0
 
 
-def test_objects_may_stand_anywhere(two):
+def test_verify_finds_objects_anywhere_in_the_arguments(two):
     model, optimizer, batch = training(two)
 
     def step(state, *, batch):
@@ -267,7 +253,7 @@ def test_objects_may_stand_anywhere(two):
     assert "state['model'].first.bias" in {row.name for row in report.rows}
 
 
-def test_a_batch_without_rows_is_refused(two):
+def test_verify_rejects_batches_without_rows(two):
     with raises(ValueError, values="PerReplica(1., 2.)"):
         two.verify(lambda x: x, (PerReplica([1.0, 2.0]),))
 
@@ -290,7 +276,7 @@ DIFFERENCES = [
 
 
 @pytest.mark.parametrize(("a", "b", "wanted"), DIFFERENCES)
-def test_relative_difference(a, b, wanted):
+def test_relative_difference_equals_expected_values(a, b, wanted):
     a, b = np.asarray(a), np.asarray(b)
     assert relative_difference(a, b) == pytest.approx(wanted)
     assert isinstance(relative_difference(a, b), float)

@@ -1,4 +1,4 @@
-"""`mirror bench`: what is measured, what is said of it, and what is refused."""
+"""`mirror bench`: measurements, output and rejected arguments."""
 
 import functools
 import itertools
@@ -21,68 +21,21 @@ import mirror
 from mirror._src.cli import main as cli
 from mirror._src.cli.bench import command, measure
 from mirror._src.cli.bench.measure import Contender
-from mirror._src.cli.bench.named import make_named
-from mirror._src.cli.bench.scaling import Row, Scaling, quartiles
+from mirror._src.cli.bench.scaling import Row, Scaling
 from mirror._src.cli.bench.workload import RepeatedBatches, WorkloadError, workload_of
-from mirror._src.cli.demo.options import OptionError
-from tests.conftest import cpu_strategy
+from mirror._src.cli.builtin_steps import make_builtin_step
+from mirror._src.cli.common import OptionError
+from mirror._src.utils.measure import quartiles
 from tests.support import fresh
 from tests.support.messages import assert_message, raises
+from tests.support.strategies import cpu_strategy
 
-OWN = """
-import jax, mirror, numpy as np, optax
-from flax import nnx
-
-BATCH = {"x": np.ones((8, 3), np.float32)}
-
-def step(model, batch):
-    loss, grads = nnx.value_and_grad(lambda m, b: (m(b["x"]) ** 2).mean())(model, batch)
-    grads, loss = mirror.get_replica_context().all_reduce("mean", (grads, loss))
-    model.kernel[...] -= 0.1 * grads["kernel"][...]
-    return loss
-
-def model():
-    return nnx.Linear(3, 2, kernel_init=nnx.initializers.ones, rngs=nnx.Rngs(0))
-
-def bench(strategy):
-    return step, (model(),), [BATCH]
-
-def training(strategy):
-    loss_fn = lambda model, batch: (model(batch["x"]) ** 2).sum(-1)
-    return mirror.Trainer(model(), optax.sgd(0.1), loss_fn), [BATCH]
-
-def distributed(strategy):
-    return step, (model(),), strategy.distribute_dataset([BATCH])
-
-def each(strategy):
-    rows = np.ones((strategy.num_replicas_in_sync, 4, 3), np.float32)
-    return lambda x: x.sum(), (mirror.PerReplica.from_stacked(rows),)
-
-def alike(strategy):
-    return lambda x: x + 1, [np.ones(3)]
-
-def silent(strategy):
-    return lambda x: None, (np.ones(3),)
-
-def broken(strategy):
-    raise KeyError("weights")
-
-def breaks(strategy):
-    return lambda x: 1 / 0, (np.ones(3),)
-
-def nothing(strategy):
-    pass
-
-def bare(strategy):
-    return step, 3
-
-number = 3
-"""
+OWN = (fresh.PROGRAMS / "bench_steps.py").read_text()
 
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    """A file with steps of a user's."""
+    """A user's file with steps."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     file = tmp_path / "train.py"
     file.write_text(OWN)
@@ -93,13 +46,13 @@ def own(tmp_path, monkeypatch):
 
 @pytest.fixture
 def unexplained(monkeypatch):
-    """Where the time goes is tested elsewhere, and takes some."""
+    """Replaces `explain`, which other tests cover and which takes time."""
     found = types.SimpleNamespace(bound="compute", verdict="compute-bound: good.", memory=None)
     monkeypatch.setattr(mirror.Strategy, "explain", lambda *args, **kwargs: found)
 
 
 def interrupted() -> tuple[int, str, list[str]]:
-    """A run in a new process, which Ctrl-C ends: status, output, and what was said meanwhile."""
+    """Runs a new process until Ctrl-C ends it; returns its status, its output, and its log."""
     with tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder, "train.py")
         file.write_text(OWN)
@@ -119,7 +72,7 @@ def _interrupted(step: str) -> tuple[int, str, list[str]]:
         said = []
         while not any(map(_compiles_for_four, said)):
             said.append(process.stderr.readline())
-        said.append(process.stderr.readline())  # that it measures now
+        said.append(process.stderr.readline())  # the line that starts the measurement
         process.send_signal(signal.SIGINT)
         output, rest = process.communicate(timeout=120)
     return process.returncode, output, [*said, *rest.splitlines(keepends=True)]
@@ -136,7 +89,7 @@ def bench(*options: str) -> int:
     return cli.main(["bench", *options])
 
 
-def test_without_a_gpu_host_devices_are_forced_and_ctrl_c_ends_it_cleanly(ahead):
+def test_bench_forces_host_devices_and_ctrl_c_ends_it_cleanly(ahead):
     status, output, said = ahead[__name__]["interrupted"].result()
     assert (status, output) == (130, "")
     assert any(map(_compiles_for_four, said))
@@ -144,7 +97,7 @@ def test_without_a_gpu_host_devices_are_forced_and_ctrl_c_ends_it_cleanly(ahead)
     assert "Traceback" not in "".join(said)
 
 
-def test_a_users_step_is_measured_explained_and_drawn(own, capsys, tmp_path):
+def test_users_step_is_measured_explained_and_plotted(own, capsys, tmp_path):
     picture = tmp_path / "scaling.png"
     assert bench(f"{own}:bench", "--devices", "2,1,2", "--steps", "3", "--plot", str(picture)) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -193,23 +146,24 @@ def test_named_steps_are_measured(name, weak, counts, unexplained, capsys):
 
 
 def test_named_steps_train_as_on_one_device(two):
-    assert two.verify(*make_named("mlp", two, 8)).largest <= 1e-5  # cnn: `mirror doctor` does it
+    # `mirror doctor` verifies the cnn.
+    assert two.verify(*make_builtin_step("mlp", two, 8)).largest <= 1e-5
 
 
 @pytest.mark.parametrize("name", ["bench", "each"])
-def test_with_weak_each_device_has_the_same_batch(name, own, unexplained, capsys):
+def test_weak_scaling_keeps_the_batch_per_device(name, own, unexplained, capsys):
     assert bench(f"{own}:{name}", "--devices", "1,4", "--steps", "1", "--weak", "--json") == 0
     sizes = [row["num_examples"] for row in json.loads(capsys.readouterr().out)["rows"]]
     assert sizes[1] == 4 * sizes[0] > 0
 
 
-def test_a_batch_is_repeated_as_often_as_it_is_asked_for():
+def test_batch_is_repeated_as_often_as_requested():
     data = RepeatedBatches([{"x": np.arange(2)}, {"x": np.arange(3)}], 2)
     for _ in range(2):
         assert [list(batch["x"]) for batch in data] == [[0, 1, 0, 1], [0, 1, 2, 0, 1, 2]]
 
 
-def test_a_step_without_a_batch_is_measured_in_time_alone(own, unexplained, capsys):
+def test_step_without_a_batch_is_measured_by_time_only(own, unexplained, capsys):
     assert bench(f"{own}:alike", "--devices", "2", "--steps", "1") == 0
     heading, table, _ = capsys.readouterr().out.split("\n\n")
     assert_message(heading, names=[f"{own}:alike", "strong"], values=1, fix="batch")
@@ -217,18 +171,18 @@ def test_a_step_without_a_batch_is_measured_in_time_alone(own, unexplained, caps
     assert re.split(r"  +", table.splitlines()[1])[3] == "unknown"
 
 
-def test_a_trainer_is_measured(own, unexplained, capsys):
+def test_trainer_is_measured(own, unexplained, capsys):
     assert bench(f"{own}:training", "--devices", "2", "--steps", "1", "--weak") == 0
     heading, *_ = capsys.readouterr().out.split("\n\n")
     assert_message(heading, names=[f"{own}:training", "weak"], values=8)
 
 
-def test_a_module_of_this_folder_is_found(own, unexplained, monkeypatch, tmp_path):
+def test_module_in_the_working_directory_is_found(own, unexplained, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert bench("train:distributed", "--devices", "2", "--steps", "1") == 0
 
 
-def test_without_devices_it_takes_powers_of_two_and_all_gpus(monkeypatch):
+def test_default_device_counts_are_powers_of_two_and_all_gpus(monkeypatch):
     devices = tuple(jax.devices("cpu"))
     assert command._devices(None) == (devices, (1, 2, 4))
     monkeypatch.setattr(command.backend, "type_of", lambda device: "GPU")
@@ -237,9 +191,9 @@ def test_without_devices_it_takes_powers_of_two_and_all_gpus(monkeypatch):
     assert command._devices(None) == (devices[:6], (1, 2, 4, 6))
 
 
-def test_devices_that_are_not_there_are_named(monkeypatch):
+def test_missing_devices_are_named(monkeypatch):
     found = [8, "CPU"]
-    with raises(OptionError, names="--devices 1,9", values=found, fix="JAX_NUM_CPU_DEVICES=8"):
+    with raises(OptionError, names="--devices 1,9", values=found, fix="jax_num_cpu_devices=8"):
         command._devices((1, 9))
     monkeypatch.setattr(command.backend, "type_of", lambda device: "GPU")
     with raises(OptionError, names="--devices 9", values=[8, "GPU"], fix="JAX_PLATFORMS=cpu"):
@@ -254,7 +208,7 @@ REFUSED = {
         [":other"],
         {"names": ["other", "step", "model", "bench"], "fix": "(step, args)"},
     ),
-    "no callable": ([":number"], {"names": "number", "fix": "(step, args)"}),
+    "not callable": ([":number"], {"names": "number", "fix": "(step, args)"}),
     "nothing": (
         [":nothing"],
         {
@@ -278,7 +232,7 @@ REFUSED = {
     ),
     "other batch": ([":each", "--devices", "1,2"], {"values": [4, 1, 8, 2], "fix": "--weak"}),
     "no batch": ([":alike", "--weak"], {"names": "--weak", "fix": "(step, args, data)"}),
-    "cut up": (
+    "indivisible batch": (
         [":distributed", "--weak", "--devices", "1,2"],
         {"values": [8, 1, 4, 2], "fix": ["(step, args, data)", "strategy.num_replicas_in_sync"]},
     ),
@@ -291,7 +245,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_measured_is_refused(case, own, unexplained, capsys):
+def test_bench_rejects_steps_it_cannot_measure(case, own, unexplained, capsys):
     (step, *options), wanted = REFUSED[case]
     step = own + step if step.startswith(":") else step
     assert bench(step, *options) == 2
@@ -304,14 +258,14 @@ def test_what_cannot_be_measured_is_refused(case, own, unexplained, capsys):
 @pytest.mark.parametrize(
     ("name", "error"), [("broken", "KeyError"), ("breaks", "ZeroDivisionError")]
 )
-def test_a_step_that_fails_is_exit_status_1_with_its_traceback(name, error, own, capsys):
+def test_failing_step_exits_with_status_1_and_its_traceback(name, error, own, capsys):
     assert bench(f"{own}:{name}", "--devices", "1") == 1
     said = capsys.readouterr().err
     assert "Traceback" in said
     assert_message(said.splitlines()[-1], names=[f"{own}:{name}", error])
 
 
-def test_a_module_that_lacks_something_is_the_users_error(own, tmp_path, capsys):
+def test_import_error_in_the_users_module_is_reported(own, tmp_path, capsys):
     (tmp_path / "train.py").write_text("import no_such_package")
     assert bench(f"{own}:bench") == 1
     assert "ModuleNotFoundError: No module named 'no_such_package'" in capsys.readouterr().err
@@ -320,7 +274,7 @@ def test_a_module_that_lacks_something_is_the_users_error(own, tmp_path, capsys)
         workload_of("train:bench", None, False)
 
 
-def test_without_matplotlib_nothing_is_measured(monkeypatch, capsys):
+def test_missing_matplotlib_fails_before_measuring(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert bench("--plot", "a.png") == 2
@@ -334,10 +288,10 @@ def test_bad_counts_are_named(devices, wrong, capsys):
     with pytest.raises(SystemExit, match="2"):
         bench("--devices", devices)
     message = capsys.readouterr().err.partition("error: ")[2]
-    assert_message(message, names="--devices", values=[repr(wrong), 1])
+    assert_message(message, names="--devices", values=repr(wrong))
 
 
-def test_help_says_the_exit_statuses_and_shows_a_step_that_works(capsys, tmp_path, monkeypatch):
+def test_help_lists_the_exit_statuses_and_a_working_example(capsys, tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match="0"):
         bench("--help")
     said = capsys.readouterr().out
@@ -370,7 +324,7 @@ class Turns:
         self.strategy = types.SimpleNamespace(devices=jax.devices("cpu")[:count])
         self._count, self._log = count, log
 
-    def turn(self, steps: int) -> float:
+    def time_steps(self, steps: int) -> float:
         self._log.append((self._count, steps))
         return 1.0 / self._count
 
@@ -378,7 +332,7 @@ class Turns:
         return row(self._count, 4, *secs)
 
 
-def test_all_counts_take_their_turn_in_each_round():
+def test_rounds_interleave_all_device_counts():
     log: list[tuple[int, int]] = []
     turns = functools.partial(Turns, log=log)
     found = measure.measure("it", list(map(turns, (1, 2, 4))), 25, False)
@@ -404,7 +358,7 @@ SPEEDUPS = {
 
 
 @pytest.mark.parametrize("case", SPEEDUPS)
-def test_speed_up_is_work_done_in_a_second(case):
+def test_speedup_compares_work_per_second(case):
     rows, speedup, efficiency = SPEEDUPS[case]
     found = Scaling("it", case == "weak", 1, False, tuple(row(*cells) for cells in rows))
     assert found.speedup(found.rows[-1]) == pytest.approx(speedup)
@@ -414,12 +368,12 @@ def test_speed_up_is_work_done_in_a_second(case):
 
 
 @pytest.mark.parametrize(("weak", "kind", "size"), [(False, "strong", 8), (True, "weak", 4)])
-def test_the_heading_says_whose_batch_it_is(weak, kind, size):
+def test_heading_describes_the_batch(weak, kind, size):
     heading = Scaling("it", weak, 1, False, (row(2, 8, 0.1),)).heading
     assert_message(heading, names=["it", kind], values=size)
 
 
-def test_the_picture_holds_what_was_measured_and_the_ideal():
+def test_plot_shows_measurements_and_the_ideal():
     rows = (row(1, 8, 0.03, 0.03), row(2, 8, 0.02, 0.02), row(4, 8, 0.01, 0.01))
     axes = Scaling("it", False, 1, True, rows).plot().axes[0]
     ideal, measured = (list(line.get_ydata()) for line in axes.lines[:2])
@@ -428,11 +382,11 @@ def test_the_picture_holds_what_was_measured_and_the_ideal():
     assert list(axes.get_xticks()) == [1, 2, 4]
 
 
-def test_one_value_has_no_spread():
+def test_single_value_has_no_spread():
     assert quartiles([3.0]) == (3.0, 3.0)
 
 
-def test_different_work_is_not_compared():
+def test_different_amounts_of_work_are_not_compared():
     contenders = [Turns(1, []), Turns(2, [])]
     contenders[1].sizes = (4, 4)
     with raises(WorkloadError, values=[4, 1, 8, 2], fix="--weak"):

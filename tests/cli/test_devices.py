@@ -1,4 +1,4 @@
-"""`mirror devices`: what is printed, as text and as JSON, and the exit status."""
+"""`mirror devices`: its output as text and as JSON, and its exit status."""
 
 import functools
 import json
@@ -15,7 +15,7 @@ from mirror._src.cli import main as cli
 from tests.support import fresh
 from tests.support.messages import assert_message
 
-COMMAND = "import sys; from mirror import cli; sys.exit(cli.main(['devices']))"
+COMMAND = "import sys; from mirror._src.cli import main as cli; sys.exit(cli.main(['devices']))"
 BOTH = """
 from mirror._src.cli import main as cli
 assert cli.main(["devices"]) == 0
@@ -27,14 +27,14 @@ GIB = 2**30
 
 
 def both(**environment: str) -> tuple[dict[str, list[list[str]]], dict]:
-    """What it prints on a machine without GPUs but for the stand-in's: as text, and as JSON."""
+    """Returns its output, as text and as JSON, on a machine with only the stand-in's GPUs."""
     said = fresh.run(BOTH, environment={**CPU_ONLY, **environment})
     text, _, found = said.partition("JSON\n")
     return tables(text), json.loads(found)
 
 
 def tables(text: str) -> dict[str, list[list[str]]]:
-    """Each table's rows of cells under its first heading; notes under their own words."""
+    """Returns the rows of each table by its first heading; notes by their own text."""
     found = {}
     for part in text.strip().split("\n\n"):
         rows = [re.split(r"  +", line) for line in part.splitlines()]
@@ -73,7 +73,7 @@ def with_gpus(ahead):
     return ahead[__name__]["with GPUs"].result()
 
 
-def test_on_one_cpu_it_shows_one_of_each(on_one_cpu):
+def test_command_shows_the_devices_of_one_cpu(on_one_cpu):
     text, _ = on_one_cpu
     assert list(text) == ["physical device", "logical device", "setting", "package"]
     _, (name, what, memory, visible) = text["physical device"]
@@ -95,7 +95,7 @@ def test_on_one_cpu_it_shows_one_of_each(on_one_cpu):
 
 
 def assert_settings(table: list[list[str]], *expected: list[str]) -> None:
-    """Checks all rows but the headings; of the last cell what set it, or `default`."""
+    """Checks all rows except headings; in the last cell, what set the value, or `default`."""
     assert [row[:2] for row in table[1:]] == [row[:2] for row in expected]
     for (name, _, why), (*_, source) in zip(table[1:], expected, strict=True):
         assert (why == "default") == (source == "default"), name
@@ -103,7 +103,7 @@ def assert_settings(table: list[list[str]], *expected: list[str]) -> None:
             assert_message(why, names=source)
 
 
-def test_versions_are_those_that_run(on_one_cpu):
+def test_command_shows_installed_versions(on_one_cpu):
     _, found = on_one_cpu
     versions = found["versions"]
     assert versions["mirror"] == mirror.__version__
@@ -114,7 +114,7 @@ def test_versions_are_those_that_run(on_one_cpu):
     assert found["notes"] == []
 
 
-def test_gpus_of_the_driver_are_shown_though_jax_does_not_use_them(with_gpus):
+def test_command_shows_gpus_that_jax_does_not_use(with_gpus):
     text, found = with_gpus
     capable = "Stand-in GPU, compute capability 9.0"
     assert text["physical device"][2:] == [
@@ -132,7 +132,7 @@ def test_gpus_of_the_driver_are_shown_though_jax_does_not_use_them(with_gpus):
     assert sum(note in shown for shown in text) == 1
 
 
-def test_what_is_configured_is_shown_with_the_reason(with_gpus):
+def test_command_shows_settings_with_their_reason(with_gpus):
     text, _ = with_gpus
     assert_settings(
         text["setting"],
@@ -142,12 +142,12 @@ def test_what_is_configured_is_shown_with_the_reason(with_gpus):
         ["memory growth", "True", "XLA_PYTHON_CLIENT_PREALLOCATE=false"],
         ["memory fraction", ".5", "XLA_CLIENT_MEM_FRACTION=.5"],
         ["soft placement", "False", "default"],
-        ["CUDA_VISIBLE_DEVICES", "2,1", ""],  # it is named already
+        ["CUDA_VISIBLE_DEVICES", "2,1", ""],  # already named
     )
 
 
 @pytest.mark.parametrize("where", ["on_one_cpu", "with_gpus"])
-def test_json_is_the_same_in_values(where, request):
+def test_json_contains_the_same_values(where, request):
     text, found = request.getfixturevalue(where)
     assert list(found) == ["physical", "logical", "configuration", "versions", "notes"]
     names = [[row[0] for row in text[heading][1:]] for heading in list(text)[:4]]
@@ -160,7 +160,7 @@ def test_json_is_the_same_in_values(where, request):
     assert all(device["memory_limit"] is None for device in found["logical"])
 
 
-def test_it_takes_the_backend_that_has_started(capsys):
+def test_command_uses_the_running_backend(capsys):
     assert cli.main(["devices"]) == 0
     printed = capsys.readouterr()
     assert printed.err == ""
@@ -172,7 +172,7 @@ def test_it_takes_the_backend_that_has_started(capsys):
 
 
 @pytest.mark.parametrize("platform", ["cuda", "abacus"])
-def test_a_backend_that_does_not_start_is_one_line_and_exit_status_1(platform, ahead):
+def test_failed_backend_start_prints_one_line_and_exits_with_status_1(platform, ahead):
     done = ahead[__name__][platform].result()
     assert done.returncode == 1
     said = done.stdout.splitlines()
@@ -181,14 +181,14 @@ def test_a_backend_that_does_not_start_is_one_line_and_exit_status_1(platform, a
     assert_message(said[0], names=f"jax_platforms='{platform}'", fix="JAX_PLATFORMS=cpu")
 
 
-def test_an_unknown_option_is_exit_status_2(capsys):
+def test_unknown_option_exits_with_status_2(capsys):
     with pytest.raises(SystemExit) as error:
         cli.main(["devices", "--yaml"])
     assert error.value.code == 2
     assert "unrecognized arguments: --yaml" in capsys.readouterr().err
 
 
-def test_help_says_the_exit_statuses(capsys):
+def test_help_lists_the_exit_statuses(capsys):
     with pytest.raises(SystemExit) as error:
         cli.main(["devices", "--help"])
     assert error.value.code == 0
@@ -198,7 +198,7 @@ def test_help_says_the_exit_statuses(capsys):
 
 
 def physical(*gpus: bool) -> list[dict]:
-    """The CPU, and a GPU for each flag, which says whether it is visible."""
+    """Returns the CPU and one GPU per flag; the flag is whether it is visible."""
     found = [{"name": "/physical_device:CPU:0", "device_type": "CPU", "visible": True}]
     return found + [
         {"name": f"/physical_device:GPU:{i}", "device_type": "GPU", "visible": visible}
@@ -235,7 +235,7 @@ NOTES = {
 
 
 @pytest.mark.parametrize("case", NOTES)
-def test_what_looks_wrong_is_noted(case):
+def test_notes_describe_suspicious_settings(case):
     *found, wanted = NOTES[case]
     notes = inventory._notes(*found)
     assert len(notes) == (0 if wanted is None else 1)
@@ -243,13 +243,13 @@ def test_what_looks_wrong_is_noted(case):
         assert_message(note, **wanted)
 
 
-def test_a_gpu_says_how_much_of_its_memory_is_taken():
-    """As it would look with the figures of a GPU, of which JAX has none here."""
+def test_command_shows_the_memory_in_use_of_a_gpu():
+    """Shows the figures of a GPU, which JAX does not have here."""
     found = inventory.inventory()
     gpu = {"name": "/device:GPU:0", "device_type": "GPU", "physical": "/physical_device:GPU:0 (G)"}
     some = {**gpu, "memory_current": 3 * 2**20, "memory_peak": GIB, "memory_limit": 16 * GIB}
     none = {**gpu, "memory_current": None, "memory_peak": None, "memory_limit": None}
-    shown = tables(inventory.in_words({**found, "logical": [some, none]}))
+    shown = tables(inventory.format_inventory({**found, "logical": [some, none]}))
     counted, unknown = (row[2] for row in shown["logical device"][1:])
     assert_message(counted, values=["3.0 MiB", "16.0 GiB"])
     assert unknown == "unknown"

@@ -1,4 +1,4 @@
-"""`mirror doctor`: what it finds, what it says is to be done, and the exit status."""
+"""`mirror doctor`: its findings, its suggested fixes, and its exit status."""
 
 import importlib.metadata
 import json
@@ -14,23 +14,25 @@ import pytest
 
 import mirror
 from mirror._src.cli import main as cli
-from mirror._src.cli.doctor import child, environment, probes, versions
+from mirror._src.cli import versions
+from mirror._src.cli.doctor import child, environment, probes
 from mirror._src.cli.doctor.check import Check, summary, worst
 from mirror._src.cli.doctor.child import ProbeResult, findings
 from mirror._src.cli.doctor.environment import check_environment
 from mirror._src.cli.doctor.versions import (
     SUPPORTED,
+    base_version,
     check_versions,
     deadlocks_on_host,
-    installed,
-    parse,
 )
 from mirror._src.devices.physical import Gpu
 from tests.support import fresh
 from tests.support.messages import assert_message
 
 TYPO = "--xla_force_host_platform_devices_count=3"
-COMMAND = "import sys; from mirror import cli; sys.exit(cli.main(['doctor', '--json']))"
+COMMAND = (
+    "import sys; from mirror._src.cli import main as cli; sys.exit(cli.main(['doctor', '--json']))"
+)
 
 
 def with_a_typo() -> subprocess.CompletedProcess[str]:
@@ -41,7 +43,7 @@ def with_a_typo() -> subprocess.CompletedProcess[str]:
 AHEAD = {"typo": with_a_typo}
 
 
-def test_a_flag_that_ends_the_process_is_found_and_the_rest_without_it(ahead):
+def test_doctor_isolates_a_flag_that_crashes_the_process(ahead):
     done = ahead[__name__]["typo"].result()
     assert done.returncode == 1, done.stdout
     found = json.loads(done.stdout)
@@ -66,14 +68,14 @@ def started(num_threads: int = 8) -> probes.BackendInfo:
 
 @pytest.fixture(scope="module")
 def on_eight_devices():
-    """What the probes print in this process, where the threads were counted long ago."""
+    """Returns what the probes print in this process, where threads have been counted before."""
     here = started()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(probes, "start", lambda: here)
         return [json.loads(json.dumps(line)) for line in probes.run()]
 
 
-def test_all_probes_are_well_here(on_eight_devices):
+def test_all_probes_pass_on_this_machine(on_eight_devices):
     names = [line["begins"] for line in on_eight_devices if "begins" in line]
     assert names == [probes.BACKEND, *probes.PROBES]
     checks = [Check(**line) for line in on_eight_devices if "begins" not in line]
@@ -86,7 +88,7 @@ def test_all_probes_are_well_here(on_eight_devices):
     ("flags", "status", "state"),
     [("", 0, "ok"), ("--xla_dump_to=/tmp", 0, "warning"), (TYPO, 1, "problem")],
 )
-def test_the_exit_status_is_that_of_the_worst(
+def test_exit_status_is_that_of_the_worst_check(
     flags, status, state, on_eight_devices, monkeypatch, capsys
 ):
     def probe(environment):
@@ -106,7 +108,7 @@ def test_the_exit_status_is_that_of_the_worst(
     assert len(found["checks"]) == int(re.search(r"\((\d+) \w+\)\n$", text)[1])
 
 
-def test_the_probes_print_json_lines(monkeypatch, capsys):
+def test_probes_print_json_lines(monkeypatch, capsys):
     monkeypatch.setattr(probes, "run", lambda: iter([{"begins": "it"}, {"name": "it"}]))
     probes.main()
     assert capsys.readouterr().out == '{"begins": "it"}\n{"name": "it"}\n'
@@ -121,7 +123,7 @@ POOLS = {  # threads, cores, state
 
 
 @pytest.mark.parametrize("case", POOLS)
-def test_a_pool_that_is_wider_than_needed_is_said(case, monkeypatch):
+def test_doctor_reports_an_oversized_thread_pool(case, monkeypatch):
     num_threads, cores, state = POOLS[case]
     monkeypatch.setattr(probes.os, "cpu_count", lambda: cores)
     check = probes.check_pool(started(num_threads))
@@ -130,7 +132,7 @@ def test_a_pool_that_is_wider_than_needed_is_said(case, monkeypatch):
     assert bool(check.fix) == (state != "ok")
 
 
-def test_one_host_device_has_a_pool_of_its_cores(monkeypatch):
+def test_one_host_device_uses_a_pool_of_its_cores(monkeypatch):
     monkeypatch.setattr(probes.backend, "devices_of_type", lambda kind: (1,))
     monkeypatch.setattr(probes.os, "cpu_count", lambda: 2)
     check = probes.check_pool(started(2))
@@ -139,13 +141,13 @@ def test_one_host_device_has_a_pool_of_its_cores(monkeypatch):
 
 
 @pytest.mark.parametrize("asked", ["12", "", "many"])
-def test_the_user_says_how_many_threads_there_are(asked, monkeypatch):
+def test_nproc_widens_the_thread_pool(asked, monkeypatch):
     monkeypatch.setenv("NPROC", asked)
     assert probes.start().num_threads >= (12 if asked == "12" else 8)
 
 
 @pytest.mark.parametrize("kind", ["CPU", "GPU"])
-def test_an_all_reduce_that_fails_is_a_problem(kind, monkeypatch):
+def test_failed_all_reduce_is_a_problem(kind, monkeypatch):
     here = started()
     monkeypatch.setattr(probes, "all_reduce_fault", lambda devices, secs: "it got 3 for 4")
     monkeypatch.setattr(probes.backend, "type_of", lambda device: kind)
@@ -154,14 +156,14 @@ def test_an_all_reduce_that_fails_is_a_problem(kind, monkeypatch):
     assert ("NCCL_P2P_DISABLE=1" in check.fix) == (kind == "GPU")
 
 
-def test_one_device_needs_no_collectives():
+def test_one_device_skips_the_collective_check():
     one = started()._replace(devices=started().devices[:1])
     check = probes.check_all_reduce(one)
     assert check.state == "ok"
     assert_message(check.found, fix="device")
 
 
-def test_a_step_that_differs_is_a_problem(monkeypatch, two):
+def test_differing_step_is_a_problem(monkeypatch, two):
     def mismatched(*args, **kwargs):
         raise mirror.ReplicaMismatchError("1 of 9 leaves differ:\n  model.kernel")
 
@@ -170,7 +172,7 @@ def test_a_step_that_differs_is_a_problem(monkeypatch, two):
     assert (check.state, check.found) == ("problem", "1 of 9 leaves differ:")
 
 
-def test_a_probe_that_raises_is_a_problem_and_the_next_one_runs(monkeypatch):
+def test_failing_probe_is_a_problem_and_the_next_one_runs(monkeypatch):
     def fail(started):
         raise RuntimeError("no luck\nat all")
 
@@ -183,7 +185,7 @@ def test_a_probe_that_raises_is_a_problem_and_the_next_one_runs(monkeypatch):
     assert second == well
 
 
-def test_a_backend_that_does_not_start_ends_the_probes(monkeypatch):
+def test_failed_backend_start_ends_the_probes(monkeypatch):
     monkeypatch.setattr(probes, "start", lambda: 1 / 0)
     begins, line = probes.run()
     assert begins == {"begins": probes.BACKEND}
@@ -200,7 +202,7 @@ NOTES = {
 
 
 @pytest.mark.parametrize("case", NOTES)
-def test_gpus_that_are_not_used_are_a_problem_unless_it_is_on_purpose(case, monkeypatch):
+def test_unused_gpus_are_a_problem_unless_intended(case, monkeypatch):
     note, platforms, kind, state, fix = NOTES[case]
     here = started()
     monkeypatch.setattr(probes.inventory, "inventory", lambda: {"notes": [note]})
@@ -232,25 +234,25 @@ ENDS = {
 
 
 @pytest.mark.parametrize("case", ENDS)
-def test_what_ends_the_process_is_named(case):
+def test_cause_of_a_crash_is_named(case):
     ended, name, how = ENDS[case]
     (check,) = findings(ended)
     assert (check.name, check.state) == (name, "problem")
     assert_message(check.found, values=how)
 
 
-def test_the_line_that_says_most_is_shown():
+def test_most_informative_line_is_shown():
     errors = "W1\nF1121 16:32:02.13    2020 a.cc:234] Check failed: it\n@ 0x7f\n"
     assert next(findings(ProbeResult(-6, "", errors))).meaning == "Check failed: it"
     assert next(findings(ProbeResult(-6, "", "first\nlast\n\n"))).meaning == "last"
 
 
-def test_a_process_that_hangs_is_given_up(monkeypatch):
+def test_hanging_process_is_killed(monkeypatch):
     monkeypatch.setattr(child, "_DEADLINE_SECS", 0.01)
     assert child.probe({}).status is None
 
 
-def test_ctrl_c_ends_it_cleanly(monkeypatch, capsys):
+def test_ctrl_c_ends_the_doctor_cleanly(monkeypatch, capsys):
     def interrupted(command, **kwargs):
         signal.raise_signal(signal.SIGINT)
         return subprocess.CompletedProcess(command, -2, b"", b"KeyboardInterrupt")
@@ -262,11 +264,11 @@ def test_ctrl_c_ends_it_cleanly(monkeypatch, capsys):
 
 HERE = {"python": "3.12.1", "jax": "0.12.0", "jaxlib": "0.12.0", "flax": "0.12.12", "optax": "1"}
 CUDA12, CUDA13 = "jax-cuda12-plugin", "jax-cuda13-plugin"
-VERSIONS = {
+VERSIONS: dict[str, tuple[dict[str, str | None], dict[str, str]]] = {
     "all supported": ({}, {}),
     "old": ({"python": "3.10.9", "jax": "0.9.9"}, {"python": "problem", "jax": "problem"}),
     "new": ({"jax": "0.13.1", "jaxlib": "0.13.0.dev1"}, {"jax": "warning", "jaxlib": "warning"}),
-    "missing": ({"flax": ""}, {"flax": "problem"}),
+    "missing": ({"flax": None, "jaxlib": None}, {"flax": "problem", "jaxlib": "problem"}),
     "fits": ({CUDA12: "0.12.0", "NVIDIA driver": "525.60.13"}, {}),
     "other jaxlib": ({CUDA12: "0.11.0", "NVIDIA driver": "580.1"}, {CUDA12: "problem"}),
     "no driver": ({CUDA13: "0.12.0"}, {CUDA13: "warning"}),
@@ -276,21 +278,22 @@ VERSIONS = {
 
 
 @pytest.mark.parametrize("case", VERSIONS)
-def test_versions_are_held_against_what_is_supported(case):
+def test_versions_are_compared_with_supported_versions(case):
     there, expected = VERSIONS[case]
-    checks = list(check_versions({**HERE, **there}))
+    present = {name: v for name, v in {**HERE, **there}.items() if v is not None}
+    checks = list(check_versions(present))
     assert {check.name: check.state for check in checks if check.state != "ok"} == expected
     assert all(check.meaning and check.fix for check in checks if check.state != "ok")
 
 
-def test_deadlocks_are_known():
+def test_known_deadlocks_are_reported():
     assert [deadlocks_on_host(v) for v in ("0.10.2", "0.11.2", "0.12.0.1")] == [True, True, False]
     (known,) = (c for c in check_versions({**HERE, "jaxlib": "0.11.2"}) if c.name == "known faults")
     assert_message(known.found, names="mirror", values="0.11.2")
-    assert [parse(text) for text in ("0.12.0.dev3+x", "1", "")] == [(0, 12, 0), (1,), ()]
+    assert [str(base_version(v)) for v in ("0.12.0.dev3+x", "1")] == ["0.12.0", "1"]
 
 
-def test_what_is_supported_is_what_is_required():
+def test_supported_versions_match_the_requirements():
     project = tomllib.loads(pathlib.Path(fresh.ROOT, "pyproject.toml").read_text())["project"]
     required = dict(line.split(">=") for line in [*project["dependencies"], "jaxlib>=0.10.2"])
     required["python"] = project["requires-python"].removeprefix(">=")
@@ -299,14 +302,16 @@ def test_what_is_supported_is_what_is_required():
     }
 
 
-def test_what_is_installed(monkeypatch):
-    found = installed()
-    assert found["python"] == sys.version.split()[0]
+def test_installed_versions_are_listed(monkeypatch):
+    found = versions.installed_versions()
+    assert found["python"] == sys.version.split()[0].rstrip("+")
     assert found["jax"] == importlib.metadata.version("jax")
-    monkeypatch.setattr(versions, "_PACKAGES", ("no-such-package",))
+    monkeypatch.setattr(versions, "_PACKAGES", ("no-such-package", "jax"))
     monkeypatch.setattr(versions, "driver_version", lambda: "570.1")
-    found = installed()
-    assert (found["no-such-package"], found["NVIDIA driver"]) == ("", "570.1")
+    monkeypatch.setattr(versions.platform, "python_version", lambda: "3.13.0+")
+    found = versions.installed_versions()
+    assert list(found) == ["mirror", "python", "jax", "NVIDIA driver"]
+    assert (found["python"], found["NVIDIA driver"]) == ("3.13.0", "570.1")
 
 
 FORCED = "--xla_force_host_platform_device_count"
@@ -348,7 +353,7 @@ VARIABLES = {  # name: the variables, the states, and what the checks hold
         {"values": [f"{FRACTION}=.5", f"{OLD_FRACTION}=.5"], "fix": f"unset {OLD_FRACTION}"},
     ),
     "half": ({OLD_FRACTION: "0.5"}, ["ok"], {"values": f"{OLD_FRACTION}=0.5"}),
-    "no number": (
+    "not a number": (
         {FRACTION: "half"},
         ["problem"],
         {"values": f"{FRACTION}=half", "fix": f"export {FRACTION}=0.75"},
@@ -383,7 +388,7 @@ VARIABLES = {  # name: the variables, the states, and what the checks hold
 
 
 @pytest.mark.parametrize("case", VARIABLES)
-def test_variables_are_examined(case):
+def test_environment_variables_are_checked(case):
     variables, states, wanted = VARIABLES[case]
     *checks, gpus = check_environment(variables)
     assert gpus.name == "GPUs"
@@ -393,7 +398,7 @@ def test_variables_are_examined(case):
     assert all(check.meaning and check.fix for check in checks if check.state != "ok")
 
 
-def test_gpus_are_those_of_the_driver(monkeypatch):
+def test_gpus_are_listed_from_the_driver(monkeypatch):
     gpus = [Gpu(f"GPU-{i}", "Some GPU", (9, 0), 16 * 2**30) for i in range(2)]
     monkeypatch.setattr(environment, "gpus_of_process", lambda: tuple(gpus))
     (check,) = check_environment({})
@@ -403,7 +408,7 @@ def test_gpus_are_those_of_the_driver(monkeypatch):
     assert (check.state, check.fix) == ("warning", "pip install nvidia-ml-py")
 
 
-def test_a_check_says_what_it_means_and_what_mends_it():
+def test_checks_print_meaning_and_fix():
     check = Check("it", "warning", "3 of 4", "One is missing.", "pip install one")
     assert str(check).split("\n") == [
         "warning  it: 3 of 4",
@@ -412,7 +417,7 @@ def test_a_check_says_what_it_means_and_what_mends_it():
     ]
 
 
-def test_the_worst_counts():
+def test_summary_counts_the_worst():
     checks = [Check("", state, "") for state in ("ok", "problem", "warning", "warning")]
     assert worst(checks) == "problem"
     assert worst([]) == "ok"
@@ -420,14 +425,14 @@ def test_the_worst_counts():
     assert_message(summary(checks[:1]), values=1)
 
 
-def test_help_says_the_exit_statuses(capsys):
+def test_help_lists_the_exit_statuses(capsys):
     with pytest.raises(SystemExit, match="0"):
         cli.main(["doctor", "--help"])
     said = capsys.readouterr().out
     assert re.findall(r"^  (\d+) +\w", said, re.MULTILINE) == ["0", "1", "2", "130"]
 
 
-def test_an_unknown_option_is_exit_status_2(capsys):
+def test_unknown_option_exits_with_status_2(capsys):
     with pytest.raises(SystemExit, match="2"):
         cli.main(["doctor", "--yaml"])
     assert "unrecognized arguments: --yaml" in capsys.readouterr().err

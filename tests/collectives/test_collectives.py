@@ -1,4 +1,4 @@
-"""Collectives by hand: all executors and layouts agree with NumPy, in every form and dtype."""
+"""`jax.lax` collectives: all executors and layouts agree with NumPy, in every form and dtype."""
 
 import jax
 import jax.numpy as jnp
@@ -9,17 +9,12 @@ from jax import lax
 
 import mirror
 from mirror import PerReplica
-from tests.conftest import cpu_strategy
+from tests.support import strategies
 from tests.support.messages import raises
 
 AXIS, N = mirror.REPLICA_AXIS, 4
 pytestmark = pytest.mark.filterwarnings("ignore:(?=.*<lambda>).*compiled")  # new steps, on purpose
-EXECUTORS = {
-    "pmap": lambda: cpu_strategy(4),
-    "vmap": lambda: cpu_strategy(1, replicas_per_device=4),
-    "pairs": lambda: cpu_strategy(2, replicas_per_device=2),
-    "staged": lambda: cpu_strategy(4, cross_device_ops=mirror.ReductionToOneDevice()),
-}
+EXECUTORS = {**strategies.PAIRS, **strategies.executors(N)}
 PAIRS = [[0, 1], [2, 3]]
 RING = [(i, (i + 1) % N) for i in range(N)]
 
@@ -126,7 +121,7 @@ def check(found, wanted, name):
 
 
 @pytest.mark.parametrize("wrap", WRAPS)
-def test_each_form_is_numpys(strategy, wrap):
+def test_collectives_match_numpy(strategy, wrap):
     values = rows(np.float32)
     found = run_all(strategy, FORMS, PerReplica(values), WRAPS[wrap])
     for name, (_, wanted) in FORMS.items():
@@ -134,7 +129,7 @@ def test_each_form_is_numpys(strategy, wrap):
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.int32, ml_dtypes.bfloat16, np.complex64])
-def test_each_form_keeps_its_dtype(strategy, dtype):
+def test_collectives_keep_the_dtype(strategy, dtype):
     forms = {
         k: f
         for k, f in FORMS.items()
@@ -150,7 +145,7 @@ def test_each_form_keeps_its_dtype(strategy, dtype):
         assert name == "index" or found[name].dtype == dtype
 
 
-def test_each_form_of_a_value_that_all_replicas_have(strategy):
+def test_collectives_of_mirrored_values_match_numpy(strategy):
     value = rows(np.float32)[0]
     found = run_all(strategy, FORMS, value)
     for name, (_, wanted) in FORMS.items():
@@ -162,7 +157,7 @@ def test_each_form_of_a_value_that_all_replicas_have(strategy):
 
 @pytest.mark.parametrize("place", range(N))
 @pytest.mark.parametrize("reduce", [lax.pmax, lax.pmin], ids=["pmax", "pmin"])
-def test_an_extreme_with_a_nan_is_nan_everywhere(strategy, reduce, place):
+def test_extremes_propagate_nan(strategy, reduce, place):
     values = [np.full(3, i, np.float32) for i in range(N)]
     values[place][1] = np.nan
     found = strategy.run(lambda x: reduce(x, AXIS), (PerReplica(values),))
@@ -172,20 +167,20 @@ def test_an_extreme_with_a_nan_is_nan_everywhere(strategy, reduce, place):
 
 
 @pytest.mark.parametrize("reduce", [lax.pmax, lax.pmin], ids=["pmax", "pmin"])
-def test_an_extreme_of_both_zeros_has_one_sign(strategy, reduce):
+def test_extremes_of_both_zeros_agree_on_the_sign(strategy, reduce):
     values = [np.float32(z) for z in (0.0, -0.0, -0.0, 0.0)]
     found = np.asarray(strategy.run(lambda x: reduce(x, AXIS), (PerReplica(values),)))
     assert not np.signbit(found)
 
 
-def test_a_sum_is_not_scaled_before_it_is_scaled_down(strategy):
+def test_sum_of_scaled_values_does_not_overflow(strategy):
     """1.2e19 ** 2 / 100 fits float32; the sum of four such squares does not."""
     values = [np.full(1, 1.2e19, np.float32)] * N
     found = strategy.run(lambda a: lax.psum((a @ a) * 0.01, AXIS), (PerReplica(values),))
     np.testing.assert_allclose(found, N * 1.2e19**2 * 0.01, rtol=1e-5)
 
 
-def test_two_small_sums_that_a_loop_with_collectives_reads(strategy):
+def test_loop_with_collectives_reads_packed_sums(strategy):
     def step(x):
         a, b = lax.psum(x, AXIS), lax.psum(2 * x, AXIS)
         looped = lax.scan(lambda c, _: (lax.psum(c + a, AXIS) + b, None), x, None, length=2)[0]
@@ -216,13 +211,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_xla_does_not_send_is_rejected(strategy, name):
+def test_collectives_reject_dtypes_that_xla_cannot_send(strategy, name):
     form, dtype = REFUSED[name]
     with raises(TypeError, names="<lambda>", values=dtype):
         strategy.run(form, (PerReplica(rows(np.float32)),))
 
 
-def test_a_ref_in_a_step_without_collectives(strategy):
+def test_step_without_collectives_supports_refs(strategy):
     def step(x):
         ref = jax.new_ref(jnp.zeros(()))
 
@@ -238,7 +233,7 @@ def test_a_ref_in_a_step_without_collectives(strategy):
     assert [float(v) for v in found.values] == [float(jax.jit(step)(float(i))) for i in range(N)]
 
 
-def test_replica_keys_of_every_kind(strategy):
+def test_replica_keys_support_every_implementation(strategy):
     def step(x):
         context = mirror.get_replica_context()
         keys = [context.fold_in(jax.random.key(0, impl=i)) for i in ("threefry2x32", "unsafe_rbg")]

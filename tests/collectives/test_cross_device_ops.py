@@ -1,4 +1,4 @@
-"""Cross-device ops as objects: by hand, in `run`, and those of a user's own.
+"""Cross-device ops: called directly, in `run`, and implemented by a user.
 
 Many tests show what `tf.distribute` does too, or say why it differs. Of its ops, those on sparse
 slices have no counterpart here, nor have `merge_call` and hints to NCCL.
@@ -15,8 +15,9 @@ import pytest
 
 import mirror
 from mirror import AllReduce, PerReplica, ReductionToOneDevice
-from tests.conftest import cpu_strategy
 from tests.support.messages import assert_message, raises
+from tests.support.steps import context
+from tests.support.strategies import cpu_strategy
 
 CPUS = jax.devices("cpu")
 OPS = {
@@ -65,12 +66,8 @@ class Returning(mirror.CrossDeviceOps):
         return self.function(next(values))
 
 
-def context():
-    return mirror.get_replica_context()
-
-
 def per_replica(n, dtype="float32", place="on one device each", shape=(2, 3)):
-    """Small numbers, whose sums are exact in every dtype; and the same in 64 bits."""
+    """Returns small numbers with exact sums in every dtype, and the same numbers in 64 bits."""
     rng = np.random.RandomState(n)
     values = [rng.randint(0, 4, shape).astype(jnp.dtype(dtype)) for _ in range(n)]
     wide = np.complex128 if dtype == "complex64" else np.float64
@@ -102,7 +99,7 @@ def result_dtype(op, dtype):
         (8, "on one device each"),
     ],
 )
-def test_by_hand_it_is_numpys(n, place, ops):
+def test_reduce_matches_numpy(n, place, ops):
     values = {dtype: per_replica(n, dtype, place) for dtype in DTYPES}
     for op in REDUCTIONS:
         kept = {d: v for d, v in values.items() if op in ("sum", "mean") or d != "complex64"}
@@ -120,7 +117,7 @@ def test_by_hand_it_is_numpys(n, place, ops):
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (0, 3), (1, 1)], ids=str)
-def test_by_hand_any_shape(shape, ops):
+def test_reduce_supports_any_shape(shape, ops):
     for place in PLACES:
         value, exact = per_replica(3, shape=shape, place=place)
         for op in REDUCTIONS:
@@ -130,7 +127,7 @@ def test_by_hand_any_shape(shape, ops):
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_nan_infinity_and_the_zeros(n, ops):
+def test_reduce_propagates_nan_infinity_and_signed_zeros(n, ops):
     rows = np.ones((n, 4), np.float32)
     rows[-1, 0], rows[0, 1], rows[:, 2], rows[:, 3] = np.nan, np.nan, np.inf, -0.0
     value = PerReplica(
@@ -146,8 +143,8 @@ def test_nan_infinity_and_the_zeros(n, ops):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_half_precision_is_summed_up_in_single(dtype, ops):
-    """On its way a sum may be too large for the dtype, or each summand too small for it."""
+def test_reduce_sums_half_precision_in_single(dtype, ops):
+    """An intermediate sum may overflow the dtype, and each summand may underflow it."""
     for place in PLACES:
         put = PLACES[place]
         large = [put(np.asarray(x, jnp.dtype(dtype)), i) for i, x in enumerate([3e4, 4e4, -4e4])]
@@ -159,14 +156,14 @@ def test_half_precision_is_summed_up_in_single(dtype, ops):
         assert float(ops.reduce("sum", value)) in (263.0, 264.0)
 
 
-def test_what_does_not_fit_any_more_is_infinite_and_no_warning(ops):
+def test_reduce_overflows_to_infinity_without_warning(ops):
     for dtype, most in [("float16", 6e4), ("float32", 3e38)]:
         rows = [jax.device_put(np.asarray(most, dtype), device) for device in CPUS[:2]]
         assert float(ops.reduce("sum", PerReplica(rows))) == np.inf
     assert int(ops.reduce("sum", PerReplica([np.uint8(200), np.uint8(201)]))) == 145
 
 
-def test_where_the_result_lies(ops):
+def test_reduce_places_results_on_the_destinations(ops):
     value = one_and_two()
     logical = mirror.config.LogicalDevice("/device:CPU:5", "CPU")
     destinations = {
@@ -187,14 +184,14 @@ def test_where_the_result_lies(ops):
 NAMED, DEVICE = {"fix": "'/cpu:0'"}, {"fix": "list_logical_devices()"}
 DESTINATIONS = {
     "none": ([], ValueError, {"names": "devices", "values": "[]", "fix": "None"}),
-    "no name": ("", ValueError, {"values": "''", **NAMED}),
+    "not a device name": ("", ValueError, {"values": "''", **NAMED}),
     "an unknown type": ("foo", ValueError, {"values": "'foo'", **NAMED}),
-    "one that is not there": (
+    "a missing device": (
         "gpu:7",
         ValueError,
         {"names": "'gpu:7'", "values": ["/device:GPU:7", "/device:CPU:0"]},
     ),
-    "one twice": (
+    "a repeated device": (
         ["cpu:1", "cpu:1"],
         ValueError,
         {"names": "devices", "values": "['cpu:1', 'cpu:1']"},
@@ -206,8 +203,8 @@ DESTINATIONS = {
 
 
 @pytest.mark.parametrize("name", DESTINATIONS)
-def test_destinations_are_checked(name, ops):
-    """The value is none itself: without destinations, the result lies where the value does."""
+def test_reduce_checks_destinations(name, ops):
+    """The value is not a destination: by default, the result is on the devices of the value."""
     destination, kind, wanted = DESTINATIONS[name]
     for call in (
         lambda: ops.reduce("sum", one_and_two(), destination),
@@ -218,7 +215,7 @@ def test_destinations_are_checked(name, ops):
             call()
 
 
-def test_reduce_to_the_values_own_devices_or_to_others(ops):
+def test_reduce_accepts_any_destination(ops):
     value = one_and_two()
     assert float(ops.reduce("SUM", value)) == 3.0
     mean = ops.reduce(mirror.ReduceOp.MEAN, value)
@@ -227,7 +224,7 @@ def test_reduce_to_the_values_own_devices_or_to_others(ops):
     assert ops.reduce("sum", value, "/cpu:4").devices() == {CPUS[4]}
 
 
-def test_batch_reduce_and_broadcast(ops):
+def test_batch_reduce_and_broadcast_match_numpy(ops):
     got = ops.batch_reduce("sum", [one_and_two(), {"a": one_and_two(), "b": 1}], "cpu:1")
     assert jax.tree.map(float, got) == [3.0, {"a": 3.0, "b": 1.0}]
     assert {d for leaf in jax.tree.leaves(got) for d in leaf.devices()} == {CPUS[1]}
@@ -236,7 +233,7 @@ def test_batch_reduce_and_broadcast(ops):
     assert ops.broadcast(jnp.arange(3), "/cpu:7").devices() == {CPUS[7]}
 
 
-def test_what_broadcast_takes_and_what_it_refuses(ops, two):
+def test_broadcast_accepts_arrays_and_rejects_other_values(ops, two):
     for value, dtype in [(3, "int32"), (3.5, "float32"), (True, "bool"), (np.uint8(3), "uint8")]:
         got = ops.broadcast(value, ["cpu:1", "cpu:2"])
         assert got.dtype == dtype
@@ -262,8 +259,8 @@ def test_what_broadcast_takes_and_what_it_refuses(ops, two):
         ops.broadcast(2**40, "cpu:1")
 
 
-def test_batch_reduce_takes_a_list_only(ops):
-    """Values come without their destinations: pairs of the two have no counterpart."""
+def test_batch_reduce_requires_a_list(ops):
+    """Values are passed without destinations; TensorFlow's pairs of both have no counterpart."""
     assert ops.batch_reduce("sum", []) == []
     assert ops.batch_reduce("sum", (one_and_two(),)) == [3.0]
     with raises(TypeError, names="batch_reduce", values="PerReplica(1., 2.)"):
@@ -272,7 +269,7 @@ def test_batch_reduce_takes_a_list_only(ops):
         ops.batch_reduce("sum", [(one_and_two(), "cpu:1")])
 
 
-def test_a_plain_array_is_that_of_a_lone_replica(ops):
+def test_reduce_treats_a_plain_array_as_one_replica(ops):
     assert float(ops.reduce("sum", 4.0, "CPU:0")) == 4.0
     both = ops.reduce("sum", 4.0, ["cpu:0", "cpu:1"])
     assert [float(s.data) for s in both.addressable_shards] == [4.0, 4.0]
@@ -281,7 +278,7 @@ def test_a_plain_array_is_that_of_a_lone_replica(ops):
     assert ops.reduce("sum", {"nothing": None}) == {"nothing": None}
 
 
-def test_what_cannot_be_reduced_is_said(ops):
+def test_reduce_names_values_it_rejects(ops):
     keys = PerReplica.from_stacked(jax.random.split(jax.random.key(0), 2))
     unequal = PerReplica([np.ones(2), np.ones(3)])
     cases = [
@@ -307,7 +304,7 @@ def test_what_cannot_be_reduced_is_said(ops):
             ops.reduce(op, value)
 
 
-def test_what_has_been_deleted_is_said(ops, two):
+def test_reduce_names_deleted_arrays(ops, two):
     value = one_and_two()
     value.stacked.delete()
     with raises(ValueError, names=["reduce", "PerReplica"], values="float32[2]"):
@@ -318,8 +315,8 @@ def test_what_has_been_deleted_is_said(ops, two):
         ops.broadcast(array, "cpu:1")
 
 
-def test_inside_a_scope_of_other_devices(ops):
-    """What is on devices is reduced there; what is on the host becomes an array of the scope."""
+def test_reduce_works_inside_a_scope_of_other_devices(ops):
+    """Values on devices are reduced there; host values become arrays of the scope."""
     value, exact = per_replica(3)
     lone = [jax.device_put(np.float32(i), CPUS[6]) for i in range(2)]
     with cpu_strategy(2).scope():
@@ -334,8 +331,8 @@ def test_inside_a_scope_of_other_devices(ops):
         assert ops.broadcast(2.0, "cpu:3").devices() == {CPUS[3]}
 
 
-def test_inside_a_replica_it_is_refused(ops, two):
-    """As in `strategy.reduce`. A replica has values of its own, and a context to reduce them."""
+def test_reduce_rejects_calls_inside_a_replica(ops, two):
+    """As for `strategy.reduce`: inside a replica, its context reduces values."""
     value = one_and_two()
     use = "mirror.get_replica_context().all_reduce"
     kind = type(ops).__name__
@@ -352,7 +349,7 @@ def test_inside_a_replica_it_is_refused(ops, two):
         two.run(lambda x: ops.broadcast(x, "cpu:3"), (value,))
 
 
-def test_the_log_says_where_it_happens(caplog):
+def test_log_names_the_reducing_device(caplog):
     value, _ = per_replica(3)
     mirror.debugging.set_log_device_placement(True)
     try:
@@ -366,7 +363,7 @@ def test_the_log_says_where_it_happens(caplog):
         assert any(op in line and where in line for line in caplog.messages), (op, where)
 
 
-def test_the_default_device_is_where_host_values_go(ops):
+def test_host_values_are_placed_on_the_default_device(ops):
     with mirror.device("cpu:4"):
         assert ops.reduce("sum", PerReplica([1.0, 2.0])).devices() == {CPUS[4]}
         assert ops.reduce("sum", one_and_two()).devices() == set(CPUS[:2])
@@ -389,7 +386,7 @@ def test_the_default_device_is_where_host_values_go(ops):
     ],
     ids=["all-reduce", "packed", "host", "a device", "a logical device"],
 )
-def test_ops_are_copied_and_stored_also_after_use(make, shown):
+def test_ops_can_be_copied_and_pickled_after_use(make, shown):
     ops = make()
     assert float(ops.reduce("sum", one_and_two())) == 3.0
     assert ops.device.platform == "cpu"
@@ -403,7 +400,7 @@ def test_ops_are_copied_and_stored_also_after_use(make, shown):
         assert repr(one.cross_device_ops) == shown
 
 
-def test_arguments_are_checked_when_ops_are_made():
+def test_constructors_check_arguments():
     for kind in (AllReduce, lambda b: ReductionToOneDevice("cpu:0", b)):
         with raises(ValueError, names="pack_bytes", values=[-1, 0]):
             kind(-1)
@@ -446,10 +443,8 @@ MADE = {
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_in_a_step_it_is_numpys(name):
-    """Three replicas are as right as two. TensorFlow's hierarchical copy loses the third: 1 + 2 + 3
-    is 3.
-    """
+def test_ops_in_a_step_match_numpy(name):
+    """Three replicas are reduced correctly. TensorFlow's hierarchical copy loses the third."""
     n = 3
     strategy = cpu_strategy(n, cross_device_ops=MADE[name]())
     values = {dtype: per_replica(n, dtype, "on the host") for dtype in DTYPES}
@@ -467,7 +462,7 @@ def test_in_a_step_it_is_numpys(name):
             )
 
 
-def test_an_odd_number_of_devices(ops):
+def test_ops_support_an_odd_number_of_devices(ops):
     value = PerReplica([jax.device_put(np.float32(i + 1), CPUS[i]) for i in range(3)])
     assert float(ops.reduce("sum", value)) == 6.0
     assert float(cpu_strategy(3, cross_device_ops=ops).reduce("sum", value)) == 6.0
@@ -482,7 +477,7 @@ def test_an_odd_number_of_devices(ops):
         (1000, [(29,)]),
     ],
 )
-def test_small_leaves_travel_together(pack_bytes, shapes):
+def test_small_leaves_share_a_collective(pack_bytes, shapes):
     """A limit on the size of each leaf, instead of a number of packs or a size of each pack."""
     ops = InHalfPrecision(pack_bytes)
     tree = [np.ones(shape, np.float32) for shape in [(2,), (3,), (2, 2), (20,)]]
@@ -495,8 +490,8 @@ def test_small_leaves_travel_together(pack_bytes, shapes):
     assert sorted(shape for *_, shape, _ in ops.calls) == sorted(shapes)
 
 
-def test_a_users_ops_are_always_asked():
-    """By whatever way, and for every dtype; in TensorFlow never for int32, and hardly on CPUs."""
+def test_custom_ops_run_every_collective():
+    """For every executor and dtype; TensorFlow does not for int32, and rarely on CPUs."""
     ops = InHalfPrecision()
     strategy = cpu_strategy(2, cross_device_ops=ops)
     tree = {"f": PerReplica([1.0, 2.0]), "i": PerReplica([1, 2]), "b": PerReplica([True, True])}
@@ -513,8 +508,8 @@ def test_a_users_ops_are_always_asked():
         assert sorted((op, shape, n) for op, _, shape, n in ops.calls) == [("sum", (), 2)] * 3
 
 
-def test_a_users_ops_reduce_in_their_own_way(caplog):
-    """Half precision on its way: 2049 arrives as 2048."""
+def test_custom_ops_define_the_reduction(caplog):
+    """Reduces in half precision: 2049 arrives as 2048."""
     ops = InHalfPrecision()
     with caplog.at_level(logging.INFO, "mirror"):
         strategy = cpu_strategy(3, cross_device_ops=ops)
@@ -528,8 +523,8 @@ def test_a_users_ops_reduce_in_their_own_way(caplog):
         mirror.CrossDeviceOps()
 
 
-def test_a_users_reduction_stands_for_the_sum():
-    """It stands for the sum; the mean is what it gives, divided."""
+def test_custom_reduction_replaces_the_sum():
+    """The custom reduction replaces the sum; the mean divides its result."""
 
     class Largest(mirror.CrossDeviceOps):
         def reduce_implementation(self, op, values):
@@ -541,7 +536,7 @@ def test_a_users_reduction_stands_for_the_sum():
         assert float(reduce("mean", one_and_two())) == 1.0
 
 
-WRONG = {  # function, error, and what the message says beside what is required
+WRONG = {  # function, error, and what its message contains
     "another shape": (lambda x: x[None], ValueError, ["float32[1,2]"]),
     "a wider kind": (lambda x: x * 1j, ValueError, ["complex64[2]"]),
     "nothing": (lambda x: None, ValueError, ["object[]"]),
@@ -552,7 +547,7 @@ WRONG = {  # function, error, and what the message says beside what is required
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_users_ops_that_are_wrong_are_said_with_the_collective(name):
+def test_errors_of_custom_ops_name_the_collective(name):
     function, kind, values = WRONG[name]
     ops = Returning(function)
     strategy = cpu_strategy(2, cross_device_ops=ops)
@@ -573,7 +568,7 @@ def test_a_users_ops_that_are_wrong_are_said_with_the_collective(name):
     [lambda x: x.astype(np.float64), jnp.asarray, np.ndarray.tolist],
     ids=["wider", "on a device", "a list"],
 )
-def test_what_a_users_ops_return_may_be_of_another_precision_or_place(function):
+def test_custom_ops_may_return_another_precision_or_device(function):
     strategy = cpu_strategy(2, cross_device_ops=Returning(function))
     got = strategy.reduce("sum", PerReplica([np.ones(2, np.float32)] * 2))
     np.testing.assert_array_equal(got, [1, 1])
@@ -581,8 +576,8 @@ def test_what_a_users_ops_return_may_be_of_another_precision_or_place(function):
     assert got.devices() == set(CPUS[:2])
 
 
-def test_what_the_strategys_reduce_refuses(ops):
-    """It stands for TensorFlow's `reduce_to`, and reduces mirrored values too."""
+def test_strategy_reduce_checks_its_values(ops):
+    """The counterpart of TensorFlow's `reduce_to`; it reduces mirrored values too."""
     strategy = cpu_strategy(2, cross_device_ops=ops)
     with raises(ValueError, names="op", values="'median'", **KNOWN_OPS):
         strategy.reduce("median", one_and_two())
@@ -597,7 +592,7 @@ def test_what_the_strategys_reduce_refuses(ops):
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
-def test_what_a_replica_knows(n, ops):
+def test_replica_context_describes_the_replica(n, ops):
     """Its id is traced, and so are sums of it; `devices` are devices, not names."""
     strategy = cpu_strategy(n, cross_device_ops=ops)
 
@@ -613,7 +608,7 @@ def test_what_a_replica_knows(n, ops):
 
 
 @pytest.mark.parametrize(("n", "total"), [(2, 3.0), (4, 10.0)])
-def test_sums_and_means_by_name(n, total, ops):
+def test_all_reduce_accepts_ops_by_name(n, total, ops):
     strategy = cpu_strategy(n, cross_device_ops=ops)
 
     def step():
@@ -625,15 +620,15 @@ def test_sums_and_means_by_name(n, total, ops):
     assert list(map(float, strategy.run(step))) == [total] * 3 + [total / n] * 2
 
 
-def test_a_wrong_op_is_refused(ops):
+def test_all_reduce_rejects_unknown_ops(ops):
     strategy = cpu_strategy(2, cross_device_ops=ops)
     for wrong, kind in [(3, TypeError), (None, TypeError), ("median", ValueError)]:
         with raises(kind, names="op", values=repr(wrong), **KNOWN_OPS):
             strategy.run(lambda wrong=wrong: context().all_reduce(wrong, 1.0))
 
 
-def test_trees_of_several_dtypes_in_one_call(ops):
-    """A number and nothing at all are no errors, nor are int32 and float32 side by side."""
+def test_all_reduce_supports_trees_of_several_dtypes(ops):
+    """A number, an empty tree, and int32 beside float32 are accepted."""
 
     def step(x):
         tree = {"a": [x, 2.5, None], "b": (x.astype(jnp.int32), np.ones(2)), "c": []}
@@ -647,7 +642,7 @@ def test_trees_of_several_dtypes_in_one_call(ops):
     np.testing.assert_array_equal(got["b"][1], [2, 2])
 
 
-def test_dtypes_of_sums_and_means(ops):
+def test_all_reduce_keeps_dtypes_of_sums_and_means(ops):
     """The mean of integers is float32, as JAX has it. uint8 wraps, and complex numbers add up."""
     strategy = cpu_strategy(2, cross_device_ops=ops)
     own = PerReplica([np.uint8(200), np.uint8(201)])
@@ -659,9 +654,9 @@ def test_dtypes_of_sums_and_means(ops):
     assert mean["u"].dtype == np.float32
 
 
-def test_a_value_that_all_replicas_share_counts_for_each(ops):
-    """TensorFlow gives one tensor back unchanged that all replicas captured or were given: a sum
-    would depend on whether somebody copied it before.
+def test_all_reduce_counts_mirrored_values_per_replica(ops):
+    """TensorFlow returns a tensor unchanged that all replicas captured or were given, so a sum
+    depends on whether it was copied before.
     """
     strategy, shared = cpu_strategy(3, cross_device_ops=ops), jnp.float32(3)
 
@@ -672,7 +667,7 @@ def test_a_value_that_all_replicas_share_counts_for_each(ops):
     assert list(map(float, strategy.run(step, (shared,)))) == [9.0] * 4
 
 
-def test_variables_are_reduced(ops):
+def test_all_reduce_accepts_variables(ops):
     strategy = cpu_strategy(2, cross_device_ops=ops)
     with strategy.scope():
         mirrored = mirror.Variable(2.0)
@@ -687,8 +682,8 @@ def test_variables_are_reduced(ops):
     assert jax.tree.map(float, got) == ([4.0, 8.0], [2.0, 4.0])
 
 
-def test_gradients_of_sums_and_means(ops):
-    """Of a sum the sum of what comes in, of a mean its mean; also twice."""
+def test_all_reduce_is_differentiable(ops):
+    """The gradient of a sum is a sum, the gradient of a mean is a mean; second derivatives too."""
     strategy = cpu_strategy(2, cross_device_ops=ops)
 
     def reduced(op, x):
@@ -709,8 +704,8 @@ def test_gradients_of_sums_and_means(ops):
         assert np.broadcast_to(value, 2).tolist() == wanted[name], name
 
 
-def test_a_collective_in_a_branch_that_all_take(ops):
-    """Also under a nested jit and in a loop. Where the replicas may disagree it is refused."""
+def test_all_reduce_works_in_a_uniform_branch(ops):
+    """Under a nested jit and in a loop too. If the replicas may disagree, it is rejected."""
     strategy = cpu_strategy(2, cross_device_ops=ops)
 
     def step(x):
@@ -732,7 +727,7 @@ def test_a_collective_in_a_branch_that_all_take(ops):
         )
 
 
-def test_a_context_ends_with_its_step(ops):
+def test_replica_context_expires_with_its_step(ops):
     kept = []
     strategy = cpu_strategy(2, cross_device_ops=ops)
     strategy.run(lambda: kept.append(mirror.get_replica_context()))
@@ -743,8 +738,8 @@ def test_a_context_ends_with_its_step(ops):
 # Outside
 
 
-def test_arguments_of_reduce(two):
-    """`axis` may be left out: it is that of no more than the replicas."""
+def test_strategy_reduce_checks_arguments(two):
+    """`axis` may be omitted: only the replica axis is reduced then."""
     value = PerReplica([np.array([1.0, 2.0]), np.array([3.0, 4.0])])
     np.testing.assert_array_equal(two.reduce("SUM", value), [4, 6])
     np.testing.assert_array_equal(two.reduce("max", value), [3, 4])
@@ -753,7 +748,7 @@ def test_arguments_of_reduce(two):
             two.reduce(wrong, value, axis=0)
 
 
-def test_reduce_is_elementwise_over_the_replicas(two):
+def test_strategy_reduce_is_elementwise_over_replicas(two):
     """The result is mirrored, on all devices, also under `mirror.device`."""
     value = PerReplica([np.array([1.0, 5.0]), np.array([2.0, 6.0])])
     with mirror.device("cpu:3"):
@@ -762,7 +757,7 @@ def test_reduce_is_elementwise_over_the_replicas(two):
     assert got.devices() == set(CPUS[:2])
 
 
-def test_reduce_along_axes(two):
+def test_strategy_reduce_reduces_along_axes(two):
     value = PerReplica([np.ones((2, 3)), np.zeros((2, 3))])
     for axis, wanted in [((0, 1), 6.0), ([0, 1], 6.0), (-1, [3, 3]), ((0, -1), 6.0)]:
         np.testing.assert_array_equal(two.reduce("sum", value, axis=axis), wanted)
@@ -777,7 +772,7 @@ def test_reduce_along_axes(two):
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_dtypes_do_not_depend_on_the_number_of_replicas(n):
+def test_result_dtypes_do_not_depend_on_the_number_of_replicas(n):
     strategy = cpu_strategy(n)
     for dtype, of_mean in [("int32", "float32"), ("float16", "float16"), ("bool", "float32")]:
         value = PerReplica([np.ones(2, dtype)] * n)
@@ -786,8 +781,8 @@ def test_dtypes_do_not_depend_on_the_number_of_replicas(n):
     assert strategy.reduce("sum", PerReplica([np.int32(1)] * n)).dtype == np.int32
 
 
-def test_a_plain_or_mirrored_value_counts_once_per_replica(two):
-    """One rule for all of them, where TensorFlow gives some back and refuses others."""
+def test_strategy_reduce_counts_plain_values_once_per_replica(two):
+    """One rule for all values; TensorFlow returns some and rejects others."""
     for value in (3.0, np.float32(3), jnp.float32(3), two.reduce("mean", 3.0)):
         assert float(two.reduce("sum", value)) == 6.0
         assert float(two.reduce("mean", value)) == 3.0
@@ -796,13 +791,13 @@ def test_a_plain_or_mirrored_value_counts_once_per_replica(two):
     np.testing.assert_array_equal(two.reduce("sum", np.zeros(2)), [0, 0])
 
 
-def test_trees_are_reduced_along_an_axis_too(two):
+def test_strategy_reduce_reduces_trees_along_an_axis(two):
     tree = {"a": [PerReplica([np.ones(2), np.ones(2)])], "b": (np.ones(3), None)}
     got = two.reduce("sum", tree, axis=0)
     assert (float(got["a"][0]), float(got["b"][0]), got["b"][1]) == (4.0, 6.0, None)
 
 
-def test_what_a_per_replica_may_hold(two):
+def test_strategy_reduce_checks_the_contents_of_per_replica_values(two):
     for values, total in [
         ([1.0, 2.0], 3.0),
         ([1, 2], 3),
@@ -814,7 +809,7 @@ def test_what_a_per_replica_may_hold(two):
         PerReplica(["a", "b"])
 
 
-def test_where_reduce_may_be_called(two):
+def test_strategy_reduce_requires_the_cross_replica_context(two):
     for place in (two.scope(), mirror.device("cpu:0")):
         with place:
             assert float(two.reduce("sum", PerReplica([1.0, 2.0]))) == 3.0
@@ -823,8 +818,8 @@ def test_where_reduce_may_be_called(two):
         two.run(lambda: two.reduce("sum", 1.0))
 
 
-def test_local_results(two):
-    """A tree gives a tree for each replica; what is no `PerReplica` is in each of them."""
+def test_local_results_returns_one_value_per_replica(two):
+    """A tree gives one tree per replica; leaves that are not `PerReplica` are in each of them."""
     own = PerReplica([1.0, 2.0])
     assert [float(x) for x in two.local_results(own)] == [1.0, 2.0]
     assert two.local_results(5) == (5, 5)

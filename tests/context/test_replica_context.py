@@ -1,4 +1,4 @@
-"""Where the caller stands, `run`, and what a replica does: TensorFlow's promises, one by one."""
+"""Replica and cross-replica contexts, `run`, and replica contexts, compared with TensorFlow."""
 
 import collections
 import threading
@@ -11,40 +11,16 @@ import pytest
 from flax import nnx
 
 import mirror
-from tests.conftest import cpu_strategy
+from tests.support.contexts import standing
 from tests.support.messages import raises
-from tests.variables.test_variables import (
-    EXECUTORS,
-    copies,
-    nothing,
-    number,
-    on_read,
-    replica_id,
-    variable,
-)
-
-
-@pytest.fixture(params=EXECUTORS.values(), ids=EXECUTORS)
-def each(request) -> mirror.MirroredStrategy:
-    """Two replicas, by each executor."""
-    return request.param()
-
-
-def standing():
-    """The strategy, in a scope or replica, in cross-replica context, in a replica."""
-    in_replica = mirror.get_replica_context() is not None
-    cross = mirror.in_cross_replica_context()
-    return mirror.get_strategy(), mirror.has_strategy(), cross, in_replica
-
-
-def context():
-    return mirror.get_replica_context()
-
+from tests.support.steps import context, nothing, number, replica_id
+from tests.support.strategies import cpu_strategy
+from tests.support.variables import copies, on_read, variable
 
 # The stack of scopes
 
 
-def test_outside_every_scope():
+def test_default_strategy_applies_outside_every_scope():
     default, *where = standing()
     assert where == [False, False, True]
     assert default.num_replicas_in_sync == context().num_replicas_in_sync == 1
@@ -52,23 +28,23 @@ def test_outside_every_scope():
     assert context().replica_id_in_sync_group == 0
 
 
-def test_in_a_scope_in_a_replica_and_after(each):
+def test_context_functions_follow_scope_and_replica(pair):
     seen, other = [], cpu_strategy(2)
-    with each.scope() as entered, each.scope():
-        assert entered is each
-        assert standing() == (each, True, True, False)
-        assert each.run(lambda: seen.append(standing())) is None
-        assert standing() == (each, True, True, False)
-        with raises(RuntimeError, values=[other, each], fix=".scope"):
+    with pair.scope() as entered, pair.scope():
+        assert entered is pair
+        assert standing() == (pair, True, True, False)
+        assert pair.run(lambda: seen.append(standing())) is None
+        assert standing() == (pair, True, True, False)
+        with raises(RuntimeError, values=[other, pair], fix=".scope"):
             other.scope().__enter__()
-        assert standing() == (each, True, True, False)
-    with pytest.raises(KeyError), each.scope():
+        assert standing() == (pair, True, True, False)
+    with pytest.raises(KeyError), pair.scope():
         raise KeyError
     assert not mirror.has_strategy()
-    assert set(seen) == {(each, True, False, True)}
+    assert set(seen) == {(pair, True, False, True)}
 
 
-def test_a_scope_object_can_be_entered_again(two):
+def test_scope_object_is_reusable(two):
     """In TensorFlow it cannot, and the strategy stays installed."""
     scope = two.scope()
     for _ in range(2):
@@ -77,7 +53,7 @@ def test_a_scope_object_can_be_entered_again(two):
         assert not mirror.has_strategy()
 
 
-def test_calls_that_concern_all_replicas_are_refused_in_a_replica(each):
+def test_cross_replica_calls_are_rejected_in_a_replica(pair):
     calls = {
         "scope": lambda s: s.scope().__enter__(),
         "run": lambda s: s.run(number),
@@ -89,28 +65,28 @@ def test_calls_that_concern_all_replicas_are_refused_in_a_replica(each):
     }
 
     def step():
-        for callee in (each, cpu_strategy(2)):
+        for callee in (pair, cpu_strategy(2)):
             for method, call in calls.items():
-                with raises(RuntimeError, values=[each], fix=f".{method}"):
+                with raises(RuntimeError, values=[pair], fix=f".{method}"):
                     call(callee)
 
-    each.run(step)
+    pair.run(step)
     assert not mirror.has_strategy()
 
 
-def test_run_and_reduce_enter_the_scope_themselves(each):
-    values = each.run(number)
-    with each.scope():
-        assert each.reduce("sum", each.run(number)) == 3
-    assert each.reduce("sum", values) == 3
+def test_run_and_reduce_enter_the_scope(pair):
+    values = pair.run(number)
+    with pair.scope():
+        assert pair.reduce("sum", pair.run(number)) == 3
+    assert pair.reduce("sum", values) == 3
     with cpu_strategy(3).scope() as other:
-        with raises(RuntimeError, values=[each, other], fix=".run"):
-            each.run(number)
-        with raises(RuntimeError, values=[each, other], fix=".reduce"):
-            each.reduce("sum", values)
+        with raises(RuntimeError, values=[pair, other], fix=".run"):
+            pair.run(number)
+        with raises(RuntimeError, values=[pair, other], fix=".reduce"):
+            pair.reduce("sum", values)
 
 
-def test_each_thread_has_its_own_scopes(two):
+def test_scopes_are_per_thread(two):
     found = []
     with two.scope():
         thread = threading.Thread(target=lambda: found.append(mirror.has_strategy()))
@@ -119,8 +95,8 @@ def test_each_thread_has_its_own_scopes(two):
     assert found == [False]
 
 
-def test_a_variable_in_the_scope_of_another_strategy(two):
-    """It is read and assigned as everywhere; arrays of two strategies do not mix, as JAX says."""
+def test_variable_is_usable_in_the_scope_of_another_strategy(two):
+    """It can be read and assigned; arrays of two strategies do not mix, which is JAX's error."""
     with two.scope():
         v = variable(1.0, "sum")
     other = cpu_strategy(3)
@@ -135,7 +111,7 @@ def test_a_variable_in_the_scope_of_another_strategy(two):
     assert v.devices() == set(two.devices)
 
 
-def test_the_default_strategy(two):
+def test_default_strategy_runs_steps_and_collectives(two):
     default = mirror.get_strategy()
     x = default.run(number)
     assert isinstance(x, mirror.PerReplica)
@@ -153,20 +129,20 @@ def test_the_default_strategy(two):
 # run
 
 
-def test_a_step_runs_once_on_each_replica_in_order_on_its_device(eight):
+def test_step_runs_once_per_replica_on_its_device(eight):
     ids = eight.run(replica_id)
     np.testing.assert_array_equal(ids, range(8))
     assert [next(iter(x.devices())) for x in ids.values] == list(eight.devices)
 
 
-def test_results_of_several_threads_do_not_mix(each):
+def test_results_of_several_threads_do_not_mix(pair):
     found = {}
 
     def step(x):
         return context().all_reduce("sum", x * number())
 
     def work(i):
-        found[i] = [float(each.run(step, (jnp.float32(i),))) for _ in range(5)]
+        found[i] = [float(pair.run(step, (jnp.float32(i),))) for _ in range(5)]
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
     for thread in threads:
@@ -177,7 +153,7 @@ def test_results_of_several_threads_do_not_mix(each):
 
 
 @pytest.mark.parametrize("args", [{"x": 1}, None, 3, mirror.PerReplica([1.0, 2.0])], ids=repr)
-def test_args_is_a_tuple_or_a_list(two, args):
+def test_args_must_be_a_tuple_or_list(two, args):
     shown, fix = [repr(args), type(args).__name__], "strategy.run(step, (model, batch))"
     with raises(TypeError, names="args", values=shown, fix=fix):
         two.run(lambda *x: x, args)
@@ -186,7 +162,7 @@ def test_args_is_a_tuple_or_a_list(two, args):
     assert two.run(lambda x: x + 1, [1], None) == 2
 
 
-def test_each_replica_gets_its_own_containers(each):
+def test_replicas_get_separate_containers(pair):
     x = mirror.PerReplica([1.0, 2.0])
     v, calls = variable(3.0), []
     given = {"x": [x, (x, 10.0)], "none": None, "name": "a", "v": v}
@@ -199,37 +175,37 @@ def test_each_replica_gets_its_own_containers(each):
         return tree.pop("x") * scale
 
     for _ in range(3):
-        np.testing.assert_array_equal(each.run(step, (given,), {"scale": 2.0}), [30, 34])
+        np.testing.assert_array_equal(pair.run(step, (given,), {"scale": 2.0}), [30, 34])
     assert set(given) == {"x", "none", "name", "v"}
-    assert len(calls) <= 2  # as it is traced: proved, compiled
+    assert len(calls) <= 2  # calls per trace: proof, compilation
 
 
 Pair = collections.namedtuple("Pair", "first second")
 
 
-def test_results_keep_their_structure_and_what_is_equal_is_plain(each):
-    """Proved, where TensorFlow compares identities: equal values of its replicas stay apart."""
-    result = each.run(lambda: {"a": [1, (number(), None)], "b": Pair(jnp.ones(2), []), "c": {}})
+def test_results_keep_their_structure_and_mirrored_ones_are_plain(pair):
+    """mirror proves equality; TensorFlow compares identities, and does not merge equal values."""
+    result = pair.run(lambda: {"a": [1, (number(), None)], "b": Pair(jnp.ones(2), []), "c": {}})
     assert isinstance(result["b"], Pair)
     assert (result["b"].second, result["c"], result["a"][1][1]) == ([], {}, None)
     assert isinstance(result["a"][1][0], mirror.PerReplica)
     for plain in (result["a"][0], result["b"].first):
         assert isinstance(plain, jax.Array)
     with raises(TypeError, names=["<lambda>", "result['s']"], values=["'abc'", "str"]):
-        each.run(lambda: {"s": "abc"})
+        pair.run(lambda: {"s": "abc"})
 
 
-def test_replicas_of_unequal_lengths_return_one_structure(two):
+def test_replicas_of_unequal_lengths_must_return_one_structure(two):
     x = mirror.PerReplica([np.ones(1, np.float32), np.ones(2, np.float32)])
     with raises(ValueError, names="<lambda>", values=[0, 1]):
         two.run(lambda x: [x.sum()] * x.shape[0], (x,))
 
 
-def test_a_variable_is_no_result(each):
+def test_variable_as_a_result_is_rejected(pair):
     v = variable(1.0)
     for args, step in (((), lambda: {"v": v}), ((v,), lambda v: {"v": v})):
         with raises(TypeError, names=["<lambda>", "Variable", "result['v']"]):
-            each.run(step, args)
+            pair.run(step, args)
 
 
 def test_one_replica_has_the_same_types():
@@ -241,13 +217,13 @@ def test_one_replica_has_the_same_types():
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_values_of_another_number_of_replicas_are_refused(each, count):
-    """TensorFlow ignores what is too many."""
+def test_values_of_another_number_of_replicas_are_rejected(pair, count):
+    """TensorFlow ignores superfluous values."""
     with raises(ValueError, names="x", values=[count, 2], fix="distribute_dataset"):
-        each.run(lambda x: x, (mirror.PerReplica([1.0] * count),))
+        pair.run(lambda x: x, (mirror.PerReplica([1.0] * count),))
 
 
-def test_an_error_of_the_step_is_its_own(each):
+def test_step_error_is_raised_unchanged(pair):
     class MineError(Exception):
         pass
 
@@ -257,11 +233,11 @@ def test_an_error_of_the_step_is_its_own(each):
         return number()
 
     with pytest.raises(MineError, match="in the step"):
-        each.run(step, (True,))
-    np.testing.assert_array_equal(each.run(step, (False,)), [1, 2])
+        pair.run(step, (True,))
+    np.testing.assert_array_equal(pair.run(step, (False,)), [1, 2])
 
 
-def test_a_step_is_traced_once_for_each_static_value(each):
+def test_step_is_traced_once_per_static_value(pair):
     calls = []
 
     def step(x, times):
@@ -269,15 +245,15 @@ def test_a_step_is_traced_once_for_each_static_value(each):
         return x * len(times)
 
     for times in ("ab", "abc", "ab", "abc"):
-        assert each.run(step, (2.0, times)) == 2 * len(times)
+        assert pair.run(step, (2.0, times)) == 2 * len(times)
     assert calls.count("ab") == calls.count("abc") <= 2
     found = len(calls)
-    each.run(step, (3.0, "ab"))  # a number is an array
+    pair.run(step, (3.0, "ab"))  # a number is an array
     assert len(calls) == found
 
 
-def test_values_of_the_replicas_are_not_computed_with_outside(each):
-    x = each.run(number)
+def test_arithmetic_on_per_replica_results_is_rejected_outside(pair):
+    x = pair.run(number)
     for use in (lambda: x + 1, lambda: float(x), lambda: x[0], lambda: len(x), lambda: bool(x)):
         with raises(TypeError, fix=["strategy.reduce", "x.values", "strategy.run"]):
             use()
@@ -285,41 +261,41 @@ def test_values_of_the_replicas_are_not_computed_with_outside(each):
         jnp.add(x, 1)
 
 
-def test_mirrored_results_are_plain_arrays(each):
-    x = each.run(lambda: context().all_reduce("sum", number()))
+def test_mirrored_results_are_plain_arrays(pair):
+    x = pair.run(lambda: context().all_reduce("sum", number()))
     assert isinstance(x, jax.Array)
     assert (float(x + 1), float(jnp.sqrt(x * 3)), float(np.asarray(x))) == (4, 3, 3)
 
 
-def test_randomness_differs_by_a_folded_key_and_by_rngs(each):
-    """TensorFlow's generators differ by themselves; a JAX key is the same until it is folded."""
+def test_random_values_differ_by_folded_key_and_rngs(pair):
+    """TensorFlow's generators differ per replica; a JAX key is the same until it is folded."""
     rngs = nnx.Rngs(0)
 
     def step(key, rngs):
         draw = jax.random.uniform
         return draw(key), draw(context().fold_in(key)), draw(rngs.dropout())
 
-    same, folded, own = each.run(step, (jax.random.key(0), rngs))
+    same, folded, own = pair.run(step, (jax.random.key(0), rngs))
     assert isinstance(same, jax.Array)
     for drawn in (folded, own):
         assert len(set(np.asarray(drawn).tolist())) == 2
     assert rngs.dropout.count[...] == 1
-    each.check_mirrored(rngs)
-    again = each.run(step, (jax.random.key(0), rngs))
+    pair.check_mirrored(rngs)
+    again = pair.run(step, (jax.random.key(0), rngs))
     assert set(np.asarray(again[2]).tolist()).isdisjoint(np.asarray(own).tolist())
 
 
-def test_a_variable_from_outside_is_mirrored_and_one_of_flax_refused(each):
+def test_captured_variable_is_mirrored_and_a_flax_one_rejected(pair):
     """TensorFlow shares it: two replicas add one after the other."""
     v, plain = variable(1.0, "sum"), nnx.Variable(jnp.float32(1))
-    each.run(lambda: nothing(v.assign_add(1.0)))
-    assert copies(each, v) == [3, 3]
+    pair.run(lambda: nothing(v.assign_add(1.0)))
+    assert copies(pair, v) == [3, 3]
     with raises(ValueError, names=["<lambda>", "plain"], fix="strategy.run"):
-        each.run(lambda: plain[...] + 1)
+        pair.run(lambda: plain[...] + 1)
 
 
-def test_what_is_written_to_a_log_is_written_by_one_replica(two):
-    """Not with several replicas on a device, where a branch is both ways taken."""
+def test_log_is_written_by_one_replica(two):
+    """Not with several replicas per device, where both branches are executed."""
     said = []
 
     def step():
@@ -334,32 +310,32 @@ def test_what_is_written_to_a_log_is_written_by_one_replica(two):
 # The replica context
 
 
-def test_what_a_replica_knows(each):
+def test_replica_context_describes_the_replica(pair):
     def step():
         number = context().replica_id_in_sync_group
         assert isinstance(number, jax.core.Tracer)
         assert (number.dtype, number.shape) == (jnp.int32, ())
         assert context().num_replicas_in_sync == 2
-        assert context().strategy is each
-        assert context().devices == each.devices
+        assert context().strategy is pair
+        assert context().devices == pair.devices
         return number
 
-    np.testing.assert_array_equal(each.run(step), [0, 1])
+    np.testing.assert_array_equal(pair.run(step), [0, 1])
 
 
-def test_a_context_ends_with_its_step(each):
+def test_replica_context_expires_with_its_step(pair):
     kept = []
-    each.run(lambda: kept.append(context()))
+    pair.run(lambda: kept.append(context()))
     uses = [lambda c: c.all_reduce("sum", 1.0), lambda c: c.strategy, lambda c: c.devices]
     wanted = {"names": "ReplicaContext", "fix": "mirror.get_replica_context()"}
     for use in uses:
         with raises(RuntimeError, **wanted):
             use(kept[0])
         with raises(RuntimeError, **wanted):
-            each.run(lambda use=use: use(kept[0]))
+            pair.run(lambda use=use: use(kept[0]))
 
 
-def test_collectives_of_trees_of_any_dtypes_and_their_gradients(each):
+def test_collectives_support_trees_dtypes_and_gradients(pair):
     tree = {"a": [jnp.arange(3), jnp.float16(2)], "b": (jnp.ones((2, 2)), True, 1j, np.uint8(3))}
 
     def step():
@@ -373,7 +349,7 @@ def test_collectives_of_trees_of_any_dtypes_and_their_gradients(each):
 
         return total, mean, jax.grad(loss)(number() + 1)
 
-    total, mean, slope = each.run(step)
+    total, mean, slope = pair.run(step)
     wanted = jax.tree.map(lambda x: 3 * x, tree)
     jax.tree.map(np.testing.assert_array_equal, total, wanted)
     assert total["a"][1].dtype == jnp.float16
@@ -381,7 +357,7 @@ def test_collectives_of_trees_of_any_dtypes_and_their_gradients(each):
     np.testing.assert_array_equal(slope, [2 * 2 * 3 + 2, 2 * 3 * 3 + 20])
 
 
-def test_collectives_in_loops_and_branches_that_all_replicas_take(each):
+def test_collectives_work_in_uniform_loops_and_branches(pair):
     v = variable(2.0, "sum")
 
     def step(times, flag):
@@ -396,18 +372,18 @@ def test_collectives_in_loops_and_branches_that_all_replicas_take(each):
         v.assign_add(branch)
         return total, rows, branch, loop
 
-    total, rows, branch, loop = each.run(step, (3, jnp.asarray(True)))
+    total, rows, branch, loop = pair.run(step, (3, jnp.asarray(True)))
     assert (float(total), float(branch), float(loop), float(v)) == (6, 3, 4.5, 8)
     np.testing.assert_array_equal(rows, [0, 1.5, 3])
 
     def divided():
         return jax.lax.cond(replica_id() == 0, lambda: context().all_reduce("sum", 1.0), float)
 
-    with raises(mirror.ReplicaDivergenceError, fix='all_reduce("max", condition)'):
-        each.run(divided)
+    with raises(mirror.ReplicaDivergenceError, fix='all_reduce("max", predicate)'):
+        pair.run(divided)
 
 
-def test_keys_that_are_folded_differ_and_the_key_stays(eight):
+def test_fold_in_gives_different_keys_and_keeps_the_original(eight):
     key = jax.random.key(3)
     folded = eight.run(lambda key: jax.random.key_data(context().fold_in(key)), (key,))
     assert len(np.unique(np.asarray(folded), axis=0)) == 8
@@ -423,7 +399,7 @@ def noise(key, x):
     return x + jax.vmap(lambda key: jax.random.normal(key, x.shape[1:]))(keys)
 
 
-def test_example_keys_are_those_of_the_global_batch(strategy):
+def test_example_keys_equal_those_of_the_global_batch(strategy):
     key, x = jax.random.key(0), np.zeros((24, 2), np.float32)
     (rows,) = strategy.distribute_dataset([x])
     np.testing.assert_array_equal(
@@ -431,7 +407,7 @@ def test_example_keys_are_those_of_the_global_batch(strategy):
     )
 
 
-def test_example_keys_of_batches_of_unequal_lengths(two):
+def test_example_keys_support_unequal_batches(two):
     key = jax.random.key(0)
     rows = mirror.PerReplica([np.zeros((n, 2), np.float32) for n in (1, 3)])
     got = two.run(noise, (key, rows))
@@ -443,16 +419,16 @@ def test_example_keys_of_batches_of_unequal_lengths(two):
     [({}, [None]), (1.0, [()]), ([np.ones(2), np.ones(3)], [(2,), (3,)])],
     ids=["nothing", "scalar", "unequal"],
 )
-def test_example_keys_need_one_batch_axis(batch, shown):
+def test_example_keys_require_one_batch_axis(batch, shown):
     with raises(ValueError, values=shown, fix="example_keys"):
         mirror.example_keys(jax.random.key(0), batch)
 
 
-# Values made for each replica
+# Per-replica values from a function
 
 
-def test_values_from_a_function(each):
-    """They lie on the replicas' devices, where TensorFlow leaves them."""
+def test_values_from_a_function_are_placed_per_replica(pair):
+    """Values are placed on the replicas' devices; TensorFlow leaves them where they are."""
     seen = []
 
     def make(value_context):
@@ -460,17 +436,17 @@ def test_values_from_a_function(each):
         i = value_context.replica_id_in_sync_group
         return {"x": np.full(2, i, np.float32), "same": 7, "more": [jnp.float16(i)]}
 
-    tree = each.distribute_values_from_function(make)
+    tree = pair.distribute_values_from_function(make)
     assert seen == [mirror.ValueContext(0, 2), mirror.ValueContext(1, 2)]
     assert isinstance(tree["x"], mirror.PerReplica)
     assert isinstance(tree["same"], mirror.PerReplica)
-    local = each.local_results(tree)
+    local = pair.local_results(tree)
     assert [(x["same"], x["more"][0]) for x in local] == [(7, 0), (7, 1)]
-    assert [next(iter(x["x"].devices())) for x in local] == list(each.devices)
-    np.testing.assert_array_equal(each.run(lambda t: t["x"] + t["same"], (tree,)), [[7, 7], [8, 8]])
+    assert [next(iter(x["x"].devices())) for x in local] == list(pair.devices)
+    np.testing.assert_array_equal(pair.run(lambda t: t["x"] + t["same"], (tree,)), [[7, 7], [8, 8]])
 
 
-def test_values_from_a_function_of_unequal_lengths_and_of_one_replica(two):
+def test_values_from_a_function_may_have_unequal_lengths(two):
     ragged = two.distribute_values_from_function(lambda c: np.ones(c.replica_id_in_sync_group + 1))
     assert ragged.shapes == ((1,), (2,))
     assert [next(iter(x.devices())) for x in ragged.values] == list(two.devices)
@@ -501,23 +477,23 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("name", BAD_VALUES)
-def test_values_from_a_function_that_do_not_fit_are_refused(two, name):
+def test_values_from_a_function_must_agree(two, name):
     make, kind, shown = BAD_VALUES[name]
     with raises(kind, values=shown):
         two.distribute_values_from_function(make)
 
 
-def test_local_results_of_trees(each):
-    """A plain value counts once for each replica, in a tree or not; TensorFlow gives one."""
-    x = each.run(number)
-    mirrored = each.run(lambda: jnp.float32(5))
-    found = each.local_results({"x": x, "m": [mirrored], "s": "ab", "none": None})
+def test_local_results_support_trees(pair):
+    """A plain value is repeated per replica, in a tree or not; TensorFlow returns one."""
+    x = pair.run(number)
+    mirrored = pair.run(lambda: jnp.float32(5))
+    found = pair.local_results({"x": x, "m": [mirrored], "s": "ab", "none": None})
     for i, tree in enumerate(found):
         assert (tree["x"], tree["m"][0], tree["s"], tree["none"]) == (i + 1, 5, "ab", None)
-        assert tree["m"][0].devices() == {each.devices[i]}
-    assert each.local_results(5) == (5, 5)
-    assert each.local_results([]) == ([], [])
+        assert tree["m"][0].devices() == {pair.devices[i]}
+    assert pair.local_results(5) == (5, 5)
+    assert pair.local_results([]) == ([], [])
     with raises(ValueError, names="PerReplica", values=[3, 2]):
-        each.local_results(mirror.PerReplica([1.0] * 3))
-    with each.scope():
-        assert copies(each, on_read("sum", 1)) == [1, 1]
+        pair.local_results(mirror.PerReplica([1.0] * 3))
+    with pair.scope():
+        assert copies(pair, on_read("sum", 1)) == [1, 1]

@@ -1,4 +1,4 @@
-"""Where the caller stands: scopes, replicas, threads."""
+"""Scopes: nesting, replicas and threads."""
 
 import threading
 
@@ -9,19 +9,9 @@ import pytest
 from flax import nnx
 
 import mirror
-from tests.conftest import cpu_strategy
+from tests.support.contexts import standing
 from tests.support.messages import raises
-
-
-def standing():
-    """The strategy, whether in a scope, whether in cross-replica context, whether in a replica."""
-    context = mirror.get_replica_context()
-    return (
-        mirror.get_strategy(),
-        mirror.has_strategy(),
-        mirror.in_cross_replica_context(),
-        context is not None,
-    )
+from tests.support.strategies import cpu_strategy
 
 
 def in_thread(fn):
@@ -32,7 +22,7 @@ def in_thread(fn):
     return found[0]
 
 
-def test_outside_every_scope_there_is_a_lone_replica():
+def test_default_strategy_has_one_replica():
     strategy, inside, cross, in_replica = standing()
     assert (inside, cross, in_replica) == (False, False, True)
     assert strategy.num_replicas_in_sync == 1
@@ -47,7 +37,7 @@ def test_outside_every_scope_there_is_a_lone_replica():
     np.testing.assert_array_equal(context.all_gather(np.arange(3)), range(3))
 
 
-def test_in_a_scope_in_a_replica_and_after(strategy):
+def test_context_functions_follow_scope_and_replica(strategy):
     seen = []
     before = standing()
     with strategy.scope() as entered:
@@ -61,7 +51,7 @@ def test_in_a_scope_in_a_replica_and_after(strategy):
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_an_error_leaves_no_scope_and_no_replica(two, error):
+def test_error_leaves_scope_and_replica(two, error):
     def step():
         raise error("in the step")
 
@@ -71,7 +61,7 @@ def test_an_error_leaves_no_scope_and_no_replica(two, error):
     assert jax.sharding.get_abstract_mesh().empty
 
 
-def test_a_scope_can_be_entered_again_while_open_and_after(two):
+def test_scope_is_reentrant_and_reusable(two):
     scope = two.scope()
     for _ in range(2):
         with scope, scope, two.scope():
@@ -87,7 +77,7 @@ def test_arrays_created_in_a_scope_are_mirrored(strategy):
         assert array.is_fully_replicated
 
 
-def test_a_scope_of_another_strategy_is_refused_and_changes_nothing(two):
+def test_scope_of_another_strategy_is_rejected_without_changes(two):
     other = cpu_strategy(2)
     with two.scope():
         with raises(RuntimeError, names=[f"{other}.scope", str(two)]):
@@ -108,7 +98,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_what_belongs_outside_is_refused_in_a_replica(two, name):
+def test_cross_replica_calls_are_rejected_in_a_replica(two, name):
     for callee in (two, cpu_strategy(2)):
         with raises(RuntimeError, names=[f"strategy.{name}", str(two)], fix="replica"):
             two.run(lambda callee=callee: CALLS[name](callee))
@@ -116,19 +106,19 @@ def test_what_belongs_outside_is_refused_in_a_replica(two, name):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_another_strategys_methods_are_refused_in_a_scope(two, name):
+def test_methods_of_another_strategy_are_rejected_in_a_scope(two, name):
     other = cpu_strategy(3)
     with two.scope(), raises(RuntimeError, names=[f"{other}.{name}", str(two)]):
         CALLS[name](other)
 
 
-def test_the_message_names_both_strategies(two):
+def test_message_names_both_strategies(two):
     one, both = "MirroredStrategy(/device:CPU:0)", "MirroredStrategy(/device:CPU:0, /device:CPU:1)"
     with two.scope(), raises(RuntimeError, names=[f"{one}.run", both]):
         cpu_strategy(1).run(lambda: 1)
 
 
-def test_each_thread_stands_for_itself(two):
+def test_scopes_are_per_thread(two):
     with two.scope():
         assert in_thread(standing)[1:] == (False, False, True)
         other = cpu_strategy(3)
@@ -141,8 +131,8 @@ def test_each_thread_stands_for_itself(two):
         assert standing() == (two, True, True, False)
 
 
-def test_one_scope_object_in_two_threads(two):
-    """The mesh that is left is the one that this thread set."""
+def test_scope_object_works_in_two_threads(two):
+    """Leaving a scope restores the mesh of this thread."""
     scope, entered, leave = two.scope(), threading.Event(), threading.Event()
     problems = []
 
@@ -167,7 +157,7 @@ def test_one_scope_object_in_two_threads(two):
     assert empty
 
 
-def test_a_replica_context_ends_with_its_step(two):
+def test_replica_context_expires_with_its_step(two):
     kept = []
     two.run(lambda: kept.append(mirror.get_replica_context()))
     for context in kept:
@@ -183,7 +173,7 @@ def test_a_replica_context_ends_with_its_step(two):
                 use(context)
 
 
-def test_what_a_replica_knows(strategy):
+def test_replica_context_describes_the_replica(strategy):
     n = strategy.num_replicas_in_sync
 
     def step(x):
@@ -207,8 +197,8 @@ def test_what_a_replica_knows(strategy):
     assert len(np.unique(np.asarray(keys), axis=0)) == n
 
 
-def test_a_step_is_the_same_by_hand():
-    """Outside every scope a step is one replica's, with collectives that change nothing."""
+def test_step_can_be_called_outside_every_scope():
+    """Outside every scope a step runs as one replica, and its collectives change nothing."""
 
     def step(x):
         context = mirror.get_replica_context()
@@ -219,7 +209,7 @@ def test_a_step_is_the_same_by_hand():
     np.testing.assert_allclose(jax.jit(step)(jnp.arange(4.0)), 6.0)
 
 
-def test_a_scope_refuses_to_open_inside_jit(two):
+def test_scope_is_rejected_inside_jit(two):
     def jitted(x):
         with two.scope():
             return x
@@ -229,8 +219,8 @@ def test_a_scope_refuses_to_open_inside_jit(two):
     assert not mirror.has_strategy()
 
 
-def test_an_open_scope_is_entered_again_in_a_trace(two):
-    """As by a function that is traced for its shapes alone."""
+def test_open_scope_is_reentrant_in_a_trace(two):
+    """For example in a function that is traced only for its shapes."""
 
     def create():
         with two.scope():

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import mirror
-from tests.conftest import cpu_strategy
 from tests.support.messages import raises
+from tests.support.strategies import cpu_strategy
 
 x = np.arange(20.0).reshape(10, 2)
 TREES = {
@@ -22,12 +22,12 @@ TREES = {
 
 
 def rows_of(batches):
-    """The labels of a pass, batch by batch."""
+    """Returns the labels of a pass, one list per batch."""
     return [np.asarray(batch).tolist() for batch in batches]
 
 
 def flat(data):
-    """The labels of a pass."""
+    """Returns the labels of a pass."""
     return np.concatenate(list(data)).tolist()
 
 
@@ -39,7 +39,7 @@ def order_of(data, epoch):
 @pytest.mark.parametrize("name", TREES)
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("size", [1, 4, 5, 10, 12])
-def test_an_epoch_has_every_row_once(name, shuffle, size):
+def test_epoch_contains_every_row_once(name, shuffle, size):
     arrays = TREES[name]
     data = mirror.data.from_arrays(arrays, size, shuffle=shuffle)
     for _ in range(2):
@@ -53,7 +53,7 @@ def test_an_epoch_has_every_row_once(name, shuffle, size):
 
 @pytest.mark.parametrize(("size", "count"), [(4, 2), (5, 2), (10, 1), (3, 3)])
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_drop_remainder_leaves_whole_batches(size, count, shuffle):
+def test_drop_remainder_keeps_full_batches(size, count, shuffle):
     data = mirror.data.from_arrays(np.arange(10), size, shuffle=shuffle, drop_remainder=True)
     for _ in range(2):
         batches = rows_of(data)
@@ -62,7 +62,7 @@ def test_drop_remainder_leaves_whole_batches(size, count, shuffle):
         assert len(set(flat(batches))) == size * count
 
 
-def test_the_order_is_a_function_of_seed_and_epoch_alone():
+def test_order_depends_only_on_seed_and_epoch():
     def data(seed):
         return mirror.data.from_arrays(np.arange(50), 8, shuffle=True, seed=seed)
 
@@ -74,12 +74,12 @@ def test_the_order_is_a_function_of_seed_and_epoch_alone():
     assert len(set(map(tuple, first + orders(2) + [list(range(50))]))) == 7
 
 
-def test_without_shuffle_every_epoch_is_in_order():
+def test_epochs_are_in_order_without_shuffle():
     data = mirror.data.from_arrays(np.arange(6), 4)
     assert rows_of(data) == rows_of(data) == [[0, 1, 2, 3], [4, 5]]
 
 
-def test_set_epoch_chooses_the_next_and_those_after_it_follow():
+def test_set_epoch_sets_the_next_epoch():
     data = mirror.data.from_arrays(np.arange(30), 7, shuffle=True)
     orders = [flat(data) for _ in range(4)]
     assert order_of(data, 2) == orders[2]
@@ -87,7 +87,7 @@ def test_set_epoch_chooses_the_next_and_those_after_it_follow():
     assert order_of(data, np.int64(0)) == orders[0]
 
 
-def test_two_iterators_are_independent():
+def test_iterators_are_independent():
     data = mirror.data.from_arrays(np.arange(30), 7, shuffle=True)
     orders = [rows_of(data) for _ in range(2)]
     data.set_epoch(0)
@@ -96,7 +96,7 @@ def test_two_iterators_are_independent():
     assert [rows_of(each) for each in zip(*pairs, strict=True)] == orders
 
 
-def test_looking_at_the_first_batch_uses_up_no_epoch(two):
+def test_reading_the_first_batch_does_not_advance_the_epoch(two):
     data = mirror.data.from_arrays({"x": x, "y": np.arange(10)}, 4, shuffle=True)
     before = [batch["y"].tolist() for batch in data]
     data.set_epoch(0)
@@ -108,7 +108,7 @@ def test_looking_at_the_first_batch_uses_up_no_epoch(two):
 
 
 @pytest.mark.parametrize("n", [1, 3, 8])
-def test_distributed_it_is_the_same_rows(n):
+def test_distributed_arrays_yield_the_same_rows(n):
     data = mirror.data.from_arrays(np.arange(50), 16, shuffle=True, seed=3)
     source = cpu_strategy(n).distribute_dataset(data, remainder="pad")
     assert len(source) == 4
@@ -118,7 +118,7 @@ def test_distributed_it_is_the_same_rows(n):
         assert got.tolist() == order_of(data, epoch)
 
 
-def test_the_repr_says_what_it_holds():
+def test_repr_describes_the_arrays():
     arrays = {"image": np.ones((60, 3), np.float32), "label": np.arange(60)}
     assert repr(mirror.data.from_arrays(arrays, 32)) == (
         "ArrayDataset(2 batches of 32; arrays['image']: float32[60,3], arrays['label']: int64[60])"
@@ -136,30 +136,30 @@ BAD = [
     ({}, {}, ValueError, "arrays", "{} (dict)"),
     (None, {}, ValueError, "arrays", "None (NoneType)"),
     ("text", {}, TypeError, "arrays", ["'text' (str)", "<U4"]),
-    (x, {"batch_size": 0}, ValueError, "batch_size", [0, 1]),
-    (x, {"batch_size": 2.5}, TypeError, "batch_size", ["2.5 (float)", 1]),
-    (x, {"batch_size": True}, TypeError, "batch_size", ["True (bool)", 1]),
+    (x, {"batch_size": 0}, ValueError, "batch_size", 0),
+    (x, {"batch_size": 2.5}, TypeError, "batch_size", "2.5 (float)"),
+    (x, {"batch_size": True}, TypeError, "batch_size", "True (bool)"),
     (x, {"batch_size": 11, "drop_remainder": True}, ValueError, ["batch_size", "drop_remainder"], [10, 11]),
-    (x, {"seed": None}, TypeError, "seed", ["None (NoneType)", 0]),
-    (x, {"seed": -1}, ValueError, "seed", [-1, 0]),
+    (x, {"seed": None}, TypeError, "seed", "None (NoneType)"),
+    (x, {"seed": -1}, ValueError, "seed", -1),
     (x, {"seed": 2**32}, ValueError, "seed", [2**32, 2**32 - 1]),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("arrays", "options", "kind", "names", "values"), BAD, ids=range(len(BAD)))
-def test_bad_input_is_refused_at_once(arrays, options, kind, names, values):
+def test_from_arrays_rejects_bad_input_immediately(arrays, options, kind, names, values):
     with raises(kind, names=names, values=values):
         mirror.data.from_arrays(arrays, **{"batch_size": 4, "shuffle": True, **options})
 
 
 @pytest.mark.parametrize(("epoch", "kind"), [(-1, ValueError), ("1", TypeError)])
-def test_an_epoch_is_a_number(epoch, kind):
-    with raises(kind, names="epoch", values=[repr(epoch), 0]):
+def test_set_epoch_requires_a_number(epoch, kind):
+    with raises(kind, names="epoch", values=repr(epoch)):
         mirror.data.from_arrays(x, 4).set_epoch(epoch)
 
 
-def test_shuffle_without_grain_says_what_to_install(monkeypatch):
+def test_shuffle_without_grain_names_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "grain", None)
     assert len(list(mirror.data.from_arrays(x, 4))) == 3
-    with raises(ImportError, names=["shuffle", "Grain"], fix='pip install "mirror-jax[train]"'):
+    with raises(ImportError, names=["shuffle", "grain"], fix='pip install "mirror-jax[train]"'):
         mirror.data.from_arrays(x, 4, shuffle=True)

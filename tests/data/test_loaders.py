@@ -1,4 +1,4 @@
-"""Real loaders: whatever yields global batches, the replicas' rows are the source's, in order."""
+"""Data loaders of other libraries: replicas get the rows of the source, in order."""
 # ruff: noqa: E501 (a loader and its message are one row)
 
 import collections
@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import mirror
-from tests.conftest import cpu_strategy
 from tests.support.messages import raises
+from tests.support.strategies import cpu_strategy
 
 datasets.disable_progress_bars()
 
@@ -32,7 +32,7 @@ def batches():
 
 
 class Again:
-    """A source that starts anew each time."""
+    """A source that can be iterated repeatedly."""
 
     def __init__(self, make):
         self._make = make
@@ -42,7 +42,7 @@ class Again:
 
 
 class Tensor:
-    """What tf.data yields, for the eyes of NumPy: the interface of an eager tensor."""
+    """The NumPy interface of the eager tensors that tf.data yields."""
 
     def __init__(self, array):
         self._array = array
@@ -121,7 +121,7 @@ def torch_loader(dataset, **options):
 
 
 LOADERS = {
-    # what makes it; whether it can be iterated again; whether it has a length
+    # constructor; whether it can be iterated again; whether it has a length
     "list": (lambda: list(batches()), True, True),
     "generator": (batches, False, False),
     "namedtuples": (lambda: [Rows(**b) for b in batches()], True, True),
@@ -174,7 +174,7 @@ def leaves_of(tree):
 
 
 def rows_of(source, num_examples):
-    """All rows and labels of a pass, in order, from the replicas."""
+    """Returns all rows and labels of a pass, in replica order."""
     columns = [], []
     for batch in source:
         for column, leaf in zip(columns, leaves_of(batch), strict=True):
@@ -187,7 +187,7 @@ def rows_of(source, num_examples):
 
 @pytest.fixture
 def source_of():
-    """Makes a loader's source. An iterator is its maker's to close; grain's threads end later."""
+    """Creates the source of a loader, and closes iterators; the threads of grain end later."""
     before, iterators = set(threading.enumerate()), []
 
     def make(name):
@@ -205,7 +205,7 @@ def source_of():
 
 @pytest.mark.parametrize("name", LOADERS)
 @pytest.mark.parametrize("n", [1, 3, 8])
-def test_the_replicas_rows_are_the_sources(name, n, source_of):
+def test_replicas_get_the_rows_of_the_source(name, n, source_of):
     _, again, has_length = LOADERS[name]
     strategy, whole = cpu_strategy(n), NUM_ROWS if n == 1 else NUM_ROWS - 2
     for remainder in ("drop", "pad"):
@@ -224,13 +224,13 @@ def test_the_replicas_rows_are_the_sources(name, n, source_of):
 
 
 def kept(batch, mask):
-    """Only what the mask leaves, as if of one replica."""
+    """Returns the rows selected by the mask, as for one replica."""
     where = np.concatenate(mask.values)
     return [mirror.PerReplica([np.concatenate(leaf.values)[where]]) for leaf in leaves_of(batch)]
 
 
 @pytest.mark.parametrize("name", LOADERS)
-def test_the_padded_form_reads_the_same(name, source_of):
+def test_padded_iteration_yields_the_same_rows(name, source_of):
     data = cpu_strategy(3).distribute_dataset(source_of(name), remainder="pad")
     read = []
     for padded in data.padded(multiple=2, group=2, skip=30):
@@ -244,7 +244,7 @@ TORCH_DTYPES = ["bfloat16", "float16", "float32", "float8_e4m3fn", "uint8", "int
 
 @pytest.mark.parametrize("name", TORCH_DTYPES)
 @pytest.mark.parametrize("transposed", [False, True])
-def test_torch_dtypes(name, transposed, two):
+def test_torch_dtypes_are_converted(name, transposed, two):
     tensor = torch.arange(-4, 4).reshape(4, 2).abs().to(getattr(torch, name))
     tensor = tensor[:2].t() if transposed else tensor
     (got,) = two.distribute_dataset([tensor])
@@ -261,7 +261,7 @@ UNREADABLE = {
 
 
 @pytest.mark.parametrize("name", UNREADABLE)
-def test_torch_tensors_that_cannot_be_read(name, two):
+def test_unreadable_torch_tensors_are_rejected(name, two):
     make, wanted = UNREADABLE[name]
     with raises(TypeError, names="batch['x']", **wanted):
         list(two.distribute_dataset([{"x": make()}]))
@@ -277,7 +277,7 @@ BATCH = "dataset.batch(batch_size)"
 LOADER = "torch.utils.data.DataLoader(dataset, batch_size)"
 FROM_ARRAYS = "mirror.data.from_arrays(arrays, batch_size)"
 NO_BATCHES = {
-    # what somebody passes, and what the message names and shows, and what would be right
+    # the argument; the names, values and fix of its message
     "datasets by example": (hugging_face, "batch['y']", "np.int64(0)", BATCH_FORMATTED),
     "datasets unformatted": (unformatted, "batch['x'][0]", 0.0, BATCH_FORMATTED),
     "datasets unformatted batch": (lambda: unformatted().batch(4), "batch['x'][0]", 0.0, WITH_FORMAT),
@@ -297,18 +297,18 @@ NO_BATCHES = {
 
 
 @pytest.mark.parametrize("name", NO_BATCHES)
-def test_what_yields_no_batches_is_told_what_does(name, two):
+def test_errors_name_the_batched_form_of_a_dataset(name, two):
     make, named, values, fix = NO_BATCHES[name]
     with raises((TypeError, ValueError), names=named, values=values, fix=fix):
         list(two.distribute_dataset(make()))
 
 
-def test_whole_torch_tensors_go_through_from_arrays(two):
+def test_from_arrays_accepts_torch_tensors(two):
     tensors = {"x": torch.asarray(X), "y": torch.arange(NUM_ROWS)}
     rows_of(two.distribute_dataset(mirror.data.from_arrays(tensors, 10)), NUM_ROWS)
 
 
-def test_a_torch_sampler_is_told_the_epoch(two):
+def test_torch_sampler_receives_the_epoch(two):
     sampler = torch.utils.data.DistributedSampler(range(8), num_replicas=1, rank=0, seed=3)
     data = two.distribute_dataset(torch.utils.data.DataLoader(range(8), 8, sampler=sampler))
     orders = []
@@ -319,7 +319,7 @@ def test_a_torch_sampler_is_told_the_epoch(two):
     assert orders[0] == orders[2] != orders[1]
 
 
-def test_tensorflow(two):
+def test_tensorflow_datasets_are_read(two):
     tf = pytest.importorskip("tensorflow")
     dataset = tf.data.Dataset.from_tensor_slices({"x": X, "y": Y}).batch(10)
     rows_of(two.distribute_dataset(dataset), NUM_ROWS)

@@ -1,4 +1,4 @@
-"""The all-reduce is tested before it is used: what is found, and that nothing hangs on it."""
+"""The startup test of the all-reduce: the faults it finds, and that it never hangs."""
 
 import contextlib
 import signal
@@ -10,25 +10,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mirror._src.devices import collective_check as selftest
-from mirror._src.devices.collective_check import all_reduce_fault, stuck
+from mirror._src.devices import collective_check
+from mirror._src.devices.collective_check import all_reduce_fault, unresponsive_devices
 from mirror._src.devices.replicas import ReplicaDevices
 from tests.support import fresh
 from tests.support.messages import assert_message
 
 CPUS = tuple(jax.devices("cpu"))
-REAL = selftest._sums
-LONG_SECS = 30  # nothing that works, on a busy machine, takes as long
+REAL = collective_check._sums
+LONG_SECS = 30  # no working check takes this long, even on a busy machine
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_known(monkeypatch):
-    monkeypatch.setattr(selftest, "_faults", {})
+    monkeypatch.setattr(collective_check, "_faults", {})
 
 
 @pytest.fixture
 def held():
-    """An event that work may wait for, and that no test leaves unset."""
+    """An event that work can wait for; it is set after the test."""
     event = threading.Event()
     yield event
     event.set()
@@ -36,7 +36,7 @@ def held():
 
 
 def ours():
-    return [thread for thread in threading.enumerate() if thread.name == "selftest"]
+    return [thread for thread in threading.enumerate() if thread.name == "collective_check"]
 
 
 def join_all():
@@ -64,24 +64,24 @@ def fails(error):
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
-def test_it_works_on_host_devices(count):
+def test_check_passes_on_host_devices(count):
     assert all_reduce_fault(CPUS[:count]) is None
     assert all_reduce_fault(CPUS[:count][::-1]) is None
-    assert stuck(CPUS[:count]) == ()
+    assert unresponsive_devices(CPUS[:count]) == ()
     assert not ours()
 
 
 @pytest.mark.parametrize("count", [2, 3, 8])
-@pytest.mark.parametrize("size", selftest._SIZES)
-def test_it_is_an_all_reduce(count, size):
-    text = selftest._compiled(ReplicaDevices(CPUS[:count]), size).as_text()
+@pytest.mark.parametrize("size", collective_check._SIZES)
+def test_check_runs_an_all_reduce(count, size):
+    text = collective_check._compiled(ReplicaDevices(CPUS[:count]), size).as_text()
     assert " all-reduce(" in text
     assert not any(f" {other}(" in text for other in ("all-gather", "all-to-all"))
 
 
 @pytest.mark.parametrize("count", [1, 2, 8, 64])
-def test_the_sums_are_exact_and_the_devices_differ(count):
-    rows = selftest._rows(count, 2 * selftest._PERIOD)
+def test_check_uses_exact_sums_of_different_values(count):
+    rows = collective_check._rows(count, 2 * collective_check._PERIOD)
     assert rows.dtype == np.float32
     np.testing.assert_array_equal(rows.sum(axis=0), rows.astype(np.int64).sum(axis=0))
     np.testing.assert_array_equal(rows[::-1].sum(axis=0), rows.sum(axis=0))
@@ -110,17 +110,17 @@ WRONG = {
 
 
 @pytest.mark.parametrize("change", WRONG, ids=lambda change: change.__name__)
-def test_a_wrong_sum_is_said(change, monkeypatch):
-    monkeypatch.setattr(selftest, "_sums", lies(change))
+def test_wrong_sum_is_reported(change, monkeypatch):
+    monkeypatch.setattr(collective_check, "_sums", lies(change))
     assert_message(all_reduce_fault(CPUS[:3]), values=WRONG[change])
 
 
-def test_a_contribution_left_out_or_added_twice_is_seen(monkeypatch):
-    row = selftest._rows(3, 8)[1]
+def test_missing_or_repeated_contribution_is_detected(monkeypatch):
+    row = collective_check._rows(3, 8)[1]
     for change, got in [(-row, "4.0"), (row, "8.0")]:
-        monkeypatch.setattr(selftest, "_faults", {})
+        monkeypatch.setattr(collective_check, "_faults", {})
         monkeypatch.setattr(
-            selftest, "_sums", lies(lambda found, c=change: found[0][0].__iadd__(c))
+            collective_check, "_sums", lies(lambda found, c=change: found[0][0].__iadd__(c))
         )
         assert_message(all_reduce_fault(CPUS[:3]), values=["/device:CPU:0", got, "6.0"])
 
@@ -129,13 +129,13 @@ def test_a_contribution_left_out_or_added_twice_is_seen(monkeypatch):
     ("error", "text"),
     [(RuntimeError("NCCL operation failed"), "NCCL operation failed"), (OSError(), "OSError")],
 )
-def test_a_failure_is_its_text(error, text, monkeypatch):
-    monkeypatch.setattr(selftest, "_sums", fails(error))
+def test_failure_is_reported_by_its_text(error, text, monkeypatch):
+    monkeypatch.setattr(collective_check, "_sums", fails(error))
     assert all_reduce_fault(CPUS[:2]) == text
 
 
-def test_a_stall_ends_at_the_deadline(held, monkeypatch, capfd):
-    monkeypatch.setattr(selftest, "_sums", lambda devices, over: held.wait())
+def test_stall_ends_at_the_deadline(held, monkeypatch, capfd):
+    monkeypatch.setattr(collective_check, "_sums", lambda devices, over: held.wait())
     before = time.monotonic()
     fault = all_reduce_fault(CPUS[:2], 0.25)
     assert_message(fault, values="0.25 s")
@@ -148,8 +148,8 @@ def test_a_stall_ends_at_the_deadline(held, monkeypatch, capfd):
     assert all_reduce_fault(CPUS[:2]) == fault, "what comes late is late"
 
 
-def test_a_stall_on_the_devices_leaves_no_thread(held, monkeypatch, capfd):
-    """The computation is still under way, and nobody waits for it."""
+def test_stall_on_the_devices_leaves_no_thread(held, monkeypatch, capfd):
+    """The computation is still running, and no thread waits for it."""
 
     def stalls(replicas, size):
         def copy(rows):
@@ -158,7 +158,7 @@ def test_a_stall_on_the_devices_leaves_no_thread(held, monkeypatch, capfd):
         axis = replicas.stacked.spec
         return jax.jit(jax.shard_map(copy, mesh=replicas.mesh, in_specs=axis, out_specs=axis))
 
-    monkeypatch.setattr(selftest, "_compiled", stalls)
+    monkeypatch.setattr(collective_check, "_compiled", stalls)
     assert_message(all_reduce_fault(CPUS[:2], 0.5), values="0.5 s")
     join_all()
     assert not held.is_set()
@@ -168,30 +168,30 @@ def test_a_stall_on_the_devices_leaves_no_thread(held, monkeypatch, capfd):
 def test_nothing_is_launched_after_the_deadline(held, monkeypatch):
     """A compilation that took too long."""
     launched = []
-    monkeypatch.setattr(selftest, "_compiled", lambda *_: held.wait() and launched.append)
+    monkeypatch.setattr(collective_check, "_compiled", lambda *_: held.wait() and launched.append)
     assert_message(all_reduce_fault(CPUS[:2], 0.2), values="0.2 s")
     held.set()
     join_all()
     assert not launched
 
 
-def test_the_answer_is_kept(monkeypatch):
+def test_result_is_cached(monkeypatch):
     asked = []
 
     def counts(devices, over):
         asked.append(devices)
         return REAL(devices, over)
 
-    monkeypatch.setattr(selftest, "_sums", counts)
+    monkeypatch.setattr(collective_check, "_sums", counts)
     for devices in [CPUS[:2], CPUS[:3], CPUS[:2], CPUS[:3]]:
         assert all_reduce_fault(devices) is None
     assert asked == [CPUS[:2], CPUS[:3]]
-    monkeypatch.setattr(selftest, "_sums", fails(RuntimeError("broken")))
+    monkeypatch.setattr(collective_check, "_sums", fails(RuntimeError("broken")))
     assert all_reduce_fault(CPUS[:2]) is None
     assert all_reduce_fault(CPUS[:4]) == all_reduce_fault(CPUS[:4]) == "broken"
 
 
-def test_threads_that_ask_at_once_test_once(monkeypatch):
+def test_concurrent_threads_share_one_check(monkeypatch):
     asked, answers, barrier = [], [], threading.Barrier(4)
 
     def slow(devices, over):
@@ -203,7 +203,7 @@ def test_threads_that_ask_at_once_test_once(monkeypatch):
         barrier.wait()
         answers.append(all_reduce_fault(CPUS[:2]))
 
-    monkeypatch.setattr(selftest, "_sums", slow)
+    monkeypatch.setattr(collective_check, "_sums", slow)
     threads = [threading.Thread(target=ask) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -224,10 +224,12 @@ def interrupted_after(secs):
     timer.join()
 
 
-@pytest.mark.parametrize("ask", [all_reduce_fault, stuck])
-def test_an_interrupt_comes_out_at_once(ask, held, monkeypatch):
+@pytest.mark.parametrize("ask", [all_reduce_fault, unresponsive_devices])
+def test_interrupt_is_raised_immediately(ask, held, monkeypatch):
     for name in ("_sums", "_compute"):
-        monkeypatch.setattr(selftest, name, lambda devices, over: over.wait() and held.wait())
+        monkeypatch.setattr(
+            collective_check, name, lambda devices, over: over.wait() and held.wait()
+        )
     before = time.monotonic()
     with interrupted_after(0.2), pytest.raises(KeyboardInterrupt):
         ask(CPUS[:2], 600)
@@ -235,11 +237,11 @@ def test_an_interrupt_comes_out_at_once(ask, held, monkeypatch):
     monkeypatch.undo()
     held.set()
     assert not ask(CPUS[:2]), "it left an answer, or the lock"
-    selftest._faults.clear()
+    collective_check._faults.clear()
 
 
-def test_devices_that_are_stuck_or_broken(held, monkeypatch):
-    real = selftest._compute
+def test_stuck_and_broken_devices_are_distinguished(held, monkeypatch):
+    real = collective_check._compute
 
     def compute(device, over):
         if device == CPUS[1]:
@@ -249,10 +251,10 @@ def test_devices_that_are_stuck_or_broken(held, monkeypatch):
         real(device, over)
 
     before = time.monotonic()
-    for device in CPUS[:4]:  # compiled: those that work answer in time
+    for device in CPUS[:4]:  # compiled, so that working devices answer in time
         real(device, threading.Event())
-    monkeypatch.setattr(selftest, "_compute", compute)
-    assert stuck(CPUS[:4], 0.9) == CPUS[1:3]
+    monkeypatch.setattr(collective_check, "_compute", compute)
+    assert unresponsive_devices(CPUS[:4], 0.9) == CPUS[1:3]
     assert time.monotonic() - before < LONG_SECS
 
 
@@ -268,13 +270,13 @@ CONTEXTS = {
 
 
 @pytest.mark.parametrize("name", CONTEXTS)
-def test_contexts_of_the_caller_do_not_matter(name):
+def test_check_ignores_contexts_of_the_caller(name):
     with CONTEXTS[name]():
         assert all_reduce_fault(CPUS[:3]) is None
-        assert stuck(CPUS[:3]) == ()
+        assert unresponsive_devices(CPUS[:3]) == ()
 
 
-def test_it_may_be_asked_while_jax_traces():
+def test_check_works_while_jax_traces():
     def step(x):
         assert all_reduce_fault(CPUS[:3]) is None
         return x
@@ -300,38 +302,19 @@ CONFIG = {
 
 
 @pytest.mark.parametrize("name", CONFIG)
-def test_what_is_set_for_all_threads_does_not_matter(name):
+def test_check_ignores_global_settings(name):
     before = jax.config.values[name]
     jax.config.update(name, CONFIG[name])
     try:
         assert all_reduce_fault(CPUS[:3]) is None
-        assert stuck(CPUS[:3]) == ()
+        assert unresponsive_devices(CPUS[:3]) == ()
     finally:
         jax.config.update(name, before)
 
 
-def test_a_stall_does_not_keep_the_interpreter():
+def test_stall_does_not_keep_the_interpreter_alive():
     """Neither one in Python nor one in XLA, which blocks the thread that launches it."""
-    code = """
-        import time, jax, numpy as np
-        jax.config.update("jax_platforms", "cpu")
-        from mirror._src.devices import collective_check as selftest
-        from mirror._src.devices.replicas import ReplicaDevices
-        devices = tuple(jax.devices())
-        real = selftest._sums
-        selftest._sums = lambda devices, over: time.sleep(600)
-        print(selftest.all_reduce_fault(devices, 0.2))
-        selftest._sums = real
-        selftest._faults.clear()
-        def forever(rows):
-            x = rows[0, :1] * np.ones((400, 400), np.float32)
-            return jax.lax.fori_loop(0, 10**9, lambda i, x: x @ x * 1e-3, x)
-        rows = jax.ShapeDtypeStruct((1, 8), np.float32, sharding=ReplicaDevices(devices).stacked)
-        compiled = jax.jit(forever).lower(rows).compile()
-        selftest._compiled = lambda replicas, size: compiled
-        print(selftest.all_reduce_fault(devices, 0.5))
-    """
-    said = fresh.run(code, timeout=60)
+    said = fresh.run_program("check_stalls", timeout=60)
     first, second = said.splitlines()
     assert_message(first, values="0.2 s")
     assert_message(second, values="0.5 s")

@@ -1,4 +1,4 @@
-"""Host devices do not deadlock, however many steps pile up and from however many threads."""
+"""Host devices do not deadlock, with any number of queued steps and threads."""
 
 import functools
 import os
@@ -66,21 +66,21 @@ def test_eager_work_on_several_devices_is_bounded(eight):
         x = jnp.zeros(())
     for _ in range(3):
         x = x + 1  # JAX calls nothing after calls that compile
-    eager._under_way.clear()
-    for _ in range(3 * eager.MOST_UNDER_WAY):
+    eager._in_flight.clear()
+    for _ in range(3 * eager.MOST_IN_FLIGHT):
         x = x + 1
-        assert 0 < len(eager._under_way) <= eager.MOST_UNDER_WAY
+        assert 0 < len(eager._in_flight) <= eager.MOST_IN_FLIGHT
     alone = jnp.ones(())
-    before = list(eager._under_way)
+    before = list(eager._in_flight)
     assert float(alone + alone) == 2
-    assert list(map(id, eager._under_way)) == list(map(id, before))
-    assert float(x) == 3 + 3 * eager.MOST_UNDER_WAY
+    assert list(map(id, eager._in_flight)) == list(map(id, before))
+    assert float(x) == 3 + 3 * eager.MOST_IN_FLIGHT
 
 
 @needs_guard
 @pytest.mark.parametrize("kind", ["large", "small", "key", "deleted"])
-def test_counting_keeps_no_result_that_has_ended(eight, kind):
-    """Large ones and keys are waited for; of the small ones, the next launch lets go."""
+def test_guard_releases_finished_results(eight, kind):
+    """The guard waits for large results and keys; the next launch releases small ones."""
     eight.reduce("sum", 1.0)
     with eight.scope():
         x = jax.random.key(0) if kind == "key" else jnp.ones(2**16 if kind == "large" else 3)
@@ -103,7 +103,7 @@ def test_counting_keeps_no_result_that_has_ended(eight, kind):
 @needs_guard
 @pytest.mark.parametrize("bounded", [True, False])
 def test_no_python_runs_between_a_launch_and_its_outputs(eight, bounded):
-    """An interrupt comes out in Python, and would leave a donated state without its successor."""
+    """An interrupt is raised in Python, and would lose the state that replaces a donated one."""
     with eight.scope():
         x = jnp.zeros(())
     eight.reduce("sum", 1.0)
@@ -129,7 +129,7 @@ def test_no_python_runs_between_a_launch_and_its_outputs(eight, bounded):
 
 
 @needs_guard
-def test_the_search_for_nan_goes_before(eight):
+def test_debug_nans_takes_precedence(eight):
     with eight.scope():
         zero = jnp.zeros(())
     zero + zero
@@ -150,26 +150,26 @@ def test_the_search_for_nan_goes_before(eight):
     try:
         with jax.debug_nans(False):
             eight.reduce("sum", 1.0)
-        # In another thread: in this one, JAX has stopped looking.
+        # In another thread: in this one, JAX no longer checks.
         with ThreadPoolExecutor(1) as pool, pytest.raises(FloatingPointError):
             pool.submit(divide, zero, zero).result()
     finally:
         jax.config.update("jax_debug_nans", False)
     eight.reduce("sum", 1.0)  # counts again
-    eager._under_way.clear()
+    eager._in_flight.clear()
     for _ in range(3):
         zero + zero
-    assert eager._under_way
+    assert eager._in_flight
 
 
 @pytest.mark.skipif(guard.is_needed(), reason="this JAX needs the guard")
-def test_a_newer_jax_gets_no_guard(eight):
+def test_newer_jax_is_not_guarded(eight):
     eight.reduce("sum", 1.0)
     assert not guard._in_flight
-    assert not eager._under_way
+    assert not eager._in_flight
 
 
-def test_one_device_needs_no_bound():
+def test_one_device_is_not_bounded():
     before = list(guard._in_flight)
     mirror.OneDeviceStrategy("/cpu:0").reduce("sum", 1.0)
     assert list(guard._in_flight) == before

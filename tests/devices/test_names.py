@@ -1,4 +1,4 @@
-"""Devices: what they may be named by, and what a strategy says about those it has."""
+"""Device names, and the devices of a strategy."""
 
 import itertools
 import logging
@@ -14,8 +14,8 @@ from mirror._src.devices.names import SPELLINGS as LISTED
 from mirror._src.devices.names import DeviceSpec
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.devices.resolve import canonicalize_device
-from tests.conftest import cpu_strategy
 from tests.support.messages import assert_message, raises
+from tests.support.strategies import cpu_strategy
 
 JOB = "/job:localhost/replica:0/task:0"
 ALL = f"({', '.join(f'/device:CPU:{i}' for i in range(8))})"
@@ -55,7 +55,7 @@ ELSEWHERE = [
 
 
 @pytest.mark.parametrize("name", SPELLINGS)
-def test_every_spelling_names_the_device(name):
+def test_every_spelling_parses(name):
     assert canonicalize_device(name) is jax.devices("cpu")[1]
     assert str(DeviceSpec.parse(name)) == "/device:CPU:1"
     assert DeviceSpec.parse(name).full_name == f"{JOB}/device:CPU:1"
@@ -65,33 +65,33 @@ def test_every_spelling_names_the_device(name):
 
 
 @pytest.mark.parametrize(("name", "kind", "index"), PARSED)
-def test_parts_of_a_name_may_be_left_open(name, kind, index):
+def test_parts_of_a_name_may_be_omitted(name, kind, index):
     spec = DeviceSpec.parse(name)
     assert (spec.device_type, spec.index) == (kind, index)
     assert DeviceSpec.parse(str(spec)) == DeviceSpec.parse(spec.full_name) == spec
 
 
 @pytest.mark.parametrize("name", NO_NAMES)
-def test_what_is_no_name_is_refused_with_the_spellings(name):
-    """With one text for all, where TensorFlow has several, that of `int` among them."""
+def test_invalid_name_is_rejected_with_the_spellings(name):
+    """One message covers all cases; TensorFlow has several, among them the message of `int`."""
     with raises(ValueError, values=repr(name), fix=LISTED):
         canonicalize_device(name)
 
 
 @pytest.mark.parametrize("name", SEVERAL)
-def test_two_devices_are_no_name(name):
+def test_name_of_two_devices_is_rejected(name):
     with raises(ValueError, values=[repr(name), 2], fix=LISTED):
         canonicalize_device(name)
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
-def test_other_processes_are_refused(name):
-    """TensorFlow knows clusters: there, these are names. A spec of ours has no job and no task."""
+def test_other_processes_are_rejected(name):
+    """TensorFlow supports clusters: these are names there. A `DeviceSpec` has no job or task."""
     with raises(ValueError, values=[repr(name), JOB], fix=LISTED):
         canonicalize_device(name)
 
 
-def test_specs_are_merged_and_replaced_as_values():
+def test_specs_merge_and_replace_as_values():
     cpu, gpu, first = DeviceSpec("CPU", 0), DeviceSpec("GPU"), DeviceSpec(index=1)
     merged = {
         (cpu, gpu): DeviceSpec("GPU", 0),
@@ -111,7 +111,7 @@ def test_specs_are_merged_and_replaced_as_values():
             setattr(cpu, attribute, "GPU")
 
 
-def test_specs_are_ordered_by_type_then_index():
+def test_specs_sort_by_type_then_index():
     ordered = [
         DeviceSpec(),
         DeviceSpec(index=0),
@@ -129,8 +129,8 @@ def test_specs_are_ordered_by_type_then_index():
         assert DeviceSpec() < "/cpu:0"
 
 
-def test_what_is_left_open_is_the_first_of_its_type():
-    """No type at all is refused: a default that depends on the place of the call is a surprise."""
+def test_omitted_index_means_the_first_of_its_type():
+    """A missing type is rejected: a default that depends on the context would surprise."""
     first = jax.devices("cpu")[0]
     for name in ("cpu", "/cpu:*", "/device:CPU", f"{JOB}/device:CPU:*"):
         assert canonicalize_device(name) is first
@@ -159,20 +159,20 @@ NO_DEVICES: dict[str, tuple] = {
 
 
 @pytest.mark.parametrize("what", NO_DEVICES)
-def test_what_is_no_device_is_refused(what):
+def test_invalid_device_is_rejected(what):
     device, found = NO_DEVICES[what]
     with raises(TypeError, values=found, fix="mirror.config.list_logical_devices()"):
         canonicalize_device(device)
 
 
 @pytest.mark.parametrize("devices", [3, mirror.config.list_physical_devices()[0], jax.devices])
-def test_devices_that_are_no_list_are_refused(devices):
+def test_devices_must_be_a_list(devices):
     fix = ["['/gpu:0', '/gpu:1']", "None"]
     with raises(TypeError, names="devices", values=type(devices).__name__, fix=fix):
         mirror.MirroredStrategy(devices)
 
 
-def test_one_device_is_no_list():
+def test_single_device_is_not_a_list():
     (logical, *_), (device, *_) = mirror.config.list_logical_devices(), jax.devices("cpu")
     for one in (logical, device, "/cpu:0"):
         shown = str(one) if one is device else repr(one)
@@ -182,13 +182,13 @@ def test_one_device_is_no_list():
 
 
 @pytest.mark.parametrize("devices", [["/cpu:1", jax.devices], ["cpu:0", None]])
-def test_a_list_with_what_is_no_device_is_refused(devices):
+def test_list_with_an_invalid_device_is_rejected(devices):
     fix = "mirror.config.list_logical_devices()"
     with raises(TypeError, values=type(devices[1]).__name__, fix=fix):
         mirror.MirroredStrategy(devices)
 
 
-def test_a_device_may_be_named_once_in_any_way():
+def test_device_may_be_listed_once_in_any_spelling():
     logical = mirror.config.list_logical_devices("CPU")[1]
     ways = ["/cpu:1", "CPU:1", logical, jax.devices("cpu")[1]]
     for one, other in itertools.combinations(ways, 2):
@@ -196,13 +196,13 @@ def test_a_device_may_be_named_once_in_any_way():
             mirror.MirroredStrategy([one, other])
 
 
-def test_a_device_stays_the_device():
+def test_device_objects_pass_through():
     device = jax.devices("cpu")[3]
     assert canonicalize_device(device) is device
 
 
 @pytest.mark.parametrize("name", ["/cpu:8", "/tpu:0", "/wormhole:0"])
-def test_an_unknown_device_lists_those_that_there_are(name):
+def test_unknown_device_error_lists_existing_devices(name):
     values, fix = [DeviceSpec.parse(name), ALL], "jax_num_cpu_devices"
     with raises(mirror.InvalidDeviceError, values=values, fix=fix):
         mirror.OneDeviceStrategy(name)
@@ -210,7 +210,7 @@ def test_an_unknown_device_lists_those_that_there_are(name):
         mirror.MirroredStrategy(["/cpu:0", name])
 
 
-def test_the_order_of_the_devices_is_the_order_of_the_replicas():
+def test_replicas_follow_the_order_of_the_devices():
     strategy = mirror.MirroredStrategy(["/cpu:5", jax.devices("cpu")[2], "cpu:7"])
     assert [d.id for d in strategy.devices] == [5, 2, 7]
     (batch,) = strategy.distribute_dataset([np.arange(6)])
@@ -219,7 +219,7 @@ def test_the_order_of_the_devices_is_the_order_of_the_replicas():
     np.testing.assert_array_equal(strategy.gather(batch), np.arange(6))
 
 
-def test_replica_order_is_kept_between_strategies_of_other_orders():
+def test_replica_order_is_kept_across_strategies():
     """Row r is replica r's value, on whatever device it was."""
     there = mirror.MirroredStrategy(["/cpu:1", "/cpu:0"])
     (batch,) = there.distribute_dataset([np.arange(4)])
@@ -229,16 +229,16 @@ def test_replica_order_is_kept_between_strategies_of_other_orders():
         np.testing.assert_array_equal(there.gather(batch), np.arange(4))
 
 
-def test_no_devices_named_means_all():
+def test_all_devices_are_used_by_default():
     assert mirror.MirroredStrategy().devices == tuple(jax.devices())
     assert mirror.MirroredStrategy(None).num_replicas_in_sync == 8
 
 
-def test_devices_may_come_from_any_iterable():
+def test_devices_accept_any_iterable():
     assert mirror.MirroredStrategy(iter(["/cpu:0", "/cpu:1"])).num_replicas_in_sync == 2
 
 
-def test_a_strategy_says_what_it_has(caplog):
+def test_repr_of_a_strategy_shows_its_devices(caplog):
     with caplog.at_level(logging.INFO, "mirror"):
         strategy = cpu_strategy(2)
     pair = "(/device:CPU:0, /device:CPU:1)"
@@ -258,7 +258,7 @@ def test_properties_are_read_only(two):
 
 
 @pytest.mark.parametrize("make", [jnp.arange, np.arange], ids=["jax", "numpy"])
-def test_a_mirrored_copy_shares_no_buffer_with_its_source(make):
+def test_mirrored_copy_does_not_share_its_source_buffer(make):
     devices = ReplicaDevices(tuple(jax.devices("cpu")[:2]))
     source = make(4)
     copy = devices.mirror(source)
@@ -267,7 +267,7 @@ def test_a_mirrored_copy_shares_no_buffer_with_its_source(make):
     np.testing.assert_array_equal(source, range(4))
 
 
-def test_a_stacked_host_array_is_copied_before_it_travels():
+def test_stacked_host_array_is_copied_before_the_transfer():
     devices = ReplicaDevices(tuple(jax.devices("cpu")[:2]))
     source = np.zeros((2, 1 << 16), np.float32)
     stacked = devices.stack(source)

@@ -1,4 +1,4 @@
-"""The placement log: what it says, that it changes nothing, and that off it is gone."""
+"""The placement log: its lines, and that it changes no result and costs nothing when off."""
 
 import copy
 import functools
@@ -21,10 +21,10 @@ from jax.sharding import Mesh, PartitionSpec
 
 import mirror
 from mirror._src.devices import op_log as log_module
-from mirror._src.devices.op_log import eager_trace, log_is_here
-from tests.conftest import cpu_strategy
+from mirror._src.devices.op_log import eager_trace, is_log_installed
 from tests.support import fresh
 from tests.support.messages import assert_message, raises
+from tests.support.strategies import cpu_strategy
 
 LOGGER = logging.getLogger("mirror")
 JOB = "/job:localhost/replica:0/task:0"
@@ -38,7 +38,7 @@ def current_trace():
 
 
 class Lines(logging.Handler):
-    """What the logger says, in order."""
+    """The messages of the logger, in order."""
 
     def __init__(self):
         super().__init__()
@@ -48,7 +48,7 @@ class Lines(logging.Handler):
         self._said.append(record.getMessage())
 
     def of(self, fn, *args):
-        """What is said while `fn` runs."""
+        """Returns the lines that are logged while `fn` runs."""
         self._said.clear()
         fn(*args)
         return list(self._said)
@@ -62,7 +62,7 @@ class Lines(logging.Handler):
 
 
 def assert_lines(lines, expected):
-    """Each line has its names, its values and its nouns, and there is no other line."""
+    """Checks the names, values and nouns of each line, and that there is no other line."""
     for line, wanted in zip(lines, expected, strict=True):
         assert_message(line, **wanted)
 
@@ -74,15 +74,15 @@ def is_said(lines, *parts):
 
 @pytest.fixture
 def lines():
-    """The log's lines, and that the log leaves nothing behind."""
-    level, handlers, profile = LOGGER.level, list(LOGGER.handlers), threading.getprofile()
+    """The lines of the log; checks that the log leaves nothing behind."""
+    level, handlers = LOGGER.level, list(LOGGER.handlers)
     handler = Lines()
     LOGGER.addHandler(handler)
     yield handler
     switch(False)
     LOGGER.removeHandler(handler)
     assert current_trace() is eager_trace()
-    assert (LOGGER.level, LOGGER.handlers, threading.getprofile()) == (level, handlers, profile)
+    assert (LOGGER.level, LOGGER.handlers) == (level, handlers)
 
 
 def on_device(k, fn, *args):
@@ -237,7 +237,7 @@ SNIPPETS = {
 
 
 def bits(tree):
-    """Every leaf's type, bytes and place."""
+    """Returns the type, bytes and device of each leaf."""
 
     def of(leaf):
         if isinstance(leaf, jax.Array):
@@ -257,7 +257,7 @@ def bits(tree):
 
 
 @pytest.mark.parametrize("name", SNIPPETS)
-def test_the_log_changes_no_bit(lines, name):
+def test_log_does_not_change_results(lines, name):
     x = jnp.asarray(X)
     before = bits(SNIPPETS[name](x))
     switch(True)
@@ -294,10 +294,10 @@ OPS = {
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_every_eager_op_is_named_with_its_device(lines, name):
-    """TensorFlow logs the placement of ops; JAX has no placer, and this is where they have run.
+def test_log_names_every_eager_op_with_its_device(lines, name):
+    """TensorFlow logs the placement of ops; JAX has no placer, so the log shows where they ran.
 
-    It does so for what had been compiled before, too: JAX's quick path is not taken.
+    This includes functions compiled before: the log disables JAX's quick path.
     """
     fn, wanted = OPS[name]
     x = jnp.asarray(X)
@@ -311,37 +311,9 @@ def test_every_eager_op_is_named_with_its_device(lines, name):
     assert lines.of(fn, x) == []
 
 
-def test_it_works_before_the_start_and_prints_where_nobody_configured_logging():
+def test_log_works_before_the_start_and_without_configured_logging():
     """As in TensorFlow 2.21: before the start and after it."""
-    said = fresh.run(
-        """
-        import jax, mirror
-        cpu = mirror.config.list_physical_devices("CPU")[0]
-        part = mirror.config.LogicalDeviceConfiguration()
-        mirror.config.set_logical_device_configuration(cpu, [part] * 2)
-        mirror.debugging.set_log_device_placement(True)
-        import jax.numpy as jnp, logging, sys
-        a = jnp.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
-        b = jnp.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
-        c = a @ b
-        print(c, flush=True)
-        print("== towers", flush=True)
-        towers = []
-        for device in mirror.config.list_logical_devices("CPU"):
-            with mirror.device(device):
-                towers.append(a @ b)
-        with mirror.device("/cpu:0"):
-            print(mirror.add_n(towers), flush=True)
-        print("== configured", flush=True)
-        logging.basicConfig(stream=sys.stdout, level=logging.WARNING, format="root: %(message)s")
-        a @ b
-        print("== off", flush=True)
-        mirror.debugging.set_log_device_placement(False)
-        a @ b
-        assert logging.getLogger("mirror").handlers == []
-        assert logging.getLogger("mirror").level == logging.NOTSET
-        """
-    )
+    said = fresh.run_program("log_before_start")
     first, said = said.split("== towers\n")
     towers, said = said.split("== configured\n")
     configured, off = said.split("== off\n")
@@ -355,8 +327,8 @@ def test_it_works_before_the_start_and_prints_where_nobody_configured_logging():
     assert off == ""
 
 
-def test_it_is_printed_once(monkeypatch, lines):
-    """Nothing on the standard error where a handler gets the lines: here this test's."""
+def test_log_lines_are_printed_once(monkeypatch, lines):
+    """Nothing is printed on the standard error if a handler, here the test's, gets the lines."""
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
     x = jnp.ones(3)
@@ -367,7 +339,7 @@ def test_it_is_printed_once(monkeypatch, lines):
         x + 1
         stderr = EXECUTING.format("add", f"{JOB}/device:CPU:0\n")
         assert stream.getvalue() == stderr
-        other = io.StringIO()  # a notebook has another in every cell
+        other = io.StringIO()  # each cell of a notebook has another one
         monkeypatch.setattr(sys, "stderr", other)
         x + 1
     assert other.getvalue() == stderr
@@ -388,7 +360,7 @@ class alone:
             LOGGER.addHandler(handler)
 
 
-def test_a_standard_error_that_is_closed_stops_no_op(monkeypatch, lines):
+def test_closed_standard_error_does_not_stop_ops(monkeypatch, lines):
     monkeypatch.setattr(logging, "raiseExceptions", False)
     closed = io.StringIO()
     closed.close()
@@ -399,7 +371,7 @@ def test_a_standard_error_that_is_closed_stops_no_op(monkeypatch, lines):
 
 
 @pytest.mark.parametrize("level", [logging.NOTSET, logging.DEBUG, logging.ERROR])
-def test_the_users_level_comes_back(lines, level):
+def test_log_restores_the_users_level(lines, level):
     before = LOGGER.level
     LOGGER.setLevel(level)
     try:
@@ -411,7 +383,7 @@ def test_the_users_level_comes_back(lines, level):
         LOGGER.setLevel(before)
 
 
-def test_switching_twice_is_once(lines):
+def test_switching_on_twice_logs_once(lines):
     x = jnp.ones(3)
     switch(True)
     switch(True)
@@ -422,7 +394,7 @@ def test_switching_twice_is_once(lines):
 
 
 def python_calls(fn, *args):
-    """How many functions in Python are called underneath; JAX's quick path calls none."""
+    """Returns the number of Python functions called; JAX's quick path calls none."""
     count = 0
 
     def profile(frame, event, argument):
@@ -438,10 +410,10 @@ def python_calls(fn, *args):
     return count
 
 
-def test_off_it_costs_nothing(lines):
-    """Also for what was compiled while it was on: the quick path is JAX's own.
+def test_log_costs_nothing_when_off(lines):
+    """Also for functions compiled while it was on: the quick path is JAX's own.
 
-    What has been called while it was on may cost one comparison of keys.
+    A function called while it was on may cost one comparison of keys.
     """
     x = jnp.ones(3)
     before, during = jax.jit(lambda x: x * 2), jax.jit(lambda x: x * 3)
@@ -459,7 +431,7 @@ def test_off_it_costs_nothing(lines):
     assert lines.ops(lambda: (before(x), during(x), after(x))) == ["<lambda>"] * 3
 
 
-def test_nothing_is_compiled_again_for_the_log(lines):
+def test_log_does_not_recompile(lines):
     compiled = []
 
     @jax.jit
@@ -474,7 +446,7 @@ def test_nothing_is_compiled_again_for_the_log(lines):
     assert compiled == ["traced"]
 
 
-def test_variables_are_changed_on_both_sides(lines):
+def test_log_allows_variable_updates(lines):
     """Flax lets a variable be changed only under the trace it was made under."""
     before = linear()
     switch(True)
@@ -495,7 +467,7 @@ def test_variables_are_changed_on_both_sides(lines):
     np.testing.assert_array_equal(before.kernel[...], during.kernel[...])
 
 
-def test_a_variable_of_a_trace_is_still_guarded(lines):
+def test_log_keeps_the_trace_guard_of_variables(lines):
     switch(True)
     made = []
 
@@ -509,7 +481,7 @@ def test_a_variable_of_a_trace_is_still_guarded(lines):
 
 
 class Worker:
-    """A thread that does what it is told."""
+    """A thread that runs the functions passed to it."""
 
     def __init__(self):
         self._jobs, self._results = queue.Queue(), queue.Queue()
@@ -532,54 +504,19 @@ class Worker:
         self._thread.join()
 
 
-def started(thread):
-    thread.start()
-    thread.join()
-
-
-def test_a_thread_that_is_started_later_is_heard(lines):
-    x = jnp.ones(3)
-
-    def thread():
-        started(threading.Thread(target=lambda: x + 1))
-
-    assert lines.of(thread) == []
-    switch(True)
-    assert lines.ops(thread) == ["add"]
-    assert lines.ops(lambda: jax.tree.map(lambda x: x + 1, x)) == ["add"]
-    switch(False)
-    assert lines.of(thread) == []
-
-
-def test_the_threads_keep_the_users_profile_function(lines):
-    x, seen = jnp.ones(3), []
-
-    def profile(frame, event, argument):
-        seen.append(event)
-
-    before = threading.getprofile()
-    threading.setprofile(profile)
-    try:
-        switch(True)
-        thread = threading.Thread(target=lambda: x + 1)
-        assert lines.ops(started, thread) == ["add"]
-        assert "call" in seen
-        switch(False)
-        assert threading.getprofile() is profile
-    finally:
-        threading.setprofile(before)
-
-
+@pytest.mark.parametrize("is_new", [True, False], ids=["new", "old"])
 @pytest.mark.parametrize(
     "enter", [lambda: mirror.device("/cpu:0"), lambda: cpu_strategy(1).scope()]
 )
-def test_a_thread_that_ran_before_is_heard_from_its_next_context_on(lines, enter):
+def test_log_includes_other_threads_from_their_next_context(lines, enter, is_new):
     x = jnp.ones(3)
 
     def entering():
         with enter():
             pass
 
+    if is_new:
+        switch(True)
     with Worker() as worker:
         worker.does(lambda: x + 1)
         switch(True)
@@ -592,8 +529,8 @@ def test_a_thread_that_ran_before_is_heard_from_its_next_context_on(lines, enter
         assert worker.does(current_trace) is eager_trace()
 
 
-def test_it_is_switched_off_by_another_thread(lines, two):
-    """The old thread then runs, makes a scope and is rid of the trace."""
+def test_log_can_be_switched_off_by_another_thread(lines, two):
+    """The old thread then runs, enters a scope and loses the trace."""
     with Worker() as worker:
         worker.does(lambda: switch(True))
         assert lines.ops(worker.does, lambda: jnp.float32(1) + 1)[-1] == "add"
@@ -602,10 +539,10 @@ def test_it_is_switched_off_by_another_thread(lines, two):
         for _ in range(2):
             result = worker.does(lambda: two.run(operator.neg, (jnp.ones(2),)))
             np.testing.assert_array_equal(result, [-1, -1])
-        assert worker.does(lambda: (current_trace(), log_is_here())) == (eager_trace(), False)
+        assert worker.does(lambda: (current_trace(), is_log_installed())) == (eager_trace(), False)
 
 
-def test_two_threads_that_switch_at_once(lines):
+def test_threads_switch_the_log_concurrently(lines):
     x, errors = jnp.ones(3), []
 
     def work(seed):
@@ -629,7 +566,7 @@ def test_two_threads_that_switch_at_once(lines):
     assert lines.of(lambda: x + 1) == []
 
 
-def test_switching_inside_an_op_holds_from_the_next_context_on(lines):
+def test_switching_inside_an_op_applies_from_the_next_context(lines):
     """JAX puts the trace back when the op ends; nothing is stuck."""
     x = jnp.ones(3)
 
@@ -653,7 +590,7 @@ def test_switching_inside_an_op_holds_from_the_next_context_on(lines):
     assert lines.ops(lambda: x + 1) == ["add"]
 
 
-def test_an_op_that_fails_leaves_the_log_as_it_was(lines):
+def test_failing_op_leaves_the_log_unchanged(lines):
     x = jnp.ones(3)
     switch(True)
     for fails in (lambda: x + jnp.ones(2), lambda: jax.jit(lambda x: 1 / 0)(x)):
@@ -673,7 +610,7 @@ def test_an_op_that_fails_leaves_the_log_as_it_was(lines):
     assert lines.ops(lambda: x + 1) == ["add"]
 
 
-def test_an_interrupt_leaves_the_log_as_it_was(lines):
+def test_interrupt_leaves_the_log_unchanged(lines):
     switch(True)
 
     @jax.custom_vjp
@@ -692,8 +629,8 @@ def test_an_interrupt_leaves_the_log_as_it_was(lines):
     "transform", [jax.jit, jax.grad, lambda fn: lambda x: jax.vmap(fn)(x[None])]
 )
 @pytest.mark.parametrize("on", [True, False])
-def test_it_is_not_switched_inside_a_transformation(lines, transform, on):
-    names = [f"set_log_device_placement({on})", "test_log.py"]
+def test_switching_inside_a_transformation_is_rejected(lines, transform, on):
+    names = [f"set_log_device_placement({on})", "test_op_log.py"]
     with raises(RuntimeError, names=names, fix="jax.jit"):
         transform(lambda x: (switch(on), x)[1])(jnp.float32(1))
     switch(True)
@@ -702,7 +639,7 @@ def test_it_is_not_switched_inside_a_transformation(lines, transform, on):
     assert lines.ops(lambda: jnp.float32(1) + 1)[-1] == "add"
 
 
-def test_it_is_not_switched_inside_a_step(lines, two):
+def test_switching_inside_a_step_is_rejected(lines, two):
     for on in (True, False):
         with raises(RuntimeError, names=f"set_log_device_placement({on})", fix="jax.jit"):
             two.run(switch, (on,))
@@ -712,13 +649,13 @@ def test_it_is_not_switched_inside_a_step(lines, two):
     ("enabled", "shown"),
     [(1, "1 (int)"), (None, "None (NoneType)"), ("on", "'on' (str)"), (np.bool_(True), "bool[]")],
 )
-def test_it_takes_a_bool(enabled, shown):
+def test_switch_requires_a_bool(enabled, shown):
     with raises(TypeError, names="enabled", values=[shown, True, False]):
         switch(enabled)
 
 
-def test_jax_set_mesh_is_refused_while_it_is_on(lines):
-    """A limit, said in the docstring: JAX takes the log for tracing. Scopes do without it."""
+def test_log_rejects_jax_set_mesh(lines):
+    """A documented limit: JAX treats the log as tracing. Scopes do not need `set_mesh`."""
     switch(True)
     with pytest.raises(ValueError, match="set_mesh"):
         jax.set_mesh(MESH)
@@ -746,13 +683,13 @@ def trained(strategy, on):
     return losses, nnx.state((model, optimizer))
 
 
-def test_training_is_the_same_under_the_log(lines):
+def test_log_does_not_change_training(lines):
     off, on = (bits(trained(cpu_strategy(2), on)) for on in (False, True))
     assert [leaf[-1] for leaf in off[0]] == [leaf[-1] for leaf in on[0]]
 
 
 @pytest.mark.filterwarnings("ignore:.*training_step.*distribute_dataset")
-def test_a_step_says_what_it_mirrors_runs_and_collectives(lines, two):
+def test_log_shows_what_a_step_mirrors_runs_and_reduces(lines, two):
     model = linear()
     optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
     batch = np.ones((4, 4), np.float32)
@@ -794,7 +731,7 @@ def test_a_step_says_what_it_mirrors_runs_and_collectives(lines, two):
     assert lines.of(two.run, training_step, (model, optimizer, shard)) == []
 
 
-def test_batch_statistics_are_a_collective(lines, two):
+def test_log_shows_collectives_of_batch_statistics(lines, two):
     with two.scope():
         norm = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
     (batch,) = two.distribute_dataset([np.ones((4, 4), np.float32)])
@@ -803,7 +740,7 @@ def test_batch_statistics_are_a_collective(lines, two):
     assert is_said(said, "all-reduce", PAIR, "2 batch statistics")
 
 
-def test_one_device_is_named_in_full(lines):
+def test_log_names_a_single_device_in_full(lines):
     strategy = mirror.OneDeviceStrategy("/cpu:3")
     switch(True)
     said = lines.of(strategy.run, lambda x: x * 2, (1.0,))
@@ -816,7 +753,7 @@ def test_one_device_is_named_in_full(lines):
     )
 
 
-def test_in_a_scope_ops_run_on_all_devices(lines, two):
+def test_log_names_all_devices_in_a_scope(lines, two):
     with two.scope():
         switch(True)
         said = lines.of(lambda: jnp.zeros(3) + 1)
@@ -830,7 +767,7 @@ def test_in_a_scope_ops_run_on_all_devices(lines, two):
     assert len(jnp.zeros(3).devices()) == 1
 
 
-def test_ops_are_named_with_the_device_they_ran_on(lines):
+def test_log_names_the_device_of_each_op(lines):
     bound = jax.device_put(jnp.ones(2), jax.devices("cpu")[6])
     switch(True)
     there = f"{JOB}/device:CPU:6"
@@ -846,7 +783,7 @@ def test_ops_are_named_with_the_device_they_ran_on(lines):
     assert_lines(lines.of(shards, x), [{"names": "shard_map", "values": PAIR}])
 
 
-def test_looking_at_placement_is_not_logged(lines):
+def test_visualize_placement_is_not_logged(lines):
     model = linear()
     key = jax.random.key(0)
     switch(True)

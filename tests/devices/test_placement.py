@@ -1,4 +1,4 @@
-"""`mirror.device`, soft placement, `mirror.add_n`, and model parallelism made of them."""
+"""`mirror.device`, soft placement, `mirror.add_n`, and model parallelism built on them."""
 
 import functools
 import logging
@@ -15,8 +15,8 @@ from jax.sharding import Mesh, PartitionSpec
 import mirror
 from mirror._src.devices import placement
 from mirror._src.devices.names import DeviceSpec
-from tests.conftest import cpu_strategy
 from tests.support.messages import assert_message, raises
+from tests.support.strategies import cpu_strategy
 
 CPUS = jax.devices("cpu")
 JOB = "/job:localhost/replica:0/task:0"
@@ -24,12 +24,12 @@ ALL = f"({', '.join(f'/device:CPU:{i}' for i in range(8))})"
 
 
 def place(array):
-    """The numbers of the devices that an array lies on."""
+    """Returns the ids of the devices of an array."""
     return sorted(d.id for d in array.devices())
 
 
 def created():
-    """Where an array lies that is created now."""
+    """Returns the device of a newly created array."""
     return place(jnp.zeros(2))
 
 
@@ -51,7 +51,7 @@ SPELLINGS = [
 
 
 @pytest.mark.parametrize("name", SPELLINGS, ids=str)
-def test_ops_inside_run_there(name):
+def test_ops_run_on_the_device_of_the_context(name):
     with mirror.device(name) as entered:
         assert entered is CPUS[3]
         x = jnp.ones(2)
@@ -67,13 +67,13 @@ def test_every_logical_device_has_a_context():
 
 
 @pytest.mark.parametrize("name", ["/cpu", "cpu:*", "/device:CPU:*"])
-def test_an_open_index_means_the_first(name):
+def test_omitted_index_means_the_first(name):
     with mirror.device("/cpu:5"), mirror.device(name):
         assert created() == [0]
 
 
-def test_what_is_made_inside_is_copied_by_itself():
-    """The towers' inputs of the TensorFlow guide: made on the CPU, multiplied elsewhere."""
+def test_arrays_of_the_context_follow_other_arrays():
+    """The towers of the TensorFlow guide: inputs created on the CPU, multiplied elsewhere."""
     with mirror.device("/cpu:1"):
         a = jnp.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
         b = jnp.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
@@ -100,7 +100,7 @@ def test_contexts_nest_and_end():
     assert repr(mirror.device(None)) == "mirror.device(None)"
 
 
-def test_one_context_is_entered_again_and_again():
+def test_context_can_be_reused():
     context = mirror.device("/cpu:4")
     for _ in range(2):
         with context:
@@ -113,7 +113,7 @@ def test_one_context_is_entered_again_and_again():
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, GeneratorExit])
-def test_an_exception_ends_it(error):
+def test_exception_ends_the_context(error):
     context = mirror.device("/cpu:4")
 
     @context_function(context)
@@ -142,7 +142,7 @@ def context_function(context):
     return decorate
 
 
-def test_threads_stand_where_they_entered():
+def test_contexts_are_per_thread():
     shared, barrier = mirror.device("/cpu:7"), threading.Barrier(6)
     found: dict[int, list[list[int]]] = {}
 
@@ -166,7 +166,7 @@ def test_threads_stand_where_they_entered():
     assert found == {k: [[k, 7]] * 5 + [[0]] for k in range(6)}
 
 
-def test_inside_a_scope_it_wins(two):
+def test_context_inside_a_scope_takes_precedence(two):
     context = mirror.device("/cpu:5")
     with two.scope():
         with context:
@@ -183,7 +183,7 @@ def test_inside_a_scope_it_wins(two):
             assert created() == [0]
 
 
-def test_around_a_scope_the_scope_wins(two):
+def test_scope_inside_a_context_takes_precedence(two):
     with mirror.device("/cpu:5"):
         with two.scope():
             assert created() == [0, 1]
@@ -202,7 +202,7 @@ TRANSFORMS = {
 
 @pytest.mark.parametrize("scoped", [False, True])
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_it_works_inside_and_around_a_transformation(two, name, scoped):
+def test_context_works_inside_and_around_a_transformation(two, name, scoped):
     def fn(x):
         return jnp.sin(x) * x**2
 
@@ -244,7 +244,7 @@ COMPILED = {
 
 
 @pytest.mark.parametrize("name", COMPILED)
-def test_inside_what_jax_compiles_it_is_refused(two, name):
+def test_context_is_rejected_inside_compiled_functions(two, name):
     line = f"test_placement.py:{step.__code__.co_firstlineno + 1}"
     names = ["mirror.device('/device:CPU:1')", line, 'with mirror.device("/cpu:1"):']
     fix = ["jax.jit", "strategy.run"]
@@ -257,7 +257,7 @@ def test_inside_what_jax_compiles_it_is_refused(two, name):
         jax.jit(lambda x: mirror.device(None).__enter__())(1.0)
 
 
-def test_what_jax_does_not_compile_may_open_it():
+def test_context_is_accepted_inside_uncompiled_functions():
     def known(x):
         with jax.ensure_compile_time_eval():
             y = jnp.ones(2) + step(1.0)
@@ -280,7 +280,7 @@ def known_in_scope(x):
 
 
 def everything(strategy):
-    """All of a strategy's methods, and where the results lie."""
+    """Calls all methods of a strategy, and returns their results."""
     data = strategy.distribute_dataset(
         [np.arange(8, dtype=np.float32).reshape(4, 2) + k for k in range(2)]
     )
@@ -309,7 +309,7 @@ def outside():
 
 
 @pytest.mark.parametrize("name", ["/cpu:0", "/cpu:6", None])
-def test_a_strategy_does_inside_what_it_does_outside(name, outside):
+def test_strategy_ignores_an_outer_context(name, outside):
     with mirror.device(name):
         inside = everything(cpu_strategy(2))
     for a, b in zip(outside, inside, strict=True):
@@ -318,7 +318,7 @@ def test_a_strategy_does_inside_what_it_does_outside(name, outside):
 
 
 @pytest.mark.parametrize("scoped", [False, True])
-def test_a_model_made_on_a_device_is_mirrored_by_run(two, scoped):
+def test_run_mirrors_a_model_created_on_one_device(two, scoped):
     (batch,) = two.distribute_dataset([np.ones((4, 2), np.float32)])
 
     def make():
@@ -340,13 +340,13 @@ UNKNOWN = ["/cpu:8", "/gpu:0", "GPU:2", "/device:GPU:2", "/tpu:0", "/device:worm
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_an_unknown_device_lists_those_that_there_are(name):
+def test_unknown_device_error_lists_existing_devices(name):
     with raises(mirror.InvalidDeviceError, values=[DeviceSpec.parse(name), ALL]):
         mirror.device(name)
 
 
 @pytest.mark.parametrize("soft", [False, True])
-def test_what_is_no_device_is_refused(soft):
+def test_invalid_device_is_rejected(soft):
     mirror.config.set_soft_device_placement(soft)
     try:
         for name in ("foo", "/cpu:0/gpu:1", "cpu:x"):
@@ -370,9 +370,11 @@ def test_placement_is_strict_by_default():
         mirror.device("GPU:7")
 
 
-def test_soft_placement_takes_a_device_that_exists(monkeypatch, caplog):
-    """It is said, once for each name; TensorFlow is silent. A strategy's devices stay strict."""
-    monkeypatch.setattr(placement, "_say_once", functools.cache(placement._say_once.__wrapped__))
+def test_soft_placement_falls_back_to_an_existing_device(monkeypatch, caplog):
+    """This is logged once per name; TensorFlow is silent. The devices of a strategy stay strict."""
+    monkeypatch.setattr(
+        placement, "_warn_substituted", functools.cache(placement._warn_substituted.__wrapped__)
+    )
     mirror.config.set_soft_device_placement(True)
     try:
         assert mirror.config.get_soft_device_placement() is True
@@ -423,13 +425,13 @@ def test_add_n_adds_on_the_current_device(name):
             assert place(total) == [5]
 
 
-def test_add_n_without_a_device_stays_where_all_are():
+def test_add_n_stays_on_the_common_device():
     assert place(mirror.add_n([on(2), on(2)])) == [2]
     assert place(mirror.add_n([on(2), jnp.ones(3)])) == [2]
     assert place(mirror.add_n([on(2), on(1)])) == [0]
 
 
-def test_add_n_adds_from_the_left():
+def test_add_n_adds_in_order():
     values = [np.float32(1e8), np.float32(-1e8), np.float32(1)]
     assert mirror.add_n(values) == 1
     assert mirror.add_n(values[::-1]) == 0
@@ -489,14 +491,14 @@ BAD_SUMS: dict[str, tuple] = {
 
 
 @pytest.mark.parametrize("name", BAD_SUMS)
-def test_add_n_refuses(name):
+def test_add_n_rejects_invalid_arguments(name):
     values, error, found = BAD_SUMS[name]
     with raises(error, names="add_n", values=found):
         mirror.add_n(values)
 
 
-def test_towers_are_added_up():
-    """Each device its own product, the sum of all on the first."""
+def test_towers_are_summed():
+    """Each device computes a product; the first one computes the sum."""
     a = jnp.arange(1.0, 7.0).reshape(2, 3)
     b = jnp.arange(1.0, 7.0).reshape(3, 2)
     towers = []
@@ -518,7 +520,7 @@ class Half(nnx.Module):
         return jnp.tanh(self.first(x))
 
 
-def test_model_parallelism():
+def test_model_parallel_layers_train():
     """The first half of a network on one device, the second on another; it trains as on one."""
     x = np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3)
 
@@ -556,7 +558,7 @@ def test_model_parallelism():
         np.testing.assert_array_equal(a.first.kernel[...], b.first.kernel[...])
 
 
-def test_model_parallelism_of_bound_parameters():
+def test_model_parallel_layers_train_with_bound_parameters():
     """JAX does not copy what is bound to a device; `add_n` brings the two halves together."""
     w1, w2 = on(1), on(2, 2.0)
 

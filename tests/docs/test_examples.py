@@ -1,11 +1,11 @@
-"""The documentation's code runs: the blocks of README.md and docs/, the docstrings' examples."""
+"""The code of the documentation runs: README.md, docs/ and the examples of docstrings."""
 
 import doctest
 import functools
 import importlib
 import pkgutil
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,43 +16,17 @@ import tensorboardX  # noqa: F401  (sets CRC32C_SW_MODE)
 from flax import nnx
 
 import mirror
-from tests.support import fresh
+from tests.support.pages import PAGES, WITH_CODE, blocks
 
-_BLOCK = re.compile(
-    r"^```python\n(?P<code>.*?)^```$(?:\n\n?^```text\n(?P<output>.*?)^```$)?", re.DOTALL | re.M
-)
 # Blocks that cannot run here, because they configure the process, need GPUs or another library.
 _FENCE = re.compile(r"^```python.*$", re.M)
 _FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 NAMES = {"mirror": mirror, "jax": jax, "jnp": jnp, "np": np, "nnx": nnx, "optax": optax}
 
 
-class Block(NamedTuple):
-    """A block of Python, and the block of text behind it: what it prints."""
-
-    line: int
-    code: str
-    output: str | None
-
-
-def pages() -> dict[str, str]:
-    """The text of each page."""
-    files = [fresh.ROOT / "README.md", *sorted((fresh.ROOT / "docs").rglob("*.md"))]
-    return {str(file.relative_to(fresh.ROOT)): file.read_text() for file in files}
-
-
-def blocks(text: str) -> list[Block]:
-    found = _BLOCK.finditer(text)
-    return [Block(text.count("\n", 0, m.start()) + 1, m["code"], m["output"]) for m in found]
-
-
-PAGES = pages()
-WITH_CODE = [name for name, text in PAGES.items() if blocks(text)]
-
-
 @pytest.mark.parametrize("name", WITH_CODE)
-def test_code_of_a_page_runs(name, tmp_path, monkeypatch, capsys):
-    """All blocks of a page, one after the other, in one namespace, in an empty folder."""
+def test_examples_of_a_page_run(name, tmp_path, monkeypatch, capsys):
+    """Runs all blocks of a page in order, in one namespace and an empty folder."""
     monkeypatch.chdir(tmp_path)
     names = {"__name__": "__main__"}
     for block in blocks(PAGES[name]):
@@ -65,13 +39,13 @@ def test_code_of_a_page_runs(name, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_each_block_of_python_is_marked_as_one_that_runs_or_not(name):
+def test_python_blocks_are_marked_as_run_or_not(name):
     for fence in _FENCE.findall(PAGES[name]):
         assert fence in ("```python", "```python no-run"), f"{name}: {fence}"
     assert PAGES[name].count("```python\n") == len(blocks(PAGES[name]))
 
 
-def test_the_readme_has_code():
+def test_readme_has_examples():
     assert len(blocks(PAGES["README.md"])) >= 2
 
 

@@ -1,4 +1,4 @@
-"""The documentation says what there is: names, links and messages; and each name has its place."""
+"""The documentation matches the code: names, links and messages."""
 
 import ast
 import functools
@@ -24,16 +24,16 @@ PAGES = {
 }
 GUIDE = {name: text for name, text in PAGES.items() if name != "CHANGELOG.md"}
 MODULES = ["mirror", "mirror.config", "mirror.debugging", "mirror.callbacks", "mirror.data"]
-# What only a method makes has its example there.
+# Objects that only a method creates have their example there.
 MADE_BY = {
-    mirror.ProgramReport: mirror.Strategy.program,
+    mirror.ProgramReport: mirror.Strategy.inspect,
     mirror.Explanation: mirror.Strategy.explain,
 }
 WITH_METHODS = [mirror.Strategy, mirror.ReplicaContext, mirror.Variable, mirror.InputContext]
 
 
 def public() -> dict[str, Any]:
-    """What a user can import, by its name; modules stand for what is in them."""
+    """Returns the public objects by name; modules are replaced by their contents."""
     return {
         f"{module}.{name}": value
         for module in MODULES
@@ -45,18 +45,18 @@ def public() -> dict[str, Any]:
 PUBLIC = public()
 
 
-# Names: each has an example, and a place on the site.
+# Names
 
 
 @pytest.mark.parametrize("name", [n for n, value in PUBLIC.items() if not isinstance(value, str)])
-def test_each_public_name_has_an_example(name):
+def test_public_names_have_examples(name):
     documented = MADE_BY.get(PUBLIC[name], PUBLIC[name])
     assert examples(documented), f"{name}: add an example to its docstring"
 
 
 @pytest.mark.parametrize("owner", WITH_METHODS, ids=lambda owner: owner.__name__)
-def test_each_method_is_in_an_example(owner):
-    """In its own or in one of its class."""
+def test_public_methods_appear_in_an_example(owner):
+    """In its own docstring or in the docstring of its class."""
     for name, method in vars(owner).items():
         if not name.startswith("_") and inspect.isfunction(method):
             text = examples(owner) + examples(method)
@@ -67,7 +67,7 @@ def examples(documented: object) -> str:
     return "\n".join(re.findall(r"^ *(?:>>>|\.\.\.) (.*)", documented.__doc__ or "", re.M))
 
 
-def test_the_site_has_each_public_name_once():
+def test_site_documents_each_public_name_once():
     found = [name for p in PAGES for name in re.findall(r"^::: (mirror\.\S+)", PAGES[p], re.M)]
     assert len(found) == len(set(found)), "a name stands twice"
     there = {id(resolved(name)) for name in found}
@@ -77,7 +77,7 @@ def test_the_site_has_each_public_name_once():
 
 @functools.cache
 def resolved(name: str) -> object:
-    """What a dotted name means; a module where it is one."""
+    """Resolves a dotted name to an object or a module."""
     value: object = mirror
     for i, part in enumerate(parts := name.split(".")[1:]):
         if not hasattr(value, part):
@@ -90,7 +90,7 @@ def resolved(name: str) -> object:
 
 
 @pytest.mark.parametrize("name", GUIDE)
-def test_names_on_a_page_are_there(name):
+def test_names_on_a_page_exist(name):
     text = GUIDE[name]
     if "/from-" in name:
         text = re.sub(r"^\| .*? \|", "", text, flags=re.M)  # the column of the other library
@@ -102,8 +102,8 @@ def test_names_on_a_page_are_there(name):
         assert hasattr(mirror.Trainer, attribute), f"{name}: trainer.{attribute}"
 
 
-def test_the_map_of_the_code_has_each_module():
-    """The faces, and each module below its folder."""
+def test_code_map_lists_each_module():
+    """The public modules, and each module below its folder."""
     text = PAGES["mirror/README.md"]
     package = fresh.ROOT / "mirror"
     for path in package.glob("*.py"):
@@ -122,7 +122,7 @@ def test_the_map_of_the_code_has_each_module():
 
 @functools.cache
 def messages() -> list[str]:
-    """Every text in the package, with an ellipsis for what is put in."""
+    """Returns every string in the package, with an ellipsis for each placeholder."""
     found = []
     for path in (fresh.ROOT / "mirror").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -135,7 +135,7 @@ def messages() -> list[str]:
 
 
 def said_to_do() -> list[str]:
-    """The messages in the tables of the page on troubleshooting."""
+    """Returns the messages in the tables of the troubleshooting page."""
     tables = PAGES["docs/troubleshooting.md"].split("| message | what to do |\n| --- | --- |\n")[1:]
     rows = [row for table in tables for row in table.split("\n\n")[0].splitlines()]
     return [row.split("`")[1] for row in rows if row.startswith("| `")]
@@ -147,11 +147,11 @@ def matches(shown: str, message: str) -> bool:
 
 
 @pytest.mark.parametrize("shown", said_to_do())
-def test_a_message_on_the_page_is_one_of_mirror(shown):
+def test_messages_on_the_troubleshooting_page_exist(shown):
     assert any(matches(shown, message) for message in messages()), shown
 
 
-def test_the_messages_of_the_readme_are_on_the_page():
+def test_messages_of_the_readme_are_on_the_troubleshooting_page():
     table = PAGES["README.md"].split("| message | what to do |")[1]
     for row in re.findall(r"^\| `(.*?)` \|", table, re.M):
         assert any(matches(shown, row) for shown in said_to_do()), row
@@ -161,7 +161,7 @@ def test_the_messages_of_the_readme_are_on_the_page():
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_a_page_is_finished(name):
+def test_pages_are_finished(name):
     text = PAGES[name]
     assert text.startswith("# "), "a page begins with its title"
     assert len(text.split()) > 20 or "\n::: " in text, "a page says something"
@@ -170,7 +170,7 @@ def test_a_page_is_finished(name):
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_the_links_of_a_page_lead_somewhere(name):
+def test_links_of_a_page_resolve(name):
     for target in re.findall(r"\]\(([^)]+)\)", re.sub(r"```.*?```", "", PAGES[name], flags=re.S)):
         file, _, anchor = target.partition("#")
         path = ((fresh.ROOT / name).parent / file).resolve() if file else fresh.ROOT / name
@@ -181,18 +181,18 @@ def test_the_links_of_a_page_lead_somewhere(name):
 
 
 def anchor_of(heading: str) -> str:
-    """As both GitHub and MkDocs make it."""
+    """Returns the anchor of a heading, as on GitHub and in MkDocs."""
     return re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-")
 
 
-def test_each_page_is_in_the_navigation():
+def test_pages_are_in_the_navigation():
     navigation = (fresh.ROOT / "mkdocs.yml").read_text()
     for path in DOCS.rglob("*.md"):
         assert str(path.relative_to(DOCS)) in navigation, path
 
 
-def test_the_site_is_built(tmp_path):
-    """With all warnings as errors: links, names, signatures. Needs the extra `docs`."""
+def test_site_builds(tmp_path):
+    """Warnings about links, names and signatures are errors. Needs the extra `docs`."""
     pytest.importorskip("mkdocs", reason='needs pip install "mirror-jax[docs]"')
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=fresh.ROOT, capture_output=True, text=True, timeout=120)

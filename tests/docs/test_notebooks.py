@@ -1,4 +1,4 @@
-"""The notebooks: stored without results, linked; with `--notebooks`, each cell is run twice."""
+"""The notebooks are stored without results and linked; `--notebooks` runs each cell twice."""
 
 import os
 import re
@@ -35,13 +35,13 @@ def links(text: str) -> list[str]:
     return [link for link in _LINK.findall(text) if "://" not in link]
 
 
-def test_the_notebooks_are_numbered_without_a_gap():
+def test_notebooks_are_numbered_without_gaps():
     assert [path.name[:3] for path in PATHS] == [f"{i + 1:02}_" for i in range(len(PATHS))]
     assert len(PATHS) >= 3
 
 
 @every_notebook
-def test_a_notebook_is_stored_without_results_and_with_an_id_for_each_cell(path):
+def test_notebooks_are_stored_without_results_and_with_cell_ids(path):
     notebook = read(path)
     nbformat.validate(notebook)
     assert (notebook.nbformat, notebook.nbformat_minor) == (4, 5)
@@ -52,7 +52,7 @@ def test_a_notebook_is_stored_without_results_and_with_an_id_for_each_cell(path)
         assert (cell.outputs, cell.execution_count) == ([], None), f"{cell.id} holds results"
 
 
-def test_the_notebooks_are_clean():
+def test_notebooks_pass_the_linter():
     for command in (["check"], ["format", "--check"]):
         found = subprocess.run(
             [sys.executable, "-m", "ruff", *command, "--no-cache", str(FOLDER)],
@@ -65,7 +65,7 @@ def test_the_notebooks_are_clean():
 
 
 @every_notebook
-def test_links_of_a_notebook_lead_to_files_and_the_last_cell_to_the_next_notebook(path):
+def test_notebook_links_lead_to_files_and_the_next_notebook(path):
     last = read(path).cells[-1]
     for cell in cells(path, "markdown"):
         for link in links(cell.source):
@@ -77,7 +77,7 @@ def test_links_of_a_notebook_lead_to_files_and_the_last_cell_to_the_next_noteboo
 
 
 @every_notebook
-def test_the_first_cell_runs_again_after_jax_has_started(path):
+def test_first_cell_runs_again_after_jax_has_started(path):
     jax.devices()
     first, names = cells(path, "code")[0], {"__name__": "__main__"}
     for _ in range(2):
@@ -86,8 +86,8 @@ def test_the_first_cell_runs_again_after_jax_has_started(path):
 
 @pytest.mark.notebooks
 @every_notebook
-def test_every_cell_of_a_notebook_runs_twice_in_a_row(path, tmp_path, monkeypatch):
-    """In one kernel, on the GPUs there are, else on the host devices that the first cell makes."""
+def test_notebook_cells_run_twice_in_a_row(path, tmp_path, monkeypatch):
+    """In one kernel, on all GPUs, or on the host devices that the first cell creates."""
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "jupyter"))
     environment = {**os.environ, "IPYTHONDIR": str(tmp_path / "ipython")}
     notebook = read(path)
@@ -110,7 +110,7 @@ assert len(jax.devices()) > 1 or jax.default_backend() != "cpu"
 
 
 def execute(client: NotebookClient, index: int, name: str) -> list[tuple[str, ...]]:
-    """What kinds of things a cell shows; fails with the cell where it does."""
+    """Returns the kinds of a cell's outputs; raises the error of the cell, if any."""
     try:
         cell = client.execute_cell(client.nb.cells[index], index)
     except (CellExecutionError, CellTimeoutError) as error:

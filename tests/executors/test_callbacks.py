@@ -1,4 +1,4 @@
-"""Host callbacks in steps: an exception comes out of `run`, once, and nothing waits forever."""
+"""Host callbacks in steps: `run` raises their exception once, and nothing waits forever."""
 
 import threading
 
@@ -12,17 +12,11 @@ from jax import lax
 import mirror
 from mirror import PerReplica
 from mirror._src.devices import launch
-from tests.conftest import cpu_strategy
 from tests.support.messages import assert_message
+from tests.support.strategies import ONE, PAIRS, cpu_strategy, executors
 
 AXIS = mirror.REPLICA_AXIS
-EXECUTORS = {
-    "one": lambda: cpu_strategy(1),
-    "pmap": lambda: cpu_strategy(4),
-    "vmap": lambda: cpu_strategy(1, replicas_per_device=4),
-    "pairs": lambda: cpu_strategy(2, replicas_per_device=2),
-    "staged": lambda: cpu_strategy(4, cross_device_ops=mirror.ReductionToOneDevice()),
-}
+EXECUTORS = {**ONE, **PAIRS, **executors(4)}
 
 
 @pytest.fixture(params=EXECUTORS.values(), ids=EXECUTORS)
@@ -67,7 +61,7 @@ def numbers(strategy, start):
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_a_callback_raises_on_one_replica_comes_out_of_run(strategy, kind, place):
+def test_run_reraises_callback_errors_of_one_replica(strategy, kind, place):
     if kind == "io" and strategy.devices[:1] * 2 == strategy.devices[:2] and place == "cond":
         pytest.skip("jax.vmap has no io_callback under a condition that differs between rows")
 
@@ -77,7 +71,7 @@ def test_what_a_callback_raises_on_one_replica_comes_out_of_run(strategy, kind, 
     wanted = np.asarray(strategy.run(step, (numbers(strategy, 1),)))
     with pytest.raises(BadDataError, match=r"value 0\.0"):
         strategy.run(step, (numbers(strategy, 0),))
-    # It belongs to that step: the next one, of the same program and of another, are as before.
+    # The error belongs to that step; later steps, of the same program or another, are not affected.
     np.testing.assert_array_equal(strategy.run(step, (numbers(strategy, 1),)), wanted)
     n = strategy.num_replicas_in_sync
     assert float(strategy.run(lambda x: lax.psum(x, AXIS), (numbers(strategy, 0),))) == sum(
@@ -85,7 +79,7 @@ def test_what_a_callback_raises_on_one_replica_comes_out_of_run(strategy, kind, 
     )
 
 
-def test_a_step_that_fails_in_a_callback_changes_nothing(strategy):
+def test_failed_callback_leaves_state_unchanged(strategy):
     class Model(nnx.Module):
         def __init__(self):
             self.w = nnx.Param(jnp.ones(2))
@@ -106,7 +100,7 @@ def test_a_step_that_fails_in_a_callback_changes_nothing(strategy):
     strategy.check_mirrored(model)
 
 
-def test_several_callbacks_that_raise_are_one_error_with_a_note(strategy):
+def test_several_callback_errors_are_raised_as_one_with_a_note(strategy):
     def step(x):
         jax.debug.callback(look, 0 * x)
         return lax.psum(x, AXIS)
@@ -122,12 +116,12 @@ METHODS = {
     "reduce": lambda s, x: s.reduce("sum", x),
     "gather": lambda s, x: s.gather(PerReplica([np.ones(1)] * s.num_replicas_in_sync)),
     "check_mirrored": lambda s, x: s.check_mirrored(jnp.ones(2)),
-    "program": lambda s, x: s.inspect(lambda x: x, (x,)),
+    "inspect": lambda s, x: s.inspect(lambda x: x, (x,)),
 }
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_strategy_inside_a_callback_is_an_error_and_no_hang(strategy, method):
+def test_strategy_call_inside_a_callback_raises(strategy, method):
     x = numbers(strategy, 1)
     errors = []
 
@@ -150,7 +144,7 @@ def test_a_strategy_inside_a_callback_is_an_error_and_no_hang(strategy, method):
     assert all(isinstance(error, RuntimeError | ValueError) for error in errors)
 
 
-def test_prints_do_not_make_a_step_wait(strategy):
+def test_prints_do_not_block_a_step(strategy):
     def step(x):
         jax.debug.print("{}", x)
         return lax.psum(x, AXIS)
@@ -161,8 +155,8 @@ def test_prints_do_not_make_a_step_wait(strategy):
 
 
 @pytest.mark.skipif(not launch.is_needed(), reason="this JAX needs no guard")
-def test_an_earlier_launchs_failure_does_not_come_out_of_a_later_one():
-    """Of a program that is not ours, say: whoever reads its results gets it."""
+def test_callback_error_is_raised_by_its_own_launch():
+    """An error of another program, for example: reading its results raises it."""
 
     class Failed:
         def block_until_ready(self):
@@ -178,7 +172,7 @@ def test_an_earlier_launchs_failure_does_not_come_out_of_a_later_one():
         assert float(strategy.run(step, (numbers(strategy, 1),))) == 3
 
 
-def test_threads_that_run_failing_and_healthy_steps_at_once():
+def test_threads_run_failing_and_healthy_steps_concurrently():
     strategy, other = cpu_strategy(2), cpu_strategy(2)
     wrong = []
 

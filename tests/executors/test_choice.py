@@ -1,4 +1,4 @@
-"""Devices of several types, pretended on host devices, and the choice of the executor."""
+"""The choice of the executor, and devices of several types, simulated on host devices."""
 
 import contextlib
 import copy
@@ -16,14 +16,14 @@ from flax.training import train_state
 import mirror
 from mirror import AllReduce, PerReplica, ReductionToOneDevice
 from mirror._src.executors import choice
-from tests.conftest import cpu_strategy
-from tests.laws.test_conformance import pretended_types
-from tests.run.test_runner import assert_nothing_compiled, compilations
+from tests.support.compilations import assert_nothing_compiled, compilations
 from tests.support.messages import assert_message, raises
 from tests.support.models import MLP, LinenMLP, SyncBatchNorm, batches, linen_step, nnx_step
+from tests.support.steps import context
+from tests.support.strategies import cpu_strategy, pretended_types
 
 CPUS = jax.devices("cpu")
-# The second and third host device are said to be GPUs.
+# The second and third host device are simulated GPUs.
 GPUS = CPUS[1:3]
 TYPES = ["CPU", "GPU", "GPU"]
 PAIR = "(/device:GPU:0, /device:CPU:0)"
@@ -44,7 +44,7 @@ LAYOUTS = {
 
 @pytest.fixture(autouse=True)
 def gpus():
-    """For each test: what it makes is of a CPU and of GPUs."""
+    """Simulates a CPU and GPUs in each test."""
     with pretended_types(TYPES):
         yield
 
@@ -62,16 +62,12 @@ def layout(request):
     return mirror.MirroredStrategy(devices, **kwargs)
 
 
-def context():
-    return mirror.get_replica_context()
-
-
 def numbers(n):
     return PerReplica([np.float32(i + 1) for i in range(n)])
 
 
 def home_of(strategy):
-    """Where mirrored arrays lie: where they are reduced."""
+    """Returns the device of mirrored arrays: the one that reduces them."""
     return strategy.cross_device_ops.device
 
 
@@ -79,7 +75,7 @@ def home_of(strategy):
 
 
 def said(caplog, make):
-    """What the log says when a strategy is made."""
+    """Returns the log lines of a strategy's construction."""
     with caplog.at_level(logging.DEBUG, "mirror"):
         made = make()
     lines = [r.getMessage() for r in caplog.records if r.name == "mirror"]
@@ -87,7 +83,7 @@ def said(caplog, make):
     return made, lines
 
 
-def test_devices_of_several_types_are_staged_by_themselves(caplog):
+def test_devices_of_several_types_select_the_staged_executor(caplog):
     strategy, lines = said(caplog, lambda: mirror.MirroredStrategy(["/gpu:0", "/cpu:0"]))
     executor, route, made = lines
     assert_message(executor, names="StagedExecutor")
@@ -99,7 +95,7 @@ def test_devices_of_several_types_are_staged_by_themselves(caplog):
     assert str(strategy) == f"MirroredStrategy{PAIR}"
 
 
-CHOICES = {  # name: what makes the strategy, and what the log holds
+CHOICES = {  # name: the constructor of the strategy, and what its log contains
     "one replica on each device": (
         lambda: mirror.MirroredStrategy(["/cpu:0", "/cpu:1"]),
         {"names": "PmapExecutor"},
@@ -123,13 +119,13 @@ CHOICES = {  # name: what makes the strategy, and what the log holds
 
 
 @pytest.mark.parametrize("name", CHOICES)
-def test_the_log_gives_the_reason(name, caplog):
+def test_log_gives_the_reason_for_the_executor(name, caplog):
     make, wanted = CHOICES[name]
     _, lines = said(caplog, make)
     assert_message("\n".join(lines), **wanted)
 
 
-def test_an_all_reduce_among_several_types_is_refused():
+def test_all_reduce_across_device_types_is_rejected():
     names = ["AllReduce", "cross_device_ops"]
     with raises(ValueError, names=names, values=PAIR, fix="ReductionToOneDevice()"):
         mirror.MirroredStrategy(["/gpu:0", "/cpu:0"], AllReduce())
@@ -137,7 +133,7 @@ def test_an_all_reduce_among_several_types_is_refused():
 
 @contextlib.contextmanager
 def all_reduce_that(fault, stuck=()):
-    """The all-reduce among GPUs has this fault; gives the devices that were tested."""
+    """Simulates this fault of the all-reduce across GPUs; yields the tested devices."""
     asked = []
 
     def find(devices, deadline_secs):
@@ -147,11 +143,11 @@ def all_reduce_that(fault, stuck=()):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choice, "all_reduce_fault", find)
-        patch.setattr(choice, "stuck", lambda devices: tuple(stuck))
+        patch.setattr(choice, "unresponsive_devices", lambda devices: tuple(stuck))
         yield asked
 
 
-def test_gpus_that_pass_the_test_add_up_among_themselves():
+def test_gpus_that_pass_the_check_use_all_reduce():
     with all_reduce_that(None) as asked:
         strategy = mirror.MirroredStrategy(["/gpu:0", "/gpu:1"])
     assert asked == [tuple(GPUS)]
@@ -159,7 +155,7 @@ def test_gpus_that_pass_the_test_add_up_among_themselves():
 
 
 @pytest.mark.parametrize("fault", ["did not finish within 30 s", "NCCL: unhandled system error"])
-def test_gpus_that_fail_the_test_are_warned_of_and_staged(fault, caplog):
+def test_gpus_that_fail_the_check_warn_and_use_the_staged_executor(fault, caplog):
     with all_reduce_that(fault), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         strategy, lines = said(caplog, lambda: mirror.MirroredStrategy(["/gpu:0", "/gpu:1"]))
@@ -172,7 +168,7 @@ def test_gpus_that_fail_the_test_are_warned_of_and_staged(fault, caplog):
     assert strategy.run(lambda: 1.0).devices() == set(GPUS)
 
 
-def test_gpus_that_the_test_has_stuck_are_no_use():
+def test_gpus_that_hang_in_the_check_are_rejected():
     fault = "did not finish within 30 s"
     found = ["(/device:GPU:0, /device:GPU:1)", fault, "(/device:GPU:1)"]
     with (
@@ -195,16 +191,16 @@ def test_gpus_that_the_test_has_stuck_are_no_use():
     ],
     ids=["one", "one twice", "one device", "all-reduce asked for", "host", "mixed", "CPUs"],
 )
-def test_nothing_is_tested_where_nothing_hangs_on_it(make):
+def test_check_is_skipped_when_its_result_is_unused(make):
     with all_reduce_that("it fails") as asked:
         make()
     assert not asked
 
 
-# Where values lie
+# Placement of values
 
 
-def test_each_replica_has_its_own_on_its_device_and_mirrored_ones_have_a_home(layout):
+def test_results_are_placed_on_their_devices(layout):
     n, home = layout.num_replicas_in_sync, home_of(layout)
     with layout.scope():
         made = jnp.ones(3)
@@ -235,7 +231,7 @@ def test_each_replica_has_its_own_on_its_device_and_mirrored_ones_have_a_home(la
     np.testing.assert_array_equal(again["own"], 12 * np.arange(1, n + 1))
 
 
-def test_reductions_gathers_and_local_results(layout):
+def test_reductions_gathers_and_local_results_span_types(layout):
     n = layout.num_replicas_in_sync
     value = numbers(n)
     exact = np.arange(1, n + 1)
@@ -250,7 +246,7 @@ def test_reductions_gathers_and_local_results(layout):
     assert float(layout.reduce("sum", ragged, axis=0)) == sum(i * i for i in range(n))
 
 
-def test_values_made_for_each_replica(layout):
+def test_values_from_a_function_are_placed_on_their_devices(layout):
     own = layout.distribute_values_from_function(
         lambda context: {"id": context.replica_id_in_sync_group, "x": np.ones(2)}
     )
@@ -259,7 +255,7 @@ def test_values_made_for_each_replica(layout):
     assert float(layout.reduce("sum", own["x"], axis=0)) == 2 * layout.num_replicas_in_sync
 
 
-def test_datasets(layout):
+def test_datasets_are_split_across_types(layout):
     n = layout.num_replicas_in_sync
     batch = {"x": np.arange(2 * n, dtype=np.float32), "y": np.ones((2 * n, 3), np.float32)}
 
@@ -275,8 +271,8 @@ def test_datasets(layout):
     assert totals == [2 * n, 2 * n - 1]
 
 
-def test_by_hand(mixed):
-    """Reduced on the host from whatever devices; no array spans devices of several types."""
+def test_cross_device_ops_span_types(mixed):
+    """Reduces on the host, from any devices; no array spans devices of several types."""
     own = mixed.run(lambda x: x * 2, (numbers(2),))
     for ops in (mixed.cross_device_ops, AllReduce()):
         with mixed.scope():
@@ -290,7 +286,7 @@ def test_by_hand(mixed):
 
 
 @pytest.mark.parametrize("op", ["sum", "mean", "min", "max"])
-def test_gpus_may_reduce_on_one_of_them(op):
+def test_reduction_may_run_on_one_gpu(op):
     ops = ReductionToOneDevice("/gpu:0")
     strategy = mirror.MirroredStrategy(["/gpu:0", "/gpu:1"], ops)
     for dtype in ("float16", "bool"):
@@ -304,7 +300,7 @@ def test_gpus_may_reduce_on_one_of_them(op):
     assert float(strategy.reduce("mean", large)) == float(np.float16(6e4))
 
 
-def test_a_users_own_ops_run_on_several_types():
+def test_custom_ops_run_on_several_types():
     class Counting(mirror.CrossDeviceOps):
         calls = 0
 
@@ -318,7 +314,7 @@ def test_a_users_own_ops_run_on_several_types():
     assert ops.calls == 1
 
 
-def test_random_draws_differ_and_keys_are_taken(mixed):
+def test_random_samples_differ_between_replicas(mixed):
     key = jax.random.key(0)
     own, same = mixed.run(lambda k: (context().fold_in(k), jax.random.split(k)[0]), (key,))
     first, second = (jax.random.key_data(k).tolist() for k in own.values)
@@ -366,7 +362,7 @@ def assert_close(tree, wanted):
 
 @pytest.fixture(scope="module")
 def one_device():
-    """What one device makes of the whole batches."""
+    """Trains one device on the whole batches."""
     return {kind: nnx_trained(cpu_strategy(1), kind)[:2] for kind in (MLP, SyncBatchNorm)}
 
 
@@ -393,7 +389,7 @@ def test_linen_trains_as_one_device(mixed):
     assert_close(params, wanted)
 
 
-def test_checks(mixed):
+def test_checks_span_types(mixed):
     with mixed.scope():
         model = MLP(nnx.Rngs(0))
         optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
@@ -408,7 +404,7 @@ def test_checks(mixed):
     mixed.check_mirrored(model)
 
 
-def test_the_log_of_a_step(mixed, caplog):
+def test_log_names_the_devices_of_a_step(mixed, caplog):
     mirror.debugging.set_log_device_placement(True)
     try:
         with caplog.at_level(logging.INFO, "mirror"):
@@ -426,7 +422,7 @@ def nnx_add(w, x):
     return w + context().all_reduce("sum", x)
 
 
-def test_what_is_lost_is_said(mixed):
+def test_error_names_the_lost_value(mixed):
     """A deleted row, before the step and by hand."""
     own = mixed.run(lambda x: x, (numbers(2),))
     own.values[1].delete()
@@ -436,5 +432,5 @@ def test_what_is_lost_is_said(mixed):
         mixed.cross_device_ops.reduce("sum", own)
 
 
-def test_a_strategy_is_copied(mixed):
+def test_strategy_can_be_deep_copied(mixed):
     assert float(copy.deepcopy(mixed).reduce("sum", numbers(2))) == 3.0

@@ -1,4 +1,4 @@
-"""Gradients of convolutions: each executor and layout has those of one device with all examples.
+"""Gradients of convolutions equal the gradients of one device, on each executor and layout.
 
 `jax.vmap` turns a kernel's gradient into a grouped convolution, which XLA's partitioner computes
 wrongly for pointwise kernels when it may split the rows over devices (JAX 0.10 to 0.12).
@@ -11,15 +11,13 @@ import pytest
 from jax import lax
 
 import mirror
-from tests.conftest import cpu_strategy
+from tests.support.strategies import cpu_strategy, executors
 
 AXIS = mirror.REPLICA_AXIS
 EXECUTORS = {
-    "pmap": lambda: cpu_strategy(4),
-    "vmap": lambda: cpu_strategy(1, replicas_per_device=4),
+    **executors(4),
     "2 on 2": lambda: cpu_strategy(2, replicas_per_device=2),
     "4 on 2": lambda: cpu_strategy(2, replicas_per_device=4),
-    "staged": lambda: cpu_strategy(4, cross_device_ops=mirror.ReductionToOneDevice()),
 }
 # name: the kernel (spatial, in, out), the image's channels, and options of the convolution
 KERNELS = {
@@ -90,7 +88,7 @@ REDUCTIONS = {
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("layout", EXECUTORS)
-def test_gradients_are_those_of_one_device(layout, reduction):
+def test_convolution_gradients_equal_those_of_one_device(layout, reduction):
     strategy = EXECUTORS[layout]()
     n = strategy.num_replicas_in_sync
     batch = {name: images(name, 2 * n) for name in KERNELS}

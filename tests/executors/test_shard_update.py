@@ -1,4 +1,4 @@
-"""`shard_update=True`: each device stores and updates 1/n, and the training is the same."""
+"""`shard_update=True`: each device stores and updates 1/n of the state; training is the same."""
 
 import json
 
@@ -13,8 +13,8 @@ from flax.training import train_state
 
 import mirror
 from mirror._src.cli import main as cli
-from tests.conftest import cpu_strategy
 from tests.support.messages import assert_message, raises
+from tests.support.strategies import cpu_strategy
 
 RNG = np.random.RandomState(0)
 X = RNG.randn(16, 16).astype(np.float32)
@@ -59,7 +59,7 @@ def train(strategy, tx, steps=4):
 
 
 def stored(tree) -> list[float]:
-    """For each array of a tree, what part of it the first device stores."""
+    """Returns the fraction of each array of a tree that the first device stores."""
     leaves = [x for x in jax.tree.leaves(tree) if x.ndim]
     return [x.addressable_shards[0].data.size / x.size for x in leaves]
 
@@ -78,8 +78,8 @@ def masked():
     )
 
 
-# For each optimizer, how many copies of the parameters it stores in slices: where it computes each
-# element by itself, or with norms of whole arrays. Others are the same training, and as large.
+# For each optimizer, the number of parameter copies that it shards: those that it computes per
+# element, or with norms of whole arrays. Other optimizers train the same, with unsharded state.
 OPTIMIZERS = {
     "adam": (lambda: optax.adam(1e-2), 2),
     "clipped masked adamw with a schedule": (masked, 2),
@@ -111,7 +111,7 @@ ROWS += [(name, n) for name in ("adam", "clipped masked adamw with a schedule") 
 
 
 @pytest.mark.parametrize(("name", "n"), ROWS)
-def test_every_optimizer_trains_as_without(name, n):
+def test_sharded_update_trains_every_optimizer_as_unsharded(name, n):
     make, copies = OPTIMIZERS[name]
     state, losses = train(cpu_strategy(n, shard_update=True), make())
     wanted, plain = train(cpu_strategy(n), make())
@@ -119,7 +119,7 @@ def test_every_optimizer_trains_as_without(name, n):
     np.testing.assert_allclose(losses, plain, rtol=1e-6)
     assert losses[-1] < losses[0]
     params, opt_state = state
-    assert set(stored(params)) == {1.0}  # the forward pass reads them whole
+    assert set(stored(params)) == {1.0}  # the forward pass reads the full parameters
     found = stored(opt_state)
     if copies is not None:
         assert sum(part < 1 for part in found) == copies * len(SHARED[n])
@@ -128,7 +128,7 @@ def test_every_optimizer_trains_as_without(name, n):
 
 class Net(nnx.Module):
     def __init__(self, rngs):
-        # No bias: the normalization takes it out, and its gradient is rounding noise.
+        # No bias: the normalization removes it, and its gradient is rounding noise.
         self.first = nnx.Linear(16, 32, use_bias=False, rngs=rngs)
         self.norm = nnx.BatchNorm(32, rngs=rngs)
         self.drop = nnx.Dropout(0.2, rngs=rngs)
@@ -209,7 +209,7 @@ KINDS = {"nnx": of_nnx, "linen": of_linen, "equinox": of_equinox}
 
 
 @pytest.mark.parametrize(("kind", "n"), [("nnx", 2), ("nnx", 8), ("linen", 4), ("equinox", 4)])
-def test_every_kind_of_state_is_sharded(kind, n):
+def test_sharded_update_shards_every_kind_of_state(kind, n):
     model, opt_state = KINDS[kind](cpu_strategy(n, shard_update=True))
     wanted = KINDS[kind](cpu_strategy(n))
     for x, y in zip(*map(jax.tree.leaves, ((model, opt_state), wanted)), strict=True):
@@ -230,7 +230,7 @@ def is_weight(x) -> bool:
 
 
 def adam_training(strategy, steps=1):
-    """A state that has been trained, and what trains it on."""
+    """Returns a trained state, and a function that continues its training."""
     tx = optax.adam(1e-2)
     with strategy.scope():
         params = jax.tree.map(jnp.asarray, PARAMS)
@@ -246,7 +246,7 @@ def adam_training(strategy, steps=1):
     return state, go_on
 
 
-def test_donated_slices_are_reused():
+def test_donated_shards_are_reused():
     state, go_on = adam_training(cpu_strategy(4, shard_update=True))
     old = state[1][0].mu["w"]
     before = {s.data.unsafe_buffer_pointer() for s in old.addressable_shards}
@@ -262,8 +262,8 @@ def test_donated_slices_are_reused():
         go_on(state)
 
 
-def test_the_state_comes_from_anywhere():
-    """Of NumPy, of another strategy, whole, in slices along another axis: it is the same state."""
+def test_state_may_come_from_any_device():
+    """State from NumPy, another strategy, unsharded, or sharded along another axis is the same."""
     strategy = cpu_strategy(4, shard_update=True)
     (whole, _), (sliced, go_on) = adam_training(cpu_strategy(2)), adam_training(strategy)
     mesh = sliced[1][0].mu["w"].sharding.mesh
@@ -282,7 +282,7 @@ def test_the_state_comes_from_anywhere():
         assert set(stored(got[1][0].mu["w"])) == {0.25}
 
 
-def test_one_array_in_two_places():
+def test_one_array_in_two_arguments_is_copied():
     strategy = cpu_strategy(4, shard_update=True)
     state, go_on = adam_training(strategy)
     adam = state[1][0]
@@ -293,7 +293,7 @@ def test_one_array_in_two_places():
     assert set(stored(got[1][0].nu["w"])) == {0.25}
 
 
-def test_a_step_that_reads_it_whole_gets_it_whole():
+def test_step_reads_sharded_state_as_full_arrays():
     strategy = cpu_strategy(4, shard_update=True)
     state, go_on = adam_training(strategy)
     wanted = np.asarray(state[1][0].mu["w"]) @ np.ones((32, 2), np.float32)
@@ -309,8 +309,8 @@ def test_a_step_that_reads_it_whole_gets_it_whole():
     go_on(state)
 
 
-def test_steps_that_take_turns_on_one_optimizer():
-    """One keeps its state in slices, the other reads it whole."""
+def test_steps_alternate_on_one_optimizer():
+    """One step shards the state, the other reads it unsharded."""
 
     def look(optimizer):
         kernels = [x for x in jax.tree.leaves(nnx.state(optimizer)) if x.ndim == 2]
@@ -330,7 +330,7 @@ def test_steps_that_take_turns_on_one_optimizer():
     assert_close(*found, 2e-6)
 
 
-def test_two_models_in_one_step():
+def test_step_trains_two_models():
     def step(models, optimizers, x):
         context = mirror.get_replica_context()
         for model, optimizer in zip(models, optimizers, strict=True):
@@ -349,7 +349,7 @@ def test_two_models_in_one_step():
     assert 0.5 in stored(found[0])
 
 
-def test_a_forgotten_all_reduce_is_still_an_error():
+def test_missing_all_reduce_is_still_an_error():
     strategy = cpu_strategy(2, shard_update=True)
     model, optimizer = nnx_training(strategy)
     (batch,) = strategy.distribute_dataset([X])
@@ -362,7 +362,7 @@ def test_a_forgotten_all_reduce_is_still_an_error():
         strategy.run(step, (model, optimizer, batch))
 
 
-def test_verify_and_the_report_know_slices():
+def test_verify_and_the_report_support_shards():
     strategy = cpu_strategy(4, shard_update=True)
     state, go_on = adam_training(strategy)
     (batch,) = strategy.distribute_dataset([X])
@@ -381,14 +381,14 @@ def test_verify_and_the_report_know_slices():
     collectives = strategy.inspect(step, (state, batch)).collectives
     assert [(row.in_words, row.num_leaves) for row in collectives] == [
         ("reduce-scatter (sum)", 4),
-        ("all-reduce (sum)", 2),  # of what no axis divides, and of the loss
+        ("all-reduce (sum)", 2),  # for arrays without a divisible axis, and for the loss
         ("all-gather", 4),
     ]
-    assert not cpu_strategy(4).program(step, (state, batch)).sharding
+    assert not cpu_strategy(4).inspect(step, (state, batch)).sharding
     go_on(state)
 
 
-def test_the_report_says_what_keeps_state_whole():
+def test_report_names_the_reason_for_unsharded_state():
     strategy = cpu_strategy(4, shard_update=True)
     tx = optax.MultiSteps(optax.adam(1e-2), 2)
     with strategy.scope():
@@ -400,7 +400,7 @@ def test_the_report_says_what_keeps_state_whole():
     assert any("cond" in row.why.split() for row in report.sharding)
 
 
-def test_memory_reports_count_slices(capsys):
+def test_memory_reports_count_shards(capsys):
     options = ["estimate-memory", "mlp", "--devices", "4", "--batch-size", "32", "--json"]
     found = []
     for more in ([], ["--shard-update"]):
@@ -430,7 +430,7 @@ def trainer_of(strategy, **options):
 DATA = {"x": RNG.randn(44, 16).astype(np.float32)}
 
 
-def test_a_checkpoint_is_one_whole_copy(tmp_path):
+def test_checkpoint_of_shards_is_one_full_copy(tmp_path):
     data = mirror.data.from_arrays(DATA, batch_size=16)
     results = {}
     for shard_update in (True, False):
@@ -450,7 +450,7 @@ def test_a_checkpoint_is_one_whole_copy(tmp_path):
             assert (1 / n in parts) is shard_update
 
 
-def test_several_steps_in_one_launch_stay_mirrored():
+def test_grouped_steps_stay_mirrored():
     data = mirror.data.from_arrays(DATA, batch_size=16)
     trainers = [
         trainer_of(cpu_strategy(2, shard_update=each), steps_per_execution=2)
@@ -475,7 +475,7 @@ WHOLE = {
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_where_it_has_no_effect_the_log_says_so(name, caplog):
+def test_log_reports_when_sharding_has_no_effect(name, caplog):
     make, wanted = WHOLE[name]
     with caplog.at_level("INFO", logger="mirror"):
         strategy = make()
@@ -487,8 +487,8 @@ def test_where_it_has_no_effect_the_log_says_so(name, caplog):
     assert_close(state, train(cpu_strategy(2), optax.adam(1e-2))[0], 1e-5)
 
 
-def test_batches_of_unequal_lengths():
-    """They run in stages, with the state whole, and then in slices again."""
+def test_sharded_update_supports_unequal_batches():
+    """They run in stages, with unsharded state, and shard it again afterwards."""
     found = []
     for shard_update in (True, False):
         strategy = cpu_strategy(2, shard_update=shard_update)
@@ -510,6 +510,6 @@ def test_batches_of_unequal_lengths():
     assert 0.5 in stored(found[0])
 
 
-def test_bad_shard_update():
+def test_shard_update_must_be_a_bool():
     with raises(TypeError, names="shard_update", values=["'auto'", True, False]):
         cpu_strategy(2, shard_update="auto")

@@ -1,7 +1,6 @@
-"""The staged executor: the cut, what lies in memory, who waits for whom, and what goes wrong."""
+"""The staged executor: stages, memory, scheduling and errors."""
 
 import gc
-import signal
 import threading
 import tracemalloc
 import weakref
@@ -17,14 +16,16 @@ from flax import nnx
 import mirror
 from mirror import REPLICA_AXIS, PerReplica
 from mirror._src.devices.launch import launch
-from mirror._src.program.staging.flatten import cut
-from mirror._src.program.staging.ir import Collective, Loop, values_of
+from mirror._src.program.atoms import values_of
+from mirror._src.program.staging.flatten import stage_program
+from mirror._src.program.staging.ir import Collective, Loop
 from mirror._src.program.trace import trace
-from tests.laws.test_conformance import CPUS, executor
-from tests.run.test_runner import assert_nothing_compiled, compilations
+from tests.support.compilations import assert_nothing_compiled, compilations
 from tests.support.messages import assert_message, raises
 from tests.support.models import MLP, batches, nnx_step
+from tests.support.strategies import executor
 
+CPUS = jax.devices("cpu")
 N = 2
 
 
@@ -47,7 +48,7 @@ def rows(*shape, num_replicas=N):
 
 
 class Watching(mirror.CrossDeviceOps):
-    """Reduces on the host, and tells each value as it comes."""
+    """Reduces on the host, and reports each value."""
 
     def __init__(self, on_value=None, pack_bytes=0):
         self.pack_bytes = pack_bytes
@@ -64,22 +65,22 @@ class Watching(mirror.CrossDeviceOps):
         return value
 
 
-# The cut
+# Stages
 
 
 def cut_of(fn, *shapes, mirrored=(), pack_bytes=0):
-    """The stages of a function of float32 arrays; those at `mirrored` are the same on all."""
+    """Returns the stages of a function of float32 arrays; `mirrored` are the mirrored positions."""
     avals = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     inputs = [i in mirrored for i in range(len(shapes))]
     program = trace(fn, avals, N)
-    return cut(program, inputs, [False] * len(program.jaxpr.outvars), N, pack_bytes)
+    return stage_program(program, inputs, [False] * len(program.jaxpr.outvars), N, pack_bytes)
 
 
 def kinds_of(cut_program):
-    """What travels after each stage."""
+    """Returns the values reduced after each stage."""
     return [
         [
-            communication.kind
+            communication.primitive
             if isinstance(communication, Collective)
             else type(communication).__name__
             for communication in stage.communications
@@ -89,7 +90,7 @@ def kinds_of(cut_program):
 
 
 def kept_bytes(stage):
-    """What a stage leaves in memory for later."""
+    """Returns the values that each stage keeps for later stages."""
     return sum(value.num_bytes for value in dict.fromkeys(values_of(stage.outputs)))
 
 
@@ -115,12 +116,12 @@ CUTS = {
 
 
 @pytest.mark.parametrize("name", CUTS)
-def test_a_program_is_cut_at_its_collectives(name):
+def test_program_is_split_at_its_collectives(name):
     fn, wanted = CUTS[name]
     assert kinds_of(cut_of(fn, (3,), (3,))) == wanted
 
 
-def test_small_leaves_of_one_dtype_and_level_travel_in_one_buffer():
+def test_small_leaves_of_one_dtype_share_a_buffer():
     def step(a, b, c, large):
         first = psum((a, b, large, c.astype(jnp.int32)))
         return first, jax.lax.pmax(c, REPLICA_AXIS), psum(a * first[0])
@@ -128,7 +129,7 @@ def test_small_leaves_of_one_dtype_and_level_travel_in_one_buffer():
     found = cut_of(step, (3,), (2, 2), (5,), (99,), pack_bytes=40)
     collectives = [list(stage.communications) for stage in found.stages]
     sizes = sorted(
-        (e.kind, str(e.operand.aval.dtype), e.operand.aval.shape) for e in collectives[0]
+        (e.primitive, str(e.operand.aval.dtype), e.operand.aval.shape) for e in collectives[0]
     )
     assert sizes == [
         ("pmax", "float32", (5,)),
@@ -137,12 +138,12 @@ def test_small_leaves_of_one_dtype_and_level_travel_in_one_buffer():
         ("psum", "int32", (5,)),
     ]
     (packed,) = (e for e in collectives[0] if e.operand.aval.shape == (7,))
-    assert packed.in_words.startswith("all-reduce at test_staged.py:")
-    assert packed.in_words.endswith(" in psum and 1 more")
+    assert packed.description.startswith("all-reduce at test_staged.py:")
+    assert packed.description.endswith(" in psum and 1 more")
     assert [len(stage) for stage in collectives] == [4, 1, 0]
 
 
-def test_what_needs_no_gradient_waits_until_the_state_is_given_up():
+def test_operations_without_gradients_are_delayed_until_donation():
     """The decay of a moment is computed where the gradient is, not kept as a copy of the state."""
     big = (64, 64)
 
@@ -158,7 +159,7 @@ def test_what_needs_no_gradient_waits_until_the_state_is_given_up():
     assert [value.aval.shape for value in first.inputs].count(big) == 1
 
 
-def test_what_is_smaller_than_what_it_is_made_of_does_not_wait():
+def test_operations_that_shrink_their_inputs_are_not_delayed():
     """A loss is kept, not the activations that it is the mean of."""
 
     def step(weights, x):
@@ -174,8 +175,8 @@ def test_what_is_smaller_than_what_it_is_made_of_does_not_wait():
     assert (512, 8) not in [value.aval.shape for value in last.inputs]
 
 
-def test_few_values_go_from_stage_to_stage():
-    """Of an MLP with Adam: the gradients, the loss, and what the host gave."""
+def test_stages_pass_few_values():
+    """For an MLP with Adam, stages pass the gradients, the loss, and results from the host."""
     model = MLP(rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
     watching = Watching(pack_bytes=None)
@@ -188,7 +189,7 @@ def test_few_values_go_from_stage_to_stage():
     first, last = cut_program.stages
     gradients = sum(x.nbytes for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
     assert kept_bytes(first) == gradients + 4
-    made_first = {value for operation in first.operations for value in operation.outputs}
+    made_first = {value for step in first.computations for value in step.outputs}
     assert not made_first.intersection(last.inputs)
 
 
@@ -207,7 +208,7 @@ def square_step(model, optimizer, x):
 
 
 def buffers(shape):
-    """How many buffers of this shape each device holds."""
+    """Returns the number of buffers of this shape per device."""
     arrays = [a for a in jax.live_arrays() if a.shape == shape and a.dtype == jnp.float32]
     shards = {
         (shard.device, shard.data.unsafe_buffer_pointer())
@@ -217,7 +218,7 @@ def buffers(shape):
     return Counts(device for device, _ in shards)
 
 
-def test_the_state_is_held_once_and_given_up():
+def test_state_is_stored_once_and_donated():
     """During a collective each device holds one copy of the state and of each gradient."""
     held, gradients = [], []
 
@@ -235,13 +236,13 @@ def test_the_state_is_held_once_and_given_up():
         assert kernel.is_deleted()
         assert moment.is_deleted()
     assert all(each == before for each in held)
-    assert set(gradients) == {0}  # its rows are taken apart before the first is read
+    assert set(gradients) == {0}  # its rows are separated before the first one is read
     assert buffers((64, 64)) == before
     strategy.check_mirrored(state)
 
 
-def test_rows_are_let_go_when_the_host_has_read_them():
-    """Two at most are there at once, however many replicas there are."""
+def test_shards_are_freed_when_the_host_has_read_them():
+    """At most two exist at the same time, for any number of replicas."""
     alive, seen = [], []
 
     def look(value):
@@ -252,14 +253,14 @@ def test_rows_are_let_go_when_the_host_has_read_them():
     strategy = staged(Watching(look), 8)
     strategy.run(psum, (rows(8, num_replicas=8),))
     assert len(alive) == 8
-    assert max(alive) <= 3  # the first, the one before, and the one that comes
+    assert max(alive) <= 3  # the first, the previous and the next one
     gc.collect()
     assert not any(reference() is not None for reference in seen)
 
 
 @pytest.mark.parametrize("ops", [mirror.ReductionToOneDevice, Watching])
-def test_the_host_holds_one_buffer_for_a_collective(ops):
-    """Not one for each of four replicas."""
+def test_host_uses_one_buffer_per_collective(ops):
+    """Not one buffer per replica."""
     strategy, size = staged(ops(), 4), 1 << 20
     step = lambda x: psum(x)[:1]  # noqa: E731
     x = PerReplica.from_stacked(np.ones((4, size), np.float32))
@@ -275,10 +276,10 @@ def test_the_host_holds_one_buffer_for_a_collective(ops):
     assert 4 * size <= peak < 1.2 * 4 * size
 
 
-# Who waits for whom
+# Scheduling
 
 
-def test_all_lanes_are_launched_before_the_host_waits_for_one(monkeypatch):
+def test_host_launches_all_lanes_before_waiting(monkeypatch):
     events = []
 
     def launched(*args, **kwargs):
@@ -293,7 +294,7 @@ def test_all_lanes_are_launched_before_the_host_waits_for_one(monkeypatch):
     assert events == [*both, *every, *both, *every, *both]
 
 
-def test_replicas_are_read_in_their_order_whatever_lane_they_are_in():
+def test_host_reads_replicas_in_order_across_lanes():
     read = []
     with executor("staged in lanes", Watching(read.append)) as strategy:
         strategy.run(psum, (PerReplica([np.float32(i) for i in range(4)]),))
@@ -329,7 +330,7 @@ LOOPS = {
     "fori of none": (lambda x: jax.lax.fori_loop(2, 2, lambda i, c: psum(c), x), 0),
     "while": (lambda x: until(lambda i: i < 3, psum, x), 3),
     "while of none": (lambda x: until(lambda i: i < 0, psum, x), 0),
-    "a test that communications": (lambda x: until(lambda i: psum(i) < 6, lambda x: x * 2, x), 4),
+    "a collective condition": (lambda x: until(lambda i: psum(i) < 6, lambda x: x * 2, x), 4),
     "nested": (lambda x: jax.lax.scan(twice, x, None, 3)[0], 6),
     "cond": (lambda x: jax.lax.cond(psum(1) > 1, lambda: psum(x), lambda: x), 1),
     "cond not taken": (lambda x: jax.lax.cond(psum(1) > 9, lambda: psum(x), lambda: x), 0),
@@ -337,7 +338,7 @@ LOOPS = {
 
 
 @pytest.mark.parametrize("name", LOOPS)
-def test_the_host_runs_a_loop_as_often_as_it_turns(name):
+def test_host_runs_every_iteration_of_a_loop(name):
     step, num_collectives = LOOPS[name]
     watching, x = Watching(), rows(3, 2)
     got = staged(watching).run(step, (x,))
@@ -348,7 +349,7 @@ def test_the_host_runs_a_loop_as_often_as_it_turns(name):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-6)
 
 
-def test_a_loop_that_is_proved_to_turn_alike_may_depend_on_a_collective():
+def test_loop_with_a_mirrored_condition_may_depend_on_a_collective():
     """The number of trips is known only when the step runs."""
 
     def step(x):
@@ -388,7 +389,7 @@ UNSTAGEABLE = {
 
 
 @pytest.mark.parametrize("step", UNSTAGEABLE, ids=lambda f: f.__name__)
-def test_what_cannot_be_cut_is_said_with_its_line(step):
+def test_error_names_the_line_that_cannot_be_split(step):
     names = ["test_staged.py", step.__name__, UNSTAGEABLE[step]]
     with raises(NotImplementedError, names=names, fix="mirror.AllReduce()"):
         staged().run(step, (rows(3),))
@@ -418,7 +419,7 @@ def adds(model, x):
     model.total[...] += psum(x)
 
 
-def test_an_op_that_raises_leaves_the_model_as_it_was():
+def test_failing_ops_leave_the_model_unchanged():
     ops = Failing()
     strategy, model = staged(ops), Counter()
     x = PerReplica([np.ones(2, np.float32)] * 2)
@@ -452,7 +453,7 @@ def fails_on(replica):
 
 
 @pytest.mark.parametrize("replica", [0, 1])
-def test_what_a_callback_raises_comes_out_as_it_is(replica):
+def test_callback_errors_are_raised_unchanged(replica):
     strategy, model = staged(num_devices=4), Counter()
     x = rows(2, num_replicas=4)
     with pytest.raises(LookupError, match="mine"):
@@ -462,7 +463,7 @@ def test_what_a_callback_raises_comes_out_as_it_is(replica):
     np.testing.assert_allclose(model.total[...], np.asarray(x).sum(0), rtol=1e-6)
 
 
-def test_buffers_that_go_while_the_step_runs_are_told():
+def test_error_names_buffers_deleted_during_the_step():
     given = []
     strategy = staged(Watching(lambda _: given[0].delete()))
     with strategy.scope():
@@ -478,41 +479,10 @@ def test_buffers_that_go_while_the_step_runs_are_told():
 # Interrupts and threads
 
 
-@pytest.fixture
-def interrupted():
-    """Runs a function again and again, until a KeyboardInterrupt strikes after so many seconds."""
-    armed = []
-
-    def on_alarm(number, frame):
-        if armed:
-            armed.clear()
-            raise KeyboardInterrupt
-
-    def repeat(secs, fn):
-        with pytest.raises(KeyboardInterrupt):  # noqa: PT012 (the loop is what is interrupted)
-            armed.append(True)
-            signal.setitimer(signal.ITIMER_REAL, secs, 0.1)
-            while armed:
-                try:
-                    fn()
-                except (
-                    Exception
-                ) as error:  # it struck in JAX's C++, which makes another error of it
-                    if "KeyboardInterrupt" in str(error):
-                        raise KeyboardInterrupt from error
-                    raise
-            raise KeyboardInterrupt  # it struck in a weakref's callback, where Python drops it
-
-    before = signal.signal(signal.SIGALRM, on_alarm)
-    yield repeat
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, before)
-
-
 # An interrupt may strike in a callback of the garbage collector, where Python drops it.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("name", ["staged", "staged in lanes"])
-def test_an_interrupt_leaves_the_models_after_a_whole_step(name, interrupted):
+def test_interrupt_leaves_the_models_after_a_complete_step(name, repeat_until_interrupted):
     def step(models, x):
         for model in models:
             adds(model, x)
@@ -522,13 +492,14 @@ def test_an_interrupt_leaves_the_models_after_a_whole_step(name, interrupted):
         x = PerReplica([np.ones(2, np.float32)] * 4)
         strategy.run(step, (models, x))
         for i in range(40):
-            interrupted(0.001 + 0.0002 * i, lambda: strategy.run(step, (models, x)))
+            secs = 0.001 + 0.0002 * i
+            repeat_until_interrupted(secs, lambda: strategy.run(step, (models, x)))
             assert len({float(model.total[...][0]) for model in models}) == 1
         strategy.check_mirrored(models)
     assert not mirror.has_strategy()
 
 
-def test_two_threads_run_steps_at_once():
+def test_threads_run_steps_concurrently():
     strategy, errors = staged(num_devices=4), []
     x = PerReplica([np.ones(2, np.float32)] * 4)
     models = [Counter() for _ in range(3)]
@@ -555,8 +526,8 @@ def test_two_threads_run_steps_at_once():
 
 
 @pytest.mark.parametrize("name", ["staged", "staged on 2", "staged in lanes"])
-def test_the_second_step_compiles_nothing(name, caplog):
-    """Nor does a second set of shapes that was there before, nor a loop's second trip."""
+def test_second_step_compiles_nothing(name, caplog):
+    """Neither a set of shapes seen before nor the second iteration of a loop compiles."""
 
     def step(model, x):
         x = jax.lax.fori_loop(0, 2, lambda i, c: c + pmean(c), x)
@@ -573,7 +544,7 @@ def test_the_second_step_compiles_nothing(name, caplog):
     assert_nothing_compiled(events)
 
 
-def test_a_step_is_traced_once_for_each_set_of_shapes():
+def test_step_is_traced_once_per_set_of_shapes():
     traced = []
 
     def step(x):
@@ -590,7 +561,7 @@ def test_a_step_is_traced_once_for_each_set_of_shapes():
     assert counts == {(3,): 1, (1,): 1}
 
 
-def test_a_mirrored_leaf_may_change_its_shape():
+def test_mirrored_leaf_may_change_its_shape():
     strategy = staged()
 
     def step(weights, x):
@@ -602,8 +573,8 @@ def test_a_mirrored_leaf_may_change_its_shape():
 
 
 @pytest.mark.parametrize("name", ["staged on 2", "staged in lanes"])
-def test_the_replicas_copies_are_bitwise_equal(name):
-    """Also those of lanes, which are compiled apart."""
+def test_copies_of_replicas_are_bitwise_equal(name):
+    """Lanes, which are compiled separately, give equal copies too."""
     with executor(name) as strategy:
         with strategy.scope():
             model = MLP(rngs=nnx.Rngs(0))
@@ -613,7 +584,7 @@ def test_the_replicas_copies_are_bitwise_equal(name):
         strategy.check_mirrored((model, optimizer, loss))
 
 
-def test_a_loop_is_one_talk_of_its_stage():
+def test_loop_is_one_step_of_its_stage():
     found = cut_of(lambda x: jax.lax.fori_loop(0, 2, lambda i, c: c + psum(c), x), (3,))
     (loop,) = found.stages[0].communications
     assert isinstance(loop, Loop)

@@ -1,4 +1,4 @@
-"""Several replicas on each device: what differs from one on each; the rest is in the laws."""
+"""Several replicas per device, where they differ from one; `tests/laws` has the rest."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ def strategy_of(name):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_replica_ids_count_through_one_device_then_the_next(name):
+def test_replica_ids_count_device_by_device(name):
     strategy = strategy_of(name)
     num_devices, on_each = LAYOUTS[name]
     assert strategy.num_replicas_in_sync == N
@@ -36,7 +36,7 @@ def test_replica_ids_count_through_one_device_then_the_next(name):
 
 
 def collectives(x):
-    """Every collective by hand, over the axis of all replicas."""
+    """Every `jax.lax` collective, over the axis of all replicas."""
     axis = mirror.REPLICA_AXIS
     i = jax.lax.axis_index(axis)
     ring = [(j, (j + 1) % N) for j in range(N)]
@@ -59,7 +59,7 @@ def collectives(x):
     }
 
 
-def test_collectives_by_hand_mean_all_replicas():
+def test_lax_collectives_span_all_replicas():
     rows = np.random.RandomState(0).randn(N, 3).astype("float32")
     found = {}
     for name in LAYOUTS:
@@ -104,8 +104,8 @@ MEANS = {
 
 @pytest.mark.parametrize("name", ["8 on 1", "2 on 4"])
 @pytest.mark.parametrize("mean", MEANS)
-def test_a_gradient_is_computed_once_for_all_replicas_of_a_device(name, mean):
-    """Not once for each of them and then summed: a copy each of the gradient of every weight."""
+def test_gradient_is_computed_once_per_device(name, mean):
+    """Not once per replica and then summed, which needs a gradient copy per replica."""
 
     def step(weight, batch):
         gradient = jax.grad(lambda w: (jnp.tanh(batch @ w) ** 2).mean())(weight)
@@ -121,14 +121,14 @@ def test_a_gradient_is_computed_once_for_all_replicas_of_a_device(name, mean):
     assert f"f32[{on_each},24,40]" not in text
 
 
-def test_there_is_one_copy_of_the_state_on_each_device():
+def test_each_device_stores_one_copy_of_the_state():
     strategy = strategy_of("4 on 2")
     with strategy.scope():
         model = MLP(rngs=nnx.Rngs(0))
     assert [s.device for s in model.first.kernel[...].addressable_shards] == list(CPUS[:2])
 
 
-def test_the_second_step_compiles_nothing():
+def test_second_step_compiles_nothing():
     strategy = strategy_of("8 on 1")
     traces = []
 
@@ -143,7 +143,7 @@ def test_the_second_step_compiles_nothing():
     assert len(traces) == before
 
 
-def test_a_copy_that_differs_is_found():
+def test_check_mirrored_finds_a_differing_copy():
     strategy = strategy_of("4 on 2")
     parts = [
         jax.device_put(np.full(3, value), d) for value, d in zip([1.0, 2.0], CPUS[:2], strict=True)
@@ -155,7 +155,7 @@ def test_a_copy_that_differs_is_found():
         strategy.check_mirrored({"w": broken})
 
 
-def test_a_split_device_carries_as_many_replicas(monkeypatch):
+def test_repeated_device_runs_several_replicas(monkeypatch):
     split = (CPUS[0], CPUS[0], CPUS[1], CPUS[1])
     monkeypatch.setattr("mirror._src.devices.resolve.default_devices", lambda: split)
     strategy = mirror.MirroredStrategy()
@@ -165,7 +165,7 @@ def test_a_split_device_carries_as_many_replicas(monkeypatch):
     assert int(strategy.reduce("sum", batch, axis=0)) == 6
 
 
-def test_devices_that_carry_unequal_numbers_are_refused(monkeypatch):
+def test_unequal_numbers_of_replicas_per_device_are_rejected(monkeypatch):
     for devices in [(CPUS[0], CPUS[0], CPUS[1]), (CPUS[0], CPUS[1], CPUS[0], CPUS[1])]:
         monkeypatch.setattr("mirror._src.devices.resolve.default_devices", lambda d=devices: d)
         found = ", ".join(f"/device:CPU:{device.id}" for device in devices)
@@ -178,16 +178,16 @@ def test_devices_that_carry_unequal_numbers_are_refused(monkeypatch):
     [
         (0, ValueError, [0]),
         (-2, ValueError, [-2]),
-        (1.5, TypeError, [1.5, "float", "int"]),
-        (True, TypeError, [True, "bool", "int"]),
+        (1.5, TypeError, [1.5, "float", "integer"]),
+        (True, TypeError, [True, "bool", "integer"]),
     ],
 )
-def test_a_wrong_number_of_replicas_is_refused(count, error, values):
+def test_replicas_per_device_rejects_invalid_values(count, error, values):
     with raises(error, names="replicas_per_device", values=values):
         mirror.MirroredStrategy(CPUS[:1], replicas_per_device=count)
 
 
-def test_what_vmap_cannot_do_is_said():
+def test_operations_without_a_batching_rule_are_named():
     strategy = strategy_of("8 on 1")
 
     def step(x):
@@ -198,7 +198,7 @@ def test_what_vmap_cannot_do_is_said():
         strategy.run(step, (mirror.PerReplica(list(np.arange(8.0))),))
 
 
-def test_the_forgotten_reduction_is_found_here_too():
+def test_missing_reduction_is_found():
     strategy = strategy_of("4 on 2")
     with strategy.scope():
         model = MLP(rngs=nnx.Rngs(0))

@@ -1,4 +1,4 @@
-"""Sums over replicas are taken inside the products: the same numbers, without a copy for each."""
+"""Sums over replicas are computed inside products: the same values, without copies."""
 
 import math
 import re
@@ -107,7 +107,7 @@ def of_float16(w, x):
 
 
 def under_a_mapping_of_its_own(w, x):
-    """Sums over other rows than the replicas': of values with nothing, or a scalar, behind them."""
+    """Sums over other rows than the replicas', of values with no or a scalar trailing axis."""
 
     def total(rows):
         return jax.vmap(lambda row: jax.lax.psum(row, "inner"), axis_name="inner")(rows)
@@ -156,7 +156,7 @@ STEPS = {
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_the_numbers_stay_and_the_copies_go(name):
+def test_rewritten_sums_keep_values_and_avoid_copies(name):
     step, shape, row, merged = STEPS[name]
     w, x = values(*shape), values(ROWS, *row, seed=1)
     rows = jax.vmap(step, in_axes=(None, 0), axis_name="rows", axis_size=ROWS)
@@ -176,7 +176,7 @@ def test_the_numbers_stay_and_the_copies_go(name):
 
 
 def holds_copies(fn, w, x):
-    """Whether a value of the compiled program has the size of one gradient for each row."""
+    """Whether a value of the compiled program has the size of one gradient per row."""
     program = jax.jit(fn).lower(w, x).compile().as_text()
     sizes = re.findall(r"f32\[([\d,]+)\]", program)
     return ROWS * w.size in {math.prod(map(int, size.split(","))) for size in sizes}

@@ -1,4 +1,4 @@
-"""`strategy.inspect` and `strategy.explain`: what is said of steps that are known to be so."""
+"""`strategy.inspect` and `strategy.explain` describe steps with known properties."""
 
 import json
 import re
@@ -20,9 +20,9 @@ from mirror._src.explain.report import Explanation, Seconds
 from mirror._src.explain.timing import split
 from mirror._src.explain.trial import Batches, IdleTimes, Trial, idle_times
 from mirror._src.values.per_replica import PerReplica, on_replicas
-from tests.conftest import cpu_strategy
 from tests.support.messages import assert_message, raises
 from tests.support.models import MLP, batches, losses_of, nnx_step
+from tests.support.strategies import cpu_strategy
 
 SGD = optax.sgd(0.1)
 
@@ -58,7 +58,7 @@ def by_name(rows):
 # program
 
 
-def test_each_variable_has_its_collective(two):
+def test_report_shows_the_collective_of_each_variable(two):
     arguments = training(two, MLP, optax.adam(1e-3))
     before = state_of(*arguments[:2])
     report = two.inspect(nnx_step, arguments)
@@ -77,7 +77,7 @@ def test_each_variable_has_its_collective(two):
         np.testing.assert_array_equal(now, then)
 
 
-def test_statistics_and_keys_are_told(two):
+def test_report_shows_statistics_and_keys(two):
     report = two.inspect(nnx_step, training(two, Net))
     rows = by_name(report.variables)
     assert rows["model.norm.mean"].state == "averaged"
@@ -100,7 +100,7 @@ def forgetful(model, optimizer, batch):
     return {"loss": loss, "id": mirror.get_replica_context().replica_id_in_sync_group + 1, "n": 3}
 
 
-def test_a_forgotten_reduction_is_told_and_not_refused(two):
+def test_report_shows_a_missing_reduction_without_raising(two):
     report = two.inspect(forgetful, training(two, Net))
     assert not report.in_step
     rows = by_name((*report.results, *report.variables))
@@ -134,14 +134,14 @@ def waiting(x):
 
 
 @pytest.mark.parametrize("step", [ensured, hanging, waiting])
-def test_what_the_proof_refuses_is_told(two, step):
+def test_report_shows_what_the_proof_rejects(two, step):
     x = PerReplica([np.ones(3, np.float32)] * 2)
     with pytest.raises(mirror.ReplicaDivergenceError) as caught:
         two.run(step, (x,))
     assert two.inspect(step, (x,)).problems == (str(caught.value),)
 
 
-def test_replicas_of_different_shapes_are_told(two):
+def test_report_shows_replicas_of_different_shapes(two):
     x = PerReplica([np.ones(3, np.float32), np.ones(2, np.float32)])
     report = two.inspect(lambda x: (x.shape[0], x.sum()), (x,))
     assert_message(report.results[0].why, fix="shapes")
@@ -149,7 +149,7 @@ def test_replicas_of_different_shapes_are_told(two):
     assert "ensure_mirrored" in report.problems[0]
 
 
-def test_loops_and_kinds_of_collectives_are_told(two):
+def test_report_shows_loops_and_kinds_of_collectives(two):
     def step(x):
         context = mirror.get_replica_context()
 
@@ -181,7 +181,7 @@ def test_loops_and_kinds_of_collectives_are_told(two):
     assert "<table>" in report._repr_html_()
 
 
-def test_a_step_without_collectives_says_so(two):
+def test_report_of_a_step_without_collectives_is_explicit(two):
     report = two.inspect(lambda x: x + 1, (3.0,))
     assert not report.collectives
     assert_message(str(report), fix="collectives")
@@ -192,7 +192,7 @@ def test_a_step_without_collectives_says_so(two):
     assert "<pre>" in report._repr_html_()
 
 
-def test_a_variable_that_is_no_argument_is_told(two):
+def test_report_shows_captured_variables(two):
     with two.scope():
         total = mirror.Variable(0.0, name="total", aggregation="sum")
         own = mirror.Variable(0.0, name="own", synchronization="on_read", aggregation="sum")
@@ -208,12 +208,12 @@ def test_a_variable_that_is_no_argument_is_told(two):
     assert float(total[...]) == 0.0
 
 
-def test_reports_are_for_the_cross_replica_context(two):
+def test_reports_require_the_cross_replica_context(two):
     def inside(method):
         with raises(RuntimeError, names=f"strategy.{method}"):
             getattr(two, method)(ensured, (1.0,))
 
-    for method in ("program", "explain"):
+    for method in ("inspect", "explain"):
         two.run(lambda method=method: inside(method))
         with raises(TypeError, names="fn", values=[3, "int"], fix="strategy.run(step, args)"):
             getattr(two, method)(3)
@@ -223,7 +223,7 @@ def test_reports_are_for_the_cross_replica_context(two):
 
 
 class Slow:
-    """Batches that take their time."""
+    """Slow batches."""
 
     def __init__(self, secs):
         self.secs = secs
@@ -235,7 +235,7 @@ class Slow:
 
 
 class SlowCollective(CrossDeviceOps):
-    """A network that takes its time."""
+    """A slow network."""
 
     def reduce_implementation(self, op, values):
         time.sleep(0.03)
@@ -297,7 +297,7 @@ BOUND: dict[str, tuple[Any, list[Any], Any]] = {
 
 
 @pytest.mark.parametrize("bound", BOUND)
-def test_the_verdict_is_right_and_the_parts_add_up(bound):
+def test_explain_finds_the_bottleneck_and_its_parts_add_up(bound):
     measure, values, fix = BOUND[bound]
     found = measure()
     assert found.bound == bound, str(found)
@@ -314,7 +314,7 @@ def test_the_verdict_is_right_and_the_parts_add_up(bound):
     assert again["memory"]["peak_bytes"] == found.memory.peak_bytes > 0
 
 
-def test_nothing_changes(two):
+def test_explain_does_not_change_state(two):
     with two.scope():
         count = mirror.Variable(0.0, name="count", aggregation="sum")
     model, optimizer, batch = training(two, MLP)
@@ -333,7 +333,7 @@ def test_nothing_changes(two):
     assert float(count[...]) == 2.0
 
 
-def test_what_lies_on_the_host_is_a_transfer(two):
+def test_explain_counts_host_arrays_as_transfers(two):
     def idle(*args):
         trial = Trial(two._runner, lambda *xs: sum(xs), args, {})
         trial.warm_up(())
@@ -359,7 +359,7 @@ UNKNOWN = {  # name: how many replicas, the step, its batch, and what the reason
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_an_unknown_speedup_says_why(name):
+def test_explain_gives_the_reason_for_an_unknown_speedup(name):
     n, step, x, wanted = UNKNOWN[name]
     found = cpu_strategy(n).explain(step, (x,), steps=1)
     assert found.speedup is None
@@ -371,16 +371,16 @@ def test_an_unknown_speedup_says_why(name):
     ("steps", "error", "values"),
     [
         (0, ValueError, [0]),
-        (2.5, TypeError, [2.5, "float", "int"]),
-        (True, TypeError, [True, "bool", "int"]),
+        (2.5, TypeError, [2.5, "float", "integer"]),
+        (True, TypeError, [True, "bool", "integer"]),
     ],
 )
-def test_steps_are_counted(two, steps, error, values):
+def test_explain_checks_the_number_of_steps(two, steps, error, values):
     with raises(error, names="steps", values=values):
         two.explain(lambda x: x, (1.0,), steps=steps)
 
 
-def test_data_that_end_are_refused_or_read_again(two):
+def test_explain_rejects_or_rereads_exhausted_data(two):
     with raises(ValueError, names="steps", values=3):
         two.explain(lambda x: x, (), data=iter([np.ones(2)] * 3), steps=2)
     shapes = [
@@ -401,14 +401,14 @@ SPLITS = [
 
 
 @pytest.mark.parametrize("case", SPLITS)
-def test_the_parts_add_up_by_definition(case):
+def test_parts_of_an_explanation_add_up(case):
     wall, read, transfer, run, dispatch, collective = case
     found = split(wall, IdleTimes(read, transfer, run), dispatch, collective)
     assert sum(found) == pytest.approx(wall)
     assert min(found) >= 0
 
 
-def test_the_longer_of_host_and_devices_counts_in_full():
+def test_explain_counts_the_longer_of_host_and_devices_in_full():
     assert split(10.0, IdleTimes(6.0, 0.0, 8.0), 2.0, 3.0) == Seconds(6.0, 0.0, 2.0, 1.0, 1.0)
     assert split(10.0, IdleTimes(2.0, 0.0, 8.0), 0.0, 2.0) == Seconds(2.0, 0.0, 0.0, 6.0, 2.0)
     assert split(8.0, IdleTimes(2.0, 0.0, 8.0), 0.0, 2.0) == Seconds(0.0, 0.0, 0.0, 6.0, 2.0)
@@ -426,7 +426,7 @@ def explanation():
     )
 
 
-def test_an_explanation_is_shown(explanation, tmp_path):
+def test_explanation_renders_text_and_html(explanation, tmp_path):
     text = str(explanation)
     assert text.startswith(f"{explanation.heading}\n\n{explanation.verdict}\n\n")
     assert_message(explanation.heading, names="train", values=[2, "10.00 ms"])
@@ -442,7 +442,7 @@ def test_an_explanation_is_shown(explanation, tmp_path):
     assert (tmp_path / "step.png").stat().st_size > 0
 
 
-def test_a_missing_matplotlib_names_its_extra(explanation, monkeypatch):
+def test_plot_requires_matplotlib(explanation, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     wanted = {"names": "matplotlib", "fix": 'pip install "mirror-jax[train]"'}
     with raises(ModuleNotFoundError, **wanted):

@@ -1,4 +1,4 @@
-"""Bytes per device: what is reported and estimated is what lies on the devices and XLA says."""
+"""Memory reports and estimates equal the bytes on the devices and the figures of XLA."""
 
 import collections
 import json
@@ -23,9 +23,9 @@ from mirror._src.cli.estimate.estimate import Estimate, estimate_row
 from mirror._src.explain.memory import memory_report
 from mirror._src.explain.memory_report import COUNTED, Kind, MemoryGroup, MemoryReport
 from mirror._src.values.per_replica import is_per_replica
-from tests.conftest import LAYOUTS, cpu_strategy
 from tests.support import fresh, models
 from tests.support.messages import assert_message
+from tests.support.strategies import LAYOUTS, cpu_strategy
 
 ADAM = optax.adam(1e-3)
 BATCH = models.batches((12,), 1)[0]
@@ -56,7 +56,7 @@ def linen(strategy):
 
 
 def plain(strategy):
-    """No name of it says what is what, but `moments` is Optax's."""
+    """Its names do not tell the kinds of state, but `moments` comes from Optax."""
     weights = {"w": jnp.ones((12, models.CLASSES)), "b": jnp.zeros(models.CLASSES)}
     state = {"weights": weights, "moments": ADAM.init(weights)}
     return plain_step, (state, jnp.ones(7))
@@ -83,7 +83,7 @@ def trainer_loss(model, batch):
 
 
 def bytes_held(tree) -> collections.Counter:
-    """Bytes on each device of all arrays in a tree, by their shards."""
+    """Returns the bytes of all arrays of a tree per device, by their shards."""
     found: collections.Counter = collections.Counter()
     for leaf in jax.tree.leaves(tree):
         if isinstance(leaf, jax.Array):
@@ -104,7 +104,7 @@ def kinds_of_nnx(args):
 
 def kinds_of_linen(args):
     (state,) = args
-    # A Python number at first; from the first step on it is an array, and a state like others.
+    # A Python number becomes an array, and part of the state, in the first step.
     sharding = jax.tree.leaves(state.params)[0].sharding
     step = jax.device_put(np.asarray(state.step, np.int32), sharding)
     return {
@@ -131,7 +131,7 @@ STEPS = {
 
 
 def workload(make):
-    """What makes a workload, with batches on the devices."""
+    """Returns a constructor of workloads with batches on the devices."""
 
     def made(strategy) -> Workload:
         step, args = make(strategy)
@@ -147,8 +147,8 @@ def layout(name):
 
 @pytest.mark.parametrize("name", ["1", "2", "8", "2-on-2", "3-on-1"])
 @pytest.mark.parametrize("step", STEPS)
-def test_the_estimate_is_the_truth(step, name):
-    """Of nothing that exists it says what a run then has on each device, byte by byte."""
+def test_estimate_equals_the_compiled_memory(step, name):
+    """The estimate, made without arrays, equals the bytes of a later run on each device."""
     make, kinds_of = STEPS[step]
     strategy = layout(name)
     row = estimate_row(step, workload(make), strategy)
@@ -170,9 +170,9 @@ def test_the_estimate_is_the_truth(step, name):
     assert found.by_kind[Kind.TEMPORARIES] == compiled.temp_size_in_bytes > 0
     outputs = compiled.output_size_in_bytes - compiled.alias_size_in_bytes
     assert found.by_kind[Kind.RESULTS] == outputs
-    # All inputs are used, so that XLA's own sum of them is another witness.
+    # All inputs are used, so that XLA's own sum confirms them.
     assert sum((found.by_kind[kind] or 0) for kind in COUNTED) == compiled.argument_size_in_bytes
-    # And the same of what is there, which is counted by its shards.
+    # And the same for existing arrays, which are counted by their shards.
     there = memory_report(strategy._runner.examined(fn, (*args, batch), {}), strategy._replicas)
     assert not there.is_estimate
     assert there.by_kind == found.by_kind
@@ -191,8 +191,8 @@ def test_donated_state_is_overwritten(step):
     )
 
 
-def test_a_model_that_fits_nowhere_is_estimated():
-    """Four TiB of parameters, twelve with Adam's state: nothing of it may be allocated."""
+def test_estimate_supports_models_larger_than_any_device():
+    """Four TiB of parameters, twelve with Adam's state, none of which may be allocated."""
     size = 2**20
 
     def make(strategy):
@@ -213,8 +213,8 @@ def test_a_model_that_fits_nowhere_is_estimated():
     assert "TiB" in str(row.report) or "GiB" in str(row.report)
 
 
-def test_what_is_sharded_is_counted_as_it_lies():
-    """Optimizer state that is sharded across the devices is 1/n on each; no rule says so."""
+def test_estimate_counts_sharded_state_per_device():
+    """Optimizer state that is sharded across the devices counts 1/n on each."""
     strategy = layout("8")
     with strategy.scope():
         model = nnx.Linear(16, 16, use_bias=False, rngs=nnx.Rngs(0))
@@ -240,7 +240,7 @@ def test_what_is_sharded_is_counted_as_it_lies():
     assert (group.num_bytes, group.is_whole) == (size + count, False)
 
 
-def test_arrays_from_outside_are_counted():
+def test_estimate_counts_captured_arrays():
     strategy, scale = layout("2"), jnp.ones(1000)
 
     def step(batch):
@@ -253,7 +253,7 @@ def test_arrays_from_outside_are_counted():
     assert_message(group.name, fix="arrays")
 
 
-def test_unequal_batches_are_counted_on_each_device_and_staged():
+def test_estimate_counts_unequal_batches_per_device():
     strategy = layout("2")
     batch = mirror.PerReplica([np.ones((3, 5), np.float32), np.ones((1, 5), np.float32)])
 
@@ -273,7 +273,7 @@ def test_unequal_batches_are_counted_on_each_device_and_staged():
     assert found.to_dict()["bytes"]["temporaries"] is None
 
 
-def test_weak_types_stay_weak():
+def test_estimate_keeps_weak_types():
     """A weakly typed array promotes as it would in a run: bfloat16 stays bfloat16."""
 
     def make(strategy):
@@ -294,7 +294,7 @@ def test_weak_types_stay_weak():
 
 
 def report(devices=2, temporaries=10, results=0, **counts):
-    """A report of some MiB of each kind."""
+    """Returns a report with some MiB of each kind."""
     groups = [
         MemoryGroup(
             Kind(kind.replace("_", " ")), f"a {kind}", 1, mib * 2**20, (mib * 2**20,) * devices
@@ -331,7 +331,7 @@ ADVICE = {  # name: how many MiB, the largest kind, other sizes in the advice, t
 
 
 @pytest.mark.parametrize("name", ADVICE)
-def test_it_says_what_to_shrink_and_how(name):
+def test_advice_names_what_to_shrink_and_how(name):
     counts, largest, sizes, fix = ADVICE[name]
     found = report(**counts)
     assert found.largest.capitalize() == largest
@@ -340,20 +340,20 @@ def test_it_says_what_to_shrink_and_how(name):
     assert found.advice in str(found)
 
 
-def test_state_that_is_sharded_is_not_told_to_be_sharded():
+def test_advice_does_not_suggest_sharding_sharded_state():
     sharded = MemoryGroup(Kind.OPTIMIZER_STATE, "optimizer", 2, 8 * 2**20, (4 * 2**20,) * 2)
     found = MemoryReport("train", ("a", "b"), 2, "cpu", False, (sharded,), 0, 0)
     assert_message(found.advice, values=2, fix="optax.adafactor")
     assert "shard_update" not in found.advice
 
 
-def test_a_report_is_a_table_and_json():
+def test_report_has_a_table_and_json():
     found = report(parameters=30, batch=20, other_state=0)
     assert repr(found) == str(found)
     rows = {row[0]: row[1:3] for row in found.table.rows}
     assert rows["parameters"] == ("30.0 MiB", "50%")
     assert rows["peak estimate"] == ("60.0 MiB", "")
-    assert "other state" not in rows  # nothing in it
+    assert "other state" not in rows  # empty
     assert found._repr_html_().count("<tr>") == len(found.table.rows) + 1
     again = json.loads(json.dumps(found.to_dict()))
     assert again["bytes"]["optimizer_state"] == 0
@@ -362,7 +362,7 @@ def test_a_report_is_a_table_and_json():
     assert again["groups"][0]["device_bytes"] == [30 * 2**20] * 2
 
 
-def test_many_parts_of_an_argument_are_one_group():
+def test_report_groups_the_parts_of_an_argument():
     layers = {f"layer_{i}": jnp.ones(3) for i in range(9)}
     strategy = layout("1")
 
@@ -382,7 +382,7 @@ def test_many_parts_of_an_argument_are_one_group():
 # explain
 
 
-def test_explain_has_it(two):
+def test_explain_contains_the_memory_report(two):
     with two.scope():
         model, optimizer = nnx_net(two)[1]
     data = two.distribute_dataset([BATCH] * 4)
@@ -399,90 +399,12 @@ def test_explain_has_it(two):
 # mirror estimate-memory
 
 
-OWN = """
-import jax.numpy as jnp, mirror, numpy as np, optax
-from flax import nnx
-
-BATCH = {"x": np.zeros((8, 3), np.float32)}
-
-def step(model, optimizer, batch):
-    loss, grads = nnx.value_and_grad(lambda m, b: (m(b["x"]) ** 2).mean())(model, batch)
-    grads, loss = mirror.get_replica_context().all_reduce("mean", (grads, loss))
-    optimizer.update(model, grads)
-    return loss
-
-def objects():
-    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
-    return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
-
-def make(strategy):
-    return step, objects(), [BATCH]
-
-def in_scope(strategy):
-    with strategy.scope():
-        return step, objects(), [{"x": jnp.zeros((8, 3))}]
-
-def training(strategy):
-    model, _ = objects()
-    loss = lambda model, batch: (model(batch["x"]) ** 2).sum(-1)
-    return mirror.Trainer(model, optax.adam(1e-3), loss), [BATCH]
-
-def accumulated(strategy):
-    model, _ = objects()
-    loss = lambda model, batch: (model(batch["x"]) ** 2).sum(-1)
-    return mirror.Trainer(model, optax.adam(1e-3), loss, accumulate_steps=3), [BATCH]
-
-def distributed(strategy):
-    trainer, data = training(strategy)
-    return trainer, strategy.distribute_dataset(data)
-
-def reads(strategy):
-    w = jnp.ones(3)
-    if w.sum() > 2:
-        w = 2 * w
-    return lambda w: w, (w,)
-
-def converts(strategy):
-    return lambda w: w, (np.asarray(jnp.ones(3)),)
-
-def exhausts(strategy):
-    return step, objects(), [{"x": np.ones((2**40, 2**10), np.float32)}]
-
-def outside(strategy):
-    w = jnp.ones(3)
-    return lambda batch: (batch["x"] * w).sum(), (), [BATCH]
-
-def variable(strategy):
-    count = mirror.Variable(jnp.zeros(()), name="count", aggregation="sum")
-    def step(batch):
-        count.assign_add(batch["x"].sum())
-    return step, (), [BATCH]
-
-def unequal(strategy):
-    return lambda x: x.sum(), (mirror.PerReplica([jnp.ones(2), jnp.ones(3)]),)
-
-def forgetful(strategy):
-    def step(model, optimizer, batch):
-        optimizer.update(model, nnx.grad(lambda m: m(batch["x"]).mean())(model))
-    return step, objects(), [BATCH]
-
-def allocates(strategy):
-    import jax
-    with jax.ensure_compile_time_eval():
-        w = jnp.ones(256)
-    return lambda w: w + 1, (w,)
-
-def raises(strategy):
-    raise KeyError("weights")
-
-def nothing(strategy):
-    pass
-"""
+OWN = (fresh.PROGRAMS / "estimate_steps.py").read_text()
 
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    """A file with steps of a user's."""
+    """A user's file with steps."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     file = tmp_path / "model.py"
     file.write_text(OWN)
@@ -495,7 +417,7 @@ def estimated(capsys, *options):
     return json.loads(capsys.readouterr().out)
 
 
-def test_the_command_estimates_a_users_step(own, capsys):
+def test_command_estimates_a_users_step(own, capsys):
     assert cli.main(["estimate-memory", f"{own}:make", "--devices", "8,1,2,2"]) == 0
     out, said = capsys.readouterr()
     heading, table, detail, advice, notes = out.strip().split("\n\n")
@@ -515,7 +437,7 @@ def test_the_command_estimates_a_users_step(own, capsys):
 
 
 @pytest.mark.parametrize("name", ["make", "in_scope", "training"])
-def test_all_ways_to_return_a_step_agree(name, own, capsys):
+def test_command_accepts_all_forms_of_a_step(name, own, capsys):
     found = estimated(capsys, f"{own}:{name}", "--devices", "2")
     (row,) = found["rows"]
     mask = 4 if name == "training" else 0
@@ -526,7 +448,7 @@ def test_all_ways_to_return_a_step_agree(name, own, capsys):
     assert row["platform"] == "cpu"
 
 
-def test_weak_scaling_and_replicas_on_a_device(own, capsys):
+def test_command_supports_weak_scaling_and_replicas_per_device(own, capsys):
     (strong,) = estimated(capsys, f"{own}:make", "--devices", "2")["rows"]
     weak = estimated(capsys, f"{own}:make", "--devices", "2", "--weak")
     assert weak["scaling"] == "weak"
@@ -547,7 +469,7 @@ def test_named_steps_grow_with_the_batch(capsys):
     assert rows[1]["parameters"] == rows[0]["parameters"]
 
 
-def test_what_is_allocated_is_said(own, capsys):
+def test_command_reports_allocated_arrays(own, capsys):
     found = estimated(capsys, f"{own}:allocates", "--devices", "1")
     assert found["rows"][0]["allocated_bytes"] == 1024
     notes = [note for note in found["notes"] if f"{own}:allocates" in note]
@@ -555,7 +477,7 @@ def test_what_is_allocated_is_said(own, capsys):
 
 
 def line_of(code: str) -> str:
-    """A line of the user's file, as messages name it."""
+    """Returns a line of the user's file, as messages name it."""
     number = [line.strip() for line in OWN.splitlines()].index(code) + 1
     return f"model.py:{number}: {code}"
 
@@ -584,7 +506,7 @@ REFUSED = {
         [":variable"],
         {"names": ["count", ":variable"], "fix": "(step, (variable, ...))"},
     ),
-    "unequal": ([":unequal"], {"fix": "shapes"}),
+    "unequal": ([":unequal"], {"values": ["(2,)", "(3,)"]}),
     "distributed": ([":distributed"], {"names": ":distributed", "fix": "(trainer, data)"}),
     "devices": ([":make", "--devices", "9"], {"names": "--devices", "values": [9, 8]}),
     "batch size": (
@@ -595,7 +517,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_estimated_is_refused_in_words(name, own, capsys):
+def test_command_rejects_steps_it_cannot_estimate(name, own, capsys):
     (step, *options), wanted = REFUSED[name]
     step = own + step if step.startswith(":") else step
     options = options or ["--devices", "2"]
@@ -613,7 +535,7 @@ FAILS = {
 
 
 @pytest.mark.parametrize("name", FAILS)
-def test_a_step_that_fails_fails_here_too(name, own, capsys):
+def test_command_reports_errors_of_the_step(name, own, capsys):
     assert cli.main(["estimate-memory", f"{own}:{name}", "--devices", "2"]) == 1
     said = capsys.readouterr().err
     message = said.rpartition("error: ")[2]
@@ -623,14 +545,14 @@ def test_a_step_that_fails_fails_here_too(name, own, capsys):
 
 
 @pytest.mark.parametrize("text", ["a", "-1", "0,"])
-def test_positions_are_numbers(text, capsys):
+def test_donate_option_requires_numbers(text, capsys):
     with pytest.raises(SystemExit, match="2"):
         cli.main(["estimate-memory", "mlp", f"--donate={text}"])
     said = capsys.readouterr().err.partition("error: ")[2]
     assert_message(said, names="--donate", values=repr(text), fix="0,1")
 
 
-def test_devices_are_accelerators_where_there_are_enough(monkeypatch):
+def test_command_prefers_accelerators(monkeypatch):
     there = tuple(jax.devices("cpu"))
 
     def made(asked):
@@ -645,14 +567,14 @@ def test_devices_are_accelerators_where_there_are_enough(monkeypatch):
 
 
 def stand_in_strategy(devices, ops, replicas_per_device, shard_update):
-    """The devices alone, which are not all that there are."""
+    """Has only devices, which need not exist."""
     return types.SimpleNamespace(devices=tuple(devices))
 
 
-def test_more_devices_than_the_machine_has():
-    """In a process of its own, as users run it: host devices are forced."""
+def test_command_estimates_more_devices_than_the_machine_has():
+    """In a new process, as users run it: host devices are forced."""
     code = (
-        "import sys; from mirror import cli\n"
+        "import sys; from mirror._src.cli import main as cli\n"
         "sys.exit(cli.main(['estimate-memory', 'mlp', '--devices', '12', '--batch-size', '24', "
         "'--json']))"
     )
@@ -664,20 +586,20 @@ def test_more_devices_than_the_machine_has():
     assert row["bytes"]["batch"] == 2 * (784 + 1) * 4
 
 
-def test_importing_mirror_does_not_import_it():
+def test_importing_mirror_does_not_import_the_command_line():
     code = "import sys, mirror; print([m for m in sys.modules if '_src.cli' in m])"
     assert fresh.run(code).strip() == "[]"
 
 
-def test_an_estimate_of_several_counts_is_one_table():
+def test_estimate_of_several_device_counts_is_one_table():
     rows = tuple(estimate_row("net", workload(nnx_net), layout(name)) for name in ("1", "2"))
     found = Estimate("net", False, rows)
     assert [row[0] for row in found.table.rows] == ["1", "2"]
     assert len(set(found.notes)) == len(found.notes)
 
 
-def test_batches_stay_as_they_are():
-    """What stands for a batch is a `PerReplica` that takes no memory."""
+def test_estimate_uses_batches_that_take_no_memory():
+    """A batch is represented by a `PerReplica` that takes no memory."""
     found = without_arrays("net", workload(nnx_net), layout("2"))
     batch = found.args[-1]
     leaves = jax.tree.leaves(batch, is_leaf=is_per_replica)

@@ -1,4 +1,4 @@
-"""Tables: their text, their HTML, and what `visualize_placement` says of every kind of leaf."""
+"""Tables as text and HTML, and the table of `visualize_placement` for every kind of leaf."""
 
 import functools
 
@@ -47,7 +47,7 @@ def sharded():
     return jax.device_put(jnp.ones((4, 4)), NamedSharding(mesh, PartitionSpec("a")))
 
 
-# The row of the one leaf, and what its devices hold.
+# The row of the only leaf, and what its devices store.
 LEAVES = {
     "array": (array, ("float32[2,3]", "24 bytes", CPU[0]), {CPU[0]: 24}),
     "array elsewhere": (lambda: array(5), ("float32[2,3]", "24 bytes", CPU[5]), {CPU[5]: 24}),
@@ -102,7 +102,7 @@ LEAVES = {
 
 
 @pytest.mark.parametrize("name", LEAVES)
-def test_every_kind_of_leaf(name):
+def test_table_shows_every_kind_of_leaf(name):
     make, row, held = LEAVES[name]
     table = visualize({"x": make()})
     assert table.headings == ("leaf", "shape", "bytes", "devices")
@@ -117,7 +117,7 @@ def test_every_kind_of_leaf(name):
 
 
 @pytest.mark.parametrize("tree", [None, {}, [], (None, {"a": ()}), nnx.Variable(None)])
-def test_nothing_is_a_total_of_nothing(tree):
+def test_table_of_an_empty_tree_has_a_zero_total(tree):
     assert visualize(tree).rows == [("total", "", "0 bytes", "")]
 
 
@@ -136,7 +136,7 @@ def paths(tree):
     return [row[0] for row in visualize(tree).rows[:-1]]
 
 
-def test_objects_are_opened():
+def test_table_lists_variables_of_objects():
     leaves = [
         "count",
         "held['a']",
@@ -151,7 +151,7 @@ def test_objects_are_opened():
     assert sorted(paths({"m": [Mixed()]})) == [f"['m'][0].{leaf}" for leaf in leaves]
 
 
-def test_an_optimizer_is_opened():
+def test_table_lists_optimizer_state():
     model = mirrored(lambda: nnx.Linear(2, 1, rngs=nnx.Rngs(0)))
     optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
     moments = [f"opt_state.0.{m}.{p}" for m in ("mu", "nu") for p in ("bias", "kernel")]
@@ -160,7 +160,7 @@ def test_an_optimizer_is_opened():
     assert {row[3] for row in visualize(model).rows[:-1]} == {BOTH}
 
 
-def test_an_array_that_stands_twice_counts_once():
+def test_table_counts_shared_arrays_once():
     tied = array()
     rows = visualize({"a": tied, "b": nnx.Param(tied), "c": array()}).rows
     assert [row[2] for row in rows] == ["24 bytes"] * 3 + ["48 bytes"]
@@ -175,7 +175,7 @@ TRANSFORMS = {
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_tracers_are_said_to_be_traced(name):
+def test_table_marks_tracers(name):
     tables = []
 
     def fn(x):
@@ -186,7 +186,7 @@ def test_tracers_are_said_to_be_traced(name):
     assert [row[1:] for row in tables[0].rows[:-1]] == [("float32[2]", "0 bytes", "traced")] * 2
 
 
-def test_a_traced_key_adds_nothing_to_the_program():
+def test_table_of_a_traced_key_adds_no_operation():
     def fn(key):
         assert visualize(key).rows[0] == ("value", "key<fry>[]", "0 bytes", "traced")
         return key
@@ -194,13 +194,13 @@ def test_a_traced_key_adds_nothing_to_the_program():
     assert not jax.make_jaxpr(fn)(jax.random.key(0)).eqns
 
 
-def test_a_table_is_aligned_text():
+def test_table_prints_aligned_text():
     table = Table(("a", "bbb"), [("long", "x"), ("", "yy")])
     assert repr(table) == str(table) == "a     bbb\nlong  x\n      yy"
     assert repr(Table(("a", "b"), [])) == "a  b"
 
 
-def test_a_table_is_html_and_escapes():
+def test_table_renders_escaped_html():
     table = visualize({"<script>": "&"})
     html = table._repr_html_()
     assert "<script>" not in html
@@ -211,7 +211,7 @@ def test_a_table_is_html_and_escapes():
     assert Table(("<",), [])._repr_html_().count("&lt;") == 1
 
 
-def test_looking_changes_nothing():
+def test_table_does_not_change_its_values():
     model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
     before = [id(v.get_raw_value()) for v in jax.tree.leaves(nnx.state(model), is_leaf=is_variable)]
     visualize(model)

@@ -1,4 +1,4 @@
-"""Random replica programs, held against a reference that uses no JAX.
+"""Random replica programs, compared with a reference without JAX.
 
 `program` describes a step as plain data, `generate` draws such descriptions, `reference` runs one
 as NumPy coroutines that meet at the collectives, `lowering` makes a JAX step of it, and `laws` says

@@ -1,4 +1,4 @@
-"""`python -m tests.fuzz PROFILE SEED`: shows one program, checks it, and shrinks what breaks a law.
+"""`python -m tests.fuzz PROFILE SEED`: shows a program, checks it, and shrinks a violation.
 
 With `--run` it runs under every executor as well; `--secs` goes on with the seeds that follow.
 """
@@ -30,7 +30,7 @@ def main() -> int:
     parser.add_argument("profile", choices=[*PROFILES])
     parser.add_argument("seed", type=int)
     parser.add_argument("--run", action="store_true", help="run it under every executor as well")
-    parser.add_argument("--secs", type=float, default=0.0, help="go on with the seeds that follow")
+    parser.add_argument("--secs", type=float, default=0.0, help="continue with the following seeds")
     parser.add_argument("--quiet", action="store_true", help="show only programs that break a law")
     options = parser.parse_args()
     strategies = cpu_strategies()

@@ -1,4 +1,4 @@
-"""Faults to plant in mirror, by the text of a function, which the search must find."""
+"""Faults that the search must find, as replacements in the source of mirror."""
 
 import inspect
 import textwrap
@@ -18,13 +18,13 @@ class Fault:
     """A change of a function's text.
 
     Attributes:
-        owner: the module or class that has the function.
-        name: the function's name.
-        text: what stands there.
-        planted: what stands there instead.
-        profile: programs of which profile show it.
-        law: which law they break, or how its name begins.
-        executor: who must run them, where the proof alone does not show it.
+        owner: The module or class that has the function.
+        name: The name of the function.
+        text: The text to replace.
+        planted: The replacement.
+        profile: The profile of the programs that show the fault.
+        law: The law that they violate, or a prefix of its name.
+        executor: The executor that shows the fault, if the proof alone does not.
     """
 
     owner: Any
@@ -47,14 +47,14 @@ class Fault:
 
 
 _PROOF = proof._Pass
-_AGAIN = "_, test_after = self.closed(test, [*test_consts, *carry])"
+_AGAIN = "_, test_after = self.walk(test, [*test_consts, *carry])"
 
 FAULTS = {
     "a Ref that a while's test writes": Fault(_PROOF, "while_loop", _AGAIN, "pass"),
     "a Ref that is written under control": Fault(
-        _PROOF, "written", "value.join(Mark(self.control))", "value"
+        _PROOF, "write", "value.join(Mark(self.control))", "value"
     ),
-    "a Ref that is written": Fault(_PROOF, "written", "mark.join(value) if", "mark if"),
+    "a Ref that is written": Fault(_PROOF, "write", "mark.join(value) if", "mark if"),
     "a collective under control": Fault(
         _PROOF,
         "equation",
@@ -63,13 +63,11 @@ FAULTS = {
         law="hang",
     ),
     "a collective of groups": Fault(
-        proof, "_spans_whole_axis", 'eqn.params.get("axis_index_groups") is None', "True"
+        proof, "spans_whole_axis", 'eqn.params.get("axis_index_groups") is None', "True"
     ),
-    "a permutation": Fault(proof, "_gives_all_the_same", "and not operands.per_replica", ""),
-    "a permutation that leaves replicas out": Fault(
-        proof, "_gives_all_the_same", "== num_replicas", "> 0"
-    ),
-    "a branch that replicas choose": Fault(
+    "a permutation": Fault(proof, "_is_mirrored", "and not operands.per_replica", ""),
+    "a permutation that omits replicas": Fault(proof, "_is_mirrored", "== num_replicas", "> 0"),
+    "a branch chosen per replica": Fault(
         proof, "chosen", "else mark.join(predicate.of(None))", "else mark"
     ),
     "a carry after the first round": Fault(_PROOF, "scan", "if joined == marks", "if True"),
@@ -96,7 +94,7 @@ FAULTS = {
     ),
     "small all-reduces read in a loop": Fault(
         flatten,
-        "packed",
+        "pack_collectives",
         "and step.outputs[0] not in read_inside",
         "",
         profile="staged",
@@ -105,15 +103,15 @@ FAULTS = {
     ),
     "groups, on the host": Fault(
         staged,
-        "carry_out",
+        "run_on_host",
         'collective.params.get("axis_index_groups") or',
         "",
         profile="collective",
         law="staged",
         executor="staged",
     ),
-    "a permutation that leaves replicas out, in rows": Fault(
-        collectives.RowCollectives,
+    "a permutation that omits replicas, in rows": Fault(
+        collectives.VmapCollectives,
         "_ppermute",
         "if len(source) == self._num_replicas",
         "if True",

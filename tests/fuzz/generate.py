@@ -22,7 +22,7 @@ _SCALAR = Kind("int32", ())
 
 @dataclass(frozen=True)
 class Profile:
-    """What programs consist of.
+    """The composition of random programs.
 
     Attributes:
         size: about how many statements a program has at its top.
@@ -207,7 +207,7 @@ class _Generator:
         )
 
     def of(self, scope: _Scope, kind: Kind, *, same: bool = False) -> _Value:
-        """A value of this kind, made from another if there is none."""
+        """A value of this kind, created from another kind if necessary."""
         if kind.is_ragged:
             found = self.some(scope, lambda v: v.kind.is_ragged and v.kind.shape == kind.shape)
         else:
@@ -500,7 +500,7 @@ class _Generator:
         return tuple(value.number for value in outputs)
 
     def carried(self, scope: _Scope, *, differs: bool) -> tuple[list[_Value], list[bool]]:
-        """What a loop starts with, and what it may become."""
+        """The initial carry of a loop, and the kinds it may become."""
         carry = [self.some(scope) for _ in range(self.rng.choice([1, 1, 2]))]
         return carry, [differs or v.differs or self.rng.random() < 0.4 for v in carry]
 

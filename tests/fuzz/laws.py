@@ -1,4 +1,4 @@
-"""The laws, the search for a program that breaks one, and what is left of it when it shrinks."""
+"""The laws, the search for programs that violate one, and their shrinking."""
 
 import time
 import warnings
@@ -39,7 +39,7 @@ class Failure:
 
 @dataclass
 class Tally:
-    """What came of the programs that were checked."""
+    """The outcomes of the checked programs."""
 
     programs: int = 0
     accepted: int = 0
@@ -88,7 +88,7 @@ def _drawn(rng: np.random.Generator, kind: Kind, program: Program, replica: int)
 
 
 def arguments(program: Program, rows: Rows) -> tuple[Any, ...]:
-    """The same, as `run` takes them."""
+    """The inputs in the form that `run` accepts."""
     columns = zip(*rows, strict=True)
     return tuple(
         mirror.PerReplica(column) if differs else column[0]
@@ -109,7 +109,7 @@ def inspected(strategy: mirror.Strategy, program: Program, rows: Rows) -> tuple[
 
 
 def proof_law(strategy: mirror.Strategy, program: Program, tally: Tally) -> Failure | None:
-    """What is said to be mirrored is, and what is accepted cannot hang."""
+    """Values marked mirrored are equal, and accepted programs cannot hang."""
     every = [inputs_of(program, seed) for seed in range(NUM_INPUTS)]
     mirrored, problems = inspected(strategy, program, every[0])
     found = [simulate(program, rows) for rows in every]

@@ -1,4 +1,4 @@
-"""From a description to a step in JAX."""
+"""Lowers a program to a step in JAX."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

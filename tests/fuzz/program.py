@@ -105,7 +105,7 @@ def has_effects(statement: Statement) -> bool:
 
 
 def _flows(statement: Statement) -> tuple[list[int], list[tuple[int, Sequence[int]]]]:
-    """What decides how it runs; and for each value that it makes or hands in, what that reads."""
+    """The values that decide how it runs; for each value that it makes or passes, its inputs."""
     op, args, outs, blocks = statement.op, statement.args, statement.outs, statement.blocks
     if not blocks:
         if op == "context_reduce":

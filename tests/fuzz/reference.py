@@ -1,4 +1,4 @@
-"""What each replica computes, by NumPy alone: replicas are coroutines that stop at collectives."""
+"""Simulates replicas in NumPy: they are coroutines that stop at collectives."""
 
 from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple
@@ -68,7 +68,7 @@ def simulate(program: Program, inputs: Sequence[Sequence[np.ndarray]]) -> list[l
 def _meet(
     statement: Statement, operands: list[tuple[np.ndarray, ...]]
 ) -> list[tuple[np.ndarray, ...]]:
-    """What each replica gets in a collective to which each has brought its operands."""
+    """Returns each replica's result of a collective, given the operands of all replicas."""
     rule = _COLLECTIVES[statement.op]
     columns = [
         list(column) if any(each is None for each in column) else rule(statement.params, column)

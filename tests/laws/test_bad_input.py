@@ -1,11 +1,7 @@
-"""What users do wrong: each mistake has a message, and leaves the models as they were."""
+"""Mistakes of users: each raises its message and leaves the models unchanged."""
 # ruff: noqa: E501 (a mistake and its message are one row)
 
 import functools
-import signal
-import subprocess
-import sys
-import textwrap
 import threading
 import traceback
 import warnings
@@ -19,24 +15,11 @@ from flax import nnx
 
 import mirror
 from mirror import PerReplica
-from tests.conftest import cpu_strategy
+from tests.programs import donated_buffers
 from tests.support import fresh
+from tests.support.counters import Counter, count, read
 from tests.support.messages import assert_message, raises
-
-
-class Counter(nnx.Module):
-    def __init__(self, value=0.0):
-        self.total = nnx.Param(jnp.full(4, value))
-        self.deterministic = False
-        self.none = nnx.Variable(None)
-
-
-def count(model, by=1.0):
-    model.total[...] = model.total[...] + by
-
-
-def read(model):
-    return model.total[...].sum()
+from tests.support.strategies import cpu_strategy
 
 
 def deleted():
@@ -61,7 +44,7 @@ def through_a_helper(x):
 
 
 class Holder:
-    """No nnx object, but it holds one."""
+    """Not an nnx object, but holds one."""
 
     def __init__(self):
         self.model = Counter()
@@ -71,7 +54,7 @@ class Holder:
 
 
 class NamedLike(nnx.Module):
-    """Has an attribute of the name of a global nnx object."""
+    """Has an attribute with the name of a global nnx object."""
 
     def __init__(self):
         self.OTHER = nnx.Param(jnp.ones(2))
@@ -84,10 +67,10 @@ def jitted(x):
 
 OPS = ["sum", "mean", "min", "max"]
 CALLS = {
-    "no function": (lambda s: s.run(3, ()), TypeError, {"names": "fn", "values": [3, "int"], "fix": "strategy.run(step, args)"}),
-    "args is no tuple": (lambda s: s.run(read, Counter()), TypeError, {"names": ["args", "Counter"], "fix": "strategy.run(step, (model, batch))"}),
+    "fn not callable": (lambda s: s.run(3, ()), TypeError, {"names": "fn", "values": [3, "int"], "fix": "strategy.run(step, args)"}),
+    "args not a tuple": (lambda s: s.run(read, Counter()), TypeError, {"names": ["args", "Counter"], "fix": "strategy.run(step, (model, batch))"}),
     "args is an array": (lambda s: s.run(read, np.ones(3)), TypeError, {"names": "args", "values": "float64[3]", "fix": "strategy.run(step, (model, batch))"}),
-    "kwargs is no dict": (lambda s: s.run(read, (), [1]), TypeError, {"names": "kwargs", "values": ["[1]", "list"]}),
+    "kwargs not a dict": (lambda s: s.run(read, (), [1]), TypeError, {"names": "kwargs", "values": ["[1]", "list"]}),
     "donated out of range": (lambda s: s.run(lambda x: x, (1.0,), donate_argnums=1), ValueError, {"names": ["donate_argnums", "<lambda>"], "values": ["(1,)", 1]}),
     "donated negative": (lambda s: s.run(lambda x: x, (1.0,), donate_argnums=(0, -1)), ValueError, {"names": ["donate_argnums", "<lambda>"], "values": -1}),
     "donated by name": (lambda s: s.run(lambda x: x, (1.0,), donate_argnums="x"), (ValueError, TypeError), {"names": "donate_argnums", "values": ["'x'", "str"], "fix": "donate_argnums=0"}),
@@ -116,10 +99,10 @@ CALLS = {
     "partial in a list": (lambda s: s.run(functools.partial(lambda ms, x: read(ms[0]), [Counter()]), (1.0,)), ValueError, {"names": "<lambda>", "values": ["Param", "float32[4]"], "fix": "strategy.run(<lambda>"}),
     "a model's method": (lambda s: s.run(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), (np.ones((2, 2)),)), ValueError, {"names": "Linear", "fix": "strategy.run(Linear"}),
     "a bound method of a model": (lambda s: s.run(nnx.Linear(2, 2, rngs=nnx.Rngs(0)).__call__, (np.ones((2, 2)),)), ValueError, {"names": "__call__", "fix": "strategy.run(__call__"}),
-    "a method of what holds a model": (lambda s: s.run(Holder().step, (1.0,)), ValueError, {"names": "step", "values": ["Param", "float32[4]"], "fix": "strategy.run(step"}),
+    "a method of an object with a model": (lambda s: s.run(Holder().step, (1.0,)), ValueError, {"names": "step", "values": ["Param", "float32[4]"], "fix": "strategy.run(step"}),
     "an all_gather of scalars": (lambda s: s.run(lambda x: mirror.get_replica_context().all_gather(x), (1.0,)), ValueError, {"names": ["all_gather", "axis"], "values": [0, "()"], "fix": "x[None]"}),
     "an unknown op": (lambda s: s.run(lambda x: mirror.get_replica_context().all_reduce("avg", x), (1.0,)), ValueError, {"names": "op", "values": "'avg'", "fix": OPS}),
-    "an op of a wrong type": (lambda s: s.run(lambda x: mirror.get_replica_context().all_reduce(0, x), (1.0,)), TypeError, {"names": "op", "values": [0, "int"], "fix": OPS}),
+    "an op of another type": (lambda s: s.run(lambda x: mirror.get_replica_context().all_reduce(0, x), (1.0,)), TypeError, {"names": "op", "values": [0, "int"], "fix": OPS}),
     "a reduced key": (lambda s: s.run(lambda: mirror.get_replica_context().all_reduce("sum", jax.random.key(0))), TypeError, {"fix": ["PRNG", "jax.random.key_data(key)"]}),
     "reduce of nothing": (lambda s: s.reduce("sum", {"a": None}), ValueError, {"names": "reduce", "values": "{'a': None}"}),
     "reduce of text": (lambda s: s.reduce("sum", ["text"]), TypeError, {"names": "reduce", "values": ["'text'", "str"], "fix": ["strategy.run", "PerReplica"]}),
@@ -133,11 +116,11 @@ CALLS = {
     "an axis twice": (lambda s: s.reduce("sum", one_of(np.ones(3)), axis=(0, -1)), ValueError, {"names": "axis"}),
     "gather of a scalar": (lambda s: s.gather(one_of(1.0)), ValueError, {"names": "axis", "values": [0, "()"]}),
     "gather along two axes": (lambda s: s.gather(one_of(np.ones((1, 1))), axis=(0, 1)), TypeError, {"names": "axis", "values": "(0, 1)", "fix": "int"}),
-    "gather along none": (lambda s: s.gather(one_of(np.ones(1)), axis=None), TypeError, {"names": "axis", "values": "None", "fix": "int"}),
-    "a mask of numbers": (lambda s: s.reduce("sum", one_of(np.ones(3)), where=np.ones(3)), TypeError, {"names": "where", "values": ["float32", "bool"], "fix": "weights > 0"}),
-    "a mask that does not fit": (lambda s: s.reduce("sum", one_of(np.ones(3)), where=np.ones(2, bool)), ValueError, {"names": "where", "values": ["(2,)", "(3,)"]}),
+    "gather along axis None": (lambda s: s.gather(one_of(np.ones(1)), axis=None), TypeError, {"names": "axis", "values": "None", "fix": "int"}),
+    "a mask of numbers": (lambda s: s.reduce("sum", one_of(np.ones(3)), where=np.ones(3)), TypeError, {"names": "where", "values": ["float32", "boolean"], "fix": "weights > 0"}),
+    "a mask of another shape": (lambda s: s.reduce("sum", one_of(np.ones(3)), where=np.ones(2, bool)), ValueError, {"names": "where", "values": ["(2,)", "(3,)"]}),
     "an unknown reduction": (lambda s: s.reduce("average", 1.0), ValueError, {"names": "op", "values": "'average'", "fix": OPS}),
-    "local results of others": (lambda s: s.local_results(PerReplica([1, 2, 3])), ValueError, {"values": ["PerReplica(1, 2, 3)", 3, 2]}),
+    "local results of another strategy": (lambda s: s.local_results(PerReplica([1, 2, 3])), ValueError, {"values": ["PerReplica(1, 2, 3)", 3, 2]}),
     "no values": (lambda s: PerReplica([]), ValueError, {"names": "PerReplica", "values": "[]"}),
     "values of other ranks": (lambda s: PerReplica([np.ones(2), np.ones((3, 1))]), ValueError, {"values": ["float64[2]", "float64[3,1]"]}),
     "values of other dtypes": (lambda s: PerReplica([np.ones(2), np.ones(2, int)]), ValueError, {"values": ["float64[2]", "int64[2]"]}),
@@ -148,7 +131,7 @@ CALLS = {
     "texts as values": (lambda s: PerReplica(["a", "b"]), TypeError, {"names": "PerReplica", "values": ["'a'", "str"]}),
     "stacked without an axis": (lambda s: PerReplica.from_stacked(np.float32(1)), ValueError, {"values": "float32[]", "fix": "(num_replicas, *shape)"}),
     "stacked of a list": (lambda s: PerReplica.from_stacked([1, 2]), ValueError, {"values": ["[1, 2]", "list"], "fix": "(num_replicas, *shape)"}),
-    "no ops": (lambda s: cpu_strategy(2, cross_device_ops="nccl"), TypeError, {"names": "cross_device_ops", "values": ["'nccl'", "str"], "fix": "mirror.AllReduce()"}),
+    "invalid cross_device_ops": (lambda s: cpu_strategy(2, cross_device_ops="nccl"), TypeError, {"names": "cross_device_ops", "values": ["'nccl'", "str"], "fix": "mirror.AllReduce()"}),
     "a class of ops": (lambda s: cpu_strategy(2, cross_device_ops=mirror.AllReduce), TypeError, {"names": ["cross_device_ops", "CrossDeviceOps"], "fix": "mirror.AllReduce()"}),
     "negative packing": (lambda s: mirror.AllReduce(-1), ValueError, {"names": "pack_bytes", "values": [-1, 0]}),
     "no devices": (lambda s: mirror.MirroredStrategy([]), ValueError, {"names": "devices", "values": "[]", "fix": "None"}),
@@ -160,7 +143,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_mistake_has_its_message(name, two):
+def test_mistakes_raise_their_message(name, two):
     call, kind, wanted = CALLS[name]
     with raises(kind, **wanted):
         call(two)
@@ -168,8 +151,8 @@ def test_a_mistake_has_its_message(name, two):
 
 
 @pytest.mark.parametrize("rows", [1, 3, 4])
-def test_another_number_of_replicas_is_refused_wherever_it_lies(rows, two):
-    """Also where the array lies as those did that were right."""
+def test_run_rejects_values_of_another_replica_count(rows, two):
+    """Also if the array has the placement of a valid argument."""
 
     def step(batch):
         return mirror.get_replica_context().all_gather(batch)
@@ -185,7 +168,7 @@ def test_another_number_of_replicas_is_refused_wherever_it_lies(rows, two):
 
 
 @pytest.mark.filterwarnings("ignore:.*step.*distribute_dataset")
-def test_an_array_may_lie_as_another_kind_of_argument_does(strategy):
+def test_run_accepts_arrays_placed_like_another_argument(strategy):
     """A mirrored array wrapped as per-replica rows, and rows passed as one whole array."""
     n = strategy.num_replicas_in_sync
     rows = np.arange(2.0 * n).reshape(n, 2)
@@ -207,7 +190,7 @@ def test_an_array_may_lie_as_another_kind_of_argument_does(strategy):
             np.testing.assert_array_equal(joined, np.tile(rows.ravel(), n))
 
 
-def test_an_attribute_named_like_a_global_model_is_no_capture(two):
+def test_run_ignores_attributes_named_like_a_global_model(two):
     def step(model, x):
         return x + model.OTHER[...].sum()
 
@@ -255,7 +238,7 @@ STRUCTURES = {
 
 
 @pytest.mark.parametrize("step", STRUCTURES, ids=lambda f: f.__name__)
-def test_a_changed_structure_is_refused_and_undone(step, two):
+def test_run_rejects_and_reverts_a_changed_structure(step, two):
     model = Counter(1.0)
     before = nnx.graphdef(model)
     with raises(ValueError, names=step.__name__, fix="nnx.pop(model, nnx.Intermediate)") as error:
@@ -266,7 +249,7 @@ def test_a_changed_structure_is_refused_and_undone(step, two):
     np.testing.assert_array_equal(model.total[...], 2.0)
 
 
-def test_a_model_that_cannot_be_taken_apart_says_so(two):
+def test_run_rejects_variables_set_to_objects(two):
     def step(model):
         model.total.set_value(object())
 
@@ -274,7 +257,7 @@ def test_a_model_that_cannot_be_taken_apart_says_so(two):
         two.run(step, (Counter(),))
 
 
-def test_a_variable_that_holds_no_array_is_refused(two):
+def test_run_rejects_variables_without_an_array(two):
     model = Counter()
     model.bad = nnx.Variable("text")
     with raises((ValueError, TypeError), names="bad", values=["'text'", "str"]):
@@ -283,7 +266,7 @@ def test_a_variable_that_holds_no_array_is_refused(two):
 
 @pytest.mark.parametrize("when", ["before any run", "after a run"])
 @pytest.mark.parametrize("value", ["PerReplica", "tuple", "text"])
-def test_a_variable_set_to_what_is_no_array_is_refused(when, value, two):
+def test_run_rejects_variables_set_to_non_arrays(when, value, two):
     model = Counter()
     if when == "after a run":
         two.run(read, (model,))
@@ -298,7 +281,7 @@ def test_a_variable_set_to_what_is_no_array_is_refused(when, value, two):
         two.run(read, (model,))
 
 
-def test_a_variable_filled_between_runs(two):
+def test_run_reads_variables_filled_between_calls(two):
     model = Counter()
     two.run(read, (model,))
     model.none.set_value(jnp.ones(3))
@@ -306,14 +289,14 @@ def test_a_variable_filled_between_runs(two):
 
 
 @pytest.mark.parametrize("kind", ["ref", "hijax"])
-def test_a_reference_variable_is_refused(kind, two):
+def test_run_rejects_reference_variables(kind, two):
     model = Counter()
     model.w = nnx.Param(jnp.ones(2), **{kind: True})
     with raises(TypeError, names="w", values=["ref=True", "hijax=True"]):
         two.run(read, (model,))
 
 
-def test_a_forgotten_reduction_leaves_the_model_as_it_was(two):
+def test_missing_reduction_leaves_the_model_unchanged(two):
     model = Counter(1.0)
     fix = 'all_reduce("mean", grads)'
     with raises(mirror.ReplicaDivergenceError, names=["count", "model.total", "by"], fix=fix):
@@ -325,7 +308,7 @@ def test_a_forgotten_reduction_leaves_the_model_as_it_was(two):
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt, ValueError, RuntimeError])
 @pytest.mark.parametrize("warm", [False, True], ids=["first", "later shape"])
-def test_an_error_in_the_step_comes_out_once_and_leaves_the_model(error, warm, two):
+def test_error_in_a_step_is_raised_once_and_leaves_the_model_unchanged(error, warm, two):
     model, calls = Counter(1.0), []
 
     def step(model, x):
@@ -350,14 +333,14 @@ def test_an_error_in_the_step_comes_out_once_and_leaves_the_model(error, warm, t
     assert not mirror.has_strategy()
 
 
-def test_nan_is_a_value_like_others(two):
+def test_nan_passes_through_a_step(two):
     model = Counter(np.nan)
     two.run(count, (model,))
     two.check_mirrored(model)
     assert np.isnan(np.asarray(model.total[...])).all()
 
 
-def test_a_step_under_debug_nans_leaves_the_model_usable(two):
+def test_model_stays_usable_after_a_step_under_debug_nans(two):
     model = Counter()
 
     def step(model):
@@ -368,35 +351,11 @@ def test_a_step_under_debug_nans_leaves_the_model_usable(two):
     np.testing.assert_array_equal(model.total[...], 0.0)
 
 
-@pytest.fixture
-def interrupt_soon():
-    """Raises a KeyboardInterrupt in the main thread, once, a while after each call of it."""
-    armed = []
-
-    def on_alarm(number, frame):
-        if armed:
-            armed.clear()
-            raise KeyboardInterrupt
-
-    def start(secs):
-        armed.append(True)
-        signal.setitimer(signal.ITIMER_REAL, secs, 0.1)
-
-    def has_struck():
-        return not armed
-
-    start.has_struck = has_struck
-    before = signal.signal(signal.SIGALRM, on_alarm)
-    yield start
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, before)
-
-
 # An interrupt may strike in a callback of the garbage collector, where Python drops it.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("n", [1, 2])
-def test_an_interrupted_loop_leaves_the_model_after_a_whole_step(n, interrupt_soon):
-    """Wherever it strikes: the arrays of before the step are given up, so those of after must stay."""
+def test_interrupt_leaves_the_model_after_a_complete_step(n, repeat_until_interrupted):
+    """At any time: a step donates the arrays it was given, so its new arrays must be kept."""
     strategy, models = cpu_strategy(n), [Counter() for _ in range(10)]
 
     def step(models):
@@ -405,20 +364,15 @@ def test_an_interrupted_loop_leaves_the_model_after_a_whole_step(n, interrupt_so
 
     strategy.run(step, (models,))
     for i in range(100):
-        with pytest.raises(KeyboardInterrupt):  # noqa: PT012 (the loop is what is interrupted)
-            interrupt_soon(0.0005 + 0.00005 * i)
-            for _ in range(10**6):
-                strategy.run(step, (models,))
-                if interrupt_soon.has_struck():  # in a weakref's callback, where Python drops it
-                    raise KeyboardInterrupt
+        repeat_until_interrupted(0.0005 + 0.00005 * i, lambda: strategy.run(step, (models,)))
         assert len({float(model.total[...][0]) for model in models}) == 1
     assert not mirror.has_strategy()
 
 
-# What looks wrong and works
+# Unusual but valid uses
 
 
-def test_one_array_in_two_donated_places(strategy):
+def test_run_accepts_one_array_in_two_donated_arguments(strategy):
     with strategy.scope():
         p = jnp.arange(4.0)
 
@@ -432,7 +386,7 @@ def test_one_array_in_two_donated_places(strategy):
     np.testing.assert_array_equal(state["ema"], np.arange(4.0) + 3)
 
 
-def test_one_array_in_two_variables(strategy):
+def test_run_accepts_one_array_in_two_variables(strategy):
     with strategy.scope():
         array = jnp.ones(4)
     first, second = Counter(), Counter()
@@ -449,7 +403,7 @@ def test_one_array_in_two_variables(strategy):
     np.testing.assert_array_equal(second.total[...], 31.0)
 
 
-def test_a_models_array_as_another_argument(strategy):
+def test_run_accepts_a_models_array_as_another_argument(strategy):
     model = Counter(1.0)
     for wanted in (2.0, 4.0, 8.0):
         strategy.run(count, (model, model.total[...]))
@@ -457,7 +411,7 @@ def test_a_models_array_as_another_argument(strategy):
 
 
 @pytest.mark.parametrize("place", ["another device", "scope", "another scope", "numpy", "nowhere"])
-def test_a_model_may_come_from_anywhere(place, strategy):
+def test_run_accepts_models_placed_anywhere(place, strategy):
     if place == "scope":
         with strategy.scope():
             model = Counter()
@@ -478,8 +432,8 @@ def test_a_model_may_come_from_anywhere(place, strategy):
     strategy.check_mirrored(model)
 
 
-def test_the_callers_arrays_outlive_the_steps(two):
-    """What went into a model from outside is not given up with the model's state."""
+def test_run_keeps_the_callers_arrays(two):
+    """Arrays that a user put into a model are not donated with its state."""
     outside, model = jnp.ones(4), Counter()
     model.total.set_value(outside)
     two.run(count, (model,))
@@ -492,7 +446,7 @@ def test_the_callers_arrays_outlive_the_steps(two):
     np.testing.assert_array_equal(result, 2.0)
 
 
-def test_one_model_twice(two):
+def test_run_accepts_one_model_twice(two):
     model = Counter()
 
     def step(first, second):
@@ -504,7 +458,7 @@ def test_one_model_twice(two):
     np.testing.assert_array_equal(model.total[...], 2.0)
 
 
-def test_models_anywhere_in_the_arguments(two):
+def test_run_finds_models_anywhere_in_the_arguments(two):
     models = {"a": [Counter(), (Counter(),)], "b": Counter()}
 
     def step(models, *, more):
@@ -521,7 +475,7 @@ def test_models_anywhere_in_the_arguments(two):
     assert values == [1, 2, 3, 4]
 
 
-def test_many_layers_keep_their_values_apart(two):
+def test_steps_keep_the_values_of_many_layers_separate(two):
     """More than ten, so that '10' comes before '2' wherever names are sorted as text."""
 
     class Deep(nnx.Module):
@@ -543,7 +497,7 @@ def test_many_layers_keep_their_values_apart(two):
     assert [float(x.total[...][0]) for x in values] == [2.0 * i for i in range(19)]
 
 
-def test_shared_references_survive(two):
+def test_shared_references_survive_a_step(two):
     class Tied(nnx.Module):
         def __init__(self):
             self.first = Counter()
@@ -558,7 +512,7 @@ def test_shared_references_survive(two):
     np.testing.assert_array_equal(model.weight[...], 2.0)
 
 
-def test_modes_set_in_the_step_come_out(two):
+def test_modes_set_in_a_step_persist(two):
     dropout = nnx.Sequential(nnx.Dropout(0.5, rngs=nnx.Rngs(0)), nnx.BatchNorm(2, rngs=nnx.Rngs(0)))
 
     def step(model, method):
@@ -571,7 +525,7 @@ def test_modes_set_in_the_step_come_out(two):
             assert dropout.layers[1].use_running_average is mode
 
 
-def test_modes_set_between_the_steps_go_in(two):
+def test_modes_set_between_steps_take_effect(two):
     model = Counter()
 
     def step(model):
@@ -584,7 +538,7 @@ def test_modes_set_between_the_steps_go_in(two):
     assert seen == [2, 1, 2]
 
 
-def test_a_model_changed_between_the_steps(two):
+def test_structure_changed_between_steps_takes_effect(two):
     model = Counter()
     two.run(count, (model,))
     kept = model.total
@@ -599,7 +553,7 @@ def test_a_model_changed_between_the_steps(two):
     assert model.total.dtype == jnp.bfloat16
 
 
-def test_two_threads_on_two_models(eight):
+def test_threads_run_steps_on_separate_models(eight):
     models, problems = [Counter() for _ in range(2)], []
 
     def train(model, by):
@@ -619,7 +573,7 @@ def test_two_threads_on_two_models(eight):
 
 
 @pytest.mark.parametrize("make", ["lambda", "partial"])
-def test_a_new_function_each_step_is_warned_of_once(make, two):
+def test_run_warns_once_of_a_new_function_per_step(make, two):
     def scaled(x, by):
         return x * by
 
@@ -634,7 +588,7 @@ def test_a_new_function_each_step_is_warned_of_once(make, two):
     assert warning.filename == __file__
 
 
-def test_different_shapes_or_functions_are_warned_of_never(two):
+def test_run_does_not_warn_of_new_shapes_or_functions(two):
     def step(x):
         return x
 
@@ -644,7 +598,7 @@ def test_different_shapes_or_functions_are_warned_of_never(two):
         two.run(fn, (1.0,))
 
 
-def test_numbers_do_not_compile_anew(two):
+def test_run_does_not_recompile_for_new_numbers(two):
     def step(x):
         return x * 2
 
@@ -656,7 +610,7 @@ def test_numbers_do_not_compile_anew(two):
 
 @pytest.mark.parametrize("kind", ["mirrored", "per replica", "variable"])
 @pytest.mark.parametrize("n", [1, 2])
-def test_a_host_buffer_may_be_filled_again_after_run_returns(kind, n):
+def test_host_buffer_can_be_overwritten_after_run_returns(kind, n):
     """Results are computed later, from the values as they were."""
     strategy = cpu_strategy(n)
 
@@ -682,129 +636,21 @@ def test_a_host_buffer_may_be_filled_again_after_run_returns(kind, n):
         assert (np.asarray(largest) == i).all()
 
 
-# What would end the process runs in another one
-
-PRELUDE = """
-import jax
-jax.config.update("jax_num_cpu_devices", 8)
-import jax.numpy as jnp
-import numpy as np
-from flax import nnx
-import mirror
-from tests.conftest import cpu_strategy
-from tests.support.messages import raises
-from tests.laws.test_bad_input import Counter, count, read
-
-s = cpu_strategy(2)
-def refused(fn, **wanted):
-    with raises(ValueError, **wanted):
-        fn()
-def another_array_of(x):
-    mesh = jax.sharding.Mesh(np.asarray(s.devices), ("other",))
-    return jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
-"""
-
-ALONE = {
-    "a donated argument used again": """
-        step = lambda state: {"w": state["w"] + 1}
-        with s.scope():
-            state = {"w": jnp.ones(4)}
-        for _ in range(3):
-            after = s.run(step, (state,), donate_argnums=0)
-            refused(lambda: s.run(step, (state,), donate_argnums=0),
-                    names="state['w']", fix="donate_argnums")
-            refused(lambda: s.run(step, (state,)), names="state['w']", fix="donate_argnums")
-            state = after
-        assert float(state["w"][0]) == 4
-    """,
-    "a donated PerReplica used again": """
-        step = lambda x: x + 1
-        x = s.run(step, (mirror.PerReplica([jnp.ones(2)] * 2),))
-        s.run(step, (x,), donate_argnums=0)
-        for _ in range(2):
-            refused(lambda: s.run(step, (x,)), names="x", fix="donate_argnums")
-        refused(lambda: s.reduce("sum", x), names="value", fix="donate_argnums")
-    """,
-    "a model whose arrays another one gave up": """
-        model, ema = Counter(), Counter()
-        for _ in range(2):
-            s.run(count, (model,))
-            s.run(read, (ema,))
-        nnx.update(ema, nnx.state(model))
-        s.run(read, (ema,))
-        s.run(count, (model,))
-        for _ in range(2):
-            refused(lambda: s.run(lambda ema: read(ema), (ema,)),
-                    names="ema.total", fix="jnp.copy(x)")
-        nnx.update(ema, jax.tree.map(jnp.copy, nnx.state(model)))
-        assert float(s.run(read, (ema,))) == 12
-    """,
-    "a deleted variable": """
-        model = Counter()
-        s.run(count, (model,))
-        model.total[...].delete()
-        for _ in range(2):
-            refused(lambda: s.run(count, (model,)), names="model.total", fix="jnp.copy(x)")
-        model.total.set_value(jnp.zeros(4))
-        s.run(count, (model,))
-        assert float(model.total[...][0]) == 1
-    """,
-    "two arrays of one buffer, both donated": """
-        with s.scope():
-            p = jnp.ones(1024)
-        step = lambda state: {k: v + 1 for k, v in state.items()}
-        state = s.run(step, ({"a": p, "b": another_array_of(p)},), donate_argnums=0)
-        state = s.run(step, ({"a": state["a"], "b": another_array_of(state["a"])},), donate_argnums=0)
-        assert float(state["a"][0]) == float(state["b"][0]) == 3
-    """,
-    "an argument over the buffer of a variable": """
-        model = Counter(1.0)
-        s.run(count, (model,))
-        s.run(count, (model, another_array_of(model.total[...])))
-        assert float(model.total[...][0]) == 4
-        s.run(count, (model, another_array_of(model.total[...])))
-        assert float(model.total[...][0]) == 8
-    """,
-    "one copy of a variable": """
-        model = Counter(1.0)
-        for wanted in (2, 4, 8):
-            s.run(count, (model, s.local_results(model.total[...])[1]))
-            assert float(model.total[...][0]) == wanted
-    """,
-    "arrays of another order of the devices": """
-        there = mirror.MirroredStrategy(["/cpu:1", "/cpu:0"])
-        (batch,) = there.distribute_dataset([np.arange(4)])
-        with there.scope():
-            x = jnp.arange(4)
-        step = lambda batch, x: (mirror.get_replica_context().all_gather(batch), x)
-        for _ in range(3):
-            for got in s.run(step, (batch, x)):
-                np.testing.assert_array_equal(got, range(4))
-    """,
-}
+# Errors that would end the process run in another one
 
 
 @pytest.fixture(scope="module")
-def done_alone():
-    """All of it in one other process, which says how far it got."""
-    parts = [
-        f"{textwrap.dedent(code)}\nprint({'done: ' + n!r}, flush=True)" for n, code in ALONE.items()
-    ]
-    return subprocess.run(
-        [sys.executable, "-c", "\n".join([PRELUDE, *parts])],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+def donated():
+    """The output of all cases, in another process, which prints its progress."""
+    return fresh.start_program("donated_buffers", timeout=300).stdout
 
 
-@pytest.mark.parametrize("name", ALONE)
-def test_what_would_end_the_process(name, done_alone):
-    assert f"done: {name}\n" in done_alone.stdout, done_alone.stderr[-2000:]
+@pytest.mark.parametrize("name", donated_buffers.CASES)
+def test_errors_that_crash_jax_0_10_in_a_subprocess(name, donated):
+    assert f"done: {name}\n" in donated, donated[-2000:]
 
 
-def test_a_training_state_of_optax_goes_round(two):
+def test_run_donates_an_optax_training_state(two):
     """NamedTuples, None and counters in donated arguments."""
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
     params = {"w": jnp.ones(3)}
@@ -823,35 +669,6 @@ def test_a_training_state_of_optax_goes_round(two):
     two.check_mirrored(state)
 
 
-SCRIPT = """
-import warnings
-
-import jax.numpy as jnp
-
-import mirror
-from tests.support.messages import assert_message
-
-strategy = mirror.MirroredStrategy(["/cpu:0"])
-
-
-def main():
-    for _ in range(4):
-        strategy.run(lambda x: x + 1, (jnp.ones(2),))
-
-
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    main()
-(warning,) = caught
-assert_message(str(warning.message), names=["<lambda>", "<string>:"], values=3)
-assert warning.filename == "<string>", warning.filename
-
-names = {"mirror": mirror}  # a function of no module
-exec("def step(x): return mirror.get_replica_context().all_reduce('sum', x)", names)
-assert strategy.run(names["step"], (jnp.ones(2),)).tolist() == [1, 1]
-"""
-
-
-def test_a_script_is_warned_where_it_calls():
+def test_warning_names_the_calling_line_of_a_script():
     """`__main__` has no package, and a function made by `exec` no module."""
-    fresh.run(SCRIPT)
+    fresh.run_program("warned_script")

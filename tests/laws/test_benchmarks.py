@@ -1,4 +1,4 @@
-"""The benchmark runs, its contenders compute the same, and its arithmetic is right."""
+"""The benchmark runs, its contenders compute the same, and its statistics are correct."""
 
 import importlib.util
 import json
@@ -59,13 +59,13 @@ def test_rounds_of_several_starts_are_compared_one_by_one():
     assert stats.median(times["a"]) == 4.0
 
 
-def test_best_is_the_smallest_median_of_those_asked():
+def test_best_is_the_smallest_median_of_the_given_names():
     assert stats.best_of(TIMES, plan.HAND_WRITTEN) == plan.SHARD_MAP
     assert stats.best_of(TIMES, [plan.PMAP, plan.JIT]) == plan.PMAP
     assert stats.best_of({"none": [[]], "some": [[1.0]]}, ["none", "some"]) == "some"
 
 
-def test_interval_narrows_with_rounds_and_leaves_outliers_out():
+def test_interval_narrows_with_rounds_and_omits_outliers():
     found = stats.estimate([*range(1, 100), 10_000])
     assert found.median == 50.5
     assert 35 < found.low < 50 < found.high < 65
@@ -85,11 +85,11 @@ def test_spread_is_the_interquartile_range():
         ((1.2, 1.1, 1.3), "BROKEN"),
     ],
 )
-def test_verdicts(interval, verdict):
+def test_verdicts_follow_the_limits(interval, verdict):
     assert stats.Estimate(*interval).at_most(1.05) == verdict
 
 
-def test_every_other_round_runs_backwards_and_each_contender_is_first_in_turn():
+def test_rounds_alternate_direction_and_rotate_the_first_contender():
     orders = [timing.in_order(["a", "b", "c"], i) for i in range(6)]
     assert [order[0] for order in orders[::2]] == ["a", "b", "c"]
     assert all(orders[i + 1] == orders[i][::-1] for i in (0, 2, 4))
@@ -131,7 +131,7 @@ def test_limits_depend_on_the_suite_and_on_the_leaves():
     assert limits.dispatch_nnx_us(100) == pytest.approx(35)
 
 
-def test_jit_on_one_device_is_the_best_by_hand_there():
+def test_jit_is_the_baseline_on_one_device():
     times = {**TIMES, plan.ONE_DEVICE: [1.0, 1.0, 1.0]}
     (one,) = as_rows(step_tables.own_table([own(1, times)]))
     assert one["best"] == plan.ONE_DEVICE
@@ -139,7 +139,7 @@ def test_jit_on_one_device_is_the_best_by_hand_there():
     assert summary == ["narrow, mirror plain", "2.00 [2.00, 9.00]", "1.00 [1.00, 2.00]"]
 
 
-def test_rivals_that_are_faster_or_missing():
+def test_report_marks_faster_and_missing_rivals():
     times = {**TIMES, plan.TENSORFLOW: [8.0] * 3, plan.KERAS: [1.2] * 3, plan.TORCH: []}
     each = own(2, times, {plan.TORCH: "not installed"})
     (row,) = step_tables.rivals_table([each]).rows
@@ -157,14 +157,14 @@ def test_rivals_that_are_faster_or_missing():
     assert command.is_broken([own(2, times, {plan.KERAS: "hung"})])
 
 
-def test_dispatch_table_has_goals():
+def test_dispatch_table_shows_goals():
     times = {name: [0.1] * 3 for name in plan.HAND_WRITTEN}
     times |= {plan.MIRROR_PLAIN: [0.119] * 3, plan.MIRROR_NNX: [0.136] * 3}
     (row,) = suite_tables.dispatch_table([done("dispatch", 2, {"100": times})]).rows
     assert row[7:-1] == ["+19 [+19, +19]", "20", "holds", "+36 [+36, +36]", "35", "BROKEN"]
 
 
-def test_other_tables():
+def test_remaining_tables_show_their_columns():
     whole, split = {"share": 1.0, "least": 0.5}, {"share": 0.503, "least": 0.5}
     two = {"state_bytes": 2048, "copies": [1.0, 2.0], "reused": 1.0, "sharded": whole}
     one = {"state_bytes": 2048, "copies": [1.0, 1.001], "reused": 1.0, "sharded": split}
@@ -191,7 +191,7 @@ def test_other_tables():
     ]
 
 
-def test_first_table_takes_the_shortest_and_judges_lowering_and_devices():
+def test_first_call_table_takes_the_minimum_and_judges_lowering_and_devices():
     secs = [
         (2, plan.MIRROR_NNX, 1.0, 0.4),
         (2, plan.MIRROR_PLAIN, 1.0, 0.3),
@@ -211,14 +211,14 @@ def test_first_table_takes_the_shortest_and_judges_lowering_and_devices():
     assert many[6:11] == ["1.20", "1.00", "2.00", "1.20", "holds"]
 
 
-def test_jobs_survive_json():
+def test_jobs_round_trip_through_json():
     jobs = plan.Settings().jobs()
     assert {job.kind for job in jobs} == set(plan.SUITES)
     assert [plan.Job.from_dict(json.loads(json.dumps(job.to_dict()))) for job in jobs] == jobs
     assert all((plan.ONE_DEVICE in job.contenders) == (job.devices == 1) for job in jobs[:1])
 
 
-def test_command_line():
+def test_command_line_selects_suites():
     settings, options = command.parse(["--quick", "--devices", "1,8", "--models", "cnn"])
     assert settings.devices == (1, 8)
     assert settings.models == ("cnn",)
@@ -255,7 +255,7 @@ def program(tmp_path, monkeypatch):
     return write
 
 
-def test_child_that_hangs_is_ended(program):
+def test_child_is_killed_when_it_hangs(program):
     sleeper = program("sleeper", "import time\nprint('{}', flush=True)\ntime.sleep(600)\n")
     with processes.Child(sleeper, {}, 2) as child:
         assert child.answer(60) == {}
@@ -274,7 +274,7 @@ def test_child_that_hangs_is_ended(program):
         ("raise ValueError('too ' + 'x' * 999)", 1, r"ValueError: too x+ \.\.\. x+$"),
     ],
 )
-def test_child_that_ends_says_how(program, text, how, last):
+def test_child_reports_how_it_ended(program, text, how, last):
     with (
         processes.Child(program("ends", text), {}, 2) as child,
         raises(processes.ChildError, values=how) as caught,
@@ -283,7 +283,7 @@ def test_child_that_ends_says_how(program, text, how, last):
     assert re.search(last, str(caught.value))
 
 
-def test_a_lost_child_leaves_what_it_had_measured():
+def test_lost_child_keeps_its_measurements():
     said: list[str] = []
     found = command.run_job(plan.Job("memory", 1, ("small", "resnet")), said.append)
     assert list(found.result) == ["small"]
@@ -300,7 +300,7 @@ def test_by_hand_runs_without_mirror():
 
 
 @pytest.mark.parametrize("model", ["cnn", "leaves"])
-def test_own_processes_take_turns_and_train_to_the_same_loss(model, program):
+def test_separate_processes_alternate_and_train_to_the_same_loss(model, program):
     """With torch, and without TensorFlow."""
     program("tensorflow", "raise ModuleNotFoundError('no', name='tensorflow')")
     names = (plan.SHARD_MAP, plan.MIRROR_NNX, plan.TENSORFLOW, plan.TORCH)
@@ -325,7 +325,7 @@ def test_rivals_train_to_the_same_loss_on_one_device(rival):
     assert set(found["losses"]) == {plan.ONE_DEVICE, rival}
 
 
-def test_a_contender_that_is_lost_in_its_turn_keeps_its_rounds(program):
+def test_lost_contender_keeps_its_rounds(program):
     program("torch", "import os, sys; sys.exit(3)")
     names = (plan.ONE_DEVICE, plan.TORCH)
     timing = plan.Timing(rounds=1, round_secs=1e-3, starts=2)
@@ -337,16 +337,16 @@ def test_a_contender_that_is_lost_in_its_turn_keeps_its_rounds(program):
     assert found["times"][plan.TORCH] == [[]]
 
 
-def test_another_loss_is_another_training():
+def test_different_loss_is_an_error():
     losses = {plan.TORCH: [2.0, 1.0], plan.JIT: [2.0, 1.0005], plan.SHARD_MAP: [2.0, 1.0]}
     assert own_process.reference(losses) == plan.SHARD_MAP
     assert own_process.reference({plan.TORCH: [2.0, 1.0]}) == plan.TORCH
-    assert not own_process.differs([2.0, 1.0], [2.0, 1.0005], "jit")
-    reason = own_process.differs([2.0, 1.1], [2.0, 1.0], "jit")
+    assert not own_process.difference([2.0, 1.0], [2.0, 1.0005], "jit")
+    reason = own_process.difference([2.0, 1.1], [2.0, 1.0], "jit")
     assert_message(reason, names="jit", values=["1.1", 5, 1])
 
 
-def test_users_of_rivals_set_what_they_set(monkeypatch):
+def test_rivals_are_configured_as_their_users_do(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert own_process.environment_of(plan.KERAS, 2) == {"KERAS_BACKEND": "jax"}
     assert own_process.environment_of(plan.TORCH, 2) == {"OMP_NUM_THREADS": "1"}
@@ -373,7 +373,7 @@ def test_contenders_compute_the_same_and_are_timed(num_devices):
     assert all(len(rounds) == 2 and min(rounds) > 0 for rounds in times.values())
 
 
-def test_dispatch_adds_one_a_step():
+def test_dispatch_step_adds_one():
     contenders = dispatch_contenders(3, 2)
     paired.require_same(contenders)
     assert {c.name for c in contenders} == {
@@ -407,7 +407,7 @@ def test_contenders_that_differ_are_an_error():
         paired.require_same([Constant("a", 1.0), Constant("b", 1.01)])
 
 
-def test_sharded_optimizer_state_is_one_part_of_each_leaf_that_divides():
+def test_sharded_optimizer_state_is_one_shard_per_divisible_leaf():
     leaves = [np.zeros((8, 3), np.float32), np.zeros((8,), np.float32), np.zeros((), np.float32)]
     assert memory.least_share(leaves, 8) == pytest.approx((96 / 8 + 32 / 8 + 4) / 132)
     found = memory.measure_sharded("small", 2)
@@ -451,7 +451,7 @@ def test_command_starts_no_backend_and_prints_tables(tmp_path):
     assert subprocess.run([sys.executable, "-c", parent], cwd=ROOT, check=False).returncode == 0
 
 
-def test_record_survives_a_file(tmp_path):
+def test_record_round_trips_through_a_file(tmp_path):
     record = start(["--quick"])
     record.done.append(own(2, TIMES, {plan.TORCH: "not installed"}))
     record.save(tmp_path / "out.json")
@@ -460,12 +460,12 @@ def test_record_survives_a_file(tmp_path):
     assert f"JAX {jax.__version__}" in record.title
 
 
-def test_a_picture_of_nothing_is_an_error(tmp_path):
+def test_plot_rejects_empty_records(tmp_path):
     with raises(ValueError, names="own"):
         tables.draw(start([]), tmp_path / "out.png")
 
 
-def test_a_picture_without_matplotlib_is_an_error(monkeypatch, tmp_path):
+def test_plot_requires_matplotlib(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     fix = ['pip install ".[bench]"', "--picture"]
     with raises(ModuleNotFoundError, names="matplotlib", fix=fix):

@@ -1,4 +1,4 @@
-"""Random replica programs, held against a reference that uses no JAX; see `tests/fuzz`.
+"""Random replica programs, compared with a reference without JAX; see `tests/fuzz`.
 
 `MIRROR_FUZZ_SECS=600 pytest tests/laws/test_fuzz.py -k "not planted"` searches for ten minutes.
 """
@@ -33,7 +33,7 @@ def strategies():
 @pytest.mark.parametrize(
     ("profile", "share", "at_least"), [("general", 0.3, 60), ("ragged", 0.2, 20)]
 )
-def test_accepted_programs_are_as_marked_and_cannot_hang(profile, share, at_least, strategies):
+def test_accepted_programs_match_their_marks_and_cannot_hang(profile, share, at_least, strategies):
     tally = search(
         lambda program, tally: proof_law(strategies["pmap"], program, tally),
         profile,
@@ -50,21 +50,21 @@ def test_accepted_programs_are_as_marked_and_cannot_hang(profile, share, at_leas
 @pytest.mark.parametrize(
     ("profile", "share", "at_least"), [("small", 0.3, 4), ("collective", 0.1, 3)]
 )
-def test_every_executor_computes_what_the_reference_does(profile, share, at_least, strategies):
+def test_executors_match_the_reference(profile, share, at_least, strategies):
     law = lambda program, tally: run_law(strategies, program, tally)  # noqa: E731
     tally = search(law, profile, share * SECS, at_least)
     assert tally.runs >= 2 * tally.accepted
     assert len(tally.not_implemented) < tally.runs / 2, tally.not_implemented
 
 
-def test_programs_of_unequal_lengths_compute_what_the_reference_does(strategies):
+def test_programs_of_unequal_lengths_match_the_reference(strategies):
     law = lambda program, tally: run_law({"pmap": strategies["pmap"]}, program, tally)  # noqa: E731
     tally = search(law, "ragged", 0.1 * SECS, 3, start=1000)
     assert tally.runs + len(tally.not_implemented) == tally.accepted
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_planted_faults_are_found(name, strategies, monkeypatch):
+def test_fuzzer_finds_planted_faults(name, strategies, monkeypatch):
     fault = FAULTS[name]
     fault.plant(monkeypatch)
     executor = fault.executor or "pmap"
@@ -83,7 +83,7 @@ def test_planted_faults_are_found(name, strategies, monkeypatch):
     assert caught.value.program == generate(fault.profile, seed)
 
 
-def test_a_program_shrinks_to_what_breaks_the_law():
+def test_shrinking_keeps_the_violation():
     def law(program, tally):
         found = {statement.op for statement in statements(program.block)}
         return Failure("has a psum in a loop", "") if {"psum", "scan"} <= found else None
@@ -96,7 +96,7 @@ def test_a_program_shrinks_to_what_breaks_the_law():
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_programs_are_data_that_repeats(profile):
+def test_generated_programs_are_reproducible(profile):
     from tests.fuzz import program as names
 
     program = generate(profile, 7)

@@ -1,4 +1,4 @@
-"""The same on real GPUs, each in a process of its own; `pytest --gpu tests/laws/test_gpu.py`.
+"""Programs on real GPUs, in separate processes: `pytest --gpu tests/laws/test_gpu.py`.
 
 Without a GPU that JAX can use they fail. They work with one GPU, and with several.
 """
@@ -38,7 +38,7 @@ def start(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def show(code: str, **environment: str) -> dict:
-    """What it prints last, as JSON."""
+    """Returns the last line of its output, as JSON."""
     done = start(code, **environment)
     assert done.returncode == 0, f"ended with {done.returncode}:\n{done.stdout}"
     return json.loads(done.stdout.splitlines()[-1])
@@ -46,7 +46,7 @@ def show(code: str, **environment: str) -> dict:
 
 @pytest.fixture(scope="session")
 def gpus() -> dict:
-    """The GPUs of JAX. Fails where there is none."""
+    """The GPUs of JAX. Fails if JAX has no GPU."""
     done = start(COUNT)
     if done.returncode != 0:
         last = done.stdout.strip().splitlines()[-1:]
@@ -71,11 +71,11 @@ def problems(count) -> dict:
 
 
 @pytest.mark.parametrize("program", checks.CHECKS)
-def test_programs_that_configure_nothing(problems, program):
+def test_programs_run_without_configuration(problems, program):
     assert not problems[program], problems[program]
 
 
-def test_only_the_first_gpu(count):
+def test_visible_devices_select_the_first_gpu(count):
     """With one GPU nothing is hidden; to hide it comes too late either way."""
     shown = show(
         """
@@ -96,7 +96,7 @@ shown["of JAX"] = jax.device_count("gpu")
     assert shown["of JAX"] == 1
 
 
-def test_all_gpus_can_be_hidden(count):
+def test_visible_devices_hide_all_gpus(count):
     shown = show(
         """
 import mirror
@@ -123,7 +123,7 @@ shown["then"] = taken()
 
 
 @pytest.mark.parametrize("environment", [{}, {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}], ids=str)
-def test_memory_grows(count, environment):
+def test_memory_growth_allocates_on_demand(count, environment):
     shown = show(GROWTH, **environment)
     counts, grows, *said = shown["growth"].splitlines()
     assert counts == f"{count} Physical GPUs, {count} Logical GPUs"
@@ -140,7 +140,7 @@ def test_memory_grows(count, environment):
         assert_message(error, values="p05_memory_growth.py:13", fix="mirror.config")
 
 
-def test_memory_does_not_grow_where_nobody_says_so(count):
+def test_memory_is_preallocated_by_default(count):
     shown = show(GROWTH.replace('shown["growth"] = play("p05_memory_growth").text', ""))
     assert shown["at first"] > 2048 * MIB
 
@@ -167,7 +167,7 @@ except Exception as error:
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_a_gpu_is_limited_and_split(count, parts):
+def test_logical_devices_limit_and_split_a_gpu(count, parts):
     shown = show(PARTS.format(parts=parts))
     names = [f"/device:GPU:{i}" for i in range(parts)]
     counts, *limits, strategy, total = shown["split"]
@@ -186,7 +186,7 @@ def test_a_gpu_is_limited_and_split(count, parts):
     assert "RESOURCE_EXHAUSTED" in shown["beyond"]
 
 
-def test_gpus_by_the_environment(count):
+def test_environment_selects_gpus(count):
     """CUDA reads up to the first number that names no GPU."""
     shown = show("shown['by environment'] = play('p13_visible_by_environment').text")
     expected = [f"/physical_device:GPU:{i} GPU" for i in range(min(count, 2))]
@@ -194,7 +194,7 @@ def test_gpus_by_the_environment(count):
     assert lines == [*expected, f"Num GPUs Available: {len(expected)}"]
 
 
-def test_the_driver_and_jax_say_the_same_of_a_gpu(gpus):
+def test_driver_and_jax_agree_on_device_details(gpus):
     shown = show(
         """
 import jax, mirror
@@ -208,8 +208,8 @@ shown["capability"] = [d.compute_capability for d in jax.devices("gpu")]
     assert capability == shown["capability"]
 
 
-def test_the_command_shows_every_gpu_and_its_memory(gpus):
-    shown = show("from mirror import inventory\nshown = inventory.inventory()")
+def test_devices_command_shows_every_gpu_and_its_memory(gpus):
+    shown = show("from mirror._src.cli import devices\nshown = devices.inventory()")
     found = [device for device in shown["logical"] if device["device_type"] == "GPU"]
     assert [device["physical"] for device in found] == [
         f"/physical_device:GPU:{i} ({kind})" for i, kind in enumerate(gpus["kinds"])
@@ -263,14 +263,14 @@ shown["on"] = sorted(str(mirror.config.list_logical_devices("GPU")[d.id].name)
 """
 
 
-def test_a_mirrored_step_trains_on_all_gpus(count):
+def test_mirrored_strategy_trains_on_all_gpus(count):
     shown = show(TRAINING)
     assert shown["replicas"] == count
     assert shown["on"] == sorted(f"/device:GPU:{i}" for i in range(count))
     assert shown["losses"][-1] < 0.8 * shown["losses"][0]
 
 
-def test_two_devices_at_once_at_full_size(count):
+def test_two_gpus_compute_concurrently_at_full_size(count):
     """On two GPUs it takes close to half the time; on one there is nothing to overlap with."""
     shown = show(
         """
@@ -300,14 +300,14 @@ def alone(gpus) -> list[float]:
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_every_kind_of_machine_trains_as_one_gpu(name, alone):
+def test_every_layout_trains_as_one_gpu(name, alone):
     code = TRAINING.replace("mirror.MirroredStrategy()", STRATEGIES[name])
     code = code.replace('shown["on"]', 'shown["unused"]').split('shown["unused"]')[0]
     losses = show(code)["losses"]
     assert losses == pytest.approx(alone, rel=1e-3)
 
 
-def test_a_gpu_and_the_cpu_train_the_digits(gpus):
+def test_demo_trains_on_a_gpu_and_the_cpu(gpus):
     shown = show(
         """
 from mirror._src.cli import main as cli

@@ -1,4 +1,4 @@
-"""The laws: n replicas are one device on the whole batch, and the replicas stay bitwise equal."""
+"""n replicas train like one device on the whole batch, and stay bitwise equal."""
 
 import jax
 import numpy as np
@@ -6,9 +6,9 @@ import pytest
 from flax import nnx
 
 import mirror
-from tests.conftest import cpu_strategy
 from tests.support.messages import raises
 from tests.support.models import OPTIMIZERS, TRAININGS, LocalBatchNorm, batches, nnx_step
+from tests.support.strategies import cpu_strategy
 
 STEPS = 20
 
@@ -27,7 +27,7 @@ def train(strategy, training, data, create_in_scope=True):
 
 
 def assert_close(got, wanted, rtol=1e-5):
-    """Relative to the largest magnitude of each leaf."""
+    """Checks that leaves are equal, relative to the largest magnitude of each."""
     for (path, a), b in zip(
         jax.tree_util.tree_flatten_with_path(got)[0], jax.tree.leaves(wanted), strict=True
     ):
@@ -37,7 +37,7 @@ def assert_close(got, wanted, rtol=1e-5):
 
 @pytest.fixture(scope="module")
 def alone():
-    """What one device makes of the whole batch, once for each training and optimizer."""
+    """Trains one device on the whole batch, once per training and optimizer."""
     done = {}
 
     def trained(name, optimizer):
@@ -53,7 +53,7 @@ def alone():
     return trained
 
 
-# Of a training, an optimizer and a number of replicas any two meet, in a third of all the rows.
+# Any two of training, optimizer and number of replicas meet, in a third of all rows.
 ROWS = [
     (name, [*OPTIMIZERS][(i + j) % 3], num_replicas)
     for i, name in enumerate(TRAININGS)
@@ -74,7 +74,7 @@ def test_n_replicas_train_as_one_device_on_the_whole_batch(name, optimizer, num_
 
 
 @pytest.mark.parametrize("name", TRAININGS)
-def test_where_a_model_is_created_does_not_matter(name, two):
+def test_training_does_not_depend_on_where_the_model_is_created(name, two):
     make, features = TRAININGS[name]
     data, training = batches(features, 3), make(OPTIMIZERS["adam"])
     inside, _ = train(two, training, data)
@@ -107,7 +107,7 @@ def test_model_and_optimizer_may_be_created_in_different_places(two):
 
 
 def test_local_batch_statistics_differ_from_one_device_but_the_replicas_stay_equal(eight):
-    """Each replica normalises with its own batch; running statistics are the mean over replicas."""
+    """Each replica normalizes with its own batch; running statistics are the mean over replicas."""
     with eight.scope():
         model = LocalBatchNorm(rngs=nnx.Rngs(0))
         optimizer = nnx.Optimizer(model, OPTIMIZERS["sgd"](), wrt=nnx.Param)
@@ -123,7 +123,7 @@ def test_local_batch_statistics_differ_from_one_device_but_the_replicas_stay_equ
         eight.verify(nnx_step, (model, optimizer, batch))
 
 
-def test_one_replica_is_held_to_the_same_types(strategy):
+def test_one_replica_returns_the_same_types(strategy):
     """Code written on one device meets the same types on eight."""
 
     def step(x, y):
@@ -146,7 +146,7 @@ def test_one_replica_is_held_to_the_same_types(strategy):
     np.testing.assert_array_equal(out["mirrored"], [n, n])
 
 
-def test_dropout_draws_on_each_replica_anew_and_the_stored_key_stays(eight):
+def test_dropout_samples_per_replica_and_keeps_the_stored_key(eight):
     with eight.scope():
         dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
     key = jax.random.key_data(dropout.rngs.key[...])

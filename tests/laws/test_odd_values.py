@@ -1,4 +1,4 @@
-"""Odd values through every public method: a result, or an error that is documented."""
+"""Odd values in every public method: a result, or a documented error."""
 
 import itertools
 import warnings
@@ -13,17 +13,12 @@ from jax import lax
 
 import mirror
 from mirror import PerReplica
-from tests.conftest import cpu_strategy
 from tests.support.messages import raises
+from tests.support.strategies import EXECUTORS
 
 AXIS = mirror.REPLICA_AXIS
 N = 2
 CPUS = jax.devices("cpu")
-EXECUTORS = {
-    "pmap": lambda: cpu_strategy(2),
-    "vmap": lambda: cpu_strategy(1, replicas_per_device=2),
-    "staged": lambda: cpu_strategy(2, cross_device_ops=mirror.ReductionToOneDevice()),
-}
 DOCUMENTED = (ValueError, TypeError, RuntimeError, NotImplementedError, OverflowError)
 
 
@@ -136,7 +131,7 @@ METHODS = {
     "distribute_values": lambda s, v: s.distribute_values_from_function(lambda _: v),
     "check_mirrored": lambda s, v: s.check_mirrored(v),
     "verify": lambda s, v: s.verify(returned, (v,)),
-    "program": lambda s, v: str(s.inspect(returned, (v,))),
+    "inspect": lambda s, v: str(s.inspect(returned, (v,))),
     "ops.reduce": lambda s, v: mirror.AllReduce().reduce("sum", v),
     "ops.broadcast": lambda s, v: mirror.AllReduce().broadcast(v, list(s.devices)[:1]),
     "Variable": lambda s, v: mirror.Variable(v),
@@ -158,7 +153,7 @@ def copied(leaf):
     return jnp.copy(leaf) if isinstance(leaf, jax.Array) and not leaf.is_deleted() else leaf
 
 
-# What compiles for every value; and what depends on the executor stands in the suite for one.
+# Operations that compile for every value; those that depend on the executor run on one by default.
 COMPILING = [m for m in METHODS if m.startswith(("run, ", "reduce", "gather", "verify"))]
 ROWS = [
     pytest.param(
@@ -174,13 +169,13 @@ ROWS = [
 
 
 @pytest.mark.parametrize(("executor", "method"), ROWS)
-def test_a_result_or_a_documented_error(executor, method):
+def test_run_returns_a_result_or_raises_a_documented_error(executor, method):
     strategy = EXECUTORS[executor]()
     undocumented = []
     for (name, make), (form, wrap) in itertools.product(VALUES.items(), FORMS.items()):
         try:
             value = wrap(make())
-        except Exception:  # it cannot be made, which is JAX's or `PerReplica`'s to say
+        except Exception:  # it cannot be created: an error of JAX or `PerReplica`
             continue
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -198,7 +193,7 @@ def test_a_result_or_a_documented_error(executor, method):
 
 @pytest.mark.filterwarnings("ignore:(?=.*first).*compiled")  # a new step, on purpose
 @pytest.mark.parametrize("make", [lambda: 1.0, lambda: jnp.asarray(1.0), lambda: 2, lambda: 1j])
-def test_weak_results_go_back_in(strategy, make):
+def test_run_accepts_its_own_weakly_typed_results(strategy, make):
     """Alone and in trees, mirrored and per-replica, and without a trace for each call."""
 
     def first():
@@ -222,7 +217,7 @@ def test_weak_results_go_back_in(strategy, make):
 
 @pytest.mark.parametrize("dtype", ["int2", "uint2", "int4", "uint4", "float4_e2m1fn", "bfloat16"])
 @pytest.mark.parametrize("size", [1, 3, 4])
-def test_small_dtypes_can_be_checked(strategy, dtype, size):
+def test_check_mirrored_supports_small_dtypes(strategy, dtype, size):
     with strategy.scope():
         array = jnp.ones(size, "float32").astype(dtype)
     strategy.check_mirrored({"a": array})

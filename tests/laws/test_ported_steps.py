@@ -1,4 +1,4 @@
-"""Steps as other libraries and `jax.pmap` have them: axis names, static leaves, and slips."""
+"""Steps ported from other libraries and `jax.pmap`: axis names, static leaves and mistakes."""
 
 import warnings
 from typing import Any
@@ -14,15 +14,15 @@ from jax import lax
 
 import mirror
 from mirror import PerReplica
-from tests.conftest import cpu_strategy
 from tests.support.messages import assert_message, raises
+from tests.support.strategies import ON_HOST, cpu_strategy
 
 EXECUTORS = {
     "one": {"num_devices": 1},
     "pmap": {"num_devices": 2},
     "vmap": {"num_devices": 1, "replicas_per_device": 2},
     "pairs": {"num_devices": 2, "replicas_per_device": 2},
-    "staged": {"num_devices": 2, "cross_device_ops": mirror.ReductionToOneDevice()},
+    "staged": {"num_devices": 2, "cross_device_ops": ON_HOST},
 }
 
 
@@ -46,7 +46,7 @@ class Normalized(linen.Module):
         return linen.BatchNorm(use_running_average=False, axis_name=self.axis_name)(x)
 
 
-def test_a_step_for_pmap_runs_under_its_own_axis_name(layout):
+def test_pmap_step_runs_under_its_own_axis_name(layout):
     strategy = cpu_strategy(**layout, axis_name="batch")
     batch, rows = batch_for(strategy)
     model = Normalized("batch")
@@ -72,7 +72,7 @@ def test_a_step_for_pmap_runs_under_its_own_axis_name(layout):
 @pytest.mark.parametrize(
     ("name", "error", "values"), [("", ValueError, []), (3, TypeError, [3, "int"])]
 )
-def test_an_axis_name_is_a_string(name, error, values):
+def test_axis_name_must_be_a_string(name, error, values):
     for make in (mirror.MirroredStrategy, lambda **k: mirror.OneDeviceStrategy("/cpu:0", **k)):
         with raises(error, names="axis_name", values=values, fix="axis_name='batch'"):
             make(axis_name=name)
@@ -96,14 +96,14 @@ SLIPS = {
 
 
 @pytest.mark.parametrize("slip", SLIPS)
-def test_what_is_left_of_a_pmap_program_is_named(layout, slip):
+def test_errors_name_leftovers_of_a_pmap_program(layout, slip):
     strategy = cpu_strategy(**layout)
     step, wanted = SLIPS[slip]
     with raises(ValueError, **wanted):
         strategy.run(step, (batch_for(strategy)[0],))
 
 
-def test_replicated_state_is_named():
+def test_errors_name_replicated_state():
     strategy = cpu_strategy(2)
     state = flax.jax_utils.replicate({"w": jnp.ones(3)}, jax.devices("cpu")[:2])
     found = ["float32[2,3]", 2]
@@ -111,7 +111,7 @@ def test_replicated_state_is_named():
         strategy.run(lambda state, x: state["w"] * x, (state, batch_for(strategy)[0]))
 
 
-def test_static_leaves_come_back_as_they_went_in(layout):
+def test_static_leaves_are_returned_unchanged(layout):
     strategy = cpu_strategy(**layout)
     given = {"f": jnp.tanh, "s": "text", "flag": True, "none": None, "w": jnp.ones(3)}
     traced = []
@@ -135,7 +135,7 @@ def test_static_leaves_come_back_as_they_went_in(layout):
     assert "result[0]['w']" in str(report)
 
 
-def test_an_equinox_model_is_passed_whole(layout):
+def test_run_accepts_equinox_models(layout):
     pytest.importorskip("equinox")
     import equinox as eqx
 
@@ -205,7 +205,7 @@ def test_an_equinox_model_is_passed_whole(layout):
 
 
 @pytest.mark.parametrize("value", [0.0, -0.0, float("nan"), 1, 1.0, True])
-def test_equal_static_numbers_of_other_kinds_are_other_programs(value):
+def test_equal_static_numbers_of_different_types_compile_separately(value):
     pytest.importorskip("equinox")
     import equinox as eqx
 
@@ -265,7 +265,7 @@ WARNED = {
 
 @pytest.mark.parametrize("name", WARNED)
 @pytest.mark.parametrize("num_devices", [1, 2])
-def test_what_is_rarely_meant_is_said_once(name, num_devices):
+def test_likely_mistakes_are_warned_of_once(name, num_devices):
     step, distributed, wanted = WARNED[name]
     strategy = cpu_strategy(num_devices)
     batch, rows = batch_for(strategy)
@@ -283,7 +283,7 @@ def test_what_is_rarely_meant_is_said_once(name, num_devices):
     assert caught[0].filename == __file__
 
 
-def test_shared_gradients_are_those_of_the_whole_batch(layout):
+def test_shared_gradients_equal_those_of_the_whole_batch(layout):
     strategy = cpu_strategy(**layout)
     batch, rows = batch_for(strategy, (4, 3))
 
@@ -300,7 +300,7 @@ def test_shared_gradients_are_those_of_the_whole_batch(layout):
     assert isinstance(own, PerReplica)
 
 
-def test_a_search_along_an_unshared_gradient_says_what_to_share(two):
+def test_line_search_with_an_unshared_gradient_names_what_to_share(two):
     batch, _ = batch_for(two)
 
     def search(w, x):

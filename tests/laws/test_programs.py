@@ -1,4 +1,4 @@
-"""The guides' programs, on one host device, on two, on eight, and where the driver lists GPUs."""
+"""The programs of TensorFlow's guides, on 1, 2 and 8 host devices, and with listed GPUs."""
 
 import functools
 import json
@@ -15,15 +15,15 @@ ONE_CPU = "Num GPUs Available: 0\n/physical_device:CPU:0 CPU\n"
 
 
 def show(code: str, **environment: str) -> dict:
-    """What a process of its own prints last, as JSON; `pynvml` there is the stand-in."""
+    """Returns the last line that a new process prints, as JSON; its `pynvml` is the stand-in."""
     start = "import json\nfrom tests.programs import checks, play\nshown = {}\n"
     end = "\nprint(json.dumps(shown))"
     said = fresh.run(start + code + end, environment={**CPU_ONLY, **environment})
     return json.loads(said.splitlines()[-1])
 
 
-# What is played in each process, and its environment. Without a GPU nothing is configured, so that
-# all can be played one after the other.
+# The programs of each process, and its environment. Without a GPU they configure nothing, so one
+# process can run all of them.
 PLAYED: dict[str, tuple[str, dict[str, str]]] = {
     "one CPU": (
         """
@@ -94,21 +94,21 @@ def on_two(shown) -> dict:
 
 
 @pytest.mark.parametrize("program", checks.CHECKS)
-def test_on_one_host_device(on_one_cpu, program):
+def test_programs_run_on_one_host_device(on_one_cpu, program):
     assert not on_one_cpu["problems"][program], on_one_cpu["problems"][program]
 
 
 @pytest.mark.parametrize("program", checks.CHECKS)
-def test_on_two_host_devices(on_two, program):
+def test_programs_run_on_two_host_devices(on_two, program):
     assert not on_two["problems"][program], on_two["problems"][program]
 
 
 @pytest.mark.parametrize("program", checks.CHECKS)
-def test_on_eight_host_devices(program):
+def test_programs_run_on_eight_host_devices(program):
     checks.CHECKS[program](8, "CPU")
 
 
-def test_programs_that_configure_gpus_without_a_gpu(on_one_cpu):
+def test_gpu_programs_run_without_a_gpu(on_one_cpu):
     assert on_one_cpu["count"] == ONE_CPU
     assert on_one_cpu["by environment"] == "Num GPUs Available: 0\n"
     assert on_one_cpu["started"] is False
@@ -116,11 +116,11 @@ def test_programs_that_configure_gpus_without_a_gpu(on_one_cpu):
     assert on_one_cpu["growth"] == "0 Physical GPUs, 0 Logical GPUs\nMemory grows: []\n"
 
 
-# Where the driver lists GPUs, and JAX has only the CPU.
+# With GPUs listed by the driver, and only the CPU in JAX.
 
 
-def test_gpus_are_counted_and_then_only_the_first_is_visible(shown):
-    """Counting starts nothing: the next program may still configure."""
+def test_programs_count_gpus_and_select_the_first(shown):
+    """Counting does not start the backend: the next program may still configure it."""
     found = shown["count and first only with GPUs"].result()
     gpus = "/physical_device:GPU:0 GPU\n/physical_device:GPU:1 GPU\n"
     assert found["count"] == f"{ONE_CPU.replace('0', '2', 1)}{gpus}"
@@ -132,7 +132,7 @@ def test_gpus_are_counted_and_then_only_the_first_is_visible(shown):
     assert_message(error, values=line, fix="mirror.config")
 
 
-def test_memory_growth_is_set_before_the_start_and_fixed_after_it(shown):
+def test_memory_growth_is_fixed_after_the_start(shown):
     found = shown["growth with GPUs"].result()
     assert found["of XLA"] == "false"
     counts, grows, error = found["growth"].splitlines()
@@ -141,8 +141,8 @@ def test_memory_growth_is_set_before_the_start_and_fixed_after_it(shown):
     assert_message(error, values="p05_memory_growth.py:13", fix="mirror.config")
 
 
-def test_memory_growth_by_the_environment(shown):
-    """The user's variable wins, also over what comes too late; that is said, and is no error."""
+def test_environment_sets_memory_growth(shown):
+    """The user's variable takes precedence, also after the start; this is logged, not raised."""
     found = shown["growth by the environment"].result()
     counts, grows, *said = found["growth"].splitlines()
     assert counts == "2 Physical GPUs, 0 Logical GPUs"
@@ -154,7 +154,7 @@ def test_memory_growth_by_the_environment(shown):
 
 
 @pytest.mark.parametrize(("parts", "total"), [(1, "1.0"), (2, "3.0")])
-def test_the_cpu_is_split_where_there_is_no_gpu(shown, parts, total):
+def test_cpu_is_split_without_a_gpu(shown, parts, total):
     found = shown[f"split in {parts}"].result()
     devices = ", ".join(f"/device:CPU:{i}" for i in range(parts))
     assert found["split"].splitlines() == [
@@ -164,7 +164,7 @@ def test_the_cpu_is_split_where_there_is_no_gpu(shown, parts, total):
     ]
 
 
-def test_visible_gpus_by_the_environment(shown):
+def test_environment_selects_visible_gpus(shown):
     found = shown["by environment with GPUs"].result()
     assert found["by environment"].splitlines() == [
         "/physical_device:GPU:0 GPU",

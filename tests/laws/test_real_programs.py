@@ -1,4 +1,4 @@
-"""Laws of real programs: on every layout they train as on one device, or they are rejected."""
+"""Real programs train as on one device on every layout, or are rejected."""
 
 import functools
 import importlib
@@ -48,7 +48,7 @@ ROWS = [
     for name, (_, of_suite) in PROGRAMS.items()
     for layout in LAYOUTS
 ]
-NUM_REPLICAS = 4  # of the layouts of a program that draws for each replica
+NUM_REPLICAS = 4  # of the layouts of a program that samples per replica
 
 
 def load(name: str) -> Program:
@@ -77,7 +77,7 @@ def trained_alone(name: str, num_replicas: int):
 
 
 @pytest.mark.parametrize(("name", "layout"), ROWS)
-def test_a_real_program_trains_as_on_one_device(name, layout):
+def test_real_program_trains_as_on_one_device(name, layout):
     program = load(name)
     strategy = strategy_for(program, layout)
     if program.draws_per_replica and strategy.num_replicas_in_sync != NUM_REPLICAS:
@@ -91,7 +91,7 @@ def test_a_real_program_trains_as_on_one_device(name, layout):
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_forgotten_all_reduce_is_rejected_by_the_second_call(name):
+def test_missing_all_reduce_is_rejected_by_the_second_call(name):
     program = load(name)
     strategy = strategy_for(program, "pmap-2")
     with pytest.raises(mirror.ReplicaDivergenceError, match=program.drifting):
@@ -99,8 +99,8 @@ def test_a_forgotten_all_reduce_is_rejected_by_the_second_call(name):
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_real_program_learns_and_does_not_end_where_it_began(name):
-    """Otherwise all layouts would agree about nothing."""
+def test_real_program_reduces_its_loss(name):
+    """Otherwise the layouts would agree trivially."""
     program = load(name)
     before = program.arrays(program.make())
     after, _ = trained_alone(name, NUM_REPLICAS)
@@ -112,12 +112,12 @@ def test_a_real_program_learns_and_does_not_end_where_it_began(name):
     assert np.mean(moved) > 0.5
 
 
-def test_the_scale_of_a_loss_backs_off_on_all_replicas_at_once():
+def test_loss_scale_backs_off_on_all_replicas():
     _, metrics = trained_alone("flax_imagenet_dynamic_scale", NUM_REPLICAS)
     assert [bool(m["is_finite"]) for m in metrics] == [True] * 3 + [False] + [True] * 6
     assert metrics[3]["scale"] == metrics[2]["scale"] / 2
 
 
-def test_frozen_layers_stay_bitwise_what_they_were():
+def test_frozen_layers_stay_bitwise_unchanged():
     state, _ = lora.PROGRAM.train(strategy_for(lora.PROGRAM, "pmap-1"), lora.step, num_steps=2)
     jax.tree.map(np.testing.assert_array_equal, lora.frozen(state), lora.frozen(lora.make()))

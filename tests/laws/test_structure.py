@@ -1,23 +1,16 @@
-"""The house: imports go down one list of layers, and each JAX primitive has one owner."""
+"""The structure of the package: layered imports, one owner per JAX primitive, public names."""
 
 import ast
-import functools
-import pathlib
+import re
 import subprocess
 import sys
 
 import pytest
 
 import mirror
-from tests.support import fresh
+from tests.support import fresh, import_graph
+from tests.support.import_graph import FOLDERS, folder_of, imports_of, modules
 
-PACKAGE = pathlib.Path(mirror.__file__).parent
-
-# Bottom first; an import may only go to a folder that stands before, or stay inside its own.
-FOLDERS = [
-    *("utils", "devices", "values", "program", "collectives", "executors", "context", "variables"),
-    *("run", "checks", "data", "explain", "strategy", "training", "testing", "cli"),
-]
 FACES = ["", "callbacks", "config", "data", "debugging", "testing"]
 
 OWNERS = {
@@ -26,7 +19,7 @@ OWNERS = {
     "jax.devices": "devices.backend",
     "jax.local_devices": "devices.backend",
     "jax.make_jaxpr": "program.trace",
-    # In steps; and what an executor puts in their place.
+    # In steps, and in the executors that replace them.
     "jax.lax.psum": (
         "collectives.in_step",
         "executors.collectives",
@@ -42,69 +35,57 @@ OWNERS = {
 }
 
 
-@functools.cache
-def modules() -> dict[str, ast.Module]:
-    """The modules of the package by their names below `mirror`; the faces and `_src`."""
-    found = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
-        found[name.removesuffix("__init__").removesuffix(".")] = ast.parse(path.read_text())
-    return found
-
-
-def folder(name: str) -> str:
-    """The folder of a module of `_src`; of another, nothing."""
-    return name.split(".")[1] if name.startswith("_src.") else ""
-
-
-def imported(tree: ast.Module) -> set[str]:
-    """Every module of the package that is imported, inside functions too."""
-    names: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "imports are absolute"
-            names |= {node.module or ""} | {f"{node.module}.{a.name}" for a in node.names}
-    known = modules()
-    inside = {n.removeprefix("mirror").lstrip(".") for n in names if n.split(".")[0] == "mirror"}
-    # `from mirror import calls` names a module of the package, not the package itself.
-    return {n for n in inside if n in known and (n or inside == {""})}
-
-
 def exported_by(tree: ast.Module) -> set[str | None]:
-    """What a table of contents exports."""
+    """Returns the names that a public module exports."""
     return {a.asname for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names}
 
 
-@pytest.mark.parametrize("name", [n for n in modules() if folder(n)])
+@pytest.mark.parametrize("name", [n for n in modules() if folder_of(n)])
 def test_imports_go_down(name):
-    floor = FOLDERS.index(folder(name))
-    others = imported(modules()[name])
-    above = [m for m in others if folder(m) and FOLDERS.index(folder(m)) > floor]
+    floor = FOLDERS.index(folder_of(name))
+    others = imports_of(modules()[name])
+    above = [m for m in others if folder_of(m) and FOLDERS.index(folder_of(m)) > floor]
     assert not above, f"mirror.{name} imports {above}, which stand above it"
-    faces = {m for m in others if not folder(m)} - {"_version"}
-    assert not faces or folder(name) == "cli", f"mirror.{name} imports {faces}"
+    faces = {m for m in others if not folder_of(m)} - {"_version"}
+    assert not faces or folder_of(name) == "cli", f"mirror.{name} imports {faces}"
 
 
-def test_no_imports_in_a_circle():
-    graph = {name: imported(tree) - {name} for name, tree in modules().items() if folder(name)}
+def test_imports_have_no_cycles():
+    graph = {name: imports_of(tree) - {name} for name, tree in modules().items() if folder_of(name)}
     while leaves := [name for name, targets in graph.items() if not targets & graph.keys()]:
         for name in leaves:
             del graph[name]
     assert not graph
 
 
+def test_code_map_shows_the_imports_between_folders():
+    _, shown, _ = import_graph.parts_of_map()
+    assert shown == import_graph.diagram(), "run python -m tests.support.import_graph --write"
+
+
 @pytest.mark.parametrize("name", FACES)
-def test_the_top_has_only_faces(name):
+def test_public_modules_only_re_export(name):
     assert {n for n in modules() if not n.startswith("_")} == set(FACES)
     tree = modules()[name]
     rest = [n for n in tree.body if not isinstance(n, ast.ImportFrom | ast.Expr)]
     assert [n.name for n in rest] == (["__dir__"] if name == "" else []), "only re-exports"
 
 
+def test_tests_do_not_import_test_modules():
+    """Helpers that several test modules share are in `tests/support`."""
+    for path in (fresh.ROOT / "tests").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            wrong = [name for name in names if re.match(r"tests\.(\w+\.)*test_", name)]
+            assert not wrong, f"{path}:{node.lineno} imports {wrong}"
+
+
 @pytest.mark.parametrize("primitive", OWNERS)
-def test_each_primitive_has_one_owner(primitive):
+def test_primitives_have_one_owner(primitive):
     users = {
         name.removeprefix("_src.")
         for name, tree in modules().items()
@@ -117,7 +98,7 @@ def test_each_primitive_has_one_owner(primitive):
     assert users <= ({owners} if isinstance(owners, str) else set(owners))
 
 
-# Nothing public serves; the module says which versions have it, and a test tells when it has gone.
+# JAX has no public equivalent; the module names the versions, and a test fails when it is removed.
 PRIVATE = {("_src.devices.eager_work", "jax._src")}
 
 
@@ -140,7 +121,7 @@ load_checkpoint testing
 PUBLIC = NAMES.split()
 
 
-def test_public_names():
+def test_public_names_match():
     assert exported_by(modules()[""]) == {*PUBLIC, "__version__"}
     assert dir(mirror) == sorted(PUBLIC)
 
@@ -164,7 +145,7 @@ MODULES = {
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_public_names_of_modules(name):
+def test_public_names_of_modules_match(name):
     assert exported_by(modules()[name]) == set(MODULES[name].split())
     for attribute in MODULES[name].split():
         value = getattr(getattr(mirror, name), attribute)
@@ -206,7 +187,7 @@ def test_import_is_quick(attempts):
 
 
 def test_import_starts_nothing():
-    """No backend, no environment, no thread, no log line at import."""
+    """No backend, no environment, no thread at import."""
     code = (
         "import os, threading; before = dict(os.environ); import jax, mirror\n"
         "assert before == dict(os.environ), 'environment'\n"
@@ -214,5 +195,26 @@ def test_import_starts_nothing():
         "from mirror._src.devices import startup; assert not startup.started()\n"
         "jax.config.update('jax_num_cpu_devices', 5)  # raises once a backend has started\n"
         "assert jax.device_count() == 5"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_import_registers_no_listeners():
+    """Importing mirror after its dependencies leaves the listeners of `jax.monitoring` alone."""
+    code = (
+        "import jax, flax.nnx, optax, chex\n"
+        "from jax._src import monitoring\n"
+        "def listeners():\n"
+        "    lists = {k: v for k, v in vars(monitoring).items() if k.endswith('_listeners')}\n"
+        "    return {k: list(v) for k, v in lists.items() if isinstance(v, list)}\n"
+        "before = listeners(); import mirror\n"
+        "assert len(before) >= 3, 'where JAX keeps its listeners'\n"
+        "assert listeners() == before\n"
+        "mirror.config.list_physical_devices(); mirror.config.get_visible_devices()\n"
+        "assert listeners() == before\n"
+        "(cpu,) = mirror.config.list_physical_devices('CPU')\n"
+        "part = mirror.config.LogicalDeviceConfiguration()\n"
+        "mirror.config.set_logical_device_configuration(cpu, [part] * 2)\n"
+        "assert listeners() != before, 'the first setter registers one'"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

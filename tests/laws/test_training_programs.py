@@ -1,4 +1,4 @@
-"""The guides' programs that train."""
+"""The programs of TensorFlow's guides that train."""
 
 import re
 
@@ -10,14 +10,14 @@ from tests.programs import play
 
 
 @pytest.mark.parametrize("where", ["devices", "host"])
-def test_the_log_says_where_variables_lie_and_steps_run(where):
+def test_log_shows_where_variables_are_stored_and_steps_run(where):
     played = play("p10_mirrored_dense", where)
     lines = played.text.splitlines()
     devices = [f"/device:CPU:{i}" for i in range(8)]
     for name in ("MirroredStrategy", "model.kernel", "model.bias"):
         assert any(name in line and all(d in line for d in devices) for line in lines), name
     assert any("train_step" in line for line in lines)
-    # On the host, all-reduces name a device twice: what reduces, and one of those that receive.
+    # On the host, all-reduces name a device twice: as the reducing one and as a receiver.
     reduced = [line for line in lines if "reduce" in line.lower() and line.count(devices[0]) == 2]
     assert bool(reduced) == ("StagedExecutor" in played.text) == (where == "host")
     losses = played.values["history"]["loss"]
@@ -26,7 +26,7 @@ def test_the_log_says_where_variables_lie_and_steps_run(where):
     assert (kernel.item(), bias.item()) == pytest.approx((3, -1), abs=0.05)
 
 
-def test_a_classifier_shows_loss_and_accuracy_of_each_epoch():
+def test_classifier_prints_loss_and_accuracy_per_epoch():
     played = play("p11_dense_classifier")
     epochs = re.findall(
         r"epoch (\d+)/10: loss \S+, accuracy \S+, val_loss \S+, val_accuracy", played.text
@@ -38,7 +38,7 @@ def test_a_classifier_shows_loss_and_accuracy_of_each_epoch():
 
 
 @pytest.mark.parametrize("count", [2])
-def test_a_convolutional_net_has_one_set_of_weights_and_writes_the_program(count, tmp_path):
+def test_convolutional_net_has_one_set_of_weights_and_writes_the_program(count, tmp_path):
     small = ["--width", "0.06", "--images", "110", "--epochs", "2"]
     played = play("p14_convolutional_net", "--devices", str(count), "--log", str(tmp_path), *small)
     first, second = map(float, re.findall(r"Epoch \d, total cost: (\S+)", played.text))

@@ -1,4 +1,4 @@
-"""Dependence: an output proved to be an input plus something else is so when the program runs."""
+"""Additivity: outputs proved to be an input plus an independent value are so when run."""
 
 import collections
 import inspect
@@ -220,13 +220,13 @@ SHAPES = [*[jax.ShapeDtypeStruct((3,), np.float32)] * 2, jax.ShapeDtypeStruct(()
 
 
 @pytest.mark.parametrize("name", LAWS)
-def test_dependence(name):
+def test_additivity_finds_dependence(name):
     program, expected = LAWS[name]
     closed = jax.make_jaxpr(program)(*SHAPES)
     assert dependence(closed, [0], [0]) == [expected], inspect.getsource(program)
 
 
-def test_dependence_of_each_output_on_its_own_input():
+def test_additivity_pairs_outputs_with_inputs():
     def program(a, b, c):
         return c + a, b * 2, a - b * c, b
 
@@ -246,13 +246,13 @@ def test_dependence_of_each_output_on_its_own_input():
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint32", "float16", "bfloat16", "complex64"])
-def test_numbers_of_every_dtype_can_be_added(dtype):
+def test_additivity_accepts_every_numeric_dtype(dtype):
     closed = jax.make_jaxpr(lambda b, x: b + x)(jnp.zeros((), dtype), jnp.zeros((), dtype))
     assert dependence(closed, [0], [0]) == [ADDED]
 
 
 @pytest.mark.parametrize("value", [np.zeros(2, bool), jax.eval_shape(lambda: jax.random.key(0))])
-def test_what_is_not_a_number_cannot_be_added(value):
+def test_additivity_rejects_non_numeric_values(value):
     closed = jax.make_jaxpr(lambda b: (b, 0))(value)
     assert dependence(closed, [0, 0], [0, 1]) == [OTHER, INDEPENDENT]
 
@@ -283,7 +283,7 @@ def grow(rng, values, steps, depth=0):
         return rng.choice(recent)
 
     def inner(size):
-        """A random program with `size` inputs, and as many results."""
+        """A random program with `size` inputs and `size` results."""
         seed = rng.random()
 
         def program(*arguments):
@@ -325,7 +325,7 @@ def grow(rng, values, steps, depth=0):
 
 
 @pytest.mark.parametrize("group", range(6))
-def test_random_programs_do_as_was_proved(group):
+def test_random_programs_behave_as_proved(group):
     seen = collections.Counter()
     for seed in range(5 * group, 5 * group + 5):
 

@@ -1,4 +1,4 @@
-"""`ensure_mirrored` in every derivative, and what the proof knows to be unchanged."""
+"""`ensure_mirrored` in every derivative, and values that the proof knows to be unchanged."""
 
 import inspect
 
@@ -10,8 +10,8 @@ from jax import lax
 import mirror
 from mirror._src.program.proof import prove
 from mirror._src.program.trace import trace
-from tests.program.test_proof import FLOATS, gradient, marks_of
 from tests.support.messages import raises
+from tests.support.proofs import FLOATS, gradient, marks_of
 
 
 # Ways to use `ensure_mirrored(tree)` inside a step.
@@ -40,9 +40,9 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_ensure_mirrored_holds_in_every_derivative(way):
+def test_ensure_mirrored_rejects_per_replica_values_in_every_derivative(way):
     line = inspect.getsourcelines(ensured_sum)[1] + 1
-    names = ["ensure_mirrored", f"test_proof_ensure.py:{line}", "ensured_sum", "['other']"]
+    names = ["ensure_mirrored", f"test_ensure.py:{line}", "ensured_sum", "['other']"]
     fix = 'all_reduce("mean", grads)'
     with raises(mirror.ReplicaDivergenceError, names=names, fix=fix) as error:
         marks_of(through_grad(WAYS[way], lambda w, x: jnp.sin(w * x)), 2)
@@ -50,11 +50,11 @@ def test_ensure_mirrored_holds_in_every_derivative(way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_ensure_mirrored_lets_per_replica_gradients_through(way):
+def test_ensure_mirrored_accepts_per_replica_gradients(way):
     assert marks_of(through_grad(WAYS[way], lambda w, x: jnp.sin(w)), 2) == "P"
 
 
-def test_ensure_mirrored_lets_tangents_through():
+def test_ensure_mirrored_accepts_per_replica_tangents():
     def step(x, m):
         f = lambda w: jnp.sin(mirror.ensure_mirrored(w))  # noqa: E731
         return jax.jvp(f, (m,), (x,)), jax.hessian(lambda w: (f(w) * x).sum())(m)
@@ -68,7 +68,7 @@ def test_ensure_mirrored_names_a_bare_value_and_keeps_integers_and_keys():
         return jax.random.key_data(key) + count
 
     assert marks_of(keeps, 2) == "M"
-    names = ["ensure_mirrored", "test_proof_ensure.py", "<lambda>"]
+    names = ["ensure_mirrored", "test_ensure.py", "<lambda>"]
     fix = 'all_reduce("mean", grads)'
     with raises(mirror.ReplicaDivergenceError, names=names, fix=fix):
         marks_of(lambda x, m: mirror.ensure_mirrored(x), 2)
@@ -92,7 +92,7 @@ OTHER = {
 
 
 @pytest.mark.parametrize("way", [*SAME, *OTHER])
-def test_an_unchanged_value_is_known_to_be_so(way):
+def test_proof_recognizes_unchanged_values(way):
     step = SAME.get(way) or OTHER[way]
     jaxpr = trace(lambda x, m: [step(m)], [FLOATS, FLOATS], 2)
     (mark,) = prove(jaxpr, [True, False])

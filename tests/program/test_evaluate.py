@@ -1,4 +1,4 @@
-"""A step is traced once: what was proved is evaluated, by every executor and for every report."""
+"""A step is traced once: every executor and every report evaluates the proved program."""
 
 import jax
 import jax.numpy as jnp
@@ -10,17 +10,11 @@ from jax import lax
 
 import mirror
 from mirror import PerReplica
-from tests.conftest import cpu_strategy
 from tests.support.messages import raises
+from tests.support.strategies import ONE, PAIRS, cpu_strategy, executors
 
 AXIS = mirror.REPLICA_AXIS
-EXECUTORS = {
-    "one": lambda: cpu_strategy(1),
-    "pmap": lambda: cpu_strategy(2),
-    "vmap": lambda: cpu_strategy(1, replicas_per_device=2),
-    "pairs": lambda: cpu_strategy(2, replicas_per_device=2),
-    "staged": lambda: cpu_strategy(2, cross_device_ops=mirror.ReductionToOneDevice()),
-}
+EXECUTORS = {**ONE, **PAIRS, **executors(2)}
 
 
 @pytest.fixture(params=EXECUTORS.values(), ids=EXECUTORS)
@@ -67,7 +61,7 @@ def arguments(strategy):
     return net, nnx.Optimizer(net, optax.adam(1e-2), wrt=nnx.Param), own(strategy, (5, 3))
 
 
-def test_the_users_function_runs_once(strategy):
+def test_users_function_runs_once(strategy):
     step, calls = counting_step()
     args = arguments(strategy)
     for _ in range(3):
@@ -112,7 +106,7 @@ def test_verify_adds_the_trace_of_one_replica_with_the_whole_batch(strategy):
     assert calls == [(2, 3), (2 * n, 3)]
 
 
-def test_explain_traces_no_more_than_its_two_programs():
+def test_explain_traces_only_its_two_programs():
     strategy = cpu_strategy(2)
     step, calls = counting_step()
     args = arguments(strategy)
@@ -120,7 +114,7 @@ def test_explain_traces_no_more_than_its_two_programs():
     assert len(calls) == 2  # on all replicas, and on one with the whole batch
 
 
-def test_the_users_function_runs_once_for_each_set_of_shapes():
+def test_users_function_runs_once_per_set_of_shapes():
     calls = []
 
     def step(x):
@@ -142,7 +136,7 @@ def changed_precision():
 
 
 @pytest.mark.parametrize("context", [changed_precision, lambda: jax.enable_x64(True)])
-def test_another_context_is_traced_and_proved_again(strategy, context):
+def test_changed_context_is_traced_and_proved_again(strategy, context):
     reduces = [True]
     calls = []
 
@@ -164,8 +158,8 @@ def test_another_context_is_traced_and_proved_again(strategy, context):
         strategy.run(step, (x,))
 
 
-def test_local_sgd_that_reduces_at_every_second_call_only(strategy):
-    """What the function does when it is traced holds for all steps, on all replicas."""
+def test_local_sgd_may_reduce_at_every_second_call(strategy):
+    """Side effects happen once, when the function is traced, for all steps and replicas."""
     calls = []
 
     def step(model, x):
@@ -200,7 +194,7 @@ def tables(table, x):
 
 
 @pytest.mark.parametrize("place", ["scope", "one device", "host"])
-def test_arrays_that_the_step_closes_over(strategy, place):
+def test_captured_arrays_act_like_arguments(strategy, place):
     values = np.arange(5, dtype=np.float32)
     with strategy.scope():
         mirrored = jnp.asarray(values)
@@ -213,7 +207,7 @@ def test_arrays_that_the_step_closes_over(strategy, place):
         np.testing.assert_array_equal(got[name], value, err_msg=name)
 
 
-def test_a_closed_over_array_may_be_deleted_after_the_first_step(strategy):
+def test_captured_array_can_be_deleted_after_the_first_step(strategy):
     table = jax.device_put(np.arange(3, dtype=np.float32))
     step = lambda x: x + table  # noqa: E731
     first = np.asarray(strategy.run(step, (own(strategy),)))
@@ -222,7 +216,7 @@ def test_a_closed_over_array_may_be_deleted_after_the_first_step(strategy):
 
 
 @pytest.mark.parametrize("where", ["jit", "scan", "remat", "cond"])
-def test_a_model_that_is_read_from_outside_at_any_depth_is_rejected(strategy, where):
+def test_captured_model_is_rejected_at_any_depth(strategy, where):
     model = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
     read = lambda x: model.kernel[...].sum() * x  # noqa: E731
     inner = {
@@ -236,7 +230,7 @@ def test_a_model_that_is_read_from_outside_at_any_depth_is_rejected(strategy, wh
         strategy.run(lambda x: inner(lax.psum(x, AXIS)), (own(strategy),))
 
 
-def test_a_step_may_start_a_thread_that_runs_another_step():
+def test_step_may_start_a_thread_that_runs_another_step():
     import threading
 
     strategy = cpu_strategy(2)
@@ -253,7 +247,7 @@ def test_a_step_may_start_a_thread_that_runs_another_step():
     assert [float(value) for value in found] == [1.0]
 
 
-def test_messages_and_profiles_have_the_users_names():
+def test_messages_and_profiles_use_the_users_names():
     strategy = cpu_strategy(2)
 
     def my_step(x):
@@ -262,16 +256,16 @@ def test_messages_and_profiles_have_the_users_names():
 
     text = strategy._runner.lower(my_step, (own(strategy),), {}).as_text(debug_info=True)
     assert "my_scope" in text
-    assert "test_one_trace.py" in text
+    assert "test_evaluate.py" in text
 
     def leaks(x):
         return float(x[0])
 
-    with pytest.raises(jax.errors.ConcretizationTypeError, match=r"leaks at .*test_one_trace\.py"):
+    with pytest.raises(jax.errors.ConcretizationTypeError, match=r"leaks at .*test_evaluate\.py"):
         strategy.run(leaks, (own(strategy),))
 
 
-def test_64_bits_that_a_step_switches_on_come_out(strategy):
+def test_results_keep_64_bits_that_a_step_enables(strategy):
     def step(x):
         with jax.enable_x64(True):
             return jnp.asarray(x, jnp.float64) + 1e-12
@@ -280,14 +274,14 @@ def test_64_bits_that_a_step_switches_on_come_out(strategy):
     assert found.dtype == jnp.float64
 
 
-def test_64_bits_that_are_off_are_named(strategy):
+def test_error_names_disabled_64_bit_dtypes(strategy):
     with jax.enable_x64(True):
         w = jnp.asarray(np.ones(3))
     with raises(ValueError, names="w", values="float64[3]", fix="x.astype('float32')"):
         strategy.run(lambda w, x: lax.psum(x, AXIS) * w, (w, own(strategy)))
 
 
-def test_a_ref_from_outside_is_rejected(strategy):
+def test_captured_ref_is_rejected(strategy):
     ref = jax.new_ref(jnp.ones(3))
     with raises(TypeError, names=["<lambda>", "jax.Ref"], fix="ref[...]"):
         strategy.run(lambda x: ref[...].sum() + x, (own(strategy),))

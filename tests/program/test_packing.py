@@ -1,4 +1,4 @@
-"""All-reduces that do not depend on each other travel together, wherever the step binds them."""
+"""Independent all-reduces are packed, wherever the step contains them."""
 
 import re
 
@@ -11,7 +11,7 @@ from flax import nnx
 
 import mirror
 from mirror._src.program.flat import Packing, flatten, in_order
-from tests.conftest import cpu_strategy
+from tests.support.strategies import cpu_strategy
 
 AXIS = mirror.REPLICA_AXIS
 RNG = np.random.RandomState(0)
@@ -80,7 +80,7 @@ def scaled(x, scale):
 
 def _scaled_backward(residuals, cotangent):
     x, scale = residuals
-    # The gradient of what is mirrored, reduced where it is made.
+    # The gradient of a mirrored value, reduced where it is computed.
     return cotangent * scale, jax.lax.psum((cotangent * x).sum(), AXIS)
 
 
@@ -136,14 +136,14 @@ def groups_alone(params, x):
 
 
 def a_loss_that_waits(params, x):
-    """The loss's could go at once, but goes with the gradients that wait for another."""
+    """The all-reduce of the loss could run first, but is packed with later gradients."""
     total = jax.lax.psum(jnp.arange(3) + (x[0, :3] > 0), AXIS)  # int32: another buffer
     loss, grads = jax.value_and_grad(loss_of)(params, x * total.sum().astype(jnp.float32))
     return jax.lax.pmean(x.mean(), AXIS), jax.lax.pmean(grads, AXIS), jax.lax.pmean(loss, AXIS)
 
 
-# For each step, how many buffers are reduced, packed and one by one. A maximum of floats is two:
-# one of them says where a NaN is.
+# For each step, the number of reduced buffers, packed and unpacked. A maximum of floats takes two:
+# one of them marks NaN.
 STEPS = {
     "loss and gradients apart": (loss_and_gradients_apart, 1, 4),
     "by hand": (by_hand, 1, 5),
@@ -167,7 +167,7 @@ def arguments(strategy):
 
 
 def num_all_reduces(strategy, step, args) -> int:
-    """How many buffers XLA reduces: it may make one operation of several, but sends each."""
+    """Returns the number of buffers that XLA reduces, also in merged operations."""
     text = strategy._runner.lower(step, args, {}).compile().as_text()
     operands = re.findall(r" all-reduce(?:-start)?\(([^)]*)\)", text)
     return sum(each.count("%") for each in operands)
@@ -179,7 +179,7 @@ def same(got, wanted):
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_independent_all_reduces_travel_together(name):
+def test_independent_all_reduces_are_packed(name):
     step, packed, apart = STEPS[name]
     together = cpu_strategy(4)
     alone = cpu_strategy(4, cross_device_ops=mirror.AllReduce(pack_bytes=0))
@@ -193,7 +193,7 @@ def test_independent_all_reduces_travel_together(name):
 
 @pytest.mark.parametrize("name", [name for name in STEPS if name != "groups"])
 @pytest.mark.parametrize("layout", [(2, 2), (1, 4)], ids=["2-on-2", "4-on-1"])
-def test_rows_of_devices_give_the_same(name, layout):
+def test_packing_gives_the_same_for_several_replicas_per_device(name, layout):
     step, packed, _ = STEPS[name]
     devices, rows = layout
     strategy = cpu_strategy(devices, replicas_per_device=rows)
@@ -230,8 +230,8 @@ def nnx_step(model, optimizer, metric, x):
 
 
 @pytest.mark.parametrize(("axis_name", "most"), [(None, 1), (AXIS, 3)], ids=["local", "synced"])
-def test_batch_statistics_and_metrics_travel_with_the_gradients(axis_name, most):
-    """What `run` averages and merges after the step; synced statistics are in its forward pass."""
+def test_batch_statistics_and_metrics_are_packed_with_the_gradients(axis_name, most):
+    """`run` averages and merges these after the step; the forward pass synchronizes its own."""
     found = []
     for ops in (None, mirror.AllReduce(pack_bytes=0)):
         strategy = cpu_strategy(4, cross_device_ops=ops)
@@ -250,7 +250,7 @@ def test_batch_statistics_and_metrics_travel_with_the_gradients(axis_name, most)
         np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-6, atol=1e-7)
 
 
-def test_effects_keep_their_order(two):
+def test_packing_keeps_the_order_of_effects(two):
     seen = []
 
     def step(x):
@@ -273,7 +273,7 @@ def test_effects_keep_their_order(two):
     assert sorted(seen) == [("before", 0.0), ("before", 3.0), ("total", 3.0), ("total", 3.0)]
 
 
-def test_a_report_says_what_travels_together(two):
+def test_report_shows_packed_collectives(two):
     report = two.inspect(loss_and_gradients_apart, arguments(two))
     (row,) = report.collectives
     assert (row.kind, row.op, row.num_leaves) == ("all-reduce", "sum", 4)
@@ -284,7 +284,7 @@ def test_a_report_says_what_travels_together(two):
     assert len(apart.inspect(by_hand, arguments(apart)).collectives) == 5
 
 
-def test_calls_without_collectives_stay_closed(two):
+def test_packing_keeps_calls_without_collectives(two):
     @jax.jit
     def closed(x):
         return jnp.tanh(x) * 2

@@ -1,4 +1,4 @@
-"""The proof: what it says of small steps is so, on any number of replicas, when they are run."""
+"""The marks that the proof gives small steps hold when they run, on any number of replicas."""
 
 import inspect
 import re
@@ -10,12 +10,10 @@ import pytest
 from jax import lax
 
 import mirror
-from mirror._src.program.proof import prove
-from mirror._src.program.trace import trace
 from tests.support.messages import raises
+from tests.support.proofs import FLOATS, gradient, marks_of
 
 AXIS = mirror.REPLICA_AXIS
-FLOATS = jax.ShapeDtypeStruct((8,), np.float32)
 CONSTANT = jnp.arange(8.0)
 HOST_CONSTANT = np.arange(8.0, dtype=np.float32)
 
@@ -51,10 +49,6 @@ def ring():
 
 def total(x):
     return lax.psum(x, AXIS)
-
-
-def gradient(f, *args):
-    return jax.grad(lambda *a: jnp.sum(f(*a)))(*args)
 
 
 laws(
@@ -161,7 +155,7 @@ def ref_after(write):
 
 
 def ref_under_cond(condition):
-    """What is written is the same; whether it is, the condition says."""
+    """The written value is mirrored, but the condition decides whether it is written."""
     return ref_after(
         lambda ref: lax.cond(condition, lambda: ref.__setitem__(..., jnp.ones(8)), lambda: None)
     )
@@ -282,12 +276,6 @@ def ref_counts_rounds(x, m):
     return ref[...]
 
 
-def marks_of(step, num_replicas):
-    jaxpr = trace(lambda *a: jax.tree.leaves(step(*a)), [FLOATS, FLOATS], num_replicas)
-    marks = prove(jaxpr, [True, False])
-    return "".join("P" if mark.per_replica else "M" for mark in marks)
-
-
 def arguments(num_replicas):
     rows = [np.arange(8, dtype=np.float32) + 5 * r for r in range(num_replicas)]
     return mirror.PerReplica(rows), np.arange(1, 9, dtype=np.float32)
@@ -306,21 +294,21 @@ def assert_as_marked(out, marks):
 
 @pytest.mark.parametrize("num_replicas", [1, 2, 8])
 @pytest.mark.parametrize("name", LAWS)
-def test_marks(name, num_replicas):
+def test_proof_marks_results(name, num_replicas):
     step, expected = LAWS[name]
     assert marks_of(step, num_replicas) == expected
 
 
 @pytest.mark.filterwarnings("ignore:.*pure_callback")
 @pytest.mark.parametrize("name", LAWS)
-def test_a_result_said_mirrored_is_equal_on_both_replicas(name, two):
+def test_results_marked_mirrored_are_equal_on_two_replicas(name, two):
     step, expected = LAWS[name]
     assert_as_marked(two.run(step, arguments(2)), expected)
 
 
 @pytest.mark.filterwarnings("ignore:.*pure_callback")
 @pytest.mark.filterwarnings("ignore:.*step.*fold_in")
-def test_results_said_mirrored_are_equal_on_all_replicas(eight):
+def test_results_marked_mirrored_are_equal_on_all_replicas(eight):
     def step(x, m):
         return {name: each(x, m) for name, (each, _) in LAWS.items()}
 
@@ -329,7 +317,7 @@ def test_results_said_mirrored_are_equal_on_all_replicas(eight):
         assert_as_marked(out[name], LAWS[name][1])
 
 
-# Steps that replicas would not finish, and the same with a condition that all of them share.
+# Steps that replicas would not finish, and the same with a mirrored condition.
 def hangs(condition, x, m):
     return {
         "cond": lambda: lax.cond(condition, total, jnp.sin, x),
@@ -369,11 +357,11 @@ KINDS = list(hangs(None, None, None))
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_collective_that_would_hang_is_an_error_that_says_where(kind, num_replicas):
+def test_proof_rejects_collectives_that_would_hang(kind, num_replicas):
     def step(x, m):
         return hangs(x[0] > 0, x, m)[kind]()
 
-    fix = 'all_reduce("max", condition)'
+    fix = 'all_reduce("max", predicate)'
     with raises(mirror.ReplicaDivergenceError, names="test_proof.py", fix=fix) as error:
         marks_of(step, num_replicas)
     lines, start = inspect.getsourcelines(hangs)
@@ -383,7 +371,7 @@ def test_a_collective_that_would_hang_is_an_error_that_says_where(kind, num_repl
     assert all(start <= line < start + len(lines) or here <= line < here + 2 for line in found)
 
 
-def test_a_collective_under_a_condition_that_all_share_is_fine(two):
+def test_proof_accepts_collectives_under_a_mirrored_condition(two):
     def step(x, m):
         return {kind: make() for kind, make in hangs(m[0] > 9, x, m).items()}
 

@@ -1,4 +1,4 @@
-"""What the proof makes of Flax and optax: which steps pass, which are refused, and how."""
+"""The proof on Flax and optax: which steps it accepts, and which it rejects."""
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +9,8 @@ from flax import linen, nnx
 from flax.training import train_state
 
 import mirror
-from tests.conftest import cpu_strategy
 from tests.support.messages import raises
+from tests.support.strategies import cpu_strategy
 
 
 class Net(nnx.Module):
@@ -128,7 +128,7 @@ def snapshot(*objects):
 
 
 @pytest.mark.parametrize("name", FORWARDS)
-def test_a_model_trains_through_every_transformation(name, two):
+def test_models_train_through_every_transformation(name, two):
     model_type, forward = FORWARDS[name]
     with two.scope():
         model = model_type(nnx.Rngs(0))
@@ -147,7 +147,7 @@ def test_a_model_trains_through_every_transformation(name, two):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_linen_state(name, two):
+def test_linen_state_trains_as_on_one_device(name, two):
     dense = linen.Dense(3)
     params = dense.init(jax.random.key(0), jnp.zeros((1, 8)))["params"]
     state = train_state.TrainState.create(
@@ -175,7 +175,7 @@ def forgetful(model, optimizer, x):
 @pytest.mark.parametrize(
     ("name", "num_replicas"), [*((name, 2) for name in OPTIMIZERS), ("sgd", 1)]
 )
-def test_a_forgotten_all_reduce_names_the_variable_and_leaves_the_model_alone(name, num_replicas):
+def test_missing_all_reduce_names_the_variable_and_leaves_the_model_unchanged(name, num_replicas):
     strategy = cpu_strategy(num_replicas)
     model, optimizer = create(strategy, optimizer=OPTIMIZERS[name])
     x = data(num_replicas)
@@ -193,7 +193,7 @@ def test_a_forgotten_all_reduce_names_the_variable_and_leaves_the_model_alone(na
     strategy.check_mirrored((model, optimizer))
 
 
-def test_a_variable_that_only_some_replicas_would_write_is_refused(two):
+def test_variable_written_by_some_replicas_is_rejected(two):
     def step(model, x):
         nnx.cond(x[0, 0] > 0, zero, lambda model: None, model)
 
@@ -206,7 +206,7 @@ def test_a_variable_that_only_some_replicas_would_write_is_refused(two):
 
 
 @pytest.mark.parametrize("change", ["split", "fold_in"])
-def test_a_key_that_a_step_replaces_is_refused_unless_all_agree(change, two):
+def test_replaced_key_is_rejected_unless_replicas_agree(change, two):
     with two.scope():
         rngs = nnx.Rngs(0)
 
@@ -237,7 +237,7 @@ UNTOUCHED = {
 
 
 @pytest.mark.parametrize("name", UNTOUCHED)
-def test_variables_that_a_step_only_reads_stay_the_arrays_they_are(name, two):
+def test_variables_that_are_only_read_keep_their_arrays(name, two):
     model, _ = create(two)
 
     def step(model, x):

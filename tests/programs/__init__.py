@@ -1,4 +1,4 @@
-"""Programs of the TensorFlow guides, in `mirror`; and how a test plays one."""
+"""Programs that tests run: the TensorFlow guides in `mirror`, and others in their own processes."""
 
 import contextlib
 import io
@@ -16,7 +16,7 @@ HERE = pathlib.Path(__file__).parent
 
 @dataclass(frozen=True)
 class Played:
-    """What a program printed, the placement log included, and its global variables."""
+    """The output of a program, with its placement log, and its global variables."""
 
     text: str
     values: dict[str, Any]
@@ -25,8 +25,8 @@ class Played:
 def play(name: str, *arguments: str) -> Played:
     """Runs a program as `python program.py arguments` would, in this process.
 
-    What it switched on is off again afterwards. Log lines take mirror's own way to the standard
-    error, also where a test runner handles those of the root.
+    Its switches are reset afterwards. Log lines reach the standard error through mirror's own
+    handler, even if a test runner handles the log lines of the root logger.
     """
     printed, logger = io.StringIO(), logging.getLogger("mirror")
     argv, propagate = sys.argv, logger.propagate

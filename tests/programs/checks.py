@@ -1,4 +1,4 @@
-"""What the programs that configure nothing must show, on any number of devices of either kind."""
+"""Checks of the programs that configure nothing, on any number of CPUs or GPUs."""
 
 import re
 import traceback
@@ -16,7 +16,7 @@ PRODUCT = np.array([[22.0, 28.0], [49.0, 64.0]], np.float32)
 
 
 def problems(count: int, kind: str) -> dict[str, str]:
-    """What is wrong with each program on so many devices of that kind; `""` where nothing is."""
+    """Returns the problem of each program on this number of devices; "" if it passes."""
     assert len(mirror.config.list_logical_devices(kind)) == count
     found = {}
     for name, check in CHECKS.items():
@@ -55,7 +55,7 @@ def manual_placement(count: int, kind: str) -> None:
 
 
 def no_such_device(count: int, kind: str) -> None:
-    placement._say_once.cache_clear()
+    placement._warn_substituted.cache_clear()
     lines = play("p07_no_such_device").text.splitlines()
     there = [device.name for device in mirror.config.list_logical_devices()]
     product = ["[[22. 28.]", " [49. 64.]]"]
@@ -64,9 +64,9 @@ def no_such_device(count: int, kind: str) -> None:
         return
     error, said, *ops = lines
     assert error.startswith(
-        f"There is no device /device:GPU:2. The devices are ({', '.join(there)}). Name one of them"
+        f"Unknown device /device:GPU:2. Available devices: ({', '.join(there)}). "
     )
-    assert said == f"There is no device /device:GPU:2; soft placement takes /device:{kind}:0."
+    assert said == f"Unknown device /device:GPU:2; soft placement uses /device:{kind}:0 instead."
     assert ops[-3] == f"Executing op matmul in device {JOB}/device:{kind}:0"
     assert ops[-2:] == product
 

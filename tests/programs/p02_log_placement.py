@@ -1,4 +1,4 @@
-"""Says on which device each op runs."""
+"""Logs the device of each op."""
 
 import jax.numpy as jnp
 

@@ -1,4 +1,4 @@
-"""Makes two matrices on the CPU and multiplies them where JAX computes by default."""
+"""Creates two matrices on the CPU and multiplies them on the default device."""
 
 import jax.numpy as jnp
 

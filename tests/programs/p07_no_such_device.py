@@ -1,4 +1,4 @@
-"""Names a device that there is not, first strictly, then softly."""
+"""Selects a missing device, with strict and then with soft placement."""
 
 import jax.numpy as jnp
 

@@ -1,4 +1,4 @@
-"""Computes A**n + B**n on one device, then on two at the same time; says how long each takes.
+"""Times A**n + B**n on one device, then on two at the same time.
 
 Usage: p09_two_devices_at_once.py [SIZE]
 """

@@ -1,4 +1,4 @@
-"""Fits a line, mirrored over all GPUs, or all host devices; logs where everything lies and runs.
+"""Fits a line, mirrored over all GPUs or all host devices, and logs placement.
 
 Usage: p10_mirrored_dense.py [host]     host: collectives are reduced on the CPU
 """

@@ -1,4 +1,4 @@
-"""Generated 28x28 pictures, of which each class has a pattern of its own, under noise."""
+"""Generated 28x28 pictures: a pattern per class, plus noise."""
 
 import numpy as np
 

@@ -1,1 +1,1 @@
-"""Trainings of JAX's ecosystem, written for one replica, each with the same on one device."""
+"""Training programs of the JAX ecosystem, written for one replica and for one device."""

@@ -1,4 +1,4 @@
-"""Equinox's guide to stateful models: a `BatchNorm` whose statistics lie in `eqx.nn.State`."""
+"""Equinox's guide to stateful models: a `BatchNorm` with statistics in `eqx.nn.State`."""
 
 import equinox as eqx
 import jax

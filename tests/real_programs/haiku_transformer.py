@@ -1,4 +1,4 @@
-"""Haiku's transformer example: padded tokens, and dropout that each replica draws for itself."""
+"""Haiku's transformer example: padded tokens, and per-replica dropout."""
 
 from functools import partial
 from typing import Any, NamedTuple

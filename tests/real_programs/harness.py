@@ -1,4 +1,4 @@
-"""What a real program consists of, and how it is trained with `mirror` and without."""
+"""The parts of a real program, and its training with and without `mirror`."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

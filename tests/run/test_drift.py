@@ -16,8 +16,8 @@ from flax.training.train_state import TrainState
 import mirror
 from mirror import PerReplica
 from mirror.testing import assert_trains_like_one_device
-from tests.conftest import cpu_strategy
 from tests.support.messages import assert_message, raises
+from tests.support.strategies import cpu_strategy
 
 LAYOUTS = {  # the proof is the same for all executors
     "one": lambda: cpu_strategy(1),
@@ -90,7 +90,7 @@ def update_train_state(state, batch, reduce):
 
 
 def in_a(make):
-    """A state with its weights in `params`, and how it is updated."""
+    """A state with its weights in `params`, and its update."""
 
     def update(state, batch, reduce):
         return make(train(state.params, batch, reduce), state.count + 1)
@@ -98,7 +98,7 @@ def in_a(make):
     return lambda: make(weights(), jnp.int32(0)), update
 
 
-# name: what makes the state, what updates it, a leaf's name, whether its class tells that it is one
+# name: constructor, update, the name of a leaf, whether its class marks it as state
 STATES = {
     "TrainState": (train_state, update_train_state, "state.params['Dense_0']['kernel']", True),
     "registered dataclass": (*in_a(Registered), "state.params['w']", True),
@@ -140,7 +140,7 @@ def steps(name, shape="first"):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", STATES)
-def test_a_missing_all_reduce_is_an_error_before_the_second_step(strategy, name, shape):
+def test_missing_all_reduce_raises_before_the_second_step(strategy, name, shape):
     make, _, leaf, is_certain = STATES[name]
     _, broken = steps(name, shape)
     batch = batch_for(strategy)
@@ -152,7 +152,7 @@ def test_a_missing_all_reduce_is_an_error_before_the_second_step(strategy, name,
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_a_donated_state_is_rejected_at_the_first_step(strategy, name):
+def test_donated_state_is_rejected_at_the_first_step(strategy, name):
     make, _, leaf, _ = STATES[name]
     _, broken = steps(name)
     state = make()
@@ -162,7 +162,7 @@ def test_a_donated_state_is_rejected_at_the_first_step(strategy, name):
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_the_step_with_its_all_reduce_trains(strategy, name):
+def test_step_with_its_all_reduce_trains(strategy, name):
     make, _, _, _ = STATES[name]
     step, _ = steps(name)
     state, batch = make(), batch_for(strategy)
@@ -174,7 +174,7 @@ def test_the_step_with_its_all_reduce_trains(strategy, name):
 
 
 @pytest.mark.parametrize("name", [n for n in STATES if n != "array"])
-def test_reports_and_asserts_say_the_same(strategy, name):
+def test_reports_and_asserts_find_the_same_drift(strategy, name):
     make, _, leaf, _ = STATES[name]
     _, broken = steps(name)
     args = (make(), batch_for(strategy))
@@ -187,13 +187,13 @@ def test_reports_and_asserts_say_the_same(strategy, name):
         assert_trains_like_one_device(broken, args, strategy)
 
 
-def test_a_bare_array_that_is_trained_without_an_all_reduce_fails_the_assert(strategy):
+def test_bare_array_trained_without_an_all_reduce_fails_the_assert(strategy):
     _, broken = steps("array")
     with raises(AssertionError, names="['state']", fix="all_reduce"):
         assert_trains_like_one_device(broken, (jnp.ones((3, 2)), batch_for(strategy)), strategy)
 
 
-def test_state_that_is_per_replica_from_the_start_is_meant(strategy):
+def test_initially_per_replica_state_is_accepted(strategy):
     """Local SGD: each replica trains weights of its own."""
     _, broken = steps("dict")
     params = jax.tree.map(
@@ -205,7 +205,7 @@ def test_state_that_is_per_replica_from_the_start_is_meant(strategy):
     assert all(isinstance(leaf, PerReplica) for leaf in params.values())
 
 
-def test_gradients_beside_the_new_weights_are_no_state(strategy):
+def test_gradients_beside_new_weights_are_not_state(strategy):
     def step(params, batch):
         grads = jax.grad(loss)(params, batch)
         return jax.tree.map(lambda p, g: p - g, params, reduced(grads)), grads
@@ -216,7 +216,7 @@ def test_gradients_beside_the_new_weights_are_no_state(strategy):
     assert isinstance(grads["w"], PerReplica)
 
 
-def test_a_scalar_loss_beside_a_scalar_argument_is_no_state(strategy):
+def test_scalar_loss_beside_a_scalar_argument_is_not_state(strategy):
     def step(rate, batch):
         return (batch * rate).mean()
 
@@ -226,7 +226,7 @@ def test_a_scalar_loss_beside_a_scalar_argument_is_no_state(strategy):
     assert strategy.inspect(step, (jnp.float32(0.1), batch)).in_step
 
 
-def test_the_heading_counts_results_that_each_replica_has_for_itself(two):
+def test_report_heading_counts_per_replica_results(two):
     step, _ = steps("dict")
     report = two.inspect(step, (weights(), batch_for(two)))
     assert report.in_step
@@ -236,7 +236,7 @@ def test_the_heading_counts_results_that_each_replica_has_for_itself(two):
 @pytest.mark.filterwarnings(r"ignore:.*test_state_that_drifts\.py")
 @pytest.mark.parametrize("fresh", ["partial", "lambda"])
 @pytest.mark.parametrize("name", ["dict", "array"])
-def test_a_new_function_object_each_time_is_no_way_out(two, name, fresh):
+def test_new_function_objects_do_not_evade_the_check(two, name, fresh):
     make, _, leaf, _ = STATES[name]
     _, broken = steps(name)
     state, batch = make(), batch_for(two)
@@ -249,7 +249,7 @@ def test_a_new_function_object_each_time_is_no_way_out(two, name, fresh):
             state, _ = two.run(makes[fresh](), (state, batch))
 
 
-def test_a_function_may_get_a_baseline_first_and_each_replicas_own_values_then(two):
+def test_function_may_take_mirrored_then_per_replica_values(two):
     def error(prediction, target):
         return (prediction - target) ** 2
 
@@ -260,7 +260,7 @@ def test_a_function_may_get_a_baseline_first_and_each_replicas_own_values_then(t
         two.run(error, (own, target))
 
 
-def test_gradients_beside_one_of_two_models_of_a_kind_are_no_state(two):
+def test_gradients_beside_one_of_two_similar_models_are_not_state(two):
     """Distillation: the student comes back mirrored, with gradients; the teacher does not."""
 
     def step(student, teacher, batch):

@@ -25,7 +25,7 @@ class Halved(nnx.metrics.Average):
 
 
 class Extremes(nnx.metrics.Average):
-    """An average beside which the largest value is kept."""
+    """An average that also keeps the largest value."""
 
     def __init__(self):
         super().__init__()
@@ -130,7 +130,7 @@ def count_reset(metric, batch):
 
 
 def states(metric):
-    """The arrays that a metric holds, by the name of the attribute."""
+    """Returns the arrays of a metric, by attribute name."""
     found = vars(metric).items()
     return {name: s[...] for name, s in found if isinstance(s, nnx.metrics.MetricState)}
 
@@ -141,7 +141,7 @@ def write(metric, values):
 
 
 def stepped(metric, change, replicas):
-    """For each replica the states before and after a change, and how they depend on each other."""
+    """Returns, per replica, the states before and after a change, and their dependence."""
     before = states(metric)
 
     def program(before, batch):
@@ -163,13 +163,13 @@ def trees_stacked(trees):
 
 
 def merged(steps):
-    """For each metric its states merged over the replicas, from what `stepped` gave on each.
+    """Returns the merged states of each metric, from the results of `stepped`.
 
     Args:
-        steps: for each metric a list with one step per replica.
+        steps: For each metric, a list with one step per replica.
     """
     rules = [merge_rule(metric) for metric, _ in steps]
-    befores = [replicas[0][0] for _, replicas in steps]
+    before = [replicas[0][0] for _, replicas in steps]
     afters = [trees_stacked([after for _, after, _ in replicas]) for _, replicas in steps]
     dependences = [replicas[0][2] for _, replicas in steps]
     calls = []
@@ -179,7 +179,7 @@ def merged(steps):
         return lax.psum(arrays, "replica")
 
     def one_replica(afters):
-        updates = map(Update, rules, befores, afters, dependences)
+        updates = map(Update, rules, before, afters, dependences)
         return merge(list(updates), psum)
 
     return jax.vmap(one_replica, axis_name="replica", out_axes=None)(afters), calls
@@ -215,7 +215,7 @@ CHANGES = {
 
 
 def assert_same(found, expected, scale=20.0):
-    """The states are equal; Welford's but for rounding, `scale` being that of its values."""
+    """Checks that the states are equal; Welford's up to rounding at the `scale` of its values."""
     for name, value in expected.items():
         assert found[name].dtype == value.dtype
         if name in ("mean", "m2"):
@@ -231,7 +231,7 @@ NUM_REPLICAS = [("updated", 1), ("updated", 2), ("updated", 8), ("reset_and_upda
 
 @pytest.mark.parametrize(("change", "num_replicas"), [(c, 3) for c in CHANGES] + NUM_REPLICAS)
 @pytest.mark.parametrize("kind", METRICS)
-def test_merged_metrics_are_the_metrics_of_one_device(kind, change, num_replicas):
+def test_merged_metrics_equal_those_of_one_device(kind, change, num_replicas):
     metric = METRICS[kind]()
     alone = nnx.clone(metric)
     for step in range(3):
@@ -254,8 +254,8 @@ def test_merged_metrics_are_the_metrics_of_one_device(kind, change, num_replicas
 @pytest.mark.parametrize("num_replicas", [2, 8])
 @pytest.mark.parametrize("mean", [0.0, 1e4])
 @pytest.mark.parametrize("resets", [False, True])
-def test_moments_over_many_steps(mean, resets, num_replicas):
-    """Merging is as exact as one device is, also where the mean is far from zero."""
+def test_welford_merges_moments_over_many_steps(mean, resets, num_replicas):
+    """Merging is as exact as one device, even if the mean is far from zero."""
     metric = nnx.metrics.Welford()
     alone = nnx.clone(metric)
     seen = []
@@ -273,8 +273,8 @@ def test_moments_over_many_steps(mean, resets, num_replicas):
     np.testing.assert_allclose(found["mean"], np.mean(seen), rtol=1e-6, atol=1e-4)
 
 
-def test_moments_without_examples():
-    """Replicas whose batch is empty, which makes Flax's own states NaN, change nothing."""
+def test_welford_supports_replicas_without_examples():
+    """Replicas with an empty batch, which makes Flax's own states NaN, change nothing."""
     metric = nnx.metrics.Welford()
     nothing = states(metric)
     empty = jax.tree.map(lambda value: jnp.where(value == 0, jnp.nan, value), nothing)
@@ -291,8 +291,8 @@ def test_moments_without_examples():
     assert_same(found, changed[1])
 
 
-def test_moments_of_equal_values():
-    """The deviations are not below zero, whose root would be NaN, where the means are rounded."""
+def test_welford_of_equal_values_has_zero_deviation():
+    """Rounded means do not give negative squared deviations, whose root would be NaN."""
     near = np.nextafter(np.float32(0.1), np.float32(1))
     before = {"count": jnp.array(24), "mean": jnp.float32(0.1), "m2": jnp.float32(0)}
     after = {"count": jnp.array(27), "mean": jnp.array(near), "m2": jnp.float32(0)}
@@ -302,7 +302,7 @@ def test_moments_of_equal_values():
     np.testing.assert_allclose(found["mean"], 0.1, rtol=1e-6)
 
 
-def test_update_that_only_some_replicas_make():
+def test_update_by_some_replicas_only_is_merged():
     metric = nnx.metrics.Average()
     metric.update(values=jnp.array([3.0, 4.0]))
     replicas = [{"values": jnp.array(v)} for v in ([1.0, 2.0], [np.nan, 3.0], [5.0, -1.0])]
@@ -326,14 +326,14 @@ def test_update_that_only_some_replicas_make():
         (np.complex64(1j), np.complex64(2j + 1), np.complex64(3j + 2)),
     ],
 )
-def test_two_replicas_add_the_same(before, after, expected):
+def test_equal_increments_of_two_replicas_are_added(before, after, expected):
     step = {"total": jnp.asarray(before)}, {"total": jnp.asarray(after)}, {"total": ADDED}
     ((found,), _) = merged([(nnx.metrics.Average(), [step, step])])
     assert found["total"].dtype == before.dtype
     np.testing.assert_array_equal(found["total"], expected)
 
 
-def test_increments_that_their_dtype_cannot_hold():
+def test_increments_that_overflow_their_dtype_are_merged():
     before = {"total": jnp.float16(60000)}
     steps = [(before, {"total": jnp.float16(v)}, {"total": ADDED}) for v in (-60000, 64000)]
     (found,), _ = merged([(nnx.metrics.Average(), steps)])
@@ -341,7 +341,7 @@ def test_increments_that_their_dtype_cannot_hold():
 
 
 @pytest.mark.parametrize("dtype", ["int32", "uint8", "bfloat16", "float32"])
-def test_sum_of_what_was_reset(dtype):
+def test_reset_sum_is_merged(dtype):
     values = [jnp.array(v, dtype) for v in (100, 50, 70)]
     before = {"total": jnp.array(3, dtype)}
     steps = [(before, {"total": value}, {"total": INDEPENDENT}) for value in values]
@@ -369,7 +369,7 @@ def test_all_metrics_share_their_collectives(kinds, calls):
         assert_same(after, states(metric))
 
 
-def test_nothing_to_merge_needs_no_collective():
+def test_unchanged_metric_needs_no_collective():
     assert merge([], lambda arrays: pytest.fail("called")) == []
 
 
@@ -388,7 +388,7 @@ def test_nothing_to_merge_needs_no_collective():
     ],
     ids=lambda value: type(value).__name__ if not isinstance(value, type) else value.__name__,
 )
-def test_rule_of_a_metric(metric, rule):
+def test_merge_rule_depends_on_the_metric(metric, rule):
     found = merge_rule(metric)
     assert found is None if rule is None else type(found) is rule
 
@@ -406,18 +406,18 @@ def test_rule_of_a_metric(metric, rule):
         (nnx.metrics.Average(), count_reset, []),
     ],
 )
-def test_states_that_cannot_be_merged(metric, change, states_refused):
+def test_unmergeable_states_are_rejected(metric, change, states_refused):
     ((_, _, how),) = stepped(metric, change, cut(batches(0, 4), [4]))
     assert sorted(merge_rule(metric).unmergeable(how)) == states_refused
 
 
-def test_unknown_state_of_a_welford_metric_cannot_be_merged():
+def test_unknown_state_of_a_welford_metric_is_rejected():
     how = {"count": ADDED, "mean": OTHER, "m2": ADDED, "largest": ADDED}
     assert Moments().unmergeable(how) == ["largest"]
 
 
 def test_increments_may_depend_on_other_states():
-    """What each replica adds is summed, also where it was computed from another state."""
+    """The increments of the replicas are summed, even if they depend on another state."""
 
     def change(metric, batch):
         metric.update(values=batch["values"] * (metric.count[...] + 1))

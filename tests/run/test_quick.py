@@ -1,4 +1,4 @@
-"""The quick way of `run`: no work for each leaf in Python, and not one check is lost."""
+"""Quick calls of `run`: no Python work per leaf, and every check still applies."""
 
 import signal
 import sys
@@ -13,9 +13,10 @@ import pytest
 from flax import nnx
 
 import mirror
+from mirror._src.run import argument_placer
 from tests.support.messages import raises
 
-# Each row of a table has a function of its own.
+# Each row of a table has its own function.
 pytestmark = pytest.mark.filterwarnings("ignore:.*compiled")
 
 MAKERS = {
@@ -81,11 +82,11 @@ def num_python_events(call: Any) -> int:
     return events
 
 
-# What is done on the host does not grow with the number of leaves.
+# The work on the host does not grow with the number of leaves.
 
 
 @pytest.mark.parametrize("form", ["dict", "nnx"])
-def test_python_does_not_look_at_each_leaf(strategy, form):
+def test_quick_call_does_not_visit_each_leaf_in_python(strategy, form):
     def events_for(num_leaves: int) -> int:
         if form == "nnx":
             with strategy.scope():
@@ -117,8 +118,8 @@ class Keyed(nnx.Module):
 
 
 @pytest.mark.parametrize("kind", ["plain", "keys"])
-def test_an_interrupt_cannot_come_between_a_launch_and_its_outputs(strategy, kind):
-    """It comes out where Python runs: nowhere until the state is written, or it is held back."""
+def test_interrupt_cannot_separate_a_launch_from_its_outputs(strategy, kind):
+    """It is raised where Python runs: nowhere before the state is written, or it is deferred."""
 
     def step(model, batch):
         if kind == "keys":
@@ -140,7 +141,7 @@ def test_an_interrupt_cannot_come_between_a_launch_and_its_outputs(strategy, kin
         if getattr(argument, "__name__", "") == "extend":
             inside = event == "c_call"
         elif inside and event == "call" and frame.f_code.co_name != "<lambda>":
-            # The lambda takes the batch apart, before the launch.
+            # The lambda splits the batch, before the launch.
             calls.append(signal.getsignal(signal.SIGINT))
 
     sys.setprofile(record)
@@ -152,14 +153,14 @@ def test_an_interrupt_cannot_come_between_a_launch_and_its_outputs(strategy, kin
     assert signal.default_int_handler not in calls
 
 
-def test_a_second_call_goes_the_quick_way(strategy):
+def test_second_call_is_quick(strategy):
     state, batch = {"w": jnp.zeros(3)}, own(strategy)
     for _ in range(4):
         state, _ = strategy.run(update, (state, batch), donate_argnums=0)
     quick = quick_of(strategy, update, (0,))
     assert quick is not None
     before = quick.program.runs
-    strategy._runner._run = None  # the long way
+    strategy._runner._run = None  # not quick
     try:
         state, _ = strategy.run(update, (state, batch), donate_argnums=0)
     finally:
@@ -167,11 +168,11 @@ def test_a_second_call_goes_the_quick_way(strategy):
     assert quick.program.runs == before + 1
 
 
-# What is unlike the call before goes the long way, and gets what it got before.
+# A call unlike the previous one is not quick, and gives the same results.
 
 
 def fresh_results(strategy: mirror.Strategy, fn: Any, args: tuple) -> Any:
-    """What a function object that was never run gives."""
+    """Returns the results of a new function object."""
     return strategy.run(lambda *args: fn(*args), args)
 
 
@@ -206,7 +207,7 @@ CHANGES = {
 
 @pytest.mark.filterwarnings("ignore:.*distribute_dataset")
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_call_unlike_the_one_before(strategy, change):
+def test_changed_call_gives_the_same_results(strategy, change):
     def step(state, batch):
         return update(state, batch)
 
@@ -292,7 +293,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda f: f.__name__)
-def test_every_refusal_keeps_its_message(strategy, refusal):
+def test_quick_calls_keep_every_error_message(strategy, refusal):
     def step(state, batch):
         return update(state, batch)
 
@@ -310,11 +311,11 @@ def test_every_refusal_keeps_its_message(strategy, refusal):
         refusal(strategy, run, state, batch)
     with strategy.scope():
         state = {"w": jnp.zeros(3)}
-    state, grad = run(state, batch)  # and nothing is broken
+    state, grad = run(state, batch)  # and all state is intact
     np.testing.assert_array_equal(state["w"], -0.5 * np.full(3, grad))
 
 
-def test_one_array_in_two_places_is_copied(strategy):
+def test_one_array_in_two_arguments_is_copied(strategy):
     def step(state, batch):
         return update(state, batch)
 
@@ -367,7 +368,7 @@ def aliases_of(strategy, x: jax.Array, place: Any) -> tuple[jax.Array, jax.Array
 
 
 @pytest.mark.parametrize("at", ["an equal sharding", "the scope's own sharding"])
-def test_an_array_that_shares_memory_with_one_met_before(strategy, at):
+def test_array_sharing_memory_with_an_earlier_one_is_copied(strategy, at):
     def step(state, other, batch):
         new, grad = update(state, batch)
         return new, jax.tree.map(lambda w: w + grad, other)
@@ -387,7 +388,7 @@ def test_an_array_that_shares_memory_with_one_met_before(strategy, at):
     np.testing.assert_array_equal(other["w"], np.arange(3.0) + grad)
 
 
-def test_a_random_key_and_its_bits_may_both_be_donated(strategy):
+def test_random_key_and_its_bits_may_both_be_donated(strategy):
     def step(state, batch):
         context = mirror.get_replica_context()
         draws = jax.random.normal(context.fold_in(state["key"]), (2,)) + batch.sum()
@@ -404,7 +405,7 @@ def test_a_random_key_and_its_bits_may_both_be_donated(strategy):
     np.testing.assert_array_equal(jax.random.key_data(key), jax.random.key_data(jax.random.key(0)))
 
 
-def test_rows_that_lie_there_are_copied_before_they_are_donated():
+def test_resident_rows_are_copied_before_donation():
     strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"], axis_name="batch")
     rows = [jax.device_put(jnp.full(3, i), jax.devices()[i]) for i in range(2)]
     x = mirror.PerReplica(rows)
@@ -419,8 +420,8 @@ def test_rows_that_lie_there_are_copied_before_they_are_donated():
 
 
 @pytest.mark.parametrize("leaf", ["returned", "constant"])
-def test_a_leaf_that_becomes_part_of_the_model_meanwhile(strategy, leaf):
-    """It is donated as state then, and another function may have made it ready."""
+def test_leaf_may_become_part_of_the_model_between_calls(strategy, leaf):
+    """It is donated as state then, and another function may have prepared it."""
 
     def step(model, tree, batch):
         loss = train(model, batch)
@@ -445,13 +446,13 @@ def test_a_leaf_that_becomes_part_of_the_model_meanwhile(strategy, leaf):
 
 def count_looks(monkeypatch) -> list[Any]:
     looks: list[Any] = []
-    look = mirror.runner.buffers_of
+    look = argument_placer.buffers_of
 
     def counted(array: Any) -> set[int]:
         looks.append(array)
         return look(array)
 
-    monkeypatch.setattr("mirror.runner.buffers_of", counted)
+    monkeypatch.setattr(argument_placer, "buffers_of", counted)
     return looks
 
 
@@ -459,8 +460,8 @@ ROUNDS = 24
 
 
 @pytest.mark.parametrize("new", ["a number", "NumPy", "outside", "in the scope", "a key"])
-def test_a_new_leaf_in_each_step_is_rarely_waited_for(strategy, new, monkeypatch):
-    """An address is there when the array is: after the step before, which nobody waits for."""
+def test_new_leaf_per_step_rarely_blocks(strategy, new, monkeypatch):
+    """The address of an array is known after its step; calls do not wait for that."""
     make = {
         "a number": lambda i: float(i),
         "NumPy": lambda i: np.float32(i),
@@ -494,7 +495,7 @@ def test_a_new_leaf_in_each_step_is_rarely_waited_for(strategy, new, monkeypatch
     np.testing.assert_allclose(state["params"]["w"], np.full(3, -0.5 * grad * (ROUNDS + 1)))
 
 
-def test_states_that_take_turns_are_not_waited_for(strategy, monkeypatch):
+def test_alternating_states_do_not_block(strategy, monkeypatch):
     def step(state, batch):
         return update(state, batch)
 
@@ -512,8 +513,8 @@ def test_states_that_take_turns_are_not_waited_for(strategy, monkeypatch):
         np.testing.assert_allclose(state["w"], np.full(3, i - 2.5 * float(grad)))
 
 
-def test_state_that_two_steps_change_in_turn_is_not_waited_for(strategy, monkeypatch):
-    """What one step returned and the other donates shares memory with nothing: nobody looks."""
+def test_state_changed_by_alternating_steps_does_not_block(strategy, monkeypatch):
+    """State that one step returned and the other donates shares no memory, so it is not checked."""
     steps = [lambda *args: update(*args), lambda *args: update(*args)]
     batch = own(strategy)
     with strategy.scope():
@@ -525,8 +526,8 @@ def test_state_that_two_steps_change_in_turn_is_not_waited_for(strategy, monkeyp
     np.testing.assert_allclose(state["w"], np.full(3, -6 * float(grad)))
 
 
-def test_results_share_no_memory(strategy):
-    """So that they may be donated without a look, also what a step passes on or computes twice."""
+def test_results_do_not_share_memory(strategy):
+    """So that they can be donated unchecked, even if a step returns a value twice."""
 
     def step(x, y, batch):
         return {"passed on": x, "twice": (y + 1, y + 1), "again": x, "own": batch}
@@ -539,8 +540,8 @@ def test_results_share_no_memory(strategy):
         assert len(set().union(*buffers)) == sum(map(len, buffers))
 
 
-def test_constants_need_no_look(strategy):
-    """Parameters that an evaluation gets again, and a step's, which are its last results."""
+def test_constants_are_not_checked(strategy):
+    """Parameters that an evaluation receives repeatedly, and the last results of a step."""
 
     def evaluate(params, batch):
         return mirror.get_replica_context().all_reduce("mean", batch.mean() * params["w"].sum())
@@ -550,8 +551,8 @@ def test_constants_need_no_look(strategy):
     batch = own(strategy)
     for _ in range(5):
         strategy.run(evaluate, (params, batch))
-    familiar = quick_of(strategy, evaluate)._familiar
-    assert familiar.strange == []
+    unchanged = quick_of(strategy, evaluate)._unchanged
+    assert unchanged.new_positions == []
     params = {"w": 2 * params["w"], "b": params["b"]}
     twice = strategy.run(evaluate, (params, batch))
     params = {"w": jax.device_put(params["w"], jax.devices()[3]), "b": params["b"]}
@@ -591,7 +592,7 @@ def another_dtype(model):
     [assigned_outside, attribute_changed, layer_replaced, layer_added, shared, another_dtype],
     ids=lambda f: f.__name__,
 )
-def test_a_model_that_changed_between_two_calls(strategy, change):
+def test_model_changed_between_calls_is_used(strategy, change):
     def twin() -> Net:
         with strategy.scope():
             return Net()
@@ -609,7 +610,7 @@ def test_a_model_that_changed_between_two_calls(strategy, change):
         np.testing.assert_array_equal(a, b)
 
 
-def test_a_deleted_variable_keeps_its_message(strategy):
+def test_deleted_variable_keeps_its_message(strategy):
     with strategy.scope():
         model = Net()
     batch = own(strategy, (2, 4))
@@ -620,7 +621,7 @@ def test_a_deleted_variable_keeps_its_message(strategy):
         strategy.run(train, (model, batch))
 
 
-def test_another_model_of_the_same_structure(strategy):
+def test_quick_call_accepts_another_model_of_the_same_structure(strategy):
     batch = own(strategy, (2, 4))
     with strategy.scope():
         models = [Net(), Net()]
@@ -632,7 +633,7 @@ def test_another_model_of_the_same_structure(strategy):
 # Contexts.
 
 
-def test_the_context_of_a_trace_is_proved_again(strategy):
+def test_changed_trace_context_is_proved_again(strategy):
     traces = []
 
     def step(x):
@@ -649,7 +650,7 @@ def test_the_context_of_a_trace_is_proved_again(strategy):
     assert traces == [None, "float32"]
 
 
-def test_in_and_out_of_a_scope_is_one_program(strategy):
+def test_calls_inside_and_outside_a_scope_share_a_program(strategy):
     traces = []
 
     def step(x):
@@ -672,7 +673,7 @@ def test_in_and_out_of_a_scope_is_one_program(strategy):
     assert quick.program.compiled._compiled._cache_size() == 1
 
 
-def test_shapes_that_take_turns_stop_trying(strategy):
+def test_alternating_shapes_disable_the_quick_call(strategy):
     def step(x):
         return mirror.get_replica_context().all_reduce("sum", x)
 
@@ -723,7 +724,7 @@ def test_threads_share_a_program(strategy):
         np.testing.assert_array_equal(found, results[0])
 
 
-def test_an_optimizer_trains_the_same_the_long_way():
+def test_optimizer_trains_the_same_without_quick_calls():
     def losses(long: bool) -> list[float]:
         strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
         with strategy.scope():
@@ -749,7 +750,7 @@ def test_an_optimizer_trains_the_same_the_long_way():
 # One replica.
 
 
-def test_one_replica_has_no_collectives():
+def test_one_replica_runs_without_collectives():
     strategy = MAKERS["one replica"]()
 
     def step(w, batch):
@@ -768,7 +769,7 @@ def test_one_replica_has_no_collectives():
 
 
 @pytest.mark.parametrize("value", [1.0, 2, np.float32(3), np.ones(3, np.float32)], ids=repr)
-def test_what_lies_elsewhere_is_not_compiled_again(strategy, value):
+def test_arrays_on_other_devices_do_not_recompile(strategy, value):
     def step(state, batch, value):
         new, _ = update(state, batch)
         return jax.tree.map(lambda w: w * value, new)
@@ -783,7 +784,7 @@ def test_what_lies_elsewhere_is_not_compiled_again(strategy, value):
         assert program.compiled._compiled._cache_size() <= 1
 
 
-def test_a_host_buffer_may_be_filled_again(strategy):
+def test_host_buffer_can_be_overwritten(strategy):
     """JAX reads the memory of a NumPy argument while the step runs."""
 
     def step(x, w):

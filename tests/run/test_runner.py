@@ -1,9 +1,7 @@
-"""What a step costs: nothing is traced, compiled, copied or transferred after the first."""
+"""The cost of a step: only the first call traces, compiles, copies and transfers."""
 
-import contextlib
 import gc
 import itertools
-import logging
 import time
 
 import jax
@@ -14,23 +12,9 @@ import pytest
 from flax import nnx
 
 import mirror
-from tests.conftest import LAYOUTS, cpu_strategy
+from tests.support.compilations import assert_nothing_compiled, compilations
 from tests.support.models import MLP, OPTIMIZERS, TRAININGS, batches, nnx_step
-
-
-@contextlib.contextmanager
-def compilations(caplog):
-    """Collects what JAX says of each trace and each compilation."""
-    events: list[str] = []
-    with jax.log_compiles(True), caplog.at_level(logging.WARNING):
-        start = len(caplog.records)
-        yield events
-        events += [r.getMessage() for r in caplog.records[start:]]
-
-
-def assert_nothing_compiled(events):
-    """JAX's own lookups leave `Finished` lines alone; a trace or compilation says its name."""
-    assert not events, events
+from tests.support.strategies import LAYOUTS, cpu_strategy
 
 
 @pytest.fixture(
@@ -39,7 +23,7 @@ def assert_nothing_compiled(events):
     ids=[f"{name}-{layout}-replicas" for name, layout in itertools.product(TRAININGS, LAYOUTS)],
 )
 def trained(request):
-    """A training, its strategy and its batches: what the tests of one step compile is shared."""
+    """A training, its strategy and its batches, shared so that tests reuse compiled steps."""
     name, layout = request.param
     make, features = TRAININGS[name]
     num_devices, replicas_per_device = LAYOUTS[layout]
@@ -60,13 +44,13 @@ def test_second_step_traces_and_compiles_nothing(trained, caplog):
     assert_nothing_compiled(events)
 
 
-def test_a_compilation_is_seen_by_this_test(two, caplog):
+def test_compilations_are_detected(two, caplog):
     with compilations(caplog) as events:
         two.run(lambda x: x * 3, (np.ones(3),))
     assert any("ompil" in event for event in events)
 
 
-def test_a_step_on_resident_data_transfers_nothing(trained):
+def test_step_on_resident_data_transfers_nothing(trained):
     training, strategy, data = trained
     with strategy.scope():
         state = training.create()
@@ -91,18 +75,18 @@ def test_alternating_shapes_compile_once_each(two, caplog):
 
 
 def copies_of(shape, dtype):
-    """How many live arrays of this shape and dtype there are."""
-    gc.collect()  # those of other tests
+    """Returns the number of live arrays of this shape and dtype."""
+    gc.collect()  # arrays of other tests
     return sum(a.shape == shape and a.dtype == dtype for a in jax.live_arrays())
 
 
-def test_the_state_is_never_held_twice(eight):
-    """Old buffers are given up; no device holds more than one copy of any variable."""
+def test_state_is_never_stored_twice(eight):
+    """Old buffers are donated; no device stores more than one copy of any variable."""
     with eight.scope():
         model = MLP(rngs=nnx.Rngs(0))
         optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
     kernel = model.first.kernel[...]
-    eight.reduce("sum", 1.0)  # the guard lets go of small results of eager ops
+    eight.reduce("sum", 1.0)  # the guard releases small results of eager ops
     before = copies_of((12, 32), jnp.float32)
     for batch in eight.distribute_dataset(batches((12,), 4)):
         eight.run(nnx_step, (model, optimizer, batch))
@@ -114,8 +98,8 @@ def test_the_state_is_never_held_twice(eight):
         assert len(held) == 1
 
 
-def test_a_step_needs_no_memory_beyond_state_and_activations(eight):
-    """Every changed variable's output takes over its input's buffer."""
+def test_step_needs_only_memory_for_state_and_activations(eight):
+    """The output of every changed variable reuses the buffer of its input."""
     with eight.scope():
         model = nnx.Linear(256, 256, rngs=nnx.Rngs(0))
         optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
@@ -132,8 +116,8 @@ def test_a_step_needs_no_memory_beyond_state_and_activations(eight):
     assert memory.temp_size_in_bytes < 0.75 * state  # gradients and their packed copy
 
 
-def test_frozen_variables_are_left_alone(two):
-    """What a step does not change is neither copied nor given up."""
+def test_frozen_variables_keep_their_arrays(two):
+    """Variables that a step does not change are neither copied nor donated."""
     model = MLP(rngs=nnx.Rngs(0))
     two.run(lambda m, x: m(x), (model, np.ones((2, 12), np.float32)))
     before = model.first.kernel[...]
@@ -142,8 +126,8 @@ def test_frozen_variables_are_left_alone(two):
     assert isinstance(out, jax.Array)
 
 
-def test_arrays_of_an_unscoped_model_survive_its_first_step(two):
-    """`run` mirrors copies: what the user holds is not given up."""
+def test_first_step_keeps_arrays_of_an_unscoped_model(two):
+    """`run` mirrors copies: the user's own arrays are not donated."""
     model = MLP(rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
     held = model.first.kernel[...]
@@ -153,7 +137,7 @@ def test_arrays_of_an_unscoped_model_survive_its_first_step(two):
     assert np.isfinite(np.asarray(held)).all()
 
 
-def test_a_dead_model_is_not_kept_alive(two):
+def test_dead_model_is_released(two):
     gc.collect()
     before = copies_of((12, 32), jnp.float32)
     model = MLP(rngs=nnx.Rngs(0))
@@ -164,8 +148,8 @@ def test_a_dead_model_is_not_kept_alive(two):
     assert copies_of((12, 32), jnp.float32) == before
 
 
-def test_small_leaves_travel_in_one_collective(eight):
-    """Fifty small leaves and two large ones: one packed buffer and two of their own."""
+def test_small_leaves_share_one_collective(eight):
+    """Fifty small leaves and two large ones: one packed buffer and two separate ones."""
 
     def step(tree):
         return mirror.get_replica_context().all_reduce("mean", tree)
@@ -184,7 +168,7 @@ def test_small_leaves_travel_in_one_collective(eight):
 
 @pytest.mark.parametrize("pack_bytes", [0, 1, 10**9, None])
 @pytest.mark.parametrize("op", ["sum", "mean", "min", "max"])
-def test_packing_changes_no_number(op, pack_bytes):
+def test_packing_keeps_every_value(op, pack_bytes):
     strategy = cpu_strategy(3, cross_device_ops=mirror.AllReduce(pack_bytes))
     rng = np.random.RandomState(0)
     dtypes = [np.float32, np.int32, np.uint8, np.bool_, np.float16, np.float32, np.int32]
@@ -209,7 +193,7 @@ def test_packing_changes_no_number(op, pack_bytes):
             assert y.dtype == x.dtype
 
 
-def test_structure_of_a_model_is_not_walked_every_step(two, monkeypatch):
+def test_structure_of_a_model_is_not_traversed_every_step(two, monkeypatch):
     model = MLP(rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
     first, second = list(two.distribute_dataset(batches((12,), 2)))
@@ -223,7 +207,7 @@ def test_structure_of_a_model_is_not_walked_every_step(two, monkeypatch):
     two.run(nnx_step, (model, optimizer, second))
 
 
-def test_a_changed_structure_is_noticed(two):
+def test_changed_structure_is_detected(two):
     model = MLP(rngs=nnx.Rngs(0))
     x = np.ones((2, 12), np.float32)
     step = lambda m, x: m(x)  # noqa: E731
@@ -234,7 +218,7 @@ def test_a_changed_structure_is_noticed(two):
     np.testing.assert_allclose(two.run(step, (model, x)), model(x), rtol=1e-5)
 
 
-def test_the_private_slot_of_variables_is_still_there():
+def test_flax_still_has_the_private_slot_of_variables():
     """`variables/raw_value.py` writes `Variable._raw_value`; without it, large models slow down."""
     variable = nnx.Param(jnp.zeros(2))
     mirror._src.variables.raw_value.write_value(variable, jnp.ones(2))
@@ -243,7 +227,7 @@ def test_the_private_slot_of_variables_is_still_there():
 
 
 def test_run_returns_before_the_step_is_done(two):
-    """Results are asynchronous: ten slow steps are not ten waits."""
+    """Results are asynchronous: ten slow steps do not block ten times."""
 
     def slow(x):
         return jax.lax.fori_loop(0, 300, lambda _, y: jnp.tanh(y @ y), x)
@@ -257,7 +241,7 @@ def test_run_returns_before_the_step_is_done(two):
     assert returned < 0.5 * (time.perf_counter() - start)
 
 
-def test_a_second_strategy_over_the_same_devices_is_as_quick(monkeypatch):
+def test_second_strategy_over_the_same_devices_does_not_recompile(monkeypatch):
     """JAX gives its outputs the first strategy's shardings: equal ones, but other objects."""
     first, second = cpu_strategy(2), cpu_strategy(2)
 
@@ -268,7 +252,7 @@ def test_a_second_strategy_over_the_same_devices_is_as_quick(monkeypatch):
         state = [jnp.ones(8) * i for i in range(10)]
         for _ in range(3):
             state = strategy.run(step, (state,), donate_argnums=0)
-    monkeypatch.setattr(second._runner._placer, "placed", None)
+    monkeypatch.setattr(second._runner._placer, "place", None)
     second.run(step, (state,), donate_argnums=0)
 
 

@@ -1,4 +1,4 @@
-"""What one trace knows stays in it: inner `jax.jit` caches, rebound names, numbers, threads."""
+"""Facts about one trace do not leak: inner `jax.jit` caches, rebound names, numbers, threads."""
 
 import threading
 
@@ -10,19 +10,8 @@ from flax import nnx
 
 import mirror
 from mirror import PerReplica
-from tests.conftest import cpu_strategy
 from tests.support.messages import raises
-
-EXECUTORS = {
-    "pmap": lambda: cpu_strategy(2),
-    "vmap": lambda: cpu_strategy(1, replicas_per_device=2),
-    "staged": lambda: cpu_strategy(2, cross_device_ops=mirror.ReductionToOneDevice()),
-}
-
-
-@pytest.fixture(params=EXECUTORS.values(), ids=EXECUTORS)
-def pair(request):
-    return request.param()
+from tests.support.strategies import EXECUTORS, cpu_strategy
 
 
 def ragged(*lengths):
@@ -30,7 +19,7 @@ def ragged(*lengths):
 
 
 @pytest.mark.filterwarnings("ignore:(?=.*<lambda>).*compiled")  # new steps, on purpose
-def test_a_gather_in_the_users_jit_has_the_lengths_of_its_own_call(two):
+def test_gather_in_a_users_jit_uses_the_lengths_of_its_call(two):
     inner = jax.jit(lambda x: mirror.get_replica_context().all_gather(x))
     for lengths in ((3, 2), (2, 3), (3, 1), (2, 2)):
         step = lambda x: inner(x)  # noqa: E731 (a step of its own, on purpose)
@@ -39,7 +28,7 @@ def test_a_gather_in_the_users_jit_has_the_lengths_of_its_own_call(two):
 
 
 @pytest.mark.filterwarnings("ignore:(?=.*<lambda>).*compiled")
-def test_keys_of_examples_in_the_users_jit_are_those_of_the_global_batch(two):
+def test_example_keys_in_a_users_jit_are_those_of_the_global_batch(two):
     key = jax.random.key(1)
     draw = jax.jit(lambda x: jax.vmap(jax.random.uniform)(mirror.example_keys(key, x)))
     for lengths in ((3, 3), (2, 2), (3, 2)):
@@ -49,7 +38,7 @@ def test_keys_of_examples_in_the_users_jit_are_those_of_the_global_batch(two):
         np.testing.assert_array_equal(found, draw(np.zeros(sum(lengths), np.float32)))
 
 
-def test_a_variable_read_in_the_users_jit_is_todays(pair):
+def test_variable_read_in_a_users_jit_is_current(pair):
     with pair.scope():
         v = mirror.Variable(2.0)
     read = jax.jit(lambda: v[...] * 1)
@@ -61,7 +50,7 @@ def test_a_variable_read_in_the_users_jit_is_todays(pair):
     assert pair.run(second, (np.ones(3, np.float32),)).tolist() == [6, 6, 6]
 
 
-def test_what_is_read_in_the_users_jit_is_proved(pair):
+def test_variable_read_in_a_users_jit_is_proved(pair):
     with pair.scope():
         own = mirror.Variable(0.0, synchronization="on_read", aggregation="sum")
         m = mirror.Variable(0.0, name="m")
@@ -75,7 +64,7 @@ def test_what_is_read_in_the_users_jit_is_proved(pair):
     assert float(m) == 0
 
 
-def test_a_rebound_variable_is_the_new_one(pair):
+def test_rebound_variable_is_replaced(pair):
     class Loop:
         def step(self):
             self.count.assign_add(1)
@@ -90,7 +79,7 @@ def test_a_rebound_variable_is_the_new_one(pair):
     assert counts == [1, 2] * 3
 
 
-def test_a_captured_variables_array_is_not_given_up(pair):
+def test_array_of_a_captured_variable_is_not_donated(pair):
     x = jnp.arange(3.0)
     with pair.scope():
         v = mirror.Variable(x)
@@ -102,7 +91,7 @@ def test_a_captured_variables_array_is_not_given_up(pair):
     np.testing.assert_array_equal(v[...], [2, 3, 4])
 
 
-def test_a_number_and_an_array_of_it_have_each_their_own_program(pair):
+def test_number_and_array_compile_separately(pair):
     half = jnp.ones(2, jnp.bfloat16)
     step = lambda c: half * c  # noqa: E731
     for _ in range(2):
@@ -110,7 +99,7 @@ def test_a_number_and_an_array_of_it_have_each_their_own_program(pair):
         assert pair.run(step, (np.float32(2),)).dtype == jnp.float32
 
 
-def test_threads_that_meet_a_variable_at_once(pair):
+def test_threads_capture_a_variable_concurrently(pair):
     with pair.scope():
         counts = [mirror.Variable(0), mirror.Variable(0)]
     errors = []
@@ -134,7 +123,7 @@ def test_threads_that_meet_a_variable_at_once(pair):
     assert len(pair._runner.captured(step)) == 2
 
 
-def test_threads_that_run_on_one_object(pair):
+def test_threads_run_steps_on_one_object(pair):
     v = nnx.Variable(jnp.float32(0))
 
     def step(v):
@@ -152,7 +141,7 @@ def test_threads_that_run_on_one_object(pair):
     assert float(v[...]) == 15
 
 
-def test_what_a_callback_returns_is_not_taken_to_be_alike(two):
+def test_callback_results_are_per_replica(two):
     def step(x):
         of_shape = jax.ShapeDtypeStruct((), jnp.float32)
         return jax.pure_callback(lambda: np.float32(x.shape[0]), of_shape)
@@ -175,7 +164,7 @@ def test_ordered_callbacks_stay_in_order():
     assert [name for name, _ in seen] == ["total", "own"]
 
 
-def test_a_linear_solve_without_a_collective_inside_is_staged():
+def test_linear_solve_without_collectives_is_staged():
     strategy = EXECUTORS["staged"]()
 
     def step(a):
@@ -186,14 +175,14 @@ def test_a_linear_solve_without_a_collective_inside_is_staged():
     np.testing.assert_allclose(strategy.run(step, (a,)), np.ones(3), rtol=1e-5)
 
 
-def test_results_of_another_dtype_on_another_shape_are_refused(two):
+def test_results_must_have_one_dtype_for_all_shapes(two):
     step = lambda x: x if x.shape[0] == 1 else x.astype(int)  # noqa: E731
     values = ["float32", "int32", 0, 1]
     with raises(ValueError, names=["result", "<lambda>"], values=values):
         two.run(step, (ragged(1, 2),))
 
 
-def test_host_values_of_64_bits_and_unequal_length(two):
+def test_host_values_of_64_bits_may_have_unequal_lengths(two):
     values = PerReplica([np.ones(1), np.ones(2)])
     assert two.reduce("sum", values, axis=0) == 3
     assert two.gather(values, 0).tolist() == [1, 1, 1]

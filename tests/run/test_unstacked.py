@@ -18,10 +18,11 @@ from flax.training import train_state
 
 import mirror
 from mirror import PerReplica, ReductionToOneDevice
-from tests.conftest import cpu_strategy
-from tests.run.test_runner import assert_nothing_compiled, compilations
+from tests.support.compilations import assert_nothing_compiled, compilations
 from tests.support.messages import assert_message, raises
 from tests.support.models import MLP, LinenMLP, LocalBatchNorm, batches, losses_of
+from tests.support.steps import context
+from tests.support.strategies import cpu_strategy
 
 CPUS = jax.devices("cpu")
 LENGTHS = [(3, 1, 2, 2), (0, 4), (1, 1, 1, 5), (2, 2)]
@@ -35,7 +36,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def made():
-    """Strategies that are made once, with what they have compiled."""
+    """Strategies that are created once, with their compiled programs."""
     found = {}
 
     def make(layout, n):
@@ -46,12 +47,8 @@ def made():
     return make
 
 
-def context():
-    return mirror.get_replica_context()
-
-
 def ragged(lengths, *tail, dtype=np.float32):
-    """Random values, `(length, *tail)` on each replica; and all of them in one."""
+    """Returns random values of shape `(length, *tail)` per replica, and all of them joined."""
     rng = np.random.RandomState(0)
     rows = [rng.randn(length, *tail).astype(dtype) for length in lengths]
     return PerReplica(rows), np.concatenate(rows)
@@ -64,7 +61,7 @@ def one_and_two():
 # The value
 
 
-def test_it_is_a_tree_of_one_leaf_and_its_values_stay_apart():
+def test_unstacked_values_are_one_leaf_and_stay_separate():
     rows = [np.ones((1, 2), np.float32), np.zeros((3, 2), np.float32)]
     value = PerReplica(rows)
     assert value.num_replicas == 2
@@ -79,7 +76,7 @@ def test_it_is_a_tree_of_one_leaf_and_its_values_stay_apart():
     assert jax.block_until_ready(value) is not None
 
 
-def test_its_repr_is_short(two):
+def test_repr_of_unstacked_values_is_short(two):
     assert repr(PerReplica([[1.0], [2.0, 3.0]])) == "PerReplica([1.], [2., 3.])"
     large = PerReplica([np.zeros(20, np.float32), np.zeros(30, np.float32)])
     assert repr(large) == "PerReplica(float32[20], float32[30])"
@@ -88,7 +85,7 @@ def test_its_repr_is_short(two):
     assert "deleted float32[2]" in repr(deleted)
 
 
-def test_as_one_array_it_is_refused():
+def test_conversion_to_one_array_is_rejected():
     value = one_and_two()
     for read in (np.asarray, jnp.asarray, lambda x: x.stacked):
         with raises(ValueError, fix=["x.values", "gather(x, axis=0)"]):
@@ -98,8 +95,8 @@ def test_as_one_array_it_is_refused():
             compute(value)
 
 
-def test_jax_does_not_take_it_for_an_array():
-    """As an argument of `jit` it is told by its type and path."""
+def test_jax_rejects_unstacked_values():
+    """As an argument of `jit`, it is named by its type and path."""
     value = one_and_two()
     with pytest.raises(
         TypeError, match=r"UnstackedArrays.* (path|to the function at path) a\.stacked"
@@ -114,7 +111,7 @@ def test_jax_does_not_take_it_for_an_array():
 @pytest.mark.parametrize(
     "twin", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
 )
-def test_it_is_copied_and_stored(twin, two):
+def test_unstacked_values_can_be_copied_and_pickled(twin, two):
     value = one_and_two()
     for one in (value, two.run(lambda x: x, (value,))):
         other = twin(one)
@@ -124,13 +121,13 @@ def test_it_is_copied_and_stored(twin, two):
         np.testing.assert_array_equal(two.gather(other), joined)
 
 
-def test_what_may_not_differ():
+def test_values_must_agree_in_all_but_lengths():
     for other, shown in [(np.ones(2, np.int32), "int32[2]"), (np.ones((2, 2)), "float64[2,2]")]:
         with raises(ValueError, values=["float64[1]", shown]):
             PerReplica([np.ones(1), other])
 
 
-def test_values_made_by_hand_go_to_their_replicas(two):
+def test_values_are_placed_on_their_replicas(two):
     own = two.distribute_values_from_function(
         lambda context: np.ones(context.replica_id_in_sync_group + 1, np.float32)
     )
@@ -145,7 +142,7 @@ def test_values_made_by_hand_go_to_their_replicas(two):
         assert float(two.run(lambda x: context().all_reduce("sum", x.sum()), (got,))) == 6.0
 
 
-def test_the_placement_is_shown(two):
+def test_visualize_placement_shows_unstacked_values(two):
     value = two.run(lambda x: x, (one_and_two(),))
     row = str(mirror.debugging.visualize_placement({"x": value})).splitlines()[1]
     assert "float32[1], float32[2]  12 bytes  /device:CPU:0, /device:CPU:1" in row
@@ -155,7 +152,7 @@ def test_the_placement_is_shown(two):
 
 
 def everything(x):
-    """Mirrored results and results of each replica's own, with and without the length."""
+    """Mirrored and per-replica results, with and without the length."""
     replica = context()
     return {
         "joined": replica.all_gather(x),
@@ -175,7 +172,7 @@ def everything(x):
     + [("on the host", LENGTHS[0]), ("all on one", LENGTHS[0])],
     ids=str,
 )
-def test_a_step_on_unequal_lengths(layout, lengths, made):
+def test_step_runs_on_unequal_lengths(layout, lengths, made):
     n = len(lengths)
     strategy = made(layout, n)
     value, whole = ragged(lengths, 3)
@@ -197,7 +194,7 @@ def test_a_step_on_unequal_lengths(layout, lengths, made):
     if len(set(lengths)) > 1:
         assert [int(length) for length in got["length"].values] == list(lengths)
 
-    # What came out goes in again.
+    # Results are passed in again.
     np.testing.assert_array_equal(strategy.gather(got["own"]), whole * 2)
     assert len(strategy.local_results(got["own"])) == n
     back = strategy.run(everything, (got["own"],))
@@ -205,7 +202,7 @@ def test_a_step_on_unequal_lengths(layout, lengths, made):
 
 
 @pytest.mark.parametrize("lengths", [(3, 1, 2, 2), (0, 4)], ids=str)
-def test_reduce_and_gather_are_numpys(lengths, made):
+def test_reduce_and_gather_match_numpy(lengths, made):
     strategy = made("on the host" if len(lengths) == 2 else "one each", len(lengths))
     value, whole = ragged(lengths, 3)
     keep = PerReplica([np.asarray(row)[:, 0] > 0 for row in value.values])
@@ -223,21 +220,21 @@ def test_reduce_and_gather_are_numpys(lengths, made):
 
 
 @pytest.mark.parametrize("dtype", ["bool", "uint8", "int32", "bfloat16", "float16", "complex64"])
-def test_gather_of_other_dtypes_and_of_keys(dtype, two):
+def test_gather_supports_other_dtypes_and_keys(dtype, two):
     rows = [np.ones(length).astype(jnp.dtype(dtype)) for length in (1, 2)]
     got = two.gather(PerReplica(rows))
     assert got.dtype == dtype
     np.testing.assert_array_equal(got, np.concatenate(rows))
 
 
-def test_gather_of_prng_keys(two):
+def test_gather_supports_prng_keys(two):
     rows = [jax.random.split(jax.random.key(i), i + 1) for i in range(2)]
     got = two.gather(PerReplica(rows))
     data = [np.asarray(jax.random.key_data(row)) for row in rows]
     np.testing.assert_array_equal(jax.random.key_data(got), np.concatenate(data))
 
 
-def test_several_leaves_of_different_raggedness(two):
+def test_leaves_may_differ_in_lengths(two):
     tree = {
         "a": ragged((1, 2))[0],
         "b": [ragged((2, 1), 2)[0], ragged((2, 2))[0]],
@@ -256,7 +253,7 @@ def test_several_leaves_of_different_raggedness(two):
     np.testing.assert_array_equal(joined["d"], [0, 1, 0, 1])
 
 
-def test_several_gathers_also_inside_jit_scan_vmap_and_grad(two):
+def test_gathers_work_inside_jit_scan_vmap_and_grad(two):
     value, whole = ragged((1, 2))
     weights = np.array([10.0, 20.0, 30.0], np.float32)
 
@@ -284,7 +281,7 @@ def test_several_gathers_also_inside_jit_scan_vmap_and_grad(two):
     assert [g.tolist() for g in got["grad"].values] == [[20.0], [40.0, 60.0]]
 
 
-def test_gather_in_a_replica(two):
+def test_all_gather_joins_unequal_lengths_in_a_replica(two):
     """Sizes 0, 2 and 4 on three replicas give 6, on all of them."""
     three = cpu_strategy(3)
     for strategy, lengths in [(two, (1, 2)), (three, (0, 2, 4))]:
@@ -301,8 +298,8 @@ def test_gather_in_a_replica(two):
 
 
 @pytest.mark.parametrize("layout", ["one each", "on the host"])
-def test_gradients_through_a_gather(layout, made):
-    """The sum of what comes in on all replicas, and of it the replica's own part."""
+def test_gradients_flow_through_a_gather(layout, made):
+    """The gradient is summed over all replicas, and each replica gets its part."""
     strategy = made(layout, 2)
 
     def weighted(x, c, axis=0):
@@ -318,8 +315,8 @@ def test_gradients_through_a_gather(layout, made):
     assert [g.tolist() for g in got.values] == [[20.0], [40.0, 60.0]]
 
 
-def test_gradients_through_a_gather_are_those_of_one_device(made):
-    """Of a loss that each replica computes from all values; each counts it once."""
+def test_gradients_through_a_gather_equal_those_of_one_device(made):
+    """Gradients of a loss that each replica computes from all values; each counts it once."""
     strategy = made("one each", 4)
     value, whole = ragged((3, 1, 2, 2), 2)
 
@@ -333,8 +330,8 @@ def test_gradients_through_a_gather_are_those_of_one_device(made):
     np.testing.assert_allclose(np.concatenate(got.values), wanted, 1e-5, 1e-6)
 
 
-def test_axes_of_a_gather(two):
-    """Negative ones count from the end, for every dtype. Scalars have none, on one replica too."""
+def test_gather_supports_every_axis(two):
+    """Negative axes count from the end, for every dtype. A scalar has no axis to gather along."""
 
     def step(x):
         return context().all_gather(x, -1)
@@ -347,12 +344,12 @@ def test_axes_of_a_gather(two):
             strategy.run(lambda: context().all_gather(jnp.ones(())))
 
 
-def test_without_an_axis_lengths_must_be_equal(two):
+def test_reduce_without_an_axis_requires_equal_lengths(two):
     with raises(ValueError, values=[(1,), (2,)], fix="reduce(op, x, axis=0)"):
         two.reduce("sum", one_and_two())
 
 
-def test_with_an_axis_each_element_counts(two):
+def test_reduce_with_an_axis_counts_each_element(two):
     value = PerReplica([np.zeros(1, np.float32), np.ones(2, np.float32)])
     assert float(two.reduce("sum", value, axis=0)) == 2.0
     assert float(two.reduce("mean", value, axis=0)) == np.float32(2 / 3)
@@ -364,7 +361,7 @@ def test_with_an_axis_each_element_counts(two):
     assert np.isnan(two.reduce("mean", none, axis=0))
 
 
-def test_gather_and_the_axes_it_takes(two):
+def test_gather_checks_its_axis(two):
     value = PerReplica([np.array([0, 10], np.int32), np.array([1], np.int32)])
     np.testing.assert_array_equal(two.gather(value, axis=0), [0, 10, 1])
     np.testing.assert_array_equal(two.gather(value, axis=-1), [0, 10, 1])
@@ -378,19 +375,19 @@ def test_gather_and_the_axes_it_takes(two):
             strategy.gather(PerReplica([1.0] * n))
 
 
-def test_a_mirrored_value_is_joined_n_times(two):
-    """Also a plain one, which TensorFlow gives back as it is."""
+def test_gather_repeats_a_mirrored_value(two):
+    """A plain value too, which TensorFlow returns unchanged."""
     for value in (np.array([1, 2]), two.reduce("max", PerReplica([np.array([1, 2])] * 2))):
         np.testing.assert_array_equal(two.gather(value), [1, 2, 1, 2])
 
 
-def test_a_tree_is_gathered_leaf_by_leaf(two):
-    """TensorFlow gives replica 0's part alone."""
+def test_gather_works_leaf_by_leaf(two):
+    """TensorFlow returns only the part of replica 0."""
     got = two.gather({"a": PerReplica([np.ones(1), np.ones(1)]), "b": (one_and_two(),)})
     assert (got["a"].shape, got["b"][0].shape) == ((2,), (3,))
 
 
-# What the replicas must do alike
+# Rules that all replicas must follow
 
 
 def communications_by_length(x):
@@ -398,7 +395,7 @@ def communications_by_length(x):
     return context().all_reduce("sum", total * 2) if x.shape[0] == 1 else total
 
 
-UNLIKE: dict[str, tuple[Any, ...]] = {  # a step, whether its line is named, what else is named
+UNLIKE: dict[str, tuple[Any, ...]] = {  # a step, whether its line is named, other names
     "a sum of the batch": (
         lambda x: context().all_reduce("sum", x),
         True,
@@ -438,18 +435,18 @@ UNLIKE: dict[str, tuple[Any, ...]] = {  # a step, whether its line is named, wha
 
 
 @pytest.mark.parametrize("name", UNLIKE)
-def test_replicas_that_talk_differently_are_refused(name, two):
+def test_replicas_with_different_collectives_are_rejected(name, two):
     """Nothing waits, and the next step runs; in TensorFlow every later collective fails as well."""
     step, is_line_named, wanted = UNLIKE[name]
     with raises(ValueError, **wanted) as error:
         two.run(step, (one_and_two(),))
     if is_line_named:
-        assert_message(error, names=f"test_unequal.py:{step.__code__.co_firstlineno}")
+        assert_message(error, names=f"test_unstacked.py:{step.__code__.co_firstlineno}")
     ones = PerReplica([np.ones(2)] * 2)
     assert float(two.run(lambda x: context().all_reduce("sum", x.sum()), (ones,))) == 4.0
 
 
-def test_what_depends_on_a_length_is_per_replica(two):
+def test_values_that_depend_on_a_length_are_per_replica(two):
     def step(x):
         total = context().all_reduce("sum", x.shape[0])
         return x.shape[0] * 1.0, jnp.ones(x.shape[0]).sum(), total, jnp.float32(2)
@@ -464,7 +461,7 @@ def test_what_depends_on_a_length_is_per_replica(two):
         two.run(lambda x: mirror.ensure_mirrored(jnp.float32(x.shape[0])), (one_and_two(),))
 
 
-def test_a_variable_that_depends_on_a_length_is_refused(two):
+def test_variable_that_depends_on_a_length_is_rejected(two):
     class Counts(nnx.Module):
         def __init__(self):
             self.seen = nnx.Param(jnp.zeros(()))
@@ -496,7 +493,7 @@ def test_bad_values_are_named(two):
         two.run(lambda x: x, (value,))
 
 
-def test_each_combination_of_lengths_is_compiled_once(two, caplog):
+def test_combinations_of_lengths_compile_once(two, caplog):
     traced = []
 
     def step(x):
@@ -515,7 +512,7 @@ def test_each_combination_of_lengths_is_compiled_once(two, caplog):
     assert not traced
 
 
-def test_the_log_says_who_runs_it(caplog):
+def test_log_names_the_executor(caplog):
     with caplog.at_level(logging.INFO, "mirror"):
         strategy = cpu_strategy(2)
         assert "StagedJaxpr" not in caplog.text
@@ -564,7 +561,7 @@ def nnx_trained(strategy, lengths, num_steps=20):
 
 @pytest.fixture(scope="module")
 def one_device():
-    """What one device makes of the whole batches."""
+    """Trains one device on the whole batches."""
     return nnx_trained(cpu_strategy(1), (8,))
 
 
@@ -606,8 +603,8 @@ def test_linen_trains_as_one_device_on_the_whole_batch(made):
         np.testing.assert_allclose(mine, other, 1e-4, 1e-5)
 
 
-def test_the_length_may_change_from_step_to_step(two):
-    """The last batch of an epoch is shorter; equal ones in between run as ever."""
+def test_lengths_may_change_between_steps(two):
+    """The last batch of an epoch is shorter; equal batches in between run as usual."""
     with two.scope():
         model = MLP(nnx.Rngs(0))
         optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
@@ -623,7 +620,7 @@ def test_the_length_may_change_from_step_to_step(two):
 
 
 def test_batch_statistics_are_averaged(two):
-    """Each replica normalises its own rows; the running statistics are the replicas' mean."""
+    """Each replica normalizes its own rows; the running statistics are the replicas' mean."""
     batch = WHOLE[0]["image"]
 
     def step(model, x):
@@ -639,7 +636,7 @@ def test_batch_statistics_are_averaged(two):
     two.check_mirrored(model)
 
 
-def test_verify_puts_ragged_batches_together(two):
+def test_verify_joins_ragged_batches(two):
     with two.scope():
         model = MLP(nnx.Rngs(0))
         optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
@@ -657,7 +654,7 @@ def test_verify_puts_ragged_batches_together(two):
     assert [row.compared for row in rows] == [True]
 
 
-def test_one_replica_and_equal_lengths_need_no_stages(caplog):
+def test_one_replica_and_equal_lengths_are_not_staged(caplog):
     with caplog.at_level(logging.INFO, "mirror"):
         one = cpu_strategy(1)
         value = PerReplica([np.ones(3, np.float32)])

@@ -1,4 +1,4 @@
-"""`DataParallel`: the same numbers as the module by itself, for any batch, in any loop."""
+"""`DataParallel` computes the same as its module, for any batch, in any loop."""
 
 from types import SimpleNamespace
 
@@ -14,10 +14,10 @@ from tests.support.messages import assert_message, raises
 
 
 class Net(nnx.Module):
-    """With a normalisation over the batch and dropout, which see how a batch is split."""
+    """Has batch normalization and dropout, which depend on how a batch is split."""
 
     def __init__(self, rngs: nnx.Rngs):
-        self.first = nnx.Linear(4, 8, use_bias=False, rngs=rngs)  # the norm takes it out
+        self.first = nnx.Linear(4, 8, use_bias=False, rngs=rngs)  # the norm removes it
         self.norm = nnx.BatchNorm(8, rngs=rngs)
         self.drop = nnx.Dropout(0.3, rngs=rngs)
         self.second = nnx.Linear(8, 2, rngs=rngs)
@@ -39,7 +39,7 @@ def assert_equal(got, wanted):
 
 
 @pytest.mark.parametrize(("size", "device_ids"), [(8, None), (5, [3, 1])])
-def test_outputs_are_those_of_the_module(size, device_ids):
+def test_outputs_equal_those_of_the_module(size, device_ids):
     plain, wrapped = Net(nnx.Rngs(0)), DataParallel(Net(nnx.Rngs(0)), device_ids)
     x, _ = batch(size)
     for relu in (True, False):
@@ -52,7 +52,7 @@ def test_outputs_are_those_of_the_module(size, device_ids):
 
 
 def train(model, sizes, jit):
-    """Some steps of a plain training loop; the losses."""
+    """Runs some steps of a plain training loop; returns the losses."""
     optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
 
     def step(model, optimizer, x, y):
@@ -66,7 +66,7 @@ def train(model, sizes, jit):
 
 
 @pytest.mark.parametrize("jit", [False, True])
-def test_it_trains_as_the_module_does(jit):
+def test_data_parallel_trains_like_the_module(jit):
     plain, wrapped = Net(nnx.Rngs(0)), DataParallel(Net(nnx.Rngs(0)), [0, 1])
     sizes = [4, 3] if jit else [4]
     np.testing.assert_allclose(train(wrapped, sizes, jit), train(plain, sizes, jit), rtol=1e-4)
@@ -75,7 +75,7 @@ def test_it_trains_as_the_module_does(jit):
             np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-3, atol=1e-5)
 
 
-def test_the_optimizer_may_have_the_module_itself():
+def test_optimizer_may_wrap_the_module_itself():
     wrapped = DataParallel(nnx.Linear(4, 2, rngs=nnx.Rngs(0)), [0, 1])
     optimizer = nnx.Optimizer(wrapped.module, optax.sgd(0.1), wrt=nnx.Param)
     x, y = batch(4)
@@ -91,7 +91,7 @@ class AddOne(nnx.Module):
 
 
 @pytest.mark.parametrize(("size", "rows"), [(8, 2), (6, 6)])
-def test_a_batch_is_split_where_it_divides(size, rows, caplog):
+def test_divisible_batches_are_split(size, rows, caplog):
     x = np.arange(2.0 * size, dtype=np.float32).reshape(size, 2)
     with caplog.at_level("INFO", "mirror"):
         got = DataParallel(AddOne(), [0, 1, 2, 3])(x)
@@ -103,7 +103,7 @@ def test_a_batch_is_split_where_it_divides(size, rows, caplog):
         assert_message(message, names="DataParallel", values=[6, 4])
 
 
-def test_a_call_compiles_once():
+def test_calls_compile_once():
     shapes = []
 
     class Counting(nnx.Linear):
@@ -117,7 +117,7 @@ def test_a_call_compiles_once():
     assert shapes == [(4, 4), (6, 4)]
 
 
-def test_state_and_batches_may_lie_anywhere():
+def test_state_and_batches_may_be_on_any_device():
     last = jax.devices("cpu")[7]
     with jax.default_device(last):
         module = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
@@ -149,13 +149,13 @@ def test_arguments_without_rows_go_to_all_devices():
         ("net", [0, "/cpu:0"], ValueError, {"values": "(/device:CPU:0, /device:CPU:0)"}),
     ],
 )
-def test_what_cannot_be_wrapped_is_refused(module, device_ids, error, wanted):
+def test_data_parallel_rejects_invalid_modules(module, device_ids, error, wanted):
     module = nnx.Linear(2, 2, rngs=nnx.Rngs(0)) if module == "net" else module
     with raises(error, **wanted):
         DataParallel(module, device_ids)
 
 
-def test_devices_of_several_types_are_refused(monkeypatch):
+def test_devices_of_several_types_are_rejected(monkeypatch):
     monkeypatch.setattr(
         "mirror._src.strategy.data_parallel.backend", SimpleNamespace(type_of=str, names=str)
     )

@@ -1,4 +1,4 @@
-"""How a strategy is made: what `tf.distribute.MirroredStrategy` promises, row by row."""
+"""The constructor of a strategy, compared with `tf.distribute.MirroredStrategy`."""
 
 import copy
 
@@ -9,8 +9,8 @@ import pytest
 from flax import nnx
 
 import mirror
-from tests.conftest import cpu_strategy
 from tests.support.messages import raises
+from tests.support.strategies import cpu_strategy
 
 CPUS = jax.devices("cpu")
 JOB = "/job:localhost/replica:0/task:0"
@@ -28,7 +28,7 @@ def step():
 
 
 @pytest.mark.parametrize("arguments", [(), (None,)])
-def test_no_devices_means_all(arguments):
+def test_strategy_uses_all_devices_by_default(arguments):
     strategy = mirror.MirroredStrategy(*arguments)
     assert strategy.num_replicas_in_sync == 8
     assert strategy.devices == tuple(CPUS)
@@ -36,14 +36,14 @@ def test_no_devices_means_all(arguments):
 
 
 @pytest.mark.parametrize("empty", [[], (), iter([])], ids=["list", "tuple", "iterator"])
-def test_an_empty_list_is_refused(empty):
-    """TensorFlow takes it for all devices. A list that came out empty is more likely a mistake."""
+def test_empty_list_of_devices_is_rejected(empty):
+    """In TensorFlow it means all devices. An empty list is more likely a mistake."""
     with raises(ValueError, names="devices", values="[]", fix="None"):
         mirror.MirroredStrategy(empty)
 
 
 @pytest.mark.parametrize("order", [[2, 0], [0, 1, 2], [7, 3, 5, 1]], ids=str)
-def test_the_order_of_the_devices_is_that_of_the_replicas(order):
+def test_replicas_follow_the_order_of_the_devices(order):
     strategy = mirror.MirroredStrategy([f"CPU:{i}" for i in order])
     assert strategy.devices == tuple(CPUS[i] for i in order)
     assert strategy.num_replicas_in_sync == len(order)
@@ -56,27 +56,27 @@ SAME = ["CPU:1", "/cpu:1", "/device:cpu:1", f"{JOB}/device:CPU:1", CPUS[1]]
 
 
 @pytest.mark.parametrize("again", SAME, ids=str)
-def test_a_repeated_device_is_refused(again):
-    """By a ValueError, as all bad devices; in TensorFlow it is an AssertionError."""
+def test_repeated_device_is_rejected(again):
+    """With a ValueError, like all bad devices; TensorFlow raises an AssertionError."""
     repeated = "(/device:CPU:0, /device:CPU:1, /device:CPU:1)"
     with raises(ValueError, names="devices", values=repeated):
         mirror.MirroredStrategy(["cpu:0", "CPU:1", again])
 
 
-def test_devices_are_names_logical_devices_and_devices_of_jax():
+def test_devices_may_be_names_logical_devices_or_jax_devices():
     logical = mirror.config.list_logical_devices("CPU")
     for devices in (["CPU:1", "CPU:2"], ("/cpu:1", logical[2]), logical[1:3], CPUS[1:3]):
         assert mirror.MirroredStrategy(devices).devices == tuple(CPUS[1:3])
 
 
 @pytest.mark.parametrize("one", ["CPU:0", "foo", mirror.config.LogicalDevice("/device:CPU:0", "")])
-def test_one_device_is_no_list_and_is_not_read_letter_by_letter(one):
+def test_single_device_instead_of_a_list_is_rejected(one):
     fix = f"MirroredStrategy([{one!r}])"
     with raises(ValueError, names="devices", values=repr(one), fix=fix):
         mirror.MirroredStrategy(one)
 
 
-def test_what_is_no_name_is_refused():
+def test_invalid_device_name_is_rejected():
     with raises(ValueError, values="'foo'", fix=["'/cpu:0'", "'GPU:1'"]):
         mirror.MirroredStrategy(["CPU:0", "foo"])
 
@@ -86,13 +86,13 @@ def test_what_is_no_name_is_refused():
     [(["CPU:0", "CPU:9"], "/device:CPU:9"), (["GPU:0", "GPU:1"], "/device:GPU:0")],
     ids=str,
 )
-def test_a_device_that_is_not_there_is_refused_at_once(devices, missing):
+def test_missing_device_is_rejected_immediately(devices, missing):
     """TensorFlow puts both replicas on CPU:0, or hangs at the first collective."""
     with raises(ValueError, names="devices", values=[missing, ALL]):
         mirror.MirroredStrategy(devices)
 
 
-def test_soft_placement_does_not_soften_it():
+def test_soft_placement_does_not_apply_to_strategies():
     mirror.config.set_soft_device_placement(True)
     try:
         with raises(ValueError, values="/device:CPU:9"):
@@ -101,7 +101,7 @@ def test_soft_placement_does_not_soften_it():
         mirror.config.set_soft_device_placement(False)
 
 
-ELSEWHERE = {  # the devices, and the first of them that is of another process
+ELSEWHERE = {  # the devices, and the first one of another process
     "two workers": (["/job:worker/task:0/cpu:0", "/job:worker/task:1/cpu:0"], 0),
     "here and there": (["/job:localhost/cpu:0", "/job:worker/task:0/cpu:0"], 1),
     "no task": (["/job:worker/cpu:0"], 0),
@@ -110,25 +110,25 @@ ELSEWHERE = {  # the devices, and the first of them that is of another process
 
 
 @pytest.mark.parametrize(("devices", "first"), ELSEWHERE.values(), ids=ELSEWHERE)
-def test_devices_of_other_processes_are_refused(devices, first):
-    """By one error, where TensorFlow has three."""
+def test_devices_of_other_processes_are_rejected(devices, first):
+    """With one kind of error; TensorFlow has three."""
     with raises(ValueError, values=[repr(devices[first]), JOB]):
         mirror.MirroredStrategy(devices)
 
 
-def test_a_cluster_in_the_environment_is_ignored(monkeypatch):
+def test_cluster_in_the_environment_is_ignored(monkeypatch):
     cluster = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}'
     monkeypatch.setenv("TF_CONFIG", cluster)
     assert mirror.MirroredStrategy().devices == tuple(CPUS)
 
 
 def test_all_reduce_is_the_default():
-    """XLA chooses the way, NCCL on GPUs; TensorFlow's default is named for the ways it has."""
+    """XLA chooses the algorithm, NCCL on GPUs; TensorFlow names its algorithms."""
     assert type(cpu_strategy(2).cross_device_ops) is mirror.AllReduce
     assert type(mirror.OneDeviceStrategy("/cpu:0").cross_device_ops) is mirror.AllReduce
 
 
-def test_ops_that_are_passed_are_kept_and_used():
+def test_given_cross_device_ops_are_used():
     ops = mirror.AllReduce(pack_bytes=0)
     strategy = cpu_strategy(2, cross_device_ops=ops)
     assert strategy.cross_device_ops is ops
@@ -136,8 +136,8 @@ def test_ops_that_are_passed_are_kept_and_used():
 
 
 @pytest.mark.parametrize("ops", ["nccl", mirror.AllReduce, 0, False], ids=str)
-def test_what_is_no_cross_device_ops_is_refused(ops):
-    """TensorFlow keeps anything, and fails at the first collective."""
+def test_invalid_cross_device_ops_are_rejected(ops):
+    """TensorFlow accepts anything, and fails at the first collective."""
     fix = ["CrossDeviceOps", "mirror.AllReduce()"]
     with raises(TypeError, names="cross_device_ops", values=repr(ops), fix=fix):
         cpu_strategy(2, cross_device_ops=ops)
@@ -151,13 +151,13 @@ MADE = {
 
 
 @pytest.mark.parametrize("make", MADE.values(), ids=MADE)
-def test_a_shallow_copy_is_refused(make):
+def test_shallow_copy_is_rejected(make):
     with raises(RuntimeError, names="copy.copy(strategy)", fix="copy.deepcopy(strategy)"):
         copy.copy(make())
 
 
 @pytest.mark.parametrize("make", MADE.values(), ids=MADE)
-def test_a_deep_copy_is_another_strategy_with_the_same_devices(make):
+def test_deep_copy_is_a_separate_strategy_on_the_same_devices(make):
     strategy = make()
     expected = total(strategy)
     held = copy.deepcopy({"a": strategy, "b": [strategy]})
@@ -182,10 +182,10 @@ def test_a_deep_copy_is_another_strategy_with_the_same_devices(make):
     strategy.check_mirrored(model)
 
 
-def test_one_list_of_devices_is_that_of_parameters_and_of_steps(two):
-    """There is no `extended`: its constants say of one process on one machine what holds anyway.
+def test_parameters_and_steps_share_the_devices(two):
+    """There is no `extended`: its constants describe clusters.
 
-    Parameters lie where the replicas run, `devices` are both, in replica order.
+    Parameters are stored where the replicas run; `devices` has both, in replica order.
     """
     with two.scope():
         model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
@@ -206,7 +206,7 @@ def test_strategies_of_different_devices_work_in_one_process():
         assert totals == [len(order) * (len(order) + 1) / 2 for order in orders]
 
 
-def test_the_reductions():
+def test_reduce_ops_have_their_names():
     """`MIN` and `MAX` are ours; TensorFlow has them in single ops only.
 
     There is no conversion from a variable's aggregation: a variable has no reduction of its own.
@@ -222,7 +222,7 @@ def test_the_reductions():
 
 
 @pytest.mark.parametrize("op", ["none", "only_first_replica", "average", ""])
-def test_what_is_no_reduction_is_refused(two, op):
+def test_invalid_reduce_op_is_rejected(two, op):
     with pytest.raises(ValueError, match=f"'{op}' is not a valid ReduceOp"):
         mirror.ReduceOp(op)
     known = ["'sum'", "'mean'", "'min'", "'max'"]

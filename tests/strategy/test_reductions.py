@@ -9,7 +9,7 @@ import pytest
 
 import mirror
 from mirror import PerReplica
-from tests.conftest import cpu_strategy
+from tests.support.strategies import cpu_strategy
 
 DTYPES = ["float32", "int32", "uint8", "bool", "bfloat16", "float16"]
 AXES = [None, 0, (0, -1)]
@@ -23,7 +23,7 @@ EXACT = {
 
 
 def expected(op, values, axis, where=None):
-    """What NumPy makes of the stacked values: axis 0 is that of the replicas."""
+    """Reduces the stacked values in NumPy; axis 0 is the replica axis."""
     x = np.asarray(values).astype(np.float64)
     keep = np.ones(x.shape, bool)
     if where is not None:
@@ -48,7 +48,7 @@ def some_values(n, dtype, shape=(4, 3)):
 
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
 @pytest.mark.parametrize("op", OPS)
-def test_reduce_is_numpys(op, masked, strategy):
+def test_reduce_matches_numpy(op, masked, strategy):
     """Over one of the axes in each row: any two of op, mask, layout and axes meet."""
     n = strategy.num_replicas_in_sync
     axis = AXES[(n + OPS.index(op) + masked) % len(AXES)]
@@ -71,13 +71,13 @@ def test_reduce_is_numpys(op, masked, strategy):
 
 
 @pytest.mark.parametrize("axis", [-1, 1, (), (1,), np.int64(0)])
-def test_other_ways_to_name_axes(axis, two):
+def test_reduce_accepts_axes_in_several_forms(axis, two):
     values = some_values(2, "int32")
     got = two.reduce("mean", PerReplica(values), axis=axis)
     np.testing.assert_allclose(got, expected("mean", values, axis), 1e-6)
 
 
-def test_where_may_have_every_leading_shape():
+def test_where_accepts_every_leading_shape():
     n, strategy = 3, cpu_strategy(3)
     values = some_values(n, "float32")
     for shape, op in itertools.product([(), (4,), (4, 3)], OPS):
@@ -86,15 +86,15 @@ def test_where_may_have_every_leading_shape():
         np.testing.assert_allclose(got, expected(op, values, 0, keep), 1e-6)
 
 
-def test_a_mirrored_mask_is_for_all(strategy):
+def test_mirrored_mask_applies_to_all_replicas(strategy):
     values = some_values(strategy.num_replicas_in_sync, "float32")
     mask = np.array([True, False, True, True])
     got = strategy.reduce("mean", PerReplica(values), axis=0, where=mask)
     np.testing.assert_allclose(got, np.mean([v[mask] for v in values], axis=(0, 1)), 1e-6)
 
 
-def test_a_mean_is_of_all_elements_not_of_the_replicas_means(two):
-    """The worked number of the docstring, and with masks of different lengths."""
+def test_mean_covers_all_elements_not_replica_means(two):
+    """The example of the docstring, and masks of different lengths."""
     rows = PerReplica([np.array([1.0, 2.0]), np.array([3.0, 8.0])])
     assert float(two.reduce("mean", rows, axis=0)) == 3.5
     keep = PerReplica([np.array([True, False]), np.array([True, True])])
@@ -102,14 +102,14 @@ def test_a_mean_is_of_all_elements_not_of_the_replicas_means(two):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_a_mirrored_value_counts_once_per_replica(op, strategy):
+def test_mirrored_value_counts_once_per_replica(op, strategy):
     n = strategy.num_replicas_in_sync
     for make in (float, np.float32, jnp.float32):
         got = strategy.reduce(op, make(3.0))
         assert float(got) == (3.0 * n if op == "sum" else 3.0), make
 
 
-def test_trees_keep_their_structure(two):
+def test_reduce_keeps_the_structure_of_trees(two):
     tree = {"a": [PerReplica([1.0, 2.0]), None], "b": (3.0, PerReplica([1, 2]))}
     got = two.reduce("sum", tree)
     assert jax.tree.structure(got) == jax.tree.structure({"a": [0, None], "b": (0, 0)})
@@ -117,11 +117,11 @@ def test_trees_keep_their_structure(two):
 
 
 @pytest.mark.parametrize("op", ["SUM", "Sum", mirror.ReduceOp.SUM])
-def test_an_op_has_several_spellings(op, two):
+def test_reduce_accepts_several_spellings_of_an_op(op, two):
     assert float(two.reduce(op, PerReplica([1.0, 2.0]))) == 3.0
 
 
-def test_nothing_to_reduce(two):
+def test_reduce_of_an_empty_tree_is_empty(two):
     empty = PerReplica([np.zeros((0, 2), np.float32)] * 2)
     none = PerReplica([np.zeros(2, bool)] * 2)
     two_numbers = PerReplica([np.ones(2, np.float32)] * 2)
@@ -134,7 +134,7 @@ def test_nothing_to_reduce(two):
 
 @pytest.mark.parametrize("axis", [None, 0])
 @pytest.mark.parametrize("op", OPS)
-def test_nan_is_passed_on_from_any_replica(op, axis):
+def test_nan_of_any_replica_propagates(op, axis):
     strategy = cpu_strategy(3)
     within = 0 if axis is None else (0, 1)
     for at in range(3):
@@ -145,23 +145,23 @@ def test_nan_is_passed_on_from_any_replica(op, axis):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_nan_that_is_masked_does_not_count(op, two):
+def test_masked_nan_does_not_count(op, two):
     values = PerReplica([np.array([np.nan, 2.0]), np.array([2.0, np.nan])])
     keep = PerReplica([np.array([False, True]), np.array([True, False])])
     got = two.reduce(op, values, axis=0, where=keep)
     assert float(got) == (4.0 if op == "sum" else 2.0)
 
 
-def test_a_mean_of_half_precision_does_not_overflow_on_its_way(two):
-    """The sum of 140000 ones is no float16, their mean is."""
+def test_mean_of_half_precision_does_not_overflow(two):
+    """The sum of 140000 ones overflows float16; their mean does not."""
     ones = PerReplica([np.ones(70000, np.float16)] * 2)
     assert float(two.reduce("mean", ones, axis=0)) == 1.0
     large = PerReplica([np.full(2, 40000, np.float16)] * 2)
     np.testing.assert_array_equal(two.reduce("mean", large), [40000, 40000])
 
 
-def test_many_different_reductions_warn_of_nothing(two):
-    """Each is compiled once, and that is no fault of the user's."""
+def test_many_different_reductions_do_not_warn(two):
+    """Each is compiled once, which is not a mistake of the user."""
     for op, axis in itertools.product(OPS, AXES):
         two.reduce(op, PerReplica([np.ones((2, 5))] * 2), axis=axis)
     for axis in (0, 1, 2, -1):
@@ -186,17 +186,17 @@ def test_gather_joins_in_replica_order(axis, strategy):
         assert got[dtype].dtype == jnp.dtype(dtype)
 
 
-def test_gather_of_a_mirrored_value_joins_its_copies(strategy):
+def test_gather_joins_copies_of_a_mirrored_value(strategy):
     got = strategy.gather(np.arange(2))
     np.testing.assert_array_equal(got, np.tile(np.arange(2), strategy.num_replicas_in_sync))
 
 
-def test_gather_of_nothing(two):
+def test_gather_of_an_empty_tree_is_empty(two):
     got = two.gather(PerReplica([np.zeros((0, 3), np.float32)] * 2))
     assert got.shape == (0, 3)
 
 
-def test_gather_of_prng_keys(two):
+def test_gather_supports_prng_keys(two):
     keys = jax.random.split(jax.random.key(0), (2, 3))
     got = two.gather(PerReplica.from_stacked(keys))
     np.testing.assert_array_equal(
@@ -204,7 +204,7 @@ def test_gather_of_prng_keys(two):
     )
 
 
-def test_local_results_is_one_tree_for_each_replica(strategy):
+def test_local_results_returns_one_tree_per_replica(strategy):
     n = strategy.num_replicas_in_sync
     tree = {
         "own": strategy.run(lambda: mirror.get_replica_context().replica_id_in_sync_group),
@@ -222,6 +222,6 @@ def test_local_results_is_one_tree_for_each_replica(strategy):
     assert strategy.local_results({}) == ({},) * n
 
 
-def test_an_array_that_is_elsewhere_is_every_replicas_result(two):
+def test_local_results_repeat_an_array_from_another_device(two):
     lone = jax.device_put(np.arange(3), jax.devices("cpu")[5])
     assert all(local is lone for local in two.local_results(lone))

@@ -1,4 +1,4 @@
-"""What tests of checkpoints have in common: processes that start at once, and bits compared."""
+"""Processes that start quickly, and bitwise comparison, for tests of checkpoints."""
 
 import contextlib
 import multiprocessing
@@ -32,9 +32,9 @@ def in_a_process(target, *arguments) -> None:
 
 
 def killed(target, arguments, delay_secs: float) -> int:
-    """Kills a process some time after the first step it tells; the last step it told.
+    """Kills a process some time after the first step that it sends; returns the last one.
 
-    Its function gets a connection to tell them through, as the last argument.
+    Its function gets a connection to send steps through, as the last argument.
     """
     listens, says = START.Pipe(duplex=False)
     with listens:

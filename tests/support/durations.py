@@ -21,7 +21,7 @@ SLOW_TESTS = Path(__file__).parents[1] / "slow_tests.txt"
 
 
 def slow_tests(seconds: dict[str, float]) -> list[str]:
-    """The ids of those that take too long, of all tests with their durations."""
+    """Returns the ids of the tests that take too long."""
     tables = defaultdict(list)
     for test, duration in seconds.items():
         tables[test.split("[")[0]].append((duration, test))
@@ -34,7 +34,7 @@ def slow_tests(seconds: dict[str, float]) -> list[str]:
 
 
 def read_reports(reports: Iterable[str]) -> dict[str, float]:
-    """The most seconds that each test took, with what it set up and took down."""
+    """Returns the longest duration of each test, with setup and teardown."""
     found: dict[str, float] = {}
     for report in reports:
         for case in ElementTree.parse(report).iter("testcase"):

@@ -1,4 +1,4 @@
-"""Runs code in a process of its own, where JAX's backend has not started."""
+"""Runs code in a new process, in which JAX's backend has not started."""
 
 import os
 import pathlib
@@ -7,29 +7,50 @@ import sys
 import textwrap
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+PROGRAMS = ROOT / "tests" / "programs"
 STAND_INS = pathlib.Path(__file__).resolve().parent / "stand_ins"
 _OURS = ("XLA_", "JAX_", "CUDA_", "PJRT_", "NPROC")
-# As it was before any test: what runs ahead must not see what another test sets.
-_CACHE = ("JAX_COMPILATION_CACHE", "JAX_PERSISTENT_CACHE")  # what all tests have compiled
+# The environment before any test: calls that run ahead must not see what another test sets.
+_CACHE = ("JAX_COMPILATION_CACHE", "JAX_PERSISTENT_CACHE")  # the shared compilation cache
 INHERITED = {k: v for k, v in os.environ.items() if not k.startswith(_OURS) or k.startswith(_CACHE)}
 
 
 def run(code: str, *, environment: dict[str, str] | None = None, timeout: int = 120) -> str:
-    """What the code prints, standard error included; fails with it where the code fails.
+    """Returns what the code prints, standard error included; fails with it if the code fails.
 
-    The environment is this one's without what configures JAX, and with what is given.
+    It inherits the environment without the variables that configure JAX, plus `environment`.
     """
-    done = start(code, environment=environment, timeout=timeout)
-    assert done.returncode == 0, f"ended with {done.returncode}:\n{done.stdout}"
-    return done.stdout
+    return _output_of(start(code, environment=environment, timeout=timeout))
+
+
+def run_program(name: str, *, environment: dict[str, str] | None = None, timeout: int = 120) -> str:
+    """Returns what a file of `tests/programs` prints, like `run`."""
+    return _output_of(start_program(name, environment=environment, timeout=timeout))
+
+
+def start_program(
+    name: str, *, environment: dict[str, str] | None = None, timeout: int = 120
+) -> subprocess.CompletedProcess[str]:
+    """Runs a file of `tests/programs` to its end, whatever the exit status."""
+    file = str(PROGRAMS / f"{name}.py")
+    environment = {**INHERITED, **(environment or {})}
+    # A script does not have the working directory on its path, as `-c` does.
+    path = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), str(ROOT)]))
+    return _start([file], {**environment, "PYTHONPATH": path}, timeout)
 
 
 def start(
     code: str, *, environment: dict[str, str] | None = None, timeout: int = 120
 ) -> subprocess.CompletedProcess[str]:
-    """The same, whatever the exit status."""
+    """Runs code to its end, whatever the exit status."""
+    return _start(["-c", textwrap.dedent(code)], environment, timeout)
+
+
+def _start(
+    arguments: list[str], environment: dict[str, str] | None, timeout: int
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(code)],
+        [sys.executable, "-W", "error", *arguments],
         env={**INHERITED, **(environment or {})},
         cwd=ROOT,
         stdout=subprocess.PIPE,
@@ -38,3 +59,8 @@ def start(
         timeout=timeout,
         check=False,
     )
+
+
+def _output_of(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode == 0, f"ended with {done.returncode}:\n{done.stdout}"
+    return done.stdout

@@ -1,4 +1,4 @@
-"""What an error message must contain, whatever its wording."""
+"""Checks of error messages that do not depend on their wording."""
 
 import contextlib
 import re

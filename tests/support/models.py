@@ -1,4 +1,4 @@
-"""The models of the laws: each as an nnx module, in Linen and as a plain pytree, with a batch."""
+"""Models in nnx, in Linen and as plain pytrees, with their batches."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ class SyncBatchNorm(nnx.Module):
     features = (12,)
 
     def __init__(self, rngs: nnx.Rngs, axis_name: str | None = mirror.REPLICA_AXIS):
-        # No bias: the normalisation takes it out again, and its gradient is rounding noise.
+        # No bias: the normalization removes it, and its gradient is rounding noise.
         self.first = nnx.Linear(12, 32, use_bias=False, rngs=rngs)
         self.norm = nnx.BatchNorm(32, axis_name=axis_name, rngs=rngs)
         self.second = nnx.Linear(32, CLASSES, rngs=rngs)
@@ -100,7 +100,7 @@ def nnx_step(model, optimizer, batch):
 
 @dataclass(frozen=True)
 class Training:
-    """A way to train: makes state, runs a step on it, and gives the parameters back."""
+    """A way to train: creates state, runs a step on it, and returns the parameters."""
 
     create: Callable[[], Any]
     step: Callable[[mirror.Strategy, Any, Any], tuple[Any, Any]]
@@ -163,7 +163,7 @@ def plain_training(optimizer) -> Training:
             return losses_of(hidden @ params["w2"] + params["b2"], batch["label"]).mean()
 
         loss, grads = jax.value_and_grad(loss_fn)(state["params"])
-        # Written by hand, as those do who know their collectives.
+        # Written with `jax.lax`, as experienced users do.
         grads, loss = jax.lax.pmean((grads, loss), mirror.REPLICA_AXIS)
         updates, moments = tx.update(grads, state["moments"], state["params"])
         return {"params": optax.apply_updates(state["params"], updates), "moments": moments}, loss

@@ -1,38 +1,42 @@
-"""What a fresh process sees of its configuration, as facts for `tests/devices/test_config.py`."""
+"""Facts about the configuration of a process, for the programs `config_*.py`."""
 
 import json
 import logging
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp  # noqa: F401  (the programs use it)
 
-import mirror as mirror
 from mirror import config
 from mirror._src.devices import settings
-from mirror._src.devices.startup import started as started
 
 OPTIONS = ("jax_num_cpu_devices", "jax_cuda_visible_devices", "jax_platforms")
 L = config.LogicalDeviceConfiguration
 
 facts: dict[str, Any] = {}
-_said: list[str] = []
+_log_lines: list[str] = []
 
 
 class _Listener(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        _said.append(f"{record.levelname}: {record.getMessage()}")
+        _log_lines.append(f"{record.levelname}: {record.getMessage()}")
 
 
-def listen() -> None:
+def begin() -> list[config.PhysicalDevice]:
+    """Collects the log lines of mirror; returns the physical devices, the CPU first.
+
+    JAX does not find its plugins, so that it has only the CPU on a machine with GPUs too.
+    """
+    sys.modules["jax_plugins"] = None
     logging.getLogger("mirror").addHandler(_Listener())
+    return config.list_physical_devices()
 
 
 def snapshot() -> dict[str, Any]:
-    """Everything that a setter may change."""
+    """Returns everything that a setter may change."""
     devices = config.list_physical_devices()
     return {
         "options": dict(jax.config.values),
@@ -46,19 +50,19 @@ def snapshot() -> dict[str, Any]:
 
 
 def options() -> list[Any]:
-    """Of JAX: host devices, visible GPUs, platforms."""
+    """Returns JAX's options for host devices, visible GPUs and platforms."""
     return [jax.config.values[name] for name in OPTIONS]
 
 
 def memory() -> list[str | None]:
-    """The two environment variables that `mirror.config` may set."""
+    """Returns the two environment variables that `mirror.config` may set."""
     return [
         os.environ.get(f"XLA_{n}") for n in ("PYTHON_CLIENT_PREALLOCATE", "CLIENT_MEM_FRACTION")
     ]
 
 
-def refused(call: Callable[..., Any], *arguments: Any) -> str:
-    """What the call raises, as `Kind: text`; it may have changed nothing."""
+def error_of(call: Callable[..., Any], *arguments: Any) -> str:
+    """Returns the error that a call raises, as `Kind: text`, and checks that it changed nothing."""
     before = snapshot()
     try:
         call(*arguments)
@@ -69,16 +73,16 @@ def refused(call: Callable[..., Any], *arguments: Any) -> str:
 
 
 def unchanged(call: Callable[..., Any], *arguments: Any) -> bool:
-    """Whether the call raises nothing and changes nothing."""
+    """Calls a function; returns whether it changed nothing."""
     before = snapshot()
     call(*arguments)
     return snapshot() == before
 
 
-def said() -> list[str]:
-    """The log lines since it was last asked."""
-    lines = list(_said)
-    _said.clear()
+def log_lines() -> list[str]:
+    """Returns the log lines since the last call."""
+    lines = list(_log_lines)
+    _log_lines.clear()
     return lines
 
 
@@ -86,10 +90,11 @@ def names(devices: list[Any]) -> list[str]:
     return [device.name for device in devices]
 
 
-def here() -> str:
-    """The caller's line, as messages name it."""
-    return f"<string>:{sys._getframe(1).f_lineno}"
+def this_line() -> str:
+    """Returns the caller's line, as messages name it."""
+    frame = sys._getframe(1)
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
-def tell() -> None:
+def print_facts() -> None:
     print(f"FACTS {json.dumps(facts)}")

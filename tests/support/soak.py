@@ -44,7 +44,7 @@ def compute(strategy: mirror.Strategy, done: list, counts: list) -> None:
 
 
 def reduce(strategy: mirror.Strategy, done: list, counts: list) -> None:
-    """Eager collectives: the rows lie on different devices."""
+    """Eager collectives: the rows are on different devices."""
     rows = mirror.PerReplica([np.full(256, r, np.float32) for r in range(8)])
     rows = jax.device_put(np.asarray(rows), strategy._replicas.stacked)
     for count in itertools.count(1):

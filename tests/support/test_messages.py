@@ -7,7 +7,7 @@ from tests.support.messages import assert_message, raises
 TEXT = "`batch['a']` has 31 rows,\n  got model.kernel of (3, 4) in 0.5 s. Use remainder='pad'."
 
 
-def test_every_part_must_be_there():
+def test_assert_message_requires_every_part():
     assert_message(
         TEXT, names=["batch['a']", "model.kernel"], values=[31, (3, 4), 0.5], fix="remainder='pad'"
     )
@@ -27,7 +27,7 @@ def test_every_part_must_be_there():
         {},
     ],
 )
-def test_what_is_missing_fails(wanted):
+def test_assert_message_fails_on_missing_parts(wanted):
     with pytest.raises(AssertionError):
         assert_message(TEXT, **wanted)
 

@@ -1,4 +1,4 @@
-"""`mirror.testing`: the asserts find what is wrong, and name it."""
+"""`mirror.testing`: the asserts find and name errors."""
 
 import threading
 import time
@@ -13,10 +13,10 @@ from flax import nnx
 import mirror
 from mirror import testing
 from mirror._src.testing import asserts, plugin_support
-from tests.checks.test_checks import with_one_bit_flipped
-from tests.conftest import cpu_strategy
+from tests.support.copies import with_one_bit_flipped
 from tests.support.messages import assert_message, raises
 from tests.support.models import MLP, batches, linen_step, linen_training, nnx_step
+from tests.support.strategies import cpu_strategy
 
 BATCH = batches(MLP.features, 1)[0]
 
@@ -84,13 +84,13 @@ WRONG: dict[str, tuple] = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_the_assert_names_the_leaves(what, two):
+def test_assert_mirrored_names_the_leaves(what, two):
     make, said = WRONG[what]
     with raises(AssertionError, **said):
         testing.assert_mirrored({"good": 1.0, "x": make(two)}, two)
 
 
-def test_an_assert_without_a_strategy_is_no_assert():
+def test_assert_mirrored_requires_a_strategy():
     takes = "assert_mirrored(tree, strategy)"
     with raises(RuntimeError, names="assert_mirrored", fix=["scope", takes]):
         testing.assert_mirrored(1.0)
@@ -113,7 +113,7 @@ def names(report):
     return [row.name for row in report.rows]
 
 
-def test_nnx_objects_train_by_reference_and_stay_as_they_were(two):
+def test_nnx_objects_are_trained_by_reference_and_left_unchanged(two):
     state = nnx_state(two)
     before = jax.tree.map(np.array, nnx.to_pure_dict(nnx.state(state)))
     report = train(nnx_step, strategy=two, args=(*state, per_replica(two)), steps=2)
@@ -123,7 +123,7 @@ def test_nnx_objects_train_by_reference_and_stay_as_they_were(two):
     jax.tree.map(np.testing.assert_array_equal, before, nnx.to_pure_dict(nnx.state(state)))
 
 
-def test_linen_state_goes_from_step_to_step(two):
+def test_linen_state_is_carried_between_steps(two):
     state = linen_training(lambda: optax.sgd(0.1)).create()
     report = train(linen_step, strategy=two, args=(state, per_replica(two)), steps=2)
     assert "result['state'].params['Dense_0']['kernel']" in names(report)
@@ -131,8 +131,8 @@ def test_linen_state_goes_from_step_to_step(two):
 
 
 @pytest.mark.parametrize("executor", ["pmap", "vmap", "staged"])
-def test_a_state_is_carried(executor):
-    """Three steps move as far as three steps by hand."""
+def test_state_is_carried_between_steps(executor):
+    """Three steps change the weights as much as three hand-written ones."""
     strategy = plugin_support.make_strategy(executor, 3, jax.devices("cpu"))
     args = (PARAMS, per_replica(strategy))
     seen = []
@@ -150,7 +150,7 @@ def test_a_state_is_carried(executor):
 
 
 @pytest.mark.parametrize("step", [plain_step, lambda *a: plain_step(*a)[0]], ids=["first", "alone"])
-def test_where_a_step_returns_its_state(step, two):
+def test_state_is_found_in_the_result_of_a_step(step, two):
     report = train(step, strategy=two, args=(PARAMS, per_replica(two)), steps=1)
     assert names(report)[0] == "result['state']['w']"
 
@@ -164,7 +164,7 @@ FAILING: dict[str, tuple] = {
 
 
 @pytest.mark.parametrize("what", FAILING)
-def test_a_step_that_trains_otherwise_fails(what, two):
+def test_differing_training_fails(what, two):
     step, said = FAILING[what]
     with raises(AssertionError, **said):
         train(step, strategy=two, args=(PARAMS, per_replica(two)))
@@ -175,8 +175,8 @@ def scaled_step(scale, x):
 
 
 @pytest.mark.parametrize("first", [0.5, "batch"])
-def test_numbers_and_batches_are_no_state(first, two):
-    """A result of their shape is one of the step, and not the next step's argument."""
+def test_numbers_and_batches_are_not_state(first, two):
+    """A result with their shape is a result of the step, not the argument of the next step."""
     batch = mirror.PerReplica([np.float32([1, 2])] * 2)
     args = (batch if first == "batch" else first, batch)
     with raises(AssertionError, values=1, fix=RETURNS_STATE):
@@ -186,9 +186,9 @@ def test_numbers_and_batches_are_no_state(first, two):
 @pytest.mark.parametrize(
     ("steps", "error", "values"),
     [
-        (0, ValueError, [0, 1]),
-        (True, TypeError, ["True (bool)", "int"]),
-        (2.0, TypeError, ["2.0 (float)", "int"]),
+        (0, ValueError, 0),
+        (True, TypeError, "True (bool)"),
+        (2.0, TypeError, "2.0 (float)"),
     ],
 )
 def test_steps_are_counted(steps, error, values, two):
@@ -196,13 +196,13 @@ def test_steps_are_counted(steps, error, values, two):
         train(plain_step, strategy=two, steps=steps)
 
 
-def test_wrong_arguments_are_no_failed_assertion(two):
+def test_wrong_arguments_raise_a_type_error(two):
     with raises(TypeError, names="args"):
         train(plain_step, strategy=two, args=PARAMS)
 
 
-def test_one_step_compared_often_is_one_program(two):
-    """No warning of steps that are compiled over and over."""
+def test_repeated_comparison_compiles_once(two):
+    """Without a warning of repeated compilation."""
     for _ in range(12):
         train(plain_step, strategy=two, args=(PARAMS, per_replica(two)), steps=1)
 
@@ -210,11 +210,11 @@ def test_one_step_compared_often_is_one_program(two):
 # What the plugin uses
 
 
-def test_host_devices_that_are_there_can_be_asked_for():
+def test_force_host_devices_accepts_existing_devices():
     plugin_support.force_host_devices(8, "the test")
 
 
-def test_who_says_how_many_host_devices(monkeypatch):
+def test_error_names_who_set_the_host_devices(monkeypatch):
     in_code = ["jax_num_cpu_devices=8", "conftest.py"]
     with raises(RuntimeError, names="the test", values=[4, 8], fix=in_code):
         plugin_support.force_host_devices(4, "the test")
@@ -234,7 +234,7 @@ def test_who_says_how_many_host_devices(monkeypatch):
         ("staged", None, 8, 8, "ReductionToOneDevice"),
     ],
 )
-def test_strategies_by_executor(executor, n, devices, replicas, ops):
+def test_make_strategy_selects_the_executor(executor, n, devices, replicas, ops):
     found = plugin_support.devices_for_tests(on_host=True)
     assert found == plugin_support.devices_for_tests(on_host=False) == tuple(jax.devices())
     strategy = plugin_support.make_strategy(executor, n, found)
@@ -243,7 +243,7 @@ def test_strategies_by_executor(executor, n, devices, replicas, ops):
     assert type(strategy.cross_device_ops).__name__ == ops
 
 
-def test_launches_under_way_name_the_devices_that_are_late():
+def test_pending_launches_name_the_late_devices():
     strategy, late = cpu_strategy(4), threading.Event()
 
     def wait(replica):
@@ -265,9 +265,9 @@ def test_launches_under_way_name_the_devices_that_are_late():
     try:
         deadline = time.monotonic() + 20
         waiting, ended = "(/device:CPU:1)", "(/device:CPU:0, /device:CPU:2, /device:CPU:3)"
-        while ended not in str(plugin_support.launches_under_way()) and time.monotonic() < deadline:
+        while ended not in str(plugin_support.launches_in_flight()) and time.monotonic() < deadline:
             time.sleep(0.01)
-        (line,) = plugin_support.launches_under_way()
+        (line,) = plugin_support.launches_in_flight()
         assert_message(line, values=[waiting, ended])
         assert line.index(waiting) < line.index(ended)
     finally:
@@ -275,4 +275,4 @@ def test_launches_under_way_name_the_devices_that_are_late():
         thread.join(60)
     assert float(strategy.reduce("sum", results[0])) == 4 * 4 + 6
     jax.block_until_ready(strategy.reduce("sum", 1.0))
-    assert plugin_support.launches_under_way() == []
+    assert plugin_support.launches_in_flight() == []

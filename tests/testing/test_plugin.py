@@ -1,4 +1,4 @@
-"""The pytest plugin as a user meets it: in runs of pytest that are processes of their own."""
+"""The pytest plugin, in runs of pytest in separate processes."""
 
 import pathlib
 import re
@@ -20,7 +20,7 @@ METADATA = {"METADATA": "Metadata-Version: 2.1\nName: mirror-stand-in\nVersion: 
 def run_pytest(
     files: dict[str, str], *runs: str, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Runs of pytest, one after the other in one process, over a folder with these files.
+    """Runs pytest several times in one process, over a folder with these files.
 
     The exit statuses are in lines `STATUS i`.
     """
@@ -48,42 +48,13 @@ def statuses(output: str) -> list[int]:
     return [int(found) for found in re.findall(r"^STATUS (\d+)", output, re.MULTILINE)]
 
 
-MARKS = """\
-    import pytest
-
-    @pytest.mark.mirror(replicas=[1, 2, 4], executors=["pmap", "vmap", "staged"])
-    def test_sum(strategy, request):
-        layout = request.node.callspec.id
-        assert layout.endswith(f"-{strategy.num_replicas_in_sync}")
-        assert float(strategy.reduce("sum", 1.0)) == strategy.num_replicas_in_sync
-        assert len(set(strategy.devices)) == (1 if "vmap" in layout else int(layout[-1]))
-
-    @pytest.mark.mirror(executors="staged")
-    class TestMarks:
-        def test_of_the_class(self, strategy):
-            assert strategy.num_replicas_in_sync == 4
-
-        @pytest.mark.mirror(replicas=2, timeout=60)
-        def test_the_closest_wins(self, strategy):
-            assert strategy.num_replicas_in_sync == 2
-
-        def test_without_the_fixture(self):
-            pass
-
-    @pytest.mark.parametrize("x", [1, 2])
-    def test_default(strategy, x):
-        assert strategy.num_replicas_in_sync == len(set(strategy.devices)) == 4
-
-    @pytest.mark.mirror(replicas=8)
-    def test_needs_more(strategy):
-        pass
-    """
+MARKS = (fresh.PROGRAMS / "plugin_marks.py").read_text()
 IDS = [f"test_sum[{e}-{n}]" for e in ("pmap", "vmap", "staged") for n in (1, 2, 4)]
 IDS += ["TestMarks::test_of_the_class[staged-all]", "TestMarks::test_the_closest_wins[staged-2]"]
 IDS += ["TestMarks::test_without_the_fixture", "test_default[1]", "test_default[2]"]
 
 KEYWORDS = ["replicas", "executors", "timeout"]
-# Each is the text after `@pytest.mark.mirror`, the test's arguments, and what the message holds.
+# The text after `@pytest.mark.mirror`, the arguments of the test, and what the message contains.
 WRONG_MARKS = {
     "executor": (
         *("(executors=['pmap', 'spmd'])", "strategy"),
@@ -110,12 +81,12 @@ OF_TESTCASE = """\
     """
 
 FORCED = "XLA_FLAGS=--xla_force_host_platform_device_count=3"
-# What is asked for, and what the message holds; in this order in one process.
+# The options, and what the message contains; in this order in one process.
 REFUSED = {
-    "--mirror-devices=0": {"names": "--mirror-devices=0", "values": 1},
-    "--mirror-devices=x": {"names": "--mirror-devices=x", "values": 1},
-    "--mirror-devices=": {"names": "--mirror-devices=", "values": 1},
-    "-o mirror_devices=x": {"names": ["mirror_devices=x", "pytest.ini"], "values": 1},
+    "--mirror-devices=0": {"names": "--mirror-devices=0", "values": 8},
+    "--mirror-devices=x": {"names": "--mirror-devices=x", "values": 8},
+    "--mirror-devices=": {"names": "--mirror-devices=", "values": 8},
+    "-o mirror_devices=x": {"names": ["mirror_devices=x", "pytest.ini"], "values": 8},
     "--mirror-timeout=nan": {"names": "--mirror-timeout=nan", "values": [60, 0]},
     "--mirror-timeout=x": {"names": "--mirror-timeout=x", "values": 0},
     "--mirror-timeout=1e9": {"names": "--mirror-timeout=1e9", "values": 0},
@@ -124,48 +95,9 @@ REFUSED = {
     "--mirror-devices=5 late": {"names": "--mirror-devices=5", "fix": "JAX_NUM_CPU_DEVICES=5"},
 }
 
-HANGS = """\
-    import ctypes, time, pytest
+HANGS = (fresh.PROGRAMS / "plugin_hangs.py").read_text()
 
-    @pytest.mark.mirror(timeout=1)
-    def test_marked():
-        print("printed before")
-        time.sleep(60)
-
-    def test_of_the_option():
-        time.sleep(60)
-
-    @pytest.mark.mirror(timeout=1)
-    def test_keeps_the_lock_of_the_interpreter():
-        ctypes.PyDLL(None).sleep(60)
-
-    @pytest.mark.mirror(timeout=0)
-    def test_may_take_long():
-        time.sleep(2.5)
-
-    def test_is_debugged(pytestconfig):
-        pytestconfig.hook.pytest_enter_pdb(config=pytestconfig, pdb=None)
-        time.sleep(2.5)
-    """
-
-STALLED = """\
-    import time, jax, numpy as np, pytest, mirror
-
-    def wait(replica):
-        if replica == 1:
-            time.sleep(60)
-        return np.float32(0)
-
-    def step(x):
-        context = mirror.get_replica_context()
-        shape = jax.ShapeDtypeStruct((), np.float32)
-        y = jax.pure_callback(wait, shape, context.replica_id_in_sync_group)
-        return context.all_reduce("sum", x + y)
-
-    @pytest.mark.mirror(replicas=4, timeout=4)
-    def test_stalls(strategy):
-        float(strategy.run(step, (np.float32(1),)))
-    """
+STALLED = (fresh.PROGRAMS / "plugin_stalls.py").read_text()
 WARN_SOON = "--xla_cpu_collective_call_warn_stuck_timeout_seconds=1"
 
 
@@ -209,19 +141,19 @@ def output(ahead, name: str) -> str:
 
 
 def lines_with(said: str, *texts: str) -> str:
-    """Those lines that contain all of the texts."""
+    """Returns the lines that contain all of the texts."""
     return "\n".join(line for line in said.splitlines() if all(text in line for text in texts))
 
 
 def assert_needs_more(said: str, times: int) -> None:
-    """Checks that the test with too many replicas is refused at least so many times."""
+    """Checks that the test with too many replicas is rejected at least this many times."""
     lines = lines_with(said, "cpu:0, cpu:1, cpu:2, cpu:3", "--mirror-devices=8").splitlines()
     assert len(lines) >= times, said
     for line in lines:
         assert_message(line, names="test_needs_more[pmap-8]", values=[8, 4])
 
 
-def test_a_mark_makes_a_test_for_each_layout_and_again_in_the_same_process(ahead):
+def test_mark_creates_a_test_per_layout_in_every_session(ahead):
     said = output(ahead, "twice")
     assert statuses(said) == [1, 1], said
     for name in IDS:
@@ -240,28 +172,28 @@ def test_each_worker_forces_its_devices(ahead):
 
 
 @pytest.mark.parametrize("name", WRONG_MARKS)
-def test_an_error_in_a_mark_is_one_of_collection(ahead, name):
+def test_error_in_a_mark_is_a_collection_error(ahead, name):
     said = output(ahead, "marks")
     assert f"ERROR collecting test_{name}.py" in said
     message = lines_with(said, "@pytest.mark.mirror", f"test_{name}.py::test_{name}")
     assert_message(message, **WRONG_MARKS[name][2])
 
 
-def test_the_mark_of_a_testcase_is_not_ignored(ahead):
+def test_mark_of_a_testcase_is_rejected(ahead):
     said = output(ahead, "marks")
     message = lines_with(said, "@pytest.mark.mirror", "test_case.py::Case::test_method")
     assert_message(message, fix="strategy")
 
 
-def test_it_costs_other_projects_nothing_and_can_be_left_out(ahead):
-    """Every run of pytest loads it: without its options and its fixture it brings no JAX."""
+def test_plugin_does_not_import_jax_and_can_be_disabled(ahead):
+    """Every run of pytest loads it; without its options and its fixture it does not import JAX."""
     said = output(ahead, "marks")
     assert statuses(said) == [1, 0, 0, 4], said
     assert "unrecognized arguments: --mirror-devices=4" in said
     assert said.endswith("LOADED pytest_mirror\n")
 
 
-def test_what_cannot_be_is_refused_before_any_test(ahead):
+def test_invalid_options_are_rejected_before_any_test(ahead):
     said = output(ahead, "refused")
     assert statuses(said) == [4 if wanted else 0 for wanted in REFUSED.values()], said
     *parts, _ = re.split(r"^STATUS \d+$", said, flags=re.MULTILINE)
@@ -274,7 +206,7 @@ def assert_ended(said: str, test: str, secs: str) -> None:
     assert_message(lines_with(said, f"FAILED test_it.py::{test}"), values=f"{secs} s")
 
 
-def test_what_hangs_fails_by_name(ahead):
+def test_hanging_tests_fail_by_name(ahead):
     said = output(ahead, "hangs")
     assert statuses(said) == [1], said
     assert_ended(said, "test_marked", "1")
@@ -287,7 +219,7 @@ def test_what_hangs_fails_by_name(ahead):
     assert "3 failed, 2 passed" in said
 
 
-def test_a_stalled_replica_is_reported_as_far_as_is_known(ahead):
+def test_stalled_replica_is_reported(ahead):
     said = output(ahead, "stalled")
     assert statuses(said) == [], said  # the process has been ended
     assert_ended(said, "test_stalls[pmap-4]", "4")
@@ -299,7 +231,7 @@ def test_a_stalled_replica_is_reported_as_far_as_is_known(ahead):
     assert "time.sleep(60)" in said  # where replica 1 is
 
 
-def test_xla_counts_and_names_nobody():
+def test_report_counts_arrivals_in_the_xla_log():
     line = (
         "[id={}] This thread has been waiting for `all reduce Key{{op_id={}}}` for 20 seconds and "
         "may be stuck. Expected 8 threads to join the rendezvous, but not all of them arrived."

@@ -1,4 +1,4 @@
-"""Callbacks: which is told what and when, what each of them does, and what is said of the rest."""
+"""Callbacks: the order of their hooks, their effects and their errors."""
 
 import contextlib
 import csv
@@ -17,14 +17,14 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from tensorboardX.proto.event_pb2 import Event  # which sets CRC32C_SW_MODE
+from tensorboardX.proto.event_pb2 import Event  # sets CRC32C_SW_MODE
 
 import mirror
 from mirror import callbacks
 from mirror._src.context.scopes import current_frame
 from mirror._src.utils.optional import require
-from tests.conftest import cpu_strategy
 from tests.support.messages import assert_message, raises
+from tests.support.strategies import cpu_strategy
 
 ROWS, SIZE, STEPS = 40, 4, 10  # examples, in batches, of an epoch
 BEGINNING = "fit_begin", "epoch_begin", "step"
@@ -64,20 +64,20 @@ def compiled(n: int, **options) -> tuple[mirror.Trainer, dict]:
 
 
 def new_trainer(n: int = 2, **options) -> mirror.Trainer:
-    """One that has not trained, which is compiled once for all tests."""
+    """Returns an untrained trainer, which is compiled once for all tests."""
     trainer, weights = compiled(n, **options)
     nnx.update(trainer.model, weights)
     return trainer
 
 
 def fit(trainer, epochs=2, *others, anew=True, data=DATA, **options) -> mirror.History:
-    """Fits, from the beginning or from where it stands."""
+    """Fits from the start, or from the current position."""
     begin = {"initial_epoch": 0} if anew else {}
     return trainer.fit(data, epochs, callbacks=others, progress=False, **begin, **options)
 
 
 class Recorder(callbacks.Callback):
-    """Writes down every call, and that it is one of the host."""
+    """Records every call, and checks that it is on the main thread."""
 
     def __init__(self) -> None:
         self.calls: list[tuple] = []
@@ -115,7 +115,7 @@ class Recorder(callbacks.Callback):
 
 
 class Says(callbacks.Callback):
-    """Puts numbers of the test's among the metrics of the epochs."""
+    """Adds numbers of the test to the metrics of the epochs."""
 
     def __init__(self, *values, name="val_loss"):
         self.values, self.name = values, name
@@ -137,7 +137,7 @@ class Raises(callbacks.Callback):
             raise LookupError("of the test")
 
 
-# Who is told what, and when
+# Hooks
 
 
 def expected_calls(epochs: int, k: int) -> list[tuple]:
@@ -155,7 +155,7 @@ def expected_calls(epochs: int, k: int) -> list[tuple]:
 
 
 @pytest.mark.parametrize("k", [1, 3])
-def test_hooks_run_once_on_the_host_whatever_the_number_of_replicas(k):
+def test_hooks_run_once_on_the_host_for_any_number_of_replicas(k):
     recorders = {n: Recorder() for n in (1, 8)}
     for n, recorder in recorders.items():
         history = fit(new_trainer(n, steps_per_execution=k), 2, recorder)
@@ -170,18 +170,18 @@ def test_hooks_run_once_on_the_host_whatever_the_number_of_replicas(k):
 
 
 def with_logs(recorder) -> list[tuple]:
-    """Of each call that had logs: whether it was an epoch's."""
+    """Whether each call with logs was at the end of an epoch."""
     return [(hook == "epoch_end", n) for hook, n in recorder.calls if hook in HOOKS[3:5]]
 
 
-def test_what_a_callback_adds_is_in_the_history():
+def test_history_contains_metrics_added_by_a_callback():
     history = fit(new_trainer(), 2, Says(3, 4, name="mine"))
     assert history["mine"] == [3, 4]
     assert list(history) == ["loss", "error", "mine"]
 
 
 @pytest.mark.parametrize("hook", HOOKS)
-def test_a_callback_that_raises(hook):
+def test_fit_reraises_callback_errors(hook):
     before, after, raiser = Recorder(), Recorder(), Raises(hook)
     trainer = new_trainer()
     with pytest.raises(LookupError, match="of the test"):
@@ -209,7 +209,7 @@ def broken(at: int):
 
 
 @pytest.mark.parametrize("source", [wider, broken])
-def test_the_end_is_told_after_an_error_in_a_step_or_the_data(source):
+def test_callbacks_end_after_an_error_in_a_step_or_the_data(source):
     recorder, trainer = Recorder(), new_trainer()
     with pytest.raises(Exception, match=r"of the source|shape|dot_general"):
         fit(trainer, 2, recorder, data=source(5))
@@ -218,7 +218,7 @@ def test_the_end_is_told_after_an_error_in_a_step_or_the_data(source):
     assert fit(trainer, 2).epochs == [0, 1]
 
 
-def test_stop_in_the_middle_and_before_the_beginning():
+def test_stop_ends_training_at_any_hook():
     class Stops(callbacks.Callback):
         def on_step(self, fit):
             if fit.position.epoch_step == 4:
@@ -250,16 +250,16 @@ NO_CALLBACKS = {
 
 
 @pytest.mark.parametrize(("given", "error", "said"), NO_CALLBACKS.values(), ids=NO_CALLBACKS)
-def test_what_is_no_callback(given, error, said):
+def test_fit_rejects_non_callbacks(given, error, said):
     with raises(error, **said):
         fit(new_trainer(), 1, *given)
 
 
 MODES = ["'min'", "'max'"]
-BAD_ARGUMENTS = {  # the call, the parameter's name, and values found or required
+BAD_ARGUMENTS = {  # the call, the name of the parameter, and values in the message
     "every_epochs": (lambda d: callbacks.Checkpoint(d, every_epochs=-1), "every_epochs", [-1]),
     "every_steps": (lambda d: callbacks.Checkpoint(d, every_steps=-1), "every_steps", [-1]),
-    "keep": (lambda d: callbacks.Checkpoint(d, keep=0), "keep", [0, 1, None]),
+    "keep": (lambda d: callbacks.Checkpoint(d, keep=0), "keep", [0, None]),
     "mode": (lambda d: callbacks.Checkpoint(d, mode="low"), "mode", ["'low'", *MODES]),
     "stopping": (lambda d: callbacks.EarlyStopping(mode=None), "mode", [None, *MODES]),
     "patience": (lambda d: callbacks.EarlyStopping(patience=-1), "patience", [-1]),
@@ -270,7 +270,7 @@ BAD_ARGUMENTS = {  # the call, the parameter's name, and values found or require
 
 
 @pytest.mark.parametrize(("make", "name", "values"), BAD_ARGUMENTS.values(), ids=BAD_ARGUMENTS)
-def test_bad_arguments(tmp_path, make, name, values):
+def test_callbacks_reject_bad_arguments(tmp_path, make, name, values):
     with raises(ValueError, names=name, values=values):
         make(tmp_path)
 
@@ -283,7 +283,7 @@ NO_METRIC = {
 
 
 @pytest.mark.parametrize("name", NO_METRIC)
-def test_a_metric_that_there_is_not(tmp_path, name):
+def test_callbacks_reject_unknown_metrics(tmp_path, name):
     names = [name, "'val_loss'", "'loss'", "'error'"]
     with raises(ValueError, names=names, fix="validation_data"):
         fit(new_trainer(), 1, NO_METRIC[name](tmp_path))
@@ -305,11 +305,11 @@ def shown(file, trainer=None, epochs=2, *others, **options) -> str:
     return file.getvalue()
 
 
-def test_a_log_file_has_a_line_for_each_epoch():
+def test_progress_writes_one_line_per_epoch_to_a_file():
     assert re.fullmatch(LINES, shown(io.StringIO()))
 
 
-def test_fit_adds_a_bar_where_there_is_none(capsys):
+def test_fit_adds_a_progress_bar_by_default(capsys):
     new_trainer().fit(DATA, 2, initial_epoch=0)
     said = capsys.readouterr()
     assert said.out == ""
@@ -319,12 +319,12 @@ def test_fit_adds_a_bar_where_there_is_none(capsys):
 
 
 def last_words(text: str) -> str:
-    """What a terminal shows in the end: each line as it was last written."""
+    """Returns the final lines of a terminal: each as it was last written."""
     lines = [line.rsplit("\r", 1)[-1] for line in text.replace("\r\n", "\n").split("\n")]
     return "\n".join(lines)
 
 
-def test_a_terminal_has_a_bar_and_the_lines():
+def test_progress_shows_a_bar_and_lines_on_a_terminal():
     text = shown(Terminal())
     assert re.fullmatch(LINES, last_words(text))
     assert re.search(r"\repoch 1/2 +0% \| {20}\| 0/10", text)
@@ -332,12 +332,12 @@ def test_a_terminal_has_a_bar_and_the_lines():
     assert "\x1b" not in text  # one bar at a time moves no cursor
 
 
-def test_a_real_terminal():
+def test_progress_draws_on_a_real_terminal():
     ours, theirs = os.openpty()
     with open(theirs, "w") as file:
         fit(new_trainer(), 2, callbacks.ProgressBar(file))
     text = b""
-    with contextlib.suppress(OSError):  # which is its end
+    with contextlib.suppress(OSError):  # which ends the epoch
         while more := os.read(ours, 4096):
             text += more
     os.close(ours)
@@ -345,7 +345,7 @@ def test_a_real_terminal():
     assert re.fullmatch(LINES, last_words(text.decode()))
 
 
-def test_a_notebook_has_a_bar(monkeypatch, capsys):
+def test_progress_shows_a_bar_in_a_notebook(monkeypatch, capsys):
     notebook = types.ModuleType("IPython")
     notebook.get_ipython = lambda: types.SimpleNamespace(config={"IPKernelApp": {}})
     monkeypatch.setitem(sys.modules, "IPython", notebook)
@@ -360,7 +360,7 @@ def test_a_notebook_has_a_bar(monkeypatch, capsys):
     assert re.fullmatch(LINES, capsys.readouterr().err)
 
 
-def test_what_else_is_said(tmp_path):
+def test_progress_reports_resume_and_early_end(tmp_path):
     trainer = new_trainer()
     with pytest.raises(LookupError):
         fit(trainer, 2, Raises("step", trainer._position.step + STEPS + 3))
@@ -376,19 +376,19 @@ def test_what_else_is_said(tmp_path):
     assert_message(said.splitlines()[-1], names="val_loss", values=[1, 7])
 
 
-def test_without_tqdm_there_are_the_lines(monkeypatch):
+def test_progress_prints_lines_without_tqdm(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert re.fullmatch(r"epoch 1/1: loss .* s\n", shown(Terminal(), epochs=1))
 
 
-def test_a_package_that_is_not_there(tmp_path, monkeypatch):
+def test_callbacks_name_missing_packages(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     fix = 'pip install "mirror-jax[train]"'
     with raises(ModuleNotFoundError, names="tensorboardX", fix=fix):
         callbacks.TensorBoard(tmp_path)
 
 
-def test_a_package_that_lacks_another_says_so_itself(tmp_path, monkeypatch):
+def test_import_error_inside_a_package_is_not_masked(tmp_path, monkeypatch):
     (tmp_path / "package_of_the_test.py").write_text("import another_of_the_test")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="No module named 'another_of_the_test'"):
@@ -413,7 +413,7 @@ CHECKPOINTS: dict[str, tuple] = {  # options, steps in a launch, the steps that 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize(("options", "k", "left"), CHECKPOINTS.values(), ids=CHECKPOINTS)
-def test_which_checkpoints_are_left(tmp_path, options, k, left, asynchronous):
+def test_checkpoint_keeps_the_last_and_the_best(tmp_path, options, k, left, asynchronous):
     trainer = new_trainer(steps_per_execution=k)
     begin = trainer._position.step
     checkpoint = callbacks.Checkpoint(tmp_path, asynchronous=asynchronous, **options)
@@ -423,17 +423,17 @@ def test_which_checkpoints_are_left(tmp_path, options, k, left, asynchronous):
         assert mirror.load_checkpoint(tmp_path, "best").step == begin + left[0]
 
 
-def test_a_checkpoint_holds_what_the_callbacks_behind_it_made_of_the_epoch(tmp_path):
+def test_checkpoint_contains_metrics_of_later_callbacks(tmp_path):
     stopping = callbacks.EarlyStopping(patience=2)
     others = callbacks.Checkpoint(tmp_path, every_epochs=5, keep=None), Says(1, 2, 2), stopping
     history = fit(new_trainer(), 9, *others)
     found = mirror.load_checkpoint(tmp_path)
-    assert found.position["epoch"] == 3  # it was the last, because of the next callback
+    assert found.position["epoch"] == 3  # the last one, because of the next callback
     assert found.position["callbacks"]["EarlyStopping 1"] == stopping.to_dict()
     assert found.position["history"]["metrics"]["val_loss"] == history["val_loss"] == [1, 2, 2]
 
 
-def test_checkpoints_that_cannot_be_written(tmp_path):
+def test_checkpoint_reports_write_errors(tmp_path):
     (tmp_path / "file").touch()
     recorder = Recorder()
     with raises(OSError, values=tmp_path / "file"):
@@ -444,33 +444,33 @@ def test_checkpoints_that_cannot_be_written(tmp_path):
 # Ending early
 
 nan = float("nan")
-STOPPING: dict[str, tuple] = {  # what epochs measure, options, how many there are, which is best
+STOPPING: dict[str, tuple] = {  # metrics of the epochs, options, number of epochs, best one
     "better": ([4, 3, 2, 1], {"patience": 1}, 4, 3),
     "at once": ([2, 3, 1, 1], {}, 2, 0),
     "0 is 1": ([2, 3, 1, 1], {"patience": 1}, 2, 0),
-    "equal is no better": ([2, 2, 1, 1], {"patience": 1}, 2, 0),
+    "equal does not improve": ([2, 2, 1, 1], {"patience": 1}, 2, 0),
     "in a row": ([5, 6, 4, 6, 6, 1], {"patience": 2}, 5, 2),
     "better than the best": ([5, 9, 8, 7, 1], {"patience": 3}, 4, 0),
     "min_delta": ([5, 4.5, 4, 4], {"patience": 2, "min_delta": 0.5}, 4, 2),
     "max": ([1, 2, 3, 1, 1, 9], {"patience": 2, "mode": "max"}, 5, 2),
     "max and min_delta": ([1, 3, 4, 5], {"patience": 1, "mode": "max", "min_delta": 1}, 3, 1),
-    "NaN is no better": ([1, nan, nan, 0], {"patience": 2}, 3, 0),
+    "NaN does not improve": ([1, nan, nan, 0], {"patience": 2}, 3, 0),
     "NaN at first": ([nan, 5, 6, 6, 6], {"patience": 2}, 4, 1),
     "NaN only": ([nan, nan, nan, nan], {"patience": 3}, 3, None),
 }
 
 
 @pytest.mark.parametrize(("values", "options", "epochs", "best"), STOPPING.values(), ids=STOPPING)
-def test_early_stopping(values, options, epochs, best):
+def test_early_stopping_stops_without_improvement(values, options, epochs, best):
     stopping = callbacks.EarlyStopping(**options)
-    for _ in range(2):  # the second training begins anew
+    for _ in range(2):  # the second training starts over
         history = fit(new_trainer(), len(values), Says(*values), stopping)
         assert len(history.epochs) == epochs
         assert stopping.best_epoch == best
         assert stopping.best == (None if best is None else values[best])
 
 
-def test_a_new_training_from_a_later_epoch_has_no_best_yet():
+def test_early_stopping_forgets_its_best_in_a_new_training():
     stopping = callbacks.EarlyStopping(patience=1)
     others = Says(1, 2, 5, 4), stopping
     fit(new_trainer(), 4, *others)
@@ -478,7 +478,7 @@ def test_a_new_training_from_a_later_epoch_has_no_best_yet():
     assert new_trainer().fit(DATA, 4, **options).epochs == [2, 3]
 
 
-def test_the_decision_to_stop_does_not_depend_on_the_number_of_replicas():
+def test_early_stopping_does_not_depend_on_the_number_of_replicas():
     ends = set()
     for n in (1, 2, 8):
         stopping = callbacks.EarlyStopping("loss", patience=2, min_delta=0.02)
@@ -499,7 +499,7 @@ def test_early_stopping_survives_a_restore(tmp_path, at):
     for _ in range(2):  # the second has ended already
         assert fit(trainer, 9, says, stopping, anew=False).epochs == [0, 1, 2, 3, 4]
         assert (stopping.best, stopping.best_epoch) == (2, 1)
-        trainer._goes_on = True
+        trainer._resumes = True
 
 
 def test_early_stopping_survives_an_interrupt_in_the_same_process(tmp_path):
@@ -515,7 +515,7 @@ def test_early_stopping_survives_an_interrupt_in_the_same_process(tmp_path):
 
 
 class Stops(callbacks.Callback):
-    """Raises when so many epochs have been."""
+    """Raises after this number of epochs."""
 
     def __init__(self, at: int):
         self.at = at
@@ -526,7 +526,7 @@ class Stops(callbacks.Callback):
 
 
 def bad_rows(**bad) -> list[dict]:
-    """The data with numbers that are none in the fourth batch."""
+    """The data with NaN in the fourth batch."""
     rows = [dict(batch) for batch in DATA]
     rows[3] |= {name: np.full_like(rows[3][name], value) for name, value in bad.items()}
     return rows
@@ -534,7 +534,7 @@ def bad_rows(**bad) -> list[dict]:
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("monitor", [None, "loss", "error"])
-def test_nan_guard(value, monitor):
+def test_nan_guard_stops_at_the_first_nan(value, monitor):
     trainer, recorder = new_trainer(), Recorder()
     step = trainer._position.step + 4
     with raises(FloatingPointError, names=monitor or "loss", values=[step, 1]) as caught:
@@ -543,12 +543,12 @@ def test_nan_guard(value, monitor):
     assert recorder.hooks[-1] == "fit_end"
 
 
-def test_nan_guard_of_another_metric():
+def test_nan_guard_checks_another_metric():
     says = Says(nan, nan, name="mine")  # of an epoch, not of a step
     assert fit(new_trainer(), 2, says, callbacks.NaNGuard("error")).epochs == [0, 1]
 
 
-# What is written down
+# Logs
 
 
 def rows(path) -> list[list[str]]:
@@ -556,7 +556,7 @@ def rows(path) -> list[list[str]]:
         return list(csv.reader(file))
 
 
-def test_csv_has_a_line_for_each_epoch(tmp_path):
+def test_csv_logger_writes_one_line_per_epoch(tmp_path):
     path = tmp_path / "new" / "log.csv"
     history = fit(new_trainer(), 3, callbacks.CSVLogger(path))
     head, *lines = rows(path)
@@ -567,7 +567,7 @@ def test_csv_has_a_line_for_each_epoch(tmp_path):
 
 
 @pytest.mark.parametrize("append", [True, False])
-def test_csv_appends_where_it_is_told_to(tmp_path, append):
+def test_csv_logger_appends_on_request(tmp_path, append):
     for _ in range(2):
         fit(new_trainer(), 2, callbacks.CSVLogger(tmp_path / "log.csv", append=append))
     numbers = [line[0] for line in rows(tmp_path / "log.csv")]
@@ -576,8 +576,8 @@ def test_csv_appends_where_it_is_told_to(tmp_path, append):
 
 @pytest.mark.parametrize("append", [True, False])
 @pytest.mark.parametrize("torn", ["", "4,0.1", "4"])
-def test_csv_of_a_training_that_goes_on(tmp_path, append, torn):
-    """Which had gone further than its checkpoint when it was killed, within a line maybe."""
+def test_csv_logger_continues_after_a_restore(tmp_path, append, torn):
+    """The killed training was ahead of its checkpoint, perhaps within a line."""
     path = tmp_path / "log.csv"
     logger = callbacks.CSVLogger(path, append=append)
     if append:
@@ -592,7 +592,7 @@ def test_csv_of_a_training_that_goes_on(tmp_path, append, torn):
     assert numbers == ["epoch", *(["1", "2"] if append else []), "1", "2", "3", "4"]
 
 
-def test_csv_with_other_columns(tmp_path):
+def test_csv_logger_rejects_other_columns(tmp_path):
     path = tmp_path / "log.csv"
     fit(new_trainer(), 1, callbacks.CSVLogger(path))
     logger = callbacks.CSVLogger(path, append=True)
@@ -603,7 +603,7 @@ def test_csv_with_other_columns(tmp_path):
 
 
 def events(directory) -> list[tuple]:
-    """Of each value in the log its step, its tag, and what it is."""
+    """Returns the step, the tag and the kind of each value in the log."""
     found = []
     for path in sorted(pathlib.Path(directory).iterdir()):
         data = path.read_bytes()
@@ -616,7 +616,7 @@ def events(directory) -> list[tuple]:
     return found
 
 
-def test_tensorboard_has_epochs_steps_and_the_program(tmp_path):
+def test_tensorboard_writes_epochs_steps_and_the_program(tmp_path):
     trainer, recorder = new_trainer(), Recorder()
     begin = trainer._position.step
     board = callbacks.TensorBoard(tmp_path, every_steps=4, program=True)
@@ -637,20 +637,20 @@ def test_tensorboard_has_epochs_steps_and_the_program(tmp_path):
     assert np.float32(values[begin + 4, "step_loss"]) == np.float32(logs[3]["loss"])
 
 
-def test_tensorboard_of_epochs_only(tmp_path):
+def test_tensorboard_writes_epochs_only(tmp_path):
     board = callbacks.TensorBoard(tmp_path)
     for _ in range(2):
         fit(new_trainer(), 1, board)
     assert [tag for _, tag, _ in events(tmp_path)] == ["loss", "error"] * 2
 
 
-def test_there_is_no_program_before_the_first_step():
+def test_lowered_text_is_unavailable_before_the_first_step():
     with raises(RuntimeError, fix="program"):
         new_trainer().lowered_text()
 
 
 SCHEDULE = optax.linear_schedule(0.1, 0.0, 100)
-RATES = {  # the optimizer, where the rate is, and that of the last update of two epochs
+RATES = {  # the optimizer that has the rate, and the rate of the last update of two epochs
     "schedule": (lambda: optax.sgd(SCHEDULE), SCHEDULE, [0.091, 0.081]),
     "injected": (lambda: optax.inject_hyperparams(optax.sgd)(0.05), None, [0.05, 0.05]),
     "both": (lambda: optax.inject_hyperparams(optax.sgd)(SCHEDULE), None, [0.091, 0.081]),
@@ -658,12 +658,12 @@ RATES = {  # the optimizer, where the rate is, and that of the last update of tw
 
 
 @pytest.mark.parametrize(("tx", "schedule", "rates"), RATES.values(), ids=RATES)
-def test_learning_rate(tx, schedule, rates):
+def test_learning_rate_follows_its_schedule(tx, schedule, rates):
     history = fit(a_trainer(1, tx()), 2, callbacks.LearningRate(schedule))
     np.testing.assert_allclose(history["learning_rate"], rates, rtol=1e-6)
 
 
-def test_a_learning_rate_that_is_nowhere():
+def test_learning_rate_requires_injected_hyperparameters():
     fix = ["LearningRate(schedule)", "optax.inject_hyperparams"]
     with raises(ValueError, names="learning_rate", fix=fix):
         fit(new_trainer(), 1, callbacks.LearningRate())
@@ -671,7 +671,7 @@ def test_a_learning_rate_that_is_nowhere():
 
 # Profiles
 
-PROFILES = {  # which steps, in a launch, and what ends it
+PROFILES = {  # steps to profile, steps per launch, and what ends the training
     "some": ((2, 4), 1, None),
     "all": ((0, 99), 1, None),
     "launches": ((1, 5), 3, None),
@@ -683,7 +683,7 @@ PROFILES = {  # which steps, in a launch, and what ends it
 
 
 @pytest.mark.parametrize("name", PROFILES)
-def test_profiles(tmp_path, name):
+def test_profiler_writes_the_profile_of_its_steps(tmp_path, name):
     steps, k, other = PROFILES[name]
     trainer = new_trainer(steps_per_execution=k)
     others = [] if other is None else [other(trainer._position.step + 5)]
@@ -701,6 +701,6 @@ def test_profiles(tmp_path, name):
         assert b"jit_train_step" in profile.read_bytes()
 
 
-def test_a_profile_of_steps_that_do_not_come(tmp_path):
+def test_profiler_writes_nothing_when_training_ends_early(tmp_path):
     fit(new_trainer(), 1, callbacks.Profiler(tmp_path / "at", (50, 60)))
     assert not (tmp_path / "at").exists()

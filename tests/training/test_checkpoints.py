@@ -1,4 +1,4 @@
-"""The files of checkpoints: what comes back, what survives, and what is said of the rest."""
+"""Checkpoint files: round trips, crash safety and errors."""
 
 import contextlib
 import json
@@ -32,7 +32,7 @@ LOWEST = ("loss", "min")
 
 
 def put(directory, *steps, arrays=ARRAYS, metrics=None, **options) -> CheckpointStore:
-    """A directory with checkpoints of these steps, and its store, closed."""
+    """Saves checkpoints for these steps; returns their closed store."""
     with CheckpointStore(directory, **options) as store:
         for step in steps:
             store.save(step, arrays, {"step": step}, metrics and metrics(step))
@@ -43,7 +43,7 @@ def files(directory) -> list[pathlib.Path]:
     return sorted(p for p in pathlib.Path(directory).rglob("*") if p.is_file())
 
 
-# What comes back
+# Round trips
 
 DTYPES = """
 bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 bfloat16 float32 float64 complex64
@@ -52,7 +52,7 @@ complex128 float8_e4m3fn float8_e5m2 float8_e8m0fnu float8_e4m3 int4 uint4
 SHAPES = [(), (1,), (3, 2), (0,), (2, 0, 3)]
 
 
-def test_every_dtype_and_shape_comes_back(tmp_path):
+def test_store_round_trips_every_dtype_and_shape(tmp_path):
     arrays = {
         f"{dtype}/{shape}": np.arange(math.prod(shape)).reshape(shape).astype(np.dtype(dtype))
         for dtype in DTYPES.split()
@@ -77,7 +77,7 @@ VALUES = {
 }
 
 
-def test_every_kind_of_value_comes_back(tmp_path):
+def test_store_round_trips_every_kind_of_value(tmp_path):
     values = {**VALUES, "JAX": jnp.arange(4, dtype=jnp.bfloat16)}
     put(tmp_path, 0, arrays=values)
     for name, found in load(tmp_path).arrays.items():
@@ -86,7 +86,7 @@ def test_every_kind_of_value_comes_back(tmp_path):
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
-def test_keys_come_back(tmp_path, impl):
+def test_store_round_trips_keys(tmp_path, impl):
     keys = {"one": jax.random.key(3, impl=impl)}
     keys["many"] = jax.random.split(keys["one"], (2, 3))
     keys["none"] = keys["many"][:0]
@@ -104,7 +104,7 @@ NAMES = ["model/conv/kernel", "model.layers[0]['w']", "a", "a/0", "a/.zarray", "
 NAMES += ["a/../b", " ", "ü 日本", "%2F", "?#", "\\", "'\"", "\n", "x" * 300]
 
 
-def test_every_name_comes_back(tmp_path):
+def test_store_round_trips_every_name(tmp_path):
     arrays = {name: np.full(2, place) for place, name in enumerate(NAMES)}
     put(tmp_path, 0, arrays=arrays)
     found = load(tmp_path).arrays
@@ -112,7 +112,7 @@ def test_every_name_comes_back(tmp_path):
     assert all(same(arrays[name], found[name]) for name in NAMES)
 
 
-def test_position_and_metrics_come_back(tmp_path):
+def test_store_round_trips_position_and_metrics(tmp_path):
     position = {"epoch": 2, "rng": (1, 2), "loss": math.inf, "text": "ü\n", "none": None, 7: {}}
     with CheckpointStore(tmp_path) as store:
         store.save(np.int64(4), {}, position, {"loss": np.float64(0.5), "nan": math.nan})
@@ -123,7 +123,7 @@ def test_position_and_metrics_come_back(tmp_path):
     assert (found.step, found.arrays) == (4, {})
 
 
-def test_orbax_alone_reads_the_arrays(tmp_path):
+def test_orbax_reads_the_arrays(tmp_path):
     import orbax.checkpoint as orbax
 
     put(tmp_path, 5)
@@ -137,7 +137,7 @@ def test_orbax_alone_reads_the_arrays(tmp_path):
 NOISE = np.random.default_rng(0).integers(0, 2**32, 50_000, np.uint32)
 
 
-def test_replicas_are_not_in_the_files(tmp_path):
+def test_store_does_not_record_replicas(tmp_path):
     sizes = []
     for count in (1, 2, 8):
         mesh = jax.make_mesh((count,), ("axis of mine",), devices=jax.devices("cpu")[:count])
@@ -150,14 +150,14 @@ def test_replicas_are_not_in_the_files(tmp_path):
     assert sizes[0] < 1.02 * NOISE.nbytes
 
 
-def test_a_split_array_is_saved_whole(tmp_path):
+def test_store_saves_sharded_arrays_whole(tmp_path):
     mesh = jax.make_mesh((8,), ("replica",), devices=jax.devices("cpu"))
     split = jax.device_put(NOISE, NamedSharding(mesh, PartitionSpec("replica")))
     put(tmp_path, 0, arrays={"w": split})
     assert same(load(tmp_path).arrays["w"], NOISE)
 
 
-def test_what_happens_to_the_arrays_after_save_does_not_matter(tmp_path):
+def test_save_copies_the_arrays(tmp_path):
     step = jax.jit(lambda x: x + 1, donate_argnums=0)
     on_host, on_device = np.zeros(100_000), jnp.zeros(100_000)
     with CheckpointStore(tmp_path) as store:
@@ -184,7 +184,7 @@ PATHS = {
 
 
 @pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
-def test_paths(tmp_path, monkeypatch, path):
+def test_store_accepts_path_types(tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     directory = path(tmp_path)
@@ -219,7 +219,7 @@ KEPT = {  # of the steps 0 to 9
 
 
 @pytest.mark.parametrize(("options", "kept"), KEPT.values(), ids=KEPT)
-def test_what_is_kept(tmp_path, options, kept):
+def test_store_keeps_the_last_and_the_best(tmp_path, options, kept):
     store = put(tmp_path, *range(10), metrics=loss, **options)
     assert steps_of(store) == kept
     assert store.latest() == load(tmp_path).step == 9
@@ -228,7 +228,7 @@ def test_what_is_kept(tmp_path, options, kept):
         assert store.best() == load(tmp_path, "best").step == best
 
 
-def test_the_best_is_kept_where_saves_come_without_metrics(tmp_path):
+def test_store_keeps_the_best_when_saves_have_no_metrics(tmp_path):
     with CheckpointStore(tmp_path, keep_last=1, keep_best=LOWEST) as store:
         assert store.best() is None is store.latest()
         store.save(1, ARRAYS, {}, {"loss": 1.0})
@@ -237,7 +237,7 @@ def test_the_best_is_kept_where_saves_come_without_metrics(tmp_path):
     assert steps_of(store) == (1, 4)
 
 
-def test_the_last_is_the_one_written_last(tmp_path):
+def test_last_is_the_most_recently_written(tmp_path):
     """A second training counts its steps from 0 again."""
     store = put(tmp_path, 7, 8, 9, keep_last=2)
     put(tmp_path, 3, keep_last=2)
@@ -245,7 +245,7 @@ def test_the_last_is_the_one_written_last(tmp_path):
     assert store.latest() == load(tmp_path).step == 3
 
 
-def test_a_damaged_one_does_not_stop_the_store(tmp_path):
+def test_store_continues_beside_a_damaged_checkpoint(tmp_path):
     store = put(tmp_path, 1, 2, metrics=loss, keep_last=1, keep_best=LOWEST)
     (tmp_path / "2" / "about" / "metadata").write_text("{")
     put(tmp_path, 5, metrics=loss, keep_last=1, keep_best=LOWEST)
@@ -253,7 +253,7 @@ def test_a_damaged_one_does_not_stop_the_store(tmp_path):
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_the_same_step_is_replaced(tmp_path, asynchronous):
+def test_save_replaces_the_same_step(tmp_path, asynchronous):
     with CheckpointStore(tmp_path, asynchronous=asynchronous) as store:
         for number in range(3):
             store.save(4, {"w": np.full(3, number)}, {"number": number})
@@ -263,7 +263,7 @@ def test_the_same_step_is_replaced(tmp_path, asynchronous):
     assert steps_of(store) == (4,)
 
 
-def test_the_same_arrays_keep_their_metrics(tmp_path):
+def test_saving_the_same_arrays_keeps_their_metrics(tmp_path):
     put(tmp_path, 1, 2, metrics=loss, keep_best=LOWEST)
     put(tmp_path, 2)  # as trainer.save does
     assert load(tmp_path, "best").metrics == loss(2)
@@ -272,9 +272,9 @@ def test_the_same_arrays_keep_their_metrics(tmp_path):
     assert load(tmp_path, "best").step == 1
 
 
-# A kill between two renames, by hand: what was on the disk then
+# A kill between two renames: the state of the disk
 
-LEFT = {  # what is there beside step 1, and what step 2 is then
+LEFT = {  # what exists beside step 1, and the resulting step 2
     "unfinished": (["2.orbax-checkpoint-tmp"], None),
     "half removed": (["2.removed"], None),
     "before the swap": (["2", "2.new"], "2.new"),
@@ -284,7 +284,7 @@ LEFT = {  # what is there beside step 1, and what step 2 is then
 
 
 @pytest.mark.parametrize(("names", "wins"), LEFT.values(), ids=LEFT)
-def test_an_interrupted_directory(tmp_path, names, wins):
+def test_store_repairs_interrupted_directories(tmp_path, names, wins):
     put(tmp_path / "made", 1)
     (tmp_path / "runs").mkdir()
     shutil.move(tmp_path / "made" / "1", tmp_path / "runs" / "1")
@@ -293,7 +293,7 @@ def test_an_interrupted_directory(tmp_path, names, wins):
         shutil.move(tmp_path / "made" / "2", tmp_path / "runs" / name)
     (tmp_path / "runs" / "notes.txt").write_text("mine")
     steps = (1, 2) if wins else (1,)
-    for _ in range(2):  # before and after it is put in order
+    for _ in range(2):  # before and after the repair
         found = load(tmp_path / "runs")
         assert found.step == steps[-1]
         assert wins is None or (found.arrays["w"] == names.index(wins)).all()
@@ -303,25 +303,27 @@ def test_an_interrupted_directory(tmp_path, names, wins):
     assert left == {"notes.txt", *map(str, steps)}
 
 
-# What is said of the rest
+# Errors
 
-BAD_OPTIONS = {  # option, value, what the message shows, and what would be right
-    "keep_last": ("keep_last", 0, "0 (int)", ["1", "None"]),
-    "keep_last text": ("keep_last", "3", "'3' (str)", ["1", "None"]),
-    "keep_best": ("keep_best", "loss", "'loss'", '("loss", "min")'),
-    "mode": ("keep_best", ("loss", "low"), "('loss', 'low')", '("loss", "min")'),
+BAD_OPTIONS = {  # option, value; error, what its message shows, and its fix
+    "keep_last": ("keep_last", 0, ValueError, "0", "None"),
+    "keep_last text": ("keep_last", "3", TypeError, "'3' (str)", "None"),
+    "keep_best": ("keep_best", "loss", ValueError, "'loss'", '("loss", "min")'),
+    "mode": ("keep_best", ("loss", "low"), ValueError, "('loss', 'low')", '("loss", "min")'),
 }
 
 
-@pytest.mark.parametrize(("option", "value", "shown", "fix"), BAD_OPTIONS.values(), ids=BAD_OPTIONS)
-def test_bad_options(tmp_path, option, value, shown, fix):
-    with raises(ValueError, names=option, values=shown, fix=fix):
+@pytest.mark.parametrize(
+    ("option", "value", "error", "shown", "fix"), BAD_OPTIONS.values(), ids=BAD_OPTIONS
+)
+def test_store_rejects_bad_options(tmp_path, option, value, error, shown, fix):
+    with raises(error, names=option, values=shown, fix=fix):
         CheckpointStore(tmp_path / "runs", **{option: value})
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("directory", ["gs://bucket/runs", "", b"/tmp/runs"])
-def test_no_local_directory(directory):
+def test_store_requires_a_local_directory(directory):
     with raises(ValueError, names="directory", values=repr(directory)):
         CheckpointStore(directory)
     with raises(ValueError, names="directory", values=repr(directory)):
@@ -329,14 +331,14 @@ def test_no_local_directory(directory):
 
 
 @pytest.mark.parametrize("name", ["a\\b", "runs[1]"])
-def test_paths_that_orbax_would_lose(tmp_path, name):
+def test_store_rejects_paths_that_orbax_would_lose(tmp_path, name):
     place = repr(str(tmp_path / name))
     with raises(ValueError, names="directory", values=[place, "'['", r"'\'"]):
         CheckpointStore(tmp_path / name)
 
 
-BAD_SAVES = {  # step, arrays, position, metrics; error; names and values in its message
-    "below 0": ((-1, {}, {}), ValueError, "step", ["-1", "0"]),
+BAD_SAVES = {  # step, arrays, position, metrics; error; names and values of its message
+    "below 0": ((-1, {}, {}), ValueError, "step", "-1"),
     "real": ((1.0, {}, {}), TypeError, "step", "1.0 (float)"),
     "truth": ((True, {}, {}), TypeError, "step", "True (bool)"),
     "text": ((1, {"model/name": "cnn"}, {}), TypeError, "model/name", "'cnn' (str)"),
@@ -352,7 +354,7 @@ BAD_SAVES = {  # step, arrays, position, metrics; error; names and values in its
 
 
 @pytest.mark.parametrize(("call", "error", "name", "values"), BAD_SAVES.values(), ids=BAD_SAVES)
-def test_bad_saves(tmp_path, call, error, name, values):
+def test_save_rejects_bad_values(tmp_path, call, error, name, values):
     with CheckpointStore(tmp_path, keep_best=LOWEST) as store:
         with raises(error, names=name, values=values):
             store.save(*call)
@@ -360,7 +362,7 @@ def test_bad_saves(tmp_path, call, error, name, values):
     assert steps_of(store) == (2,)
 
 
-def test_a_closed_store(tmp_path):
+def test_closed_store_rejects_saves(tmp_path):
     store = put(tmp_path, 1)
     with raises(RuntimeError, fix=["save(2)", "close()", "CheckpointStore"]):
         store.save(2, ARRAYS, {})
@@ -383,7 +385,7 @@ def inside(top):
     (top / "7").rename(top / "runs")
 
 
-BAD_PLACES = {  # what makes it, the error, and what the message says beside the path
+BAD_PLACES = {  # constructor, error, and what the message contains beside the path
     "nothing": (lambda top: None, FileNotFoundError, []),
     "file": (lambda top: (top / "runs").touch(), NotADirectoryError, []),
     "empty": (empty, FileNotFoundError, []),
@@ -394,7 +396,7 @@ BAD_PLACES = {  # what makes it, the error, and what the message says beside the
 
 
 @pytest.mark.parametrize(("make", "error", "values"), BAD_PLACES.values(), ids=BAD_PLACES)
-def test_bad_places_to_load_from(tmp_path, make, error, values):
+def test_load_rejects_bad_directories(tmp_path, make, error, values):
     make(tmp_path)
     with raises(error, values=[tmp_path / "runs", *values]):
         load(tmp_path / "runs")
@@ -405,24 +407,24 @@ BAD_STEPS = {
     "absent": (3, FileNotFoundError, {"values": [3, "1, 2"]}),
     "word": ("latest", TypeError, {"values": "'latest' (str)", **LAST_OR_BEST}),
     "truth": (True, TypeError, {"values": "True (bool)", **LAST_OR_BEST}),
-    "best": ("best", ValueError, {"values": "1, 2", "fix": "keep_best"}),
+    "best": ("best", ValueError, {"values": "1, 2", "fix": "Checkpoint(monitor=...)"}),
 }
 
 
 @pytest.mark.parametrize(("step", "error", "wanted"), BAD_STEPS.values(), ids=BAD_STEPS)
-def test_bad_steps_to_load(tmp_path, step, error, wanted):
+def test_load_rejects_unknown_steps(tmp_path, step, error, wanted):
     put(tmp_path, 1, 2)
     with raises(error, **wanted):
         load(tmp_path, step)
 
 
-def test_no_checkpoint_has_the_metric(tmp_path):
+def test_load_rejects_unknown_metrics(tmp_path):
     put(tmp_path, 1, keep_best=LOWEST)
     with raises(ValueError, names="'loss'", values=[tmp_path, 1]):
         load(tmp_path, "best")
 
 
-def test_many_steps_are_not_all_listed(tmp_path):
+def test_load_error_lists_some_of_many_steps(tmp_path):
     put(tmp_path, 0)
     for step in range(1, 20):
         shutil.copytree(tmp_path / "0", tmp_path / str(step))
@@ -434,7 +436,7 @@ def test_many_steps_are_not_all_listed(tmp_path):
     assert "7" not in (before + after).replace(str(tmp_path), "")
 
 
-def test_what_is_not_of_mirror_is_not_overwritten(tmp_path):
+def test_store_does_not_overwrite_other_files(tmp_path):
     foreign(tmp_path)
     with CheckpointStore(tmp_path / "runs") as store:
         with raises(FileExistsError, values=tmp_path / "runs" / "10"):
@@ -444,7 +446,7 @@ def test_what_is_not_of_mirror_is_not_overwritten(tmp_path):
     assert (tmp_path / "runs" / "10" / "default").is_dir()
 
 
-def test_another_format(tmp_path, monkeypatch):
+def test_load_rejects_other_formats(tmp_path, monkeypatch):
     monkeypatch.setattr(layout, "FORMAT", 2)
     put(tmp_path, 1)
     monkeypatch.undo()
@@ -466,7 +468,7 @@ def whole(tmp_path_factory):
 
 
 def is_noticed(directory, whole) -> bool:
-    """Whether a damage is an error; where it is not, what is loaded is right."""
+    """Returns whether damage is an error; if not, checks the loaded arrays."""
     with contextlib.suppress(FileNotFoundError):  # without its `about` it is not a checkpoint
         try:
             found = load(directory, 2)
@@ -495,7 +497,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_is_noticed_or_harmless(whole, tmp_path, damage):
+def test_load_detects_harmful_damage(whole, tmp_path, damage):
     draw, noticed = random.Random(damage), set()
     directory = tmp_path / "runs"
     shutil.copytree(whole, directory)
@@ -510,7 +512,7 @@ def test_damage_is_noticed_or_harmless(whole, tmp_path, damage):
     assert load(directory).step == 2
 
 
-def test_a_lost_file(whole, tmp_path):
+def test_load_detects_lost_files(whole, tmp_path):
     for path in files(whole / "2" / "arrays"):
         directory = tmp_path / "runs"
         shutil.copytree(whole, directory)
@@ -519,14 +521,14 @@ def test_a_lost_file(whole, tmp_path):
         shutil.rmtree(directory)
 
 
-def test_the_best_is_not_guessed(whole, tmp_path):
+def test_load_does_not_guess_the_best(whole, tmp_path):
     shutil.copytree(whole, tmp_path / "runs")
     (tmp_path / "runs" / "1" / "about" / "metadata").write_text("{}")
     with raises(ValueError, values=[tmp_path / "runs", 1, "'checksum'", 2]):
         load(tmp_path / "runs", "best")
 
 
-def test_checkpoints_are_not_mixed(whole, tmp_path):
+def test_load_does_not_mix_checkpoints(whole, tmp_path):
     shutil.copytree(whole, tmp_path / "runs")
     arrays = {"noise": NOISE[200:400], "zeros": np.zeros(50), "key": jax.random.key(0)}
     put(tmp_path / "other", 2, arrays=arrays)
@@ -555,7 +557,7 @@ LATER = {
 
 
 @pytest.mark.parametrize("later", LATER.values(), ids=LATER)
-def test_an_error_comes_later_and_once(tmp_path, monkeypatch, later):
+def test_asynchronous_error_is_raised_once_later(tmp_path, monkeypatch, later):
     store = CheckpointStore(tmp_path)
     store.save(1, ARRAYS, {})
     store.wait()
@@ -573,7 +575,7 @@ def test_an_error_comes_later_and_once(tmp_path, monkeypatch, later):
         assert store.steps() == (1, 3)
 
 
-def test_an_error_comes_at_once_where_nothing_is_asynchronous(tmp_path, monkeypatch):
+def test_synchronous_error_is_raised_immediately(tmp_path, monkeypatch):
     break_orbax(monkeypatch)
     with (
         CheckpointStore(tmp_path, asynchronous=False) as store,
@@ -582,7 +584,7 @@ def test_an_error_comes_at_once_where_nothing_is_asynchronous(tmp_path, monkeypa
         store.save(2, ARRAYS, {})
 
 
-def test_the_first_error_is_the_one_to_see(tmp_path, monkeypatch):
+def test_first_error_is_raised(tmp_path, monkeypatch):
     break_orbax(monkeypatch)
     store = CheckpointStore(tmp_path)
     store.save(2, ARRAYS, {})
@@ -591,7 +593,7 @@ def test_the_first_error_is_the_one_to_see(tmp_path, monkeypatch):
     assert_message(caught.value.__notes__[0], values=[2, tmp_path, "no room"])
 
 
-def test_what_fails_prints_nothing(tmp_path, monkeypatch, capfd):
+def test_failed_save_prints_nothing(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(checkpoint_files, "_stored", lambda data: data)
     arrays = {f"w/{number}": NOISE for number in range(20)}
     store = CheckpointStore(tmp_path)
@@ -602,7 +604,7 @@ def test_what_fails_prints_nothing(tmp_path, monkeypatch, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_an_interrupted_removal(tmp_path, monkeypatch):
+def test_store_finishes_an_interrupted_removal(tmp_path, monkeypatch):
     store = put(tmp_path, 1, 2)
 
     def interrupted(path, **_):
@@ -633,7 +635,7 @@ def test_save_does_not_wait_for_the_files(tmp_path, monkeypatch):
     assert store.steps() == (1,)
 
 
-def test_the_log_of_orbax_is_not_the_users(tmp_path, caplog, capfd):
+def test_orbax_log_lines_are_hidden(tmp_path, caplog, capfd):
     caplog.set_level(logging.DEBUG)
     put(tmp_path, 1, 2, 2, keep_last=1)
     load(tmp_path)
@@ -642,7 +644,7 @@ def test_the_log_of_orbax_is_not_the_users(tmp_path, caplog, capfd):
     assert logging.getLogger("absl").filters == []
 
 
-# Processes of their own: they start at once, as nothing here starts JAX when it is imported
+# Child processes: they start quickly, because importing this module does not start JAX
 
 
 def load_without_devices(directory) -> None:
@@ -653,7 +655,7 @@ def load_without_devices(directory) -> None:
     jax.config.update("jax_num_cpu_devices", 5)  # raises once a backend has started
 
 
-def test_load_starts_nothing(whole):
+def test_load_does_not_start_the_backend(whole):
     in_a_process(load_without_devices, whole)
 
 
@@ -676,19 +678,19 @@ def fill_the_disk(directory) -> None:
     assert same(load(directory, 2).arrays["w/7"], big["w/7"])
 
 
-def test_a_full_disk(tmp_path):
+def test_save_reports_a_full_disk(tmp_path):
     in_a_process(fill_the_disk, tmp_path)
 
 
 def write_where_it_is_forbidden(directory) -> None:
     if os.geteuid() == 0:
-        os.seteuid(65534)  # root may write everywhere
+        os.seteuid(65534)  # root can write anywhere
     for place in (directory, directory / "runs", directory / "file", directory / "file" / "runs"):
         with raises(OSError, values=place):
             CheckpointStore(place)
 
 
-def test_a_directory_that_cannot_be_written_to():
+def test_save_reports_an_unwritable_directory():
     with tempfile.TemporaryDirectory() as name:
         directory = pathlib.Path(name)
         (directory / "file").touch()
@@ -700,7 +702,7 @@ def test_a_directory_that_cannot_be_written_to():
 
 
 def of_step(step: int) -> dict:
-    """Arrays that tell their step."""
+    """Returns arrays that encode their step."""
     arrays = {f"w/{number}": np.full((20, number + 1), step) for number in range(8)}
     return {**arrays, "none": np.zeros((0, 3)), "key": KeyData("rbg", np.full(4, step, np.uint32))}
 
@@ -724,7 +726,7 @@ def all_of_one_step(found) -> bool:
     )
 
 
-def test_kill(tmp_path):
+def test_killed_process_leaves_complete_checkpoints(tmp_path):
     draw, interrupted = random.Random(0), 0
     for _ in range(20):
         told = killed(save_for_ever, (tmp_path,), draw.uniform(0, 0.08))
@@ -736,5 +738,5 @@ def test_kill(tmp_path):
         assert store.best() == load(tmp_path, "best").step
         assert all(all_of_one_step(load(tmp_path, step)) for step in steps_of(store))
         assert len(store.steps()) <= 4
-    assert interrupted >= 5  # or the test kills where nothing happens
+    assert interrupted >= 5  # otherwise the kill comes when nothing happens
     assert found.step >= 19

@@ -1,4 +1,4 @@
-"""`mirror.History`: the metrics of each epoch, as a dict, a table and a picture."""
+"""`mirror.History`: per-epoch metrics as a dict, a table and a plot."""
 
 import json
 import sys
@@ -11,7 +11,7 @@ from tests.support.messages import raises
 
 
 def history(*epochs):
-    """Of epochs that measured these."""
+    """Returns a history of epochs with these metrics."""
     found = mirror.History()
     for epoch, logs in enumerate(epochs):
         found.add(epoch, logs, 0.25)
@@ -20,7 +20,7 @@ def history(*epochs):
 
 @pytest.fixture
 def three():
-    """Three epochs, one of which measured more, and one less."""
+    """Three epochs, one with more and one with fewer metrics."""
     found = history({"loss": 2.0}, {"loss": 1.0, "val_loss": 1.5, "accuracy": 0.75})
     found.add(2, {"accuracy": 1.0}, 12.0)
     return found
@@ -32,7 +32,7 @@ def assert_same(got, wanted):
         np.testing.assert_array_equal(got[name], wanted[name])
 
 
-def test_it_is_a_dict_of_a_number_for_each_epoch(three):
+def test_history_is_a_dict_of_one_number_per_epoch(three):
     nan = np.nan
     wanted = {"loss": [2, 1, nan], "val_loss": [nan, 1.5, nan], "accuracy": [nan, 0.75, 1]}
     assert_same(three, wanted)
@@ -48,14 +48,14 @@ def test_it_is_a_dict_of_a_number_for_each_epoch(three):
     np.testing.assert_array_equal(three["learning_rate"], [nan, nan, 0.5])
 
 
-def test_it_says_which_metrics_there_are(three):
+def test_history_names_its_metrics_in_errors(three):
     with raises(KeyError, names=["'recall'", "loss", "val_loss", "accuracy"]):
         three["recall"]
     with raises(KeyError, names="'loss'"):
         mirror.History()["loss"]
 
 
-def test_it_is_a_table_with_a_row_for_each_epoch(three):
+def test_history_prints_one_row_per_epoch(three):
     assert three.table.headings == ("epoch", "loss", "val_loss", "accuracy", "seconds")
     assert three.table.rows[1] == ("2", "1", "1.5", "0.75", "0.2")
     assert repr(three) == repr(three.table)
@@ -63,7 +63,7 @@ def test_it_is_a_table_with_a_row_for_each_epoch(three):
     assert repr(mirror.History()) == "History of no epochs"
 
 
-def test_a_notebook_shows_the_table_and_the_curves(three, monkeypatch):
+def test_history_shows_table_and_curves_in_a_notebook(three, monkeypatch):
     shown = three._repr_html_()
     assert shown.startswith("<table>")
     assert shown.count("<svg") == 1
@@ -74,12 +74,12 @@ def test_a_notebook_shows_the_table_and_the_curves(three, monkeypatch):
     assert three._repr_html_() == three.table._repr_html_()
 
 
-def test_names_are_no_html():
+def test_history_escapes_names_in_html():
     assert "<b>" not in history({"<b>": 1.0})._repr_html_()
 
 
 @pytest.mark.parametrize("ending", ["png", "svg"])
-def test_it_plots_each_metric_with_its_validation(three, tmp_path, ending):
+def test_plot_draws_each_metric_with_its_validation(three, tmp_path, ending):
     file = tmp_path / f"curves.{ending}"
     figure = three.plot(file)
     assert file.read_bytes()[:5] in (b"\x89PNG\r", b"<?xml")
@@ -91,19 +91,19 @@ def test_it_plots_each_metric_with_its_validation(three, tmp_path, ending):
     np.testing.assert_array_equal(loss.lines[0].get_ydata(), [2, 1, np.nan])
 
 
-def test_a_validation_without_its_training_is_plotted_too():
+def test_plot_draws_validation_without_training():
     figure = history({"loss": 1.0, "val_recall": 0.5}).plot()
     assert figure._repr_png_().startswith(b"\x89PNG")  # as a notebook shows it
     assert [axes.get_title() for axes in figure.axes] == ["loss", "val_recall"]
     assert [len(axes.lines) for axes in figure.axes] == [1, 1]
 
 
-def test_no_epochs_cannot_be_plotted():
+def test_plot_rejects_an_empty_history():
     with raises(ValueError, names="History", fix="trainer.fit"):
         mirror.History().plot()
 
 
-def test_a_picture_needs_matplotlib(three, monkeypatch):
+def test_plot_requires_matplotlib(three, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     install = 'pip install "mirror-jax[train]"'
@@ -111,7 +111,7 @@ def test_a_picture_needs_matplotlib(three, monkeypatch):
         three.plot()
 
 
-def test_it_comes_back_from_json(three):
+def test_history_round_trips_through_json(three):
     text = json.dumps(three.to_dict())
     again = mirror.History.from_dict(json.loads(text))
     assert_same(again, three)

@@ -1,4 +1,4 @@
-"""Losses of examples: weighted, regularised, checked; divided by mirror alone."""
+"""Per-example losses: weights, penalties, checks, and their mean."""
 # ruff: noqa: E501 (arguments and their message are one row)
 
 from typing import Any
@@ -13,9 +13,9 @@ from flax import nnx
 import mirror
 from mirror._src.training.meter import Meter
 from mirror._src.training.objective import Objective, Sums
-from tests.conftest import cpu_strategy
 from tests.support.messages import raises
-from tests.training.test_trainer import fit
+from tests.support.strategies import cpu_strategy
+from tests.support.training import batches_of, fit
 
 B, N, CLASSES = 4, 10, 3
 RNG = np.random.RandomState(0)
@@ -46,7 +46,7 @@ def penalty_of(model):
 
 
 def batches(size=B):
-    return [{name: value[i : i + size] for name, value in DATA.items()} for i in range(0, N, size)]
+    return batches_of(DATA, size)
 
 
 def by_hand(data, weights_of, penalty=0.0):
@@ -80,7 +80,7 @@ def by_class(batch):
 
 
 OBJECTIVES: dict[str, tuple[Any, ...]] = {  # arguments, the weights by hand, the penalty
-    "regularised": ({"penalty": penalty_of}, ones, 0.25),
+    "regularized": ({"penalty": penalty_of}, ones, 0.25),
     "a function": (
         {"sample_weight": lambda batch: batch["weight"] * 2},
         lambda batch: batch["weight"] * 2,
@@ -106,9 +106,9 @@ OBJECTIVES: dict[str, tuple[Any, ...]] = {  # arguments, the weights by hand, th
 
 
 @pytest.mark.parametrize(
-    ("name", "num_replicas"), [*((name, 8) for name in OBJECTIVES), ("regularised", 1)]
+    ("name", "num_replicas"), [*((name, 8) for name in OBJECTIVES), ("regularized", 1)]
 )
-def test_the_loss_and_its_gradient_are_one_devices(num_replicas, name):
+def test_loss_and_gradient_equal_those_of_one_device(num_replicas, name):
     kwargs, weights_of, penalty = OBJECTIVES[name]
     trainer = classify(cpu_strategy(num_replicas), **kwargs)
     history = fit(trainer, batches())
@@ -117,7 +117,7 @@ def test_the_loss_and_its_gradient_are_one_devices(num_replicas, name):
     np.testing.assert_allclose(history["loss"], [loss], rtol=1e-5)
 
 
-def test_evaluation_is_weighted_as_training_is_and_metrics_are_not(two):
+def test_evaluation_weights_the_loss_but_not_the_metrics(two):
     trainer = classify(two, sample_weight="weight")
     found, trained = trainer.evaluate(batches()), fit(trainer, batches(N))
     np.testing.assert_allclose([found["loss"]], trained["loss"], rtol=1e-6)
@@ -125,11 +125,11 @@ def test_evaluation_is_weighted_as_training_is_and_metrics_are_not(two):
     assert [found["correct"]] == trained["correct"] == [correct.mean()]
 
 
-# What a loss function returns
+# Results of a loss function
 
 
 def returns(make):
-    """A loss function that returns what is made of the right losses."""
+    """Returns a loss function that modifies the correct losses."""
 
     def loss_fn(model, batch):
         return make(cross_entropy(model, batch)[0])
@@ -150,7 +150,7 @@ LOSSES: dict[str, tuple[Any, ...]] = {
     "three": (lambda x: (x, {}, x), ValueError, {"names": ["loss", "loss_fn"], "values": ["tuple", 2, (2,)]}),
     "integers": (lambda x: x.astype(int), TypeError, {"names": "loss_fn", "values": "int32"}),
     "booleans": (lambda x: x > 0, TypeError, {"names": "loss_fn", "values": "bool"}),
-    "no dict": (lambda x: (x, x), TypeError, {"names": "loss_fn", "values": "float32[2]", "fix": "dict"}),
+    "not a dict": (lambda x: (x, x), TypeError, {"names": "loss_fn", "values": "float32[2]", "fix": "dict"}),
     "named loss": (lambda x: (x, {"loss": x}), TypeError, {"names": ["loss_fn", "'loss'"], "fix": "losses, {'accuracy': correct}"}),
     "a mean metric": (lambda x: (x, {"mean": x.mean()}), ValueError, {"names": ["'mean'", "loss_fn"], "values": [(), 2, (2,)], "fix": PER_EXAMPLE}),
     "a metric of rows": (lambda x: (x, {"rows": x[:, None]}), ValueError, {"names": ["'rows'", "loss_fn"], "values": [(2, 1), 2, (2,)], "fix": OTHER_AXES}),
@@ -165,37 +165,37 @@ def on_two():
 
 @pytest.mark.parametrize("use", [fit, mirror.Trainer.evaluate])
 @pytest.mark.parametrize("name", LOSSES)
-def test_what_is_no_loss_of_each_example_is_refused(on_two, name, use):
+def test_objective_rejects_losses_that_are_not_per_example(on_two, name, use):
     make, error, wanted = LOSSES[name]
     with raises(error, **wanted):
         use(classify(on_two, returns(make)), batches())
 
 
-def labelled(labels, **kwargs):
+def labeled(labels, **kwargs):
     data = [{**batch, "label": labels(batch["label"])} for batch in batches()]
     return {"labels": "label", "num_classes": CLASSES, "data": data, **kwargs}
 
 
 KEYS = "['label', 'weight', 'x']"
 PARTS: dict[str, tuple[Any, ...]] = {
-    "no weight of this name": ({"sample_weight": "w"}, {"names": "sample_weight", "values": ["'w'", KEYS]}),
-    "no label of this name": ({"labels": "y", "num_classes": 3}, {"names": "labels", "values": ["'y'", KEYS]}),
-    "no place in a tuple": ({"sample_weight": 2, "data": [(DATA["x"], DATA["label"])]}, {"names": "sample_weight", "values": [2, "tuple"]}),
-    "no place in an array": ({"labels": "y", "num_classes": 3, "data": [DATA["x"]]}, {"names": "labels", "values": ["'y'", "ndarray"]}),
+    "unknown weight": ({"sample_weight": "w"}, {"names": "sample_weight", "values": ["'w'", KEYS]}),
+    "unknown label": ({"labels": "y", "num_classes": 3}, {"names": "labels", "values": ["'y'", KEYS]}),
+    "no such index in a tuple": ({"sample_weight": 2, "data": [(DATA["x"], DATA["label"])]}, {"names": "sample_weight", "values": [2, "tuple"]}),
+    "no such index in an array": ({"labels": "y", "num_classes": 3, "data": [DATA["x"]]}, {"names": "labels", "values": ["'y'", "ndarray"]}),
     "weights of columns": ({"sample_weight": "x"}, {"names": "sample_weight", "values": ["'x'", (2, 2), 2, (2,)], "fix": OTHER_AXES}),
     "one weight": ({"sample_weight": lambda batch: 2.0}, {"names": ["sample_weight", "<lambda>"], "values": [(), 2, (2,)]}),
-    "one too much": (labelled(lambda label: label + 1), {"names": "labels", "values": [3, 0, 2], "fix": "num_classes=3"}),
-    "negative": (labelled(lambda label: label - 1), {"names": "labels", "values": [-1, 0, 2], "fix": "num_classes=3"}),
-    "floats": (labelled(lambda label: label * 0.5), {"names": "labels", "values": [0, "float64[4]"]}),
-    "booleans": (labelled(lambda label: label > 0), {"names": "labels", "values": [0, "bool[4]"]}),
-    "one-hot": (labelled(lambda label: np.eye(CLASSES, dtype=int)[label]), {"names": "labels", "values": [0, "int64[4,3]"], "fix": "x.argmax(-1)"}),
-    "a column": (labelled(lambda label: label[:, None]), {"names": "labels", "values": [0, "int64[4,1]"], "fix": "x[:, 0]"}),
+    "one too much": (labeled(lambda label: label + 1), {"names": "labels", "values": [3, 0, 2], "fix": "num_classes=3"}),
+    "negative": (labeled(lambda label: label - 1), {"names": "labels", "values": [-1, 0, 2], "fix": "num_classes=3"}),
+    "floats": (labeled(lambda label: label * 0.5), {"names": "labels", "values": [0, "float64[4]"]}),
+    "booleans": (labeled(lambda label: label > 0), {"names": "labels", "values": [0, "bool[4]"]}),
+    "one-hot": (labeled(lambda label: np.eye(CLASSES, dtype=int)[label]), {"names": "labels", "values": [0, "int64[4,3]"], "fix": "x.argmax(-1)"}),
+    "a column": (labeled(lambda label: label[:, None]), {"names": "labels", "values": [0, "int64[4,1]"], "fix": "x[:, 0]"}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("use", [fit, mirror.Trainer.evaluate])
 @pytest.mark.parametrize("name", PARTS)
-def test_what_is_no_weight_or_no_class_is_refused(on_two, name, use):
+def test_objective_rejects_invalid_weights_and_classes(on_two, name, use):
     kwargs, wanted = PARTS[name]
     arguments = {"data": batches(), **kwargs}
     data = arguments.pop("data")
@@ -206,8 +206,8 @@ def test_what_is_no_weight_or_no_class_is_refused(on_two, name, use):
         use(classify(on_two, loss_fn, **arguments), data)
 
 
-def test_a_wrong_class_is_found_where_it_comes_up(on_two):
-    """After the batches before it, by its number."""
+def test_objective_reports_an_invalid_class_in_its_batch(on_two):
+    """After the previous batches, with the number of its batch."""
     data = batches()
     data[2]["label"] = np.asarray([1, 7])
     trainer, steps = classify(on_two, labels="label", num_classes=CLASSES), []
@@ -223,9 +223,9 @@ def test_a_wrong_class_is_found_where_it_comes_up(on_two):
 
 BOTH = "labels='label', num_classes=10"
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
-    "no penalty": ({"penalty": 0.1}, TypeError, {"names": "penalty", "values": [0.1, "float"]}),
-    "no class": ({"labels": "label", "num_classes": 0}, ValueError, {"names": "num_classes", "values": [0, 1]}),
-    "no function": ({"loss_fn": "mse"}, TypeError, {"names": "loss_fn", "values": ["'mse'", "str"], "fix": "(model, batch)"}),
+    "penalty not callable": ({"penalty": 0.1}, TypeError, {"names": "penalty", "values": [0.1, "float"]}),
+    "not a class": ({"labels": "label", "num_classes": 0}, ValueError, {"names": "num_classes", "values": 0}),
+    "loss_fn not callable": ({"loss_fn": "mse"}, TypeError, {"names": "loss_fn", "values": ["'mse'", "str"], "fix": "(model, batch)"}),
     "labels alone": ({"labels": "y"}, ValueError, {"names": ["labels", "num_classes"], "values": ["'y'", None], "fix": BOTH}),
     "a number alone": ({"num_classes": 3}, ValueError, {"names": ["labels", "num_classes"], "values": [None, 3], "fix": BOTH}),
     "weights alone": ({"class_weight": {0: 2.0}}, ValueError, {"names": ["labels", "num_classes", "class_weight"], "values": "{0: 2.0}", "fix": BOTH}),
@@ -238,13 +238,13 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_arguments_of_an_objective_are_refused(name):
+def test_objective_rejects_bad_arguments(name):
     kwargs, error, wanted = ARGUMENTS[name]
     with raises(error, **wanted):
         Objective(**{"loss_fn": cross_entropy, **kwargs})
 
 
-def test_a_penalty_is_a_scalar(on_two):
+def test_penalty_must_be_a_scalar(on_two):
     trainer = classify(on_two, penalty=lambda model: model.w[...] ** 2)
     with raises(ValueError, names=["<lambda>", "penalty"], values="float32[2,3]"):
         fit(trainer, batches())
@@ -253,8 +253,8 @@ def test_a_penalty_is_a_scalar(on_two):
 # Sums and their means
 
 
-def test_what_pads_counts_for_nothing():
-    """Not its loss, not its metrics, not its gradient: whatever stands there."""
+def test_padding_does_not_count():
+    """Whatever its values: not in the loss, the metrics or the gradient."""
 
     def loss_fn(w, batch):
         return w * batch, {"batch": batch, "positive": batch > 0}
@@ -278,7 +278,7 @@ def sums_of(loss, count=2, **metrics):
     return Sums({**metrics, "loss": loss}, count)
 
 
-def test_a_meter_leaves_what_is_running_and_adds_up_in_order():
+def test_meter_reads_only_finished_steps_and_adds_in_order():
     meter = Meter()
     for step in range(1, 5):
         meter.add(step, sums_of(np.float32(step), seen=step))
@@ -294,8 +294,8 @@ def test_a_meter_leaves_what_is_running_and_adds_up_in_order():
     assert meter.count == 8
 
 
-def test_a_meter_adds_whole_numbers_exactly():
-    """2**31 - 1 in each launch: more than int32, and than float64 adds up, has room for."""
+def test_meter_adds_integers_exactly():
+    """2**31 - 1 in each launch: the sum exceeds int32 and the exact integers of float64."""
     meter, most = Meter(), 2**31 - 1
     for step in range(5):
         meter.add(step, sums_of(0.0, 1, seen=np.int32(most)))

@@ -1,4 +1,4 @@
-"""Training as people write it: normalisation, dropout, optimizers of optax, bad steps named."""
+"""Common training techniques: normalization, dropout, optax optimizers, bad steps."""
 
 import functools
 
@@ -10,20 +10,10 @@ import pytest
 from flax import linen, nnx
 
 import mirror
-from tests.conftest import cpu_strategy
 from tests.support.messages import assert_message, raises
-from tests.variables.test_variables import EXECUTORS, nothing, number, on_read, replica_id, variable
-
-
-@pytest.fixture(params=EXECUTORS.values(), ids=EXECUTORS)
-def each(request) -> mirror.MirroredStrategy:
-    """Two replicas, by each executor."""
-    return request.param()
-
-
-def context():
-    return mirror.get_replica_context()
-
+from tests.support.steps import context, nothing, number, replica_id
+from tests.support.strategies import EXECUTORS, cpu_strategy
+from tests.support.variables import on_read, variable
 
 X = np.random.RandomState(0).randn(8, 3).astype(np.float32) + 0.5
 Y = X @ np.asarray([1.0, -2.0, 3.0], np.float32)
@@ -35,10 +25,10 @@ def rows_of(strategy, batch, **kwargs):
     return rows
 
 
-# Batch normalisation
+# Batch normalization
 
 
-def normalised(norm, x):
+def normalized(norm, x):
     return norm(x)
 
 
@@ -46,12 +36,12 @@ def masked(norm, x, mask):
     return norm(x, mask=mask[:, None])
 
 
-def test_batch_statistics_over_all_replicas_are_those_of_the_whole_batch(each):
+def test_batch_statistics_over_all_replicas_equal_those_of_the_whole_batch(pair):
     norms = []
-    for strategy in (each, cpu_strategy(1)):
+    for strategy in (pair, cpu_strategy(1)):
         with strategy.scope():
             norm = nnx.BatchNorm(3, axis_name=mirror.REPLICA_AXIS, rngs=nnx.Rngs(0))
-        out = strategy.run(normalised, (norm, rows_of(strategy, X)))
+        out = strategy.run(normalized, (norm, rows_of(strategy, X)))
         norms.append((norm, np.concatenate(out.values)))
         strategy.check_mirrored(norm)
     (many, got), (one, wanted) = norms
@@ -61,35 +51,35 @@ def test_batch_statistics_over_all_replicas_are_those_of_the_whole_batch(each):
     np.testing.assert_allclose(got.mean(0), 0, atol=1e-5)
 
 
-def test_batch_statistics_are_each_replicas_own_by_default_and_running_ones_averaged(each):
-    """TensorFlow lets the running ones diverge and reads those of replica 0."""
-    with each.scope():
+def test_batch_statistics_are_per_replica_by_default_and_running_ones_averaged(pair):
+    """TensorFlow lets the running statistics diverge and reads replica 0."""
+    with pair.scope():
         norm = nnx.BatchNorm(3, momentum=0.0, rngs=nnx.Rngs(0))
-    out = each.run(normalised, (norm, rows_of(each, X)))
+    out = pair.run(normalized, (norm, rows_of(pair, X)))
     for own in out.values:
         np.testing.assert_allclose(np.asarray(own).mean(0), 0, atol=1e-5)
     np.testing.assert_allclose(norm.mean, X.reshape(2, 4, 3).mean(1).mean(0), rtol=1e-5)
     np.testing.assert_allclose(norm.var, X.reshape(2, 4, 3).var(1).mean(0), rtol=1e-4)
-    each.check_mirrored(norm)
+    pair.check_mirrored(norm)
 
 
-def test_batch_statistics_of_a_padded_batch(each):
-    """Exact where the replicas have equally many examples: Flax averages the replicas' means."""
+def test_batch_statistics_ignore_padding(pair):
+    """Exact if the replicas have equal numbers of examples: Flax averages the replicas' means."""
     mask = np.asarray([1, 1, 1, 0, 1, 1, 1, 0], bool)
-    with each.scope():
+    with pair.scope():
         norm = nnx.BatchNorm(3, momentum=0.0, axis_name=mirror.REPLICA_AXIS, rngs=nnx.Rngs(0))
-    out = each.run(masked, (norm, *rows_of(each, (X, mask))))
+    out = pair.run(masked, (norm, *rows_of(pair, (X, mask))))
     np.testing.assert_allclose(norm.mean, X[mask].mean(0), rtol=1e-5)
     np.testing.assert_allclose(norm.var, X[mask].var(0), rtol=1e-4)
     np.testing.assert_allclose(np.concatenate(out.values)[mask].mean(0), 0, atol=1e-5)
-    _, (x, ragged) = each.distribute_dataset([X, X[:5]], remainder="pad")
-    each.run(masked, (norm, x, ragged))
+    _, (x, ragged) = pair.distribute_dataset([X, X[:5]], remainder="pad")
+    pair.run(masked, (norm, x, ragged))
     np.testing.assert_allclose(norm.mean, (X[:4].mean(0) + X[4]) / 2, rtol=1e-5)
-    each.check_mirrored(norm)
+    pair.check_mirrored(norm)
 
 
 @pytest.mark.parametrize("axis_name", [None, mirror.REPLICA_AXIS])
-def test_batch_normalisation_of_linen(each, axis_name):
+def test_linen_batch_normalization_synchronizes(pair, axis_name):
     norm = linen.BatchNorm(use_running_average=False, momentum=0.0, axis_name=axis_name)
 
     def step(state, x):
@@ -97,9 +87,9 @@ def test_batch_normalisation_of_linen(each, axis_name):
         new = context().all_reduce("mean", new)
         return out, {**state, **mirror.ensure_mirrored(new)}
 
-    with each.scope():
+    with pair.scope():
         state = linen.BatchNorm(use_running_average=True).init(jax.random.key(0), X[:1])
-    out, state = each.run(step, (state, rows_of(each, X)))
+    out, state = pair.run(step, (state, rows_of(pair, X)))
     found = state["batch_stats"]
     np.testing.assert_allclose(found["mean"], X.mean(0), rtol=1e-5)
     variance = X.var(0) if axis_name else X.reshape(2, 4, 3).var(1).mean(0)
@@ -162,21 +152,21 @@ def test_dropout_by_example_trains_the_same_on_any_number_of_replicas(name, want
 
 
 @pytest.mark.filterwarnings(r"ignore:.*\bnet_step\b:UserWarning")
-def test_the_same_mask_on_all_replicas_is_named(two):
+def test_verify_names_dropout_with_the_same_mask_on_all_replicas(two):
     batch = rows_of(two, (X, Y))
     two.verify(net_step, (*net_of(two), *batch, KEY, dropped))
     with pytest.raises(mirror.ReplicaMismatchError) as caught:
         two.verify(net_step, (*net_of(two), *batch, KEY, shared))
     fix = "mirror.example_keys(key, batch)"
-    assert_message(caught, names="test_training_practice.py", fix=fix)
+    assert_message(caught, names="test_practice.py", fix=fix)
 
 
-def test_dropout_of_flax_draws_for_each_replica(each):
+def test_flax_dropout_samples_per_replica(pair):
     ones = np.ones((8, 64), np.float32)
     dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
-    first, second = each.run(lambda d, x: d(x), (dropout, rows_of(each, ones))).values
+    first, second = pair.run(lambda d, x: d(x), (dropout, rows_of(pair, ones))).values
     assert not np.array_equal(first, second)
-    each.check_mirrored(nnx.state(dropout))
+    pair.check_mirrored(nnx.state(dropout))
 
 
 # optax
@@ -222,7 +212,7 @@ def start(strategy, tx):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_of_optax_train_as_on_one_device(two, name):
+def test_optax_optimizers_train_as_on_one_device(two, name):
     tx, step = plain_step(name)
     found = []
     for strategy in (two, cpu_strategy(1)):
@@ -236,20 +226,20 @@ def test_optimizers_of_optax_train_as_on_one_device(two, name):
     assert np.isfinite(found[0][0])
 
 
-def test_nan_on_one_replica_is_the_same_for_all(each):
-    """All skip the update together, and training goes on."""
+def test_nan_on_one_replica_reaches_all_replicas(pair):
+    """All replicas skip the update together, and training continues."""
     tx, step = plain_step("apply_if_finite")
-    state, skipped = start(each, tx), 0
+    state, skipped = start(pair, tx), 0
     bad = X.copy()
     bad[-1] = np.nan
     for x in (X, bad, X):
         before = np.asarray(state["params"]["w"])
-        state, loss = each.run(step, (state, *rows_of(each, (x, Y))))
+        state, loss = pair.run(step, (state, *rows_of(pair, (x, Y))))
         skipped += x is bad
         assert np.isnan(loss) == (x is bad)
         assert np.array_equal(before, state["params"]["w"]) == (x is bad)
         assert int(state["moments"].total_notfinite) == skipped
-        each.check_mirrored(state)
+        pair.check_mirrored(state)
     assert np.isfinite(state["params"]["w"]).all()
 
 
@@ -280,22 +270,22 @@ def scaled_step(model, optimizer, x, y):
     return finite
 
 
-def test_a_dynamic_loss_scale_in_variables(each):
-    with each.scope():
+def test_dynamic_loss_scale_lives_in_variables(pair):
+    with pair.scope():
         model = Scaled()
         optimizer = nnx.Optimizer(model, optax.sgd(0.01), wrt=nnx.Param)
     huge = Y.copy()
     huge[0] = 1e30  # on replica 0 alone
     for y, scale, good in ((Y, 1024, 1), (huge, 512, 0), (Y, 512, 1)):
-        finite = each.run(scaled_step, (model, optimizer, *rows_of(each, (X, y))))
+        finite = pair.run(scaled_step, (model, optimizer, *rows_of(pair, (X, y))))
         assert isinstance(finite, jax.Array)
         assert (float(model.scale), int(model.good)) == (scale, good)
-        each.check_mirrored((model, optimizer))
+        pair.check_mirrored((model, optimizer))
     assert int(model.skipped) == 2  # one step, on each replica
     assert np.isfinite(model.w[...]).all()
 
 
-# Steps that are wrong
+# Wrong steps
 
 
 def right(v, x):
@@ -315,44 +305,44 @@ def scales_twice(v, x):
     v.assign_add(context().all_reduce("mean", loss))
 
 
-def test_wrong_steps_with_variables_are_named(each):
+def test_errors_name_variables_of_wrong_steps(pair):
     v, captured, own = variable(1.0, name="mine"), variable(1.0, name="seen"), on_read("sum", 0)
-    (rows,) = rows_of(each, (X,))
+    (rows,) = rows_of(pair, (X,))
 
     def both(v, x):
         right(v, x)
         right(captured, x)
         own.assign_add(x.shape[0])
 
-    report = each.verify(both, (v, rows))
+    report = pair.verify(both, (v, rows))
     assert {row.name for row in report.rows} >= {"v", "seen"}
     assert (float(v), float(captured), int(own)) == (1, 1, 0)
     names = ["forgets", "v", "x"]
     with raises(mirror.ReplicaDivergenceError, names=names, fix="all_reduce"):
-        each.run(forgets, (v, rows))
+        pair.run(forgets, (v, rows))
     names = ["<lambda>", "seen", "x"]
     with raises(mirror.ReplicaDivergenceError, names=names, fix="all_reduce"):
-        each.run(lambda x: forgets(captured, x), (rows,))
+        pair.run(lambda x: forgets(captured, x), (rows,))
     for wrong in (sums, scales_twice):
         with raises(mirror.ReplicaMismatchError, names=["rtol", "v"], values=[2, "1e-05"]):
-            each.verify(wrong, (v, rows))
+            pair.verify(wrong, (v, rows))
     with raises(mirror.ReplicaMismatchError, names=["rtol", "seen"], values=[2, "1e-05"]):
-        each.verify(lambda x: scales_twice(captured, x), (rows,))
+        pair.verify(lambda x: scales_twice(captured, x), (rows,))
     assert (float(v), float(captured), int(own)) == (1, 1, 0)
 
 
-def test_aggregated_variables_are_verified(each):
-    """A mean of means is that of the whole batch; a count by hand is not."""
+def test_verify_checks_aggregated_variables(pair):
+    """A mean of means equals the mean of the whole batch; a hand-written count does not."""
     mean, count = variable(0.0, "mean", name="mean"), variable(0.0, "sum", name="count")
-    (rows,) = rows_of(each, (X,))
-    each.verify(lambda x: nothing(mean.assign(x.mean())), (rows,))
-    each.verify(lambda x: nothing(count.assign_add(float(x.shape[0]))), (rows,))
+    (rows,) = rows_of(pair, (X,))
+    pair.verify(lambda x: nothing(mean.assign(x.mean())), (rows,))
+    pair.verify(lambda x: nothing(count.assign_add(float(x.shape[0]))), (rows,))
     with raises(mirror.ReplicaMismatchError, names=["rtol", "count"], values=[2, "1e-05"]):
-        each.verify(lambda x: nothing([count.assign_add(1.0), x]), (rows,))
+        pair.verify(lambda x: nothing([count.assign_add(1.0), x]), (rows,))
     assert (float(mean), float(count)) == (0, 0)
 
 
-def test_copies_that_differ_are_named(two):
+def test_check_mirrored_names_differing_copies(two):
     with two.scope():
         v, own = variable(1.0, name="v"), on_read()
     two.run(lambda: nothing(own.assign(number())))

@@ -1,4 +1,4 @@
-"""Going on: what `save` and `restore` keep, and that an interrupt leaves no trace in the end."""
+"""Resuming: what `save` and `restore` keep, and that an interrupt does not change the result."""
 
 import contextlib
 import functools
@@ -16,13 +16,14 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from mirror.training.checkpoint import KeyData
 
 import mirror
 from mirror import callbacks
-from tests.conftest import cpu_strategy
+from mirror._src.training.checkpoints.host_copies import KeyData
 from tests.support.checkpoints import START, in_a_process, killed, same
 from tests.support.messages import assert_message, raises
+from tests.support.strategies import cpu_strategy
+from tests.support.variables import on_read, set_copies, variable
 
 SIZE, STEPS = 4, 25  # examples in a batch, of which the last of an epoch has 2; batches
 ROWS = (STEPS - 1) * SIZE + 2
@@ -38,7 +39,7 @@ class MLP(nnx.Module):
 
 
 class Noisy(MLP):
-    """With dropout and running statistics, which are other ones on another number of replicas."""
+    """Has dropout and running statistics, which depend on the number of replicas."""
 
     def __init__(self, rngs: nnx.Rngs):
         super().__init__(rngs)
@@ -78,7 +79,7 @@ BEGINNINGS: list[str] = []
 
 @pytest.fixture(scope="module", autouse=True)
 def beginnings(tmp_path_factory) -> None:
-    """A place for what `compiled` saves."""
+    """Sets the directory for the checkpoints of `compiled`."""
     BEGINNINGS[:] = [str(tmp_path_factory.mktemp("beginnings"))]
 
 
@@ -90,7 +91,7 @@ def compiled(model, n: int, **options) -> tuple[mirror.Trainer, str]:
 
 
 def new_trainer(model=MLP, n: int = 2, **options) -> mirror.Trainer:
-    """One that has not trained, which is compiled once for all tests."""
+    """Returns an untrained trainer, which is compiled once for all tests."""
     trainer, beginning = compiled(model, n, **options)
     trainer.restore(beginning)
     return trainer
@@ -102,7 +103,7 @@ def in_numpy(x) -> np.ndarray:
 
 
 def arrays_of(trainer) -> dict[str, np.ndarray]:
-    """What a checkpoint of it holds."""
+    """Returns the arrays of its checkpoint."""
     return {name: in_numpy(x) for name, x in trainer.checkpoint_state()[0].items()}
 
 
@@ -111,7 +112,7 @@ def plain(found) -> dict:
 
 
 def differing(one: dict, other: dict) -> list[str]:
-    """The names of what is not the same bit by bit."""
+    """Returns the names of arrays that are not bitwise equal."""
     assert list(one) == list(other)
     return [name for name in one if not same(one[name], other[name])]
 
@@ -121,7 +122,7 @@ def without_seconds(history) -> dict:
 
 
 class Crash(callbacks.Callback):
-    """Saves at a step, and raises, in each training once."""
+    """Saves at a step and raises, once per training."""
 
     def __init__(self, at: int, directory=None):
         self.at, self.directory = at, directory
@@ -134,30 +135,11 @@ class Crash(callbacks.Callback):
             raise LookupError("of the test")
 
 
-# What is saved
-
-
-def variable(value=0.0, aggregation="none", **kwargs) -> mirror.Variable:
-    return mirror.Variable(value, aggregation=aggregation, **kwargs)
-
-
-def on_read(aggregation="none", value=0.0) -> mirror.Variable:
-    return variable(value, aggregation, synchronization="on_read")
-
-
-def set_copies(strategy, *variables) -> None:
-    """3 on the first replica, 5 on the second, and so on."""
-
-    def step():
-        number = 2 * mirror.get_replica_context().replica_id_in_sync_group + 3
-        for v in variables:
-            v.assign(number.astype(v.dtype))
-
-    strategy.run(step)
+# Contents of a checkpoint
 
 
 class Whole(Noisy):
-    """One of everything that a model can hold, but for bare arrays."""
+    """Has one of everything that a model can hold, except bare arrays."""
 
     def __init__(self, rngs: nnx.Rngs):
         super().__init__(rngs)
@@ -181,7 +163,7 @@ def eight(tmp_path_factory):
     return trainer, directory
 
 
-def test_a_checkpoint_has_one_copy_of_everything(eight):
+def test_checkpoint_contains_one_copy_of_everything(eight):
     trainer, directory = eight
     found = mirror.load_checkpoint(directory)
     assert differing(plain(found.arrays), arrays_of(trainer)) == []
@@ -197,7 +179,7 @@ def test_a_checkpoint_has_one_copy_of_everything(eight):
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 8])
-def test_restore_on_any_number_of_replicas(tmp_path, eight, n):
+def test_restore_works_on_any_number_of_replicas(tmp_path, eight, n):
     trainer, wanted = a_trainer(Whole, n, seed=1), arrays_of(eight[0])
     trainer.save(tmp_path)
     before = arrays_of(trainer)
@@ -212,15 +194,15 @@ def test_restore_on_any_number_of_replicas(tmp_path, eight, n):
     assert len(differing(before, wanted)) > len(wanted) / 2
 
 
-def test_weak_types_stay(eight):
-    """A float32 that is strong would make float32 of bfloat16 from then on."""
+def test_restore_keeps_weak_types(eight):
+    """A strongly typed float32 would promote bfloat16 to float32 from then on."""
     trainer = a_trainer(Whole, 8, seed=1)
     trainer.restore(eight[1])
     found = [made.model.number.get_value() for made in (eight[0], trainer)]
     assert [x.weak_type for x in found] == [True, True]
 
 
-def test_bare_arrays(tmp_path):
+def test_restore_supports_bare_arrays(tmp_path):
     class Bare(MLP):
         def __init__(self, rngs):
             super().__init__(rngs)
@@ -242,7 +224,7 @@ def test_bare_arrays(tmp_path):
 
 # mirror.Variable, as tf.distribute saves and restores its variables
 
-AGGREGATED = {  # of [3, 5]: what is saved, and each replica's value on so many replicas
+AGGREGATED = {  # of [3, 5]: the saved value, and each replica's value on this number of replicas
     "sum": (8.0, {1: [8], 2: [4, 4], 4: [2, 2, 2, 2]}),
     "mean": (4.0, {1: [4], 2: [4, 4], 4: [4, 4, 4, 4]}),
     "only_first_replica": (3.0, {1: [3], 2: [3, 3], 4: [3, 3, 3, 3]}),
@@ -264,7 +246,7 @@ def values_of(trainer) -> list:
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATED)
-def test_a_value_of_each_replica_is_saved_aggregated(tmp_path, aggregation):
+def test_per_replica_variables_are_saved_aggregated(tmp_path, aggregation):
     saved, restored = AGGREGATED[aggregation]
     trainer = holding(2, lambda: on_read(aggregation))
     set_copies(trainer.strategy, trainer.model.v)
@@ -280,7 +262,7 @@ def test_a_value_of_each_replica_is_saved_aggregated(tmp_path, aggregation):
         assert values_of(mirrored) == [saved] * n
 
 
-def test_a_mirrored_variable_is_saved_once(tmp_path):
+def test_mirrored_variables_are_saved_once(tmp_path):
     holding(2, lambda: variable(np.array([1.0, 2], np.float32))).save(tmp_path)
     found = mirror.load_checkpoint(tmp_path).arrays
     assert found["model.v"].tolist() == [1, 2]
@@ -291,7 +273,7 @@ def test_a_mirrored_variable_is_saved_once(tmp_path):
             assert values_of(trainer) == [[1, 2]] * n
 
 
-def test_what_has_no_aggregation_cannot_be_saved(tmp_path):
+def test_save_rejects_variables_without_aggregation(tmp_path):
     trainer = holding(2, on_read)
     set_copies(trainer.strategy, trainer.model.v)
     with raises(ValueError, values="'on_read'", fix="aggregation='sum'"):
@@ -299,7 +281,7 @@ def test_what_has_no_aggregation_cannot_be_saved(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_size_of_the_files_does_not_depend_on_the_number_of_replicas(tmp_path):
+def test_file_size_does_not_depend_on_the_number_of_replicas(tmp_path):
     sizes = []
     for n in (1, 8):
         directory = tmp_path / str(n)
@@ -319,7 +301,7 @@ def load_without_devices(directory) -> None:
     jax.config.update("jax_num_cpu_devices", 5)  # raises once a backend has started
 
 
-def test_a_checkpoint_is_read_without_devices(eight):
+def test_load_checkpoint_needs_no_devices(eight):
     in_a_process(load_without_devices, eight[1])
 
 
@@ -337,7 +319,7 @@ class Other(MLP):
         self.third = nnx.Dropout(0.1, rngs=rngs)
 
 
-WRONG = {  # what the checkpoint has and what the model has, where both have something
+WRONG = {  # the checkpoint's and the model's, where both have an entry
     "model.first.bias": ["float32[8]", "float32[9]"],
     "model.first.kernel": ["float32[3,8]", "float32[3,9]"],
     "model.second.bias": [],
@@ -348,7 +330,7 @@ WRONG = {  # what the checkpoint has and what the model has, where both have som
 }
 
 
-def test_another_model_is_refused_and_not_touched(tmp_path):
+def test_restore_rejects_another_model_and_leaves_it_unchanged(tmp_path):
     a_trainer(tx=optax.adam(0.1)).save(tmp_path)
     trainer = a_trainer(Other, 3, tx=optax.sgd(0.1))
     before = arrays_of(trainer)
@@ -361,7 +343,7 @@ def test_another_model_is_refused_and_not_touched(tmp_path):
     assert trainer._position.step == 0
 
 
-def test_another_kind_of_keys_is_refused(tmp_path):
+def test_restore_rejects_another_key_implementation(tmp_path):
     def key(impl):
         return nnx.Variable(jax.random.split(jax.random.key(0, impl=impl), 2))
 
@@ -370,7 +352,7 @@ def test_another_kind_of_keys_is_refused(tmp_path):
         holding(2, lambda: key("threefry2x32")).restore(tmp_path)
 
 
-def test_there_is_no_checkpoint(tmp_path):
+def test_restore_rejects_an_empty_directory(tmp_path):
     trainer = a_trainer()
     with raises(FileNotFoundError, values=tmp_path / "no"):
         trainer.restore(tmp_path / "no")
@@ -379,13 +361,13 @@ def test_there_is_no_checkpoint(tmp_path):
         trainer.restore(tmp_path, 7)
 
 
-def test_a_directory_that_cannot_be_saved_to(tmp_path):
+def test_save_rejects_unusable_directories(tmp_path):
     (tmp_path / "file").touch()
     with raises(OSError, values=tmp_path / "file"):
         a_trainer().save(tmp_path / "file")
 
 
-# 100 steps are so many, a crash, and the rest
+# these steps of 100, a crash, and the rest
 
 RESUMED = {  # options of the trainer, and the step to crash after
     "mid-epoch": ({}, 40),
@@ -413,7 +395,7 @@ def crashed(at: int, directory, model=Noisy, n: int = 2, **options) -> mirror.Tr
 
 
 def assert_goes_on(trainer, wanted) -> None:
-    """Trains to the end, which is bitwise that of the training that nothing has interrupted."""
+    """Trains to the end; checks that it equals the uninterrupted training bitwise."""
     history = fit(trainer, 4)
     assert without_seconds(history) == wanted[0]
     assert differing(arrays_of(trainer), wanted[1]) == []
@@ -421,7 +403,7 @@ def assert_goes_on(trainer, wanted) -> None:
 
 
 @pytest.mark.parametrize(("options", "at"), RESUMED.values(), ids=RESUMED)
-def test_resumed_on_as_many_replicas_it_is_bitwise_the_same(tmp_path, options, at):
+def test_resume_on_the_same_number_of_replicas_is_bitwise_equal(tmp_path, options, at):
     wanted = uninterrupted(Noisy, 2, **options)
     trainer = crashed(at, tmp_path / "before", **options)
     trainer.save(tmp_path / "after")
@@ -432,7 +414,7 @@ def test_resumed_on_as_many_replicas_it_is_bitwise_the_same(tmp_path, options, a
 
 
 @pytest.mark.parametrize("n", [1, 3, 8])
-def test_resumed_on_another_number_of_replicas(tmp_path, n):
+def test_resume_works_on_another_number_of_replicas(tmp_path, n):
     wanted_history, wanted = uninterrupted(MLP, 2)
     crashed(40, tmp_path, MLP, 2)
     trainer = a_trainer(MLP, n, seed=1)
@@ -444,19 +426,19 @@ def test_resumed_on_another_number_of_replicas(tmp_path, n):
         np.testing.assert_allclose(history[name], wanted_history[name], rtol=1e-5)
 
 
-def test_a_finished_training(tmp_path):
-    trainer = new_trainer(Noisy)
+def test_finished_training_has_nothing_to_resume(tmp_path):
+    wanted, trainer = uninterrupted(Noisy, 2), new_trainer(Noisy)
     history, end = fit(trainer, 2, callbacks.Checkpoint(tmp_path)), arrays_of(trainer)
     trainer = new_trainer(Noisy)
     trainer.restore(tmp_path)
     assert without_seconds(fit(trainer, 2)) == without_seconds(history)
     assert differing(arrays_of(trainer), end) == []
     trainer.restore(tmp_path)
-    assert_goes_on(trainer, uninterrupted(Noisy, 2))
+    assert_goes_on(trainer, wanted)
 
 
 def endless():
-    """Batches for ever, the same from the beginning each time."""
+    """An endless dataset that starts with the same batches each time."""
     draw = np.random.RandomState(1)
     while True:
         x = draw.randn(SIZE, 3).astype(np.float32)
@@ -464,8 +446,8 @@ def endless():
 
 
 @pytest.mark.parametrize("data", [endless, shuffled])
-def test_epochs_that_are_counted_in_steps(tmp_path, data):
-    """Of data without an end, and of data whose ends are elsewhere."""
+def test_resume_supports_steps_per_epoch(tmp_path, data):
+    """With endless data, and with data of another length."""
     trainer, options = new_trainer(Noisy), {"steps_per_epoch": 10}
     wanted, end = without_seconds(fit(trainer, 6, data=data(), **options)), arrays_of(trainer)
     assert trainer._position.step == 60
@@ -478,7 +460,7 @@ def test_epochs_that_are_counted_in_steps(tmp_path, data):
         assert differing(arrays_of(trainer), end) == []
 
 
-def test_other_data_is_noticed(tmp_path):
+def test_resume_detects_other_data(tmp_path):
     trainer = crashed(20, tmp_path)
     trainer.restore(tmp_path)
     with raises(ValueError, values=[80, 20]):
@@ -491,7 +473,7 @@ LONG = 16  # epochs
 
 
 class Tells(callbacks.Callback):
-    """Tells the step, after the checkpoint of the step before is written."""
+    """Sends the step, after the checkpoint of the previous step is written."""
 
     runs_last = True
 
@@ -514,7 +496,7 @@ class Ends(callbacks.Callback):
 
 
 class Quick(nnx.Module):
-    """Made and traced at once."""
+    """Created and traced together."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.w = nnx.Param(np.array([1.0, -1, 0.5], np.float32))
@@ -525,7 +507,7 @@ class Quick(nnx.Module):
 
 
 def train(directory, cache, others=(), **options) -> None:
-    """A training of some hundred steps, that goes on where the last one was."""
+    """Trains for some hundred steps, and resumes where the last run ended."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 2)
     jax.config.update("jax_compilation_cache_dir", str(cache))  # filled by the first process
@@ -539,7 +521,7 @@ def train(directory, cache, others=(), **options) -> None:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The directory of a training that nothing has interrupted, and of compiled programs."""
+    """The directories of an uninterrupted training and of compiled programs."""
     directory, cache = tmp_path_factory.mktemp("whole"), tmp_path_factory.mktemp("cache")
     in_a_process(train, directory, cache)
     assert mirror.load_checkpoint(directory).step == LONG * STEPS
@@ -555,7 +537,7 @@ def assert_same_end(directory, whole) -> None:
 
 
 def last_step(directory) -> int:
-    """Of the last checkpoint, which is whole; 0 where there is none."""
+    """Returns the step of the last checkpoint, which must be complete; 0 without a checkpoint."""
     with contextlib.suppress(FileNotFoundError):
         return mirror.load_checkpoint(directory).step
     return 0
@@ -576,21 +558,21 @@ def train_and_tell(directory, cache, says) -> None:
     train(directory, cache, every_steps=1, others=(Tells(says),))
 
 
-def test_kill(tmp_path, whole):
+def test_killed_training_resumes_from_a_complete_checkpoint(tmp_path, whole):
     draw, before, interrupted = random.Random(0), 0, 0
     for _ in range(20):
         told = killed(train_and_tell, (tmp_path, whole[1]), draw.uniform(0, 0.05))
         assert before < told < LONG * STEPS
         before = last_step(tmp_path)
-        assert before >= told - 1  # whose checkpoint was being written
+        assert before >= told - 1  # during the write of its checkpoint
         interrupted += not all(path.name.isdigit() for path in tmp_path.iterdir())
-    assert interrupted >= 5  # or the test kills where nothing happens
+    assert interrupted >= 5  # otherwise the kill comes when nothing happens
     in_a_process(train, tmp_path, whole[1])
     assert_same_end(tmp_path, whole)
 
 
 class FullDisk(callbacks.Callback):
-    """Lets no file grow, when the first checkpoint is there."""
+    """Prevents files from growing after the first checkpoint."""
 
     def __init__(self, first):
         self.first = first
@@ -612,18 +594,18 @@ def train_on_a_full_disk(directory, cache) -> None:
     assert os.listdir(directory) == ["25"]
 
 
-def test_a_full_disk(tmp_path, whole):
+def test_training_survives_a_full_disk(tmp_path, whole):
     in_a_process(train_on_a_full_disk, tmp_path, whole[1])
     assert mirror.load_checkpoint(tmp_path).step == 25
     in_a_process(train, tmp_path, whole[1])
     assert_same_end(tmp_path, whole)
 
 
-# Whose SIGTERM it is
+# Handlers of SIGTERM
 
 
 class Looks(callbacks.Callback):
-    """Looks at who handles SIGTERM, and sends one if it is told to."""
+    """Records the handler of SIGTERM, and sends one on request."""
 
     def __init__(self, send_in: str = ""):
         self.found: list = []
@@ -642,7 +624,7 @@ def fit_quickly(directory, *others, **options) -> None:
     fit(new_trainer(), 1, callbacks.Checkpoint(directory, **options), *others)
 
 
-def test_the_handler_is_there_during_fit_only(tmp_path):
+def test_sigterm_handler_is_installed_during_fit_only(tmp_path):
     looks = Looks()
     fit_quickly(tmp_path, looks)
     assert looks.found != [signal.SIG_DFL]
@@ -652,7 +634,7 @@ def test_the_handler_is_there_during_fit_only(tmp_path):
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_the_users_handler_is_left_alone(tmp_path):
+def test_users_sigterm_handler_is_kept(tmp_path):
     met: list = []
     signal.signal(signal.SIGTERM, lambda *_: met.append("term"))
     try:
@@ -662,7 +644,7 @@ def test_the_users_handler_is_left_alone(tmp_path):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def test_nothing_is_installed_in_another_thread(tmp_path):
+def test_no_handler_is_installed_in_another_thread(tmp_path):
     looks = Looks()
     thread = threading.Thread(target=fit_quickly, args=(tmp_path, looks))
     thread.start()
@@ -675,8 +657,8 @@ MOMENTS = {"on_epoch_begin": 1, "on_step": 1, "on_metrics": 10, "on_epoch_end": 
 
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("every_epochs", [0, 1])
-def test_sigterm_at_any_moment(tmp_path, moment, every_epochs):
-    """The step under way is finished, and saved."""
+def test_sigterm_at_any_moment_is_safe(tmp_path, moment, every_epochs):
+    """The current step is finished and saved."""
     with pytest.raises(SystemExit) as caught:
         fit_quickly(tmp_path, Looks(moment), every_epochs=every_epochs)
     assert caught.value.code == 143

@@ -1,4 +1,4 @@
-"""`mirror.Weighted`: sums over examples, divided by the sums of weights of all replicas."""
+"""`mirror.Weighted`: sums over examples, divided by the summed weights of all replicas."""
 # ruff: noqa: E501 (arguments and their message are one row)
 
 import json
@@ -17,16 +17,15 @@ import mirror
 from mirror import Weighted
 from mirror._src.training.meter import Meter
 from mirror._src.training.objective import Objective, Sums
-from tests.conftest import cpu_strategy
 from tests.support.messages import assert_message, raises
-from tests.training.test_trainer import fit
-from tests.variables.test_variables import EXECUTORS
+from tests.support.strategies import EXECUTORS, cpu_strategy
+from tests.support.training import batches_of, fit
 
 VOCABULARY, WIDTH, LENGTH, CLASSES = 7, 4, 5, 3
 B, N = 12, 31  # the last batch has 7: no number of replicas divides it but 1
 RNG = np.random.RandomState(0)
 LENGTHS = RNG.randint(0, LENGTH + 1, N)
-LENGTHS[:6] = 0  # so one of two replicas has no tokens at first, and one of two pieces neither
+LENGTHS[:6] = 0  # so one of two replicas has no tokens at first, nor has one of two microbatches
 DATA = {
     "inputs": RNG.randint(0, VOCABULARY, (N, LENGTH)),
     "targets": RNG.randint(0, VOCABULARY, (N, LENGTH)),
@@ -37,7 +36,7 @@ DATA = {
 
 
 def batches(size=B):
-    return [{name: value[i : i + size] for name, value in DATA.items()} for i in range(0, N, size)]
+    return batches_of(DATA, size)
 
 
 class Bigrams(nnx.Module):
@@ -83,7 +82,7 @@ def train(strategy, tx=None, loss_fn=loss_of_tokens, model=None, **kwargs):
 
 
 def by_hand(tx, data, weigh=None, penalty=0.0):
-    """One pass of plain JAX on one device over whole batches: parameters, and the epoch's loss."""
+    """Trains one device for one pass in plain JAX; returns the parameters and the epoch's loss."""
 
     def loss_fn(params, batch):
         losses = token_losses(logits_of(*params, batch["inputs"]), batch).sum(-1)
@@ -146,7 +145,7 @@ WAYS = {  # accumulate_steps, steps_per_execution, strategy
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_pieces_and_several_steps_at_once_equal_one_device_too(way):
+def test_accumulated_and_grouped_steps_equal_one_device(way):
     accumulate, at_once, strategy = WAYS[way]
     options = {"accumulate_steps": accumulate, "steps_per_execution": at_once}
     trainer = train(STRATEGIES[strategy](), **options)
@@ -174,15 +173,15 @@ OPTIONS = {  # arguments, what multiplies an example's loss, the penalty
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_options_multiply_losses_and_not_their_weights(name):
+def test_options_multiply_losses_but_not_their_weights(name):
     kwargs, weigh, penalty = OPTIONS[name]
     trainer = train(cpu_strategy(2), **kwargs)
     history = fit(trainer, batches())
     assert_by_hand(trainer, history, by_hand(optax.sgd(1.0), batches(), weigh, penalty))
 
 
-def test_weights_of_1_are_plain_losses(two):
-    """Whatever the options are: the number of examples is their weight."""
+def test_weights_of_1_equal_plain_losses(two):
+    """With all options: the number of examples is the weight."""
 
     def plain(model, batch):
         return token_losses(model(batch["inputs"]), batch).mean(-1)
@@ -227,7 +226,7 @@ def test_each_metric_has_its_own_denominator(eight, at_once):
         assert trained[name] == [value]
 
 
-def test_a_weighted_metric_beside_a_plain_loss(two):
+def test_weighted_metric_works_beside_a_plain_loss(two):
     def loss_fn(model, batch):
         tokens = batch["mask"].sum(-1)
         return model.kernel[0, 0] * tokens, {"length": Weighted(tokens * tokens, tokens)}
@@ -238,7 +237,7 @@ def test_a_weighted_metric_beside_a_plain_loss(two):
     np.testing.assert_allclose(found["loss"], wanted, rtol=1e-6)
 
 
-def test_verify_says_that_replicas_are_one_device(two):
+def test_verify_accepts_weighted_losses(two):
     assert train(two, accumulate_steps=2).verify(batches()).largest < 1e-5
 
 
@@ -254,11 +253,11 @@ def test_no_gradient_flows_through_weights(two):
     assert model.b[...] == 1.5
 
 
-# Nothing to divide by
+# Zero weight
 
 
 def masked(*counts):
-    """A batch for each count, of which so many rows, the last ones, have weight 1."""
+    """One batch per count; that many of its last rows have weight 1."""
     rows = [np.arange(4) >= 4 - count for count in counts]
     return [{"x": np.arange(1, 5, dtype=np.float32), "mask": row} for row in rows]
 
@@ -276,13 +275,13 @@ def scaled(model, batch):
 
 @pytest.mark.parametrize("at_once", [1, 3])
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_step_without_weight_changes_nothing_but_the_count_of_steps(two, accumulate, at_once):
+def test_step_without_weight_changes_only_the_step_count(two, accumulate, at_once):
     options = {"accumulate_steps": accumulate, "steps_per_execution": at_once}
     trainer = train(two, optax.sgd(0.5), scaled, Scale(), penalty=lambda m: m.b[...], **options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         history = fit(trainer, masked(1, 0, 2))
-    # Where several are launched at once, the launch has weight, and nothing is said.
+    # If several steps share a launch, the launch has weight, and there is no warning.
     assert len(caught) == (at_once == 1)
     for warning in caught:
         assert warning.category is UserWarning
@@ -314,7 +313,7 @@ def undefined(model, batch):
     return Weighted(model.b[...] * batch["x"] * jnp.nan, batch["mask"])
 
 
-def test_a_step_without_weight_has_no_gradient_even_of_nan(two):
+def test_step_without_weight_ignores_nan(two):
     trainer = train(two, optax.sgd(0.5), undefined, Scale())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -327,7 +326,7 @@ def test_a_step_without_weight_has_no_gradient_even_of_nan(two):
 
 
 def test_nan_guard_stops_at_nan_but_not_at_zero_weight(two):
-    """A metric that some batches do not measure is not a training that has failed."""
+    """A metric without weight in some batches does not mean that the training failed."""
 
     def rare(model, batch):
         return model.b[...] * batch["x"], {"rare": Weighted(batch["x"], batch["mask"])}
@@ -369,7 +368,7 @@ def test_sums_of_values_and_weights_are_at_least_32_bits(dtype):
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("dtype", [np.float16, jnp.bfloat16])
-def test_gradients_of_half_precision_do_not_overflow(two, dtype, accumulate):
+def test_half_precision_gradients_do_not_overflow(two, dtype, accumulate):
     """Sums of 1024 tokens of 128 in each of 15 rows are more than float16 has; their mean is not."""
 
     def steep(model, batch):
@@ -388,11 +387,11 @@ def test_moments_keep_the_dtype_of_half_precision_parameters(two):
     assert jax.tree.map(lambda x: x.dtype, nnx.state(trainer.optimizer)) == before
 
 
-# What pads
+# Padding
 
 
-def test_what_pads_counts_in_no_sum():
-    """Whatever stands there, in the values and in the weights."""
+def test_padding_does_not_count_in_any_sum():
+    """Whatever the values and weights are."""
 
     def loss_fn(w, batch):
         return Weighted(w * batch, batch + 1), {"batch": Weighted(batch, batch > 0)}
@@ -423,7 +422,7 @@ class Saves(mirror.callbacks.Callback):
 
 
 @pytest.mark.parametrize("num_replicas", [2, 8])
-def test_a_resumed_epoch_reports_the_metrics_of_all_its_tokens(two, tmp_path, num_replicas):
+def test_resumed_epoch_reports_metrics_of_all_its_tokens(two, tmp_path, num_replicas):
     data = batches(7)
     wanted = fit(train(two, optax.sgd(0.1)), data)
     fit(train(two, optax.sgd(0.1)), data, callbacks=Saves(tmp_path, 3))
@@ -440,7 +439,7 @@ def sums_of(loss, tokens, count=2, **metrics):
     return Sums({**metrics, "loss": loss}, count, {"loss": tokens})
 
 
-def test_a_meter_divides_by_weights_and_comes_back_from_json():
+def test_meter_divides_by_weights_and_round_trips_through_json():
     meter = Meter()
     for step in range(1, 4):
         meter.add(step, sums_of(np.float32(3 * step), np.int32(step), seen=np.int32(step)))
@@ -457,7 +456,7 @@ def test_a_meter_divides_by_weights_and_comes_back_from_json():
     assert meter.means == {"loss": 18 / 6, "seen": 6 / 6}
 
 
-def test_a_meter_of_an_older_checkpoint_divides_by_the_number_of_examples():
+def test_meter_of_an_older_checkpoint_divides_by_the_number_of_examples():
     found = {"totals": {"loss": 3.0, "seen": 4}, "count": 2}
     assert Meter(**found).means == {"loss": 1.5, "seen": 2.0}
 
@@ -466,7 +465,7 @@ def test_a_meter_of_an_older_checkpoint_divides_by_the_number_of_examples():
     ("total", "weight", "is_empty"),
     [(0, 0, True), (0, 1, False), (1, 0, False), (np.nan, 0, False)],
 )
-def test_a_launch_without_values_and_weights_is_empty(total, weight, is_empty):
+def test_launch_without_values_and_weights_is_empty(total, weight, is_empty):
     meter = Meter()
     meter.add(1, sums_of(np.float32(total), np.float32(weight)))
     [(_, means, empty)] = meter.collect()
@@ -474,10 +473,10 @@ def test_a_launch_without_values_and_weights_is_empty(total, weight, is_empty):
     assert math.isnan(means["loss"]) == (weight == 0)
 
 
-# What it is
+# The class
 
 
-def test_it_is_a_pytree_that_jit_and_vmap_return(two):
+def test_weighted_is_a_pytree_that_jit_and_vmap_return(two):
     batch = batches()[0]
 
     @jax.jit
@@ -496,7 +495,7 @@ def test_it_is_a_pytree_that_jit_and_vmap_return(two):
     np.testing.assert_allclose(got, wanted, rtol=1e-6)
 
 
-def test_its_leaves_are_named_and_it_does_not_change():
+def test_weighted_names_its_leaves_and_is_immutable():
     weighted = Weighted(np.ones(2), np.arange(2))
     paths = [
         jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(weighted)
@@ -525,7 +524,7 @@ MADE: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_the_constructor_rejects_invalid_values_and_weights(name):
+def test_weighted_rejects_invalid_values_and_weights(name):
     arguments, error, wanted = MADE[name]
     with raises(error, **wanted):
         Weighted(*arguments)
@@ -548,7 +547,7 @@ LOSSES: dict[str, tuple[Any, ...]] = {
 
 @pytest.mark.parametrize("use", [fit, mirror.Trainer.evaluate])
 @pytest.mark.parametrize("name", LOSSES)
-def test_wrong_shapes_and_dtypes_are_rejected_by_the_name_of_the_loss_function(two, name, use):
+def test_errors_for_wrong_shapes_and_dtypes_name_the_loss_function(two, name, use):
     make, error, wanted = LOSSES[name]
 
     def loss_fn(model, batch):

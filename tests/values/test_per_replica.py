@@ -1,4 +1,4 @@
-"""`PerReplica`: a tree of one leaf, which cannot be mistaken for an array."""
+"""`PerReplica`: a pytree with one leaf, which cannot be mistaken for an array."""
 
 import operator
 import pickle
@@ -24,7 +24,7 @@ VALUES = {
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_it_holds_one_array_for_each_replica(name):
+def test_per_replica_holds_one_array_per_replica(name):
     values = VALUES[name]
     held = PerReplica(values)
     assert held.num_replicas == 2
@@ -35,26 +35,26 @@ def test_it_holds_one_array_for_each_replica(name):
     np.testing.assert_array_equal(np.asarray(held), np.stack([np.asarray(v) for v in values]))
 
 
-def test_arrays_on_different_devices_stay_where_they_are():
+def test_per_replica_keeps_arrays_on_their_devices():
     devices = jax.devices("cpu")[:3]
     held = PerReplica([jax.device_put(np.full(2, i), d) for i, d in enumerate(devices)])
     assert [next(iter(v.devices())) for v in held.values] == devices
     np.testing.assert_array_equal(held, [[0, 0], [1, 1], [2, 2]])
 
 
-def test_the_values_of_a_result_lie_on_their_replicas_devices(eight):
+def test_values_of_a_result_are_stored_on_their_replicas_devices(eight):
     held = eight.run(lambda: jnp.full(3, mirror.get_replica_context().replica_id_in_sync_group))
     assert [next(iter(v.devices())) for v in held.values] == list(eight.devices)
     assert [value.shape for value in held.values] == [(3,)] * 8
     np.testing.assert_array_equal(np.stack(held.values), np.asarray(held))
 
 
-def test_rows_of_an_array_that_lies_in_another_way():
+def test_values_split_a_stacked_array_on_one_device():
     rows = PerReplica.from_stacked(jnp.arange(6).reshape(2, 3)).values
     np.testing.assert_array_equal(np.stack(rows), [[0, 1, 2], [3, 4, 5]])
 
 
-def test_it_is_a_tree_of_one_leaf():
+def test_per_replica_is_a_pytree_with_one_leaf():
     held = PerReplica([1.0, 2.0])
     (path, leaf), *rest = jax.tree_util.tree_flatten_with_path({"x": held})[0]
     assert not rest
@@ -67,7 +67,7 @@ def test_it_is_a_tree_of_one_leaf():
     assert repr(placeholder) == "PerReplica('anything')"
 
 
-def test_it_goes_through_jit_and_pickle():
+def test_per_replica_passes_through_jit_and_pickle():
     held = PerReplica([1.0, 2.0])
     np.testing.assert_array_equal(jax.jit(lambda x: x)(held), held)
     np.testing.assert_array_equal(pickle.loads(pickle.dumps(held)), held)
@@ -86,7 +86,7 @@ def test_repr_is_short(held, text):
     assert repr(held) == text
 
 
-def test_repr_of_prng_keys_and_of_deleted_arrays_raises_nothing(two):
+def test_repr_supports_prng_keys_and_deleted_arrays(two):
     keys = two.run(lambda: mirror.get_replica_context().fold_in(jax.random.key(0)))
     assert repr(keys).startswith("PerReplica(2 x key<")
     gone = PerReplica([jnp.zeros(3)] * 2)
@@ -94,7 +94,7 @@ def test_repr_of_prng_keys_and_of_deleted_arrays_raises_nothing(two):
     assert "deleted" in repr(gone)
 
 
-def test_dtype_and_copy_of_the_array():
+def test_array_conversion_honors_dtype_and_copy():
     held = PerReplica([1, 2])
     assert np.asarray(held, dtype=np.float32).dtype == np.float32
     copy = np.array(held)
@@ -112,7 +112,7 @@ UNARY = [operator.neg, abs, float, int, bool, len, iter, list, operator.itemgett
     "other", [2.0, np.float32(2), np.ones(2), jnp.ones(2)], ids=lambda o: type(o).__name__
 )
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_arithmetic_outside_a_replica_is_refused(name, other, side):
+def test_arithmetic_is_rejected_outside_a_replica(name, other, side):
     held = PerReplica([1.0, 2.0])
     pair = (held, other) if side == "left" else (other, held)
     with raises(TypeError, values="PerReplica(1., 2.)", fix="strategy.reduce('mean', x)"):
@@ -120,24 +120,24 @@ def test_arithmetic_outside_a_replica_is_refused(name, other, side):
 
 
 @pytest.mark.parametrize("operation", UNARY, ids=str)
-def test_reading_it_as_one_value_is_refused(operation):
+def test_conversion_to_one_value_is_rejected(operation):
     with raises(TypeError, values="PerReplica(1., 2.)", fix="strategy.reduce('mean', x)"):
         operation(PerReplica([1.0, 2.0]))
 
 
-def test_a_format_says_the_same():
+def test_format_spec_is_rejected():
     held = PerReplica([1.0, 2.0])
     assert f"{held}" == repr(held)
-    with raises(TypeError, names="__format__", values=repr(held), fix="strategy.reduce"):
+    with raises(TypeError, names="format()", values=repr(held), fix="strategy.reduce"):
         f"{held:.3f}"
 
 
-def test_numpy_may_look_at_it():
+def test_numpy_reads_per_replica_values():
     np.testing.assert_array_equal(np.asarray(PerReplica([1.0, 2.0])) + 1, [2.0, 3.0])
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_from_stacked_copies_nothing(n):
+def test_from_stacked_does_not_copy(n):
     rows = np.arange(n * 2).reshape(n, 2)
     held = PerReplica.from_stacked(rows)
     assert held.stacked is rows

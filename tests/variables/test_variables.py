@@ -1,4 +1,4 @@
-"""`mirror.Variable`: what `tf.Variable` promises under MirroredStrategy, and more."""
+"""`mirror.Variable`, compared with `tf.Variable` under MirroredStrategy."""
 
 import copy
 import functools
@@ -14,64 +14,22 @@ from flax import nnx
 
 import mirror
 from mirror._src.run.nnx.structure import Structure
-from tests.conftest import cpu_strategy
 from tests.support.messages import raises
+from tests.support.steps import nothing, number, replica_id
+from tests.support.strategies import cpu_strategy
+from tests.support.variables import copies, on_read, set_copies, variable
 
-ON_HOST = mirror.ReductionToOneDevice()
-EXECUTORS = {
-    "pmap": lambda: cpu_strategy(2),
-    "vmap": lambda: cpu_strategy(1, replicas_per_device=2),
-    "staged": lambda: cpu_strategy(2, cross_device_ops=ON_HOST),
-}
 AGGREGATIONS = ["none", "sum", "mean", "only_first_replica"]
-
-
-@pytest.fixture(params=EXECUTORS.values(), ids=EXECUTORS)
-def each(request) -> mirror.MirroredStrategy:
-    """Two replicas, by each executor."""
-    return request.param()
-
-
-def nothing(_: object) -> None:
-    """What a step returns that only assigns."""
-
-
-def replica_id():
-    return mirror.get_replica_context().replica_id_in_sync_group
-
-
-def number():
-    """1 on the first replica, 2 on the second."""
-    return jnp.float32(replica_id() + 1)
-
-
-def variable(value=0.0, aggregation="none", **kwargs) -> mirror.Variable:
-    return mirror.Variable(value, aggregation=aggregation, **kwargs)
-
-
-def on_read(aggregation="none", value=0.0, **kwargs) -> mirror.Variable:
-    return variable(value, aggregation, synchronization="on_read", **kwargs)
-
-
-def copies(strategy, v) -> list:
-    return [np.asarray(x).tolist() for x in strategy.local_results(v)]
 
 
 def plus_one(v):
     return v + 1
 
 
-def set_copies(strategy, *variables) -> None:
-    """3 on the first replica, 5 on the second."""
-    strategy.run(
-        lambda: nothing([v.assign((2 * replica_id() + 3).astype(v.dtype)) for v in variables])
-    )
-
-
 # Mirrored variables
 
 
-def test_a_variable_is_one_of_flax_with_a_copy_on_each_device(two):
+def test_variable_is_a_flax_variable_with_one_copy_per_device(two):
     with two.scope():
         v = variable(1.0)
     assert isinstance(v, nnx.Variable)
@@ -81,7 +39,7 @@ def test_a_variable_is_one_of_flax_with_a_copy_on_each_device(two):
     assert list(map(float, local)) == [1, 1]
 
 
-def test_name_trainable_dtype_and_shape():
+def test_variable_has_name_trainable_dtype_and_shape():
     """The name is as it was given, without TensorFlow's `:0`."""
     v = variable(1.0, name="foo")
     assert (v.name, v.trainable, v.dtype, v.shape) == ("foo", True, jnp.float32, ())
@@ -100,8 +58,8 @@ def test_name_trainable_dtype_and_shape():
         variable(1.0, caching_device="CPU:0")
 
 
-def test_a_number_has_no_weak_type(two):
-    """It would go with the first assignment, and the second step be compiled for another type."""
+def test_initial_number_is_not_weakly_typed(two):
+    """The first assignment would remove the weak type, and the second step would recompile."""
     v, traces = variable(1.0, "sum"), []
     assert not v[...].weak_type
     assert (v * jnp.float16(1)).dtype == jnp.float32
@@ -119,7 +77,7 @@ def test_a_number_has_no_weak_type(two):
     assert v == 9
 
 
-def test_the_initial_value_is_made_once_and_copied(eight):
+def test_initial_value_is_created_once_and_copied(eight):
     made = []
 
     def initial():
@@ -136,7 +94,7 @@ def test_the_initial_value_is_made_once_and_copied(eight):
     np.testing.assert_array_equal(variable(v), v)
 
 
-def test_synchronization_and_aggregation():
+def test_variable_checks_synchronization_and_aggregation():
     assert variable(1.0).synchronization == "on_write"
     assert variable(1.0, synchronization="ON_READ", aggregation="SUM").is_on_read
     assert variable(1.0, aggregation=None).aggregation == "none"
@@ -151,7 +109,7 @@ def test_synchronization_and_aggregation():
 
 
 @pytest.mark.parametrize("make", [variable, on_read], ids=["on_write", "on_read"])
-def test_a_mean_of_integers_is_refused(make):
+def test_mean_of_integers_is_rejected(make):
     names = ["aggregation", "'v'"]
     for value, dtype in ((1, "int32"), (True, "bool")):
         with raises(ValueError, names=names, values=["'mean'", dtype], fix="dtype='float32'"):
@@ -160,20 +118,20 @@ def test_a_mean_of_integers_is_refused(make):
         make(value=True, aggregation="sum", name="v")
 
 
-def test_a_variable_is_created_outside_a_step(each):
-    """TensorFlow makes it in the first replica and gives the others that one, whatever they ask."""
+def test_variable_must_be_created_outside_a_step(pair):
+    """TensorFlow creates it in the first replica and copies it to the others."""
     with raises(RuntimeError, names=["'made'", "MirroredStrategy"]):
-        each.run(lambda: variable(1.0, name="made")[...])
+        pair.run(lambda: variable(1.0, name="made")[...])
     assert not mirror.has_strategy()
 
 
-def test_a_variable_is_read_as_one_value(each):
-    with each.scope():
+def test_variable_reads_as_one_value(pair):
+    with pair.scope():
         v = variable([1.0, 2.0])
         inside = v + 1
     for read in (v[...], v.get_value(), np.asarray(v), jnp.asarray(v), inside - 1, v.copy()[...]):
         np.testing.assert_array_equal(read, [1, 2])
-    in_step = each.run(lambda: (v[...], v + number()))
+    in_step = pair.run(lambda: (v[...], v + number()))
     np.testing.assert_array_equal(in_step[0], [1, 2])
     np.testing.assert_array_equal(in_step[1], [[2, 3], [3, 4]])
 
@@ -187,8 +145,8 @@ jnp.asarray(v); jax.nn.relu(v); jnp.stack(list(v)); copy.deepcopy(v)[...];
 jax.tree.map(lambda x: 2 * x, v)[...]; jax.jit(lambda x: 2 * x[...])(v)"""
 
 
-def test_operators_and_functions_outside_and_in_a_step(each):
-    """In a step they find the variable too, those of JAX that take it for a tree among them."""
+def test_operators_work_outside_and_inside_a_step(pair):
+    """In a step too, including functions of JAX that treat the variable as a tree."""
     expressions = [e.strip() for e in OPERATORS.split(";")]
     known = {"jnp": jnp, "jax": jax, "copy": copy}
 
@@ -199,14 +157,14 @@ def test_operators_and_functions_outside_and_in_a_step(each):
     step = lambda: evaluate(held)  # noqa: E731
     for value in (jnp.asarray([1, 2, 3]), jnp.asarray([4, 2, 1])):
         held.assign(value)
-        found = zip(expressions, evaluate(value), evaluate(held), each.run(step), strict=True)
+        found = zip(expressions, evaluate(value), evaluate(held), pair.run(step), strict=True)
         for expression, wanted, outside, inside in found:
             np.testing.assert_array_equal(outside, wanted, err_msg=expression)
             np.testing.assert_array_equal(inside, wanted, err_msg=expression)
 
 
-def test_numbers_and_truth():
-    """`float`, `int` and `len` work, which TensorFlow refuses."""
+def test_variable_converts_to_numbers_and_truth():
+    """`float`, `int` and `len` work; TensorFlow rejects them."""
     v, r = variable(2.5), on_read("sum", 3)
     assert (float(v), int(v), float(r), int(r), [0, 1, 2, 3][r]) == (2.5, 2, 3.0, 3, 3)
     assert v
@@ -223,7 +181,7 @@ def test_numbers_and_truth():
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_outside_a_value_is_written_once_to_all_copies(eight, aggregation):
+def test_assign_outside_a_step_writes_all_copies(eight, aggregation):
     """And the variable is returned."""
     with eight.scope():
         v = variable(1.0, aggregation)
@@ -237,7 +195,7 @@ def test_outside_a_value_is_written_once_to_all_copies(eight, aggregation):
     eight.check_mirrored(v)
 
 
-def test_a_value_for_each_replica_is_refused_outside(two):
+def test_assign_outside_a_step_rejects_per_replica_values(two):
     """TensorFlow lets the copies diverge."""
     values = mirror.PerReplica([1.0, 2.0])
     for made in (variable(0.0, "sum", name="v"), on_read("sum", name="v")):
@@ -252,14 +210,14 @@ def test_a_value_for_each_replica_is_refused_outside(two):
         assert made == 0
 
 
-def test_without_aggregation_the_value_must_be_mirrored(each):
+def test_assign_without_aggregation_requires_a_mirrored_value(pair):
     """TensorFlow lets the copies diverge."""
     v = variable(7.0, name="mine")
     names = ["mine", "axis_index"]
     with raises(mirror.ReplicaDivergenceError, names=names, fix="all_reduce"):
-        each.run(lambda: v.assign(number())[...])
+        pair.run(lambda: v.assign(number())[...])
     assert v == 7
-    each.run(lambda: nothing(v.assign(mirror.get_replica_context().all_reduce("sum", number()))))
+    pair.run(lambda: nothing(v.assign(mirror.get_replica_context().all_reduce("sum", number()))))
     assert v == 3
 
 
@@ -271,7 +229,7 @@ RESULTS = {
 }
 
 
-def test_in_a_step_the_aggregation_is_applied(each):
+def test_assign_in_a_step_applies_the_aggregation(pair):
     table = {a: [variable(10.0, a) for _ in range(3)] for a in RESULTS}
 
     def step():
@@ -280,28 +238,28 @@ def test_in_a_step_the_aggregation_is_applied(each):
             added.assign_add(number())
             subtracted.assign_sub(number())
 
-    each.run(step)
+    pair.run(step)
     for aggregation, variables in table.items():
         assert tuple(map(float, variables)) == RESULTS[aggregation]
-        each.check_mirrored(variables)
+        pair.check_mirrored(variables)
 
 
-def test_the_aggregation_is_applied_on_eight_replicas(eight):
+def test_assign_in_a_step_applies_the_aggregation_on_eight_replicas(eight):
     total, mean, first = (variable(1.0, a) for a in RESULTS)
     eight.run(lambda: nothing([v.assign_add(number()) for v in (total, mean, first)]))
     assert [float(v) for v in (total, mean, first)] == [37, 5.5, 2]
 
 
-def test_a_number_counts_once_for_each_replica(each):
-    """TensorFlow refuses it for a sum, and fails on 0."""
+def test_assigned_number_counts_once_per_replica(pair):
+    """TensorFlow rejects it for a sum, and fails for 0."""
     numbers = (5.0, 0.0, np.float32(5))
     made = [(x, [variable(1.0, a) for a in AGGREGATIONS]) for x in numbers]
-    each.run(lambda: nothing([v.assign(x) for x, variables in made for v in variables]))
+    pair.run(lambda: nothing([v.assign(x) for x, variables in made for v in variables]))
     for x, variables in made:
         assert [float(v) for v in variables] == [x, 2 * x, x, x]
 
 
-def test_a_step_sees_what_it_has_assigned(each):
+def test_step_reads_its_own_assignments(pair):
     total, mine = variable(1.0, "sum"), on_read("sum")
 
     def step():
@@ -313,7 +271,7 @@ def test_a_step_sees_what_it_has_assigned(each):
         total[...] *= 2
         return before, returned, total + 0, mine + 0
 
-    before, returned, after, own = each.run(step)
+    before, returned, after, own = pair.run(step)
     assert (float(before), float(returned), float(after)) == (1, 7, 14)
     np.testing.assert_array_equal(own, [2, 4])
     assert total == 14
@@ -353,8 +311,8 @@ def written(v):
     [scanned, branched, repeated, jitted, graded, mapped, written],
     ids=lambda f: f.__name__,
 )
-def test_an_assignment_in_an_inner_transformation_is_refused(two, inner):
-    """It would be lost when that ends: in a step, passed or captured, and outside."""
+def test_assign_in_an_inner_transformation_is_rejected(two, inner):
+    """It would be lost when the transformation ends: in a step, passed or captured, and outside."""
     for v in (variable(1.0, "sum", name="v"), on_read("sum", 1.0, name="v")):
         if inner is not branched:
             with raises(RuntimeError, names="'v'", fix="jax.jit"):
@@ -366,7 +324,7 @@ def test_an_assignment_in_an_inner_transformation_is_refused(two, inner):
         assert v == 1
 
 
-def test_what_an_inner_transformation_returns_can_be_assigned(each):
+def test_assign_accepts_results_of_an_inner_transformation(pair):
     v, seen = variable(2.0, "sum"), variable(0.0, "mean")
 
     def step():
@@ -379,7 +337,7 @@ def test_what_an_inner_transformation_returns_can_be_assigned(each):
         v.assign_add(number())
         return total, slope, branch, mapped, jitted
 
-    assert list(map(float, each.run(step))) == [12, 4, 2, 2, 3]
+    assert list(map(float, pair.run(step))) == [12, 4, 2, 2, 3]
     assert (float(v), float(seen)) == (5, 12)
 
 
@@ -401,7 +359,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_another_shape_or_dtype_is_refused(two, name):
+def test_assign_rejects_another_shape_or_dtype(two, name):
     value, kind, wanted = BAD[name]
     for v in (variable(1.0, "sum", name="v"), on_read("sum", 1.0, name="v")):
         for write in (v.assign, v.assign_add, v.assign_sub):
@@ -412,7 +370,7 @@ def test_another_shape_or_dtype_is_refused(two, name):
         assert v == 1
 
 
-def test_numbers_are_converted():
+def test_assign_converts_numbers():
     assert variable(1.0).assign(2) == 2
     assert variable(1).assign(True) == 1
     fix = "jnp.asarray(x).astype('int32')"
@@ -420,8 +378,8 @@ def test_numbers_are_converted():
         variable(1, name="n").assign(2.5)
 
 
-def test_dtypes_are_kept_and_integers_exact(each):
-    """A sum of complex numbers works everywhere; one of booleans is refused when it is created."""
+def test_assign_keeps_dtypes_and_exact_integers(pair):
+    """A sum of complex numbers works everywhere; a sum of booleans is rejected at creation."""
     big = 2**30 - 1
     made = {
         (jnp.int32, "sum"): 3,
@@ -442,37 +400,37 @@ def test_dtypes_are_kept_and_integers_exact(each):
             v.assign(value.astype(dtype))
         exact.assign(big + replica_id())
 
-    each.run(step)
+    pair.run(step)
     for key, wanted in made.items():
         assert table[key].dtype == key[0]
         assert table[key] == wanted, key
     assert int(exact) == 2 * big + 1
 
 
-def test_a_part_is_written_to_all_copies(each):
-    """TensorFlow's `v[0].assign` writes to one copy alone; its scatter is `v.at[i].add` here."""
-    with each.scope():
+def test_item_assignment_writes_all_copies(pair):
+    """TensorFlow's `v[0].assign` writes to one copy only; its scatter is `v.at[i].add` here."""
+    with pair.scope():
         v = variable([1.0, 2.0, 3.0], "sum", name="v")
     v[0] = 9.0
-    assert copies(each, v) == [[9, 2, 3]] * 2
+    assert copies(pair, v) == [[9, 2, 3]] * 2
 
     def step():
         v[1] = 7.0
         rows = jnp.zeros_like(v[...]).at[replica_id()].add(number())
         v.assign_add(rows)
 
-    each.run(step)
-    assert copies(each, v) == [[10, 9, 3]] * 2
+    pair.run(step)
+    assert copies(pair, v) == [[10, 9, 3]] * 2
 
     def forgets():
         v[0] = number()
 
     with raises(mirror.ReplicaDivergenceError, names=["v", "axis_index"], fix="all_reduce"):
-        each.run(forgets)
-    assert copies(each, v) == [[10, 9, 3]] * 2
+        pair.run(forgets)
+    assert copies(pair, v) == [[10, 9, 3]] * 2
 
 
-def test_copies_and_pickles_are_variables_of_their_own(two):
+def test_copies_and_pickles_are_independent_variables(two):
     with two.scope():
         v, r, none = variable(1.0, "sum", name="v"), on_read("sum", 3, name="r"), on_read()
     set_copies(two, none)
@@ -493,7 +451,7 @@ def test_copies_and_pickles_are_variables_of_their_own(two):
     assert copies(two, pickle.loads(pickle.dumps(none))) == [3, 5]
 
 
-def test_gradients_are_each_replicas_own(each):
+def test_gradients_are_per_replica(pair):
     """And with respect to the value; `nnx.grad` takes variables that are passed."""
     v = variable(2.0, "sum")
 
@@ -503,29 +461,29 @@ def test_gradients_are_each_replicas_own(each):
     def passed(w):
         return nnx.grad(lambda w: w[...] * w[...] * number())(w)[...]
 
-    np.testing.assert_array_equal(each.run(captured), [4, 8])
-    np.testing.assert_array_equal(each.run(passed, (v,)), [4, 8])
+    np.testing.assert_array_equal(pair.run(captured), [4, 8])
+    np.testing.assert_array_equal(pair.run(passed, (v,)), [4, 8])
     assert jax.grad(lambda x: x * x)(v[...]) == 4
     with pytest.raises(ValueError, match="from different trace level"):
-        each.run(lambda: nnx.grad(lambda w: w[...])(v)[...])
+        pair.run(lambda: nnx.grad(lambda w: w[...])(v)[...])
 
 
-# Variables of which each replica has a value of its own
+# Per-replica (on_read) variables
 
 
-def test_on_read_is_not_trainable_unless_said():
+def test_on_read_is_not_trainable_by_default():
     assert not on_read().trainable
     assert on_read(trainable=True).trainable
 
 
-def test_on_read_is_aggregated_outside_and_each_replicas_own_in_a_step(each):
-    with each.scope():
+def test_on_read_is_aggregated_outside_and_per_replica_in_a_step(pair):
+    with pair.scope():
         none, total, mean, first = made = [on_read(a, name=a) for a in AGGREGATIONS]
-    set_copies(each, *made)
+    set_copies(pair, *made)
     for v in made:
-        assert copies(each, v) == [3, 5]
+        assert copies(pair, v) == [3, 5]
         assert v.shape == ()
-        np.testing.assert_array_equal(each.run(plus_one, (v,)), [4, 6])
+        np.testing.assert_array_equal(pair.run(plus_one, (v,)), [4, 6])
     for v, wanted in ((total, 8), (mean, 4), (first, 3)):
         assert [float(x) for x in (v[...], v.get_value(), v + 0, v.copy()[...])] == [wanted] * 4
         assert np.asarray(v) == wanted
@@ -543,10 +501,10 @@ def test_on_read_is_aggregated_outside_and_each_replicas_own_in_a_step(each):
     assert "PerReplica" in repr(nnx.state({"none": none}))
 
 
-def test_in_a_step_each_replica_writes_its_own(each):
-    with each.scope():
+def test_on_read_assign_in_a_step_writes_per_replica(pair):
+    with pair.scope():
         made = [on_read(a) for a in AGGREGATIONS]
-    set_copies(each, *made)
+    set_copies(pair, *made)
 
     def step():
         for v in made:
@@ -554,78 +512,78 @@ def test_in_a_step_each_replica_writes_its_own(each):
             v.assign_sub(number())
             v[...] += 1
 
-    each.run(step)
-    assert [copies(each, v) for v in made] == [[5, 6]] * 4
+    pair.run(step)
+    assert [copies(pair, v) for v in made] == [[5, 6]] * 4
 
 
-def test_outside_a_sum_is_shared_out_and_integers_stay_exact(each):
+def test_on_read_assign_outside_splits_a_sum_exactly(pair):
     """TensorFlow rounds 7 to 6."""
-    with each.scope():
+    with pair.scope():
         total, mean, first = (on_read(a) for a in AGGREGATIONS[1:])
         count = on_read("sum", 0)
     for v in (total, mean, first):
         assert v.assign(8.0) is v
         assert v == 8
-    assert [copies(each, v) for v in (total, mean, first)] == [[4, 4], [8, 8], [8, 8]]
+    assert [copies(pair, v) for v in (total, mean, first)] == [[4, 4], [8, 8], [8, 8]]
     for value in (7, -7, 0, 2**31 - 1, -(2**31)):
         assert int(count.assign(value)) == value
-        assert sum(copies(each, count)) == value
+        assert sum(copies(pair, count)) == value
     count[...] = 9
-    assert copies(each, count) == [5, 4]
+    assert copies(pair, count) == [5, 4]
 
 
-def test_outside_a_sum_is_shared_out_among_eight_replicas(eight):
+def test_on_read_assign_outside_splits_a_sum_across_eight_replicas(eight):
     with eight.scope():
         count = on_read("sum", 27)
         mean = on_read("mean", 3.0)
-    assert int(count) == 27 * 8  # created in the scope: the value of each replica
+    assert int(count) == 27 * 8  # created in the scope: the value per replica
     assert copies(eight, count.assign(27)) == [6] + [3] * 7
     assert mean == 3
 
 
-def test_outside_nothing_is_added_to_a_sum(each):
-    with each.scope():
+def test_on_read_sum_rejects_assign_add_outside_a_step(pair):
+    with pair.scope():
         total, mean, first = (on_read(a, name=a) for a in AGGREGATIONS[1:])
-    set_copies(each, total, mean, first)
+    set_copies(pair, total, mean, first)
     for add in (total.assign_add, total.assign_sub):
         names = [add.__name__, "'sum'"]
         with raises(ValueError, names=names, values="'on_read'", fix="v.assign(v[...] + x)"):
             add(10.0)
     for v in (mean, first):
-        assert copies(each, v.assign_add(10.0)) == [13, 15]
-        assert copies(each, v.assign_sub(1.0)) == [12, 14]
+        assert copies(pair, v.assign_add(10.0)) == [13, 15]
+        assert copies(pair, v.assign_sub(1.0)) == [12, 14]
     assert (float(mean), float(first)) == (13, 12)
 
 
-def test_without_aggregation_nothing_is_written_outside(each):
+def test_on_read_without_aggregation_rejects_assign_outside_a_step(pair):
     """TensorFlow writes, then raises."""
-    with each.scope():
+    with pair.scope():
         none = on_read(name="mine")
-    set_copies(each, none)
+    set_copies(pair, none)
     for write in (none.assign, none.assign_add, none.set_value):
         with raises(ValueError, names="'mine'", values="'on_read'", fix="aggregation='sum'"):
             write(8.0)
-    assert copies(each, none) == [3, 5]
+    assert copies(pair, none) == [3, 5]
 
 
-def test_reduce_takes_its_own_op(each):
-    with each.scope():
+def test_reduce_uses_the_given_op(pair):
+    with pair.scope():
         first, none = on_read("only_first_replica"), on_read()
         v = variable(2.0)
-    set_copies(each, first, none)
+    set_copies(pair, first, none)
     for r in (first, none):
-        assert [float(each.reduce(op, r)) for op in ("sum", "mean", "min", "max")] == [8, 4, 3, 5]
-    found = each.reduce("sum", {"r": none, "v": [v, 1.0]})
+        assert [float(pair.reduce(op, r)) for op in ("sum", "mean", "min", "max")] == [8, 4, 3, 5]
+    found = pair.reduce("sum", {"r": none, "v": [v, 1.0]})
     assert jax.tree.map(float, found) == {"r": 8, "v": [4, 2]}
-    np.testing.assert_array_equal(each.gather({"v": variable([1, 2])})["v"], [1, 2, 1, 2])
-    assert each.run(lambda: each.num_replicas_in_sync) == 2
+    np.testing.assert_array_equal(pair.gather({"v": variable([1, 2])})["v"], [1, 2, 1, 2])
+    assert pair.run(lambda: pair.num_replicas_in_sync) == 2
 
 
-def test_in_a_step_a_variable_is_reduced_by_name(each):
-    """One explicit method in the place of TensorFlow's `variable_sync_on_read_context`."""
-    with each.scope():
+def test_all_reduce_in_a_step_accepts_variables(pair):
+    """One explicit method replaces TensorFlow's `variable_sync_on_read_context`."""
+    with pair.scope():
         v, r = variable(2.0), on_read("only_first_replica")
-    set_copies(each, r)
+    set_copies(pair, r)
 
     def step():
         reduce = mirror.get_replica_context().all_reduce
@@ -635,16 +593,16 @@ def test_in_a_step_a_variable_is_reduced_by_name(each):
             mirror.get_replica_context().all_gather(r[...][None]),
         ]
 
-    *reduced, gathered = each.run(step)
+    *reduced, gathered = pair.run(step)
     assert list(map(float, reduced)) == [4, 8, 2, 4, 8]
     np.testing.assert_array_equal(gathered, [3, 5])
 
 
-def test_local_results_of_variables(each):
-    with each.scope():
+def test_local_results_returns_copies_of_variables(pair):
+    with pair.scope():
         v, r = variable(2.0), on_read()
-    set_copies(each, r)
-    found = each.local_results({"v": v, "r": [r, 7], "none": None})
+    set_copies(pair, r)
+    found = pair.local_results({"v": v, "r": [r, 7], "none": None})
     assert jax.tree.map(float, found) == tuple(
         {"v": 2, "r": [own, 7], "none": None} for own in (3, 5)
     )
@@ -653,18 +611,18 @@ def test_local_results_of_variables(each):
 # Checkpoints: what a variable's copies are on the host
 
 
-def test_a_variable_is_saved_once_and_restored_into_every_copy(each):
-    with each.scope():
+def test_variable_is_saved_once_and_restored_into_every_copy(pair):
+    with pair.scope():
         v = variable([1.0, 2.0], "sum", name="v")
-    each.run(lambda: nothing(v.assign_sub(jnp.ones(2) - number())))
+    pair.run(lambda: nothing(v.assign_sub(jnp.ones(2) - number())))
     saved = np.asarray(v)
     np.testing.assert_array_equal(saved, [2, 3])
     other = cpu_strategy(3)
-    for scope in (each.scope(), other.scope()):
+    for scope in (pair.scope(), other.scope()):
         restored = variable([0.0, 0.0])
         with scope:
             restored.assign(saved)
-        for strategy in (each, other):
+        for strategy in (pair, other):
             strategy.run(plus_one, (restored,))
             assert copies(strategy, restored) == [[2, 3]] * strategy.num_replicas_in_sync
     plain = nnx.Variable(jnp.zeros(2))
@@ -674,15 +632,15 @@ def test_a_variable_is_saved_once_and_restored_into_every_copy(each):
         v.assign(np.ones(3, np.float32))
 
 
-def test_what_each_replica_has_is_saved_aggregated(each, eight):
-    with each.scope():
+def test_on_read_variable_is_saved_aggregated(pair, eight):
+    with pair.scope():
         total, mean, first, none = made = [on_read(a) for a in [*AGGREGATIONS[1:], "none"]]
-    set_copies(each, *made)
+    set_copies(pair, *made)
     saved = [np.asarray(v) for v in (total, mean, first)]
     assert [float(x) for x in saved] == [8, 4, 3]
     with raises(ValueError, values="'on_read'", fix="strategy.local_results(v)"):
         np.asarray(none)
-    for strategy in (each, eight):
+    for strategy in (pair, eight):
         with strategy.scope():
             restored = [on_read(a) for a in AGGREGATIONS[1:]]
         for v, value in zip(restored, saved, strict=True):
@@ -692,7 +650,7 @@ def test_what_each_replica_has_is_saved_aggregated(each, eight):
     assert float(variable(0.0).assign(saved[0])) == 8
 
 
-# Found in a step
+# Variables in a step
 
 
 class Counter:
@@ -713,7 +671,7 @@ def count_global():
     return COUNTER.step()
 
 
-def test_a_variable_is_found_wherever_it_is_captured(two):
+def test_captured_variable_is_found_anywhere(two):
     counter = Counter()
 
     def nested():
@@ -739,42 +697,42 @@ def test_a_variable_is_found_wherever_it_is_captured(two):
     assert float(two.run(count_global)) == 2
 
 
-def test_a_name_that_means_another_variable_later(each):
+def test_rebound_name_reads_the_new_variable(pair):
     counter, v = Counter(), variable(0.0, "sum")
 
     def step():
         return v.assign_add(1.0)[...], counter.step()
 
-    assert list(map(float, each.run(step))) == [2, 2]
+    assert list(map(float, pair.run(step))) == [2, 2]
     before = v, counter.seen
     v, counter.seen = variable(10.0, "sum"), variable(20.0, "sum")
     for i in (2, 4):
-        assert list(map(float, each.run(step))) == [10 + i, 20 + i]
+        assert list(map(float, pair.run(step))) == [10 + i, 20 + i]
     assert [float(x) for x in before] == [2, 2]
 
 
-def test_a_jitted_helper_reads_the_variable_of_today(each):
+def test_jitted_helper_reads_the_current_value(pair):
     """JAX traces it once for its shapes, and remembers that."""
     v = variable(1.0, "sum")
     helper = jax.jit(lambda x: x * v[...])
     steps = [lambda: helper(2.0) + v, lambda: helper(2.0) - v]
     for value in (1.0, 3.0):
         v.assign(value)
-        assert [float(each.run(step)) for step in steps] == [3 * value, value]
+        assert [float(pair.run(step)) for step in steps] == [3 * value, value]
 
 
-def test_a_variable_that_only_some_calls_use(each):
+def test_variable_used_by_some_calls_only_is_updated(pair):
     v = variable(0.0, "sum")
 
     def step(counts):
         return v.assign_add(1.0)[...] if counts else 0.0
 
     for counts, wanted in ((False, 0), (True, 2), (False, 0), (True, 4)):
-        assert float(each.run(step, (counts,))) == wanted
+        assert float(pair.run(step, (counts,))) == wanted
     assert v == 4
 
 
-def test_captured_and_passed_is_one_variable(each):
+def test_variable_may_be_captured_and_passed(pair):
     v, r = variable(0.0, "sum"), on_read("sum")
 
     def step(tree, w):
@@ -784,11 +742,11 @@ def test_captured_and_passed_is_one_variable(each):
         return w[...] + v
 
     for i in (1, 2):
-        assert float(each.run(step, ({"v": v, "r": r}, v))) == 8 * i
+        assert float(pair.run(step, ({"v": v, "r": r}, v))) == 8 * i
     assert (float(v), float(r)) == (8, 4)
 
 
-def test_two_steps_two_strategies_and_modules_share_a_variable(each, eight):
+def test_steps_strategies_and_modules_share_a_variable(pair, eight):
     class Model(nnx.Module):
         def __init__(self):
             self.seen = variable(0.0, "sum")
@@ -796,13 +754,13 @@ def test_two_steps_two_strategies_and_modules_share_a_variable(each, eight):
     model = Model()
     seen = model.seen
     for _ in range(2):
-        each.run(lambda: nothing(seen.assign_add(1.0)))
+        pair.run(lambda: nothing(seen.assign_add(1.0)))
         eight.run(lambda model: nothing(model.seen.assign_add(1.0)), (model,))
     assert seen == 20
     assert copies(eight, model.seen) == [20] * 8
 
 
-def test_a_variable_may_first_be_met_in_an_inner_transformation(each):
+def test_variable_may_be_first_read_in_an_inner_transformation(pair):
     v, w, u = variable(2.0, "sum"), variable(3.0), on_read("sum", 1.0)
 
     def step(x):
@@ -814,13 +772,13 @@ def test_a_variable_may_first_be_met_in_an_inner_transformation(each):
         return once, rows, slope, v + w
 
     for i in range(2):
-        once, rows, _, total = each.run(step, (1.0,))
+        once, rows, _, total = pair.run(step, (1.0,))
         assert (float(once), float(total)) == (2 + 2 * i, 8 + 3 * i)
         np.testing.assert_array_equal(rows, [0, 3 + i, 6 + 2 * i])
     assert (float(v), float(w), float(u)) == (6, 5, 5)
 
 
-def test_a_failed_step_leaves_what_was_there(each):
+def test_failed_step_leaves_variables_unchanged(pair):
     v, r = variable(1.0, "sum"), on_read("sum", 1.0)
     errors = [KeyError("mine"), KeyboardInterrupt(), None]
 
@@ -832,15 +790,15 @@ def test_a_failed_step_leaves_what_was_there(each):
 
     for kind in (KeyError, KeyboardInterrupt):
         with pytest.raises(kind):
-            each.run(step)
+            pair.run(step)
         assert (float(v), float(r)) == (1, 1)
         errors.pop(0)
-    each.run(step)
+    pair.run(step)
     assert (float(v), float(r)) == (201, 201)
 
 
-def test_threads_find_their_own_variables(each):
-    """One that two threads assign at once needs a lock of theirs, as everything in Python."""
+def test_threads_use_their_own_variables(pair):
+    """A variable that two threads assign needs a lock of the user, like all shared state."""
     held = [(variable(0.0, "sum"), on_read("sum", 0)) for _ in range(2)]
     start, lock = threading.Barrier(2), threading.Lock()
     together, problems = variable(0.0, "sum"), []
@@ -857,13 +815,13 @@ def test_threads_find_their_own_variables(each):
         try:
             start.wait(30)
             for _ in range(5):
-                each.run(step)
+                pair.run(step)
                 with lock:
-                    each.run(shared)
+                    pair.run(shared)
         except BaseException as error:
             problems.append(error)
 
-    threads = [threading.Thread(target=work, args=pair) for pair in held]
+    threads = [threading.Thread(target=work, args=item) for item in held]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -873,8 +831,8 @@ def test_threads_find_their_own_variables(each):
     assert together == 20
 
 
-def test_another_number_of_replicas(two, eight):
-    """Mirrored it is mirrored anew; values for each of two replicas mean nothing to eight."""
+def test_variable_is_used_with_another_number_of_replicas(two, eight):
+    """A mirrored variable is mirrored again; values of two replicas do not fit eight."""
     with two.scope():
         v, r = variable(1.0, "sum", name="v"), on_read("sum", 3, name="r")
     for strategy in (eight, two, eight):
@@ -887,7 +845,7 @@ def test_another_number_of_replicas(two, eight):
     assert r == 6
 
 
-def test_outside_every_strategy_it_is_a_plain_variable():
+def test_variable_is_plain_outside_every_strategy():
     v, r = variable(1.0, "sum"), on_read("mean", 2.0)
     assert v.assign_add(1.0) == 2
     assert r.assign_add(1.0) == 3
@@ -937,11 +895,11 @@ TRAINABLE = nnx.Any(
 )
 
 
-def test_variables_are_trained_by_an_optimizer_and_count(each):
-    """And one on each of eight replicas, or on one, is the same training."""
+def test_variables_are_trained_by_an_optimizer_and_count(pair):
+    """Eight replicas and one train the same."""
     step = trained(TRAINABLE)
     found = {}
-    for name, strategy in {"two": each, "one": cpu_strategy(1)}.items():
+    for name, strategy in {"two": pair, "one": cpu_strategy(1)}.items():
         with strategy.scope():
             model = Model()
             optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=TRAINABLE)
@@ -959,7 +917,7 @@ def test_variables_are_trained_by_an_optimizer_and_count(each):
 
 
 @pytest.mark.filterwarnings("ignore:<lambda> computes the same on all")
-def test_the_graph_of_a_large_model_is_split_once_and_a_change_is_noticed(two, monkeypatch):
+def test_graph_of_a_large_model_is_split_once_until_it_changes(two, monkeypatch):
     class Block(nnx.Module):
         def __init__(self, rngs):
             self.attention = nnx.MultiHeadAttention(2, 4, decode=False, rngs=rngs)
@@ -1002,19 +960,19 @@ def test_the_graph_of_a_large_model_is_split_once_and_a_change_is_noticed(two, m
     assert [float(block.seen) for block in model.blocks] == [5] * 3
 
 
-def test_filters_states_and_trees_of_a_module(each):
-    with each.scope():
+def test_filters_states_and_trees_support_variables(pair):
+    with pair.scope():
         model = Model()
     state = nnx.state(model, mirror.Variable)
     assert set(state) == {"weight", "count", "loss"}
     merged = nnx.merge(*nnx.split(copy.deepcopy(model)))
-    assert copies(each, merged.count) == [0, 0]
+    assert copies(pair, merged.count) == [0, 0]
     assert type(merged.weight) is mirror.Variable
     doubled = jax.tree.map(lambda x: 2 * x, nnx.state(model))
     np.testing.assert_array_equal(doubled["weight"], [2, 2, 2])
     assert doubled["count"] == 0
-    set_copies(each, model.count)
-    assert copies(each, jax.tree.map(lambda x: 2 * x, model).count) == [6, 10]
+    set_copies(pair, model.count)
+    assert copies(pair, jax.tree.map(lambda x: 2 * x, model).count) == [6, 10]
     host = {
         "/".join(map(str, path)): np.asarray(v) for path, v in nnx.to_flat_state(nnx.state(model))
     }
@@ -1023,12 +981,12 @@ def test_filters_states_and_trees_of_a_module(each):
     assert "Variable" in repr(model)
     nnx.update(model, nnx.state(merged))
     assert int(model.count) == 0
-    each.run(lambda model: nothing(model.count.assign_add(1)), (model,))
+    pair.run(lambda model: nothing(model.count.assign_add(1)), (model,))
     assert int(model.count) == 2
 
 
-def test_lanes_of_unequal_length(two):
-    """Each replica brings its own number of examples; the lanes are traced by themselves."""
+def test_variables_work_on_unequal_lengths(two):
+    """Replicas have different numbers of examples; lanes are traced separately."""
     with two.scope():
         examples, steps, mean = on_read("sum", 0), variable(0, "sum"), variable(0.0, "mean")
 
@@ -1047,7 +1005,7 @@ def test_lanes_of_unequal_length(two):
 
 @pytest.fixture
 def mixed(monkeypatch) -> mirror.MirroredStrategy:
-    """CPU:0 passes for a GPU: devices that no mesh spans."""
+    """CPU:0 is a simulated GPU: no mesh spans the devices."""
     from mirror._src.devices import backend
 
     real = backend.type_of
@@ -1059,7 +1017,7 @@ def mixed(monkeypatch) -> mirror.MirroredStrategy:
     return mirror.MirroredStrategy(["GPU:0", "CPU:0"])
 
 
-def test_devices_of_several_types(mixed):
+def test_variables_work_on_several_device_types(mixed):
     with mixed.scope():
         v, r = variable(1.0, "sum"), on_read("sum", 0)
         none = on_read()
@@ -1082,10 +1040,10 @@ def test_devices_of_several_types(mixed):
     mixed.check_mirrored((v, r))
 
 
-def test_with_the_placement_log(each, caplog):
+def test_placement_log_supports_variables(pair, caplog):
     mirror.debugging.set_log_device_placement(True)
     try:
-        with each.scope():
+        with pair.scope():
             v, r = variable(1.0, "sum", name="v"), on_read("sum", 0, name="r")
 
         def step():
@@ -1093,7 +1051,7 @@ def test_with_the_placement_log(each, caplog):
             r.assign_add(1)
             return jnp.sum(v) + r
 
-        each.run(step)
+        pair.run(step)
         assert v.assign_add(1.0) == 5
         assert int(r) == 2
     finally:

@@ -11,28 +11,32 @@ from mirror._src.utils.errors import ReplicaDivergenceError, listing
 from mirror._src.utils.naming import keys
 from mirror._src.utils.types import Array, PyTree
 from mirror._src.values.per_replica import is_per_replica
-from mirror._src.variables.on_read import is_own
+from mirror._src.variables.on_read import is_on_read
 
 
 def check_mirrored(runner: Runner, tree: PyTree) -> None:
-    """See `Strategy.check_mirrored`."""
-    is_leaf = lambda leaf: is_per_replica(leaf) or is_own(leaf)  # noqa: E731
-    found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]
-    found = [(path, leaf) for path, leaf in found if not is_own(leaf)]  # those may differ
-    named = [(keys(path).lstrip(".") or "the value", leaf) for path, leaf in found]
+    """Implements `Strategy.check_mirrored`."""
+    is_leaf = lambda leaf: is_per_replica(leaf) or is_on_read(leaf)  # noqa: E731
+    leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]
+    named = [
+        (keys(path).lstrip(".") or "the value", leaf)
+        for path, leaf in leaves
+        if not is_on_read(leaf)  # an "on_read" variable may differ
+    ]
     per_replica = [name for name, leaf in named if is_per_replica(leaf)]
     if per_replica:
         raise TypeError(
-            f"These are PerReplica values, which may differ:\n{listing(per_replica)}\n"
-            "check_mirrored is for mirrored ones: models, optimizers, reduced results."
+            "check_mirrored expects mirrored values, such as models, optimizers or reduced "
+            "results. These leaves are PerReplica values, which may differ:\n"
+            f"{listing(per_replica)}"
         )
     arrays = [(name, leaf) for name, leaf in named if isinstance(leaf, jax.Array)]
-    # There is one copy of an array of which each device stores a slice: nothing to compare.
+    # A sharded array has a single copy, so there is nothing to compare.
     arrays = [(name, leaf) for name, leaf in arrays if not runner.replicas.is_sharded(leaf)]
     elsewhere = [name for name, leaf in arrays if not runner.replicas.is_mirrored(leaf)]
     if elsewhere:
         raise ValueError(
-            f"These arrays are not mirrored over the strategy's devices:\n{listing(elsewhere)}\n"
+            f"These arrays are not mirrored on the strategy's devices:\n{listing(elsewhere)}\n"
             "Create them inside strategy.scope(), or pass them through strategy.run first."
         )
     if not arrays:
@@ -42,23 +46,24 @@ def check_mirrored(runner: Runner, tree: PyTree) -> None:
     if differing:
         raise ReplicaDivergenceError(
             f"The replicas' copies differ in {len(differing)} of {len(arrays)} arrays:\n"
-            f"{listing(differing)}\nSomething wrote to one device's copy alone. Restore from a "
-            "checkpoint; strategy.local_results(x) shows each replica's copy."
+            f"{listing(differing)}\nOnly some devices' copies were changed. Restore a checkpoint. "
+            "To see every replica's copy, call strategy.local_results(x)."
         )
 
 
 def _compare_copies(leaves: list[Array]) -> Array:
-    """For each leaf whether all replicas' fingerprints of it agree."""
+    """Returns for every leaf whether the fingerprints of all replicas are equal."""
     prints = jnp.stack([fingerprint(leaf) for leaf in leaves])
     least, most = bind_all_reduce(ReduceOp.MIN, prints), bind_all_reduce(ReduceOp.MAX, prints)
     return jnp.all(least == most, axis=-1)
 
 
 def fingerprint(leaf: Array) -> Array:
-    """Two uint32 made of an array's bits; a change of any one element always shows in the first.
+    """Returns two uint32 hashes of an array's bits; changing one element changes the first hash.
 
-    Each element's bits are multiplied by an odd number that depends on the position, which is
-    invertible modulo 2**32, and added up.
+    The first hash is the sum of all elements' bits, each multiplied by an odd number that depends
+    on its position. Multiplication by an odd number is invertible modulo 2**32, so no change of a
+    single element is lost.
     """
     bits = _bits(leaf).ravel()
     position = jax.lax.iota(jnp.uint32, bits.size)
@@ -72,14 +77,14 @@ _SMALL_INTEGERS = ("int2", "uint2", "int4", "uint4")
 
 
 def _bits(leaf: Array) -> Array:
-    """An array's bits as uint32."""
+    """Returns the bits of an array as uint32."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     if jnp.iscomplexobj(leaf):
         leaf = jnp.stack([leaf.real, leaf.imag])
     if leaf.dtype == jnp.bool_ or leaf.dtype.name in _SMALL_INTEGERS:
         return leaf.astype(jnp.int32).astype(jnp.uint32)
-    if leaf.dtype.name == "float4_e2m1fn":  # no bits of its own: they are packed in bytes
+    if leaf.dtype.name == "float4_e2m1fn":  # two elements share a byte, so there is no bitcast
         leaf = leaf.astype(jnp.float32)
     if leaf.dtype.itemsize == 8:
         return jax.lax.bitcast_convert_type(leaf, jnp.uint32)

@@ -1,4 +1,4 @@
-"""Copies of objects and arguments, to try a step without changing the originals."""
+"""Copies of nnx objects and arguments, so that a trial step does not change the originals."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +15,7 @@ from mirror._src.variables.variable import Variable
 
 
 def copy_of(objects: Sequence[Any]) -> list[Any]:
-    """Copies of nnx objects, which share with each other what the objects share."""
+    """Copies nnx objects; variables that several objects share are shared by the copies too."""
     graphdef: Any
     graphdef, state = nnx.split(tuple(objects))
     return list(nnx.merge(graphdef, jax.tree.map(_copy, state)))
@@ -30,13 +30,13 @@ def _copy(leaf: Any) -> Any:
 
 
 def restore(variables: Sequence[Variable], saved: Sequence[Any]) -> None:
-    """Gives variables the values of copies of them, and keeps the copies."""
+    """Sets variables to the values of earlier copies; the copies stay usable."""
     for variable, copied in zip(variables, copy_of(list(saved)), strict=True):
         variable.set_raw_value(copied.get_raw_value())
 
 
 def with_objects(tree: Any, objects: list[Any]) -> Any:
-    """The arguments of a call with these objects in the places where others were taken out."""
+    """Replaces the placeholders in the arguments of a call by these objects."""
     return jax.tree.map(
         lambda node: objects[node.number] if isinstance(node, ObjectPlaceholder) else node,
         tree,
@@ -45,13 +45,17 @@ def with_objects(tree: Any, objects: list[Any]) -> Any:
 
 
 def whole_batch(leaf: Any) -> Any:
-    """A per-replica batch as the one batch of a lone replica."""
+    """Joins the replicas' batches into one batch for a single replica.
+
+    Raises:
+        ValueError: If the leaf is a `PerReplica` of scalars.
+    """
     if not is_per_replica(leaf):
         return leaf
     rows = [np.asarray(value) for value in leaf.values]
     if rows[0].ndim == 0:
         raise ValueError(
-            f"The replicas' batches are put together to one, but {leaf!r} has one scalar for each "
-            "replica and no batch axis. Pass it mirrored, or in a batch."
+            f"Cannot join the replicas' values of {leaf!r} into one batch: scalars have no batch "
+            "axis. Pass a mirrored value, or one with a batch axis."
         )
     return PerReplica([np.concatenate(rows)])

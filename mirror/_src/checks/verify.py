@@ -25,12 +25,13 @@ from mirror._src.variables.variable import Variable
 
 @dataclass(frozen=True)
 class Difference:
-    """How far one leaf is from that of one device.
+    """Difference between a leaf on n replicas and the same leaf on one device.
 
     Attributes:
-        name: the user's name for it.
-        relative: the largest difference over the largest magnitude; `inf` for unequal integers.
-        compared: whether one device has a counterpart to hold it against.
+        name: Name of the leaf: `result['loss']`, `model.kernel`.
+        relative: Largest absolute difference divided by the largest magnitude. `inf` for unequal
+            integers.
+        compared: Whether one device computes a corresponding leaf.
     """
 
     name: str
@@ -41,16 +42,18 @@ class Difference:
 @set_module("mirror")
 @dataclass(frozen=True)
 class VerifyReport:
-    """What `strategy.verify` found: one row for each result and each changed variable.
+    """Result of `strategy.verify`: one row per result and per changed variable.
+
+    When printed, `-` marks a leaf for which one device computes no counterpart.
 
     Attributes:
-        num_replicas: how many replicas were held against one device.
-        rtol: the largest relative difference that was allowed.
-        rows: the leaves, in the order of results, then variables.
+        num_replicas: Number of replicas that were compared with one device.
+        rtol: Largest relative difference allowed.
+        rows: Results first, then variables.
 
     >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
     >>> print(strategy.verify(lambda x: 2 * x, (mirror.PerReplica([[1.0], [2.0]]),)))
-    2 replicas against one device, relative differences (allowed: 1e-05):
+    2 replicas and one device, relative differences (at most 1e-05 allowed):
         0.0e+00  result
     """
 
@@ -60,74 +63,73 @@ class VerifyReport:
 
     @property
     def largest(self) -> float:
-        """The largest relative difference of all leaves that could be compared."""
+        """Largest relative difference of the compared leaves."""
         return max((row.relative for row in self.rows if row.compared), default=0.0)
 
     def __str__(self) -> str:
         lines = [
-            f"{counted(self.num_replicas, 'replica')} against one device, relative differences "
-            f"(allowed: {self.rtol:g}):"
+            f"{counted(self.num_replicas, 'replica')} and one device, relative differences "
+            f"(at most {self.rtol:g} allowed):"
         ]
         for row in self.rows:
-            shown = f"{row.relative:9.1e}" if row.compared else "      own"
-            lines.append(f"  {shown}  {row.name}")
+            difference = f"{row.relative:.1e}" if row.compared else "-"
+            lines.append(f"  {difference:>9}  {row.name}")
         return "\n".join(lines)
 
 
 def verify(
     many: Runner, single: Runner, fn: Callable, args: Sequence, kwargs: dict, rtol: float
 ) -> VerifyReport:
-    """See `Strategy.verify`."""
+    """Implements `Strategy.verify`."""
     arguments = hoist_nested(args, kwargs)
-    here, there = copy_of(arguments.objects), copy_of(arguments.objects)
-    collapse(there)
-    if Variable.in_use:  # some may be no arguments, and must be as they were afterwards
-        many.prepare(fn, *with_objects(arguments.tree, here))
+    objects, single_objects = copy_of(arguments.objects), copy_of(arguments.objects)
+    collapse(single_objects)
+    if Variable.in_use:  # the step may capture variables, which must be restored afterwards
+        many.prepare(fn, *with_objects(arguments.tree, objects))
     captured = many.captured(fn)
     names = object_names(fn, arguments.tree, [*arguments.objects, *captured], captured)
     num_replicas = len(many.replicas)
     saved = copy_of(captured)
     try:
-        before = _variables([*here, *captured], names)
-        got = many.run(fn, *with_objects(arguments.tree, here))
-        after = _variables([*here, *captured], names)
+        before = _variables([*objects, *captured], names)
+        results = many.run(fn, *with_objects(arguments.tree, objects))
+        after = _variables([*objects, *captured], names)
         restore(captured, saved)
         collapse(captured)
         whole = jax.tree.map(whole_batch, arguments.tree, is_leaf=is_per_replica)
-        wanted = single.run(fn, *with_objects(whole, there))
-        expected = _variables([*there, *captured], names)
+        expected_results = single.run(fn, *with_objects(whole, single_objects))
+        expected = _variables([*single_objects, *captured], names)
     finally:
         restore(captured, saved)
-    program = many.prepare(fn, *with_objects(arguments.tree, here))
+    program = many.prepare(fn, *with_objects(arguments.tree, objects))
     require_none(name_of(fn), program.drifts)
-    rows = _compare_results(got, wanted)
+    rows = _compare_results(results, expected_results)
     for name, value in after.items():
-        rows.append(Difference(name, relative_difference(value, expected[name])))
-        if _equal(value, before[name]) and _equal(expected[name], before[name]):
-            rows.pop()
+        if not (_equal(value, before[name]) and _equal(expected[name], before[name])):
+            rows.append(Difference(name, relative_difference(value, expected[name])))
     report = VerifyReport(num_replicas, rtol, tuple(rows))
     wrong = [row for row in rows if row.compared and not row.relative <= rtol]
     if wrong:
         raise ReplicaMismatchError(
             f"{num_replicas} replicas and one device on the whole batch differ by more than "
-            f"rtol={rtol:g} in\n{listing(f'{r.name}: relative {r.relative:.1e}' for r in wrong)}\n"
-            "The usual causes: a sum where a mean is meant (or the other way round), a loss "
-            "divided twice, a batch normalisation over each replica's own batch (axis_name="
-            "mirror.REPLICA_AXIS makes it one), dropout, which draws on each replica anew; for one "
-            "variable alone, a true gradient of zero, as of a bias before a batch normalisation "
-            "(use_bias=False): then rounding is compared with rounding."
-            + _shared_draws(program.shared_draws)
+            f"rtol={rtol:g} in:\n{listing(f'{r.name}: relative {r.relative:.1e}' for r in wrong)}\n"
+            'Common causes: all_reduce("sum") where a mean is intended (or vice versa); a loss '
+            "divided twice; batch normalization over each replica's own batch (pass "
+            "axis_name=mirror.REPLICA_AXIS); dropout, which samples independently on each replica. "
+            "If only one variable differs, its true gradient may be zero, such as a bias directly "
+            "before batch normalization (use_bias=False): the difference is then rounding error."
+            + _shared_key_hint(program.shared_samples)
         )
     return report
 
 
-def _shared_draws(lines: Sequence[str]) -> str:
+def _shared_key_hint(lines: Sequence[str]) -> str:
     if not lines:
         return ""
     return (
-        f"\nAll replicas draw the same random numbers at {', '.join(lines)}: the key is the same. "
-        "For dropout each needs its own, replica_context.fold_in(key); mirror.example_keys(key, "
-        "batch) draws the same for an example on any number of replicas."
+        f"\nAll replicas sample with the same key at {', '.join(lines)}. For dropout, derive a key "
+        "per replica: replica_context.fold_in(key). For samples that do not depend on the number "
+        "of replicas, use mirror.example_keys(key, batch)."
     )
 
 
@@ -147,17 +149,17 @@ def _host(leaf: Any) -> np.ndarray:
     return np.array(leaf)
 
 
-def _compare_results(got: PyTree, wanted: PyTree) -> list[Difference]:
+def _compare_results(results: PyTree, expected: PyTree) -> list[Difference]:
     rows = []
-    mine = jax.tree_util.tree_flatten_with_path(got, is_leaf=is_per_replica)[0]
-    theirs = jax.tree.leaves(wanted, is_leaf=is_per_replica)
-    for (path, a), b in zip(mine, theirs, strict=True):
+    leaves = jax.tree_util.tree_flatten_with_path(results, is_leaf=is_per_replica)[0]
+    expected_leaves = jax.tree.leaves(expected, is_leaf=is_per_replica)
+    for (path, a), b in zip(leaves, expected_leaves, strict=True):
         name = "result" + keys(path)
         if not is_per_replica(a):
             rows.append(Difference(name, relative_difference(_host(a), _host(b))))
             continue
-        one, parts = _host(b.values[0]), list(map(_host, a.values))
-        joined = np.concatenate(parts) if parts[0].ndim else np.stack(parts)
+        one, shards = _host(b.values[0]), list(map(_host, a.values))
+        joined = np.concatenate(shards) if shards[0].ndim else np.stack(shards)
         comparable = one.ndim > 0 and joined.shape == one.shape
         distance = relative_difference(joined, one) if comparable else 0.0
         rows.append(Difference(name, distance, comparable))
@@ -169,7 +171,7 @@ def _equal(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def relative_difference(a: np.ndarray, b: np.ndarray) -> float:
-    """The largest difference over the largest magnitude; NaN in the same place is equal."""
+    """Returns the largest difference over the largest magnitude; NaNs in equal places are equal."""
     if a.shape != b.shape:
         return float("inf")
     if a.size == 0 or _equal(a, b):
@@ -178,11 +180,11 @@ def relative_difference(a: np.ndarray, b: np.ndarray) -> float:
         return 0.0 if np.array_equal(a, b) else float("inf")
     wide = np.complex128 if np.iscomplexobj(a) else np.float64
     a, b = a.astype(wide), b.astype(wide)
-    settled = (a == b) | (np.isnan(a) & np.isnan(b))
-    if settled.all():
+    is_equal = (a == b) | (np.isnan(a) & np.isnan(b))
+    if is_equal.all():
         return 0.0
     with np.errstate(invalid="ignore"):
-        distance = np.where(settled, 0.0, np.abs(a - b))
+        distance = np.where(is_equal, 0.0, np.abs(a - b))
     finite = np.abs(b[np.isfinite(b)])
     scale = max(float(finite.max(initial=0.0)), float(np.finfo(np.float32).tiny))
     largest = float(distance.max())

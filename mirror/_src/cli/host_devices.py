@@ -1,25 +1,38 @@
-"""Host devices for a command: forced where there is no GPU, unless the user has said how many."""
+"""Host devices for a command that finds no GPU."""
+
+from collections.abc import Sequence
 
 import jax
 
-from mirror._src.devices.startup import HOST_DEVICES_FLAG, forced_host_devices
+from mirror._src.cli.common import OptionError
+from mirror._src.devices import backend
+from mirror._src.devices.host_devices import force_host_devices as force_host_devices
+from mirror._src.utils.errors import counted
+
+HOST_COUNTS = (1, 2, 4)
+NUM_HOST_DEVICES = HOST_COUNTS[-1]
 
 
-def force_host_devices(count: int) -> str | None:
-    """Forces host devices; returns who else has fixed their number, `None` where nobody had.
+def too_few_devices(
+    command: str, option: str, devices: Sequence[jax.Device], fixed_by: str | None
+) -> OptionError:
+    """Returns the error for a `--devices` option that exceeds the available devices.
 
-    With GPUs it changes nothing that matters: they stay the default devices. So there is no need
-    to know whether there are any, which only the backend knows, after whose start nothing can be
-    forced.
+    Args:
+        command: The command, such as `"bench"`.
+        option: Value of the option.
+        devices: The available devices, all of one type.
+        fixed_by: The setting that fixes the number of host devices.
     """
-    known = jax.config.values["jax_num_cpu_devices"]
-    if known >= 0:  # it wins over XLA_FLAGS
-        return f"JAX_NUM_CPU_DEVICES={known}"
-    forced = forced_host_devices()
-    if forced is not None:
-        return f"XLA_FLAGS={HOST_DEVICES_FLAG}={forced}"
-    try:
-        jax.config.update("jax_num_cpu_devices", count)
-    except RuntimeError:
-        return "JAX's backend, which had started before,"
-    return None
+    kind, num_devices = backend.type_of(devices[0]), len(devices)
+    available = counted(num_devices, f"{kind} device")
+    problem = f"--devices {option}: only {available} available, {backend.names(devices)}."
+    if kind == "CPU":
+        return OptionError(
+            f"{problem} Their number is set by {fixed_by}. Unset it, or request at most "
+            f"{num_devices}."
+        )
+    return OptionError(
+        f"{problem} Request at most {num_devices}, or run on host devices: "
+        f"JAX_PLATFORMS=cpu mirror {command} --devices {option}"
+    )

@@ -1,4 +1,4 @@
-"""`AllReduce`: the devices reduce among themselves, by XLA's own all-reduce."""
+"""`AllReduce`: cross-device ops that use XLA's all-reduce across the devices."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -22,17 +22,19 @@ from mirror._src.values.per_replica import PerReplica
 @set_module("mirror")
 @final
 class AllReduce(CrossDeviceOps):
-    """All-reduce among the devices: XLA's own, through NCCL on GPUs.
+    """Cross-device ops that use XLA's all-reduce, which is NCCL's on GPUs.
+
+    Requires devices of a single type.
 
     Args:
-        pack_bytes: leaves of at most this many bytes travel together, one buffer for each dtype.
-            `None`: 32 KiB on host devices, where one all-reduce for each small leaf is several
-            times slower; 0, which is no packing, on accelerators, where XLA combines collectives by
-            itself.
+        pack_bytes: Size in bytes up to which all-reduces are packed into one collective per dtype.
+            0 disables packing. The default is 32 KiB on host devices, where separate all-reduces
+            of small arrays are several times slower, and 0 on accelerators, where XLA combines
+            collectives.
 
     Raises:
-        ValueError: `pack_bytes` is negative.
-        TypeError: it is no int.
+        ValueError: If `pack_bytes` is negative.
+        TypeError: If `pack_bytes` is neither an int nor `None`.
 
     >>> AllReduce().reduce("sum", mirror.PerReplica([1.0, 2.0]))
     Array(3., dtype=float32)
@@ -46,18 +48,18 @@ class AllReduce(CrossDeviceOps):
     def reduce_implementation(
         self, op: ReduceOp, values: Iterator[np.ndarray]
     ) -> Array | np.ndarray:
-        """What devices cannot do among themselves, as where shapes differ, the host does."""
+        """Reduces on the host where the devices cannot, as for replicas of unequal shapes."""
         return super().reduce_implementation(op, values)
 
     def _reduced(self, op: ReduceOp, value: PerReplica) -> Array:
-        places = devices_of(value)
-        if places is None or places.are_mixed or len(places.distinct) == 1:
+        devices = devices_of(value)
+        if devices is None or devices.are_mixed or len(devices.distinct) == 1:
             return super()._reduced(op, value)
         outputs: list[Array] = []
         leaves = [value.stacked if isinstance(value.stacked, jax.Array) else np.stack(value.values)]
-        program = _all_reduce_program(op, places.devices)
-        with NoMesh():  # a scope's mesh may be of other devices
-            launch(program, leaves, outputs, bounded=places.on_host and is_needed())
+        program = _all_reduce_program(op, devices.devices)
+        with NoMesh():  # the mesh of an open scope may consist of other devices
+            launch(program, leaves, outputs, bounded=devices.on_host and is_needed())
         return outputs[0]
 
     def __repr__(self) -> str:
@@ -68,8 +70,8 @@ class AllReduce(CrossDeviceOps):
 def _all_reduce_program(
     op: ReduceOp, devices: tuple[jax.Device, ...]
 ) -> Callable[..., list[Array]]:
-    """A program that reduces the rows of a stacked array, which XLA does by an all-reduce."""
-    places = ReplicaDevices(devices)
+    """Returns a program that reduces the rows of a stacked array, by an all-reduce of XLA."""
+    replicas = ReplicaDevices(devices)
 
     def all_reduce(stacked: Array) -> list[Array]:
         ready = prepare(op, stacked)
@@ -80,7 +82,7 @@ def _all_reduce_program(
         extreme = (jnp.min if op is ReduceOp.MIN else jnp.max)(ready, 0)
         if not jnp.issubdtype(ready.dtype, jnp.inexact):
             return [extreme]
-        # XLA's own collective of extremes loses a NaN on one replica, or does not.
+        # XLA's min and max collectives may or may not propagate a NaN of one replica.
         return [jnp.where(jnp.isnan(ready).any(0), jnp.asarray(jnp.nan, ready.dtype), extreme)]
 
-    return jax.jit(all_reduce, in_shardings=places.stacked, out_shardings=places.mirrored)
+    return jax.jit(all_reduce, in_shardings=replicas.stacked, out_shardings=replicas.mirrored)

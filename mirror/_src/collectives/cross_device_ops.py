@@ -1,4 +1,4 @@
-"""`CrossDeviceOps`, the base class: who carries a collective out, in steps and by hand."""
+"""`CrossDeviceOps`: base class for implementations of the collectives."""
 
 import abc
 from collections.abc import Iterator, Sequence
@@ -16,11 +16,17 @@ from mirror._src.collectives.by_hand import (
 )
 from mirror._src.collectives.in_step import bind_all_reduce
 from mirror._src.collectives.on_host import fold
-from mirror._src.collectives.reduce_op import ReduceOp, accumulator, prepare, result_dtype
+from mirror._src.collectives.reduce_op import (
+    ReduceOp,
+    Reduction,
+    accumulator,
+    prepare,
+    result_dtype,
+)
 from mirror._src.devices.backend import names
 from mirror._src.devices.resolve import DeviceLike, canonicalize_device
 from mirror._src.devices.transfer import is_tracing, move
-from mirror._src.utils.errors import describe
+from mirror._src.utils.errors import describe, require_int
 from mirror._src.utils.modules import set_module
 from mirror._src.utils.types import Array, ArrayLike, PyTree
 from mirror._src.values.per_replica import PerReplica, is_per_replica
@@ -29,15 +35,17 @@ _HOST_PACK_BYTES = 32 * 1024
 
 
 class LostValueError(RuntimeError):
-    """A replica's value for a collective cannot be read."""
+    """Raised if a replica's operand of a collective cannot be read."""
 
 
 @set_module("mirror")
 class CrossDeviceOps(abc.ABC):
-    """Carries out the collectives of a step; `MirroredStrategy(cross_device_ops=...)` takes one.
+    """Base class for implementations of the collectives of a step.
 
-    A subclass of your own, to compress what travels, say, defines `reduce_implementation`: it
-    reduces on the host, in every step that `strategy.run` runs, in `strategy.reduce`, and by hand.
+    Pass an instance as `MirroredStrategy(cross_device_ops=...)`, or call its `reduce` and
+    `broadcast` outside a step. To customize the reduction, for example to compress the operands,
+    subclass `CrossDeviceOps` and override `reduce_implementation`. All reductions of the strategy
+    then run on the host and call it: those in steps, in `strategy.reduce`, and in `reduce`.
 
     >>> class InHalfPrecision(CrossDeviceOps):
     ...     def reduce_implementation(self, op, values):
@@ -46,26 +54,27 @@ class CrossDeviceOps(abc.ABC):
     """
 
     pack_bytes: int | None = 0
-    """Leaves of at most this many bytes travel together; `None`: whatever suits."""
+    """Size in bytes up to which all-reduces are packed into one collective; `None` if automatic."""
 
     @property
     def device(self) -> jax.Device:
-        """Where values are reduced: the host."""
+        """The device on which values are reduced: the host CPU."""
         return canonicalize_device("/cpu:0")
 
     @abc.abstractmethod
     def reduce_implementation(
         self, op: ReduceOp, values: Iterator[np.ndarray]
     ) -> Array | np.ndarray:
-        """Reduces the replicas' values of one collective, once for all of them.
+        """Reduces the operands of one collective. Called once, on behalf of all replicas.
 
         Args:
-            op: `SUM`, `MIN` or `MAX`; a mean is a sum that is divided afterwards.
-            values: each replica's array, in replica order, all of one shape and dtype; read-only,
-                and there as soon as the replica has computed it. Keep one total, not all of them.
+            op: `SUM`, `MIN` or `MAX`. `mirror` divides a sum to obtain a mean.
+            values: One read-only array per replica, in replica order, all of the same shape and
+                dtype. Each is yielded once its replica has computed it. To save memory, accumulate
+                them instead of collecting them in a list.
 
         Returns:
-            An array of the same shape and dtype, which nothing changes afterwards.
+            An array of the same shape and dtype, which must not be modified afterwards.
         """
         return fold(op, values)
 
@@ -78,51 +87,63 @@ class CrossDeviceOps(abc.ABC):
         dtype: Any,
         collective: str,
     ) -> Array | np.ndarray:
-        """Calls `reduce_implementation` and looks at what it returns.
+        """Calls `reduce_implementation` and checks its result.
+
+        Args:
+            op: `SUM`, `MIN` or `MAX`.
+            values: One array per replica, in replica order.
+            shape: Shape of the operands.
+            dtype: Dtype of the operands.
+            collective: Description of the collective, for error messages.
 
         Raises:
-            RuntimeError: it raised.
-            ValueError: it returned an array of another shape, or of a dtype that does not fit.
+            RuntimeError: If `reduce_implementation` raises an exception.
+            ValueError: If the result has another shape, or a dtype that cannot be cast to `dtype`.
         """
-        who = f"{type(self).__name__}.reduce_implementation"
-        wanted = jax.ShapeDtypeStruct(shape, dtype)
+        method = f"{type(self).__name__}.reduce_implementation"
+        operand = jax.ShapeDtypeStruct(shape, dtype)
         try:
             result = self.reduce_implementation(op, values)
         except LostValueError:
             raise
         except Exception as error:
             raise RuntimeError(
-                f"{who} raised {type(error).__name__} in the {collective}, for {op.value!r} of "
-                f"{describe(wanted)}: {error}"
+                f"{method} raised {type(error).__name__} in the {collective}, for {op.value!r} of "
+                f"{describe(operand)}: {error}"
             ) from error
         if not isinstance(result, jax.Array):
             result = np.asarray(result)
         fits = result.dtype == dtype or np.can_cast(result.dtype, dtype, "same_kind")
         if result.shape != shape or not fits:
             raise ValueError(
-                f"{who} returned {describe(result)} in the {collective}. Each replica brought "
-                f"{describe(wanted)}: return an array of that shape and dtype."
+                f"{method} returned {describe(result)} in the {collective}, but the operands are "
+                f"{describe(operand)}. Return an array of that shape and dtype."
             )
         return result if result.dtype == dtype else result.astype(dtype)
 
     @final
     def all_reduce(self, op: ReduceOp, leaves: Sequence[Array]) -> list[Array]:
-        """The collectives of leaves inside a replica, while a step is traced; all get the results.
+        """All-reduces arrays inside a replica, while the step is traced.
 
-        Which of them travel together is decided when the whole step is known.
+        Executors pack the small ones later, when the whole step is known.
 
         Args:
-            op: the reduction. The mean of integers and booleans is float32, that of half
-                precision is summed in float32; the sum of booleans is their int32 count.
-            leaves: this replica's arrays, of any shapes and dtypes.
+            op: The reduction. `ReduceOp` lists the dtypes of the results.
+            leaves: This replica's arrays, of any shapes and dtypes.
+
+        Returns:
+            The reduced arrays, in the shapes of the leaves, mirrored over the replicas.
+
+        Raises:
+            TypeError: If a leaf cannot be reduced by `op`.
         """
         return [bind_all_reduce(op, prepare(op, leaf)) for leaf in leaves]
 
     def packed_bytes(self, *, on_host: bool) -> int:
-        """Leaves of at most this many bytes travel together in programs over the devices.
+        """Returns the size in bytes up to which a program across the devices packs all-reduces.
 
         Args:
-            on_host: whether the devices are several forced host devices.
+            on_host: Whether the devices are several host devices.
         """
         if self.pack_bytes is not None:
             return self.pack_bytes
@@ -131,52 +152,67 @@ class CrossDeviceOps(abc.ABC):
     @final
     def reduce(
         self,
-        op: ReduceOp | str,
+        op: Reduction,
         value: PyTree,
         destinations: DeviceLike | Sequence[DeviceLike] | None = None,
     ) -> PyTree:
-        """Reduces per-replica values by hand, outside `run`.
+        """Reduces per-replica values outside a step.
 
         Args:
-            op: `"sum"`, `"mean"`, `"min"`, `"max"`, or a `ReduceOp`.
-            value: a `PerReplica`, or a tree of them; any other array is that of a lone replica.
-            destinations: the devices to put the result on; `None`: those of the value.
+            op: A `ReduceOp` or its name: `"sum"`, `"mean"`, `"min"` or `"max"`.
+            value: A pytree of `PerReplica` values. Any other array or number is treated as the
+                value of a single replica.
+            destinations: Device or devices on which to store the result. Defaults to the devices
+                of the value.
 
         Returns:
-            The same tree of arrays, mirrored over the destinations. Dtypes as of
-            `ReplicaContext.all_reduce`.
+            A pytree of the same structure. Each leaf is an array with the shape of one replica's
+            value, mirrored over the destinations. `ReduceOp` lists the dtypes.
 
         Raises:
-            ValueError: an unknown `op`, unequal shapes, a deleted array, destinations of several
-                types.
-            TypeError: a leaf that is no array, or `op` of a wrong type.
-            RuntimeError: called inside a replica, or under a JAX transformation.
+            ValueError: If `op` is unknown, if the replicas' values differ in shape or have been
+                deleted, or if `destinations` are of several types.
+            TypeError: If a leaf is not an array or cannot be reduced by `op`, or if `op` is
+                neither a string nor a `ReduceOp`.
+            RuntimeError: If called inside a replica or under a JAX transformation.
         """
         return self.batch_reduce(op, [value], destinations)[0]
 
     @final
     def batch_reduce(
         self,
-        op: ReduceOp | str,
+        op: Reduction,
         values: Sequence[PyTree],
         destinations: DeviceLike | Sequence[DeviceLike] | None = None,
     ) -> list[PyTree]:
-        """Reduces several values by hand; see `reduce`."""
+        """Reduces a list of values outside a step.
+
+        Args:
+            op: As in `reduce`.
+            values: List of pytrees, each as the `value` of `reduce`.
+            destinations: As in `reduce`.
+
+        Returns:
+            A list with the result of `reduce` for each value.
+
+        Raises:
+            TypeError: If `values` is not a list or tuple. Also raises the errors of `reduce`.
+        """
         op = ReduceOp.canonicalize(op)
-        self._require_untraced("reduce", "Use mirror.get_replica_context().all_reduce there.")
+        self._require_untraced("reduce", "Use mirror.get_replica_context().all_reduce.")
         if not isinstance(values, list | tuple):
-            raise TypeError(f"batch_reduce of {describe(values)}. Pass a list of values.")
-        places = None if destinations is None else replica_devices(destinations)
-        if places is not None and places.are_mixed:
+            raise TypeError(f"batch_reduce expects a list of values, got {describe(values)}.")
+        devices = None if destinations is None else replica_devices(destinations)
+        if devices is not None and devices.are_mixed:
             raise ValueError(
-                f"destinations={names(places.devices)}: no array spans devices of several types. "
-                "Name devices of one; broadcast(x, destinations) copies the result to others."
+                f"`destinations` must be devices of a single type, got {names(devices.devices)}. "
+                "To copy the result to several types of devices, use broadcast(x, destinations)."
             )
 
         def reduce_leaf(leaf: Any) -> Array:
             value = leaf if is_per_replica(leaf) else PerReplica([leaf])
-            found = self._reduced(op, require_reducible(value))
-            return found if places is None else places.broadcast(found)
+            result = self._reduced(op, require_reducible(value))
+            return result if devices is None else devices.broadcast(result)
 
         return [jax.tree.map(reduce_leaf, value, is_leaf=is_per_replica) for value in values]
 
@@ -184,71 +220,70 @@ class CrossDeviceOps(abc.ABC):
     def broadcast(
         self, value: ArrayLike, devices: DeviceLike | Sequence[DeviceLike]
     ) -> Array | PerReplica:
-        """A copy of an array on each device.
+        """Copies an array to each of the devices.
 
         Args:
-            value: an array or number.
-            devices: where to: names, `LogicalDevice`s or `jax.Device`s, or one of those.
+            value: An array or a number.
+            devices: Device or list of devices: names, `LogicalDevice`s or `jax.Device`s.
 
         Returns:
-            A mirrored array; a `PerReplica` of copies where the devices are of several types, which
-            no array spans.
+            A mirrored array with the shape and dtype of `value`. If the devices are of several
+            types, which one array cannot span, a `PerReplica` with one copy per device.
 
         Raises:
-            ValueError: devices that are unknown or repeated, or a deleted array.
-            TypeError: no array and no number.
-            OverflowError: a number that JAX's default integer cannot hold.
-            RuntimeError: called inside a replica, or under a JAX transformation.
+            ValueError: If a device is unknown or repeated, or `value` is a deleted array.
+            TypeError: If `value` is neither an array nor a number.
+            OverflowError: If `value` is an int that does not fit JAX's default integer type.
+            RuntimeError: If called inside a replica or under a JAX transformation.
         """
-        self._require_untraced("broadcast", "What a replica uses is on its device already.")
+        self._require_untraced("broadcast", "Arrays that a replica uses are on its device already.")
         array = require_array(value)
-        places = replica_devices(devices)
-        if places.are_mixed:
-            return PerReplica([move(array, device) for device in places.devices])
-        return places.broadcast(array)
+        targets = replica_devices(devices)
+        if targets.are_mixed:
+            return PerReplica([move(array, device) for device in targets.devices])
+        return targets.broadcast(array)
 
-    def _require_untraced(self, method: str, instead: str) -> None:
+    def _require_untraced(self, method: str, fix: str) -> None:
         if is_tracing():
             raise RuntimeError(
-                f"{type(self).__name__}.{method} was called inside a replica, or another function "
-                f"that JAX traces. {instead}"
+                f"{type(self).__name__}.{method} was called inside a replica, or inside another "
+                f"function that JAX traces. {fix}"
             )
 
     def _reduced(self, op: ReduceOp, value: PerReplica) -> Array:
-        """One value reduced by hand, on the devices it was on."""
-        parts = value.values
+        """Returns the reduction of one value, on the value's own devices."""
+        arrays = value.values
         dtype = result_dtype(op, value.dtype)
-        ready = (np.asarray(part).astype(dtype, copy=False) for part in parts)
-        found = self._total(op, ready, value.shapes[0], dtype, len(parts))
-        places = devices_of(value)
-        return jnp.asarray(np.asarray(found)) if places is None else places.broadcast(found)
+        ready = (np.asarray(array).astype(dtype, copy=False) for array in arrays)
+        result = self._total(op, ready, value.shapes[0], dtype, len(arrays))
+        devices = devices_of(value)
+        return jnp.asarray(np.asarray(result)) if devices is None else devices.broadcast(result)
 
     def _total(
         self,
         op: ReduceOp,
-        ready: Iterator[np.ndarray],
+        arrays: Iterator[np.ndarray],
         shape: tuple[int, ...],
         dtype: Any,
         count: int,
     ) -> Array | np.ndarray:
-        by_hand = "reduction by hand"
+        collective = "reduction outside a step"
         if op is not ReduceOp.MEAN:
-            return self.carry_out(op, ready, shape, dtype, by_hand)
+            return self.carry_out(op, arrays, shape, dtype, collective)
         wide = np.dtype(accumulator(dtype))
-        values = (value.astype(wide, copy=False) for value in ready)
-        total = self.carry_out(ReduceOp.SUM, values, shape, wide, by_hand)
+        values = (array.astype(wide, copy=False) for array in arrays)
+        total = self.carry_out(ReduceOp.SUM, values, shape, wide, collective)
         with np.errstate(all="ignore"):
             return (np.asarray(total) / np.asarray(count, wide)).astype(dtype)
 
 
 def require_pack_bytes(pack_bytes: int | None) -> int | None:
-    """The number itself; refuses what is no number of bytes."""
-    if pack_bytes is None:
-        return None
-    if isinstance(pack_bytes, bool) or not isinstance(pack_bytes, int):
-        raise TypeError(
-            f"pack_bytes={describe(pack_bytes)} is no int. Pass bytes, or leave it out."
-        )
-    if pack_bytes < 0:
-        raise ValueError(f"pack_bytes={pack_bytes} is negative. Pass 0 for no packing, or bytes.")
+    """Returns the argument unchanged.
+
+    Raises:
+        ValueError: If `pack_bytes` is negative.
+        TypeError: If `pack_bytes` is neither an int nor `None`.
+    """
+    if pack_bytes is not None:
+        require_int("pack_bytes", pack_bytes, 0, "It is a size in bytes; 0 disables packing.")
     return pack_bytes

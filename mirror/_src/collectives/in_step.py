@@ -11,9 +11,10 @@ from mirror._src.utils.types import Array
 
 
 def bind_all_reduce(op: ReduceOp, leaf: Array) -> Array:
-    """One collective over the whole replica axis, of a leaf that `prepare` has made ready.
+    """Returns a leaf all-reduced over the whole replica axis.
 
-    Executors see to it that an extreme is NaN where one replica's value is.
+    The leaf must have been converted by `prepare`. For `MIN` and `MAX`, the executors make the
+    result NaN if any replica's value is NaN.
     """
     match op:
         case ReduceOp.SUM:
@@ -29,18 +30,18 @@ def bind_all_reduce(op: ReduceOp, leaf: Array) -> Array:
 
 
 def num_replicas() -> int:
-    """How many replicas run the step that is being traced."""
+    """Returns the number of replicas that run the step being traced."""
     return jax.lax.axis_size(axis_name())
 
 
 def gather(leaf: Array, axis: int, lengths: Sequence[int] | None = None) -> Array:
-    """The replicas' leaves joined along an axis; every replica gets the result.
+    """Returns the replicas' leaves, concatenated along an axis in replica order.
 
     Args:
-        leaf: this replica's array.
-        axis: the axis to join along.
-        lengths: each replica's length along it; `None`: all have this one's. What travels is
-            padded to the longest.
+        leaf: This replica's array.
+        axis: Axis to concatenate along.
+        lengths: Length of every replica's leaf along `axis`, if the lengths may differ. Leaves are
+            padded to the longest for the collective.
     """
     axis %= leaf.ndim
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -49,14 +50,14 @@ def gather(leaf: Array, axis: int, lengths: Sequence[int] | None = None) -> Arra
     if lengths is not None and len(set(lengths)) > 1:
         widths = [(0, 0)] * leaf.ndim
         widths[axis] = (0, max(lengths) - leaf.shape[axis])
-        every = jax.lax.all_gather(jnp.pad(leaf, widths), axis_name(), axis=0)
-        parts = [
-            jax.lax.slice_in_dim(every[i], 0, length, axis=axis) for i, length in enumerate(lengths)
+        rows = jax.lax.all_gather(jnp.pad(leaf, widths), axis_name(), axis=0)
+        leaves = [
+            jax.lax.slice_in_dim(rows[i], 0, length, axis=axis) for i, length in enumerate(lengths)
         ]
-        return jnp.concatenate(parts, axis)
+        return jnp.concatenate(leaves, axis)
     if leaf.size:
         return jax.lax.all_gather(leaf, axis_name(), axis=axis, tiled=True)
-    # JAX 0.12 cannot lower the collective of nothing.
+    # JAX 0.12 cannot lower a collective of an empty array.
     shape = list(leaf.shape)
     shape[axis] *= num_replicas()
     return jnp.zeros(shape, leaf.dtype)

@@ -1,4 +1,4 @@
-"""Reductions with NumPy in the host's memory."""
+"""Reductions with NumPy in host memory."""
 
 import math
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ import numpy as np
 
 from mirror._src.collectives.reduce_op import ReduceOp, accumulator
 
-_ON_HOST: dict[ReduceOp, Any] = {
+_UFUNCS: dict[ReduceOp, Any] = {
     ReduceOp.SUM: np.add,
     ReduceOp.MIN: np.minimum,
     ReduceOp.MAX: np.maximum,
@@ -16,27 +16,30 @@ _ON_HOST: dict[ReduceOp, Any] = {
 
 
 def fold(op: ReduceOp, values: Iterable[np.ndarray]) -> np.ndarray:
-    """Reduces arrays one after the other into one buffer.
+    """Reduces arrays into one buffer, in the order in which they arrive.
 
     Args:
         op: `SUM`, `MIN` or `MAX`.
-        values: arrays of one shape and dtype, one at least. Half precision is summed in float32.
+        values: At least one array, all of the same shape and dtype. Half precision is summed in
+            float32.
+
+    Returns:
+        An array of the shape and dtype of the values.
     """
     values = iter(values)
     first = next(values)
     dtype = first.dtype
-    wide = accumulator(dtype) if op is ReduceOp.SUM else dtype
-    total = aligned(first.shape, wide)
+    total = aligned(first.shape, accumulator(dtype) if op is ReduceOp.SUM else dtype)
     total[...] = first
-    del first  # one total, and one replica's value at a time
+    del first  # memory holds the total and one replica's value at a time
     with np.errstate(all="ignore"):  # infinity and NaN are values, as on the devices
         for value in values:
-            _ON_HOST[op](total, value.astype(wide, copy=False), out=total)
+            _UFUNCS[op](total, value.astype(total.dtype, copy=False), out=total)
         return total.astype(dtype, copy=False)
 
 
 def aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """An array that begins at a multiple of 64 bytes, as XLA wants host memory to be."""
+    """Returns an uninitialized array whose memory is aligned to 64 bytes, as XLA requires."""
     dtype = np.dtype(dtype)
     num_bytes = math.prod(shape) * dtype.itemsize
     memory = np.empty(num_bytes + 64, np.uint8)

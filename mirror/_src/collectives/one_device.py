@@ -1,4 +1,4 @@
-"""`ReductionToOneDevice`: values are reduced on one device and broadcast from there."""
+"""`ReductionToOneDevice`: cross-device ops that reduce on a single device."""
 
 import functools
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from mirror._src.devices.backend import logical_name, type_of
 from mirror._src.devices.names import DeviceSpec, LogicalDevice
 from mirror._src.devices.resolve import DeviceLike, canonicalize_device
 from mirror._src.devices.transfer import NoMesh, move
-from mirror._src.utils.errors import describe
+from mirror._src.utils.errors import expected
 from mirror._src.utils.modules import set_module
 from mirror._src.utils.types import Array
 
@@ -22,21 +22,21 @@ from mirror._src.utils.types import Array
 @set_module("mirror")
 @final
 class ReductionToOneDevice(CrossDeviceOps):
-    """Reduces on one device, the host if nothing else is said, and broadcasts from there.
+    """Reduces on a single device (the host by default) and broadcasts the result.
 
-    For devices that have no all-reduce among them: of several types, or where NCCL fails. Each
-    replica's values come through the host's memory; they are added up in replica order, as they
+    Works on devices without a common all-reduce: devices of several types, or GPUs on which NCCL
+    fails. The replicas' values pass through host memory and are reduced in replica order, as they
     arrive.
 
     Args:
-        device: where to reduce: a name, a `LogicalDevice` or a `jax.Device`.
-        pack_bytes: leaves of at most this many bytes travel together, one buffer for each dtype.
-            `None`: 256 KiB.
+        device: Device to reduce on: a name, a `LogicalDevice` or a `jax.Device`.
+        pack_bytes: Size in bytes up to which all-reduces are packed into one collective per dtype.
+            0 disables packing. The default is 256 KiB.
 
     Raises:
-        ValueError: no device name, or `pack_bytes` is negative.
-        TypeError: `device` is of another type, or `pack_bytes` is no int.
-        InvalidDeviceError: there is no such device; from the first use on.
+        ValueError: If `device` is not a valid device name, or `pack_bytes` is negative.
+        TypeError: If `device` is not a device, or `pack_bytes` is neither an int nor `None`.
+        InvalidDeviceError: On first use, if the device does not exist.
 
     >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"], ReductionToOneDevice())
     >>> strategy.reduce("max", mirror.PerReplica([1.0, 2.0]))
@@ -48,26 +48,25 @@ class ReductionToOneDevice(CrossDeviceOps):
             DeviceSpec.parse(device)
         elif not isinstance(device, LogicalDevice | jax.Device):
             raise TypeError(
-                f"device={describe(device)} is no device. Pass a name such as '/cpu:0', or leave "
-                "it out."
+                expected("device", device, "a device", "Pass a name such as '/cpu:0', or omit it.")
             )
         self._device = device
         self.pack_bytes = require_pack_bytes(pack_bytes)
 
     @functools.cached_property
     def device(self) -> jax.Device:
-        """Where values are reduced."""
+        """The device on which values are reduced."""
         return canonicalize_device(self._device)
 
     def reduce_implementation(
         self, op: ReduceOp, values: Iterator[np.ndarray]
     ) -> Array | np.ndarray:
-        """See `CrossDeviceOps.reduce_implementation`."""
+        """Reduces on `device`; see `CrossDeviceOps.reduce_implementation`."""
         if type_of(self.device) == "CPU":
             return super().reduce_implementation(op, values)
         total = move(next(values), self.device)
         dtype = total.dtype
-        with NoMesh():  # the mesh that is set is that of all replicas
+        with NoMesh():  # the current mesh consists of the devices of all replicas
             total = total.astype(accumulator(dtype))
             for value in values:
                 total = _ON_DEVICE[op](total, move(value, self.device))

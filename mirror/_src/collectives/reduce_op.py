@@ -1,18 +1,23 @@
-"""`ReduceOp`, and the dtypes in which values are reduced and returned."""
+"""`ReduceOp`, and the dtypes of reductions."""
 
 import enum
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
+from mirror._src.utils.errors import expected
 from mirror._src.utils.modules import set_module
 from mirror._src.utils.types import Array
 
 
 @set_module("mirror")
 class ReduceOp(enum.Enum):
-    """How the replicas' values become one.
+    """Reduction over the replicas: `SUM`, `MEAN`, `MIN` or `MAX`.
+
+    A sum keeps the dtype of its operands, except that booleans are counted in int32. The mean of
+    integers or booleans is float32. `MIN` and `MAX` keep the dtype, propagate NaN, and do not
+    accept complex numbers. Half-precision values are summed in float32.
 
     >>> ReduceOp.canonicalize("mean")
     <ReduceOp.MEAN: 'mean'>
@@ -25,44 +30,52 @@ class ReduceOp(enum.Enum):
 
     @classmethod
     def canonicalize(cls, op: "ReduceOp | str") -> "ReduceOp":
-        """The op that is meant by an op or its name, in capitals or not.
+        """Returns the `ReduceOp` for an op or its name.
+
+        Args:
+            op: A `ReduceOp`, or its name in lower or upper case, such as `"sum"`.
 
         Raises:
-            ValueError: a string that names no op.
-            TypeError: neither a string nor a `ReduceOp`.
+            ValueError: If `op` is a string, but not the name of a reduction.
+            TypeError: If `op` is neither a string nor a `ReduceOp`.
         """
         if isinstance(op, cls):
             return op
-        known = ", ".join(repr(member.value) for member in cls)
+        one_of = "one of " + ", ".join(repr(member.value) for member in cls)
         if not isinstance(op, str):
-            raise TypeError(f"op={op!r} ({type(op).__name__}) is no reduction. Pass {known}.")
+            raise TypeError(expected("op", op, one_of))
         try:
             return cls(op.lower())
         except ValueError:
-            raise ValueError(f"op={op!r} is no reduction. Pass one of {known}.") from None
+            raise ValueError(f"`op` must be {one_of}, got {op!r}.") from None
+
+
+Reduction: TypeAlias = ReduceOp | Literal["sum", "mean", "min", "max"]
+"""A `ReduceOp`, or its name."""
 
 
 def prepare(op: ReduceOp, leaf: Array) -> Array:
-    """The leaf in the dtype in which it is reduced, which is that of the result."""
+    """Returns the leaf converted to the dtype of its reduction; see `result_dtype`."""
     leaf = jnp.asarray(leaf)
     dtype = result_dtype(op, leaf.dtype)
     return leaf if dtype == leaf.dtype else leaf.astype(dtype)
 
 
 def result_dtype(op: ReduceOp, dtype: Any) -> Any:
-    """The dtype of what a leaf of that dtype is reduced to.
+    """Returns the dtype that a reduction of arrays of `dtype` has.
 
     Raises:
-        TypeError: it cannot be reduced.
+        TypeError: If arrays of `dtype` cannot be reduced by `op`.
     """
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         raise TypeError(
-            "A PRNG key cannot be reduced. Draw with it first, or reduce jax.random.key_data(key)."
+            "PRNG keys cannot be reduced. Sample with the key first, or reduce "
+            "jax.random.key_data(key)."
         )
     if op in (ReduceOp.MIN, ReduceOp.MAX) and jnp.issubdtype(dtype, jnp.complexfloating):
         raise TypeError(
-            f"{op.value!r} of {dtype}: complex numbers have no order. Reduce abs(x), or real and "
-            "imaginary parts."
+            f"Cannot compute the {op.value!r} of {dtype}: complex numbers have no order. Reduce "
+            "abs(x), or the real and imaginary parts."
         )
     exact = jnp.issubdtype(dtype, jnp.integer) or dtype == jnp.bool_
     if op is ReduceOp.MEAN and exact:
@@ -73,6 +86,6 @@ def result_dtype(op: ReduceOp, dtype: Any) -> Any:
 
 
 def accumulator(dtype: Any) -> Any:
-    """The dtype in which a mean is summed up: half precision would overflow, or lose."""
+    """Returns the dtype to sum in: float32 for half precision, which overflows and loses digits."""
     half = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
     return jnp.float32 if half else dtype

@@ -1,4 +1,4 @@
-"""Randomness that depends on the example, not on the replica it happens to be on."""
+"""`example_keys`: PRNG keys that do not depend on the number of replicas."""
 
 from typing import Any
 
@@ -11,26 +11,26 @@ from mirror._src.utils.types import Array, PyTree
 
 
 def example_keys(key: Array, batch: PyTree) -> Array:
-    """A PRNG key for each example of this replica's batch, made of its place in the global batch.
+    """Returns one PRNG key per example, derived from its position in the global batch.
 
-    Dropout, noise and augmentation drawn with them are the same on one device as on eight, where a
-    key for each replica (`replica_context.fold_in`, `nnx.Rngs`) draws anew for each number of
-    replicas. Outside `run` the batch is the global one.
+    Dropout, noise and augmentation that use these keys are the same on one device as on eight. In
+    contrast, per-replica keys (`replica_context.fold_in`, `nnx.Rngs`) give different samples for
+    every number of replicas. Outside a step, `batch` is the global batch.
 
     Args:
-        key: a PRNG key, the same on all replicas; a new one each step.
-        batch: this replica's arrays, with one leading batch axis.
+        key: A PRNG key, the same on all replicas. Pass a new one in every step.
+        batch: Pytree of this replica's arrays, each of shape `(B, ...)`.
 
     Returns:
-        Keys of shape `(B,)`. Draw with `jax.vmap`.
+        An array of keys with shape `(B,)`. Use `jax.vmap` to sample with them.
 
     Raises:
-        ValueError: no arrays, or leading axes that differ.
+        ValueError: If `batch` contains no arrays, a scalar, or arrays that differ in leading size.
 
     >>> def dropout(x, key, rate=0.1):  # inside a step
     ...     keys = mirror.example_keys(key, x)
-    ...     draw = lambda key: jax.random.bernoulli(key, 1 - rate, x.shape[1:])
-    ...     return jnp.where(jax.vmap(draw)(keys), x / (1 - rate), 0)
+    ...     sample = lambda key: jax.random.bernoulli(key, 1 - rate, x.shape[1:])
+    ...     return jnp.where(jax.vmap(sample)(keys), x / (1 - rate), 0)
     >>> dropout(jnp.ones((2, 3)), jax.random.key(0)).shape
     (2, 3)
     """
@@ -38,21 +38,21 @@ def example_keys(key: Array, batch: PyTree) -> Array:
     if len(sizes) != 1 or () in sizes:
         shapes = ", ".join(str(jnp.shape(leaf)) for leaf in jax.tree.leaves(batch))
         raise ValueError(
-            f"example_keys of a batch of shapes {shapes or None}: its arrays need one leading "
-            "batch axis."
+            "The arrays passed to example_keys must have a leading batch axis of the same size, "
+            f"got shapes: {shapes or None}."
         )
     ((size,),) = sizes
-    places = jnp.arange(size) + _first_place(size)
-    return jax.vmap(jax.random.fold_in, (None, 0))(key, places)
+    positions = jnp.arange(size) + _first_position(size)
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, positions)
 
 
-def _first_place(size: int) -> Any:
-    """How many examples of the global batch lie on the replicas before this one."""
+def _first_position(size: int) -> Any:
+    """Returns the position of this replica's first example in the global batch."""
     frame = current_frame()
     if frame is None or frame.replica is None:
         return 0
     replica_id = frame.replica.replica_id_in_sync_group
     if not frame.replica.lengths_may_differ:
         return replica_id * size
-    every = gather(jnp.asarray([size], jnp.int32), 0)
-    return jnp.sum(jnp.where(jnp.arange(every.shape[0]) < replica_id, every, 0))
+    sizes = gather(jnp.asarray([size], jnp.int32), 0)
+    return jnp.sum(jnp.where(jnp.arange(sizes.shape[0]) < replica_id, sizes, 0))

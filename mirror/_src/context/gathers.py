@@ -1,10 +1,10 @@
-"""`UnequalGathers`: the lengths of the operands of all-gathers, per replica."""
+"""`UnequalGathers`: the operands' lengths at all-gathers of replicas with unequal shapes."""
 
 
 class LengthsUnknown(BaseException):
-    """An all-gather was met whose lengths on the other replicas are not known yet.
+    """Raised at an all-gather if the operands' lengths on the other replicas are not yet known.
 
-    No `Exception`: the user's function must not catch it.
+    A `BaseException`, because an `except Exception` in the user's function must not catch it.
     """
 
     def __init__(self, shape: tuple[int, ...], axis: int) -> None:
@@ -14,23 +14,35 @@ class LengthsUnknown(BaseException):
 
 
 class UnequalGathers:
-    """The lengths that replicas of different shapes bring to each all-gather of a step.
+    """The operands' lengths, on every replica, at each all-gather of a step.
 
-    A step is traced for each set of shapes by itself. At an all-gather, a trace must know what the
-    other replicas bring; so it stops there, `LengthsUnknown`, until all have said it.
+    Replicas with unequal shapes are traced separately, but the trace of an all-gather needs the
+    lengths on all replicas. Each trace therefore stops at an all-gather with `LengthsUnknown`, and
+    is repeated once every trace has reached it.
+
+    Attributes:
+        known: For each all-gather in execution order, the length on every replica.
     """
 
     def __init__(self) -> None:
         self.known: list[tuple[int, ...]] = []
-        self._met = 0
+        self._num_reached = 0
 
     def restart(self) -> None:
-        """A trace begins."""
-        self._met = 0
+        """Prepares for a new trace, which starts at the first all-gather."""
+        self._num_reached = 0
 
     def lengths(self, shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
-        """Each replica's length at the next all-gather, along its axis."""
-        if self._met == len(self.known):
+        """Returns the length on every replica at the next all-gather.
+
+        Args:
+            shape: Shape of this replica's operand.
+            axis: Axis of the all-gather, non-negative.
+
+        Raises:
+            LengthsUnknown: If the lengths are not yet known.
+        """
+        if self._num_reached == len(self.known):
             raise LengthsUnknown(shape, axis)
-        self._met += 1
-        return self.known[self._met - 1]
+        self._num_reached += 1
+        return self.known[self._num_reached - 1]

@@ -1,50 +1,53 @@
 """`ReplicaContext`: identifies the current replica and provides its collectives."""
 
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 
+from mirror._src.collectives.cross_device_ops import CrossDeviceOps
 from mirror._src.collectives.in_step import gather
-from mirror._src.collectives.reduce_op import ReduceOp, prepare
+from mirror._src.collectives.reduce_op import ReduceOp, Reduction, prepare
 from mirror._src.context.gathers import UnequalGathers
-from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.program.axis import axis_name
 from mirror._src.utils.modules import set_module
 from mirror._src.utils.types import Array, PyTree
 
+T = TypeVar("T")
+
 
 class ReplicaGroup(Protocol):
-    """What a context needs of its strategy."""
-
-    _replicas: ReplicaDevices
+    """Interface of a strategy that the code below `Strategy` uses."""
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """How many replicas run a step."""
+        """The number of replicas that run a step."""
         ...
 
     @property
     def devices(self) -> tuple[jax.Device, ...]:
-        """The devices of the replicas."""
+        """The devices of the replicas, in replica order."""
         ...
 
-    def _all_reduce(self, op: ReduceOp, leaves: list[Any]) -> list[Array]: ...
+    @property
+    def cross_device_ops(self) -> CrossDeviceOps:
+        """The implementation of the collectives."""
+        ...
 
 
 @set_module("mirror")
 class ReplicaContext:
-    """What a replica knows of itself and how it communications to the others.
+    """Identifies the current replica and provides its collectives.
 
-    `mirror.get_replica_context()` gives it inside a function that `strategy.run` runs. Outside
-    every scope it gives that of a lone replica, whose collectives change nothing: a step works on
-    one device as it stands. A context ends with its step.
+    Inside a step, `mirror.get_replica_context()` returns the context of the replica. It is valid
+    until the step ends. Outside every scope, the function returns the context of a single replica,
+    whose collectives return their operands, so that the same step also works without a strategy.
 
     >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
     >>> def step():
     ...     context = mirror.get_replica_context()
     ...     mine = context.replica_id_in_sync_group
-    ...     key = context.fold_in(jax.random.key(0))  # another one on each replica
+    ...     key = context.fold_in(jax.random.key(0))  # differs between replicas
     ...     return context.all_reduce("sum", mine), context.all_gather(mine[None])
     >>> strategy.run(step)
     (Array(1, dtype=int32), Array([0, 1], dtype=int32))
@@ -62,19 +65,19 @@ class ReplicaContext:
     def _require_alive(self) -> None:
         if self._ended:
             raise RuntimeError(
-                "This ReplicaContext belongs to a step that has ended. Call "
-                "mirror.get_replica_context() inside the step, each time."
+                "This ReplicaContext is no longer valid because its step has finished. Call "
+                "mirror.get_replica_context() inside every step."
             )
 
     @property
     def strategy(self) -> ReplicaGroup:
-        """The strategy whose replica this is."""
+        """The strategy that runs this replica."""
         self._require_alive()
         return self._strategy
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """How many replicas run this step."""
+        """The number of replicas that run this step."""
         self._require_alive()
         return self._strategy.num_replicas_in_sync if self._in_step else 1
 
@@ -86,57 +89,63 @@ class ReplicaContext:
 
     @property
     def lengths_may_differ(self) -> bool:
-        """Whether the replicas' arrays differ in shape in this step."""
+        """Whether the replicas' inputs may differ in shape in this step."""
         return self._gathers is not None
 
     @property
     def replica_id_in_sync_group(self) -> Array:
-        """This replica's number, 0 to n - 1: a traced int32 scalar, per-replica."""
+        """The index of this replica, from 0 to n - 1, as a traced int32 array of shape `()`."""
         self._require_alive()
         return jax.lax.axis_index(axis_name()) if self._in_step else jnp.zeros((), jnp.int32)
 
-    def all_reduce(self, op: ReduceOp | str, tree: PyTree) -> PyTree:
-        """Reduces every leaf over the replicas; all get the result, which is mirrored.
+    def all_reduce(self, op: Reduction, tree: T) -> T:
+        """All-reduces every leaf; all replicas receive the result, which is mirrored.
 
-        Small arrays travel in one buffer, with other small all-reduces of the step. Differentiable
-        for `"sum"` and `"mean"`.
+        All-reduces of small arrays are packed into one collective. Differentiable for `"sum"` and
+        `"mean"`.
 
         Args:
-            op: `"sum"`, `"mean"`, `"min"`, `"max"`, or a `ReduceOp`.
-            tree: arrays or numbers of any shapes and dtypes; each replica's own.
+            op: A `ReduceOp` or its name: `"sum"`, `"mean"`, `"min"` or `"max"`.
+            tree: Pytree of this replica's arrays and numbers, of any shapes and dtypes.
 
         Returns:
-            The same tree. Dtypes stay, but the mean of integers or booleans is float32 and the sum
-            of booleans is int32.
+            A pytree of arrays with the same structure and shapes. Dtypes are preserved, except
+            that the mean of integers or booleans is float32 and the sum of booleans is int32.
 
         Raises:
-            ValueError: an unknown `op`.
-            TypeError: `op` is no name and no `ReduceOp`, or a leaf is no array.
-            RuntimeError: the step has ended.
+            ValueError: If `op` is a string, but not the name of a reduction.
+            TypeError: If `op` is neither a string nor a `ReduceOp`, or if a leaf is not an array
+                or cannot be reduced by `op`.
+            RuntimeError: If the step has ended.
         """
         self._require_alive()
         op = ReduceOp.canonicalize(op)
         treedef: Any
         leaves, treedef = jax.tree.flatten(tree)
         if self._in_step:
-            reduced = self._strategy._all_reduce(op, leaves)
+            reduced = self._strategy.cross_device_ops.all_reduce(op, leaves)
         else:
             reduced = [prepare(op, leaf) for leaf in leaves]
-        return treedef.unflatten(reduced)
+        result: T = treedef.unflatten(reduced)
+        return result
 
-    def all_gather(self, tree: PyTree, axis: int = 0) -> PyTree:
-        """Joins the replicas' leaves along `axis`, in replica order; all get the result.
+    def all_gather(self, tree: T, axis: int = 0) -> T:
+        """Concatenates the replicas' leaves along `axis`; all replicas receive the result.
 
-        Differentiable. The replicas' leaves may differ in length along `axis` where their inputs
-        do.
+        Differentiable.
 
         Args:
-            tree: arrays, at least one-dimensional.
-            axis: the axis to join along; negative counts from the end.
+            tree: Pytree of this replica's arrays, each with at least one dimension. Their lengths
+                along `axis` may differ between replicas if the inputs of the step do.
+            axis: Axis to concatenate along, in replica order. A negative axis counts from the end.
+
+        Returns:
+            A pytree of mirrored arrays with the same structure and dtypes. The length along `axis`
+            is the sum of the lengths on all replicas.
 
         Raises:
-            ValueError: a leaf has no such axis.
-            RuntimeError: the step has ended.
+            ValueError: If a leaf does not have the axis.
+            RuntimeError: If the step has ended.
         """
         self._require_alive()
 
@@ -144,8 +153,8 @@ class ReplicaContext:
             leaf = jnp.asarray(leaf)
             if not -leaf.ndim <= axis < leaf.ndim:
                 raise ValueError(
-                    f"all_gather along axis {axis} of an array of shape {leaf.shape}: there is no "
-                    "such axis. Give scalars one first, x[None]."
+                    f"all_gather along axis {axis} requires arrays that have this axis, got shape "
+                    f"{leaf.shape}. Add an axis to scalars first: x[None]."
                 )
             if not self._in_step:
                 return leaf
@@ -153,22 +162,33 @@ class ReplicaContext:
                 return gather(leaf, axis)
             return gather(leaf, axis, self._gathers.lengths(leaf.shape, axis % leaf.ndim))
 
-        return jax.tree.map(join, tree)
+        result: T = jax.tree.map(join, tree)
+        return result
 
     def fold_in(self, key: Array) -> Array:
-        """A PRNG key that differs on each replica, made of one that is the same on all."""
+        """Returns a PRNG key that differs between replicas, derived from a mirrored one.
+
+        Args:
+            key: A PRNG key of shape `()`, the same on all replicas.
+
+        Raises:
+            RuntimeError: If the step has ended.
+        """
         return jax.random.fold_in(key, self.replica_id_in_sync_group)
 
     def shared(self, tree: PyTree) -> PyTree:
-        """Returns its tree, whose gradients are averaged over the replicas.
+        """Returns `tree` unchanged, but averages its gradients over the replicas.
 
-        The gradient of an all-reduced loss is each replica's own: what comes back through an
-        all-reduce reaches only the replica's own examples. A search along the gradient needs the
-        whole one inside, where no all-reduce can be written, as in `optax.lbfgs`.
+        The gradient of an all-reduced loss differs between replicas, because it flows back to the
+        replica's own examples only. A line search, as in `optax.lbfgs`, needs the gradient over
+        all examples in the middle of its loop, where an all-reduce cannot be inserted.
 
         Args:
-            tree: Arrays, the same on all replicas: parameters. Gradients of floats are averaged,
-                in one collective; other leaves pass through.
+            tree: Pytree of mirrored arrays, such as the parameters. The gradients of
+                floating-point leaves are averaged in one collective; other leaves are unaffected.
+
+        Returns:
+            A pytree of arrays with the same structure, shapes and dtypes.
 
         Raises:
             RuntimeError: If the step has ended.
@@ -185,7 +205,7 @@ class ReplicaContext:
         treedef: Any
         leaves, treedef = jax.tree.flatten(tree)
         arrays = list(map(jnp.asarray, leaves))
-        places = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.inexact)]
+        inexact = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.inexact)]
 
         @jax.custom_vjp
         def identity(values: list[Array]) -> list[Array]:
@@ -195,6 +215,6 @@ class ReplicaContext:
             return (self.all_reduce("mean", grads),)
 
         identity.defvjp(lambda values: (values, None), backward)
-        for i, value in zip(places, identity([arrays[i] for i in places]), strict=True):
+        for i, value in zip(inexact, identity([arrays[i] for i in inexact]), strict=True):
             arrays[i] = value
         return treedef.unflatten(arrays)

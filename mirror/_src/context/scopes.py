@@ -1,4 +1,4 @@
-"""The stack of strategy scopes and replica contexts of each thread."""
+"""The per-thread stack of open scopes and replica contexts."""
 
 import contextlib
 import threading
@@ -7,13 +7,21 @@ from typing import Any, NamedTuple
 
 from mirror._src.context.gathers import UnequalGathers
 from mirror._src.context.replica_context import ReplicaContext, ReplicaGroup
+from mirror._src.devices.replicas import ReplicaDevices
 
 
 class Frame(NamedTuple):
-    """One entry of a thread's stack: a strategy's scope, or a replica of its `run`."""
+    """Entry of a thread's stack: an open scope of a strategy, or a replica that runs a step.
+
+    Attributes:
+        strategy: The strategy.
+        replica: Context of the replica; `None` for a scope.
+        devices: Devices that the scope creates arrays on; `None` for a replica.
+    """
 
     strategy: ReplicaGroup
-    replica: ReplicaContext | None
+    replica: ReplicaContext | None = None
+    devices: ReplicaDevices | None = None
 
 
 class _Stack(threading.local):
@@ -25,18 +33,18 @@ _stack = _Stack()
 
 
 def current_frame() -> Frame | None:
-    """Where this thread stands; `None` outside any scope."""
+    """Returns the top of this thread's stack, or `None` outside every scope and replica."""
     frames = _stack.frames
     return frames[-1] if frames else None
 
 
 def push_frame(frame: Frame) -> None:
-    """Enters a scope or a replica."""
+    """Pushes a scope or a replica onto this thread's stack."""
     _stack.frames.append(frame)
 
 
 def pop_frame() -> None:
-    """Leaves what was entered last."""
+    """Pops the top of this thread's stack."""
     _stack.frames.pop()
 
 
@@ -44,12 +52,14 @@ def pop_frame() -> None:
 def replica(
     strategy: ReplicaGroup, gathers: UnequalGathers | None, captures: Any
 ) -> Iterator[ReplicaContext]:
-    """Stands in a replica of `strategy.run` while inside; its context ends with it.
+    """Context manager that enters a replica of `strategy`, whose context is valid inside.
 
     Args:
-        strategy: whose replica.
-        gathers: the lengths that replicas of different shapes bring; `None`: all have one.
-        captures: what stands for the variables that are no arguments of the step.
+        strategy: The strategy.
+        gathers: Lengths at the all-gathers of replicas with unequal shapes; `None` if the shapes
+            are equal.
+        captures: Stand-ins for the variables that the step uses without receiving them as
+            arguments.
     """
     context = ReplicaContext(strategy, in_step=True, gathers=gathers)
     context.captures = captures
@@ -62,7 +72,7 @@ def replica(
 
 
 def has_strategy() -> bool:
-    """Whether the caller stands in a strategy's scope or in one of its replicas.
+    """Whether the caller is in a strategy's scope or in a step that a strategy runs.
 
     >>> with mirror.OneDeviceStrategy("/cpu:0").scope():
     ...     inside = has_strategy()
@@ -73,7 +83,7 @@ def has_strategy() -> bool:
 
 
 def in_cross_replica_context() -> bool:
-    """Whether the caller stands inside `scope()`, outside `run`.
+    """Whether the caller is in a strategy's scope, outside a step.
 
     >>> strategy = mirror.OneDeviceStrategy("/cpu:0")
     >>> with strategy.scope():
@@ -85,20 +95,25 @@ def in_cross_replica_context() -> bool:
 
 
 def require_cross_replica(strategy: ReplicaGroup, method: str, instead: str) -> None:
-    """Refuses a call from inside a replica or from another strategy's scope.
+    """Rejects a call from inside a replica or from another strategy's scope.
+
+    Args:
+        strategy: The strategy that was called.
+        method: Name of the method.
+        instead: Sentence that tells the user what to do inside a replica.
 
     Raises:
-        RuntimeError: the caller stands in one of those.
+        RuntimeError: If the caller is in a replica or in the scope of another strategy.
     """
     frame = current_frame()
     if frame is None or (frame.strategy is strategy and frame.replica is None):
         return
     if frame.replica is not None:
         raise RuntimeError(
-            f"strategy.{method} was called inside a replica, in the function that {frame.strategy} "
-            f"runs. {instead}"
+            f"strategy.{method} was called inside a replica, in a step run by {frame.strategy}. "
+            f"{instead}"
         )
     raise RuntimeError(
         f"{strategy}.{method} was called inside the scope of another strategy, {frame.strategy}. "
-        "Leave that scope first, or use the one strategy for both."
+        "Exit that scope first, or use the same strategy for both."
     )

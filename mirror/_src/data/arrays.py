@@ -1,4 +1,4 @@
-"""`from_arrays`: whole arrays in memory, as a dataset of global batches."""
+"""`from_arrays`: splits in-memory arrays into a dataset of global batches."""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -7,8 +7,9 @@ from typing import Any, final
 import numpy as np
 
 from mirror._src.data.batches import HostBatch, host_batch
-from mirror._src.utils.errors import describe, require_int
+from mirror._src.utils.errors import describe, expected, require_int
 from mirror._src.utils.modules import set_module
+from mirror._src.utils.optional import require
 from mirror._src.utils.types import PyTree
 
 _MOST_SEED = 2**32 - 1
@@ -17,14 +18,14 @@ _MOST_SEED = 2**32 - 1
 @set_module("mirror.data")
 @final
 class ArrayDataset:
-    """Global batches of arrays in memory; made by `mirror.data.from_arrays`.
+    """A dataset of global batches from in-memory arrays, returned by `mirror.data.from_arrays`.
 
-    Each `iter` is one epoch. Epochs are counted from 0, and the order of each is a function of the
-    seed and its number alone.
+    Each `iter` is one epoch. Epochs are counted from 0; the order of an epoch depends only on the
+    seed and the epoch number.
 
     Attributes:
-        num_examples: how many rows the arrays have.
-        batch_size: how many of them a batch has; the last one may have fewer.
+        num_examples: Number of rows of the arrays.
+        batch_size: Number of rows per batch; the last batch may have fewer.
 
     >>> data = mirror.data.from_arrays(np.arange(5), batch_size=2, shuffle=True)
     >>> first = [batch.tolist() for batch in data]  # epoch 0
@@ -55,17 +56,17 @@ class ArrayDataset:
         return map(functools.partial(self._batch, epoch), range(len(self)))
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the epoch that the next `iter` starts; the ones after it follow.
+        """Sets the epoch that the next `iter` starts; later ones continue from there.
 
         Raises:
-            ValueError: it is negative.
-            TypeError: it is no int.
+            ValueError: If `epoch` is negative.
+            TypeError: If `epoch` is not an int.
         """
         require_int("epoch", epoch, 0)
         self._epoch = int(epoch)
 
     def peek(self, count: int = 1) -> list[PyTree]:
-        """The first batches of the epoch that the next `iter` starts."""
+        """Returns up to `count` first batches of the epoch that the next `iter` starts."""
         return [self._batch(self._epoch, i) for i in range(min(count, len(self)))]
 
     def _batch(self, epoch: int, number: int) -> PyTree:
@@ -77,7 +78,7 @@ class ArrayDataset:
 
     @functools.cached_property
     def _order(self) -> Sequence[np.ndarray]:
-        """Row numbers of all batches of all epochs, one after the other."""
+        """The row numbers of every batch, epoch after epoch."""
         grain = _grain()
         order = grain.MapDataset.range(self.num_examples).seed(self._seed).shuffle()
         return order.batch(self.batch_size, drop_remainder=self._drop_remainder).repeat()
@@ -97,39 +98,40 @@ def from_arrays(
     seed: int = 0,
     drop_remainder: bool = False,
 ) -> ArrayDataset:
-    """A dataset of global batches of arrays in memory: NumPy's, JAX's or torch's.
+    """Returns a dataset of global batches from in-memory NumPy, JAX or torch arrays.
 
     >>> data = from_arrays({"x": np.zeros((5, 2)), "y": np.arange(5)}, batch_size=2)
     >>> [batch["y"].tolist() for batch in data]
     [[0, 1], [2, 3], [4]]
 
     Args:
-        arrays: a tree of arrays of equally many rows: a dict, a tuple, or one array. They are not
-            copied, so leave them as they are.
-        batch_size: how many rows make a batch, for all replicas together.
-        shuffle: whether each epoch has an order of its own. Grain makes it; extra `train`.
-        seed: chooses the orders; 0 to 2**32 - 1.
-        drop_remainder: leaves out a last batch of fewer rows.
+        arrays: Pytree of arrays with the same number of rows: a dict, a tuple, or one array. The
+            arrays are not copied; do not modify them.
+        batch_size: Number of rows per global batch, for all replicas together.
+        shuffle: Whether to shuffle the rows differently in every epoch. This requires Grain, from
+            the extra `train`.
+        seed: Seed of the shuffle, from 0 to 2**32 - 1.
+        drop_remainder: Whether to drop a last batch with fewer rows.
 
     Returns:
         An iterable with a length, for `strategy.distribute_dataset`. Each `iter` is the next epoch;
-        `set_epoch(e)` chooses it.
+        `set_epoch(e)` sets its number.
 
     Raises:
-        ValueError: unequal numbers of rows, none, scalars, a batch size below 1, a seed out of
-            range, or `drop_remainder` with fewer rows than a batch has.
-        TypeError: leaves that are no arrays of numbers, or a batch size or seed that is no int.
-        ImportError: `shuffle` without Grain.
+        ValueError: If the arrays have no rows, different numbers of rows, or contain scalars; if
+            `batch_size` or `seed` is out of range; or if `drop_remainder` leaves no batch.
+        TypeError: If a leaf is not an array of numbers, or `batch_size` or `seed` is not an int.
+        ImportError: If `shuffle` is True and Grain is not installed.
     """
     require_int("batch_size", batch_size)
     require_int("seed", seed, 0)
     if seed > _MOST_SEED:
-        raise ValueError(f"seed={seed} is more than 2**32 - 1. Pass 0 to {_MOST_SEED}.")
+        raise ValueError(expected("seed", seed, f"at most {_MOST_SEED} (2**32 - 1)"))
     rows = _whole(arrays)
     if drop_remainder and rows.size < batch_size:
         raise ValueError(
-            f"The arrays have {rows.size} rows, fewer than batch_size={batch_size}, and "
-            "drop_remainder=True leaves them out: there is no batch. Pass a smaller batch_size."
+            f"The arrays have {rows.size} rows, fewer than batch_size={batch_size}. With "
+            "drop_remainder=True there would be no batch. Use a smaller batch_size."
         )
     if shuffle:
         _grain()
@@ -137,21 +139,14 @@ def from_arrays(
 
 
 def _whole(arrays: PyTree) -> HostBatch:
-    """The arrays as one batch, on the host."""
+    """Returns the arrays as one batch, on the host."""
     rows = host_batch("arrays", arrays)
     if not rows.size:
         raise ValueError(
-            f"{rows.names[0]} is {describe(rows.leaves[0])}: it has no rows. Pass at least one."
+            f"{rows.names[0]} is {describe(rows.leaves[0])}, which has no rows. Pass at least one."
         )
     return rows._replace(leaves=tuple(map(np.asarray, rows.leaves)))
 
 
 def _grain() -> Any:
-    try:
-        import grain
-    except ImportError as error:
-        raise ImportError(
-            "shuffle=True takes Grain, which is not installed: pip install "
-            '"mirror-jax[train]". Or shuffle the arrays yourself.'
-        ) from error
-    return grain
+    return require("grain", "shuffle=True")

@@ -1,4 +1,4 @@
-"""Global batches on the host: named leaf by leaf, and refused where they are none."""
+"""Global batches on the host: validated, with a name for every leaf."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -14,14 +14,14 @@ from mirror._src.values.per_replica import PerReplica, is_numeric, is_per_replic
 
 
 class HostBatch(NamedTuple):
-    """A global batch that has been checked.
+    """A validated global batch.
 
     Attributes:
-        number: which of the source's batches it is, from 0.
-        names: what messages call each leaf.
-        leaves: arrays `(size, ...)`: JAX's own, or NumPy's.
-        treedef: the structure of the tree.
-        size: how many examples there are.
+        number: Index of the batch in the source, from 0.
+        names: Name of each leaf, for messages.
+        leaves: JAX or NumPy arrays of shape `(size, ...)`.
+        treedef: Structure of the tree.
+        size: Number of examples.
     """
 
     number: int
@@ -31,11 +31,11 @@ class HostBatch(NamedTuple):
     size: int
 
     def map(self, fn: Callable[[Any], Any]) -> PyTree:
-        """The tree, of what `fn` makes of each leaf."""
+        """Returns the tree with `fn` applied to each leaf."""
         return self.treedef.unflatten(map(fn, self.leaves))
 
     def without(self, count: int) -> "HostBatch":
-        """The batch without its first examples; itself without none."""
+        """Returns the batch without its first `count` examples."""
         if not count:
             return self
         leaves = tuple(leaf[count:] for leaf in self.leaves)
@@ -43,16 +43,16 @@ class HostBatch(NamedTuple):
 
 
 def host_batches(batches: Iterator[PyTree], advice: str) -> Iterator[HostBatch]:
-    """The batches of one pass, each checked by itself and for the structure of the first.
+    """Yields the batches of one pass after validating them.
 
     Args:
-        batches: what the source yields.
-        advice: the line that makes batches of the source, for messages.
+        batches: The batches of the source.
+        advice: The line of code that makes batches of the source, for messages.
 
     Raises:
-        ValueError: a batch has no arrays, scalars, leaves of different leading sizes, or another
-            structure than the first.
-        TypeError: a leaf is no array of numbers.
+        ValueError: If a batch has no arrays, contains scalars, has leaves of different leading
+            sizes, or does not have the structure of the first batch.
+        TypeError: If a leaf is not an array of numbers.
     """
     first: HostBatch | None = None
     for number, tree in enumerate(batches):
@@ -63,62 +63,63 @@ def host_batches(batches: Iterator[PyTree], advice: str) -> Iterator[HostBatch]:
 
 
 def host_batch(root: str, tree: PyTree, advice: str = "", number: int = 0) -> HostBatch:
-    """One batch, checked, which messages call `root`; see `host_batches`."""
-    found, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_per_replica)
-    if not found:
-        raise ValueError(f"{root} is {describe(tree)}, which holds no arrays. Yield some.")
-    names = tuple(root + keys(path) for path, _ in found)
-    named = zip(names, found, strict=True)
+    """Validates one batch, called `root` in messages; see `host_batches`."""
+    items, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_per_replica)
+    if not items:
+        raise ValueError(f"{root} is {describe(tree)}, which contains no arrays. Yield arrays.")
+    names = tuple(root + keys(path) for path, _ in items)
+    named = zip(names, items, strict=True)
     leaves = tuple(_rows(name, path, leaf, advice) for name, (path, leaf) in named)
     sizes = {leaf.shape[0] for leaf in leaves}
     if len(sizes) > 1:
         received = ", ".join(map("{}: {}".format, names, map(describe, leaves)))
         raise ValueError(
-            f"The leaves of a batch have different leading sizes: {received}. The first axis is "
-            "the batch axis of every leaf. A list is no axis: join rows of one shape, np.stack."
+            f"The leaves of a batch have different leading sizes: {received}. The first axis of "
+            "every leaf must be the batch axis. If a leaf is a list of rows, stack it: "
+            "np.stack(rows)."
         )
     return HostBatch(number, names, leaves, treedef, sizes.pop())
 
 
 def array_of(name: str, leaf: Any) -> Any:
-    """A leaf as an array of numbers: JAX's own, or NumPy's of whatever it is.
+    """Returns a leaf as an array of numbers: JAX arrays unchanged, anything else as NumPy.
 
     Raises:
-        TypeError: it is a `PerReplica`, or nothing that JAX has arrays for.
-        ValueError: it is an array that has been deleted.
+        TypeError: If it is a `PerReplica`, or of a dtype that JAX does not support.
+        ValueError: If it is a deleted array.
     """
     if isinstance(leaf, PerReplica):
-        raise TypeError(f"{name} is a PerReplica. distribute_dataset takes global batches.")
+        raise TypeError(f"{name} is a PerReplica, but distribute_dataset expects global batches.")
     is_traced = isinstance(leaf, jax.core.Tracer)
     if isinstance(leaf, jax.Array) and not is_traced and leaf.is_deleted():
         raise ValueError(
-            f"{name} is an array that has been deleted: a step gave up its buffer "
-            "(donate_argnums). Yield a fresh one, or keep NumPy arrays."
+            f"{name} has been deleted: its buffer was donated to an earlier step (donate_argnums). "
+            "Yield a new array every time, or keep the data in NumPy arrays."
         )
     array = to_array(name, leaf)
     if not isinstance(array, jax.Array) and not is_numeric(array.dtype):
-        fix = "Join rows of one length" if array.dtype == object else "Yield numbers"
+        fix = "All rows must have the same length" if array.dtype == object else "Yield numbers"
         raise TypeError(
-            f"{name} is {describe(leaf)} of dtype {array.dtype}, which JAX has no arrays for. "
-            f"{fix}; encode text before."
+            f"{name} is {describe(leaf)} of dtype {array.dtype}, which JAX does not support. "
+            f"{fix}; encode text first."
         )
     return array
 
 
 def _rows(name: str, path: Any, leaf: Any, advice: str) -> Any:
-    """The leaf as an array with a batch axis."""
+    """Returns the leaf as an array with a batch axis."""
     in_list = path and isinstance(path[-1], jax.tree_util.SequenceKey)
     if in_list and isinstance(leaf, int | float | complex) and not isinstance(leaf, np.generic):
         raise ValueError(
-            f"{name} is the scalar {leaf!r}: a list of Python numbers is no array. Yield arrays, "
-            "np.asarray(list), of rows of one length. "
-            + (advice or "A Hugging Face dataset does after dataset.with_format('numpy').")
+            f"{name} is the scalar {leaf!r}, because a list of Python numbers is a tree of scalars."
+            " Convert it to an array: np.asarray(list), with rows of the same length. "
+            + (advice or "For a Hugging Face dataset, use dataset.with_format('numpy').")
         )
     array = array_of(name, leaf)
     if array.ndim == 0:
         raise ValueError(
-            f"{name} is the scalar {leaf!r}. Each leaf of a batch needs a leading batch axis; what "
-            "is the same for all examples is a mirrored argument: strategy.run(step, (batch, x))."
+            f"{name} is the scalar {leaf!r}. Each leaf of a batch needs a leading batch axis. Pass "
+            "a value that all examples share as another argument: strategy.run(step, (batch, x))."
             f"{advice and ' ' + advice}"
         )
     return array
@@ -131,6 +132,6 @@ def _require_same_structure(first: HostBatch, batch: HostBatch) -> None:
     new = [f"{name} is new" for name in batch.names if name not in first.names]
     changes = missing + new or [f"it was {first.treedef}", f"it is {batch.treedef}"]
     raise ValueError(
-        f"Batch {batch.number} has another structure than batch {first.number}:\n"
-        f"{listing(changes)}\nYield the same keys each time."
+        f"Batch {batch.number} has a different structure than batch {first.number}:\n"
+        f"{listing(changes)}\nEvery batch must have the same keys."
     )

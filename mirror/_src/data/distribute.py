@@ -1,5 +1,6 @@
-"""`distribute_dataset`: global batches in, per-replica batches on their devices out."""
+"""`distribute_dataset`: splits global batches into per-replica batches on the devices."""
 
+import itertools
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, final
@@ -13,11 +14,12 @@ from mirror._src.data.remainder import (
     Remainder,
     is_kept,
     mask_of,
+    nearest_multiples,
     padded,
     padded_size,
     require_remainder,
 )
-from mirror._src.data.source import DistributedDatasetBase, Source, shape_on_devices
+from mirror._src.data.source import B, DistributedDatasetBase, Source, shape_on_devices
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.utils.errors import describe
 from mirror._src.utils.modules import set_module
@@ -25,16 +27,17 @@ from mirror._src.utils.naming import keys
 from mirror._src.utils.types import PyTree
 from mirror._src.values.per_replica import PerReplica, on_replicas
 
-_INSTEAD = "Distribute what makes it, a list or a dataset, or distribute a new one each epoch."
-_INSTEAD_OF_FUNCTION = "Return what makes it, a list or a dataset, from the function."
+_REITERABLE = "an object that can be iterated repeatedly (a list, a DataLoader, a Grain dataset)"
+_FIX = f"Pass {_REITERABLE}, or distribute a new iterator for every epoch."
+_FIX_OF_FUNCTION = f"Return {_REITERABLE} from the function."
 
 
 @set_module("mirror")
 @final
-class DistributedDataset(DistributedDatasetBase):
-    """An iterable of per-replica batches; made by `strategy.distribute_dataset`.
+class DistributedDataset(DistributedDatasetBase[B]):
+    """An iterable of per-replica batches, returned by `strategy.distribute_dataset`.
 
-    Each `iter` starts the source again, if the source can be iterated again.
+    Each `iter` starts another pass over the source.
 
     >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
     >>> dataset = strategy.distribute_dataset([np.zeros((4, 3), "float32")] * 5)
@@ -49,13 +52,13 @@ class DistributedDataset(DistributedDatasetBase):
         remainder: Remainder,
         prefetch: int,
     ) -> None:
-        super().__init__(Source(source, _INSTEAD), replicas, prefetch)
+        super().__init__(Source(source, _FIX), replicas, prefetch)
         require_remainder(remainder)
         _require_batches(source)
         self._remainder = remainder
 
     def __len__(self) -> int:
-        """The number of batches of the source, where it knows; `"drop"` may yield fewer."""
+        """The number of batches of the source, if known; `"drop"` may yield fewer."""
         return len(self._source)
 
     def padded(
@@ -66,28 +69,28 @@ class DistributedDataset(DistributedDatasetBase):
         skip: int = 0,
         inspect: Inspect | None = None,
     ) -> PaddedDataset:
-        """The same batches as a training loop takes them: masked, and all of one shape.
+        """Returns the same batches with a mask and with one shape, as a training loop needs them.
 
-        What `remainder` leaves out or refuses stays so; the rest is padded, whatever it is. Batches
-        without examples are left out.
+        Batches that `remainder` drops or rejects are still dropped or rejected. All others are
+        padded, for every choice of `remainder`. Batches without examples are skipped.
 
         Args:
-            multiple: the padded size divides by this times the number of replicas.
-            group: how many batches go to the replicas together, on an axis after that of the
-                replicas; 1: no such axis. The last group is filled up with what the mask leaves
-                out.
-            skip: how many examples of the first pass to leave out. Whole batches are read and
-                dropped, one that straddles is cut; shapes stay those without it.
-            inspect: called with the number and the tree of each batch before it is distributed, in
-                the thread that reads ahead. What it raises comes out in the loop, in its place.
+            multiple: The padded batch size is a multiple of this times the number of replicas.
+            group: Number of batches per launch, stacked on an axis after the replica axis. 1 adds
+                no axis. A short last group is filled with masked batches.
+            skip: Number of examples of the first pass to skip. Whole batches are read and dropped,
+                and one batch may be cut. Shapes do not change.
+            inspect: Called with the number and the tree of each batch before it is distributed, in
+                the prefetch thread. Its exceptions are raised in the loop, at that batch.
 
         Returns:
-            An iterable of `PaddedBatch`. It and this dataset read one source.
+            An iterable of `PaddedBatch`. It shares the source of this dataset.
 
         Raises:
-            ValueError: `multiple` or `group` below 1, a negative `skip`; while iterating, a batch
-                larger than the first, or fewer examples than `skip`.
-            TypeError: one of them is no int.
+            ValueError: If `multiple` or `group` is less than 1, or `skip` is negative. During
+                iteration, if a batch is larger than the first, or if there are fewer examples than
+                `skip`.
+            TypeError: If one of them is not an int.
         """
         return PaddedDataset(
             self._source,
@@ -122,31 +125,28 @@ class DistributedDataset(DistributedDatasetBase):
 
 
 @final
-class PerReplicaDataset(DistributedDatasetBase):
-    """An iterable of batches of which each replica takes the next one, as it is.
+class PerReplicaDataset(DistributedDatasetBase[B]):
+    """An iterable that gives each replica the next batch of the source, unsplit.
 
-    Made by `strategy.distribute_datasets_from_function`.
+    It is returned by `strategy.distribute_datasets_from_function`.
     """
 
     def __init__(self, source: Iterable[PyTree], replicas: ReplicaDevices, prefetch: int) -> None:
-        super().__init__(Source(source, _INSTEAD_OF_FUNCTION), replicas, prefetch)
+        super().__init__(Source(source, _FIX_OF_FUNCTION), replicas, prefetch)
         if not isinstance(source, Iterable) or isinstance(source, str | Mapping):
             raise TypeError(
-                f"The function returned {describe(source)}, no iterable of batches. Return a list, "
-                "a generator, a DataLoader or a dataset that yields one replica's batches."
+                f"The function must return an iterable of batches, got {describe(source)}. Return "
+                "a list, a generator, a DataLoader or a dataset that yields per-replica batches."
             )
 
     def _distributed(self, batches: Iterator[PyTree]) -> Generator[PyTree, None, None]:
-        n, waiting = len(self._replicas), list[Any]()
-        for batch in batches:
-            waiting.append(batch)
-            if len(waiting) == n:
-                yield self._together(waiting)
-                waiting = []
-        if waiting:
+        n = len(self._replicas)
+        while len(group := list(itertools.islice(batches, n))) == n:
+            yield self._together(group)
+        if group:
             warnings.warn(
-                f"Each step takes {n} batches, one for each replica, and at the end there were "
-                f"only {len(waiting)}, which are left out. Yield a number that divides by {n}.",
+                f"Dropped the last {len(group)} batches: each step consumes {n}, one per replica. "
+                f"Yield a multiple of {n} batches to use them all.",
                 stacklevel=2,
             )
 
@@ -154,8 +154,8 @@ class PerReplicaDataset(DistributedDatasetBase):
         treedefs: list[Any] = [jax.tree.structure(batch) for batch in batches]
         if len(set(treedefs)) > 1:
             raise ValueError(
-                f"The replicas' batches differ in structure: {', '.join(map(str, treedefs))}. "
-                "Yield the same keys each time."
+                "The batches of the replicas have different structures: "
+                f"{', '.join(map(str, treedefs))}. Every batch must have the same keys."
             )
         columns = zip(*map(_arrays, batches), strict=True)
         leaves = [on_replicas(PerReplica(list(column)), self._replicas) for column in columns]
@@ -170,12 +170,12 @@ class PerReplicaDataset(DistributedDatasetBase):
 
 @set_module("mirror")
 class InputContext(NamedTuple):
-    """What a function that makes the input is told; see `distribute_datasets_from_function`.
+    """The argument of a `distribute_datasets_from_function` input function.
 
     Attributes:
-        num_input_pipelines: how many times it is called in all: once.
-        input_pipeline_id: which of them this is.
-        num_replicas_in_sync: how many replicas take from what it makes.
+        num_input_pipelines: Number of calls of the function; always 1.
+        input_pipeline_id: Index of this call; always 0.
+        num_replicas_in_sync: Number of replicas that read from this input.
 
     >>> InputContext(1, 0, num_replicas_in_sync=8).get_per_replica_batch_size(64)
     8
@@ -186,44 +186,42 @@ class InputContext(NamedTuple):
     num_replicas_in_sync: int
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """One replica's part of a global batch size.
+        """Returns the number of examples per replica.
 
         Raises:
-            ValueError: it does not divide.
+            ValueError: If the global batch size is not a multiple of the number of replicas.
         """
         n = self.num_replicas_in_sync
         if global_batch_size % n:
             raise ValueError(
-                f"A global batch of {global_batch_size} does not divide by {n} replicas. The "
-                f"nearest that do: {global_batch_size // n * n}, {-(-global_batch_size // n) * n}."
+                f"A global batch of {global_batch_size} cannot be split evenly across {n} replicas."
+                f" Use {nearest_multiples(global_batch_size, n)}."
             )
         return global_batch_size // n
 
 
 def _arrays(batch: PyTree) -> list[Any]:
-    """The leaves of one replica's batch."""
-    found, _ = jax.tree_util.tree_flatten_with_path(batch)
-    return [array_of("batch" + keys(path), leaf) for path, leaf in found]
+    """Returns the leaves of one replica's batch."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(batch)
+    return [array_of("batch" + keys(path), leaf) for path, leaf in leaves]
 
 
 def _require_batches(source: Any) -> None:
-    """Refuses what is no iterable of global batches, and says what makes one of it."""
+    """Rejects everything but an iterable of global batches; the message shows how to make one."""
     if isinstance(source, DistributedDatasetBase):
-        raise TypeError("The dataset is distributed already. Pass the source of global batches.")
-    whole = isinstance(source, tuple) and bool(source) and all(map(is_array, source))
-    if whole or is_array(source) or isinstance(source, Mapping):
-        what = f"A {type(source).__name__} of arrays" if whole else describe(source)
+        raise TypeError("The dataset is already distributed. Pass the source of global batches.")
+    expects = "distribute_dataset expects an iterable of global batches, got"
+    has_arrays = isinstance(source, tuple) and bool(source) and all(map(is_array, source))
+    if has_arrays or is_array(source) or isinstance(source, Mapping):
+        what = f"a {type(source).__name__} of arrays" if has_arrays else describe(source)
         raise TypeError(
-            f"{what} is no iterable of global batches. For whole arrays, pass "
-            "mirror.data.from_arrays(arrays, batch_size); a list of batches; one split, "
-            "datasets['train'], of several."
+            f"{expects} {what}. To batch in-memory arrays, use "
+            "mirror.data.from_arrays(arrays, batch_size). If this is a dict of splits, pass one of "
+            "them, e.g. datasets['train']."
         )
     if not isinstance(source, Iterable) or isinstance(source, str):
-        raise TypeError(
-            f"{describe(source)} is no iterable of global batches. "
-            + (
-                advice(source)
-                or "Pass a list, a generator, a DataLoader or a dataset that yields batches, such "
-                "as {'image': (B, ...), ...}."
-            )
+        fix = advice(source) or (
+            "Pass a list, a generator, a DataLoader or a dataset that yields batches, such as "
+            "{'image': (B, ...), ...}."
         )
+        raise TypeError(f"{expects} {describe(source)}. {fix}")

@@ -1,6 +1,7 @@
-"""What a training loop takes: batches padded to one shape, several for each launch."""
+"""Batches for a training loop: padded to one shape, and grouped into launches."""
 
 import itertools
+import operator
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, NamedTuple, TypeAlias, final
 
@@ -19,24 +20,38 @@ Inspect: TypeAlias = Callable[[int, PyTree], None]
 
 
 class PaddedBatch(NamedTuple):
-    """What one launch takes. All of a dataset's are of one shape.
+    """The input of one launch: one batch, or several from a group of `k`.
 
     Attributes:
-        batch: the tree of the source's batches, each leaf a `PerReplica` of `(n, b, ...)`; of
-            `(n, k, b, ...)` in groups of k.
-        mask: True for examples, False for what pads; `(n, b)`, or `(n, k, b)`.
-        num_batches: how many of the k are real; the others stand at the end, all masked.
-        num_examples: how many examples there are in all.
+        batch: Tree of the source's batches. Each leaf is a `PerReplica` of shape `(n, b, ...)`, or
+            `(n, k, b, ...)` in groups. All items of a dataset have the same shapes.
+        mask: True for examples, False for padding; `(n, b)` or `(n, k, b)`.
+        num_batches: Number of batches in this launch.
+        num_examples: Number of examples in these batches.
+        first: Index in the group of the first of these batches.
     """
 
     batch: PyTree
     mask: PerReplica
     num_batches: int
     num_examples: int
+    first: int = 0
+
+    def split(self, count: int) -> tuple["PaddedBatch", "PaddedBatch"]:
+        """Returns one launch with the first `count` batches and one with the others.
+
+        Both hold the arrays of the whole group, so that they run the same compiled step.
+        """
+        end = self.first + count
+        num_examples = int(np.asarray(self.mask)[:, self.first : end].sum())
+        num_left = self.num_examples - num_examples
+        head = self._replace(num_batches=count, num_examples=num_examples)
+        rest = PaddedBatch(self.batch, self.mask, self.num_batches - count, num_left, end)
+        return head, rest
 
 
 @final
-class PaddedDataset(DistributedDatasetBase):
+class PaddedDataset(DistributedDatasetBase[PaddedBatch]):
     """An iterable of `PaddedBatch`, made by `DistributedDataset.padded`."""
 
     def __init__(
@@ -62,15 +77,21 @@ class PaddedDataset(DistributedDatasetBase):
         self._inspect = inspect
 
     def __len__(self) -> int:
-        """The number of launches in a whole pass, where the source knows how many batches."""
+        """The number of launches in a whole pass, if the length of the source is known."""
         return -(-len(self._source) // self._group)
 
-    def _distributed(self, batches: Iterator[PyTree]) -> Generator[PaddedBatch, None, None]:
-        skip, self._skip = self._skip, 0  # before the thread starts: this pass, and no other
-        return self._launches(self._rows(host_batches(batches, self._source.advice), skip))
+    @property
+    def num_batches(self) -> int | None:
+        """The number of batches in a whole pass, or None if the source has no length."""
+        return operator.length_hint(self._source) or None
 
-    def _rows(self, batches: Iterator[HostBatch], skip: int) -> Iterator[HostBatch]:
-        """The padded batches, on the host."""
+    def _distributed(self, batches: Iterator[PyTree]) -> Generator[PaddedBatch, None, None]:
+        # Not in the generator, which the prefetch thread runs: a second `iter` must not skip.
+        skip, self._skip = self._skip, 0
+        return self._launches(self._padded(host_batches(batches, self._source.advice), skip))
+
+    def _padded(self, batches: Iterator[HostBatch], skip: int) -> Iterator[HostBatch]:
+        """Yields the padded batches, on the host."""
         full, left = 0, skip
         for batch in batches:
             if not is_kept(batch, len(self._replicas), self._remainder) or not batch.size:
@@ -82,8 +103,8 @@ class PaddedDataset(DistributedDatasetBase):
                 yield padded(self._inspected(batch.without(skipped)), full)
         if left:
             raise ValueError(
-                f"The first {skip} examples were to be left out, and the dataset has only "
-                f"{skip - left}. Continue with the dataset that the run began with."
+                f"Cannot resume: {skip} examples of this epoch were already used, but the dataset "
+                f"has only {skip - left}. Resume with the dataset that the run started with."
             )
 
     def _inspected(self, batch: HostBatch) -> HostBatch:
@@ -92,23 +113,23 @@ class PaddedDataset(DistributedDatasetBase):
         return batch
 
     def _launches(self, batches: Iterator[HostBatch]) -> Generator[PaddedBatch, None, None]:
-        while together := list(itertools.islice(batches, self._group)):
-            num_examples = sum(batch.size for batch in together)
-            yield PaddedBatch(*self._placed(together), len(together), num_examples)
+        while group := list(itertools.islice(batches, self._group)):
+            num_examples = sum(batch.size for batch in group)
+            yield PaddedBatch(*self._placed(group), len(group), num_examples)
 
     def _placed(self, batches: list[HostBatch]) -> tuple[PyTree, PerReplica]:
         first = batches[0]
         masks = [mask_of(batch, first.leaves[0].shape[0]) for batch in batches]
         if self._group == 1:
             return first.map(self._on_replicas), self._on_replicas(masks[0])
-        _require_same_rows(batches)
+        _require_same_shapes(batches)
         columns = zip(*(batch.leaves for batch in batches), strict=True)
         leaves = [self._stacked(column) for column in columns]
         masks += [np.zeros_like(masks[0])] * (self._group - len(batches))
         return first.treedef.unflatten(leaves), self._stacked(masks)
 
     def _stacked(self, column: Any) -> PerReplica:
-        """One leaf of a group, `(n, k, b, ...)`; the last batch stands for those that lack."""
+        """Stacks a leaf of a group to `(n, k, b, ...)`; the last batch fills a short group."""
         n, shape = len(self._replicas), column[0].shape
         dtype = _on_devices(column[0]).dtype
         rows = np.empty((n, self._group, shape[0] // n, *shape[1:]), dtype)
@@ -130,13 +151,13 @@ def _on_devices(leaf: Any) -> jax.ShapeDtypeStruct:
     return shape_on_devices(leaf.shape, leaf.dtype)
 
 
-def _require_same_rows(batches: list[HostBatch]) -> None:
+def _require_same_shapes(batches: list[HostBatch]) -> None:
     first = batches[0]
     for batch in batches:
         for name, leaf, other in zip(batch.names, batch.leaves, first.leaves, strict=True):
             if _on_devices(leaf) != _on_devices(other):
                 raise ValueError(
-                    f"{name} of batch {batch.number} is {describe(leaf)}, padded, and that of batch"
-                    f" {first.number} {describe(other)}. Batches that go to the replicas together "
-                    "have rows of one shape and dtype: pad the rows, or take one batch each launch."
+                    f"{name} of batch {batch.number} is {describe(leaf)} after padding, but "
+                    f"{describe(other)} in batch {first.number}. Batches of one launch must have "
+                    "the same shapes and dtypes. Pad the examples, or use one batch per launch."
                 )

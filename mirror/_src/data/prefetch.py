@@ -1,44 +1,46 @@
-"""Running an iterator ahead of the loop that reads it, in a thread of its own."""
+"""Prefetching: runs an iterator in a background thread, ahead of the loop that reads it."""
 
 import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, final
+from typing import Any, TypeVar, final
 
+T = TypeVar("T")
 _MOST_WAIT_SECS = 5.0
 
 
 @final
-class PrefetchIterator(Iterator[Any]):
-    """An iterator whose next items are made while the last one is worked on.
+class PrefetchIterator(Iterator[T]):
+    """An iterator whose next items are produced while the loop processes the current one.
 
-    What the source raises comes out in the loop, once, in its place. The thread ends with the
-    source, and with this object: when the loop lets go of it, as after `break` or an interrupt.
+    An exception of the source is raised in the loop, once, in place of the item. The thread ends
+    with the source, or when this object is released, as after `break` or an interrupt.
 
     Args:
-        source: what is iterated, in the thread.
-        ahead: how many items to have ready at most.
+        source: Iterator to run in the thread.
+        ahead: Maximum number of items to have ready.
     """
 
-    def __init__(self, source: Iterator[Any], ahead: int) -> None:
-        self._line = _Line(ahead)
+    def __init__(self, source: Iterator[T], ahead: int) -> None:
+        self._queue = _Queue(ahead)
         thread = threading.Thread(
-            target=_fill, args=(source, self._line), name="mirror prefetch", daemon=True
+            target=_fill, args=(source, self._queue), name="mirror prefetch", daemon=True
         )
-        self.close = weakref.finalize(self, _end, self._line, thread)
+        self.close = weakref.finalize(self, _end, self._queue, thread)
         thread.start()
 
-    def __next__(self) -> Any:
-        item, error = self._line.take()
+    def __next__(self) -> T:
+        item: T
+        item, error = self._queue.take()
         if error is None:
             return item
         self.close()
         raise error
 
 
-class _Line:
-    """The items that are ready, between the two threads."""
+class _Queue:
+    """The items that are ready, passed from the thread to the loop."""
 
     def __init__(self, ahead: int) -> None:
         self._ahead = ahead
@@ -47,7 +49,7 @@ class _Line:
         self.closed = False
 
     def put(self, item: Any, error: BaseException | None = None) -> bool:
-        """Waits for room; false where nobody reads any more."""
+        """Waits for room and adds an item; returns False if the loop no longer reads."""
         with self._changed:
             self._changed.wait_for(lambda: self.closed or len(self._items) < self._ahead)
             if not self.closed:
@@ -56,7 +58,7 @@ class _Line:
             return not self.closed
 
     def take(self) -> tuple[Any, BaseException | None]:
-        """Waits for an item; the end comes as `StopIteration`, again and again."""
+        """Waits for an item; at the end, every call returns `StopIteration`."""
         with self._changed:
             self._changed.wait_for(lambda: self.closed or self._items)
             if not self._items:
@@ -65,28 +67,28 @@ class _Line:
             return self._items.popleft()
 
     def close(self) -> None:
-        """Lets both threads go."""
+        """Wakes up both threads, and drops all items."""
         with self._changed:
             self.closed = True
             self._items.clear()
             self._changed.notify_all()
 
 
-def _fill(source: Iterator[Any], line: _Line) -> None:
+def _fill(source: Iterator[Any], queue: _Queue) -> None:
     try:
         for item in source:
-            if not line.put(item):
+            if not queue.put(item):
                 return
-        line.put(None, StopIteration())
+        queue.put(None, StopIteration())
     except BaseException as error:
-        line.put(None, error)
+        queue.put(None, error)
     finally:
         close = getattr(source, "close", None)
         if close is not None:
             close()
 
 
-def _end(line: _Line, thread: threading.Thread) -> None:
-    line.close()
+def _end(queue: _Queue, thread: threading.Thread) -> None:
+    queue.close()
     if thread is not threading.current_thread() and thread.is_alive():
-        thread.join(_MOST_WAIT_SECS)  # a source that blocks for ever must not block its reader
+        thread.join(_MOST_WAIT_SECS)  # a source may block forever; do not block with it

@@ -1,4 +1,4 @@
-"""Batches that do not divide by the number of replicas: refused, left out, or padded."""
+"""Batches that cannot be split evenly across the replicas: rejected, dropped or padded."""
 
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -7,29 +7,26 @@ import jax.numpy as jnp
 import numpy as np
 
 from mirror._src.data.batches import HostBatch
-from mirror._src.utils.errors import describe
+from mirror._src.utils.errors import describe, expected
 
 Remainder: TypeAlias = Literal["error", "drop", "pad"]
 
 
 def require_remainder(remainder: Any) -> None:
-    """Refuses an unknown choice.
+    """Checks the argument `remainder`.
 
     Raises:
-        ValueError: it is none of the three.
+        ValueError: If it is unknown.
     """
     if remainder not in get_args(Remainder):
-        raise ValueError(
-            f"remainder={remainder!r} is none of 'error', 'drop' and 'pad': what to do with a "
-            "batch that does not divide by the number of replicas."
-        )
+        raise ValueError(expected("remainder", remainder, "one of 'error', 'drop', 'pad'"))
 
 
 def is_kept(batch: HostBatch, num_replicas: int, remainder: Remainder) -> bool:
     """Whether the batch is distributed.
 
     Raises:
-        ValueError: it neither divides nor may be left out: `"error"`, or the very first one.
+        ValueError: If it cannot be split evenly, and `remainder` is `"error"` or it is the first.
     """
     if remainder == "pad" or (batch.size and batch.size % num_replicas == 0):
         return True
@@ -39,41 +36,41 @@ def is_kept(batch: HostBatch, num_replicas: int, remainder: Remainder) -> bool:
 
 
 def padded_size(first_size: int, divisor: int) -> int:
-    """What batches are padded to: the first one's size, rounded up; at least one each."""
+    """Returns the padded batch size: the first size rounded up to a multiple, at least one."""
     return max(-(-first_size // divisor) * divisor, divisor)
 
 
 def padded(batch: HostBatch, full: int) -> HostBatch:
-    """The batch with its last example repeated up to the full size; `size` stays the true one.
+    """Pads a batch to the full size; `size` remains the number of real examples.
 
-    What pads is real data, so that no log or norm blows up.
+    Padding repeats the last example, so it cannot introduce NaN or Inf.
 
     Raises:
-        ValueError: the batch is larger than that.
-        TypeError: a leaf is an array of keys.
+        ValueError: If the batch is larger than the full size.
+        TypeError: If a leaf is an array of PRNG keys.
     """
     if batch.size > full:
         raise ValueError(
-            f"Batch {batch.number} has {batch.size} examples, more than the first one's, rounded "
-            f"up to {full}. All are padded to that size: the first batch is the largest."
+            f"Batch {batch.number} has {batch.size} examples, more than the padded size of {full}, "
+            "which the first batch determines. Yield the largest batch first."
         )
-    _require_no_keys(batch)
+    _reject_keys(batch)
     if batch.size == full:
         return batch
     return batch._replace(leaves=tuple(_pad(leaf, full) for leaf in batch.leaves))
 
 
 def mask_of(batch: HostBatch, full: int) -> np.ndarray:
-    """True for the examples of a padded batch."""
+    """Returns the mask of a padded batch: True for real examples."""
     return np.arange(full) < batch.size
 
 
-def _require_no_keys(batch: HostBatch) -> None:
+def _reject_keys(batch: HostBatch) -> None:
     for name, leaf in zip(batch.names, batch.leaves, strict=True):
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             raise TypeError(
-                f"{name} is {describe(leaf)}, keys, which the host cannot pad. Yield integers, "
-                "and make the keys in the step; or batches that divide."
+                f"{name} is {describe(leaf)}: PRNG keys cannot be padded. Yield integer seeds and "
+                "create the keys in the step, or use a batch size that can be split evenly."
             )
 
 
@@ -83,21 +80,25 @@ def _pad(leaf: Any, full: int) -> np.ndarray:
 
 
 def _indivisible(batch: HostBatch, n: int, remainder: Remainder) -> str:
-    what = f"{batch.names[0]} of batch {batch.number} is {describe(batch.leaves[0])}"
+    what = f"{batch.names[0]} in batch {batch.number} is {describe(batch.leaves[0])}"
     if batch.size == 0:
         return (
-            f"{what}: it has 0 examples. Every batch needs at least one for each replica, {n}; "
-            "remainder='drop' leaves empty ones out."
+            f"{what}, which has 0 examples. Every batch needs at least {n}, one per replica. Set "
+            "remainder='drop' to skip empty batches."
         )
-    below, above = batch.size // n * n, (batch.size // n + 1) * n
-    nearest = f"{below} or {above}" if below else f"{above}"
-    choices = (
-        "remainder='drop' leaves out such a batch, but this is the first: nothing trains."
+    advice = (
+        ". remainder='drop' would skip this batch, but it is the first: nothing would be trained."
         if remainder == "drop"
-        else "Or choose what happens to it: distribute_dataset(dataset, remainder='pad') "
-        "yields (batch, mask), remainder='drop' leaves it out."
+        else ", or set `remainder`: distribute_dataset(dataset, remainder='pad') yields "
+        "(batch, mask); remainder='drop' skips the batch."
     )
     return (
-        f"{what}: {batch.size} examples do not divide by {n} replicas. The nearest batch sizes "
-        f"that do: {nearest}.\n{choices}"
+        f"{what}: {batch.size} examples cannot be split evenly across {n} replicas. Use a batch "
+        f"size of {nearest_multiples(batch.size, n)}{advice}"
     )
+
+
+def nearest_multiples(size: int, n: int) -> str:
+    """Returns the multiples of `n` on both sides of a size, for messages: `8 or 12`."""
+    below = size // n * n
+    return f"{below} or {below + n}" if below else str(n)

@@ -1,9 +1,9 @@
-"""Where batches come from, pass by pass; and what all distributed datasets have in common."""
+"""The source of batches, pass by pass, and the base class of all distributed datasets."""
 
 import abc
 import itertools
 from collections.abc import Generator, Iterable, Iterator
-from typing import Any, final
+from typing import Any, Generic, TypeVar, final
 
 import jax
 
@@ -18,17 +18,17 @@ from mirror._src.values.per_replica import PerReplica, is_numeric, per_replica
 
 @final
 class Source:
-    """A dataset of batches, and whether it has been used up.
+    """A dataset of batches, which may be an iterator that only one pass can use.
 
     Args:
-        dataset: an iterable of batches; an iterator has one pass in it.
-        instead: what to do where a second pass is asked for, for the message.
+        dataset: Iterable of batches.
+        fix: How to make a second pass possible, for the error message.
     """
 
-    def __init__(self, dataset: Iterable[PyTree], instead: str) -> None:
+    def __init__(self, dataset: Iterable[PyTree], fix: str) -> None:
         self._dataset = dataset
-        self._instead = instead
-        self._used_up = False
+        self._fix = fix
+        self._is_exhausted = False
         self._peeked: list[PyTree] = []
 
     def __len__(self) -> int:
@@ -36,28 +36,28 @@ class Source:
 
     @property
     def advice(self) -> str:
-        """The line that makes batches of such a dataset, for messages."""
+        """The line of code that makes batches of such a dataset, for messages."""
         return advice(self._dataset)
 
     def start(self) -> Iterator[PyTree]:
-        """Starts a pass, here and now: in the thread that asks for it, before any `set_epoch`.
+        """Starts a pass, in the calling thread and before any later `set_epoch`.
 
         Raises:
-            ValueError: the dataset is an iterator that has been used up.
+            ValueError: If the dataset is an exhausted iterator.
         """
-        self._require_unused()
+        self._require_batches_left()
         batches = iter(self._dataset)
         if batches is not self._dataset:
             return batches
-        self._used_up = True
+        self._is_exhausted = True
         peeked, self._peeked = self._peeked, []
         return itertools.chain(peeked, batches)
 
     def peek(self, count: int = 1) -> list[PyTree]:
-        """The first batches of the next pass, which loses none of them; fewer where there are."""
+        """Returns up to `count` first batches of the next pass, without consuming them."""
         if isinstance(self._dataset, ArrayDataset):
             return self._dataset.peek(count)
-        self._require_unused()
+        self._require_batches_left()
         batches = iter(self._dataset)
         if batches is not self._dataset:
             return list(itertools.islice(batches, count))
@@ -65,23 +65,24 @@ class Source:
         return self._peeked[:count]
 
     def set_epoch(self, epoch: int) -> None:
-        """Says which epoch comes next to the dataset, or to the parts of a torch loader."""
+        """Passes the number of the next epoch to the dataset, or to the parts of a torch loader."""
         parts = [getattr(self._dataset, p, None) for p in ("sampler", "batch_sampler", "dataset")]
         for part in (self._dataset, *parts):
-            tell = getattr(part, "set_epoch", None)
-            if callable(tell):
-                tell(epoch)
+            method = getattr(part, "set_epoch", None)
+            if callable(method):
+                method(epoch)
 
-    def _require_unused(self) -> None:
-        if self._used_up:
-            raise ValueError(
-                "The dataset is an iterator that has been used up: a second pass would be empty. "
-                + self._instead
-            )
+    def _require_batches_left(self) -> None:
+        if self._is_exhausted:
+            raise ValueError(f"The dataset is an exhausted iterator. {self._fix}")
 
 
-class DistributedDatasetBase(abc.ABC):
-    """A source whose batches are brought to the replicas, ahead of the loop."""
+B = TypeVar("B")
+"""A batch, whose leaves are `PerReplica` values on the replicas."""
+
+
+class DistributedDatasetBase(abc.ABC, Generic[B]):
+    """Base class for datasets that load their batches onto the replicas ahead of the loop."""
 
     def __init__(self, source: Source, replicas: ReplicaDevices, prefetch: int) -> None:
         require_int("prefetch", prefetch, 0)
@@ -92,38 +93,38 @@ class DistributedDatasetBase(abc.ABC):
 
     @final
     def _on_replicas(self, leaf: Any) -> PerReplica:
-        """Cuts the batch axis up for the replicas, in order."""
+        """Splits the batch axis across the replicas, in order."""
         n = len(self._replicas)
         return self._placed_rows(leaf.reshape(n, leaf.shape[0] // n, *leaf.shape[1:]))
 
     @final
     def _placed_rows(self, rows: Any) -> PerReplica:
-        """`(num_replicas, *shape)`, each row on its replica's device."""
+        """Puts each row of a `(num_replicas, *shape)` array on the device of its replica."""
         return per_replica(self._replicas.stack(rows))
 
     @abc.abstractmethod
-    def _distributed(self, batches: Iterator[PyTree]) -> Generator[Any, None, None]:
-        """What iterating yields, of the batches of one pass."""
+    def _distributed(self, batches: Iterator[PyTree]) -> Generator[B, None, None]:
+        """Yields the items of one pass over these batches."""
 
     @abc.abstractmethod
     def _shapes(self) -> Any:
-        """What `element_spec` says."""
+        """Computes `element_spec`."""
 
     @final
-    def __iter__(self) -> PrefetchIterator | Generator[Any, None, None]:
+    def __iter__(self) -> PrefetchIterator[B] | Generator[B, None, None]:
         items = self._distributed(self._source.start())
         return PrefetchIterator(items, self._prefetch) if self._prefetch else items
 
     @final
     @property
     def element_spec(self) -> Any:
-        """What iterating yields, with a `jax.ShapeDtypeStruct` for each `PerReplica`.
+        """The structure of the items, with a `jax.ShapeDtypeStruct` for each `PerReplica`.
 
-        Shapes are `(num_replicas, *shape)`, those of the first batch, which is looked at and not
-        lost; dtypes are those on the devices.
+        Shapes are `(num_replicas, *shape)`, as in the first batch, which is not consumed. Dtypes
+        are as on the devices.
 
         Raises:
-            ValueError: there is no first batch.
+            ValueError: If the dataset is empty.
         """
         if self._spec is None:
             self._spec = self._shapes()
@@ -131,26 +132,26 @@ class DistributedDatasetBase(abc.ABC):
 
     @final
     def _first(self, count: int = 1) -> list[PyTree]:
-        """The first batches of the source, for `_shapes`."""
+        """Returns the first batches of the source, for `_shapes`."""
         batches = self._source.peek(count)
         if not batches:
             raise ValueError(
-                "The dataset yielded no batch, so it has no element_spec. Distribute one that "
-                "yields batches."
+                "Cannot determine element_spec: the dataset yielded no batch. Distribute a dataset "
+                "that yields batches."
             )
         return batches
 
     @final
     def set_epoch(self, epoch: int) -> None:
-        """Says which epoch the next `iter` starts to a source that wants to know.
+        """Passes the number of the epoch that the next `iter` starts to the source.
 
-        One that shuffles by epoch has a method of this name, as `mirror.data.from_arrays` has, or
-        a sampler that has; others are left alone.
+        This has an effect if the source has a method of the same name, as
+        `mirror.data.from_arrays` does, or if its sampler has one.
         """
         self._source.set_epoch(epoch)
 
 
 def shape_on_devices(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    """What an array of the host's dtype will be: JAX has no 64 bits unless told so."""
+    """Returns the spec of a host array once on the devices: 64 bits need `jax_enable_x64`."""
     on_devices = jax.dtypes.canonicalize_dtype(dtype) if is_numeric(dtype) else dtype
     return jax.ShapeDtypeStruct(shape, on_devices)

@@ -1,1 +1,1 @@
-"""Devices: their names, and how a value gets onto those of the replicas."""
+"""Devices: names, configuration, placement of ops, and layout of arrays on the replicas."""

@@ -1,9 +1,9 @@
-"""Bounds the eager work on several host devices, which JAX before 0.12 needs: see `launch`.
+"""Bounds the eager work in flight on several host devices, which JAX before 0.12 needs.
 
-There is no public way to see the eager work of other threads. JAX calls one function after each
-compiled one, eager ops included: `jax._src.api._post_hook_state` (JAX 0.10 and 0.11), which its own
-search for NaN uses. `tests/devices/test_launch.py` fails when it has gone. Delete this file with
-support for JAX 0.11.
+See `launch`. JAX has no public way to observe the eager work of other threads, but it calls one
+function after each compiled function, eager ops included: `jax._src.api._post_hook_state` (JAX 0.10
+and 0.11), which JAX itself uses to search for NaNs. `tests/devices/test_launch.py` fails when JAX
+removes it. Delete this file when JAX 0.11 is no longer supported.
 """
 
 import contextlib
@@ -16,36 +16,37 @@ import jax
 
 from mirror._src.utils.types import Array
 
-MOST_UNDER_WAY = 8
-"""Launches of eager work; XLA lets 32 in, and each thread may add one."""
+MOST_IN_FLIGHT = 8
+"""Number of eager launches in flight. XLA accepts 32, and each thread may add one more."""
 MOST_BYTES = 2**16
-"""Of a result that is kept until it has ended; a larger one is waited for, so as not to keep it."""
+"""Size up to which a result is kept until it is ready; larger results are waited for instead."""
 
 
-_under_way: deque[Array] = deque()
-_lock = threading.RLock()  # the garbage collector may run eager ops inside
-_hook: Any = None  # what JAX calls after each compiled function, once eager work is counted
+_in_flight: deque[Array] = deque()
+_lock = threading.RLock()  # reentrant: the garbage collector may run eager ops while it is held
+_hook: Any = None  # JAX's hook after each compiled function; set once eager work is counted
 
 
 def bound_eager_work() -> None:
-    """From now on waits after an eager op on several host devices while too many are under way."""
+    """Makes later eager ops on several host devices wait while too many are in flight."""
     global _hook
     if _hook is None:
         from jax._src import api
 
         _hook = api._post_hook_state
-    if _hook.value is not None:  # ours, or JAX looks for NaN, and waits for every result itself
+    if _hook.value is not None:  # our hook; or JAX's search for NaNs, which waits for every result
         return
     if _hook.get_global() is None:
         _hook.set_global(_count)
-    if _hook.get_global() is _count:  # `with jax.debug_nans(...)` left a value of this thread's
+    if _hook.get_global() is _count:  # `with jax.debug_nans(...)` left a value in this thread
         _hook.set_local(_count)
 
 
 class Uncounted:
-    """Inside, JAX does not count: `launch` bounds its own launches, and a hook would be in its way.
+    """Context manager in which JAX does not call the hook.
 
-    A hook is Python, where an interrupt comes out before the results of a launch have a name.
+    `launch` bounds its own launches. The hook is Python code: an interrupt raised inside it would
+    lose the results of the launch before they are stored.
     """
 
     __slots__ = ("_is_off", "_local")
@@ -61,14 +62,14 @@ class Uncounted:
 
 
 def forget_finished() -> None:
-    """Lets go of the results of eager work that has ended."""
+    """Drops the references to results of finished eager work."""
     with _lock:
-        while _under_way and _has_ended(_under_way[0]):
-            _under_way.popleft()
+        while _in_flight and _has_finished(_in_flight[0]):
+            _in_flight.popleft()
 
 
 def _count(function: object, args: object, kwargs: object, outputs: Any) -> None:
-    """Counts what JAX has launched, and waits while there is too much of it."""
+    """Counts a launch, and waits while too many launches are in flight."""
     del function, args, kwargs
     output = outputs if isinstance(outputs, jax.Array) else _small_array(outputs)
     if output is None or isinstance(output, jax.core.Tracer) or _needs_no_bound(output):
@@ -77,18 +78,18 @@ def _count(function: object, args: object, kwargs: object, outputs: Any) -> None
     if output.nbytes > MOST_BYTES or not hasattr(output, "is_ready"):  # keys of jax.random
         _wait(output)
         return
-    _under_way.append(output)
+    _in_flight.append(output)
     while (oldest := _take_oldest()) is not None:
         _wait(oldest)
 
 
 def _take_oldest() -> Array | None:
     with _lock:
-        return _under_way.popleft() if len(_under_way) > MOST_UNDER_WAY else None
+        return _in_flight.popleft() if len(_in_flight) > MOST_IN_FLIGHT else None
 
 
 def _small_array(outputs: Any) -> Array | None:
-    """One of several outputs, which end together: the first or the last, whichever is smaller."""
+    """Returns the smaller of the first and the last output; all become ready together."""
     leaves = jax.tree.leaves(outputs)
     ends = [leaf for leaf in (leaves[:1] + leaves[-1:]) if isinstance(leaf, jax.Array)]
     return min(ends, key=lambda leaf: leaf.size, default=None)
@@ -98,15 +99,15 @@ def _needs_no_bound(output: Array) -> bool:
     if output.is_deleted() or output.sharding.num_devices == 1:
         return True
     device: Any = next(iter(output.sharding.device_set))
-    return bool(device.platform != "cpu")  # an accelerator has a queue of its own
+    return bool(device.platform != "cpu")  # each accelerator has its own queue
 
 
-def _has_ended(output: Any) -> bool:
-    # In C, so that no other thread deletes it in between: `is_ready` of a deleted one is a
-    # segmentation fault (JAX 0.10.2).
+def _has_finished(output: Any) -> bool:
+    # Both calls run in C, so that no other thread can delete the array in between: `is_ready` of a
+    # deleted array is a segmentation fault (JAX 0.10.2).
     return any(map(operator.call, (output.is_deleted, output.is_ready)))
 
 
 def _wait(output: Array) -> None:
-    with contextlib.suppress(Exception):  # it belongs to those who read the result
+    with contextlib.suppress(Exception):  # raised where the result is read
         output.block_until_ready()  # host sync, on purpose

@@ -1,4 +1,4 @@
-"""Settings that JAX reads when its backend starts; what the user has set is never overwritten."""
+"""Options that JAX reads when its backend starts. Values set by the user are never overwritten."""
 
 import os
 from typing import Any, final
@@ -8,12 +8,12 @@ import jax
 
 @final
 class JaxOption:
-    """One value for the whole process, in JAX's configuration or in the environment.
+    """A process-wide option, in `jax.config` or in the environment.
 
     Args:
-        name: an option of `jax.config`, or an environment variable.
-        aliases: further environment variables that set the same.
-        unset: what an option of `jax.config` holds where nobody set it.
+        name: Name of the `jax.config` option or environment variable.
+        aliases: Other environment variables with the same meaning.
+        unset: Values of a `jax.config` option that mean that it is not set.
     """
 
     def __init__(self, name: str, *aliases: str, unset: tuple[Any, ...] = (None,)) -> None:
@@ -21,31 +21,31 @@ class JaxOption:
         self._aliases = aliases
         self._unset = unset
         self._is_option = name.startswith("jax_")
-        self._ours: Any = None
+        self._set_by_mirror: Any = None
 
     @property
     def value(self) -> Any:
-        """What it is set to, by whomever; `None` where by nobody."""
+        """The current value, or None if it is not set."""
         if not self._is_option:
-            found = (os.environ.get(name) for name in (self._name, *self._aliases))
-            return next(filter(None, found), None)
+            values = (os.environ.get(name) for name in (self._name, *self._aliases))
+            return next(filter(None, values), None)
         value = jax.config.values[self._name]
         return None if value in self._unset else value
 
     @property
     def of_user(self) -> Any:
-        """What the user set it to; `None` where it is free for us."""
-        return None if self.value == self._ours else self.value
+        """The value that the user set, or None if mirror may set it."""
+        return None if self.value == self._set_by_mirror else self.value
 
     @property
     def source(self) -> str:
-        """Who set it, in words."""
+        """A description of where the value comes from."""
         if self.value is None:
             return "default"
         return "set by mirror.config" if self.of_user is None else f"{self}, set by you"
 
     def set(self, value: Any) -> None:
-        """Sets it, or with `None` takes back what was set here; leaves the user's value alone."""
+        """Sets the value, or restores the default with None. Keeps a value set by the user."""
         if self.of_user is not None or value == self.value:
             return
         if self._is_option:
@@ -54,21 +54,21 @@ class JaxOption:
             os.environ.pop(self._name, None)
         else:
             os.environ[self._name] = value
-        self._ours = value
+        self._set_by_mirror = value
 
     def __str__(self) -> str:
-        """As the user knows it: `XLA_CLIENT_MEM_FRACTION=0.5`, `jax_platforms='cpu'`."""
+        """Returns the setting, like `XLA_CLIENT_MEM_FRACTION=0.5` or `jax_platforms='cpu'`."""
         if self._is_option:
             return f"{self._name}={self.value!r}"
         names = [name for name in (self._name, *self._aliases) if os.environ.get(name)]
         return f"{names[0] if names else self._name}={self.value}"
 
 
-GPU_PLATFORMS = ("gpu", "cuda", "rocm")  # as JAX calls them
+GPU_PLATFORMS = ("gpu", "cuda", "rocm")  # JAX's names
 
 
 def names_gpus(platforms: str) -> bool:
-    """Whether a value of `PLATFORMS` has GPUs in it."""
+    """Whether a value of `PLATFORMS` includes GPUs."""
     return not set(GPU_PLATFORMS).isdisjoint(platforms.split(","))
 
 

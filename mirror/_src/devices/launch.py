@@ -1,15 +1,17 @@
-"""The launch guard: how many programs may be under way on several host devices of JAX before 0.12.
+"""The launch guard: limits the launches in flight on several host devices before JAX 0.12.
 
-All host devices share one pool of `max(cores, devices)` threads. JAX 0.10 and 0.11 deadlock there,
-and XLA ends the process after 40 s:
+All host devices share one pool of `max(cores, devices)` threads. JAX 0.10 and 0.11 can deadlock
+there, and XLA aborts the process after 40 s:
 
-- Each part of a launch waits for the others on a thread of the pool. Launches that two threads
-  dispatch at once wait for each other. So one lock is held to dispatch, and few are in flight.
-- XLA lets 32 launches per device in, and the next ones wait on threads of the pool. Eager ops of
-  other threads fill that queue, so `eager` bounds them too.
+- Each partition of a launch blocks a thread of the pool until the other partitions arrive. Launches
+  that two threads dispatch at the same time can wait for each other. Dispatch therefore holds one
+  lock, and few launches are in flight.
+- XLA accepts 32 launches per device; further ones block threads of the pool. Eager ops of other
+  threads fill that queue, so `eager_work` bounds them too.
 
-A wider pool (`PJRT_NPROC`) would do as well, but operations are split over it: on 2 cores a step of
-a small CNN on 2 devices takes 1.2 to 1.5 of its time on a pool of 8. JAX 0.12 needs none of this.
+A wider pool (`PJRT_NPROC`) would also prevent the deadlock, but XLA splits operations across it: on
+2 cores, a step of a small CNN on 2 devices takes 1.2 to 1.5 times as long with a pool of 8. JAX
+0.12 needs none of this.
 """
 
 import contextlib
@@ -33,29 +35,29 @@ _latest: weakref.ref[Array] | None = None
 
 
 def is_needed() -> bool:
-    """Whether this JAX deadlocks where launches on several host devices pile up."""
+    """Whether this JAX version can deadlock when launches on several host devices queue up."""
     return jax.__version_info__ < (0, 12)
 
 
 def launch(
     program: Callable[..., Any], arguments: Sequence[Any], outputs: list[Any], *, bounded: bool
 ) -> None:
-    """Runs a compiled program; the last leaf of its outputs is ready when the launch has ended.
+    """Runs a compiled program; its last output becomes ready when the launch has finished.
 
-    An interrupt comes out right after the call that it met, before its result has a name. So the
-    outputs are put into a list by C code: whoever donated its state to the program can still write
-    the new state back.
+    Python raises an interrupt right after the call it arrived in, before the result is assigned.
+    The outputs are therefore stored in a list by C code: a caller that donated its state can still
+    write the new state back.
 
     Args:
         program: A compiled function of `arguments` that returns a sequence.
         arguments: Its arguments.
-        outputs: An empty list; holds the outputs from the moment they are there.
-        bounded: Whether the launch occupies several host devices and this JAX needs the guard.
-            The last output is a token then, which nobody donates.
+        outputs: An empty list, which receives the outputs.
+        bounded: Whether the launch occupies several host devices and this JAX version needs the
+            guard. The last output is then a token, which is never donated.
     """
     global _latest
     if not bounded:
-        with _lock:  # accelerators meet in the order of the launches, which is one for all
+        with _lock:  # every accelerator must see the launches in the same order
             _call(program, arguments, outputs)
         if outputs and isinstance(outputs[-1], jax.Array):
             _latest = weakref.ref(outputs[-1])
@@ -77,8 +79,8 @@ def _call(program: Callable[..., Any], arguments: Sequence[Any], outputs: list[A
         outputs.extend(itertools.chain.from_iterable(itertools.starmap(program, (arguments,))))
 
 
-def under_way() -> Iterator[Array]:
-    """One output of each launch that may not have ended, oldest first, as far as they are known."""
+def in_flight() -> Iterator[Array]:
+    """Yields an output of each known launch that may not have finished, oldest first."""
     yield from tuple(_in_flight)
     latest = _latest() if _latest is not None else None
     if latest is not None and not latest.is_deleted():
@@ -86,9 +88,9 @@ def under_way() -> Iterator[Array]:
 
 
 def _await_oldest() -> None:
-    """Waits for the oldest launch; an interrupt leaves it counted.
+    """Waits for the oldest launch, which stays counted if an interrupt arrives.
 
-    What it failed with belongs to those who read its results, not to whoever launches next.
+    Its error is suppressed here; it is raised where its results are read.
     """
     with contextlib.suppress(Exception):
         _in_flight[0].block_until_ready()  # host sync, on purpose

@@ -1,4 +1,4 @@
-"""How much memory a device has, and how much of it is taken."""
+"""Memory statistics of a device."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,34 +8,37 @@ from mirror._src.devices.resolve import DeviceLike, canonicalize_device
 
 
 def get_memory_info(device: DeviceLike) -> dict[str, int]:
-    """What JAX has allocated on a device. Starts JAX's backend.
+    """Returns the memory that JAX has allocated on a device. Starts JAX's backend.
 
-    Parts of one GPU share its memory, and so have the same figures. JAX cannot reset the peak.
+    Logical devices on one GPU share its memory and report the same numbers. JAX cannot reset the
+    peak.
 
     Args:
-        device: a name such as `"GPU:0"`, a `LogicalDevice` or a `jax.Device`.
+        device: A name such as `"GPU:0"`, a `LogicalDevice`, or a `jax.Device`.
 
     Returns:
-        In bytes `"current"`, `"peak"` since the start, and `"limit"`: what JAX may allocate.
+        A dict with the bytes allocated (`"current"`), the maximum since the start (`"peak"`), and
+        the number of bytes that JAX may allocate (`"limit"`).
 
     Raises:
-        ValueError: the device keeps no such figures, as the CPU; or no device name.
-        InvalidDeviceError: there is no such device.
+        ValueError: If the device does not report memory statistics (the CPU does not), or the name
+            is not a device name.
+        InvalidDeviceError: If the device does not exist.
 
     >>> peaks = [get_memory_info(gpu)["peak"] for gpu in mirror.config.list_logical_devices("GPU")]
     """
-    found = canonicalize_device(device)
-    info = memory_info(found.memory_stats())
+    jax_device = canonicalize_device(device)
+    info = memory_info(jax_device.memory_stats())
     if info is None:
         raise ValueError(
-            f"{logical_name(found)} keeps no figures of its memory; GPUs do. For the arrays on "
-            "it, print mirror.debugging.visualize_placement(tree)."
+            f"{logical_name(jax_device)} does not report memory statistics; only accelerators do. "
+            "To list the arrays on it, use mirror.debugging.visualize_placement(tree)."
         )
     return info
 
 
 def memory_info(stats: Mapping[str, Any] | None) -> dict[str, int] | None:
-    """JAX's figures of a device under the names of `get_memory_info`; `None` where it has none."""
+    """Renames JAX's statistics for `get_memory_info`; returns None without statistics."""
     if not stats or "bytes_limit" not in stats:
         return None
     current = stats["bytes_in_use"]

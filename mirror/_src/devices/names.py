@@ -1,4 +1,4 @@
-"""Device names: every spelling parsed into one small value, and the two kinds of device named."""
+"""Device names: `DeviceSpec`, and the named physical and logical devices."""
 
 import functools
 import re
@@ -17,19 +17,19 @@ _DEVICE = re.compile(
     re.ASCII,
 )
 _TYPES = ("CPU", "GPU", "TPU")
-_SAME = {"CUDA": "GPU", "ROCM": "GPU"}  # as JAX writes its own devices: `cuda:0`
+_JAX_TYPES = {"CUDA": "GPU", "ROCM": "GPU"}  # JAX prints its devices as `cuda:0`
 
 
 @functools.total_ordering
 @dataclass(frozen=True)
 class DeviceSpec:
-    """The name of a logical device, or a part of one.
+    """Complete or partial name of a logical device.
 
-    Specs are ordered by type, then by index, what is left open first.
+    Specs are ordered by type, then by index; None comes first.
 
     Attributes:
-        device_type: in capitals, `"GPU"`; `None` where it is left open.
-        index: among the devices of that type; `None` where it is left open.
+        device_type: Type in capitals, such as `"GPU"`, or None if unspecified.
+        index: Index among the devices of this type, or None if unspecified.
 
     >>> DeviceSpec.parse("/job:localhost/replica:0/task:0/device:gpu:1")
     DeviceSpec(device_type='GPU', index=1)
@@ -44,41 +44,41 @@ class DeviceSpec:
     def parse(cls, name: str | None) -> "DeviceSpec":
         """Parses a device name in any of its spellings.
 
-        `"GPU"` and `"/gpu:*"` leave the index open; `""` and `None` leave everything open. JAX's
-        own `"cuda:0"` and `"rocm:0"` are GPUs.
+        `"GPU"` and `"/gpu:*"` do not specify an index; `""` and None specify nothing. JAX's names
+        `"cuda:0"` and `"rocm:0"` are GPUs.
 
         Raises:
-            ValueError: the text is no device name, or names a device of another process.
+            ValueError: If the text is not a device name, or names a device of another process.
         """
         if not name:
             return cls()
         host = _HOST.match(name)
-        assert host is not None  # all its parts may be missing
+        assert host is not None  # every group is optional
         rest = name[host.end() :]
         device = _DEVICE.fullmatch(rest)
         kind = (device["type"] or device["bare"]).upper() if device is not None else None
-        kind = _SAME.get(kind, kind) if kind is not None else None
+        kind = _JAX_TYPES.get(kind, kind) if kind is not None else None
         index = device["index"] if device is not None else None
         unknown = device is not None and index is None and device["bare"] and kind not in _TYPES
         if unknown or (rest and device is None) or (host[0] and rest and rest[0] != "/"):
-            named = re.findall(r"[A-Za-z]+:\d", rest)
-            several = f" It names {len(named)} devices." if len(named) > 1 else ""
+            matches = re.findall(r"[A-Za-z]+:\d", rest)
+            several = f" It contains {len(matches)} devices." if len(matches) > 1 else ""
             raise ValueError(
                 f"{name!r} is not a device name.{several} Device names look like {SPELLINGS}."
             )
         if host["job"] not in (None, "localhost") or any(map(_not_zero, host.groups()[1:])):
             raise ValueError(
-                f"{name!r} names a device of another process. mirror runs in one process, "
-                f"{JOB}: name one of its own devices, like {SPELLINGS}."
+                f"{name!r} is a device of another process. mirror runs in a single process, "
+                f"{JOB}: use one of its devices, like {SPELLINGS}."
             )
         return cls(kind, None if index in (None, "*") else int(index))
 
     def replace(self, **changes: str | int | None) -> "DeviceSpec":
-        """A copy with other parts."""
+        """Returns a copy with some fields replaced."""
         return _replace(self, **changes)  # type: ignore[arg-type]
 
     def make_merged_spec(self, other: "DeviceSpec") -> "DeviceSpec":
-        """This spec, but with those parts of `other` that it does not leave open."""
+        """Returns this spec, overridden by the fields that `other` specifies."""
         return DeviceSpec(
             self.device_type if other.device_type is None else other.device_type,
             self.index if other.index is None else other.index,
@@ -86,7 +86,7 @@ class DeviceSpec:
 
     @property
     def full_name(self) -> str:
-        """The name with job, replica and task, as it stands in log lines."""
+        """The name with job, replica and task, as used in log lines."""
         return f"{JOB}{self}"
 
     def __str__(self) -> str:
@@ -111,10 +111,10 @@ def _not_zero(number: str | None) -> bool:
 @set_module("mirror.config")
 @dataclass(frozen=True)
 class PhysicalDevice:
-    """A CPU or a GPU of this machine. One CPU is one physical device, with all its cores.
+    """A CPU or GPU of this machine. All CPU cores together are one physical device.
 
     Attributes:
-        name: such as `"/physical_device:GPU:0"`.
+        name: Name, such as `"/physical_device:GPU:0"`.
         device_type: `"CPU"` or `"GPU"`.
 
     >>> mirror.config.list_physical_devices("CPU")[0].name
@@ -128,11 +128,11 @@ class PhysicalDevice:
 @set_module("mirror.config")
 @dataclass(frozen=True)
 class LogicalDevice:
-    """What computations are placed on: a physical device, or a part of one.
+    """A device that computations run on: a physical device, or a partition of one.
 
     Attributes:
-        name: such as `"/device:GPU:0"`.
-        device_type: `"CPU"`, `"GPU"`, or another platform of JAX in capitals.
+        name: Name, such as `"/device:GPU:0"`.
+        device_type: `"CPU"`, `"GPU"`, or another JAX platform in capitals.
 
     >>> mirror.config.list_logical_devices("CPU")[1].name
     '/device:CPU:1'

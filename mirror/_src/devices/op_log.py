@@ -1,57 +1,78 @@
-"""The placement log: which op, step, variable and collective runs on which device.
+"""The placement log: the device of every op, step, variable and collective.
 
-Eager ops are seen by a trace of our own under JAX's (`jax.core.Trace`), which hands each on to
-JAX's own trace and then looks where the results lie. It is installed in a thread only while the log
-is on, so that off costs nothing: JAX's quick path for compiled functions is then its own again.
+Eager ops are observed by a custom trace (`jax.core.Trace`) that forwards each op to JAX's own trace
+and then logs the devices of the results. It is installed only while the log is on. When the log is
+off, JAX's fast path for compiled functions is untouched and nothing is slower.
 """
+
+# JAX has no public hook for eager ops (`jax.monitoring` reports compilations, not executions), so
+# the log relies on these tricks. They are needed on all supported versions (JAX 0.10.2 to 0.12.0.1,
+# Flax 0.12.8 and later); `tests/devices/test_op_log.py` fails if one stops working. Delete
+# `_LogTrace` and everything below that installs it once JAX offers such a hook.
+#
+# - `_LogTrace` replaces the current trace (`set_current_trace` of `jax.extend.core`). Without it,
+#   compiled functions, eager ops included, run in C++ and no Python code sees them.
+# - `_LogTrace.__eq__` looks at the code object of its caller. Flax allows a variable to be changed
+#   only under the trace that created it, and compares the two through `OpaqueTraceState.__eq__`:
+#   there, the log's trace must equal JAX's, or changing a variable raises TraceContextError when
+#   the log has been switched on or off since the variable was created. The cache of `jax.jit`
+#   compares traces too: there, they must differ, or JAX reuses its fast path and logs nothing.
+# - `_LogTrace.__hash__` is JAX's, because objects that can be equal must have the same hash.
+# - `process_custom_jvp_call` and `process_custom_vjp_call` run the function under the log's trace.
+#   Forwarded to JAX's trace, the ops inside would not be logged.
+# - `__getattr__` forwards what `jax.core.Trace` does not declare. Without it, `jax.shard_map` fails
+#   with an AttributeError (`process_shard_map`).
+# - `eager_trace` asks a new thread for JAX's trace, because the current thread may be inside a
+#   transformation, and `jax.core` does not export it.
+# - `unlogged` removes the log's trace temporarily. `jax.set_mesh` raises under any other trace than
+#   JAX's.
 
 import contextlib
 import functools
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from types import FrameType
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
 from jax.extend.core import get_opaque_trace_state, set_current_trace, take_current_trace
 
 from mirror._src.devices.backend import logical_name, names, place
-from mirror._src.utils.errors import describe
+from mirror._src.utils.errors import describe, expected
 from mirror._src.utils.source_lines import line_of_user
 
 _logger = logging.getLogger("mirror")
-_HIDDEN = ("jit", "pjit")
-_COMPARES = type(get_opaque_trace_state()).__eq__.__code__
+_JITS = ("jit", "pjit")
+_STATE_EQ = type(get_opaque_trace_state()).__eq__.__code__
 
 
 class _Thread(threading.local):
-    installed = False
-    muted = False
+    is_installed = False
+    is_muted = False
 
 
 _thread = _Thread()
 
 
-def log_is_here() -> bool:
+def is_log_installed() -> bool:
     """Whether the log's trace may be installed in this thread."""
-    return _thread.installed
+    return _thread.is_installed
 
 
-class _ToStderr(logging.Handler):
-    """Prints records to what is `sys.stderr` when they come, where nobody else handles them."""
+class _StderrHandler(logging.Handler):
+    """Handler that prints to the current `sys.stderr`, unless another handler gets the records."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            if _is_alone(self):
+            if _is_only_handler(self):
                 print(self.format(record), file=sys.stderr)
-        except Exception:  # as every handler of `logging`: the op that is logged goes on
+        except Exception:  # like every handler: an error in logging must not stop the op
             self.handleError(record)
 
 
-def _is_alone(handler: logging.Handler) -> bool:
-    """Whether no other handler gets what the logger says: a root handler, for instance."""
+def _is_only_handler(handler: logging.Handler) -> bool:
+    """Whether no other handler, such as a root handler, gets the logger's records."""
     logger: logging.Logger | None = _logger
     while logger is not None:
         if any(other is not handler for other in logger.handlers):
@@ -61,18 +82,15 @@ def _is_alone(handler: logging.Handler) -> bool:
 
 
 class _LogTrace(jax.core.Trace):
-    """Hands every eager op on to JAX's own trace, and logs where its results lie."""
+    """Trace that forwards every eager op to JAX's trace, and logs the devices of its results."""
 
     def __init__(self, parent: Any) -> None:
         super().__init__()
         self._parent = parent
 
-    # Flax lets a variable be changed only under the trace that it was made under, and compares
-    # traces by `==` (JAX 0.10.2 to 0.12.0.1): for it, this one is not another. For the cache of
-    # `jax.jit`, which compares too, it must be: a function that is found there runs unseen.
     def __eq__(self, other: object) -> bool:
         if other is self._parent:
-            return sys._getframe(1).f_code is _COMPARES
+            return sys._getframe(1).f_code is _STATE_EQ  # called by Flax, not by `jax.jit`
         return other is self
 
     def __hash__(self) -> int:
@@ -81,15 +99,15 @@ class _LogTrace(jax.core.Trace):
     def process_primitive(self, primitive: Any, args: Any, params: Any, /) -> Any:
         with set_current_trace(self._parent):
             outputs = self._parent.process_primitive(primitive, args, params)
-        if placement_log.on and not _thread.muted:
+        if placement_log.on and not _thread.is_muted:
             _log_op(primitive, args, params, outputs)
         return outputs
 
     def stage_value(self, value: Any) -> Any:
-        """Puts a host value onto a device."""
+        """Moves a host value to a device."""
         with set_current_trace(self._parent):
             staged = self._parent.stage_value(value)
-        if staged is not value and placement_log.on and not _thread.muted:
+        if staged is not value and placement_log.on and not _thread.is_muted:
             _log_placed("stage", [staged])
         return staged
 
@@ -97,31 +115,33 @@ class _LogTrace(jax.core.Trace):
         return self._parent.process_call(*call)
 
     def process_custom_jvp_call(self, *call: Any, **_: Any) -> Any:
-        """Runs a function with a derivative of its own, whose ops are logged too."""
+        """Runs a `jax.custom_jvp` function, and logs its ops."""
         _, fun, _, arguments = call
         with set_current_trace(self):
             return fun.call_wrapped(*arguments)
 
     def process_custom_vjp_call(self, *call: Any, **_: Any) -> Any:
-        """The same, for one with forward and backward."""
+        """Runs a `jax.custom_vjp` function, and logs its ops."""
         _, fun, _, _, arguments = call
         with set_current_trace(self):
             return fun.call_wrapped(*arguments)
 
     def __getattr__(self, name: str) -> Any:
-        """What else a trace can do, `shard_map` for instance, JAX's own does."""
-        found = getattr(self._parent, name)
-        return functools.partial(self._process, found) if name.startswith("process_") else found
+        """Forwards other attributes, such as `process_shard_map`, to JAX's trace."""
+        attribute = getattr(self._parent, name)
+        if name.startswith("process_"):
+            return functools.partial(self._process, attribute)
+        return attribute
 
     def _process(self, process: Any, primitive: Any, *call: Any, **params: Any) -> Any:
         outputs = process(primitive, *call, **params)
-        if placement_log.on and not _thread.muted:
+        if placement_log.on and not _thread.is_muted:
             _log_op(primitive, call, params, list(outputs))
         return outputs
 
 
 class _PlacementLog:
-    """Whether the log is on, in the process, and what is installed for it, in each thread."""
+    """Switch of the log: on or off for the process, installed thread by thread."""
 
     def __init__(self) -> None:
         self.on = False
@@ -131,31 +151,30 @@ class _PlacementLog:
     def switch(self, enabled: bool) -> None:
         """Switches the log on or off, for all threads."""
         with self._lock:
-            _log_trace()  # made before new threads have another
             if enabled and not self.on:
                 self._undo.enter_context(_visible())
-                self._undo.enter_context(_in_new_threads(self.sync))
             elif self.on and not enabled:
                 self._undo.close()
             self.on = enabled
         self.sync()
 
     def sync(self) -> None:
-        """Installs the trace in this thread, or takes it away, as the log is on or off.
+        """Installs the trace in this thread, or removes it, if the log is on or off.
 
-        Not inside a transformation. What is done inside an op, JAX takes back when the op ends: a
-        thread is known to be without the trace when it was found so.
+        Does nothing inside a transformation. After a switch inside an op, JAX restores the previous
+        trace when the op ends. A thread therefore counts as without the trace only once `sync`
+        observes JAX's trace.
         """
-        if _thread.muted or not (self.on or _thread.installed):
+        if _thread.is_muted or not (self.on or _thread.is_installed):
             return
         current = _current_trace()
         if self.on and current is eager_trace():
-            _thread.installed = True
+            _thread.is_installed = True
             set_current_trace(_log_trace()).__enter__()
         elif not self.on and isinstance(current, _LogTrace):
             set_current_trace(eager_trace()).__enter__()
         elif not self.on and current is eager_trace():
-            _thread.installed = False
+            _thread.is_installed = False
 
     def step(
         self,
@@ -164,7 +183,7 @@ class _PlacementLog:
         collectives: Iterable[tuple[str, str]],
         reduces_on: jax.Device | None,
     ) -> None:
-        """Logs that a compiled step runs, and its collectives: the kind of each, and how much."""
+        """Logs a run of a compiled step, and the kind and size of each of its collectives."""
         devices = tuple(devices)
         _logger.info("Executing step %s in %s", name, place(devices))
         for kind, amount in collectives:
@@ -175,7 +194,7 @@ class _PlacementLog:
                 _logger.info("%s: %s, %s", route, kind, amount)
 
     def mirrored(self, name: str, value: Any, devices: Iterable[jax.Device]) -> None:
-        """Logs that a variable, or another value, is mirrored."""
+        """Logs that a variable or another value is mirrored."""
         _logger.info("Mirroring %s %s over %s", name, describe(value), names(devices))
 
 
@@ -183,66 +202,68 @@ placement_log = _PlacementLog()
 
 
 def set_log_device_placement(enabled: bool) -> None:
-    """Logs where everything runs: eager ops, compiled steps, variables, collectives.
+    """Logs the devices of eager ops, compiled steps, variables and collectives.
 
-    A line for each, through the logger `mirror` at level INFO. While nobody has configured logging,
-    they are printed to the standard error. It may be switched at any time and holds for all
-    threads: a thread that was running before is heard of from its next `mirror.device` or
-    `strategy.scope` on. It is a tool for looking: while it is on an eager op, or a call of a
-    jitted function, costs some 80 us more, and `jax.set_mesh` refuses to work, which takes it for
-    tracing. Programs compiled by hand, `.lower().compile()`, are not heard of. Off, it costs
-    nothing.
+    Writes one line for each to the logger `mirror` at level INFO, or to standard error if logging
+    is not configured. Can be switched at any time. In the calling thread, the log starts at once;
+    in any other thread, including new ones, at its next `mirror.device` or `strategy.scope`.
+
+    This is a debugging tool. While the log is on, an eager op or a call of a jitted function takes
+    about 80 us longer, and `jax.set_mesh` raises, because JAX mistakes the log for tracing.
+    Programs compiled with `.lower().compile()` are not logged. When it is off, it costs nothing.
+
+    Args:
+        enabled: Whether to log.
 
     Raises:
-        TypeError: no bool.
-        RuntimeError: called inside `jax.jit` or another transformation.
+        TypeError: If `enabled` is not a bool.
+        RuntimeError: If called inside `jax.jit` or another transformation.
 
     >>> set_log_device_placement(True)
-    >>> x = jnp.ones(2) + 1  # a line for each op, with its device
+    >>> x = jnp.ones(2) + 1  # logs one line per op, with its device
     >>> set_log_device_placement(False)
     """
     if not isinstance(enabled, bool):
-        raise TypeError(f"enabled={describe(enabled)} is neither True nor False.")
+        raise TypeError(expected("enabled", enabled, "True or False"))
     current = _current_trace()
     if not isinstance(current, _LogTrace) and current is not eager_trace():
         raise RuntimeError(
-            f"set_log_device_placement({enabled}) inside jax.jit, grad or vmap, at "
-            f"{line_of_user()}. Call it outside."
+            f"set_log_device_placement({enabled}) was called at {line_of_user()}, inside jax.jit, "
+            "jax.grad or jax.vmap. Call it outside."
         )
     placement_log.switch(enabled)
 
 
 def unlogged() -> contextlib.AbstractContextManager[None]:
-    """A context without the log, for what JAX does only where it sees no trace but its own."""
+    """Context manager without the log, for JAX functions that require JAX's own trace."""
     placement_log.sync()
-    return _without_log() if _thread.installed else contextlib.nullcontext()
+    return _without_log() if _thread.is_installed else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
 def _without_log() -> Iterator[None]:
     current = _current_trace()
-    before, _thread.muted = _thread.muted, True
+    before, _thread.is_muted = _thread.is_muted, True
     try:
         with set_current_trace(current._parent if isinstance(current, _LogTrace) else current):
             yield
     finally:
-        _thread.muted = before
+        _thread.is_muted = before
 
 
 @functools.cache
 def eager_trace() -> Any:
-    """The trace that JAX has where nothing is transformed: that of a thread that did nothing."""
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(_current_trace()))
+    """Returns JAX's trace outside of all transformations, which is the trace of a new thread."""
+    traces: list[Any] = []
+    thread = threading.Thread(target=lambda: traces.append(_current_trace()))
     thread.start()
     thread.join()
-    # Another thread may have switched the log on in the meantime.
-    return found[0]._parent if isinstance(found[0], _LogTrace) else found[0]
+    return traces[0]
 
 
 @functools.cache
 def _log_trace() -> _LogTrace:
-    """One for all threads, for good: variables remember the trace that they were made under."""
+    """Returns the only instance: variables keep a reference to the trace that created them."""
     return _LogTrace(eager_trace())
 
 
@@ -252,7 +273,7 @@ def _current_trace() -> Any:
 
 
 def _log_op(primitive: Any, args: Any, params: Any, outputs: Any) -> None:
-    name = params.get("name", primitive.name) if primitive.name in _HIDDEN else primitive.name
+    name = params.get("name", primitive.name) if primitive.name in _JITS else primitive.name
     _log_placed(name.lstrip("_"), _arrays(outputs) or _arrays(args))
 
 
@@ -272,8 +293,8 @@ def _arrays(values: Any) -> list[jax.Array]:
 
 @contextlib.contextmanager
 def _visible() -> Iterator[None]:
-    """Lets INFO through, and prints it where nobody has configured logging."""
-    level, handler = _logger.level, _ToStderr()
+    """Enables level INFO, and prints the records if logging is not configured."""
+    level, handler = _logger.level, _StderrHandler()
     _logger.addHandler(handler)
     if not _logger.isEnabledFor(logging.INFO):
         _logger.setLevel(logging.INFO)
@@ -282,26 +303,3 @@ def _visible() -> Iterator[None]:
     finally:
         _logger.setLevel(level)
         _logger.removeHandler(handler)
-
-
-@contextlib.contextmanager
-def _in_new_threads(install: Callable[[], None]) -> Iterator[None]:
-    """Calls `install` in every thread that is started from now on, as its first act.
-
-    `threading` runs a profile function in each new thread, and that is all that it is used for:
-    the thread goes on with the one that was there before, if any.
-    """
-    before: Any = threading.getprofile()
-
-    def first(frame: FrameType, event: str, argument: object) -> None:
-        sys.setprofile(before)
-        install()
-        if before is not None:
-            before(frame, event, argument)
-
-    threading.setprofile(first)
-    try:
-        yield
-    finally:
-        if threading.getprofile() is first:
-            threading.setprofile(before)

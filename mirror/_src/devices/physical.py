@@ -1,4 +1,4 @@
-"""The physical devices of this machine, found without starting JAX's backend."""
+"""Physical devices of this machine, listed without starting JAX's backend."""
 
 import contextlib
 import functools
@@ -21,13 +21,13 @@ CPU = PhysicalDevice("/physical_device:CPU:0", "CPU")
 
 @dataclass(frozen=True)
 class Gpu:
-    """What the driver says of a GPU.
+    """A GPU as reported by the driver.
 
     Attributes:
-        uuid: such as `"GPU-5a0f..."`, or `"MIG-..."` for a part that the driver has split off.
-        name: the product's.
-        compute_capability: major and minor; `None` where the driver does not say.
-        memory_bytes: all its memory; 0 where the driver does not say, as where the CPU shares it.
+        uuid: UUID, such as `"GPU-5a0f..."`, or `"MIG-..."` for a MIG partition.
+        name: Product name.
+        compute_capability: Major and minor version, or None if unknown.
+        memory_bytes: Total memory; 0 if unknown, for example if the CPU shares it.
     """
 
     uuid: str
@@ -37,24 +37,25 @@ class Gpu:
 
 
 def physical_devices() -> tuple[PhysicalDevice, ...]:
-    """The CPU, then the GPUs that CUDA will show this process, in the order in which it will."""
+    """Returns the CPU, then the GPUs that CUDA exposes to this process, in CUDA's order."""
     gpus = range(len(gpus_of_process()))
     return (CPU, *(PhysicalDevice(f"/physical_device:GPU:{i}", "GPU") for i in gpus))
 
 
 def gpus_of_process() -> tuple[Gpu, ...]:
-    """What the driver says of the GPUs that `CUDA_VISIBLE_DEVICES` leaves, in its order."""
+    """Returns the GPUs that `CUDA_VISIBLE_DEVICES` selects, in its order."""
     return _visible(os.environ.get(_VISIBLE))
 
 
 def list_physical_devices(device_type: str | None = None) -> list[PhysicalDevice]:
-    """The CPU and the GPUs of this machine. Does not start JAX's backend.
+    """Returns the CPU and the GPUs of this machine. Does not start JAX's backend.
 
-    GPUs are those that NVIDIA's driver shows for `CUDA_VISIBLE_DEVICES`, by index and by UUID;
-    without a driver, or without the package `nvidia-ml-py`, there are none. One CPU is one device.
+    GPUs are listed through NVIDIA's driver and filtered by `CUDA_VISIBLE_DEVICES` (indices or
+    UUIDs). Without a driver or the package `nvidia-ml-py`, only the CPU is listed.
 
     Args:
-        device_type: `"CPU"` or `"GPU"`, exactly; of any other there are none.
+        device_type: `"CPU"` or `"GPU"`. Matched exactly; any other type returns an empty list.
+            None returns all devices.
 
     >>> list_physical_devices("CPU")
     [PhysicalDevice(name='/physical_device:CPU:0', device_type='CPU')]
@@ -63,14 +64,14 @@ def list_physical_devices(device_type: str | None = None) -> list[PhysicalDevice
 
 
 def get_device_details(device: PhysicalDevice) -> dict[str, Any]:
-    """What is known of a physical device.
+    """Returns details about a physical device.
 
     Returns:
-        For a GPU `"device_name"` and, where the driver says it, `"compute_capability"`, a pair of
-        ints; for the CPU nothing.
+        For a GPU, a dict with `"device_name"` and, if the driver reports it,
+        `"compute_capability"`, a pair of ints. For the CPU, an empty dict.
 
     Raises:
-        ValueError: no physical device of this machine.
+        ValueError: If `device` is not a physical device of this machine.
 
     >>> names = [get_device_details(gpu)["device_name"] for gpu in list_physical_devices("GPU")]
     >>> get_device_details(list_physical_devices("CPU")[0])
@@ -87,78 +88,78 @@ def get_device_details(device: PhysicalDevice) -> dict[str, Any]:
 
 
 def ordinal(device: PhysicalDevice) -> int:
-    """The index in the device's name: for a GPU, CUDA's."""
+    """Returns the index in the device's name; for a GPU, the CUDA ordinal."""
     return int(device.name.rpartition(":")[2])
 
 
 def gpu_of(device: PhysicalDevice) -> Gpu:
-    """What the driver says of a GPU."""
+    """Returns what the driver reports about a GPU."""
     return gpus_of_process()[ordinal(device)]
 
 
 def may_have_gpus() -> bool:
-    """Whether there may be GPUs that are not known of, because NVML cannot be asked."""
+    """Whether JAX may have GPUs that cannot be listed because NVML is not available."""
     with _nvml() as nvml:
         return nvml is None and any(map(os.path.exists, (_DRIVER, _DRIVER_OF_ROCM)))
 
 
-def of_type(devices: Iterable[PhysicalDevice], wanted: object) -> list[PhysicalDevice]:
-    """Those of one type, exactly; `None` means all."""
-    return [device for device in devices if wanted is None or device.device_type == wanted]
+def of_type(devices: Iterable[PhysicalDevice], device_type: object) -> list[PhysicalDevice]:
+    """Returns the devices of exactly this type; None returns all."""
+    return [d for d in devices if device_type is None or d.device_type == device_type]
 
 
 def require_physical(device: object, device_type: str | None = None) -> PhysicalDevice:
-    """The physical device that is meant by a `PhysicalDevice` or its name.
+    """Returns the physical device for a `PhysicalDevice` or a name.
 
     Raises:
-        ValueError: there is none, or it is not of this type.
+        ValueError: If the device does not exist, or is of another type.
     """
     for known in physical_devices() if isinstance(device, PhysicalDevice | str) else ():
         if device in (known, known.name) and device_type in (None, known.device_type):
             return known
-    wanted = "" if device_type is None else f" of type {device_type}"
+    required = "" if device_type is None else f" A {device_type} is required."
     names = ", ".join(known.name for known in physical_devices())
     raise ValueError(
-        f"Unrecognized device: {device!r} is no physical device{wanted} of this machine, which has "
-        f"{names}. Pass one of mirror.config.list_physical_devices()."
+        f"Unrecognized device: {device!r}.{required} This machine has {names}. Pass a device "
+        "returned by mirror.config.list_physical_devices()."
     )
 
 
 def driver_version() -> str | None:
-    """The NVIDIA driver's version, `None` where there is no driver."""
+    """Returns the version of the NVIDIA driver, or None without a driver."""
     with _nvml() as nvml:
         return None if nvml is None else nvml.nvmlSystemGetDriverVersion()
 
 
 @functools.cache
-def _visible(wanted: str | None) -> tuple[Gpu, ...]:
-    """The GPUs that CUDA shows for a value of `CUDA_VISIBLE_DEVICES`; `None` means all.
+def _visible(selection: str | None) -> tuple[Gpu, ...]:
+    """Returns the GPUs that CUDA exposes for a value of `CUDA_VISIBLE_DEVICES`; None means all.
 
-    CUDA reads indices and (beginnings of) UUIDs up to the first that names no GPU, and shows none
-    where one is named twice. It counts the fastest GPU first unless `CUDA_DEVICE_ORDER` is
-    `PCI_BUS_ID`; the driver's own order, which is used here, is that of the bus. The two are the
-    same where all GPUs are of one kind.
+    CUDA reads indices and UUIDs (or prefixes of UUIDs) up to the first invalid entry, and exposes
+    nothing if an entry is repeated. It lists the fastest GPU first unless `CUDA_DEVICE_ORDER` is
+    `PCI_BUS_ID`. NVML, used here, lists GPUs in bus order. Both orders are equal if all GPUs are of
+    the same model.
     """
     with _nvml() as nvml:
         if nvml is None:
             return ()
-        every = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(int(nvml.nvmlDeviceGetCount()))]
-        if wanted is None:
-            return tuple(_describe(nvml, handle) for handle in every)
+        handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+        if selection is None:
+            return tuple(_describe(nvml, handle) for handle in handles)
         chosen: list[Gpu] = []
-        for entry in map(str.strip, wanted.split(",")):
-            handle = _find(nvml, every, entry)
+        for entry in map(str.strip, selection.split(",")):
+            handle = _find(nvml, handles, entry)
             if handle is None:
                 break
             chosen.append(_describe(nvml, handle))
-        twice = len({gpu.uuid for gpu in chosen}) < len(chosen)
-        return () if twice else tuple(chosen)
+        has_repeats = len({gpu.uuid for gpu in chosen}) < len(chosen)
+        return () if has_repeats else tuple(chosen)
 
 
-def _find(nvml: Any, every: list[Any], entry: str) -> Any:
-    """The GPU that an entry names, `None` where it names none."""
+def _find(nvml: Any, handles: list[Any], entry: str) -> Any:
+    """Returns the handle of the GPU that an entry selects, or None if the entry is invalid."""
     if entry.isascii() and entry.isdigit():
-        return every[int(entry)] if int(entry) < len(every) else None
+        return handles[int(entry)] if int(entry) < len(handles) else None
     if entry.startswith("MIG-"):
         try:
             return nvml.nvmlDeviceGetHandleByUUID(entry)
@@ -166,7 +167,7 @@ def _find(nvml: Any, every: list[Any], entry: str) -> Any:
             return None
     if not entry.startswith("GPU-"):
         return None
-    matches = [h for h in every if nvml.nvmlDeviceGetUUID(h).startswith(entry)]
+    matches = [h for h in handles if nvml.nvmlDeviceGetUUID(h).startswith(entry)]
     return matches[0] if len(matches) == 1 else None
 
 
@@ -174,7 +175,7 @@ def _describe(nvml: Any, handle: Any) -> Gpu:
     try:
         major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
         capability = (int(major), int(minor))
-    except nvml.NVMLError:  # old drivers, and parts of a split GPU
+    except nvml.NVMLError:  # old drivers, and MIG partitions
         capability = None
     try:
         num_bytes = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
@@ -186,11 +187,11 @@ def _describe(nvml: Any, handle: Any) -> Gpu:
 
 @contextlib.contextmanager
 def _nvml() -> Iterator[Any]:
-    """NVML, the driver's own library, while inside; `None` without a driver or `nvidia-ml-py`."""
+    """Context manager that yields NVML, or None without a driver or `nvidia-ml-py`."""
     try:
         nvml = importlib.import_module("pynvml")
     except ImportError:
-        _say_what_is_missing()
+        _warn_missing_nvml()
         yield None
         return
     try:
@@ -205,10 +206,10 @@ def _nvml() -> Iterator[Any]:
 
 
 @functools.cache
-def _say_what_is_missing() -> None:
-    """Warns, once, where there is a driver but no package to ask it with."""
+def _warn_missing_nvml() -> None:
+    """Warns once if an NVIDIA driver is present but `nvidia-ml-py` is not installed."""
     if os.path.exists(_DRIVER):
         _logger.warning(
-            "There is an NVIDIA driver, but the package nvidia-ml-py is not installed, so "
-            "mirror.config knows of no GPU. Install it: pip install nvidia-ml-py"
+            "An NVIDIA driver was found, but mirror.config cannot list GPUs because the package "
+            "nvidia-ml-py is not installed. Install it: pip install nvidia-ml-py"
         )

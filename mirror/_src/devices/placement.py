@@ -1,4 +1,4 @@
-"""Where eager ops run: `mirror.device` and what follows it."""
+"""Placement of eager ops: `mirror.device` and `mirror.add_n`."""
 
 import contextlib
 import functools
@@ -30,37 +30,38 @@ _logger = logging.getLogger("mirror")
 
 
 def device(name: DeviceLike | None) -> "Placement":
-    """A context in which eager ops, and jitted functions that are called, run on one device.
+    """Context manager that runs eager ops and jitted functions on one device.
 
-    It nests, and inside a scope it wins: what is created is not mirrored. It holds for the thread
-    that enters it. Arrays made inside are not bound to the device: used outside, they are copied to
-    where they are needed. Arrays that are bound to a device, by `jax.device_put`, stay there.
+    Contexts nest. Inside a strategy's scope, `device` takes precedence: new arrays are not
+    mirrored. A context applies to the thread that enters it. Arrays created inside are not
+    committed to the device: JAX copies them when they are used elsewhere. Arrays committed to a
+    device, for example by `jax.device_put`, stay there.
 
     Args:
-        name: such as `"/gpu:1"`, a `LogicalDevice` or a `jax.Device`; `None` means JAX's default
-            device, whatever the contexts around say.
+        name: A name such as `"/gpu:1"`, a `LogicalDevice`, or a `jax.Device`. None selects JAX's
+            default device, regardless of enclosing contexts.
 
     Returns:
-        A context that can be entered again and again.
+        A reusable context manager.
 
     Raises:
-        TypeError: no device.
-        ValueError: no device name.
-        InvalidDeviceError: there is no such device; the message lists those that there are. With
-            `config.set_soft_device_placement(True)`: one that exists is taken.
-        RuntimeError: on entering, inside `jax.jit` or a step that `strategy.run` runs.
+        TypeError: If `name` is not a device.
+        ValueError: If `name` is not a device name.
+        InvalidDeviceError: If the device does not exist; the message lists the available devices.
+            After `config.set_soft_device_placement(True)`, an existing device is used instead.
+        RuntimeError: When entered inside `jax.jit` or a step run by `strategy.run`.
 
     >>> with device("/cpu:1"):
     ...     x = jnp.ones(3)
     >>> x.devices()
     {CpuDevice(id=1)}
     """
-    return Placement(None if name is None else _existing(name))
+    return Placement(None if name is None else _resolve(name))
 
 
 @final
 class Placement:
-    """The context of `mirror.device`."""
+    """Context manager returned by `mirror.device`."""
 
     def __init__(self, device: jax.Device | None) -> None:
         self._device = device
@@ -69,8 +70,9 @@ class Placement:
     def __enter__(self) -> jax.Device | None:
         _require_eager(self._device)
         with contextlib.ExitStack() as stack:
-            if not jax.sharding.get_abstract_mesh().empty:  # a scope's mesh would win
-                with set_current_trace(eager_trace()):  # `set_mesh` refuses that of `jax.grad`
+            # The mesh of a scope would take precedence over the default device.
+            if not jax.sharding.get_abstract_mesh().empty:
+                with set_current_trace(eager_trace()):  # `set_mesh` raises inside `jax.grad`
                     stack.enter_context(jax.set_mesh(None))
             stack.enter_context(jax.default_device(self._device))
             self._stacks.append(stack.pop_all())
@@ -86,7 +88,7 @@ class Placement:
 
     @property
     def _stacks(self) -> list[contextlib.ExitStack]:
-        """Those of this thread: a context may be shared by several."""
+        """The contexts entered by this thread; several threads may share one `Placement`."""
         if not hasattr(self._entered, "stacks"):
             self._entered.stacks = []
         return self._entered.stacks
@@ -96,33 +98,33 @@ class Placement:
 
 
 def add_n(values: Iterable[ArrayLike]) -> Array:
-    """The sum of several arrays, on the current device, added from the left.
+    """Returns the sum of several arrays, computed on the current device from left to right.
 
-    Inside `mirror.device` it is computed there, also where the arrays are bound to other devices,
-    by `jax.device_put` or as results of a strategy: they are copied first. Inside a strategy's
-    scope it is mirrored. Elsewhere arrays that are all bound to the same devices stay there.
-    Differentiable.
+    Inside `mirror.device`, arrays committed to other devices (by `jax.device_put`, or as results of
+    a strategy) are copied first. Inside a strategy's scope, the sum is mirrored. Elsewhere, if all
+    arrays are committed to the same devices, the sum is computed there. Differentiable.
 
     Args:
-        values: at least one; arrays or numbers of one shape and dtype.
+        values: One or more arrays or numbers with the same shape and dtype.
 
     Raises:
-        ValueError: there are none, or they differ in shape or dtype.
-        TypeError: a single array, or something that is no array.
+        ValueError: If `values` is empty, or shapes or dtypes differ.
+        TypeError: If `values` is a single array, or an element is not an array.
 
     >>> add_n([jnp.ones(2), jnp.arange(2.0)])
     Array([1., 2.], dtype=float32)
     """
-    single = isinstance(values, jax.Array | np.ndarray | str | Mapping)
-    single = single or hasattr(values, "__jax_array__")  # an nnx variable
-    if single or not isinstance(values, Iterable):
-        raise TypeError(f"add_n({describe(values)}) is one value. Pass a list of arrays.")
+    is_single = isinstance(values, jax.Array | np.ndarray | str | Mapping)
+    is_single = is_single or hasattr(values, "__jax_array__")  # an nnx variable
+    if is_single or not isinstance(values, Iterable):
+        raise TypeError(f"add_n expects a list of arrays, got {describe(values)}.")
     arrays = [_as_array(value) for value in values]
     if not arrays:
-        raise ValueError("add_n([]) has nothing to add. Pass at least one array.")
+        raise ValueError("add_n expects at least one array, got [].")
     if len({(array.shape, array.dtype) for array in arrays}) > 1:
         raise ValueError(
-            f"add_n takes arrays of one shape and dtype, not {', '.join(map(describe, arrays))}."
+            "add_n expects arrays of the same shape and dtype, got "
+            f"{', '.join(map(describe, arrays))}."
         )
     return functools.reduce(jnp.add, _together(arrays))
 
@@ -131,35 +133,37 @@ def _as_array(value: ArrayLike) -> Array:
     try:
         return jnp.asarray(value)
     except (TypeError, ValueError) as error:
-        raise TypeError(f"add_n takes arrays and numbers, not {describe(value)}.") from error
+        raise TypeError(f"add_n expects arrays or numbers, got {describe(value)}.") from error
 
 
 def _together(arrays: list[Array]) -> list[Array]:
-    """The arrays where JAX can add them up: it copies by itself only what is bound to no device."""
-    found = [array for array in map(_concrete, arrays) if isinstance(array, jax.Array)]
-    places = {array.sharding for array in found if array.committed}
-    if len(found) < len(arrays) or not places:  # compiled, or free
+    """Copies the arrays to the devices of the sum; JAX itself copies only uncommitted arrays."""
+    concrete = [array for array in map(_concrete, arrays) if isinstance(array, jax.Array)]
+    shardings = {array.sharding for array in concrete if array.committed}
+    if len(concrete) < len(arrays) or not shardings:  # inside a compilation, or uncommitted
         return arrays
-    with set_current_trace(eager_trace()):  # `get_mesh` refuses that of `jax.grad`
+    with set_current_trace(eager_trace()):  # `get_mesh` raises inside `jax.grad`
         mesh = jax.sharding.get_mesh()
     if not mesh.empty:
         replicas = ReplicaDevices(tuple(mesh.devices.flat))
-        there = all(map(replicas.is_mirrored, found))
-        return arrays if there else list(map(replicas.mirror, arrays))
-    if len(places) == 1 and jax.config.values["jax_default_device"] is None:
+        are_mirrored = all(map(replicas.is_mirrored, concrete))
+        return arrays if are_mirrored else list(map(replicas.mirror, arrays))
+    if len(shardings) == 1 and jax.config.values["jax_default_device"] is None:
         return arrays
-    here = jax.extend.backend.get_default_device()
-    return arrays if places == {SingleDeviceSharding(here)} else [move(a, here) for a in arrays]
+    target = jax.extend.backend.get_default_device()
+    if shardings == {SingleDeviceSharding(target)}:
+        return arrays
+    return [move(array, target) for array in arrays]
 
 
 def _concrete(value: object) -> object:
-    """What is under the tracers of `jax.grad` and `vmap`; something else where JAX compiles."""
+    """Returns the array under tracers of `jax.grad` and `vmap`; inside `jax.jit`, not an array."""
     while isinstance(value, jax.core.Tracer):
         value = getattr(value, "primal", getattr(value, "val", None))
     return value
 
 
-def _existing(name: DeviceLike) -> jax.Device:
+def _resolve(name: DeviceLike) -> jax.Device:
     try:
         return canonicalize_device(name)
     except InvalidDeviceError:
@@ -167,24 +171,24 @@ def _existing(name: DeviceLike) -> jax.Device:
             raise
         text = name.name if isinstance(name, LogicalDevice) else str(name)
         kind = None if isinstance(name, jax.Device) else DeviceSpec.parse(text).device_type
-        found = ((devices_of_type(kind) if kind else ()) or default_devices())[0]
-        _say_once(text, logical_name(found))
-        return found
+        substitute = ((devices_of_type(kind) if kind else ()) or default_devices())[0]
+        _warn_substituted(text, logical_name(substitute))
+        return substitute
 
 
 @functools.cache
-def _say_once(name: str, found: str) -> None:
-    """Once for each name, not for each op."""
-    _logger.warning("There is no device %s; soft placement takes %s.", name, found)
+def _warn_substituted(name: str, substitute: str) -> None:
+    """Warns once for each name, instead of for each op."""
+    _logger.warning("Unknown device %s; soft placement uses %s instead.", name, substitute)
 
 
 def _require_eager(device: jax.Device | None) -> None:
     with unlogged():
-        compiled = isinstance(jnp.zeros(()), jax.core.Tracer)
-    if compiled:
-        where = None if device is None else logical_name(device)
+        is_compiling = isinstance(jnp.zeros(()), jax.core.Tracer)
+    if is_compiling:
+        name = None if device is None else logical_name(device)
         raise RuntimeError(
-            f"mirror.device({where!r}) at {line_of_user()} is inside a function that JAX compiles, "
-            "by jax.jit or strategy.run: the whole of it runs on one device, or one for each "
-            "replica. Open it outside, around the call."
+            f"mirror.device({name!r}) was entered at {line_of_user()}, inside a function compiled "
+            "by jax.jit or strategy.run, which cannot change devices midway. Enter it around the "
+            "call instead."
         )

@@ -1,4 +1,4 @@
-"""The devices of the replicas, their mesh, and how arrays are laid out on them."""
+"""The devices of the replicas, their mesh, and the layout of arrays on them."""
 
 import functools
 from collections.abc import Iterable, Sequence
@@ -16,12 +16,12 @@ from mirror._src.utils.types import REPLICA_AXIS, Array
 
 
 class Kind(NamedTuple):
-    """How the replicas hold an array.
+    """Layout of an array on the replicas.
 
     Attributes:
-        is_own: Whether each replica has its own; they are the rows of a stacked array.
-        axis: The axis along which a mirrored array is sharded: each replica's device stores one
-            slice. `None`: each stores all of it.
+        is_own: Whether the array is per-replica: row r of a stacked array belongs to replica r.
+        axis: Axis along which a mirrored array is sharded; each replica's device stores one slice.
+            None means that each device stores the whole array.
     """
 
     is_own: bool = False
@@ -29,32 +29,35 @@ class Kind(NamedTuple):
 
     @classmethod
     def of(cls, per_replica: Iterable[bool]) -> "list[Kind]":
-        """Kinds of which none is sharded."""
+        """Returns unsharded kinds, one for each flag."""
         return [cls(is_own) for is_own in per_replica]
 
 
 class ReplicaDevices:
-    """The device of each replica, and the mesh of those devices, with the replica axis.
+    """The devices of the replicas, and their mesh with the replica axis.
 
-    Devices of several types have no mesh in common. Then a mirrored array lies on one device, its
-    home, and is copied to the others when a step runs; per-replica values are `UnstackedArrays`.
+    JAX cannot create a mesh over devices of several types. In that case, a mirrored array is stored
+    on one device, its home, and copied to the others when a step runs; per-replica values are
+    `UnstackedArrays`.
 
     Args:
-        devices: in replica order. Several replicas may share a device: equally many on each, and
-            those of one device next to each other.
-        home: where mirrored arrays lie if the devices are of several types; `None`: on the first.
-        axis_name: The name of the replica axis.
+        devices: Devices in replica order. Several replicas may share a device; every device must
+            then run the same number of replicas, adjacent in the order.
+        home: Device that stores mirrored arrays if the devices are of several types. Defaults to
+            the first device.
+        axis_name: Name of the replica axis.
 
     Attributes:
-        devices: the same.
-        distinct: each device once.
-        are_mixed: whether they are of several types.
-        mesh: the one-axis mesh over the distinct devices; over the home where they are mixed.
-        mirrored: sharding of a mirrored array: a whole copy on each device of the mesh.
-        stacked: sharding of a stacked array `(num_replicas, *shape)`: row r on replica r's device.
+        devices: Device of each replica.
+        distinct: Each device once.
+        are_mixed: Whether the devices are of several types.
+        mesh: One-axis mesh over the distinct devices; over the home device if they are mixed.
+        mirrored: Sharding of a mirrored array: a whole copy on each device of the mesh.
+        stacked: Sharding of a stacked array `(num_replicas, *shape)`: row r on replica r's device.
 
     Raises:
-        ValueError: the devices carry unequal numbers of replicas, or the order mixes them.
+        ValueError: If the devices run unequal numbers of replicas, or replicas that share a device
+            are not adjacent.
     """
 
     def __init__(
@@ -70,8 +73,8 @@ class ReplicaDevices:
         major = tuple(d for d in self.distinct for _ in range(self.replicas_per_device))
         if major != devices:
             raise ValueError(
-                f"The replicas lie on {names(devices)}. Each device must carry equally many, next "
-                f"to each other: as {names(major)}, say."
+                f"The replicas are assigned to {names(devices)}. Every device must run the same "
+                f"number of replicas, adjacent to each other, for example {names(major)}."
             )
         self.are_mixed = len(set(map(type_of, self.distinct))) > 1
         self.on_mesh = (home or self.distinct[0],) if self.are_mixed else self.distinct
@@ -84,11 +87,11 @@ class ReplicaDevices:
 
     @property
     def on_host(self) -> bool:
-        """Whether they communicate across several host devices, which share one thread pool."""
+        """Whether the replicas communicate across host devices, which share one thread pool."""
         return type_of(self.devices[0]) == "CPU" and len(self.on_mesh) > 1
 
     def is_mirrored(self, value: Array) -> bool:
-        """Whether the array already has a whole copy on each of the devices, in replica order."""
+        """Whether each device stores a whole copy of the array, in replica order."""
         sharding = value.sharding
         if sharding is self.mirrored or sharding == self.mirrored:
             return True
@@ -104,16 +107,16 @@ class ReplicaDevices:
         return {Kind(): self.mirrored, Kind(is_own=True): self.stacked}
 
     def sharding(self, kind: Kind) -> NamedSharding:
-        """The sharding of arrays of this kind, the same object each time."""
-        known = self._shardings.get(kind)
-        if known is None:
+        """Returns the sharding of arrays of this kind; always the same object."""
+        sharding = self._shardings.get(kind)
+        if sharding is None:
             assert kind.axis is not None
             spec = PartitionSpec(*[None] * kind.axis, self.axis_name)
-            known = self._shardings.setdefault(kind, NamedSharding(self.mesh, spec))
-        return known
+            sharding = self._shardings.setdefault(kind, NamedSharding(self.mesh, spec))
+        return sharding
 
     def is_sharded(self, value: Array) -> bool:
-        """Whether each of the devices stores one slice of the array, in replica order."""
+        """Whether each device stores one slice of the array, in replica order."""
         sharding = value.sharding
         if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
             return False
@@ -125,26 +128,26 @@ class ReplicaDevices:
         )
 
     def shard(self, value: Array, axis: int) -> Array:
-        """A copy of which each device stores one slice."""
+        """Returns a copy sharded along `axis`: each device stores one slice."""
         return jax.device_put(value, self.sharding(Kind(axis=axis)))
 
     def copy(self, value: Array) -> Array:
-        """A copy that lies as the value does, mirrored or sharded, and shares no buffer with it."""
+        """Returns a copy with the same layout, mirrored or sharded, that shares no buffer."""
         if self.is_sharded(value):
             return jax.device_put(jnp.copy(value), value.sharding)
         return self.mirror(value)
 
     def mirror(self, value: Array | np.ndarray | np.generic | float) -> Array:
-        """A mirrored copy that shares no buffer with `value`, so that it may be donated.
+        """Returns a mirrored copy that shares no buffer with `value`, so that it may be donated.
 
-        `jax.device_put` keeps the source's buffer on its own device, also with `may_alias=False`
-        (JAX 0.10.2, 0.12.0.1): donating such a copy would delete the user's array. So it is
-        copied once more.
+        `jax.device_put` reuses the buffer on the source's device, even with `may_alias=False` (JAX
+        0.10.2, 0.12.0.1): donating the result would delete the user's array. It is therefore copied
+        once more.
         """
         if isinstance(value, jax.Array):
             if self.on_host and self.is_sharded(value):
-                # Through the host's memory: JAX would launch an all-gather for each array, which
-                # the launch guard does not know of.
+                # Through host memory: otherwise JAX launches an all-gather for each array, which
+                # bypasses the launch guard.
                 return jax.device_put(np.array(value), self.mirrored)
             return jnp.copy(jax.device_put(value, self.mirrored))
         if isinstance(value, np.ndarray):
@@ -152,12 +155,12 @@ class ReplicaDevices:
         return jax.device_put(value, self.mirrored)
 
     def broadcast(self, value: Array | np.ndarray) -> Array:
-        """A mirrored array that may share memory with `value`, which nobody must change then."""
+        """Returns a mirrored array that may share memory with `value`: do not modify either."""
         return jax.device_put(value, self.mirrored)
 
     def broadcast_through_host(self, array: Array) -> Array:
-        """A mirrored array of one device's: not every GPU can write into another's memory."""
-        if type_of(self.on_mesh[0]) == "CPU":  # their memory is the host's
+        """Returns a mirrored array, copied through the host: GPUs may lack peer-to-peer access."""
+        if type_of(self.on_mesh[0]) == "CPU":  # already in host memory
             return self.broadcast(array)
         if not jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
             return self.broadcast(np.asarray(array))
@@ -166,27 +169,27 @@ class ReplicaDevices:
         return jax.random.wrap_key_data(self.broadcast(bits), impl=jax.random.key_impl(array))
 
     def stack(self, value: Array | np.ndarray) -> Array | UnstackedArrays:
-        """Lays the rows of `(num_replicas, *shape)` onto the replicas' devices, one row each.
+        """Splits `(num_replicas, *shape)` along the first axis: one row per replica's device.
 
-        A host array is cut on the host and each row goes to its own device. It is copied first: a
-        data loader may fill the same buffer again while the transfer is still under way.
+        A host array is split on the host. It is copied first: a data loader may overwrite its
+        buffer while the transfer is still in progress.
         """
-        fresh = value if isinstance(value, jax.Array) else np.array(value)
+        array = value if isinstance(value, jax.Array) else np.array(value)
         if self.are_mixed:
-            return UnstackedArrays(list(map(move, fresh, self.devices)))
-        rows = jax.device_put(fresh, self.stacked)
-        # JAX keeps the buffers of rows that are there already, and they may be donated.
-        is_there = isinstance(fresh, jax.Array) and fresh.sharding.is_equivalent_to(
-            self.stacked, fresh.ndim
+            return UnstackedArrays(list(map(move, array, self.devices)))
+        rows = jax.device_put(array, self.stacked)
+        # JAX reuses the buffers of rows that are already in place, and they may be donated.
+        is_in_place = isinstance(array, jax.Array) and array.sharding.is_equivalent_to(
+            self.stacked, array.ndim
         )
-        return jnp.copy(rows) if is_there else rows
+        return jnp.copy(rows) if is_in_place else rows
 
     def from_rows(self, rows: Sequence[Array]) -> Array:
-        """The stacked array of rows `(1, *shape)` that lie on the replicas' devices. No copies."""
+        """Joins rows `(1, *shape)` on the replicas' devices into a stacked array without a copy."""
         shape = (len(rows), *rows[0].shape[1:])
         return jax.make_array_from_single_device_arrays(shape, self.stacked, list(rows))
 
     def from_copies(self, copies: Sequence[Array]) -> Array:
-        """The mirrored array of copies that lie on the mesh's devices, in order. No copies more."""
+        """Joins copies on the mesh's devices, in order, into a mirrored array without a copy."""
         shape = copies[0].shape
         return jax.make_array_from_single_device_arrays(shape, self.mirrored, list(copies))

@@ -1,4 +1,4 @@
-"""From what a user names a device by to `jax.Device`s: one function for all of `mirror`."""
+"""Resolves device names and `LogicalDevice`s to `jax.Device`s."""
 
 from collections.abc import Iterable
 from typing import TypeAlias
@@ -13,71 +13,73 @@ from mirror._src.devices.backend import (
     spec_of,
 )
 from mirror._src.devices.names import SPELLINGS, DeviceSpec, LogicalDevice, PhysicalDevice
-from mirror._src.utils.errors import InvalidDeviceError, describe
+from mirror._src.utils.errors import InvalidDeviceError, describe, expected
 
 DeviceLike: TypeAlias = str | LogicalDevice | jax.Device
 
 
 def canonicalize_device(device: DeviceLike) -> jax.Device:
-    """The `jax.Device` that is meant by a name, a `LogicalDevice` or a `jax.Device`.
+    """Returns the `jax.Device` for a name, a `LogicalDevice`, or a `jax.Device`.
 
-    A name without index means the first of its type.
+    A name without an index means the first device of its type.
 
     Raises:
-        TypeError: none of those.
-        ValueError: a string that is no device name.
-        InvalidDeviceError: no such device, or one that is hidden.
+        TypeError: If `device` is of another type.
+        ValueError: If `device` is a string that is not a device name.
+        InvalidDeviceError: If the device does not exist or is hidden.
     """
     return _resolve(device)[1]
 
 
 def canonicalize_replica_devices(devices: Iterable[DeviceLike] | None) -> tuple[jax.Device, ...]:
-    """The devices of the replicas, in replica order; `None` means all accelerators, else all CPUs.
+    """Returns the devices of the replicas, in replica order.
 
-    Logical devices that are parts of one GPU are that GPU, as often as there are parts.
+    None means all accelerators, or all CPUs on a machine without accelerators. A GPU that is split
+    into several logical devices appears once for each of them.
 
     Raises:
-        TypeError: no list, or something in it that is no device.
-        ValueError: none, a repeated or an unknown device.
+        TypeError: If `devices` is not a list, or an element is not a device.
+        ValueError: If the list is empty, or a device is repeated or unknown.
     """
     if devices is None:
         return default_devices()
     if isinstance(devices, str | LogicalDevice | jax.Device):
         shown = str(devices) if isinstance(devices, jax.Device) else repr(devices)
         raise ValueError(
-            f"devices={shown} is one device. Pass a list: MirroredStrategy([{shown}])."
+            f"`devices` must be a list, got {shown}. Pass a list: MirroredStrategy([{shown}])."
         )
     if not isinstance(devices, Iterable):
-        raise TypeError(
-            f"devices={describe(devices)} is no list of devices. Pass e.g. ['/gpu:0', '/gpu:1'], "
-            "or None for all."
-        )
-    asked = list(devices)
+        fix = "For example ['/gpu:0', '/gpu:1']; None selects all devices."
+        raise TypeError(expected("devices", devices, "a list of devices", fix))
+    requested = list(devices)
     try:
-        resolved = [_resolve(device) for device in asked]
+        resolved = [_resolve(device) for device in requested]
     except InvalidDeviceError as error:
-        raise ValueError(f"devices={asked!r}: {error}") from error
-    found = tuple(device for _, device in resolved)
-    if not found:
-        raise ValueError("devices=[] is empty. Name at least one, or pass None for all devices.")
+        raise ValueError(f"devices={requested!r}: {error}") from error
+    jax_devices = tuple(device for _, device in resolved)
+    if not jax_devices:
+        raise ValueError(
+            "`devices` must not be empty, got []. List at least one device, or pass None for all."
+        )
     if len({spec for spec, _ in resolved}) < len(resolved):
         raise ValueError(
-            f"devices={asked!r} repeats a device: {names(found)}. Name each device once."
+            f"devices={requested!r} contains a device more than once: {names(jax_devices)}. List "
+            "each device once."
         )
-    return found
+    return jax_devices
 
 
 def _resolve(device: DeviceLike) -> tuple[DeviceSpec, jax.Device]:
-    """The logical device's name, and the JAX device it is on."""
+    """Returns the logical device's spec and its JAX device."""
     if isinstance(device, jax.Device):
         return spec_of(require_logical(device)), device
     if not isinstance(device, str | LogicalDevice):
-        physical = isinstance(device, PhysicalDevice)
-        hint = " That is a physical device; computations are placed on logical ones."
+        is_physical = isinstance(device, PhysicalDevice)
+        hint = " Computations run on logical devices, not on physical devices."
         raise TypeError(
-            f"{describe(device)} is not a device.{hint if physical else ''} Pass one of "
+            f"Expected a device, got {describe(device)}.{hint if is_physical else ''} Pass one of "
             f"mirror.config.list_logical_devices(), a jax.Device, or a name such as {SPELLINGS}."
         )
-    named = DeviceSpec.parse(device if isinstance(device, str) else device.name)
-    spec = DeviceSpec(index=0).make_merged_spec(named)
+    parsed = DeviceSpec.parse(device if isinstance(device, str) else device.name)
+    spec = DeviceSpec(index=0).make_merged_spec(parsed)
     return spec, find_device(spec)

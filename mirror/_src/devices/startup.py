@@ -1,13 +1,11 @@
-"""Whether JAX's backend has started, which fixes the configuration of devices, and who did it.
+"""Whether JAX's backend has started, which fixes the device configuration, and what started it.
 
-JAX has no public way to ask. But an option that must be set before the start refuses a new value
-after it (JAX 0.10.2 to 0.12.0.1), and events that are recorded while it compiles carry the caller's
-line on the stack. `tests/devices/test_config.py` tells when one of the two no longer holds.
+JAX has no public API for this. But an option that must be set before the start cannot be updated
+after it (JAX 0.10.2 to 0.12.0.1), and the events that JAX records while it traces and compiles have
+the user's line on the stack. `tests/devices/test_config.py` fails if either no longer holds.
 """
 
 import contextlib
-import os
-import re
 import threading
 from collections.abc import Iterator
 
@@ -15,9 +13,8 @@ import jax
 
 from mirror._src.utils.source_lines import line_of_user
 
-_PROBE = "jax_cpu_get_local_topology_timeout_minutes"  # of clusters only: harmless if it is read
-HOST_DEVICES_FLAG = "--xla_force_host_platform_device_count"
-_NO_COMPUTATION = "something that computes nothing, such as jax.devices() or jax.device_put"
+_PROBE = "jax_cpu_get_local_topology_timeout_minutes"  # only clusters read it
+_NO_COMPUTATION = "a call that computes nothing, such as jax.devices() or jax.device_put"
 lock = threading.RLock()
 
 
@@ -33,50 +30,66 @@ def started() -> bool:
         return False
 
 
-class _Witness:
-    """Sees JAX trace and compile for the first time, and on whose behalf."""
+class _StartupListener:
+    """Records which line of the user's code starts the backend.
+
+    JAX records the first event of a program's first computation before the backend starts, and the
+    next event after it. If both come from the same line, this line started the backend.
+    """
 
     def __init__(self) -> None:
-        self._last_before = ""
-        self.seen = ""
+        self.is_registered = False
+        self.cause = ""
+        self._line_before = ""
 
     def __call__(self, event: str, duration_secs: float, **details: str | int) -> None:
-        """The first event of a first computation comes before the start, the next one after it."""
         del event, duration_secs, details
-        if self.seen:
+        if self.cause:
             return
         line = line_of_user()
         if not started():
-            self._last_before = line
-        elif self._last_before == line:
-            self.seen = f"It was started by {line}."
+            self._line_before = line
+        elif self._line_before == line:
+            self.cause = f"JAX was initialized by {line}."
         else:
-            after = self._last_before and f"after {self._last_before} and "
-            self.seen = f"It was started {after}before {line}, by {_NO_COMPUTATION}."
+            after = self._line_before and f"after {self._line_before} and "
+            self.cause = f"JAX was initialized {after}before {line}, by {_NO_COMPUTATION}."
 
 
-_witness = _Witness()
-jax.monitoring.register_event_duration_secs_listener(_witness)
+_listener = _StartupListener()
+
+
+def watch_startup() -> None:
+    """Records from now on what starts the backend.
+
+    Called by the first setter of `mirror.config` that changes something, not when `mirror` is
+    imported: an import must not register listeners.
+    """
+    with lock:
+        if not _listener.is_registered:
+            jax.monitoring.register_event_duration_secs_listener(_listener)
+            _listener.is_registered = True
 
 
 def startup_cause() -> str:
-    """A sentence that says what started the backend."""
-    return _witness.seen or (f"It was started by {_NO_COMPUTATION}, or before mirror was imported.")
+    """Returns a sentence that says what started the backend."""
+    if _listener.cause:
+        return _listener.cause
+    if _listener.is_registered:
+        return f"JAX was initialized by {_NO_COMPUTATION}."
+    return (
+        "JAX was initialized before mirror.config was first used, for example by creating an array "
+        "or by jax.devices()."
+    )
 
 
 @contextlib.contextmanager
 def starting() -> Iterator[None]:
-    """Around what may start the backend: remembers who asked."""
+    """Context manager around code that may start the backend; records the user's line."""
     with lock:
-        fresh = not started()
+        was_started = started()
         try:
             yield
         finally:
-            if fresh and not _witness.seen and started():
-                _witness.seen = f"It was started by {line_of_user()}."
-
-
-def forced_host_devices() -> int | None:
-    """How many host devices `XLA_FLAGS` asks for; the last of several wins, as in XLA."""
-    found = re.findall(rf"{HOST_DEVICES_FLAG}=(\d+)", os.environ.get("XLA_FLAGS", ""))
-    return int(found[-1]) if found else None
+            if not was_started and not _listener.cause and started():
+                _listener.cause = f"JAX was initialized by {line_of_user()}."

@@ -1,4 +1,4 @@
-"""Arrays on their way between single devices: moving them, and looking at where they lie."""
+"""Moves arrays between devices, and inspects their buffers."""
 
 import contextlib
 import operator
@@ -16,22 +16,22 @@ _is_deleted = operator.methodcaller("is_deleted")
 
 
 def with_axis(row: Array | np.ndarray, device: jax.Device) -> Array:
-    """A replica's array as a row `(1, *shape)` on its device."""
+    """Returns a replica's array as a row `(1, *shape)` on its device."""
     with NoMesh():
         return move(row, device)[None]
 
 
 def without_axis(row: Array) -> Array:
-    """A row `(1, *shape)` as a replica's array, on the same device."""
+    """Returns a row `(1, *shape)` as a replica's array, on the same device."""
     with NoMesh():
         return row.reshape(row.shape[1:])
 
 
 class NoMesh:
-    """Lets one device's array be computed with: a mesh that is set would refuse it.
+    """Context manager that unsets the mesh, under which JAX rejects single-device arrays.
 
-    No generator: one that an interrupt leaves suspended sets the old mesh again when it is closed,
-    whenever that is.
+    A class instead of a generator: a generator that an interrupt leaves suspended would restore the
+    old mesh whenever it is garbage-collected.
     """
 
     def __enter__(self) -> None:
@@ -45,7 +45,7 @@ class NoMesh:
 
 
 def is_tracing() -> bool:
-    """Whether JAX traces a function here and now: it sets no mesh then."""
+    """Whether JAX is tracing a function in this thread; `jax.set_mesh` then raises."""
     try:
         with unlogged(), jax.set_mesh(None):
             return False
@@ -54,41 +54,41 @@ def is_tracing() -> bool:
 
 
 def copies_of(array: Array) -> dict[jax.Device, Array]:
-    """What of an array lies on each device."""
+    """Returns the shard of the array that each device stores."""
     return {shard.device: shard.data for shard in array.addressable_shards}
 
 
 def move(array: Array | np.ndarray, device: jax.Device) -> Array:
-    """The array on one device, and bound to it. Differentiable."""
+    """Copies the array to one device and commits it there. Differentiable."""
     return jax.device_put(array, device)
 
 
 def place_like(array: Array | np.ndarray, like: Array | np.ndarray) -> Array:
-    """The array where another one lies; anywhere, if that is on the host."""
+    """Moves the array to the devices of `like`; to the default device if `like` is on the host."""
     if isinstance(like, jax.Array):
         return jax.device_put(array, like.sharding)
     return jnp.asarray(array)
 
 
 def any_deleted(arrays: Sequence[Array]) -> bool:
-    """Whether one of them has been deleted: launching it would end JAX 0.10.2."""
-    try:  # a third of the time, where all have the type of the first
+    """Whether an array has been deleted; launching a program on it would crash JAX 0.10.2."""
+    try:  # takes a third of the time, if all arrays have the same type
         return bool(arrays) and any(map(type(arrays[0]).is_deleted, arrays))
-    except (TypeError, AttributeError):  # random keys beside other arrays
+    except (TypeError, AttributeError):  # random keys among other arrays
         return any(map(_is_deleted, arrays))
 
 
 def buffers_of(array: Array | UnstackedArrays) -> set[int]:
-    """Addresses of the array's memory: two arrays share one only if they share memory.
+    """Returns the addresses of the array's buffers; they differ unless arrays share memory.
 
-    Waits until the array is there.
+    Waits until the array is ready.
     """
     if isinstance(array, UnstackedArrays):
-        parts = [part for part in array.arrays if isinstance(part, jax.Array)]
-        return set().union(*map(buffers_of, parts))
+        shards = [shard for shard in array.arrays if isinstance(shard, jax.Array)]
+        return set().union(*map(buffers_of, shards))
     if array.size == 0:
         return {id(array)}
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         with NoMesh(), unlogged():
-            array = jax.random.key_data(array)  # the very array that holds its bits
+            array = jax.random.key_data(array)  # shares the buffer of the key array
     return {shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards}

@@ -1,4 +1,4 @@
-"""`UnstackedArrays`: the replicas' arrays where they are no rows of one array."""
+"""`UnstackedArrays`: per-replica arrays that cannot be stacked into one array."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,12 +9,12 @@ from mirror._src.utils.types import Array
 
 
 class UnstackedArrays:
-    """One array for each replica, which differ in length or lie on devices that no mesh spans.
+    """Per-replica arrays that differ in length, or whose devices cannot form a mesh.
 
-    It is to a `PerReplica` what the stacked array is elsewhere: its one leaf.
+    The single leaf of a `PerReplica` value, in place of a stacked array.
 
     Args:
-        arrays: in replica order, of one dtype and number of dimensions.
+        arrays: Arrays in replica order, with the same dtype and number of dimensions.
     """
 
     __slots__ = ("arrays",)
@@ -24,12 +24,12 @@ class UnstackedArrays:
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """The number of replicas, then each one's shape: what programs are told apart by."""
+        """The number of replicas, then the shape of each replica's array; identifies programs."""
         return (len(self.arrays), *self.shapes)
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Each replica's shape."""
+        """The shape of each replica's array."""
         return tuple(array.shape for array in self.arrays)
 
     @property
@@ -39,7 +39,7 @@ class UnstackedArrays:
 
     @property
     def are_equal(self) -> bool:
-        """Whether all have one shape."""
+        """Whether all arrays have the same shape."""
         return len(set(self.shapes)) == 1
 
     def __repr__(self) -> str:

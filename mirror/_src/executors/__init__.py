@@ -1,1 +1,1 @@
-"""Executors: who runs a replica program, and the guard at the gate."""
+"""Executors: run replica programs on the devices of a strategy."""

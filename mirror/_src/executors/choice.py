@@ -1,4 +1,4 @@
-"""Which executor runs the replica programs of a strategy: the one place that chooses."""
+"""Selects the executor for a strategy."""
 
 import logging
 import warnings
@@ -9,7 +9,7 @@ from mirror._src.collectives.all_reduce import AllReduce
 from mirror._src.collectives.cross_device_ops import CrossDeviceOps
 from mirror._src.collectives.one_device import ReductionToOneDevice
 from mirror._src.devices import backend
-from mirror._src.devices.collective_check import all_reduce_fault, stuck
+from mirror._src.devices.collective_check import all_reduce_fault, unresponsive_devices
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.executors.executor import Executor
 from mirror._src.executors.lone import LoneExecutor
@@ -19,85 +19,92 @@ from mirror._src.executors.staged.executor import StagedExecutor
 from mirror._src.executors.vmap import VmapExecutor
 
 _logger = logging.getLogger("mirror")
-_TEST_SECS = 30.0  # XLA itself ends the process when NCCL has not come up after some 40 s
-_REMEDY = "Often NCCL_P2P_DISABLE=1, set before Python starts, is the remedy"
+_TEST_SECS = 30.0  # XLA itself ends the process if NCCL has not started after about 40 s
+_P2P_FIX = "Setting NCCL_P2P_DISABLE=1 before starting Python often fixes this."
 
 
 def choose(
     replicas: ReplicaDevices, ops: CrossDeviceOps, *, shard_update: bool = False
 ) -> Executor:
-    """The executor for steps whose replicas have one set of shapes.
+    """Returns the executor for steps in which all replicas have the same shapes.
 
     Args:
         replicas: Devices of the replicas.
         ops: Implements the collectives.
-        shard_update: Whether weight updates are to be sharded. Where they cannot be, every device
-            stores all of the state, and the log says so.
+        shard_update: Whether to shard weight updates. If they cannot be sharded, every device
+            stores the whole state, and the reason is logged.
 
     Raises:
-        ValueError: an all-reduce among devices of several types.
+        ValueError: If `ops` is `AllReduce` and the devices are of several types.
     """
     if replicas.are_mixed and isinstance(ops, AllReduce):
         raise ValueError(
-            f"AllReduce among {backend.names(replicas.devices)}: devices of several types have "
-            "none. Leave cross_device_ops out, or pass mirror.ReductionToOneDevice()."
+            f"AllReduce cannot connect {backend.names(replicas.devices)}, which are devices of "
+            "several types. Omit cross_device_ops, or pass mirror.ReductionToOneDevice()."
         )
     if shard_update:
-        reason = _keeps_whole(replicas, ops)
+        reason = _reason_not_to_shard(replicas, ops)
         if not reason:
             pack_bytes = ops.packed_bytes(on_host=replicas.on_host)
-            return _said(ShardedExecutor(replicas, pack_bytes=pack_bytes), "shard_update=True")
+            return _log_choice(
+                ShardedExecutor(replicas, pack_bytes=pack_bytes), "shard_update=True"
+            )
         _logger.info("shard_update=True has no effect: %s", reason)
     if replicas.are_mixed:
         return _staged(replicas, ops, "the devices are of several types")
     if not isinstance(ops, AllReduce):
         return _staged(replicas, ops, f"cross_device_ops is {ops!r}")
     if len(replicas) == 1:
-        _logger.debug("Using LoneExecutor: there is one replica")
+        _logger.debug("Using LoneExecutor: single replica")
         return LoneExecutor(replicas)
     pack_bytes = ops.packed_bytes(on_host=replicas.on_host)
     if replicas.replicas_per_device > 1:
         executor = VmapExecutor(replicas, pack_bytes=pack_bytes)
-        return _said(executor, "there are several replicas on each device")
-    _logger.debug("Using PmapExecutor: there is one replica on each device, all of one type")
+        return _log_choice(executor, "several replicas per device")
+    _logger.debug("Using PmapExecutor: one replica per device, devices of one type")
     return PmapExecutor(replicas, pack_bytes=pack_bytes)
 
 
-def _keeps_whole(replicas: ReplicaDevices, ops: CrossDeviceOps) -> str:
-    """Why weight updates are not sharded; empty if they are."""
+def _reason_not_to_shard(replicas: ReplicaDevices, ops: CrossDeviceOps) -> str:
+    """Returns why weight updates cannot be sharded; empty if they can."""
     if replicas.are_mixed:
         return "the devices are of several types"
     if not isinstance(ops, AllReduce):
         return f"cross_device_ops is {ops!r}, which reduces on one device"
     if replicas.replicas_per_device > 1:
-        return "there are several replicas on each device"
-    return "there is one replica" if len(replicas) == 1 else ""
+        return "several replicas per device"
+    return "single replica" if len(replicas) == 1 else ""
 
 
 def choose_for_unequal(executor: Executor, ops: CrossDeviceOps) -> Executor:
-    """The executor for steps whose replicas differ in shape, where this one is for all others."""
+    """Returns the executor for steps in which replicas differ in shape.
+
+    Args:
+        executor: The strategy's executor for all other steps.
+        ops: Implements the collectives.
+    """
     if isinstance(executor, StagedExecutor):
         return executor
     return _staged(executor.replicas, ops, "the replicas' values differ in shape")
 
 
 def _staged(replicas: ReplicaDevices, ops: CrossDeviceOps, reason: str) -> Executor:
-    executor = _said(StagedExecutor(replicas, ops), reason)
-    where = backend.logical_name(ops.device)
-    _logger.info("Reduce to %s then broadcast to %s", where, backend.names(replicas.devices))
+    executor = _log_choice(StagedExecutor(replicas, ops), reason)
+    device = backend.logical_name(ops.device)
+    _logger.info("Reduce to %s then broadcast to %s", device, backend.names(replicas.devices))
     return executor
 
 
-def _said(executor: Executor, reason: str) -> Executor:
+def _log_choice(executor: Executor, reason: str) -> Executor:
     _logger.info("Using %s: %s", type(executor).__name__, reason)
     return executor
 
 
 def default_ops(devices: tuple[jax.Device, ...]) -> CrossDeviceOps:
-    """Who carries the collectives out among these devices, where the user does not say.
+    """Returns the default cross-device ops for these devices. Tests the all-reduce of accelerators.
 
     Raises:
-        RuntimeError: the accelerators answer no more after a test of their all-reduce.
+        RuntimeError: If accelerators stop responding during the test.
     """
     distinct = tuple(dict.fromkeys(devices))
     kinds = {backend.type_of(device) for device in distinct}
@@ -108,22 +115,22 @@ def default_ops(devices: tuple[jax.Device, ...]) -> CrossDeviceOps:
     fault = all_reduce_fault(distinct, _TEST_SECS)
     if fault is None:
         return AllReduce()
-    lost = stuck(distinct)
+    lost = unresponsive_devices(distinct)
     if lost:
         raise RuntimeError(
-            f"The all-reduce among {backend.names(distinct)} does not work: {fault}. Since that "
-            f"test {backend.names(lost)} do not answer. {_REMEDY}, or leave them out."
+            f"The all-reduce across {backend.names(distinct)} failed its startup test: {fault}. "
+            f"{backend.names(lost)} stopped responding. {_P2P_FIX} Otherwise omit these devices."
         )
     warnings.warn(
-        f"The all-reduce among {backend.names(distinct)} does not work: {fault}. Collectives are "
-        f"reduced on the host instead, which is slower. {_REMEDY}.",
+        f"The all-reduce across {backend.names(distinct)} failed its startup test: {fault}. "
+        f"Falling back to reduction on the host, which is slower. {_P2P_FIX}",
         stacklevel=3,
     )
     return ReductionToOneDevice()
 
 
 def reduce_device(ops: object) -> jax.Device | None:
-    """Where ops reduce, if that is on one device."""
+    """Returns the device on which `ops` reduces; `None` if it reduces across devices."""
     if not isinstance(ops, CrossDeviceOps) or isinstance(ops, AllReduce):
         return None
     return ops.device

@@ -1,10 +1,12 @@
-"""Collectives of a replica program where several replicas are the rows of one `jax.vmap`.
+"""Collectives of a replica program with several replicas per device, and for a single replica.
 
-A program names one replica axis. Its replicas are rows on each device, `jax.vmap`, and, where
-there are several devices, the devices of a `jax.shard_map`. A collective over the replica axis is
-one over the rows and then one over the devices. Those that hand every replica another part are
-made of an all-gather: `jax.vmap` has no rule for some of them (groups, partial permutations), and
-a wrong one for operands that are the same in all rows (`all_to_all`, JAX 0.10 and 0.12).
+A replica program names one replica axis. With several replicas per device, this axis is split in
+two: the mapped axis of a `jax.vmap` over the replicas of a device and, with several devices, the
+axis of a `jax.shard_map`. A reduction runs over the first axis, then over the second.
+
+Collectives that give each replica a different part are built from an all-gather. `jax.vmap` has no
+rule for some of them (groups, partial permutations), and an incorrect rule for `all_to_all` of
+operands that are the same for all replicas (JAX 0.10 and 0.12).
 """
 
 import functools
@@ -15,51 +17,52 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
-from mirror._src.program.collective_eqns import axes_of, in_word, names_axis
+from mirror._src.program.collective_eqns import (
+    ALL_REDUCES,
+    axes_of,
+    kind_of,
+    names_axis,
+    reduce_locally,
+)
 from mirror._src.program.evaluate import Rule, Rules, bind_with
 from mirror._src.program.user_lines import user_line
 from mirror._src.utils.types import Array
 
-_LOCAL: dict[str, Callable[..., Array]] = {
-    "psum": jax.lax.reduce_sum,
-    "pmax": jax.lax.reduce_max,
-    "pmin": jax.lax.reduce_min,
-}
-_OVER = {"psum": jax.lax.psum, "pmax": jax.lax.pmax, "pmin": jax.lax.pmin}
+_ALL_REDUCE = {"psum": jax.lax.psum, "pmax": jax.lax.pmax, "pmin": jax.lax.pmin}
 
 
-def keeps_nan(kind: str, value: Array, axis: str) -> Array:
-    """An extreme over an axis of devices: NaN where one value is, and 0.0 rather than -0.0.
+def reduce_extreme(primitive: str, value: Array, axis: str) -> Array:
+    """Reduces a maximum or minimum over devices: NaN if any value is NaN, and 0.0 instead of -0.0.
 
-    XLA's own all-reduce of extremes loses a NaN on one device, or does not, and takes either zero.
+    XLA's all-reduce may or may not propagate a NaN, and may return either zero.
     """
-    reduce = _OVER[kind]
+    reduce = _ALL_REDUCE[primitive]
     if value.dtype == jnp.bool_:
         return reduce(value.astype(jnp.uint8), axis).astype(jnp.bool_)
     if not jnp.issubdtype(value.dtype, jnp.inexact):
         return reduce(value, axis)
     is_nan = jax.lax.pmax(jnp.isnan(value).astype(jnp.uint8), axis) > 0
-    found = jnp.where(is_nan, jnp.asarray(jnp.nan, value.dtype), reduce(value, axis))
-    return _one_zero(found)
+    extreme = jnp.where(is_nan, jnp.asarray(jnp.nan, value.dtype), reduce(value, axis))
+    return _positive_zero(extreme)
 
 
-def _one_zero(value: Array) -> Array:
+def _positive_zero(value: Array) -> Array:
     return jnp.where(value == 0, jnp.zeros((), value.dtype), value)
 
 
-def extremes(axis: str) -> Rules:
-    """The rules for `Lowering` where each replica has a device: extremes of floats."""
+def extreme_rules(axis: str) -> Rules:
+    """Returns the rules for `Lowering` with one replica per device: maxima and minima of floats."""
 
     def find(eqn: JaxprEqn) -> Rule | None:
         avals: list[Any] = [atom.aval for atom in eqn.invars]
         dtypes = [aval.dtype for aval in avals]
-        floats = any(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes)
-        flags = any(dtype == jnp.bool_ for dtype in dtypes)
-        whole = axes_of(eqn) == (axis,) and eqn.params.get("axis_index_groups") is None
-        return apply if whole and (floats or flags) else None
+        has_floats = any(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes)
+        has_bools = any(dtype == jnp.bool_ for dtype in dtypes)
+        spans_all = axes_of(eqn) == (axis,) and eqn.params.get("axis_index_groups") is None
+        return apply if spans_all and (has_floats or has_bools) else None
 
     def apply(eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
-        return [keeps_nan(eqn.primitive.name, value, axis) for value in arguments]
+        return [reduce_extreme(eqn.primitive.name, value, axis) for value in arguments]
 
     return dict.fromkeys(("pmax", "pmin"), find)
 
@@ -68,167 +71,174 @@ def _if_over_replicas(rule: Rule, eqn: JaxprEqn) -> Rule | None:
     return rule if names_axis(eqn) else None
 
 
-def _by_row(eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
+def _call_sequentially(eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
     return bind_with(eqn, arguments, {**eqn.params, "vmap_method": "sequential"})
 
 
-class RowCollectives:
-    """The collectives over all replicas, which are rows of devices.
+class VmapCollectives:
+    """Collectives over all replicas, with several replicas per device.
 
     Args:
-        rows: Name of the axis of the rows of a device.
-        num_rows: How many rows each device has.
-        devices: Name of the axis of the devices, `None` for a single one.
-        num_devices: How many devices there are.
+        vmap_axis: Name of the mapped axis of the replicas of a device.
+        replicas_per_device: Size of that axis.
+        device_axis: Name of the axis of the devices. `None` for a single device.
+        num_devices: Size of that axis.
     """
 
-    def __init__(self, rows: str, num_rows: int, devices: str | None, num_devices: int) -> None:
-        self._rows, self._num_rows = rows, num_rows
-        self._devices, self._num_devices = devices, num_devices
-        self._num_replicas = num_rows * num_devices
+    def __init__(
+        self, vmap_axis: str, replicas_per_device: int, device_axis: str | None, num_devices: int
+    ) -> None:
+        self._vmap_axis, self._replicas_per_device = vmap_axis, replicas_per_device
+        self._device_axis = device_axis
+        self._num_replicas = replicas_per_device * num_devices
 
     @property
     def rules(self) -> Rules:
-        """The rules for `Lowering`."""
-        own: dict[str, Rule] = {
+        """Rules for `Lowering`."""
+        collectives: dict[str, Rule] = {
             "axis_index": lambda *_: [self._replica_id()],
-            "psum": self._reduction,
-            "pmax": self._reduction,
-            "pmin": self._reduction,
-            "all_gather": self._each(self._all_gather),
-            "reduce_scatter": self._each(self._reduce_scatter),
-            "all_to_all": self._each(self._all_to_all),
-            "ppermute": self._each(self._ppermute),
-            "pbroadcast": self._each(lambda p, x: self._every(x)[p["source"]]),
+            **dict.fromkeys(ALL_REDUCES, self._reduce),
+            "all_gather": self._map_operands(self._all_gather),
+            "reduce_scatter": self._map_operands(self._reduce_scatter),
+            "all_to_all": self._map_operands(self._all_to_all),
+            "ppermute": self._map_operands(self._ppermute),
+            "pbroadcast": self._map_operands(lambda p, x: self._gather(x)[p["source"]]),
         }
-        # Each replica calls its function by itself, as on a device of its own.
-        found: dict[str, Callable[[JaxprEqn], Rule | None]] = {
-            "pure_callback": lambda eqn: None if eqn.params["vmap_method"] else _by_row
+        rules: dict[str, Callable[[JaxprEqn], Rule | None]] = {
+            # Each replica calls its function separately, as with one replica per device.
+            "pure_callback": lambda eqn: None if eqn.params["vmap_method"] else _call_sequentially
         }
-        for name, rule in own.items():
-            found[name] = functools.partial(_if_over_replicas, rule)
-        return found
+        for name, rule in collectives.items():
+            rules[name] = functools.partial(_if_over_replicas, rule)
+        return rules
 
-    def _each(self, rule: Callable[[dict[str, Any], Array], Array]) -> Rule:
+    def _map_operands(self, rule: Callable[[dict[str, Any], Array], Array]) -> Rule:
         def apply(eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
-            self._require_alone(eqn)
+            self._require_one_axis(eqn)
             return [rule(eqn.params, jnp.asarray(argument)) for argument in arguments]
 
         return apply
 
-    def _require_alone(self, eqn: JaxprEqn, num_others: int = 0) -> None:
+    def _require_one_axis(self, eqn: JaxprEqn, num_others: int = 0) -> None:
         if len(axes_of(eqn)) > 1 + num_others:
             raise NotImplementedError(
-                f"the {in_word(eqn.primitive.name)} at {user_line(eqn)} is over several axes, "
+                f"the {kind_of(eqn.primitive.name)} at {user_line(eqn)} is over several axes, "
                 f"{axes_of(eqn)}"
             )
 
     def _replica_id(self) -> Array:
-        row = jax.lax.axis_index(self._rows)
-        if self._devices is None:
-            return row
-        return jax.lax.axis_index(self._devices) * self._num_rows + row
+        index = jax.lax.axis_index(self._vmap_axis)
+        if self._device_axis is None:
+            return index
+        return jax.lax.axis_index(self._device_axis) * self._replicas_per_device + index
 
-    def _every(self, value: Array) -> Array:
-        """All replicas' values `(num_replicas, *shape)`, in replica order."""
+    def _gather(self, value: Array) -> Array:
+        """Returns all replicas' values as `(num_replicas, *shape)`, in replica order."""
         if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-            bits = self._every(jax.random.key_data(value))
+            bits = self._gather(jax.random.key_data(value))
             return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(value))
-        every = jax.lax.all_gather(value, self._rows)
-        if self._devices is None:
-            return every
-        return jax.lax.all_gather(every, self._devices, tiled=True)
+        values = jax.lax.all_gather(value, self._vmap_axis)
+        if self._device_axis is None:
+            return values
+        return jax.lax.all_gather(values, self._device_axis, tiled=True)
 
-    def _over_all(self, kind: str, value: Array) -> Array:
-        if kind == "psum":
-            total = jax.lax.psum(value, self._rows)
-            return total if self._devices is None else jax.lax.psum(total, self._devices)
+    def _all_reduce(self, primitive: str, value: Array) -> Array:
+        if primitive == "psum":
+            total = jax.lax.psum(value, self._vmap_axis)
+            return total if self._device_axis is None else jax.lax.psum(total, self._device_axis)
         if value.dtype == jnp.bool_:
-            return self._over_all(kind, value.astype(jnp.uint8)).astype(jnp.bool_)
-        extreme = _one_zero(_OVER[kind](value, self._rows))
-        return extreme if self._devices is None else keeps_nan(kind, extreme, self._devices)
+            return self._all_reduce(primitive, value.astype(jnp.uint8)).astype(jnp.bool_)
+        extreme = _positive_zero(_ALL_REDUCE[primitive](value, self._vmap_axis))
+        if self._device_axis is None:
+            return extreme
+        return reduce_extreme(primitive, extreme, self._device_axis)
 
-    def _reduction(self, eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
-        kind, groups = eqn.primitive.name, eqn.params.get("axis_index_groups")
+    def _reduce(self, eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
+        primitive, groups = eqn.primitive.name, eqn.params.get("axis_index_groups")
         others = tuple(axis for axis in axes_of(eqn) if isinstance(axis, int))
-        self._require_alone(eqn, len(others))
+        self._require_one_axis(eqn, len(others))
         values = list(map(jnp.asarray, arguments))
         if others:
-            values = [_LOCAL[kind](value, others) for value in values]
+            values = [reduce_locally(primitive, value, others) for value in values]
         if groups is None:
-            return [self._over_all(kind, value) for value in values]
-        return [self._in_groups(kind, value, groups) for value in values]
+            return [self._all_reduce(primitive, value) for value in values]
+        return [self._reduce_in_groups(primitive, value, groups) for value in values]
 
-    def _in_groups(self, kind: str, value: Array, groups: Sequence[Sequence[int]]) -> Array:
-        """A reduction within groups of replicas, which may differ in size."""
-        every, me = self._every(value), self._replica_id()
+    def _reduce_in_groups(
+        self, primitive: str, value: Array, groups: Sequence[Sequence[int]]
+    ) -> Array:
+        """Reduces within groups of replicas, which may differ in size."""
+        values, me = self._gather(value), self._replica_id()
         sizes = sorted({len(group) for group in groups})
-        members = self._members_of_each(groups)
-        of_size = []
-        for size in sizes:  # a group of another size is replaced by so many copies of the replica
+        members = self._group_of_each(groups)
+        results = []
+        for size in sizes:
+            # Shapes are static, so all replicas reduce groups of every size. A replica in a group
+            # of another size reduces copies of its own value, and discards the result.
             table = [g if len(g) == size else [i] * size for i, g in enumerate(members)]
-            of_size.append(_LOCAL[kind](every[jnp.asarray(table)[me]], (0,)))
+            results.append(reduce_locally(primitive, values[jnp.asarray(table)[me]], (0,)))
         which = jnp.asarray([sizes.index(len(group)) for group in members])[me]
-        return jax.lax.select_n(jnp.broadcast_to(which, value.shape), *of_size)
+        return jax.lax.select_n(jnp.broadcast_to(which, value.shape), *results)
 
-    def _members_of_each(self, groups: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+    def _group_of_each(self, groups: Sequence[Sequence[int]]) -> list[Sequence[int]]:
         return [next(g for g in groups if i in g) for i in range(self._num_replicas)]
 
-    def _members(self, value: Array, groups: Sequence[Sequence[int]] | None) -> Array:
-        """The values of the replicas of this one's group `(size, *shape)`, in its order."""
-        every = self._every(value)
+    def _gather_in_group(self, value: Array, groups: Sequence[Sequence[int]] | None) -> Array:
+        """Returns the values of this replica's group as `(size, *shape)`, in the group's order."""
+        values = self._gather(value)
         if groups is None:
-            return every
-        return every[jnp.asarray(self._members_of_each(groups))[self._replica_id()]]
+            return values
+        return values[jnp.asarray(self._group_of_each(groups))[self._replica_id()]]
 
-    def _place(self, groups: Sequence[Sequence[int]] | None) -> Array:
-        """Where this replica stands in its group."""
+    def _index_in_group(self, groups: Sequence[Sequence[int]] | None) -> Array:
         if groups is None:
             return self._replica_id()
-        places = {replica: place for group in groups for place, replica in enumerate(group)}
-        return jnp.asarray([places[i] for i in range(self._num_replicas)])[self._replica_id()]
+        indices = {replica: index for group in groups for index, replica in enumerate(group)}
+        return jnp.asarray([indices[i] for i in range(self._num_replicas)])[self._replica_id()]
 
     def _all_gather(self, params: dict[str, Any], value: Array) -> Array:
         axis = params["all_gather_dimension"]
-        members = self._members(value, params.get("axis_index_groups"))
-        moved = jnp.moveaxis(members, 0, axis)
+        values = self._gather_in_group(value, params.get("axis_index_groups"))
+        moved = jnp.moveaxis(values, 0, axis)
         if not params["tiled"]:
             return moved
         shape = list(value.shape)
-        shape[axis] *= members.shape[0]
+        shape[axis] *= values.shape[0]
         return moved.reshape(shape)
 
     def _reduce_scatter(self, params: dict[str, Any], value: Array) -> Array:
         groups, axis = params.get("axis_index_groups"), params["scatter_dimension"]
-        whole = groups is None
-        total = self._over_all("psum", value) if whole else self._members(value, groups).sum(0)
-        count = self._num_replicas if groups is None else len(groups[0])
+        if groups is None:
+            total, count = self._all_reduce("psum", value), self._num_replicas
+        else:
+            total, count = self._gather_in_group(value, groups).sum(0), len(groups[0])
         size = value.shape[axis] // count
-        part = jax.lax.dynamic_slice_in_dim(total, self._place(groups) * size, size, axis)
+        start = self._index_in_group(groups) * size
+        part = jax.lax.dynamic_slice_in_dim(total, start, size, axis)
         return part if params["tiled"] else part.squeeze(axis)
 
     def _all_to_all(self, params: dict[str, Any], value: Array) -> Array:
         groups = params.get("axis_index_groups")
         split, joined = params["split_axis"], params["concat_axis"]
-        members = self._members(value, groups)
-        count = members.shape[0]
-        size = value.shape[split] // count
-        mine = jax.lax.dynamic_slice_in_dim(members, self._place(groups) * size, size, split + 1)
-        return jnp.concatenate(list(mine), joined)
+        values = self._gather_in_group(value, groups)
+        size = value.shape[split] // values.shape[0]
+        start = self._index_in_group(groups) * size
+        received = jax.lax.dynamic_slice_in_dim(values, start, size, split + 1)
+        return jnp.concatenate(list(received), joined)
 
     def _ppermute(self, params: dict[str, Any], value: Array) -> Array:
-        """A replica to which nothing is sent gets zeros."""
+        """Sends values along a permutation. A replica that receives nothing gets zeros."""
         source = {target: origin for origin, target in params["perm"]}
         table = jnp.asarray([source.get(i, -1) for i in range(self._num_replicas)])
-        mine = table[self._replica_id()]
-        received = self._every(value)[mine]
+        origin = table[self._replica_id()]
+        received = self._gather(value)[origin]
         if len(source) == self._num_replicas:
             return received
-        return jnp.where(mine >= 0, received, jnp.zeros_like(received))
+        return jnp.where(origin >= 0, received, jnp.zeros_like(received))
 
 
-class LoneCollectives(RowCollectives):
-    """The collectives of a single replica, without an axis: it has every value already."""
+class SingleReplicaCollectives(VmapCollectives):
+    """Collectives of a single replica, which need no axis."""
 
     def __init__(self) -> None:
         super().__init__("", 1, None, 1)
@@ -236,8 +246,8 @@ class LoneCollectives(RowCollectives):
     def _replica_id(self) -> Array:
         return jnp.zeros((), jnp.int32)
 
-    def _every(self, value: Array) -> Array:
+    def _gather(self, value: Array) -> Array:
         return value[None]
 
-    def _over_all(self, kind: str, value: Array) -> Array:
-        return value if kind == "psum" else _one_zero(value)
+    def _all_reduce(self, primitive: str, value: Array) -> Array:
+        return value if primitive == "psum" else _positive_zero(value)

@@ -1,4 +1,4 @@
-"""What the executors have in common: one program of flat leaves, compiled with its shardings."""
+"""Base classes of executors and compiled programs."""
 
 import abc
 import contextlib
@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr
 from mirror._src.devices.launch import is_needed, launch
 from mirror._src.devices.replicas import Kind, ReplicaDevices
 from mirror._src.executors.callbacks import CallbackGuard
-from mirror._src.executors.collectives import extremes
+from mirror._src.executors.collectives import extreme_rules
 from mirror._src.executors.shards import ShardedUpdate
 from mirror._src.program.evaluate import Lowering, Rules
 from mirror._src.program.flat import has_effects
@@ -21,22 +21,23 @@ from mirror._src.program.jaxprs import arrays_in
 from mirror._src.program.shards import Shards
 from mirror._src.program.trace import abstract, abstract_row, context_token
 from mirror._src.utils import interrupts
+from mirror._src.utils.errors import describe
 from mirror._src.utils.types import Array
 
 Outputs = tuple[Any, ...]
-_AT_ONCE = contextlib.nullcontext()
+_NO_DEFERRAL = contextlib.nullcontext()
 
 
 class SignatureChanged(Exception):
-    """JAX asks for a program with leaves, or in a context, that were not proved."""
+    """Raised if JAX traces a program for leaves, or in a context, for which it was not proved."""
 
 
 class Variant(NamedTuple):
-    """What the replicas of one set of shapes run.
+    """The program for the replicas with one set of shapes.
 
     Attributes:
-        proved: The replica program that was proved: this very object is evaluated.
-        finish: The program after it, of the same inputs and then the outputs of `proved`.
+        proved: The replica program that was proved. Executors evaluate exactly this object.
+        finish: The program after it. Its inputs are the same inputs, then the outputs of `proved`.
         avals: Shapes and dtypes of the inputs.
         replicas: The replicas that run it.
     """
@@ -48,17 +49,17 @@ class Variant(NamedTuple):
 
 
 class ReplicaProgram(NamedTuple):
-    """What is to be compiled.
+    """A program to compile.
 
     Attributes:
-        name: The name in profiles and compilation logs.
-        variants: One for each set of shapes that replicas have.
+        name: Name in profiles and compilation logs.
+        variants: One variant per set of shapes.
         inputs: How the replicas hold each input.
-        outputs: How they are to hold each output.
-        context: The context that it was traced in, see `context_token`.
+        outputs: How the replicas hold each output.
+        context: The context in which it was traced, see `context_token`.
         donated: Positions of the inputs whose buffers are donated.
-        guard: Keeps what host callbacks raise; `None` if the program has none.
-        shards: What of the program is sharded; `None`: nothing.
+        guard: Stores exceptions of host callbacks. `None` if the program has no callbacks.
+        shards: Plan for the sharded update. `None` if nothing is sharded.
     """
 
     name: str
@@ -71,7 +72,7 @@ class ReplicaProgram(NamedTuple):
     shards: Shards | None = None
 
     def require_context(self) -> None:
-        """Raises `SignatureChanged` in another context than the one it was traced in."""
+        """Raises `SignatureChanged` unless the context is the one in which it was traced."""
         if context_token() is not self.context:
             raise SignatureChanged
 
@@ -81,12 +82,12 @@ class CompiledProgram(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, leaves: Sequence[Any], outputs: list[Any]) -> None:
-        """Runs it.
+        """Runs the program.
 
         Args:
-            leaves: mirrored arrays, and arrays or `UnstackedArrays` that hold the replicas' own.
-            outputs: an empty list; holds the outputs from the moment they are there, of the same
-                kinds, and possibly something more at its end.
+            leaves: Mirrored arrays, and arrays or `UnstackedArrays` of per-replica values.
+            outputs: An empty list that receives the outputs as soon as they exist. Extra elements
+                may follow them.
         """
 
 
@@ -94,10 +95,9 @@ class Executor(abc.ABC):
     """Runs replica programs on the replicas' devices.
 
     Attributes:
-        replicas: those devices.
-        reduces_on: where collectives are reduced; `None`: among the devices themselves.
-        pack_bytes: All-reduces of at most this many bytes that do not depend on each other travel
-            in one buffer.
+        replicas: Devices of the replicas.
+        reduces_on: Device on which collectives are reduced. `None` if XLA reduces across devices.
+        pack_bytes: Independent all-reduces of at most this many bytes are packed into one buffer.
         can_shard: Whether it runs programs with sharded inputs and outputs.
     """
 
@@ -110,28 +110,28 @@ class Executor(abc.ABC):
 
     @abc.abstractmethod
     def compile(self, program: ReplicaProgram) -> CompiledProgram:
-        """Makes a program ready; XLA may compile it only when it first runs."""
+        """Prepares a program to run. XLA may compile it only when it first runs."""
 
 
 class MeshExecutor(Executor):
     """Runs replica programs as one program over the mesh of the devices.
 
     Args:
-        replicas: the devices, of one type.
-        collectives: whether replicas communicate in the programs.
-        pack_bytes: As of `Executor`.
+        replicas: Devices of the replicas, of one type.
+        collectives: Whether the programs contain collectives.
+        pack_bytes: As for `Executor`.
 
     Attributes:
-        needs_row: Whether each replica must have its own of one input at least.
+        needs_per_replica_input: Whether at least one input must be per-replica.
     """
 
-    needs_row = True
+    needs_per_replica_input = True
 
     def __init__(
         self, replicas: ReplicaDevices, *, collectives: bool = True, pack_bytes: int = 0
     ) -> None:
         super().__init__(replicas, pack_bytes)
-        # One device needs no rendezvous, and an accelerator has a queue of its own.
+        # One device needs no rendezvous, and every accelerator has its own queue.
         self._bounded = replicas.on_host and collectives and is_needed()
         self._filler: Any = None
 
@@ -143,31 +143,31 @@ class MeshExecutor(Executor):
         outputs: Sequence[Kind],
         guard: CallbackGuard | None,
     ) -> Callable[..., Outputs]:
-        """A function of all replicas' leaves that runs `replica` for each.
+        """Returns a function of all replicas' leaves that runs `replica` for every replica.
 
         Args:
-            replica: Runs one.
+            replica: Function of one replica's leaves.
             inputs: How the replicas hold each input.
-            outputs: How they are to hold each output.
-            guard: As of `ReplicaProgram`.
+            outputs: How the replicas hold each output.
+            guard: As for `ReplicaProgram`.
         """
 
     def _rules(self, guard: CallbackGuard | None) -> Rules:
-        """The operations of a replica program that are replaced inside the mapping."""
-        return {**extremes(self.replicas.axis_name), **(guard.rules if guard else {})}
+        """Returns the rules for operations that are replaced inside the mapping."""
+        return {**extreme_rules(self.replicas.axis_name), **(guard.rules if guard else {})}
 
     def _lowering(self, arrays: Mapping[int, Any], rules: Rules) -> Lowering:
-        """What evaluates a replica program inside the mapping; arguments as of `Lowering`."""
+        """Returns the `Lowering` that evaluates a replica program inside the mapping."""
         return Lowering(arrays, rules, self.pack_bytes)
 
     @final
     def compile(self, program: ReplicaProgram) -> "MeshProgram":
-        """See `Executor.compile`. All replicas have one set of shapes."""
+        """See `Executor.compile`. All replicas have the same shapes."""
         (variant,) = program.variants
-        # Arrays that the step closed over are inputs like others: the program does not hold a copy
-        # as a constant, and they have the types of the mapping (JAX 0.10 and 0.12 reject an
-        # operation on arrays of the scope alone inside `jax.pmap`).
-        held = {id(array): array for each in variant[:2] for array in arrays_in(each)}
+        # Arrays that the step closes over become inputs. As constants they would be copied into the
+        # program, and JAX 0.10 and 0.12 reject operations inside `jax.pmap` on arrays that were
+        # placed outside.
+        captured = {id(array): array for jaxpr in variant[:2] for array in arrays_in(jaxpr)}
         rules = self._rules(program.guard)
         update = None
         if program.shards is not None:
@@ -176,15 +176,13 @@ class MeshExecutor(Executor):
         start = len(program.inputs)
 
         def replica(*leaves: Any) -> Sequence[Any]:
-            own = leaves[:start]
-            arrays = dict(zip(held, leaves[start:], strict=True))
-            lowering = self._lowering(arrays, rules)
+            lowering = self._lowering(dict(zip(captured, leaves[start:], strict=True)), rules)
             if update is None:
-                found = lowering.in_turn(variant[:2], own)
+                results = lowering.in_turn(variant[:2], leaves[:start])
             else:
-                found = update.evaluate(lowering, own)
-            _require_proved(found, variant.finish, program.outputs, len(self.replicas))
-            return found
+                results = update.evaluate(lowering, leaves[:start])
+            _require_proved(results, variant.finish, program.outputs, len(self.replicas))
+            return results
 
         def check(leaves: Sequence[Any]) -> None:
             program.require_context()
@@ -196,12 +194,12 @@ class MeshExecutor(Executor):
         return self.compile_function(
             program.name,
             replica,
-            [*program.inputs, *(Kind() for _ in held)],
+            [*program.inputs, *(Kind() for _ in captured)],
             program.outputs,
             program.donated,
             guard=program.guard,
             check=check,
-            held=list(map(self.replicas.mirror, held.values())),
+            captured=list(map(self.replicas.mirror, captured.values())),
             ends_in_python=any(map(_ends_in_python, variant[:2])),
         )
 
@@ -216,27 +214,27 @@ class MeshExecutor(Executor):
         *,
         guard: CallbackGuard | None = None,
         check: Callable[[Sequence[Any]], None] = lambda _: None,
-        held: Sequence[Array] = (),
+        captured: Sequence[Array] = (),
         ends_in_python: bool = False,
     ) -> "MeshProgram":
-        """Makes a program of one replica's function of flat leaves.
+        """Returns a program that runs a function of flat leaves on every replica.
 
         Args:
-            name: As of `ReplicaProgram`, like what follows.
-            fn: One replica's function, which returns a flat sequence.
+            name: Name in profiles and compilation logs.
+            fn: Function of one replica's leaves that returns a flat sequence.
             kinds: How the replicas hold each input.
-            output_kinds: How they are to hold each output.
+            output_kinds: How the replicas hold each output.
             donated: Positions of the inputs whose buffers are donated.
-            guard: Keeps what host callbacks raise.
-            check: Called with the leaves each time that JAX traces the program.
-            held: Arrays that every launch gets as its last inputs.
-            ends_in_python: Whether JAX runs Python between each launch and its results.
+            guard: Stores exceptions of host callbacks.
+            check: Called with the leaves whenever JAX traces the program.
+            captured: Arrays that every launch gets as its last inputs.
+            ends_in_python: Whether JAX runs Python code between a launch and its results.
         """
-        # Something must be mapped over; a step without such an input gets an unused row of zeros.
-        fill = self.needs_row and not any(kind.is_own for kind in kinds)
+        # `jax.pmap` and `jax.vmap` need an input to map over. A step without a per-replica input
+        # gets an unused one.
+        fill = self.needs_per_replica_input and not any(kind.is_own for kind in kinds)
         if fill and self._filler is None:
-            rows = np.zeros((len(self.replicas),), np.int32)
-            self._filler = self.replicas.stack(rows)
+            self._filler = self.replicas.stack(np.zeros((len(self.replicas),), np.int32))
         bounded = self._bounded
 
         def replica(*leaves: Any) -> Outputs:
@@ -246,28 +244,28 @@ class MeshExecutor(Executor):
         inputs = [*kinds, *([Kind(is_own=True)] if fill else [])]
         outputs = [*output_kinds, *([Kind()] if bounded else [])]
         mapped = self._mapped(replica, inputs, outputs, guard)
-        num_own = len(kinds) - len(held)
+        num_arguments = len(kinds) - len(captured)
 
-        def named(*leaves: Any) -> Any:  # pmap's own `lower` knows no donation
-            check(leaves[:num_own])
+        def named(*leaves: Any) -> Any:  # the `lower` method of `jax.pmap` ignores donation
+            check(leaves[:num_arguments])
             return mapped(*leaves)
 
         named.__name__ = name
-        # With the shardings said, a number, a NumPy array and an array not yet placed are all the
-        # same program.
+        # With explicit shardings, numbers, NumPy arrays and arrays on other devices all use the
+        # same compiled program.
         compiled = jax.jit(
             named,
             in_shardings=tuple(map(self.replicas.sharding, inputs)),
             out_shardings=tuple(map(self.replicas.sharding, outputs)),
             donate_argnums=tuple(donated),
         )
-        more = [*held, *([self._filler] if fill else [])]
+        more = [*captured, *([self._filler] if fill else [])]
         return MeshProgram(compiled, more, bounded, ends_in_python=ends_in_python)
 
 
 @final
 class MeshProgram(CompiledProgram):
-    """A replica program that is one program of XLA's."""
+    """A replica program that is a single XLA program."""
 
     def __init__(
         self,
@@ -283,22 +281,22 @@ class MeshProgram(CompiledProgram):
         self._bounded = bounded
 
     def __call__(self, leaves: Sequence[Any], outputs: list[Any]) -> None:
-        """See `CompiledProgram`; on host devices a token comes out at the end."""
-        with interrupts.DeferredInterrupts():  # a first call ends in Python, after the launch
+        """See `CompiledProgram`. If launches are bounded, the last output is a token."""
+        with interrupts.DeferredInterrupts():  # a first call runs Python code after the launch
             launch(self._compiled, [*leaves, *self._more], outputs, bounded=self._bounded)
 
     def launch_again(self, leaves: list[Any], outputs: list[Any]) -> None:
-        """Runs it as `__call__` does, where it is compiled already."""
-        with interrupts.DeferredInterrupts() if self._ends_in_python else _AT_ONCE:
+        """Runs the program as `__call__` does, if it is already compiled."""
+        with interrupts.DeferredInterrupts() if self._ends_in_python else _NO_DEFERRAL:
             launch(self._compiled, leaves + self._more, outputs, bounded=self._bounded)
 
     def lower(self, leaves: Sequence[Any]) -> jax.stages.Lowered:
-        """The program lowered for these leaves, for its text and its memory analysis."""
+        """Returns the program lowered for these leaves, for its text and memory analysis."""
         return self._compiled.lower(*leaves, *self._more)
 
 
 def _ends_in_python(program: ClosedJaxpr) -> bool:
-    """Whether JAX wraps results, random keys, or looks after effects, when it has launched it."""
+    """Whether JAX runs Python code after a launch, to wrap PRNG keys or to track effects."""
     types = [var.aval.dtype for var in program.jaxpr.outvars if hasattr(var.aval, "dtype")]
     has_keys = any(jax.dtypes.issubdtype(dtype, jax.dtypes.extended) for dtype in types)
     return has_keys or has_effects(program.effects)
@@ -307,18 +305,22 @@ def _ends_in_python(program: ClosedJaxpr) -> bool:
 def _require_proved(
     outputs: Sequence[Any], program: ClosedJaxpr, kinds: Sequence[Kind], num_replicas: int
 ) -> None:
-    """Refuses results of other shapes or dtypes than what was proved.
+    """Checks that results have the shapes and dtypes of the proved program.
 
     Raises:
-        NotImplementedError: An operation has another meaning inside the executor's mapping.
+        NotImplementedError: If they differ, because an operation has a different meaning inside the
+            executor's mapping.
     """
-    for output, var, kind in zip(outputs, program.jaxpr.outvars, kinds, strict=True):
-        found: Any = jax.typeof(output)
+    for i, (output, var, kind) in enumerate(
+        zip(outputs, program.jaxpr.outvars, kinds, strict=True)
+    ):
+        aval: Any = jax.typeof(output)
         proved: Any = var.aval
         shape = list(proved.shape)
         if kind.axis is not None:
             shape[kind.axis] //= num_replicas
-        if (found.shape, found.dtype) != (tuple(shape), proved.dtype):
+        if (aval.shape, aval.dtype) != (tuple(shape), proved.dtype):
             raise NotImplementedError(
-                f"a result is {found.str_short()} where {proved.str_short()} was proved"
+                f"output {i} of the compiled step is {describe(aval)}, but the proved step returns "
+                f"{describe(proved)}"
             )

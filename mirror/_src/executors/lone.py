@@ -1,4 +1,4 @@
-"""The executor of one replica: no axis, no collectives, nothing but `jax.jit`."""
+"""The executor for a single replica: `jax.jit` without a replica axis."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, final
@@ -7,7 +7,7 @@ import jax
 
 from mirror._src.devices.replicas import Kind
 from mirror._src.executors.callbacks import CallbackGuard
-from mirror._src.executors.collectives import LoneCollectives
+from mirror._src.executors.collectives import SingleReplicaCollectives
 from mirror._src.executors.executor import MeshExecutor, Outputs
 from mirror._src.program.evaluate import Rules
 
@@ -16,10 +16,10 @@ from mirror._src.program.evaluate import Rules
 class LoneExecutor(MeshExecutor):
     """Runs the program of a single replica on its device."""
 
-    needs_row = False
+    needs_per_replica_input = False
 
     def _rules(self, guard: CallbackGuard | None) -> Rules:
-        return {**LoneCollectives().rules, **(guard.rules if guard else {})}
+        return {**SingleReplicaCollectives().rules, **(guard.rules if guard else {})}
 
     def _mapped(
         self,
@@ -29,28 +29,30 @@ class LoneExecutor(MeshExecutor):
         guard: CallbackGuard | None,
     ) -> Callable[..., Outputs]:
         del guard  # its rules apply inside
-        return without_rows(replica, inputs, outputs)
+        return without_leading_axis(replica, inputs, outputs)
 
 
-def without_rows(
+def without_leading_axis(
     replica: Callable[..., Outputs], inputs: Sequence[Kind], outputs: Sequence[Kind]
 ) -> Callable[..., Outputs]:
-    """Returns a function of rows `(1, *shape)` that runs one of arrays `(*shape)`.
+    """Returns a function that calls `replica` without the leading axis of per-replica values.
+
+    The returned function takes and returns per-replica values as `(1, *shape)`.
 
     Args:
-        replica: Function of one replica's leaves.
-        inputs: How the replicas hold each input; what is a replica's own comes as a row.
-        outputs: How they are to hold each output; what is a replica's own is returned as a row.
+        replica: Function of one replica's leaves, of shape `(*shape)`.
+        inputs: How the replicas hold each input.
+        outputs: How the replicas hold each output.
     """
 
     def on_device(*leaves: Any) -> Outputs:
-        own = (
+        arguments = (
             jax.lax.squeeze(leaf, (0,)) if kind.is_own else leaf
             for leaf, kind in zip(leaves, inputs, strict=True)
         )
         return tuple(
             jax.lax.expand_dims(output, (0,)) if kind.is_own else output
-            for output, kind in zip(replica(*own), outputs, strict=True)
+            for output, kind in zip(replica(*arguments), outputs, strict=True)
         )
 
     return on_device

@@ -1,8 +1,8 @@
-"""The pmap executor: n distinct devices of one kind. The one owner of `jax.pmap`.
+"""The pmap executor: distinct devices of one type. This is the only module that uses `jax.pmap`.
 
-Mirrored values go in and come out with axis `None`, so there is no stacked copy of the state and
-no reading of `y[0]`. `jax.pmap` is `jit(shard_map)` with a Python front (JAX 0.8 and later); the
-`jax.jit` around it takes that front off the path of every step after the first.
+Mirrored values have axis `None` as inputs and outputs, so the state is never stacked and `y[0]` is
+never read. Since JAX 0.8, `jax.pmap` is `jit(shard_map)` behind a Python wrapper. With an outer
+`jax.jit`, that wrapper runs only when a step is traced.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from mirror._src.executors.executor import MeshExecutor, Outputs
 
 @final
 class PmapExecutor(MeshExecutor):
-    """Runs replica programs on the devices of the replicas, one replica on each."""
+    """Runs replica programs with one replica per device."""
 
     def _mapped(
         self,

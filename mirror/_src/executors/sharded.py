@@ -1,6 +1,6 @@
-"""The sharded executor: one replica on each device, and state of which each device stores a slice.
+"""The sharded executor: one replica per device, with state sharded over the devices.
 
-It is `jit(shard_map)`, whose specs can say that an array is sharded; the axes of `jax.pmap` cannot.
+It uses `jit(shard_map)`, because the axes of `jax.pmap` cannot express that an array is sharded.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,15 +11,15 @@ import jax
 from mirror._src.devices.replicas import Kind
 from mirror._src.executors.callbacks import CallbackGuard
 from mirror._src.executors.executor import MeshExecutor, Outputs
-from mirror._src.executors.lone import without_rows
+from mirror._src.executors.lone import without_leading_axis
 
 
 @final
 class ShardedExecutor(MeshExecutor):
-    """Runs replica programs on the devices of the replicas, their weight updates sharded."""
+    """Runs replica programs with one replica per device and sharded weight updates."""
 
     can_shard = True
-    needs_row = False
+    needs_per_replica_input = False
 
     def _mapped(
         self,
@@ -30,7 +30,7 @@ class ShardedExecutor(MeshExecutor):
     ) -> Callable[..., Outputs]:
         del guard  # its rules apply inside
         return jax.shard_map(
-            without_rows(replica, inputs, outputs),
+            without_leading_axis(replica, inputs, outputs),
             mesh=self.replicas.mesh,
             in_specs=tuple(self.replicas.sharding(kind).spec for kind in inputs),
             out_specs=tuple(self.replicas.sharding(kind).spec for kind in outputs),

@@ -1,9 +1,9 @@
-"""The vmap executor: several replicas on each device.
+"""The vmap executor: several replicas per device.
 
-One `jax.vmap` runs over the rows of a device. Where there are several devices, each runs its own
-rows inside one `jax.shard_map`, so that XLA has nothing to partition: its partitioner computes the
-gradient of a pointwise convolution wrongly when the rows of one `jax.vmap` are split over devices
-(the grouped convolution that `jax.vmap` makes of it; JAX 0.10 to 0.12).
+One `jax.vmap` maps over the replicas of a device. With several devices, it runs inside a
+`jax.shard_map`, so that XLA has nothing to partition. If XLA partitions a single `jax.vmap` over
+all replicas instead, gradients of pointwise convolutions are wrong, because `jax.vmap` turns them
+into grouped convolutions (JAX 0.10 to 0.12).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,28 +14,28 @@ from jax.sharding import PartitionSpec
 
 from mirror._src.devices.replicas import Kind
 from mirror._src.executors.callbacks import CallbackGuard
-from mirror._src.executors.collectives import RowCollectives
+from mirror._src.executors.collectives import VmapCollectives
 from mirror._src.executors.executor import MeshExecutor, Outputs, SignatureChanged
 from mirror._src.executors.vmap_sums import evaluate
 from mirror._src.program.evaluate import Lowering, Rules
 from mirror._src.program.trace import trace_inside
 
-_ROWS = "replicas of a device"
+_VMAP_AXIS = "replicas of a device"
 
 
 @final
 class VmapExecutor(MeshExecutor):
-    """Runs replica programs as rows of one program on each device."""
+    """Runs replica programs with several replicas per device."""
 
     def _rules(self, guard: CallbackGuard | None) -> Rules:
-        del guard  # of the callbacks that `jax.vmap` leaves: see `_mapped`
-        replicas = self.replicas
-        devices = replicas.axis_name if len(replicas.distinct) > 1 else None
-        num_rows, num_devices = replicas.replicas_per_device, len(replicas.distinct)
-        return RowCollectives(_ROWS, num_rows, devices, num_devices).rules
+        del guard  # applied in `_mapped`, to the callbacks that `jax.vmap` produces
+        replicas, num_devices = self.replicas, len(self.replicas.distinct)
+        device_axis = replicas.axis_name if num_devices > 1 else None
+        count = replicas.replicas_per_device
+        return VmapCollectives(_VMAP_AXIS, count, device_axis, num_devices).rules
 
     def _lowering(self, arrays: Mapping[int, Any], rules: Rules) -> Lowering:
-        # Collectives over the rows of one device need no packing; `_mapped` packs the others.
+        # Collectives within a device need no packing. `_mapped` packs those across devices.
         return Lowering(arrays, rules)
 
     def _mapped(
@@ -45,37 +45,39 @@ class VmapExecutor(MeshExecutor):
         outputs: Sequence[Kind],
         guard: CallbackGuard | None,
     ) -> Callable[..., Outputs]:
-        rows = jax.vmap(
+        on_all = jax.vmap(
             replica,
             in_axes=tuple(0 if kind.is_own else None for kind in inputs),
-            axis_name=_ROWS,
+            axis_name=_VMAP_AXIS,
             axis_size=self.replicas.replicas_per_device,
         )
 
         def on_device(*leaves: Any) -> Outputs:
-            # `out_axes=None` takes only what vmap itself knows to be the same in all rows; the
-            # proof knows more. XLA drops rows that are made to be left out.
+            # Mirrored outputs are stacked like the others, and the first slice is taken:
+            # `out_axes=None` accepts only outputs that `jax.vmap` itself knows to be unmapped, and
+            # the proof knows more. XLA removes the unused slices.
             try:
-                found = evaluate(trace_inside(rows, leaves), leaves, guard, self.pack_bytes)
+                results = evaluate(trace_inside(on_all, leaves), leaves, guard, self.pack_bytes)
             except SignatureChanged:
                 raise
             except (NotImplementedError, AssertionError, NameError, ValueError) as error:
                 raise NotImplementedError(
-                    "Several replicas on one device run as the rows of jax.vmap, which cannot do "
-                    f"this step: {str(error).rstrip('.')}. Use one replica on each device, or "
-                    "write it otherwise."
+                    "This step cannot run with several replicas per device, which relies on "
+                    f"jax.vmap: {str(error).rstrip('.')}. Use one replica per device, or rewrite "
+                    "the operation."
                 ) from error
             return tuple(
-                row if kind.is_own else row[0] for row, kind in zip(found, outputs, strict=True)
+                result if kind.is_own else result[0]
+                for result, kind in zip(results, outputs, strict=True)
             )
 
         if len(self.replicas.distinct) == 1:
             return on_device
-        split = PartitionSpec(self.replicas.axis_name)
+        stacked = PartitionSpec(self.replicas.axis_name)
         return jax.shard_map(
             on_device,
             mesh=self.replicas.mesh,
-            in_specs=tuple(split if kind.is_own else PartitionSpec() for kind in inputs),
-            out_specs=tuple(split if kind.is_own else PartitionSpec() for kind in outputs),
+            in_specs=tuple(stacked if kind.is_own else PartitionSpec() for kind in inputs),
+            out_specs=tuple(stacked if kind.is_own else PartitionSpec() for kind in outputs),
             check_vma=False,
         )

@@ -1,1 +1,1 @@
-"""A step in words: what the proof found, and where its time and its memory go."""
+"""Reports about a step: the values and collectives that were proved, its time and its memory."""

@@ -1,4 +1,4 @@
-"""Baselines for a step: an empty step, one replica on the whole batch, the collectives alone."""
+"""Baselines of a step: an empty step, the whole batch on one replica, the collectives alone."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -13,18 +13,19 @@ from mirror._src.explain.trial import Batches, Trial, idle_times, placed_on, var
 from mirror._src.program.axis import axis_name
 from mirror._src.run.arguments import hoist_nested
 from mirror._src.run.runner import Runner
+from mirror._src.utils.errors import first_line
 from mirror._src.utils.types import Array, PyTree, StepFunction
 from mirror._src.values.per_replica import PerReplica, is_numeric, is_per_replica, on_replicas
 from mirror._src.variables.on_read import collapse
 
 
 class Runners(NamedTuple):
-    """What runs the programs that are measured.
+    """Runners of the measured programs.
 
     Attributes:
-        many: the strategy's runner.
-        scratch: another one over the same devices, for programs that nobody runs again.
-        single: that of one replica.
+        many: Runner of the strategy.
+        scratch: Second runner on the same devices, for programs that are run only here.
+        single: Runner of a strategy with one replica.
     """
 
     many: Runner
@@ -33,7 +34,7 @@ class Runners(NamedTuple):
 
 
 def empty_trial(scratch: Runner, trial: Trial, batch: tuple[PyTree, ...]) -> Trial:
-    """The step without its work: as many arrays in and out, of one number each."""
+    """Returns a step that computes nothing, with the same number of arrays of one element each."""
     replicas, changed = scratch.replicas, trial.changed
 
     def small(leaf: Any) -> Any:
@@ -44,14 +45,14 @@ def empty_trial(scratch: Runner, trial: Trial, batch: tuple[PyTree, ...]) -> Tri
         return leaf
 
     def step(*args: Any, **kwargs: Any) -> list[Array]:
-        inside = variables_of(hoist_nested(args, kwargs).objects)
-        for variable, changes in zip(inside, changed, strict=True):
-            if changes:
+        variables = variables_of(hoist_nested(args, kwargs).objects)
+        for variable, is_changed in zip(variables, changed, strict=True):
+            if is_changed:
                 zeros = jax.tree.map(jnp.zeros_like, variable.get_raw_value())
                 variable.set_raw_value(zeros)
         return [jnp.zeros(1)] * trial.num_results
 
-    step.__name__ = "nothing"
+    step.__name__ = "empty_step"
     args, kwargs = trial.arguments(batch)
     hoisted = hoist_nested(args, kwargs)
     objects = copy_of(hoisted.objects)
@@ -71,13 +72,13 @@ def one_replica_secs(
     kwargs: dict[str, Any],
     steps: int,
 ) -> tuple[float | None, str]:
-    """Seconds a step of one replica with the whole batch, or why there is no such figure."""
+    """Returns the seconds per step on one replica with the whole batch, or why it is unknown."""
     hoisted = hoist_nested(args, kwargs)
     leaves = jax.tree.leaves(hoisted.tree, is_leaf=is_per_replica)
     if not any(map(is_per_replica, leaves)):
-        return None, "no batch is split over the replicas"
+        return None, "no batch is split across the replicas"
     if len(runners.many.replicas) == 1:
-        return None, "there is one replica"
+        return None, "the strategy has only one replica"
     try:
         whole = jax.tree.map(whole_batch, hoisted.tree, is_leaf=is_per_replica)
         objects = copy_of(hoisted.objects)
@@ -85,26 +86,27 @@ def one_replica_secs(
         placed = placed_on(with_objects(whole, objects), runners.single.replicas)
         trial = Trial(runners.single, fn, *placed)
         trial.warm_up(())
-        (found,) = idle_times(Batches(None), [trial], steps)
-        return found.run, ""
+        (times,) = idle_times(Batches(None), [trial], steps)
+        return times.run, ""
     except (ValueError, TypeError, jax.errors.JaxRuntimeError) as error:
-        return None, f"one replica cannot run it: {str(error).splitlines()[0]}"
+        return None, f"one replica cannot run it: {first_line(error)}"
 
 
 def collective_secs(scratch: Runner, rows: Sequence[CollectiveRow], steps: int) -> float:
-    """Seconds a step's collectives take by themselves, each as often as it runs."""
+    """Returns the seconds that all collectives of a step take without the computation."""
     if len(scratch.replicas) == 1:
         return 0.0
     by_trips: dict[int, list[CollectiveRow]] = {}
     for row in rows:
-        # PRNG keys are small; a gather after a reduce-scatter is timed as their all-reduce.
+        # PRNG keys are small and skipped. A gather after a reduce-scatter has no equation: both
+        # are timed as one all-reduce.
         if row.avals and all(is_numeric(aval.dtype) for aval in row.avals):
             by_trips.setdefault(row.least_trips, []).append(row)
-    return sum(trips * _together(scratch, group, steps) for trips, group in by_trips.items())
+    return sum(trips * _time_group(scratch, group, steps) for trips, group in by_trips.items())
 
 
-def _together(scratch: Runner, rows: Sequence[CollectiveRow], steps: int) -> float:
-    """Seconds that collectives take one after the other, without what any program takes."""
+def _time_group(scratch: Runner, rows: Sequence[CollectiveRow], steps: int) -> float:
+    """Returns the seconds that these collectives take in sequence, without the launch overhead."""
     avals = [aval for row in rows for aval in row.avals]
 
     def make() -> list[Array]:
@@ -112,26 +114,26 @@ def _together(scratch: Runner, rows: Sequence[CollectiveRow], steps: int) -> flo
         return [jnp.full(aval.shape, number, aval.dtype) for aval in avals]
 
     def communication(buffers: list[Array]) -> list[Array]:
-        got: list[Array] = []
+        results: list[Array] = []
         for row in rows:
-            # Each waits for the one before: else the executor would let several travel together.
-            start = len(got)
-            mine = buffers[start : start + len(row.avals)]
-            mine, got = jax.lax.optimization_barrier((mine, got))
-            got = [*got, *row.again(mine)]
-        return [_first(out) for out in jax.lax.optimization_barrier(got)]
+            # Without the barrier, the executor would pack independent collectives into one.
+            start = len(results)
+            operands = buffers[start : start + len(row.avals)]
+            operands, results = jax.lax.optimization_barrier((operands, results))
+            results = [*results, *row.execute(operands)]
+        return [_first(out) for out in jax.lax.optimization_barrier(results)]
 
-    def stay(buffers: list[Array]) -> list[Array]:
+    def no_communication(buffers: list[Array]) -> list[Array]:
         return [_first(out) for out in jax.lax.optimization_barrier(buffers)]
 
     buffers = scratch.run(make, (), {})
-    trials = [Trial(scratch, step, (buffers,), {}) for step in (communication, stay)]
+    trials = [Trial(scratch, step, (buffers,), {}) for step in (communication, no_communication)]
     for trial in trials:
         trial.warm_up(())
-    talking, staying = idle_times(Batches(None), trials, steps)
-    return max(0.0, talking.run - staying.run)
+    with_collectives, without = idle_times(Batches(None), trials, steps)
+    return max(0.0, with_collectives.run - without.run)
 
 
 def _first(array: Array) -> Array:
-    """Its first number, so that results take no time."""
+    """Returns the first element, so that returning results takes no time."""
     return array.ravel()[:1]

@@ -1,4 +1,4 @@
-"""The collectives of a step, one by one: what travels, how often, and whose line it is."""
+"""Lists the collectives of a step: operands, number of executions, and the user's line."""
 
 import math
 from collections.abc import Hashable, Iterator, Sequence
@@ -7,7 +7,8 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from mirror._src.program.collective_eqns import contains_collective, in_word, is_collective, op_of
+from mirror._src.program.atoms import num_bytes
+from mirror._src.program.collective_eqns import contains_collective, is_collective, kind_of, op_of
 from mirror._src.program.evaluate import bind
 from mirror._src.program.flat import Operation, Packing, flatten, in_order
 from mirror._src.program.jaxprs import inner_programs, jaxpr_of
@@ -24,14 +25,16 @@ class CollectiveRow:
     """One collective of a step.
 
     Attributes:
-        kind: `"all-reduce"`, `"all-gather"`, `"reduce-scatter"` in a sharded update, or JAX's name.
-        op: `"sum"`, `"max"`, `"min"`. A mean is a sum that is divided afterwards; with a minimum or
-            maximum goes another collective, of where there are NaNs.
-        num_leaves: how many arrays travel in it.
-        num_bytes: what each replica brings, once.
-        line: the user's line.
-        loop: `"scan"` or `"while"` where it stands in a loop, else nothing.
-        trips: how often it runs in a step; `None`: in a `while`, nobody knows.
+        kind: `"all-reduce"`, `"all-gather"`, `"reduce-scatter"` in a sharded update, or the name of
+            another JAX primitive.
+        op: `"sum"`, `"max"`, `"min"`, or empty. A mean is a sum that is divided afterwards. A
+            minimum or maximum comes with a second collective, which propagates NaNs.
+        num_leaves: Number of arrays in the collective.
+        num_bytes: Bytes that each replica contributes to one execution.
+        line: The user's line.
+        loop: `"scan"` or `"while"` if the collective is inside a loop, else empty.
+        trips: Number of executions per step. `None` inside a `while` loop, where it is unknown.
+        eqns: Equations of the collective in the traced step.
     """
 
     kind: str
@@ -45,29 +48,29 @@ class CollectiveRow:
 
     @property
     def in_words(self) -> str:
-        """`all-reduce (sum)`."""
+        """Kind and operation, such as `all-reduce (sum)`."""
         return f"{self.kind} ({self.op})" if self.op else self.kind
 
     @property
     def often(self) -> str:
-        """How often it runs, in words."""
+        """Number of executions per step, in words."""
         if not self.loop:
             return "once"
         return f"in a {self.loop}" + (f", {self.trips} times" if self.trips is not None else "")
 
     @property
     def least_trips(self) -> int:
-        """How often it runs, as far as is known: once in a `while`."""
+        """Number of executions per step; 1 for a `while` loop, whose trip count is unknown."""
         return 1 if self.trips is None else self.trips
 
-    def again(self, operands: Sequence[Array]) -> list[Any]:
-        """The same collective of other arrays, inside a replica."""
+    def execute(self, operands: Sequence[Array]) -> list[Any]:
+        """Executes the collective on other arrays, inside a replica."""
         rest = iter(operands)
         return [out for eqn in self.eqns for out in bind(eqn, [next(rest) for _ in eqn.invars])]
 
     @property
     def avals(self) -> list[Any]:
-        """Shapes and dtypes of what each replica brings."""
+        """Shapes and dtypes of the operands on each replica."""
         return [atom.aval for eqn in self.eqns for atom in eqn.invars]
 
 
@@ -78,22 +81,22 @@ def collectives_of(
     around: tuple[JaxprEqn, ...] = (),
     scattered: Sequence[JaxprEqn] = (),
 ) -> Iterator[CollectiveRow]:
-    """The collectives of a program, in its order.
+    """Yields the collectives of a program, in program order.
 
     Args:
         program: The program.
-        pack_bytes: Which all-reduces travel together, as of `Lowering`.
-        line: The line that is reported for all of them, instead of the user's.
-        around: The operations that the program stands inside of.
-        scattered: All-reduces that are reduce-scatters in a sharded update.
+        pack_bytes: Size limit for packing small all-reduces into one, as in `Lowering`.
+        line: Line to report for all collectives, instead of the user's.
+        around: Equations that enclose the program, outermost first.
+        scattered: All-reduces that a sharded update executes as reduce-scatters.
     """
-    slices = set(map(id, scattered))
+    scattered_ids = set(map(id, scattered))
 
     def key_of(operation: Operation) -> Hashable:
         key = Packing(pack_bytes).key_of(operation)
-        return key and (key, id(operation.eqn) in slices)
+        return key and (key, id(operation.eqn) in scattered_ids)
 
-    flat = flatten([program], _holds_collective)
+    flat = flatten([program], _contains_inner_collective)
     numbers = {operation: i for i, operation in enumerate(flat.operations)}
     packs = in_order(flat.operations, key_of)
     for pack in sorted(packs, key=lambda pack: numbers[pack[0]]):
@@ -108,7 +111,7 @@ def collectives_of(
         loops = [outer for outer in within if outer.primitive.name in _LOOPS]
         avals: list[Any] = [atom.aval for eqn in eqns for atom in eqn.invars]
         yield CollectiveRow(
-            _SCATTER if id(eqns[0]) in slices else in_word(eqns[0].primitive.name),
+            _SCATTER if id(eqns[0]) in scattered_ids else kind_of(eqns[0].primitive.name),
             op_of(eqns[0].primitive.name),
             len(avals),
             sum(map(num_bytes, avals)),
@@ -122,10 +125,10 @@ def collectives_of(
 def gathers_of(
     shards: Shards, num_replicas: int, pack_bytes: int, line: str
 ) -> list[CollectiveRow]:
-    """The all-gathers of what a sharded update leaves whole."""
+    """Returns the all-gathers after a sharded update, for arrays that are not sharded."""
     return [
         CollectiveRow(
-            in_word("all_gather"),
+            kind_of("all_gather"),
             "",
             len(pack),
             sum(value.num_bytes for value in pack) // num_replicas,
@@ -135,15 +138,10 @@ def gathers_of(
     ]
 
 
-def _holds_collective(eqn: JaxprEqn, _: object) -> bool:
+def _contains_inner_collective(eqn: JaxprEqn, _: object) -> bool:
     return any(
         contains_collective(jaxpr_of(inner)) for inner in inner_programs(eqn.params.values())
     )
-
-
-def num_bytes(aval: Any) -> int:
-    """The bytes of one array of this shape and dtype."""
-    return math.prod(aval.shape) * aval.dtype.itemsize
 
 
 def _trips(loops: Sequence[JaxprEqn]) -> int | None:

@@ -1,8 +1,8 @@
-"""Bytes per device of a step: what goes in is counted, what XLA allocates is asked of XLA.
+"""Measures the memory of a step in bytes per device.
 
-Arrays that are on devices are counted by their shards, so that whole copies, rows of a batch and
-state that is sharded need no rules of their own. Where there are no arrays, shapes are counted by
-the shardings that the step's inputs have.
+Inputs are counted; results and temporaries come from XLA's memory analysis. Arrays on devices are
+counted shard by shard, so that whole copies, per-replica batches and sharded state need no special
+cases. Without arrays, shapes are counted with the shardings of the step's inputs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,8 +14,8 @@ from flax import nnx
 from mirror._src.devices import backend
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.devices.unstacked import UnstackedArrays
-from mirror._src.explain.collectives import num_bytes
 from mirror._src.explain.memory_report import Kind, MemoryGroup, MemoryReport
+from mirror._src.program.atoms import num_bytes
 from mirror._src.program.jaxprs import arrays_in
 from mirror._src.run.call import Call
 from mirror._src.run.drift import find_returned
@@ -24,12 +24,12 @@ from mirror._src.utils.naming import argument_names, keys
 from mirror._src.variables.variable import Variable
 
 _BY_NAME = {"params": Kind.PARAMETERS, "opt_state": Kind.OPTIMIZER_STATE}
-_MOST_OF_AN_ARGUMENT = 8
-_CAPTURED = "arrays from outside the step"
+_MOST_PARTS = 8
+_CAPTURED = "arrays captured by the step"
 
 
 class _Place(NamedTuple):
-    """An input of a program: its kind, its argument, and its part of the argument."""
+    """Input of a program: its kind, its argument, and its position in the argument."""
 
     kind: Kind
     argument: str
@@ -37,18 +37,19 @@ class _Place(NamedTuple):
 
 
 def memory_report(examined: ExaminedStep, replicas: ReplicaDevices) -> MemoryReport:
-    """Returns the bytes per device of a call; see the module's docstring.
+    """Returns the memory of a call, in bytes per device.
 
     Args:
-        examined: The call. Its leaves are arrays on the devices, or all of them are types.
-        replicas: The devices.
+        examined: The call. Its leaves are arrays on the devices, or all of them are
+            `jax.ShapeDtypeStruct`s.
+        replicas: Devices of the replicas.
     """
     step = examined.traced.steps[0]
     is_estimate = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in examined.leaves)
     places = [*_state_places(examined.call), *_argument_places(examined)]
     rows = []
-    for place, leaf, held in zip(places, examined.leaves, examined.kinds, strict=True):
-        sharding = replicas.sharding(held)
+    for place, leaf, kind in zip(places, examined.leaves, examined.kinds, strict=True):
+        sharding = replicas.sharding(kind)
         rows.append((place, id(leaf), *_bytes_of(leaf, sharding, replicas)))
     for array in _captured(examined):
         place = _Place(Kind.ARGUMENTS, _CAPTURED, "")
@@ -69,20 +70,20 @@ def memory_report(examined: ExaminedStep, replicas: ReplicaDevices) -> MemoryRep
 
 
 def _bytes_of(leaf: Any, sharding: Any, replicas: ReplicaDevices) -> tuple[int, list[int]]:
-    """The bytes of a value, and of what each device holds of it."""
+    """Returns the bytes of a value, and the bytes that each device stores."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         shard = jax.ShapeDtypeStruct(sharding.shard_shape(leaf.shape), leaf.dtype)
         return num_bytes(leaf), [num_bytes(shard)] * len(replicas.distinct)
-    held = dict.fromkeys(replicas.distinct, 0)
+    device_bytes = dict.fromkeys(replicas.distinct, 0)
     arrays: Sequence[Any] = leaf.arrays if isinstance(leaf, UnstackedArrays) else (leaf,)
     for array in arrays:
         for shard in array.addressable_shards:
-            held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
-    return sum(num_bytes(array) for array in arrays), [held[d] for d in replicas.distinct]
+            device_bytes[shard.device] = device_bytes.get(shard.device, 0) + shard.data.nbytes
+    return sum(map(num_bytes, arrays)), [device_bytes[d] for d in replicas.distinct]
 
 
 def _state_places(call: Call) -> Iterator[_Place]:
-    """The place of each leaf of the nnx objects."""
+    """Yields the place of every leaf of the nnx objects."""
     if call.structure is None or call.record is None:
         return
     names = call.object_names
@@ -90,22 +91,23 @@ def _state_places(call: Call) -> Iterator[_Place]:
     for slot in call.structure.leaf_slots:
         kind = slot.kind
         if issubclass(kind, nnx.OptState):
-            found = Kind.OPTIMIZER_STATE
+            use = Kind.OPTIMIZER_STATE
         elif issubclass(kind, nnx.Param) or (
             issubclass(kind, Variable) and getattr(holders[slot], "trainable", False)
         ):
-            found = Kind.PARAMETERS
+            use = Kind.PARAMETERS
         else:
-            found = Kind.OTHER_STATE
-        of = "" if found is Kind.OPTIMIZER_STATE else f" ({kind.__name__})"
-        yield _Place(found, f"{names[slot.path[0]]}{of}", "")
+            use = Kind.OTHER_STATE
+        type_name = "" if use is Kind.OPTIMIZER_STATE else f" ({kind.__name__})"
+        yield _Place(use, f"{names[slot.path[0]]}{type_name}", "")
 
 
 def _argument_places(examined: ExaminedStep) -> Iterator[_Place]:
-    """The place of each leaf that is in no nnx object.
+    """Yields the place of every leaf outside nnx objects.
 
-    What Optax keeps is optimizer state. Else the user's own names decide: `params` and `opt_state`,
-    as attribute, key or argument. What else comes back in a result of the same structure is state.
+    Leaves of Optax states are optimizer state. Otherwise, the user's names decide: `params` and
+    `opt_state`, as an attribute, key or argument. Remaining arguments are state if the step returns
+    a result with the same structure.
     """
     call, step = examined.call, examined.traced.steps[0]
     avals = examined.traced.avals[: len(step.out_names)]
@@ -113,12 +115,12 @@ def _argument_places(examined: ExaminedStep) -> Iterator[_Place]:
     args, kwargs = call.tree
     names = argument_names(call.fn, len(args))
     paths, _ = jax.tree_util.tree_flatten_with_path((args, kwargs))
-    optax_leaves = _in_optax(jax.tree.structure((args, kwargs)))
+    optax_leaves = _find_optax_leaves(jax.tree.structure((args, kwargs)))
     for number, i in enumerate(call.layout.dynamic):
         path = paths[i][0]
         argument = names[path[1].idx] if path[0].idx == 0 else path[1].key
         part = keys(path[2:3])
-        words = [argument, *(_word(key) for key in path[2:])]
+        words = [argument, *(_key_name(key) for key in path[2:])]
         by_name = [_BY_NAME[word] for word in words if word in _BY_NAME]
         if number in call.layout.per_replica:
             kind = Kind.BATCH
@@ -131,14 +133,14 @@ def _argument_places(examined: ExaminedStep) -> Iterator[_Place]:
         yield _Place(kind, argument, part)
 
 
-def _word(key: Any) -> str:
-    """A step of a path as a name."""
+def _key_name(key: Any) -> str:
+    """Returns the name of one key of a pytree path."""
     return str(getattr(key, "name", getattr(key, "key", "")))
 
 
-def _in_optax(form: Any, start: int = 0, inside: bool = False) -> set[int]:
-    """Positions of the leaves inside the states of Optax's transformations."""
-    data = form.node_data()
+def _find_optax_leaves(treedef: Any, start: int = 0, inside: bool = False) -> set[int]:
+    """Returns the positions of the leaves inside states of Optax transformations."""
+    data = treedef.node_data()
     if data is None:
         return {start} if inside else set()
     kind = data[0]
@@ -146,16 +148,16 @@ def _in_optax(form: Any, start: int = 0, inside: bool = False) -> set[int]:
     inside = inside or (
         isinstance(kind, type) and issubclass(kind, tuple) and module.split(".")[0] == "optax"
     )
-    found: set[int] = set()
-    for child in form.children():
+    positions: set[int] = set()
+    for child in treedef.children():
         if child.num_leaves:
-            found |= _in_optax(child, start, inside)
+            positions |= _find_optax_leaves(child, start, inside)
         start += child.num_leaves
-    return found
+    return positions
 
 
 def _captured(examined: ExaminedStep) -> list[jax.Array]:
-    """The arrays that a step reads from outside its arguments, which its program is given."""
+    """Returns the arrays that a step captures, which are constants of its program."""
     if examined.lowered is None:
         return []
     arrays = (array for jaxpr in examined.traced.jaxprs for array in arrays_in(jaxpr))
@@ -163,36 +165,36 @@ def _captured(examined: ExaminedStep) -> list[jax.Array]:
 
 
 def _measured(examined: ExaminedStep) -> tuple[int | None, int | None, str]:
-    """Bytes of results and temporaries, or why they are unknown."""
+    """Returns the bytes of results and temporaries, or the reason why they are unknown."""
     if examined.lowered is None:
-        return None, None, "the step runs in stages, each a program of its own"
-    found = examined.lowered.compile().memory_analysis()
-    if found is None:
-        return None, None, "XLA has no memory analysis on this platform"
-    results = found.output_size_in_bytes - found.alias_size_in_bytes
-    return max(results, 0), found.temp_size_in_bytes, ""
+        return None, None, "the step runs in stages, each a separate program"
+    analysis = examined.lowered.compile().memory_analysis()
+    if analysis is None:
+        return None, None, "XLA does not provide a memory analysis on this platform"
+    results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    return max(results, 0), analysis.temp_size_in_bytes, ""
 
 
 def _grouped(
     rows: Sequence[tuple[_Place, int, int, Sequence[int]]], num_devices: int
 ) -> Iterator[MemoryGroup]:
-    """Groups by kind and name, an array that stands in two places counted once.
+    """Groups the inputs by kind and name; an array with two places is counted once.
 
-    An argument with many parts, such as a list of layers, is one group.
+    An argument with many parts, such as a list of layers, becomes a single group.
     """
     parts: dict[tuple[Kind, str], dict[str, None]] = {}
     for place, *_ in rows:
         parts.setdefault(place[:2], {})[place.part] = None
     seen: set[int] = set()
-    found: dict[tuple[Kind, str], list[tuple[int, Sequence[int]]]] = {}
-    for place, identity, count, held in rows:
-        is_apart = len(parts[place[:2]]) <= _MOST_OF_AN_ARGUMENT
-        name = place.argument + (place.part if is_apart else "")
-        group = found.setdefault((place.kind, name), [])
+    groups: dict[tuple[Kind, str], list[tuple[int, Sequence[int]]]] = {}
+    for place, identity, count, device_bytes in rows:
+        is_split = len(parts[place[:2]]) <= _MOST_PARTS
+        name = place.argument + (place.part if is_split else "")
+        group = groups.setdefault((place.kind, name), [])
         if identity not in seen:
-            group.append((count, held))
+            group.append((count, device_bytes))
         seen.add(identity)
     order = list(Kind)
-    for (kind, name), values in sorted(found.items(), key=lambda item: order.index(item[0][0])):
-        held = tuple(sum(each[i] for _, each in values) for i in range(num_devices))
-        yield MemoryGroup(kind, name, len(values), sum(count for count, _ in values), held)
+    for (kind, name), arrays in sorted(groups.items(), key=lambda item: order.index(item[0][0])):
+        totals = tuple(sum(stored[i] for _, stored in arrays) for i in range(num_devices))
+        yield MemoryGroup(kind, name, len(arrays), sum(count for count, _ in arrays), totals)

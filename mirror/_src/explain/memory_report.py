@@ -1,4 +1,4 @@
-"""`MemoryReport`: bytes per device of a step's state, batch and temporaries, and what to shrink."""
+"""`MemoryReport`: memory of a step's state, batch and temporaries, and advice to reduce it."""
 
 import enum
 import html
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mirror._src.utils.errors import bytes_in_words
+from mirror._src.utils.errors import bytes_in_words, counted
 from mirror._src.utils.tables import Table
 
 _MOST_NAMES = 3
@@ -14,7 +14,7 @@ UNKNOWN = "unknown"
 
 
 class Kind(enum.StrEnum):
-    """What memory on a device is used for, in the order of the tables."""
+    """Use of device memory, in the order of the tables."""
 
     PARAMETERS = "parameters"
     OPTIMIZER_STATE = "optimizer state"
@@ -26,24 +26,24 @@ class Kind(enum.StrEnum):
 
     @property
     def key(self) -> str:
-        """Name in JSON, `optimizer_state`."""
+        """Name in JSON, such as `optimizer_state`."""
         return self.value.replace(" ", "_")
 
 
 COUNTED = tuple(k for k in Kind if k not in (Kind.RESULTS, Kind.TEMPORARIES))
-"""Kinds that are inputs of a step, so that their bytes are counted."""
+"""Kinds of inputs, whose bytes are counted rather than reported by XLA."""
 
 
 @dataclass(frozen=True)
 class MemoryGroup:
-    """Arrays of one kind and one name.
+    """Arrays with the same kind and name.
 
     Attributes:
-        kind: What they are used for.
+        kind: Use of the arrays.
         name: The user's name: `model (Param)`, `state.opt_state`, `batch['image']`.
         num_arrays: Number of arrays.
-        num_bytes: Bytes of one copy of them, all replicas' rows included.
-        device_bytes: Bytes on each device, in the order of the devices.
+        num_bytes: Bytes of one full copy; for a batch, of all replicas' shards.
+        device_bytes: Bytes on every device, in device order.
     """
 
     kind: Kind
@@ -54,11 +54,11 @@ class MemoryGroup:
 
     @property
     def is_whole(self) -> bool:
-        """Whether each device holds a whole copy."""
+        """Whether every device stores a full copy."""
         return min(self.device_bytes) >= self.num_bytes
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns all fields, for JSON."""
+        """Returns all fields as JSON values."""
         return {
             "kind": self.kind.key,
             "name": self.name,
@@ -70,20 +70,20 @@ class MemoryGroup:
 
 @dataclass(frozen=True, repr=False)
 class MemoryReport:
-    """Bytes per device of a step; `print` it, or display it in a notebook.
+    """Memory of a step in bytes per device; `print` it, or display it in a notebook.
 
     Attributes:
-        step: The step's name.
-        devices: Names of the devices, each once.
-        num_replicas: Number of replicas on all devices.
-        platform: The platform that XLA compiled the step for, such as `"cpu"`.
-        is_estimate: Whether the state was counted from shapes, and is on no device.
-        groups: The arrays that go into the step, grouped by kind and name.
-        result_bytes: Bytes per device of results that do not overwrite a donated argument, by XLA's
-            memory analysis of the compiled step; `None` if there is no such analysis.
-        temporary_bytes: Bytes per device of what the step allocates while it runs, by the same
+        step: Name of the step.
+        devices: Names of the devices, without repetition.
+        num_replicas: Total number of replicas.
+        platform: Platform that XLA compiled the step for, such as `"cpu"`.
+        is_estimate: Whether the inputs were counted from shapes, without arrays on the devices.
+        groups: Input arrays of the step, grouped by kind and name.
+        result_bytes: Bytes per device of results that do not overwrite a donated argument, from
+            XLA's memory analysis of the compiled step. `None` if XLA provides no analysis.
+        temporary_bytes: Bytes per device that the step allocates while it runs, from the same
             analysis.
-        unknown_because: Why there is no analysis.
+        unknown_because: Reason why the analysis is missing, else empty.
     """
 
     step: str
@@ -98,72 +98,72 @@ class MemoryReport:
 
     @property
     def fullest(self) -> int:
-        """Number of the device that holds the most, the first of several."""
-        held = [sum(g.device_bytes[i] for g in self.groups) for i in range(len(self.devices))]
-        return max(range(len(held)), key=held.__getitem__)
+        """Index of the device that stores the most bytes; the first of several."""
+        totals = [sum(g.device_bytes[i] for g in self.groups) for i in range(len(self.devices))]
+        return max(range(len(totals)), key=totals.__getitem__)
 
     @property
-    def by_kind(self) -> dict[Kind, int | None]:
-        """Bytes of each kind on the fullest device; `None` if unknown."""
+    def by_kind(self) -> dict[str, int | None]:
+        """Bytes per kind on the fullest device; `None` if unknown."""
         i = self.fullest
-        found: dict[Kind, int | None] = {
+        counts: dict[str, int | None] = {
             kind: sum(g.device_bytes[i] for g in self.groups if g.kind is kind) for kind in COUNTED
         }
-        return {**found, Kind.RESULTS: self.result_bytes, Kind.TEMPORARIES: self.temporary_bytes}
+        return {**counts, Kind.RESULTS: self.result_bytes, Kind.TEMPORARIES: self.temporary_bytes}
 
     @property
     def peak_bytes(self) -> int:
-        """Sum of all kinds on the fullest device, as far as they are known.
+        """Sum of all known kinds on the fullest device.
 
-        It is an upper bound of what the step needs: results and temporaries may not all be alive
-        at one time. Prefetched batches and other programs' arrays come on top.
+        It is an upper bound for the step, because not all results and temporaries are alive at the
+        same time. Prefetched batches and arrays of other programs are not included.
         """
         return sum(count or 0 for count in self.by_kind.values())
 
     @property
     def largest(self) -> Kind:
-        """The kind with the most bytes."""
-        return max(self.by_kind, key=lambda kind: self.by_kind[kind] or 0)
+        """Kind with the most bytes."""
+        return max(Kind, key=lambda kind: self.by_kind[kind] or 0)
 
     @property
     def advice(self) -> str:
-        """What to change for less memory, in a few sentences."""
+        """Changes that reduce the memory, in a few sentences."""
         kind = self.largest
         count = self.by_kind[kind] or 0
-        share = f"{kind.capitalize()} take" + ("s" if kind in _SINGULAR else "")
+        uses = f"{kind.capitalize()} use" + ("s" if kind in _SINGULAR else "")
+        share = f"{bytes_in_words(count)} of {bytes_in_words(self.peak_bytes)} per device"
         is_optimizer = kind is Kind.OPTIMIZER_STATE
-        how = _shrink_optimizer(self, count) if is_optimizer else _ADVICE[kind]
-        of = f"{bytes_in_words(count)} of {bytes_in_words(self.peak_bytes)}"
-        return f"{share} the most, {of} per device. {how}"
+        fix = _optimizer_advice(self, count) if is_optimizer else _ADVICE[kind]
+        return f"{uses} the most memory: {share}. {fix}"
 
     @property
     def heading(self) -> str:
-        """The step, its devices and the peak."""
+        """Step, devices and peak in one line."""
         count = len(self.devices)
-        on = "1 device" if count == 1 else f"each of {count} devices"
-        more = f", {self.num_replicas} replicas" if self.num_replicas != count else ""
-        about = "an estimated " if self.is_estimate else ""
-        peak = bytes_in_words(self.peak_bytes)
-        least = "at least " if self.temporary_bytes is None else ""
-        return f"{self.step} on {on}{more}: {about}{least}{peak} per device"
+        replicas = f", {self.num_replicas} replicas" if self.num_replicas != count else ""
+        peak = "an estimated " if self.is_estimate else ""
+        peak += "at least " if self.temporary_bytes is None else ""
+        peak += bytes_in_words(self.peak_bytes)
+        return f"{self.step} on {counted(count, 'device')}{replicas}: {peak} per device"
 
     @property
     def table(self) -> Table:
-        """A row for each kind, then the peak estimate."""
+        """Table with one row per kind, then the peak estimate."""
         peak = self.peak_bytes
         rows = []
-        for kind, count in self.by_kind.items():
+        for kind in Kind:
+            count = self.by_kind[kind]
             if count == 0 and kind in _RARE:
                 continue
             share = f"{count / peak:.0%}" if count is not None and peak else ""
             words = bytes_in_words(count) if count is not None else UNKNOWN
             rows.append((kind.value, words, share, self._content(kind)))
-        content = "" if self.temporary_bytes is not None else f"without the temporaries: {UNKNOWN}"
+        content = "" if self.temporary_bytes is not None else f"without temporaries ({UNKNOWN})"
         rows.append(("peak estimate", bytes_in_words(peak), "", content))
         return Table(("memory per device", "bytes", "share", "content"), rows)
 
     def _content(self, kind: Kind) -> str:
-        """The largest groups of a kind, by name; or what XLA counts in it."""
+        """Names the largest groups of a kind, or describes what XLA includes in it."""
         if kind not in COUNTED:
             return self.unknown_because or _MEASURED[kind].format(platform=self.platform)
         i = self.fullest
@@ -178,20 +178,16 @@ class MemoryReport:
 
     @property
     def notes(self) -> list[str]:
-        """How the figures were found, and what comes on top of them."""
-        how = (
-            "Counted from shapes and dtypes"
-            if self.is_estimate
-            else "Read from the arrays on the devices"
-        )
-        notes = [f"{how}: {', '.join(COUNTED[:-1])} and {COUNTED[-1]}."]
+        """Sources of the numbers, and memory that is not included."""
+        source = "shapes and dtypes" if self.is_estimate else "the arrays on the devices"
+        notes = [f"Counted from {source}: {', '.join(COUNTED[:-1])} and {COUNTED[-1]}."]
         if self.temporary_bytes is None:
             notes.append(f"Results and temporaries are unknown: {self.unknown_because}.")
         else:
             notes.append(
-                f"Results and temporaries: XLA's memory analysis of the step, compiled for "
-                f"{self.platform}."
-                + (" On another platform they differ." if self.is_estimate else "")
+                "Results and temporaries come from XLA's memory analysis of the step, compiled "
+                f"for {self.platform}."
+                + (" They differ on other platforms." if self.is_estimate else "")
             )
         batch = self.by_kind[Kind.BATCH]
         if batch:
@@ -214,14 +210,14 @@ class MemoryReport:
         return f"<b>{heading}</b>{self.table._repr_html_()}<p>{advice}</p>{notes}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns everything as numbers, text and lists, for JSON."""
+        """Returns the report as JSON values."""
         return {
             "step": self.step,
             "devices": list(self.devices),
             "replicas": self.num_replicas,
             "platform": self.platform,
             "is_estimate": self.is_estimate,
-            "bytes": {kind.key: count for kind, count in self.by_kind.items()},
+            "bytes": {kind.key: self.by_kind[kind] for kind in Kind},
             "peak_bytes": self.peak_bytes,
             "largest": self.largest.key,
             "advice": self.advice,
@@ -231,12 +227,11 @@ class MemoryReport:
 
 
 def memory_table(reports: Sequence[MemoryReport]) -> Table:
-    """Returns a table with a row for each number of devices and a column for each kind."""
-    found = [report.by_kind for report in reports]
-    kinds = [k for k in Kind if k not in _RARE or any(each[k] for each in found)]
+    """Returns a table with one row per number of devices and one column per kind."""
+    kinds = [k for k in Kind if k not in _RARE or any(report.by_kind[k] for report in reports)]
     rows = []
-    for report, each in zip(reports, found, strict=True):
-        counts = [each[kind] for kind in kinds]
+    for report in reports:
+        counts = [report.by_kind[kind] for kind in kinds]
         cells = [UNKNOWN if count is None else bytes_in_words(count) for count in counts]
         devices = str(len(report.devices))
         if report.num_replicas != len(report.devices):
@@ -251,46 +246,44 @@ _MEASURED = {
     Kind.RESULTS: "outputs that do not overwrite a donated argument (XLA, {platform})",
     Kind.TEMPORARIES: "activations, gradients, buffers of collectives (XLA, {platform})",
 }
-
-
 _ADVICE = {
     Kind.PARAMETERS: (
-        "Every device holds a whole copy, so more devices do not help. Use a smaller dtype, such "
-        "as param_dtype=jnp.bfloat16, or a smaller model. A model that is larger than a device "
-        "needs jax.jit with shardings."
+        "Every device stores a full copy, so more devices do not help. Use a smaller dtype, such "
+        "as param_dtype=jnp.bfloat16, or a smaller model. A model that does not fit on one device "
+        "requires jax.jit with shardings."
     ),
     Kind.OTHER_STATE: (
-        "Every device holds a whole copy. Remove what the step does not need from its state."
+        "Every device stores a full copy. Remove state that the step does not need."
     ),
     Kind.ARGUMENTS: (
-        "Every device holds a whole copy. Pass data as batches of strategy.distribute_dataset, "
+        "Every device stores a full copy. Pass data as batches of strategy.distribute_dataset, "
         "which splits them across the replicas."
     ),
     Kind.BATCH: "Use a smaller batch, a smaller dtype, or distribute_dataset(data, prefetch=0).",
     Kind.RESULTS: (
-        "The new state is written beside the old one. Donate the old one, strategy.run(step, "
-        "(state, batch), donate_argnums=0), and return less than the step computes."
+        "The new state does not replace the old one. Donate the old state, strategy.run(step, "
+        "(state, batch), donate_argnums=0), and return only the results that you need."
     ),
     Kind.TEMPORARIES: (
-        "They grow with the batch of a replica. Use a smaller batch, split it, "
-        "Trainer(accumulate_steps=k), or recompute activations in the backward pass, nnx.remat "
-        "or jax.checkpoint."
+        "They grow with the per-replica batch. Use a smaller batch, accumulate gradients, "
+        "Trainer(accumulate_steps=k), or recompute activations in the backward pass with "
+        "nnx.remat or jax.checkpoint."
     ),
 }
 
 
-def _shrink_optimizer(report: MemoryReport, count: int) -> str:
+def _optimizer_advice(report: MemoryReport, count: int) -> str:
     n = len(report.devices)
-    whole = all(g.is_whole for g in report.groups if g.kind is Kind.OPTIMIZER_STATE)
+    is_mirrored = all(g.is_whole for g in report.groups if g.kind is Kind.OPTIMIZER_STATE)
     other = "an optimizer with less state, such as optax.adafactor or optax.sgd"
     if n == 1:
         return (
             f"Use {other}, or more devices with MirroredStrategy(shard_update=True), which shards "
             "it across them."
         )
-    if not whole:
-        return f"It is sharded across the {n} devices already. Use more devices, or {other}."
+    if not is_mirrored:
+        return f"It is already sharded across the {n} devices. Use more devices, or {other}."
     return (
-        "Every device holds a whole copy. MirroredStrategy(shard_update=True) shards it across "
+        "Every device stores a full copy. MirroredStrategy(shard_update=True) shards it across "
         f"the {n} devices, about {bytes_in_words(count / n)} on each. Or use {other}."
     )

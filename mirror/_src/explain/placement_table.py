@@ -1,4 +1,4 @@
-"""Tables of the devices of a strategy, and of what lies on which device."""
+"""Tables of a strategy's devices, and of the arrays on each device."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -11,6 +11,7 @@ from mirror._src.devices import backend
 from mirror._src.devices.memory import memory_info
 from mirror._src.devices.op_log import unlogged
 from mirror._src.devices.unstacked import UnstackedArrays
+from mirror._src.explain.trial import is_whole
 from mirror._src.run.nnx.structure import is_object
 from mirror._src.utils.errors import bytes_in_words, describe
 from mirror._src.utils.tables import Table
@@ -19,7 +20,7 @@ from mirror._src.values.per_replica import held_by, is_per_replica
 
 
 def device_table(devices: Iterable[jax.Device]) -> Table:
-    """The devices of a strategy: replica, logical device, physical device, memory."""
+    """Returns a table of a strategy's devices, one row per replica."""
     return Table(
         ("replica", "logical device", "physical device", "memory"),
         (
@@ -30,15 +31,15 @@ def device_table(devices: Iterable[jax.Device]) -> Table:
 
 
 def visualize_placement(tree: PyTree) -> Table:
-    """What lies where: a row for each leaf with its shape, its bytes and its devices.
+    """Returns a table of the leaves of a tree, with their shapes, sizes and devices.
 
     Args:
-        tree: arrays, `PerReplica`s, nnx objects, host values, in any nest.
+        tree: Pytree of arrays, `PerReplica`s, nnx objects and host values.
 
     Returns:
-        A table to `print`; a notebook shows it. Bytes are those of all copies, with their number
-        where there are several. A last row sums up for each device; there an array that stands in
-        the tree twice counts once.
+        A table to `print` or display in a notebook. The size includes all copies, as
+        `2 x 24 bytes`. The last row has the total per device, in which an array that occurs twice
+        in the tree counts once.
 
     >>> import jax.numpy as jnp
     >>> visualize_placement({"w": jnp.ones((4, 2))})
@@ -46,23 +47,23 @@ def visualize_placement(tree: PyTree) -> Table:
     ['w']  float32[4,2]  32 bytes  /device:CPU:0
     total                32 bytes  /device:CPU:0 32 bytes
     """
-    rows, held, counted = [], dict[str, int](), set[int]()
-    leaves = list(_leaves(tree))
+    rows, totals, counted = [], dict[str, int](), set[int]()
+    leaves = list(_leaves(tree))  # keeps the leaves alive, so that their ids are unique
     for path, leaf in leaves:
         value = _array(leaf)
-        parts = _parts(value)
-        for name, num_bytes in parts if id(leaf) not in counted else ():
-            held[name] = held.get(name, 0) + num_bytes
+        shards = _shards(value)
+        for name, num_bytes in shards if id(leaf) not in counted else ():
+            totals[name] = totals.get(name, 0) + num_bytes
         counted.add(id(leaf))
-        size = _bytes(parts, _is_copied(value))
-        rows.append((path, _shape(leaf), size, _where(value, parts)))
-    sums = ", ".join(f"{name} {bytes_in_words(count)}" for name, count in held.items())
-    last = ("total", "", bytes_in_words(sum(held.values())), sums)
+        size = _bytes(shards, _is_copied(value))
+        rows.append((path, _shape(leaf), size, _devices(value, shards)))
+    sums = ", ".join(f"{name} {bytes_in_words(count)}" for name, count in totals.items())
+    last = ("total", "", bytes_in_words(sum(totals.values())), sums)
     return Table(("leaf", "shape", "bytes", "devices"), [*rows, last])
 
 
 def physical_name(device: jax.Device) -> str:
-    """One CPU is one physical device, however many host devices it is split into."""
+    """Returns the name of the physical device; all host devices of a CPU have the same one."""
     physical = backend.physical_of(device)
     if physical is None:
         kind = backend.type_of(device)
@@ -73,7 +74,7 @@ def physical_name(device: jax.Device) -> str:
 
 
 def memory_in_words(device: jax.Device) -> str:
-    """How much of its memory is taken."""
+    """Returns the used and total memory of a device, as text."""
     info = memory_info(device.memory_stats())
     if info is None:
         return "host memory" if backend.type_of(device) == "CPU" else "unknown"
@@ -81,30 +82,26 @@ def memory_in_words(device: jax.Device) -> str:
 
 
 def _leaves(tree: PyTree) -> Iterator[tuple[str, Any]]:
-    """The leaves with their paths; nnx objects are opened, and what their variables hold."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_whole):
-        for inside, value in _opened(leaf):
+    """Yields all leaves with their paths, including those in nnx objects and their variables."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_whole):
+        for inside, value in _inner_leaves(leaf):
             yield (jax.tree_util.keystr(path) + inside).lstrip(".") or "value", value
 
 
-def _opened(leaf: Any) -> Iterator[tuple[str, Any]]:
+def _inner_leaves(leaf: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(leaf, nnx.Variable):
-        for path, value in jax.tree_util.tree_leaves_with_path(leaf.get_value(), is_leaf=_is_whole):
+        for path, value in jax.tree_util.tree_leaves_with_path(leaf.get_value(), is_leaf=is_whole):
             yield jax.tree_util.keystr(path), value
     elif is_object(leaf):
-        for parts, held in nnx.to_flat_state(nnx.state(leaf)):
-            for inside, value in _opened(held):
-                yield "".join(f".{part}" for part in parts) + inside, value
+        for path, node in nnx.to_flat_state(nnx.state(leaf)):
+            for inside, value in _inner_leaves(node):
+                yield "".join(f".{key}" for key in path) + inside, value
     else:
         yield "", leaf
 
 
-def _is_whole(value: object) -> bool:
-    return is_per_replica(value) or is_object(value)
-
-
 def _array(leaf: Any) -> Any:
-    """The array that a leaf is, or is made of."""
+    """Returns the array that stores a leaf: of a PRNG key, its data."""
     value = held_by(leaf) if is_per_replica(leaf) else leaf
     if not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer):
         return value
@@ -114,10 +111,10 @@ def _array(leaf: Any) -> Any:
     return value
 
 
-def _parts(value: Any) -> list[tuple[str, int]]:
-    """Where its bytes are: device and bytes, for each shard."""
+def _shards(value: Any) -> list[tuple[str, int]]:
+    """Returns the device and the bytes of every shard."""
     if isinstance(value, UnstackedArrays):
-        return [part for array in value.arrays for part in _parts(array)]
+        return [shard for array in value.arrays for shard in _shards(array)]
     if not isinstance(value, jax.Array):
         return [("host", int(getattr(value, "nbytes", 0)))]
     if isinstance(value, jax.core.Tracer) or value.is_deleted():
@@ -127,26 +124,26 @@ def _parts(value: Any) -> list[tuple[str, int]]:
 
 def _shape(leaf: Any) -> str:
     if is_per_replica(leaf):
-        rows = [jax.ShapeDtypeStruct(shape, leaf.dtype) for shape in leaf.shapes]
-        if len(set(rows)) > 1:
-            return ", ".join(map(describe, rows))
-        return f"{leaf.num_replicas} x {describe(rows[0])}"
+        types = [jax.ShapeDtypeStruct(shape, leaf.dtype) for shape in leaf.shapes]
+        if len(set(types)) > 1:
+            return ", ".join(map(describe, types))
+        return f"{leaf.num_replicas} x {describe(types[0])}"
     return describe(leaf)
 
 
-def _bytes(parts: Sequence[tuple[str, int]], copies: bool) -> str:
-    """The bytes of all shards, of which whole copies are counted."""
-    if copies and len(parts) > 1:
-        return f"{len(parts)} x {bytes_in_words(parts[0][1])}"
-    return bytes_in_words(sum(count for _, count in parts))
+def _bytes(shards: Sequence[tuple[str, int]], are_copies: bool) -> str:
+    """Returns the size of all shards, as text."""
+    if are_copies and len(shards) > 1:
+        return f"{len(shards)} x {bytes_in_words(shards[0][1])}"
+    return bytes_in_words(sum(count for _, count in shards))
 
 
 def _is_copied(value: Any) -> bool:
-    traced = isinstance(value, jax.core.Tracer)
-    return isinstance(value, jax.Array) and not traced and value.is_fully_replicated
+    is_traced = isinstance(value, jax.core.Tracer)
+    return isinstance(value, jax.Array) and not is_traced and value.is_fully_replicated
 
 
-def _where(value: Any, parts: Sequence[tuple[str, int]]) -> str:
-    if not parts:
+def _devices(value: Any, shards: Sequence[tuple[str, int]]) -> str:
+    if not shards:
         return "traced" if isinstance(value, jax.core.Tracer) else "deleted"
-    return ", ".join(dict.fromkeys(name for name, _ in parts))
+    return ", ".join(dict.fromkeys(name for name, _ in shards))

@@ -1,4 +1,4 @@
-"""`Explanation`: where a step's time goes, in words, as a table and as a picture."""
+"""`Explanation`: the parts of a step's time, as text, tables and a figure."""
 
 import html
 from dataclasses import dataclass, fields
@@ -6,20 +6,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mirror._src.explain.memory_report import MemoryReport
-from mirror._src.utils.errors import bytes_in_words
+from mirror._src.utils.errors import bytes_in_words, counted
 from mirror._src.utils.modules import set_module
 from mirror._src.utils.tables import Table, new_figure
 
 
 class Seconds(NamedTuple):
-    """The parts of a step's wall time, in seconds; they add up to it.
+    """Parts of a step's wall time, in seconds; see `Explanation`.
 
     Attributes:
-        input: the next batch is waited for.
-        transfer: it is on its way to the devices.
-        dispatch: Python hands the step to the devices.
-        compute: the devices compute.
-        communication: the devices communicate.
+        input: Waiting for the next batch.
+        transfer: Transferring arrays from the host to the devices.
+        dispatch: Launching the step from Python.
+        compute: Computing on the devices.
+        communication: Executing collectives.
     """
 
     input: float
@@ -30,35 +30,49 @@ class Seconds(NamedTuple):
 
 
 _MEANING = {
-    "input": "next(data) is waited for",
-    "transfer": "the batch goes to the devices",
-    "dispatch": "Python hands the step to the devices",
-    "compute": "the devices compute",
-    "communication": "the devices communicate",
+    "input": "waiting for next(data)",
+    "transfer": "transferring the batch to the devices",
+    "dispatch": "launching the step from Python",
+    "compute": "computing on the devices",
+    "communication": "executing collectives",
 }
 
 
 @set_module("mirror")
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """Where the time of a step goes; `print` it, or let a notebook show it.
+    """Measured parts of a step's time; `print` it, or display it in a notebook.
+
+    The wall time of a step is measured in a loop like the user's, `next(data)` and then `run`. In
+    that loop, the host prepares one step while the devices execute another. The parts are therefore
+    measured with steps that start on idle devices:
+
+    - input: the duration of `next(data)`.
+    - transfer: moving the batch and other host arrays to the devices.
+    - dispatch: a step with the same number of arrays that computes nothing.
+    - communication: the step's collectives alone, on buffers of the same size.
+    - compute: the remaining time until the results are ready.
+
+    Input, transfer and dispatch run on the host; compute and communication run on the devices. The
+    slower side counts in full, and the faster side only for the time that it adds. The parts add up
+    to the wall time, so the largest part is the one to improve.
 
     Attributes:
-        step: the step's name.
-        devices: those of the replicas.
-        on_host: whether they are host devices, which share the machine's cores.
-        steps: how many were measured.
-        wall_secs: the time of a step in a loop.
-        secs: its parts, which add up to it; what they mean says `mirror._src.explain.timing`.
-        num_arrays: how many arrays `run` hands the devices each step.
-        num_collectives: how many collectives there are in a step; a `while`'s count once.
-        collective_bytes: what each replica brings to them.
-        speedup: how much faster a step is than on one replica with the whole batch, both without
-            waiting for data; `None`: unknown.
-        no_speedup_because: why it is.
-        memory: bytes per device of parameters, optimizer state, batch and temporaries.
-        device_memory: what the first device itself tells, `"current"`, `"peak"` and `"limit"` in
-            bytes; empty on host devices.
+        step: Name of the step.
+        devices: Devices of the replicas.
+        on_host: Whether these are host devices, which share the cores of the machine.
+        steps: Number of steps measured.
+        wall_secs: Wall time per step, in a loop.
+        secs: Parts of the wall time, in seconds.
+        num_arrays: Number of arrays that `run` passes to the devices in every step.
+        num_collectives: Number of collectives per step. A `while` loop counts as one iteration.
+        collective_bytes: Bytes that each replica contributes to them.
+        speedup: Time per step on one replica with the whole batch, divided by the time on all
+            replicas, both without waiting for data. `None` if it is unknown.
+        no_speedup_because: Reason why the speedup is unknown, else empty.
+        memory: Bytes per device of parameters, optimizer state, batch and temporaries.
+        device_memory: Memory statistics of the first device: `"current"`, `"peak"` and `"limit"` in
+            bytes. Empty on host devices.
     """
 
     step: str
@@ -77,55 +91,57 @@ class Explanation:
 
     @property
     def shares(self) -> dict[str, float]:
-        """What fraction of a step each part is."""
+        """Fraction of the wall time that each part takes."""
         return {part: secs / self.wall_secs for part, secs in self.secs._asdict().items()}
 
     @property
     def bound(self) -> str:
-        """What takes the most: `"input"`, `"dispatch"`, `"communication"` or `"compute"`."""
+        """Largest part: `"input"`, `"dispatch"`, `"communication"` or `"compute"`."""
         shares = self.shares
         shares["input"] += shares.pop("transfer")
         return max(shares, key=shares.__getitem__)
 
     @property
     def verdict(self) -> str:
-        """What to change, in a sentence."""
+        """Largest part of the step time, and how to reduce it."""
         shares = self.shares
-        collectives = (
-            f"{self.num_collectives} collectives of {bytes_in_words(self.collective_bytes)}"
-        )
+        collectives = counted(self.num_collectives, "collective")
         return {
             "input": (
-                f"input-bound: {shares['input'] + shares['transfer']:.0%} of a step waits for data:"
-                " prefetch more, move work into the loader's workers."
+                f"input-bound: {shares['input'] + shares['transfer']:.0%} of the step time is "
+                "spent waiting for data. Increase `prefetch`, or move preprocessing into loader "
+                "workers."
             ),
             "dispatch": (
-                f"dispatch-bound: {shares['dispatch']:.0%} of a step is Python handing over "
-                f"{self.num_arrays} arrays: several steps in one launch (steps_per_execution of "
-                "the Trainer), fewer and larger arrays, or more work in a step."
+                f"dispatch-bound: {shares['dispatch']:.0%} of the step time is spent launching "
+                f"the step from Python with {self.num_arrays} arrays. Run several steps per launch "
+                "(Trainer(steps_per_execution=k)), use fewer and larger arrays, or do more work "
+                "per step."
             ),
             "communication": (
-                f"communication-bound: {shares['communication']:.0%} of a step goes to "
-                f"{collectives}: a larger batch for each replica, or gradients accumulated over "
-                "several batches before they are all-reduced."
+                f"communication-bound: {shares['communication']:.0%} of the step time is spent in "
+                f"{collectives} of {bytes_in_words(self.collective_bytes)}. Use a larger "
+                "per-replica batch, or accumulate gradients over several batches "
+                "(Trainer(accumulate_steps=k))."
             ),
-            "compute": f"compute-bound: good: the devices compute in {shares['compute']:.0%} of a "
-            "step.",
+            "compute": (
+                f"compute-bound: the devices compute for {shares['compute']:.0%} of the step time. "
+                "Nothing to improve here."
+            ),
         }[self.bound]
 
     @property
     def heading(self) -> str:
-        """The step, its devices, its time."""
-        count = len(self.devices)
-        replicas = "1 replica" if count == 1 else f"{count} replicas"
-        return f"{self.step} on {replicas}: {self.wall_secs * 1e3:.2f} ms a step"
+        """Step, number of replicas and time per step in one line."""
+        replicas = counted(len(self.devices), "replica")
+        return f"{self.step} on {replicas}: {self.wall_secs * 1e3:.2f} ms per step"
 
     @property
     def table(self) -> Table:
-        """A row for each part."""
+        """Table with one row per part."""
         shares = self.shares
         return Table(
-            ("part", "ms", "share", "what happens"),
+            ("part", "ms", "share", "activity"),
             (
                 (part, f"{secs * 1e3:.2f}", f"{shares[part]:.0%}", _MEANING[part])
                 for part, secs in self.secs._asdict().items()
@@ -134,21 +150,23 @@ class Explanation:
 
     @property
     def facts(self) -> Table:
-        """The figures beside the time."""
-        rows = [("speed-up against one replica", self._speedup)]
-        rows.append(("collectives a step", str(self.num_collectives)))
-        rows.append(("each replica brings", bytes_in_words(self.collective_bytes)))
-        rows.append(("arrays handed over", str(self.num_arrays)))
+        """Table of other measurements."""
+        rows = [
+            ("speedup over one replica", self._speedup),
+            ("collectives per step", str(self.num_collectives)),
+            ("collective bytes per replica", bytes_in_words(self.collective_bytes)),
+            ("arrays per launch", str(self.num_arrays)),
+        ]
         for name, count in self.device_memory.items():
             rows.append((f"memory of the first device, {name}", bytes_in_words(count)))
-        return Table(("figure", "value"), rows)
+        return Table(("measurement", "value"), rows)
 
     @property
     def _speedup(self) -> str:
         if self.speedup is None:
             return f"unknown: {self.no_speedup_because}"
-        shared = " (host devices share the cores)" if self.on_host else ""
-        return f"{self.speedup:.2f} of {len(self.devices)}{shared}"
+        note = " (host devices share the machine's cores)" if self.on_host else ""
+        return f"{self.speedup:.2f}, ideal {len(self.devices)}{note}"
 
     def __repr__(self) -> str:
         return str(self)
@@ -164,7 +182,7 @@ class Explanation:
         return f"<b>{heading}</b><p>{verdict}</p>{tables}{memory}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as numbers, text and dicts, for JSON."""
+        """Returns the explanation as JSON values."""
         return {
             **{field.name: getattr(self, field.name) for field in fields(self)},
             "memory": self.memory.to_dict(),
@@ -176,16 +194,16 @@ class Explanation:
         }
 
     def plot(self, file: str | Path | None = None) -> Any:
-        """Draws the parts as one bar.
+        """Plots the parts as one stacked bar.
 
         Args:
-            file: where to write it, too; its ending says the format.
+            file: File to save the figure to. The extension selects the format.
 
         Returns:
-            A `matplotlib.figure.Figure`, which a notebook shows; no window is opened.
+            A `matplotlib.figure.Figure`. A notebook displays it; no window is opened.
 
         Raises:
-            ModuleNotFoundError: matplotlib is not installed.
+            ModuleNotFoundError: If matplotlib is not installed.
         """
         figure = new_figure(8, 2)
         axes, start = figure.subplots(), 0.0
@@ -193,7 +211,7 @@ class Explanation:
             label = f"{part} {self.shares[part]:.0%}"
             axes.barh([0], [secs * 1e3], left=start, label=label)
             start += secs * 1e3
-        axes.set_xlabel("ms a step")
+        axes.set_xlabel("ms per step")
         axes.set_yticks([])
         axes.set_title(self.verdict.split(":")[0])
         figure.legend(loc="outside lower center", ncols=len(self.secs))

@@ -1,5 +1,6 @@
-"""A step on copies of its objects, and its times: in a loop, and from idle devices."""
+"""Runs a step on copies of its objects and measures it, in a loop and on idle devices."""
 
+import functools
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,6 +16,7 @@ from mirror._src.devices.unstacked import UnstackedArrays
 from mirror._src.run.arguments import hoist_nested
 from mirror._src.run.nnx.structure import is_object
 from mirror._src.run.runner import Runner
+from mirror._src.utils.measure import in_turns
 from mirror._src.utils.types import PyTree, StepFunction
 from mirror._src.values.per_replica import held_by, is_per_replica, on_replicas
 
@@ -22,12 +24,12 @@ _WARM_UP_STEPS = 2
 
 
 class IdleTimes(NamedTuple):
-    """What one step takes that begins with idle devices, in seconds.
+    """Duration of one step that starts on idle devices, in seconds.
 
     Attributes:
-        input: `next(data)`.
-        transfer: bringing to the devices what is not there.
-        run: `run`, until its results are there.
+        input: Duration of `next(data)`.
+        transfer: Duration of moving arrays to the devices.
+        run: Duration of `run` until its results are ready.
     """
 
     input: float
@@ -36,10 +38,10 @@ class IdleTimes(NamedTuple):
 
 
 class Batches:
-    """Batches of one set of shapes, for ever: the data are read again when they end.
+    """Infinite supply of batches with equal shapes; the data is read again when it ends.
 
     Args:
-        data: what yields batches; `None`: a step has no batch of its own.
+        data: Iterable of batches. If `None`, the step takes no batch.
     """
 
     def __init__(self, data: Iterable[PyTree] | None) -> None:
@@ -49,10 +51,10 @@ class Batches:
         self._num_read = 0
 
     def take(self) -> tuple[PyTree, ...]:
-        """The next batch, as the last argument of a step; nothing where there are no data.
+        """Returns the next batch, as the last argument of a step; empty if there is no data.
 
         Raises:
-            ValueError: the data have ended and cannot be read again.
+            ValueError: If the data ended and cannot be read again.
         """
         if self._data is None:
             return ()
@@ -60,7 +62,7 @@ class Batches:
             batch = self._next(self._data)
             shapes = [getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(batch)]
             self._shapes = self._shapes or shapes
-            if shapes == self._shapes:  # another would be compiled for
+            if shapes == self._shapes:  # other shapes would be compiled and distort the times
                 return (batch,)
 
     def _next(self, data: Iterable[PyTree]) -> PyTree:
@@ -72,13 +74,24 @@ class Batches:
                 return batch
             self._iterator = None
         raise ValueError(
-            f"The data ended after {self._num_read} batches and cannot be read again, and explain "
-            "reads some more than three times `steps`. Pass a list, a dataset, or a smaller steps=."
+            f"The data ended (batches read: {self._num_read}) and cannot be read again. explain "
+            "reads slightly more than 3 * `steps` batches: pass a list or a dataset, or reduce "
+            "`steps`."
         )
 
 
 class Trial:
-    """A step on copies of its objects."""
+    """Step on copies of its objects.
+
+    Attributes:
+        runner: Runner of the step.
+        objects: Copies of the nnx objects among the arguments.
+        tree: Arguments and keyword arguments, with the copies.
+        variables: Variables of the copies.
+        changed: For every variable, whether the step changes it.
+        elsewhere: Whether an argument is not on the devices.
+        num_results: Number of arrays that the step returns.
+    """
 
     def __init__(
         self, runner: Runner, fn: StepFunction, args: Sequence[Any], kwargs: dict[str, Any]
@@ -93,35 +106,35 @@ class Trial:
         self.num_results = 0
 
     def arguments(self, batch: tuple[PyTree, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a call with this batch."""
+        """Returns the arguments and keyword arguments of a call with this batch."""
         args, kwargs = self.tree
         return (*args, *batch), kwargs
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PyTree:
-        """One step; what it leaves may not be there yet."""
+        """Runs one step; returns its results and variables, which may not be ready yet."""
         results = self.runner.run(self._fn, args, kwargs)
         return results, [variable.get_raw_value() for variable in self.variables]
 
     def warm_up(self, batch: tuple[PyTree, ...]) -> None:
-        """Compiles the step; finds out what it changes, and whether anything lies elsewhere."""
+        """Compiles the step, and finds out which variables it changes."""
         for _ in range(_WARM_UP_STEPS):
             before = [variable.get_raw_value() for variable in self.variables]
             results, after = self.call(*self.arguments(batch))
             wait((results, after))
         self.changed = [a is not b for a, b in zip(before, after, strict=True)]
         self.num_results = len(jax.tree.leaves(results))
-        leaves = jax.tree.leaves(self.arguments(batch), is_leaf=_is_whole)
-        self.elsewhere = not all(_is_there(leaf, self.runner.replicas) for leaf in leaves)
+        leaves = jax.tree.leaves(self.arguments(batch), is_leaf=is_whole)
+        self.elsewhere = not all(_is_placed(leaf, self.runner.replicas) for leaf in leaves)
 
 
 def variables_of(objects: Sequence[Any]) -> list[nnx.Variable]:
-    """All variables in nnx objects, each once."""
+    """Returns the variables of nnx objects, without repetition."""
     nodes = [node for _, node in nnx.iter_graph(tuple(objects))]
     return [node for node in nodes if isinstance(node, nnx.Variable)]
 
 
 def wait(tree: PyTree) -> None:
-    """Returns when all arrays in a tree are there, those in nnx objects left out."""
+    """Waits until all arrays in a tree are ready, except those in nnx objects."""
     for leaf in jax.tree.leaves(tree, is_leaf=is_object):
         if is_object(leaf):
             continue
@@ -129,32 +142,30 @@ def wait(tree: PyTree) -> None:
 
 
 def in_a_loop(trial: Trial, batches: Batches, steps: int) -> float:
-    """Seconds a step in the user's own loop."""
+    """Returns the seconds per step in a loop like the user's."""
     start = time.perf_counter()
     for _ in range(steps):
-        left = trial.call(*trial.arguments(batches.take()))
-    wait(left)
+        results = trial.call(*trial.arguments(batches.take()))
+    wait(results)
     return (time.perf_counter() - start) / steps
 
 
 def idle_times(batches: Batches, trials: Sequence[Trial], steps: int) -> list[IdleTimes]:
-    """What the parts of a step take when each begins with idle devices: medians, in seconds.
+    """Returns the median times of trials whose steps start on idle devices.
 
     Args:
-        batches: the first trial's.
-        trials: what to hold against each other: they take turns, because a machine that others
-            use too is not as fast now as later.
-        steps: how many of each.
+        batches: Batches of the first trial.
+        trials: Trials to compare. They take turns, so that a busy moment of the machine affects all
+            of them.
+        steps: Number of steps per trial.
     """
     sources = [batches, *(Batches(None) for _ in trials[1:])]
-    rows: list[list[IdleTimes]] = [[] for _ in trials]
-    for _ in range(steps):
-        for trial, source, row in zip(trials, sources, rows, strict=True):
-            row.append(_one(trial, source))
+    turns = [functools.partial(_time_step, *pair) for pair in zip(trials, sources, strict=True)]
+    rows = in_turns(turns, steps)
     return [IdleTimes(*map(statistics.median, zip(*row, strict=True))) for row in rows]
 
 
-def _one(trial: Trial, batches: Batches) -> IdleTimes:
+def _time_step(trial: Trial, batches: Batches) -> IdleTimes:
     start = time.perf_counter()
     batch = batches.take()
     taken = time.perf_counter()
@@ -163,33 +174,34 @@ def _one(trial: Trial, batches: Batches) -> IdleTimes:
     if trial.elsewhere:
         arguments = placed_on(arguments, trial.runner.replicas)
         wait(arguments)
-    there = time.perf_counter()
+    placed = time.perf_counter()
     wait(trial.call(*arguments))
-    return IdleTimes(taken - start, there - taken, time.perf_counter() - there)
+    return IdleTimes(taken - start, placed - taken, time.perf_counter() - placed)
 
 
 def placed_on(arguments: Any, replicas: ReplicaDevices) -> Any:
-    """The arguments with all arrays on the replicas' devices."""
+    """Returns the arguments with all arrays on the replicas' devices."""
 
     def place(leaf: Any) -> Any:
-        if _is_there(leaf, replicas):
+        if _is_placed(leaf, replicas):
             return leaf
         return on_replicas(leaf, replicas) if is_per_replica(leaf) else replicas.mirror(leaf)
 
-    return jax.tree.map(place, arguments, is_leaf=_is_whole)
+    return jax.tree.map(place, arguments, is_leaf=is_whole)
 
 
-def _is_there(leaf: Any, replicas: ReplicaDevices) -> bool:
-    """Whether a leaf of arguments needs no transfer; numbers and nnx objects do not."""
-    held = held_by(leaf) if is_per_replica(leaf) else leaf
-    if isinstance(held, UnstackedArrays):
-        return all(isinstance(array, jax.Array) for array in held.arrays)
+def _is_placed(leaf: Any, replicas: ReplicaDevices) -> bool:
+    """Whether an argument is on the devices already, or is a number or an nnx object."""
+    value = held_by(leaf) if is_per_replica(leaf) else leaf
+    if isinstance(value, UnstackedArrays):
+        return all(isinstance(array, jax.Array) for array in value.arrays)
     if is_per_replica(leaf):
-        return isinstance(held, jax.Array) and held.sharding == replicas.stacked
+        return isinstance(value, jax.Array) and value.sharding == replicas.stacked
     if isinstance(leaf, jax.Array):
         return replicas.is_mirrored(leaf)
     return not isinstance(leaf, np.ndarray)
 
 
-def _is_whole(value: object) -> bool:
+def is_whole(value: object) -> bool:
+    """Whether a value is treated as one leaf: a `PerReplica` or an nnx object."""
     return is_per_replica(value) or is_object(value)

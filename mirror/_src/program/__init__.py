@@ -1,1 +1,1 @@
-"""The replica program: a step traced for one replica, and the proof of what stays in step."""
+"""The replica program: a step traced for one replica, and the proof that replicas stay in sync."""

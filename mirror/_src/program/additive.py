@@ -1,9 +1,9 @@
 """Dependence analysis: which outputs of a program are an input plus something else.
 
-A metric that a step updates with a batch comes out as `before + increment`. Summing the increments
-over the replicas is right only if the increment does not depend on `before`, which one pass over
-the jaxpr shows, for all inputs at once. Loops are brought to a fixpoint. Where the pass does not
-know an operation, its results depend on every operand in an unknown way.
+A step that updates a metric with a batch computes `before + increment`. Summing the increments over
+the replicas is correct only if the increment does not depend on `before`. One pass over the jaxpr
+proves this for all inputs at the same time. Loops are iterated to a fixpoint. The results of an
+operation that the pass does not know depend on every operand in an unknown way.
 """
 
 import enum
@@ -18,10 +18,9 @@ from mirror._src.program.jaxprs import (
     Scan,
     While,
     called,
-    equations,
-    inner_programs,
-    jaxpr_of,
+    is_ref,
     walk,
+    with_inner,
 )
 
 
@@ -39,7 +38,7 @@ class Dependence(enum.Enum):
     OTHER = "other"
 
 
-# How one value depends on the inputs, by their index; an input that is absent is INDEPENDENT.
+# Dependence of one value on the inputs, by index. INDEPENDENT inputs are omitted.
 # ADDED ignores the shape: it holds for the elements in row-major order.
 _Marks: TypeAlias = Mapping[int, Dependence]
 _NONE: _Marks = {}
@@ -66,7 +65,7 @@ def dependence(
     Args:
         program: The program to analyze.
         inputs: Indices of inputs.
-        outputs: Indices of outputs, one for each of `inputs`.
+        outputs: Indices of outputs, one per index in `inputs`.
 
     Returns:
         One `Dependence` per pair. INDEPENDENT and ADDED are proved; OTHER means not proved.
@@ -74,25 +73,23 @@ def dependence(
     jaxpr = program.jaxpr
     marks: list[_Marks] = [_NONE] * len(jaxpr.invars)
     for index in inputs:
-        aval: Any = jaxpr.invars[index].aval
-        number = jnp.issubdtype(aval.dtype, jnp.number)
-        marks[index] = {index: Dependence.ADDED if number else Dependence.OTHER}
-    found = _Pass().run(program, marks)
+        is_number = jnp.issubdtype(_aval(jaxpr.invars[index]).dtype, jnp.number)
+        marks[index] = {index: Dependence.ADDED if is_number else Dependence.OTHER}
+    after = _Pass().run(program, marks)
     dependences = []
     for index, output in zip(inputs, outputs, strict=True):
-        before: Any = jaxpr.invars[index].aval
-        after: Any = jaxpr.outvars[output].aval
-        kept = found[output] if before.shape == after.shape else _other(found[output])
-        dependences.append(kept.get(index, Dependence.INDEPENDENT))
+        same_shape = _aval(jaxpr.invars[index]).shape == _aval(jaxpr.outvars[output]).shape
+        mark = after[output] if same_shape else _other(after[output])
+        dependences.append(mark.get(index, Dependence.INDEPENDENT))
     return dependences
 
 
 class _Pass:
-    """Dependence pass through a program.
+    """Dependence pass over a program.
 
     Attributes:
         control: Inputs that decide whether the current operation runs.
-        stored: Inputs that something outside the values depends on: a `Ref`, or the host.
+        stored: Inputs that state outside the values depends on: a `Ref`, or the host.
     """
 
     def __init__(self) -> None:
@@ -100,7 +97,7 @@ class _Pass:
         self.stored: frozenset[int] = frozenset()
 
     def run(self, program: ClosedJaxpr, marks: Sequence[_Marks]) -> list[_Marks]:
-        """Walks until no further input is stored: a read may come before its write in a loop."""
+        """Walks until `stored` stops growing: in a loop, a read may precede its write."""
         while True:
             stored = self.stored
             outputs = self.walk(program, marks)
@@ -133,7 +130,7 @@ class _Pass:
     def scan(self, eqn: JaxprEqn, marks: list[_Marks]) -> list[_Marks]:
         scan = Scan(eqn)
         consts, carry, scanned = scan.split(marks)
-        slices = [_other(each) for each in scanned]
+        slices = list(map(_other, scanned))
         while True:
             outputs = self.walk(scan.body, [*consts, *carry, *slices])
             joined = _joins(carry, outputs[: scan.num_carry])
@@ -147,7 +144,7 @@ class _Pass:
         while True:
             (predicate,) = self.walk(loop.test, [*test_consts, *carry])
             with self.under(predicate):
-                # Whether the test runs once more depends on its own last result.
+                # Whether the test runs again depends on its previous result.
                 self.walk(loop.test, [*test_consts, *carry])
                 outputs = self.walk(loop.body, [*consts, *carry])
             joined = [_chosen(predicate, pair) for pair in zip(carry, outputs, strict=True)]
@@ -163,7 +160,7 @@ class _Pass:
 
     @contextmanager
     def under(self, predicate: _Marks) -> Iterator[None]:
-        """Context in which operations run or not as the predicate decides."""
+        """Context manager for operations that run only if the predicate says so."""
         saved = self.control
         self.control = saved.union(predicate)
         yield
@@ -171,7 +168,7 @@ class _Pass:
 
 
 def _computed(eqn: JaxprEqn, marks: Sequence[_Marks]) -> _Marks:
-    """Returns how the results of an operation without inner control flow depend on the inputs."""
+    """Returns the dependence of the results of an operation without inner control flow."""
     name = eqn.primitive.name
     if name == "select_n":
         return _chosen(marks[0], marks[1:])
@@ -191,14 +188,14 @@ def _sum(eqn: JaxprEqn, marks: Sequence[_Marks], terms: Sequence[int]) -> _Marks
     result = dict(_other(_inputs(marks)))
     (out,) = eqn.outvars
     for term in terms:
-        others = _inputs(each for i, each in enumerate(marks) if i != term)
+        others = _inputs(mark for i, mark in enumerate(marks) if i != term)
         if _aval(eqn.invars[term]).shape == _aval(out).shape:
             result.update((k, how) for k, how in marks[term].items() if k not in others)
     return result
 
 
 def _chosen(predicate: _Marks, cases: Sequence[_Marks]) -> _Marks:
-    """Returns the dependence of a value that the predicate picks from several."""
+    """Returns the dependence of a value that the predicate selects from several."""
     result = dict(cases[0])
     for case in cases:
         differing = {k for k in _inputs((result, case)) if result.get(k) is not case.get(k)}
@@ -207,7 +204,7 @@ def _chosen(predicate: _Marks, cases: Sequence[_Marks]) -> _Marks:
 
 
 def _joins(left: Sequence[_Marks], right: Sequence[_Marks]) -> list[_Marks]:
-    """Returns the dependences of values that may be either the left or the right ones."""
+    """Returns the dependence of values that are either the left or the right ones."""
     return [_chosen(_NONE, pair) for pair in zip(left, right, strict=True)]
 
 
@@ -222,7 +219,7 @@ def _other(inputs: Iterable[int]) -> _Marks:
 
 
 def _keeps_elements(eqn: JaxprEqn) -> bool:
-    """Whether the only operand and the result have the same elements in row-major order."""
+    """Whether the result has the elements of the only operand, in row-major order."""
     before, after = _aval(eqn.invars[0]), _aval(eqn.outvars[0])
     if before.size != after.size or before.dtype != after.dtype:
         return False
@@ -240,22 +237,15 @@ def _overwrites(eqn: JaxprEqn) -> bool:
 
 def _touches_state(eqn: JaxprEqn) -> bool:
     """Whether the operation may read or write anything but its operands and results."""
-    inner = inner_programs(eqn.params.values())
-    nested = (each for program in inner for each in equations(jaxpr_of(program)))
-    return any(map(_is_impure, (eqn, *nested)))
+    return any(map(_is_impure, with_inner(eqn)))
 
 
 def _is_impure(eqn: JaxprEqn) -> bool:
     if eqn.primitive.name in _IMPURE or eqn.params.get("has_side_effect", False):
         return True
-    return any(map(_is_ref, (*eqn.invars, *eqn.outvars)))
+    return any(map(is_ref, (*eqn.invars, *eqn.outvars)))
 
 
 def _aval(atom: Any) -> Any:
     """Returns the abstract value of an operand or result."""
     return atom.aval
-
-
-def _is_ref(atom: Any) -> bool:
-    """Whether the value can be written to: a `Ref`, or a mutable hijax type."""
-    return hasattr(atom.aval, "inner_aval") or getattr(atom.aval, "has_qdd", False)

@@ -1,4 +1,4 @@
-"""The name of the replica axis in the program that is being made or run."""
+"""The name of the replica axis in the program that is being traced or run."""
 
 import contextlib
 import threading
@@ -7,21 +7,21 @@ from collections.abc import Iterator
 from mirror._src.utils.types import REPLICA_AXIS
 
 
-class _Current(threading.local):
+class _CurrentAxis(threading.local):
     name = REPLICA_AXIS
 
 
-_current = _Current()
+_current = _CurrentAxis()
 
 
 def axis_name() -> str:
-    """Returns the replica axis of the strategy whose program this thread makes or runs."""
+    """Returns the replica axis of the strategy whose program this thread traces or runs."""
     return _current.name
 
 
 @contextlib.contextmanager
 def named_axis(name: str) -> Iterator[None]:
-    """Context manager in which the replica axis has this name; per thread."""
+    """Context manager that sets the name of the replica axis in this thread."""
     before, _current.name = _current.name, name
     try:
         yield

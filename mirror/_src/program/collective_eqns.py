@@ -1,73 +1,118 @@
-"""The collectives of a replica program: which operations they are, and in words."""
+"""The collectives of a replica program: a table of JAX's primitives, and queries on equations."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import jax
 from jax.extend.core import Jaxpr, JaxprEqn
 
+from mirror._src.program.atoms import num_bytes
 from mirror._src.program.axis import axis_name
 from mirror._src.program.jaxprs import equations
 from mirror._src.program.user_lines import user_line
-from mirror._src.utils.errors import bytes_in_words
+from mirror._src.utils.errors import bytes_in_words, counted
+from mirror._src.utils.types import Array
 
-_WORDS = {
-    "psum": "all-reduce",
-    "pmax": "all-reduce",
-    "pmin": "all-reduce",
-    "all_gather": "all-gather",
+ALL_REDUCE = "all-reduce"
+
+
+class CollectivePrimitive(NamedTuple):
+    """Properties of one of JAX's collective primitives.
+
+    Attributes:
+        kind: The name of the collective in reports and messages.
+        op: The reduction, `"sum"`, `"max"` or `"min"`. Empty if it only moves data.
+        is_mirrored: Whether the proof relies on all replicas getting the same result if the
+            collective spans the whole axis.
+        runs_on_host: Whether the staged executor implements it.
+    """
+
+    kind: str
+    op: str = ""
+    is_mirrored: bool = False
+    runs_on_host: bool = True
+
+
+COLLECTIVES = {
+    "psum": CollectivePrimitive(ALL_REDUCE, "sum", is_mirrored=True),
+    "pmax": CollectivePrimitive(ALL_REDUCE, "max", is_mirrored=True),
+    "pmin": CollectivePrimitive(ALL_REDUCE, "min", is_mirrored=True),
+    "all_gather": CollectivePrimitive("all-gather", is_mirrored=True),
+    "reduce_scatter": CollectivePrimitive("reduce-scatter", "sum"),
+    "all_to_all": CollectivePrimitive("all-to-all"),
+    "ragged_all_to_all": CollectivePrimitive("ragged all-to-all", runs_on_host=False),
+    "ppermute": CollectivePrimitive("ppermute"),
+    "pbroadcast": CollectivePrimitive("pbroadcast"),
+}
+ALL_REDUCES = frozenset(name for name, c in COLLECTIVES.items() if c.kind == ALL_REDUCE)
+MIRRORING = frozenset(name for name, c in COLLECTIVES.items() if c.is_mirrored)
+
+_LOCAL: dict[str, Callable[..., Array]] = {
+    "sum": jax.lax.reduce_sum,
+    "max": jax.lax.reduce_max,
+    "min": jax.lax.reduce_min,
 }
 
 
-def in_word(primitive: str) -> str:
-    """What a collective is called: `all-reduce`."""
-    return _WORDS.get(primitive, primitive)
+def reduce_locally(primitive: str, value: Array, axes: tuple[int, ...]) -> Array:
+    """Reduces axes of one array as the all-reduce `primitive` reduces the replica axis."""
+    return _LOCAL[COLLECTIVES[primitive].op](value, axes)
 
 
-_OPS = {"psum": "sum", "pmax": "max", "pmin": "min"}
+def kind_of(primitive: str) -> str:
+    """Returns the name of a collective in reports and messages, such as `all-reduce`."""
+    return COLLECTIVES[primitive].kind if primitive in COLLECTIVES else primitive
 
 
 def op_of(primitive: str) -> str:
-    """What a reduction does: `sum`, also for a mean, which is divided afterwards; else nothing."""
-    return _OPS.get(primitive, "")
+    """Returns the reduction of a collective, or an empty string.
 
-
-def past(eqn: JaxprEqn) -> str:
-    """What a collective has done to its result: `all-reduced (sum)`."""
-    op = op_of(eqn.primitive.name)
-    word = in_word(eqn.primitive.name).replace("reduce", "reduced").replace("gather", "gathered")
-    return f"{word} ({op})" if op else word
-
-
-def in_words(jaxpr: Jaxpr) -> list[tuple[str, str]]:
-    """What travels in a program, for each kind how much: `"all-reduce", "3 arrays, 1.5 KiB"`.
-
-    What stands in a loop counts once, and packed leaves are one array.
+    It is `sum` for a mean too, which JAX divides after the all-reduce.
     """
-    found: dict[str, list[Any]] = {}
+    return COLLECTIVES[primitive].op if primitive in COLLECTIVES else ""
+
+
+def result_of(eqn: JaxprEqn) -> str:
+    """Returns a description of the result of a collective, such as `all-reduced (sum)`."""
+    kind, op = kind_of(eqn.primitive.name), op_of(eqn.primitive.name)
+    participle = kind.replace("reduce", "reduced").replace("gather", "gathered")
+    return f"{participle} ({op})" if op else participle
+
+
+def summarize_collectives(jaxpr: Jaxpr) -> list[tuple[str, str]]:
+    """Returns what each kind of collective sends: `("all-reduce", "3 arrays, 1.5 KiB")`.
+
+    A collective in a loop counts once. Leaves that are packed into one buffer count as one array.
+    """
+    operands: dict[str, list[Any]] = {}
     for eqn in filter(is_collective, equations(jaxpr)):
-        kind = in_word(eqn.primitive.name)
-        found.setdefault(kind, []).extend(atom.aval for atom in eqn.invars)
-    return [(kind, _amount(avals)) for kind, avals in found.items()]
-
-
-def _amount(avals: list[Any]) -> str:
-    num_bytes = sum(aval.size * aval.dtype.itemsize for aval in avals)
-    return f"{len(avals)} {'array' if len(avals) == 1 else 'arrays'}, {bytes_in_words(num_bytes)}"
+        kind = kind_of(eqn.primitive.name)
+        operands.setdefault(kind, []).extend(atom.aval for atom in eqn.invars)
+    return [
+        (kind, f"{counted(len(avals), 'array')}, {bytes_in_words(sum(map(num_bytes, avals)))}")
+        for kind, avals in operands.items()
+    ]
 
 
 def axes_of(eqn: JaxprEqn) -> tuple[Any, ...]:
-    """The axes that an operation goes over: names, and numbers of axes of its operands."""
+    """Returns the axes of an operation: names, and positions of axes of its operands."""
     axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     return axes if isinstance(axes, tuple) else (axes,)
 
 
 def names_axis(eqn: JaxprEqn) -> bool:
-    """Whether an operation has to do with the replica axis."""
+    """Whether an operation refers to the replica axis."""
     return axis_name() in axes_of(eqn)
 
 
 def is_collective(eqn: JaxprEqn) -> bool:
-    """Whether replicas communicate in it."""
+    """Whether replicas communicate in an operation."""
     return names_axis(eqn) and eqn.primitive.name != "axis_index"
+
+
+def spans_whole_axis(eqn: JaxprEqn) -> bool:
+    """Whether an operation is a collective of all replicas, not one within groups."""
+    return is_collective(eqn) and eqn.params.get("axis_index_groups") is None
 
 
 def contains_collective(jaxpr: Jaxpr) -> bool:
@@ -75,29 +120,29 @@ def contains_collective(jaxpr: Jaxpr) -> bool:
     return any(map(is_collective, equations(jaxpr)))
 
 
-_SMALLEST = ("int2", "uint2")
+def require_supported_dtype(eqn: JaxprEqn) -> None:
+    """Rejects a collective of a dtype that XLA does not send, or sends incorrectly.
 
+    XLA gathers 2-bit integers incorrectly without an error, rejects their reductions, and has no
+    maximum or minimum of complex numbers (JAX 0.10 and 0.12).
 
-def require_sent(eqn: JaxprEqn) -> None:
-    """Refuses a collective of a dtype that XLA does not send, or sends wrongly.
-
-    XLA gathers 2-bit integers wrongly without an error, rejects their reductions, and has no
-    extremes of complex numbers (JAX 0.10 and 0.12).
+    Raises:
+        TypeError: If an operand has such a dtype.
     """
     name = eqn.primitive.name
     for atom in eqn.invars:
-        dtype = getattr(atom.aval, "dtype", None)
-        if str(dtype) in _SMALLEST:
+        dtype = str(getattr(atom.aval, "dtype", None))
+        if dtype in ("int2", "uint2"):
             fix = "Convert it first: x.astype('int8')."
-        elif name in ("pmax", "pmin") and str(dtype).startswith("complex"):
+        elif name in ("pmax", "pmin") and dtype.startswith("complex"):
             fix = "Reduce abs(x), or its real and imaginary parts."
-        elif str(dtype) == "float8_e8m0fnu" and name in ("psum", "pmax", "pmin", "reduce_scatter"):
+        elif dtype == "float8_e8m0fnu" and op_of(name):
             fix = "Convert it first: x.astype('float32')."
-        elif str(dtype) == "bool" and name == "reduce_scatter":
+        elif dtype == "bool" and name == "reduce_scatter":
             fix = "Convert it first: x.astype('int32')."
         else:
             continue
         raise TypeError(
-            f"The {in_word(name)} at {user_line(eqn)} is of {dtype}, which XLA cannot reduce or "
-            f"send between replicas. {fix}"
+            f"The operand of the {kind_of(name)} at {user_line(eqn)} is {dtype}, which XLA cannot "
+            f"reduce or send between replicas. {fix}"
         )

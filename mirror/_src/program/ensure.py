@@ -1,4 +1,4 @@
-"""`ensure_mirrored`: a mark in the step at which the proof must hold."""
+"""`ensure_mirrored`: requires the proof that values inside a step are mirrored."""
 
 from typing import Any
 
@@ -8,8 +8,8 @@ from jax.interpreters import ad, batching, mlir
 
 from mirror._src.utils.types import PyTree
 
-# A primitive of its own: it goes through every transformation with its names, never takes part in
-# a derivative, and dead code elimination cannot take one leaf of it.
+# A separate primitive keeps its names through every transformation, takes no part in derivatives,
+# and prevents dead code elimination from removing single leaves.
 ensured_p = Primitive("ensure_mirrored")
 ensured_p.multiple_results = True
 ensured_p.def_impl(lambda *values, **_: list(values))
@@ -26,19 +26,20 @@ batching.primitive_batchers[ensured_p] = lambda values, axes, names: (
 
 
 def ensure_mirrored(tree: PyTree) -> PyTree:
-    """Returns its tree, and makes `run` refuse a step in which a leaf of it is per-replica.
+    """Returns its argument, and makes `run` reject the step if one of its leaves is per-replica.
 
-    For state that goes in as an argument and comes out as a result: put it around what must stay
-    the same on all replicas. Outside `run` it does nothing.
+    Use it for state that is an argument and a result of the step: wrap the values that must be the
+    same on all replicas. Outside `run` it has no effect.
 
     Args:
-        tree: arrays.
+        tree: Pytree of arrays.
 
     Returns:
         The same tree.
 
     Raises:
-        ReplicaDivergenceError: from `run`, naming the leaves that are not proved to be mirrored.
+        ReplicaDivergenceError: From `run`, if a leaf is not proved to be mirrored. The message
+            names the leaves.
 
     >>> def step(weights, grads):
     ...     grads = mirror.get_replica_context().all_reduce("mean", grads)

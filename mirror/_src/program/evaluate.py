@@ -10,13 +10,11 @@ from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import NamedSharding
 
+from mirror._src.program.atoms import Atom, Constant, Value
 from mirror._src.program.flat import (
-    Atom,
-    Constant,
     FlatProgram,
     Operation,
     Packing,
-    Value,
     flatten,
     in_order,
     needs_barrier,
@@ -29,24 +27,24 @@ Rules: TypeAlias = Mapping[str, Callable[[JaxprEqn], Rule | None]]
 
 
 class Evaluation:
-    """One evaluation of a program: each operation is bound again, unchanged."""
+    """Evaluation of a program that binds each operation again, unchanged."""
 
     def call(self, program: ClosedJaxpr | Jaxpr, arguments: Sequence[Any]) -> list[Any]:
         """Returns the outputs of a program."""
-        return walk(program, arguments, self.held, self.apply)
+        return walk(program, arguments, self.constant, self.apply)
 
-    def held(self, value: Any) -> Any:
-        """Returns what stands for a constant of the program."""
+    def constant(self, value: Any) -> Any:
+        """Returns the value to use for a constant of the program."""
         return value
 
     def apply(self, eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
-        """Returns the outputs of one operation, in the user's contexts around it."""
+        """Returns the outputs of one operation, evaluated in the user's contexts around it."""
         with at_line_of(eqn), eqn.ctx.manager:
             return bind(eqn, arguments)
 
 
 def bind(eqn: JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
-    """Returns the outputs of the same operation on other operands."""
+    """Returns the outputs of the operation on other operands."""
     return bind_with(eqn, arguments, eqn.params)
 
 
@@ -57,25 +55,24 @@ def bind_with(eqn: JaxprEqn, arguments: Sequence[Any], params: dict[str, Any]) -
 
 
 def at_line_of(eqn: JaxprEqn) -> Any:
-    """Context manager in which operations get the user's line and name scopes of this one."""
+    """Context manager that gives operations the user's line and name scopes of this one."""
     info = eqn.source_info
     stack = source_info_util.current_name_stack() + info.name_stack
     return source_info_util.user_context(info.traceback, name_stack=stack)
 
 
 class Lowering(Evaluation):
-    """Evaluation inside the mapping of an executor, with some operations replaced.
+    """Evaluation inside the mapping of an executor that replaces some operations.
 
-    Control flow and calls are opened only around an operation that is replaced. Where arrays are
-    replaced as well, all are: the types in an inner program name the mesh of the arrays that it
-    holds, so that it cannot be bound on another mesh.
+    Control flow and calls are inlined only if they contain a replaced operation. If constant arrays
+    are replaced too, everything is inlined: types in an inner program name the mesh of its constant
+    arrays, so the program cannot be bound on another mesh.
 
     Args:
-        arrays: What stands for each array that the program holds, by the array's `id`.
-        rules: What computes the outputs of operations of a name; `None` for an operation that is
-            not to be replaced.
-        pack_bytes: All-reduces of at most this many bytes that do not depend on each other travel
-            in one buffer.
+        arrays: Replacements for the constant arrays of the program, by the `id` of the array.
+        rules: For each name of a primitive, a function that returns the replacement of an
+            operation, or `None` to keep the operation.
+        pack_bytes: Independent all-reduces of at most this many bytes are packed into one buffer.
     """
 
     def __init__(
@@ -96,52 +93,52 @@ class Lowering(Evaluation):
     def in_turn(
         self, programs: Sequence[ClosedJaxpr | Jaxpr], arguments: Sequence[Any]
     ) -> list[Any]:
-        """Evaluates programs; each gets the arguments and the outputs of the previous one."""
+        """Evaluates programs in turn; each gets the arguments and the previous one's outputs."""
         if sum(map(self._packing.count, programs)) > 1:
             return self._scheduled(flatten(programs, self._packing.opens), arguments)
         outputs: list[Any] = []
         for program in programs:
-            outputs = walk(program, [*arguments, *outputs], self.held, self.apply)
+            outputs = walk(program, [*arguments, *outputs], self.constant, self.apply)
         return outputs
 
     def _scheduled(self, flat: FlatProgram, arguments: Sequence[Any]) -> list[Any]:
-        """Evaluates a program, its small collectives together."""
+        """Evaluates a program with its small collectives packed."""
         values: dict[Value, Any] = dict(zip(flat.inputs, arguments, strict=True))
 
         def read(atom: Atom) -> Any:
-            return self.held(atom.value) if isinstance(atom, Constant) else values[atom]
+            return self.constant(atom.value) if isinstance(atom, Constant) else values[atom]
 
         for pack in in_order(flat.operations, self._packing.key_of):
-            operands = [[read(atom) for atom in each.inputs] for each in pack]
+            operands = [[read(atom) for atom in operation.inputs] for operation in pack]
             if len(pack) == 1:
-                found = [self.operation(pack[0], operands[0])]
+                results = [self.evaluate(pack[0], operands[0])]
             else:
-                found = [[x] for x in self.packed(pack, [x for (x,) in operands])]
-            for each, outputs in zip(pack, found, strict=True):
-                values.update(zip(each.outputs, outputs, strict=True))
+                results = [[x] for x in self.packed(pack, [x for (x,) in operands])]
+            for operation, outputs in zip(pack, results, strict=True):
+                values.update(zip(operation.outputs, outputs, strict=True))
         return list(map(read, flat.outputs))
 
-    def operation(self, each: Operation, operands: list[Any]) -> list[Any]:
+    def evaluate(self, operation: Operation, operands: list[Any]) -> list[Any]:
         """Returns the outputs of one operation of a flat program."""
         with contextlib.ExitStack() as stack:
-            for call in each.around:
+            for call in operation.around:
                 stack.enter_context(at_line_of(call))
-            if each.is_barrier:
+            if operation.is_barrier:
                 return list(jax.lax.optimization_barrier(operands))
-            return self.apply(each.eqn, operands)
+            return self.apply(operation.eqn, operands)
 
     def packed(self, pack: Sequence[Operation], operands: list[Any]) -> list[Any]:
-        """Returns the results of collectives of one kind and dtype, carried out as one."""
+        """Returns the results of collectives of one kind and dtype, executed as one."""
         first = pack[0]
         with at_line_of(first.eqn):
-            # The barriers keep XLA from fusing the packing with what is before and after it, which
-            # takes twice as long to compile (JAX 0.12) and is no faster.
+            # Without the barriers, XLA fuses the packing with the operations around it, which
+            # doubles the compilation time (JAX 0.12) and does not run faster.
             operands = list(jax.lax.optimization_barrier(operands))
-            (total,) = self.operation(first, [join(operands)])
+            (total,) = self.evaluate(first, [join(operands)])
             return list(jax.lax.optimization_barrier(split(total, operands)))
 
-    def held(self, value: Any) -> Any:
-        """See `Evaluation.held`."""
+    def constant(self, value: Any) -> Any:
+        """See `Evaluation.constant`."""
         return self._arrays.get(id(value), value)
 
     def apply(self, eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
@@ -153,7 +150,7 @@ class Lowering(Evaluation):
             if not self._opens(eqn):
                 with eqn.ctx.manager:
                     return bind(eqn, arguments)
-            # The one of the contexts around an operation that changes numbers; another is the mesh.
+            # The only context around an operation that changes its results, except for the mesh.
             with jax.threefry_partitionable(eqn.ctx.threefry_partitionable):
                 return self._open(eqn, arguments)
 
@@ -167,13 +164,13 @@ class Lowering(Evaluation):
         return any(map(self._replaces, map(jaxpr_of, inner_programs(eqn.params.values()))))
 
     def _replaces(self, jaxpr: Jaxpr) -> bool:
-        """Whether an operation of a program, or of one inside it, is replaced."""
-        _, known = self._opened.get(id(jaxpr), (None, None))
-        if known is None:
-            known = self._packing.count(jaxpr) > 1
-            known |= any(self._replacement(e) is not None or self._opens(e) for e in jaxpr.eqns)
-            self._opened[id(jaxpr)] = jaxpr, known
-        return known
+        """Whether an operation of a program, or of a program inside it, is replaced."""
+        _, replaces = self._opened.get(id(jaxpr), (None, None))
+        if replaces is None:
+            replaces = self._packing.count(jaxpr) > 1
+            replaces |= any(self._replacement(e) is not None or self._opens(e) for e in jaxpr.eqns)
+            self._opened[id(jaxpr)] = jaxpr, replaces
+        return replaces
 
     def _open(self, eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
         rule = _CONTROL_FLOW.get(eqn.primitive.name)
@@ -183,13 +180,13 @@ class Lowering(Evaluation):
         if program is None:
             return bind_with(eqn, arguments, _without_mesh(eqn.params))
         if needs_barrier(eqn):
-            # As JAX lowers it: else XLA would find that all of this is known already.
+            # As in JAX's own lowering: otherwise XLA merges the recomputation with the original.
             arguments = jax.lax.optimization_barrier(arguments)
         return self.call(program, arguments)
 
 
 def _without_mesh(params: dict[str, Any]) -> dict[str, Any]:
-    """The parameters without shardings, which autodiff writes down (JAX 0.10)."""
+    """Returns the parameters without shardings, which autodiff records (JAX 0.10)."""
     return {k: None if isinstance(v, NamedSharding) else v for k, v in params.items()}
 
 
@@ -226,7 +223,7 @@ def _cond(run: Lowering, eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
 
 
 def _linear_solve(run: Lowering, eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
-    """It runs its `solve`; the other programs are for its derivatives."""
+    """Evaluates `solve`; the other programs are for derivatives."""
     lengths = eqn.params["const_lengths"]
     start = lengths.matvec + lengths.vecmat
     consts, rest = arguments[start : start + lengths.solve], arguments[sum(lengths) :]
@@ -238,7 +235,7 @@ _CONTROL_FLOW: dict[str, Callable[[Lowering, JaxprEqn, list[Any]], list[Any]]] =
     "while": _while,
     "cond": _cond,
     "custom_linear_solve": _linear_solve,
-    # Of the mesh of an array that the step holds, which is an argument here.
+    # These refer to the mesh of a constant array of the step, which is an argument here.
     "sharding_constraint": lambda _, __, arguments: arguments,
     "reshard": lambda _, __, arguments: arguments,
 }

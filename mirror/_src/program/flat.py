@@ -1,52 +1,24 @@
-"""A program as one list of operations, and the order in which small collectives travel together."""
+"""Programs as flat lists of operations, and the order in which small collectives are packed."""
 
 import heapq
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
+from mirror._src.program.atoms import Atom, Constant, Value, num_bytes
 from mirror._src.program.axis import axis_name
-from mirror._src.program.collective_eqns import axes_of
+from mirror._src.program.collective_eqns import ALL_REDUCES, axes_of, spans_whole_axis
 from mirror._src.program.jaxprs import called, jaxpr_of, walk
 
-_REDUCTIONS = frozenset({"psum", "pmax", "pmin"})
-_NAMES_AXIS = "NamedAxisEffect"
-_ENSURED = "ensure_mirrored"  # which the proof has looked at, and which computes nothing
+_AXIS_EFFECT = "NamedAxisEffect"
+_ENSURED = "ensure_mirrored"  # checked by the proof; computes nothing
 
 
 def has_effects(effects: Iterable[object]) -> bool:
-    """Whether there are others than that an axis is named."""
-    return any(type(effect).__name__ != _NAMES_AXIS for effect in effects)
-
-
-class Value:
-    """One value of a flat program.
-
-    Attributes:
-        aval: Shape and dtype on one replica.
-    """
-
-    __slots__ = ("aval",)
-
-    def __init__(self, aval: Any) -> None:
-        self.aval = aval
-
-    @property
-    def num_bytes(self) -> int:
-        """Its size on one replica."""
-        return int(self.aval.size * self.aval.dtype.itemsize)
-
-
-@dataclass(eq=False)
-class Constant:
-    """A number or array that the program holds."""
-
-    value: Any
-
-
-Atom: TypeAlias = Value | Constant
+    """Whether there are effects other than naming an axis."""
+    return any(type(effect).__name__ != _AXIS_EFFECT for effect in effects)
 
 
 @dataclass(eq=False)
@@ -54,11 +26,11 @@ class Operation:
     """One operation of a flat program.
 
     Attributes:
-        eqn: The operation.
-        inputs: What it reads.
-        outputs: What it computes.
-        around: The calls that it was taken out of, the outermost first.
-        is_barrier: Whether it stands for the barrier before the opened call `eqn`.
+        eqn: The operation in the jaxpr.
+        inputs: Its operands.
+        outputs: Its results.
+        around: The calls that it was inlined from, outermost first.
+        is_barrier: Whether it is the barrier in front of the inlined call `eqn`.
     """
 
     eqn: JaxprEqn
@@ -69,15 +41,13 @@ class Operation:
 
     @property
     def name(self) -> str:
-        """The name of the primitive."""
+        """Name of the primitive."""
         return "optimization_barrier" if self.is_barrier else self.eqn.primitive.name
 
     @property
     def has_effects(self) -> bool:
-        """Whether its place among other operations matters: callbacks, and reads of a `Ref`."""
-        if self.is_barrier:
-            return False
-        return has_effects(self.eqn.effects)
+        """Whether its position among other operations matters, as for callbacks and `Ref` reads."""
+        return not self.is_barrier and has_effects(self.eqn.effects)
 
 
 class FlatProgram(NamedTuple):
@@ -97,17 +67,17 @@ class FlatProgram(NamedTuple):
 def flatten(
     programs: Sequence[ClosedJaxpr | Jaxpr],
     opens: Callable[[JaxprEqn, Sequence[Atom]], bool],
-    made: Callable[[Operation], None] = lambda _: None,
+    on_operation: Callable[[Operation], None] = lambda _: None,
     inputs: list[Value] | None = None,
 ) -> FlatProgram:
-    """Takes the operations out of the calls around them.
+    """Inlines calls and returns the operations of a program in one list.
 
     Args:
-        programs: Programs in turn; each gets the inputs of the first one and the outputs of the
-            previous one.
-        opens: Whether a call of an inner program is to be replaced by its operations.
-        made: Called with each operation when it is added.
-        inputs: Stand for the inputs of the first program, if they are to be known before.
+        programs: Programs to run in turn. Each gets the inputs of the first program and the outputs
+            of the previous one.
+        opens: Whether to inline a call.
+        on_operation: Called with each operation when it is added.
+        inputs: Values to use as the inputs of the first program. Created if omitted.
     """
     operations: list[Operation] = []
     around: list[JaxprEqn] = []
@@ -115,7 +85,7 @@ def flatten(
     def add(eqn: JaxprEqn, inputs: list[Atom], avals: Sequence[Any], **more: bool) -> list[Value]:
         outputs = list(map(Value, avals))
         operations.append(Operation(eqn, inputs, outputs, tuple(around), **more))
-        made(operations[-1])
+        on_operation(operations[-1])
         return outputs
 
     def equation(eqn: JaxprEqn, inputs: list[Atom]) -> Sequence[Atom]:
@@ -140,42 +110,42 @@ def flatten(
 
 
 def needs_barrier(eqn: JaxprEqn) -> bool:
-    """Whether XLA must not merge the call with what is known outside, as JAX lowers it."""
+    """Whether XLA must not merge the call with operations outside, as in JAX's own lowering."""
     return bool(eqn.params.get("differentiated") and eqn.params.get("prevent_cse"))
 
 
 class Packing(NamedTuple):
-    """Which collectives may travel in one buffer with others.
+    """Rule for which collectives may share one buffer.
 
     Attributes:
-        limit: The largest operand in bytes; 0 for no packing.
+        limit: Largest operand to pack, in bytes. 0 disables packing.
     """
 
     limit: int
 
     def key(self, eqn: JaxprEqn) -> Hashable:
-        """Returns what collectives of one buffer have in common; `None` if it travels alone."""
-        if not self.limit or eqn.primitive.name not in _REDUCTIONS or len(eqn.invars) != 1:
+        """Returns a key that collectives in one buffer share; `None` if it cannot be packed."""
+        if not self.limit or eqn.primitive.name not in ALL_REDUCES or len(eqn.invars) != 1:
             return None
-        if axes_of(eqn) != (axis_name(),) or eqn.params.get("axis_index_groups") is not None:
+        if axes_of(eqn) != (axis_name(),) or not spans_whole_axis(eqn):
             return None
         aval: Any = eqn.invars[0].aval
-        if not 0 < aval.size * aval.dtype.itemsize <= self.limit:
+        if not 0 < num_bytes(aval) <= self.limit:
             return None
         return eqn.primitive.name, aval.dtype
 
     def count(self, program: ClosedJaxpr | Jaxpr) -> int:
-        """Returns how many such collectives a program has, outside of its loops and branches."""
+        """Returns the number of packable collectives in a program, outside loops and branches."""
         if not self.limit:
             return 0
-        found = 0
+        total = 0
         for eqn in jaxpr_of(program).eqns:
             inner = called(eqn)
-            found += self.key(eqn) is not None if inner is None else self.count(inner)
-        return found
+            total += self.key(eqn) is not None if inner is None else self.count(inner)
+        return total
 
     def opens(self, eqn: JaxprEqn, _: Sequence[Atom]) -> bool:
-        """Whether a call holds such a collective."""
+        """Whether a call contains a packable collective."""
         inner = called(eqn)
         return inner is not None and self.count(inner) > 0
 
@@ -187,16 +157,17 @@ class Packing(NamedTuple):
 def in_order(
     operations: Sequence[Operation], key_of: Callable[[Operation], Hashable]
 ) -> Iterator[list[Operation]]:
-    """Yields operations in an order in which they can be evaluated, packs in one list.
+    """Yields operations in an order in which they can be evaluated, with packs as one list.
 
-    A collective waits until nothing else can be evaluated, and then travels with all of its kind
-    that wait too. Only those must go by then that the longest chain of collectives starts with:
-    the others, which can still travel with a later pack, wait on. So there are no more rounds than
-    the longest chain needs.
+    A collective waits until nothing else can be evaluated. It is then packed with all waiting
+    collectives that share its key. Only the keys at the start of the longest chain of collectives
+    run in that round: the other collectives keep waiting, because a later pack can still include
+    them. So there are no more rounds than the longest chain needs.
 
     Args:
         operations: Operations, each after the ones that it depends on.
-        key_of: What the operations of one pack have in common; `None` for one that is alone.
+        key_of: Returns the key that the operations of a pack share; `None` for an operation that
+            is not packed.
     """
     keys = list(map(key_of, operations))
     after, missing = _dependences(operations)
@@ -207,7 +178,7 @@ def in_order(
     ready = [i for i, count in enumerate(missing) if not count and keys[i] is None]
     waiting = [i for i, count in enumerate(missing) if not count and keys[i] is not None]
 
-    def done(i: int) -> None:
+    def release_after(i: int) -> None:
         for k in after[i]:
             missing[k] -= 1
             if missing[k]:
@@ -221,7 +192,7 @@ def in_order(
         if ready:
             i = heapq.heappop(ready)
             yield [operations[i]]
-            done(i)
+            release_after(i)
             continue
         highest = max(heights[i] for i in waiting)
         urgent = {keys[i] for i in waiting if heights[i] == highest}
@@ -230,18 +201,18 @@ def in_order(
             yield [operations[i] for i in pack]
             waiting = [i for i in waiting if keys[i] != key]
             for i in pack:
-                done(i)
+                release_after(i)
 
 
 def _dependences(operations: Sequence[Operation]) -> tuple[list[set[int]], list[int]]:
-    """For each operation, which ones depend on it, and on how many it depends itself."""
-    maker = {value: i for i, each in enumerate(operations) for value in each.outputs}
+    """Returns for each operation its dependents, and the number of operations it depends on."""
+    maker = {value: i for i, op in enumerate(operations) for value in op.outputs}
     after: list[set[int]] = [set() for _ in operations]
     missing: list[int] = []
     last: int | None = None
-    for i, each in enumerate(operations):
-        before = {maker[atom] for atom in each.inputs if atom in maker}
-        if each.has_effects:
+    for i, operation in enumerate(operations):
+        before = {maker[atom] for atom in operation.inputs if atom in maker}
+        if operation.has_effects:
             before |= set() if last is None else {last}
             last = i
         for k in before:

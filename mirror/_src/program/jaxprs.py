@@ -1,4 +1,4 @@
-"""The programs inside the operations of a program: what is called, looped over, held."""
+"""Walks over jaxprs and the programs inside their operations: calls, loops and branches."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ _CALLS = frozenset(
 
 
 def inner_programs(params: Iterable[Any]) -> Iterator[ClosedJaxpr | Jaxpr]:
-    """The programs among the parameters of an operation."""
+    """Yields the programs among the parameters of an operation."""
     for param in params:
         if isinstance(param, ClosedJaxpr | Jaxpr):
             yield param
@@ -25,47 +25,44 @@ def inner_programs(params: Iterable[Any]) -> Iterator[ClosedJaxpr | Jaxpr]:
 
 
 def jaxpr_of(program: ClosedJaxpr | Jaxpr) -> Jaxpr:
-    """The program without the values it holds."""
+    """Returns the program without its constants."""
     return program.jaxpr if isinstance(program, ClosedJaxpr) else program
 
 
 def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    """All operations, those of inner programs too."""
-    for eqn, _ in nested_equations(jaxpr):
-        yield eqn
-
-
-def nested_equations(
-    jaxpr: Jaxpr, around: tuple[JaxprEqn, ...] = ()
-) -> Iterator[tuple[JaxprEqn, tuple[JaxprEqn, ...]]]:
-    """All operations, each with those that it stands inside of, the outermost first."""
+    """Yields all operations, including operations of inner programs."""
     for eqn in jaxpr.eqns:
-        yield eqn, around
-        for inner in inner_programs(eqn.params.values()):
-            yield from nested_equations(jaxpr_of(inner), (*around, eqn))
+        yield from with_inner(eqn)
+
+
+def with_inner(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
+    """Yields an operation, then the operations inside it."""
+    yield eqn
+    for inner in inner_programs(eqn.params.values()):
+        yield from equations(jaxpr_of(inner))
 
 
 def walk(
     program: ClosedJaxpr | Jaxpr,
     arguments: Sequence[Any],
-    held: Callable[[Any], Any],
+    constant: Callable[[Any], Any],
     equation: Callable[[JaxprEqn, list[Any]], Sequence[Any]],
 ) -> list[Any]:
-    """Goes through a program, operation by operation; what stands for its outputs.
+    """Interprets a program, operation by operation, and returns the results for its outputs.
 
     Args:
-        program: the program.
-        arguments: what stands for its inputs.
-        held: gives what stands for a value that the program holds itself.
-        equation: gives what stands for the outputs of an operation, of what does for its inputs.
+        program: The program.
+        arguments: The interpretation of its inputs.
+        constant: Returns the interpretation of a constant of the program.
+        equation: Returns the interpretation of the outputs of an operation, given its inputs'.
     """
     jaxpr = jaxpr_of(program)
     consts = program.consts if isinstance(program, ClosedJaxpr) else ()
-    values: dict[Any, Any] = dict(zip(jaxpr.constvars, map(held, consts), strict=True))
+    values: dict[Any, Any] = dict(zip(jaxpr.constvars, map(constant, consts), strict=True))
     values.update(zip(jaxpr.invars, arguments, strict=True))
 
     def read(atom: Any) -> Any:
-        return held(atom.val) if isinstance(atom, Literal) else values[atom]
+        return constant(atom.val) if isinstance(atom, Literal) else values[atom]
 
     for eqn in jaxpr.eqns:
         outputs = equation(eqn, [read(atom) for atom in eqn.invars])
@@ -74,7 +71,7 @@ def walk(
 
 
 def called(eqn: JaxprEqn) -> ClosedJaxpr | Jaxpr | None:
-    """The program that an operation just calls; `None` where it does something else."""
+    """Returns the program that an operation only calls; `None` if it does anything else."""
     if eqn.primitive.name not in _CALLS:
         return None
     inner = list(inner_programs(eqn.params.values()))
@@ -86,10 +83,10 @@ def called(eqn: JaxprEqn) -> ClosedJaxpr | Jaxpr | None:
 
 
 class Scan:
-    """The parts of a `scan`, whose parameters have other names in each JAX.
+    """The parts of a `scan`, whose parameters have different names in different versions of JAX.
 
-    `num_consts` and `num_carry` are `ft_in` and `ft_out` in JAX 0.12; the ranks say the same in
-    both: what is scanned over, or stacked up, has one axis more outside than inside.
+    `num_consts` and `num_carry` are `ft_in` and `ft_out` in JAX 0.12. They are counted by rank,
+    which works in all versions: a scanned or stacked array has one more axis outside than inside.
     """
 
     def __init__(self, eqn: JaxprEqn) -> None:
@@ -101,7 +98,7 @@ class Scan:
         self.reverse: bool = eqn.params["reverse"]
 
     def split(self, values: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-        """Constants, carry, and what is scanned over."""
+        """Splits values into constants, carry and scanned arrays."""
         start, end = self.num_consts, self.num_consts + self.num_carry
         return list(values[:start]), list(values[start:end]), list(values[end:])
 
@@ -115,7 +112,7 @@ class While:
         self._num = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
 
     def split(self, values: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-        """Constants of the test, constants of the body, and the carry."""
+        """Splits values into constants of the test, constants of the body, and carry."""
         start, end = self._num[0], sum(self._num)
         return list(values[:start]), list(values[start:end]), list(values[end:])
 
@@ -125,22 +122,27 @@ def _count_equal_ranks(outer: Sequence[Any], inner: Sequence[Any]) -> int:
 
 
 def arrays_in(program: ClosedJaxpr | Jaxpr) -> Iterator[jax.Array]:
-    """The arrays that a program holds itself, at any depth."""
+    """Yields the arrays that are constants of a program, at any depth."""
     if isinstance(program, ClosedJaxpr):
         yield from (const for const in program.consts if isinstance(const, jax.Array))
     jaxpr = jaxpr_of(program)
     for eqn in jaxpr.eqns:
         yield from arrays_of(eqn)
-    yield from _held(jaxpr.outvars)
+    yield from _literal_arrays(jaxpr.outvars)
 
 
 def arrays_of(eqn: JaxprEqn) -> Iterator[jax.Array]:
-    """The arrays that an operation holds itself: as operands, or in its inner programs."""
-    yield from _held(eqn.invars)
+    """Yields the constant arrays among the operands and in the inner programs of an operation."""
+    yield from _literal_arrays(eqn.invars)
     for inner in inner_programs(eqn.params.values()):
         yield from arrays_in(inner)
 
 
-def _held(atoms: Iterable[Any]) -> Iterator[jax.Array]:
+def _literal_arrays(atoms: Iterable[Any]) -> Iterator[jax.Array]:
     literals = (atom.val for atom in atoms if isinstance(atom, Literal))
     return (value for value in literals if isinstance(value, jax.Array))
+
+
+def is_ref(atom: Any) -> bool:
+    """Whether a value is mutable: a `Ref` or a mutable hijax type."""
+    return hasattr(atom.aval, "inner_aval") or getattr(atom.aval, "has_qdd", False)

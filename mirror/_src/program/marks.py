@@ -1,4 +1,4 @@
-"""`Mark`: what the proof knows of one value, and how the marks of several values combine."""
+"""`Mark`: what the proof knows about one value, and how the marks of several values combine."""
 
 import functools
 from collections.abc import Iterable, Sequence
@@ -7,23 +7,24 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Mark:
-    """What the proof knows of a value.
+    """Facts about a value that the proof has established.
 
     Attributes:
-        origin: what made it per-replica, a user's line or an input's index; `None`: it is mirrored.
-        source: the variable it is an unchanged copy of.
-        behind: the collectives whose results a mirrored value was computed from, in words; noted
-            only where somebody asks.
-        assumed: lines of host callbacks that a mirrored value was computed by, which are declared
+        origin: What made the value per-replica: a user's line, or the index of an input. `None` if
+            the value is mirrored.
+        source: The variable that the value is an unchanged copy of.
+        reduced_by: Descriptions of the collectives that a mirrored value was computed from.
+            Recorded for reports only.
+        assumed: Lines of host callbacks that a mirrored value was computed by and that are declared
             to be pure.
-        drawn: lines that drew the random numbers that a mirrored array was made of.
+        samples: Lines that sampled the random numbers a mirrored array was computed from.
     """
 
     origin: int | str | None = None
     source: object = None
-    behind: frozenset[str] = frozenset()
+    reduced_by: frozenset[str] = frozenset()
     assumed: frozenset[str] = frozenset()
-    drawn: frozenset[str] = frozenset()
+    samples: frozenset[str] = frozenset()
 
     @property
     def per_replica(self) -> bool:
@@ -31,51 +32,47 @@ class Mark:
         return self.origin is not None
 
     def join(self, other: "Mark") -> "Mark":
-        """What is known of a value that may be either."""
-        origin = other.origin if self.origin is None else self.origin
-        source = self.source if self.source is other.source else None
+        """Returns the mark of a value that is either this one or the other."""
         return Mark(
-            origin,
-            source,
-            self.behind | other.behind,
+            other.origin if self.origin is None else self.origin,
+            self.source if self.source is other.source else None,
+            self.reduced_by | other.reduced_by,
             self.assumed | other.assumed,
-            self.drawn | other.drawn,
+            self.samples | other.samples,
         )
 
     def of(self, source: object) -> "Mark":
-        """The same of a value that is a copy of this variable, or of none."""
-        return Mark(self.origin, source, self.behind, self.assumed, self.drawn)
+        """Returns this mark for a copy of the variable `source`, or of no variable."""
+        return Mark(self.origin, source, self.reduced_by, self.assumed, self.samples)
 
 
 MIRRORED = Mark()
 
 
 def computed(marks: Sequence[Mark]) -> Mark:
-    """What is known of a value computed from values with these marks."""
+    """Returns the mark of a value computed from values with these marks."""
     origins = [mark.origin for mark in marks if mark.per_replica]
-    inputs = [origin for origin in origins if isinstance(origin, int)]  # says most to the user
-    behind = [mark.behind for mark in marks if mark.behind]
-    assumed = [mark.assumed for mark in marks if mark.assumed]
-    origin = next(iter([*inputs, *origins]), None)
+    # In messages, the name of an input helps more than a line.
+    inputs = [origin for origin in origins if isinstance(origin, int)]
     return Mark(
-        origin,
+        next(iter([*inputs, *origins]), None),
         None,
-        frozenset().union(*behind) if behind else frozenset(),
-        frozenset().union(*assumed) if assumed else frozenset(),
+        frozenset().union(*(mark.reduced_by for mark in marks)),
+        frozenset().union(*(mark.assumed for mark in marks)),
     )
 
 
 def either(marks: Iterable[Mark]) -> Mark:
-    """What is known of a value that is one of several."""
+    """Returns the mark of a value that is one of several."""
     return functools.reduce(Mark.join, marks)
 
 
 def chosen(marks: Iterable[Mark], predicate: Mark) -> Mark:
-    """What is known of a value that the predicate picks from several, unless all are one."""
+    """Returns the mark of a value that the predicate selects, unless all candidates are equal."""
     mark = either(marks)
     return mark if mark.source is not None else mark.join(predicate.of(None))
 
 
 def joins(left: Sequence[Mark], right: Sequence[Mark]) -> list[Mark]:
-    """The marks of two lists joined, one by one."""
+    """Returns the pairwise joins of two lists of marks."""
     return [a.join(b) for a, b in zip(left, right, strict=True)]

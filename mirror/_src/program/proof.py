@@ -1,38 +1,39 @@
 """The proof: which values of a replica program are the same on every replica.
 
-A data-flow pass over the jaxpr. Inputs are what they are; `axis_index` and the collectives that
-hand each replica its own part are per-replica; `psum`, `pmax`, `pmin` and `all_gather` over the
-whole replica axis are mirrored; anything else is per-replica if one of its inputs is. Loops are
-iterated to a fixpoint. The outputs of an unknown primitive with inner programs are per-replica if
-an input, or anything inside, is.
+A data-flow pass over the jaxpr. The caller states which inputs are per-replica. The results of
+`axis_index`, and of collectives that give each replica a different part, are per-replica; the
+results of `psum`, `pmax`, `pmin` and `all_gather` over the whole replica axis are mirrored. Any
+other result is per-replica if one of its operands is. Loops are iterated to a fixpoint. The results
+of an unknown primitive with inner programs are per-replica if an operand, or anything inside, is.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from mirror._src.program.collective_eqns import (
+    MIRRORING,
     contains_collective,
     is_collective,
-    past,
-    require_sent,
+    require_supported_dtype,
+    result_of,
+    spans_whole_axis,
 )
 from mirror._src.program.ensure import ensured_p
-from mirror._src.program.jaxprs import Scan, While, called, inner_programs, jaxpr_of
+from mirror._src.program.jaxprs import Scan, While, called, inner_programs, is_ref, jaxpr_of
 from mirror._src.program.marks import MIRRORED, Mark, chosen, computed, either, joins
 from mirror._src.program.primitives import (
-    DRAWS,
     ELEMENTWISE,
-    MIRRORING,
     PASSING,
     PURE,
     REF_READS,
+    SAMPLERS,
     SHAPING,
     contains_replica_source,
-    is_ref,
     is_replica_source,
 )
 from mirror._src.program.trace import trace
@@ -42,17 +43,17 @@ from mirror._src.utils.errors import ReplicaDivergenceError, listing
 
 @dataclass
 class Notes:
-    """What the proof notices and does not reject.
+    """Observations that deserve a warning but not an error.
 
     Attributes:
-        shared_draws: The user's lines that draw the same random numbers on all replicas.
-        shared_noise: Those of them whose numbers are combined, element by element, with values
-            that replicas may differ in: dropout, noise, augmentation.
-        idle_collectives: Lines of collectives over values that are the same on all replicas, in a
-            program in which nothing differs between replicas.
+        shared_samples: The user's lines that sample the same random numbers on all replicas.
+        shared_noise: The lines among them whose numbers are combined elementwise with per-replica
+            values, as in dropout, noise and augmentation.
+        idle_collectives: Lines of collectives of mirrored values, in a program in which nothing
+            differs between replicas.
     """
 
-    shared_draws: list[str] = field(default_factory=list)
+    shared_samples: list[str] = field(default_factory=list)
     shared_noise: list[str] = field(default_factory=list)
     idle_collectives: list[str] = field(default_factory=list)
 
@@ -65,30 +66,31 @@ def prove(
     problems: list[str] | None = None,
     names: Sequence[str] = (),
 ) -> list[Mark]:
-    """Marks the outputs of a replica program whose inputs are per-replica as told.
+    """Returns the marks of the outputs of a replica program.
 
     Args:
-        jaxpr: the replica program.
-        per_replica: for each input, whether replicas may hold different values.
-        num_replicas: the size of the replica axis.
-        notes: gets what is worth a warning.
-        problems: gets what would be refused, for a report, and nothing is; the marks then say which
-            collectives are behind them.
-        names: the user's names of the inputs, for messages.
+        jaxpr: The replica program.
+        per_replica: For each input, whether replicas may hold different values.
+        num_replicas: Size of the replica axis.
+        notes: Receives what deserves a warning.
+        problems: For a report: receives the messages of errors, which are then not raised. The
+            marks also record the collectives that each output was computed from.
+        names: The user's names of the inputs, for messages.
 
     Raises:
-        TypeError: a collective of a dtype that XLA does not send.
-        ReplicaDivergenceError: a collective is inside a `cond`, `switch` or `while` that replicas
-            may take differently: some would wait forever.
+        TypeError: If XLA does not support the dtype of a collective.
+        ReplicaDivergenceError: If a collective is inside a `cond`, `switch` or `while` that
+            replicas may take differently, so that some would wait forever, or if `ensure_mirrored`
+            is called on per-replica values.
     """
     inputs = [Mark(i if differs else None) for i, differs in enumerate(per_replica)]
     named = [Mark(m.origin, var) for m, var in zip(inputs, jaxpr.jaxpr.invars, strict=True)]
     walk = _Pass(num_replicas, names, reports=problems is not None)
-    marks = walk.closed(jaxpr, named)[0]
+    marks = walk.walk(jaxpr, named)[0]
     if problems is not None:
         problems += walk.problems
     if notes is not None:
-        notes.shared_draws += walk.shared_draws
+        notes.shared_samples += walk.shared_samples
         notes.shared_noise += walk.shared_noise
         differs = any(per_replica) or walk.meets_replica
         notes.idle_collectives += [] if differs else walk.idle
@@ -96,7 +98,13 @@ def prove(
 
 
 class _Pass:
-    """One walk through a program. `control` says under which per-replica branch it stands."""
+    """Data-flow pass over one program.
+
+    Attributes:
+        control: Description of the enclosing control flow that replicas may take differently.
+        within: The calls around the current operation.
+        meets_replica: Whether the program contains a replica source.
+    """
 
     def __init__(
         self, num_replicas: int, names: Sequence[str] = (), *, reports: bool = False
@@ -107,28 +115,28 @@ class _Pass:
         self.problems: dict[str, None] = {}
         self.control: str | None = None
         self.within: list[JaxprEqn] = []
-        self.shared_draws: dict[str, None] = {}
+        self.shared_samples: dict[str, None] = {}
         self.shared_noise: dict[str, None] = {}
         self.idle: dict[str, None] = {}
         self.meets_replica = False
 
-    def cause(self, mark: Mark) -> str:
-        """What made a value per-replica, in words."""
+    def describe_origin(self, mark: Mark) -> str:
+        """Returns a description of what made a value per-replica."""
         if isinstance(mark.origin, int):
             return self.names[mark.origin] if self.names else f"input {mark.origin}"
         return str(mark.origin)
 
-    def refuse(self, message: str) -> None:
-        """Ends the proof, or notes for a report that it would have ended."""
+    def reject(self, message: str) -> None:
+        """Raises an error or, for a report, records it."""
         if not self.reports:
             raise ReplicaDivergenceError(message)
         self.problems[message] = None
 
-    def closed(self, jaxpr: ClosedJaxpr, marks: Sequence[Mark]) -> tuple[list[Mark], list[Mark]]:
-        return self.walk(jaxpr.jaxpr, marks)
-
-    def walk(self, jaxpr: Jaxpr, marks: Sequence[Mark]) -> tuple[list[Mark], list[Mark]]:
-        """Marks of the outputs, and of the inputs afterwards (a `Ref` may have been written)."""
+    def walk(
+        self, program: ClosedJaxpr | Jaxpr, marks: Sequence[Mark]
+    ) -> tuple[list[Mark], list[Mark]]:
+        """Returns the marks of the outputs, and of the inputs after writes to `Ref`s."""
+        jaxpr = jaxpr_of(program)
         env: dict[Any, Mark] = dict.fromkeys(jaxpr.constvars, MIRRORED)
         pairs = zip(jaxpr.invars, marks, strict=True)
         env.update((var, mark.of(mark.source or var)) for var, mark in pairs)
@@ -142,7 +150,7 @@ class _Pass:
             for atom, mark in zip(eqn.invars, after, strict=True):
                 if is_ref(atom):
                     env[atom] = mark
-            # A variable of an inner program stands for another value in each of its calls.
+            # A variable of an inner program has a different value in every call.
             known = {id(mark.source) for mark in before if mark.source is not None}
             for var, mark in zip(eqn.outvars, outputs, strict=True):
                 env[var] = mark.of(mark.source if id(mark.source) in known else var)
@@ -155,7 +163,7 @@ class _Pass:
     def equation(self, eqn: JaxprEqn, marks: list[Mark]) -> tuple[list[Mark], list[Mark]]:
         name = eqn.primitive.name
         if self.control is not None and is_collective(eqn):
-            self.refuse(_would_hang(eqn, self.control))
+            self.reject(_hang_message(eqn, self.control))
         self.require_ensured(eqn, marks)
         if name == "scan":
             return self.scan(eqn, marks)
@@ -168,105 +176,106 @@ class _Pass:
         if name in PASSING:
             return list(marks), marks
         if name == "call_hi_primitive":
-            return self.closed(_expanded(eqn, self.num_replicas), marks)
+            return self.walk(_expanded(eqn, self.num_replicas), marks)
         program = called(eqn)
         if program is not None:
             self.within.append(eqn)
-            found = self.walk(jaxpr_of(program), marks)
+            result = self.walk(program, marks)
             self.within.pop()
-            return found
+            return result
         inner = list(map(jaxpr_of, inner_programs(eqn.params.values())))
         if inner:
             return self.opaque(eqn, marks, inner)
-        return self.plain(eqn, marks)
+        return self.leaf(eqn, marks)
 
-    def plain(self, eqn: JaxprEqn, marks: list[Mark]) -> tuple[list[Mark], list[Mark]]:
-        """An ordinary operation, a collective, or a read or write of a `Ref`."""
+    def leaf(self, eqn: JaxprEqn, marks: list[Mark]) -> tuple[list[Mark], list[Mark]]:
+        """Marks an operation without inner programs."""
         joined = computed(marks)
         if is_collective(eqn):
-            require_sent(eqn)
+            require_supported_dtype(eqn)
             if not joined.per_replica:
                 self.idle[line_within(eqn, self.within)] = None
-        if _gives_all_the_same(eqn, joined, self.num_replicas):
-            return [self.mark_of_collective(eqn)] * len(eqn.outvars), marks
-        joined = self.noted(eqn, marks, joined)
+        if _is_mirrored(eqn, joined, self.num_replicas):
+            return [self.mark_collective(eqn)] * len(eqn.outvars), marks
+        joined = self.note(eqn, marks, joined)
         if is_replica_source(eqn):
             self.meets_replica = True
             if not joined.per_replica:
                 joined = Mark(f"{eqn.primitive.name} at {user_line(eqn)}")
         if eqn.primitive.name not in REF_READS:
-            marks = self.written(eqn, marks, joined)
+            marks = self.write(eqn, marks, joined)
         return [joined] * len(eqn.outvars), marks
 
-    def noted(self, eqn: JaxprEqn, marks: list[Mark], joined: Mark) -> Mark:
-        """The mark of a computed value, with the draws and callbacks that it was made of."""
+    def note(self, eqn: JaxprEqn, marks: list[Mark], joined: Mark) -> Mark:
+        """Adds the samples and callbacks that a value was computed from to its mark."""
         name = eqn.primitive.name
-        if name in DRAWS and not joined.per_replica:
+        if name in SAMPLERS and not joined.per_replica:
             line = line_within(eqn, self.within)
-            self.shared_draws[line] = None
-            return Mark(None, None, joined.behind, joined.assumed, frozenset({line}))
+            self.shared_samples[line] = None
+            return replace(joined, samples=frozenset({line}))
         if name in PURE and not joined.per_replica:
             line = f"{name} at {line_within(eqn, self.within)}"
-            return Mark(None, None, joined.behind, joined.assumed | {line})
+            return replace(joined, assumed=joined.assumed | {line})
         if name not in ELEMENTWISE and name not in SHAPING:
             return joined
-        drawn = frozenset().union(*(m.drawn for m in marks if m.drawn and not m.per_replica))
-        if not drawn:
+        samples = frozenset().union(*(mark.samples for mark in marks if not mark.per_replica))
+        if not samples:
             return joined
         if not joined.per_replica:
-            return Mark(None, None, joined.behind, joined.assumed, drawn)
-        if name in ELEMENTWISE and _rank(eqn.outvars[0].aval):
-            self.shared_noise.update(dict.fromkeys(sorted(drawn)))
+            return replace(joined, samples=samples)
+        aval: Any = eqn.outvars[0].aval
+        if name in ELEMENTWISE and aval.shape:
+            self.shared_noise.update(dict.fromkeys(sorted(samples)))
         return joined
 
     def require_ensured(self, eqn: JaxprEqn, marks: list[Mark]) -> None:
-        """Refuses an `ensure_mirrored` of values that replicas may differ in."""
+        """Rejects `ensure_mirrored` of per-replica values."""
         if eqn.primitive is not ensured_p:
             return
         pairs = zip(eqn.params["names"], marks, strict=True)
         differing = [name for name, mark in pairs if mark.per_replica]
         if differing:
-            self.refuse(
+            self.reject(
                 f"ensure_mirrored at {user_line(eqn)}: replicas may hold different values of\n"
-                f"{listing(differing)}\nReduce what is computed from per-replica data first:\n"
+                f"{listing(differing)}\nAll-reduce values derived from per-replica data first:\n"
                 '  grads = mirror.get_replica_context().all_reduce("mean", grads)'
             )
 
-    def mark_of_collective(self, eqn: JaxprEqn) -> Mark:
-        """What is known of the result of a collective."""
+    def mark_collective(self, eqn: JaxprEqn) -> Mark:
+        """Returns the mark of the result of a collective."""
         if not self.reports:
             return MIRRORED
-        return Mark(behind=frozenset({f"{past(eqn)} at {line_within(eqn, self.within)}"}))
+        line = line_within(eqn, self.within)
+        return Mark(reduced_by=frozenset({f"{result_of(eqn)} at {line}"}))
 
-    def written(self, eqn: JaxprEqn, marks: Sequence[Mark], value: Mark) -> list[Mark]:
-        """Marks of the inputs after the value, or not, was written to the `Ref`s among them."""
+    def write(self, eqn: JaxprEqn, marks: Sequence[Mark], value: Mark) -> list[Mark]:
+        """Returns the marks of the inputs after the value may have been written to their `Ref`s."""
         value = value.join(Mark(self.control))
         pairs = zip(eqn.invars, marks, strict=True)
         return [mark.join(value) if is_ref(atom) else mark for atom, mark in pairs]
 
     def linear_solve(self, eqn: JaxprEqn, marks: list[Mark]) -> tuple[list[Mark], list[Mark]]:
-        """`custom_linear_solve` runs its `solve`; the other programs are for its derivatives."""
+        """Marks the results of `solve`; the other programs are for derivatives."""
         lengths, solve = eqn.params["const_lengths"], eqn.params["jaxprs"].solve
         start = lengths.matvec + lengths.vecmat
         consts, rest = marks[start : start + lengths.solve], marks[sum(lengths) :]
-        return self.closed(solve, [*consts, *rest])[0], marks
+        return self.walk(solve, [*consts, *rest])[0], marks
 
     def opaque(
         self, eqn: JaxprEqn, marks: list[Mark], inner: list[Jaxpr]
     ) -> tuple[list[Mark], list[Mark]]:
-        """Inner programs of unknown meaning: everything that comes out is as bad as the worst."""
+        """Marks an operation whose use of its inner programs is unknown."""
         worst = computed(marks)
-        if any(contains_replica_source(program) for program in inner):
+        if any(map(contains_replica_source, inner)):
             self.meets_replica = True
-            worst = (
-                worst if worst.per_replica else Mark(f"{eqn.primitive.name} at {user_line(eqn)}")
-            )
+            if not worst.per_replica:
+                worst = Mark(f"{eqn.primitive.name} at {user_line(eqn)}")
         if worst.per_replica and any(map(contains_collective, inner)):
-            self.refuse(
+            self.reject(
                 f"{user_line(eqn)}: the collective inside `{eqn.primitive.name}` may not run on "
                 f"every replica. Move the all-reduce out of `{eqn.primitive.name}`."
             )
-        return [worst] * len(eqn.outvars), self.written(eqn, marks, worst)
+        return [worst] * len(eqn.outvars), self.write(eqn, marks, worst)
 
     def scan(self, eqn: JaxprEqn, marks: list[Mark]) -> tuple[list[Mark], list[Mark]]:
         scan = Scan(eqn)
@@ -274,9 +283,9 @@ class _Pass:
         marks = list(marks)
         carry = slice(num_consts, num_consts + num_carry)
         while True:
-            # A slice is not its array, so it is a copy of nothing.
+            # A slice is not a copy of its array.
             marks[carry.stop :] = [mark.of(None) for mark in marks[carry.stop :]]
-            outputs, after = self.closed(scan.body, marks)
+            outputs, after = self.walk(scan.body, marks)
             joined = [*after[:num_consts], *joins(marks[carry], outputs[:num_carry])]
             joined += after[carry.stop :]
             if joined == marks:
@@ -291,12 +300,12 @@ class _Pass:
         test_consts, consts, carry = loop.split(marks)
         num_test, num_body = len(test_consts), len(consts)
         while True:
-            (predicate,), test_after = self.closed(test, [*test_consts, *carry])
-            with _ControlFlow(self, predicate, eqn):
+            (predicate,), test_after = self.walk(test, [*test_consts, *carry])
+            with self.under(predicate, eqn):
                 if predicate.per_replica:
-                    # How often the test runs depends on the predicate: so does what it writes.
-                    _, test_after = self.closed(test, [*test_consts, *carry])
-                outputs, after = self.closed(body, [*consts, *carry])
+                    # The number of runs of the test depends on the predicate, and so do its writes.
+                    _, test_after = self.walk(test, [*test_consts, *carry])
+                outputs, after = self.walk(body, [*consts, *carry])
             joined = [chosen(pair, predicate) for pair in zip(carry, outputs, strict=True)]
             new = (test_after[:num_test], after[:num_body], joined)
             if new == (test_consts, consts, carry):
@@ -305,38 +314,28 @@ class _Pass:
 
     def cond(self, eqn: JaxprEqn, marks: list[Mark]) -> tuple[list[Mark], list[Mark]]:
         predicate, operands = marks[0], marks[1:]
-        with _ControlFlow(self, predicate, eqn):
-            walked = [self.closed(branch, operands) for branch in eqn.params["branches"]]
-        outputs = [chosen(each, predicate) for each in zip(*(o for o, _ in walked), strict=True)]
-        after = [either(each) for each in zip(*(a for _, a in walked), strict=True)]
+        with self.under(predicate, eqn):
+            walked = [self.walk(branch, operands) for branch in eqn.params["branches"]]
+        outputs = [chosen(marks, predicate) for marks in zip(*(o for o, _ in walked), strict=True)]
+        after = list(map(either, zip(*(a for _, a in walked), strict=True)))
         return outputs, [predicate, *after]
 
-
-class _ControlFlow:
-    """While inside, the pass stands under a control that replicas may take differently."""
-
-    def __init__(self, walk: _Pass, predicate: Mark, eqn: JaxprEqn) -> None:
-        self.walk, self.saved = walk, walk.control
-        if predicate.per_replica and walk.control is None:
-            what = f"the `{eqn.primitive.name}` at {user_line(eqn)}"
-            self.inside: str | None = f"{what}, whose condition depends on {walk.cause(predicate)}"
-        else:
-            self.inside = walk.control
-
-    def __enter__(self) -> None:
-        self.walk.control = self.inside
-
-    def __exit__(self, *_: object) -> None:
-        self.walk.control = self.saved
+    @contextlib.contextmanager
+    def under(self, predicate: Mark, eqn: JaxprEqn) -> Iterator[None]:
+        """Context manager for walking the inner programs of `eqn`, which the predicate controls."""
+        saved = self.control
+        if predicate.per_replica and saved is None:
+            self.control = (
+                f"the {eqn.primitive.name} at {user_line(eqn)}, whose predicate depends on "
+                f"{self.describe_origin(predicate)} and may differ between replicas"
+            )
+        yield
+        self.control = saved
 
 
-def _rank(aval: Any) -> int:
-    return len(aval.shape)
-
-
-def _gives_all_the_same(eqn: JaxprEqn, operands: Mark, num_replicas: int) -> bool:
-    """Whether it is a collective that leaves the same value on all replicas."""
-    if not _spans_whole_axis(eqn):
+def _is_mirrored(eqn: JaxprEqn, operands: Mark, num_replicas: int) -> bool:
+    """Whether a collective leaves the same value on all replicas."""
+    if not spans_whole_axis(eqn):
         return False
     if eqn.primitive.name == "ppermute" and not operands.per_replica:
         return len({target for _, target in eqn.params["perm"]}) == num_replicas
@@ -344,7 +343,7 @@ def _gives_all_the_same(eqn: JaxprEqn, operands: Mark, num_replicas: int) -> boo
 
 
 def _expanded(eqn: JaxprEqn, num_replicas: int) -> ClosedJaxpr:
-    """The program of a hijax primitive, whose parameters do not show it (JAX 0.12)."""
+    """Returns the program of a hijax primitive, which is not among its parameters (JAX 0.12)."""
     primitive = eqn.params["_prim"]
 
     def expand(*leaves: Any) -> list[Any]:
@@ -354,21 +353,18 @@ def _expanded(eqn: JaxprEqn, num_replicas: int) -> ClosedJaxpr:
     return trace(expand, avals, num_replicas)
 
 
-def _spans_whole_axis(eqn: JaxprEqn) -> bool:
-    return is_collective(eqn) and eqn.params.get("axis_index_groups") is None
-
-
-def _would_hang(eqn: JaxprEqn, control: str) -> str:
+def _hang_message(eqn: JaxprEqn, control: str) -> str:
+    name = eqn.primitive.name
     return (
-        f"The {eqn.primitive.name} at {user_line(eqn)} stands under {control} and may differ "
-        "between replicas: some would wait for the others forever. Make the condition the same on "
-        'all replicas, e.g. with replica_context.all_reduce("max", condition), or move the '
-        "collective out of the branch." + (_SEARCHES if "`while`" in control else "")
+        f"The {name} at {user_line(eqn)} is inside {control}, so some replicas would wait forever "
+        "for the others. Make the predicate identical on all replicas, e.g. "
+        f'replica_context.all_reduce("max", predicate), or move the {name} out of the branch.'
+        + (_LINE_SEARCH if "the while" in control else "")
     )
 
 
-_SEARCHES = (
-    " In a line search, where the condition is a gradient of an all-reduced loss: that gradient is "
-    "each replica's own. Take it of loss(replica_context.shared(params)), whose gradient is "
+_LINE_SEARCH = (
+    " In a line search, the predicate may be a gradient of an all-reduced loss, which is "
+    "per-replica. Differentiate loss(replica_context.shared(params)) instead: its gradient is "
     "all-reduced."
 )

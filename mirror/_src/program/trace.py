@@ -1,4 +1,4 @@
-"""Traces a function of flat leaves to a jaxpr with a named replica axis."""
+"""Traces functions of flat leaves to jaxprs with a named replica axis."""
 
 import functools
 import itertools
@@ -14,7 +14,7 @@ from mirror._src.utils.types import Array
 
 
 def abstract(value: Any) -> jax.ShapeDtypeStruct:
-    """Returns shape, dtype and weak type of an array or number; no sharding.
+    """Returns the shape, dtype and weak type of an array or number, without its sharding.
 
     Raises:
         TypeError: If JAX has no array type for the value.
@@ -23,12 +23,12 @@ def abstract(value: Any) -> jax.ShapeDtypeStruct:
 
 
 def struct_of(aval: Any) -> jax.ShapeDtypeStruct:
-    """Returns shape, dtype and weak type of a type of JAX's."""
+    """Returns the shape, dtype and weak type of an abstract value."""
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 
 def abstract_row(stacked: Any) -> jax.ShapeDtypeStruct:
-    """Returns shape, dtype and weak type of one replica's part of a stacked array."""
+    """Returns the shape, dtype and weak type of one replica's slice of a stacked array."""
     aval = abstract(stacked)
     return jax.ShapeDtypeStruct(aval.shape[1:], aval.dtype, weak_type=aval.weak_type)
 
@@ -36,11 +36,11 @@ def abstract_row(stacked: Any) -> jax.ShapeDtypeStruct:
 def trace(
     fn: Callable[..., Any], leaves: Sequence[jax.ShapeDtypeStruct], num_replicas: int
 ) -> ClosedJaxpr:
-    """Traces `fn` once, for one replica, on leaves of these shapes: the replica program.
+    """Traces `fn` once, for one replica, and returns the replica program.
 
-    No mesh is set meanwhile. The types in a jaxpr name the mesh of its trace, and an operation
-    whose types name one mesh cannot be evaluated on another (JAX 0.10 to 0.12); types that name
-    none fit every executor.
+    The trace has no mesh. Types in a jaxpr name the mesh of its trace, and an operation whose types
+    name one mesh cannot be evaluated on another (JAX 0.10 to 0.12). Types without a mesh fit every
+    executor.
     """
     with NoMesh():
         return jax.make_jaxpr(fn, axis_env=[(axis_name(), num_replicas)])(*leaves)
@@ -50,11 +50,11 @@ _context = jax.jit(lambda: ())
 
 
 def context_token() -> object:
-    """Returns an object that stands for the context in which JAX would trace here and now.
+    """Returns an object that identifies the context in which JAX would trace now.
 
-    It is the trace of an empty function, which JAX keeps under what it keeps every trace under:
-    `jax_enable_x64`, the matmul precision and the other options that a trace depends on. Two calls
-    return the same object exactly if JAX would find the trace of the first call in the second.
+    It is the trace of an empty function. JAX caches traces by every option they depend on, such as
+    `jax_enable_x64` and the matmul precision. Two calls return the same object exactly if JAX would
+    reuse the trace of the first call in the second.
     """
     return _context.trace().jaxpr
 
@@ -64,11 +64,11 @@ _trace_number = jax.make_user_context(default_value=None)
 
 
 def uncached(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the function, which does not see traces that JAX keeps of functions under `jax.jit`.
+    """Returns the function, wrapped so that it does not reuse cached traces of jitted functions.
 
-    A user's function under `jax.jit` is traced once for its shapes, and again only in another
-    context. What it asks of this trace alone, the other replicas' lengths or what stands for a
-    variable, would be answered by an earlier one. So each trace is a context of its own.
+    JAX traces a user's function under `jax.jit` once per shape and context. A cached trace would
+    contain the answers of an earlier step, such as the lengths of the other replicas' batches or
+    the values of variables. Therefore every trace gets its own context.
     """
 
     @functools.wraps(fn)
@@ -80,5 +80,5 @@ def uncached(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def trace_inside(fn: Callable[..., Any], leaves: Sequence[Array]) -> ClosedJaxpr:
-    """Traces `fn` on the tracers of a program under way; it has no axis of its own."""
+    """Traces `fn` on the tracers of the enclosing trace, without adding a named axis."""
     return jax.make_jaxpr(fn)(*leaves)

@@ -1,4 +1,4 @@
-"""Where in the user's code an operation of a program was written."""
+"""The line in the user's code where an operation of a program was written."""
 
 import traceback
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ _NO_LINE = "an unknown line"
 
 
 def user_line(eqn: JaxprEqn) -> str:
-    """Where in the user's own code an operation was written: `train.py:42 in step`."""
+    """Returns the line of the user's code that an operation comes from: `train.py:42 in step`."""
     frames = eqn.source_info.traceback
     if frames is None:
         return _NO_LINE
@@ -22,7 +22,10 @@ def user_line(eqn: JaxprEqn) -> str:
 
 
 def line_within(eqn: JaxprEqn, around: Sequence[JaxprEqn]) -> str:
-    """The user's line; JAX's own functions are traced once and know only who called first."""
+    """Returns the user's line of an operation or, if it has none, of the innermost call around it.
+
+    JAX traces its own functions once and records only the first caller.
+    """
     for outer in reversed(around):
         if user_line(eqn) != _NO_LINE:
             break

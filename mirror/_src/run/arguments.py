@@ -1,7 +1,8 @@
-"""The arguments of a call: told apart, named, and put together again inside a replica.
+"""Classifies, names and reassembles the arguments of a step.
 
-A step's arguments are nnx objects, which go by reference; `PerReplica` leaves, of which each
-replica gets its own; arrays and numbers, which are mirrored; and anything else, which is static.
+Arguments of a step are nnx objects, which are passed by reference; `PerReplica` leaves, which give
+each replica its own value; arrays and numbers, which are mirrored; and other leaves, which are
+static.
 """
 
 import sys
@@ -14,71 +15,71 @@ import numpy as np
 
 from mirror._src.devices.unstacked import UnstackedArrays
 from mirror._src.run.nnx.structure import is_object
-from mirror._src.utils.errors import describe
+from mirror._src.utils.errors import describe, expected
 from mirror._src.utils.naming import argument_names, keys, leaf_names, name_of
-from mirror._src.utils.types import PyTree
+from mirror._src.utils.types import ARRAY_LIKE, PyTree
 from mirror._src.values.per_replica import PerReplica, is_per_replica
 from mirror._src.variables.variable import Variable
 
-ARRAY_LIKE = (jax.Array, np.ndarray, np.generic, int, float, complex)
-"""What is an array, or becomes one."""
 _DYNAMIC_TYPES = (*ARRAY_LIKE, UnstackedArrays)
 
 
 def kind(leaf_type: type) -> type:
-    """`jax.Array` for all types whose values go as arrays; a static value's type otherwise."""
+    """Returns `jax.Array` for a type whose values become arrays, and any other type unchanged."""
     dynamic = issubclass(leaf_type, _DYNAMIC_TYPES) and leaf_type is not bool
     return jax.Array if dynamic else leaf_type
 
 
 def kinds(treedef: Any, leaf_types: Sequence[type]) -> tuple[type, ...]:
     """Returns the kind of each leaf; a Python number in an Equinox module is static."""
-    fixed = fixed_numbers(treedef)
+    fixed = equinox_positions(treedef)
     return tuple([t if i in fixed and is_number(t) else kind(t) for i, t in enumerate(leaf_types)])
 
 
 @jax.tree_util.register_pytree_node_class
 @dataclass(frozen=True)
 class ObjectPlaceholder:
-    """Stands in the arguments where the nnx object of this number was; a pytree without leaves."""
+    """Replaces an nnx object in the arguments. A pytree without leaves."""
 
     number: int
 
     def tree_flatten(self) -> tuple[tuple[()], int]:
-        """No children; the number is structure."""
+        """Returns no children, and the number as static data."""
         return (), self.number
 
     @classmethod
     def tree_unflatten(cls, number: int, _: object) -> "ObjectPlaceholder":
-        """The same again."""
+        """Returns the placeholder with this number."""
         return cls(number)
 
 
 def require_static(fn: Callable[..., Any], tree: Any, layout: "Layout", leaves: list) -> None:
-    """Refuses a static argument that cannot be compared with that of the next call.
+    """Rejects static arguments that are not hashable, because programs are looked up by them.
 
     Raises:
-        TypeError: one is not hashable; the message names it.
+        TypeError: If a static argument is not hashable.
     """
     for i in layout.static:
         try:
             hash(leaves[i])
         except TypeError as error:
             raise TypeError(
-                f"{leaf_names(fn, tree)[i]} is {describe(leaves[i])}, neither an array nor "
-                "hashable. Pass arrays, numbers, or hashables such as strings and functions."
+                f"{leaf_names(fn, tree)[i]} is {describe(leaves[i])}, which is neither an array "
+                "nor hashable. Arguments of a step must be arrays, numbers, or hashable values "
+                "such as strings and functions."
             ) from error
 
 
 class Layout:
-    """How the leaves of a call's arguments are to be treated: one for each structure and types.
+    """Classification of the leaves of a call's arguments, for one structure and set of types.
 
     Attributes:
-        treedef: structure of the arguments as they are inside a replica, without `PerReplica`.
-        dynamic: positions of the leaves that are arrays or numbers.
-        per_replica: positions, among the dynamic ones, of the leaves that replicas differ in.
-        static: positions of all other leaves.
-        nested: whether nnx objects stand inside other containers.
+        treedef: Structure of the arguments as a replica receives them, without `PerReplica`.
+        dynamic: Positions of the leaves that are arrays or numbers.
+        per_replica: Positions, among the dynamic leaves, of the `PerReplica` leaves.
+        static: Positions of all other leaves.
+        nested: Whether containers among the arguments hold nnx objects.
+        all_dynamic: Whether all leaves are arrays or numbers.
     """
 
     def __init__(self, treedef: Any, leaf_kinds: Sequence[type]) -> None:
@@ -94,25 +95,31 @@ class Layout:
         self._has_numbers = any(is_number(leaf_kinds[i]) for i in self.static)
 
     def dynamic_leaves(self, leaves: list[Any]) -> list[Any]:
-        """The arrays and numbers among the leaves."""
+        """Returns the leaves that are arrays or numbers."""
         return leaves if self.all_dynamic else [leaves[i] for i in self.dynamic]
 
     def key(self, leaves: list[Any]) -> tuple[Any, ...]:
-        """What of the leaves' values a program depends on: statics, and the replicas' shapes."""
+        """Returns the values that a program depends on: static leaves and per-replica shapes."""
         statics: tuple[Any, ...] = tuple([leaves[i] for i in self.static])
-        if self._has_numbers:  # 0.0 == -0.0, and NaN is not NaN
+        if self._has_numbers:  # as text, because 0.0 == -0.0 and NaN != NaN
             statics = tuple([repr(s) if is_number(type(s)) else s for s in statics])
         dynamic = self.dynamic_leaves(leaves)
         return statics, tuple([dynamic[i].shape for i in self.per_replica])
 
     def statics(self, leaves: list[Any]) -> tuple[Any, ...]:
-        """The leaves that are neither arrays nor numbers that become arrays."""
+        """Returns the static leaves."""
         return tuple([leaves[i] for i in self.static])
 
     def rebuild(
         self, dynamic: Sequence[Any], statics: Sequence[Any], objects: Sequence[Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of one replica, from its own leaves."""
+        """Returns the positional and keyword arguments that a replica calls the step with.
+
+        Args:
+            dynamic: The replica's arrays, without a leading replica axis.
+            statics: The static leaves.
+            objects: The nnx objects, by placeholder number.
+        """
         leaves: list[Any] = [None] * (len(self.dynamic) + len(self.static))
         for i, leaf in zip(self.dynamic, dynamic, strict=True):
             leaves[i] = leaf
@@ -126,47 +133,48 @@ class Layout:
 
 
 def is_number(leaf_type: type) -> bool:
-    """Whether it is the type of a Python number, flags left out."""
+    """Whether this is a type of Python numbers other than `bool`."""
     return issubclass(leaf_type, int | float | complex) and not issubclass(
         leaf_type, bool | np.generic
     )
 
 
-def a_ref(what: str) -> str:
-    """Words a `jax.Ref` that comes from outside the step."""
+def ref_message(name: str) -> str:
+    """Returns the error message for a `jax.Ref` created outside the step."""
     return (
-        f"{what} is a jax.Ref, a place that all replicas would write to. Pass its value, ref[...], "
-        "and return the new one. A Ref that the step makes itself works."
+        f"{name} is a jax.Ref, which all replicas would write to. Pass its value, ref[...], and "
+        "return the new value. A Ref created inside the step is allowed."
     )
 
 
-def fixed_numbers(treedef: Any) -> set[int]:
-    """The positions of leaves inside Equinox modules, whose Python numbers stay numbers.
+def equinox_positions(treedef: Any) -> set[int]:
+    """Returns the positions of leaves inside Equinox modules, whose Python numbers are static.
 
-    In a module a number is a setting, such as a stride or a rate; an array would be trained.
+    A number in a module is a setting, such as a stride or a rate. As an array, it would be trained.
     """
     equinox = sys.modules.get("equinox")
     if equinox is None:
         return set()
-    found: set[int] = set()
+    positions: set[int] = set()
     start = 0
-    waiting = [treedef]
-    while waiting:
-        node = waiting.pop()
+    pending = [treedef]
+    while pending:
+        node = pending.pop()
         data = node.node_data()
         if data is None or (data[0] is not None and issubclass(data[0], equinox.Module)):
             if data is not None:
-                found.update(range(start, start + node.num_leaves))
+                positions.update(range(start, start + node.num_leaves))
             start += node.num_leaves
         else:
-            waiting += reversed(node.children())
-    return found
+            pending += reversed(node.children())
+    return positions
 
 
 _is_object_type: dict[type, bool] = {}
 
 
-def _hoists(value: object) -> bool:
+def _is_object(value: object) -> bool:
+    """Whether the value is an nnx object; cached by type."""
     kind = type(value)
     known = _is_object_type.get(kind)
     if known is None:
@@ -175,18 +183,23 @@ def _hoists(value: object) -> bool:
 
 
 class Arguments(NamedTuple):
-    """A call's arguments with the nnx objects taken out."""
+    """The arguments of a call, separated from the nnx objects among them.
+
+    Attributes:
+        objects: The nnx objects.
+        tree: Positional and keyword arguments, with placeholders for the nnx objects.
+    """
 
     objects: list[Any]
     tree: tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def hoist(args: Sequence[Any], kwargs: dict[str, Any]) -> Arguments:
-    """Takes out the nnx objects that are arguments themselves; the common case, and quick."""
+    """Separates the nnx objects that are arguments themselves: the common case, and fast."""
     objects: list[Any] = []
 
     def take(value: Any) -> Any:
-        if not _hoists(value):
+        if not _is_object(value):
             return value
         objects.append(value)
         return ObjectPlaceholder(len(objects) - 1)
@@ -196,7 +209,7 @@ def hoist(args: Sequence[Any], kwargs: dict[str, Any]) -> Arguments:
 
 
 def hoist_nested(args: Sequence[Any], kwargs: dict[str, Any]) -> Arguments:
-    """Takes out the nnx objects wherever they stand in the arguments."""
+    """Separates all nnx objects, including those inside containers."""
     objects: list[Any] = []
 
     def take(value: Any) -> Any:
@@ -212,61 +225,63 @@ def hoist_nested(args: Sequence[Any], kwargs: dict[str, Any]) -> Arguments:
 def object_names(
     fn: Callable[..., Any], tree: PyTree, objects: Sequence[Any], captured: Sequence[Variable] = ()
 ) -> list[str]:
-    """The user's name for each nnx object; those that are no arguments come last."""
+    """Returns the user's name for each nnx object. Captured variables come last."""
     args, kwargs = tree
-    names = argument_names(fn, len(args))
-    found = [f"object {i}" for i in range(len(objects) - len(captured))]
-    found += [variable.get_metadata("name") or "a captured variable" for variable in captured]
+    arg_names = argument_names(fn, len(args))
+    names = [f"object {i}" for i in range(len(objects) - len(captured))]
+    names += [variable.get_metadata("name") or "a captured variable" for variable in captured]
     is_leaf = lambda node: isinstance(node, ObjectPlaceholder)  # noqa: E731
     for path, node in jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_leaf)[0]:
         if isinstance(node, ObjectPlaceholder):
-            head = names[path[1].idx] if path[0].idx == 0 else path[1].key
-            found[node.number] = head + keys(path[2:])
-    return found
+            head = arg_names[path[1].idx] if path[0].idx == 0 else path[1].key
+            names[node.number] = head + keys(path[2:])
+    return names
 
 
 def require_call(fn: Any, args: Any, kwargs: Any) -> None:
-    """Refuses a step that is no function, and arguments that are no tuple and no dict.
+    """Checks the types of the arguments of `run`.
 
     Raises:
-        TypeError: they are something else.
+        TypeError: If `fn` is not callable, `args` not a tuple or list, or `kwargs` not a dict.
     """
     if not callable(fn):
-        raise TypeError(
-            f"fn={describe(fn)} is no function. Pass the step: strategy.run(step, args)."
-        )
+        fix = "Pass the step function: strategy.run(step, args)."
+        raise TypeError(expected("fn", fn, "callable", fix))
     if not isinstance(args, tuple | list):
-        raise TypeError(
-            f"args={describe(args)} is no tuple. Pass the step's arguments as one: "
-            "strategy.run(step, (model, batch))."
-        )
+        fix = "Wrap the step's arguments in a tuple: strategy.run(step, (model, batch))."
+        raise TypeError(expected("args", args, "a tuple", fix))
     if not isinstance(kwargs, dict):
-        raise TypeError(f"kwargs={describe(kwargs)} is no dict. Pass the keyword arguments as one.")
+        fix = "Pass the step's keyword arguments: strategy.run(step, args, {'train': True})."
+        raise TypeError(expected("kwargs", kwargs, "a dict", fix))
 
 
 def canonical_argnums(donate_argnums: Any) -> tuple[int, ...]:
-    """The positions as a tuple.
+    """Returns the positions of donated arguments as a tuple.
 
     Raises:
-        TypeError: no int and no sequence of them.
+        TypeError: If `donate_argnums` is not a sequence.
     """
     if isinstance(donate_argnums, list | range):
         return tuple(donate_argnums)
-    raise TypeError(
-        f"donate_argnums={describe(donate_argnums)} is no position. Pass an int or a tuple of "
-        "ints: strategy.run(step, (state, batch), donate_argnums=0)."
-    )
+    fix = "For example: strategy.run(step, (state, batch), donate_argnums=0)."
+    raise TypeError(expected("donate_argnums", donate_argnums, "an int or a sequence of ints", fix))
 
 
 def require_no_tracers(fn: Callable[..., Any], tree: Any) -> None:
-    """Refuses arguments that are being traced: `run` compiles by itself.
+    """Rejects arguments that are tracers.
 
     Raises:
-        RuntimeError: one is.
+        RuntimeError: If a leaf is a tracer.
     """
     for i, leaf in enumerate(jax.tree.leaves(tree)):
         if isinstance(leaf, jax.core.Tracer):
-            raise RuntimeError(
-                f"{name_of(fn)} is run inside jax.jit, grad or vmap: {leaf_names(fn, tree)[i]} is "
-                "a tracer. Call strategy.run outside; it compiles by itself."
-            )
+            raise RuntimeError(inside_jit_message(name_of(fn), leaf_names(fn, tree)[i]))
+
+
+def inside_jit_message(step: str, tracer: str | None = None) -> str:
+    """Returns the error message for a call of `run` inside a JAX transformation."""
+    where = "jax.jit" if tracer is None else f"jax.jit, grad or vmap: {tracer} is a tracer"
+    return (
+        f"strategy.run({step}) was called inside {where}. Call it from regular Python code: "
+        "strategy.run compiles the step itself."
+    )

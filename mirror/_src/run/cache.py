@@ -1,4 +1,4 @@
-"""The programs and traces of earlier calls, by what they depend on."""
+"""`ProgramCache`: the programs and traces of earlier calls, by what they depend on."""
 
 import threading
 from typing import Any
@@ -6,21 +6,21 @@ from typing import Any
 from mirror._src.run.program import StepProgram
 from mirror._src.run.quick import QuickCall
 from mirror._src.run.step import TracedStep
-from mirror._src.run.step_warnings import FRESH_FUNCTIONS
+from mirror._src.run.step_warnings import MAX_NEW_FUNCTIONS
 from mirror._src.utils.naming import code_of, is_our_module
 from mirror._src.utils.types import StepFunction
 
-_MOST_PROGRAMS = 256
+_MAX_PROGRAMS = 256
 
 
 class ProgramCache:
-    """What was made for earlier calls.
+    """Cache of programs, traces and quick calls.
 
     Attributes:
-        programs: By the key of a call: the program of the last such call. By key, sets of shapes
-            and context: the one for these.
-        traces: By trace key, sets of shapes and context.
-        quick: The quick way of calls, by function and donated arguments.
+        programs: The last program for each call key, and the exact program for each call key,
+            variants and trace context.
+        traces: The trace for each trace key, variants and trace context.
+        quick: The quick call for each function and donated arguments.
     """
 
     def __init__(self) -> None:
@@ -33,36 +33,40 @@ class ProgramCache:
 
     @property
     def is_full(self) -> bool:
-        """Whether there are so many programs that all are to be forgotten."""
-        return len(self.programs) > 2 * _MOST_PROGRAMS
+        """Whether the cache has reached the size at which it is cleared."""
+        return len(self.programs) > 2 * _MAX_PROGRAMS
 
     def making(self, key: Any) -> threading.RLock:
-        """The lock of those who need a program that has yet to be made."""
+        """Returns the lock to hold while the program for a key is made."""
         with self._lock:
             return self._making.setdefault(key, threading.RLock())
 
     def superseded(self, fn: StepFunction, program: StepProgram) -> list[StepProgram]:
-        """The earlier programs of a step that is a new function object each time.
+        """Returns the earlier programs of a step that is a new function object in every call.
 
         Args:
             fn: The step.
-            program: Its new program.
+            program: The new program of the step.
         """
         code = code_of(fn)
-        ours = is_our_module(getattr(fn, "__module__", None))
-        if code is None or ours:  # our own are made with care
+        is_ours = is_our_module(getattr(fn, "__module__", None))
+        if code is None or is_ours:  # mirror's own steps are cached deliberately
             return []
-        made = self._by_code.setdefault(code, [])
-        made.append(program)
-        lately = made[-FRESH_FUNCTIONS:]
-        if len({id(p.fn) for p in lately}) < FRESH_FUNCTIONS or any(p.runs > 1 for p in lately):
+        programs = self._by_code.setdefault(code, [])
+        programs.append(program)
+        recent = programs[-MAX_NEW_FUNCTIONS:]
+        if len({id(p.fn) for p in recent}) < MAX_NEW_FUNCTIONS or any(p.runs > 1 for p in recent):
             return []
-        earlier = made[:-1]
-        del made[:-1]
+        earlier = programs[:-1]
+        del programs[:-1]
         return earlier
 
     def forget(self, programs: set[int]) -> set[StepFunction]:
-        """Forgets programs by identity; returns the steps of those that are left."""
+        """Forgets some programs, and returns the step functions of the remaining ones.
+
+        Args:
+            programs: The `id` of each program to forget.
+        """
         for key, quick in list(self.quick.items()):
             if id(quick.program) in programs:
                 self.quick.pop(key, None)
@@ -73,7 +77,7 @@ class ProgramCache:
         return kept
 
     def clear(self) -> None:
-        """Forgets all."""
+        """Forgets everything."""
         self.programs.clear()
         self.traces.clear()
         self._making.clear()
@@ -82,7 +86,7 @@ class ProgramCache:
 
 
 class Identity:
-    """An object as part of a key: equal to itself alone, and alive as long as the key."""
+    """Wrapper that compares an object by identity, and keeps it alive, as part of a key."""
 
     def __init__(self, value: object) -> None:
         self.value = value

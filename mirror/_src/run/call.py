@@ -1,4 +1,4 @@
-"""One call of `strategy.run`: its arguments told apart, its names, the key of its program."""
+"""`Call`: one call of `strategy.run`, with its arguments classified."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -8,13 +8,26 @@ import jax
 from mirror._src.run.arguments import Layout, object_names
 from mirror._src.run.nnx.record import Record
 from mirror._src.run.nnx.structure import Structure, VariableSlot
+from mirror._src.utils.errors import counted
 from mirror._src.utils.naming import leaf_names, name_of
 from mirror._src.utils.types import StepFunction
 from mirror._src.variables.variable import Variable
 
 
 class Call(NamedTuple):
-    """One call of `run`, its arguments told apart."""
+    """One call of `run`, with its arguments classified.
+
+    Attributes:
+        fn: The step function.
+        tree: Positional and keyword arguments, with placeholders for the nnx objects.
+        layout: Classification of the leaves.
+        leaves: Leaves of the arguments, static ones included.
+        objects: The nnx objects, captured variables last.
+        record: Record of the objects; `None` without objects.
+        state: Leaves of the objects.
+        donate_argnums: Positions of donated arguments.
+        captured: Variables that the step uses without receiving them as arguments.
+    """
 
     fn: StepFunction
     tree: tuple[tuple[Any, ...], dict[str, Any]]
@@ -28,18 +41,18 @@ class Call(NamedTuple):
 
     @property
     def structure(self) -> Structure | None:
-        """The structure of the nnx objects, if there are any."""
+        """The structure of the nnx objects; `None` without objects."""
         return self.record.structure if self.record is not None else None
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What the program of this call is found by."""
+        """The key of this call's program in the cache."""
         layout = self.layout
         return (self.fn, layout, layout.key(self.leaves), self.structure, self.donate_argnums)
 
     @property
     def trace_key(self) -> tuple[Any, ...]:
-        """What its trace is found by: the same whatever is donated."""
+        """The key of this call's trace, which does not depend on what is donated."""
         return self.key[:-1]
 
     @property
@@ -55,25 +68,32 @@ class Call(NamedTuple):
 
     @property
     def slots(self) -> list[tuple[VariableSlot, str]]:
-        """The place of each leaf of the nnx objects, with the user's name for it."""
-        found = self.structure
-        if found is None:
+        """The slot of each leaf of the nnx objects, with the user's name for it."""
+        structure = self.structure
+        if structure is None:
             return []
-        return list(zip(found.leaf_slots, found.names(self.object_names), strict=True))
+        return list(zip(structure.leaf_slots, structure.names(self.object_names), strict=True))
 
     @property
     def input_names(self) -> list[str]:
-        """The user's names of all inputs of the program: the objects' leaves, then the others."""
+        """The user's names for all inputs of the program: leaves of objects, then other leaves."""
         return [*(name for _, name in self.slots), *self.leaf_names]
 
     def donated(self) -> list[int]:
-        """Positions of the leaves whose buffers the user donates."""
+        """Returns the positions of the leaves that the user donates.
+
+        Raises:
+            ValueError: If `donate_argnums` contains anything but indices of arguments.
+        """
         num_args = len(self.tree[0])
         for argnum in self.donate_argnums:
             if not (isinstance(argnum, int) and 0 <= argnum < num_args):
+                valid = {0: "", 1: " (valid index: 0)"}.get(
+                    num_args, f" (valid indices: 0 to {num_args - 1})"
+                )
                 raise ValueError(
-                    f"donate_argnums={self.donate_argnums}: there is no argument {argnum}; "
-                    f"{name_of(self.fn)} got {num_args}, numbered from 0."
+                    f"donate_argnums={self.donate_argnums} is out of range: {name_of(self.fn)} was "
+                    f"called with {counted(num_args, 'positional argument')}{valid}."
                 )
         paths = jax.tree_util.tree_flatten_with_path(self.tree)[0]
         donated = [

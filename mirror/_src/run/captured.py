@@ -1,45 +1,48 @@
-"""Variables that steps use without being passed them: found in a trace, inputs from then on."""
+"""Captured variables: steps use them without receiving them as arguments.
+
+The first trace of a step finds them. The step is then traced again, with the variables as inputs.
+"""
 
 import threading
 from collections.abc import Sequence
 from typing import Any
 
-from mirror._src.run.closures import variables_around
+from mirror._src.run.closures import referenced_ids
 from mirror._src.utils.types import StepFunction
 from mirror._src.variables.variable import Variable
 
 
 class CapturedVariables:
-    """The variables that each step was found to use without being passed them."""
+    """The captured variables of every step."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._of_step: dict[StepFunction, tuple[tuple[Variable, ...], Any]] = {}
 
     def of(self, fn: StepFunction) -> Sequence[Variable]:
-        """The variables that a step was found to use without being passed them."""
+        """Returns the variables that a step is known to capture."""
         try:
-            variables, around = self._of_step[fn] if self._of_step else ((), ())
-        except (KeyError, TypeError):  # what is not hashable is refused later
+            variables, ids = self._of_step[fn] if self._of_step else ((), ())
+        except (KeyError, TypeError):  # a step that is not hashable is rejected later
             return ()
-        if variables and around != variables_around(fn):
-            with self._lock:  # a name that the step uses means another variable now
+        if variables and ids != referenced_ids(fn):
+            with self._lock:  # a name in the step now refers to another variable
                 self._of_step.pop(fn, None)
             return ()
         return variables
 
-    def add(self, fn: StepFunction, found: Sequence[Variable]) -> None:
+    def add(self, fn: StepFunction, variables: Sequence[Variable]) -> None:
         """Adds the variables that a trace of a step has found."""
-        around = variables_around(fn)
+        ids = referenced_ids(fn)
         with self._lock:
             known, _ = self._of_step.get(fn, ((), ()))
-            new = {id(variable): variable for variable in (*known, *found)}
-            self._of_step[fn] = tuple(new.values()), around
+            merged = {id(variable): variable for variable in (*known, *variables)}
+            self._of_step[fn] = tuple(merged.values()), ids
 
     def keep_only(self, steps: set[StepFunction]) -> None:
         """Forgets all other steps."""
         with self._lock:
-            self._of_step = {fn: found for fn, found in self._of_step.items() if fn in steps}
+            self._of_step = {fn: entry for fn, entry in self._of_step.items() if fn in steps}
 
     def clear(self) -> None:
         """Forgets all steps."""
@@ -47,7 +50,7 @@ class CapturedVariables:
 
 
 class VariablesFound(Exception):
-    """A step uses variables that it is not passed: it is to be traced again, with them."""
+    """Raised if a trace finds captured variables; the step must be traced again with them."""
 
     def __init__(self, variables: dict[int, Variable]) -> None:
         super().__init__(f"{len(variables)} variables")

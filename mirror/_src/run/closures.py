@@ -1,6 +1,7 @@
-"""What a step reads from outside its arguments: its closure, its globals, what is bound to it.
+"""Finds state that a step reads from outside its arguments: closure, globals, bound objects.
 
-JAX can tell the constants of a trace but not where they come from, hence the look at the function.
+A jaxpr lists the constants of a trace, but not the variables that they were read from. The checks
+therefore inspect the function itself.
 """
 
 import functools
@@ -21,89 +22,126 @@ from mirror._src.variables.variable import Variable
 
 
 def require_nothing_bound(fn: Callable[..., Any]) -> None:
-    """Refuses a step that has an nnx object bound to it or in its closure.
+    """Rejects a step that has an nnx object bound to it or in its closure.
 
     Raises:
-        ValueError: it has; the message names it.
+        ValueError: If there is such an object.
     """
     while isinstance(fn, functools.partial):
         bound = [*((f"args[{i}]", v) for i, v in enumerate(fn.args)), *fn.keywords.items()]
         for name, value in bound:
-            if _is_frozen(value):
-                raise ValueError(_frozen(fn, f"the nnx object {name!r}"))
+            if _would_be_constant(value):
+                raise ValueError(_capture_message(fn, f"the nnx object {name!r}"))
         fn = fn.func
-    if is_object(fn) or is_object(getattr(fn, "__self__", None)):
-        raise ValueError(_frozen(fn, f"the nnx object {name_of(fn)!r} that it belongs to"))
-    inside = getattr(inspect.unwrap(fn), "__closure__", None) or ()
-    names = inspect.unwrap(fn).__code__.co_freevars if inside else ()
-    for name, cell in zip(names, inside, strict=True):
-        if _is_frozen(_contents(cell)):
-            raise ValueError(_frozen(fn, f"the nnx object {name!r}"))
+    owner = fn if is_object(fn) else getattr(fn, "__self__", None)
+    if is_object(owner):
+        what = f"the nnx object {type(owner).__name__!r} that it is bound to"
+        raise ValueError(_capture_message(fn, what))
+    cells = getattr(inspect.unwrap(fn), "__closure__", None) or ()
+    names = inspect.unwrap(fn).__code__.co_freevars if cells else ()
+    for name, cell in zip(names, cells, strict=True):
+        if _would_be_constant(_contents(cell)):
+            raise ValueError(_capture_message(fn, f"the nnx object {name!r}"))
 
 
-def variables_around(fn: Callable[..., Any]) -> list[int]:
-    """Identities of the variables that the names in a function mean; see `named_variables`."""
-    return list(map(id, named_variables(fn)))
+def require_nothing_captured(fn: Callable[..., Any], constants: Sequence[Any]) -> None:
+    """Rejects a step that has read nnx variables that are not among its arguments.
+
+    The array that such a variable holds during the trace would be a constant of the program.
+
+    Args:
+        fn: The step.
+        constants: Constants of its trace.
+
+    Raises:
+        ValueError: If an nnx variable holds one of the constants.
+    """
+    variables = _variables_holding([x for x in constants if isinstance(x, jax.Array)])
+    if not variables:
+        return
+    names = [name for name, value in _named_globals(fn).items() if is_object(value)]
+    if names:
+        raise ValueError(_capture_message(fn, f"the nnx object {names[0]!r}"))
+    shapes = ", ".join(f"{type(v).__name__} {describe(v.get_raw_value())}" for v in variables[:3])
+    raise ValueError(_capture_message(fn, f"the nnx variables ({shapes})"))
 
 
-def named_variables(fn: Callable[..., Any]) -> list[Variable]:
-    """The variables that the names in a function mean: its closure's, globals', its object's."""
-    found: list[Any] = []
+def referenced_variables(fn: Callable[..., Any]) -> list[Variable]:
+    """Returns the variables in a function's closure, named globals and bound objects.
+
+    Includes the attributes of the objects there, but no deeper levels.
+    """
+    values: list[Any] = []
     while isinstance(fn, functools.partial):
-        found += [*fn.args, *fn.keywords.values()]
+        values += [*fn.args, *fn.keywords.values()]
         fn = fn.func
-    found.append(getattr(fn, "__self__", None))
-    code, inner = code_of(fn), inspect.unwrap(fn)
-    found += map(_contents, getattr(inner, "__closure__", None) or ())
-    known = getattr(inner, "__globals__", {})
-    found += [known.get(name) for name in (code.co_names if code else ())]
-    held = [vars(value).values() for value in found if _holds_variables(value)]
-    every = [*found, *itertools.chain.from_iterable(held)]
-    return [value for value in every if isinstance(value, Variable)]
+    values.append(getattr(fn, "__self__", None))
+    values += map(_contents, getattr(inspect.unwrap(fn), "__closure__", None) or ())
+    values += _named_globals(fn).values()
+    attributes = [vars(value).values() for value in values if _has_attributes(value)]
+    candidates = [*values, *itertools.chain.from_iterable(attributes)]
+    return [value for value in candidates if isinstance(value, Variable)]
 
 
-def _holds_variables(value: object) -> bool:
-    """Whether it is an object whose attributes a step may read variables from."""
-    plain = not isinstance(value, type | ModuleType | Variable) and not callable(value)
-    return plain and hasattr(value, "__dict__")
+def referenced_ids(fn: Callable[..., Any]) -> list[int]:
+    """Returns the `id` of each of the `referenced_variables` of a function."""
+    return list(map(id, referenced_variables(fn)))
 
 
-def _is_frozen(value: object) -> bool:
-    """Whether it would be frozen into a program; a `mirror.Variable` is found while tracing."""
+# The two functions below look into CPython, because no public API tells what a function reads:
+# - JAX 0.10 and 0.12 turn an array that a trace reads into a constant without any callback; the
+#   jaxpr holds the array, not where it was read from.
+# - Flax 0.12.8 checks the trace when a variable is assigned, not when it is read. `on_get_value`
+#   hooks reads of a single variable, so the user's variables would have to be found and changed.
+# - `inspect.getclosurevars` resolves `co_names` as below, but raises an error for partial
+#   functions, callable objects, and closures with an empty cell.
+# Delete `_variables_holding` once Flax can report all reads of variables in a trace, and
+# `_named_globals` once the jaxpr also says where a constant was read.
+
+
+def _variables_holding(arrays: Sequence[jax.Array]) -> list[nnx.Variable]:
+    """Returns the nnx variables that hold one of the arrays.
+
+    `gc.get_referrers` scans all objects of the process: 52 ms for 150,000 objects, once for each
+    compilation that has constants. It does not find an array inside a container in a variable.
+    """
+    holders = gc.get_referrers(*arrays) if arrays else []
+    return [holder for holder in holders if isinstance(holder, nnx.Variable)]
+
+
+def _named_globals(fn: Callable[..., Any]) -> dict[str, Any]:
+    """Returns the globals that a function may read, by name.
+
+    This is a guess, because `co_names` also contains names of attributes: for `x.model`, it returns
+    the global `model`. Callers may only use it where an extra object does no harm.
+    """
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    code, values = code_of(fn), getattr(inspect.unwrap(fn), "__globals__", {})
+    return {name: values[name] for name in (code.co_names if code else ()) if name in values}
+
+
+def _has_attributes(value: object) -> bool:
+    """Whether this is an object whose attributes a step may read variables from."""
+    is_instance = not isinstance(value, type | ModuleType | Variable) and not callable(value)
+    return is_instance and hasattr(value, "__dict__")
+
+
+def _would_be_constant(value: object) -> bool:
+    """Whether this is an nnx object whose reads are not tracked; reads of a `Variable` are."""
     return is_object(value) and not isinstance(value, Variable)
 
 
 def _contents(cell: CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # still empty
+    except ValueError:  # the cell is still empty
         return None
 
 
-def require_nothing_captured(fn: Callable[..., Any], constants: Sequence[Any]) -> None:
-    """Refuses a step that has read nnx variables which are not among its arguments.
-
-    What a traced step reads from outside is a constant of its program; one that a variable holds
-    would be the variable's value of this moment for ever.
-
-    Raises:
-        ValueError: it has.
-    """
-    arrays = [constant for constant in constants if isinstance(constant, jax.Array)]
-    holders = gc.get_referrers(*arrays) if arrays else []
-    held = [v for v in holders if isinstance(v, nnx.Variable)]
-    if not held:
-        return
-    code, known = code_of(fn), getattr(fn, "__globals__", {})
-    named = [n for n in (code.co_names if code else ()) if is_object(known.get(n))]
-    if named:
-        raise ValueError(_frozen(fn, f"the nnx object {named[0]!r}"))
-    shapes = ", ".join(f"{type(v).__name__} {describe(v.get_raw_value())}" for v in held[:3])
-    raise ValueError(_frozen(fn, f"the nnx variables ({shapes})"))
-
-
-def _frozen(fn: Callable[..., Any], what: str) -> str:
+def _capture_message(fn: Callable[..., Any], what: str) -> str:
+    name = name_of(fn)
     return (
-        f"{name_of(fn)} reads {what} from outside its arguments: its values would be frozen into "
-        f"the compiled step. Pass the model: strategy.run({name_of(fn)}, (model, ...))."
+        f"{name} captures {what}, so its current values would become constants of the compiled "
+        f"step. Pass it as an argument: strategy.run({name}, (model, ...))."
     )

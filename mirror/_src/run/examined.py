@@ -1,4 +1,4 @@
-"""A call that is ready to run, for reports: its arrays or their types, its trace, its program."""
+"""`ExaminedStep`: a call with its trace and program, for reports."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -20,9 +20,9 @@ class ExaminedStep(NamedTuple):
     Attributes:
         call: The call.
         traced: Its trace.
-        leaves: What goes into the program: the arrays, or their types where there are no arrays.
-        kinds: How the replicas hold each of them.
-        lowered: The program lowered, not yet compiled; `None` if it is several, run in stages.
+        leaves: Inputs of the program: arrays, or shapes and dtypes of arrays that do not exist.
+        kinds: For each input, whether it is per-replica, mirrored or sharded.
+        lowered: The lowered program, not yet compiled; `None` for a staged program.
     """
 
     call: Call
@@ -32,7 +32,7 @@ class ExaminedStep(NamedTuple):
     lowered: jax.stages.Lowered | None
 
 
-def examined_call(
+def examine(
     call: Call, traced: TracedStep, program: StepProgram, leaves: Sequence[Any]
 ) -> ExaminedStep:
     """Returns a call with its trace and its program."""
@@ -42,14 +42,14 @@ def examined_call(
 
 
 class ArrayEscapedError(ValueError):
-    """A step uses an array of a trace that has ended."""
+    """Raised if a step uses an array of another trace."""
 
 
 def require_no_escaped_arrays(traced: TracedStep) -> None:
     """Rejects a step that uses an array of another trace.
 
     Raises:
-        ArrayEscapedError: If there is one; the message is its type.
+        ArrayEscapedError: If it uses one. The message is the array's shape and dtype.
     """
     for jaxpr in traced.jaxprs:
         for array in arrays_in(jaxpr):

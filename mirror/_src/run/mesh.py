@@ -1,4 +1,4 @@
-"""Meshes and mapped axes of JAX: a step runs outside all of them, and brings none of its own."""
+"""Isolates steps from the meshes and mapped axes of JAX, and rejects steps with their own."""
 
 import contextlib
 from collections.abc import Callable
@@ -8,25 +8,26 @@ import jax
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding
 
-from mirror._src.devices.op_log import log_is_here, unlogged
+from mirror._src.devices.op_log import is_log_installed, unlogged
 from mirror._src.program.axis import axis_name
 from mirror._src.program.jaxprs import equations
+from mirror._src.run.arguments import inside_jit_message
 from mirror._src.utils.errors import describe
 from mirror._src.utils.naming import name_of
 from mirror._src.utils.types import REPLICA_AXIS
 
-# JAX 0.10 does not declare its options as attributes, 0.12 does; `values[...]` takes 7 us.
+# `Any`, because JAX 0.10 does not declare its options as attributes. `values[...]` takes 7 us.
 _config: Any = jax.config
 
 
 class outside_traces:
-    """Context manager in which no mesh and no default device are set, and nothing is logged.
+    """Context manager that unsets the mesh and the default device, and pauses placement logging.
 
-    They are part of what jit keys its cache with: the program is the same in and out of a scope.
-    No generator, which would take as long as the rest of it.
+    `jax.jit` includes them in its cache key, so a program would be compiled again inside a scope.
+    A class, because `contextlib.contextmanager` would double the time it takes.
 
     Raises:
-        RuntimeError: Inside `jax.jit`, `grad` or `vmap`, on entering.
+        RuntimeError: On entering inside `jax.jit`, `grad` or `vmap`.
     """
 
     def __init__(self, fn: Callable[..., Any]) -> None:
@@ -35,22 +36,19 @@ class outside_traces:
         self._before: jax.sharding.Mesh | None = None
 
     def __enter__(self) -> None:
-        if _config.jax_default_device is not None or log_is_here():
+        if _config.jax_default_device is not None or is_log_installed():
             self._stack = contextlib.ExitStack()
             self._stack.enter_context(jax.default_device(None))
             self._stack.enter_context(unlogged())
         try:
             if not jax.sharding.get_abstract_mesh().empty:
                 self._before = jax.sharding.get_mesh()
-            # It is set already: an interrupt may come before it is entered.
+            # Sets the mesh already, before `__enter__`: an interrupt may arrive in between.
             self._context = jax.set_mesh(None)
             self._context.__enter__()
         except ValueError as error:
             self._close()
-            raise RuntimeError(
-                f"{name_of(self._fn)} is run inside jax.jit, where arrays are tracers. Call "
-                "strategy.run outside; it compiles by itself."
-            ) from error
+            raise RuntimeError(inside_jit_message(name_of(self._fn))) from error
         except BaseException:
             jax.set_mesh(self._before)
             self._close()
@@ -68,13 +66,17 @@ class outside_traces:
 
 
 def require_bound_axis(fn: Callable[..., Any], error: NameError) -> None:
-    """Rejects a step that uses the name of another axis than the replicas'.
+    """Rejects a step that uses an axis name other than the replica axis.
+
+    Args:
+        fn: The step.
+        error: Exception of its trace.
 
     Raises:
-        ValueError: If that is what JAX says.
+        ValueError: If `error` is JAX's error for an unbound axis name.
     """
-    _, found, name = str(error).partition("unbound axis name: ")
-    if found:
+    _, separator, name = str(error).partition("unbound axis name: ")
+    if separator:
         name = name.split(".")[0].strip()
         known = "mirror.REPLICA_AXIS" if axis_name() == REPLICA_AXIS else repr(axis_name())
         raise ValueError(
@@ -88,33 +90,33 @@ def require_no_mapping(fn: Callable[..., Any], program: ClosedJaxpr) -> None:
     """Rejects a step that maps over devices.
 
     Raises:
-        ValueError: If it contains a `jax.pmap` or a `jax.shard_map`.
+        ValueError: If it contains `jax.pmap` or `jax.shard_map`.
     """
     for eqn in equations(program.jaxpr):
         if eqn.primitive.name in ("shard_map", "xla_pmap"):
             raise ValueError(
-                f"{name_of(fn)} contains jax.pmap, nnx.pmap or jax.shard_map, but a strategy maps "
-                "the step over its devices. Remove @jax.pmap from the function; its "
-                "axis_name='batch' becomes mirror.MirroredStrategy(axis_name='batch')."
+                f"{name_of(fn)} contains jax.pmap, nnx.pmap or jax.shard_map, but the strategy "
+                "already maps the step over its devices. Remove @jax.pmap from the function, and "
+                "pass its axis_name='batch' as mirror.MirroredStrategy(axis_name='batch')."
             )
 
 
 def require_not_stacked(name: str, leaf: Any) -> None:
-    """Rejects an array with one row on each device, as `jax.pmap` takes and returns it.
+    """Rejects an array with one row per device, as `jax.pmap` receives and returns it.
 
     Raises:
-        ValueError: If it is one.
+        ValueError: If `leaf` is such an array.
     """
     sharding = getattr(leaf, "sharding", None)
     if not isinstance(sharding, NamedSharding) or not sharding.spec:
         return
     size = sharding.mesh.size
-    if sharding.mesh.axis_names == (axis_name(),):  # a `PerReplica`'s own array, passed on purpose
+    if sharding.mesh.axis_names == (axis_name(),):  # the stacked array of a `PerReplica`
         return
     if size > 1 and sharding.spec[0] in sharding.mesh.axis_names and leaf.shape[:1] == (size,):
         raise ValueError(
             f"{name} is {describe(leaf)} with one row on each of {size} devices, as jax.pmap and "
             "flax.jax_utils.replicate stack it. Pass state without that axis "
-            "(flax.jax_utils.unreplicate(state)), and batches from strategy.distribute_dataset; "
-            "for values that differ between replicas use mirror.PerReplica.from_stacked(x)."
+            "(flax.jax_utils.unreplicate(state)), and batches from strategy.distribute_dataset. "
+            "For values that differ between replicas, use mirror.PerReplica.from_stacked(x)."
         )

@@ -1,4 +1,4 @@
-"""What the proof decides: which state comes back, what is averaged, which results are mirrored."""
+"""Turns the proof into a `Plan`: which state to write back, average and merge."""
 
 import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,13 +16,13 @@ from mirror._src.utils.errors import ReplicaDivergenceError, listing
 
 
 class Plan(NamedTuple):
-    """How a proved step is run.
+    """Execution plan of a proved step.
 
     Attributes:
-        changed: positions of the objects' leaves that the step changes; the rest stay untouched.
-        averaged: those of them that are statistics of each replica's own batch, to be averaged.
-        merged: the nnx metrics whose states are merged over the replicas.
-        per_replica_results: for each result, whether replicas may differ in it.
+        changed: Positions of the objects' leaves that the step changes. No other leaf is written.
+        averaged: Positions of the per-replica batch statistics, which are averaged.
+        merged: The nnx metrics whose states are merged over the replicas.
+        per_replica_results: For each result, whether it is per-replica.
     """
 
     changed: list[int]
@@ -32,21 +32,21 @@ class Plan(NamedTuple):
 
 
 class Merge(NamedTuple):
-    """How the states of one nnx metric are merged over the replicas.
+    """Merge of the states of one nnx metric over the replicas.
 
     Attributes:
-        rule: Merges them.
-        places: For each state, by attribute name, the position of its leaf.
-        dependences: How each state after the step depends on the one before it.
+        rule: Rule that merges the states.
+        positions: Position of the leaf of each state, by attribute name.
+        dependences: How each state after the step depends on the same state before it.
     """
 
     rule: Rule
-    places: dict[str, int]
+    positions: dict[str, int]
     dependences: dict[str, Dependence]
 
 
 class LeafOutcome(enum.Enum):
-    """What becomes of a leaf of the nnx objects in a step."""
+    """Effect of a step on a leaf of the nnx objects."""
 
     UNCHANGED = "unchanged"
     MIRRORED = "mirrored"
@@ -64,74 +64,82 @@ def find_merges(
     num_results: int,
     detailed: Callable[[], Sequence[Mark]],
 ) -> tuple[list[Merge], list[str]]:
-    """Decides how nnx metrics are merged that the replicas update differently.
+    """Plans the merges of nnx metrics that the replicas update differently.
 
     Args:
         metrics: The metrics among the objects.
-        slots: One for each leaf of the objects, with the user's name for it.
-        after: Marks of the objects' leaves at the end.
-        programs: The traces; the objects' leaves are their first inputs.
+        slots: The slot of each leaf of the objects, and the user's name for it.
+        after: Marks of the objects' leaves after the step.
+        programs: The traces, whose first inputs are the objects' leaves.
         num_results: Number of outputs before the objects' leaves.
-        detailed: Returns the marks of all outputs with the collectives behind them.
+        detailed: Returns the marks of all outputs, with the collectives they were computed from.
 
     Returns:
-        How each is merged, and, for each state that cannot be, its name and why.
+        The merges, and, for each state that cannot be merged, its name and the reason.
     """
     merges: list[Merge] = []
     problems: list[str] = []
     for metric in metrics:
-        places = metric.places
-        if not any(after[i].per_replica for i in places.values()):
+        positions = metric.positions
+        if not any(after[i].per_replica for i in positions.values()):
             continue
         if metric.rule is None:
             problems += [
-                f"{slots[i][1]}: state of {metric.kind.__name__}, which is not merged over replicas"
-                for i in places.values()
+                f"{slots[i][1]}: {metric.kind.__name__} cannot be merged over replicas"
+                for i in positions.values()
                 if after[i].per_replica
             ]
             continue
-        inputs = list(places.values())
+        inputs = list(positions.values())
         outputs = [num_results + i for i in inputs]
-        found = [dependence(program, inputs, outputs) for program in programs]
+        by_program = [dependence(program, inputs, outputs) for program in programs]
         dependences = {
-            name: each[0] if len(set(each)) == 1 else Dependence.OTHER
-            for name, each in zip(places, zip(*found, strict=True), strict=True)
+            name: kinds[0] if len(set(kinds)) == 1 else Dependence.OTHER
+            for name, kinds in zip(positions, zip(*by_program, strict=True), strict=True)
         }
-        merges.append(Merge(metric.rule, places, dependences))
+        merges.append(Merge(metric.rule, positions, dependences))
         problems += [
-            f"{slots[places[name]][1]}: the step does not just add to it"
+            f"{slots[positions[name]][1]}: the step does more than add to it"
             for name in metric.rule.unmergeable(dependences)
         ]
         marks = detailed()
         problems += [
-            f"{slots[i][1]}: reduced over the replicas already, unlike the rest of the metric"
+            f"{slots[i][1]}: already reduced over the replicas, unlike the rest of the metric"
             for i in inputs
-            if not after[i].per_replica and marks[num_results + i].behind
+            if not after[i].per_replica and marks[num_results + i].reduced_by
         ]
     return merges, problems
 
 
-def unmerged(step_name: str, problems: Sequence[str]) -> str:
-    """Words nnx metrics that cannot be merged over the replicas, and the fix."""
+def unmerged_message(step_name: str, problems: Sequence[str]) -> str:
+    """Returns the error message for nnx metrics that cannot be merged over the replicas."""
     return (
-        f"After {step_name} the replicas would hold different states of nnx metrics:\n"
-        f"{listing(problems)}\nWhat replicas add to nnx.metrics.Average, Accuracy and Welford is "
-        "merged. Update other metrics with values of all replicas: "
+        f"{step_name} would leave these nnx metrics with different states on different replicas:\n"
+        f"{listing(problems)}\nOnly updates that add to nnx.metrics.Average, Accuracy or Welford "
+        "are merged. Update other metrics with the values of all replicas: "
         "mirror.get_replica_context().all_gather(logits)."
     )
 
 
-def fates(
+def leaf_outcomes(
     slots: Sequence[tuple[VariableSlot, str]],
     given: Sequence[object],
     after: Sequence[Mark],
     keys: Mapping[int, Mark],
     merged: Iterable[int] = (),
 ) -> list[LeafOutcome]:
-    """What becomes of each leaf; the arguments are those of `make_plan`."""
+    """Returns the outcome of each leaf of the objects.
+
+    Args:
+        slots: As in `make_plan`.
+        given: As in `make_plan`.
+        after: As in `make_plan`.
+        keys: As in `make_plan`.
+        merged: Positions of the leaves of merged metrics.
+    """
     of_metrics = set(merged)
 
-    def fate(i: int, slot: VariableSlot, mark: Mark) -> LeafOutcome:
+    def outcome(i: int, slot: VariableSlot, mark: Mark) -> LeafOutcome:
         if i in of_metrics:
             return LeafOutcome.MERGED
         if mark.source is given[i] or (i in keys and mark.source is keys[i].source):
@@ -143,7 +151,7 @@ def fates(
         return LeafOutcome.DIVERGING if mark.per_replica else LeafOutcome.MIRRORED
 
     pairs = enumerate(zip(slots, after, strict=True))
-    return [fate(i, slot, mark) for i, ((slot, _), mark) in pairs]
+    return [outcome(i, slot, mark) for i, ((slot, _), mark) in pairs]
 
 
 def make_plan(
@@ -157,63 +165,64 @@ def make_plan(
     dtypes: Sequence[Any],
     merges: Sequence[Merge] = (),
 ) -> Plan:
-    """Decides, or refuses a step after which the replicas' state would differ.
+    """Returns the plan of a step that keeps the replicas' state the same.
 
     Args:
-        step_name: what the user calls the step.
-        slots: one for each leaf of the objects, with the user's name for it.
-        given: the variables of the program that hold those leaves at first.
-        results: marks of the results.
-        after: marks of the objects' leaves at the end.
-        keys: marks of the PRNG keys as each replica had them, by position.
-        leaf_names: the user's names of all the program's inputs.
-        dtypes: of the objects' leaves.
-        merges: how nnx metrics are merged.
+        step_name: Name of the step function.
+        slots: The slot of each leaf of the objects, and the user's name for it.
+        given: Variables of the jaxpr that hold the objects' leaves before the step.
+        results: Marks of the results.
+        after: Marks of the objects' leaves after the step.
+        keys: Marks of the PRNG keys as the replica received them, by position among the leaves.
+        leaf_names: The user's names for all inputs of the program.
+        dtypes: Dtypes of the objects' leaves.
+        merges: Merges of nnx metrics.
 
     Raises:
-        ReplicaDivergenceError: a variable other than a batch statistic would differ.
-        TypeError: a batch statistic that would be averaged is not a float.
+        ReplicaDivergenceError: If a variable other than a batch statistic would differ.
+        TypeError: If a batch statistic to average is not a floating-point number.
     """
-    merged = [i for merge in merges for i in merge.places.values()]
-    found = list(enumerate(fates(slots, given, after, keys, merged)))
-    diverging = [i for i, fate in found if fate is LeafOutcome.DIVERGING]
-    require_means(slots, dtypes, [i for i, fate in found if fate is LeafOutcome.AVERAGED])
+    merged = [i for merge in merges for i in merge.positions.values()]
+    outcomes = list(enumerate(leaf_outcomes(slots, given, after, keys, merged)))
+    diverging = [i for i, outcome in outcomes if outcome is LeafOutcome.DIVERGING]
+    averaged = [i for i, outcome in outcomes if outcome is LeafOutcome.AVERAGED]
+    require_means(slots, dtypes, averaged)
     if diverging:
         causes = (f"{slots[i][1]}: {cause(after[i], leaf_names)}" for i in diverging)
-        raise ReplicaDivergenceError(divergence(step_name, causes))
-    changed = [i for i, fate in found if fate is not LeafOutcome.UNCHANGED]
-    averaged = [i for i, fate in found if fate is LeafOutcome.AVERAGED]
+        raise ReplicaDivergenceError(divergence_message(step_name, causes))
+    changed = [i for i, outcome in outcomes if outcome is not LeafOutcome.UNCHANGED]
     return Plan(changed, averaged, list(merges), [mark.per_replica for mark in results])
 
 
 def require_means(
     slots: Sequence[tuple[VariableSlot, str]], dtypes: Sequence[Any], averaged: Sequence[int]
 ) -> None:
-    """Refuses batch statistics that have no mean of their own dtype.
+    """Rejects batch statistics that cannot store their mean.
 
     Raises:
-        TypeError: One is an integer or a boolean.
+        TypeError: If a batch statistic to average is an integer or a boolean.
     """
     for i in averaged:
         if not jnp.issubdtype(dtypes[i], jnp.inexact):
             raise TypeError(
-                f"{slots[i][1]} is an nnx.BatchStat of {dtypes[i]} that differs between replicas: "
-                "its mean is not an integer. Store it as a float, or reduce it in the step: "
+                f"{slots[i][1]} is an nnx.BatchStat that differs between replicas, but as "
+                f"{dtypes[i]} it cannot store their mean. Use a float, or reduce it in the step: "
                 'mirror.get_replica_context().all_reduce("sum", x).'
             )
 
 
-def divergence(step_name: str, causes: Iterable[str]) -> str:
-    """Words a step after which variables would differ: which and why, and the fix."""
+def divergence_message(step_name: str, causes: Iterable[str]) -> str:
+    """Returns the error message for a step after which variables would differ."""
     return (
-        f"After {step_name} the replicas would hold different values of\n{listing(causes)}\n"
-        "Reduce what is computed from per-replica data before it reaches a variable:\n"
+        f"{step_name} would leave these variables with different values on different replicas:\n"
+        f"{listing(causes)}\n"
+        "All-reduce values derived from per-replica data before they reach a variable:\n"
         '  grads = mirror.get_replica_context().all_reduce("mean", grads)'
     )
 
 
 def cause(mark: Mark, leaf_names: Sequence[str]) -> str:
-    """What made a value per-replica, in the user's words."""
+    """Returns a description of what made a value per-replica, with the user's names."""
     if isinstance(mark.origin, int):
         return f"computed from {leaf_names[mark.origin]} without an all-reduce"
     return f"computed from {mark.origin} without an all-reduce"

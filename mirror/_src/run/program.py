@@ -1,5 +1,6 @@
-"""A step that is traced, proved and ready to run, and what of its state is sharded."""
+"""`StepProgram`: a traced and proved step, compiled."""
 
+import functools
 import itertools
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -32,28 +33,37 @@ from mirror._src.run.step import Step, TracedStep
 from mirror._src.utils.types import Array
 from mirror._src.values.per_replica import PerReplica
 
-_FREE = 4
-_RUNS_FOR_ANOTHER = 8
-_MOST_RETURNS = 16
+_FREE_ATTEMPTS = 4
+_RUNS_PER_ATTEMPT = 8
+_MAX_RETURNED = 16
 
 
 class StepProgram:
-    """A step that is traced, proved and ready to run.
+    """A traced and proved step, compiled for one set of shapes per replica.
 
     Args:
         traced: The step and its trace.
-        plan: What the proof decided.
-        call: The call that it is made for.
-        executor: Compiles it.
-        collectives: Its collectives in words, for the placement log.
-        carried: Positions of the arguments that are state, each with that of the result that is
-            its new value.
+        plan: Execution plan.
+        call: Call that the program is made for.
+        executor: Executor that compiles the program.
+        collectives: Kind and description of each collective, for the placement log.
+        carried: For each argument that is state, its position among the inputs and the position of
+            its new value among the results.
 
     Attributes:
-        runs: How often it ran.
-        looks: In how many calls there were arrays that might share memory.
-        returns: The mirrored arrays that the last runs returned, as far as they are alive. None of
-            them shares its memory with another array, unless JAX was asked to share it since.
+        fn: The step function.
+        runs: Number of completed runs.
+        donated: Positions, among the leaves of the arguments, of those whose buffers are donated.
+        kinds: For each input, whether it is per-replica, mirrored or sharded.
+        shards: The sharded part of the program; `None` if nothing can be sharded.
+        last_shardings: Shardings of the inputs at the last launch.
+        num_address_checks: Number of calls with arrays that might share memory.
+        returned: Weak references to the mirrored arrays that recent runs returned. They share no
+            memory with other arrays, except with those that the user created from them since.
+        shared_samples: The user's lines that sample the same random numbers on all replicas.
+        drifts: Arguments that may come back per-replica.
+        drifting_results: Positions of the results that such arguments come back as.
+        drifted: Those results, by id.
     """
 
     def __init__(
@@ -67,7 +77,7 @@ class StepProgram:
     ) -> None:
         step = traced.steps[0]
         self.runs = 0
-        self.shared_draws: list[str] = []
+        self.shared_samples: list[str] = []
         self.drifts: Sequence[Any] = ()
         self.drifting_results: Sequence[int] = ()
         self.drifted: WeakValueDictionary[int, Array] = WeakValueDictionary()
@@ -78,20 +88,20 @@ class StepProgram:
         self._reduces_on = executor.reduces_on
         self.fn = call.fn
         self._guard = CallbackGuard() if any(map(calls_back, traced.jaxprs)) else None
-        # A step that fails in a host callback leaves its arguments as they were.
+        # With host callbacks, nothing is donated: if one fails, the arguments stay as they were.
         self.donated = call.donated() if self._guard is None else []
         state = filter(step.is_donated, plan.changed) if self._guard is None else ()
-        finishes = [_finish(each, jaxpr, plan) for each, jaxpr in zip(*traced[:2], strict=True)]
-        self.taken: Sequence[Any] = ()  # shardings of the leaves at the last launch
-        self._out_tree = _tree_of_results(step, plan)
+        finishes = [_finish(s, jaxpr, plan) for s, jaxpr in zip(*traced[:2], strict=True)]
+        self.last_shardings: Sequence[Any] = ()
+        self._out_tree = _result_tree(step, plan)
         self.shards: Shards | None = None
         if executor.can_shard:
             self.shards = _shards(traced, plan, finishes[0], carried)
         self.kinds: Sequence[Kind] = _kinds(step.per_replica, self.shards and self.shards.inputs)
         outputs = [step.per_replica[i] for i in plan.changed] + plan.per_replica_results
-        self._are_one_copy = [not is_own for is_own in plan.per_replica_results]
-        self.returns: deque[list[ref[Array]]] = deque([[]], _MOST_RETURNS)
-        self.looks = 0
+        self._are_mirrored = [not is_own for is_own in plan.per_replica_results]
+        self.returned: deque[list[ref[Array]]] = deque([[]], _MAX_RETURNED)
+        self.num_address_checks = 0
         self._attribute_changes = step.attribute_changes
         self._static_results = step.static_results
         self._changed = plan.changed
@@ -99,8 +109,8 @@ class StepProgram:
             ReplicaProgram(
                 step.name,
                 [
-                    Variant(jaxpr, finish, each.avals, ids)
-                    for each, jaxpr, ids, finish in zip(*traced[:3], finishes, strict=True)
+                    Variant(jaxpr, finish, s.avals, ids)
+                    for s, jaxpr, ids, finish in zip(*traced[:3], finishes, strict=True)
                 ],
                 self.kinds,
                 _kinds(outputs, self.shards and self.shards.outputs),
@@ -114,12 +124,12 @@ class StepProgram:
         self.replaces_all = plan.changed == list(range(step.num_state))
 
     def is_rare(self, count: int) -> bool:
-        """Whether so many of its runs are few, and it is worth it to try the same again."""
-        return count <= _FREE + self.runs // _RUNS_FOR_ANOTHER
+        """Whether something that happened in `count` calls is rare, so that it may happen again."""
+        return count <= _FREE_ATTEMPTS + self.runs // _RUNS_PER_ATTEMPT
 
     @property
     def is_simple(self) -> bool:
-        """Whether a launch is all that a call takes, but for writing the new state back."""
+        """Whether a call consists of a launch and of writing the new state back."""
         return (
             isinstance(self.compiled, MeshProgram)
             and self._guard is None
@@ -128,7 +138,7 @@ class StepProgram:
         )
 
     def __call__(self, call: Call, leaves: list[Any]) -> Any:
-        """Runs the program, writes the new state into the objects, returns the results."""
+        """Runs the program, writes the new state into the objects, and returns the results."""
         if placement_log.on:
             placement_log.step(self._name, self._devices, self._collectives, self._reduces_on)
         outputs: list[Array] = []
@@ -148,10 +158,10 @@ class StepProgram:
         return self.results_of(outputs)
 
     def results_of(self, outputs: list[Any]) -> Any:
-        """What `run` returns, of the outputs of a launch that succeeded."""
+        """Returns the results of `run`, given the outputs of a successful launch."""
         self.runs += 1
         results = outputs[self._results]
-        self.returns.append(list(map(ref, itertools.compress(results, self._are_one_copy))))
+        self.returned.append(list(map(ref, itertools.compress(results, self._are_mirrored))))
         if not self._static_results:
             return self._out_tree.unflatten(results)
         dynamic = iter(results)
@@ -161,7 +171,7 @@ class StepProgram:
         )
 
     def _require_no_errors(self, outputs: Sequence[Any]) -> None:
-        """Waits for the launch, and raises what a host callback raised in it."""
+        """Waits for the launch, and raises the first exception of its host callbacks."""
         assert self._guard is not None
         try:
             for output in outputs:
@@ -173,7 +183,7 @@ class StepProgram:
             self._guard.raise_first()
 
     def _write_back(self, call: Call, outputs: Sequence[Array]) -> None:
-        """Writes the new state into the objects; it may be done twice."""
+        """Writes the new state into the objects; may be repeated."""
         if call.record is None:
             return
         self.write_state(call.record, call.state, outputs)
@@ -181,7 +191,7 @@ class StepProgram:
             call.record.set_attributes(call.objects, self._attribute_changes)
 
     def write_state(self, record: Record, state: list[Any], outputs: Sequence[Any]) -> None:
-        """Writes the new state, the first of the outputs, where the old one was."""
+        """Writes the new state, the first of the outputs, in place of the old state."""
         if self.replaces_all:
             record.write(outputs[: len(state)])
             return
@@ -192,7 +202,13 @@ class StepProgram:
 
 
 def shards_of(traced: TracedStep, plan: Plan, carried: Sequence[tuple[int, int]]) -> Shards:
-    """What of a step would be sharded, for a report; `carried` as of `StepProgram`."""
+    """Returns the part of a step that would be sharded, for a report.
+
+    Args:
+        traced: The step and its trace.
+        plan: Execution plan.
+        carried: As in `StepProgram`.
+    """
     return _shards(traced, plan, _finish(traced.steps[0], traced.jaxprs[0], plan), carried)
 
 
@@ -211,8 +227,8 @@ def _kinds(per_replica: Sequence[bool], sharded: Mapping[int, int] | None) -> li
     return [Kind(is_own, axes.get(i)) for i, is_own in enumerate(per_replica)]
 
 
-def _tree_of_results(step: Step, plan: Plan) -> Any:
-    """The structure of what `run` returns: that of the step's result, with `PerReplica` leaves."""
+def _result_tree(step: Step, plan: Plan) -> Any:
+    """Returns the structure of the results of `run`, with `PerReplica` for per-replica leaves."""
     per_replica = iter(plan.per_replica_results)
     slots = [
         PerReplica.from_stacked(np.zeros(1))
@@ -224,32 +240,35 @@ def _tree_of_results(step: Step, plan: Plan) -> Any:
 
 
 def _finish(step: Step, proved: ClosedJaxpr, plan: Plan) -> ClosedJaxpr:
-    """The program after the proved one: averages and merges state, picks what comes out."""
+    """Returns the program that averages and merges state, and selects the outputs.
+
+    It runs after the proved program; its inputs are the inputs and outputs of the proved program.
+    """
+    all_reduce = step.group.cross_device_ops.all_reduce
     num_inputs, num_results = len(step.avals), len(step.out_names)
 
     def finish(*values: Any) -> list[Array]:
         results = values[num_inputs : num_inputs + num_results]
         after = list(values[num_inputs + num_results :][: step.num_state])
-        means = step.group._all_reduce(ReduceOp.MEAN, [after[i] for i in plan.averaged])
+        means = all_reduce(ReduceOp.MEAN, [after[i] for i in plan.averaged])
         for i, mean in zip(plan.averaged, means, strict=True):
             after[i] = mean
-        updates = [_update(each, values, after) for each in plan.merged]
-        psum = lambda arrays: step.group._all_reduce(ReduceOp.SUM, arrays)  # noqa: E731
-        for each, states in zip(plan.merged, merge(updates, psum), strict=True):
-            for name, i in each.places.items():
+        updates = [_update(metric, values, after) for metric in plan.merged]
+        merged = merge(updates, functools.partial(all_reduce, ReduceOp.SUM))
+        for metric, states in zip(plan.merged, merged, strict=True):
+            for name, i in metric.positions.items():
                 after[i] = states[name]
         return [*(after[i] for i in plan.changed), *results]
 
     outputs = [struct_of(var.aval) for var in proved.jaxpr.outvars]
-    # Values of 64 bit that the step made in a context of its own keep them.
-    with jax.enable_x64(True):
+    with jax.enable_x64(True):  # keeps 64-bit values that the step made under its own setting
         return trace(finish, [*step.avals, *outputs], step.group.num_replicas_in_sync)
 
 
-def _update(plan: Merge, before: Sequence[Any], after: Sequence[Any]) -> Update:
+def _update(metric: Merge, before: Sequence[Any], after: Sequence[Any]) -> Update:
     return Update(
-        plan.rule,
-        {name: before[i] for name, i in plan.places.items()},
-        {name: after[i] for name, i in plan.places.items()},
-        plan.dependences,
+        metric.rule,
+        {name: before[i] for name, i in metric.positions.items()},
+        {name: after[i] for name, i in metric.positions.items()},
+        metric.dependences,
     )

@@ -1,4 +1,4 @@
-"""Makes programs: traces a step, proves what is mirrored, plans what comes back."""
+"""`ProgramMaker`: traces, proves and plans a step."""
 
 import functools
 from collections.abc import Sequence
@@ -9,20 +9,20 @@ from mirror._src.context.gathers import UnequalGathers
 from mirror._src.context.replica_context import ReplicaGroup
 from mirror._src.executors.choice import choose_for_unequal
 from mirror._src.executors.executor import Executor
-from mirror._src.program.collective_eqns import in_words
+from mirror._src.program.collective_eqns import summarize_collectives
 from mirror._src.program.jaxprs import arrays_in
 from mirror._src.program.marks import Mark
 from mirror._src.program.match import join_marks
 from mirror._src.program.proof import Notes, prove
 from mirror._src.program.trace import context_token
-from mirror._src.run.arguments import a_ref
+from mirror._src.run.arguments import ref_message
 from mirror._src.run.cache import Identity, ProgramCache
 from mirror._src.run.call import Call
 from mirror._src.run.captured import VariablesFound
 from mirror._src.run.closures import require_nothing_bound, require_nothing_captured
 from mirror._src.run.drift import Drift, carried_state, find_drifts, require_none_certain
 from mirror._src.run.mesh import require_bound_axis, require_no_mapping
-from mirror._src.run.plan import find_merges, make_plan, unmerged
+from mirror._src.run.plan import find_merges, make_plan, unmerged_message
 from mirror._src.run.program import StepProgram
 from mirror._src.run.shapes import Variants, require_one_result, trace_together
 from mirror._src.run.step import Step, TracedStep
@@ -31,13 +31,13 @@ from mirror._src.utils.naming import name_of
 
 
 class NewProgram(NamedTuple):
-    """A program that was made, and what the proof noticed.
+    """A new program, and the findings of the proof.
 
     Attributes:
         program: The program.
-        drifts: State that may come back per-replica.
-        notes: What is right for the proof and rarely meant.
-        marks: Those of all outputs.
+        drifts: Arguments that may come back per-replica.
+        notes: Observations that deserve a warning.
+        marks: Marks of all outputs.
     """
 
     program: StepProgram
@@ -51,9 +51,9 @@ class ProgramMaker:
 
     Args:
         group: The strategy.
-        executor: Compiles steps whose replicas have one set of shapes.
-        ops: Implements the collectives.
-        cache: Where traces are kept.
+        executor: Executor for steps whose replicas all have the same shapes.
+        ops: Implementation of the collectives.
+        cache: Cache of the traces.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class ProgramMaker:
         self._cache = cache
 
     def trace(self, call: Call, variants: Variants) -> TracedStep:
-        """The traces of a call for each set of shapes: made once, whoever asks for them."""
+        """Returns the traces of a call, one per set of shapes; made once."""
         context = context_token()
         key = (call.trace_key, variants, Identity(context))
         traced = self._cache.traces.get(key)
@@ -79,22 +79,22 @@ class ProgramMaker:
         steps = [Step(self._group, call, avals, gathers) for avals, _ in variants]
         n = self._group.num_replicas_in_sync
         try:
-            jaxprs = trace_together([each.flat for each in steps], variants, gathers, n)
+            jaxprs = trace_together([step.flat for step in steps], variants, gathers, n)
         except NameError as error:
             require_bound_axis(call.fn, error)
             raise
         require_no_mapping(call.fn, jaxprs[0])
         if any(hasattr(var.aval, "inner_aval") for var in jaxprs[0].jaxpr.constvars):
-            raise TypeError(a_ref(f"What {name_of(call.fn)} reads from outside"))
-        found = [variable for each in steps for variable in each.found]
-        if found:
-            raise VariablesFound({id(variable): variable for variable in found})
+            raise TypeError(ref_message(f"A value that {name_of(call.fn)} captures"))
+        captured = [variable for step in steps for variable in step.new_captures]
+        if captured:
+            raise VariablesFound({id(variable): variable for variable in captured})
         require_one_result(steps, variants, jaxprs)
         require_nothing_captured(call.fn, list(arrays_in(jaxprs[0])))
         return TracedStep(steps, jaxprs, [ids for _, ids in variants], context)
 
     def make(self, call: Call, variants: Variants) -> NewProgram:
-        """Traces, proves and plans; XLA compiles when the program first runs."""
+        """Traces, proves and plans a call. XLA compiles the program when it first runs."""
         unequal = len(variants) > 1
         traced = self.trace(call, variants)
         steps, jaxprs = traced.steps, traced.jaxprs
@@ -102,7 +102,7 @@ class ProgramMaker:
         notes, names = Notes(), call.input_names
         proved = [prove(jaxpr, step.per_replica, n, notes, names=names) for jaxpr in jaxprs]
         marks = join_marks(jaxprs, proved) if unequal else proved[0]
-        results, after, keys = traced.apart(marks)
+        results, after, keys = traced.split(marks)
         avals = traced.avals
         dtypes = [aval.dtype for aval in avals[len(results) : len(results) + len(after)]]
         metrics = call.structure.metrics if call.structure is not None else []
@@ -112,7 +112,7 @@ class ProgramMaker:
 
         merges, problems = find_merges(metrics, call.slots, after, jaxprs, len(results), detailed)
         if problems:
-            raise ReplicaDivergenceError(unmerged(step.name, problems))
+            raise ReplicaDivergenceError(unmerged_message(step.name, problems))
         plan = make_plan(
             step.name, call.slots, traced.given, results, after, keys, names, dtypes, merges
         )
@@ -123,8 +123,8 @@ class ProgramMaker:
         if executor.can_shard:
             differs = plan.per_replica_results
             carried = carried_state(call, step, avals[: len(results)], differs, donated=False)
-        words = in_words(jaxprs[0].jaxpr)
+        words = summarize_collectives(jaxprs[0].jaxpr)
         program = StepProgram(traced, plan, call, executor, words, carried)
-        program.shared_draws = list(dict.fromkeys(notes.shared_draws))
+        program.shared_samples = list(dict.fromkeys(notes.shared_samples))
         program.drifts = [drift for drift in drifts if not drift.is_bare]
         return NewProgram(program, drifts, notes, marks)

@@ -1,11 +1,16 @@
-"""The way of a call that was made before: find the objects' state, launch, write it back.
+"""`QuickCall`: repeats an earlier call with new arguments, without Python work per leaf.
 
-JAX's C++ flattens the trees and finds the program by their structure, shapes and dtypes. What it
-refuses goes the long way, which looks closely and has the words. What is looked at here is what JAX
-does not refuse: leaves that lie elsewhere, for which it would compile again; NumPy arrays, whose
-memory it would read while the step runs; donated arrays that are deleted or passed twice, which one
-device refuses while the others wait, until XLA ends the process. An array that the last call
-returned, or that it was passed in the same place, needs no such look.
+JAX's C++ code flattens the arguments and finds the executable by their structure, shapes and
+dtypes. A call that JAX rejects takes the full path, `Runner._run`, which checks every leaf and
+raises errors that name the leaf. This module checks only what JAX accepts although it must not run:
+
+- Leaves on other devices: JAX would compile the program again for them.
+- NumPy arrays: JAX reads their memory while the step runs, when the caller may overwrite it.
+- Donated arrays that are deleted or passed twice: one device rejects them while the other devices
+  wait in a collective, until XLA ends the process after 40 s.
+
+Leaves that the last call returned, or that it received at the same position, are not checked again;
+see `unchanged_arguments`.
 """
 
 import itertools
@@ -20,29 +25,29 @@ from mirror._src.devices.transfer import any_deleted
 from mirror._src.executors.executor import MeshProgram, SignatureChanged
 from mirror._src.run.arguments import ObjectPlaceholder
 from mirror._src.run.call import Call
-from mirror._src.run.familiar import Familiar, Ref
 from mirror._src.run.nnx.table import ObjectTable
 from mirror._src.run.program import StepProgram
+from mirror._src.run.unchanged_arguments import Ref, UnchangedArguments
 
-_REFUSALS = (SignatureChanged, TypeError, ValueError, OverflowError, RuntimeError)
-_FEW = 8  # compared with all others, one by one
+_REJECTIONS = (SignatureChanged, TypeError, ValueError, OverflowError, RuntimeError)
+_MAX_COMPARED = 8  # leaves that are compared with all others one by one, in C
 
 
-class Missed(Exception):
-    """The call is not like the one before it."""
+class SignatureMissed(Exception):
+    """Raised if a call does not match the earlier call and must take the full path."""
 
 
 class QuickCall:
-    """Calls of one function like one that was made.
+    """Repeats an earlier call of a function.
 
     Args:
-        call: That call.
-        program: Its program.
-        objects: The records of the nnx objects.
-        are_placed: Whether arrays lie on the replicas' devices; the first argument says which of
-            them hold the replicas' own.
-        separate: Sees to it that the leaves in some places share no memory with other arrays.
-        misses: How often calls of this function were not like the one before them.
+        call: The earlier call.
+        program: Program of that call.
+        objects: Records of the nnx objects.
+        are_placed: Returns whether arrays are on the replicas' devices. The first argument lists
+            the positions of per-replica arrays.
+        copy_shared: Copies the leaves at some positions that share memory with other arrays.
+        misses: Number of calls of the function so far that did not match the call before them.
     """
 
     def __init__(
@@ -51,7 +56,7 @@ class QuickCall:
         program: StepProgram,
         objects: ObjectTable,
         are_placed: Callable[[Sequence[int], list[Any]], bool],
-        separate: Callable[[StepProgram, list[Any], list[Any], Iterable[int]], None],
+        copy_shared: Callable[[StepProgram, list[Any], list[Any], Iterable[int]], None],
         misses: int = 0,
     ) -> None:
         args, _ = call.tree
@@ -60,47 +65,48 @@ class QuickCall:
         self._launch = program.compiled.launch_again
         self._num_args = len(args)
         leaves = call.layout.dynamic_leaves(call.leaves)
-        self._own = call.layout.per_replica
-        self._plain = sorted(set(range(len(leaves))).difference(self._own))
-        self._shapes = [leaves[i].shape for i in self._own]
+        self._per_replica = call.layout.per_replica
+        self._mirrored = sorted(set(range(len(leaves))).difference(self._per_replica))
+        self._shapes = [leaves[i].shape for i in self._per_replica]
         self._structure = call.structure
-        self._hoisted = [i for i, arg in enumerate(args) if isinstance(arg, ObjectPlaceholder)]
+        self._objects = [i for i, arg in enumerate(args) if isinstance(arg, ObjectPlaceholder)]
         self._trees = [i for i, arg in enumerate(args) if not isinstance(arg, ObjectPlaceholder)]
         self._treedef: Any = jax.tree.structure([args[i] for i in self._trees])
         self._table = objects
         self._are_placed = are_placed
-        self._separate = separate
-        self._familiar: Familiar | None = None
+        self._copy_shared = copy_shared
+        self._unchanged: UnchangedArguments | None = None
         self._last_state: list[Any] | None = None
-        self._before: list[Ref] = []
-        self._lessons = 0
+        self._previous: list[Ref] = []
+        self._num_updates = 0
         self.misses = misses
 
     @property
-    def is_worth_it(self) -> bool:
-        """Whether it is rarely missed; a refused call costs more than a look."""
+    def is_worthwhile(self) -> bool:
+        """Whether few calls miss: a miss costs more than the checks of the full path."""
         return self.program.is_rare(self.misses)
 
     def __call__(self, args: Sequence[Any]) -> Any:
-        """Runs the step.
+        """Runs the step and returns its results.
 
         Raises:
-            Missed: It did not run, and has to go the long way.
+            SignatureMissed: If the step did not run because the call does not match.
         """
         if len(args) != self._num_args:
-            raise Missed
+            raise SignatureMissed
         trees, state, record = list(args), [], None
         if self._structure is not None:
-            record = self._table.last([args[i] for i in self._hoisted])
+            record = self._table.last([args[i] for i in self._objects])
             if record is None or record.structure is not self._structure:
-                raise Missed
+                raise SignatureMissed
             state, trees = record.last or [], [args[i] for i in self._trees]
         leaves, treedef = jax.tree.flatten(trees)
         outputs: list[Any] = []
         try:
-            if treedef != self._treedef:  # static fields of the user's own classes may refuse
-                raise Missed
-            self._look(leaves, state)
+            # Inside `try`: `==` of static fields of the user's own classes may raise.
+            if treedef != self._treedef:
+                raise SignatureMissed
+            self._check(leaves, state)
             self._launch(state + leaves, outputs)
             if record is not None:
                 self.program.write_state(record, state, outputs)
@@ -109,50 +115,55 @@ class QuickCall:
             if outputs:
                 if record is not None:  # an interrupt must not leave a model without its arrays
                     self.program.write_state(record, state, outputs)
-            elif isinstance(error, _REFUSALS) and not _is_failure(error):
-                raise Missed from error
+            elif isinstance(error, _REJECTIONS) and not _is_failure(error):
+                raise SignatureMissed from error
             raise
         return self.program.results_of(outputs)
 
-    def _look(self, leaves: list[Any], state: list[Any]) -> None:
-        """Looks at the leaves that are not where they were: a batch, and little else."""
-        strange: Sequence[int] = self._plain
-        # What another run left in the objects may be one of the leaves.
-        familiar = self._familiar if not state or state is self._last_state else None
-        if familiar is not None and familiar.are_back(leaves, self.program.returns[-1]):
-            strange = familiar.strange
+    def _check(self, leaves: list[Any], state: list[Any]) -> None:
+        """Checks the leaves that are new in this call, usually the leaves of the batch."""
+        new_positions: Sequence[int] = self._mirrored
+        # If another program wrote the objects' state, one of the leaves may now be part of it, and
+        # would be donated. Every leaf is checked then.
+        unchanged = self._unchanged if not state or state is self._last_state else None
+        if unchanged is not None and unchanged.are_unchanged(leaves, self.program.returned[-1]):
+            new_positions = unchanged.new_positions
         donates = bool(state or self.program.donated)
-        if donates and _is_any_twice(leaves, [*strange, *self._own], state):
-            raise Missed
-        rows = [leaves[i] for i in self._own]
-        found = [leaves[i] for i in strange]
-        if not self._are_placed(range(len(rows)), rows + found) or any_deleted(leaves):
-            raise Missed
-        # JAX would trace before it finds that they differ. Of batches, some are shorter than most.
+        if donates and _is_any_repeated(leaves, [*new_positions, *self._per_replica], state):
+            raise SignatureMissed
+        rows = [leaves[i] for i in self._per_replica]
+        new_leaves = [leaves[i] for i in new_positions]
+        if not self._are_placed(range(len(rows)), rows + new_leaves) or any_deleted(leaves):
+            raise SignatureMissed
+        # Checked here because JAX would trace the step before it notices another shape, and some
+        # batches are shorter than the others.
         if [row.shape for row in rows] != self._shapes:
-            raise Missed
-        if donates and strange:
-            self._separate(self.program, state, leaves, strange)
-        if strange and self.program.is_rare(self._lessons):
-            self._familiar = Familiar(leaves, self._plain, self.program.returns[-1], self._before)
-            self._before = list(map(ref, leaves))
-            self._lessons += 1
+            raise SignatureMissed
+        if donates and new_positions:
+            self._copy_shared(self.program, state, leaves, new_positions)
+        if new_positions and self.program.is_rare(self._num_updates):
+            self._unchanged = UnchangedArguments(
+                leaves, self._mirrored, self.program.returned[-1], self._previous
+            )
+            self._previous = list(map(ref, leaves))
+            self._num_updates += 1
 
 
-def _is_any_twice(leaves: list[Any], strange: Sequence[int], state: list[Any]) -> bool:
-    """Whether one of the strange leaves is also passed elsewhere."""
+def _is_any_repeated(leaves: list[Any], positions: Sequence[int], state: list[Any]) -> bool:
+    """Whether the leaf at one of the positions is also passed elsewhere."""
     arrays = state + leaves
-    if len(strange) > _FEW:
+    if len(positions) > _MAX_COMPARED:
         return len(set(map(id, arrays))) < len(arrays)
+    # Not by `id`, which costs 0.8 us per array; see `unchanged_arguments`.
     return any(
         sum(map(operator.is_, arrays, itertools.repeat(leaf))) > 1
-        for leaf in map(leaves.__getitem__, strange)
+        for leaf in map(leaves.__getitem__, positions)
     )
 
 
 def _is_failure(error: BaseException) -> bool:
-    """Whether a launch failed, and was not refused for its arguments."""
+    """Whether a launch failed, as opposed to rejecting its arguments."""
     text = str(error)
-    if "KeyboardInterrupt" in text:  # it came out in JAX's C++, which makes another error of it
+    if "KeyboardInterrupt" in text:  # raised inside JAX's C++ code, which converts it
         return True
     return isinstance(error, jax.errors.JaxRuntimeError) and not text.startswith("INVALID_ARGUMENT")

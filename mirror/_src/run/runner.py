@@ -1,8 +1,9 @@
-"""What `strategy.run` does: find the program of a call, or trace, prove and compile it, and run it.
+"""`Runner`: implements `strategy.run`.
 
-A value's way: the caller's arguments are told apart (`arguments`), nnx objects become leaves
-(`nnx`), the leaves go onto the devices (`argument_placer`) and through the program (`program`), new
-state goes back into the objects and results go back to the caller, mirrored ones as plain arrays.
+A call classifies its arguments (`arguments`), flattens the nnx objects (`nnx`), puts the leaves on
+the devices (`argument_placer`), finds the program or makes it (`program_maker`), and runs it
+(`program`). The new state is written back into the objects. Mirrored results are returned as plain
+arrays.
 """
 
 import functools
@@ -37,13 +38,13 @@ from mirror._src.run.cache import Identity, ProgramCache
 from mirror._src.run.call import Call
 from mirror._src.run.captured import CapturedVariables, VariablesFound
 from mirror._src.run.drift_history import DriftHistory
-from mirror._src.run.examined import ExaminedStep, examined_call, require_no_escaped_arrays
+from mirror._src.run.examined import ExaminedStep, examine, require_no_escaped_arrays
 from mirror._src.run.mesh import outside_traces
 from mirror._src.run.nnx.record import Record
 from mirror._src.run.nnx.table import ObjectTable
 from mirror._src.run.program import StepProgram
 from mirror._src.run.program_maker import ProgramMaker
-from mirror._src.run.quick import Missed, QuickCall
+from mirror._src.run.quick import QuickCall, SignatureMissed
 from mirror._src.run.shapes import Variants, variants_of
 from mirror._src.run.step import TracedStep
 from mirror._src.run.step_warnings import StepWarnings
@@ -51,7 +52,7 @@ from mirror._src.utils.naming import name_of
 from mirror._src.utils.types import REPLICA_AXIS, StepFunction
 from mirror._src.variables.variable import Variable
 
-_MOST_ATTEMPTS = 3  # find a program, make it, and once more where another thread's change crossed
+_MAX_ATTEMPTS = 3  # find the program; make it; repeat, if another thread changed JAX's settings
 
 
 class Runner:
@@ -89,24 +90,24 @@ class Runner:
         if not kwargs and not placement_log.on and not in_callback():
             try:
                 quick = self._cache.quick.get((fn, donate_argnums))
-            except TypeError:  # what is not hashable is refused below
+            except TypeError:  # not hashable: rejected below
                 quick = None
-            if quick is not None and quick.is_worth_it:
+            if quick is not None and quick.is_worthwhile:
                 try:
                     with outside_traces(fn), self._running:
-                        found = quick(args)
-                        self._placer.ran(quick.program)
-                        return found
-                except Missed:
+                        results = quick(args)
+                        self._placer.record_run(quick.program)
+                        return results
+                except SignatureMissed:
                     quick.misses += 1
         return self._with_variables(fn, lambda: self._run(fn, args, kwargs, donate_argnums))
 
     def _with_variables(self, fn: StepFunction, attempt: Callable[[], Any]) -> Any:
-        """Does something outside traces; again, if it finds variables that the step uses."""
+        """Calls `attempt` outside of traces, and again if it found variables that the step uses."""
         if in_callback():
             raise RuntimeError(
                 f"{name_of(fn)} was passed to a strategy inside a host callback of a step, "
-                "which waits for the callback to return. Return the values from the step and use "
+                "which waits for the callback to return. Return the values from the step, and use "
                 "them after strategy.run."
             )
         axis = self.replicas.axis_name
@@ -128,17 +129,17 @@ class Runner:
         donate_argnums: tuple[int, ...],
     ) -> Any:
         leaves: list[Any] | None = None
-        for _ in range(_MOST_ATTEMPTS):
-            # One thread at a time, from reading the state to writing it back: two that donate the
-            # same buffers would end the process (JAX 0.10.2). Programs are traced outside, because
-            # a step may itself start a thread that runs another one.
+        for _ in range(_MAX_ATTEMPTS):
+            # The lock is held from reading the state to writing it back: two threads that donate
+            # the same buffers would end the process (JAX 0.10.2). It is not held while a step is
+            # traced, because the step may start a thread that runs another step and wait for it.
             with self._running:
                 call = self._call(fn, args, kwargs, donate_argnums)
                 if leaves is None:
                     leaves = call.layout.dynamic_leaves(call.leaves)
                 are_placed = self._placer.are_placed(call.layout.per_replica, leaves)
                 if not are_placed or any_deleted(leaves):
-                    leaves = self._placer.placed(call, leaves)
+                    leaves = self._placer.place(call, leaves)
                 key = call.key
                 try:
                     program = self._cache.programs.get(key)
@@ -147,28 +148,28 @@ class Runner:
                     raise
                 if program is not None:
                     if self.holds_slices:
-                        call, leaves = self._placer.as_wanted(program, call, leaves)
-                    if self._drifts.came_back(call, leaves):
+                        call, leaves = self._placer.reshard(program, call, leaves)
+                    if self._drifts.has_returned(call, leaves):
                         self._drifts.require_not_drifting(call, leaves)
                     try:
-                        found = program(call, self._placer.apart(call, leaves, program))
-                        self._placer.ran(program)
+                        results = program(call, self._placer.copy_repeated(call, leaves, program))
+                        self._placer.record_run(program)
                         self._remember_quick(call, program)
-                        return found
-                    except SignatureChanged:  # other shapes, or a context that traces depend on
+                        return results
+                    except SignatureChanged:  # other shapes, or another trace context
                         pass
             self._find(call, key, leaves)
         raise RuntimeError(
-            f"{name_of(fn)} was traced and proved {_MOST_ATTEMPTS - 1} times, and each time "
-            "JAX asked for another trace of it. Call strategy.run where JAX's configuration does "
-            "not change meanwhile, in another thread or in the step."
+            f"{name_of(fn)} was traced {_MAX_ATTEMPTS - 1} times, but JAX requested another trace "
+            "every time, because its configuration changed. Do not change jax.config in the step, "
+            "or in another thread while strategy.run compiles."
         )
 
     def _remember_quick(self, call: Call, program: StepProgram) -> None:
-        """Lets the next call like this one go the quick way, where there is one."""
+        """Creates the `QuickCall` for later calls like this one, if the call allows it."""
         key = (call.fn, call.donate_argnums)
         known = self._cache.quick.get(key)
-        if known is not None and (known.program is program or not known.is_worth_it):
+        if known is not None and (known.program is program or not known.is_worthwhile):
             return
         layout, kwargs = call.layout, call.tree[1]
         if layout.static or layout.nested or kwargs or call.captured or self._drifts.has(call.fn):
@@ -180,39 +181,39 @@ class Runner:
                 program,
                 self._objects,
                 self._placer.are_placed,
-                self._placer.separate,
+                self._placer.copy_shared,
                 misses,
             )
 
     @property
     def pack_bytes(self) -> int:
-        """All-reduces of at most this many bytes travel together where they can."""
+        """Size in bytes up to which all-reduces are packed into one collective."""
         return self._executor.pack_bytes
 
     @property
     def is_staged(self) -> bool:
-        """Whether programs are run in stages, so that there is no one program to lower."""
+        """Whether steps run as several programs, so that they cannot be lowered as one."""
         return isinstance(self._executor, StagedExecutor)
 
     def lower(self, fn: StepFunction, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """The program of a call, lowered: its text, its cost and its memory. Runs nothing."""
+        """Returns the lowered program of a call, with its text, cost and memory. Runs nothing."""
         lowered = self.examined(fn, args, kwargs).lowered
-        assert lowered is not None  # a staged one is several
+        assert lowered is not None  # the executor is not staged
         return lowered
 
     def examined(
         self, fn: StepFunction, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> ExaminedStep:
-        """Returns a call with its arrays on the devices and its program, for a report."""
+        """Returns a call with its placed arrays and its program, for a report."""
 
-        def examined() -> ExaminedStep:
+        def attempt() -> ExaminedStep:
             call, leaves = self._prepared(fn, args, kwargs)
             traced = self._maker.trace(call, variants_of(call, leaves, len(self.replicas)))
             program = self._find(call, call.key, leaves)
-            call, leaves = self._placer.as_wanted(program, call, leaves)
-            return examined_call(call, traced, program, [*call.state, *leaves])
+            call, leaves = self._placer.reshard(program, call, leaves)
+            return examine(call, traced, program, [*call.state, *leaves])
 
-        return self._with_variables(fn, examined)
+        return self._with_variables(fn, attempt)
 
     def examined_without_arrays(
         self,
@@ -221,25 +222,26 @@ class Runner:
         types: Mapping[int, jax.ShapeDtypeStruct],
         donate_argnums: tuple[int, ...] = (),
     ) -> ExaminedStep:
-        """Returns a call of arrays that do not exist with its program; allocates nothing for them.
+        """Returns a call and its program for arrays that do not exist, without allocating them.
 
         Args:
-            fn: The step.
-            args: Its arguments. Host arrays stand in for the arrays that do not exist, also in the
-                variables of nnx objects.
-            types: By the `id` of a stand-in, its type; a `PerReplica` holds one of type
-                `(num_replicas, *shape)`.
-            donate_argnums: As of `run`.
+            fn: The step function.
+            args: Arguments of the step. Host arrays represent the arrays that do not exist, also in
+                the variables of nnx objects.
+            types: Shape and dtype of each array that does not exist, by the `id` of the host array
+                that represents it. In a `PerReplica`, the shape is `(num_replicas, *shape)`.
+            donate_argnums: As in `run`.
 
         Raises:
-            ArrayEscapedError: If the step uses an array that does not exist and is no argument.
+            ArrayEscapedError: If the step uses an array that does not exist and that is not one of
+                its arguments.
         """
 
         def type_of(leaf: Any) -> jax.ShapeDtypeStruct:
-            found = types.get(id(leaf))
-            return abstract(leaf) if found is None else found
+            declared = types.get(id(leaf))
+            return abstract(leaf) if declared is None else declared
 
-        def examined() -> ExaminedStep:
+        def attempt() -> ExaminedStep:
             objects, tree = hoist_nested(args, {})
             leaves, layout = self._flatten(fn, tree)
             require_static(fn, tree, layout, leaves)
@@ -257,19 +259,19 @@ class Runner:
             variants = ((tuple(rows), tuple(range(len(self.replicas)))),)
             traced = self._maker.trace(call, variants)
             require_no_escaped_arrays(traced)
-            return examined_call(call, traced, self._make(call, variants), avals)
+            return examine(call, traced, self._make(call, variants), avals)
 
-        return self._with_variables(fn, examined)
+        return self._with_variables(fn, attempt)
 
     def _prepared(
         self, fn: StepFunction, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[Call, list[Any]]:
-        """A call and its leaves on the replicas' devices."""
+        """Returns a call and its leaves on the replicas' devices."""
         with self._running:
             call = self._call(fn, args, kwargs, ())
-            leaves = self._placer.placed(call, call.layout.dynamic_leaves(call.leaves))
+            leaves = self._placer.place(call, call.layout.dynamic_leaves(call.leaves))
         for i in call.layout.per_replica:
-            self._placer.require_rows(call, i, leaves[i])
+            self._placer.require_num_replicas(call, i, leaves[i])
         return call, leaves
 
     def _call(
@@ -293,17 +295,17 @@ class Runner:
         return Call(fn, tree, layout, leaves, objects, record, state, donate_argnums, captured)
 
     def captured(self, fn: StepFunction) -> Sequence[Variable]:
-        """The variables that a step was found to use without being passed them."""
+        """Returns the variables that the step is known to use without receiving them."""
         return self._captured.of(fn)
 
     def prepare(self, fn: StepFunction, args: Sequence[Any], kwargs: dict[str, Any]) -> StepProgram:
-        """The program of a call, traced and proved, so that its variables are known. Not run."""
+        """Returns the program of a call without running it; its captured variables are known."""
 
-        def prepared() -> StepProgram:
+        def attempt() -> StepProgram:
             call, leaves = self._prepared(fn, args, kwargs)
             return self._find(call, call.key, leaves)
 
-        return self._with_variables(fn, prepared)
+        return self._with_variables(fn, attempt)
 
     def _flatten(self, fn: StepFunction, tree: Any) -> tuple[list[Any], Layout]:
         leaves, treedef = jax.tree.flatten(tree)
@@ -311,18 +313,18 @@ class Runner:
         layout = self._layouts.get((treedef, types))
         if layout is None:
             require_no_tracers(fn, tree)
-            # A number, a NumPy array and a jax.Array have one layout: `step=0` becomes an array.
-            form = (treedef, kinds(treedef, types))
-            layout = self._layouts.get(form) or Layout(*form)
-            self._layouts[form] = self._layouts[treedef, types] = layout
+            # A number, a NumPy array and a jax.Array share a layout: `step=0` becomes an array.
+            key = (treedef, kinds(treedef, types))
+            layout = self._layouts.get(key) or Layout(*key)
+            self._layouts[key] = self._layouts[treedef, types] = layout
         return leaves, layout
 
     def _find(self, call: Call, key: Any, leaves: list[Any]) -> StepProgram:
-        """The program for these very shapes and dtypes in this context, made if there is none."""
+        """Returns the program for these exact shapes, dtypes and trace context, made if needed."""
         self._drifts.require_not_drifting(call, leaves)
         require_canonical(call, leaves)
         for i in call.layout.per_replica:
-            self._placer.require_rows(call, i, leaves[i])
+            self._placer.require_num_replicas(call, i, leaves[i])
         variants = variants_of(call, leaves, len(self.replicas))
         exact = (key, variants, Identity(context_token()))
         with self._cache.making(exact):
@@ -333,28 +335,30 @@ class Runner:
     def traced(
         self, fn: StepFunction, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[Call, TracedStep]:
-        """A call and its traces, for a report; neither proved nor run."""
+        """Returns a call and its traces, neither proved nor run, for a report."""
 
-        def traced() -> tuple[Call, TracedStep]:
+        def attempt() -> tuple[Call, TracedStep]:
             call, leaves = self._prepared(fn, args, kwargs)
             return call, self._maker.trace(call, variants_of(call, leaves, len(self.replicas)))
 
-        return self._with_variables(fn, traced)
+        return self._with_variables(fn, attempt)
 
     def _make(self, call: Call, variants: Variants) -> StepProgram:
-        """Makes a program, warns of what is rarely meant, remembers what later calls must know."""
+        """Makes a program, and issues its warnings."""
         program, drifts, notes, marks = self._maker.make(call, variants)
         if program.shards is not None:
-            self._placer.accept_slices(program.shards)
+            self._placer.accept_sharded(program.shards)
         if drifts:
             self._drifts.expect_mirrored(call, program, drifts)
-            self._cache.quick.clear()  # last: what is remembered from now on knows of it
-        self._warnings.of_proof(call, notes, marks, len(self.replicas))
-        self._remember(call.fn, program)
+            # Quick calls skip the check for drifts. Cleared last, so that no thread can add one for
+            # this step any more: `_remember_quick` sees the drifts.
+            self._cache.quick.clear()
+        self._warnings.warn_about_proof(call, notes, marks, len(self.replicas))
+        self._limit_cache(call.fn, program)
         return program
 
-    def _remember(self, fn: StepFunction, program: StepProgram) -> None:
-        """Notices a step that is a new function object each time, and bounds what is kept."""
+    def _limit_cache(self, fn: StepFunction, program: StepProgram) -> None:
+        """Drops the programs of a step that is a new function in every call, or all if too many."""
         if self._cache.is_full:
             self._cache.clear()
             self._placer.forget_all()
@@ -367,4 +371,4 @@ class Runner:
             kept = self._cache.forget(set(map(id, superseded)))
             self._captured.keep_only(kept)
             self._drifts.keep_only(kept)
-            self._warnings.of_fresh_functions(fn)
+            self._warnings.warn_about_recompilation(fn)

@@ -1,4 +1,4 @@
-"""The sets of shapes that replicas have: a step is traced once for each of them."""
+"""Variants: the distinct sets of input shapes on the replicas. A step is traced once for each."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,12 +11,13 @@ from mirror._src.devices.unstacked import UnstackedArrays
 from mirror._src.program.trace import abstract, abstract_row, trace
 from mirror._src.run.call import Call
 from mirror._src.run.step import Step
+from mirror._src.utils.errors import counted
 
 Variants = tuple[tuple[tuple[jax.ShapeDtypeStruct, ...], tuple[int, ...]], ...]
 
 
 def variants_of(call: Call, leaves: list[Any], num_replicas: int) -> Variants:
-    """The sets of shapes that replicas have, and which replicas have each."""
+    """Returns the distinct sets of input shapes, each with the indices of its replicas."""
     differs = set(call.layout.per_replica)
     columns: list[Sequence[jax.ShapeDtypeStruct]] = []
     unequal = []
@@ -27,10 +28,11 @@ def variants_of(call: Call, leaves: list[Any], num_replicas: int) -> Variants:
             unequal.append(i)
             columns.append([jax.ShapeDtypeStruct(s, leaf.dtype) for s in leaf.shapes])
         else:
-            columns.append((_row(leaf),))
+            columns.append((_abstract_row(leaf),))
     is_own = call.structure.is_own if call.structure is not None else []
     state = [
-        _row(leaf) if own else abstract(leaf) for leaf, own in zip(call.state, is_own, strict=True)
+        _abstract_row(leaf) if own else abstract(leaf)
+        for leaf, own in zip(call.state, is_own, strict=True)
     ]
     if not unequal:
         return (((*state, *(first for first, *_ in columns)), tuple(range(num_replicas))),)
@@ -41,8 +43,8 @@ def variants_of(call: Call, leaves: list[Any], num_replicas: int) -> Variants:
     return tuple((avals, tuple(ids)) for avals, ids in members.items())
 
 
-def _row(stacked: Any) -> jax.ShapeDtypeStruct:
-    """One replica's shape, dtype and weak type, where all have the same."""
+def _abstract_row(stacked: Any) -> jax.ShapeDtypeStruct:
+    """Returns one replica's shape, dtype and weak type, which are the same on all replicas."""
     if isinstance(stacked, UnstackedArrays):
         return jax.ShapeDtypeStruct(stacked.shapes[0], stacked.dtype)
     return abstract_row(stacked)
@@ -51,67 +53,78 @@ def _row(stacked: Any) -> jax.ShapeDtypeStruct:
 def trace_together(
     traces: Sequence[Any], variants: Variants, gathers: UnequalGathers | None, num_replicas: int
 ) -> list[ClosedJaxpr]:
-    """Traces a step for each set of shapes, up to each all-gather until all lengths are known.
+    """Traces a step for each variant, repeatedly until the lengths at all all-gathers are known.
+
+    Args:
+        traces: The step of each variant, as a function of flat leaves.
+        variants: The variants.
+        gathers: Receives the lengths; `None` if there is a single variant.
+        num_replicas: Number of replicas.
 
     Raises:
-        ValueError: the replicas do not bring to an all-gather what can be joined.
+        ValueError: If the operands of an all-gather cannot be concatenated, or not all replicas
+            reach it.
     """
     while True:
         jaxprs: list[ClosedJaxpr] = []
-        asked: list[LengthsUnknown] = []
+        stops: list[LengthsUnknown] = []
         for fn, (avals, _) in zip(traces, variants, strict=True):
             try:
                 jaxprs.append(trace(fn, avals, num_replicas))
-            except LengthsUnknown as unknown:
-                asked.append(unknown)
-        if gathers is None or not asked:
+            except LengthsUnknown as stop:
+                stops.append(stop)
+        if gathers is None or not stops:
             return jaxprs
-        gathers.known.append(_lengths(asked, variants, len(gathers.known) + 1))
+        gathers.known.append(_lengths(stops, variants, len(gathers.known) + 1))
 
 
-def _lengths(asked: list[LengthsUnknown], variants: Variants, number: int) -> tuple[int, ...]:
-    """Each replica's length at an all-gather."""
-    if len(asked) < len(variants):
+def _lengths(stops: list[LengthsUnknown], variants: Variants, number: int) -> tuple[int, ...]:
+    """Returns the length of every replica's operand at an all-gather."""
+    if len(stops) < len(variants):
         raise ValueError(
             f"all_gather number {number} of the step is reached on some replicas only. Every "
             "replica must execute the same collectives: do not make one conditional on a shape."
         )
-    axis = asked[0].axis
-    found: dict[int, int] = {}
-    for unknown, (_, ids) in zip(asked, variants, strict=True):
-        found.update(dict.fromkeys(ids, unknown.shape[axis] if unknown.shape else 0))
-    others = {(u.axis, u.shape[:axis], u.shape[axis + 1 :]) for u in asked}
-    if len(others) > 1:
+    axis = stops[0].axis
+    lengths: dict[int, int] = {}
+    for stop, (_, ids) in zip(stops, variants, strict=True):
+        lengths.update(dict.fromkeys(ids, stop.shape[axis] if stop.shape else 0))
+    other_axes = {(stop.axis, stop.shape[:axis], stop.shape[axis + 1 :]) for stop in stops}
+    if len(other_axes) > 1:
         shapes = ", ".join(
-            f"{unknown.shape} on replica {ids[0]}"
-            for unknown, (_, ids) in zip(asked, variants, strict=True)
+            f"{stop.shape} on replica {ids[0]}"
+            for stop, (_, ids) in zip(stops, variants, strict=True)
         )
         raise ValueError(
-            f"all_gather number {number} of the step joins along axis {axis} arrays of shapes "
-            f"{shapes}. All other axes must be equal."
+            f"all_gather number {number} of the step, along axis {axis}, received arrays of shapes "
+            f"{shapes}. Shapes may differ along that axis only."
         )
-    return tuple(found[i] for i in sorted(found))
+    return tuple(lengths[i] for i in sorted(lengths))
 
 
 def require_one_result(
     steps: Sequence[Step], variants: Variants, jaxprs: Sequence[ClosedJaxpr]
 ) -> None:
-    """Refuses a step that returns other kinds of results on replicas of other shapes."""
+    """Rejects a step whose results differ in kind between variants.
+
+    Raises:
+        ValueError: If they differ in structure, dtype or number of dimensions.
+    """
     avals: list[list[Any]] = [[var.aval for var in jaxpr.jaxpr.outvars] for jaxpr in jaxprs]
-    kinds = [[(aval.dtype, aval.ndim) for aval in each] for each in avals]
-    for found, (_, ids) in zip(kinds[1:], variants[1:], strict=True):
-        pairs = zip(steps[0].out_names, kinds[0], found, strict=False)
-        for name, (dtype, ndim), (other, other_ndim) in pairs:
-            if (dtype, ndim) != (other, other_ndim):
+    kinds = [[(aval.dtype, aval.ndim) for aval in outputs] for outputs in avals]
+    for others, (_, ids) in zip(kinds[1:], variants[1:], strict=True):
+        pairs = zip(steps[0].out_names, kinds[0], others, strict=False)
+        for name, (dtype, ndim), (other_dtype, other_ndim) in pairs:
+            if (dtype, ndim) != (other_dtype, other_ndim):
                 raise ValueError(
-                    f"{name} of {steps[0].name} is {dtype} of {ndim} dimensions on replica 0 and "
-                    f"{other} of {other_ndim} on replica {ids[0]}. Return the same dtype and "
-                    "number of dimensions, whatever the shapes."
+                    f"{name} of {steps[0].name} is {dtype} with {counted(ndim, 'dimension')} on "
+                    f"replica 0, but {other_dtype} with {counted(other_ndim, 'dimension')} on "
+                    f"replica {ids[0]}. Return the same dtype and number of dimensions for all "
+                    "input shapes."
                 )
     for step, (_, ids) in zip(steps[1:], variants[1:], strict=True):
         if step.out_tree != steps[0].out_tree:
             raise ValueError(
-                f"{step.name} returned another structure on replica {ids[0]}, {step.out_tree}, "
-                f"than on replica 0, {steps[0].out_tree}. A step must not choose by a shape what "
-                "it returns."
+                f"{step.name} returned {steps[0].out_tree} on replica 0, but {step.out_tree} on "
+                f"replica {ids[0]}. Return the same structure for all input shapes."
             )

@@ -1,4 +1,4 @@
-"""A step while it is traced: the user's function as a function of flat leaves, and its trace."""
+"""`Step` and `TracedStep`: the user's function as a function of flat leaves, and its trace."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -13,13 +13,13 @@ from mirror._src.context.replica_context import ReplicaGroup
 from mirror._src.context.scopes import replica
 from mirror._src.program.marks import Mark
 from mirror._src.program.trace import uncached
-from mirror._src.run.arguments import ARRAY_LIKE, fixed_numbers, is_number
+from mirror._src.run.arguments import equinox_positions, is_number
 from mirror._src.run.call import Call
 from mirror._src.run.nnx.clones import ReplicaCopies
 from mirror._src.run.nnx.structure import is_object
 from mirror._src.utils.errors import describe
 from mirror._src.utils.naming import keys, name_of
-from mirror._src.utils.types import Array
+from mirror._src.utils.types import ARRAY_LIKE, Array
 from mirror._src.values.per_replica import is_float0
 from mirror._src.variables.captures import Captures
 from mirror._src.variables.variable import Variable
@@ -28,13 +28,23 @@ from mirror._src.variables.variable import Variable
 class Step:
     """The user's function as a function of flat leaves, for one replica.
 
-    It keeps what a program needs of a call, and nothing of its values.
+    Holds everything that a program needs from a call except the values of its arrays.
 
     Args:
         group: The strategy.
         call: A call of the function.
-        avals: Shapes and dtypes of the leaves: of the nnx objects' first, then of the others.
-        gathers: The lengths that replicas of different shapes bring to their all-gathers.
+        avals: Shapes and dtypes of the leaves of the nnx objects, then of the other leaves.
+        gathers: Lengths at the all-gathers of replicas with unequal shapes; `None` if the shapes
+            are equal.
+
+    Attributes:
+        new_captures: Captured variables that the trace found.
+        per_replica: For each leaf, whether it is per-replica.
+        attribute_changes: Static attributes of objects that the trace set: path, name and value.
+        keys: Positions, among the leaves of the objects, of the PRNG keys.
+        out_tree: Structure of the result.
+        out_names: The user's names for the results that are arrays.
+        static_results: The other results, by position of the leaf.
     """
 
     def __init__(
@@ -56,7 +66,7 @@ class Step:
         self.layout = call.layout
         own = [i in call.layout.per_replica for i in range(len(avals) - self.num_state)]
         self._captured = list(call.captured)
-        self.found: list[Variable] = []
+        self.new_captures: list[Variable] = []
         held = self.structure.is_own if self.structure is not None else []
         self.per_replica = [*held, *own]
         self.statics = call.layout.statics(call.leaves)
@@ -68,10 +78,10 @@ class Step:
 
     @property
     def flat(self) -> Callable[..., list[Array]]:
-        """The function to trace.
+        """The function to trace, which has the name of the user's function.
 
-        Its outputs are the results, the objects' leaves afterwards, and the PRNG keys as the
-        replica had them. Messages of JAX and profiles show the user's name for it.
+        Its outputs are the results, the objects' leaves after the step, and the per-replica PRNG
+        keys that the replica received.
         """
 
         def flat(*leaves: Any) -> list[Array]:
@@ -85,22 +95,22 @@ class Step:
         state, rest = leaves[: self.num_state], leaves[self.num_state :]
         if self.gathers is not None:
             self.gathers.restart()
-        clones = ReplicaCopies(self.structure, state) if self.structure is not None else None
-        objects = clones.objects if clones is not None else ()
+        copies = ReplicaCopies(self.structure, state) if self.structure is not None else None
+        objects = copies.objects if copies is not None else ()
         captures = self._captures(objects)
-        self.found = captures.found
+        self.new_captures = captures.discovered
         with replica(self.group, self.gathers, captures):
             args, kwargs = self.layout.rebuild(rest, self.statics, objects)
             results = self._results(self.fn(*args, **kwargs))
-            if clones is None:
+            if copies is None:
                 return results
-            after = clones.collect(self.name, self.object_names)
-            self.attribute_changes = clones.attribute_changes()
-        self.keys = list(clones.keys)
-        return [*results, *after, *(folded for _, folded in clones.keys.values())]
+            after = copies.collect(self.name, self.object_names)
+            self.attribute_changes = copies.attribute_changes()
+        self.keys = list(copies.keys)
+        return [*results, *after, *(folded for _, folded in copies.keys.values())]
 
     def is_donated(self, i: int) -> bool:
-        """Whether a leaf of the objects is donated; what a captured variable holds is not."""
+        """Whether leaf `i` of the objects is donated; leaves of captured variables are not."""
         assert self.structure is not None
         return self.structure.leaf_slots[i].path[0] < self.num_objects - len(self._captured)
 
@@ -111,16 +121,16 @@ class Step:
 
     def _results(self, out: Any) -> list[Array]:
         paths, self.out_tree = jax.tree_util.tree_flatten_with_path(out, is_leaf=is_object)
-        numbers = fixed_numbers(self.out_tree)
+        in_equinox = equinox_positions(self.out_tree)
         results, self.out_names, self.static_results = [], [], {}
         for i, (path, leaf) in enumerate(paths):
             name = "result" + keys(path)
             if is_object(leaf):
                 raise TypeError(
-                    f"{self.name} returned the nnx object {type(leaf).__name__} as {name}. Objects "
-                    "that are arguments are updated in place; return arrays."
+                    f"{self.name} returned the nnx object {type(leaf).__name__} as {name}. Return "
+                    "arrays; objects that are arguments are updated in place."
                 )
-            if self._is_static(leaf, i in numbers):
+            if self._is_static(leaf, i in in_equinox):
                 self.static_results[i] = leaf
                 continue
             _require_array(self.name, name, leaf)
@@ -128,12 +138,12 @@ class Step:
             results.append(jnp.asarray(leaf))
         return results
 
-    def _is_static(self, leaf: Any, stays_number: bool) -> bool:
-        """Whether a leaf of the result is not an array: returned as the trace found it."""
+    def _is_static(self, leaf: Any, in_equinox: bool) -> bool:
+        """Whether a leaf of the result is not an array and is returned as it is."""
         if isinstance(leaf, bool):
             return True
         if isinstance(leaf, ARRAY_LIKE):
-            return stays_number and is_number(type(leaf))
+            return in_equinox and is_number(type(leaf))
         return any(leaf is s or (type(leaf) is type(s) and leaf == s) for s in self.statics)
 
 
@@ -141,12 +151,12 @@ def _require_array(step_name: str, name: str, leaf: Any) -> None:
     if is_float0(leaf):
         raise TypeError(
             f"{step_name} returned {describe(leaf)} as {name}: JAX's gradient of an integer, which "
-            "holds nothing. Leave it out: take gradients with respect to floats only."
+            "has no values. Take gradients with respect to floats only."
         )
     if not isinstance(leaf, ARRAY_LIKE):
         raise TypeError(
-            f"{step_name} returned {describe(leaf)} as {name}. A step returns arrays, numbers, "
-            "None, and what is not an array as it was passed in, in any nest of containers."
+            f"{step_name} returned {describe(leaf)} as {name}. A step may return arrays, numbers, "
+            "None and its own static arguments, in any nesting of containers."
         )
 
 
@@ -155,10 +165,9 @@ class TracedStep(NamedTuple):
 
     Attributes:
         steps: The step, for each set of shapes.
-        jaxprs: What each was traced to. The outputs are the results, the objects' leaves
-            afterwards, and the keys as the replica had them.
-        replicas: The replicas that have each set of shapes.
-        context: The context of the trace, see `context_token`.
+        jaxprs: The trace of each step. See `Step.flat` for its outputs.
+        replicas: Indices of the replicas with each set of shapes.
+        context: The trace context; see `context_token`.
     """
 
     steps: Sequence[Step]
@@ -173,13 +182,16 @@ class TracedStep(NamedTuple):
 
     @property
     def given(self) -> Sequence[object]:
-        """The variables of the program that hold the objects' leaves at first."""
+        """The variables of the jaxpr that hold the objects' leaves before the step."""
         return self.jaxprs[0].jaxpr.invars[: self.steps[0].num_state]
 
-    def apart(
+    def split(
         self, marks: Sequence[Mark]
     ) -> tuple[Sequence[Mark], Sequence[Mark], dict[int, Mark]]:
-        """What is known of the results, of the objects' leaves, and of the keys."""
+        """Splits the marks of the outputs: results, leaves of the objects, and keys.
+
+        The marks of the keys are returned by position among the leaves of the objects.
+        """
         start = len(self.steps[0].out_names)
         end = start + self.steps[0].num_state
         keys = zip(self.steps[0].keys, marks[end:], strict=True)

@@ -1,4 +1,4 @@
-"""Warnings of steps that are right and rarely meant, each given once."""
+"""Warnings about valid steps that are probably mistakes."""
 
 import warnings
 from collections.abc import Sequence
@@ -12,17 +12,26 @@ from mirror._src.run.call import Call
 from mirror._src.utils.naming import code_of, depth_of_user, is_our_module, name_of
 from mirror._src.utils.types import StepFunction
 
-FRESH_FUNCTIONS = 3
+MAX_NEW_FUNCTIONS = 3
 
 
 class StepWarnings:
-    """Warns of steps, of each once."""
+    """Issues every warning once per step."""
 
     def __init__(self) -> None:
         self._warned: set[Any] = set()
 
-    def of_proof(self, call: Call, notes: Notes, marks: Sequence[Mark], num_replicas: int) -> None:
-        """Warns, once for each function, of what is right for the proof and rarely meant."""
+    def warn_about_proof(
+        self, call: Call, notes: Notes, marks: Sequence[Mark], num_replicas: int
+    ) -> None:
+        """Warns about the notes of the proof, once per function.
+
+        Args:
+            call: The call that was proved.
+            notes: Notes of the proof.
+            marks: Marks of the outputs.
+            num_replicas: Number of replicas.
+        """
         if is_our_module(getattr(call.fn, "__module__", None)) or num_replicas == 1:
             return
         name, texts = name_of(call.fn), {}
@@ -30,39 +39,39 @@ class StepWarnings:
         if notes.idle_collectives and any(is_data):
             texts["undistributed"] = (
                 f"{name} computes the same on all {num_replicas} replicas: the collective at "
-                f"{notes.idle_collectives[0]} reduces values that are equal already. Pass batches "
-                "from strategy.distribute_dataset(dataset), which gives each replica its own part."
+                f"{notes.idle_collectives[0]} reduces values that are already equal. Pass batches "
+                "from strategy.distribute_dataset(dataset), which splits them across the replicas."
             )
         if notes.shared_noise:
             texts["noise"] = (
                 f"{name} applies the same random numbers on all {num_replicas} replicas, "
-                f"drawn at {', '.join(dict.fromkeys(notes.shared_noise))}. For noise that differs "
-                "between replicas, draw with mirror.get_replica_context().fold_in(key)."
+                f"sampled at {', '.join(dict.fromkeys(notes.shared_noise))}. For noise that "
+                "differs between replicas, sample with mirror.get_replica_context().fold_in(key)."
             )
         assumed = sorted({line for mark in marks if not mark.per_replica for line in mark.assumed})
         if assumed:
             texts["pure"] = (
-                f"{name} takes what {', '.join(assumed)} returns to be the same on all replicas, "
-                "because it is declared to be pure. If it is not, replicas drift apart: reduce it, "
-                'mirror.get_replica_context().all_reduce("mean", y).'
+                f"{name} assumes that {', '.join(assumed)} returns the same on all replicas, "
+                "because the callback is declared pure. If it is not, the replicas diverge: "
+                'all-reduce its result, mirror.get_replica_context().all_reduce("mean", y).'
             )
         for kind, text in texts.items():
             if (call.fn, kind) not in self._warned:
                 self._warned.add((call.fn, kind))
                 warnings.warn(text, stacklevel=depth_of_user())
 
-    def of_fresh_functions(self, fn: StepFunction) -> None:
-        """Warns of a step that is a new function object each time."""
+    def warn_about_recompilation(self, fn: StepFunction) -> None:
+        """Warns about a step that is a new function object in every call."""
         code = code_of(fn)
         if code is not None and code not in self._warned:
             self._warned.add(code)
             warnings.warn(
-                f"{name_of(fn)} ({code.co_filename}:{code.co_firstlineno}) was compiled "
-                f"{FRESH_FUNCTIONS} times in a row, each time as a new function object that ran "
-                "once. Define it once, outside the loop, and pass what changes as an argument.",
+                f"{name_of(fn)} ({code.co_filename}:{code.co_firstlineno}) was recompiled "
+                f"{MAX_NEW_FUNCTIONS} times because each call passes a new function object. "
+                "Define it once, outside the loop, and pass the changing values as arguments.",
                 stacklevel=depth_of_user(),
             )
 
     def clear(self) -> None:
-        """Forgets what it has warned of."""
+        """Forgets which warnings were issued."""
         self._warned.clear()

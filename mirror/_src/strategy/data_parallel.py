@@ -1,4 +1,4 @@
-"""`DataParallel`: a module whose batches are split over several devices, and nothing else to do."""
+"""`DataParallel`: a wrapper that splits a module's batches across several devices."""
 
 import functools
 import logging
@@ -12,8 +12,9 @@ from flax import nnx
 from mirror._src.devices import backend
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.devices.resolve import DeviceLike, canonicalize_replica_devices
+from mirror._src.explain.trial import placed_on, variables_of
 from mirror._src.run.nnx.structure import is_object
-from mirror._src.utils.errors import describe
+from mirror._src.utils.errors import counted, expected
 from mirror._src.utils.modules import set_module
 from mirror._src.utils.types import Array
 
@@ -23,34 +24,35 @@ _logger = logging.getLogger("mirror")
 @set_module("mirror")
 @final
 class DataParallel(nnx.Module):
-    """Runs a module on several devices, each with a part of the batch: full batch in and out.
+    """Wrapper that runs a module on several devices, each with a shard of the batch.
 
-    In place of the module, in one line; the training loop around it stays as it is. It is an
-    `nnx.Module` itself, so `nnx.grad`, `nnx.jit` and `nnx.Optimizer` take it, or its `module`. It
-    is the quick way to more devices. `MirroredStrategy.run` is the way to speed: there the whole
-    step, with loss, gradients and optimizer, is one program on each device.
+    It replaces the module in one line, and the training loop stays the same. The wrapper is an
+    `nnx.Module`, so `nnx.grad`, `nnx.jit` and `nnx.Optimizer` accept it, or its `module`. It is the
+    easiest way to use several devices. `MirroredStrategy.run` is the fastest: it runs the whole
+    step, with loss, gradients and optimizer, as one program on every device.
 
-    Nothing is padded and no step is rewritten: XLA is told over how many devices the batch axis of
-    the inputs lies (`jax.lax.with_sharding_constraint`), and splits the computation itself. What
-    comes out is by its definition what one device computes on the whole batch: batch
-    normalisation, dropout, a mean over the batch, and the gradients too. A batch that does not
-    divide by the number of devices, as the last one of an epoch, is not split: all devices compute
-    all of it. (Padding it would change what depends on the whole batch.) The log says so.
+    The wrapper declares the sharding of the inputs along the batch axis
+    (`jax.lax.with_sharding_constraint`), and XLA splits the computation. The outputs are therefore
+    the same as on one device with the whole batch, including batch normalization, dropout, means
+    over the batch, and gradients. If the batch size is not a multiple of the number of devices,
+    such as in the last batch of an epoch, every device computes the whole batch, and a log entry
+    reports it. (Padding would change outputs that depend on the whole batch.)
 
-    Outside `jax.jit` a call compiles the module, once for each set of shapes; inside, it is a part
-    of what is compiled there, and the state must lie on the devices or be bound to none.
+    Outside `jax.jit`, a call compiles the module once per set of shapes. Inside `jax.jit`, the
+    module becomes part of the compiled function; its state must be on the devices or uncommitted.
 
     Args:
-        module: what to run. Its variables are put on all the devices, in place.
-        device_ids: which devices: numbers as in `mirror.MirroredStrategy().devices`, names such as
-            `"/gpu:1"`, or `jax.Device`s. `None`: all.
+        module: Module to run. Its variables are moved to all devices, in place.
+        device_ids: Devices to use: indices into `mirror.MirroredStrategy().devices`, names such as
+            `"/gpu:1"`, or `jax.Device`s. Defaults to all devices.
 
     Attributes:
-        module: the module, which shares its variables with this one.
+        module: The wrapped module, which shares its variables with the wrapper.
 
     Raises:
-        TypeError: `module` is no `nnx.Module`, or something that is no device.
-        ValueError: no devices, repeated or unknown ones, or devices of several types.
+        TypeError: If `module` is not an `nnx.Module`, or an element of `device_ids` is not a
+            device.
+        ValueError: If the devices are empty, repeated, unknown or of several types.
 
     >>> import jax.numpy as jnp
     >>> model = DataParallel(nnx.Linear(3, 2, rngs=nnx.Rngs(0)))
@@ -62,38 +64,36 @@ class DataParallel(nnx.Module):
         self, module: nnx.Module, device_ids: Sequence[DeviceLike | int] | None = None
     ) -> None:
         if not isinstance(module, nnx.Module):
-            raise TypeError(
-                f"module={describe(module)} is no nnx.Module. Pass the model: "
-                "DataParallel(model, device_ids=[0, 1])."
-            )
+            fix = "Pass the model: DataParallel(model, device_ids=[0, 1])."
+            raise TypeError(expected("module", module, "an nnx.Module", fix))
         self.module = module
-        self._replicas = _replicas(_devices(device_ids))
+        self._replicas = _replica_devices(_select_devices(device_ids))
         if not _are_traced(nnx.state(module)):
-            _spread(module, self._replicas)
+            _mirror_variables(module, self._replicas)
 
     @property
     def devices(self) -> tuple[jax.Device, ...]:
-        """The devices that batches are split over."""
+        """Devices across which batches are split."""
         return self._replicas.devices
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module.
 
         Args:
-            args: what the module takes. The first array's leading axis is the batch axis; arrays
-                with as long a leading axis are split along it, the others go to all devices.
-                Anything else but nnx objects is static: a new value is a new program.
-            kwargs: treated alike.
+            args: Arguments of the module. The leading axis of the first array is the batch axis.
+                Arrays whose leading axis has the same size are split; other arrays are replicated.
+                Everything else except nnx objects is static: a new value compiles a new program.
+            kwargs: Keyword arguments of the module, treated like `args`.
 
         Returns:
-            What the module returns: plain arrays of the whole batch, in order.
+            Outputs of the module for the whole batch, as plain arrays.
         """
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_object)
         dynamic = [leaf if _is_dynamic(leaf) else None for leaf in leaves]
         static = tuple(None if _is_dynamic(leaf) else leaf for leaf in leaves)
         if not _are_traced((nnx.state(self.module), dynamic)):
-            _spread(self.module, self._replicas)
-            dynamic = [_placed(leaf, _batch_size(dynamic), self._replicas) for leaf in dynamic]
+            _mirror_variables(self.module, self._replicas)
+            dynamic = [_place(leaf, _batch_size(dynamic), self._replicas) for leaf in dynamic]
         return _forward(self.module, dynamic, static, treedef, self._replicas)
 
 
@@ -103,15 +103,16 @@ def _run(
     size = _batch_size(dynamic)
     if size % len(replicas):
         _logger.info(
-            "DataParallel: %d examples do not divide by %d devices; each computes all of them",
+            "DataParallel: %d examples cannot be split evenly across %d devices; every device "
+            "computes the whole batch",
             *(size, len(replicas)),
         )
 
-    def constrained(leaf: Any) -> Any:
-        fits = _has_rows(leaf, size) and size % len(replicas) == 0
-        return jax.lax.with_sharding_constraint(leaf, replicas.stacked) if fits else leaf
+    def constrain(leaf: Any) -> Any:
+        is_split = _is_split(leaf, size, len(replicas))
+        return jax.lax.with_sharding_constraint(leaf, replicas.stacked) if is_split else leaf
 
-    leaves = [constrained(d) if s is None else s for d, s in zip(dynamic, static, strict=True)]
+    leaves = [constrain(d) if s is None else s for d, s in zip(dynamic, static, strict=True)]
     args, kwargs = treedef.unflatten(leaves)
     return module(*args, **kwargs)
 
@@ -120,29 +121,28 @@ _forward: Any = nnx.jit(_run, static_argnums=(2, 3, 4))
 
 
 @functools.cache
-def _replicas(devices: tuple[jax.Device, ...]) -> ReplicaDevices:
-    """One object for the same devices, because programs are found by it."""
+def _replica_devices(devices: tuple[jax.Device, ...]) -> ReplicaDevices:
+    """Returns the same object for the same devices: it is part of the key of `jit`'s cache."""
     return ReplicaDevices(devices)
 
 
-def _devices(device_ids: Sequence[DeviceLike | int] | None) -> tuple[jax.Device, ...]:
-    every = canonicalize_replica_devices(None)
+def _select_devices(device_ids: Sequence[DeviceLike | int] | None) -> tuple[jax.Device, ...]:
+    available = canonicalize_replica_devices(None)
     if isinstance(device_ids, Sequence) and not isinstance(device_ids, str):
-        unknown = [i for i in device_ids if isinstance(i, int) and not 0 <= i < len(every)]
+        unknown = [i for i in device_ids if isinstance(i, int) and not 0 <= i < len(available)]
         if unknown:
             raise ValueError(
-                f"device_ids={list(device_ids)!r}: there is no device {unknown[0]}. There are "
-                f"{len(every)}, numbered from 0: {backend.names(every)}."
+                f"Unknown index {unknown[0]} in device_ids={list(device_ids)!r}. Indices count the "
+                f"{counted(len(available), 'available device')} from 0: {backend.names(available)}."
             )
-        device_ids = [every[i] if isinstance(i, int) else i for i in device_ids]
-    found = canonicalize_replica_devices(device_ids)
-    if len({backend.type_of(device) for device in found}) > 1:
+        device_ids = [available[i] if isinstance(i, int) else i for i in device_ids]
+    devices = canonicalize_replica_devices(device_ids)
+    if len({backend.type_of(device) for device in devices}) > 1:
         raise ValueError(
-            f"device_ids={list(device_ids or ())!r} are devices of several types, "
-            f"{backend.names(found)}: no array spans them. Name devices of one type, or use "
-            "mirror.MirroredStrategy, which can."
+            f"`device_ids` must be devices of a single type, got {backend.names(devices)}. Select "
+            "one type, or use mirror.MirroredStrategy, which supports several."
         )
-    return found
+    return devices
 
 
 def _is_dynamic(leaf: object) -> bool:
@@ -154,35 +154,28 @@ def _are_traced(tree: Any) -> bool:
 
 
 def _batch_size(leaves: Sequence[Any]) -> int:
-    """The leading size of the first array that has one; 1 where there is none."""
+    """Returns the leading size of the first array that is not a scalar, else 1."""
     arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array | np.ndarray)]
     return next((leaf.shape[0] for leaf in arrays if leaf.ndim), 1)
 
 
-def _has_rows(leaf: Any, size: int) -> bool:
-    is_array = isinstance(leaf, jax.Array | np.ndarray)
-    return is_array and leaf.ndim > 0 and leaf.shape[0] == size
+def _is_split(leaf: Any, batch_size: int, num_devices: int) -> bool:
+    """Whether an argument is split along its leading axis."""
+    is_array = isinstance(leaf, jax.Array | np.ndarray) and leaf.ndim > 0
+    return is_array and leaf.shape[0] == batch_size and batch_size % num_devices == 0
 
 
-def _placed(leaf: Any, size: int, replicas: ReplicaDevices) -> Any:
-    """A leaf of a batch on the devices, each row on its own where that can be."""
-    if not isinstance(leaf, jax.Array | np.ndarray):
-        return leaf
-    if _has_rows(leaf, size) and size % len(replicas) == 0:
+def _place(leaf: Any, batch_size: int, replicas: ReplicaDevices) -> Any:
+    """Moves an argument to the devices: split along its leading axis, or replicated."""
+    if _is_split(leaf, batch_size, len(replicas)):
         return replicas.stack(leaf)
-    return replicas.broadcast(leaf)
+    return replicas.broadcast(leaf) if isinstance(leaf, jax.Array | np.ndarray) else leaf
 
 
-def _spread(module: nnx.Module, replicas: ReplicaDevices) -> None:
-    """Puts the variables of a module on all devices, where they are not."""
-
-    def spread(leaf: Any) -> Any:
-        there = not isinstance(leaf, jax.Array) or replicas.is_mirrored(leaf)
-        return leaf if there else replicas.mirror(leaf)
-
-    for _, node in nnx.iter_graph(module):
-        if isinstance(node, nnx.Variable):
-            value: Array = node.get_raw_value()
-            new = jax.tree.map(spread, value)
-            if any(a is not b for a, b in zip(*map(jax.tree.leaves, (value, new)), strict=True)):
-                node.set_raw_value(new)
+def _mirror_variables(module: nnx.Module, replicas: ReplicaDevices) -> None:
+    """Moves the variables of a module to all devices, if necessary."""
+    for variable in variables_of([module]):
+        value: Array = variable.get_raw_value()
+        new = placed_on(value, replicas)
+        if any(a is not b for a, b in zip(*map(jax.tree.leaves, (value, new)), strict=True)):
+            variable.set_raw_value(new)

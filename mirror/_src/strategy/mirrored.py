@@ -1,4 +1,4 @@
-"""The strategies a user makes, and the one there is when nobody made any."""
+"""`MirroredStrategy`, `OneDeviceStrategy`, and the default strategy."""
 
 import functools
 import logging
@@ -19,7 +19,7 @@ from mirror._src.devices.resolve import (
 )
 from mirror._src.executors.choice import default_ops, reduce_device
 from mirror._src.strategy.strategy import Strategy
-from mirror._src.utils.errors import describe
+from mirror._src.utils.errors import expected, require_int
 from mirror._src.utils.modules import set_module
 from mirror._src.utils.types import REPLICA_AXIS
 
@@ -29,33 +29,37 @@ _logger = logging.getLogger("mirror")
 @set_module("mirror")
 @final
 class MirroredStrategy(Strategy):
-    """Synchronous training on several devices of one machine: one replica on each, or several.
+    """Synchronous training on several devices of one machine, with one or more replicas per device.
 
-    Devices of one type run a step as one program. Others, a GPU and the CPU, say, run it in stages;
-    their collectives are reduced on the host. The log says which it is and why.
+    Devices of a single type run a step as one program. Devices of several types, such as a GPU and
+    the CPU, run it in stages, and their collectives are reduced on the host. The log states which
+    executor is used and why.
 
     Args:
-        devices: in replica order, `jax.Device`s or names such as `"/gpu:1"`. `None`: all
-            accelerators, or all host devices where there are none.
-        cross_device_ops: who carries the collectives out. `None` chooses: `AllReduce()`, or
-            `ReductionToOneDevice()` where the devices are of several types, or are accelerators
-            whose all-reduce fails a test (a known sum, once in a process); a warning says so.
-        replicas_per_device: so many replicas on each device: eight on a laptop or on one GPU, to
-            try what eight GPUs will do. Replica ids count through one device, then the next.
-        axis_name: The name of the replica axis inside steps. A model with
+        devices: Devices in replica order: `jax.Device`s or names such as `"/gpu:1"`. Defaults to
+            all accelerators, or to all host devices on a machine without accelerators.
+        cross_device_ops: Implementation of the collectives. Defaults to `AllReduce()`. For devices
+            of several types, or for accelerators whose all-reduce fails a startup test (a known
+            sum, once per process), the default is `ReductionToOneDevice()`; a warning reports the
+            failed test.
+        replicas_per_device: Number of replicas on each device. With eight replicas on a laptop or
+            on one GPU, you can try a step as it will run on eight GPUs. Replica ids enumerate the
+            replicas of the first device first, then the replicas of the second, etc.
+        axis_name: Name of the replica axis inside steps. A model with
             `nn.BatchNorm(axis_name="batch")`, or a step with `jax.lax.pmean(x, "batch")`, runs
-            unchanged under `axis_name="batch"`.
-        shard_update: Shard the weight update: each device stores 1/n of the optimizer's state and
-            updates 1/n of each weight, and the new weights are gathered. The step stays as it is.
-            State that cannot be sharded exactly stays mirrored; `strategy.inspect` says why. No
-            effect, but a log entry, with one replica, with several on a device, and where
-            collectives are reduced on one device.
+            unchanged with `axis_name="batch"`.
+        shard_update: Whether to shard the weight update: each device stores 1/n of the optimizer
+            state and updates 1/n of every weight, and the new weights are gathered. The step does
+            not change. State that cannot be sharded exactly stays mirrored; `strategy.inspect`
+            gives the reasons. With one replica, with several replicas per device, or with
+            collectives that are reduced on one device, it has no effect except a log entry.
 
     Raises:
-        ValueError: empty, repeated or unknown devices, `replicas_per_device` below 1, an empty
-            `axis_name`, or `AllReduce` over devices of several types.
-        TypeError: something that is no device, no `CrossDeviceOps`, no int, or no string.
-        RuntimeError: the test of the all-reduce has stalled, and the accelerators with it.
+        ValueError: If devices are empty, repeated or unknown, if `replicas_per_device` is below 1,
+            if `axis_name` is empty, or if `AllReduce` is used with devices of several types.
+        TypeError: If an argument has the wrong type.
+        RuntimeError: If the startup test of the all-reduce stalled, so that the accelerators do not
+            respond.
 
     >>> import jax
     >>> strategy = MirroredStrategy(jax.devices()[:2])
@@ -73,52 +77,48 @@ class MirroredStrategy(Strategy):
         shard_update: bool = False,
     ) -> None:
         if not isinstance(shard_update, bool):
-            raise TypeError(
-                f"`shard_update` must be True or False, got {describe(shard_update)}. Pass "
-                "shard_update=True to store 1/n of the optimizer's state on each device."
-            )
-        if isinstance(replicas_per_device, bool) or not isinstance(replicas_per_device, int):
-            raise TypeError(f"replicas_per_device={describe(replicas_per_device)} is no int.")
-        if replicas_per_device < 1:
-            raise ValueError(
-                f"replicas_per_device={replicas_per_device}: each device needs a replica at least."
-            )
+            fix = "Pass shard_update=True to store 1/n of the optimizer state on each device."
+            raise TypeError(expected("shard_update", shard_update, "True or False", fix))
+        require_int("replicas_per_device", replicas_per_device)
         _require_axis_name(axis_name)
-        on_each = canonicalize_replica_devices(devices)
-        found = tuple(device for device in on_each for _ in range(replicas_per_device))
-        replicas = ReplicaDevices(found, axis_name=axis_name)
-        ops = default_ops(found) if cross_device_ops is None else cross_device_ops
+        distinct = canonicalize_replica_devices(devices)
+        replica_devices = tuple(d for d in distinct for _ in range(replicas_per_device))
+        replicas = ReplicaDevices(replica_devices, axis_name=axis_name)
+        ops = default_ops(replica_devices) if cross_device_ops is None else cross_device_ops
         if replicas.are_mixed:
-            replicas = ReplicaDevices(found, reduce_device(ops), axis_name)
+            replicas = ReplicaDevices(replica_devices, reduce_device(ops), axis_name)
         super().__init__(replicas, ops, shard_update=shard_update)
-        _logger.info("Using MirroredStrategy with devices %s", backend.names(found))
+        _logger.info("Using MirroredStrategy with devices %s", backend.names(replica_devices))
 
-    def _alone(self) -> Strategy:
+    def _make_single_replica(self) -> Strategy:
         return OneDeviceStrategy(self.devices[0], axis_name=self._replicas.axis_name)
 
-    def _one_on_each(self) -> Strategy:
+    def _make_one_per_device(self) -> Strategy:
         ops = self._cross_device_ops
-        exact = isinstance(ops, AllReduce | ReductionToOneDevice)  # another may hide a difference
-        if exact and self._replicas.replicas_per_device == 1:
+        # Other implementations may not be exact, so that they could hide a difference.
+        is_exact = isinstance(ops, AllReduce | ReductionToOneDevice)
+        if is_exact and self._replicas.replicas_per_device == 1:
             return self
-        ops = ops if exact else ReductionToOneDevice()
-        name = self._replicas.axis_name
-        sharded = self._shard_update
-        return MirroredStrategy(self._replicas.distinct, ops, axis_name=name, shard_update=sharded)
+        return MirroredStrategy(
+            self._replicas.distinct,
+            ops if is_exact else ReductionToOneDevice(),
+            axis_name=self._replicas.axis_name,
+            shard_update=self._shard_update,
+        )
 
 
 @set_module("mirror")
 @final
 class OneDeviceStrategy(Strategy):
-    """One replica on one device: the same laws with n = 1, and the same types.
+    """Strategy with one replica on one device; values have the same types as with n replicas.
 
     Args:
-        device: a `jax.Device` or a name such as `"/gpu:0"`.
-        axis_name: The name of the replica axis inside steps, as of `MirroredStrategy`.
+        device: A `jax.Device`, or a name such as `"/gpu:0"`.
+        axis_name: Name of the replica axis inside steps; see `MirroredStrategy`.
 
     Raises:
-        ValueError: no device name, or an empty `axis_name`.
-        InvalidDeviceError: no such device.
+        ValueError: If `device` is not a device name, or `axis_name` is empty.
+        InvalidDeviceError: If the machine does not have the device.
 
     >>> OneDeviceStrategy("/cpu:1").devices
     (CpuDevice(id=1),)
@@ -129,31 +129,29 @@ class OneDeviceStrategy(Strategy):
         replicas = ReplicaDevices((canonicalize_device(device),), axis_name=axis_name)
         super().__init__(replicas, AllReduce())
 
-    def _alone(self) -> Strategy:
+    def _make_single_replica(self) -> Strategy:
         return OneDeviceStrategy(self.devices[0], axis_name=self._replicas.axis_name)
 
-    def _one_on_each(self) -> Strategy:
+    def _make_one_per_device(self) -> Strategy:
         return self
 
 
 def _require_axis_name(name: object) -> None:
     if not isinstance(name, str):
-        raise TypeError(
-            f"`axis_name` must be a string, got {describe(name)}. Pass the name that collectives "
-            "in the step use, e.g. axis_name='batch'."
-        )
+        fix = "Pass the name that collectives in the step use, e.g. axis_name='batch'."
+        raise TypeError(expected("axis_name", name, "a string", fix))
     if not name:
         raise ValueError("`axis_name` must not be empty. Pass a name, e.g. axis_name='batch'.")
 
 
 @functools.cache
 def _default_strategy() -> Strategy:
-    """One replica on JAX's default device."""
+    """Returns a strategy with one replica on JAX's default device."""
     return OneDeviceStrategy(backend.default_devices()[0])
 
 
 def get_strategy() -> Strategy:
-    """The strategy whose scope or replica the caller stands in, else one on the default device.
+    """Returns the current strategy; outside every scope, one replica on the default device.
 
     >>> strategy = OneDeviceStrategy("/cpu:0")
     >>> with strategy.scope():
@@ -167,20 +165,26 @@ def get_strategy() -> Strategy:
     return frame.strategy
 
 
-def get_replica_context() -> ReplicaContext | None:
-    """The context of the replica the caller stands in.
+def get_replica_context() -> ReplicaContext:
+    """Returns the context of the current replica.
 
-    Inside `strategy.scope()` but outside `run`, in cross-replica context, it is `None`. Outside
-    every scope it is that of a lone replica: id 0 of 1, collectives that change nothing. So a step
-    also works when it is called by hand.
+    Outside every scope, it is the context of a lone replica: id 0 of 1, with collectives that
+    return their operand. So a step also works when it is called directly.
+
+    Raises:
+        RuntimeError: If called in cross-replica context: inside `strategy.scope()`, but outside a
+            step. To check, call `in_cross_replica_context()`.
 
     >>> get_replica_context().num_replicas_in_sync
     1
-    >>> with OneDeviceStrategy("/cpu:0").scope():
-    ...     print(get_replica_context())
-    None
     """
     frame = current_frame()
     if frame is None:
         return ReplicaContext(_default_strategy(), in_step=False)
+    if frame.replica is None:
+        raise RuntimeError(
+            "mirror.get_replica_context() was called inside strategy.scope(), but outside a step, "
+            "where no replica is current. Call it in the function that you pass to strategy.run. "
+            "To check the context first, call mirror.in_cross_replica_context()."
+        )
     return frame.replica

@@ -1,4 +1,4 @@
-"""The steps behind `strategy.reduce` and `strategy.gather`, and the checks of their arguments."""
+"""Steps that implement `strategy.reduce` and `strategy.gather`, and checks of their arguments."""
 
 import functools
 from collections.abc import Callable
@@ -11,8 +11,8 @@ import numpy as np
 from mirror._src.collectives.in_step import bind_all_reduce
 from mirror._src.collectives.reduce_op import ReduceOp, accumulator, prepare
 from mirror._src.context.scopes import current_frame
-from mirror._src.utils.errors import describe
-from mirror._src.utils.types import Array, PyTree
+from mirror._src.utils.errors import describe, expected
+from mirror._src.utils.types import ARRAY_LIKE, Array, PyTree
 from mirror._src.values.per_replica import PerReplica, is_per_replica
 
 Axes = tuple[int, ...] | None
@@ -20,24 +20,24 @@ Axes = tuple[int, ...] | None
 
 @functools.cache
 def reduction(op: ReduceOp, axis: Axes, masked: bool) -> Callable[..., PyTree]:
-    """The step that reduces a tree over the replicas, and over `axis` of each replica's leaves."""
+    """Returns a step that reduces a tree over the replicas, and over `axis` of every leaf."""
 
     def reduce_leaf(leaf: Array, mask: Array | None) -> Array:
         leaf = jnp.asarray(leaf)
         _require_axes(axis, leaf)
         if axis is None and mask is None:
             return bind_all_reduce(op, prepare(op, leaf))
-        ready = prepare(op, leaf)
-        keep = jnp.ones(leaf.shape, bool) if mask is None else _aligned(mask, leaf)
+        operand = prepare(op, leaf)
+        keep = jnp.ones(leaf.shape, bool) if mask is None else _broadcast_mask(mask, leaf)
         if op in (ReduceOp.MIN, ReduceOp.MAX):
             return bind_all_reduce(op, _extreme(op, leaf, keep, axis))
-        kept = jnp.where(keep, ready, jnp.zeros((), ready.dtype))
-        dtype = accumulator(ready.dtype) if op is ReduceOp.MEAN else ready.dtype
+        kept = jnp.where(keep, operand, jnp.zeros((), operand.dtype))
+        dtype = accumulator(operand.dtype) if op is ReduceOp.MEAN else operand.dtype
         total = bind_all_reduce(ReduceOp.SUM, _sum(kept, axis, dtype))
         if op is ReduceOp.SUM:
             return total
         count = bind_all_reduce(ReduceOp.SUM, _sum(keep, axis, jnp.int32))
-        return (total / count.astype(total.dtype)).astype(ready.dtype)
+        return (total / count.astype(total.dtype)).astype(operand.dtype)
 
     def reduce_tree(value: PyTree, where: Array | None) -> PyTree:
         return jax.tree.map(lambda leaf: reduce_leaf(leaf, where), value)
@@ -52,14 +52,14 @@ def reduction(op: ReduceOp, axis: Axes, masked: bool) -> Callable[..., PyTree]:
 
 @functools.cache
 def gathering(axis: int) -> Callable[[PyTree], PyTree]:
-    """The step that joins the replicas' leaves along an axis."""
+    """Returns a step that concatenates the replicas' leaves along an axis."""
 
     def gather_leaf(leaf: Array) -> Array:
         leaf = jnp.asarray(leaf)
         _require_axes((axis,), leaf)
         frame = current_frame()
         assert frame is not None
-        assert frame.replica is not None  # it is a step
+        assert frame.replica is not None  # `strategy.run` calls this
         return frame.replica.all_gather(leaf, axis)
 
     def gather_tree(value: PyTree) -> PyTree:
@@ -70,40 +70,49 @@ def gathering(axis: int) -> Callable[[PyTree], PyTree]:
 
 
 def canonical_axes(axis: Any) -> Axes:
-    """The axes that are meant by `None`, an int, or several.
+    """Converts the `axis` argument to a tuple of ints, or `None`.
 
     Raises:
-        TypeError: something else.
+        TypeError: If it is neither `None`, nor an int, nor a sequence of ints.
     """
     if axis is None:
         return None
     axes = tuple(axis) if isinstance(axis, list | tuple) else (axis,)
     if not all(isinstance(a, int | np.integer) and not isinstance(a, bool) for a in axes):
-        raise TypeError(f"axis={axis!r} is no axis. Pass None, an int or a tuple of ints.")
+        raise TypeError(expected("axis", axis, "None, an int or a tuple of ints"))
     return tuple(map(int, axes))
 
 
 def require_values(method: str, value: PyTree) -> None:
-    """Refuses a tree without arrays, and leaves that are none."""
+    """Checks that a tree has leaves, and that all of them are arrays or numbers.
+
+    Raises:
+        ValueError: If the tree has no leaves.
+        TypeError: If a leaf is neither an array nor a number.
+    """
     leaves = jax.tree.leaves(value, is_leaf=is_per_replica)
     if not leaves:
-        raise ValueError(f"{method} of {value!r}: there is no value in it. Pass arrays.")
+        raise ValueError(f"`value` of {method} must contain an array, got {value!r}.")
     for leaf in leaves:
-        number = jax.Array | np.ndarray | np.generic | int | float | complex
-        if not isinstance(leaf, number | PerReplica):
+        if not isinstance(leaf, (*ARRAY_LIKE, PerReplica)):
             raise TypeError(
-                f"{method} of {describe(leaf)}: it is no array and no number. Pass the results of "
+                f"{method} expects arrays or numbers, got {describe(leaf)}. Pass results of "
                 "strategy.run, or a mirror.PerReplica."
             )
 
 
 def require_equal_shapes(value: PyTree) -> None:
-    """Refuses a `PerReplica` whose replicas differ in shape."""
+    """Checks that every `PerReplica` has the same shape on all replicas.
+
+    Raises:
+        ValueError: If one has different shapes.
+    """
     for leaf in jax.tree.leaves(value, is_leaf=is_per_replica):
         if is_per_replica(leaf) and len(set(leaf.shapes)) > 1:
             raise ValueError(
-                f"reduce of values that differ in shape, {', '.join(map(str, leaf.shapes))}. Say "
-                "over which axis of each as well: strategy.reduce(op, x, axis=0)."
+                "Cannot reduce per-replica values of different shapes: "
+                f"{', '.join(map(str, leaf.shapes))}. Reduce over the axis that differs as well: "
+                "strategy.reduce(op, x, axis=0)."
             )
 
 
@@ -111,20 +120,23 @@ def _require_axes(axes: Axes, leaf: Array) -> None:
     missing = [a for a in axes or () if not -leaf.ndim <= a < leaf.ndim]
     if missing:
         raise ValueError(
-            f"There is no axis {missing[0]} in a replica's value of shape {leaf.shape}. Axes count "
-            "within each replica's value, without the replica axis."
+            f"axis {missing[0]} is out of range for a replica's value of shape {leaf.shape}. Count "
+            "the axes of one replica's value, without the replica axis."
         )
 
 
-def _aligned(mask: Array, leaf: Array) -> Array:
-    """The mask in the leaf's shape: a mask of rows, `(B,)`, goes with a leaf `(B, ...)`."""
+def _broadcast_mask(mask: Array, leaf: Array) -> Array:
+    """Broadcasts a mask to the shape of a leaf, from the leading axes: `(B,)` to `(B, ...)`."""
     mask = jnp.asarray(mask)
     if mask.dtype != jnp.bool_:
-        raise TypeError(f"where= is {mask.dtype}, not bool. Compare first, weights > 0.")
+        raise TypeError(
+            f"`where` must be a boolean mask, got {mask.dtype}. Compare first, for example "
+            "weights > 0."
+        )
     if mask.ndim > leaf.ndim or mask.shape != leaf.shape[: mask.ndim]:
         raise ValueError(
-            f"where= of shape {mask.shape} does not go with a replica's value of shape "
-            f"{leaf.shape}. Its axes must be the leading axes of the value."
+            f"`where` has shape {mask.shape}, but a replica's value has shape {leaf.shape}. Pass a "
+            "mask whose axes are the leading axes of the value."
         )
     return jnp.broadcast_to(mask.reshape(mask.shape + (1,) * (leaf.ndim - mask.ndim)), leaf.shape)
 

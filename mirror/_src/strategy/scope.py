@@ -15,34 +15,36 @@ from mirror._src.context.scopes import (
     require_cross_replica,
 )
 from mirror._src.devices.op_log import unlogged
+from mirror._src.devices.replicas import ReplicaDevices
 
 S = TypeVar("S", bound=ReplicaGroup)
 
 
 @final
 class Scope(Generic[S]):
-    """The context of `strategy.scope()`; it may be entered again and again."""
+    """Context manager of `strategy.scope()`; it is reentrant and reusable."""
 
-    def __init__(self, strategy: S) -> None:
+    def __init__(self, strategy: S, devices: ReplicaDevices) -> None:
         self._strategy = strategy
+        self._devices = devices
         self._meshes: list[Any] = []
 
     def __enter__(self) -> S:
         strategy = self._strategy
-        require_cross_replica(strategy, "scope", "Open the scope outside the step.")
+        require_cross_replica(strategy, "scope", "Enter the scope outside the step.")
         with unlogged():
             try:
-                mesh: Any = jax.set_mesh(strategy._replicas.mesh)
+                mesh: Any = jax.set_mesh(self._devices.mesh)
             except ValueError as error:
-                if not _is_open(strategy):
+                if not self._is_open():
                     raise RuntimeError(
                         f"{strategy}.scope() was entered inside jax.jit, grad or vmap. Enter it "
-                        "outside, where the arrays are made."
+                        "outside, where you create the arrays."
                     ) from error
-                mesh = contextlib.nullcontext()  # the trace has the mesh of the open scope
+                mesh = contextlib.nullcontext()  # the trace already uses this scope's mesh
         mesh.__enter__()
         self._meshes.append(mesh)
-        push_frame(Frame(strategy, None))
+        push_frame(Frame(strategy, devices=self._devices))
         return strategy
 
     def __exit__(
@@ -54,10 +56,8 @@ class Scope(Generic[S]):
         pop_frame()
         self._meshes.pop().__exit__(kind, error, trace)
 
-
-def _is_open(strategy: ReplicaGroup) -> bool:
-    """Whether this thread is inside the scope of the strategy, and no other mesh is set."""
-    frame = current_frame()
-    mesh = strategy._replicas.mesh.abstract_mesh
-    is_set = jax.sharding.get_abstract_mesh() == mesh
-    return frame is not None and frame.strategy is strategy and is_set
+    def _is_open(self) -> bool:
+        """Whether this thread is in the strategy's scope, and no other mesh is set."""
+        frame = current_frame()
+        is_set = jax.sharding.get_abstract_mesh() == self._devices.mesh.abstract_mesh
+        return frame is not None and frame.strategy is self._strategy and is_set

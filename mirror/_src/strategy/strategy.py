@@ -1,16 +1,16 @@
-"""`Strategy`: what every strategy does, whatever devices it has."""
+"""`Strategy`: the base class of all strategies."""
 
 import abc
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, NoReturn, Self, final
+from typing import Any, Literal, NamedTuple, NoReturn, Self, final, overload
 
 import jax
 
 from mirror._src.checks import verify as checks
 from mirror._src.checks.copies import check_mirrored
 from mirror._src.collectives.cross_device_ops import CrossDeviceOps
-from mirror._src.collectives.reduce_op import ReduceOp
+from mirror._src.collectives.reduce_op import ReduceOp, Reduction
 from mirror._src.context.scopes import current_frame, require_cross_replica
 from mirror._src.data.distribute import (
     DistributedDataset,
@@ -18,6 +18,7 @@ from mirror._src.data.distribute import (
     PerReplicaDataset,
     Remainder,
 )
+from mirror._src.data.source import B
 from mirror._src.devices import backend
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.devices.transfer import copies_of, move
@@ -25,7 +26,7 @@ from mirror._src.explain.baselines import Runners
 from mirror._src.explain.placement_table import device_table
 from mirror._src.explain.program import ProgramReport, describe_program
 from mirror._src.explain.report import Explanation
-from mirror._src.explain.timing import explain, require_steps
+from mirror._src.explain.timing import explain
 from mirror._src.run.arguments import canonical_argnums, require_call
 from mirror._src.run.runner import Runner
 from mirror._src.strategy.reductions import (
@@ -36,9 +37,10 @@ from mirror._src.strategy.reductions import (
     require_values,
 )
 from mirror._src.strategy.scope import Scope
-from mirror._src.utils.errors import counted, describe
+from mirror._src.utils.errors import counted, expected, require_int
 from mirror._src.utils.modules import set_module
 from mirror._src.utils.tables import Table
+from mirror._src.utils.tracebacks import api_boundary, hide_internal_frames
 from mirror._src.utils.types import Array, PyTree, StepFunction
 from mirror._src.values.per_replica import PerReplica, is_per_replica, on_replicas
 from mirror._src.variables.on_read import unwrapped
@@ -46,11 +48,11 @@ from mirror._src.variables.on_read import unwrapped
 
 @set_module("mirror")
 class ValueContext(NamedTuple):
-    """For which replica a value is made; see `Strategy.distribute_values_from_function`.
+    """Argument of the function passed to `Strategy.distribute_values_from_function`.
 
     Attributes:
-        replica_id_in_sync_group: the replica's number, 0 to n - 1.
-        num_replicas_in_sync: how many there are.
+        replica_id_in_sync_group: Replica to create a value for, from 0 to n - 1.
+        num_replicas_in_sync: Number of replicas.
 
     >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
     >>> strategy.distribute_values_from_function(lambda context: context.replica_id_in_sync_group)
@@ -63,9 +65,9 @@ class ValueContext(NamedTuple):
 
 @set_module("mirror")
 class Strategy(abc.ABC):
-    """Runs a step once per replica, on its devices, and keeps their state the same.
+    """Abstract base class of `MirroredStrategy` and `OneDeviceStrategy`.
 
-    Abstract: `MirroredStrategy` and `OneDeviceStrategy` say which devices there are.
+    A strategy runs a step once per replica, and keeps the state of the replicas identical.
 
     >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
     >>> isinstance(strategy, Strategy), strategy.num_replicas_in_sync
@@ -81,50 +83,50 @@ class Strategy(abc.ABC):
         shard_update: bool = False,
     ) -> None:
         if not isinstance(cross_device_ops, CrossDeviceOps):
+            fix = "Pass mirror.AllReduce(), or omit it."
             raise TypeError(
-                f"cross_device_ops={describe(cross_device_ops)} is no CrossDeviceOps. Pass "
-                "mirror.AllReduce(), or leave it out."
+                expected("cross_device_ops", cross_device_ops, "a CrossDeviceOps instance", fix)
             )
         self._replicas = replicas
         self._cross_device_ops = cross_device_ops
         self._shard_update = shard_update
         self._runner = Runner(self, replicas, cross_device_ops, shard_update=shard_update)
-        self._lone: Strategy | None = None
-        self._with_one_on_each: Strategy | None = None
+        self._single_replica: Strategy | None = None
+        self._one_per_device: Strategy | None = None
 
     @property
     @final
     def num_replicas_in_sync(self) -> int:
-        """How many replicas run each step."""
+        """Number of replicas that run every step."""
         return len(self._replicas)
 
     @property
     @final
     def devices(self) -> tuple[jax.Device, ...]:
-        """The devices of the replicas, in replica order."""
+        """Devices of the replicas, in replica order."""
         return self._replicas.devices
 
     @property
     @final
     def cross_device_ops(self) -> CrossDeviceOps:
-        """Who carries the collectives out."""
+        """Implementation of the collectives."""
         return self._cross_device_ops
 
     @property
     @final
     def shard_update(self) -> bool:
-        """Whether weight updates are sharded where they can be: see `MirroredStrategy`."""
+        """Whether weight updates are sharded; see `MirroredStrategy`."""
         return self._runner.holds_slices
 
     @final
     def scope(self) -> Scope[Self]:
-        """A context in which every array that is created is mirrored.
+        """Returns a context manager in which newly created arrays are mirrored.
 
-        What is created elsewhere works too: `run` mirrors it when it first meets it. The scope can
-        be entered again, also while it is open.
+        Arrays created elsewhere also work: the first `run` that receives them mirrors them. The
+        scope is reentrant and reusable.
 
         Raises:
-            RuntimeError: on entering, inside a replica or another strategy's scope.
+            RuntimeError: If entered inside a replica or another strategy's scope.
 
         >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
         >>> with strategy.scope():
@@ -132,7 +134,7 @@ class Strategy(abc.ABC):
         >>> len(w.devices())
         2
         """
-        return Scope(self)
+        return Scope(self, self._replicas)
 
     @final
     def run(
@@ -143,38 +145,39 @@ class Strategy(abc.ABC):
         *,
         donate_argnums: int | Sequence[int] = (),
     ) -> PyTree:
-        """Runs `fn` once per replica, all at once, each on its own device.
+        """Runs `fn` on all replicas at the same time, each on its own device.
 
-        The first call with a function, a structure and shapes traces `fn`, proves which results
-        are the same on every replica, and compiles; later calls only run. Results come back before
-        they are computed, as everywhere in JAX.
+        The first call with a function, a pytree structure and shapes traces `fn`, proves which
+        results are the same on every replica, and compiles the step; later calls only run it. Like
+        other JAX computations, `run` is asynchronous: it returns before the results are computed.
 
         Args:
-            fn: one replica's step. `mirror.get_replica_context()` works inside, and so do
-                `jax.lax.psum(x, mirror.REPLICA_AXIS)` and its kin.
-            args: its arguments. nnx objects (modules, optimizers, variables) go by reference: their
-                new state is mirrored back into them and the old buffers are given up. Of a
-                `PerReplica` leaf each replica gets its own array, without the leading axis. Other
-                arrays, NumPy arrays and numbers are mirrored. Booleans, strings, functions and
-                other hashables are static: a new value is a new program.
-            kwargs: its keyword arguments, treated alike.
-            donate_argnums: which positional arguments' buffers are given up; the arrays that were
-                passed must not be used again. An interrupt before the result is assigned loses
-                them; the state of nnx objects survives it.
+            fn: Step of one replica. It may call `mirror.get_replica_context()`, and collectives
+                such as `jax.lax.psum(x, mirror.REPLICA_AXIS)`.
+            args: Arguments of the step. nnx objects (modules, optimizers, variables) are passed by
+                reference: the new state is written back to them, mirrored, and the old buffers are
+                donated. From a `PerReplica` leaf, each replica receives its own array, without the
+                leading axis. Other arrays, NumPy arrays and numbers are mirrored. Booleans,
+                strings, functions and other hashable values are static: a new value compiles a new
+                program.
+            kwargs: Keyword arguments of the step, treated like `args`.
+            donate_argnums: Indices of positional arguments whose buffers are donated; do not use
+                the arrays afterwards. An interrupt before the result is assigned loses them; the
+                state of nnx objects survives it.
 
         Returns:
-            What `fn` returns, each leaf a plain mirrored array where it is proved to be the same on
-            every replica, else a `PerReplica`.
+            The result of `fn`. A leaf that is proved to be the same on every replica is a mirrored
+            `jax.Array`; any other leaf is a `PerReplica`.
 
         Raises:
-            ReplicaDivergenceError: a variable would differ between the replicas afterwards, or
-                replicas would wait for each other under a condition that they may decide
-                differently. Every model is left as it was.
-            RuntimeError: called inside a replica, inside another strategy's scope, or under a JAX
-                transformation.
-            TypeError: `args` is no tuple or list, or `fn` returned something else than arrays.
-            ValueError: a deleted array, a `PerReplica` of another number of replicas, a changed
-                model structure, an nnx object that `fn` reads without its being an argument.
+            ReplicaDivergenceError: If a variable would differ between replicas after the step, or
+                if a collective depends on a condition that may differ between replicas. All models
+                keep their state.
+            RuntimeError: If called inside a replica, inside another strategy's scope, or inside a
+                JAX transformation.
+            TypeError: If `args` is not a tuple or list, or `fn` returns anything but arrays.
+            ValueError: If an array has been deleted, if a `PerReplica` has the wrong number of
+                replicas, if the structure of a model changes, or if `fn` captures an nnx object.
 
         >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
         >>> def step(w, x):
@@ -182,19 +185,24 @@ class Strategy(abc.ABC):
         >>> strategy.run(step, (10.0, mirror.PerReplica([1.0, 2.0])))
         (PerReplica(10., 20.), Array(3., dtype=float32))
         """
-        if current_frame() is not None:
-            require_cross_replica(self, "run", "Call the function itself; it is in a replica.")
-        kwargs = {} if kwargs is None else kwargs
-        require_call(fn, args, kwargs)
-        donated = (donate_argnums,) if isinstance(donate_argnums, int) else donate_argnums
-        if type(donated) is not tuple:
-            donated = canonical_argnums(donated)
-        return self._runner.run(fn, args, kwargs, donated)
+        try:  # not `@api_boundary`: the decorator would add a call to every step
+            if current_frame() is not None:
+                require_cross_replica(self, "run", "Call the function directly.")
+            kwargs = {} if kwargs is None else kwargs
+            require_call(fn, args, kwargs)
+            donated = (donate_argnums,) if isinstance(donate_argnums, int) else donate_argnums
+            if type(donated) is not tuple:
+                donated = canonical_argnums(donated)
+            return self._runner.run(fn, args, kwargs, donated)
+        except Exception as error:
+            hide_internal_frames(error)
+            raise
 
     @final
+    @api_boundary
     def reduce(
         self,
-        op: ReduceOp | str,
+        op: Reduction,
         value: PyTree,
         axis: int | Sequence[int] | None = None,
         where: PerReplica | Array | None = None,
@@ -203,21 +211,23 @@ class Strategy(abc.ABC):
 
         Args:
             op: `"sum"`, `"mean"`, `"min"`, `"max"`, or a `ReduceOp`.
-            value: `PerReplica` leaves; a mirrored leaf counts once per replica.
-            axis: also reduce over these axes of each replica's value, e.g. its batch axis 0. A mean
-                is then that of all elements: of rows `[[1., 2.], [3., 8.]]` it is 3.5.
-            where: a boolean mask; what is False does not count. Its shape on each replica is that
-                of the value, or the value's leading axes.
+            value: Pytree of `PerReplica` values. A mirrored leaf counts once per replica.
+            axis: Axes of each replica's value to reduce over as well, such as the batch axis 0. A
+                mean is then the mean over all elements: 3.5 for replicas with `[1., 2.]` and
+                `[3., 8.]`.
+            where: Boolean mask of elements to include. Its shape on each replica is the shape of
+                the value, or the leading axes of that shape.
 
         Returns:
-            The same tree of mirrored arrays. The mean of integers or booleans is float32, the sum
-            of booleans is int32; a mean of nothing is NaN.
+            A pytree of mirrored arrays with the same structure. The mean of integers or booleans is
+            float32, and the sum of booleans is int32. A mean over no elements is NaN.
 
         Raises:
-            ValueError: an unknown `op`, an axis that is not there, a mask that does not fit, a
-                value without leaves.
-            TypeError: a leaf that is no array or number, `op`, `axis` or `where` of a wrong type.
-            RuntimeError: called inside a replica or another strategy's scope.
+            ValueError: If `op` is unknown, an axis is out of range, the shape of `where` does not
+                match, or `value` has no leaves.
+            TypeError: If a leaf is neither an array nor a number, or `op`, `axis` or `where` has
+                the wrong type.
+            RuntimeError: If called inside a replica or another strategy's scope.
 
         >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
         >>> strategy.reduce("mean", mirror.PerReplica([1.0, 2.0]))
@@ -225,7 +235,7 @@ class Strategy(abc.ABC):
         >>> strategy.reduce("mean", mirror.PerReplica([[1.0, 2.0], [3.0, 8.0]]), axis=0)
         Array(3.5, dtype=float32)
         """
-        require_cross_replica(self, "reduce", "Use mirror.get_replica_context().all_reduce there.")
+        require_cross_replica(self, "reduce", "Use mirror.get_replica_context().all_reduce.")
         value = unwrapped(value)
         step = reduction(ReduceOp.canonicalize(op), canonical_axes(axis), where is not None)
         require_values("reduce", value)
@@ -234,35 +244,38 @@ class Strategy(abc.ABC):
         return self._runner.run(step, (value,) if where is None else (value, where), {})
 
     @final
+    @api_boundary
     def gather(self, value: PyTree, axis: int = 0) -> PyTree:
-        """Joins every leaf's per-replica values along `axis`, in replica order.
+        """Concatenates the per-replica values of every leaf along `axis`, in replica order.
 
         Args:
-            value: `PerReplica` leaves; a mirrored leaf is joined n times.
-            axis: the axis of each replica's value to join along.
+            value: Pytree of `PerReplica` values. A mirrored leaf is repeated n times.
+            axis: Axis of each replica's value to concatenate along.
 
         Returns:
-            The same tree of mirrored arrays.
+            A pytree of mirrored arrays with the same structure.
 
         Raises:
-            ValueError: there is no such axis, or there are no leaves.
-            RuntimeError: called inside a replica or another strategy's scope.
+            ValueError: If the axis is out of range, or `value` has no leaves.
+            TypeError: If a leaf is neither an array nor a number, or `axis` is not an int.
+            RuntimeError: If called inside a replica or another strategy's scope.
 
         >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
         >>> strategy.gather(mirror.PerReplica([[1, 2], [3]]))
         Array([1, 2, 3], dtype=int32)
         """
-        require_cross_replica(self, "gather", "Use mirror.get_replica_context().all_gather there.")
+        require_cross_replica(self, "gather", "Use mirror.get_replica_context().all_gather.")
         value = unwrapped(value)
         axes = canonical_axes(axis)
         if axes is None or len(axes) != 1:
-            raise TypeError(f"axis={axis!r} is not one axis. Pass an int.")
+            raise TypeError(f"`axis` of gather must be a single int, got {axis!r}.")
         require_values("gather", value)
         return self._runner.run(gathering(axes[0]), (value,), {})
 
     @final
+    @api_boundary
     def local_results(self, value: PyTree) -> tuple[PyTree, ...]:
-        """One tree for each replica: a `PerReplica`'s values, a mirrored array's copies.
+        """Returns one tree per replica: the values of `PerReplica` leaves, copies of mirrored ones.
 
         >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
         >>> [int(value) for value in strategy.local_results(mirror.PerReplica([1, 2]))]
@@ -270,61 +283,83 @@ class Strategy(abc.ABC):
         """
         treedef: Any
         leaves, treedef = jax.tree.flatten(unwrapped(value), is_leaf=is_per_replica)
-        columns = [self._local(leaf) for leaf in leaves]
+        columns = [self._local_values(leaf) for leaf in leaves]
         return tuple(
             treedef.unflatten([column[i] for column in columns])
             for i in range(self.num_replicas_in_sync)
         )
 
+    @overload
+    def distribute_dataset(
+        self,
+        dataset: Iterable[B],
+        *,
+        remainder: Literal["error", "drop"] = "error",
+        prefetch: int = 2,
+    ) -> DistributedDataset[B]: ...
+
+    @overload
+    def distribute_dataset(
+        self, dataset: Iterable[B], *, remainder: Literal["pad"], prefetch: int = 2
+    ) -> DistributedDataset[tuple[B, PerReplica]]: ...
+
     @final
+    @api_boundary
     def distribute_dataset(
         self, dataset: Iterable[PyTree], *, remainder: Remainder = "error", prefetch: int = 2
-    ) -> DistributedDataset:
-        """Cuts the global batches of a dataset up for the replicas, in order.
+    ) -> DistributedDataset[PyTree]:
+        """Splits the global batches of a dataset across the replicas, in order.
 
         Args:
-            dataset: any iterable of batches: pytrees of arrays with one leading batch axis.
-            remainder: what happens to a batch that does not divide by the number of replicas.
-                `"error"` says its size and the ones that do; `"drop"` leaves it out, unless it is
-                the first; `"pad"` yields `(batch, mask)`, every batch padded to the first one's
-                size rounded up, with a mask of shape `(B/n,)` on each replica, True for examples.
-            prefetch: how many batches to have ready on the devices while a step runs; a thread
-                reads the dataset ahead of the loop. 0: none, and no thread.
+            dataset: Iterable of global batches. A batch is a pytree of arrays whose first axis is
+                the batch axis.
+            remainder: How to handle a batch whose size is not a multiple of the number of replicas.
+                `"error"` raises. `"drop"` skips the batch, unless it is the first one. `"pad"`
+                yields `(batch, mask)` with every batch padded to the same size, the size of the
+                first batch rounded up; `mask` has shape `(B / n,)` on each replica and is True for
+                real examples.
+            prefetch: Number of batches that a background thread loads onto the devices ahead of the
+                loop. 0 disables prefetching.
 
         Returns:
-            An iterable of batches whose leaves are `PerReplica`, rows on their devices.
+            An iterable of batches whose leaves are `PerReplica` values.
 
         Raises:
-            ValueError: an unknown `remainder`, a negative `prefetch`; while iterating, a batch that
-                does not divide, whose leaves differ in leading size, or that holds scalars.
-            TypeError: no iterable of batches; while iterating, a leaf that is no array.
+            ValueError: If `remainder` is unknown or `prefetch` is negative. During iteration, if a
+                batch cannot be split evenly, if its leaves differ in leading size, or if a leaf is
+                a scalar.
+            TypeError: If `dataset` is not an iterable of batches. During iteration, if a leaf is
+                not an array.
+            RuntimeError: If called inside a replica or another strategy's scope.
 
         >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
         >>> (batch,) = strategy.distribute_dataset([{"x": np.arange(4)}])
         >>> batch["x"]
         PerReplica([0, 1], [2, 3])
         """
-        require_cross_replica(self, "distribute_dataset", "Pass the step its batch.")
+        require_cross_replica(self, "distribute_dataset", "Pass batches to the step.")
         return DistributedDataset(dataset, self._replicas, remainder, prefetch)
 
     @final
+    @api_boundary
     def distribute_datasets_from_function(
-        self, fn: Callable[[InputContext], Iterable[PyTree]], *, prefetch: int = 2
-    ) -> PerReplicaDataset:
-        """A dataset whose batches are the replicas' own: each takes the next one, unsplit.
+        self, fn: Callable[[InputContext], Iterable[B]], *, prefetch: int = 2
+    ) -> PerReplicaDataset[B]:
+        """Distributes per-replica batches: every replica takes the next batch, without splitting.
 
         Args:
-            fn: called once, with an `InputContext`; returns an iterable of batches for one replica,
-                of which a step takes n. They may differ in length.
-            prefetch: as for `distribute_dataset`.
+            fn: Function that is called once, with an `InputContext`, and returns an iterable of
+                per-replica batches. Each step takes n of them; they may differ in length.
+            prefetch: Number of steps to load ahead; see `distribute_dataset`.
 
         Returns:
-            An iterable of batches whose leaves are `PerReplica`. A warning says so where the last
-            batches are too few for a step.
+            An iterable of batches whose leaves are `PerReplica` values. If the last batches are too
+            few for a step, they are dropped with a warning.
 
         Raises:
-            TypeError: `fn` returned no iterable.
-            ValueError: a negative `prefetch`; while iterating, batches that differ in structure.
+            TypeError: If `fn` does not return an iterable.
+            ValueError: If `prefetch` is negative. During iteration, if batches differ in structure.
+            RuntimeError: If called inside a replica or another strategy's scope.
 
         >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
         >>> batches = [np.zeros(1), np.ones(2)]
@@ -332,31 +367,33 @@ class Strategy(abc.ABC):
         [PerReplica([0.], [1., 1.])]
         """
         method = "distribute_datasets_from_function"
-        require_cross_replica(self, method, "Pass the step its batch.")
+        require_cross_replica(self, method, "Pass batches to the step.")
         source = fn(InputContext(1, 0, self.num_replicas_in_sync))
         return PerReplicaDataset(source, self._replicas, prefetch)
 
     @final
+    @api_boundary
     def distribute_values_from_function(self, fn: Callable[[ValueContext], PyTree]) -> PyTree:
-        """Values made for each replica by itself, each on its device.
+        """Creates one value per replica, on the device of the replica.
 
         Args:
-            fn: called once for each replica, in order, with a `ValueContext` that tells which.
+            fn: Function that is called once per replica, in order, with a `ValueContext`. It
+                returns the replica's value, a pytree of arrays.
 
         Returns:
-            The tree that `fn` returns, each leaf a `PerReplica`.
+            A pytree with the same structure, whose leaves are `PerReplica` values.
 
         Raises:
-            ValueError: the replicas' trees, dtypes or numbers of dimensions differ.
-            TypeError: a leaf that is no array and no number.
-            RuntimeError: called inside a replica or another strategy's scope.
+            ValueError: If the replicas' values differ in structure, dtype or number of dimensions.
+            TypeError: If a leaf is neither an array nor a number.
+            RuntimeError: If called inside a replica or another strategy's scope.
 
         >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
         >>> strategy.distribute_values_from_function(lambda c: c.replica_id_in_sync_group)
         PerReplica(0, 1)
         """
         method = "distribute_values_from_function"
-        require_cross_replica(self, method, "Make the value in the step.")
+        require_cross_replica(self, method, "Create the value in the step.")
         n = self.num_replicas_in_sync
         trees = [fn(ValueContext(i, n)) for i in range(n)]
         treedef: Any
@@ -364,8 +401,8 @@ class Strategy(abc.ABC):
         for i, tree in enumerate(trees):
             if jax.tree.structure(tree) != treedef:
                 raise ValueError(
-                    f"{method}: replica {i} got {jax.tree.structure(tree)}, replica 0 {treedef}. "
-                    "Return the same structure for each replica."
+                    f"`fn` returned {jax.tree.structure(tree)} for replica {i}, but {treedef} for "
+                    "replica 0. Return the same structure for every replica."
                 )
         columns = zip(*map(jax.tree.leaves, trees), strict=True)
         return treedef.unflatten(
@@ -373,32 +410,34 @@ class Strategy(abc.ABC):
         )
 
     @final
+    @api_boundary
     def check_mirrored(self, tree: PyTree) -> None:
-        """Checks that all replicas hold bitwise the same copy of every array in the tree.
+        """Checks that the replicas' copies of every array are bitwise identical.
 
-        Each device makes a fingerprint of its own copy, and the fingerprints are compared: it costs
-        about one pass over the arrays and one small collective.
+        Every device computes a fingerprint of its copy, and the fingerprints are compared. The cost
+        is about one pass over the arrays and one small collective.
 
         Args:
-            tree: arrays, nnx objects, in any nest. Host values have one copy and always pass.
+            tree: Pytree of arrays and nnx objects. Host values have a single copy and always pass.
 
         Raises:
-            ReplicaDivergenceError: copies differ; the message names the leaves.
-            ValueError: an array does not lie on this strategy's devices.
-            TypeError: a leaf is a `PerReplica`.
-            RuntimeError: called inside a replica or another strategy's scope.
+            ReplicaDivergenceError: If copies differ; the message names the leaves.
+            ValueError: If an array is not mirrored on this strategy's devices.
+            TypeError: If a leaf is a `PerReplica`.
+            RuntimeError: If called inside a replica or another strategy's scope.
 
         >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
         >>> with strategy.scope():
         ...     w = jnp.ones(3)
         >>> strategy.check_mirrored({"w": w})
         """
-        require_cross_replica(self, "check_mirrored", "Check after the step.")
-        if self._with_one_on_each is None:
-            self._with_one_on_each = self._one_on_each()
-        check_mirrored(self._with_one_on_each._runner, tree)
+        require_cross_replica(self, "check_mirrored", "Call it after the step.")
+        if self._one_per_device is None:
+            self._one_per_device = self._make_one_per_device()
+        check_mirrored(self._one_per_device._runner, tree)
 
     @final
+    @api_boundary
     def verify(
         self,
         fn: StepFunction,
@@ -407,25 +446,26 @@ class Strategy(abc.ABC):
         *,
         rtol: float = 1e-5,
     ) -> checks.VerifyReport:
-        """Runs a step on all replicas and once on one device with the whole batch, and compares.
+        """Compares a step on all replicas with the same step on one device with the whole batch.
 
-        Nothing is changed: both runs work on copies of the models. The batch of the one device is
-        the replicas' batches put together. A per-replica result is compared where it has one row
-        for each example; where it has not, one device has no counterpart of it.
+        Both run on copies of the models, so that nothing changes. The batch of the single device is
+        the concatenation of the replicas' batches. A per-replica result is compared if it has one
+        row per example; otherwise, one device computes no counterpart.
 
         Args:
-            fn: the step, as for `run`.
-            args: its arguments, as for `run`; each `PerReplica` leaf with a batch axis.
-            kwargs: its keyword arguments.
-            rtol: the largest relative difference to allow, over each leaf's largest magnitude.
+            fn: Step, as for `run`.
+            args: Arguments, as for `run`. Every `PerReplica` leaf must have a batch axis.
+            kwargs: Keyword arguments.
+            rtol: Largest allowed difference, relative to the largest magnitude of each leaf.
 
         Returns:
-            A report with a row for each result and each variable that changed; `print` it.
+            A report with one row per result and per changed variable; `print` it.
 
         Raises:
-            ReplicaMismatchError: leaves differ by more; the message names them.
-            RuntimeError: called inside a replica or another strategy's scope.
-            ValueError: a `PerReplica` leaf has no batch axis.
+            ReplicaMismatchError: If leaves differ by more than `rtol`; the message names them.
+            ReplicaDivergenceError: As for `run`.
+            RuntimeError: If called inside a replica or another strategy's scope.
+            ValueError: If a `PerReplica` leaf has no batch axis.
 
         >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
         >>> def step(batch):
@@ -433,38 +473,37 @@ class Strategy(abc.ABC):
         >>> strategy.verify(step, (mirror.PerReplica([[1.0, 2.0], [3.0, 4.0]]),)).largest
         0.0
         """
-        require_cross_replica(self, "verify", "Verify the step from outside.")
+        require_cross_replica(self, "verify", "Call it outside the step.")
         kwargs = {} if kwargs is None else kwargs
         require_call(fn, args, kwargs)
-        if self._lone is None:
-            self._lone = self._alone()
-        return checks.verify(self._runner, self._lone._runner, fn, args, kwargs, rtol)
+        return checks.verify(self._runner, self._single_runner(), fn, args, kwargs, rtol)
 
     @final
+    @api_boundary
     def inspect(
         self,
         fn: StepFunction,
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> ProgramReport:
-        """Says in words what the proof finds in a step; traces it and runs nothing.
+        """Reports which values of a step are proved to be mirrored; traces it without running it.
 
-        For each result and each variable, the report says whether it is mirrored and why: the
-        collective that made it so, or the argument that differs between replicas. It lists the
-        collectives in order. A step that `run` would reject is reported, not rejected.
+        For every result and variable, the report states whether it is mirrored, and why: the
+        collective that mirrors it, or the argument that differs between replicas. It lists all
+        collectives in order. A step that `run` would reject is reported instead of rejected.
 
         Args:
-            fn: the step, as for `run`.
-            args: its arguments, as for `run`; models are not changed.
-            kwargs: its keyword arguments.
+            fn: Step, as for `run`.
+            args: Arguments, as for `run`. Models are not changed.
+            kwargs: Keyword arguments.
 
         Returns:
             A report; `print` it.
 
         Raises:
-            RuntimeError: called inside a replica or another strategy's scope.
-            TypeError: `args` is no tuple or list, or `fn` is no function.
-            ValueError: arguments that `run` refuses too.
+            RuntimeError: If called inside a replica or another strategy's scope.
+            TypeError: If `args` is not a tuple or list, or `fn` is not callable.
+            ValueError: If `run` rejects the arguments.
 
         >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
         >>> def step(x):
@@ -473,12 +512,13 @@ class Strategy(abc.ABC):
         >>> [(row.name, row.state) for row in report.results]
         [('result[0]', 'per-replica'), ('result[1]', 'mirrored')]
         """
-        require_cross_replica(self, "program", "Ask for it from outside.")
+        require_cross_replica(self, "inspect", "Call it outside the step.")
         kwargs = {} if kwargs is None else kwargs
         require_call(fn, args, kwargs)
         return describe_program(self._runner, fn, args, kwargs)
 
     @final
+    @api_boundary
     def explain(
         self,
         fn: StepFunction,
@@ -487,28 +527,30 @@ class Strategy(abc.ABC):
         data: Iterable[PyTree] | None = None,
         steps: int = 20,
     ) -> Explanation:
-        """Measures where the time of a step and the memory go, and says what to change.
+        """Measures the time and memory of a step, and recommends what to change.
 
-        It runs the step some hundred times, on copies of the models: nothing is changed. The parts
-        add up to the time of a step in a loop; `mirror._src.explain.timing` says what each means.
+        The time of a step in a loop is split into input, transfer, dispatch, compute and
+        communication, which add up to it; `mirror.Explanation` describes each part. The step runs
+        about a hundred times, on copies of the models, so that nothing changes.
 
         Args:
-            fn: the step, as for `run`.
-            args: its arguments, as for `run`; without the batch, if there are `data`.
-            kwargs: its keyword arguments.
-            data: what the batches come from, as `distribute_dataset` makes it: each is the last
-                positional argument of a step. It is read again from its start when it ends. `None`:
-                the step gets the same arguments each time, and waits for no data.
-            steps: how many to measure; several times so many run.
+            fn: Step, as for `run`.
+            args: Arguments, as for `run`, but without the batch if `data` is given.
+            kwargs: Keyword arguments.
+            data: Iterable of batches, as returned by `distribute_dataset`. Each batch is passed as
+                the last positional argument. When the data ends, it is read again. If `None`, every
+                step receives the same arguments and does not wait for data.
+            steps: Number of steps to measure. The step runs several times as often.
 
         Returns:
             An explanation with a verdict; `print` it.
 
         Raises:
-            ReplicaDivergenceError: as from `run`.
-            RuntimeError: called inside a replica or another strategy's scope.
-            TypeError: `steps` is no int; as from `run`.
-            ValueError: `steps` is below 1, the data end and cannot be read again; as from `run`.
+            ReplicaDivergenceError: As for `run`.
+            RuntimeError: If called inside a replica or another strategy's scope.
+            TypeError: If `steps` is not an int, or as for `run`.
+            ValueError: If `steps` is below 1, if the data ends and cannot be read again, or as for
+                `run`.
 
         >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
         >>> def step(x):
@@ -517,34 +559,36 @@ class Strategy(abc.ABC):
         >>> explanation.num_collectives, sorted(explanation.shares)
         (1, ['communication', 'compute', 'dispatch', 'input', 'transfer'])
         """
-        require_cross_replica(self, "explain", "Explain the step from outside.")
+        require_cross_replica(self, "explain", "Call it outside the step.")
         kwargs = {} if kwargs is None else kwargs
         require_call(fn, args, kwargs)
-        require_steps(steps)
-        if self._lone is None:
-            self._lone = self._alone()
+        require_int("steps", steps)
         ops, sharded = self._cross_device_ops, self._shard_update
         scratch = Runner(self, self._replicas, ops, shard_update=sharded)
-        runners = Runners(self._runner, scratch, self._lone._runner)
+        runners = Runners(self._runner, scratch, self._single_runner())
         return explain(runners, fn, args, kwargs, data, steps)
 
     @abc.abstractmethod
-    def _alone(self) -> "Strategy":
-        """One replica on the first device, to hold the many against."""
+    def _make_single_replica(self) -> "Strategy":
+        """Creates a strategy with one replica on the first device, for comparison."""
 
     @abc.abstractmethod
-    def _one_on_each(self) -> "Strategy":
-        """One replica on each of the devices: there are as many copies of a mirrored array."""
+    def _make_one_per_device(self) -> "Strategy":
+        """Creates a strategy with one replica per device, as a device has one copy of an array."""
 
-    def _all_reduce(self, op: ReduceOp, leaves: Sequence[Any]) -> list[Array]:
-        """Carries out a collective inside a replica."""
-        return self._cross_device_ops.all_reduce(op, leaves)
+    def _single_runner(self) -> Runner:
+        if self._single_replica is None:
+            self._single_replica = self._make_single_replica()
+        return self._single_replica._runner
 
-    def _local(self, leaf: Any) -> Sequence[Any]:
+    def _local_values(self, leaf: Any) -> Sequence[Any]:
         n = self.num_replicas_in_sync
         if is_per_replica(leaf):
             if leaf.num_replicas != n:
-                raise ValueError(f"{leaf!r} is of {leaf.num_replicas} replicas, not of {n}.")
+                raise ValueError(
+                    f"{leaf!r} has {counted(leaf.num_replicas, 'value')}, but the strategy has "
+                    f"{counted(n, 'replica')}. Pass a value of this strategy."
+                )
             return leaf.values
         if isinstance(leaf, jax.Array) and self._replicas.is_sharded(leaf):
             leaf = self._replicas.mirror(leaf)
@@ -555,8 +599,8 @@ class Strategy(abc.ABC):
 
     def __copy__(self) -> NoReturn:
         raise RuntimeError(
-            "copy.copy(strategy) would be two strategies in one. Pass the strategy itself on, or "
-            "make another, with the same devices: copy.deepcopy(strategy)."
+            "copy.copy(strategy): a strategy cannot be shallow-copied. Share the strategy itself, "
+            "or create a second one on the same devices: copy.deepcopy(strategy)."
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

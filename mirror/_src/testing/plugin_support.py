@@ -1,76 +1,59 @@
-"""The part of the pytest plugin that needs JAX: host devices, strategies, launches in flight."""
+"""Parts of the pytest plugin that need JAX: host devices, strategies, launches in flight."""
 
-import os
 from collections.abc import Sequence
 
 import jax
 
 from mirror._src.collectives.one_device import ReductionToOneDevice
-from mirror._src.devices import backend, launch
-from mirror._src.devices.jax_options import HOST_DEVICES
-from mirror._src.devices.startup import (
-    HOST_DEVICES_FLAG,
-    forced_host_devices,
-    started,
-    startup_cause,
-)
+from mirror._src.devices import backend, host_devices, launch
+from mirror._src.devices.startup import startup_cause
 from mirror._src.strategy.mirrored import MirroredStrategy
 
 
-def force_host_devices(count: int, asked_by: str) -> None:
-    """Makes JAX start with so many host devices; what the user has set is left as it is.
+def force_host_devices(count: int, requested_by: str) -> None:
+    """Makes JAX start with `count` host devices. Never overwrites a number set by the user.
 
     Args:
-        count: how many.
-        asked_by: who asks, for messages.
+        count: Number of host devices.
+        requested_by: The option that requests them, for messages.
 
     Raises:
-        RuntimeError: somebody has said another number, or JAX's backend has started.
+        RuntimeError: If another number is set, or JAX's backend has started.
     """
-    known, forced = HOST_DEVICES.value, forced_host_devices()
-    number = forced if known is None else known  # JAX's own option wins over XLA's flag
-    if number == count:
-        return
-    if number is not None:
-        who = f"XLA_FLAGS={HOST_DEVICES_FLAG}={forced}" if known is None else _who_says(known)
+    fixed = host_devices.fixed_host_devices()
+    if fixed is None and host_devices.force_host_devices(count) is not None:
         raise RuntimeError(
-            f"{asked_by} asks for {count} host devices, and {who} says {number}, which is left as "
-            "it is. Take one of the two out, or let them say the same number."
+            f"{requested_by} has no effect because JAX's backend has started. {startup_cause()} "
+            "Use JAX in fixtures and tests, not while conftest.py is imported, or set "
+            f"JAX_NUM_CPU_DEVICES={count} before Python starts."
         )
-    if started():
-        raise RuntimeError(
-            f"{asked_by} comes too late: JAX's backend has started, which fixes the number of host "
-            f"devices. {startup_cause()} Use JAX in fixtures and tests, not while conftest.py is "
-            f"imported, or set JAX_NUM_CPU_DEVICES={count} before Python starts."
-        )
-    jax.config.update("jax_num_cpu_devices", count)
-
-
-def _who_says(number: int) -> str:
-    if os.environ.get("JAX_NUM_CPU_DEVICES") == str(number):
-        return f"JAX_NUM_CPU_DEVICES={number}"
-    return f"{HOST_DEVICES}, which was set in code (a conftest.py, say),"
+    if fixed is not None and fixed[0] != count:
+        number, fixed_by = fixed
+        if fixed_by.startswith("jax_"):
+            fixed_by += " (set in code, for example in a conftest.py)"
+        message = host_devices.describe_conflict(count, number, fixed_by, f"request {number}")
+        raise RuntimeError(f"{requested_by}: {message}")
 
 
 def devices_for_tests(*, on_host: bool) -> tuple[jax.Device, ...]:
-    """The distinct devices that tests run on. Starts JAX's backend.
+    """Returns the distinct devices that tests run on. Starts JAX's backend.
 
     Args:
-        on_host: host devices, also where there are accelerators.
+        on_host: Whether to use host devices even if there are accelerators.
     """
-    found = backend.devices_of_type("CPU") if on_host else backend.default_devices()
-    return tuple(dict.fromkeys(found))
+    devices = backend.devices_of_type("CPU") if on_host else backend.default_devices()
+    return tuple(dict.fromkeys(devices))
 
 
 def make_strategy(
     executor: str, num_replicas: int | None, devices: Sequence[jax.Device]
 ) -> MirroredStrategy:
-    """A strategy that runs on so many replicas, by that executor.
+    """Returns a strategy with the given number of replicas and the given executor.
 
     Args:
-        executor: `"pmap"`, `"vmap"`, which needs one device, or `"staged"`.
-        num_replicas: `None`: as many as there are devices.
-        devices: at least as many as replicas, for the others.
+        executor: `"pmap"`, `"vmap"` or `"staged"`.
+        num_replicas: Number of replicas. Defaults to the number of devices.
+        devices: Available devices: one for `"vmap"`, otherwise one per replica.
     """
     n = len(devices) if num_replicas is None else num_replicas
     if executor == "vmap":
@@ -78,14 +61,14 @@ def make_strategy(
     return MirroredStrategy(devices[:n], ReductionToOneDevice() if executor == "staged" else None)
 
 
-def launches_under_way() -> list[str]:
-    """A line for each launch on host devices that has not ended, oldest first; waits for none."""
+def launches_in_flight() -> list[str]:
+    """Returns a line per unfinished launch on host devices, oldest first, without waiting."""
     lines = []
-    for token in launch.under_way():
-        parts = [(shard.device, shard.data.is_ready()) for shard in token.addressable_shards]
-        ended = [device for device, ready in parts if ready]
-        waiting = [device for device, ready in parts if not ready]
-        if waiting:
-            also = f", ended on {backend.names(ended)}" if ended else ", ended on no device"
-            lines.append(f"under way on {backend.names(waiting)}{also}")
+    for token in launch.in_flight():
+        shards = [(shard.device, shard.data.is_ready()) for shard in token.addressable_shards]
+        done = [device for device, is_ready in shards if is_ready]
+        running = [device for device, is_ready in shards if not is_ready]
+        if running:
+            finished = f"finished on {backend.names(done)}" if done else "finished on no device"
+            lines.append(f"running on {backend.names(running)}, {finished}")
     return lines

@@ -1,4 +1,4 @@
-"""What a training was like: the metrics of each epoch, as a dict, a table and a picture."""
+"""`History`: the metrics of each epoch, as a mapping, a table and a plot."""
 
 import html
 import io
@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, final
 
-from mirror._src.utils.errors import describe
 from mirror._src.utils.modules import set_module
 from mirror._src.utils.optional import require
 from mirror._src.utils.tables import Table, new_figure
@@ -17,14 +16,14 @@ _VALIDATION = "val_"
 @set_module("mirror")
 @final
 class History(Mapping[str, list[float]]):
-    """The metrics by name, a number for each epoch: `history["val_loss"][-1]`.
+    """Metrics by name, one number per epoch: `history["val_loss"][-1]`.
 
-    `print` it for a table; a notebook shows that and the curves. What an epoch did not measure is
-    NaN.
+    `print` shows a table; a notebook shows the table and the curves. A metric that an epoch did not
+    measure is NaN.
 
     Attributes:
-        epochs: the numbers of the epochs, from 0.
-        epoch_secs: how long each took, validation included.
+        epochs: Numbers of the epochs, from 0.
+        epoch_secs: Duration of each epoch in seconds, including validation.
 
     >>> history = trainer.fit(data, epochs=2, progress=False)
     >>> list(history), history.epochs, len(history["loss"])
@@ -37,7 +36,7 @@ class History(Mapping[str, list[float]]):
         self._columns: dict[str, list[float]] = {}
 
     def add(self, epoch: int, logs: Mapping[str, float], seconds: float) -> None:
-        """Takes the metrics of an epoch."""
+        """Adds the metrics of an epoch."""
         for name in logs:
             self._columns.setdefault(name, [float("nan")] * len(self.epochs))
         for name, column in self._columns.items():
@@ -46,14 +45,15 @@ class History(Mapping[str, list[float]]):
         self.epoch_secs.append(seconds)
 
     def add_to_last(self, logs: Mapping[str, float]) -> None:
-        """Takes more metrics of the epoch that was added last."""
+        """Adds more metrics to the last epoch."""
         for name, value in logs.items():
             column = self._columns.setdefault(name, [float("nan")] * len(self.epochs))
             column[-1] = float(value)
 
     def __getitem__(self, name: str) -> list[float]:
         if name not in self._columns:
-            raise KeyError(f"{name!r}: the history has {', '.join(self._columns) or 'no metrics'}")
+            metrics = ", ".join(self._columns) or "no metrics"
+            raise KeyError(f"{name!r} is not in the history, which has {metrics}")
         return self._columns[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -63,20 +63,20 @@ class History(Mapping[str, list[float]]):
         return len(self._columns)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it, as JSON can hold it."""
+        """Returns the history as JSON."""
         return {"epochs": self.epochs, "seconds": self.epoch_secs, "metrics": self._columns}
 
     @classmethod
-    def from_dict(cls, found: Mapping[str, Any]) -> "History":
-        """The history that `to_dict` gave."""
+    def from_dict(cls, state: Mapping[str, Any]) -> "History":
+        """Returns the history of a `to_dict` result."""
         history = cls()
-        history.epochs, history.epoch_secs = list(found["epochs"]), list(found["seconds"])
-        history._columns = {name: list(column) for name, column in found["metrics"].items()}
+        history.epochs, history.epoch_secs = list(state["epochs"]), list(state["seconds"])
+        history._columns = {name: list(column) for name, column in state["metrics"].items()}
         return history
 
     @property
     def table(self) -> Table:
-        """A row for each epoch, counted from 1."""
+        """A table with one row per epoch, counted from 1."""
         rows = [
             (
                 str(epoch + 1),
@@ -105,20 +105,22 @@ class History(Mapping[str, list[float]]):
         return text[text.index("<svg") :]
 
     def plot(self, file: str | Path | None = None) -> Any:
-        """Draws the curves: one picture for each metric, training and validation in it.
+        """Plots the curves of all metrics, training and validation in one diagram each.
 
         Args:
-            file: where to write it, too; its ending says the format.
+            file: File to save the plot to; its suffix determines the format.
 
         Returns:
-            A `matplotlib.figure.Figure`, which a notebook shows; no window is opened.
+            A `matplotlib.figure.Figure`, which a notebook displays. No window is opened.
 
         Raises:
-            ValueError: there are no epochs.
-            ModuleNotFoundError: matplotlib is not installed.
+            ValueError: If the history is empty.
+            ModuleNotFoundError: If matplotlib is not installed.
         """
         if not self.epochs:
-            raise ValueError(f"{describe(self)} has nothing to plot: train first, trainer.fit(...)")
+            raise ValueError(
+                "History is empty, so it cannot be plotted. Train first: trainer.fit(...)."
+            )
         names = [n for n in self if not n.startswith(_VALIDATION) or n[4:] not in self]
         figure = new_figure(5 * len(names), 3.5)
         for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):

@@ -1,4 +1,4 @@
-"""Metrics on the host: sums that come in from the devices, which are never made to wait for it."""
+"""Metrics on the host: collects the sums of launches without blocking the devices."""
 
 import math
 from collections import deque
@@ -9,16 +9,16 @@ import numpy as np
 from mirror._src.training.objective import LOSS, Sums
 
 MOST_RUNNING = 8
-"""How many launches may run while the host looks at older ones."""
+"""Number of launches that may run while the host reads the metrics of older ones."""
 
 
 class CollectedMetrics(NamedTuple):
-    """What has come in of a launch.
+    """The metrics of one launch.
 
     Attributes:
-        step: its last step.
-        means: of its own examples.
-        empty: the names of the means that are NaN because their weights add up to 0.
+        step: Last step of the launch.
+        means: Means over the examples of the launch.
+        empty: Names of the means that are NaN because their weights add up to 0.
     """
 
     step: int
@@ -28,12 +28,12 @@ class CollectedMetrics(NamedTuple):
 
 @final
 class Meter:
-    """Adds up what launches return, in order; whole numbers exactly, the rest in float64.
+    """Adds up the sums of launches, in order: integers exactly, floats in float64.
 
     Attributes:
-        totals: the sums of what has been collected.
-        count: the number of examples in it.
-        weights: what the totals of `Weighted` losses and metrics are divided by, in place of that.
+        totals: Sums of the losses and metrics collected so far.
+        count: Number of examples collected so far.
+        weights: Sums of the weights of `Weighted` losses and metrics.
     """
 
     def __init__(
@@ -48,17 +48,17 @@ class Meter:
         self._pending: deque[tuple[int, Sums]] = deque()
 
     def add(self, step: int, sums: Sums) -> None:
-        """Takes the sums of the launch that ended with that step; they need not be computed yet."""
+        """Adds the sums of the launch that ended with `step`, which may still be running."""
         self._pending.append((step, sums))
 
     def collect(self, *, running: int = 0) -> list[CollectedMetrics]:
-        """Adds up what is there, but for the last few launches, which may be running still.
+        """Collects the launches added so far, except for the last few.
 
         Args:
-            running: how many of the last ones to leave.
+            running: Number of last launches not to wait for.
 
         Returns:
-            Of each launch its last step and the means of its own examples.
+            The metrics of each collected launch.
         """
         collected = []
         while len(self._pending) > running:
@@ -74,21 +74,21 @@ class Meter:
 
     @property
     def means(self) -> dict[str, float]:
-        """The means over all examples so far."""
+        """The means over all examples collected so far."""
         return means(self.totals, self.count, self.weights)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns what a checkpoint holds; a checkpoint of an earlier version has no weights."""
+        """Returns the state for a checkpoint; checkpoints of earlier versions lack `weights`."""
         return {"totals": self.totals, "count": self.count, "weights": self.weights}
 
 
 def means(
     totals: dict[str, float], count: int, weights: dict[str, float] | None = None
 ) -> dict[str, float]:
-    """Divides sums by their weights, or by the number of examples; NaN of nothing."""
-    over = dict.fromkeys(totals, count) | (weights or {})
-    names = sorted(totals, key=lambda name: name != LOSS)  # JAX has sorted them: the loss first
-    return {name: totals[name] / over[name] if over[name] else math.nan for name in names}
+    """Divides sums by their weights, or by the number of examples; NaN if that is 0."""
+    divisors = dict.fromkeys(totals, count) | (weights or {})
+    names = sorted(totals, key=lambda name: name != LOSS)  # JAX has sorted them
+    return {name: totals[name] / divisors[name] if divisors[name] else math.nan for name in names}
 
 
 def _numbers(sums: dict[str, Any]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What a batch costs: the user's values for each example, and the sums that are made of them."""
+"""The objective of a `Trainer`: per-example losses and metrics, and their sums."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mirror._src.utils.errors import describe, require_int
+from mirror._src.utils.errors import describe, expected, require_int
 from mirror._src.utils.modules import set_module
 from mirror._src.utils.naming import name_of
 from mirror._src.utils.types import Array, PyTree
@@ -17,30 +17,29 @@ LossFunction: TypeAlias = Callable[[Any, PyTree], Any]
 PartOfBatch: TypeAlias = str | int | Callable[[PyTree], Any]
 
 LOSS = "loss"
-_RETURN_ONE = (
-    "Return one for each example, e.g. optax.softmax_cross_entropy_with_integer_labels(logits, "
-    "labels) without .mean(): mirror takes the mean, over the examples of all replicas."
+_RETURN_LOSSES = (
+    "Return per-example losses, e.g. optax.softmax_cross_entropy_with_integer_labels(logits, "
+    "labels) without .mean(): mirror averages over the examples of all replicas."
 )
 _RETURN_SUMS = (
-    "Return one for each example, e.g. mirror.Weighted((losses * mask).sum(axis=-1), "
-    "mask.sum(axis=-1)): mirror divides, by the sum of the weights of all replicas."
+    "Return per-example sums, e.g. mirror.Weighted((losses * mask).sum(axis=-1), "
+    "mask.sum(axis=-1)): mirror divides by the sum of the weights of all replicas."
 )
-_OF_EXAMPLES = "Reduce the other axes: x.mean(axis=-1), or x[:, 0]."
-_OF_TOKENS = "Sum over the other axes: x.sum(axis=-1)."
+_REDUCE_AXES = "Reduce the other axes: x.mean(axis=-1), or x[:, 0]."
+_SUM_AXES = "Sum over the other axes: x.sum(axis=-1)."
 
 
 @set_module("mirror")
 @final
 @dataclass(frozen=True, eq=False)
 class Weighted:
-    """Losses or metrics of examples, divided by weights of their own: a mean over tokens, say.
+    """Per-example losses or metrics with weights to divide by, such as numbers of tokens.
 
-    A `Trainer`'s `loss_fn` may return it in place of plain losses `(B,)`, and in place of any
-    metric. The result is the sum of `values` divided by the sum of `weights`, each over all
-    examples of all replicas (of an epoch, in `History`; of the data, in `evaluate`), and the
-    gradient is of that very number; weights are constants, through which no gradient flows. So the
-    values of a language model are sums over the tokens of each example, and the weights are numbers
-    of tokens; the values are not multiplied by them.
+    A `Trainer`'s `loss_fn` may return a `Weighted` instead of plain losses `(B,)` or of any metric.
+    The result is the sum of `values` divided by the sum of `weights`, each over all examples of all
+    replicas: of an epoch in `History`, of the data in `evaluate`. The gradient is the gradient of
+    this quotient; weights are constants. `values` are not multiplied by `weights`: for a language
+    model, they are sums over the tokens of each example, and the weights are numbers of tokens.
 
         def loss_fn(model, batch):
             logits = model(batch["inputs"])  # (B, T, vocabulary)
@@ -51,19 +50,19 @@ class Weighted:
             loss = mirror.Weighted((losses * mask).sum(-1), tokens)
             return loss, {"accuracy": mirror.Weighted(correct.sum(-1), tokens)}
 
-    Rows that pad a batch count neither in the values nor in the weights. Where the weights add up
-    to 0, the result is NaN; a training step on such a batch has a gradient of 0. The `Trainer`'s
-    `sample_weight` and `class_weight` multiply the values of the loss and, as in Keras, not what
-    they are divided by; `penalty` is added to the quotient. A `Weighted` is a pytree, which
-    `jax.jit` and `jax.vmap` can return.
+    Padding counts neither in the values nor in the weights. If the weights add up to 0, the result
+    is NaN, and the gradient of a training step on such a batch is 0. The `Trainer`'s
+    `sample_weight` and `class_weight` multiply the values of the loss but, as in Keras, not its
+    weights; `penalty` is added to the quotient. A `Weighted` is a pytree, which `jax.jit` and
+    `jax.vmap` can return.
 
     Args:
-        values: `(B,)`, the sum of each example; floats for a loss.
-        weights: `(B,)`, what each example counts for; not negative.
+        values: Sums of the examples, of shape `(B,)`; floats for a loss.
+        weights: Non-negative weights of the examples, of shape `(B,)`.
 
     Raises:
-        TypeError: `values` or `weights` that are not real numbers.
-        ValueError: NumPy weights that are negative or NaN; traced weights are not checked.
+        TypeError: If `values` or `weights` are not real numbers.
+        ValueError: If NumPy weights are negative or NaN; traced weights are not checked.
 
     >>> def loss_fn(model, batch):
     ...     losses = (model(batch["x"])[..., 0] - batch["y"]) ** 2  # (B, T)
@@ -84,8 +83,8 @@ class Weighted:
         on_host = isinstance(self.weights, np.ndarray | np.generic | int | float)
         if on_host and not np.all(np.asarray(self.weights) >= 0):
             raise ValueError(
-                f"`weights` must be at least 0, got {np.min(self.weights)}. Exclude an example by "
-                "setting its value and its weight to 0."
+                f"`weights` must be non-negative, got {np.min(self.weights)}. To exclude an "
+                "example, set its value and its weight to 0."
             )
 
 
@@ -94,10 +93,8 @@ def _require_real(name: str, value: Any) -> None:
         return
     dtype = getattr(value, "dtype", None)
     if dtype is None or not any(jnp.issubdtype(dtype, kind) for kind in _REAL):
-        raise TypeError(
-            f"`{name}` must be an array of real numbers, got {describe(value)}. Pass "
-            "mirror.Weighted(values, weights), both of one number for each example."
-        )
+        fix = "Pass mirror.Weighted(values, weights) with one number per example in both."
+        raise TypeError(expected(name, value, "an array of real numbers", fix))
 
 
 _REAL = (jnp.floating, jnp.integer, jnp.bool_)
@@ -113,7 +110,7 @@ def _flatten_with_keys(weighted: Weighted) -> tuple[tuple[tuple[Any, Any], ...],
 
 
 def _unflatten(_: None, children: Any) -> Weighted:
-    """Makes a `Weighted` of whatever JAX puts there, which may not be arrays: checks nothing."""
+    """Rebuilds a `Weighted` without validation: JAX also unflattens with placeholders."""
     weighted = object.__new__(Weighted)
     for name, child in zip(("values", "weights"), children, strict=True):
         object.__setattr__(weighted, name, child)
@@ -124,12 +121,12 @@ jax.tree_util.register_pytree_with_keys(Weighted, _flatten_with_keys, _unflatten
 
 
 class Sums(NamedTuple):
-    """Sums over examples, of which means are made at the very end.
+    """Sums over examples, from which means are computed at the end.
 
     Attributes:
-        totals: of the loss and of each metric.
-        count: how many examples there were, those that only pad left out.
-        weights: of the loss and of each metric that is `Weighted`, what its total is divided by.
+        totals: Sums of the loss and of each metric.
+        count: Number of examples, without padding.
+        weights: Sums of the weights of the loss and of each metric that is `Weighted`.
     """
 
     totals: dict[str, Any]
@@ -138,7 +135,7 @@ class Sums(NamedTuple):
 
 
 class _LossOutput(NamedTuple):
-    """The loss or a metric after validation; `weights` is `None` where each example counts as 1."""
+    """A loss or metric after validation; `weights` is None if every example counts as 1."""
 
     values: Array
     weights: Array | None = None
@@ -146,21 +143,21 @@ class _LossOutput(NamedTuple):
 
 @final
 class Objective:
-    """The user's loss function with its weights: losses of a batch, masked, and their sums.
+    """The user's loss function with weights and penalty: masked losses of a batch, and their sums.
 
     Args:
-        loss_fn: `(model, batch)` to losses `(B,)`, or those and a dict of metrics, each `(B,)`; any
-            of them may be `Weighted`.
-        sample_weight: the part of a batch with which each example's loss is multiplied.
-        labels: the part of a batch that holds the classes, integers `(B,)`.
-        num_classes: how many there are: labels are 0 to this less one.
-        class_weight: by class, with which each example's loss is multiplied; 1 where left out.
-        penalty: of the model, a scalar that is added to the mean loss, and is not weighted.
+        loss_fn: Function `(model, batch)` that returns losses `(B,)`, or losses and a dict of
+            metrics, each `(B,)`. Any of them may be `Weighted`.
+        sample_weight: Part of a batch by which the losses are multiplied.
+        labels: Part of a batch that contains the classes, integers `(B,)`.
+        num_classes: Number of classes: labels are less than this.
+        class_weight: Factors of the losses by class; 1 for classes that it omits.
+        penalty: Function of the model; its scalar is added to the mean loss, and never weighted.
 
     Raises:
-        TypeError: `loss_fn` or `penalty` is no function, `class_weight` no dict.
-        ValueError: `class_weight` without `labels`, or `labels` without `num_classes`, which is 1
-            or more.
+        TypeError: If `loss_fn` or `penalty` is not callable, or `class_weight` is not a dict.
+        ValueError: If `class_weight` is passed without `labels`, `labels` without `num_classes`, or
+            `num_classes` is less than 1.
     """
 
     def __init__(
@@ -173,23 +170,19 @@ class Objective:
         penalty: Callable[[Any], Any] | None = None,
     ) -> None:
         if not callable(loss_fn):
-            raise TypeError(
-                f"loss_fn={describe(loss_fn)} is no function. Pass one of (model, batch) that "
-                "returns a loss for each example."
-            )
+            fix = "Pass a function (model, batch) -> per-example losses."
+            raise TypeError(expected("loss_fn", loss_fn, "callable", fix))
         if (labels is None) != (num_classes is None) or (
             class_weight is not None and labels is None
         ):
             raise ValueError(
                 f"labels={labels!r}, num_classes={num_classes!r}, class_weight={class_weight!r}: "
-                "labels and num_classes go together, and class weights need both. For example "
-                "labels='label', num_classes=10, class_weight={3: 2.0}."
+                "labels and num_classes must be passed together, and class_weight needs both. For "
+                "example labels='label', num_classes=10, class_weight={3: 2.0}."
             )
         if penalty is not None and not callable(penalty):
-            raise TypeError(
-                f"penalty={describe(penalty)} is no function. Pass one of the model that returns a "
-                "scalar."
-            )
+            fix = "Pass a function of the model that returns a scalar."
+            raise TypeError(expected("penalty", penalty, "callable", fix))
         if num_classes is not None:
             require_int("num_classes", num_classes)
         self._loss_fn = loss_fn
@@ -202,22 +195,20 @@ class Objective:
     def _table(self, class_weight: Mapping[int, float]) -> np.ndarray:
         assert self._num_classes is not None
         if not isinstance(class_weight, Mapping):
-            raise TypeError(
-                f"class_weight={describe(class_weight)} is no dict. Pass weights by class, as in "
-                "class_weight={3: 2.0}."
-            )
+            fix = "Pass weights by class, for example class_weight={3: 2.0}."
+            raise TypeError(expected("class_weight", class_weight, "a dict", fix))
         table = np.ones(self._num_classes, np.float32)
         for label, weight in class_weight.items():
             if label not in range(self._num_classes):
                 raise ValueError(
-                    f"class_weight has class {label!r}; there are classes 0 to "
-                    f"{self._num_classes - 1} (num_classes={self._num_classes})."
+                    f"The classes of class_weight must be in [0, {self._num_classes - 1}] "
+                    f"(num_classes={self._num_classes}), got {label!r}."
                 )
             table[label] = weight
         return table
 
     def __call__(self, model: Any, batch: PyTree, mask: Array) -> tuple[Array, Sums]:
-        """The losses of a replica's examples, 0 where the mask is False, and the sums."""
+        """Returns the losses of a replica's examples, 0 where the mask is False, and the sums."""
         values, weights = self._values(model, batch, mask.shape[0])
         penalty = self._penalty_of(model)
         if LOSS in weights:  # so that it is added to the quotient
@@ -229,19 +220,21 @@ class Objective:
     def _values(
         self, model: Any, batch: PyTree, size: int
     ) -> tuple[dict[str, Array], dict[str, Array]]:
-        """Calls the loss function: values by name, and the weights of what is `Weighted`."""
-        found = self._loss_fn(model, batch)
-        losses, metrics = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
+        """Calls the loss function; returns values by name, and the weights of `Weighted` ones."""
+        result = self._loss_fn(model, batch)
+        is_pair = isinstance(result, tuple) and len(result) == 2
+        losses, metrics = result if is_pair else (result, {})
         if not isinstance(metrics, Mapping) or LOSS in metrics:
             raise TypeError(
-                f"{name_of(self._loss_fn)} returned the metrics {describe(metrics)}. Return a dict "
-                f"of values for each example, without {LOSS!r}: losses, {{'accuracy': correct}}."
+                f"The metrics of {name_of(self._loss_fn)} must be a dict of per-example values "
+                f"without the key {LOSS!r}, got {describe(metrics)}. For example: "
+                "return losses, {'accuracy': correct}."
             )
         loss = self._returned("The loss", losses, size)
         if not jnp.issubdtype(loss.values.dtype, jnp.floating):
             raise TypeError(
-                f"{name_of(self._loss_fn)} returned losses of {loss.values.dtype}, which have no "
-                "gradient. Return floats."
+                f"The losses of {name_of(self._loss_fn)} must be floats to have a gradient, got "
+                f"{loss.values.dtype}."
             )
         named = {str(name): self._returned(repr(name), metrics[name], size) for name in metrics}
         returned = {LOSS: loss, **named}
@@ -251,10 +244,10 @@ class Objective:
     def _returned(self, what: str, value: Any, size: int) -> _LossOutput:
         what = f"{what} of {name_of(self._loss_fn)}"
         if not isinstance(value, Weighted):
-            return _LossOutput(_per_example(what, value, size, _RETURN_ONE))
+            return _LossOutput(_per_example(what, value, size, _RETURN_LOSSES))
         weight = f"The weight of {what[0].lower()}{what[1:]}"
-        weights = _per_example(weight, value.weights, size, _RETURN_SUMS, _OF_TOKENS)
-        values = _per_example(what, value.values, size, _RETURN_SUMS, _OF_TOKENS)
+        weights = _per_example(weight, value.weights, size, _RETURN_SUMS, _SUM_AXES)
+        values = _per_example(what, value.values, size, _RETURN_SUMS, _SUM_AXES)
         return _LossOutput(values, jax.lax.stop_gradient(weights))
 
     def _weighted(self, losses: Array, batch: PyTree) -> Array:
@@ -271,8 +264,8 @@ class Objective:
         penalty = self._penalty(model)
         if isinstance(penalty, dict | list | tuple) or jnp.shape(penalty) != ():
             raise ValueError(
-                f"{name_of(self._penalty)} returned {describe(penalty)} for the penalty, which is "
-                "a scalar: the sum over all parameters."
+                f"The penalty of {name_of(self._penalty)} must be a scalar, got "
+                f"{describe(penalty)}. Sum over all parameters."
             )
         return penalty
 
@@ -281,55 +274,55 @@ class Objective:
 
     @property
     def inspect(self) -> Callable[[int, PyTree], None] | None:
-        """What looks at each batch on the host, before it is cut up; `None`: nothing does."""
+        """A function that validates each batch on the host before it is split, or None."""
         return None if self._labels is None else self._require_classes
 
     def _require_classes(self, number: int, batch: PyTree) -> None:
-        """Refuses labels that are no class, or not integers `(B,)`.
+        """Checks the labels of a batch.
 
         Raises:
-            ValueError: there are such.
+            ValueError: If they are not integers of shape `(B,)`, or out of range.
         """
         assert self._labels is not None
         assert self._num_classes is not None
         labels = np.asarray(part_of(batch, self._labels, "labels"))
         if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
             raise ValueError(
-                f"The labels of batch {number} are {describe(labels)}. They are integers, one for "
-                "each example: x.argmax(-1) of one-hot rows, x[:, 0] of columns."
+                f"`labels` must be integers, one per example, got {describe(labels)} in batch "
+                f"{number}. Convert one-hot rows with x.argmax(-1), and columns with x[:, 0]."
             )
         wrong = np.flatnonzero((labels < 0) | (labels >= self._num_classes))
         if wrong.size:
             raise ValueError(
-                f"The labels of batch {number} are out of range: {labels[wrong[0]]} in row "
-                f"{wrong[0]}, and {wrong.size} in all. They are integers from 0 to "
-                f"{self._num_classes - 1} (num_classes={self._num_classes}). JAX would train with "
-                "a wrong class, or with NaN."
+                f"Labels of batch {number} must be in [0, {self._num_classes - 1}] "
+                f"(num_classes={self._num_classes}), but row {wrong[0]} is {labels[wrong[0]]} "
+                f"(invalid labels in this batch: {wrong.size}). JAX does not check indices: an "
+                "invalid label would silently train the wrong class or produce NaN."
             )
 
 
 def part_of(batch: PyTree, part: PartOfBatch, argument: str) -> Any:
-    """The part of a batch that a key, an index or a function names.
+    """Returns the part of a batch that a key, an index or a function selects.
 
     Raises:
-        ValueError: there is none.
+        ValueError: If the batch has no such part.
     """
     if callable(part):
         return part(batch)
     try:
         return batch[part]
     except (KeyError, IndexError, TypeError) as error:
-        there = list(batch) if isinstance(batch, Mapping) else type(batch).__name__
+        parts = list(batch) if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
         raise ValueError(
-            f"{argument}={part!r}: a batch has no such part; it has {there}. Pass a key of the "
-            "batch, or a function of it."
+            f"{argument}={part!r} does not select a part of the batch, which is {parts}. Pass a "
+            "key of the batch, or a function of it."
         ) from error
 
 
 def _per_example(
-    what: str, value: Any, size: int, fix: str = "", reduce: str = _OF_EXAMPLES
+    what: str, value: Any, size: int, fix: str = "", reduce: str = _REDUCE_AXES
 ) -> Array:
-    """The value as an array `(size,)`, or the error."""
+    """Returns the value as an array of shape `(size,)`, or raises a `ValueError`."""
     is_array = hasattr(value, "shape") or isinstance(value, int | float)
     shape = np.shape(value) if is_array else None
     if shape == (size,):
@@ -338,12 +331,13 @@ def _per_example(
     if shape and shape[0] == size:
         fix = reduce
     raise ValueError(
-        f"{what} is {received}; of a replica's {size} examples it must be ({size},). {fix}".rstrip()
+        f"{what} must have shape ({size},), one value per example of the replica's batch, got "
+        f"{received}. {fix}".rstrip()
     )
 
 
 def _sums(values: Mapping[str, Array], mask: Array) -> dict[str, Array]:
-    """Adds up each over the examples of a replica."""
+    """Sums each value over the examples of a replica."""
     return {
         name: jnp.sum(value, where=mask, dtype=_wide(value.dtype)) for name, value in values.items()
     }
@@ -354,12 +348,12 @@ def _as_floats(weights: Array) -> Array:
 
 
 def add(a: PyTree, b: PyTree) -> PyTree:
-    """Two trees of arrays, added leaf by leaf."""
+    """Adds two trees of arrays, leaf by leaf."""
     return jax.tree.map(jnp.add, a, b)
 
 
 def _wide(dtype: Any) -> Any:
-    """What to add up in: counts stay exact integers, small floats become float32."""
+    """Returns the dtype for sums: counts remain exact integers, small floats become float32."""
     if jnp.issubdtype(dtype, jnp.floating):
         return jnp.promote_types(dtype, jnp.float32)
     return jnp.promote_types(dtype, jnp.int32)

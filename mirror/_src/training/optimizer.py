@@ -1,11 +1,11 @@
-"""The optimizer of a `Trainer`: the user's own, or one that is made of an optax transformation."""
+"""The optimizer of a `Trainer`: passed by the user, or created from an optax transformation."""
 
 from typing import Any
 
 import optax
 from flax import nnx
 
-from mirror._src.utils.errors import describe
+from mirror._src.utils.errors import describe, expected
 
 
 def make_optimizer(
@@ -14,19 +14,17 @@ def make_optimizer(
     """Returns the `nnx.Optimizer` of a model.
 
     Raises:
-        TypeError: `tx` is no optax transformation and no `nnx.Optimizer`.
-        ValueError: an `nnx.Optimizer` together with `wrt`.
+        TypeError: If `tx` is neither an optax transformation nor an `nnx.Optimizer`.
+        ValueError: If `wrt` is passed together with an `nnx.Optimizer`.
     """
     if isinstance(tx, nnx.Optimizer):
         if wrt is not None:
             raise ValueError(
-                f"wrt={describe(wrt)} was passed with an nnx.Optimizer, which has its own: "
-                f"{describe(tx.wrt)}. Leave wrt out."
+                f"`wrt` ({describe(wrt)}) cannot be combined with an nnx.Optimizer, which already "
+                f"has wrt={describe(tx.wrt)}. Omit wrt."
             )
         return tx
     if not isinstance(tx, optax.GradientTransformation):
-        raise TypeError(
-            f"tx={describe(tx)} is no optax transformation and no nnx.Optimizer. Pass one: "
-            "optax.adam(1e-3)."
-        )
+        what = "an optax.GradientTransformation or an nnx.Optimizer"
+        raise TypeError(expected("tx", tx, what, "For example: optax.adam(1e-3)."))
     return nnx.Optimizer(model, tx, wrt=nnx.Param if wrt is None else wrt)

@@ -1,4 +1,4 @@
-"""`Position`: where a training stands, and where it starts."""
+"""`Position`: the progress of a training, which a checkpoint stores and a resumed run starts at."""
 
 import copy
 from typing import Any
@@ -8,21 +8,23 @@ from mirror._src.training.meter import Meter
 from mirror._src.training.objective import Sums
 from mirror._src.utils.errors import require_int
 
-_NUMBERS = ("step", "epoch", "epoch_step", "passes", "samples")
+_COUNTS = ("step", "epoch", "epoch_step", "passes", "samples")
 
 
 class Position:
-    """Where a training stands: what a checkpoint holds beside the arrays.
+    """The progress of a training: everything a checkpoint stores besides the arrays.
+
+    During `fit`, only its `TrainingRun` changes the position; all others read it.
 
     Attributes:
-        step: how many updates there were, over all epochs.
-        epoch: the epoch under way, from 0.
-        epoch_step: how many updates of it.
-        passes: how many times the data has been gone through before this pass.
-        samples: how many examples of this pass have been trained with.
-        meter: the metrics of this epoch.
-        history: those of the ones before.
-        callbacks: what they want to be held, by name.
+        step: Number of updates, over all epochs.
+        epoch: The current epoch, from 0.
+        epoch_step: Number of updates in the current epoch.
+        passes: Number of complete passes over the data.
+        samples: Number of examples of the current pass that have been used.
+        meter: Metrics of the current epoch.
+        history: Metrics of the completed epochs.
+        callbacks: States of the callbacks, by name.
     """
 
     def __init__(self) -> None:
@@ -30,66 +32,65 @@ class Position:
         self.begin(0)
 
     def begin(self, epoch: int) -> None:
-        """A new training, of the same model."""
+        """Starts a new training of the same model."""
         self.epoch = self.passes = epoch
         self.epoch_step = self.samples = 0
         self.meter, self.history = Meter(), History()
         self.callbacks: dict[str, Any] = {}
 
     def advance(self, num_steps: int, num_examples: int, sums: Sums) -> None:
-        """A launch has been made."""
+        """Counts a launch."""
         self.step += num_steps
         self.epoch_step += num_steps
         self.samples += num_examples
         self.meter.add(self.step, sums)
 
     def next_epoch(self) -> None:
-        """The epoch has ended."""
+        """Counts an epoch as complete."""
         self.epoch += 1
         self.epoch_step = 0
         self.meter = Meter()
 
     def next_pass(self) -> None:
-        """The data has ended."""
+        """Counts a pass over the data as complete."""
         self.passes += 1
         self.samples = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON can hold it."""
-        numbers = {name: getattr(self, name) for name in _NUMBERS}
+        """Returns the position as JSON."""
         return {
-            **numbers,
+            **{name: getattr(self, name) for name in _COUNTS},
             "meter": self.meter.to_dict(),
             "history": self.history.to_dict(),
             "callbacks": self.callbacks,
         }
 
     @classmethod
-    def from_dict(cls, found: dict[str, Any]) -> "Position":
-        """The position that `to_dict` gave."""
+    def from_dict(cls, state: dict[str, Any]) -> "Position":
+        """Returns the position of a `to_dict` result."""
         position = cls()
-        for name in _NUMBERS:
-            setattr(position, name, int(found[name]))
-        position.meter = Meter(**found["meter"])
-        position.history = History.from_dict(found["history"])
-        position.callbacks = dict(found["callbacks"])
+        for name in _COUNTS:
+            setattr(position, name, int(state[name]))
+        position.meter = Meter(**state["meter"])
+        position.history = History.from_dict(state["history"])
+        position.callbacks = dict(state["callbacks"])
         return position
 
 
 def starting_position(
-    position: Position, goes_on: bool, epochs: int, initial_epoch: int | None
+    position: Position, resumes: bool, epochs: int, initial_epoch: int | None
 ) -> Position:
-    """The position to start from. The trainer's own is as it was until the training begins.
+    """Returns the position to start from. The trainer's own stays unchanged until `fit` starts.
 
     Args:
-        position: the trainer's own.
-        goes_on: whether that training goes on, unless there is an `initial_epoch`.
-        epochs: as for `Trainer.fit`.
-        initial_epoch: as for `Trainer.fit`.
+        position: The trainer's own.
+        resumes: Whether to resume from it, unless there is an `initial_epoch`.
+        epochs: As for `Trainer.fit`.
+        initial_epoch: As for `Trainer.fit`.
 
     Raises:
-        TypeError: `epochs` or `initial_epoch` is no number.
-        ValueError: it is below what it must be, or nothing would be trained.
+        TypeError: If `epochs` or `initial_epoch` is not an integer.
+        ValueError: If one of them is out of range, or there would be nothing to train.
     """
     require_int("epochs", epochs)
     position = copy.copy(position)
@@ -97,10 +98,10 @@ def starting_position(
         require_int("initial_epoch", initial_epoch, least=0)
         if initial_epoch >= epochs:
             raise ValueError(
-                f"initial_epoch={initial_epoch} with epochs={epochs}: nothing would be trained."
-                " epochs is the number of the epoch to end at, not how many to train."
+                f"`initial_epoch` must be less than `epochs`, got initial_epoch={initial_epoch} and"
+                f" epochs={epochs}. `epochs` is the epoch to stop at, not a number to add."
             )
         position.begin(int(initial_epoch))
-    elif not goes_on:
+    elif not resumes:
         position.begin(0)
     return position

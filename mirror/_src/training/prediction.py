@@ -1,4 +1,4 @@
-"""Predictions for all examples of a dataset, one row for each, as NumPy arrays."""
+"""Predictions for a dataset: NumPy arrays with one row per example."""
 
 from collections import deque
 from collections.abc import Callable
@@ -23,19 +23,19 @@ def predictions(
     fn: Callable[[Any, PyTree], PyTree],
     step: StepFunction,
     model: nnx.Module,
-    data: DistributedDataset,
+    data: DistributedDataset[Any],
 ) -> PyTree:
-    """What `fn` makes of each example, in the order of the data; see `Trainer.predict`.
+    """Returns the results of `fn` in the order of the data; see `Trainer.predict`.
 
     Args:
-        strategy: what runs the step.
-        fn: the user's function.
-        step: `fn` as a step of one replica.
-        model: its first argument.
-        data: its batches.
+        strategy: The strategy that runs the step.
+        fn: The user's function, for messages.
+        step: The function as a step of one replica.
+        model: First argument of the step.
+        data: Batches for the step.
 
     Raises:
-        ValueError: there is no data; a result has not one row for each example.
+        ValueError: If the data is empty, or a result does not have one row per example.
     """
     rows, running = list[PyTree](), deque[Any]()
     for padded in whole_pass(data):
@@ -44,25 +44,25 @@ def predictions(
         if len(running) > MOST_RUNNING:
             rows.append(_rows(fn, *running.popleft()))
     rows += [_rows(fn, *pair) for pair in running]
-    return jax.tree.map(lambda *parts: np.concatenate(parts), *rows)
+    return jax.tree.map(lambda *pieces: np.concatenate(pieces), *rows)
 
 
 def _rows(fn: Callable[..., Any], results: PyTree, mask: PerReplica) -> PyTree:
-    """One row for each example of a batch; what only pads is left out."""
+    """Returns one row per example of a batch, without the padding."""
     n, size = mask.stacked.shape
-    wanted = np.asarray(mask).reshape(-1)
+    is_example = np.asarray(mask).reshape(-1)
 
     def rows(path: Any, leaf: Any) -> np.ndarray:
-        own = np.asarray(leaf)
-        if not is_per_replica(leaf):  # every replica has returned the same
-            own = np.broadcast_to(own, (n, *own.shape))
-        if own.shape[:2] != (n, size):
+        array = np.asarray(leaf)
+        if not is_per_replica(leaf):  # all replicas returned the same value
+            array = np.broadcast_to(array, (n, *array.shape))
+        if array.shape[:2] != (n, size):
             raise ValueError(
-                f"{name_of(fn)} returned an array of shape {own.shape[1:]} for result{keys(path)}; "
-                f"of a replica's {size} examples it must have a row for each, ({size}, ...)."
+                f"result{keys(path)} of {name_of(fn)} must have shape ({size}, ...), one row per "
+                f"example of the replica's batch, got an array of shape {array.shape[1:]}."
             )
-        return own.reshape(-1, *own.shape[2:])[wanted]
+        return array.reshape(-1, *array.shape[2:])[is_example]
 
     if not jax.tree.leaves(results):
-        raise ValueError(f"{name_of(fn)} returned {describe(results)}, which holds no arrays.")
+        raise ValueError(f"{name_of(fn)} returned {describe(results)}, which contains no arrays.")
     return jax.tree_util.tree_map_with_path(rows, results, is_leaf=is_per_replica)

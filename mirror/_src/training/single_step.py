@@ -1,4 +1,4 @@
-"""One training step of a `Trainer` by itself, for `strategy.run`."""
+"""A single training step of a `Trainer`, for `strategy.run`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,9 +14,9 @@ def step_of(
 ) -> Callable[[nnx.Module, nnx.Optimizer[Any], tuple[PyTree, Any]], Any]:
     """Returns one training step of a trainer, for `strategy.run`.
 
-    Its arguments are the model, the optimizer and a batch with its mask, as
-    `distribute_dataset(data, remainder="pad")` yields them. It raises a `ValueError` if
-    `accumulate_steps` does not divide the batch of a replica, which `fit` pads.
+    Its arguments are the model, the optimizer, and a `(batch, mask)` pair from
+    `distribute_dataset(data, remainder="pad")`. Unlike `fit`, it does not pad to a multiple of
+    `accumulate_steps`: it raises a `ValueError` if the batch cannot be split into that many pieces.
     """
     single, pieces = trainer._single_step, trainer.accumulate_steps
 
@@ -25,8 +25,9 @@ def step_of(
         if mask.size % pieces:
             multiple = pieces * trainer.strategy.num_replicas_in_sync
             raise ValueError(
-                f"A replica's batch has {mask.size} examples, which accumulate_steps={pieces} does "
-                f"not divide. Use a batch size that is a multiple of {multiple}."
+                f"A replica's batch of {mask.size} examples cannot be split into "
+                f"accumulate_steps={pieces} equal pieces. Use a batch size that is a multiple of "
+                f"{multiple}."
             )
         return single(model, optimizer, batch, mask)
 

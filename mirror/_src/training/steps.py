@@ -1,9 +1,9 @@
-"""The steps of a `Trainer`, each one replica's: a reader of one of them has read the training.
+"""The steps of a `Trainer`, as one replica runs them.
 
-Each replica adds up over its own examples; the sums are added up over the replicas, the only
-collective; and only then they are divided, by how many examples there were in all, or by the sum of
-their weights where the loss is `Weighted`. So a step computes what one device computes on the
-whole batch, whatever the batch size and the number of replicas.
+Each replica computes sums over its own examples. The sums are all-reduced, which is the only
+collective, and then divided by the total number of examples, or by the sum of the weights if the
+loss is `Weighted`. A step therefore computes the same as one device on the whole batch, for any
+batch size and number of replicas.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ Gradients = tuple[PyTree, Sums]
 def training_step(
     objective: Objective, wrt: Any, accumulate_steps: int
 ) -> Callable[[nnx.Module, nnx.Optimizer, PyTree, Array], Sums]:
-    """One update, with one batch."""
+    """Returns a step that makes one update with one batch."""
     gradients = _gradients(objective, wrt)
     if accumulate_steps > 1:
         gradients = _accumulated(gradients, accumulate_steps)
@@ -32,14 +32,15 @@ def training_step(
     def train_step(model: nnx.Module, optimizer: nnx.Optimizer, batch: PyTree, mask: Array) -> Sums:
         context = get_replica_context()
         assert context is not None, "a step runs in a replica"
-        # Sums over all rows could overflow a half-precision gradient where means do not: each
-        # replica divides by how many rows there are, padding included, and what that leaves is 1
-        # where no row was padding. The weights of all rows are not known yet: see `_unscaled`.
+        # Why not sum and divide at the end: a sum over all rows can overflow a half-precision
+        # gradient where the mean does not. Each replica therefore divides by the number of rows of
+        # all replicas, including padding. The correction afterwards is 1 without padding. Weights
+        # of other replicas are not known yet: see `_unscaled`.
         num_rows = mask.size * context.num_replicas_in_sync
-        means, own = gradients(model, batch, mask, num_rows)
-        total, sums = context.all_reduce("sum", (_unscaled(means, own), own))
+        means, local_sums = gradients(model, batch, mask, num_rows)
+        totals, sums = context.all_reduce("sum", (_unscaled(means, local_sums), local_sums))
         grads = jax.tree.map(
-            lambda x, like: x.astype(like.dtype), _divided(total, sums, num_rows), means
+            lambda x, like: x.astype(like.dtype), _divided(totals, sums, num_rows), means
         )
         optimizer.update(model, grads)
         return sums
@@ -50,9 +51,9 @@ def training_step(
 def repeated(
     train_step: Callable[..., Sums],
 ) -> Callable[..., Sums]:
-    """Several updates in one launch: of batches `(k, B, ...)`, `num_batches` from `first` on.
+    """Returns a step that makes `num_batches` updates, with batches `(k, B, ...)` from `first`.
 
-    These are numbers that the program is given, so that a shorter group needs none of its own.
+    Both numbers are arguments of the compiled step, so that a shorter group is not compiled again.
     """
 
     def train_steps(
@@ -76,8 +77,8 @@ def repeated(
             state, sums = update(i, state)
             return state, objectives.add(total, sums)
 
-        none = _zeros(jax.eval_shape(update, 0, state)[1])
-        state, total = jax.lax.fori_loop(first, first + num_batches, body, (state, none))
+        zeros = _zeros(jax.eval_shape(update, 0, state)[1])
+        state, total = jax.lax.fori_loop(first, first + num_batches, body, (state, zeros))
         nnx.update((model, optimizer), state)
         return total
 
@@ -85,7 +86,7 @@ def repeated(
 
 
 def evaluation_step(objective: Objective) -> Callable[[nnx.Module, PyTree, Array], Sums]:
-    """The sums of a batch, by the model in evaluation mode; changes nothing."""
+    """Returns a step that computes the sums of a batch, with the model in evaluation mode."""
 
     def evaluate_step(model: nnx.Module, batch: PyTree, mask: Array) -> Sums:
         context = get_replica_context()
@@ -99,7 +100,7 @@ def evaluation_step(objective: Objective) -> Callable[[nnx.Module, PyTree, Array
 def prediction_step(
     fn: Callable[[Any, PyTree], PyTree],
 ) -> Callable[[nnx.Module, PyTree], PyTree]:
-    """What `fn` makes of each example; changes nothing."""
+    """Returns a step that applies `fn`, with the model in evaluation mode."""
 
     def predict_step(model: nnx.Module, batch: PyTree) -> PyTree:
         return fn(_for_evaluation(model), batch)
@@ -110,81 +111,81 @@ def prediction_step(
 def _gradients(objective: Objective, wrt: Any) -> Callable[..., Gradients]:
     def loss(model: nnx.Module, batch: PyTree, mask: Array, num_rows: int) -> tuple[Array, Sums]:
         losses, sums = objective(model, batch, mask)
-        scale = num_rows if LOSS not in sums.weights else _scale(sums)
-        return losses.sum(dtype=sums.totals[LOSS].dtype) / scale, sums
+        divisor = num_rows if LOSS not in sums.weights else _total_weight(sums)
+        return losses.sum(dtype=sums.totals[LOSS].dtype) / divisor, sums
 
     return nnx.grad(loss, argnums=nnx.DiffState(0, wrt), has_aux=True)
 
 
-def _scale(sums: Sums) -> Array:
-    """Returns the divisor of sums of a `Weighted` loss: their weight, or 1 where that is 0."""
+def _total_weight(sums: Sums) -> Array:
+    """Returns the divisor of a `Weighted` loss: the sum of its weights, or 1 if that is 0."""
     weight = sums.weights[LOSS]
     return jnp.where(weight == 0, 1, weight)
 
 
 def _unscaled(grads: PyTree, sums: Sums) -> PyTree:
-    """Makes gradients that can be added up, of sums and in float32, where the loss is `Weighted`.
+    """Converts the gradients of a `Weighted` loss to sums in float32, which can be added up.
 
-    The total weight of all replicas is known only after the collective, so each replica has divided
-    by its own weight, which differs from the others'.
+    The total weight of all replicas is known only after the collective. Until then, each replica
+    divides by its own weight, which differs from replica to replica.
     """
     if LOSS not in sums.weights:
         return grads
-    scale = _scale(sums)
-    return jax.tree.map(lambda x: x.astype(_at_least_float32(x.dtype)) * scale, grads)
+    weight = _total_weight(sums)
+    return jax.tree.map(lambda x: x.astype(_at_least_float32(x.dtype)) * weight, grads)
 
 
 def _divided(grads: PyTree, sums: Sums, num_rows: int) -> PyTree:
-    """Divides summed gradients, which makes gradients of the mean; 0 where the weight is 0."""
+    """Converts summed gradients to gradients of the mean; 0 if the total weight is 0."""
     if LOSS not in sums.weights:
-        rest = num_rows / sums.count
-        return jax.tree.map(lambda x: x * rest, grads)
-    scale, is_empty = _scale(sums), sums.weights[LOSS] == 0
-    return jax.tree.map(lambda x: jnp.where(is_empty, 0, x / scale), grads)
+        padding_scale = num_rows / sums.count
+        return jax.tree.map(lambda x: x * padding_scale, grads)
+    weight, is_empty = _total_weight(sums), sums.weights[LOSS] == 0
+    return jax.tree.map(lambda x: jnp.where(is_empty, 0, x / weight), grads)
 
 
 def _accumulated(gradients: Callable[..., Gradients], num_pieces: int) -> Callable[..., Gradients]:
-    """The same gradients, of one piece of the batch after the other: less memory at a time."""
+    """Computes the same gradients from pieces of the batch, one at a time, to save memory."""
 
     def accumulated(model: nnx.Module, batch: PyTree, mask: Array, num_rows: int) -> Gradients:
-        def cut(x: Array) -> Array:
+        def split_rows(x: Array) -> Array:
             return x.reshape(num_pieces, x.shape[0] // num_pieces, *x.shape[1:])
 
-        pieces = jax.tree.map(cut, (batch, mask))
+        pieces = jax.tree.map(split_rows, (batch, mask))
         graphdef, keys, state = _split(model)
 
-        def one(state: PyTree, piece: PyTree) -> tuple[PyTree, Gradients]:
+        def gradients_of(state: PyTree, piece: PyTree) -> tuple[PyTree, Gradients]:
             model = nnx.merge(graphdef, keys, state, copy=True)
-            found = gradients(model, *piece, num_rows)
-            return _split(model)[2], found
+            result = gradients(model, *piece, num_rows)
+            return _split(model)[2], result
 
         def body(carry: tuple[PyTree, Gradients], piece: PyTree) -> tuple[Any, None]:
             state, total = carry
-            state, (means, sums) = one(state, piece)
+            state, (means, sums) = gradients_of(state, piece)
             return (state, objectives.add(total, (_unscaled(means, sums), sums))), None
 
         first = jax.tree.map(lambda x: x[0], pieces)
-        shapes = jax.eval_shape(one, state, first)[1]
-        none = jax.tree.map(lambda s: jnp.zeros(s.shape, _at_least_float32(s.dtype)), shapes)
-        (state, (total, sums)), _ = jax.lax.scan(body, (state, none), pieces)
+        shapes = jax.eval_shape(gradients_of, state, first)[1]
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, _at_least_float32(s.dtype)), shapes)
+        (state, (total, sums)), _ = jax.lax.scan(body, (state, zeros), pieces)
         nnx.update(model, state)
         if LOSS in sums.weights:
-            scale = _scale(sums)
-            total = jax.tree.map(lambda x: x / scale, total)
+            weight = _total_weight(sums)
+            total = jax.tree.map(lambda x: x / weight, total)
         return jax.tree.map(lambda x, s: x.astype(s.dtype), (total, sums), shapes)
 
     return accumulated
 
 
 def _for_evaluation(model: nnx.Module) -> nnx.Module:
-    """A copy without dropout and with running statistics: `model.eval()`, of a copy."""
+    """Returns a copy of the model in evaluation mode: no dropout, running statistics."""
     copy = nnx.merge(*nnx.split(model), copy=True)
     copy.eval()
     return copy
 
 
 def _split(objects: Any) -> tuple[Any, Any, Any]:
-    """Structure, random keys and the rest: a replica's keys stay, only their counts move on."""
+    """Splits objects into structure, random keys, which never change, and all other state."""
     split: Any = nnx.split(objects, nnx.RngKey, ...)
     return split
 

@@ -1,10 +1,10 @@
-"""`Trainer`: the training loop, thin over `strategy.run`."""
+"""`Trainer`: training, evaluation and prediction loops over `strategy.run`."""
 
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import optax
@@ -12,6 +12,7 @@ from flax import nnx
 
 from mirror._src.checks.verify import VerifyReport
 from mirror._src.data.distribute import DistributedDataset
+from mirror._src.data.padded import PaddedBatch
 from mirror._src.strategy.mirrored import get_strategy
 from mirror._src.strategy.strategy import Strategy
 from mirror._src.training import steps
@@ -23,28 +24,30 @@ from mirror._src.training.checkpoints.store import CheckpointStore
 from mirror._src.training.fit import TrainingRun
 from mirror._src.training.history import History
 from mirror._src.training.meter import MOST_RUNNING, Meter
-from mirror._src.training.objective import LossFunction, Objective, PartOfBatch
+from mirror._src.training.objective import LossFunction, Objective, PartOfBatch, Sums
 from mirror._src.training.optimizer import make_optimizer
 from mirror._src.training.position import Position, starting_position
 from mirror._src.training.prediction import predictions
-from mirror._src.training.stream import Launch, Stream, length_of, whole_pass
+from mirror._src.training.stream import whole_pass
 from mirror._src.utils import interrupts
-from mirror._src.utils.errors import describe, require_int
+from mirror._src.utils.errors import describe, expected, require_int
 from mirror._src.utils.modules import set_module
+from mirror._src.utils.tracebacks import api_boundary
 from mirror._src.utils.types import PyTree
 
+M = TypeVar("M", bound=nnx.Module)
 _MOST_PREDICTIONS = 16
 
 
 @set_module("mirror")
-class Trainer:
-    """Trains, evaluates and predicts with a model, on all replicas of a strategy.
+class Trainer(Generic[M]):
+    """Trains, evaluates and predicts with a model on all replicas of a strategy.
 
-    `loss_fn` returns a value for each example and never scales anything: mirror alone divides, by
-    the number of examples of all replicas. So loss, metrics and gradients are those of one device
-    on the whole batch, for any batch size and any number of replicas, the last batch included. What
-    looks at a whole batch in the forward pass is the model's own affair: batch normalisation sees
-    each replica's part, and in the last batch the rows that pad it, which repeat its last example.
+    `loss_fn` returns one value per example and never averages: mirror divides by the number of
+    examples on all replicas. Loss, metrics and gradients therefore equal what one device computes
+    on the whole batch, for any batch size and number of replicas, including the last batch. Layers
+    that look at a whole batch in the forward pass are not covered: batch normalization sees the
+    shard of its replica and, in the last batch, the padding, which repeats the last example.
 
         def loss_fn(model, batch):
             logits = model(batch["image"])
@@ -55,37 +58,37 @@ class Trainer:
             trainer = mirror.Trainer(CNN(rngs=nnx.Rngs(0)), optax.adam(1e-3), loss_fn)
         history = trainer.fit(train, epochs=10, validation_data=test)
 
-    The model trains in the mode it is in (`model.train()`, `model.eval()`), and is evaluated in
-    evaluation mode.
+    Training uses the mode of the model (`model.train()`, `model.eval()`); evaluation and prediction
+    use a copy in evaluation mode.
 
     Args:
-        model: an `nnx.Module`; a Linen module as `nnx.bridge.ToNNX(module, rngs).lazy_init(x)`.
-        tx: an optax transformation, or an `nnx.Optimizer` of the model.
-        loss_fn: `(model, batch)` to float losses `(B,)`, or to `(losses, metrics)` with a dict of
-            metrics `(B,)`, for one replica's batch. Booleans and integers are counted exactly.
-            Losses and metrics may be `mirror.Weighted(values, weights)`, to be divided by the sum
-            of their weights and not by the number of examples: by tokens, say.
-        strategy: the one to train with; `None`: that of the scope the trainer is made in.
-        wrt: which variables are trained, as for `nnx.Optimizer`; `None`: `nnx.Param`, or those of
-            the `nnx.Optimizer` that was passed.
-        accumulate_steps: in how many pieces each replica works through its batch, to save memory;
-            there is still one collective and one update for each batch.
-        steps_per_execution: how many batches are trained with in one launch, to save the host work.
-        sample_weight: a key of the batch, or a function of it, for weights `(B,)` that each
-            example's loss is multiplied by. As in Keras, the sum is divided by what it is divided
-            by without them, the number of examples or the weights of a `mirror.Weighted` loss;
-            metrics are not weighted.
-        labels: a key of the batch, or a function of it, for integer classes `(B,)`, which are then
-            checked to be from 0 to `num_classes - 1`.
-        num_classes: how many classes there are.
-        class_weight: by class, what the loss of its examples is multiplied by.
-        penalty: a function of the model for a scalar that is added to the mean loss whatever the
-            weights, `mirror.Weighted` included, such as an L2 norm of the parameters.
+        model: An `nnx.Module`. Wrap a Linen module: `nnx.bridge.ToNNX(module, rngs).lazy_init(x)`.
+        tx: An optax transformation, or an `nnx.Optimizer` of the model.
+        loss_fn: Function `(model, batch)` that returns float losses of shape `(B,)` for one
+            replica's batch, or `(losses, metrics)` with a dict of metrics of shape `(B,)`. Booleans
+            and integers are counted exactly. A loss or metric may be
+            `mirror.Weighted(values, weights)`, which is divided by the sum of its weights (such as
+            numbers of tokens) instead of the number of examples.
+        strategy: The strategy to train with. Defaults to the strategy of the current scope.
+        wrt: Which variables to train, as for `nnx.Optimizer`. Defaults to `nnx.Param`, or to the
+            `wrt` of the `nnx.Optimizer` that was passed.
+        accumulate_steps: Number of pieces into which each replica splits its batch to save memory.
+            Every batch still takes one collective and one update.
+        steps_per_execution: Number of batches per launch, to reduce the overhead on the host.
+        sample_weight: Key of the batch, or function of it, for weights of shape `(B,)` by which the
+            losses are multiplied. As in Keras, weights do not change the divisor, which remains the
+            number of examples or the weights of a `mirror.Weighted` loss. Metrics are not weighted.
+        labels: Key of the batch, or function of it, for integer classes of shape `(B,)`, which are
+            validated to be from 0 to `num_classes - 1`.
+        num_classes: Number of classes.
+        class_weight: Factors by class, by which the losses of its examples are multiplied.
+        penalty: Function of the model that returns a scalar, such as the L2 norm of the parameters.
+            It is added to the mean loss and never weighted, not even for a `mirror.Weighted` loss.
 
     Raises:
-        TypeError: an argument of a wrong type.
-        ValueError: `accumulate_steps` or `steps_per_execution` below 1, `labels` without
-            `num_classes`, an optimizer together with `wrt`.
+        TypeError: If an argument has the wrong type.
+        ValueError: If `accumulate_steps` or `steps_per_execution` is less than 1, if `labels` is
+            passed without `num_classes`, or `wrt` together with an `nnx.Optimizer`.
 
     >>> def loss_fn(model, batch):
     ...     return optax.squared_error(model(batch["x"]), batch["y"])[:, 0]
@@ -100,9 +103,10 @@ class Trainer:
     (5, 1)
     """
 
+    @api_boundary
     def __init__(
         self,
-        model: nnx.Module,
+        model: M,
         tx: optax.GradientTransformation | nnx.Optimizer[Any],
         loss_fn: LossFunction,
         *,
@@ -118,13 +122,13 @@ class Trainer:
     ) -> None:
         if not isinstance(model, nnx.Module):
             raise TypeError(
-                f"model={describe(model)} is no nnx.Module. A Linen module becomes one: "
-                "nnx.bridge.ToNNX(module, rngs=nnx.Rngs(0)).lazy_init(x)."
+                f"`model` must be an nnx.Module, got {describe(model)}. To train a Linen module, "
+                "wrap it: nnx.bridge.ToNNX(module, rngs=nnx.Rngs(0)).lazy_init(x)."
             )
         if not isinstance(strategy, Strategy | None):
             raise TypeError(
-                f"strategy={describe(strategy)} is no strategy. Pass one, mirror.MirroredStrategy()"
-                ", or make the trainer inside its scope()."
+                f"`strategy` must be a mirror.Strategy, got {describe(strategy)}. Pass "
+                "mirror.MirroredStrategy(), or create the trainer inside its scope()."
             )
         self.strategy = get_strategy() if strategy is None else strategy
         self.model = model
@@ -145,10 +149,11 @@ class Trainer:
         self._evaluate_step = steps.evaluation_step(self._objective)
         self._predict_step = functools.lru_cache(_MOST_PREDICTIONS)(steps.prediction_step)
         self._position = Position()
-        self._goes_on = False
-        self._fit: TrainingRun | None = None
+        self._resumes = False
+        self._run: TrainingRun | None = None
         self._launch: tuple[Any, ...] | None = None
 
+    @api_boundary
     def fit(
         self,
         data: Iterable[PyTree],
@@ -160,71 +165,76 @@ class Trainer:
         steps_per_epoch: int | None = None,
         progress: bool = True,
     ) -> History:
-        """Trains for some epochs.
+        """Trains the model up to a number of epochs.
 
-        A training that was interrupted or restored goes on where it stood, in the middle of an
-        epoch too; else the first epoch is 0, and the model is trained on.
+        After an interrupt or `restore`, training resumes at the same position, also within an
+        epoch. Otherwise epochs start at 0, and the model is trained further.
 
         Args:
-            data: an iterable of global batches, as for `strategy.distribute_dataset`, of any size;
-                or what that returned. One that can be iterated again, for more than one epoch. To
-                go on in the middle of an epoch, its order must depend on nothing but the epoch, as
-                that of `mirror.data.from_arrays` does.
-            epochs: the number of the epoch to end at; how many there are, counted from 0.
-            validation_data: evaluated after each epoch; metrics whose names begin with `val_`.
-            callbacks: what happens beside; see `mirror.callbacks`.
-            initial_epoch: the epoch to begin with, whatever was trained before.
-            steps_per_epoch: how many batches make an epoch, for data without an end; `None`: all.
-            progress: whether to show a progress bar, unless there is one among the callbacks.
+            data: Iterable of global batches of any size, as for `strategy.distribute_dataset`, or
+                its result. More than one epoch needs an object that can be iterated repeatedly.
+                Resuming within an epoch needs an order that depends only on the epoch, as
+                `mirror.data.from_arrays` provides.
+            epochs: Number of the epoch to stop at, counted from 0 also if training resumes.
+            validation_data: Data to evaluate after each epoch; names of its metrics start with
+                `val_`.
+            callbacks: One or several `mirror.callbacks.Callback` objects.
+            initial_epoch: Epoch to start with, regardless of earlier training.
+            steps_per_epoch: Number of batches per epoch, for data without an end. Defaults to a
+                whole pass over the data.
+            progress: Whether to show a progress bar, unless `callbacks` contains one.
 
         Returns:
-            The metrics of each epoch, those before an interrupt included.
+            The metrics of each epoch, including epochs before an interrupt.
 
         Raises:
-            ValueError: there is no data; the loss is of a wrong shape; `epochs` or
-                `steps_per_epoch` of a wrong value.
-            TypeError: the data is no iterable of batches; something is no callback.
-            RuntimeError: called inside another strategy's scope, a replica, or itself.
+            ValueError: If the data is empty, the loss has the wrong shape, or `epochs`,
+                `initial_epoch` or `steps_per_epoch` is out of range.
+            TypeError: If `data` is not an iterable of batches, a callback is not a `Callback`, or a
+                number is not an integer.
+            RuntimeError: If called in the scope of another strategy, in a replica, or during `fit`.
         """
         self._require_no_fit("fit")
-        position = starting_position(self._position, self._goes_on, epochs, initial_epoch)
-        stream = self._stream(data, steps_per_epoch, position)
+        position = starting_position(self._position, self._resumes, epochs, initial_epoch)
+        padded = self._distributed(data).padded(
+            multiple=self.accumulate_steps,
+            group=self.steps_per_execution,
+            skip=position.samples,
+            inspect=self._objective.inspect,
+        )
         callbacks = require_callbacks(callbacks)
         if progress and not any(isinstance(callback, ProgressBar) for callback in callbacks):
             callbacks = (ProgressBar(), *callbacks)
-        fit = TrainingRun(self, epochs, position, stream.steps_per_epoch, callbacks)
-        with interrupts.DeferredInterrupts(), self._fitting(fit), fit.listening(), stream:
-            while position.epoch < epochs and not fit.stopped:
-                fit.begin_epoch()
-                for launch in stream.epoch():
-                    self._train(launch)
-                    fit.after_step()
-                    fit.collect(running=MOST_RUNNING)
+        run = TrainingRun(self, epochs, position, padded, steps_per_epoch, callbacks)
+        with interrupts.DeferredInterrupts(), self._running(run), run.listening():
+            while position.epoch < epochs and not run.stopped:
+                run.begin_epoch()
+                for launch in run.launches():
+                    run.after_step(launch, self._train(launch))
+                    run.collect(running=MOST_RUNNING)
                     interrupts.check()
-                    if fit.stopped:
+                    if run.stopped:
                         break
-                is_cut_short = fit.stopped is not None
-                fit.collect()
+                is_cut_short = run.stopped is not None
+                run.collect()
                 if not is_cut_short:
-                    validation = self._validated(validation_data)  # may be interrupted
-                    stream.end_epoch()
-                    fit.end_epoch(validation)
-            self._goes_on = False
+                    run.end_epoch({} if validation_data is None else self.evaluate(validation_data))
+            self._resumes = False
             interrupts.check()
-        return fit.history
+        return run.history
 
     def evaluate(self, data: Iterable[PyTree]) -> dict[str, float]:
-        """The loss and the metrics, over all examples of the data.
+        """Returns the loss and the metrics over all examples of the data.
 
         Args:
-            data: as for `fit`.
+            data: As for `fit`.
 
         Returns:
-            `{"loss": ..., "accuracy": ...}`, means over the examples, whatever the batch size, or
-            over the weights of what is `mirror.Weighted`. NaN where the weights add up to 0.
+            `{"loss": ..., "accuracy": ...}`: means over the examples, independent of the batch
+            size, or weighted means of `mirror.Weighted` values. NaN if the weights add up to 0.
 
         Raises:
-            ValueError: there is no data; the loss is of a wrong shape.
+            ValueError: If the data is empty, or the loss has the wrong shape.
         """
         meter = Meter()
         for padded in whole_pass(self._distributed(data), inspect=self._objective.inspect):
@@ -234,39 +244,40 @@ class Trainer:
         meter.collect()
         return meter.means
 
+    @api_boundary
     def predict(self, fn: Callable[[Any, PyTree], PyTree], data: Iterable[PyTree]) -> PyTree:
-        """What `fn` makes of each example, in the order of the data.
+        """Applies `fn` to all examples, and returns the results in the order of the data.
 
         Args:
-            fn: `(model, batch)` to arrays with the batch axis first, in any nest, for one replica's
-                batch; the model is in evaluation mode. Define it once: a new function compiles.
-            data: as for `fit`.
+            fn: Function `(model, batch)` that returns a pytree of arrays with a leading batch axis
+                for one replica's batch. The model is in evaluation mode. Define the function once:
+                every new function object is compiled.
+            data: As for `fit`.
 
         Returns:
-            The tree that `fn` returns, of NumPy arrays with exactly one row for each example.
+            The pytree that `fn` returns, with NumPy arrays of exactly one row per example.
 
         Raises:
-            ValueError: there is no data; a result has not one row for each example.
-            TypeError: `fn` is no function.
+            ValueError: If the data is empty, or a result does not have one row per example.
+            TypeError: If `fn` is not callable.
         """
         if not callable(fn):
-            raise TypeError(
-                f"fn={describe(fn)} is no function. Pass one of (model, batch) that returns a row "
-                "for each example."
-            )
+            fix = "Pass a function (model, batch) that returns one row per example."
+            raise TypeError(expected("fn", fn, "callable", fix))
         step = self._predict_step(fn)
         return predictions(self.strategy, fn, step, self.model, self._distributed(data))
 
+    @api_boundary
     def verify(self, data: Iterable[PyTree], *, rtol: float = 1e-5) -> VerifyReport:
-        """Takes a training step on all replicas and on one device, and compares; changes nothing.
+        """Compares a training step on all replicas with one device, without changing the model.
 
         Args:
-            data: as for `fit`; its first batch is used.
-            rtol: see `Strategy.verify`.
+            data: As for `fit`; only the first batch is used.
+            rtol: Relative tolerance; see `Strategy.verify`.
 
         Raises:
-            ReplicaMismatchError: they differ; the message names what does.
-            ValueError: there is no data.
+            ReplicaMismatchError: If the results differ; the message names them.
+            ValueError: If the data is empty.
 
         >>> trainer.verify(data).largest < 1e-5
         True
@@ -278,18 +289,19 @@ class Trainer:
         arguments = (self.model, self.optimizer, padded.batch, padded.mask)
         return self.strategy.verify(self._single_step, arguments, rtol=rtol)
 
+    @api_boundary
     def save(self, directory: str | Path) -> None:
-        """Writes a checkpoint: model, optimizer, random keys and where the training stands.
+        """Writes a checkpoint: model, optimizer, random keys and the position of the training.
 
-        It has one copy of each array and knows nothing of replicas. `restore` reads it with any
-        number of them; `mirror.load_checkpoint` without a model or a device.
+        The checkpoint contains one copy of each array. `restore` reads it on any number of
+        replicas; `mirror.load_checkpoint` reads it without a model or devices.
 
         Args:
-            directory: of checkpoints; this one goes into a folder named after the step in it.
+            directory: Directory of checkpoints. This one is a subdirectory named after the step.
 
         Raises:
-            OSError: it cannot be written; earlier checkpoints are as they were.
-            ValueError: a variable that is `"on_read"` without an aggregation.
+            OSError: If the checkpoint cannot be written. Earlier checkpoints remain intact.
+            ValueError: If an `"on_read"` variable has no aggregation.
 
         >>> trainer.save("checkpoints")
         >>> trainer.restore("checkpoints")
@@ -299,41 +311,44 @@ class Trainer:
             arrays, position = self.checkpoint_state()
             store.save(self._position.step, arrays, position)
 
+    @api_boundary
     def restore(self, directory: str | Path, step: int | str = "last") -> None:
-        """Goes back to a checkpoint; `fit` goes on from there.
+        """Restores a checkpoint, from which `fit` resumes.
 
         Args:
-            directory: of checkpoints.
-            step: which one, `"last"` or `"best"`.
+            directory: Directory of checkpoints.
+            step: Step of the checkpoint, `"last"` or `"best"`.
 
         Raises:
-            FileNotFoundError: there is none.
-            ValueError: it is damaged, or of another model; nothing is changed then.
-            RuntimeError: `fit` is running.
+            FileNotFoundError: If the checkpoint does not exist.
+            ValueError: If it is damaged or does not match the model; the model is not changed.
+            RuntimeError: If called during `fit`.
         """
         self._require_no_fit("restore")
-        found = load_checkpoint(directory, step)
-        snapshot.write(self._objects, found.arrays, self.strategy._replicas)
-        self._position = Position.from_dict(found.position)
-        self._goes_on = True
+        checkpoint = load_checkpoint(directory, step)
+        snapshot.write(self._objects, checkpoint.arrays, self.strategy._replicas)
+        self._position = Position.from_dict(checkpoint.position)
+        self._resumes = True
 
     def checkpoint_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What a checkpoint holds: arrays by name, and where the training stands."""
-        if self._fit is None:
+        """Returns the contents of a checkpoint: arrays by name, and the position."""
+        if self._run is None:
             self._position.meter.collect()
         else:
-            self._fit.collect()
-            self._fit.remember_callbacks()
+            self._run.collect()
+            self._run.remember_callbacks()
         return snapshot.read(self._objects), self._position.to_dict()
 
     def lowered_text(self) -> str:
-        """The program of the last step: as the compiler is given it, or in words if it is staged.
+        """Returns the program of the last step: the compiler's input, or a report if it is staged.
 
         Raises:
-            RuntimeError: there has been no step yet.
+            RuntimeError: If no step has run yet.
         """
         if self._launch is None:
-            raise RuntimeError("There has been no step yet, so there is no program: train first.")
+            raise RuntimeError(
+                "Cannot return the program of the last step: train for a step first."
+            )
         if self.strategy._runner.is_staged:
             return str(self.strategy.inspect(self._train_step, self._launch))
         return self.strategy._runner.lower(self._train_step, self._launch, {}).as_text()
@@ -343,47 +358,29 @@ class Trainer:
         return {"model": self.model, "optimizer": self.optimizer}
 
     def _require_no_fit(self, name: str) -> None:
-        if self._fit is not None:
+        if self._run is not None:
             raise RuntimeError(
-                f"trainer.{name} was called while fit is running, by a callback or another thread. "
-                "Callbacks may call trainer.evaluate, predict and save."
+                f"trainer.{name}() cannot be called while fit() is running (from a callback or "
+                "another thread). Callbacks may call trainer.evaluate(), predict() and save()."
             )
 
     @contextlib.contextmanager
-    def _fitting(self, fit: TrainingRun) -> Iterator[None]:
-        self._fit, self._position, self._goes_on = fit, fit.position, True
+    def _running(self, run: TrainingRun) -> Iterator[None]:
+        self._run, self._position, self._resumes = run, run.position, True
         try:
             yield
         finally:
-            self._fit = self._launch = None
+            self._run = self._launch = None
 
-    def _train(self, launch: Launch) -> None:
-        """One launch: a batch, or up to `steps_per_execution` of them."""
-        batch, mask, *_ = launch.padded
-        arguments: tuple[Any, ...] = (self.model, self.optimizer, batch, mask)
+    def _train(self, launch: PaddedBatch) -> Sums:
+        """Runs one launch: a batch, or up to `steps_per_execution` batches."""
+        arguments: tuple[Any, ...] = (self.model, self.optimizer, launch.batch, launch.mask)
         if self.steps_per_execution > 1:
             arguments += (np.int32(launch.first), np.int32(launch.num_batches))
         self._launch = arguments
-        sums = self.strategy.run(self._train_step, arguments)
-        self._position.advance(launch.num_batches, launch.num_examples, sums)
+        return self.strategy.run(self._train_step, arguments)
 
-    def _stream(
-        self, data: Iterable[PyTree], steps_per_epoch: int | None, position: Position
-    ) -> Stream:
-        """The data from where the training stands, in launches of one shape."""
-        distributed = self._distributed(data)
-        padded = distributed.padded(
-            multiple=self.accumulate_steps,
-            group=self.steps_per_execution,
-            skip=position.samples,
-            inspect=self._objective.inspect,
-        )
-        return Stream(padded, length_of(distributed), steps_per_epoch, position)
-
-    def _validated(self, data: Iterable[PyTree] | None) -> dict[str, float]:
-        return {} if data is None else self.evaluate(data)
-
-    def _distributed(self, data: Iterable[PyTree]) -> DistributedDataset:
+    def _distributed(self, data: Iterable[PyTree]) -> DistributedDataset[Any]:
         if isinstance(data, DistributedDataset):
             return data
         return self.strategy.distribute_dataset(data, remainder="pad")

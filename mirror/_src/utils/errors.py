@@ -1,7 +1,7 @@
-"""The error classes a caller may want to catch, and how a leaf is worded in a message.
+"""Error classes of mirror, and helpers that format messages.
 
-Everything else is raised as a builtin exception. Every message says what happened, with the values
-received; what is required; and the line that fixes it.
+All other errors are builtin exceptions. A message says what happened, with the names and values
+received, why, and how to fix it.
 """
 
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ _TYPED = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, jax.core.Shap
 
 @set_module("mirror")
 class ReplicaDivergenceError(ValueError):
-    """Replicas would drift apart: a value that must be mirrored differs between them.
+    """Raised when a value that must be mirrored differs between replicas.
 
     >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
     >>> strategy.run(mirror.ensure_mirrored, (mirror.PerReplica([1.0, 2.0]),))
@@ -30,10 +30,10 @@ class ReplicaDivergenceError(ValueError):
 
 @set_module("mirror")
 class ReplicaMismatchError(ValueError):
-    """`strategy.verify` found that n replicas compute something else than one device does.
+    """Raised by `strategy.verify` when n replicas and one device compute different results.
 
     >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
-    >>> def step(batch):  # a sum, where a mean is meant
+    >>> def step(batch):  # "sum" instead of "mean"
     ...     return mirror.get_replica_context().all_reduce("sum", batch.mean())
     >>> strategy.verify(step, (mirror.PerReplica([[1.0], [3.0]]),))
     Traceback (most recent call last):
@@ -44,21 +44,21 @@ class ReplicaMismatchError(ValueError):
 
 @set_module("mirror")
 class InvalidDeviceError(RuntimeError):
-    """There is no such device; the message lists the devices there are.
+    """Raised when a device does not exist; the message lists the available devices.
 
     >>> mirror.device("/cpu:99")
     Traceback (most recent call last):
         ...
-    mirror.InvalidDeviceError: There is no device /device:CPU:99. The devices are ...
+    mirror.InvalidDeviceError: Unknown device /device:CPU:99. Available devices: ...
     """
 
 
 def describe(leaf: Any) -> str:
-    """Words a leaf for a message: `float32[3,4]` for an array, `'text' (str)` for anything else."""
+    """Returns `float32[3,4]` for an array, `'text' (str)` for any other value."""
     if isinstance(leaf, _TYPED):
         return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
     text = repr(leaf)
-    if "\n" in text:  # a module, say, whose text is a page
+    if "\n" in text:  # for example an nnx module, whose repr fills a page
         return type(leaf).__name__
     return f"{text:.60} ({type(leaf).__name__})"
 
@@ -76,8 +76,8 @@ def require_int(name: str, value: Any, least: int = 1, fix: str = "") -> None:
     """Rejects an argument that is not an integer of at least `least`.
 
     Raises:
-        ValueError: If it is less than `least`.
-        TypeError: If it is not an int, or is a bool.
+        ValueError: If the value is less than `least`.
+        TypeError: If the value is not an int, or is a bool.
     """
     wanted = {0: "a non-negative integer", 1: "a positive integer"}
     what = wanted.get(least, f"an integer >= {least}")
@@ -88,7 +88,7 @@ def require_int(name: str, value: Any, least: int = 1, fix: str = "") -> None:
 
 
 def bytes_in_words(count: float) -> str:
-    """`1536` is `1.5 KiB`."""
+    """Returns a size with its unit: `1.5 KiB` for 1536."""
     for unit in ("bytes", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.0f} bytes" if unit == "bytes" else f"{count:.1f} {unit}"
@@ -97,13 +97,18 @@ def bytes_in_words(count: float) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 replica`, `2 replicas`."""
+    """Returns a number and a noun: `1 replica`, `2 replicas`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def listing(names: Iterable[str]) -> str:
-    """An indented line for each name, at most 12, and a count of the rest."""
+    """Returns an indented line for each of the first 12 names, and the number of the others."""
     names = list(names)
-    rest = len(names) - _MOST_NAMES
+    num_omitted = len(names) - _MOST_NAMES
     lines = [f"  {name}" for name in names[:_MOST_NAMES]]
-    return "\n".join([*lines, f"  ... and {rest} more"] if rest > 0 else lines)
+    return "\n".join([*lines, f"  ... and {num_omitted} more"] if num_omitted > 0 else lines)
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's message, or the name of its type if it has none."""
+    return (str(error) or type(error).__name__).splitlines()[0]

@@ -1,4 +1,4 @@
-"""Where public classes are imported from."""
+"""The public module of a class."""
 
 from collections.abc import Callable
 from typing import TypeVar

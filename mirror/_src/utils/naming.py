@@ -1,4 +1,4 @@
-"""Names of functions, arguments and pytree paths, for messages; and which code is mirror's own."""
+"""Names of functions, arguments and pytree paths, for messages."""
 
 import functools
 import inspect
@@ -11,14 +11,14 @@ import jax
 
 
 def name_of(fn: Callable[..., Any]) -> str:
-    """The function's own name."""
+    """Returns the function's name, also for a `functools.partial`."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     return getattr(fn, "__name__", type(fn).__name__)
 
 
 def argument_names(fn: Callable[..., Any], count: int) -> list[str]:
-    """What the user calls the positional arguments: the names of the parameters, else `args[i]`."""
+    """Returns the parameter names of the positional arguments, or `args[i]` without a name."""
     names: list[str] = []
     try:
         for parameter in inspect.signature(fn).parameters.values():
@@ -32,31 +32,31 @@ def argument_names(fn: Callable[..., Any], count: int) -> list[str]:
 
 
 def leaf_names(fn: Callable[..., Any], tree: tuple[tuple[Any, ...], dict[str, Any]]) -> list[str]:
-    """The user's name for each leaf: `batch['image']`, `state.params['w']`."""
+    """Returns the path of each leaf as code: `batch['image']`, `state.params['w']`."""
     args, kwargs = tree
     names = argument_names(fn, len(args))
-    found = []
+    paths = []
     for path, _ in jax.tree_util.tree_flatten_with_path((args, kwargs))[0]:
         head = names[path[1].idx] if path[0].idx == 0 else path[1].key
-        found.append(head + keys(path[2:]))
-    return found
+        paths.append(head + keys(path[2:]))
+    return paths
 
 
 def keys(path: Sequence[Any]) -> str:
-    """A path as code, without the step from a `PerReplica` to its array."""
+    """Returns a path as code, without the key from a `PerReplica` to its array."""
     text = jax.tree_util.keystr(tuple(path))
     return text.removesuffix(".stacked")
 
 
 def code_of(fn: Callable[..., Any]) -> CodeType | None:
-    """The code that the function runs, under its partial arguments."""
+    """Returns the code object of the function, also for a `functools.partial`."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     return getattr(fn, "__code__", None)
 
 
 def depth_of_user() -> int:
-    """How far up the stack the caller of `mirror` is, as `warnings.warn` counts from its caller."""
+    """Returns the `stacklevel` with which `warnings.warn` shows the user's line."""
     frame, depth = sys._getframe(1), 1
     while frame.f_back is not None and is_our_module(frame.f_globals.get("__package__")):
         frame, depth = frame.f_back, depth + 1
@@ -64,5 +64,5 @@ def depth_of_user() -> int:
 
 
 def is_our_module(name: str | None) -> bool:
-    """Whether a module or package of that name is ours; a script's `__main__` may have none."""
+    """Whether a module or package belongs to mirror. The name may be None (`__main__`)."""
     return name is not None and (name == "mirror" or name.startswith("mirror."))

@@ -1,16 +1,19 @@
-"""Packages that only some users need, brought in when they are used."""
+"""Optional packages, imported when they are first used."""
 
 import importlib
 from typing import Any
 
-_EXTRA = "train"
 
+def require(module: str, feature: str = "This feature", extra: str = "train") -> Any:
+    """Imports and returns a module of an optional package.
 
-def require(module: str) -> Any:
-    """The module, imported.
+    Args:
+        module: Name of the module.
+        feature: The feature that needs it, for the message.
+        extra: The extra of `mirror-jax` that installs it.
 
     Raises:
-        ModuleNotFoundError: it is not installed; the message says how to install it.
+        ModuleNotFoundError: If the package is not installed; the message says how to install it.
     """
     try:
         return importlib.import_module(module)
@@ -18,8 +21,13 @@ def require(module: str) -> Any:
         missing = (error.name or module).partition(".")[0]
         if missing != module.partition(".")[0]:
             raise
-        raise ModuleNotFoundError(
-            f"This needs {missing}, which is not installed. Install what training can use: "
-            f'pip install "mirror-jax[{_EXTRA}]"',
-            name=missing,
-        ) from error
+        text = describe_missing(missing, feature, extra)
+        raise ModuleNotFoundError(text, name=missing) from error
+
+
+def describe_missing(package: str, feature: str, extra: str) -> str:
+    """Returns the message for a missing package, with the command that installs it."""
+    return (
+        f"{feature} requires {package}, which is not installed. Install it: "
+        f'pip install "mirror-jax[{extra}]"'
+    )

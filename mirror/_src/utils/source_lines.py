@@ -1,4 +1,4 @@
-"""Whose line it is: the user's own code told apart from the libraries', for messages."""
+"""Finds the user's source line, for error messages."""
 
 import functools
 import linecache
@@ -14,30 +14,42 @@ import optax
 
 
 def is_users(filename: str) -> bool:
-    """Whether a file is neither ours, nor JAX's and its kin's, nor the standard library's."""
+    """Whether a file belongs neither to mirror, JAX, Flax, optax or chex nor to Python itself."""
+    return not is_library(filename) and not is_standard(filename)
+
+
+def is_library(filename: str) -> bool:
+    """Whether a file belongs to mirror, JAX, Flax, optax or chex."""
+    return filename.startswith(_directories()[1:])
+
+
+def is_own(filename: str) -> bool:
+    """Whether a file belongs to mirror."""
+    return filename.startswith(_directories()[1])
+
+
+def is_standard(filename: str) -> bool:
+    """Whether a file belongs to Python's standard library."""
     if filename.startswith("<frozen "):
-        return False
-    standard, *packages = _foreign_directories()
-    if filename.startswith(tuple(packages)):
-        return False
-    # Site packages lie under the standard library, so only its own files count as foreign.
-    return not filename.startswith(standard) or "site-packages" in filename
+        return True
+    # Site packages are installed below the standard library.
+    return filename.startswith(_directories()[0]) and "site-packages" not in filename
 
 
 def line_of_user() -> str:
-    """The line that the user's code has come to, as `train.py:12: x = jnp.zeros(3)`."""
+    """Returns the current line of the user's code, like `train.py:12: x = jnp.zeros(3)`."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
     if frame is None:
         return "an unknown line"
     text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-    where = place(frame.f_code.co_filename, frame.f_lineno)
-    return f"{where}: {text}" if text else where
+    location = place(frame.f_code.co_filename, frame.f_lineno)
+    return f"{location}: {text}" if text else location
 
 
 def place(filename: str, line: int | None) -> str:
-    """`train.py:12`; in a notebook, whose cells are files without names, `Cell In[3], line 12`."""
+    """Returns `train.py:12`; for a cell of a notebook, `Cell In[3], line 12`."""
     ipython = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
     cell = None if shell is None else shell.compile.format_code_name(filename)
@@ -45,8 +57,8 @@ def place(filename: str, line: int | None) -> str:
 
 
 @functools.cache
-def _foreign_directories() -> tuple[str, ...]:
-    """The standard library's directory, then those of the packages."""
+def _directories() -> tuple[str, ...]:
+    """Returns the directories of the standard library, mirror, JAX, Flax, optax and chex."""
     modules = [sys.modules["mirror"], jax, flax, optax, chex]
     packages = [os.path.dirname(module.__file__) + os.sep for module in modules if module.__file__]
     return (sysconfig.get_paths()["stdlib"] + os.sep, *packages)

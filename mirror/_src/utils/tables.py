@@ -1,4 +1,4 @@
-"""Tables of text for a terminal and a notebook, and figures that a notebook shows."""
+"""Tables and figures for terminals and notebooks."""
 
 import html
 import io
@@ -12,11 +12,11 @@ from mirror._src.utils.optional import require
 @set_module("mirror.debugging")
 @final
 class Table:
-    """Rows of text under headings; `print` it, or let a notebook show it.
+    """Table of text that prints aligned, and renders as HTML in notebooks.
 
     Attributes:
-        headings: one for each column.
-        rows: the cells, row by row.
+        headings: Heading of each column.
+        rows: Rows of cells.
 
     >>> Table(["device", "ms"], [["/device:CPU:0", "1.5"], ["/device:CPU:1", "12.5"]])
     device         ms
@@ -43,10 +43,10 @@ class Table:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """An empty `matplotlib.figure.Figure`, inches wide and high, which a notebook shows as it is.
+    """Returns an empty `matplotlib.figure.Figure`, sized in inches, that notebooks display.
 
     Raises:
-        ModuleNotFoundError: matplotlib is not installed.
+        ModuleNotFoundError: If matplotlib is not installed.
     """
     figure = require("matplotlib.figure").Figure((width, height), layout="constrained")
 
@@ -55,6 +55,6 @@ def new_figure(width: float, height: float) -> Any:
             figure.savefig(file, format="png", dpi=100)
             return file.getvalue()
 
-    # pyplot has its figures shown; this one, which opens no window, is asked how it looks.
+    # Notebooks display figures of pyplot only; for other figures they call `_repr_png_`.
     figure._repr_png_ = as_png
     return figure

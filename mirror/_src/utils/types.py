@@ -1,14 +1,18 @@
-"""The names that every other module uses: arrays, trees, the replica axis."""
+"""Types of arrays and trees, and the name of the replica axis."""
 
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
+import numpy as np
 
 Array: TypeAlias = jax.Array
 ArrayLike: TypeAlias = jax.typing.ArrayLike
 PyTree: TypeAlias = Any
 StepFunction: TypeAlias = Callable[..., Any]
 
+ARRAY_LIKE = (jax.Array, np.ndarray, np.generic, int, float, complex)
+"""Types of arrays and numbers, for `isinstance`. A bool is an int."""
+
 REPLICA_AXIS = "replica"
-"""The name of the replica axis: `jax.lax.pmean(x, mirror.REPLICA_AXIS)` works inside `run`."""
+"""Name of the replica axis: `jax.lax.pmean(x, mirror.REPLICA_AXIS)` works inside `run`."""

@@ -1,4 +1,4 @@
-"""Small arrays as one flat buffer, and apart again."""
+"""Packs small arrays into one flat buffer, and unpacks them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,16 +9,16 @@ from mirror._src.utils.types import Array
 
 
 def join(leaves: Sequence[Array]) -> Array:
-    """One flat buffer of arrays of one dtype."""
-    # By operations that keep 64 bits also where JAX has them switched off.
+    """Returns one flat buffer with the elements of arrays of the same dtype."""
+    # jax.numpy would convert 64-bit arrays to 32 bits where JAX's x64 mode is disabled.
     return jax.lax.concatenate([jax.lax.reshape(leaf, (leaf.size,)) for leaf in leaves], 0)
 
 
 def split(flat: Array, like: Sequence[Any]) -> list[Array]:
-    """The arrays that a buffer was made of; `like` has their sizes and shapes."""
-    parts, start = [], 0
+    """Splits a buffer into arrays with the sizes and shapes of `like`."""
+    arrays, start = [], 0
     for leaf in like:
-        part = jax.lax.slice(flat, (start,), (start + leaf.size,))
-        parts.append(jax.lax.reshape(part, leaf.shape))
+        array = jax.lax.slice(flat, (start,), (start + leaf.size,))
+        arrays.append(jax.lax.reshape(array, leaf.shape))
         start += leaf.size
-    return parts
+    return arrays

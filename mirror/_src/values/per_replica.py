@@ -1,4 +1,4 @@
-"""`PerReplica`: the one kind of value that is not a plain array."""
+"""`PerReplica`: a value that may differ between replicas."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -17,29 +17,30 @@ from mirror._src.utils.types import REPLICA_AXIS, Array, ArrayLike
 
 
 def is_numeric(dtype: Any) -> bool:
-    """Whether JAX has arrays of this dtype: numbers, small floats among them, and booleans."""
+    """Whether JAX supports arrays of this dtype: booleans and numbers, including small floats."""
     return dtype == np.bool_ or jnp.issubdtype(dtype, jnp.number)
 
 
 def is_float0(leaf: Any) -> bool:
-    """Whether it is JAX's gradient of an integer, an array without numbers."""
+    """Whether the leaf has the dtype float0, which JAX uses for gradients of integers."""
     return getattr(leaf, "dtype", None) == jax.dtypes.float0
 
 
 @set_module("mirror")
 class PerReplica:
-    """One array for each replica, all of one dtype: what may differ between replicas.
+    """One array per replica: a value that may differ between replicas.
 
-    `strategy.run` hands each replica its own array, without a leading axis, and gives back a
-    `PerReplica` for every result that is not proved to be the same on all replicas. It is a
-    registered pytree with one leaf: the stacked array, or what holds the arrays apart where
-    lengths differ.
+    `strategy.run` passes each replica its array, without a leading axis, and returns a `PerReplica`
+    for every result that is not proved to be identical on all replicas. A `PerReplica` is a pytree
+    with one leaf: the stacked array, or a container of the arrays if their lengths differ.
 
     Args:
-        values: one array for each replica, in replica order; of one dtype and number of dimensions.
+        values: One array per replica, in replica order, with the same dtype and number of
+            dimensions.
 
     Raises:
-        ValueError: no values, or values that differ in dtype or number of dimensions.
+        ValueError: If `values` is empty, or its elements differ in dtype or number of dimensions.
+        TypeError: If `values` is not a list of arrays or numbers.
 
     >>> import numpy as np
     >>> x = PerReplica([np.zeros(3), np.ones(3)])
@@ -55,80 +56,83 @@ class PerReplica:
 
     @classmethod
     def from_stacked(cls, stacked: Array | np.ndarray) -> "PerReplica":
-        """Wraps an array `(num_replicas, *shape)`: row r is replica r's value. Copies nothing.
+        """Wraps an array `(num_replicas, *shape)` without a copy: row r is replica r's value.
 
         >>> PerReplica.from_stacked(np.arange(4).reshape(2, 2))
         PerReplica([0, 1], [2, 3])
         """
         if not getattr(stacked, "ndim", 0):
             raise ValueError(
-                f"{describe(stacked)} has no leading replica axis. Pass (num_replicas, *shape), or "
-                "mirror.PerReplica([value, ...]) with one value for each replica."
+                f"`stacked` must have a leading replica axis, got {describe(stacked)}. Pass an "
+                "array (num_replicas, *shape), or use mirror.PerReplica([value, ...]) with one "
+                "value per replica."
             )
         return _wrap(stacked)
 
     @property
     def stacked(self) -> Array | np.ndarray:
-        """The array `(num_replicas, *shape)`, as it lies on the devices; on the host if on several.
+        """The array `(num_replicas, *shape)`, sharded across the replicas' devices.
+
+        A copy on the host if the devices are of several types.
 
         Raises:
-            ValueError: the replicas' values differ in shape.
+            ValueError: If the replicas' values differ in shape.
         """
         if not isinstance(self._stacked, UnstackedArrays):
             return self._stacked
         if not self._stacked.are_equal:
             raise ValueError(
-                f"{self!r} has no stacked array: its values differ in shape. Look at x.values, or "
-                "join them, strategy.gather(x, axis=0)."
+                f"Cannot stack {self!r}: its values differ in shape. Read x.values, or concatenate "
+                "them: strategy.gather(x, axis=0)."
             )
         return np.stack([np.asarray(array) for array in self._stacked.arrays])
 
     @property
     def values(self) -> tuple[Array | np.ndarray, ...]:
-        """One array `(*shape)` for each replica, each on its replica's device."""
+        """One array `(*shape)` per replica, on the replica's device."""
         if isinstance(self._stacked, UnstackedArrays):
             return self._stacked.arrays
         rows = rows_on_devices(self._stacked)
         if rows is None:
-            return _apart(self._stacked)
+            return _unstack(self._stacked)
         return tuple(map(without_axis, rows))
 
     @property
     def num_replicas(self) -> int:
-        """How many replicas it holds a value for."""
-        held = self._stacked
-        return len(held.arrays) if isinstance(held, UnstackedArrays) else held.shape[0]
+        """The number of replicas."""
+        leaf = self._stacked
+        return len(leaf.arrays) if isinstance(leaf, UnstackedArrays) else leaf.shape[0]
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Each replica's shape."""
-        held = self._stacked
-        if isinstance(held, UnstackedArrays):
-            return held.shapes
-        return (held.shape[1:],) * held.shape[0]
+        """The shape of each replica's value."""
+        leaf = self._stacked
+        if isinstance(leaf, UnstackedArrays):
+            return leaf.shapes
+        return (leaf.shape[1:],) * leaf.shape[0]
 
     @property
     def dtype(self) -> np.dtype:
         """The dtype, the same on every replica."""
         return self._stacked.dtype
 
-    __array_ufunc__ = None  # `numpy_array + per_replica` comes here, to be refused
+    __array_ufunc__ = None  # so that `numpy_array + per_replica` raises in `__radd__`
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self.stacked, dtype=dtype, copy=copy)
 
     def __format__(self, spec: str) -> str:
-        return repr(self) if not spec else _refuse("__format__")(self)
+        return repr(self) if not spec else _rejecting("format()")(self)
 
     def __repr__(self) -> str:
         if isinstance(self._stacked, UnstackedArrays):
-            return f"PerReplica({', '.join(map(_shown, self._stacked.arrays))})"
+            return f"PerReplica({', '.join(map(_format, self._stacked.arrays))})"
         if not isinstance(self._stacked, jax.Array | np.ndarray):
             return f"PerReplica({self._stacked!r})"
-        traced = isinstance(self._stacked, jax.core.Tracer)
-        if not traced and isinstance(self._stacked, jax.Array) and self._stacked.is_deleted():
+        is_traced = isinstance(self._stacked, jax.core.Tracer)
+        if not is_traced and isinstance(self._stacked, jax.Array) and self._stacked.is_deleted():
             return f"PerReplica(deleted {describe(self._stacked)})"
-        if traced or self._stacked.size > 64 or not is_numeric(self.dtype):
+        if is_traced or self._stacked.size > 64 or not is_numeric(self.dtype):
             shape = ",".join(map(str, self._stacked.shape[1:]))
             return f"PerReplica({self.num_replicas} x {self.dtype}[{shape}])"
         rows = ", ".join(np.array2string(row, separator=", ") for row in np.asarray(self._stacked))
@@ -136,7 +140,7 @@ class PerReplica:
 
 
 def _wrap(stacked: Any) -> PerReplica:
-    """A `PerReplica` around anything: trees are also unflattened with placeholders and tracers."""
+    """Returns a `PerReplica` around any leaf: JAX also unflattens trees with placeholders."""
     value = object.__new__(PerReplica)
     value._stacked = stacked
     return value
@@ -150,38 +154,38 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
-def _shown(array: Array | np.ndarray) -> str:
-    """One of several arrays: its values if they are few, else its type."""
+def _format(array: Array | np.ndarray) -> str:
+    """Returns the values of a small array, else its dtype and shape."""
     if isinstance(array, jax.Array) and array.is_deleted():
         return f"deleted {describe(array)}"
-    small = array.size <= 16 and is_numeric(array.dtype)
-    return np.array2string(np.asarray(array), separator=", ") if small else describe(array)
+    is_small = array.size <= 16 and is_numeric(array.dtype)
+    return np.array2string(np.asarray(array), separator=", ") if is_small else describe(array)
 
 
 def per_replica(stacked: "Array | np.ndarray | UnstackedArrays") -> PerReplica:
-    """A `PerReplica` around what holds its arrays."""
+    """Returns a `PerReplica` with this leaf."""
     return _wrap(stacked)
 
 
 def on_replicas(value: PerReplica, replicas: ReplicaDevices) -> PerReplica:
-    """The same values, each on its replica's device."""
+    """Moves each value to its replica's device."""
     if len(set(value.shapes)) > 1:
         return _wrap(UnstackedArrays(list(map(move, value.values, replicas.devices))))
     return _wrap(replicas.stack(np.stack([np.asarray(row) for row in value.values])))
 
 
 def held_by(value: PerReplica) -> "Array | np.ndarray | UnstackedArrays":
-    """What holds the arrays of a `PerReplica`: it is its one leaf."""
+    """Returns the leaf of a `PerReplica`."""
     return value._stacked
 
 
 def is_per_replica(value: object) -> bool:
-    """Whether the value is a `PerReplica`; made for `is_leaf=`."""
+    """Whether the value is a `PerReplica`; usable as `is_leaf`."""
     return isinstance(value, PerReplica)
 
 
 def rows_on_devices(stacked: Array | np.ndarray) -> tuple[Array, ...] | None:
-    """Each replica's row `(1, *shape)` where it lies; `None` if the array lies in another way."""
+    """Returns each replica's row `(1, *shape)` on its device, or None for another sharding."""
     if not isinstance(stacked, jax.Array) or isinstance(stacked, jax.core.Tracer):
         return None
     shards = stacked.addressable_shards
@@ -196,8 +200,8 @@ def rows_on_devices(stacked: Array | np.ndarray) -> tuple[Array, ...] | None:
         return tuple(shard.data[i : i + 1] for shard in ordered for i in range(count))
 
 
-def _apart(stacked: Array | np.ndarray) -> tuple[Array | np.ndarray, ...]:
-    """The rows of an array that lies in another way, or is traced."""
+def _unstack(stacked: Array | np.ndarray) -> tuple[Array | np.ndarray, ...]:
+    """Returns the rows of an array with another sharding, or of a traced or host array."""
     if isinstance(stacked, np.ndarray | jax.core.Tracer):
         return tuple(stacked)
     with NoMesh():
@@ -207,23 +211,22 @@ def _apart(stacked: Array | np.ndarray) -> tuple[Array | np.ndarray, ...]:
 def _stack(values: Sequence[ArrayLike]) -> Array | np.ndarray | UnstackedArrays:
     if isinstance(values, jax.Array | np.ndarray | PerReplica | dict | str):
         raise TypeError(
-            f"PerReplica takes one value for each replica, not {describe(values)}. Pass a list, or "
-            "use mirror.PerReplica.from_stacked(array) for an array (num_replicas, *shape)."
+            f"PerReplica expects a list with one value per replica, got {describe(values)}. For an "
+            "array (num_replicas, *shape), use mirror.PerReplica.from_stacked(array)."
         )
     rows: list[Any] = [v if isinstance(v, jax.Array) else np.asarray(v) for v in values]
     for row, value in zip(rows, values, strict=True):
         if not isinstance(row, jax.Array) and not is_numeric(row.dtype):
             raise TypeError(
-                f"A PerReplica holds one array for each replica, not {describe(value)}. For trees, "
-                "make each leaf a PerReplica."
+                f"PerReplica expects one array or number per replica, got {describe(value)}. For a "
+                "pytree, make each leaf a PerReplica."
             )
     if not rows:
-        raise ValueError("PerReplica([]) has no values. Pass one for each replica.")
+        raise ValueError("PerReplica expects one value per replica, got [].")
     if len({(row.ndim, row.dtype) for row in rows}) > 1:
-        received = ", ".join(map(describe, rows))
         raise ValueError(
-            f"The replicas' values differ in dtype or number of dimensions: {received}. Pass "
-            "values of one dtype, which differ in length at most."
+            "The values of a PerReplica must have the same dtype and number of dimensions, got "
+            f"{', '.join(map(describe, rows))}."
         )
     if len({row.shape for row in rows}) > 1:
         return UnstackedArrays(rows)
@@ -245,20 +248,29 @@ def _stack(values: Sequence[ArrayLike]) -> Array | np.ndarray | UnstackedArrays:
     )
 
 
-def _refuse(operation: str) -> Callable[..., NoReturn]:
+def _rejecting(operation: str) -> Callable[..., NoReturn]:
+    """Returns a method that raises, because the operation needs one value, not one per replica."""
+
     def method(self: PerReplica, *_: object) -> NoReturn:
         raise TypeError(
-            f"{operation} of {self!r} outside a replica: it holds one value for each replica. "
-            "Reduce it first, strategy.reduce('mean', x); look at x.values or x.stacked; or "
-            "compute inside the function that strategy.run runs."
+            f"Cannot apply {operation} to {self!r} in cross-replica context: it holds one value "
+            "per replica. Reduce it first, strategy.reduce('mean', x); read x.values or x.stacked; "
+            "or compute inside the step passed to strategy.run."
         )
 
     return method
 
 
-_OPERATIONS = """
-add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul
-neg abs lt le gt ge float int bool len getitem iter
-"""
-for _name in _OPERATIONS.split():
-    setattr(PerReplica, f"__{_name}__", _refuse(f"__{_name}__"))
+_OPERATORS = {
+    **{"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%"},
+    **{"pow": "**", "matmul": "@", "lt": "<", "le": "<=", "gt": ">", "ge": ">="},
+    **{"getitem": "[]", "neg": "unary -"},
+}
+_REFLECTED = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
+_OPERATIONS = {
+    **{name: f"`{operator}`" for name, operator in _OPERATORS.items()},
+    **{f"r{name}": f"`{_OPERATORS[name]}`" for name in _REFLECTED},
+    **{name: f"{name}()" for name in ("abs", "float", "int", "bool", "len", "iter")},
+}
+for _name, _operation in _OPERATIONS.items():
+    setattr(PerReplica, f"__{_name}__", _rejecting(_operation))

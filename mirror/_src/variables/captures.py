@@ -13,32 +13,38 @@ from mirror._src.variables.variable import Variable
 
 
 class Captures:
-    """The variables that a step reads or writes without being passed them.
+    """Variables that a step reads or writes without receiving them as arguments.
 
     Args:
-        known: those that are known already, each with what stands for it in this trace.
-        own: the variables of this trace, which stand for themselves.
+        known: Variables captured by an earlier trace of the step, each with its stand-in in this
+            trace.
+        local: Variables of this trace, which need no stand-in.
+
+    Attributes:
+        discovered: Variables that this trace captured for the first time.
     """
 
-    def __init__(self, known: Sequence[tuple[Variable, Variable]], own: Sequence[Any]) -> None:
+    def __init__(self, known: Sequence[tuple[Variable, Variable]], local: Sequence[Any]) -> None:
         self._stand_ins = {id(variable): clone for variable, clone in known}
-        self._own = set(map(id, own))
+        self._local = set(map(id, local))
         with take_current_trace() as trace:
             self._trace = trace
-        self.found: list[Variable] = []
+        self.discovered: list[Variable] = []
 
     def stand_in(self, variable: Variable) -> Variable:
-        """What stands for a variable in the trace under way."""
-        held = read_value(variable)
-        traced = isinstance(held, jax.core.Tracer)
-        if traced or id(variable) in self._own or getattr(variable, "_can_update", False):
-            return variable  # it was made in the step, as `jax.tree.map(f, v)` does
-        known = self._stand_ins.get(id(variable))
-        if known is None:  # met for the first time: the step will be traced again, with it
-            self.found.append(variable)
-            with set_current_trace(self._trace):  # the step's: it may be met in an inner one first
-                value = jnp.zeros(shape_of(held), dtype_of(held))
-                known = cast(Variable, variable.copy(value))
-            self._stand_ins[id(variable)] = known
-            self._own.add(id(known))
-        return known
+        """Returns the variable that replaces `variable` in the current trace."""
+        value = read_value(variable)
+        is_traced = isinstance(value, jax.core.Tracer)
+        if is_traced or id(variable) in self._local or getattr(variable, "_can_update", False):
+            return variable  # created inside the step, as by `jax.tree.map(f, v)`
+        clone = self._stand_ins.get(id(variable))
+        if clone is None:  # first use: the step will be traced again, with this variable as input
+            self.discovered.append(variable)
+            # The first use may be inside a nested transformation. In its trace the zeros would be
+            # tracers that the rest of the step must not use.
+            with set_current_trace(self._trace):
+                zeros = jnp.zeros(shape_of(value), dtype_of(value))
+                clone = cast(Variable, variable.copy(zeros))
+            self._stand_ins[id(variable)] = clone
+            self._local.add(id(clone))
+        return clone

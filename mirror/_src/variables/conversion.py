@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx
 
 from mirror._src.utils.errors import ReplicaDivergenceError, describe
-from mirror._src.utils.types import Array
+from mirror._src.utils.types import ARRAY_LIKE, Array
 from mirror._src.values.per_replica import is_per_replica
 
 Synchronization: TypeAlias = Literal["auto", "on_write", "on_read"]
@@ -16,64 +16,76 @@ Aggregation: TypeAlias = Literal["none", "sum", "mean", "only_first_replica"]
 
 
 class Assignable(Protocol):
-    """What `convert` needs of a variable."""
+    """Interface that `convert` requires of a variable."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the value."""
+        """Shape of the value."""
         ...
 
     @property
     def dtype(self) -> Any:
-        """The dtype of the value."""
+        """Dtype of the value."""
         ...
 
     @property
     def described(self) -> str:
-        """What messages call it."""
+        """Name of the variable in messages."""
         ...
 
 
+def label(name: str | None) -> str:
+    """Returns the name of a variable in messages.
+
+    >>> label("v"), label(None)
+    ("variable 'v'", 'an unnamed variable')
+    """
+    return f"variable {name!r}" if name else "an unnamed variable"
+
+
 def convert(variable: Assignable, value: Any) -> Any:
-    """Returns the value in the variable's shape and dtype.
+    """Converts a value to the shape and dtype of a variable.
 
     Raises:
-        ValueError, TypeError, ReplicaDivergenceError: it cannot be; see `assign`.
+        ValueError, TypeError, ReplicaDivergenceError: If it cannot be converted; see
+            `Variable.assign`.
     """
     if isinstance(value, nnx.Variable):
         value = value.get_value()
     if is_per_replica(value):
         raise ReplicaDivergenceError(
-            f"{value!r} was assigned to {variable.described}, which is the same on all replicas. "
+            f"Cannot assign {value!r} to {variable.described}, which is the same on all replicas. "
             "Reduce it first, strategy.reduce('mean', x), or assign inside the step."
         )
     shape, dtype = variable.shape, variable.dtype
-    kinds = (jax.Array, np.ndarray, np.generic, bool, int, float, complex, list, tuple)
-    if not isinstance(value, kinds):
-        raise TypeError(f"{describe(value)} was assigned to {variable.described}: it is no array.")
-    exact = isinstance(value, jax.Array | np.ndarray | np.generic)
-    array = jnp.asarray(value)
-    weak = getattr(array, "weak_type", False) or not exact
-    if weak and not jnp.can_cast(array.dtype, dtype, "same_kind"):
+    if not isinstance(value, (*ARRAY_LIKE, list, tuple)):
         raise TypeError(
-            f"{describe(value)} was assigned to {variable.described} of {dtype}, which cannot hold "
-            f"it. Convert it: jnp.asarray(x).astype({str(dtype)!r})."
+            f"Cannot assign {describe(value)} to {variable.described}: expected an array or a "
+            "number."
         )
-    if not weak and array.dtype != dtype:
+    is_typed = isinstance(value, jax.Array | np.ndarray | np.generic)
+    array = jnp.asarray(value)
+    is_weak = getattr(array, "weak_type", False) or not is_typed
+    if is_weak and not jnp.can_cast(array.dtype, dtype, "same_kind"):
+        raise TypeError(
+            f"Cannot assign {describe(value)} to {variable.described}, which has dtype {dtype}. "
+            f"Convert it: jnp.asarray(x).astype({str(dtype)!r})."
+        )
+    if not is_weak and array.dtype != dtype:
         raise ValueError(
-            f"{describe(array)} was assigned to {variable.described} of {dtype}. Convert it: "
-            f"x.astype({str(dtype)!r})."
+            f"Cannot assign {describe(array)} to {variable.described}, which has dtype {dtype}. "
+            f"Convert it: x.astype({str(dtype)!r})."
         )
     if array.shape != shape:
         raise ValueError(
-            f"{describe(array)} was assigned to {variable.described} of shape {shape}. Pass an "
-            "array of that shape."
+            f"Cannot assign {describe(array)} to {variable.described}, which has shape {shape}. "
+            "Pass an array of that shape."
         )
     return array.astype(dtype)
 
 
 def initial_value(value: Any, dtype: Any, name: str | None) -> Array:
-    """Returns the first value of a variable as an array.
+    """Returns the initial value of a variable as an array.
 
     Raises:
         ValueError: If it is neither an array nor a number.
@@ -84,49 +96,51 @@ def initial_value(value: Any, dtype: Any, name: str | None) -> Array:
         value = value.get_value()
     if value is None or is_per_replica(value) or isinstance(value, str):
         raise ValueError(
-            f"Variable {name or ''!r} starts with {describe(value)}. Pass an array or a number, "
-            "the same for all replicas."
+            f"The initial value of {label(name)} must be an array or a number, got "
+            f"{describe(value)}. Pass one value, which all replicas start with."
         )
     array = jnp.asarray(value, dtype)
-    # A weak type would go with the first assignment, and the step be compiled anew.
+    # The first assignment would drop a weak type, so that the step would be compiled again.
     return array.astype(array.dtype) if getattr(array, "weak_type", False) else array
 
 
-_TENSORFLOWS = {
+_TENSORFLOW_ARGUMENTS = {
     *("shape", "validate_shape", "caching_device", "variable_def", "import_scope", "constraint"),
     "experimental_enable_variable_lifting",
 }
 
 
-def refuse_tensorflows(metadata: dict[str, Any]) -> None:
+def reject_tensorflow_arguments(metadata: dict[str, Any]) -> None:
     """Rejects the arguments that only `tf.Variable` has.
 
     Raises:
         TypeError: If `metadata` contains one.
     """
     for name in metadata:
-        if name in _TENSORFLOWS:
+        if name in _TENSORFLOW_ARGUMENTS:
             raise TypeError(
-                f"Variable({name}=...) is TensorFlow's and has no counterpart here. Leave it out; "
-                "a variable keeps the shape and the dtype that it is created with."
+                f"Variable({name}=...) exists in TensorFlow only. Omit it; a variable keeps the "
+                "shape and dtype that it is created with."
             )
 
 
-def one_of(value: Any, choices: Any, what: str, name: str | None) -> Any:
-    """Returns the value in lower case, if it is one of the choices.
+def one_of(value: Any, choices: Any, argument: str, name: str | None) -> Any:
+    """Returns the value in lower case.
 
     Raises:
-        ValueError: If it is not.
+        ValueError: If it is not one of the choices.
     """
-    found = value.lower() if isinstance(value, str) else value
-    if found not in get_args(choices):
+    choice = value.lower() if isinstance(value, str) else value
+    if choice not in get_args(choices):
         known = ", ".join(map(repr, get_args(choices)))
-        raise ValueError(f"{what}={value!r} of variable {name or ''!r} is none of {known}.")
-    return found
+        raise ValueError(f"`{argument}` of {label(name)} must be one of {known}, got {value!r}.")
+    return choice
 
 
-def require_meaning(array: Array, aggregation: Aggregation, name: str | None) -> None:
-    """Checks that the result of the aggregation has the dtype of the variable.
+def require_aggregation_keeps_dtype(
+    array: Array, aggregation: Aggregation, name: str | None
+) -> None:
+    """Checks that the aggregated value has the dtype of the variable.
 
     Raises:
         ValueError: If it has another dtype.
@@ -134,6 +148,6 @@ def require_meaning(array: Array, aggregation: Aggregation, name: str | None) ->
     mean_of_exact = aggregation == "mean" and not jnp.issubdtype(array.dtype, jnp.inexact)
     if mean_of_exact or (aggregation == "sum" and array.dtype == jnp.bool_):
         raise ValueError(
-            f"aggregation={aggregation!r} of variable {name or ''!r} of {array.dtype}: the result "
-            "has another dtype. Pass dtype='float32' for a mean, 'int32' for a count."
+            f"aggregation={aggregation!r} does not preserve the dtype of {label(name)}, "
+            f"{array.dtype}. Pass dtype='float32' for a mean, or dtype='int32' for a count."
         )

@@ -1,4 +1,4 @@
-"""Operations on `"on_read"` variables, of which each replica has a value of its own."""
+"""Operations on `"on_read"` variables, which have one value per replica."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,28 +11,30 @@ from flax import nnx
 from mirror._src.devices.backend import names
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.devices.unstacked import UnstackedArrays
+from mirror._src.utils.errors import counted
 from mirror._src.utils.types import PyTree
 from mirror._src.values.per_replica import held_by, is_per_replica
-from mirror._src.variables.storage import shares, spread
+from mirror._src.variables.storage import shares, store_per_replica
 from mirror._src.variables.variable import Variable
 
 
-def is_own(holder: object) -> bool:
-    """Whether it is a variable of which each replica has a value of its own."""
+def is_on_read(holder: object) -> bool:
+    """Whether an object is a variable with one value per replica."""
     return isinstance(holder, Variable) and holder.is_on_read
 
 
 def collapse(objects: Sequence[Any]) -> None:
-    """Gives the variables of which each replica has a value one value, as it is read outside."""
+    """Replaces per-replica values of variables by the single value that is read outside a step."""
     for _, node in nnx.iter_graph(tuple(objects)):
-        if is_own(node):
-            held = node.get_raw_value()
-            none = node.aggregation == "none" and is_per_replica(held)
-            node.set_raw_value(jnp.asarray(np.asarray(held.values[0]) if none else node[...]))
+        if is_on_read(node):
+            value = node.get_raw_value()
+            is_unreadable = node.aggregation == "none" and is_per_replica(value)
+            single = np.asarray(value.values[0]) if is_unreadable else node[...]
+            node.set_raw_value(jnp.asarray(single))
 
 
 def unwrapped(tree: PyTree) -> PyTree:
-    """The tree with what its variables hold in their place: a `PerReplica`, if they are on_read."""
+    """Replaces variables by their values: a `PerReplica` for an `"on_read"` variable."""
     return jax.tree.map(
         lambda leaf: leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf,
         tree,
@@ -41,27 +43,27 @@ def unwrapped(tree: PyTree) -> PyTree:
 
 
 def spread_over(variable: Variable, replicas: ReplicaDevices) -> Any:
-    """What holds an `"on_read"` variable's values on these replicas.
+    """Returns the values of an `"on_read"` variable, laid out on these replicas.
 
-    One that has had one value only until now reads the same afterwards.
+    A variable that has had a single value until now reads the same afterwards.
 
     Raises:
-        ValueError: it has values for another number of replicas.
+        ValueError: If the variable has values for another number of replicas.
     """
-    held = variable.get_raw_value()
-    if not is_per_replica(held):
-        array = np.asarray(held)
-        shared = variable.aggregation == "sum"
-        rows = shares(array, len(replicas)) if shared else [array] * len(replicas)
-        return held_by(spread(rows, replicas))
-    if held.num_replicas != len(replicas):
+    value = variable.get_raw_value()
+    if not is_per_replica(value):
+        array = np.asarray(value)
+        is_sum = variable.aggregation == "sum"
+        rows = shares(array, len(replicas)) if is_sum else [array] * len(replicas)
+        return held_by(store_per_replica(rows, replicas))
+    if value.num_replicas != len(replicas):
         raise ValueError(
-            f"{variable.described} has values for {held.num_replicas} replicas and was given to a "
-            f"strategy of {len(replicas)}, {names(replicas.devices)}. Create it in that strategy's "
-            "scope."
+            f"The strategy has {counted(len(replicas), 'replica')} on {names(replicas.devices)}, "
+            f"but {variable.described} has values for {value.num_replicas}. Create the variable "
+            "inside the strategy's scope()."
         )
-    stacked = held_by(held)
-    there = isinstance(stacked, jax.Array) and stacked.sharding == replicas.stacked
-    if there or (isinstance(stacked, UnstackedArrays) and replicas.are_mixed):
+    stacked = held_by(value)
+    is_in_place = isinstance(stacked, jax.Array) and stacked.sharding == replicas.stacked
+    if is_in_place or (isinstance(stacked, UnstackedArrays) and replicas.are_mixed):
         return stacked
-    return replicas.stack(np.stack([np.asarray(row) for row in held.values]))
+    return replicas.stack(np.stack([np.asarray(row) for row in value.values]))

@@ -1,4 +1,4 @@
-"""`Variable`: what a `tf.Variable` is in TensorFlow, as an `nnx.Variable`."""
+"""`Variable`: an `nnx.Variable` with the interface of `tf.Variable`."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -21,12 +21,20 @@ from mirror._src.variables.conversion import (
     Synchronization,
     convert,
     initial_value,
+    label,
     one_of,
-    refuse_tensorflows,
-    require_meaning,
+    reject_tensorflow_arguments,
+    require_aggregation_keeps_dtype,
 )
 from mirror._src.variables.raw_value import read_value, slot
-from mirror._src.variables.storage import are_arrays, dtype_of, rows_like, shape_of, shares, spread
+from mirror._src.variables.storage import (
+    are_arrays,
+    dtype_of,
+    rows_like,
+    shape_of,
+    shares,
+    store_per_replica,
+)
 
 _ON_HOST = ReductionToOneDevice()
 _MISSING: Any = object()
@@ -34,35 +42,38 @@ _MISSING: Any = object()
 
 @set_module("mirror")
 class Variable(nnx.Variable[Any]):
-    """A value that a step changes: in a module, or read and assigned from outside its arguments.
+    """A value that a step can change, in a module or captured by the step.
 
-    It is read as every `nnx.Variable`, `v[...]`; operators work on it. Inside a step it need not be
-    passed: a step finds it while it is traced. `assign` and its kin write it, aggregated:
+    It is read like every `nnx.Variable`, with `v[...]` or an operator. A step need not receive it
+    as an argument: tracing the step finds the variables that it uses. The assign methods write it:
 
-    - Inside a step each replica brings a value, and `aggregation` says what becomes of them:
-      `"sum"`, `"mean"`, or `"only_first_replica"`, replica 0's; a number counts once for each
-      replica. With `"none"` the value must be the same on all replicas already.
-    - Outside, the value is written once, to all copies, whatever the aggregation.
+    - Inside a step, every replica assigns a value, and `aggregation` combines them: `"sum"`,
+      `"mean"`, or `"only_first_replica"`, the value of replica 0. A Python number counts once per
+      replica. With `"none"`, the value must already be the same on all replicas.
+    - Outside a step, the value is written to all copies; the aggregation does not matter.
 
-    With `synchronization="on_read"` each replica has a value of its own, which steps read and write
-    without a collective; read outside, they are aggregated. It is for counts and metrics.
+    With `synchronization="on_read"`, every replica has its own value, which steps read and write
+    without a collective. Outside a step, reading returns the aggregated value. Use it for counts
+    and metrics.
 
     Args:
-        value: an array or number, or a function without arguments that makes it, called once.
-        name: what messages call it.
-        trainable: a mark for filters, `wrt=lambda path, v: getattr(v, "trainable", False)`; `None`
-            is True, unless it is `"on_read"`.
-        dtype: of the value; `None`: its own.
-        synchronization: `"on_read"`, or `"on_write"`, which `"auto"` is.
-        aggregation: see above. An integer sum that is assigned from outside to an `"on_read"`
-            variable stays exact: the remainder goes to replica 0.
-        metadata: more, as `nnx.Variable` takes it.
+        value: Initial value: an array, a number, or a function without arguments that returns one.
+        name: Name of the variable in messages.
+        trainable: Metadata for filters such as
+            `wrt=lambda path, v: getattr(v, "trainable", False)`. Defaults to True, and to False for
+            `"on_read"` variables.
+        dtype: Dtype of the variable. Defaults to the dtype of the initial value.
+        synchronization: `"on_read"` or `"on_write"`. `"auto"` is `"on_write"`.
+        aggregation: How the replicas' values are combined; see above. An integer sum that is
+            assigned to an `"on_read"` variable outside a step stays exact: replica 0 stores the
+            remainder.
+        metadata: Further metadata of the `nnx.Variable`.
 
     Raises:
-        ValueError: no value; an unknown synchronization or aggregation; a mean of what is no float,
-            a sum of booleans.
-        TypeError: an argument that only `tf.Variable` has.
-        RuntimeError: created inside a step.
+        ValueError: If `value` is neither an array nor a number, if `synchronization` or
+            `aggregation` is unknown, or for a mean of integers or booleans or a sum of booleans.
+        TypeError: If an argument exists only in `tf.Variable`.
+        RuntimeError: If the variable is created inside a step.
 
     >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
     >>> with strategy.scope():
@@ -78,7 +89,7 @@ class Variable(nnx.Variable[Any]):
     """
 
     in_use: ClassVar[bool] = False
-    """Whether there may be one in this process: traces that met none need no care."""
+    """Whether this process has created a variable; if not, no step can capture one."""
 
     def __init__(
         self,
@@ -92,24 +103,24 @@ class Variable(nnx.Variable[Any]):
         **metadata: Any,
     ) -> None:
         Variable.in_use = True
-        refuse_tensorflows(metadata)
+        reject_tensorflow_arguments(metadata)
         frame = current_frame()
         if frame is not None and frame.replica is not None:
             raise RuntimeError(
-                f"Variable {name or ''!r} was created inside a step that {frame.strategy} runs, "
-                "which would make it anew each time. Create it before, and read and assign it in "
-                "the step."
+                f"Variable {repr(name) if name else '(unnamed)'} was created inside a step run by "
+                f"{frame.strategy}, so every call would create a new one. Create it outside the "
+                "step; read and assign it inside."
             )
         synchronization = one_of(synchronization, Synchronization, "synchronization", name)
         aggregation = one_of(aggregation or "none", Aggregation, "aggregation", name)
         array = initial_value(value, dtype, name)
-        require_meaning(array, aggregation, name)
+        require_aggregation_keeps_dtype(array, aggregation, name)
         on_read = synchronization == "on_read"
-        held: Any = array
-        if on_read and frame is not None:
-            held = spread([array] * frame.strategy.num_replicas_in_sync, frame.strategy._replicas)
+        stored: Any = array
+        if on_read and frame is not None and frame.devices is not None:
+            stored = store_per_replica([array] * len(frame.devices), frame.devices)
         super().__init__(
-            held,
+            stored,
             name=name,
             trainable=not on_read if trainable is None else bool(trainable),
             synchronization="on_read" if on_read else "on_write",
@@ -121,22 +132,25 @@ class Variable(nnx.Variable[Any]):
         """Sets the value.
 
         Args:
-            value: of the variable's shape and dtype; Python numbers are converted.
+            value: Array with the variable's shape and dtype, or a Python number, which is
+                converted.
 
         Returns:
             The variable.
 
         Raises:
-            ValueError: another shape or dtype; an `"on_read"` variable without an aggregation,
-                outside a step.
-            TypeError: no array and no number, or a fraction for an integer variable.
-            ReplicaDivergenceError: a `PerReplica`, outside a step; from `run`, a per-replica value
-                where the aggregation is `"none"`.
+            ValueError: If `value` has another shape or dtype. Outside a step, if the variable is
+                `"on_read"` without an aggregation.
+            TypeError: If `value` is neither an array nor a number, or is a float while the variable
+                has an integer dtype.
+            ReplicaDivergenceError: If `value` is a `PerReplica` outside a step. From `run`, if
+                `value` is per-replica and the aggregation is `"none"`.
+            RuntimeError: If called inside `jax.jit`, `grad`, `vmap`, `scan` or `cond`.
         """
-        return self._update(value, _replaced)
+        return self._update(value, lambda _, new: new)
 
     def assign_add(self, value: ArrayLike) -> "Variable":
-        """Adds to the value; see `assign`. Outside a step it is not for `"on_read"` sums."""
+        """Adds to the value; see `assign`. `"on_read"` sums support it only inside a step."""
         return self._update(value, lambda old, new: old + new, "assign_add")
 
     def assign_sub(self, value: ArrayLike) -> "Variable":
@@ -147,7 +161,7 @@ class Variable(nnx.Variable[Any]):
         self, value: Any, change: Callable[[Any, Any], Any], method: str = "assign"
     ) -> "Variable":
         new = convert(self, value)
-        context = _replica()
+        context = _current_replica()
         if context is not None:
             target = _target(self)
             if not self.is_on_read:
@@ -161,13 +175,14 @@ class Variable(nnx.Variable[Any]):
         return self
 
     def _write(self, method: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """Writes, unless what is written would be lost when an inner transformation ends."""
+        """Writes a value, unless the end of a nested transformation would discard it."""
         try:
             method(*args, **kwargs)
         except TraceContextError as error:
             raise RuntimeError(
-                f"{self.described} was assigned inside jax.jit, grad, vmap, scan or cond, where "
-                "the value would be lost. Return the value from there, and assign it outside."
+                f"Cannot assign to {self.described} inside jax.jit, grad, vmap, scan or cond: the "
+                "value would be lost. Return the value from the inner function and assign it "
+                "outside."
             ) from error
 
     def _aggregated(self, context: ReplicaContext, value: Array) -> Array:
@@ -175,99 +190,106 @@ class Variable(nnx.Variable[Any]):
             case "sum" | "mean":
                 return context.all_reduce(self.aggregation, value)
             case "only_first_replica":
-                mine = value.astype(jnp.int32) if value.dtype == jnp.bool_ else value
-                first = context.replica_id_in_sync_group == 0
-                found = context.all_reduce("sum", jnp.where(first, mine, jnp.zeros_like(mine)))
-                return found.astype(value.dtype)
+                number = value.astype(jnp.int32) if value.dtype == jnp.bool_ else value
+                is_first = context.replica_id_in_sync_group == 0
+                first = jnp.where(is_first, number, jnp.zeros_like(number))
+                total = context.all_reduce("sum", first)
+                return total.astype(value.dtype)
         return value
 
     def _update_copies(self, new: Array, change: Callable[[Any, Any], Any], method: str) -> None:
-        """Writes an `"on_read"` variable outside a step, so that reading gives what was meant."""
-        held = self.get_raw_value()
-        if not is_per_replica(held):
-            self._write(self.set_raw_value, change(held, new))
+        """Writes an `"on_read"` variable outside a step, so that reading returns the new value."""
+        stored = self.get_raw_value()
+        if not is_per_replica(stored):
+            self._write(self.set_raw_value, change(stored, new))
             return
         if self.aggregation == "none":
             raise ValueError(
-                f"{method} of {self.described}, which is 'on_read' without an aggregation, outside "
-                "a step: which replica's value is meant? Create it with aggregation='sum', 'mean' "
-                "or 'only_first_replica'."
+                f"Cannot {method} to {self.described} outside a step: it has "
+                "synchronization='on_read' and no aggregation, so the target replica is ambiguous. "
+                "Create it with aggregation='sum', 'mean' or 'only_first_replica'."
             )
         if self.aggregation == "sum" and method != "assign":
             raise ValueError(
-                f"{method} of {self.described}, which is 'on_read' with aggregation='sum', outside "
-                "a step: it would count once for each replica. Assign the sum: "
-                "v.assign(v[...] + x)."
+                f"Cannot {method} to {self.described} outside a step: it has "
+                "synchronization='on_read' and aggregation='sum', so the value would count once "
+                "per replica. Assign the result instead: v.assign(v[...] + x)."
             )
-        rows = [np.asarray(row) for row in held.values]
+        rows = [np.asarray(row) for row in stored.values]
         count, value = len(rows), np.asarray(new)
         if self.aggregation == "sum":
             changed = shares(value, count)
         else:
             changed = [np.asarray(change(row, value)).astype(row.dtype) for row in rows]
-        self.set_raw_value(per_replica(rows_like(changed, held)))
+        self.set_raw_value(per_replica(rows_like(changed, stored)))
 
     @property
     def is_on_read(self) -> bool:
-        """Whether each replica has a value of its own."""
+        """Whether every replica has its own value."""
         return self.get_metadata("synchronization") == "on_read"
 
     @property
     def described(self) -> str:
-        """What messages call it."""
-        return f"variable {self.get_metadata('name') or 'without a name'!r}"
+        """Name of the variable in messages."""
+        return label(self.get_metadata("name"))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the value."""
+        """Shape of the value."""
         return shape_of(self.get_raw_value())
 
     @property
     def dtype(self) -> Any:
-        """The dtype of the value."""
+        """Dtype of the value."""
         return dtype_of(self.get_raw_value())
 
-    # JAX and flax take a variable apart by this name (flax 0.12.8 to 0.12.12). In a step they must
-    # find what stands for it there: `jnp.sum(v)` would read the value of this moment for ever.
+    # JAX and flax read a variable through this attribute (flax 0.12.8 to 0.12.12). In a step, they
+    # must get the stand-in: otherwise `jnp.sum(v)` would make the current value a constant.
     _raw_value: Any = property(
         lambda self: read_value(_target(self)), lambda self, value: slot.__set__(self, value)
     )
 
     def get_value(self, *, index: Any = _MISSING) -> Any:
-        """The value: inside a step this replica's; outside the aggregated one, if it is on_read."""
+        """Returns the value.
+
+        An `"on_read"` variable has this replica's value in a step, and the aggregated one outside.
+        """
         target = _target(self)
         if target is not self:
             return target.get_value(index=index)
-        held = self.get_raw_value()
-        if not is_per_replica(held):
+        stored = self.get_raw_value()
+        if not is_per_replica(stored):
             return super().get_value() if index is _MISSING else super().get_value(index=index)
         match self.aggregation:
             case "none":
                 raise ValueError(
-                    f"{self.described} is 'on_read' without an aggregation: outside a step its "
-                    "values have no one value. Look at strategy.local_results(v), or create it "
-                    "with aggregation='sum', 'mean' or 'only_first_replica'."
+                    f"Cannot read {self.described} outside a step: it has "
+                    "synchronization='on_read' and no aggregation, so it has one value per "
+                    "replica. Use strategy.local_results(v), or create it with aggregation='sum', "
+                    "'mean' or 'only_first_replica'."
                 )
             case "only_first_replica":
-                value = jnp.asarray(np.asarray(held.values[0]))
+                value = jnp.asarray(np.asarray(stored.values[0]))
             case op:
-                value = _ON_HOST.reduce(op, held)
+                value = _ON_HOST.reduce(op, stored)
         return value if index is _MISSING or index is ... else value[index]
 
     def set_value(self, value: Any, *, index: Any = _MISSING) -> None:
-        """Writes without aggregating: inside a step this replica's value; see `assign`."""
+        """Sets the value without aggregation; inside a step, sets this replica's value only."""
         target = _target(self)
         if target is not self:
             target.set_value(value, index=index)
-        elif _replica() is None and (is_per_replica(value) or is_per_replica(self.get_raw_value())):
-            whole = index is _MISSING or index is ...
-            self.assign(value if whole else self.get_value().at[index].set(value))
+        elif _current_replica() is None and (
+            is_per_replica(value) or is_per_replica(self.get_raw_value())
+        ):
+            is_whole = index is _MISSING or index is ...
+            self.assign(value if is_whole else self.get_value().at[index].set(value))
         else:
-            where = {} if index is _MISSING else {"index": index}
-            self._write(super().set_value, value, **where)
+            kwargs = {} if index is _MISSING else {"index": index}
+            self._write(super().set_value, value, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # of the variable itself: `copy.deepcopy` asks for some
+        if name.startswith("__"):  # `copy.deepcopy` looks up methods of the variable itself
             raise AttributeError(name)
         metadata = object.__getattribute__(self, "_var_metadata")
         return metadata[name] if name in metadata else getattr(self.get_value(), name)
@@ -281,17 +303,17 @@ class Variable(nnx.Variable[Any]):
         return cast(Variable, twin)
 
     def __nnx_repr__(self) -> Iterator[Any]:
-        return nnx.Variable.__nnx_repr__(self._shown)
+        return nnx.Variable.__nnx_repr__(self._printed)
 
     def __treescope_repr__(self, path: Any, subtree_renderer: Any) -> Any:
-        return nnx.Variable.__treescope_repr__(self._shown, path, subtree_renderer)
+        return nnx.Variable.__treescope_repr__(self._printed, path, subtree_renderer)
 
     @property
-    def _shown(self) -> nnx.Variable[Any]:
-        """What is shown of it: each replica's value, where those have no one value."""
-        held = self.get_raw_value()
-        if is_per_replica(held) and not (self.aggregation != "none" and are_arrays(held)):
-            return nnx.Variable.from_metadata(held, self.get_metadata())
+    def _printed(self) -> nnx.Variable[Any]:
+        """The variable to print: per-replica values if they cannot be aggregated."""
+        stored = self.get_raw_value()
+        if is_per_replica(stored) and not (self.aggregation != "none" and are_arrays(stored)):
+            return nnx.Variable.from_metadata(stored, self.get_metadata())
         return self
 
     def __bool__(self) -> bool:
@@ -313,17 +335,13 @@ class Variable(nnx.Variable[Any]):
         return self.get_value() >= other
 
 
-def _replaced(_: Any, new: Any) -> Any:
-    return new
-
-
-def _replica() -> ReplicaContext | None:
+def _current_replica() -> ReplicaContext | None:
     frame = current_frame()
     return None if frame is None else frame.replica
 
 
 def _target(variable: Variable) -> Variable:
-    """What stands for a variable where the caller is."""
-    context = _replica()
+    """Returns the variable that replaces this one in the caller's trace."""
+    context = _current_replica()
     captures = None if context is None else context.captures
     return variable if captures is None else captures.stand_in(variable)

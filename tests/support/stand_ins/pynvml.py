@@ -1,4 +1,4 @@
-"""Stands in for NVIDIA's `nvidia-ml-py`: as many GPUs as `STAND_IN_GPUS` says.
+"""Stand-in for NVIDIA's `nvidia-ml-py`, with the number of GPUs in `STAND_IN_GPUS`.
 
 Without that variable there is no driver. `STAND_IN_MIB` is the memory of each, `16384,8192`, or `-`
 where the driver does not say. GPU 1 is `GPU-11111111-...`; its one part `MIG-11111111-...`.
@@ -11,7 +11,7 @@ _open = 0
 
 
 class NVMLError(Exception):
-    """What NVML answers when it does not do what it is asked."""
+    """The error of NVML for a request that it cannot serve."""
 
 
 @dataclass(frozen=True)

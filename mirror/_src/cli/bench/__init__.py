@@ -1,6 +1,5 @@
-"""What `mirror bench` runs: how a training step scales over 1 to n devices.
+"""`mirror bench`: measures how a training step scales from one device to n.
 
-`named` (small built-in steps), `workload` (a step with what it takes, built-in or the user's own),
-`measure` (all counts of devices in turn), `scaling` (what comes of it, as a table, a picture and
-JSON), and `command`, which puts them together.
+`workload` (a step with its arguments and data, built-in or the user's own), `measure` (measures all
+device counts in turns), `scaling` (the results as a table, a picture and JSON), `command`.
 """

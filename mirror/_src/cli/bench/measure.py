@@ -1,5 +1,6 @@
-"""Measuring: all counts of devices in turn within each round, so that a busy moment meets all."""
+"""Measures a step on all device counts in turns, so that background load affects all equally."""
 
+import functools
 import gc
 import math
 import time
@@ -15,6 +16,7 @@ from mirror._src.explain.trial import Batches, variables_of, wait
 from mirror._src.run.arguments import hoist_nested
 from mirror._src.strategy.strategy import Strategy
 from mirror._src.utils import interrupts
+from mirror._src.utils.measure import in_turns
 from mirror._src.values.per_replica import is_per_replica
 
 _ROUNDS = 10
@@ -24,11 +26,11 @@ _MOST_EXPLAINED_STEPS = 10
 
 @final
 class Contender:
-    """A step on some devices.
+    """A workload on the devices of one strategy.
 
     Attributes:
-        strategy: what runs it.
-        sizes: how many examples each replica has in a step; `()`: no batch is split over them.
+        strategy: Runs the step.
+        sizes: Batch size of each replica; `()` if no batch is split across the replicas.
     """
 
     def __init__(self, strategy: Strategy, workload: Workload) -> None:
@@ -42,20 +44,20 @@ class Contender:
         """Compiles the step.
 
         Raises:
-            WorkloadError: it leaves nothing to wait for.
+            WorkloadError: If the step has no result whose computation could be awaited.
         """
         args = self._arguments()
         self.sizes = _sizes(args)
         results = self.strategy.run(self._workload.step, args)
         if not jax.tree.leaves(results) and not self._variables:
             raise WorkloadError(
-                "The step returns nothing and changes no model it is given, so nobody knows when "
-                "it is done. Return its loss."
+                "The step returns nothing and changes none of its arguments, so its end cannot be "
+                "detected. Return its loss."
             )
-        self.turn(_WARM_UP_STEPS)
+        self.time_steps(_WARM_UP_STEPS)
 
-    def turn(self, steps: int) -> float:
-        """Seconds a step, everything awaited after so many."""
+    def time_steps(self, steps: int) -> float:
+        """Returns the seconds per step of some steps, waiting for the results of the last one."""
         start, results = time.perf_counter(), None
         for _ in range(steps):
             interrupts.check()
@@ -64,49 +66,52 @@ class Contender:
         return (time.perf_counter() - start) / steps
 
     def row(self, secs: Sequence[float]) -> Row:
-        """What was measured, and why it is so."""
+        """Returns the times together with what `strategy.explain` reports about the step."""
         step, args, data = self._workload
         steps = min(_MOST_EXPLAINED_STEPS, max(len(secs), 2))
-        found = self.strategy.explain(step, args, data=data, steps=steps)
+        explanation = self.strategy.explain(step, args, data=data, steps=steps)
         names = tuple(map(backend.logical_name, self.strategy.devices))
         examples = sum(self.sizes) or None
-        return Row(names, examples, tuple(secs), found.bound, found.verdict, found.memory)
+        return Row(
+            names,
+            examples,
+            tuple(secs),
+            explanation.bound,
+            explanation.verdict,
+            explanation.memory,
+        )
 
     def _arguments(self) -> tuple[Any, ...]:
         return (*self._workload.args, *self._batches.take())
 
 
 def measure(name: str, contenders: Sequence[Contender], steps: int, weak: bool) -> Scaling:
-    """How the step scales.
+    """Measures how a step scales.
 
     Args:
-        name: what was asked for.
-        contenders: the step on more and more devices, warmed up.
-        steps: how many of each to measure, at least; they are spread over ten rounds.
-        weak: whether each replica, and not all together, has the same batch.
+        name: Name of the step.
+        contenders: The step on an increasing number of devices, warmed up.
+        steps: Least number of steps to measure on each; they are spread over ten rounds.
+        weak: Whether the batch is the same per replica, rather than in total.
 
     Raises:
-        WorkloadError: the batches are not the same.
+        WorkloadError: If the batches differ.
     """
     _require_same_batch(contenders, weak)
-    each = math.ceil(steps / _ROUNDS)
-    rounds = math.ceil(steps / each)
-    secs: list[list[float]] = [[] for _ in contenders]
+    per_turn = math.ceil(steps / _ROUNDS)
+    rounds = math.ceil(steps / per_turn)
     gc.collect()
-    for number in range(rounds):
-        pairs = list(zip(contenders, secs, strict=True))
-        for contender, taken in reversed(pairs) if number % 2 else pairs:
-            taken.append(contender.turn(each))
+    secs = in_turns([functools.partial(c.time_steps, per_turn) for c in contenders], rounds)
     rows = []
-    for contender, taken in zip(contenders, secs, strict=True):
+    for contender, contender_secs in zip(contenders, secs, strict=True):
         interrupts.check()
-        rows.append(contender.row(taken))
+        rows.append(contender.row(contender_secs))
     on_host = backend.type_of(contenders[0].strategy.devices[0]) == "CPU"
-    return Scaling(name, weak, rounds * each, on_host, tuple(rows))
+    return Scaling(name, weak, rounds * per_turn, on_host, tuple(rows))
 
 
 def _sizes(args: Any) -> tuple[int, ...]:
-    """How many examples each replica has: rows of the first value that has rows."""
+    """Returns the batch size of each replica: the length of the first per-replica array."""
     for leaf in jax.tree.leaves(args, is_leaf=is_per_replica):
         if is_per_replica(leaf) and leaf.shapes[0]:
             return tuple(shape[0] for shape in leaf.shapes)
@@ -114,27 +119,28 @@ def _sizes(args: Any) -> tuple[int, ...]:
 
 
 def _require_same_batch(contenders: Sequence[Contender], weak: bool) -> None:
-    """Refuses to compare times of different work.
+    """Checks that all times are for the same work.
 
     Raises:
-        WorkloadError: the batches are not the same.
+        WorkloadError: If the batches differ.
     """
-    sizes = {len(c.strategy.devices): max(c.sizes, default=0) for c in contenders}
-    if not weak:
-        sizes = {len(c.strategy.devices): sum(c.sizes) for c in contenders}
+    total = max if weak else sum
+    sizes = {len(c.strategy.devices): total(c.sizes or (0,)) for c in contenders}
     if weak and not all(sizes.values()):
         raise WorkloadError(
-            "--weak: no batch is split over the replicas, so it cannot grow with them. Return "
-            "(step, args, data), data a list of batches."
+            "--weak requires a batch that is split across the replicas. Return (step, args, data) "
+            "with a list of batches."
         )
     if len(set(sizes.values())) == 1:
         return
-    found = ", ".join(f"{size} on {n}" for n, size in sizes.items())
-    what = "each replica has another batch" if weak else "the batch grows with the devices"
-    fix = (
-        "Return (step, args, data), and its batches are repeated for each replica; or make the "
-        "batch larger yourself, by strategy.num_replicas_in_sync."
-        if weak
-        else "Make it the same for any strategy, or pass --weak."
+    by_count = ", ".join(f"{size} on {n}" for n, size in sizes.items())
+    if weak:
+        raise WorkloadError(
+            f"The times are not comparable: the batch per replica varies ({by_count} devices). "
+            "Return (step, args, data), whose batches are repeated for every replica, or scale the "
+            "batch with strategy.num_replicas_in_sync."
+        )
+    raise WorkloadError(
+        f"The times are not comparable: the global batch grows with the devices ({by_count} "
+        "devices). Return the same batch for every strategy, or pass --weak."
     )
-    raise WorkloadError(f"Times of different work: {what}, {found} devices. {fix}")

@@ -1,4 +1,4 @@
-"""`Scaling`: how a step scales, as a table, a picture and JSON."""
+"""`Scaling`: results of `mirror bench`, as a table, a picture and JSON."""
 
 import os
 import statistics
@@ -7,20 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from mirror._src.explain.memory_report import MemoryReport, memory_table
+from mirror._src.utils.measure import quartiles
 from mirror._src.utils.tables import Table, new_figure
 
 
 @dataclass(frozen=True)
 class Row:
-    """A step on some devices.
+    """Measurements of a step on one number of devices.
 
     Attributes:
-        devices: their names.
-        num_examples: in a step, of all replicas together; `None`: no batch is split over them.
-        secs: of a step, for each round.
-        bound: what takes the most, as `strategy.explain` finds it.
-        verdict: what to change, in a sentence.
-        memory: bytes per device; `None`: not measured.
+        devices: Names of the devices.
+        num_examples: Size of the global batch; `None` if no batch is split across the replicas.
+        secs: Seconds per step in every round.
+        bound: The most expensive part of the step, according to `strategy.explain`.
+        verdict: A sentence that says what to change.
+        memory: Bytes per device; `None` if not measured.
     """
 
     devices: tuple[str, ...]
@@ -32,30 +33,31 @@ class Row:
 
     @property
     def ms(self) -> float:
-        """Milliseconds a step: the median."""
+        """Median milliseconds per step."""
         return statistics.median(self.secs) * 1e3
 
     @property
     def ms_quartiles(self) -> tuple[float, float]:
-        """Between these lies the middle half of the rounds."""
-        return tuple(q * 1e3 for q in quartiles(self.secs))  # type: ignore[return-value]
+        """First and third quartile of the milliseconds per step."""
+        first, third = quartiles(self.secs)
+        return first * 1e3, third * 1e3
 
     @property
     def examples_per_sec(self) -> float | None:
-        """Of all replicas together."""
+        """Examples per second of all replicas together."""
         return None if self.num_examples is None else self.num_examples / self.ms * 1e3
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """How a step scales over devices.
+    """Measurements of a step on increasing numbers of devices.
 
     Attributes:
-        step: what was measured.
-        weak: whether each replica, and not all together, has the same batch.
-        steps: how many were measured on each count of devices.
-        on_host: whether they are host devices, which share the machine's cores.
-        rows: one for each count, the smallest first, against which the others are held.
+        step: Name of the step.
+        weak: Whether the batch is the same per replica, rather than in total.
+        steps: Number of steps measured on each number of devices.
+        on_host: Whether the devices are host devices, which share the machine's cores.
+        rows: One row per number of devices, in increasing order. The first one is the baseline.
     """
 
     step: str
@@ -65,42 +67,44 @@ class Scaling:
     rows: tuple[Row, ...]
 
     def speedups(self, row: Row) -> list[float]:
-        """How many times as much work is done in a second, within each round.
+        """Returns the speed-up over the baseline in every round: the ratio of work per second.
 
-        A step of 30 ms on one device, and of 10 ms on four: 3. With four times the batch: 12.
+        If a step takes 30 ms on one device and 10 ms on four, the speed-up is 3. With four times
+        the batch on four devices, it is 12.
         """
-        first = self.rows[0]
-        work = (row.num_examples or 1) / (first.num_examples or 1)
-        return [a / b * work for a, b in zip(first.secs, row.secs, strict=True)]
+        baseline = self.rows[0]
+        work = (row.num_examples or 1) / (baseline.num_examples or 1)
+        return [a / b * work for a, b in zip(baseline.secs, row.secs, strict=True)]
 
     def speedup(self, row: Row) -> float:
-        """The median of the rounds."""
+        """Returns the median speed-up."""
         return statistics.median(self.speedups(row))
 
     def ideal(self, row: Row) -> float:
-        """What it would be if nothing were lost."""
+        """Returns the speed-up of perfect scaling."""
         return len(row.devices) / len(self.rows[0].devices)
 
     def efficiency(self, row: Row) -> float:
-        """What part of the ideal is reached."""
+        """Returns the speed-up as a fraction of the ideal one."""
         return self.speedup(row) / self.ideal(row)
 
     @property
     def heading(self) -> str:
-        """What was measured."""
-        size = self.rows[0].num_examples
-        per = f" of {size // len(self.rows[0].devices)}" if size and self.weak else ""
-        whole = f" of {size}" if size and not self.weak else ""
-        batch = f"the same batch{per} on each device" if self.weak else f"the same batch{whole}"
+        """One line that says what was measured."""
+        size, num_devices = self.rows[0].num_examples, len(self.rows[0].devices)
+        if self.weak:
+            batch = f"batch{f' of {size // num_devices}' if size else ''} per device"
+        else:
+            batch = f"global batch{f' of {size}' if size else ''}"
         kind = "weak" if self.weak else "strong"
-        return f"{self.step}: {kind} scaling, {batch}; {self.steps} steps on each count of devices"
+        return f"{self.step}: {kind} scaling, {batch}; {self.steps} steps per number of devices"
 
     @property
     def table(self) -> Table:
-        """A row for each count of devices."""
-        against = len(self.rows[0].devices)
-        heading = "speed-up" if against == 1 else f"speed-up against {against}"
-        columns = ("devices", "ms a step", "middle half", "examples/s", heading, "efficiency")
+        """One row per number of devices."""
+        least = len(self.rows[0].devices)
+        speedup = "speed-up" if least == 1 else f"speed-up over {least}"
+        columns = ("devices", "ms/step", "quartiles", "examples/s", speedup, "efficiency")
         return Table((*columns, "verdict"), map(self._cells, self.rows))
 
     def _cells(self, row: Row) -> tuple[str, ...]:
@@ -118,19 +122,19 @@ class Scaling:
 
     @property
     def notes(self) -> list[str]:
-        """What the figures mean, and what to change."""
+        """Sentences that explain the figures."""
         last = self.rows[-1]
         notes = [f"On {len(last.devices)} devices: {last.verdict}"]
         if self.on_host and len(last.devices) > 1:
             notes.append(
-                f"Host devices share the {os.cpu_count()} cores of this machine: more of them are "
-                "not faster."
+                f"Host devices share the {os.cpu_count()} cores of this machine, so adding devices "
+                "does not speed up the step."
             )
         return notes
 
     @property
     def memory_table(self) -> Table | None:
-        """Bytes per device, a row for each count of devices; `None`: not measured."""
+        """Bytes per device, one row per number of devices; `None` if not measured."""
         reports = [row.memory for row in self.rows if row.memory is not None]
         return memory_table(reports) if reports else None
 
@@ -142,7 +146,7 @@ class Scaling:
         return "\n\n".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as numbers, text and lists, for JSON."""
+        """Returns the results as numbers, text and lists, for JSON."""
         return {
             "step": self.step,
             "scaling": "weak" if self.weak else "strong",
@@ -169,25 +173,25 @@ class Scaling:
         }
 
     def plot(self, file: str | Path | None = None) -> Any:
-        """Draws the speed-up over the devices, and the ideal line.
+        """Draws the speed-up against the number of devices, with the ideal line.
 
         Args:
-            file: where to write it, too; its ending says the format.
+            file: File to save the picture to. Its suffix selects the format.
 
         Returns:
-            A `matplotlib.figure.Figure`, which a notebook shows; no window is opened.
+            A `matplotlib.figure.Figure`. Notebooks display it; no window opens.
 
         Raises:
-            ModuleNotFoundError: matplotlib is not installed.
+            ModuleNotFoundError: If matplotlib is not installed.
         """
         figure = new_figure(6, 4)
         axes, counts = figure.subplots(), [len(row.devices) for row in self.rows]
-        found = [self.speedup(row) for row in self.rows]
+        speedups = [self.speedup(row) for row in self.rows]
         spans = [quartiles(self.speedups(row)) for row in self.rows]
-        below = [max(x - low, 0.0) for x, (low, _) in zip(found, spans, strict=True)]
-        above = [max(high - x, 0.0) for x, (_, high) in zip(found, spans, strict=True)]
+        below = [max(x - low, 0.0) for x, (low, _) in zip(speedups, spans, strict=True)]
+        above = [max(high - x, 0.0) for x, (_, high) in zip(speedups, spans, strict=True)]
         axes.plot(counts, [self.ideal(row) for row in self.rows], "--", color="gray", label="ideal")
-        axes.errorbar(counts, found, [below, above], fmt="o-", capsize=3, label="measured")
+        axes.errorbar(counts, speedups, [below, above], fmt="o-", capsize=3, label="measured")
         axes.set_xticks(counts)
         axes.set_xlabel("devices")
         axes.set_ylabel(self.table.headings[4])
@@ -198,15 +202,3 @@ class Scaling:
         if file is not None:
             figure.savefig(file, dpi=120)
         return figure
-
-
-def quartiles(values: tuple[float, ...] | list[float]) -> tuple[float, float]:
-    """The bounds of the middle half; one value alone is both.
-
-    >>> quartiles([1.0, 2.0, 3.0, 4.0, 5.0])
-    (2.0, 4.0)
-    """
-    if len(values) < 2:
-        return values[0], values[0]
-    first, _, third = statistics.quantiles(values, n=4, method="inclusive")
-    return first, third

@@ -1,4 +1,4 @@
-"""A step with what it takes: a named one, or the user's own."""
+"""Workloads to measure: a built-in step, or a step of the user's."""
 
 import argparse
 import importlib
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias, final
 import jax
 import numpy as np
 
-from mirror._src.cli.bench.named import NAMED, make_named
+from mirror._src.cli.builtin_steps import BUILTIN_STEPS, make_builtin_step
 from mirror._src.data.source import DistributedDatasetBase
 from mirror._src.strategy.strategy import Strategy
 from mirror._src.training.single_step import step_of
@@ -24,16 +24,16 @@ _FORM = "(step, args) or (step, args, data), or (trainer, data)"
 
 
 class WorkloadError(ValueError):
-    """There is no such step, or it cannot be measured as was asked; the message says what to do."""
+    """Error for a step that does not exist or that cannot be measured as requested."""
 
 
 class Workload(NamedTuple):
-    """A step and what it takes.
+    """A step with its arguments and data.
 
     Attributes:
-        step: for one replica.
-        args: its arguments, without the batch where there are `data`.
-        data: distributed batches, each the last argument of a step; `None`: there are none.
+        step: One replica's step.
+        args: Arguments of the step, except for the batch if `data` is given.
+        data: Distributed batches, each passed as the last argument of a step; may be `None`.
     """
 
     step: StepFunction
@@ -45,53 +45,53 @@ MakeWorkload: TypeAlias = Callable[[Strategy], Workload]
 
 
 def workload_of(text: str, batch_size: int | None, weak: bool) -> MakeWorkload:
-    """What makes the workload of a strategy.
+    """Returns the function that makes the workload for a strategy.
 
     Args:
         text: `mlp`, `cnn`, `module:function` or `file.py:function`.
-        batch_size: of a named step; `None`: its own.
-        weak: whether each replica, and not all together, has the batch.
+        batch_size: Batch size of a built-in step. `None` selects its default.
+        weak: Whether the batch is the same per replica, rather than in total.
 
     Raises:
-        WorkloadError: there is no such step, or it brings its own batch size.
+        WorkloadError: If the step does not exist, or defines its own batch size.
     """
-    if text in NAMED:
-        size = NAMED[text].batch_size if batch_size is None else batch_size
-        return lambda strategy: _named(text, strategy, size, weak)
+    if text in BUILTIN_STEPS:
+        size = BUILTIN_STEPS[text].batch_size if batch_size is None else batch_size
+        return lambda strategy: _builtin(text, strategy, size, weak)
     if batch_size is not None:
         raise WorkloadError(
-            f"--batch-size {batch_size}: {text} brings its own batches. Leave --batch-size out, or "
-            f"measure {' or '.join(NAMED)}."
+            f"--batch-size {batch_size}: {text} defines its own batches. Omit --batch-size, or "
+            f"measure {' or '.join(BUILTIN_STEPS)}."
         )
     function = _load(text)
-    return lambda strategy: _own(text, function, strategy, weak)
+    return lambda strategy: _custom(text, function, strategy, weak)
 
 
-def _named(name: str, strategy: Strategy, batch_size: int, weak: bool) -> Workload:
+def _builtin(name: str, strategy: Strategy, batch_size: int, weak: bool) -> Workload:
     n = strategy.num_replicas_in_sync
     if not weak and batch_size % n:
         raise WorkloadError(
-            f"A batch of {batch_size} does not divide by {n} devices. Pass --batch-size "
-            f"{-(-batch_size // n) * n}, or --weak: the same batch on each."
+            f"A batch of {batch_size} cannot be split evenly across {n} replicas. Pass "
+            f"--batch-size {-(-batch_size // n) * n}, or --weak for the same batch per replica."
         )
-    step, args = make_named(name, strategy, batch_size * n if weak else batch_size)
+    step, args = make_builtin_step(name, strategy, batch_size * n if weak else batch_size)
     return Workload(step, args, None)
 
 
-def _own(
+def _custom(
     text: str, function: Callable[[Strategy], Any], strategy: Strategy, weak: bool
 ) -> Workload:
     with strategy.scope():
-        made = function(strategy)
-    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], Trainer):
-        return _training(text, *made, strategy, weak)
-    if not isinstance(made, tuple) or len(made) not in (2, 3) or not callable(made[0]):
-        raise WorkloadError(f"{text} returned {describe(made)}. Return {_FORM}.")
-    step, args, data = (*made, None)[:3]
+        result = function(strategy)
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Trainer):
+        return _training(text, *result, strategy, weak)
+    if not isinstance(result, tuple) or len(result) not in (2, 3) or not callable(result[0]):
+        raise WorkloadError(f"{text} returned {describe(result)}. Return {_FORM}.")
+    step, args, data = (*result, None)[:3]
     if not isinstance(args, tuple | list):
         raise WorkloadError(
-            f"{text} returned {describe(args)} as the arguments of the step. Return {_FORM}, args "
-            "a tuple: (model, optimizer)."
+            f"{text} returned {describe(args)} as the arguments of the step. Return {_FORM}, where "
+            "args is a tuple such as (model, optimizer)."
         )
     if data is None or isinstance(data, DistributedDatasetBase):
         return Workload(step, tuple(args), data)
@@ -101,11 +101,11 @@ def _own(
 
 
 def _training(text: str, trainer: Trainer, data: Any, strategy: Strategy, weak: bool) -> Workload:
-    """One training step of a trainer."""
+    """Returns one training step of a trainer as a workload."""
     if isinstance(data, DistributedDatasetBase):
         raise WorkloadError(
-            f"{text} returned batches that are distributed already. Return the global batches: "
-            "(trainer, data)."
+            f"{text} returned distributed batches together with a trainer. Return the global "
+            "batches: (trainer, data)."
         )
     if weak:
         data = RepeatedBatches(data, strategy.num_replicas_in_sync)
@@ -115,7 +115,7 @@ def _training(text: str, trainer: Trainer, data: Any, strategy: Strategy, weak: 
 
 @final
 class RepeatedBatches(Iterable[PyTree]):
-    """Each batch so many times over, as one batch."""
+    """Iterable of batches, each concatenated with itself a number of times."""
 
     def __init__(self, data: Iterable[PyTree], times: int) -> None:
         self._data = data
@@ -129,32 +129,32 @@ class RepeatedBatches(Iterable[PyTree]):
 
 
 def _load(text: str) -> Callable[[Strategy], Any]:
-    """The user's function.
+    """Returns the user's function.
 
     Raises:
-        WorkloadError: there is none.
+        WorkloadError: If it does not exist.
     """
     where, _, name = text.rpartition(":")
     if not where or not name:
         raise WorkloadError(
-            f"There is no step {text!r}. Name {' or '.join(NAMED)}, or your own: module:function "
-            "or file.py:function."
+            f"Unknown step {text!r}. Pass {' or '.join(BUILTIN_STEPS)}, or a function of yours: "
+            "module:function or file.py:function."
         )
     module = _from_file(Path(where)) if where.endswith(".py") else _by_name(where)
     function = getattr(module, name, None)
     if not callable(function):
-        there = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        functions = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
         raise WorkloadError(
-            f"There is no function {name} in {where}, which has {', '.join(there) or 'none'}. Name "
-            f"one that takes a strategy and returns {_FORM}."
+            f"No function {name} found in {where} (functions: {', '.join(functions) or 'none'}). "
+            f"Pass a function that takes a strategy and returns {_FORM}."
         )
     return function
 
 
 def _from_file(file: Path) -> ModuleType:
-    """The module in a file, which finds its neighbours as `python file.py` does."""
+    """Imports a file; as with `python file.py`, it can import modules of its directory."""
     if not file.is_file():
-        raise WorkloadError(f"There is no file {file}. Name one: path/to/file.py:function.")
+        raise WorkloadError(f"The file {file} does not exist. Pass path/to/file.py:function.")
     name = f"mirror_bench_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None, "the name ends in .py"
@@ -167,7 +167,7 @@ def _from_file(file: Path) -> ModuleType:
 
 
 def _by_name(name: str) -> ModuleType:
-    """The module of that name, as `python -m` finds it: in this folder, too."""
+    """Imports a module; as with `python -m`, the current directory is searched first."""
     sys.path.insert(0, "")
     try:
         return importlib.import_module(name)
@@ -175,17 +175,18 @@ def _by_name(name: str) -> ModuleType:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
         raise WorkloadError(
-            f"There is no module {error.name}, neither installed nor in {Path.cwd()}. Name one, "
-            "module:function, or a file, path/to/file.py:function."
+            f"No module named {error.name} is installed or in {Path.cwd()}. Pass module:function "
+            "or path/to/file.py:function."
         ) from error
 
 
 def add_step(parser: argparse.ArgumentParser) -> None:
-    """Adds the argument that names a workload, as `workload_of` takes it."""
+    """Adds the argument that names a workload for `workload_of`."""
     parser.add_argument(
         "step",
         nargs="?",
         default="mlp",
         metavar="STEP",
-        help=f"{', '.join(NAMED)}, module:function or file.py:function (default: %(default)s)",
+        help=f"{', '.join(BUILTIN_STEPS)}, module:function or file.py:function "
+        "(default: %(default)s)",
     )

@@ -1,10 +1,8 @@
-"""What `mirror demo` runs: a small convolutional net on real digits, mirrored over all devices.
+"""`mirror demo`: trains a small convolutional net on handwritten digits on all devices.
 
-A reader meets it in this order: `options` (what was asked for), `placement` (on which devices),
-`data` (digits in batches), `models` (one net in nnx, in Linen and as a plain pytree), `loop`
-(training by hand), `trained` (by `mirror.Trainer`, or by hand), `plot`, and `run`, which puts them
-together.
+Reading order: `options`, `placement` (selects the devices), `data` (digits in batches), `training`
+(the model, its loss and its `mirror.Trainer`), `run` (trains, and checks the replicas), `command`.
 
-Nothing is imported here: `data`, `loop` and `plot` need what `pip install "mirror-jax[demo]"`
-brings.
+This package imports nothing, because `data` requires scikit-learn, which
+`pip install "mirror-jax[demo]"` installs.
 """

@@ -1,4 +1,4 @@
-"""Real data that needs no download: the 1797 handwritten digits that scikit-learn ships."""
+"""The 1797 handwritten digits of scikit-learn, which need no download."""
 
 from dataclasses import dataclass
 
@@ -8,17 +8,17 @@ from sklearn.datasets import load_digits
 from mirror._src.data.arrays import ArrayDataset
 from mirror.data import from_arrays
 
-NUM_CLASSES = 10
+SIDE = 8
 _NUM_TEST = 360
 
 
 @dataclass(frozen=True)
 class Digits:
-    """Images and what they show.
+    """Images and their labels.
 
     Attributes:
-        image: float32 `(N, 8, 8, 1)`, 0 to 1.
-        label: int32 `(N,)`, 0 to 9.
+        image: float32 of shape `(N, 8, 8, 1)`, from 0 to 1.
+        label: int32 of shape `(N,)`, from 0 to 9.
     """
 
     image: np.ndarray
@@ -28,20 +28,20 @@ class Digits:
         return len(self.label)
 
     def batches(self, size: int, *, shuffle: bool = False, seed: int = 0) -> ArrayDataset:
-        """Global batches of that size, all images once; the last batch is what is left over.
+        """Returns global batches of all images; the last batch may be smaller.
 
-        Each time it is iterated they come in another order, if they are to be shuffled.
+        With `shuffle`, every pass over them has a different order.
         """
         arrays = {"image": self.image, "label": self.label}
         return from_arrays(arrays, size, shuffle=shuffle, seed=seed)
 
 
 def load() -> tuple[Digits, Digits]:
-    """1437 images to train on and 360 to test with; always the same ones."""
+    """Returns 1437 training images and 360 test images, always the same ones."""
     pixels, label = load_digits(return_X_y=True)
-    image = (pixels / 16).astype(np.float32).reshape(-1, 8, 8, 1)
+    image = (pixels / 16).astype(np.float32).reshape(-1, SIDE, SIDE, 1)
     order = np.random.default_rng(0).permutation(len(label))
-    digits = [
+    test, train = (
         Digits(image[rows], label[rows].astype(np.int32)) for rows in np.split(order, [_NUM_TEST])
-    ]
-    return digits[1], digits[0]
+    )
+    return train, test

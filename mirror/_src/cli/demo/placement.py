@@ -1,69 +1,53 @@
-"""Where the demo runs: on the GPUs, or on forced host devices where there is none."""
+"""Creates the strategy of the demo, on GPUs or, without a GPU, on host devices."""
 
 import jax
 
 import mirror
-from mirror._src.cli.demo.options import OptionError, Options
-from mirror._src.cli.host_devices import force_host_devices
+from mirror._src.cli.common import OptionError
+from mirror._src.cli.demo.options import Options
+from mirror._src.cli.host_devices import NUM_HOST_DEVICES, force_host_devices, too_few_devices
 from mirror._src.devices import backend
 from mirror._src.devices.names import DeviceSpec
 from mirror._src.devices.resolve import canonicalize_replica_devices
 
-NUM_HOST_DEVICES = 4
-
 
 def make_strategy(options: Options) -> mirror.MirroredStrategy:
-    """A strategy over the devices that were asked for, run as it was asked.
+    """Returns a strategy over the requested devices that uses the requested executor.
 
     Raises:
-        OptionError: there are no such devices, or the executor cannot run on them.
+        OptionError: If the devices do not exist, or the executor does not support them.
     """
-    devices, on_each = _devices(options.devices), options.replicas_per_device
-    if options.executor == "vmap":  # as many replicas, all on the first device
-        return mirror.MirroredStrategy(devices[:1], replicas_per_device=len(devices) * on_each)
+    devices, per_device = _devices(options.devices), options.replicas_per_device
+    if options.executor == "vmap":  # the same number of replicas, all on the first device
+        return mirror.MirroredStrategy(devices[:1], replicas_per_device=len(devices) * per_device)
     if options.executor == "staged":
         ops = mirror.ReductionToOneDevice()
-        return mirror.MirroredStrategy(devices, ops, replicas_per_device=on_each)
+        return mirror.MirroredStrategy(devices, ops, replicas_per_device=per_device)
     kinds = dict.fromkeys(map(backend.type_of, devices))
-    if options.executor == "pmap" and (on_each > 1 or len(kinds) > 1):
-        why = "several replicas on each" if on_each > 1 else f"devices of types {', '.join(kinds)}"
+    if options.executor == "pmap" and (per_device > 1 or len(kinds) > 1):
+        why = f"{per_device} replicas per device" if per_device > 1 else " and ".join(kinds)
         raise OptionError(
-            f"--executor pmap runs one replica on each device, all of one type, and was given {why}"
-            ". Leave --executor out: what suits the devices is chosen"
+            f"--executor pmap requires one replica per device and devices of a single type, got "
+            f"{why}. Omit --executor to use one that supports them."
         )
-    return mirror.MirroredStrategy(devices, replicas_per_device=on_each)
+    return mirror.MirroredStrategy(devices, replicas_per_device=per_device)
 
 
-def _devices(asked: int | tuple[str, ...] | None) -> tuple[jax.Device, ...]:
-    if isinstance(asked, tuple):
+def _devices(wanted: int | tuple[str, ...] | None) -> tuple[jax.Device, ...]:
+    if isinstance(wanted, tuple):
         try:
-            specs = [DeviceSpec.parse(name) for name in asked]
+            specs = [DeviceSpec.parse(name) for name in wanted]
             force_host_devices(max([NUM_HOST_DEVICES, *((s.index or 0) + 1 for s in specs)]))
-            return canonicalize_replica_devices(asked)
+            return canonicalize_replica_devices(wanted)
         except ValueError as error:
-            raise OptionError(f"--devices {','.join(asked)}: {error}") from error
-    forced_by = force_host_devices(asked or NUM_HOST_DEVICES) or "--devices"
+            raise OptionError(f"--devices {','.join(wanted)}: {error}") from error
+    fixed_by = force_host_devices(wanted or NUM_HOST_DEVICES)
     devices = backend.default_devices()
-    if asked is not None and asked > len(devices):
-        raise OptionError(_too_many(asked, devices, forced_by))
-    return devices[:asked]
+    if wanted is not None and wanted > len(devices):
+        raise too_few_devices("demo", str(wanted), devices, fixed_by)
+    return devices[:wanted]
 
 
-def on_host(strategy: mirror.Strategy) -> bool:
-    """Whether the replicas run on host devices, which share the machine's cores."""
+def is_on_host(strategy: mirror.Strategy) -> bool:
+    """Whether the replicas run on host devices, which share the cores of the machine."""
     return {backend.type_of(device) for device in strategy.devices} == {"CPU"}
-
-
-def _too_many(asked: int, devices: tuple[jax.Device, ...], forced_by: str) -> str:
-    kind = backend.type_of(devices[0])
-    there = f"--devices {asked}: there are {len(devices)} {kind} devices, {backend.names(devices)}."
-    if kind != "CPU":
-        return (
-            f"{there} Ask for at most --devices {len(devices)}, or run on host devices, "
-            f"JAX_PLATFORMS=cpu mirror demo --devices {asked}, or put several replicas on each: "
-            "--replicas-per-device"
-        )
-    return (
-        f"{there} {forced_by} says how many, and is left as it is. Unset it, or ask for at most "
-        f"--devices {len(devices)}"
-    )

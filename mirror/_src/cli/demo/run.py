@@ -1,31 +1,30 @@
-"""The demo from start to end: devices, training, and the proof that the replicas are in step."""
+"""Runs the demo: selects devices, trains, and checks that the replicas stayed in sync."""
 
-import math
 import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
-import optax
 
 import mirror
-from mirror._src.cli.demo import data, placement, plot
+from mirror._src.cli.common import require_writable
+from mirror._src.cli.demo import data, placement
 from mirror._src.cli.demo.options import Options
-from mirror._src.cli.demo.trained import Trained, make_trained
+from mirror._src.cli.demo.training import make_trainer
 from mirror._src.devices import backend
 from mirror._src.utils import interrupts
 
-_LEARNING_RATE = 0.1
+_RTOL = 1e-5
 
 
 @dataclass(frozen=True)
 class StepCheck:
-    """How a step on all replicas compares with one device's.
+    """Comparison of a step on all replicas with the same step on one device.
 
     Attributes:
-        same: whether it is the same one.
-        largest: the largest relative difference; `None` where they are not the same.
-        rtol: the largest that was allowed.
+        same: Whether both compute the same.
+        largest: The largest relative difference; `None` if they differ.
+        rtol: The largest difference allowed; `None` if they differ.
     """
 
     same: bool
@@ -35,15 +34,15 @@ class StepCheck:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of the demo.
+    """Results of the demo.
 
     Attributes:
-        devices: of the replicas.
-        test_accuracy: after the last epoch, 0 to 1.
-        seconds: how long the training took.
-        history: of the epochs.
-        replicas_equal: whether the replicas hold bitwise the same.
-        step: of all replicas, against one device's.
+        devices: Names of the replicas' devices.
+        test_accuracy: Accuracy on the test images after the last epoch, from 0 to 1.
+        seconds: Duration of the training.
+        history: Loss and accuracy of every epoch.
+        replicas_equal: Whether all replicas hold bitwise equal parameters and optimizer state.
+        step: Comparison of a step with one device.
     """
 
     devices: tuple[str, ...]
@@ -55,11 +54,11 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
-        """Whether the replicas are bitwise equal and compute what one device does."""
+        """Whether both checks passed."""
         return self.replicas_equal and self.step.same
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as numbers, text and lists, for JSON."""
+        """Returns the results as numbers, text and lists, for JSON."""
         return {
             "passed": self.passed,
             "devices": list(self.devices),
@@ -72,94 +71,83 @@ class Outcome:
 
 
 def run(options: Options) -> Outcome:
-    """Trains the net and prints what comes of it.
+    """Trains the model, checks the replicas, and prints the results.
 
     Raises:
-        OptionError: an option that this machine cannot honour.
+        OptionError: If this machine cannot satisfy an option.
     """
     if options.plot is not None:
-        plot.require_writable(options.plot)
-    # GPUs round float32 products to TF32 by themselves. The net is small, and what is verified
-    # below should be how the replicas add up, not that.
+        require_writable(options.plot)
+    # On GPUs, JAX rounds float32 products to TF32 by default. The step check below should measure
+    # the reduction over the replicas, not that rounding; the model is small enough to afford it.
     with jax.default_matmul_precision("highest"):
         strategy = placement.make_strategy(options)
-        _say(_introduction(strategy, options))
+        _print(_introduction(strategy, options))
         return _train_and_check(strategy, options)
 
 
-def _say(text: str) -> None:
-    """Prints at once, so that a log has it in order with the bar; or stops, after Ctrl-C."""
+def _print(text: str) -> None:
+    """Prints immediately, in order with the progress bar; stops after Ctrl-C."""
     interrupts.check()
     print(text, flush=True)
 
 
 def _introduction(strategy: mirror.Strategy, options: Options) -> str:
-    api = {"nnx": "an nnx module", "linen": "a Linen module", "plain": "a plain pytree"}
-    how = {"fit": "by mirror.Trainer", "loop": "by a loop over strategy.run"}
     lines = [repr(strategy), ""]
-    if placement.on_host(strategy):
+    if placement.is_on_host(strategy):
         lines.append(
-            "No GPU: host devices share the cores of this machine, so more are not faster."
+            "No GPU found. Running on host devices, which share this machine's cores: adding "
+            "devices does not speed up training."
         )
     lines.append(
-        f"A convolutional net, written as {api[options.api]}, learns handwritten digits "
-        f"in batches of {options.batch_size}, trained {how[options.trainer]}."
+        "Training a convolutional net on handwritten digits with mirror.Trainer, in batches of "
+        f"{options.batch_size}. Collectives: {strategy.cross_device_ops!r}."
     )
-    lines.append(f"Collectives are carried out by {strategy.cross_device_ops!r}.")
     return "\n".join(lines)
 
 
 def _train_and_check(strategy: mirror.Strategy, options: Options) -> Outcome:
     train, test = data.load()
-    tx, start = _optimizer(options, len(train)), time.perf_counter()
-    with strategy.scope():
-        trained, untrained = make_trained(tx, options), make_trained(tx, options)
+    start = time.perf_counter()
+    trainer, untrained = (make_trainer(strategy, options, len(train)) for _ in range(2))
     interrupts.check()
-    history = trained.fit(train, test, options)
+    history = trainer.fit(
+        train.batches(options.batch_size, shuffle=True, seed=options.seed),
+        options.epochs,
+        validation_data=test.batches(options.batch_size),
+    )
     seconds, accuracy = time.perf_counter() - start, history["val_accuracy"][-1]
-    _say(f"\ntrained on {len(train)} images {options.epochs} times in {seconds:.1f} s")
-    _say(f"test accuracy: {accuracy:.1%} ({round(accuracy * len(test))} of {len(test)})")
+    _print(f"\ntrained on {len(train)} images for {options.epochs} epochs in {seconds:.1f} s")
+    _print(f"test accuracy: {accuracy:.1%} ({round(accuracy * len(test))} of {len(test)})")
     if options.plot is not None:
         history.plot(options.plot)
-        _say(f"curves: {options.plot}")
+        _print(f"curves: {options.plot}")
     names = tuple(map(backend.logical_name, strategy.devices))
-    equal = _check_equal(strategy, trained)
-    verified = _check_verified(untrained, train, options)
-    return Outcome(names, accuracy, seconds, history, equal, verified)
+    is_equal = _check_equal(strategy, trainer)
+    # A trained model's loss is close to zero and mostly rounding error, so a new model is compared.
+    step = _check_step(untrained, train.batches(options.batch_size))
+    return Outcome(names, accuracy, seconds, history, is_equal, step)
 
 
-def _optimizer(options: Options, num_images: int) -> optax.GradientTransformation:
-    """Momentum, whose steps are linear in the gradient: rounding stays as small as it was.
-
-    Adam divides by the gradient's size and so makes the rounding of a gradient near zero as large
-    as a whole step: a first step of Adam is off by up to 2e-4, this one by less than 1e-6.
-    """
-    steps = math.ceil(num_images / options.batch_size) * options.epochs
-    return optax.sgd(optax.cosine_decay_schedule(_LEARNING_RATE, steps), momentum=0.9)
-
-
-def _check_equal(strategy: mirror.Strategy, trained: Trained) -> bool:
-    """Whether every device holds the same bits of parameters and optimizer state."""
+def _check_equal(strategy: mirror.Strategy, trainer: mirror.Trainer) -> bool:
+    """Checks that all devices hold the same bits of the parameters and the optimizer state."""
     try:
-        strategy.check_mirrored(trained.state)
+        strategy.check_mirrored((trainer.model, trainer.optimizer))
     except mirror.ReplicaDivergenceError as error:
-        _say(f"replicas bitwise equal: no\n{error}")
+        _print(f"replicas bitwise equal: no\n{error}")
         return False
-    _say("replicas bitwise equal: yes")
+    _print("replicas bitwise equal: yes")
     return True
 
 
-def _check_verified(untrained: Trained, train: data.Digits, options: Options) -> StepCheck:
-    """Whether a step on all replicas is that of one device on the whole batch.
-
-    Of an untrained net, since a trained one's loss is nearly nothing, and that is mostly rounding.
-    """
+def _check_step(trainer: mirror.Trainer, batches: Any) -> StepCheck:
+    """Checks that a step on all replicas equals a step of one device on the whole batch."""
     try:
-        report = untrained.verify(train, options)
+        report = trainer.verify(batches, rtol=_RTOL)
     except mirror.ReplicaMismatchError as error:
-        _say(f"same step as on one device: no\n{error}")
+        _print(f"same step as on one device: no\n{error}")
         return StepCheck(False, None, None)
-    _say(
+    _print(
         f"same step as on one device: yes (largest relative difference {report.largest:.1e}, "
         f"allowed {report.rtol:g})"
     )

@@ -1,6 +1,6 @@
-"""What `mirror doctor` runs: is this machine, with this environment, fit for training?
+"""`mirror doctor`: checks whether this machine and environment are ready for training.
 
-`check` (one finding, and how it is shown), `versions` and `environment` (what can be told without
-JAX's backend), `probes` (what only a started backend tells), `child` (runs the probes in a process
-of their own, which may die of them), and `command`, which puts them together.
+`check` (one finding), `versions` and `environment` (checks that do not start JAX's backend),
+`probes` (checks that do), `child` (runs the probes in a subprocess, because they may crash it),
+`command`.
 """

@@ -1,8 +1,10 @@
-"""`Check`: one finding, and how findings are shown."""
+"""`Check`: the result of one check."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
+
+from mirror._src.utils.errors import counted
 
 State: TypeAlias = Literal["ok", "warning", "problem"]
 STATES: tuple[State, ...] = get_args(State)
@@ -10,14 +12,14 @@ STATES: tuple[State, ...] = get_args(State)
 
 @dataclass(frozen=True)
 class Check:
-    """One finding.
+    """Result of one check.
 
     Attributes:
-        name: what was looked at.
-        state: `"ok"`, `"warning"` (it works, with a drawback) or `"problem"`.
-        found: what there is, in a line.
-        meaning: what follows from it; empty where nothing does.
-        fix: the line that mends it; empty where nothing needs mending.
+        name: What was checked.
+        state: `"ok"`, `"warning"` (usable, with a drawback) or `"problem"`.
+        found: What was found, in one line.
+        meaning: What follows from it. May be empty.
+        fix: How to fix it. Empty if there is nothing to fix.
     """
 
     name: str
@@ -33,12 +35,12 @@ class Check:
 
 
 def worst(checks: Iterable[Check]) -> State:
-    """The worst state of all."""
+    """Returns the worst state."""
     return max((check.state for check in checks), key=STATES.index, default="ok")
 
 
 def summary(checks: Sequence[Check]) -> str:
-    """How many problems and warnings there are."""
+    """Returns a line with the number of problems and warnings."""
     counts = {s: sum(check.state == s for check in checks) for s in ("problem", "warning")}
-    parts = [f"{n} {state}{'s' * (n > 1)}" for state, n in counts.items() if n]
-    return f"{', '.join(parts) or 'all is well'} ({len(checks)} checks)"
+    parts = [counted(n, state) for state, n in counts.items() if n]
+    return f"{', '.join(parts) or 'no problems'} ({counted(len(checks), 'check')})"

@@ -1,4 +1,4 @@
-"""The probes, in a process of their own: what ends it is a finding."""
+"""Runs the probes in a subprocess, and reports a crash as a problem."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from mirror._src.cli.doctor.environment import guess
 from mirror._src.utils import interrupts
 
 _DEADLINE_SECS = 240.0
-_MOST_SHOWN = 300
+_MOST_CHARACTERS = 300
 _UNKNOWN = re.compile(r"Unknown flags? in XLA_FLAGS: (.*)")
 _BAD_FLAGS = re.compile(
     r"(Couldn't interpret value .* for flag .*|Could not open file .*XLA_FLAGS.*)"
@@ -26,13 +26,12 @@ _CODE = (
 
 
 class ProbeResult(NamedTuple):
-    """How the process ended.
+    """Exit status and output of the subprocess.
 
     Attributes:
-        status: its exit status, negative for a signal; `None`: it was still running at the
-            deadline.
-        output: what it printed.
-        errors: what it complained of.
+        status: Exit status, negative for a signal; `None` if it was still running at the deadline.
+        output: Text on standard output.
+        errors: Text on standard error.
     """
 
     status: int | None
@@ -41,11 +40,11 @@ class ProbeResult(NamedTuple):
 
 
 def check_in_child(environment: Mapping[str, str]) -> Iterator[Check]:
-    """What the probes find; where flags end the process, once more without them."""
-    ended = probe(environment)
-    unknown = _UNKNOWN.search(ended.errors)
+    """Yields the results of the probes; repeats them without flags that crash the subprocess."""
+    result = probe(environment)
+    unknown = _UNKNOWN.search(result.errors)
     if unknown is None:
-        yield from findings(ended)
+        yield from findings(result)
         return
     flags = unknown[1].split()
     yield _check_unknown(flags)
@@ -54,12 +53,13 @@ def check_in_child(environment: Mapping[str, str]) -> Iterator[Check]:
 
 
 def probe(environment: Mapping[str, str]) -> ProbeResult:
-    """Runs the probes.
+    """Runs the probes in a subprocess.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C was pressed meanwhile.
+        KeyboardInterrupt: If Ctrl-C was pressed in the meantime.
     """
-    # It imports what this process would, and nothing that lies about in the current folder.
+    # The subprocess gets this sys.path, and with -P it does not add the current directory, whose
+    # files could shadow modules.
     command = [sys.executable, "-P", "-c", f"{_CODE}; probes.main()", json.dumps(sys.path)]
     try:
         done = subprocess.run(
@@ -78,20 +78,20 @@ def probe(environment: Mapping[str, str]) -> ProbeResult:
     return ProbeResult(status, output.decode(errors="replace"), errors.decode(errors="replace"))
 
 
-def findings(ended: ProbeResult) -> Iterator[Check]:
-    """The checks that it printed, and what ended it, if anything did."""
-    under_way = "start"
-    for line in _lines(ended.output):
+def findings(result: ProbeResult) -> Iterator[Check]:
+    """Yields the checks that the subprocess printed, and a problem if it crashed."""
+    running = "start"
+    for line in _lines(result.output):
         if "begins" in line:
-            under_way = line["begins"]
+            running = line["begins"]
         else:
             yield Check(**line)
-    if ended.status != 0:
-        yield _check_end(under_way, ended)
+    if result.status != 0:
+        yield _check_crash(running, result)
 
 
 def _lines(output: str) -> Iterator[dict[str, Any]]:
-    """Those that the probes print, and not what a library may."""
+    """Yields the lines that the probes printed, without the lines that libraries print."""
     for line in output.splitlines():
         if line.startswith("{") and line.endswith("}"):
             yield json.loads(line)
@@ -99,28 +99,28 @@ def _lines(output: str) -> Iterator[dict[str, Any]]:
 
 def _check_unknown(flags: list[str]) -> Check:
     guesses = " ".join(filter(None, map(guess, flags)))
-    instead = f", or write {guesses}" if guesses else ""
+    instead = f", or use {guesses}" if guesses else ""
     return Check(
         "XLA_FLAGS",
         "problem",
-        f"this jaxlib does not know {' '.join(flags)}",
-        "XLA ends the process when it starts. What follows was found without them.",
-        f"Take {' '.join(flags)} out of XLA_FLAGS{instead}.",
+        f"unknown to this jaxlib: {' '.join(flags)}",
+        "XLA ends the process at startup. The following checks ran without them.",
+        f"Remove {' '.join(flags)} from XLA_FLAGS{instead}.",
     )
 
 
-def _check_end(under_way: str, ended: ProbeResult) -> Check:
-    if ended.status is None:
-        found = f"it did not finish within {_DEADLINE_SECS:g} s"
-    elif ended.status < 0:
-        found = f"it ended the process with {signal.Signals(-ended.status).name}"
+def _check_crash(running: str, result: ProbeResult) -> Check:
+    if result.status is None:
+        finding = f"did not finish within {_DEADLINE_SECS:g} s"
+    elif result.status < 0:
+        finding = f"ended the process with {signal.Signals(-result.status).name}"
     else:
-        found = f"it ended the process with exit status {ended.status}"
-    flags = _BAD_FLAGS.search(ended.errors)
+        finding = f"ended the process with exit status {result.status}"
+    flags = _BAD_FLAGS.search(result.errors)
     if flags is not None:
-        fix = "Correct it, or unset XLA_FLAGS."
-        return Check("XLA_FLAGS", "problem", found, flags[1][:_MOST_SHOWN], fix)
-    lines = [line for line in ended.errors.splitlines() if line.strip()]
-    said = (_FATAL.findall(ended.errors) or lines[-1:] or [""])[0][:_MOST_SHOWN]
-    fix = "Try with JAX_PLATFORMS=cpu: if that works, it is the GPUs, their driver or NCCL."
-    return Check(under_way, "problem", found, said, fix)
+        fix = "Correct the value, or unset XLA_FLAGS."
+        return Check("XLA_FLAGS", "problem", finding, flags[1][:_MOST_CHARACTERS], fix)
+    lines = [line for line in result.errors.splitlines() if line.strip()]
+    message = (_FATAL.findall(result.errors) or lines[-1:] or [""])[0][:_MOST_CHARACTERS]
+    fix = "Try JAX_PLATFORMS=cpu: if that works, the cause is the GPUs, their driver or NCCL."
+    return Check(running, "problem", finding, message, fix)

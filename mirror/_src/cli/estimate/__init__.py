@@ -1,5 +1,5 @@
-"""What `mirror estimate-memory` runs: bytes per device of a step that is never executed.
+"""`mirror estimate-memory`: estimates the bytes per device of a step without executing it.
 
-`abstract` (makes a workload whose arrays have shapes and no memory), `estimate` (counts its bytes
-and lets XLA compile the step; a table and JSON), and `command`, which puts them together.
+`abstract` (makes a workload whose arrays have shapes but no memory), `estimate` (counts its bytes,
+compiles the step, and formats the results), `command`.
 """

@@ -1,4 +1,4 @@
-"""A workload whose arrays have shapes and no memory: the function that makes it is traced."""
+"""Traces the function that makes a workload, so that its arrays have shapes but no memory."""
 
 import contextlib
 import linecache
@@ -17,7 +17,7 @@ from mirror._src.data.source import DistributedDatasetBase, shape_on_devices
 from mirror._src.devices.unstacked import UnstackedArrays
 from mirror._src.program.trace import abstract, struct_of
 from mirror._src.run.arguments import hoist_nested
-from mirror._src.run.closures import named_variables
+from mirror._src.run.closures import referenced_variables
 from mirror._src.run.examined import ArrayEscapedError
 from mirror._src.strategy.strategy import Strategy
 from mirror._src.utils.errors import describe
@@ -25,8 +25,8 @@ from mirror._src.utils.source_lines import is_users, place
 from mirror._src.utils.types import StepFunction
 from mirror._src.values.per_replica import per_replica
 
-# JAX: a value was read while tracing, as a number, a flag, an index or a NumPy array.
-_READS_A_VALUE = (
+# Raised by JAX if a value is read while tracing: as a number, a flag, an index or a NumPy array.
+_VALUE_READ_ERRORS = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
@@ -40,10 +40,10 @@ class AbstractWorkload(NamedTuple):
 
     Attributes:
         step: The step.
-        args: Its arguments, the batch included; host arrays that take no memory stand in for
-            arrays.
-        types: By the `id` of a stand-in, the type of its array.
-        allocated_bytes: Bytes of the arrays on devices that were allocated nevertheless.
+        args: Its arguments, including the batch. Arrays are replaced by host arrays that take no
+            memory (stand-ins).
+        types: Type of each array, by the `id` of its stand-in.
+        allocated_bytes: Bytes of the device arrays that were allocated nevertheless.
     """
 
     step: StepFunction
@@ -53,59 +53,59 @@ class AbstractWorkload(NamedTuple):
 
 
 def without_arrays(text: str, make: MakeWorkload, strategy: Strategy) -> AbstractWorkload:
-    """Makes a workload in a trace, where an array is a shape and a dtype.
+    """Makes a workload inside a trace, where an array is only a shape and a dtype.
 
     Args:
         text: The user's name for the workload, for messages.
-        make: Makes it.
-        strategy: What `make` is passed.
+        make: Makes the workload of a strategy.
+        strategy: The argument of `make`.
 
     Raises:
         WorkloadError: If `make` reads the value of an array, allocates more memory than the machine
-            has, returns replicas' values of different shapes, or returns a step that uses
+            has, returns per-replica values of different shapes, or returns a step that uses
             variables which are not among its arguments.
     """
     before = set(map(id, jax.live_arrays()))
-    made = _Made()
+    traced = _TracedWorkload()
     with strategy.scope(), _explained(text):
-        structs = jax.eval_shape(lambda: made.take(make(strategy)))
-    _require_no_captured_variables(text, made.workload.step)
+        structs = jax.eval_shape(lambda: traced.take(make(strategy)))
+    _require_no_captured_variables(text, traced.workload.step)
     types: dict[int, jax.ShapeDtypeStruct] = {}
-    args = made.arguments(structs, types)
-    data = made.workload.data
+    args = traced.arguments(structs, types)
+    data = traced.workload.data
     if data is not None:
         assert isinstance(data, DistributedDatasetBase), "a workload's data are distributed"
         args = (*args, jax.tree.map(lambda s: per_replica(_stand_in(s, types)), data.element_spec))
     allocated = sum(a.nbytes for a in jax.live_arrays() if id(a) not in before)
-    return AbstractWorkload(made.workload.step, args, types, allocated)
+    return AbstractWorkload(traced.workload.step, args, types, allocated)
 
 
-class _Made:
-    """What was made in the trace: its arrays are tracers, which mean nothing outside."""
+class _TracedWorkload:
+    """A workload made inside a trace, whose arrays are tracers, which are useless outside it."""
 
     workload: Workload
 
     def take(self, workload: Workload) -> list[Any]:
-        """Takes a workload apart; returns its tracers."""
+        """Flattens a workload; returns its tracers."""
         self.workload = workload
         objects, tree = hoist_nested(workload.args, {})
         self._leaves, self._treedef = jax.tree.flatten(tree)
         for leaf in self._leaves:
             if isinstance(leaf, UnstackedArrays):
                 raise WorkloadError(
-                    f"The arguments contain {describe(leaf)}, a value per replica of different "
-                    "shapes. Such a step runs in stages and has no single program. Estimate it "
-                    "with equal batches."
+                    f"The arguments contain {describe(leaf)}, whose shape differs between "
+                    "replicas. Such a step runs in stages instead of as a single program. Estimate "
+                    "it with batches of equal size."
                 )
         self._graphdef: Any
         self._graphdef, state = nnx.split(tuple(objects))
-        held, self._state_def = jax.tree.flatten(state)
+        state_leaves, self._state_def = jax.tree.flatten(state)
         self._num_args = len(self._leaves)
-        self._leaves += held
+        self._leaves += state_leaves
         return [leaf for leaf in self._leaves if isinstance(leaf, jax.core.Tracer)]
 
     def arguments(self, structs: list[Any], types: dict[int, Any]) -> tuple[Any, ...]:
-        """Puts the workload's arguments together again, with stand-ins for the arrays."""
+        """Rebuilds the workload's arguments, with stand-ins for the arrays."""
         rest = iter(structs)
         leaves = [
             _stand_in(next(rest), types)
@@ -121,16 +121,16 @@ class _Made:
 
 
 def _stand_in(struct: Any, types: dict[int, Any]) -> np.ndarray:
-    """Returns a host array of that shape whose elements are one element in memory."""
+    """Returns a host array of the same shape whose elements share one element of memory."""
     is_key = jax.dtypes.issubdtype(struct.dtype, jax.dtypes.extended)
     dtype = np.dtype(np.uint8) if is_key else struct.dtype
-    made = np.broadcast_to(np.zeros((), dtype), struct.shape)
-    types[id(made)] = struct_of(struct)
-    return made
+    array = np.broadcast_to(np.zeros((), dtype), struct.shape)
+    types[id(array)] = struct_of(struct)
+    return array
 
 
 def _known(leaf: Any, types: dict[int, Any]) -> Any:
-    """Returns a leaf that is no tracer; notes the type that it will have on the devices."""
+    """Returns a leaf that is not a tracer, and records its type on the devices."""
     if isinstance(leaf, np.ndarray | np.generic):
         types[id(leaf)] = shape_on_devices(leaf.shape, leaf.dtype)
     elif isinstance(leaf, jax.Array):
@@ -140,53 +140,53 @@ def _known(leaf: Any, types: dict[int, Any]) -> Any:
 
 @contextlib.contextmanager
 def _explained(text: str) -> Iterator[None]:
-    """Says in our words that a value was read, or memory allocated, and where."""
+    """Context manager that explains where a value was read or memory was exhausted."""
     try:
         yield
-    except _READS_A_VALUE as error:
+    except _VALUE_READ_ERRORS as error:
         raise WorkloadError(
-            f"{text} reads the value of an array at {_line(error)}. In estimate-memory arrays have "
-            "a shape and a dtype, and no values. Create what it reads with NumPy."
+            f"{text} reads the value of an array at {_line(error)}. In estimate-memory, arrays "
+            "have a shape and a dtype but no values. Create values that are read with NumPy."
         ) from error
     except MemoryError as error:
         raise WorkloadError(
             f"{text} ran out of memory at {_line(error)}: {str(error).rstrip('.')}. NumPy "
-            "allocates what it creates. Use jax.numpy or jax.random, whose arrays take no memory "
-            "here, and np.broadcast_to(np.float32(0), shape) for a batch."
+            "allocates its arrays. Use jax.numpy or jax.random, whose arrays take no memory here, "
+            "and np.broadcast_to(np.float32(0), shape) for a batch."
         ) from error
 
 
 @contextlib.contextmanager
 def escapes_explained(text: str) -> Iterator[None]:
-    """Says in our words that a step uses an array of `make` that is not an argument."""
+    """Context manager that explains which captured array must become an argument."""
     try:
         yield
     except (jax.errors.UnexpectedTracerError, ArrayEscapedError) as error:
-        known = isinstance(error, ArrayEscapedError)
-        what = str(error) if known else f"an array at {_line(error)}"
+        is_named = isinstance(error, ArrayEscapedError)
+        what = str(error) if is_named else f"an array at {_line(error)}"
         raise WorkloadError(
-            f"The step uses {what} that {text} created and did not return as an argument of the "
-            "step. Return it among the arguments, or create it with NumPy."
+            f"The step captures {what}, which {text} created but did not return as an argument. "
+            "Return it with the arguments, or create it with NumPy."
         ) from error
 
 
 def _require_no_captured_variables(text: str, step: StepFunction) -> None:
-    """Rejects variables that the step uses by name, and that were made in the trace.
+    """Rejects variables that the step captures by name and that were created in the trace.
 
     Raises:
-        WorkloadError: If there is one.
+        WorkloadError: If the step captures such a variable.
     """
-    for variable in named_variables(step):
+    for variable in referenced_variables(step):
         if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(variable.get_raw_value())):
             name = variable.get_metadata("name") or "a mirror.Variable"
             raise WorkloadError(
-                f"The step uses the variable {name} that {text} created and did not return as an "
-                "argument of the step. Return it among the arguments: (step, (variable, ...))."
+                f"The step captures the variable {name}, which {text} created but did not return "
+                "as an argument. Return it with the arguments: (step, (variable, ...))."
             )
 
 
 def _line(error: BaseException) -> str:
-    """The user's line that an error came from."""
+    """Returns the user's line that raised an error."""
     frames = traceback.extract_tb(error.__traceback__)
     for frame in reversed(frames):
         if is_users(frame.filename) and not frame.filename.startswith(_NUMPY):

@@ -17,11 +17,11 @@ from mirror._src.utils.tables import Table
 
 @dataclass(frozen=True)
 class Row:
-    """A step on some devices.
+    """Estimate of a step on one number of devices.
 
     Attributes:
-        report: Its bytes per device.
-        allocated_bytes: Bytes that the function allocated on devices while it made the step.
+        report: Bytes per device.
+        allocated_bytes: Bytes that the user's function allocated on devices.
     """
 
     report: MemoryReport
@@ -33,9 +33,9 @@ class Estimate:
     """Bytes per device of a step that was not executed.
 
     Attributes:
-        step: The name that was asked for.
-        weak: Whether each replica, and not all together, has the same batch.
-        rows: One for each number of devices, the smallest first.
+        step: Name of the step.
+        weak: Whether the batch is the same per replica, rather than in total.
+        rows: One row per number of devices, in increasing order.
     """
 
     step: str
@@ -44,33 +44,34 @@ class Estimate:
 
     @property
     def reports(self) -> list[MemoryReport]:
-        """The report for each number of devices."""
+        """One report per number of devices."""
         return [row.report for row in self.rows]
 
     @property
     def heading(self) -> str:
-        """What was estimated."""
+        """One line that says what was estimated."""
         batch = "the same batch per replica" if self.weak else "the same global batch"
         return f"{self.step}: estimated bytes per device, {batch}; nothing was executed"
 
     @property
     def table(self) -> Table:
-        """A row for each number of devices."""
+        """One row per number of devices."""
         return memory_table(self.reports)
 
     @property
     def notes(self) -> list[str]:
-        """How the figures were found."""
+        """Sentences that explain the figures."""
         notes = list(dict.fromkeys(note for report in self.reports for note in report.notes[:2]))
         notes += self.reports[-1].notes[2:]
         notes.append(
-            "The peak estimate is the sum, an upper bound: not everything is alive at one time."
+            "The peak estimate is the sum of all rows, an upper bound: not all arrays are alive at "
+            "the same time."
         )
         allocated = max(row.allocated_bytes for row in self.rows)
         if allocated:
             notes.append(
-                f"{self.step} allocated {bytes_in_words(allocated)} on devices. Arrays that "
-                "jax.numpy and jax.random create in the function itself take no memory."
+                f"{self.step} allocated {bytes_in_words(allocated)} on devices. Arrays created "
+                "inside the function with jax.numpy or jax.random take no memory."
             )
         return notes
 
@@ -81,7 +82,7 @@ class Estimate:
         return "\n\n".join([self.heading, str(self.table), detail, "\n".join(self.notes)])
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns everything as numbers, text and lists, for JSON."""
+        """Returns the estimate as numbers, text and lists, for JSON."""
         return {
             "step": self.step,
             "scaling": "weak" if self.weak else "strong",
@@ -101,13 +102,13 @@ def estimate_row(
 
     Args:
         text: The user's name for the workload, for messages.
-        make: Makes it; see `mirror._src.cli.bench.workload.workload_of`.
-        strategy: The strategy. Its devices are compiled for, and nothing is put on them.
-        donate_argnums: As of `strategy.run`.
+        make: Makes the workload; see `mirror._src.cli.bench.workload.workload_of`.
+        strategy: The step is compiled for its devices; no array is placed on them.
+        donate_argnums: As in `strategy.run`.
 
     Raises:
-        WorkloadError: If `make` or its step reads values that an estimate does not have.
-        ReplicaDivergenceError: As from `strategy.run`.
+        WorkloadError: If `make` or its step reads the value of an array.
+        ReplicaDivergenceError: If `strategy.run` would raise it.
     """
     step, args, types, allocated = without_arrays(text, make, strategy)
     with escapes_explained(text):

@@ -1,10 +1,10 @@
-"""The staged executor: devices that no collective of their own connects.
+"""The staged executor: for devices that XLA cannot connect by collectives.
 
-A replica program is cut at its collectives. Each stage is one program without collectives over all
-devices that can run it together, a lane: of one type, with one set of shapes. It is launched on
-every lane before the host waits for anything; then the collectives are reduced on the host, each
-replica's operand as it arrives, and broadcast back.
+A replica program is split at its collectives. Each stage is one program without collectives, which
+runs on a lane: replicas whose devices are of one type and whose inputs have the same shapes. Every
+lane launches a stage before the host waits for a result. The host then reduces the operands of the
+collectives, each as it arrives, and broadcasts the results.
 
-Mirrored results are those of one lane, copied to the others: programs compiled for other shapes or
-another device round differently, and replicas must not drift apart.
+Mirrored results are taken from one lane and copied to the other lanes. Programs that are compiled
+for different shapes or devices round differently, and replicas must not drift apart.
 """

@@ -1,4 +1,4 @@
-"""`StagedExecutor`: cuts a replica program at its collectives and groups the devices into lanes."""
+"""`StagedExecutor`: splits a replica program at its collectives and groups replicas into lanes."""
 
 from typing import Any, final
 
@@ -11,7 +11,7 @@ from mirror._src.executors.executor import Executor, ReplicaProgram, Variant
 from mirror._src.executors.staged.lane import Lane
 from mirror._src.executors.staged.program import StagedProgram
 from mirror._src.program.match import require_alike
-from mirror._src.program.staging.flatten import cut
+from mirror._src.program.staging.flatten import stage_program
 
 _PACK_BYTES = 256 * 1024
 
@@ -21,8 +21,8 @@ class StagedExecutor(Executor):
     """Runs replica programs stage by stage.
 
     Args:
-        replicas: the devices, of any types.
-        ops: carries the reductions out.
+        replicas: Devices of the replicas, of any types.
+        ops: Implements the reductions.
     """
 
     def __init__(self, replicas: ReplicaDevices, ops: CrossDeviceOps) -> None:
@@ -32,11 +32,11 @@ class StagedExecutor(Executor):
         self._lanes: dict[tuple[int, ...], Lane] = {}
 
     def compile(self, program: ReplicaProgram) -> StagedProgram:
-        """See `Executor.compile`. Traces and cuts the program now.
+        """See `Executor.compile`. Traces and stages the program now.
 
         Raises:
-            NotImplementedError: the program cannot be cut.
-            ValueError: replicas of different shapes communicate differently.
+            NotImplementedError: If the program cannot be split at its collectives.
+            ValueError: If replicas would execute different collectives for different shapes.
         """
         limit = self.pack_bytes
         n = len(self.replicas)
@@ -44,25 +44,25 @@ class StagedExecutor(Executor):
         inputs = [not kind.is_own for kind in program.inputs]
         outputs = [not kind.is_own for kind in program.outputs]
         staged = [
-            cut(each.proved, inputs, outputs, n, limit, each.finish, rules)
-            for each in program.variants
+            stage_program(variant.proved, inputs, outputs, n, limit, variant.finish, rules)
+            for variant in program.variants
         ]
         require_alike(staged, [variant.replicas for variant in program.variants])
-        lanes, of_lanes = [], []
-        for variant, each in zip(program.variants, staged, strict=True):
-            for ids in self._together(variant):
+        lanes, lane_programs = [], []
+        for variant, jaxpr in zip(program.variants, staged, strict=True):
+            for ids in self._group(variant):
                 lanes.append(self._lane(ids))
-                of_lanes.append(each)
-        return StagedProgram(self.replicas, self.ops, program, lanes, of_lanes)
+                lane_programs.append(jaxpr)
+        return StagedProgram(self.replicas, self.ops, program, lanes, lane_programs)
 
-    def _together(self, variant: Variant) -> list[tuple[int, ...]]:
-        """The replicas of a variant that one program can run: of one type, each its own device."""
+    def _group(self, variant: Variant) -> list[tuple[int, ...]]:
+        """Groups the replicas of a variant by type, with each device at most once per group."""
         groups: dict[Any, list[int]] = {}
-        met: dict[jax.Device, int] = {}
+        counts: dict[jax.Device, int] = {}
         for replica in variant.replicas:
             device = self.replicas.devices[replica]
-            number = met[device] = met.get(device, 0) + 1
-            groups.setdefault((backend.type_of(device), number), []).append(replica)
+            count = counts[device] = counts.get(device, 0) + 1
+            groups.setdefault((backend.type_of(device), count), []).append(replica)
         return [tuple(ids) for ids in groups.values()]
 
     def _lane(self, ids: tuple[int, ...]) -> Lane:

@@ -1,4 +1,4 @@
-"""Collectives carried out on the host: what each replica gets of what all of them bring."""
+"""Collectives on the host: computes each replica's result from the operands of all replicas."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,73 +9,73 @@ import numpy as np
 from mirror._src.collectives.cross_device_ops import CrossDeviceOps
 from mirror._src.collectives.on_host import aligned
 from mirror._src.collectives.reduce_op import ReduceOp
-from mirror._src.program.staging.ir import REDUCTIONS, Collective
+from mirror._src.program.collective_eqns import op_of
+from mirror._src.program.staging.ir import Collective
 
-Rows = Callable[[int], np.ndarray]  # a replica's own array, which is waited for
+Read = Callable[[int], np.ndarray]
 
 
-def carry_out(
-    collective: Collective, row: Rows, num_replicas: int, ops: CrossDeviceOps
+def run_on_host(
+    collective: Collective, read: Read, num_replicas: int, ops: CrossDeviceOps
 ) -> list[Any]:
-    """What each replica gets; one and the same array where all get the same.
+    """Returns each replica's result. Replicas with equal results share one array.
 
     Args:
-        collective: what is to be done.
-        row: gives a replica's operand, once.
-        num_replicas: how many replicas there are.
-        ops: carries the reductions out.
+        collective: The collective to run.
+        read: Waits for the operand of a replica and returns it. Called once per replica.
+        num_replicas: Number of replicas.
+        ops: Implements the reductions.
 
     Raises:
-        ValueError: `ops` returned something of another shape or dtype.
-        RuntimeError: `ops` raised.
-        LostValueError: a replica's operand cannot be read.
+        ValueError: If `ops` returned an array of the wrong shape or dtype.
+        RuntimeError: If `ops` raised an error.
+        LostValueError: If the operand of a replica cannot be read.
     """
     groups = collective.params.get("axis_index_groups") or [range(num_replicas)]
     results: list[Any] = [None] * num_replicas
     for group in groups:
-        found = _in_group(collective, row, list(group), ops)
-        for replica, result in zip(group, found, strict=True):
-            results[replica] = result
+        outputs = _run_in_group(collective, read, list(group), ops)
+        for replica, output in zip(group, outputs, strict=True):
+            results[replica] = output
     return results
 
 
-def _in_group(
-    collective: Collective, row: Rows, group: list[int], ops: CrossDeviceOps
+def _run_in_group(
+    collective: Collective, read: Read, group: list[int], ops: CrossDeviceOps
 ) -> list[Any]:
     params, n = collective.params, len(group)
-    match collective.kind:
+    match collective.primitive:
         case "psum" | "pmax" | "pmin":
-            return [_reduced(collective, row, group, ops)] * n
+            return [_reduce(collective, read, group, ops)] * n
         case "reduce_scatter":
-            total = np.asarray(_reduced(collective, row, group, ops, kind="psum"))
+            total = np.asarray(_reduce(collective, read, group, ops))
             axis = params["scatter_dimension"]
-            parts = np.split(total, n, axis)
-            return parts if params["tiled"] else [part.squeeze(axis) for part in parts]
+            slices = np.split(total, n, axis)
+            return slices if params["tiled"] else [part.squeeze(axis) for part in slices]
         case "all_gather":
-            return [_gathered(params, row, group)] * n
+            return [_gather(params, read, group)] * n
         case "all_to_all":
-            return _transposed(params, [row(replica) for replica in group])
+            return _transpose(params, [read(replica) for replica in group])
         case "ppermute":
-            return _permuted(params["perm"], row, group)
+            return _permute(params["perm"], read, group)
         case _:  # pbroadcast
-            return [row(params["source"])] * n
+            return [read(params["source"])] * n
 
 
-def _reduced(
-    collective: Collective, row: Rows, group: list[int], ops: CrossDeviceOps, kind: str = ""
-) -> Any:
-    op = ReduceOp(REDUCTIONS[kind or collective.kind])
+def _reduce(collective: Collective, read: Read, group: list[int], ops: CrossDeviceOps) -> Any:
+    op = ReduceOp(op_of(collective.primitive))
     aval = collective.operand.aval
-    found = ops.carry_out(op, map(row, group), aval.shape, aval.dtype, collective.in_words)
+    total = ops.carry_out(op, map(read, group), aval.shape, aval.dtype, collective.description)
     if op in (ReduceOp.MIN, ReduceOp.MAX) and jnp.issubdtype(aval.dtype, jnp.floating):
-        found = np.asarray(found)
-        return np.where(found == 0, np.zeros((), found.dtype), found)  # as the other executors do
-    return found
+        total = np.asarray(total)
+        # 0.0 instead of -0.0, as in the other executors.
+        return np.where(total == 0, np.zeros((), total.dtype), total)
+    return total
 
 
-def _gathered(params: dict[str, Any], row: Rows, group: list[int]) -> np.ndarray:
-    """The rows joined, or stacked, in one buffer: each is written as it arrives."""
-    first, axis = row(group[0]), params["all_gather_dimension"]
+def _gather(params: dict[str, Any], read: Read, group: list[int]) -> np.ndarray:
+    """Joins or stacks the operands in one buffer. Writes each operand as it arrives."""
+    first, axis = read(group[0]), params["all_gather_dimension"]
     shape, size = list(first.shape), 1
     if params["tiled"]:
         size = shape[axis]
@@ -84,24 +84,23 @@ def _gathered(params: dict[str, Any], row: Rows, group: list[int]) -> np.ndarray
         shape.insert(axis, len(group))
     whole = aligned(tuple(shape), first.dtype)
     for i, replica in enumerate(group):
-        value = first if i == 0 else row(replica)
+        value = first if i == 0 else read(replica)
         place = (slice(None),) * axis + (slice(i * size, (i + 1) * size),)
         whole[place] = value if params["tiled"] else np.expand_dims(value, axis)
     return whole
 
 
-def _transposed(params: dict[str, Any], rows: Sequence[np.ndarray]) -> list[np.ndarray]:
-    # Tiled or not: JAX adds and takes away the axes of the other kind by itself.
-    split, joined, n = params["split_axis"], params["concat_axis"], len(rows)
-    cuts = [np.split(row, n, split) for row in rows]
-    return [np.concatenate([cut[i] for cut in cuts], joined) for i in range(n)]
+def _transpose(params: dict[str, Any], values: Sequence[np.ndarray]) -> list[np.ndarray]:
+    # `tiled` does not matter: JAX adds and removes the axes of the untiled form outside the
+    # primitive.
+    split, joined, n = params["split_axis"], params["concat_axis"], len(values)
+    slices = [np.split(value, n, split) for value in values]
+    return [np.concatenate([parts[i] for parts in slices], joined) for i in range(n)]
 
 
-def _permuted(perm: Any, row: Rows, group: list[int]) -> list[np.ndarray]:
-    """Who is sent nothing gets zeros."""
+def _permute(perm: Any, read: Read, group: list[int]) -> list[np.ndarray]:
+    """Sends operands along a permutation. A replica that receives nothing gets zeros."""
     source = {target: origin for origin, target in perm}
-    found: dict[int, np.ndarray] = {}
-    for replica in group:
-        found[replica] = row(replica)
-    nothing = np.zeros_like(next(iter(found.values())))
-    return [found[source[replica]] if replica in source else nothing for replica in group]
+    values = {replica: read(replica) for replica in group}
+    zeros = np.zeros_like(next(iter(values.values())))
+    return [values[source[replica]] if replica in source else zeros for replica in group]

@@ -1,47 +1,25 @@
-"""The parts of a cut program: values, operations, collectives, loops, branches and stages."""
+"""The parts of a staged program: computations, collectives, loops, branches and stages."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
-from mirror._src.program.collective_eqns import in_word
+from mirror._src.program.atoms import Atom, Value, values_of
+from mirror._src.program.collective_eqns import kind_of
 from mirror._src.utils.types import Array
-
-REDUCTIONS = {"psum": "sum", "pmax": "max", "pmin": "min"}
-
-
-class Value:
-    """One value of the flat program.
-
-    Attributes:
-        aval: shape and dtype, on one replica.
-        mirrored: whether it lies on the devices as one mirrored array; else as rows.
-    """
-
-    __slots__ = ("aval", "mirrored")
-
-    def __init__(self, aval: Any, *, mirrored: bool = False) -> None:
-        self.aval = aval
-        self.mirrored = mirrored
-
-    @property
-    def num_bytes(self) -> int:
-        """How large it is on one replica."""
-        return self.aval.size * self.aval.dtype.itemsize
-
-
-class Constant(NamedTuple):
-    """A number that stands in the program itself."""
-
-    value: Any
-
-
-Atom: TypeAlias = Value | Constant
 
 
 @dataclass(eq=False)
-class Operation:
-    """What a replica computes by itself."""
+class Computation:
+    """A computation of one replica, without communication.
+
+    Attributes:
+        inputs: Its operands.
+        outputs: Its results.
+        run: Computes the results.
+        has_effects: Whether it runs even if its results are not used.
+        is_ordered: Whether its order among other ordered computations matters.
+    """
 
     inputs: Sequence[Atom]
     outputs: list[Value]
@@ -52,17 +30,17 @@ class Operation:
 
 @dataclass(eq=False)
 class Collective:
-    """Where replicas communicate.
+    """A collective with one operand.
 
     Attributes:
-        kind: the primitive's name.
-        params: its parameters.
-        inputs: one operand.
-        outputs: one result.
-        lines: the user's lines; several where small collectives travel together.
+        primitive: Name of the primitive.
+        params: Parameters of the primitive.
+        inputs: The operand.
+        outputs: The result.
+        lines: The user's lines; several if small collectives are packed.
     """
 
-    kind: str
+    primitive: str
     params: dict[str, Any]
     inputs: list[Atom]
     outputs: list[Value]
@@ -72,28 +50,28 @@ class Collective:
 
     @property
     def operand(self) -> Value:
-        """What each replica brings."""
+        """The operand of each replica."""
         (value,) = values_of(self.inputs)
         return value
 
     @property
-    def in_words(self) -> str:
-        """`all-reduce at train.py:12 in step`."""
+    def description(self) -> str:
+        """Kind and lines, such as `all-reduce at train.py:12 in step`."""
         more = f" and {len(self.lines) - 1} more" if len(self.lines) > 1 else ""
-        return f"{in_word(self.kind)} at {self.lines[0]}{more}"
+        return f"{kind_of(self.primitive)} at {self.lines[0]}{more}"
 
 
 @dataclass(eq=False)
 class Loop:
-    """A loop with collectives inside, which the host runs iteration by iteration.
+    """A loop that contains collectives. The host runs it iteration by iteration.
 
     Attributes:
-        inputs: what all iterations read, then the carry.
-        outputs: the carry at the end.
-        body: from both to the next carry.
-        test: from both to whether to go on; `None` where the number of trips is known.
-        trips: that number.
-        line: the user's line.
+        inputs: The values that all iterations read, then the initial carry.
+        outputs: The final carry.
+        body: Computes the next carry from these inputs.
+        test: Computes whether to continue from these inputs; `None` if `trips` is known.
+        trips: Number of iterations, if known.
+        line: The user's line.
     """
 
     inputs: list[Atom]
@@ -108,7 +86,7 @@ class Loop:
 
 @dataclass(eq=False)
 class Branch:
-    """A choice with collectives inside; the first input says which."""
+    """A branch that contains collectives. Its first input is the index of the branch to run."""
 
     inputs: list[Atom]
     outputs: list[Value]
@@ -123,17 +101,17 @@ Communication: TypeAlias = Collective | Loop | Branch
 
 @dataclass(eq=False)
 class Stage:
-    """What is computed between two rounds of collectives, and the round that follows.
+    """Computations between two rounds of communication, and the round that follows them.
 
     Attributes:
-        operations: in order.
-        inputs: the values it reads.
-        outputs: the values it leaves for later.
-        communications: what replicas do together when it is done.
-        last_read: values that nobody reads after those.
+        computations: The computations, in order.
+        inputs: Values that the stage reads.
+        outputs: Values that later stages, or the round that follows, read.
+        communications: The round that follows.
+        last_read: Values that are not read after this stage.
     """
 
-    operations: list[Operation]
+    computations: list[Computation]
     inputs: list[Value] = field(default_factory=list)
     outputs: list[Atom] = field(default_factory=list)
     communications: list[Communication] = field(default_factory=list)
@@ -142,23 +120,18 @@ class Stage:
 
 @dataclass(eq=False)
 class StagedJaxpr:
-    """A program cut into stages. The last stage leaves all of the program's outputs, in order.
+    """A program split into stages. The last stage returns all outputs of the program, in order.
 
     Attributes:
-        inputs: the program's inputs.
-        replica_id: stands for the replica's number.
-        held: arrays that the program holds, and what stands for each.
-        stages: in order.
-        mirrored_outputs: for each output, whether it is left as a mirrored array.
+        inputs: Inputs of the program.
+        replica_id: The value of the replica's index.
+        constants: Values of the constant arrays of the program, with the arrays.
+        stages: The stages, in order.
+        mirrored_outputs: For each output, whether it is returned as a mirrored array.
     """
 
     inputs: list[Value]
     replica_id: Value
-    held: list[tuple[Value, Array]]
+    constants: list[tuple[Value, Array]]
     stages: list[Stage]
     mirrored_outputs: list[bool]
-
-
-def values_of(atoms: Iterable[Atom]) -> list[Value]:
-    """The atoms that are no numbers."""
-    return [atom for atom in atoms if isinstance(atom, Value)]

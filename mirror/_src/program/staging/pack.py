@@ -1,28 +1,24 @@
-"""Small reductions of one level, kind and dtype travel together in one buffer."""
+"""Packs small all-reduces of the same level, reduction and dtype into one buffer."""
 
 from typing import Any
 
 import jax
 
-from mirror._src.program.staging.ir import (
-    REDUCTIONS,
-    Branch,
-    Collective,
-    Communication,
-    Loop,
-    Operation,
-    Value,
-    values_of,
-)
+from mirror._src.program.atoms import Value, values_of
+from mirror._src.program.collective_eqns import ALL_REDUCES
+from mirror._src.program.staging.ir import Branch, Collective, Communication, Computation, Loop
 from mirror._src.program.staging.schedule import levels_of
 from mirror._src.values.packing import join, split
 
 
-def packed(steps: list[Operation | Communication], limit: int) -> list[Operation | Communication]:
-    """Reductions of one level, kind and dtype, if they are small, as one of one flat buffer."""
+def pack_collectives(
+    steps: list[Computation | Communication], limit: int
+) -> list[Computation | Communication]:
+    """Returns the steps with all-reduces of at most `limit` bytes packed."""
     levels = levels_of(steps)
     packs: dict[Any, list[Collective]] = {}
-    # A loop or branch was cut for what it reads as it is: mirrored. Out of a buffer come rows.
+    # A loop or branch is staged for inputs that are mirrored. Unpacked results are per-replica, so
+    # an all-reduce that a loop or branch reads cannot be packed.
     read_inside = {
         value
         for step in steps
@@ -32,44 +28,45 @@ def packed(steps: list[Operation | Communication], limit: int) -> list[Operation
     for step in steps:
         if (
             isinstance(step, Collective)
-            and step.kind in REDUCTIONS
+            and step.primitive in ALL_REDUCES
             and step.outputs[0].mirrored
             and step.outputs[0] not in read_inside
+            and 0 < step.operand.num_bytes <= limit
         ):
-            value = step.operand
-            if 0 < value.num_bytes <= limit:
-                packs.setdefault((levels[step], step.kind, value.aval.dtype), []).append(step)
+            key = levels[step], step.primitive, step.operand.aval.dtype
+            packs.setdefault(key, []).append(step)
     members = {step: pack for pack in packs.values() if len(pack) > 1 for step in pack}
-    found: list[Operation | Communication] = []
+    packed: list[Computation | Communication] = []
     for step in steps:
         pack = members.get(step) if isinstance(step, Collective) else None
         if pack is None:
-            found.append(step)
+            packed.append(step)
         elif step is pack[-1]:
-            found += _pack(pack)
-    return _sorted(found)
+            packed += _join_pack(pack)
+    return _sort(packed)
 
 
-def _pack(pack: list[Collective]) -> list[Operation | Communication]:
+def _join_pack(pack: list[Collective]) -> list[Computation | Communication]:
+    """Returns the steps that join the operands, reduce them together and split the result."""
     operands = [step.operand for step in pack]
     avals = [value.aval for value in operands]
-    aval = jax.core.ShapedArray((sum(each.size for each in avals),), avals[0].dtype)
+    aval = jax.core.ShapedArray((sum(aval.size for aval in avals),), avals[0].dtype)
     flat, reduced = Value(aval), Value(aval, mirrored=True)
     lines = [line for step in pack for line in step.lines]
     results = [step.outputs[0] for step in pack]
     for value in results:
         value.mirrored = False
     return [
-        Operation(list(operands), [flat], lambda *values: [join(values)]),
-        Collective(pack[0].kind, pack[0].params, [flat], [reduced], lines),
-        Operation([reduced], results, lambda value: split(value, avals)),
+        Computation(list(operands), [flat], lambda *values: [join(values)]),
+        Collective(pack[0].primitive, pack[0].params, [flat], [reduced], lines),
+        Computation([reduced], results, lambda value: split(value, avals)),
     ]
 
 
-def _sorted(steps: list[Operation | Communication]) -> list[Operation | Communication]:
-    """In an order in which each step comes after those that make what it reads."""
+def _sort(steps: list[Computation | Communication]) -> list[Computation | Communication]:
+    """Returns the steps in an order in which each step comes after the steps it depends on."""
     maker = {value: step for step in steps for value in step.outputs}
-    placed: dict[Operation | Communication, None] = {}
+    placed: dict[Computation | Communication, None] = {}
     for root in steps:
         waiting = [root]
         while waiting:

@@ -1,4 +1,4 @@
-"""`ReplicaCopies`: copies of the nnx objects for one replica while a step is traced."""
+"""`ReplicaCopies`: one replica's copies of the nnx objects while a step is traced."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,23 +18,32 @@ _DYNAMIC = (nnx.Pytree, nnx.Variable, jax.Array, np.ndarray, dict, list, tuple)
 
 
 class ReplicaCopies:
-    """The objects as one replica has them while a step is traced."""
+    """One replica's copies of the nnx objects while a step is traced.
+
+    Args:
+        structure: Structure of the objects.
+        leaves: Leaves of the objects, as tracers.
+
+    Attributes:
+        objects: The copies.
+        keys: For each PRNG key, by position among the leaves, the key and the replica's own key.
+    """
 
     def __init__(self, structure: Structure, leaves: Sequence[Array]) -> None:
         self.structure = structure
         self.keys: dict[int, tuple[Array, Array]] = {}
         self._given = list(leaves)
-        inside = [
+        replica_leaves = [
             self._fold(i, leaf) if slot.kind is nnx.RngKey else leaf
             for i, (slot, leaf) in enumerate(zip(structure.leaf_slots, leaves, strict=True))
         ]
-        state = structure.state_def.unflatten(inside)
+        state = structure.state_def.unflatten(replica_leaves)
         self.objects = nnx.merge(structure.graphdef, state)
         self._nodes = dict(nodes(self.objects))
         self._statics = {path: _statics(node) for path, node in self._nodes.items()}
 
     def _fold(self, i: int, key: Array) -> Array:
-        """Gives each replica a key of its own; the stored one stays mirrored."""
+        """Returns a key that differs between replicas; the stored key stays mirrored."""
         fold = jax.random.fold_in
         for _ in range(key.ndim):
             fold = jax.vmap(fold, (0, None))
@@ -43,18 +52,22 @@ class ReplicaCopies:
         return folded
 
     def collect(self, step_name: str, roots: Sequence[str]) -> list[Array]:
-        """The leaves as the step left them.
+        """Returns the leaves after the step.
+
+        Args:
+            step_name: Name of the step function.
+            roots: The user's names for the objects.
 
         Raises:
-            ValueError: the step added or removed something that holds arrays.
+            ValueError: If the step changed the structure of the objects.
         """
         after = Structure(self.objects)
         changes = [f"{slot.name(roots)} {how}" for slot, how in _changes(self.structure, after)]
         if changes:
             raise ValueError(
                 f"{step_name} changed the structure of a model:\n{listing(changes)}\n"
-                "All replicas keep the structure they start with: create variables before `run`; "
-                "take out what was sown inside the step, `nnx.pop(model, nnx.Intermediate)`."
+                "Create all variables before `run`. Remove sown values inside the step with "
+                "nnx.pop(model, nnx.Intermediate)."
             )
         values = [read_at(self.objects, slot.path) for slot in self.structure.slots]
         return [
@@ -63,17 +76,20 @@ class ReplicaCopies:
         ]
 
     def attribute_changes(self) -> list[tuple[Path, str, Any]]:
-        """Static attributes that the step set, as `model.train()` does: path, name, value."""
+        """Returns the static attributes that the step set: path of the object, name and value.
+
+        For example, `model.train()` sets such attributes.
+        """
         changes = []
         for path, node in self._nodes.items():
             before = self._statics[path]
             for name, value in _statics(node).items():
-                if name not in before or not _same(before[name], value):
+                if name not in before or not _is_equal(before[name], value):
                     changes.append((path, name, value))
         return changes
 
 
-def _same(a: Any, b: Any) -> bool:
+def _is_equal(a: Any, b: Any) -> bool:
     if a is b:
         return True
     try:
@@ -83,7 +99,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _statics(node: nnx.Pytree) -> dict[str, Any]:
-    """The attributes that hold no arrays and no further nodes."""
+    """Returns the attributes that hold neither arrays nor other nodes."""
     return {
         name: value
         for name, value in vars(node).items()
@@ -92,7 +108,7 @@ def _statics(node: nnx.Pytree) -> dict[str, Any]:
 
 
 def _changes(before: Structure, after: Structure) -> Iterator[tuple[VariableSlot, str]]:
-    """The places in which two structures differ, and how."""
+    """Yields the slots in which two structures differ, with a description of the difference."""
     old = dict(zip(before.slots, before.treedef.children(), strict=True))
     new = dict(zip(after.slots, after.treedef.children(), strict=True))
     for slot in dict.fromkeys([*after.slots, *before.slots]):
@@ -101,4 +117,4 @@ def _changes(before: Structure, after: Structure) -> Iterator[tuple[VariableSlot
         elif slot not in new:
             yield slot, "(removed)"
         elif old[slot] != new[slot]:
-            yield slot, f"(holds {new[slot]}, was {old[slot]})"
+            yield slot, f"(changed from {old[slot]} to {new[slot]})"

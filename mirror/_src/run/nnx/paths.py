@@ -1,4 +1,4 @@
-"""Access to the nodes, variables and arrays of nnx objects by their paths."""
+"""Accesses the nodes, variables and arrays of nnx objects by path."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -32,20 +32,20 @@ def put(node: Any, key: Any, value: Any) -> None:
 
 
 def holder_at(objects: Sequence[Any], path: Path) -> Any:
-    """The variable at the path, or what has the array at the path as an attribute or an item."""
-    found = follow(objects, path)
-    return found if isinstance(found, nnx.Variable) else follow(objects, path[:-1])
+    """Returns the variable at a path, or the object or container that holds the array there."""
+    node = follow(objects, path)
+    return node if isinstance(node, nnx.Variable) else follow(objects, path[:-1])
 
 
 def read_holder(holder: Any, key: Any) -> Any:
-    """Returns the value of a variable, or what another holder has under the key."""
+    """Returns the raw value of a variable, or the attribute or item of any other holder."""
     return holder.get_raw_value() if isinstance(holder, nnx.Variable) else child(holder, key)
 
 
 def read_at(objects: Sequence[Any], path: Path) -> Any:
     """Returns the raw value of the variable at a path, or the array itself."""
-    found = follow(objects, path)
-    return found.get_raw_value() if isinstance(found, nnx.Variable) else found
+    node = follow(objects, path)
+    return node.get_raw_value() if isinstance(node, nnx.Variable) else node
 
 
 def nodes(objects: Sequence[Any]) -> Iterator[tuple[Path, nnx.Pytree]]:

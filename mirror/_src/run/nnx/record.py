@@ -1,4 +1,4 @@
-"""`Record`: a set of nnx objects as last seen; reads their values and writes them back."""
+"""`Record`: reads and writes the values of a set of nnx objects, and detects changes to them."""
 
 import itertools
 import operator
@@ -18,7 +18,16 @@ from mirror._src.variables.raw_value import read_value, write_value
 
 
 class Record:
-    """A set of objects as last seen: where their values are, and what would show a change."""
+    """The structure of a set of nnx objects, and the holders of their values.
+
+    Args:
+        objects: The objects.
+        known: Structures seen so far, each mapped to itself; the new structure is added.
+
+    Attributes:
+        structure: Structure of the objects; the same object for all objects with an equal one.
+        last: Leaves that the last step wrote; `None` before the first step.
+    """
 
     def __init__(self, objects: Sequence[Any], known: dict[Structure, Structure]) -> None:
         structure = Structure(objects)
@@ -29,30 +38,30 @@ class Record:
         self._variables = [h for h in holders if isinstance(h, nnx.Variable)]
         self._all_variables = len(self._variables) == len(holders)
         self._own = [i for i, slot in enumerate(structure.slots) if slot.is_own]
-        self._places = list(zip(holders, structure.slots, strict=True))
+        self._holders = list(zip(holders, structure.slots, strict=True))
         self._nodes = [vars(node) for _, node in nodes(objects)]
         self._nodes += [d for _, d in nnx.iter_graph(tuple(objects)) if isinstance(d, dict)]
         self._seen = self._attributes()
 
-    def unchanged(self) -> bool:
-        """Whether every attribute of every node is the object it was."""
+    def is_unchanged(self) -> bool:
+        """Whether every attribute of every node is still the same object."""
         now = self._attributes()
         return len(now) == len(self._seen) and all(map(operator.is_, now, self._seen))
 
     def _attributes(self) -> list[Any]:
-        """The names and values of all nodes' attributes; hundreds of nodes, so all in C."""
+        """Returns the names and values of all attributes; runs in C, for hundreds of nodes."""
         names = itertools.chain.from_iterable(self._nodes)
         return [*names, *itertools.chain.from_iterable(map(dict.values, self._nodes))]
 
     def read(self) -> list[Any] | None:
-        """The leaves, as they are; `None` if a variable holds another structure than it did.
+        """Returns the leaves, or `None` if the structure of a variable's value has changed.
 
-        Where they are those that the last step left, it is that very list.
+        If they are the leaves that the last step wrote, returns the list `last` itself.
         """
         if self._all_variables:
             values = list(map(read_value, self._variables))
         else:
-            values = [read_holder(holder, slot.path[-1]) for holder, slot in self._places]
+            values = [read_holder(holder, slot.path[-1]) for holder, slot in self._holders]
         for i in self._own:
             values[i] = held_by(values[i]) if is_per_replica(values[i]) else values[i]
         if self._plain and self._are_last(values):
@@ -66,11 +75,11 @@ class Record:
         return self.last is not None and all(map(operator.is_, leaves, self.last))
 
     def holder(self, i: int) -> Any:
-        """The variable of a slot."""
-        return self._places[i][0]
+        """Returns the variable, object or container that holds the value of slot `i`."""
+        return self._holders[i][0]
 
     def is_ready(self, leaves: list[Any]) -> bool:
-        """Whether these are the leaves that the last step left, and none has been deleted."""
+        """Whether these are the leaves that the last step wrote, and none has been deleted."""
         if leaves is not self.last:
             return False
         if self._own:
@@ -78,7 +87,7 @@ class Record:
         return not any_deleted(leaves)
 
     def write(self, leaves: Sequence[Any]) -> None:
-        """Writes all leaves back, and remembers them as ready for the next step."""
+        """Writes all leaves into the objects, and records them as ready for the next step."""
         self.last = list(leaves)
         if self._own:
             own = set(self._own)
@@ -88,7 +97,7 @@ class Record:
                 pass
             return
         values = self.structure.treedef.unflatten(leaves)
-        for (holder, slot), value in zip(self._places, values, strict=True):
+        for (holder, slot), value in zip(self._holders, values, strict=True):
             if isinstance(holder, nnx.Variable):
                 write_value(holder, value)
             else:
@@ -98,7 +107,7 @@ class Record:
     def set_attributes(
         self, objects: Sequence[Any], changes: Iterable[tuple[Path, str, Any]]
     ) -> None:
-        """Sets static attributes as the step did."""
+        """Sets static attributes, given as path of the object, name and value."""
         for path, name, value in changes:
             setattr(follow(objects, path), name, value)
 

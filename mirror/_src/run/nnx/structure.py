@@ -1,18 +1,18 @@
-"""`Structure`: what nnx objects look like without their values, and where they hold arrays."""
+"""`Structure`: the structure of nnx objects, without their values."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from flax import nnx
 
 from mirror._src.devices.unstacked import UnstackedArrays
 from mirror._src.run.nnx.metrics import Rule, merge_rule
 from mirror._src.run.nnx.paths import Path, follow
 from mirror._src.utils.errors import describe
+from mirror._src.utils.types import ARRAY_LIKE
 from mirror._src.values.per_replica import held_by, is_float0, is_per_replica
-from mirror._src.variables.on_read import is_own
+from mirror._src.variables.on_read import is_on_read
 
 
 def is_object(value: object) -> bool:
@@ -21,12 +21,12 @@ def is_object(value: object) -> bool:
 
 
 class VariableSlot(NamedTuple):
-    """One place in the objects that holds arrays: a variable, or an array as an attribute.
+    """Holder of arrays in the objects: a variable, or an attribute that is an array.
 
     Attributes:
-        path: where it is.
-        kind: the type of the variable, or of the array.
-        is_own: whether each replica has a value of its own there.
+        path: Its path. The first key is the index of the object.
+        kind: Type of the variable; `jax.Array` for an attribute.
+        is_own: Whether the value is per-replica.
     """
 
     path: Path
@@ -34,12 +34,16 @@ class VariableSlot(NamedTuple):
     is_own: bool
 
     @property
-    def place(self) -> str:
-        """`first.kernel`: the path within its object."""
+    def local_name(self) -> str:
+        """The path within the object, such as `first.kernel`."""
         return ".".join(map(str, self.path[1:])) or "A value"
 
     def name(self, roots: Sequence[str]) -> str:
-        """`model.first.kernel`, where the roots are what the user calls the objects."""
+        """Returns the full name, such as `model.first.kernel`.
+
+        Args:
+            roots: The user's names for the objects.
+        """
         return roots[self.path[0]] + "".join(f".{key}" for key in self.path[1:])
 
 
@@ -47,31 +51,37 @@ class MetricSlots(NamedTuple):
     """An nnx metric among the objects.
 
     Attributes:
-        kind: Its class.
-        rule: Merges its states over the replicas; `None` where that is not known.
-        places: For each of its states, by attribute name, the position of its leaf.
+        kind: Class of the metric.
+        rule: Rule that merges its states over the replicas; `None` if the class has no rule.
+        positions: Position of the leaf of each state, by attribute name.
     """
 
     kind: type
     rule: Rule | None
-    places: dict[str, int]
+    positions: dict[str, int]
 
 
 class Structure:
-    """What objects look like without their values: equal for equal models, and hashable.
+    """The structure of nnx objects without their values. Hashable, and equal for equal models.
 
     Attributes:
-        graphdef: flax's description of the objects.
-        state_def: the state without its arrays, to rebuild the objects from.
-        slots: the places that hold arrays, in the order of the leaves.
-        treedef: how the leaves lie in the slots (one for each, unless a variable holds a tree).
+        graphdef: Flax's graph definition of the objects.
+        state_def: Structure of the state, to rebuild the objects from leaves.
+        slots: The holders of arrays, in the order of the leaves.
+        treedef: Structure of the values of all slots. A slot has one leaf, unless it is a variable
+            that holds a pytree.
+        leaf_slots: The slot of each leaf.
+        is_own: For each leaf, whether it is per-replica.
+        metrics: The nnx metrics among the objects.
     """
 
     def __init__(self, objects: Sequence[Any]) -> None:
         self.graphdef: Any
         self.graphdef, state = nnx.split(tuple(objects))
         flat: list[tuple[Any, Any]] = list(nnx.to_flat_state(state))
-        self.slots = tuple(VariableSlot(path, _kind(value), is_own(value)) for path, value in flat)
+        self.slots = tuple(
+            VariableSlot(path, _kind(value), is_on_read(value)) for path, value in flat
+        )
         values = [v.get_raw_value() if isinstance(v, nnx.Variable) else v for _, v in flat]
         values = [
             held_by(value) if slot.is_own and is_per_replica(value) else value
@@ -81,8 +91,10 @@ class Structure:
         for slot, (_, holder), value in zip(self.slots, flat, values, strict=True):
             _require_supported(slot, holder)
             require_arrays(slot, value)
-        # The leaves of the state come in the order of its flat form: both are sorted by path.
-        self.state_def: Any = jax.tree.structure(jax.tree.map(_one, state, is_leaf=is_per_replica))
+        # The leaves of the state are in the order of the slots: both are sorted by path.
+        self.state_def: Any = jax.tree.structure(
+            jax.tree.map(_as_one_array, state, is_leaf=is_per_replica)
+        )
         self.leaf_slots = [
             slot
             for slot, value in zip(self.slots, values, strict=True)
@@ -100,30 +112,34 @@ class Structure:
         return isinstance(other, Structure) and self._key == other._key
 
     def names(self, roots: Sequence[str]) -> list[str]:
-        """The user's name of each leaf."""
+        """Returns the user's name for each leaf.
+
+        Args:
+            roots: The user's names for the objects.
+        """
         return [slot.name(roots) for slot in self.leaf_slots]
 
 
 def _metrics(objects: Sequence[Any], slots: Sequence[VariableSlot]) -> list[MetricSlots]:
-    """The metrics that hold metric states, in the order of their first leaves."""
-    found: dict[Path, dict[str, int]] = {}
+    """Returns the metrics that hold metric states, in the order of their first leaves."""
+    by_path: dict[Path, dict[str, int]] = {}
     for i, slot in enumerate(slots):
         if issubclass(slot.kind, nnx.metrics.MetricState):
-            found.setdefault(slot.path[:-1], {})[str(slot.path[-1])] = i
-    holders = {path: follow(objects, path) for path in found}
+            by_path.setdefault(slot.path[:-1], {})[str(slot.path[-1])] = i
+    metrics = {path: follow(objects, path) for path in by_path}
     return [
-        MetricSlots(type(holders[path]), merge_rule(holders[path]), places)
-        for path, places in found.items()
+        MetricSlots(type(metrics[path]), merge_rule(metrics[path]), positions)
+        for path, positions in by_path.items()
     ]
 
 
 def _kind(holder: Any) -> type:
-    """The type of a variable; arrays that stand in none are one kind, traced or not."""
+    """Returns the type of a variable, or `jax.Array` for any array, whether traced or not."""
     return type(holder) if isinstance(holder, nnx.Variable) else jax.Array
 
 
-def _one(leaf: Any) -> Any:
-    """A leaf in the place of a `PerReplica`: a replica has one array there."""
+def _as_one_array(leaf: Any) -> Any:
+    """Replaces a `PerReplica` by a single leaf, because a replica has one array in its place."""
     return 0 if is_per_replica(leaf) else leaf
 
 
@@ -134,11 +150,10 @@ def require_arrays(slot: VariableSlot, value: Any) -> None:
         ValueError: If a leaf is neither.
     """
     for leaf in jax.tree.leaves(value, is_leaf=is_per_replica):
-        number = jax.Array | np.ndarray | np.generic | int | float | complex
-        if not isinstance(leaf, number | UnstackedArrays) or is_float0(leaf):
+        if not isinstance(leaf, (*ARRAY_LIKE, UnstackedArrays)) or is_float0(leaf):
             raise ValueError(
-                f"{slot.place} of a model holds {describe(leaf)}, which is no array: it cannot be "
-                "mirrored."
+                f"{slot.local_name} of a model holds {describe(leaf)}, which cannot be mirrored. A "
+                "variable must hold arrays and numbers only."
             )
 
 
@@ -147,7 +162,7 @@ def _require_supported(slot: VariableSlot, holder: Any) -> None:
         holder.get_metadata("ref", False) or holder.get_metadata("hijax", False)
     ):
         raise TypeError(
-            f"{slot.place} of a model is a Variable with ref=True or hijax=True, whose value "
-            "lives in a mutable reference. Create it without: `run` passes variables by "
-            "reference itself."
+            f"{slot.local_name} of a model is a Variable with ref=True or hijax=True, whose value "
+            "is stored in a mutable reference. Create it without these options: `run` already "
+            "updates variables in place."
         )

@@ -21,11 +21,11 @@ from mirror._src.run.nnx.structure import Structure, require_arrays
 from mirror._src.utils.types import Array
 from mirror._src.variables.on_read import spread_over
 
-_MOST_RECORDS = 32
+_MAX_RECORDS = 32
 
 
 class ObjectTable:
-    """The records of the objects that a strategy has met lately.
+    """The records of the sets of objects that a strategy has recently run steps on.
 
     Args:
         replicas: Devices of the replicas.
@@ -41,54 +41,57 @@ class ObjectTable:
     def record(
         self, objects: Sequence[Any], roots: Callable[[], Sequence[str]]
     ) -> tuple[Record, list[Any]]:
-        """The record of these objects, and their leaves on the replicas' devices.
+        """Returns the record of these objects, and their leaves on the replicas' devices.
 
-        What is not there yet is copied there and written back: a model may be created anywhere.
+        Leaves on other devices are copied and written back: a model may be created anywhere.
 
         Args:
-            objects: the nnx objects of one call.
-            roots: what the user calls them.
+            objects: The nnx objects of one call.
+            roots: Returns the user's names for the objects.
 
         Raises:
-            ValueError: a leaf is no array, or has been deleted.
-            RuntimeError: a leaf is being traced.
+            ValueError: If a leaf is not an array, or has been deleted.
+            RuntimeError: If a leaf is a tracer.
         """
-        record = self._known(objects) or self._remember(objects)
+        record = self._find(objects) or self._create(objects)
         leaves = record.read()
-        if leaves is None:  # a variable holds another structure than it did
-            record = self._remember(objects)
+        if leaves is None:  # the structure of a variable's value has changed
+            record = self._create(objects)
             leaves = record.read() or []
         if not record.is_ready(leaves):
             leaves = self._mirror(record, leaves, roots)
         return record, leaves
 
     def last(self, objects: Sequence[Any]) -> Record | None:
-        """The record of objects that hold what the last step left in them; `None` of others."""
-        record = self._known(objects)
+        """Returns the record of objects that are unchanged since the last step, else `None`."""
+        record = self._find(objects)
         leaves = record.read() if record is not None else None
         return record if record and leaves is not None and record.is_ready(leaves) else None
 
-    def _known(self, objects: Sequence[Any]) -> Record | None:
-        """The record of these very objects, if no attribute of theirs has changed."""
-        alive, record = self._records.get(tuple(map(id, objects)), ([], None))
-        if record is None or not all(a() is b for a, b in zip(alive, objects, strict=True)):
+    def _find(self, objects: Sequence[Any]) -> Record | None:
+        """Returns the record of exactly these objects, if none of their attributes has changed."""
+        references, record = self._records.get(tuple(map(id, objects)), ([], None))
+        if record is None or not all(
+            r() is obj for r, obj in zip(references, objects, strict=True)
+        ):
             return None
-        return record if record.unchanged() else None
+        return record if record.is_unchanged() else None
 
-    def _remember(self, objects: Sequence[Any]) -> Record:
+    def _create(self, objects: Sequence[Any]) -> Record:
         key = tuple(map(id, objects))
         record = Record(objects, self._structures)
-        self._records[key] = ([_reference(obj, self._forget(key)) for obj in objects], record)
-        while len(self._records) > _MOST_RECORDS:
+        drop = self._make_drop(key)
+        self._records[key] = ([_reference(obj, drop) for obj in objects], record)
+        while len(self._records) > _MAX_RECORDS:
             self._records.popitem(last=False)
         return record
 
-    def _forget(self, key: tuple[int, ...]) -> Callable[[Any], None]:
-        """Drops a record when one of its objects is gone, or it would keep the arrays alive."""
+    def _make_drop(self, key: tuple[int, ...]) -> Callable[[Any], None]:
+        """Returns a callback that drops a record, which would keep the arrays of dead objects."""
         records = self._records
         return lambda _: records.pop(key, None) and None
 
-    def _is_there(self, leaf: Array) -> bool:
+    def _is_placed(self, leaf: Array) -> bool:
         if self._replicas.is_mirrored(leaf):
             return True
         return self._holds_slices and self._replicas.is_sharded(leaf)
@@ -101,13 +104,14 @@ class ObjectTable:
             if isinstance(leaf, jax.core.Tracer):
                 raise RuntimeError(
                     f"strategy.run was called inside jax.jit, grad or vmap: {names()[i]} is a "
-                    "tracer. Call it outside; it compiles by itself."
+                    "tracer. Call it from regular Python code: strategy.run compiles the step "
+                    "itself."
                 )
             if isinstance(leaf, jax.Array) and leaf.is_deleted():
                 raise ValueError(
-                    f"{names()[i]} holds an array that has been deleted: a `run` gave up the "
-                    "buffer under another name, another model that shared it or donate_argnums. "
-                    "Copy arrays that two models are to hold: jnp.copy(x)."
+                    f"{names()[i]} holds a deleted array. Its buffer was donated to an earlier "
+                    "`run`, through another model that shares it or through donate_argnums. If two "
+                    "models start from the same array, give each a copy: jnp.copy(x)."
                 )
             require_arrays(record.structure.leaf_slots[i], leaf)
         taken: set[int] = set()
@@ -116,10 +120,10 @@ class ObjectTable:
             if record.structure.is_own[i]:
                 mirrored.append(spread_over(record.holder(i), self._replicas))
                 continue
-            own = isinstance(leaf, jax.Array) and self._is_there(leaf)
-            # One buffer in two variables would be donated twice, which crashes JAX 0.10.2.
-            fresh = own and taken.isdisjoint(buffers_of(leaf))
-            mirrored.append(leaf if fresh else self._replicas.mirror(leaf))
+            # A buffer that two variables share would be donated twice, which crashes JAX 0.10.2.
+            is_placed = isinstance(leaf, jax.Array) and self._is_placed(leaf)
+            is_ready = is_placed and taken.isdisjoint(buffers_of(leaf))
+            mirrored.append(leaf if is_ready else self._replicas.mirror(leaf))
             taken |= buffers_of(mirrored[-1])
         if placement_log.on:
             for name, leaf in zip(names(), mirrored, strict=True):
@@ -128,9 +132,9 @@ class ObjectTable:
         return mirrored
 
 
-def _reference(obj: Any, gone: Callable[[Any], None]) -> Callable[[], Any]:
-    """A weak reference where the type allows one; variables have none."""
+def _reference(obj: Any, on_death: Callable[[Any], None]) -> Callable[[], Any]:
+    """Returns a weak reference, or a strong one for variables, which do not support weak ones."""
     try:
-        return weakref.ref(obj, gone)
+        return weakref.ref(obj, on_death)
     except TypeError:
         return lambda: obj

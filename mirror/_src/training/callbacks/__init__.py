@@ -1,1 +1,1 @@
-"""What happens beside a training; `mirror.callbacks` is their table of contents."""
+"""Callbacks for `Trainer.fit`, exported by `mirror.callbacks`."""

@@ -1,4 +1,4 @@
-"""`Callback`: the base class of what happens beside a training."""
+"""`Callback`: the base class for callbacks."""
 
 from collections.abc import Iterable
 from typing import Any, ClassVar
@@ -10,15 +10,15 @@ from mirror._src.utils.modules import set_module
 
 @set_module("mirror.callbacks")
 class Callback:
-    """Does something beside the training: override what you need.
+    """Base class for callbacks. Override the hooks you need.
 
-    A callback runs once, on the host, never per replica; what it is given are Python floats. It may
-    use the trainer: `fit.trainer.evaluate(data)`, `fit.trainer.save(directory)`, `fit.stop("why")`.
-    What it raises ends the training, and comes out of `fit`. Callbacks run in the order they are
-    passed in, but for those with `runs_last`.
+    A callback runs once, on the host, never per replica; the metrics it receives are Python floats.
+    It may use the trainer: `fit.trainer.evaluate(data)`, `fit.trainer.save(directory)`,
+    `fit.stop("why")`. An exception in a callback ends the training and is raised by `fit`.
+    Callbacks run in the order in which they are passed, except for those with `runs_last`.
 
     Attributes:
-        runs_last: whether to run after the others: it keeps what they hold, as a checkpoint does.
+        runs_last: Whether to run after the other callbacks, for callbacks that store their states.
 
     >>> class Report(Callback):
     ...     def on_epoch_end(self, fit, logs):
@@ -31,60 +31,63 @@ class Callback:
     runs_last: ClassVar[bool] = False
 
     def on_fit_begin(self, fit: TrainingRun) -> None:
-        """Before the first step; `fit.position` says where the training goes on from."""
+        """Called before the first step; `fit.position` is where the training starts or resumes."""
 
     def on_epoch_begin(self, fit: TrainingRun) -> None:
-        """Before the first step of an epoch."""
+        """Called before the first step of an epoch."""
 
     def on_step(self, fit: TrainingRun) -> None:
-        """After each launch of one step, or more; the devices may still work on it."""
+        """Called after each launch of one or more steps, which may still be running."""
 
     def on_metrics(self, fit: TrainingRun, step: int, logs: dict[str, float]) -> None:
-        """When the metrics of a launch have come in: in order, up to 8 launches later.
+        """Called when the metrics of a launch are available: in order, up to 8 launches later.
 
         Args:
-            fit: the training.
-            step: the launch's last step, counted over all epochs from 1.
-            logs: the means of the launch's examples.
+            fit: The run.
+            step: Last step of the launch, counted over all epochs from 1.
+            logs: Means over the examples of the launch.
         """
 
     def on_epoch_end(self, fit: TrainingRun, logs: dict[str, float]) -> None:
-        """After an epoch and its validation.
+        """Called after an epoch and its validation.
 
         Args:
-            fit: the training; `fit.history` has the epoch already.
-            logs: the means of all its examples; those of the validation begin with `val_`. What a
-                callback adds is in the history too.
+            fit: The run; `fit.history` already contains the epoch.
+            logs: Means over the examples of the epoch; names of validation metrics start with
+                `val_`. Metrics that a callback adds become part of the history.
         """
 
     def on_fit_end(self, fit: TrainingRun) -> None:
-        """At the end in any case, also after an error or Ctrl-C: close files here."""
+        """Called at the end, also after an error or Ctrl-C. Close files here."""
 
     def to_dict(self) -> dict[str, Any]:
-        """What a checkpoint is to hold of this callback, as JSON."""
+        """Returns the state of this callback for checkpoints, as JSON."""
         return {}
 
-    def from_dict(self, found: dict[str, Any]) -> None:
-        """Goes on from what `to_dict` gave, when a restored training goes on."""
+    def from_dict(self, state: dict[str, Any]) -> None:
+        """Restores the state that `to_dict` returned, when a training is resumed."""
 
 
 def require_callbacks(callbacks: Any) -> tuple[Callback, ...]:
-    """The callbacks as a tuple.
+    """Returns the callbacks as a tuple, in the order in which they run.
 
     Raises:
-        TypeError: something is no `Callback`.
-        ValueError: one is there twice.
+        TypeError: If one is not a `Callback`.
+        ValueError: If one is passed twice.
     """
     is_one = isinstance(callbacks, Callback) or not isinstance(callbacks, Iterable)
-    found = (callbacks,) if is_one else tuple(callbacks)
-    for callback in found:
+    callbacks = (callbacks,) if is_one else tuple(callbacks)
+    for callback in callbacks:
         if isinstance(callback, type) and issubclass(callback, Callback):
-            raise TypeError(f"{callback.__name__} is a class. Pass one: {callback.__name__}(...).")
+            name = callback.__name__
+            raise TypeError(
+                f"`callbacks` contains the class {name}. Create an object: {name}(...)."
+            )
         if not isinstance(callback, Callback):
             raise TypeError(
-                f"{describe(callback)} is no mirror.callbacks.Callback. Derive from it, and "
-                "override what you need."
+                f"`callbacks` must be mirror.callbacks.Callback objects, got {describe(callback)}. "
+                "Subclass Callback and override the hooks you need."
             )
-    if len(set(map(id, found))) < len(found):
-        raise ValueError("The same callback is among the callbacks twice. Pass it once.")
-    return tuple(sorted(found, key=lambda callback: callback.runs_last))
+    if len(set(map(id, callbacks))) < len(callbacks):
+        raise ValueError("`callbacks` contains the same object twice. Pass it once.")
+    return tuple(sorted(callbacks, key=lambda callback: callback.runs_last))

@@ -1,4 +1,4 @@
-"""Checkpoints while training, and at its end: the last ones, the best one, and when told to end."""
+"""`Checkpoint`: saves the last checkpoints, the best one, and one when the process ends."""
 
 import signal
 import threading
@@ -9,6 +9,7 @@ from mirror._src.training.callbacks.callback import Callback
 from mirror._src.training.callbacks.stopping import Mode, monitored, require_mode
 from mirror._src.training.checkpoints.store import CheckpointStore
 from mirror._src.training.fit import TrainingRun
+from mirror._src.utils.errors import require_int
 from mirror._src.utils.modules import set_module
 
 _TERMINATED = 128 + signal.SIGTERM
@@ -19,27 +20,29 @@ _TERMINATED = 128 + signal.SIGTERM
 class Checkpoint(Callback):
     """Writes checkpoints that `trainer.restore(directory)` reads, on any number of replicas.
 
-    Each is whole or not there: a process that is killed while it writes leaves the one before. They
-    are written in the background; an error of that comes out of `fit`, at the next one or the end.
+    Writes are atomic: if the process is killed while writing, the previous checkpoint remains. They
+    happen in the background; `fit` raises their errors at the next checkpoint or at the end.
 
-    When the process is told to end (SIGTERM, as before a machine is taken away), the step under way
-    is finished, a checkpoint is written, and the process ends with status 143; run it again with
-    `trainer.restore(directory)`, and `fit` goes on. So it is in the main thread, unless the program
-    handles SIGTERM itself.
+    On SIGTERM (for example, when a preemptible VM is reclaimed), it finishes the current step,
+    writes a checkpoint, and exits with status 143. Run the program again with
+    `trainer.restore(directory)` to resume. This requires that `fit` runs in the main thread and
+    that the program does not handle SIGTERM.
 
     Args:
-        directory: where they go, each into a folder named after its step.
-        every_epochs: write one after every so many epochs; 0: none.
-        every_steps: write one after every so many steps, too; 0: none.
-        keep: how many of the last ones to keep; `None`: all.
-        monitor: a metric, such as `"val_loss"`, the best checkpoint of which is kept as well:
+        directory: Directory of checkpoints; each is a subdirectory named after its step.
+        every_epochs: Number of epochs between checkpoints. 0 disables them.
+        every_steps: Number of steps between additional checkpoints. 0 disables them.
+        keep: Number of last checkpoints to keep. None keeps all.
+        monitor: Metric, such as `"val_loss"`, whose best checkpoint is kept as well, for
             `trainer.restore(directory, "best")`.
-        mode: whether less or more of it is better.
-        asynchronous: whether to write in the background.
+        mode: Whether the best value of the metric is the `"min"` or the `"max"`.
+        asynchronous: Whether to write in the background.
 
     Raises:
-        ValueError: numbers below 0, or an unknown mode; in `fit`, no such metric.
-        OSError: in `fit`, it cannot be written.
+        ValueError: If a number is out of range or `mode` is unknown. In `fit`, if `monitor` is not
+            a metric.
+        TypeError: If a number is not an integer.
+        OSError: In `fit`, if a checkpoint cannot be written.
 
     >>> checkpoint = Checkpoint("ckpt", keep=2, monitor="loss")
     >>> history = trainer.fit(data, epochs=2, callbacks=checkpoint, progress=False)
@@ -62,11 +65,10 @@ class Checkpoint(Callback):
         asynchronous: bool = True,
     ) -> None:
         require_mode(mode)
-        if min(every_epochs, every_steps) < 0 or (keep is not None and keep < 1):
-            raise ValueError(
-                f"every_epochs={every_epochs}, every_steps={every_steps}, keep={keep}: the first "
-                "two are 0 or more, and keep is 1 or more, or None for all."
-            )
+        require_int("every_epochs", every_epochs, 0)
+        require_int("every_steps", every_steps, 0)
+        if keep is not None:
+            require_int("keep", keep, fix="None keeps all checkpoints.")
         self._directory = directory
         self._every_epochs, self._every_steps = every_epochs, every_steps
         self._monitor = monitor
@@ -89,13 +91,13 @@ class Checkpoint(Callback):
         self._listen()
 
     def on_epoch_begin(self, fit: TrainingRun) -> None:
-        """Writes the one of the epoch before."""
+        """Writes the checkpoint of the previous epoch."""
         if self._due and fit.position.epoch % self._every_epochs == 0:
             self._save_epoch(fit)
         self._due = False
 
     def on_step(self, fit: TrainingRun) -> None:
-        """Writes one if it is time, or time to go."""
+        """Writes a checkpoint if it is due or the process has received SIGTERM."""
         if self._terminated:
             self._save(fit)
             self._end_process()
@@ -103,11 +105,11 @@ class Checkpoint(Callback):
             self._save(fit)
 
     def on_epoch_end(self, fit: TrainingRun, logs: dict[str, float]) -> None:  # noqa: ARG002
-        """One is due, when the other callbacks have seen the epoch: it holds what they keep."""
+        """Marks a checkpoint as due; it is written when all callbacks have seen the epoch."""
         self._due = bool(self._every_epochs)
 
     def on_fit_end(self, fit: TrainingRun) -> None:
-        """Writes the last one, and waits for what is being written."""
+        """Writes the last checkpoint, and waits for pending writes."""
         try:
             if self._due:
                 self._save_epoch(fit)

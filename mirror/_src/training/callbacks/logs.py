@@ -1,4 +1,4 @@
-"""Writing metrics down: in a CSV file, for TensorBoard, and the learning rate among them."""
+"""Logging callbacks: CSV files, TensorBoard and the learning rate."""
 
 import csv
 import time
@@ -11,6 +11,7 @@ import optax
 
 from mirror._src.training.callbacks.callback import Callback
 from mirror._src.training.fit import TrainingRun
+from mirror._src.utils.errors import require_int
 from mirror._src.utils.modules import set_module
 from mirror._src.utils.optional import require
 
@@ -18,17 +19,18 @@ from mirror._src.utils.optional import require
 @set_module("mirror.callbacks")
 @final
 class CSVLogger(Callback):
-    """Writes a line for each epoch into a file.
+    """Writes one line per epoch to a CSV file.
 
     Args:
-        file: its name; folders are made.
-        append: whether to write behind what is there. A training that goes on does so anyway, and
-            takes away the lines of epochs that it trains again.
+        file: Path of the file; missing directories are created.
+        append: Whether to append to an existing file. A resumed training always appends, after
+            removing the lines of epochs that it repeats.
 
     Raises:
-        ValueError: in `fit`, the file's columns are others than the metrics.
+        ValueError: In `fit`, if the columns of the file differ from the metrics.
 
     >>> history = trainer.fit(data, epochs=2, callbacks=CSVLogger("log.csv"), progress=False)
+    >>> from pathlib import Path
     >>> print(Path("log.csv").read_text())
     epoch,loss
     1,...
@@ -44,14 +46,14 @@ class CSVLogger(Callback):
         """Opens the file."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         done = fit.history.epochs
-        behind = (self._append or bool(done)) and self._path.exists()
-        if behind and done:
-            _take_back(self._path, done[-1])
-        self._columns = next(iter(_rows_of(self._path)), None) if behind else None
+        appends = (self._append or bool(done)) and self._path.exists()
+        if appends and done:
+            _remove_later_epochs(self._path, done[-1])
+        self._columns = next(iter(_rows_of(self._path)), None) if appends else None
         self._file = self._path.open("a" if self._columns else "w", newline="")
 
     def on_epoch_end(self, fit: TrainingRun, logs: dict[str, float]) -> None:
-        """Writes a line, and the columns' names before the first."""
+        """Writes a line, and the header before the first."""
         assert self._file is not None
         columns = ["epoch", *logs]
         writer = csv.writer(self._file)
@@ -60,8 +62,8 @@ class CSVLogger(Callback):
             writer.writerow(columns)
         if columns != self._columns:
             raise ValueError(
-                f"{self._path} has the columns {', '.join(self._columns)}, and this epoch "
-                f"{', '.join(columns)}. Write to another file."
+                f"{self._path} has the columns {', '.join(self._columns)}, but this epoch has "
+                f"{', '.join(columns)}. Use another file."
             )
         writer.writerow([fit.history.epochs[-1] + 1, *logs.values()])
         self._file.flush()
@@ -78,8 +80,8 @@ def _rows_of(path: Path) -> list[list[str]]:
         return list(csv.reader(file))
 
 
-def _take_back(path: Path, last_epoch: int) -> None:
-    """Takes away the last lines if a training that was killed had gone further than this one."""
+def _remove_later_epochs(path: Path, last_epoch: int) -> None:
+    """Removes lines after `last_epoch`, left by a training that was killed later than that."""
     rows = _rows_of(path)
     count = len(rows)
     while count > 1 and not _is_done(rows[count - 1], rows[0], last_epoch):
@@ -96,18 +98,20 @@ def _is_done(row: list[str], columns: list[str], last_epoch: int) -> bool:
 @set_module("mirror.callbacks")
 @final
 class TensorBoard(Callback):
-    """Writes metrics for TensorBoard: of each epoch, of steps, and the program of a step as text.
+    """Writes the metrics of epochs, and optionally of steps, for TensorBoard.
 
     Args:
-        directory: of the log.
-        every_steps: also write the metrics of every so many steps; 0: of epochs only.
-        program: whether to write the compiled step's program, at the first step.
+        directory: Log directory.
+        every_steps: Number of steps between additional entries. 0 writes only epochs.
+        program: Whether to write the text of the compiled step, at the first step.
 
     Raises:
-        ModuleNotFoundError: tensorboardX is not installed.
-        ValueError: a negative `every_steps`.
+        ModuleNotFoundError: If tensorboardX is not installed.
+        ValueError: If `every_steps` is negative.
+        TypeError: If `every_steps` is not an integer.
 
     >>> history = trainer.fit(data, callbacks=TensorBoard("logs"), progress=False)
+    >>> from pathlib import Path
     >>> len(list(Path("logs").iterdir()))
     1
     """
@@ -115,8 +119,7 @@ class TensorBoard(Callback):
     def __init__(
         self, directory: str | Path, *, every_steps: int = 0, program: bool = False
     ) -> None:
-        if every_steps < 0:
-            raise ValueError(f"every_steps={every_steps} is negative.")
+        require_int("every_steps", every_steps, 0)
         self._writer_class = require("tensorboardX").SummaryWriter
         self._directory = Path(directory).expanduser()
         self._every_steps = every_steps
@@ -126,19 +129,19 @@ class TensorBoard(Callback):
 
     def on_fit_begin(self, fit: TrainingRun) -> None:
         """Opens the log."""
-        suffix = f".{time.time_ns()}"  # or two in one second would have one file
+        suffix = f".{time.time_ns()}"  # two logs of one second must not share a file
         self._writer = self._writer_class(str(self._directory), filename_suffix=suffix)
         self._written = fit.position.step
 
     def on_step(self, fit: TrainingRun) -> None:
-        """Writes the program, once."""
+        """Writes the text of the compiled step, once."""
         if self._program:
             self._program = False
             text = fit.trainer.lowered_text()
             self._writer.add_text("program", f"```\n{text}\n```", fit.position.step)
 
     def on_metrics(self, fit: TrainingRun, step: int, logs: dict[str, float]) -> None:  # noqa: ARG002
-        """Writes the metrics of steps."""
+        """Writes the metrics of steps, if they are due."""
         if self._every_steps and step - self._written >= self._every_steps:
             self._written = step
             self._add({f"step_{name}": value for name, value in logs.items()}, step)
@@ -162,14 +165,14 @@ class TensorBoard(Callback):
 @set_module("mirror.callbacks")
 @final
 class LearningRate(Callback):
-    """Puts the learning rate among the metrics of each epoch, as `learning_rate`.
+    """Adds the learning rate to the metrics of each epoch, as `learning_rate`.
 
     Args:
-        schedule: the one the optimizer was made with, of the number of updates; `None`: it stands
-            in the optimizer's state, where `optax.inject_hyperparams` put it.
+        schedule: The schedule of the optimizer. Defaults to the learning rate in the optimizer's
+            state, where `optax.inject_hyperparams` stores it.
 
     Raises:
-        ValueError: in `fit`, there is no schedule and no learning rate in the state.
+        ValueError: In `fit`, if there is neither a schedule nor a learning rate in the state.
 
     >>> rate = LearningRate(optax.constant_schedule(0.125))
     >>> trainer.fit(data, epochs=2, callbacks=rate, progress=False)["learning_rate"]
@@ -180,23 +183,23 @@ class LearningRate(Callback):
         self._schedule = schedule
 
     def on_fit_begin(self, fit: TrainingRun) -> None:
-        """Looks whether it will be found."""
+        """Checks that the learning rate is available."""
         self._rate(fit)
 
     def on_epoch_end(self, fit: TrainingRun, logs: dict[str, float]) -> None:
-        """Adds it: the rate that the last update had."""
+        """Adds the learning rate of the last update."""
         logs["learning_rate"] = self._rate(fit)
 
     def _rate(self, fit: TrainingRun) -> float:
         if self._schedule is not None:
             return float(np.asarray(self._schedule(max(fit.position.step - 1, 0))))
-        found = optax.tree_utils.tree_get_all_with_path(
+        rates = optax.tree_utils.tree_get_all_with_path(
             fit.trainer.optimizer.opt_state, "learning_rate"
         )
-        if not found:
+        if not rates:
             raise ValueError(
-                "The optimizer's state has no learning_rate. Pass the schedule, "
-                "LearningRate(schedule), or make the optimizer with "
+                "The optimizer's state does not contain learning_rate. Pass the schedule, "
+                "LearningRate(schedule), or create the optimizer with "
                 "optax.inject_hyperparams(optax.adam)(learning_rate=...)."
             )
-        return float(np.asarray(found[0][1][...]))
+        return float(np.asarray(rates[0][1][...]))

@@ -1,4 +1,4 @@
-"""A profile of a few steps."""
+"""`Profiler`: profiles a few steps of a training."""
 
 from pathlib import Path
 from typing import final
@@ -7,22 +7,22 @@ import jax
 
 from mirror._src.training.callbacks.callback import Callback
 from mirror._src.training.fit import TrainingRun
-from mirror._src.utils.errors import describe
+from mirror._src.utils.errors import expected
 from mirror._src.utils.modules import set_module
 
 
 @set_module("mirror.callbacks")
 @final
 class Profiler(Callback):
-    """Profiles some steps with `jax.profiler`; look at them with TensorBoard or Perfetto.
+    """Profiles a range of steps with `jax.profiler`; open the result in TensorBoard or Perfetto.
 
     Args:
-        directory: where to write the profile.
-        steps: the first step and the one after the last, counted in each `fit` from 0; the default
-            leaves the first ones out, which compile.
+        directory: Directory to write the profile to.
+        steps: Half-open range `(start, stop)` of steps to profile, counted from 0 in every `fit`.
+            The default skips the first steps, which include compilation.
 
     Raises:
-        ValueError: no two steps in order.
+        ValueError: If `steps` is not an increasing pair of non-negative numbers.
 
     >>> callbacks = [Profiler("profile", steps=(10, 20))]  # for fit
     """
@@ -30,26 +30,26 @@ class Profiler(Callback):
     def __init__(self, directory: str | Path, steps: tuple[int, int] = (5, 10)) -> None:
         first, last = steps
         if not 0 <= first < last:
-            raise ValueError(f"steps={describe(steps)}: pass the first and the one after the last.")
+            raise ValueError(expected("steps", steps, "a range (start, stop), 0 <= start < stop"))
         self._directory = Path(directory).expanduser()
         self._first, self._last = first, last
         self._running = False
 
     def on_fit_begin(self, fit: TrainingRun) -> None:
-        """Counts from here."""
+        """Resets the step counter, and starts the profile if it begins at step 0."""
         self._begin = fit.position.step
         self._start_if_due(0)
 
     def on_step(self, fit: TrainingRun) -> None:
-        """Starts or ends the profile."""
+        """Starts or stops the profile."""
         done = fit.position.step - self._begin
         if self._running and done >= self._last:
-            fit.collect()  # what is profiled should have been computed
+            fit.collect()  # waits for the profiled steps
             self._stop()
         self._start_if_due(done)
 
     def on_fit_end(self, fit: TrainingRun) -> None:  # noqa: ARG002
-        """Ends the profile where there were fewer steps, or an error."""
+        """Stops the profile after an error, or if there were fewer steps."""
         self._stop()
 
     def _start_if_due(self, done: int) -> None:

@@ -1,4 +1,4 @@
-"""A progress bar in a terminal and in a notebook; in a log file, a line for each epoch."""
+"""`ProgressBar`: a progress bar in terminals and notebooks, one line per epoch in log files."""
 
 import importlib.util
 import sys
@@ -8,6 +8,7 @@ from typing import Any, TextIO, final
 
 from mirror._src.training.callbacks.callback import Callback
 from mirror._src.training.fit import TrainingRun
+from mirror._src.utils.errors import counted
 from mirror._src.utils.modules import set_module
 from mirror._src.utils.optional import require
 
@@ -17,14 +18,15 @@ _BAR = "{desc} {percentage:3.0f}% |{bar:20}| {n_fmt}/{total_fmt} {rate_fmt}{post
 @set_module("mirror.callbacks")
 @final
 class ProgressBar(Callback):
-    """Shows how far an epoch is, its metrics so far, and at its end a line with all of them.
+    """Shows the progress and the metrics of an epoch, and prints a line with them at its end.
 
-    `fit` adds one by itself. Where the output is no terminal and no notebook, there is no bar, but
-    the line.
+    `fit` adds one automatically. If the output is neither a terminal nor a notebook, only the lines
+    are printed.
 
     Args:
-        file: where to write; `None`: standard error, as it is when the training begins.
+        file: File to write to. Defaults to `sys.stderr`, looked up at every use.
 
+    >>> import sys
     >>> history = trainer.fit(data, epochs=2, callbacks=ProgressBar(sys.stdout))
     epoch 1/2: loss ..., ... s
     epoch 2/2: loss ..., ... s
@@ -35,23 +37,21 @@ class ProgressBar(Callback):
         self._bar: Any = None
 
     def on_fit_begin(self, fit: TrainingRun) -> None:
-        """Says so where a training goes on in the middle."""
+        """Reports where a training resumes, or that there is nothing to do."""
         position = fit.position
         if position.epoch >= fit.epochs:
-            self._say(f"nothing to train: {position.epoch} of {fit.epochs} epochs are done")
+            self._print(f"nothing to do: training is complete ({counted(fit.epochs, 'epoch')})")
         elif position.samples:
-            self._say(
-                f"going on in epoch {position.epoch + 1}, after {position.samples} examples of it"
-            )
+            self._print(f"resuming epoch {position.epoch + 1} after {position.samples} examples")
 
     def on_epoch_begin(self, fit: TrainingRun) -> None:
-        """A new bar."""
+        """Opens a new bar."""
         title = f"epoch {fit.position.epoch + 1}/{fit.epochs}"
-        if is_watched(self._out) and _has_tqdm():
+        if is_interactive(self._out) and _has_tqdm():
             self._bar = _bar(self._out, title, fit.steps_per_epoch, fit.position.epoch_step)
 
     def on_metrics(self, fit: TrainingRun, step: int, logs: dict[str, float]) -> None:  # noqa: ARG002
-        """Moves the bar on."""
+        """Advances the bar."""
         if self._bar is None:
             return
         done = fit.position.epoch_step - (fit.position.step - step)
@@ -59,16 +59,16 @@ class ProgressBar(Callback):
         self._bar.update(done - self._bar.n)
 
     def on_epoch_end(self, fit: TrainingRun, logs: dict[str, float]) -> None:
-        """A line that stays."""
+        """Replaces the bar by a line with the metrics."""
         self._close()
         epoch, seconds = fit.position.epoch, fit.history.epoch_secs[-1]
-        self._say(f"epoch {epoch}/{fit.epochs}: {in_words(logs)}, {seconds:.1f} s")
+        self._print(f"epoch {epoch}/{fit.epochs}: {in_words(logs)}, {seconds:.1f} s")
 
     def on_fit_end(self, fit: TrainingRun) -> None:
-        """Says why the training ended early, if a callback ended it."""
+        """Prints why a callback stopped the training, if one did."""
         self._close()
         if fit.stopped:
-            self._say(f"stopped: {fit.stopped}")
+            self._print(f"stopped: {fit.stopped}")
 
     @property
     def _out(self) -> TextIO:
@@ -79,22 +79,22 @@ class ProgressBar(Callback):
             self._bar.close()
         self._bar = None
 
-    def _say(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         print(line, file=self._out, flush=True)
 
 
 def in_words(logs: Mapping[str, float]) -> str:
-    """`loss 0.1234, accuracy 0.9876`."""
+    """Formats metrics: `loss 0.1234, accuracy 0.9876`."""
     return ", ".join(f"{name} {value:.4g}" for name, value in logs.items())
 
 
-def is_watched(file: TextIO) -> bool:
-    """Whether somebody looks on: a terminal, or a notebook's output."""
+def is_interactive(file: TextIO) -> bool:
+    """Whether the file is a terminal or the output of a notebook."""
     return file.isatty() or _in_notebook()
 
 
 def _has_tqdm() -> bool:
-    """Without it there are only the lines."""
+    """Whether tqdm is installed, which draws the bar."""
     return importlib.util.find_spec("tqdm") is not None
 
 
@@ -104,7 +104,7 @@ def _in_notebook() -> bool:
 
 
 def _bar(file: TextIO, title: str, total: int | None, done: int) -> Any:
-    with warnings.catch_warnings():  # in a notebook without ipywidgets it is made of text
+    with warnings.catch_warnings():  # tqdm warns in notebooks without ipywidgets
         warnings.simplefilter("ignore")
         return require("tqdm.auto").tqdm(
             desc=title,

@@ -1,4 +1,4 @@
-"""One checkpoint on the disk: its arrays, written by Orbax and read by TensorStore."""
+"""The files of one checkpoint: arrays are written by Orbax and read by TensorStore."""
 
 import contextlib
 import importlib
@@ -14,35 +14,35 @@ import numpy as np
 
 from mirror._src.training.checkpoints import layout
 from mirror._src.training.checkpoints.host_copies import KeyData
-from mirror._src.training.checkpoints.orbax_quiet import orbax_alone
+from mirror._src.training.checkpoints.orbax_quiet import quiet_orbax
 
 
-def write(place: Path, arrays: dict[str, np.ndarray | KeyData], about: dict[str, Any]) -> None:
-    """Writes a checkpoint, and gives it its place when it is complete."""
+def write(path: Path, arrays: dict[str, np.ndarray | KeyData], about: dict[str, Any]) -> None:
+    """Writes a checkpoint, and moves it to its path when it is complete."""
     orbax: Any = importlib.import_module("orbax.checkpoint")
     about["arrays"] = {name: _entry(value) for name, value in arrays.items()}
     about["written"] = time.time_ns()
-    about |= _kept_metrics(place, about)
+    about |= _kept_metrics(path, about)
     items = {"about": orbax.args.JsonSave({**about, "checksum": layout.checksum_of_json(about)})}
     stored = {name: _stored(_data(value)) for name, value in arrays.items() if _data(value).size}
-    if stored:  # Orbax takes neither no arrays nor arrays without elements
+    if stored:  # Orbax rejects empty trees and arrays without elements
         items["arrays"] = orbax.args.PyTreeSave(stored)
-    target = place.with_name(place.name + layout.REPLACES) if place.exists() else place
+    target = path.with_name(path.name + layout.REPLACES) if path.exists() else path
     try:
-        with orbax_alone(), orbax.Checkpointer(orbax.CompositeCheckpointHandler()) as checkpointer:
+        with quiet_orbax(), orbax.Checkpointer(orbax.CompositeCheckpointHandler()) as checkpointer:
             checkpointer.save(target, args=orbax.args.Composite(**items))
     finally:
         shutil.rmtree(target.with_name(target.name + layout.UNFINISHED), ignore_errors=True)
-    if target != place:
+    if target != path:
         layout.put_in_place(target)
 
 
-def _kept_metrics(place: Path, about: dict[str, Any]) -> dict[str, Any]:
-    """The metrics of the same arrays that stand there already, where none came with these."""
-    with contextlib.suppress(Exception):  # nothing there, or nothing to be read
-        there = layout.read_about(place)
-        if not about["metrics"] and there["arrays"] == about["arrays"]:
-            return {name: there[name] for name in ("metrics", "keep_best")}
+def _kept_metrics(path: Path, about: dict[str, Any]) -> dict[str, Any]:
+    """Returns the metrics of a checkpoint of the same arrays, if the new one has no metrics."""
+    with contextlib.suppress(Exception):  # no earlier checkpoint, or an unreadable one
+        earlier = layout.read_about(path)
+        if not about["metrics"] and earlier["arrays"] == about["arrays"]:
+            return {name: earlier[name] for name in ("metrics", "keep_best")}
     return {}
 
 
@@ -51,7 +51,7 @@ def _data(value: np.ndarray | KeyData) -> np.ndarray:
 
 
 def _stored(data: np.ndarray) -> np.ndarray:
-    """The small dtypes, `float8` and `uint4` and so on, as bytes: TensorStore lacks some."""
+    """Converts dtypes of one byte, such as float8 and uint4, to bytes: TensorStore lacks some."""
     return data.view(np.uint8) if data.dtype.itemsize == 1 and data.dtype != bool else data
 
 
@@ -66,9 +66,9 @@ def _checksum(data: np.ndarray) -> int:
 
 
 def read_arrays(path: Path, entries: dict[str, Any]) -> dict[str, np.ndarray | KeyData]:
-    """Reads without Orbax, which would start JAX's backend, what its arrays are stored with."""
+    """Reads arrays with TensorStore: Orbax would initialize the backend of JAX."""
     tensorstore: Any = importlib.import_module("tensorstore")
-    context = tensorstore.Context()  # one cache for all
+    context = tensorstore.Context()  # all arrays share one cache
     base = {"driver": "file", "path": f"{path}{os.sep}"}
     opened = {
         name: tensorstore.open(
@@ -89,5 +89,5 @@ def _checked(name: str, read: Any, entry: dict[str, Any]) -> np.ndarray | KeyDat
     data = np.zeros(shape, dtype) if read is None else read.result()
     data = data.view(dtype) if dtype.itemsize == data.dtype.itemsize == 1 else data
     if (data.shape, data.dtype, _checksum(data)) != (shape, dtype, entry["checksum"]):
-        raise ValueError(f"the checksum of {name} differs")
+        raise ValueError(f"the checksum of {name} does not match")
     return KeyData(entry["impl"], data) if "impl" in entry else data

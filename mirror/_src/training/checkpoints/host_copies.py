@@ -1,4 +1,4 @@
-"""Copies of arrays on the host, as a checkpoint has them; PRNG keys become `KeyData`."""
+"""Copies of arrays on the host, for checkpoints; PRNG keys become `KeyData`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,37 +7,38 @@ from typing import Any
 import jax
 import numpy as np
 
-from mirror._src.utils.errors import describe
+from mirror._src.utils.errors import expected
+from mirror._src.utils.types import ARRAY_LIKE
 
 
 @dataclass(frozen=True, eq=False)
 class KeyData:
-    """PRNG keys without JAX: `jax.random.wrap_key_data(data, impl=impl)` makes keys of them."""
+    """The data of PRNG keys; `jax.random.wrap_key_data(data, impl=impl)` restores the keys."""
 
     impl: str
     data: np.ndarray
 
 
 def on_host(arrays: Mapping[str, Any]) -> dict[str, np.ndarray | KeyData]:
-    """Copies that nobody else holds: the caller's buffers may be donated next."""
+    """Copies arrays to the host. The caller may donate the buffers afterwards."""
     for name, value in arrays.items():
         _check_array(name, value)
-    parts = {name: _parts(value) for name, value in arrays.items()}
-    datas = jax.device_get({name: data for name, (_, data) in parts.items()})  # all under way
+    items = {name: _impl_and_data(value) for name, value in arrays.items()}
+    datas = jax.device_get({name: data for name, (_, data) in items.items()})  # concurrently
     copies = {name: _copy(np.asarray(data)) for name, data in datas.items()}
     return {
         name: copies[name] if impl is None else KeyData(impl, copies[name])
-        for name, (impl, _) in parts.items()
+        for name, (impl, _) in items.items()
     }
 
 
 def _copy(data: np.ndarray) -> np.ndarray:
-    """A copy in C order and in the machine's byte order, which names of dtypes do not tell."""
+    """Copies to C order and native byte order, which the name of a dtype does not include."""
     return np.array(data, data.dtype.newbyteorder("="), order="C")
 
 
-def _parts(value: Any) -> tuple[str | None, Any]:
-    """The kind of PRNG keys, if they are; and the array, of one replica."""
+def _impl_and_data(value: Any) -> tuple[str | None, Any]:
+    """Returns the PRNG implementation, if the value holds keys, and the array of one replica."""
     if isinstance(value, KeyData):
         return value.impl, value.data
     impl = None
@@ -50,11 +51,11 @@ def _parts(value: Any) -> tuple[str | None, Any]:
 
 def _check_array(name: Any, value: Any) -> None:
     if not isinstance(name, str) or not all(name.split("/")):
-        raise ValueError(f"{name!r} is no name: join parts that are not empty with '/'.")
+        raise ValueError(f"{name!r} is not a valid name. Join non-empty parts with '/'.")
     if isinstance(value, np.ndarray | np.generic):
-        number = jax.dtypes.issubdtype(value.dtype, np.number) or value.dtype == bool
-        known = number and value.dtype.char not in "gG"  # long doubles: JAX has none
+        is_number = jax.dtypes.issubdtype(value.dtype, np.number) or value.dtype == bool
+        is_valid = is_number and value.dtype.char not in "gG"  # JAX has no long double
     else:
-        known = isinstance(value, jax.Array | KeyData | int | float | complex)
-    if not known:
-        raise TypeError(f"{name} is {describe(value)}. Save arrays of numbers, and PRNG keys.")
+        is_valid = isinstance(value, (*ARRAY_LIKE, KeyData))
+    if not is_valid:
+        raise TypeError(expected(name, value, "an array of numbers or PRNG keys"))

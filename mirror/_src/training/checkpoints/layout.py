@@ -1,12 +1,12 @@
-"""The files of a checkpoint directory: their names, their order, and the JSON about a checkpoint.
+"""The layout of a checkpoint directory: file names, order, and the JSON about a checkpoint.
 
-A checkpoint is names with arrays, and what else fits in JSON:
+A checkpoint contains arrays by name, and JSON:
 
-    ckpt/120/arrays   the arrays, a flat dictionary that Orbax alone can read too
+    ckpt/120/arrays   the arrays, a flat dictionary that Orbax can read as well
     ckpt/120/about    JSON: position and metrics; shape, dtype and checksum of every array
 
-A directory gets its number when it is complete, by being renamed, and loses it the same way before
-it is deleted: whatever interrupts, what has a number can be loaded.
+A directory is renamed to its number when it is complete, and renamed again before it is deleted.
+After an interrupt at any point, every directory with a number can be loaded.
 """
 
 import json
@@ -23,50 +23,50 @@ Best: TypeAlias = tuple[str, Literal["min", "max"]]
 
 FORMAT = 1
 ABOUT = Path("about", "metadata")
-UNFINISHED = ".orbax-checkpoint-tmp"  # Orbax's word
-REPLACES = ".new"  # complete, and about to take the place of the one of the same step
+UNFINISHED = ".orbax-checkpoint-tmp"  # named by Orbax
+REPLACES = ".new"  # complete, and about to replace the checkpoint of the same step
 _REMOVED = ".removed"
 _STEP = re.compile(rf"(0|[1-9][0-9]*)({re.escape(REPLACES)})?")
-LEFT_OVER = re.compile(
+LEFTOVER = re.compile(
     rf"[0-9]+({re.escape(REPLACES)})?({re.escape(UNFINISHED)}.*|{re.escape(_REMOVED)})"
 )
 
 
 def absolute(directory: str | os.PathLike[str]) -> Path:
-    """As Orbax wants it, and the same after a change of the working directory."""
+    """Returns the absolute path, which Orbax requires."""
     text = os.fspath(directory)
     if not isinstance(text, str) or not text or "://" in text:
-        raise ValueError(f"directory={text!r}: give the path of a directory of this machine.")
+        raise ValueError(f"`directory` must be the path of a local directory, got {text!r}.")
     path = Path(text).expanduser().resolve()
-    if {"\\", "["} & set(str(path)):  # a slash to TensorStore; to Orbax, a pattern
-        raise ValueError(f"directory={text!r} is {path}: give a path without '[' and '\\'.")
+    if {"\\", "["} & set(str(path)):  # TensorStore reads "\\" as "/", Orbax "[" as a pattern
+        raise ValueError(f"`directory` must be a path without '[' and '\\', got {str(path)!r}.")
     return path
 
 
-def found_in(directory: Path) -> dict[int, Path]:
-    """The checkpoints of mirror by their steps, in order; a newer one of a step wins."""
-    found = {}
-    for path in sorted(directory.iterdir()):  # "120" stands before "120.new"
+def checkpoints_in(directory: Path) -> dict[int, Path]:
+    """Returns the checkpoints by step, in order. `120.new` takes precedence over `120`."""
+    paths = {}
+    for path in sorted(directory.iterdir()):  # "120" comes before "120.new"
         match = _STEP.fullmatch(path.name)
         if match and (path / ABOUT).is_file():
-            found[int(match[1])] = path
-    return dict(sorted(found.items()))
+            paths[int(match[1])] = path
+    return dict(sorted(paths.items()))
 
 
-def in_order_of_writing(found: Mapping[int, Path]) -> list[int]:
-    """The steps, the one written last at the end: a second training may begin at step 0 again."""
+def in_order_of_writing(paths: Mapping[int, Path]) -> list[int]:
+    """Returns the steps by time of writing: a second training may restart at step 0."""
 
     def written(step: int) -> int:
         try:
-            return int(read_about(found[step])["written"])
-        except Exception:  # it cannot be read, which whoever wants it will be told
-            return (found[step] / ABOUT).stat().st_mtime_ns
+            return int(read_about(paths[step])["written"])
+        except Exception:  # loading the checkpoint reports that it is damaged
+            return (paths[step] / ABOUT).stat().st_mtime_ns
 
-    return sorted(found, key=written)
+    return sorted(paths, key=written)
 
 
 def best_of(abouts: dict[int, dict], rule: Best) -> int | None:
-    """The step with the best value of the metric; of equals the last, and never NaN."""
+    """Returns the step with the best value of the metric: the last of equals, and never NaN."""
     metric, mode = rule
     sign = -1 if mode == "min" else 1
     values = {step: about["metrics"].get(metric, math.nan) for step, about in abouts.items()}
@@ -75,7 +75,7 @@ def best_of(abouts: dict[int, dict], rule: Best) -> int | None:
 
 
 def put_in_place(path: Path) -> None:
-    """Makes `120.new`, which is complete, `120`."""
+    """Renames `120.new`, which is complete, to `120`."""
     place = path.with_suffix("")
     if place.exists():
         remove(place)
@@ -83,27 +83,27 @@ def put_in_place(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Takes a checkpoint's number from it, and then deletes it."""
+    """Renames a checkpoint, so that it has no number, and then deletes it."""
     doomed = path.with_name(path.name + _REMOVED)
     shutil.rmtree(doomed, ignore_errors=True)
     path.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)  # the next store deletes what is left
+    shutil.rmtree(doomed, ignore_errors=True)  # the next store deletes the rest
 
 
 def read_about(path: Path) -> dict[str, Any]:
-    """What the JSON of a checkpoint says.
+    """Reads the JSON of a checkpoint.
 
     Raises:
-        ValueError: it is damaged, or of another format.
+        ValueError: If it is damaged, or has another format.
     """
     about = json.loads((path / ABOUT).read_text())
     if about.pop("checksum") != checksum_of_json(about):
-        raise ValueError(f"the checksum of {ABOUT} differs")
+        raise ValueError(f"the checksum of {ABOUT} does not match")
     if about["format"] != FORMAT:
-        raise ValueError(f"it has format {about['format']}, and this version reads {FORMAT}")
+        raise ValueError(f"it has format {about['format']}, but this version reads {FORMAT}")
     return about
 
 
 def checksum_of_json(value: Any) -> int:
-    """A checksum of what JSON holds, whatever the order of its keys."""
+    """Returns a checksum of a JSON value that does not depend on the order of keys."""
     return zlib.crc32(json.dumps(value, sort_keys=True).encode())

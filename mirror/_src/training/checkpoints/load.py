@@ -1,4 +1,4 @@
-"""`load_checkpoint`: reads a checkpoint into NumPy arrays, or says which others can be read."""
+"""`load_checkpoint`: reads a checkpoint into NumPy arrays."""
 
 import contextlib
 import os
@@ -9,16 +9,22 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mirror._src.training.checkpoints import files, layout
-from mirror._src.training.checkpoints.host_copies import KeyData
 from mirror._src.training.checkpoints.messages import in_short, in_words
-from mirror._src.utils.errors import describe
+from mirror._src.utils.errors import expected
 
 
 class LoadedCheckpoint(NamedTuple):
-    """What `load_checkpoint` read."""
+    """The result of `load_checkpoint`.
+
+    Attributes:
+        step: Step of the checkpoint.
+        arrays: NumPy arrays by name; PRNG keys as objects with `impl` and `data`.
+        position: Position of the training, as JSON.
+        metrics: Metrics of the epoch, if it was saved with some.
+    """
 
     step: int
-    arrays: dict[str, np.ndarray | KeyData]
+    arrays: dict[str, Any]
     position: dict[str, Any]
     metrics: dict[str, float]
 
@@ -26,88 +32,90 @@ class LoadedCheckpoint(NamedTuple):
 def load_checkpoint(
     directory: str | os.PathLike[str], step: int | str = "last"
 ) -> LoadedCheckpoint:
-    """Reads a checkpoint, all of it, into NumPy arrays; it needs no devices.
+    """Reads a whole checkpoint into NumPy arrays, without using any device.
 
     Args:
-        directory: where a `CheckpointStore` wrote.
-        step: a number; `"last"`, the one written last; or `"best"`, by the metric that `keep_best`
-            named last.
+        directory: Directory that checkpoints were saved to.
+        step: A step; `"last"` for the checkpoint written last; or `"best"`, by the metric that
+            `Checkpoint(monitor=...)` named last.
 
     Raises:
-        FileNotFoundError: no directory, no checkpoint of mirror in it, or none of this step.
-        NotADirectoryError: a file.
-        TypeError: `step` is something else.
-        ValueError: the checkpoint is damaged, or none is the best.
+        FileNotFoundError: If the directory or the checkpoint does not exist.
+        NotADirectoryError: If `directory` is a file.
+        TypeError: If `step` has the wrong type.
+        ValueError: If the checkpoint is damaged, or no checkpoint is the best.
 
     >>> trainer.save("ckpt")
     >>> mirror.load_checkpoint("ckpt").arrays["model.kernel"].shape
     (2, 1)
     """
     directory = layout.absolute(directory)
-    found = _found_to_load(directory)
-    step = _chosen(directory, found, step)
-    with _readable(directory, step, found):
-        about = layout.read_about(found[step])
-        arrays = files.read_arrays(found[step] / "arrays", about["arrays"])
+    paths = _checkpoints_to_load(directory)
+    step = _chosen_step(directory, paths, step)
+    with _readable(directory, step, paths):
+        about = layout.read_about(paths[step])
+        arrays = files.read_arrays(paths[step] / "arrays", about["arrays"])
     return LoadedCheckpoint(step, arrays, about["position"], about["metrics"])
 
 
-def _found_to_load(directory: Path) -> dict[int, Path]:
-    """The checkpoints there, or the error that says what is there instead."""
-    needed = "Give the directory that checkpoints were saved to."
+def _checkpoints_to_load(directory: Path) -> dict[int, Path]:
+    """Returns the checkpoints, or raises an error that lists the contents of the directory."""
+    fix = "Pass the directory that checkpoints were saved to."
     if not directory.exists():
-        raise FileNotFoundError(f"There is no directory {directory}. {needed}")
+        raise FileNotFoundError(f"The directory {directory} does not exist. {fix}")
     if not directory.is_dir():
-        raise NotADirectoryError(f"{directory} is a file. {needed}")
+        raise NotADirectoryError(f"{directory} is a file. {fix}")
     if (directory / layout.ABOUT).is_file():
-        needed = f"It is a checkpoint itself: give {directory.parent} and step={directory.name}."
-    found = layout.found_in(directory)
-    if not found:
-        there = sorted(path.name for path in directory.iterdir())
+        fix = f"It is a checkpoint itself: pass {directory.parent} and step={directory.name}."
+    paths = layout.checkpoints_in(directory)
+    if not paths:
+        names = in_words(sorted(path.name for path in directory.iterdir()))
         raise FileNotFoundError(
-            f"{directory} has no checkpoint of mirror; there is {in_words(there)}. {needed}"
+            f"No mirror checkpoint found in {directory} (it contains {names}). {fix}"
         )
-    return found
+    return paths
 
 
-def _chosen(directory: Path, found: dict[int, Path], step: Any) -> int:
-    """The step that is meant."""
+def _chosen_step(directory: Path, paths: dict[int, Path], step: Any) -> int:
     if isinstance(step, str) and step == "last":
-        return layout.in_order_of_writing(found)[-1]
+        return layout.in_order_of_writing(paths)[-1]
     if isinstance(step, str) and step == "best":
-        return _chosen_as_best(directory, found)
+        return _best_step(directory, paths)
     if isinstance(step, bool) or not isinstance(step, int | np.integer):
-        raise TypeError(f'step={describe(step)}: give a number, "last" or "best".')
-    if step not in found:
+        raise TypeError(expected("step", step, 'an integer, "last" or "best"'))
+    if step not in paths:
         raise FileNotFoundError(
-            f"{directory} has no checkpoint of step {step}. Load another: {in_words(found)}."
+            f"No checkpoint for step {step} found in {directory}. Available steps: "
+            f"{in_words(paths)}."
         )
     return int(step)
 
 
-def _chosen_as_best(directory: Path, found: dict[int, Path]) -> int:
+def _best_step(directory: Path, paths: dict[int, Path]) -> int:
     abouts = {}
-    for step, path in found.items():
-        with _readable(directory, step, found):
+    for step, path in paths.items():
+        with _readable(directory, step, paths):
             abouts[step] = layout.read_about(path)
     rule = next((a["keep_best"] for a in reversed(abouts.values()) if a["keep_best"]), None)
     best = layout.best_of(abouts, rule) if rule else None
     if best is None:
-        lack = f"none has the metric {rule[0]!r}" if rule else "they were saved without keep_best"
+        unmonitored = "they were saved without Checkpoint(monitor=...)"
+        why = f"none has the metric {rule[0]!r}" if rule else unmonitored
         raise ValueError(
-            f"No checkpoint in {directory} is the best: {lack}. Load a step: {in_words(found)}."
+            f"Cannot tell which checkpoint in {directory} is the best: {why}. Available steps: "
+            f"{in_words(paths)}."
         )
     return best
 
 
 @contextlib.contextmanager
-def _readable(directory: Path, step: int, found: dict[int, Path]) -> Iterator[None]:
-    """Says of an error which checkpoint it is about, and which are left to try."""
+def _readable(directory: Path, step: int, paths: dict[int, Path]) -> Iterator[None]:
+    """Adds to an error which checkpoint is damaged, and which others exist."""
     try:
         yield
     except Exception as error:
-        others = [other for other in found if other != step]
+        others = [other for other in paths if other != step]
         raise ValueError(
-            f"The checkpoint of step {step} in {directory} cannot be read: "
-            f"{in_short(error)}. Load another: {in_words(others)}."
+            f"Could not read the checkpoint for step {step} in {directory}: {in_short(error)}. "
+            f"Other steps: {in_words(others)}."
         ) from error

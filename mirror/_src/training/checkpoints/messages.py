@@ -1,4 +1,4 @@
-"""Parts of error messages about checkpoints: the text of an error, and lists of steps."""
+"""Parts of error messages about checkpoints: short error texts, and lists of steps."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,13 +7,13 @@ _MOST_STEPS = 12
 
 
 def in_short(error: BaseException) -> str:
-    """The text of an error, without what TensorStore adds, of which there is a lot."""
+    """Returns the text of an error, without the long details that TensorStore appends."""
     text = getattr(error, "strerror", None) or str(error).split(" [")[0]
     return f"{text or type(error).__name__:.300}".rstrip(".")
 
 
 def in_words(names: Iterable[Any]) -> str:
-    """`1, 2, 3`, at most twelve, the last ones."""
+    """Returns a list such as `1, 2, 3`, with the last twelve names at most."""
     texts = [str(name) for name in names]
     shown = ", ".join(texts[-_MOST_STEPS:])
     if len(texts) > _MOST_STEPS:

@@ -1,4 +1,4 @@
-"""Keeping the log and the threads of Orbax away from the user."""
+"""Suppresses the log of Orbax, and joins its threads."""
 
 import contextlib
 import logging
@@ -13,14 +13,14 @@ _QUIET_SECS = 0.1
 
 
 @contextlib.contextmanager
-def orbax_alone() -> Iterator[None]:
-    """Keeps what Orbax says from the user, and waits for its threads.
+def quiet_orbax() -> Iterator[None]:
+    """Suppresses the log of Orbax, and joins its threads.
 
-    That is forty lines of log for a checkpoint. Where it fails, it closes its event loop under the
-    writes that are under way, each of which then prints that the loop is closed. And it lets go of
-    the loop's threads, `asyncio_0`, without joining them (Orbax 0.12.8).
+    Orbax 0.12.8 logs forty lines per checkpoint. When it fails, it closes its event loop while
+    writes are still running, each of which then prints that the loop is closed. It also abandons
+    the threads of the loop, `asyncio_0`, without joining them.
     """
-    logger, hook, late = logging.getLogger("absl"), sys.unraisablehook, threading.Event()
+    logger, hook, is_late = logging.getLogger("absl"), sys.unraisablehook, threading.Event()
     before = set(threading.enumerate())
 
     def is_not_orbax(record: logging.LogRecord) -> bool:
@@ -28,7 +28,7 @@ def orbax_alone() -> Iterator[None]:
 
     def unless_late(unraisable: Any) -> None:
         if str(unraisable.exc_value) == "Event loop is closed":
-            late.set()
+            is_late.set()
         else:
             hook(unraisable)
 
@@ -37,8 +37,8 @@ def orbax_alone() -> Iterator[None]:
     try:
         yield
     except BaseException:
-        while late.wait(_QUIET_SECS):
-            late.clear()
+        while is_late.wait(_QUIET_SECS):
+            is_late.clear()
         raise
     finally:
         logger.removeFilter(is_not_orbax)
@@ -46,4 +46,4 @@ def orbax_alone() -> Iterator[None]:
             sys.unraisablehook = hook
         for thread in set(threading.enumerate()) - before:
             if thread.name.startswith("asyncio_"):
-                thread.join(_MOST_WAIT_SECS)  # another's may have no end
+                thread.join(_MOST_WAIT_SECS)  # threads of other libraries may never end

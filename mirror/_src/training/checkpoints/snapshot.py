@@ -1,4 +1,4 @@
-"""The arrays of nnx objects by name, as a checkpoint holds them, and back into the objects."""
+"""Reads the arrays of nnx objects by name for a checkpoint, and writes them back."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -18,7 +18,7 @@ from mirror._src.variables.variable import Variable
 
 
 def read(objects: Mapping[str, Any]) -> dict[str, Any]:
-    """`{"model.out.kernel": array}`: one value each; those of `"on_read"` variables aggregated."""
+    """Returns `{"model.out.kernel": array}`, with aggregated values of `"on_read"` variables."""
     return {
         name + keystr(inside): _as_on_devices(value)
         for name, holder in _places(objects)
@@ -26,17 +26,17 @@ def read(objects: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def write(objects: Mapping[str, Any], found: Mapping[str, Any], replicas: ReplicaDevices) -> None:
-    """Puts arrays back by name, mirrored over the replicas.
+def write(objects: Mapping[str, Any], saved: Mapping[str, Any], replicas: ReplicaDevices) -> None:
+    """Writes arrays into the objects by name, mirrored across the replicas.
 
     Raises:
-        ValueError: names, shapes or dtypes are not those of the objects; nothing is changed.
+        ValueError: If names, shapes or dtypes differ from the objects, which are not changed.
     """
     old = read(objects)
-    _require_fits(old, found)
-    new = {name: replicas.mirror(_array(value, old[name])) for name, value in found.items()}
+    _require_match(old, saved)
+    new = {name: replicas.mirror(_array(value, old[name])) for name, value in saved.items()}
     for root, obj in objects.items():
-        bare = []  # arrays that are attributes, in no variable
+        bare = []  # arrays that are plain attributes, not variables
         for path, holder in nnx.to_flat_state(nnx.state(obj)):
             value = _taken(new, _name(root, path), _value(holder))
             if isinstance(holder, nnx.Variable):
@@ -58,21 +58,22 @@ def _set(variable: nnx.Variable[Any], value: Any, replicas: ReplicaDevices) -> N
         variable.set_raw_value(value)
 
 
-def _require_fits(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-    wrong = [f"{name}: not in the checkpoint" for name in wanted if name not in found]
-    wrong += [f"{name}: only in the checkpoint" for name in found if name not in wanted]
-    for name in wanted.keys() & found.keys():
-        here, there = _words(wanted[name]), _words(found[name])
-        if here != there:
-            wrong.append(f"{name}: {there} in the checkpoint, {here} here")
+def _require_match(current: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    wrong = [f"{name}: not in the checkpoint" for name in current if name not in saved]
+    wrong += [f"{name}: only in the checkpoint" for name in saved if name not in current]
+    for name in current.keys() & saved.keys():
+        new, old = _described(current[name]), _described(saved[name])
+        if new != old:
+            wrong.append(f"{name}: {old} in the checkpoint, {new} in the trainer")
     if wrong:
         raise ValueError(
-            f"The checkpoint is of another model or optimizer:\n{listing(sorted(wrong))}\nMake the "
-            "trainer with what it was saved with; mirror.load_checkpoint reads the arrays alone."
+            "The checkpoint does not match this model and optimizer:\n"
+            f"{listing(sorted(wrong))}\nCreate the Trainer with the model and optimizer it was "
+            "saved with. To read only the arrays, use mirror.load_checkpoint."
         )
 
 
-def _words(value: Any) -> str:
+def _described(value: Any) -> str:
     if isinstance(value, KeyData):
         return f"key<{value.impl}>{list(value.data.shape[:-1])}"
     if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
@@ -81,7 +82,7 @@ def _words(value: Any) -> str:
 
 
 def _as_on_devices(value: Any) -> Any:
-    """What a model holds that has not run yet, as it will be there: JAX may have no 64 bits."""
+    """Converts values of a model that has not run yet: JAX may not support their 64 bits."""
     if isinstance(value, jax.Array) or not is_numeric(np.asarray(value).dtype):
         return value
     return jnp.asarray(value)
@@ -90,7 +91,7 @@ def _as_on_devices(value: Any) -> Any:
 def _array(value: Any, old: Any) -> Any:
     if isinstance(value, KeyData):
         return jax.random.wrap_key_data(jnp.asarray(value.data), impl=value.impl)
-    if old.weak_type and not value.ndim:  # strong, it would make more float32 of bfloat16
+    if old.weak_type and not value.ndim:  # a strong type would promote bfloat16 to float32
         return jnp.asarray(value.item())
     return value
 

@@ -1,0 +1,78 @@
+"""Strategies over the host devices, by layout and by executor."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator
+
+import jax
+import pytest
+
+import mirror
+from mirror._src.devices import backend
+
+# Number of devices, and replicas on each of them.
+LAYOUTS = {"1": (1, 1), "2": (2, 1), "3": (3, 1), "8": (8, 1), "2-on-2": (2, 2), "3-on-1": (1, 3)}
+ON_HOST = mirror.ReductionToOneDevice()
+
+
+def cpu_strategy(num_devices: int, **kwargs) -> mirror.MirroredStrategy:
+    """Returns a strategy over the first host devices."""
+    return mirror.MirroredStrategy(jax.devices("cpu")[:num_devices], **kwargs)
+
+
+def executors(num_replicas: int) -> dict[str, Callable[[], mirror.MirroredStrategy]]:
+    """Returns constructors of strategies with this many replicas, one per executor."""
+    return {
+        "pmap": functools.partial(cpu_strategy, num_replicas),
+        "vmap": functools.partial(cpu_strategy, 1, replicas_per_device=num_replicas),
+        "staged": functools.partial(cpu_strategy, num_replicas, cross_device_ops=ON_HOST),
+    }
+
+
+EXECUTORS = executors(2)
+# For tables that cover more than the executors: one replica, and two on each of two devices.
+ONE = {"one": functools.partial(cpu_strategy, 1)}
+PAIRS = {"pairs": functools.partial(cpu_strategy, 2, replicas_per_device=2)}
+
+FOUR_REPLICAS: dict[str, tuple[int, int, type[mirror.CrossDeviceOps]]] = {
+    "pmap": (4, 1, mirror.AllReduce),
+    "vmap": (1, 4, mirror.AllReduce),
+    "vmap on 2": (2, 2, mirror.AllReduce),
+    "staged": (4, 1, mirror.ReductionToOneDevice),
+    "staged on 2": (2, 2, mirror.ReductionToOneDevice),
+    "staged in lanes": (4, 1, mirror.ReductionToOneDevice),
+}
+
+
+@contextlib.contextmanager
+def executor(
+    name: str, ops: mirror.CrossDeviceOps | None = None
+) -> Iterator[mirror.MirroredStrategy]:
+    """Yields a strategy of `FOUR_REPLICAS`; "in lanes", its device types alternate."""
+    num_devices, replicas_per_device, default_ops = FOUR_REPLICAS[name]
+    with pretended_types(["CPU", "GPU"] * 2 if name == "staged in lanes" else []):
+        yield mirror.MirroredStrategy(
+            jax.devices("cpu")[:num_devices],
+            ops or default_ops(),
+            replicas_per_device=replicas_per_device,
+        )
+
+
+@contextlib.contextmanager
+def pretended_types(types: Iterable[str]) -> Iterator[None]:
+    """Makes `mirror` take the first host devices for devices of these types, in order."""
+    devices = jax.devices("cpu")
+    types_by_device = dict(zip(devices, types, strict=False))
+
+    def type_of(device):
+        return types_by_device.get(device, "CPU")
+
+    def devices_of_type(wanted):
+        return tuple(device for device in devices if type_of(device) == wanted)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("mirror._src.devices.backend", "mirror._src.devices.replicas"):
+            patch.setattr(f"{module}.type_of", type_of)
+        patch.setattr("mirror._src.collectives.one_device.type_of", type_of)
+        patch.setattr(backend, "devices_of_type", devices_of_type)
+        yield
