@@ -35,6 +35,7 @@ def assert_mirrored(tree: PyTree, strategy: Strategy | None = None) -> None:
         TypeError: If `strategy` is not a `Strategy`.
         RuntimeError: If no strategy was passed outside a strategy's scope.
     """
+    __tracebackhide__ = True  # pytest shows the line of the test
     if strategy is None and not has_strategy():
         raise RuntimeError(
             "assert_mirrored(tree) was called outside a strategy's scope, so the devices of the "
@@ -44,7 +45,7 @@ def assert_mirrored(tree: PyTree, strategy: Strategy | None = None) -> None:
     try:
         strategy.check_mirrored(tree)
     except (TypeError, ValueError) as error:
-        raise AssertionError(str(error)) from error
+        raise AssertionError(str(error)) from None
 
 
 def assert_trains_like_one_device(
@@ -78,12 +79,13 @@ def assert_trains_like_one_device(
         TypeError: If `strategy` is not a `Strategy`, or `steps` is not an integer.
         ValueError: If `steps` is less than 1, or `Strategy.verify` rejects the arguments.
     """
+    __tracebackhide__ = True
     _require_strategy(strategy)
     require_int("steps", steps, fix="Pass the number of steps to compare.")
     try:
         report = strategy.verify(_repeated(step, steps, _may_be_state(args)), args, rtol=rtol)
     except (ReplicaMismatchError, ReplicaDivergenceError) as error:
-        raise AssertionError(str(error)) from error
+        raise AssertionError(str(error)) from None
     if all(row.name.startswith("result['step ") for row in report.rows):
         raise AssertionError(
             f"{counted(steps, 'step')} changed no variable and returned no new value of the first "
