@@ -3,6 +3,7 @@
 import gc
 import os
 import shutil
+import signal
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -21,6 +22,10 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+# A job in the background of a script, and `nohup` in some, inherit that SIGINT is ignored. Tests of
+# interrupts would wait for an interrupt that never comes.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 jax.config.update("jax_platforms", "cpu")  # GPUs are for the processes of tests/laws/test_gpu.py
 # Compiling is most of the work here, and faster with fewer LLVM optimizations. Child processes (the
 # demo, the soak test, the benchmarks) compile with all of them, as users do.

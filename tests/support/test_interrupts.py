@@ -1,0 +1,23 @@
+"""The suite is independent of how its process was started."""
+
+import signal
+import subprocess
+import sys
+
+from tests.support import fresh
+
+TEST = "tests/devices/test_collective_check.py"
+
+
+def test_interrupt_tests_pass_where_sigint_is_inherited_as_ignored():
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-k", "interrupt", TEST]
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        process = subprocess.Popen(
+            command, cwd=fresh.ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with process:
+        output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
