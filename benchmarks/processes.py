@@ -120,6 +120,12 @@ class Child:
         line, _, self._unread = self._unread.partition(b"\n")
         return json.loads(line)
 
+    def close_input(self) -> None:
+        """Asks the process to end, without waiting for it."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+
     def end(self) -> None:
         """Ends the process and its children, by force if it takes too long."""
         for pipe in (self._process.stdin, self._process.stdout):

@@ -53,6 +53,7 @@ from mirror import callbacks as callbacks
 from mirror import config as config
 from mirror import data as data
 from mirror import debugging as debugging
+from mirror import distributed as distributed
 from mirror import testing as testing
 from mirror._src.checks.verify import VerifyReport as VerifyReport
 from mirror._src.collectives.all_reduce import AllReduce as AllReduce
@@ -65,6 +66,7 @@ from mirror._src.context.scopes import has_strategy as has_strategy
 from mirror._src.context.scopes import in_cross_replica_context as in_cross_replica_context
 from mirror._src.data.distribute import DistributedDataset as DistributedDataset
 from mirror._src.data.distribute import InputContext as InputContext
+from mirror._src.devices.launches import StalledError as StalledError
 from mirror._src.devices.placement import add_n as add_n
 from mirror._src.devices.placement import device as device
 from mirror._src.explain.program import ProgramReport as ProgramReport
@@ -75,19 +77,32 @@ from mirror._src.strategy.mirrored import MirroredStrategy as MirroredStrategy
 from mirror._src.strategy.mirrored import OneDeviceStrategy as OneDeviceStrategy
 from mirror._src.strategy.mirrored import get_replica_context as get_replica_context
 from mirror._src.strategy.mirrored import get_strategy as get_strategy
+from mirror._src.strategy.multi_worker import (
+    MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
+)
 from mirror._src.strategy.strategy import Strategy as Strategy
 from mirror._src.strategy.strategy import ValueContext as ValueContext
 from mirror._src.training.checkpoints.load import load_checkpoint as load_checkpoint
 from mirror._src.training.history import History as History
-from mirror._src.training.objective import Weighted as Weighted
 from mirror._src.training.trainer import Trainer as Trainer
+from mirror._src.training.weighted import Weighted as Weighted
 from mirror._src.utils.errors import InvalidDeviceError as InvalidDeviceError
+from mirror._src.utils.errors import ProgramMismatchError as ProgramMismatchError
 from mirror._src.utils.errors import ReplicaDivergenceError as ReplicaDivergenceError
 from mirror._src.utils.errors import ReplicaMismatchError as ReplicaMismatchError
 from mirror._src.utils.types import REPLICA_AXIS as REPLICA_AXIS
+from mirror._src.utils.unknown_names import explain_unknown_names as _explain_unknown_names
 from mirror._src.values.per_replica import PerReplica as PerReplica
 from mirror._src.variables.variable import Variable as Variable
 from mirror._version import __version__ as __version__
+
+_explain_unknown_names(
+    "mirror",
+    *(
+        f"mirror.{name}"
+        for name in ("callbacks", "config", "data", "debugging", "distributed", "testing")
+    ),
+)
 
 
 def __dir__() -> list[str]:

@@ -2,6 +2,6 @@
 
 import sys
 
-from mirror._src.cli.main import main
+from mirror_cli.main import main
 
 sys.exit(main())

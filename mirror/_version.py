@@ -1,3 +1,3 @@
 """The version, read by the build and by `mirror.__version__`."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

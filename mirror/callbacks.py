@@ -8,6 +8,7 @@ from mirror._src.training.callbacks.callback import Callback as Callback
 from mirror._src.training.callbacks.checkpoints import Checkpoint as Checkpoint
 from mirror._src.training.callbacks.logs import CSVLogger as CSVLogger
 from mirror._src.training.callbacks.logs import LearningRate as LearningRate
+from mirror._src.training.callbacks.logs import Log as Log
 from mirror._src.training.callbacks.logs import TensorBoard as TensorBoard
 from mirror._src.training.callbacks.profiling import Profiler as Profiler
 from mirror._src.training.callbacks.progress import ProgressBar as ProgressBar

@@ -4,10 +4,7 @@
     mirror.config.set_visible_devices(gpus[:1], "GPU")
     mirror.config.set_memory_growth(gpus[0], True)
 
-    cpu = mirror.config.list_physical_devices("CPU")[0]
-    mirror.config.set_logical_device_configuration(
-        cpu, [mirror.config.LogicalDeviceConfiguration()] * 4
-    )
+    mirror.config.set_num_cpu_devices(4)
     mirror.MirroredStrategy()  # four replicas on a machine without GPUs
 
 Settings apply to the whole process, and cannot change once JAX's backend has started. The first
@@ -37,6 +34,7 @@ from mirror._src.devices.settings import (
     set_logical_device_configuration as set_logical_device_configuration,
 )
 from mirror._src.devices.settings import set_memory_growth as set_memory_growth
+from mirror._src.devices.settings import set_num_cpu_devices as set_num_cpu_devices
 from mirror._src.devices.settings import set_soft_device_placement as set_soft_device_placement
 from mirror._src.devices.settings import set_visible_devices as set_visible_devices
 from mirror._src.devices.state import LogicalDeviceConfiguration as LogicalDeviceConfiguration

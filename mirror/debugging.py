@@ -1,4 +1,4 @@
-"""Tools that show where ops run and where arrays are stored.
+"""Tools that show where ops run, where arrays are stored, and why a step does not end.
 
 For example:
 
@@ -6,8 +6,12 @@ For example:
     a @ b  # Executing op matmul in device /job:localhost/replica:0/task:0/device:GPU:0
 
     print(mirror.debugging.visualize_placement(model))
+
+    mirror.debugging.watch(secs=60)  # reports steps that do not end
 """
 
 from mirror._src.devices.op_log import set_log_device_placement as set_log_device_placement
 from mirror._src.explain.placement_table import visualize_placement as visualize_placement
 from mirror._src.utils.tables import Table as Table
+from mirror._src.watchdog.watch import Watch as Watch
+from mirror._src.watchdog.watch import watch as watch

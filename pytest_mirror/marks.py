@@ -1,32 +1,38 @@
 """The mark `mirror` and the fixture `strategy`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_mirror.member import IS_MEMBER
 from pytest_mirror.settings import EXECUTORS, SETTINGS, is_secs
 
 if TYPE_CHECKING:
     import mirror
 
-_KEYWORDS = ("replicas", "executors", "timeout")
+_KEYWORDS = ("replicas", "executors", "processes", "timeout")
+_LAYOUT = {"replicas", "executors", "processes"}
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The replicas of a test and the executor that runs them.
+    """The replicas of a test, and the executor or the processes that run them.
 
     Attributes:
-        executor: One of `EXECUTORS`.
+        executor: One of `EXECUTORS`; it has no meaning with several processes.
         replicas: Number of replicas; `None` means one per device.
+        processes: Number of processes that run the test; `None` means this one.
     """
 
     executor: str
     replicas: int | None
+    processes: int | None = None
 
     def __str__(self) -> str:
+        if self.processes is not None:
+            return f"{self.processes}-processes-{self.replicas}"
         return f"{self.executor}-{'all' if self.replicas is None else self.replicas}"
 
     @property
@@ -60,7 +66,7 @@ def mark_keywords(node: pytest.Item) -> dict[str, Any]:
     if "timeout" in keywords and not is_secs(keywords["timeout"]):
         secs = keywords["timeout"]
         _fail(node, f"`timeout` must be a number of seconds, or 0 for no limit, got {secs!r}")
-    for name in ("replicas", "executors"):
+    for name in ("replicas", "executors", "processes"):
         if name in keywords:
             keywords[name] = _as_values(node, name, keywords[name])
     return keywords
@@ -72,8 +78,9 @@ def _as_values(node: pytest.Item, name: str, value: Any) -> Sequence[Any]:
     for item in values:
         if name == "executors" and item not in EXECUTORS:
             _fail(node, f"unknown executor {item!r}. Use one of: {', '.join(EXECUTORS)}")
-        if name == "replicas" and (isinstance(item, bool) or not isinstance(item, int) or item < 1):
-            _fail(node, f"`replicas` must be one or several integers >= 1, got {value!r}")
+        is_count = isinstance(item, int) and not isinstance(item, bool) and item >= 1
+        if name != "executors" and not is_count:
+            _fail(node, f"`{name}` must be one or several integers >= 1, got {value!r}")
     if not values or len(set(values)) < len(values):
         what = "contains duplicates" if values else "is empty"
         _fail(node, f"{name}={value!r} {what}. List every value once, or omit {name}")
@@ -83,14 +90,51 @@ def _as_values(node: pytest.Item, name: str, value: Any) -> Sequence[Any]:
 def _layouts(node: pytest.Item, fixtures: Sequence[str]) -> list[Layout]:
     """Returns the layouts in the order of the mark, which is the same in every xdist worker."""
     keywords = mark_keywords(node)
-    if not keywords.keys() & {"replicas", "executors"}:
+    if not keywords.keys() & _LAYOUT:
         return []
     if "_mirror_layout" not in fixtures:
         if any(m.name == "mirror" and m.kwargs.keys() - {"timeout"} for m in node.own_markers):
             _fail(node, "the test does not use the fixture `strategy`. Add it as an argument")
         return []  # the mark of a class or a module does not apply to this test
+    if "processes" in keywords:
+        return _layouts_of_processes(node, keywords)
     replicas = keywords.get("replicas", [None])
     return [Layout(e, n) for e in keywords.get("executors", ["pmap"]) for n in replicas]
+
+
+def _layouts_of_processes(node: pytest.Item, keywords: dict[str, Any]) -> list[Layout]:
+    if "executors" in keywords:
+        _fail(
+            node,
+            f"processes={keywords['processes']!r} cannot be combined with "
+            f"executors={keywords['executors']!r}, because several processes have one executor. "
+            "Omit executors, or write a test of its own for them",
+        )
+    layouts = []
+    for processes in keywords["processes"]:
+        for replicas in keywords.get("replicas", [processes]):
+            if replicas % processes:
+                _fail(
+                    node,
+                    f"`replicas` must be a multiple of processes={processes}, got {replicas}, "
+                    "because every process has the same number of devices. For example "
+                    f"replicas={processes * 2}",
+                )
+            layouts.append(Layout("pmap", replicas, processes))
+    return layouts
+
+
+def layout_of(item: pytest.Item) -> Layout | None:
+    """Returns the layout of a test whose mark has replicas, executors or processes."""
+    callspec = getattr(item, "callspec", None)
+    layout = None if callspec is None else callspec.params.get("_mirror_layout")
+    return layout if isinstance(layout, Layout) else None
+
+
+def runs_elsewhere(item: pytest.Item) -> bool:
+    """Whether a test runs in processes that this one starts."""
+    layout = layout_of(item)
+    return layout is not None and layout.processes is not None and not IS_MEMBER
 
 
 def _fail(node: pytest.Item, why: str) -> None:
@@ -106,19 +150,29 @@ def _mirror_layout() -> Layout | None:
 @pytest.fixture
 def strategy(
     request: pytest.FixtureRequest, _mirror_layout: Layout | None
-) -> "mirror.MirroredStrategy":
+) -> "Iterator[mirror.Strategy]":
     """A strategy with the layout of the mark; by default over all devices.
 
-    With `--mirror-devices`, the replicas run on host devices, even if there are accelerators.
+    With `--mirror-devices`, the replicas run on host devices, even if there are accelerators. With
+    `processes=`, it is a `mirror.MultiWorkerMirroredStrategy` over the host devices of all of them.
     """
-    from mirror import MirroredStrategy  # loads JAX
+    from mirror._src.testing import plugin_support  # loads JAX
+
+    with plugin_support.logged_launches():  # for the report of a test that exceeds its timeout
+        yield _strategy(request, _mirror_layout)
+
+
+def _strategy(request: pytest.FixtureRequest, layout: Layout | None) -> "mirror.Strategy":
+    from mirror import MirroredStrategy, MultiWorkerMirroredStrategy
     from mirror._src.testing import plugin_support
 
+    if layout is not None and layout.processes is not None:
+        return MultiWorkerMirroredStrategy()
     on_host = request.config.stash[SETTINGS].devices is not None
     devices = plugin_support.devices_for_tests(on_host=on_host)
-    if _mirror_layout is None:
+    if layout is None:
         return MirroredStrategy(devices if on_host else None)
-    needed = _mirror_layout.num_devices
+    needed = layout.num_devices
     if len(devices) < needed:
         pytest.fail(
             f"{request.node.nodeid} requires {needed} devices, but only {len(devices)} are "
@@ -126,4 +180,4 @@ def strategy(
             f"--mirror-devices={needed}.",
             pytrace=False,
         )
-    return plugin_support.make_strategy(_mirror_layout.executor, _mirror_layout.replicas, devices)
+    return plugin_support.make_strategy(layout.executor, layout.replicas, devices)

@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 
+from pytest_mirror.member import IS_MEMBER
+
 EXECUTORS = ("pmap", "vmap", "staged")
 MARKED_SECS = 300.0  # default timeout of tests with the mark
 _TOO_LONG_SECS = 1e9  # timers reject longer times
 _MARK = (
-    "mirror(replicas, executors, timeout): run the test once per number of replicas and per "
-    f"executor ({', '.join(EXECUTORS)}), in the fixture `strategy`; end the run if the test takes "
-    f"longer than timeout seconds (default: {MARKED_SECS:g}; 0: no limit)."
+    "mirror(replicas, executors, processes, timeout): run the test once per number of replicas and "
+    f"per executor ({', '.join(EXECUTORS)}), in the fixture `strategy`, or in several processes; "
+    f"end it if it takes longer than timeout seconds (default: {MARKED_SECS:g}; 0: no limit)."
 )
 
 
@@ -61,7 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
             f"{secs_option}: expected a number of seconds, e.g. 60, or 0 for no limit."
         )
     num_devices = None if devices is None else int(devices)
-    if num_devices is not None:
+    if num_devices is not None and not IS_MEMBER:  # which has its part of the replicas
         _force_host_devices(num_devices, devices_option)
     config.stash[SETTINGS] = Settings(num_devices, _parse_float(secs), os.dup(2))
 

@@ -17,10 +17,11 @@ from collections.abc import Generator, Iterator
 
 import pytest
 
-from pytest_mirror.marks import mark_keywords
+from pytest_mirror.marks import mark_keywords, runs_elsewhere
 from pytest_mirror.settings import MARKED_SECS, SETTINGS
 
-_GRACE_SECS = 5.0  # time for the report, after which faulthandler ends the process
+_LAUNCHES = "mirror._src.devices.launches"
+GRACE_SECS = 5.0  # time for the report, after which faulthandler ends the process
 _WAITS_IN_XLA = re.compile(r"waiting for `(.*?)` for .*? and may be stuck\. Expected (\d+) threads")
 _deadline = pytest.StashKey[contextlib.ExitStack]()
 
@@ -28,7 +29,7 @@ _deadline = pytest.StashKey[contextlib.ExitStack]()
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Ends the process if a test, including its fixtures, exceeds its timeout."""
-    secs = _secs_of(item)
+    secs = 0.0 if runs_elsewhere(item) else timeout_of(item)
     with contextlib.ExitStack() as stack:
         if secs:
             _start_timers(item, secs, stack)
@@ -42,7 +43,7 @@ def pytest_enter_pdb(config: pytest.Config) -> None:
         config.stash[_deadline].close()
 
 
-def _secs_of(item: pytest.Item) -> float:
+def timeout_of(item: pytest.Item) -> float:
     """Returns the timeout: the mark takes precedence over the option, the option over the file."""
     option = item.config.stash[SETTINGS].secs
     if item.get_closest_marker("mirror") is None:
@@ -58,6 +59,10 @@ def _start_timers(item: pytest.Item, secs: float, stack: contextlib.ExitStack) -
     A Python thread prints the report. If it cannot run because the test holds the GIL,
     faulthandler's thread prints the stacks and ends the process.
     """
+    if _LAUNCHES in sys.modules:
+        from mirror._src.testing import plugin_support  # its dependencies are already imported
+
+        stack.enter_context(plugin_support.logged_launches())
     timer = threading.Timer(secs, _expire, (item, secs))
     timer.daemon = True
     timer.start()
@@ -65,7 +70,7 @@ def _start_timers(item: pytest.Item, secs: float, stack: contextlib.ExitStack) -
     # faulthandler has a single timer; pytest uses it if the ini option faulthandler_timeout is set.
     if not float(item.config.getini("faulthandler_timeout") or 0):
         stderr = item.config.stash[SETTINGS].stderr
-        faulthandler.dump_traceback_later(secs + _GRACE_SECS, exit=True, file=stderr)
+        faulthandler.dump_traceback_later(secs + GRACE_SECS, exit=True, file=stderr)
         stack.callback(faulthandler.cancel_dump_traceback_later)
 
 
@@ -126,11 +131,11 @@ def _arrivals(text: str) -> Iterator[str]:
 
 
 def _launches() -> Iterator[str]:
-    if "mirror._src.devices.launch" not in sys.modules:
+    if _LAUNCHES not in sys.modules:
         return
-    from mirror._src.testing import plugin_support  # its dependencies are already imported
+    from mirror._src.testing import plugin_support
 
-    launches = plugin_support.launches_in_flight()
-    yield from (f"  launch {i + 1} of {len(launches)}: {line}" for i, line in enumerate(launches))
-    if not launches:
-        yield "  mirror has no launch with collectives in flight on host devices."
+    lines = plugin_support.launches_in_flight()
+    yield from (f"  {line}" for line in lines)
+    if not lines:
+        yield "  mirror has no launch in flight."

@@ -1,4 +1,4 @@
-"""Fixtures, and the options `--slow`, `--gpu`, `--notebooks` and `--long`."""
+"""Fixtures, and the options `--slow`, `--dev`, `--gpu`, `--notebooks` and `--long`."""
 
 import gc
 import os
@@ -19,6 +19,10 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
+# pytest-xdist sets the width of a terminal for its workers, and users may set colors.
+for _name in ("COLUMNS", "NO_COLOR", "FORCE_COLOR"):
+    os.environ.pop(_name, None)
+
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
@@ -35,20 +39,23 @@ import mirror  # noqa: E402
 from mirror._src.context.scopes import current_frame  # noqa: E402
 from tests.support.durations import SLOW_TESTS  # noqa: E402
 from tests.support.interrupts import repeated_until_interrupted  # noqa: E402
+from tests.support.packages import is_installed  # noqa: E402
 from tests.support.strategies import EXECUTORS, LAYOUTS, cpu_strategy  # noqa: E402
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds `--slow`, `--gpu`, `--notebooks` and `--long`."""
+    """Adds `--slow`, `--dev`, `--gpu`, `--notebooks` and `--long`."""
     parser.addoption("--slow", action="store_true", help="run the tests of slow_tests.txt too")
+    parser.addoption("--dev", action="store_true", help="fail without the packages of `dev`")
     parser.addoption("--gpu", action="store_true", help="run the tests marked gpu, on JAX's GPUs")
     parser.addoption("--notebooks", action="store_true", help="execute the notebooks")
     parser.addoption("--long", action="store_true", help="run the rows of tables that take long")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Registers the markers for `--slow`, `--notebooks` and `--long`."""
+    """Registers the markers for `--slow`, `--dev`, `--notebooks` and `--long`."""
     config.addinivalue_line("markers", "slow: is in slow_tests.txt; left out by default")
+    config.addinivalue_line("markers", "dev(*packages): needs packages of the extra `dev`")
     config.addinivalue_line("markers", "notebooks: executes a notebook; left out by default")
     config.addinivalue_line("markers", "long: takes long; left out by default")
 
@@ -71,6 +78,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             for item in items:
                 if item.get_closest_marker(name):
                     item.add_marker(pytest.mark.skip(reason=f"runs with --{name}"))
+    if not config.getoption("--dev"):
+        for item in items:
+            for package in missing_packages(item):
+                reason = f'needs {package}: pip install -e ".[dev]"'
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def missing_packages(item: pytest.Item) -> list[str]:
+    """Returns the packages of the marks `dev` that are not installed."""
+    return [
+        name for mark in item.iter_markers("dev") for name in mark.args if not is_installed(name)
+    ]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """With `--dev`, fails a test whose packages are missing."""
+    if item.config.getoption("--dev") and (missing := missing_packages(item)):
+        pytest.fail(f'needs {", ".join(missing)}: pip install -e ".[dev]"', pytrace=False)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -18,14 +18,14 @@ import numpy as np
 import pytest
 
 import mirror
-from mirror._src.cli import main as cli
 from mirror._src.cli.bench import command, measure
 from mirror._src.cli.bench.measure import Contender
 from mirror._src.cli.bench.scaling import Row, Scaling
 from mirror._src.cli.bench.workload import RepeatedBatches, WorkloadError, workload_of
 from mirror._src.cli.builtin_steps import make_builtin_step
-from mirror._src.cli.common import OptionError
 from mirror._src.utils.measure import quartiles
+from mirror_cli import main as cli
+from mirror_cli.common import OptionError
 from tests.support import fresh
 from tests.support.messages import assert_message, raises
 from tests.support.strategies import cpu_strategy
@@ -61,7 +61,7 @@ def interrupted() -> tuple[int, str, list[str]]:
 
 def _interrupted(step: str) -> tuple[int, str, list[str]]:
     with subprocess.Popen(
-        [sys.executable, "-u", "-m", "mirror._src.cli.main", "bench", step, "--steps", "1000000"],
+        [sys.executable, "-u", "-m", "mirror", "bench", step, "--steps", "1000000"],
         cwd=fresh.ROOT,
         env={**fresh.INHERITED, "JAX_PLATFORMS": "cpu"},
         stdout=subprocess.PIPE,
@@ -278,7 +278,7 @@ def test_missing_matplotlib_fails_before_measuring(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert bench("--plot", "a.png") == 2
-    assert 'pip install "mirror-jax[train]"' in capsys.readouterr().err
+    assert 'pip install ".[train]"' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

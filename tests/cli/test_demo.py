@@ -12,9 +12,9 @@ import tempfile
 import pytest
 
 import mirror
-from mirror._src.cli import main as cli
 from mirror._src.cli.demo import run  # here, since scikit-learn sets environment variables
 from mirror._src.utils import interrupts
+from mirror_cli import main as cli
 from tests.support import fresh
 from tests.support.messages import assert_message
 
@@ -27,7 +27,7 @@ def environment(**more: str) -> dict[str, str]:
 
 def demo(*options: str, **variables: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-m", "mirror._src.cli.main", "demo", *options],
+        [sys.executable, "-m", "mirror", "demo", *options],
         cwd=fresh.ROOT,
         env=environment(**variables),
         capture_output=True,
@@ -61,7 +61,7 @@ def with_curves() -> tuple[subprocess.CompletedProcess, bytes]:
 def interrupted() -> tuple[int, str]:
     """The exit status and the standard error of a run that Ctrl-C ends."""
     with subprocess.Popen(
-        [sys.executable, "-u", "-m", "mirror._src.cli.main", "demo", "--epochs", "1000"],
+        [sys.executable, "-u", "-m", "mirror", "demo", "--epochs", "1000"],
         cwd=fresh.ROOT,
         env=environment(),
         stdout=subprocess.PIPE,
@@ -191,6 +191,7 @@ def test_bad_options_are_named(option, value, wanted, capsys):
         ),
         ("--plot", "/no/such/folder/curves.png", {"values": "/no/such/folder"}),
         ("--plot", "tests.png", {"values": "tests.png"}),
+        ("--plot", "/proc/x.png", {"values": "/proc/x.png", "fix": "directory"}),
     ],
 )
 def test_impossible_options_fail_before_training(
@@ -209,7 +210,7 @@ def test_missing_packages_are_named_with_the_line_that_installs_them(monkeypatch
         monkeypatch.delitem(sys.modules, f"mirror._src.cli.demo.{name}", raising=False)
     assert cli.main(["demo"]) == 2
     errors = capsys.readouterr().err
-    assert_message(errors, names="sklearn", fix='pip install "mirror-jax[demo]"')
+    assert_message(errors, names="sklearn", fix='pip install ".[demo]"')
 
 
 def test_failed_checks_set_the_exit_status(monkeypatch, capsys):

@@ -11,13 +11,13 @@ import pytest
 
 import mirror
 from mirror._src.cli import devices as inventory
-from mirror._src.cli import main as cli
+from mirror_cli import main as cli
 from tests.support import fresh
 from tests.support.messages import assert_message
 
-COMMAND = "import sys; from mirror._src.cli import main as cli; sys.exit(cli.main(['devices']))"
+COMMAND = "import sys; from mirror_cli import main as cli; sys.exit(cli.main(['devices']))"
 BOTH = """
-from mirror._src.cli import main as cli
+from mirror_cli import main as cli
 assert cli.main(["devices"]) == 0
 print("JSON")
 assert cli.main(["devices", "--json"]) == 0
@@ -207,7 +207,7 @@ def physical(*gpus: bool) -> list[dict]:
 
 
 CPU, GPU = {"device_type": "CPU"}, {"device_type": "GPU"}
-INSTALL = ['pip install "mirror-jax[cuda12]"', '"mirror-jax[cuda13]"']
+INSTALL = ['pip install ".[cuda12]"', 'pip install ".[cuda13]"']
 NOTES = {
     "all in use": (physical(True), [CPU, GPU], None, None),
     "no GPU": (physical(), [CPU], None, None),

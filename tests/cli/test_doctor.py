@@ -13,7 +13,6 @@ import tomllib
 import pytest
 
 import mirror
-from mirror._src.cli import main as cli
 from mirror._src.cli import versions
 from mirror._src.cli.doctor import child, environment, probes
 from mirror._src.cli.doctor.check import Check, summary, worst
@@ -21,18 +20,17 @@ from mirror._src.cli.doctor.child import ProbeResult, findings
 from mirror._src.cli.doctor.environment import check_environment
 from mirror._src.cli.doctor.versions import (
     SUPPORTED,
-    base_version,
     check_versions,
     deadlocks_on_host,
 )
 from mirror._src.devices.physical import Gpu
+from mirror._src.utils.supported import base_version
+from mirror_cli import main as cli
 from tests.support import fresh
 from tests.support.messages import assert_message
 
 TYPO = "--xla_force_host_platform_devices_count=3"
-COMMAND = (
-    "import sys; from mirror._src.cli import main as cli; sys.exit(cli.main(['doctor', '--json']))"
-)
+COMMAND = "import sys; from mirror_cli import main as cli; sys.exit(cli.main(['doctor', '--json']))"
 
 
 def with_a_typo() -> subprocess.CompletedProcess[str]:

@@ -154,7 +154,7 @@ def test_results_of_several_threads_do_not_mix(pair):
 
 @pytest.mark.parametrize("args", [{"x": 1}, None, 3, mirror.PerReplica([1.0, 2.0])], ids=repr)
 def test_args_must_be_a_tuple_or_list(two, args):
-    shown, fix = [repr(args), type(args).__name__], "strategy.run(step, (model, batch))"
+    shown, fix = [repr(args), type(args).__name__], "strategy.run(<lambda>, (x,))"
     with raises(TypeError, names="args", values=shown, fix=fix):
         two.run(lambda *x: x, args)
     with raises(TypeError, names="kwargs", values=[3, "int"], fix="dict"):
@@ -255,7 +255,7 @@ def test_step_is_traced_once_per_static_value(pair):
 def test_arithmetic_on_per_replica_results_is_rejected_outside(pair):
     x = pair.run(number)
     for use in (lambda: x + 1, lambda: float(x), lambda: x[0], lambda: len(x), lambda: bool(x)):
-        with raises(TypeError, fix=["strategy.reduce", "x.values", "strategy.run"]):
+        with raises(TypeError, fix=["x.values", "strategy.run"]):
             use()
     with pytest.raises(TypeError):
         jnp.add(x, 1)

@@ -4,20 +4,23 @@
 import collections
 import functools
 import threading
+from typing import Any
 
-import datasets
 import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 
 import mirror
 from tests.support.messages import raises
+from tests.support.packages import optional, rows
 from tests.support.strategies import cpu_strategy
 
-datasets.disable_progress_bars()
+torch: Any = optional("torch")
+datasets: Any = optional("datasets")
+if datasets:
+    datasets.disable_progress_bars()
 
 NUM_ROWS, SIZE = 50, 24  # 24, 24, 2: the last one divides by 1 replica only of 1, 3 and 8
 X = np.arange(NUM_ROWS * 3, dtype=np.float32).reshape(NUM_ROWS, 3)
@@ -73,17 +76,18 @@ class TfData:
         return -(-NUM_ROWS // SIZE)
 
 
-class TorchRows(torch.utils.data.Dataset):
-    def __len__(self):
-        return NUM_ROWS
+if torch:
 
-    def __getitem__(self, i):
-        return {"x": X[i], "y": Y[i]}
+    class TorchRows(torch.utils.data.Dataset):
+        def __len__(self):
+            return NUM_ROWS
 
+        def __getitem__(self, i):
+            return {"x": X[i], "y": Y[i]}
 
-class TorchStream(torch.utils.data.IterableDataset):
-    def __iter__(self):
-        return ({"x": x, "y": y} for x, y in zip(X, Y, strict=True))
+    class TorchStream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return ({"x": x, "y": y} for x, y in zip(X, Y, strict=True))
 
 
 class GrainRows:
@@ -203,7 +207,7 @@ def source_of():
         thread.join(1)
 
 
-@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize("name", rows(LOADERS))
 @pytest.mark.parametrize("n", [1, 3, 8])
 def test_replicas_get_the_rows_of_the_source(name, n, source_of):
     _, again, has_length = LOADERS[name]
@@ -229,7 +233,7 @@ def kept(batch, mask):
     return [mirror.PerReplica([np.concatenate(leaf.values)[where]]) for leaf in leaves_of(batch)]
 
 
-@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize("name", rows(LOADERS))
 def test_padded_iteration_yields_the_same_rows(name, source_of):
     data = cpu_strategy(3).distribute_dataset(source_of(name), remainder="pad")
     read = []
@@ -242,6 +246,7 @@ def test_padded_iteration_yields_the_same_rows(name, source_of):
 TORCH_DTYPES = ["bfloat16", "float16", "float32", "float8_e4m3fn", "uint8", "int16", "bool"]
 
 
+@pytest.mark.dev("torch")
 @pytest.mark.parametrize("name", TORCH_DTYPES)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_torch_dtypes_are_converted(name, transposed, two):
@@ -260,6 +265,7 @@ UNREADABLE = {
 }  # fmt: skip
 
 
+@pytest.mark.dev("torch")
 @pytest.mark.parametrize("name", UNREADABLE)
 def test_unreadable_torch_tensors_are_rejected(name, two):
     make, wanted = UNREADABLE[name]
@@ -287,27 +293,29 @@ NO_BATCHES = {
     "datasets text": (lambda: datasets.Dataset.from_dict({"x": ["a", "b"]}).with_format("numpy").batch(2), "batch['x']", (), ()),
     "datasets splits": (lambda: datasets.DatasetDict(train=hugging_face()), "DatasetDict", (), "datasets['train']"),
     "grain unbatched": (lambda: grain.MapDataset.source(GrainRows()), "batch['y']", 0, BATCH),
-    "torch unbatched": (TorchRows, "TorchRows", (), LOADER),
-    "torch stream unbatched": (TorchStream, "batch['y']", 0, LOADER),
+    "torch unbatched": (lambda: TorchRows(), "TorchRows", (), LOADER),
+    "torch stream unbatched": (lambda: TorchStream(), "batch['y']", 0, LOADER),
     "torch loader unbatched": (lambda: torch.utils.data.DataLoader(TorchRows(), batch_size=None), "batch['y']", 0, LOADER),
-    "a tensor": (lambda: torch.ones(4, 2), "Tensor", (), FROM_ARRAYS),
-    "tensors": (lambda: (torch.ones(4, 2), torch.ones(4)), "tuple", (), FROM_ARRAYS),
+    "torch tensor": (lambda: torch.ones(4, 2), "Tensor", (), FROM_ARRAYS),
+    "torch tensors": (lambda: (torch.ones(4, 2), torch.ones(4)), "tuple", (), FROM_ARRAYS),
     "a tf tensor": (lambda: Tensor(X), "Tensor", (), FROM_ARRAYS),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NO_BATCHES)
+@pytest.mark.parametrize("name", rows(NO_BATCHES))
 def test_errors_name_the_batched_form_of_a_dataset(name, two):
     make, named, values, fix = NO_BATCHES[name]
     with raises((TypeError, ValueError), names=named, values=values, fix=fix):
         list(two.distribute_dataset(make()))
 
 
+@pytest.mark.dev("torch")
 def test_from_arrays_accepts_torch_tensors(two):
     tensors = {"x": torch.asarray(X), "y": torch.arange(NUM_ROWS)}
     rows_of(two.distribute_dataset(mirror.data.from_arrays(tensors, 10)), NUM_ROWS)
 
 
+@pytest.mark.dev("torch")
 def test_torch_sampler_receives_the_epoch(two):
     sampler = torch.utils.data.DistributedSampler(range(8), num_replicas=1, rank=0, seed=3)
     data = two.distribute_dataset(torch.utils.data.DataLoader(range(8), 8, sampler=sampler))

@@ -318,6 +318,54 @@ def test_device_details_describe_the_gpu(four, machine):
 
 
 @pytest.fixture(scope="module")
+def num_cpu_devices() -> dict:
+    return observe("config_num_cpu_devices")
+
+
+def test_number_of_host_devices_is_set_before_the_start(num_cpu_devices):
+    """The last call counts, and no call starts the backend."""
+    assert num_cpu_devices["started"] is False
+    assert [num_cpu_devices["devices"], num_cpu_devices["replicas"]] == [4, 4]
+
+
+def test_number_of_host_devices_is_checked_after_the_start(num_cpu_devices):
+    assert num_cpu_devices["again"] == [True] * 3
+    fix = ("Call it before", "right after the imports", "restart the kernel")
+    names = ("set_num_cpu_devices", "config_num_cpu_devices.py:19: start = jax.numpy.zeros(1)")
+    assert_refused(num_cpu_devices["more"], "RuntimeError", names=names, values=(5, 4), fix=fix)
+
+
+@pytest.mark.parametrize(
+    ("n", "kind"),
+    [(0, ValueError), (-4, ValueError), *((n, TypeError) for n in (2.0, True, "4", None))],
+)
+def test_number_of_host_devices_must_be_a_positive_integer(n, kind):
+    said = {"names": "n", "values": repr(n), "fix": "a positive integer"}
+    refuses(kind, said, config.set_num_cpu_devices, n)
+
+
+@pytest.mark.parametrize("environment", ["JAX_NUM_CPU_DEVICES", "XLA_FLAGS"])
+def test_number_of_host_devices_of_the_environment(environment):
+    """More than asked for are not an error, fewer are."""
+    value = "2" if environment[0] == "J" else "--xla_force_host_platform_device_count=2"
+    code = """
+import mirror
+mirror.config.set_num_cpu_devices(1)
+print(mirror.MirroredStrategy().num_replicas_in_sync)
+"""
+    assert fresh.run(code, environment={environment: value}).split()[-1] == "1"
+    code = """
+import mirror
+try:
+    mirror.config.set_num_cpu_devices(3)
+except RuntimeError as error:
+    print(error)
+"""
+    said = fresh.run(code, environment={environment: value})
+    assert_message(said, names=(environment, value), values=(3, 2), fix="Unset it")
+
+
+@pytest.fixture(scope="module")
 def flags() -> dict:
     return observe(
         "config_user_flags",
@@ -593,6 +641,7 @@ def test_switches_must_be_bools(gpus, value):
 class FakeGpu(NamedTuple):
     id: int
     platform: str = "gpu"
+    process_index: int = 0
 
 
 def fake_gpus(monkeypatch, count: int) -> list:

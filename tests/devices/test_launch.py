@@ -14,6 +14,7 @@ import pytest
 import mirror
 from mirror._src.devices import eager_work as eager
 from mirror._src.devices import launch as guard
+from mirror._src.devices.launches import Described
 from tests.support import fresh
 
 CASES = {
@@ -111,7 +112,7 @@ def test_no_python_runs_between_a_launch_and_its_outputs(eight, bounded):
     compiled = jax.jit(lambda x: (x + 1,))
     compiled(x)
     held: list = []
-    guard.launch(compiled, (x,), held, bounded=bounded)
+    guard.launch(compiled, (x,), held, Described("plus 1"), bounded=bounded)
     calls = []
 
     def record(frame, event, arg):
@@ -120,7 +121,7 @@ def test_no_python_runs_between_a_launch_and_its_outputs(eight, bounded):
 
     sys.setprofile(record)
     try:
-        guard.launch(compiled, (x,), held, bounded=bounded)
+        guard.launch(compiled, (x,), held, Described("plus 1"), bounded=bounded)
     finally:
         sys.setprofile(None)
     assert len(held) == 2

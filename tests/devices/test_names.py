@@ -165,7 +165,7 @@ def test_invalid_device_is_rejected(what):
         canonicalize_device(device)
 
 
-@pytest.mark.parametrize("devices", [3, mirror.config.list_physical_devices()[0], jax.devices])
+@pytest.mark.parametrize("devices", [3.0, mirror.config.list_physical_devices()[0], jax.devices])
 def test_devices_must_be_a_list(devices):
     fix = ["['/gpu:0', '/gpu:1']", "None"]
     with raises(TypeError, names="devices", values=type(devices).__name__, fix=fix):
@@ -201,9 +201,13 @@ def test_device_objects_pass_through():
     assert canonicalize_device(device) is device
 
 
-@pytest.mark.parametrize("name", ["/cpu:8", "/tpu:0", "/wormhole:0"])
+HOST = "mirror.config.set_num_cpu_devices(9)"
+UNKNOWN = {"/cpu:8": HOST, "/tpu:0": "mirror doctor", "/wormhole:0": "mirror doctor"}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
 def test_unknown_device_error_lists_existing_devices(name):
-    values, fix = [DeviceSpec.parse(name), ALL], "jax_num_cpu_devices"
+    values, fix = [DeviceSpec.parse(name), ALL], UNKNOWN[name]
     with raises(mirror.InvalidDeviceError, values=values, fix=fix):
         mirror.OneDeviceStrategy(name)
     with raises(ValueError, names="devices", values=values, fix=fix):
@@ -249,6 +253,19 @@ def test_repr_of_a_strategy_shows_its_devices(caplog):
     assert lines[1].split() == ["replica", "logical", "device", "physical", "device", "memory"]
     assert lines[3].split() == ["1", "/device:CPU:1", "/physical_device:CPU:0", "host", "memory"]
     assert strategy._repr_html_().count("<tr>") == 3
+
+
+def test_repr_of_a_large_strategy_is_bounded():
+    strategy = cpu_strategy(8, replicas_per_device=8)
+    first, *lines = repr(strategy).splitlines()
+    assert first == "MirroredStrategy, 64 replicas in sync"
+    numbers = [line.split()[0] for line in lines]
+    assert numbers == ["replica", *map(str, range(8)), "...", *map(str, range(60, 64))]
+    assert strategy._repr_html_().count("<tr>") == 14
+    assert str(strategy) == (
+        "MirroredStrategy(/device:CPU:0, /device:CPU:0, /device:CPU:0, ..., /device:CPU:7, 64 "
+        "replicas)"
+    )
 
 
 def test_properties_are_read_only(two):

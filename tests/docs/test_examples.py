@@ -3,6 +3,7 @@
 import doctest
 import functools
 import importlib
+import os
 import pkgutil
 import re
 from typing import Any
@@ -16,26 +17,49 @@ import tensorboardX  # noqa: F401  (sets CRC32C_SW_MODE)
 from flax import nnx
 
 import mirror
-from tests.support.pages import PAGES, WITH_CODE, blocks
+from tests.support.packages import imported, rows
+from tests.support.pages import FLAGS, PAGES, WITH_CODE, blocks, check_as_program, program
 
-# Blocks that cannot run here, because they configure the process, need GPUs or another library.
 _FENCE = re.compile(r"^```python.*$", re.M)
-_FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 NAMES = {"mirror": mirror, "jax": jax, "jnp": jnp, "np": np, "nnx": nnx, "optax": optax}
 
 
-@pytest.mark.parametrize("name", WITH_CODE)
-def test_examples_of_a_page_run(name, tmp_path, monkeypatch, capsys):
-    """Runs all blocks of a page in order, in one namespace and an empty folder."""
+def packages_of(name):
+    return imported("\n".join(block.code for block in blocks(PAGES[name])))
+
+
+every_page = pytest.mark.parametrize("name", rows(WITH_CODE, packages_of))
+
+
+@every_page
+def test_page_runs_as_printed(name, tmp_path):
+    """In a new process in which no devices are configured, as after `python page.py`."""
+    check_as_program(name, tmp_path, {"JAX_PLATFORMS": "cpu"})
+
+
+@pytest.mark.gpu
+@every_page
+def test_page_runs_as_printed_on_gpus(name, tmp_path):
+    visible = {k: v for k, v in os.environ.items() if k == "CUDA_VISIBLE_DEVICES"}
+    check_as_program(name, tmp_path, {"JAX_PLATFORMS": "cuda,cpu", **visible})
+
+
+@every_page
+def test_page_runs_where_there_are_more_devices(name, tmp_path, monkeypatch, capsys):
+    """On the eight host devices of this process, which the page did not create."""
     monkeypatch.chdir(tmp_path)
     names = {"__name__": "__main__"}
     for block in blocks(PAGES[name]):
         lines = "\n" * block.line + block.code  # so that a traceback names the page's line
         exec(compile(lines, name, "exec"), names)
-        printed = capsys.readouterr().out
-        if block.output is not None:
-            fits = doctest.OutputChecker().check_output(block.output, printed, _FLAGS)
-            assert fits, f"{name}:{block.line} prints\n{printed}and not\n{block.output}"
+        block.check(name, capsys.readouterr().out)
+
+
+def test_program_of_a_page_keeps_its_lines():
+    text = "# Title\n\n```python\nx = 1\n```\n\n```python no-run\ny\n```\n\n```python\nz = 2\n```\n"
+    lines = program(text).splitlines()
+    assert (lines[3], lines[11]) == ("x = 1", "z = 2")
+    assert [line for i, line in enumerate(lines) if line and i not in (3, 4, 11, 12)] == []
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -73,4 +97,4 @@ def training() -> dict[str, Any]:
 def test_docstring_examples_run(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     module = importlib.import_module(name)
-    assert doctest.testmod(module, extraglobs=NAMES | training(), optionflags=_FLAGS).failed == 0
+    assert doctest.testmod(module, extraglobs=NAMES | training(), optionflags=FLAGS).failed == 0

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support import fresh
 
-PACKAGES = ("mirror", "pytest_mirror")
+PACKAGES = ("mirror", "mirror_cli", "pytest_mirror")
 
 
 class Rule(NamedTuple):

@@ -12,7 +12,7 @@ from flax import linen, nnx
 from flax.training import train_state
 
 import mirror
-from mirror._src.cli import main as cli
+from mirror_cli import main as cli
 from tests.support.messages import assert_message, raises
 from tests.support.strategies import cpu_strategy
 

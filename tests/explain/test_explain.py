@@ -215,7 +215,7 @@ def test_reports_require_the_cross_replica_context(two):
 
     for method in ("inspect", "explain"):
         two.run(lambda method=method: inside(method))
-        with raises(TypeError, names="fn", values=[3, "int"], fix="strategy.run(step, args)"):
+        with raises(TypeError, names="fn", values=[3, "int"], fix=f"strategy.{method}(step, args)"):
             getattr(two, method)(3)
 
 
@@ -444,6 +444,6 @@ def test_explanation_renders_text_and_html(explanation, tmp_path):
 
 def test_plot_requires_matplotlib(explanation, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    wanted = {"names": "matplotlib", "fix": 'pip install "mirror-jax[train]"'}
+    wanted = {"names": "matplotlib", "fix": 'pip install ".[train]"'}
     with raises(ModuleNotFoundError, **wanted):
         explanation.plot()

@@ -15,7 +15,6 @@ from flax import nnx
 from flax.training import train_state
 
 import mirror
-from mirror._src.cli import main as cli
 from mirror._src.cli.bench.workload import Workload
 from mirror._src.cli.estimate import command
 from mirror._src.cli.estimate.abstract import without_arrays
@@ -23,6 +22,7 @@ from mirror._src.cli.estimate.estimate import Estimate, estimate_row
 from mirror._src.explain.memory import memory_report
 from mirror._src.explain.memory_report import COUNTED, Kind, MemoryGroup, MemoryReport
 from mirror._src.values.per_replica import is_per_replica
+from mirror_cli import main as cli
 from tests.support import fresh, models
 from tests.support.messages import assert_message
 from tests.support.strategies import LAYOUTS, cpu_strategy
@@ -574,7 +574,7 @@ def stand_in_strategy(devices, ops, replicas_per_device, shard_update):
 def test_command_estimates_more_devices_than_the_machine_has():
     """In a new process, as users run it: host devices are forced."""
     code = (
-        "import sys; from mirror._src.cli import main as cli\n"
+        "import sys; from mirror_cli import main as cli\n"
         "sys.exit(cli.main(['estimate-memory', 'mlp', '--devices', '12', '--batch-size', '24', "
         "'--json']))"
     )

@@ -204,11 +204,60 @@ def test_table_renders_escaped_html():
     table = visualize({"<script>": "&"})
     html = table._repr_html_()
     assert "<script>" not in html
-    assert "<td>[&#x27;&lt;script&gt;&#x27;]</td><td>&#x27;&amp;&#x27; (str)</td>" in html
-    assert html.startswith("<table><thead><tr><th>leaf</th>")
+    assert ">[&#x27;&lt;script&gt;&#x27;]</td>" in html
+    assert ">&#x27;&amp;&#x27; (str)</td>" in html
+    assert html.startswith('<table><thead><tr><th style="text-align: left">leaf</th>')
     assert html.count("<tr>") == 3
     assert html.endswith("</tbody></table>")
     assert Table(("<",), [])._repr_html_().count("&lt;") == 1
+
+
+NUMBERS = {
+    "integers": (["1", "20"], "right"),
+    "floats": (["1.5", "-2e-05", "nan", "inf"], "right"),
+    "units": (["1.5 ms", "20%", "3 s", "2.0 MiB", "1 byte", "12 bytes"], "right"),
+    "missing": (["1", "unknown", "...", ""], "right"),
+    "names": (["/device:CPU:0", "/device:CPU:1"], "left"),
+    "some": (["1", "none"], "left"),
+    "ranges": (["1 to 2"], "left"),
+    "copies": (["2 x 24 bytes"], "left"),
+    "empty": (["", ""], "left"),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_html_aligns_numbers_to_the_right(name):
+    cells, side = NUMBERS[name]
+    html = Table(("heading",), [(cell,) for cell in cells])._repr_html_()
+    assert html.count(f"text-align: {side}") == len(cells) + 1 == html.count("text-align")
+
+
+WIDE = Table(
+    ("devices", "ms/step", "quartiles", "shape", "what it does"),
+    [
+        ("1", "12.34", "12.10 to 12.60", "float32[2,3]", "waits for the next batch of 0.125 s"),
+        ("20", "3.45", "", "float32[]", "computes"),
+    ],
+)
+
+
+@pytest.mark.parametrize("columns", [200, 100, 80, 70, 60, 50, 40, 30])
+def test_table_fits_any_width_without_breaking_a_word(monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    text = repr(WIDE)
+    assert max(map(len, text.splitlines())) <= columns
+    words = {word for row in [WIDE.headings, *WIDE.rows] for cell in row for word in cell.split()}
+    assert {word.rstrip(":") for word in text.split()} == words
+    if columns == 200:
+        monkeypatch.delenv("COLUMNS")
+        assert text == repr(WIDE)
+
+
+def test_narrow_table_wraps_cells_or_prints_blocks(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "12")
+    assert repr(Table(("a", "b"), [("1", "some words")])) == "a  b\n1  some\n   words"
+    monkeypatch.setenv("COLUMNS", "9")
+    assert repr(Table(("aa", ""), [("1", "somewords"), ("2", "")])) == "aa: 1\nsomewords\n\naa: 2"
 
 
 def test_table_does_not_change_its_values():

@@ -20,6 +20,7 @@ from benchmarks import (
     paired,
     plan,
     processes,
+    saves,
     stats,
     step_tables,
     suite_tables,
@@ -470,3 +471,23 @@ def test_plot_requires_matplotlib(monkeypatch, tmp_path):
     fix = ['pip install ".[bench]"', "--picture"]
     with raises(ModuleNotFoundError, names="matplotlib", fix=fix):
         tables.draw(start([]), tmp_path / "out.png")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_saves_are_measured_with_and_without_fsync(tmp_path, monkeypatch, asynchronous):
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    times = saves.measure(tmp_path, 8192, 2, asynchronous=asynchronous)
+    for arms in times.values():
+        assert {arm: len(secs) for arm, secs in arms.items()} == {
+            saves.SYNCED: 2,
+            saves.UNSYNCED: 2,
+        }
+    for arm in (saves.SYNCED, saves.UNSYNCED):
+        for returned, durable in zip(*(times[moment][arm] for moment in times), strict=True):
+            assert 0 < returned <= durable
+    with saves.unsynced():
+        before = len(synced)
+        with saves.CheckpointStore(tmp_path, asynchronous=asynchronous) as store:
+            saves.seconds(store, 99, {"w": np.ones(3)})
+    assert len(synced) == before > 0

@@ -310,7 +310,7 @@ def test_every_layout_trains_as_one_gpu(name, alone):
 def test_demo_trains_on_a_gpu_and_the_cpu(gpus):
     shown = show(
         """
-from mirror._src.cli import main as cli
+from mirror_cli import main as cli
 shown["status"] = cli.main(["demo", "--devices", "/gpu:0,/cpu:0", "--epochs", "3"])
 """
     )

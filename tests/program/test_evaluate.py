@@ -225,8 +225,7 @@ def test_captured_model_is_rejected_at_any_depth(strategy, where):
         "remat": jax.checkpoint(read),
         "cond": lambda x: lax.cond(x.sum() > 0, read, lambda x: x, x),
     }[where]
-    names = ["<lambda>", "Param"]
-    with raises(ValueError, names=names, values="float32[3,3]", fix="strategy.run"):
+    with raises(ValueError, names=["<lambda>", "'model'"], fix="strategy.run"):
         strategy.run(lambda x: inner(lax.psum(x, AXIS)), (own(strategy),))
 
 
@@ -261,7 +260,7 @@ def test_messages_and_profiles_use_the_users_names():
     def leaks(x):
         return float(x[0])
 
-    with pytest.raises(jax.errors.ConcretizationTypeError, match=r"leaks at .*test_evaluate\.py"):
+    with pytest.raises(jax.errors.ConcretizationTypeError, match=r"^leaks .*test_evaluate\.py"):
         strategy.run(leaks, (own(strategy),))
 
 

@@ -17,8 +17,9 @@ BEGIN, END = "<!-- imports: begin -->\n", "<!-- imports: end -->\n"
 
 # Bottom first. A folder imports only folders that precede it.
 FOLDERS = [
-    *("utils", "devices", "values", "program", "collectives", "executors", "context", "variables"),
-    *("run", "checks", "data", "explain", "strategy", "training", "testing", "cli"),
+    *("utils", "devices", "distributed", "values", "program", "collectives", "executors"),
+    *("context", "variables", "run", "watchdog", "checks", "data", "explain", "strategy"),
+    *("training", "testing", "cli"),
 ]
 
 

@@ -19,15 +19,18 @@ def repeated_until_interrupted() -> Iterator[Callable[[float, Callable[[], objec
 
     def repeat(secs, fn):
         with pytest.raises(KeyboardInterrupt):  # noqa: PT012 (the loop is what is interrupted)
-            armed.append(True)
-            signal.setitimer(signal.ITIMER_REAL, secs, 0.1)
-            while armed:
-                try:
-                    fn()
-                except Exception as error:  # JAX's C++ turns an interrupt into an error of its own
-                    if "KeyboardInterrupt" in str(error):
-                        raise KeyboardInterrupt from error
-                    raise
+            try:
+                armed.append(True)
+                signal.setitimer(signal.ITIMER_REAL, secs, 0.1)
+                while armed:
+                    try:
+                        fn()
+                    except Exception as error:  # JAX's C++ turns an interrupt into an error
+                        if "KeyboardInterrupt" in str(error):
+                            raise KeyboardInterrupt from error
+                        raise
+            finally:
+                armed.clear()  # after an error, no interrupt may end the whole test session
             raise KeyboardInterrupt  # it arrived in a weakref's callback, where Python drops it
 
     before = signal.signal(signal.SIGALRM, on_alarm)

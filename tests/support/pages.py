@@ -1,6 +1,10 @@
-"""The pages of the documentation, and the blocks of Python in them."""
+"""The pages of the documentation, the blocks of Python in them, and a page as a program."""
 
+import doctest
 import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import NamedTuple
 
 from tests.support import fresh
@@ -8,6 +12,8 @@ from tests.support import fresh
 _BLOCK = re.compile(
     r"^```python\n(?P<code>.*?)^```$(?:\n\n?^```text\n(?P<output>.*?)^```$)?", re.DOTALL | re.M
 )
+FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+_END = "\0"  # printed after each block
 
 
 class Block(NamedTuple):
@@ -16,6 +22,12 @@ class Block(NamedTuple):
     line: int
     code: str
     output: str | None
+
+    def check(self, name: str, printed: str) -> None:
+        """Checks what the block prints; ellipses stand for anything, as in a doctest."""
+        if self.output is not None:
+            fits = doctest.OutputChecker().check_output(self.output, printed, FLAGS)
+            assert fits, f"{name}:{self.line} prints\n{printed}and not\n{self.output}"
 
 
 def pages() -> dict[str, str]:
@@ -32,3 +44,40 @@ def blocks(text: str) -> list[Block]:
 
 PAGES = pages()
 WITH_CODE = [name for name, text in PAGES.items() if blocks(text)]
+
+
+def program(text: str) -> str:
+    """Returns the code of a page as one program, in which every line keeps its number.
+
+    The fence below a block becomes a line that marks the end of its output.
+    """
+    lines: list[str] = []
+    for block in blocks(text):
+        lines += [""] * (block.line - len(lines))
+        lines += [*block.code.splitlines(), f"print({_END!r}, end='', flush=True)"]
+    return "\n".join(lines) + "\n"
+
+
+def check_as_program(name: str, folder: Path, environment: dict[str, str] | None = None) -> None:
+    """Runs a page as a program in a new process, and checks what it prints.
+
+    Args:
+        name: Name of the page.
+        folder: Working directory, empty.
+        environment: Variables to add. All variables that configure JAX are unset, so without GPUs
+            there is one host device unless the page creates more.
+    """
+    file = folder / Path(name).name  # so that a traceback names the page and its line
+    file.write_text(program(PAGES[name]))
+    done = subprocess.run(
+        [sys.executable, "-W", "error", file.name],
+        env={**fresh.INHERITED, "PYTHONPATH": str(fresh.ROOT), **(environment or {})},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, f"{name} ended with {done.returncode}:\n{done.stderr}"
+    for block, printed in zip(blocks(PAGES[name]), done.stdout.split(_END), strict=False):
+        block.check(name, printed)

@@ -1,59 +1,21 @@
 """The pytest plugin, in runs of pytest in separate processes."""
 
-import pathlib
 import re
 import subprocess
-import tempfile
-import textwrap
 
 import pytest
 
 from pytest_mirror import timeout
 from tests.support import fresh
 from tests.support.messages import assert_message
-
-# As an installed mirror has it: pytest finds the plugin by this, and blocks it by this name.
-ENTRY_POINT = {"entry_points.txt": "[pytest11]\nmirror = pytest_mirror\n"}
-METADATA = {"METADATA": "Metadata-Version: 2.1\nName: mirror-stand-in\nVersion: 0\n"}
-
-
-def run_pytest(
-    files: dict[str, str], *runs: str, **environment: str
-) -> subprocess.CompletedProcess[str]:
-    """Runs pytest several times in one process, over a folder with these files.
-
-    The exit statuses are in lines `STATUS i`.
-    """
-    with tempfile.TemporaryDirectory() as name:
-        folder = pathlib.Path(name)
-        installed = {f"stand_in-0.dist-info/{k}": v for k, v in (ENTRY_POINT | METADATA).items()}
-        for path, text in ({"pytest.ini": "[pytest]\n"} | files | installed).items():
-            (folder / path).parent.mkdir(exist_ok=True)
-            (folder / path).write_text(textwrap.dedent(text))
-        code = f"""\
-            import os, sys, pytest
-            os.chdir({name!r})
-            for options in {runs!r}:
-                status = pytest.main(["-W", "error", "-p", "no:cacheprovider", *options.split()])
-                print("STATUS", int(status), flush=True)
-            print("LOADED", *sorted({{"jax", "mirror", "pytest_mirror"}} & set(sys.modules)))
-            """
-        path = f"{fresh.ROOT}:{name}"
-        return fresh.start(
-            code, environment={"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", **environment}
-        )
-
-
-def statuses(output: str) -> list[int]:
-    return [int(found) for found in re.findall(r"^STATUS (\d+)", output, re.MULTILINE)]
-
+from tests.support.pytest_runs import lines_with, run_pytest, statuses
 
 MARKS = (fresh.PROGRAMS / "plugin_marks.py").read_text()
 IDS = [f"test_sum[{e}-{n}]" for e in ("pmap", "vmap", "staged") for n in (1, 2, 4)]
 IDS += ["TestMarks::test_of_the_class[staged-all]", "TestMarks::test_the_closest_wins[staged-2]"]
 IDS += ["TestMarks::test_without_the_fixture", "test_default[1]", "test_default[2]"]
 
-KEYWORDS = ["replicas", "executors", "timeout"]
+KEYWORDS = ["replicas", "executors", "processes", "timeout"]
 # The text after `@pytest.mark.mirror`, the arguments of the test, and what the message contains.
 WRONG_MARKS = {
     "executor": (
@@ -70,6 +32,18 @@ WRONG_MARKS = {
     "timeout": ("(timeout='5')", "", {"names": "timeout", "values": ["'5'", 0]}),
     "empty": ("(replicas=[])", "strategy", {"names": "replicas", "values": "[]"}),
     "twice": ("(replicas=[2, 2])", "strategy", {"names": "replicas", "values": "[2, 2]"}),
+    "processes": (
+        *("(processes=[2, 0])", "strategy"),
+        {"names": "processes", "values": ["[2, 0]", 1]},
+    ),
+    "multiple": (
+        *("(processes=2, replicas=[2, 3])", "strategy"),
+        {"names": "replicas", "values": ["processes=2", 3], "fix": "replicas=4"},
+    ),
+    "both": (
+        *("(processes=2, executors='vmap')", "strategy"),
+        {"names": ["processes=(2,)", "executors=('vmap',)"], "fix": "Omit executors"},
+    ),
     "unused": ("(replicas=2)", "", {"fix": "strategy"}),
 }
 MARK = "import pytest\n@pytest.mark.mirror{}\ndef test_{}({}): pass\n"
@@ -138,11 +112,6 @@ AHEAD = {
 
 def output(ahead, name: str) -> str:
     return ahead[__name__][name].result().stdout
-
-
-def lines_with(said: str, *texts: str) -> str:
-    """Returns the lines that contain all of the texts."""
-    return "\n".join(line for line in said.splitlines() if all(text in line for text in texts))
 
 
 def assert_needs_more(said: str, times: int) -> None:

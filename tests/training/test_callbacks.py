@@ -1,16 +1,12 @@
 """Callbacks: the order of their hooks, their effects and their errors."""
 
-import contextlib
 import csv
 import functools
-import io
-import os
 import pathlib
 import re
 import struct
 import sys
 import threading
-import types
 
 import jax
 import numpy as np
@@ -23,7 +19,7 @@ import mirror
 from mirror import callbacks
 from mirror._src.context.scopes import current_frame
 from mirror._src.utils.optional import require
-from tests.support.messages import assert_message, raises
+from tests.support.messages import raises
 from tests.support.strategies import cpu_strategy
 
 ROWS, SIZE, STEPS = 40, 4, 10  # examples, in batches, of an epoch
@@ -275,115 +271,54 @@ def test_callbacks_reject_bad_arguments(tmp_path, make, name, values):
         make(tmp_path)
 
 
-NO_METRIC = {
-    "EarlyStopping": lambda d: callbacks.EarlyStopping(),
-    "Checkpoint": lambda d: callbacks.Checkpoint(d, monitor="val_loss"),
-    "NaNGuard": lambda d: callbacks.NaNGuard("val_loss"),
+MONITORS = {
+    "EarlyStopping": lambda d, name: callbacks.EarlyStopping(name),
+    "Checkpoint": lambda d, name: callbacks.Checkpoint(d, monitor=name),
+    "NaNGuard": lambda d, name: callbacks.NaNGuard(name),
 }
 
 
-@pytest.mark.parametrize("name", NO_METRIC)
-def test_callbacks_reject_unknown_metrics(tmp_path, name):
-    names = [name, "'val_loss'", "'loss'", "'error'"]
-    with raises(ValueError, names=names, fix="validation_data"):
-        fit(new_trainer(), 1, NO_METRIC[name](tmp_path))
-
-
-# The progress bar
-
-LINE = r"epoch %d/2: loss [0-9.e-]+, error [0-9.e-]+, [0-9]+\.[0-9] s"
-LINES = rf"{LINE % 1}\n{LINE % 2}\n"
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def shown(file, trainer=None, epochs=2, *others, **options) -> str:
-    fit(trainer or new_trainer(), epochs, callbacks.ProgressBar(file), *others, **options)
-    return file.getvalue()
-
-
-def test_progress_writes_one_line_per_epoch_to_a_file():
-    assert re.fullmatch(LINES, shown(io.StringIO()))
-
-
-def test_fit_adds_a_progress_bar_by_default(capsys):
-    new_trainer().fit(DATA, 2, initial_epoch=0)
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert re.fullmatch(LINES, said.err)
-    shown(io.StringIO())
-    assert capsys.readouterr() == ("", "")
-
-
-def last_words(text: str) -> str:
-    """Returns the final lines of a terminal: each as it was last written."""
-    lines = [line.rsplit("\r", 1)[-1] for line in text.replace("\r\n", "\n").split("\n")]
-    return "\n".join(lines)
-
-
-def test_progress_shows_a_bar_and_lines_on_a_terminal():
-    text = shown(Terminal())
-    assert re.fullmatch(LINES, last_words(text))
-    assert re.search(r"\repoch 1/2 +0% \| {20}\| 0/10", text)
-    assert re.search(r"\repoch 2/2 +0% \|", text)
-    assert "\x1b" not in text  # one bar at a time moves no cursor
-
-
-def test_progress_draws_on_a_real_terminal():
-    ours, theirs = os.openpty()
-    with open(theirs, "w") as file:
-        fit(new_trainer(), 2, callbacks.ProgressBar(file))
-    text = b""
-    with contextlib.suppress(OSError):  # which ends the epoch
-        while more := os.read(ours, 4096):
-            text += more
-    os.close(ours)
-    assert b"\repoch 1/2" in text
-    assert re.fullmatch(LINES, last_words(text.decode()))
-
-
-def test_progress_shows_a_bar_in_a_notebook(monkeypatch, capsys):
-    notebook = types.ModuleType("IPython")
-    notebook.get_ipython = lambda: types.SimpleNamespace(config={"IPKernelApp": {}})
-    monkeypatch.setitem(sys.modules, "IPython", notebook)
-    for name in ("tqdm.auto", "tqdm.autonotebook", "tqdm.notebook"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    new_trainer().fit(DATA, 2, initial_epoch=0)
-    said = capsys.readouterr().err
-    assert "0/10 [" in said
-    assert re.fullmatch(LINES, last_words(said))
-    notebook.get_ipython = lambda: None  # imported, and not in use
-    new_trainer().fit(DATA, 2, initial_epoch=0)
-    assert re.fullmatch(LINES, capsys.readouterr().err)
-
-
-def test_progress_reports_resume_and_early_end(tmp_path):
+@pytest.mark.parametrize("name", MONITORS)
+def test_validation_metrics_without_validation_are_rejected_before_the_first_step(tmp_path, name):
     trainer = new_trainer()
-    with pytest.raises(LookupError):
-        fit(trainer, 2, Raises("step", trainer._position.step + STEPS + 3))
-    said = shown(Terminal(), trainer, anew=False)
-    assert_message(said.splitlines()[0], values=[2, 3 * SIZE])
-    assert re.search(r"\repoch 2/2 +30% \|", said)
-    trainer.save(tmp_path)
-    trainer.restore(tmp_path)
-    (line,) = shown(io.StringIO(), trainer, anew=False).splitlines()
-    assert_message(line, values=2, fix="epochs")
-    stopping = callbacks.EarlyStopping(patience=1)
-    said = shown(io.StringIO(), new_trainer(), 9, Says(7, 7, 7), stopping)
-    assert_message(said.splitlines()[-1], names="val_loss", values=[1, 7])
+    before = trainer._position.step
+    fix = "Monitor 'loss'" if name == "NaNGuard" else "validation_data=..."
+    with raises(ValueError, names=[name, "'val_loss'", "'loss'"], fix=fix):
+        fit(trainer, 1, MONITORS[name](tmp_path, "val_loss"))
+    assert trainer._position.step == before
 
 
-def test_progress_prints_lines_without_tqdm(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert re.fullmatch(r"epoch 1/1: loss .* s\n", shown(Terminal(), epochs=1))
+@pytest.mark.parametrize("name", MONITORS)
+def test_unknown_metrics_are_rejected_after_the_first_step(tmp_path, name):
+    """With the nearest name, and without waiting for its numbers."""
+    trainer = new_trainer()
+    before = trainer._position.step
+    names = [name, "'errors'", "'loss'", "'error'"]
+    with raises(ValueError, names=names, fix="Did you mean 'error'?"):
+        fit(trainer, 9, MONITORS[name](tmp_path, "errors"))
+    assert trainer._position.step == before + 1
+
+
+@pytest.mark.parametrize("name", ["EarlyStopping", "Checkpoint"])
+def test_other_callbacks_may_add_the_monitored_metric(tmp_path, name):
+    class F1(callbacks.Callback):
+        def on_epoch_end(self, fit, logs):
+            logs["val_f1"] = logs["f1"] = 0.5
+
+    for metric in ("f1", "val_f1"):
+        monitor = MONITORS[name](tmp_path / metric, metric)
+        assert fit(new_trainer(), 1, F1(), monitor)["f1"] == [0.5]
+    rate = callbacks.LearningRate(optax.constant_schedule(0.5))
+    monitor = MONITORS[name](tmp_path / "rate", "learning_rate")
+    assert fit(new_trainer(), 1, rate, monitor)["learning_rate"] == [0.5]
+
+
+# Packages
 
 
 def test_callbacks_name_missing_packages(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    fix = 'pip install "mirror-jax[train]"'
+    fix = 'pip install ".[train]"'
     with raises(ModuleNotFoundError, names="tensorboardX", fix=fix):
         callbacks.TensorBoard(tmp_path)
 
@@ -704,3 +639,50 @@ def test_profiler_writes_the_profile_of_its_steps(tmp_path, name):
 def test_profiler_writes_nothing_when_training_ends_early(tmp_path):
     fit(new_trainer(), 1, callbacks.Profiler(tmp_path / "at", (50, 60)))
     assert not (tmp_path / "at").exists()
+
+
+# Functions of experiment trackers
+
+
+class Run:
+    """Has methods with the signatures of `wandb.log` and `mlflow.log_metrics`."""
+
+    def __init__(self):
+        self.calls = []
+
+    def wandb_log(self, data, step=None, commit=None):
+        self.calls.append((step, data))
+
+    def mlflow_log_metrics(
+        self, metrics, step=None, synchronous=None, run_id=None, timestamp=None, model_id=None
+    ):
+        self.calls.append((step, metrics))
+
+
+@pytest.mark.parametrize("method", ["wandb_log", "mlflow_log_metrics"])
+def test_log_calls_a_function_of_a_tracker(method):
+    run, trainer = Run(), new_trainer()
+    begin = trainer._position.step
+    log = callbacks.Log(getattr(run, method), every_steps=4)
+    history = fit(trainer, 2, log)
+    assert [step - begin for step, _ in run.calls] == [4, 8, 10, 12, 16, 20, 20]
+    assert [step for step, _ in run.calls] == sorted(step for step, _ in run.calls)
+    of_epochs = [logs for _, logs in run.calls if "loss" in logs]
+    assert [logs["loss"] for logs in of_epochs] == history["loss"]
+    of_steps = [logs for _, logs in run.calls if "loss" not in logs]
+    assert {tuple(logs) for logs in of_steps} == {("step_loss", "step_error")}
+    assert all(type(value) is float for _, logs in run.calls for value in logs.values())
+
+
+def test_log_only_of_epochs():
+    run = Run()
+    fit(new_trainer(), 2, callbacks.Log(run.wandb_log))
+    assert len(run.calls) == 2
+
+
+@pytest.mark.parametrize("fn", [3, "wandb", None, lambda metrics: None])
+def test_log_requires_a_function_of_two_arguments(fn):
+    with raises(TypeError, names="fn", fix=["Log(wandb.log)"]):
+        callbacks.Log(fn)
+    with raises(ValueError, names="every_steps", values=-1):
+        callbacks.Log(print, every_steps=-1)

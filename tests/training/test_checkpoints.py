@@ -11,6 +11,7 @@ import resource
 import shutil
 import tempfile
 import time
+from importlib.metadata import version
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +19,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from packaging.version import Version
 
+from mirror._src.training.checkpoints import durable, layout
 from mirror._src.training.checkpoints import files as checkpoint_files
-from mirror._src.training.checkpoints import layout
 from mirror._src.training.checkpoints.host_copies import KeyData
 from mirror._src.training.checkpoints.load import load_checkpoint as load
 from mirror._src.training.checkpoints.store import CheckpointStore
@@ -100,7 +102,9 @@ def test_store_round_trips_keys(tmp_path, impl):
     assert all(same(found[name], value) for name, value in load(tmp_path).arrays.items())
 
 
-NAMES = ["model/conv/kernel", "model.layers[0]['w']", "a", "a/0", "a/.zarray", "a.b", ".", ".."]
+NAMES = ["model/conv/kernel", "model.layers[0]['w']", "a", "a/0", "a.b", ".", ".."]
+# Orbax before 0.12.2 takes this name for a file of its own, and the save fails.
+NAMES += ["a/.zarray"] if Version(version("orbax-checkpoint")) >= Version("0.12.2") else []
 NAMES += ["a/../b", " ", "ü 日本", "%2F", "?#", "\\", "'\"", "\n", "x" * 300]
 
 
@@ -275,11 +279,12 @@ def test_saving_the_same_arrays_keeps_their_metrics(tmp_path):
 # A kill between two renames: the state of the disk
 
 LEFT = {  # what exists beside step 1, and the resulting step 2
-    "unfinished": (["2.orbax-checkpoint-tmp"], None),
+    "unfinished": (["2.unfinished.orbax-checkpoint-tmp"], None),
+    "not on the disk": (["2.unfinished"], None),
     "half removed": (["2.removed"], None),
     "before the swap": (["2", "2.new"], "2.new"),
     "in the swap": (["2.removed", "2.new"], "2.new"),
-    "after the swap": (["2", "2.new.orbax-checkpoint-tmp", "2.removed"], "2"),
+    "after the swap": (["2", "2.unfinished", "2.removed"], "2"),
 }
 
 
@@ -297,8 +302,8 @@ def test_store_repairs_interrupted_directories(tmp_path, names, wins):
         found = load(tmp_path / "runs")
         assert found.step == steps[-1]
         assert wins is None or (found.arrays["w"] == names.index(wins)).all()
-        store = CheckpointStore(tmp_path / "runs")
-        assert store.steps() == steps
+        with CheckpointStore(tmp_path / "runs") as store:
+            assert store.steps() == steps
     left = {path.name for path in (tmp_path / "runs").iterdir()}
     assert left == {"notes.txt", *map(str, steps)}
 
@@ -612,7 +617,7 @@ def test_store_finishes_an_interrupted_removal(tmp_path, monkeypatch):
             file.unlink()
             raise RuntimeError("killed")
 
-    monkeypatch.setattr(checkpoint_files.shutil, "rmtree", interrupted)
+    monkeypatch.setattr(durable.shutil, "rmtree", interrupted)
     with pytest.raises(OSError, match="killed"):
         put(tmp_path, 3, keep_last=1)
     assert 3 in store.steps()
@@ -671,7 +676,7 @@ def fill_the_disk(directory) -> None:
             store.save(step, big, {})
             with raises(OSError, values=[step, directory, 1]):
                 store.wait()
-        assert os.listdir(directory) == ["1"]
+        assert sorted(os.listdir(directory)) == [".mirror.lock", "1"]
         assert same(load(directory).arrays["w"], NOISE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (some, most))
         store.save(2, big, {})
@@ -730,12 +735,12 @@ def test_killed_process_leaves_complete_checkpoints(tmp_path):
     draw, interrupted = random.Random(0), 0
     for _ in range(20):
         told = killed(save_for_ever, (tmp_path,), draw.uniform(0, 0.08))
-        interrupted += not all(path.name.isdigit() for path in tmp_path.iterdir())
+        interrupted += any(layout.LEFTOVER.fullmatch(path.name) for path in tmp_path.iterdir())
         found = load(tmp_path)
         assert found.step >= told
         assert all_of_one_step(found)
-        store = CheckpointStore(tmp_path, keep_last=2, keep_best=LOWEST)
-        assert store.best() == load(tmp_path, "best").step
+        with CheckpointStore(tmp_path, keep_last=2, keep_best=LOWEST) as store:
+            assert store.best() == load(tmp_path, "best").step
         assert all(all_of_one_step(load(tmp_path, step)) for step in steps_of(store))
         assert len(store.steps()) <= 4
     assert interrupted >= 5  # otherwise the kill comes when nothing happens

@@ -106,7 +106,7 @@ def test_plot_rejects_an_empty_history():
 def test_plot_requires_matplotlib(three, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    install = 'pip install "mirror-jax[train]"'
+    install = 'pip install ".[train]"'
     with raises(ModuleNotFoundError, names="matplotlib", fix=install):
         three.plot()
 

@@ -225,7 +225,7 @@ BOTH = "labels='label', num_classes=10"
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "penalty not callable": ({"penalty": 0.1}, TypeError, {"names": "penalty", "values": [0.1, "float"]}),
     "not a class": ({"labels": "label", "num_classes": 0}, ValueError, {"names": "num_classes", "values": 0}),
-    "loss_fn not callable": ({"loss_fn": "mse"}, TypeError, {"names": "loss_fn", "values": ["'mse'", "str"], "fix": "(model, batch)"}),
+    "loss_fn not callable": ({"loss_fn": 0.5}, TypeError, {"names": "loss_fn", "values": [0.5, "float"], "fix": "(model, batch)"}),
     "labels alone": ({"labels": "y"}, ValueError, {"names": ["labels", "num_classes"], "values": ["'y'", None], "fix": BOTH}),
     "a number alone": ({"num_classes": 3}, ValueError, {"names": ["labels", "num_classes"], "values": [None, 3], "fix": BOTH}),
     "weights alone": ({"class_weight": {0: 2.0}}, ValueError, {"names": ["labels", "num_classes", "class_weight"], "values": "{0: 2.0}", "fix": BOTH}),

@@ -19,6 +19,7 @@ from flax import nnx
 
 import mirror
 from mirror import callbacks
+from mirror._src.training.checkpoints import layout
 from mirror._src.training.checkpoints.host_copies import KeyData
 from tests.support.checkpoints import START, in_a_process, killed, same
 from tests.support.messages import assert_message, raises
@@ -565,7 +566,7 @@ def test_killed_training_resumes_from_a_complete_checkpoint(tmp_path, whole):
         assert before < told < LONG * STEPS
         before = last_step(tmp_path)
         assert before >= told - 1  # during the write of its checkpoint
-        interrupted += not all(path.name.isdigit() for path in tmp_path.iterdir())
+        interrupted += any(layout.LEFTOVER.fullmatch(path.name) for path in tmp_path.iterdir())
     assert interrupted >= 5  # otherwise the kill comes when nothing happens
     in_a_process(train, tmp_path, whole[1])
     assert_same_end(tmp_path, whole)

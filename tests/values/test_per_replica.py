@@ -121,7 +121,7 @@ def test_arithmetic_is_rejected_outside_a_replica(name, other, side):
 
 @pytest.mark.parametrize("operation", UNARY, ids=str)
 def test_conversion_to_one_value_is_rejected(operation):
-    with raises(TypeError, values="PerReplica(1., 2.)", fix="strategy.reduce('mean', x)"):
+    with raises(TypeError, values="PerReplica(1., 2.)", fix=["x.values", "x.stacked"]):
         operation(PerReplica([1.0, 2.0]))
 
 

@@ -8,9 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from mirror._src.context.scopes import current_frame
 from mirror._src.devices.unstacked import UnstackedArrays
 from mirror._src.run.arguments import ObjectPlaceholder
-from mirror._src.values.per_replica import PerReplica, is_per_replica
+from mirror._src.run.runner import Runner
+from mirror._src.utils.types import Array, PyTree
+from mirror._src.values.per_replica import PerReplica, is_per_replica, spans_processes
 from mirror._src.variables.variable import Variable
 
 
@@ -42,6 +45,29 @@ def with_objects(tree: Any, objects: list[Any]) -> Any:
         tree,
         is_leaf=lambda node: is_per_replica(node) or isinstance(node, ObjectPlaceholder),
     )
+
+
+def gathered(runner: Runner, tree: PyTree) -> PyTree:
+    """Returns the tree with all values of `PerReplica` leaves in this process.
+
+    A collective if they are in several processes; every process must call it.
+    """
+    leaves: list[Any]
+    treedef: Any
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_per_replica)
+    spread = [i for i, leaf in enumerate(leaves) if is_per_replica(leaf) and spans_processes(leaf)]
+    if spread:
+        arrays = runner.run(_stack, ([leaves[i] for i in spread],), {})
+        for i, array in zip(spread, arrays, strict=True):
+            leaves[i] = PerReplica.from_stacked(np.asarray(array))
+    return treedef.unflatten(leaves)
+
+
+def _stack(leaves: list[Array]) -> list[Array]:
+    frame = current_frame()
+    assert frame is not None
+    assert frame.replica is not None  # a runner calls this
+    return frame.replica.all_gather([leaf[None] for leaf in leaves])
 
 
 def whole_batch(leaf: Any) -> Any:

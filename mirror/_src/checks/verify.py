@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mirror._src.checks.trial import copy_of, restore, whole_batch, with_objects
+from mirror._src.checks.trial import copy_of, gathered, restore, whole_batch, with_objects
 from mirror._src.run.arguments import hoist_nested, object_names
 from mirror._src.run.drift import require_none
 from mirror._src.run.nnx.structure import Structure
@@ -96,7 +96,8 @@ def verify(
         after = _variables([*objects, *captured], names)
         restore(captured, saved)
         collapse(captured)
-        whole = jax.tree.map(whole_batch, arguments.tree, is_leaf=is_per_replica)
+        tree, results = gathered(many, (arguments.tree, results))
+        whole = jax.tree.map(whole_batch, tree, is_leaf=is_per_replica)
         expected_results = single.run(fn, *with_objects(whole, single_objects))
         expected = _variables([*single_objects, *captured], names)
     finally:

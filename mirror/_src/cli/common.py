@@ -1,57 +1,18 @@
-"""Shared parts of the command line: parsers, exit statuses and error messages."""
+"""Error messages and checks that several commands share."""
 
-import argparse
-import sys
 import traceback
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeAlias
 
 from mirror._src.utils.errors import first_line
 from mirror._src.utils.optional import require
-
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-
-FAILED = 1
-USAGE_ERROR = 2
+from mirror._src.utils.terminal import paint
+from mirror_cli.common import FAILED, OptionError, report_error
 
 
-class OptionError(ValueError):
-    """Error for a command-line option that this machine cannot satisfy."""
-
-
-def add_command(
-    commands: Commands,
-    name: str,
-    run: Callable[[argparse.Namespace], int],
-    summary: str,
-    text: tuple[str, str],
-) -> argparse.ArgumentParser:
-    """Adds a command, and returns its parser.
-
-    Args:
-        commands: The commands of the `mirror` parser.
-        name: Name of the command.
-        run: Runs the command and returns the exit status.
-        summary: One line for `mirror --help`.
-        text: Text before and after the list of options. Line breaks are kept.
-    """
-    description, epilog = text
-    parser = commands.add_parser(
-        name,
-        help=summary,
-        description=description,
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.set_defaults(run=run)
-    return parser
-
-
-def report_error(command: str, message: str, status: int) -> int:
-    """Prints an error message to standard error, and returns the exit status."""
-    print(f"mirror {command}: error: {message}", file=sys.stderr)
-    return status
+def print_report(text: str) -> None:
+    """Prints a report; in a terminal with colors, its first paragraph, the heading, is colored."""
+    heading, blank, rest = text.partition("\n\n")
+    print("\n".join(paint(line, "cyan") for line in heading.split("\n")) + blank + rest)
 
 
 def report_step_failure(command: str, step: str, error: Exception) -> int:
@@ -61,24 +22,13 @@ def report_step_failure(command: str, step: str, error: Exception) -> int:
     return report_error(command, message, FAILED)
 
 
-def positive_int(text: str) -> int:
-    """Parses a positive integer."""
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
-    return int(text)
-
-
-def positive_ints(text: str) -> tuple[int, ...]:
-    """Parses positive integers separated by commas; returns them sorted, without duplicates."""
-    return tuple(sorted(set(map(positive_int, text.split(",")))))
-
-
 def require_writable(file: Path) -> None:
     """Rejects a `--plot` file that cannot be written, before any work is done.
 
     Raises:
         ModuleNotFoundError: If matplotlib is not installed.
-        OptionError: If the format is unknown, or the directory does not exist.
+        OptionError: If the format is unknown, the directory does not exist, or the file cannot be
+            opened.
     """
     figure = require("matplotlib.figure").Figure()
     formats = figure.canvas.get_supported_filetypes()
@@ -94,3 +44,13 @@ def require_writable(file: Path) -> None:
             f"--plot {file}: the directory {file.parent} does not exist. Create it, or pass a file "
             "in an existing directory."
         )
+    is_new = not file.exists()
+    try:
+        file.open("ab").close()
+    except OSError as error:
+        raise OptionError(
+            f"--plot {file}: the file cannot be written: {error.strerror}. Pass a file in a "
+            "directory that you can write to."
+        ) from None
+    if is_new:
+        file.unlink()

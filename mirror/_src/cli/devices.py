@@ -6,7 +6,6 @@ import os
 import platform
 from typing import Any
 
-from mirror._src.cli.common import FAILED, Commands, add_command, report_error
 from mirror._src.cli.versions import installed_versions
 from mirror._src.devices import backend, settings
 from mirror._src.devices.jax_options import PLATFORMS, names_gpus
@@ -17,33 +16,12 @@ from mirror._src.devices.resolve import canonicalize_device
 from mirror._src.explain.placement_table import physical_name
 from mirror._src.utils.errors import bytes_in_words
 from mirror._src.utils.tables import Table
+from mirror._src.utils.terminal import wrap
+from mirror_cli.common import FAILED, report_error
+from mirror_cli.install import install_command
 
 _JAX_DEFAULTS = {"memory growth": "False", "memory fraction": "0.75"}
 _CUDA_VISIBLE = "CUDA_VISIBLE_DEVICES"
-_TEXT = """\
-Lists the physical devices of this machine, the logical devices that JAX creates
-on them, their memory, all settings and where each setting comes from, and the
-installed versions. It starts JAX's backend, as your program does. Run it in the
-environment of your program, with the same XLA_FLAGS and CUDA_VISIBLE_DEVICES.
-"""
-_END = """\
-examples:
-  mirror devices
-  mirror devices --json | jq '.logical[].name'
-  CUDA_VISIBLE_DEVICES=1 mirror devices
-
-exit status:
-  0  success
-  1  JAX's backend does not start; the message explains why
-  2  an option is invalid
-"""
-
-
-def add(commands: Commands) -> None:
-    """Adds the command."""
-    summary = "list devices, their settings, and where each setting comes from"
-    parser = add_command(commands, "devices", run, summary, (_TEXT, _END))
-    parser.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes")
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -99,7 +77,7 @@ def format_inventory(devices: dict[str, Any]) -> str:
     versions = Table(("package", "version"), list(devices["versions"].items()))
     notes = "\n".join(f"Note: {note}" for note in devices["notes"])
     parts = [repr(physical), repr(logical), repr(configuration), repr(versions), notes]
-    return "\n\n".join(filter(None, parts))
+    return wrap("\n\n".join(filter(None, parts)))
 
 
 def _physical(device: PhysicalDevice) -> dict[str, Any]:
@@ -157,8 +135,8 @@ def _notes(
         why = (
             f"JAX_PLATFORMS={platforms} excludes {'them' if len(visible_gpus) > 1 else 'it'}."
             if platforms and not names_gpus(platforms)
-            else 'no working CUDA installation was found. Install one: pip install "mirror-jax'
-            '[cuda12]" or "mirror-jax[cuda13]".'
+            else "no working CUDA installation was found. Install CUDA 13: "
+            f"{install_command('cuda13')}. For drivers older than 580: {install_command('cuda12')}."
         )
         return [f"JAX does not use {', '.join(visible_gpus)}: {why}"]
     if has_gpus and not gpus:

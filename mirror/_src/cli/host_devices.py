@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import jax
 
-from mirror._src.cli.common import OptionError
 from mirror._src.devices import backend
 from mirror._src.devices.host_devices import force_host_devices as force_host_devices
 from mirror._src.utils.errors import counted
+from mirror_cli.common import OptionError
 
 HOST_COUNTS = (1, 2, 4)
 NUM_HOST_DEVICES = HOST_COUNTS[-1]

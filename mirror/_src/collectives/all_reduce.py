@@ -12,6 +12,7 @@ from mirror._src.collectives.by_hand import devices_of
 from mirror._src.collectives.cross_device_ops import CrossDeviceOps, require_pack_bytes
 from mirror._src.collectives.reduce_op import ReduceOp, accumulator, prepare
 from mirror._src.devices.launch import is_needed, launch
+from mirror._src.devices.launches import Described, Site
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.devices.transfer import NoMesh
 from mirror._src.utils.modules import set_module
@@ -59,11 +60,25 @@ class AllReduce(CrossDeviceOps):
         leaves = [value.stacked if isinstance(value.stacked, jax.Array) else np.stack(value.values)]
         program = _all_reduce_program(op, devices.devices)
         with NoMesh():  # the mesh of an open scope may consist of other devices
-            launch(program, leaves, outputs, bounded=devices.on_host and is_needed())
+            launch(
+                program,
+                leaves,
+                outputs,
+                _described(op, devices),
+                bounded=devices.on_host and is_needed(),
+            )
         return outputs[0]
 
     def __repr__(self) -> str:
         return f"AllReduce(pack_bytes={self.pack_bytes})"
+
+
+def _described(op: ReduceOp, replicas: ReplicaDevices) -> Described:
+    name = f"the reduction {op.value!r}"
+    devices, sites = replicas.devices, [Site("all-reduce", name)]
+    return Described(
+        name, "", devices, range(len(devices)), lambda: sites, replicas.spans_processes
+    )
 
 
 @functools.lru_cache(64)

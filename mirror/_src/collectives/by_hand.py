@@ -1,6 +1,7 @@
 """Argument checks of `reduce` and `broadcast` outside a step."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from mirror._src.devices.transfer import any_deleted
 from mirror._src.devices.unstacked import UnstackedArrays
 from mirror._src.utils.errors import describe
 from mirror._src.utils.types import ARRAY_LIKE, Array, ArrayLike
-from mirror._src.values.per_replica import PerReplica, held_by, is_numeric
+from mirror._src.values.per_replica import PerReplica, held_by, is_numeric, spans_processes
 
 _DONATED = "its buffer was donated to an earlier `run`. Use the array that `run` returned."
 
@@ -66,6 +67,9 @@ def devices_of(value: PerReplica) -> ReplicaDevices | None:
 
     Returns `None` for any other value, such as one that is on the host.
     """
+    if spans_processes(value):
+        array: Any = held_by(value)
+        return ReplicaDevices(tuple(array.sharding.mesh.devices.flat))
     values = value.values
     arrays = [array for array in values if isinstance(array, jax.Array)]
     devices = tuple(device for array in arrays for device in array.devices())

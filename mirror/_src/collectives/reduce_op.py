@@ -5,8 +5,9 @@ from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from mirror._src.utils.errors import expected
+from mirror._src.utils.errors import describe, expected, nearest_name
 from mirror._src.utils.modules import set_module
 from mirror._src.utils.types import Array
 
@@ -43,15 +44,57 @@ class ReduceOp(enum.Enum):
             return op
         one_of = "one of " + ", ".join(repr(member.value) for member in cls)
         if not isinstance(op, str):
-            raise TypeError(expected("op", op, one_of))
+            name = getattr(op, "__name__", "mean")
+            meant = next((m.value for m in cls if m.value in name), "mean")
+            fix = f'Pass its name: all_reduce("{meant}", x).'
+            raise TypeError(expected("op", op, one_of, fix))
         try:
             return cls(op.lower())
         except ValueError:
-            raise ValueError(f"`op` must be {one_of}, got {op!r}.") from None
+            near = _SYNONYMS.get(op.lower()) or nearest_name(op, [m.value for m in cls])
+            fix = f" Did you mean {near!r}?" if near is not None else ""
+            raise ValueError(f"`op` must be {one_of}, got {op!r}.{fix}") from None
 
 
 Reduction: TypeAlias = ReduceOp | Literal["sum", "mean", "min", "max"]
 """A `ReduceOp`, or its name."""
+
+
+_SYNONYMS = {"avg": "mean", "average": "mean", "add": "sum", "minimum": "min", "maximum": "max"}
+
+
+def require_op(method: str, op: Any, value: Any) -> ReduceOp:
+    """Returns the `ReduceOp` for the `op` argument of a method `(op, value)`.
+
+    Args:
+        method: The call as the user writes it, such as "strategy.reduce".
+        op: First argument.
+        value: Second argument.
+
+    Raises:
+        ValueError: If `op` is a string, but not the name of a reduction.
+        TypeError: If `op` is neither a string nor a `ReduceOp`, or the arguments are swapped.
+    """
+    if not isinstance(op, str | ReduceOp) and isinstance(value, str | ReduceOp):
+        shown = value.value if isinstance(value, ReduceOp) else value
+        raise TypeError(
+            f"The arguments of {method} are swapped: `op` must come first, got {describe(op)} and "
+            f"then {shown!r}. Write {method}({shown!r}, x)."
+        )
+    return ReduceOp.canonicalize(op)
+
+
+def require_axis(method: str, value: Any, axis: Any) -> None:
+    """Rejects the arguments of a method `(value, axis)` if they are swapped.
+
+    Raises:
+        TypeError: If `value` is an int, and `axis` is not.
+    """
+    if isinstance(value, int) and not isinstance(axis, int | np.integer | None):
+        raise TypeError(
+            f"The arguments of {method} are swapped: the value must come first, got {value!r} and "
+            f"then {describe(axis)}. Write {method}(x, axis={value!r})."
+        )
 
 
 def prepare(op: ReduceOp, leaf: Array) -> Array:

@@ -1,17 +1,21 @@
 """`ReplicaContext`: identifies the current replica and provides its collectives."""
 
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mirror._src.collectives.cross_device_ops import CrossDeviceOps
 from mirror._src.collectives.in_step import gather
-from mirror._src.collectives.reduce_op import ReduceOp, Reduction, prepare
+from mirror._src.collectives.reduce_op import Reduction, prepare, require_axis, require_op
 from mirror._src.context.gathers import UnequalGathers
 from mirror._src.program.axis import axis_name
+from mirror._src.utils.errors import counted, expected
 from mirror._src.utils.modules import set_module
+from mirror._src.utils.tracebacks import api_boundary
 from mirror._src.utils.types import Array, PyTree
+from mirror._src.utils.unknown_names import unknown_attribute
 
 T = TypeVar("T")
 
@@ -62,12 +66,22 @@ class ReplicaContext:
         self.captures: Any = None
         self._ended = False
 
+    def __repr__(self) -> str:
+        n = self._strategy.num_replicas_in_sync if self._in_step else 1
+        state = ", its step has finished" if self._ended else ""
+        return f"ReplicaContext({counted(n, 'replica')}{state})"
+
     def _require_alive(self) -> None:
         if self._ended:
             raise RuntimeError(
                 "This ReplicaContext is no longer valid because its step has finished. Call "
                 "mirror.get_replica_context() inside every step."
             )
+
+    if not TYPE_CHECKING:  # A type checker would accept any attribute.
+
+        def __getattr__(self, name):
+            raise unknown_attribute("replica_context", self, name)
 
     @property
     def strategy(self) -> ReplicaGroup:
@@ -98,6 +112,7 @@ class ReplicaContext:
         self._require_alive()
         return jax.lax.axis_index(axis_name()) if self._in_step else jnp.zeros((), jnp.int32)
 
+    @api_boundary
     def all_reduce(self, op: Reduction, tree: T) -> T:
         """All-reduces every leaf; all replicas receive the result, which is mirrored.
 
@@ -119,7 +134,7 @@ class ReplicaContext:
             RuntimeError: If the step has ended.
         """
         self._require_alive()
-        op = ReduceOp.canonicalize(op)
+        op = require_op("context.all_reduce", op, tree)
         treedef: Any
         leaves, treedef = jax.tree.flatten(tree)
         if self._in_step:
@@ -129,6 +144,7 @@ class ReplicaContext:
         result: T = treedef.unflatten(reduced)
         return result
 
+    @api_boundary
     def all_gather(self, tree: T, axis: int = 0) -> T:
         """Concatenates the replicas' leaves along `axis`; all replicas receive the result.
 
@@ -145,9 +161,14 @@ class ReplicaContext:
 
         Raises:
             ValueError: If a leaf does not have the axis.
+            TypeError: If `axis` is not an int.
             RuntimeError: If the step has ended.
         """
         self._require_alive()
+        require_axis("context.all_gather", tree, axis)
+        if not isinstance(axis, int | np.integer) or isinstance(axis, bool):
+            fix = "Pass the axis to concatenate along: context.all_gather(x, axis=0)."
+            raise TypeError(expected("axis", axis, "an int", fix))
 
         def join(leaf: Array) -> Array:
             leaf = jnp.asarray(leaf)
@@ -165,6 +186,7 @@ class ReplicaContext:
         result: T = jax.tree.map(join, tree)
         return result
 
+    @api_boundary
     def fold_in(self, key: Array) -> Array:
         """Returns a PRNG key that differs between replicas, derived from a mirrored one.
 
@@ -176,6 +198,7 @@ class ReplicaContext:
         """
         return jax.random.fold_in(key, self.replica_id_in_sync_group)
 
+    @api_boundary
     def shared(self, tree: PyTree) -> PyTree:
         """Returns `tree` unchanged, but averages its gradients over the replicas.
 

@@ -1,15 +1,16 @@
 """`from_arrays`: splits in-memory arrays into a dataset of global batches."""
 
-import functools
-from collections.abc import Iterator, Sequence
+import itertools
+import operator
+from collections.abc import Iterator
 from typing import Any, final
 
 import numpy as np
 
-from mirror._src.data.batches import HostBatch, host_batch
+from mirror._src.data.batches import HostBatch, host_batch, require_integers_fit
 from mirror._src.utils.errors import describe, expected, require_int
 from mirror._src.utils.modules import set_module
-from mirror._src.utils.optional import require
+from mirror._src.utils.tracebacks import api_boundary
 from mirror._src.utils.types import PyTree
 
 _MOST_SEED = 2**32 - 1
@@ -53,7 +54,7 @@ class ArrayDataset:
 
     def __iter__(self) -> Iterator[PyTree]:
         epoch, self._epoch = self._epoch, self._epoch + 1
-        return map(functools.partial(self._batch, epoch), range(len(self)))
+        return self._batches(epoch)
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch that the next `iter` starts; later ones continue from there.
@@ -67,21 +68,19 @@ class ArrayDataset:
 
     def peek(self, count: int = 1) -> list[PyTree]:
         """Returns up to `count` first batches of the epoch that the next `iter` starts."""
-        return [self._batch(self._epoch, i) for i in range(min(count, len(self)))]
+        return list(itertools.islice(self._batches(self._epoch), count))
 
-    def _batch(self, epoch: int, number: int) -> PyTree:
-        start = number * self.batch_size
-        rows: Any = slice(start, start + self.batch_size)
-        if self._shuffle:
-            rows = self._order[epoch * len(self) + number]
-        return self._rows.map(lambda leaf: leaf[rows])
+    def _batches(self, epoch: int) -> Iterator[PyTree]:
+        order = self._order(epoch) if self._shuffle else None
+        for number in range(len(self)):
+            rows: Any = slice(number * self.batch_size, (number + 1) * self.batch_size)
+            if order is not None:
+                rows = order[rows]
+            yield self._rows.map(operator.itemgetter(rows))
 
-    @functools.cached_property
-    def _order(self) -> Sequence[np.ndarray]:
-        """The row numbers of every batch, epoch after epoch."""
-        grain = _grain()
-        order = grain.MapDataset.range(self.num_examples).seed(self._seed).shuffle()
-        return order.batch(self.batch_size, drop_remainder=self._drop_remainder).repeat()
+    def _order(self, epoch: int) -> np.ndarray:
+        """Returns the row numbers of an epoch, in the order in which they are used."""
+        return np.random.default_rng((self._seed, epoch)).permutation(self.num_examples)
 
     def __repr__(self) -> str:
         leaves = zip(self._rows.names, self._rows.leaves, strict=True)
@@ -90,6 +89,7 @@ class ArrayDataset:
         return f"ArrayDataset({len(self)} batches of {self.batch_size}{shuffled}; {arrays})"
 
 
+@api_boundary
 def from_arrays(
     arrays: PyTree,
     batch_size: int,
@@ -108,8 +108,7 @@ def from_arrays(
         arrays: Pytree of arrays with the same number of rows: a dict, a tuple, or one array. The
             arrays are not copied; do not modify them.
         batch_size: Number of rows per global batch, for all replicas together.
-        shuffle: Whether to shuffle the rows differently in every epoch. This requires Grain, from
-            the extra `train`.
+        shuffle: Whether to shuffle the rows differently in every epoch.
         seed: Seed of the shuffle, from 0 to 2**32 - 1.
         drop_remainder: Whether to drop a last batch with fewer rows.
 
@@ -118,35 +117,51 @@ def from_arrays(
         `set_epoch(e)` sets its number.
 
     Raises:
-        ValueError: If the arrays have no rows, different numbers of rows, or contain scalars; if
-            `batch_size` or `seed` is out of range; or if `drop_remainder` leaves no batch.
+        ValueError: If the arrays have no rows, different numbers of rows, or contain scalars or
+            integers that do not fit 32 bits while 64-bit types are disabled; if `batch_size` or
+            `seed` is out of range; or if `drop_remainder` leaves no batch.
         TypeError: If a leaf is not an array of numbers, or `batch_size` or `seed` is not an int.
-        ImportError: If `shuffle` is True and Grain is not installed.
     """
+    if hasattr(batch_size, "shape"):
+        fix = "Pass all arrays as one tree: from_arrays({'x': x, 'y': y}, batch_size=32)."
+        raise TypeError(expected("batch_size", batch_size, "a positive integer", fix))
+    return batched(
+        in_memory("arrays", arrays),
+        batch_size,
+        shuffle=shuffle,
+        seed=seed,
+        drop_remainder=drop_remainder,
+    )
+
+
+def in_memory(name: str, arrays: PyTree) -> HostBatch:
+    """Returns arrays, called `name` in messages, as one batch on the host.
+
+    Raises:
+        ValueError: If the arrays have no rows, different numbers of rows, or contain scalars or
+            integers that do not fit 32 bits while 64-bit types are disabled.
+        TypeError: If a leaf is not an array of numbers.
+    """
+    rows = host_batch(name, arrays)
+    if not rows.size:
+        raise ValueError(
+            f"{rows.names[0]} is {describe(rows.leaves[0])}, which has no rows. Pass at least one."
+        )
+    require_integers_fit(rows)
+    return rows._replace(leaves=tuple(map(np.asarray, rows.leaves)))
+
+
+def batched(
+    rows: HostBatch, batch_size: int, *, shuffle: bool, seed: int, drop_remainder: bool = False
+) -> ArrayDataset:
+    """Returns the rows as a dataset; see `from_arrays`."""
     require_int("batch_size", batch_size)
     require_int("seed", seed, 0)
     if seed > _MOST_SEED:
         raise ValueError(expected("seed", seed, f"at most {_MOST_SEED} (2**32 - 1)"))
-    rows = _whole(arrays)
     if drop_remainder and rows.size < batch_size:
         raise ValueError(
             f"The arrays have {rows.size} rows, fewer than batch_size={batch_size}. With "
             "drop_remainder=True there would be no batch. Use a smaller batch_size."
         )
-    if shuffle:
-        _grain()
     return ArrayDataset(rows, int(batch_size), shuffle, int(seed), drop_remainder)
-
-
-def _whole(arrays: PyTree) -> HostBatch:
-    """Returns the arrays as one batch, on the host."""
-    rows = host_batch("arrays", arrays)
-    if not rows.size:
-        raise ValueError(
-            f"{rows.names[0]} is {describe(rows.leaves[0])}, which has no rows. Pass at least one."
-        )
-    return rows._replace(leaves=tuple(map(np.asarray, rows.leaves)))
-
-
-def _grain() -> Any:
-    return require("grain", "shuffle=True")

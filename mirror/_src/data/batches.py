@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from mirror._src.data.foreign import to_array
+from mirror._src.devices.narrowing import require_fits
 from mirror._src.utils.errors import describe, listing
 from mirror._src.utils.naming import keys
 from mirror._src.utils.types import PyTree
@@ -34,6 +35,10 @@ class HostBatch(NamedTuple):
         """Returns the tree with `fn` applied to each leaf."""
         return self.treedef.unflatten(map(fn, self.leaves))
 
+    def first(self, count: int) -> "HostBatch":
+        """Returns the first `count` examples of the batch."""
+        return self._replace(leaves=tuple(leaf[:count] for leaf in self.leaves), size=count)
+
     def without(self, count: int) -> "HostBatch":
         """Returns the batch without its first `count` examples."""
         if not count:
@@ -51,13 +56,15 @@ def host_batches(batches: Iterator[PyTree], advice: str) -> Iterator[HostBatch]:
 
     Raises:
         ValueError: If a batch has no arrays, contains scalars, has leaves of different leading
-            sizes, or does not have the structure of the first batch.
+            sizes, does not have the structure of the first batch, or contains integers that do not
+            fit 32 bits while 64-bit types are disabled.
         TypeError: If a leaf is not an array of numbers.
     """
     first: HostBatch | None = None
     for number, tree in enumerate(batches):
         batch = host_batch("batch", tree, advice, number)
         first = first or batch
+        require_integers_fit(batch)
         _require_same_structure(first, batch)
         yield batch
 
@@ -79,6 +86,16 @@ def host_batch(root: str, tree: PyTree, advice: str = "", number: int = 0) -> Ho
             "np.stack(rows)."
         )
     return HostBatch(number, names, leaves, treedef, sizes.pop())
+
+
+def require_integers_fit(batch: HostBatch) -> None:
+    """Rejects integers that would change on the devices, before anything pads or transfers them.
+
+    Raises:
+        ValueError: If a leaf contains one.
+    """
+    for name, leaf in zip(batch.names, batch.leaves, strict=True):
+        require_fits(name, leaf)
 
 
 def array_of(name: str, leaf: Any) -> Any:

@@ -20,10 +20,11 @@ from mirror._src.data.remainder import (
     require_remainder,
 )
 from mirror._src.data.source import B, DistributedDatasetBase, Source, shape_on_devices
+from mirror._src.devices.narrowing import require_fits
 from mirror._src.devices.replicas import ReplicaDevices
-from mirror._src.utils.errors import describe
+from mirror._src.utils.errors import counted, describe
 from mirror._src.utils.modules import set_module
-from mirror._src.utils.naming import keys
+from mirror._src.utils.naming import depth_of_user, keys
 from mirror._src.utils.types import PyTree
 from mirror._src.values.per_replica import PerReplica, on_replicas
 
@@ -60,6 +61,15 @@ class DistributedDataset(DistributedDatasetBase[B]):
     def __len__(self) -> int:
         """The number of batches of the source, if known; `"drop"` may yield fewer."""
         return len(self._source)
+
+    def peek(self, count: int = 1) -> list[PyTree]:
+        """Returns up to `count` first global batches, which the next pass still yields."""
+        return self._source.peek(count)
+
+    def __repr__(self) -> str:
+        source = repr(self._source)
+        replicas = counted(len(self._replicas), "replica")
+        return f"DistributedDataset({source}, {replicas}, remainder={self._remainder!r})"
 
     def padded(
         self,
@@ -147,7 +157,7 @@ class PerReplicaDataset(DistributedDatasetBase[B]):
             warnings.warn(
                 f"Dropped the last {len(group)} batches: each step consumes {n}, one per replica. "
                 f"Yield a multiple of {n} batches to use them all.",
-                stacklevel=2,
+                stacklevel=depth_of_user(),
             )
 
     def _together(self, batches: list[Any]) -> PyTree:
@@ -203,7 +213,11 @@ class InputContext(NamedTuple):
 def _arrays(batch: PyTree) -> list[Any]:
     """Returns the leaves of one replica's batch."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(batch)
-    return [array_of("batch" + keys(path), leaf) for path, leaf in leaves]
+    arrays = {"batch" + keys(path): leaf for path, leaf in leaves}
+    arrays = {name: array_of(name, leaf) for name, leaf in arrays.items()}
+    for name, array in arrays.items():
+        require_fits(name, array)
+    return list(arrays.values())
 
 
 def _require_batches(source: Any) -> None:

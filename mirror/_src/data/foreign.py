@@ -32,10 +32,13 @@ def to_array(name: str, leaf: Any) -> jax.Array | np.ndarray:
     """Returns JAX arrays unchanged and anything else as NumPy, without a copy where possible.
 
     Raises:
-        TypeError: If NumPy cannot read it.
+        TypeError: If NumPy cannot read it, or if it has masked values.
     """
-    if isinstance(leaf, jax.Array | np.ndarray):
+    if isinstance(leaf, jax.Array):
         return leaf
+    if isinstance(leaf, np.ndarray):
+        is_plain = type(leaf) is np.ndarray and leaf.dtype.isnative
+        return leaf if is_plain else _plain(name, leaf)
     torch = sys.modules.get("torch")  # a tensor exists only after the import
     if torch is not None and isinstance(leaf, torch.Tensor):
         return _from_torch(name, leaf)
@@ -46,6 +49,23 @@ def to_array(name: str, leaf: Any) -> jax.Array | np.ndarray:
             f"{name} is {describe(leaf)}, which NumPy cannot convert to an array: {error}. All "
             "rows must have the same shape."
         ) from error
+
+
+def _plain(name: str, array: np.ndarray) -> np.ndarray:
+    """Converts subclasses, such as `np.matrix`, and bytes in the order of other machines.
+
+    Raises:
+        TypeError: If a masked array has masked values, which would become ordinary ones.
+    """
+    if isinstance(array, np.ma.MaskedArray) and np.ma.is_masked(array):
+        raise TypeError(
+            f"{name} is a masked array with {np.ma.count_masked(array)} masked values, and JAX "
+            "ignores masks. Fill it, array.filled(0), and yield the mask as another leaf."
+        )
+    array = np.asarray(array)
+    if array.dtype.isnative:
+        return array
+    return array.astype(array.dtype.newbyteorder("="))
 
 
 def _from_torch(name: str, tensor: Any) -> np.ndarray:

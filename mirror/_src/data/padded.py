@@ -29,6 +29,7 @@ class PaddedBatch(NamedTuple):
         num_batches: Number of batches in this launch.
         num_examples: Number of examples in these batches.
         first: Index in the group of the first of these batches.
+        sizes: Number of examples of each batch of the group.
     """
 
     batch: PyTree
@@ -36,6 +37,7 @@ class PaddedBatch(NamedTuple):
     num_batches: int
     num_examples: int
     first: int = 0
+    sizes: tuple[int, ...] = ()
 
     def split(self, count: int) -> tuple["PaddedBatch", "PaddedBatch"]:
         """Returns one launch with the first `count` batches and one with the others.
@@ -43,11 +45,11 @@ class PaddedBatch(NamedTuple):
         Both hold the arrays of the whole group, so that they run the same compiled step.
         """
         end = self.first + count
-        num_examples = int(np.asarray(self.mask)[:, self.first : end].sum())
+        num_examples = sum(self.sizes[self.first : end])
         num_left = self.num_examples - num_examples
         head = self._replace(num_batches=count, num_examples=num_examples)
-        rest = PaddedBatch(self.batch, self.mask, self.num_batches - count, num_left, end)
-        return head, rest
+        left = self.num_batches - count
+        return head, self._replace(num_batches=left, num_examples=num_left, first=end)
 
 
 @final
@@ -114,8 +116,8 @@ class PaddedDataset(DistributedDatasetBase[PaddedBatch]):
 
     def _launches(self, batches: Iterator[HostBatch]) -> Generator[PaddedBatch, None, None]:
         while group := list(itertools.islice(batches, self._group)):
-            num_examples = sum(batch.size for batch in group)
-            yield PaddedBatch(*self._placed(group), len(group), num_examples)
+            sizes = tuple(batch.size for batch in group)
+            yield PaddedBatch(*self._placed(group), len(group), sum(sizes), sizes=sizes)
 
     def _placed(self, batches: list[HostBatch]) -> tuple[PyTree, PerReplica]:
         first = batches[0]

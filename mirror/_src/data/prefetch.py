@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, TypeVar, final
 
 T = TypeVar("T")
-_MOST_WAIT_SECS = 5.0
+_MOST_WAIT_SECS = 0.5
 
 
 @final

@@ -10,6 +10,7 @@ import jax
 from mirror._src.data.arrays import ArrayDataset
 from mirror._src.data.foreign import advice
 from mirror._src.data.prefetch import PrefetchIterator
+from mirror._src.data.same_batches import SameBatches
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.utils.errors import require_int
 from mirror._src.utils.types import PyTree
@@ -33,6 +34,13 @@ class Source:
 
     def __len__(self) -> int:
         return len(self._dataset)  # type: ignore[arg-type]
+
+    def __repr__(self) -> str:
+        name = type(self._dataset).__name__
+        if not isinstance(self._dataset, list | tuple | ArrayDataset):
+            return name  # the length of others may take long
+        count = len(self._dataset)
+        return f"{name} of 1 batch" if count == 1 else f"{name} of {count} batches"
 
     @property
     def advice(self) -> str:
@@ -90,6 +98,7 @@ class DistributedDatasetBase(abc.ABC, Generic[B]):
         self._replicas = replicas
         self._prefetch = prefetch
         self._spec: Any = None
+        self._same = SameBatches() if replicas.spans_processes else None
 
     @final
     def _on_replicas(self, leaf: Any) -> PerReplica:
@@ -112,7 +121,8 @@ class DistributedDatasetBase(abc.ABC, Generic[B]):
 
     @final
     def __iter__(self) -> PrefetchIterator[B] | Generator[B, None, None]:
-        items = self._distributed(self._source.start())
+        batches = self._source.start()
+        items = self._distributed(batches if self._same is None else self._same.start(batches))
         return PrefetchIterator(items, self._prefetch) if self._prefetch else items
 
     @final

@@ -144,9 +144,24 @@ def find_device(spec: DeviceSpec) -> jax.Device:
     if spec.index < len(candidates):
         return candidates[spec.index]
     raise InvalidDeviceError(
-        f"Unknown device {spec}. Available devices: {_available()}. To get more host devices, call "
-        "mirror.config.set_logical_device_configuration or "
-        'jax.config.update("jax_num_cpu_devices", n) before creating the first array.'
+        f"Unknown device {spec}. Available devices: {_available()}. "
+        f"{_how_to_get(spec.device_type, spec.index, len(candidates))}"
+    )
+
+
+def _how_to_get(device_type: str, index: int, found: int) -> str:
+    """Returns a sentence that says how to get a device that does not exist."""
+    if device_type == "CPU":
+        return (
+            f"To get more host devices, call mirror.config.set_num_cpu_devices({index + 1}) before "
+            "creating the first array."
+        )
+    if found:
+        last = f"/{device_type.lower()}:{found - 1}"
+        return f"The last {device_type} is {last!r}; mirror.MirroredStrategy() uses all of them."
+    return (
+        f"JAX found no {device_type}: `mirror doctor` shows why, and mirror.MirroredStrategy() "
+        "uses the devices that there are."
     )
 
 
@@ -165,8 +180,24 @@ def require_logical(device: jax.Device) -> jax.Device:
 
 
 def logical_name(device: jax.Device) -> str:
-    """Returns a name like `/device:GPU:1`; the index counts this process's devices of the type."""
-    return str(spec_of(device))
+    """Returns a name like `/device:GPU:1`; the index counts the process's devices of the type.
+
+    The name of a device of another process starts with `/job:worker/replica:0/task:1`.
+    """
+    if device.process_index == jax.process_index():
+        return str(spec_of(device))
+    task = f"/job:worker/replica:0/task:{device.process_index}"
+    return f"{task}{DeviceSpec(type_of(device), _index_in_process(device))}"
+
+
+def devices_by_id(kind: str) -> dict[int, jax.Device]:
+    """Returns the devices of one type of all processes."""
+    return {device.id: device for device in jax.devices(kind.lower())}
+
+
+def _index_in_process(device: jax.Device) -> int:
+    devices = [d for d in jax.devices(device.platform) if d.process_index == device.process_index]
+    return devices.index(device)
 
 
 def spec_of(device: jax.Device) -> DeviceSpec:

@@ -7,13 +7,13 @@ removes it. Delete this file when JAX 0.11 is no longer supported.
 """
 
 import contextlib
-import operator
 import threading
 from collections import deque
 from typing import Any
 
 import jax
 
+from mirror._src.devices.launches import has_finished
 from mirror._src.utils.types import Array
 
 MOST_IN_FLIGHT = 8
@@ -64,7 +64,7 @@ class Uncounted:
 def forget_finished() -> None:
     """Drops the references to results of finished eager work."""
     with _lock:
-        while _in_flight and _has_finished(_in_flight[0]):
+        while _in_flight and has_finished(_in_flight[0]):
             _in_flight.popleft()
 
 
@@ -100,12 +100,6 @@ def _needs_no_bound(output: Array) -> bool:
         return True
     device: Any = next(iter(output.sharding.device_set))
     return bool(device.platform != "cpu")  # each accelerator has its own queue
-
-
-def _has_finished(output: Any) -> bool:
-    # Both calls run in C, so that no other thread can delete the array in between: `is_ready` of a
-    # deleted array is a segmentation fault (JAX 0.10.2).
-    return any(map(operator.call, (output.is_deleted, output.is_ready)))
 
 
 def _wait(output: Array) -> None:

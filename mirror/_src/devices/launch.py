@@ -17,21 +17,23 @@ A wider pool (`PJRT_NPROC`) would also prevent the deadlock, but XLA splits oper
 import contextlib
 import itertools
 import threading
-import weakref
+import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from mirror._src.devices import eager_work as eager
+from mirror._src.devices import launches
+from mirror._src.devices.launches import Described, Launch
 from mirror._src.utils.types import Array
 
 MOST_IN_FLIGHT = 2
+_FIRST_SLEEP_SECS, _LONGEST_SLEEP_SECS = 5e-5, 0.02
 
 _lock = threading.RLock()
 _in_flight: deque[Array] = deque()
-_latest: weakref.ref[Array] | None = None
 
 
 def is_needed() -> bool:
@@ -40,7 +42,13 @@ def is_needed() -> bool:
 
 
 def launch(
-    program: Callable[..., Any], arguments: Sequence[Any], outputs: list[Any], *, bounded: bool
+    program: Callable[..., Any],
+    arguments: Sequence[Any],
+    outputs: list[Any],
+    described: Described,
+    *,
+    bounded: bool,
+    compiles: bool = False,
 ) -> None:
     """Runs a compiled program; its last output becomes ready when the launch has finished.
 
@@ -52,15 +60,35 @@ def launch(
         program: A compiled function of `arguments` that returns a sequence.
         arguments: Its arguments.
         outputs: An empty list, which receives the outputs.
+        described: What it is, for reports of launches that do not end.
         bounded: Whether the launch occupies several host devices and this JAX version needs the
             guard. The last output is then a token, which is never donated.
+        compiles: Whether JAX compiles the program first.
+
+    Raises:
+        StalledError: If an earlier launch has stalled and a watch raises errors.
     """
-    global _latest
+    if launches.log is None:
+        _launch(program, arguments, outputs, bounded, None)
+        return
+    launches.log.require_no_stall()
+    record = launches.log.begin(described, compiles=compiles)
+    try:
+        _launch(program, arguments, outputs, bounded, record)
+    finally:
+        record.was_dispatched(outputs)
+
+
+def _launch(
+    program: Callable[..., Any],
+    arguments: Sequence[Any],
+    outputs: list[Any],
+    bounded: bool,
+    record: Launch | None,
+) -> None:
     if not bounded:
         with _lock:  # every accelerator must see the launches in the same order
-            _call(program, arguments, outputs)
-        if outputs and isinstance(outputs[-1], jax.Array):
-            _latest = weakref.ref(outputs[-1])
+            _call(program, arguments, outputs, record)
         return
     eager.bound_eager_work()
     eager.forget_finished()
@@ -68,23 +96,74 @@ def launch(
         while len(_in_flight) >= MOST_IN_FLIGHT:
             _await_oldest()
         try:
-            _call(program, arguments, outputs)
+            _call(program, arguments, outputs, record)
         finally:
             if outputs:
                 _in_flight.append(outputs[-1])
 
 
-def _call(program: Callable[..., Any], arguments: Sequence[Any], outputs: list[Any]) -> None:
+def _call(
+    program: Callable[..., Any],
+    arguments: Sequence[Any],
+    outputs: list[Any],
+    record: Launch | None,
+) -> None:
+    if record is not None:
+        record.starts()
     with eager.Uncounted():
         outputs.extend(itertools.chain.from_iterable(itertools.starmap(program, (arguments,))))
 
 
-def in_flight() -> Iterator[Array]:
-    """Yields an output of each known launch that may not have finished, oldest first."""
-    yield from tuple(_in_flight)
-    latest = _latest() if _latest is not None else None
-    if latest is not None and not latest.is_deleted():
-        yield latest
+def wait_for(tree: Any) -> None:
+    """Waits until arrays are ready, or until a watch raises an error because of a stall.
+
+    Raises:
+        StalledError: If a launch has stalled and a watch raises errors.
+    """
+    for leaf in jax.tree.leaves(tree):
+        if isinstance(leaf, jax.Array):  # not an array of NumPy
+            wait(leaf)
+
+
+def wait(array: Any) -> None:
+    """Waits until an array is ready, or until a watch raises an error because of a stall.
+
+    Python cannot raise an error in a thread that waits in native code, so with such a watch this
+    asks again and again. It sleeps no longer than it has already waited.
+
+    Raises:
+        StalledError: If a launch has stalled and a watch raises errors.
+    """
+    secs = _FIRST_SLEEP_SECS
+    while (log := launches.log) is not None and log.stalls and hasattr(array, "is_ready"):
+        log.require_no_stall()
+        if launches.has_finished(array):
+            break
+        time.sleep(secs)
+        secs = min(2 * secs, _LONGEST_SLEEP_SECS)
+    array.block_until_ready()
+
+
+@contextlib.contextmanager
+def collective_on_host(
+    name: str, described: Described, operands: Mapping[int, Any]
+) -> Iterator[None]:
+    """Context manager around a collective that reads the operand of each replica on the host.
+
+    Args:
+        name: Kind and line of the collective.
+        described: The step.
+        operands: The operand of each replica.
+    """
+    if launches.log is None:
+        yield
+        return
+    record = launches.log.begin(described)
+    record.reads(name, operands)
+    try:
+        yield
+    finally:
+        record.ends()
 
 
 def _await_oldest() -> None:
@@ -92,6 +171,10 @@ def _await_oldest() -> None:
 
     Its error is suppressed here; it is raised where its results are read.
     """
-    with contextlib.suppress(Exception):
-        _in_flight[0].block_until_ready()  # host sync, on purpose
+    try:
+        wait(_in_flight[0])  # host sync, on purpose
+    except launches.StalledError:
+        raise
+    except Exception:
+        pass
     _in_flight.popleft()

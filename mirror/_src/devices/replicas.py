@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from mirror._src.devices.backend import names, type_of
-from mirror._src.devices.transfer import NoMesh, move
+from mirror._src.devices.transfer import NoMesh, is_remote, local_copy, move
 from mirror._src.devices.unstacked import UnstackedArrays
 from mirror._src.utils.types import REPLICA_AXIS, Array
 
@@ -54,6 +54,8 @@ class ReplicaDevices:
         mesh: One-axis mesh over the distinct devices; over the home device if they are mixed.
         mirrored: Sharding of a mirrored array: a whole copy on each device of the mesh.
         stacked: Sharding of a stacked array `(num_replicas, *shape)`: row r on replica r's device.
+        spans_processes: Whether some of the devices belong to other processes.
+        local_ids: The replicas on devices of this process.
 
     Raises:
         ValueError: If the devices run unequal numbers of replicas, or replicas that share a device
@@ -81,6 +83,10 @@ class ReplicaDevices:
         self.mesh = Mesh(np.asarray(self.on_mesh), (axis_name,), axis_types=(AxisType.Auto,))
         self.mirrored = NamedSharding(self.mesh, PartitionSpec())
         self.stacked = NamedSharding(self.mesh, PartitionSpec(axis_name))
+        self.spans_processes = len({device.process_index for device in self.distinct}) > 1
+        here = jax.process_index() if self.spans_processes else None
+        ids = (i for i, d in enumerate(devices) if here is None or d.process_index == here)
+        self.local_ids = tuple(ids)
 
     def __len__(self) -> int:
         return len(self.devices)
@@ -89,6 +95,11 @@ class ReplicaDevices:
     def on_host(self) -> bool:
         """Whether the replicas communicate across host devices, which share one thread pool."""
         return type_of(self.devices[0]) == "CPU" and len(self.on_mesh) > 1
+
+    @property
+    def local_devices(self) -> tuple[jax.Device, ...]:
+        """The devices of this process's replicas, each once."""
+        return tuple(dict.fromkeys(self.devices[i] for i in self.local_ids))
 
     def is_mirrored(self, value: Array) -> bool:
         """Whether each device stores a whole copy of the array, in replica order."""
@@ -144,6 +155,12 @@ class ReplicaDevices:
         0.10.2, 0.12.0.1): donating the result would delete the user's array. It is therefore copied
         once more.
         """
+        if isinstance(value, jax.Array) and not value.is_fully_addressable:
+            if self.spans_processes and self.is_mirrored(value):
+                return jnp.copy(value)
+            value = local_copy(value)
+        if self.spans_processes:
+            return self._mirror_here(value)
         if isinstance(value, jax.Array):
             if self.on_host and self.is_sharded(value):
                 # Through host memory: otherwise JAX launches an all-gather for each array, which
@@ -156,6 +173,8 @@ class ReplicaDevices:
 
     def broadcast(self, value: Array | np.ndarray) -> Array:
         """Returns a mirrored array that may share memory with `value`: do not modify either."""
+        if self.spans_processes or (isinstance(value, jax.Array) and is_remote(value)):
+            return self.mirror(value)
         return jax.device_put(value, self.mirrored)
 
     def broadcast_through_host(self, array: Array) -> Array:
@@ -175,6 +194,8 @@ class ReplicaDevices:
         buffer while the transfer is still in progress.
         """
         array = value if isinstance(value, jax.Array) else np.array(value)
+        if self.spans_processes:
+            return self._stack_here(array)
         if self.are_mixed:
             return UnstackedArrays(list(map(move, array, self.devices)))
         rows = jax.device_put(array, self.stacked)
@@ -183,6 +204,54 @@ class ReplicaDevices:
             self.stacked, array.ndim
         )
         return jnp.copy(rows) if is_in_place else rows
+
+    def stack_local(self, rows: np.ndarray) -> Array:
+        """Returns a stacked array, of which this process has the rows of its own replicas."""
+        count = self.replicas_per_device
+        pieces = [rows[i * count : (i + 1) * count] for i in range(len(self.local_devices))]
+        return self._join(self.stacked, (len(self), *rows.shape[1:]), pieces)
+
+    def _mirror_here(self, value: Array | np.ndarray | np.generic | float) -> Array:
+        """Mirrors a value that every process has: each copies it to its own devices.
+
+        `jax.device_put` would compare the values of all processes by a collective for each array
+        (JAX 0.10.2, 0.12.0.1). That is slow, it bypasses the launch guard, and it hangs if one
+        process has no such array to place.
+        """
+        if isinstance(value, int | float | complex):
+            return self._mirror_number(value)
+        if isinstance(value, jax.Array) and value.ndim == 0 and jax.typeof(value).weak_type:
+            return self._mirror_number(value.item())
+        shape = np.shape(value)
+        return self._join(self.mirrored, shape, [value] * len(self.local_devices))
+
+    @functools.cached_property
+    def _mirror_number(self) -> Any:
+        """A program that mirrors numbers, and keeps their weak types, which joined arrays lose."""
+        return jax.jit(lambda number: number, out_shardings=self.mirrored)
+
+    def _stack_here(self, array: Array | np.ndarray) -> Array:
+        """Stacks rows that every process has: each copies its own rows to its devices."""
+        if isinstance(array, jax.Array) and is_remote(array):
+            if array.sharding.is_equivalent_to(self.stacked, array.ndim):
+                return jnp.copy(array)
+            array = local_copy(array)
+        ids, count = self.local_ids, self.replicas_per_device
+        with NoMesh():
+            pieces = [array[i : i + count] for i in ids[::count]]
+        return self._join(self.stacked, array.shape, pieces)
+
+    def _join(
+        self, sharding: NamedSharding, shape: tuple[int, ...], pieces: Sequence[Any]
+    ) -> Array:
+        """Returns a global array of which each local device stores a copy of one of the pieces."""
+        with NoMesh():
+            shards = [
+                # Copies, because two devices, or the caller, might share the memory.
+                move(jnp.copy(piece) if isinstance(piece, jax.Array) else np.array(piece), device)
+                for piece, device in zip(pieces, self.local_devices, strict=True)
+            ]
+        return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
     def from_rows(self, rows: Sequence[Array]) -> Array:
         """Joins rows `(1, *shape)` on the replicas' devices into a stacked array without a copy."""

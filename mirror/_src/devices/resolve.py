@@ -11,6 +11,7 @@ from mirror._src.devices.backend import (
     names,
     require_logical,
     spec_of,
+    type_of,
 )
 from mirror._src.devices.names import SPELLINGS, DeviceSpec, LogicalDevice, PhysicalDevice
 from mirror._src.utils.errors import InvalidDeviceError, describe, expected
@@ -39,15 +40,23 @@ def canonicalize_replica_devices(devices: Iterable[DeviceLike] | None) -> tuple[
 
     Raises:
         TypeError: If `devices` is not a list, or an element is not a device.
-        ValueError: If the list is empty, or a device is repeated or unknown.
+        ValueError: If the list is empty, or a device is repeated.
+        InvalidDeviceError: If a device does not exist.
     """
     if devices is None:
         return default_devices()
     if isinstance(devices, str | LogicalDevice | jax.Device):
         shown = str(devices) if isinstance(devices, jax.Device) else repr(devices)
-        raise ValueError(
-            f"`devices` must be a list, got {shown}. Pass a list: MirroredStrategy([{shown}])."
-        )
+        fix = f"Pass a list: MirroredStrategy([{shown}])."
+        if isinstance(devices, str) and _is_type(devices):
+            kind = devices.strip("/").upper()
+            fix = (
+                f"For all of them: MirroredStrategy(mirror.config.list_logical_devices({kind!r}))."
+            )
+        raise ValueError(f"`devices` must be a list, got {shown}. {fix}")
+    if isinstance(devices, int):
+        fix = f"For the first {devices}: MirroredStrategy(jax.devices()[:{devices}])."
+        raise TypeError(expected("devices", devices, "a list of devices", fix))
     if not isinstance(devices, Iterable):
         fix = "For example ['/gpu:0', '/gpu:1']; None selects all devices."
         raise TypeError(expected("devices", devices, "a list of devices", fix))
@@ -55,7 +64,7 @@ def canonicalize_replica_devices(devices: Iterable[DeviceLike] | None) -> tuple[
     try:
         resolved = [_resolve(device) for device in requested]
     except InvalidDeviceError as error:
-        raise ValueError(f"devices={requested!r}: {error}") from error
+        raise InvalidDeviceError(f"devices={_shown(requested)}: {error}") from None
     jax_devices = tuple(device for _, device in resolved)
     if not jax_devices:
         raise ValueError(
@@ -69,15 +78,28 @@ def canonicalize_replica_devices(devices: Iterable[DeviceLike] | None) -> tuple[
     return jax_devices
 
 
+def _shown(requested: list[DeviceLike]) -> str:
+    names = [str(d) if isinstance(d, jax.Device) else repr(d) for d in requested]
+    return f"[{', '.join(names)}]"
+
+
+def _is_type(text: str) -> bool:
+    """Whether a string is a type of devices, without an index."""
+    return text.strip("/").upper() in ("CPU", "GPU", "TPU")
+
+
 def _resolve(device: DeviceLike) -> tuple[DeviceSpec, jax.Device]:
     """Returns the logical device's spec and its JAX device."""
     if isinstance(device, jax.Device):
         return spec_of(require_logical(device)), device
     if not isinstance(device, str | LogicalDevice):
-        is_physical = isinstance(device, PhysicalDevice)
-        hint = " Computations run on logical devices, not on physical devices."
+        hint = ""
+        if isinstance(device, PhysicalDevice):
+            hint = " Computations run on logical devices, not on physical devices."
+        elif type(device) is int:
+            hint = f" Name it: '/{type_of(default_devices()[0]).lower()}:{device}'."
         raise TypeError(
-            f"Expected a device, got {describe(device)}.{hint if is_physical else ''} Pass one of "
+            f"Expected a device, got {describe(device)}.{hint} Pass one of "
             f"mirror.config.list_logical_devices(), a jax.Device, or a name such as {SPELLINGS}."
         )
     parsed = DeviceSpec.parse(device if isinstance(device, str) else device.name)

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterable, Sequence
 
 from mirror._src.devices import state
+from mirror._src.devices.backend import devices_of_type
 from mirror._src.devices.jax_options import MEMORY_FRACTION, PLATFORMS, PREALLOCATE, VISIBLE_GPUS
 from mirror._src.devices.names import PhysicalDevice
 from mirror._src.devices.physical import (
@@ -26,7 +27,7 @@ from mirror._src.devices.user_settings import (
     require_host_devices,
     require_within_users,
 )
-from mirror._src.utils.errors import InvalidDeviceError, expected
+from mirror._src.utils.errors import InvalidDeviceError, counted, expected, require_int
 
 _logger = logging.getLogger("mirror")
 _soft = False
@@ -158,6 +159,41 @@ def set_logical_device_configuration(
         elif any(limits) and MEMORY_FRACTION.of_user is not None:
             _logger.warning("Ignoring memory_limit: %s takes precedence.", MEMORY_FRACTION)
         state.change(logical={**logical, device: new})
+
+
+def set_num_cpu_devices(n: int) -> None:
+    """Provides `n` host devices, to run several replicas on a machine without enough GPUs.
+
+    Call it at the top of a script or notebook, before anything starts JAX. It splits the CPU as
+    `set_logical_device_configuration` does; GPUs, if there are any, remain the default devices.
+    Once JAX has started it changes nothing, and checks that there are at least `n` host devices,
+    so that a notebook cell can run again.
+
+    Args:
+        n: Number of host devices.
+
+    Raises:
+        TypeError: If `n` is not an integer.
+        ValueError: If `n` is less than 1.
+        RuntimeError: If the backend has started with fewer host devices, or the user's own settings
+            allow fewer.
+
+    >>> set_num_cpu_devices(4)
+    >>> mirror.MirroredStrategy([f"/cpu:{i}" for i in range(4)]).num_replicas_in_sync
+    4
+    """
+    require_int("n", n)
+    with lock:
+        if not started():
+            set_logical_device_configuration(CPU, [LogicalDeviceConfiguration()] * int(n))
+            return
+        count = len(devices_of_type("CPU"))
+        if count < n:
+            raise RuntimeError(
+                f"set_num_cpu_devices({n}): JAX has started with {counted(count, 'host device')}, "
+                f"and their number cannot change. {startup_cause()} Call it before that, right "
+                "after the imports; in a notebook, restart the kernel first."
+            )
 
 
 def get_memory_growth(device: PhysicalDevice) -> bool | None:

@@ -71,15 +71,19 @@ def watch_startup() -> None:
             _listener.is_registered = True
 
 
-def startup_cause() -> str:
-    """Returns a sentence that says what started the backend."""
+def startup_cause(first_call: str = "mirror.config was first used") -> str:
+    """Returns a sentence that says what started the backend.
+
+    Args:
+        first_call: What started it unless it had happened earlier.
+    """
     if _listener.cause:
         return _listener.cause
     if _listener.is_registered:
         return f"JAX was initialized by {_NO_COMPUTATION}."
     return (
-        "JAX was initialized before mirror.config was first used, for example by creating an array "
-        "or by jax.devices()."
+        f"JAX was initialized before {first_call}, for example by creating an array or by "
+        "jax.devices()."
     )
 
 

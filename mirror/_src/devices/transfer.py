@@ -58,6 +58,32 @@ def copies_of(array: Array) -> dict[jax.Device, Array]:
     return {shard.device: shard.data for shard in array.addressable_shards}
 
 
+def is_remote(array: Array) -> bool:
+    """Whether other processes store a part of the array, or copies of it."""
+    return not array.is_fully_addressable
+
+
+def local_copy(array: Array) -> Array:
+    """Returns this process's copy of an array that is mirrored over several processes.
+
+    Raises:
+        ValueError: If no device stores the whole array.
+    """
+    if array.is_fully_addressable:
+        return array
+    if not array.is_fully_replicated:
+        raise ValueError(
+            f"An array of shape {array.shape} is split across processes, so that no process has "
+            "all of it. Pass the PerReplica itself to strategy.run, or join its values on every "
+            "process: strategy.gather(x)."
+        )
+    if not jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        return array.addressable_data(0)
+    with NoMesh(), unlogged():
+        bits = jax.random.key_data(array).addressable_data(0)
+        return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(array))
+
+
 def move(array: Array | np.ndarray, device: jax.Device) -> Array:
     """Copies the array to one device and commits it there. Differentiable."""
     return jax.device_put(array, device)

@@ -14,9 +14,12 @@ from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.executors.executor import Executor
 from mirror._src.executors.lone import LoneExecutor
 from mirror._src.executors.pmap import PmapExecutor
+from mirror._src.executors.shard_map import ShardMapExecutor
 from mirror._src.executors.sharded import ShardedExecutor
 from mirror._src.executors.staged.executor import StagedExecutor
 from mirror._src.executors.vmap import VmapExecutor
+from mirror._src.utils.naming import depth_of_user
+from mirror._src.values.per_replica import UNEQUAL_SHAPES
 
 _logger = logging.getLogger("mirror")
 _TEST_SECS = 30.0  # XLA itself ends the process if NCCL has not started after about 40 s
@@ -36,7 +39,11 @@ def choose(
 
     Raises:
         ValueError: If `ops` is `AllReduce` and the devices are of several types.
+        NotImplementedError: If the devices belong to several processes, and the collectives cannot
+            be XLA's.
     """
+    if replicas.spans_processes:
+        return _choose_spanning(replicas, ops, shard_update=shard_update)
     if replicas.are_mixed and isinstance(ops, AllReduce):
         raise ValueError(
             f"AllReduce cannot connect {backend.names(replicas.devices)}, which are devices of "
@@ -65,6 +72,28 @@ def choose(
     return PmapExecutor(replicas, pack_bytes=pack_bytes)
 
 
+def _choose_spanning(
+    replicas: ReplicaDevices, ops: CrossDeviceOps, *, shard_update: bool
+) -> Executor:
+    """Returns the executor for devices of several processes."""
+    if replicas.are_mixed or not isinstance(ops, AllReduce):
+        found = f"cross_device_ops={ops!r} reduces on the host of one process"
+        if replicas.are_mixed:
+            found = f"{backend.names(replicas.devices)} are devices of several types"
+        raise NotImplementedError(
+            f"{found}, but the replicas are in several processes, which only XLA's collectives "
+            "connect. Omit cross_device_ops, and use devices of one type."
+        )
+    if shard_update:
+        # Over gloo, the reduce-scatter of large arrays returns wrong values (jax#40830).
+        _logger.info("shard_update=True has no effect: the replicas are in several processes")
+    pack_bytes = ops.packed_bytes(on_host=replicas.on_host, spans_processes=True)
+    if replicas.replicas_per_device > 1:
+        executor = VmapExecutor(replicas, pack_bytes=pack_bytes)
+        return _log_choice(executor, "several replicas per device")
+    return _log_choice(ShardMapExecutor(replicas, pack_bytes=pack_bytes), "several processes")
+
+
 def _reason_not_to_shard(replicas: ReplicaDevices, ops: CrossDeviceOps) -> str:
     """Returns why weight updates cannot be sharded; empty if they can."""
     if replicas.are_mixed:
@@ -82,9 +111,14 @@ def choose_for_unequal(executor: Executor, ops: CrossDeviceOps) -> Executor:
     Args:
         executor: The strategy's executor for all other steps.
         ops: Implements the collectives.
+
+    Raises:
+        NotImplementedError: If the devices belong to several processes.
     """
     if isinstance(executor, StagedExecutor):
         return executor
+    if executor.replicas.spans_processes:
+        raise NotImplementedError(UNEQUAL_SHAPES)
     return _staged(executor.replicas, ops, "the replicas' values differ in shape")
 
 
@@ -110,7 +144,9 @@ def default_ops(devices: tuple[jax.Device, ...]) -> CrossDeviceOps:
     kinds = {backend.type_of(device) for device in distinct}
     if len(kinds) > 1:
         return ReductionToOneDevice()
-    if kinds == {"CPU"} or len(distinct) == 1:
+    # Across processes there is nothing to fall back to, and JAX itself reports a failure.
+    spans_processes = len({device.process_index for device in distinct}) > 1
+    if kinds == {"CPU"} or len(distinct) == 1 or spans_processes:
         return AllReduce()
     fault = all_reduce_fault(distinct, _TEST_SECS)
     if fault is None:
@@ -124,7 +160,7 @@ def default_ops(devices: tuple[jax.Device, ...]) -> CrossDeviceOps:
     warnings.warn(
         f"The all-reduce across {backend.names(distinct)} failed its startup test: {fault}. "
         f"Falling back to reduction on the host, which is slower. {_P2P_FIX}",
-        stacklevel=3,
+        stacklevel=depth_of_user(),
     )
     return ReductionToOneDevice()
 

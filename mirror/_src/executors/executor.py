@@ -2,6 +2,7 @@
 
 import abc
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
@@ -11,15 +12,18 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from mirror._src.devices.launch import is_needed, launch
+from mirror._src.devices.launches import Described, Site
 from mirror._src.devices.replicas import Kind, ReplicaDevices
-from mirror._src.executors.callbacks import CallbackGuard
+from mirror._src.executors.callbacks import CALLBACKS, CallbackGuard
 from mirror._src.executors.collectives import extreme_rules
 from mirror._src.executors.shards import ShardedUpdate
+from mirror._src.program.collective_eqns import is_collective, kind_of
 from mirror._src.program.evaluate import Lowering, Rules
 from mirror._src.program.flat import has_effects
-from mirror._src.program.jaxprs import arrays_in
+from mirror._src.program.jaxprs import arrays_in, equations
 from mirror._src.program.shards import Shards
 from mirror._src.program.trace import abstract, abstract_row, context_token
+from mirror._src.program.user_lines import user_line
 from mirror._src.utils import interrupts
 from mirror._src.utils.errors import describe
 from mirror._src.utils.types import Array
@@ -53,6 +57,7 @@ class ReplicaProgram(NamedTuple):
 
     Attributes:
         name: Name in profiles and compilation logs.
+        line: Where the step is defined, for reports.
         variants: One variant per set of shapes.
         inputs: How the replicas hold each input.
         outputs: How the replicas hold each output.
@@ -63,6 +68,7 @@ class ReplicaProgram(NamedTuple):
     """
 
     name: str
+    line: str
     variants: Sequence[Variant]
     inputs: Sequence[Kind]
     outputs: Sequence[Kind]
@@ -120,6 +126,7 @@ class MeshExecutor(Executor):
         replicas: Devices of the replicas, of one type.
         collectives: Whether the programs contain collectives.
         pack_bytes: As for `Executor`.
+        replica_ids: Indices of the replicas, for reports. Defaults to 0, 1, ...
 
     Attributes:
         needs_per_replica_input: Whether at least one input must be per-replica.
@@ -128,9 +135,15 @@ class MeshExecutor(Executor):
     needs_per_replica_input = True
 
     def __init__(
-        self, replicas: ReplicaDevices, *, collectives: bool = True, pack_bytes: int = 0
+        self,
+        replicas: ReplicaDevices,
+        *,
+        collectives: bool = True,
+        pack_bytes: int = 0,
+        replica_ids: Sequence[int] | None = None,
     ) -> None:
         super().__init__(replicas, pack_bytes)
+        self.replica_ids = range(len(replicas)) if replica_ids is None else replica_ids
         # One device needs no rendezvous, and every accelerator has its own queue.
         self._bounded = replicas.on_host and collectives and is_needed()
         self._filler: Any = None
@@ -154,7 +167,8 @@ class MeshExecutor(Executor):
 
     def _rules(self, guard: CallbackGuard | None) -> Rules:
         """Returns the rules for operations that are replaced inside the mapping."""
-        return {**extreme_rules(self.replicas.axis_name), **(guard.rules if guard else {})}
+        axis = self.replicas.axis_name
+        return {**extreme_rules(axis), **(guard.rules(axis) if guard else {})}
 
     def _lowering(self, arrays: Mapping[int, Any], rules: Rules) -> Lowering:
         """Returns the `Lowering` that evaluates a replica program inside the mapping."""
@@ -197,6 +211,8 @@ class MeshExecutor(Executor):
             [*program.inputs, *(Kind() for _ in captured)],
             program.outputs,
             program.donated,
+            line=program.line,
+            sites=functools.partial(sites_of, variant),
             guard=program.guard,
             check=check,
             captured=list(map(self.replicas.mirror, captured.values())),
@@ -212,6 +228,8 @@ class MeshExecutor(Executor):
         output_kinds: Sequence[Kind],
         donated: Sequence[int],
         *,
+        line: str = "",
+        sites: Callable[[], Sequence[Site]] = tuple,
         guard: CallbackGuard | None = None,
         check: Callable[[Sequence[Any]], None] = lambda _: None,
         captured: Sequence[Array] = (),
@@ -225,6 +243,8 @@ class MeshExecutor(Executor):
             kinds: How the replicas hold each input.
             output_kinds: How the replicas hold each output.
             donated: Positions of the inputs whose buffers are donated.
+            line: Where the step is defined, for reports.
+            sites: Returns the collectives and host callbacks of the program, for reports.
             guard: Stores exceptions of host callbacks.
             check: Called with the leaves whenever JAX traces the program.
             captured: Arrays that every launch gets as its last inputs.
@@ -260,7 +280,9 @@ class MeshExecutor(Executor):
             donate_argnums=tuple(donated),
         )
         more = [*captured, *([self._filler] if fill else [])]
-        return MeshProgram(compiled, more, bounded, ends_in_python=ends_in_python)
+        spans = self.replicas.spans_processes
+        described = Described(name, line, self.replicas.devices, self.replica_ids, sites, spans)
+        return MeshProgram(compiled, more, bounded, described, ends_in_python=ends_in_python)
 
 
 @final
@@ -272,9 +294,12 @@ class MeshProgram(CompiledProgram):
         compiled: Any,
         more: Sequence[Array],
         bounded: bool,
+        described: Described,
         *,
         ends_in_python: bool = False,
     ) -> None:
+        self._described = described
+        self._has_run = False
         self._ends_in_python = ends_in_python
         self._compiled = compiled
         self._more = list(more)
@@ -282,17 +307,37 @@ class MeshProgram(CompiledProgram):
 
     def __call__(self, leaves: Sequence[Any], outputs: list[Any]) -> None:
         """See `CompiledProgram`. If launches are bounded, the last output is a token."""
-        with interrupts.DeferredInterrupts():  # a first call runs Python code after the launch
-            launch(self._compiled, [*leaves, *self._more], outputs, bounded=self._bounded)
+        # A first call compiles, and runs Python code after the launch.
+        with interrupts.DeferredInterrupts(watches=not self._has_run):
+            launch(
+                self._compiled,
+                [*leaves, *self._more],
+                outputs,
+                self._described,
+                bounded=self._bounded,
+                compiles=not self._has_run,
+            )
+        self._has_run = True
 
     def launch_again(self, leaves: list[Any], outputs: list[Any]) -> None:
         """Runs the program as `__call__` does, if it is already compiled."""
         with interrupts.DeferredInterrupts() if self._ends_in_python else _NO_DEFERRAL:
-            launch(self._compiled, leaves + self._more, outputs, bounded=self._bounded)
+            arguments = leaves + self._more
+            launch(self._compiled, arguments, outputs, self._described, bounded=self._bounded)
 
     def lower(self, leaves: Sequence[Any]) -> jax.stages.Lowered:
         """Returns the program lowered for these leaves, for its text and memory analysis."""
         return self._compiled.lower(*leaves, *self._more)
+
+
+def sites_of(variant: Variant) -> list[Site]:
+    """Returns the collectives and host callbacks of a program, in its order."""
+    eqns = [eqn for program in variant[:2] for eqn in equations(program.jaxpr)]
+    return [
+        Site(kind_of(eqn.primitive.name), user_line(eqn), eqn, eqn.primitive.name in CALLBACKS)
+        for eqn in eqns
+        if is_collective(eqn) or eqn.primitive.name in CALLBACKS
+    ]
 
 
 def _ends_in_python(program: ClosedJaxpr) -> bool:

@@ -19,7 +19,7 @@ class LoneExecutor(MeshExecutor):
     needs_per_replica_input = False
 
     def _rules(self, guard: CallbackGuard | None) -> Rules:
-        return {**SingleReplicaCollectives().rules, **(guard.rules if guard else {})}
+        return {**SingleReplicaCollectives().rules, **(guard.rules() if guard else {})}
 
     def _mapped(
         self,

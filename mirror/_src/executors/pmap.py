@@ -11,13 +11,22 @@ from typing import final
 import jax
 
 from mirror._src.devices.replicas import Kind
+from mirror._src.executors.arrivals import tracked
 from mirror._src.executors.callbacks import CallbackGuard
 from mirror._src.executors.executor import MeshExecutor, Outputs
+from mirror._src.program.evaluate import Rules
+
+# Taken at import: `chex.fake_pmap` replaces `jax.pmap` by a `vmap` that returns a mirrored result
+# once per replica, as if `out_axes` were 0 for all results.
+_pmap = jax.pmap
 
 
 @final
 class PmapExecutor(MeshExecutor):
     """Runs replica programs with one replica per device."""
+
+    def _rules(self, guard: CallbackGuard | None) -> Rules:
+        return tracked(super()._rules(guard), self.replicas.axis_name, len(self.replicas))
 
     def _mapped(
         self,
@@ -27,7 +36,7 @@ class PmapExecutor(MeshExecutor):
         guard: CallbackGuard | None,
     ) -> Callable[..., Outputs]:
         del guard  # its rules apply inside
-        return jax.pmap(
+        return _pmap(
             replica,
             axis_name=self.replicas.axis_name,
             in_axes=tuple(0 if kind.is_own else None for kind in inputs),

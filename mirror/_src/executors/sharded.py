@@ -6,12 +6,10 @@ It uses `jit(shard_map)`, because the axes of `jax.pmap` cannot express that an 
 from collections.abc import Callable, Sequence
 from typing import final
 
-import jax
-
 from mirror._src.devices.replicas import Kind
 from mirror._src.executors.callbacks import CallbackGuard
 from mirror._src.executors.executor import MeshExecutor, Outputs
-from mirror._src.executors.lone import without_leading_axis
+from mirror._src.executors.shard_map import over_mesh
 
 
 @final
@@ -29,10 +27,4 @@ class ShardedExecutor(MeshExecutor):
         guard: CallbackGuard | None,
     ) -> Callable[..., Outputs]:
         del guard  # its rules apply inside
-        return jax.shard_map(
-            without_leading_axis(replica, inputs, outputs),
-            mesh=self.replicas.mesh,
-            in_specs=tuple(self.replicas.sharding(kind).spec for kind in inputs),
-            out_specs=tuple(self.replicas.sharding(kind).spec for kind in outputs),
-            check_vma=False,
-        )
+        return over_mesh(self.replicas, replica, inputs, outputs)

@@ -53,7 +53,7 @@ class _Sums(Lowering):
     """Evaluation that records the operation that computed each value."""
 
     def __init__(self, guard: CallbackGuard | None, pack_bytes: int) -> None:
-        super().__init__({}, guard.rules if guard else {}, pack_bytes)
+        super().__init__({}, guard.rules() if guard else {}, pack_bytes)
         self.made_by: dict[int, tuple[JaxprEqn, list[Any]]] = {}
         self._alive: list[Any] = []  # an `id` is unique only while its value is alive
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from mirror._src.utils.errors import bytes_in_words, counted
 from mirror._src.utils.tables import Table
+from mirror._src.utils.terminal import wrap
 
 _MOST_NAMES = 3
 UNKNOWN = "unknown"
@@ -202,7 +203,7 @@ class MemoryReport:
 
     def __str__(self) -> str:
         notes = "\n".join(self.notes)
-        return "\n\n".join([self.heading, str(self.table), self.advice, notes])
+        return wrap("\n\n".join([self.heading, str(self.table), self.advice, notes]))
 
     def _repr_html_(self) -> str:
         heading, advice = html.escape(self.heading), html.escape(self.advice)

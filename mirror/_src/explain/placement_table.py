@@ -14,19 +14,26 @@ from mirror._src.devices.unstacked import UnstackedArrays
 from mirror._src.explain.trial import is_whole
 from mirror._src.run.nnx.structure import is_object
 from mirror._src.utils.errors import bytes_in_words, describe
-from mirror._src.utils.tables import Table
+from mirror._src.utils.tables import Table, folded_table
 from mirror._src.utils.types import PyTree
 from mirror._src.values.per_replica import held_by, is_per_replica
 
+_FIRST, _LAST = 8, 4  # devices that the table of a large strategy shows
+
 
 def device_table(devices: Iterable[jax.Device]) -> Table:
-    """Returns a table of a strategy's devices, one row per replica."""
-    return Table(
+    """Returns a table of a strategy's devices, one row per replica, without the middle of many."""
+    return folded_table(
         ("replica", "logical device", "physical device", "memory"),
-        (
-            (str(i), backend.logical_name(d), physical_name(d), memory_in_words(d))
-            for i, d in enumerate(devices)
+        list(enumerate(devices)),
+        lambda row: (
+            str(row[0]),
+            backend.logical_name(row[1]),
+            physical_name(row[1]),
+            memory_in_words(row[1]),
         ),
+        _FIRST,
+        _LAST,
     )
 
 
@@ -47,14 +54,10 @@ def visualize_placement(tree: PyTree) -> Table:
     ['w']  float32[4,2]  32 bytes  /device:CPU:0
     total                32 bytes  /device:CPU:0 32 bytes
     """
-    rows, totals, counted = [], dict[str, int](), set[int]()
-    leaves = list(_leaves(tree))  # keeps the leaves alive, so that their ids are unique
-    for path, leaf in leaves:
+    rows, totals = [], bytes_by_device(tree)
+    for path, leaf in _leaves(tree):
         value = _array(leaf)
         shards = _shards(value)
-        for name, num_bytes in shards if id(leaf) not in counted else ():
-            totals[name] = totals.get(name, 0) + num_bytes
-        counted.add(id(leaf))
         size = _bytes(shards, _is_copied(value))
         rows.append((path, _shape(leaf), size, _devices(value, shards)))
     sums = ", ".join(f"{name} {bytes_in_words(count)}" for name, count in totals.items())
@@ -62,8 +65,21 @@ def visualize_placement(tree: PyTree) -> Table:
     return Table(("leaf", "shape", "bytes", "devices"), [*rows, last])
 
 
+def bytes_by_device(tree: PyTree) -> dict[str, int]:
+    """Returns the bytes of a tree on each device; an array that occurs twice counts once."""
+    totals, counted = dict[str, int](), set[int]()
+    leaves = list(_leaves(tree))  # keeps the leaves alive, so that their ids are unique
+    for _, leaf in leaves:
+        for name, num_bytes in _shards(_array(leaf)) if id(leaf) not in counted else ():
+            totals[name] = totals.get(name, 0) + num_bytes
+        counted.add(id(leaf))
+    return totals
+
+
 def physical_name(device: jax.Device) -> str:
     """Returns the name of the physical device; all host devices of a CPU have the same one."""
+    if device.process_index != jax.process_index():
+        return f"of process {device.process_index}"
     physical = backend.physical_of(device)
     if physical is None:
         kind = backend.type_of(device)
@@ -75,6 +91,8 @@ def physical_name(device: jax.Device) -> str:
 
 def memory_in_words(device: jax.Device) -> str:
     """Returns the used and total memory of a device, as text."""
+    if device.process_index != jax.process_index():
+        return "unknown"
     info = memory_info(device.memory_stats())
     if info is None:
         return "host memory" if backend.type_of(device) == "CPU" else "unknown"

@@ -32,6 +32,7 @@ from mirror._src.run.step import TracedStep
 from mirror._src.utils.errors import ReplicaDivergenceError, bytes_in_words, counted, describe
 from mirror._src.utils.modules import set_module
 from mirror._src.utils.tables import Table
+from mirror._src.utils.terminal import wrap
 from mirror._src.utils.types import StepFunction
 
 _MOST_LINES = 2
@@ -126,7 +127,7 @@ class ProgramReport:
         )
         sharded = [str(self.sharding_table)] if self.sharding else []
         parts = [self.heading, str(self.values_table), *sharded, communication, *self.problems]
-        return "\n\n".join(parts)
+        return wrap("\n\n".join(parts))
 
     def _repr_html_(self) -> str:
         parts = [f"<b>{html.escape(self.heading)}</b>", self.values_table._repr_html_()]

@@ -9,6 +9,7 @@ from mirror._src.explain.memory_report import MemoryReport
 from mirror._src.utils.errors import bytes_in_words, counted
 from mirror._src.utils.modules import set_module
 from mirror._src.utils.tables import Table, new_figure
+from mirror._src.utils.terminal import wrap
 
 
 class Seconds(NamedTuple):
@@ -173,7 +174,8 @@ class Explanation:
 
     def __str__(self) -> str:
         memory = f"{self.memory.table}\n\n{self.memory.advice}"
-        return "\n\n".join([self.heading, self.verdict, str(self.table), str(self.facts), memory])
+        parts = [self.heading, self.verdict, str(self.table), str(self.facts), memory]
+        return wrap("\n\n".join(parts))
 
     def _repr_html_(self) -> str:
         heading, verdict = html.escape(self.heading), html.escape(self.verdict)

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from mirror._src.context.replica_context import ReplicaGroup
+from mirror._src.devices.narrowing import ENABLE_64_BITS, does_not_fit, require_fits
 from mirror._src.devices.op_log import placement_log
 from mirror._src.devices.replicas import Kind, ReplicaDevices
 from mirror._src.devices.transfer import any_deleted, buffers_of, move
@@ -22,7 +23,7 @@ from mirror._src.run.mesh import require_not_stacked
 from mirror._src.run.program import StepProgram
 from mirror._src.utils.errors import counted, describe
 from mirror._src.utils.types import Array
-from mirror._src.values.per_replica import is_float0, is_numeric
+from mirror._src.values.per_replica import UNEQUAL_SHAPES, is_float0, is_numeric
 
 _get_sharding = operator.attrgetter("sharding")
 _MAX_RECENT_PROGRAMS = 8
@@ -75,7 +76,7 @@ class ArgumentPlacer:
 
         Raises:
             ValueError: If an array is deleted, a `PerReplica` has a different number of replicas,
-                or an int does not fit JAX's default integer type.
+                or an integer does not fit 32 bits while 64-bit types are disabled.
             TypeError: If a leaf cannot be converted to a JAX array.
         """
         per_replica = set(call.layout.per_replica)
@@ -90,6 +91,8 @@ class ArgumentPlacer:
                     f"{call.leaf_names[i]} is {describe(leaf)}, JAX's gradient of an integer, "
                     "which has no values. Take gradients with respect to floats only."
                 )
+            for array in leaf.arrays if isinstance(leaf, UnstackedArrays) else [leaf]:
+                require_fits(call.leaf_names[i], array)
             try:
                 placed = self._stack(call, i, leaf) if i in per_replica else self._mirror(leaf)
             except TypeError as error:
@@ -98,11 +101,8 @@ class ArgumentPlacer:
                     f"array: {error}"
                 ) from error
             except OverflowError as error:
-                raise ValueError(
-                    f"{call.leaf_names[i]} is {describe(leaf)}, which does not fit JAX's default "
-                    "integer type. Pass a float, or enable 64-bit types: "
-                    "jax.config.update('jax_enable_x64', True)."
-                ) from error
+                dtype = str(jax.dtypes.canonicalize_dtype(int))
+                raise ValueError(does_not_fit(call.leaf_names[i], leaf, leaf, dtype)) from error
             if placement_log.on and placed is not leaf and i not in per_replica:
                 placement_log.mirrored(call.leaf_names[i], leaf, self._replicas.devices)
             if placed is not leaf and i not in per_replica:
@@ -267,6 +267,8 @@ class ArgumentPlacer:
         if isinstance(stacked, UnstackedArrays):
             if any_deleted([array for array in stacked.arrays if isinstance(array, jax.Array)]):
                 raise ValueError(_deleted_message(call, i))
+            if self._replicas.spans_processes and not stacked.are_equal:
+                raise NotImplementedError(UNEQUAL_SHAPES)
             if self._replicas.are_mixed or not stacked.are_equal:
                 return UnstackedArrays(list(map(move, stacked.arrays, self._replicas.devices)))
             stacked = np.stack([np.asarray(array) for array in stacked.arrays])
@@ -286,7 +288,7 @@ def require_canonical(call: Call, leaves: Sequence[Any]) -> None:
             raise ValueError(
                 f"{name} is {describe(leaf)}, but 64-bit types are disabled in JAX. Convert it "
                 f"with x.astype('{jax.dtypes.canonicalize_dtype(dtype)}'), or enable them: "
-                "jax.config.update('jax_enable_x64', True)."
+                f"{ENABLE_64_BITS}."
             )
 
 

@@ -6,7 +6,7 @@ static.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,8 +15,9 @@ import numpy as np
 
 from mirror._src.devices.unstacked import UnstackedArrays
 from mirror._src.run.nnx.structure import is_object
-from mirror._src.utils.errors import describe, expected
-from mirror._src.utils.naming import argument_names, keys, leaf_names, name_of
+from mirror._src.utils.errors import describe, expected, nearest_name
+from mirror._src.utils.migration import advice
+from mirror._src.utils.naming import argument_names, keys, leaf_names, name_of, parameter_names
 from mirror._src.utils.types import ARRAY_LIKE, PyTree
 from mirror._src.values.per_replica import PerReplica, is_per_replica
 from mirror._src.variables.variable import Variable
@@ -238,21 +239,79 @@ def object_names(
     return names
 
 
-def require_call(fn: Any, args: Any, kwargs: Any) -> None:
-    """Checks the types of the arguments of `run`.
+def require_call(
+    fn: Any,
+    args: Any,
+    kwargs: Any,
+    method: str,
+    others: Sequence[Any] = (),
+    unknown: Mapping[str, Any] | None = None,
+) -> None:
+    """Checks the types of the arguments of `run`, `verify`, `inspect` and `explain`.
+
+    Args:
+        fn: The step.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        method: Name of the method.
+        others: Further positional arguments.
+        unknown: Further keyword arguments.
 
     Raises:
-        TypeError: If `fn` is not callable, `args` not a tuple or list, or `kwargs` not a dict.
+        TypeError: If `fn` is not callable, `args` not a tuple or list, or `kwargs` not a dict, or
+            if there are further arguments.
     """
+    call = f"strategy.{method}"
     if not callable(fn):
-        fix = "Pass the step function: strategy.run(step, args)."
+        if callable(args):
+            raise TypeError(
+                f"The arguments of {call} are swapped: the step must come first, got "
+                f"{describe(fn)} and then {name_of(args)}. Write {call}({name_of(args)}, args)."
+            )
+        fix = f"Pass the step function, without calling it: {call}(step, args)."
         raise TypeError(expected("fn", fn, "callable", fix))
-    if not isinstance(args, tuple | list):
-        fix = "Wrap the step's arguments in a tuple: strategy.run(step, (model, batch))."
-        raise TypeError(expected("args", args, "a tuple", fix))
+    if not isinstance(args, tuple | list) or others:
+        passed = [args, *([kwargs] if others or not isinstance(kwargs, dict) or kwargs else [])]
+        raise TypeError(_not_in_a_tuple(call, fn, [*passed, *others]))
+    if unknown:
+        raise TypeError(_unknown_keywords(call, fn, args, unknown))
     if not isinstance(kwargs, dict):
-        fix = "Pass the step's keyword arguments: strategy.run(step, args, {'train': True})."
+        fix = f"Pass the step's keyword arguments: {call}({name_of(fn)}, args, {{'train': True}})."
         raise TypeError(expected("kwargs", kwargs, "a dict", fix))
+
+
+def _not_in_a_tuple(call: str, fn: Callable[..., Any], passed: Sequence[Any]) -> str:
+    """Returns the message for arguments of a step that are not in a tuple."""
+    step, names = name_of(fn), argument_names(fn, len(passed))
+    written = ", ".join(name if name.isidentifier() else "x" for name in names)
+    fix = f"{call}({step}, ({written}{',' if len(passed) == 1 else ''}))"
+    (first, *more) = passed
+    if not more and isinstance(first, dict) and set(first) <= set(parameter_names(fn)):
+        fix = f"{fix}; keyword arguments come third: {call}({step}, (), {{...}})"
+    got = ", ".join(map(describe, passed))
+    return f"`args` must be a tuple, got {got}. Pass all arguments of the step as one tuple: {fix}."
+
+
+def _unknown_keywords(
+    call: str, fn: Callable[..., Any], args: Sequence[Any], unknown: Mapping[str, Any]
+) -> str:
+    """Returns the message for keyword arguments that a method does not have."""
+    step, names = name_of(fn), ", ".join(map(repr, unknown))
+    parameters = parameter_names(fn)
+    text = f"{call} does not have an argument {names}."
+    if "options" in unknown:
+        return f"{text} {advice()['mirror', 'RunOptions']} Omit it: {call}({step}, args)."
+    (first, *_) = unknown
+    nearest = nearest_name(first, ["fn", "args", "kwargs", "donate_argnums"])
+    if nearest is not None and first not in parameters:
+        return f"{text} Did you mean {nearest}=?"
+    given = [n if n.isidentifier() else "x" for n in argument_names(fn, len(args))]
+    written = ", ".join([*given, *unknown])
+    comma = "," if len(given) + len(unknown) == 1 else ""
+    return (
+        f"{text} Pass all arguments of the step as one tuple, {call}({step}, ({written}{comma})), "
+        f"or its keyword arguments as a dict: {call}({step}, args, {{{first!r}: {first}}})."
+    )
 
 
 def canonical_argnums(donate_argnums: Any) -> tuple[int, ...]:

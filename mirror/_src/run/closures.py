@@ -8,16 +8,17 @@ import functools
 import gc
 import inspect
 import itertools
-from collections.abc import Callable, Sequence
-from types import CellType, ModuleType
+from collections.abc import Callable, Iterable, Sequence
+from types import FrameType, ModuleType
 from typing import Any
 
 import jax
 from flax import nnx
 
+from mirror._src.run.environment import contents, named_globals, reachable, reachable_in
 from mirror._src.run.nnx.structure import is_object
 from mirror._src.utils.errors import describe
-from mirror._src.utils.naming import code_of, name_of
+from mirror._src.utils.naming import name_of, parameter_names
 from mirror._src.variables.variable import Variable
 
 
@@ -40,7 +41,7 @@ def require_nothing_bound(fn: Callable[..., Any]) -> None:
     cells = getattr(inspect.unwrap(fn), "__closure__", None) or ()
     names = inspect.unwrap(fn).__code__.co_freevars if cells else ()
     for name, cell in zip(names, cells, strict=True):
-        if _would_be_constant(_contents(cell)):
+        if _would_be_constant(contents(cell)):
             raise ValueError(_capture_message(fn, f"the nnx object {name!r}"))
 
 
@@ -56,14 +57,63 @@ def require_nothing_captured(fn: Callable[..., Any], constants: Sequence[Any]) -
     Raises:
         ValueError: If an nnx variable holds one of the constants.
     """
+    leaked = [x for x in constants if isinstance(x, jax.core.Tracer)]
+    if leaked:
+        raise ValueError(stale_message(fn, leaked[0]))
     variables = _variables_holding([x for x in constants if isinstance(x, jax.Array)])
     if not variables:
         return
-    names = [name for name, value in _named_globals(fn).items() if is_object(value)]
+    ids = set(map(id, variables))
+    names = [
+        path for path, value in reachable(fn) if _would_be_constant(value) and _holds(value, ids)
+    ]
     if names:
         raise ValueError(_capture_message(fn, f"the nnx object {names[0]!r}"))
     shapes = ", ".join(f"{type(v).__name__} {describe(v.get_raw_value())}" for v in variables[:3])
     raise ValueError(_capture_message(fn, f"the nnx variables ({shapes})"))
+
+
+def require_nothing_captured_in(
+    fn: Callable[..., Any], frames: Iterable[FrameType], error: Exception
+) -> None:
+    """Rejects a step that Flax stopped because it uses an nnx object from outside the trace.
+
+    Args:
+        fn: The step.
+        frames: Frames of the step and of the functions that it called.
+        error: Exception of its trace.
+
+    Raises:
+        ValueError: If a frame names an nnx object that is not a copy of an argument.
+    """
+    names = [path for path, value in reachable_in(frames) if _is_concrete(value)]
+    if names:
+        message = _capture_message(fn, f"the nnx object {names[0]!r}")
+        raise ValueError(message).with_traceback(error.__traceback__) from None
+
+
+def leaked_names(fn: Callable[..., Any]) -> list[tuple[str, jax.core.Tracer]]:
+    """Returns the traced values that a step has stored outside itself, with their paths."""
+    return [(path, value) for path, value in reachable(fn) if isinstance(value, jax.core.Tracer)]
+
+
+STORED = "that was stored by an earlier call of the step,"
+"""Part of the message for a value of another trace, by which `mirror estimate-memory` tells it."""
+
+
+def stale_message(fn: Callable[..., Any], tracer: jax.core.Tracer) -> str:
+    """Returns the message for a step that uses a value that an earlier trace has stored."""
+    leaked = leaked_names(fn)
+    names = [path for path, value in leaked if value is tracer] or [path for path, _ in leaked]
+    what = (
+        f"{names[0]!r}, a traced {describe(tracer)}," if names else f"a traced {describe(tracer)}"
+    )
+    name = name_of(fn)
+    return (
+        f"{name} uses {what} {STORED} or belongs to the "
+        f"transformation around it. A traced value has no number after its trace. Return it from "
+        f"the step, and pass it as an argument: value = strategy.run({name}, (value, ...))."
+    )
 
 
 def referenced_variables(fn: Callable[..., Any]) -> list[Variable]:
@@ -76,8 +126,8 @@ def referenced_variables(fn: Callable[..., Any]) -> list[Variable]:
         values += [*fn.args, *fn.keywords.values()]
         fn = fn.func
     values.append(getattr(fn, "__self__", None))
-    values += map(_contents, getattr(inspect.unwrap(fn), "__closure__", None) or ())
-    values += _named_globals(fn).values()
+    values += map(contents, getattr(inspect.unwrap(fn), "__closure__", None) or ())
+    values += named_globals(fn).values()
     attributes = [vars(value).values() for value in values if _has_attributes(value)]
     candidates = [*values, *itertools.chain.from_iterable(attributes)]
     return [value for value in candidates if isinstance(value, Variable)]
@@ -88,7 +138,7 @@ def referenced_ids(fn: Callable[..., Any]) -> list[int]:
     return list(map(id, referenced_variables(fn)))
 
 
-# The two functions below look into CPython, because no public API tells what a function reads:
+# `_variables_holding` and `environment` look into CPython: no public API tells what a step reads.
 # - JAX 0.10 and 0.12 turn an array that a trace reads into a constant without any callback; the
 #   jaxpr holds the array, not where it was read from.
 # - Flax 0.12.8 checks the trace when a variable is assigned, not when it is read. `on_get_value`
@@ -96,7 +146,7 @@ def referenced_ids(fn: Callable[..., Any]) -> list[int]:
 # - `inspect.getclosurevars` resolves `co_names` as below, but raises an error for partial
 #   functions, callable objects, and closures with an empty cell.
 # Delete `_variables_holding` once Flax can report all reads of variables in a trace, and
-# `_named_globals` once the jaxpr also says where a constant was read.
+# `environment` once the jaxpr also says where a constant was read.
 
 
 def _variables_holding(arrays: Sequence[jax.Array]) -> list[nnx.Variable]:
@@ -107,18 +157,6 @@ def _variables_holding(arrays: Sequence[jax.Array]) -> list[nnx.Variable]:
     """
     holders = gc.get_referrers(*arrays) if arrays else []
     return [holder for holder in holders if isinstance(holder, nnx.Variable)]
-
-
-def _named_globals(fn: Callable[..., Any]) -> dict[str, Any]:
-    """Returns the globals that a function may read, by name.
-
-    This is a guess, because `co_names` also contains names of attributes: for `x.model`, it returns
-    the global `model`. Callers may only use it where an extra object does no harm.
-    """
-    while isinstance(fn, functools.partial):
-        fn = fn.func
-    code, values = code_of(fn), getattr(inspect.unwrap(fn), "__globals__", {})
-    return {name: values[name] for name in (code.co_names if code else ()) if name in values}
 
 
 def _has_attributes(value: object) -> bool:
@@ -132,16 +170,29 @@ def _would_be_constant(value: object) -> bool:
     return is_object(value) and not isinstance(value, Variable)
 
 
-def _contents(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # the cell is still empty
-        return None
+def _is_concrete(value: object) -> bool:
+    """Whether this is an nnx object with an array that is not traced."""
+    if not _would_be_constant(value):
+        return False
+    variables = [node for _, node in nnx.iter_graph(value) if isinstance(node, nnx.Variable)]
+    values = [leaf for v in variables for leaf in jax.tree.leaves(v.get_raw_value())]
+    return any(isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) for x in values)
+
+
+def _holds(value: object, ids: set[int]) -> bool:
+    """Whether an nnx object contains one of these variables."""
+    return any(id(node) in ids for _, node in nnx.iter_graph(value))
 
 
 def _capture_message(fn: Callable[..., Any], what: str) -> str:
     name = name_of(fn)
+    head = what.rpartition(" ")[2].strip("'") if what.endswith("'") else "model"
+    own = head.rpartition(".")[2]
+    own = own if own.isidentifier() else "model"
+    arguments = ", ".join([own, *parameter_names(fn)])
+    definition = f"def {name}({arguments}), and " if name.isidentifier() else ""
     return (
         f"{name} captures {what}, so its current values would become constants of the compiled "
-        f"step. Pass it as an argument: strategy.run({name}, (model, ...))."
+        f"step. Pass it as an argument: {definition}strategy.run({name}, "
+        f"({arguments}{',' if arguments == own else ''}))."
     )

@@ -46,9 +46,9 @@ class outside_traces:
             # Sets the mesh already, before `__enter__`: an interrupt may arrive in between.
             self._context = jax.set_mesh(None)
             self._context.__enter__()
-        except ValueError as error:
+        except ValueError:
             self._close()
-            raise RuntimeError(inside_jit_message(name_of(self._fn))) from error
+            raise RuntimeError(inside_jit_message(name_of(self._fn))) from None
         except BaseException:
             jax.set_mesh(self._before)
             self._close()
@@ -83,7 +83,7 @@ def require_bound_axis(fn: Callable[..., Any], error: NameError) -> None:
             f"{name_of(fn)} uses the axis name {name!r}, but the replica axis of this strategy is "
             f"{axis_name()!r}. Use {known} in the step, or name the axis: "
             f"mirror.MirroredStrategy(axis_name={name!r})."
-        ) from error
+        ).with_traceback(error.__traceback__) from None
 
 
 def require_no_mapping(fn: Callable[..., Any], program: ClosedJaxpr) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from mirror._src.collectives.reduce_op import ReduceOp
+from mirror._src.devices.launch import wait_for
 from mirror._src.devices.op_log import placement_log
 from mirror._src.devices.replicas import Kind
 from mirror._src.devices.unstacked import UnstackedArrays
@@ -30,6 +31,7 @@ from mirror._src.run.nnx.metrics import Update, merge
 from mirror._src.run.nnx.record import Record
 from mirror._src.run.plan import Merge, Plan
 from mirror._src.run.step import Step, TracedStep
+from mirror._src.utils.source_lines import line_of
 from mirror._src.utils.types import Array
 from mirror._src.values.per_replica import PerReplica
 
@@ -64,6 +66,7 @@ class StepProgram:
         drifts: Arguments that may come back per-replica.
         drifting_results: Positions of the results that such arguments come back as.
         drifted: Those results, by id.
+        to_agree_on: The program, until all processes have agreed on it; None in a single process.
     """
 
     def __init__(
@@ -105,21 +108,22 @@ class StepProgram:
         self._attribute_changes = step.attribute_changes
         self._static_results = step.static_results
         self._changed = plan.changed
-        self.compiled: CompiledProgram = executor.compile(
-            ReplicaProgram(
-                step.name,
-                [
-                    Variant(jaxpr, finish, s.avals, ids)
-                    for s, jaxpr, ids, finish in zip(*traced[:3], finishes, strict=True)
-                ],
-                self.kinds,
-                _kinds(outputs, self.shards and self.shards.outputs),
-                traced.context,
-                [*state, *(step.num_state + i for i in self.donated)],
-                self._guard,
-                self.shards,
-            )
+        replica_program = ReplicaProgram(
+            step.name,
+            line_of(call.fn),
+            [
+                Variant(jaxpr, finish, s.avals, ids)
+                for s, jaxpr, ids, finish in zip(*traced[:3], finishes, strict=True)
+            ],
+            self.kinds,
+            _kinds(outputs, self.shards and self.shards.outputs),
+            traced.context,
+            [*state, *(step.num_state + i for i in self.donated)],
+            self._guard,
+            self.shards,
         )
+        self.compiled: CompiledProgram = executor.compile(replica_program)
+        self.to_agree_on = replica_program if executor.replicas.spans_processes else None
         self._results = slice(len(plan.changed), len(plan.changed) + len(step.out_names))
         self.replaces_all = plan.changed == list(range(step.num_state))
 
@@ -175,9 +179,7 @@ class StepProgram:
         assert self._guard is not None
         try:
             for output in outputs:
-                jax.block_until_ready(
-                    output.arrays if isinstance(output, UnstackedArrays) else output
-                )
+                wait_for(output.arrays if isinstance(output, UnstackedArrays) else output)
             jax.effects_barrier()
         finally:
             self._guard.raise_first()

@@ -21,7 +21,8 @@ from mirror._src.run.call import Call
 from mirror._src.run.captured import VariablesFound
 from mirror._src.run.closures import require_nothing_bound, require_nothing_captured
 from mirror._src.run.drift import Drift, carried_state, find_drifts, require_none_certain
-from mirror._src.run.mesh import require_bound_axis, require_no_mapping
+from mirror._src.run.failed_trace import explain_failed_trace
+from mirror._src.run.mesh import require_no_mapping
 from mirror._src.run.plan import find_merges, make_plan, unmerged_message
 from mirror._src.run.program import StepProgram
 from mirror._src.run.shapes import Variants, require_one_result, trace_together
@@ -80,8 +81,8 @@ class ProgramMaker:
         n = self._group.num_replicas_in_sync
         try:
             jaxprs = trace_together([step.flat for step in steps], variants, gathers, n)
-        except NameError as error:
-            require_bound_axis(call.fn, error)
+        except Exception as error:
+            explain_failed_trace(call, Step.CALLER, error)
             raise
         require_no_mapping(call.fn, jaxprs[0])
         if any(hasattr(var.aval, "inner_aval") for var in jaxprs[0].jaxpr.constvars):

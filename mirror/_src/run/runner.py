@@ -7,6 +7,7 @@ arrays.
 """
 
 import functools
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ import jax
 
 from mirror._src.collectives.cross_device_ops import CrossDeviceOps
 from mirror._src.context.replica_context import ReplicaGroup
+from mirror._src.devices.forked import require_not_forked, started_in
 from mirror._src.devices.op_log import placement_log
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.devices.transfer import any_deleted
@@ -24,6 +26,7 @@ from mirror._src.executors.executor import SignatureChanged
 from mirror._src.executors.staged.executor import StagedExecutor
 from mirror._src.program.axis import named_axis
 from mirror._src.program.trace import abstract, abstract_row, context_token
+from mirror._src.run.agreement import require_agreement
 from mirror._src.run.argument_placer import ArgumentPlacer, require_canonical
 from mirror._src.run.arguments import (
     Layout,
@@ -66,6 +69,8 @@ class Runner:
         *,
         shard_update: bool = False,
     ) -> None:
+        require_not_forked()
+        self._process = started_in()
         self.replicas = replicas
         self._executor = choose(replicas, ops, shard_update=shard_update)
         self.holds_slices = self._executor.can_shard
@@ -87,6 +92,8 @@ class Runner:
         donate_argnums: tuple[int, ...] = (),
     ) -> Any:
         """Runs `fn` once per replica; see `Strategy.run`."""
+        if os.getpid() != self._process:
+            require_not_forked()
         if not kwargs and not placement_log.on and not in_callback():
             try:
                 quick = self._cache.quick.get((fn, donate_argnums))
@@ -151,6 +158,10 @@ class Runner:
                         call, leaves = self._placer.reshard(program, call, leaves)
                     if self._drifts.has_returned(call, leaves):
                         self._drifts.require_not_drifting(call, leaves)
+                    if program.to_agree_on is not None:
+                        inputs = [*call.state, *leaves]
+                        require_agreement(call, program.to_agree_on, self._executor, inputs)
+                        program.to_agree_on = None
                     try:
                         results = program(call, self._placer.copy_repeated(call, leaves, program))
                         self._placer.record_run(program)
@@ -354,6 +365,7 @@ class Runner:
             # this step any more: `_remember_quick` sees the drifts.
             self._cache.quick.clear()
         self._warnings.warn_about_proof(call, notes, marks, len(self.replicas))
+        self._warnings.warn_about_leaks(call.fn)
         self._limit_cache(call.fn, program)
         return program
 

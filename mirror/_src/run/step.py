@@ -109,6 +109,8 @@ class Step:
         self.keys = list(copies.keys)
         return [*results, *after, *(folded for _, folded in copies.keys.values())]
 
+    CALLER = _run.__code__  # In a traceback, the frames after this one belong to the step.
+
     def is_donated(self, i: int) -> bool:
         """Whether leaf `i` of the objects is donated; leaves of captured variables are not."""
         assert self.structure is not None

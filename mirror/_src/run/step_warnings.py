@@ -9,6 +9,8 @@ import numpy as np
 from mirror._src.program.marks import Mark
 from mirror._src.program.proof import Notes
 from mirror._src.run.call import Call
+from mirror._src.run.closures import leaked_names
+from mirror._src.utils.errors import describe
 from mirror._src.utils.naming import code_of, depth_of_user, is_our_module, name_of
 from mirror._src.utils.types import StepFunction
 
@@ -59,6 +61,25 @@ class StepWarnings:
             if (call.fn, kind) not in self._warned:
                 self._warned.add((call.fn, kind))
                 warnings.warn(text, stacklevel=depth_of_user())
+
+    def warn_about_leaks(self, fn: StepFunction) -> None:
+        """Warns about traced values that a step has stored outside itself, once per function."""
+        if is_our_module(getattr(fn, "__module__", None)) or (fn, "leaks") in self._warned:
+            return
+        leaked = leaked_names(fn)
+        if not leaked:
+            return
+        self._warned.add((fn, "leaks"))
+        name = name_of(fn)
+        stored = ", ".join(f"{path} ({describe(value)})" for path, value in leaked[:3])
+        container = leaked[0][0].partition("[")[0]
+        fix = f"{container}.append(value)" if "[" in leaked[0][0] else f"{container} = value"
+        warnings.warn(
+            f"{name} stored traced values outside the step: {stored}. They never receive numbers, "
+            "because the step is traced once and runs compiled. Return the value, and store the "
+            f"result: value = strategy.run({name}, args); {fix}.",
+            stacklevel=depth_of_user(),
+        )
 
     def warn_about_recompilation(self, fn: StepFunction) -> None:
         """Warns about a step that is a new function object in every call."""

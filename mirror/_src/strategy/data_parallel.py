@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 
 from mirror._src.devices import backend
+from mirror._src.devices.narrowing import require_fits
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.devices.resolve import DeviceLike, canonicalize_replica_devices
 from mirror._src.explain.trial import placed_on, variables_of
@@ -93,6 +94,8 @@ class DataParallel(nnx.Module):
         static = tuple(None if _is_dynamic(leaf) else leaf for leaf in leaves)
         if not _are_traced((nnx.state(self.module), dynamic)):
             _mirror_variables(self.module, self._replicas)
+            for i, leaf in enumerate(dynamic):
+                require_fits(f"Array {i} of the arguments", leaf)
             dynamic = [_place(leaf, _batch_size(dynamic), self._replicas) for leaf in dynamic]
         return _forward(self.module, dynamic, static, treedef, self._replicas)
 

@@ -21,6 +21,7 @@ from mirror._src.executors.choice import default_ops, reduce_device
 from mirror._src.strategy.strategy import Strategy
 from mirror._src.utils.errors import expected, require_int
 from mirror._src.utils.modules import set_module
+from mirror._src.utils.tracebacks import api_boundary
 from mirror._src.utils.types import REPLICA_AXIS
 
 _logger = logging.getLogger("mirror")
@@ -55,8 +56,9 @@ class MirroredStrategy(Strategy):
             collectives that are reduced on one device, it has no effect except a log entry.
 
     Raises:
-        ValueError: If devices are empty, repeated or unknown, if `replicas_per_device` is below 1,
-            if `axis_name` is empty, or if `AllReduce` is used with devices of several types.
+        ValueError: If devices are empty or repeated, if `replicas_per_device` is below 1, if
+            `axis_name` is empty, or if `AllReduce` is used with devices of several types.
+        InvalidDeviceError: If the machine does not have a device.
         TypeError: If an argument has the wrong type.
         RuntimeError: If the startup test of the all-reduce stalled, so that the accelerators do not
             respond.
@@ -67,6 +69,7 @@ class MirroredStrategy(Strategy):
     2
     """
 
+    @api_boundary
     def __init__(
         self,
         devices: Sequence[DeviceLike] | None = None,
@@ -80,7 +83,7 @@ class MirroredStrategy(Strategy):
             fix = "Pass shard_update=True to store 1/n of the optimizer state on each device."
             raise TypeError(expected("shard_update", shard_update, "True or False", fix))
         require_int("replicas_per_device", replicas_per_device)
-        _require_axis_name(axis_name)
+        require_axis_name(axis_name)
         distinct = canonicalize_replica_devices(devices)
         replica_devices = tuple(d for d in distinct for _ in range(replicas_per_device))
         replicas = ReplicaDevices(replica_devices, axis_name=axis_name)
@@ -124,8 +127,9 @@ class OneDeviceStrategy(Strategy):
     (CpuDevice(id=1),)
     """
 
+    @api_boundary
     def __init__(self, device: DeviceLike, *, axis_name: str = REPLICA_AXIS) -> None:
-        _require_axis_name(axis_name)
+        require_axis_name(axis_name)
         replicas = ReplicaDevices((canonicalize_device(device),), axis_name=axis_name)
         super().__init__(replicas, AllReduce())
 
@@ -136,7 +140,8 @@ class OneDeviceStrategy(Strategy):
         return self
 
 
-def _require_axis_name(name: object) -> None:
+def require_axis_name(name: object) -> None:
+    """Rejects an `axis_name` that is not a non-empty string."""
     if not isinstance(name, str):
         fix = "Pass the name that collectives in the step use, e.g. axis_name='batch'."
         raise TypeError(expected("axis_name", name, "a string", fix))

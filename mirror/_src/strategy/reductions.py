@@ -79,7 +79,8 @@ def canonical_axes(axis: Any) -> Axes:
         return None
     axes = tuple(axis) if isinstance(axis, list | tuple) else (axis,)
     if not all(isinstance(a, int | np.integer) and not isinstance(a, bool) for a in axes):
-        raise TypeError(expected("axis", axis, "None, an int or a tuple of ints"))
+        fix = "Pass axis=0 for the batch axis, or omit it."
+        raise TypeError(expected("axis", axis, "None, an int or a tuple of ints", fix))
     return tuple(map(int, axes))
 
 

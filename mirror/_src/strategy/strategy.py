@@ -3,14 +3,14 @@
 import abc
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, NamedTuple, NoReturn, Self, final, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Never, NoReturn, Self, final, overload
 
 import jax
 
 from mirror._src.checks import verify as checks
 from mirror._src.checks.copies import check_mirrored
 from mirror._src.collectives.cross_device_ops import CrossDeviceOps
-from mirror._src.collectives.reduce_op import ReduceOp, Reduction
+from mirror._src.collectives.reduce_op import Reduction, require_axis, require_op
 from mirror._src.context.scopes import current_frame, require_cross_replica
 from mirror._src.data.distribute import (
     DistributedDataset,
@@ -20,6 +20,7 @@ from mirror._src.data.distribute import (
 )
 from mirror._src.data.source import B
 from mirror._src.devices import backend
+from mirror._src.devices.narrowing import require_fits
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.devices.transfer import copies_of, move
 from mirror._src.explain.baselines import Runners
@@ -39,11 +40,17 @@ from mirror._src.strategy.reductions import (
 from mirror._src.strategy.scope import Scope
 from mirror._src.utils.errors import counted, expected, require_int
 from mirror._src.utils.modules import set_module
+from mirror._src.utils.naming import keys
+from mirror._src.utils.supported import warn_about_jax
 from mirror._src.utils.tables import Table
 from mirror._src.utils.tracebacks import api_boundary, hide_internal_frames
 from mirror._src.utils.types import Array, PyTree, StepFunction
-from mirror._src.values.per_replica import PerReplica, is_per_replica, on_replicas
+from mirror._src.utils.unknown_names import unknown_attribute
+from mirror._src.values.per_replica import PerReplica, is_per_replica, on_local_replicas
 from mirror._src.variables.on_read import unwrapped
+
+_MOST_NAMES = 8
+"""Number of devices that `str(strategy)` names."""
 
 
 @set_module("mirror")
@@ -65,7 +72,7 @@ class ValueContext(NamedTuple):
 
 @set_module("mirror")
 class Strategy(abc.ABC):
-    """Abstract base class of `MirroredStrategy` and `OneDeviceStrategy`.
+    """Abstract base class of all strategies.
 
     A strategy runs a step once per replica, and keeps the state of the replicas identical.
 
@@ -87,6 +94,7 @@ class Strategy(abc.ABC):
             raise TypeError(
                 expected("cross_device_ops", cross_device_ops, "a CrossDeviceOps instance", fix)
             )
+        warn_about_jax()
         self._replicas = replicas
         self._cross_device_ops = cross_device_ops
         self._shard_update = shard_update
@@ -105,6 +113,47 @@ class Strategy(abc.ABC):
     def devices(self) -> tuple[jax.Device, ...]:
         """Devices of the replicas, in replica order."""
         return self._replicas.devices
+
+    @property
+    @final
+    def local_devices(self) -> tuple[jax.Device, ...]:
+        """Devices of this process's replicas, in replica order.
+
+        >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
+        >>> strategy.local_devices == strategy.devices
+        True
+        """
+        return tuple(self.devices[i] for i in self.local_replica_ids)
+
+    @property
+    @final
+    def local_replica_ids(self) -> tuple[int, ...]:
+        """This process's replicas; all of them, unless there are several processes.
+
+        >>> mirror.MirroredStrategy(["/cpu:0", "/cpu:1"]).local_replica_ids
+        (0, 1)
+        """
+        return self._replicas.local_ids
+
+    @property
+    @final
+    def spans_processes(self) -> bool:
+        """Whether some replicas are in other processes.
+
+        >>> mirror.MirroredStrategy().spans_processes
+        False
+        """
+        return self._replicas.spans_processes
+
+    @property
+    @final
+    def is_chief(self) -> bool:
+        """Whether this is the process that writes files and logs: process 0 of the replicas' ones.
+
+        >>> mirror.MirroredStrategy().is_chief
+        True
+        """
+        return self.local_replica_ids[0] == 0
 
     @property
     @final
@@ -142,8 +191,9 @@ class Strategy(abc.ABC):
         fn: StepFunction,
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
-        *,
+        *others: Never,
         donate_argnums: int | Sequence[int] = (),
+        **unknown: Never,
     ) -> PyTree:
         """Runs `fn` on all replicas at the same time, each on its own device.
 
@@ -161,9 +211,11 @@ class Strategy(abc.ABC):
                 strings, functions and other hashable values are static: a new value compiles a new
                 program.
             kwargs: Keyword arguments of the step, treated like `args`.
+            *others: Rejected, with the correct call: the step's arguments are one tuple.
             donate_argnums: Indices of positional arguments whose buffers are donated; do not use
                 the arrays afterwards. An interrupt before the result is assigned loses them; the
                 state of nnx objects survives it.
+            **unknown: Rejected: the step's keyword arguments are one dict.
 
         Returns:
             The result of `fn`. A leaf that is proved to be the same on every replica is a mirrored
@@ -175,7 +227,8 @@ class Strategy(abc.ABC):
                 keep their state.
             RuntimeError: If called inside a replica, inside another strategy's scope, or inside a
                 JAX transformation.
-            TypeError: If `args` is not a tuple or list, or `fn` returns anything but arrays.
+            TypeError: If `args` is not a tuple or list, if the arguments do not match the
+                parameters of `fn`, or if `fn` returns anything but arrays.
             ValueError: If an array has been deleted, if a `PerReplica` has the wrong number of
                 replicas, if the structure of a model changes, or if `fn` captures an nnx object.
 
@@ -189,7 +242,7 @@ class Strategy(abc.ABC):
             if current_frame() is not None:
                 require_cross_replica(self, "run", "Call the function directly.")
             kwargs = {} if kwargs is None else kwargs
-            require_call(fn, args, kwargs)
+            require_call(fn, args, kwargs, "run", others, unknown)
             donated = (donate_argnums,) if isinstance(donate_argnums, int) else donate_argnums
             if type(donated) is not tuple:
                 donated = canonical_argnums(donated)
@@ -237,7 +290,8 @@ class Strategy(abc.ABC):
         """
         require_cross_replica(self, "reduce", "Use mirror.get_replica_context().all_reduce.")
         value = unwrapped(value)
-        step = reduction(ReduceOp.canonicalize(op), canonical_axes(axis), where is not None)
+        reduce_op = require_op("strategy.reduce", op, value)
+        step = reduction(reduce_op, canonical_axes(axis), where is not None)
         require_values("reduce", value)
         if axis is None:
             require_equal_shapes(value)
@@ -266,9 +320,11 @@ class Strategy(abc.ABC):
         """
         require_cross_replica(self, "gather", "Use mirror.get_replica_context().all_gather.")
         value = unwrapped(value)
+        require_axis("strategy.gather", value, axis)
         axes = canonical_axes(axis)
         if axes is None or len(axes) != 1:
-            raise TypeError(f"`axis` of gather must be a single int, got {axis!r}.")
+            fix = "Pass the axis to concatenate along: strategy.gather(x, axis=0)."
+            raise TypeError(expected("axis", axis, "a single int", fix))
         require_values("gather", value)
         return self._runner.run(gathering(axes[0]), (value,), {})
 
@@ -276,6 +332,8 @@ class Strategy(abc.ABC):
     @api_boundary
     def local_results(self, value: PyTree) -> tuple[PyTree, ...]:
         """Returns one tree per replica: the values of `PerReplica` leaves, copies of mirrored ones.
+
+        With several processes, one tree per replica of this process; see `local_replica_ids`.
 
         >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
         >>> [int(value) for value in strategy.local_results(mirror.PerReplica([1, 2]))]
@@ -286,7 +344,7 @@ class Strategy(abc.ABC):
         columns = [self._local_values(leaf) for leaf in leaves]
         return tuple(
             treedef.unflatten([column[i] for column in columns])
-            for i in range(self.num_replicas_in_sync)
+            for i in range(len(self.local_replica_ids))
         )
 
     @overload
@@ -368,6 +426,7 @@ class Strategy(abc.ABC):
         """
         method = "distribute_datasets_from_function"
         require_cross_replica(self, method, "Pass batches to the step.")
+        self._require_one_process(method, "Use strategy.distribute_dataset, with global batches.")
         source = fn(InputContext(1, 0, self.num_replicas_in_sync))
         return PerReplicaDataset(source, self._replicas, prefetch)
 
@@ -377,8 +436,8 @@ class Strategy(abc.ABC):
         """Creates one value per replica, on the device of the replica.
 
         Args:
-            fn: Function that is called once per replica, in order, with a `ValueContext`. It
-                returns the replica's value, a pytree of arrays.
+            fn: Function that is called once per replica of this process, in order, with a
+                `ValueContext`. It returns the replica's value, a pytree of arrays.
 
         Returns:
             A pytree with the same structure, whose leaves are `PerReplica` values.
@@ -394,20 +453,21 @@ class Strategy(abc.ABC):
         """
         method = "distribute_values_from_function"
         require_cross_replica(self, method, "Create the value in the step.")
-        n = self.num_replicas_in_sync
-        trees = [fn(ValueContext(i, n)) for i in range(n)]
+        n, ids = self.num_replicas_in_sync, self.local_replica_ids
+        trees = [fn(ValueContext(i, n)) for i in ids]
         treedef: Any
         treedef = jax.tree.structure(trees[0])
-        for i, tree in enumerate(trees):
+        for i, tree in zip(ids, trees, strict=True):
             if jax.tree.structure(tree) != treedef:
                 raise ValueError(
                     f"`fn` returned {jax.tree.structure(tree)} for replica {i}, but {treedef} for "
-                    "replica 0. Return the same structure for every replica."
+                    f"replica {ids[0]}. Return the same structure for every replica."
                 )
+        for i, tree in enumerate(trees):
+            for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+                require_fits(f"fn(replica {i}){keys(path)}", leaf)
         columns = zip(*map(jax.tree.leaves, trees), strict=True)
-        return treedef.unflatten(
-            [on_replicas(PerReplica(list(c)), self._replicas) for c in columns]
-        )
+        return treedef.unflatten([on_local_replicas(list(c), self._replicas) for c in columns])
 
     @final
     @api_boundary
@@ -475,7 +535,7 @@ class Strategy(abc.ABC):
         """
         require_cross_replica(self, "verify", "Call it outside the step.")
         kwargs = {} if kwargs is None else kwargs
-        require_call(fn, args, kwargs)
+        require_call(fn, args, kwargs, "verify")
         return checks.verify(self._runner, self._single_runner(), fn, args, kwargs, rtol)
 
     @final
@@ -514,7 +574,7 @@ class Strategy(abc.ABC):
         """
         require_cross_replica(self, "inspect", "Call it outside the step.")
         kwargs = {} if kwargs is None else kwargs
-        require_call(fn, args, kwargs)
+        require_call(fn, args, kwargs, "inspect")
         return describe_program(self._runner, fn, args, kwargs)
 
     @final
@@ -560,8 +620,9 @@ class Strategy(abc.ABC):
         (1, ['communication', 'compute', 'dispatch', 'input', 'transfer'])
         """
         require_cross_replica(self, "explain", "Call it outside the step.")
+        self._require_one_process("explain", "Explain the step in one process.")
         kwargs = {} if kwargs is None else kwargs
-        require_call(fn, args, kwargs)
+        require_call(fn, args, kwargs, "explain")
         require_int("steps", steps)
         ops, sharded = self._cross_device_ops, self._shard_update
         scratch = Runner(self, self._replicas, ops, shard_update=sharded)
@@ -581,6 +642,13 @@ class Strategy(abc.ABC):
             self._single_replica = self._make_single_replica()
         return self._single_replica._runner
 
+    def _require_one_process(self, method: str, fix: str) -> None:
+        if self._replicas.spans_processes:
+            raise NotImplementedError(
+                f"strategy.{method} needs the replicas in one process, but {self} has replicas in "
+                f"several. {fix}"
+            )
+
     def _local_values(self, leaf: Any) -> Sequence[Any]:
         n = self.num_replicas_in_sync
         if is_per_replica(leaf):
@@ -594,8 +662,22 @@ class Strategy(abc.ABC):
             leaf = self._replicas.mirror(leaf)
         if isinstance(leaf, jax.Array) and self._replicas.is_mirrored(leaf):
             copies = copies_of(leaf)
-            return [copies[d] if d in copies else move(leaf, d) for d in self.devices]
-        return [leaf] * n
+            return [copies[d] if d in copies else move(leaf, d) for d in self.local_devices]
+        return [leaf] * len(self.local_replica_ids)
+
+    if not TYPE_CHECKING:  # A type checker would accept any attribute.
+
+        def __getattr__(self, name):
+            raise unknown_attribute("strategy", self, name)
+
+        def __enter__(self):
+            raise TypeError(
+                f"{type(self).__name__} is not a context manager. Enter its scope: "
+                "with strategy.scope():"
+            )
+
+        def __exit__(self, *details):
+            pass
 
     def __copy__(self) -> NoReturn:
         raise RuntimeError(
@@ -610,7 +692,11 @@ class Strategy(abc.ABC):
         return twin
 
     def __str__(self) -> str:
-        return f"{type(self).__name__}{backend.names(self.devices)}"
+        names = list(map(backend.logical_name, self.devices))
+        if len(names) > _MOST_NAMES:
+            names[3:-1] = ["..."]
+            names.append(f"{len(self.devices)} replicas")
+        return f"{type(self).__name__}({', '.join(names)})"
 
     def __repr__(self) -> str:
         count = counted(self.num_replicas_in_sync, "replica")

@@ -1,13 +1,15 @@
 """Parts of the pytest plugin that need JAX: host devices, strategies, launches in flight."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import jax
 
 from mirror._src.collectives.one_device import ReductionToOneDevice
-from mirror._src.devices import backend, host_devices, launch
+from mirror._src.devices import backend, host_devices, launches
 from mirror._src.devices.startup import startup_cause
 from mirror._src.strategy.mirrored import MirroredStrategy
+from mirror._src.watchdog.report import state_of_launches
 
 
 def force_host_devices(count: int, requested_by: str) -> None:
@@ -61,14 +63,16 @@ def make_strategy(
     return MirroredStrategy(devices[:n], ReductionToOneDevice() if executor == "staged" else None)
 
 
+@contextlib.contextmanager
+def logged_launches() -> Iterator[None]:
+    """Context manager that logs launches, for `launches_in_flight`."""
+    launches.start_log()
+    try:
+        yield
+    finally:
+        launches.stop_log()
+
+
 def launches_in_flight() -> list[str]:
-    """Returns a line per unfinished launch on host devices, oldest first, without waiting."""
-    lines = []
-    for token in launch.in_flight():
-        shards = [(shard.device, shard.data.is_ready()) for shard in token.addressable_shards]
-        done = [device for device, is_ready in shards if is_ready]
-        running = [device for device, is_ready in shards if not is_ready]
-        if running:
-            finished = f"finished on {backend.names(done)}" if done else "finished on no device"
-            lines.append(f"running on {backend.names(running)}, {finished}")
-    return lines
+    """Returns what `mirror.debugging.watch` reports: launches and callbacks that have not ended."""
+    return state_of_launches()

@@ -4,21 +4,28 @@ import contextlib
 import math
 import time
 import warnings
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Any, ClassVar, Protocol, final
 
 from flax import nnx
 
 from mirror._src.data.padded import PaddedBatch, PaddedDataset
+from mirror._src.distributed.store import process_index
 from mirror._src.strategy.strategy import Strategy
+from mirror._src.training.agreed_stop import AgreedStop, Cause
 from mirror._src.training.history import History
+from mirror._src.training.meter import CollectedMetrics, in_order
 from mirror._src.training.objective import LOSS, Sums
 from mirror._src.training.position import Position
+from mirror._src.training.state_lock import StateLock
 from mirror._src.training.stream import NO_DATA, Stream
+from mirror._src.utils import interrupts
+from mirror._src.utils.closing import Closing, closing
 from mirror._src.utils.errors import require_int
 from mirror._src.utils.modules import set_module
-from mirror._src.utils.naming import depth_of_user
+from mirror._src.utils.naming import depth_of_user, is_our_module
 
 
 class TrainerOfFit(Protocol):
@@ -52,6 +59,8 @@ class TrainerOfFit(Protocol):
 class CallbackOfFit(Protocol):
     """The hooks that a run calls; see `Callback`."""
 
+    runs_on_chief_only: ClassVar[bool]
+
     def on_fit_begin(self, fit: "TrainingRun") -> None: ...
 
     def on_epoch_begin(self, fit: "TrainingRun") -> None: ...
@@ -79,6 +88,8 @@ class TrainingRun:
         epochs: Number of the epoch to stop at.
         position: Progress so far, as in `fit.position.step` and `fit.position.epoch`. Read only.
         steps_per_epoch: Number of steps per epoch, or None if unknown.
+        metrics: Names of the training metrics, known from the first step on.
+        has_validation: Whether `fit` received validation data.
         stopped: Why a callback stopped the run, or None.
         empty: In `on_metrics`, the names of metrics of the launch that are NaN because their
             weights add up to 0; see `mirror.Weighted`.
@@ -99,6 +110,9 @@ class TrainingRun:
         data: PaddedDataset,
         steps_per_epoch: int | None,
         callbacks: Sequence[CallbackOfFit],
+        lock: StateLock,
+        *,
+        has_validation: bool = False,
     ) -> None:
         if steps_per_epoch is not None:
             require_int("steps_per_epoch", steps_per_epoch)
@@ -106,13 +120,27 @@ class TrainingRun:
         self.epochs = epochs
         self.position = position
         self.steps_per_epoch = steps_per_epoch or data.num_batches
+        self.has_validation = has_validation
+        self.metrics: tuple[str, ...] = ()
         self.stopped: str | None = None
         self.empty: frozenset[str] = frozenset()
         self._limit = steps_per_epoch
         self._stream = Stream(data)
-        self._callbacks = callbacks
+        self._callbacks = [
+            c for c in callbacks if trainer.strategy.is_chief or not c.runs_on_chief_only
+        ]
+        self._lock = lock
+        self._collected: deque[CollectedMetrics] = deque()
+        self._agreed_stop: AgreedStop | None = None
         self._warned: set[bool] = set()
         self._started = time.perf_counter()
+
+    def __repr__(self) -> str:
+        position = self.position
+        stopped = f", stopped: {self.stopped}" if self.stopped else ""
+        return (
+            f"TrainingRun(epoch {position.epoch} of {self.epochs}, step {position.step}{stopped})"
+        )
 
     @property
     def history(self) -> History:
@@ -124,25 +152,99 @@ class TrainingRun:
         """The means over this epoch's examples whose metrics have arrived."""
         return self.position.meter.means
 
+    def may_add(self, name: str) -> bool:
+        """Whether a callback may add a metric of this name at the end of an epoch."""
+        if any(not is_our_module(type(callback).__module__) for callback in self._callbacks):
+            return True
+        kinds = {type(callback).__name__ for callback in self._callbacks}
+        return name == "learning_rate" and "LearningRate" in kinds
+
     def stop(self, why: str) -> None:
-        """Stops the training after this step, or after this epoch if it has ended."""
-        self.stopped = self.stopped or why
+        """Stops the training after this step, or after this epoch if it has ended.
+
+        In a job of several processes, one process may call it alone: all of them stop after the
+        same step, which is at most a few steps later.
+        """
+        if self._agreed_stop is None:
+            self.stopped = self.stopped or why
+        else:
+            self._agreed_stop.ask("stop", why)
+
+    @property
+    def is_agreed(self) -> bool:
+        """Whether several processes train, which stop after the same step."""
+        return self._agreed_stop is not None
+
+    @property
+    def ended_by(self) -> str | None:
+        """The request on which all processes stopped: "stop", "interrupt" or "SIGTERM"."""
+        request = self._agreed_stop.request if self._agreed_stop is not None else None
+        return None if request is None else request.cause
+
+    def request_end(self, cause: Cause) -> None:
+        """Makes all processes stop after the same step, because of a signal to this one."""
+        assert self._agreed_stop is not None
+        why = "SIGTERM" if cause == "SIGTERM" else "interrupted"
+        self._agreed_stop.ask(cause, f"{why} in process {process_index()}")
+
+    def may_launch(self) -> bool:
+        """Whether the next launch takes place; False if all processes stop before it."""
+        if self._agreed_stop is None or self._agreed_stop.may_launch():
+            return True
+        assert self._agreed_stop.request is not None
+        self.stopped = self._agreed_stop.request.why
+        return False
+
+    def raise_interrupt(self) -> None:
+        """Raises the `KeyboardInterrupt` that a process has received, in all processes."""
+        if self.ended_by == "interrupt":
+            raise KeyboardInterrupt
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """Calls `on_fit_begin` of the callbacks, and `on_fit_end` in any case."""
         for name, callback in self._named_callbacks():
             if name in self.position.callbacks:
-                callback.from_dict(self.position.callbacks[name])
-        with contextlib.ExitStack() as stack:
-            for callback in self._callbacks:
-                stack.callback(callback.on_fit_end, self)
+                _restore(callback, name, self.position.callbacks[name])
+        with Closing() as at_end:
+            if self.trainer.strategy.spans_processes:
+                self._agreed_stop = AgreedStop()
+                at_end.add("ending the agreement", self._agreed_stop.close)
+                interrupts.redirect(lambda: self.request_end("interrupt"))
+            for name, callback in self._named_callbacks():
+                at_end.add(f"on_fit_end of {name}", callback.on_fit_end, self)
                 callback.on_fit_begin(self)
-            try:
-                with contextlib.closing(self._stream):
-                    yield
-            finally:
-                self.remember_callbacks()  # an interrupted training may be resumed
+            # An interrupted training may be resumed.
+            at_end.add("to_dict of a callback", self.remember_callbacks)
+            with self._lock.held(), closing("closing the data", self._stream.close):
+                yield
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Context manager around code that may take long and leaves the state as it is.
+
+        Meanwhile another thread may save the training.
+        """
+        with self._lock.released():
+            yield
+
+    @contextlib.contextmanager
+    def _users_code(self) -> Iterator[None]:
+        with self.waiting(), interrupts.immediate():
+            yield
+
+    @contextlib.contextmanager
+    def consistent(self, timeout: float = -1) -> Iterator[bool]:
+        """Context manager in which the state is that between two steps, for another thread.
+
+        Args:
+            timeout: Maximum number of seconds to wait for the end of a step; -1 sets no limit.
+
+        Yields:
+            Whether the step has ended in time.
+        """
+        with self._lock.held(timeout) as is_held:
+            yield is_held
 
     def remember_callbacks(self) -> None:
         """Stores the states of the callbacks in the position."""
@@ -160,15 +262,17 @@ class TrainingRun:
     def begin_epoch(self) -> None:
         """Calls `on_epoch_begin` of the callbacks."""
         self._started = time.perf_counter()
-        for callback in self._callbacks:
-            callback.on_epoch_begin(self)
+        with self._users_code():
+            for callback in self._callbacks:
+                callback.on_epoch_begin(self)
 
     def launches(self) -> Iterator[PaddedBatch]:
         """Yields the rest of the epoch: of one pass, or of `steps_per_epoch` from any passes."""
         position, limit = self.position, self._limit
         while limit is None or position.epoch_step < limit:
             most = None if limit is None else limit - position.epoch_step
-            launch = self._stream.next_launch(position.passes, most)
+            with self._users_code():
+                launch = self._stream.next_launch(position.passes, most)
             if launch is not None:
                 yield launch
             elif not position.samples:
@@ -184,20 +288,30 @@ class TrainingRun:
 
     def after_step(self, launch: PaddedBatch, sums: Sums) -> None:
         """Counts a launch, and calls `on_step` of the callbacks."""
+        self.metrics = tuple(in_order(sums.totals))
         self.position.advance(launch.num_batches, launch.num_examples, sums)
-        for callback in self._callbacks:
-            callback.on_step(self)
+        if self._callbacks:
+            with self._users_code():
+                for callback in self._callbacks:
+                    callback.on_step(self)
 
-    def collect(self, *, running: int = 0) -> None:
+    def collect(self, *, running: int = 0, may_call: bool = True) -> None:
         """Calls `on_metrics` of the callbacks for launches that have finished.
 
         Args:
             running: Number of last launches not to wait for.
+            may_call: Whether to call the callbacks now, or in the next call of this method: another
+                thread must not call them while `fit` does.
         """
-        for step, logs, empty in self.position.meter.collect(running=running):
+        with self._lock.held():
+            self._collected += self.position.meter.collect(running=running)
+        while may_call and self._collected:
+            step, logs, empty = self._collected.popleft()
             self.empty = empty
-            for callback in self._callbacks:
-                callback.on_metrics(self, step, logs)
+            if self._callbacks:
+                with self._users_code():
+                    for callback in self._callbacks:
+                        callback.on_metrics(self, step, logs)
             self._warn_of_nan(step, logs[LOSS])
 
     def _warn_of_nan(self, step: int, loss: float) -> None:
@@ -213,7 +327,9 @@ class TrainingRun:
         else:
             message = (
                 f"The loss is {loss} at step {step}. Training continues; add "
-                "mirror.callbacks.NaNGuard() to stop at the first non-finite value."
+                "mirror.callbacks.NaNGuard() to stop at the first non-finite value. Common causes: "
+                "a learning rate that is too high, log(0) or division by zero, or labels out of "
+                "range, which mirror.Trainer(..., labels='label', num_classes=10) checks."
             )
         warnings.warn(message, stacklevel=depth_of_user())
 
@@ -226,6 +342,23 @@ class TrainingRun:
         position.next_epoch()
         position.history.add(epoch, logs, time.perf_counter() - self._started)
         known = set(logs)
-        for callback in self._callbacks:
-            callback.on_epoch_end(self, logs)
+        with self._users_code():
+            for callback in self._callbacks:
+                callback.on_epoch_end(self, logs)
         position.history.add_to_last({k: v for k, v in logs.items() if k not in known})
+
+
+def _restore(callback: CallbackOfFit, name: str, state: dict[str, Any]) -> None:
+    """Restores the state of a callback.
+
+    Raises:
+        ValueError: If the callback cannot read it.
+    """
+    try:
+        callback.from_dict(state)
+    except Exception as error:
+        raise ValueError(
+            f"{name} could not restore its state {state!r:.300} from the checkpoint: {error!r}. "
+            "Train with the `callbacks` that the checkpoint was saved with, or pass "
+            "`initial_epoch` to start without their states."
+        ) from error

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, final
 
 from mirror._src.utils.modules import set_module
+from mirror._src.utils.notebook import current_cell
 from mirror._src.utils.optional import require
 from mirror._src.utils.tables import Table, new_figure
 
@@ -34,6 +35,11 @@ class History(Mapping[str, list[float]]):
         self.epochs: list[int] = []
         self.epoch_secs: list[float] = []
         self._columns: dict[str, list[float]] = {}
+        self._shown_in_cell: int | None = None
+
+    def _mark_as_shown(self) -> None:
+        """Records that the progress display of this notebook cell shows the table."""
+        self._shown_in_cell = current_cell()
 
     def add(self, epoch: int, logs: Mapping[str, float], seconds: float) -> None:
         """Adds the metrics of an epoch."""
@@ -68,31 +74,41 @@ class History(Mapping[str, list[float]]):
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> "History":
-        """Returns the history of a `to_dict` result."""
+        """Returns the history of a `to_dict` result.
+
+        Raises:
+            ValueError: If the columns have different lengths.
+        """
         history = cls()
         history.epochs, history.epoch_secs = list(state["epochs"]), list(state["seconds"])
         history._columns = {name: list(column) for name, column in state["metrics"].items()}
+        columns = [history.epoch_secs, *history._columns.values()]
+        if any(len(column) != len(history.epochs) for column in columns):
+            raise ValueError("its columns have different lengths")
         return history
 
     @property
     def table(self) -> Table:
         """A table with one row per epoch, counted from 1."""
-        rows = [
-            (
-                str(epoch + 1),
-                *(f"{self[name][i]:.4g}" for name in self),
-                f"{self.epoch_secs[i]:.1f}",
-            )
-            for i, epoch in enumerate(self.epochs)
-        ]
-        return Table(("epoch", *self, "seconds"), rows)
+        return Table(self._headings, map(self._row, range(len(self.epochs))))
+
+    @property
+    def _headings(self) -> tuple[str, ...]:
+        return ("epoch", *self, "seconds")
+
+    def _row(self, i: int) -> tuple[str, ...]:
+        metrics = (f"{self[name][i]:.4g}" for name in self)
+        return str(self.epochs[i] + 1), *metrics, f"{self.epoch_secs[i]:.1f}"
 
     def __repr__(self) -> str:
         return repr(self.table) if self.epochs else "History of no epochs"
 
     def _repr_html_(self) -> str:
-        shown = self.table._repr_html_() if self.epochs else f"<p>{html.escape(repr(self))}</p>"
-        return shown + (self._svg() if len(self.epochs) > 1 else "")
+        if not self.epochs:
+            return f"<p>{html.escape(repr(self))}</p>"
+        curves = self._svg() if len(self.epochs) > 1 else ""
+        is_shown = self._shown_in_cell is not None and self._shown_in_cell == current_cell()
+        return curves if curves and is_shown else self.table._repr_html_() + curves
 
     def _svg(self) -> str:
         try:

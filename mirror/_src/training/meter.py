@@ -2,10 +2,12 @@
 
 import math
 from collections import deque
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, final
 
 import numpy as np
 
+from mirror._src.devices.launch import wait_for
 from mirror._src.training.objective import LOSS, Sums
 
 MOST_RUNNING = 8
@@ -62,7 +64,9 @@ class Meter:
         """
         collected = []
         while len(self._pending) > running:
-            step, sums = self._pending.popleft()
+            step, sums = self._pending[0]
+            wait_for(sums)
+            self._pending.popleft()
             totals, weights = _numbers(sums.totals), _numbers(sums.weights)
             count = int(np.asarray(sums.count))
             _add(self.totals, totals)
@@ -81,14 +85,39 @@ class Meter:
         """Returns the state for a checkpoint; checkpoints of earlier versions lack `weights`."""
         return {"totals": self.totals, "count": self.count, "weights": self.weights}
 
+    @classmethod
+    def from_dict(cls, state: dict[str, Any]) -> "Meter":
+        """Returns the meter of a `to_dict` result.
+
+        Raises:
+            TypeError: If it is not the result of `to_dict`.
+        """
+        meter = cls(**state)
+        numbers = [meter.count, *meter.totals.values(), *meter.weights.values()]
+        if not all(type(number) in (int, float) for number in numbers):
+            raise TypeError(f"expected numbers, got {state}")
+        return meter
+
 
 def means(
     totals: dict[str, float], count: int, weights: dict[str, float] | None = None
 ) -> dict[str, float]:
     """Divides sums by their weights, or by the number of examples; NaN if that is 0."""
     divisors = dict.fromkeys(totals, count) | (weights or {})
-    names = sorted(totals, key=lambda name: name != LOSS)  # JAX has sorted them
-    return {name: totals[name] / divisors[name] if divisors[name] else math.nan for name in names}
+    return {
+        name: totals[name] / divisors[name] if divisors[name] else math.nan
+        for name in in_order(totals)
+    }
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Returns the names of metrics with the loss first; JAX has sorted them."""
+    return sorted(names, key=lambda name: name != LOSS)
+
+
+def in_words(logs: Mapping[str, float]) -> str:
+    """Formats metrics: `loss 0.1234, accuracy 0.9876`."""
+    return ", ".join(f"{name} {value:.4g}" for name, value in logs.items())
 
 
 def _numbers(sums: dict[str, Any]) -> dict[str, float]:

@@ -5,7 +5,8 @@ from typing import Any
 import optax
 from flax import nnx
 
-from mirror._src.utils.errors import describe, expected
+from mirror._src.training.mistakes import require_transformation
+from mirror._src.utils.errors import describe
 
 
 def make_optimizer(
@@ -24,7 +25,5 @@ def make_optimizer(
                 f"has wrt={describe(tx.wrt)}. Omit wrt."
             )
         return tx
-    if not isinstance(tx, optax.GradientTransformation):
-        what = "an optax.GradientTransformation or an nnx.Optimizer"
-        raise TypeError(expected("tx", tx, what, "For example: optax.adam(1e-3)."))
+    require_transformation(tx)
     return nnx.Optimizer(model, tx, wrt=nnx.Param if wrt is None else wrt)

@@ -9,6 +9,7 @@ from mirror._src.training.objective import Sums
 from mirror._src.utils.errors import require_int
 
 _COUNTS = ("step", "epoch", "epoch_step", "passes", "samples")
+_MOST_COUNT = 2**63
 
 
 class Position:
@@ -67,14 +68,36 @@ class Position:
 
     @classmethod
     def from_dict(cls, state: dict[str, Any]) -> "Position":
-        """Returns the position of a `to_dict` result."""
+        """Returns the position of a `to_dict` result.
+
+        Raises:
+            ValueError: If it is not the result of `to_dict`.
+        """
         position = cls()
         for name in _COUNTS:
-            setattr(position, name, int(state[name]))
-        position.meter = Meter(**state["meter"])
-        position.history = History.from_dict(state["history"])
-        position.callbacks = dict(state["callbacks"])
+            count = state.get(name)
+            if type(count) is not int or not 0 <= count < _MOST_COUNT:
+                raise ValueError(f"{name} of its position is {count!r}, not a number of {name}")
+            setattr(position, name, count)
+        for name, read in _PARTS.items():
+            try:
+                setattr(position, name, read(state[name]))
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise ValueError(f"the {name} of its position is invalid: {error!r}") from error
         return position
+
+
+def _callbacks(states: dict[str, Any]) -> dict[str, Any]:
+    if not all(isinstance(state, dict) for state in states.values()):
+        raise ValueError("a state is not a dict")
+    return dict(states)
+
+
+_PARTS = {
+    "meter": Meter.from_dict,
+    "history": History.from_dict,
+    "callbacks": _callbacks,
+}
 
 
 def starting_position(

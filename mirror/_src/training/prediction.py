@@ -8,7 +8,9 @@ import jax
 import numpy as np
 from flax import nnx
 
+from mirror._src.checks.trial import gathered
 from mirror._src.data.distribute import DistributedDataset
+from mirror._src.devices.launch import wait_for
 from mirror._src.strategy.strategy import Strategy
 from mirror._src.training.meter import MOST_RUNNING
 from mirror._src.training.stream import whole_pass
@@ -40,7 +42,7 @@ def predictions(
     rows, running = list[PyTree](), deque[Any]()
     for padded in whole_pass(data):
         results = strategy.run(step, (model, padded.batch))
-        running.append((results, padded.mask))
+        running.append(gathered(strategy._runner, (results, padded.mask)))
         if len(running) > MOST_RUNNING:
             rows.append(_rows(fn, *running.popleft()))
     rows += [_rows(fn, *pair) for pair in running]
@@ -49,6 +51,7 @@ def predictions(
 
 def _rows(fn: Callable[..., Any], results: PyTree, mask: PerReplica) -> PyTree:
     """Returns one row per example of a batch, without the padding."""
+    wait_for(results)
     n, size = mask.stacked.shape
     is_example = np.asarray(mask).reshape(-1)
 

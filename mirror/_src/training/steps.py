@@ -15,7 +15,9 @@ from flax import nnx
 
 import mirror._src.training.objective as objectives
 from mirror._src.strategy.mirrored import get_replica_context
+from mirror._src.training.mistakes import describes_batch
 from mirror._src.training.objective import LOSS, Objective, Sums
+from mirror._src.utils.source_lines import on_behalf_of, users_function
 from mirror._src.utils.types import Array, PyTree
 
 Gradients = tuple[PyTree, Sums]
@@ -45,6 +47,7 @@ def training_step(
         optimizer.update(model, grads)
         return sums
 
+    on_behalf_of(train_step, objective.loss_fn)
     return train_step
 
 
@@ -82,6 +85,7 @@ def repeated(
         nnx.update((model, optimizer), state)
         return total
 
+    on_behalf_of(train_steps, users_function(train_step))
     return train_steps
 
 
@@ -94,6 +98,7 @@ def evaluation_step(objective: Objective) -> Callable[[nnx.Module, PyTree, Array
         _, sums = objective(_for_evaluation(model), batch, mask)
         return context.all_reduce("sum", sums)
 
+    on_behalf_of(evaluate_step, objective.loss_fn)
     return evaluate_step
 
 
@@ -103,8 +108,10 @@ def prediction_step(
     """Returns a step that applies `fn`, with the model in evaluation mode."""
 
     def predict_step(model: nnx.Module, batch: PyTree) -> PyTree:
-        return fn(_for_evaluation(model), batch)
+        with describes_batch(fn, batch):
+            return fn(_for_evaluation(model), batch)
 
+    on_behalf_of(predict_step, fn)
     return predict_step
 
 

@@ -1,12 +1,12 @@
 """Passes over the data of a `Trainer`: one after the other for `fit`, or a single whole pass."""
 
-import contextlib
 from collections.abc import Generator
 from typing import Any, final
 
 from mirror._src.data.distribute import DistributedDataset
 from mirror._src.data.padded import PaddedBatch, PaddedDataset
 from mirror._src.utils import interrupts
+from mirror._src.utils.closing import closing
 
 NO_DATA = (
     "The data yielded no batch. Pass batches with at least one example; an exhausted generator "
@@ -53,8 +53,13 @@ def whole_pass(data: DistributedDataset[Any], **options: Any) -> Generator[Padde
         ValueError: If there is no batch.
     """
     is_empty = True
-    with contextlib.closing(iter(data.padded(**options))) as batches:
-        for padded in batches:
+    batches = iter(data.padded(**options))
+    with closing("closing the data", batches.close):
+        while True:
+            with interrupts.immediate():
+                padded = next(batches, None)
+            if padded is None:
+                break
             is_empty = False
             yield padded
             interrupts.check()

@@ -1,10 +1,8 @@
 """`Trainer`: training, evaluation and prediction loops over `strategy.run`."""
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import optax
@@ -13,34 +11,41 @@ from flax import nnx
 from mirror._src.checks.verify import VerifyReport
 from mirror._src.data.distribute import DistributedDataset
 from mirror._src.data.padded import PaddedBatch
-from mirror._src.strategy.mirrored import get_strategy
 from mirror._src.strategy.strategy import Strategy
 from mirror._src.training import steps
 from mirror._src.training.callbacks.callback import Callback, require_callbacks
 from mirror._src.training.callbacks.progress import ProgressBar
-from mirror._src.training.checkpoints import snapshot
-from mirror._src.training.checkpoints.load import load_checkpoint
-from mirror._src.training.checkpoints.store import CheckpointStore
 from mirror._src.training.fit import TrainingRun
 from mirror._src.training.history import History
+from mirror._src.training.inputs import batches_of, first_batch, fit_data
+from mirror._src.training.labels import PartOfBatch
+from mirror._src.training.losses import LossName
 from mirror._src.training.meter import MOST_RUNNING, Meter
-from mirror._src.training.objective import LossFunction, Objective, PartOfBatch, Sums
-from mirror._src.training.optimizer import make_optimizer
-from mirror._src.training.position import Position, starting_position
+from mirror._src.training.metrics import Metrics
+from mirror._src.training.mistakes import explains_arguments
+from mirror._src.training.named_loss import LossFunction
+from mirror._src.training.objective import Objective, Sums
+from mirror._src.training.position import starting_position
 from mirror._src.training.prediction import predictions
+from mirror._src.training.state import M, TrainerState
 from mirror._src.training.stream import whole_pass
+from mirror._src.training.summary import summary
 from mirror._src.utils import interrupts
-from mirror._src.utils.errors import describe, expected, require_int
+from mirror._src.utils.closing import closing
+from mirror._src.utils.errors import expected, require_int
 from mirror._src.utils.modules import set_module
+from mirror._src.utils.tables import Table
 from mirror._src.utils.tracebacks import api_boundary
 from mirror._src.utils.types import PyTree
 
-M = TypeVar("M", bound=nnx.Module)
+Data: TypeAlias = Iterable[PyTree] | PyTree
+"""In-memory arrays, or an iterable of global batches."""
+
 _MOST_PREDICTIONS = 16
 
 
 @set_module("mirror")
-class Trainer(Generic[M]):
+class Trainer(TrainerState[M]):
     """Trains, evaluates and predicts with a model on all replicas of a strategy.
 
     `loss_fn` returns one value per example and never averages: mirror divides by the number of
@@ -58,6 +63,14 @@ class Trainer(Generic[M]):
             trainer = mirror.Trainer(CNN(rngs=nnx.Rngs(0)), optax.adam(1e-3), loss_fn)
         history = trainer.fit(train, epochs=10, validation_data=test)
 
+    Common losses have the names they have in Keras. The model must return *logits*, as with
+    `from_logits=True` in Keras, also for binary cross-entropy: no softmax or sigmoid at the end.
+
+        trainer = mirror.Trainer(
+            model, optax.adam(1e-3), "sparse_categorical_crossentropy", metrics=["accuracy"]
+        )
+        history = trainer.fit((x, y), epochs=10, batch_size=64, validation_split=0.1)
+
     Training uses the mode of the model (`model.train()`, `model.eval()`); evaluation and prediction
     use a copy in evaluation mode.
 
@@ -68,7 +81,11 @@ class Trainer(Generic[M]):
             replica's batch, or `(losses, metrics)` with a dict of metrics of shape `(B,)`. Booleans
             and integers are counted exactly. A loss or metric may be
             `mirror.Weighted(values, weights)`, which is divided by the sum of its weights (such as
-            numbers of tokens) instead of the number of examples.
+            numbers of tokens) instead of the number of examples. Or the name of a loss, which is
+            computed from the logits `model(inputs)`: batches are `(inputs, labels)`, or dicts with
+            two entries of which `labels` names one.
+        metrics: Metrics of a named loss: names such as `"accuracy"` and `"top_5_accuracy"`, or
+            functions `(outputs, labels)` that return one value per example, or a dict of them.
         strategy: The strategy to train with. Defaults to the strategy of the current scope.
         wrt: Which variables to train, as for `nnx.Optimizer`. Defaults to `nnx.Param`, or to the
             `wrt` of the `nnx.Optimizer` that was passed.
@@ -79,16 +96,20 @@ class Trainer(Generic[M]):
             losses are multiplied. As in Keras, weights do not change the divisor, which remains the
             number of examples or the weights of a `mirror.Weighted` loss. Metrics are not weighted.
         labels: Key of the batch, or function of it, for integer classes of shape `(B,)`, which are
-            validated to be from 0 to `num_classes - 1`.
-        num_classes: Number of classes.
+            validated to be from 0 to `num_classes - 1`. With a named loss, the key of its labels,
+            which are always validated.
+        num_classes: Number of classes. With a named loss, it defaults to the number of logits.
         class_weight: Factors by class, by which the losses of its examples are multiplied.
         penalty: Function of the model that returns a scalar, such as the L2 norm of the parameters.
             It is added to the mean loss and never weighted, not even for a `mirror.Weighted` loss.
+        stall_secs: Number of seconds after which `fit`, `evaluate` and `predict` report a step that
+            has not ended and raise `mirror.StalledError`; see `mirror.debugging.watch`.
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If `accumulate_steps` or `steps_per_execution` is less than 1, if `labels` is
-            passed without `num_classes`, or `wrt` together with an `nnx.Optimizer`.
+        ValueError: If `accumulate_steps` or `steps_per_execution` is less than 1, a name is
+            unknown, an argument does not fit the loss, `labels` is passed without `num_classes` for
+            a function, or `wrt` together with an `nnx.Optimizer`.
 
     >>> def loss_fn(model, batch):
     ...     return optax.squared_error(model(batch["x"]), batch["y"])[:, 0]
@@ -104,12 +125,14 @@ class Trainer(Generic[M]):
     """
 
     @api_boundary
+    @explains_arguments
     def __init__(
         self,
         model: M,
         tx: optax.GradientTransformation | nnx.Optimizer[Any],
-        loss_fn: LossFunction,
+        loss_fn: LossFunction | LossName,
         *,
+        metrics: Metrics | None = None,
         strategy: Strategy | None = None,
         wrt: Any = None,
         accumulate_steps: int = 1,
@@ -119,26 +142,15 @@ class Trainer(Generic[M]):
         num_classes: int | None = None,
         class_weight: Mapping[int, float] | None = None,
         penalty: Callable[[Any], Any] | None = None,
+        stall_secs: float | None = None,
     ) -> None:
-        if not isinstance(model, nnx.Module):
-            raise TypeError(
-                f"`model` must be an nnx.Module, got {describe(model)}. To train a Linen module, "
-                "wrap it: nnx.bridge.ToNNX(module, rngs=nnx.Rngs(0)).lazy_init(x)."
-            )
-        if not isinstance(strategy, Strategy | None):
-            raise TypeError(
-                f"`strategy` must be a mirror.Strategy, got {describe(strategy)}. Pass "
-                "mirror.MirroredStrategy(), or create the trainer inside its scope()."
-            )
-        self.strategy = get_strategy() if strategy is None else strategy
-        self.model = model
-        self.optimizer = make_optimizer(model, tx, wrt)
+        super().__init__(model, tx, strategy, wrt, stall_secs)
         require_int("accumulate_steps", accumulate_steps)
         require_int("steps_per_execution", steps_per_execution)
         self.accumulate_steps = int(accumulate_steps)
         self.steps_per_execution = int(steps_per_execution)
         self._objective = Objective(
-            loss_fn, sample_weight, labels, num_classes, class_weight, penalty
+            loss_fn, sample_weight, labels, num_classes, class_weight, penalty, metrics
         )
         self._single_step = steps.training_step(
             self._objective, self.optimizer.wrt, self.accumulate_steps
@@ -148,18 +160,19 @@ class Trainer(Generic[M]):
             self._train_step = steps.repeated(self._single_step)
         self._evaluate_step = steps.evaluation_step(self._objective)
         self._predict_step = functools.lru_cache(_MOST_PREDICTIONS)(steps.prediction_step)
-        self._position = Position()
-        self._resumes = False
-        self._run: TrainingRun | None = None
-        self._launch: tuple[Any, ...] | None = None
 
     @api_boundary
+    @explains_arguments
     def fit(
         self,
-        data: Iterable[PyTree],
+        data: Data,
         epochs: int = 1,
         *,
-        validation_data: Iterable[PyTree] | None = None,
+        batch_size: int | None = None,
+        validation_data: Data | None = None,
+        validation_split: float = 0.0,
+        shuffle: bool | None = None,
+        seed: int | None = None,
         callbacks: Callback | Sequence[Callback] = (),
         initial_epoch: int | None = None,
         steps_per_epoch: int | None = None,
@@ -171,13 +184,21 @@ class Trainer(Generic[M]):
         epoch. Otherwise epochs start at 0, and the model is trained further.
 
         Args:
-            data: Iterable of global batches of any size, as for `strategy.distribute_dataset`, or
-                its result. More than one epoch needs an object that can be iterated repeatedly.
-                Resuming within an epoch needs an order that depends only on the epoch, as
-                `mirror.data.from_arrays` provides.
+            data: In-memory arrays: a dict or tuple of arrays with one row per example, or one
+                array, which `batch_size` splits into batches. Or an iterable of global batches of
+                any size, as for `strategy.distribute_dataset`, or its result. More than one epoch
+                needs an object that can be iterated repeatedly. Resuming within an epoch needs an
+                order that depends only on the epoch, as for in-memory arrays.
             epochs: Number of the epoch to stop at, counted from 0 also if training resumes.
+            batch_size: Number of examples per global batch, for all replicas together. Required for
+                in-memory arrays, and rejected for other data.
             validation_data: Data to evaluate after each epoch; names of its metrics start with
-                `val_`.
+                `val_`. In-memory arrays have the `batch_size` of `data`.
+            validation_split: Fraction of in-memory arrays to hold out as validation data. As in
+                Keras, these are the last examples, before shuffling.
+            shuffle: Whether to shuffle in-memory arrays differently in every epoch. Defaults to
+                True.
+            seed: Seed of the shuffle, as for `mirror.data.from_arrays`. Defaults to 0.
             callbacks: One or several `mirror.callbacks.Callback` objects.
             initial_epoch: Epoch to start with, regardless of earlier training.
             steps_per_epoch: Number of batches per epoch, for data without an end. Defaults to a
@@ -188,15 +209,24 @@ class Trainer(Generic[M]):
             The metrics of each epoch, including epochs before an interrupt.
 
         Raises:
-            ValueError: If the data is empty, the loss has the wrong shape, or `epochs`,
-                `initial_epoch` or `steps_per_epoch` is out of range.
-            TypeError: If `data` is not an iterable of batches, a callback is not a `Callback`, or a
-                number is not an integer.
+            ValueError: If the data is empty, the loss has the wrong shape, a number is out of
+                range, `batch_size` is missing for in-memory arrays, or an option for in-memory
+                arrays is passed with other data.
+            TypeError: If `data` is neither in-memory arrays nor an iterable of batches, a callback
+                is not a `Callback`, or an option has the wrong type.
             RuntimeError: If called in the scope of another strategy, in a replica, or during `fit`.
         """
         self._require_no_fit("fit")
         position = starting_position(self._position, self._resumes, epochs, initial_epoch)
-        padded = self._distributed(data).padded(
+        training, validation = fit_data(
+            data,
+            validation_data,
+            batch_size=batch_size,
+            validation_split=validation_split,
+            shuffle=shuffle,
+            seed=seed,
+        )
+        padded = self._distributed(training).padded(
             multiple=self.accumulate_steps,
             group=self.steps_per_execution,
             skip=position.samples,
@@ -205,11 +235,24 @@ class Trainer(Generic[M]):
         callbacks = require_callbacks(callbacks)
         if progress and not any(isinstance(callback, ProgressBar) for callback in callbacks):
             callbacks = (ProgressBar(), *callbacks)
-        run = TrainingRun(self, epochs, position, padded, steps_per_epoch, callbacks)
-        with interrupts.DeferredInterrupts(), self._running(run), run.listening():
+        has_validation = validation is not None
+        run = TrainingRun(
+            self,
+            epochs,
+            position,
+            padded,
+            steps_per_epoch,
+            callbacks,
+            self._lock,
+            has_validation=has_validation,
+        )
+        deferred = interrupts.DeferredInterrupts(watches=True)
+        with self._watched(), deferred, self._running(run), run.listening():
             while position.epoch < epochs and not run.stopped:
                 run.begin_epoch()
                 for launch in run.launches():
+                    if not run.may_launch():
+                        break
                     run.after_step(launch, self._train(launch))
                     run.collect(running=MOST_RUNNING)
                     interrupts.check()
@@ -218,16 +261,26 @@ class Trainer(Generic[M]):
                 is_cut_short = run.stopped is not None
                 run.collect()
                 if not is_cut_short:
-                    run.end_epoch({} if validation_data is None else self.evaluate(validation_data))
+                    run.end_epoch(self._validate(run, validation))
+            run.raise_interrupt()
             self._resumes = False
             interrupts.check()
         return run.history
 
-    def evaluate(self, data: Iterable[PyTree]) -> dict[str, float]:
+    def _validate(self, run: TrainingRun, validation: Data | None) -> dict[str, float]:
+        if validation is None:
+            return {}
+        with run.waiting():
+            return self.evaluate(validation)
+
+    @api_boundary
+    @explains_arguments
+    def evaluate(self, data: Data, *, batch_size: int | None = None) -> dict[str, float]:
         """Returns the loss and the metrics over all examples of the data.
 
         Args:
-            data: As for `fit`.
+            data: As for `fit`; in-memory arrays are not shuffled.
+            batch_size: As for `fit`.
 
         Returns:
             `{"loss": ..., "accuracy": ...}`: means over the examples, independent of the batch
@@ -237,22 +290,32 @@ class Trainer(Generic[M]):
             ValueError: If the data is empty, or the loss has the wrong shape.
         """
         meter = Meter()
-        for padded in whole_pass(self._distributed(data), inspect=self._objective.inspect):
-            arguments = (self.model, padded.batch, padded.mask)
-            meter.add(0, self.strategy.run(self._evaluate_step, arguments))
-            meter.collect(running=MOST_RUNNING)
-        meter.collect()
+        distributed = self._distributed(batches_of("evaluate", data, batch_size))
+        with self._watched(), self._reading("evaluate", self.model) as (model,):
+            for padded in whole_pass(distributed, inspect=self._objective.inspect):
+                arguments = (model, padded.batch, padded.mask)
+                meter.add(0, self.strategy.run(self._evaluate_step, arguments))
+                meter.collect(running=MOST_RUNNING)
+            meter.collect()
         return meter.means
 
     @api_boundary
-    def predict(self, fn: Callable[[Any, PyTree], PyTree], data: Iterable[PyTree]) -> PyTree:
+    @explains_arguments
+    def predict(
+        self,
+        fn: Callable[[M, PyTree], PyTree],
+        data: Data,
+        *,
+        batch_size: int | None = None,
+    ) -> PyTree:
         """Applies `fn` to all examples, and returns the results in the order of the data.
 
         Args:
             fn: Function `(model, batch)` that returns a pytree of arrays with a leading batch axis
                 for one replica's batch. The model is in evaluation mode. Define the function once:
                 every new function object is compiled.
-            data: As for `fit`.
+            data: As for `evaluate`.
+            batch_size: As for `fit`.
 
         Returns:
             The pytree that `fn` returns, with NumPy arrays of exactly one row per example.
@@ -265,14 +328,48 @@ class Trainer(Generic[M]):
             fix = "Pass a function (model, batch) that returns one row per example."
             raise TypeError(expected("fn", fn, "callable", fix))
         step = self._predict_step(fn)
-        return predictions(self.strategy, fn, step, self.model, self._distributed(data))
+        distributed = self._distributed(batches_of("predict", data, batch_size))
+        with self._watched(), self._reading("predict", self.model) as (model,):
+            return predictions(self.strategy, fn, step, model, distributed)
 
     @api_boundary
-    def verify(self, data: Iterable[PyTree], *, rtol: float = 1e-5) -> VerifyReport:
+    def summary(self, data: Data) -> Table:
+        """Returns a table of the model's layers, with their output shapes, parameters and bytes.
+
+        Nothing is computed, and neither the model nor the data changes. The last rows are totals,
+        and the memory of the model and of the optimizer state on each device as it is stored now.
+        With `MirroredStrategy(shard_update=True)`, the first step shards the optimizer state.
+
+        Args:
+            data: A batch, in-memory arrays with the structure of a batch, or an iterable of
+                batches, of which only the first is used. It must not be an iterator.
+
+        Raises:
+            TypeError: If `data` is an iterator, or not a batch of arrays.
+            ValueError: If the data is empty.
+
+        >>> trainer.summary(data)
+        layer                 type        output        parameters  bytes
+        model                 Linear      float32[2,1]  3           12 bytes
+        trainable                                       3           12 bytes
+        not trainable                                   0           0 bytes
+        model per device      2 replicas  2 devices                 12 bytes
+        optimizer per device                                        ... bytes
+        """
+        batch = first_batch(data)
+        with self._reading("summary", self.model, self.optimizer) as (model, optimizer):
+            return summary(model, optimizer, self.strategy, batch, self._objective.outputs)
+
+    @api_boundary
+    @explains_arguments
+    def verify(
+        self, data: Data, *, batch_size: int | None = None, rtol: float = 1e-5
+    ) -> VerifyReport:
         """Compares a training step on all replicas with one device, without changing the model.
 
         Args:
-            data: As for `fit`; only the first batch is used.
+            data: As for `evaluate`; only the first batch is used.
+            batch_size: As for `fit`.
             rtol: Relative tolerance; see `Strategy.verify`.
 
         Raises:
@@ -282,62 +379,15 @@ class Trainer(Generic[M]):
         >>> trainer.verify(data).largest < 1e-5
         True
         """
-        with contextlib.closing(
-            whole_pass(self._distributed(data), multiple=self.accumulate_steps)
-        ) as batches:
+        distributed = self._distributed(batches_of("verify", data, batch_size))
+        batches = whole_pass(
+            distributed, multiple=self.accumulate_steps, inspect=self._objective.inspect
+        )
+        with closing("closing the data", batches.close):
             padded = next(batches)
-        arguments = (self.model, self.optimizer, padded.batch, padded.mask)
-        return self.strategy.verify(self._single_step, arguments, rtol=rtol)
-
-    @api_boundary
-    def save(self, directory: str | Path) -> None:
-        """Writes a checkpoint: model, optimizer, random keys and the position of the training.
-
-        The checkpoint contains one copy of each array. `restore` reads it on any number of
-        replicas; `mirror.load_checkpoint` reads it without a model or devices.
-
-        Args:
-            directory: Directory of checkpoints. This one is a subdirectory named after the step.
-
-        Raises:
-            OSError: If the checkpoint cannot be written. Earlier checkpoints remain intact.
-            ValueError: If an `"on_read"` variable has no aggregation.
-
-        >>> trainer.save("checkpoints")
-        >>> trainer.restore("checkpoints")
-        >>> history = trainer.fit(data, epochs=9, progress=False)
-        """
-        with CheckpointStore(directory, asynchronous=False) as store:
-            arrays, position = self.checkpoint_state()
-            store.save(self._position.step, arrays, position)
-
-    @api_boundary
-    def restore(self, directory: str | Path, step: int | str = "last") -> None:
-        """Restores a checkpoint, from which `fit` resumes.
-
-        Args:
-            directory: Directory of checkpoints.
-            step: Step of the checkpoint, `"last"` or `"best"`.
-
-        Raises:
-            FileNotFoundError: If the checkpoint does not exist.
-            ValueError: If it is damaged or does not match the model; the model is not changed.
-            RuntimeError: If called during `fit`.
-        """
-        self._require_no_fit("restore")
-        checkpoint = load_checkpoint(directory, step)
-        snapshot.write(self._objects, checkpoint.arrays, self.strategy._replicas)
-        self._position = Position.from_dict(checkpoint.position)
-        self._resumes = True
-
-    def checkpoint_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns the contents of a checkpoint: arrays by name, and the position."""
-        if self._run is None:
-            self._position.meter.collect()
-        else:
-            self._run.collect()
-            self._run.remember_callbacks()
-        return snapshot.read(self._objects), self._position.to_dict()
+        with self._reading("verify", self.model, self.optimizer) as (model, optimizer):
+            arguments = (model, optimizer, padded.batch, padded.mask)
+            return self.strategy.verify(self._single_step, arguments, rtol=rtol)
 
     def lowered_text(self) -> str:
         """Returns the program of the last step: the compiler's input, or a report if it is staged.
@@ -352,25 +402,6 @@ class Trainer(Generic[M]):
         if self.strategy._runner.is_staged:
             return str(self.strategy.inspect(self._train_step, self._launch))
         return self.strategy._runner.lower(self._train_step, self._launch, {}).as_text()
-
-    @property
-    def _objects(self) -> dict[str, Any]:
-        return {"model": self.model, "optimizer": self.optimizer}
-
-    def _require_no_fit(self, name: str) -> None:
-        if self._run is not None:
-            raise RuntimeError(
-                f"trainer.{name}() cannot be called while fit() is running (from a callback or "
-                "another thread). Callbacks may call trainer.evaluate(), predict() and save()."
-            )
-
-    @contextlib.contextmanager
-    def _running(self, run: TrainingRun) -> Iterator[None]:
-        self._run, self._position, self._resumes = run, run.position, True
-        try:
-            yield
-        finally:
-            self._run = self._launch = None
 
     def _train(self, launch: PaddedBatch) -> Sums:
         """Runs one launch: a batch, or up to `steps_per_execution` batches."""

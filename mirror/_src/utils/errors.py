@@ -4,6 +4,8 @@ All other errors are builtin exceptions. A message says what happened, with the 
 received, why, and how to fix it.
 """
 
+import difflib
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -43,8 +45,21 @@ class ReplicaMismatchError(ValueError):
 
 
 @set_module("mirror")
-class InvalidDeviceError(RuntimeError):
+class ProgramMismatchError(RuntimeError):
+    """Raised on every process when the processes are about to run different programs.
+
+    It names the first inputs and operations that differ, with their lines. Nothing has run.
+
+    >>> issubclass(mirror.ProgramMismatchError, RuntimeError)
+    True
+    """
+
+
+@set_module("mirror")
+class InvalidDeviceError(RuntimeError, ValueError):
     """Raised when a device does not exist; the message lists the available devices.
+
+    A `RuntimeError`, as in TensorFlow, and a `ValueError`, because it concerns an argument.
 
     >>> mirror.device("/cpu:99")
     Traceback (most recent call last):
@@ -107,6 +122,23 @@ def listing(names: Iterable[str]) -> str:
     num_omitted = len(names) - _MOST_NAMES
     lines = [f"  {name}" for name in names[:_MOST_NAMES]]
     return "\n".join([*lines, f"  ... and {num_omitted} more"] if num_omitted > 0 else lines)
+
+
+def nearest_name(name: str, names: Iterable[str]) -> str | None:
+    """Returns the most similar of the names, regardless of case, `_`, `-` and spaces, or None."""
+    by_letters = {_letters(each): each for each in names}
+    found = difflib.get_close_matches(_letters(name), by_letters, n=1, cutoff=0.6)
+    return by_letters[found[0]] if found else None
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Returns `" Did you mean 'x'?"` if one of the names is similar, or else `""`."""
+    found = nearest_name(name, names)
+    return f" Did you mean {found!r}?" if found is not None else ""
+
+
+def _letters(name: str) -> str:
+    return re.sub("[-_ ]", "", name.lower())
 
 
 def first_line(error: BaseException) -> str:

@@ -31,6 +31,59 @@ def argument_names(fn: Callable[..., Any], count: int) -> list[str]:
     return [names[i] if i < len(names) else f"args[{i}]" for i in range(count)]
 
 
+def parameter_names(fn: Callable[..., Any]) -> list[str]:
+    """Returns the names of the positional parameters; [] if they are unknown."""
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [parameter.name for parameter in parameters if parameter.kind in kinds]
+
+
+def require_parameters(
+    fn: Callable[..., Any], what: str, arguments: Sequence[str], fix: str
+) -> None:
+    """Rejects a function that cannot be called with these positional arguments.
+
+    Args:
+        fn: The function. If its signature is unknown, it is not checked.
+        what: The function in words, for the message.
+        arguments: Names of the arguments.
+        fix: How to change the function.
+
+    Raises:
+        TypeError: If it takes other arguments.
+    """
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        raise TypeError(
+            f"{what} takes {signature_of(fn)}, but it is called with "
+            f"({', '.join(arguments)}). {fix}"
+        ) from None
+
+
+def signature_of(fn: Callable[..., Any], *, is_method: bool = False) -> str:
+    """Returns the parameters of a function without annotations: `(model, x, y=None)`.
+
+    Args:
+        fn: The function.
+        is_method: Whether to omit `self`.
+    """
+    signature = inspect.signature(fn)
+    plain = [
+        parameter.replace(annotation=inspect.Parameter.empty)
+        for parameter in signature.parameters.values()
+        if not (is_method and parameter.name == "self")
+    ]
+    return str(signature.replace(parameters=plain, return_annotation=inspect.Signature.empty))
+
+
 def leaf_names(fn: Callable[..., Any], tree: tuple[tuple[Any, ...], dict[str, Any]]) -> list[str]:
     """Returns the path of each leaf as code: `batch['image']`, `state.params['w']`."""
     args, kwargs = tree

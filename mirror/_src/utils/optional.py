@@ -3,6 +3,8 @@
 import importlib
 from typing import Any
 
+from mirror_cli.install import install_command
+
 
 def require(module: str, feature: str = "This feature", extra: str = "train") -> Any:
     """Imports and returns a module of an optional package.
@@ -10,7 +12,7 @@ def require(module: str, feature: str = "This feature", extra: str = "train") ->
     Args:
         module: Name of the module.
         feature: The feature that needs it, for the message.
-        extra: The extra of `mirror-jax` that installs it.
+        extra: The extra of the package that installs it.
 
     Raises:
         ModuleNotFoundError: If the package is not installed; the message says how to install it.
@@ -29,5 +31,5 @@ def describe_missing(package: str, feature: str, extra: str) -> str:
     """Returns the message for a missing package, with the command that installs it."""
     return (
         f"{feature} requires {package}, which is not installed. Install it: "
-        f'pip install "mirror-jax[{extra}]"'
+        f"{install_command(extra)}"
     )

@@ -5,12 +5,18 @@ import linecache
 import os
 import sys
 import sysconfig
+from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 import chex
 import flax
 import jax
 import optax
+
+from mirror._src.utils.naming import code_of
+
+_USERS = "_mirror_users_function"
 
 
 def is_users(filename: str) -> bool:
@@ -52,8 +58,28 @@ def place(filename: str, line: int | None) -> str:
     """Returns `train.py:12`; for a cell of a notebook, `Cell In[3], line 12`."""
     ipython = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
-    cell = None if shell is None else shell.compile.format_code_name(filename)
+    compiler = getattr(shell, "compile", None)  # not in every shell
+    cell = None if compiler is None else compiler.format_code_name(filename)
     return " ".join(cell) + f", line {line}" if cell else f"{os.path.basename(filename)}:{line}"
+
+
+def on_behalf_of(fn: Callable[..., Any], users: Callable[..., Any]) -> None:
+    """Lets `line_of` return the line of the user's function for a function of mirror."""
+    setattr(fn, _USERS, users)
+
+
+def users_function(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the user's function that a function of mirror calls, or the function itself."""
+    users: Callable[..., Any] = getattr(fn, _USERS, fn)
+    return users
+
+
+def line_of(fn: Callable[..., Any]) -> str:
+    """Returns where a function of the user is defined, such as `train.py:12`; `""` if unknown."""
+    code = code_of(users_function(fn))
+    if code is None or not is_users(code.co_filename):
+        return ""
+    return place(code.co_filename, code.co_firstlineno)
 
 
 @functools.cache

@@ -8,6 +8,7 @@ from typing import ParamSpec, TypeVar
 
 import jax
 
+from mirror._src.utils.signatures import mismatch_message
 from mirror._src.utils.source_lines import is_library, is_own, is_standard
 
 P = ParamSpec("P")
@@ -43,6 +44,10 @@ def api_boundary(fn: Callable[P, R]) -> Callable[P, R]:
         try:
             return fn(*args, **kwargs)
         except Exception as error:
+            traceback = error.__traceback__
+            if isinstance(error, TypeError) and traceback is not None and not traceback.tb_next:
+                # Python rejected the call, before the function started.
+                raise TypeError(mismatch_message(fn, error, args, kwargs)) from None
             hide_internal_frames(error)
             raise  # keeps __traceback__ as it is, and adds no frame
 
@@ -71,7 +76,9 @@ def _user_frames(traceback: TracebackType | None) -> TracebackType | None:
 def _is_bug(error: BaseException) -> bool:
     if not isinstance(error, _BUGS):
         return False
-    traceback = error.__traceback__
-    while traceback is not None and traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    return traceback is not None and is_own(traceback.tb_frame.f_code.co_filename)
+    innermost, traceback = None, error.__traceback__
+    while traceback is not None:
+        code, traceback = traceback.tb_frame.f_code, traceback.tb_next
+        if code.co_name != "__getattr__":  # which explains a name that its caller looked up
+            innermost = code.co_filename
+    return innermost is not None and is_own(innermost)

@@ -9,13 +9,16 @@ import numpy as np
 from flax import nnx
 from flax.errors import TraceContextError
 
+from mirror._src.collectives.all_reduce import AllReduce
 from mirror._src.collectives.one_device import ReductionToOneDevice
 from mirror._src.context.replica_context import ReplicaContext
 from mirror._src.context.scopes import current_frame
 from mirror._src.devices.transfer import place_like
+from mirror._src.utils.migration import advice
 from mirror._src.utils.modules import set_module
 from mirror._src.utils.types import Array, ArrayLike
-from mirror._src.values.per_replica import is_per_replica, per_replica
+from mirror._src.utils.unknown_names import unknown_attribute
+from mirror._src.values.per_replica import is_per_replica, local_ids, per_replica, spans_processes
 from mirror._src.variables.conversion import (
     Aggregation,
     Synchronization,
@@ -30,13 +33,14 @@ from mirror._src.variables.raw_value import read_value, slot
 from mirror._src.variables.storage import (
     are_arrays,
     dtype_of,
+    first_value,
     rows_like,
     shape_of,
     shares,
     store_per_replica,
 )
 
-_ON_HOST = ReductionToOneDevice()
+_ON_HOST, _ACROSS_PROCESSES = ReductionToOneDevice(), AllReduce()
 _MISSING: Any = object()
 
 
@@ -216,9 +220,10 @@ class Variable(nnx.Variable[Any]):
                 "per replica. Assign the result instead: v.assign(v[...] + x)."
             )
         rows = [np.asarray(row) for row in stored.values]
-        count, value = len(rows), np.asarray(new)
+        value = np.asarray(new)
         if self.aggregation == "sum":
-            changed = shares(value, count)
+            every_share = shares(value, stored.num_replicas)
+            changed = [every_share[i] for i in local_ids(stored)]
         else:
             changed = [np.asarray(change(row, value)).astype(row.dtype) for row in rows]
         self.set_raw_value(per_replica(rows_like(changed, stored)))
@@ -269,9 +274,10 @@ class Variable(nnx.Variable[Any]):
                     "'mean' or 'only_first_replica'."
                 )
             case "only_first_replica":
-                value = jnp.asarray(np.asarray(stored.values[0]))
+                value = jnp.asarray(first_value(stored))
             case op:
-                value = _ON_HOST.reduce(op, stored)
+                ops = _ACROSS_PROCESSES if spans_processes(stored) else _ON_HOST
+                value = ops.reduce(op, stored)
         return value if index is _MISSING or index is ... else value[index]
 
     def set_value(self, value: Any, *, index: Any = _MISSING) -> None:
@@ -292,7 +298,14 @@ class Variable(nnx.Variable[Any]):
         if name.startswith("__"):  # `copy.deepcopy` looks up methods of the variable itself
             raise AttributeError(name)
         metadata = object.__getattribute__(self, "_var_metadata")
-        return metadata[name] if name in metadata else getattr(self.get_value(), name)
+        if name in metadata:
+            return metadata[name]
+        try:
+            return getattr(self.get_value(), name)
+        except AttributeError:
+            if ("variable", name) not in advice():
+                raise
+            raise unknown_attribute("variable", self, name) from None
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self.get_value(), dtype=dtype, copy=copy)
@@ -312,7 +325,11 @@ class Variable(nnx.Variable[Any]):
     def _printed(self) -> nnx.Variable[Any]:
         """The variable to print: per-replica values if they cannot be aggregated."""
         stored = self.get_raw_value()
-        if is_per_replica(stored) and not (self.aggregation != "none" and are_arrays(stored)):
+        if not is_per_replica(stored):
+            return self
+        # Reading values of other processes is a collective, which must not depend on a `print`.
+        is_readable = self.aggregation != "none" and are_arrays(stored)
+        if not is_readable or spans_processes(stored):
             return nnx.Variable.from_metadata(stored, self.get_metadata())
         return self
 

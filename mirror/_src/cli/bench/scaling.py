@@ -9,6 +9,7 @@ from typing import Any
 from mirror._src.explain.memory_report import MemoryReport, memory_table
 from mirror._src.utils.measure import quartiles
 from mirror._src.utils.tables import Table, new_figure
+from mirror._src.utils.terminal import wrap
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ class Scaling:
         parts = [self.heading, str(self.table), "\n".join(self.notes)]
         if memory is not None:
             parts.append(f"bytes per device:\n{memory}")
-        return "\n\n".join(parts)
+        return wrap("\n\n".join(parts))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the results as numbers, text and lists, for JSON."""

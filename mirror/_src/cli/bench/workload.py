@@ -1,6 +1,5 @@
 """Workloads to measure: a built-in step, or a step of the user's."""
 
-import argparse
 import importlib
 import importlib.util
 import sys
@@ -178,15 +177,3 @@ def _by_name(name: str) -> ModuleType:
             f"No module named {error.name} is installed or in {Path.cwd()}. Pass module:function "
             "or path/to/file.py:function."
         ) from error
-
-
-def add_step(parser: argparse.ArgumentParser) -> None:
-    """Adds the argument that names a workload for `workload_of`."""
-    parser.add_argument(
-        "step",
-        nargs="?",
-        default="mlp",
-        metavar="STEP",
-        help=f"{', '.join(BUILTIN_STEPS)}, module:function or file.py:function "
-        "(default: %(default)s)",
-    )

@@ -3,12 +3,12 @@
 import jax
 
 import mirror
-from mirror._src.cli.common import OptionError
-from mirror._src.cli.demo.options import Options
 from mirror._src.cli.host_devices import NUM_HOST_DEVICES, force_host_devices, too_few_devices
 from mirror._src.devices import backend
 from mirror._src.devices.names import DeviceSpec
 from mirror._src.devices.resolve import canonicalize_replica_devices
+from mirror_cli.common import OptionError
+from mirror_cli.demo import Options
 
 
 def make_strategy(options: Options) -> mirror.MirroredStrategy:

@@ -9,10 +9,12 @@ import jax
 import mirror
 from mirror._src.cli.common import require_writable
 from mirror._src.cli.demo import data, placement
-from mirror._src.cli.demo.options import Options
 from mirror._src.cli.demo.training import make_trainer
 from mirror._src.devices import backend
 from mirror._src.utils import interrupts
+from mirror._src.utils.errors import counted
+from mirror._src.utils.terminal import paint, wrap
+from mirror_cli.demo import Options
 
 _RTOL = 1e-5
 
@@ -89,7 +91,15 @@ def run(options: Options) -> Outcome:
 def _print(text: str) -> None:
     """Prints immediately, in order with the progress bar; stops after Ctrl-C."""
     interrupts.check()
-    print(text, flush=True)
+    print(wrap(text), flush=True)
+
+
+def _print_check(name: str, *, passed: bool, details: str = "") -> None:
+    """Prints the result of a check, colored in terminals."""
+    interrupts.check()
+    head, verdict = f"{name}: ", "yes" if passed else "no"
+    text = wrap(head + verdict + details).removeprefix(head + verdict)
+    print(head + paint(verdict, "green" if passed else "red") + text, flush=True)
 
 
 def _introduction(strategy: mirror.Strategy, options: Options) -> str:
@@ -117,7 +127,8 @@ def _train_and_check(strategy: mirror.Strategy, options: Options) -> Outcome:
         validation_data=test.batches(options.batch_size),
     )
     seconds, accuracy = time.perf_counter() - start, history["val_accuracy"][-1]
-    _print(f"\ntrained on {len(train)} images for {options.epochs} epochs in {seconds:.1f} s")
+    epochs = counted(options.epochs, "epoch")
+    _print(f"\ntrained on {len(train)} images for {epochs} in {seconds:.1f} s")
     _print(f"test accuracy: {accuracy:.1%} ({round(accuracy * len(test))} of {len(test)})")
     if options.plot is not None:
         history.plot(options.plot)
@@ -134,9 +145,9 @@ def _check_equal(strategy: mirror.Strategy, trainer: mirror.Trainer) -> bool:
     try:
         strategy.check_mirrored((trainer.model, trainer.optimizer))
     except mirror.ReplicaDivergenceError as error:
-        _print(f"replicas bitwise equal: no\n{error}")
+        _print_check("replicas bitwise equal", passed=False, details=f"\n{error}")
         return False
-    _print("replicas bitwise equal: yes")
+    _print_check("replicas bitwise equal", passed=True)
     return True
 
 
@@ -145,10 +156,8 @@ def _check_step(trainer: mirror.Trainer, batches: Any) -> StepCheck:
     try:
         report = trainer.verify(batches, rtol=_RTOL)
     except mirror.ReplicaMismatchError as error:
-        _print(f"same step as on one device: no\n{error}")
+        _print_check("same step as on one device", passed=False, details=f"\n{error}")
         return StepCheck(False, None, None)
-    _print(
-        f"same step as on one device: yes (largest relative difference {report.largest:.1e}, "
-        f"allowed {report.rtol:g})"
-    )
+    details = f" (largest relative difference {report.largest:.1e}, allowed {report.rtol:g})"
+    _print_check("same step as on one device", passed=True, details=details)
     return StepCheck(True, report.largest, report.rtol)

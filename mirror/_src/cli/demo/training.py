@@ -9,7 +9,7 @@ import optax
 import mirror
 from mirror._src.cli.builtin_steps import CNN
 from mirror._src.cli.demo.data import SIDE
-from mirror._src.cli.demo.options import Options
+from mirror_cli.demo import Options
 
 _FEATURES = (32, 64)
 _LEARNING_RATE = 0.1

@@ -2,5 +2,5 @@
 
 `check` (one finding), `versions` and `environment` (checks that do not start JAX's backend),
 `probes` (checks that do), `child` (runs the probes in a subprocess, because they may crash it),
-`command`.
+`report` (Markdown for an issue), `command`. The options are in `mirror_cli.doctor`.
 """

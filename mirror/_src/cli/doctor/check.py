@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 from mirror._src.utils.errors import counted
+from mirror._src.utils.terminal import paint, wrap
 
 State: TypeAlias = Literal["ok", "warning", "problem"]
 STATES: tuple[State, ...] = get_args(State)
+COLORS: dict[State, str] = {"ok": "green", "warning": "yellow", "problem": "red"}
 
 
 @dataclass(frozen=True)
@@ -28,10 +30,15 @@ class Check:
     meaning: str = ""
     fix: str = ""
 
+    @property
+    def colored(self) -> str:
+        """The text of the check, with a colored state in terminals."""
+        return paint(self.state, COLORS[self.state]) + str(self).removeprefix(self.state)
+
     def __str__(self) -> str:
         lines = [f"{self.state:<7}  {self.name}: {self.found}"]
         lines += [f"{'':9}{text}" for text in (self.meaning, self.fix) if text]
-        return "\n".join(lines)
+        return wrap("\n".join(lines), indent=" " * 9)
 
 
 def worst(checks: Iterable[Check]) -> State:

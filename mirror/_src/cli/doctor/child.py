@@ -19,10 +19,9 @@ _BAD_FLAGS = re.compile(
     r"(Couldn't interpret value .* for flag .*|Could not open file .*XLA_FLAGS.*)"
 )
 _FATAL = re.compile(r"^F\d{4} \S+ +\d+ \S+\] (.*)$", re.MULTILINE)
-_CODE = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from mirror._src.cli.doctor import probes"
-)
+_PATH = "import json, sys; sys.path[:] = json.loads(sys.argv[1])"
+_PROBES = "from mirror._src.cli.doctor import probes; probes.main()"
+_INVENTORY = "from mirror._src.cli import devices; print(json.dumps(devices.inventory()))"
 
 
 class ProbeResult(NamedTuple):
@@ -52,15 +51,29 @@ def check_in_child(environment: Mapping[str, str]) -> Iterator[Check]:
     yield from findings(probe({**environment, "XLA_FLAGS": " ".join(kept)}))
 
 
+def inventory_in_child(environment: Mapping[str, str]) -> dict[str, Any] | str:
+    """Returns the devices and settings of a program with this environment, or why it crashed."""
+    result = _run_code(_INVENTORY, environment)
+    if result.status == 0:
+        return list(_lines(result.output))[-1]
+    check = _check_crash("JAX's backend", result)
+    return f"{check.found}: {check.meaning}"
+
+
 def probe(environment: Mapping[str, str]) -> ProbeResult:
-    """Runs the probes in a subprocess.
+    """Runs the probes in a subprocess."""
+    return _run_code(_PROBES, environment)
+
+
+def _run_code(code: str, environment: Mapping[str, str]) -> ProbeResult:
+    """Runs code in a subprocess.
 
     Raises:
         KeyboardInterrupt: If Ctrl-C was pressed in the meantime.
     """
     # The subprocess gets this sys.path, and with -P it does not add the current directory, whose
     # files could shadow modules.
-    command = [sys.executable, "-P", "-c", f"{_CODE}; probes.main()", json.dumps(sys.path)]
+    command = [sys.executable, "-P", "-c", f"{_PATH}; {code}", json.dumps(sys.path)]
     try:
         done = subprocess.run(
             command,

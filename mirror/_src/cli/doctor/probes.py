@@ -146,4 +146,4 @@ PROBES: dict[str, Callable[[BackendInfo], Check]] = {
     STEP: check_step,
 }
 _START = "export JAX_PLATFORMS=cpu always works; mirror devices lists the settings."
-_REPORT = "Report it with the output of mirror doctor --json."
+_REPORT = "Report it with the output of mirror doctor --report."

@@ -1,43 +1,23 @@
 """Checks the versions of Python, the packages, the CUDA plugin and the driver."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from packaging.version import Version
 
 from mirror._src.cli.doctor.check import Check
 from mirror._src.cli.versions import CUDA_PLUGINS
-
-
-class Range(NamedTuple):
-    """Range of supported versions.
-
-    Attributes:
-        least: The oldest supported version.
-        beyond: The first untested version; `None` if unknown.
-    """
-
-    least: str
-    beyond: str | None = None
-
+from mirror._src.utils.supported import JAX, Range, base_version
+from mirror_cli.install import install_command
 
 SUPPORTED = {
     "python": Range("3.11"),
-    "jax": Range("0.10.2", "0.13"),
-    "jaxlib": Range("0.10.2", "0.13"),
+    "jax": JAX,
+    "jaxlib": JAX,
     "flax": Range("0.12.8"),
     "optax": Range("0.2.8"),
 }
 _NO_DEADLOCKS = Version("0.12")
 _LEAST_DRIVER = {"jax-cuda12-plugin": 525, "jax-cuda13-plugin": 580}
-
-
-def base_version(text: str) -> Version:
-    """Returns a version without its suffixes: 0.13 for `0.13.dev1`.
-
-    `Version` orders `0.13.dev1` before `0.13`, but it is as untested as `0.13`.
-    """
-    return Version(Version(text).base_version)
 
 
 def deadlocks_on_host(jaxlib: str) -> bool:
@@ -102,7 +82,7 @@ def _check_plugin(plugin: str, versions: dict[str, str]) -> Check:
     least = _LEAST_DRIVER[plugin]
     if base_version(driver).major < least:
         meaning = f"Its CUDA requires driver {least} or newer, but {driver} is installed."
-        older_cuda = ', or the older CUDA: pip install "mirror-jax[cuda12]"'
+        older_cuda = f", or the older CUDA: {install_command('cuda12')}"
         fix = f"Install a newer driver{older_cuda if '13' in plugin else '.'}"
         return Check(plugin, "problem", version, meaning, fix)
     return Check(plugin, "ok", f"{version}, driver {driver}")

@@ -17,7 +17,7 @@ from mirror._src.data.source import DistributedDatasetBase, shape_on_devices
 from mirror._src.devices.unstacked import UnstackedArrays
 from mirror._src.program.trace import abstract, struct_of
 from mirror._src.run.arguments import hoist_nested
-from mirror._src.run.closures import referenced_variables
+from mirror._src.run.closures import STORED, referenced_variables
 from mirror._src.run.examined import ArrayEscapedError
 from mirror._src.strategy.strategy import Strategy
 from mirror._src.utils.errors import describe
@@ -161,9 +161,15 @@ def escapes_explained(text: str) -> Iterator[None]:
     """Context manager that explains which captured array must become an argument."""
     try:
         yield
-    except (jax.errors.UnexpectedTracerError, ArrayEscapedError) as error:
-        is_named = isinstance(error, ArrayEscapedError)
-        what = str(error) if is_named else f"an array at {_line(error)}"
+    except (jax.errors.UnexpectedTracerError, ValueError) as error:
+        if isinstance(error, ArrayEscapedError):
+            what = str(error)
+        elif STORED in str(error):
+            what = str(error).partition(" uses ")[2].partition(f", {STORED}")[0]
+        elif isinstance(error, ValueError):
+            raise
+        else:
+            what = f"an array at {_line(error)}"
         raise WorkloadError(
             f"The step captures {what}, which {text} created but did not return as an argument. "
             "Return it with the arguments, or create it with NumPy."

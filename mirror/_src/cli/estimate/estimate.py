@@ -13,6 +13,7 @@ from mirror._src.explain.memory_report import MemoryReport, memory_table
 from mirror._src.strategy.strategy import Strategy
 from mirror._src.utils.errors import bytes_in_words, counted
 from mirror._src.utils.tables import Table
+from mirror._src.utils.terminal import wrap
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Estimate:
         last = self.reports[-1]
         on = counted(len(last.devices), "device")
         detail = f"on {on}:\n{last.table}\n\n{last.advice}"
-        return "\n\n".join([self.heading, str(self.table), detail, "\n".join(self.notes)])
+        return wrap("\n\n".join([self.heading, str(self.table), detail, "\n".join(self.notes)]))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the estimate as numbers, text and lists, for JSON."""

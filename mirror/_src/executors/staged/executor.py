@@ -40,7 +40,7 @@ class StagedExecutor(Executor):
         """
         limit = self.pack_bytes
         n = len(self.replicas)
-        rules = program.guard.rules if program.guard is not None else {}
+        rules = program.guard.rules() if program.guard is not None else {}
         inputs = [not kind.is_own for kind in program.inputs]
         outputs = [not kind.is_own for kind in program.outputs]
         staged = [

@@ -28,7 +28,7 @@ class Lane:
         self.ids = ids
         devices = tuple(every.devices[i] for i in ids)
         self.replicas = ReplicaDevices(devices, axis_name=every.axis_name)
-        self.executor = PmapExecutor(self.replicas, collectives=False)
+        self.executor = PmapExecutor(self.replicas, collectives=False, replica_ids=ids)
         self.is_all = len(ids) == len(every)
         self.replica_ids = self.replicas.stack(np.asarray(ids, np.int32))
         self._same_mesh = self.replicas.mesh == every.mesh

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from mirror._src.collectives.cross_device_ops import CrossDeviceOps, LostValueError
+from mirror._src.devices import launch
+from mirror._src.devices.launches import Described, StalledError
 from mirror._src.devices.replicas import Kind, ReplicaDevices
 from mirror._src.devices.transfer import any_deleted, copies_of, without_axis
 from mirror._src.devices.unstacked import UnstackedArrays
@@ -46,7 +48,7 @@ class StagedProgram(CompiledProgram):
         self._avals = program.variants[0].avals
         self._types: list[Any] | None = None
         self._require_context = program.require_context
-        self._part = _Part(ops, lanes, staged, program.name, donated, self._home)
+        self._part = _Part(ops, lanes, staged, program, donated, self._home)
 
     def __call__(self, leaves: Sequence[Any], outputs: list[Any]) -> None:
         """See `CompiledProgram`."""
@@ -100,14 +102,14 @@ class _Part:
         ops: CrossDeviceOps,
         lanes: list[Lane],
         staged: list[StagedJaxpr],
-        name: str,
+        program: ReplicaProgram,
         donated: Sequence[int] = (),
         home: int | None = None,
     ) -> None:
         self._ops = ops
         self._lanes = lanes
         self._staged = staged
-        self._name = name
+        self._program = program
         self._num_replicas = sum(len(lane.ids) for lane in lanes)
         compiled: dict[Any, CompiledProgram] = {}  # lanes on the same devices share programs
 
@@ -115,7 +117,7 @@ class _Part:
             lane, jaxpr, keeps_all = lanes[place], staged[place], home in (None, place)
             key = number, id(jaxpr), lane.replicas.devices, keeps_all
             if key not in compiled:
-                compiled[key] = _compile(lane, jaxpr, number, name, donated, keeps_all=keeps_all)
+                compiled[key] = _compile(lane, jaxpr, number, program, donated, keeps_all=keeps_all)
             return compiled[key]
 
         self._stages = [
@@ -138,7 +140,7 @@ class _Part:
         communications = [jaxpr.stages[number].communications[i] for jaxpr in self._staged]
         inner = [list(filter(None, _programs(communication))) for communication in communications]
         return [
-            _Part(self._ops, self._lanes, [programs[k] for programs in inner], self._name)
+            _Part(self._ops, self._lanes, [programs[k] for programs in inner], self._program)
             for k in range(len(inner[0]))
         ]
 
@@ -173,9 +175,10 @@ class _Part:
     def _require_alive(self, leaves: list[Any], number: int) -> None:
         if any_deleted(leaves):
             raise RuntimeError(
-                f"{self._name}: an array that stage {number + 1} of {len(self._stages)} needs was "
-                "deleted while the step was running. Do not donate or delete a step's arguments "
-                "before the step has finished: check host callbacks and reduce_implementation."
+                f"{self._program.name}: an array that stage {number + 1} of {len(self._stages)} "
+                "needs was deleted while the step was running. Do not donate or delete a step's "
+                "arguments before the step has finished: check host callbacks and "
+                "reduce_implementation."
             )
 
     def _communicate(
@@ -213,14 +216,19 @@ class _Part:
                 operand = slices.pop(replica)
                 for following in itertools.islice(slices.values(), 1):  # prefetch the next one
                     following.copy_to_host_async()
+                launch.wait(operand)
                 return np.asarray(operand)[0]  # host sync, on purpose
+            except StalledError:
+                raise
             except Exception as error:
                 raise LostValueError(
                     f"Could not read replica {replica}'s operand of the {collective.description}: "
                     f"{str(error).rstrip('.')}. Check what that replica computes, and its device."
                 ) from error
 
-        results = run_on_host(collective, read, self._num_replicas, self._ops)
+        described = Described(self._program.name, self._program.line)
+        with launch.collective_on_host(collective.description, described, slices):
+            results = run_on_host(collective, read, self._num_replicas, self._ops)
         for lane, communication, env in zip(self._lanes, communications, values, strict=True):
             (out,) = communication.outputs
             env[out] = lane.broadcast(results[0]) if out.mirrored else lane.scatter(results)
@@ -273,7 +281,9 @@ class _Part:
                 length of a batch.
         """
         pairs = zip(self._lanes, arrays, strict=True)
-        values = [np.asarray(lane.slice(array, 0))[0] for lane, array in pairs]  # host sync
+        slices = [lane.slice(array, 0) for lane, array in pairs]
+        launch.wait_for(slices)
+        values = [np.asarray(slice_)[0] for slice_ in slices]  # host sync
         if any(value != values[0] for value in values):
             conditions = ", ".join(
                 f"{value} on replica {lane.ids[0]}"
@@ -314,7 +324,7 @@ def _compile(
     lane: Lane,
     staged: StagedJaxpr,
     number: int,
-    name: str,
+    program: ReplicaProgram,
     donated: Sequence[int],
     *,
     keeps_all: bool,
@@ -325,7 +335,7 @@ def _compile(
         lane: The lane.
         staged: The staged program.
         number: Index of the stage.
-        name: Name of the step.
+        program: The whole program.
         donated: Positions of the program's inputs that its last stage may donate.
         keeps_all: Whether to return mirrored outputs, which otherwise come from another lane.
     """
@@ -349,9 +359,10 @@ def _compile(
 
     donated_values = {staged.inputs[i] for i in donated} if is_last else set[Value]()
     return lane.executor.compile_function(
-        name if len(staged.stages) == 1 else f"{name}_stage_{number + 1}",
+        program.name if len(staged.stages) == 1 else f"{program.name}_stage_{number + 1}",
         run,
         Kind.of(not value.mirrored for value in stage.inputs),
         Kind.of(not is_mirrored for _, is_mirrored in pairs),
         [i for i, value in enumerate(stage.inputs) if value in donated_values],
+        line=program.line,
     )

@@ -61,7 +61,19 @@ class ReplicaCopies:
         Raises:
             ValueError: If the step changed the structure of the objects.
         """
-        after = Structure(self.objects)
+        try:
+            after = Structure(self.objects)
+        except TypeError:  # a traced value among the static attributes has no hash
+            names = self._traced_attributes(roots)
+            if not names:
+                raise
+            attribute = names[0].rpartition(".")[2]
+            raise ValueError(
+                f"{step_name} stored a traced value in {', '.join(names)}, which is not "
+                "a variable, so it would not be updated after the step. Create one in __init__: "
+                f"self.{attribute} = nnx.Variable(jnp.zeros(())), and assign to it in a step: "
+                f"{names[0]}[...] = value."
+            ) from None
         changes = [f"{slot.name(roots)} {how}" for slot, how in _changes(self.structure, after)]
         if changes:
             raise ValueError(
@@ -73,6 +85,16 @@ class ReplicaCopies:
         return [
             self._given[i] if i in self.keys and leaf is self.keys[i][1] else jnp.asarray(leaf)
             for i, leaf in enumerate(jax.tree.leaves(values))
+        ]
+
+    def _traced_attributes(self, roots: Sequence[str]) -> list[str]:
+        """Returns the names of attributes that are traced arrays and not a part of the state."""
+        known = {slot.path for slot in self.structure.slots}
+        return [
+            VariableSlot((*path, name), jax.Array, is_own=False).name(roots)
+            for path, node in nodes(self.objects)
+            for name, value in vars(node).items()
+            if isinstance(value, jax.core.Tracer) and (*path, name) not in known
         ]
 
     def attribute_changes(self) -> list[tuple[Path, str, Any]]:

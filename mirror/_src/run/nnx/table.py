@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from mirror._src.devices.narrowing import require_fits
 from mirror._src.devices.op_log import placement_log
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.devices.transfer import buffers_of
@@ -122,6 +123,8 @@ class ObjectTable:
                 continue
             # A buffer that two variables share would be donated twice, which crashes JAX 0.10.2.
             is_placed = isinstance(leaf, jax.Array) and self._is_placed(leaf)
+            if not is_placed:
+                require_fits(names()[i], leaf)
             is_ready = is_placed and taken.isdisjoint(buffers_of(leaf))
             mirrored.append(leaf if is_ready else self._replicas.mirror(leaf))
             taken |= buffers_of(mirrored[-1])

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
+from mirror._src.training.callbacks.hooks import advice_for, require_hooks
 from mirror._src.training.fit import TrainingRun
 from mirror._src.utils.errors import describe
 from mirror._src.utils.modules import set_module
@@ -17,8 +18,13 @@ class Callback:
     `fit.stop("why")`. An exception in a callback ends the training and is raised by `fit`.
     Callbacks run in the order in which they are passed, except for those with `runs_last`.
 
+    Methods with the names of hooks that do not exist here, such as `on_train_begin` of Keras, and
+    similar names are rejected. Begin the names of other methods with an underscore.
+
     Attributes:
         runs_last: Whether to run after the other callbacks, for callbacks that store their states.
+        runs_on_chief_only: Whether to run on the chief only, in a job of several processes. For
+            callbacks that print or write files, and that neither stop the training nor change it.
 
     >>> class Report(Callback):
     ...     def on_epoch_end(self, fit, logs):
@@ -29,6 +35,7 @@ class Callback:
     """
 
     runs_last: ClassVar[bool] = False
+    runs_on_chief_only: ClassVar[bool] = False
 
     def on_fit_begin(self, fit: TrainingRun) -> None:
         """Called before the first step; `fit.position` is where the training starts or resumes."""
@@ -72,7 +79,7 @@ def require_callbacks(callbacks: Any) -> tuple[Callback, ...]:
     """Returns the callbacks as a tuple, in the order in which they run.
 
     Raises:
-        TypeError: If one is not a `Callback`.
+        TypeError: If one is not a `Callback`, or has hooks that would not be called.
         ValueError: If one is passed twice.
     """
     is_one = isinstance(callbacks, Callback) or not isinstance(callbacks, Iterable)
@@ -86,8 +93,9 @@ def require_callbacks(callbacks: Any) -> tuple[Callback, ...]:
         if not isinstance(callback, Callback):
             raise TypeError(
                 f"`callbacks` must be mirror.callbacks.Callback objects, got {describe(callback)}. "
-                "Subclass Callback and override the hooks you need."
+                f"{advice_for(callback)}"
             )
+        require_hooks(callback)
     if len(set(map(id, callbacks))) < len(callbacks):
         raise ValueError("`callbacks` contains the same object twice. Pass it once.")
     return tuple(sorted(callbacks, key=lambda callback: callback.runs_last))

@@ -1,18 +1,27 @@
 """`Checkpoint`: saves the last checkpoints, the best one, and one when the process ends."""
 
+import os
 import signal
+import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, final
 
 from mirror._src.training.callbacks.callback import Callback
-from mirror._src.training.callbacks.stopping import Mode, monitored, require_mode
+from mirror._src.training.callbacks.monitor import Monitor
+from mirror._src.training.callbacks.stopping import Mode, require_mode
+from mirror._src.training.checkpoints.messages import in_words
 from mirror._src.training.checkpoints.store import CheckpointStore
 from mirror._src.training.fit import TrainingRun
-from mirror._src.utils.errors import require_int
+from mirror._src.utils.closing import closing
+from mirror._src.utils.errors import counted, expected, require_int
+from mirror._src.utils.interrupts import SignalWatch
 from mirror._src.utils.modules import set_module
 
 _TERMINATED = 128 + signal.SIGTERM
+_SECS_TO_REACT = 0.5  # for `fit` to reach the end of a step by itself
+_SECS_TO_END = 1.0  # for the main thread to leave `fit`
 
 
 @set_module("mirror.callbacks")
@@ -26,7 +35,12 @@ class Checkpoint(Callback):
     On SIGTERM (for example, when a preemptible VM is reclaimed), it finishes the current step,
     writes a checkpoint, and exits with status 143. Run the program again with
     `trainer.restore(directory)` to resume. This requires that `fit` runs in the main thread and
-    that the program does not handle SIGTERM.
+    that the program does not handle SIGTERM. If `fit` is waiting for data, evaluating or running a
+    callback, the checkpoint is written meanwhile. If a step, or its compilation, takes longer than
+    `grace_secs`, the process exits without a new checkpoint and says so.
+
+    In a job of several processes, only the chief writes. SIGTERM or Ctrl-C to any process makes all
+    of them stop after the same step; the chief writes a checkpoint, and all exit.
 
     Args:
         directory: Directory of checkpoints; each is a subdirectory named after its step.
@@ -37,6 +51,8 @@ class Checkpoint(Callback):
             `trainer.restore(directory, "best")`.
         mode: Whether the best value of the metric is the `"min"` or the `"max"`.
         asynchronous: Whether to write in the background.
+        grace_secs: Number of seconds after SIGTERM in which the process ends by itself. Choose
+            fewer than the environment allows before SIGKILL, which are often 30.
 
     Raises:
         ValueError: If a number is out of range or `mode` is unknown. In `fit`, if `monitor` is not
@@ -63,31 +79,41 @@ class Checkpoint(Callback):
         monitor: str | None = None,
         mode: Mode = "min",
         asynchronous: bool = True,
+        grace_secs: float = 25.0,
     ) -> None:
         require_mode(mode)
         require_int("every_epochs", every_epochs, 0)
         require_int("every_steps", every_steps, 0)
         if keep is not None:
             require_int("keep", keep, fix="None keeps all checkpoints.")
+        if not isinstance(grace_secs, int | float) or not grace_secs > 0:
+            raise ValueError(expected("grace_secs", grace_secs, "a positive number of seconds"))
         self._directory = directory
+        self._grace_secs = float(grace_secs)
         self._every_epochs, self._every_steps = every_epochs, every_steps
-        self._monitor = monitor
+        self._monitor = None if monitor is None else Monitor("Checkpoint", monitor)
         self._best = None if monitor is None else (monitor, mode)
         self._keep, self._asynchronous = keep, asynchronous
         self._store: CheckpointStore | None = None
         self._due = False
         self._terminated = False
+        self._is_saved_in_time = False
         self._handles = False
+        self._ended = threading.Event()
 
     def on_fit_begin(self, fit: TrainingRun) -> None:
         """Opens the directory."""
-        self._store = CheckpointStore(
-            self._directory,
-            keep_last=self._keep,
-            keep_best=self._best,
-            asynchronous=self._asynchronous,
-        )
+        if self._monitor is not None:
+            self._monitor.require_validation(fit)
+        if fit.trainer.strategy.is_chief:  # the others have the same arrays
+            self._store = CheckpointStore(
+                self._directory,
+                keep_last=self._keep,
+                keep_best=self._best,
+                asynchronous=self._asynchronous,
+            )
         self._saved, self._due = fit.position.step, False
+        self._fit: TrainingRun | None = fit
         self._listen()
 
     def on_epoch_begin(self, fit: TrainingRun) -> None:
@@ -98,9 +124,12 @@ class Checkpoint(Callback):
 
     def on_step(self, fit: TrainingRun) -> None:
         """Writes a checkpoint if it is due or the process has received SIGTERM."""
-        if self._terminated:
-            self._save(fit)
-            self._end_process()
+        if self._monitor is not None:
+            self._monitor.require_metric(fit)
+        if self._terminated and not fit.is_agreed:
+            with fit.consistent():
+                self._save_if_new(fit)
+                self._end_process()
         if self._every_steps and fit.position.step - self._saved >= self._every_steps:
             self._save(fit)
 
@@ -110,13 +139,12 @@ class Checkpoint(Callback):
 
     def on_fit_end(self, fit: TrainingRun) -> None:
         """Writes the last checkpoint, and waits for pending writes."""
-        try:
+        self._terminated = self._terminated or fit.ended_by == "SIGTERM"
+        with closing("closing the CheckpointStore", self._close):
             if self._due:
                 self._save_epoch(fit)
-            elif self._terminated and fit.position.step != self._saved:
-                self._save(fit)
-        finally:
-            self._close()
+            elif self._terminated or fit.ended_by == "interrupt":
+                self._save_if_new(fit)
         if self._terminated:
             self._end_process()
 
@@ -129,31 +157,92 @@ class Checkpoint(Callback):
         self._due = False
         metrics = {name: column[-1] for name, column in fit.history.items()}
         if self._monitor is not None:
-            monitored(self, self._monitor, metrics)
+            self._monitor.value(metrics)
         self._save(fit, metrics)
 
     def _save(self, fit: TrainingRun, metrics: dict[str, float] | None = None) -> None:
-        assert self._store is not None
-        arrays, position = fit.trainer.checkpoint_state()
-        self._store.save(fit.position.step, arrays, position, metrics)
-        self._saved = fit.position.step
+        with fit.consistent():  # SIGTERM may have come
+            arrays, position = fit.trainer.checkpoint_state()  # a collective in several processes
+            if self._store is not None:
+                self._store.save(fit.position.step, arrays, position, metrics)
+            self._saved = fit.position.step
+
+    def _save_if_new(self, fit: TrainingRun) -> None:
+        if fit.position.step != self._saved:
+            self._save(fit)
 
     def _close(self) -> None:
-        store, self._store = self._store, None
+        store, self._store, self._fit = self._store, None, None
         try:
             if store is not None:
                 store.close()
         finally:
+            self._ended.set()
             if self._handles:
+                self._wakeup.close()
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
             self._handles = False
 
     def _listen(self) -> None:
         is_main = threading.current_thread() is threading.main_thread()
         self._handles = is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-        self._terminated = False
+        self._terminated = self._is_saved_in_time = False
+        self._ended.clear()
         if self._handles:
             signal.signal(signal.SIGTERM, self._note)
+            self._wakeup = SignalWatch(signal.SIGTERM, self._begin_to_end)
 
     def _note(self, signum: int, frame: Any) -> None:  # noqa: ARG002
-        self._terminated = True
+        """Handles SIGTERM, and ends the main thread when `_save_in_time` sends it."""
+        if self._is_saved_in_time:
+            raise SystemExit(_TERMINATED)
+        self._begin_to_end()
+
+    def _begin_to_end(self) -> None:
+        if not self._terminated:
+            self._terminated = True
+            if self._fit is not None and self._fit.is_agreed:
+                self._fit.request_end("SIGTERM")
+                return
+            threading.Thread(target=self._save_in_time, name="mirror SIGTERM", daemon=True).start()
+
+    def _save_in_time(self) -> None:
+        """Saves and ends the process if `fit` does not reach the end of a step by itself."""
+        fit, deadline = self._fit, time.monotonic() + self._grace_secs
+        if fit is None or self._ended.wait(_SECS_TO_REACT):
+            return
+        with fit.consistent(timeout=_left(deadline - _SECS_TO_END)) as is_in_time:
+            if self._ended.is_set():
+                return
+            if is_in_time:
+                self._try_to_save(fit)
+        if is_in_time:
+            self._is_saved_in_time = True
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+            if self._ended.wait(max(_left(deadline), _SECS_TO_END)):
+                return
+        else:
+            self._say(
+                "no checkpoint was written, because a step or its compilation has not ended within "
+                f"grace_secs={self._grace_secs:g}. Steps with a checkpoint: {self._there()}"
+            )
+        os._exit(_TERMINATED)  # the main thread is in native code, or ignores SystemExit
+
+    def _try_to_save(self, fit: TrainingRun) -> None:
+        try:
+            self._save_if_new(fit)
+            if self._store is not None:
+                self._store.wait()
+        except Exception as error:
+            lost = counted(fit.position.step - self._saved, "step")
+            self._say(f"the checkpoint could not be written ({lost} lost): {error}")
+
+    def _there(self) -> str:
+        return in_words(self._store.steps() if self._store is not None else ())
+
+    def _say(self, what: str) -> None:
+        print(f"SIGTERM: {what}.", file=sys.stderr, flush=True)
+
+
+def _left(deadline: float) -> float:
+    return max(deadline - time.monotonic(), 0.0)

@@ -4,15 +4,16 @@ import csv
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TextIO, final
+from typing import Any, ClassVar, TextIO, final
 
 import numpy as np
 import optax
 
 from mirror._src.training.callbacks.callback import Callback
 from mirror._src.training.fit import TrainingRun
-from mirror._src.utils.errors import require_int
+from mirror._src.utils.errors import expected, require_int
 from mirror._src.utils.modules import set_module
+from mirror._src.utils.naming import require_parameters
 from mirror._src.utils.optional import require
 
 
@@ -36,6 +37,8 @@ class CSVLogger(Callback):
     1,...
     2,...
     """
+
+    runs_on_chief_only: ClassVar[bool] = True
 
     def __init__(self, file: str | Path, *, append: bool = False) -> None:
         self._path = Path(file).expanduser()
@@ -116,6 +119,8 @@ class TensorBoard(Callback):
     1
     """
 
+    runs_on_chief_only: ClassVar[bool] = True
+
     def __init__(
         self, directory: str | Path, *, every_steps: int = 0, program: bool = False
     ) -> None:
@@ -160,6 +165,57 @@ class TensorBoard(Callback):
     def _add(self, logs: dict[str, float], step: int) -> None:
         for name, value in logs.items():
             self._writer.add_scalar(name, value, step)
+
+
+@set_module("mirror.callbacks")
+@final
+class Log(Callback):
+    """Calls a function with the metrics of epochs, and optionally of steps.
+
+    It connects experiment trackers: `Log(wandb.log)` for Weights & Biases,
+    `Log(mlflow.log_metrics)` for MLflow.
+
+    Args:
+        fn: Function `(metrics, step)`. `metrics` is a dict of floats, and `step` the number of
+            steps so far.
+        every_steps: Number of steps between additional calls, in which the names of metrics start
+            with `step_`. 0 calls the function after epochs only.
+
+    Raises:
+        TypeError: If `fn` does not take two arguments, or `every_steps` is not an integer.
+        ValueError: If `every_steps` is negative.
+
+    >>> log = Log(lambda metrics, step: print(sorted(metrics), step > 0))
+    >>> history = trainer.fit(data, epochs=2, callbacks=log, progress=False)
+    ['loss'] True
+    ['loss'] True
+    """
+
+    runs_on_chief_only: ClassVar[bool] = True
+
+    def __init__(self, fn: Callable[[dict[str, float], int], Any], *, every_steps: int = 0) -> None:
+        fix = "For example: Log(wandb.log), or Log(lambda metrics, step: print(step, metrics))."
+        if not callable(fn):
+            raise TypeError(expected("fn", fn, "a function (metrics, step)", fix))
+        require_parameters(fn, "`fn`", ("metrics", "step"), fix)
+        require_int("every_steps", every_steps, 0)
+        self._fn = fn
+        self._every_steps = every_steps
+        self._called = 0
+
+    def on_fit_begin(self, fit: TrainingRun) -> None:
+        """Counts steps from the current one."""
+        self._called = fit.position.step
+
+    def on_metrics(self, fit: TrainingRun, step: int, logs: dict[str, float]) -> None:  # noqa: ARG002
+        """Calls the function with the metrics of a step, if they are due."""
+        if self._every_steps and step - self._called >= self._every_steps:
+            self._called = step
+            self._fn({f"step_{name}": value for name, value in logs.items()}, step)
+
+    def on_epoch_end(self, fit: TrainingRun, logs: dict[str, float]) -> None:
+        """Calls the function with the metrics of the epoch."""
+        self._fn(dict(logs), fit.position.step)
 
 
 @set_module("mirror.callbacks")

@@ -1,7 +1,7 @@
 """`Profiler`: profiles a few steps of a training."""
 
 from pathlib import Path
-from typing import final
+from typing import ClassVar, final
 
 import jax
 
@@ -26,6 +26,8 @@ class Profiler(Callback):
 
     >>> callbacks = [Profiler("profile", steps=(10, 20))]  # for fit
     """
+
+    runs_on_chief_only: ClassVar[bool] = True
 
     def __init__(self, directory: str | Path, steps: tuple[int, int] = (5, 10)) -> None:
         first, last = steps

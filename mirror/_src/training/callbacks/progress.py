@@ -1,18 +1,47 @@
-"""`ProgressBar`: a progress bar in terminals and notebooks, one line per epoch in log files."""
+"""`ProgressBar`: a bar in terminals, a table in notebooks, one line per epoch in log files."""
 
-import importlib.util
 import sys
-import warnings
-from collections.abc import Mapping
-from typing import Any, TextIO, final
+from typing import ClassVar, Protocol, TextIO, final
 
 from mirror._src.training.callbacks.callback import Callback
+from mirror._src.training.callbacks.notebook_progress import NotebookProgress
+from mirror._src.training.callbacks.terminal_progress import (
+    LogProgress,
+    TerminalProgress,
+    is_terminal,
+)
 from mirror._src.training.fit import TrainingRun
 from mirror._src.utils.errors import counted
 from mirror._src.utils.modules import set_module
-from mirror._src.utils.optional import require
+from mirror._src.utils.notebook import in_notebook
 
-_BAR = "{desc} {percentage:3.0f}% |{bar:20}| {n_fmt}/{total_fmt} {rate_fmt}{postfix}"
+
+class Progress(Protocol):
+    """Display of the progress of one fit."""
+
+    def begin_epoch(self, fit: TrainingRun) -> None:
+        """Starts to show an epoch."""
+        ...
+
+    def after_step(self, fit: TrainingRun) -> None:
+        """Notes that the first step is compiled."""
+        ...
+
+    def update(self, fit: TrainingRun, done: int) -> None:
+        """Shows the number of finished steps and the metrics of the epoch so far."""
+        ...
+
+    def end_epoch(self, fit: TrainingRun, logs: dict[str, float]) -> None:
+        """Shows the metrics of the epoch that has just ended."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Shows a sentence."""
+        ...
+
+    def close(self, fit: TrainingRun) -> None:
+        """Removes everything but the results."""
+        ...
 
 
 @set_module("mirror.callbacks")
@@ -20,11 +49,12 @@ _BAR = "{desc} {percentage:3.0f}% |{bar:20}| {n_fmt}/{total_fmt} {rate_fmt}{post
 class ProgressBar(Callback):
     """Shows the progress and the metrics of an epoch, and prints a line with them at its end.
 
-    `fit` adds one automatically. If the output is neither a terminal nor a notebook, only the lines
-    are printed.
+    `fit` adds one automatically. In a notebook, it shows a table with one row per epoch instead. If
+    the output is neither a terminal nor a notebook, only the lines are printed.
 
     Args:
-        file: File to write to. Defaults to `sys.stderr`, looked up at every use.
+        file: File to write to, also in a notebook. Defaults to the output of the notebook, or to
+            `sys.stderr`, looked up when `fit` begins.
 
     >>> import sys
     >>> history = trainer.fit(data, epochs=2, callbacks=ProgressBar(sys.stdout))
@@ -32,86 +62,59 @@ class ProgressBar(Callback):
     epoch 2/2: loss ..., ... s
     """
 
+    runs_on_chief_only: ClassVar[bool] = True
+
     def __init__(self, file: TextIO | None = None) -> None:
         self._file = file
-        self._bar: Any = None
+        self._progress: Progress | None = None
 
     def on_fit_begin(self, fit: TrainingRun) -> None:
         """Reports where a training resumes, or that there is nothing to do."""
+        self._progress = self._new_progress(fit)
+        if self._progress is None:
+            return
         position = fit.position
         if position.epoch >= fit.epochs:
-            self._print(f"nothing to do: training is complete ({counted(fit.epochs, 'epoch')})")
+            words = f"nothing to do: training is complete ({counted(fit.epochs, 'epoch')})"
+            self._progress.note(words)
         elif position.samples:
-            self._print(f"resuming epoch {position.epoch + 1} after {position.samples} examples")
+            words = f"resuming epoch {position.epoch + 1} after {position.samples} examples"
+            self._progress.note(words)
 
     def on_epoch_begin(self, fit: TrainingRun) -> None:
         """Opens a new bar."""
-        title = f"epoch {fit.position.epoch + 1}/{fit.epochs}"
-        if is_interactive(self._out) and _has_tqdm():
-            self._bar = _bar(self._out, title, fit.steps_per_epoch, fit.position.epoch_step)
+        if self._progress is not None:
+            self._progress.begin_epoch(fit)
+
+    def on_step(self, fit: TrainingRun) -> None:
+        """Shows the bar once the first step is compiled."""
+        if self._progress is not None:
+            self._progress.after_step(fit)
 
     def on_metrics(self, fit: TrainingRun, step: int, logs: dict[str, float]) -> None:  # noqa: ARG002
         """Advances the bar."""
-        if self._bar is None:
-            return
-        done = fit.position.epoch_step - (fit.position.step - step)
-        self._bar.set_postfix_str(in_words(fit.logs), refresh=False)
-        self._bar.update(done - self._bar.n)
+        if self._progress is not None:
+            done = fit.position.epoch_step - (fit.position.step - step)
+            self._progress.update(fit, done)
 
     def on_epoch_end(self, fit: TrainingRun, logs: dict[str, float]) -> None:
         """Replaces the bar by a line with the metrics."""
-        self._close()
-        epoch, seconds = fit.position.epoch, fit.history.epoch_secs[-1]
-        self._print(f"epoch {epoch}/{fit.epochs}: {in_words(logs)}, {seconds:.1f} s")
+        if self._progress is not None:
+            self._progress.end_epoch(fit, logs)
 
     def on_fit_end(self, fit: TrainingRun) -> None:
-        """Prints why a callback stopped the training, if one did."""
-        self._close()
-        if fit.stopped:
-            self._print(f"stopped: {fit.stopped}")
+        """Reports why a callback stopped the training, if one did."""
+        if self._progress is not None:
+            if fit.stopped:
+                self._progress.note(f"stopped: {fit.stopped}")
+            self._progress.close(fit)
+        self._progress = None
 
-    @property
-    def _out(self) -> TextIO:
-        return sys.stderr if self._file is None else self._file
-
-    def _close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-        self._bar = None
-
-    def _print(self, line: str) -> None:
-        print(line, file=self._out, flush=True)
-
-
-def in_words(logs: Mapping[str, float]) -> str:
-    """Formats metrics: `loss 0.1234, accuracy 0.9876`."""
-    return ", ".join(f"{name} {value:.4g}" for name, value in logs.items())
-
-
-def is_interactive(file: TextIO) -> bool:
-    """Whether the file is a terminal or the output of a notebook."""
-    return file.isatty() or _in_notebook()
-
-
-def _has_tqdm() -> bool:
-    """Whether tqdm is installed, which draws the bar."""
-    return importlib.util.find_spec("tqdm") is not None
-
-
-def _in_notebook() -> bool:
-    ipython = sys.modules.get("IPython")
-    return ipython is not None and "IPKernelApp" in getattr(ipython.get_ipython(), "config", {})
-
-
-def _bar(file: TextIO, title: str, total: int | None, done: int) -> Any:
-    with warnings.catch_warnings():  # tqdm warns in notebooks without ipywidgets
-        warnings.simplefilter("ignore")
-        return require("tqdm.auto").tqdm(
-            desc=title,
-            total=total,
-            initial=done,
-            file=None if _in_notebook() else file,
-            unit=" steps",
-            leave=False,
-            bar_format=None if total is None or _in_notebook() else _BAR,
-        )
+    def _new_progress(self, fit: TrainingRun) -> Progress | None:
+        if self._file is None and in_notebook():
+            return NotebookProgress(fit)
+        # A service, such as a daemon, may have no standard error.
+        file: TextIO | None = sys.stderr if self._file is None else self._file
+        if file is None or (self._file is None and file.closed):
+            return None
+        return TerminalProgress(file) if is_terminal(file) else LogProgress(file)

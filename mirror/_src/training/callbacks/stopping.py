@@ -4,6 +4,7 @@ import math
 from typing import Any, Literal, TypeAlias, final
 
 from mirror._src.training.callbacks.callback import Callback
+from mirror._src.training.callbacks.monitor import Monitor
 from mirror._src.training.fit import TrainingRun
 from mirror._src.utils.errors import counted, expected, require_int
 from mirror._src.utils.modules import set_module
@@ -49,7 +50,8 @@ class EarlyStopping(Callback):
         require_int("patience", patience, 0)
         if min_delta < 0:
             raise ValueError(expected("min_delta", min_delta, "non-negative"))
-        self._monitor, self._patience, self._min_delta = monitor, patience, min_delta
+        self._monitor = Monitor("EarlyStopping", monitor)
+        self._patience, self._min_delta = patience, min_delta
         self._sign = 1.0 if mode == "min" else -1.0
         self._reset()
 
@@ -60,13 +62,18 @@ class EarlyStopping(Callback):
 
     def on_fit_begin(self, fit: TrainingRun) -> None:
         """Resets the best value of a new training; a resumed one may stop at once."""
+        self._monitor.require_validation(fit)
         if not fit.history.epochs:
             self._reset()
         self._stop_if_due(fit)
 
+    def on_step(self, fit: TrainingRun) -> None:
+        """Checks that the metric exists."""
+        self._monitor.require_metric(fit)
+
     def on_epoch_end(self, fit: TrainingRun, logs: dict[str, float]) -> None:
         """Compares the metric with its best value."""
-        value = monitored(self, self._monitor, logs)
+        value = self._monitor.value(logs)
         if self._is_better(value):
             self.best, self.best_epoch, self._waited = value, fit.history.epochs[-1], 0
         else:
@@ -82,7 +89,7 @@ class EarlyStopping(Callback):
         if self._waited >= max(self._patience, 1):
             best = "" if self.best is None else f" (best: {self.best:.4g})"
             epochs = counted(self._waited, "epoch")
-            fit.stop(f"{self._monitor} did not improve for {epochs}{best}")
+            fit.stop(f"{self._monitor.name} did not improve for {epochs}{best}")
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the best value, and the number of epochs since then."""
@@ -115,14 +122,23 @@ class NaNGuard(Callback):
     """
 
     def __init__(self, monitor: str | None = None) -> None:
-        self._monitor = monitor
+        self._monitor = None if monitor is None else Monitor("NaNGuard", monitor, of_steps=True)
+
+    def on_fit_begin(self, fit: TrainingRun) -> None:
+        """Checks that the metric is one of training."""
+        if self._monitor is not None:
+            self._monitor.require_validation(fit)
+
+    def on_step(self, fit: TrainingRun) -> None:
+        """Checks that the metric exists."""
+        if self._monitor is not None:
+            self._monitor.require_metric(fit)
 
     def on_metrics(self, fit: TrainingRun, step: int, logs: dict[str, float]) -> None:
         """Checks the metrics of a launch."""
-        if self._monitor is not None:
-            monitored(self, self._monitor, logs)
         for name, value in logs.items():
-            is_monitored = self._monitor in (None, name) and name not in fit.empty
+            is_monitored = self._monitor is None or self._monitor.name == name
+            is_monitored = is_monitored and name not in fit.empty
             if is_monitored and not math.isfinite(value):
                 raise FloatingPointError(
                     f"{name} is {value} at step {step} (epoch {fit.position.epoch + 1}). Common "
@@ -139,18 +155,3 @@ def require_mode(mode: Any) -> None:
     """
     if mode not in ("min", "max"):
         raise ValueError(expected("mode", mode, "'min' or 'max'"))
-
-
-def monitored(callback: Callback, name: str, logs: dict[str, float]) -> float:
-    """Returns the metric that a callback monitors.
-
-    Raises:
-        ValueError: If the run has no such metric.
-    """
-    if name not in logs:
-        hint = " Pass validation_data to fit." if name.startswith("val_") else ""
-        raise ValueError(
-            f"{type(callback).__name__} monitors {name!r}, which is not a metric of this run "
-            f"({', '.join(map(repr, logs))}).{hint}"
-        )
-    return logs[name]

@@ -4,37 +4,61 @@ import contextlib
 import importlib
 import math
 import os
-import shutil
-import time
+import threading
 import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mirror._src.training.checkpoints import layout
+from mirror._src.distributed.store import process_count, process_index
+from mirror._src.training.checkpoints import durable, layout
 from mirror._src.training.checkpoints.host_copies import KeyData
+from mirror._src.training.checkpoints.memory import require_memory_for
 from mirror._src.training.checkpoints.orbax_quiet import quiet_orbax
+
+_orbax = threading.Lock()  # saves of one process share a signal, and so each other's directories
 
 
 def write(path: Path, arrays: dict[str, np.ndarray | KeyData], about: dict[str, Any]) -> None:
-    """Writes a checkpoint, and moves it to its path when it is complete."""
+    """Writes a checkpoint, and moves it to its path when it is complete and on the disk."""
     orbax: Any = importlib.import_module("orbax.checkpoint")
     about["arrays"] = {name: _entry(value) for name, value in arrays.items()}
-    about["written"] = time.time_ns()
+    about["written"] = layout.next_written(path.parent)
     about |= _kept_metrics(path, about)
     items = {"about": orbax.args.JsonSave({**about, "checksum": layout.checksum_of_json(about)})}
     stored = {name: _stored(_data(value)) for name, value in arrays.items() if _data(value).size}
     if stored:  # Orbax rejects empty trees and arrays without elements
         items["arrays"] = orbax.args.PyTreeSave(stored)
-    target = path.with_name(path.name + layout.REPLACES) if path.exists() else path
+    unfinished = path.with_name(path.name + layout.UNFINISHED)
     try:
-        with quiet_orbax(), orbax.Checkpointer(orbax.CompositeCheckpointHandler()) as checkpointer:
-            checkpointer.save(target, args=orbax.args.Composite(**items))
+        with _orbax, quiet_orbax():
+            durable.delete(unfinished)
+            with _checkpointer(orbax) as checkpointer:
+                checkpointer.save(unfinished, args=orbax.args.Composite(**items))
+        durable.sync_tree(unfinished)
+        is_new = not path.exists()
+        target = path if is_new else path.with_name(path.name + layout.REPLACES)
+        durable.rename(unfinished, target)
+        if not is_new:
+            layout.put_in_place(target)
     finally:
-        shutil.rmtree(target.with_name(target.name + layout.UNFINISHED), ignore_errors=True)
-    if target != path:
-        layout.put_in_place(target)
+        for leftover in path.parent.glob(f"{path.name}{layout.UNFINISHED}*"):
+            durable.delete(leftover)
+
+
+def _checkpointer(orbax: Any) -> Any:
+    """Returns a writer. By default, Orbax would wait for the other processes of a job."""
+    if process_count() == 1:
+        return orbax.Checkpointer(orbax.CompositeCheckpointHandler())
+    alone = orbax.options.MultiprocessingOptions(
+        primary_host=process_index(),
+        active_processes={process_index()},
+        barrier_sync_key_prefix="mirror",
+    )
+    options = orbax.CompositeOptions(multiprocessing_options=alone)
+    handler = orbax.CompositeCheckpointHandler(composite_options=options)
+    return orbax.Checkpointer(handler, multiprocessing_options=alone)
 
 
 def _kept_metrics(path: Path, about: dict[str, Any]) -> dict[str, Any]:
@@ -66,7 +90,13 @@ def _checksum(data: np.ndarray) -> int:
 
 
 def read_arrays(path: Path, entries: dict[str, Any]) -> dict[str, np.ndarray | KeyData]:
-    """Reads arrays with TensorStore: Orbax would initialize the backend of JAX."""
+    """Reads arrays with TensorStore: Orbax would initialize the backend of JAX.
+
+    Raises:
+        MemoryError: If the entries need more than the memory of this machine.
+        ValueError: If the arrays differ from their entries.
+    """
+    require_memory_for(sum(map(_num_bytes, entries.values())))
     tensorstore: Any = importlib.import_module("tensorstore")
     context = tensorstore.Context()  # all arrays share one cache
     base = {"driver": "file", "path": f"{path}{os.sep}"}
@@ -80,8 +110,27 @@ def read_arrays(path: Path, entries: dict[str, Any]) -> dict[str, np.ndarray | K
         for name, entry in entries.items()
         if math.prod(entry["shape"])
     }
-    reads = {name: future.result().read() for name, future in opened.items()}
+    arrays = {name: future.result() for name, future in opened.items()}
+    for name, array in arrays.items():  # before anything is allocated for them
+        _require_match(name, array, entries[name])
+    reads = {name: array.read() for name, array in arrays.items()}
     return {name: _checked(name, reads.get(name), entry) for name, entry in entries.items()}
+
+
+def _num_bytes(entry: dict[str, Any]) -> int:
+    return math.prod(entry["shape"]) * np.dtype(entry["dtype"]).itemsize
+
+
+def _require_match(name: str, array: Any, entry: dict[str, Any]) -> None:
+    """Rejects an array of another shape or dtype, or in pieces larger than itself."""
+    shape, dtype, stored = tuple(entry["shape"]), np.dtype(entry["dtype"]), array.dtype.numpy_dtype
+    is_byte = dtype.itemsize == stored.itemsize == 1
+    if tuple(array.shape) != shape or not (stored == dtype or is_byte):
+        found = f"{stored.name}{list(array.shape)}"
+        raise ValueError(f"{name} is {found}, but {layout.ABOUT} has {dtype.name}{list(shape)}")
+    pieces = array.chunk_layout.read_chunk.shape or ()  # None for a scalar
+    if any(piece > size for piece, size in zip(pieces, shape, strict=True)):
+        raise ValueError(f"{name} of shape {shape} is stored in pieces of shape {tuple(pieces)}")
 
 
 def _checked(name: str, read: Any, entry: dict[str, Any]) -> np.ndarray | KeyData:

@@ -49,13 +49,52 @@ def load_checkpoint(
     >>> mirror.load_checkpoint("ckpt").arrays["model.kernel"].shape
     (2, 1)
     """
+    found = find_checkpoint(directory, step)
+    return LoadedCheckpoint(found.step, found.read(), found.position, found.metrics)
+
+
+class FoundCheckpoint(NamedTuple):
+    """A checkpoint whose arrays have not been read.
+
+    Attributes:
+        paths: Directories of all checkpoints, by step.
+        step: Step of this checkpoint.
+        entries: Shape, dtype and checksum of every array, by name.
+        position: Position of the training, as JSON.
+        metrics: Metrics of the epoch, if it was saved with some.
+    """
+
+    paths: dict[int, Path]
+    step: int
+    entries: dict[str, Any]
+    position: dict[str, Any]
+    metrics: dict[str, float]
+
+    @contextlib.contextmanager
+    def readable(self) -> Iterator[None]:
+        """Adds to an error which checkpoint is damaged, and which others exist."""
+        with _readable(self.step, self.paths):
+            yield
+
+    def read(self) -> dict[str, Any]:
+        """Reads the arrays.
+
+        Raises:
+            ValueError: If they are damaged.
+        """
+        with self.readable():
+            return files.read_arrays(self.paths[self.step] / "arrays", self.entries)
+
+
+def find_checkpoint(directory: str | os.PathLike[str], step: int | str) -> FoundCheckpoint:
+    """Finds a checkpoint; the arguments and errors are the same as for `load_checkpoint`."""
     directory = layout.absolute(directory)
     paths = _checkpoints_to_load(directory)
     step = _chosen_step(directory, paths, step)
-    with _readable(directory, step, paths):
+    with _readable(step, paths):
         about = layout.read_about(paths[step])
-        arrays = files.read_arrays(paths[step] / "arrays", about["arrays"])
-    return LoadedCheckpoint(step, arrays, about["position"], about["metrics"])
+        entries, position, metrics = layout.contents(about)
+    return FoundCheckpoint(paths, step, entries, position, metrics)
 
 
 def _checkpoints_to_load(directory: Path) -> dict[int, Path]:
@@ -69,7 +108,8 @@ def _checkpoints_to_load(directory: Path) -> dict[int, Path]:
         fix = f"It is a checkpoint itself: pass {directory.parent} and step={directory.name}."
     paths = layout.checkpoints_in(directory)
     if not paths:
-        names = in_words(sorted(path.name for path in directory.iterdir()))
+        files_there = sorted(path.name for path in directory.iterdir() if path.name != layout.LOCK)
+        names = in_words(files_there)
         raise FileNotFoundError(
             f"No mirror checkpoint found in {directory} (it contains {names}). {fix}"
         )
@@ -94,7 +134,7 @@ def _chosen_step(directory: Path, paths: dict[int, Path], step: Any) -> int:
 def _best_step(directory: Path, paths: dict[int, Path]) -> int:
     abouts = {}
     for step, path in paths.items():
-        with _readable(directory, step, paths):
+        with _readable(step, paths):
             abouts[step] = layout.read_about(path)
     rule = next((a["keep_best"] for a in reversed(abouts.values()) if a["keep_best"]), None)
     best = layout.best_of(abouts, rule) if rule else None
@@ -109,13 +149,13 @@ def _best_step(directory: Path, paths: dict[int, Path]) -> int:
 
 
 @contextlib.contextmanager
-def _readable(directory: Path, step: int, paths: dict[int, Path]) -> Iterator[None]:
+def _readable(step: int, paths: dict[int, Path]) -> Iterator[None]:
     """Adds to an error which checkpoint is damaged, and which others exist."""
     try:
         yield
     except Exception as error:
         others = [other for other in paths if other != step]
         raise ValueError(
-            f"Could not read the checkpoint for step {step} in {directory}: {in_short(error)}. "
+            f"Could not read the checkpoint for step {step}, {paths[step]}: {in_short(error)}. "
             f"Other steps: {in_words(others)}."
         ) from error

@@ -26,14 +26,23 @@ def read(objects: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def require_match(objects: Mapping[str, Any], entries: Mapping[str, Any]) -> None:
+    """Checks names, shapes and dtypes of a checkpoint, before its arrays are read.
+
+    Raises:
+        ValueError: If they differ from the objects.
+    """
+    current = {name: _described(value) for name, value in read(objects).items()}
+    saved = {name: _described_entry(entry) for name, entry in entries.items()}
+    _require_same(current, saved)
+
+
 def write(objects: Mapping[str, Any], saved: Mapping[str, Any], replicas: ReplicaDevices) -> None:
     """Writes arrays into the objects by name, mirrored across the replicas.
 
-    Raises:
-        ValueError: If names, shapes or dtypes differ from the objects, which are not changed.
+    Call `require_match` first.
     """
     old = read(objects)
-    _require_match(old, saved)
     new = {name: replicas.mirror(_array(value, old[name])) for name, value in saved.items()}
     for root, obj in objects.items():
         bare = []  # arrays that are plain attributes, not variables
@@ -58,13 +67,14 @@ def _set(variable: nnx.Variable[Any], value: Any, replicas: ReplicaDevices) -> N
         variable.set_raw_value(value)
 
 
-def _require_match(current: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+def _require_same(current: Mapping[str, str], saved: Mapping[str, str]) -> None:
     wrong = [f"{name}: not in the checkpoint" for name in current if name not in saved]
     wrong += [f"{name}: only in the checkpoint" for name in saved if name not in current]
-    for name in current.keys() & saved.keys():
-        new, old = _described(current[name]), _described(saved[name])
-        if new != old:
-            wrong.append(f"{name}: {old} in the checkpoint, {new} in the trainer")
+    wrong += [
+        f"{name}: {saved[name]} in the checkpoint, {current[name]} in the trainer"
+        for name in current.keys() & saved.keys()
+        if saved[name] != current[name]
+    ]
     if wrong:
         raise ValueError(
             "The checkpoint does not match this model and optimizer:\n"
@@ -74,11 +84,17 @@ def _require_match(current: Mapping[str, Any], saved: Mapping[str, Any]) -> None
 
 
 def _described(value: Any) -> str:
-    if isinstance(value, KeyData):
-        return f"key<{value.impl}>{list(value.data.shape[:-1])}"
     if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return f"key<{jax.random.key_impl(value)}>{list(value.shape)}"
     return describe(value)
+
+
+def _described_entry(entry: Mapping[str, Any]) -> str:
+    """Describes an entry of `about` as `_described` does its array."""
+    shape = entry["shape"]
+    if "impl" in entry:
+        return f"key<{entry['impl']}>{shape[:-1]}"
+    return f"{entry['dtype']}[{','.join(map(str, shape))}]"
 
 
 def _as_on_devices(value: Any) -> Any:

@@ -7,34 +7,31 @@ directory.
 import contextlib
 import json
 import os
-import shutil
 import tempfile
-import threading
+import weakref
 from collections.abc import Mapping
-from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self, final
-from weakref import WeakSet
 
 import numpy as np
 
-from mirror._src.training.checkpoints import files, layout
+from mirror._src.training.checkpoints import durable, files, layout
 from mirror._src.training.checkpoints.host_copies import KeyData, on_host
 from mirror._src.training.checkpoints.layout import Best
 from mirror._src.training.checkpoints.messages import in_short, in_words
+from mirror._src.training.checkpoints.writer_lock import WriterLock
+from mirror._src.utils.closing import closing
 from mirror._src.utils.errors import require_int
-
-_opening = threading.Lock()
-_stores: "WeakSet[CheckpointStore]" = WeakSet()
 
 
 @final
 class CheckpointStore:
     """A directory to which checkpoints are written, one per step.
 
-    Only one process may write to a directory at a time; `load_checkpoint` may read concurrently.
-    Unfinished files of an interrupted store are deleted.
+    When a save is complete, it is on the disk, and survives a power failure. Only one process may
+    write to a directory at a time; `load_checkpoint` may read concurrently. Unfinished files of an
+    interrupted store are deleted.
 
     Args:
         directory: Path of the directory, which is created if necessary; `~` is expanded.
@@ -44,6 +41,7 @@ class CheckpointStore:
         asynchronous: Whether to write files in the background, one checkpoint at a time.
 
     Raises:
+        BlockingIOError: If another process writes to the directory; the message names it.
         OSError: If the directory is not writable.
         TypeError: If `keep_last` is not an integer or None.
         ValueError: If an argument is out of range.
@@ -62,12 +60,8 @@ class CheckpointStore:
         self._keep_last, self._keep_best, self._asynchronous = keep_last, keep_best, asynchronous
         self._writing: tuple[int, ThreadPoolExecutor, Future[None]] | None = None
         self._closed = False
-        with _opening:
-            for store in _stores:  # its unfinished files are not leftovers
-                if store.directory == self.directory and store._writing is not None:
-                    futures.wait([store._writing[2]])
-            _make_ready(self.directory)
-            _stores.add(self)
+        self._lock = _make_ready(self.directory)
+        self._release = weakref.finalize(self, self._lock.release)
 
     def save(
         self,
@@ -131,18 +125,18 @@ class CheckpointStore:
     def close(self) -> None:
         """Waits for pending writes, and rejects further calls of `save`."""
         self._closed = True
-        self.wait()
+        try:
+            self.wait()
+        finally:
+            self._release()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        try:
-            self.close()
-        except OSError as write_error:
-            if error is None:
-                raise
-            error.add_note(str(write_error))  # the first error is more important
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: Any
+    ) -> None:
+        closing("closing the CheckpointStore", self.close).__exit__(kind, error, trace)
 
     def steps(self) -> tuple[int, ...]:
         """Returns the steps of all complete checkpoints, in order."""
@@ -181,13 +175,14 @@ class CheckpointStore:
         return {name: float(value) for name, value in (metrics or {}).items()}
 
     def _write(self, step: int, arrays: dict[str, np.ndarray | KeyData], about: dict) -> None:
-        files.write(self.directory / str(step), arrays, about)
-        if self._keep_last is None:
-            return
-        paths = layout.checkpoints_in(self.directory)
-        kept = {self.best(), *layout.in_order_of_writing(paths)[-self._keep_last :]}
-        for other in paths.keys() - kept:
-            layout.remove(paths[other])
+        with self._lock.mutex:
+            files.write(self.directory / str(step), arrays, about)
+            if self._keep_last is None:
+                return
+            paths = layout.checkpoints_in(self.directory)
+            kept = {step, self.best(), *layout.in_order_of_writing(paths)[-self._keep_last :]}
+            for other in paths.keys() - kept:
+                layout.remove(paths[other])
 
 
 def _check_options(keep_last: Any, keep_best: Any) -> None:
@@ -203,22 +198,27 @@ def _check_options(keep_last: Any, keep_best: Any) -> None:
         )
 
 
-def _make_ready(directory: Path) -> None:
-    """Creates the directory, checks that it is writable, and cleans up after interrupted stores."""
+def _make_ready(directory: Path) -> WriterLock:
+    """Creates and locks the directory, and cleans up after interrupted stores."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=directory).close()
+        lock = WriterLock.acquire(directory)
+    except BlockingIOError:
+        raise
     except OSError as error:
         raise OSError(
             f"Could not write checkpoints to {directory}: {in_short(error)}. Pass a directory that "
             "can be created and is writable."
         ) from error
-    for path in list(directory.iterdir()):
-        if layout.LEFTOVER.fullmatch(path.name):
-            shutil.rmtree(path, ignore_errors=True)
-    for path in layout.checkpoints_in(directory).values():
-        if path.suffix == layout.REPLACES:
-            layout.put_in_place(path)
+    with lock.mutex:  # files that another store of this process is writing are not leftovers
+        for path in list(directory.iterdir()):
+            if layout.LEFTOVER.fullmatch(path.name):
+                durable.delete(path)
+        for path in layout.checkpoints_in(directory).values():
+            if path.suffix == layout.REPLACES:
+                layout.put_in_place(path)
+    return lock
 
 
 def _as_json(name: str, value: Any) -> Any:

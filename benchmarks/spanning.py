@@ -1,0 +1,152 @@
+"""Measures what several processes cost on one machine: 2 x 2 host devices against 1 x 4.
+
+    python -m benchmarks.spanning [--rounds 30] [--steps 40]
+
+Both jobs train 30 matrices of 16 KiB. They take turns, so that background load affects both. The
+processes of a job exchange gradients by JAX's collectives for CPUs, gloo over 127.0.0.1.
+"""
+
+import argparse
+import contextlib
+import json
+import socket
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks import stats
+from benchmarks.processes import Child
+from benchmarks.timing import in_order
+
+_WORKER = "benchmarks.spanning_worker"
+_LIMIT_SECS = 120.0
+_RTOL = 1e-4
+LAYOUTS = {"1 x 4": (1, 4), "2 x 2": (2, 2), "4 x 1": (4, 1)}
+RATIO_LIMIT, AGREEMENT_LIMIT_SECS = 1.3, 0.02
+
+
+class Job:
+    """The processes of one layout.
+
+    Args:
+        layout: One of `LAYOUTS`.
+        pack_bytes: Option of `mirror.AllReduce`.
+
+    Attributes:
+        agreements: Duration of the agreement in each process, or None in a single process.
+        loss: Loss of the last step.
+    """
+
+    def __init__(self, layout: str, pack_bytes: int | None = None) -> None:
+        processes, devices = LAYOUTS[layout]
+        self.children: list[Child] = []
+        self.loss = float("nan")
+        request = {"pack_bytes": pack_bytes}
+        with contextlib.ExitStack() as stack:
+            for variables in _variables(processes):
+                child = Child(_WORKER, request, devices, variables)
+                self.children.append(stack.enter_context(child))
+            answers = self._answers()
+            self.agreements = [answer["agreement_secs"] for answer in answers]
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> "Job":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        # All processes end together: the first to end waits for the others.
+        for child in self.children:
+            child.close_input()
+        self._stack.close()
+
+    def take(self, steps: int) -> float:
+        """Takes some steps in all processes; returns the milliseconds per step of the slowest."""
+        for child in self.children:
+            child.ask(str(steps))
+        return max(answer["ms"] for answer in self._answers())
+
+    def _answers(self) -> list[dict[str, Any]]:
+        answers = [child.answer(_LIMIT_SECS) for child in self.children]
+        (self.loss,) = {answer["loss"] for answer in answers}  # mirrored: the same bits
+        return answers
+
+
+def _variables(processes: int) -> list[dict[str, str]]:
+    """Returns the variables that make new processes a cluster."""
+    if processes == 1:
+        return [{"TF_CONFIG": ""}]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # Only the first port is opened.
+    cluster = {
+        "worker": [f"127.0.0.1:{port}", *(f"127.0.0.1:{i + 1}" for i in range(1, processes))]
+    }
+    return [
+        {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "worker", "index": i}})}
+        for i in range(processes)
+    ]
+
+
+def measure(
+    layouts: Sequence[str], rounds: int, steps: int, pack_bytes: int | None = None
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Returns the milliseconds per step of each round, and the slowest agreement, by layout.
+
+    Raises:
+        ValueError: If the layouts train to different losses.
+    """
+    with contextlib.ExitStack() as stack:
+        jobs = {name: stack.enter_context(Job(name, pack_bytes)) for name in layouts}
+        times: dict[str, list[float]] = {name: [] for name in layouts}
+        for job in jobs.values():
+            job.take(steps)  # warm up
+        _require_same({name: job.loss for name, job in jobs.items()})
+        for number in range(rounds):
+            for name in in_order(list(layouts), number):
+                times[name].append(jobs[name].take(steps))
+        agreements = {
+            name: max(secs for secs in job.agreements)
+            for name, job in jobs.items()
+            if None not in job.agreements
+        }
+    return times, agreements
+
+
+def _require_same(losses: dict[str, float]) -> None:
+    low, high = min(losses.values()), max(losses.values())
+    if not high - low <= _RTOL * abs(high):
+        raise ValueError(f"The layouts train to different losses: {losses}.")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures, and prints ratios with their 95 % intervals."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.spanning",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--layouts", default="1 x 4,2 x 2", help="the first is the reference")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=40, help="per turn")
+    parser.add_argument("--pack-bytes", type=int, help="0 does not pack (default: mirror's)")
+    options = parser.parse_args(argv)
+    layouts = options.layouts.split(",")
+    times, agreements = measure(layouts, options.rounds, options.steps, options.pack_bytes)
+    for name in layouts:
+        ratio = stats.ratio(times, name, layouts[0])
+        verdict = ratio.at_most(RATIO_LIMIT)
+        print(
+            f"{name}: {stats.median(times[name]):.2f} ms per step, "
+            f"{ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}] of {layouts[0]}"
+            + ("" if name == layouts[0] else f", limit {RATIO_LIMIT}: {verdict}")
+        )
+    for name, secs in agreements.items():
+        verdict = "holds" if secs <= AGREEMENT_LIMIT_SECS else "BROKEN"
+        limit = AGREEMENT_LIMIT_SECS * 1e3
+        print(f"{name}: agreement {secs * 1e3:.1f} ms, limit {limit:.0f} ms: {verdict}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""Builds the documentation site.
+
+    python docs/build.py site             # notebooks without results, in seconds
+    python docs/build.py --execute site   # executes the notebooks, in minutes
+
+It copies the pages, the README and the notebooks to a temporary folder, with links between pages of
+the site, and runs Zensical there with the settings of `mkdocs.yml`. Zensical has no hooks and no
+plugin for notebooks; a program before it does not need any.
+"""
+
+import argparse
+import base64
+import os
+import posixpath
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import yaml
+from nbclient import NotebookClient
+
+ROOT = Path(__file__).resolve().parent.parent
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+# Pages that are stored outside `docs/`.
+PAGES = {
+    "index.md": "README.md",
+    "code.md": "mirror/README.md",
+    "contributing.md": "CONTRIBUTING.md",
+    "changes.md": "CHANGELOG.md",
+    "benchmarks.md": "benchmarks/README.md",
+    **{f"notebooks/{path.stem}.md": f"notebooks/{path.name}" for path in NOTEBOOKS},
+}
+_SITE = {file: page for page, file in PAGES.items()}
+_LINK = re.compile(r"(?<=\]\()([^)#:\s]+)(?=(?:#[^)]*)?\))")
+_OUTPUT = re.compile(r"(^```python\n.*?^```\n\n?```text)$", re.M | re.S)
+_COLOR = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def stage(folder: Path, *, execute: bool) -> Path:
+    """Writes the pages and the settings of the site to a folder; returns the settings' file."""
+    pages = folder / "pages"
+    shutil.copytree(ROOT / "docs", pages, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    for picture in (ROOT / "benchmarks" / "runs").glob("*.png"):
+        target = pages / picture.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(picture, target)
+    for page, file in PAGES.items():
+        source, target = ROOT / file, pages / page
+        target.parent.mkdir(exist_ok=True)
+        is_notebook = source.suffix == ".ipynb"
+        target.write_text(
+            markdown_of(source, pages, execute) if is_notebook else source.read_text()
+        )
+    for path in pages.rglob("*.md"):
+        page = path.relative_to(pages).as_posix()
+        path.write_text(on_site(path.read_text(), page))
+    config = folder / "mkdocs.yml"
+    config.write_text(yaml.safe_dump(settings(), sort_keys=False))
+    return config
+
+
+def settings() -> dict[str, Any]:
+    """Returns the settings of mkdocs.yml, with absolute paths and the public addresses, if any."""
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    config |= {"docs_dir": "pages", "site_dir": "site"}
+    (handlers,) = [plugin["mkdocstrings"] for plugin in config["plugins"] if plugin != "search"]
+    python = handlers["handlers"]["python"]
+    python["paths"] = [str(ROOT)]
+    python["options"]["extensions"] = [str(ROOT / "docs" / "examples.py")]
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"].get("urls", {})
+    if "Repository" in urls:
+        config["repo_url"] = urls["Repository"]
+    if "Documentation" in urls:
+        config["site_url"] = urls["Documentation"]
+    return config
+
+
+def on_site(text: str, page: str) -> str:
+    """Returns the text of a page with links to pages of the site, and with titles of outputs."""
+    folder = posixpath.dirname(PAGES.get(page, f"docs/{page}"))
+
+    def link(match: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(folder, match[1]))
+        site_path = _SITE.get(target, target.removeprefix("docs/"))
+        return posixpath.relpath(site_path, posixpath.dirname(page) or ".")
+
+    text = text if page.startswith("notebooks/") else _OUTPUT.sub(r'\1 title="Output"', text)
+    return _LINK.sub(link, text).replace("```python no-run", "```python")
+
+
+def markdown_of(path: Path, pages: Path, execute: bool) -> str:
+    """Returns a notebook as Markdown, and writes its pictures.
+
+    Args:
+        path: The notebook, which is stored without results.
+        pages: The folder of the pages.
+        execute: Whether to execute the notebook and to show its results.
+    """
+    notebook = nbformat.read(path, as_version=nbformat.NO_CONVERT)
+    if execute:
+        with tempfile.TemporaryDirectory() as folder:
+            environment = os.environ | {"PYTHONPATH": str(ROOT), "IPYTHONDIR": folder}
+            resources = {"metadata": {"path": folder}}
+            client = NotebookClient(notebook, timeout=120, resources=resources)
+            client.execute(env=environment)
+    parts = []
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            parts.append(cell.source)
+        elif cell.cell_type == "code":
+            parts.append(f"```python\n{cell.source}\n```")
+            parts.append(_printed(cell.outputs))
+            parts += [_shown(output, f"{path.stem}-{cell.id}", pages) for output in cell.outputs]
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _printed(outputs: list[Any]) -> str:
+    """Returns what a cell printed, without the progress that a carriage return overwrites."""
+    text = "".join(output.text for output in outputs if output.output_type == "stream")
+    lines = _COLOR.sub("", text).rstrip().split("\n")
+    return _fenced("\n".join(line.rstrip("\r").rsplit("\r", 1)[-1] for line in lines))
+
+
+def _shown(output: Any, name: str, pages: Path) -> str:
+    """Returns what a cell displayed, as Markdown."""
+    data = output.get("data", {})
+    if "image/png" in data:
+        (pages / "notebooks" / f"{name}.png").write_bytes(base64.b64decode(data["image/png"]))
+        return f"![Output]({name}.png)"
+    if "text/html" in data:  # without empty lines, which end a block of HTML
+        return re.sub(r"\n\s*\n", "\n", f"<div>\n{data['text/html']}\n</div>")
+    return _fenced(data.get("text/plain", ""))
+
+
+def _fenced(text: str) -> str:
+    return f'```text title="Output"\n{text}\n```' if text else ""
+
+
+def main() -> None:
+    """Builds the site; warnings about links and names are errors."""
+    parser = argparse.ArgumentParser(description="Builds the documentation site.")
+    parser.add_argument("--execute", action="store_true", help="execute the notebooks")
+    parser.add_argument("site", type=Path, help="folder to write")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        config = stage(Path(folder), execute=options.execute)
+        command = [sys.executable, "-m", "zensical", "build", "--strict", "-f", str(config)]
+        if status := subprocess.run(command, check=False, cwd=folder).returncode:
+            sys.exit(status)
+        shutil.copytree(Path(folder) / "site", options.site, dirs_exist_ok=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Finds processes of a job that read other global batches than the rest."""
+
+import itertools
+import json
+import os
+import time
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any, final
+
+import jax
+import numpy as np
+
+from mirror._src.distributed import store
+from mirror._src.utils.errors import ReplicaDivergenceError
+from mirror._src.utils.naming import keys
+from mirror._src.utils.source_lines import line_of_user
+from mirror._src.utils.types import PyTree
+
+_MOST_CHECKS = 20  # batches of a pass after which the others are not waited for
+
+_datasets: dict[str, Iterator[int]] = defaultdict(itertools.count)
+
+
+@final
+class SameBatches:
+    """Compares the first batch of each pass with the other processes, without waiting for them.
+
+    With a global input, every process reads the same batches and places its own rows. Another
+    shuffle on one process would use some examples twice and others not at all, without an error.
+
+    It never waits, because a process may look at its data alone: the process that is later finds
+    the difference. Datasets are told apart by the user's line, so that a dataset that only one
+    process creates does not shift the others.
+    """
+
+    def __init__(self) -> None:
+        line = os.path.basename(line_of_user().partition(": ")[0])
+        self._line = line
+        self._key = f"data/{line}/{next(_datasets[line])}"
+        self._passes = itertools.count()
+
+    def start(self, batches: Iterator[PyTree]) -> Iterator[PyTree]:
+        """Returns the batches of a pass, of which the first is compared."""
+        return self._compared(batches, f"{self._key}/{next(self._passes)}")
+
+    def _compared(self, batches: Iterator[PyTree], key: str) -> Iterator[PyTree]:
+        mine: dict[str, int] = {}
+        missing = [i for i in range(store.process_count()) if i != store.process_index()]
+        for number, batch in enumerate(batches):
+            if number == 0:
+                mine = _checksums(batch)
+                store.propose(f"{key}/{store.process_index()}", json.dumps(mine))
+            if missing and number < _MOST_CHECKS:
+                missing = self._compare(key, mine, missing)
+            yield batch
+        if missing and mine:  # a short pass
+            self._compare(key, mine, missing)
+
+    def _compare(self, key: str, mine: dict[str, int], others: list[int]) -> list[int]:
+        """Compares with the processes that have come; returns those that have not.
+
+        Raises:
+            ReplicaDivergenceError: If one of them has read another batch.
+        """
+        missing = []
+        for i in others:
+            text = store.read(f"{key}/{i}", time.monotonic())
+            if text is None:
+                missing.append(i)
+                continue
+            theirs = json.loads(text)
+            names = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
+            if names:
+                raise ReplicaDivergenceError(
+                    f"The dataset of {self._line} yields different batches on process "
+                    f"{store.process_index()} and process {i}: {', '.join(names)} of the first "
+                    "batch differ. Every process must read the same global batches: shuffle and "
+                    "augment with the same seed, for example mirror.data.from_arrays(arrays, "
+                    "batch_size, shuffle=True, seed=0)."
+                )
+        return missing
+
+
+def _checksums(batch: PyTree) -> dict[str, int]:
+    """Returns a checksum of each leaf of a batch that is on the host."""
+    return {
+        f"batch{keys(path)}": _checksum(np.asarray(leaf))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
+        if not isinstance(leaf, jax.Array) and _is_numeric(leaf)
+    }
+
+
+def _is_numeric(leaf: Any) -> bool:
+    try:
+        return np.asarray(leaf).dtype != object
+    except Exception:  # not an array: rejected with a message where the batch is placed
+        return False
+
+
+def _checksum(array: np.ndarray) -> int:
+    return zlib.crc32(repr((array.shape, array.dtype)).encode() + array.tobytes())

@@ -1,0 +1,153 @@
+"""Messages between the processes of a job, through JAX's coordination service.
+
+No collective is used, so that processes which run different programs can say so.
+
+The only module that uses `jax._src.distributed`: JAX has no public key-value store (0.10.2 to
+0.12.0.1), and Orbax uses the same one. `tests/distributed/test_start.py` fails if it is gone.
+"""
+
+import contextlib
+import itertools
+import time
+from typing import Any
+
+import jax
+from jax._src import distributed
+
+_POLL_SECS = 0.5  # Python handles Ctrl-C only between two requests
+_barriers = itertools.count()
+
+
+def is_initialized() -> bool:
+    """Whether this process belongs to a job of several processes, or of a declared one."""
+    return bool(jax.distributed.is_initialized())
+
+
+def process_index() -> int:
+    """Returns the index of this process, from 0; 0 without a job. Does not start the backend.
+
+    >>> process_index()
+    0
+    """
+    return int(distributed.global_state.process_id or 0) if is_initialized() else 0
+
+
+def process_count() -> int:
+    """Returns the number of processes of the job; 1 without a job. Does not start the backend.
+
+    >>> process_count()
+    1
+    """
+    return int(distributed.global_state.num_processes or 1) if is_initialized() else 1
+
+
+def is_chief() -> bool:
+    """Whether this is process 0, which writes files and logs.
+
+    >>> is_chief()
+    True
+    """
+    return process_index() == 0
+
+
+def post(key: str, text: str) -> None:
+    """Stores a text under a new key."""
+    _client().key_value_set(f"mirror/{key}", text)
+
+
+def propose(key: str, text: str) -> None:
+    """Stores a text under a key, unless another process has been faster."""
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        post(key, text)
+
+
+def overwrite(key: str, text: str) -> None:
+    """Stores a text under a key, in place of the former one.
+
+    Raises:
+        RuntimeError: If the coordinator cannot be reached.
+    """
+    try:
+        _client().key_value_set(f"mirror/{key}", text, allow_overwrite=True)
+    except jax.errors.JaxRuntimeError as error:
+        raise _lost(error) from error
+
+
+def read_all(directory: str) -> dict[str, str]:
+    """Returns the texts under all keys of a directory, without waiting for any; keys are relative.
+
+    Raises:
+        RuntimeError: If the coordinator cannot be reached.
+    """
+    try:
+        pairs = _client().key_value_dir_get(f"mirror/{directory}/")
+    except jax.errors.JaxRuntimeError as error:
+        raise _lost(error) from error
+    return {key.rpartition("/")[2]: text for key, text in pairs}
+
+
+def read(key: str, deadline: float) -> str | None:
+    """Returns the text under a key, and waits for it until `time.monotonic()` is `deadline`.
+
+    Returns:
+        The text, or None if no process has posted it by then.
+
+    Raises:
+        RuntimeError: If the coordinator cannot be reached.
+    """
+    while True:
+        left = deadline - time.monotonic()
+        millis = max(int(min(left, _POLL_SECS) * 1000), 1)
+        try:
+            return _client().blocking_key_value_get(f"mirror/{key}", millis)
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise _lost(error) from error
+        if left <= _POLL_SECS:
+            return None
+
+
+def delete(key: str) -> None:
+    """Deletes a key, or all keys below it; the store would grow for as long as the job runs."""
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        _client().key_value_delete(f"mirror/{key}")
+
+
+def barrier(name: str, timeout_secs: float = 300.0) -> None:
+    """Waits until every process has called `barrier` as often, with the same name.
+
+    It uses JAX's coordination service, not the devices. Without a job, it returns at once.
+
+    Args:
+        name: Name for the error message.
+        timeout_secs: Time to wait for the other processes.
+
+    Raises:
+        RuntimeError: If a process does not come in time.
+
+    >>> barrier("data is prepared")
+    """
+    if process_count() == 1:
+        return
+    number = next(_barriers)
+    try:
+        _client().wait_at_barrier(f"mirror/{number}/{name}", int(timeout_secs * 1000))
+    except jax.errors.JaxRuntimeError as error:
+        raise RuntimeError(
+            f"Not all of {process_count()} processes reached barrier {name!r} within "
+            f"{timeout_secs:g} s: {error}. Call mirror.distributed.barrier({name!r}) on every "
+            "process, also on those that are not the chief."
+        ) from error
+
+
+def _lost(error: Exception) -> RuntimeError:
+    return RuntimeError(
+        f"Process {process_index()} lost the coordinator, process 0: {error}. Read the output of "
+        "process 0, which has ended, and start all processes again."
+    )
+
+
+def _client() -> Any:
+    client = distributed.global_state.client
+    assert client is not None  # callers have checked that there is a job
+    return client

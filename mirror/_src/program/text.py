@@ -1,0 +1,155 @@
+"""Replica programs as lines of text, equal in all processes that trace the same step.
+
+JAX prints addresses of functions, orders of sets and the like, which differ between processes that
+run the same program. Only what determines the computation is printed here: anything else is printed
+as its type.
+"""
+
+import dataclasses
+import enum
+import re
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.sharding import NamedSharding
+
+from mirror._src.devices.transfer import NoMesh, local_copy
+from mirror._src.program.jaxprs import jaxpr_of
+from mirror._src.program.user_lines import line_within
+
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
+_LARGE = 2**24  # bytes: of larger arrays, the checksum covers the beginning and the end
+HEAD = "program of "
+"""Start of the line with the types of a program's inputs."""
+
+
+class Line(NamedTuple):
+    """One line of a program.
+
+    Attributes:
+        text: What is compared.
+        eqn: The operation, to find the user's line.
+        around: The operations that contain it.
+    """
+
+    text: str
+    eqn: JaxprEqn | None = None
+    around: Sequence[JaxprEqn] = ()
+
+    @property
+    def location(self) -> str:
+        """The user's line; empty for a line that is not an operation."""
+        return "" if self.eqn is None else line_within(self.eqn, self.around)
+
+
+def lines_of(program: ClosedJaxpr) -> list[Line]:
+    """Returns the operations of a program, and of the programs inside them."""
+    return list(_lines(program, (), ""))
+
+
+def _lines(program: ClosedJaxpr | Jaxpr, around: Sequence[JaxprEqn], indent: str) -> Iterator[Line]:
+    jaxpr = jaxpr_of(program)
+    consts = program.consts if isinstance(program, ClosedJaxpr) else ()
+    numbers: dict[Any, str] = {}
+
+    def name(atom: Any) -> str:
+        if isinstance(atom, Literal):
+            return f"{_form(atom.val, _no_program)}:{_type(atom.aval)}"
+        return numbers.setdefault(atom, f"v{len(numbers)}")
+
+    def declared(atoms: Sequence[Any]) -> str:
+        return " ".join(f"{name(atom)}:{_type(atom.aval)}" for atom in atoms)
+
+    yield Line(f"{indent}{HEAD}{declared(jaxpr.invars)}", None, around)
+    for var, const in zip(jaxpr.constvars, consts, strict=False):
+        yield Line(f"{indent}constant {declared([var])} = {_form(const, _no_program)}")
+    for eqn in jaxpr.eqns:
+        inner: list[ClosedJaxpr | Jaxpr] = []
+
+        def number(found: ClosedJaxpr | Jaxpr, inner: list[Any] = inner) -> str:
+            inner.append(found)
+            return f"program {len(inner)}"
+
+        params = " ".join(
+            f"{key}={_form(value, number)}"
+            for key, value in sorted(eqn.params.items())
+            if key != "name" and value is not None  # names may be numbered in order of creation
+        )
+        operands = " ".join(map(name, eqn.invars))
+        text = f"{declared(eqn.outvars)} = {eqn.primitive.name} {operands} [{params}]"
+        yield Line(indent + text.removesuffix(" []"), eqn, around)
+        for each in inner:
+            yield from _lines(each, (*around, eqn), indent + "  ")
+    yield Line(f"{indent}results {' '.join(map(name, jaxpr.outvars))}", None, around)
+
+
+def _no_program(program: object) -> str:
+    return type(program).__name__
+
+
+def _type(aval: Any) -> str:
+    if not hasattr(aval, "dtype") or not hasattr(aval, "shape"):
+        return type(aval).__name__
+    weak = "~" if getattr(aval, "weak_type", False) else ""
+    return f"{weak}{aval.dtype}[{','.join(map(str, aval.shape))}]"
+
+
+def _form(value: Any, program: Callable[[Any], str]) -> str:
+    """Returns a text that is equal for parameters of the same meaning, in all processes."""
+    if isinstance(value, ClosedJaxpr | Jaxpr):
+        return program(value)
+    if value is None or isinstance(value, bool | int | float | complex | np.dtype):
+        return repr(value)
+    if isinstance(value, enum.Enum):
+        return f"{type(value).__name__}.{value.name}"
+    if isinstance(value, str | bytes):
+        return repr(_ADDRESS.sub("", value) if isinstance(value, str) else value)
+    if isinstance(value, type):
+        return value.__name__
+    if isinstance(value, jax.Array | np.ndarray | np.generic):
+        return _form_of_array(value)
+    if isinstance(value, tuple | list):
+        return f"({', '.join(_form(each, program) for each in value)})"
+    if isinstance(value, Mapping):
+        pairs = (f"{_form(k, program)}: {_form(v, program)}" for k, v in value.items())
+        return f"{{{', '.join(sorted(pairs))}}}"
+    if isinstance(value, set | frozenset):
+        return f"{{{', '.join(sorted(_form(each, program) for each in value))}}}"
+    if isinstance(value, NamedSharding):
+        return f"NamedSharding({value.spec})"
+    if dataclasses.is_dataclass(value):
+        fields = (
+            f"{field.name}={_form(getattr(value, field.name, None), program)}"
+            for field in dataclasses.fields(value)
+        )
+        return f"{type(value).__name__}({', '.join(fields)})"
+    return type(value).__name__
+
+
+def _form_of_array(value: Any) -> str:
+    if isinstance(value, jax.core.Tracer) or not hasattr(value, "dtype"):
+        return type(value).__name__
+    if np.ndim(value) == 0 and not isinstance(value, jax.Array):
+        return repr(value.item()) if hasattr(value, "item") else str(value)
+    return f"{value.dtype}[{','.join(map(str, value.shape))}]#{checksum(value):08x}"
+
+
+def checksum(array: Any) -> int:
+    """Returns a checksum of this process's copy of an array; 0 if it is split across processes."""
+    if isinstance(array, jax.Array):
+        if not array.is_fully_addressable and not array.is_fully_replicated:
+            return 0
+        array = local_copy(array)
+        if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+            with NoMesh():
+                array = jax.random.key_data(array)
+    data = np.ascontiguousarray(np.asarray(array)).reshape(-1)  # host sync, before a first run
+    if data.nbytes > _LARGE:
+        count = _LARGE // (2 * data.itemsize)
+        data = np.concatenate([data[:count], data[-count:]])
+    return zlib.crc32(data.view(np.uint8).data) if data.size else 0

@@ -1,0 +1,119 @@
+"""Before a program first runs on several processes, all of them must have proved the same."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from mirror._src.distributed import agreement
+from mirror._src.distributed.start import agreement_secs
+from mirror._src.executors.executor import Executor, ReplicaProgram
+from mirror._src.program.text import HEAD, Line, checksum, lines_of
+from mirror._src.run.call import Call
+from mirror._src.utils.errors import (
+    ProgramMismatchError,
+    ReplicaDivergenceError,
+    counted,
+    describe,
+    listing,
+)
+
+_SHOWN = 3
+_WIDTH = 160
+_VALUE = "value of "
+
+
+def require_agreement(
+    call: Call, program: ReplicaProgram, executor: Executor, inputs: Sequence[Any]
+) -> None:
+    """Compares a program and the values of its mirrored inputs with the other processes.
+
+    Args:
+        call: The call that runs it.
+        program: What the executor has compiled.
+        executor: The executor.
+        inputs: The inputs of the program.
+
+    Raises:
+        ProgramMismatchError: If the programs differ, or a process does not come in time.
+        ReplicaDivergenceError: If only the values differ.
+    """
+    lines = [
+        *_settings(program, executor),
+        *_declared(call, program, inputs),
+        *(line for variant in program.variants for each in variant[:2] for line in lines_of(each)),
+        *_values(call, program, inputs),
+    ]
+    said = agreement.Program(
+        program.name, [line.text for line in lines], lambda: [line.location for line in lines]
+    )
+    try:
+        difference = agreement.find_difference(said, agreement_secs())
+    except agreement.AbsentError as error:
+        raise ProgramMismatchError(str(error)) from None
+    if difference is not None:
+        raise _error(difference)
+
+
+def _settings(program: ReplicaProgram, executor: Executor) -> list[Line]:
+    replicas = executor.replicas
+    return [
+        Line(f"step {program.name}"),
+        Line(f"{len(replicas)} replicas, {replicas.replicas_per_device} per device"),
+        Line(f"executor {type(executor).__name__}, pack_bytes={executor.pack_bytes}"),
+        Line(f"donated inputs {list(program.donated)}"),
+        Line(f"outputs {[kind.is_own for kind in program.outputs]}"),
+    ]
+
+
+def _declared(call: Call, program: ReplicaProgram, inputs: Sequence[Any]) -> list[Line]:
+    lines = []
+    for name, kind, leaf in zip(call.input_names, program.inputs, inputs, strict=True):
+        shape = leaf.shape[1:] if kind.is_own else leaf.shape
+        row = describe(jax.ShapeDtypeStruct(shape, leaf.dtype))
+        lines.append(Line(f"input {name}: {row}{' per replica' if kind.is_own else ''}"))
+    return lines
+
+
+def _values(call: Call, program: ReplicaProgram, inputs: Sequence[Any]) -> list[Line]:
+    return [
+        Line(f"{_VALUE}{name}: {checksum(leaf):08x}")
+        for name, kind, leaf in zip(call.input_names, program.inputs, inputs, strict=True)
+        if not kind.is_own
+    ]
+
+
+def _error(difference: agreement.Difference) -> Exception:
+    me, other = f"process {difference.me}", f"process {difference.other}"
+    texts = [a[0] or b[0] for a, b in difference.lines]
+    if texts and all(text.startswith(_VALUE) for text in texts):
+        names = [text.removeprefix(_VALUE).rpartition(":")[0] for text in texts]
+        return ReplicaDivergenceError(
+            f"{difference.name} has not run, because {counted(len(names), 'mirrored input')} of "
+            f"{me} and {other} differ:\n{listing(names)}\nCreate them from the same seed and data "
+            "on every process, for example nnx.Rngs(0), or restore the same checkpoint."
+        )
+    # Inputs and operations say more than the types of all inputs together.
+    telling = [pair for pair in difference.lines if not pair[0][0].lstrip().startswith(HEAD)]
+    pairs = telling or difference.lines
+    shown = []
+    for mine, theirs in pairs[:_SHOWN]:
+        shown += [f"  {me}: {_shown(*mine)}", f"  {other}: {_shown(*theirs)}"]
+    more = len(pairs) - _SHOWN
+    shown += [f"  ... and {more} more lines"] if more > 0 else []
+    steps = f"{difference.name} on {me}"
+    if difference.name != difference.other_name:
+        steps = f"{steps}, {difference.other_name} on {other}"
+    text = "\n".join(shown)
+    return ProgramMismatchError(
+        f"The processes are about to run different programs, as number {difference.number}: "
+        f"{steps}. Nothing has run. They first differ in\n{text}\nGive all processes the same "
+        "code, configuration and batch shape, and make the same calls of the strategy in the same "
+        "order."
+    )
+
+
+def _shown(text: str, location: str) -> str:
+    text = text.strip() or "(nothing)"
+    text = text if len(text) <= _WIDTH else f"{text[:_WIDTH]}..."
+    return f"{text}  ({location})" if location else text

@@ -1,0 +1,233 @@
+"""Explains why a step could not be traced, in the words of the step instead of JAX and Flax."""
+
+import inspect
+import linecache
+import re
+from collections.abc import Callable, Sequence
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+import flax
+import jax
+import numpy as np
+
+from mirror._src.run.arguments import ObjectPlaceholder
+from mirror._src.run.call import Call
+from mirror._src.run.closures import require_nothing_captured_in, stale_message
+from mirror._src.run.mesh import require_bound_axis
+from mirror._src.utils.errors import counted, describe
+from mirror._src.utils.naming import code_of, name_of, parameter_names, signature_of
+from mirror._src.utils.source_lines import is_own, is_users, place
+from mirror._src.utils.types import ARRAY_LIKE
+from mirror._src.values.per_replica import PerReplica
+
+_MOST_ITEMS = 6
+_ANNOTATED = (TypeError, ValueError, LookupError, AttributeError)
+
+_RETURN_IT = (
+    "Return the array from the step, and convert the result: float(strategy.run({step}, args)). "
+    'To print it in the step, use jax.debug.print("{{}}", x).'
+)
+_SELECT = (
+    "Use jnp.where(condition, a, b) or jax.lax.cond(condition, f, g, x) in place of if, and "
+    "jax.lax.while_loop in place of while."
+)
+_STATIC_SIZE = (
+    "Take sizes from x.shape or len(x), or bind them before the loop: "
+    "{step} = functools.partial({step}, n=3). Loop over a traced count with jax.lax.fori_loop."
+)
+_USE_JNP = "Use jax.numpy in place of numpy in a step: import jax.numpy as jnp; jnp.mean(x)."
+_MASK = "Use jnp.where(mask, x, 0), or a reduction with a mask: x.mean(where=mask)."
+_PRINT = 'Print with jax.debug.print("{{x:.3f}}", x=x), or return it and print the result.'
+
+
+class _Conversion(NamedTuple):
+    """An operation that needs the numbers of a traced array, and what to do instead."""
+
+    kind: type[Exception]
+    text: str
+    needed_for: str
+    fix: str
+
+
+# The first one that matches counts: some of JAX's classes derive from others.
+_CONVERSIONS = (
+    _Conversion(TypeError, "__format__", "formats a traced array as text", _PRINT),
+    _Conversion(
+        jax.errors.TracerBoolConversionError, "", "takes a branch on a traced array", _SELECT
+    ),
+    _Conversion(
+        jax.errors.NonConcreteBooleanIndexError, "", "selects elements by a traced mask", _MASK
+    ),
+    _Conversion(
+        jax.errors.TracerArrayConversionError, "", "passes a traced array to NumPy", _USE_JNP
+    ),
+    _Conversion(
+        jax.errors.TracerIntegerConversionError, "", "uses a traced array as an int", _STATIC_SIZE
+    ),
+    _Conversion(
+        TypeError, "Shapes must be 1D sequences", "uses a traced array as a size", _STATIC_SIZE
+    ),
+    _Conversion(
+        jax.errors.ConcretizationTypeError,
+        "",
+        "converts a traced array to a Python number",
+        _RETURN_IT,
+    ),
+)
+
+
+def explain_failed_trace(call: Call, run_code: CodeType, error: Exception) -> None:
+    """Raises an error in the words of the step in place of an error of JAX, Flax or Python.
+
+    Errors of the step itself are left alone, except that a note lists the arguments.
+
+    Args:
+        call: The call that was traced.
+        run_code: Code of the function that calls the step.
+        error: Exception of the trace.
+
+    Raises:
+        Exception: The same exception with another message, or a `ValueError` or `TypeError`.
+    """
+    fn = call.fn
+    frames = _frames_inside(run_code, error)
+    if isinstance(error, NameError):
+        require_bound_axis(fn, error)
+    if isinstance(error, TypeError):
+        _require_matching_call(call, error)
+    if isinstance(error, flax.errors.TraceContextError) or "trace level" in str(error):
+        require_nothing_captured_in(fn, frames, error)
+    if isinstance(error, jax.errors.UnexpectedTracerError):
+        stale = [v for f in frames for v in f.f_locals.values() if isinstance(v, jax.core.Tracer)]
+        message = stale_message(fn, stale[0]) if stale else None
+        if message is not None:
+            error.args = (message,)
+        return
+    conversion = _conversion(error)
+    if conversion is not None:
+        error.args = (_conversion_message(fn, conversion, error),)
+    elif isinstance(error, _ANNOTATED) and _is_written_by_user(fn) and _is_not_ours(error):
+        error.add_note(f"{name_of(fn)} was traced with {_received(call)}.")
+
+
+def _frames_inside(run_code: CodeType, error: Exception) -> list[FrameType]:
+    """Returns the frames of the traceback inside the step that are not a library's."""
+    frames: list[FrameType] = []
+    is_inside, traceback = False, error.__traceback__
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        if is_inside and is_users(code.co_filename):
+            frames.append(traceback.tb_frame)
+        is_inside = is_inside or code is run_code
+        traceback = traceback.tb_next
+    return frames
+
+
+def _is_not_ours(error: Exception) -> bool:
+    """Whether the error was not raised by mirror, whose messages name the values already."""
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    return traceback is not None and not is_own(traceback.tb_frame.f_code.co_filename)
+
+
+def _is_written_by_user(fn: Callable[..., Any]) -> bool:
+    code = code_of(fn)
+    return code is not None and is_users(code.co_filename)
+
+
+def _require_matching_call(call: Call, error: TypeError) -> None:
+    """Rejects a call whose arguments do not fit the parameters of the step."""
+    args, kwargs = call.tree
+    try:
+        signature = inspect.signature(call.fn)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as mismatch:
+        name = name_of(call.fn)
+        count = counted(len(args) + len(kwargs), "argument")
+        received = _received(call)
+        shown = f": {received}" if received else ""
+        names = parameter_names(call.fn)
+        wanted = ", ".join(names) + ("," if len(names) == 1 else "")
+        raise TypeError(
+            f"strategy.run called {name}{signature_of(call.fn)} with {count}{shown}; Python "
+            f"says: {mismatch}. Pass one value for every parameter: strategy.run({name}, "
+            f"({wanted}))."
+        ).with_traceback(error.__traceback__) from None
+
+
+def _received(call: Call) -> str:
+    """Returns the arguments as the step receives them, such as `batch = float32[2,3]`."""
+    args, kwargs = call.tree
+    names = parameter_names(call.fn)
+    values = [_shown(value, call.objects) for value in args]
+    named = [f"{names[i]} = {v}" if i < len(names) else v for i, v in enumerate(values)]
+    return ", ".join([*named, *(f"{k} = {_shown(v, call.objects)}" for k, v in kwargs.items())])
+
+
+def _shown(value: Any, objects: Sequence[Any]) -> str:
+    """Returns the type of an argument: the shape on one replica, the items of containers."""
+    if isinstance(value, ObjectPlaceholder):
+        return type(objects[value.number]).__name__
+    if isinstance(value, PerReplica):
+        return _type(value.shapes[0], value.dtype)
+    if isinstance(value, dict):
+        items = [f"{key!r}: {_shown(item, objects)}" for key, item in value.items()]
+        return "{" + _joined(items) + "}"
+    if type(value) in (list, tuple):
+        inside = _joined([_shown(item, objects) for item in value])
+        comma = "," if len(value) == 1 and isinstance(value, tuple) else ""
+        return f"[{inside}]" if isinstance(value, list) else f"({inside}{comma})"
+    if isinstance(value, jax.Array | np.ndarray):
+        return _type(value.shape, value.dtype)
+    return describe(value) if isinstance(value, ARRAY_LIKE) else type(value).__name__
+
+
+def _type(shape: Sequence[int], dtype: Any) -> str:
+    """Returns the type of an array in the step, where float64 is float32 by default."""
+    return describe(jax.ShapeDtypeStruct(tuple(shape), jax.dtypes.canonicalize_dtype(dtype)))
+
+
+def _joined(items: list[str]) -> str:
+    return ", ".join(items[:_MOST_ITEMS] + (["..."] if len(items) > _MOST_ITEMS else []))
+
+
+def _conversion(error: Exception) -> _Conversion | None:
+    text = str(error)
+    for each in _CONVERSIONS:
+        is_certain = each.kind is not TypeError or "Tracer" in text
+        if is_certain and isinstance(error, each.kind) and each.text in text:
+            return each
+    return None
+
+
+def _conversion_message(fn: Callable[..., Any], conversion: _Conversion, error: Exception) -> str:
+    text, name = str(error), name_of(fn)
+    found = re.search(r"\b((?:float|int|uint|bool|complex|bfloat)\w*\[[\d,]*\])", text)
+    operation = conversion.needed_for
+    if found is not None:
+        operation = operation.replace("traced array", f"traced {found[1]}")
+    depends = re.search(r"depends on the values? of the arguments? (.+?)\.(?:\s|$)", text)
+    source = f"; the value depends on {depends[1]}" if depends is not None else ""
+    where = _user_line(error)
+    return (
+        f"{name} {operation}{where}{source}. A step is compiled before it runs: its arrays have "
+        f"shapes and dtypes, but no values. {conversion.fix.format(step=name)}"
+    )
+
+
+def _user_line(error: Exception) -> str:
+    """Returns ` in `x = float(loss)` (train.py:12)`, the innermost line of the user, or ""."""
+    line, traceback = "", error.__traceback__
+    while traceback is not None:
+        filename = traceback.tb_frame.f_code.co_filename
+        if is_users(filename):
+            text = linecache.getline(filename, traceback.tb_lineno).strip()
+            where = place(filename, traceback.tb_lineno)
+            line = f" in `{text}` ({where})" if text else f" ({where})"
+        traceback = traceback.tb_next
+    return line

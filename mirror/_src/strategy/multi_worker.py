@@ -1,0 +1,116 @@
+"""`MultiWorkerMirroredStrategy`: one program on the devices of several processes."""
+
+import functools
+import logging
+import time
+from typing import final
+
+import jax
+
+from mirror._src.collectives.all_reduce import AllReduce
+from mirror._src.collectives.cross_device_ops import CrossDeviceOps
+from mirror._src.devices import backend
+from mirror._src.devices.replicas import ReplicaDevices
+from mirror._src.distributed import start, store
+from mirror._src.distributed.hello import visible_devices
+from mirror._src.distributed.resolvers import ClusterResolver
+from mirror._src.executors.choice import default_ops
+from mirror._src.strategy.mirrored import OneDeviceStrategy, require_axis_name
+from mirror._src.strategy.strategy import Strategy
+from mirror._src.utils.errors import require_int
+from mirror._src.utils.modules import set_module
+from mirror._src.utils.tracebacks import api_boundary
+from mirror._src.utils.types import REPLICA_AXIS
+
+_logger = logging.getLogger("mirror")
+
+
+@set_module("mirror")
+@final
+class MultiWorkerMirroredStrategy(Strategy):
+    """Synchronous training on the devices of several processes, on one or several machines.
+
+    Every process runs the same program, and creates the strategy first, before any array: it calls
+    `mirror.distributed.initialize`. Without a cluster, the strategy has the devices of this
+    process, as `MirroredStrategy()` has.
+
+    Every process makes the same calls of `run`, `reduce`, `gather`, `check_mirrored` and `verify`,
+    and of the methods of a `mirror.Trainer`, in the same order. Results that are mirrored can be
+    read on every process. Of a `PerReplica`, a process can read the values of its own replicas;
+    `x.values`, `strategy.local_results(x)` and `print` never wait for other processes.
+
+    Before a step first runs, the processes compare what was proved about it, and the state that it
+    receives. If they differ, all of them raise a `mirror.ProgramMismatchError` or a
+    `mirror.ReplicaDivergenceError`, and nothing runs.
+
+    Args:
+        cluster_resolver: Finds the addresses of the processes; see `mirror.distributed.initialize`.
+        cross_device_ops: `AllReduce()`, or None for the default.
+        replicas_per_device: Number of replicas on each device; see `MirroredStrategy`.
+        axis_name: Name of the replica axis inside steps; see `MirroredStrategy`.
+
+    Raises:
+        RuntimeError: If JAX's backend has already started, if the processes cannot reach each
+            other, or if they differ in versions, settings or number of devices.
+        NotImplementedError: If `cross_device_ops` is not an `AllReduce`, and there are several
+            processes.
+        ValueError: If the cluster does not have this process, `replicas_per_device` is below 1, or
+            `axis_name` is empty.
+        TypeError: If an argument has the wrong type.
+
+    >>> strategy = mirror.MultiWorkerMirroredStrategy()  # without TF_CONFIG: one process
+    >>> strategy.is_chief, strategy.num_workers
+    (True, 1)
+    """
+
+    @api_boundary
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
+        *,
+        replicas_per_device: int = 1,
+        axis_name: str = REPLICA_AXIS,
+    ) -> None:
+        require_int("replicas_per_device", replicas_per_device)
+        require_axis_name(axis_name)
+        start.initialize(cluster_resolver)
+        distinct = _devices()
+        devices = tuple(d for d in distinct for _ in range(replicas_per_device))
+        replicas = ReplicaDevices(devices, axis_name=axis_name)
+        ops = default_ops(devices) if cross_device_ops is None else cross_device_ops
+        super().__init__(replicas, ops)
+        _logger.info(
+            "Using MultiWorkerMirroredStrategy on process %s of %s with devices %s",
+            store.process_index(),
+            store.process_count(),
+            backend.names(devices),
+        )
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver | None:
+        """The resolver that found the cluster; None without a cluster, or if JAX found it."""
+        return start.job_resolver()
+
+    @property
+    def num_workers(self) -> int:
+        """Number of processes."""
+        return len({device.process_index for device in self.devices})
+
+    def _make_single_replica(self) -> Strategy:
+        return OneDeviceStrategy(self.local_devices[0], axis_name=self._replicas.axis_name)
+
+    def _make_one_per_device(self) -> Strategy:
+        if self._replicas.replicas_per_device == 1:
+            return self
+        return MultiWorkerMirroredStrategy(None, AllReduce(), axis_name=self._replicas.axis_name)
+
+
+@functools.cache
+def _devices_of_job() -> tuple[jax.Device, ...]:
+    return visible_devices(time.monotonic() + start.agreement_secs())
+
+
+def _devices() -> tuple[jax.Device, ...]:
+    """Returns the visible devices of all processes."""
+    return backend.default_devices() if store.process_count() == 1 else _devices_of_job()

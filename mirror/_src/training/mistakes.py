@@ -1,0 +1,216 @@
+"""Messages for calls as in other libraries: arguments and methods that `Trainer` does not have."""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+import optax
+from flax import linen
+
+from mirror._src.data.foreign import is_array
+from mirror._src.utils.errors import describe, expected, nearest
+from mirror._src.utils.naming import keys, name_of, signature_of
+from mirror._src.utils.source_lines import is_own
+from mirror._src.utils.types import PyTree
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_TUPLE = "Pass inputs and labels as one argument, a tuple or a dict: "
+_LABELS = f"{_TUPLE}trainer.fit((x, y), epochs=10, batch_size=32)."
+_SPEED = "Batches are loaded ahead in a thread: strategy.distribute_dataset(data, prefetch=2)."
+_FIT = {
+    "x": _LABELS,
+    "y": _LABELS,
+    "verbose": "Use progress=False to show nothing.",
+    "class_weight": "It belongs to the trainer: mirror.Trainer(..., class_weight={3: 2.0}).",
+    "sample_weight": "It belongs to the trainer, which reads the weights from the batch: "
+    "mirror.Trainer(..., sample_weight='w').",
+    "validation_steps": "Pass validation_data with as many batches as you want to evaluate.",
+    "validation_batch_size": "In-memory validation data have the batch_size of the training data; "
+    "or pass validation_data=mirror.data.from_arrays(arrays, batch_size).",
+    "validation_freq": "Evaluate in a callback: on_epoch_end(self, fit, logs) may call "
+    "fit.trainer.evaluate(data).",
+    "max_queue_size": _SPEED,
+    "workers": _SPEED,
+    "use_multiprocessing": _SPEED,
+    "learning_rate": "It belongs to the optimizer: mirror.Trainer(model, optax.adam(1e-3), ...).",
+    "optimizer": "It belongs to the trainer: mirror.Trainer(model, optax.adam(1e-3), loss_fn).",
+    "loss": "It belongs to the trainer: mirror.Trainer(model, optax.adam(1e-3), loss_fn).",
+    "metrics": "They belong to the trainer: mirror.Trainer(..., 'mse', metrics=['mae']).",
+    "steps": "Use steps_per_epoch.",
+    "num_epochs": "Use epochs.",
+    "max_epochs": "Use epochs.",
+}
+_EVALUATE = {
+    "x": f"{_TUPLE}trainer.evaluate((x, y), batch_size=32).",
+    "y": f"{_TUPLE}trainer.evaluate((x, y), batch_size=32).",
+    "verbose": "trainer.evaluate shows nothing; omit it.",
+    "sample_weight": _FIT["sample_weight"],
+    "steps": "Pass data with as many batches as you want to evaluate.",
+    "callbacks": "Callbacks are for fit.",
+    "return_dict": "The result is always a dict; omit it.",
+}
+_PREDICT_LINE = "trainer.predict(lambda model, batch: model(batch), x, batch_size=32)"
+_PREDICT = {
+    "x": f"Pass the function to apply, and the data: {_PREDICT_LINE}.",
+    "verbose": "trainer.predict shows nothing; omit it.",
+    "steps": "Pass data with as many batches as you want to predict.",
+    "callbacks": "Callbacks are for fit.",
+}
+_TRAINER = {
+    "optimizer": "Its name is tx: mirror.Trainer(model, tx=optax.adam(1e-3), loss_fn=loss_fn).",
+    "loss": "Its name is loss_fn: mirror.Trainer(model, optax.adam(1e-3), loss_fn='mse').",
+    "loss_weights": "Return the weighted sum of the losses from loss_fn(model, batch).",
+    "weighted_metrics": "Return mirror.Weighted(values, weights) as a metric of loss_fn.",
+    "jit_compile": "Steps are always compiled; omit it.",
+    "run_eagerly": "Steps are always compiled. To debug one, use jax.debug.print in loss_fn, or "
+    "call loss_fn(model, batch) outside of the trainer.",
+    "auto_scale_loss": "Scale the loss in the optimizer.",
+    "learning_rate": _FIT["learning_rate"],
+    "batch_size": "It belongs to the data: trainer.fit(arrays, batch_size=32).",
+    "epochs": "It belongs to fit: trainer.fit(data, epochs=10).",
+    "callbacks": "They belong to fit: trainer.fit(data, callbacks=[...]).",
+    "devices": "They belong to the strategy: strategy=mirror.MirroredStrategy(devices).",
+    "accumulate_grad_batches": "Its name is accumulate_steps.",
+    "gradient_accumulation_steps": "Its name is accumulate_steps.",
+}
+_KEYWORDS = {
+    "__init__": _TRAINER,
+    "fit": _FIT,
+    "evaluate": _EVALUATE,
+    "predict": _PREDICT,
+    "verify": {"x": f"{_TUPLE}trainer.verify((x, y), batch_size=32)."},
+}
+
+
+def explains_arguments(method: Callable[P, R]) -> Callable[P, R]:
+    """Decorates a method of `Trainer`, so that a wrong call is answered with the right one.
+
+    The signature stays as it is: there is no `**kwargs` that would hide errors from type checkers.
+    """
+    signature = inspect.signature(method)
+    parameters = list(signature.parameters)
+    by_keyword = _KEYWORDS[method.__name__]
+    name = "mirror.Trainer" if method.__name__ == "__init__" else f"trainer.{method.__name__}"
+
+    @functools.wraps(method)
+    def explained(*args: P.args, **kwargs: P.kwargs) -> R:
+        is_pair = method.__name__ in ("fit", "evaluate", "verify") and (
+            len(args) > 2 and (is_array(args[2]) or isinstance(args[2], list | tuple | dict))
+        )
+        unknown = [key for key in kwargs if key not in parameters]
+        if is_pair or unknown:
+            called = ", ".join([*map(describe, args[1:]), *(f"{k}=..." for k in kwargs)])
+            if is_pair or ("y" in unknown and "y" in by_keyword):
+                fix = by_keyword["x"]
+                raise TypeError(f"{name}({called}) received inputs and labels separately. {fix}")
+            raise TypeError(_unknown(name, unknown[0], by_keyword, parameters[1:]))
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            fix = by_keyword["x"] if method.__name__ == "predict" else ""
+            shown = signature_of(method, is_method=True)
+            raise TypeError(f"{name}: {error}. The call is {name}{shown}. {fix}".strip()) from None
+        return method(*args, **kwargs)
+
+    return explained
+
+
+def _unknown(name: str, key: str, by_keyword: Mapping[str, str], parameters: list[str]) -> str:
+    fix = by_keyword.get(key) or nearest(key, parameters).strip()
+    if not fix:
+        fix = f"Its arguments are {', '.join(parameters)}."
+    return f"{name} does not have the argument {key!r}. {fix}"
+
+
+def advice_for_model(model: Any) -> str:
+    """Returns how to get an `nnx.Module` instead of this value."""
+    kind = model if isinstance(model, type) else type(model)
+    libraries = {base.__module__.partition(".")[0] for base in kind.__mro__}
+    if libraries & {"keras", "tensorflow", "tf_keras"}:
+        return (
+            "mirror trains Flax models, not Keras models. Write the layers in Flax: "
+            "keras.layers.Dense(10) is nnx.Linear(n, 10, rngs=rngs), and "
+            "keras.Sequential([...]) is nnx.Sequential(...)."
+        )
+    if "torch" in libraries:
+        return (
+            "mirror trains Flax models, not PyTorch models. Write the layers in Flax: "
+            "torch.nn.Linear(n, 10) is nnx.Linear(n, 10, rngs=rngs), and forward is __call__."
+        )
+    if isinstance(model, type):
+        return f"This is a class. Create an object: {model.__name__}(..., rngs=nnx.Rngs(0))."
+    if isinstance(model, linen.Module):
+        return "Wrap the Linen module: nnx.bridge.ToNNX(module, rngs=nnx.Rngs(0)).lazy_init(x)."
+    if "equinox" in libraries or "haiku" in libraries:
+        return (
+            "A Trainer trains nnx modules. For other models, write the step: strategy.run(step, "
+            "(params, opt_state, batch))."
+        )
+    return "To train a Linen module, wrap it: nnx.bridge.ToNNX(module, rngs=nnx.Rngs(0))."
+
+
+def require_transformation(tx: Any) -> None:
+    """Rejects everything but an optax transformation.
+
+    Raises:
+        TypeError: If it is something else; the message says how to create one.
+    """
+    if isinstance(tx, optax.GradientTransformation):
+        return
+    fix = "For example: optax.adam(1e-3)."
+    kind = tx if isinstance(tx, type) else type(tx)
+    library = str(kind.__module__).partition(".")[0]
+    if isinstance(tx, str):
+        plain = tx.lower()
+        is_known = plain.isidentifier() and callable(getattr(optax, plain, None))
+        names = ("adam", "adamw", "sgd", "rmsprop", "adagrad", "adamax", "lion", "lamb", "nadam")
+        fix = f"Write optax.{plain}(1e-3)." if is_known else nearest(tx, names).strip() or fix
+    elif library in ("keras", "tensorflow", "tf_keras", "torch"):
+        fix = f"Use the optimizer of optax: optax.{kind.__name__.lower()}(1e-3)."
+    elif callable(tx) and getattr(optax, name := name_of(tx), None) is tx:
+        fix = f"Call the function: optax.{name}(1e-3)."
+    elif callable(tx) and str(getattr(tx, "__module__", "")).startswith("optax"):
+        fix = "Pass a schedule to the optimizer: optax.adam(schedule)."
+    elif callable(tx):
+        fix = "The order is mirror.Trainer(model, optax.adam(1e-3), loss_fn)."
+    elif isinstance(tx, int | float):
+        fix = f"Pass the learning rate to the optimizer: optax.adam({tx!r})."
+    raise TypeError(expected("tx", tx, "an optax.GradientTransformation or an nnx.Optimizer", fix))
+
+
+@contextmanager
+def describes_batch(fn: Callable[..., Any], batch: PyTree) -> Iterator[None]:
+    """Adds a note that describes the batch to errors of a user's function."""
+    try:
+        yield
+    except (TypeError, KeyError, IndexError, ValueError, AttributeError) as error:
+        if not _is_ours(error):
+            error.add_note(_batch_note(fn, batch))
+        raise
+
+
+def _is_ours(error: BaseException) -> bool:
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    return traceback is not None and is_own(traceback.tb_frame.f_code.co_filename)
+
+
+def _batch_note(fn: Callable[..., Any], batch: PyTree) -> str:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(batch)
+    shown = ", ".join(f"batch{keys(path)}: {describe(leaf)}" for path, leaf in leaves[:12])
+    fix = ""
+    if isinstance(batch, tuple | list) and len(batch) > 1:
+        names = ", ".join(["x", "y", "z", "w"][: len(batch)]) if len(batch) < 5 else "x, *rest"
+        fix = f" Unpack it: {names} = batch."
+    elif isinstance(batch, dict):
+        fix = f" Its keys are {', '.join(map(repr, batch))}."
+    return (
+        f"{name_of(fn)} received a batch that is a {type(batch).__name__}, with the shapes of one "
+        f"replica: {shown}.{fix}"
+    )

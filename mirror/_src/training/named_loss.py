@@ -1,0 +1,223 @@
+"""`NamedLoss`: the loss function of a `Trainer` that was created with the name of a loss."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias, final
+
+import jax
+import jax.numpy as jnp
+
+from mirror._src.training.labels import Labels, PartOfBatch, part_of
+from mirror._src.training.losses import (
+    LOSSES,
+    OF_FUNCTIONS,
+    aligned,
+    per_example,
+    require_loss,
+)
+from mirror._src.training.metrics import Metrics, metric_functions
+from mirror._src.utils.errors import describe, expected
+from mirror._src.utils.naming import name_of, require_parameters, signature_of
+from mirror._src.utils.types import Array, PyTree
+
+LossFunction: TypeAlias = Callable[[Any, PyTree], Any]
+
+_LABEL_KEYS = ("label", "labels", "y", "target", "targets")
+_OF_CLASSES = {  # losses of other libraries, in lowercase without "loss"
+    "crossentropy": "sparse_categorical_crossentropy",
+    "bcewithlogits": "binary_crossentropy",
+    "l1": "mean_absolute_error",
+    "mse": "mean_squared_error",
+    "smoothl1": "huber",
+}
+
+
+@final
+class NamedLoss:
+    """Calls the model with the inputs of a batch, and compares the outputs with its labels.
+
+    A batch is `(inputs, labels)`, or a dict with two entries, one of which `labels` names. The
+    entry of `sample_weight`, if there is one, is a third.
+
+    Args:
+        name: A name in the table of losses.
+        labels: Key or index of the labels. Defaults to 1 in tuples.
+        sample_weight: Key or index of the weights; other values do not select an entry.
+        metrics: Names or functions `(outputs, labels)`, or a dict of them.
+        num_classes: Number of classes, or None if the logits determine it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        labels: PartOfBatch | None,
+        sample_weight: PartOfBatch | None,
+        metrics: Metrics | None,
+        num_classes: int | None,
+    ) -> None:
+        self.__name__ = name  # for messages
+        self._loss = require_loss(name)
+        if callable(labels):
+            fix = "Pass a key or an index, or write a function (model, batch) for the loss."
+            raise TypeError(expected("labels", labels, f"a part of the batch for {name!r}", fix))
+        if num_classes is not None and self._loss.kind != "classes":
+            raise ValueError(
+                f"num_classes={num_classes} does not fit the loss {name!r}, whose labels are not "
+                "integer classes. Omit num_classes, or use 'sparse_categorical_crossentropy'."
+            )
+        self._key = labels
+        self._weight = None if callable(sample_weight) else sample_weight
+        self._metrics = metric_functions(metrics, self._loss.kind, name)
+        self.labels: Labels | None = None
+        if self._loss.kind == "classes":
+            self.labels = Labels(self.labels_of, num_classes, are_columns=True)
+        elif self._loss.kind == "binary":
+            self.labels = Labels(self.labels_of, 2, are_columns=True, are_probabilities=True)
+
+    def __call__(self, model: Any, batch: PyTree) -> tuple[Array, dict[str, Array]]:
+        """Returns the losses and the metrics of a batch, each with one value per example."""
+        inputs, labels = self._parts(batch)
+        outputs = model(inputs)
+        if not isinstance(outputs, jax.Array):
+            raise TypeError(
+                f"The model must return one array for the loss {self.__name__!r}, got "
+                f"{describe(outputs)}. {self._function}"
+            )
+        if not hasattr(labels, "shape"):
+            raise TypeError(
+                f"Labels for {self.__name__!r} must be one array, got {describe(labels)}. "
+                f"{self._function}"
+            )
+        outputs, labels = aligned(self.__name__, self._loss.kind, outputs, jnp.asarray(labels))
+        if self.labels is not None and self._loss.kind == "classes":
+            self.labels.infer(outputs.shape[-1])
+        losses = per_example(self._loss.fn(outputs, labels))
+        return losses, {name: fn(outputs, labels) for name, fn in self._metrics.items()}
+
+    def labels_of(self, batch: PyTree) -> Any:
+        """Returns the labels of a batch."""
+        return self._parts(batch)[1]
+
+    def _parts(self, batch: PyTree) -> tuple[Any, Any]:
+        """Returns the inputs and the labels of a batch.
+
+        Raises:
+            ValueError: If the batch does not have exactly these two parts.
+        """
+        if isinstance(batch, Mapping):
+            names: list[Any] = list(batch)
+            key = self._key
+            if key is None:
+                guess = next((name for name in _LABEL_KEYS if name in names), "label")
+                raise self._not_a_pair(
+                    batch, f"Name the labels: mirror.Trainer(..., labels={guess!r})."
+                )
+        elif isinstance(batch, tuple | list):
+            names = list(range(len(batch)))
+            key = 1 if self._key is None else self._key
+        else:
+            raise self._not_a_pair(batch)
+        labels = part_of(batch, key, "labels")
+        inputs = [name for name in names if name not in (key, self._weight)]
+        if len(inputs) != 1:
+            fix = ""
+            if len(inputs) > 1 and self._weight is None and len(names) == 3:
+                fix = f"If the third entry contains weights, pass sample_weight={inputs[-1]!r}."
+            raise self._not_a_pair(batch, fix)
+        return batch[inputs[0]], labels
+
+    def _not_a_pair(self, batch: PyTree, fix: str = "") -> ValueError:
+        pair = "a tuple (inputs, labels), or a dict with two entries and labels=..."
+        if isinstance(batch, Mapping):
+            shown = f"a dict with the keys {list(batch)}"
+        elif isinstance(batch, tuple | list):
+            shown = f"a {type(batch).__name__} of {len(batch)}: {', '.join(map(describe, batch))}"
+        else:
+            shown = describe(batch)
+        return ValueError(
+            f"With the loss {self.__name__!r}, a batch must be {pair}, got {shown}. "
+            f"{fix or self._function}"
+        )
+
+    @property
+    def _function(self) -> str:
+        """The loss as a function that the user can change, for messages."""
+        outputs = "logits" if "logits" in self._loss.line else "outputs"
+        return (
+            "Or write the loss as a function:\n"
+            "    def loss_fn(model, batch):\n"
+            "        inputs, labels = ...  # from the batch\n"
+            f"        {outputs} = model(inputs)\n"
+            f"        return {self._loss.line}"
+        )
+
+
+def loss_of(
+    loss_fn: Any,
+    labels: PartOfBatch | None,
+    sample_weight: PartOfBatch | None,
+    metrics: Metrics | None,
+    num_classes: int | None,
+) -> LossFunction | NamedLoss:
+    """Returns the loss function of a `Trainer` from its argument: a function or a name.
+
+    Raises:
+        TypeError: If it is neither, takes other arguments, or `metrics` are passed with a function.
+        ValueError: If the name is unknown or an argument does not fit it.
+    """
+    name = loss_fn if isinstance(loss_fn, str) else _name_in_table(loss_fn)
+    if name is not None:
+        return NamedLoss(name, labels, sample_weight, metrics, num_classes)
+    if not callable(loss_fn):
+        fix = "Pass a name, such as 'mse', or a function (model, batch) -> per-example losses."
+        raise TypeError(expected("loss_fn", loss_fn, "a name or a function", fix))
+    _require_loss_function(loss_fn)
+    if metrics is not None:
+        raise TypeError(
+            f"`metrics` requires the name of a loss, but loss_fn is the function "
+            f"{name_of(loss_fn)}. Return the metrics from it: return losses, {{'accuracy': "
+            "logits.argmax(-1) == labels}."
+        )
+    return loss_fn
+
+
+def _name_in_table(fn: Any) -> str | None:
+    return next((name for known, name in OF_FUNCTIONS.items() if fn is known), None)
+
+
+def _require_loss_function(fn: Callable[..., Any]) -> None:
+    """Rejects losses of other libraries, and functions of other arguments than `(model, batch)`."""
+    kind = fn if isinstance(fn, type) else type(fn)
+    module = fn.__module__ if isinstance(getattr(fn, "__module__", None), str) else kind.__module__
+    library = module.partition(".")[0]
+    name = getattr(fn, "__name__", kind.__name__)
+    if library in ("keras", "tensorflow", "tf_keras", "torch"):
+        plain = name.lower().replace("_", "").removesuffix("loss")
+        ours = _OF_CLASSES.get(plain) or next(
+            (loss for loss in LOSSES if loss.replace("_", "") == plain), None
+        )
+        fix = "Write a function (model, batch) -> per-example losses."
+        if ours is not None:
+            fix = f"Pass its name, {ours!r}, and let the model return logits."
+        raise TypeError(f"`loss_fn` is {name} of {library}, which JAX cannot differentiate. {fix}")
+    first = next(iter(_parameters(fn)), "")
+    if library == "optax" or first in ("logits", "y_true", "y_pred", "predictions", "outputs"):
+        where = "optax.losses." if library == "optax" else ""
+        order = "labels, outputs" if first == "y_true" else "outputs, labels"
+        raise TypeError(
+            f"`loss_fn` is {name}{signature_of(fn)}, but a Trainer calls loss_fn(model, batch). "
+            "Wrap it:\n"
+            "    def loss_fn(model, batch):\n"
+            "        inputs, labels = batch\n"
+            "        outputs = model(inputs)\n"
+            f"        return {where}{name}({order})  # one value per example"
+        )
+    unpack = ", ".join(_parameters(fn)[1:]) or "x, y"
+    fix = f"Take the batch as one argument, and unpack it: {unpack} = batch, or batch['x']."
+    require_parameters(fn, f"`loss_fn` ({name})", ("model", "batch"), fix)
+
+
+def _parameters(fn: Callable[..., Any]) -> list[str]:
+    try:
+        return signature_of(fn).strip("()").replace("*", "").split(", ")
+    except (TypeError, ValueError):
+        return []

@@ -1,0 +1,402 @@
+"""Tables of the names of TensorFlow, Keras and PyTorch, and of what mirror has in their place.
+
+The tables on the pages "Migrating from TensorFlow" and "Migrating from PyTorch" are these tables,
+and errors about unknown names quote them. After a change, update the pages with
+`python -m tests.support.name_tables --write`.
+"""
+
+from typing import NamedTuple
+
+
+class Table(NamedTuple):
+    """A table of a migration page.
+
+    Attributes:
+        page: Name of the page.
+        library: Header of the first column, such as "`tf.config.`".
+        ours: Header of the second column.
+        prefix: Prefix of the names in the first column.
+        owner: Module whose names they replace, such as "mirror.config".
+        rows: The cells of every row. A second cell that starts with a hyphen gives the reason why
+            there is no equivalent.
+    """
+
+    page: str
+    library: str
+    ours: str
+    prefix: str
+    owner: str
+    rows: tuple[tuple[str, str], ...]
+
+
+NO_EQUIVALENT = "- "
+
+DISTRIBUTE = Table(
+    "from-tensorflow.md",
+    "`tf.distribute.`",
+    "mirror",
+    "tf.distribute.",
+    "mirror",
+    (
+        (
+            "`MirroredStrategy(devices, cross_device_ops)`",
+            "`mirror.MirroredStrategy(devices, cross_device_ops, replicas_per_device=1)`",
+        ),
+        ("`OneDeviceStrategy`", "`mirror.OneDeviceStrategy`"),
+        ("`Strategy`", "`mirror.Strategy`"),
+        (
+            "`StrategyExtended`, `strategy.extended`",
+            "- the members that programs need are methods of the strategy",
+        ),
+        ("`strategy.scope`", "`strategy.scope`"),
+        ("`strategy.run(fn, args, kwargs, options)`", "`strategy.run(fn, args, kwargs)`"),
+        ("`strategy.experimental_run_v2`", "`strategy.run(fn, args, kwargs)`"),
+        ("`RunOptions`", "- everything is compiled, with static shapes"),
+        (
+            "`strategy.reduce(op, value, axis)`",
+            "`strategy.reduce(op, value, axis)`; `axis=None` is the default; also supports "
+            '`"min"`, `"max"` and `where=`',
+        ),
+        ("`strategy.gather`", "`strategy.gather`"),
+        ("`strategy.experimental_local_results`", "`strategy.local_results`"),
+        ("`strategy.experimental_distribute_dataset`", "`strategy.distribute_dataset`"),
+        (
+            "`strategy.experimental_make_numpy_dataset`, `strategy.make_dataset_iterator`",
+            "`strategy.distribute_dataset(mirror.data.from_arrays(arrays, batch_size))`",
+        ),
+        (
+            "`strategy.distribute_datasets_from_function`",
+            "`strategy.distribute_datasets_from_function`",
+        ),
+        (
+            "`strategy.experimental_distribute_datasets_from_function`",
+            "`strategy.distribute_datasets_from_function`",
+        ),
+        (
+            "`strategy.experimental_distribute_values_from_function`",
+            "`strategy.distribute_values_from_function`",
+        ),
+        ("`strategy.num_replicas_in_sync`", "`strategy.num_replicas_in_sync`"),
+        (
+            "`strategy.cluster_resolver`",
+            "- only `mirror.MultiWorkerMirroredStrategy` has `cluster_resolver`",
+        ),
+        (
+            "`strategy.configure`, `strategy.update_config_proto`",
+            "- `mirror.config` sets up the devices before JAX starts",
+        ),
+        ("`get_strategy`, `has_strategy`", "`mirror.get_strategy`, `mirror.has_strategy`"),
+        ("`in_cross_replica_context`", "`mirror.in_cross_replica_context`"),
+        ("`experimental_set_strategy`", "- use `with strategy.scope():`"),
+        (
+            "`get_replica_context`",
+            "`mirror.get_replica_context`; in cross-replica context, it raises instead of "
+            "returning `None`",
+        ),
+        ("`ReplicaContext`", "`mirror.ReplicaContext`"),
+        (
+            "`replica_context.all_reduce(op, value)`",
+            'the same; `"sum"`, `"mean"`, `"min"`, `"max"`',
+        ),
+        ("`replica_context.all_gather(value, axis)`", "the same; `axis=0` is the default"),
+        (
+            "`replica_context.merge_call`",
+            "- a step is one program on every replica; compute with the result of `all_reduce`",
+        ),
+        ("`replica_context.replica_id_in_sync_group`", "the same"),
+        ("`replica_context.num_replicas_in_sync`, `.strategy`, `.devices`", "the same"),
+        ("`InputContext`", "`mirror.InputContext`"),
+        (
+            "`InputOptions(experimental_fetch_to_device, ...)`",
+            "`prefetch=` of `distribute_dataset`",
+        ),
+        ("`InputReplicationMode`", "- one pipeline for all replicas"),
+        ("`DistributedDataset`", "`mirror.DistributedDataset`, with `element_spec`"),
+        ("`DistributedIterator`", "`iter(dataset)`"),
+        ("`DistributedValues`", "`mirror.PerReplica`; a mirrored value is a `jax.Array`"),
+        ("`experimental.ValueContext`", "`mirror.ValueContext`"),
+        ("`ReduceOp.SUM`, `ReduceOp.MEAN`", '`mirror.ReduceOp.SUM`, `"sum"`'),
+        (
+            "`CrossDeviceOps`",
+            "`mirror.CrossDeviceOps`; a subclass defines `reduce_implementation`",
+        ),
+        ("`NcclAllReduce(num_packs)`", "`mirror.AllReduce(pack_bytes)`"),
+        ("`HierarchicalCopyAllReduce`", "`mirror.AllReduce`; XLA chooses the algorithm"),
+        (
+            "`ReductionToOneDevice(reduce_to_device)`",
+            "`mirror.ReductionToOneDevice(device)`",
+        ),
+        (
+            "`experimental.CommunicationOptions(bytes_per_pack)`, `experimental.CollectiveHints`",
+            "`mirror.AllReduce(pack_bytes)`",
+        ),
+        (
+            "`experimental.CommunicationImplementation`, `experimental.CollectiveCommunication`",
+            "`cross_device_ops=`",
+        ),
+        (
+            "`experimental.PreemptionCheckpointHandler`, `PreemptionWatcher`, `TerminationConfig`",
+            "`mirror.callbacks.Checkpoint`, which saves on SIGTERM",
+        ),
+        (
+            "`MultiWorkerMirroredStrategy`, `experimental.MultiWorkerMirroredStrategy`, "
+            "`experimental.CollectiveAllReduceStrategy`",
+            "`mirror.MultiWorkerMirroredStrategy`",
+        ),
+        ("`cluster_resolver`", "`mirror.distributed.TFConfigClusterResolver` and others"),
+        (
+            "`Server`, `experimental.rpc`",
+            "- `mirror.distributed.initialize` connects the processes",
+        ),
+        (
+            "`TPUStrategy`, `experimental.TPUStrategy`",
+            "- not tested; `mirror.MirroredStrategy()` uses the devices that JAX finds",
+        ),
+        (
+            "`ParameterServerStrategy`, `coordinator`, `experimental.partitioners`, "
+            "`experimental.CentralStorageStrategy`",
+            "- training is synchronous, with a copy of the state on each device",
+        ),
+    ),
+)
+
+CONFIG = Table(
+    "from-tensorflow.md",
+    "`tf.config.`",
+    "`mirror.config.`",
+    "tf.config.",
+    "mirror.config",
+    (
+        ("`list_physical_devices`, `list_logical_devices`", "the same"),
+        ("`PhysicalDevice`, `LogicalDevice`", "the same"),
+        ("`set_visible_devices`, `get_visible_devices`", "the same"),
+        (
+            "`LogicalDeviceConfiguration`, `experimental.VirtualDeviceConfiguration`",
+            "`LogicalDeviceConfiguration(memory_limit)`",
+        ),
+        (
+            "`set_logical_device_configuration`, `experimental.set_virtual_device_configuration`",
+            "`set_logical_device_configuration`",
+        ),
+        (
+            "`get_logical_device_configuration`, `experimental.get_virtual_device_configuration`",
+            "`get_logical_device_configuration`",
+        ),
+        (
+            "`experimental.set_memory_growth`, `experimental.get_memory_growth`",
+            "`set_memory_growth`, `get_memory_growth`",
+        ),
+        (
+            "`experimental.get_memory_info`, `experimental.get_memory_usage`",
+            '`get_memory_info`: `"current"`, `"peak"`, `"limit"`',
+        ),
+        ("`experimental.reset_memory_stats`", "- JAX cannot reset the peak"),
+        ("`experimental.get_device_details`", "`get_device_details`"),
+        ("`experimental`", "the same names without `experimental`"),
+        (
+            "`set_soft_device_placement`, `get_soft_device_placement`",
+            "the same; off by default, and applies to `mirror.device` only",
+        ),
+        (
+            "`run_functions_eagerly`, `functions_run_eagerly`",
+            "- wrap a direct call of the step in `with jax.disable_jit():`",
+        ),
+        ("`optimizer`, `experimental.enable_mlir_bridge`", "- XLA compiles everything"),
+        (
+            "`experimental.enable_tensor_float_32_execution`",
+            '- `jax.config.update("jax_default_matmul_precision", "tensorfloat32")`',
+        ),
+        ("`experimental.enable_op_determinism`", "- use XLA's flags"),
+        ("`threading`", "- the launch guard limits the work on host devices"),
+        (
+            "`experimental.set_device_policy`, `experimental.set_synchronous_execution`",
+            "- JAX copies arrays between devices as needed; `jax.block_until_ready` waits",
+        ),
+        (
+            "`experimental_connect_to_cluster`, `experimental_connect_to_host`, "
+            "`experimental.ClusterDeviceFilters`",
+            "- `mirror.distributed.initialize` connects the processes",
+        ),
+    ),
+)
+
+OTHER = Table(
+    "from-tensorflow.md",
+    "TensorFlow, Keras",
+    "mirror",
+    "",
+    "mirror",
+    (
+        ("`tf.distribute`, `tf.distribute.experimental`", "`mirror`: `mirror.MirroredStrategy`"),
+        ("`tf.device`", "`mirror.device`"),
+        (
+            "`tf.debugging.set_log_device_placement`",
+            "`mirror.debugging.set_log_device_placement`",
+        ),
+        ("`tf.add_n`", "`mirror.add_n`"),
+        (
+            "`tf.Variable(synchronization=, aggregation=)`",
+            '`mirror.Variable`; strings such as `"on_read"` and `"sum"` replace the enumerations',
+        ),
+        (
+            "`tf.VariableSynchronization`, `tf.VariableAggregation`",
+            '`mirror.Variable(synchronization="on_read", aggregation="sum")`: strings',
+        ),
+        ("`variable.read_value`, `variable.value`", "`variable[...]`"),
+        ("`variable.numpy`", "`np.asarray(variable[...])`"),
+        (
+            "`tf.nn.compute_average_loss(losses, global_batch_size=)`",
+            "- return per-example losses from `loss_fn`; in a custom loop, "
+            '`all_reduce("mean", loss)`',
+        ),
+        (
+            "`tf.nn.scale_regularization_loss`",
+            "- add the regularization loss to the per-example losses",
+        ),
+        ("`tf.function`", "- `strategy.run` compiles the step"),
+        ("`tf.GradientTape`", "`nnx.value_and_grad(loss_fn)(model, batch)`"),
+        ("`tf.Module`, `tf.keras.Model`, `tf.keras.layers`", "`flax.nnx.Module`, `flax.nnx`"),
+        ("`tf.keras.Sequential`", "`flax.nnx.Sequential`"),
+        (
+            "`tf.keras.optimizers`, `tf.train.GradientDescentOptimizer`",
+            "`optax`: `nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)`",
+        ),
+        (
+            "`tf.keras.losses`",
+            "`optax.losses`: `optax.softmax_cross_entropy_with_integer_labels(logits, labels)`",
+        ),
+        ("`tf.keras.metrics`", "`flax.nnx.metrics`, or metrics per example in `loss_fn`"),
+        ("`tf.keras`", "`mirror.Trainer` and `mirror.callbacks`; models are `flax.nnx`"),
+        ("`tf.nn`", "`jax.nn` for functions, `flax.nnx` for layers"),
+        ("`tf.random`", "`jax.random`; in a step, `replica_context.fold_in(key)`"),
+        (
+            "`tf.reduce_sum`, `tf.reduce_mean`, `tf.reduce_max`, `tf.reduce_min`",
+            "`jnp.sum`, `jnp.mean`, `jnp.max`, `jnp.min`; over the replicas, "
+            '`strategy.reduce("sum", value)`',
+        ),
+        ("`tf.constant`, `tf.convert_to_tensor`, `tf.Tensor`", "`jnp.asarray`, `jax.Array`"),
+        ("`tf.print`", '`jax.debug.print("{}", x)`'),
+        ("`tf.cond`, `tf.while_loop`", "`jax.lax.cond`, `jax.lax.while_loop`"),
+        ("`tf.data`, `tf.data.Dataset`", "pass it directly, or use `mirror.data.from_arrays`"),
+        (
+            "`tf.data.experimental.AutoShardPolicy`",
+            "- `strategy.distribute_dataset` splits every global batch",
+        ),
+        ("`tf.train.ClusterSpec`", "`mirror.distributed.ClusterSpec`"),
+        ("`tf.distribute.cluster_resolver`", "`mirror.distributed.TFConfigClusterResolver`"),
+        ("`tf.test.is_gpu_available`", '`mirror.config.list_physical_devices("GPU")`'),
+        (
+            "`model.compile`, `model.fit`, `model.evaluate`, `model.predict`",
+            "`mirror.Trainer` with `fit`, `evaluate`, `predict`",
+        ),
+        ("`compile(steps_per_execution=)`", "`mirror.Trainer(steps_per_execution=)`"),
+        (
+            "`fit(sample_weight=, class_weight=)`",
+            "`mirror.Trainer(sample_weight=, class_weight=)`",
+        ),
+        ("`fit(initial_epoch=, steps_per_epoch=)`", "the same"),
+        ('`History.history["loss"]`', '`history["loss"]`, `mirror.History`'),
+        ("`callbacks.Callback`", "`mirror.callbacks.Callback`"),
+        (
+            "`callbacks.ModelCheckpoint`, `callbacks.BackupAndRestore`",
+            "`mirror.callbacks.Checkpoint`, and `trainer.restore`",
+        ),
+        (
+            "`callbacks.EarlyStopping`, `callbacks.CSVLogger`, `callbacks.TensorBoard`",
+            "the same name in `mirror.callbacks`",
+        ),
+        ("`callbacks.TerminateOnNaN`", "`mirror.callbacks.NaNGuard`"),
+        ("`callbacks.ProgbarLogger`", "`mirror.callbacks.ProgressBar`"),
+        (
+            "`callbacks.LearningRateScheduler`",
+            "- use an Optax schedule; `mirror.callbacks.LearningRate` logs it",
+        ),
+        ("`callbacks.ReduceLROnPlateau`", "- use `optax.contrib.reduce_on_plateau`"),
+        (
+            "`tf.train.Checkpoint`, `tf.train.CheckpointManager`",
+            "`trainer.save`, `trainer.restore`, `mirror.load_checkpoint`",
+        ),
+    ),
+)
+
+PYTORCH = Table(
+    "from-pytorch.md",
+    "PyTorch",
+    "mirror",
+    "",
+    "mirror",
+    (
+        (
+            "`nn.DataParallel(model, device_ids)`",
+            "`mirror.DataParallel(model, device_ids)`: takes the full batch and returns the full "
+            "outputs",
+        ),
+        ("`DistributedDataParallel(model)`, `DDP`", "`mirror.MirroredStrategy` and `run`"),
+        (
+            "`FullyShardedDataParallel`, `FSDP`",
+            "- each device has a copy of the parameters; "
+            "`mirror.MirroredStrategy(shard_update=True)` shards the optimizer state",
+        ),
+        (
+            "`torchrun`, `init_process_group`, `destroy_process_group`",
+            "- one process drives all devices",
+        ),
+        ("`get_rank()`", "`replica_context.replica_id_in_sync_group`, in a step"),
+        ("`get_world_size()`", "`strategy.num_replicas_in_sync`"),
+        (
+            "`all_reduce(tensor, op)`",
+            '`replica_context.all_reduce("sum", tree)`, for a whole pytree',
+        ),
+        (
+            "`all_gather`",
+            "`replica_context.all_gather`; lengths may differ between replicas",
+        ),
+        ("`broadcast(tensor, src=0)`", "- mirrored values are identical from the start"),
+        (
+            "`barrier()`, `no_sync()`",
+            "- the program defines the collectives; `Trainer(accumulate_steps=k)` all-reduces once",
+        ),
+        (
+            "`DistributedSampler`, `set_epoch`",
+            "`strategy.distribute_dataset(loader)`: global batches, each example once; `fit` "
+            "passes the epoch to the sampler",
+        ),
+        (
+            "`DataLoader`, `TensorDataset`",
+            "pass a loader directly, or use `mirror.data.from_arrays`",
+        ),
+        ("`Join`, uneven inputs", "- batches of any size are counted exactly"),
+        ("`SyncBatchNorm`", "`nnx.BatchNorm(axis_name=mirror.REPLICA_AXIS)`"),
+        ("`find_unused_parameters`", "- gradients of unused parameters are zeros"),
+        ("`gradient_as_bucket_view`, `bucket_cap_mb`", "`mirror.AllReduce(pack_bytes)`"),
+        ("`ZeroRedundancyOptimizer`", "`mirror.MirroredStrategy(shard_update=True)`"),
+        ("`register_comm_hook`", "a custom `mirror.CrossDeviceOps`"),
+        ("`torch.cuda.device(1)`", '`mirror.device("/gpu:1")`'),
+        (
+            "`torch.cuda.device_count()`",
+            '`len(mirror.config.list_physical_devices("GPU"))`',
+        ),
+        (
+            "`torch.cuda.memory_allocated()`, `max_memory_allocated()`",
+            '`mirror.config.get_memory_info("GPU:0")`',
+        ),
+        (
+            "`torch.cuda.set_per_process_memory_fraction`",
+            "`mirror.config.LogicalDeviceConfiguration(memory_limit=...)`",
+        ),
+        (
+            "`torch.save`, `torch.load(map_location=)`",
+            "`trainer.save`, `trainer.restore`, on any number of replicas",
+        ),
+        (
+            "Lightning's `Trainer(accumulate_grad_batches=)`",
+            "`mirror.Trainer(accumulate_steps=)`",
+        ),
+        (
+            "`consume_prefix_in_state_dict_if_present`, `module.` in names",
+            "- a model is not wrapped",
+        ),
+    ),
+)
+
+TABLES = (DISTRIBUTE, CONFIG, OTHER, PYTORCH)

@@ -1,0 +1,48 @@
+"""Options and help of `mirror doctor`."""
+
+from mirror_cli.common import Commands, add_command
+
+_TEXT = """\
+Checks whether this machine and environment are ready for training. For each
+problem, prints what it means and how to fix it:
+
+  versions      Python, JAX, jaxlib, Flax, Optax, the CUDA plugin and the driver
+  known faults  bugs of the installed jaxlib
+  XLA_FLAGS     flags that crash the process, or that are expensive
+  memory        variables that control how much GPU memory JAX allocates
+  GPUs          GPUs that the driver reports, and whether JAX uses them
+  host threads  size of the thread pool that the host devices share
+  all-reduce    a known sum across all devices, with a deadline
+  training      a step on all devices, compared with one device on the whole batch
+
+Checks that may crash run in a subprocess. Run it in the environment of your
+program, with the same XLA_FLAGS and CUDA_VISIBLE_DEVICES. Without a GPU it
+creates 4 host devices, unless you have set their number.
+"""
+_END = """\
+examples:
+  mirror doctor
+  mirror doctor --report > report.md
+  mirror doctor --json | jq '.checks[] | select(.state != "ok")'
+  XLA_FLAGS=--xla_force_host_platform_device_count=8 mirror doctor
+
+exit status:
+  0    no problems; there may be warnings
+  1    a problem was found
+  2    an option is invalid
+  130  interrupted by Ctrl-C
+"""
+
+
+def add(commands: Commands) -> None:
+    """Adds the command."""
+    summary_line = "check versions, environment, devices and collectives; say how to fix problems"
+    parser = add_command(commands, "doctor", summary_line, (_TEXT, _END))
+    formats = parser.add_mutually_exclusive_group()
+    formats.add_argument("--json", action="store_true", help="print JSON")
+    formats.add_argument(
+        "--report",
+        action="store_true",
+        help="print Markdown to paste into an issue: versions, devices, settings, environment "
+        "variables and checks, without user names in paths",
+    )

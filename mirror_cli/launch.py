@@ -1,0 +1,348 @@
+"""`mirror launch`: runs a script with N devices, in this process or in several."""
+
+import argparse
+import contextlib
+import difflib
+import importlib
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from mirror_cli import job
+from mirror_cli.common import (
+    USAGE_ERROR,
+    Commands,
+    OptionError,
+    add_command,
+    non_negative_int,
+    positive_int,
+    report_error,
+)
+
+_TEXT = """\
+Runs a script with N devices: the first N GPUs that CUDA_VISIBLE_DEVICES exposes,
+or N host devices if JAX has no GPU. The script needs no change:
+mirror.MirroredStrategy() uses them all.
+
+The script runs as under python: its arguments, exit status, signals, traceback
+and debugger are its own, because the launcher replaces itself by Python.
+
+With --processes, it starts the script several times, for
+mirror.MultiWorkerMirroredStrategy(); N is then the number of devices of each
+process. Lines of output start with the number of the process. If a process
+fails, the launcher ends the others, and with --restarts it starts all of them
+again: the script must restore its last checkpoint.
+"""
+_END = """\
+examples:
+  mirror launch --devices 4 train.py --epochs 5     options after SCRIPT are the script's
+  mirror launch --devices 8 --cpu train.py          8 host devices, even if there are GPUs
+  mirror launch --devices 2 -m project.train        a module, as with python -m
+  mirror launch --devices 4 -m pdb train.py
+  mirror launch --processes 2 --devices 4 --restarts 3 train.py
+
+The launcher sets CUDA_VISIBLE_DEVICES, or JAX_NUM_CPU_DEVICES; --cpu sets
+JAX_PLATFORMS=cpu. Several processes get TF_CONFIG, and MIRROR_RESTARTS, the
+number of restarts so far. On several machines, use their scheduler, such as
+srun or Kubernetes, instead of this launcher.
+
+exit status:
+  2    an option is invalid, the script does not exist, or there are fewer GPUs;
+       otherwise, the exit status of the script, or of the first process that
+       failed (128 + N if signal N ended it)
+"""
+_FLAG = "--xla_force_host_platform_device_count"
+_HOST_DEVICES = "JAX_NUM_CPU_DEVICES"
+_PLATFORMS = "JAX_PLATFORMS"
+_VISIBLE, _VISIBLE_TO_JAX = "CUDA_VISIBLE_DEVICES", "JAX_CUDA_VISIBLE_DEVICES"
+_GPU_PLATFORMS = {"gpu", "cuda", "rocm"}  # JAX's names
+_DRIVERS = ("/proc/driver/nvidia/version", "/dev/kfd")
+
+
+def add(commands: Commands) -> None:
+    """Adds the command."""
+    summary = "run a script with N devices: GPUs, or host devices of the CPU"
+    parser = add_command(commands, "launch", summary, (_TEXT, _END))
+    parser.usage = (
+        "mirror launch [-h] [--devices N] [--cpu] [--processes N] [--restarts N] [--grace SECS]\n"
+        "                     (SCRIPT | -m MODULE) [ARGUMENTS ...]"
+    )
+    parser.add_argument(
+        "--devices",
+        type=positive_int,
+        metavar="N",
+        help="number of devices (default: what JAX finds, which is one device without a GPU)",
+    )
+    parser.add_argument(
+        "--cpu", action="store_true", help="use host devices, even if there are GPUs"
+    )
+    parser.add_argument(
+        "--processes", type=positive_int, metavar="N", help="number of processes (default: 1)"
+    )
+    parser.add_argument(
+        "--restarts",
+        type=non_negative_int,
+        metavar="N",
+        help="how often to start all processes again after a failure (default: 0)",
+    )
+    parser.add_argument(
+        "--grace",
+        type=positive_int,
+        default=30,
+        metavar="SECS",
+        help="time that the processes get to end after Ctrl-C or SIGTERM (default: 30)",
+    )
+    parser.add_argument(
+        "-m", dest="is_module", action="store_true", help="run a module, as python -m does"
+    )
+    # Not a positional and REMAINDER: argparse would drop `--` from `train.py -- x`.
+    parser.add_argument(
+        "target",
+        nargs=argparse.PARSER,
+        metavar="SCRIPT",
+        help="the script, or the module after -m, and its arguments",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Starts the script in place of this process, unless several processes or restarts are asked.
+
+    Returns:
+        The exit status, if the script runs in other processes or cannot be started.
+    """
+    # Python 3.11 keeps the `--` of `launch -- train.py`.
+    script, *arguments = parsed.target[parsed.target[0] == "--" :]
+    try:
+        if parsed.is_module:
+            require_module(script)
+        else:
+            require_script(script)
+        is_job = parsed.processes is not None or parsed.restarts is not None
+        environments = environments_for(
+            os.environ, parsed.processes or 1, parsed.devices, on_cpu=parsed.cpu
+        )
+    except OptionError as error:
+        return report_error("launch", str(error), USAGE_ERROR)
+    target = ["-m", script] if parsed.is_module else [script]
+    sys.stderr.flush()
+    if is_job:
+        return job.run(
+            [*target, *arguments],
+            environments,
+            restarts=parsed.restarts or 0,
+            grace_secs=parsed.grace,
+        )
+    (environment,) = environments
+    return os.execve(sys.executable, [sys.executable, *target, *arguments], environment)
+
+
+def require_script(script: str) -> None:
+    """Rejects a script that Python cannot read.
+
+    Raises:
+        OptionError: If the file does not exist, is a directory or cannot be read.
+    """
+    path = Path(script)
+    if path.is_dir():
+        raise OptionError(f"{script} is a directory. Pass a script: {path / 'train.py'}")
+    if not path.exists():
+        directory = path.parent
+        files = [file.name for file in directory.glob("*.py")] if directory.is_dir() else []
+        close = difflib.get_close_matches(path.name, files, n=1)
+        if close:
+            fix = f"Did you mean {directory / close[0]}?"
+        elif re.fullmatch(r"\w+(\.\w+)*", script) and not script.endswith(".py"):
+            fix = f"Pass the path of a script, or of a module: -m {script}"
+        else:
+            fix = f"The current directory is {Path.cwd()}."
+        raise OptionError(f"{script} does not exist. {fix}")
+    if not os.access(path, os.R_OK):
+        raise OptionError(f"{script} cannot be read. Change its permissions: chmod u+r {script}")
+
+
+def require_module(name: str) -> None:
+    """Rejects a module that does not exist, without importing its packages.
+
+    Raises:
+        OptionError: If the module or a package on the way to it does not exist.
+    """
+    first, *rest = name.split(".")
+    # `python -m` has the current directory on its path; this process may not.
+    spec = importlib.machinery.PathFinder.find_spec(first, [os.getcwd()])
+    with contextlib.suppress(ValueError):  # an empty name
+        spec = spec or importlib.util.find_spec(first)
+    found = first
+    for part in rest:
+        if spec is None:
+            break
+        found = f"{found}.{part}"
+        places = spec.submodule_search_locations
+        spec = None if places is None else importlib.machinery.PathFinder.find_spec(found, places)
+    if spec is not None:
+        return
+    if name.endswith(".py"):
+        raise OptionError(f"-m {name}: the name of a module has no .py. Omit -m to run a script.")
+    raise OptionError(
+        f"-m {name}: no module {found} found in {os.getcwd()} or the installed packages. Start in "
+        "the directory that contains it, or pass the path of a script without -m."
+    )
+
+
+def environments_for(
+    environment: Mapping[str, str], processes: int, num_devices: int | None, *, on_cpu: bool
+) -> list[dict[str, str]]:
+    """Returns the environment of each process, in which JAX has its devices only.
+
+    Args:
+        environment: The environment of this process.
+        processes: Number of processes.
+        num_devices: Number of devices of each process. None shares all GPUs, if there are any.
+        on_cpu: Whether to use host devices although there may be GPUs.
+
+    Raises:
+        OptionError: If there are fewer GPUs, a variable contradicts the options, or the environment
+            already defines a cluster.
+    """
+    if processes == 1:
+        return [environment_for(environment, num_devices, on_cpu=on_cpu)]
+    if environment.get("TF_CONFIG"):
+        raise OptionError(
+            f"--processes {processes} contradicts TF_CONFIG={environment['TF_CONFIG']}, which "
+            "already defines a cluster. Unset TF_CONFIG, or omit --processes."
+        )
+    num_gpus = count_gpus() if _may_use_gpus(environment, on_cpu=on_cpu) else 0
+    if not num_gpus:
+        return [environment_for(environment, num_devices, on_cpu=on_cpu)] * processes
+    each = num_devices or num_gpus // processes
+    if each * processes > num_gpus or not each:
+        raise OptionError(
+            f"--processes {processes} with {each or 1} devices each need {(each or 1) * processes} "
+            f"GPUs, but this machine has {num_gpus}. Request fewer, or use host devices: --cpu"
+        )
+    made = environment_for(environment, each * processes, on_cpu=on_cpu)
+    gpus = made[_VISIBLE].split(",")
+    return [{**made, _VISIBLE: ",".join(gpus[i : i + each])} for i in range(0, len(gpus), each)]
+
+
+def _may_use_gpus(environment: Mapping[str, str], *, on_cpu: bool) -> bool:
+    platforms = _platforms(environment)
+    return not on_cpu and (not platforms or not platforms.isdisjoint(_GPU_PLATFORMS))
+
+
+def _platforms(environment: Mapping[str, str]) -> set[str]:
+    return set(filter(None, environment.get(_PLATFORMS, "").split(",")))
+
+
+def environment_for(
+    environment: Mapping[str, str], num_devices: int | None, *, on_cpu: bool
+) -> dict[str, str]:
+    """Returns the environment in which JAX has this number of devices.
+
+    Args:
+        environment: The environment of this process.
+        num_devices: Number of devices. None does not change it.
+        on_cpu: Whether to use host devices although there may be GPUs.
+
+    Raises:
+        OptionError: If there are fewer GPUs, or a variable contradicts the options. Variables that
+            the user set are never overwritten.
+    """
+    platforms = _platforms(environment)
+    added: dict[str, str] = {}
+    if on_cpu:
+        if platforms and "cpu" not in platforms:
+            setting = f"{_PLATFORMS}={environment[_PLATFORMS]}"
+            raise OptionError(f"--cpu contradicts {setting}. Unset {_PLATFORMS}, or omit --cpu.")
+        added[_PLATFORMS] = "cpu"
+    if num_devices is not None:
+        if _may_use_gpus(environment, on_cpu=on_cpu) and (num_gpus := count_gpus()):
+            added |= _first_gpus(environment, num_devices, num_gpus)
+        elif platforms and "cpu" not in platforms:
+            setting = f"{_PLATFORMS}={environment[_PLATFORMS]}"
+            raise OptionError(
+                f"--devices {num_devices}: {setting} excludes host devices, and mirror found no "
+                f"GPU. Unset {_PLATFORMS}, or set {_PLATFORMS}=cpu."
+            )
+        else:
+            added |= _host_devices(environment, num_devices)
+    return {**environment, **added}
+
+
+def _first_gpus(environment: Mapping[str, str], count: int, available: int) -> dict[str, str]:
+    visible = environment.get(_VISIBLE)
+    if environment.get(_VISIBLE_TO_JAX, "all") != "all":
+        raise OptionError(
+            f"--devices {count}: {_VISIBLE_TO_JAX}={environment[_VISIBLE_TO_JAX]} also selects "
+            f"GPUs. Unset it, and set {_VISIBLE} instead."
+        )
+    entries = [str(i) for i in range(available)] if visible is None else visible.split(",")
+    if count > available:
+        names = ", ".join(f"/device:GPU:{i}" for i in range(available))
+        selected = "" if visible is None else f", selected by {_VISIBLE}={visible}"
+        widen = "" if visible is None else f", extend {_VISIBLE}"
+        raise OptionError(
+            f"--devices {count}: this machine has {available} GPU{'s' * (available > 1)} ({names})"
+            f"{selected}. Request at most {available}{widen}, or use host devices: "
+            f"mirror launch --devices {count} --cpu"
+        )
+    return {_VISIBLE: ",".join(entry.strip() for entry in entries[:count])}
+
+
+def _host_devices(environment: Mapping[str, str], count: int) -> dict[str, str]:
+    forced = re.findall(rf"{_FLAG}=(\S*)", environment.get("XLA_FLAGS", ""))[-1:]
+    settings = {f"XLA_FLAGS={_FLAG}={number}": number for number in forced}
+    if environment.get(_HOST_DEVICES):
+        settings[f"{_HOST_DEVICES}={environment[_HOST_DEVICES]}"] = environment[_HOST_DEVICES]
+    for setting, number in settings.items():
+        if number.strip() != str(count):
+            fix = f"Unset {setting.partition('=')[0]}"
+            if setting.startswith("XLA_FLAGS"):
+                fix = f"Remove {_FLAG} from XLA_FLAGS"
+            raise OptionError(f"--devices {count} contradicts {setting}. {fix}, or omit --devices.")
+    return {_HOST_DEVICES: str(count)}
+
+
+def count_gpus() -> int:
+    """Returns the number of visible GPUs that JAX can use.
+
+    Imports `mirror`, and with it JAX, only if the driver reports a GPU. Does not start JAX's
+    backend.
+
+    Raises:
+        OptionError: If JAX may use GPUs that cannot be listed.
+    """
+    try:
+        pynvml = importlib.import_module("pynvml")
+    except ImportError:
+        if any(map(os.path.exists, _DRIVERS)) and _has_plugin():
+            raise OptionError(
+                "--devices: the GPUs of this machine cannot be listed. Install NVIDIA's Python "
+                "bindings, pip install nvidia-ml-py, or use host devices: --cpu"
+            ) from None
+        return 0
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:  # no driver
+        return 0
+    pynvml.nvmlShutdown()
+    if not _has_plugin():
+        print(
+            "mirror launch: JAX has no CUDA plugin, so the script runs on host devices. "
+            "mirror doctor says how to install one; --cpu omits this message.",
+            file=sys.stderr,
+        )
+        return 0
+    physical = importlib.import_module("mirror._src.devices.physical")
+    return len(physical.gpus_of_process())
+
+
+def _has_plugin() -> bool:
+    """Whether a plugin for JAX is installed that supports GPUs."""
+    plugins = importlib.metadata.entry_points(group="jax_plugins")
+    return any(re.search(r"cuda|rocm", plugin.name) for plugin in plugins)

@@ -1,0 +1,78 @@
+"""The part of the plugin that runs in the processes of a test with `processes=`."""
+
+import contextlib
+import ctypes
+import faulthandler
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any, final
+
+import pytest
+
+VARIABLE = "MIRROR_PYTEST_PROCESS"  # "pid of the parent:file for the reports"
+IS_MEMBER = VARIABLE in os.environ
+_PR_SET_PDEATHSIG = 1
+_NAME = "mirror-member"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Joins the other processes before any test file is imported, which may start JAX."""
+    if not IS_MEMBER or config.pluginmanager.hasplugin(_NAME):
+        return
+    parent, _, path = os.environ[VARIABLE].partition(":")
+    _die_with(int(parent))
+    reports = Path(path)
+    faulthandler.register(signal.SIGUSR1, file=os.dup(2), all_threads=True)
+    reports.touch()  # from now on, SIGUSR1 prints the stacks
+    options = json.loads((reports.parent / "options").read_text())
+    for name, value in options.items():
+        if hasattr(config.option, name):
+            setattr(config.option, name, value)
+    config.pluginmanager.register(_Reporter(reports), _NAME)
+    from mirror import distributed  # loads JAX
+
+    distributed.initialize()
+
+
+def _die_with(parent: int) -> None:
+    """Makes Linux end this process when its parent is killed, which cannot end it then."""
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+@final
+class _Reporter:
+    """Passes the reports on to the parent, which shows them."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_configure(self, config: pytest.Config) -> None:
+        """Leaves only what the test prints in the output of this process."""
+        config.pluginmanager.unregister(name="terminalreporter")
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Passes on an error in the file of the test."""
+        if report.failed:
+            self._write({"when": "collection", "outcome": "failed", "text": report.longreprtext})
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Passes on the outcome of the test."""
+        text = report.longreprtext
+        if report.skipped and isinstance(report.longrepr, tuple):
+            text = report.longrepr[2].removeprefix("Skipped: ")
+        self._write({"when": report.when, "outcome": report.outcome, "text": text})
+
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        """Says that the test has ended; the process may still wait for the others."""
+        self._write({"finished": int(exitstatus)})
+
+    def _write(self, line: dict[str, Any]) -> None:
+        with self._file.open("a") as file:
+            file.write(json.dumps(line) + "\n")

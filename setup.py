@@ -1,0 +1,43 @@
+"""Adds the long description to the metadata of pyproject.toml.
+
+It is README.md for a place without the files of the repository, such as a package index.
+"""
+
+import re
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+_LINK = re.compile(r"(!?)\[([^\]]*)\]\((?![a-z]+:)([^)\s]+)\)")
+
+
+def long_description(readme: str, repository: str | None) -> str:
+    """Returns the text of README.md with absolute links, or without links.
+
+    Args:
+        readme: The text, whose links are relative to the root of the repository.
+        repository: Public address of the repository. Without it, a link becomes its text, and a
+            picture is omitted.
+    """
+
+    def link(match: re.Match[str]) -> str:
+        picture, text, target = match.groups()
+        if repository is None:
+            return "" if picture else text
+        view = "raw" if picture else "blob"
+        file = f"README.md{target}" if target.startswith("#") else target
+        return f"{picture}[{text}]({repository.rstrip('/')}/{view}/main/{file})"
+
+    return _LINK.sub(link, readme)
+
+
+if __name__ == "__main__":
+    from setuptools import setup  # Python 3.12 and later do not bring it for the tests
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    setup(
+        long_description=long_description(
+            (ROOT / "README.md").read_text(), project.get("urls", {}).get("Repository")
+        ),
+        long_description_content_type="text/markdown",
+    )

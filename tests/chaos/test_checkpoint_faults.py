@@ -1,0 +1,444 @@
+"""Checkpoints survive power failures, clocks, other writers, links, and files made on purpose."""
+
+import contextlib
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import threading
+import time
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import mirror
+from mirror._src.training.checkpoints import durable, files, layout, writer_lock
+from mirror._src.training.checkpoints.load import load_checkpoint as load
+from mirror._src.training.checkpoints.store import CheckpointStore
+from tests.support.checkpoints import START, same
+from tests.support.messages import assert_message, raises
+
+LOWEST = ("loss", "min")
+
+
+def arrays_of(step: int) -> dict[str, np.ndarray]:
+    return {f"w{i}": np.full((32, 32), step + i, np.float32) for i in range(8)}
+
+
+def save(directory, *steps: int, **options) -> None:
+    """Saves checkpoints with a metric that improves with each step."""
+    with CheckpointStore(directory, **options) as store:
+        for step in steps:
+            store.save(step, arrays_of(step), {"step": step}, {"loss": -float(step)})
+            store.wait()
+
+
+def assert_whole(directory, step: int | str = "last") -> int:
+    """Loads a checkpoint, and checks that all of it belongs to its step."""
+    found = load(directory, step)
+    assert found.position == {"step": found.step}
+    wanted = arrays_of(found.step)
+    assert found.arrays.keys() == wanted.keys()
+    assert all(same(value, found.arrays[name]) for name, value in wanted.items())
+    return found.step
+
+
+# Power failure
+
+POLICIES = {
+    "all": {},
+    "last": {"keep_last": 1},
+    "three": {"keep_last": 3},
+    "best": {"keep_last": 1, "keep_best": LOWEST},
+    "in the background": {"keep_last": 1, "asynchronous": True},
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_directory_gets_its_number_when_it_is_on_the_disk(tmp_path, monkeypatch, policy):
+    """Everything is synced before the rename, and the rename before anything is deleted."""
+    synced: set[str] = set()
+    events: list[str] = []
+    fsync, rename, delete = os.fsync, pathlib.Path.rename, durable.delete
+
+    def recording_fsync(descriptor):
+        synced.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    def recording_rename(path, target):
+        if pathlib.Path(target).suffix in ("", layout.REPLACES) and path.suffix != layout.REPLACES:
+            parts = {str(path), *(str(part) for part in path.rglob("*"))}
+            assert len(parts) > 5
+            assert parts <= synced, f"not on the disk: {sorted(parts - synced)}"
+            events.append(f"named {pathlib.Path(target).name}")
+        synced.discard(str(path.parent))
+        return rename(path, target)
+
+    def recording_delete(path):
+        if path.exists() and path.suffix not in (layout.UNFINISHED,):
+            assert str(path.parent) in synced, f"{path} is deleted before its rename is on the disk"
+            events.append(f"deleted {path.name}")
+        delete(path)
+
+    monkeypatch.setattr(os, "fsync", recording_fsync)
+    monkeypatch.setattr(pathlib.Path, "rename", recording_rename)
+    monkeypatch.setattr(durable, "delete", recording_delete)
+    save(tmp_path, 1, 2, 2, **POLICIES[policy])
+    assert str(tmp_path) in synced, "the last rename is not on the disk"
+    assert [event for event in events if "named" in event] == ["named 1", "named 2", "named 2.new"]
+    assert "deleted 2.removed" in events
+    monkeypatch.undo()
+    assert assert_whole(tmp_path) == 2
+
+
+@contextlib.contextmanager
+def mounted(image: pathlib.Path, place: pathlib.Path):
+    """Mounts the image of a file system; skips the test where that is not allowed."""
+    place.mkdir(exist_ok=True)
+    done = subprocess.run(["mount", "-o", "loop", image, place], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"cannot mount an image here: {done.stderr.strip()}")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", place], check=True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount an image")
+@pytest.mark.skipif(not shutil.which("mkfs.ext4"), reason="mkfs.ext4 is not installed")
+@pytest.mark.parametrize("delay_secs", [0.0, 6.0])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_saved_checkpoint_survives_a_power_failure(tmp_path, policy, delay_secs):
+    """The image of a mounted file system is what its disk has got: a copy is a power failure."""
+    image, copy = tmp_path / "disk", tmp_path / "copy"
+    with image.open("wb") as file:
+        file.truncate(64 * 2**20)
+    subprocess.run(["mkfs.ext4", "-q", image], check=True)
+    with mounted(image, tmp_path / "mounted") as place:
+        save(place / "runs", 1, 2, 3, **POLICIES[policy])
+        time.sleep(delay_secs)
+        shutil.copyfile(image, copy)
+    with mounted(copy, tmp_path / "after") as place:
+        assert assert_whole(place / "runs") == 3
+        kept = [int(path.name) for path in (place / "runs").iterdir() if path.name.isdigit()]
+        assert [assert_whole(place / "runs", step) for step in kept] == kept
+
+
+# Clocks
+
+HOUR, YEAR = 3600 * 10**9, 3600 * 24 * 365 * 10**9
+
+
+@pytest.mark.parametrize("jump", [-HOUR, 10 * YEAR, -10 * YEAR, 0])
+@pytest.mark.parametrize(
+    ("keep_last", "kept"), [(3, (4, 5, 6)), (1, (6,)), (None, tuple(range(1, 7)))]
+)
+def test_order_does_not_depend_on_the_clock(tmp_path, monkeypatch, jump, keep_last, kept):
+    save(tmp_path, 1, 2, 3, keep_last=keep_last)
+    now = time.time_ns()
+    monkeypatch.setattr(layout.time, "time_ns", lambda: now + jump)  # and it stands still
+    save(tmp_path, 4, 5, keep_last=keep_last)
+    monkeypatch.undo()
+    save(tmp_path, 6, keep_last=keep_last)
+    with CheckpointStore(tmp_path) as store:
+        assert store.steps() == kept
+        assert store.latest() == 6
+    assert assert_whole(tmp_path) == 6
+
+
+# Several writers
+
+
+def test_two_stores_of_one_process_do_not_disturb_each_other(tmp_path):
+    with CheckpointStore(tmp_path / "a") as a, CheckpointStore(tmp_path / "b") as b:
+        for step in range(12):
+            for store in (a, b):
+                store.save(step, arrays_of(step), {"step": step})
+    for name in "ab":
+        assert [assert_whole(tmp_path / name, step) for step in range(12)] == list(range(12))
+
+
+def test_stores_in_threads_do_not_disturb_each_other(tmp_path):
+    """Also where two of them write to one directory."""
+    failed = []
+
+    def work(name: str, steps: range) -> None:
+        try:
+            save(tmp_path / name, *steps, asynchronous=False)
+        except BaseException as error:
+            failed.append(error)
+
+    rows = [("a", range(6)), ("b", range(6)), ("c", range(0, 6)), ("c", range(6, 12))]
+    threads = [threading.Thread(target=work, args=row) for row in rows]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    for name, count in (("a", 6), ("b", 6), ("c", 12)):
+        assert [assert_whole(tmp_path / name, step) for step in range(count)] == list(range(count))
+    assert not writer_lock.WriterLock._held
+
+
+def test_two_checkpoint_callbacks_work_in_one_fit(tmp_path):
+    trainer, data = small_trainer()
+    Checkpoint = mirror.callbacks.Checkpoint
+    callbacks = [Checkpoint(tmp_path / "best", monitor="loss"), Checkpoint(tmp_path / "last")]
+    trainer.fit(data, epochs=8, callbacks=callbacks, progress=False)
+    assert load(tmp_path / "best").step == load(tmp_path / "last").step == trainer._position.step
+
+
+def write_until_killed(directory, said) -> None:
+    jax.config.update("jax_platforms", "cpu")
+    store = CheckpointStore(directory, asynchronous=False)
+    store.save(1, arrays_of(1), {"step": 1})
+    said.send(os.getpid())
+    threading.Event().wait(60)
+
+
+def try_to_write(directory, said) -> None:
+    try:
+        CheckpointStore(directory)
+    except OSError as error:
+        said.send(f"{type(error).__name__}: {error}")
+    else:
+        said.send("opened")
+
+
+def told_by(target, *arguments) -> tuple[object, object]:
+    """Starts a process; returns it, and the first thing that it sends."""
+    listens, says = START.Pipe(duplex=False)
+    process = START.Process(target=target, args=(*arguments, says))
+    process.start()
+    says.close()
+    assert listens.poll(60), "the process is silent"
+    with listens:
+        return process, listens.recv()
+
+
+def test_second_process_is_refused_until_the_first_has_ended(tmp_path):
+    writer, pid = told_by(write_until_killed, tmp_path)
+    try:
+        with raises(BlockingIOError, values=[tmp_path, pid], fix="another directory"):
+            CheckpointStore(tmp_path)
+        assert assert_whole(tmp_path) == 1  # reading is allowed
+    finally:
+        writer.kill()
+        writer.join()
+    save(tmp_path, 2)
+    assert assert_whole(tmp_path) == 2
+    assert sorted(os.listdir(tmp_path)) == ["1", "2"]
+
+
+def test_other_process_is_refused_while_this_one_writes(tmp_path):
+    """Until the last of this process's stores is closed or dropped."""
+    first, second = CheckpointStore(tmp_path), CheckpointStore(tmp_path)
+    first.close()
+    process, said = told_by(try_to_write, tmp_path)
+    process.join()
+    assert_message(said, names="BlockingIOError", values=[os.getpid(), tmp_path])
+    del second
+    process, said = told_by(try_to_write, tmp_path)
+    process.join()
+    assert said == "opened"
+
+
+def test_directory_without_locks_is_written_to(tmp_path, monkeypatch):
+    def unsupported(*_):
+        raise OSError(writer_lock.errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(writer_lock.fcntl, "lockf", unsupported)
+    save(tmp_path, 1)
+    assert assert_whole(tmp_path) == 1
+
+
+# Directories and links
+
+
+def test_directory_that_disappears_is_reported_and_made_again(tmp_path):
+    with CheckpointStore(tmp_path / "runs", asynchronous=False) as store:
+        store.save(1, arrays_of(1), {"step": 1})
+        shutil.rmtree(tmp_path / "runs")
+        assert store.steps() == ()
+        assert store.latest() is store.best() is None
+        (tmp_path / "runs").write_text("a file")
+        with raises(OSError, values=[tmp_path / "runs", 2, "none"]):
+            store.save(2, arrays_of(2), {"step": 2})
+        assert store.steps() == ()
+
+
+@pytest.mark.parametrize("name", ["2.unfinished", "2.removed", "2.new.unfinished", "1.removed"])
+@pytest.mark.parametrize("kind", ["directory", "file", "nothing"])
+def test_link_in_the_place_of_a_leftover_is_deleted_and_its_target_kept(tmp_path, name, kind):
+    target = tmp_path / "precious"
+    if kind == "directory":
+        target.mkdir()
+        (target / "thesis").write_text("mine")
+    elif kind == "file":
+        target.write_text("mine")
+    with CheckpointStore(tmp_path / "runs", asynchronous=False, keep_last=1) as store:
+        store.save(1, arrays_of(1), {"step": 1})
+        (tmp_path / "runs" / name).symlink_to(target)
+        store.save(2, arrays_of(2), {"step": 2})
+        store.save(2, arrays_of(2), {"step": 2})
+    with CheckpointStore(tmp_path / "runs"):
+        pass
+    assert os.listdir(tmp_path / "runs") == ["2"]
+    assert assert_whole(tmp_path / "runs") == 2
+    assert target.exists() == (kind != "nothing")
+    assert kind != "directory" or (target / "thesis").read_text() == "mine"
+
+
+def test_linked_checkpoint_is_removed_and_its_target_kept(tmp_path):
+    save(tmp_path / "archive", 1)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "1").symlink_to(tmp_path / "archive" / "1")
+    save(tmp_path / "runs", 2, keep_last=1)
+    assert os.listdir(tmp_path / "runs") == ["2"]
+    assert assert_whole(tmp_path / "archive") == 1
+
+
+# Restoring is all or nothing
+
+
+def small_trainer() -> tuple[mirror.Trainer, mirror.data.ArrayDataset]:
+    def loss_fn(model, batch):
+        return optax.squared_error(model(batch["x"]), batch["y"])[:, 0]
+
+    arrays = {"x": np.ones((5, 2), "float32"), "y": np.ones((5, 1), "float32")}
+    with mirror.MirroredStrategy(["/cpu:0", "/cpu:1"]).scope():
+        trainer = mirror.Trainer(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), optax.adam(0.1), loss_fn)
+    return trainer, mirror.data.from_arrays(arrays, batch_size=2)
+
+
+def forge(path: pathlib.Path, change) -> None:
+    """Changes the JSON of a checkpoint, with a right checksum."""
+    about = json.loads((path / layout.ABOUT).read_text())
+    del about["checksum"]
+    change(about)
+    about["checksum"] = layout.checksum_of_json(about)
+    (path / layout.ABOUT).write_text(json.dumps(about))
+
+
+def set_position(name, value):
+    return lambda about: about["position"].update({name: value})
+
+
+FORGED = {
+    **{
+        f"{name} {value!r}": set_position(name, value)
+        for name in ("step", "epoch", "epoch_step", "passes", "samples")
+        for value in (-1, 1.5, "7", None, True, 2**70, [])
+    },
+    "no position": lambda about: about.pop("position"),
+    "empty position": lambda about: about.update(position={}),
+    "list as position": lambda about: about.update(position=[1]),
+    "no step": lambda about: about["position"].pop("step"),
+    "other meter": set_position("meter", {"sums": 1}),
+    "text in meter": set_position("meter", {"totals": {"loss": "x"}, "count": 0, "weights": {}}),
+    "list as meter": set_position("meter", []),
+    "other history": set_position("history", {"epochs": [0]}),
+    "ragged history": set_position("history", {"epochs": [0], "seconds": [], "metrics": {}}),
+    "list as callbacks": set_position("callbacks", [1]),
+    "text as state": set_position("callbacks", {"Checkpoint 1": "x"}),
+    "no arrays": lambda about: about.pop("arrays"),
+    "no metrics": lambda about: about.pop("metrics"),
+    "text as entry": lambda about: about["arrays"].update({"model.kernel": "x"}),
+    "negative shape": lambda about: about["arrays"]["model.kernel"].update(shape=[-2, 1]),
+    "unknown dtype": lambda about: about["arrays"]["model.kernel"].update(dtype="int512"),
+    "other dtype": lambda about: about["arrays"]["model.kernel"].update(dtype="float64"),
+    "terabytes": lambda about: about["arrays"]["model.kernel"].update(shape=[2**20, 2**30]),
+    "missing array": lambda about: about["arrays"].pop("model.kernel"),
+    "added array": lambda about: about["arrays"].update(x=about["arrays"]["model.kernel"]),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    trainer, data = small_trainer()
+    trainer.fit(data, epochs=1, progress=False)
+    directory = tmp_path_factory.mktemp("saved")
+    trainer.save(directory)
+    return trainer, directory
+
+
+@pytest.mark.parametrize("forged", FORGED)
+def test_restore_changes_everything_or_nothing(saved, tmp_path, forged):
+    trainer, whole = saved
+    shutil.copytree(whole, tmp_path / "runs")
+    (path,) = (tmp_path / "runs").iterdir()
+    before = trainer.checkpoint_state()
+    forge(path, FORGED[forged])
+    with pytest.raises(ValueError, match="heckpoint") as caught:
+        trainer.restore(tmp_path / "runs")
+    assert "Error(" not in str(caught.value) or "invalid" in str(caught.value)
+    arrays, position = trainer.checkpoint_state()
+    assert position == before[1]
+    assert all(same(value, arrays[name]) for name, value in before[0].items())
+    trainer.restore(whole)
+
+
+def test_foreign_state_of_a_callback_is_refused_before_training(saved, tmp_path):
+    _, whole = saved
+    shutil.copytree(whole, tmp_path / "runs")
+    (path,) = (tmp_path / "runs").iterdir()
+    forge(path, set_position("callbacks", {"EarlyStopping 1": {"patience": 3}}))
+    trainer, data = small_trainer()
+    trainer.restore(tmp_path / "runs")
+    before = trainer._position.step
+    with raises(ValueError, names="EarlyStopping", values="{'patience': 3}", fix="callbacks"):
+        trainer.fit(
+            data, epochs=3, callbacks=mirror.callbacks.EarlyStopping("loss"), progress=False
+        )
+    assert trainer._position.step == before
+
+
+# Checkpoints of strangers
+
+
+def test_arrays_larger_than_memory_are_refused(tmp_path):
+    save(tmp_path, 1)
+    forge(tmp_path / "1", lambda about: about["arrays"]["w0"].update(shape=[2**20, 2**20]))
+    with raises(ValueError, values=[1, tmp_path / "1", "4096.0 GiB"]):
+        load(tmp_path)
+
+
+def zarr_of(tmp_path, name: str, change) -> None:
+    """Changes the metadata of an array where TensorStore keeps them."""
+    import tensorstore
+
+    base = {"driver": "file", "path": f"{tmp_path / '1' / 'arrays'}{os.sep}"}
+    store = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
+    key = f"{name}/.zarray"
+    metadata = json.loads(store.read(key).result().value)
+    change(metadata)
+    store.write(key, json.dumps(metadata).encode()).result()
+
+
+BOMBS = {
+    "shape": lambda metadata: metadata.update(shape=[2**30, 2**30]),
+    "pieces": lambda metadata: metadata.update(chunks=[2**20, 2**20]),
+    "dtype": lambda metadata: metadata.update(dtype="<f8"),
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_arrays_that_differ_from_their_entries_are_refused(tmp_path, bomb):
+    """Before memory is allocated for them."""
+    save(tmp_path, 1)
+    zarr_of(tmp_path, "w3", BOMBS[bomb])
+    with raises(ValueError, names="w3", values=[1, tmp_path / "1"]):
+        load(tmp_path)
+
+
+def test_restore_compares_the_model_before_it_reads(saved, tmp_path, monkeypatch):
+    trainer, _ = saved
+    save(tmp_path, 1)
+    forge(tmp_path / "1", lambda about: about.update(position=trainer._position.to_dict()))
+    monkeypatch.setattr(files, "read_arrays", lambda *_: pytest.fail("was read"))
+    with raises(ValueError, names=["model.kernel", "w0"], fix="mirror.load_checkpoint"):
+        trainer.restore(tmp_path)

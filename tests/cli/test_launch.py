@@ -1,0 +1,348 @@
+"""`mirror launch`: the environment, the process that it becomes, and errors before it starts."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from mirror_cli import launch
+from mirror_cli import main as cli
+from mirror_cli.common import OptionError
+from tests.support import fresh
+from tests.support.messages import assert_message, raises
+
+FLAG = "--xla_force_host_platform_device_count"
+PRINTS = """
+import json, os, sys
+names = ("JAX_NUM_CPU_DEVICES", "JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES")
+print(json.dumps([__name__, sys.argv, {n: os.environ[n] for n in names if n in os.environ}]))
+"""
+
+
+def start(
+    *arguments: str, cwd: pathlib.Path, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs `mirror launch` in a directory, whatever the exit status."""
+    return subprocess.run(command(*arguments), cwd=cwd, env=env(**environment), **PIPES)
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "mirror_cli", "launch", *arguments]
+
+
+def env(**environment: str) -> dict[str, str]:
+    path = os.pathsep.join(filter(None, [environment.pop("PYTHONPATH", ""), str(fresh.ROOT)]))
+    return {**fresh.INHERITED, **environment, "PYTHONPATH": path}
+
+
+PIPES = {"capture_output": True, "text": True, "timeout": 100, "check": False}
+
+
+# What it sets. On a machine with this many GPUs that JAX can use:
+CPUS = {"JAX_NUM_CPU_DEVICES": "4"}
+ENVIRONMENTS = {  # GPUs, options, environment, what is added
+    "nothing asked": (8, None, False, {}, {}),
+    "no GPU": (0, 4, False, {}, CPUS),
+    "the flag agrees": (0, 4, False, {"XLA_FLAGS": f"{FLAG}=2 {FLAG}=4"}, CPUS),
+    "the variable agrees": (0, 4, False, {**CPUS}, CPUS),
+    "GPUs": (8, 3, False, {}, {"CUDA_VISIBLE_DEVICES": "0,1,2"}),
+    "all GPUs": (2, 2, False, {}, {"CUDA_VISIBLE_DEVICES": "0,1"}),
+    "selected GPUs": (
+        3,
+        2,
+        False,
+        {"CUDA_VISIBLE_DEVICES": "5, GPU-1,2"},
+        {"CUDA_VISIBLE_DEVICES": "5,GPU-1"},
+    ),
+    "the flag does not matter on GPUs": (
+        2,
+        1,
+        False,
+        {"XLA_FLAGS": f"{FLAG}=8"},
+        {"CUDA_VISIBLE_DEVICES": "0"},
+    ),
+    "on the CPU": (8, 4, True, {}, {**CPUS, "JAX_PLATFORMS": "cpu"}),
+    "on the CPU, without a number": (8, None, True, {}, {"JAX_PLATFORMS": "cpu"}),
+    "of two platforms": (
+        8,
+        4,
+        True,
+        {"JAX_PLATFORMS": "cuda,cpu"},
+        {**CPUS, "JAX_PLATFORMS": "cpu"},
+    ),
+    "JAX is set to the CPU": (8, 4, False, {"JAX_PLATFORMS": "cpu"}, CPUS),
+    "JAX is set to GPUs": (2, 1, False, {"JAX_PLATFORMS": "cuda"}, {"CUDA_VISIBLE_DEVICES": "0"}),
+}
+
+
+@pytest.mark.parametrize("case", ENVIRONMENTS)
+def test_environment_has_the_devices(case, monkeypatch):
+    num_gpus, count, on_cpu, environment, added = ENVIRONMENTS[case]
+    monkeypatch.setattr(launch, "count_gpus", lambda: num_gpus)
+    environment = {"HOME": "/x", **environment}
+    before = dict(environment)
+    made = launch.environment_for(environment, count, on_cpu=on_cpu)
+    assert made == {**before, **added}
+    assert environment == before
+
+
+CONTRADICTIONS = {  # GPUs, options, environment, the message
+    "the flag": (
+        0,
+        4,
+        False,
+        {"XLA_FLAGS": f"{FLAG}=4 {FLAG}=2"},
+        {"names": "--devices 4", "values": f"XLA_FLAGS={FLAG}=2", "fix": f"Remove {FLAG}"},
+    ),
+    "the variable": (
+        0,
+        4,
+        False,
+        {"JAX_NUM_CPU_DEVICES": "8"},
+        {
+            "names": "--devices 4",
+            "values": "JAX_NUM_CPU_DEVICES=8",
+            "fix": "Unset JAX_NUM_CPU_DEVICES",
+        },
+    ),
+    "not a number": (
+        0,
+        4,
+        False,
+        {"JAX_NUM_CPU_DEVICES": "abc"},
+        {"values": "JAX_NUM_CPU_DEVICES=abc", "fix": "Unset JAX_NUM_CPU_DEVICES"},
+    ),
+    "too few GPUs": (
+        2,
+        4,
+        False,
+        {},
+        {
+            "names": ["--devices 4", "/device:GPU:0", "/device:GPU:1"],
+            "values": 2,
+            "fix": ["at most 2", "mirror launch --devices 4 --cpu"],
+        },
+    ),
+    "too few visible GPUs": (
+        1,
+        2,
+        False,
+        {"CUDA_VISIBLE_DEVICES": "3"},
+        {"names": "CUDA_VISIBLE_DEVICES=3", "fix": ["extend CUDA_VISIBLE_DEVICES", "--cpu"]},
+    ),
+    "selected by JAX": (
+        4,
+        2,
+        False,
+        {"JAX_CUDA_VISIBLE_DEVICES": "2,3"},
+        {"names": "JAX_CUDA_VISIBLE_DEVICES=2,3", "fix": "CUDA_VISIBLE_DEVICES"},
+    ),
+    "no host devices": (
+        0,
+        2,
+        False,
+        {"JAX_PLATFORMS": "cuda"},
+        {"names": "JAX_PLATFORMS=cuda", "fix": ["Unset JAX_PLATFORMS", "JAX_PLATFORMS=cpu"]},
+    ),
+    "not the CPU": (
+        2,
+        None,
+        True,
+        {"JAX_PLATFORMS": "cuda"},
+        {"names": ["--cpu", "JAX_PLATFORMS=cuda"], "fix": ["Unset JAX_PLATFORMS", "omit --cpu"]},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CONTRADICTIONS)
+def test_contradictions_are_rejected(case, monkeypatch):
+    num_gpus, count, on_cpu, environment, message = CONTRADICTIONS[case]
+    monkeypatch.setattr(launch, "count_gpus", lambda: num_gpus)
+    with raises(OptionError, **message):
+        launch.environment_for(environment, count, on_cpu=on_cpu)
+
+
+# The GPUs. The stand-in of NVML reports GPUs; a folder with metadata stands for JAX's plugin.
+GPUS = {  # GPUs, plugin, CUDA_VISIBLE_DEVICES, variables, whether standard error says something
+    "no driver": ("0", True, None, CPUS, False),
+    "two of three": ("5", True, "4,0,1,2", {"CUDA_VISIBLE_DEVICES": "4,0,1,2"}, False),
+    "hidden": ("5", True, "", {"CUDA_VISIBLE_DEVICES": "", **CPUS}, False),
+    "no plugin": ("5", False, None, CPUS, True),
+}
+
+
+@pytest.mark.parametrize("case", GPUS)
+def test_gpus_are_those_that_jax_can_use(case, tmp_path):
+    gpus, has_plugin, visible, variables, says = GPUS[case]
+    (tmp_path / "train.py").write_text(PRINTS)
+    if has_plugin:
+        metadata = tmp_path / "plugin-1.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text("Name: plugin\nVersion: 1\n")
+        (metadata / "entry_points.txt").write_text("[jax_plugins]\nxla_cuda12 = json\n")
+    environment = {
+        "STAND_IN_GPUS": gpus,
+        "PYTHONPATH": f"{fresh.STAND_INS}{os.pathsep}{tmp_path}",
+        **({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}),
+    }
+    done = start("--devices", "4", "train.py", cwd=tmp_path, **environment)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)[2] == variables
+    assert bool(done.stderr) == says
+    if says:
+        assert_message(done.stderr, fix=["mirror doctor", "--cpu"])
+
+
+def test_gpus_that_cannot_be_listed_are_an_error(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr(launch, "_DRIVERS", ("/",))
+    monkeypatch.setattr(launch, "_has_plugin", lambda: True)
+    with raises(OptionError, names="--devices", fix=["pip install nvidia-ml-py", "--cpu"]):
+        launch.count_gpus()
+    monkeypatch.setattr(launch, "_has_plugin", lambda: False)
+    assert launch.count_gpus() == 0
+
+
+# The process that it becomes.
+
+
+@pytest.mark.parametrize("path", ["train.py", "package.train"])
+def test_script_has_its_own_arguments_and_name(path, tmp_path):
+    (tmp_path / "package").mkdir()
+    for file in ("train.py", "package/train.py"):
+        (tmp_path / file).write_text(PRINTS)
+    (tmp_path / "package" / "__init__.py").write_text("")
+    how = [path] if path.endswith(".py") else ["-m", path]
+    arguments = ["--devices", "7", "-m", "--", "-h", "a b"]
+    done = start("--devices", "3", "--cpu", *how, *arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    name, (file, *rest), variables = json.loads(done.stdout)
+    assert (name, rest) == ("__main__", arguments)
+    assert pathlib.Path(file).name == "train.py"
+    assert variables == {"JAX_NUM_CPU_DEVICES": "3", "JAX_PLATFORMS": "cpu"}
+
+
+DASHES = {  # what follows `mirror launch`, and the script's arguments
+    "train.py -- x": ["--", "x"],
+    "train.py --devices 2": ["--devices", "2"],
+    "--devices 2 train.py -- -- x": ["--", "--", "x"],
+    "-- train.py -x": ["-x"],
+    "--cpu -m train --cpu": ["--cpu"],
+}
+
+
+@pytest.mark.parametrize("line", DASHES)
+def test_options_end_at_the_script(line, tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    started = []
+
+    def execve(*arguments):
+        started.append(arguments)
+        return 0
+
+    monkeypatch.setattr(launch.os, "execve", execve)
+    monkeypatch.setattr(launch, "count_gpus", lambda: 0)
+    assert cli.main(["launch", *line.split()]) == 0
+    ((file, arguments, _),) = started
+    count = len(DASHES[line])
+    assert file == arguments[0] == sys.executable
+    assert arguments[-count:] == DASHES[line]
+    assert arguments[1:-count] == (["-m", "train"] if "-m" in line else ["train.py"])
+
+
+def test_script_has_its_own_exit_status_and_traceback(tmp_path):
+    (tmp_path / "train.py").write_text("import sys; sys.exit(7)")
+    assert start("train.py", cwd=tmp_path).returncode == 7
+    (tmp_path / "train.py").write_text("1 / 0")
+    done = start("train.py", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "ZeroDivisionError" in done.stderr
+    assert "mirror_cli" not in done.stderr
+    assert done.stderr.count("File ") == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_script_receives_signals(number, tmp_path):
+    code = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    (tmp_path / "train.py").write_text(code)
+    with subprocess.Popen(
+        command("train.py"), cwd=tmp_path, env=env(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert int(process.stdout.readline()) == process.pid, "the same process"
+        process.send_signal(number)
+        assert process.wait(timeout=30) == -number
+
+
+def test_script_has_host_devices(tmp_path):
+    code = "import jax, mirror; print(jax.device_count(), mirror.MirroredStrategy())"
+    (tmp_path / "train.py").write_text(code)
+    done = start("--devices", "3", "train.py", cwd=tmp_path)
+    assert done.stdout.startswith("3 "), done.stderr
+    assert "/device:CPU:2" in done.stdout
+
+
+def test_launcher_does_not_import_jax():
+    code = """
+        import os, sys
+        os.execve = lambda *arguments: print(sorted({"jax", "flax", "mirror"} & sys.modules.keys()))
+        from mirror_cli import main as cli
+        cli.main(["launch", "--devices", "3", "--cpu", "tests/conftest.py"])
+    """
+    assert fresh.run(code) == "[]\n"
+
+
+# Errors before anything starts.
+
+MISSING = {
+    "no script": ("trainn.py", {"names": "trainn.py", "fix": "train.py"}),
+    "nothing like it": ("x/y.py", {"names": "x/y.py", "fix": "current directory"}),
+    "a module": ("numpy.nothing", {"names": "numpy.nothing", "fix": "-m numpy.nothing"}),
+    "a directory": ("folder", {"names": "folder is a directory", "fix": "folder/train.py"}),
+    "no module": ("-m nowhere.at_all", {"names": "nowhere", "fix": "directory"}),
+    "no module in a package": ("-m json.nowhere", {"names": "json.nowhere", "fix": "directory"}),
+    "a module of no package": ("-m train.more", {"names": "train.more", "fix": "directory"}),
+    "the file of a module": ("-m train.py", {"names": "train.py", "fix": "Omit -m"}),
+}
+
+
+@pytest.mark.parametrize("case", MISSING)
+def test_missing_scripts_are_rejected(case, tmp_path, monkeypatch, capsys):
+    arguments, message = MISSING[case]
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch.os, "execve", lambda *arguments: pytest.fail("it started"))
+    assert cli.main(["launch", *arguments.split()]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("mirror launch: error: ")
+    assert_message(said, **message)
+
+
+def test_unreadable_scripts_are_rejected(tmp_path, monkeypatch):
+    script = tmp_path / "train.py"
+    script.write_text("")
+    monkeypatch.setattr(launch.os, "access", lambda path, mode: False)  # root reads all files
+    with raises(OptionError, names=str(script), fix="chmod"):
+        launch.require_script(str(script))
+
+
+BAD_OPTIONS = {
+    "no devices": (["--devices", "0", "x.py"], "positive integer"),
+    "not a number": (["--devices", "two", "x.py"], "positive integer"),
+    "no script": ([], "SCRIPT"),
+    "an unknown option": (["--devcies", "2", "x.py"], "--devices"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_OPTIONS)
+def test_bad_options_are_rejected(case, capsys):
+    arguments, says = BAD_OPTIONS[case]
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["launch", *arguments])
+    assert_message(capsys.readouterr().err, fix=says)

@@ -1,0 +1,151 @@
+"""`mirror.distributed.initialize`: joining a job, and everything that can be wrong with one."""
+
+import json
+
+import jax
+import pytest
+from jax._src import distributed
+
+import mirror
+from mirror._src.distributed import hello
+from tests.support import fresh, processes
+from tests.support.messages import assert_message, raises
+
+ADDRESS = "127.0.0.1:1"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "names"),
+    [
+        ({"heartbeat_secs": 0}, ValueError, ["heartbeat_secs", "0"]),
+        ({"agreement_secs": "3"}, ValueError, ["agreement_secs", "'3'"]),
+        ({"shutdown_secs": True}, ValueError, ["shutdown_secs", "True"]),
+        ({"initialization_secs": -1.0}, ValueError, ["initialization_secs", "-1.0"]),
+        ({"cluster_resolver": "worker"}, TypeError, ["cluster_resolver", "'worker'"]),
+        ({"coordinator_address": ADDRESS}, ValueError, ["num_processes", "process_id"]),
+        ({"process_id": 0, "num_processes": 1}, ValueError, ["coordinator_address"]),
+        (
+            {
+                "cluster_resolver": mirror.distributed.TFConfigClusterResolver(),
+                "coordinator_address": ADDRESS,
+                "num_processes": 1,
+                "process_id": 0,
+            },
+            ValueError,
+            ["cluster_resolver", "coordinator_address"],
+        ),
+    ],
+)
+def test_wrong_arguments_are_rejected(arguments, error, names):
+    with raises(error, names=names):
+        mirror.distributed.initialize(**arguments)
+
+
+def test_the_private_store_of_jax_is_still_there():
+    """JAX has no public key-value store. When it has one, `distributed/store.py` must use it."""
+    names = ("client", "process_id", "num_processes")
+    assert all(hasattr(distributed.global_state, name) for name in names)
+    public = [name for name in dir(jax.distributed) if "key" in name or "store" in name]
+    assert not public
+
+
+def test_initialize_joins_reads_settings_and_may_be_called_twice():
+    code = """
+        import mirror, logging
+        mirror.distributed.initialize(heartbeat_secs=20, agreement_secs=9)
+        mirror.distributed.initialize()
+        assert mirror.distributed.process_count() == 2
+        from mirror._src.devices import startup
+        from mirror._src.distributed import start
+        assert not startup.started(), "joining a job starts no backend"
+        assert start.agreement_secs() == 9
+        strategy = mirror.MultiWorkerMirroredStrategy()
+        assert start.agreement_secs() == 9
+        mirror.distributed.barrier("all", timeout_secs=20)
+        print(mirror.distributed.process_index(), strategy.cluster_resolver.master())
+        if strategy.is_chief:
+            try:
+                mirror.distributed.barrier("only the chief", timeout_secs=1)
+            except RuntimeError as error:
+                print(error)
+    """
+    first, second = processes.outputs_of(processes.run(code, after_failure=10))
+    address = first.split()[1]
+    assert first.startswith(f"0 {address}")
+    assert second.startswith(f"1 {address}")
+    assert_message(first, names="'only the chief'", fix="mirror.distributed.barrier(")
+
+
+def test_a_backend_that_has_started_is_named():
+    code = """
+        import jax, mirror
+        x = jax.numpy.ones(3)
+        try:
+            mirror.MultiWorkerMirroredStrategy()
+        except RuntimeError as error:
+            print(error)
+        mirror.MirroredStrategy()
+    """
+    ended = processes.run(code, timeout=60)
+    for i, output in enumerate(processes.outputs_of(ended)):
+        assert_message(
+            output, names=f"process {i} of 2", fix="mirror.distributed.initialize() first"
+        )
+
+
+def test_an_absent_process_is_named_by_the_deadline():
+    code = """
+        import mirror
+        try:
+            mirror.distributed.initialize(initialization_secs=3, shutdown_secs=2)
+        except RuntimeError as error:
+            print(error)
+    """
+    (config, _) = processes.tf_configs(2)
+    address = json.loads(config)["cluster"]["worker"][0]
+    variables = {"TF_CONFIG": config, "JAX_PLATFORMS": "cpu"}
+    done = fresh.start(code, environment=variables, timeout=60)
+    # JAX itself ends a process whose coordinator does not answer, with the same facts.
+    assert "DEADLINE_EXCEEDED" in done.stdout or address in done.stdout
+
+
+def test_different_settings_are_named_by_all():
+    code = "import mirror; mirror.distributed.initialize()"
+    each = [{}, {"JAX_ENABLE_X64": "1"}]
+    for ended in processes.run(code, each=each, after_failure=15):
+        assert ended.status == 1, ended.output
+        assert_message(
+            ended.output,
+            names=["jax_enable_x64"],
+            values=["process 0", "process 1"],
+            fix="jax.config",
+        )
+
+
+def test_different_versions_are_named(monkeypatch):
+    """The versions of three processes, of which the second differs."""
+    said = [{"mirror": v, "jax": "1"} for v in ("0.2", "0.1", "0.2")]
+    monkeypatch.setattr(hello, "exchange", lambda name, mine, deadline: said)
+    with raises(
+        RuntimeError,
+        names="mirror",
+        values=["0.2 on processes 0, 2", "0.1 on process 1"],
+        fix="versions",
+    ):
+        hello.require_same_settings(0.0)
+
+
+def test_a_process_that_says_nothing_is_named():
+    code = """
+        import time, mirror
+        from mirror._src.distributed import hello
+        mirror.distributed.initialize()
+        if mirror.distributed.is_chief():
+            try:
+                hello.exchange("test", {}, time.monotonic() + 2)
+            except RuntimeError as error:
+                print(error)
+        mirror.distributed.barrier("end", 30)
+    """
+    first, _ = processes.outputs_of(processes.run(code, after_failure=10))
+    assert_message(first, names="Process 0 of 2", values="[1]")

@@ -1,0 +1,1042 @@
+"""Mistakes of new users: each message names what they wrote, says why, and gives the line to write.
+
+Every row is a small program. A row fails if its error has another type, or if its message lacks the
+user's names, the values, or the code that fixes it. Mistakes with `Trainer` are in
+`tests/training/test_mistakes.py`.
+"""
+
+import copy
+import functools
+import math
+import operator
+import pickle
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from flax.training.train_state import TrainState
+
+import mirror
+from mirror._src.utils.migration import advice
+from mirror._src.utils.migration_tables import TABLES
+from tests.support import name_tables
+from tests.support.messages import assert_message, raises
+from tests.support.strategies import cpu_strategy
+
+
+class Mistake(NamedTuple):
+    """A program, and what its error must contain; see `tests.support.messages`."""
+
+    program: Callable[[], Any]
+    kind: type[BaseException]
+    expected: dict[str, Any]
+
+
+MISTAKES: dict[str, Mistake] = {}
+
+
+def mistake(kind: type[BaseException], **expected: Any) -> Callable[[Callable[[], Any]], None]:
+    """Returns a decorator that adds a program to the table, under the name of the function."""
+
+    def add(program: Callable[[], Any]) -> None:
+        MISTAKES[program.__name__] = Mistake(program, kind, expected)
+
+    return add
+
+
+def mistakes(
+    programs: dict[str, tuple[Callable[[], Any], type[BaseException], dict[str, Any]]],
+) -> None:
+    """Adds programs of one line."""
+    for name, row in programs.items():
+        MISTAKES[name] = Mistake(*row)
+
+
+def says(**expected: Any) -> dict[str, Any]:
+    """Returns what a message must contain."""
+    return expected
+
+
+@functools.cache
+def strategy() -> mirror.MirroredStrategy:
+    return cpu_strategy(2)
+
+
+@functools.cache
+def batch() -> mirror.PerReplica:
+    return mirror.PerReplica([np.ones((2, 3), "f4"), 2 * np.ones((2, 3), "f4")])
+
+
+def losses() -> mirror.PerReplica:
+    return mirror.PerReplica([1.0, 2.0])
+
+
+def run(step, *args):
+    return strategy().run(step, args)
+
+
+def all_reduce(op, x):
+    return mirror.get_replica_context().all_reduce(op, x)
+
+
+def linear() -> nnx.Linear:
+    return nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+
+
+MODEL = linear()
+OPTIMIZER = nnx.Optimizer(MODEL, optax.sgd(0.1), wrt=nnx.Param)
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistake_is_explained(name):
+    program, kind, expected = MISTAKES[name]
+    with raises(kind, **expected) as caught:
+        program()
+    text = str(caught.value)
+    assert "Tracer(" not in text
+    assert "_src" not in text
+    assert caught.value.__cause__ is None
+    assert caught.value.__suppress_context__ or caught.value.__context__ is None
+
+
+# The step
+
+
+@mistake(
+    mirror.ReplicaDivergenceError, names=["step", "model.kernel"], fix='all_reduce("mean", grads)'
+)
+def forgotten_all_reduce_nnx():
+    def step(model, optimizer, x):
+        loss, grads = nnx.value_and_grad(lambda model: model(x).mean())(model)
+        optimizer.update(model, grads)
+        return loss
+
+    run(step, MODEL, OPTIMIZER, batch())
+
+
+@mistake(mirror.ReplicaDivergenceError, names=["step"], values="kernel", fix="all_reduce")
+def forgotten_all_reduce_linen():
+    def step(state, x):
+        grads = jax.grad(lambda params: state.apply_fn(params, x).mean())(state.params)
+        return state.apply_gradients(grads=grads)
+
+    model = linen.Dense(1)
+    params = model.init(jax.random.key(0), np.ones((2, 3)))
+    state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.sgd(0.1))
+    run(step, state, batch())
+
+
+CAPTURED = ["def step(MODEL, x)", "strategy.run(step, (MODEL, x))"]
+
+
+@mistake(ValueError, names=["step", "'MODEL'"], fix=CAPTURED)
+def captured_model_forward():
+    def step(x):
+        return MODEL(x).mean()
+
+    run(step, batch())
+
+
+@mistake(ValueError, names=["step", "'MODEL'"], fix=CAPTURED)
+def captured_model_with_nnx_grad():
+    def step(x):
+        loss, grads = nnx.value_and_grad(lambda model: model(x).mean())(MODEL)
+        return all_reduce("mean", (loss, grads))
+
+    run(step, batch())
+
+
+@mistake(ValueError, names=["step", "'model'"], fix="strategy.run(step, (model, x))")
+def captured_local_model_with_nnx_grad():
+    model = linear()
+
+    def gradient(x):
+        return nnx.grad(lambda each: each(x).mean())(model)
+
+    def step(x):
+        return gradient(x)
+
+    run(step, batch())
+
+
+@mistake(ValueError, names=["step", "'models[0]'"], fix="strategy.run(step, (model, x))")
+def captured_list_of_models():
+    models = [linear()]
+
+    def step(x):
+        return nnx.grad(lambda model: model(x).mean())(models[0])
+
+    run(step, batch())
+
+
+@mistake(ValueError, names=["step", "'trainer.model'"], fix="strategy.run(step, (model, x))")
+def captured_model_in_an_object():
+    class Training:
+        model = None
+
+    trainer = Training()
+    trainer.model = linear()
+
+    def gradient(x):
+        return nnx.grad(lambda model: model(x).mean())(trainer.model)
+
+    def step(x):
+        return gradient(x)
+
+    run(step, batch())
+
+
+@mistake(ValueError, names=["step", "'MODEL'"], fix=CAPTURED)
+def captured_model_with_jax_grad():
+    def step(x):
+        return jax.grad(lambda x: MODEL(x).mean())(x)
+
+    run(step, batch())
+
+
+@mistake(ValueError, names=["step", "'OPTIMIZER'"], fix="strategy.run(step, (OPTIMIZER, model, x))")
+def captured_optimizer():
+    def step(model, x):
+        grads = nnx.grad(lambda model: model(x).mean())(model)
+        OPTIMIZER.update(model, all_reduce("mean", grads))
+
+    run(step, linear(), batch())
+
+
+@mistake(UserWarning, names="step", values=3, fix="Define it once")
+def function_defined_in_the_loop():
+    for _ in range(6):
+
+        def step(x):
+            return x.mean()
+
+        run(step, batch())
+
+
+@mistake(UserWarning, names="step", values=2, fix="strategy.distribute_dataset")
+def undistributed_batch():
+    def step(model, x):
+        return all_reduce("mean", model(x).mean())
+
+    run(step, linear(), np.ones((4, 3), "f4"))
+
+
+@mistake(RuntimeError, names="step", fix="regular Python")
+def run_inside_jit():
+    def step(x):
+        return x.mean()
+
+    nnx.jit(lambda x: run(step, x))(np.ones(3))
+
+
+# Calls of `run`
+
+
+def of_model(model, x):
+    return model(x).mean()
+
+
+def of_three(model, optimizer, x):
+    return x.mean()
+
+
+def of_batch(x):
+    return x.mean()
+
+
+def call_run(*args, **kwargs):
+    return lambda: strategy().run(*args, **kwargs)
+
+
+X = np.ones((2, 3), "f4")
+THREE = "strategy.run(of_three, (model, optimizer, x))"
+mistakes(
+    {
+        "run(step, batch)": (
+            call_run(of_batch, batch()),
+            TypeError,
+            says(names=["args", "PerReplica"], fix="strategy.run(of_batch, (x,))"),
+        ),
+        "run(step, (batch))": (
+            call_run(of_batch, (X)),
+            TypeError,
+            says(names="args", values="float32[2,3]", fix="strategy.run(of_batch, (x,))"),
+        ),
+        "run(step, model, batch)": (
+            call_run(of_model, MODEL, X),
+            TypeError,
+            says(names=["Linear", "float32[2,3]"], fix="strategy.run(of_model, (model, x))"),
+        ),
+        "run(step, model, optimizer, batch)": (
+            call_run(of_three, MODEL, OPTIMIZER, X),
+            TypeError,
+            says(names=["Linear", "Optimizer"], fix=THREE),
+        ),
+        "run(step, a, b, c, d, e)": (
+            call_run(lambda a, b, c, d, e: a, 1, 2, 3, 4, 5),
+            TypeError,
+            says(values=[1, 5], fix="strategy.run(<lambda>, (a, b, c, d, e))"),
+        ),
+        "run(step, batch=batch)": (
+            call_run(of_batch, x=X),
+            TypeError,
+            says(names="'x'", fix=["strategy.run(of_batch, (x,))", "{'x': x}"]),
+        ),
+        "run(step, (model,), batch=batch)": (
+            call_run(of_model, (MODEL,), x=X),
+            TypeError,
+            says(names="'x'", fix="strategy.run(of_model, (model, x))"),
+        ),
+        "run(step, {batch})": (
+            call_run(of_batch, {"x": X}),
+            TypeError,
+            says(names=["args", "dict"], fix="strategy.run(of_batch, (), {...})"),
+        ),
+        "run(step, args, options)": (
+            call_run(of_batch, (X,), options=None),
+            TypeError,
+            says(
+                names="'options'",
+                values="tf.distribute.RunOptions",
+                fix="strategy.run(of_batch, args)",
+            ),
+        ),
+        "run(step, args, donate=0)": (
+            call_run(of_batch, (X,), donate_argnum=0),
+            TypeError,
+            says(names="'donate_argnum'", fix="donate_argnums="),
+        ),
+        "run(step(batch))": (
+            call_run(jnp.ones(()), (X,)),
+            TypeError,
+            says(names="fn", values="float32[]", fix="strategy.run(step, args)"),
+        ),
+        "run(args, step)": (
+            call_run((X,), of_batch),
+            TypeError,
+            says(names="of_batch", values="tuple", fix="strategy.run(of_batch, args)"),
+        ),
+        "verify(step, batch)": (
+            lambda: strategy().verify(of_batch, batch()),
+            TypeError,
+            says(names="args", values="PerReplica", fix="strategy.verify(of_batch, (x,))"),
+        ),
+        "verify(step, model, batch, 1, 2)": (
+            lambda: strategy().verify(of_model, MODEL, X, 1, 2),
+            TypeError,
+            says(names="verify(fn, args=(), kwargs=None", fix="strategy.verify(step, ("),
+        ),
+        "missing argument": (
+            call_run(of_model, (X,)),
+            TypeError,
+            says(
+                names=["of_model(model, x)", "model = float32[2,3]", "'x'"],
+                values=1,
+                fix="strategy.run(of_model, (model, x))",
+            ),
+        ),
+        "no arguments": (
+            call_run(of_batch),
+            TypeError,
+            says(names=["of_batch(x)", "'x'"], values=0, fix="strategy.run(of_batch, (x,))"),
+        ),
+        "too many arguments": (
+            call_run(of_batch, (MODEL, X)),
+            TypeError,
+            says(
+                names=["of_batch(x)", "x = Linear"],
+                values=[2, "float32[2,3]"],
+                fix="strategy.run(of_batch, (x,))",
+            ),
+        ),
+        "unknown keyword": (
+            call_run(of_batch, (X,), {"train": True}),
+            TypeError,
+            says(names=["of_batch(x)", "'train'"], fix="strategy.run(of_batch, (x,))"),
+        ),
+    }
+)
+
+
+# Collectives, and arguments in the wrong order
+
+
+def in_step(step):
+    return lambda: run(step, batch())
+
+
+context = mirror.get_replica_context
+MEAN_FIRST = "context.all_reduce('mean', x)"
+mistakes(
+    {
+        "all_reduce(x, 'mean')": (
+            in_step(lambda x: context().all_reduce(x, "mean")),
+            TypeError,
+            says(names="op", values=["float32[2,3]", "'mean'"], fix=MEAN_FIRST),
+        ),
+        "all_reduce(x, ReduceOp.MEAN)": (
+            in_step(lambda x: context().all_reduce(x, mirror.ReduceOp.MEAN)),
+            TypeError,
+            says(names="op", values="float32[2,3]", fix=MEAN_FIRST),
+        ),
+        "all_reduce(x)": (
+            in_step(lambda x: context().all_reduce(x)),
+            TypeError,
+            says(names="all_reduce(op, tree)", values="'tree'", fix='all_reduce("sum"'),
+        ),
+        "all_reduce('avg', x)": (
+            in_step(lambda x: context().all_reduce("avg", x)),
+            ValueError,
+            says(names="op", values="'avg'", fix="'mean'"),
+        ),
+        "all_reduce('summ', x)": (
+            in_step(lambda x: context().all_reduce("summ", x)),
+            ValueError,
+            says(names="op", values="'summ'", fix="Did you mean 'sum'"),
+        ),
+        "all_reduce(jnp.mean, x)": (
+            in_step(lambda x: context().all_reduce(jnp.max, x)),
+            TypeError,
+            says(names="op", values="max", fix='all_reduce("max", x)'),
+        ),
+        "all_gather(0, x)": (
+            in_step(lambda x: context().all_gather(0, x)),
+            TypeError,
+            says(values=[0, "float32[2,3]"], fix="context.all_gather(x, axis=0)"),
+        ),
+        "all_gather(x, 'mean')": (
+            in_step(lambda x: context().all_gather(x, "mean")),
+            TypeError,
+            says(names="axis", values="'mean'", fix="context.all_gather(x, axis=0)"),
+        ),
+        "reduce(x, 'mean')": (
+            lambda: strategy().reduce(losses(), "mean"),
+            TypeError,
+            says(names="op", values=["PerReplica", "'mean'"], fix="strategy.reduce('mean', x)"),
+        ),
+        "reduce(x)": (
+            lambda: strategy().reduce(losses()),
+            TypeError,
+            says(names="reduce(op, value", values="'value'", fix='strategy.reduce("mean"'),
+        ),
+        "gather(0, x)": (
+            lambda: strategy().gather(0, losses()),
+            TypeError,
+            says(values=[0, "PerReplica"], fix="strategy.gather(x, axis=0)"),
+        ),
+        "AllReduce().reduce(x, 'mean')": (
+            lambda: mirror.AllReduce().reduce(losses(), "mean"),
+            TypeError,
+            says(names="op", values="'mean'", fix="AllReduce().reduce('mean', x)"),
+        ),
+        "AllReduce().batch_reduce([x], 'mean')": (
+            lambda: mirror.AllReduce().batch_reduce([losses()], "mean"),
+            TypeError,
+            says(names="op", values="'mean'", fix="AllReduce().batch_reduce('mean', x)"),
+        ),
+        "AllReduce().broadcast(devices, x)": (
+            lambda: mirror.AllReduce().broadcast(strategy().devices, 3.0),
+            TypeError,
+            says(values=[3.0, "devices"], fix="AllReduce().broadcast(value, devices)"),
+        ),
+        "pmean(x, 'batch')": (
+            in_step(lambda x: jax.lax.pmean(x, "batch")),
+            ValueError,
+            says(
+                names="'batch'",
+                values="'replica'",
+                fix=["mirror.REPLICA_AXIS", "mirror.MirroredStrategy(axis_name='batch')"],
+            ),
+        ),
+        "BatchNorm(axis_name='data')": (
+            lambda: run(
+                lambda model, x: model(x),
+                nnx.BatchNorm(3, axis_name="data", rngs=nnx.Rngs(0)),
+                batch(),
+            ),
+            ValueError,
+            says(names="'data'", fix="mirror.MirroredStrategy(axis_name='data')"),
+        ),
+    }
+)
+
+
+# Values that a trace does not have. The line of the user is in the message.
+
+
+@mistake(
+    jax.errors.ConcretizationTypeError,
+    names=["step", "x", "float(loss)", "test_mistakes.py"],
+    values="float32[]",
+    fix=["float(strategy.run(step, args))", "jax.debug.print"],
+)
+def float_of_the_loss():
+    def step(x):
+        loss = x.mean()
+        return float(loss)
+
+    run(step, batch())
+
+
+@mistake(
+    jax.errors.ConcretizationTypeError,
+    names=["step", "loss.item()"],
+    values="float32[]",
+    fix="float(strategy.run(step, args))",
+)
+def item_of_the_loss():
+    def step(x):
+        loss = x.mean()
+        return loss.item()
+
+    run(step, batch())
+
+
+@mistake(
+    jax.errors.TracerBoolConversionError,
+    names=["step", "if loss > 0:"],
+    values="bool[]",
+    fix=["jnp.where", "jax.lax.cond"],
+)
+def branch_on_the_loss():
+    def step(x):
+        loss = x.mean()
+        if loss > 0:
+            return loss
+        return -loss
+
+    run(step, batch())
+
+
+@mistake(
+    jax.errors.TracerArrayConversionError,
+    names=["step", "np.asarray(x)"],
+    values="float32[2,3]",
+    fix="jax.numpy",
+)
+def numpy_array_of_the_batch():
+    def step(x):
+        return np.asarray(x)
+
+    run(step, batch())
+
+
+@mistake(
+    jax.errors.TracerIntegerConversionError,
+    names=["step", "range(count)"],
+    values="int32[]",
+    fix=["functools.partial(step, n=3)", "jax.lax.fori_loop"],
+)
+def loop_over_a_traced_count():
+    def step(count):
+        return sum(jnp.ones(()) for _ in range(count))
+
+    run(step, 3)
+
+
+@mistake(
+    TypeError, names=["step", "jnp.zeros(count)"], values="int32[]", fix="functools.partial(step"
+)
+def size_from_an_argument():
+    def step(count):
+        return jnp.zeros(count)
+
+    run(step, 3)
+
+
+@mistake(
+    jax.errors.NonConcreteBooleanIndexError,
+    names=["step", "x[x > 0]"],
+    fix=["jnp.where(mask, x, 0)", "where=mask"],
+)
+def elements_selected_by_a_mask():
+    def step(x):
+        return x[x > 0].mean()
+
+    run(step, batch())
+
+
+@mistake(TypeError, names=["step", ":.3f"], fix="jax.debug.print")
+def format_of_the_loss():
+    def step(x):
+        return print(f"{x.mean():.3f}")
+
+    run(step, batch())
+
+
+@mistake(
+    UserWarning,
+    names=["step", "losses[0]"],
+    values="float32[]",
+    fix=["strategy.run(step, args)", "losses.append(value)"],
+)
+def list_that_collects_losses():
+    losses: list[Any] = []
+
+    def step(x):
+        losses.append(x.mean())
+        return x.sum()
+
+    run(step, batch())
+
+
+@mistake(UserWarning, names=["step", "Log.last"], values="float32[]", fix="Log.last = value")
+def attribute_that_stores_the_loss():
+    class Log:
+        last = 0.0
+
+    def step(x):
+        Log.last = x.mean()
+        return x.sum()
+
+    run(step, batch())
+
+
+@mistake(ValueError, names=["step", "'losses[0]'"], values="float32[]", fix="strategy.run(step, (")
+def value_of_an_earlier_step():
+    losses: list[Any] = []
+
+    def store(x):
+        losses.append(x.mean())
+        return x.sum()
+
+    def step(x):
+        return x.mean() + losses[0]
+
+    with pytest.warns(UserWarning, match=r"losses\[0\]"):
+        run(store, batch())
+    run(step, batch())
+
+
+@mistake(
+    ValueError, names=["step", "model.last"], fix=["nnx.Variable", "self.last", "[...] = value"]
+)
+def attribute_of_the_model():
+    def step(model, x):
+        model.last = x.mean()
+        return x.sum()
+
+    run(step, linear(), batch())
+
+
+# A `PerReplica` where one value is needed
+
+MEAN = "strategy.reduce('mean', x)"
+NUMBER = f"float({MEAN})"
+OPERATIONS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "round": (lambda x: round(x), NUMBER),
+    "float": (float, NUMBER),
+    "int": (int, NUMBER),
+    "complex": (complex, NUMBER),
+    "bool": (bool, NUMBER),
+    "floor": (math.floor, NUMBER),
+    "isnan": (math.isnan, NUMBER),
+    "%": (lambda x: operator.mod("%.3f", x), NUMBER),
+    "format": (lambda x: f"{x:.3f}", f"format({NUMBER}, '.3f')"),
+    "> 0": (lambda x: x > 0, NUMBER),
+    "max": (lambda x: max(x, x), NUMBER),
+    "[0]": (lambda x: x[0], "x.values[0]"),
+    "list": (list, "x.values"),
+    "in": (lambda x: 1.0 in x, "x.values"),
+    "len": (len, "x.num_replicas"),
+    "+": (lambda x: x + 1, MEAN),
+    "sum": (lambda x: sum([x, x]), MEAN),
+    "-": (lambda x: -x, MEAN),
+    "&": (lambda x: x & x, MEAN),
+    "divmod": (lambda x: divmod(x, 2), MEAN),
+    "abs": (abs, MEAN),
+    "array +": (lambda x: np.ones(2) + x, MEAN),
+    "np.exp": (np.exp, MEAN),
+    "np.sum": (np.sum, MEAN),
+    "jnp.mean": (jnp.mean, "x.stacked"),
+    "jnp.exp": (jnp.exp, "x.stacked"),
+    "jnp.stack": (lambda x: jnp.stack([x, x]), "x.stacked"),
+    "jax.Array +": (lambda x: jnp.ones(2) + x, "x.stacked"),
+}
+ATTRIBUTES = {
+    "mean": 'strategy.reduce("mean", x)',
+    "sum": 'strategy.reduce("sum", x)',
+    "max": 'strategy.reduce("max", x)',
+    "shape": ["x.shapes", "x.stacked.shape"],
+    "item": 'float(strategy.reduce("mean", x))',
+    "numpy": "np.asarray(x)",
+    "tolist": "np.asarray(x).tolist()",
+    "block_until_ready": "jax.block_until_ready(x)",
+    "astype": "x.stacked.astype",
+    "T": "x.stacked.T",
+    "stackd": "x.stacked",
+    "nothing": "num_replicas",
+}
+for _name, (_operation, _fix) in OPERATIONS.items():
+    MISTAKES[f"PerReplica: {_name}"] = Mistake(
+        functools.partial(lambda operation: operation(losses()), _operation),
+        TypeError,
+        {"values": "PerReplica", "fix": _fix},
+    )
+for _name, _attribute_fix in ATTRIBUTES.items():
+    MISTAKES[f"PerReplica: .{_name}"] = Mistake(
+        functools.partial(lambda name: getattr(losses(), name), _name),
+        AttributeError,
+        {"names": f"'{_name}'", "values": "2 x float64[]", "fix": _attribute_fix},
+    )
+
+
+@mistake(AttributeError, names="'mean'", fix='strategy.reduce("mean", x, axis=(0, 1))')
+def mean_over_the_axes_of_a_batch():
+    batch().mean()
+
+
+# Devices
+
+
+def mirrored(*args, **kwargs):
+    return lambda: mirror.MirroredStrategy(*args, **kwargs)
+
+
+SIGNATURE = "MirroredStrategy(devices=None"
+NO_GPU = says(values="/device:GPU:0", fix=["mirror doctor", "mirror.MirroredStrategy()"])
+mistakes(
+    {
+        "num_replicas=4": (
+            mirrored(num_replicas=4),
+            TypeError,
+            says(
+                names=["'num_replicas'", SIGNATURE],
+                fix=["jax.devices()[:4]", "replicas_per_device=4"],
+            ),
+        ),
+        "device=": (
+            mirrored(device=["/cpu:0"]),
+            TypeError,
+            says(names=["'device'", SIGNATURE], fix="devices="),
+        ),
+        "devices=4": (
+            mirrored(devices=4),
+            TypeError,
+            says(names="devices", values=4, fix="MirroredStrategy(jax.devices()[:4])"),
+        ),
+        "devices=[0, 1]": (
+            mirrored([0, 1]),
+            TypeError,
+            says(values="0 (int)", fix=["'/cpu:0'", "mirror.config.list_logical_devices()"]),
+        ),
+        "devices='/cpu:0'": (
+            mirrored("/cpu:0"),
+            ValueError,
+            says(names="devices", values="'/cpu:0'", fix="MirroredStrategy(['/cpu:0'])"),
+        ),
+        "devices='gpu'": (
+            mirrored("gpu"),
+            ValueError,
+            says(names="devices", values="'gpu'", fix="mirror.config.list_logical_devices('GPU')"),
+        ),
+        "devices=[]": (mirrored([]), ValueError, says(names="devices", values="[]", fix="None")),
+        "repeated": (
+            mirrored(["/cpu:0", "/cpu:0"]),
+            ValueError,
+            says(names="devices", values="/device:CPU:0", fix="List each device once"),
+        ),
+        "['/gpu:0', '/gpu:1']": (
+            mirrored(["/gpu:0", "/gpu:1"]),
+            mirror.InvalidDeviceError,
+            says(names="devices=['/gpu:0', '/gpu:1']", **NO_GPU),
+        ),
+        "['cuda:0']": (
+            mirrored(["cuda:0"]),
+            mirror.InvalidDeviceError,
+            says(names="devices=['cuda:0']", **NO_GPU),
+        ),
+        "OneDeviceStrategy('/gpu:0')": (
+            lambda: mirror.OneDeviceStrategy("/gpu:0"),
+            mirror.InvalidDeviceError,
+            NO_GPU,
+        ),
+        "OneDeviceStrategy()": (
+            lambda: mirror.OneDeviceStrategy(),
+            TypeError,
+            says(names="OneDeviceStrategy(device", values="'device'", fix='"/cpu:'),
+        ),
+        "['/cpu:9']": (
+            mirrored(["/cpu:9"]),
+            mirror.InvalidDeviceError,
+            says(
+                names="devices=['/cpu:9']",
+                values=["/device:CPU:9", "/device:CPU:0"],
+                fix="mirror.config.set_num_cpu_devices(10)",
+            ),
+        ),
+        "cross_device_ops='nccl'": (
+            mirrored(cross_device_ops="nccl"),
+            TypeError,
+            says(names="cross_device_ops", values="'nccl'", fix="mirror.AllReduce()"),
+        ),
+        "cross_device_ops=AllReduce": (
+            mirrored(cross_device_ops=mirror.AllReduce),
+            TypeError,
+            says(names="cross_device_ops", values="mirror.AllReduce", fix="mirror.AllReduce()"),
+        ),
+        "configuration after the start": (
+            lambda: mirror.config.set_logical_device_configuration(
+                mirror.config.list_physical_devices("CPU")[0],
+                [mirror.config.LogicalDeviceConfiguration()] * 7,
+            ),
+            RuntimeError,
+            says(names="mirror.config", fix="before"),
+        ),
+        "with strategy:": (
+            lambda: strategy().__enter__(),
+            TypeError,
+            says(names="MirroredStrategy", fix="with strategy.scope():"),
+        ),
+    }
+)
+
+
+def test_gpu_names_do_not_lead_to_host_devices():
+    with pytest.raises(mirror.InvalidDeviceError) as caught:
+        mirror.MirroredStrategy(["/gpu:0"])
+    assert "set_num_cpu_devices" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError])
+def test_unknown_device_is_caught_as(kind):
+    """As a RuntimeError, like TensorFlow's, and as a ValueError, like every wrong argument."""
+    with pytest.raises(kind):
+        mirror.MirroredStrategy(["/cpu:99"])
+
+
+# Data
+
+
+def drawn(dataset):
+    return list(strategy().distribute_dataset(dataset))
+
+
+def epochs(dataset):
+    distributed = strategy().distribute_dataset(dataset)
+    return [list(distributed), list(distributed)]
+
+
+def call_from_arrays(*args, **kwargs):
+    return lambda: mirror.data.from_arrays(*args, **kwargs)
+
+
+ONE_TREE = "from_arrays({"
+mistakes(
+    {
+        "batch of 9 on 2": (
+            lambda: drawn([{"x": np.ones((9, 3))}]),
+            ValueError,
+            says(names="batch['x']", values=[9, 2, 8, 10], fix="remainder='pad'"),
+        ),
+        "generator for 2 epochs": (
+            lambda: epochs(np.ones((2, 2)) for _ in range(2)),
+            ValueError,
+            says(names="iterator", fix="DataLoader"),
+        ),
+        "distribute_dataset(array)": (
+            lambda: strategy().distribute_dataset(np.ones((4, 2))),
+            TypeError,
+            says(values="float64[4,2]", fix="mirror.data.from_arrays(arrays, batch_size)"),
+        ),
+        "distribute_dataset(data, 8)": (
+            lambda: strategy().distribute_dataset([np.ones((4, 2))], 8),
+            TypeError,
+            says(names="distribute_dataset(dataset, *", fix="strategy.distribute_dataset(["),
+        ),
+        "distribute_dataset(data, batch_size=8)": (
+            lambda: strategy().distribute_dataset([np.ones((4, 2))], batch_size=8),
+            TypeError,
+            says(names="'batch_size'", fix="mirror.data.from_arrays(arrays, batch_size=8)"),
+        ),
+        "from_arrays(x, y, 32)": (
+            lambda: mirror.data.from_arrays(np.ones((4, 2)), np.ones(4), 2),
+            TypeError,
+            says(names="from_arrays(arrays, batch_size", fix=[ONE_TREE, "batch_size=2"]),
+        ),
+        "from_arrays(x, y)": (
+            lambda: mirror.data.from_arrays(np.ones((4, 2)), np.ones(4)),
+            TypeError,
+            says(names="batch_size", values="float64[4]", fix="from_arrays({'x': x, 'y': y}"),
+        ),
+        "from_arrays(x, y, batch_size=2)": (
+            call_from_arrays(np.ones((4, 2)), np.ones(4), batch_size=2),
+            TypeError,
+            says(names="'batch_size'", fix=ONE_TREE),
+        ),
+        "from_arrays(x)": (
+            lambda: mirror.data.from_arrays(np.ones((4, 2))),
+            TypeError,
+            says(names="'batch_size'", fix="batch_size=2"),
+        ),
+        "wrong number of values": (
+            lambda: run(of_batch, mirror.PerReplica([1.0, 2.0, 3.0])),
+            ValueError,
+            says(names="x", values=[3, 2], fix="distribute_dataset"),
+        ),
+    }
+)
+
+
+# Names of other libraries
+
+NAMES: dict[tuple[str, str], str | list[str]] = {
+    ("mirror", "distribute"): "mirror.MirroredStrategy",
+    ("mirror", "experimental"): "mirror.MirroredStrategy",
+    ("mirror", "ClusterSpec"): "mirror.distributed.ClusterSpec",
+    ("mirror", "GradientTape"): "nnx.value_and_grad",
+    ("mirror", "function"): "strategy.run",
+    ("mirror", "reduce_sum"): ["jnp.sum", 'strategy.reduce("sum", value)'],
+    ("mirror", "NcclAllReduce"): "mirror.AllReduce(pack_bytes)",
+    ("mirror", "DistributedDataParallel"): "mirror.MirroredStrategy",
+    ("mirror", "init_process_group"): "one process drives all devices",
+    ("mirror", "nn"): "flax.nnx",
+    ("mirror", "keras"): "mirror.Trainer",
+    ("mirror", "mirroredstrategy"): "mirror.MirroredStrategy",
+    ("mirror", "list_physical_devices"): "mirror.config.list_physical_devices",
+    ("mirror", "distribute_dataset"): "strategy.distribute_dataset",
+    ("mirror", "nothing_like_it"): "help(mirror)",
+    ("mirror.config", "list_gpus"): 'mirror.config.list_physical_devices("GPU")',
+    ("mirror.config", "experimental"): "the same names",
+    ("mirror.config", "set_memory_grow"): "mirror.config.set_memory_growth",
+    ("mirror.data", "Dataset"): "mirror.data.from_arrays",
+    ("mirror.data", "DataLoader"): "mirror.data.from_arrays",
+    ("mirror.data", "from_array"): "mirror.data.from_arrays",
+    ("mirror.callbacks", "ModelCheckpoint"): "mirror.callbacks.Checkpoint",
+    ("strategy", "experimental_distribute_dataset"): "strategy.distribute_dataset",
+    ("strategy", "experimental_run_v2"): "strategy.run(fn, args, kwargs)",
+    ("strategy", "experimental_local_results"): "strategy.local_results",
+    ("strategy", "extended"): "methods of the strategy",
+    ("strategy", "cluster_resolver"): "mirror.MultiWorkerMirroredStrategy",
+    ("strategy", "num_replicas"): "strategy.num_replicas_in_sync",
+    ("strategy", "all_reduce"): "mirror.get_replica_context().all_reduce(...)",
+    ("strategy", "gathr"): "strategy.gather",
+    ("strategy", "nothing_like_it"): "num_replicas_in_sync",
+    ("replica_context", "merge_call"): "all_reduce",
+    ("replica_context", "reduce"): "strategy.reduce(...)",
+    ("variable", "numpy"): "np.asarray(variable[...])",
+    ("variable", "read_value"): "variable[...]",
+}
+
+
+def owner_of(name: str) -> Any:
+    if name.startswith("mirror"):
+        return mirror if name == "mirror" else getattr(mirror, name.removeprefix("mirror."))
+    objects = {
+        "strategy": strategy,
+        "replica_context": mirror.get_replica_context,
+        "variable": functools.partial(mirror.Variable, 1.0),
+    }
+    return objects[name]()
+
+
+for (_owner, _name), _names_fix in NAMES.items():
+    MISTAKES[f"{_owner}.{_name}"] = Mistake(
+        functools.partial(lambda owner, name: getattr(owner_of(owner), name), _owner, _name),
+        AttributeError,
+        {"names": f"'{_name}'", "fix": _names_fix},
+    )
+
+
+@mistake(ImportError, names=["'GradientTape'", "'mirror'"], fix="nnx.value_and_grad")
+def import_of_a_name_of_tensorflow():
+    from mirror import GradientTape  # noqa: F401
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.library)
+def test_migration_pages_show_the_tables(table):
+    written = name_tables.shown(table)
+    assert written == name_tables.text_of(table), "run python -m tests.support.name_tables --write"
+
+
+def test_advice_is_about_names_that_do_not_exist_and_gives_names_that_do():
+    for (owner, name), text in advice().items():
+        if owner.startswith("mirror") and not hasattr(owner_of(owner), name):
+            assert len(text.split()) > 4, name
+    assert advice()["strategy", "experimental_run_v2"].endswith("strategy.run(fn, args, kwargs).")
+
+
+@pytest.mark.parametrize("owner", ["mirror", "mirror.config", "strategy", "replica_context"])
+@pytest.mark.parametrize("name", ["nothing_like_it", "_repr_png_", "__array__", "distribute"])
+def test_unknown_names_are_absent(owner, name):
+    """`hasattr`, `getattr` with a default, notebooks and Python itself find nothing."""
+    assert not hasattr(owner_of(owner), name)
+    assert getattr(owner_of(owner), name, 3) == 3
+
+
+@pytest.mark.parametrize("name", ["shape", "mean", "_repr_png_", "__array_interface__", "aval"])
+def test_unknown_attributes_of_per_replica_are_absent(name):
+    assert not hasattr(losses(), name)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
+)
+def test_per_replica_is_copied(copied):
+    np.testing.assert_array_equal(np.asarray(copied(losses())), [1.0, 2.0])
+    np.testing.assert_array_equal(jax.tree.map(lambda x: x + 1, losses()), [2.0, 3.0])
+
+
+@pytest.mark.parametrize("convert", [np.asarray, np.array, jnp.asarray, jnp.array])
+def test_per_replica_is_converted_to_the_stacked_array(convert):
+    np.testing.assert_array_equal(convert(mirror.PerReplica([[1.0], [2.0]])), [[1.0], [2.0]])
+
+
+# Notes, and mistakes that work
+
+
+def test_error_of_a_step_lists_its_arguments():
+    """A batch that is a tuple, not a dict: Python's error does not say what the step received."""
+
+    def step(model, batch):
+        return model(batch["x"])
+
+    with pytest.raises(TypeError, match="tuple indices") as caught:
+        run(step, linear(), (batch(), losses()))
+    note = caught.value.__notes__[-1]
+    assert_message(note, names=["step", "model = Linear", "batch = (float32[2,3], float32[])"])
+
+
+def test_error_of_a_step_shows_its_line():
+    def step(x):
+        return float(x.mean())
+
+    with pytest.raises(jax.errors.ConcretizationTypeError) as caught:
+        run(step, batch())
+    names = [entry.name for entry in caught.traceback]
+    assert names[-1] == "step"
+    assert "flat" not in names
+
+
+def test_unknown_name_in_a_step_shows_the_line_of_the_user_only():
+    def step(x):
+        return strategy().reduce_mean(x)
+
+    with pytest.raises(AttributeError) as caught:
+        run(step, batch())
+    frames = [entry for entry in caught.traceback if "mirror/_src" in str(entry.path)]
+    assert not frames, frames
+    assert_message(caught, names="'reduce_mean'", fix="strategy.reduce")
+
+
+def test_step_may_be_jitted():
+    assert float(run(nnx.jit(lambda x: all_reduce("mean", x.mean())), batch())) == 1.5
+
+
+def doubled_mean(x):
+    return 2 * all_reduce("mean", x)
+
+
+@pytest.mark.parametrize("fake", [chex.fake_pmap, chex.fake_pmap_and_jit, chex.fake_jit])
+def test_fakes_of_chex_do_not_change_results(fake):
+    """A mirrored result has no replica axis, as without the fake."""
+    with fake():
+        result = run(doubled_mean, losses())
+    assert result.shape == ()
+    assert float(result) == 3.0

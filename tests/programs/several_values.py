@@ -1,0 +1,256 @@
+"""Checks of values, placing and refusals in one process of several: prints the passed ones."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.experimental import multihost_utils
+
+import mirror
+from mirror._src.devices.backend import logical_name
+
+strategy = mirror.MultiWorkerMirroredStrategy(replicas_per_device=int(sys.argv[1]))
+n = strategy.num_replicas_in_sync
+mine = strategy.local_replica_ids
+rows = np.arange(n * 2, dtype=np.float32).reshape(n, 2)
+CHECKS = []
+
+
+def check(fn):
+    CHECKS.append(fn)
+    return fn
+
+
+def refused(error, fn, *parts):
+    with pytest.raises(error) as raised:
+        fn()
+    missing = [part for part in parts if part not in str(raised.value)]
+    assert not missing, (missing, str(raised.value))
+
+
+def exchange(*args, **kwargs):
+    raise AssertionError("JAX compares host values across processes")
+
+
+multihost_utils.assert_equal = multihost_utils.process_allgather = exchange
+
+
+@check
+def nothing_is_compared_by_jax():
+    """`jax.device_put` to devices of several processes compares, so mirror must not use it."""
+    refused(AssertionError, lambda: jax.device_put(np.ones(3), strategy._replicas.mirrored))
+
+
+@check
+def members():
+    me, count = mirror.distributed.process_index(), mirror.distributed.process_count()
+    assert me == jax.process_index()
+    assert strategy.num_workers == count == jax.process_count()
+    assert strategy.is_chief == mirror.distributed.is_chief() == (me == 0)
+    assert strategy.cluster_resolver.task_id == me
+    assert [d.process_index for d in strategy.devices] == sorted(
+        d.process_index for d in strategy.devices
+    )
+    assert set(strategy.local_devices) == set(jax.local_devices())
+    assert len(mine) * count == n
+    assert all(strategy.devices[i] in jax.local_devices() for i in mine)
+
+
+@check
+def names():
+    there = [d for d in strategy.devices if d.process_index != jax.process_index()][-1]
+    expected = f"/job:worker/replica:0/task:{there.process_index}/device:CPU:"
+    assert logical_name(there).startswith(expected), logical_name(there)
+    assert len(logical_name(there)) == len(expected) + 1, "the index counts the process's devices"
+    assert expected in repr(strategy)
+    assert expected in str(strategy)
+    refused(ValueError, lambda: mirror.device(logical_name(there)), "another process")
+
+
+@check
+def mirrored_arguments():
+    def step(x, y):
+        return x * 2, y + 1
+
+    local = jax.device_put(jnp.ones(3), jax.local_devices()[-1])
+    for value in (2.0, 3, True, np.float32(2), np.arange(4), rows, local, jnp.asarray(2.0)):
+        doubled, more = strategy.run(step, (mirrored(value), value))
+        assert (np.asarray(doubled) == np.asarray(value) * 2).all()
+        one = mirror.OneDeviceStrategy("/cpu:0").run(lambda y: y + 1, (value,))
+        assert (doubled.is_fully_replicated, more.dtype) == (True, one.dtype)
+        assert jax.typeof(more).weak_type == jax.typeof(one).weak_type, value
+
+
+def mirrored(value):
+    with strategy.scope():
+        return jnp.asarray(value)
+
+
+@check
+def keys():
+    bits = lambda key: jax.random.key_data(key)  # noqa: E731
+    with strategy.scope():
+        key = jax.random.key(3)
+    for each in (key, jax.random.key(3)):
+        assert (np.asarray(strategy.run(bits, (each,))) == np.asarray(bits(key))).all()
+    local = jax.random.split(jax.random.key(0), n)
+    own = strategy.run(bits, (mirror.PerReplica.from_stacked(local),))
+    expected = np.asarray(bits(local))
+    for i, value in zip(mine, own.values, strict=True):
+        assert (np.asarray(value) == expected[i]).all()
+
+
+@check
+def donated_arguments_survive():
+    start = jnp.zeros(4)
+    w = mirrored(start)
+    add = lambda w, x: w + mirror.get_replica_context().all_reduce("sum", x.sum())  # noqa: E731
+    for _ in range(3):
+        w = strategy.run(add, (w, per_replica()), donate_argnums=0)
+    assert (np.asarray(w) == 3 * rows.sum()).all()
+    assert (np.asarray(start) == 0).all()
+    host = np.zeros(4, np.float32)
+    strategy.run(add, (host, per_replica()), donate_argnums=0)
+    assert (host == 0).all()
+
+
+def per_replica():
+    return mirror.PerReplica.from_stacked(rows)
+
+
+@check
+def per_replica_values_are_local():
+    x = strategy.run(lambda x: x * 2, (per_replica(),))
+    assert x.num_replicas == n
+    assert x.stacked.shape == (n, 2)
+    assert not x.stacked.is_fully_addressable
+    assert [v.tolist() for v in x.values] == (rows[list(mine)] * 2).tolist()
+    local = [v.tolist() for v in strategy.local_results(x)]
+    assert local == [v.tolist() for v in x.values]
+    assert f"{len(mine)} of {n} here" in repr(x), repr(x)
+    assert "[0." in repr(x) or mine[0] > 0
+    refused(ValueError, lambda: np.asarray(x), "strategy.gather(x)", "x.values")
+    refused(ValueError, lambda: strategy.run(lambda y: y, (x.stacked,)), "strategy.gather(x)")
+    again = strategy.run(lambda x: x + 0, (x,))
+    assert [v.tolist() for v in again.values] == local
+    assert len(strategy.local_results(mirrored(1.0))) == len(mine)
+    refused(
+        NotImplementedError,
+        lambda: mirror.ReductionToOneDevice().reduce("sum", x),
+        "strategy.reduce",
+    )
+
+
+@check
+def collectives():
+    x = per_replica()
+    assert strategy.reduce("sum", x, axis=0) == rows.sum()
+    assert (np.asarray(strategy.reduce("mean", x)) == rows.mean(0)).all()
+    assert (np.asarray(strategy.reduce("max", x)) == rows.max(0)).all()
+    assert (np.asarray(strategy.gather(x)) == rows.reshape(-1)).all()
+    done = strategy.run(lambda x: x, (x,))
+    assert (np.asarray(mirror.AllReduce().reduce("sum", done)) == rows.sum(0)).all()
+    values = strategy.distribute_values_from_function(
+        lambda c: np.float32(c.replica_id_in_sync_group)
+    )
+    assert (
+        np.asarray(strategy.gather(strategy.run(lambda v: v[None], (values,)))) == range(n)
+    ).all()
+    ids = strategy.run(lambda: mirror.get_replica_context().replica_id_in_sync_group)
+    assert [int(v) for v in ids.values] == list(mine)
+    strategy.check_mirrored({"w": mirrored(np.ones(3))})
+
+
+@check
+def datasets():
+    batches = [np.arange(i * 10, i * 10 + 2 * n + i, dtype=np.float32) for i in range(2)]
+    batches = sorted(batches, key=len, reverse=True)
+    total = 0.0
+    for batch, mask in strategy.distribute_dataset(batches, remainder="pad"):
+        total += float(strategy.reduce("sum", batch, axis=0, where=mask))
+    assert total == sum(b.sum() for b in batches)
+    (batch,) = strategy.distribute_dataset([np.arange(2 * n)])
+    assert [v.tolist() for v in batch.values] == [[2 * i, 2 * i + 1] for i in mine]
+    refused(
+        NotImplementedError,
+        lambda: strategy.distribute_datasets_from_function(lambda c: []),
+        "distribute_dataset",
+    )
+
+
+@check
+def on_read_variables():
+    for aggregation, expected in (
+        ("sum", rows.sum()),
+        ("mean", rows.sum(1).mean()),
+        ("only_first_replica", rows[0].sum()),
+    ):
+        with strategy.scope():
+            v = mirror.Variable(0.0, synchronization="on_read", aggregation=aggregation)
+        strategy.run(assign_sum, (v, per_replica()))
+        assert "of" in repr(v)
+        assert float(v[...]) == expected, (aggregation, float(v[...]), expected)
+        v.assign(5.0)
+        assert float(v[...]) == 5.0, aggregation
+
+
+def assign_sum(v, x):
+    v.assign(x.sum())
+
+
+@check
+def refusals():
+    unequal = mirror.PerReplica([np.zeros(i + 1, np.float32) for i in range(n)])
+    refused(NotImplementedError, lambda: strategy.run(lambda x: x, (unequal,)), "remainder='pad'")
+    refused(
+        NotImplementedError,
+        lambda: mirror.MultiWorkerMirroredStrategy(cross_device_ops=mirror.ReductionToOneDevice()),
+        "ReductionToOneDevice",
+        "cross_device_ops",
+    )
+    refused(NotImplementedError, lambda: strategy.explain(lambda x: x, (per_replica(),)), "explain")
+
+
+def loss_fn(model, batch):
+    return optax.squared_error(model(batch["x"]), batch["y"])[:, 0]
+
+
+ARRAYS = {
+    "x": np.random.default_rng(0).normal(size=(22, 3)).astype(np.float32),
+    "y": np.random.default_rng(1).normal(size=(22, 1)).astype(np.float32),
+}
+
+
+def trained(strategy):
+    with strategy.scope():
+        model = nnx.Sequential(
+            nnx.Linear(3, 4, rngs=nnx.Rngs(0)), nnx.Linear(4, 1, rngs=nnx.Rngs(1))
+        )
+        trainer = mirror.Trainer(model, optax.adam(0.05), loss_fn)
+    trainer.fit(ARRAYS, epochs=2, batch_size=8, progress=False)
+    return trainer
+
+
+@check
+def trainer():
+    many, one = trained(strategy), trained(mirror.OneDeviceStrategy("/cpu:0"))
+    strategy.check_mirrored((many.model, many.optimizer))
+    for a, b in zip(*(jax.tree.leaves(nnx.state(t.model)) for t in (many, one)), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-6)
+    a, b = (t.evaluate(ARRAYS, batch_size=8)["loss"] for t in (many, one))
+    assert abs(a - b) < 1e-5
+    predict = lambda model, batch: model(batch["x"])  # noqa: E731
+    a, b = (t.predict(predict, ARRAYS, batch_size=8) for t in (many, one))
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    assert many.verify(ARRAYS, batch_size=8).largest < 1e-5
+
+
+for each in CHECKS:
+    if len(sys.argv) > 2 and each.__name__ not in sys.argv[2:]:
+        continue
+    each()
+    print(f"passed {each.__name__}", flush=True)

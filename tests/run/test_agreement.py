@@ -1,0 +1,91 @@
+"""Processes agree on a program before it first runs, or all of them say what differs."""
+
+import re
+import shutil
+
+import pytest
+
+from tests.support import fresh, processes
+from tests.support.messages import assert_message
+
+# What the last process has, and what the others have, in the message of every process.
+DIFFERENCES = {
+    "batch_size": ("ProgramMismatchError", "x", ["float32[6,3]", "float32[4,3]"]),
+    "loss_scale": ("ProgramMismatchError", "several_different.py", ["2.0", "1.0"]),
+    "width": ("ProgramMismatchError", "model.layers.0.kernel", ["float32[3,5]", "float32[3,4]"]),
+    "order": ("ProgramMismatchError", "several_different.py", ["psum", "in step"]),
+    "function": ("ProgramMismatchError", "<lambda> on process", ["step on process"]),
+    "dtype": ("ProgramMismatchError", "x", ["float16[4,3]", "float32[4,3]"]),
+    "seed": ("ReplicaDivergenceError", "model.layers.0.kernel", ["model.layers.1.kernel"]),
+    "number": ("ReplicaDivergenceError", "rate", ["1 mirrored input"]),
+    "shuffle": ("ReplicaDivergenceError", "several_different.py", ["batch", "seed=0"]),
+    "constant": ("ProgramMismatchError", "constant", ["float32[5]"]),
+}
+
+
+@pytest.mark.parametrize(("count", "devices"), [(2, 2), (4, 1)])
+def test_every_process_names_what_differs_and_nothing_runs(count, devices):
+    names = ["same", *DIFFERENCES, "same"]
+    ended = processes.run_program(
+        "several_different", *names, processes=count, devices=devices, after_failure=15
+    )
+    for i, output in enumerate(processes.outputs_of(ended)):
+        for name, (kind, where, values) in DIFFERENCES.items():
+            (text,) = re.findall(f"<{name}>(.*?)</{name}>", output, re.DOTALL)
+            assert text.split()[0] == kind, text
+            other = 0 if i == count - 1 else count - 1
+            # Batches are compared with whoever has come.
+            peer = [] if name == "shuffle" else [f"process {other}"]
+            assert_message(text, names=[f"process {i}", *peer])
+            assert where in text, text
+            assert all(value in text for value in values), (text, values)
+        assert output.count("<same> ran</same>") == 2, output
+
+
+@pytest.mark.parametrize("who", ["last", "first"])
+def test_a_process_that_does_not_come_is_named_by_the_deadline(who):
+    """With the process that is absent: the one that compares, or another one."""
+    code = """
+        import sys, time, mirror
+        mirror.distributed.initialize(agreement_secs=3)
+        strategy = mirror.MultiWorkerMirroredStrategy()
+        if mirror.distributed.process_index() == ABSENT:
+            mirror.distributed.barrier("gave up", 60)
+            sys.exit()
+        start = time.monotonic()
+        try:
+            strategy.run(lambda: 1)
+        except mirror.ProgramMismatchError as error:
+            print(error)
+        print("waited", time.monotonic() - start)
+        mirror.distributed.barrier("gave up", 60)
+    """
+    absent = 1 if who == "last" else 0
+    ended = processes.run(code.replace("ABSENT", str(absent)), after_failure=10)
+    output = processes.outputs_of(ended)[1 - absent]
+    assert_message(
+        output,
+        names=["<lambda>", f"Process {absent}", f"Process {1 - absent}"],
+        values="3 s",
+        fix="mirror.distributed.initialize(agreement_secs=...)",
+    )
+    assert float(output.split("waited ")[1]) < 15
+
+
+@pytest.mark.long
+def test_programs_are_the_same_from_other_folders_and_hash_seeds(tmp_path):
+    """No false alarm over the table of steps, nnx and Linen."""
+    for name in ("mirror", "mirror_cli", "tests"):
+        shutil.copytree(fresh.ROOT / name, tmp_path / "elsewhere" / name)
+    each = [
+        {"PYTHONHASHSEED": "1"},
+        {"PYTHONHASHSEED": "2", "PYTHONPATH": str(tmp_path / "elsewhere")},
+    ]
+    # Safe path: a module is not taken from the working directory.
+    ended = processes.run(["-P", "-m", "tests.programs.several_agreeing"], each=each)
+    outputs = processes.outputs_of(ended)
+    assert "elsewhere" not in outputs[0]
+    assert str(tmp_path) in outputs[1].splitlines()[0]
+    for output in outputs:
+        assert output.count("agrees: ") == 15
+        assert int(re.findall(r"programs: (\d+)", output)[0]) >= 20

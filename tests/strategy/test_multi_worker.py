@@ -1,0 +1,84 @@
+"""`MultiWorkerMirroredStrategy`: values, steps and refusals, in jobs of several processes."""
+
+import copy
+
+import jax
+import pytest
+
+import mirror
+from tests.support import processes
+from tests.support.messages import raises
+
+
+def test_without_a_cluster_it_is_a_mirrored_strategy():
+    strategy = mirror.MultiWorkerMirroredStrategy()
+    assert strategy.devices == strategy.local_devices == tuple(jax.devices())
+    assert strategy.local_replica_ids == tuple(range(8))
+    assert (strategy.is_chief, strategy.num_workers, strategy.cluster_resolver) == (True, 1, None)
+    step = lambda x: mirror.get_replica_context().all_reduce("sum", x)  # noqa: E731
+    assert strategy.run(step, (mirror.PerReplica(list(range(8))),)) == 28
+    assert copy.deepcopy(strategy).num_workers == 1
+    pairs = mirror.MultiWorkerMirroredStrategy(replicas_per_device=2, axis_name="batch")
+    assert pairs.num_replicas_in_sync == 16
+    pairs.check_mirrored({"w": pairs.run(lambda: 1.0)})
+    assert pairs.verify(lambda x: x * 2, (mirror.PerReplica([[1.0]] * 16),)).largest == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "fix"),
+    [
+        ({"replicas_per_device": 0}, ValueError, "a positive integer"),
+        ({"axis_name": ""}, ValueError, "axis_name='batch'"),
+        ({"cluster_resolver": "worker"}, TypeError, "TFConfigClusterResolver()"),
+        ({"cross_device_ops": 3}, TypeError, "mirror.AllReduce()"),
+    ],
+)
+def test_wrong_arguments_are_rejected(arguments, error, fix):
+    with raises(error, names=list(arguments), fix=fix):
+        mirror.MultiWorkerMirroredStrategy(**arguments)
+
+
+# Processes, devices of each, replicas on each device.
+LAYOUTS = {"2x2": (2, 2, 1), "4x1": (4, 1, 1), "2x1 in pairs": (2, 1, 2)}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_values_and_refusals(layout):
+    count, devices, replicas = layout
+    ended = processes.run_program(
+        "several_values", str(replicas), processes=count, devices=devices, after_failure=15
+    )
+    for output in processes.outputs_of(ended):
+        assert output.count("passed ") == 12
+
+
+@pytest.mark.long
+def test_steps_agree_with_one_device():
+    """Four processes; `tests/run/test_agreement.py` runs the same program on two."""
+    ended = processes.run_program("several_agreeing", processes=4, devices=1, after_failure=15)
+    for output in processes.outputs_of(ended):
+        assert output.count("agrees: ") == 15
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("count", "devices", "arguments"),
+    [(2, 2, ["600"]), (2, 2, ["100", "unpacked"]), (4, 1, ["300"])],
+)
+def test_local_reads_wait_for_nobody_and_many_steps_finish(count, devices, arguments):
+    ended = processes.run_program(
+        "several_alone", *arguments, processes=count, devices=devices, after_failure=15
+    )
+    first, *others = processes.outputs_of(ended)
+    assert "alone" in first
+    assert all("finished" in output for output in (first, *others))
+
+
+def test_a_mismatch_in_devices_is_named_by_all():
+    code = "import mirror; mirror.MultiWorkerMirroredStrategy()"
+    each = [{"JAX_NUM_CPU_DEVICES": "2"}, {"JAX_NUM_CPU_DEVICES": "3"}]
+    for ended in processes.run(code, each=each, after_failure=15):
+        assert ended.status == 1, ended.output
+        assert "2 x CPU on process 0" in ended.output
+        assert "3 x CPU on process 1" in ended.output
+        assert "mirror launch --devices" in ended.output

@@ -1,0 +1,132 @@
+"""Jobs of several processes, each with some host devices, which end by a deadline."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.support import fresh
+
+JOB_SECS = 150.0
+
+
+class Ended(NamedTuple):
+    """A process of a job.
+
+    Attributes:
+        status: Exit status; negative if a signal ended it, None if the deadline did.
+        output: What it printed, standard error included.
+    """
+
+    status: int | None
+    output: str
+
+
+def free_ports(count: int) -> list[int]:
+    """Returns ports of this machine that nobody listens on."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+
+
+def tf_configs(count: int) -> list[str]:
+    """Returns the `TF_CONFIG` of each process of a cluster on this machine."""
+    cluster = {"worker": [f"127.0.0.1:{port}" for port in free_ports(count)]}
+    tasks = [{"type": "worker", "index": i} for i in range(count)]
+    return [json.dumps({"cluster": cluster, "task": task}) for task in tasks]
+
+
+def run(
+    target: str | Sequence[str],
+    *,
+    processes: int = 2,
+    devices: int = 2,
+    environment: Mapping[str, str] | None = None,
+    each: Sequence[Mapping[str, str]] = (),
+    timeout: float = JOB_SECS,
+    after_failure: float | None = None,
+) -> list[Ended]:
+    """Runs a program in several processes; ends those that are left at the deadline.
+
+    Args:
+        target: Code, or the arguments of Python.
+        processes: Number of processes.
+        devices: Number of host devices of each.
+        environment: Variables for all processes.
+        each: Variables for each process.
+        timeout: Seconds until all processes are killed.
+        after_failure: Seconds from the first failure until the others are killed. None waits for
+            the deadline.
+    """
+    arguments = ["-c", textwrap.dedent(target)] if isinstance(target, str) else list(target)
+    path = os.pathsep.join(filter(None, [fresh.INHERITED.get("PYTHONPATH"), str(fresh.ROOT)]))
+    started: list[subprocess.Popen[bytes]] = []
+    with tempfile.TemporaryDirectory() as directory:
+        files = [Path(directory, str(i)) for i in range(processes)]
+        try:
+            for i, config in enumerate(tf_configs(processes)):
+                variables = {
+                    **fresh.INHERITED,
+                    "PYTHONPATH": path,
+                    "TF_CONFIG": config,
+                    "JAX_PLATFORMS": "cpu",
+                    "JAX_NUM_CPU_DEVICES": str(devices),
+                    **(environment or {}),
+                    **(each[i] if each else {}),
+                }
+                with files[i].open("wb") as output:
+                    started.append(
+                        subprocess.Popen(
+                            [sys.executable, "-u", *arguments],
+                            env=variables,
+                            cwd=fresh.ROOT,
+                            stdin=subprocess.DEVNULL,
+                            stdout=output,
+                            stderr=subprocess.STDOUT,
+                        )
+                    )
+            _wait(started, time.monotonic() + timeout, after_failure)
+        finally:
+            statuses = [process.poll() for process in started]
+            for process in started:
+                if process.poll() is None:
+                    process.kill()
+                process.wait()
+        outputs = [file.read_text(errors="replace") for file in files]
+    return [Ended(status, text) for status, text in zip(statuses, outputs, strict=True)]
+
+
+def _wait(
+    started: Sequence["subprocess.Popen[bytes]"], deadline: float, after_failure: float | None
+) -> None:
+    while time.monotonic() < deadline:
+        statuses = [process.poll() for process in started]
+        if None not in statuses:
+            return
+        if after_failure is not None and any(statuses):
+            deadline, after_failure = min(deadline, time.monotonic() + after_failure), None
+        time.sleep(0.05)
+
+
+def run_program(name: str, *arguments: str, **options: object) -> list[Ended]:
+    """Runs a file of `tests/programs` in several processes, like `run`."""
+    return run([str(fresh.PROGRAMS / f"{name}.py"), *arguments], **options)
+
+
+def outputs_of(ended: Sequence[Ended]) -> list[str]:
+    """Returns what the processes printed; fails with all of it if one has failed."""
+    text = "\n".join(f"--- process {i}: {e.status}\n{e.output}" for i, e in enumerate(ended))
+    assert [e.status for e in ended] == [0] * len(ended), text
+    return [e.output for e in ended]

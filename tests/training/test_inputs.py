@@ -1,0 +1,189 @@
+"""In-memory arrays as the data of a `Trainer`: batches, validation, resuming and messages."""
+# ruff: noqa: E501 (arguments and their message are one row)
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import mirror
+from tests.support.messages import raises
+from tests.support.packages import optional, rows
+from tests.support.strategies import cpu_strategy
+from tests.support.training import fit
+
+torch: Any = optional("torch")
+
+N = 10
+X = np.random.RandomState(0).randn(N, 3).astype(np.float32)
+Y = (X @ [1.0, -2.0, 0.5]).astype(np.float32)
+
+
+class Line(nnx.Module):
+    def __init__(self):
+        self.w = nnx.Param(jnp.zeros(3))
+
+    def __call__(self, x):
+        return x @ self.w
+
+
+def inputs_of(batch):
+    """Returns inputs and labels of a dict, a tuple, or an array of both."""
+    if isinstance(batch, dict):
+        return batch["x"], batch["y"]
+    return batch if isinstance(batch, tuple) else (batch[:, :3], batch[:, 3])
+
+
+def squares(model, batch):
+    x, y = inputs_of(batch)
+    return (model(x) - y) ** 2
+
+
+def new(n=2, loss_fn=squares):
+    return mirror.Trainer(Line(), optax.sgd(0.05), loss_fn, strategy=cpu_strategy(n))
+
+
+KINDS = {
+    "dict": {"x": X, "y": Y},
+    "tuple": (X, Y),
+    "array": np.c_[X, Y],
+    "jax": (jnp.asarray(X), jnp.asarray(Y)),
+    "torch": torch and (torch.from_numpy(X), torch.from_numpy(Y)),
+}
+
+
+def weights(trainer):
+    return np.asarray(trainer.model.w[...])
+
+
+@pytest.mark.parametrize("kind", rows(KINDS))
+def test_arrays_train_like_from_arrays(kind):
+    """Bitwise: it is the same dataset."""
+    arrays = KINDS[kind]
+    ours, by_hand = new(), new()
+    history = fit(ours, arrays, 3, batch_size=4)
+    wanted = fit(by_hand, mirror.data.from_arrays(arrays, 4, shuffle=True), 3)
+    assert history["loss"] == wanted["loss"]
+    np.testing.assert_array_equal(weights(ours), weights(by_hand))
+    plain = mirror.data.from_arrays(arrays, 4)
+    assert ours.evaluate(arrays, batch_size=4) == by_hand.evaluate(plain)
+    rows = ours.predict(lambda model, batch: model(inputs_of(batch)[0]), arrays, batch_size=4)
+    np.testing.assert_allclose(rows, X @ weights(ours), rtol=1e-4, atol=1e-6)
+    assert ours.verify(arrays, batch_size=4).largest < 1e-5
+
+
+@pytest.mark.parametrize("options", [{"shuffle": False}, {"seed": 7}, {"shuffle": True, "seed": 3}])
+def test_options_are_those_of_from_arrays(options):
+    ours, by_hand = new(), new()
+    fit(ours, (X, Y), 2, batch_size=4, **options)
+    fit(by_hand, mirror.data.from_arrays((X, Y), 4, **{"shuffle": True, **options}), 2)
+    np.testing.assert_array_equal(weights(ours), weights(by_hand))
+
+
+@pytest.mark.parametrize(("fraction", "held_out"), [(0.2, 2), (0.25, 3), (0.01, 1), (0.75, 8)])
+def test_validation_split_holds_out_the_last_examples(fraction, held_out):
+    """As in Keras: the number that `floor(n * (1 - fraction))` leaves, before shuffling."""
+    ours, by_hand = new(), new()
+    history = fit(ours, (X, Y), 2, batch_size=4, validation_split=fraction)
+    end = N - held_out
+    wanted = fit(by_hand, (X[:end], Y[:end]), 2, batch_size=4, validation_data=(X[end:], Y[end:]))
+    assert dict(history) == dict(wanted)
+    assert history["val_loss"][-1] == pytest.approx(
+        np.mean((X[end:] @ weights(ours) - Y[end:]) ** 2), rel=1e-5
+    )
+
+
+def test_validation_data_may_be_a_dataset():
+    data = mirror.data.from_arrays((X, Y), 3)
+    history = fit(new(), (X, Y), 1, batch_size=4, validation_data=data)
+    wanted = fit(new(), (X, Y), 1, batch_size=4, validation_data=(X, Y))
+    assert history["val_loss"] == pytest.approx(wanted["val_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("stop_at", [1, 2, 4, 5])
+def test_training_resumes_within_a_shuffled_epoch(stop_at):
+    """After a stop, a second `fit` with the same arrays sees exactly the remaining examples."""
+
+    class Interrupt(mirror.callbacks.Callback):
+        def on_step(self, fit):
+            if fit.position.step == stop_at:
+                raise KeyError("interrupted")
+
+    whole, parts = new(), new()
+    wanted = fit(whole, (X, Y), 3, batch_size=4)
+    with pytest.raises(KeyError, match="interrupted"):
+        fit(parts, (X, Y), 3, batch_size=4, callbacks=Interrupt())
+    history = fit(parts, (X, Y), 3, batch_size=4)
+    assert history["loss"] == wanted["loss"]
+    np.testing.assert_array_equal(weights(parts), weights(whole))
+
+
+def test_a_tuple_of_batches_is_a_dataset():
+    batches = tuple({"x": X[i : i + 5], "y": Y[i : i + 5]} for i in (0, 5))
+    ours, by_hand = new(), new()
+    fit(ours, batches)
+    fit(by_hand, list(batches))
+    np.testing.assert_array_equal(weights(ours), weights(by_hand))
+
+
+def test_nested_arrays_need_only_a_batch_size():
+    def nested(model, batch):
+        features, y = batch
+        return (model(features["x"]) - y) ** 2
+
+    history = fit(new(loss_fn=nested), ({"x": X}, Y), 2, batch_size=4)
+    assert history["loss"] == fit(new(), (X, Y), 2, batch_size=4)["loss"]
+
+
+DATASET = mirror.data.from_arrays((X, Y), 5)
+PAIR = ["tuple", "float32[10,3]", "float32[10]"]
+BAD = {
+    # data, options, error, values and the fix in its message
+    "no batch size": ((X, Y), {}, ValueError, PAIR, "trainer.fit(data, batch_size=32)"),
+    "no batch size, dict": ({"x": X, "y": Y}, {}, ValueError, ["'x': float32[10,3]"], "batch_size=32"),
+    "no batch size, array": (X, {}, ValueError, ["float32[10,3]"], "batch_size=32"),
+    "batch size 0": ((X, Y), {"batch_size": 0}, ValueError, ["batch_size", 0], ()),
+    "batch size 0.5": ((X, Y), {"batch_size": 0.5}, TypeError, ["batch_size", 0.5], ()),
+    "lengths": ((X, Y[:9]), {"batch_size": 4}, ValueError, ["data[0]", "data[1]", "float32[9]"], ()),
+    "labels in a list": ((X, Y.tolist()), {"batch_size": 4}, ValueError, ["data[1][0]"], "np.asarray(list)"),
+    "no rows": ((X[:0], Y[:0]), {"batch_size": 4}, ValueError, ["data[0]", "float32[0,3]"], ()),
+    "from_arrays": (DATASET, {"batch_size": 4}, ValueError, ["batch_size=4", "batch_size=5"], "mirror.data.from_arrays"),
+    "list of arrays": ([X, Y], {"batch_size": 4}, ValueError, ["batch_size=4", "a list of 2 batches"], "(x, y)"),
+    "batches": ([(X, Y)], {"batch_size": 4}, ValueError, ["batch_size=4"], "trainer.fit((x, y), batch_size=32)"),
+    "generator": (((X, Y) for _ in range(1)), {"batch_size": 4}, ValueError, ["batch_size=4", "generator"], ()),
+    "seed": ([(X, Y)], {"seed": 0}, ValueError, ["seed=0"], "trainer.fit((x, y), batch_size=32)"),
+    "shuffle": ([(X, Y)], {"shuffle": False}, ValueError, ["shuffle=False"], ()),
+    "shuffle of batches": ((X, Y), {"batch_size": 4, "shuffle": "batch"}, TypeError, ["shuffle", "'batch' (str)"], ()),
+    "split of batches": ([(X, Y)], {"validation_split": 0.5}, ValueError, ["validation_split=0.5"], ()),
+    "split of 1": ((X, Y), {"batch_size": 4, "validation_split": 1}, ValueError, ["validation_split", 1], "validation_split=0.2"),
+    "split of -1": ((X, Y), {"batch_size": 4, "validation_split": -0.1}, ValueError, ["validation_split", -0.1], ()),
+    "split of text": ((X, Y), {"batch_size": 4, "validation_split": "0.1"}, TypeError, ["validation_split", "'0.1' (str)"], ()),
+    "split of all": ((X, Y), {"batch_size": 4, "validation_split": 0.95}, ValueError, ["validation_split=0.95", 10, 0], ()),
+    "split and data": ((X, Y), {"batch_size": 4, "validation_split": 0.5, "validation_data": (X, Y)}, ValueError, ["validation_split=0.5", "validation_data"], ()),
+    "validation arrays": ([(X, Y)], {"validation_data": (X, Y)}, ValueError, ["validation_data", "float32[10,3]"], "mirror.data.from_arrays(validation_data, batch_size=32)"),
+    "validation lengths": ((X, Y), {"batch_size": 4, "validation_data": (X, Y[:3])}, ValueError, ["validation_data[0]", "validation_data[1]", "float32[3]"], ()),
+    "splits": ({"train": [(X, Y)], "test": [(X, Y)]}, {}, TypeError, ["dict"], "['train']"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_wrong_data_are_rejected_before_the_first_step(name):
+    data, options, kind, values, fix = BAD[name]
+    trainer = new()
+    with raises(kind, values=values, fix=fix):
+        fit(trainer, data, 2, **options)
+    assert not weights(trainer).any()
+
+
+@pytest.mark.parametrize("method", ["evaluate", "predict", "verify"])
+def test_other_methods_name_their_line(method):
+    trainer = new()
+    arguments = [lambda model, batch: batch] if method == "predict" else []
+    call = getattr(trainer, method)
+    with raises(ValueError, values=PAIR, fix=f"trainer.{method}("):
+        call(*arguments, (X, Y))
+    with raises(ValueError, values=["batch_size=4", "batch_size=5"]):
+        call(*arguments, DATASET, batch_size=4)

@@ -1,0 +1,326 @@
+"""Mistakes in the first programs of a user: each is answered with what to write instead."""
+# ruff: noqa: E501 (arguments and their message are one row)
+
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+
+import mirror
+from mirror._src.training.callbacks.callback import Callback
+from mirror._src.training.callbacks.hooks import HOOKS
+from mirror._src.utils.unknown_names import GUESSES
+from tests.support.messages import assert_message, raises
+from tests.support.strategies import cpu_strategy
+
+X = np.random.RandomState(0).randn(8, 3).astype(np.float32)
+Y = np.arange(8) % 3
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.out = nnx.Linear(3, 3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(x)
+
+
+def cross_entropy(model, batch):
+    return optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"])
+
+
+def new(loss_fn="sparse_categorical_crossentropy", **kwargs):
+    return mirror.Trainer(
+        Net(nnx.Rngs(0)), optax.sgd(0.1), loss_fn, strategy=cpu_strategy(2), **kwargs
+    )
+
+
+@pytest.fixture(scope="module")
+def trainer():
+    return new()
+
+
+DATASET = mirror.data.from_arrays((X, Y), 4)
+PAIR = "trainer.fit((x, y), epochs=10, batch_size=32)"
+CALLS = {
+    # a call, the values and the fix in its message
+    "fit(x, y)": (lambda t: t.fit(X, Y), ["float32[8,3]", "int64[8]"], PAIR),
+    "fit(x, y, epochs)": (lambda t: t.fit(X, Y, epochs=2), ["float32[8,3]"], PAIR),
+    "fit(x, y, 32)": (lambda t: t.fit(X, Y, 32), ["float32[8,3]"], PAIR),
+    "fit(x, list)": (lambda t: t.fit(X, list(Y), epochs=2), ["float32[8,3]"], PAIR),
+    "fit(x=, y=)": (lambda t: t.fit(x=X, y=Y, batch_size=4), ["x=...", "y=..."], PAIR),
+    "fit(data, y=)": (lambda t: t.fit(X, y=Y), ["y=..."], PAIR),
+    "verbose": (lambda t: t.fit(DATASET, verbose=0), ["'verbose'"], "progress=False"),
+    "class_weight": (lambda t: t.fit(DATASET, class_weight={}), ["'class_weight'"], "mirror.Trainer(..., class_weight="),
+    "sample_weight": (lambda t: t.fit(DATASET, sample_weight=Y), ["'sample_weight'"], "mirror.Trainer(..., sample_weight="),
+    "validation_steps": (lambda t: t.fit(DATASET, validation_steps=3), ["'validation_steps'"], "validation_data"),
+    "validation_batch_size": (lambda t: t.fit(DATASET, validation_batch_size=3), ["'validation_batch_size'"], "mirror.data.from_arrays"),
+    "validation_freq": (lambda t: t.fit(DATASET, validation_freq=3), ["'validation_freq'"], "fit.trainer.evaluate(data)"),
+    "workers": (lambda t: t.fit(DATASET, workers=3), ["'workers'"], "prefetch=2"),
+    "optimizer": (lambda t: t.fit(DATASET, optimizer="adam"), ["'optimizer'"], "mirror.Trainer(model, optax.adam(1e-3), loss_fn)"),
+    "typo": (lambda t: t.fit(DATASET, epoch=3), ["'epoch'"], "Did you mean 'epochs'"),
+    "unknown": (lambda t: t.fit(DATASET, magic=3), ["'magic'"], "validation_data"),
+    "fit()": (lambda t: t.fit(), ["'data'"], "trainer.fit("),
+    "fit(d, 1, 32)": (lambda t: t.fit(DATASET, 1, 32), ["too many positional arguments"], "batch_size"),
+    "evaluate(x, y)": (lambda t: t.evaluate(X, Y), ["float32[8,3]"], "trainer.evaluate((x, y), batch_size=32)"),
+    "evaluate(verbose)": (lambda t: t.evaluate(DATASET, verbose=2), ["'verbose'"], "omit it"),
+    "predict(x)": (lambda t: t.predict(X), ["'data'"], "trainer.predict(lambda model, batch: model(batch), x, batch_size=32)"),
+    "predict(verbose)": (lambda t: t.predict(lambda m, b: m(b), X, verbose=0), ["'verbose'"], "omit it"),
+    "batch_size": (lambda t: t.fit(DATASET, batch_size=8), ["batch_size=8", "batch_size=4"], "mirror.data.from_arrays"),
+    "loss=": (lambda t: mirror.Trainer(t.model, optax.sgd(0.1), loss="mse"), ["'loss'"], "loss_fn='mse'"),
+    "optimizer=": (lambda t: mirror.Trainer(t.model, optimizer="adam", loss="mse"), ["'optimizer'"], "tx=optax.adam(1e-3)"),
+    "no loss": (lambda t: mirror.Trainer(t.model, optax.sgd(0.1)), ["'loss_fn'"], "mirror.Trainer("),
+    "Lightning": (lambda t: mirror.Trainer(t.model, optax.sgd(0.1), "mse", accumulate_grad_batches=2), ["'accumulate_grad_batches'"], "accumulate_steps"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_of_other_libraries(trainer, name):
+    call, values, fix = CALLS[name]
+    with raises((TypeError, ValueError), values=values, fix=fix):
+        call(trainer)
+    assert trainer._position.step == 0
+
+
+@pytest.mark.parametrize("name", GUESSES["trainer"])
+def test_methods_of_other_libraries(trainer, name):
+    with raises(AttributeError, values=[f"'{name}'"], fix=GUESSES["trainer"][name]):
+        getattr(trainer, name)
+    assert not hasattr(trainer, name)
+
+
+def test_similar_attributes_are_suggested(trainer):
+    with raises(AttributeError, values=["'evaluatee'"], fix="Did you mean trainer.evaluate?"):
+        _ = trainer.evaluatee
+    with raises(AttributeError, values=["'zzz'", "'Trainer'"], fix="evaluate, fit"):
+        _ = trainer.zzz
+
+
+# What a trainer is made of
+
+
+def of_library(module, name):
+    """An object of a class that says it belongs to another library."""
+    return type(name, (), {"__module__": module})()
+
+
+class Dense(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return linen.Dense(3)(x)
+
+
+MODELS = {
+    "class": (Net, "Net(..., rngs=nnx.Rngs(0))"),
+    "Linen": (Dense(), "nnx.bridge.ToNNX(module, rngs=nnx.Rngs(0)).lazy_init(x)"),
+    "Keras": (of_library("keras.src.models.sequential", "Sequential"), "keras.layers.Dense(10) is nnx.Linear"),
+    "torch": (of_library("torch.nn.modules.linear", "Linear"), "torch.nn.Linear(n, 10) is nnx.Linear"),
+    "Equinox": (of_library("equinox.nn", "MLP"), "strategy.run(step, (params, opt_state, batch))"),
+    "function": (lambda x: x, "nnx.Module"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_other_libraries(name):
+    model, fix = MODELS[name]
+    with raises(TypeError, names="model", fix=["nnx.Module", fix]):
+        mirror.Trainer(model, optax.sgd(0.1), "mse")
+
+
+OPTIMIZERS = {
+    "'adam'": ("adam", "optax.adam(1e-3)"),
+    "'SGD'": ("SGD", "optax.sgd(1e-3)"),
+    "'adm'": ("adm", "Did you mean 'adam'"),
+    "Keras": (of_library("keras.src.optimizers.adam", "Adam"), "optax.adam(1e-3)"),
+    "torch": (of_library("torch.optim.adamw", "AdamW"), "optax.adamw(1e-3)"),
+    "not called": (optax.adam, "optax.adam(1e-3)"),
+    "rate": (0.01, "optax.adam(0.01)"),
+    "swapped": (cross_entropy, "mirror.Trainer(model, optax.adam(1e-3), loss_fn)"),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_of_other_libraries(trainer, name):
+    tx, fix = OPTIMIZERS[name]
+    with raises(TypeError, names="tx", fix=fix):
+        mirror.Trainer(trainer.model, tx, "mse")
+
+
+# Batches in a loss function
+
+
+def unpacks(model, batch):
+    x, y = batch
+    return optax.softmax_cross_entropy_with_integer_labels(model(x), y)
+
+
+def unpacks_three(model, batch):
+    x, y, _ = batch
+    return optax.softmax_cross_entropy_with_integer_labels(model(x), y)
+
+
+MIX_UPS = {
+    # loss function, data, error, and what its note says
+    "key of a tuple": (cross_entropy, (X, Y), TypeError, ["tuple", "batch[0]: float32[2,3]", "x, y = batch"]),
+    "key of an array": (cross_entropy, X, (IndexError, TypeError), ["float32[2,3]"]),
+    "other key": (cross_entropy, {"image": X, "y": Y}, KeyError, ["dict", "'image', 'y'"]),
+    "unpacks a dict": (unpacks, {"x": X, "y": Y}, TypeError, ["dict", "batch['x']: float32[2,3]"]),
+    "unpacks too many": (unpacks_three, (X, Y), ValueError, ["tuple", "x, y = batch"]),
+    "transposed": (lambda model, batch: model(batch[0].T).sum(-1), (X, Y), TypeError, ["batch[0]: float32[2,3]"]),
+}  # fmt: skip
+
+
+def note_of(error):
+    """Returns the notes of mirror; JAX adds its own."""
+    return "".join(note for note in getattr(error, "__notes__", []) if "JAX" not in note)
+
+
+@pytest.mark.parametrize("name", MIX_UPS)
+def test_errors_of_a_loss_function_describe_the_batch(name):
+    loss_fn, data, kind, shown = MIX_UPS[name]
+    trainer = new(loss_fn)
+    with pytest.raises(kind) as caught:
+        trainer.fit(data, batch_size=4, progress=False)
+    assert_message(note_of(caught.value), names=[loss_fn.__name__], fix=shown)
+    with pytest.raises(kind) as caught:
+        trainer.predict(loss_fn, data, batch_size=4)
+    assert_message(note_of(caught.value), fix=shown)
+
+
+def test_messages_of_mirror_have_no_note():
+    def loss_fn(model, batch):
+        return cross_entropy(model, batch).mean()
+
+    with raises(ValueError, names="loss_fn", fix=".mean()") as caught:
+        new(loss_fn).fit({"x": X, "y": Y}, batch_size=4, progress=False)
+    assert not note_of(caught.value)
+
+
+def test_nan_names_labels_out_of_range():
+    trainer = new(cross_entropy)
+    with pytest.warns(UserWarning, match="nan") as caught:
+        trainer.fit({"x": X, "y": Y + 10}, batch_size=4, progress=False)
+    assert_message(str(caught[0].message), fix=["NaNGuard()", "labels='label'", "num_classes=10"])
+
+
+EMPTY = {
+    "list": ([], {}, ["no batch"]),
+    "no rows": ((X[:0], Y[:0]), {"batch_size": 4}, ["float32[0,3]"]),
+    "exhausted": (iter([]), {}, ["no batch", "exhausted generator"]),
+}
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_empty_data(trainer, name):
+    data, options, fix = EMPTY[name]
+    with raises(ValueError, fix=fix):
+        trainer.fit(data, 1, progress=False, **options)
+
+
+def test_generator_for_two_epochs():
+    with raises(ValueError, fix=["exhausted iterator", "a list, a DataLoader"]):
+        new().fit(((X, Y) for _ in range(1)), epochs=2, progress=False)
+
+
+# Callbacks of other libraries
+
+
+def test_hooks_are_those_of_callback():
+    own = {name for name in vars(Callback) if name.startswith("on_")}
+    assert own == set(HOOKS)
+
+
+def with_hook(name, *parameters):
+    """Returns a callback with one more method."""
+    scope = {}
+    exec(f"def {name}({', '.join(['self', *parameters])}): pass", scope)
+    return type("Report", (mirror.callbacks.Callback,), {name: scope[name]})()
+
+
+UNKNOWN = {
+    "on_train_begin": "on_fit_begin(self, fit)",
+    "on_train_end": "on_fit_end(self, fit)",
+    "on_batch_end": "on_step(self, fit)",
+    "on_train_batch_end": "on_metrics(self, fit, step, logs)",
+    "on_test_end": "on_epoch_end(self, fit, logs)",
+    "on_predict_begin": "trainer.predict",
+    "on_train_epoch_end": "on_epoch_end(self, fit, logs)",
+    "on_epochs_end": "on_epoch_end(self, fit, logs)",
+    "on_metric": "on_metrics(self, fit, step, logs)",
+    "on_steps": "on_step(self, fit)",
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_hooks_that_would_not_be_called(trainer, name):
+    with raises(TypeError, names=[f"Report.{name}"], fix=[UNKNOWN[name], f"_{name}"]):
+        trainer.fit(DATASET, callbacks=with_hook(name, "logs=None"), progress=False)
+    assert trainer._position.step == 0
+
+
+@pytest.mark.parametrize("name", ["on_disk", "on_gpu", "_on_train_begin", "save_on_step"])
+def test_other_methods_are_allowed(name):
+    new().fit(DATASET, callbacks=with_hook(name), progress=False)
+
+
+SIGNATURES = {
+    "of Keras": ("on_epoch_end", ["epoch", "logs=None"], "(self, fit, logs)"),
+    "of Keras at begin": ("on_epoch_begin", ["epoch", "logs=None"], "(self, fit)"),
+    "of Lightning": ("on_epoch_end", ["trainer", "pl_module"], "(self, fit, logs)"),
+    "too few": ("on_epoch_end", ["fit"], "(self, fit, logs)"),
+    "too many": ("on_step", ["fit", "step"], "(self, fit)"),
+    "metrics": ("on_metrics", ["step", "logs"], "(self, fit, step, logs)"),
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_hooks_with_other_parameters(trainer, name):
+    hook, parameters, fix = SIGNATURES[name]
+    values = f"(self, {', '.join(parameters)})".replace("=None", "")
+    with raises(
+        TypeError, names=[f"Report.{hook}"], values=[values], fix=[fix, "fit.position.epoch"]
+    ):
+        trainer.fit(DATASET, callbacks=with_hook(hook, *parameters), progress=False)
+
+
+@pytest.mark.parametrize("parameters", [["run", "metrics"], ["*args"], ["fit", "logs", "more=1"]])
+def test_hooks_may_name_their_parameters(parameters):
+    new().fit(DATASET, callbacks=with_hook("on_epoch_end", *parameters), progress=False)
+
+
+OBJECTS = {
+    "EarlyStopping": "mirror.callbacks",
+    "ModelCheckpoint": "mirror.callbacks.Checkpoint",
+    "TerminateOnNaN": "mirror.callbacks.NaNGuard",
+    "ReduceLROnPlateau": "optax.contrib.reduce_on_plateau",
+    "LearningRateScheduler": "an Optax schedule",
+    "LambdaCallback": "mirror.callbacks.Callback",
+    "Unheard": "Subclass Callback",
+}
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_callbacks_of_keras(trainer, name):
+    callback = of_library("keras.src.callbacks", name)
+    with raises(TypeError, names="callbacks", fix=OBJECTS[name]):
+        trainer.fit(DATASET, callbacks=[callback])
+
+
+def test_functions_are_not_callbacks(trainer):
+    with raises(TypeError, names="callbacks", fix="mirror.callbacks.Log(fn)"):
+        trainer.fit(DATASET, callbacks=[lambda logs: None])
+
+
+def test_signatures_stay_honest():
+    """Type checkers and `help` see the parameters, and nothing that accepts any keyword."""
+    import inspect
+
+    for method in (
+        mirror.Trainer,
+        mirror.Trainer.fit,
+        mirror.Trainer.evaluate,
+        mirror.Trainer.predict,
+    ):
+        kinds = {parameter.kind for parameter in inspect.signature(method).parameters.values()}
+        assert inspect.Parameter.VAR_KEYWORD not in kinds
+        assert inspect.Parameter.VAR_POSITIONAL not in kinds

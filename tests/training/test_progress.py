@@ -1,0 +1,458 @@
+"""The progress of a fit in log files, in terminals of any width, and in notebooks."""
+
+import collections
+import functools
+import io
+import re
+import sys
+import threading
+import time
+import types
+
+import jax
+import nbformat
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from IPython.core.displaypub import DisplayPublisher
+from IPython.core.interactiveshell import InteractiveShell
+from nbclient import NotebookClient
+
+import mirror
+from mirror import callbacks
+from mirror._src.training.callbacks import notebook_progress
+from tests.support import terminal
+from tests.support.messages import assert_message
+from tests.support.strategies import cpu_strategy
+
+STEPS, SIZE = 10, 4
+ROWS = STEPS * SIZE
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.out = nnx.Linear(3, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(x)[:, 0]
+
+
+def loss_fn(model, batch):
+    error = model(batch["x"]) - batch["y"]
+    return error**2, {"error": abs(error)}
+
+
+def data() -> mirror.data.ArrayDataset:
+    x = np.random.RandomState(0).randn(ROWS, 3).astype(np.float32)
+    return mirror.data.from_arrays({"x": x, "y": x.sum(1)}, SIZE)
+
+
+def another_trainer() -> mirror.Trainer:
+    with cpu_strategy(1).scope():
+        return mirror.Trainer(Model(nnx.Rngs(0)), optax.sgd(0.05), loss_fn)
+
+
+@functools.cache
+def compiled() -> tuple[mirror.Trainer, dict]:
+    trainer = another_trainer()
+    return trainer, jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(trainer.model)))
+
+
+def trainer() -> mirror.Trainer:
+    """Returns an untrained trainer, which is compiled once for all tests."""
+    trainer, weights = compiled()
+    nnx.update(trainer.model, weights)
+    return trainer
+
+
+def fit(epochs=2, *others, of=None, anew=True, batches=None, **options) -> mirror.History:
+    begin = {"initial_epoch": 0} if anew else {}
+    batches = data() if batches is None else batches
+    return (of or trainer()).fit(batches, epochs, callbacks=others, **begin, **options)
+
+
+class Adds(callbacks.Callback):
+    """Adds values of the test to the metrics of the epochs."""
+
+    def __init__(self, *values, name="val_loss"):
+        self.values, self.name = values, name
+
+    def on_epoch_end(self, fit, logs):
+        logs[self.name] = float(self.values[fit.history.epochs[-1]])
+
+
+class At(callbacks.Callback):
+    """Calls a function at a step of an epoch."""
+
+    def __init__(self, epoch: int, step: int, function):
+        self.where, self.function = (epoch, step), function
+
+    def on_step(self, fit):
+        if (fit.position.epoch + 1, fit.position.epoch_step) == self.where:
+            self.function()
+
+
+def fail(error=LookupError):
+    raise error("of the test")
+
+
+def sleep():
+    time.sleep(0.6)  # the terminal is redrawn 4 times per second
+
+
+LINE = r"epoch %d/2: loss [0-9.e-]+, error [0-9.e-]+, [0-9]+\.[0-9] s"
+LINES = rf"{LINE % 1}\n{LINE % 2}\n"
+
+# Log files
+
+
+def shown(epochs=2, *others, **options) -> str:
+    file = io.StringIO()
+    fit(epochs, callbacks.ProgressBar(file), *others, **options)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("columns", ["", "40"])
+def test_progress_writes_one_line_per_epoch_to_a_file(monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert re.fullmatch(LINES, shown())
+
+
+def test_fit_adds_a_progress_bar_by_default(capsys):
+    fit()
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert re.fullmatch(LINES, printed.err)
+    shown()
+    fit(progress=False)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_progress_reports_resume_and_early_end(tmp_path):
+    with pytest.raises(LookupError):
+        shown(2, At(2, 3, fail))
+    reported = shown(anew=False, of=compiled()[0])
+    assert_message(reported.splitlines()[0], values=[2, 3 * SIZE])
+    compiled()[0].save(tmp_path)
+    compiled()[0].restore(tmp_path)
+    (line,) = shown(anew=False, of=compiled()[0]).splitlines()
+    assert_message(line, values=2, fix="epochs")
+    reported = shown(9, Adds(7, 7, 7), callbacks.EarlyStopping(patience=1))
+    assert_message(reported.splitlines()[-1], names="val_loss", values=[1, 7])
+
+
+# Terminals
+
+
+@pytest.fixture(autouse=True)
+def a_terminal_with_controls(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    for name in ("COLUMNS", "FORCE_COLOR", "NO_COLOR", "TTY_INTERACTIVE", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def on_terminal(monkeypatch, columns=80, *others, epochs=2, error=None, **options):
+    with terminal.terminal(columns) as (file, screen), monkeypatch.context() as patch:
+        patch.setenv("COLUMNS", str(columns))
+        patch.setattr(sys, "stdout", file)
+        patch.setattr(sys, "stderr", file)
+        if error is None:
+            fit(epochs, *others, **options)
+        else:
+            with pytest.raises(error):
+                fit(epochs, *others, **options)
+        assert (sys.stdout, sys.stderr) == (file, file)
+    assert screen.shows_cursor
+    return screen
+
+
+def unwrapped(lines: list[str]) -> str:
+    return "\n".join(lines).replace("\n  ", " ") + "\n"
+
+
+_ITEMS = r"(, \d+ s(, loss [0-9.e-]+(, error [0-9.e-]+)?)?(, [0-9.e+]+ steps/s)?)?"
+BAR = rf"epoch \d/2( +\d+%( \|[# ]+\|)? \d+/10{_ITEMS})?"
+WAITING = r"epoch 1/2: loading and compiling, \d s"
+
+
+@pytest.mark.parametrize("columns", [200, 80, 60, 40, 15, 5])
+def test_bar_fits_any_width_and_leaves_the_lines_of_the_epochs(monkeypatch, columns):
+    screen = on_terminal(monkeypatch, columns, At(1, 1, sleep), At(2, 10, sleep))
+    assert re.fullmatch(LINES, unwrapped(screen.lines))
+    frames = [frame for frame in screen.frames if frame not in screen.lines]
+    assert max(map(len, frames), default=0) < columns
+    for frame in frames:
+        assert re.fullmatch(f"{BAR}|{WAITING}", frame)
+    if columns >= 40:
+        assert any("%" in frame and "|" in frame for frame in frames)
+        assert max(map(len, screen.lines)) <= columns
+        assert all(re.search("(,| s)$", line) for line in screen.lines), "wrapped in a metric"
+
+
+def slow_batches():
+    """Yields the batches of one pass, of unknown length; the first one is late."""
+    for i, batch in enumerate(data()):
+        if i == 0:
+            time.sleep(1.3)
+        yield batch
+
+
+def test_terminal_shows_that_the_first_step_is_on_its_way(monkeypatch):
+    screen = on_terminal(monkeypatch, 80, epochs=1, batches=slow_batches())
+    waiting = [frame for frame in screen.frames if "loading and compiling" in frame]
+    assert {frame.rsplit(", ")[-1] for frame in waiting} >= {"0 s", "1 s"}
+    (line,) = screen.lines
+    assert re.fullmatch(r"epoch 1/1: loss .*, error .* s", line)
+
+
+def test_bar_shows_an_unknown_number_of_steps(monkeypatch):
+    screen = on_terminal(monkeypatch, 80, At(1, 10, sleep), epochs=1, batches=slow_batches())
+    assert any(re.match(r"epoch 1/1: \d+ steps, \d s, loss ", frame) for frame in screen.frames)
+
+
+def test_bar_of_a_resumed_epoch_starts_where_it_resumes(monkeypatch):
+    with pytest.raises(LookupError):
+        shown(2, At(2, 3, fail))
+    screen = on_terminal(monkeypatch, 80, At(2, 4, sleep), of=compiled()[0], anew=False)
+    assert_message(screen.lines[0], values=[2, 3 * SIZE])
+    assert re.fullmatch(LINE % 2, screen.lines[1])
+    assert any(re.match(r"epoch 2/2 +30% \|######", frame) for frame in screen.frames)
+
+
+def test_what_callbacks_print_stays_above_the_bar(monkeypatch):
+    def talk():
+        print("a line of 0.123456")
+        print("an error of 7", file=sys.stderr)
+        print("a part", end="")
+        sleep()
+
+    screen = on_terminal(monkeypatch, 80, At(1, 5, talk))
+    first, *others = screen.lines
+    assert first == "a line of 0.123456"
+    assert others[:2] == ["an error of 7", "a part"] or "a part" in unwrapped(others)
+    assert sum(line.startswith("epoch") for line in others) == 2
+    assert not any("%" in line for line in screen.lines)
+
+
+@pytest.mark.parametrize("error", [LookupError, KeyboardInterrupt])
+def test_bar_is_erased_after_errors(monkeypatch, error):
+    stop = At(2, 5, functools.partial(fail, error))
+    screen = on_terminal(monkeypatch, 80, stop, error=error)
+    (line,) = screen.lines
+    assert re.fullmatch(LINE % 1, line)
+
+
+def test_two_fits_share_a_terminal(monkeypatch):
+    other = threading.Thread(target=fit, args=(2,), kwargs={"of": another_trainer()})
+    screen = on_terminal(monkeypatch, 80, At(1, 2, other.start), At(2, 9, other.join))
+    counts = collections.Counter(line[:9] for line in screen.lines)
+    assert counts == {"epoch 1/2": 2, "epoch 2/2": 2}
+    again = on_terminal(monkeypatch, 80, At(1, 2, sleep))
+    assert any("%" in frame for frame in again.frames), "the terminal is free again"
+
+
+def test_bar_leaves_the_line_to_a_debugger(monkeypatch):
+    texts = []
+
+    def debug():
+        code = "sleep(); sleep(); print('(Pdb)')"
+        exec(code, {"__name__": "bdb", "sleep": sleep})
+        texts.append(True)
+
+    screen = on_terminal(monkeypatch, 80, At(1, 1, debug))
+    assert texts
+    drawn = [frame for frame in screen.frames if re.match(r"epoch 1/2 +\d+%", frame)]
+    assert len(drawn) <= 4, "about two at the end of the epoch, not one per 0.25 s"
+    assert "(Pdb)" in screen.lines
+
+
+@pytest.mark.parametrize("name", ["dumb", "unknown"])
+def test_a_terminal_without_controls_gets_lines_only(monkeypatch, name):
+    monkeypatch.setenv("TERM", name)
+    screen = on_terminal(monkeypatch)
+    assert re.fullmatch(LINES, screen.text.replace("\r\n", "\n"))
+
+
+# Notebooks
+
+
+class Notebook(DisplayPublisher):
+    """The outputs of a cell, as a notebook stores them: by display id."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: dict[str, dict[str, str]] = {}
+        self.versions: list[dict[str, str]] = []
+
+    def publish(self, data, *metadata, transient=None, update=False, **options):
+        assert set(data) == {"text/plain", "text/html"}
+        assert update == (transient["display_id"] in self.outputs)
+        self.outputs[transient["display_id"]] = data
+        self.versions.append(data)
+
+    @property
+    def html(self) -> str:
+        (output,) = self.outputs.values()
+        return output["text/html"]
+
+    @property
+    def text(self) -> str:
+        (output,) = self.outputs.values()
+        return output["text/plain"]
+
+
+@pytest.fixture
+def notebook(monkeypatch, capfd):
+    """A cell that shows its outputs, and in which nothing is printed."""
+    shell = types.SimpleNamespace(display_pub=Notebook(), execution_count=1)
+    monkeypatch.setattr(InteractiveShell, "initialized", lambda: True)
+    monkeypatch.setattr(InteractiveShell, "instance", lambda: shell)
+    yield shell.display_pub
+    assert capfd.readouterr() == ("", "")
+
+
+def cells(text: str) -> list[list[str]]:
+    rows = re.findall("<tr>(.*?)</tr>", text)
+    return [re.findall("<t[hd][^>]*>(.*?)</t[hd]>", row) for row in rows]
+
+
+def test_notebook_shows_the_table_of_the_history(notebook):
+    history = fit(3)
+    assert cells(notebook.html) == [list(history.table.headings), *map(list, history.table.rows)]
+    assert notebook.html == history.table._repr_html_()
+    assert notebook.text == repr(history)
+
+
+def test_notebook_shows_the_running_epoch(notebook):
+    fit(2, At(1, 9, sleep), At(2, 9, sleep))
+    texts = [version["text/plain"] for version in notebook.versions]
+    assert texts[0] == "epoch 1/2: loading data and compiling the step, 0 s"
+    assert "<progress></progress>" in notebook.versions[0]["text/html"]
+    assert re.search(
+        r"^epoch 2/2: \d+/10 steps, loss [0-9.e-]+, error [0-9.e-]+, \d s$", texts[-2], re.M
+    )
+    version = notebook.versions[-2]["text/html"]
+    assert re.search(r'<progress value="\d+" max="10"></progress> \d+/10 steps, loss', version)
+    assert len(cells(version)) == 2
+    assert "progress" not in notebook.html
+
+
+def test_notebook_says_how_long_the_first_step_takes(notebook, monkeypatch):
+    monkeypatch.setattr(notebook_progress, "_SECONDS_BETWEEN_TICKS", 0.6)
+
+    class Slow:
+        def __iter__(self):
+            time.sleep(1.5)
+            return iter(data())
+
+    fit(1, batches=Slow())
+    texts = [version["text/plain"] for version in notebook.versions]
+    assert "epoch 1/1: loading data and compiling the step, 1 s" in texts
+    assert "compiling" not in notebook.text
+
+
+def test_notebook_is_updated_at_most_five_times_per_second(notebook):
+    started = time.perf_counter()
+    fit(40)
+    secs = time.perf_counter() - started
+    assert len(notebook.versions) <= 4 + 5 * secs
+
+
+def test_notebook_table_is_bounded(notebook):
+    history = fit(60)
+    rows = cells(notebook.html)[1:]
+    assert [row[0] for row in rows] == [*"12345", "...", *map(str, range(46, 61))]
+    assert len(history.table.rows) == 60
+    fit(21)
+    numbers = [row[0] for row in cells(list(notebook.outputs.values())[-1]["text/html"])[1:]]
+    assert numbers == [str(i + 1) for i in range(21)]
+
+
+@pytest.mark.parametrize("error", [LookupError, KeyboardInterrupt])
+def test_notebook_keeps_the_table_after_errors(notebook, error):
+    with pytest.raises(error):
+        fit(3, At(2, 5, functools.partial(fail, error)))
+    assert [row[0] for row in cells(notebook.html)] == ["epoch", "1"]
+    assert "progress" not in notebook.html
+    assert_message(notebook.text.splitlines()[-1], values=[2, 5])
+    assert notebook.text.splitlines()[-1] in notebook.html
+
+
+def test_notebook_shows_resume_and_early_end(notebook):
+    with pytest.raises(LookupError):
+        shown(3, At(2, 5, fail))
+    fit(3, of=compiled()[0], anew=False)
+    assert [row[0] for row in cells(notebook.html)] == ["epoch", "2", "3"]
+    assert_message(notebook.text.splitlines()[-1], values=[2, 5 * SIZE])
+    notebook.outputs.clear()
+    fit(9, Adds(7, 7, 7), callbacks.EarlyStopping(patience=1))
+    assert [row[0] for row in cells(notebook.html)] == ["epoch", "1", "2"]
+    assert "val_loss" in cells(notebook.html)[0]
+    assert_message(notebook.text.splitlines()[-1], names="val_loss", values=7)
+
+
+def test_two_fits_of_a_cell_have_two_tables(notebook):
+    other = threading.Thread(target=fit, args=(3,), kwargs={"of": another_trainer()})
+    fit(2, At(1, 2, other.start), At(2, 9, other.join))
+    first, second = (output["text/html"] for output in notebook.outputs.values())
+    assert (len(cells(first)), len(cells(second))) == (3, 4)
+
+
+def test_notebook_shows_nothing_without_progress_or_with_a_file(notebook):
+    fit(1, progress=False)
+    assert re.fullmatch(LINES, shown())
+    assert not notebook.outputs
+
+
+def test_history_omits_the_table_that_its_cell_shows(notebook, monkeypatch):
+    history = fit(3)
+    assert "<table" not in history._repr_html_()
+    assert "<svg" in history._repr_html_()
+    monkeypatch.setattr(InteractiveShell.instance(), "execution_count", 2)
+    assert history.table._repr_html_() in history._repr_html_()
+    assert fit(1)._repr_html_().startswith("<table")  # nothing to show instead
+
+
+def test_metrics_are_escaped(notebook):
+    fit(2, Adds(1, 2, name="<b>"), At(2, 9, sleep))
+    assert not any("<b>" in version["text/html"] for version in notebook.versions)
+    assert "&lt;b&gt;" in notebook.html
+
+
+def test_a_shell_that_prints_is_no_notebook(monkeypatch, capsys):
+    shell = types.SimpleNamespace(display_pub=DisplayPublisher(), execution_count=1)
+    monkeypatch.setattr(InteractiveShell, "initialized", lambda: True)
+    monkeypatch.setattr(InteractiveShell, "instance", lambda: shell)
+    fit()
+    assert re.fullmatch(LINES, capsys.readouterr().err)
+
+
+CODE = """
+import numpy as np, optax
+from flax import nnx
+import mirror
+
+def loss_fn(model, batch):
+    return (model(batch["x"])[:, 0] - batch["y"]) ** 2
+
+with mirror.MirroredStrategy().scope():
+    trainer = mirror.Trainer(nnx.Linear(3, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), loss_fn)
+x = np.ones((40, 3), np.float32)
+trainer.fit(mirror.data.from_arrays({"x": x, "y": x[:, 0]}, 4), epochs=8)
+"""
+
+
+def test_saved_notebook_shows_one_table(tmp_path, monkeypatch):
+    """In a real kernel."""
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "jupyter"))
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(CODE)])
+    NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+    progress, history = notebook.cells[0].outputs
+    assert (progress.output_type, history.output_type) == ("display_data", "execute_result")
+    assert len(cells(progress.data["text/html"])) == 9
+    assert "progress" not in progress.data["text/html"]
+    assert "<table" not in history.data["text/html"]
+    nbformat.validate(notebook)

@@ -1,0 +1,107 @@
+"""Training in several processes: stopping together, checkpoints of the chief, restarts."""
+
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import mirror
+from tests.support import fresh, processes
+from tests.support.strategies import cpu_strategy
+
+STEPS = 20  # of an undisturbed run: 4 epochs of 5 batches
+
+
+def train(mode, directory, **options):
+    return processes.run_program(
+        "several_training", mode, str(directory), timeout=90, after_failure=30, **options
+    )
+
+
+def ends(ended):
+    """Returns the step and the digest of the state at which each process has ended."""
+    found = [re.findall(r"ended at (\d+) (\w+)", each.output) for each in ended]
+    text = "\n---\n".join(each.output for each in ended)
+    assert all(len(pairs) == 1 for pairs in found), text
+    return [(int(step), digest) for ((step, digest),) in found]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["stop", "stop slow", "all stop", "epoch"])
+def test_all_processes_stop_after_the_same_step(mode, tmp_path):
+    ended = train(mode, tmp_path / "ckpt")
+    outputs = processes.outputs_of(ended)
+    first, *others = ends(ended)
+    assert others == [first] * len(others)
+    least = {"all stop": 9, "epoch": 10}.get(mode, 7)
+    assert least <= first[0] < STEPS
+    if mode in ("all stop", "epoch"):
+        assert first[0] == least
+    assert all(f"'{first[0]}'" in output.split("saved ")[1] for output in outputs)
+    assert "epoch 1/4" in outputs[0], "the chief shows the progress"
+    assert all("epoch 1/4" not in output for output in outputs[1:])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["SIGTERM", "SIGTERM slow", "SIGINT"])
+def test_a_signal_to_one_process_ends_all_with_one_checkpoint(mode, tmp_path):
+    directory = tmp_path / "ckpt"
+    ended = train(mode, directory)
+    first, *others = ends(ended)
+    assert others == [first] * len(others)
+    expected = (143,) if mode.startswith("SIGTERM") else (130, -2)
+    assert all(each.status in expected for each in ended), ended
+    assert mirror.load_checkpoint(directory).position["step"] == first[0]
+    # It resumes there, and ends where an undisturbed run ends.
+    resumed = train("resume", directory)
+    assert f"resumes at {first[0]}" in resumed[1].output
+    assert ends(resumed) == ends(train("undisturbed", tmp_path / "other"))
+
+
+def test_checkpoints_are_restored_on_any_number_of_processes_and_devices(tmp_path):
+    ended = train("undisturbed", tmp_path / "ckpt")
+    processes.outputs_of(ended)
+    (step, _), *_ = ends(ended)
+    assert step == STEPS
+    arrays = mirror.load_checkpoint(tmp_path / "ckpt").arrays
+    with cpu_strategy(3).scope():
+        model = nnx.Sequential(
+            nnx.Linear(3, 8, rngs=nnx.Rngs(5)), nnx.Linear(8, 1, rngs=nnx.Rngs(6))
+        )
+        trainer = mirror.Trainer(
+            model, optax.adam(0.01), lambda model, batch: model(batch["x"])[:, 0]
+        )
+    trainer.restore(tmp_path / "ckpt")
+    kernel = np.asarray(trainer.model.layers[0].kernel[...])
+    np.testing.assert_array_equal(kernel, arrays["model.layers.0.kernel"])
+    trainer.save(tmp_path / "ckpt")
+    wide = train("resume", tmp_path / "ckpt", processes=4, devices=1)
+    assert all(f"resumes at {STEPS}" in output for output in processes.outputs_of(wide))
+
+
+@pytest.mark.long
+def test_a_killed_process_is_started_again_and_ends_like_an_undisturbed_run(tmp_path):
+    arguments = ["--processes", "2", "--devices", "2", "--cpu", "--restarts", "2"]
+    program = str(fresh.PROGRAMS / "several_training.py")
+    code = [sys.executable, "-m", "mirror_cli", "launch", *arguments, program]
+    path = os.pathsep.join(filter(None, [fresh.INHERITED.get("PYTHONPATH"), str(fresh.ROOT)]))
+    done = subprocess.run(
+        [*code, "kill", str(tmp_path / "ckpt")],
+        env={**fresh.INHERITED, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "process 1 ended first, by SIGKILL; all start again (restart 1 of 2)" in done.stdout
+    assert "[1] resumes at 5" in done.stdout
+    undisturbed = ends(train("undisturbed", tmp_path / "other"))
+    found = re.findall(r"\[(\d)\] ended at (\d+) (\w+)", done.stdout)
+    assert [(int(step), digest) for _, step, digest in sorted(found)] == undisturbed

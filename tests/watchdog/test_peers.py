@@ -1,0 +1,290 @@
+"""Launches that wait for another process: the report of every other process names it."""
+
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from mirror._src.devices import launches
+from mirror._src.devices.launches import Described
+from mirror._src.distributed import store
+from mirror._src.watchdog import peers as peers_module
+from mirror._src.watchdog.peers import Peers, Post
+from tests.support import fresh, processes
+from tests.support.messages import assert_message
+
+STEP = Described("step", "train.py:5", spans_processes=True)
+WAITING = Post(
+    1, 0.1, 3, [(2, "step (train.py:5)"), (3, "step (train.py:5)")], 3, "", [], [], 0, False
+)
+
+
+@pytest.fixture
+def job(monkeypatch):
+    """Process 1 of a job of four; returns the texts that the others have posted."""
+    texts = {}
+    monkeypatch.setattr(store, "process_index", lambda: 1)
+    monkeypatch.setattr(store, "process_count", lambda: 4)
+    monkeypatch.setattr(store, "is_chief", lambda: False)
+    monkeypatch.setattr(store, "overwrite", lambda key, text: texts.__setitem__(key[6:], text))
+    monkeypatch.setattr(store, "read_all", lambda directory: dict(texts))
+    monkeypatch.setattr(launches, "joint", launches.deque(maxlen=8))
+    return texts
+
+
+@pytest.fixture
+def stalled(job):
+    """The third launch of this process, which has not ended."""
+    log = launches.start_log()
+    for _ in range(2):
+        log.begin(STEP).ends()
+    launch = log.begin(STEP)
+    launch.starts()
+    yield launch
+    launch.ends()
+    launches.stop_log()
+
+
+def lines_about(stalled, job, posts, secs=0.0):
+    """Returns the lines after the others have posted, some beats and some seconds."""
+    peers = Peers(1.0)
+    try:
+        peers.look(stalled, 0.9)
+        beats = itertools.count(1)
+        deadline = time.monotonic() + max(secs, 0.5)
+        while time.monotonic() < deadline:
+            beat = next(beats)
+            for i, post in posts.items():
+                fresh = post if post.beat == 0 else post._replace(beat=beat)
+                job[str(i)] = json.dumps(fresh)
+            time.sleep(0.05)
+        return peers.lines(), json.loads(job["1"])
+    finally:
+        peers.close()
+
+
+CASES = {
+    "fewer": (
+        WAITING._replace(begun=2, oldest=0, places=["data.py:7 in load"]),
+        ["2 of 3", "data.py:7 in load"],
+    ),
+    "another step": (
+        WAITING._replace(names=[(3, "evaluate (train.py:30)")]),
+        ["launch 3", "evaluate (train.py:30)"],
+    ),
+    "callback": (
+        WAITING._replace(callbacks=["pure_callback at train.py:8 in step"]),
+        ["launch 3", "pure_callback at train.py:8 in step"],
+    ),
+    "ended": (WAITING._replace(oldest=0), ["has ended launch 3"]),
+    "compiles": (WAITING._replace(compiles="step (train.py:5)"), ["compiles step (train.py:5)"]),
+    "closed": (WAITING._replace(oldest=0, is_closed=True), ["ended its watch", "3 launches"]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_process_that_does_not_wait_is_described(case, job, stalled):
+    post, values = CASES[case]
+    lines, mine = lines_about(stalled, job, {0: WAITING, 2: post, 3: WAITING})
+    assert lines[-1] == "processes 0, 3 wait in launch 3, too"
+    (line,) = lines[:-1]
+    assert line.startswith("process 2 ")
+    for value in values:
+        assert value in line.replace("It compiles", "compiles"), line
+    mine = Post(*mine)
+    assert (mine.begun, mine.oldest, mine.is_closed) == (3, 3, False)
+    assert any(place.startswith("test_peers.py:") for place in mine.places)
+
+
+def test_silent_and_unwatched_processes_are_named(job, stalled):
+    lines, _ = lines_about(stalled, job, {0: WAITING, 2: WAITING._replace(beat=0)}, secs=1.6)
+    assert len(lines) == 3
+    assert re.match(r"process 2 has not been heard of for 1\.\d s", lines[0])
+    assert "3 launches, the last: step (train.py:5)" in lines[0]
+    assert lines[1:] == [
+        "process 3 has posted nothing: it has not started a watch",
+        "process 0 waits in launch 3, too",
+    ]
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_only_a_process_that_is_heard_of_compiles(stops, job, stalled):
+    peers = Peers(1.0)
+    try:
+        peers.look(stalled, 0.9)
+        for beat in range(1, 28):
+            post = WAITING._replace(beat=1 if stops else beat, compiles="step (train.py:5)")
+            job["2"] = json.dumps(post)
+            time.sleep(0.05)
+        assert peers.is_compiling() is not stops
+    finally:
+        peers.close()
+
+
+def test_a_coordinator_that_does_not_answer_blocks_nothing(job, stalled, monkeypatch):
+    answers = threading.Event()
+    monkeypatch.setattr(store, "read_all", lambda directory: answers.wait(30) and {})
+    monkeypatch.setattr(peers_module, "heartbeat_secs", lambda: 2.0)
+    peers = Peers(60)
+    try:
+        peers.look(stalled, 0.9)
+        assert not peers.must_report()
+        time.sleep(1.3)
+        peers.look(stalled, 2.2)
+        assert peers.must_report()
+        (line,) = peers.lines()
+        assert_message(line, values=["process 0", "coordinator"])
+        assert "2 s" in peers.end_by_jax()
+    finally:
+        answers.set()
+        peers.close()
+
+
+def test_launches_of_this_process_alone_are_not_counted(job):
+    log = launches.start_log()
+    try:
+        launch = log.begin(Described("alone"))
+        launch.starts()
+        assert launch.joint_number == 0
+        peers = Peers(1.0)
+        peers.look(launch, 5.0)
+        assert peers.lines() == []
+        peers.close()
+        launch.ends()
+    finally:
+        launches.stop_log()
+
+
+CODE = """
+import os, signal, sys, time
+import jax, numpy as np, mirror
+mirror.distributed.initialize(heartbeat_secs=HEARTBEAT, shutdown_secs=60)
+strategy = mirror.MultiWorkerMirroredStrategy()
+me = mirror.distributed.process_index()
+def step(x):
+    return mirror.get_replica_context().all_reduce("sum", x.sum())
+x = mirror.PerReplica.from_stacked(np.ones((strategy.num_replicas_in_sync, 3), np.float32))
+def load(i):
+    if me == WHO and i == 4:
+        FAULT
+    return x
+watch = mirror.debugging.watch(SECS, "ACTION")
+for i in range(8):
+    total = strategy.run(step, (load(i),))
+    EACH
+print("has ended")
+"""
+FAULTS = {
+    "sleeps": "time.sleep(100)",
+    "stopped": "os.kill(os.getpid(), signal.SIGSTOP)",
+    "killed": "os.kill(os.getpid(), signal.SIGKILL)",
+    "one more": "float(strategy.run(step, (x,)))",
+}
+
+
+def ended(fault, who, *, count=2, secs=4, action="exit", heartbeat=40, each="float(total)"):
+    values = {"WHO": who, "FAULT": FAULTS[fault], "SECS": secs, "ACTION": action}
+    values |= {"HEARTBEAT": heartbeat, "EACH": each}
+    code = re.sub("|".join(values), lambda found: str(values[found[0]]), CODE)
+    devices = 1 if count > 2 else 2
+    return processes.run(code, processes=count, devices=devices, timeout=100, after_failure=6)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_process_that_sleeps_is_named_by_all_others(who):
+    found = ended("sleeps", who, count=3)
+    for i in {0, 1, 2} - {who}:
+        assert found[i].status == 75, found[i].output
+        assert_message(
+            found[i].output,
+            values=[
+                "step (<string>:7)",
+                "launch 5,",
+                f"process {who} ",
+                "4 of 5",
+                "<string>:12 in load",
+            ],
+        )
+        assert f"process {3 - who - i} waits in launch 5, too" in found[i].output
+    assert found[who].status != 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_process_that_is_stopped_is_named(who):
+    other = ended("stopped", who)[1 - who]
+    assert other.status == 75, other.output
+    assert f"process {who} has not been heard of for " in other.output
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("who", [0, 1])
+def test_the_report_precedes_the_end_by_jax(who):
+    other = ended("stopped", who, secs=60, heartbeat=12)[1 - who]
+    assert other.status not in (0, 75, None), other.output
+    assert f"process {who} has not been heard of for " in other.output
+    assert "after 12 s (heartbeat_secs" in other.output
+    assert other.output.index("has not been heard of") < other.output.index("Check failure")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_step_of_one_process_alone_is_named(who):
+    """The process that runs the step once more waits in the last launch."""
+    found = ended("one more", who)
+    assert found[who].status == 75, found[who].output
+    assert_message(
+        found[who].output, values=["launch 9,", f"process {1 - who} has ended its", "8 launches"]
+    )
+    assert "has ended\n" in found[1 - who].output
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("fault", "who"), [("sleeps", 1), ("stopped", 0)])
+def test_raise_ends_the_process_without_the_barrier_of_jax(fault, who):
+    start = time.monotonic()
+    other = ended(fault, who, action="raise", each="pass")[1 - who]
+    assert other.status == 75, other.output
+    assert_message(
+        other.output, values=["mirror.StalledError", f"process {who} ", "launch 5,", "status 75"]
+    )
+    assert time.monotonic() - start < 50, "not the time of shutdown_secs"
+
+
+@pytest.mark.long
+def test_the_launcher_starts_all_processes_again(tmp_path):
+    fault = "os.environ['MIRROR_RESTARTS'] == '0' and time.sleep(100)"
+    values = {"WHO": 1, "FAULT": fault, "SECS": 4, "ACTION": "exit", "HEARTBEAT": 40}
+    values |= {"EACH": "float(total)"}
+    script = tmp_path / "train.py"
+    script.write_text(re.sub("|".join(values), lambda found: str(values[found[0]]), CODE))
+    options = ["--processes", "2", "--devices", "1", "--restarts", "1", str(script)]
+    path = os.pathsep.join(filter(None, [fresh.INHERITED.get("PYTHONPATH"), str(fresh.ROOT)]))
+    done = subprocess.run(
+        [sys.executable, "-m", "mirror_cli", "launch", *options],
+        env={**fresh.INHERITED, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert_message(done.stderr, values=["process 0 ended first", "status 75", "restart 1 of 1"])
+    assert done.stdout.count("has ended") == 2
+
+
+@pytest.mark.long
+def test_a_process_that_is_killed_ends_the_others():
+    """Its connections are closed, or it is named, whichever comes first."""
+    start = time.monotonic()
+    other = ended("killed", 1)[0]
+    assert other.status not in (0, None), other.output
+    named = "process 1 has not been heard of for " in other.output
+    assert named or "Gloo" in other.output.replace("[Gloo] Rank", ""), other.output
+    assert time.monotonic() - start < 80

@@ -1,0 +1,460 @@
+"""Launches that do not end: the report, the actions, and no false alarm."""
+
+import contextlib
+import functools
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import mirror
+from mirror._src.devices import launches
+from mirror._src.devices.launch import launch
+from mirror._src.devices.launches import Described
+from mirror._src.watchdog import watch as watch_module
+from tests.support import fresh
+from tests.support.messages import assert_message, raises
+
+HERE = os.path.basename(__file__)
+CPUS = [f"/cpu:{i}" for i in range(4)]
+LAYOUTS = {
+    "pmap": lambda: mirror.MirroredStrategy(CPUS),
+    "shard_update": lambda: mirror.MirroredStrategy(CPUS, shard_update=True),
+    "vmap": lambda: mirror.MirroredStrategy(CPUS[:1], replicas_per_device=4),
+    "vmap on devices": lambda: mirror.MirroredStrategy(CPUS[:2], replicas_per_device=2),
+    "staged": lambda: mirror.MirroredStrategy(CPUS, mirror.ReductionToOneDevice()),
+    "one replica": lambda: mirror.MirroredStrategy(CPUS[:1]),
+}
+NAMES_REPLICA = {"pmap", "shard_update", "staged"}
+
+
+class Gate:
+    """A callback that blocks on one replica until the watch has reported, or `open` is called."""
+
+    def __init__(self, replica=0):
+        self.replica = replica
+        self.is_open = threading.Event()
+
+    def __call__(self, replica):
+        if replica == self.replica:
+            assert self.is_open.wait(60)
+        return np.float32(0)
+
+    def open(self):
+        self.is_open.set()
+
+    @contextlib.contextmanager
+    def opened_by(self, watch):
+        """Opens as soon as the watch has reported."""
+
+        def wait_for_report():
+            deadline = time.monotonic() + 30
+            while not watch.reports and time.monotonic() < deadline:
+                time.sleep(0.01)
+            self.open()
+
+        thread = threading.Thread(target=wait_for_report, name="opens the gate")
+        thread.start()
+        try:
+            yield
+        finally:
+            thread.join()
+
+
+def line_after(text):
+    """Returns the place of the first line of this file that contains a comment."""
+    with open(__file__) as file:
+        numbers = [i for i, line in enumerate(file, 1) if f"# {text}" in line]
+    return f"{HERE}:{numbers[0]}"
+
+
+def gated_step(gate):
+    def step(x):  # the step
+        context = mirror.get_replica_context()
+        zero = jax.ShapeDtypeStruct((), jnp.float32)
+        replica = context.replica_id_in_sync_group
+        x += jax.pure_callback(gate, zero, replica, vmap_method="sequential")  # the callback
+        return context.all_reduce("sum", x)  # the collective
+
+    return step
+
+
+def argument(strategy):
+    return mirror.PerReplica([np.float32(1)] * strategy.num_replicas_in_sync)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_report_names_step_replica_collective_and_threads(layout, capfd):
+    strategy = LAYOUTS[layout]()
+    replica = 0 if layout == "one replica" else 2
+    gate = Gate(replica)
+    with mirror.debugging.watch(secs=0.3) as watch, gate.opened_by(watch):
+        total = strategy.run(gated_step(gate), (argument(strategy),))
+    assert float(total) == strategy.num_replicas_in_sync
+    first, ended = watch.reports
+    callback = line_after("the callback")
+    assert_message(first, values=[f"step ({line_after('the step')})", callback])
+    assert "in __call__: assert self.is_open.wait(60)" in first
+    assert "(opens the gate):" in first
+    assert "(MainThread):" in first
+    if layout != "one replica":
+        assert_message(first, values=[f"all-reduce at {line_after('the collective')}"])
+    if layout in NAMES_REPLICA:
+        assert re.search(r"replica 2\b", first)
+    assert f"step ({line_after('the step')}) has ended after all" in ended
+    error = capfd.readouterr().err
+    assert first in error
+    assert ended in error
+
+
+ZERO = jax.ShapeDtypeStruct((), jnp.float32)
+KINDS = {
+    "pure_callback": lambda gate, replica: jax.pure_callback(gate, ZERO, replica),
+    "io_callback": lambda gate, replica: jax.experimental.io_callback(gate, ZERO, replica),
+    "debug_callback": lambda gate, replica: jax.debug.callback(lambda i: gate(i) and None, replica),
+}
+
+
+@pytest.mark.parametrize("in_loop", [False, True])
+@pytest.mark.parametrize("layout", ["pmap", "staged"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_report_names_each_kind_of_callback(kind, layout, in_loop):
+    strategy, gate = LAYOUTS[layout](), Gate(1)
+
+    def step(x):
+        context = mirror.get_replica_context()
+        replica = context.replica_id_in_sync_group
+
+        def body(i, x):
+            result = KINDS[kind](gate, replica)
+            return x if result is None else x + result
+
+        x = jax.lax.fori_loop(0, 2, body, x) if in_loop else body(0, x)
+        return context.all_reduce("sum", x)
+
+    with mirror.debugging.watch(secs=0.3) as watch, gate.opened_by(watch):
+        total = strategy.run(step, (argument(strategy),))
+    assert float(total) == 4.0
+    of = " of replica 1" if layout == "pmap" else ""
+    expected = f"the {kind}{of} at {HERE}:"
+    assert expected in watch.reports[0]
+
+
+def test_report_says_that_other_threads_wait_for_their_turn():
+    strategy, gate = LAYOUTS["one replica"](), Gate(0)
+    others = []
+
+    def other(x):
+        others.append(1)
+        return x + 1
+
+    with mirror.debugging.watch(secs=0.4) as watch, gate.opened_by(watch):
+        thread = threading.Thread(target=strategy.run, args=(gated_step(gate), (1.0,)))
+        thread.start()
+        time.sleep(0.1)
+        LAYOUTS["one replica"]().run(other, (1.0,))
+        thread.join()
+    assert_message(watch.reports[0], values=["step (", "other (", "waits for its turn"])
+
+
+@pytest.mark.parametrize("op", ["sum", "max"])
+@pytest.mark.parametrize("is_float", [True, False])
+def test_arrivals_name_the_replica_that_is_missing(is_float, op):
+    """In the second run of a step; collectives of floats may consist of several."""
+    strategy, gate = LAYOUTS["pmap"](), Gate(None)
+
+    def step(x):
+        context = mirror.get_replica_context()
+        zero = jax.ShapeDtypeStruct((), jnp.float32)
+        x += jax.pure_callback(gate, zero, context.replica_id_in_sync_group)
+        x = x if is_float else x.astype(jnp.int32)
+        return context.all_reduce(op, x)  # the tracked one
+
+    arguments = (mirror.PerReplica([1.0, 2.0, -0.0, 4.0]),)
+    with mirror.debugging.watch(0.4, track_arrivals=True) as watch, gate.opened_by(watch):
+        first = strategy.run(step, arguments)
+        gate.replica = 1
+        second = strategy.run(step, arguments)
+    assert float(first) == float(second) == {"sum": 7.0, "max": 4.0}[op]
+    place = line_after("the tracked one")
+    expected = f"the all-reduce at {place} in step: replicas 0, 2, 3 arrived, replica 1 not"
+    assert expected in watch.reports[0]
+    with mirror.debugging.watch(0.4) as watch:  # a new watch, the same counts
+        strategy.run(step, arguments)
+    assert watch.reports == []
+
+
+@pytest.mark.parametrize("layout", ["pmap", "vmap on devices", "staged"])
+def test_stall_raises_until_the_launch_has_ended(layout):
+    strategy, gate = LAYOUTS[layout](), Gate(1)
+    step, arguments = gated_step(gate), (argument(strategy),)
+    with mirror.debugging.watch(0.3, "raise") as watch:
+        try:
+            with raises(mirror.StalledError, values=["step (", "has not ended for 0."]):
+                strategy.run(step, arguments)
+            with raises(mirror.StalledError, values=["step ("]):
+                strategy.run(step, arguments)
+        finally:
+            gate.open()
+        deadline = time.monotonic() + 30
+        while len(watch.reports) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert float(strategy.run(step, arguments)) == 4.0
+    assert len(watch.reports) == 2
+
+
+def test_earlier_launches_are_waited_for_in_slices():
+    """A step without callbacks does not wait for its own launch, but for earlier ones."""
+    strategy, gate = LAYOUTS["pmap"](), Gate(1)
+
+    def block():
+        with contextlib.suppress(mirror.StalledError):
+            strategy.run(gated_step(gate), (argument(strategy),))
+
+    def other(x):
+        return mirror.get_replica_context().all_reduce("mean", x)
+
+    other_strategy, blocked = LAYOUTS["pmap"](), threading.Thread(target=block)
+    other_strategy.run(other, (argument(strategy),))
+    try:
+        with mirror.debugging.watch(0.3, "raise"):
+            blocked.start()
+            with raises(mirror.StalledError, values=["step ("]):
+                for _ in range(1000):
+                    other_strategy.run(other, (argument(strategy),))
+                    time.sleep(0.01)
+    finally:
+        gate.open()
+        blocked.join()
+
+
+def ends_with(action, secs, timeout):
+    arguments = [sys.executable, str(fresh.PROGRAMS / "stalled_step.py"), action, str(secs)]
+    started = time.monotonic()
+    done = subprocess.run(
+        arguments,
+        env={**fresh.INHERITED, "PYTHONPATH": str(fresh.ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    return done, time.monotonic() - started
+
+
+@pytest.mark.parametrize("action", ["exit", "raise"])
+def test_stalled_process_ends_with_its_status(action):
+    done, _ = ends_with(action, 1, timeout=60)
+    assert done.returncode == watch_module.EXIT_STATUS == 75, done.stderr
+    assert "replica 1" in done.stderr
+    assert ("mirror.StalledError" in done.stderr) == (action == "raise")
+    assert "status 75" in done.stderr
+
+
+@pytest.mark.skipif(jax.__version_info__ >= (0, 13), reason="XLA may have changed its limit")
+def test_report_precedes_the_abort_of_xla():
+    """XLA waits 40 s, so that a watch of 60 s reports after 30."""
+    done, secs = ends_with("report", 60, timeout=120)
+    assert done.returncode == -6, done.stderr
+    assert 39 < secs < 75
+    assert "has not ended for 30 s" in done.stderr
+    assert done.stderr.index("has not ended") < done.stderr.index("Termination timeout")
+
+
+def program_that_sleeps(arrays):
+    time.sleep(0.8)
+    return [arrays]
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_compiling_does_not_count(compiles):
+    with mirror.debugging.watch(secs=0.2) as watch:
+        described = Described("slow")
+        launch(program_that_sleeps, [jnp.ones(3)], [], described, bounded=False, compiles=compiles)
+    assert len(watch.reports) == (0 if compiles else 2)
+
+
+def test_jax_tells_when_it_has_compiled():
+    """The first run of a step counts from then on; fails if JAX renames the event."""
+    phases = []
+
+    def look():
+        (entry,) = launches.log.unfinished()
+        phases.append(entry.phase)
+        return np.float32(0)
+
+    def step(x):
+        return x + jax.pure_callback(look, jax.ShapeDtypeStruct((), jnp.float32))
+
+    strategy = LAYOUTS["one replica"]()
+    with mirror.debugging.watch(60):
+        for _ in range(2):
+            strategy.run(step, (1.0,))
+    assert phases == ["running", "running"]
+
+
+def test_time_in_which_the_process_was_stopped_does_not_count(monkeypatch):
+    log = launches.LaunchLog()
+    log.begin(Described("step")).starts()
+    now = [0.0]
+    monkeypatch.setattr(watch_module.time, "monotonic", lambda: now[0])
+    clock = watch_module._Clock(log, 1.0)
+    secs = []
+    for pause in (1, 1, 3600, 1):
+        now[0] += pause
+        secs.append(clock.look()[1])
+    assert secs == [0.0, 1.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize("layout", ["pmap", "staged", "vmap"])
+def test_steps_that_end_are_not_reported(layout):
+    """Many short launches, unawaited and with results dropped."""
+    strategy = LAYOUTS[layout]()
+
+    def step(x):
+        return x * 1.0, mirror.get_replica_context().all_reduce("mean", x)
+
+    x = argument(strategy)
+    strategy.run(step, (x,))
+    with mirror.debugging.watch(secs=0.25) as watch:
+        deadline = time.monotonic() + 0.6
+        while time.monotonic() < deadline:
+            x, mean = strategy.run(step, (x,))
+        jax.block_until_ready(mean)
+        time.sleep(0.4)
+    assert watch.reports == []
+
+
+def test_nobody_watches_by_default(monkeypatch):
+    """A launch without a watch makes no record."""
+    monkeypatch.setattr(launches, "log", None)
+    monkeypatch.setattr(launches, "Launch", None)
+    strategy = LAYOUTS["pmap"]()
+    assert strategy.run(lambda x: x + 1, (1,)) == 2
+
+
+def test_watches_end_and_may_be_nested():
+    before, log = set(threading.enumerate()), launches.log
+    outer = mirror.debugging.watch(60)
+    with mirror.debugging.watch(60, "raise") as inner:
+        assert launches.log is not None
+    assert repr(inner) == "Watch(secs=60, action='raise', closed)"
+    outer.close()
+    outer.close()
+    assert launches.log is log
+    assert set(threading.enumerate()) <= before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "values"),
+    [
+        ({"secs": 0}, ValueError, ["secs", "0"]),
+        ({"secs": -1}, ValueError, ["secs", "-1"]),
+        ({"secs": float("nan")}, ValueError, ["secs", "nan"]),
+        ({"secs": float("inf")}, ValueError, ["secs", "inf"]),
+        ({"secs": "60"}, TypeError, ["secs", "'60'"]),
+        ({"secs": True}, TypeError, ["secs", "True"]),
+        ({"secs": None}, TypeError, ["secs", "None"]),
+        ({"action": "stop"}, ValueError, ["action", "'stop'", "'report', 'raise', 'exit'"]),
+        ({"action": None}, ValueError, ["action", "None"]),
+    ],
+)
+def test_wrong_arguments_are_rejected(arguments, error, values):
+    before = set(threading.enumerate())
+    with raises(error, values=values):
+        mirror.debugging.watch(**arguments)
+    assert set(threading.enumerate()) <= before
+
+
+def trainer_with(gate, layout, **options):
+    calls = []
+
+    def block(replica):
+        calls.append(replica)
+        if len(calls) > 8:  # the third step of four replicas
+            gate(replica)
+        return np.float32(0)
+
+    def loss_fn(model, batch):  # the loss
+        replica = mirror.get_replica_context().replica_id_in_sync_group
+        zero = jax.ShapeDtypeStruct((), jnp.float32)
+        waits = jax.pure_callback(block, zero, replica, vmap_method="sequential")
+        return optax.squared_error(model(batch["x"]), batch["y"])[:, 0] + waits
+
+    strategy = LAYOUTS[layout]()
+    with strategy.scope():
+        model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    return mirror.Trainer(model, optax.sgd(0.1), loss_fn, strategy=strategy, **options)
+
+
+ARRAYS = {"x": np.ones((40, 2), "float32"), "y": np.ones((40, 1), "float32")}
+METHODS = {
+    "fit": lambda trainer: trainer.fit(ARRAYS, 9, batch_size=4, progress=False),
+    "evaluate": lambda trainer: trainer.evaluate(ARRAYS, batch_size=4),
+}
+
+
+@pytest.mark.parametrize("layout", ["pmap", "staged"])
+@pytest.mark.parametrize("method", METHODS)
+def test_trainer_raises_for_a_step_that_does_not_end(method, layout):
+    gate = Gate(1)
+    trainer = trainer_with(gate, layout, stall_secs=0.4)
+    try:
+        with raises(
+            mirror.StalledError, values=["has not ended", "block", f"({line_after('the loss')})"]
+        ):
+            METHODS[method](trainer)
+    finally:
+        gate.open()
+    assert launches.log is None or not launches.log.stalls
+    METHODS[method](trainer)  # it trains on
+
+
+def test_evaluation_within_fit_is_watched_once(monkeypatch):
+    watches = []
+
+    def watch(*arguments):
+        watches.append(arguments)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr("mirror._src.training.state.watch", watch)
+    gate = Gate()
+    gate.open()
+    trainer = trainer_with(gate, "pmap", stall_secs=5)
+    trainer.fit(ARRAYS, 2, batch_size=8, validation_data=ARRAYS, progress=False)
+    trainer.predict(lambda model, batch: model(batch["x"]), ARRAYS, batch_size=8)
+    assert watches == [(5.0, "raise"), (5.0, "raise")]
+
+
+@pytest.mark.parametrize("secs", [0, "60", False])
+def test_trainer_rejects_wrong_stall_secs(secs):
+    with raises((TypeError, ValueError), values=["stall_secs", repr(secs)]):
+        mirror.Trainer(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), print, stall_secs=secs)
+
+
+def test_closed_standard_error_does_not_end_the_watch(monkeypatch):
+    strategy, gate = LAYOUTS["pmap"](), Gate(1)
+    closed = open(os.devnull, "w")  # noqa: SIM115
+    closed.close()
+    monkeypatch.setattr(sys, "stderr", closed)
+    with mirror.debugging.watch(secs=0.3) as watch, gate.opened_by(watch):
+        strategy.run(gated_step(gate), (argument(strategy),))
+    assert len(watch.reports) == 2
+
+
+def test_step_may_be_any_callable():
+    """A partial has the line of its function; a callable of a library has none."""
+    strategy, gate = LAYOUTS["pmap"](), Gate(1)
+    with mirror.debugging.watch(secs=0.3) as watch, gate.opened_by(watch):
+        strategy.run(functools.partial(gated_step(gate)), (argument(strategy),))
+    assert f"step ({line_after('the step')})" in watch.reports[0]
+    assert strategy.run(jnp.negative, (1,)) == -1
