@@ -7,10 +7,11 @@ directory.
 import contextlib
 import json
 import os
+import sys
 import tempfile
+import threading
 import weakref
-from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self, final
 
@@ -23,6 +24,8 @@ from mirror._src.training.checkpoints.messages import in_short, in_words
 from mirror._src.training.checkpoints.writer_lock import WriterLock
 from mirror._src.utils.closing import closing
 from mirror._src.utils.errors import require_int
+
+_SECS_TO_SAY = 0.5
 
 
 @final
@@ -58,7 +61,7 @@ class CheckpointStore:
         _check_options(keep_last, keep_best)
         self.directory = layout.absolute(directory)
         self._keep_last, self._keep_best, self._asynchronous = keep_last, keep_best, asynchronous
-        self._writing: tuple[int, ThreadPoolExecutor, Future[None]] | None = None
+        self._writing: _Write | None = None
         self._closed = False
         self._lock = _make_ready(self.directory)
         self._release = weakref.finalize(self, self._lock.release)
@@ -102,25 +105,31 @@ class CheckpointStore:
             "keep_best": self._keep_best,
         }
         copies = on_host(arrays)
-        pool = ThreadPoolExecutor(1, thread_name_prefix="mirror checkpoint")
-        self._writing = step, pool, pool.submit(self._write, int(step), copies, about)
+        self._writing = _Write(int(step), lambda: self._write(int(step), copies, about))
+        self._writing.start()
         if not self._asynchronous:
             self.wait()
 
     def wait(self) -> None:
-        """Waits for pending writes; raises `OSError` if they failed."""
+        """Waits for pending writes; raises `OSError` if they failed.
+
+        Ctrl-C, or another exception of a signal handler, is raised when the write is complete.
+        """
         if self._writing is None:
             return
-        step, pool, future = self._writing
-        pool.shutdown()
+        step, interrupt, error = self._writing.step, self._writing.complete(), self._writing.error
         self._writing = None
-        error = future.exception()
-        if error is not None:
-            raise OSError(
-                f"Could not write the checkpoint for step {step} to {self.directory}: "
-                f"{in_short(error)}. Existing checkpoints are intact: {in_words(self.steps())}. "
-                "Free disk space, or save to another directory."
-            ) from error
+        failure = error and OSError(
+            f"Could not write the checkpoint for step {step} to {self.directory}: "
+            f"{in_short(error)}. Existing checkpoints are intact: {in_words(self.steps())}. "
+            "Free disk space, or save to another directory."
+        )
+        if interrupt is not None:
+            if failure is not None:
+                interrupt.add_note(str(failure))
+            raise interrupt
+        if failure is not None:
+            raise failure from error
 
     def close(self) -> None:
         """Waits for pending writes, and rejects further calls of `save`."""
@@ -183,6 +192,54 @@ class CheckpointStore:
             kept = {step, self.best(), *layout.in_order_of_writing(paths)[-self._keep_last :]}
             for other in paths.keys() - kept:
                 layout.remove(paths[other])
+
+
+@final
+class _Write(threading.Thread):
+    """Writes one checkpoint in the background.
+
+    A daemon, and so are the threads that Orbax starts in it: in a process that ends, Orbax fails,
+    and its threads wait 10 minutes for each other.
+    """
+
+    def __init__(self, step: int, write: Callable[[], None]) -> None:
+        super().__init__(name="mirror checkpoint", daemon=True)
+        self.step = step
+        self.error: BaseException | None = None
+        self._write = write
+        self._is_done = threading.Event()
+
+    def run(self) -> None:
+        try:
+            self._write()
+        except BaseException as error:
+            self.error = error
+        finally:
+            self._is_done.set()
+
+    def complete(self) -> BaseException | None:
+        """Waits for the end; returns the first exception that a signal handler raised meanwhile."""
+        interrupt, has_said = None, False
+        while self.is_alive():
+            try:
+                limit = None if interrupt is None or has_said else _SECS_TO_SAY
+                if self._is_done.wait(limit):
+                    self.join()
+                elif not has_said:
+                    has_said = True
+                    self._say()
+            except BaseException as error:
+                interrupt = interrupt or error
+        return interrupt
+
+    def _say(self) -> None:
+        with contextlib.suppress(OSError, ValueError):  # closed, or a broken pipe
+            print(
+                f"\nInterrupted: completing the checkpoint for step {self.step}. Press Ctrl-\\ to "
+                "end the process without it.",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def _check_options(keep_last: Any, keep_best: Any) -> None:
