@@ -84,6 +84,13 @@ def test_checkpoints_are_restored_on_any_number_of_processes_and_devices(tmp_pat
     assert all(f"resumes at {STEPS}" in output for output in processes.outputs_of(wide))
 
 
+def test_a_checkpoint_that_only_the_chief_has_is_restored_by_all(tmp_path):
+    """Every process has its own directory, as on machines that share no file system."""
+    ended = processes.run_program("several_restoring", str(tmp_path), after_failure=15)
+    for output in processes.outputs_of(ended):
+        assert output.count("passed ") == 6
+
+
 @pytest.mark.long
 def test_a_killed_process_is_started_again_and_ends_like_an_undisturbed_run(tmp_path):
     arguments = ["--processes", "2", "--devices", "2", "--cpu", "--restarts", "2"]
