@@ -210,11 +210,14 @@ class CheckpointOfChief:
         zeros = np.zeros(size // 4, np.uint32)
         for start in range(0, whole.size, size):
             piece = whole[start : start + size].view(np.uint32)
-            rows = self._strategy.distribute_values_from_function(
-                lambda context, piece=piece: zeros if context.replica_id_in_sync_group else piece
-            )
-            piece[:] = np.asarray(self._strategy.reduce("sum", rows))
+            piece[:] = np.asarray(self._strategy.reduce("sum", self._rows(piece, zeros)))
         return whole[:num_bytes]
+
+    def _rows(self, first: np.ndarray, others: np.ndarray) -> Any:
+        """Returns the array of the first replica and of all others, as a `PerReplica`."""
+        return self._strategy.distribute_values_from_function(
+            lambda context: others if context.replica_id_in_sync_group else first
+        )
 
     def _fault(self, error: Exception) -> _Fault:
         return _Fault(self._me, type(error).__name__, str(error).rstrip("."))
