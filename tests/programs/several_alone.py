@@ -1,8 +1,6 @@
 """What one process does without the others, and many steps that nobody awaits.
 
-python several_alone.py STEPS [unpacked] [unguarded]
-
-Without the guard, JAX 0.10 deadlocks.
+python several_alone.py STEPS [unpacked]
 """
 
 import sys
@@ -14,8 +12,6 @@ import numpy as np
 import mirror
 from mirror._src.devices import launch
 
-if "unguarded" in sys.argv:
-    launch.MOST_IN_FLIGHT = sys.maxsize
 strategy = mirror.MultiWorkerMirroredStrategy(
     cross_device_ops=mirror.AllReduce(pack_bytes=0 if "unpacked" in sys.argv else None)
 )

@@ -161,7 +161,7 @@ def errors_of_one_are_raised_by_all():
     refused(FileNotFoundError, trainer_of(), 4, "step 4")
     refused(TypeError, trainer_of(), 2.5, "2.5")
     refused(ValueError, trainer_of(width=5), "last", "model.layer.kernel", "float32[3,5]")
-    refused(RuntimeError, trainer_of(width=4 + (me == last)), "last", f"process {last}")
+    refused(RuntimeError, trainer_of(width=4 + (me == last)), "last", f"processes 0 and {last} ")
     steps = f"process {last} restores step=5", "process 0 step='last'"
     refused(RuntimeError, trainer_of(), 5 if me == last else "last", *steps)
     if strategy.is_chief:

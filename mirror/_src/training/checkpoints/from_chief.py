@@ -41,7 +41,7 @@ class _Fault(NamedTuple):
 
 
 class _Offer(NamedTuple):
-    """The checkpoint that the chief has selected: its step and digest, or why there is none."""
+    """The checkpoint that the chief has selected: its step and digest, or an error instead."""
 
     step: int
     digest: str
@@ -49,13 +49,13 @@ class _Offer(NamedTuple):
 
 
 class _Answer(NamedTuple):
-    """What a process says about the offer.
+    """The answer of a process to the offer.
 
     Attributes:
         requested: The argument `step` of its call.
         model: Digest of the names, shapes and dtypes of its model and optimizer.
         has_it: Whether it has read the same checkpoint.
-        fault: Why it cannot restore any.
+        fault: An error, because of which it cannot restore any.
     """
 
     requested: str
@@ -65,7 +65,7 @@ class _Answer(NamedTuple):
 
 
 class _Verdict(NamedTuple):
-    """What all processes do: read their files, receive bytes from the chief, or raise an error."""
+    """The end of the agreement: each reads its files, all receive bytes, or all raise an error."""
 
     num_bytes: Sequence[int] = ()
     fault: Sequence[Any] | None = None
@@ -192,8 +192,8 @@ class CheckpointOfChief:
                 return _Fault(0, "RuntimeError", text)
             if answer.model != mine.model:
                 text = (
-                    f"the model and optimizer of process {i} differ from those of process 0 in "
-                    "names, shapes or dtypes. Create the same Trainer on every process"
+                    f"processes 0 and {i} have models or optimizers with different names, shapes "
+                    "or dtypes. Create the same Trainer on every process"
                 )
                 return _Fault(0, "RuntimeError", text)
         return None

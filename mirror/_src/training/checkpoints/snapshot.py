@@ -38,7 +38,7 @@ def require_match(current: Mapping[str, str], entries: Mapping[str, Any]) -> Non
     """Checks names, shapes and dtypes of a checkpoint, before its arrays are read.
 
     Raises:
-        ValueError: If they differ from those of the described objects.
+        ValueError: If they differ from the descriptions of the objects.
     """
     saved = {name: _described_entry(entry) for name, entry in entries.items()}
     _require_same(current, saved)
