@@ -20,7 +20,6 @@ for i in range(9):
 """
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("failing", [0, 1])
 def test_the_others_report_the_error_and_end(failing):
     start = time.monotonic()

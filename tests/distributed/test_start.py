@@ -7,11 +7,12 @@ import pytest
 from jax._src import distributed
 
 import mirror
-from mirror._src.distributed import hello
+from mirror._src.distributed import hello, start
 from tests.support import fresh, processes
 from tests.support.messages import assert_message, raises
 
 ADDRESS = "127.0.0.1:1"
+WORKER_1 = {"type": "worker", "index": 1}
 
 
 @pytest.mark.parametrize(
@@ -39,6 +40,51 @@ ADDRESS = "127.0.0.1:1"
 def test_wrong_arguments_are_rejected(arguments, error, names):
     with raises(error, names=names):
         mirror.distributed.initialize(**arguments)
+
+
+SLURM = {
+    "SLURM_JOB_ID": "5",
+    "SLURM_STEP_NODELIST": "gpu[1-2]",
+    "SLURM_NTASKS": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "0",
+}
+ENVIRONMENTS = {
+    # One task of Slurm or Open MPI per node uses all of its GPUs, where JAX would use one.
+    "Slurm": (SLURM, {"num_processes": 2, "process_id": 1, "local_device_ids": None}),
+    "Open MPI": ({"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, {"local_device_ids": [0, 1, 2, 3]}),
+    "Open MPI, two per node": (
+        {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+        {"local_device_ids": None},
+    ),
+    "TF_CONFIG": (
+        {"TF_CONFIG": json.dumps({"cluster": {"worker": ["a:1", "b:1"]}, "task": WORKER_1})},
+        {"coordinator_address": "a:1", "num_processes": 2, "process_id": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ENVIRONMENTS)
+def test_the_environment_gives_the_arguments_of_jax(case, monkeypatch):
+    variables, expected = ENVIRONMENTS[case]
+    for name in ("TF_CONFIG", "SLURM_STEP_NODELIST"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    found = {}
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **arguments: found.update(arguments))
+    monkeypatch.setattr(start, "_job", start._Job())
+    monkeypatch.setattr(start, "started", lambda: False)
+    monkeypatch.setattr(start, "watch_startup", lambda: None)
+    monkeypatch.setattr(start, "list_physical_devices", lambda kind: ["a GPU"] * 4)
+    mirror.distributed.initialize(heartbeat_secs=7, shutdown_secs=8, initialization_secs=9)
+    assert {name: found[name] for name in expected} == expected
+    # With a resolver, JAX must not detect another cluster.
+    is_resolved = case in ("Slurm", "TF_CONFIG")
+    assert found.get("cluster_detection_method") == ("deactivate" if is_resolved else None)
+    secs = ["heartbeat_timeout_seconds", "shutdown_timeout_seconds", "initialization_timeout"]
+    assert [found[name] for name in secs] == [7, 8, 9]
 
 
 def test_the_private_store_of_jax_is_still_there():
@@ -138,7 +184,7 @@ def test_different_versions_are_named(monkeypatch):
 def test_a_process_that_says_nothing_is_named():
     code = """
         import time, mirror
-        from mirror._src.distributed import hello
+        from mirror._src.distributed import hello, start
         mirror.distributed.initialize()
         if mirror.distributed.is_chief():
             try:

@@ -133,6 +133,46 @@ def test_host_values_are_not_exchanged_by_jax():
         assert "multihost_utils" not in ast.unparse(tree), name
 
 
+def test_host_values_are_placed_on_all_devices_in_one_process_only():
+    """`jax.device_put` to devices of several processes compares the values of all by a collective.
+
+    So a function that puts an array on anything but one device first leaves, or fails, if there are
+    several processes.
+    """
+    found = {}
+    for name, tree in modules().items():
+        for function in ast.walk(tree):
+            if not isinstance(function, ast.FunctionDef):
+                continue
+            for call in ast.walk(function):
+                if isinstance(call, ast.Call) and ast.unparse(call.func) == "jax.device_put":
+                    target = ast.unparse(call.args[1])
+                    if target != "device":
+                        found[f"{name}.{function.name}: {target}"] = (function, call)
+    assert len(found) > 5
+    for what, (function, call) in found.items():
+        assert any(leaves_if_remote(node) for node in before(function, call)), what
+
+
+def before(function: ast.FunctionDef, call: ast.Call) -> list[ast.stmt]:
+    """Returns the statements of a function, or around the call, that begin before the call."""
+    statements = [node for node in ast.walk(function) if isinstance(node, ast.stmt)]
+    return [node for node in statements if node.lineno <= call.lineno]
+
+
+def leaves_if_remote(node: ast.stmt) -> bool:
+    """Whether the statement returns or fails if other processes have a part of the value."""
+    if isinstance(node, ast.Assert):
+        return ast.unparse(node.test) == "not self.spans_processes"
+    if not isinstance(node, ast.If):
+        return False
+    test = ast.unparse(node.test)
+    if test.endswith("and (not self.spans_processes)"):
+        return True  # the call is in its body
+    is_remote = "self.spans_processes" in test or "is_remote(" in test
+    return is_remote and isinstance(node.body[-1], ast.Return | ast.Raise)
+
+
 def test_public_names_match():
     assert exported_by(modules()[""]) == {*PUBLIC, "__version__"}
     assert dir(mirror) == sorted(PUBLIC)

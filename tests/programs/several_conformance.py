@@ -1,9 +1,10 @@
 """Trains nnx, Linen and plain pytrees in one process of several, and on one device.
 
-python several_conformance.py FILE
+python several_conformance.py FILE BATCH_SIZE ...
 
 Prints each row with its largest difference to one device and the digest of its bits, and writes the
-weights of all rows to FILE.
+weights of all rows, and what is proved about the steps, to FILE. A single process has a
+`MirroredStrategy`.
 """
 
 import hashlib
@@ -17,11 +18,17 @@ from flax import linen, nnx
 
 import mirror
 
-many = mirror.MultiWorkerMirroredStrategy()
+mirror.distributed.initialize()
+is_alone = mirror.distributed.process_count() == 1
+many = mirror.MirroredStrategy() if is_alone else mirror.MultiWorkerMirroredStrategy()
+assert many.spans_processes is not is_alone
+assert many.num_replicas_in_sync == 4
 one = mirror.OneDeviceStrategy("/cpu:0")
+proofs = {}  # of the first batch
 ROWS, EPOCHS = 21, 2
 OPTIMIZERS = {"sgd": optax.sgd(0.1, momentum=0.9), "adam": optax.adam(0.01)}
-BATCH_SIZES = (8, 10, 3)  # the last batch has 5 rows, 1 and 3: for some replicas, none
+# Of 8, 10 and 3, the last batch has 5 rows, 1 and 3: for some replicas, none.
+BATCH_SIZES = tuple(map(int, sys.argv[2:]))
 random = np.random.default_rng(0)
 DATA = {
     "x": random.normal(size=(ROWS, 6)).astype(np.float32),
@@ -60,7 +67,9 @@ def nnx_training(strategy, tx):
         return loss
 
     def advance(batch, mask):
-        return strategy.run(step, (model, optimizer, batch, mask))
+        arguments = (model, optimizer, batch, mask)
+        proofs.setdefault(strategy, str(strategy.inspect(step, arguments)))
+        return strategy.run(step, arguments)
 
     return advance, lambda: nnx.to_pure_dict(nnx.state(model))
 
@@ -99,6 +108,7 @@ def pure_training(params, apply):
             return optax.apply_updates(params, updates), state, loss
 
         def advance(batch, mask):
+            proofs.setdefault(strategy, str(strategy.inspect(step, (*held, batch, mask))))
             *held[:], loss = strategy.run(step, (*held, batch, mask), donate_argnums=(0, 1))
             return loss
 
@@ -150,6 +160,7 @@ saved = {}
 for kind, training in TRAININGS.items():
     for name, tx in OPTIMIZERS.items():
         for size in BATCH_SIZES:
+            proofs.clear()
             trained = train(many, training, tx, size)
             alone = train(one, training, tx, size)
             assert not any(np.isnan(value).any() for value in trained.values())
@@ -157,6 +168,8 @@ for kind, training in TRAININGS.items():
             bits = hashlib.sha256(b"".join(v.tobytes() for v in trained.values())).hexdigest()
             row = f"{kind}-{name}-{size}"
             print(f"row {row} {difference(trained, alone):.2e} {bits[:16]}", flush=True)
+            if many in proofs:
+                saved[f"{row} proof"] = np.asarray(proofs[many])
             saved |= {f"{row} {name}": value for name, value in trained.items()}
 if many.is_chief:
     np.savez(sys.argv[1], **saved)

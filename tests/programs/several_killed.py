@@ -1,8 +1,9 @@
-"""Trains in one process of several, of which one kills itself at a random moment.
+"""Trains in one process of several, of which one kills itself in each of the first attempts.
 
-python several_killed.py DIRECTORY KILLS SEED
+python several_killed.py DIRECTORY KILLS EPOCHS
 
-The attempt decides which process, and when; the first ones are killed, until there are KILLS.
+The processes take turns. Of four attempts, the first and the last end in a save, the others at a
+random moment.
 """
 
 import hashlib
@@ -12,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -20,12 +22,12 @@ from flax import nnx
 
 import mirror
 
-directory, kills, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+directory, kills, epochs = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 attempt = int(os.environ.get("MIRROR_RESTARTS", "0"))
 mirror.distributed.initialize(heartbeat_secs=20, agreement_secs=30)
 strategy = mirror.MultiWorkerMirroredStrategy()
-chance = random.Random(1000 * seed + attempt)
-victim, secs = chance.randrange(strategy.num_workers), chance.uniform(0, 1.0)
+chance = random.Random(attempt)
+victim, is_in_save = attempt % strategy.num_workers, attempt % 4 in (0, 3)
 numbers = np.random.default_rng(0)
 arrays = {
     "x": numbers.normal(size=(42, 3)).astype(np.float32),
@@ -33,16 +35,26 @@ arrays = {
 }
 
 
+def die():
+    if is_in_save:
+        while not any(path.match("*.unfinished*") for path in list(directory.iterdir())):
+            time.sleep(0.001)
+        time.sleep(chance.uniform(0, 0.03))
+    else:
+        time.sleep(chance.uniform(0, 0.5))
+    print("dies", "in a save" if is_in_save else "at a random moment", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 class KillsItself(mirror.callbacks.Callback):
-    """A timer, so that the moment may be in a step, in a save or between them."""
+    """In a thread, so that the moment may be in a step, in a save or between them."""
+
+    def on_fit_begin(self, fit):
+        if attempt < kills and mirror.distributed.process_index() == victim:
+            threading.Thread(target=die, daemon=True).start()
 
     def on_step(self, fit):
-        if self.is_first and attempt < kills and mirror.distributed.process_index() == victim:
-            threading.Timer(secs, os.kill, (os.getpid(), signal.SIGKILL)).start()
-        self.is_first = False
         time.sleep(0.01)
-
-    is_first = True
 
 
 with strategy.scope():
@@ -61,7 +73,7 @@ except FileNotFoundError:
 else:
     print("resumes at", trainer._position.step, flush=True)
 checkpoint = mirror.callbacks.Checkpoint(directory, every_steps=3, keep=2)
-trainer.fit(arrays, epochs=60, batch_size=8, callbacks=[checkpoint, KillsItself()], progress=False)
+trainer.fit(arrays, epochs, batch_size=8, callbacks=[checkpoint, KillsItself()], progress=False)
 digest = hashlib.sha256()
 for leaf in jax.tree.leaves(nnx.state((trainer.model, trainer.optimizer), nnx.Not(nnx.RngKey))):
     digest.update(np.asarray(leaf).tobytes())

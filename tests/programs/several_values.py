@@ -203,6 +203,81 @@ def assign_sum(v, x):
 
 
 @check
+def mirrored_variables():
+    """Each process assigns to its own copies, also if only one of them does."""
+    with strategy.scope():
+        v = mirror.Variable(np.arange(3, dtype=np.float32))
+    step = lambda x: x * 2  # noqa: E731
+    expected = np.arange(3) * 2.0
+    assert (np.asarray(strategy.run(step, (v[...],))) == expected).all()
+    v.assign(np.float32([5, 6, 7]))
+    v.assign_add(jnp.ones(3))
+    v.assign_sub(v[...] * 0)
+    assert v[...].sharding.is_equivalent_to(strategy._replicas.mirrored, 1)
+    assert np.asarray(v[...]).tolist() == [6, 7, 8]
+    strategy.check_mirrored(v[...])
+    assert np.asarray(strategy.run(step, (v[...],))).tolist() == [12, 14, 16]
+    if strategy.is_chief:
+        v.assign(np.zeros(3, np.float32))  # the others do not wait for it
+        assert np.asarray(v[...]).tolist() == [0, 0, 0]
+
+
+@check
+def a_flipped_bit_is_named_by_all():
+    """On one device of the last process; every other copy is the same."""
+    tree = {"layer": [mirrored(np.ones(5)), mirrored(np.arange(4))], "b": mirrored(np.ones(2))}
+    strategy.check_mirrored(tree)
+    whole = tree["layer"][1]
+    copies = [shard.data for shard in whole.addressable_shards]
+    if mirror.distributed.process_index() == mirror.distributed.process_count() - 1:
+        bits = np.array(copies[-1])
+        bits[2] ^= 1
+        copies[-1] = jax.device_put(bits, copies[-1].device)
+    tree["layer"][1] = jax.make_array_from_single_device_arrays((4,), whole.sharding, copies)
+    refused(
+        mirror.ReplicaDivergenceError, lambda: strategy.check_mirrored(tree), "layer'][1]", "1 of 3"
+    )
+    strategy.check_mirrored(tree["b"])
+
+
+@check
+def no_reduce_scatter_over_gloo():
+    """Its large results are wrong from time to time (jax#40830)."""
+    axis, size = mirror.REPLICA_AXIS, 2**12
+    halves = [list(range(n // 2)), list(range(n // 2, n))]
+
+    def step(x):
+        scatter = jax.lax.psum_scatter
+        parts = scatter(x.reshape(n, -1), axis), scatter(x, axis, tiled=True)
+        return *parts, scatter(x, axis, axis_index_groups=halves, tiled=True)
+
+    values = np.random.default_rng(0).integers(0, 99, (n, n * size)).astype(np.float32)
+    x = mirror.PerReplica.from_stacked(values)
+    text = strategy._runner.lower(step, (x,), {}).as_text()
+    assert "all_reduce" in text
+    assert "reduce_scatter" not in text
+    one, tiled, grouped = strategy.run(step, (x,))
+    total = values.sum(0)
+    for k, i in enumerate(mine):
+        part = total[i * size : (i + 1) * size]
+        assert (np.asarray(one.values[k]) == part).all()
+        assert (np.asarray(tiled.values[k]) == part).all()
+        (group,) = [group for group in halves if i in group]
+        place = group.index(i) * 2 * size
+        part = values[group].sum(0)[place : place + 2 * size]
+        assert (np.asarray(grouped.values[k]) == part).all()
+    local = mirror.MirroredStrategy(strategy.local_devices, shard_update=True)
+    if len(local.devices) > 1:
+        assert not local._runner._executor.can_shard
+        rows = mirror.PerReplica.from_stacked(values[: len(local.devices)])
+        assert "reduce_scatter" not in local._runner.lower(halved, (rows,), {}).as_text()
+
+
+def halved(x):
+    return jax.lax.psum_scatter(x, mirror.REPLICA_AXIS, tiled=True)
+
+
+@check
 def refusals():
     unequal = mirror.PerReplica([np.zeros(i + 1, np.float32) for i in range(n)])
     refused(NotImplementedError, lambda: strategy.run(lambda x: x, (unequal,)), "remainder='pad'")

@@ -72,7 +72,6 @@ def test_a_process_that_does_not_come_is_named_by_the_deadline(who):
     assert float(output.split("waited ")[1]) < 15
 
 
-@pytest.mark.long
 def test_programs_are_the_same_from_other_folders_and_hash_seeds(tmp_path):
     """No false alarm over the table of steps, nnx and Linen."""
     for name in ("mirror", "mirror_cli", "tests"):
@@ -82,7 +81,9 @@ def test_programs_are_the_same_from_other_folders_and_hash_seeds(tmp_path):
         {"PYTHONHASHSEED": "2", "PYTHONPATH": str(tmp_path / "elsewhere")},
     ]
     # Safe path: a module is not taken from the working directory.
-    ended = processes.run(["-P", "-m", "tests.programs.several_agreeing"], each=each)
+    ended = processes.run(
+        ["-P", "-m", "tests.programs.several_agreeing"], each=each, after_failure=15, timeout=600
+    )
     outputs = processes.outputs_of(ended)
     assert "elsewhere" not in outputs[0]
     assert str(tmp_path) in outputs[1].splitlines()[0]

@@ -23,10 +23,12 @@ class Ended(NamedTuple):
     Attributes:
         status: Exit status; negative if a signal ended it, None if the deadline did.
         output: What it printed, standard error included.
+        at: When it ended, in seconds of `time.time()`; None if the deadline ended it.
     """
 
     status: int | None
     output: str
+    at: float | None = None
 
 
 def free_ports(count: int) -> list[int]:
@@ -73,6 +75,7 @@ def run(
     arguments = ["-c", textwrap.dedent(target)] if isinstance(target, str) else list(target)
     path = os.pathsep.join(filter(None, [fresh.INHERITED.get("PYTHONPATH"), str(fresh.ROOT)]))
     started: list[subprocess.Popen[bytes]] = []
+    ends: dict[int, float] = {}
     with tempfile.TemporaryDirectory() as directory:
         files = [Path(directory, str(i)) for i in range(processes)]
         try:
@@ -97,7 +100,7 @@ def run(
                             stderr=subprocess.STDOUT,
                         )
                     )
-            _wait(started, time.monotonic() + timeout, after_failure)
+            _wait(started, ends, time.monotonic() + timeout, after_failure)
         finally:
             statuses = [process.poll() for process in started]
             for process in started:
@@ -105,14 +108,24 @@ def run(
                     process.kill()
                 process.wait()
         outputs = [file.read_text(errors="replace") for file in files]
-    return [Ended(status, text) for status, text in zip(statuses, outputs, strict=True)]
+    return [
+        Ended(status, text, ends.get(i))
+        for i, (status, text) in enumerate(zip(statuses, outputs, strict=True))
+    ]
 
 
 def _wait(
-    started: Sequence["subprocess.Popen[bytes]"], deadline: float, after_failure: float | None
+    started: Sequence["subprocess.Popen[bytes]"],
+    ends: dict[int, float],
+    deadline: float,
+    after_failure: float | None,
 ) -> None:
+    """Waits for the processes, and notes when each has ended."""
     while time.monotonic() < deadline:
         statuses = [process.poll() for process in started]
+        for i, status in enumerate(statuses):
+            if status is not None:
+                ends.setdefault(i, time.time())
         if None not in statuses:
             return
         if after_failure is not None and any(statuses):

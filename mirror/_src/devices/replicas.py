@@ -140,11 +140,12 @@ class ReplicaDevices:
 
     def shard(self, value: Array, axis: int) -> Array:
         """Returns a copy sharded along `axis`: each device stores one slice."""
+        assert not self.spans_processes  # no executor shards there
         return jax.device_put(value, self.sharding(Kind(axis=axis)))
 
     def copy(self, value: Array) -> Array:
         """Returns a copy with the same layout, mirrored or sharded, that shares no buffer."""
-        if self.is_sharded(value):
+        if self.is_sharded(value) and not self.spans_processes:
             return jax.device_put(jnp.copy(value), value.sharding)
         return self.mirror(value)
 

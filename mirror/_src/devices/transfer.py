@@ -90,7 +90,20 @@ def move(array: Array | np.ndarray, device: jax.Device) -> Array:
 
 
 def place_like(array: Array | np.ndarray, like: Array | np.ndarray) -> Array:
-    """Moves the array to the devices of `like`; to the default device if `like` is on the host."""
+    """Moves the array to the devices of `like`; to the default device if `like` is on the host.
+
+    Every process copies a value that it has to its own devices: `jax.device_put` would compare the
+    values of all processes by a collective, outside the launch guard (JAX 0.10.2, 0.12.0.1).
+    """
+    if isinstance(like, jax.Array) and is_remote(like):
+        if isinstance(array, jax.Array) and is_remote(array):
+            if array.sharding.is_equivalent_to(like.sharding, array.ndim):
+                return array
+            array = local_copy(array)
+        places = like.sharding.addressable_devices_indices_map(array.shape)
+        with NoMesh():
+            shards = [move(array[index], device) for device, index in places.items()]
+        return jax.make_array_from_single_device_arrays(array.shape, like.sharding, shards)
     if isinstance(like, jax.Array):
         return jax.device_put(array, like.sharding)
     return jnp.asarray(array)

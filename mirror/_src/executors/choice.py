@@ -11,7 +11,7 @@ from mirror._src.collectives.one_device import ReductionToOneDevice
 from mirror._src.devices import backend
 from mirror._src.devices.collective_check import all_reduce_fault, unresponsive_devices
 from mirror._src.devices.replicas import ReplicaDevices
-from mirror._src.executors.executor import Executor
+from mirror._src.executors.executor import Executor, uses_gloo
 from mirror._src.executors.lone import LoneExecutor
 from mirror._src.executors.pmap import PmapExecutor
 from mirror._src.executors.shard_map import ShardMapExecutor
@@ -85,7 +85,7 @@ def _choose_spanning(
             "connect. Omit cross_device_ops, and use devices of one type."
         )
     if shard_update:
-        # Over gloo, the reduce-scatter of large arrays returns wrong values (jax#40830).
+        # See `_reason_not_to_shard`: jax#40830.
         _logger.info("shard_update=True has no effect: the replicas are in several processes")
     pack_bytes = ops.packed_bytes(on_host=replicas.on_host, spans_processes=True)
     if replicas.replicas_per_device > 1:
@@ -102,6 +102,8 @@ def _reason_not_to_shard(replicas: ReplicaDevices, ops: CrossDeviceOps) -> str:
         return f"cross_device_ops is {ops!r}, which reduces on one device"
     if replicas.replicas_per_device > 1:
         return "several replicas per device"
+    if len(replicas) > 1 and uses_gloo(replicas):
+        return "the reduce-scatter of gloo, which JAX uses in a job, returns wrong values"
     return "single replica" if len(replicas) == 1 else ""
 
 

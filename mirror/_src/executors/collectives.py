@@ -67,6 +67,16 @@ def extreme_rules(axis: str) -> Rules:
     return dict.fromkeys(("pmax", "pmin"), find)
 
 
+def scatter_rules(axis: str, num_replicas: int) -> Rules:
+    """Returns the rules for `Lowering` with one replica per device, over gloo: reduce-scatters.
+
+    They become all-reduces, of which every replica keeps its part. The reduce-scatter of gloo
+    returns wrong values for large arrays from time to time (jax#40830; JAX 0.10 to 0.12.0.1).
+    """
+    rule = DeviceCollectives(axis, num_replicas).rules["reduce_scatter"]
+    return {"reduce_scatter": rule}
+
+
 def _if_over_replicas(rule: Rule, eqn: JaxprEqn) -> Rule | None:
     return rule if names_axis(eqn) else None
 
@@ -251,3 +261,20 @@ class SingleReplicaCollectives(VmapCollectives):
 
     def _all_reduce(self, primitive: str, value: Array) -> Array:
         return value if primitive == "psum" else _positive_zero(value)
+
+
+class DeviceCollectives(VmapCollectives):
+    """Collectives over all replicas, with one replica per device."""
+
+    def __init__(self, device_axis: str, num_devices: int) -> None:
+        super().__init__("", 1, device_axis, num_devices)
+        self._axis = device_axis
+
+    def _replica_id(self) -> Array:
+        return jax.lax.axis_index(self._axis)
+
+    def _gather(self, value: Array) -> Array:
+        return jax.lax.all_gather(value, self._axis)
+
+    def _all_reduce(self, primitive: str, value: Array) -> Array:
+        return _ALL_REDUCE[primitive](value, self._axis)

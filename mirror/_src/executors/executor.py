@@ -14,8 +14,9 @@ from jax.extend.core import ClosedJaxpr
 from mirror._src.devices.launch import is_needed, launch
 from mirror._src.devices.launches import Described, Site
 from mirror._src.devices.replicas import Kind, ReplicaDevices
+from mirror._src.distributed.store import is_initialized
 from mirror._src.executors.callbacks import CALLBACKS, CallbackGuard
-from mirror._src.executors.collectives import extreme_rules
+from mirror._src.executors.collectives import extreme_rules, scatter_rules
 from mirror._src.executors.shards import ShardedUpdate
 from mirror._src.program.collective_eqns import is_collective, kind_of
 from mirror._src.program.evaluate import Lowering, Rules
@@ -30,6 +31,11 @@ from mirror._src.utils.types import Array
 
 Outputs = tuple[Any, ...]
 _NO_DEFERRAL = contextlib.nullcontext()
+
+
+def uses_gloo(replicas: ReplicaDevices) -> bool:
+    """Whether the collectives are gloo's: in a job, also those between devices of one process."""
+    return replicas.on_host and is_initialized()
 
 
 class SignatureChanged(Exception):
@@ -168,7 +174,8 @@ class MeshExecutor(Executor):
     def _rules(self, guard: CallbackGuard | None) -> Rules:
         """Returns the rules for operations that are replaced inside the mapping."""
         axis = self.replicas.axis_name
-        return {**extreme_rules(axis), **(guard.rules(axis) if guard else {})}
+        scatters = scatter_rules(axis, len(self.replicas)) if uses_gloo(self.replicas) else {}
+        return {**extreme_rules(axis), **scatters, **(guard.rules(axis) if guard else {})}
 
     def _lowering(self, arrays: Mapping[int, Any], rules: Rules) -> Lowering:
         """Returns the `Lowering` that evaluates a replica program inside the mapping."""

@@ -1,7 +1,7 @@
 """`TrainerState`: the model, optimizer and position of a `Trainer`, which it saves and restores."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -13,6 +13,7 @@ from mirror._src.distributed.store import barrier
 from mirror._src.strategy.mirrored import get_strategy
 from mirror._src.strategy.strategy import Strategy
 from mirror._src.training.checkpoints import snapshot
+from mirror._src.training.checkpoints.from_chief import CheckpointOfChief
 from mirror._src.training.checkpoints.host_copies import on_host
 from mirror._src.training.checkpoints.load import find_checkpoint
 from mirror._src.training.checkpoints.store import CheckpointStore
@@ -103,7 +104,7 @@ class TrainerState(Generic[M]):
                 else:
                     self.checkpoint_state()  # aggregating an "on_read" variable is a collective
             finally:
-                barrier(f"trainer.save({str(directory)!r})")  # then every process can read it
+                barrier("trainer.save")  # then every process can read it
 
     def _write(self, directory: str | Path) -> None:
         with CheckpointStore(directory, asynchronous=False) as store:
@@ -114,24 +115,36 @@ class TrainerState(Generic[M]):
     def restore(self, directory: str | Path, step: int | str = "last") -> None:
         """Restores a checkpoint, from which `fit` resumes.
 
+        In a job of several processes, every process calls it, and all restore the checkpoint of the
+        chief. A process that does not have the same files receives the arrays from the chief.
+
         Args:
-            directory: Directory of checkpoints.
+            directory: Directory of checkpoints. With several processes, only the chief's must
+                exist.
             step: Step of the checkpoint, `"last"` or `"best"`.
 
         Raises:
             FileNotFoundError: If the checkpoint does not exist.
             ValueError: If it is damaged or does not match the model; the model is not changed.
-            RuntimeError: If called during `fit`.
+            RuntimeError: If called during `fit`. With several processes, if one does not call it
+                within `agreement_secs`, or calls it for another model or step.
         """
         self._require_no_fit("restore")
-        checkpoint = find_checkpoint(directory, step)
-        with checkpoint.readable():
-            position = Position.from_dict(checkpoint.position)
-        snapshot.require_match(self._objects, checkpoint.entries)
-        arrays = checkpoint.read()
+        position, arrays = self._read(directory, step)
         with interrupts.DeferredInterrupts():  # all or nothing
             snapshot.write(self._objects, arrays, self.strategy._replicas)
             self._position, self._resumes = position, True
+
+    def _read(self, directory: str | Path, step: int | str) -> tuple[Position, Mapping[str, Any]]:
+        """Returns the position and the arrays of a checkpoint that matches the model."""
+        if self.strategy.spans_processes:
+            current = snapshot.described(self._objects)  # a collective: before an error of one
+            return CheckpointOfChief(self.strategy, directory, step, current).read()
+        checkpoint = find_checkpoint(directory, step)
+        with checkpoint.readable():
+            position = Position.from_dict(checkpoint.position)
+        snapshot.require_match(snapshot.described(self._objects), checkpoint.entries)
+        return position, checkpoint.read()
 
     def checkpoint_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns the contents of a checkpoint: arrays by name, and the position.

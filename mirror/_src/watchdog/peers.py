@@ -22,7 +22,7 @@ from mirror._src.executors.callbacks import running_callbacks
 from mirror._src.utils.source_lines import is_users, place
 from mirror._src.watchdog.report import PEERS_THREAD_NAME, in_words
 
-_POSTS_PER_LIMIT = 20
+_POSTS_PER_LIMIT, _LOOKS_PER_LIMIT = 20, 16
 _SHORTEST_INTERVAL_SECS, _LONGEST_INTERVAL_SECS = 0.1, 2.0
 _MISSED_POSTS, _SHORTEST_SILENCE_SECS = 4, 1.0
 _CLOSE_SECS = 2.0
@@ -69,14 +69,18 @@ class _Heard(NamedTuple):
 
 @final
 class Peers:
-    """The thread that posts and reads."""
+    """The thread that posts and reads.
+
+    Attributes:
+        interval: Seconds between two posts.
+    """
 
     def __init__(self, secs: float) -> None:
         limit = min(secs, heartbeat_secs())
-        self._interval = min(
+        self.interval = min(
             max(limit / _POSTS_PER_LIMIT, _SHORTEST_INTERVAL_SECS), _LONGEST_INTERVAL_SECS
         )
-        self._look_after = limit / 8
+        self._look_after = limit / _LOOKS_PER_LIMIT
         self._reported, self._is_leaving = 0, False
         self._heard: dict[int, _Heard] = {}
         self._answered = 0.0
@@ -114,7 +118,8 @@ class Peers:
         """Whether JAX may soon end this process, because another one is silent."""
         return self._overdue is not None and any(
             # JAX sends a heartbeat every half of this time, so the end may come after another half.
-            secs > heartbeat_secs() / 4
+            # It takes some of it to look at the others, and to find that one is silent.
+            secs > heartbeat_secs() / _POSTS_PER_LIMIT * _MISSED_POSTS
             for secs in self._silent().values()
         )
 
@@ -170,7 +175,7 @@ class Peers:
             if i not in self._silent()
         ):
             time.sleep(_SHORTEST_INTERVAL_SECS)
-        time.sleep(self._interval + _CHIEF_STAYS_SECS * store.is_chief())  # all end without it
+        time.sleep(self.interval + _CHIEF_STAYS_SECS * store.is_chief())  # all end without it
 
     def _others(self) -> list[int]:
         return [i for i in range(store.process_count()) if i != store.process_index()]
@@ -179,7 +184,7 @@ class Peers:
         """Returns for how long each silent process has not been heard of, at least."""
         now = time.monotonic()
         unanswered = now - self._answered
-        limit = max(_MISSED_POSTS * self._interval, _SHORTEST_SILENCE_SECS)
+        limit = max(_MISSED_POSTS * self.interval, _SHORTEST_SILENCE_SECS)
         if self._overdue is not None and unanswered > limit and not store.is_chief():
             return {0: unanswered}
         ages = {i: (heard.post, now - heard.at) for i, heard in tuple(self._heard.items())}
@@ -194,7 +199,7 @@ class Peers:
         try:
             while not self._is_over.is_set():
                 self._exchange()
-                self._wakes.wait(self._interval)
+                self._wakes.wait(self.interval)
                 self._wakes.clear()
             self._exchange()
         except RuntimeError:  # the coordinator has ended, and JAX ends this process
@@ -202,7 +207,7 @@ class Peers:
 
     def _exchange(self) -> None:
         me, overdue = store.process_index(), self._overdue
-        post = _post(next(_beats), self._interval, self._reported)
+        post = _post(next(_beats), self.interval, self._reported)
         if self._is_leaving:
             post = post._replace(is_closed=True)
         store.overwrite(f"watch/{me}", json.dumps(post))
@@ -272,7 +277,10 @@ def _silence(i: int, secs: float, post: Post | None) -> str:
     )
     if i == 0:
         text += "; it is the coordinator, without which nothing is known of other processes"
-    return f"{text}; {_last(post)}" if post is not None else text
+    if post is None:
+        return text
+    where = f". It was last at {'; '.join(post.places)}" if post.places else ""
+    return f"{text}; {_last(post)}{where}"
 
 
 def _last(post: Post) -> str:

@@ -101,6 +101,7 @@ class Watch:
             stalled, secs = clock.look()
             if self._peers is None and has_joined_others():
                 self._peers = Peers(self._secs)
+                interval = min(interval, self._peers.interval)
                 atexit.register(self._peers.leave)
             if self._peers is not None:
                 self._peers.look(stalled, secs)

@@ -96,7 +96,7 @@ def read_arrays(path: Path, entries: dict[str, Any]) -> dict[str, np.ndarray | K
         MemoryError: If the entries need more than the memory of this machine.
         ValueError: If the arrays differ from their entries.
     """
-    require_memory_for(sum(map(_num_bytes, entries.values())))
+    require_memory_for(sum(map(num_bytes, entries.values())))
     tensorstore: Any = importlib.import_module("tensorstore")
     context = tensorstore.Context()  # all arrays share one cache
     base = {"driver": "file", "path": f"{path}{os.sep}"}
@@ -117,7 +117,8 @@ def read_arrays(path: Path, entries: dict[str, Any]) -> dict[str, np.ndarray | K
     return {name: _checked(name, reads.get(name), entry) for name, entry in entries.items()}
 
 
-def _num_bytes(entry: dict[str, Any]) -> int:
+def num_bytes(entry: dict[str, Any]) -> int:
+    """Returns the size of an array by its entry."""
     return math.prod(entry["shape"]) * np.dtype(entry["dtype"]).itemsize
 
 
@@ -133,10 +134,25 @@ def _require_match(name: str, array: Any, entry: dict[str, Any]) -> None:
         raise ValueError(f"{name} of shape {shape} is stored in pieces of shape {tuple(pieces)}")
 
 
+def from_bytes(name: str, data: np.ndarray, entry: dict[str, Any]) -> np.ndarray | KeyData:
+    """Returns an array from its bytes in C order, as it is described by its entry.
+
+    Raises:
+        ValueError: If the bytes differ from the entry.
+    """
+    copy = np.array(data)  # aligned
+    return _with_checksum(name, copy.view(np.dtype(entry["dtype"])).reshape(entry["shape"]), entry)
+
+
 def _checked(name: str, read: Any, entry: dict[str, Any]) -> np.ndarray | KeyData:
     shape, dtype = tuple(entry["shape"]), np.dtype(entry["dtype"])
     data = np.zeros(shape, dtype) if read is None else read.result()
     data = data.view(dtype) if dtype.itemsize == data.dtype.itemsize == 1 else data
+    return _with_checksum(name, data, entry)
+
+
+def _with_checksum(name: str, data: np.ndarray, entry: dict[str, Any]) -> np.ndarray | KeyData:
+    shape, dtype = tuple(entry["shape"]), np.dtype(entry["dtype"])
     if (data.shape, data.dtype, _checksum(data)) != (shape, dtype, entry["checksum"]):
         raise ValueError(f"the checksum of {name} does not match")
     return KeyData(entry["impl"], data) if "impl" in entry else data

@@ -18,7 +18,10 @@ from mirror._src.variables.variable import Variable
 
 
 def read(objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `{"model.out.kernel": array}`, with aggregated values of `"on_read"` variables."""
+    """Returns `{"model.out.kernel": array}`, with aggregated values of `"on_read"` variables.
+
+    Aggregating is a collective, which every process must take part in.
+    """
     return {
         name + keystr(inside): _as_on_devices(value)
         for name, holder in _places(objects)
@@ -26,13 +29,17 @@ def read(objects: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def require_match(objects: Mapping[str, Any], entries: Mapping[str, Any]) -> None:
+def described(objects: Mapping[str, Any]) -> dict[str, str]:
+    """Returns `{"model.out.kernel": "float32[3,2]"}`. A collective, as `read`."""
+    return {name: _described(value) for name, value in read(objects).items()}
+
+
+def require_match(current: Mapping[str, str], entries: Mapping[str, Any]) -> None:
     """Checks names, shapes and dtypes of a checkpoint, before its arrays are read.
 
     Raises:
-        ValueError: If they differ from the objects.
+        ValueError: If they differ from the descriptions of the objects.
     """
-    current = {name: _described(value) for name, value in read(objects).items()}
     saved = {name: _described_entry(entry) for name, entry in entries.items()}
     _require_same(current, saved)
 
