@@ -1,18 +1,23 @@
 """`AgreedStop`: ends `fit` before the same launch in all processes of a job.
 
 A process that stopped by itself would leave the others in a collective that it never joins. So a
-process only requests to stop. Then every process pauses before its next launch and says how many it
-has launched; all of them continue to the largest number, and stop there. Nothing is exchanged while
-no process has requested to stop, and no step becomes slower.
+process only requests to stop, before its next launch. Then every process pauses before its next
+launch and says how many it has launched; all of them continue to the largest number, and stop
+there. Nothing is exchanged while no process has requested to stop, and no step becomes slower.
+
+A thread of each process waits for a message to it. The first process that requests to stop calls
+all processes, and process 0 finds the largest number, so the messages grow with the number of
+processes.
 """
 
 import itertools
 import json
 import threading
 import time
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, TypeAlias, final
 
-from mirror._src.distributed import store
+from mirror._src.distributed import store, verdicts
 from mirror._src.distributed.start import agreement_secs
 
 Cause: TypeAlias = Literal["stop", "interrupt", "SIGTERM"]
@@ -43,10 +48,10 @@ class AgreedStop:
         self._mine: Request | None = None
         self._gate = threading.Lock()
         self._launched = 0
-        self._is_paused = False
+        self._is_paused, self._has_requested = False, False
         self._last = 0
         self._error = ""
-        self._is_decided, self._is_closed = threading.Event(), threading.Event()
+        self._is_decided = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="mirror stop", daemon=True)
         self._thread.start()
 
@@ -61,6 +66,7 @@ class AgreedStop:
             RuntimeError: If a process has requested to stop, and another one does not respond.
         """
         if self._mine is not None:
+            self._send(self._mine)
             self._is_decided.wait()  # so that requests of all processes at one step end there
         with self._gate:
             if not self._is_paused:
@@ -70,29 +76,48 @@ class AgreedStop:
             pass
         if self._error:
             raise RuntimeError(self._error)
-        if self._launched == self._last:
+        if self._launched >= self._last:
             return False
         self._launched += 1
         return True
 
     def close(self) -> None:
         """Ends the thread. A request that comes later finds that this process has finished."""
-        self._is_closed.set()
+        me = store.process_index()
+        self._call([me], None)
         self._thread.join(5.0)
-        if not self._is_paused:
-            store.post(f"{self._root}/at/{store.process_index()}", str(self._launched))
+        if self._is_paused:
+            return
+        if me == 0:  # it has made all launches, and decides no more
+            verdicts.decide_alone(self._counts, str(self._launched))
+        else:
+            store.post(f"{self._counts}/{me}", str(self._launched))
+
+    @property
+    def _counts(self) -> str:
+        return f"{self._root}/at"
+
+    def _send(self, mine: Request) -> None:
+        """Sends a request to all processes, unless another process has been faster."""
+        if self._has_requested:
+            return
+        self._has_requested = True
+        me, key = store.process_index(), f"{self._root}/request"
+        store.propose(key, json.dumps([me, mine]))
+        text = store.read(key, time.monotonic() + agreement_secs())
+        first, request = json.loads(text or json.dumps([me, mine]))
+        self._call(range(store.process_count()) if first == me else [me], Request(*request))
+
+    def _call(self, processes: Sequence[int], request: Request | None) -> None:
+        for i in processes:
+            store.propose(f"{self._root}/call/{i}", json.dumps(request))
 
     def _watch(self) -> None:
-        """Waits for a request of any process."""
+        """Waits for the request of a process, or for the end."""
         try:
-            while not self._is_closed.is_set():
-                mine = self._mine
-                if mine is not None:
-                    store.propose(f"{self._root}/request", json.dumps(mine))
-                text = store.read(f"{self._root}/request", time.monotonic() + _POLL_SECS)
-                if text is not None:
-                    self._decide(Request(*json.loads(text)))
-                    return
+            request = json.loads(store.wait(f"{self._root}/call/{store.process_index()}"))
+            if request is not None:
+                self._decide(Request(*request))
         except RuntimeError as error:  # the coordinator has ended
             self._error = str(error)
             self._is_paused = True
@@ -102,17 +127,18 @@ class AgreedStop:
         with self._gate:
             self._is_paused = True
             count = self._launched
-        store.post(f"{self._root}/at/{store.process_index()}", str(count))
         deadline = time.monotonic() + agreement_secs()
-        ids = range(store.process_count())
-        texts = [store.read(f"{self._root}/at/{i}", deadline) for i in ids]
-        absent = [i for i, text in zip(ids, texts, strict=True) if text is None]
-        if absent:
+        try:
+            self._last = int(verdicts.verdict(self._counts, str(count), _largest, deadline))
+        except verdicts.AbsentError as error:
             self._error = (
-                f"fit() was to stop in all processes ({request.why}), but processes {absent} did "
-                f"not respond within {agreement_secs():g} s. They have ended, or are stuck; their "
-                "output says what they do."
+                f"fit() was to stop in all processes ({request.why}), but processes "
+                f"{error.processes} did not respond within {agreement_secs():g} s. They have "
+                "ended, or are stuck; their output says what they do."
             )
-        self._last = max((int(text) for text in texts if text is not None), default=0)
         self.request = request
         self._is_decided.set()
+
+
+def _largest(counts: Sequence[str]) -> str:
+    return str(max(map(int, counts)))
