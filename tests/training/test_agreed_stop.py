@@ -54,9 +54,18 @@ def test_the_first_request_counts(job):
     third.close()
 
 
+def test_a_request_is_sent_while_the_main_thread_is_busy(job):
+    """As in a slow callback: the others need not wait until its next launch."""
+    stop = job(0)
+    stop.ask("SIGTERM", "SIGTERM in process 0")
+    assert stop._is_decided.wait(30)
+    assert not stop.may_launch()
+    stop.close()
+
+
 def test_nothing_is_left_of_a_training_without_a_request(job):
     stop = job(1)
     assert stop.may_launch()
     stop.close()
-    assert not stop._thread.is_alive()
+    assert not any(thread.is_alive() for thread in stop._threads)
     assert stop.request is None

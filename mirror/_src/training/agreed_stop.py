@@ -1,20 +1,21 @@
 """`AgreedStop`: ends `fit` before the same launch in all processes of a job.
 
 A process that stopped by itself would leave the others in a collective that it never joins. So a
-process only requests to stop, before its next launch. Then every process pauses before its next
-launch and says how many it has launched; all of them continue to the largest number, and stop
-there. Nothing is exchanged while no process has requested to stop, and no step becomes slower.
+process only requests to stop. Then every process pauses before its next launch and says how many it
+has launched; all of them continue to the largest number, and stop there. Nothing is exchanged while
+no process has requested to stop, and no step becomes slower.
 
-A thread of each process waits for a message to it. The first process that requests to stop calls
-all processes, and process 0 finds the largest number, so the messages grow with the number of
-processes.
+The first process that requests to stop calls all processes, and process 0 finds the largest number,
+so the messages grow with the number of processes. In each process, one thread waits for the call,
+and one for a request of this process, whose main thread may be busy with data.
 """
 
 import itertools
 import json
+import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, TypeAlias, final
 
 from mirror._src.distributed import store, verdicts
@@ -48,16 +49,23 @@ class AgreedStop:
         self._mine: Request | None = None
         self._gate = threading.Lock()
         self._launched = 0
-        self._is_paused, self._has_requested = False, False
+        self._is_paused = False
         self._last = 0
         self._error = ""
         self._is_decided = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="mirror stop", daemon=True)
-        self._thread.start()
+        # Unlike those of other queues and of events, its `put` may interrupt itself.
+        self._requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._run, args=(act,), name="mirror stop", daemon=True)
+            for act in (self._send, self._watch)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def ask(self, cause: Cause, why: str) -> None:
         """Requests to stop. Called by any thread and by signal handlers, so it never waits."""
         self._mine = self._mine or Request(cause, why)
+        self._requests.put(self._mine)
 
     def may_launch(self) -> bool:
         """Counts a launch; returns False if all processes stop before it.
@@ -66,7 +74,6 @@ class AgreedStop:
             RuntimeError: If a process has requested to stop, and another one does not respond.
         """
         if self._mine is not None:
-            self._send(self._mine)
             self._is_decided.wait()  # so that requests of all processes at one step end there
         with self._gate:
             if not self._is_paused:
@@ -82,10 +89,12 @@ class AgreedStop:
         return True
 
     def close(self) -> None:
-        """Ends the thread. A request that comes later finds that this process has finished."""
+        """Ends the threads. A request that comes later finds that this process has finished."""
         me = store.process_index()
+        self._requests.put(None)
         self._call([me], None)
-        self._thread.join(5.0)
+        for thread in self._threads:
+            thread.join(5.0)
         if self._is_paused:
             return
         if me == 0:  # it has made all launches, and decides no more
@@ -97,11 +106,19 @@ class AgreedStop:
     def _counts(self) -> str:
         return f"{self._root}/at"
 
-    def _send(self, mine: Request) -> None:
-        """Sends a request to all processes, unless another process has been faster."""
-        if self._has_requested:
+    def _run(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except RuntimeError as error:  # the coordinator has ended
+            self._error = str(error)
+            self._is_paused = True
+            self._is_decided.set()
+
+    def _send(self) -> None:
+        """Waits for a request of this process, and calls all, unless another one was faster."""
+        mine = self._requests.get()
+        if mine is None:
             return
-        self._has_requested = True
         me, key = store.process_index(), f"{self._root}/request"
         store.propose(key, json.dumps([me, mine]))
         text = store.read(key, time.monotonic() + agreement_secs())
@@ -113,15 +130,10 @@ class AgreedStop:
             store.propose(f"{self._root}/call/{i}", json.dumps(request))
 
     def _watch(self) -> None:
-        """Waits for the request of a process, or for the end."""
-        try:
-            request = json.loads(store.wait(f"{self._root}/call/{store.process_index()}"))
-            if request is not None:
-                self._decide(Request(*request))
-        except RuntimeError as error:  # the coordinator has ended
-            self._error = str(error)
-            self._is_paused = True
-            self._is_decided.set()
+        """Waits for the call to this process, or for the end."""
+        request = json.loads(store.wait(f"{self._root}/call/{store.process_index()}"))
+        if request is not None:
+            self._decide(Request(*request))
 
     def _decide(self, request: Request) -> None:
         with self._gate:
