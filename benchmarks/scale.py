@@ -137,6 +137,7 @@ def message_table(
         "process 0, ms",
         "messages at the start",
         "MiB at the start",
+        "messages to stop",
     ]
     cells = []
     for m in devices:
@@ -151,14 +152,15 @@ def message_table(
                     f"{first_secs(program, secs) * 1e3:.1f}",
                     f"{start.total:,}",
                     f"{start.num_bytes / _MIB:.2f}",
+                    f"{scale_messages.agreed_end(n).total:,}",
                 ]
             )
     return Table("Messages of the agreement", columns, cells)
 
 
 def first_secs(messages: scale_messages.Messages, secs: dict[str, float]) -> float:
-    """Returns the time that process 0 needs for its messages, most of which are reads."""
-    return messages.of_first * secs["read_secs"]
+    """Returns the time that process 0 needs for its messages, and the texts that it receives."""
+    return messages.of_first * secs["read_secs"] + messages.texts_of_first * secs["text_secs"]
 
 
 def draw(rows: Sequence[Row], secs: dict[str, float], file: Path) -> None:
@@ -188,9 +190,9 @@ def draw(rows: Sequence[Row], secs: dict[str, float], file: Path) -> None:
     messages.plot(counts, milliseconds, color="#009E73", marker="D")
     links.set(title="Bytes per link and step (ring)", xlabel="replicas", ylabel="MiB")
     links.set_yscale("log")
-    times.set(title="Lowering (dashed), and with compiling", xlabel="replicas", ylabel="s")
+    times.set(title="Lowering (dashed) and compiling", xlabel="replicas", ylabel="s")
     times.set_ylim(bottom=0)
-    messages.set(title="Agreement per program, computed", xlabel="processes", ylabel="ms")
+    messages.set(title="Agreement, computed", xlabel="processes", ylabel="ms")
     messages.set_ylim(bottom=0)
     for panel in (links, times, messages):
         panel.set_xscale("log", base=2)
@@ -223,8 +225,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     for table in (program_table(rows), message_table(processes, devices, secs)):
         print(table.markdown() if options.markdown else table.text(), end="\n\n")
-    post, read = (secs[name] * 1e6 for name in ("post_secs", "read_secs"))
-    print(f"A message on this machine: post {post:.0f} us, read {read:.0f} us.")
+    post, read, text = (secs[name] * 1e6 for name in ("post_secs", "read_secs", "text_secs"))
+    print(
+        f"A message on this machine: post {post:.0f} us, read {read:.0f} us; each text of a "
+        f"directory {text:.1f} us more."
+    )
     if options.picture:
         draw(rows, secs, options.picture)
     return 0

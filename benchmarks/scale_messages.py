@@ -2,12 +2,14 @@
 
 import contextlib
 import itertools
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 from unittest import mock
 
 from mirror._src.distributed import agreement, hello, store
+from mirror._src.training import agreed_stop
 
 _SECS = 60.0
 
@@ -18,65 +20,115 @@ class Messages(NamedTuple):
     Attributes:
         total: Messages of all processes.
         of_first: Messages of process 0, which it sends one after the other.
+        texts_of_first: Texts that process 0 receives in them.
         num_bytes: Bytes of keys and texts of all messages.
     """
 
     total: int
     of_first: int
+    texts_of_first: int
     num_bytes: int
 
 
-class _Counted:
-    """A store that answers as if all processes had said the same."""
+class MemoryStore:
+    """A store for processes that run one after the other, process 0 first.
 
-    def __init__(self) -> None:
-        self.count = 0
-        self.num_bytes = 0
-        self.last = ""
+    The others have always said the same as the process that runs, as if it had come last.
+
+    Attributes:
+        index: The process that runs.
+        messages: Number of messages of each process.
+        texts: Number of texts that each process has received.
+        num_bytes: Bytes of the messages of each process.
+    """
+
+    def __init__(self, num_processes: int) -> None:
+        self.index = 0
+        self.num_processes = num_processes
+        self.messages = dict.fromkeys(range(num_processes), 0)
+        self.texts = dict.fromkeys(range(num_processes), 0)
+        self.num_bytes = dict.fromkeys(range(num_processes), 0)
+        self._content: dict[str, str] = {}
+        self._changes = threading.Condition()
 
     def post(self, key: str, text: str) -> None:
-        self.last = text
-        self._add(f"mirror/{key}", text)
+        """See `store.post`."""
+        with self._changes:
+            self._content[key] = text
+            self._count(1, len(text), key)
+            self._changes.notify_all()
+
+    def propose(self, key: str, text: str) -> None:
+        """See `store.propose`."""
+        with self._changes:
+            self._content.setdefault(key, text)
+            self._count(1, len(text), key)
+            self._changes.notify_all()
 
     def read(self, key: str, deadline: float) -> str:
+        """Returns a text, which a process has posted before."""
         del deadline
-        text = "same" if key.endswith("verdict") else self.last
-        self._add(f"mirror/{key}", text)
-        return text
+        return self.wait(key)
+
+    def wait(self, key: str) -> str:
+        """See `store.wait`."""
+        with self._changes:
+            if not self._changes.wait_for(lambda: key in self._content, _SECS):
+                raise AssertionError(f"{key} has not been posted")
+            text = self._content[key]
+            self.texts[self.index] += 1
+            self._count(1, len(text), key)
+            return text
+
+    def read_all(self, directory: str) -> dict[str, str]:
+        """Returns the text of this process for all processes."""
+        with self._changes:
+            text = self._content[f"{directory}/{self.index}"]
+            texts = {str(i): text for i in range(self.num_processes)}
+            self.texts[self.index] += len(texts)
+            self._count(1, len(texts) * len(text), *(f"{directory}/{i}" for i in texts))
+            return texts
 
     def delete(self, key: str) -> None:
-        self._add(f"mirror/{key}", "")
+        """Counts a message."""
+        with self._changes:
+            self._count(1, 0, key)
 
-    def _add(self, key: str, text: str) -> None:
-        self.count += 1
-        self.num_bytes += len(key) + len(text)
+    def _count(self, messages: int, num_bytes: int, *keys: str) -> None:
+        self.messages[self.index] += messages
+        self.num_bytes[self.index] += num_bytes + sum(len(f"mirror/{key}") for key in keys)
 
 
 @contextlib.contextmanager
-def _process(index: int, count: int) -> Iterator[_Counted]:
-    counted = _Counted()
+def installed(messages: MemoryStore) -> Iterator[None]:
+    """Context manager in which processes use this store."""
+    names = ("post", "propose", "read", "wait", "read_all", "delete")
     with mock.patch.multiple(
         store,
-        process_index=lambda: index,
-        process_count=lambda: count,
-        post=counted.post,
-        read=counted.read,
-        delete=counted.delete,
+        process_index=lambda: messages.index,
+        process_count=lambda: messages.num_processes,
+        **{name: getattr(messages, name) for name in names},
     ):
-        yield counted
+        yield
 
 
 def _count(num_processes: int, act: Callable[[], object]) -> Messages:
     """Returns the messages of all processes; all but process 0 send equal numbers."""
-    numbers = []
-    for index in (0, num_processes - 1):
-        with _process(index, num_processes) as counted:
+    messages = MemoryStore(num_processes)
+    last = num_processes - 1
+    with installed(messages):
+        for messages.index in (0, last):
             act()
-        numbers.append(counted)
-    first, other = numbers
-    rest = num_processes - 1
-    total = first.count + rest * other.count
-    return Messages(total, first.count, first.num_bytes + rest * other.num_bytes)
+
+    def of_all(counts: dict[int, int]) -> int:
+        return counts[0] + last * counts[last]
+
+    return Messages(
+        of_all(messages.messages),
+        messages.messages[0],
+        messages.texts[0],
+        of_all(messages.num_bytes),
+    )
 
 
 def agreement_on_program(num_processes: int, name: str = "train_step") -> Messages:
@@ -100,5 +152,20 @@ def comparison_at_start(num_processes: int, devices: int) -> Messages:
     def act() -> None:
         hello.require_same_settings(time.monotonic() + _SECS)
         hello.exchange("devices", mine, time.monotonic() + _SECS)
+
+    return _count(num_processes, act)
+
+
+def agreed_end(num_processes: int) -> Messages:
+    """Returns the messages of `fit` if process 0 requests to stop, and all stop together."""
+
+    def act() -> None:
+        with mock.patch.object(agreed_stop, "_numbers", itertools.count()):
+            stop = agreed_stop.AgreedStop()
+        if store.process_index() == 0:
+            stop.ask("stop", "enough")
+        while stop.may_launch():
+            pass
+        stop.close()
 
     return _count(num_processes, act)

@@ -28,6 +28,7 @@ from mirror._src.run import runner
 NUM_MATRICES = 30
 _ROWS = 8  # per replica
 _MESSAGES = 400
+_TEXTS = 512  # in a directory
 _COLLECTIVE = re.compile(
     r"= (\([^()]*\)|\S+) "
     r"(all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all)(?:-start)?\("
@@ -82,16 +83,17 @@ def strategy_of_processes() -> mirror.Strategy:
         return mirror.MirroredStrategy(jax.devices("cpu"))
 
 
+def loss_of(matrices: list[jax.Array], x: jax.Array) -> jax.Array:
+    """Returns the loss of a residual chain of square matrices."""
+    h = x
+    for matrix in matrices:
+        h = h + 0.01 * jnp.tanh(h @ matrix)
+    return jnp.mean(h**2)
+
+
 def step(params: list[jax.Array], x: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-    """Trains a residual chain of square matrices by SGD."""
-
-    def loss_fn(matrices: list[jax.Array]) -> jax.Array:
-        h = x
-        for matrix in matrices:
-            h = h + 0.01 * jnp.tanh(h @ matrix)
-        return jnp.mean(h**2)
-
-    loss, grads = jax.value_and_grad(loss_fn)(params)
+    """Trains the chain by SGD."""
+    loss, grads = jax.value_and_grad(loss_of)(params, x)
     context = mirror.get_replica_context()
     loss, grads = context.all_reduce("mean", (loss, grads))
     return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), loss
@@ -124,7 +126,10 @@ def examine(width: int, *, compiles: bool) -> dict[str, Any]:
 
 
 def time_messages() -> dict[str, float]:
-    """Returns the median seconds of a message to the coordination service of this process."""
+    """Returns the median seconds of a message to the coordination service of this process.
+
+    `text_secs` is the time that each text of a directory adds to reading the directory.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -137,8 +142,17 @@ def time_messages() -> dict[str, float]:
         store.read(f"message/{i}", time.monotonic() + 10)
         posts.append(middle - start)
         reads.append(time.perf_counter() - middle)
+    directories = []
+    for i in range(_TEXTS):
+        store.post(f"directory/{i}", "x" * 70)
+    for _ in range(_MESSAGES // 10):
+        start = time.perf_counter()
+        store.read_all("directory")
+        directories.append(time.perf_counter() - start)
     jax.distributed.shutdown()
-    return {"post_secs": median(posts), "read_secs": median(reads)}
+    read_secs = median(reads)
+    text_secs = max(median(directories) - read_secs, 0.0) / _TEXTS
+    return {"post_secs": median(posts), "read_secs": read_secs, "text_secs": text_secs}
 
 
 def main(text: str) -> None:

@@ -2,8 +2,10 @@
 
     python -m benchmarks.spanning [--rounds 30] [--steps 40]
 
-Both jobs train 30 matrices of 16 KiB. They take turns, so that background load affects both. The
-processes of a job exchange gradients by JAX's collectives for CPUs, gloo over 127.0.0.1.
+The jobs train 30 matrices of 16 KiB. They take turns, so that background load affects all. The
+processes of a job exchange gradients by JAX's collectives for CPUs, gloo over 127.0.0.1. "by hand"
+is `jit(shard_map)` with one all-reduce of all gradients in one buffer; other layouts by hand reduce
+within processes first. "2 x 1, 2 replicas each" has the same replicas on one device per process.
 """
 
 import argparse
@@ -12,7 +14,7 @@ import json
 import socket
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks import stats
 from benchmarks.processes import Child
@@ -21,8 +23,35 @@ from benchmarks.timing import in_order
 _WORKER = "benchmarks.spanning_worker"
 _LIMIT_SECS = 120.0
 _RTOL = 1e-4
-LAYOUTS = {"1 x 4": (1, 4), "2 x 2": (2, 2), "4 x 1": (4, 1)}
 RATIO_LIMIT, AGREEMENT_LIMIT_SECS = 1.3, 0.02
+
+
+class Layout(NamedTuple):
+    """A job of several processes.
+
+    Attributes:
+        processes: Number of processes.
+        devices: Number of devices of each process.
+        replicas_per_device: Number of replicas on each device.
+        by_hand: How a step that is written in JAX reduces gradients, a key of
+            `benchmarks.spanning_worker.REDUCTIONS`; "" for mirror.
+    """
+
+    processes: int
+    devices: int
+    replicas_per_device: int = 1
+    by_hand: str = ""
+
+
+LAYOUTS = {
+    "1 x 4": Layout(1, 4),
+    "2 x 2": Layout(2, 2),
+    "4 x 1": Layout(4, 1),
+    "2 x 2, by hand": Layout(2, 2, by_hand="all"),
+    "2 x 2, by hand, in two steps": Layout(2, 2, by_hand="two steps"),
+    "2 x 2, by hand, by one device": Layout(2, 2, by_hand="one device"),
+    "2 x 1, 2 replicas each": Layout(2, 1, replicas_per_device=2),
+}
 
 
 class Job:
@@ -33,15 +62,19 @@ class Job:
         pack_bytes: Option of `mirror.AllReduce`.
 
     Attributes:
-        agreements: Duration of the agreement in each process, or None in a single process.
+        agreements: Duration of the agreement in each process, or None without one.
         loss: Loss of the last step.
     """
 
     def __init__(self, layout: str, pack_bytes: int | None = None) -> None:
-        processes, devices = LAYOUTS[layout]
+        processes, devices, replicas_per_device, by_hand = LAYOUTS[layout]
         self.children: list[Child] = []
         self.loss = float("nan")
-        request = {"pack_bytes": pack_bytes}
+        request = {
+            "pack_bytes": pack_bytes,
+            "replicas_per_device": replicas_per_device,
+            "by_hand": by_hand,
+        }
         with contextlib.ExitStack() as stack:
             for variables in _variables(processes):
                 child = Child(_WORKER, request, devices, variables)
@@ -126,12 +159,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--layouts", default="1 x 4,2 x 2", help="the first is the reference")
+    parser.add_argument(
+        "--layouts",
+        default="1 x 4;2 x 2;2 x 2, by hand;2 x 1, 2 replicas each",
+        help="separated by semicolons; the first is the reference",
+    )
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--steps", type=int, default=40, help="per turn")
     parser.add_argument("--pack-bytes", type=int, help="0 does not pack (default: mirror's)")
     options = parser.parse_args(argv)
-    layouts = options.layouts.split(",")
+    layouts = options.layouts.split(";")
     times, agreements = measure(layouts, options.rounds, options.steps, options.pack_bytes)
     for name in layouts:
         ratio = stats.ratio(times, name, layouts[0])
@@ -141,6 +178,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}] of {layouts[0]}"
             + ("" if name == layouts[0] else f", limit {RATIO_LIMIT}: {verdict}")
         )
+    if {"2 x 2", "2 x 2, by hand"} <= times.keys():
+        ratio = stats.ratio(times, "2 x 2", "2 x 2, by hand")
+        print(f"2 x 2: {ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}] of by hand")
     for name, secs in agreements.items():
         verdict = "holds" if secs <= AGREEMENT_LIMIT_SECS else "BROKEN"
         limit = AGREEMENT_LIMIT_SECS * 1e3

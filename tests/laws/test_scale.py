@@ -1,9 +1,12 @@
 """Scale and cost of several processes: what is counted is what the programs contain."""
 
+import math
+
 import jax
 import pytest
 
 from benchmarks import scale, scale_messages, scale_program, spanning
+from mirror._src.distributed import store
 
 
 def test_arrays_and_bytes_of_collectives_are_counted():
@@ -27,16 +30,48 @@ def test_program_reduces_its_gradients_once(width, lowered):
     assert scale_program.strategy_of_processes().num_replicas_in_sync == len(jax.devices())
 
 
-@pytest.mark.parametrize("n", [2, 8, 64])
-def test_messages_of_an_agreement_grow_with_the_processes(n):
-    """Each posts and reads one text; process 0 reads one of each, posts one and deletes one."""
-    found = scale_messages.agreement_on_program(n)
-    assert (found.total, found.of_first) == (3 * n + 1, n + 3)
+@pytest.mark.parametrize("n", [3, 8, 64])
+def test_messages_grow_with_the_processes(n):
+    """Each process posts one text and reads one verdict; process 0 reads all texts at once."""
+    program = scale_messages.agreement_on_program(n)
+    # Process 0 also deletes the texts of the last program but one.
+    assert (program.total, program.of_first) == (2 * n + 2, 4)
+    assert program.texts_of_first == n
+    start = scale_messages.comparison_at_start(n, 4)  # versions and settings, then devices
+    assert (start.total, start.of_first) == (2 * (2 * n + 1), 2 * 3)
+    # To stop, process 0 calls each of them; each posts once more when `fit` ends.
+    end = scale_messages.agreed_end(n)
+    assert (end.total, end.of_first) == (4 * (n - 1) + n + 7, n + 7)
 
 
-def test_messages_at_the_start_are_those_of_pairs():
-    """Twice, each process posts a text and reads all."""
-    assert scale_messages.comparison_at_start(8, 4).total == 2 * (8 + 8 * 8)
+@pytest.mark.parametrize("n", [8, 64])
+@pytest.mark.parametrize("order", ["forward", "backward", "all", "none"])
+def test_process_0_waits_for_few_of_many_processes(n, order, monkeypatch):
+    """Of processes that come in order, each wait halves the number that is missing."""
+    come, messages = [], []
+    ids = range(1, n)
+    orders = {"forward": list(ids), "backward": list(ids)[::-1], "all": [*ids], "none": []}
+    due = orders[order]
+    if order == "all":
+        come.extend(due)
+
+    def read(key, deadline):
+        messages.append(key)
+        number = int(key.rpartition("/")[2])
+        if number in due:
+            come.extend(due[: due.index(number) + 1])
+        return str(number) if number in come else None
+
+    def read_all(directory):
+        messages.append(directory)
+        return {"0": "0", **{str(i): str(i) for i in come}, "verdict": "not a number"}
+
+    monkeypatch.setattr(store, "read", read)
+    monkeypatch.setattr(store, "read_all", read_all)
+    found = store.read_each("d", n, 0.0, {0: "0"})
+    assert found == {0: "0", **{i: str(i) for i in due}}
+    most = {"all": 1, "none": 3}.get(order, 2 * math.ceil(math.log2(n)))
+    assert len(messages) <= most
 
 
 def test_links_of_a_ring_carry_at_most_twice_the_bytes():

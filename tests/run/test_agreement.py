@@ -42,9 +42,9 @@ def test_every_process_names_what_differs_and_nothing_runs(count, devices):
         assert output.count("<same> ran</same>") == 2, output
 
 
-@pytest.mark.parametrize("who", ["last", "first"])
-def test_a_process_that_does_not_come_is_named_by_the_deadline(who):
-    """With the process that is absent: the one that compares, or another one."""
+@pytest.mark.parametrize(("count", "absent"), [(2, 1), (2, 0), (3, 1)])
+def test_a_process_that_does_not_come_is_named_by_the_deadline(count, absent):
+    """By all others; the absent one may be process 0, which compares."""
     code = """
         import sys, time, mirror
         mirror.distributed.initialize(agreement_secs=3)
@@ -60,16 +60,16 @@ def test_a_process_that_does_not_come_is_named_by_the_deadline(who):
         print("waited", time.monotonic() - start)
         mirror.distributed.barrier("gave up", 60)
     """
-    absent = 1 if who == "last" else 0
-    ended = processes.run(code.replace("ABSENT", str(absent)), after_failure=10)
-    output = processes.outputs_of(ended)[1 - absent]
-    assert_message(
-        output,
-        names=["<lambda>", f"Process {absent}", f"Process {1 - absent}"],
-        values="3 s",
-        fix="mirror.distributed.initialize(agreement_secs=...)",
-    )
-    assert float(output.split("waited ")[1]) < 15
+    code = code.replace("ABSENT", str(absent))
+    outputs = processes.outputs_of(processes.run(code, processes=count, after_failure=10))
+    for i in set(range(count)) - {absent}:
+        assert_message(
+            outputs[i],
+            names=["<lambda>", f"Process {absent} has", f"Process {i} is"],
+            values="3 s",
+            fix="mirror.distributed.initialize(agreement_secs=...)",
+        )
+        assert float(outputs[i].split("waited ")[1]) < 15
 
 
 def test_programs_are_the_same_from_other_folders_and_hash_seeds(tmp_path):

@@ -14,12 +14,11 @@ from base64 import b85decode, b85encode
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from mirror._src.distributed import store
+from mirror._src.distributed import store, verdicts
 
 _PIECE = 2**20  # characters per message; the service accepts a few MiB
 _TEXT_SECS = 60.0
-_MARGIN_SECS = 5.0
-_SAME, _ABSENT, _DIFFERENT = "same", "absent", "different"
+_SAME = "same"
 
 _numbers = itertools.count()
 _lock = threading.Lock()  # two threads must not take each other's numbers
@@ -77,56 +76,24 @@ def find_difference(program: Program, timeout_secs: float) -> Difference | None:
     with _lock:
         number = next(_numbers)
         root, me = f"program/{number}", store.process_index()
-        deadline = time.monotonic() + timeout_secs
         digest = hashlib.sha256("\n".join(program.lines).encode()).hexdigest()
-        store.post(f"{root}/{me}", f"{digest} {program.name}")
-        # Process 0 compares, so that there is one message to each process, not one per pair.
-        verdict = _judged(root, deadline) if me == 0 else _verdict(root, deadline)
-        kind, _, details = verdict.partition(" ")
-        if kind == _SAME:
+        mine, deadline = f"{digest} {program.name}", time.monotonic() + timeout_secs
+        try:
+            verdict = verdicts.verdict(root, mine, _judge, deadline)
+        except verdicts.AbsentError as error:
+            text = _absent_message(program.name, number, error.processes, timeout_secs)
+            raise AbsentError(text) from None
+        if verdict == _SAME:
             if me == 0 and number > 1:  # every process has read them
                 store.delete(f"program/{number - 2}/")
             return None
-        if kind == _ABSENT:
-            raise AbsentError(
-                _absent_message(program.name, number, json.loads(details), timeout_secs)
-            )
-        return _difference(program, number, root, digest, int(details))
+        return _difference(program, number, root, digest, int(verdict))
 
 
-def _judged(root: str, deadline: float) -> str:
-    """Compares what all processes say, and posts the verdict."""
-    texts = [store.read(f"{root}/{i}", deadline) for i in range(store.process_count())]
-    if None in texts:  # it may have come while others were awaited
-        come = store.read_all(root)
-        texts = [come.get(str(i)) for i in range(len(texts))]
-    absent = [i for i, text in enumerate(texts) if text is None]
-    digests = [text.partition(" ")[0] for text in texts if text is not None]
-    verdict = _SAME
-    if absent:
-        verdict = f"{_ABSENT} {json.dumps(absent)}"
-    elif len(set(digests)) > 1:
-        other = next(i for i, digest in enumerate(digests) if digest != digests[0])
-        verdict = f"{_DIFFERENT} {other}"
-    store.post(f"{root}/verdict", verdict)
-    return verdict
-
-
-def _verdict(root: str, deadline: float) -> str:
-    verdict = store.read(f"{root}/verdict", deadline)
-    if verdict is None:
-        absent = _absent(root)
-        # If all have come, the verdict is on its way.
-        late = time.monotonic() + _MARGIN_SECS
-        verdict = None if absent else store.read(f"{root}/verdict", late)
-        return verdict or f"{_ABSENT} {json.dumps(absent or [0])}"
-    return verdict
-
-
-def _absent(root: str) -> list[int]:
-    """Returns the processes that have posted nothing, without waiting for any."""
-    come = store.read_all(root)
-    return [i for i in range(store.process_count()) if str(i) not in come]
+def _judge(texts: Sequence[str]) -> str:
+    """Returns `_SAME`, or the index of a process that differs from process 0."""
+    digests = [text.partition(" ")[0] for text in texts]
+    return next((str(i) for i, digest in enumerate(digests) if digest != digests[0]), _SAME)
 
 
 def _difference(program: Program, number: int, root: str, digest: str, other: int) -> Difference:

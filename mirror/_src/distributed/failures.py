@@ -21,7 +21,6 @@ from mirror._src.distributed import store
 from mirror._src.utils.errors import first_line
 
 _ALL_SECS = 2.0  # for the others to fail as well, if the error is theirs, too
-_POLL_SECS = 0.5
 _POST_SECS = 3.0
 _TEXT_LENGTH = 2000
 _FIRST = "failed/first"
@@ -36,7 +35,6 @@ class Failures:
         self._previous = sys.excepthook
         self._status: int | None = None
         self._have_all_failed = False
-        self._has_ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="mirror failures", daemon=True)
 
     def install(self) -> None:
@@ -63,29 +61,29 @@ class Failures:
         with contextlib.suppress(Exception):  # the coordinator may have ended
             me, count = store.process_index(), store.process_count()
             store.propose(_FIRST, json.dumps([me, text]))
-            store.propose(f"failed/{me}", text)
+            store.propose(f"failed/by/{me}", "")
             deadline = time.monotonic() + _ALL_SECS
-            if all(store.read(f"failed/{i}", deadline) is not None for i in range(count)):
-                self._have_all_failed = True  # they end in order
+            first = store.read(_FIRST, deadline)
+            if first is not None and json.loads(first)[0] == me:  # only one process tells all
+                for i in range(count):
+                    store.propose(f"failed/told/{i}", first)
+            failed = store.read_each("failed/by", count, deadline, {me: ""})
+            self._have_all_failed = len(failed) == count  # they end in order
 
     def _watch(self) -> None:
         with contextlib.suppress(RuntimeError):  # the coordinator has ended
-            while not self._has_ended.is_set():
-                text = store.read(_FIRST, time.monotonic() + _POLL_SECS)
-                if text is None:
-                    continue
-                first, cause = json.loads(text)
-                if first != store.process_index():
-                    print(f"Process {first} has failed: {cause}", file=sys.stderr, flush=True)
-                return
+            told = json.loads(store.wait(f"failed/told/{store.process_index()}"))
+            if told is not None and told[0] != store.process_index():
+                print(f"Process {told[0]} has failed: {told[1]}", file=sys.stderr, flush=True)
 
     def _end(self) -> None:
         """Ends the thread, which must not use the store after JAX closes it; leaves if failed."""
-        self._has_ended.set()
         if self._status is not None:
             logging.shutdown()
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(OSError, ValueError):
                     stream.flush()
             os._exit(self._status)
+        if store.is_initialized():  # the user may have called JAX's shutdown
+            store.propose(f"failed/told/{store.process_index()}", json.dumps(None))
         self._thread.join(5.0)

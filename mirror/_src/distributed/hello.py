@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from mirror._src.devices import backend
-from mirror._src.distributed import store
+from mirror._src.distributed import store, verdicts
 from mirror._version import __version__
 
 _OPTIONS = (
@@ -67,16 +67,24 @@ def exchange(name: str, mine: Mapping[str, Any], deadline: float) -> list[dict[s
     """
     me, count = store.process_index(), store.process_count()
     start = time.monotonic()
-    store.post(f"{name}/{me}", json.dumps(mine))
-    texts = [store.read(f"{name}/{i}", deadline) for i in range(count)]
-    absent = [i for i, text in enumerate(texts) if text is None]
-    if absent:
+    try:
+        groups = json.loads(verdicts.verdict(name, json.dumps(mine), _grouped, deadline))
+    except verdicts.AbsentError as error:
         raise RuntimeError(
             f"Process {me} of {count} waited {time.monotonic() - start:.0f} s for processes "
-            f"{absent}, which have not come. Start every process with the same program; their "
-            "output says what they do."
-        )
-    return [json.loads(text) for text in texts if text is not None]
+            f"{error.processes}, which have not come. Start every process with the same program; "
+            "their output says what they do."
+        ) from None
+    of_process = {i: said for said, ids in groups for i in ids}
+    return [dict(of_process[i]) for i in range(count)]
+
+
+def _grouped(texts: Sequence[str]) -> str:
+    """Returns each different text once, with the processes that say it."""
+    groups: dict[str, list[int]] = {}
+    for i, text in enumerate(texts):
+        groups.setdefault(text, []).append(i)
+    return json.dumps([[json.loads(text), ids] for text, ids in groups.items()])
 
 
 def _require_equal(said: Sequence[Mapping[str, Any]], what: str, fix: str) -> None:

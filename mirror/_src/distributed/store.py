@@ -9,12 +9,14 @@ The only module that uses `jax._src.distributed`: JAX has no public key-value st
 import contextlib
 import itertools
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 from jax._src import distributed
 
 _POLL_SECS = 0.5  # Python handles Ctrl-C only between two requests
+_THREAD_POLL_SECS = 60.0  # and only in the main thread
 _barriers = itertools.count()
 
 
@@ -83,7 +85,7 @@ def read_all(directory: str) -> dict[str, str]:
         pairs = _client().key_value_dir_get(f"mirror/{directory}/")
     except jax.errors.JaxRuntimeError as error:
         raise _lost(error) from error
-    return {key.rpartition("/")[2]: text for key, text in pairs}
+    return {key.removeprefix(f"mirror/{directory}/"): text for key, text in pairs}
 
 
 def read(key: str, deadline: float) -> str | None:
@@ -97,14 +99,73 @@ def read(key: str, deadline: float) -> str | None:
     """
     while True:
         left = deadline - time.monotonic()
-        millis = max(int(min(left, _POLL_SECS) * 1000), 1)
-        try:
-            return _client().blocking_key_value_get(f"mirror/{key}", millis)
-        except jax.errors.JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" not in str(error):
-                raise _lost(error) from error
-        if left <= _POLL_SECS:
-            return None
+        text = _request(key, min(left, _POLL_SECS))
+        if text is not None or left <= _POLL_SECS:
+            return text
+
+
+def wait(key: str) -> str:
+    """Returns the text under a key, and waits for it without limit.
+
+    Only for threads, where Ctrl-C is not handled. Nothing but a post ends the wait.
+
+    Raises:
+        RuntimeError: If the coordinator cannot be reached.
+    """
+    while True:
+        text = _request(key, _THREAD_POLL_SECS)
+        if text is not None:
+            return text
+
+
+def read_each(
+    directory: str, count: int, deadline: float, known: Mapping[int, str]
+) -> dict[int, str]:
+    """Returns the texts under the keys 0 to `count - 1` of a directory, and waits for them.
+
+    It reads all at once, then waits for the middle one of those that are missing: if they come in
+    order, each wait halves their number.
+
+    Args:
+        directory: Name of the directory.
+        count: Number of keys.
+        deadline: When to stop waiting, as of `time.monotonic`.
+        known: The texts that need not be read.
+
+    Returns:
+        The texts that have been posted by then, by number.
+
+    Raises:
+        RuntimeError: If the coordinator cannot be reached.
+    """
+    texts = dict(known)
+    while missing := [i for i in range(count) if i not in texts]:
+        if len(missing) > 1:
+            texts |= _numbered(read_all(directory))
+            missing = [i for i in missing if i not in texts]
+            if not missing:
+                break
+        middle = missing[len(missing) // 2]
+        text = read(f"{directory}/{middle}", deadline)
+        if text is None:  # others may have come meanwhile
+            return texts | _numbered(read_all(directory))
+        texts[middle] = text
+    return texts
+
+
+def _numbered(texts: Mapping[str, str]) -> dict[int, str]:
+    return {int(key): text for key, text in texts.items() if key.isdecimal()}
+
+
+def _request(key: str, secs: float) -> str | None:
+    """Returns the text under a key, or None if no process has posted it after some seconds."""
+    try:
+        millis = max(int(secs * 1000), 1)
+        return str(_client().blocking_key_value_get(f"mirror/{key}", millis))
+    except jax.errors.JaxRuntimeError as error:
+        if "DEADLINE_EXCEEDED" not in str(error):
+            raise _lost(error) from error
+        return None
 
 
 def delete(key: str) -> None:

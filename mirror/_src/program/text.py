@@ -7,6 +7,7 @@ as its type.
 
 import dataclasses
 import enum
+import functools
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from mirror._src.program.user_lines import line_within
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 _LARGE = 2**24  # bytes: of larger arrays, the checksum covers the beginning and the end
+_PRINTED = frozenset({type(None), bool, int, float, complex})
 HEAD = "program of "
 """Start of the line with the types of a program's inputs."""
 
@@ -55,15 +57,18 @@ def lines_of(program: ClosedJaxpr) -> list[Line]:
 def _lines(program: ClosedJaxpr | Jaxpr, around: Sequence[JaxprEqn], indent: str) -> Iterator[Line]:
     jaxpr = jaxpr_of(program)
     consts = program.consts if isinstance(program, ClosedJaxpr) else ()
-    numbers: dict[Any, str] = {}
+    names: dict[Any, str] = {}
 
     def name(atom: Any) -> str:
         if isinstance(atom, Literal):
             return f"{_form(atom.val, _no_program)}:{_type(atom.aval)}"
-        return numbers.setdefault(atom, f"v{len(numbers)}")
+        found = names.get(atom)
+        if found is None:
+            found = names[atom] = f"v{len(names)}"
+        return found
 
     def declared(atoms: Sequence[Any]) -> str:
-        return " ".join(f"{name(atom)}:{_type(atom.aval)}" for atom in atoms)
+        return " ".join([f"{name(atom)}:{_type(atom.aval)}" for atom in atoms])
 
     yield Line(f"{indent}{HEAD}{declared(jaxpr.invars)}", None, around)
     for var, const in zip(jaxpr.constvars, consts, strict=False):
@@ -75,14 +80,15 @@ def _lines(program: ClosedJaxpr | Jaxpr, around: Sequence[JaxprEqn], indent: str
             inner.append(found)
             return f"program {len(inner)}"
 
-        params = " ".join(
-            f"{key}={_form(value, number)}"
-            for key, value in sorted(eqn.params.items())
-            if key != "name" and value is not None  # names may be numbered in order of creation
-        )
-        operands = " ".join(map(name, eqn.invars))
-        text = f"{declared(eqn.outvars)} = {eqn.primitive.name} {operands} [{params}]"
-        yield Line(indent + text.removesuffix(" []"), eqn, around)
+        params = eqn.params
+        text = f"{indent}{declared(eqn.outvars)} = {eqn.primitive.name} "
+        text += " ".join(map(name, eqn.invars))
+        settings = [
+            f"{key}={_form(params[key], number)}"
+            for key in sorted(params)
+            if key != "name" and params[key] is not None  # names may be numbered as created
+        ]
+        yield Line(f"{text} [{' '.join(settings)}]" if settings else text, eqn, around)
         for each in inner:
             yield from _lines(each, (*around, eqn), indent + "  ")
     yield Line(f"{indent}results {' '.join(map(name, jaxpr.outvars))}", None, around)
@@ -95,15 +101,31 @@ def _no_program(program: object) -> str:
 def _type(aval: Any) -> str:
     if not hasattr(aval, "dtype") or not hasattr(aval, "shape"):
         return type(aval).__name__
-    weak = "~" if getattr(aval, "weak_type", False) else ""
-    return f"{weak}{aval.dtype}[{','.join(map(str, aval.shape))}]"
+    return _type_of(aval.dtype, aval.shape, bool(getattr(aval, "weak_type", False)))
+
+
+@functools.lru_cache(4096)  # NumPy needs several microseconds for the name of a dtype
+def _type_of(dtype: Any, shape: tuple[Any, ...], is_weak: bool) -> str:
+    return f"{'~' if is_weak else ''}{dtype}[{','.join(map(str, shape))}]"
+
+
+@functools.lru_cache(256)
+def _form_of_dtype(dtype: "np.dtype[Any]") -> str:
+    return repr(dtype)
 
 
 def _form(value: Any, program: Callable[[Any], str]) -> str:
     """Returns a text that is equal for parameters of the same meaning, in all processes."""
+    kind = type(value)
+    if kind in _PRINTED:
+        return repr(value)
+    if kind is tuple:
+        return f"({', '.join([_form(each, program) for each in value])})"
     if isinstance(value, ClosedJaxpr | Jaxpr):
         return program(value)
-    if value is None or isinstance(value, bool | int | float | complex | np.dtype):
+    if isinstance(value, np.dtype):
+        return _form_of_dtype(value)
+    if isinstance(value, int | float | complex):
         return repr(value)
     if isinstance(value, enum.Enum):
         return f"{type(value).__name__}.{value.name}"

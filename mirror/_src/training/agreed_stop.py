@@ -4,15 +4,21 @@ A process that stopped by itself would leave the others in a collective that it 
 process only requests to stop. Then every process pauses before its next launch and says how many it
 has launched; all of them continue to the largest number, and stop there. Nothing is exchanged while
 no process has requested to stop, and no step becomes slower.
+
+The first process that requests to stop calls all processes, and process 0 finds the largest number,
+so the messages grow with the number of processes. In each process, one thread waits for the call,
+and one for a request of this process, whose main thread may be busy with data.
 """
 
 import itertools
 import json
+import queue
 import threading
 import time
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, TypeAlias, final
 
-from mirror._src.distributed import store
+from mirror._src.distributed import store, verdicts
 from mirror._src.distributed.start import agreement_secs
 
 Cause: TypeAlias = Literal["stop", "interrupt", "SIGTERM"]
@@ -46,13 +52,20 @@ class AgreedStop:
         self._is_paused = False
         self._last = 0
         self._error = ""
-        self._is_decided, self._is_closed = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="mirror stop", daemon=True)
-        self._thread.start()
+        self._is_decided = threading.Event()
+        # Unlike those of other queues and of events, its `put` may interrupt itself.
+        self._requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._run, args=(act,), name="mirror stop", daemon=True)
+            for act in (self._send, self._watch)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def ask(self, cause: Cause, why: str) -> None:
         """Requests to stop. Called by any thread and by signal handlers, so it never waits."""
         self._mine = self._mine or Request(cause, why)
+        self._requests.put(self._mine)
 
     def may_launch(self) -> bool:
         """Counts a launch; returns False if all processes stop before it.
@@ -70,49 +83,74 @@ class AgreedStop:
             pass
         if self._error:
             raise RuntimeError(self._error)
-        if self._launched == self._last:
+        if self._launched >= self._last:
             return False
         self._launched += 1
         return True
 
     def close(self) -> None:
-        """Ends the thread. A request that comes later finds that this process has finished."""
-        self._is_closed.set()
-        self._thread.join(5.0)
-        if not self._is_paused:
-            store.post(f"{self._root}/at/{store.process_index()}", str(self._launched))
+        """Ends the threads. A request that comes later finds that this process has finished."""
+        me = store.process_index()
+        self._requests.put(None)
+        self._call([me], None)
+        for thread in self._threads:
+            thread.join(5.0)
+        if self._is_paused:
+            return
+        if me == 0:  # it has made all launches, and decides no more
+            verdicts.decide_alone(self._counts, str(self._launched))
+        else:
+            store.post(f"{self._counts}/{me}", str(self._launched))
 
-    def _watch(self) -> None:
-        """Waits for a request of any process."""
+    @property
+    def _counts(self) -> str:
+        return f"{self._root}/at"
+
+    def _run(self, act: Callable[[], None]) -> None:
         try:
-            while not self._is_closed.is_set():
-                mine = self._mine
-                if mine is not None:
-                    store.propose(f"{self._root}/request", json.dumps(mine))
-                text = store.read(f"{self._root}/request", time.monotonic() + _POLL_SECS)
-                if text is not None:
-                    self._decide(Request(*json.loads(text)))
-                    return
+            act()
         except RuntimeError as error:  # the coordinator has ended
             self._error = str(error)
             self._is_paused = True
             self._is_decided.set()
 
+    def _send(self) -> None:
+        """Waits for a request of this process, and calls all, unless another one was faster."""
+        mine = self._requests.get()
+        if mine is None:
+            return
+        me, key = store.process_index(), f"{self._root}/request"
+        store.propose(key, json.dumps([me, mine]))
+        text = store.read(key, time.monotonic() + agreement_secs())
+        first, request = json.loads(text or json.dumps([me, mine]))
+        self._call(range(store.process_count()) if first == me else [me], Request(*request))
+
+    def _call(self, processes: Sequence[int], request: Request | None) -> None:
+        for i in processes:
+            store.propose(f"{self._root}/call/{i}", json.dumps(request))
+
+    def _watch(self) -> None:
+        """Waits for the call to this process, or for the end."""
+        request = json.loads(store.wait(f"{self._root}/call/{store.process_index()}"))
+        if request is not None:
+            self._decide(Request(*request))
+
     def _decide(self, request: Request) -> None:
         with self._gate:
             self._is_paused = True
             count = self._launched
-        store.post(f"{self._root}/at/{store.process_index()}", str(count))
         deadline = time.monotonic() + agreement_secs()
-        ids = range(store.process_count())
-        texts = [store.read(f"{self._root}/at/{i}", deadline) for i in ids]
-        absent = [i for i, text in zip(ids, texts, strict=True) if text is None]
-        if absent:
+        try:
+            self._last = int(verdicts.verdict(self._counts, str(count), _largest, deadline))
+        except verdicts.AbsentError as error:
             self._error = (
-                f"fit() was to stop in all processes ({request.why}), but processes {absent} did "
-                f"not respond within {agreement_secs():g} s. They have ended, or are stuck; their "
-                "output says what they do."
+                f"fit() was to stop in all processes ({request.why}), but processes "
+                f"{error.processes} did not respond within {agreement_secs():g} s. They have "
+                "ended, or are stuck; their output says what they do."
             )
-        self._last = max((int(text) for text in texts if text is not None), default=0)
         self.request = request
         self._is_decided.set()
+
+
+def _largest(counts: Sequence[str]) -> str:
+    return str(max(map(int, counts)))
