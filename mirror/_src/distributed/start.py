@@ -153,7 +153,7 @@ def _join(
     secs: dict[str, float],
 ) -> None:
     if member is None:
-        resolver = resolver or _resolver_of_environment()
+        resolver = resolver or resolver_of_environment()
         if resolver is not None:
             member = resolver.membership()
             if member is None:  # no cluster, or the evaluator, which trains alone
@@ -199,7 +199,7 @@ def _join(
     _job.heartbeat_secs = secs["heartbeat_secs"]
 
 
-def _resolver_of_environment() -> ClusterResolver | None:
+def resolver_of_environment() -> ClusterResolver | None:
     """Returns the resolver for this environment; None if only JAX may detect a cluster."""
     if os.environ.get("TF_CONFIG", "").strip():
         return TFConfigClusterResolver()

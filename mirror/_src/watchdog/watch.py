@@ -303,9 +303,7 @@ def watch(secs: float = 60.0, action: Action = "report", *, track_arrivals: bool
     Watch(secs=60, action='report')
     >>> watch.close()
     """
-    return Watch(
-        require_secs("secs", secs), require_action(action), track_arrivals=track_arrivals
-    )
+    return Watch(require_secs("secs", secs), require_action(action), track_arrivals=track_arrivals)
 
 
 def require_action(action: str) -> Action:
