@@ -238,7 +238,7 @@ def test_each_stall_is_raised_or_ends_the_process(monkeypatch):
         for number in (1, 2):
             stalled = launches.log.begin(Described("step", "train.py:5", spans_processes=True))
             stalled.starts()
-            wait_until(lambda: len(watch.reports) == 2 * number - 1)
+            wait_until(functools.partial(has_reports, watch, 2 * number - 1))
             assert not ends.is_set()
             if number == 1:
                 wait_until(lambda: launches.log.stalls[watch] is not None)
@@ -246,9 +246,13 @@ def test_each_stall_is_raised_or_ends_the_process(monkeypatch):
                     launches.log.require_no_stall()
                 assert not ends.wait(1.0)  # the user's code knows of it
                 stalled.ends()
-                wait_until(lambda: len(watch.reports) == 2)
+                wait_until(functools.partial(has_reports, watch, 2))
         assert ends.wait(10)  # nobody has asked the log: the thread waits in native code
         stalled.ends()
+
+
+def has_reports(watch, count):
+    return len(watch.reports) == count
 
 
 def wait_until(holds):
