@@ -31,7 +31,7 @@ VERSIONS = {"mirror": "9.8.7", "jax": "0.10.2"}
 def machine(monkeypatch):
     """Sets what the checks and the subprocess find."""
     monkeypatch.setattr(command, "installed_versions", lambda: VERSIONS)
-    monkeypatch.setattr(command, "run_checks", lambda versions: iter(CHECKS))
+    monkeypatch.setattr(command, "run_checks", lambda *_: iter(CHECKS))
     monkeypatch.setattr(command, "inventory_in_child", lambda environment: DEVICES)
     monkeypatch.setenv("HOME", "/home/ann")
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/home/ann/cache")
@@ -61,7 +61,7 @@ def test_report_is_one_block_of_markdown(capsys):
 
 @pytest.mark.usefixtures("machine")
 def test_problem_sets_the_exit_status(monkeypatch, capsys):
-    monkeypatch.setattr(command, "run_checks", lambda _: iter([Check("it", "problem", "broken")]))
+    monkeypatch.setattr(command, "run_checks", lambda *_: iter([Check("it", "problem", "broken")]))
     monkeypatch.setattr(command, "inventory_in_child", lambda _: "ended the process with SIGABRT")
     assert cli.main(["doctor", "--report"]) == 1
     assert "**Devices:** ended the process with SIGABRT" in capsys.readouterr().out

@@ -19,8 +19,8 @@ WORKER_1 = {"type": "worker", "index": 1}
     ("arguments", "error", "names"),
     [
         ({"heartbeat_secs": 0}, ValueError, ["heartbeat_secs", "0"]),
-        ({"agreement_secs": "3"}, ValueError, ["agreement_secs", "'3'"]),
-        ({"shutdown_secs": True}, ValueError, ["shutdown_secs", "True"]),
+        ({"agreement_secs": "3"}, TypeError, ["agreement_secs", "'3'"]),
+        ({"shutdown_secs": True}, TypeError, ["shutdown_secs", "True"]),
         ({"initialization_secs": -1.0}, ValueError, ["initialization_secs", "-1.0"]),
         ({"cluster_resolver": "worker"}, TypeError, ["cluster_resolver", "'worker'"]),
         ({"coordinator_address": ADDRESS}, ValueError, ["num_processes", "process_id"]),

@@ -1,11 +1,10 @@
 """The files for schedulers on the page about several machines, and its example with Ray."""
 
-import ast
-import importlib.util
 import os
 import re
 import subprocess
 import sys
+import tempfile
 
 import pytest
 import yaml
@@ -15,6 +14,7 @@ from tests.support import fresh
 from tests.support.pages import PAGES
 
 PAGE = PAGES["docs/several-machines.md"]
+NEEDS_RAY = pytest.mark.dev("ray")
 
 
 def block(language: str, word: str) -> str:
@@ -57,29 +57,88 @@ def test_slurm_script_is_valid_and_retries(tmp_path):
     assert calls == ["--kill-on-bad-exit=1 python train.py"] * 2
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("ray", ["stand-in", "ray"])
+def on_ray(code, directory, *paths):
+    """Returns what a driver prints; its actors are processes of this machine."""
+    file = directory / "on_ray.py"
+    file.write_text(code)
+    # Ray's sockets are in its directory, and their paths must be short.
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as temporary:
+        done = subprocess.run(
+            [sys.executable, str(file)],
+            env={
+                **fresh.INHERITED,
+                "PYTHONPATH": os.pathsep.join([str(fresh.ROOT), *paths]),
+                "HOME": str(directory),
+                "JAX_PLATFORMS": "cpu",
+                "JAX_NUM_CPU_DEVICES": "2",
+                "RAY_ADDRESS": "local",
+                "RAY_AUTH_MODE": "disabled",
+                "RAY_TMPDIR": temporary,
+                "RAY_USAGE_STATS_ENABLED": "0",
+            },
+            cwd=directory,
+            capture_output=True,
+            text=True,
+            timeout=180,
+            check=False,
+        )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+RAYS = {"stand-in": [str(fresh.STAND_INS)], "ray": []}
+
+
+@pytest.mark.parametrize(
+    "ray", [pytest.param("stand-in", marks=pytest.mark.long), pytest.param("ray", marks=NEEDS_RAY)]
+)
 def test_actors_of_ray_train_together(ray, tmp_path):
     """Starts three processes, two of which import JAX."""
-    if ray == "ray" and importlib.util.find_spec("ray") is None:
-        pytest.skip("Ray is not installed")
-    file = tmp_path / "on_ray.py"
-    file.write_text(block("python no-run", "import ray"))
-    paths = [str(fresh.ROOT), *([str(fresh.STAND_INS)] if ray == "stand-in" else [])]
-    done = subprocess.run(
-        [sys.executable, str(file)],
-        env={
-            **fresh.INHERITED,
-            "PYTHONPATH": os.pathsep.join(paths),
-            "JAX_PLATFORMS": "cpu",
-            "JAX_NUM_CPU_DEVICES": "2",
-        },
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    output = on_ray(block("python no-run", "import ray"), tmp_path, *RAYS[ray])
     # Two processes with two replicas; each replica has one of the four ones, so the sum is 4 * 3.
-    assert ast.literal_eval(done.stdout.splitlines()[-1]) == [(2, 12.0), (2, 12.0)]
+    # Ray prints what the actors print, too.
+    assert "[(2, 12.0), (2, 12.0)]" in output
+
+
+HEARTBEAT_SECS = 8
+ENDS = f"""\
+running = [worker.train.remote(address, i) for i, worker in enumerate(workers)]
+deadline = time.monotonic() + 120
+while len(os.listdir("trains")) < 2:
+    assert time.monotonic() < deadline
+    time.sleep(0.1)
+start = time.monotonic()
+ray.kill(workers[1])
+try:
+    ray.get(running[0], timeout={HEARTBEAT_SECS} + 20)
+except ray.exceptions.GetTimeoutError:
+    raise
+except ray.exceptions.RayError as error:
+    with open("ended", "w") as file:
+        print(time.monotonic() - start, type(error).__name__, file=file)
+"""
+
+
+@NEEDS_RAY
+def test_an_actor_ends_when_another_one_is_killed(tmp_path):
+    """By an error of gloo, or because JAX ends its process, which Ray says."""
+    (tmp_path / "trains").mkdir()
+    code = block("python no-run", "import ray")
+    forever = """\
+        while True:
+            total = float(strategy.run(step, (x,)))
+            open(f"trains/{process_id}", "w").close()
+"""
+    for before, after in (
+        ("import socket\n", "import os\nimport socket\nimport time\n"),
+        ("process_id=process_id,\n", f"process_id=process_id, heartbeat_secs={HEARTBEAT_SECS},\n"),
+        ("        return strategy.num_workers, float(strategy.run(step, (x,)))\n", forever),
+    ):
+        assert code.count(before) == 1, before
+        code = code.replace(before, after)
+    driver, separator, _ = code.partition("results = ray.get(")
+    assert separator
+    output = on_ray(driver + ENDS, tmp_path)
+    secs, error = (tmp_path / "ended").read_text().split()
+    print(f"The other actor ended after {secs} s: {error}\n{output}")
+    assert float(secs) < HEARTBEAT_SECS + 5

@@ -256,6 +256,18 @@ def test_import_starts_nothing():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
+def test_import_loads_no_optional_packages():
+    """Also with Ray, whose actors import mirror, in the environment."""
+    optional = {"ray", "torch", "tensorflow", "keras", "datasets", "grain", "matplotlib", "sklearn"}
+    code = (
+        "import sys, jax, flax.nnx, optax; before = set(sys.modules); import mirror\n"
+        "print(*sorted({name.partition('.')[0] for name in set(sys.modules) - before}))"
+    )
+    loaded = set(fresh.run(code).split())
+    assert "mirror" in loaded
+    assert not loaded & optional
+
+
 def test_import_registers_no_listeners():
     """Importing mirror after its dependencies leaves the listeners of `jax.monitoring` alone."""
     code = (

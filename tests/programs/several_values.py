@@ -287,7 +287,6 @@ def refusals():
         "ReductionToOneDevice",
         "cross_device_ops",
     )
-    refused(NotImplementedError, lambda: strategy.explain(lambda x: x, (per_replica(),)), "explain")
 
 
 def loss_fn(model, batch):

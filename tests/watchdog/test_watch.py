@@ -20,6 +20,8 @@ import mirror
 from mirror._src.devices import launches
 from mirror._src.devices.launch import launch
 from mirror._src.devices.launches import Described
+from mirror._src.executors import arrivals
+from mirror._src.executors.arrivals import incomplete_arrivals
 from mirror._src.watchdog import watch as watch_module
 from tests.support import fresh
 from tests.support.messages import assert_message, raises
@@ -188,9 +190,23 @@ def test_arrivals_name_the_replica_that_is_missing(is_float, op):
     place = line_after("the tracked one")
     expected = f"the all-reduce at {place} in step: replicas 0, 2, 3 arrived, replica 1 not"
     assert expected in watch.reports[0]
-    with mirror.debugging.watch(0.4) as watch:  # a new watch, the same counts
+    assert not incomplete_arrivals()  # nothing is kept of the watch
+    with mirror.debugging.watch(0.4) as watch:
         strategy.run(step, arguments)
     assert watch.reports == []
+
+
+def test_counts_are_kept_while_any_watch_tracks():
+    def step(x):
+        return mirror.get_replica_context().all_reduce("sum", x)
+
+    with mirror.debugging.watch(60, track_arrivals=True):
+        with mirror.debugging.watch(60, track_arrivals=True):
+            total = LAYOUTS["pmap"]().run(step, (mirror.PerReplica([1.0, 2.0, 3.0, 4.0]),))
+            assert float(total) == 10
+        ((_, calls),) = arrivals._counts.values()
+        assert calls == [1, 1, 1, 1]
+    assert not arrivals._counts
 
 
 @pytest.mark.parametrize("layout", ["pmap", "vmap on devices", "staged"])
@@ -210,6 +226,40 @@ def test_stall_raises_until_the_launch_has_ended(layout):
             time.sleep(0.01)
         assert float(strategy.run(step, arguments)) == 4.0
     assert len(watch.reports) == 2
+
+
+def test_each_stall_is_raised_or_ends_the_process(monkeypatch):
+    """Also after an earlier stall has been raised, and its launch has ended."""
+    ends = threading.Event()
+    monkeypatch.setattr(watch_module, "_RAISES_SECS", 0.3)
+    monkeypatch.setattr(watch_module, "_end_if_stalled", ends.set)
+    monkeypatch.setattr(launches, "joint", launches.deque(maxlen=8))
+    with mirror.debugging.watch(0.2, "raise") as watch:
+        for number in (1, 2):
+            stalled = launches.log.begin(Described("step", "train.py:5", spans_processes=True))
+            stalled.starts()
+            wait_until(functools.partial(has_reports, watch, 2 * number - 1))
+            assert not ends.is_set()
+            if number == 1:
+                wait_until(lambda: launches.log.stalls[watch] is not None)
+                with raises(mirror.StalledError, values=["step (train.py:5), launch 1"]):
+                    launches.log.require_no_stall()
+                assert not ends.wait(1.0)  # the user's code knows of it
+                stalled.ends()
+                wait_until(functools.partial(has_reports, watch, 2))
+        assert ends.wait(10)  # nobody has asked the log: the thread waits in native code
+        stalled.ends()
+
+
+def has_reports(watch, count):
+    return len(watch.reports) == count
+
+
+def wait_until(holds):
+    deadline = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_earlier_launches_are_waited_for_in_slices():

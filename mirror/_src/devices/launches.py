@@ -163,18 +163,30 @@ def has_finished(output: Any) -> bool:
     return any(map(operator.call, (output.is_deleted, output.is_ready)))
 
 
+class Stall(NamedTuple):
+    """A launch that has not ended in time.
+
+    Attributes:
+        launch: The launch.
+        report: The message of the error.
+    """
+
+    launch: Launch
+    report: str
+
+
 @final
 class LaunchLog:
     """The launches of a process that is watched.
 
     Attributes:
-        stalls: For each watch that raises errors, the error to raise; `None` without a stall.
-        has_raised: Whether such an error has been raised.
+        stalls: For each watch that raises errors, the stall to raise; `None` without one.
+        raised: The launch of the last stall that has been raised.
     """
 
     def __init__(self) -> None:
-        self.stalls: dict[object, StalledError | None] = {}
-        self.has_raised = False
+        self.stalls: dict[object, Stall | None] = {}
+        self.raised: Launch | None = None
         self._launches: deque[Launch] = deque()
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
@@ -211,10 +223,10 @@ class LaunchLog:
         Raises:
             StalledError: If a launch has stalled.
         """
-        for error in tuple(self.stalls.values()):
-            if error is not None:
-                self.has_raised = True
-                raise StalledError(str(error))
+        for stall in tuple(self.stalls.values()):
+            if stall is not None:
+                self.raised = stall.launch
+                raise StalledError(stall.report)
 
 
 joint: deque[Launch] = deque(maxlen=8)

@@ -20,7 +20,7 @@ from mirror._src.distributed.resolvers import (
     SlurmClusterResolver,
     TFConfigClusterResolver,
 )
-from mirror._src.utils.errors import expected, first_line
+from mirror._src.utils.errors import expected, first_line, require_secs
 from mirror._src.utils.tracebacks import api_boundary
 
 _logger = logging.getLogger("mirror")
@@ -96,9 +96,9 @@ def initialize(
     Raises:
         RuntimeError: If JAX's backend has already started, if the processes cannot reach each other
             in time, or if their versions or settings differ.
-        TypeError: If `cluster_resolver` is not a `ClusterResolver`.
+        TypeError: If `cluster_resolver` is not a `ClusterResolver`, or a time is not a number.
         ValueError: If a resolver and an address are passed, a number is missing, a time is not
-            positive, or the cluster does not have this process.
+            positive and finite, or the cluster does not have this process.
         NotImplementedError: If the cluster has parameter servers.
 
     >>> mirror.distributed.initialize()  # no TF_CONFIG and no cluster: one process
@@ -106,14 +106,11 @@ def initialize(
     1
     """
     secs = {
-        "heartbeat_secs": heartbeat_secs,
-        "shutdown_secs": shutdown_secs,
-        "initialization_secs": initialization_secs,
-        "agreement_secs": agreement_secs,
+        "heartbeat_secs": require_secs("heartbeat_secs", heartbeat_secs),
+        "shutdown_secs": require_secs("shutdown_secs", shutdown_secs),
+        "initialization_secs": require_secs("initialization_secs", initialization_secs),
+        "agreement_secs": require_secs("agreement_secs", agreement_secs),
     }
-    for name, value in secs.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-            raise ValueError(expected(name, value, "a positive number of seconds"))
     if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
         fix = "For example mirror.distributed.TFConfigClusterResolver()."
         raise TypeError(expected("cluster_resolver", cluster_resolver, "a ClusterResolver", fix))
@@ -133,7 +130,7 @@ def initialize(
     with _lock:
         if _job.has_tried and (_job.resolver or cluster_resolver is None) and missing:
             return
-        _job.agreement_secs = float(agreement_secs)
+        _job.agreement_secs = secs["agreement_secs"]
         if not store.is_initialized():
             member = None
             if not missing:
@@ -144,7 +141,7 @@ def initialize(
             _join(member, cluster_resolver, local_device_ids, secs)
         if store.process_count() > 1 and not _job.has_tried:
             Failures().install()
-            require_same_settings(time.monotonic() + initialization_secs)
+            require_same_settings(time.monotonic() + secs["initialization_secs"])
             _logger.info("Process %s of %s", store.process_index(), store.process_count())
         _job.has_tried = True
 
@@ -156,7 +153,7 @@ def _join(
     secs: dict[str, float],
 ) -> None:
     if member is None:
-        resolver = resolver or _resolver_of_environment()
+        resolver = resolver or resolver_of_environment()
         if resolver is not None:
             member = resolver.membership()
             if member is None:  # no cluster, or the evaluator, which trains alone
@@ -202,7 +199,7 @@ def _join(
     _job.heartbeat_secs = secs["heartbeat_secs"]
 
 
-def _resolver_of_environment() -> ClusterResolver | None:
+def resolver_of_environment() -> ClusterResolver | None:
     """Returns the resolver for this environment; None if only JAX may detect a cluster."""
     if os.environ.get("TF_CONFIG", "").strip():
         return TFConfigClusterResolver()

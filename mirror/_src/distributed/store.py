@@ -15,6 +15,8 @@ from typing import Any
 import jax
 from jax._src import distributed
 
+from mirror._src.utils.errors import require_secs
+
 _POLL_SECS = 0.5  # Python handles Ctrl-C only between two requests
 _THREAD_POLL_SECS = 60.0  # and only in the main thread
 _barriers = itertools.count()
@@ -185,14 +187,17 @@ def barrier(name: str, timeout_secs: float = 300.0) -> None:
 
     Raises:
         RuntimeError: If a process does not come in time.
+        TypeError: If `timeout_secs` is not a number.
+        ValueError: If it is not positive or finite.
 
     >>> barrier("data is prepared")
     """
+    secs = require_secs("timeout_secs", timeout_secs, 300)
     if process_count() == 1:
         return
     number = next(_barriers)
     try:
-        _client().wait_at_barrier(f"mirror/{number}/{name}", int(timeout_secs * 1000))
+        _client().wait_at_barrier(f"mirror/{number}/{name}", max(int(secs * 1000), 1))
     except jax.errors.JaxRuntimeError as error:
         raise RuntimeError(
             f"Not all of {process_count()} processes reached barrier {name!r} within "

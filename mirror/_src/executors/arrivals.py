@@ -51,10 +51,15 @@ def start_tracking() -> None:
 
 
 def stop_tracking() -> None:
-    """Tracks no further programs. Programs that were compiled meanwhile keep counting."""
+    """Tracks no further programs, and drops the counts when no watch tracks any more.
+
+    Programs that were compiled meanwhile still call the host, into counts that nobody reads.
+    """
     global _num_watches
     with _lock:
         _num_watches -= 1
+        if not _num_watches:
+            _counts.clear()
 
 
 def incomplete_arrivals() -> list[Arrivals]:

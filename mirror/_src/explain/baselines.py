@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mirror._src.checks.trial import copy_of, whole_batch, with_objects
+from mirror._src.checks.trial import copy_of, gathered, whole_batch, with_objects
 from mirror._src.explain.collectives import CollectiveRow
 from mirror._src.explain.trial import Batches, Trial, idle_times, placed_on, variables_of
 from mirror._src.program.axis import axis_name
@@ -39,7 +39,8 @@ def empty_trial(scratch: Runner, trial: Trial, batch: tuple[PyTree, ...]) -> Tri
 
     def small(leaf: Any) -> Any:
         if is_per_replica(leaf):
-            return on_replicas(PerReplica([np.zeros(1, leaf.dtype)] * len(replicas)), replicas)
+            zeros = PerReplica.from_stacked(np.zeros((len(replicas), 1), leaf.dtype))
+            return on_replicas(zeros, replicas)
         if isinstance(leaf, jax.Array | np.ndarray) and is_numeric(leaf.dtype):
             return replicas.mirror(np.zeros(1, leaf.dtype))
         return leaf
@@ -79,8 +80,9 @@ def one_replica_secs(
         return None, "no batch is split across the replicas"
     if len(runners.many.replicas) == 1:
         return None, "the strategy has only one replica"
+    tree = gathered(runners.scratch, hoisted.tree)
     try:
-        whole = jax.tree.map(whole_batch, hoisted.tree, is_leaf=is_per_replica)
+        whole = jax.tree.map(whole_batch, tree, is_leaf=is_per_replica)
         objects = copy_of(hoisted.objects)
         collapse(objects)
         placed = placed_on(with_objects(whole, objects), runners.single.replicas)

@@ -79,6 +79,11 @@ def _bytes_of(leaf: Any, sharding: Any, replicas: ReplicaDevices) -> tuple[int, 
     for array in arrays:
         for shard in array.addressable_shards:
             device_bytes[shard.device] = device_bytes.get(shard.device, 0) + shard.data.nbytes
+        if not array.is_fully_addressable:  # the devices of other processes have equal shards
+            shape = array.sharding.shard_shape(array.shape)
+            for device in array.sharding.device_set - array.sharding.addressable_devices:
+                count = num_bytes(jax.ShapeDtypeStruct(shape, array.dtype))
+                device_bytes[device] = device_bytes.get(device, 0) + count
     return sum(map(num_bytes, arrays)), [device_bytes[d] for d in replicas.distinct]
 
 

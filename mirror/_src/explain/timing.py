@@ -17,6 +17,8 @@ from mirror._src.explain.memory import memory_report
 from mirror._src.explain.program import describe_program
 from mirror._src.explain.report import Explanation, Seconds
 from mirror._src.explain.trial import Batches, IdleTimes, Trial, idle_times, in_a_loop
+from mirror._src.run.agreement import require_same_call
+from mirror._src.utils.naming import name_of
 from mirror._src.utils.types import PyTree, StepFunction
 from mirror._src.variables.on_read import collapse
 
@@ -33,6 +35,10 @@ def explain(
 ) -> Explanation:
     """Implements `Strategy.explain`."""
     many = runners.many
+    if many.replicas.spans_processes:
+        # The numbers of launches depend on nothing else, so that every process makes the same.
+        takes = "batches" if data is not None else "no batches"
+        require_same_call(f"explain({name_of(fn)})", [f"explain: {steps} steps, {takes}"])
     batches = Batches(data)
     first = batches.take()
     many.prepare(fn, (*args, *first), kwargs)  # finds the variables that the step captures
@@ -68,7 +74,7 @@ def explain(
         speedup=single_secs / idle.run if single_secs else None,
         no_speedup_because=reason,
         memory=memory,
-        device_memory=memory_info(many.replicas.devices[0].memory_stats()) or {},
+        device_memory=memory_info(many.replicas.local_devices[0].memory_stats()) or {},
     )
 
 

@@ -44,11 +44,29 @@ def require_agreement(
         *(line for variant in program.variants for each in variant[:2] for line in lines_of(each)),
         *_values(call, program, inputs),
     ]
-    said = agreement.Program(
-        program.name, [line.text for line in lines], lambda: [line.location for line in lines]
+    _compare(
+        agreement.Program(
+            program.name, [line.text for line in lines], lambda: [line.location for line in lines]
+        )
     )
+
+
+def require_same_call(name: str, settings: Sequence[str]) -> None:
+    """Compares the settings of a call that decide how often it launches programs.
+
+    Args:
+        name: Name of the call.
+        settings: The settings, one line each.
+
+    Raises:
+        ProgramMismatchError: If they differ, or a process does not come in time.
+    """
+    _compare(agreement.Program(name, settings, lambda: [""] * len(settings)))
+
+
+def _compare(program: agreement.Program) -> None:
     try:
-        difference = agreement.find_difference(said, agreement_secs())
+        difference = agreement.find_difference(program, agreement_secs())
     except agreement.AbsentError as error:
         raise ProgramMismatchError(str(error)) from None
     if difference is not None:

@@ -603,10 +603,12 @@ class Strategy(abc.ABC):
             steps: Number of steps to measure. The step runs several times as often.
 
         Returns:
-            An explanation with a verdict; `print` it.
+            An explanation with a verdict; `print` it. In several processes, every process must call
+            `explain`, and gets the times that it has measured itself.
 
         Raises:
             ReplicaDivergenceError: As for `run`.
+            ProgramMismatchError: In several processes, if `steps` differs, or as for `run`.
             RuntimeError: If called inside a replica or another strategy's scope.
             TypeError: If `steps` is not an int, or as for `run`.
             ValueError: If `steps` is below 1, if the data ends and cannot be read again, or as for
@@ -620,7 +622,6 @@ class Strategy(abc.ABC):
         (1, ['communication', 'compute', 'dispatch', 'input', 'transfer'])
         """
         require_cross_replica(self, "explain", "Call it outside the step.")
-        self._require_one_process("explain", "Explain the step in one process.")
         kwargs = {} if kwargs is None else kwargs
         require_call(fn, args, kwargs, "explain")
         require_int("steps", steps)

@@ -170,35 +170,13 @@ class TrainingRun:
         else:
             self._agreed_stop.ask("stop", why)
 
-    @property
-    def is_agreed(self) -> bool:
-        """Whether several processes train, which stop after the same step."""
-        return self._agreed_stop is not None
-
-    @property
-    def ended_by(self) -> str | None:
-        """The request on which all processes stopped: "stop", "interrupt" or "SIGTERM"."""
-        request = self._agreed_stop.request if self._agreed_stop is not None else None
-        return None if request is None else request.cause
-
-    def request_end(self, cause: Cause) -> None:
-        """Makes all processes stop after the same step, because of a signal to this one."""
-        assert self._agreed_stop is not None
-        why = "SIGTERM" if cause == "SIGTERM" else "interrupted"
-        self._agreed_stop.ask(cause, f"{why} in process {process_index()}")
-
-    def may_launch(self) -> bool:
+    def _may_launch(self) -> bool:
         """Whether the next launch takes place; False if all processes stop before it."""
         if self._agreed_stop is None or self._agreed_stop.may_launch():
             return True
         assert self._agreed_stop.request is not None
         self.stopped = self._agreed_stop.request.why
         return False
-
-    def raise_interrupt(self) -> None:
-        """Raises the `KeyboardInterrupt` that a process has received, in all processes."""
-        if self.ended_by == "interrupt":
-            raise KeyboardInterrupt
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -210,7 +188,7 @@ class TrainingRun:
             if self.trainer.strategy.spans_processes:
                 self._agreed_stop = AgreedStop()
                 at_end.add("ending the agreement", self._agreed_stop.close)
-                interrupts.redirect(lambda: self.request_end("interrupt"))
+                interrupts.redirect(lambda: request_end(self, "interrupt"))
             for name, callback in self._named_callbacks():
                 at_end.add(f"on_fit_end of {name}", callback.on_fit_end, self)
                 callback.on_fit_begin(self)
@@ -267,13 +245,18 @@ class TrainingRun:
                 callback.on_epoch_begin(self)
 
     def launches(self) -> Iterator[PaddedBatch]:
-        """Yields the rest of the epoch: of one pass, or of `steps_per_epoch` from any passes."""
+        """Yields the rest of the epoch: of one pass, or of `steps_per_epoch` from any passes.
+
+        Ends early if all processes stop before the next launch.
+        """
         position, limit = self.position, self._limit
         while limit is None or position.epoch_step < limit:
             most = None if limit is None else limit - position.epoch_step
             with self._users_code():
                 launch = self._stream.next_launch(position.passes, most)
             if launch is not None:
+                if not self._may_launch():
+                    return
                 yield launch
             elif not position.samples:
                 raise ValueError(NO_DATA)
@@ -346,6 +329,30 @@ class TrainingRun:
             for callback in self._callbacks:
                 callback.on_epoch_end(self, logs)
         position.history.add_to_last({k: v for k, v in logs.items() if k not in known})
+
+
+def stops_together(run: TrainingRun) -> bool:
+    """Whether several processes train, which stop after the same step."""
+    return run._agreed_stop is not None
+
+
+def ended_by(run: TrainingRun) -> Cause | None:
+    """Returns the cause of the request on which all processes stopped, or None."""
+    request = run._agreed_stop.request if run._agreed_stop is not None else None
+    return None if request is None else request.cause
+
+
+def request_end(run: TrainingRun, cause: Cause) -> None:
+    """Makes all processes stop after the same step, because of a signal to this one."""
+    assert run._agreed_stop is not None
+    why = "SIGTERM" if cause == "SIGTERM" else "interrupted"
+    run._agreed_stop.ask(cause, f"{why} in process {process_index()}")
+
+
+def raise_interrupt(run: TrainingRun) -> None:
+    """Raises the `KeyboardInterrupt` that a process has received, in all processes."""
+    if ended_by(run) == "interrupt":
+        raise KeyboardInterrupt
 
 
 def _restore(callback: CallbackOfFit, name: str, state: dict[str, Any]) -> None:

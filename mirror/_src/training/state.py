@@ -25,10 +25,10 @@ from mirror._src.training.readers import Readers
 from mirror._src.training.state_lock import StateLock
 from mirror._src.training.summary import num_parameters
 from mirror._src.utils import interrupts
-from mirror._src.utils.errors import counted, describe
+from mirror._src.utils.errors import counted, describe, require_secs
 from mirror._src.utils.tracebacks import api_boundary
 from mirror._src.utils.unknown_names import unknown_attribute
-from mirror._src.watchdog.watch import require_stall_secs, watch
+from mirror._src.watchdog.watch import watch
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -58,7 +58,7 @@ class TrainerState(Generic[M]):
         self.optimizer = make_optimizer(model, tx, wrt)
         self._stall_secs = stall_secs
         if stall_secs is not None:
-            self._stall_secs = require_stall_secs("stall_secs", stall_secs)
+            self._stall_secs = require_secs("stall_secs", stall_secs)
         self._num_parameters = num_parameters(model)  # for `repr`, which must not fail
         self._position = Position()
         self._resumes = False

@@ -15,7 +15,7 @@ from mirror._src.strategy.strategy import Strategy
 from mirror._src.training import steps
 from mirror._src.training.callbacks.callback import Callback, require_callbacks
 from mirror._src.training.callbacks.progress import ProgressBar
-from mirror._src.training.fit import TrainingRun
+from mirror._src.training.fit import TrainingRun, raise_interrupt
 from mirror._src.training.history import History
 from mirror._src.training.inputs import batches_of, first_batch, fit_data
 from mirror._src.training.labels import PartOfBatch
@@ -251,8 +251,6 @@ class Trainer(TrainerState[M]):
             while position.epoch < epochs and not run.stopped:
                 run.begin_epoch()
                 for launch in run.launches():
-                    if not run.may_launch():
-                        break
                     run.after_step(launch, self._train(launch))
                     run.collect(running=MOST_RUNNING)
                     interrupts.check()
@@ -262,7 +260,7 @@ class Trainer(TrainerState[M]):
                 run.collect()
                 if not is_cut_short:
                     run.end_epoch(self._validate(run, validation))
-            run.raise_interrupt()
+            raise_interrupt(run)
             self._resumes = False
             interrupts.check()
         return run.history

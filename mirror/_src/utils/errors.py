@@ -6,6 +6,7 @@ received, why, and how to fix it.
 
 import difflib
 import re
+import threading
 from collections.abc import Iterable
 from typing import Any
 
@@ -100,6 +101,21 @@ def require_int(name: str, value: Any, least: int = 1, fix: str = "") -> None:
         raise TypeError(expected(name, value, what, fix))
     if value < least:
         raise ValueError(f"`{name}` must be {what}, got {value}. {fix}".rstrip())
+
+
+def require_secs(name: str, value: Any, example: float = 60) -> float:
+    """Returns a number of seconds that threads and JAX can wait for.
+
+    Raises:
+        ValueError: If the value is not positive, not finite, or longer than threads can wait.
+        TypeError: If the value is not an int or a float, or is a bool.
+    """
+    what, fix = "a positive number of seconds", f"For example, {name}={example:g}."
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        raise TypeError(expected(name, value, what, fix))
+    if not 0 < value < threading.TIMEOUT_MAX:
+        raise ValueError(expected(name, value, what, fix))
+    return float(value)
 
 
 def bytes_in_words(count: float) -> str:

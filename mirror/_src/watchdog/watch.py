@@ -11,10 +11,10 @@ from types import TracebackType
 from typing import Any, Literal, TypeAlias, final, get_args
 
 from mirror._src.devices import launches
-from mirror._src.devices.launches import Launch, LaunchLog, StalledError
+from mirror._src.devices.launches import Launch, LaunchLog, Stall
 from mirror._src.distributed.start import has_joined_others
 from mirror._src.executors import arrivals
-from mirror._src.utils.errors import expected
+from mirror._src.utils.errors import require_secs
 from mirror._src.utils.modules import set_module
 from mirror._src.watchdog.peers import Peers
 from mirror._src.watchdog.report import THREAD_NAME, in_words, report
@@ -132,12 +132,12 @@ class Watch:
             return
         if self._action == "raise" and self._log.stalls[self] is None:
             _raised[:] = [(stalled, stalled.arrays())]
-            self._log.stalls[self] = StalledError(self.reports[-1])
+            self._log.stalls[self] = Stall(stalled, self.reports[-1])
             if _is_exiting.is_set():
                 _end_if_stalled()
-        elif self._action == "raise" and stalled.joint_number and not self._log.has_raised:
+        elif self._action == "raise" and stalled.joint_number:
             # A launch of a program with gloo waits in native code for an earlier one.
-            if secs >= self._secs + _RAISES_SECS:
+            if secs >= self._secs + _RAISES_SECS and self._log.raised is not stalled:
                 _end_if_stalled()
         elif self._action == "exit":
             if peers is not None:
@@ -304,24 +304,7 @@ def watch(secs: float = 60.0, action: Action = "report", *, track_arrivals: bool
     Watch(secs=60, action='report')
     >>> watch.close()
     """
-    return Watch(
-        require_stall_secs("secs", secs), require_action(action), track_arrivals=track_arrivals
-    )
-
-
-def require_stall_secs(name: str, secs: object) -> float:
-    """Returns a number of seconds.
-
-    Raises:
-        ValueError: If it is not positive or finite.
-        TypeError: If it is not a number.
-    """
-    what, fix = "a positive number of seconds", f"For example, {name}=60."
-    if isinstance(secs, bool) or not isinstance(secs, int | float):
-        raise TypeError(expected(name, secs, what, fix))
-    if not 0 < secs < threading.TIMEOUT_MAX:
-        raise ValueError(expected(name, secs, what, fix))
-    return float(secs)
+    return Watch(require_secs("secs", secs), require_action(action), track_arrivals=track_arrivals)
 
 
 def require_action(action: str) -> Action:

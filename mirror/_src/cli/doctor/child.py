@@ -21,6 +21,12 @@ _BAD_FLAGS = re.compile(
 _FATAL = re.compile(r"^F\d{4} \S+ +\d+ \S+\] (.*)$", re.MULTILINE)
 _PATH = "import json, sys; sys.path[:] = json.loads(sys.argv[1])"
 _PROBES = "from mirror._src.cli.doctor import probes; probes.main()"
+_DISTRIBUTED = (
+    "from mirror._src.cli.doctor import distributed; distributed.main(float(sys.argv[2]))"
+)
+_STAGES = 4  # of `_DISTRIBUTED` that wait for the other processes
+_CPU = "Try JAX_PLATFORMS=cpu: if that works, the cause is the GPUs, their driver or NCCL."
+_OTHERS = "Read the output of the other processes: JAX ends all of them when one has ended."
 _INVENTORY = "from mirror._src.cli import devices; print(json.dumps(devices.inventory()))"
 
 
@@ -31,11 +37,13 @@ class ProbeResult(NamedTuple):
         status: Exit status, negative for a signal; `None` if it was still running at the deadline.
         output: Text on standard output.
         errors: Text on standard error.
+        limit: The deadline, in seconds.
     """
 
     status: int | None
     output: str
     errors: str
+    limit: float = _DEADLINE_SECS
 
 
 def check_in_child(environment: Mapping[str, str]) -> Iterator[Check]:
@@ -51,12 +59,23 @@ def check_in_child(environment: Mapping[str, str]) -> Iterator[Check]:
     yield from findings(probe({**environment, "XLA_FLAGS": " ".join(kept)}))
 
 
+def check_distributed_in_child(environment: Mapping[str, str], secs: float) -> Iterator[Check]:
+    """Yields the results of the checks of a job, which the subprocess joins as this process would.
+
+    Args:
+        environment: Environment variables, which describe the job.
+        secs: How long to wait for the other processes in each check.
+    """
+    limit = _STAGES * secs + _DEADLINE_SECS
+    yield from findings(_run_code(_DISTRIBUTED, environment, str(secs), limit=limit), _OTHERS)
+
+
 def inventory_in_child(environment: Mapping[str, str]) -> dict[str, Any] | str:
     """Returns the devices and settings of a program with this environment, or why it crashed."""
     result = _run_code(_INVENTORY, environment)
     if result.status == 0:
         return list(_lines(result.output))[-1]
-    check = _check_crash("JAX's backend", result)
+    check = _check_crash("JAX's backend", result, _CPU)
     return f"{check.found}: {check.meaning}"
 
 
@@ -65,22 +84,25 @@ def probe(environment: Mapping[str, str]) -> ProbeResult:
     return _run_code(_PROBES, environment)
 
 
-def _run_code(code: str, environment: Mapping[str, str]) -> ProbeResult:
-    """Runs code in a subprocess.
+def _run_code(
+    code: str, environment: Mapping[str, str], *arguments: str, limit: float | None = None
+) -> ProbeResult:
+    """Runs code in a subprocess, for `_DEADLINE_SECS` at most unless there is another limit.
 
     Raises:
         KeyboardInterrupt: If Ctrl-C was pressed in the meantime.
     """
     # The subprocess gets this sys.path, and with -P it does not add the current directory, whose
     # files could shadow modules.
-    command = [sys.executable, "-P", "-c", f"{_PATH}; {code}", json.dumps(sys.path)]
+    limit = _DEADLINE_SECS if limit is None else limit
+    command = [sys.executable, "-P", "-c", f"{_PATH}; {code}", json.dumps(sys.path), *arguments]
     try:
         done = subprocess.run(
             command,
             env=dict(environment),
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            timeout=_DEADLINE_SECS,
+            timeout=limit,
             check=False,
         )
         status: int | None = done.returncode
@@ -88,19 +110,27 @@ def _run_code(code: str, environment: Mapping[str, str]) -> ProbeResult:
     except subprocess.TimeoutExpired as error:
         status, output, errors = None, error.stdout or b"", error.stderr or b""
     interrupts.check()
-    return ProbeResult(status, output.decode(errors="replace"), errors.decode(errors="replace"))
+    texts = (output.decode(errors="replace"), errors.decode(errors="replace"))
+    return ProbeResult(status, *texts, limit)
 
 
-def findings(result: ProbeResult) -> Iterator[Check]:
-    """Yields the checks that the subprocess printed, and a problem if it crashed."""
-    running = "start"
+def findings(result: ProbeResult, fix: str = _CPU) -> Iterator[Check]:
+    """Yields the checks that the subprocess printed, and a problem if it crashed.
+
+    Args:
+        result: The result of the subprocess.
+        fix: What to do about a crash.
+    """
+    running, has_ended = "start", result.status == 0
     for line in _lines(result.output):
         if "begins" in line:
             running = line["begins"]
+        elif "ends" in line:  # a crash after it, while other processes end, means nothing
+            has_ended = True
         else:
             yield Check(**line)
-    if result.status != 0:
-        yield _check_crash(running, result)
+    if not has_ended:
+        yield _check_crash(running, result, fix)
 
 
 def _lines(output: str) -> Iterator[dict[str, Any]]:
@@ -122,18 +152,17 @@ def _check_unknown(flags: list[str]) -> Check:
     )
 
 
-def _check_crash(running: str, result: ProbeResult) -> Check:
+def _check_crash(running: str, result: ProbeResult, fix: str) -> Check:
     if result.status is None:
-        finding = f"did not finish within {_DEADLINE_SECS:g} s"
+        finding = f"did not finish within {result.limit:g} s"
     elif result.status < 0:
         finding = f"ended the process with {signal.Signals(-result.status).name}"
     else:
         finding = f"ended the process with exit status {result.status}"
     flags = _BAD_FLAGS.search(result.errors)
     if flags is not None:
-        fix = "Correct the value, or unset XLA_FLAGS."
-        return Check("XLA_FLAGS", "problem", finding, flags[1][:_MOST_CHARACTERS], fix)
+        correct = "Correct the value, or unset XLA_FLAGS."
+        return Check("XLA_FLAGS", "problem", finding, flags[1][:_MOST_CHARACTERS], correct)
     lines = [line for line in result.errors.splitlines() if line.strip()]
     message = (_FATAL.findall(result.errors) or lines[-1:] or [""])[0][:_MOST_CHARACTERS]
-    fix = "Try JAX_PLATFORMS=cpu: if that works, the cause is the GPUs, their driver or NCCL."
     return Check(running, "problem", finding, message, fix)

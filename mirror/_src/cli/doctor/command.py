@@ -4,27 +4,39 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import asdict
 
 from mirror._src.cli.doctor.check import COLORS, Check, summary, worst
-from mirror._src.cli.doctor.child import check_in_child, inventory_in_child
+from mirror._src.cli.doctor.child import (
+    check_distributed_in_child,
+    check_in_child,
+    inventory_in_child,
+)
 from mirror._src.cli.doctor.environment import check_environment
 from mirror._src.cli.doctor.report import format_report
 from mirror._src.cli.doctor.versions import check_versions
 from mirror._src.cli.versions import installed_versions
 from mirror._src.utils import interrupts
 from mirror._src.utils.terminal import paint
-from mirror_cli.common import FAILED
+from mirror_cli.common import FAILED, USAGE_ERROR, report_error
+from mirror_cli.doctor import DEADLINE_SECS
+
+_PRINT_SECS = 1.0
 
 
 def run(parsed: argparse.Namespace) -> int:
     """Runs the command; returns the exit status."""
+    if parsed.deadline is not None and not parsed.distributed:
+        message = "--deadline is the time to wait for other processes. Add --distributed."
+        return report_error("doctor", message, USAGE_ERROR)
     versions, checks = installed_versions(), []
     prints_checks = not (parsed.json or parsed.report)
     if parsed.report:
         print("mirror doctor: collecting the report, some seconds", file=sys.stderr, flush=True)
-    for check in run_checks(versions):
+    secs = (parsed.deadline or DEADLINE_SECS) if parsed.distributed else None
+    for check in run_checks(versions, secs):
         interrupts.check()
         checks.append(check)
         if prints_checks:
@@ -38,11 +50,25 @@ def run(parsed: argparse.Namespace) -> int:
         print(json.dumps(report, indent=2))
     else:
         print(f"\n{paint(summary(checks), COLORS[state])}")
-    return FAILED if state == "problem" else 0
+    if state != "problem":
+        return 0
+    if parsed.distributed:
+        # mirror launch ends all processes when one has failed; the others print the problem, too.
+        sys.stdout.flush()
+        time.sleep(_PRINT_SECS)
+    return FAILED
 
 
-def run_checks(versions: dict[str, str]) -> Iterator[Check]:
-    """Runs all checks, and yields their results."""
+def run_checks(versions: dict[str, str], secs: float | None = None) -> Iterator[Check]:
+    """Runs all checks, and yields their results.
+
+    Args:
+        versions: The installed versions by name.
+        secs: How long to wait for the other processes of the job; None checks this process only.
+    """
     yield from check_versions(versions)
     yield from check_environment(os.environ)
-    yield from check_in_child(os.environ)
+    if secs is None:
+        yield from check_in_child(os.environ)
+    else:
+        yield from check_distributed_in_child(os.environ, secs)

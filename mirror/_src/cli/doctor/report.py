@@ -15,6 +15,9 @@ from mirror._src.utils.errors import bytes_in_words
 _PACKAGES = ("chex", "orbax-checkpoint", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 _VARIABLES = (
     *("CUDA_", "JAX_", "MIRROR_", "NCCL_", "NPROC", "NVIDIA_", "PJRT_", "XLA_"),
+    # Not all of `SLURM_`, which has names of users and accounts.
+    *("GLOO_", "OMPI_COMM_WORLD_", "SLURM_JOB_NODELIST", "SLURM_LOCALID", "SLURM_NTASKS"),
+    *("SLURM_PROCID", "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
     # Not all of `TF_`, which Terraform uses too, for secrets among others.
     *("TF_CONFIG", "TF_CPP_", "TF_FORCE_GPU_", "TF_GPU_", "TF_XLA_"),
 )

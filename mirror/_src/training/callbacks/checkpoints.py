@@ -13,9 +13,9 @@ from mirror._src.training.callbacks.monitor import Monitor
 from mirror._src.training.callbacks.stopping import Mode, require_mode
 from mirror._src.training.checkpoints.messages import in_words
 from mirror._src.training.checkpoints.store import CheckpointStore
-from mirror._src.training.fit import TrainingRun
+from mirror._src.training.fit import TrainingRun, ended_by, request_end, stops_together
 from mirror._src.utils.closing import closing
-from mirror._src.utils.errors import counted, expected, require_int
+from mirror._src.utils.errors import counted, require_int, require_secs
 from mirror._src.utils.interrupts import SignalWatch
 from mirror._src.utils.modules import set_module
 
@@ -57,7 +57,7 @@ class Checkpoint(Callback):
     Raises:
         ValueError: If a number is out of range or `mode` is unknown. In `fit`, if `monitor` is not
             a metric.
-        TypeError: If a number is not an integer.
+        TypeError: If a number has the wrong type.
         OSError: In `fit`, if a checkpoint cannot be written.
 
     >>> checkpoint = Checkpoint("ckpt", keep=2, monitor="loss")
@@ -86,10 +86,8 @@ class Checkpoint(Callback):
         require_int("every_steps", every_steps, 0)
         if keep is not None:
             require_int("keep", keep, fix="None keeps all checkpoints.")
-        if not isinstance(grace_secs, int | float) or not grace_secs > 0:
-            raise ValueError(expected("grace_secs", grace_secs, "a positive number of seconds"))
         self._directory = directory
-        self._grace_secs = float(grace_secs)
+        self._grace_secs = require_secs("grace_secs", grace_secs, 25)
         self._every_epochs, self._every_steps = every_epochs, every_steps
         self._monitor = None if monitor is None else Monitor("Checkpoint", monitor)
         self._best = None if monitor is None else (monitor, mode)
@@ -126,7 +124,7 @@ class Checkpoint(Callback):
         """Writes a checkpoint if it is due or the process has received SIGTERM."""
         if self._monitor is not None:
             self._monitor.require_metric(fit)
-        if self._terminated and not fit.is_agreed:
+        if self._terminated and not stops_together(fit):
             with fit.consistent():
                 self._save_if_new(fit)
                 self._end_process()
@@ -139,11 +137,11 @@ class Checkpoint(Callback):
 
     def on_fit_end(self, fit: TrainingRun) -> None:
         """Writes the last checkpoint, and waits for pending writes."""
-        self._terminated = self._terminated or fit.ended_by == "SIGTERM"
+        self._terminated = self._terminated or ended_by(fit) == "SIGTERM"
         with closing("closing the CheckpointStore", self._close):
             if self._due:
                 self._save_epoch(fit)
-            elif self._terminated or fit.ended_by == "interrupt":
+            elif self._terminated or ended_by(fit) == "interrupt":
                 self._save_if_new(fit)
         if self._terminated:
             self._end_process()
@@ -201,8 +199,8 @@ class Checkpoint(Callback):
     def _begin_to_end(self) -> None:
         if not self._terminated:
             self._terminated = True
-            if self._fit is not None and self._fit.is_agreed:
-                self._fit.request_end("SIGTERM")
+            if self._fit is not None and stops_together(self._fit):
+                request_end(self._fit, "SIGTERM")
                 return
             threading.Thread(target=self._save_in_time, name="mirror SIGTERM", daemon=True).start()
 

@@ -1,0 +1,43 @@
+"""`require_secs`: one check for every argument that is a number of seconds."""
+
+import numpy as np
+import pytest
+
+import mirror
+from mirror._src.utils.errors import require_secs
+from tests.support.messages import raises
+
+INITIALIZE = ("heartbeat_secs", "shutdown_secs", "initialization_secs", "agreement_secs")
+USERS = {
+    "watch": ("secs", lambda secs: mirror.debugging.watch(secs)),
+    "Checkpoint": ("grace_secs", lambda secs: mirror.callbacks.Checkpoint("x", grace_secs=secs)),
+    "barrier": ("timeout_secs", lambda secs: mirror.distributed.barrier("x", secs)),
+    **{
+        name: (name, lambda secs, name=name: mirror.distributed.initialize(**{name: secs}))
+        for name in INITIALIZE
+    },
+}
+REJECTED = [
+    (0, ValueError),
+    (-1.5, ValueError),
+    (float("nan"), ValueError),
+    (float("inf"), ValueError),
+    (1e300, ValueError),
+    (True, TypeError),
+    ("60", TypeError),
+    (None, TypeError),
+]
+
+
+@pytest.mark.parametrize(("secs", "error"), REJECTED)
+@pytest.mark.parametrize("user", USERS)
+def test_numbers_of_seconds_are_checked_alike(user, secs, error):
+    name, call = USERS[user]
+    with raises(error, names=f"`{name}`", values=repr(secs), fix=f"{name}="):
+        call(secs)
+
+
+@pytest.mark.parametrize("secs", [3, 0.5, np.int64(3), np.float32(0.5)])
+def test_numbers_of_seconds_become_floats(secs):
+    assert type(require_secs("secs", secs)) is float
+    assert require_secs("secs", secs) == secs
