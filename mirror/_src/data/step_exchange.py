@@ -122,10 +122,13 @@ class StepExchange:
     Args:
         root: Key of the pass, equal in all processes.
         what: The dataset, for messages.
+
+    Attributes:
+        what: The dataset, for messages.
     """
 
     def __init__(self, root: str, what: str) -> None:
-        self._root, self._what = root, what
+        self._root, self.what = root, what
         self._me, self._count = store.process_index(), store.process_count()
         self._number = 0
         self._forms: dict[str, Form] = {}
@@ -237,7 +240,7 @@ class StepExchange:
 
     def _compared(self, parts: Sequence[Part]) -> dict[str, Any]:
         """Returns the verdict: an error, the fields of a `Step`, or nothing at the end."""
-        batch = f"batch {self._number - 1} of {self._what}"
+        batch = f"batch {self._number - 1} of {self.what}"
         for i, part in enumerate(parts):
             if part.error:
                 return self._failure(i, part.error)
@@ -247,7 +250,7 @@ class StepExchange:
         if ended and self._number == 1:
             return {
                 "kind": "ValueError",
-                "error": f"Process {ended[0]} has no batch in this pass over {self._what}, but "
+                "error": f"Process {ended[0]} has no batch in this pass over {self.what}, but "
                 "other processes have. Yield an empty batch, for example "
                 "{'x': np.zeros((0, 3), 'float32')}, where a process has no examples.",
             }
@@ -273,7 +276,7 @@ class StepExchange:
         return {
             "kind": "RuntimeError",
             "error": f"Process {process} could not read its part of batch {self._number - 1} of "
-            f"{self._what}: {error}. All processes stop here; the output of process {process} "
+            f"{self.what}: {error}. All processes stop here; the output of process {process} "
             "shows where it failed.",
         }
 
@@ -319,10 +322,10 @@ class StepExchange:
         failed = first_failure()
         if failed is not None and failed[0] != self._me:
             return f"Process {failed[0]} has failed: {failed[1]}"
-        next_batch = f"batch {self._number - 1} of {self._what}"
+        next_batch = f"batch {self._number - 1} of {self.what}"
         if str(process) in store.read_all(f"{self._root}/closed"):
             return (
-                f"Process {process} has stopped iterating over {self._what}, but process "
+                f"Process {process} has stopped iterating over {self.what}, but process "
                 f"{self._me} waits for {next_batch}. With input='local', every process must take "
                 "the same number of batches: end the loop after the same batch on all of them."
             )
