@@ -24,6 +24,7 @@ from mirror._src.utils.errors import counted, first_line
 
 _POLL_SECS = 0.25  # between two looks at whether the others still read
 _MARGIN_SECS = 5.0
+_REPORT_SECS = 0.75  # for an error to be posted
 _END_SECS = 2.0
 _TEXT_LENGTH = 2000
 _MOST_SHOWN = 8
@@ -135,6 +136,7 @@ class StepExchange:
         self._is_cancelled = threading.Event()
         self._busy = threading.RLock()
         self._has_posted = False
+        self._closed_since: float | None = None
         if self._me == 0:
             _sweep(self._count)
         _open.add(self)
@@ -322,19 +324,23 @@ class StepExchange:
         failed = first_failure()
         if failed is not None and failed[0] != self._me:
             return f"Process {failed[0]} has failed: {failed[1]}"
-        next_batch = f"batch {self._number - 1} of {self.what}"
+        number = self._number - 1
         if str(process) in store.read_all(f"{self._root}/closed"):
+            # An exception in its loop closes the pass before it is reported.
+            self._closed_since = self._closed_since or time.monotonic()
+            if time.monotonic() < self._closed_since + _REPORT_SECS:
+                return ""
             return (
                 f"Process {process} has stopped iterating over {self.what}, but process "
-                f"{self._me} waits for {next_batch}. With input='local', every process must take "
+                f"{self._me} waits for batch {number}. With input='local', every process must take "
                 "the same number of batches: end the loop after the same batch on all of them."
             )
         if time.monotonic() < deadline:
             return ""
         return (
-            f"Process {process} has not read {next_batch} within {agreement_secs():g} s, for which "
-            f"process {self._me} waits. With input='local', every process must iterate over the "
-            "dataset, not only the chief. If reading is only slow, wait longer: "
+            f"Process {process} has not read batch {number} of {self.what} within "
+            f"{agreement_secs():g} s, for which process {self._me} waits. With input='local', every "
+            "process must iterate over the dataset, not only the chief. If reading is only slow, wait longer: "
             "mirror.distributed.initialize(agreement_secs=...)."
         )
 
