@@ -1,7 +1,6 @@
-"""Local input: the agreement on each step, with a store in memory, and jobs of several processes."""
+"""Local input: the agreement on each step, with a store in memory and in several processes."""
 
 import contextlib
-import itertools
 import json
 import threading
 import time
@@ -22,8 +21,6 @@ from mirror._src.data.step_exchange import ClosedError, Form, StepExchange
 from mirror._src.distributed import store
 from tests.support import processes
 from tests.support.messages import assert_message, raises
-from tests.support.packages import is_installed
-from tests.support.strategies import cpu_strategy
 
 FORM = Form("remainder='pad'", "{'x': *}", (("batch['x']", "float32", (3,)),))
 
@@ -433,5 +430,79 @@ def test_wrong_shards_are_rejected(shard, error, fix):
 
 # ---- several processes
 
-LAYOUTS = {"2x2": (2, 2), "4x1": (4, 1)}  # processes, devices of each
-NUM_CHECKS = {"2x2": 22, "4x1": 22}
+NUM_CHECKS = 22
+ON_FOUR = (
+    "parts_of_unequal_sizes_are_used_once",
+    "growing_parts_have_few_shapes",
+    "a_source_that_raises_is_named_by_all",
+    "different_structures_are_errors_on_all",
+    "a_loop_that_ends_earlier_is_named",
+    "datasets_from_functions",
+    "training_on_shards_equals_training_on_whole_batches",
+    "training_on_unequal_parts_equals_training_on_their_union",
+    "no_keys_are_left",
+)
+
+
+def checked(*names, count=2, devices=2):
+    """Returns what the processes print; they have passed these checks of the program."""
+    ended = processes.run_program(
+        "several_local_input", *names, processes=count, devices=devices, after_failure=15
+    )
+    return processes.outputs_of(ended)
+
+
+def test_two_processes_with_two_devices():
+    for output in checked():
+        assert output.count("passed ") == NUM_CHECKS, output
+
+
+def test_four_processes_with_one_device():
+    for output in checked(*ON_FOUR, count=4, devices=1):
+        assert output.count("passed ") == len(ON_FOUR), output
+
+
+def test_shards_of_grain():
+    """`ShardByJaxProcess`, and slices of a `MapDataset`."""
+    assert all("passed grain_shards" in output for output in checked("grain"))
+
+
+@pytest.mark.dev("torch")
+def test_samplers_of_torch():
+    """`DistributedSampler`, with the processes as its replicas."""
+    assert all("passed torch_sampler" in output for output in checked("torch"))
+
+
+FAILS = """
+import os, signal, sys, numpy as np, mirror
+mirror.distributed.initialize(heartbeat_secs=4, shutdown_secs=5)
+strategy = mirror.MultiWorkerMirroredStrategy()
+me = mirror.distributed.process_index()
+who, how = int(sys.argv[1]), sys.argv[2]
+def endless():
+    i = 0
+    while True:
+        if i == 30 and me == who and how == "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield np.full(4, me)
+        i += 1
+for i, batch in enumerate(strategy.distribute_dataset(endless(), input="local")):
+    if i == 30 and me == who and how == "raises":
+        raise KeyError("in the loop")
+"""
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("how", ["raises", "is killed"])
+def test_processes_do_not_wait_for_one_that_has_ended(who, how):
+    """JAX itself ends the others of a process that was killed, with a message that names it."""
+    started = time.monotonic()
+    ended = processes.run(["-c", FAILS, str(who), how], devices=1, timeout=60)
+    assert time.monotonic() - started < 50
+    other = ended[1 - who]
+    assert other.status not in (0, None), other
+    if how == "raises":
+        message = other.output[other.output.index("RuntimeError") :]
+        assert_message(message, names=[f"Process {who} has failed", "KeyError", "in the loop"])
+    elif who == 1:
+        assert "unhealthy" in other.output

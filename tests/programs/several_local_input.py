@@ -407,23 +407,26 @@ def training_on_shards_equals_training_on_whole_batches():
 
 @check
 def training_on_unequal_parts_equals_training_on_their_union():
-    """The parts of a step are 1 to 5 rows, and some processes have fewer steps."""
-    sizes = [[(i + 3 * j) % 5 + 1 for j in range(4 + i % 2)] for i in range(count)]
-    ends = np.cumsum([0, *(s for of in sizes for s in of)]) % 40
-    starts, parts = iter(ends.tolist()), []
-    for of in sizes:
-        parts.append(
-            [jax.tree.map(lambda x, i=next(starts), s=s: x[i : i + s], ARRAYS) for s in of]
-        )
+    """Some processes have fewer steps, and the padded size grows."""
+    sizes = [
+        [5, *(1 + (i + j) % 3 if i else 7 * (j == 1) for j in range(1, 4 + i % 2))]
+        for i in range(count)
+    ]
+    start, parts = 0, []
+    for of_process in sizes:
+        parts.append([])
+        for size in of_process:
+            parts[-1].append({name: rows[start : start + size] for name, rows in ARRAYS.items()})
+            start = (start + size) % 40
     union = [
         jax.tree.map(lambda *x: np.concatenate(x), *[of[j] for of in parts if len(of) > j])
         for j in range(5)
+        if any(len(of) > j for of in parts)
     ]
     ours, alone = trainer_of(strategy), trainer_of(one)
     ours.fit(padded(parts[me]), epochs=2, progress=False)
-    for _ in range(2):
-        for batch in union:  # `fit` on one device needs the largest batch first
-            alone.fit([batch], progress=False)
+    alone.fit(union, epochs=2, progress=False)
+    assert ours._position.step == alone._position.step == 10
     close(ours, alone)
 
 

@@ -134,9 +134,9 @@ class _LocalPass(Pass):
         if is_first and step.is_same:
             warnings.warn(
                 f"All processes have read the same first batch of {self._exchange.what}, so each "
-                "example counts once per process. With input='local', every process must read its own part, for example "
-                "mirror.data.from_arrays(..., shard=(process_index, process_count)). If all of "
-                "them read the same batches, use input='global'.",
+                "example counts once per process. With input='local', every process must read its "
+                "own part, for example mirror.data.from_arrays(..., shard=(process_index, "
+                "process_count)). If all of them read the same batches, use input='global'.",
                 stacklevel=depth_of_user(),
             )
         return step

@@ -339,9 +339,9 @@ class StepExchange:
             return ""
         return (
             f"Process {process} has not read batch {number} of {self.what} within "
-            f"{agreement_secs():g} s, for which process {self._me} waits. With input='local', every "
-            "process must iterate over the dataset, not only the chief. If reading is only slow, wait longer: "
-            "mirror.distributed.initialize(agreement_secs=...)."
+            f"{agreement_secs():g} s, for which process {self._me} waits. With input='local', "
+            "every process must iterate over the dataset, not only the chief. If reading is only "
+            "slow, wait longer: mirror.distributed.initialize(agreement_secs=...)."
         )
 
     def _post(self, key: str, message: Any) -> None:
