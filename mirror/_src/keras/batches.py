@@ -108,7 +108,7 @@ class BatchPlacer:
                 f"{size} examples cannot be split evenly across {n} devices, so each device "
                 "computes whole batches. The results are the same, but more devices do not make "
                 f"it faster. Use a batch size of {nearest_multiples(size, n)}.",
-                stacklevel=depth_of_user(),
+                stacklevel=depth_of_user("keras"),
             )
 
 

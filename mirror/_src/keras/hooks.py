@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 from mirror._src.devices.replicas import ReplicaDevices
-from mirror._src.keras.library import library
 from mirror._src.keras.owners import add_scope, claim, owner_of
 from mirror._src.keras.step_function import StepFunction
+from mirror._src.utils.keras_library import library
 from mirror._src.utils.naming import depth_of_user
 
 KINDS = ("train", "test", "predict")

@@ -8,10 +8,9 @@ from jax.sharding import Mesh, NamedSharding
 
 from mirror._src.context.scopes import current_frame
 from mirror._src.devices.replicas import ReplicaDevices
-from mirror._src.keras.library import BACKEND, backend, variables_of
 from mirror._src.utils.errors import listing
+from mirror._src.utils.keras_library import BACKEND, backend, variables_of
 
-_MAKES = "with strategy.scope(): model = ...; model.compile(...)"
 _COPY = (
     "To copy it into a scope: copy = keras.models.clone_model(model); "
     "copy.set_weights(model.get_weights())."
@@ -55,30 +54,32 @@ def claim(model: Any) -> None:
 def owner_of(model: Any) -> Owner | None:
     """Returns the strategy that a model trains on; None if it has nothing to do with any.
 
-    It is the strategy in whose scope the model was created, or compiled, or is being trained.
+    It is the strategy in whose scope the model was created; else, in whose scope it was compiled or
+    is being trained.
 
     Raises:
-        RuntimeError: If these are different strategies, or if the caller is in a replica.
+        RuntimeError: If the caller is in the scope of another strategy, or in a replica; or if
+            variables of a model that was created outside were created in several scopes.
         NotImplementedError: If a model cannot train on the devices of the current scope.
     """
     created, current = _created_in.get(model), _of_scope("trained")
-    found = [owner for owner in (created, current) if owner is not None]
-    if len(found) == 2 and created.replicas.mesh != current.replicas.mesh:
+    lying = {} if created is not None else _owners_of_variables(model)
+    if len(lying) > 1:
+        names = listing(f"{path}: {owner.name}" for owner, path in lying.items())
         raise RuntimeError(
-            f"The Keras model {model.name!r} was created in the scope of {created.name}, and is "
-            f"used in the scope of another strategy, {current.name}. Exit that scope first, or "
-            f"create the model in it. {_COPY}"
+            f"Variables of the Keras model {model.name!r} were created in the scopes of several "
+            f"strategies:\n{names}\nCreate and compile the model in one scope: with "
+            f"strategy.scope(): model = ...; model.compile(...). {_COPY}"
         )
-    lying = _owners_of_variables(model)
-    meshes = {owner.replicas.mesh for owner in (*found, *lying)}
-    if len(meshes) > 1:
-        names = [f"{name}: {owner.name}" for owner, name in lying.items()]
-        names += [f"{model.name} (the model): {owner.name}" for owner in found]
-        raise RuntimeError(
-            f"The Keras model {model.name!r} belongs to the scopes of several strategies:\n"
-            f"{listing(names)}\nCreate and compile it in one scope: {_MAKES}. {_COPY}"
-        )
-    return next(iter([*found, *lying]), None)
+    owner = created or next(iter(lying), None)
+    if owner is None or current is None or owner.replicas.mesh == current.replicas.mesh:
+        return owner or current
+    verb = "created" if created is not None else "compiled or trained"
+    raise RuntimeError(
+        f"The Keras model {model.name!r} was {verb} in the scope of {owner.name}, but is used in "
+        f"the scope of another strategy, {current.name}. Exit that scope first, or create the "
+        f"model in it. {_COPY}"
+    )
 
 
 def _owners_of_variables(model: Any) -> dict[Owner, str]:

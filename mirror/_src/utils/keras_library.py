@@ -8,6 +8,12 @@ import sys
 from typing import Any
 
 BACKEND = "jax"
+STATELESS_CALL = (
+    "Train it with model.fit, which uses all replicas of the scope that it was created in; or "
+    "write the step with the values of its variables: pass [v.value for v in "
+    "model.trainable_variables], and the same of model.non_trainable_variables, and call "
+    "model.stateless_call(trainable, non_trainable, x)."
+)
 
 
 def library() -> Any:
