@@ -18,7 +18,7 @@ BEGIN, END = "<!-- imports: begin -->\n", "<!-- imports: end -->\n"
 # Bottom first. A folder imports only folders that precede it.
 FOLDERS = [
     *("utils", "devices", "distributed", "values", "program", "collectives", "executors"),
-    *("context", "variables", "run", "watchdog", "checks", "data", "explain", "strategy"),
+    *("context", "variables", "run", "watchdog", "checks", "data", "keras", "explain", "strategy"),
     *("training", "testing", "cli"),
 ]
 

@@ -1,5 +1,8 @@
 """`check_mirrored`: compares the replicas' copies of mirrored arrays bit for bit."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +11,7 @@ from mirror._src.collectives.in_step import bind_all_reduce
 from mirror._src.collectives.reduce_op import ReduceOp
 from mirror._src.run.runner import Runner
 from mirror._src.utils.errors import ReplicaDivergenceError, listing
+from mirror._src.utils.keras_library import has_variables, variables_of
 from mirror._src.utils.naming import keys
 from mirror._src.utils.types import Array, PyTree
 from mirror._src.values.per_replica import is_per_replica
@@ -16,8 +20,10 @@ from mirror._src.variables.on_read import is_on_read
 
 def check_mirrored(runner: Runner, tree: PyTree) -> None:
     """Implements `Strategy.check_mirrored`."""
-    is_leaf = lambda leaf: is_per_replica(leaf) or is_on_read(leaf)  # noqa: E731
+    is_leaf = lambda leaf: is_per_replica(leaf) or is_on_read(leaf) or has_variables(leaf)  # noqa: E731
     leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]
+    of_keras = [leaf for _, leaf in leaves if has_variables(leaf)]
+    leaves = [(path, leaf) for path, leaf in leaves if not has_variables(leaf)]
     named = [
         (keys(path).lstrip(".") or "the value", leaf)
         for path, leaf in leaves
@@ -31,6 +37,7 @@ def check_mirrored(runner: Runner, tree: PyTree) -> None:
             f"{listing(per_replica)}"
         )
     arrays = [(name, leaf) for name, leaf in named if isinstance(leaf, jax.Array)]
+    arrays += _arrays_of_keras(of_keras)
     # A sharded array has a single copy, so there is nothing to compare.
     arrays = [(name, leaf) for name, leaf in arrays if not runner.replicas.is_sharded(leaf)]
     elsewhere = [name for name, leaf in arrays if not runner.replicas.is_mirrored(leaf)]
@@ -38,6 +45,7 @@ def check_mirrored(runner: Runner, tree: PyTree) -> None:
         raise ValueError(
             f"These arrays are not mirrored on the strategy's devices:\n{listing(elsewhere)}\n"
             "Create them inside strategy.scope(), or pass them through strategy.run first."
+            f"{_ADVICE_FOR_KERAS if of_keras else ''}"
         )
     if not arrays:
         return
@@ -49,6 +57,30 @@ def check_mirrored(runner: Runner, tree: PyTree) -> None:
             f"{listing(differing)}\nOnly some devices' copies were changed. Restore a checkpoint. "
             "To see every replica's copy, call strategy.local_results(x)."
         )
+
+
+_ADVICE_FOR_KERAS = (
+    " The first step of fit, evaluate or predict mirrors the variables of a Keras model again, "
+    "after a method such as load_weights has assigned to them outside the scope."
+)
+
+
+def _arrays_of_keras(objects: Sequence[Any]) -> list[tuple[str, Array]]:
+    """Returns the value of each variable, with its path.
+
+    Raises:
+        ValueError: If an object has no variables yet.
+    """
+    found: dict[int, tuple[str, Array]] = {}
+    for each in objects:
+        variables = variables_of(each)
+        if not variables:
+            raise ValueError(
+                f"The Keras object {each.name!r} has no variables yet, so there is nothing to "
+                "compare. Build it first: model.build(input_shape), or model.fit(...)."
+            )
+        found |= {id(variable): (variable.path, variable.value) for variable in variables}
+    return list(found.values())
 
 
 def _compare_copies(leaves: list[Array]) -> Array:

@@ -108,18 +108,31 @@ def verify(
     for name, value in after.items():
         if not (_equal(value, before[name]) and _equal(expected[name], before[name])):
             rows.append(Difference(name, relative_difference(value, expected[name])))
-    report = VerifyReport(num_replicas, rtol, tuple(rows))
-    wrong = [row for row in rows if row.compared and not row.relative <= rtol]
+    hint = _shared_key_hint(program.shared_samples)
+    return checked(VerifyReport(num_replicas, rtol, tuple(rows)), _CAUSES + hint)
+
+
+_CAUSES = (
+    'Common causes: all_reduce("sum") where a mean is intended (or vice versa); a loss '
+    "divided twice; batch normalization over each replica's own batch (pass "
+    "axis_name=mirror.REPLICA_AXIS); dropout, which samples independently on each replica. "
+    "If only one variable differs, its true gradient may be zero, such as a bias directly "
+    "before batch normalization (use_bias=False): the difference is then rounding error."
+)
+
+
+def checked(report: VerifyReport, causes: str) -> VerifyReport:
+    """Returns the report.
+
+    Raises:
+        ReplicaMismatchError: If rows differ by more than allowed. The message ends with the causes.
+    """
+    wrong = [row for row in report.rows if row.compared and not row.relative <= report.rtol]
     if wrong:
         raise ReplicaMismatchError(
-            f"{num_replicas} replicas and one device on the whole batch differ by more than "
-            f"rtol={rtol:g} in:\n{listing(f'{r.name}: relative {r.relative:.1e}' for r in wrong)}\n"
-            'Common causes: all_reduce("sum") where a mean is intended (or vice versa); a loss '
-            "divided twice; batch normalization over each replica's own batch (pass "
-            "axis_name=mirror.REPLICA_AXIS); dropout, which samples independently on each replica. "
-            "If only one variable differs, its true gradient may be zero, such as a bias directly "
-            "before batch normalization (use_bias=False): the difference is then rounding error."
-            + _shared_key_hint(program.shared_samples)
+            f"{report.num_replicas} replicas and one device on the whole batch differ by more than "
+            f"rtol={report.rtol:g} in:\n"
+            f"{listing(f'{r.name}: relative {r.relative:.1e}' for r in wrong)}\n{causes}"
         )
     return report
 

@@ -188,6 +188,24 @@ class ReplicaDevices:
             bits = np.asarray(jax.random.key_data(array))
         return jax.random.wrap_key_data(self.broadcast(bits), impl=jax.random.key_impl(array))
 
+    def split(self, leaves: Sequence[Array | np.ndarray]) -> list[Any]:
+        """Splits global arrays along their first axis, over the distinct devices.
+
+        An array whose first axis does not divide is mirrored instead, and a host array remains on
+        the host if there is one device: a compiled function moves it there. Other host arrays are
+        copied: their owner may overwrite them before the transfer has finished.
+        """
+        count = len(self.on_mesh)
+        if count == 1:
+            is_elsewhere = lambda x: isinstance(x, jax.Array) and x.devices() != set(self.on_mesh)  # noqa: E731
+            return [jax.device_put(x, self.mirrored) if is_elsewhere(x) else x for x in leaves]
+        layouts = [
+            self.stacked if leaf.ndim and leaf.shape[0] % count == 0 else self.mirrored
+            for leaf in leaves
+        ]
+        arrays = [leaf if isinstance(leaf, jax.Array) else np.array(leaf) for leaf in leaves]
+        return list(jax.device_put(arrays, layouts))
+
     def stack(self, value: Array | np.ndarray) -> Array | UnstackedArrays:
         """Splits `(num_replicas, *shape)` along the first axis: one row per replica's device.
 

@@ -16,6 +16,7 @@ import numpy as np
 from mirror._src.devices.unstacked import UnstackedArrays
 from mirror._src.run.nnx.structure import is_object
 from mirror._src.utils.errors import describe, expected, nearest_name
+from mirror._src.utils.keras_library import STATELESS_CALL, has_variables
 from mirror._src.utils.migration import advice
 from mirror._src.utils.naming import argument_names, keys, leaf_names, name_of, parameter_names
 from mirror._src.utils.types import ARRAY_LIKE, PyTree
@@ -69,6 +70,20 @@ def require_static(fn: Callable[..., Any], tree: Any, layout: "Layout", leaves: 
                 "nor hashable. Arguments of a step must be arrays, numbers, or hashable values "
                 "such as strings and functions."
             ) from error
+
+
+def require_no_keras(fn: Callable[..., Any], tree: Any, layout: "Layout", leaves: list) -> None:
+    """Rejects Keras objects: the values of their variables would be constants of the program.
+
+    Raises:
+        TypeError: If an argument is a Keras object that has variables.
+    """
+    for i in layout.static:
+        if has_variables(leaves[i]):
+            raise TypeError(
+                f"{leaf_names(fn, tree)[i]} is a Keras {type(leaves[i]).__name__}, which "
+                f"strategy.run does not update. {STATELESS_CALL}"
+            )
 
 
 class Layout:

@@ -4,11 +4,12 @@ A jaxpr lists the constants of a trace, but not the variables that they were rea
 therefore inspect the function itself.
 """
 
+import contextlib
 import functools
 import gc
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -18,6 +19,7 @@ from flax import nnx
 from mirror._src.run.environment import contents, named_globals, reachable, reachable_in
 from mirror._src.run.nnx.structure import is_object
 from mirror._src.utils.errors import describe
+from mirror._src.utils.keras_library import STATELESS_CALL, has_variables, library, variables_of
 from mirror._src.utils.naming import name_of, parameter_names
 from mirror._src.variables.variable import Variable
 
@@ -55,12 +57,15 @@ def require_nothing_captured(fn: Callable[..., Any], constants: Sequence[Any]) -
         constants: Constants of its trace.
 
     Raises:
-        ValueError: If an nnx variable holds one of the constants.
+        ValueError: If an nnx or Keras variable holds one of the constants.
     """
     leaked = [x for x in constants if isinstance(x, jax.core.Tracer)]
     if leaked:
         raise ValueError(stale_message(fn, leaked[0]))
-    variables = _variables_holding([x for x in constants if isinstance(x, jax.Array)])
+    arrays = [x for x in constants if isinstance(x, jax.Array)]
+    if arrays and library() is not None:
+        _require_no_keras(fn, set(map(id, arrays)))
+    variables = _variables_holding(arrays)
     if not variables:
         return
     ids = set(map(id, variables))
@@ -71,6 +76,42 @@ def require_nothing_captured(fn: Callable[..., Any], constants: Sequence[Any]) -
         raise ValueError(_capture_message(fn, f"the nnx object {names[0]!r}"))
     shapes = ", ".join(f"{type(v).__name__} {describe(v.get_raw_value())}" for v in variables[:3])
     raise ValueError(_capture_message(fn, f"the nnx variables ({shapes})"))
+
+
+@contextlib.contextmanager
+def keeps_keras(fn: Callable[..., Any]) -> Iterator[None]:
+    """Context manager around a trace of a step, which must not assign to variables of Keras.
+
+    They would hold traced values afterwards, so they get their values back.
+
+    Raises:
+        ValueError: If the step has assigned to a variable.
+    """
+    found = [] if library() is None else [pair for pair in reachable(fn) if has_variables(pair[1])]
+    saved = [(path, each, v, v.value) for path, each in found for v in variables_of(each)]
+    assigned = []
+    try:
+        yield
+    finally:
+        for path, each, variable, value in saved:
+            if isinstance(variable.value, jax.core.Tracer):
+                variable.assign(value)
+                assigned.append((path, each))
+    for path, each in assigned[:1]:
+        raise ValueError(
+            f"{name_of(fn)} changes the Keras {type(each).__name__} {path!r}, which strategy.run "
+            f"does not update. {STATELESS_CALL}"
+        )
+
+
+def _require_no_keras(fn: Callable[..., Any], constants: set[int]) -> None:
+    """Rejects a step with a Keras object of which a variable holds one of the constants."""
+    for path, value in reachable(fn):
+        if has_variables(value) and any(id(v.value) in constants for v in variables_of(value)):
+            raise ValueError(
+                f"{name_of(fn)} captures the Keras {type(value).__name__} {path!r}, so the current "
+                f"values of its variables would become constants of the step. {STATELESS_CALL}"
+            )
 
 
 def require_nothing_captured_in(

@@ -15,11 +15,15 @@ from mirror._src.program.marks import Mark
 from mirror._src.program.match import join_marks
 from mirror._src.program.proof import Notes, prove
 from mirror._src.program.trace import context_token
-from mirror._src.run.arguments import ref_message
+from mirror._src.run.arguments import ref_message, require_no_keras
 from mirror._src.run.cache import Identity, ProgramCache
 from mirror._src.run.call import Call
 from mirror._src.run.captured import VariablesFound
-from mirror._src.run.closures import require_nothing_bound, require_nothing_captured
+from mirror._src.run.closures import (
+    keeps_keras,
+    require_nothing_bound,
+    require_nothing_captured,
+)
 from mirror._src.run.drift import Drift, carried_state, find_drifts, require_none_certain
 from mirror._src.run.failed_trace import explain_failed_trace
 from mirror._src.run.mesh import require_no_mapping
@@ -75,12 +79,14 @@ class ProgramMaker:
         return traced
 
     def _new_trace(self, call: Call, variants: Variants, context: object) -> TracedStep:
+        require_no_keras(call.fn, call.tree, call.layout, call.leaves)
         require_nothing_bound(call.fn)
         gathers = UnequalGathers() if len(variants) > 1 else None
         steps = [Step(self._group, call, avals, gathers) for avals, _ in variants]
         n = self._group.num_replicas_in_sync
         try:
-            jaxprs = trace_together([step.flat for step in steps], variants, gathers, n)
+            with keeps_keras(call.fn):
+                jaxprs = trace_together([step.flat for step in steps], variants, gathers, n)
         except Exception as error:
             explain_failed_trace(call, Step.CALLER, error)
             raise

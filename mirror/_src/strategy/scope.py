@@ -16,6 +16,7 @@ from mirror._src.context.scopes import (
 )
 from mirror._src.devices.op_log import unlogged
 from mirror._src.devices.replicas import ReplicaDevices
+from mirror._src.keras.hooks import enter_scope, exit_scope
 
 S = TypeVar("S", bound=ReplicaGroup)
 
@@ -45,6 +46,7 @@ class Scope(Generic[S]):
         mesh.__enter__()
         self._meshes.append(mesh)
         push_frame(Frame(strategy, devices=self._devices))
+        enter_scope(strategy, self._devices)
         return strategy
 
     def __exit__(
@@ -53,8 +55,12 @@ class Scope(Generic[S]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        pop_frame()
-        self._meshes.pop().__exit__(kind, error, trace)
+        try:
+            if error is None:
+                exit_scope(self._strategy, self._devices)
+        finally:
+            pop_frame()
+            self._meshes.pop().__exit__(kind, error, trace)
 
     def _is_open(self) -> bool:
         """Whether this thread is in the strategy's scope, and no other mesh is set."""

@@ -30,6 +30,7 @@ from mirror._src.explain.placement_table import device_table
 from mirror._src.explain.program import ProgramReport, describe_program
 from mirror._src.explain.report import Explanation
 from mirror._src.explain.timing import explain
+from mirror._src.keras.verify import verify_model
 from mirror._src.run.arguments import canonical_argnums, require_call
 from mirror._src.run.runner import Runner
 from mirror._src.strategy.reductions import (
@@ -41,6 +42,7 @@ from mirror._src.strategy.reductions import (
 )
 from mirror._src.strategy.scope import Scope
 from mirror._src.utils.errors import counted, expected, require_int
+from mirror._src.utils.keras_library import is_model
 from mirror._src.utils.modules import set_module
 from mirror._src.utils.naming import keys
 from mirror._src.utils.supported import warn_about_jax
@@ -543,8 +545,10 @@ class Strategy(abc.ABC):
         row per example; otherwise, one device computes no counterpart.
 
         Args:
-            fn: Step, as for `run`.
-            args: Arguments, as for `run`. Every `PerReplica` leaf must have a batch axis.
+            fn: Step, as for `run`. Or a Keras model that was created in this scope, compiled and
+                built: what is compared is its training step.
+            args: Arguments, as for `run`. Every `PerReplica` leaf must have a batch axis. Of a
+                Keras model, a global batch: `(x, y)` or `(x, y, sample_weight)`.
             kwargs: Keyword arguments.
             rtol: Largest allowed difference, relative to the largest magnitude of each leaf.
 
@@ -566,6 +570,10 @@ class Strategy(abc.ABC):
         require_cross_replica(self, "verify", "Call it outside the step.")
         kwargs = {} if kwargs is None else kwargs
         require_call(fn, args, kwargs, "verify")
+        if is_model(fn):
+            return verify_model(
+                fn, self.scope(), self._single_runner().replicas, args, kwargs, rtol
+            )
         return checks.verify(self._runner, self._single_runner(), fn, args, kwargs, rtol)
 
     @final

@@ -133,7 +133,9 @@ def advice_for_model(model: Any) -> str:
     libraries = {base.__module__.partition(".")[0] for base in kind.__mro__}
     if libraries & {"keras", "tensorflow", "tf_keras"}:
         return (
-            "mirror trains Flax models, not Keras models. Write the layers in Flax: "
+            "A Trainer trains Flax models. A Keras model trains itself on all replicas, if it is "
+            "created inside strategy.scope(): model.compile(...), model.fit(...), with Keras' "
+            "backend 'jax'. To use the Trainer, write the layers in Flax: "
             "keras.layers.Dense(10) is nnx.Linear(n, 10, rngs=rngs), and "
             "keras.Sequential([...]) is nnx.Sequential(...)."
         )

@@ -108,14 +108,25 @@ def code_of(fn: Callable[..., Any]) -> CodeType | None:
     return getattr(fn, "__code__", None)
 
 
-def depth_of_user() -> int:
-    """Returns the `stacklevel` with which `warnings.warn` shows the user's line."""
+def depth_of_user(caller: str = "") -> int:
+    """Returns the `stacklevel` with which `warnings.warn` shows the user's line.
+
+    Args:
+        caller: Name of a library that calls mirror, whose frames are skipped, too.
+    """
     frame, depth = sys._getframe(1), 1
-    while frame.f_back is not None and is_our_module(frame.f_globals.get("__package__")):
+    while frame.f_back is not None:
+        package = frame.f_globals.get("__package__")
+        if not is_our_module(package) and (not caller or not _is_in(package, caller)):
+            break
         frame, depth = frame.f_back, depth + 1
     return depth
 
 
 def is_our_module(name: str | None) -> bool:
     """Whether a module or package belongs to mirror. The name may be None (`__main__`)."""
-    return name is not None and (name == "mirror" or name.startswith("mirror."))
+    return _is_in(name, "mirror")
+
+
+def _is_in(name: str | None, package: str) -> bool:
+    return name is not None and (name == package or name.startswith(f"{package}."))

@@ -1,0 +1,122 @@
+"""The batches of `fit`, `evaluate` and `predict`, split over the devices of a strategy."""
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+
+from mirror._src.data.foreign import to_array
+from mirror._src.data.remainder import nearest_multiples
+from mirror._src.devices.backend import devices_of_type, type_of
+from mirror._src.devices.replicas import ReplicaDevices
+from mirror._src.utils.naming import depth_of_user, keys
+from mirror._src.utils.types import PyTree
+from mirror._src.values.per_replica import is_per_replica
+
+
+class _Outcome(NamedTuple):
+    """A batch on the devices, or the error in its place."""
+
+    batch: PyTree = None
+    error: BaseException | None = None
+
+
+class BatchPlacer:
+    """Takes batches from the iterators of Keras and splits them over devices.
+
+    A batch that does not divide is given whole to every device: the result is the same.
+
+    On accelerators, the next batch is loaded and transferred while the devices compute, as Keras
+    does on one. On CPU devices, that would only take cores from them.
+
+    Args:
+        replicas: The devices.
+        kind: `"train"`, `"test"` or `"predict"`.
+    """
+
+    def __init__(self, replicas: ReplicaDevices, kind: str) -> None:
+        self._replicas = replicas
+        self._kind = kind
+        self._has_split = self._has_warned = False
+        self._num_whole = 0
+        self._last: weakref.ref[Any] | None = None
+        self._is_ahead = type_of(replicas.distinct[0]) != "CPU"
+        self._next: weakref.WeakKeyDictionary[Any, _Outcome] = weakref.WeakKeyDictionary()
+
+    def take(self, iterator: Iterator[PyTree]) -> PyTree:
+        """Returns the iterator's next batch on the devices.
+
+        Raises:
+            StopIteration: If there is none.
+            TypeError: If it is not a global batch of numbers.
+        """
+        outcome = self._next.pop(iterator, None) if self._is_ahead else None
+        if outcome is None:
+            return self._placed(iterator)
+        if outcome.error is not None:
+            raise outcome.error
+        return outcome.batch
+
+    def take_ahead(self, iterator: Iterator[PyTree]) -> None:
+        """Loads the batch that the next `take` returns, on accelerators."""
+        if not self._is_ahead:
+            return
+        try:
+            self._next[iterator] = _Outcome(self._placed(iterator))
+        except Exception as error:  # raised in its turn
+            self._next[iterator] = _Outcome(error=error)
+
+    def _placed(self, iterator: Iterator[PyTree]) -> PyTree:
+        with self._on_host():
+            batch = next(iterator)
+        items, treedef = jax.tree_util.tree_flatten_with_path(batch, is_leaf=is_per_replica)
+        leaves = [_array("batch" + keys(path), leaf) for path, leaf in items]
+        if len(self._replicas.on_mesh) > 1:
+            self._warn_about_size(iterator, leaves)
+        return treedef.unflatten(self._replicas.split(leaves))
+
+    def _on_host(self) -> contextlib.AbstractContextManager[Any]:
+        """Keras transfers each batch to the default device, from where it would have to be split.
+
+        With the host as the default device, each accelerator receives its part directly.
+        """
+        host = devices_of_type("CPU")[:1] if self._is_ahead else ()
+        return jax.default_device(host[0]) if host else contextlib.nullcontext()
+
+    def _warn_about_size(self, iterator: Iterator[PyTree], leaves: list[Any]) -> None:
+        """Warns once if no batch divides; a single batch, or the last one, may have any size.
+
+        Calls such as `train_on_batch` have an iterator for each batch.
+        """
+        n = len(self._replicas.on_mesh)
+        size = next((leaf.shape[0] for leaf in leaves if leaf.ndim), 0)
+        if size % n == 0:
+            self._has_split = True
+        if self._has_split or self._has_warned:
+            return
+        last = self._last() if self._last is not None else None
+        is_same = last is iterator or self._kind == "train"
+        self._num_whole = self._num_whole + 1 if is_same else 1
+        with contextlib.suppress(TypeError):  # some iterators cannot be referenced weakly
+            self._last = weakref.ref(iterator)
+        if self._num_whole > 1:
+            self._has_warned = True
+            warnings.warn(
+                f"{size} examples cannot be split evenly across {n} devices, so each device "
+                "computes whole batches. The results are the same, but more devices do not make "
+                f"it faster. Use a batch size of {nearest_multiples(size, n)}.",
+                stacklevel=depth_of_user("keras"),
+            )
+
+
+def _array(name: str, leaf: Any) -> Any:
+    if is_per_replica(leaf):
+        raise TypeError(
+            f"{name} is a PerReplica, but Keras models expect global batches, which they split "
+            "themselves. Pass the dataset without strategy.distribute_dataset: "
+            "model.fit(dataset)."
+        )
+    return to_array(name, leaf)

@@ -1,0 +1,105 @@
+"""`strategy.verify` of a Keras model: its training step on n devices, and on one."""
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mirror._src.checks.verify import Difference, VerifyReport, checked, relative_difference
+from mirror._src.devices.replicas import ReplicaDevices
+from mirror._src.devices.transfer import NoMesh
+from mirror._src.keras.owners import Owner, owner_of
+from mirror._src.keras.step_function import StepFunction
+from mirror._src.utils.errors import expected
+from mirror._src.utils.keras_library import variables_of
+
+_CAUSES = (
+    "The step of a Keras model sees the whole batch on any number of devices, so that only the "
+    "order of additions differs. Common causes: an optimizer such as Adam amplifies rounding "
+    "errors of gradients that are almost zero; a custom layer reads something else on each call."
+)
+
+
+def verify_model(
+    model: Any,
+    scope: AbstractContextManager[Any],
+    single: ReplicaDevices,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    rtol: float,
+) -> VerifyReport:
+    """Implements `Strategy.verify` for a Keras model, which keeps its state but for its metrics.
+
+    Raises:
+        ValueError: If the model is not compiled or not built.
+        TypeError: If the arguments are not a global batch.
+    """
+    if kwargs or not 2 <= len(args) <= 3:
+        what = "a global batch: (x, y) or (x, y, sample_weight)"
+        raise TypeError(expected("args", [*args, *kwargs], what, "strategy.verify(model, (x, y))."))
+    if not getattr(model, "compiled", False) or not model.built:
+        raise ValueError(
+            f"The Keras model {model.name!r} is not {'built' if model.built else 'compiled'} yet. "
+            "Call model.compile(...) and model.build(input_shape) before strategy.verify."
+        )
+    with scope:
+        owner = owner_of(model)
+        assert owner is not None
+        if not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
+        variables = variables_of(model)
+        saved = [jnp.copy(variable.value) for variable in variables]
+    before = list(map(np.asarray, saved))
+    try:
+        with scope:
+            logs = model.train_on_batch(*args, return_dict=True)
+        after = [np.array(variable.value) for variable in variables]
+        with NoMesh():
+            _assign(variables, map(jnp.copy, saved))
+            model.reset_metrics()
+            expected_logs, expected_after = _on_one_device(model, single, args, variables)
+    finally:
+        with NoMesh():
+            _assign(variables, saved)
+            model.reset_metrics()
+    rows = [
+        Difference(f"logs[{name!r}]", relative_difference(np.asarray(logs[name]), value))
+        for name, value in expected_logs.items()
+    ]
+    for variable, *values in zip(variables, after, expected_after, before, strict=True):
+        new, wanted, old = values
+        if not (np.array_equal(new, old) and np.array_equal(wanted, old)):
+            rows.append(Difference(variable.path, relative_difference(new, wanted)))
+    return checked(VerifyReport(len(owner.replicas), rtol, tuple(rows)), _CAUSES)
+
+
+def _on_one_device(
+    model: Any, single: ReplicaDevices, args: Sequence[Any], variables: Sequence[Any]
+) -> tuple[dict[str, np.ndarray], list[np.ndarray]]:
+    """Returns the logs of a training step on one device, and the variables after it."""
+    step = StepFunction(model.train_function.made, Owner("one device", single), model, "train")
+    x, y, *weights = args
+    groups = _groups(model)
+    state = tuple([variable.value for variable in group] for group in groups)
+    logs, state = step(state, iter([(x, y, weights[0] if weights else None)]))
+    for group, values in zip(groups, state, strict=True):
+        _assign(group, values)
+    return jax.tree.map(np.asarray, logs), [np.array(variable.value) for variable in variables]
+
+
+def _assign(variables: Sequence[Any], values: Iterable[Any]) -> None:
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
+
+
+def _groups(model: Any) -> list[list[Any]]:
+    """Returns the variables of the state of a training step, in the order of Keras."""
+    return [
+        model.trainable_variables,
+        model.non_trainable_variables,
+        model.optimizer.variables,
+        model.metrics_variables,
+    ]

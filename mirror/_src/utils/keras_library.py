@@ -1,0 +1,67 @@
+"""Keras as the program has imported it: this module alone looks up its names.
+
+mirror never imports Keras: a Keras object exists only after the program's own `import keras`. Only
+public names are used; `tests/keras/test_hooks.py` fails by name when a release moves one of them.
+"""
+
+import sys
+from typing import Any
+
+BACKEND = "jax"
+STATELESS_CALL = (
+    "Train it with model.fit, which uses all replicas of the scope that it was created in; or "
+    "write the step with the values of its variables: pass [v.value for v in "
+    "model.trainable_variables], and the same of model.non_trainable_variables, and call "
+    "model.stateless_call(trainable, non_trainable, x)."
+)
+
+
+def library() -> Any:
+    """Returns the module `keras`, or None if it has not been imported, or not to its end."""
+    module = sys.modules.get("keras")
+    return module if hasattr(module, "Model") else None
+
+
+def backend() -> str:
+    """Returns the name of the backend of Keras, which the program has imported."""
+    return str(library().config.backend())
+
+
+def is_model(value: object) -> bool:
+    """Whether the value is a Keras model."""
+    keras = library()
+    return keras is not None and isinstance(value, keras.Model)
+
+
+def has_variables(value: object) -> bool:
+    """Whether the value is a Keras variable, or a Keras object that has variables."""
+    keras = library()
+    if keras is None:
+        return False
+    kinds = (keras.Variable, keras.Layer, keras.optimizers.Optimizer, keras.metrics.Metric)
+    return isinstance(value, kinds)
+
+
+def variables_of(value: Any) -> list[Any]:
+    """Returns the variables of a Keras object that `has_variables`, each once.
+
+    Those of a model include its optimizer's, and leave out the metrics that `compile` created: they
+    are reset at the start of every epoch.
+    """
+    keras = library()
+    if isinstance(value, keras.Variable):
+        return [value]
+    if isinstance(value, keras.Model):
+        sync_state(value)
+        optimizer = getattr(value, "optimizer", None)
+        own = [*value.variables, *(optimizer.variables if optimizer is not None else ())]
+        metrics = {id(variable) for variable in value.metrics_variables}
+        return list({id(v): v for v in own if id(v) not in metrics}.values())
+    return list(value.variables)
+
+
+def sync_state(model: Any) -> None:
+    """Writes the state of an epoch in progress back to the variables, as callbacks of Keras do."""
+    sync = getattr(model, "jax_state_sync", None)
+    if sync is not None:
+        sync()
