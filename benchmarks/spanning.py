@@ -4,8 +4,8 @@
 
 The jobs train 30 matrices of 16 KiB. They take turns, so that background load affects all. The
 processes of a job exchange gradients by JAX's collectives for CPUs, gloo over 127.0.0.1. "by hand"
-is `jit(shard_map)` with one all-reduce of all gradients in one buffer, the least that gloo allows
-for these devices. "2 x 1, 2 replicas each" has the same replicas on one device per process.
+is `jit(shard_map)` with one all-reduce of all gradients in one buffer; other layouts by hand reduce
+within processes first. "2 x 1, 2 replicas each" has the same replicas on one device per process.
 """
 
 import argparse
@@ -33,20 +33,23 @@ class Layout(NamedTuple):
         processes: Number of processes.
         devices: Number of devices of each process.
         replicas_per_device: Number of replicas on each device.
-        by_hand: Whether the step is written in JAX, without mirror.
+        by_hand: How a step that is written in JAX reduces gradients, a key of
+            `benchmarks.spanning_worker.REDUCTIONS`; "" for mirror.
     """
 
     processes: int
     devices: int
     replicas_per_device: int = 1
-    by_hand: bool = False
+    by_hand: str = ""
 
 
 LAYOUTS = {
     "1 x 4": Layout(1, 4),
     "2 x 2": Layout(2, 2),
     "4 x 1": Layout(4, 1),
-    "2 x 2, by hand": Layout(2, 2, by_hand=True),
+    "2 x 2, by hand": Layout(2, 2, by_hand="all"),
+    "2 x 2, by hand, in two steps": Layout(2, 2, by_hand="two steps"),
+    "2 x 2, by hand, by one device": Layout(2, 2, by_hand="one device"),
     "2 x 1, 2 replicas each": Layout(2, 1, replicas_per_device=2),
 }
 

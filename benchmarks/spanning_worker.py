@@ -4,6 +4,7 @@ import json
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
@@ -93,17 +94,42 @@ class ThroughMirror:
         return float(self._loss)
 
 
+def _in_two_steps(flat: jax.Array) -> jax.Array:
+    """Returns the sum, first over the devices of a process, then over processes."""
+    return jax.lax.psum(jax.lax.psum(flat, "device"), "process")
+
+
+def _by_one_device(flat: jax.Array) -> jax.Array:
+    """Returns the sum over two processes with two devices, of which one exchanges sums."""
+    flat = flat + jax.lax.ppermute(flat, "device", [(1, 0)])
+    flat = flat + jax.lax.ppermute(flat, _AXES, [(0, 2), (2, 0)])
+    received = jax.lax.ppermute(flat, "device", [(0, 1)])
+    return jnp.where(jax.lax.axis_index("device") == 0, flat, received)
+
+
+_AXES = ("process", "device")
+REDUCTIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "all": lambda flat: jax.lax.psum(flat, _AXES),
+    "two steps": _in_two_steps,
+    "one device": _by_one_device,
+}
+
+
 class ByHand:
-    """The step in JAX alone, with one all-reduce of one buffer."""
+    """The step in JAX alone, with all gradients in one buffer.
+
+    Args:
+        reduce: Sums the buffer over the replicas.
+    """
 
     agreement_secs: float | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, reduce: Callable[[jax.Array], jax.Array]) -> None:
         mirror.distributed.initialize()
         devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
-        mesh = Mesh(np.asarray(devices), ("replica",))
-        mirrored = NamedSharding(mesh, PartitionSpec())
-        stacked = NamedSharding(mesh, PartitionSpec("replica"))
+        mesh = Mesh(np.asarray(devices).reshape(jax.process_count(), -1), _AXES)
+        rows = PartitionSpec(_AXES)
+        mirrored, stacked = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, rows)
 
         def place(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
             return jax.make_array_from_callback(array.shape, sharding, lambda i: array[i])
@@ -113,7 +139,7 @@ class ByHand:
             # As in mirror, so that XLA does not fuse the packing with the operations around it.
             leaves = jax.lax.optimization_barrier([*grads, loss])
             flat = jnp.concatenate([leaf.reshape(-1) for leaf in leaves])
-            flat = jax.lax.psum(flat, "replica") / len(devices)
+            flat = reduce(flat) / len(devices)
             ends = np.cumsum([grad.size for grad in grads])
             *parts, loss = jax.lax.optimization_barrier(jnp.split(flat, ends))
             pairs = zip(params, parts, strict=True)
@@ -122,7 +148,7 @@ class ByHand:
         mapped = jax.shard_map(
             replica,
             mesh=mesh,
-            in_specs=(PartitionSpec(), PartitionSpec("replica")),
+            in_specs=(PartitionSpec(), rows),
             out_specs=PartitionSpec(),
             check_vma=False,  # otherwise JAX adds an all-reduce for each gradient
         )
@@ -160,7 +186,7 @@ def main(text: str) -> None:
     request = json.loads(text)
     answers = claim_stdout()
     training: Training = (
-        ByHand()
+        ByHand(REDUCTIONS[request["by_hand"]])
         if request["by_hand"]
         else ThroughMirror(request["pack_bytes"], request["replicas_per_device"])
     )
