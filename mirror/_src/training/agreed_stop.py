@@ -53,7 +53,7 @@ class AgreedStop:
         self._last = 0
         self._error = ""
         self._is_decided = threading.Event()
-        # Unlike those of other queues and of events, its `put` may interrupt itself.
+        # Its `put` may interrupt itself, as signal handlers do; a method of an event may not.
         self._requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._run, args=(act,), name="mirror stop", daemon=True)
