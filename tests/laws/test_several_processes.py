@@ -1,5 +1,6 @@
 """Several processes train as one device does, agree on real programs, and survive `kill -9`."""
 
+import functools
 import os
 import re
 import shutil
@@ -18,18 +19,19 @@ ROWS = 4 * 2  # kinds of state, optimizers; for each batch size
 BATCH_SIZES = [pytest.param("10", id="10"), pytest.param("8 3", id="8, 3", marks=pytest.mark.long)]
 
 
+@functools.cache
 def trained(
-    layout: str, sizes: str, directory: object
+    layout: str, sizes: str, directory: str
 ) -> tuple[list[dict[str, tuple[float, str]]], dict]:
     """Returns the rows that each process has printed, and all arrays and proofs."""
     count, devices = LAYOUTS[layout]
-    file = f"{directory}/{layout}.npz"
+    file = f"{directory}/{layout} {sizes}.npz"
     ended = processes.run_program(
         *("several_conformance", file, *sizes.split()),
         processes=count,
         devices=devices,
         after_failure=15,
-        timeout=600,
+        timeout=400,
     )
     printed = [
         {name: (float(off), bits) for name, off, bits in re.findall(r"row (\S+) (\S+) (\w+)", text)}
@@ -39,30 +41,40 @@ def trained(
         return printed, dict(arrays)
 
 
-@pytest.mark.parametrize("sizes", BATCH_SIZES)
-def test_processes_train_like_one_device_and_like_a_mirrored_strategy(sizes, tmp_path):
-    """nnx, Linen, plain pytrees and `Trainer`; SGD and Adam; batches that do not divide.
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> str:
+    return str(tmp_path_factory.mktemp("several"))
 
-    A single process has a `MirroredStrategy`; the steps of all layouts have the same proof.
-    """
-    found = {layout: trained(layout, sizes, tmp_path) for layout in LAYOUTS}
-    num_sizes = len(sizes.split())
-    for printed, arrays in found.values():
-        for rows in printed:
-            assert len(rows) == ROWS * num_sizes
-            assert {name: off for name, (off, _) in rows.items() if not off < TOLERANCE} == {}
-            assert max(off for off, _ in rows.values()) > 0, "one device was compared with itself"
-            assert rows == printed[0], "the processes have different bits"
-        _, wanted = found["1x4"]
-        assert arrays.keys() == wanted.keys()
-        proofs = {name for name in arrays if name.endswith(" proof")}
-        assert len(proofs) == 3 * 2 * num_sizes, "of nnx, Linen and plain pytrees"
-        for name in proofs:
-            assert str(arrays[name]) == str(wanted[name])
-            assert "on 4 replicas: proved to stay in sync" in str(arrays[name])
-        for name in arrays.keys() - proofs:
-            off = np.abs(arrays[name] - wanted[name]).max() / np.abs(wanted[name]).max()
-            assert off < TOLERANCE, name
+
+@pytest.mark.parametrize("sizes", BATCH_SIZES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_processes_train_like_one_device(layout, sizes, directory):
+    """nnx, Linen, plain pytrees and `Trainer`; SGD and Adam; batches that do not divide."""
+    printed, _ = trained(layout, sizes, directory)
+    for rows in printed:
+        assert len(rows) == ROWS * len(sizes.split())
+        assert {name: off for name, (off, _) in rows.items() if not off < TOLERANCE} == {}
+        assert max(off for off, _ in rows.values()) > 0, "one device was compared with itself"
+        assert rows == printed[0], "the processes have different bits"
+
+
+@pytest.mark.parametrize("sizes", BATCH_SIZES)
+@pytest.mark.parametrize("layout", ["2x2", "4x1"])
+def test_processes_train_like_a_mirrored_strategy_with_the_same_proof(layout, sizes, directory):
+    """One process has a `MirroredStrategy` on all devices."""
+    _, arrays = trained(layout, sizes, directory)
+    _, wanted = trained("1x4", sizes, directory)
+    assert arrays.keys() == wanted.keys()
+    proofs = [name for name in arrays if name.endswith(" proof")]
+    assert len(proofs) == 3 * 2 * len(sizes.split()), "of nnx, Linen and plain pytrees"
+    for name in proofs:
+        text = str(arrays.pop(name))
+        assert text == str(wanted[name])
+        assert "on 4 replicas: proved to stay in sync" in text
+        assert "all-reduce (sum)" in text
+    for name, value in arrays.items():
+        off = np.abs(value - wanted[name]).max() / np.abs(wanted[name]).max()
+        assert off < TOLERANCE, name
 
 
 @pytest.mark.long

@@ -6,6 +6,8 @@ import jax
 import pytest
 
 import mirror
+from mirror._src.devices.replicas import ReplicaDevices
+from mirror._src.strategy import multi_worker
 from tests.support import processes
 from tests.support.messages import raises
 
@@ -69,6 +71,46 @@ def test_local_reads_wait_for_nobody_and_many_steps_finish(arguments):
     first, *others = processes.outputs_of(ended)
     assert "alone" in first
     assert all("finished" in output for output in (first, *others))
+
+
+LATE = """
+import os, time
+import numpy as np, mirror
+from mirror._src.devices import launch
+print("creates", flush=True)
+strategy = mirror.MultiWorkerMirroredStrategy()
+print("has created", flush=True)
+call, late = launch._call, float(os.environ["LATE_SECS"])
+def come_late(*args):
+    if not strategy.is_chief:
+        time.sleep(late)
+    call(*args)
+launch._call = come_late
+x = mirror.PerReplica.from_stacked(np.ones((4, 3), np.float32))
+total = strategy.run(lambda x: mirror.get_replica_context().all_reduce("sum", x), (x,))
+print("total", np.asarray(total).tolist())
+"""
+
+
+@pytest.mark.parametrize("late", ["0", pytest.param("40", marks=pytest.mark.long)])
+def test_a_process_may_come_late_to_the_first_step(late):
+    """It may compile longer. XLA waits for 30 s until all have opened the connections of gloo."""
+    ended = processes.run(LATE, environment={"LATE_SECS": late}, after_failure=15)
+    for output in processes.outputs_of(ended):
+        opened = output.split("creates")[1].split("has created")[0]
+        assert "is connected to 3 peer ranks" in opened, "the connections are opened at once"
+        assert "total [4.0, 4.0, 4.0]" in output
+
+
+def test_devices_that_cannot_be_connected_are_an_error(monkeypatch):
+    def fail(*args):
+        raise jax.errors.JaxRuntimeError("Gloo context initialization failed: DEADLINE_EXCEEDED")
+
+    replicas = ReplicaDevices(tuple(jax.devices()))
+    monkeypatch.setattr(replicas, "stack", fail)
+    values = ["Process 0", "Gloo context initialization failed"]
+    with raises(RuntimeError, values=values, fix="/etc/hosts"):
+        multi_worker._connect(replicas)
 
 
 def test_a_mismatch_in_devices_is_named_by_all():

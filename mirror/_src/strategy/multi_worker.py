@@ -6,6 +6,8 @@ import time
 from typing import final
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from mirror._src.collectives.all_reduce import AllReduce
 from mirror._src.collectives.cross_device_ops import CrossDeviceOps
@@ -17,7 +19,7 @@ from mirror._src.distributed.resolvers import ClusterResolver
 from mirror._src.executors.choice import default_ops
 from mirror._src.strategy.mirrored import OneDeviceStrategy, require_axis_name
 from mirror._src.strategy.strategy import Strategy
-from mirror._src.utils.errors import require_int
+from mirror._src.utils.errors import first_line, require_int
 from mirror._src.utils.modules import set_module
 from mirror._src.utils.tracebacks import api_boundary
 from mirror._src.utils.types import REPLICA_AXIS
@@ -108,7 +110,33 @@ class MultiWorkerMirroredStrategy(Strategy):
 
 @functools.cache
 def _devices_of_job() -> tuple[jax.Device, ...]:
-    return visible_devices(time.monotonic() + start.agreement_secs())
+    devices = visible_devices(time.monotonic() + start.agreement_secs())
+    replicas = ReplicaDevices(devices)
+    if replicas.on_host:
+        _connect(replicas)
+    return devices
+
+
+def _connect(replicas: ReplicaDevices) -> None:
+    """Opens the connections of gloo between all devices.
+
+    XLA opens them in the first program, which fails if another process comes to it 30 s later (JAX
+    0.10.2, 0.12.0.1). Here, all processes come at the same time. Before the first step, one of them
+    may compile longer than the others.
+
+    Raises:
+        RuntimeError: If the devices cannot be connected.
+    """
+    add = jax.jit(jnp.sum, in_shardings=replicas.stacked, out_shardings=replicas.mirrored)
+    try:
+        jax.block_until_ready(add(replicas.stack(np.ones(len(replicas), np.int32))))
+    except jax.errors.JaxRuntimeError as error:
+        raise RuntimeError(
+            f"Process {store.process_index()} reached the coordinator, but its devices could not "
+            f"be connected to the devices of the other processes: {first_line(error)}. Every "
+            "machine must reach the others at the address of their host names; look at "
+            "/etc/hosts, firewalls, and at the output of the other processes."
+        ) from error
 
 
 def _devices() -> tuple[jax.Device, ...]:
