@@ -1,10 +1,9 @@
 """A stand-in for Slurm's `srun`, whose nodes are all this machine.
 
-It has the options that the pages use, sets the variables that `srun` sets for tasks and `sbatch` for
-the script around it (srun(1) and sbatch(1), "output environment variables"), and exits as it does:
-with the highest status of the tasks, 128 + N for a task that signal N has ended. With
---kill-on-bad-exit, the first task that fails ends the others: SIGTERM, then SIGKILL after KillWait.
-A signal to `srun` goes to all tasks.
+It has the options that the pages use, sets the variables of tasks (srun(1), "output environment
+variables"), and exits as `srun` does: with the highest status of the tasks, 128 + N for a task that
+signal N has ended. With --kill-on-bad-exit, the first task that fails ends the others: SIGTERM, then
+SIGKILL after KillWait. A signal to `srun` goes to all tasks.
 """
 
 import argparse
@@ -101,7 +100,8 @@ def _wait(tasks: list[subprocess.Popen[bytes]], hosts: list[str], per_node: int,
                 deadline = time.monotonic() + _KILL_WAIT_SECS
         statuses = [task.poll() for task in tasks]
         if None not in statuses:
-            return max(status if status >= 0 else 128 - status for status in statuses)
+            ended = [task.returncode for task in tasks]
+            return max(status if status >= 0 else 128 - status for status in ended)
         if deadline is not None and time.monotonic() > deadline:
             _send(tasks, signal.SIGKILL)
         time.sleep(0.05)
