@@ -2,7 +2,7 @@
 
 It has the options that the pages use, sets the variables of tasks (srun(1), "output environment
 variables"), and exits as `srun` does: with the highest status of the tasks, 128 + N for a task that
-signal N has ended. With --kill-on-bad-exit, the first task that fails ends the others: SIGTERM, then
+signal N has ended. With --kill-on-bad-exit, the first task that fails ends the others: SIGTERM, and
 SIGKILL after KillWait. A signal to `srun` goes to all tasks.
 """
 
