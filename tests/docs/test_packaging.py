@@ -26,7 +26,9 @@ PROJECT = tomllib.loads((fresh.ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 README = (fresh.ROOT / "README.md").read_text()
 NAME = PROJECT["name"]
-TOO_LARGE = r"torch|tensorflow.*|keras|datasets|mkdocs.*|zensical|basedpyright|nvidia-.*|jax-cuda.*"
+TOO_LARGE = (
+    r"torch|tensorflow.*|keras|datasets|ray|mkdocs.*|zensical|basedpyright|nvidia-.*|jax-cuda.*"
+)
 
 
 # Requirements
@@ -80,7 +82,7 @@ def is_large(name: str) -> bool:
 
 def test_large_packages_are_recognized():
     packages = [r.name for r in requirements("dev")]
-    large = {"torch", "datasets", "zensical", "mkdocstrings", "basedpyright"}
+    large = {"torch", "datasets", "ray", "zensical", "mkdocstrings", "basedpyright"}
     assert {name for name in packages if is_large(name)} == large
     assert is_large("nvidia-cublas-cu12")
     assert is_large("tensorflow-cpu")

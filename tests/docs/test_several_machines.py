@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import subprocess
 import sys
 import tempfile
@@ -55,6 +56,86 @@ def test_slurm_script_is_valid_and_retries(tmp_path):
     subprocess.run(["bash", "-c", script], cwd=tmp_path, env={"PATH": path}, check=True)
     calls = (tmp_path / "calls").read_text().splitlines()
     assert calls == ["--kill-on-bad-exit=1 python train.py"] * 2
+
+
+PORTS = 4096  # from which Slurm's resolver takes one, by the number of the job
+TRAIN = f"""\
+import os, runpy, sys
+# The first attempt sends SIGTERM to task 1; the next one resumes.
+mode = "SIGTERM" if os.environ["SLURM_STEP_ID"] == "0" else "resume"
+sys.argv = ["train.py", mode, "ckpt"]
+runpy.run_path({str(fresh.PROGRAMS / "several_training.py")!r}, run_name="__main__")
+"""
+
+
+@pytest.fixture
+def in_slurm(tmp_path):
+    """Runs a script as `sbatch` does, with a stand-in for `srun`."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    srun = fresh.STAND_INS / "srun.py"
+    commands = {"python": "", "mirror": "-m mirror", "srun": str(srun)}
+    for name, arguments in commands.items():
+        (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} {arguments} "$@"\n')
+        (programs / name).chmod(0o755)
+    job = next(number for number in range(100, PORTS) if is_free(65536 - PORTS + number))
+
+    def run(script):
+        options = dict(re.findall(r"--(nodes|ntasks-per-node)=(\d+)", block("sh", "#SBATCH")))
+        return subprocess.run(
+            ["bash", "-c", script],
+            cwd=tmp_path,
+            env={
+                **{k: v for k, v in fresh.INHERITED.items() if not k.startswith("SLURM_")},
+                "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+                "PYTHONPATH": str(fresh.ROOT),
+                "JAX_PLATFORMS": "cpu",
+                "JAX_NUM_CPU_DEVICES": "2",
+                "SLURM_JOB_ID": str(job),
+                "SLURM_NNODES": options["nodes"],
+                "SLURM_NTASKS_PER_NODE": options["ntasks-per-node"],
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=180,
+            check=False,
+        )
+
+    return run
+
+
+def is_free(port):
+    with socket.socket() as test:
+        return test.connect_ex(("localhost", port)) != 0
+
+
+def test_slurm_script_saves_after_sigterm_and_resumes(in_slurm, tmp_path):
+    (tmp_path / "train.py").write_text(TRAIN)
+    done = in_slurm(block("sh", "#SBATCH"))
+    assert done.returncode == 0, done.stdout
+    first, second, third, fourth = re.findall(r"ended at (\d+) (\w+)", done.stdout)
+    assert first == second  # both tasks of the first attempt
+    assert 7 <= int(first[0]) < 20
+    # The task that exits first does so with 143. SIGTERM of --kill-on-bad-exit may meet the other
+    # one, when everything is saved and the tasks have left each other.
+    ends = re.findall(r"^srun: error: (\w+): task (\d): (.*)$", done.stdout, re.MULTILINE)
+    assert {end[:2] for end in ends} == {("localhost", "0"), ("node1", "1")}
+    assert ends[0][2] == "Exited with exit code 143"
+    assert ends[1][2] in ("Exited with exit code 143", "Terminated")
+    assert done.stdout.count(f"resumes at {first[0]}") == 2
+    assert third == fourth
+    assert third[0] == "20"
+
+
+def test_doctor_finds_the_tasks_of_slurm(in_slurm):
+    (command,) = re.findall(r"^srun .* mirror doctor --distributed$", PAGE, re.MULTILINE)
+    done = in_slurm(command)
+    assert done.returncode == 0, done.stdout
+    for i in (0, 1):
+        pattern = rf"cluster: SlurmClusterResolver: process {i} of 2, coordinator localhost:\d+"
+        assert re.search(pattern, done.stdout), done.stdout
+    assert done.stdout.count("correct across 4 devices of 2 processes") == 2
 
 
 def on_ray(code, directory, *paths):

@@ -927,3 +927,36 @@ def test_lowered_text_is_unavailable_before_the_first_step(on_two):
     at_once = Once("on_step", 1, lambda _: texts.append(on_two.lowered_text()))
     fit(on_two, batches(), callbacks=at_once)
     assert "func.func" in texts[0]
+
+
+def test_fit_leaves_the_model_as_it_was_when_a_host_callback_of_the_loss_fails(pair):
+    fails, kept = [], []
+
+    def look(losses):
+        if fails:
+            raise KeyError("bad example")
+        return np.ones_like(losses)
+
+    def loss_fn(model, batch):
+        losses = optax.squared_error(model(batch["x"]), batch["y"])[:, 0]
+        shape = jax.ShapeDtypeStruct(losses.shape, losses.dtype)
+        losses_now = jax.lax.stop_gradient(losses)
+        return losses * jax.pure_callback(look, shape, losses_now, vmap_method="sequential")
+
+    class Fails(mirror.callbacks.Callback):
+        def on_step(self, fit):
+            kept[:] = map(np.asarray, jax.tree.leaves(nnx.state((model, fit.trainer.optimizer))))
+            fails.extend([1] * (fit.position.step == 3))
+
+    with pair.scope():
+        model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    trainer = mirror.Trainer(model, optax.adam(0.1), loss_fn, strategy=pair)
+    arrays = {"x": np.ones((40, 2), "float32"), "y": np.ones((40, 1), "float32")}
+    with pytest.raises(KeyError, match="bad example"):
+        trainer.fit(arrays, epochs=2, batch_size=8, callbacks=[Fails()], progress=False)
+    state = jax.tree.leaves(nnx.state((trainer.model, trainer.optimizer)))
+    for now, then in zip(state, kept, strict=True):
+        np.testing.assert_array_equal(np.asarray(now), then)
+    fails.clear()
+    trainer.fit(arrays, epochs=2, batch_size=8, progress=False)
+    assert trainer._position.step == 10

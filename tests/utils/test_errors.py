@@ -1,5 +1,7 @@
 """`require_secs`: one check for every argument that is a number of seconds."""
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -8,14 +10,17 @@ from mirror._src.utils.errors import require_secs
 from tests.support.messages import raises
 
 INITIALIZE = ("heartbeat_secs", "shutdown_secs", "initialization_secs", "agreement_secs")
+
+
+def initialize(name, secs):
+    mirror.distributed.initialize(**{name: secs})
+
+
 USERS = {
     "watch": ("secs", lambda secs: mirror.debugging.watch(secs)),
     "Checkpoint": ("grace_secs", lambda secs: mirror.callbacks.Checkpoint("x", grace_secs=secs)),
     "barrier": ("timeout_secs", lambda secs: mirror.distributed.barrier("x", secs)),
-    **{
-        name: (name, lambda secs, name=name: mirror.distributed.initialize(**{name: secs}))
-        for name in INITIALIZE
-    },
+    **{name: (name, functools.partial(initialize, name)) for name in INITIALIZE},
 }
 REJECTED = [
     (0, ValueError),

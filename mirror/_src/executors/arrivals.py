@@ -53,7 +53,7 @@ def start_tracking() -> None:
 def stop_tracking() -> None:
     """Tracks no further programs, and drops the counts when no watch tracks any more.
 
-    Programs that were compiled meanwhile still call the host, into counts that nobody reads.
+    Programs that were compiled meanwhile still call the host; their counts are not read.
     """
     global _num_watches
     with _lock:

@@ -121,6 +121,11 @@ class CallbackGuard:
 
         return dict.fromkeys(CALLBACKS, lambda _: rule)
 
+    @property
+    def first(self) -> BaseException | None:
+        """The first exception stored since the last call of `raise_first`."""
+        return next(iter(self._errors), None)
+
     def raise_first(self) -> None:
         """Raises the first exception stored since the previous call, if any."""
         errors, self._errors = self._errors, []

@@ -15,6 +15,7 @@ from mirror._src.utils.errors import (
     ReplicaDivergenceError,
     counted,
     describe,
+    first_line,
     listing,
 )
 
@@ -62,6 +63,33 @@ def require_same_call(name: str, settings: Sequence[str]) -> None:
         ProgramMismatchError: If they differ, or a process does not come in time.
     """
     _compare(agreement.Program(name, settings, lambda: [""] * len(settings)))
+
+
+def require_no_failure(name: str, error: BaseException | None) -> None:
+    """Compares what the host callbacks of a launch have raised, after its end.
+
+    A callback that fails contributes zeros to the results of all processes, which none may use.
+
+    Args:
+        name: Name of the step.
+        error: The exception of this process, which the caller raises, or None.
+
+    Raises:
+        RuntimeError: If a callback has failed in another process only.
+        ProgramMismatchError: If a process does not come in time.
+    """
+    text = "" if error is None else f"{type(error).__name__}: {first_line(error)}"
+    said = agreement.Program(name, [text], lambda: [""])
+    try:
+        difference = agreement.find_difference(said, agreement_secs())
+    except agreement.AbsentError as absent:
+        raise ProgramMismatchError(str(absent)) from None
+    if difference is not None and error is None:
+        theirs = "".join(other for _, (other, _) in difference.lines)
+        raise RuntimeError(
+            f"A host callback of {name} has failed in process {difference.other}: {theirs}. The "
+            "results of this step are wrong, and it has changed nothing in any process."
+        )
 
 
 def _compare(program: agreement.Program) -> None:

@@ -26,6 +26,7 @@ from mirror._src.executors.executor import (
 )
 from mirror._src.program.shards import Shards, find_shards
 from mirror._src.program.trace import struct_of, trace
+from mirror._src.run.agreement import require_no_failure
 from mirror._src.run.call import Call
 from mirror._src.run.nnx.metrics import Update, merge
 from mirror._src.run.nnx.record import Record
@@ -123,7 +124,8 @@ class StepProgram:
             self.shards,
         )
         self.compiled: CompiledProgram = executor.compile(replica_program)
-        self.to_agree_on = replica_program if executor.replicas.spans_processes else None
+        self._spans_processes = executor.replicas.spans_processes
+        self.to_agree_on = replica_program if self._spans_processes else None
         self._results = slice(len(plan.changed), len(plan.changed) + len(step.out_names))
         self.replaces_all = plan.changed == list(range(step.num_state))
 
@@ -181,6 +183,8 @@ class StepProgram:
             for output in outputs:
                 wait_for(output.arrays if isinstance(output, UnstackedArrays) else output)
             jax.effects_barrier()
+            if self._spans_processes:
+                require_no_failure(self._name, self._guard.first)
         finally:
             self._guard.raise_first()
 
