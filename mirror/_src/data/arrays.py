@@ -26,7 +26,9 @@ class ArrayDataset:
 
     Attributes:
         num_examples: Number of rows of the arrays.
-        batch_size: Number of rows per batch; the last batch may have fewer.
+        batch_size: Number of rows per global batch; the last batch may have fewer.
+        shard: Index of the part of each global batch that is yielded, and number of parts; None
+            for whole batches.
 
     >>> data = mirror.data.from_arrays(np.arange(5), batch_size=2, shuffle=True)
     >>> first = [batch.tolist() for batch in data]  # epoch 0
@@ -37,10 +39,17 @@ class ArrayDataset:
     """
 
     def __init__(
-        self, rows: HostBatch, batch_size: int, shuffle: bool, seed: int, drop_remainder: bool
+        self,
+        rows: HostBatch,
+        batch_size: int,
+        shuffle: bool,
+        seed: int,
+        drop_remainder: bool,
+        shard: tuple[int, int] | None = None,
     ) -> None:
         self.num_examples = rows.size
         self.batch_size = batch_size
+        self.shard = shard
         self._rows = rows
         self._shuffle = shuffle
         self._seed = seed
@@ -73,10 +82,30 @@ class ArrayDataset:
     def _batches(self, epoch: int) -> Iterator[PyTree]:
         order = self._order(epoch) if self._shuffle else None
         for number in range(len(self)):
-            rows: Any = slice(number * self.batch_size, (number + 1) * self.batch_size)
+            start = number * self.batch_size
+            rows: Any = self._part(start, min(start + self.batch_size, self.num_examples))
             if order is not None:
                 rows = order[rows]
             yield self._rows.map(operator.itemgetter(rows))
+
+    def _part(self, start: int, end: int) -> slice:
+        """Returns the part of the shard among the rows of a global batch; sizes differ by one."""
+        index, count = self.shard or (0, 1)
+        size, more = divmod(end - start, count)
+        start += index * size + min(index, more)
+        return slice(start, start + size + (index < more))
+
+    @property
+    def order(self) -> str:
+        """The rows and the order of the epoch that the next `iter` starts, for messages.
+
+        Empty without a shard: the parts of several processes need not belong to one dataset.
+        """
+        if self.shard is None:
+            return ""
+        shuffled = f"shuffled with seed {self._seed}, epoch {self._epoch}"
+        batches = f"{len(self)} batches of {self.batch_size} from {self.num_examples} rows"
+        return f"{batches}, {shuffled if self._shuffle else 'not shuffled'}"
 
     def _order(self, epoch: int) -> np.ndarray:
         """Returns the row numbers of an epoch, in the order in which they are used."""
@@ -86,7 +115,8 @@ class ArrayDataset:
         leaves = zip(self._rows.names, self._rows.leaves, strict=True)
         arrays = ", ".join(f"{name}: {describe(leaf)}" for name, leaf in leaves)
         shuffled = f", shuffled with seed {self._seed}" if self._shuffle else ""
-        return f"ArrayDataset({len(self)} batches of {self.batch_size}{shuffled}; {arrays})"
+        shard = "" if self.shard is None else f", part {self.shard[0]} of {self.shard[1]}"
+        return f"ArrayDataset({len(self)} batches of {self.batch_size}{shuffled}{shard}; {arrays})"
 
 
 @api_boundary
@@ -97,6 +127,7 @@ def from_arrays(
     shuffle: bool = False,
     seed: int = 0,
     drop_remainder: bool = False,
+    shard: tuple[int, int] | None = None,
 ) -> ArrayDataset:
     """Returns a dataset of global batches from in-memory NumPy, JAX or torch arrays.
 
@@ -111,6 +142,10 @@ def from_arrays(
         shuffle: Whether to shuffle the rows differently in every epoch.
         seed: Seed of the shuffle, from 0 to 2**32 - 1.
         drop_remainder: Whether to drop a last batch with fewer rows.
+        shard: `(index, count)` to yield only this part of each global batch, for
+            `strategy.distribute_dataset(data, input="local")` in process `index` of `count`. The
+            parts of all processes, one after the other, are the global batch; their sizes differ by
+            at most one row, and may be 0. Every process must use the same arrays and seed.
 
     Returns:
         An iterable with a length, for `strategy.distribute_dataset`. Each `iter` is the next epoch;
@@ -118,9 +153,10 @@ def from_arrays(
 
     Raises:
         ValueError: If the arrays have no rows, different numbers of rows, or contain scalars or
-            integers that do not fit 32 bits while 64-bit types are disabled; if `batch_size` or
-            `seed` is out of range; or if `drop_remainder` leaves no batch.
-        TypeError: If a leaf is not an array of numbers, or `batch_size` or `seed` is not an int.
+            integers that do not fit 32 bits while 64-bit types are disabled; if `batch_size`,
+            `seed` or `shard` is out of range; or if `drop_remainder` leaves no batch.
+        TypeError: If a leaf is not an array of numbers, `batch_size` or `seed` is not an int, or
+            `shard` is not a pair of ints.
     """
     if hasattr(batch_size, "shape"):
         fix = "Pass all arrays as one tree: from_arrays({'x': x, 'y': y}, batch_size=32)."
@@ -131,6 +167,7 @@ def from_arrays(
         shuffle=shuffle,
         seed=seed,
         drop_remainder=drop_remainder,
+        shard=None if shard is None else _require_shard(shard),
     )
 
 
@@ -152,7 +189,13 @@ def in_memory(name: str, arrays: PyTree) -> HostBatch:
 
 
 def batched(
-    rows: HostBatch, batch_size: int, *, shuffle: bool, seed: int, drop_remainder: bool = False
+    rows: HostBatch,
+    batch_size: int,
+    *,
+    shuffle: bool,
+    seed: int,
+    drop_remainder: bool = False,
+    shard: tuple[int, int] | None = None,
 ) -> ArrayDataset:
     """Returns the rows as a dataset; see `from_arrays`."""
     require_int("batch_size", batch_size)
@@ -164,4 +207,16 @@ def batched(
             f"The arrays have {rows.size} rows, fewer than batch_size={batch_size}. With "
             "drop_remainder=True there would be no batch. Use a smaller batch_size."
         )
-    return ArrayDataset(rows, int(batch_size), shuffle, int(seed), drop_remainder)
+    return ArrayDataset(rows, int(batch_size), shuffle, int(seed), drop_remainder, shard)
+
+
+def _require_shard(shard: Any) -> tuple[int, int]:
+    fix = "Pass shard=(mirror.distributed.process_index(), mirror.distributed.process_count())."
+    if not isinstance(shard, tuple) or len(shard) != 2:
+        raise TypeError(expected("shard", shard, "a pair (index, count)", fix))
+    index, count = shard
+    require_int("count of shard", count, fix=fix)
+    require_int("index of shard", index, 0, fix)
+    if index >= count:
+        raise ValueError(expected("shard", shard, "(index, count) with index < count", fix))
+    return int(index), int(count)

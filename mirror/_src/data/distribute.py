@@ -1,32 +1,38 @@
 """`distribute_dataset`: splits global batches into per-replica batches on the devices."""
 
-import itertools
-import warnings
-from collections.abc import Generator, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, final
+import contextlib
+from collections.abc import Generator, Iterable, Mapping
+from typing import Any, NamedTuple, final, get_args
 
 import jax
 
 from mirror._src.data.batches import array_of, host_batch, host_batches
 from mirror._src.data.foreign import advice, is_array
-from mirror._src.data.padded import Inspect, PaddedDataset
+from mirror._src.data.input import GlobalInput, Input, InputMode, Inspect, Pass, Plan
+from mirror._src.data.local_input import LocalInput, require_own_shard
+from mirror._src.data.padded import PaddedDataset
 from mirror._src.data.remainder import (
     Remainder,
     is_kept,
-    mask_of,
     nearest_multiples,
-    padded,
     padded_size,
     require_remainder,
 )
-from mirror._src.data.source import B, DistributedDatasetBase, Source, shape_on_devices
+from mirror._src.data.source import (
+    B,
+    DistributedDatasetBase,
+    Source,
+    require_known_shapes,
+    shape_on_devices,
+)
+from mirror._src.data.step_exchange import Form
 from mirror._src.devices.narrowing import require_fits
 from mirror._src.devices.replicas import ReplicaDevices
-from mirror._src.utils.errors import counted, describe
+from mirror._src.utils.errors import counted, describe, expected
 from mirror._src.utils.modules import set_module
-from mirror._src.utils.naming import depth_of_user, keys
+from mirror._src.utils.naming import keys
 from mirror._src.utils.types import PyTree
-from mirror._src.values.per_replica import PerReplica, on_replicas
+from mirror._src.values.per_replica import UNEQUAL_SHAPES, on_local_replicas
 
 _REITERABLE = "an object that can be iterated repeatedly (a list, a DataLoader, a Grain dataset)"
 _FIX = f"Pass {_REITERABLE}, or distribute a new iterator for every epoch."
@@ -52,24 +58,36 @@ class DistributedDataset(DistributedDatasetBase[B]):
         replicas: ReplicaDevices,
         remainder: Remainder,
         prefetch: int,
+        input_mode: InputMode = "global",
     ) -> None:
-        super().__init__(Source(source, _FIX), replicas, prefetch)
         require_remainder(remainder)
+        if input_mode not in get_args(InputMode):
+            raise ValueError(expected("input", input_mode, "'global' or 'local'"))
         _require_batches(source)
+        is_local = input_mode == "local" and replicas.spans_processes
+        if replicas.spans_processes:
+            require_own_shard(source, is_local=is_local)
+        reader = _reader(replicas, is_local=is_local)
+        super().__init__(Source(source, _FIX), reader, prefetch)
+        self._replicas = replicas
         self._remainder = remainder
 
     def __len__(self) -> int:
-        """The number of batches of the source, if known; `"drop"` may yield fewer."""
+        """The number of batches of the source, if known; `"drop"` may yield fewer.
+
+        With `input="local"`, the number of batches of this process.
+        """
         return len(self._source)
 
     def peek(self, count: int = 1) -> list[PyTree]:
-        """Returns up to `count` first global batches, which the next pass still yields."""
+        """Returns up to `count` first batches of the source, which the next pass still yields."""
         return self._source.peek(count)
 
     def __repr__(self) -> str:
         source = repr(self._source)
         replicas = counted(len(self._replicas), "replica")
-        return f"DistributedDataset({source}, {replicas}, remainder={self._remainder!r})"
+        local = ", input='local'" if self._input.is_local else ""
+        return f"DistributedDataset({source}, {replicas}, remainder={self._remainder!r}{local})"
 
     def padded(
         self,
@@ -102,33 +120,28 @@ class DistributedDataset(DistributedDatasetBase[B]):
                 `skip`.
             TypeError: If one of them is not an int.
         """
-        return PaddedDataset(
-            self._source,
-            self._replicas,
-            self._remainder,
-            self._prefetch,
-            multiple=multiple,
-            group=group,
-            skip=skip,
-            inspect=inspect,
-        )
+        plan = Plan(self._remainder, multiple, skip, True, inspect, group)
+        # A new one, whose passes are counted from 0 in every process.
+        reader = _reader(self._replicas, is_local=self._input.is_local)
+        return PaddedDataset(self._source, reader, self._prefetch, plan)
 
-    def _distributed(self, batches: Iterator[PyTree]) -> Generator[Any, None, None]:
-        full = 0
-        for batch in host_batches(batches, self._source.advice):
-            full = full or padded_size(batch.size, len(self._replicas))
-            if not is_kept(batch, len(self._replicas), self._remainder):
-                continue
-            if self._remainder == "pad":
-                mask = self._on_replicas(mask_of(batch, full))
-                yield padded(batch, full).map(self._on_replicas), mask
-            else:
-                yield batch.map(self._on_replicas)
+    def _distributed(self, reading: Pass) -> Generator[Any, None, None]:
+        batches = host_batches(reading.batches, self._source.advice)
+        with contextlib.closing(reading.steps(batches, Plan(self._remainder))) as steps:
+            for step in steps:
+                if self._remainder == "pad":
+                    mask = self._on_replicas(step.mask(step.full))
+                    yield step.padded(step.full).map(self._on_replicas), mask
+                else:
+                    yield step.batch.map(self._on_replicas)
 
     def _shapes(self) -> Any:
-        batch, n = host_batch("batch", self._first()[0], self._source.advice), len(self._replicas)
-        is_kept(batch, n, self._remainder)
-        size = padded_size(batch.size, n) // n
+        if self._remainder == "pad":
+            require_known_shapes(self._input)
+        batch = host_batch("batch", self._first()[0], self._source.advice)
+        num_rows, n = self._input.num_rows, len(self._replicas)
+        is_kept(batch, num_rows, self._remainder)
+        size = padded_size(batch.size, num_rows) // num_rows
         spec = batch.map(lambda leaf: shape_on_devices((n, size, *leaf.shape[1:]), leaf.dtype))
         mask = jax.ShapeDtypeStruct((n, size), bool)
         return (spec, mask) if self._remainder == "pad" else spec
@@ -142,40 +155,67 @@ class PerReplicaDataset(DistributedDatasetBase[B]):
     """
 
     def __init__(self, source: Iterable[PyTree], replicas: ReplicaDevices, prefetch: int) -> None:
-        super().__init__(Source(source, _FIX_OF_FUNCTION), replicas, prefetch)
+        reader = _reader(replicas, is_local=replicas.spans_processes)
+        super().__init__(Source(source, _FIX_OF_FUNCTION), reader, prefetch)
+        self._replicas = replicas
         if not isinstance(source, Iterable) or isinstance(source, str | Mapping):
             raise TypeError(
                 f"The function must return an iterable of batches, got {describe(source)}. Return "
                 "a list, a generator, a DataLoader or a dataset that yields per-replica batches."
             )
 
-    def _distributed(self, batches: Iterator[PyTree]) -> Generator[PyTree, None, None]:
-        n = len(self._replicas)
-        while len(group := list(itertools.islice(batches, n))) == n:
-            yield self._together(group)
-        if group:
-            warnings.warn(
-                f"Dropped the last {len(group)} batches: each step consumes {n}, one per replica. "
-                f"Yield a multiple of {n} batches to use them all.",
-                stacklevel=depth_of_user(),
-            )
+    def _distributed(self, reading: Pass) -> Generator[PyTree, None, None]:
+        num = len(self._replicas.local_ids)
+        with contextlib.closing(reading.groups(num, self._joined, _form)) as groups:
+            for group in groups:
+                leaves = [on_local_replicas(column, self._replicas) for column in group.columns]
+                yield group.treedef.unflatten(leaves)
 
-    def _together(self, batches: list[Any]) -> PyTree:
+    def _joined(self, batches: list[Any]) -> "_Group":
         treedefs: list[Any] = [jax.tree.structure(batch) for batch in batches]
         if len(set(treedefs)) > 1:
             raise ValueError(
                 "The batches of the replicas have different structures: "
                 f"{', '.join(map(str, treedefs))}. Every batch must have the same keys."
             )
-        columns = zip(*map(_arrays, batches), strict=True)
-        leaves = [on_replicas(PerReplica(list(column)), self._replicas) for column in columns]
-        return treedefs[0].unflatten(leaves)
+        named = [_named_arrays(batch) for batch in batches]
+        columns = [[arrays[name] for arrays in named] for name in named[0]]
+        if self._input.is_local and any(len({a.shape for a in c}) > 1 for c in columns):
+            raise NotImplementedError(UNEQUAL_SHAPES)
+        return _Group(treedefs[0], tuple(named[0]), columns)
 
     def _shapes(self) -> PyTree:
         (batch,), n = self._first(), len(self._replicas)
         treedef: Any = jax.tree.structure(batch)
-        leaves = [shape_on_devices((n, *leaf.shape), leaf.dtype) for leaf in _arrays(batch)]
-        return treedef.unflatten(leaves)
+        arrays = _named_arrays(batch).values()
+        return treedef.unflatten(shape_on_devices((n, *a.shape), a.dtype) for a in arrays)
+
+
+class _Group(NamedTuple):
+    """One batch for each of this process's replicas.
+
+    Attributes:
+        treedef: Structure of a batch.
+        names: Name of each leaf, for messages.
+        columns: Each leaf of all batches.
+    """
+
+    treedef: Any
+    names: tuple[str, ...]
+    columns: list[list[Any]]
+
+
+def _form(group: _Group) -> Form:
+    """Returns what must be equal in all processes."""
+    leaves = tuple(
+        (name, str(shape_on_devices((), column[0].dtype).dtype), tuple(column[0].shape))
+        for name, column in zip(group.names, group.columns, strict=True)
+    )
+    return Form("batches of replicas", str(group.treedef), leaves)
+
+
+def _reader(replicas: ReplicaDevices, *, is_local: bool) -> Input:
+    return LocalInput(replicas) if is_local else GlobalInput(replicas)
 
 
 @set_module("mirror")
@@ -183,9 +223,9 @@ class InputContext(NamedTuple):
     """The argument of a `distribute_datasets_from_function` input function.
 
     Attributes:
-        num_input_pipelines: Number of calls of the function; always 1.
-        input_pipeline_id: Index of this call; always 0.
-        num_replicas_in_sync: Number of replicas that read from this input.
+        num_input_pipelines: Number of calls of the function: one per process.
+        input_pipeline_id: Index of this call: the index of the process.
+        num_replicas_in_sync: Number of replicas, in all processes.
 
     >>> InputContext(1, 0, num_replicas_in_sync=8).get_per_replica_batch_size(64)
     8
@@ -210,14 +250,14 @@ class InputContext(NamedTuple):
         return global_batch_size // n
 
 
-def _arrays(batch: PyTree) -> list[Any]:
-    """Returns the leaves of one replica's batch."""
+def _named_arrays(batch: PyTree) -> dict[str, Any]:
+    """Returns the leaves of one replica's batch, by name."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(batch)
     arrays = {"batch" + keys(path): leaf for path, leaf in leaves}
     arrays = {name: array_of(name, leaf) for name, leaf in arrays.items()}
     for name, array in arrays.items():
         require_fits(name, array)
-    return list(arrays.values())
+    return arrays
 
 
 def _require_batches(source: Any) -> None:

@@ -1,22 +1,26 @@
 """Batches for a training loop: padded to one shape, and grouped into launches."""
 
+import contextlib
 import itertools
 import operator
-from collections.abc import Callable, Generator, Iterator
-from typing import Any, NamedTuple, TypeAlias, final
+from collections.abc import Generator
+from typing import Any, NamedTuple, final
 
 import jax
 import numpy as np
 
 from mirror._src.data.batches import HostBatch, host_batch, host_batches
-from mirror._src.data.remainder import Remainder, is_kept, mask_of, padded, padded_size
-from mirror._src.data.source import DistributedDatasetBase, Source, shape_on_devices
-from mirror._src.devices.replicas import ReplicaDevices
+from mirror._src.data.input import Input, InputBatch, Pass, Plan
+from mirror._src.data.remainder import padded_size
+from mirror._src.data.source import (
+    DistributedDatasetBase,
+    Source,
+    require_known_shapes,
+    shape_on_devices,
+)
 from mirror._src.utils.errors import describe, require_int
 from mirror._src.utils.types import PyTree
 from mirror._src.values.per_replica import PerReplica
-
-Inspect: TypeAlias = Callable[[int, PyTree], None]
 
 
 class PaddedBatch(NamedTuple):
@@ -59,24 +63,16 @@ class PaddedDataset(DistributedDatasetBase[PaddedBatch]):
     def __init__(
         self,
         source: Source,
-        replicas: ReplicaDevices,
-        remainder: Remainder,
+        reader: Input,
         prefetch: int,
-        *,
-        multiple: int,
-        group: int,
-        skip: int,
-        inspect: Inspect | None,
+        plan: Plan,
     ) -> None:
-        super().__init__(source, replicas, prefetch)
-        require_int("multiple", multiple)
-        require_int("group", group)
-        require_int("skip", skip, 0)
-        self._remainder = remainder
-        self._divisor = len(replicas) * multiple
-        self._group = group
-        self._skip = skip
-        self._inspect = inspect
+        super().__init__(source, reader, prefetch)
+        require_int("multiple", plan.multiple)
+        require_int("group", plan.group)
+        require_int("skip", plan.skip, 0)
+        self._plan = plan
+        self._group = plan.group
 
     def __len__(self) -> int:
         """The number of launches in a whole pass, if the length of the source is known."""
@@ -87,41 +83,23 @@ class PaddedDataset(DistributedDatasetBase[PaddedBatch]):
         """The number of batches in a whole pass, or None if the source has no length."""
         return operator.length_hint(self._source) or None
 
-    def _distributed(self, batches: Iterator[PyTree]) -> Generator[PaddedBatch, None, None]:
+    def _distributed(self, reading: Pass) -> Generator[PaddedBatch, None, None]:
         # Not in the generator, which the prefetch thread runs: a second `iter` must not skip.
-        skip, self._skip = self._skip, 0
-        return self._launches(self._padded(host_batches(batches, self._source.advice), skip))
+        plan, self._plan = self._plan, self._plan._replace(skip=0)
+        batches = host_batches(reading.batches, self._source.advice)
+        return self._launches(reading.steps(batches, plan))
 
-    def _padded(self, batches: Iterator[HostBatch], skip: int) -> Iterator[HostBatch]:
-        """Yields the padded batches, on the host."""
-        full, left = 0, skip
-        for batch in batches:
-            if not is_kept(batch, len(self._replicas), self._remainder) or not batch.size:
-                continue
-            full = full or padded_size(batch.size, self._divisor)
-            skipped = min(left, batch.size)
-            left -= skipped
-            if skipped < batch.size:
-                yield padded(self._inspected(batch.without(skipped)), full)
-        if left:
-            raise ValueError(
-                f"Cannot resume: {skip} examples of this epoch were already used, but the dataset "
-                f"has only {skip - left}. Resume with the dataset that the run started with."
-            )
+    def _launches(self, batches: Generator[InputBatch]) -> Generator[PaddedBatch, None, None]:
+        with contextlib.closing(batches):
+            while group := list(itertools.islice(batches, self._group)):
+                sizes = tuple(batch.num_examples for batch in group)
+                yield PaddedBatch(*self._placed(group), len(group), sum(sizes), sizes=sizes)
 
-    def _inspected(self, batch: HostBatch) -> HostBatch:
-        if self._inspect is not None:
-            self._inspect(batch.number, batch.map(lambda leaf: leaf))
-        return batch
-
-    def _launches(self, batches: Iterator[HostBatch]) -> Generator[PaddedBatch, None, None]:
-        while group := list(itertools.islice(batches, self._group)):
-            sizes = tuple(batch.size for batch in group)
-            yield PaddedBatch(*self._placed(group), len(group), sum(sizes), sizes=sizes)
-
-    def _placed(self, batches: list[HostBatch]) -> tuple[PyTree, PerReplica]:
+    def _placed(self, group: list[InputBatch]) -> tuple[PyTree, PerReplica]:
+        full = group[-1].full  # the largest: it never shrinks
+        batches = [batch.padded(full) for batch in group]
+        masks = [batch.mask(full) for batch in group]
         first = batches[0]
-        masks = [mask_of(batch, first.leaves[0].shape[0]) for batch in batches]
         if self._group == 1:
             return first.map(self._on_replicas), self._on_replicas(masks[0])
         _require_same_shapes(batches)
@@ -132,7 +110,7 @@ class PaddedDataset(DistributedDatasetBase[PaddedBatch]):
 
     def _stacked(self, column: Any) -> PerReplica:
         """Stacks a leaf of a group to `(n, k, b, ...)`; the last batch fills a short group."""
-        n, shape = len(self._replicas), column[0].shape
+        n, shape = self._input.num_rows, column[0].shape
         dtype = _on_devices(column[0]).dtype
         rows = np.empty((n, self._group, shape[0] // n, *shape[1:]), dtype)
         filled = itertools.chain(column, itertools.repeat(column[-1]))
@@ -141,8 +119,10 @@ class PaddedDataset(DistributedDatasetBase[PaddedBatch]):
         return self._placed_rows(rows)
 
     def _shapes(self) -> PaddedBatch:
+        require_known_shapes(self._input)
         batch = host_batch("batch", self._first()[0], self._source.advice)
-        full, n = padded_size(batch.size, self._divisor), len(self._replicas)
+        n = self._input.num_rows
+        full = padded_size(batch.size, n * self._plan.multiple)
         lead = (n, full // n) if self._group == 1 else (n, self._group, full // n)
         spec = batch.map(lambda leaf: shape_on_devices((*lead, *leaf.shape[1:]), leaf.dtype))
         mask: Any = jax.ShapeDtypeStruct(lead, bool)

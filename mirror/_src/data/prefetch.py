@@ -3,7 +3,7 @@
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, final
 
 T = TypeVar("T")
@@ -20,14 +20,17 @@ class PrefetchIterator(Iterator[T]):
     Args:
         source: Iterator to run in the thread.
         ahead: Maximum number of items to have ready.
+        cancel: Called in the loop when it ends, so that the source waits no longer.
     """
 
-    def __init__(self, source: Iterator[T], ahead: int) -> None:
+    def __init__(
+        self, source: Iterator[T], ahead: int, cancel: Callable[[], None] = lambda: None
+    ) -> None:
         self._queue = _Queue(ahead)
         thread = threading.Thread(
             target=_fill, args=(source, self._queue), name="mirror prefetch", daemon=True
         )
-        self.close = weakref.finalize(self, _end, self._queue, thread)
+        self.close = weakref.finalize(self, _end, self._queue, thread, cancel)
         thread.start()
 
     def __next__(self) -> T:
@@ -88,7 +91,8 @@ def _fill(source: Iterator[Any], queue: _Queue) -> None:
             close()
 
 
-def _end(queue: _Queue, thread: threading.Thread) -> None:
+def _end(queue: _Queue, thread: threading.Thread, cancel: Callable[[], None]) -> None:
     queue.close()
+    cancel()
     if thread is not threading.current_thread() and thread.is_alive():
         thread.join(_MOST_WAIT_SECS)  # a source may block forever; do not block with it

@@ -54,7 +54,7 @@ def padded(batch: HostBatch, full: int) -> HostBatch:
             f"Batch {batch.number} has {batch.size} examples, more than the padded size of {full}, "
             "which the first batch determines. Yield the largest batch first."
         )
-    _reject_keys(batch)
+    reject_keys(batch)
     if batch.size == full:
         return batch
     return batch._replace(leaves=tuple(_pad(leaf, full) for leaf in batch.leaves))
@@ -65,7 +65,12 @@ def mask_of(batch: HostBatch, full: int) -> np.ndarray:
     return np.arange(full) < batch.size
 
 
-def _reject_keys(batch: HostBatch) -> None:
+def reject_keys(batch: HostBatch) -> None:
+    """Rejects arrays of PRNG keys.
+
+    Raises:
+        TypeError: If a leaf is one.
+    """
     for name, leaf in zip(batch.names, batch.leaves, strict=True):
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             raise TypeError(

@@ -86,7 +86,7 @@ class SameBatches:
 def _checksums(batch: PyTree) -> dict[str, int]:
     """Returns a checksum of each leaf of a batch that is on the host."""
     return {
-        f"batch{keys(path)}": _checksum(np.asarray(leaf))
+        f"batch{keys(path)}": checksum(np.asarray(leaf))
         for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
         if not isinstance(leaf, jax.Array) and _is_numeric(leaf)
     }
@@ -99,5 +99,6 @@ def _is_numeric(leaf: Any) -> bool:
         return False
 
 
-def _checksum(array: np.ndarray) -> int:
+def checksum(array: np.ndarray) -> int:
+    """Returns a checksum of the shape, dtype and values of an array."""
     return zlib.crc32(repr((array.shape, array.dtype)).encode() + array.tobytes())

@@ -9,9 +9,8 @@ import jax
 
 from mirror._src.data.arrays import ArrayDataset
 from mirror._src.data.foreign import advice
+from mirror._src.data.input import Input, Pass
 from mirror._src.data.prefetch import PrefetchIterator
-from mirror._src.data.same_batches import SameBatches
-from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.utils.errors import require_int
 from mirror._src.utils.types import PyTree
 from mirror._src.values.per_replica import PerReplica, is_numeric, per_replica
@@ -46,6 +45,16 @@ class Source:
     def advice(self) -> str:
         """The line of code that makes batches of such a dataset, for messages."""
         return advice(self._dataset)
+
+    @property
+    def dataset(self) -> Iterable[PyTree]:
+        """The dataset."""
+        return self._dataset
+
+    @property
+    def order(self) -> str:
+        """How the next pass is shuffled, or "" if it is not known."""
+        return self._dataset.order if isinstance(self._dataset, ArrayDataset) else ""
 
     def start(self) -> Iterator[PyTree]:
         """Starts a pass, in the calling thread and before any later `set_epoch`.
@@ -92,28 +101,27 @@ B = TypeVar("B")
 class DistributedDatasetBase(abc.ABC, Generic[B]):
     """Base class for datasets that load their batches onto the replicas ahead of the loop."""
 
-    def __init__(self, source: Source, replicas: ReplicaDevices, prefetch: int) -> None:
+    def __init__(self, source: Source, reader: Input, prefetch: int) -> None:
         require_int("prefetch", prefetch, 0)
         self._source = source
-        self._replicas = replicas
+        self._input = reader
         self._prefetch = prefetch
         self._spec: Any = None
-        self._same = SameBatches() if replicas.spans_processes else None
 
     @final
     def _on_replicas(self, leaf: Any) -> PerReplica:
         """Splits the batch axis across the replicas, in order."""
-        n = len(self._replicas)
+        n = self._input.num_rows
         return self._placed_rows(leaf.reshape(n, leaf.shape[0] // n, *leaf.shape[1:]))
 
     @final
     def _placed_rows(self, rows: Any) -> PerReplica:
-        """Puts each row of a `(num_replicas, *shape)` array on the device of its replica."""
-        return per_replica(self._replicas.stack(rows))
+        """Puts each row of a `(num_rows, *shape)` array on the device of its replica."""
+        return per_replica(self._input.place(rows))
 
     @abc.abstractmethod
-    def _distributed(self, batches: Iterator[PyTree]) -> Generator[B, None, None]:
-        """Yields the items of one pass over these batches."""
+    def _distributed(self, reading: Pass) -> Generator[B, None, None]:
+        """Yields the items of one pass."""
 
     @abc.abstractmethod
     def _shapes(self) -> Any:
@@ -121,9 +129,12 @@ class DistributedDatasetBase(abc.ABC, Generic[B]):
 
     @final
     def __iter__(self) -> PrefetchIterator[B] | Generator[B, None, None]:
-        batches = self._source.start()
-        items = self._distributed(batches if self._same is None else self._same.start(batches))
-        return PrefetchIterator(items, self._prefetch) if self._prefetch else items
+        order = self._source.order
+        reading = self._input.start(self._source.start(), order)
+        items = self._distributed(reading)
+        if not self._prefetch:
+            return items
+        return PrefetchIterator(items, self._prefetch, reading.cancel)
 
     @final
     @property
@@ -159,6 +170,19 @@ class DistributedDatasetBase(abc.ABC, Generic[B]):
         `mirror.data.from_arrays` does, or if its sampler has one.
         """
         self._source.set_epoch(epoch)
+
+
+def require_known_shapes(reader: Input) -> None:
+    """Checks that a process knows the padded size of the batches.
+
+    Raises:
+        NotImplementedError: If it depends on the other processes.
+    """
+    if reader.is_local:
+        raise NotImplementedError(
+            "element_spec is unknown with input='local' and padding in several processes: the "
+            "padded size depends on the parts of all of them. Look at the shapes of a batch."
+        )
 
 
 def shape_on_devices(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:

@@ -28,6 +28,19 @@ _FIRST = "failed/first"
 _INTERRUPTED = 130
 
 
+def first_failure() -> tuple[int, str] | None:
+    """Returns the process that an uncaught exception ended first, and its error, or None.
+
+    Raises:
+        RuntimeError: If the coordinator cannot be reached.
+    """
+    text = store.read(_FIRST, time.monotonic())
+    if text is None:
+        return None
+    process, cause = json.loads(text)
+    return int(process), str(cause)
+
+
 @final
 class Failures:
     """The hook of uncaught exceptions, and the thread that waits for failures of others."""

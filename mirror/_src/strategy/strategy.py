@@ -18,11 +18,13 @@ from mirror._src.data.distribute import (
     PerReplicaDataset,
     Remainder,
 )
+from mirror._src.data.input import InputMode
 from mirror._src.data.source import B
 from mirror._src.devices import backend
 from mirror._src.devices.narrowing import require_fits
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.devices.transfer import copies_of, move
+from mirror._src.distributed.store import process_count, process_index
 from mirror._src.explain.baselines import Runners
 from mirror._src.explain.placement_table import device_table
 from mirror._src.explain.program import ProgramReport, describe_program
@@ -352,30 +354,50 @@ class Strategy(abc.ABC):
         self,
         dataset: Iterable[B],
         *,
+        input: Literal["global", "local"] = "global",
         remainder: Literal["error", "drop"] = "error",
         prefetch: int = 2,
     ) -> DistributedDataset[B]: ...
 
     @overload
     def distribute_dataset(
-        self, dataset: Iterable[B], *, remainder: Literal["pad"], prefetch: int = 2
+        self,
+        dataset: Iterable[B],
+        *,
+        input: Literal["global", "local"] = "global",
+        remainder: Literal["pad"],
+        prefetch: int = 2,
     ) -> DistributedDataset[tuple[B, PerReplica]]: ...
 
     @final
     @api_boundary
     def distribute_dataset(
-        self, dataset: Iterable[PyTree], *, remainder: Remainder = "error", prefetch: int = 2
+        self,
+        dataset: Iterable[PyTree],
+        *,
+        input: InputMode = "global",
+        remainder: Remainder = "error",
+        prefetch: int = 2,
     ) -> DistributedDataset[PyTree]:
         """Splits the global batches of a dataset across the replicas, in order.
 
         Args:
             dataset: Iterable of global batches. A batch is a pytree of arrays whose first axis is
                 the batch axis.
+            input: What each process of a job reads. `"global"`: the same global batches as all
+                others, of which it places the rows of its own replicas. `"local"`: its own part of
+                each global batch, which is split across its own replicas. The processes agree on
+                the sizes before each step, so every process must iterate. In one process, both are
+                the same.
             remainder: How to handle a batch whose size is not a multiple of the number of replicas.
                 `"error"` raises. `"drop"` skips the batch, unless it is the first one. `"pad"`
                 yields `(batch, mask)` with every batch padded to the same size, the size of the
                 first batch rounded up; `mask` has shape `(B / n,)` on each replica and is True for
-                real examples.
+                real examples. With local input in several processes, `"error"` and `"drop"` need
+                parts of equal size, and `"drop"` ends the pass with the first process that has no
+                more batches. With `"pad"`, parts may differ in size, and processes in their number
+                of batches: the size of the largest first part is rounded up, and doubled if a later
+                one is larger.
             prefetch: Number of batches that a background thread loads onto the devices ahead of the
                 loop. 0 disables prefetching.
 
@@ -383,12 +405,15 @@ class Strategy(abc.ABC):
             An iterable of batches whose leaves are `PerReplica` values.
 
         Raises:
-            ValueError: If `remainder` is unknown or `prefetch` is negative. During iteration, if a
-                batch cannot be split evenly, if its leaves differ in leading size, or if a leaf is
-                a scalar.
+            ValueError: If `input` or `remainder` is unknown, `prefetch` is negative, or the
+                `shard` of `dataset` does not fit `input`. During iteration, if a batch cannot be
+                split evenly, if its leaves differ in leading size, or if a leaf is a scalar. With
+                local input, in all processes if the structures, dtypes or example shapes differ.
             TypeError: If `dataset` is not an iterable of batches. During iteration, if a leaf is
                 not an array.
-            RuntimeError: If called inside a replica or another strategy's scope.
+            RuntimeError: If called inside a replica or another strategy's scope. During iteration
+                with local input, if another process fails, ends its loop earlier, or does not read
+                within `agreement_secs` of `mirror.distributed.initialize`.
 
         >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
         >>> (batch,) = strategy.distribute_dataset([{"x": np.arange(4)}])
@@ -396,7 +421,7 @@ class Strategy(abc.ABC):
         PerReplica([0, 1], [2, 3])
         """
         require_cross_replica(self, "distribute_dataset", "Pass batches to the step.")
-        return DistributedDataset(dataset, self._replicas, remainder, prefetch)
+        return DistributedDataset(dataset, self._replicas, remainder, prefetch, input)
 
     @final
     @api_boundary
@@ -406,18 +431,23 @@ class Strategy(abc.ABC):
         """Distributes per-replica batches: every replica takes the next batch, without splitting.
 
         Args:
-            fn: Function that is called once, with an `InputContext`, and returns an iterable of
-                per-replica batches. Each step takes n of them; they may differ in length.
+            fn: Function that is called once per process, with an `InputContext`, and returns an
+                iterable of per-replica batches. Each step takes one for each replica of the
+                process. In one process, they may differ in length.
             prefetch: Number of steps to load ahead; see `distribute_dataset`.
 
         Returns:
             An iterable of batches whose leaves are `PerReplica` values. If the last batches are too
-            few for a step, they are dropped with a warning.
+            few for a step, they are dropped with a warning, in all processes.
 
         Raises:
             TypeError: If `fn` does not return an iterable.
-            ValueError: If `prefetch` is negative. During iteration, if batches differ in structure.
-            RuntimeError: If called inside a replica or another strategy's scope.
+            ValueError: If `prefetch` is negative. During iteration, if batches differ in structure,
+                or in shape between processes.
+            RuntimeError: If called inside a replica or another strategy's scope. During iteration,
+                if another process fails; see `input="local"` of `distribute_dataset`.
+            NotImplementedError: During iteration in several processes, if the batches of a process
+                differ in length.
 
         >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
         >>> batches = [np.zeros(1), np.ones(2)]
@@ -426,8 +456,8 @@ class Strategy(abc.ABC):
         """
         method = "distribute_datasets_from_function"
         require_cross_replica(self, method, "Pass batches to the step.")
-        self._require_one_process(method, "Use strategy.distribute_dataset, with global batches.")
-        source = fn(InputContext(1, 0, self.num_replicas_in_sync))
+        processes = (process_count(), process_index()) if self.spans_processes else (1, 0)
+        source = fn(InputContext(*processes, self.num_replicas_in_sync))
         return PerReplicaDataset(source, self._replicas, prefetch)
 
     @final

@@ -1,0 +1,213 @@
+"""How a process takes part in the global batches of a dataset, and the usual way: reads all."""
+
+import abc
+import itertools
+import warnings
+from collections.abc import Callable, Generator, Iterator
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, final
+
+import numpy as np
+
+from mirror._src.data.batches import HostBatch
+from mirror._src.data.remainder import Remainder, is_kept, mask_of, padded, padded_size
+from mirror._src.data.same_batches import SameBatches
+from mirror._src.data.step_exchange import Form
+from mirror._src.devices.replicas import ReplicaDevices
+from mirror._src.utils.naming import depth_of_user
+from mirror._src.utils.types import PyTree
+
+InputMode: TypeAlias = Literal["global", "local"]
+Inspect: TypeAlias = Callable[[int, PyTree], None]
+T = TypeVar("T")
+
+
+class Plan(NamedTuple):
+    """What becomes of the batches of a pass.
+
+    Attributes:
+        remainder: How to handle a batch that cannot be split evenly.
+        multiple: The padded number of examples per replica is a multiple of this.
+        skip: Number of examples of the pass to skip.
+        skips_empty: Whether to skip batches without examples.
+        inspect: Called with the number and the tree of each batch that this process has read.
+        group: Number of batches per launch.
+    """
+
+    remainder: Remainder
+    multiple: int = 1
+    skip: int = 0
+    skips_empty: bool = False
+    inspect: Inspect | None = None
+    group: int = 1
+
+    def inspected(self, batch: HostBatch) -> HostBatch:
+        """Returns the batch after its inspection."""
+        if self.inspect is not None:
+            self.inspect(batch.number, batch.map(lambda leaf: leaf))
+        return batch
+
+
+class InputBatch(NamedTuple):
+    """The rows of a global batch that this process has read.
+
+    Attributes:
+        batch: The rows. If the process has none, its size is 0, and its leaves may hold an example
+            of an earlier batch, which the padding repeats.
+        num_examples: Number of examples of the global batch, in all processes.
+        full: Number of rows of `batch` after padding.
+    """
+
+    batch: HostBatch
+    num_examples: int
+    full: int
+
+    def padded(self, full: int) -> HostBatch:
+        """Returns the rows, padded to a number that is at least `full` of this batch."""
+        return padded(self.batch, full)
+
+    def mask(self, full: int) -> np.ndarray:
+        """Returns the mask of the padded rows."""
+        return mask_of(self.batch, full)
+
+
+class Pass(abc.ABC):
+    """A pass over the batches of a dataset.
+
+    Args:
+        batches: The batches that this process reads.
+    """
+
+    def __init__(self, batches: Iterator[PyTree]) -> None:
+        self.batches = batches
+
+    @abc.abstractmethod
+    def steps(self, batches: Iterator[HostBatch], plan: Plan) -> Generator[InputBatch]:
+        """Yields the batches that are distributed.
+
+        Args:
+            batches: `self.batches` after validation.
+            plan: What becomes of them.
+        """
+
+    @abc.abstractmethod
+    def groups(
+        self, num: int, join: Callable[[list[PyTree]], T], form: Callable[[T], Form]
+    ) -> Generator[T]:
+        """Yields one batch for each of this process's replicas, joined.
+
+        Args:
+            num: Number of this process's replicas.
+            join: Validates and joins the batches.
+            form: Returns what must be equal in all processes.
+        """
+
+    @abc.abstractmethod
+    def cancel(self) -> None:
+        """Ends the waiting of another thread for other processes, because the loop has ended."""
+
+
+class Input(abc.ABC):
+    """Which rows of the global batches a process reads and places."""
+
+    @property
+    @abc.abstractmethod
+    def is_local(self) -> bool:
+        """Whether each process reads only a part of a global batch."""
+
+    @abc.abstractmethod
+    def start(self, batches: Iterator[PyTree], order: str) -> Pass:
+        """Starts a pass.
+
+        Args:
+            batches: The batches that this process reads.
+            order: How they were shuffled, if known.
+        """
+
+    @abc.abstractmethod
+    def place(self, rows: Any) -> Any:
+        """Puts rows `(num_replicas, *shape)`, of the replicas of `num_rows`, on their devices."""
+
+    @property
+    @abc.abstractmethod
+    def num_rows(self) -> int:
+        """The number of replicas whose rows this process reads."""
+
+
+@final
+class GlobalInput(Input):
+    """Each process reads whole global batches, and places the rows of its own replicas."""
+
+    def __init__(self, replicas: ReplicaDevices) -> None:
+        self._replicas = replicas
+        self._same = SameBatches() if replicas.spans_processes else None
+
+    @property
+    def is_local(self) -> bool:
+        return False
+
+    def start(self, batches: Iterator[PyTree], order: str) -> "Pass":
+        del order  # the batches themselves are compared
+        compared = batches if self._same is None else self._same.start(batches)
+        return _GlobalPass(compared, len(self._replicas))
+
+    def place(self, rows: Any) -> Any:
+        return self._replicas.stack(rows)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._replicas)
+
+
+@final
+class _GlobalPass(Pass):
+    def __init__(self, batches: Iterator[PyTree], num_replicas: int) -> None:
+        super().__init__(batches)
+        self._num_replicas = num_replicas
+
+    def steps(self, batches: Iterator[HostBatch], plan: Plan) -> Generator[InputBatch]:
+        full, left = 0, plan.skip
+        for batch in batches:
+            is_empty = plan.skips_empty and not batch.size
+            if not is_kept(batch, self._num_replicas, plan.remainder) or is_empty:
+                continue
+            full = full or padded_size(batch.size, self._num_replicas * plan.multiple)
+            skipped = min(left, batch.size)
+            left -= skipped
+            if not skipped or skipped < batch.size:
+                rest = plan.inspected(batch.without(skipped))
+                yield InputBatch(rest, rest.size, full)
+        require_none_left(plan.skip, left)
+
+    def groups(
+        self, num: int, join: Callable[[list[PyTree]], T], form: Callable[[T], Form]
+    ) -> Generator[T]:
+        del form
+        while len(group := list(itertools.islice(self.batches, num))) == num:
+            yield join(group)
+        if group:
+            warn_of_dropped(len(group), num)
+
+    def cancel(self) -> None:
+        pass
+
+
+def require_none_left(skip: int, left: int) -> None:
+    """Checks that a pass had all examples that were to be skipped.
+
+    Raises:
+        ValueError: If some are left.
+    """
+    if left:
+        raise ValueError(
+            f"Cannot resume: {skip} examples of this epoch were already used, but the dataset "
+            f"has only {skip - left}. Resume with the dataset that the run started with."
+        )
+
+
+def warn_of_dropped(count: int, num: int, why: str = "") -> None:
+    """Warns that the last batches of a pass were too few for a step of `num` batches."""
+    warnings.warn(
+        f"Dropped the last {count} batches: each step consumes {num}, one per replica{why}. Yield "
+        f"a multiple of {num} batches to use them all.",
+        stacklevel=depth_of_user(),
+    )

@@ -1,0 +1,295 @@
+"""Local input: each process reads its own part of every global batch.
+
+A global batch is the parts of all processes, one after the other. The parts may differ in size: all
+of them are padded to the same number of rows, which the processes agree on before the step.
+"""
+
+import functools
+import itertools
+import os
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterator
+from typing import Any, final
+
+import numpy as np
+
+from mirror._src.data.arrays import ArrayDataset
+from mirror._src.data.batches import HostBatch
+from mirror._src.data.input import (
+    Input,
+    InputBatch,
+    Pass,
+    Plan,
+    T,
+    require_none_left,
+    warn_of_dropped,
+)
+from mirror._src.data.remainder import reject_keys
+from mirror._src.data.same_batches import checksum
+from mirror._src.data.source import shape_on_devices
+from mirror._src.data.step_exchange import Form, Step, StepExchange, close_at_exit
+from mirror._src.devices.replicas import ReplicaDevices
+from mirror._src.distributed import store
+from mirror._src.utils.naming import depth_of_user
+from mirror._src.utils.source_lines import line_of_user
+from mirror._src.utils.types import PyTree
+
+_datasets: dict[str, Iterator[int]] = defaultdict(itertools.count)
+
+
+@final
+class LocalInput(Input):
+    """Each process reads and places the rows of its own replicas only.
+
+    Datasets are told apart by the user's line, as in `SameBatches`.
+    """
+
+    def __init__(self, replicas: ReplicaDevices) -> None:
+        self._replicas = replicas
+        line = os.path.basename(line_of_user().partition(": ")[0])
+        self._what = f"the dataset of {line}"
+        self._key = f"local/{line}/{next(_datasets[line])}"
+        self._passes = itertools.count()
+        close_at_exit()
+
+    @property
+    def is_local(self) -> bool:
+        return True
+
+    def start(self, batches: Iterator[PyTree], order: str) -> Pass:
+        number = next(self._passes)
+        exchange = StepExchange(f"{self._key}/{number}", self._what)
+        return _LocalPass(batches, self.num_rows, exchange, order, is_first=number == 0)
+
+    def place(self, rows: Any) -> Any:
+        return self._replicas.stack_local(np.asarray(rows))
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._replicas.local_ids)
+
+
+@final
+class _LocalPass(Pass):
+    def __init__(
+        self,
+        batches: Iterator[PyTree],
+        num_replicas: int,
+        exchange: StepExchange,
+        order: str,
+        is_first: bool,
+    ) -> None:
+        super().__init__(batches)
+        self._num_replicas = num_replicas
+        self._exchange = exchange
+        self._order = order
+        self._is_first = is_first
+
+    def cancel(self) -> None:
+        self._exchange.cancel()
+
+    def steps(self, batches: Iterator[HostBatch], plan: Plan) -> Generator[InputBatch]:
+        try:
+            yield from self._steps(batches, plan)
+        finally:
+            self._exchange.close()
+
+    def _steps(self, batches: Iterator[HostBatch], plan: Plan) -> Iterator[InputBatch]:
+        per_replica, left = 0, plan.skip
+        padding = _Padding()
+        while True:
+            batch = self._next(batches, plan)
+            step = self._agreed(batch, plan)
+            if step is None or (step.has_ended and plan.remainder == "drop"):
+                break
+            if not self._is_kept(step, plan) or (plan.skips_empty and not step.total):
+                continue
+            per_replica = _grown(per_replica, self._needed(step.largest), plan.multiple)
+            rows = padding.fill(batch, functools.partial(self._exchange.form, step.form))
+            if left:
+                left -= self._skipped(left, step)
+                continue
+            yield InputBatch(rows, step.total, per_replica * self._num_replicas)
+        require_none_left(plan.skip, left)
+
+    def _next(self, batches: Iterator[HostBatch], plan: Plan) -> HostBatch | None:
+        """Returns the next part; None at the end."""
+        try:
+            batch = next(batches, None)
+            if batch is not None:
+                reject_keys(batch)
+                plan.inspected(batch)
+            return batch
+        except Exception as error:
+            self._exchange.fail(error)
+            raise
+
+    def _agreed(self, batch: HostBatch | None, plan: Plan) -> Step | None:
+        if batch is None:
+            return self._exchange.end()
+        is_first = self._is_first and batch.number == 0
+        check = _checksum(batch) if is_first else 0
+        step = self._exchange.agree(batch.size, self._form(batch, plan), check)
+        if is_first and step.is_same:
+            warnings.warn(
+                "All processes have read the same first batch, so each example counts once per "
+                "process. With input='local', every process must read its own part, for example "
+                "mirror.data.from_arrays(..., shard=(process_index, process_count)). If all of "
+                "them read the same batches, use input='global'.",
+                stacklevel=depth_of_user(),
+            )
+        return step
+
+    def _form(self, batch: HostBatch, plan: Plan) -> Form:
+        settings = f"remainder={plan.remainder!r}, multiple={plan.multiple}, group={plan.group}"
+        if plan.skip:
+            settings += f", skip={plan.skip}"
+        if self._order:
+            settings += f", {self._order}"
+        leaves = tuple(
+            (name, str(shape_on_devices((), leaf.dtype).dtype), tuple(leaf.shape[1:]))
+            for name, leaf in zip(batch.names, batch.leaves, strict=True)
+        )
+        return Form(settings, str(batch.treedef), leaves)
+
+    def _needed(self, largest: int) -> int:
+        return -(-largest // self._num_replicas)
+
+    def _is_kept(self, step: Step, plan: Plan) -> bool:
+        """Whether a step takes place; as `is_kept`, for the parts of all processes.
+
+        Raises:
+            ValueError: If it cannot be split evenly, and `remainder` is `"error"` or it is the
+                first. In all processes.
+        """
+        is_even = step.smallest == step.largest and step.smallest % self._num_replicas == 0
+        if plan.remainder == "pad" or (is_even and step.smallest):
+            return True
+        if plan.remainder == "drop" and step.number:
+            return False
+        advice = (
+            "remainder='drop' would skip this batch, but it is the first: nothing would be trained."
+            if plan.remainder == "drop"
+            else "Or set `remainder`: 'pad' yields (batch, mask), and 'drop' skips the batch."
+        )
+        raise ValueError(
+            f"Batch {step.number} has parts of different sizes, or sizes that cannot be split: "
+            f"{step.sizes}. Every process must have the same number of examples, a multiple of its "
+            f"{self._num_replicas} replicas. {advice}"
+        )
+
+    def _skipped(self, left: int, step: Step) -> int:
+        if left < step.total:
+            raise ValueError(
+                f"Cannot resume in the middle of batch {step.number}: {left} of its {step.total} "
+                "examples were already used. With input='local', resume with the number of "
+                "processes and the batch sizes that the run started with."
+            )
+        return step.total
+
+    def groups(
+        self, num: int, join: Callable[[list[PyTree]], T], form: Callable[[T], Form]
+    ) -> Generator[T]:
+        try:
+            yield from self._groups(num, join, form)
+        finally:
+            self._exchange.close()
+
+    def _groups(
+        self, num: int, join: Callable[[list[PyTree]], T], form: Callable[[T], Form]
+    ) -> Iterator[T]:
+        while True:
+            try:
+                group = list(itertools.islice(self.batches, num))
+                joined = join(group) if len(group) == num else None
+            except Exception as error:
+                self._exchange.fail(error)
+                raise
+            if joined is None:
+                step = self._exchange.end()
+            else:
+                step = self._exchange.agree(num, form(joined))
+            if step is None or step.has_ended:
+                if group:
+                    why = "" if step is None else f", in all processes ({step.sizes})"
+                    warn_of_dropped(len(group), num, why)
+                return
+            assert joined is not None
+            yield joined
+
+
+class _Padding:
+    """The example that fills the rows of a process without examples.
+
+    The last one that it has read, so that padding does not introduce NaN or Inf; zeros if there was
+    none.
+    """
+
+    def __init__(self) -> None:
+        self._last: HostBatch | None = None
+        self._example: HostBatch | None = None
+
+    def fill(self, batch: HostBatch | None, form: Callable[[], Form]) -> HostBatch:
+        """Returns the part, or one without examples in its place.
+
+        Args:
+            batch: The part; None if the data of this process have ended.
+            form: Returns the form of the parts of the other processes.
+        """
+        if batch is not None:
+            self._last = batch.first(0)
+        if batch is not None and batch.size:
+            start = batch.size - 1
+            kept = tuple(np.array(leaf[start:]) for leaf in batch.leaves)
+            self._example = batch._replace(leaves=kept, size=0)
+            return batch
+        assert self._last is not None, "a process without any batch is an error of the exchange"
+        shapes = [(dtype, shape) for _, dtype, shape in form().leaves]
+        example = self._example
+        if example is not None and [leaf.shape[1:] for leaf in example.leaves] == [
+            shape for _, shape in shapes
+        ]:
+            return example
+        zeros = tuple(np.zeros((0, *shape), dtype) for dtype, shape in shapes)
+        return self._last._replace(leaves=zeros, size=0)
+
+
+def _grown(size: int, needed: int, multiple: int) -> int:
+    """Returns the padded number of examples per replica: few different ones in a pass.
+
+    The first step determines it. If a later part is larger, it is doubled, so that the step is
+    compiled again only a few times.
+    """
+    if not size:
+        return max(-(-needed // multiple), 1) * multiple
+    while size < needed:
+        size *= 2
+    return size
+
+
+def _checksum(batch: HostBatch) -> int:
+    """Returns a checksum of all leaves."""
+    return checksum(np.asarray([checksum(np.asarray(leaf)) for leaf in batch.leaves]))
+
+
+def require_own_shard(dataset: Any, *, is_local: bool) -> None:
+    """Checks the part of each batch that a dataset of `mirror.data.from_arrays` yields.
+
+    Raises:
+        ValueError: If it is not the part of this process.
+    """
+    if not isinstance(dataset, ArrayDataset) or dataset.shard is None:
+        return
+    own = (store.process_index(), store.process_count())
+    if not is_local:
+        raise ValueError(
+            f"The dataset has shard={dataset.shard}, a part of each global batch, but "
+            "distribute_dataset expects whole global batches. Pass input='local', or make the "
+            "dataset without `shard`."
+        )
+    if dataset.shard != own:
+        raise ValueError(
+            f"The dataset has shard={dataset.shard}, but this is process {own[0]} of {own[1]}. "
+            "Pass shard=(mirror.distributed.process_index(), mirror.distributed.process_count())."
+        )

@@ -1,0 +1,386 @@
+"""The processes agree on each step of a local input: how many examples each of them has read.
+
+A process that has fewer batches than the others would leave them in a step that it never joins, and
+a process with fewer examples would run another program. So each one says what it has read before
+the step, through the coordination service and not through the devices. Process 0 compares, so that
+there are two messages per process and step, not one per pair.
+"""
+
+import atexit
+import hashlib
+import itertools
+import json
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple, final
+
+from mirror._src.distributed import store
+from mirror._src.distributed.failures import first_failure
+from mirror._src.distributed.start import agreement_secs
+from mirror._src.utils.errors import counted, first_line
+
+_POLL_SECS = 0.25  # between two looks at whether the others still read
+_MARGIN_SECS = 5.0
+_END_SECS = 2.0
+_TEXT_LENGTH = 2000
+_MOST_SHOWN = 8
+_ERRORS: dict[str, type[Exception]] = {"RuntimeError": RuntimeError, "ValueError": ValueError}
+
+_open: "weakref.WeakSet[StepExchange]" = weakref.WeakSet()
+_closed: "deque[str]" = deque(maxlen=100)
+_lock = threading.Lock()
+
+
+class Form(NamedTuple):
+    """The properties of a part that must be equal in all processes.
+
+    Attributes:
+        settings: Options of the dataset.
+        structure: Structure of the tree.
+        leaves: Name, dtype on the devices and shape of an example, of each leaf.
+    """
+
+    settings: str
+    structure: str
+    leaves: tuple[tuple[str, str, tuple[int, ...]], ...]
+
+    @property
+    def lines(self) -> dict[str, str]:
+        """The properties by name, for messages."""
+        shapes = {
+            name: f"{dtype}[{','.join(map(str, shape))}] per example"
+            for name, dtype, shape in self.leaves
+        }
+        return {"options": self.settings, "structure": self.structure, **shapes}
+
+    @property
+    def text(self) -> str:
+        return json.dumps(self)
+
+    @classmethod
+    def from_text(cls, text: str) -> "Form":
+        """Returns the form of a `text`."""
+        settings, structure, leaves = json.loads(text)
+        return cls(settings, structure, tuple((n, d, tuple(shape)) for n, d, shape in leaves))
+
+
+class Part(NamedTuple):
+    """What a process has read for a step.
+
+    Attributes:
+        size: Number of examples; None if its data have ended.
+        form: Digest of the form.
+        checksum: Of the values, in the first step.
+        error: Why the process cannot read.
+    """
+
+    size: int | None
+    form: str = ""
+    checksum: int = 0
+    error: str = ""
+
+
+class Step(NamedTuple):
+    """What all processes together have read for a step.
+
+    Attributes:
+        number: Number of the step in its pass, from 0.
+        total: Number of examples.
+        largest: Number of examples of the process that has most.
+        smallest: Number of examples of the process that has fewest; 0 if its data have ended.
+        has_ended: Whether the data of some process have ended.
+        sizes: Number of examples of each process, for messages.
+        form: Digest of the form.
+        is_same: Whether all processes have read the same values.
+    """
+
+    number: int
+    total: int
+    largest: int
+    smallest: int
+    has_ended: bool
+    sizes: str
+    form: str
+    is_same: bool
+
+
+class ClosedError(Exception):
+    """Raised in the thread that reads, if its loop has ended."""
+
+
+class _AbsentError(Exception):
+    """Raised if a process does not say what it has read."""
+
+
+@final
+class StepExchange:
+    """The agreement on the steps of one pass.
+
+    Args:
+        root: Key of the pass, equal in all processes.
+        what: The dataset, for messages.
+    """
+
+    def __init__(self, root: str, what: str) -> None:
+        self._root, self._what = root, what
+        self._me, self._count = store.process_index(), store.process_count()
+        self._number = 0
+        self._forms: dict[str, Form] = {}
+        self._is_cancelled = threading.Event()
+        self._busy = threading.RLock()
+        self._has_posted = False
+        if self._me == 0:
+            _sweep(self._count)
+        _open.add(self)
+
+    def agree(self, size: int, form: Form, checksum: int = 0) -> Step:
+        """Says that this process has read its part of the next step; every process must come.
+
+        Raises:
+            RuntimeError: If a process cannot read, has stopped reading, or does not come in time.
+            ValueError: If the parts have different forms, or a process has no part at all.
+            ClosedError: If the loop of this process has ended.
+        """
+        text = form.text
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        if digest not in self._forms:
+            self._forms[digest] = form
+            with self._busy:
+                self._require_open()
+                store.propose(f"{self._root}/form/{digest}", text)
+        step = self._exchange(Part(size, digest, checksum))
+        assert step is not None
+        return step
+
+    def end(self) -> Step | None:
+        """Says that the data of this process have ended; None if those of all have.
+
+        Raises as `agree` does.
+        """
+        return self._exchange(Part(None))
+
+    def fail(self, error: Exception) -> None:
+        """Says that this process cannot read its part, so that the others raise an error."""
+        text = f"{type(error).__name__}: {first_line(error)}"[:_TEXT_LENGTH]
+        with self._busy:
+            self._require_open()
+            number, self._number = self._number, self._number + 1
+            if self._me == 0:
+                self._post(f"{number}/verdict", self._failure(0, text))
+            else:
+                self._post(f"{number}/{self._me}", Part(None, error=text))
+
+    def form(self, digest: str) -> Form:
+        """Returns a form that some process has posted in this pass."""
+        if digest not in self._forms:
+            with self._busy:
+                text = self._wait(f"form/{digest}", 0, time.monotonic() + agreement_secs())
+            self._forms[digest] = Form.from_text(text)
+        return self._forms[digest]
+
+    def cancel(self) -> None:
+        """Ends the waiting of another thread, because the loop has ended."""
+        self._is_cancelled.set()
+
+    def close(self) -> None:
+        """Says that this process reads no further; its keys are deleted once all have said so."""
+        _open.discard(self)
+        with self._busy:
+            if self._has_posted and not _has_exited.is_set():
+                store.propose(f"{self._root}/closed/{self._me}", "")
+                if self._me == 0:
+                    with _lock:
+                        _closed.append(self._root)
+            self._is_cancelled.set()
+
+    def join(self, timeout: float) -> None:
+        """Waits until no thread uses the store."""
+        if self._busy.acquire(timeout=timeout):
+            self._busy.release()
+
+    def _exchange(self, part: Part) -> Step | None:
+        number, self._number = self._number, self._number + 1
+        with self._busy:
+            self._require_open()
+            deadline = time.monotonic() + agreement_secs()
+            if self._me == 0:
+                verdict = self._judged(number, part, deadline)
+            else:
+                self._post(f"{number}/{self._me}", part)
+                verdict = self._verdict(number, deadline + _MARGIN_SECS)
+        if "error" in verdict:
+            raise _ERRORS[verdict["kind"]](verdict["error"])
+        return Step(number, **verdict) if verdict else None
+
+    def _judged(self, number: int, part: Part, deadline: float) -> dict[str, Any]:
+        """Compares the parts of all processes, and posts the verdict."""
+        parts = [part]
+        try:
+            for i in range(1, self._count):
+                parts.append(Part(*json.loads(self._wait(f"{number}/{i}", i, deadline))))
+            verdict = self._compared(parts)
+        except _AbsentError as error:
+            verdict = {"kind": "RuntimeError", "error": str(error)}
+        self._post(f"{number}/verdict", verdict)
+        if number and "error" not in verdict:  # every process has read the last verdict
+            store.delete(f"{self._root}/{number - 1}/")
+        return verdict
+
+    def _verdict(self, number: int, deadline: float) -> dict[str, Any]:
+        try:
+            return dict(json.loads(self._wait(f"{number}/verdict", 0, deadline)))
+        except _AbsentError as error:
+            raise RuntimeError(str(error)) from None
+
+    def _compared(self, parts: Sequence[Part]) -> dict[str, Any]:
+        """Returns the verdict: an error, the fields of a `Step`, or nothing at the end."""
+        batch = f"batch {self._number - 1} of {self._what}"
+        for i, part in enumerate(parts):
+            if part.error:
+                return self._failure(i, part.error)
+        ended = [i for i, part in enumerate(parts) if part.size is None]
+        if len(ended) == len(parts):
+            return {}
+        if ended and self._number == 1:
+            return {
+                "kind": "ValueError",
+                "error": f"Process {ended[0]} has no batch in this pass over {self._what}, but "
+                "other processes have. Yield an empty batch, for example "
+                "{'x': np.zeros((0, 3), 'float32')}, where a process has no examples.",
+            }
+        forms = {part.form: i for i, part in reversed(list(enumerate(parts))) if part.form}
+        first, *others = sorted(forms, key=lambda form: forms[form])
+        if others:
+            return {
+                "kind": "ValueError",
+                "error": self._difference(batch, forms[first], first, forms[others[0]], others[0]),
+            }
+        sizes = [part.size or 0 for part in parts]
+        return {
+            "total": sum(sizes),
+            "largest": max(sizes),
+            "smallest": min(sizes),
+            "has_ended": bool(ended),
+            "sizes": _shown(parts),
+            "form": first,
+            "is_same": all(p.size for p in parts) and len({p.checksum for p in parts}) == 1,
+        }
+
+    def _failure(self, process: int, error: str) -> dict[str, Any]:
+        return {
+            "kind": "RuntimeError",
+            "error": f"Process {process} could not read its part of batch {self._number - 1} of "
+            f"{self._what}: {error}. All processes stop here; the output of process {process} "
+            "shows where it failed.",
+        }
+
+    def _difference(self, batch: str, a: int, form_a: str, b: int, form_b: str) -> str:
+        lines_a, lines_b = self.form(form_a).lines, self.form(form_b).lines
+        names = [n for n in {**lines_a, **lines_b} if lines_a.get(n) != lines_b.get(n)]
+        if len(names) > 1 and "structure" in names:
+            names.remove("structure")  # the leaves say more
+        shown = [
+            f"  {name}: {lines_a.get(name, 'missing')} on process {a}, "
+            f"{lines_b.get(name, 'missing')} on process {b}"
+            for name in names[:_MOST_SHOWN]
+        ]
+        return (
+            f"Processes {a} and {b} have read parts of {batch} that do not belong together:\n"
+            + "\n".join(shown)
+            + "\nEvery process must yield batches with the same keys, dtypes and shapes of an "
+            "example, and distribute its dataset with the same options."
+        )
+
+    def _wait(self, key: str, process: int, deadline: float) -> str:
+        """Returns the text that a process posts under a key of this pass.
+
+        Raises:
+            _AbsentError: If it will not post it.
+        """
+        while True:
+            self._require_open()
+            next_look = min(deadline, time.monotonic() + _POLL_SECS)
+            text = store.read(f"{self._root}/{key}", next_look)
+            if text is not None:
+                return text
+            reason = self._reason(process, deadline)
+            if reason:
+                # It may have been posted before the process stopped.
+                text = store.read(f"{self._root}/{key}", time.monotonic())
+                if text is not None:
+                    return text
+                raise _AbsentError(reason)
+
+    def _reason(self, process: int, deadline: float) -> str:
+        """Returns why there is no point in waiting for a process any longer, or ""."""
+        failed = first_failure()
+        if failed is not None and failed[0] != self._me:
+            return f"Process {failed[0]} has failed: {failed[1]}"
+        next_batch = f"batch {self._number - 1} of {self._what}"
+        if str(process) in store.read_all(f"{self._root}/closed"):
+            return (
+                f"Process {process} has stopped iterating over {self._what}, but process "
+                f"{self._me} waits for {next_batch}. With input='local', every process must take "
+                "the same number of batches: end the loop after the same batch on all of them."
+            )
+        if time.monotonic() < deadline:
+            return ""
+        return (
+            f"Process {process} has not read {next_batch} within {agreement_secs():g} s, for which "
+            f"process {self._me} waits. With input='local', every process must iterate over the "
+            "dataset, not only the chief. If reading is only slow, wait longer: "
+            "mirror.distributed.initialize(agreement_secs=...)."
+        )
+
+    def _post(self, key: str, message: Any) -> None:
+        self._has_posted = True
+        store.overwrite(f"{self._root}/{key}", json.dumps(message))
+
+    def _require_open(self) -> None:
+        if self._is_cancelled.is_set():
+            raise ClosedError
+
+
+def _shown(parts: Sequence[Part]) -> str:
+    """Returns `4 on process 0, 3 on process 1, none left on process 2`."""
+    shown = [
+        f"{'none left' if part.size is None else part.size} on process {i}"
+        for i, part in enumerate(parts[:_MOST_SHOWN])
+    ]
+    more = len(parts) - _MOST_SHOWN
+    return ", ".join(shown) + (f" and {counted(more, 'more process')}" if more > 0 else "")
+
+
+def _sweep(count: int) -> None:
+    """Deletes the keys of passes that all processes have left."""
+    with _lock:
+        for root in list(_closed):
+            if len(store.read_all(f"{root}/closed")) == count:
+                store.delete(f"{root}/")
+                _closed.remove(root)
+
+
+_has_exited = threading.Event()
+_registered = itertools.count()
+
+
+def close_at_exit() -> None:
+    """Makes sure that no thread uses the store once JAX has closed it, at the end of the process.
+
+    Called in a job of several processes, so that it ends the threads before JAX's own function.
+    """
+    if next(_registered) == 0:
+        atexit.register(_end_all)
+
+
+def _end_all() -> None:
+    _has_exited.set()
+    exchanges = list(_open)
+    for exchange in exchanges:
+        exchange.cancel()
+    deadline = time.monotonic() + _END_SECS
+    for exchange in exchanges:
+        exchange.join(max(deadline - time.monotonic(), 0.01))
