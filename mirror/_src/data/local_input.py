@@ -133,10 +133,10 @@ class _LocalPass(Pass):
         step = self._exchange.agree(batch.size, self._form(batch, plan), check)
         if is_first and step.is_same:
             warnings.warn(
-                "All processes have read the same first batch, so each example counts once per "
-                "process. With input='local', every process must read its own part, for example "
-                "mirror.data.from_arrays(..., shard=(process_index, process_count)). If all of "
-                "them read the same batches, use input='global'.",
+                f"All processes have read the same first batch of {self._exchange.what}, so each "
+                "example counts once per process. With input='local', every process must read its "
+                "own part, for example mirror.data.from_arrays(..., shard=(process_index, "
+                "process_count)). If all of them read the same batches, use input='global'.",
                 stacklevel=depth_of_user(),
             )
         return step
@@ -171,7 +171,7 @@ class _LocalPass(Pass):
         advice = (
             "remainder='drop' would skip this batch, but it is the first: nothing would be trained."
             if plan.remainder == "drop"
-            else "Or set `remainder`: 'pad' yields (batch, mask), and 'drop' skips the batch."
+            else "Or pass remainder='pad', with which a loop receives (batch, mask), or 'drop'."
         )
         raise ValueError(
             f"Batch {step.number} has parts of different sizes, or sizes that cannot be split: "

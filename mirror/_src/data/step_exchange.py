@@ -24,6 +24,7 @@ from mirror._src.utils.errors import counted, first_line
 
 _POLL_SECS = 0.25  # between two looks at whether the others still read
 _MARGIN_SECS = 5.0
+_REPORT_SECS = 0.75  # for an error to be posted
 _END_SECS = 2.0
 _TEXT_LENGTH = 2000
 _MOST_SHOWN = 8
@@ -122,16 +123,20 @@ class StepExchange:
     Args:
         root: Key of the pass, equal in all processes.
         what: The dataset, for messages.
+
+    Attributes:
+        what: The dataset, for messages.
     """
 
     def __init__(self, root: str, what: str) -> None:
-        self._root, self._what = root, what
+        self._root, self.what = root, what
         self._me, self._count = store.process_index(), store.process_count()
         self._number = 0
         self._forms: dict[str, Form] = {}
         self._is_cancelled = threading.Event()
         self._busy = threading.RLock()
         self._has_posted = False
+        self._closed_since: float | None = None
         if self._me == 0:
             _sweep(self._count)
         _open.add(self)
@@ -237,7 +242,7 @@ class StepExchange:
 
     def _compared(self, parts: Sequence[Part]) -> dict[str, Any]:
         """Returns the verdict: an error, the fields of a `Step`, or nothing at the end."""
-        batch = f"batch {self._number - 1} of {self._what}"
+        batch = f"batch {self._number - 1} of {self.what}"
         for i, part in enumerate(parts):
             if part.error:
                 return self._failure(i, part.error)
@@ -247,7 +252,7 @@ class StepExchange:
         if ended and self._number == 1:
             return {
                 "kind": "ValueError",
-                "error": f"Process {ended[0]} has no batch in this pass over {self._what}, but "
+                "error": f"Process {ended[0]} has no batch in this pass over {self.what}, but "
                 "other processes have. Yield an empty batch, for example "
                 "{'x': np.zeros((0, 3), 'float32')}, where a process has no examples.",
             }
@@ -273,7 +278,7 @@ class StepExchange:
         return {
             "kind": "RuntimeError",
             "error": f"Process {process} could not read its part of batch {self._number - 1} of "
-            f"{self._what}: {error}. All processes stop here; the output of process {process} "
+            f"{self.what}: {error}. All processes stop here; the output of process {process} "
             "shows where it failed.",
         }
 
@@ -319,20 +324,24 @@ class StepExchange:
         failed = first_failure()
         if failed is not None and failed[0] != self._me:
             return f"Process {failed[0]} has failed: {failed[1]}"
-        next_batch = f"batch {self._number - 1} of {self._what}"
+        number = self._number - 1
         if str(process) in store.read_all(f"{self._root}/closed"):
+            # An exception in its loop closes the pass before it is reported.
+            self._closed_since = self._closed_since or time.monotonic()
+            if time.monotonic() < self._closed_since + _REPORT_SECS:
+                return ""
             return (
-                f"Process {process} has stopped iterating over {self._what}, but process "
-                f"{self._me} waits for {next_batch}. With input='local', every process must take "
+                f"Process {process} has stopped iterating over {self.what}, but process "
+                f"{self._me} waits for batch {number}. With input='local', every process must take "
                 "the same number of batches: end the loop after the same batch on all of them."
             )
         if time.monotonic() < deadline:
             return ""
         return (
-            f"Process {process} has not read {next_batch} within {agreement_secs():g} s, for which "
-            f"process {self._me} waits. With input='local', every process must iterate over the "
-            "dataset, not only the chief. If reading is only slow, wait longer: "
-            "mirror.distributed.initialize(agreement_secs=...)."
+            f"Process {process} has not read batch {number} of {self.what} within "
+            f"{agreement_secs():g} s, for which process {self._me} waits. With input='local', "
+            "every process must iterate over the dataset, not only the chief. If reading is only "
+            "slow, wait longer: mirror.distributed.initialize(agreement_secs=...)."
         )
 
     def _post(self, key: str, message: Any) -> None:
