@@ -17,7 +17,8 @@ import mirror
 from mirror._src.data import local_input, step_exchange
 from mirror._src.data.batches import host_batches
 from mirror._src.data.input import Plan
-from mirror._src.data.step_exchange import ClosedError, Form, StepExchange
+from mirror._src.data.parts import Form
+from mirror._src.data.step_exchange import ClosedError, StepExchange
 from mirror._src.distributed import store
 from tests.support import processes
 from tests.support.messages import assert_message, raises
@@ -430,7 +431,7 @@ def test_wrong_shards_are_rejected(shard, error, fix):
 
 # ---- several processes
 
-NUM_CHECKS = 22
+NUM_CHECKS = 23
 ON_FOUR = (
     "parts_of_unequal_sizes_are_used_once",
     "growing_parts_have_few_shapes",
@@ -462,11 +463,6 @@ def test_four_processes_with_one_device():
         assert output.count("passed ") == len(ON_FOUR), output
 
 
-def test_shards_of_grain():
-    """`ShardByJaxProcess`, and slices of a `MapDataset`."""
-    assert all("passed grain_shards" in output for output in checked("grain"))
-
-
 @pytest.mark.dev("torch")
 def test_samplers_of_torch():
     """`DistributedSampler`, with the processes as its replicas."""
@@ -492,7 +488,7 @@ for i, batch in enumerate(strategy.distribute_dataset(endless(), input="local"))
 """
 
 
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("who", [pytest.param(0, marks=pytest.mark.long), 1])
 @pytest.mark.parametrize("how", ["raises", "is killed"])
 def test_processes_do_not_wait_for_one_that_has_ended(who, how):
     """JAX itself ends the others of a process that was killed, with a message that names it."""

@@ -4,6 +4,7 @@ import sys
 import time
 import warnings
 
+import grain
 import jax
 import numpy as np
 import optax
@@ -518,9 +519,8 @@ def torch_sampler():
     loaders_train(DataLoader(EXAMPLES, batch_size=8 // count, sampler=sampler))
 
 
-def grain_shards():
-    import grain
-
+@check
+def shards_of_grain():
     options = grain.sharding.ShardByJaxProcess(drop_remainder=True)
     sampler = grain.samplers.IndexSampler(
         len(EXAMPLES), shard_options=options, shuffle=True, num_epochs=1, seed=0
@@ -546,7 +546,7 @@ def no_keys_are_left():
 
 
 ran = []
-OPTIONAL = {"torch": torch_sampler, "grain": grain_shards}
+OPTIONAL = {"torch": torch_sampler}
 wanted = sys.argv[1:]
 for each in [OPTIONAL[name] for name in wanted if name in OPTIONAL] or CHECKS:
     if set(wanted) - set(OPTIONAL) and each.__name__ not in wanted:

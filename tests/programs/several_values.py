@@ -175,11 +175,6 @@ def datasets():
     assert total == sum(b.sum() for b in batches)
     (batch,) = strategy.distribute_dataset([np.arange(2 * n)])
     assert [v.tolist() for v in batch.values] == [[2 * i, 2 * i + 1] for i in mine]
-    refused(
-        NotImplementedError,
-        lambda: strategy.distribute_datasets_from_function(lambda c: []),
-        "distribute_dataset",
-    )
 
 
 @check

@@ -1,4 +1,4 @@
-"""How a process takes part in the global batches of a dataset, and the usual way: reads all."""
+"""The rows of the global batches that a process reads: by default, all of them."""
 
 import abc
 import itertools
@@ -9,9 +9,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, final
 import numpy as np
 
 from mirror._src.data.batches import HostBatch
+from mirror._src.data.parts import Form
 from mirror._src.data.remainder import Remainder, is_kept, mask_of, padded, padded_size
 from mirror._src.data.same_batches import SameBatches
-from mirror._src.data.step_exchange import Form
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.utils.naming import depth_of_user
 from mirror._src.utils.types import PyTree
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Plan(NamedTuple):
-    """What becomes of the batches of a pass.
+    """Options for the batches of a pass.
 
     Attributes:
         remainder: How to handle a batch that cannot be split evenly.
@@ -86,7 +86,7 @@ class Pass(abc.ABC):
 
         Args:
             batches: `self.batches` after validation.
-            plan: What becomes of them.
+            plan: Options for them.
         """
 
     @abc.abstractmethod
@@ -107,7 +107,7 @@ class Pass(abc.ABC):
 
 
 class Input(abc.ABC):
-    """Which rows of the global batches a process reads and places."""
+    """Base class for the ways in which processes read global batches."""
 
     @property
     @abc.abstractmethod
@@ -120,12 +120,12 @@ class Input(abc.ABC):
 
         Args:
             batches: The batches that this process reads.
-            order: How they were shuffled, if known.
+            order: Description of the order, if known.
         """
 
     @abc.abstractmethod
     def place(self, rows: Any) -> Any:
-        """Puts rows `(num_replicas, *shape)`, of the replicas of `num_rows`, on their devices."""
+        """Puts rows `(num_rows, *shape)` on the devices of their replicas."""
 
     @property
     @abc.abstractmethod

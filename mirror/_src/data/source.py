@@ -53,7 +53,7 @@ class Source:
 
     @property
     def order(self) -> str:
-        """How the next pass is shuffled, or "" if it is not known."""
+        """Description of the order of the next pass, or "" if it is unknown."""
         return self._dataset.order if isinstance(self._dataset, ArrayDataset) else ""
 
     def start(self) -> Iterator[PyTree]:

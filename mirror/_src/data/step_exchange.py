@@ -15,8 +15,9 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
+from mirror._src.data.parts import Form, Part, Step
 from mirror._src.distributed import store
 from mirror._src.distributed.failures import first_failure
 from mirror._src.distributed.start import agreement_secs
@@ -33,79 +34,6 @@ _ERRORS: dict[str, type[Exception]] = {"RuntimeError": RuntimeError, "ValueError
 _open: "weakref.WeakSet[StepExchange]" = weakref.WeakSet()
 _closed: "deque[str]" = deque(maxlen=100)
 _lock = threading.Lock()
-
-
-class Form(NamedTuple):
-    """The properties of a part that must be equal in all processes.
-
-    Attributes:
-        settings: Options of the dataset.
-        structure: Structure of the tree.
-        leaves: Name, dtype on the devices and shape of an example, of each leaf.
-    """
-
-    settings: str
-    structure: str
-    leaves: tuple[tuple[str, str, tuple[int, ...]], ...]
-
-    @property
-    def lines(self) -> dict[str, str]:
-        """The properties by name, for messages."""
-        shapes = {
-            name: f"{dtype}[{','.join(map(str, shape))}] per example"
-            for name, dtype, shape in self.leaves
-        }
-        return {"options": self.settings, "structure": self.structure, **shapes}
-
-    @property
-    def text(self) -> str:
-        return json.dumps(self)
-
-    @classmethod
-    def from_text(cls, text: str) -> "Form":
-        """Returns the form of a `text`."""
-        settings, structure, leaves = json.loads(text)
-        return cls(settings, structure, tuple((n, d, tuple(shape)) for n, d, shape in leaves))
-
-
-class Part(NamedTuple):
-    """What a process has read for a step.
-
-    Attributes:
-        size: Number of examples; None if its data have ended.
-        form: Digest of the form.
-        checksum: Of the values, in the first step.
-        error: Why the process cannot read.
-    """
-
-    size: int | None
-    form: str = ""
-    checksum: int = 0
-    error: str = ""
-
-
-class Step(NamedTuple):
-    """What all processes together have read for a step.
-
-    Attributes:
-        number: Number of the step in its pass, from 0.
-        total: Number of examples.
-        largest: Number of examples of the process that has most.
-        smallest: Number of examples of the process that has fewest; 0 if its data have ended.
-        has_ended: Whether the data of some process have ended.
-        sizes: Number of examples of each process, for messages.
-        form: Digest of the form.
-        is_same: Whether all processes have read the same values.
-    """
-
-    number: int
-    total: int
-    largest: int
-    smallest: int
-    has_ended: bool
-    sizes: str
-    form: str
-    is_same: bool
 
 
 class ClosedError(Exception):
@@ -133,7 +61,7 @@ class StepExchange:
         self._me, self._count = store.process_index(), store.process_count()
         self._number = 0
         self._forms: dict[str, Form] = {}
-        self._is_cancelled = threading.Event()
+        self._is_canceled = threading.Event()
         self._busy = threading.RLock()
         self._has_posted = False
         self._closed_since: float | None = None
@@ -161,9 +89,15 @@ class StepExchange:
         return step
 
     def end(self) -> Step | None:
-        """Says that the data of this process have ended; None if those of all have.
+        """Says that the data of this process have ended; every process must come.
 
-        Raises as `agree` does.
+        Returns:
+            The step of the other processes; None if the data of all processes have ended.
+
+        Raises:
+            RuntimeError: As `agree`.
+            ValueError: As `agree`.
+            ClosedError: As `agree`.
         """
         return self._exchange(Part(None))
 
@@ -188,7 +122,7 @@ class StepExchange:
 
     def cancel(self) -> None:
         """Ends the waiting of another thread, because the loop has ended."""
-        self._is_cancelled.set()
+        self._is_canceled.set()
 
     def close(self) -> None:
         """Says that this process reads no further; its keys are deleted once all have said so."""
@@ -199,7 +133,7 @@ class StepExchange:
                 if self._me == 0:
                     with _lock:
                         _closed.append(self._root)
-            self._is_cancelled.set()
+            self._is_canceled.set()
 
     def join(self, timeout: float) -> None:
         """Waits until no thread uses the store."""
@@ -293,7 +227,7 @@ class StepExchange:
             for name in names[:_MOST_SHOWN]
         ]
         return (
-            f"Processes {a} and {b} have read parts of {batch} that do not belong together:\n"
+            f"The parts of {batch} in processes {a} and {b} do not belong together:\n"
             + "\n".join(shown)
             + "\nEvery process must yield batches with the same keys, dtypes and shapes of an "
             "example, and distribute its dataset with the same options."
@@ -349,7 +283,7 @@ class StepExchange:
         store.overwrite(f"{self._root}/{key}", json.dumps(message))
 
     def _require_open(self) -> None:
-        if self._is_cancelled.is_set():
+        if self._is_canceled.is_set():
             raise ClosedError
 
 

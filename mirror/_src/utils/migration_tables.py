@@ -280,7 +280,8 @@ OTHER = Table(
         ("`tf.data`, `tf.data.Dataset`", "pass it directly, or use `mirror.data.from_arrays`"),
         (
             "`tf.data.experimental.AutoShardPolicy`",
-            "- `strategy.distribute_dataset` splits every global batch",
+            '`OFF`: `strategy.distribute_dataset(data, input="local")`, for `DATA` with '
+            "`mirror.data.from_arrays(..., shard=(index, count))`",
         ),
         ("`tf.train.ClusterSpec`", "`mirror.distributed.ClusterSpec`"),
         ("`tf.distribute.cluster_resolver`", "`mirror.distributed.TFConfigClusterResolver`"),
@@ -359,7 +360,8 @@ PYTORCH = Table(
         (
             "`DistributedSampler`, `set_epoch`",
             "`strategy.distribute_dataset(loader)`: global batches, each example once; `fit` "
-            "passes the epoch to the sampler",
+            "passes the epoch to the sampler. In several processes, pass a loader with a sampler and "
+            '`input="local"`',
         ),
         (
             "`DataLoader`, `TensorDataset`",
