@@ -431,7 +431,7 @@ def test_wrong_shards_are_rejected(shard, error, fix):
 
 # ---- several processes
 
-NUM_CHECKS = 23
+NUM_CHECKS = 24
 ON_FOUR = (
     "parts_of_unequal_sizes_are_used_once",
     "growing_parts_have_few_shapes",
