@@ -17,7 +17,7 @@ import mirror
 from mirror._src.data import local_input, step_exchange
 from mirror._src.data.batches import host_batches
 from mirror._src.data.input import Plan
-from mirror._src.data.parts import Form
+from mirror._src.data.parts import Form, Part
 from mirror._src.data.step_exchange import ClosedError, StepExchange
 from mirror._src.distributed import store
 from tests.support import processes
@@ -103,6 +103,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(step_exchange, "_MARGIN_SECS", 0.5)
     monkeypatch.setattr(step_exchange, "_POLL_SECS", 0.02)
     monkeypatch.setattr(step_exchange, "_REPORT_SECS", 0.1)
+    monkeypatch.setattr(step_exchange, "_END_SECS", 0.5)
     step_exchange._closed.clear()
 
 
@@ -136,6 +137,37 @@ def test_processes_agree_on_each_step_until_the_last_one_has_ended():
     ]
     assert others == [first, first]
     assert first[1].sizes == "4 on process 0, none left on process 1, 0 on process 2"
+
+
+def test_the_shapes_of_other_processes_are_read_if_the_data_have_ended():
+    found = []
+
+    def ended():
+        exchange = StepExchange("local/train.py:7/0/0", "the dataset of train.py:7")
+        exchange.agree(4, FORM)
+        step = exchange.end()
+        found.append(exchange.form(step.form))
+        with raises(RuntimeError, names=["Process 1", "train.py:7"]):
+            exchange.form("of no process")
+        assert exchange.end() is None
+        exchange.close()
+
+    longer = FORM._replace(leaves=(("batch['x']", "float32", (9,)),))
+
+    def longer_examples():
+        exchange = StepExchange("local/train.py:7/0/0", "the dataset of train.py:7")
+        exchange.agree(4, FORM)
+        exchange.agree(4, longer)
+        assert exchange.end() is None
+        exchange.close()
+
+    assert MemoryStore(2).run(longer_examples, ended) == [None, None]
+    assert found == [longer]
+
+
+def test_sizes_of_many_processes_are_short():
+    parts = [Part(i) for i in range(10)]
+    assert step_exchange._shown(parts).endswith("7 on process 7 and 2 more")
 
 
 def test_the_store_does_not_grow():
@@ -431,7 +463,7 @@ def test_wrong_shards_are_rejected(shard, error, fix):
 
 # ---- several processes
 
-NUM_CHECKS = 23
+NUM_CHECKS = 24
 ON_FOUR = (
     "parts_of_unequal_sizes_are_used_once",
     "growing_parts_have_few_shapes",

@@ -353,9 +353,7 @@ def loss_fn(model, batch):
 
 def trainer_of(strategy, **options):
     with strategy.scope():
-        model = nnx.Sequential(
-            nnx.Linear(3, 4, rngs=nnx.Rngs(0)), nnx.Linear(4, 1, rngs=nnx.Rngs(1))
-        )
+        model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
         return mirror.Trainer(model, optax.sgd(0.05, momentum=0.9), loss_fn, **options)
 
 
@@ -380,30 +378,31 @@ def sharded(batch_size=8, **options):
     return mirror.data.from_arrays(ARRAYS, batch_size, shard=(me, count), **options)
 
 
-# Options of the trainer, and the global batch size: the last batch is short.
-CONFIGURATIONS = [({}, 8), ({"accumulate_steps": 2, "steps_per_execution": 3}, 10)]
+def trained_on_shards(batch_size, **options):
+    """Trains with local and global input and alone; the last batch is short."""
+    whole = mirror.data.from_arrays(ARRAYS, batch_size, shuffle=True, seed=3)
+    ours, globally = trainer_of(strategy, **options), trainer_of(strategy, **options)
+    history = ours.fit(padded(sharded(batch_size, shuffle=True, seed=3)), epochs=3, progress=False)
+    globally.fit(whole, epochs=3, progress=False)
+    strategy.check_mirrored((ours.model, ours.optimizer))  # bitwise, in all processes
+    close(ours, globally)
+    if strategy.is_chief:
+        alone = trainer_of(one, **options)
+        wanted = alone.fit(whole, epochs=3, progress=False)
+        close(ours, alone)
+        np.testing.assert_allclose(history["loss"], wanted["loss"], rtol=1e-5)
+        assert history["large"] == wanted["large"], "counts are exact"
+        assert ours._position.step == alone._position.step
 
 
 @check
 def training_on_shards_equals_training_on_whole_batches():
-    for options, batch_size in CONFIGURATIONS:
-        whole = mirror.data.from_arrays(ARRAYS, batch_size, shuffle=True, seed=3)
-        trainers, histories = [], []
-        for each, data in (
-            (strategy, padded(sharded(batch_size, shuffle=True, seed=3))),
-            (strategy, whole),
-            (one, whole),
-        ):
-            trainers.append(trainer_of(each, **options))
-            histories.append(trainers[-1].fit(data, epochs=3, progress=False))
-        ours, globally, alone = trainers
-        strategy.check_mirrored((ours.model, ours.optimizer))
-        close(ours, globally)
-        close(ours, alone)
-        a, _, b = histories
-        np.testing.assert_allclose(a["loss"], b["loss"], rtol=1e-5)
-        assert a["large"] == b["large"], "counts are exact"
-        assert ours._position.step == alone._position.step
+    trained_on_shards(8)
+
+
+@check
+def training_on_shards_with_options_of_the_trainer():
+    trained_on_shards(10, accumulate_steps=2, steps_per_execution=3)
 
 
 @check
@@ -424,11 +423,14 @@ def training_on_unequal_parts_equals_training_on_their_union():
         for j in range(5)
         if any(len(of) > j for of in parts)
     ]
-    ours, alone = trainer_of(strategy), trainer_of(one)
+    ours = trainer_of(strategy)
     ours.fit(padded(parts[me]), epochs=2, progress=False)
-    alone.fit(union, epochs=2, progress=False)
-    assert ours._position.step == alone._position.step == 10
-    close(ours, alone)
+    strategy.check_mirrored((ours.model, ours.optimizer))
+    if strategy.is_chief:
+        alone = trainer_of(one)
+        alone.fit(union, epochs=2, progress=False)
+        assert ours._position.step == alone._position.step == 10
+        close(ours, alone)
 
 
 @check
@@ -496,16 +498,17 @@ def passes_of_a_number_of_steps():
 
 
 def loaders_train(loader):
-    ours, alone = trainer_of(strategy), trainer_of(one)
+    ours = trainer_of(strategy)
     ours.fit(padded(loader), epochs=1, progress=False)
     seen = ours.predict(lambda model, batch: batch["x"][:, 0], padded(loader))
     assert sorted(seen.tolist()) == sorted(ARRAYS["x"][:48, 0].tolist()), "each example once"
-    union = [{"x": seen[i : i + 8, None], "y": seen[i : i + 8]} for i in range(0, 48, 8)]
-    index = {float(row[0]): i for i, row in enumerate(ARRAYS["x"])}
-    for batch in union:
-        order = [index[float(x[0])] for x in batch["x"]]
-        alone.fit([{name: a[order] for name, a in ARRAYS.items()}], progress=False)
-    close(ours, alone)
+    if strategy.is_chief:
+        index = {float(row[0]): i for i, row in enumerate(ARRAYS["x"])}
+        order = [index[float(x)] for x in seen]
+        in_order = {name: rows[order] for name, rows in ARRAYS.items()}
+        alone = trainer_of(one)
+        alone.fit(mirror.data.from_arrays(in_order, 8), progress=False)
+        close(ours, alone)
 
 
 EXAMPLES = [{"x": ARRAYS["x"][i], "y": ARRAYS["y"][i]} for i in range(48)]

@@ -21,7 +21,7 @@ from mirror._src.data.parts import Form, Part, Step
 from mirror._src.distributed import store
 from mirror._src.distributed.failures import first_failure
 from mirror._src.distributed.start import agreement_secs
-from mirror._src.utils.errors import counted, first_line
+from mirror._src.utils.errors import first_line
 
 _POLL_SECS = 0.25  # between two looks at whether the others still read
 _MARGIN_SECS = 5.0
@@ -113,10 +113,16 @@ class StepExchange:
                 self._post(f"{number}/{self._me}", Part(None, error=text))
 
     def form(self, digest: str) -> Form:
-        """Returns a form that some process has posted in this pass."""
+        """Returns a form that some process has posted in this pass.
+
+        Raises:
+            RuntimeError: If it is not found.
+        """
         if digest not in self._forms:
             with self._busy:
-                text = self._wait(f"form/{digest}", 0, time.monotonic() + agreement_secs())
+                text = store.read(f"{self._root}/form/{digest}", time.monotonic() + _END_SECS)
+            if text is None:  # it was posted before the step
+                raise RuntimeError(f"Process {self._me} cannot read the shapes of {self.what}.")
             self._forms[digest] = Form.from_text(text)
         return self._forms[digest]
 
@@ -294,7 +300,7 @@ def _shown(parts: Sequence[Part]) -> str:
         for i, part in enumerate(parts[:_MOST_SHOWN])
     ]
     more = len(parts) - _MOST_SHOWN
-    return ", ".join(shown) + (f" and {counted(more, 'more process')}" if more > 0 else "")
+    return ", ".join(shown) + (f" and {more} more" if more > 0 else "")
 
 
 def _sweep(count: int) -> None:

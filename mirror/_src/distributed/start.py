@@ -91,7 +91,8 @@ def initialize(
             processes then end.
         shutdown_secs: Time to wait at the end for processes that are still at work.
         initialization_secs: Time to wait at the start until all processes have come.
-        agreement_secs: Time to wait for the other processes before a program first runs.
+        agreement_secs: Time to wait for the other processes before a program first runs, and before
+            a step whose data each process reads for itself (`input="local"`).
 
     Raises:
         RuntimeError: If JAX's backend has already started, if the processes cannot reach each other

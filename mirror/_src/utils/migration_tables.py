@@ -360,8 +360,7 @@ PYTORCH = Table(
         (
             "`DistributedSampler`, `set_epoch`",
             "`strategy.distribute_dataset(loader)`: global batches, each example once; `fit` "
-            "passes the epoch to the sampler. In several processes, pass a loader with a sampler and "
-            '`input="local"`',
+            'passes the epoch to the sampler. With `input="local"`, a sampler per process',
         ),
         (
             "`DataLoader`, `TensorDataset`",
