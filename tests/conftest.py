@@ -19,6 +19,9 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
+# Keras reads it when it is imported.
+os.environ.setdefault("KERAS_BACKEND", "jax")
+
 # pytest-xdist sets the width of a terminal for its workers, and users may set colors.
 for _name in ("COLUMNS", "NO_COLOR", "FORCE_COLOR"):
     os.environ.pop(_name, None)

@@ -82,7 +82,7 @@ def is_large(name: str) -> bool:
 
 def test_large_packages_are_recognized():
     packages = [r.name for r in requirements("dev")]
-    large = {"torch", "datasets", "ray", "zensical", "mkdocstrings", "basedpyright"}
+    large = {"torch", "datasets", "keras", "ray", "zensical", "mkdocstrings", "basedpyright"}
     assert {name for name in packages if is_large(name)} == large
     assert is_large("nvidia-cublas-cu12")
     assert is_large("tensorflow-cpu")
@@ -90,11 +90,11 @@ def test_large_packages_are_recognized():
 
 def test_dev_contains_the_other_extras_for_development():
     names = {r.name for r in requirements("dev")}
-    for extra in ("test", "docs", "interop", "demo"):
+    for extra in ("test", "docs", "interop", "keras", "demo"):
         assert {r.name for r in requirements(extra)} <= names
     (exact,) = [r for r in requirements("dev") if str(r.specifier).startswith("==")]
     assert exact.name == "torch"
-    users = [r for extra in ("train", "interop", "demo") for r in requirements(extra)]
+    users = [r for extra in ("train", "interop", "keras", "demo") for r in requirements(extra)]
     assert all(str(r.specifier).startswith(">=") for r in users)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-LARGE = ("torch", "datasets")  # more of them are in the marks of single tests
+LARGE = ("torch", "datasets", "keras")  # more of them are in the marks of single tests
 
 
 def is_installed(package: str) -> bool:

@@ -191,19 +191,20 @@ class ReplicaDevices:
     def split(self, leaves: Sequence[Array | np.ndarray]) -> list[Any]:
         """Splits global arrays along their first axis, over the distinct devices.
 
-        An array whose first axis does not divide is mirrored instead, and a host array remains on
-        the host if there is one device: a compiled function moves it there. Other host arrays are
-        copied: their owner may overwrite them before the transfer has finished.
+        An array whose first axis does not divide is mirrored instead. Host arrays are copied: their
+        owner may overwrite them before the transfer has finished. With one device, a compiled
+        function moves them there.
         """
+        arrays = [leaf if isinstance(leaf, jax.Array) else np.array(leaf) for leaf in leaves]
         count = len(self.on_mesh)
         if count == 1:
-            is_elsewhere = lambda x: isinstance(x, jax.Array) and x.devices() != set(self.on_mesh)  # noqa: E731
-            return [jax.device_put(x, self.mirrored) if is_elsewhere(x) else x for x in leaves]
+            home = set(self.on_mesh)
+            is_away = lambda leaf: isinstance(leaf, jax.Array) and leaf.devices() != home  # noqa: E731
+            return [jax.device_put(x, self.mirrored) if is_away(x) else x for x in arrays]
         layouts = [
             self.stacked if leaf.ndim and leaf.shape[0] % count == 0 else self.mirrored
-            for leaf in leaves
+            for leaf in arrays
         ]
-        arrays = [leaf if isinstance(leaf, jax.Array) else np.array(leaf) for leaf in leaves]
         return list(jax.device_put(arrays, layouts))
 
     def stack(self, value: Array | np.ndarray) -> Array | UnstackedArrays:

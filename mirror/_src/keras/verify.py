@@ -40,9 +40,10 @@ def verify_model(
     if kwargs or not 2 <= len(args) <= 3:
         what = "a global batch: (x, y) or (x, y, sample_weight)"
         raise TypeError(expected("args", [*args, *kwargs], what, "strategy.verify(model, (x, y))."))
-    if not getattr(model, "compiled", False) or not model.built:
+    missing = "built" if model.compiled else "compiled"
+    if not (model.compiled and model.built):
         raise ValueError(
-            f"The Keras model {model.name!r} is not {'built' if model.built else 'compiled'} yet. "
+            f"The Keras model {model.name!r} is not {missing} yet. "
             "Call model.compile(...) and model.build(input_shape) before strategy.verify."
         )
     with scope:
