@@ -37,7 +37,7 @@ arrays = {
 
 def die():
     if is_in_save:
-        while not any(path.match("*.unfinished*") for path in list(directory.iterdir())):
+        while not any(directory.glob("*.unfinished*")):
             time.sleep(0.001)
         time.sleep(chance.uniform(0, 0.03))
     else:
