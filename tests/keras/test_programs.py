@@ -12,7 +12,11 @@ from tests.programs.keras_digits import digits
 from tests.support.keras_models import MARKS, assert_close, keras
 from tests.support.strategies import cpu_strategy
 
-pytestmark = [*MARKS, pytest.mark.filterwarnings("ignore:Do not pass an `input_shape`")]
+pytestmark = [
+    *MARKS,
+    pytest.mark.filterwarnings("ignore:Do not pass an `input_shape`"),
+    pytest.mark.filterwarnings("ignore:10 examples cannot be split evenly across 4"),
+]
 
 FITS = [
     "keras_mirrored_dense",
