@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from mirror._src.data.foreign import to_array
 from mirror._src.data.remainder import nearest_multiples
@@ -72,8 +73,11 @@ class BatchPlacer:
     def _placed(self, iterator: Iterator[PyTree]) -> PyTree:
         with self._on_host():
             batch = next(iterator)
-        items, treedef = jax.tree_util.tree_flatten_with_path(batch, is_leaf=is_per_replica)
-        leaves = [_array("batch" + keys(path), leaf) for path, leaf in items]
+        treedef: Any
+        leaves, treedef = jax.tree.flatten(batch, is_leaf=is_per_replica)
+        if not all(type(leaf) is np.ndarray or isinstance(leaf, jax.Array) for leaf in leaves):
+            items = jax.tree_util.tree_flatten_with_path(batch, is_leaf=is_per_replica)[0]
+            leaves = [_array("batch" + keys(path), leaf) for path, leaf in items]
         if len(self._replicas.on_mesh) > 1:
             self._warn_about_size(iterator, leaves)
         return treedef.unflatten(self._replicas.split(leaves))

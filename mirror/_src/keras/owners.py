@@ -94,8 +94,9 @@ def _owners_of_variables(model: Any) -> dict[Owner, str]:
 
 def _owner_of_array(value: Any) -> Owner | None:
     sharding = value.sharding if isinstance(value, jax.Array) else None
-    is_on_mesh = isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)
-    return _by_mesh.get(sharding.mesh) if is_on_mesh else None
+    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
+        return None
+    return _by_mesh.get(sharding.mesh)
 
 
 def _of_scope(verb: str) -> Owner | None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mirror._src.devices import eager_work
 from mirror._src.devices.launch import is_needed, launch
@@ -88,6 +89,8 @@ class StepFunction:
 
     def _mirrored(self, leaf: Any) -> Any:
         """Callbacks assign to variables, and XLA may choose to shard what the step returns."""
-        if isinstance(leaf, jax.Array) and self.owner.replicas.is_mirrored(leaf):
-            return leaf
-        return self.owner.replicas.mirror(leaf)
+        replicas = self.owner.replicas
+        if not isinstance(leaf, jax.Array) or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return replicas.mirror(leaf)
+        # Through the host, which takes one transfer instead of a transfer and a launch.
+        return leaf if replicas.is_mirrored(leaf) else replicas.mirror(np.asarray(leaf))

@@ -266,7 +266,10 @@ OTHER = Table(
             "`optax.losses`: `optax.softmax_cross_entropy_with_integer_labels(logits, labels)`",
         ),
         ("`tf.keras.metrics`", "`flax.nnx.metrics`, or metrics per example in `loss_fn`"),
-        ("`tf.keras`", "`mirror.Trainer` and `mirror.callbacks`; models are `flax.nnx`"),
+        (
+            "`tf.keras`",
+            "`mirror.Trainer` and `mirror.callbacks`; models are `flax.nnx`, or Keras 3 on JAX",
+        ),
         ("`tf.nn`", "`jax.nn` for functions, `flax.nnx` for layers"),
         ("`tf.random`", "`jax.random`; in a step, `replica_context.fold_in(key)`"),
         (
