@@ -195,6 +195,7 @@ class ReplicaDevices:
         owner may overwrite them before the transfer has finished. With one device, a compiled
         function moves them there.
         """
+        assert not self.spans_processes
         arrays = [leaf if isinstance(leaf, jax.Array) else np.array(leaf) for leaf in leaves]
         count = len(self.on_mesh)
         if count == 1:
