@@ -17,8 +17,10 @@ import tensorboardX  # noqa: F401  (sets CRC32C_SW_MODE)
 from flax import nnx
 
 import mirror
-from tests.support.packages import imported, rows
+from tests.support.packages import imported, optional, rows
 from tests.support.pages import FLAGS, PAGES, WITH_CODE, blocks, check_as_program, program
+
+optional("keras")  # sets environment variables
 
 _FENCE = re.compile(r"^```python.*$", re.M)
 NAMES = {"mirror": mirror, "jax": jax, "jnp": jnp, "np": np, "nnx": nnx, "optax": optax}

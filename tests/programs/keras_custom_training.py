@@ -1,6 +1,7 @@
 """TensorFlow's tutorial "Custom training with tf.distribute", with Keras' stateless methods.
 
-The convolutions have a quarter of the tutorial's filters. In JAX, a step does not change variables: it takes their values, and returns the new ones.
+The convolutions have a quarter of the tutorial's filters. In JAX, a step does not change variables:
+it takes their values, and returns the new ones.
 """
 
 import jax

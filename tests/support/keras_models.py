@@ -11,11 +11,9 @@ from tests.support.packages import optional
 
 keras: Any = optional("keras")
 
-MARKS = [
-    pytest.mark.dev("keras"),
-    # From Keras itself, where it reads variables.
-    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
-]
+# From Keras itself, where it reads variables.
+WARNINGS = ("ignore:__array__ implementation:DeprecationWarning",)
+MARKS = [pytest.mark.dev("keras"), pytest.mark.filterwarnings(*WARNINGS)]
 
 
 @functools.cache

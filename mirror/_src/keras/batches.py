@@ -51,7 +51,7 @@ class BatchPlacer:
         """Returns the iterator's next batch on the devices.
 
         Raises:
-            StopIteration: If there is none.
+            StopIteration: At the end.
             TypeError: If it is not a global batch of numbers.
         """
         outcome = self._next.pop(iterator, None) if self._is_ahead else None
@@ -67,6 +67,9 @@ class BatchPlacer:
             return
         try:
             self._next[iterator] = _Outcome(self._placed(iterator))
+        except StopIteration:
+            # A new one: its traceback would refer to the iterator, which could never be released.
+            self._next[iterator] = _Outcome(error=StopIteration())
         except Exception as error:  # raised in its turn
             self._next[iterator] = _Outcome(error=error)
 

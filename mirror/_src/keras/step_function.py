@@ -20,7 +20,7 @@ class StepFunction:
 
     The state is mirrored and the batch is split, and XLA adds the collectives to the step that
     Keras compiled. The step sees the whole batch, so losses, metrics, batch statistics and dropout
-    are those of one device.
+    are the same as on one device.
 
     Args:
         made: The function that Keras made: it takes the state and an iterator of batches, and

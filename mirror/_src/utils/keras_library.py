@@ -45,8 +45,8 @@ def has_variables(value: object) -> bool:
 def variables_of(value: Any) -> list[Any]:
     """Returns the variables of a Keras object that `has_variables`, each once.
 
-    Those of a model include its optimizer's, and leave out the metrics that `compile` created: they
-    are reset at the start of every epoch.
+    A model includes its optimizer, but not the metrics that `compile` created, which are reset at
+    the start of every epoch.
     """
     keras = library()
     if isinstance(value, keras.Variable):
