@@ -3,7 +3,8 @@
 It has the options that the pages use, sets the variables of tasks (srun(1), "output environment
 variables"), and exits as `srun` does: with the highest status of the tasks, 128 + N for a task that
 signal N has ended. With --kill-on-bad-exit, the first task that fails ends the others: SIGTERM, and
-SIGKILL after KillWait. A signal to `srun` goes to all tasks.
+SIGKILL after KillWait. A signal to `srun` goes to all tasks. Each line of their output is printed
+whole.
 """
 
 import argparse
@@ -13,9 +14,11 @@ import pathlib
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 _KILL_WAIT_SECS = 30.0  # the default of slurm.conf
+_printing = threading.Lock()
 
 
 def main() -> int:
@@ -39,7 +42,8 @@ def main() -> int:
         "SLURM_STEP_TASKS_PER_NODE": _counts(num_nodes, per_node),
         "SLURM_TASKS_PER_NODE": _counts(num_nodes, per_node),
     }
-    tasks = []
+    tasks: list[subprocess.Popen[bytes]] = []
+    copies: list[threading.Thread] = []
     for i in range(num_nodes * per_node):
         own = {
             "SLURMD_NODENAME": hosts[i // per_node],
@@ -47,7 +51,15 @@ def main() -> int:
             "SLURM_NODEID": str(i // per_node),
             "SLURM_PROCID": str(i),
         }
-        tasks.append(subprocess.Popen(options.command, env={**os.environ, **common, **own}))
+        task = subprocess.Popen(
+            options.command,
+            env={**os.environ, **common, **own},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        tasks.append(task)
+        copies.append(threading.Thread(target=_copy_lines, args=(task,)))
+        copies[-1].start()
 
     def forward(number: int, frame: object) -> None:
         del frame
@@ -55,7 +67,18 @@ def main() -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, forward)
-    return _wait(tasks, hosts, per_node, ends=options.kill_on_bad_exit)
+    status = _wait(tasks, hosts, per_node, ends=options.kill_on_bad_exit)
+    for copy in copies:
+        copy.join()
+    return status
+
+
+def _copy_lines(task: subprocess.Popen[bytes]) -> None:
+    assert task.stdout is not None
+    for line in task.stdout:
+        with _printing:
+            sys.stdout.buffer.write(line)
+            sys.stdout.buffer.flush()
 
 
 def _parse() -> argparse.Namespace:
