@@ -1,6 +1,7 @@
 """Which strategy a Keras model trains on, and messages for what cannot work."""
 
 import gc
+import threading
 import weakref
 
 import jax
@@ -235,8 +236,12 @@ def test_error_of_a_generator_arrives_in_the_loop():
 
     with cpu_strategy(4).scope():
         model = compiled(functional)
+    before = set(threading.enumerate())
     with pytest.raises(OSError, match="disk on fire"), pytest.warns(UserWarning, match="shuffle"):
         model.fit(broken(), verbose=0)
+    gc.collect()  # the threads in which Keras calls callbacks end when their pool is released
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10)
 
 
 @pytest.mark.dev("torch")
