@@ -35,7 +35,14 @@ def commands(page: str) -> Iterator[list[str]]:
     for line in lines:
         for command in line.split("&&"):
             words = shlex.split(command, comments=True)
-            if words and words[0].rpartition("/")[2] == "mirror":
+            if not words or words[0].rpartition("/")[2] != "mirror":
+                continue
+            if "-m" in words:  # a module, whose arguments follow; it may be mirror itself
+                launched = words.index("-m") + 1
+                yield words[1:launched]
+                if words[launched] == "mirror":
+                    yield words[launched + 1 :]
+            else:
                 yield words[1:]
 
 
