@@ -8,12 +8,12 @@ import grain
 import jax
 import numpy as np
 import optax
-import pytest
 from flax import nnx
 
 import mirror
 from mirror._src.data import step_exchange
 from mirror._src.distributed import store
+from tests.support.messages import refused
 
 # Most of the time is for compiling.
 jax.config.update("jax_disable_most_optimizations", True)
@@ -29,13 +29,6 @@ CHECKS = []
 def check(fn):
     CHECKS.append(fn)
     return fn
-
-
-def refused(error, fn, *parts):
-    with pytest.raises(error) as raised:
-        fn()
-    missing = [part for part in parts if part not in str(raised.value)]
-    assert not missing, (missing, str(raised.value))
 
 
 def rows(start, size):

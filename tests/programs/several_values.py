@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from flax import nnx
 from jax.experimental import multihost_utils
 
 import mirror
 from mirror._src.devices.backend import logical_name
+from tests.support.messages import refused
 
 strategy = mirror.MultiWorkerMirroredStrategy(replicas_per_device=int(sys.argv[1]))
 n = strategy.num_replicas_in_sync
@@ -23,13 +23,6 @@ CHECKS = []
 def check(fn):
     CHECKS.append(fn)
     return fn
-
-
-def refused(error, fn, *parts):
-    with pytest.raises(error) as raised:
-        fn()
-    missing = [part for part in parts if part not in str(raised.value)]
-    assert not missing, (missing, str(raised.value))
 
 
 def exchange(*args, **kwargs):

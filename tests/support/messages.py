@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -46,6 +46,18 @@ def raises(
     with pytest.raises(kind) as caught:
         yield caught
     assert_message(caught, names=names, values=values, fix=fix)
+
+
+def refused(
+    kind: type[BaseException] | tuple[type[BaseException], ...],
+    call: Callable[..., object],
+    *parts: str,
+) -> None:
+    """Checks that a call raises an error whose message contains these parts, as they stand."""
+    with pytest.raises(kind) as caught:
+        call()
+    missing = [part for part in parts if part not in str(caught.value)]
+    assert not missing, (missing, str(caught.value))
 
 
 def _texts(wanted: Any) -> list[str]:

@@ -6,9 +6,7 @@ of them are padded to the same number of rows, which the processes agree on befo
 
 import functools
 import itertools
-import os
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, final
 
@@ -27,30 +25,23 @@ from mirror._src.data.input import (
 )
 from mirror._src.data.parts import Form, Step
 from mirror._src.data.remainder import reject_keys
-from mirror._src.data.same_batches import checksum
+from mirror._src.data.same_batches import checksum, name_dataset
 from mirror._src.data.source import shape_on_devices
 from mirror._src.data.step_exchange import StepExchange, close_at_exit
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.distributed import store
 from mirror._src.utils.naming import depth_of_user
-from mirror._src.utils.source_lines import line_of_user
 from mirror._src.utils.types import PyTree
-
-_datasets: dict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
 @final
 class LocalInput(Input):
-    """Each process reads and places the rows of its own replicas only.
-
-    Datasets are told apart by the user's line, as in `SameBatches`.
-    """
+    """Each process reads and places the rows of its own replicas only."""
 
     def __init__(self, replicas: ReplicaDevices) -> None:
         self._replicas = replicas
-        line = os.path.basename(line_of_user().partition(": ")[0])
+        line, self._key = name_dataset("local")
         self._what = f"the dataset of {line}"
-        self._key = f"local/{line}/{next(_datasets[line])}"
         self._passes = itertools.count()
         close_at_exit()
 

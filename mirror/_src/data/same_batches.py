@@ -23,6 +23,17 @@ _MOST_CHECKS = 20  # batches of a pass after which the others are not waited for
 _datasets: dict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
+def name_dataset(kind: str) -> tuple[str, str]:
+    """Returns the user's line that creates a dataset, and a key of its own in the store.
+
+    Datasets are told apart by this line and their number there, so that a dataset that only one
+    process creates does not shift the others.
+    """
+    line = os.path.basename(line_of_user().partition(": ")[0])
+    place = f"{kind}/{line}"
+    return line, f"{place}/{next(_datasets[place])}"
+
+
 @final
 class SameBatches:
     """Compares the first batch of each pass with the other processes, without waiting for them.
@@ -31,14 +42,11 @@ class SameBatches:
     shuffle on one process would use some examples twice and others not at all, without an error.
 
     It never waits, because a process may look at its data alone: the process that is later finds
-    the difference. Datasets are told apart by the user's line, so that a dataset that only one
-    process creates does not shift the others.
+    the difference.
     """
 
     def __init__(self) -> None:
-        line = os.path.basename(line_of_user().partition(": ")[0])
-        self._line = line
-        self._key = f"data/{line}/{next(_datasets[line])}"
+        self._line, self._key = name_dataset("data")
         self._passes = itertools.count()
 
     def start(self, batches: Iterator[PyTree]) -> Iterator[PyTree]:

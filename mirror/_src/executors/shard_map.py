@@ -4,17 +4,15 @@
 """
 
 from collections.abc import Callable, Sequence
-from typing import final
 
 import jax
 
-from mirror._src.devices.replicas import Kind, ReplicaDevices
+from mirror._src.devices.replicas import Kind
 from mirror._src.executors.callbacks import CallbackGuard
 from mirror._src.executors.executor import MeshExecutor, Outputs
 from mirror._src.executors.lone import without_leading_axis
 
 
-@final
 class ShardMapExecutor(MeshExecutor):
     """Runs replica programs with one replica per device, on the devices of all processes."""
 
@@ -28,20 +26,10 @@ class ShardMapExecutor(MeshExecutor):
         guard: CallbackGuard | None,
     ) -> Callable[..., Outputs]:
         del guard  # its rules apply inside
-        return over_mesh(self.replicas, replica, inputs, outputs)
-
-
-def over_mesh(
-    replicas: ReplicaDevices,
-    replica: Callable[..., Outputs],
-    inputs: Sequence[Kind],
-    outputs: Sequence[Kind],
-) -> Callable[..., Outputs]:
-    """Returns a function of all replicas' leaves that runs `replica` on each device of the mesh."""
-    return jax.shard_map(
-        without_leading_axis(replica, inputs, outputs),
-        mesh=replicas.mesh,
-        in_specs=tuple(replicas.sharding(kind).spec for kind in inputs),
-        out_specs=tuple(replicas.sharding(kind).spec for kind in outputs),
-        check_vma=False,  # the proof has checked more
-    )
+        return jax.shard_map(
+            without_leading_axis(replica, inputs, outputs),
+            mesh=self.replicas.mesh,
+            in_specs=tuple(self.replicas.sharding(kind).spec for kind in inputs),
+            out_specs=tuple(self.replicas.sharding(kind).spec for kind in outputs),
+            check_vma=False,  # the proof has checked more
+        )

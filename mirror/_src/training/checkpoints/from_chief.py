@@ -167,12 +167,9 @@ class CheckpointOfChief:
         return None, None
 
     def _answers(self) -> dict[int, _Answer | None]:
-        deadline = time.monotonic() + agreement_secs()
-        answers: dict[int, _Answer | None] = {}
-        for i in range(1, store.process_count()):
-            text = store.read(f"restore/{self._number}/{i}", deadline)
-            answers[i] = None if text is None else _Answer(*json.loads(text))
-        return answers
+        count, deadline = store.process_count(), time.monotonic() + agreement_secs()
+        texts = store.read_each(f"restore/{self._number}", count, deadline, {0: ""})
+        return {i: _Answer(*json.loads(texts[i])) if i in texts else None for i in range(1, count)}
 
     def _first_fault(self, answers: Mapping[int, _Answer | None]) -> Sequence[Any] | None:
         """Returns why no process can restore the checkpoint, or None."""
