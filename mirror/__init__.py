@@ -49,6 +49,8 @@ Glossary:
   computations on. A CPU can be split into several logical devices; see `mirror.config`.
 """
 
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
 from mirror import callbacks as callbacks
 from mirror import config as config
 from mirror import data as data
@@ -84,12 +86,14 @@ from mirror._src.strategy.strategy import Strategy as Strategy
 from mirror._src.strategy.strategy import ValueContext as ValueContext
 from mirror._src.training.checkpoints.load import load_checkpoint as load_checkpoint
 from mirror._src.training.history import History as History
+from mirror._src.training.loss_scale import LossScale as LossScale
 from mirror._src.training.trainer import Trainer as Trainer
 from mirror._src.training.weighted import Weighted as Weighted
 from mirror._src.utils.errors import InvalidDeviceError as InvalidDeviceError
 from mirror._src.utils.errors import ProgramMismatchError as ProgramMismatchError
 from mirror._src.utils.errors import ReplicaDivergenceError as ReplicaDivergenceError
 from mirror._src.utils.errors import ReplicaMismatchError as ReplicaMismatchError
+from mirror._src.utils.lazy_names import LAZY_NAMES as _LAZY_NAMES
 from mirror._src.utils.types import REPLICA_AXIS as REPLICA_AXIS
 from mirror._src.utils.unknown_names import explain_unknown_names as _explain_unknown_names
 from mirror._src.values.per_replica import PerReplica as PerReplica
@@ -105,5 +109,18 @@ _explain_unknown_names(
 )
 
 
+if _TYPE_CHECKING:
+    from mirror._src.ps.coordinator import ClusterCoordinator as ClusterCoordinator
+    from mirror._src.ps.datasets import PerWorkerDataset as PerWorkerDataset
+    from mirror._src.ps.errors import ParameterServerLostError as ParameterServerLostError
+    from mirror._src.ps.partitioners import FixedShardsPartitioner as FixedShardsPartitioner
+    from mirror._src.ps.partitioners import MaxSizePartitioner as MaxSizePartitioner
+    from mirror._src.ps.partitioners import MinSizePartitioner as MinSizePartitioner
+    from mirror._src.ps.remote_value import CancelledError as CancelledError
+    from mirror._src.ps.remote_value import RemoteValue as RemoteValue
+    from mirror._src.ps.strategy import ParameterServerStrategy as ParameterServerStrategy
+
+
 def __dir__() -> list[str]:
-    return sorted(n for n in globals() if n.isidentifier() and not n.startswith("_"))
+    names = {*globals(), *_LAZY_NAMES}
+    return sorted(n for n in names if n.isidentifier() and not n.startswith("_"))

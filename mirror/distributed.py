@@ -10,3 +10,4 @@ from mirror._src.distributed.store import barrier as barrier
 from mirror._src.distributed.store import is_chief as is_chief
 from mirror._src.distributed.store import process_count as process_count
 from mirror._src.distributed.store import process_index as process_index
+from mirror._src.ps.server import Server as Server

@@ -31,6 +31,15 @@ checks, it finds the other processes as your program does, and checks:
   devices       the devices of each process
   all-reduce    a known sum across the devices of all processes, and its time
   coordinator   time of a message to it
+
+With --ray, it checks the Ray cluster of mirror.ParameterServerStrategy instead:
+the one of TF_CONFIG, or one that it starts on this machine:
+
+  cluster       its head answers
+  tasks         the node of every parameter server and worker has joined
+  nodes         CPUs, GPUs, and the size of the object store
+  versions      equal on all nodes
+  actor calls   time of a call, without data and with 4 MiB
 """
 _END = """\
 examples:
@@ -40,6 +49,7 @@ examples:
   XLA_FLAGS=--xla_force_host_platform_device_count=8 mirror doctor
   srun --nodes=2 --ntasks-per-node=1 mirror doctor --distributed
   mirror launch --processes 2 --devices 2 -m mirror doctor --distributed
+  mirror doctor --ray
 
 exit status:
   0    no problems; there may be warnings
@@ -53,16 +63,20 @@ def add(commands: Commands) -> None:
     """Adds the command."""
     summary_line = "check versions, environment, devices and collectives; say how to fix problems"
     parser = add_command(commands, "doctor", summary_line, (_TEXT, _END))
-    parser.add_argument(
+    others = parser.add_mutually_exclusive_group()
+    others.add_argument(
         "--distributed",
         action="store_true",
         help="check a job of several processes; run it in each of them",
+    )
+    others.add_argument(
+        "--ray", action="store_true", help="check the Ray cluster of parameter servers"
     )
     parser.add_argument(
         "--deadline",
         type=positive_int,
         metavar="SECS",
-        help="with --distributed, time to wait for the other processes in each check "
+        help="with --distributed or --ray, time to wait for the others in each check "
         f"(default: {DEADLINE_SECS})",
     )
     formats = parser.add_mutually_exclusive_group()

@@ -29,10 +29,12 @@ for _name in ("COLUMNS", "NO_COLOR", "FORCE_COLOR"):
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-# A job in the background of a script, and `nohup` in some, inherit that SIGINT is ignored. Tests of
-# interrupts would wait for an interrupt that never comes.
+# A job in the background of a script inherits that SIGINT is ignored, and `nohup` that SIGHUP is.
+# Tests of signals would wait for one that never comes.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 jax.config.update("jax_platforms", "cpu")  # GPUs are for the processes of tests/laws/test_gpu.py
 # Compiling is most of the work here, and faster with fewer LLVM optimizations. Child processes (the
 # demo, the soak test, the benchmarks) compile with all of them, as users do.
@@ -152,12 +154,19 @@ def ahead(request) -> Iterator[dict[str, dict[str, Any]]]:
         pool.shutdown(cancel_futures=True)
 
 
+def pytest_collection_finish() -> None:
+    """Leaves what exists before the first test to no garbage collection: one took a second."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def drop_compiled_programs() -> Iterator[None]:
     """Drops the compiled programs of a test file at its end: all of them would be 5 GB."""
     yield
     gc.collect()  # strategies of the file, and with them their programs
     jax.clear_caches()
+    gc.freeze()  # a step with constants has unfrozen everything
 
 
 @pytest.fixture(autouse=True)

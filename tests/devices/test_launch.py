@@ -15,6 +15,7 @@ import mirror
 from mirror._src.devices import eager_work as eager
 from mirror._src.devices import launch as guard
 from mirror._src.devices.launches import Described
+from mirror._src.executors import executor
 from tests.support import fresh
 
 CASES = {
@@ -174,3 +175,14 @@ def test_one_device_is_not_bounded():
     before = list(guard._in_flight)
     mirror.OneDeviceStrategy("/cpu:0").reduce("sum", 1.0)
     assert list(guard._in_flight) == before
+
+
+@needs_guard
+def test_eager_work_is_bounded_before_a_first_step_compiles(monkeypatch):
+    """Other threads continue while a step is compiled, and would fill the queues of the devices."""
+    calls = []
+    monkeypatch.setattr(executor, "bound_eager_work", lambda: calls.append(1))
+    mirror.OneDeviceStrategy("/cpu:0")
+    assert not calls
+    mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
+    assert calls

@@ -20,6 +20,8 @@ PATHS = sorted(FOLDER.glob("*.ipynb"))
 _LINK = re.compile(r"\]\(([^)#\s]+)")
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
+NEEDS = {"08_keras": "keras", "09_parameter_server": "ray"}
+
 every_notebook = pytest.mark.parametrize("path", PATHS, ids=[path.stem for path in PATHS])
 
 
@@ -85,7 +87,14 @@ def test_first_cell_runs_again_after_jax_has_started(path):
 
 
 @pytest.mark.notebooks
-@every_notebook
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(p, marks=[pytest.mark.dev(name)] if (name := NEEDS.get(p.stem)) else [])
+        for p in PATHS
+    ],
+    ids=[path.stem for path in PATHS],
+)
 def test_notebook_cells_run_twice_in_a_row(path, tmp_path, monkeypatch):
     """In one kernel, on all GPUs, or on the host devices that the first cell creates."""
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "jupyter"))

@@ -29,7 +29,7 @@ def test_pages_outside_docs_are_in_the_navigation(build):
     for page, file in build.PAGES.items():
         assert (fresh.ROOT / file).is_file()
         assert re.search(rf"{page}$", navigation, re.M), page
-    assert sum(page.startswith("notebooks/") for page in build.PAGES) == 7
+    assert sum(page.startswith("notebooks/") for page in build.PAGES) == 9
 
 
 LINKS = {

@@ -286,7 +286,7 @@ def test_host_launches_all_lanes_before_waiting(monkeypatch):
         events.append("launch")
         launch(*args, **kwargs)
 
-    monkeypatch.setattr("mirror._src.executors.executor.launch", launched)
+    monkeypatch.setattr("mirror._src.executors.compiled.launch", launched)
     ops = Watching(lambda _: events.append("read"))
     with executor("staged in lanes", ops) as strategy:
         assert np.isfinite(strategy.run(lambda x: psum(x + psum(x)), (rows(num_replicas=4),)))

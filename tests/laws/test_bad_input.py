@@ -2,6 +2,7 @@
 # ruff: noqa: E501 (a mistake and its message are one row)
 
 import functools
+import gc
 import threading
 import traceback
 import warnings
@@ -148,6 +149,14 @@ def test_mistakes_raise_their_message(name, two):
     with raises(kind, **wanted):
         call(two)
     assert not mirror.has_strategy()
+
+
+def test_captured_model_is_found_after_gc_freeze(two):
+    """Programs call it before they fork, and `gc.get_referrers` does not find what it froze."""
+    gc.freeze()
+    call, kind, wanted = CALLS["a global"]
+    with raises(kind, **wanted):
+        call(two)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 4])

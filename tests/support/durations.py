@@ -5,8 +5,8 @@
 
 The longest of a test's durations counts, because either of two tests may be the one that compiles
 what both need.
-A test that takes over four seconds is slow, and so are the rows of a table that take over half a
-second, but for the quickest one: most laws stay in the suite with some of their rows.
+A test that takes over two seconds is slow, and so are the rows of a table that take over 0.3
+seconds, but for the quickest one: most laws stay in the suite with some of their rows.
 """
 
 import sys
@@ -15,8 +15,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from xml.etree import ElementTree
 
-MOST_SECONDS = 4.0
-MOST_SECONDS_OF_A_ROW = 0.5
+MOST_SECONDS = 2.0
+MOST_SECONDS_OF_A_ROW = 0.3
 SLOW_TESTS = Path(__file__).parents[1] / "slow_tests.txt"
 
 

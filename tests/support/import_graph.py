@@ -19,7 +19,7 @@ BEGIN, END = "<!-- imports: begin -->\n", "<!-- imports: end -->\n"
 FOLDERS = [
     *("utils", "devices", "distributed", "values", "program", "collectives", "executors"),
     *("context", "variables", "run", "watchdog", "checks", "data", "keras", "explain", "strategy"),
-    *("training", "testing", "cli"),
+    *("training", "ps", "testing", "cli"),
 ]
 
 

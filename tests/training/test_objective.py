@@ -1,6 +1,7 @@
 """Per-example losses: weights, penalties, checks, and their mean."""
 # ruff: noqa: E501 (arguments and their message are one row)
 
+import pickle
 from typing import Any
 
 import jax
@@ -11,8 +12,10 @@ import pytest
 from flax import nnx
 
 import mirror
+from mirror._src.training.labels import Labels
 from mirror._src.training.meter import Meter
 from mirror._src.training.objective import Objective, Sums
+from mirror._src.training.position import Position
 from tests.support.messages import raises
 from tests.support.strategies import cpu_strategy
 from tests.support.training import batches_of, fit
@@ -292,6 +295,39 @@ def test_meter_reads_only_finished_steps_and_adds_in_order():
     again.collect()
     assert again.means == {"loss": 1.2, "seen": 1.2}
     assert meter.count == 8
+
+
+class Failed:
+    """A number of a launch that failed."""
+
+    def __array__(self, dtype=None, copy=None):
+        raise ValueError("failed")
+
+
+def test_position_returns_to_before_the_first_launch_that_failed():
+    position = Position()
+    for step in range(1, 6):
+        position.advance(1, 4, sums_of(np.float32(step) if step < 4 else Failed(), 4))
+        if step == 3:
+            position.next_pass()
+    with pytest.raises(ValueError, match="failed"):
+        position.meter.collect()
+    assert position.meter.count == 3 * 4
+    position.drop_failed()
+    assert (position.step, position.epoch_step, position.passes, position.samples) == (3, 3, 1, 0)
+    assert position.meter.collect() == []
+    position.drop_failed()
+    assert position.step == 3
+
+
+def test_labels_are_pickled_without_batches_that_wait():
+    labels = Labels("y", None)
+    labels.inspect(0, {"y": np.array([9])})
+    again = pickle.loads(pickle.dumps(labels))
+    again.infer(8)
+    again.inspect(0, {"y": np.array([7])})
+    with pytest.raises(ValueError, match="row 0 is 9"):
+        labels.infer(8)
 
 
 def test_meter_adds_integers_exactly():

@@ -247,6 +247,7 @@ MANY = {
 MOMENTUM = optax.sgd(0.05, momentum=0.9)  # Adam would magnify it too
 
 
+@pytest.mark.filterwarnings("ignore:The per-example losses of .* are b?float16")
 @pytest.mark.parametrize(
     ("executor", "dtype"),
     [("pmap", jnp.bfloat16), ("vmap", jnp.float32), ("staged", jnp.float32)],
@@ -269,6 +270,7 @@ def test_grouped_steps_equal_single_steps(executor, dtype):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **tolerance), *found)
 
 
+@pytest.mark.filterwarnings("ignore:The per-example losses of .* are b?float16")
 def test_small_floats_are_summed_in_float32(eight):
     """4096 losses of 1 are 4096 in float32; bfloat16 ends at 256."""
 
@@ -281,6 +283,7 @@ def test_small_floats_are_summed_in_float32(eight):
     assert trainer.evaluate([rows, rows]) == {"loss": 1.0, "one": 1.0}
 
 
+@pytest.mark.filterwarnings("ignore:The per-example losses of .* are b?float16")
 def test_half_precision_gradients_do_not_overflow(two):
     """The sum of 1024 gradients of 128 is more than float16 has; their mean is not."""
 

@@ -1,6 +1,6 @@
 """`verify`: compares a step on n replicas with the same step on one device."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,28 +91,28 @@ def verify(
     num_replicas = len(many.replicas)
     saved = copy_of(captured)
     try:
-        before = _variables([*objects, *captured], names)
+        before = variables_of([*objects, *captured], names)
         results = many.run(fn, *with_objects(arguments.tree, objects))
-        after = _variables([*objects, *captured], names)
+        after = variables_of([*objects, *captured], names)
         restore(captured, saved)
         collapse(captured)
         tree, results = gathered(many, (arguments.tree, results))
         whole = jax.tree.map(whole_batch, tree, is_leaf=is_per_replica)
         expected_results = single.run(fn, *with_objects(whole, single_objects))
-        expected = _variables([*single_objects, *captured], names)
+        expected = variables_of([*single_objects, *captured], names)
     finally:
         restore(captured, saved)
     program = many.prepare(fn, *with_objects(arguments.tree, objects))
     require_none(name_of(fn), program.drifts)
-    rows = _compare_results(results, expected_results)
-    for name, value in after.items():
-        if not (_equal(value, before[name]) and _equal(expected[name], before[name])):
-            rows.append(Difference(name, relative_difference(value, expected[name])))
+    rows = [
+        *_compare_results(results, expected_results),
+        *compare_variables(before, after, expected),
+    ]
     hint = _shared_key_hint(program.shared_samples)
-    return checked(VerifyReport(num_replicas, rtol, tuple(rows)), _CAUSES + hint)
+    return checked(VerifyReport(num_replicas, rtol, tuple(rows)), CAUSES + hint)
 
 
-_CAUSES = (
+CAUSES = (
     'Common causes: all_reduce("sum") where a mean is intended (or vice versa); a loss '
     "divided twice; batch normalization over each replica's own batch (pass "
     "axis_name=mirror.REPLICA_AXIS); dropout, which samples independently on each replica. "
@@ -147,7 +147,8 @@ def _shared_key_hint(lines: Sequence[str]) -> str:
     )
 
 
-def _variables(objects: list[Any], names: Sequence[str]) -> dict[str, np.ndarray]:
+def variables_of(objects: Sequence[Any], names: Sequence[str]) -> dict[str, np.ndarray]:
+    """Returns copies of the variables of nnx objects, given the names of the objects."""
     if not objects:
         return {}
     objects = copy_of(objects)
@@ -161,6 +162,19 @@ def _host(leaf: Any) -> np.ndarray:
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     return np.array(leaf)
+
+
+def compare_variables(
+    before: Mapping[str, np.ndarray],
+    after: Mapping[str, np.ndarray],
+    expected: Mapping[str, np.ndarray],
+) -> list[Difference]:
+    """Returns a row for each variable that n replicas or one device have changed."""
+    return [
+        Difference(name, relative_difference(value, expected[name]))
+        for name, value in after.items()
+        if not (_equal(value, before[name]) and _equal(expected[name], before[name]))
+    ]
 
 
 def _compare_results(results: PyTree, expected: PyTree) -> list[Difference]:

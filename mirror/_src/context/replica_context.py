@@ -1,6 +1,6 @@
 """`ReplicaContext`: identifies the current replica and provides its collectives."""
 
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,14 @@ import numpy as np
 
 from mirror._src.collectives.cross_device_ops import CrossDeviceOps
 from mirror._src.collectives.in_step import gather
-from mirror._src.collectives.reduce_op import Reduction, prepare, require_axis, require_op
+from mirror._src.collectives.reduce_op import (
+    ReduceOp,
+    Reduction,
+    accumulator,
+    prepare,
+    require_axis,
+    require_op,
+)
 from mirror._src.context.gathers import UnequalGathers
 from mirror._src.program.axis import axis_name
 from mirror._src.utils.errors import counted, expected
@@ -39,6 +46,21 @@ class ReplicaGroup(Protocol):
         ...
 
 
+class Part(NamedTuple):
+    """The part of a global batch that the replicas of this process compute.
+
+    Attributes:
+        num_parts: Number of the parts.
+        part_id: Index of the part, an int32 of shape `()`.
+        scale: Size of the batch divided by the size of the part, a float of shape `()`. None if
+            it is unknown.
+    """
+
+    num_parts: int
+    part_id: Any
+    scale: Any
+
+
 @set_module("mirror")
 class ReplicaContext:
     """Identifies the current replica and provides its collectives.
@@ -64,10 +86,11 @@ class ReplicaContext:
         self._in_step = in_step
         self._gathers = gathers
         self.captures: Any = None
+        self.part: Part | None = None
         self._ended = False
 
     def __repr__(self) -> str:
-        n = self._strategy.num_replicas_in_sync if self._in_step else 1
+        n = self._num_replicas
         state = ", its step has finished" if self._ended else ""
         return f"ReplicaContext({counted(n, 'replica')}{state})"
 
@@ -93,7 +116,14 @@ class ReplicaContext:
     def num_replicas_in_sync(self) -> int:
         """The number of replicas that run this step."""
         self._require_alive()
-        return self._strategy.num_replicas_in_sync if self._in_step else 1
+        return self._num_replicas
+
+    @property
+    def _num_replicas(self) -> int:
+        if not self._in_step:
+            return 1
+        n = self._strategy.num_replicas_in_sync
+        return n if self.part is None else n * self.part.num_parts
 
     @property
     def devices(self) -> tuple[jax.Device, ...]:
@@ -110,7 +140,12 @@ class ReplicaContext:
     def replica_id_in_sync_group(self) -> Array:
         """The index of this replica, from 0 to n - 1, as a traced int32 array of shape `()`."""
         self._require_alive()
-        return jax.lax.axis_index(axis_name()) if self._in_step else jnp.zeros((), jnp.int32)
+        if not self._in_step:
+            return jnp.zeros((), jnp.int32)
+        index = jax.lax.axis_index(axis_name())
+        if self.part is None:
+            return index
+        return self.part.part_id * self._strategy.num_replicas_in_sync + index
 
     @api_boundary
     def all_reduce(self, op: Reduction, tree: T) -> T:
@@ -137,10 +172,16 @@ class ReplicaContext:
         op = require_op("context.all_reduce", op, tree)
         treedef: Any
         leaves, treedef = jax.tree.flatten(tree)
+        part = self.part if op is ReduceOp.SUM else None
+        if part is not None:
+            # JAX multiplies a constant by the number of replicas of this part alone.
+            leaves = [jnp.copy(prepare(op, leaf)) for leaf in leaves]
         if self._in_step:
             reduced = self._strategy.cross_device_ops.all_reduce(op, leaves)
         else:
             reduced = [prepare(op, leaf) for leaf in leaves]
+        if part is not None:
+            reduced = [_of_all_parts(leaf, part.scale) for leaf in reduced]
         result: T = treedef.unflatten(reduced)
         return result
 
@@ -241,3 +282,23 @@ class ReplicaContext:
         for i, value in zip(inexact, identity([arrays[i] for i in inexact]), strict=True):
             arrays[i] = value
         return treedef.unflatten(arrays)
+
+
+def _of_all_parts(total: Array, scale: Any) -> Array:
+    """Returns what the sum over a part contributes to the weighted mean over all parts.
+
+    This mean is then the sum over all parts, and so is all that is computed from it by sums and by
+    products with constants. Integers are summed as they are.
+
+    Raises:
+        ValueError: If the size of the part relative to the batch is unknown.
+    """
+    if not jnp.issubdtype(total.dtype, jnp.inexact):
+        return total
+    if scale is None:
+        raise ValueError(
+            'all_reduce("sum", x) of floats requires the size of the whole batch, but the workers '
+            'fetch their own batches. Use all_reduce("mean", x), or pass the batch to `schedule`.'
+        )
+    wide = total.astype(accumulator(total.dtype))
+    return (wide * scale.astype(wide.real.dtype)).astype(total.dtype)

@@ -17,11 +17,14 @@ class Frame(NamedTuple):
         strategy: The strategy.
         replica: Context of the replica; `None` for a scope.
         devices: Devices that the scope creates arrays on; `None` for a replica.
+        shown_as: What `mirror.get_strategy()` returns, if not the strategy: in the scope of a
+            `ParameterServerStrategy`, whose arrays are created by a local strategy.
     """
 
     strategy: ReplicaGroup
     replica: ReplicaContext | None = None
     devices: ReplicaDevices | None = None
+    shown_as: Any = None
 
 
 class _Stack(threading.local):

@@ -63,7 +63,7 @@ def launch(
         described: What it is, for reports of launches that do not end.
         bounded: Whether the launch occupies several host devices and this JAX version needs the
             guard. The last output is then a token, which is never donated.
-        compiles: Whether JAX compiles the program first.
+        compiles: Whether JAX compiles the program first, while other threads cannot launch.
 
     Raises:
         StalledError: If an earlier launch has stalled and a watch raises errors.
@@ -112,6 +112,24 @@ def _call(
         record.starts()
     with eager.Uncounted():
         outputs.extend(itertools.chain.from_iterable(itertools.starmap(program, (arguments,))))
+
+
+@contextlib.contextmanager
+def compiling(described: Described) -> Iterator[None]:
+    """Context manager around a compilation that no launch waits for, for reports.
+
+    Args:
+        described: The program that is compiled.
+    """
+    if launches.log is None:
+        yield
+        return
+    record = launches.log.begin(described, compiles=True)
+    record.starts()
+    try:
+        yield
+    finally:
+        record.ends()
 
 
 def wait_for(tree: Any) -> None:

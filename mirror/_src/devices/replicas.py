@@ -126,6 +126,12 @@ class ReplicaDevices:
             sharding = self._shardings.setdefault(kind, NamedSharding(self.mesh, spec))
         return sharding
 
+    def array_type(self, aval: jax.ShapeDtypeStruct, kind: Kind) -> jax.ShapeDtypeStruct:
+        """Returns the type of an array of this kind, given its type on one replica."""
+        shape = (len(self), *aval.shape) if kind.is_own else aval.shape
+        weak = aval.weak_type
+        return jax.ShapeDtypeStruct(shape, aval.dtype, sharding=self.sharding(kind), weak_type=weak)
+
     def is_sharded(self, value: Array) -> bool:
         """Whether each device stores one slice of the array, in replica order."""
         sharding = value.sharding
@@ -177,6 +183,11 @@ class ReplicaDevices:
         if self.spans_processes or (isinstance(value, jax.Array) and is_remote(value)):
             return self.mirror(value)
         return jax.device_put(value, self.mirrored)
+
+    def borrow(self, tree: Any, sharding: NamedSharding) -> Any:
+        """Returns arrays that may share memory with the host arrays of a tree: modify neither."""
+        assert not self.spans_processes
+        return jax.device_put(tree, sharding)
 
     def broadcast_through_host(self, array: Array) -> Array:
         """Returns a mirrored array, copied through the host: GPUs may lack peer-to-peer access."""

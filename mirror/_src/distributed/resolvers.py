@@ -87,7 +87,8 @@ class ClusterResolver(abc.ABC):
         if me.job == "ps" or "ps" in spec.jobs:
             raise NotImplementedError(
                 f"The cluster {spec} has the job 'ps'. mirror.MultiWorkerMirroredStrategy trains "
-                "without parameter servers. Remove 'ps' from the cluster, and do not start it."
+                "without parameter servers. Use mirror.ParameterServerStrategy, or remove 'ps' "
+                "from the cluster, and do not start it."
             )
         members = spec.training_tasks()
         tasks = [task for task, _ in members]

@@ -1,4 +1,4 @@
-"""Base classes of executors and compiled programs."""
+"""Base classes of executors, and the programs that they compile."""
 
 import abc
 import contextlib
@@ -11,12 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from mirror._src.devices.launch import is_needed, launch
+from mirror._src.devices.eager_work import bound_eager_work
+from mirror._src.devices.launch import is_needed
 from mirror._src.devices.launches import Described, Site
 from mirror._src.devices.replicas import Kind, ReplicaDevices
 from mirror._src.distributed.store import is_initialized
 from mirror._src.executors.callbacks import CALLBACKS, CallbackGuard
 from mirror._src.executors.collectives import extreme_rules, scatter_rules
+from mirror._src.executors.compiled import CompiledProgram, MeshProgram
 from mirror._src.executors.shards import ShardedUpdate
 from mirror._src.program.collective_eqns import is_collective, kind_of
 from mirror._src.program.evaluate import Lowering, Rules
@@ -25,7 +27,6 @@ from mirror._src.program.jaxprs import arrays_in, equations
 from mirror._src.program.shards import Shards
 from mirror._src.program.trace import abstract, abstract_row, context_token
 from mirror._src.program.user_lines import user_line
-from mirror._src.utils import interrupts
 from mirror._src.utils.errors import describe
 from mirror._src.utils.types import Array
 
@@ -89,20 +90,6 @@ class ReplicaProgram(NamedTuple):
             raise SignatureChanged
 
 
-class CompiledProgram(abc.ABC):
-    """A replica program that is ready to run."""
-
-    @abc.abstractmethod
-    def __call__(self, leaves: Sequence[Any], outputs: list[Any]) -> None:
-        """Runs the program.
-
-        Args:
-            leaves: Mirrored arrays, and arrays or `UnstackedArrays` of per-replica values.
-            outputs: An empty list that receives the outputs as soon as they exist. Extra elements
-                may follow them.
-        """
-
-
 class Executor(abc.ABC):
     """Runs replica programs on the replicas' devices.
 
@@ -152,6 +139,8 @@ class MeshExecutor(Executor):
         self.replica_ids = range(len(replicas)) if replica_ids is None else replica_ids
         # One device needs no rendezvous, and every accelerator has its own queue.
         self._bounded = replicas.on_host and collectives and is_needed()
+        if self._bounded:  # not at the first launch: other threads continue while it compiles
+            bound_eager_work()
         self._filler: Any = None
 
     @abc.abstractmethod
@@ -182,7 +171,7 @@ class MeshExecutor(Executor):
         return Lowering(arrays, rules, self.pack_bytes)
 
     @final
-    def compile(self, program: ReplicaProgram) -> "MeshProgram":
+    def compile(self, program: ReplicaProgram) -> MeshProgram:
         """See `Executor.compile`. All replicas have the same shapes."""
         (variant,) = program.variants
         # Arrays that the step closes over become inputs. As constants they would be copied into the
@@ -218,6 +207,7 @@ class MeshExecutor(Executor):
             [*program.inputs, *(Kind() for _ in captured)],
             program.outputs,
             program.donated,
+            variant.avals,
             line=program.line,
             sites=functools.partial(sites_of, variant),
             guard=program.guard,
@@ -234,6 +224,7 @@ class MeshExecutor(Executor):
         kinds: Sequence[Kind],
         output_kinds: Sequence[Kind],
         donated: Sequence[int],
+        avals: Sequence[jax.ShapeDtypeStruct],
         *,
         line: str = "",
         sites: Callable[[], Sequence[Site]] = tuple,
@@ -241,7 +232,7 @@ class MeshExecutor(Executor):
         check: Callable[[Sequence[Any]], None] = lambda _: None,
         captured: Sequence[Array] = (),
         ends_in_python: bool = False,
-    ) -> "MeshProgram":
+    ) -> MeshProgram:
         """Returns a program that runs a function of flat leaves on every replica.
 
         Args:
@@ -250,6 +241,7 @@ class MeshExecutor(Executor):
             kinds: How the replicas hold each input.
             output_kinds: How the replicas hold each output.
             donated: Positions of the inputs whose buffers are donated.
+            avals: Shape and dtype of each input on one replica, except for `captured`.
             line: Where the step is defined, for reports.
             sites: Returns the collectives and host callbacks of the program, for reports.
             guard: Stores exceptions of host callbacks.
@@ -289,52 +281,8 @@ class MeshExecutor(Executor):
         more = [*captured, *([self._filler] if fill else [])]
         spans = self.replicas.spans_processes
         described = Described(name, line, self.replicas.devices, self.replica_ids, sites, spans)
-        return MeshProgram(compiled, more, bounded, described, ends_in_python=ends_in_python)
-
-
-@final
-class MeshProgram(CompiledProgram):
-    """A replica program that is a single XLA program."""
-
-    def __init__(
-        self,
-        compiled: Any,
-        more: Sequence[Array],
-        bounded: bool,
-        described: Described,
-        *,
-        ends_in_python: bool = False,
-    ) -> None:
-        self._described = described
-        self._has_run = False
-        self._ends_in_python = ends_in_python
-        self._compiled = compiled
-        self._more = list(more)
-        self._bounded = bounded
-
-    def __call__(self, leaves: Sequence[Any], outputs: list[Any]) -> None:
-        """See `CompiledProgram`. If launches are bounded, the last output is a token."""
-        # A first call compiles, and runs Python code after the launch.
-        with interrupts.DeferredInterrupts(watches=not self._has_run):
-            launch(
-                self._compiled,
-                [*leaves, *self._more],
-                outputs,
-                self._described,
-                bounded=self._bounded,
-                compiles=not self._has_run,
-            )
-        self._has_run = True
-
-    def launch_again(self, leaves: list[Any], outputs: list[Any]) -> None:
-        """Runs the program as `__call__` does, if it is already compiled."""
-        with interrupts.DeferredInterrupts() if self._ends_in_python else _NO_DEFERRAL:
-            arguments = leaves + self._more
-            launch(self._compiled, arguments, outputs, self._described, bounded=self._bounded)
-
-    def lower(self, leaves: Sequence[Any]) -> jax.stages.Lowered:
-        """Returns the program lowered for these leaves, for its text and memory analysis."""
-        return self._compiled.lower(*leaves, *self._more)
+        types = list(map(self.replicas.array_type, avals, kinds))
+        return MeshProgram(compiled, more, bounded, described, types, ends_in_python=ends_in_python)
 
 
 def sites_of(variant: Variant) -> list[Site]:

@@ -13,6 +13,7 @@ from mirror._src.data.foreign import to_array
 from mirror._src.data.remainder import nearest_multiples
 from mirror._src.devices.backend import devices_of_type, type_of
 from mirror._src.devices.replicas import ReplicaDevices
+from mirror._src.utils.keras_library import GLOBAL_BATCHES
 from mirror._src.utils.naming import depth_of_user, keys
 from mirror._src.utils.types import PyTree
 from mirror._src.values.per_replica import is_per_replica
@@ -121,9 +122,5 @@ class BatchPlacer:
 
 def _array(name: str, leaf: Any) -> Any:
     if is_per_replica(leaf):
-        raise TypeError(
-            f"{name} is a PerReplica, but Keras models expect global batches, which they split "
-            "themselves. Pass the dataset without strategy.distribute_dataset: "
-            "model.fit(dataset)."
-        )
+        raise TypeError(f"{name} is a PerReplica. {GLOBAL_BATCHES}")
     return to_array(name, leaf)

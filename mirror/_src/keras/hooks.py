@@ -1,9 +1,10 @@
 """Hooks Keras, so that models created in a scope train on all devices of its strategy.
 
-The hooks are methods of `keras.Model`: `__new__`, which remembers the scope, and
+The hooks are methods of `keras.Model`: `__new__` and `compile`, which remember the scope;
 `make_train_function`, `make_test_function` and `make_predict_function`, which `fit`, `evaluate`,
-`predict` and the methods for one batch call to make the function that runs a step. Models that have
-nothing to do with a scope keep what Keras made.
+`predict` and the methods for one batch call to make the function that runs a step; and these
+methods themselves, which reject data that is already split. Models that have nothing to do with a
+scope keep what Keras made.
 """
 
 import functools
@@ -13,7 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 from mirror._src.devices.replicas import ReplicaDevices
-from mirror._src.keras.owners import add_scope, claim, owner_of
+from mirror._src.keras.inputs import METHODS, checking
+from mirror._src.keras.owners import add_scope, claim, claim_compiled, owner_of
+from mirror._src.keras.precision import warn_about_policy
 from mirror._src.keras.step_function import StepFunction
 from mirror._src.utils.keras_library import library
 from mirror._src.utils.naming import depth_of_user
@@ -62,6 +65,12 @@ def _hook(model_class: Any) -> None:
     for kind in KINDS:
         name = f"make_{kind}_function"
         setattr(model_class, name, _making(kind, getattr(model_class, name)))
+    for name in METHODS:
+        setattr(model_class, name, checking(getattr(model_class, name)))
+    # In the class that defines it: Keras would take a method of `keras.Model` for one of the user,
+    # and not compile a model that it loads.
+    owner = next(each for each in model_class.__mro__ if "compile" in vars(each))
+    owner.compile = _compiling(owner.compile)
     _hooked = model_class
 
 
@@ -73,6 +82,15 @@ def _claiming(create: Callable[..., Any]) -> Callable[..., Any]:
         return model
 
     return new
+
+
+def _compiling(compile_model: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(compile_model)
+    def compile_in_scope(self: Any, *args: Any, **kwargs: Any) -> Any:
+        claim_compiled(self)
+        return compile_model(self, *args, **kwargs)
+
+    return compile_in_scope
 
 
 def _making(kind: str, make: Callable[..., Any]) -> Callable[..., Any]:
@@ -87,6 +105,8 @@ def _making(kind: str, make: Callable[..., Any]) -> Callable[..., Any]:
                 return
             function = function.made
         if owner is not None:
+            if kind == "train":
+                warn_about_policy(self)
             function = StepFunction(function, owner, self, kind)
         setattr(self, attribute, function)
 

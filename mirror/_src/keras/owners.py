@@ -8,6 +8,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from mirror._src.context.scopes import current_frame
 from mirror._src.devices.replicas import ReplicaDevices
+from mirror._src.keras.precision import require_float_policy
 from mirror._src.utils.errors import listing
 from mirror._src.utils.keras_library import BACKEND, backend, variables_of
 
@@ -31,11 +32,17 @@ class Owner(NamedTuple):
 
 _by_mesh: dict[Mesh, Owner] = {}
 _created_in: "weakref.WeakKeyDictionary[Any, Owner]" = weakref.WeakKeyDictionary()
+_compiled_in: "weakref.WeakKeyDictionary[Any, Owner]" = weakref.WeakKeyDictionary()
 
 
 def add_scope(strategy: object, replicas: ReplicaDevices) -> None:
-    """Remembers whose arrays lie on this mesh: of optimizers that are created in the scope."""
-    if not replicas.are_mixed and replicas.mesh not in _by_mesh:
+    """Remembers whose arrays lie on this mesh: of variables that are created in the scope.
+
+    The mesh of mixed devices is their home device alone, which may also be the mesh of a strategy
+    with one device. That strategy takes precedence, because models can train on it.
+    """
+    known = _by_mesh.get(replicas.mesh)
+    if known is None or known.replicas.are_mixed:
         _by_mesh[replicas.mesh] = Owner(str(strategy), replicas)
 
 
@@ -45,10 +52,28 @@ def claim(model: Any) -> None:
     Raises:
         RuntimeError: If Keras does not use JAX.
         NotImplementedError: If a model cannot train on the devices of the scope.
+        ValueError: If Keras' dtype policy is not a policy of floats.
     """
     owner = _of_scope("created")
     if owner is not None:
+        require_float_policy()
         _created_in[model] = owner
+
+
+def claim_compiled(model: Any) -> None:
+    """Remembers the scope that a model is compiled in, if there is one.
+
+    The optimizer does not tell: it may have been created outside.
+
+    Raises:
+        RuntimeError: If Keras does not use JAX.
+        NotImplementedError: If a model cannot train on the devices of the scope.
+    """
+    owner = _of_scope("compiled")
+    if owner is not None:
+        _compiled_in[model] = owner
+    else:
+        _compiled_in.pop(model, None)
 
 
 def owner_of(model: Any) -> Owner | None:
@@ -59,19 +84,22 @@ def owner_of(model: Any) -> Owner | None:
 
     Raises:
         RuntimeError: If the caller is in the scope of another strategy, or in a replica; or if
-            variables of a model that was created outside were created in several scopes.
-        NotImplementedError: If a model cannot train on the devices of the current scope.
+            parts of a model that was created outside were created in several scopes.
+        NotImplementedError: If a model cannot train on the devices of the current scope, or of the
+            scope that parts of it were created in.
     """
     created, current = _created_in.get(model), _of_scope("trained")
-    lying = {} if created is not None else _owners_of_variables(model)
-    if len(lying) > 1:
-        names = listing(f"{path}: {owner.name}" for owner, path in lying.items())
+    parts = {} if created is not None else _owners_of_parts(model)
+    if len(parts) > 1:
+        names = listing(f"{part}: {owner.name}" for owner, part in parts.values())
         raise RuntimeError(
-            f"Variables of the Keras model {model.name!r} were created in the scopes of several "
+            f"Parts of the Keras model {model.name!r} were created in the scopes of several "
             f"strategies:\n{names}\nCreate and compile the model in one scope: with "
             f"strategy.scope(): model = ...; model.compile(...). {_COPY}"
         )
-    owner = created or next(iter(lying), None)
+    owner = created or next((owner for owner, _ in parts.values()), None)
+    if owner is not None:
+        _require_supported(owner, "created, compiled or built")
     if owner is None or current is None or owner.replicas.mesh == current.replicas.mesh:
         return owner or current
     verb = "created" if created is not None else "compiled or trained"
@@ -82,14 +110,15 @@ def owner_of(model: Any) -> Owner | None:
     )
 
 
-def _owners_of_variables(model: Any) -> dict[Owner, str]:
-    """Returns the strategies on whose mesh variables lie, each with the path of one of them."""
-    found: dict[Owner, str] = {}
+def _owners_of_parts(model: Any) -> dict[Mesh, tuple[Owner, str]]:
+    """Returns the strategies that `compile` or variables belong to, each with one such part."""
+    compiled = _compiled_in.get(model)
+    parts = {} if compiled is None else {compiled.replicas.mesh: (compiled, "model.compile")}
     for variable in variables_of(model):
         owner = _owner_of_array(variable.value)
         if owner is not None:
-            found.setdefault(owner, variable.path)
-    return found
+            parts.setdefault(owner.replicas.mesh, (owner, variable.path))
+    return parts
 
 
 def _owner_of_array(value: Any) -> Owner | None:
@@ -120,13 +149,18 @@ def _of_scope(verb: str) -> Owner | None:
             f"backend {backend()!r}, and mirror needs {BACKEND!r}. Set it before the first import "
             f'of Keras: os.environ["KERAS_BACKEND"] = "{BACKEND}".'
         )
-    replicas = frame.devices
+    owner = Owner(str(strategy), frame.devices)
+    _require_supported(owner, verb)
+    return owner
+
+
+def _require_supported(owner: Owner, verb: str) -> None:
+    replicas = owner.replicas
     if replicas.are_mixed or replicas.spans_processes:
         what = "of several processes" if replicas.spans_processes else "of several types"
         raise NotImplementedError(
-            f"A Keras model was {verb} inside strategy.scope() of {strategy}, but Keras models "
+            f"A Keras model was {verb} inside strategy.scope() of {owner.name}, but Keras models "
             f"cannot train on devices {what} yet. Use the devices of one type in one process, "
             'mirror.MirroredStrategy(mirror.config.list_logical_devices("GPU")), or train a Flax '
             "model with mirror.Trainer."
         )
-    return Owner(str(strategy), replicas)

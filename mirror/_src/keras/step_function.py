@@ -40,6 +40,7 @@ class StepFunction:
         self._is_compiled = bool(model.jit_compile) and not model.run_eagerly
         self._is_bounded = replicas.on_host and is_needed()
         self._has_run = False
+        self._mirrored_shardings: dict[int, jax.sharding.Sharding] = {}
         self._described = Described(
             f"{model.name}.{kind}_step", "", replicas.devices, range(len(replicas))
         )
@@ -61,7 +62,7 @@ class StepFunction:
         return results, state
 
     def _step(self, state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        state = jax.tree.map(self._mirrored, state)
+        state = self._on_devices(state)
         if not self._is_compiled:
             if self._is_bounded:
                 eager_work.bound_eager_work()
@@ -86,6 +87,22 @@ class StepFunction:
         results, state = self.made(state, iter((batch,)))
         arrays = (leaf for leaf in jax.tree.leaves(results) if isinstance(leaf, jax.Array))
         return results, state, next(arrays, None)
+
+    def _on_devices(self, state: PyTree) -> PyTree:
+        """Returns the state mirrored. A step usually gets back the arrays of the last step.
+
+        Their shardings are the same objects in every step, so that they are compared only once.
+        """
+        try:
+            shardings = {id(s): s for s in [leaf.sharding for leaf in jax.tree.leaves(state)]}
+        except AttributeError:  # not an array of JAX
+            shardings = {}
+        if shardings and shardings.keys() <= self._mirrored_shardings.keys():
+            return state
+        state = jax.tree.map(self._mirrored, state)
+        leaves = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
+        self._mirrored_shardings = {id(leaf.sharding): leaf.sharding for leaf in leaves}
+        return state
 
     def _mirrored(self, leaf: Any) -> Any:
         """Callbacks assign to variables, and XLA may choose to shard what the step returns."""

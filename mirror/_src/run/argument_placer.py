@@ -22,7 +22,7 @@ from mirror._src.run.call import Call
 from mirror._src.run.mesh import require_not_stacked
 from mirror._src.run.program import StepProgram
 from mirror._src.utils.errors import counted, describe
-from mirror._src.utils.types import Array
+from mirror._src.utils.types import Array, PyTree
 from mirror._src.values.per_replica import UNEQUAL_SHAPES, is_float0, is_numeric
 
 _get_sharding = operator.attrgetter("sharding")
@@ -117,6 +117,16 @@ class ArgumentPlacer:
                     accepted[id(sharding)] = sharding
             ready.append(placed)
         return ready
+
+    def borrow(self, tree: PyTree) -> PyTree:
+        """Returns mirrored arrays that may share memory with the host arrays of a tree.
+
+        They are arguments for `run`, which copies none of them. The host arrays must not change as
+        long as the results are used.
+        """
+        placed = self._replicas.borrow(tree, self._replicas.mirrored)
+        self._unshared.update({id(leaf): leaf for leaf in jax.tree.leaves(placed)})
+        return placed
 
     def copy_repeated(self, call: Call, leaves: list[Any], program: StepProgram) -> list[Any]:
         """Returns the leaves, with copies of those that would be donated and used elsewhere.

@@ -2,6 +2,7 @@
 
 import threading
 from typing import Any
+from weakref import WeakValueDictionary
 
 from mirror._src.run.program import StepProgram
 from mirror._src.run.quick import QuickCall
@@ -17,8 +18,8 @@ class ProgramCache:
     """Cache of programs, traces and quick calls.
 
     Attributes:
-        programs: The last program for each call key, and the exact program for each call key,
-            variants and trace context.
+        programs: The last compiled program for each call key, and the exact program for each call
+            key, variants and trace context.
         traces: The trace for each trace key, variants and trace context.
         quick: The quick call for each function and donated arguments.
     """
@@ -27,7 +28,8 @@ class ProgramCache:
         self.programs: dict[Any, StepProgram] = {}
         self.traces: dict[Any, TracedStep] = {}
         self.quick: dict[tuple[StepFunction, tuple[int, ...]], QuickCall] = {}
-        self._making: dict[Any, threading.RLock] = {}
+        # An entry exists while a thread makes a program or waits for it.
+        self._making: WeakValueDictionary[Any, threading.RLock] = WeakValueDictionary()
         self._lock = threading.Lock()
         self._by_code: dict[Any, list[StepProgram]] = {}
 
@@ -37,7 +39,7 @@ class ProgramCache:
         return len(self.programs) > 2 * _MAX_PROGRAMS
 
     def making(self, key: Any) -> threading.RLock:
-        """Returns the lock to hold while the program for a key is made."""
+        """Returns the lock to hold while the program for a key is made and compiled."""
         with self._lock:
             return self._making.setdefault(key, threading.RLock())
 
@@ -73,14 +75,12 @@ class ProgramCache:
         self.programs = {k: p for k, p in list(self.programs.items()) if id(p) not in programs}
         kept = {program.fn for program in self.programs.values()}
         self.traces = {key: t for key, t in self.traces.items() if key[0][0] in kept}
-        self._making = {key: m for key, m in self._making.items() if key in self.programs}
         return kept
 
     def clear(self) -> None:
         """Forgets everything."""
         self.programs.clear()
         self.traces.clear()
-        self._making.clear()
         self._by_code.clear()
         self.quick.clear()
 

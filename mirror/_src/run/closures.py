@@ -195,7 +195,10 @@ def _variables_holding(arrays: Sequence[jax.Array]) -> list[nnx.Variable]:
 
     `gc.get_referrers` scans all objects of the process: 52 ms for 150,000 objects, once for each
     compilation that has constants. It does not find an array inside a container in a variable.
+    Nor does it find objects that `gc.freeze` has set aside, as programs do before they fork.
     """
+    if arrays and gc.get_freeze_count():
+        gc.unfreeze()
     holders = gc.get_referrers(*arrays) if arrays else []
     return [holder for holder in holders if isinstance(holder, nnx.Variable)]
 

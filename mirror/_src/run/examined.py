@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 
 from mirror._src.devices.replicas import Kind
-from mirror._src.executors.executor import MeshProgram
+from mirror._src.executors.compiled import MeshProgram
 from mirror._src.program.jaxprs import arrays_in
 from mirror._src.run.call import Call
 from mirror._src.run.program import StepProgram

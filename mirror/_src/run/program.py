@@ -17,10 +17,9 @@ from mirror._src.devices.op_log import placement_log
 from mirror._src.devices.replicas import Kind
 from mirror._src.devices.unstacked import UnstackedArrays
 from mirror._src.executors.callbacks import CallbackGuard, calls_back
+from mirror._src.executors.compiled import CompiledProgram, MeshProgram
 from mirror._src.executors.executor import (
-    CompiledProgram,
     Executor,
-    MeshProgram,
     ReplicaProgram,
     Variant,
 )
@@ -142,6 +141,15 @@ class StepProgram:
             and not self.drifting_results
             and not self._attribute_changes
         )
+
+    def compile(self) -> None:
+        """Compiles the program, unless it is compiled.
+
+        A program of several processes is compiled when it first runs: they agree on it before, and
+        the compilation may wait for the other processes.
+        """
+        if not self._spans_processes:
+            self.compiled.compile()
 
     def __call__(self, call: Call, leaves: list[Any]) -> Any:
         """Runs the program, writes the new state into the objects, and returns the results."""

@@ -22,7 +22,8 @@ from weakref import ref
 import jax
 
 from mirror._src.devices.transfer import any_deleted
-from mirror._src.executors.executor import MeshProgram, SignatureChanged
+from mirror._src.executors.compiled import MeshProgram
+from mirror._src.executors.executor import SignatureChanged
 from mirror._src.run.arguments import ObjectPlaceholder
 from mirror._src.run.call import Call
 from mirror._src.run.nnx.table import ObjectTable

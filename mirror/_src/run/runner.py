@@ -52,7 +52,7 @@ from mirror._src.run.shapes import Variants, variants_of
 from mirror._src.run.step import TracedStep
 from mirror._src.run.step_warnings import StepWarnings
 from mirror._src.utils.naming import name_of
-from mirror._src.utils.types import REPLICA_AXIS, StepFunction
+from mirror._src.utils.types import REPLICA_AXIS, PyTree, StepFunction
 from mirror._src.variables.variable import Variable
 
 _MAX_ATTEMPTS = 3  # find the program; make it; repeat, if another thread changed JAX's settings
@@ -109,6 +109,10 @@ class Runner:
                     quick.misses += 1
         return self._with_variables(fn, lambda: self._run(fn, args, kwargs, donate_argnums))
 
+    def borrow(self, tree: PyTree) -> PyTree:
+        """Returns mirrored arrays for `run`; see `ArgumentPlacer.borrow`."""
+        return self._placer.borrow(tree)
+
     def _with_variables(self, fn: StepFunction, attempt: Callable[[], Any]) -> Any:
         """Calls `attempt` outside of traces, and again if it found variables that the step uses."""
         if in_callback():
@@ -136,10 +140,12 @@ class Runner:
         donate_argnums: tuple[int, ...],
     ) -> Any:
         leaves: list[Any] | None = None
+        found: tuple[Any, StepProgram] | None = None
         for _ in range(_MAX_ATTEMPTS):
             # The lock is held from reading the state to writing it back: two threads that donate
             # the same buffers would end the process (JAX 0.10.2). It is not held while a step is
-            # traced, because the step may start a thread that runs another step and wait for it.
+            # traced and compiled: other threads continue, and the step may start a thread that runs
+            # another step and wait for it.
             with self._running:
                 call = self._call(fn, args, kwargs, donate_argnums)
                 if leaves is None:
@@ -153,6 +159,8 @@ class Runner:
                 except TypeError:
                     require_static(fn, call.tree, call.layout, call.leaves)
                     raise
+                if found is not None and found[0] == key:
+                    program = found[1]  # another thread may have run other shapes since
                 if program is not None:
                     if self.holds_slices:
                         call, leaves = self._placer.reshard(program, call, leaves)
@@ -169,7 +177,7 @@ class Runner:
                         return results
                     except SignatureChanged:  # other shapes, or another trace context
                         pass
-            self._find(call, key, leaves)
+            found = key, self._find(call, key, leaves, compiles=True)
         raise RuntimeError(
             f"{name_of(fn)} was traced {_MAX_ATTEMPTS - 1} times, but JAX requested another trace "
             "every time, because its configuration changed. Do not change jax.config in the step, "
@@ -330,8 +338,13 @@ class Runner:
             self._layouts[key] = self._layouts[treedef, types] = layout
         return leaves, layout
 
-    def _find(self, call: Call, key: Any, leaves: list[Any]) -> StepProgram:
-        """Returns the program for these exact shapes, dtypes and trace context, made if needed."""
+    def _find(
+        self, call: Call, key: Any, leaves: list[Any], *, compiles: bool = False
+    ) -> StepProgram:
+        """Returns the program for these exact shapes, dtypes and trace context, made if needed.
+
+        A program that runs is compiled here, where no thread waits except for the same program.
+        """
         self._drifts.require_not_drifting(call, leaves)
         require_canonical(call, leaves)
         for i in call.layout.per_replica:
@@ -339,8 +352,12 @@ class Runner:
         variants = variants_of(call, leaves, len(self.replicas))
         exact = (key, variants, Identity(context_token()))
         with self._cache.making(exact):
-            program = self._cache.programs.get(exact) or self._make(call, variants)
-            self._cache.programs[key] = self._cache.programs[exact] = program
+            program = self._cache.programs.get(exact)
+            if program is None:
+                program = self._cache.programs[exact] = self._make(call, variants)
+            if compiles:
+                program.compile()
+                self._cache.programs[key] = program
         return program
 
     def traced(

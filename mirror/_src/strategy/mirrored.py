@@ -166,6 +166,9 @@ def get_strategy() -> Strategy:
     frame = current_frame()
     if frame is None:
         return _default_strategy()
+    if frame.shown_as is not None:
+        shown: Strategy = frame.shown_as
+        return shown
     assert isinstance(frame.strategy, Strategy)
     return frame.strategy
 

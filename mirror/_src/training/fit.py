@@ -16,9 +16,11 @@ from mirror._src.distributed.store import process_index
 from mirror._src.strategy.strategy import Strategy
 from mirror._src.training.agreed_stop import AgreedStop, Cause
 from mirror._src.training.history import History
+from mirror._src.training.loss_scale import LossScale, stuck
 from mirror._src.training.meter import CollectedMetrics, in_order
 from mirror._src.training.objective import LOSS, Sums
 from mirror._src.training.position import Position
+from mirror._src.training.remote import RemoteStrategy
 from mirror._src.training.state_lock import StateLock
 from mirror._src.training.stream import NO_DATA, Stream
 from mirror._src.utils import interrupts
@@ -31,12 +33,17 @@ from mirror._src.utils.naming import depth_of_user, is_our_module
 class TrainerOfFit(Protocol):
     """The trainer, as far as its callbacks may use it."""
 
-    optimizer: nnx.Optimizer[Any]
-    strategy: Strategy
+    strategy: Strategy | RemoteStrategy
+    loss_scale: LossScale | None
 
     @property
     def model(self) -> nnx.Module:
         """The model that is trained."""
+        ...
+
+    @property
+    def optimizer(self) -> nnx.Optimizer[Any]:
+        """Its optimizer."""
         ...
 
     def evaluate(self, data: Any) -> dict[str, float]:
@@ -133,6 +140,7 @@ class TrainingRun:
         self._collected: deque[CollectedMetrics] = deque()
         self._agreed_stop: AgreedStop | None = None
         self._warned: set[bool] = set()
+        self._warned_of_skips = False
         self._started = time.perf_counter()
 
     def __repr__(self) -> str:
@@ -296,6 +304,7 @@ class TrainingRun:
                     for callback in self._callbacks:
                         callback.on_metrics(self, step, logs)
             self._warn_of_nan(step, logs[LOSS])
+            self._warn_of_skips(stuck(self.trainer.loss_scale, logs, step))
 
     def _warn_of_nan(self, step: int, loss: float) -> None:
         is_empty = LOSS in self.empty
@@ -315,6 +324,12 @@ class TrainingRun:
                 "range, which mirror.Trainer(..., labels='label', num_classes=10) checks."
             )
         warnings.warn(message, stacklevel=depth_of_user())
+
+    def _warn_of_skips(self, message: str) -> None:
+        if message and not self._warned_of_skips:
+            self._warned_of_skips = True
+            message += " Training continues; mirror.callbacks.NaNGuard() would stop it here."
+            warnings.warn(message, stacklevel=depth_of_user())
 
     def end_epoch(self, validation: dict[str, float]) -> None:
         """Adds the epoch to the history, and calls `on_epoch_end` of the callbacks."""

@@ -85,6 +85,15 @@ class Labels:
         for number, labels in waiting:
             self._require_range(number, labels)
 
+    def __getstate__(self) -> dict[str, Any]:
+        state = {**vars(self), "_waiting": []}
+        del state["_lock"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._lock = threading.Lock()
+
     def _require_range(self, number: int, labels: np.ndarray) -> None:
         assert self.num_classes is not None
         most = self.num_classes - 1

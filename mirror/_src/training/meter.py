@@ -47,11 +47,32 @@ class Meter:
         self.totals: dict[str, float] = dict(totals or {})
         self.count = count
         self.weights: dict[str, float] = dict(weights or {})
-        self._pending: deque[tuple[int, Sums]] = deque()
+        self._pending: deque[tuple[int, Sums, Any]] = deque()
 
-    def add(self, step: int, sums: Sums) -> None:
-        """Adds the sums of the launch that ended with `step`, which may still be running."""
-        self._pending.append((step, sums))
+    def add(self, step: int, sums: Sums, before: Any = None) -> None:
+        """Adds the sums of the launch that ended with `step`, which may still be running.
+
+        Args:
+            step: Last step of the launch.
+            sums: Its sums.
+            before: What `drop_failed` returns if the launch fails.
+        """
+        self._pending.append((step, sums, before))
+
+    def drop_failed(self) -> Any:
+        """Drops the first launch that failed and all later ones.
+
+        Returns:
+            The `before` of the first launch that failed, or None.
+        """
+        for index, (_, sums, before) in enumerate(self._pending):
+            try:
+                _read(sums)
+            except Exception:
+                while len(self._pending) > index:
+                    self._pending.pop()
+                return before
+        return None
 
     def collect(self, *, running: int = 0) -> list[CollectedMetrics]:
         """Collects the launches added so far, except for the last few.
@@ -64,11 +85,9 @@ class Meter:
         """
         collected = []
         while len(self._pending) > running:
-            step, sums = self._pending[0]
-            wait_for(sums)
-            self._pending.popleft()
-            totals, weights = _numbers(sums.totals), _numbers(sums.weights)
-            count = int(np.asarray(sums.count))
+            step, sums, _ = self._pending[0]
+            totals, weights, count = _read(sums)
+            self._pending.popleft()  # not if it failed
             _add(self.totals, totals)
             _add(self.weights, weights)
             self.count += count
@@ -118,6 +137,11 @@ def in_order(names: Iterable[str]) -> list[str]:
 def in_words(logs: Mapping[str, float]) -> str:
     """Formats metrics: `loss 0.1234, accuracy 0.9876`."""
     return ", ".join(f"{name} {value:.4g}" for name, value in logs.items())
+
+
+def _read(sums: Sums) -> tuple[dict[str, float], dict[str, float], int]:
+    wait_for(sums)
+    return _numbers(sums.totals), _numbers(sums.weights), int(np.asarray(sums.count))
 
 
 def _numbers(sums: dict[str, Any]) -> dict[str, float]:

@@ -69,7 +69,13 @@ _TRAINER = {
     "jit_compile": "Steps are always compiled; omit it.",
     "run_eagerly": "Steps are always compiled. To debug one, use jax.debug.print in loss_fn, or "
     "call loss_fn(model, batch) outside of the trainer.",
-    "auto_scale_loss": "Scale the loss in the optimizer.",
+    "auto_scale_loss": "Its name is loss_scale: mirror.LossScale() or False. It is automatic with "
+    "precision='float16'.",
+    "grad_scaler": "Its name is loss_scale: mirror.Trainer(..., loss_scale=mirror.LossScale()).",
+    **dict.fromkeys(
+        ("dtype", "dtype_policy", "mixed_precision", "amp", "use_amp", "fp16", "bf16", "half"),
+        "Its name is precision: mirror.Trainer(..., precision='bfloat16').",
+    ),
     "learning_rate": _FIT["learning_rate"],
     "batch_size": "It belongs to the data: trainer.fit(arrays, batch_size=32).",
     "epochs": "It belongs to fit: trainer.fit(data, epochs=10).",

@@ -15,6 +15,7 @@ from mirror._src.training.losses import (
     require_loss,
 )
 from mirror._src.training.metrics import Metrics, metric_functions
+from mirror._src.training.precision import is_half
 from mirror._src.utils.errors import describe, expected
 from mirror._src.utils.naming import name_of, require_parameters, signature_of
 from mirror._src.utils.types import Array, PyTree
@@ -87,6 +88,8 @@ class NamedLoss:
                 f"Labels for {self.__name__!r} must be one array, got {describe(labels)}. "
                 f"{self._function}"
             )
+        if is_half(outputs.dtype):  # with few digits, a loss hardly changes
+            outputs = outputs.astype(jnp.float32)
         outputs, labels = aligned(self.__name__, self._loss.kind, outputs, jnp.asarray(labels))
         if self.labels is not None and self._loss.kind == "classes":
             self.labels.infer(outputs.shape[-1])

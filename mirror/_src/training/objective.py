@@ -1,5 +1,6 @@
 """The objective of a `Trainer`: per-example losses and metrics, and their sums."""
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, final
 
@@ -11,9 +12,10 @@ from mirror._src.training.labels import Labels, PartOfBatch, part_of
 from mirror._src.training.metrics import Metrics
 from mirror._src.training.mistakes import describes_batch
 from mirror._src.training.named_loss import LossFunction, NamedLoss, loss_of
+from mirror._src.training.precision import Precision, is_half
 from mirror._src.training.weighted import Weighted
 from mirror._src.utils.errors import describe, expected, require_int
-from mirror._src.utils.naming import name_of
+from mirror._src.utils.naming import depth_of_user, name_of
 from mirror._src.utils.types import Array, PyTree
 
 LOSS = "loss"
@@ -27,6 +29,7 @@ _RETURN_SUMS = (
 )
 _REDUCE_AXES = "Reduce the other axes: x.mean(axis=-1), or x[:, 0]."
 _ONE_LABEL = "For labels of tokens, weight the losses in a function (model, batch)."
+_DIGITS = {"bfloat16": "2 to 3", "float16": "3 to 4"}
 _SUM_AXES = "Sum over the other axes: x.sum(axis=-1)."
 
 
@@ -64,9 +67,11 @@ class Objective:
         class_weight: Factors of the losses by class; 1 for classes that it omits.
         penalty: Function of the model; its scalar is added to the mean loss, and never weighted.
         metrics: Metrics of a named loss.
+        precision: The dtype in which the model computes.
 
     Attributes:
         loss_fn: The function, or the named loss.
+        half_precision: Dtype of the losses if it is smaller than float32, known after a trace.
 
     Raises:
         TypeError: If `loss_fn` is neither a name nor a function `(model, batch)`, `penalty` is not
@@ -85,6 +90,7 @@ class Objective:
         class_weight: Mapping[int, float] | None = None,
         penalty: Callable[[Any], Any] | None = None,
         metrics: Metrics | None = None,
+        precision: Precision | None = None,
     ) -> None:
         if num_classes is not None:
             require_int("num_classes", num_classes)
@@ -103,6 +109,9 @@ class Objective:
             fix = "Pass a function of the model that returns a scalar."
             raise TypeError(expected("penalty", penalty, "callable", fix))
         self._penalty = penalty
+        self.precision = Precision(None) if precision is None else precision
+        self.half_precision: str | None = None
+        self._has_warned = False
         self._sample_weight = sample_weight
         self._labels = (
             None if labels is None or num_classes is None else Labels(labels, num_classes)
@@ -126,9 +135,23 @@ class Objective:
         if self._labels.num_classes is not None:
             _factors(class_weight, self._labels.num_classes)
 
+    def warn_of_half_precision(self) -> None:
+        """Warns once if the losses are smaller than float32, in which mirror adds them up."""
+        dtype, self.half_precision = self.half_precision, None
+        if dtype is None or self._has_warned:
+            return
+        self._has_warned = True
+        warnings.warn(
+            f"The per-example losses of {name_of(self.loss_fn)} are {dtype}, with only "
+            f"{_DIGITS.get(dtype, 'few')} significant digits. Compute the loss in float32: "
+            "logits = logits.astype(jnp.float32).",
+            stacklevel=depth_of_user(),
+        )
+
     def outputs(self, model: Any, batch: PyTree) -> Any:
         """Returns what the loss function returns."""
-        with describes_batch(self.loss_fn, batch):
+        precision = self.precision.computing(name_of(self.loss_fn))
+        with describes_batch(self.loss_fn, batch), precision:
             return self.loss_fn(model, batch)
 
     def __call__(self, model: Any, batch: PyTree, mask: Array) -> tuple[Array, Sums]:
@@ -160,6 +183,8 @@ class Objective:
                 f"The losses of {name_of(self.loss_fn)} must be floats to have a gradient, got "
                 f"{loss.values.dtype}."
             )
+        if is_half(loss.values.dtype):
+            self.half_precision = str(loss.values.dtype)
         named = {str(name): self._returned(repr(name), metrics[name], size) for name in metrics}
         returned = {LOSS: loss, **named}
         weights = {name: x.weights for name, x in returned.items() if x.weights is not None}
@@ -191,7 +216,8 @@ class Objective:
     def _penalty_of(self, model: Any) -> Any:
         if self._penalty is None:
             return 0
-        penalty = self._penalty(model)
+        with self.precision.computing():
+            penalty = self._penalty(model)
         if isinstance(penalty, dict | list | tuple) or jnp.shape(penalty) != ():
             raise ValueError(
                 f"The penalty of {name_of(self._penalty)} must be a scalar, got "

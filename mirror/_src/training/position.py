@@ -41,10 +41,16 @@ class Position:
 
     def advance(self, num_steps: int, num_examples: int, sums: Sums) -> None:
         """Counts a launch."""
+        before = {name: getattr(self, name) for name in _COUNTS}
         self.step += num_steps
         self.epoch_step += num_steps
         self.samples += num_examples
-        self.meter.add(self.step, sums)
+        self.meter.add(self.step, sums, before)
+
+    def drop_failed(self) -> None:
+        """Returns to the position before the first launch that failed, if one has."""
+        for name, count in (self.meter.drop_failed() or {}).items():
+            setattr(self, name, count)
 
     def next_epoch(self) -> None:
         """Counts an epoch as complete."""

@@ -5,22 +5,28 @@ from typing import Any
 
 from flax import nnx
 
+from mirror._src.training.loss_scale import LossScale
 from mirror._src.training.trainer import Trainer
-from mirror._src.utils.types import PyTree
 
 
 def step_of(
     trainer: Trainer,
-) -> Callable[[nnx.Module, nnx.Optimizer[Any], tuple[PyTree, Any]], Any]:
+) -> Callable[..., Any]:
     """Returns one training step of a trainer, for `strategy.run`.
 
-    Its arguments are the model, the optimizer, and a `(batch, mask)` pair from
-    `distribute_dataset(data, remainder="pad")`. Unlike `fit`, it does not pad to a multiple of
-    `accumulate_steps`: it raises a `ValueError` if the batch cannot be split into that many pieces.
+    Its arguments are the model, the optimizer, a `(batch, mask)` pair from
+    `distribute_dataset(data, remainder="pad")`, and the loss scale of a trainer that has one.
+    Unlike `fit`, it does not pad to a multiple of `accumulate_steps`: it raises a `ValueError` if
+    the batch cannot be split into that many pieces.
     """
     single, pieces = trainer._single_step, trainer.accumulate_steps
 
-    def train_step(model: nnx.Module, optimizer: nnx.Optimizer[Any], padded: Any) -> Any:
+    def train_step(
+        model: nnx.Module,
+        optimizer: nnx.Optimizer[Any],
+        padded: Any,
+        loss_scale: LossScale | None = None,
+    ) -> Any:
         batch, mask = padded
         if mask.size % pieces:
             multiple = pieces * trainer.strategy.num_replicas_in_sync
@@ -29,6 +35,6 @@ def step_of(
                 f"accumulate_steps={pieces} equal pieces. Use a batch size that is a multiple of "
                 f"{multiple}."
             )
-        return single(model, optimizer, batch, mask)
+        return single(model, optimizer, batch, mask, loss_scale)
 
     return train_step

@@ -18,10 +18,13 @@ from mirror._src.training.checkpoints.host_copies import on_host
 from mirror._src.training.checkpoints.load import find_checkpoint
 from mirror._src.training.checkpoints.store import CheckpointStore
 from mirror._src.training.fit import TrainingRun
+from mirror._src.training.loss_scale import SCALE, LossScaleArgument, loss_scale_of
 from mirror._src.training.mistakes import advice_for_model
 from mirror._src.training.optimizer import make_optimizer
 from mirror._src.training.position import Position
+from mirror._src.training.precision import Precision, PrecisionName
 from mirror._src.training.readers import Readers
+from mirror._src.training.remote import RemoteStrategy, RemoteTraining, local_strategy
 from mirror._src.training.state_lock import StateLock
 from mirror._src.training.summary import num_parameters
 from mirror._src.utils import interrupts
@@ -40,22 +43,30 @@ class TrainerState(Generic[M]):
         self,
         model: M,
         tx: optax.GradientTransformation | nnx.Optimizer[Any],
-        strategy: Strategy | None,
+        strategy: Strategy | RemoteStrategy | None,
         wrt: Any,
         stall_secs: float | None,
+        precision: PrecisionName | None,
+        loss_scale: LossScaleArgument,
     ) -> None:
         if not isinstance(model, nnx.Module):
             raise TypeError(
                 f"`model` must be an nnx.Module, got {describe(model)}. {advice_for_model(model)}"
             )
-        if not isinstance(strategy, Strategy | None):
+        if not isinstance(strategy, Strategy | RemoteStrategy | None):
             raise TypeError(
                 f"`strategy` must be a mirror.Strategy, got {describe(strategy)}. Pass "
                 "mirror.MirroredStrategy(), or create the trainer inside its scope()."
             )
-        self.strategy = get_strategy() if strategy is None else strategy
-        self.model = model
-        self.optimizer = make_optimizer(model, tx, wrt)
+        self.strategy: Strategy | RemoteStrategy = get_strategy() if strategy is None else strategy
+        self._local = local_strategy(self.strategy)
+        self._remote: RemoteTraining | None = None
+        self._has_lost_values = False
+        self._model = model
+        self._optimizer = make_optimizer(model, tx, wrt)
+        self._precision = Precision(precision)
+        self.precision = precision
+        self.loss_scale = loss_scale_of(loss_scale, precision)
         self._stall_secs = stall_secs
         if stall_secs is not None:
             self._stall_secs = require_secs("stall_secs", stall_secs)
@@ -69,11 +80,34 @@ class TrainerState(Generic[M]):
     def __repr__(self) -> str:
         position = self._position
         replicas = counted(self.strategy.num_replicas_in_sync, "replica")
+        precision = "" if self.precision is None else f"{self.precision}, "
         return (
-            f"{type(self).__name__}({type(self.model).__name__}, "
+            f"{type(self).__name__}({type(self._model).__name__}, "
             f"{self._num_parameters:,} parameters, {type(self.strategy).__name__}({replicas}), "
-            f"epoch {position.epoch}, step {position.step})"
+            f"{precision}epoch {position.epoch}, step {position.step})"
         )
+
+    @property
+    def model(self) -> M:
+        """The model. During `fit`, it is as it is between two steps."""
+        self._require_current()
+        return self._model
+
+    @model.setter
+    def model(self, model: M) -> None:
+        self._require_local("model")
+        self._model = model
+
+    @property
+    def optimizer(self) -> nnx.Optimizer[Any]:
+        """The optimizer. During `fit`, it is as it is between two steps."""
+        self._require_current()
+        return self._optimizer
+
+    @optimizer.setter
+    def optimizer(self, optimizer: nnx.Optimizer[Any]) -> None:
+        self._require_local("optimizer")
+        self._optimizer = optimizer
 
     @api_boundary
     def save(self, directory: str | Path) -> None:
@@ -95,11 +129,11 @@ class TrainerState(Generic[M]):
         >>> history = trainer.fit(data, epochs=9, progress=False)
         """
         with self._readers.reading("save"):
-            if not self.strategy.spans_processes:
+            if not self._local.spans_processes:
                 self._write(directory)
                 return
             try:
-                if self.strategy.is_chief:
+                if self._local.is_chief:
                     self._write(directory)
                 else:
                     self.checkpoint_state()  # aggregating an "on_read" variable is a collective
@@ -118,6 +152,9 @@ class TrainerState(Generic[M]):
         In a job of several processes, every process calls it, and all restore the checkpoint of the
         chief. A process that does not have the same files receives the arrays from the chief.
 
+        The precision is not part of a checkpoint: parameters are float32 in each. The state of the
+        loss scale is; if the checkpoint does not contain one, the scale restarts.
+
         Args:
             directory: Directory of checkpoints. With several processes, only the chief's must
                 exist.
@@ -132,14 +169,17 @@ class TrainerState(Generic[M]):
         self._require_no_fit("restore")
         position, arrays = self._read(directory, step)
         with interrupts.DeferredInterrupts():  # all or nothing
-            snapshot.write(self._objects, arrays, self.strategy._replicas)
+            if self.loss_scale is not None:  # which a training without one does not save
+                self.loss_scale.reset()
+            snapshot.write(self._objects, arrays, self._local._replicas)
             self._position, self._resumes = position, True
+            self._has_lost_values = False
 
     def _read(self, directory: str | Path, step: int | str) -> tuple[Position, Mapping[str, Any]]:
         """Returns the position and the arrays of a checkpoint that matches the model."""
-        if self.strategy.spans_processes:
+        if self._local.spans_processes:
             current = snapshot.described(self._objects)  # a collective: before an error of one
-            return CheckpointOfChief(self.strategy, directory, step, current).read()
+            return CheckpointOfChief(self._local, directory, step, current).read()
         checkpoint = find_checkpoint(directory, step)
         with checkpoint.readable():
             position = Position.from_dict(checkpoint.position)
@@ -152,6 +192,7 @@ class TrainerState(Generic[M]):
         If another thread trains, it waits until the end of a step, and the arrays are copies on the
         host: later steps delete the trainer's own.
         """
+        self._require_no_lost_values()
         with self._readers.reading("checkpoint_state") as must_copy:
             must_copy = must_copy and not self._lock.is_mine
             with self._lock.held() if must_copy else contextlib.nullcontext():
@@ -162,6 +203,7 @@ class TrainerState(Generic[M]):
                     run.collect(may_call=not must_copy)
                     run.remember_callbacks()
                 with self._lock.held():  # the callbacks of `collect` run without it
+                    self._synchronize()
                     arrays = snapshot.read(self._objects)
                     return on_host(arrays) if must_copy else arrays, self._position.to_dict()
 
@@ -171,8 +213,64 @@ class TrainerState(Generic[M]):
         with self._readers.reading(method) as must_copy:
             if must_copy:
                 with self._lock.held():
+                    self._synchronize()
                     objects = tuple(copy_of(objects))
+            else:
+                self._synchronize()
             yield list(objects)
+
+    def _synchronize(self) -> None:
+        """Waits for steps in other processes, and writes their results into the objects."""
+        if self._remote is not None:
+            self._remote.synchronize()
+
+    def _require_local(self, name: str) -> None:
+        if self._remote is not None:
+            kind = type(self.strategy).__name__
+            raise TypeError(
+                f"trainer.{name} cannot be replaced with {kind}. Change its arrays, for example "
+                f"nnx.update(trainer.{name}, state), or create a new Trainer."
+            )
+
+    def _require_current(self) -> None:
+        """Waits for steps in other processes if a callback, or another thread, reads an object."""
+        if self._remote is None or self._run is None:
+            return
+        try:
+            with self._lock.held():
+                self._synchronize()
+        except AttributeError as error:  # of a step; `__getattr__` would replace it
+            raise RuntimeError(f"A step raised {type(error).__name__}: {error}") from error
+
+    @contextlib.contextmanager
+    def _ends_synchronized(self) -> Iterator[None]:
+        """Context manager after which the objects belong to the position, also after an error."""
+        try:
+            yield
+        except BaseException:
+            if self._remote is not None:
+                with contextlib.suppress(Exception):  # the error that ends `fit` is raised
+                    self._synchronize()
+                self._has_lost_values = self._remote.has_lost_values
+                # Steps are counted when they are scheduled. With synchronous updates, this is
+                # where the model is. With others, batches after the one that failed may have been
+                # used, and are used again.
+                self._position.drop_failed()
+            raise
+
+    def _require_no_lost_values(self) -> None:
+        """Rejects to resume or to save if the values of the servers could not be read at the end.
+
+        Raises:
+            RuntimeError: If the position is later than the model.
+        """
+        if self._has_lost_values:
+            raise RuntimeError(
+                f"Training ended at step {self._position.step}, but the model has older values, "
+                "because the values on the parameter servers were lost. Restore a checkpoint, "
+                "trainer.restore(directory), or pass initial_epoch to train from the values that "
+                "the model has."
+            )
 
     def _watched(self) -> contextlib.AbstractContextManager[Any]:
         """Context manager that raises an error if a step does not end, and is not nested."""
@@ -182,7 +280,8 @@ class TrainerState(Generic[M]):
 
     @property
     def _objects(self) -> dict[str, Any]:
-        return {"model": self.model, "optimizer": self.optimizer}
+        objects = {"model": self._model, "optimizer": self._optimizer}
+        return objects if self.loss_scale is None else {**objects, SCALE: self.loss_scale}
 
     def _require_no_fit(self, name: str) -> None:
         if self._run is not None:

@@ -15,23 +15,33 @@ from flax import nnx
 
 import mirror._src.training.objective as objectives
 from mirror._src.strategy.mirrored import get_replica_context
+from mirror._src.training.loss_scale import SCALE, SKIPPED, LossScale, Snapshot
 from mirror._src.training.mistakes import describes_batch
 from mirror._src.training.objective import LOSS, Objective, Sums
+from mirror._src.training.precision import Precision
 from mirror._src.utils.source_lines import on_behalf_of, users_function
 from mirror._src.utils.types import Array, PyTree
 
 Gradients = tuple[PyTree, Sums]
 
 
-def training_step(
-    objective: Objective, wrt: Any, accumulate_steps: int
-) -> Callable[[nnx.Module, nnx.Optimizer, PyTree, Array], Sums]:
-    """Returns a step that makes one update with one batch."""
+def training_step(objective: Objective, wrt: Any, accumulate_steps: int) -> Callable[..., Sums]:
+    """Returns a step that makes one update with one batch.
+
+    With a loss scale, it makes none if a gradient is not finite: the model and the optimizer keep
+    what they had before the step, also their running statistics, which could be infinite or NaN.
+    """
     gradients = _gradients(objective, wrt)
     if accumulate_steps > 1:
         gradients = _accumulated(gradients, accumulate_steps)
 
-    def train_step(model: nnx.Module, optimizer: nnx.Optimizer, batch: PyTree, mask: Array) -> Sums:
+    def train_step(
+        model: nnx.Module,
+        optimizer: nnx.Optimizer,
+        batch: PyTree,
+        mask: Array,
+        loss_scale: LossScale | None = None,
+    ) -> Sums:
         context = get_replica_context()
         assert context is not None, "a step runs in a replica"
         # Why not sum and divide at the end: a sum over all rows can overflow a half-precision
@@ -39,13 +49,21 @@ def training_step(
         # all replicas, including padding. The correction afterwards is 1 without padding. Weights
         # of other replicas are not known yet: see `_unscaled`.
         num_rows = mask.size * context.num_replicas_in_sync
-        means, local_sums = gradients(model, batch, mask, num_rows)
+        before = None if loss_scale is None else Snapshot((model, optimizer))
+        scale = None if loss_scale is None else loss_scale.current[...]
+        means, local_sums = gradients(model, batch, mask, num_rows, scale)
         totals, sums = context.all_reduce("sum", (_unscaled(means, local_sums), local_sums))
-        grads = jax.tree.map(
-            lambda x, like: x.astype(like.dtype), _divided(totals, sums, num_rows), means
-        )
+        grads = _divided(totals, sums, num_rows)
+        if loss_scale is not None:  # before smaller dtypes round it
+            grads = loss_scale.unscale(grads)
+        grads = jax.tree.map(lambda x, like: x.astype(like.dtype), grads, means)
+        if loss_scale is None or before is None:
+            optimizer.update(model, grads)
+            return sums
+        finite = loss_scale.update(grads)
         optimizer.update(model, grads)
-        return sums
+        before.restore_unless(finite)
+        return _with_scale(sums, scale, finite)
 
     on_behalf_of(train_step, objective.loss_fn)
     return train_step
@@ -66,13 +84,15 @@ def repeated(
         masks: Array,
         first: Any,
         num_batches: Any,
+        loss_scale: LossScale | None = None,
     ) -> Sums:
-        graphdef, keys, state = _split((model, optimizer))
+        scales = () if loss_scale is None else (loss_scale,)
+        graphdef, keys, state = _split((model, optimizer, *scales))
 
         def update(i: Any, state: PyTree) -> tuple[PyTree, Sums]:
             objects = nnx.merge(graphdef, keys, state, copy=True)
             batch, mask = jax.tree.map(lambda x: x[i], (batches, masks))
-            sums = train_step(*objects, batch, mask)
+            sums = train_step(*objects[:2], batch, mask, *objects[2:])
             return _split(objects)[2], sums
 
         def body(i: Any, carry: tuple[PyTree, Sums]) -> tuple[PyTree, Sums]:
@@ -82,7 +102,7 @@ def repeated(
 
         zeros = _zeros(jax.eval_shape(update, 0, state)[1])
         state, total = jax.lax.fori_loop(first, first + num_batches, body, (state, zeros))
-        nnx.update((model, optimizer), state)
+        nnx.update((model, optimizer, *scales), state)
         return total
 
     on_behalf_of(train_steps, users_function(train_step))
@@ -103,12 +123,12 @@ def evaluation_step(objective: Objective) -> Callable[[nnx.Module, PyTree, Array
 
 
 def prediction_step(
-    fn: Callable[[Any, PyTree], PyTree],
+    fn: Callable[[Any, PyTree], PyTree], precision: Precision
 ) -> Callable[[nnx.Module, PyTree], PyTree]:
     """Returns a step that applies `fn`, with the model in evaluation mode."""
 
     def predict_step(model: nnx.Module, batch: PyTree) -> PyTree:
-        with describes_batch(fn, batch):
+        with describes_batch(fn, batch), precision.computing():
             return fn(_for_evaluation(model), batch)
 
     on_behalf_of(predict_step, fn)
@@ -116,10 +136,13 @@ def prediction_step(
 
 
 def _gradients(objective: Objective, wrt: Any) -> Callable[..., Gradients]:
-    def loss(model: nnx.Module, batch: PyTree, mask: Array, num_rows: int) -> tuple[Array, Sums]:
+    def loss(
+        model: nnx.Module, batch: PyTree, mask: Array, num_rows: int, scale: Array | None
+    ) -> tuple[Array, Sums]:
         losses, sums = objective(model, batch, mask)
         divisor = num_rows if LOSS not in sums.weights else _total_weight(sums)
-        return losses.sum(dtype=sums.totals[LOSS].dtype) / divisor, sums
+        mean = losses.sum(dtype=sums.totals[LOSS].dtype) / divisor
+        return mean if scale is None else mean * scale, sums
 
     return nnx.grad(loss, argnums=nnx.DiffState(0, wrt), has_aux=True)
 
@@ -151,10 +174,29 @@ def _divided(grads: PyTree, sums: Sums, num_rows: int) -> PyTree:
     return jax.tree.map(lambda x: jnp.where(is_empty, 0, x / weight), grads)
 
 
+def _with_scale(sums: Sums, scale: Any, finite: Array) -> Sums:
+    """Adds the metrics of a loss scale, which are means over steps.
+
+    Raises:
+        ValueError: If the loss function returns metrics of the same names.
+    """
+    taken = sorted({SCALE, SKIPPED} & sums.totals.keys())
+    if taken:
+        raise ValueError(
+            f"The metrics {taken} of the loss function have names of metrics of the loss scale. "
+            "Rename them."
+        )
+    totals = {SCALE: scale, SKIPPED: (~finite).astype(jnp.float32)}
+    weights = dict.fromkeys(totals, jnp.ones((), jnp.float32))
+    return Sums({**sums.totals, **totals}, sums.count, {**sums.weights, **weights})
+
+
 def _accumulated(gradients: Callable[..., Gradients], num_pieces: int) -> Callable[..., Gradients]:
     """Computes the same gradients from pieces of the batch, one at a time, to save memory."""
 
-    def accumulated(model: nnx.Module, batch: PyTree, mask: Array, num_rows: int) -> Gradients:
+    def accumulated(
+        model: nnx.Module, batch: PyTree, mask: Array, num_rows: int, scale: Array | None
+    ) -> Gradients:
         def split_rows(x: Array) -> Array:
             return x.reshape(num_pieces, x.shape[0] // num_pieces, *x.shape[1:])
 
@@ -163,7 +205,7 @@ def _accumulated(gradients: Callable[..., Gradients], num_pieces: int) -> Callab
 
         def gradients_of(state: PyTree, piece: PyTree) -> tuple[PyTree, Gradients]:
             model = nnx.merge(graphdef, keys, state, copy=True)
-            result = gradients(model, *piece, num_rows)
+            result = gradients(model, *piece, num_rows, scale)
             return _split(model)[2], result
 
         def body(carry: tuple[PyTree, Gradients], piece: PyTree) -> tuple[Any, None]:

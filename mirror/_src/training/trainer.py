@@ -19,6 +19,7 @@ from mirror._src.training.fit import TrainingRun, raise_interrupt
 from mirror._src.training.history import History
 from mirror._src.training.inputs import batches_of, first_batch, fit_data
 from mirror._src.training.labels import PartOfBatch
+from mirror._src.training.loss_scale import LossScaleArgument
 from mirror._src.training.losses import LossName
 from mirror._src.training.meter import MOST_RUNNING, Meter
 from mirror._src.training.metrics import Metrics
@@ -26,7 +27,14 @@ from mirror._src.training.mistakes import explains_arguments
 from mirror._src.training.named_loss import LossFunction
 from mirror._src.training.objective import Objective, Sums
 from mirror._src.training.position import starting_position
+from mirror._src.training.precision import PrecisionName
 from mirror._src.training.prediction import predictions
+from mirror._src.training.remote import (
+    RemoteStrategy,
+    divisor_of,
+    host_batch,
+    require_local_options,
+)
 from mirror._src.training.state import M, TrainerState
 from mirror._src.training.stream import whole_pass
 from mirror._src.training.summary import summary
@@ -102,6 +110,15 @@ class Trainer(TrainerState[M]):
         class_weight: Factors by class, by which the losses of its examples are multiplied.
         penalty: Function of the model that returns a scalar, such as the L2 norm of the parameters.
             It is added to the mean loss and never weighted, not even for a `mirror.Weighted` loss.
+        precision: `"bfloat16"` or `"float16"`: the dtype in which Flax's layers compute, unless
+            they were created with another `dtype`. Parameters, gradients and optimizer state stay
+            float32. It is set on the layers of the model, as `layer.dtype`; Linen modules compute
+            in it only inside the trainer's methods. `"float32"` makes other inputs float32, too.
+            Defaults to what the layers do without it.
+        loss_scale: A `mirror.LossScale`, for gradients that are too small for float16. Defaults to
+            one for `precision="float16"`, which False disables. A step whose gradients are infinite
+            or NaN is then skipped: it changes nothing but random keys. `fit` reports the metrics
+            `loss_scale` and `skipped`, the means over the steps.
         stall_secs: Number of seconds after which `fit`, `evaluate` and `predict` report a step that
             has not ended and raise `mirror.StalledError`; see `mirror.debugging.watch`.
 
@@ -109,7 +126,8 @@ class Trainer(TrainerState[M]):
         TypeError: If an argument has the wrong type.
         ValueError: If `accumulate_steps` or `steps_per_execution` is less than 1, a name is
             unknown, an argument does not fit the loss, `labels` is passed without `num_classes` for
-            a function, or `wrt` together with an `nnx.Optimizer`.
+            a function, `wrt` together with an `nnx.Optimizer`, or `precision` does not reach any
+            layer.
 
     >>> def loss_fn(model, batch):
     ...     return optax.squared_error(model(batch["x"]), batch["y"])[:, 0]
@@ -133,7 +151,7 @@ class Trainer(TrainerState[M]):
         loss_fn: LossFunction | LossName,
         *,
         metrics: Metrics | None = None,
-        strategy: Strategy | None = None,
+        strategy: Strategy | RemoteStrategy | None = None,
         wrt: Any = None,
         accumulate_steps: int = 1,
         steps_per_execution: int = 1,
@@ -142,24 +160,47 @@ class Trainer(TrainerState[M]):
         num_classes: int | None = None,
         class_weight: Mapping[int, float] | None = None,
         penalty: Callable[[Any], Any] | None = None,
+        precision: PrecisionName | None = None,
+        loss_scale: LossScaleArgument = None,
         stall_secs: float | None = None,
     ) -> None:
-        super().__init__(model, tx, strategy, wrt, stall_secs)
+        super().__init__(model, tx, strategy, wrt, stall_secs, precision, loss_scale)
         require_int("accumulate_steps", accumulate_steps)
         require_int("steps_per_execution", steps_per_execution)
         self.accumulate_steps = int(accumulate_steps)
         self.steps_per_execution = int(steps_per_execution)
         self._objective = Objective(
-            loss_fn, sample_weight, labels, num_classes, class_weight, penalty, metrics
+            loss_fn,
+            sample_weight,
+            labels,
+            num_classes,
+            class_weight,
+            penalty,
+            metrics,
+            self._precision,
         )
         self._single_step = steps.training_step(
-            self._objective, self.optimizer.wrt, self.accumulate_steps
+            self._objective, self._optimizer.wrt, self.accumulate_steps
         )
+        if isinstance(self.strategy, RemoteStrategy):
+            require_local_options(
+                type(self.strategy).__name__,
+                steps_per_execution=self.steps_per_execution,
+                loss_scale=self.loss_scale,
+                stall_secs=stall_secs,
+            )
+            self._remote = self.strategy.remote_training(
+                self._single_step, self._model, self._optimizer, divisor_of
+            )
+        self._is_traced = False
         self._train_step: Callable[..., Any] = self._single_step
         if self.steps_per_execution > 1:
             self._train_step = steps.repeated(self._single_step)
         self._evaluate_step = steps.evaluation_step(self._objective)
-        self._predict_step = functools.lru_cache(_MOST_PREDICTIONS)(steps.prediction_step)
+        self._predict_step = functools.lru_cache(_MOST_PREDICTIONS)(
+            functools.partial(steps.prediction_step, precision=self._precision)
+        )
+        self._precision.set_on(model)  # after everything that rejects an argument
 
     @api_boundary
     @explains_arguments
@@ -217,6 +258,8 @@ class Trainer(TrainerState[M]):
             RuntimeError: If called in the scope of another strategy, in a replica, or during `fit`.
         """
         self._require_no_fit("fit")
+        if initial_epoch is None:
+            self._require_no_lost_values()
         position = starting_position(self._position, self._resumes, epochs, initial_epoch)
         training, validation = fit_data(
             data,
@@ -227,7 +270,7 @@ class Trainer(TrainerState[M]):
             seed=seed,
         )
         padded = self._distributed(training).padded(
-            multiple=self.accumulate_steps,
+            multiple=self._multiple,
             group=self.steps_per_execution,
             skip=position.samples,
             inspect=self._objective.inspect,
@@ -247,12 +290,19 @@ class Trainer(TrainerState[M]):
             has_validation=has_validation,
         )
         deferred = interrupts.DeferredInterrupts(watches=True)
-        with self._watched(), deferred, self._running(run), run.listening():
+        with (
+            self._watched(),
+            deferred,
+            self._running(run),
+            run.listening(),
+            self._ends_synchronized(),
+        ):
+            self._has_lost_values = False
             while position.epoch < epochs and not run.stopped:
                 run.begin_epoch()
                 for launch in run.launches():
                     run.after_step(launch, self._train(launch))
-                    run.collect(running=MOST_RUNNING)
+                    run.collect(running=self._most_running)
                     interrupts.check()
                     if run.stopped:
                         break
@@ -260,12 +310,14 @@ class Trainer(TrainerState[M]):
                 run.collect()
                 if not is_cut_short:
                     run.end_epoch(self._validate(run, validation))
+            self._synchronize()
             raise_interrupt(run)
             self._resumes = False
             interrupts.check()
         return run.history
 
     def _validate(self, run: TrainingRun, validation: Data | None) -> dict[str, float]:
+        self._synchronize()  # for callbacks that read the model
         if validation is None:
             return {}
         with run.waiting():
@@ -289,10 +341,11 @@ class Trainer(TrainerState[M]):
         """
         meter = Meter()
         distributed = self._distributed(batches_of("evaluate", data, batch_size))
-        with self._watched(), self._reading("evaluate", self.model) as (model,):
+        with self._watched(), self._reading("evaluate", self._model) as (model,):
             for padded in whole_pass(distributed, inspect=self._objective.inspect):
                 arguments = (model, padded.batch, padded.mask)
-                meter.add(0, self.strategy.run(self._evaluate_step, arguments))
+                meter.add(0, self._local.run(self._evaluate_step, arguments))
+                self._objective.warn_of_half_precision()
                 meter.collect(running=MOST_RUNNING)
             meter.collect()
         return meter.means
@@ -316,7 +369,8 @@ class Trainer(TrainerState[M]):
             batch_size: As for `fit`.
 
         Returns:
-            The pytree that `fn` returns, with NumPy arrays of exactly one row per example.
+            The pytree that `fn` returns, with NumPy arrays of exactly one row per example. Their
+            dtypes are those that `fn` returns, such as bfloat16 with `precision="bfloat16"`.
 
         Raises:
             ValueError: If the data is empty, or a result does not have one row per example.
@@ -327,8 +381,8 @@ class Trainer(TrainerState[M]):
             raise TypeError(expected("fn", fn, "callable", fix))
         step = self._predict_step(fn)
         distributed = self._distributed(batches_of("predict", data, batch_size))
-        with self._watched(), self._reading("predict", self.model) as (model,):
-            return predictions(self.strategy, fn, step, model, distributed)
+        with self._watched(), self._reading("predict", self._model) as (model,):
+            return predictions(self._local, fn, step, model, distributed)
 
     @api_boundary
     def summary(self, data: Data) -> Table:
@@ -355,20 +409,24 @@ class Trainer(TrainerState[M]):
         optimizer per device                                        ... bytes
         """
         batch = first_batch(data)
-        with self._reading("summary", self.model, self.optimizer) as (model, optimizer):
-            return summary(model, optimizer, self.strategy, batch, self._objective.outputs)
+        with self._reading("summary", self._model, self._optimizer) as (model, optimizer):
+            table = summary(model, optimizer, self._local, batch, self._objective.outputs)
+            if self.precision is not None:
+                table.rows.append(("precision", "", self.precision, "", ""))
+            return table
 
     @api_boundary
     @explains_arguments
     def verify(
-        self, data: Data, *, batch_size: int | None = None, rtol: float = 1e-5
+        self, data: Data, *, batch_size: int | None = None, rtol: float | None = None
     ) -> VerifyReport:
         """Compares a training step on all replicas with one device, without changing the model.
 
         Args:
             data: As for `evaluate`; only the first batch is used.
             batch_size: As for `fit`.
-            rtol: Relative tolerance; see `Strategy.verify`.
+            rtol: Relative tolerance; see `Strategy.verify`. Defaults to 1e-5, and with `precision`
+                to four times the spacing of its numbers at 1: 0.03 for bfloat16, 0.004 for float16.
 
         Raises:
             ReplicaMismatchError: If the results differ; the message names them.
@@ -378,14 +436,16 @@ class Trainer(TrainerState[M]):
         True
         """
         distributed = self._distributed(batches_of("verify", data, batch_size))
-        batches = whole_pass(
-            distributed, multiple=self.accumulate_steps, inspect=self._objective.inspect
-        )
+        batches = whole_pass(distributed, multiple=self._multiple, inspect=self._objective.inspect)
         with closing("closing the data", batches.close):
             padded = next(batches)
-        with self._reading("verify", self.model, self.optimizer) as (model, optimizer):
-            arguments = (model, optimizer, padded.batch, padded.mask)
-            return self.strategy.verify(self._single_step, arguments, rtol=rtol)
+        rtol = self._precision.rtol if rtol is None else rtol
+        if self._remote is not None:
+            self._trace(padded)
+            return self._remote.verify(*host_batch(padded), rtol)
+        with self._reading("verify", *self._objects.values()) as (model, optimizer, *scales):
+            arguments = (model, optimizer, padded.batch, padded.mask, *scales)
+            return self._local.verify(self._single_step, arguments, rtol=rtol)
 
     def lowered_text(self) -> str:
         """Returns the program of the last step: the compiler's input, or a report if it is staged.
@@ -393,23 +453,52 @@ class Trainer(TrainerState[M]):
         Raises:
             RuntimeError: If no step has run yet.
         """
+        if self._remote is not None:
+            raise NotImplementedError(
+                f"{type(self.strategy).__name__} compiles steps on the workers, whose programs "
+                "cannot be returned. Use the same step with mirror.MirroredStrategy."
+            )
         if self._launch is None:
             raise RuntimeError(
                 "Cannot return the program of the last step: train for a step first."
             )
-        if self.strategy._runner.is_staged:
-            return str(self.strategy.inspect(self._train_step, self._launch))
-        return self.strategy._runner.lower(self._train_step, self._launch, {}).as_text()
+        if self._local._runner.is_staged:
+            return str(self._local.inspect(self._train_step, self._launch))
+        return self._local._runner.lower(self._train_step, self._launch, {}).as_text()
 
     def _train(self, launch: PaddedBatch) -> Sums:
         """Runs one launch: a batch, or up to `steps_per_execution` batches."""
-        arguments: tuple[Any, ...] = (self.model, self.optimizer, launch.batch, launch.mask)
+        if self._remote is not None:
+            self._trace(launch)
+            return self._remote.run(*host_batch(launch))
+        arguments: tuple[Any, ...] = (self._model, self._optimizer, launch.batch, launch.mask)
         if self.steps_per_execution > 1:
             arguments += (np.int32(launch.first), np.int32(launch.num_batches))
+        if self.loss_scale is not None:
+            arguments += (self.loss_scale,)
         self._launch = arguments
-        return self.strategy.run(self._train_step, arguments)
+        sums: Sums = self._local.run(self._train_step, arguments)
+        self._objective.warn_of_half_precision()
+        return sums
+
+    def _trace(self, launch: PaddedBatch) -> None:
+        """Traces the loss in this process, once: labels are checked and warnings raised here."""
+        if not self._is_traced:
+            arguments = (self._model, launch.batch, launch.mask)
+            self._local._runner.lower(self._evaluate_step, arguments, {})
+            self._objective.warn_of_half_precision()
+            self._is_traced = True
+
+    @property
+    def _multiple(self) -> int:
+        """The number of rows of a padded batch per replica is a multiple of it."""
+        return self.accumulate_steps * (1 if self._remote is None else self._remote.multiple)
+
+    @property
+    def _most_running(self) -> int:
+        return MOST_RUNNING if self._remote is None else self._remote.most_running
 
     def _distributed(self, data: Iterable[PyTree]) -> DistributedDataset[Any]:
         if isinstance(data, DistributedDataset):
             return data
-        return self.strategy.distribute_dataset(data, remainder="pad")
+        return self._local.distribute_dataset(data, remainder="pad")

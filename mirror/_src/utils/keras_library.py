@@ -5,9 +5,14 @@ public names are used; `tests/keras/test_hooks.py` fails by name when a release 
 """
 
 import sys
+from types import FrameType
 from typing import Any
 
 BACKEND = "jax"
+GLOBAL_BATCHES = (
+    "Keras models expect global batches, which they split themselves. Pass the arrays, or the "
+    "dataset without strategy.distribute_dataset: model.fit(x, y) or model.fit(dataset)."
+)
 STATELESS_CALL = (
     "Train it with model.fit, which uses all replicas of the scope that it was created in; or "
     "write the step with the values of its variables: pass [v.value for v in "
@@ -60,8 +65,24 @@ def variables_of(value: Any) -> list[Any]:
     return list(value.variables)
 
 
+def has_loss_scale(optimizer: Any) -> bool:
+    """Whether a Keras optimizer expects the gradients of a scaled loss."""
+    if isinstance(optimizer, library().optimizers.LossScaleOptimizer):
+        return True
+    return getattr(optimizer, "loss_scale_factor", None) is not None
+
+
 def sync_state(model: Any) -> None:
     """Writes the state of an epoch in progress back to the variables, as callbacks of Keras do."""
     sync = getattr(model, "jax_state_sync", None)
     if sync is not None:
         sync()
+
+
+def loads_batches(frame: FrameType) -> bool:
+    """Whether a function of Keras that reads the batches of a dataset is running in this frame.
+
+    Keras converts batches to arrays one by one, in the middle of its own code. The name of the
+    module is private (Keras 3.15); `tests/keras/test_inputs.py` fails if it changes.
+    """
+    return ".data_adapters." in str(frame.f_globals.get("__name__")) and library() is not None

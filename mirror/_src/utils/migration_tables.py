@@ -145,17 +145,59 @@ DISTRIBUTE = Table(
         ),
         ("`cluster_resolver`", "`mirror.distributed.TFConfigClusterResolver` and others"),
         (
-            "`Server`, `experimental.rpc`",
-            "- `mirror.distributed.initialize` connects the processes",
+            "`Server`",
+            "`mirror.distributed.Server`, for parameter servers; `MultiWorkerMirroredStrategy` "
+            "needs none",
         ),
+        ("`experimental.rpc`", "`mirror.ClusterCoordinator(strategy).schedule(fn, args)`"),
         (
             "`TPUStrategy`, `experimental.TPUStrategy`",
             "- not tested; `mirror.MirroredStrategy()` uses the devices that JAX finds",
         ),
         (
-            "`ParameterServerStrategy`, `coordinator`, `experimental.partitioners`, "
+            "`ParameterServerStrategy(cluster_resolver, variable_partitioner)`, "
+            "`experimental.ParameterServerStrategy`",
+            "`mirror.ParameterServerStrategy(cluster, partitioner=)`; synchronous by default, "
+            "`staleness=None` is TensorFlow's mode",
+        ),
+        (
             "`experimental.CentralStorageStrategy`",
-            "- training is synchronous, with a copy of the state on each device",
+            "- use `mirror.MirroredStrategy`, or `mirror.ParameterServerStrategy(ps=1)`",
+        ),
+        (
+            "`coordinator`, `coordinator.ClusterCoordinator`, `experimental.coordinator`",
+            "`mirror.ClusterCoordinator`; functions need no `tf.function`",
+        ),
+        (
+            "`coordinator.schedule`, `coordinator.join`, `coordinator.done`, `coordinator.fetch`",
+            "the methods of `mirror.ClusterCoordinator` with these names",
+        ),
+        (
+            "`coordinator.create_per_worker_dataset`",
+            "the method of `mirror.ClusterCoordinator`; batches passed to `schedule` are "
+            "neither lost nor repeated",
+        ),
+        ("`coordinator.RemoteValue`", "`mirror.RemoteValue`, with `fetch` and `done`"),
+        (
+            "`coordinator.PerWorkerValues`, `coordinator.PerWorkerValue`",
+            "`mirror.PerWorkerDataset`; pass `iter(dataset)` to scheduled functions",
+        ),
+        (
+            "`coordinator.experimental_get_current_worker_index`",
+            "- functions run on any worker; batches are split across the workers by `schedule`",
+        ),
+        (
+            "`experimental.partitioners`, `experimental.partitioners.MinSizePartitioner`",
+            "`mirror.MinSizePartitioner(min_shard_bytes, max_shards)`, the default",
+        ),
+        (
+            "`experimental.partitioners.MaxSizePartitioner`",
+            "`mirror.MaxSizePartitioner(max_shard_bytes)`",
+        ),
+        (
+            "`experimental.partitioners.FixedShardsPartitioner`, "
+            "`experimental.partitioners.Partitioner`",
+            "`mirror.FixedShardsPartitioner(num_shards)`, or a function of shape and dtype",
         ),
     ),
 )
@@ -230,6 +272,20 @@ OTHER = Table(
         ("`tf.distribute`, `tf.distribute.experimental`", "`mirror`: `mirror.MirroredStrategy`"),
         ("`tf.device`", "`mirror.device`"),
         (
+            '`tf.device("/job:ps/task:0")`',
+            "`strategy.Variable(3.0)` of a `mirror.ParameterServerStrategy`, which selects the "
+            "server",
+        ),
+        (
+            "`tf.compat.v1.train.replica_device_setter`",
+            "- `mirror.ParameterServerStrategy` places the variables",
+        ),
+        (
+            "`tf.compat.v1.train.SyncReplicasOptimizer`",
+            "`mirror.ParameterServerStrategy(backup_workers=b)`; `b` is `total_num_replicas` minus "
+            "`replicas_to_aggregate`",
+        ),
+        (
             "`tf.debugging.set_log_device_placement`",
             "`mirror.debugging.set_log_device_placement`",
         ),
@@ -287,13 +343,30 @@ OTHER = Table(
             "`mirror.data.from_arrays(..., shard=(index, count))`",
         ),
         ("`tf.train.ClusterSpec`", "`mirror.distributed.ClusterSpec`"),
+        (
+            "`tf.train.Server`",
+            "`mirror.distributed.Server`; parameter servers and workers are processes of Ray",
+        ),
         ("`tf.distribute.cluster_resolver`", "`mirror.distributed.TFConfigClusterResolver`"),
         ("`tf.test.is_gpu_available`", '`mirror.config.list_physical_devices("GPU")`'),
         (
             "`model.compile`, `model.fit`, `model.evaluate`, `model.predict`",
             "`mirror.Trainer` with `fit`, `evaluate`, `predict`",
         ),
+        (
+            "`model.fit` under `tf.distribute.ParameterServerStrategy`",
+            "`mirror.Trainer` with an nnx model in `strategy.scope()`, and `fit`",
+        ),
+        (
+            "`tf.keras.utils.experimental.DatasetCreator`",
+            "- pass the dataset to `fit`, also with `mirror.ParameterServerStrategy`",
+        ),
         ("`compile(steps_per_execution=)`", "`mirror.Trainer(steps_per_execution=)`"),
+        (
+            '`tf.keras.mixed_precision.set_global_policy("mixed_bfloat16")`',
+            '`mirror.Trainer(precision="bfloat16")`',
+        ),
+        ("`LossScaleOptimizer`", '`mirror.LossScale`, automatic with `precision="float16"`'),
         (
             "`fit(sample_weight=, class_weight=)`",
             "`mirror.Trainer(sample_weight=, class_weight=)`",
@@ -392,6 +465,8 @@ PYTORCH = Table(
             "`torch.save`, `torch.load(map_location=)`",
             "`trainer.save`, `trainer.restore`, on any number of replicas",
         ),
+        ("`torch.autocast(dtype=torch.bfloat16)`", '`mirror.Trainer(precision="bfloat16")`'),
+        ("`torch.amp.GradScaler`", '`mirror.LossScale`, automatic with `precision="float16"`'),
         (
             "Lightning's `Trainer(accumulate_grad_batches=)`",
             "`mirror.Trainer(accumulate_steps=)`",

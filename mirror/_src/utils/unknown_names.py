@@ -3,10 +3,11 @@
 import dis
 import inspect
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mirror._src.utils.errors import nearest_name
+from mirror._src.utils.lazy_names import LAZY_NAMES, lazy_value
 from mirror._src.utils.migration import advice
 
 _MODULES = ("mirror", "mirror.config", "mirror.data", "mirror.callbacks", "mirror.debugging")
@@ -78,6 +79,8 @@ def explain_unknown_names(*modules: str) -> None:
 
 def _explaining(module: str) -> Any:
     def __getattr__(name: str) -> Any:
+        if module == "mirror" and name in LAZY_NAMES:
+            return lazy_value(name)
         if _is_private(name):
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         caller = sys._getframe(1)
@@ -92,17 +95,22 @@ def _explaining(module: str) -> Any:
     return __getattr__
 
 
-def unknown_attribute(owner: str, value: object, name: str) -> AttributeError:
+def unknown_attribute(
+    owner: str, value: object, name: str, told: Mapping[str, str] | None = None
+) -> AttributeError:
     """Returns the error for an attribute that an object does not have.
 
     Args:
         owner: "strategy", "replica_context", "trainer" or "variable"; see `migration.advice`.
         value: The object.
         name: Name of the attribute.
+        told: By name, what to use instead; replaces the advice for the owner.
     """
     text = f"{type(value).__name__!r} object has no attribute {name!r}"
     if _is_private(name):
         return AttributeError(text, name=name)
+    if told is not None and name in told:
+        return AttributeError(f"{text}. {told[name]}", name=name)
     known = dir(type(value))
     return AttributeError(f"{text}. {suggestion(owner, name, known)}".strip(), name=name)
 

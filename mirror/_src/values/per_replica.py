@@ -13,6 +13,7 @@ from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.devices.transfer import NoMesh, is_remote, move, with_axis, without_axis
 from mirror._src.devices.unstacked import UnstackedArrays
 from mirror._src.utils.errors import describe, nearest_name
+from mirror._src.utils.keras_library import GLOBAL_BATCHES, loads_batches
 from mirror._src.utils.modules import set_module
 from mirror._src.utils.source_lines import is_library
 from mirror._src.utils.types import REPLICA_AXIS, Array, ArrayLike
@@ -157,6 +158,8 @@ class PerReplica:
             raise AttributeError(missing_attribute(self, name), name=name)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        if loads_batches(sys._getframe(1)):  # it would take the replica axis for the batch
+            raise TypeError(f"A dataset of a Keras model yields {brief(self)}. {GLOBAL_BATCHES}")
         if spans_processes(self):
             elsewhere = self.num_replicas - len(self.values)
             raise ValueError(

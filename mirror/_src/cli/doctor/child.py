@@ -24,9 +24,11 @@ _PROBES = "from mirror._src.cli.doctor import probes; probes.main()"
 _DISTRIBUTED = (
     "from mirror._src.cli.doctor import distributed; distributed.main(float(sys.argv[2]))"
 )
+_RAY = "from mirror._src.cli.doctor import ray_nodes; ray_nodes.main(float(sys.argv[2]))"
 _STAGES = 4  # of `_DISTRIBUTED` that wait for the other processes
 _CPU = "Try JAX_PLATFORMS=cpu: if that works, the cause is the GPUs, their driver or NCCL."
 _OTHERS = "Read the output of the other processes: JAX ends all of them when one has ended."
+_RAY_LOGS = "Read Ray's logs, in /tmp/ray/session_latest/logs."
 _INVENTORY = "from mirror._src.cli import devices; print(json.dumps(devices.inventory()))"
 
 
@@ -68,6 +70,17 @@ def check_distributed_in_child(environment: Mapping[str, str], secs: float) -> I
     """
     limit = _STAGES * secs + _DEADLINE_SECS
     yield from findings(_run_code(_DISTRIBUTED, environment, str(secs), limit=limit), _OTHERS)
+
+
+def check_ray_in_child(environment: Mapping[str, str], secs: float) -> Iterator[Check]:
+    """Yields the results of the checks of Ray, to which the subprocess connects.
+
+    Args:
+        environment: Environment variables; `TF_CONFIG` may describe the cluster.
+        secs: How long to wait for the nodes in each check.
+    """
+    limit = _STAGES * secs + _DEADLINE_SECS
+    yield from findings(_run_code(_RAY, environment, str(secs), limit=limit), _RAY_LOGS)
 
 
 def inventory_in_child(environment: Mapping[str, str]) -> dict[str, Any] | str:

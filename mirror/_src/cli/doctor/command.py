@@ -5,13 +5,15 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
+from typing import TypeAlias
 
 from mirror._src.cli.doctor.check import COLORS, Check, summary, worst
 from mirror._src.cli.doctor.child import (
     check_distributed_in_child,
     check_in_child,
+    check_ray_in_child,
     inventory_in_child,
 )
 from mirror._src.cli.doctor.environment import check_environment
@@ -23,20 +25,24 @@ from mirror._src.utils.terminal import paint
 from mirror_cli.common import FAILED, USAGE_ERROR, report_error
 from mirror_cli.doctor import DEADLINE_SECS
 
+CheckOthers: TypeAlias = Callable[[Mapping[str, str], float], Iterator[Check]]
 _PRINT_SECS = 1.0
 
 
 def run(parsed: argparse.Namespace) -> int:
     """Runs the command; returns the exit status."""
-    if parsed.deadline is not None and not parsed.distributed:
-        message = "--deadline is the time to wait for other processes. Add --distributed."
+    if parsed.deadline is not None and not (parsed.distributed or parsed.ray):
+        message = "--deadline is the time to wait for others. Add --distributed or --ray."
         return report_error("doctor", message, USAGE_ERROR)
     versions, checks = installed_versions(), []
     prints_checks = not (parsed.json or parsed.report)
     if parsed.report:
         print("mirror doctor: collecting the report, some seconds", file=sys.stderr, flush=True)
-    secs = (parsed.deadline or DEADLINE_SECS) if parsed.distributed else None
-    for check in run_checks(versions, secs):
+    checks_others = check_distributed_in_child if parsed.distributed else None
+    if parsed.ray:
+        checks_others = check_ray_in_child
+    secs = parsed.deadline or DEADLINE_SECS
+    for check in run_checks(versions, checks_others, secs):
         interrupts.check()
         checks.append(check)
         if prints_checks:
@@ -59,16 +65,19 @@ def run(parsed: argparse.Namespace) -> int:
     return FAILED
 
 
-def run_checks(versions: dict[str, str], secs: float | None = None) -> Iterator[Check]:
+def run_checks(
+    versions: dict[str, str], checks_others: CheckOthers | None = None, secs: float = DEADLINE_SECS
+) -> Iterator[Check]:
     """Runs all checks, and yields their results.
 
     Args:
         versions: The installed versions by name.
-        secs: How long to wait for the other processes of the job; None checks this process only.
+        checks_others: Checks a job of several processes, or Ray; None checks this process.
+        secs: How long to wait for the others in each check.
     """
     yield from check_versions(versions)
     yield from check_environment(os.environ)
-    if secs is None:
+    if checks_others is None:
         yield from check_in_child(os.environ)
     else:
-        yield from check_distributed_in_child(os.environ, secs)
+        yield from checks_others(os.environ, secs)

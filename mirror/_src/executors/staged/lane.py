@@ -32,6 +32,7 @@ class Lane:
         self.is_all = len(ids) == len(every)
         self.replica_ids = self.replicas.stack(np.asarray(ids, np.int32))
         self._same_mesh = self.replicas.mesh == every.mesh
+        self._has_copies = set(devices) <= set(every.on_mesh)
 
     def on_mesh(self) -> contextlib.AbstractContextManager[Any]:
         """Context manager for the lane's mesh, which `jax.pmap` requires in place of `run`'s."""
@@ -45,6 +46,16 @@ class Lane:
             self._slices(leaf) if differs else self.mirrored(leaf)
             for leaf, differs in zip(leaves, per_replica, strict=True)
         ]
+
+    def keeps_weak_type(self, *, is_own: bool) -> bool:
+        """Whether `select` keeps weak types, which arrays of existing copies do not have.
+
+        Args:
+            is_own: Whether the array is per-replica.
+        """
+        if self._same_mesh and (self.is_all or not is_own):
+            return True
+        return not (is_own or self._has_copies)
 
     def mirrored(self, leaf: Array) -> Array:
         """Returns a mirrored array on the lane's devices. Uses existing copies if there are any."""

@@ -6,19 +6,20 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from mirror._src.collectives.cross_device_ops import CrossDeviceOps, LostValueError
 from mirror._src.devices import launch
 from mirror._src.devices.launches import Described, StalledError
-from mirror._src.devices.replicas import Kind, ReplicaDevices
+from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.devices.transfer import any_deleted, copies_of, without_axis
 from mirror._src.devices.unstacked import UnstackedArrays
-from mirror._src.executors.executor import CompiledProgram, ReplicaProgram, SignatureChanged
+from mirror._src.executors.compiled import CompiledProgram, MeshProgram
+from mirror._src.executors.executor import ReplicaProgram, SignatureChanged
 from mirror._src.executors.staged.host import run_on_host
 from mirror._src.executors.staged.lane import Lane
-from mirror._src.program.atoms import Constant, Value, values_of
+from mirror._src.executors.staged.stage import compile_stage
+from mirror._src.program.atoms import Value, values_of
 from mirror._src.program.staging.ir import Branch, Collective, Loop, Stage, StagedJaxpr
 from mirror._src.utils.types import Array
 
@@ -48,6 +49,7 @@ class StagedProgram(CompiledProgram):
         self._avals = program.variants[0].avals
         self._types: list[Any] | None = None
         self._require_context = program.require_context
+        self._inputs = [jaxpr.inputs for jaxpr in staged]
         self._part = _Part(ops, lanes, staged, program, donated, self._home)
 
     def __call__(self, leaves: Sequence[Any], outputs: list[Any]) -> None:
@@ -64,6 +66,18 @@ class StagedProgram(CompiledProgram):
             self._part.run(inputs, outputs)
         else:
             outputs.extend(self._join(self._part.run(inputs, [])))
+
+    def compile(self) -> None:
+        """See `CompiledProgram`."""
+        self._require_context()
+        weak = [
+            [
+                lane.keeps_weak_type(is_own=is_own) and _is_weak_value(value)
+                for value, is_own in zip(inputs, self._per_replica_inputs, strict=True)
+            ]
+            for lane, inputs in zip(self._lanes, self._inputs, strict=True)
+        ]
+        self._part.compile(weak)
 
     def _join(self, lane_outputs: list[list[Any]]) -> list[Any]:
         """Joins the outputs of the lanes."""
@@ -111,13 +125,15 @@ class _Part:
         self._staged = staged
         self._program = program
         self._num_replicas = sum(len(lane.ids) for lane in lanes)
-        compiled: dict[Any, CompiledProgram] = {}  # lanes on the same devices share programs
+        compiled: dict[Any, MeshProgram] = {}  # lanes on the same devices share programs
 
-        def compile_on(place: int, number: int) -> CompiledProgram:
+        def compile_on(place: int, number: int) -> MeshProgram:
             lane, jaxpr, keeps_all = lanes[place], staged[place], home in (None, place)
             key = number, id(jaxpr), lane.replicas.devices, keeps_all
             if key not in compiled:
-                compiled[key] = _compile(lane, jaxpr, number, program, donated, keeps_all=keeps_all)
+                compiled[key] = compile_stage(
+                    lane, jaxpr, number, program, donated, keeps_all=keeps_all
+                )
             return compiled[key]
 
         self._stages = [
@@ -143,6 +159,65 @@ class _Part:
             _Part(self._ops, self._lanes, [programs[k] for programs in inner], self._program)
             for k in range(len(inner[0]))
         ]
+
+    def compile(self, weak: Sequence[Sequence[bool]]) -> Sequence[Sequence[bool]]:
+        """Makes XLA compile all stages, loops and branches.
+
+        Weak types are followed from stage to stage, because the results of collectives on the host
+        have none, whatever the trace says, and XLA's programs are found by them.
+
+        Args:
+            weak: For every lane, whether the type of each input is weak.
+
+        Returns:
+            The same for the outputs.
+        """
+        values: list[set[Value]] = []
+        for staged, flags in zip(self._staged, weak, strict=True):
+            constants = [value for value, _ in staged.constants if _is_weak_value(value)]
+            values.append({*itertools.compress(staged.inputs, flags), *constants})
+        for number, programs in enumerate(self._stages):
+            stages = [staged.stages[number] for staged in self._staged]
+            results: list[Sequence[bool]] = []
+            for lane, stage, program, known in zip(
+                self._lanes, stages, programs, values, strict=True
+            ):
+                with lane.on_mesh():
+                    results.append(program.compile_for([v in known for v in stage.inputs]))
+            if number == len(self._stages) - 1:
+                break
+            for stage, known, flags in zip(stages, values, results, strict=True):
+                known.update(itertools.compress(values_of(stage.outputs), flags))
+            for communications in zip(*(stage.communications for stage in stages), strict=True):
+                if not isinstance(communications[0], Collective):
+                    self._compile_inner(communications, values)
+        return results
+
+    def _compile_inner(self, communications: Sequence[Any], values: list[set[Value]]) -> None:
+        """Compiles a loop or branch, and adds its results of weak types to the values."""
+        parts = self._inner[communications[0]]
+        inputs = [
+            [value in known for value in communication.inputs]
+            for communication, known in zip(communications, values, strict=True)
+        ]
+        if isinstance(communications[0], Branch):
+            of_branches = [part.compile([flags[1:] for flags in inputs]) for part in parts]
+            results = of_branches[0]
+        else:
+            body, *tests = parts
+            num_carried, seen = len(communications[0].outputs), list[Any]()
+            while inputs not in seen:  # the first iteration may have weak types, the others not
+                seen.append(inputs)
+                for test in tests:
+                    test.compile(inputs)
+                carried = body.compile(inputs)
+                inputs = [
+                    [*old[: len(old) - num_carried], *new]
+                    for old, new in zip(inputs, carried, strict=True)
+                ]
+            results = carried
+        for communication, known, flags in zip(communications, values, results, strict=True):
+            known.update(itertools.compress(communication.outputs, flags))
 
     def run(self, inputs: list[list[Any]], last: list[Any]) -> list[list[Any]]:
         """Runs all stages and returns the outputs of every lane.
@@ -314,55 +389,11 @@ def _is_weak(leaf: Array) -> bool:
     return getattr(leaf, "weak_type", False)  # PRNG keys do not have this attribute
 
 
+def _is_weak_value(value: Value) -> bool:
+    return getattr(value.aval, "weak_type", False)
+
+
 def _programs(communication: Any) -> list[StagedJaxpr | None]:
     if isinstance(communication, Loop):
         return [communication.body, communication.test]
     return list(communication.branches)
-
-
-def _compile(
-    lane: Lane,
-    staged: StagedJaxpr,
-    number: int,
-    program: ReplicaProgram,
-    donated: Sequence[int],
-    *,
-    keeps_all: bool,
-) -> CompiledProgram:
-    """Returns the program of one stage on one lane. XLA compiles it when it first runs.
-
-    Args:
-        lane: The lane.
-        staged: The staged program.
-        number: Index of the stage.
-        program: The whole program.
-        donated: Positions of the program's inputs that its last stage may donate.
-        keeps_all: Whether to return mirrored outputs, which otherwise come from another lane.
-    """
-    stage = staged.stages[number]
-    is_last = number == len(staged.stages) - 1
-    mirrored = staged.mirrored_outputs if is_last else [False] * len(stage.outputs)
-    pairs = list(zip(stage.outputs, mirrored, strict=True))
-    if not keeps_all:
-        pairs = [(atom, is_mirrored) for atom, is_mirrored in pairs if not is_mirrored]
-
-    def run(*leaves: Any) -> list[Any]:
-        values: dict[Value, Any] = dict(zip(stage.inputs, leaves, strict=True))
-
-        def read(atom: Any) -> Any:
-            return atom.value if isinstance(atom, Constant) else values[atom]
-
-        for computation in stage.computations:
-            results = computation.run(*map(read, computation.inputs))
-            values.update(zip(computation.outputs, results, strict=True))
-        return [jnp.asarray(read(atom)) for atom, _ in pairs]
-
-    donated_values = {staged.inputs[i] for i in donated} if is_last else set[Value]()
-    return lane.executor.compile_function(
-        program.name if len(staged.stages) == 1 else f"{program.name}_stage_{number + 1}",
-        run,
-        Kind.of(not value.mirrored for value in stage.inputs),
-        Kind.of(not is_mirrored for _, is_mirrored in pairs),
-        [i for i, value in enumerate(stage.inputs) if value in donated_values],
-        line=program.line,
-    )

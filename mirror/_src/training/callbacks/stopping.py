@@ -6,6 +6,7 @@ from typing import Any, Literal, TypeAlias, final
 from mirror._src.training.callbacks.callback import Callback
 from mirror._src.training.callbacks.monitor import Monitor
 from mirror._src.training.fit import TrainingRun
+from mirror._src.training.loss_scale import stuck
 from mirror._src.utils.errors import counted, expected, require_int
 from mirror._src.utils.modules import set_module
 
@@ -109,6 +110,9 @@ class NaNGuard(Callback):
     A `mirror.Weighted` metric whose weights add up to 0 in a step is NaN because nothing was
     measured. It does not raise.
 
+    With a `mirror.LossScale`, steps whose gradients are infinite or NaN are skipped. They are an
+    error only if the scale is at its minimum, because a smaller one cannot help.
+
     Metrics arrive up to 8 launches late, and the model has been updated since. Return to a
     checkpoint: `trainer.restore(directory)`.
 
@@ -116,7 +120,8 @@ class NaNGuard(Callback):
         monitor: Metric to check. Defaults to all metrics.
 
     Raises:
-        FloatingPointError: In `fit`, if a metric is not finite.
+        FloatingPointError: In `fit`, if a metric is not finite, or the loss scale at its minimum
+            does not make the gradients finite.
 
     >>> history = trainer.fit(data, epochs=2, callbacks=NaNGuard(), progress=False)
     """
@@ -136,6 +141,8 @@ class NaNGuard(Callback):
 
     def on_metrics(self, fit: TrainingRun, step: int, logs: dict[str, float]) -> None:
         """Checks the metrics of a launch."""
+        if message := stuck(fit.trainer.loss_scale, logs, step):
+            raise FloatingPointError(message)
         for name, value in logs.items():
             is_monitored = self._monitor is None or self._monitor.name == name
             is_monitored = is_monitored and name not in fit.empty

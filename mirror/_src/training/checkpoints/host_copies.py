@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from mirror._src.utils.errors import expected
@@ -13,10 +14,14 @@ from mirror._src.utils.types import ARRAY_LIKE
 
 @dataclass(frozen=True, eq=False)
 class KeyData:
-    """The data of PRNG keys; `jax.random.wrap_key_data(data, impl=impl)` restores the keys."""
+    """The data of PRNG keys."""
 
     impl: str
     data: np.ndarray
+
+    def keys(self) -> jax.Array:
+        """Returns the keys."""
+        return jax.random.wrap_key_data(jnp.asarray(self.data), impl=self.impl)
 
 
 def on_host(arrays: Mapping[str, Any]) -> dict[str, np.ndarray | KeyData]:

@@ -1,7 +1,7 @@
 """Reads the arrays of nnx objects by name for a checkpoint, and writes them back."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +11,16 @@ from jax.tree_util import keystr
 
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.training.checkpoints.host_copies import KeyData
+from mirror._src.training.loss_scale import SCALE
 from mirror._src.utils.errors import describe, listing
 from mirror._src.values.per_replica import is_numeric, per_replica
 from mirror._src.variables.on_read import spread_over
 from mirror._src.variables.variable import Variable
+
+T = TypeVar("T")
+
+OPTIONAL = SCALE
+"""The object that checkpoint and trainer need not both have: the loss scale."""
 
 
 def read(objects: Mapping[str, Any]) -> dict[str, Any]:
@@ -25,7 +31,7 @@ def read(objects: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name + keystr(inside): _as_on_devices(value)
         for name, holder in _places(objects)
-        for inside, value in jax.tree_util.tree_leaves_with_path(_value(holder))
+        for inside, value in jax.tree_util.tree_leaves_with_path(value_of(holder))
     }
 
 
@@ -41,25 +47,41 @@ def require_match(current: Mapping[str, str], entries: Mapping[str, Any]) -> Non
         ValueError: If they differ from the descriptions of the objects.
     """
     saved = {name: _described_entry(entry) for name, entry in entries.items()}
+    if not (_has_optional(current) and _has_optional(saved)):
+        current, saved = _without_optional(current), _without_optional(saved)
     _require_same(current, saved)
 
 
 def write(objects: Mapping[str, Any], saved: Mapping[str, Any], replicas: ReplicaDevices) -> None:
     """Writes arrays into the objects by name, mirrored across the replicas.
 
+    The loss scale does not change if the arrays do not contain one.
+
     Call `require_match` first.
     """
+    if not _has_optional(saved):
+        objects = {root: obj for root, obj in objects.items() if root != OPTIONAL}
+    if OPTIONAL not in objects:
+        saved = _without_optional(saved)
     old = read(objects)
     new = {name: replicas.mirror(_array(value, old[name])) for name, value in saved.items()}
     for root, obj in objects.items():
         bare = []  # arrays that are plain attributes, not variables
         for path, holder in nnx.to_flat_state(nnx.state(obj)):
-            value = _taken(new, _name(root, path), _value(holder))
+            value = _taken(new, _name(root, path), value_of(holder))
             if isinstance(holder, nnx.Variable):
                 _set(holder, value, replicas)
             else:
                 bare.append((path, value))
         nnx.update(obj, nnx.from_flat_state(bare))
+
+
+def _has_optional(names: Iterable[str]) -> bool:
+    return any(name.startswith(f"{OPTIONAL}.") for name in names)
+
+
+def _without_optional(entries: Mapping[str, T]) -> dict[str, T]:
+    return {name: x for name, x in entries.items() if not name.startswith(f"{OPTIONAL}.")}
 
 
 def _taken(new: Mapping[str, Any], name: str, like: Any) -> Any:
@@ -113,7 +135,7 @@ def _as_on_devices(value: Any) -> Any:
 
 def _array(value: Any, old: Any) -> Any:
     if isinstance(value, KeyData):
-        return jax.random.wrap_key_data(jnp.asarray(value.data), impl=value.impl)
+        return value.keys()
     if old.weak_type and not value.ndim:  # a strong type would promote bfloat16 to float32
         return jnp.asarray(value.item())
     return value
@@ -129,5 +151,6 @@ def _name(root: str, path: Any) -> str:
     return ".".join([root, *map(str, path)])
 
 
-def _value(holder: Any) -> Any:
+def value_of(holder: Any) -> Any:
+    """Returns the value of a variable, or the array itself that is a plain attribute."""
     return holder.get_value() if isinstance(holder, nnx.Variable) else holder

@@ -1,0 +1,331 @@
+"""Measures updates with parameter servers, on a cluster of Ray on this machine.
+
+    python -m benchmarks.served [--suites overhead,workers,slow] [--rounds 20]
+
+All contenders of a suite run on the same cluster and take turns, so that background load affects
+all of them. `overhead`: one server, one worker and 4 MB of parameters, against the same program
+that is written by hand with Ray and JAX, and against its messages alone. `workers`: two workers
+against one, asynchronous. `slow`: one of four workers waits five times longer than the others for
+each batch.
+"""
+
+import argparse
+import contextlib
+import itertools
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+
+import mirror
+from benchmarks import stats
+from benchmarks.served_by_hand import EPSILON, RATE, Chain
+from benchmarks.timing import in_order
+from mirror._src.ps.ray_cluster import Connection
+
+BATCH_SIZE, FEATURES, CLASSES = 32, 64, 10
+LARGE, SMALL = (FEATURES, 1024, 1024, CLASSES), (FEATURES, 64, CLASSES)
+FAST_SECS, SLOW_SECS = 0.03, 0.15
+OVERHEAD_LIMIT, WORKERS_GOAL, STALENESS_GOAL, BACKUP_GOAL = 1.2, 1.5, 1.2, 2.0
+_RTOL = 1e-4
+_Layers = list[tuple[np.ndarray, np.ndarray]]
+
+
+class Program(Protocol):
+    """A contender."""
+
+    def take(self, steps: int) -> list[float]:
+        """Takes some steps; returns their losses."""
+
+    def close(self) -> None:
+        """Ends its processes."""
+
+
+class MLP(nnx.Module):
+    """Linear layers with ReLU in between.
+
+    Args:
+        layers: Kernel and bias of each layer.
+    """
+
+    def __init__(self, layers: _Layers) -> None:
+        self.layers = nnx.List(
+            [nnx.List([nnx.Param(jax.numpy.array(each)) for each in layer]) for layer in layers]
+        )
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Returns the logits."""
+        for number, (kernel, bias) in enumerate(self.layers):
+            x = x @ kernel[...] + bias[...]
+            if number < len(self.layers) - 1:
+                x = jax.nn.relu(x)
+        return x
+
+
+def train_step(model: MLP, optimizer: nnx.Optimizer[Any], batch: Any) -> jax.Array:
+    """The training step, as for every strategy."""
+
+    def mean_loss(model: MLP) -> jax.Array:
+        logits = model(batch["x"])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+
+    loss, grads = nnx.value_and_grad(mean_loss)(model)
+    grads, loss = mirror.get_replica_context().all_reduce("mean", (grads, loss))
+    optimizer.update(model, grads)
+    return loss
+
+
+def layers_of(sizes: Sequence[int]) -> _Layers:
+    """Returns the first parameters of an MLP."""
+    draw = np.random.default_rng(0)
+    return [
+        (draw.normal(size=(a, b), scale=a**-0.5).astype(np.float32), np.zeros(b, np.float32))
+        for a, b in itertools.pairwise(sizes)
+    ]
+
+
+def a_batch() -> dict[str, np.ndarray]:
+    """Returns a batch."""
+    draw = np.random.default_rng(1)
+    x = draw.normal(size=(BATCH_SIZE, FEATURES)).astype(np.float32)
+    return {"x": x, "y": draw.integers(0, CLASSES, BATCH_SIZE).astype(np.int32)}
+
+
+class Served:
+    """Training on parameter servers.
+
+    Args:
+        sizes: Widths of the layers.
+        dataset_fn: Returns the batches of a worker; None sends a batch with every step.
+        options: Of `mirror.ParameterServerStrategy`.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        dataset_fn: Callable[[], Iterator[Any]] | None = None,
+        **options: Any,
+    ) -> None:
+        self.strategy = mirror.ParameterServerStrategy(ps=1, **options)
+        self._coordinator = mirror.ClusterCoordinator(self.strategy)
+        with self.strategy.scope():
+            model = MLP(layers_of(sizes))
+            optimizer = nnx.Optimizer(model, optax.adam(RATE, eps=EPSILON), wrt=nnx.Param)
+        batch: Any = a_batch()
+        if dataset_fn is not None:
+            batch = iter(self._coordinator.create_per_worker_dataset(dataset_fn))
+        self._arguments = (model, optimizer, batch)
+
+    def take(self, steps: int) -> list[float]:
+        """See `Program`."""
+        schedule = self._coordinator.schedule
+        losses = [schedule(train_step, self._arguments) for _ in range(steps)]
+        return [float(loss.fetch()) for loss in losses]
+
+    def settle(self) -> None:
+        """Waits until late workers have ended their part too."""
+        self._coordinator.join(60)
+
+    def close(self) -> None:
+        """See `Program`."""
+        self.strategy.close()
+
+
+class SlowInput:
+    """A dataset of which the first worker that creates it waits longer for each batch.
+
+    Args:
+        folder: Empty folder, in which that worker leaves a file.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __call__(self) -> Iterator[dict[str, np.ndarray]]:
+        """Yields the same batch again and again."""
+        secs, batch = SLOW_SECS, a_batch()
+        try:
+            (self._folder / "slow").open("x").close()
+        except FileExistsError:
+            secs = FAST_SECS
+        while True:
+            time.sleep(secs)
+            yield batch
+
+
+class Goal(NamedTuple):
+    """A ratio of two contenders, and what it should be.
+
+    Attributes:
+        name: The contender.
+        base: The one it is compared with.
+        limit: Largest ratio of their times, or `None`.
+        rate: Smallest ratio of their rates, or `None`.
+    """
+
+    name: str
+    base: str
+    limit: float | None = None
+    rate: float | None = None
+
+    def line(self, times: stats.Times) -> str:
+        """Returns the ratio with its interval, and whether the goal is reached."""
+        if self.limit is not None:
+            found = stats.ratio(times, self.name, self.base)
+            goal, verdict = f"at most {self.limit:g}", found.at_most(self.limit)
+            what = "time"
+        else:
+            found = stats.ratio(times, self.base, self.name)
+            what, goal, verdict = "rate", "", ""
+            if self.rate is not None:
+                verdict = stats.ratio(times, self.name, self.base).at_most(1 / self.rate)
+                goal = f"at least {self.rate:g}"
+        text = f"{self.name}: {what} {found.median:.2f} [{found.low:.2f}, {found.high:.2f}]"
+        return f"{text} of {self.base}" + (f", goal {goal}: {verdict}" if goal else "")
+
+
+class Turn(NamedTuple):
+    """How much a contender does in its turn.
+
+    Attributes:
+        program: The contender.
+        steps: Number of updates.
+        units: What the time of a turn is divided by: updates, or batches.
+    """
+
+    program: Program
+    steps: int
+    units: int
+
+
+def measure(turns: Mapping[str, Turn], rounds: int) -> dict[str, list[float]]:
+    """Returns the milliseconds per unit in each round, by contender."""
+    times: dict[str, list[float]] = {name: [] for name in turns}
+    for number in range(rounds):
+        for name in in_order(list(turns), number):
+            program, steps, units = turns[name]
+            start = time.perf_counter()
+            program.take(steps)
+            times[name].append((time.perf_counter() - start) / units * 1e3)
+            if isinstance(program, Served):
+                program.settle()
+    return times
+
+
+def overhead(rounds: int, steps: int) -> tuple[dict[str, list[float]], list[Goal]]:
+    """Measures one update against the same program by hand."""
+    layers, batch = layers_of(LARGE), a_batch()
+    with contextlib.ExitStack() as stack:
+        programs: dict[str, Program] = {
+            "by hand": Chain(layers, batch),
+            "synchronous": Served(LARGE, workers=1),
+            "asynchronous": Served(LARGE, workers=1, staleness=None),
+            "messages alone": Chain(layers, batch, computes=False),
+        }
+        for program in programs.values():
+            stack.callback(program.close)
+        losses = {name: program.take(3) for name, program in programs.items()}
+        for name in ("synchronous", "asynchronous"):
+            if not np.allclose(losses[name], losses["by hand"], rtol=_RTOL):
+                raise ValueError(f"The programs train to different losses: {losses}.")
+        measure({name: Turn(each, steps, steps) for name, each in programs.items()}, 2)  # warm up
+        times = measure({n: Turn(each, steps, steps) for n, each in programs.items()}, rounds)
+    goals = [Goal(name, "by hand", OVERHEAD_LIMIT) for name in ("synchronous", "asynchronous")]
+    return times, [*goals, Goal("by hand", "messages alone", rate=None)]
+
+
+def workers(rounds: int, steps: int) -> tuple[dict[str, list[float]], list[Goal]]:
+    """Measures two asynchronous workers against one, without and with a wait for each batch."""
+    with contextlib.ExitStack() as stack:
+        turns = {}
+        for count in (1, 2):
+            for name, dataset_fn in (("", None), (", 10 ms of input", waiting_input)):
+                program = Served(SMALL, dataset_fn, workers=count, staleness=None)
+                stack.callback(program.close)
+                program.take(20)
+                words = "1 worker" if count == 1 else f"{count} workers"
+                turns[words + name] = Turn(program, 2 * steps, 2 * steps)
+        measure(turns, 2)
+        times = measure(turns, rounds)
+    return times, [
+        Goal(f"2 workers{name}", f"1 worker{name}", rate=WORKERS_GOAL)
+        for name in ("", ", 10 ms of input")
+    ]
+
+
+def waiting_input() -> Iterator[dict[str, np.ndarray]]:
+    """Yields the same batch again and again, each after 10 ms."""
+    batch = a_batch()
+    while True:
+        time.sleep(0.01)
+        yield batch
+
+
+def slow(rounds: int, steps: int) -> tuple[dict[str, list[float]], list[Goal]]:
+    """Measures batches per second with one slow worker of four."""
+    modes: dict[str, dict[str, Any]] = {
+        "synchronous": {},
+        "1 backup worker": {"backup_workers": 1},
+        "staleness 3": {"staleness": 3},
+        "staleness 15": {"staleness": 15},
+    }
+    with contextlib.ExitStack() as stack:
+        turns = {}
+        for name, options in modes.items():
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            program = Served(SMALL, SlowInput(folder), workers=4, **options)
+            stack.callback(program.close)
+            is_sync = "staleness" not in options
+            program.take(8)
+            program.settle()
+            turns[name] = Turn(program, steps if is_sync else 4 * steps, 4 * steps)
+        times = measure(turns, rounds)
+    return times, [
+        Goal("1 backup worker", "synchronous", rate=BACKUP_GOAL),
+        Goal("staleness 3", "synchronous", rate=STALENESS_GOAL),
+        Goal("staleness 15", "synchronous", rate=None),
+    ]
+
+
+SUITES = {"overhead": overhead, "workers": workers, "slow": slow}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures, and prints ratios with their 95 % intervals."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.served",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--suites", default=",".join(SUITES))
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=15, help="per turn")
+    options = parser.parse_args(argv)
+    connection = Connection(None)
+    try:
+        for suite in options.suites.split(","):
+            before = os.getloadavg()[0]
+            times, goals = SUITES[suite](options.rounds, options.steps)
+            print(
+                f"{suite}: {options.rounds} rounds, load {before:.1f} to {os.getloadavg()[0]:.1f}"
+            )
+            for name, values in times.items():
+                low, high = np.percentile(values, [25, 75])
+                print(f"  {name}: {stats.median(values):.2f} ms, quartiles {low:.2f} to {high:.2f}")
+            for goal in goals:
+                print(f"  {goal.line(times)}", flush=True)
+    finally:
+        connection.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

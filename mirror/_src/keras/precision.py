@@ -1,0 +1,63 @@
+"""Dtype policies with which a Keras model cannot learn, or hardly."""
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+
+from mirror._src.utils.keras_library import has_loss_scale, library
+from mirror._src.utils.naming import depth_of_user
+
+_HALF = ("float16", "bfloat16")
+
+
+def require_float_policy() -> None:
+    """Checks Keras' policy for new layers.
+
+    Raises:
+        ValueError: If it is not a policy of floats: the layers would fail in their initializers.
+    """
+    policy = library().config.dtype_policy()
+    dtypes = (policy.compute_dtype, policy.variable_dtype)
+    if not all(jnp.issubdtype(jnp.dtype(dtype), jnp.floating) for dtype in dtypes):
+        raise ValueError(
+            f"Keras' dtype policy must be a policy of floats, got {policy.name!r}. Weights have "
+            "gradients, so set keras.config.set_dtype_policy('float32'), 'mixed_bfloat16' or "
+            "'mixed_float16' before you create the model."
+        )
+
+
+def warn_about_policy(model: Any) -> None:
+    """Warns if gradients or updates of a compiled and built model are rounded to zero."""
+    stored = [v for v in model.trainable_variables if v.dtype in _HALF]
+    if stored:
+        first = stored[0]
+        _warn(
+            f"{len(stored)} variables of the Keras model {model.name!r} are stored in "
+            f"{first.dtype}, for example {first.path!r}, so that small updates are rounded to "
+            "zero, and Adam may not change them at all. Store them in float32: "
+            f"keras.config.set_dtype_policy('mixed_{first.dtype}')."
+        )
+    # For a model with this policy, `compile` scales the loss, unless the user has declined it.
+    if has_loss_scale(model.optimizer) or model.dtype_policy.name == "mixed_float16":
+        return
+    layers = (layer for layer in _layers(model) if layer.trainable_variables)
+    half = next((layer for layer in layers if layer.compute_dtype == "float16"), None)
+    if half is not None:
+        _warn(
+            f"The layer {half.name!r} of the Keras model {model.name!r} computes in float16, and "
+            "the loss is not scaled, so that small gradients are rounded to zero. Keras scales it "
+            "only if the policy of the model is 'mixed_float16', got "
+            f"{model.dtype_policy.name!r}. Call model.compile("
+            "keras.optimizers.LossScaleOptimizer(optimizer), ...), or use bfloat16."
+        )
+
+
+def _layers(model: Any) -> Iterator[Any]:
+    for layer in model.layers:
+        yield from _layers(layer) if hasattr(layer, "layers") else (layer,)
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=depth_of_user("keras"))

@@ -1,0 +1,349 @@
+"""`ClusterCoordinator`: schedules functions on the workers of a parameter server."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, final
+
+import jax
+from flax import nnx
+
+from mirror._src.ps import parts
+from mirror._src.ps.conductor import Conductor
+from mirror._src.ps.datasets import PerWorkerDataset, PerWorkerIterator
+from mirror._src.ps.engine import RayEngine
+from mirror._src.ps.pickling import pickled_function, require_no_remote_values
+from mirror._src.ps.processes import Task
+from mirror._src.ps.remote_value import RemoteValue
+from mirror._src.ps.replies import ArgumentOfStep, Result, StepWork, is_place, without_places
+from mirror._src.ps.training import ServedTraining
+from mirror._src.strategy.strategy import Strategy
+from mirror._src.training.remote import RemoteStrategy
+from mirror._src.utils.errors import expected, require_secs
+from mirror._src.utils.modules import set_module
+from mirror._src.utils.naming import name_of
+from mirror._src.utils.tracebacks import api_boundary
+from mirror._src.utils.types import PyTree
+
+
+class ServedStrategy(Protocol):
+    """The attributes of `ParameterServerStrategy` that scheduling uses."""
+
+    _coordinator: Any
+    _conductor: Conductor
+    _engine: RayEngine
+    _training: ServedTraining
+
+    @property
+    def local(self) -> Strategy:
+        """The strategy of the main program."""
+        ...
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers."""
+        ...
+
+    @property
+    def devices_per_worker(self) -> int:
+        """Number of devices of each worker."""
+        ...
+
+    @property
+    def num_parts(self) -> int:
+        """Number of parts into which the batch of a step is split."""
+        ...
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Number of replicas that compute an update."""
+        ...
+
+
+@set_module("mirror")
+@final
+class ClusterCoordinator:
+    """Schedules functions on the workers of a `ParameterServerStrategy`.
+
+    A strategy has one coordinator: a second call returns the same one.
+
+    Args:
+        strategy: The strategy.
+
+    Raises:
+        TypeError: If `strategy` is not a `ParameterServerStrategy`.
+
+    >>> coordinator = mirror.ClusterCoordinator(strategy)
+    >>> for batch in batches:
+    ...     loss = coordinator.schedule(train_step, (model, optimizer, batch))
+    >>> coordinator.join()
+    >>> loss.fetch()
+    """
+
+    def __new__(cls, strategy: ServedStrategy) -> "ClusterCoordinator":
+        # `ParameterServerStrategy` itself imports this module.
+        if not isinstance(strategy, RemoteStrategy):
+            fix = "Pass mirror.ParameterServerStrategy(ps=1, workers=2)."
+            raise TypeError(expected("strategy", strategy, "a mirror.ParameterServerStrategy", fix))
+        if strategy._coordinator is None:
+            strategy._coordinator = super().__new__(cls)
+        coordinator: ClusterCoordinator = strategy._coordinator
+        return coordinator
+
+    def __init__(self, strategy: ServedStrategy) -> None:
+        self._strategy = strategy
+
+    @property
+    def strategy(self) -> ServedStrategy:
+        """The strategy."""
+        return self._strategy
+
+    @api_boundary
+    def schedule(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> RemoteValue:
+        """Schedules a function on a worker, and returns before it runs.
+
+        A function that receives a model and its `nnx.Optimizer` is a training step, written as for
+        `MirroredStrategy.run`. It makes one update. All arrays with rows among its other arguments
+        are the global batch. With `staleness=0`, its rows are split across the workers, and the
+        update is the one of the whole batch. Otherwise, one worker receives all of them.
+
+        The result of a training step is a tree of arrays. With `staleness=0`, it is what all
+        replicas of all workers return together with `MirroredStrategy`: an all-reduced mean is the
+        mean over the batch, a sum the sum over it. A mean of a batch that cannot be divided equally
+        is weighted by rows, as on one device. What a step computes from reduced values other than
+        by sums and by products with constants, such as the ratio of two sums, is an error if it is
+        returned or changes a gradient.
+
+        A random key of the model is folded with the number of the update and of the worker's part,
+        so a step that is repeated after the loss of a worker draws the same numbers.
+
+        Args:
+            fn: The function. It is pickled once: later changes to what it captures have no effect.
+            args: Positional arguments.
+            kwargs: Keyword arguments.
+
+        Returns:
+            The value that the function will have.
+
+        Raises:
+            TypeError: If the function or an argument cannot be pickled, or is a `RemoteValue`.
+            ValueError: If the batch cannot be split.
+            Exception: What an earlier scheduled function raised. Functions that had not been
+                started then are canceled; afterwards, the coordinator is usable again.
+        """
+        if not callable(fn):
+            fix = "Pass the function itself: coordinator.schedule(fn, args)."
+            raise TypeError(expected("fn", fn, "callable", fix))
+        args, kwargs = _require_arguments(args, kwargs)
+        self._conductor.raise_error()
+        require_no_remote_values((args, kwargs), name_of(fn))
+        objects = _objects_in((args, kwargs))
+        if not objects:
+            return self._schedule_function(fn, args, kwargs)
+        model, optimizer = _model_and_optimizer(objects, name_of(fn))
+        return self._schedule_step(fn, model, optimizer, args, kwargs)
+
+    @api_boundary
+    def join(self, timeout: float | None = None) -> None:
+        """Waits until all scheduled functions have ended.
+
+        Afterwards, model and optimizer of the scheduled steps have the values of the servers.
+
+        Args:
+            timeout: Seconds to wait. Defaults to forever.
+
+        Raises:
+            TimeoutError: If the functions have not ended by then. They continue.
+            Exception: What a scheduled function raised.
+        """
+        if timeout is not None:
+            timeout = require_secs("timeout", timeout)
+        training = self._strategy._training
+        try:
+            self._conductor.join(timeout)
+        except TimeoutError:
+            raise
+        except Exception:
+            if not self._conductor.has_lost_values:
+                training.collect()
+            else:
+                training.forget()
+            raise
+        training.collect()
+
+    @api_boundary
+    def done(self) -> bool:
+        """Whether all scheduled functions have ended.
+
+        Raises:
+            Exception: What a scheduled function raised, once nothing runs any more.
+        """
+        self._conductor.raise_error()
+        return self._conductor.is_idle
+
+    @api_boundary
+    def fetch(self, tree: PyTree) -> PyTree:
+        """Returns a tree with the results of its `RemoteValue`s, for which it waits."""
+        return jax.tree.map(
+            lambda leaf: leaf.fetch() if isinstance(leaf, RemoteValue) else leaf,
+            tree,
+            is_leaf=lambda leaf: isinstance(leaf, RemoteValue),
+        )
+
+    @api_boundary
+    def create_per_worker_dataset(self, dataset_fn: Callable[[], Any]) -> PerWorkerDataset:
+        """Returns a dataset that every worker creates for itself with `dataset_fn`.
+
+        Pass `iter(dataset)` to scheduled functions. In a training step, it stands for the next
+        batch of the worker. A worker that was lost and returns begins its dataset again.
+
+        Args:
+            dataset_fn: Returns an iterable; it runs on every worker.
+
+        Raises:
+            TypeError: If `dataset_fn` is not callable, or cannot be pickled.
+        """
+        if not callable(dataset_fn):
+            fix = "Pass a function that returns the dataset."
+            raise TypeError(expected("dataset_fn", dataset_fn, "callable", fix))
+        engine = self._strategy._engine
+        export = engine.export(dataset_fn, pickled_function(engine, dataset_fn))
+        return PerWorkerDataset(engine.next_key, export)
+
+    @property
+    def _conductor(self) -> Any:
+        return self._strategy._conductor
+
+    def _schedule_function(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> RemoteValue:
+        engine = self._strategy._engine
+        export = engine.export(fn, pickled_function(engine, fn))
+        arguments = pickled_function(engine, (args, kwargs), f"the arguments of {name_of(fn)}")
+        value = RemoteValue()
+        task = Task("run_function", [(export, arguments)], lambda r: r[0].value, value)
+        self._conductor.submit(task, is_step=False)
+        return value
+
+    def _schedule_step(
+        self,
+        fn: Callable[..., Any],
+        model: nnx.Module,
+        optimizer: nnx.Optimizer[Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        weight_of: Callable[[Any], float] | None = None,
+        join: Callable[[Sequence[Any]], Any] | None = None,
+        num_parts: int | None = None,
+        batch_of: Callable[..., tuple[Any, ...]] | None = None,
+    ) -> RemoteValue:
+        """Schedules a training step.
+
+        Args:
+            fn: The step.
+            model: The model, which is among the arguments.
+            optimizer: The optimizer, which is among the arguments.
+            args: Positional arguments.
+            kwargs: Keyword arguments.
+            weight_of: Returns the weight of a part in the mean of the gradients, given its result.
+                Defaults to the number of its rows. It runs on the worker.
+            join: Returns the result, given the results of the parts. Defaults to `parts.joined`.
+            num_parts: Number of parts of the batch. Defaults to the number of workers.
+            batch_of: Returns what the functions of `sparse` receive, given the other positional
+                arguments than model and optimizer. Defaults to all arguments.
+        """
+        engine = self._strategy._engine
+        tree = _with_places((args, kwargs), model, optimizer)
+        batches, size = self._cut(tree, fn, num_parts)
+        pickled = [
+            pickled_function(engine, batch, f"the arguments of {name_of(fn)}") for batch in batches
+        ]
+        function = engine.export(fn, pickled_function(engine, fn))
+        weight, batch = (f if f is None else engine.export(f) for f in (weight_of, batch_of))
+        share, ordinal = self._strategy._training.prepare(model, optimizer)
+        count = 1 if weight_of is not None else len(batches)
+        work = StepWork(function, share, ordinal, weight, batch, count, size)
+
+        def joined(results: Sequence[Result]) -> Any:
+            if join is not None:
+                return join([result.value for result in results])
+            return parts.joined(results)
+
+        value = RemoteValue()
+        task = Task("run_part", [(work, each) for each in pickled], joined, value)
+        self._conductor.submit(task, is_step=True)
+        return value
+
+    def _cut(
+        self, tree: PyTree, fn: Callable[..., Any], num_parts: int | None
+    ) -> tuple[list[PyTree], int | None]:
+        """Returns the arguments of each part of a step, and the number of rows of the batch."""
+        strategy, fn_name = self._strategy, name_of(fn)
+        size = parts.num_rows(fn, *without_places(tree))
+        has_iterators = any(node.kind == "next" for node in _places(tree))
+        if size is not None and has_iterators:
+            raise ValueError(
+                f"{fn_name} receives both arrays with rows and an iterator over a per-worker "
+                "dataset. Pass one of them."
+            )
+        if size is None:
+            count = strategy.num_parts if has_iterators else 1
+            return [parts.cut(tree, 0, 0)] * count, None
+        devices = strategy.devices_per_worker
+        count = num_parts or strategy.num_parts
+        bounds = parts.bounds(size, count, devices, fn_name)
+        return [parts.cut(tree, start, stop) for start, stop in bounds], size
+
+
+def _require_arguments(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if not isinstance(args, tuple | list):
+        fix = "Pass a tuple, also for one argument: args=(x,)."
+        raise TypeError(expected("args", args, "a tuple or a list", fix))
+    if not isinstance(kwargs, Mapping | None):
+        fix = "For example kwargs={'x': 1}."
+        raise TypeError(expected("kwargs", kwargs, "a dict or None", fix))
+    return tuple(args), dict(kwargs or {})
+
+
+def _objects_in(tree: PyTree) -> list[Any]:
+    """Returns the distinct nnx objects among the leaves of arguments."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, nnx.Pytree))
+    objects = {id(leaf): leaf for leaf in leaves if isinstance(leaf, nnx.Pytree)}
+    return list(objects.values())
+
+
+def _model_and_optimizer(
+    objects: Sequence[Any], fn_name: str
+) -> tuple[nnx.Module, nnx.Optimizer[Any]]:
+    optimizers = [obj for obj in objects if isinstance(obj, nnx.Optimizer)]
+    models = [obj for obj in objects if isinstance(obj, nnx.Module)]
+    others = [obj for obj in objects if obj not in optimizers and obj not in models]
+    if len(optimizers) != 1 or len(models) != 1 or others:
+        names = ", ".join(type(obj).__name__ for obj in objects)
+        raise TypeError(
+            f"{fn_name} must receive one model and its nnx.Optimizer, or no nnx objects, got "
+            f"{names}. The values of a model are on the parameter servers while it is trained. To "
+            "evaluate it, call coordinator.join(), then run it in the main program."
+        )
+    return models[0], optimizers[0]
+
+
+def _with_places(tree: PyTree, model: Any, optimizer: Any) -> PyTree:
+    """Replaces model, optimizer and iterators among arguments by what stands for them."""
+
+    def replace(node: Any) -> Any:
+        if node is model:
+            return ArgumentOfStep("model")
+        if node is optimizer:
+            return ArgumentOfStep("optimizer")
+        return ArgumentOfStep("next", node) if isinstance(node, PerWorkerIterator) else node
+
+    return jax.tree.map(replace, tree, is_leaf=lambda node: isinstance(node, nnx.Pytree))
+
+
+def _places(tree: PyTree) -> list[ArgumentOfStep]:
+    return [n for n in jax.tree.leaves(tree, is_leaf=is_place) if is_place(n)]

@@ -1,0 +1,109 @@
+"""Which leaves each result of a traced function depends on, and whether row by row."""
+
+import functools
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+from mirror._src.program.jaxprs import called, walk
+
+_ELEMENTWISE = frozenset(
+    (
+        *("add", "add_any", "sub", "mul", "div", "rem", "pow", "integer_pow", "max", "min"),
+        *("neg", "abs", "sign", "square", "sqrt", "rsqrt", "cbrt", "exp", "exp2", "log", "expm1"),
+        *("log1p", "sin", "cos", "tan", "tanh", "sinh", "cosh", "asin", "acos", "atan", "atan2"),
+        *("logistic", "erf", "erfc", "erf_inv", "floor", "ceil", "round", "nextafter", "clamp"),
+        *("select_n", "is_finite", "and", "or", "xor", "not", "lt", "le", "gt", "ge", "eq", "ne"),
+        *("shift_left", "shift_right_logical", "shift_right_arithmetic", "population_count"),
+        *("convert_element_type", "reduce_precision", "copy", "copy_p"),
+        *("real", "imag", "conj", "complex"),
+    )
+)
+_REDUCTIONS = frozenset(
+    (
+        *("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"),
+        *("reduce_xor", "argmax", "argmin"),
+    )
+)
+
+
+class Depends(NamedTuple):
+    """The leaves that a value depends on, as sets of bits: bit `i` is leaf `i`.
+
+    Attributes:
+        rows: Leaves of which row `r` of the value depends on row `r` alone.
+        mixed: Leaves it depends on in any other manner.
+    """
+
+    rows: int = 0
+    mixed: int = 0
+
+    def __or__(self, other: "Depends") -> "Depends":
+        mixed = self.mixed | other.mixed
+        return Depends((self.rows | other.rows) & ~mixed, mixed)
+
+    def without_rows(self) -> "Depends":
+        """Returns the same leaves, all of them mixed."""
+        return Depends(0, self.rows | self.mixed)
+
+
+def union(values: Sequence[Depends]) -> Depends:
+    """Returns what all values together depend on."""
+    return functools.reduce(operator.or_, values, Depends())
+
+
+def follow(program: ClosedJaxpr | Jaxpr, arguments: Sequence[Depends]) -> list[Depends]:
+    """Returns what the results of a program depend on, given what its arguments depend on.
+
+    An operation that is not known to keep rows apart mixes them. So a leaf may be said to be mixed
+    that is not, but never the other way round.
+    """
+    return walk(program, arguments, lambda _: Depends(), _equation)
+
+
+def _equation(eqn: JaxprEqn, operands: list[Depends]) -> Sequence[Depends]:
+    if (inner := called(eqn)) is not None:
+        return follow(inner, operands)
+    name = eqn.primitive.name
+    if name == "cond":
+        predicate = operands[0].without_rows()
+        branches = [follow(branch, operands[1:]) for branch in eqn.params["branches"]]
+        return [union([predicate, *results]) for results in zip(*branches, strict=True)]
+    if name == "optimization_barrier":
+        return operands
+    depends = union(operands)
+    if not keeps_rows(eqn):
+        depends = depends.without_rows()
+    return [depends] * len(eqn.outvars)
+
+
+def is_elementwise(eqn: JaxprEqn) -> bool:
+    """Whether an element of the result is made of the same element of each operand."""
+    return eqn.primitive.name in _ELEMENTWISE
+
+
+def keeps_rows(eqn: JaxprEqn) -> bool:
+    """Whether row `r` of the result is made of row `r` of each operand."""
+    if is_elementwise(eqn):
+        return True
+    name = eqn.primitive.name
+    if not eqn.invars or not (source := _shape(eqn.invars[0])):
+        return False
+    result, params = _shape(eqn.outvars[0]), eqn.params
+    if not result or result[0] != source[0]:
+        return False
+    if name == "broadcast_in_dim":
+        return params["broadcast_dimensions"][0] == 0
+    if name == "reshape":
+        return params.get("dimensions") is None
+    if name == "squeeze":
+        return 0 not in params["dimensions"]
+    if name == "transpose":
+        return params["permutation"][0] == 0
+    return name in _REDUCTIONS and 0 not in params["axes"]
+
+
+def _shape(atom: Any) -> tuple[int, ...]:
+    return tuple(getattr(atom.aval, "shape", ()))

@@ -1,0 +1,201 @@
+"""`RayEngine`: starts the actors of the parameter server, and calls them."""
+
+import functools
+import itertools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+from mirror._src.ps.processes import Lost
+from mirror._src.ps.ray_actors import Pickled, ServerActor, WorkerActor, dumps, import_ray, loads
+from mirror._src.ps.ray_cluster import Demand
+from mirror._src.ps.replies import Export, NotExported
+from mirror._src.ps.wire import request, typed
+
+_MAX_EXPORTS = 256
+
+
+@final
+class RayEngine:
+    """The actors of a parameter server on a cluster of Ray that is connected already.
+
+    Args:
+        servers: What each server demands.
+        workers: What each worker demands.
+        devices_per_worker: Number of devices of a worker; None means all of its GPUs, or one CPU
+            device.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[Demand],
+        workers: Sequence[Demand],
+        devices_per_worker: int | None,
+    ) -> None:
+        self._ray = import_ray()
+        self.num_servers, self.num_workers = len(servers), len(workers)
+        self._devices_per_worker = devices_per_worker
+        self._servers = self._start(ServerActor, servers, {})
+        cpu_devices = devices_per_worker or 1
+        flags = f"--xla_force_host_platform_device_count={cpu_devices}"
+        self._workers = self._start(WorkerActor, workers, {"XLA_FLAGS": flags})
+        self._known: list[set[int]] = [set() for _ in workers]  # exports that each worker has had
+        self._exports: OrderedDict[int, tuple[Any, Export]] = OrderedDict()
+        self._keys = itertools.count()
+        self._is_closed = False
+
+    def set_up_worker(self, worker: int, done: Callable[[Any], None]) -> None:
+        """Tells a worker its servers, as soon as it has been restarted."""
+        self._known[worker] = set()
+        method = self._workers[worker].set_up.options(max_task_retries=-1)
+        self._answer(method.remote(self._servers, self._devices_per_worker), worker, done)
+
+    def call_worker(
+        self, worker: int, method: str, arguments: Sequence[Any], done: Callable[[Any], None]
+    ) -> None:
+        """Calls a method of a worker. Ray does not repeat the call if the worker is lost."""
+        assignment, work, data = arguments
+        header, references = request(assignment, work, self._known[worker])
+        self._known[worker].update(references)
+
+        def answered(reply: Any) -> None:
+            if isinstance(reply, NotExported):  # it has had many others since
+                self._known[worker].clear()
+                self.call_worker(worker, method, arguments, done)
+            else:
+                done(typed(reply))
+
+        reference = self._workers[worker].run.remote(method, header, references, *data)
+        self._answer(reference, worker, answered)
+
+    def call_server(
+        self, server: int, method: str, arguments: Sequence[Any], done: Callable[[Any], None]
+    ) -> None:
+        """Calls a method of one server."""
+        reference = getattr(self._servers[server], method).remote(*arguments)
+        self._answer(reference, server, done)
+
+    def call_servers(
+        self,
+        method: str,
+        arguments: Sequence[Sequence[Any]],
+        done: Callable[[list[Any]], None],
+        *,
+        waits_for_restart: bool = False,
+    ) -> None:
+        """Calls a method of each server with its arguments; `done` gets the list of replies."""
+        replies: list[Any] = [None] * self.num_servers
+        missing, lock = self.num_servers, threading.Lock()
+
+        def answered(server: int, reply: Any) -> None:
+            nonlocal missing
+            with lock:
+                replies[server] = reply
+                missing -= 1
+                is_last = not missing
+            if is_last:
+                done(replies)
+
+        for server, actor in enumerate(self._servers):
+            call = getattr(actor, method)
+            if waits_for_restart:
+                call = call.options(max_task_retries=-1)
+            reference = call.remote(*arguments[server])
+            self._answer(reference, server, functools.partial(answered, server))
+
+    def ask_server(self, server: int, method: str, *arguments: Any) -> Any:
+        """Calls a method of one server, and waits for the reply."""
+        self._require_open()
+        return self._reply(
+            lambda: self._ray.get(getattr(self._servers[server], method).remote(*arguments)),
+            server,
+        )
+
+    def export(self, value: Any, pickled: Pickled | None = None) -> Export:
+        """Stores an object for the workers, once, as long as it is used."""
+        self._require_open()
+        known = self._exports.get(id(value))
+        if known is None:
+            reference = self._ray.put(dumps(value) if pickled is None else pickled)
+            known = value, Export(next(self._keys), [reference])
+            self._exports[id(value)] = known
+            if len(self._exports) > _MAX_EXPORTS:
+                self._exports.popitem(last=False)
+        self._exports.move_to_end(id(value))
+        return known[1]
+
+    def next_key(self) -> int:
+        """Returns a number that no other export has."""
+        return next(self._keys)
+
+    def is_exported(self, value: Any) -> bool:
+        """Whether `export` returns without pickling."""
+        return id(value) in self._exports
+
+    def loads(self, pickled: Any) -> Any:
+        """Returns what a worker pickled."""
+        return loads(pickled)
+
+    def dumps(self, value: Any) -> Any:
+        """Pickles an object for a worker."""
+        return dumps(value)
+
+    def pids(self) -> dict[str, list[int]]:
+        """Returns the process numbers of servers and workers, after restarts that are due."""
+        actors = {"servers": self._servers, "workers": self._workers}
+        return {
+            job: self._ray.get(
+                [a.__ray_call__.options(max_task_retries=-1).remote(_pid) for a in handles]
+            )
+            for job, handles in actors.items()
+        }
+
+    def close(self) -> None:
+        """Ends all actors."""
+        self._is_closed = True
+        for actor in [*self._servers, *self._workers]:
+            self._ray.kill(actor)
+
+    def _require_open(self) -> None:
+        # Ray would start or join a cluster again.
+        if self._is_closed:
+            raise RuntimeError("The strategy has been closed. Create a new one.")
+
+    def _start(
+        self, actor: type, demands: Sequence[Demand], environment: Mapping[str, str]
+    ) -> list[Any]:
+        handles = []
+        for index, demand in enumerate(demands):
+            options = dict(demand.options)
+            if not options.get("num_gpus"):
+                # Ray does not hide GPUs from an actor without any, and JAX would reserve theirs.
+                variables = {"JAX_PLATFORMS": "cpu", **environment}
+                given = dict(options.get("runtime_env") or {})
+                given["env_vars"] = {**variables, **given.get("env_vars", {})}
+                options["runtime_env"] = given
+            remote = self._ray.remote(actor).options(max_restarts=-1, **options)
+            handles.append(remote.remote(index))
+        return handles
+
+    def _answer(self, reference: Any, index: int, done: Callable[[Any], None]) -> None:
+        reference.future().add_done_callback(lambda future: done(self._reply(future.result, index)))
+
+    def _reply(self, get: Callable[[], Any], index: int) -> Any:
+        exceptions = self._ray.exceptions
+        try:
+            return get()
+        except exceptions.RayTaskError as error:
+            return error.cause if isinstance(error.cause, BaseException) else error
+        except exceptions.RayActorError as error:
+            is_forever = isinstance(error, exceptions.ActorDiedError)
+            return Lost(index, is_forever, str(error).partition("\n")[0])
+        except BaseException as error:
+            return error
+
+
+def _pid(actor: Any) -> int:
+    del actor
+    import os
+
+    return os.getpid()

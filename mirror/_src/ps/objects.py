@@ -1,0 +1,253 @@
+"""The model and optimizer of a training step, as arrays by name that parameter servers hold."""
+
+from collections.abc import Collection, Mapping
+from typing import Any, Literal, NamedTuple, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from mirror._src.devices.transfer import move
+from mirror._src.ps.optimizer_tree import as_jax, as_numpy, nest
+from mirror._src.ps.placement import Leaf
+from mirror._src.training.checkpoints.host_copies import KeyData
+from mirror._src.training.checkpoints.snapshot import value_of
+from mirror._src.utils.errors import describe, listing
+from mirror._src.utils.types import PyTree
+from mirror._src.variables.variable import Variable
+
+Path = tuple[Any, ...]
+
+
+class Place(NamedTuple):
+    """Path and kind of one array of the model.
+
+    Attributes:
+        path: Path of its variable in the flat state of the model.
+        name: Name of the array.
+        kind: `trained` if the optimizer updates it; `moving` if steps change it without a gradient,
+            like the statistics of BatchNorm; `local` if servers do not hold it: random keys,
+            counts and other integers.
+    """
+
+    path: Path
+    name: str
+    kind: Literal["trained", "moving", "local"]
+
+
+class ModelDefinition(NamedTuple):
+    """The parts from which a worker builds its own copy of the model.
+
+    Attributes:
+        graphdef: Structure of the model.
+        places: Its arrays.
+        local: Values of the local ones, by name.
+        wrt: The filter of the optimizer, which selects the trained variables.
+    """
+
+    graphdef: Any
+    places: tuple[Place, ...]
+    local: dict[str, Any]
+    leaves: tuple[Leaf, ...]
+    wrt: Any
+
+    def build(self, tables: Collection[str] = ()) -> nnx.Module:
+        """Returns a new model, whose trained and moving arrays are zeros; tables have no rows."""
+        zeros = {
+            leaf.name: np.zeros(
+                (0, *leaf.shape[1:]) if leaf.name in tables else leaf.shape, np.dtype(leaf.dtype)
+            )
+            for leaf in self.leaves
+        }
+        arrays = {**zeros, **self.local}
+        flat = [(place.path, on_device(arrays[place.name])) for place in self.places]
+        model: nnx.Module = nnx.merge(self.graphdef, nnx.from_flat_state(flat))
+        return model
+
+
+@final
+class TrainingObjects:
+    """A model and its optimizer, both on the driver.
+
+    Args:
+        model: The model.
+        optimizer: Its optimizer.
+
+    Raises:
+        ValueError: If servers cannot hold one of the variables.
+        TypeError: If `optimizer` is a subclass of nnx.Optimizer, which may have another `update`.
+    """
+
+    def __init__(self, model: nnx.Module, optimizer: nnx.Optimizer[Any]) -> None:
+        if type(optimizer) is not nnx.Optimizer:
+            raise TypeError(
+                f"`optimizer` must be an nnx.Optimizer itself, got {type(optimizer).__name__}. "
+                "Parameter servers run its optax transformation, not its methods. Pass "
+                "nnx.Optimizer(model, tx, wrt=nnx.Param)."
+            )
+        self.model, self.optimizer = model, optimizer
+        graphdef: Any
+        graphdef, state = nnx.split(model)
+        self._graphdef = graphdef
+        trained = {path for path, _ in nnx.to_flat_state(nnx.state(model, optimizer.wrt))}
+        self._holders = list(nnx.to_flat_state(state))
+        self.places = tuple(
+            Place(path, ".".join(map(str, path)), _kind(path, holder, path in trained))
+            for path, holder in self._holders
+        )
+        values = self.read()
+        self.leaves = tuple(
+            Leaf(place.name, values[place.name].shape, str(values[place.name].dtype), place.kind)
+            for place in self.places
+            if place.kind != "local"
+        )
+        if not any(leaf.kind == "trained" for leaf in self.leaves):
+            raise ValueError(
+                f"{describe(model)} has no variables that wrt={describe(optimizer.wrt)} of the "
+                "optimizer selects, so there is nothing to train."
+            )
+
+    @property
+    def trained(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shape and dtype of the trained leaves, by name."""
+        return {
+            leaf.name: jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype))
+            for leaf in self.leaves
+            if leaf.kind == "trained"
+        }
+
+    @property
+    def step(self) -> int:
+        """The number of updates that the optimizer has made."""
+        return int(self.optimizer.step[...])
+
+    def definition(self) -> ModelDefinition:
+        """Returns what a worker builds its copy from."""
+        local = {
+            place.name: on_host(value_of(holder))
+            for place, (_, holder) in zip(self.places, self._holders, strict=True)
+            if place.kind == "local"
+        }
+        return ModelDefinition(self._graphdef, self.places, local, self.leaves, self.optimizer.wrt)
+
+    def has_same_structure(self) -> bool:
+        """Whether the model still has the structure that it had at first."""
+        return bool(nnx.split(self.model)[0] == self._graphdef)
+
+    def arrays(self) -> list[Any]:
+        """Returns the arrays of model and optimizer as they are; equal lists mean no change."""
+        model = jax.tree.leaves(nnx.state(self.model))
+        return [*model, *jax.tree.leaves(nnx.state(self.optimizer))]
+
+    def read(self) -> dict[str, np.ndarray]:
+        """Returns the trained and moving arrays by name, in NumPy."""
+        holders = dict(nnx.to_flat_state(nnx.state(self.model)))
+        return {
+            place.name: np.asarray(value_of(holders[place.path]))
+            for place in self.places
+            if place.kind != "local"
+        }
+
+    def read_optimizer(self) -> PyTree:
+        """Returns the optimizer's state of nested dicts, as servers see it, in NumPy."""
+        own = jax.tree_util.tree_leaves_with_path(nnx.as_pure(self.optimizer.opt_state))
+        values = {_text(path): as_numpy(value) for path, value in own}
+        structs, treedef = self._optimizer_structs()
+        missing = [path for path, _ in structs if path not in values]
+        if missing or len(structs) != len(values):
+            raise ValueError(
+                "The state of the optimizer does not match its transformation: "
+                f"{'.'.join((missing or sorted(values))[0])}. Create the optimizer with the model: "
+                "nnx.Optimizer(model, tx, wrt=nnx.Param)."
+            )
+        return treedef.unflatten([values[path] for path, _ in structs])
+
+    def write(self, values: Mapping[str, np.ndarray], state: PyTree, step: int) -> None:
+        """Writes values, the optimizer's state and its number of updates into the objects."""
+        holders = dict(nnx.to_flat_state(nnx.state(self.model)))
+        held = [place for place in self.places if place.kind != "local"]
+        flat = [(p.path, _like(values[p.name], value_of(holders[p.path]))) for p in held]
+        nnx.update(self.model, nnx.from_flat_state(flat))
+        new = {_text(path): value for path, value in jax.tree_util.tree_leaves_with_path(state)}
+        pure = nnx.as_pure(self.optimizer.opt_state)
+        treedef: Any
+        paths, treedef = jax.tree_util.tree_flatten_with_path(pure)
+        filled = [_like(new[_text(path)], old) for path, old in paths]
+        nnx.update(self.optimizer.opt_state, nnx.state(treedef.unflatten(filled)))
+        # Not `[...] =`, which fails for a step on several devices, of another strategy.
+        self.optimizer.step.set_value(_like(np.asarray(step), self.optimizer.step.get_value()))
+
+    def _optimizer_structs(self) -> tuple[list[tuple[Path, Any]], Any]:
+        shapes = jax.eval_shape(self.optimizer.tx.init, nest(self.trained))
+        treedef: Any
+        found, treedef = jax.tree_util.tree_flatten_with_path(shapes)
+        return [(_text(path), struct) for path, struct in found], treedef
+
+
+def on_host(value: Any) -> Any:
+    """Returns an array in NumPy; `KeyData` of a random key."""
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return KeyData(str(jax.random.key_impl(value)), np.asarray(jax.random.key_data(value)))
+    return np.asarray(value)
+
+
+def on_device(value: Any) -> Any:
+    """Returns the array of `on_host`'s result."""
+    if isinstance(value, KeyData):
+        return value.keys()
+    return jnp.asarray(value)
+
+
+def _kind(path: Path, holder: Any, is_trained: bool) -> Literal["trained", "moving", "local"]:
+    name = ".".join(map(str, path))
+    value = value_of(holder)
+    if isinstance(holder, Variable) and holder.is_on_read:
+        raise ValueError(
+            f"{name} is a mirror.Variable with synchronization='on_read', which has one value per "
+            "replica. Parameter servers hold one value of a variable. Return the value from the "
+            "step instead."
+        )
+    if isinstance(holder, nnx.metrics.MetricState):
+        raise ValueError(
+            f"{name} is the state of a metric inside the model, which parameter servers cannot "
+            "merge. Return the values from the step, and update the metric with them."
+        )
+    if not hasattr(value, "dtype"):
+        raise ValueError(
+            f"{name} must be one array to be on parameter servers, got {describe(value)}. Create "
+            "one variable for each array."
+        )
+    is_float = jnp.issubdtype(value.dtype, jnp.inexact)
+    if is_trained:
+        return "trained"
+    return "moving" if is_float else "local"
+
+
+def _like(value: np.ndarray, old: Any) -> Any:
+    """Returns an array of JAX with the dtype of the old one, on its first device."""
+    if not isinstance(old, jax.Array):
+        return as_jax(value, old)
+    device = min(old.devices(), key=lambda device: device.id)
+    return move(as_jax(value, old), device)
+
+
+def _text(path: Path) -> tuple[str, ...]:
+    """Returns the keys of a path as strings: nnx counts the items of a list in integers."""
+    return tuple(
+        str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path
+    )
+
+
+def require_unchanged(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    """Rejects a step that changed a variable whose change cannot reach the servers.
+
+    Raises:
+        ValueError: If an integer variable has changed.
+    """
+    changed = [name for name in before if not np.array_equal(before[name], after[name])]
+    if changed:
+        raise ValueError(
+            f"The step changed variables that are not on parameter servers:\n{listing(changed)}\n"
+            "Only float variables are. Use a float variable, or return the value from the step."
+        )

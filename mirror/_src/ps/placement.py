@@ -1,0 +1,198 @@
+"""Which rows of which leaf are on which parameter server."""
+
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from mirror._src.utils.errors import describe, expected, require_int
+
+PartitionerLike = Callable[[Sequence[int], Any], int]
+
+
+class Leaf(NamedTuple):
+    """A variable of the model that parameter servers hold.
+
+    Attributes:
+        name: Its name, for example `layers.0.kernel`.
+        shape: Its shape.
+        dtype: The name of its dtype.
+        kind: `trained` if it has a gradient; `moving` if steps change it without one.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    kind: Literal["trained", "moving"]
+
+
+class Slice(NamedTuple):
+    """Rows `start` to `stop` of a leaf along axis 0; a scalar is the row 0 to 1."""
+
+    leaf: str
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    dtype: str
+    kind: Literal["trained", "moving"]
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+
+class Placement:
+    """The slices of each parameter server, at most one of a leaf per server.
+
+    Attributes:
+        servers: The slices of each server, in the order of the leaves.
+        leaves: All leaves by name.
+        tables: Names of the leaves whose touched rows alone travel.
+    """
+
+    def __init__(
+        self,
+        servers: Iterable[Iterable[Slice]],
+        leaves: Iterable[Leaf],
+        tables: Collection[str] = (),
+    ) -> None:
+        self.servers = tuple(tuple(slices) for slices in servers)
+        self.leaves = {leaf.name: leaf for leaf in leaves}
+        self.tables = frozenset(tables)
+        self.holders: dict[str, list[tuple[int, Slice]]] = {name: [] for name in self.leaves}
+        """For each leaf, the servers that hold its slices, in the order of the rows."""
+        for index, slices in enumerate(self.servers):
+            for part in slices:
+                self.holders[part.leaf].append((index, part))
+        for held in self.holders.values():
+            held.sort(key=lambda pair: pair[1].start)
+
+    def is_cut(self, leaf: str) -> bool:
+        """Whether the rows of a leaf are on several servers."""
+        return len(self.holders[leaf]) > 1
+
+    def split(self, values: Mapping[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
+        """Returns for each server its rows of the leaves among `values`, as views."""
+        return [
+            {part.leaf: rows(values[part.leaf], part) for part in slices if part.leaf in values}
+            for slices in self.servers
+        ]
+
+    def join(self, parts: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+        """Returns whole leaves, given the rows of each server; the inverse of `split`.
+
+        A leaf that is not cut is returned as it is, without a copy.
+        """
+        leaves = {}
+        for name, held in self.holders.items():
+            found = [parts[server][name] for server, _ in held if name in parts[server]]
+            if found:
+                leaves[name] = found[0] if len(held) == 1 else np.concatenate(found)
+        return leaves
+
+    def nbytes(self) -> list[int]:
+        """Returns the bytes of the values on each server."""
+        return [sum(part.nbytes for part in slices) for slices in self.servers]
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Placement)
+            and self.servers == other.servers
+            and self.tables == other.tables
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.servers, self.tables))
+
+    def __repr__(self) -> str:
+        return f"Placement(servers={self.servers})"
+
+
+def rows(values: Any, part: Slice) -> Any:
+    """Returns the rows of a slice from a leaf, or from anything of the same rows."""
+    return values[part.start : part.stop] if np.ndim(values) else values
+
+
+def place(
+    leaves: Iterable[Leaf],
+    num_ps: int,
+    partitioner: PartitionerLike | None,
+    *,
+    whole: Collection[str] = (),
+    tables: Collection[str] = (),
+) -> Placement:
+    """Places leaves on parameter servers, such that all hold about the same number of bytes.
+
+    A leaf is cut along axis 0 into as many slices as the partitioner says, at most one per row and
+    server; the first ones have a row more if the rows do not divide. The leaves with the largest
+    slices are placed first, each on the emptiest servers. Then no server ever holds more than
+    another one and the largest slice together: whichever `k` servers a leaf of `k` slices goes to,
+    they are the `k` emptiest.
+
+    Args:
+        leaves: The leaves, with different names.
+        num_ps: Number of parameter servers.
+        partitioner: Function of shape and dtype that returns a number of slices; `None` cuts no
+            leaf.
+        whole: Names of leaves that are not cut.
+        tables: Names of the leaves whose touched rows alone travel.
+
+    Raises:
+        ValueError: If two leaves have one name, or `whole` or `tables` names an unknown leaf, or
+            `tables` one without rows or gradients.
+        TypeError: If the partitioner is not callable, or does not return an integer.
+    """
+    leaves = list(leaves)
+    require_int("num_ps", num_ps)
+    if partitioner is not None and not callable(partitioner):
+        fix = "For example mirror.MinSizePartitioner(256 << 10)."
+        raise TypeError(expected("partitioner", partitioner, "callable or None", fix))
+    names = [leaf.name for leaf in leaves]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"Two leaves have the name {twice!r}. Give each its own name.")
+    for argument, chosen in (("whole", whole), ("tables", tables)):
+        if unknown := sorted(set(chosen) - set(names)):
+            raise ValueError(f"`{argument}` names {unknown[0]!r}, which is not one of {names}.")
+    for leaf in leaves:
+        if leaf.name in tables and (not leaf.shape or leaf.kind != "trained"):
+            raise ValueError(
+                f"`tables` names {leaf.name!r}, which must be a trained variable with rows, got a "
+                f"{leaf.kind} one, {leaf.dtype}{list(leaf.shape)}."
+            )
+    cut = [_slices(leaf, 1 if leaf.name in whole else num_ps, partitioner) for leaf in leaves]
+    loads = [0] * num_ps
+    servers: list[list[tuple[int, Slice]]] = [[] for _ in range(num_ps)]
+    largest_first = sorted(enumerate(cut), key=lambda pair: (-pair[1][0].nbytes, pair[0]))
+    for position, slices in largest_first:
+        emptiest = sorted(range(num_ps), key=lambda server: (loads[server], server))
+        # A leaf that is not cut may leave servers out; the slices' sizes descend.
+        for server, part in zip(emptiest, slices, strict=False):
+            loads[server] += part.nbytes
+            servers[server].append((position, part))
+    return Placement([[part for _, part in sorted(held)] for held in servers], leaves, tables)
+
+
+def _slices(leaf: Leaf, most: int, partitioner: PartitionerLike | None) -> list[Slice]:
+    """Cuts a leaf by TensorFlow's rule `div`: the first slices have a row more."""
+    num_rows = leaf.shape[0] if leaf.shape else 1
+    number = 1
+    if partitioner is not None and most > 1:
+        number = partitioner(leaf.shape, leaf.dtype)
+        if isinstance(number, bool) or not isinstance(number, int | np.integer) or number < 1:
+            raise TypeError(
+                f"`partitioner` must return a positive integer, got {describe(number)} for "
+                f"{leaf.name!r}, {leaf.dtype}{list(leaf.shape)}."
+            )
+    number = max(1, min(int(number), most, num_rows))
+    least, longer = divmod(num_rows, number)
+    stops = itertools.accumulate(least + (index < longer) for index in range(number))
+    slices, start = [], 0
+    for stop in stops:
+        shape = (stop - start, *leaf.shape[1:]) if leaf.shape else ()
+        slices.append(Slice(leaf.name, start, stop, shape, leaf.dtype, leaf.kind))
+        start = stop
+    return slices

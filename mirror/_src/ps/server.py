@@ -1,0 +1,286 @@
+"""`Server`: makes this process a task of a cluster with parameter servers, as a Ray node."""
+
+import importlib.util
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import IO, Any, final
+
+from mirror._src.distributed.cluster import ClusterSpec, Jobs
+from mirror._src.distributed.resolvers import ClusterResolver
+from mirror._src.ps.cluster import (
+    cluster_of,
+    head_address,
+    head_of,
+    resource_of,
+    task_of,
+    token_variables,
+)
+from mirror._src.utils.errors import require_int, require_secs
+from mirror._src.utils.modules import set_module
+from mirror._src.utils.optional import describe_missing
+from mirror._src.utils.tracebacks import api_boundary
+
+_logger = logging.getLogger("mirror")
+_POLL_SECS = 0.5
+_HEAD_SECS = 5.0  # without an answer of the head, before `join` returns
+_STOP_SECS = 40.0  # Ray lets its node drain for up to 30 s
+_CONNECT_SECS = 2.0
+_STARTED = "Ray runtime started"
+# A node that joins while the head is still starting may time out after 30 s (Ray 2.60), although
+# the port of the head is open.
+_SETTLE_SECS = 5.0
+_ATTEMPTS = 3
+
+
+@set_module("mirror.distributed")
+@final
+class Server:
+    """Makes this process a task of a cluster, for `mirror.ParameterServerStrategy`.
+
+    Every process of the cluster but the chief runs it, and waits. It starts a Ray node with Ray's
+    own command, `ray start`, as a child process. The strategy, in the program of the chief, finds
+    the node by its resource, such as `mirror:ps:0`, and runs the task in it. Several tasks of one
+    machine are several nodes. The node of the chief is the head of the Ray cluster, and the
+    strategy starts it; without a chief, it is the node of the first parameter server.
+
+        # ps.py, on the machine of the parameter server
+        mirror.distributed.Server(cluster, "ps", 0).join()
+
+    Where something else starts Ray (`ray up`, KubeRay, a batch system), no `Server` is needed: omit
+    the cluster of the strategy.
+
+    Anyone who can reach the port of the head can run code on all nodes, unless all processes have
+    the same token of Ray, `~/.ray/auth_token`. Use it in a private network.
+
+    Args:
+        cluster: The addresses of all tasks, by job: a `mirror.distributed.ClusterSpec`, a dict, or
+            a resolver such as `mirror.distributed.TFConfigClusterResolver()`.
+        job_name: Job of this process: `"ps"`, `"worker"` or `"chief"`. A resolver knows it.
+        task_index: Index of this process in its job. A resolver knows it.
+        num_cpus: Number of CPU cores that Ray counts for this node. Defaults to all of the
+            machine.
+        num_gpus: Number of GPUs that Ray counts for this node. Defaults to all of the machine.
+        start_secs: How long to wait for the head of the cluster, and for the node to start.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If the cluster does not have this task, or lacks servers or workers.
+        ModuleNotFoundError: If Ray is not installed.
+        RuntimeError: If the head does not answer within `start_secs`, or the node does not start;
+            the message has what Ray printed.
+
+    >>> cluster = {"chief": ["a:2222"], "ps": ["b:2222"], "worker": ["c:2222"]}
+    >>> mirror.distributed.Server(cluster, "ps", 1)
+    Traceback (most recent call last):
+        ...
+    ValueError: The job 'ps' has no task 1. It has the tasks [0].
+    """
+
+    @api_boundary
+    def __init__(
+        self,
+        cluster: ClusterSpec | Jobs | ClusterResolver,
+        job_name: str | None = None,
+        task_index: int | None = None,
+        *,
+        num_cpus: int | None = None,
+        num_gpus: int | None = None,
+        start_secs: float = 300.0,
+    ) -> None:
+        self._spec = cluster_of(cluster)
+        self._task = task_of(cluster, job_name, task_index)
+        for name, value in (("num_cpus", num_cpus), ("num_gpus", num_gpus)):
+            if value is not None:
+                require_int(name, value, 0)
+        deadline = time.monotonic() + require_secs("start_secs", start_secs)
+        command = [_ray_command(), *self._options(num_cpus, num_gpus)]
+        if self._task != head_of(self._spec):
+            _wait_for_head(self.target, deadline, start_secs)
+        for attempts_left in reversed(range(_ATTEMPTS)):
+            self._process = subprocess.Popen(
+                command,
+                env={**os.environ, **token_variables()},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+            self._output = _Output(self._process.stdout)
+            if self._has_started(deadline, start_secs, attempts_left):
+                break
+        _logger.info("%s is a node of the Ray cluster at %s", self._task, self.target)
+
+    @property
+    def target(self) -> str:
+        """Address of the head of the Ray cluster, `"host:port"`."""
+        return head_address(self._spec)
+
+    def __repr__(self) -> str:
+        state = "running" if self._process.poll() is None else "stopped"
+        return f"Server({self._task} of the cluster at {self.target}, {state})"
+
+    def join(self) -> None:
+        """Waits until the head of the cluster has ended, or for SIGTERM, and stops the node."""
+        with _sigterm() as received:
+            unanswered = 0.0
+            while self._process.poll() is None and not received.wait(_POLL_SECS):
+                unanswered = 0.0 if answers(self.target) else unanswered + _POLL_SECS
+                if unanswered >= _HEAD_SECS:
+                    break
+            self.stop()
+
+    def stop(self) -> None:
+        """Stops the node. Ray's other nodes on this machine remain."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(_STOP_SECS)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._output.close()
+
+    def __enter__(self) -> "Server":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def _options(self, num_cpus: int | None, num_gpus: int | None) -> list[str]:
+        """Returns the options of `ray start`."""
+        host, _, port = self.target.rpartition(":")
+        is_head = self._task == head_of(self._spec)
+        own_host = self._spec.task_address(*self._task).rpartition(":")[0]
+        options = ["start", "--block", "--disable-usage-stats"]
+        options += [f"--resources={json.dumps({resource_of(self._task): 1})}"]
+        options += [f"--node-ip-address={own_host.strip('[]')}"]
+        if is_head:
+            options += ["--head", f"--port={port}", "--include-dashboard=false"]
+        else:
+            options += [f"--address={host}:{port}"]
+        counts = {"num-cpus": num_cpus, "num-gpus": num_gpus}
+        return options + [f"--{name}={n}" for name, n in counts.items() if n is not None]
+
+    def _has_started(self, deadline: float, secs: float, attempts_left: int) -> bool:
+        """Waits until the node runs; False if it should be started again.
+
+        Raises:
+            RuntimeError: If it does not start.
+        """
+        while not self._output.has(_STARTED):
+            ended = self._process.poll() is not None
+            if ended or time.monotonic() > deadline:
+                self.stop()
+                if ended and attempts_left and time.monotonic() < deadline:
+                    return False
+                how = f"ended with exit code {self._process.returncode}" if ended else "hangs"
+                raise RuntimeError(
+                    f"The Ray node of {self._task} {how} (limit {secs:g} s). Is the port of "
+                    f"{self._spec.task_address(*self._task)} free? Ray printed:\n"
+                    f"{self._output.last_lines()}"
+                )
+            time.sleep(_POLL_SECS / 5)
+        return True
+
+
+@final
+class _Output:
+    """Reads what a child process prints, so that the pipe never fills."""
+
+    def __init__(self, pipe: IO[bytes] | None) -> None:
+        assert pipe is not None
+        self._pipe = pipe
+        self._lines: list[str] = []
+        self._thread = threading.Thread(target=self._read, name="mirror-server", daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        for line in self._pipe:
+            self._lines.append(line.decode(errors="replace").rstrip())
+            del self._lines[:-200]
+
+    def has(self, text: str) -> bool:
+        """Whether a line contains a text."""
+        return any(text in line for line in [*self._lines])
+
+    def last_lines(self) -> str:
+        """Returns the last lines, indented."""
+        return "\n".join(f"  {line}" for line in self._lines[-15:])
+
+    def close(self) -> None:
+        """Waits for the end of the output."""
+        self._thread.join(_CONNECT_SECS)
+        if not self._thread.is_alive():
+            self._pipe.close()
+
+
+def _ray_command() -> str:
+    """Returns the path of the command `ray` of this environment.
+
+    Raises:
+        ModuleNotFoundError: If Ray is not installed.
+    """
+    beside = Path(sys.executable).with_name("ray")
+    found = str(beside) if beside.exists() else shutil.which("ray")
+    if importlib.util.find_spec("ray") is None or found is None:
+        text = describe_missing("ray", "mirror.distributed.Server", "ray")
+        raise ModuleNotFoundError(text, name="ray")
+    return found
+
+
+def answers(address: str) -> bool:
+    """Whether something listens at an address."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECS):
+            return True
+    except OSError:
+        return False
+
+
+def _wait_for_head(address: str, deadline: float, secs: float) -> None:
+    if answers(address):
+        return
+    while not answers(address):
+        if time.monotonic() > deadline:
+            raise RuntimeError(
+                f"The head of the cluster at {address} has not answered for {secs:g} s. Start the "
+                "program of the chief (or, without a chief, the first parameter server), give all "
+                "processes the same cluster, and open the port to this machine."
+            )
+        time.sleep(_POLL_SECS)
+    time.sleep(_SETTLE_SECS)
+
+
+@contextmanager
+def _sigterm() -> Iterator[threading.Event]:
+    """Yields an event that SIGTERM sets, instead of ending the process; main thread only."""
+    received = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+
+    def note(_number: int, _frame: FrameType | None) -> None:
+        received.set()
+
+    before: Any = signal.signal(signal.SIGTERM, note)
+    try:
+        yield received
+    finally:
+        signal.signal(signal.SIGTERM, before)

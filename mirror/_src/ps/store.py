@@ -1,0 +1,386 @@
+"""The state of one parameter server. It never waits, and knows neither processes nor threads."""
+
+import collections
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from mirror._src.ps.buffers import BufferLayout
+from mirror._src.ps.exactly_once import Numbers
+from mirror._src.ps.messages import (
+    Buffers,
+    Definition,
+    Pulled,
+    Push,
+    Rejected,
+    ServerSnapshot,
+)
+from mirror._src.ps.named_variables import NamedVariables
+from mirror._src.ps.optimizer_tree import as_jax, as_numpy, init_structs, nest
+from mirror._src.ps.rows import local_ids, padded, summed, take_jit
+from mirror._src.ps.update import Update, update_function
+from mirror._src.utils.errors import describe
+from mirror._src.utils.types import PyTree
+
+
+class Store:
+    """Values, optimizer state and named variables of one server, which are all on the CPU.
+
+    The version is the number of updates applied. In synchronous mode, the gradients that parts of a
+    step push are kept until the step is committed, and until then every pull returns the same
+    values. In asynchronous mode, a push is applied at once. Either is applied once, however often
+    it arrives.
+    """
+
+    def __init__(self) -> None:
+        self._definition: Definition | None = None
+        self._incarnation = -1
+        self._version = 0
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._rejected: collections.Counter[str] = collections.Counter()
+        self._staleness: collections.Counter[int] = collections.Counter()
+
+    def load(self, definition: Definition, snapshot: ServerSnapshot, incarnation: int) -> None:
+        """Replaces everything by a snapshot.
+
+        Args:
+            definition: What this server holds.
+            snapshot: Its contents, which are copied.
+            incarnation: How often the servers have returned to a snapshot.
+
+        Raises:
+            ValueError: If values or state of the snapshot do not have the definition's shapes.
+        """
+        tables = {part.leaf: part for part in definition.slices if part.leaf in definition.tables}
+        dense = [part for part in definition.slices if part.leaf not in definition.tables]
+        for part in definition.slices:
+            _require_values(part.leaf, snapshot.values.get(part.leaf), part)
+        trained = BufferLayout(part for part in dense if part.kind == "trained")
+        moving = BufferLayout(part for part in dense if part.kind == "moving")
+        with jax.default_device("cpu"):
+            is_new = self._definition is None or self._definition is not definition
+            if is_new:
+                self._update = _update_of(definition, trained, tables)
+            self._state = _initial_state(definition, snapshot)
+            self._values = tuple(
+                jax.numpy.array(buffer) for buffer in trained.pack_np(snapshot.values)
+            )
+            self._tables = {name: jax.numpy.array(snapshot.values[name]) for name in tables}
+        self._moving = moving.pack_np(
+            {part.leaf: np.array(snapshot.values[part.leaf]) for part in moving.slices}
+        )
+        self._definition, self._incarnation = definition, incarnation
+        self._trained_layout, self._moving_layout, self._table_slices = trained, moving, tables
+        self._version = snapshot.version
+        self._applied = Numbers(snapshot.applied)
+        self._named = NamedVariables(snapshot.variables, snapshot.marks)
+        self._kept: dict[tuple[int, int], Push] = {}  # by task and part
+
+    def pull(
+        self,
+        incarnation: int,
+        step: int | None,
+        commit: tuple[int, int, tuple[int, ...]] | None,
+        ids: Mapping[str, np.ndarray],
+    ) -> Pulled | Rejected:
+        """Returns the values.
+
+        Args:
+            incarnation: As in `load`.
+            step: In synchronous mode, the version wanted; `None` means any.
+            commit: Step, task and parts that are committed first, if they have not been.
+            ids: For each table, rows wanted: integers, numbered as in the whole table.
+
+        Raises:
+            ValueError: If an id is out of range for this server.
+        """
+        if (rejected := self._rejection(incarnation)) is not None:
+            return rejected
+        if commit is not None:
+            self._commit(*commit)
+        if step is not None and step < self._version:
+            return self._reject("late")
+        if step is not None and step > self._version:
+            raise RuntimeError(
+                f"Step {step} cannot be pulled: this server is at version {self._version}, and the "
+                "pull commits no step in between."
+            )
+        rows = {name: self._rows(name, wanted) for name, wanted in ids.items()}
+        trained = tuple(np.asarray(buffer) for buffer in self._values)
+        self._counts["pulls"] += 1
+        self._counts["bytes_out"] += _num_bytes(trained, self._moving, rows.values())
+        return Pulled(self._version, trained, self._moving, rows)
+
+    def push(self, push: Push) -> int | Rejected:
+        """Takes the gradients of one part of a step, and returns the version.
+
+        In synchronous mode they are kept until the commit. What arrives again is ignored.
+
+        Raises:
+            ValueError: If the buffers do not have this server's shapes, an id is out of range, or
+                the weight is negative or not finite.
+        """
+        if (rejected := self._rejection(push.incarnation)) is not None:
+            return rejected
+        assert self._definition is not None
+        is_sync = self._definition.is_sync
+        if is_sync and push.based_on < self._version:
+            return self._reject("late")
+        if push.based_on > self._version:
+            raise RuntimeError(
+                f"A gradient for version {push.based_on} was pushed, but this server is at version "
+                f"{self._version}."
+            )
+        if (push.task, push.part) in self._kept if is_sync else push.task in self._applied:
+            self._counts["repeated"] += 1
+            return self._version
+        push = self._checked(push)
+        self._counts["pushes"] += 1
+        if is_sync:
+            self._kept[push.task, push.part] = push
+            return self._version
+        staleness = self._version - push.based_on
+        self._apply([push], staleness)
+        self._applied.add(push.task)
+        return self._version
+
+    def commit(
+        self, incarnation: int, step: int, task: int, parts: Sequence[int]
+    ) -> int | Rejected:
+        """Applies the mean gradients of parts of a step, and returns the version.
+
+        A step that was committed before is left alone.
+        """
+        if (rejected := self._rejection(incarnation)) is not None:
+            return rejected
+        self._commit(step, task, tuple(parts))
+        return self._version
+
+    def snapshot(self) -> ServerSnapshot | Rejected:
+        """Returns a copy of all that `load` needs."""
+        if self._definition is None:
+            return self._reject("not loaded")
+        with jax.default_device("cpu"):
+            values = {
+                **self._trained_layout.unpack_np([np.array(each) for each in self._values]),
+                **self._moving_layout.unpack_np([np.array(each) for each in self._moving]),
+                **{name: np.array(table) for name, table in self._tables.items()},
+            }
+            state = jax.tree.map(lambda leaf: np.array(as_numpy(leaf)), self._state)
+        variables, marks = self._named.snapshot()
+        return ServerSnapshot(values, state, self._version, self._applied.ranges, variables, marks)
+
+    def variable(
+        self,
+        name: str,
+        operation: str,
+        value: Any = None,
+        mark: tuple[int, int] | None = None,
+        incarnation: int | None = None,
+    ) -> np.ndarray | Rejected:
+        """Applies an operation to a named variable; see `NamedVariables.apply`.
+
+        A function that runs while the servers return to a snapshot is repeated as a whole, so its
+        operations of the incarnation before are rejected. `None` means any incarnation.
+        """
+        wanted = self._incarnation if incarnation is None else incarnation
+        if (rejected := self._rejection(wanted)) is not None:
+            return rejected
+        return self._named.apply(name, operation, value, mark)
+
+    def forget(self, below: int) -> None:
+        """Forgets the marks of tasks with numbers less than `below`, which are not repeated."""
+        if self._definition is not None:
+            self._named.forget(below)
+
+    def statistics(self) -> dict[str, Any]:
+        """Returns counts since the process started.
+
+        Returns:
+            `version`, `incarnation`, `pulls`, `pushes`, `repeated`, `rejected` (by reason),
+            `staleness` (how many gradients were that many updates old), `bytes_in`, `bytes_out`.
+        """
+        names = ("pulls", "pushes", "repeated", "bytes_in", "bytes_out")
+        return {
+            "version": self._version,
+            "incarnation": self._incarnation,
+            **{name: self._counts[name] for name in names},
+            "rejected": dict(+self._rejected),  # without zeros
+            "staleness": dict(sorted(self._staleness.items())),
+        }
+
+    def _rejection(self, incarnation: int) -> Rejected | None:
+        if self._definition is None:
+            return self._reject("not loaded")
+        return self._reject("other incarnation") if incarnation != self._incarnation else None
+
+    def _reject(self, reason: Any) -> Rejected:
+        self._rejected[reason] += 1
+        return Rejected(reason)
+
+    def _rows(self, table: str, ids: np.ndarray) -> np.ndarray:
+        part = self._table(table)
+        here = local_ids(table, ids, part.start, part.stop)
+        with jax.default_device("cpu"):
+            found = take_jit(self._tables[table], padded(here, part.shape[0]))
+        return np.array(np.asarray(found)[: len(here)])
+
+    def _table(self, name: str) -> Any:
+        if name not in self._table_slices:
+            there = ", ".join(map(repr, self._table_slices)) or "none"
+            raise ValueError(f"{name!r} is not a table of this server, whose tables are: {there}.")
+        return self._table_slices[name]
+
+    def _checked(self, push: Push) -> Push:
+        """Returns a push whose ids are numbered as the rows of the tables here."""
+        if not math.isfinite(push.weight) or push.weight < 0:
+            raise ValueError(f"`weight` must be a non-negative number, got {push.weight}.")
+        for what, buffers, like in (
+            ("gradients", push.gradients, self._values),
+            ("changes", push.changes, self._moving),
+        ):
+            if list(map(_type_of, buffers)) != list(map(_type_of, like)):
+                got, wanted = (tuple(map(describe, each)) for each in (buffers, like))
+                raise ValueError(f"`{what}` must be {wanted}, got {got}.")
+        rows = {}
+        for name, (ids, gradients) in push.rows.items():
+            part = self._table(name)
+            here = local_ids(name, ids, part.start, part.stop)
+            wanted_shape = (len(here), *part.shape[1:])
+            if gradients.shape != wanted_shape or gradients.dtype != np.dtype(part.dtype):
+                raise ValueError(
+                    f"The gradients of table {name!r} must be {part.dtype}{list(wanted_shape)}, "
+                    f"got {describe(gradients)}."
+                )
+            rows[name] = (here, gradients)
+        self._counts["bytes_in"] += _num_bytes(push.gradients, push.changes, *push.rows.values())
+        return push._replace(rows=rows)
+
+    def _commit(self, step: int, task: int, parts: tuple[int, ...]) -> None:
+        if step < self._version:
+            return
+        # Gradients of another task belong to a step that failed and was never committed.
+        kept = {part: push for (owner, part), push in self._kept.items() if owner == task}
+        if step > self._version or (missing := sorted(set(parts) - kept.keys())):
+            what = f"is at version {self._version}" if step > self._version else "has only parts "
+            what += "" if step > self._version else f"{sorted(kept)}, not {missing}"
+            raise RuntimeError(f"Step {step} cannot be committed: this server {what}.")
+        if not parts:
+            raise ValueError(f"Step {step} cannot be committed without any part.")
+        # In the order of the parts, not of arrival: then the sum is the same in every run.
+        self._apply([kept[part] for part in sorted(parts)], 0)
+        self._rejected["late"] += len(kept) - len(parts)
+        self._kept = {}
+
+    def _apply(self, pushes: Sequence[Push], staleness: int) -> None:
+        """Applies the weighted mean of gradients as one update."""
+        weights = np.array([push.weight for push in pushes], np.float64)
+        # A part of weight 0, which has padding alone, may hold NaN; and so may the mean of none.
+        shares = weights / weights.sum() if weights.any() else weights
+        ids, row_gradients = {}, {}
+        for name, part in self._table_slices.items():
+            sent = [
+                (push.rows[name], share)
+                for push, share in zip(pushes, shares, strict=True)
+                if name in push.rows and share
+            ]
+            scaled = [(places, _scaled(rows, share)) for (places, rows), share in sent]
+            unique, total = summed(scaled, part.shape[1:], np.dtype(part.dtype))
+            ids[name] = padded(unique, part.shape[0])
+            row_gradients[name] = np.zeros((len(ids[name]), *part.shape[1:]), total.dtype)
+            row_gradients[name][: len(unique)] = total
+        if self._update is not None:
+            with jax.default_device("cpu"):
+                results = self._update(
+                    self._values,
+                    self._tables,
+                    self._state,
+                    _weighted_sum([push.gradients for push in pushes], shares),
+                    ids,
+                    row_gradients,
+                    np.int32(staleness),
+                )
+                self._values, self._tables, self._state = jax.block_until_ready(results)
+        equal = np.full(len(pushes), 1 / len(pushes))
+        changes = _weighted_sum([push.changes for push in pushes], equal)
+        # New arrays: the old ones may have been handed out.
+        self._moving = tuple(
+            old + change for old, change in zip(self._moving, changes, strict=True)
+        )
+        self._version += 1
+        self._staleness[staleness] += 1
+
+
+def _update_of(
+    definition: Definition, layout: BufferLayout, tables: Mapping[str, Any]
+) -> Update | None:
+    has_trained = any(part.kind == "trained" for part in definition.slices)
+    if not has_trained:
+        return None
+    if definition.tx is None:
+        raise ValueError("`tx` must be an optax.GradientTransformation if leaves are trained.")
+    return update_function(definition.tx, layout, tables)
+
+
+def _initial_state(definition: Definition, snapshot: ServerSnapshot) -> PyTree:
+    """Returns the optimizer's state of a snapshot, or an initialized one, as arrays of JAX."""
+    trained = {part.leaf: part for part in definition.slices if part.kind == "trained"}
+    if not trained or definition.tx is None:
+        return None
+    if snapshot.state is None:
+        values = {name: jax.numpy.array(snapshot.values[name]) for name in trained}
+        # Copies, because a state may be the values, or one array twice, and it is donated.
+        return jax.tree.map(lambda x: x.copy(), definition.tx.init(nest(values)))
+    structs, treedef = init_structs(definition.tx, trained)
+    if jax.tree.structure(snapshot.state) != treedef:
+        raise ValueError(
+            f"The optimizer's state must have the structure {treedef}, got "
+            f"{jax.tree.structure(snapshot.state)}."
+        )
+    leaves = []
+    for (path, struct), leaf in zip(structs, jax.tree.leaves(snapshot.state), strict=True):
+        restored = as_jax(leaf, struct)
+        if restored.shape != struct.shape:
+            name = jax.tree_util.keystr(path)
+            raise ValueError(
+                f"The optimizer's state{name} must be {describe(struct)}, got {describe(leaf)}."
+            )
+        leaves.append(restored)
+    return treedef.unflatten(leaves)
+
+
+def _require_values(name: str, value: Any, part: Any) -> None:
+    wanted = jax.ShapeDtypeStruct(part.shape, np.dtype(part.dtype))
+    if value is None:
+        raise ValueError(f"The snapshot lacks {name!r}, {describe(wanted)}.")
+    if np.shape(value) != part.shape or value.dtype != wanted.dtype:
+        raise ValueError(f"{name!r} must be {describe(wanted)}, got {describe(value)}.")
+
+
+def _weighted_sum(parts: Sequence[Buffers], shares: np.ndarray) -> Buffers:
+    """Returns the sum of each part's buffers times its share; no copies of a part that is alone."""
+    scaled = [
+        [_scaled(buffer, share) for buffer in part]
+        for part, share in zip(parts, shares, strict=True)
+        if share
+    ]
+    if not scaled:
+        return tuple(np.zeros_like(buffer) for buffer in parts[0])
+    return tuple(functools.reduce(np.add, buffers) for buffers in zip(*scaled, strict=True))
+
+
+def _scaled(array: np.ndarray, share: float) -> np.ndarray:
+    """Returns the array times a share; the array itself if the share is 1."""
+    return array if share == 1 else array * array.dtype.type(share)
+
+
+def _type_of(array: Any) -> tuple[Any, Any]:
+    return array.shape, array.dtype
+
+
+def _num_bytes(*groups: Any) -> int:
+    return sum(array.nbytes for group in groups for array in group)

@@ -1,0 +1,363 @@
+"""`ParameterServerStrategy`: variables on parameter servers, gradients from workers."""
+
+import atexit
+import itertools
+import weakref
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, final
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from mirror._src.devices import backend
+from mirror._src.distributed.cluster import ClusterSpec, Jobs
+from mirror._src.distributed.resolvers import ClusterResolver
+from mirror._src.ps import ray_cluster
+from mirror._src.ps.cluster import cluster_of
+from mirror._src.ps.conductor import Conductor
+from mirror._src.ps.coordinator import ClusterCoordinator
+from mirror._src.ps.elsewhere import ELSEWHERE
+from mirror._src.ps.engine import RayEngine
+from mirror._src.ps.objects import TrainingObjects
+from mirror._src.ps.partitioners import MinSizePartitioner
+from mirror._src.ps.placement import Placement
+from mirror._src.ps.processes import Lost
+from mirror._src.ps.ray_cluster import Connection, Demand
+from mirror._src.ps.report import ParameterServerReport
+from mirror._src.ps.scope import ServerScope
+from mirror._src.ps.separable import place_separably
+from mirror._src.ps.tables import SparseTables
+from mirror._src.ps.trainer import ServedTrainer
+from mirror._src.ps.training import ServedTraining
+from mirror._src.ps.variable import ServerVariable
+from mirror._src.strategy.mirrored import OneDeviceStrategy
+from mirror._src.strategy.strategy import Strategy
+from mirror._src.training.objective import Sums
+from mirror._src.training.remote import RemoteStrategy, RemoteTraining
+from mirror._src.utils.errors import counted, expected, require_int
+from mirror._src.utils.modules import set_module
+from mirror._src.utils.tracebacks import api_boundary
+from mirror._src.utils.unknown_names import unknown_attribute
+
+PartitionerLike = Callable[[Any, Any], int]
+
+
+@set_module("mirror")
+@final
+class ParameterServerStrategy(RemoteStrategy):
+    """Training with parameter servers, on a cluster of Ray.
+
+    The variables are on servers, and workers compute gradients. Workers can be lost and can
+    return at any time. It serves CPU clusters, preemptible workers and large embedding tables; on
+    GPUs of one or a few machines, `MirroredStrategy` is faster.
+
+    `ClusterCoordinator` schedules steps, which are written as for `MirroredStrategy.run`.
+
+    Args:
+        cluster: Addresses of the jobs `ps`, `worker` and `chief`, or a resolver. Each task runs on
+            the machine of its `mirror.distributed.Server`; the one of the chief is started here.
+            Defaults to the cluster that Ray is connected to, or else a new one on this machine.
+        ps: Number of parameter servers, without `cluster`.
+        workers: Number of workers, without `cluster`. Defaults to the number of machines.
+        staleness: 0 for synchronous updates: each has the gradients of all workers, which read the
+            same values. With k, a worker's gradient is applied as soon as it arrives, at most k
+            updates after its values were read. None sets no bound.
+        backup_workers: With `staleness=0`, number of workers that an update does not wait for.
+        partitioner: Function of shape and dtype that returns the number of shards of a variable.
+            None does not cut variables.
+        devices_per_worker: Number of devices of a worker. Defaults to all GPUs that Ray gives it,
+            or one CPU device.
+        worker_options: Options of Ray for the workers, such as `{"num_gpus": 1}`.
+        ps_options: Options of Ray for the servers, such as `{"memory": 8 << 30}`.
+        snapshot_every: Number of updates between two snapshots of the servers, which the main
+            program keeps in memory. If a server is lost, all return to the last snapshot, and the
+            updates since are repeated. With 0, the loss of a server is an error.
+        sparse: For each variable of which a batch touches few rows, such as `"embed.embedding"`, a
+            function that returns the integer ids of these rows. It receives the batch of a
+            `Trainer`, or the arguments of a scheduled step without model and optimizer. Only these
+            rows are sent and updated; in the step, all others are NaN.
+        sparse_exact: Whether to reject an optimizer that changes rows without a gradient, such as
+            Adam, for the variables of `sparse`. By default, a warning is logged.
+
+    Raises:
+        ValueError: If a number is out of range, or contradicts another argument.
+        TypeError: If an argument has the wrong type.
+        ModuleNotFoundError: If Ray is not installed.
+        RuntimeError: If the cluster has no room for the tasks within 60 s.
+
+    >>> with mirror.ParameterServerStrategy(ps=2, workers=4) as strategy:
+    ...     coordinator = mirror.ClusterCoordinator(strategy)
+    """
+
+    @api_boundary
+    def __init__(
+        self,
+        cluster: ClusterSpec | Jobs | ClusterResolver | None = None,
+        *,
+        ps: int | None = None,
+        workers: int | None = None,
+        staleness: int | None = 0,
+        backup_workers: int = 0,
+        partitioner: PartitionerLike | None = MinSizePartitioner(),  # noqa: B008 - immutable
+        devices_per_worker: int | None = None,
+        worker_options: Mapping[str, Any] | None = None,
+        ps_options: Mapping[str, Any] | None = None,
+        snapshot_every: int = 100,
+        sparse: Mapping[str, Callable[..., Any]] | None = None,
+        sparse_exact: bool = False,
+    ) -> None:
+        self._is_closed = True
+        self._connection: Connection | None = None
+        spec = None if cluster is None else cluster_of(cluster)
+        ps, workers = _counts(spec, ps, workers)
+        _require_modes(staleness, backup_workers, workers)
+        require_int("snapshot_every", snapshot_every, 0, "0 disables snapshots.")
+        if devices_per_worker is not None:
+            require_int("devices_per_worker", devices_per_worker)
+        for name, options in (("worker_options", worker_options), ("ps_options", ps_options)):
+            if not isinstance(options, Mapping | None):
+                fix = f"For example {name}={{'num_cpus': 1}}."
+                raise TypeError(expected(name, options, "a dict or None", fix))
+        if partitioner is not None and not callable(partitioner):
+            fix = "For example mirror.MinSizePartitioner(256 << 10)."
+            raise TypeError(expected("partitioner", partitioner, "callable or None", fix))
+        self._tables = SparseTables(sparse, sparse_exact)
+        self._connection = ray_cluster.Connection(spec)
+        self._coordinator: ClusterCoordinator | None = None
+        try:
+            self._open(
+                ray_cluster.demands("ps", ps, ps_options or {}, spec),
+                ray_cluster.demands(
+                    "worker",
+                    workers or ray_cluster.num_nodes(),
+                    worker_options or {},
+                    spec,
+                ),
+                staleness,
+                backup_workers,
+                devices_per_worker,
+                snapshot_every,
+            )
+        except BaseException:
+            self.close()
+            raise
+        self._staleness, self._backup_workers = staleness, backup_workers
+        self._partitioner = partitioner
+        self._local = OneDeviceStrategy(backend.default_devices()[0])
+        self._names = (f"Variable_{i}" for i in itertools.count())
+        self._next_server = itertools.cycle(range(self.num_ps))
+        self._servers_of_variables: dict[str, int] = {}
+        self._training = ServedTraining(
+            self._conductor,
+            self._engine,
+            is_sync=self.is_sync,
+            make_placement=self._placement_of,
+            tables=self._tables,
+        )
+
+    def _open(
+        self,
+        servers: list[Demand],
+        workers: list[Demand],
+        staleness: int | None,
+        backup_workers: int,
+        devices_per_worker: int | None,
+        snapshot_every: int,
+    ) -> None:
+        _require_modes(staleness, backup_workers, len(workers))
+        ray_cluster.require_resources([*servers, *workers])
+        self._is_closed = False
+        self._at_exit = weakref.WeakMethod(self.close)
+        atexit.register(_close, self._at_exit)
+        self._engine = RayEngine(servers, workers, devices_per_worker)
+        self._conductor = Conductor(
+            self._engine,
+            staleness=staleness,
+            backup_workers=backup_workers,
+            snapshot_every=snapshot_every,
+        )
+        self._conductor.start()
+
+    @property
+    def local(self) -> Strategy:
+        """The strategy of the main program: one replica, which evaluates and predicts."""
+        return self._local
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Number of replicas that compute an update: the devices of all workers, or of one."""
+        return self.devices_per_worker * self.num_parts
+
+    @property
+    def num_parts(self) -> int:
+        """Number of parts into which the batch of a step is split: one per worker, or one."""
+        return self.num_workers if self.is_sync else 1
+
+    def remote_training(
+        self,
+        step: Callable[..., Sums],
+        model: nnx.Module,
+        optimizer: nnx.Optimizer[Any],
+        divisor: Callable[[Sums], float],
+    ) -> RemoteTraining:
+        """See `RemoteStrategy.remote_training`."""
+        if self._tables.functions:
+            self._tables.require_in(TrainingObjects(model, optimizer).leaves)
+        return ServedTrainer(ClusterCoordinator(self), step, model, optimizer, divisor)
+
+    @property
+    def num_ps(self) -> int:
+        """Number of parameter servers."""
+        return self._engine.num_servers
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers."""
+        return self._engine.num_workers
+
+    @property
+    def devices_per_worker(self) -> int:
+        """Number of devices of each worker."""
+        return self._conductor.devices_per_worker
+
+    @property
+    def is_sync(self) -> bool:
+        """Whether each update has the gradients of all workers."""
+        return self._staleness == 0
+
+    @property
+    def staleness(self) -> int | None:
+        """The most updates between reading values and applying their gradient; None: any number."""
+        return self._staleness
+
+    def scope(self) -> ServerScope[Self]:
+        """Returns a context manager in which `mirror.get_strategy()` returns this strategy.
+
+        Create model and optimizer in it, as with `MirroredStrategy`. They are on one device of
+        the main program; the first scheduled step loads them onto the servers.
+        """
+        return ServerScope(self, self._local)
+
+    @api_boundary
+    def Variable(self, value: Any, name: str | None = None) -> ServerVariable:
+        """Creates a variable on a parameter server, for the main program and scheduled functions.
+
+        Args:
+            value: Its first value. A variable of this name that exists keeps its value.
+            name: Its name. Defaults to `Variable_0`, `Variable_1`, ...
+
+        Raises:
+            TypeError: If `value` is not an array or a number.
+            ValueError: If a variable of this name has another shape or dtype.
+        """
+        if name is None:
+            name = next(self._names)
+        elif not isinstance(name, str):
+            raise TypeError(expected("name", name, "a string or None", "For example name='a'."))
+        server = self._servers_of_variables.setdefault(name, next(self._next_server))
+        self._conductor.variable(server, name, "create", np.asarray(jnp.asarray(value)))
+        return ServerVariable(name, server, self._conductor)
+
+    @api_boundary
+    def report(self) -> ParameterServerReport:
+        """Returns where each variable is, how much travels, and what was lost."""
+        statistics = [
+            self._engine.ask_server(server, "statistics") for server in range(self.num_ps)
+        ]
+        return ParameterServerReport(
+            self._training.placement,
+            [{} if isinstance(each, Lost) else each for each in statistics],
+            dict(self._conductor.losses),
+            self.num_workers,
+        )
+
+    def close(self) -> None:
+        """Ends servers and workers; with them, the values that were not collected by `join`."""
+        if self._is_closed:
+            if self._connection is not None:
+                self._connection.close()
+            return
+        self._is_closed = True
+        atexit.unregister(self._at_exit)
+        for part in ("_conductor", "_engine"):
+            if part in vars(self):  # not if starting it failed
+                getattr(self, part).close()
+        if self._connection is not None:
+            self._connection.close()
+
+    if not TYPE_CHECKING:  # A type checker would accept any attribute.
+
+        def __getattr__(self, name):
+            raise unknown_attribute("strategy", self, name, ELSEWHERE)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        if self._is_closed:
+            return "ParameterServerStrategy(closed)"
+        servers, workers = counted(self.num_ps, "server"), counted(self.num_workers, "worker")
+        return f"ParameterServerStrategy({servers}, {workers}, staleness={self._staleness})"
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "A ParameterServerStrategy cannot be sent to a worker. In a scheduled function, "
+            "mirror.get_strategy() returns the strategy of the worker."
+        )
+
+    def _placement_of(self, objects: TrainingObjects) -> Placement:
+        tx, tables = objects.optimizer.tx, self._tables
+        tables.require_in(objects.leaves)
+        placement = place_separably(
+            tx, objects.leaves, self.num_ps, self._partitioner, tables=tables.functions
+        )
+        tables.require_optimizer(tx, objects.trained)
+        return placement
+
+
+def _close(method: Callable[[], Callable[[], None] | None]) -> None:
+    close = method()
+    if close is not None:
+        close()
+
+
+def _counts(spec: ClusterSpec | None, ps: Any, workers: Any) -> tuple[int, int | None]:
+    """Returns the numbers of servers and workers; None means one worker per machine."""
+    for name, count in (("ps", ps), ("workers", workers)):
+        if count is not None:
+            require_int(name, count, 1, "There must be at least one ps and one worker.")
+            if spec is not None:
+                raise ValueError(
+                    f"`{name}`={count} cannot be combined with `cluster`, which has the tasks "
+                    f"{spec.as_dict()}. Omit {name}."
+                )
+    if spec is None:
+        return 1 if ps is None else ps, workers
+    return spec.num_tasks("ps"), spec.num_tasks("worker")
+
+
+def _require_modes(staleness: Any, backup_workers: Any, workers: int | None) -> None:
+    if staleness is not None:
+        fix = "0 is synchronous, k is asynchronous with at most k updates in between, None is any."
+        require_int("staleness", staleness, 0, fix)
+    require_int("backup_workers", backup_workers, 0)
+    if backup_workers and staleness != 0:
+        raise ValueError(
+            f"`backup_workers` must be 0 unless staleness=0, got {backup_workers} with "
+            f"staleness={staleness}. Asynchronous updates do not wait for other workers."
+        )
+    if workers is not None and backup_workers >= workers:
+        raise ValueError(
+            f"`backup_workers` must be less than the number of workers, {workers}, got "
+            f"{backup_workers}. An update needs the gradients of at least one worker."
+        )

@@ -1,0 +1,220 @@
+"""Tasks, and the two queues from which workers take them: of steps, and of other functions."""
+
+import collections
+import dataclasses
+import heapq
+from typing import Any
+
+
+@dataclasses.dataclass(slots=True)
+class Task:
+    """A scheduled function, and how far it is.
+
+    Attributes:
+        number: The order of tasks.
+        num_parts: Into how many parts its batch is split.
+        is_step: Whether it trains.
+        parts: The parts that its commit included, in a task that has finished. Only these are run
+            if it is repeated.
+        pending: The parts that wait for a worker, in increasing order.
+        running: The assignment number of each part that runs.
+        results: The result of each part that has finished.
+        workers: The workers that have had a part since the task was started.
+        is_settled: Whether its value is resolved.
+        num_losses: How many workers were lost with a part of it.
+    """
+
+    number: int
+    num_parts: int
+    is_step: bool
+    parts: tuple[int, ...] | None = None
+    pending: list[int] = dataclasses.field(default_factory=list)
+    running: dict[int, int] = dataclasses.field(default_factory=dict)
+    results: dict[int, Any] = dataclasses.field(default_factory=dict)
+    workers: set[int] = dataclasses.field(default_factory=set)
+    is_settled: bool = False
+    num_losses: int = 0
+
+    def __post_init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Makes all parts wait for workers; replies to earlier assignments are late from now on."""
+        self.pending = list(range(self.num_parts) if self.parts is None else self.parts)
+        self.running, self.results, self.workers = {}, {}, set()
+
+    def take(self, part: int, worker: int, assignment: int) -> None:
+        """Moves a part from `pending` to `running`."""
+        self.pending.remove(part)
+        self.running[part] = assignment
+        self.workers.add(worker)
+
+    def put_back(self, part: int) -> None:
+        """Moves a part from `running` to `pending`."""
+        del self.running[part]
+        self.pending = sorted([*self.pending, part])
+
+
+class StepQueue:
+    """Steps in the order of their numbers, and which of them may start.
+
+    Args:
+        staleness: 0: one step at a time. k: a gradient is applied at most k updates late. None: no
+            bound.
+        backup_workers: How many parts a synchronous step does not wait for.
+    """
+
+    def __init__(self, staleness: int | None, backup_workers: int) -> None:
+        self._staleness, self._backup_workers = staleness, backup_workers
+        self._waiting: list[tuple[int, Task]] = []  # a heap
+        # Started, and not finished. In the order of their numbers, because they start in it.
+        self.in_flight: dict[int, Task] = {}
+        self._overtaken: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def put(self, task: Task) -> None:
+        """Adds a task that has not started."""
+        heapq.heappush(self._waiting, (task.number, task))
+
+    def finish(self, task: Task) -> None:
+        """Removes a task that is in flight."""
+        del self.in_flight[task.number]
+        del self._overtaken[task.number]
+
+    def stop(self) -> None:
+        """Makes the steps that are in flight wait again, as if they had not started."""
+        for task in self.in_flight.values():
+            task.reset()
+            self.put(task)
+        self.in_flight.clear()
+        self._overtaken.clear()
+
+    def withdraw(self) -> list[Task]:
+        """Removes and returns the waiting steps whose values are not resolved yet, in order."""
+        withdrawn = sorted(number for number, task in self._waiting if not task.is_settled)
+        tasks = dict(self._waiting)
+        self._waiting = [(number, task) for number, task in self._waiting if task.is_settled]
+        heapq.heapify(self._waiting)
+        return [tasks[number] for number in withdrawn]
+
+    def clear(self) -> list[Task]:
+        """Removes and returns all waiting steps."""
+        tasks = [task for _, task in sorted(self._waiting, key=lambda item: item[0])]
+        self._waiting.clear()
+        return tasks
+
+    def needed(self, task: Task) -> int:
+        """Returns how many parts must finish before a task has finished."""
+        return max(1, task.num_parts - self._backup_workers)
+
+    def next_task(self, worker: int, *, may_start: bool) -> Task | None:
+        """Returns the first task with a part for a worker, or None.
+
+        Args:
+            worker: Index of the worker.
+            may_start: Whether a step that waits may start.
+        """
+        for task in self.in_flight.values():
+            if task.pending and self._is_for(task, worker):
+                return task
+        return self._waiting[0][1] if may_start and self._may_start() else None
+
+    def _is_for(self, task: Task, worker: int) -> bool:
+        # A worker that has finished its part does not take a surplus one: it would be late for the
+        # next step, whenever another worker is slow.
+        missing = self.needed(task) - len(task.results) - len(task.running)
+        return missing > 0 or worker not in task.workers
+
+    def _may_start(self) -> bool:
+        if not self._waiting:
+            return False
+        if self._staleness == 0:
+            return not self.in_flight
+        # The gradient of a step is late by the updates between its pull and its push. They are of
+        # steps that are in flight when it starts, or that start until it finishes.
+        # (So of at most k: the first of them has been overtaken by all others.)
+        return self._staleness is None or all(
+            count < self._staleness for count in self._overtaken.values()
+        )
+
+    def start(self, task: Task) -> None:
+        """Puts the first waiting task in flight, if it is not in flight yet.
+
+        A step whose worker is lost stays in flight until it is repeated: the lost worker may still
+        push its gradient.
+        """
+        if task.number in self.in_flight:
+            return
+        heapq.heappop(self._waiting)
+        for number in self._overtaken:
+            self._overtaken[number] += 1
+        self._overtaken[task.number] = len(self.in_flight)
+        self.in_flight[task.number] = task
+
+
+class FunctionQueue:
+    """Functions that do not train. Those that are repeated run one by one, before all others."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[int, Task]] = []  # a heap
+        self._repeated: collections.deque[Task] = collections.deque()
+        self._repeats: Task | None = None  # the one that is repeated at present
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._repeated)
+
+    @property
+    def is_repeating(self) -> bool:
+        """Whether a function must be repeated before the variables have their values again."""
+        return self._repeats is not None or bool(self._repeated)
+
+    def put(self, task: Task) -> None:
+        """Adds a task that has not started, or whose worker was lost."""
+        if task is self._repeats:
+            self._repeats = None
+            self._repeated.appendleft(task)
+        else:
+            heapq.heappush(self._waiting, (task.number, task))
+
+    def repeat(self, tasks: list[Task]) -> None:
+        """Repeats tasks that had finished, in this order, before those that it repeats already."""
+        if self._repeats is not None:
+            self._repeats.reset()
+            self._repeated.appendleft(self._repeats)
+            self._repeats = None
+        self._repeated.extendleft(reversed(tasks))
+
+    def next_task(self) -> Task | None:
+        """Returns the first task that may start, or None."""
+        if self._repeats is not None:
+            return None
+        if self._repeated:
+            return self._repeated[0]
+        return self._waiting[0][1] if self._waiting else None
+
+    def start(self, task: Task) -> None:
+        """Removes the task that `next_task` returned from the queue."""
+        if self._repeated and task is self._repeated[0]:
+            self._repeats = self._repeated.popleft()
+        else:
+            heapq.heappop(self._waiting)
+
+    def finish(self, task: Task) -> None:
+        """Takes note that a task has ended."""
+        if task is self._repeats:
+            self._repeats = None
+
+    def withdraw(self) -> list[Task]:
+        """Removes and returns the waiting tasks whose values are not resolved yet, in order."""
+        tasks = [task for _, task in sorted(self._waiting, key=lambda item: item[0])]
+        self._waiting.clear()
+        return tasks
+
+    def clear(self) -> list[Task]:
+        """Removes and returns the tasks that are to be repeated, or that are repeated now."""
+        tasks = [*([self._repeats] if self._repeats else []), *self._repeated]
+        self._repeats = None
+        self._repeated.clear()
+        return tasks

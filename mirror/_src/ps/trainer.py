@@ -1,0 +1,184 @@
+"""`ServedTrainer`: the steps of a `mirror.Trainer` on parameter servers."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import jax
+import numpy as np
+from flax import nnx
+
+from mirror._src.checks.trial import copy_of
+from mirror._src.checks.verify import (
+    CAUSES,
+    Difference,
+    VerifyReport,
+    checked,
+    compare_variables,
+    relative_difference,
+    variables_of,
+)
+from mirror._src.ps.coordinator import ClusterCoordinator
+from mirror._src.ps.remote_value import CancelledError, RemoteValue
+from mirror._src.training.objective import Sums
+from mirror._src.training.remote import RemoteTraining
+from mirror._src.utils.types import PyTree
+from mirror._src.values.per_replica import PerReplica
+
+_NAMES = ("model", "optimizer")
+
+
+@final
+class ServedTrainer(RemoteTraining):
+    """The steps of a trainer whose model is on parameter servers.
+
+    Args:
+        coordinator: Schedules the steps.
+        step: Step `(model, optimizer, batch, mask)` of one replica.
+        model: The model of the trainer.
+        optimizer: Its optimizer.
+        divisor: Returns what the gradient of a part was divided by, given its sums.
+    """
+
+    def __init__(
+        self,
+        coordinator: ClusterCoordinator,
+        step: Callable[..., Sums],
+        model: nnx.Module,
+        optimizer: nnx.Optimizer[Any],
+        divisor: Callable[[Sums], float],
+    ) -> None:
+        strategy = coordinator.strategy
+        self._coordinator, self._step, self._divisor = coordinator, step, divisor
+        self._model, self._optimizer = model, optimizer
+        self._num_parts = strategy.num_parts
+        self.multiple = strategy.num_replicas_in_sync
+        self.most_running = 2 * strategy.num_workers + 2
+        self.has_lost_values = self._runs = False
+        self._names: Sums | None = None  # the structure of what the step returns
+
+    def run(self, batch: PyTree, mask: Any) -> Sums:
+        """See `RemoteTraining.run`."""
+        # Padding is at the end. The gradient of a part without examples would be a division by 0.
+        rows = mask.size // self._num_parts
+        num_parts = max(1, math.ceil(np.count_nonzero(mask) / rows))
+        value = self._coordinator._schedule_step(
+            self._step,
+            self._model,
+            self._optimizer,
+            (self._model, self._optimizer, *_first((batch, mask), num_parts * rows)),
+            {},
+            weight_of=self._divisor,
+            join=add_sums,
+            num_parts=num_parts,
+            batch_of=_batch_of,
+        )
+        self._runs, self.has_lost_values = True, False
+        result = _Pending(value, self._coordinator)
+        if self._names is None:
+            self._names = result.sums
+        leaves: list[Any]
+        treedef: Any
+        leaves, treedef = jax.tree.flatten(self._names)
+        return treedef.unflatten([_Number(result, i) for i in range(len(leaves))])
+
+    def synchronize(self) -> None:
+        """See `RemoteTraining.synchronize`."""
+        if not self._runs:  # also after the strategy was closed
+            return
+        try:
+            self._coordinator.join()
+        except KeyboardInterrupt:  # steps still run
+            raise
+        except BaseException:
+            self._end()
+            raise
+        self._end()
+
+    def _end(self) -> None:
+        self._runs = False
+        self.has_lost_values = not self._coordinator.strategy._training.is_collected
+
+    def verify(self, batch: PyTree, mask: Any, rtol: float) -> VerifyReport:
+        """See `RemoteTraining.verify`."""
+        self.synchronize()
+        objects = (self._model, self._optimizer)
+        saved, single = copy_of(objects), copy_of(objects)
+        before = variables_of(objects, _NAMES)
+        try:
+            sums = self.run(batch, mask)
+            self.synchronize()
+            after = variables_of(objects, _NAMES)
+        finally:
+            for mine, old in zip(objects, saved, strict=True):
+                nnx.update(mine, nnx.state(old))
+        row = functools.partial(jax.tree.map, lambda x: PerReplica([x]))
+        local = self._coordinator.strategy.local
+        expected = local.run(self._step, (*single, row(batch), row(mask)))
+        pairs = zip(
+            jax.tree_util.tree_leaves_with_path(sums), jax.tree.leaves(expected), strict=True
+        )
+        rows = [
+            Difference("result" + jax.tree_util.keystr(path), _distance(a, b))
+            for (path, a), b in pairs
+        ]
+        rows += compare_variables(before, after, variables_of(single, _NAMES))
+        return checked(VerifyReport(self.multiple, rtol, tuple(rows)), CAUSES)
+
+
+def add_sums(parts: Sequence[Sums]) -> Sums:
+    """Returns the sums of a step, given the sums of its parts."""
+
+    def add(*values: np.ndarray) -> np.ndarray:
+        return np.sum(values, axis=0, dtype=np.asarray(values[0]).dtype)
+
+    total: Sums = jax.tree.map(add, *parts)
+    return total
+
+
+def _batch_of(batch: PyTree, mask: Any) -> tuple[PyTree]:
+    """Returns what the user's functions of a batch receive."""
+    del mask
+    return (batch,)
+
+
+def _first(tree: PyTree, count: int) -> PyTree:
+    return jax.tree.map(lambda x: x[:count], tree)
+
+
+def _distance(a: Any, b: Any) -> float:
+    return relative_difference(np.asarray(a), np.asarray(b))
+
+
+@final
+class _Pending:
+    """The sums of a step that may still be running."""
+
+    def __init__(self, value: RemoteValue, coordinator: ClusterCoordinator) -> None:
+        self._value, self._coordinator = value, coordinator
+
+    @functools.cached_property
+    def sums(self) -> Sums:
+        """The sums.
+
+        Raises:
+            Exception: What this step, or one before it, raised.
+        """
+        try:
+            sums: Sums = self._value.fetch()
+        except CancelledError:
+            self._coordinator.join()  # raises the error because of which it was canceled
+            raise
+        return sums
+
+
+@final
+class _Number:
+    """One number of the sums of a step, which is fetched when NumPy needs it."""
+
+    def __init__(self, pending: _Pending, index: int) -> None:
+        self._pending, self._index = pending, index
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(jax.tree.leaves(self._pending.sums)[self._index], dtype)

@@ -1,0 +1,188 @@
+"""`Worker`: runs scheduled functions, and the parts of training steps. It does not know Ray."""
+
+import contextlib
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any, final
+
+from mirror._src.ps.actions import Assignment
+from mirror._src.ps.current import RunningFunction, set_running
+from mirror._src.ps.messages import Push, Rejected
+from mirror._src.ps.parts import as_numpy
+from mirror._src.ps.replies import (
+    Export,
+    NotExported,
+    NotExportedError,
+    Raised,
+    Result,
+    ServerGoneError,
+    ServerLost,
+    Servers,
+    StepWork,
+)
+from mirror._src.ps.step_program import Portion, StepProgram
+from mirror._src.strategy.mirrored import MirroredStrategy
+
+_MAX_EXPORTS = 256
+
+
+@final
+class Worker:
+    """One worker, which runs one assignment at a time.
+
+    Args:
+        index: Its index.
+        servers: The servers.
+        strategy: The strategy over its devices.
+        loads: Unpickles an object.
+        dumps: Pickles an object.
+        fetch: Returns the pickled object of a reference.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        servers: Servers,
+        strategy: MirroredStrategy,
+        *,
+        loads: Callable[[Any], Any],
+        dumps: Callable[[Any], Any],
+        fetch: Callable[[Any], Any],
+    ) -> None:
+        self.index, self._servers, self._strategy = index, servers, strategy
+        self._loads, self._dumps, self._fetch = loads, dumps, fetch
+        self._exports: OrderedDict[int, Any] = OrderedDict()
+        self._programs: OrderedDict[tuple[int, int], StepProgram] = OrderedDict()
+        self._iterators: dict[int, Any] = {}
+
+    def run_function(self, assignment: Assignment, fn: Export, arguments: Any) -> Any:
+        """Runs a function, and returns its `Result`, `Raised` or `ServerLost`."""
+        with self._running(assignment) as function:
+            try:
+                function_ = self.load(fn)
+                args, kwargs = self._loads(arguments)
+                with self._strategy.scope():
+                    value = function_(*args, **kwargs)
+                value = as_numpy(value)
+                self._dumps(value)  # an error of this function, not of Ray
+            except ServerGoneError as lost:
+                return ServerLost(lost.server)
+            except NotExportedError:
+                return NotExported()
+            except Exception as error:
+                return self._raised(error)
+            return Result(value, 1.0, function.has_writes)
+
+    def run_part(self, assignment: Assignment, work: StepWork, arguments: Any) -> Any:
+        """Runs a part of a step: pulls values, computes gradients, pushes them."""
+        with self._running(assignment):
+            try:
+                return self._part(assignment, work, arguments)
+            except ServerGoneError as lost:
+                return ServerLost(lost.server)
+            except NotExportedError:
+                return NotExported()
+            except Exception as error:
+                return self._raised(error)
+
+    def load(self, export: Export) -> Any:
+        """Returns an exported object, which is fetched once.
+
+        Raises:
+            NotExportedError: If it is missing, and there is no reference to it.
+        """
+        if export.key not in self._exports:
+            if export.reference is None:
+                raise NotExportedError
+            self._exports[export.key] = self._loads(self._fetch(export.reference[0]))
+            if len(self._exports) > _MAX_EXPORTS:
+                self._exports.popitem(last=False)
+        self._exports.move_to_end(export.key)
+        return self._exports[export.key]
+
+    def _part(self, assignment: Assignment, work: StepWork, arguments: Any) -> Any:
+        program = self._program(work)
+        weight_of, batch_of = map(self._loaded, (work.weight_of, work.batch_of))
+        args, kwargs = self._loads(arguments)
+        portion = Portion(assignment.part, work.num_parts, work.num_rows)
+        batch = program.batch(args, kwargs, portion, batch_of)
+        if assignment.step is None and program.must_compile(batch):
+            # What is computed with values from before a compilation would be as many updates late
+            # as the other workers make meanwhile.
+            program.compile(batch)
+        commit = assignment.commit and tuple(assignment.commit)
+        pulled = self._servers.call_all(
+            "pull", [(assignment.incarnation, assignment.step, commit, ids) for ids in batch.ids]
+        )
+        if _is_late(pulled):
+            return Result(None, 0.0)
+        done = program.run(batch, pulled, work.ordinal)
+        value = as_numpy(done.value)
+        weight = float(done.rows if weight_of is None else weight_of(value))
+        pushes = [
+            Push(
+                incarnation=assignment.incarnation,
+                task=assignment.task,
+                part=assignment.part,
+                based_on=pulled[server].version,
+                weight=weight,
+                gradients=done.gradients[server],
+                changes=done.changes[server],
+                rows=done.table_rows[server],
+            )
+            for server in range(program.num_servers)
+        ]
+        _is_late(self._servers.call_all("push", [(push,) for push in pushes]))
+        return Result(value, weight, joins=done.joins)
+
+    def _loaded(self, export: Export | None) -> Any:
+        return None if export is None else self.load(export)
+
+    def _program(self, work: StepWork) -> StepProgram:
+        key = (work.fn.key, work.model.key)
+        if key not in self._programs:
+            if any(model != work.model.key for _, model in self._programs):
+                self._programs.clear()  # the memory of the model before
+            self._programs[key] = StepProgram(
+                self.load(work.fn), self.load(work.model), self._strategy
+            )
+        return self._programs[key]
+
+    @contextlib.contextmanager
+    def _running(self, assignment: Assignment) -> Iterator[RunningFunction]:
+        function = RunningFunction(
+            *(assignment.task, assignment.incarnation, self.index),
+            *(self._servers, self._iterators, self.load),
+        )
+        set_running(function)
+        try:
+            yield function
+        finally:
+            set_running(None)
+
+    def _raised(self, error: Exception) -> Raised:
+        text = f"{type(error).__name__}: {error}"
+        lines = "".join(traceback.format_exception(error))
+        # Not the error itself: the constructor of many errors does not take `args`.
+        for attributes in (vars(error), {}):
+            try:
+                pickled = self._dumps((type(error), error.args, attributes))
+                self._loads(pickled)
+            except Exception:
+                continue
+            return Raised(pickled, text, lines)
+        return Raised(None, text, lines)
+
+
+def _is_late(replies: list[Any]) -> bool:
+    """Whether a step was committed without this part.
+
+    Raises:
+        ServerGoneError: If a server has other values, or none.
+    """
+    rejected = [(i, reply) for i, reply in enumerate(replies) if isinstance(reply, Rejected)]
+    for server, reply in rejected:
+        if reply.reason != "late":
+            raise ServerGoneError(server if reply.reason == "not loaded" else None)
+    return bool(rejected)

@@ -1,0 +1,449 @@
+"""`ClusterCoordinator` on real processes: functions, variables, errors, and lost processes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import optax
+import pytest
+
+import mirror
+from tests.ps.digits import are_equal, arrays, batches, create, on_replicas, train_step
+from tests.support.messages import raises
+
+pytestmark = pytest.mark.dev("ray")
+SMALL = mirror.FixedShardsPartitioner(3)
+TX = optax.adam(3e-3)
+DATA = batches([24] * 30)
+
+
+@pytest.fixture(scope="module")
+def strategy(ray_cluster):
+    with mirror.ParameterServerStrategy(
+        ps=2, workers=2, partitioner=SMALL, snapshot_every=7
+    ) as strategy:
+        yield strategy
+
+
+@pytest.fixture
+def coordinator(strategy):
+    coordinator = mirror.ClusterCoordinator(strategy)
+    yield coordinator
+    coordinator.join(120)  # a test leaves nothing behind
+
+
+def pids(strategy, job):
+    return strategy._engine.pids()[job]
+
+
+def kill(*processes):
+    for process in processes:
+        os.kill(process, signal.SIGKILL)
+
+
+# The program of the parameter-server chapter: two workers multiply variables, one sets a first.
+
+
+def test_two_workers_multiply_variables_of_the_servers(strategy, coordinator):
+    a, b = strategy.Variable(3.0, name="a"), strategy.Variable(4.0, name="b")
+
+    def multiply():
+        return a * b
+
+    def set_and_multiply(a, b):
+        a.assign(10.0)
+        return a * b
+
+    assert coordinator.schedule(multiply).fetch() == 12.0
+    assert coordinator.schedule(set_and_multiply, (a,), {"b": b}).fetch() == 40.0
+    assert coordinator.schedule(multiply).fetch() == 40.0
+    assert float(a.read_value()) == 10.0
+    assert float(a * b) == float(b * a) == 40.0
+    assert float(2 - a) == -8.0
+    assert a > b
+    assert float(-a) == -10.0
+
+
+def test_functions_that_a_worker_has_forgotten_are_sent_again(coordinator):
+    """A worker keeps 256 functions; each is sent once."""
+    functions = [lambda x, i=i: x + i for i in range(300)]
+    for _ in range(2):
+        values = [coordinator.schedule(fn, (1,)) for fn in functions]
+        assert coordinator.fetch(values) == list(range(1, 301))
+
+
+def test_every_operation_on_a_variable_is_applied_once(strategy, coordinator):
+    n = strategy.Variable(np.zeros(2, np.int32), name="n")
+
+    def add(i):
+        n.assign_add(np.array([1, i], np.int32))
+        n.assign_sub(np.array([0, i], np.int32))
+        time.sleep(0.02)
+
+    for i in range(60):
+        coordinator.schedule(add, (i,))
+    kill(pids(strategy, "workers")[0])
+    kill(pids(strategy, "servers")[0])
+    coordinator.join(120)
+    kill(pids(strategy, "servers")[n._server])
+    n.assign_add(np.array([0, 5], np.int32))
+    assert list(np.asarray(n.read_value())) == [60, 5]
+
+
+def test_assignments_of_the_main_program_survive_the_loss_of_their_server(strategy, coordinator):
+    variables = [strategy.Variable(float(i), name=f"kept{i}") for i in range(2)]
+    for variable in variables:
+        variable.assign_add(1.0)
+    kill(*pids(strategy, "servers"))
+    assert [float(variable.read_value()) for variable in variables] == [1.0, 2.0]
+
+
+def test_variables_reject_what_does_not_fit(strategy, coordinator):
+    a = strategy.Variable(np.zeros(2, np.float32), name="pair")
+    with raises(ValueError, values=("'pair'", "[2]", "[3]")):
+        a.assign(np.zeros(3, np.float32))
+    with raises(ValueError, values="'pair'"):
+        strategy.Variable(np.zeros(3, np.float32), name="pair")
+    coordinator.schedule(lambda: a.assign(np.zeros(3, np.float32)))
+    with raises(ValueError, values=("'pair'", "[2]", "[3]")):
+        coordinator.join()
+    assert strategy.Variable(1.0).name != strategy.Variable(1.0).name
+
+
+def test_functions_run_under_the_strategy_of_their_worker(coordinator):
+    def describe():
+        strategy = mirror.get_strategy()
+        total = strategy.run(lambda: mirror.get_replica_context().all_reduce("sum", 1.0))
+        return type(strategy).__name__, strategy.num_replicas_in_sync, float(total)
+
+    assert coordinator.schedule(describe).fetch() == ("MirroredStrategy", 1, 1.0)
+
+
+def test_fetch_replaces_remote_values_in_a_tree(coordinator):
+    values = {"x": coordinator.schedule(lambda x: x + 1, (np.arange(3),)), "y": [7]}
+    fetched = coordinator.fetch(values)
+    assert list(fetched["x"]) == [1, 2, 3]
+    assert fetched["y"] == [7]
+    assert values["x"].done()
+    assert coordinator.done()
+
+
+def test_each_worker_has_its_own_dataset(coordinator):
+    def numbers():
+        yield from range(100)
+
+    dataset = coordinator.create_per_worker_dataset(numbers)
+    first, second = iter(dataset), iter(dataset)
+
+    def take(iterator):
+        time.sleep(0.05)  # so that both workers take some
+        return next(iterator)
+
+    taken = coordinator.fetch([coordinator.schedule(take, (first,)) for _ in range(8)])
+    counts = [sorted(taken).count(i) for i in range(max(taken) + 1)]
+    assert all(1 <= count <= 2 for count in counts)  # every worker begins at 0
+    assert coordinator.schedule(lambda: next(second)).fetch() == 0
+    with raises(RuntimeError, fix="next(iterator)"):
+        next(first)
+
+
+class UserError(ValueError):
+    """An error whose constructor does not take its `args`."""
+
+    def __init__(self, a, b):
+        super().__init__(f"{a} and {b}")
+        self.b = b
+
+
+@pytest.mark.parametrize("method", ["join", "schedule", "done"])
+def test_error_of_a_function_is_raised_once_and_cancels_what_has_not_started(coordinator, method):
+    def wait():
+        time.sleep(0.5)
+        return 7
+
+    def fail():
+        time.sleep(2)  # until all are scheduled
+        raise UserError(1, 2)
+
+    values = [coordinator.schedule(f) for f in (wait, fail, *[wait] * 40)]
+    deadline = time.monotonic() + 60
+    while method != "join" and not values[1].done() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    arguments = {"join": (60,), "schedule": (wait,), "done": ()}[method]
+    with pytest.raises(UserError, match="1 and 2") as caught:
+        getattr(coordinator, method)(*arguments)
+    assert caught.value.b == 2
+    assert "in fail" in "".join(caught.value.__notes__)
+    assert values[0].fetch() == 7  # it ran, and has ended
+    with pytest.raises(UserError):
+        values[1].fetch()
+    with pytest.raises(mirror.CancelledError):
+        values[-1].fetch()
+    assert coordinator.schedule(wait).fetch() == 7
+    assert coordinator.done()
+
+
+def test_timeouts_do_not_end_what_runs(coordinator):
+    value = coordinator.schedule(lambda: time.sleep(0.5))
+    with raises(TimeoutError, values="0.1"):
+        value.fetch(0.1)
+    with raises(TimeoutError, names="join", values="0.1"):
+        coordinator.join(0.1)
+    assert not coordinator.done()
+    coordinator.join()
+    assert value.fetch() is None
+
+
+LOCK = threading.Lock()
+
+
+def test_what_cannot_be_scheduled_is_rejected(strategy, coordinator):
+    value = coordinator.schedule(lambda: 1)
+    lock = threading.Lock()
+    with raises(TypeError, names="fn", values=3):
+        coordinator.schedule(3)
+    with raises(TypeError, names="args", values=3):
+        coordinator.schedule(len, 3)
+    with raises(TypeError, names="kwargs"):
+        coordinator.schedule(len, ([],), [3])
+    with raises(TypeError, values="RemoteValue", fix="fetch()"):
+        coordinator.schedule(len, ([value],))
+    with raises(TypeError, values="'lock'"):
+        coordinator.schedule(lambda: lock)
+    with raises(TypeError, names="len"):
+        coordinator.schedule(len, (LOCK,))
+    with raises(TypeError, values="RemoteValue"):
+        coordinator.schedule(lambda: value)
+    with raises(TypeError, names="dataset_fn"):
+        coordinator.create_per_worker_dataset([1, 2])
+    with raises(TypeError, names="strategy"):
+        mirror.ClusterCoordinator(mirror.MirroredStrategy(["/cpu:0"]))
+    with raises(TypeError, values="ParameterServerStrategy"):
+        coordinator.schedule(lambda: strategy.num_ps)
+    assert mirror.ClusterCoordinator(strategy) is coordinator
+    model, optimizer = create(strategy, TX)
+    x, y = DATA[0]["x"], DATA[0]["y"]
+    with raises(ValueError, names=("batch['x']", "batch['y']"), values=(24, 23)):
+        coordinator.schedule(train_step, (model, optimizer, {"x": x, "y": y[:23]}))
+    with raises(ValueError, names="train_step"):
+        coordinator.schedule(train_step, (model, optimizer, {"x": x[:0], "y": y[:0]}))
+    with raises(TypeError, names="batch['x']"):
+        batch = {"x": mirror.PerReplica([x]), "y": y}
+        coordinator.schedule(train_step, (model, optimizer, batch))
+    with raises(TypeError, names="train_step", fix="coordinator.join()"):
+        coordinator.schedule(train_step, (model, x))
+    with raises(TypeError, names="train_step"):
+        coordinator.schedule(train_step, (optimizer, x))
+
+
+def test_optimizers_that_see_several_servers_are_rejected(strategy, coordinator):
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
+    model, optimizer = create(strategy, tx)
+    with raises(ValueError, values="ps=1"):
+        coordinator.schedule(train_step, (model, optimizer, DATA[0]))
+
+
+def test_a_step_updates_once(strategy, coordinator):
+    def twice(model, optimizer, batch):
+        train_step(model, optimizer, batch)
+        return train_step(model, optimizer, batch)
+
+    def never(model, optimizer, batch):
+        return batch["x"].sum()
+
+    model, optimizer = create(strategy, TX)
+    for step, times in ((twice, 2), (never, "did not call")):
+        coordinator.schedule(step, (model, optimizer, DATA[0]))
+        with raises(ValueError, names=step.__name__, values=times):
+            coordinator.join(60)
+
+
+def test_another_model_waits_for_join(strategy, coordinator):
+    model, optimizer = create(strategy, TX)
+    other = create(strategy, TX)
+    coordinator.schedule(train_step, (model, optimizer, DATA[0]))
+    with raises(RuntimeError, fix="coordinator.join()"):
+        coordinator.schedule(train_step, (*other, DATA[0]))
+    coordinator.join()
+    coordinator.schedule(train_step, (*other, DATA[0]))
+    coordinator.join()
+    assert are_equal(arrays(model, optimizer), arrays(*other))
+
+
+def train(strategy, *, disturb=lambda: None, after=5, **kwargs):
+    """Trains with `DATA`, disturbed in the middle, and returns all arrays."""
+    model, optimizer = create(strategy, TX, **kwargs)
+    coordinator = mirror.ClusterCoordinator(strategy)
+    values = [coordinator.schedule(train_step, (model, optimizer, batch)) for batch in DATA]
+    values[after].fetch(60)
+    disturb()
+    coordinator.join(240)
+    assert all(value.done() for value in values)
+    assert int(optimizer.step[...]) == len(DATA)
+    return arrays(model, optimizer)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(strategy):
+    return train(strategy, has_noise="dropout")
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [
+        [("workers", 1)],
+        [("workers", 0), ("workers", 1)],
+        [("servers", 0)],
+        [("servers", 0), ("servers", 1)],
+        [("servers", 1), ("workers", 0)],
+    ],
+    ids=lambda lost: "+".join(f"{job[:-1]}{index}" for job, index in lost),
+)
+@pytest.mark.parametrize("after", [pytest.param(0, marks=pytest.mark.long), 9, len(DATA) - 1])
+def test_lost_processes_change_no_bit(strategy, undisturbed, lost, after, caplog):
+    processes = [pids(strategy, job)[index] for job, index in lost]
+    arrays = train(strategy, disturb=lambda: kill(*processes), after=after, has_noise="dropout")
+    assert are_equal(arrays, undisturbed)
+    # A worker that is lost while nothing runs is noticed by the next step.
+    if after < len(DATA) - 1 or lost[0][0] == "servers":
+        assert "was lost" in caplog.text
+
+
+def test_stopped_worker_does_not_stop_the_others(ray_cluster):
+    with mirror.ParameterServerStrategy(ps=1, workers=2, staleness=None) as strategy:
+        stopped = pids(strategy, "workers")[1]
+
+        def stop():
+            os.kill(stopped, signal.SIGSTOP)
+            threading.Timer(3, os.kill, (stopped, signal.SIGCONT)).start()
+
+        train(strategy, disturb=stop)
+
+
+@pytest.mark.parametrize("staleness", [2, None])
+@pytest.mark.parametrize("job", ["workers", "servers"])
+def test_asynchronous_updates_are_all_made_in_spite_of_losses(ray_cluster, staleness, job):
+    options = {"ps": 2, "workers": 2, "staleness": staleness, "snapshot_every": 5}
+    with mirror.ParameterServerStrategy(**options, partitioner=SMALL) as strategy:
+        process = pids(strategy, job)[0]
+        train(strategy, disturb=lambda: kill(process))  # counts the updates
+        assert staleness is None or max(strategy.report().staleness) <= staleness
+        lost = strategy.report().lost_workers, strategy.report().lost_servers
+        assert lost == ((1, 0) if job == "workers" else (0, 1))
+
+
+def test_lost_server_without_snapshots_is_an_error_and_the_objects_can_be_loaded_again(
+    ray_cluster,
+):
+    options = {"ps": 2, "workers": 2, "snapshot_every": 0}
+    with mirror.ParameterServerStrategy(**options, partitioner=SMALL) as strategy:
+        coordinator = mirror.ClusterCoordinator(strategy)
+        model, optimizer = create(strategy, TX)
+        for batch in DATA[:3]:
+            coordinator.schedule(train_step, (model, optimizer, batch))
+        coordinator.join(60)
+        process = pids(strategy, "servers")[1]
+        with raises(mirror.ParameterServerLostError, fix="snapshot_every"):
+            for batch in DATA[3:]:
+                value = coordinator.schedule(train_step, (model, optimizer, batch))
+                if process is not None:
+                    kill(process)
+                    process = None
+            coordinator.join(60)
+        with pytest.raises((mirror.CancelledError, mirror.ParameterServerLostError)):
+            value.fetch(1)
+        assert int(optimizer.step[...]) == 3
+        for batch in DATA[3:]:
+            coordinator.schedule(train_step, (model, optimizer, batch))
+        coordinator.join(60)
+        reference, _ = on_replicas(1, TX, DATA)
+        found, wanted = arrays(model, optimizer), arrays(*reference)
+        assert max(np.abs(found[k] - wanted[k]).max() for k in found if found[k].size) < 1e-5
+
+
+def test_closed_strategy_leaves_nothing_behind(ray_cluster):
+    before = set(threading.enumerate())
+    strategy = mirror.ParameterServerStrategy(ps=1, workers=1)
+    coordinator = mirror.ClusterCoordinator(strategy)
+    processes = [*pids(strategy, "servers"), *pids(strategy, "workers")]
+    variable = strategy.Variable(1.0)
+    value = coordinator.schedule(lambda: time.sleep(60))
+    strategy.close()
+    strategy.close()
+    with raises(mirror.CancelledError, values="closed"):
+        value.fetch(1)
+    for use in (lambda: coordinator.schedule(len), coordinator.join, variable.read_value):
+        with raises(RuntimeError, values="closed"):
+            use()
+    assert repr(strategy) == "ParameterServerStrategy(closed)"
+    end = time.monotonic() + 20
+    while any(os.path.exists(f"/proc/{process}") for process in processes):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    ours = [t for t in set(threading.enumerate()) - before if t.name.startswith("mirror")]
+    assert not ours
+
+
+PROGRAM = """
+import json, time
+import mirror
+
+strategy = mirror.ParameterServerStrategy(ps=1, workers=1)
+coordinator = mirror.ClusterCoordinator(strategy)
+print(json.dumps(strategy._engine.pids()), flush=True)
+coordinator.schedule(lambda: time.sleep(600))
+coordinator.join()
+"""
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)]
+)
+def test_no_process_outlives_the_main_program(number):
+    with subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE) as program:
+        processes = json.loads(program.stdout.readline())
+        program.send_signal(number)
+        program.wait(60)
+    end = time.monotonic() + 30
+    for process in [*processes["servers"], *processes["workers"]]:
+        while os.path.exists(f"/proc/{process}"):
+            assert time.monotonic() < end
+            time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "names"),
+    [
+        ({"ps": 0}, ValueError, "ps"),
+        ({"ps": True}, TypeError, "ps"),
+        ({"workers": "2"}, TypeError, "workers"),
+        ({"workers": -1}, ValueError, "workers"),
+        ({"staleness": -1}, ValueError, "staleness"),
+        ({"staleness": 0.5}, TypeError, "staleness"),
+        ({"staleness": 2, "backup_workers": 1}, ValueError, "backup_workers"),
+        ({"workers": 2, "backup_workers": 2}, ValueError, "backup_workers"),
+        ({"backup_workers": -1}, ValueError, "backup_workers"),
+        ({"snapshot_every": -1}, ValueError, "snapshot_every"),
+        ({"snapshot_every": None}, TypeError, "snapshot_every"),
+        ({"devices_per_worker": 0}, ValueError, "devices_per_worker"),
+        ({"partitioner": 3}, TypeError, "partitioner"),
+        ({"worker_options": 3}, TypeError, "worker_options"),
+        ({"ps_options": [3]}, TypeError, "ps_options"),
+        ({"cluster": 3}, TypeError, "cluster"),
+        ({"cluster": {"ps": ["a:1"], "worker": ["b:1"]}, "ps": 2}, ValueError, "ps"),
+    ],
+)
+def test_bad_options_are_rejected_before_ray_starts(options, kind, names):
+    with raises(kind, names=names):
+        mirror.ParameterServerStrategy(**options)
+
+
+def test_missing_resources_are_named(ray_cluster, monkeypatch):
+    monkeypatch.setattr("mirror._src.ps.ray_cluster._WAIT_SECS", 0.2)
+    with raises(RuntimeError, values=("worker 0", "8 GPU"), fix="worker_options"):
+        mirror.ParameterServerStrategy(ps=1, workers=2, worker_options={"num_gpus": 8})

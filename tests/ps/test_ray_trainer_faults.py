@@ -1,0 +1,298 @@
+"""What goes wrong while a `Trainer` trains on parameter servers, on real processes."""
+
+import json
+import os
+import signal
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+
+import mirror
+from tests.ps.programs import run_program
+from tests.ps.trained import SMALL, create, data, fit, loss_fn, on_one_device, require_same, values
+from tests.support.messages import raises
+
+pytestmark = pytest.mark.dev("ray")
+
+
+@pytest.fixture(scope="module")
+def strategy(ray_cluster):
+    with mirror.ParameterServerStrategy(ps=2, workers=2, partitioner=SMALL) as strategy:
+        yield strategy
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    trainer = on_one_device()
+    fit(trainer)
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        ({"steps_per_execution": 2}, "steps_per_execution=2"),
+        ({"precision": "float16"}, "loss_scale"),
+        ({"loss_scale": mirror.LossScale()}, "loss_scale"),
+        ({"stall_secs": 5}, "stall_secs=5"),
+    ],
+)
+def test_options_that_need_one_process_are_rejected(strategy, options, part):
+    with raises(ValueError, names=[part, "ParameterServerStrategy"]):
+        create(strategy, **options)
+
+
+def test_what_belongs_to_the_servers_cannot_be_replaced(strategy):
+    trainer = create(strategy)
+    for name in ("model", "optimizer"):
+        with raises(TypeError, names=f"trainer.{name}", fix="nnx.update("):
+            setattr(trainer, name, getattr(trainer, name))
+    with raises(NotImplementedError, names="ParameterServerStrategy"):
+        trainer.lowered_text()
+
+
+def test_loss_functions_that_cannot_be_sent_are_named(strategy):
+    lock = threading.Lock()
+
+    def locked_loss(model, batch):
+        with lock:
+            return loss_fn(model, batch)
+
+    trainer = create(strategy, loss=locked_loss)
+    with raises(TypeError, names=["locked_loss", "'lock'"]):
+        fit(trainer)
+    assert trainer._position.step == 0
+
+
+class Failing(mirror.callbacks.Callback):
+    """Raises an error after a step, once."""
+
+    def __init__(self, step, error):
+        self.step, self.error = step, error
+
+    def on_step(self, fit):
+        if fit.position.step == self.step:
+            error, self.error = self.error, None
+            if error is not None:
+                raise error
+
+
+@pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt()], ids=repr)
+def test_training_resumes_after_an_error_of_a_callback(strategy, undisturbed, error):
+    trainer = create(strategy)
+    with pytest.raises(type(error)):
+        fit(trainer, callbacks=Failing(6, error))
+    assert trainer._position.step == int(trainer.optimizer.step[...]) == 6
+    fit(trainer)
+    require_same(trainer, undisturbed)
+
+
+class Interrupted(mirror.callbacks.Callback):
+    """Sends Ctrl-C to this process while steps run."""
+
+    def on_step(self, fit):
+        if fit.position.step == 5:
+            threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT)).start()
+        elif fit.position.step > 5:
+            time.sleep(0.05)
+
+
+def test_training_resumes_after_ctrl_c(strategy):
+    trainer, other = create(strategy), on_one_device()
+    with pytest.raises(KeyboardInterrupt):
+        fit(trainer, epochs=50, callbacks=Interrupted())
+    step = trainer._position.step
+    assert 5 <= step < 200
+    assert int(trainer.optimizer.step[...]) == step
+    fit(trainer, epochs=step // 4 + 1)
+    fit(other, epochs=step // 4 + 1)
+    require_same(trainer, other)
+
+
+class Flaky:
+    """A loss that fails where an example has the label 7, until a file exists."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __call__(self, model, batch):
+        def check(labels):
+            if np.any(labels == 7) and not os.path.exists(self.path):
+                raise ValueError("label 7")
+            return np.float32(0)
+
+        zero = jax.pure_callback(check, jax.ShapeDtypeStruct((), np.float32), batch["y"])
+        losses, metrics = loss_fn(model, batch)
+        return losses + zero, metrics
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_training_resumes_before_the_step_that_failed(ray_cluster, tmp_path, staleness):
+    examples = data(24 * 8)
+    examples["y"] = np.minimum(examples["y"], 6)
+    examples["y"][24 * 5 + 3] = 7  # in the 6th batch
+
+    def run(trainer):
+        fit(trainer, data=examples, shuffle=False, epochs=1)
+
+    options = {"ps": 2, "workers": 2, "staleness": staleness}
+    with mirror.ParameterServerStrategy(**options) as strategy:
+        trainer = create(strategy, loss=Flaky(tmp_path / "file"))
+        with pytest.raises(Exception, match="label 7"):
+            run(trainer)
+        assert trainer._position.step == 5
+        assert trainer._position.samples == 5 * 24
+        trainer.save(tmp_path / "saved")
+        # Another worker may have made the next update.
+        updates = int(trainer.optimizer.step[...])
+        assert updates == 5 if staleness == 0 else updates in (5, 6)
+        (tmp_path / "file").touch()
+        run(trainer)
+        assert trainer._position.step == 8
+        if staleness == 0:
+            other = on_one_device()
+            run(other)
+            require_same(trainer, other)
+
+
+class Kill(mirror.callbacks.Callback):
+    """Kills processes after a step."""
+
+    def __init__(self, strategy, step, *processes):
+        self.strategy, self.step, self.processes = strategy, step, processes
+
+    def on_step(self, fit):
+        if fit.position.step == self.step:
+            for job, index in self.processes:
+                os.kill(self.strategy._engine.pids()[job][index], signal.SIGKILL)
+
+
+@pytest.mark.parametrize("lost", [("workers", 1), ("servers", 0)], ids=lambda lost: lost[0])
+def test_lost_processes_change_no_bit(strategy, lost):
+    calm, trainer = create(strategy), create(strategy)
+    fit(calm, epochs=4)
+    fit(trainer, epochs=4, callbacks=Kill(strategy, 6, lost))
+    require_same(trainer, calm, 0)
+
+
+def test_lost_values_are_not_saved_or_trained_further(ray_cluster, tmp_path, undisturbed):
+    options = {"ps": 1, "workers": 1, "snapshot_every": 0}
+    with mirror.ParameterServerStrategy(**options) as strategy:
+        trainer = create(strategy)
+        fit(trainer, epochs=1)
+        trainer.save(tmp_path)
+        kill = Kill(strategy, 6, ("servers", 0))
+        with pytest.raises(mirror.ParameterServerLostError):
+            fit(trainer, callbacks=kill)
+        assert int(trainer.optimizer.step[...]) == 4
+        for use in (lambda: fit(trainer), lambda: trainer.save(tmp_path)):
+            with raises(RuntimeError, fix="trainer.restore("):
+                use()
+        trainer.restore(tmp_path)
+        fit(trainer)
+        require_same(trainer, undisturbed)
+
+
+CLOSED = """
+import mirror
+import ray
+
+if __name__ == "__main__":
+    with mirror.ParameterServerStrategy(ps=1, workers=1) as strategy:
+        coordinator = mirror.ClusterCoordinator(strategy)
+        coordinator.schedule(len, ([1],)).fetch()
+    uses = {
+        "schedule": lambda: coordinator.schedule(max, ([1],)),
+        "join": coordinator.join,
+        "dataset": lambda: coordinator.create_per_worker_dataset(list),
+        "variable": lambda: strategy.Variable(1.0),
+        "report": strategy.report,
+    }
+    for name, use in uses.items():
+        try:
+            use()
+        except RuntimeError as error:
+            assert "The strategy has been closed" in str(error), (name, error)
+        else:
+            raise AssertionError(name)
+        assert not ray.is_initialized(), name
+"""
+
+
+def test_closed_strategy_does_not_start_ray_again(tmp_path):
+    run_program(tmp_path, CLOSED)
+
+
+CTRL_C = """
+import os, signal, time
+import mirror
+from tests.ps.trained import create, fit
+
+class CtrlC(mirror.callbacks.Callback):
+    def on_step(self, fit):
+        if fit.position.step == 5:
+            os.killpg(0, signal.SIGINT)  # as a terminal does: Ray's processes get it, too
+
+if __name__ == "__main__":
+    with mirror.ParameterServerStrategy(ps=1, workers=1) as strategy:
+        processes = strategy._engine.pids()
+        trainer = create(strategy)
+        try:
+            fit(trainer, epochs=50, callbacks=CtrlC())
+        except KeyboardInterrupt:
+            pass
+        else:
+            raise AssertionError("no interrupt")
+        assert 5 <= trainer._position.step == int(trainer.optimizer.step[...]) < 200
+        time.sleep(0.5)
+        fit(trainer, epochs=50)
+        assert trainer._position.step == 200
+        assert strategy._engine.pids() == processes
+"""
+
+
+def test_ctrl_c_in_a_terminal_ends_no_process_of_ray(tmp_path):
+    run_program(tmp_path, CTRL_C)
+
+
+PROGRAM = """
+import json, os, signal, sys
+import mirror
+from tests.ps.trained import create, fit, values
+
+class Die(mirror.callbacks.Callback):
+    def on_step(self, fit):
+        if fit.position.step == 6 and not was_saved:
+            print(json.dumps(strategy._engine.pids()), flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+if __name__ == "__main__":
+    directory = sys.argv[1]
+    was_saved = os.path.exists(directory)
+    with mirror.ParameterServerStrategy(ps=2, workers=2) as strategy:
+        trainer = create(strategy)
+        if was_saved:
+            trainer.restore(directory)
+        checkpoint = mirror.callbacks.Checkpoint(directory, every_steps=1, asynchronous=False)
+        fit(trainer, callbacks=[checkpoint, Die()])
+    trainer.save(directory + "-end")
+"""
+
+
+def test_program_that_is_killed_continues_from_its_checkpoint(tmp_path, undisturbed):
+    saved = str(tmp_path / "saved")
+    first = run_program(tmp_path, PROGRAM, saved, status=-signal.SIGKILL)
+    processes = json.loads(first)
+    end = time.monotonic() + 15
+    for process in [*processes["servers"], *processes["workers"]]:
+        while os.path.exists(f"/proc/{process}"):
+            assert time.monotonic() < end
+            time.sleep(0.1)
+    run_program(tmp_path, PROGRAM, saved)
+    trainer = on_one_device()
+    trainer.restore(tmp_path / "saved-end")
+    require_same(trainer, undisturbed)
+    assert set(values(trainer)) == set(values(undisturbed))

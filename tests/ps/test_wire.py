@@ -1,0 +1,83 @@
+"""Messages travel as plain tuples, and what a worker knows is not sent again."""
+
+import numpy as np
+import pytest
+
+from mirror._src.ps.actions import Assignment, Committed
+from mirror._src.ps.engine import RayEngine
+from mirror._src.ps.messages import Pulled, Push, Rejected
+from mirror._src.ps.replies import Export, NotExported, NotSetUp, Result, ServerLost, StepWork
+from mirror._src.ps.wire import plain, received, request, typed
+
+VALUE = np.arange(3.0)
+MESSAGES = [
+    Pulled(3, (VALUE,), (), {}),
+    Push(0, 1, 2, 3, 4.0, (VALUE,)),
+    Result((1, 2), 3.0),
+    Result({"a": ("Result", 1, 2.0)}, 3.0, has_writes=True),
+    Rejected("late"),
+    NotSetUp(),
+    NotExported(),
+    ServerLost(None),
+    7,
+]
+ASSIGNMENT = Assignment(5, 4, 0, 1, 2, 0, Committed(3, 3, (0, 1)), 4)
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_messages_arrive_as_they_were(message):
+    sent = plain(message)
+    arrived = typed(sent)
+    assert type(arrived) is type(message)
+    assert repr(arrived) == repr(message)
+    assert type(sent) in (tuple, type(message))
+
+
+def test_messages_of_every_update_are_plain():
+    for message in MESSAGES[:4]:
+        assert type(plain(message)) is tuple
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        Export(1, ["fn"]),
+        StepWork(Export(1, ["fn"]), Export(2, ["model"]), 7, None),
+        StepWork(Export(1, ["fn"]), Export(2, ["model"]), 7, Export(3, ["w"]), Export(4, ["b"])),
+    ],
+    ids=["function", "step", "step of Trainer"],
+)
+def test_references_are_sent_once(work):
+    header, references = request(ASSIGNMENT, work, ())
+    assert received(header, references) == (ASSIGNMENT, work)
+    header, again = request(ASSIGNMENT, work, references)
+    assert again == {}
+    assignment, bare = received(header, again)
+    assert assignment == ASSIGNMENT
+    exports = [bare] if isinstance(bare, Export) else [e for e in bare if isinstance(e, Export)]
+    assert [export.key for export in exports] == sorted(references)
+    assert all(export.reference is None for export in exports)
+
+
+class ForgetfulWorker:
+    """The handle of an actor that has none of the exports whose references it does not receive."""
+
+    def __init__(self):
+        self.run = self
+        self.calls = []
+
+    def remote(self, method, header, references, data):
+        self.calls.append((method, sorted(references)))
+        return plain(Result(data, 1.0)) if references else NotExported()
+
+
+def test_engine_sends_references_again_to_a_worker_that_has_forgotten_them():
+    engine, worker, replies = object.__new__(RayEngine), ForgetfulWorker(), []
+    engine._workers, engine._known = [worker], [set()]
+    engine._answer = lambda reply, index, done: done(reply)
+    for _ in range(2):
+        engine.call_worker(
+            0, "run_function", (ASSIGNMENT, Export(1, ["fn"]), ["x"]), replies.append
+        )
+    assert replies == [Result("x", 1.0)] * 2
+    assert worker.calls == [("run_function", keys) for keys in ([1], [], [1])]

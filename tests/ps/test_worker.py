@@ -1,0 +1,196 @@
+"""A worker's part of a step, with servers in the same process."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import mirror
+from mirror._src.ps.actions import Assignment
+from mirror._src.ps.objects import TrainingObjects
+from mirror._src.ps.replies import (
+    ArgumentOfStep,
+    Export,
+    NotExported,
+    Raised,
+    Result,
+    ServerLost,
+    StepWork,
+)
+from mirror._src.ps.store import Store
+from tests.ps.digits import (
+    Net,
+    are_equal,
+    arrays,
+    batches,
+    create,
+    largest_difference,
+    on_replicas,
+    train_step,
+)
+from tests.ps.one_worker import Training
+from tests.support.messages import raises
+
+
+def test_worker_asks_for_what_was_not_sent():
+    training = Training(*create(LOCAL, TX))
+    assignment = Assignment(0, 0, 0, 1, 0, 0, None, 0)
+    for work in (Export(5, None), Export(0, None)):
+        assert training.worker.run_function(assignment, work, ((), {})) == NotExported()
+    work = StepWork(Export(0, ["fn"]), Export(1, None), 0, None)
+    places = (ArgumentOfStep("model"), ArgumentOfStep("optimizer"))
+    arguments = ((*places, DATA[0]), {})
+    assert training.worker.run_part(assignment, work, arguments) == NotExported()
+    assert isinstance(training.part(DATA[0]), Result)
+    work = StepWork(Export(0, None), Export(1, None), 0, None)
+    assert isinstance(training.worker.run_part(assignment, work, arguments), Result)
+
+
+LOCAL = mirror.OneDeviceStrategy("/cpu:0")
+TX = optax.adam(3e-3)
+DATA = batches([8, 8, 6])
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_parts_of_a_step_make_the_update_of_the_whole_batch(num_devices):
+    model, optimizer = create(LOCAL, TX)
+    training = Training(model, optimizer, num_devices)
+    for batch in DATA:
+        cuts = (slice(0, 4), slice(4, None))
+        for i, rows in enumerate(cuts):
+            reply = training.part(jax.tree.map(lambda x, r=rows: x[r], batch), i, 2)
+            assert isinstance(reply, Result), reply
+        training.end_step(0, 1)
+    training.collect()
+    reference, _ = on_replicas(1, TX, DATA)
+    assert largest_difference(arrays(model, optimizer), arrays(*reference)) < 1e-5
+    assert int(optimizer.step[...]) == 3
+
+
+def test_repeated_part_draws_the_same_noise_and_other_parts_do_not():
+    model, optimizer = create(LOCAL, TX, has_noise="dropout")
+    training = Training(model, optimizer)
+    values = [float(training.part(DATA[0], part, 2).value) for part in (0, 0, 1)]
+    assert values[0] == values[1] != values[2]
+
+
+def test_pushes_of_a_failed_step_are_not_those_of_the_next():
+    model, optimizer = create(LOCAL, TX)
+    training = Training(model, optimizer)
+    training.part(batches([8], seed=9)[0], task=0)  # its other part fails: no commit
+    training.part(DATA[0], task=1)
+    training.end_step(0, task=1)
+    training.collect()
+    reference, _ = on_replicas(1, TX, DATA[:1])
+    assert largest_difference(arrays(model, optimizer), arrays(*reference)) < 1e-5
+
+
+def test_late_part_and_lost_server_are_answers():
+    model, optimizer = create(LOCAL, TX)
+    training = Training(model, optimizer)
+    training.part(DATA[0])
+    training.end_step(0)
+    training.part(DATA[1])
+    training.version -= 1
+    late = training.part(DATA[0], 1, 2)
+    assert (late.value, late.weight) == (None, 0.0)
+    training.version += 1
+    training.stores[1] = training.worker._servers.stores[1] = Store()
+    assert training.part(DATA[1]) == ServerLost(1)
+
+
+def require_raised(step, kind, **texts):
+    model, optimizer = create(LOCAL, TX)
+    training = Training(model, optimizer, step=step)
+    reply = training.part(DATA[0])
+    assert isinstance(reply, Raised)
+    with raises(kind, **texts):
+        raise kind(reply.text)
+
+
+def test_wrong_steps_are_rejected():
+    def forgot(model, optimizer, batch):
+        optimizer.update(model, nnx.grad(lambda m: (m(batch["x"]) ** 2).mean())(model))
+
+    def twice(model, optimizer, batch):
+        train_step(model, optimizer, batch)
+        train_step(model, optimizer, batch)
+
+    def other_dtype(model, optimizer, batch):
+        optimizer.update(model, jax.tree.map(lambda x: x.astype("bfloat16"), nnx.state(model)))
+
+    def some(model, optimizer, batch):
+        optimizer.update(model, nnx.state(model.layers[0], nnx.Param))
+
+    def extra(model, optimizer, batch):
+        optimizer.update(model, nnx.state(model), value=1.0)
+
+    require_raised(forgot, ValueError, values="optimizer.gradients.layers.0.bias")
+    require_raised(twice, ValueError, names="twice", values=2)
+    require_raised(other_dtype, TypeError, values=("bfloat16[32]", "float32[32]"))
+    require_raised(some, ValueError, values=4)
+    require_raised(extra, TypeError, values="'value'")
+
+
+class Counted(Net):
+    """A network with a variable that parameter servers do not hold."""
+
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.calls = nnx.Variable(np.int32(0))
+        self.scale = np.float32(1)
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        return super().__call__(x)
+
+
+def test_changed_integer_is_named():
+    with LOCAL.scope():
+        model = Counted(nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
+    reply = Training(model, optimizer).part(DATA[0])
+    assert isinstance(reply, Raised)
+    assert "calls" in reply.text
+
+
+def test_objects_that_servers_cannot_hold_are_rejected():
+    class Measured(Net):
+        def __init__(self, rngs):
+            super().__init__(rngs)
+            self.metric = nnx.metrics.Average()
+
+    class Adam(nnx.Optimizer):
+        pass
+
+    model = Measured(nnx.Rngs(0))
+    with raises(ValueError, names="metric.count"):
+        TrainingObjects(model, nnx.Optimizer(model, TX, wrt=nnx.Param))
+    model = Net(nnx.Rngs(0))
+    with raises(TypeError, names="optimizer", values="Adam"):
+        TrainingObjects(model, Adam(model, TX, wrt=nnx.Param))
+    with raises(ValueError, values="Net"):
+        TrainingObjects(model, nnx.Optimizer(model, TX, wrt=nnx.BatchStat))
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        TX,
+        optax.sgd(0.1, momentum=0.9),
+        optax.chain(optax.clip(1.0), optax.adamw(1e-3)),
+        optax.MultiSteps(optax.adam(1e-3), 2),
+        optax.inject_hyperparams(optax.adam)(1e-3),
+    ],
+    ids=["adam", "momentum", "chain", "multi_steps", "inject"],
+)
+def test_objects_are_written_as_they_are_read(tx):
+    model, optimizer = create(LOCAL, tx, has_noise="norm")
+    (trained, wanted), _ = on_replicas(1, tx, DATA[:2], has_noise="norm")
+    source, target = TrainingObjects(trained, wanted), TrainingObjects(model, optimizer)
+    target.write(source.read(), source.read_optimizer(), source.step)
+    assert are_equal(arrays(model, optimizer), arrays(trained, wanted))
+    assert target.has_same_structure()
+    model.eval()
+    assert not target.has_same_structure()
