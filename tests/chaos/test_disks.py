@@ -67,7 +67,7 @@ def disk(tmp_path) -> Iterator[Path]:
 
 
 def unmount(place: Path) -> None:
-    """Unmounts a disk once nothing uses it: threads of TensorStore close files after they answer."""
+    """Unmounts a disk once nothing uses it: threads may close files after they answer."""
     for _ in range(100):
         gc.collect()  # a file that only an exception's frames hold is open until then
         done = subprocess.run(["umount", place], capture_output=True, text=True)

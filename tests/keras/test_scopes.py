@@ -265,7 +265,7 @@ def test_another_backend():
 
 def test_import_of_keras_inside_the_scope():
     code = """
-    import os, warnings
+    import gc, os, warnings
     os.environ["KERAS_BACKEND"] = "jax"
     import jax
     jax.config.update("jax_num_cpu_devices", 4)
@@ -276,14 +276,19 @@ def test_import_of_keras_inside_the_scope():
         with mirror.MirroredStrategy().scope():
             import keras
             model = keras.Sequential([keras.layers.Dense(1)])
-            model.compile("sgd", "mse")
+            if os.environ["HOW"] != "frozen":
+                model.compile("sgd", "mse")
             if "fit" in os.environ["HOW"]:
                 model.fit(x, y, verbose=0)
+            if os.environ["HOW"] == "frozen":
+                gc.freeze()  # as programs do before they fork
+    if os.environ["HOW"] == "frozen":
+        model.compile("sgd", "mse")
     model.fit(x, y, verbose=0)
     print(type(model.train_function).__name__, len(model.layers[0].kernel.value.devices()))
     print(*[c.message for c in caught if "Keras was first imported" in str(c.message)])
     """
-    for how in ("fit", "only created"):
+    for how in ("fit", "only created", "frozen"):
         said = fresh.run(code, environment={"JAX_PLATFORMS": "cpu", "HOW": how})
         assert "StepFunction 4" in said
         assert ("import keras before the scope" in said) == (how == "fit")

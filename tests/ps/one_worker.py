@@ -58,7 +58,8 @@ class Training:
         ):
             snapshot = ServerSnapshot(own, state, objects.step)
             store.load(Definition(slices, self.tx, True), snapshot, 0)
-        exports = {"fn": step, "model": ModelShare(objects.definition(), self.placement)}
+        share = ModelShare(objects.definition(), self.placement)
+        self.exports = exports = {"fn": step, "model": share}
         self.worker = Worker(
             0,
             LocalServers(self.stores),
@@ -69,12 +70,15 @@ class Training:
         )
         self.commit, self.version = None, objects.step
 
-    def part(self, batch, part=0, num_parts=1, task=None, num_rows=0):
+    def part(self, batch, part=0, num_parts=1, task=None, num_rows=0, weight_of=None):
         """Runs a part. Unless `num_rows` is 0, its results are joined; None stands for unknown."""
         version = self.version
         task = version if task is None else task
         assignment = Assignment(0, task, part, num_parts, 0, 0, self.commit, version)
         work = StepWork(Export(0, ["fn"]), Export(1, ["model"]), version, None)
+        if weight_of is not None:
+            self.exports["weight_of"] = weight_of
+            work = work._replace(weight_of=Export(2, ["weight_of"]))
         if num_rows != 0:
             work = work._replace(num_parts=num_parts, num_rows=num_rows)
         arguments = (ArgumentOfStep("model"), ArgumentOfStep("optimizer"), batch)

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 import mirror
-from mirror._src.ps.parts import joined
+from mirror._src.ps.parts import bounds, joined
 from mirror._src.ps.replies import Raised
 from tests.ps.digits import arrays, batches, create, largest_difference, on_replicas
 from tests.ps.one_worker import Training
@@ -219,6 +219,58 @@ def test_random_keys_differ_between_the_parts():
     same = jax.tree.map(lambda x: np.concatenate([x[:4]] * 3), batches([SIZE])[0])
     _, (result,) = in_parts(step, 3, 1, [same], has_noise="dropout")
     assert len(set(map(float, result.values))) == 3
+
+
+def draw(context, loss, batch, params):
+    def noise(key):
+        return jax.random.normal(key, ())
+
+    keys = mirror.example_keys(jax.random.key(0), batch)
+    return jax.vmap(noise)(keys), noise(context.fold_in(jax.random.key(1)))
+
+
+def values_of(results):
+    """Returns the rows and the numbers of each replica of all parts."""
+    rows, numbers = zip(*results, strict=True)
+    rows = [row for each in rows for value in each.values for row in np.ravel(value)]
+    return rows, [number for each in numbers for number in each.values]
+
+
+@pytest.mark.parametrize("size", [8, 9, 12])
+@pytest.mark.parametrize("joins", ["in parts", "of a trainer"])
+def test_samples_are_those_of_the_rows_and_replicas_of_the_whole_batch(joins, size):
+    step = step_of(with_results(draw))
+    (batch,) = batches([size])
+    num_parts = 3
+    if joins == "of a trainer":  # whose parts have the same number of rows
+        size = size - size % num_parts
+        batch = jax.tree.map(lambda x: x[:size], batch)
+    model, optimizer = create(LOCAL, TX)
+    training = Training(model, optimizer, 1, step)
+    options = {"num_rows": size} if joins == "in parts" else {"weight_of": lambda _: 1.0}
+    cuts = bounds(size, num_parts, 1, "step")
+    replies = [
+        training.part(jax.tree.map(lambda x, a=a, b=b: x[a:b], batch), i, num_parts, **options)
+        for i, (a, b) in enumerate(cuts)
+    ]
+    rows, numbers = values_of([reply.value for reply in replies])
+    _, ((expected_rows, _),) = on_replicas(1, TX, [batch], step)
+    assert rows == np.ravel(expected_rows).tolist()
+    expected = [jax.random.fold_in(jax.random.key(1), i) for i in range(num_parts)]
+    assert numbers == [float(jax.random.normal(key, ())) for key in expected]
+
+
+def test_samples_on_several_devices_of_a_trainer_are_those_of_all_replicas():
+    step, (batch,) = step_of(with_results(draw)), batches([SIZE])
+    model, optimizer = create(LOCAL, TX)
+    training = Training(model, optimizer, 2, step)
+    halves = [jax.tree.map(lambda x, i=i: x[i * 6 : (i + 1) * 6], batch) for i in range(2)]
+    replies = [training.part(half, i, 2, weight_of=lambda _: 1.0) for i, half in enumerate(halves)]
+    rows, numbers = values_of([reply.value for reply in replies])
+    _, (expected,) = on_replicas(4, TX, [batch], step)
+    expected_rows, expected_numbers = values_of([expected])
+    assert rows == expected_rows
+    assert numbers == expected_numbers
 
 
 def step_of_statistics(change):

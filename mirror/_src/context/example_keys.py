@@ -5,7 +5,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mirror._src.collectives.in_step import gather
 from mirror._src.context.scopes import current_frame
 from mirror._src.utils.types import Array, PyTree
 
@@ -51,8 +50,4 @@ def _first_position(size: int) -> Any:
     frame = current_frame()
     if frame is None or frame.replica is None:
         return 0
-    replica_id = frame.replica.replica_id_in_sync_group
-    if not frame.replica.lengths_may_differ:
-        return replica_id * size
-    sizes = gather(jnp.asarray([size], jnp.int32), 0)
-    return jnp.sum(jnp.where(jnp.arange(sizes.shape[0]) < replica_id, sizes, 0))
+    return frame.replica._first_position(size)

@@ -50,15 +50,19 @@ class Part(NamedTuple):
     """The part of a global batch that the replicas of this process compute.
 
     Attributes:
-        num_parts: Number of the parts.
+        num_parts: Number of the parts whose results are joined. With 1, the collectives and the
+            number of replicas count this process alone.
         part_id: Index of the part, an int32 of shape `()`.
+        first_row: Index of its first row in the batch, an int32 of shape `()`. None if it is
+            unknown.
         scale: Size of the batch divided by the size of the part, a float of shape `()`. None if
             it is unknown.
     """
 
     num_parts: int
     part_id: Any
-    scale: Any
+    first_row: Any = None
+    scale: Any = None
 
 
 @set_module("mirror")
@@ -132,20 +136,34 @@ class ReplicaContext:
         return self._strategy.devices if self._in_step else self._strategy.devices[:1]
 
     @property
-    def lengths_may_differ(self) -> bool:
-        """Whether the replicas' inputs may differ in shape in this step."""
-        return self._gathers is not None
-
-    @property
     def replica_id_in_sync_group(self) -> Array:
         """The index of this replica, from 0 to n - 1, as a traced int32 array of shape `()`."""
         self._require_alive()
-        if not self._in_step:
-            return jnp.zeros((), jnp.int32)
-        index = jax.lax.axis_index(axis_name())
-        if self.part is None:
-            return index
-        return self.part.part_id * self._strategy.num_replicas_in_sync + index
+        if self.part is None or self.part.num_parts == 1:
+            return self._index
+        return self._first_of_part + self._index
+
+    @property
+    def _index(self) -> Array:
+        """The index of this replica in this process."""
+        return jax.lax.axis_index(axis_name()) if self._in_step else jnp.zeros((), jnp.int32)
+
+    @property
+    def _first_of_part(self) -> Any:
+        """The index of the first replica of this part in the whole batch."""
+        return 0 if self.part is None else self.part.part_id * self._strategy.num_replicas_in_sync
+
+    def _first_position(self, size: int) -> Any:
+        """Returns the position in the global batch of the first of `size` examples."""
+        index = self._index
+        if self._gathers is None:
+            before = index * size
+        else:
+            sizes = gather(jnp.asarray([size], jnp.int32), 0)
+            before = jnp.sum(jnp.where(jnp.arange(sizes.shape[0]) < index, sizes, 0))
+        if self.part is None or self.part.first_row is None:
+            return self._first_of_part * size + before
+        return self.part.first_row + before
 
     @api_boundary
     def all_reduce(self, op: Reduction, tree: T) -> T:
@@ -172,7 +190,8 @@ class ReplicaContext:
         op = require_op("context.all_reduce", op, tree)
         treedef: Any
         leaves, treedef = jax.tree.flatten(tree)
-        part = self.part if op is ReduceOp.SUM else None
+        is_joined = self.part is not None and self.part.num_parts > 1
+        part = self.part if is_joined and op is ReduceOp.SUM else None
         if part is not None:
             # JAX multiplies a constant by the number of replicas of this part alone.
             leaves = [jnp.copy(prepare(op, leaf)) for leaf in leaves]
@@ -237,7 +256,8 @@ class ReplicaContext:
         Raises:
             RuntimeError: If the step has ended.
         """
-        return jax.random.fold_in(key, self.replica_id_in_sync_group)
+        self._require_alive()
+        return jax.random.fold_in(key, self._first_of_part + self._index)
 
     @api_boundary
     def shared(self, tree: PyTree) -> PyTree:

@@ -47,6 +47,7 @@ def exit_scope(strategy: object, replicas: ReplicaDevices) -> None:
     if keras is None or keras.Model is _hooked:
         return
     enter_scope(strategy, replicas)
+    gc.unfreeze()  # else models that `gc.freeze` has set aside are not found
     models = [each for each in gc.get_objects() if issubclass(type(each), keras.Model)]
     for model in models:
         claim(model)

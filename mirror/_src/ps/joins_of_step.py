@@ -11,7 +11,7 @@ from mirror._src.run.call import Call
 from mirror._src.run.step import TracedStep
 from mirror._src.utils.naming import keys
 
-_SCALE = "received[2][1]"  # the name of `Part.scale` among the arguments of the step
+_SCALE = "received[2][2]"  # the name of `Part.scale` among the arguments of the step
 _KINDS = ("result", "gradient", "variable")
 _REJECTED = {
     "result": {Join.NONE},

@@ -15,7 +15,7 @@ from mirror._src.ps.buffers import BufferLayout
 from mirror._src.ps.joins_of_step import joins_of_step, require_joins
 from mirror._src.ps.messages import Buffers, Pulled
 from mirror._src.ps.objects import on_device, require_unchanged
-from mirror._src.ps.parts import has_rows, num_rows, on_replicas
+from mirror._src.ps.parts import bounds, has_rows, num_rows, on_replicas
 from mirror._src.ps.placement import rows
 from mirror._src.ps.replies import ArgumentOfStep, ModelShare, filled, is_place, without_places
 from mirror._src.ps.stand_in import GradientKeeper
@@ -35,11 +35,19 @@ class Portion(NamedTuple):
         part: Index of the part.
         num_parts: Number of the parts whose results are joined.
         num_rows: Number of rows of the global batch; None if the workers fetch their parts.
+        is_weighted: Whether the step says itself how its parts are joined. Then they have the same
+            number of rows.
     """
 
     part: int = 0
     num_parts: int = 1
     num_rows: int | None = None
+    is_weighted: bool = False
+
+    @property
+    def has_position(self) -> bool:
+        """Whether there may be other parts of the batch."""
+        return self.num_parts > 1 or self.is_weighted
 
 
 class Batch(NamedTuple):
@@ -226,7 +234,8 @@ class StepProgram:
         ids = self._tables.padded_ids(batch.ids)
         self._optimizer.touch(ids)
         # Nothing changes what was received while the step runs, so it is not copied.
-        received = (trained, self._tables.padded_rows(ids, table_rows), _position(batch))
+        position = _position(batch, self._strategy.num_replicas_in_sync)
+        received = (trained, self._tables.padded_rows(ids, table_rows), position)
         held = self._strategy._runner.borrow(received)
         arguments = (self._model, self._optimizer, held, batch.leaves)
         joins = self._joins_for(batch, arguments) if portion.num_parts > 1 else ()
@@ -249,7 +258,7 @@ class StepProgram:
 
     def _step_for(self, batch: Batch) -> Callable[..., Any]:
         """Returns the step for arguments of this structure."""
-        key = batch.treedef, batch.places, batch.portion.num_parts
+        key = batch.treedef, batch.places, batch.portion.num_parts, batch.portion.has_position
         if key not in self._steps:
             self._steps[key] = self._make_step(batch)
         return self._steps[key]
@@ -264,7 +273,7 @@ class StepProgram:
         """
         fn, placement, layouts, paths = self._fn, self._placement, self._trained, self._paths
         tables, (treedef, places) = self._tables, (batch.treedef, batch.places)
-        num_parts = batch.portion.num_parts
+        num_parts, has_position = batch.portion.num_parts, batch.portion.has_position
         moving = [p for p in self._definition.places if p.kind == "moving"]
 
         def step(
@@ -288,7 +297,7 @@ class StepProgram:
             args, kwargs = treedef.unflatten(
                 [next(rest) if place is None else objects[place.kind] for place in places]
             )
-            if num_parts > 1:
+            if has_position:
                 frame = current_frame()
                 assert frame is not None
                 assert frame.replica is not None
@@ -363,14 +372,18 @@ def _zeros(layout: BufferLayout) -> dict[str, np.ndarray]:
     return {s.leaf: np.zeros(s.shape, np.dtype(s.dtype)) for s in layout.slices}
 
 
-def _position(batch: Batch) -> tuple[Any, ...]:
-    """Returns the index of a part, and the factor by which the batch is larger."""
-    part, num_parts, num_rows = batch.portion
-    if num_parts == 1:
+def _position(batch: Batch, num_devices: int) -> tuple[Any, ...]:
+    """Returns index and first row of a part, and the factor by which the batch is larger."""
+    part, num_parts, num_rows, is_weighted = batch.portion
+    if not batch.portion.has_position:
         return ()
+    if is_weighted:
+        return np.int32(part), np.int32(part * batch.rows)
     if num_rows is None:
-        return np.int32(part), None
-    return np.int32(part), np.asarray(num_rows / batch.rows, jnp.result_type(float))
+        return (np.int32(part),)
+    start, _ = bounds(num_rows, num_parts, num_devices, "")[part]
+    scale = np.asarray(num_rows / batch.rows, jnp.result_type(float))
+    return np.int32(part), np.int32(start), scale
 
 
 def _step_key(batch: Batch) -> Any:

@@ -105,7 +105,9 @@ class Worker:
         program = self._program(work)
         weight_of, batch_of = map(self._loaded, (work.weight_of, work.batch_of))
         args, kwargs = self._loads(arguments)
-        portion = Portion(assignment.part, work.num_parts, work.num_rows)
+        portion = Portion(
+            assignment.part, work.num_parts, work.num_rows, is_weighted=weight_of is not None
+        )
         batch = program.batch(args, kwargs, portion, batch_of)
         if assignment.step is None and program.must_compile(batch):
             # What is computed with values from before a compilation would be as many updates late
