@@ -69,6 +69,12 @@ def weighted_loss(model, batch):
     return mirror.Weighted(losses * batch["weight"], batch["weight"]), metrics
 
 
+def noisy_loss(model, batch):
+    keys = mirror.example_keys(jax.random.key(0), batch)
+    noise = jax.vmap(lambda key: jax.random.normal(key, batch["x"].shape[1:]))(keys)
+    return loss_fn(model, {**batch, "x": batch["x"] + noise})
+
+
 def penalty(model):
     return 1e-2 * sum((p**2).sum() for p in jax.tree.leaves(nnx.state(model, nnx.Param)))
 
@@ -82,6 +88,7 @@ def penalty(model):
         pytest.param({"accumulate_steps": 3}, marks=pytest.mark.long),
         {"accumulate_steps": 2, "loss": weighted_loss},
         {"labels": "y", "num_classes": 8},
+        {"loss": noisy_loss},
         {"steps_per_epoch": 3, "epochs": 3},
     ],
     ids=lambda options: "-".join(map(str, options)),
