@@ -44,8 +44,11 @@ def measure(
             children |= dict.fromkeys(group, stack.enter_context(child))
 
         def take(name: str) -> tuple[float, float]:
-            children[name].ask(name)
-            answer = children[name].answer(_LIMIT_SECS)
+            try:
+                children[name].ask(name)
+                answer = children[name].answer(_LIMIT_SECS)
+            except ChildError as error:
+                raise ChildError(f"in the turn of {name}, its process {error}") from None
             return answer["ms"], answer["loss"]
 
         losses = {name: take(name)[1] for name in names}
@@ -97,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     )
                 except ChildError as error:
                     failures += 1
-                    print(f"a process {error}")
+                    print(error)
                 else:
                     print(line(times))
     return 1 if failures else 0

@@ -1,16 +1,17 @@
 """Measures updates with parameter servers, on a cluster of Ray on this machine.
 
-    python -m benchmarks.served [--suites overhead,workers,slow] [--rounds 20]
+    python -m benchmarks.served [--suites overhead,own,workers,slow] [--rounds 20]
 
-All contenders of a suite run on the same cluster and take turns, so that background load affects
-all of them. `overhead`: one server, one worker and 4 MB of parameters, against the same program
-that is written by hand with Ray and JAX, and against its messages alone. `workers`: two workers
-against one, asynchronous. `slow`: one of four workers waits five times longer than the others for
-each batch.
+All contenders of a suite take turns, so that background load affects all of them. They run on the
+same cluster, except in `own`: there, each has a process and a cluster of its own. `overhead` and
+`own`: one server, one worker and 4 MB of parameters, against the same program that is written by
+hand with Ray and JAX, and against its messages alone. `workers`: two workers against one,
+asynchronous. `slow`: one of four workers waits five times longer than the others for each batch.
 """
 
 import argparse
 import contextlib
+import functools
 import itertools
 import os
 import sys
@@ -27,6 +28,7 @@ from flax import nnx
 
 import mirror
 from benchmarks import stats
+from benchmarks.processes import Child
 from benchmarks.served_by_hand import EPSILON, RATE, Chain
 from benchmarks.timing import in_order
 from mirror._src.ps.ray_cluster import Connection
@@ -35,7 +37,7 @@ BATCH_SIZE, FEATURES, CLASSES = 32, 64, 10
 LARGE, SMALL = (FEATURES, 1024, 1024, CLASSES), (FEATURES, 64, CLASSES)
 FAST_SECS, SLOW_SECS = 0.03, 0.15
 OVERHEAD_LIMIT, WORKERS_GOAL, STALENESS_GOAL, BACKUP_GOAL = 1.2, 1.5, 1.2, 2.0
-_RTOL = 1e-4
+_RTOL, _LIMIT_SECS = 1e-4, 120.0
 _Layers = list[tuple[np.ndarray, np.ndarray]]
 
 
@@ -220,26 +222,60 @@ def measure(turns: Mapping[str, Turn], rounds: int) -> dict[str, list[float]]:
     return times
 
 
-def overhead(rounds: int, steps: int) -> tuple[dict[str, list[float]], list[Goal]]:
+UPDATES: dict[str, Callable[[], Program]] = {
+    "by hand": lambda: Chain(layers_of(LARGE), a_batch()),
+    "synchronous": lambda: Served(LARGE, workers=1),
+    "asynchronous": lambda: Served(LARGE, workers=1, staleness=None),
+    "messages alone": lambda: Chain(layers_of(LARGE), a_batch(), computes=False),
+}
+"""The contenders of `overhead`."""
+
+
+class InOwnProcess:
+    """A contender of `overhead` in a process and a cluster of its own.
+
+    Args:
+        name: Its name.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._child = Child("benchmarks.served_child", {"name": name}, 1)
+
+    def take(self, steps: int) -> list[float]:
+        """See `Program`."""
+        self._child.ask(str(steps))
+        losses: list[float] = self._child.answer(_LIMIT_SECS)["losses"]
+        return losses
+
+    def close(self) -> None:
+        """See `Program`."""
+        self._child.end()
+
+
+def overhead(
+    rounds: int, steps: int, contenders: Mapping[str, Callable[[], Program]] = UPDATES
+) -> tuple[dict[str, list[float]], list[Goal]]:
     """Measures one update against the same program by hand."""
-    layers, batch = layers_of(LARGE), a_batch()
     with contextlib.ExitStack() as stack:
-        programs: dict[str, Program] = {
-            "by hand": Chain(layers, batch),
-            "synchronous": Served(LARGE, workers=1),
-            "asynchronous": Served(LARGE, workers=1, staleness=None),
-            "messages alone": Chain(layers, batch, computes=False),
-        }
-        for program in programs.values():
-            stack.callback(program.close)
+        programs: dict[str, Program] = {}
+        for name, create in contenders.items():
+            programs[name] = create()
+            stack.callback(programs[name].close)
         losses = {name: program.take(3) for name, program in programs.items()}
         for name in ("synchronous", "asynchronous"):
             if not np.allclose(losses[name], losses["by hand"], rtol=_RTOL):
                 raise ValueError(f"The programs train to different losses: {losses}.")
-        measure({name: Turn(each, steps, steps) for name, each in programs.items()}, 2)  # warm up
-        times = measure({n: Turn(each, steps, steps) for n, each in programs.items()}, rounds)
+        turns = {name: Turn(each, steps, steps) for name, each in programs.items()}
+        measure(turns, 2)  # warm up
+        times = measure(turns, rounds)
     goals = [Goal(name, "by hand", OVERHEAD_LIMIT) for name in ("synchronous", "asynchronous")]
     return times, [*goals, Goal("by hand", "messages alone", rate=None)]
+
+
+def own(rounds: int, steps: int) -> tuple[dict[str, list[float]], list[Goal]]:
+    """Measures the same in processes and clusters of their own."""
+    names = list(UPDATES)
+    return overhead(rounds, steps, {name: functools.partial(InOwnProcess, name) for name in names})
 
 
 def workers(rounds: int, steps: int) -> tuple[dict[str, list[float]], list[Goal]]:
@@ -295,7 +331,7 @@ def slow(rounds: int, steps: int) -> tuple[dict[str, list[float]], list[Goal]]:
     ]
 
 
-SUITES = {"overhead": overhead, "workers": workers, "slow": slow}
+SUITES = {"overhead": overhead, "own": own, "workers": workers, "slow": slow}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
