@@ -98,7 +98,7 @@ def replicas_of(function, num_parts=None):
     @jax.jit
     def run(rows, common, *position):
         context = context_of(len(rows))
-        context.part = Part(num_parts, *position) if num_parts else None
+        context.part = Part(num_parts, position[0], scale=position[1]) if num_parts else None
         return jax.vmap(lambda x: function(context, x, common), axis_name=axis_name())(rows)
 
     return lambda *arguments: list(map(np.asarray, run(*arguments)))
@@ -110,7 +110,7 @@ def in_parts(function, parts, common):
 
     def traced(rows, common, part_id, scale):
         context = context_of(num_replicas)
-        context.part = Part(len(parts), part_id, scale)
+        context.part = Part(len(parts), part_id, scale=scale)
         return function(context, rows, common)
 
     arguments = (parts[0][0], common, np.int32(0), np.float32(1))

@@ -209,7 +209,7 @@ def test_tasks_of_tf_config_train_together():
         output = processes[-1].communicate(timeout=240)[0]
         assert processes[-1].returncode == 0, output
         assert "ParameterServerStrategy(1 server, 2 workers, staleness=0)" in output
-        assert float(output.split("loss")[1]) < 0.1
+        assert float(output.split("loss")[1].split()[0]) < 0.1  # Ray may print after it
         for process in processes[:-1]:
             assert "stopped" in process.communicate(timeout=120)[0]
             assert process.returncode == 0
