@@ -113,7 +113,7 @@ class _Job:
         self.port_is_taken = False
         self._exits: queue.SimpleQueue[Exit] = queue.SimpleQueue()
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._pumps: list[threading.Thread] = []
+        self._threads: list[threading.Thread] = []
         configs = tf_configs(len(environments))
         try:
             for environment, config in zip(environments, configs, strict=True):
@@ -138,15 +138,18 @@ class _Job:
             for stream, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
                 assert stream is not None
                 self._start(self._pump, i, stream, target.buffer)
-            threading.Thread(target=self._watch, args=(i, process.pid), daemon=True).start()
+            self._start(self._watch, i, process.pid)
 
     def _start(self, target: object, *arguments: object) -> None:
-        self._pumps.append(threading.Thread(target=target, args=arguments, daemon=True))  # type: ignore[arg-type]
-        self._pumps[-1].start()
+        self._threads.append(threading.Thread(target=target, args=arguments, daemon=True))  # type: ignore[arg-type]
+        self._threads[-1].start()
 
     def _watch(self, i: int, pid: int) -> None:
         # Not reaped yet, so that no other process can get its id before the group is ended.
-        info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        try:
+            info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        except ChildProcessError:  # `end` has reaped it
+            return
         assert info is not None
         is_exit = info.si_code == os.CLD_EXITED
         self._exits.put(Exit(i, info.si_status if is_exit else -info.si_status))
@@ -181,8 +184,8 @@ class _Job:
         for process in self._processes:
             _send(process, signal.SIGKILL)  # also to what a process that has ended left behind
             process.wait()
-        for pump in self._pumps:
-            pump.join(1.0)
+        for thread in self._threads:
+            thread.join(1.0)
 
 
 def _send(process: "subprocess.Popen[bytes]", number: int) -> None:
