@@ -64,6 +64,11 @@ class Part(NamedTuple):
     first_row: Any = None
     scale: Any = None
 
+    @property
+    def is_joined(self) -> bool:
+        """Whether the collectives and the number of replicas are over all parts."""
+        return self.num_parts > 1
+
 
 @set_module("mirror")
 class ReplicaContext:
@@ -139,7 +144,7 @@ class ReplicaContext:
     def replica_id_in_sync_group(self) -> Array:
         """The index of this replica, from 0 to n - 1, as a traced int32 array of shape `()`."""
         self._require_alive()
-        if self.part is None or self.part.num_parts == 1:
+        if self.part is None or not self.part.is_joined:
             return self._index
         return self._first_of_part + self._index
 
@@ -190,7 +195,7 @@ class ReplicaContext:
         op = require_op("context.all_reduce", op, tree)
         treedef: Any
         leaves, treedef = jax.tree.flatten(tree)
-        is_joined = self.part is not None and self.part.num_parts > 1
+        is_joined = self.part is not None and self.part.is_joined
         part = self.part if is_joined and op is ReduceOp.SUM else None
         if part is not None:
             # JAX multiplies a constant by the number of replicas of this part alone.

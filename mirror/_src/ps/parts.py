@@ -1,6 +1,7 @@
 """The parts that the global batch of a synchronous step is cut into, and their joined result."""
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -74,9 +75,14 @@ def bounds(size: int, num_workers: int, num_devices: int, fn_name: str) -> list[
         )
     units = size // num_devices
     num_parts = min(num_workers, units)
-    least, longer = divmod(units, num_parts)
-    stops = np.cumsum([least + (part < longer) for part in range(num_parts)]) * num_devices
-    return [(int(a), int(b)) for a, b in zip([0, *stops[:-1]], stops, strict=True)]
+    starts = [first_row(part, num_parts, size, num_devices) for part in range(num_parts + 1)]
+    return list(itertools.pairwise(starts))
+
+
+def first_row(part: int, num_parts: int, size: int, num_devices: int) -> int:
+    """Returns the first row of a part of a batch. The first parts are the longer ones."""
+    least, longer = divmod(size // num_devices, num_parts)
+    return (part * least + min(part, longer)) * num_devices
 
 
 def cut(tree: PyTree, start: int, stop: int) -> PyTree:

@@ -15,7 +15,7 @@ from mirror._src.ps.buffers import BufferLayout
 from mirror._src.ps.joins_of_step import joins_of_step, require_joins
 from mirror._src.ps.messages import Buffers, Pulled
 from mirror._src.ps.objects import on_device, require_unchanged
-from mirror._src.ps.parts import bounds, has_rows, num_rows, on_replicas
+from mirror._src.ps.parts import first_row, has_rows, num_rows, on_replicas
 from mirror._src.ps.placement import rows
 from mirror._src.ps.replies import ArgumentOfStep, ModelShare, filled, is_place, without_places
 from mirror._src.ps.stand_in import GradientKeeper
@@ -381,7 +381,7 @@ def _position(batch: Batch, num_devices: int) -> tuple[Any, ...]:
         return np.int32(part), np.int32(part * batch.rows)
     if num_rows is None:
         return (np.int32(part),)
-    start, _ = bounds(num_rows, num_parts, num_devices, "")[part]
+    start = first_row(part, num_parts, num_rows, num_devices)
     scale = np.asarray(num_rows / batch.rows, jnp.result_type(float))
     return np.int32(part), np.int32(start), scale
 
