@@ -87,6 +87,34 @@ def slow_down_write(says, at: int) -> None:
     files.write = slow_write
 
 
+class EndsAtTheEnd(mirror.callbacks.Callback):
+    """Sends SIGTERM to its process at the end of an epoch."""
+
+    def __init__(self, says):
+        self.says = says
+
+    def on_epoch_end(self, fit, logs):
+        self.says.send("blocked")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def close_before_the_signal() -> None:
+    """Makes `fit` close the checkpoints while the thread that saved is about to end the process."""
+    close, send = CheckpointStore.close, signal.pthread_kill
+
+    def close_slowly(store):
+        time.sleep(1.5)
+        close(store)
+
+    def send_late(thread, number):
+        end = time.monotonic() + 3
+        while signal.getsignal(number) is not signal.SIG_DFL and time.monotonic() < end:
+            time.sleep(0.01)
+        send(thread, number)
+
+    CheckpointStore.close, signal.pthread_kill = close_slowly, send_late
+
+
 def loss_fn(model, batch):
     return optax.l2_loss(model(batch["x"]))[:, 0]
 
@@ -114,6 +142,9 @@ def fit_at(place: str, directory: Path, says, grace_secs: float, every_steps: in
     elif place == "checkpoint":
         slow_down_write(says, at=STEPS)
         options["epochs"] = 10**6
+    elif place == "close":
+        close_before_the_signal()
+        others, options["epochs"] = [EndsAtTheEnd(says)], 1
     else:
         block.in_native_code = place == "compile in native code"
 
@@ -133,6 +164,9 @@ def fit_at(place: str, directory: Path, says, grace_secs: float, every_steps: in
     callbacks = [checkpoint, *others]
     try:
         trainer.fit(data, callbacks=callbacks, progress=False, **options)
+    except SystemExit:
+        time.sleep(0.2)  # a late signal would kill the process
+        raise
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         says.send(f"interrupted after {trainer._position.step}")
@@ -187,6 +221,13 @@ def test_sigterm_saves_soon(tmp_path, place):
     assert status == 143
     assert secs < AT_ONCE
     assert mirror.load_checkpoint(tmp_path / "runs").step == STEPS
+
+
+def test_sigterm_at_the_end_of_fit_saves(tmp_path):
+    """No signal is sent after `fit` has restored the handler: it would kill the process."""
+    status, *_ = ended_at("close", tmp_path)
+    assert status == 143
+    assert mirror.load_checkpoint(tmp_path / "runs").step == 2
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -97,7 +97,9 @@ class Checkpoint(Callback):
         self._terminated = False
         self._is_saved_in_time = False
         self._handles = False
+        self._is_closing = False
         self._ended = threading.Event()
+        self._ending = threading.Lock()
 
     def on_fit_begin(self, fit: TrainingRun) -> None:
         """Opens the directory."""
@@ -170,12 +172,14 @@ class Checkpoint(Callback):
             self._save(fit)
 
     def _close(self) -> None:
+        self._is_closing = True
         store, self._store, self._fit = self._store, None, None
         try:
             if store is not None:
                 store.close()
         finally:
-            self._ended.set()
+            with self._ending:  # `_save_in_time` sends no signal afterwards
+                self._ended.set()
             if self._handles:
                 self._wakeup.close()
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -184,7 +188,7 @@ class Checkpoint(Callback):
     def _listen(self) -> None:
         is_main = threading.current_thread() is threading.main_thread()
         self._handles = is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-        self._terminated = self._is_saved_in_time = False
+        self._terminated = self._is_saved_in_time = self._is_closing = False
         self._ended.clear()
         if self._handles:
             signal.signal(signal.SIGTERM, self._note)
@@ -192,7 +196,7 @@ class Checkpoint(Callback):
 
     def _note(self, signum: int, frame: Any) -> None:  # noqa: ARG002
         """Handles SIGTERM, and ends the main thread when `_save_in_time` sends it."""
-        if self._is_saved_in_time:
+        if self._is_saved_in_time and not self._is_closing:
             raise SystemExit(_TERMINATED)
         self._begin_to_end()
 
@@ -215,8 +219,11 @@ class Checkpoint(Callback):
             if is_in_time:
                 self._try_to_save(fit)
         if is_in_time:
-            self._is_saved_in_time = True
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+            with self._ending:
+                if self._ended.is_set():  # its handler is gone: the signal would kill the process
+                    return
+                self._is_saved_in_time = True
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
             if self._ended.wait(max(_left(deadline), _SECS_TO_END)):
                 return
         else:
