@@ -1,6 +1,6 @@
 """The functions that `fit`, `evaluate` and `predict` call for each step, on several devices."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,41 @@ from mirror._src.devices.launches import Described
 from mirror._src.keras.batches import BatchPlacer
 from mirror._src.keras.owners import Owner
 from mirror._src.utils.types import PyTree
+
+
+@jax.tree_util.register_pytree_node_class
+class _Arrays(Sequence[jax.Array]):
+    """A part of the state that a step returned, in place of a list.
+
+    Keras assigns the parts to an attribute of the model after each step, and there looks at each
+    element of a list: this took a quarter of a step of 20 thin layers. It reads them as sequences.
+    """
+
+    def __init__(self, arrays: list[jax.Array]) -> None:
+        self.arrays = arrays
+
+    def __len__(self) -> int:
+        return len(self.arrays)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.arrays[index]
+
+    def tree_flatten(self) -> tuple[list[jax.Array], None]:
+        return self.arrays, None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, arrays: Iterable[Any]) -> list[Any]:
+        return list(arrays)
+
+
+class _MirroredState(tuple[_Arrays, ...]):
+    """The state that a step function returned, mirrored.
+
+    Keras passes it to the next step, unless a callback or a new epoch has read the variables. It
+    needs no check then, which would take a twentieth of a step of thin layers.
+    """
+
+    owner: "StepFunction"
 
 
 class StepFunction:
@@ -40,7 +75,7 @@ class StepFunction:
         self._is_compiled = bool(model.jit_compile) and not model.run_eagerly
         self._is_bounded = replicas.on_host and is_needed()
         self._has_run = False
-        self._mirrored_shardings: dict[int, jax.sharding.Sharding] = {}
+        self._mirroring: set[Hashable] = set()
         self._described = Described(
             f"{model.name}.{kind}_step", "", replicas.devices, range(len(replicas))
         )
@@ -62,7 +97,11 @@ class StepFunction:
         return results, state
 
     def _step(self, state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        state = self._on_devices(state)
+        follows = type(state) is _MirroredState and state.owner is self
+        if follows:
+            state = tuple([part.arrays for part in state])
+        else:
+            state = jax.tree.map(self._mirrored, state)
         if not self._is_compiled:
             if self._is_bounded:
                 eager_work.bound_eager_work()
@@ -80,7 +119,7 @@ class StepFunction:
         results, state, token = outputs
         if token is None and self._is_bounded:
             jax.block_until_ready(state)
-        return results, state
+        return results, self._returned(state, batch, follows=follows)
 
     def _run(self, state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree, Any]:
         """Launches the step; the last result is ready when it has finished, and never donated."""
@@ -88,21 +127,28 @@ class StepFunction:
         arrays = (leaf for leaf in jax.tree.leaves(results) if isinstance(leaf, jax.Array))
         return results, state, next(arrays, None)
 
-    def _on_devices(self, state: PyTree) -> PyTree:
-        """Returns the state mirrored. A step usually gets back the arrays of the last step.
+    def _returned(self, state: PyTree, batch: PyTree, *, follows: bool) -> PyTree:
+        """Marks the state that a step returned as mirrored, unless XLA has chosen to shard it.
 
-        Their shardings are the same objects in every step, so that they are compared only once.
+        XLA's choice is that of a compiled program, so only the first launch of a program is
+        examined. Types of batches identify the programs whose state has the types of the state that
+        they return.
+
+        Args:
+            state: The state.
+            batch: The batch of the step.
+            follows: Whether the step took a state that a step had returned.
         """
-        try:
-            shardings = {id(s): s for s in [leaf.sharding for leaf in jax.tree.leaves(state)]}
-        except AttributeError:  # not an array of JAX
-            shardings = {}
-        if shardings and shardings.keys() <= self._mirrored_shardings.keys():
-            return state
-        state = jax.tree.map(self._mirrored, state)
-        leaves = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
-        self._mirrored_shardings = {id(leaf.sharding): leaf.sharding for leaf in leaves}
-        return state
+        leaves, treedef = jax.tree.flatten(batch)
+        program = (treedef, *[(leaf.shape, leaf.dtype) for leaf in leaves])
+        if not follows or program not in self._mirroring:
+            if not all(map(self.owner.replicas.is_mirrored, jax.tree.leaves(state))):
+                return state
+            if follows:
+                self._mirroring.add(program)
+        marked = _MirroredState(map(_Arrays, state))
+        marked.owner = self
+        return marked
 
     def _mirrored(self, leaf: Any) -> Any:
         """Callbacks assign to variables, and XLA may choose to shard what the step returns."""
