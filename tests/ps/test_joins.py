@@ -68,6 +68,10 @@ def linear(x):
     return jnp.where(jnp.arange(4) < 2, 2 * x - 1, padded @ jnp.eye(4))
 
 
+def stopped(context, loss, batch, params):
+    return jax.lax.stop_gradient(context.all_reduce("mean", loss))
+
+
 def accumulated(context, grads, loss, batch, params):
     """Sums in a loop, as gradients of micro batches are."""
     loss = jax.lax.scan(lambda carry, _: (carry + loss / 3, None), 0.0, length=3)[0]
@@ -99,6 +103,7 @@ SAME_NUMBERS = {
         ),
         total,
     ),
+    "gradient of a result stopped": step_of(with_results(stopped)),
     "sum in half precision": step_of(in_bfloat16, total),
     "numbers of rows": step_of(
         with_results(

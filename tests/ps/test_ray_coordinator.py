@@ -13,6 +13,8 @@ import optax
 import pytest
 
 import mirror
+from mirror._src.ps import conductor, ray_actors
+from mirror._src.ps.ray_cluster import _nodes
 from tests.ps.digits import are_equal, arrays, batches, create, on_replicas, train_step
 from tests.support.messages import raises
 
@@ -101,6 +103,45 @@ def test_assignments_of_the_main_program_survive_the_loss_of_their_server(strate
         variable.assign_add(1.0)
     kill(*pids(strategy, "servers"))
     assert [float(variable.read_value()) for variable in variables] == [1.0, 2.0]
+
+
+def test_functions_and_assignments_keep_their_order_after_a_loss(strategy, coordinator):
+    total = strategy.Variable(0.0, name="total")
+    for number in range(2):
+        total.assign(0.0)
+        for _ in range(3):
+            coordinator.schedule(lambda: total.assign_add(1.0))
+        coordinator.join(120)
+        assert float(total.read_value()) == 3, number
+    kill(pids(strategy, "servers")[total._server])
+    assert float(total.read_value()) == 3
+
+
+def test_function_that_ends_its_process_is_an_error(strategy, coordinator):
+    before = pids(strategy, "workers")
+    coordinator.schedule(sys.exit, (3,))
+    with raises(RuntimeError, values="SystemExit: 3"):
+        coordinator.join(120)
+    assert pids(strategy, "workers") == before
+
+
+def test_start_does_not_wait_forever_for_occupied_resources(ray_cluster, monkeypatch, caplog):
+    monkeypatch.setattr(conductor, "_START_SECS", 3.0)
+    monkeypatch.setattr(conductor, "_LINE_SECS", 1.0)
+    (total,) = [node["CPU"] for node in _nodes()]
+    options = {"ps": 1, "workers": 1, "ps_options": {"num_cpus": total}}
+
+    @ray_actors.import_ray().remote(num_cpus=total)
+    class Occupies:
+        def is_there(self):
+            return True
+
+    actor = Occupies.remote()
+    ray_actors.import_ray().get(actor.is_there.remote())
+    with raises(RuntimeError, values=("have not started", f"0 of {total:g} CPU"), fix="Close"):
+        mirror.ParameterServerStrategy(**options)
+    assert "Waiting for the cluster" in caplog.text
+    ray_actors.import_ray().kill(actor)
 
 
 def test_variables_reject_what_does_not_fit(strategy, coordinator):

@@ -204,6 +204,20 @@ if __name__ == "__main__":
     with mirror.ParameterServerStrategy(ps=1, workers=1) as strategy:
         coordinator = mirror.ClusterCoordinator(strategy)
         coordinator.schedule(len, ([1],)).fetch()
+    with mirror.ParameterServerStrategy(ps=1, workers=1) as first:
+        second = mirror.ParameterServerStrategy(ps=1, workers=1)
+        first.close()
+        assert ray.is_initialized()
+        assert mirror.ClusterCoordinator(second).schedule(len, ([1],)).fetch(60) == 1
+        ray.shutdown()
+        try:
+            mirror.ClusterCoordinator(second).schedule(len, ([1],))
+        except RuntimeError as error:
+            assert "has left the Ray cluster" in str(error), error
+        else:
+            raise AssertionError("schedule after ray.shutdown()")
+        second.close()
+        assert not ray.is_initialized()
     uses = {
         "schedule": lambda: coordinator.schedule(max, ([1],)),
         "join": coordinator.join,

@@ -331,6 +331,18 @@ def test_functions_that_wrote_are_repeated_one_by_one_in_their_order():
     assert scheduler.is_idle
 
 
+def test_functions_that_wrote_make_a_snapshot_due():
+    """Otherwise, they and their arguments would be kept forever where nothing trains."""
+    scheduler = ready(1, snapshot_every=2)
+    for number in range(2):
+        scheduler.submit(is_step=False)
+        actions = scheduler.finished(number, None, has_writes=True)
+    assert actions == [Deliver(1, (None,), (0,)), TakeSnapshot(0)]
+    assert scheduler.would_repeat_functions
+    assert scheduler.snapshot_taken(0) == [KeepSnapshot(0), Forget(0), Forget(1)]
+    assert (scheduler.would_repeat_functions, scheduler.num_snapshots) == (False, 1)
+
+
 def test_function_that_wrote_before_and_after_a_recovery_is_repeated():
     scheduler = ready(1, snapshot_every=5)
     scheduler.submit(is_step=False)

@@ -1,5 +1,8 @@
 """A worker's part of a step, with servers in the same process."""
 
+import pickle
+import sys
+
 import jax
 import numpy as np
 import optax
@@ -9,6 +12,7 @@ from flax import nnx
 import mirror
 from mirror._src.ps.actions import Assignment
 from mirror._src.ps.objects import TrainingObjects
+from mirror._src.ps.processes import error_of
 from mirror._src.ps.replies import (
     ArgumentOfStep,
     Export,
@@ -45,6 +49,50 @@ def test_worker_asks_for_what_was_not_sent():
     assert isinstance(training.part(DATA[0]), Result)
     work = StepWork(Export(0, None), Export(1, None), 0, None)
     assert isinstance(training.worker.run_part(assignment, work, arguments), Result)
+
+
+def raised_by(function, *arguments):
+    training = Training(*create(LOCAL, TX))
+    assignment = Assignment(0, 0, 0, 1, 0, 0, None, 0)
+    training.worker._exports[9] = function
+    training.worker._loads, training.worker._dumps = pickle.loads, pickle.dumps
+    raised = training.worker.run_function(
+        assignment, Export(9, None), pickle.dumps((arguments, {}))
+    )
+    assert isinstance(raised, Raised)
+    return error_of(raised, 0, pickle.loads)
+
+
+class OddError(Exception):
+    """Its constructor does not take its `args`."""
+
+    def __init__(self, name, *, value):
+        super().__init__(f"{name} is {value}")
+        self.value = value
+
+
+def raise_odd_error():
+    raise OddError("x", value=3)
+
+
+FAILURES = {
+    "file": ((open, "/nonexistent/file"), FileNotFoundError, "/nonexistent/file"),
+    "text": ((bytes.decode, b"\xff"), UnicodeDecodeError, "can't decode byte 0xff"),
+    "syntax": ((compile, "a b", "some.py", "exec"), SyntaxError, "some.py, line 1"),
+    "end": ((next, iter(())), StopIteration, ""),
+    "own": ((raise_odd_error,), OddError, "x is 3"),
+    "exit": ((sys.exit, 3), RuntimeError, "SystemExit: 3"),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_error_of_a_function_says_what_it_said_on_the_worker(name):
+    (function, *arguments), kind, text = FAILURES[name]
+    error = raised_by(function, *arguments)
+    assert type(error) is kind
+    assert text in str(error)
+    if name == "file":
+        assert error.filename == "/nonexistent/file"
 
 
 LOCAL = mirror.OneDeviceStrategy("/cpu:0")

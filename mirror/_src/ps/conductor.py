@@ -10,7 +10,7 @@ from typing import Any, final
 import numpy as np
 
 from mirror._src.ps import actions as act
-from mirror._src.ps.journal import Journal
+from mirror._src.ps.journal import Journal, Operation
 from mirror._src.ps.messages import Definition, Rejected, ServerSnapshot
 from mirror._src.ps.processes import Engine, Lost, Task, are_all_answers, error_of
 from mirror._src.ps.remote_value import CancelledError
@@ -23,6 +23,8 @@ _MAX_QUEUED = 1000
 """Most tasks that wait for a worker; then `schedule` waits, because their batches are in memory."""
 
 _STUCK_SECS = 30.0
+_START_SECS = 300.0  # of which JAX takes seconds in each process
+_LINE_SECS = 10.0  # between the lines about a wait
 
 
 @final
@@ -45,6 +47,7 @@ class Conductor:
         snapshot_every: int = 0,
     ) -> None:
         self._engine, self._staleness = engine, staleness
+        self._snapshot_every = snapshot_every
         self._scheduler = Scheduler(
             engine.num_workers,
             staleness=staleness,
@@ -77,7 +80,7 @@ class Conductor:
             self._perform(self._scheduler.load(0))
             for worker in range(self._engine.num_workers):
                 self._perform([act.Revive(worker)])
-            self._wait(lambda: self._scheduler.is_idle and bool(self._ready), None, "start")
+            self._await_start()
 
     def close(self) -> None:
         """Ends the thread; scheduled functions that have not ended are canceled."""
@@ -172,19 +175,56 @@ class Conductor:
             with self._changed:
                 self._wait(lambda: not self._scheduler.is_recovering, None, operation)
                 incarnation = self._scheduler.incarnation
+                if operation != "read" and not self._covers_functions(operation):
+                    continue
             reply = self._engine.ask_server(
                 server, "variable", name, operation, value, operation_.mark, incarnation
             )
             if isinstance(reply, BaseException):
                 raise reply
             if not isinstance(reply, Lost | Rejected):
-                if operation != "read":
-                    self._journal.add(operation_)
-                return np.asarray(reply)
+                if operation == "read" or self._is_noted(operation_, incarnation):
+                    return np.asarray(reply)
+                continue  # the servers have returned to a snapshot since, maybe without it
             with self._changed:
                 self._perform(self._server_lost(incarnation, server, reply))
 
+    def _is_noted(self, operation: Operation, incarnation: int) -> bool:
+        """Remembers an operation of the driver until a snapshot covers it.
+
+        Returns:
+            Whether the servers are still those that have applied it.
+        """
+        with self._changed:
+            if self._scheduler.incarnation != incarnation:
+                return False
+            if self._snapshot_every:
+                self._journal.add(operation)
+                if len(self._journal.operations) >= self._snapshot_every:
+                    self._perform(self._scheduler.request_snapshot())
+            return True
+
     # Everything below is called with the lock held.
+
+    def _covers_functions(self, operation: str) -> bool:
+        """Takes a snapshot if functions have changed variables since the last one.
+
+        After the loss of a server, operations of the driver are repeated before functions, so those
+        that ran before an operation must not be repeated.
+
+        Returns:
+            Whether that has succeeded; False after the loss of a server meanwhile.
+        """
+        scheduler = self._scheduler
+        if not scheduler.would_repeat_functions:
+            return True
+        number, incarnation = scheduler.num_snapshots, scheduler.incarnation
+        self._perform(scheduler.request_snapshot())
+        self._wait(
+            lambda: (scheduler.num_snapshots, scheduler.incarnation) != (number, incarnation),
+            *(None, operation),
+        )
+        return scheduler.incarnation == incarnation
 
     def _wait(self, condition: Callable[[], bool], timeout: float | None, what: str) -> None:
         """Waits for a condition; raises what a function raised, once nothing runs any more."""
@@ -209,6 +249,28 @@ class Conductor:
                 )
             self._changed.wait(left)
 
+    def _await_start(self) -> None:
+        """Waits for the servers and a worker.
+
+        Raises:
+            RuntimeError: If they have not started in time.
+        """
+        for _ in range(round(_START_SECS / _LINE_SECS)):
+            try:
+                self._wait(
+                    lambda: self._scheduler.is_idle and bool(self._ready), _LINE_SECS, "start"
+                )
+                return
+            except TimeoutError:
+                missing = "servers" if self._ready else "workers"
+                problem = f"The {missing} have not started. {self._engine.free_resources()}"
+                _logger.warning("Waiting for the cluster. %s", problem)
+        raise RuntimeError(
+            f"{problem} Waited {_START_SECS:.0f} s. Close other strategies and end other actors "
+            "that occupy the cluster, start more machines, or demand less in `worker_options` and "
+            "`ps_options`."
+        )
+
     def _loop(self) -> None:
         while True:
             try:
@@ -222,9 +284,7 @@ class Conductor:
                 try:
                     self._perform(event())
                 except BaseException as error:
-                    self._broken = error
-                    for task in self._tasks.values():
-                        task.value._resolve(error=error)
+                    self._break(error)
                 self._changed.notify_all()
 
     def _post(self, method: Callable[..., Sequence[act.Action]], *arguments: Any) -> Callable:
@@ -232,6 +292,20 @@ class Conductor:
         return lambda reply: self._events.put(lambda: method(*arguments, reply))
 
     def _perform(self, actions: Sequence[act.Action]) -> None:
+        try:
+            self._carry_out(actions)
+        except Exception as error:  # the scheduler takes for started what was not
+            self._break(error)
+            raise
+
+    def _break(self, error: BaseException) -> None:
+        """Ends all tasks with an error of the engine, which all calls raise from now on."""
+        self._broken = error
+        for task in self._tasks.values():
+            task.value._resolve(error=error)
+        self._changed.notify_all()
+
+    def _carry_out(self, actions: Sequence[act.Action]) -> None:
         for action in actions:
             match action:
                 case act.Start(assignment):

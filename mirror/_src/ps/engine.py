@@ -36,6 +36,7 @@ class RayEngine:
         self._ray = import_ray()
         self.num_servers, self.num_workers = len(servers), len(workers)
         self._devices_per_worker = devices_per_worker
+        self._demanded = {name for demand in (*servers, *workers) for name in demand.resources}
         self._servers = self._start(ServerActor, servers, {})
         cpu_devices = devices_per_worker or 1
         flags = f"--xla_force_host_platform_device_count={cpu_devices}"
@@ -45,8 +46,16 @@ class RayEngine:
         self._keys = itertools.count()
         self._is_closed = False
 
+    def free_resources(self) -> str:
+        """Returns a sentence that names the resources of the cluster that nothing occupies."""
+        free, total = self._ray.available_resources(), self._ray.cluster_resources()
+        names = sorted(name for name in total if name in ("CPU", "GPU") or name in self._demanded)
+        shown = ", ".join(f"{free.get(name, 0):g} of {total[name]:g} {name}" for name in names)
+        return f"Free in the Ray cluster: {shown}."
+
     def set_up_worker(self, worker: int, done: Callable[[Any], None]) -> None:
         """Tells a worker its servers, as soon as it has been restarted."""
+        self._require_open()
         self._known[worker] = set()
         method = self._workers[worker].set_up.options(max_task_retries=-1)
         self._answer(method.remote(self._servers, self._devices_per_worker), worker, done)
@@ -55,6 +64,7 @@ class RayEngine:
         self, worker: int, method: str, arguments: Sequence[Any], done: Callable[[Any], None]
     ) -> None:
         """Calls a method of a worker. Ray does not repeat the call if the worker is lost."""
+        self._require_open()
         assignment, work, data = arguments
         header, references = request(assignment, work, self._known[worker])
         self._known[worker].update(references)
@@ -73,6 +83,7 @@ class RayEngine:
         self, server: int, method: str, arguments: Sequence[Any], done: Callable[[Any], None]
     ) -> None:
         """Calls a method of one server."""
+        self._require_open()
         reference = getattr(self._servers[server], method).remote(*arguments)
         self._answer(reference, server, done)
 
@@ -85,6 +96,7 @@ class RayEngine:
         waits_for_restart: bool = False,
     ) -> None:
         """Calls a method of each server with its arguments; `done` gets the list of replies."""
+        self._require_open()
         replies: list[Any] = [None] * self.num_servers
         missing, lock = self.num_servers, threading.Lock()
 
@@ -154,6 +166,8 @@ class RayEngine:
     def close(self) -> None:
         """Ends all actors."""
         self._is_closed = True
+        if not self._ray.is_initialized():
+            return  # the actors have ended with their cluster
         for actor in [*self._servers, *self._workers]:
             self._ray.kill(actor)
 
@@ -161,6 +175,11 @@ class RayEngine:
         # Ray would start or join a cluster again.
         if self._is_closed:
             raise RuntimeError("The strategy has been closed. Create a new one.")
+        if not self._ray.is_initialized():
+            raise RuntimeError(
+                "The program has left the Ray cluster of the strategy. Call strategy.close() "
+                "before ray.shutdown(), and create a new strategy."
+            )
 
     def _start(
         self, actor: type, demands: Sequence[Demand], environment: Mapping[str, str]

@@ -10,13 +10,14 @@ class History:
     """The finished tasks that no snapshot covers yet.
 
     Args:
-        snapshot_every: After how many steps a snapshot is due. 0: nothing is remembered.
+        snapshot_every: After how many tasks a snapshot is due. 0: nothing is remembered.
         version: The version of the servers' first values, which are the first snapshot.
 
     Attributes:
         version: The version of the kept snapshot.
         snapshot: The snapshot that is being taken, or None.
         is_due: Whether a snapshot must be taken before the next step starts.
+        num_kept: How many snapshots were kept.
     """
 
     def __init__(self, snapshot_every: int, version: int) -> None:
@@ -24,7 +25,7 @@ class History:
         self.snapshot: TakeSnapshot | None = None
         self.is_due = False
         self._tasks: collections.deque[Task] = collections.deque()
-        self._num_steps = self._num_snapshots = self._num_covered = 0
+        self._num_steps = self._num_snapshots = self._num_covered = self.num_kept = 0
         self._taken_version = version
 
     @property
@@ -32,11 +33,16 @@ class History:
         """Whether steps wait for a snapshot."""
         return self.is_due or self.snapshot is not None
 
+    @property
+    def has_functions(self) -> bool:
+        """Whether functions that changed variables would be repeated."""
+        return len(self._tasks) > self._num_steps
+
     def add(self, task: Task) -> None:
         """Remembers a finished task."""
         self._tasks.append(task)
         self._num_steps += task.is_step
-        self.is_due |= self._num_steps >= self.snapshot_every
+        self.is_due |= len(self._tasks) >= self.snapshot_every
 
     def take(self, version: int) -> TakeSnapshot:
         """Begins a snapshot, which covers what has finished so far."""
@@ -49,6 +55,7 @@ class History:
     def keep(self) -> list[Task]:
         """Ends the snapshot that was begun; returns the tasks that never run again."""
         self.snapshot, self.version = None, self._taken_version
+        self.num_kept += 1
         covered = [self._tasks.popleft() for _ in range(self._num_covered)]
         self._num_steps -= sum(task.is_step for task in covered)
         return covered

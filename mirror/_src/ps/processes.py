@@ -52,6 +52,10 @@ class Engine(Protocol):
         """Returns what a worker pickled."""
         ...
 
+    def free_resources(self) -> str:
+        """Returns a sentence that names the resources of the cluster that nothing occupies."""
+        ...
+
     def set_up_worker(self, worker: int, done: Callable[[Any], None]) -> None:
         """Tells a worker its servers, as soon as it has been restarted."""
         ...
@@ -95,10 +99,14 @@ def error_of(raised: Raised, worker: int, loads: Callable[[Any], Any]) -> BaseEx
     error: BaseException = RuntimeError(raised.text)
     if raised.pickled is not None:
         try:
-            kind, arguments, attributes = loads(raised.pickled)
-            error = kind.__new__(kind, *arguments)
-            error.args = arguments
-            vars(error).update(attributes)
+            loaded = loads(raised.pickled)
+            if isinstance(loaded, BaseException):
+                error = loaded
+            else:
+                kind, arguments, attributes = loaded
+                error = kind.__new__(kind, *arguments)
+                error.args = arguments
+                vars(error).update(attributes)
         except Exception:
             error = RuntimeError(raised.text)
     error.add_note(f"Raised on worker {worker}:\n{raised.traceback}")

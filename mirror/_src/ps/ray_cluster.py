@@ -6,7 +6,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, ClassVar, NamedTuple, final
 
 from mirror._src.distributed.cluster import ClusterSpec, Task
 from mirror._src.ps.cluster import TOKEN, head_address, head_of, resource_of, token_variables
@@ -63,9 +63,23 @@ def demands(
     return found
 
 
+class _Session:
+    """The connection to Ray that mirror has opened: Ray has one per process.
+
+    Attributes:
+        num_users: How many strategies use it; the last one closes it.
+        head: The head of the cluster, if mirror has started it.
+    """
+
+    num_users: ClassVar[int] = 0
+    head: ClassVar[Server | None] = None
+
+
 @final
 class Connection:
-    """The connection of this process to Ray; a program that has called `ray.init` keeps its own.
+    """A use of the connection of this process to Ray.
+
+    A program that has called `ray.init` keeps its own. All strategies of a program share one.
 
     Args:
         spec: The cluster, whose head it joins; None for a cluster on this machine. The program is
@@ -81,15 +95,15 @@ class Connection:
             self._variables |= token_variables()
         os.environ.update(self._variables)  # Ray reads them when it is imported
         ray = import_ray()
-        self._head: Server | None = None
-        self._is_open = not ray.is_initialized()
-        if not self._is_open:
+        self._is_open = _Session.num_users > 0 or not ray.is_initialized()
+        _Session.num_users += self._is_open
+        if ray.is_initialized():
             return
         # Without `address`, Ray joins the cluster that a program before has left behind.
         address: dict[str, Any] = {"address": "local", "include_dashboard": False}
         if spec is not None:
             if head_of(spec).job == "chief" and not answers(head_address(spec)):
-                self._head = Server(spec, *head_of(spec))
+                _Session.head = Server(spec, *head_of(spec))
             address = {"address": head_address(spec)}
         try:
             with warnings.catch_warnings():
@@ -109,13 +123,15 @@ class Connection:
             ) from error
 
     def close(self) -> None:
-        """Leaves the cluster; one that this has started ends."""
+        """Leaves the cluster with its last user; one that this process has started ends."""
         if self._is_open:
             self._is_open = False
-            import_ray().shutdown()
-        if self._head is not None:
-            self._head.stop()
-            self._head = None
+            _Session.num_users -= 1
+            if not _Session.num_users:
+                import_ray().shutdown()
+                head, _Session.head = _Session.head, None
+                if head is not None:
+                    head.stop()
         for name in self._variables:
             os.environ.pop(name, None)
 

@@ -65,8 +65,8 @@ class Scheduler:
         staleness: 0 for synchronous steps, k for asynchronous steps whose gradients are applied at
             most k updates late, None for asynchronous steps without a bound.
         backup_workers: How many parts a synchronous step does not wait for.
-        snapshot_every: How many steps lie between two snapshots. 0: the loss of a server is an
-            error.
+        snapshot_every: How many steps, and functions that change variables, lie between two
+            snapshots. 0: the loss of a server is an error.
         first_step: The version of the servers, of synchronous steps.
         max_losses: How many workers a task may lose before it fails, and how many times servers may
             be lost without a new result in between.
@@ -123,6 +123,16 @@ class Scheduler:
     def is_recovering(self) -> bool:
         """Whether named variables do not have their values yet, after the loss of a server."""
         return self.is_restoring or self._functions.is_repeating
+
+    @property
+    def num_snapshots(self) -> int:
+        """Number of snapshots that were kept."""
+        return self._history.num_kept
+
+    @property
+    def would_repeat_functions(self) -> bool:
+        """Whether functions that changed variables would be repeated after the loss of a server."""
+        return self._history.has_functions
 
     @property
     def queued(self) -> int:

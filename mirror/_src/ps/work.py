@@ -25,6 +25,8 @@ from mirror._src.ps.step_program import Portion, StepProgram
 from mirror._src.strategy.mirrored import MirroredStrategy
 
 _MAX_EXPORTS = 256
+_MAX_PROGRAMS = 16
+_ENDS = (SystemExit, KeyboardInterrupt)  # of the function; they would end the process of a worker
 
 
 @final
@@ -70,7 +72,7 @@ class Worker:
                 return ServerLost(lost.server)
             except NotExportedError:
                 return NotExported()
-            except Exception as error:
+            except (Exception, *_ENDS) as error:
                 return self._raised(error)
             return Result(value, 1.0, function.has_writes)
 
@@ -83,7 +85,7 @@ class Worker:
                 return ServerLost(lost.server)
             except NotExportedError:
                 return NotExported()
-            except Exception as error:
+            except (Exception, *_ENDS) as error:
                 return self._raised(error)
 
     def load(self, export: Export) -> Any:
@@ -149,6 +151,9 @@ class Worker:
             self._programs[key] = StepProgram(
                 self.load(work.fn), self.load(work.model), self._strategy
             )
+            if len(self._programs) > _MAX_PROGRAMS:
+                self._programs.popitem(last=False)
+        self._programs.move_to_end(key)
         return self._programs[key]
 
     @contextlib.contextmanager
@@ -163,14 +168,20 @@ class Worker:
         finally:
             set_running(None)
 
-    def _raised(self, error: Exception) -> Raised:
+    def _raised(self, error: BaseException) -> Raised:
         text = f"{type(error).__name__}: {error}"
         lines = "".join(traceback.format_exception(error))
-        # Not the error itself: the constructor of many errors does not take `args`.
-        for attributes in (vars(error), {}):
+        if isinstance(error, _ENDS):  # they would end the main program too
+            return Raised(None, text, lines)
+        # The constructor of many errors does not take `args`, which pickle passes to it; others
+        # keep in themselves what they print.
+        parts = [(type(error), error.args, attributes) for attributes in (vars(error), {})]
+        for form in (error, *parts):
             try:
-                pickled = self._dumps((type(error), error.args, attributes))
-                self._loads(pickled)
+                pickled = self._dumps(form)
+                loaded = self._loads(pickled)
+                if form is error and str(loaded) != str(error):
+                    continue
             except Exception:
                 continue
             return Raised(pickled, text, lines)
