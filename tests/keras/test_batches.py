@@ -62,6 +62,49 @@ def test_no_batch_is_loaded_ahead_on_host_devices():
     assert taken == [0]
 
 
+class Slots:
+    """An iterator that cannot be referenced weakly, like those of lists."""
+
+    __slots__ = ("batches",)
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return next(self.batches)
+
+
+class Unhashable(Slots):
+    __hash__ = None
+
+    def __eq__(self, other):
+        return self is other
+
+
+@pytest.mark.parametrize("iterator", [lambda rows: iter(list(rows)), Slots, Unhashable])
+def test_iterators_that_cannot_be_remembered_are_not_read_ahead(accelerators, iterator):
+    batches, place = iterator(rows([4, 4], [])), placer()
+    for i in range(2):
+        np.testing.assert_array_equal(place.take(batches)[0], np.full((4, 3), i))
+        place.take_ahead(batches)
+    assert not len(place._next)
+    with pytest.raises(StopIteration):
+        place.take(batches)
+
+
+@pytest.mark.dev("keras")
+@pytest.mark.filterwarnings(*WARNINGS)
+def test_verify_on_accelerators(accelerators):
+    strategy = cpu_strategy(2)
+    with strategy.scope():
+        model = compiled(functional, optimizer="sgd")
+    x, y = digits()
+    strategy.verify(model, (x[:32], y[:32]), rtol=1e-4)
+
+
 def test_an_error_ahead_is_raised_in_its_turn(accelerators):
     def broken():
         yield (np.zeros((4, 3)),)

@@ -148,6 +148,20 @@ def test_verify_needs_a_model_that_can_train(four):
         cpu_strategy(2).verify(other, (x, y))
 
 
+def test_verify_needs_the_step_of_keras(four):
+    class Own(keras.Model):
+        def make_train_function(self, force=False):
+            self.train_function = lambda state, iterator: ({"loss": 0.0}, state)
+
+    inputs = keras.Input((8, 8, 1))
+    with four.scope():
+        model = compiled(lambda: Own(inputs, functional()(inputs)))
+    x, y = digits()
+    fix = "super().make_train_function"
+    with raises(ValueError, names=[model.name, "Own"], values="make_train_function", fix=fix):
+        four.verify(model, (x[:32], y[:32]))
+
+
 def test_models_are_not_arguments_of_steps(four, model):
     x = digits()[0][:8]
     with raises(TypeError, names="model", fix=["model.fit", "model.stateless_call"]):

@@ -136,6 +136,18 @@ def test_the_step_computes_in_the_half_type(policy):
     assert {str(v.aval.dtype) for eqn in products for v in eqn.outvars} == {HALF[policy]}
 
 
+@pytest.mark.parametrize("policy", [*MIXED, "float32"])
+def test_verify_allows_the_rounding_of_the_layers(policy):
+    strategy = cpu_strategy(4)
+    with strategy.scope():
+        model = new_model("by layer", policy)
+    x, y = digits()
+    report = strategy.verify(model, (x[:64], y[:64]))
+    assert report.rtol == (1e-5 if policy == "float32" else 8 * ERROR[policy])
+    assert (report.largest > 1e-5) == (policy != "float32")
+    assert strategy.verify(model, (x[:64], y[:64]), rtol=0.1).rtol == 0.1
+
+
 @pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("replica", ["first", "last"])
 def test_overflow_in_one_replica_skips_the_step_of_all(n, replica):

@@ -10,6 +10,7 @@ import pytest
 
 import mirror
 from mirror._src.keras.step_function import StepFunction
+from mirror._src.ps.scope import ServerScope
 from tests.support import fresh
 from tests.support.keras_models import (
     MARKS,
@@ -185,6 +186,71 @@ def test_devices_of_several_types():
             strategy.scope(),
         ):
             functional()
+
+
+def test_parameter_servers():
+    """Creating, compiling and training reject the scope, which shows another strategy."""
+    servers = ServerScope("ParameterServerStrategy(...)", cpu_strategy(1))
+    values, fix = ["ParameterServerStrategy(...)", "parameter servers"], "mirror.Trainer"
+    outside, trained = functional(), compiled(functional)
+    for verb, use in {
+        "created": functional,
+        "compiled": lambda: outside.compile("adam", "mse"),
+        "trained": lambda: fit(trained),
+    }.items():
+        with raises(NotImplementedError, values=[*values, verb], fix=fix), servers:
+            use()
+    assert mirror.has_strategy() is False
+    fit(trained)
+
+
+def test_import_of_keras_in_the_scope_of_parameter_servers():
+    code = """
+    import os
+    os.environ["KERAS_BACKEND"] = "jax"
+    import mirror
+    from mirror._src.ps.scope import ServerScope
+    try:
+        with ServerScope("servers", mirror.OneDeviceStrategy("/cpu:0")):
+            import keras
+            keras.Sequential([keras.layers.Dense(1)])
+    except NotImplementedError as error:
+        print(error)
+    print(mirror.has_strategy())
+    """
+    said = fresh.run(code, environment={"JAX_PLATFORMS": "cpu"})
+    assert "parameter servers" in said
+    assert "False" in said
+
+
+def built_in(strategy):
+    """Returns a model that was created and compiled outside, and built in the scope."""
+    model = compiled(deferred)
+    with strategy.scope():
+        model.build((None, 8, 8, 1))
+    return model
+
+
+def test_model_that_was_built_in_a_scope_keeps_its_strategy():
+    """Its variables tell the strategy, which is remembered when they move."""
+    model = built_in(cpu_strategy(4))
+    fit(model)
+    model.set_weights(model.get_weights())
+    model.optimizer = None
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(True))
+    assert {len(v.value.devices()) for v in model.variables} == {1}
+    fit(model)
+    assert devices_of(model) == {4}
+    model.set_weights(model.get_weights())
+    with (
+        raises(RuntimeError, names=model.name, values="another strategy", fix="clone_model"),
+        cpu_strategy(2).scope(),
+    ):
+        fit(model)
+    reference = weakref.ref(model)
+    del model
+    gc.collect()
+    assert reference() is None
 
 
 def test_inside_a_replica():

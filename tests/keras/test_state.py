@@ -103,7 +103,7 @@ def test_state_that_a_step_shards_is_mirrored_again(steps, monkeypatch):
 
 
 def test_state_of_a_step_is_read_like_that_of_keras():
-    """By a loop of a subclass: as sequences, and by the functions of JAX."""
+    """By a loop of a subclass: as lists, and by the functions of JAX."""
     losses = []
 
     class Looping(keras.Model):
@@ -115,7 +115,9 @@ def test_state_of_a_step_is_read_like_that_of_keras():
             for i in range(0, 64, 16):
                 logs, state = self.train_function(state, iter([(x[i : i + 16], y[i : i + 16])]))
                 losses.append(float(logs["loss"]))
+            assert {type(part) for part in state} == {list}
             trainable, non_trainable, *_ = state
+            assert len(trainable + non_trainable) == 2
             norms = jax.jit(lambda tree: jax.tree.map(lambda w: (w**2).sum(), tree))(trainable)
             outputs, _ = self.stateless_call(trainable, non_trainable, x[:5])
             for variable, value in zip(self.trainable_variables, trainable, strict=True):

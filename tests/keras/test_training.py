@@ -5,6 +5,7 @@ import functools
 import numpy as np
 import pytest
 
+from mirror._src.devices.launch import launch
 from tests.support.keras_models import (
     MARKS,
     assert_close,
@@ -38,6 +39,22 @@ def by_batches(model):
         "test": model.test_on_batch(x[:30], y[:30]),
         "predict": model.predict_on_batch(x[:7]),
     }
+
+
+def test_each_program_compiles_once(monkeypatch):
+    """The smaller last batch too: a watch does not take its compilation for a launch that hangs."""
+    compiles = []
+
+    def recorded(*args, **options):
+        compiles.append(options["compiles"])
+        return launch(*args, **options)
+
+    monkeypatch.setattr("mirror._src.keras.step_function.launch", recorded)
+    with cpu_strategy(2).scope():
+        model = compiled(functional)
+    x, y = digits()
+    model.fit(x[:80], y[:80], batch_size=32, epochs=2, verbose=0)
+    assert compiles == [True, False, True, False, False, False]
 
 
 def custom_train_step():

@@ -145,6 +145,30 @@ def test_layers_compute_in_it_and_state_and_sums_are_float32(net, executor, prec
         assert 1e-7 < report.largest <= report.rtol == 4 * float(jnp.finfo(precision).eps)
 
 
+def test_verify_allows_the_rounding_of_the_coarsest_layer():
+    for dtype, precision, coarsest in [
+        (jnp.bfloat16, None, "bfloat16"),
+        (jnp.float16, "bfloat16", "bfloat16"),
+        (jnp.float32, "float16", "float16"),
+        ("bfloat16", "float16", "bfloat16"),
+    ]:
+        trainer = linear_trainer(dtype, precision=precision, loss_scale=False)
+        report = trainer.verify(TABLES)
+        assert 1e-5 < report.largest <= report.rtol == 4 * float(jnp.finfo(coarsest).eps)
+    for dtype in (None, jnp.float32, "of the user's"):
+        trainer = linear_trainer(None)
+        trainer.model.dtype = dtype
+        assert trainer.verify(TABLES).rtol == 1e-5
+
+
+def linear_trainer(dtype, **kwargs):
+    """A trainer that does not amplify rounding errors, as Adam and normalization do."""
+    rngs = nnx.Rngs(0)
+    layers = [nnx.Linear(4, 8, rngs=rngs), nnx.Linear(8, 3, dtype=dtype, rngs=rngs)]
+    model = nnx.Sequential(*layers)
+    return mirror.Trainer(model, optax.sgd(0.1), losses, strategy=cpu_strategy(2), **kwargs)
+
+
 def test_default_leaves_the_model_as_it_is():
     plain, explicit = trainer_of(Net()), trainer_of(Net(), precision=None, loss_scale=False)
     for trainer in (plain, explicit):

@@ -1,6 +1,6 @@
 """`verify`: compares a step on n replicas with the same step on one device."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,31 @@ from mirror._src.utils.types import PyTree
 from mirror._src.values.per_replica import is_per_replica
 from mirror._src.variables.on_read import collapse
 from mirror._src.variables.variable import Variable
+
+_DEFAULT_RTOL = 1e-5
+_ROUNDINGS = 4  # of sums, of which a replica rounds its own part once more
+
+
+def rtol_of(dtypes: Iterable[Any] = ()) -> float:
+    """Returns the relative difference that rounding may cause between replicas and one device.
+
+    Args:
+        dtypes: Dtypes that layers compute in. What is not a dtype of floats is ignored.
+
+    >>> rtol_of(), rtol_of(["float32", "bfloat16", None])
+    (1e-05, 0.03125)
+    """
+    return max([_DEFAULT_RTOL, *(_ROUNDINGS * _spacing(dtype) for dtype in dtypes)])
+
+
+def _spacing(dtype: Any) -> float:
+    """Returns the spacing of the numbers of a dtype at 1."""
+    try:
+        dtype = None if dtype is None else jnp.dtype(dtype)
+    except TypeError:  # an attribute of the user's that has the name `dtype`
+        return 0.0
+    is_float = dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+    return float(jnp.finfo(dtype).eps) if is_float else 0.0
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ class BatchPlacer:
             StopIteration: At the end.
             TypeError: If it is not a global batch of numbers.
         """
-        outcome = self._next.pop(iterator, None) if self._is_ahead else None
+        outcome = self._next.pop(iterator, None) if self._reads_ahead(iterator) else None
         if outcome is None:
             return self._placed(iterator)
         if outcome.error is not None:
@@ -64,7 +64,7 @@ class BatchPlacer:
 
     def take_ahead(self, iterator: Iterator[PyTree]) -> None:
         """Loads the batch that the next `take` returns, on accelerators."""
-        if not self._is_ahead:
+        if not self._reads_ahead(iterator):
             return
         try:
             self._next[iterator] = _Outcome(self._placed(iterator))
@@ -73,6 +73,15 @@ class BatchPlacer:
             self._next[iterator] = _Outcome(error=StopIteration())
         except Exception as error:  # raised in its turn
             self._next[iterator] = _Outcome(error=error)
+
+    def _reads_ahead(self, iterator: Iterator[PyTree]) -> bool:
+        """Whether the next batch of this iterator is loaded while the devices compute.
+
+        A batch that waits must not outlive its iterator, which is therefore the key in a weak
+        dictionary. Some iterators cannot be such keys, for example the iterators of lists.
+        """
+        kind = type(iterator)
+        return self._is_ahead and kind.__weakrefoffset__ != 0 and kind.__hash__ is not None
 
     def _placed(self, iterator: Iterator[PyTree]) -> PyTree:
         with self._on_host():

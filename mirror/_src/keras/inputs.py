@@ -1,4 +1,4 @@
-"""Rejects data of mirror that Keras would misread, in the calls of a model."""
+"""Wraps the calls of a model: rejects data that Keras would misread, and marks Keras' loops."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -7,6 +7,7 @@ from typing import Any
 from mirror._src.data.arrays import ArrayDataset
 from mirror._src.data.prefetch import PrefetchIterator
 from mirror._src.data.source import DistributedDatasetBase
+from mirror._src.keras.step_function import keras_loop
 from mirror._src.utils.keras_library import GLOBAL_BATCHES
 from mirror._src.utils.naming import parameter_names
 from mirror._src.values.per_replica import brief, is_per_replica
@@ -26,7 +27,8 @@ def checking(method: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a method of `keras.Model` that rejects values of replicas before Keras reads them.
 
     Keras takes any model here, also one that was created outside all scopes. What a generator or a
-    `PyDataset` yields is rejected where Keras converts it to an array.
+    `PyDataset` yields is rejected where Keras converts it to an array. The method runs as a loop of
+    Keras, which step functions return their state to in a form that Keras assigns faster.
     """
     names = parameter_names(method)
 
@@ -35,7 +37,8 @@ def checking(method: Callable[..., Any]) -> Callable[..., Any]:
         for name, value in (*zip(names[1:], args, strict=False), *kwargs.items()):
             for path, leaf in _leaves(name, value):
                 _require_global(method.__name__, path, leaf)
-        return method(self, *args, **kwargs)
+        with keras_loop():
+            return method(self, *args, **kwargs)
 
     return call
 

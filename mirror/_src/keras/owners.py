@@ -32,6 +32,9 @@ class Owner(NamedTuple):
 
 _by_mesh: dict[Mesh, Owner] = {}
 _created_in: "weakref.WeakKeyDictionary[Any, Owner]" = weakref.WeakKeyDictionary()
+_found: "weakref.WeakKeyDictionary[Any, Owner]" = weakref.WeakKeyDictionary()
+"""The strategies of parts of models: new values of the variables need not lie on its devices."""
+
 _compiled_in: "weakref.WeakKeyDictionary[Any, Owner]" = weakref.WeakKeyDictionary()
 
 
@@ -80,7 +83,8 @@ def owner_of(model: Any) -> Owner | None:
     """Returns the strategy that a model trains on; None if it has nothing to do with any.
 
     It is the strategy in whose scope the model was created; else, in whose scope it was compiled or
-    is being trained.
+    is being trained. A model that was only built in a scope has its variables there; it keeps the
+    strategy when they get values that lie elsewhere, if this function has seen them before.
 
     Raises:
         RuntimeError: If the caller is in the scope of another strategy, or in a replica; or if
@@ -100,6 +104,10 @@ def owner_of(model: Any) -> Owner | None:
     owner = created or next((owner for owner, _ in parts.values()), None)
     if owner is not None:
         _require_supported(owner, "created, compiled or built")
+    if created is None and owner is not None:
+        _found[model] = owner
+    elif owner is None:
+        owner = _found.get(model)
     if owner is None or current is None or owner.replicas.mesh == current.replicas.mesh:
         return owner or current
     verb = "created" if created is not None else "compiled or trained"
@@ -138,6 +146,12 @@ def _of_scope(verb: str) -> Owner | None:
     if frame is None:
         return None
     strategy = frame.strategy
+    if frame.shown_as is not None:
+        raise NotImplementedError(
+            f"A Keras model was {verb} inside strategy.scope() of {frame.shown_as}, but Keras "
+            "models cannot train with parameter servers. Use a mirror.MirroredStrategy, or train a "
+            "Flax model with mirror.Trainer."
+        )
     if frame.replica is not None or frame.devices is None:
         raise RuntimeError(
             f"A Keras model was {verb} inside a replica, in a step run by {strategy}. Call it "

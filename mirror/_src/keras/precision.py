@@ -54,6 +54,11 @@ def warn_about_policy(model: Any) -> None:
         )
 
 
+def compute_dtypes(model: Any) -> set[str]:
+    """Returns the dtypes that a model and its layers compute in."""
+    return {each.compute_dtype for each in (model, *_layers(model))}
+
+
 def _layers(model: Any) -> Iterator[Any]:
     for layer in model.layers:
         yield from _layers(layer) if hasattr(layer, "layers") else (layer,)

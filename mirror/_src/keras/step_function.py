@@ -1,6 +1,8 @@
 """The functions that `fit`, `evaluate` and `predict` call for each step, on several devices."""
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+import contextlib
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,12 +17,30 @@ from mirror._src.keras.owners import Owner
 from mirror._src.utils.types import PyTree
 
 
-@jax.tree_util.register_pytree_node_class
+class _Loops(threading.local):
+    def __init__(self) -> None:
+        self.num_open = 0
+
+
+_loops = _Loops()
+
+
+@contextlib.contextmanager
+def keras_loop() -> Iterator[None]:
+    """Context manager around a method of `keras.Model` that calls step functions, such as `fit`."""
+    _loops.num_open += 1
+    try:
+        yield
+    finally:
+        _loops.num_open -= 1
+
+
 class _Arrays(Sequence[jax.Array]):
     """A part of the state that a step returned, in place of a list.
 
     Keras assigns the parts to an attribute of the model after each step, and there looks at each
     element of a list: this took a quarter of a step of 20 thin layers. It reads them as sequences.
+    Only Keras' own loops get them: other callers may add lists, or pass them to functions of JAX.
     """
 
     def __init__(self, arrays: list[jax.Array]) -> None:
@@ -31,13 +51,6 @@ class _Arrays(Sequence[jax.Array]):
 
     def __getitem__(self, index: Any) -> Any:
         return self.arrays[index]
-
-    def tree_flatten(self) -> tuple[list[jax.Array], None]:
-        return self.arrays, None
-
-    @classmethod
-    def tree_unflatten(cls, _: None, arrays: Iterable[Any]) -> list[Any]:
-        return list(arrays)
 
 
 class _MirroredState(tuple[_Arrays, ...]):
@@ -74,7 +87,7 @@ class StepFunction:
         self._joins_outputs = kind == "predict"
         self._is_compiled = bool(model.jit_compile) and not model.run_eagerly
         self._is_bounded = replicas.on_host and is_needed()
-        self._has_run = False
+        self._launched: set[Hashable] = set()
         self._mirroring: set[Hashable] = set()
         self._described = Described(
             f"{model.name}.{kind}_step", "", replicas.devices, range(len(replicas))
@@ -97,15 +110,19 @@ class StepFunction:
         return results, state
 
     def _step(self, state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        follows = type(state) is _MirroredState and state.owner is self
-        if follows:
+        follows = False
+        if type(state) is _MirroredState:
+            follows = state.owner is self
             state = tuple([part.arrays for part in state])
-        else:
+        if not follows:
             state = jax.tree.map(self._mirrored, state)
         if not self._is_compiled:
             if self._is_bounded:
                 eager_work.bound_eager_work()
             return self.made(state, iter((batch,)))
+        leaves, treedef = jax.tree.flatten(batch)
+        # Types of batches identify the programs that JAX compiles: the state keeps its types.
+        program = (treedef, *[(leaf.shape, leaf.dtype) for leaf in leaves])
         outputs: list[Any] = []
         launch(
             self._run,
@@ -113,13 +130,13 @@ class StepFunction:
             outputs,
             self._described,
             bounded=self._is_bounded,
-            compiles=not self._has_run,
+            compiles=program not in self._launched,
         )
-        self._has_run = True
+        self._launched.add(program)
         results, state, token = outputs
         if token is None and self._is_bounded:
             jax.block_until_ready(state)
-        return results, self._returned(state, batch, follows=follows)
+        return results, self._returned(state, program, follows=follows)
 
     def _run(self, state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree, Any]:
         """Launches the step; the last result is ready when it has finished, and never donated."""
@@ -127,20 +144,19 @@ class StepFunction:
         arrays = (leaf for leaf in jax.tree.leaves(results) if isinstance(leaf, jax.Array))
         return results, state, next(arrays, None)
 
-    def _returned(self, state: PyTree, batch: PyTree, *, follows: bool) -> PyTree:
+    def _returned(self, state: PyTree, program: Hashable, *, follows: bool) -> PyTree:
         """Marks the state that a step returned as mirrored, unless XLA has chosen to shard it.
 
-        XLA's choice is that of a compiled program, so only the first launch of a program is
-        examined. Types of batches identify the programs whose state has the types of the state that
-        they return.
+        XLA chooses when it compiles a program, so only the first launch of a program is examined
+        that takes a state that a step had returned.
 
         Args:
             state: The state.
-            batch: The batch of the step.
+            program: The type of the batch of the step.
             follows: Whether the step took a state that a step had returned.
         """
-        leaves, treedef = jax.tree.flatten(batch)
-        program = (treedef, *[(leaf.shape, leaf.dtype) for leaf in leaves])
+        if not _loops.num_open:  # called by a user, who expects lists
+            return state
         if not follows or program not in self._mirroring:
             if not all(map(self.owner.replicas.is_mirrored, jax.tree.leaves(state))):
                 return state

@@ -8,10 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mirror._src.checks.verify import Difference, VerifyReport, checked, relative_difference
+from mirror._src.checks.verify import (
+    Difference,
+    VerifyReport,
+    checked,
+    relative_difference,
+    rtol_of,
+)
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.devices.transfer import NoMesh
 from mirror._src.keras.owners import Owner, owner_of
+from mirror._src.keras.precision import compute_dtypes
 from mirror._src.keras.step_function import StepFunction
 from mirror._src.utils.errors import expected
 from mirror._src.utils.keras_library import variables_of
@@ -29,12 +36,13 @@ def verify_model(
     single: ReplicaDevices,
     args: Sequence[Any],
     kwargs: dict[str, Any],
-    rtol: float,
+    rtol: float | None,
 ) -> VerifyReport:
     """Implements `Strategy.verify` for a Keras model, which keeps its state but for its metrics.
 
     Raises:
-        ValueError: If the model is not compiled or not built.
+        ValueError: If the model is not compiled or not built, or its class makes the function of
+            its training step.
         TypeError: If the arguments are not a global batch.
     """
     if kwargs or not 2 <= len(args) <= 3:
@@ -51,6 +59,7 @@ def verify_model(
         assert owner is not None
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
+        _require_step(model)
         variables = variables_of(model)
         saved = [jnp.copy(variable.value) for variable in variables]
     before = list(map(np.asarray, saved))
@@ -74,7 +83,19 @@ def verify_model(
         new, wanted, old = values
         if not (np.array_equal(new, old) and np.array_equal(wanted, old)):
             rows.append(Difference(variable.path, relative_difference(new, wanted)))
+    rtol = rtol_of(compute_dtypes(model)) if rtol is None else rtol
     return checked(VerifyReport(len(owner.replicas), rtol, tuple(rows)), _CAUSES)
+
+
+def _require_step(model: Any) -> None:
+    model.make_train_function()
+    if not isinstance(model.train_function, StepFunction):
+        kind = type(model).__name__
+        raise ValueError(
+            f"The class of the Keras model {model.name!r}, {kind}, overrides make_train_function, "
+            "so that its step cannot run on one device. Remove the override, or keep what "
+            "super().make_train_function(force) sets as self.train_function."
+        )
 
 
 def _on_one_device(

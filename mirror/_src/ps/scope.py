@@ -34,5 +34,8 @@ class ServerScope(Generic[S]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        pop_frame()
-        self._open.pop().__exit__(kind, error, trace)
+        try:
+            # With this frame: it rejects Keras models that were created in the scope.
+            self._open.pop().__exit__(kind, error, trace)
+        finally:
+            pop_frame()

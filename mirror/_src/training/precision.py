@@ -15,14 +15,13 @@ from typing import Any, Literal, TypeAlias, final, get_args
 import jax.numpy as jnp
 from flax import linen, nnx
 
+from mirror._src.checks.verify import rtol_of
 from mirror._src.utils.errors import counted, expected, nearest
 
 PrecisionName: TypeAlias = Literal["float32", "bfloat16", "float16"]
 
 NAMES: tuple[str, ...] = get_args(PrecisionName)
 _CHOICES = "'float32', 'bfloat16', 'float16' or None"
-_DEFAULT_RTOL = 1e-5
-_ROUNDINGS = 4  # of sums, of which a replica rounds its own part once more
 
 # Names of the same thing in other libraries, for the message.
 _OTHER_NAMES = {
@@ -149,12 +148,11 @@ class Precision:
             f"x.astype({dtype}) and kernel.astype({dtype}), and omit precision."
         )
 
-    @property
-    def rtol(self) -> float:
-        """The relative difference that rounding may cause between replicas and one device."""
-        if self._dtype is None:
-            return _DEFAULT_RTOL
-        return max(_DEFAULT_RTOL, _ROUNDINGS * float(jnp.finfo(self._dtype).eps))
+    def rtol_of(self, model: nnx.Module) -> float:
+        """Returns the relative difference that rounding in this model's layers may cause."""
+        modules: dict[Any, Any] = dict(nnx.iter_modules(model))
+        dtypes = [module.dtype for module in modules.values() if _has_dtype(module)]
+        return rtol_of([self._dtype, *dtypes])
 
 
 def is_half(dtype: Any) -> bool:

@@ -425,8 +425,9 @@ class Trainer(TrainerState[M]):
         Args:
             data: As for `evaluate`; only the first batch is used.
             batch_size: As for `fit`.
-            rtol: Relative tolerance; see `Strategy.verify`. Defaults to 1e-5, and with `precision`
-                to four times the spacing of its numbers at 1: 0.03 for bfloat16, 0.004 for float16.
+            rtol: Relative tolerance; see `Strategy.verify`. Defaults to 1e-5. If layers compute in
+                half precision, by `precision` or their attribute `dtype`, defaults to four times
+                the spacing of its numbers at 1: 0.03 for bfloat16, 0.004 for float16.
 
         Raises:
             ReplicaMismatchError: If the results differ; the message names them.
@@ -439,7 +440,7 @@ class Trainer(TrainerState[M]):
         batches = whole_pass(distributed, multiple=self._multiple, inspect=self._objective.inspect)
         with closing("closing the data", batches.close):
             padded = next(batches)
-        rtol = self._precision.rtol if rtol is None else rtol
+        rtol = self._precision.rtol_of(self._model) if rtol is None else rtol
         if self._remote is not None:
             self._trace(padded)
             return self._remote.verify(*host_batch(padded), rtol)
