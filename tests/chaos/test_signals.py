@@ -88,14 +88,16 @@ def slow_down_write(says, at: int) -> None:
 
 
 class EndsAtTheEnd(mirror.callbacks.Callback):
-    """Sends SIGTERM to its process at the end of an epoch."""
+    """Sends SIGTERM to its process at the end of an epoch, and waits for an event."""
 
-    def __init__(self, says):
-        self.says = says
+    def __init__(self, says, event=None):
+        self.says, self.event = says, event
 
     def on_epoch_end(self, fit, logs):
         self.says.send("blocked")
         os.kill(os.getpid(), signal.SIGTERM)
+        if self.event is not None:
+            assert self.event.wait(10)
 
 
 def close_before_the_signal() -> None:
@@ -113,6 +115,40 @@ def close_before_the_signal() -> None:
         send(thread, number)
 
     CheckpointStore.close, signal.pthread_kill = close_slowly, send_late
+
+
+def save_before_the_signal(directory: Path) -> threading.Event:
+    """Makes `fit` save while the thread that saved is about to end the process.
+
+    Returns:
+        The event that this thread has begun to save. A save that is cut off creates a file.
+    """
+    save, wait, send = CheckpointStore.save, CheckpointStore.wait, signal.pthread_kill
+    is_waiting, is_saving = threading.Event(), threading.Event()
+
+    def wait_slowly(store):
+        if threading.current_thread().name == "mirror SIGTERM":
+            is_waiting.set()
+            time.sleep(1)
+        wait(store)
+
+    def save_slowly(store, *arguments):
+        if threading.current_thread() is threading.main_thread():
+            is_saving.set()
+            try:
+                time.sleep(1)
+            except BaseException:
+                (directory / "cut off").touch()
+                raise
+        save(store, *arguments)
+
+    def send_late(thread, number):
+        is_saving.wait(2)
+        send(thread, number)
+
+    CheckpointStore.save, CheckpointStore.wait = save_slowly, wait_slowly
+    signal.pthread_kill = send_late
+    return is_waiting
 
 
 def loss_fn(model, batch):
@@ -145,6 +181,8 @@ def fit_at(place: str, directory: Path, says, grace_secs: float, every_steps: in
     elif place == "close":
         close_before_the_signal()
         others, options["epochs"] = [EndsAtTheEnd(says)], 1
+    elif place == "save":
+        others, options["epochs"] = [EndsAtTheEnd(says, save_before_the_signal(directory))], 1
     else:
         block.in_native_code = place == "compile in native code"
 
@@ -156,7 +194,7 @@ def fit_at(place: str, directory: Path, says, grace_secs: float, every_steps: in
         trainer = mirror.Trainer(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), optax.adam(1e-3), loss)
     checkpoint = mirror.callbacks.Checkpoint(
         directory / "runs",
-        every_epochs=0,
+        every_epochs=int(place == "save"),
         every_steps=every_steps,
         grace_secs=grace_secs,
         asynchronous=not every_steps,
@@ -223,11 +261,13 @@ def test_sigterm_saves_soon(tmp_path, place):
     assert mirror.load_checkpoint(tmp_path / "runs").step == STEPS
 
 
-def test_sigterm_at_the_end_of_fit_saves(tmp_path):
-    """No signal is sent after `fit` has restored the handler: it would kill the process."""
-    status, *_ = ended_at("close", tmp_path)
+@pytest.mark.parametrize("place", ["close", "save"])
+def test_sigterm_at_the_end_of_fit_saves(tmp_path, place):
+    """The thread that saves sends no signal after `fit` has restored the handler, or in a save."""
+    status, *_ = ended_at(place, tmp_path)
     assert status == 143
     assert mirror.load_checkpoint(tmp_path / "runs").step == 2
+    assert not (tmp_path / "cut off").exists()
 
 
 @pytest.mark.parametrize("place", PLACES)

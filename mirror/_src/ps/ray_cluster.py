@@ -2,10 +2,13 @@
 
 import logging
 import os
+import signal
+import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple, final
 
 from mirror._src.distributed.cluster import ClusterSpec, Task
@@ -106,7 +109,7 @@ class Connection:
                 _Session.head = Server(spec, *head_of(spec))
             address = {"address": head_address(spec)}
         try:
-            with warnings.catch_warnings():
+            with _sigterm_kept(), warnings.catch_warnings():
                 # Of JAX: Ray starts processes, whose fork is followed by another program.
                 warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
                 ray.init(log_to_driver=False, logging_level=logging.ERROR, **address)
@@ -128,12 +131,28 @@ class Connection:
             self._is_open = False
             _Session.num_users -= 1
             if not _Session.num_users:
-                import_ray().shutdown()
+                with _sigterm_kept():
+                    import_ray().shutdown()
                 head, _Session.head = _Session.head, None
                 if head is not None:
                     head.stop()
         for name in self._variables:
             os.environ.pop(name, None)
+
+
+@contextmanager
+def _sigterm_kept() -> Iterator[None]:
+    """Keeps the program's handler of SIGTERM, which Ray replaces (2.60); in the main thread.
+
+    `ray.init` sets one of Python, and its core, in C++, one that prints a trace and ends the
+    process. `ray.shutdown` restores the default, of which Python does not know.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if before is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
 
 
 def require_resources(wanted: Sequence[Demand]) -> None:

@@ -22,6 +22,7 @@ from mirror._src.utils.modules import set_module
 _TERMINATED = 128 + signal.SIGTERM
 _SECS_TO_REACT = 0.5  # for `fit` to reach the end of a step by itself
 _SECS_TO_END = 1.0  # for the main thread to leave `fit`
+_RAY = "ray._private.worker"  # of Ray 2.60; tests/ps/test_signals.py
 
 
 @set_module("mirror.callbacks")
@@ -35,9 +36,10 @@ class Checkpoint(Callback):
     On SIGTERM (for example, when a preemptible VM is reclaimed), it finishes the current step,
     writes a checkpoint, and exits with status 143. Run the program again with
     `trainer.restore(directory)` to resume. This requires that `fit` runs in the main thread and
-    that the program does not handle SIGTERM. If `fit` is waiting for data, evaluating or running a
-    callback, the checkpoint is written meanwhile. If a step, or its compilation, takes longer than
-    `grace_secs`, the process exits without a new checkpoint and says so.
+    that the program does not handle SIGTERM; the handler of `ray.init` does not count. If `fit` is
+    waiting for data, evaluating or running a callback, the checkpoint is written meanwhile. If a
+    step, or its compilation, takes longer than `grace_secs`, the process exits without a new
+    checkpoint and says so.
 
     In a job of several processes, only the chief writes. SIGTERM or Ctrl-C to any process makes all
     of them stop after the same step; the chief writes a checkpoint, and all exit.
@@ -97,7 +99,7 @@ class Checkpoint(Callback):
         self._terminated = False
         self._is_saved_in_time = False
         self._handles = False
-        self._is_closing = False
+        self._is_at_end = False
         self._ended = threading.Event()
         self._ending = threading.Lock()
 
@@ -139,6 +141,7 @@ class Checkpoint(Callback):
 
     def on_fit_end(self, fit: TrainingRun) -> None:
         """Writes the last checkpoint, and waits for pending writes."""
+        self._is_at_end = True  # it ends the process itself, when the checkpoint is complete
         self._terminated = self._terminated or ended_by(fit) == "SIGTERM"
         with closing("closing the CheckpointStore", self._close):
             if self._due:
@@ -172,7 +175,7 @@ class Checkpoint(Callback):
             self._save(fit)
 
     def _close(self) -> None:
-        self._is_closing = True
+        self._is_at_end = True
         store, self._store, self._fit = self._store, None, None
         try:
             if store is not None:
@@ -182,13 +185,14 @@ class Checkpoint(Callback):
                 self._ended.set()
             if self._handles:
                 self._wakeup.close()
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                signal.signal(signal.SIGTERM, self._before)
             self._handles = False
 
     def _listen(self) -> None:
         is_main = threading.current_thread() is threading.main_thread()
-        self._handles = is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-        self._terminated = self._is_saved_in_time = self._is_closing = False
+        self._before = signal.getsignal(signal.SIGTERM)
+        self._handles = is_main and _is_unhandled(self._before)
+        self._terminated = self._is_saved_in_time = self._is_at_end = False
         self._ended.clear()
         if self._handles:
             signal.signal(signal.SIGTERM, self._note)
@@ -196,7 +200,7 @@ class Checkpoint(Callback):
 
     def _note(self, signum: int, frame: Any) -> None:  # noqa: ARG002
         """Handles SIGTERM, and ends the main thread when `_save_in_time` sends it."""
-        if self._is_saved_in_time and not self._is_closing:
+        if self._is_saved_in_time and not self._is_at_end:
             raise SystemExit(_TERMINATED)
         self._begin_to_end()
 
@@ -218,26 +222,28 @@ class Checkpoint(Callback):
                 return
             if is_in_time:
                 self._try_to_save(fit)
-        if is_in_time:
-            with self._ending:
-                if self._ended.is_set():  # its handler is gone: the signal would kill the process
-                    return
-                self._is_saved_in_time = True
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
-            if self._ended.wait(max(_left(deadline), _SECS_TO_END)):
-                return
-        else:
+                self._end_main_thread()  # still held, so that it cuts off no other save
+        if not is_in_time:
             self._say(
                 "no checkpoint was written, because a step or its compilation has not ended within "
                 f"grace_secs={self._grace_secs:g}. Steps with a checkpoint: {self._there()}"
             )
+        elif self._ended.wait(max(_left(deadline), _SECS_TO_END)):
+            return
         os._exit(_TERMINATED)  # the main thread is in native code, or ignores SystemExit
+
+    def _end_main_thread(self) -> None:
+        with self._ending:
+            if not self._ended.is_set():  # otherwise the signal would find the default handler
+                self._is_saved_in_time = True
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
     def _try_to_save(self, fit: TrainingRun) -> None:
         try:
             self._save_if_new(fit)
-            if self._store is not None:
-                self._store.wait()
+            store = self._store
+            if store is not None:  # the main thread may be closing it
+                store.wait()
         except Exception as error:
             lost = counted(fit.position.step - self._saved, "step")
             self._say(f"the checkpoint could not be written ({lost} lost): {error}")
@@ -247,6 +253,15 @@ class Checkpoint(Callback):
 
     def _say(self, what: str) -> None:
         print(f"SIGTERM: {what}.", file=sys.stderr, flush=True)
+
+
+def _is_unhandled(handler: Any) -> bool:
+    """Whether the program leaves SIGTERM to `fit`.
+
+    `ray.init` sets a handler, which then never runs: Ray's core, in C++, replaces it by one that
+    prints a trace and ends the process, and restores the default at the end.
+    """
+    return handler is signal.SIG_DFL or getattr(handler, "__module__", None) == _RAY
 
 
 def _left(deadline: float) -> float:

@@ -115,9 +115,10 @@ class CheckpointStore:
 
         Ctrl-C, or another exception of a signal handler, is raised when the write is complete.
         """
-        if self._writing is None:
+        writing = self._writing  # two threads may wait
+        if writing is None:
             return
-        step, interrupt, error = self._writing.step, self._writing.complete(), self._writing.error
+        step, interrupt, error = writing.step, writing.complete(), writing.error
         self._writing = None
         failure = error and OSError(
             f"Could not write the checkpoint for step {step} to {self.directory}: "
