@@ -340,7 +340,7 @@ def test_functions_that_wrote_make_a_snapshot_due():
     assert actions == [Deliver(1, (None,), (0,)), TakeSnapshot(0)]
     assert scheduler.would_repeat_functions
     assert scheduler.snapshot_taken(0) == [KeepSnapshot(0), Forget(0), Forget(1)]
-    assert (scheduler.would_repeat_functions, scheduler.num_snapshots) == (False, 1)
+    assert (scheduler.would_repeat_functions, scheduler.kept_snapshot) == (False, 0)
 
 
 def test_function_that_wrote_before_and_after_a_recovery_is_repeated():

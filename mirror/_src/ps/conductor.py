@@ -218,10 +218,10 @@ class Conductor:
         scheduler = self._scheduler
         if not scheduler.would_repeat_functions:
             return True
-        number, incarnation = scheduler.num_snapshots, scheduler.incarnation
+        number, incarnation = scheduler.next_snapshot, scheduler.incarnation
         self._perform(scheduler.request_snapshot())
         self._wait(
-            lambda: (scheduler.num_snapshots, scheduler.incarnation) != (number, incarnation),
+            lambda: scheduler.kept_snapshot >= number or scheduler.incarnation != incarnation,
             *(None, operation),
         )
         return scheduler.incarnation == incarnation

@@ -17,7 +17,8 @@ class History:
         version: The version of the kept snapshot.
         snapshot: The snapshot that is being taken, or None.
         is_due: Whether a snapshot must be taken before the next step starts.
-        num_kept: How many snapshots were kept.
+        next_number: Number of the first snapshot that begins from now on.
+        kept_number: Number of the kept snapshot, -1 for the servers' first values.
     """
 
     def __init__(self, snapshot_every: int, version: int) -> None:
@@ -25,7 +26,8 @@ class History:
         self.snapshot: TakeSnapshot | None = None
         self.is_due = False
         self._tasks: collections.deque[Task] = collections.deque()
-        self._num_steps = self._num_snapshots = self._num_covered = self.num_kept = 0
+        self._num_steps = self._num_covered = self.next_number = 0
+        self.kept_number = -1
         self._taken_version = version
 
     @property
@@ -47,15 +49,16 @@ class History:
     def take(self, version: int) -> TakeSnapshot:
         """Begins a snapshot, which covers what has finished so far."""
         self.is_due = False
-        self.snapshot = TakeSnapshot(self._num_snapshots)
-        self._num_snapshots += 1
+        self.snapshot = TakeSnapshot(self.next_number)
+        self.next_number += 1
         self._num_covered, self._taken_version = len(self._tasks), version
         return self.snapshot
 
     def keep(self) -> list[Task]:
         """Ends the snapshot that was begun; returns the tasks that never run again."""
+        assert self.snapshot is not None
+        self.kept_number = self.snapshot.number
         self.snapshot, self.version = None, self._taken_version
-        self.num_kept += 1
         covered = [self._tasks.popleft() for _ in range(self._num_covered)]
         self._num_steps -= sum(task.is_step for task in covered)
         return covered

@@ -125,14 +125,19 @@ class Scheduler:
         return self.is_restoring or self._functions.is_repeating
 
     @property
-    def num_snapshots(self) -> int:
-        """Number of snapshots that were kept."""
-        return self._history.num_kept
-
-    @property
     def would_repeat_functions(self) -> bool:
         """Whether functions that changed variables would be repeated after the loss of a server."""
         return self._history.has_functions
+
+    @property
+    def next_snapshot(self) -> int:
+        """Number of the first snapshot that covers all that has finished so far."""
+        return self._history.next_number
+
+    @property
+    def kept_snapshot(self) -> int:
+        """Number of the last snapshot that was kept, or -1."""
+        return self._history.kept_number
 
     @property
     def queued(self) -> int:
