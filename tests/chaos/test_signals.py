@@ -255,9 +255,10 @@ PLACES = ["source", "source without prefetch", "validation", "callback"]
 
 @pytest.mark.parametrize("place", PLACES)
 def test_sigterm_saves_soon(tmp_path, place):
-    status, _, secs, _ = ended_at(place, tmp_path, signal.SIGTERM)
+    status, _, secs, words = ended_at(place, tmp_path, signal.SIGTERM)
     assert status == 143
     assert secs < AT_ONCE
+    assert words == f"SIGTERM: step {STEPS} is saved in {tmp_path / 'runs'}.\n"
     assert mirror.load_checkpoint(tmp_path / "runs").step == STEPS
 
 

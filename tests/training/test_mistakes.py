@@ -241,6 +241,8 @@ UNKNOWN = {
     "on_train_begin": "on_fit_begin(self, fit)",
     "on_train_end": "on_fit_end(self, fit)",
     "on_batch_end": "on_step(self, fit)",
+    "on_step_end": "on_step(self, fit)",
+    "on_step_begin": "on_step(self, fit)",
     "on_train_batch_end": "on_metrics(self, fit, step, logs)",
     "on_test_end": "on_epoch_end(self, fit, logs)",
     "on_predict_begin": "trainer.predict",

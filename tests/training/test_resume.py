@@ -658,10 +658,11 @@ MOMENTS = {"on_epoch_begin": 1, "on_step": 1, "on_metrics": 10, "on_epoch_end": 
 
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("every_epochs", [0, 1])
-def test_sigterm_at_any_moment_is_safe(tmp_path, moment, every_epochs):
-    """The current step is finished and saved."""
+def test_sigterm_at_any_moment_is_safe(tmp_path, capsys, moment, every_epochs):
+    """The current step is finished and saved, and a line says so."""
     with pytest.raises(SystemExit) as caught:
         fit_quickly(tmp_path, Looks(moment), every_epochs=every_epochs)
     assert caught.value.code == 143
     assert last_step(tmp_path) == MOMENTS[moment]
+    assert capsys.readouterr().err == f"SIGTERM: step {MOMENTS[moment]} is saved in {tmp_path}.\n"
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

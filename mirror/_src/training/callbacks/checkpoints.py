@@ -1,5 +1,6 @@
 """`Checkpoint`: saves the last checkpoints, the best one, and one when the process ends."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -34,12 +35,12 @@ class Checkpoint(Callback):
     happen in the background; `fit` raises their errors at the next checkpoint or at the end.
 
     On SIGTERM (for example, when a preemptible VM is reclaimed), it finishes the current step,
-    writes a checkpoint, and exits with status 143. Run the program again with
-    `trainer.restore(directory)` to resume. This requires that `fit` runs in the main thread and
-    that the program does not handle SIGTERM; the handler of `ray.init` does not count. If `fit` is
-    waiting for data, evaluating or running a callback, the checkpoint is written meanwhile. If a
-    step, or its compilation, takes longer than `grace_secs`, the process exits without a new
-    checkpoint and says so.
+    writes a checkpoint, and exits with status 143; a line on standard error names the saved step.
+    Run the program again with `trainer.restore(directory)` to resume. This requires that `fit` runs
+    in the main thread and that the program does not handle SIGTERM; the handler of `ray.init` does
+    not count. If `fit` is waiting for data, evaluating or running a callback, the checkpoint is
+    written meanwhile. If a step, or its compilation, takes longer than `grace_secs`, the process
+    exits without a new checkpoint and says so.
 
     In a job of several processes, only the chief writes. SIGTERM or Ctrl-C to any process makes all
     of them stop after the same step; the chief writes a checkpoint, and all exit.
@@ -131,7 +132,7 @@ class Checkpoint(Callback):
         if self._terminated and not stops_together(fit):
             with fit.consistent():
                 self._save_if_new(fit)
-                self._end_process()
+                self._end_process(self._store)
         if self._every_steps and fit.position.step - self._saved >= self._every_steps:
             self._save(fit)
 
@@ -142,6 +143,7 @@ class Checkpoint(Callback):
     def on_fit_end(self, fit: TrainingRun) -> None:
         """Writes the last checkpoint, and waits for pending writes."""
         self._is_at_end = True  # it ends the process itself, when the checkpoint is complete
+        store = self._store
         self._terminated = self._terminated or ended_by(fit) == "SIGTERM"
         with closing("closing the CheckpointStore", self._close):
             if self._due:
@@ -149,11 +151,12 @@ class Checkpoint(Callback):
             elif self._terminated or ended_by(fit) == "interrupt":
                 self._save_if_new(fit)
         if self._terminated:
-            self._end_process()
+            self._end_process(store)
 
-    def _end_process(self) -> NoReturn:
+    def _end_process(self, store: CheckpointStore | None) -> NoReturn:
         self._close()
         self._terminated = False
+        self._say_what_is_saved(store)
         raise SystemExit(_TERMINATED)
 
     def _save_epoch(self, fit: TrainingRun) -> None:
@@ -214,7 +217,7 @@ class Checkpoint(Callback):
 
     def _save_in_time(self) -> None:
         """Saves and ends the process if `fit` does not reach the end of a step by itself."""
-        fit, deadline = self._fit, time.monotonic() + self._grace_secs
+        fit, store, deadline = self._fit, self._store, time.monotonic() + self._grace_secs
         if fit is None or self._ended.wait(_SECS_TO_REACT):
             return
         with fit.consistent(timeout=_left(deadline - _SECS_TO_END)) as is_in_time:
@@ -230,6 +233,8 @@ class Checkpoint(Callback):
             )
         elif self._ended.wait(max(_left(deadline), _SECS_TO_END)):
             return
+        else:
+            self._say_what_is_saved(store)
         os._exit(_TERMINATED)  # the main thread is in native code, or ignores SystemExit
 
     def _end_main_thread(self) -> None:
@@ -251,8 +256,19 @@ class Checkpoint(Callback):
     def _there(self) -> str:
         return in_words(self._store.steps() if self._store is not None else ())
 
+    def _say_what_is_saved(self, store: CheckpointStore | None) -> None:
+        if store is None:  # the chief has it
+            return
+        step = store.latest()
+        self._say(
+            f"no checkpoint was written to {store.directory}, because no step has ended"
+            if step is None
+            else f"step {step} is saved in {store.directory}"
+        )
+
     def _say(self, what: str) -> None:
-        print(f"SIGTERM: {what}.", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError, ValueError):  # closed, or a broken pipe
+            print(f"SIGTERM: {what}.", file=sys.stderr, flush=True)
 
 
 def _is_unhandled(handler: Any) -> bool:

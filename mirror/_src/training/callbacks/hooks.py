@@ -19,11 +19,13 @@ HOOKS: Mapping[str, tuple[str, ...]] = {
 _STEP = "on_step(self, fit), after each launch, or on_metrics(self, fit, step, logs)"
 _VALIDATION = "on_epoch_end(self, fit, logs): names of validation metrics start with val_"
 _ELSEWHERE = {
-    # Keras
+    # Keras and Transformers
     "on_train_begin": "on_fit_begin(self, fit)",
     "on_train_end": "on_fit_end(self, fit)",
     "on_batch_begin": _STEP,
     "on_batch_end": _STEP,
+    "on_step_begin": _STEP,
+    "on_step_end": _STEP,
     "on_train_batch_begin": _STEP,
     "on_train_batch_end": _STEP,
     "on_test_begin": _VALIDATION,
