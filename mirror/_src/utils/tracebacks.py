@@ -1,4 +1,4 @@
-"""Tracebacks without internal frames: an error from a step shows the user's lines only."""
+"""Tracebacks without internal frames: an error or Ctrl-C in a step shows the user's lines only."""
 
 import functools
 import os
@@ -43,6 +43,9 @@ def api_boundary(fn: Callable[P, R]) -> Callable[P, R]:
     def inside(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return fn(*args, **kwargs)
+        except KeyboardInterrupt as interrupt:
+            hide_internal_frames(interrupt)
+            raise
         except Exception as error:
             traceback = error.__traceback__
             if isinstance(error, TypeError) and traceback is not None and not traceback.tb_next:
