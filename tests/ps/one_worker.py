@@ -84,6 +84,17 @@ class Training:
         arguments = (ArgumentOfStep("model"), ArgumentOfStep("optimizer"), batch)
         return self.worker.run_part(assignment, work, (arguments, {}))
 
+    def train(self, batch, mask, num_parts, weight_of):
+        """Runs the first part of a step of a `Trainer`, which joins its parts itself."""
+        self.exports["weight_of"] = weight_of
+        assignment = Assignment(0, 0, 0, num_parts, 0, 0, self.commit, self.version)
+        work = StepWork(
+            *(Export(0, ["fn"]), Export(1, ["model"]), self.version, Export(2, ["weight_of"])),
+            num_rows=num_parts * len(mask),
+        )
+        places = (ArgumentOfStep("model"), ArgumentOfStep("optimizer"))
+        return self.worker.run_part(assignment, work, ((*places, batch, mask), {}))
+
     def end_step(self, *parts, task=None):
         self.commit = Committed(self.version, self.version if task is None else task, parts)
         self.version += 1

@@ -23,6 +23,7 @@ class Answers:
         self.asked = threading.Event()
         self.snapshots = []
         self.num_begun = 0
+        self.error, self.is_silent = None, False
 
     def dumps(self, value):
         return value
@@ -31,7 +32,8 @@ class Answers:
         done(1)
 
     def call_worker(self, worker, method, arguments, done):
-        done(Result(None, 1.0, has_writes=True))
+        if not self.is_silent:
+            done(self.error or Result(None, 1.0, has_writes=True))
 
     def call_servers(self, method, arguments, done, **options):
         if method == "snapshot":
@@ -106,3 +108,27 @@ def test_snapshot_that_was_begun_before_a_function_ended_does_not_cover_it(condu
     engine.answer_snapshot()
     thread.join(SECS)
     assert engine.asked.is_set()
+
+
+def test_error_is_raised_by_a_variable_and_again_by_join(conductor, engine):
+    """Reading a variable must not hide from `join` that a function failed."""
+    engine.error = ValueError("mine")
+    conductor.submit(Task("run", [()], lambda results: None, RemoteValue()), is_step=False)
+    wait_until(lambda: conductor._scheduler.has_error)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="mine"):
+            conductor.variable(0, "v", "read", None)
+    with pytest.raises(ValueError, match="mine"):
+        conductor.join(SECS)
+    conductor.join(SECS)
+    assert conductor.variable(0, "v", "read", None) == 5.0
+
+
+def test_wait_for_lost_workers_is_logged(engine, monkeypatch, caplog):
+    monkeypatch.setattr("mirror._src.ps.conductor._STUCK_SECS", 0.05)
+    conductor = Conductor(engine, staleness=0)
+    conductor.start()
+    engine.is_silent = True
+    conductor.submit(Task("run", [()], lambda results: None, RemoteValue()), is_step=False)
+    wait_until(lambda: "1 run, and 0 of 1 workers are lost" in caplog.text)
+    conductor.close()

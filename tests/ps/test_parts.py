@@ -1,5 +1,6 @@
 """The parts of a synchronous step: how a batch is cut, and how results are joined."""
 
+import jax
 import numpy as np
 import pytest
 
@@ -91,3 +92,15 @@ def test_part_without_weight_does_not_spoil_the_mean():
 def test_results_of_different_structure_are_rejected():
     with raises(ValueError, values="structure"):
         joined(results_of([{"a": np.float32(1)}, {"b": np.float32(1)}], [1.0, 1.0], ("mean",)))
+
+
+def test_results_of_different_shapes_are_not_broadcast():
+    values = [np.ones(2, np.float32), np.ones(1, np.float32)]
+    with raises(ValueError, values=("[2]", "[1]")):
+        joined(results_of(values, [2.0, 1.0], ("mean",)))
+
+
+@pytest.mark.parametrize("batch", [{}, {"x": np.ones((3, 2))}], ids=["alone", "beside rows"])
+def test_random_keys_are_not_arguments(batch):
+    with raises(TypeError, names=("extra", "step"), fix="jax.random.key(seed)"):
+        num_rows(step, (batch,), {"extra": jax.random.key(0)})

@@ -401,6 +401,18 @@ def test_task_that_loses_its_workers_again_and_again_fails():
     assert scheduler.take_error() is fail.error
 
 
+def test_all_of_many_workers_may_be_lost_in_a_step():
+    """The limit is for each part: otherwise, 9 machines that are reclaimed at once end it."""
+    count = 32
+    scheduler = ready(count)
+    scheduler.submit(count, is_step=True)
+    for worker in range(count):
+        assert Revive(worker) in scheduler.worker_lost(worker)
+    assert not scheduler.has_error
+    for worker in range(count):
+        assert started(scheduler.worker_ready(worker)) == [(0, worker, worker)]
+
+
 def test_servers_that_are_lost_again_and_again_are_an_error():
     scheduler = ready(1, snapshot_every=1, max_losses=2)
     scheduler.submit(1, is_step=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mirror._src.distributed.cluster import ClusterSpec, Task
-from mirror._src.ps import ray_cluster
+from mirror._src.ps import ray_cluster, tethered
 from mirror._src.ps.cluster import (
     cluster_of,
     head_address,
@@ -21,6 +21,7 @@ from mirror._src.ps.cluster import (
     task_of,
     token_variables,
 )
+from mirror._src.ps.server import answers
 from mirror.distributed import Server, SimpleClusterResolver, TFConfigClusterResolver
 from tests.support.messages import raises
 from tests.support.processes import free_ports
@@ -186,6 +187,74 @@ def test_nodes_find_the_head_and_end_with_it_or_on_sigterm():
                 process.terminate()
                 process.wait(60)
             process.stdout.close()
+
+
+@pytest.mark.dev("ray")
+def test_strategy_whose_head_does_not_start_leaves_no_connection(monkeypatch):
+    """Otherwise, the next strategy would not be the last one to close it."""
+
+    def fails(*arguments):
+        raise RuntimeError("mine")
+
+    monkeypatch.setenv("RAY_CLIENT_MODE", "0")  # as Ray does when it is imported
+    monkeypatch.setattr(ray_cluster, "Server", fails)
+    (port,) = free_ports(1)
+    spec = cluster_of({"chief": [f"127.0.0.1:{port}"], "ps": ["a:1"], "worker": ["b:1"]})
+    before = ray_cluster._Session.num_users
+    with pytest.raises(RuntimeError, match="mine"):
+        ray_cluster.Connection(spec)
+    assert ray_cluster._Session.num_users == before
+
+
+NODE = """
+import sys, time
+from mirror.distributed import Server
+
+Server({"chief": [sys.argv[1]], "ps": ["a:1"], "worker": ["b:1"]}, "chief", 0)
+print("running", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.dev("ray")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_node_ends_with_the_process_that_started_it(number):
+    """Otherwise, the head of a chief that was killed keeps the processes of the others alive."""
+    (port,) = free_ports(1)
+    address = f"127.0.0.1:{port}"
+    with subprocess.Popen(
+        [sys.executable, "-c", NODE, address], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert "running" in process.stdout.readline()
+        assert answers(address)
+        process.send_signal(number)
+        process.wait(60)
+    end = time.monotonic() + 60
+    while answers(address):
+        assert time.monotonic() < end, "the head still runs"
+        time.sleep(0.2)
+
+
+def tethered_process(secs, command):
+    arguments = [sys.executable, "-I", tethered.__file__, str(secs), sys.executable, "-c", command]
+    return subprocess.Popen(arguments, stdin=subprocess.PIPE)
+
+
+COMMANDS = {"raise SystemExit(3)": 3, "import os; os.kill(os.getpid(), 9)": 137, "": 0}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_status_of_a_command_is_kept(command):
+    with tethered_process(30, command) as process:
+        assert process.wait(30) == COMMANDS[command]
+
+
+def test_command_that_ignores_the_end_of_its_parent_is_killed():
+    command = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)"
+    with tethered_process(0.5, command) as process:
+        time.sleep(1)
+        process.stdin.close()
+        assert process.wait(30) == 137
 
 
 @pytest.mark.dev("ray")

@@ -12,6 +12,7 @@ from flax import nnx
 import mirror
 from mirror._src.ps.actions import Assignment
 from mirror._src.ps.objects import TrainingObjects
+from mirror._src.ps.parts import joined
 from mirror._src.ps.processes import error_of
 from mirror._src.ps.replies import (
     ArgumentOfStep,
@@ -61,6 +62,22 @@ def raised_by(function, *arguments):
     )
     assert isinstance(raised, Raised)
     return error_of(raised, 0, pickle.loads)
+
+
+def each_replica():
+    strategy = mirror.get_strategy()
+    return strategy.run(lambda: mirror.get_replica_context().replica_id_in_sync_group)
+
+
+def test_per_replica_result_of_a_function_is_one_of_the_users():
+    training = Training(*create(LOCAL, TX), num_devices=2)
+    training.worker._exports[9] = each_replica
+    reply = training.worker.run_function(
+        Assignment(0, 0, 0, 1, 0, 0, None, 0), Export(9, None), ((), {})
+    )
+    value = joined([reply])
+    assert isinstance(value, mirror.PerReplica)
+    assert list(map(int, value.values)) == [0, 1]
 
 
 class OddError(Exception):

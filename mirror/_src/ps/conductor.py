@@ -173,7 +173,7 @@ class Conductor:
         operation_ = self._journal.operation(server, name, operation, value)
         while True:
             with self._changed:
-                self._wait(lambda: not self._scheduler.is_recovering, None, operation)
+                self._wait(lambda: not self._scheduler.is_recovering, None, operation, keeps=True)
                 incarnation = self._scheduler.incarnation
                 if operation != "read" and not self._covers_functions(operation):
                     continue
@@ -223,11 +223,26 @@ class Conductor:
         self._wait(
             lambda: scheduler.kept_snapshot >= number or scheduler.incarnation != incarnation,
             *(None, operation),
+            keeps=True,
         )
         return scheduler.incarnation == incarnation
 
-    def _wait(self, condition: Callable[[], bool], timeout: float | None, what: str) -> None:
-        """Waits for a condition; raises what a function raised, once nothing runs any more."""
+    def _wait(
+        self,
+        condition: Callable[[], bool],
+        timeout: float | None,
+        what: str,
+        *,
+        keeps: bool = False,
+    ) -> None:
+        """Waits for a condition; raises what a function raised, once nothing runs any more.
+
+        Args:
+            condition: The condition, which is checked with the lock held.
+            timeout: Seconds to wait, or None.
+            what: Name of the method, for the error.
+            keeps: Whether another method is to raise the error of a function again.
+        """
         end = None if timeout is None else time.monotonic() + timeout
         while True:
             if self._broken is not None:
@@ -235,7 +250,7 @@ class Conductor:
             if self._is_closed:
                 raise RuntimeError("The strategy has been closed. Create a new one.")
             if self._scheduler.has_error:
-                error = self._scheduler.take_error()
+                error = self._scheduler.take_error(keeps=keeps)
                 if error is not None:
                     raise error
             elif condition():

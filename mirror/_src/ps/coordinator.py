@@ -121,7 +121,8 @@ class ClusterCoordinator:
         so a step that is repeated after the loss of a worker draws the same numbers.
 
         Args:
-            fn: The function. It is pickled once: later changes to what it captures have no effect.
+            fn: The function. It is pickled when it is first scheduled, so what it captures must
+                not change.
             args: Positional arguments.
             kwargs: Keyword arguments.
 
@@ -129,10 +130,12 @@ class ClusterCoordinator:
             The value that the function will have.
 
         Raises:
-            TypeError: If the function or an argument cannot be pickled, or is a `RemoteValue`.
+            TypeError: If the function or an argument cannot be pickled, or is a `RemoteValue`, or
+                if an argument of a training step is a random key.
             ValueError: If the batch cannot be split.
-            Exception: What an earlier scheduled function raised. Functions that had not been
-                started then are canceled; afterwards, the coordinator is usable again.
+            Exception: What an earlier scheduled function raised, once nothing runs any more.
+                Functions that had not been started then are canceled; afterwards, the coordinator
+                is usable again.
         """
         if not callable(fn):
             fix = "Pass the function itself: coordinator.schedule(fn, args)."
@@ -153,7 +156,7 @@ class ClusterCoordinator:
         Afterwards, model and optimizer of the scheduled steps have the values of the servers.
 
         Args:
-            timeout: Seconds to wait. Defaults to forever.
+            timeout: Seconds to wait for the functions. Defaults to forever.
 
         Raises:
             TimeoutError: If the functions have not ended by then. They continue.
@@ -179,7 +182,7 @@ class ClusterCoordinator:
         """Whether all scheduled functions have ended.
 
         Raises:
-            Exception: What a scheduled function raised, once nothing runs any more.
+            Exception: What a scheduled function raised. Waits until nothing runs any more before.
         """
         self._conductor.raise_error()
         return self._conductor.is_idle
@@ -224,7 +227,7 @@ class ClusterCoordinator:
         export = engine.export(fn, pickled_function(engine, fn))
         arguments = pickled_function(engine, (args, kwargs), f"the arguments of {name_of(fn)}")
         value = RemoteValue()
-        task = Task("run_function", [(export, arguments)], lambda r: r[0].value, value)
+        task = Task("run_function", [(export, arguments)], parts.joined, value)
         self._conductor.submit(task, is_step=False)
         return value
 

@@ -86,6 +86,24 @@ def joins_of_step(
     return found
 
 
+def require_own_sums(fn_name: str, found: Sequence[Found], num_parts: int) -> None:
+    """Requires that a step of a `Trainer` sums what its parts compute separately.
+
+    The only collective is then the sum of the trainer, after the loss function.
+
+    Raises:
+        ValueError: If a sum depends on another collective.
+    """
+    if any(each.kind == "result" and each.join is Join.NONE for each in found):
+        raise ValueError(
+            f"{fn_name} reduces or gathers over the replicas, for example with context.all_reduce "
+            f"or nnx.BatchNorm(axis_name=...). The workers compute the {num_parts} parts of a "
+            "batch separately: this would be over the part of one worker alone. Compute the loss "
+            "of each example from this example; or schedule a step of your own with "
+            "mirror.ClusterCoordinator; or train with mirror.MirroredStrategy."
+        )
+
+
 def require_joins(fn_name: str, found: Sequence[Found], num_parts: int) -> tuple[str, ...]:
     """Returns the value of the `Join` of each leaf of the result of a step.
 

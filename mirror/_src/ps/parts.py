@@ -28,12 +28,13 @@ def num_rows(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
 
     Raises:
         ValueError: If the leaves differ in it, or it is 0.
-        TypeError: If a leaf is a `PerReplica`.
+        TypeError: If a leaf is a `PerReplica` or a random key.
     """
     tree = (tuple(args), dict(kwargs))
     leaves = jax.tree.leaves(tree, is_leaf=is_per_replica)
     sizes = {leaf.shape[0] for leaf in leaves if has_rows(leaf)}
-    if len(sizes) == 1 and 0 not in sizes and not any(map(is_per_replica, leaves)):
+    is_odd = any(is_per_replica(leaf) or _is_key(leaf) for leaf in leaves)
+    if len(sizes) == 1 and 0 not in sizes and not is_odd:
         return int(sizes.pop())
     rows: dict[str, int] = {}
     fn_name = name_of(fn)
@@ -42,6 +43,12 @@ def num_rows(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
             raise TypeError(
                 f"{name} of {fn_name} must be a global batch, got {leaf!r:.60}. Pass plain "
                 "arrays: the rows are split across the workers."
+            )
+        if _is_key(leaf):
+            raise TypeError(
+                f"{name} of {fn_name} is a random key, which cannot be sent to a worker. Pass a "
+                "seed and call jax.random.key(seed) in the function, or keep an nnx.Rngs in the "
+                "model."
             )
         if has_rows(leaf):
             rows[name] = leaf.shape[0]
@@ -60,6 +67,10 @@ def num_rows(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
 def has_rows(leaf: Any) -> bool:
     """Whether a leaf of the arguments is split by rows: an array with at least one axis."""
     return isinstance(leaf, jax.Array | np.ndarray) and leaf.ndim > 0
+
+
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def bounds(size: int, num_workers: int, num_devices: int, fn_name: str) -> list[tuple[int, int]]:
@@ -165,6 +176,8 @@ def _joined(values: list[Any], join: Join, shares: Sequence[float]) -> Any:
         return PerReplica([row for value in values for row in value.values])
     if len(values) == 1 or join is Join.SAME:
         return first
+    if any(np.shape(value) != np.shape(first) for value in values):
+        raise ValueError
     if join in (Join.MAX, Join.MIN):
         reduce = np.maximum if join is Join.MAX else np.minimum
         return np.asarray(functools.reduce(reduce, values))

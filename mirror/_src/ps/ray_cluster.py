@@ -102,6 +102,14 @@ class Connection:
         _Session.num_users += self._is_open
         if ray.is_initialized():
             return
+        try:
+            self._join(ray, spec)
+        except BaseException:
+            self.close()
+            raise
+
+    @staticmethod
+    def _join(ray: Any, spec: ClusterSpec | None) -> None:
         # Without `address`, Ray joins the cluster that a program before has left behind.
         address: dict[str, Any] = {"address": "local", "include_dashboard": False}
         if spec is not None:
@@ -114,7 +122,6 @@ class Connection:
                 warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
                 ray.init(log_to_driver=False, logging_level=logging.ERROR, **address)
         except (ConnectionError, RuntimeError, TimeoutError) as error:
-            self.close()
             if spec is None:
                 raise
             head = head_of(spec)

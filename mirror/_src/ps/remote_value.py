@@ -10,9 +10,10 @@ from mirror._src.utils.tracebacks import api_boundary
 
 @set_module("mirror")
 class CancelledError(RuntimeError):
-    """Raised by `RemoteValue.fetch` if an earlier scheduled function failed before this one ran.
+    """Raised by `RemoteValue.fetch` if the function was canceled before it ran.
 
-    The error of the earlier function is raised by `schedule`, `join` or `done`.
+    That happens if an earlier scheduled function fails, whose error `schedule`, `join` or `done`
+    raise, if the values on the servers are lost, or if the strategy is closed.
 
     >>> issubclass(mirror.CancelledError, RuntimeError)
     True

@@ -68,8 +68,8 @@ class Scheduler:
         snapshot_every: How many steps, and functions that change variables, lie between two
             snapshots. 0: the loss of a server is an error.
         first_step: The version of the servers, of synchronous steps.
-        max_losses: How many workers a task may lose before it fails, and how many times servers may
-            be lost without a new result in between.
+        max_losses: How many workers a part of a task may lose before the task fails, and how many
+            times servers may be lost without a new result in between.
     """
 
     def __init__(
@@ -321,14 +321,18 @@ class Scheduler:
         self._num_server_losses, self.is_restoring = 0, True
         return [*actions, Restore(self.incarnation)]
 
-    def take_error(self) -> BaseException | None:
-        """Returns the first error, once, when nothing runs any more; None before that."""
+    def take_error(self, *, keeps: bool = False) -> BaseException | None:
+        """Returns the first error, when nothing runs any more; None before that.
+
+        Args:
+            keeps: Whether to return it again next time.
+        """
         is_stuck = self._workers.are_all_gone and self._must_repeat
         is_running = self._workers.running or self.is_restoring
         if is_running or (self._must_repeat and not is_stuck):
             return None
         error = self._error
-        if not is_stuck:
+        if not is_stuck and not keeps:
             self._error = None
         return error
 
@@ -393,9 +397,10 @@ class Scheduler:
             task = self._ledger.find(assignment)
             if task is None:
                 continue
-            task.num_losses += 1
-            if task.num_losses > self._max_losses:
-                actions += self._fail(task, errors.worker_lost_again(task.number, task.num_losses))
+            task.losses[assignment.part] += 1
+            num_losses = task.losses[assignment.part]
+            if num_losses > self._max_losses:
+                actions += self._fail(task, errors.worker_lost_again(task.number, num_losses))
             else:
                 actions += self._put_back(task, assignment.part)
         return actions

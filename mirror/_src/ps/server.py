@@ -19,6 +19,7 @@ from typing import IO, Any, final
 
 from mirror._src.distributed.cluster import ClusterSpec, Jobs
 from mirror._src.distributed.resolvers import ClusterResolver
+from mirror._src.ps import tethered
 from mirror._src.ps.cluster import (
     cluster_of,
     head_address,
@@ -35,7 +36,8 @@ from mirror._src.utils.tracebacks import api_boundary
 _logger = logging.getLogger("mirror")
 _POLL_SECS = 0.5
 _HEAD_SECS = 5.0  # without an answer of the head, before `join` returns
-_STOP_SECS = 40.0  # Ray lets its node drain for up to 30 s
+_DRAIN_SECS = 40.0  # Ray lets its node drain for up to 30 s
+_STOP_SECS = _DRAIN_SECS + 5
 _CONNECT_SECS = 2.0
 _STARTED = "Ray runtime started"
 # A node that joins while the head is still starting may time out after 30 s (Ray 2.60), although
@@ -105,14 +107,15 @@ class Server:
             if value is not None:
                 require_int(name, value, 0)
         deadline = time.monotonic() + require_secs("start_secs", start_secs)
-        command = [_ray_command(), *self._options(num_cpus, num_gpus)]
+        tether = [sys.executable, "-I", tethered.__file__, str(_DRAIN_SECS)]
+        command = [*tether, _ray_command(), *self._options(num_cpus, num_gpus)]
         if self._task != head_of(self._spec):
             _wait_for_head(self.target, deadline, start_secs)
         for attempts_left in reversed(range(_ATTEMPTS)):
             self._process = subprocess.Popen(
                 command,
                 env={**os.environ, **token_variables()},
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,  # closed when this process ends
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
             )
@@ -149,6 +152,8 @@ class Server:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
         self._output.close()
 
     def __enter__(self) -> "Server":

@@ -12,7 +12,7 @@ from flax import nnx
 from mirror._src.context.replica_context import Part
 from mirror._src.context.scopes import current_frame
 from mirror._src.ps.buffers import BufferLayout
-from mirror._src.ps.joins_of_step import joins_of_step, require_joins
+from mirror._src.ps.joins_of_step import joins_of_step, require_joins, require_own_sums
 from mirror._src.ps.messages import Buffers, Pulled
 from mirror._src.ps.objects import on_device, require_unchanged
 from mirror._src.ps.parts import first_row, has_rows, num_rows, on_replicas
@@ -24,7 +24,7 @@ from mirror._src.strategy.mirrored import MirroredStrategy
 from mirror._src.training.checkpoints.host_copies import KeyData
 from mirror._src.training.checkpoints.snapshot import value_of
 from mirror._src.utils.naming import name_of
-from mirror._src.utils.source_lines import on_behalf_of
+from mirror._src.utils.source_lines import on_behalf_of, users_function
 from mirror._src.utils.types import PyTree
 
 
@@ -37,12 +37,14 @@ class Portion(NamedTuple):
         num_rows: Number of rows of the global batch; None if the workers fetch their parts.
         is_weighted: Whether the step says itself how its parts are joined. Then they have the same
             number of rows.
+        num_separate: Number of the parts of such a step.
     """
 
     part: int = 0
     num_parts: int = 1
     num_rows: int | None = None
     is_weighted: bool = False
+    num_separate: int = 1
 
     @property
     def has_position(self) -> bool:
@@ -238,7 +240,8 @@ class StepProgram:
         received = (trained, self._tables.padded_rows(ids, table_rows), position)
         held = self._strategy._runner.borrow(received)
         arguments = (self._model, self._optimizer, held, batch.leaves)
-        joins = self._joins_for(batch, arguments) if portion.num_parts > 1 else ()
+        is_joined = portion.num_parts > 1 or portion.num_separate > 1
+        joins = self._joins_for(batch, arguments) if is_joined else ()
         result = self._strategy.run(self._step_for(batch), arguments)
         self._compiled.add(_shapes(batch))
         require_unchanged(fixed, self._read_local(fixed))
@@ -253,7 +256,12 @@ class StepProgram:
             call, traced = self._strategy._runner.traced(step, arguments, {})
             num_replicas = self._strategy.num_replicas_in_sync
             found = joins_of_step(call, traced, num_replicas, is_fetched=batch.is_fetched)
-            self._joins[key] = require_joins(name_of(self._fn), found, batch.portion.num_parts)
+            portion = batch.portion
+            if portion.is_weighted:
+                require_own_sums(name_of(users_function(self._fn)), found, portion.num_separate)
+                self._joins[key] = ()
+            else:
+                self._joins[key] = require_joins(name_of(self._fn), found, portion.num_parts)
         return self._joins[key]
 
     def _step_for(self, batch: Batch) -> Callable[..., Any]:
@@ -374,7 +382,7 @@ def _zeros(layout: BufferLayout) -> dict[str, np.ndarray]:
 
 def _position(batch: Batch, num_devices: int) -> tuple[Any, ...]:
     """Returns index and first row of a part, and the factor by which the batch is larger."""
-    part, num_parts, num_rows, is_weighted = batch.portion
+    part, num_parts, num_rows, is_weighted, _ = batch.portion
     if not batch.portion.has_position:
         return ()
     if is_weighted:

@@ -85,8 +85,8 @@ class ParameterServerStrategy(RemoteStrategy):
         ValueError: If a number is out of range, or contradicts another argument.
         TypeError: If an argument has the wrong type.
         ModuleNotFoundError: If Ray is not installed.
-        RuntimeError: If the cluster has no room for the tasks within 60 s, or if other actors
-            occupy it for 300 s.
+        RuntimeError: If the cluster has no room for the tasks within 60 s (300 s with `cluster`),
+            or if other actors occupy it for 300 s.
 
     >>> with mirror.ParameterServerStrategy(ps=2, workers=4) as strategy:
     ...     coordinator = mirror.ClusterCoordinator(strategy)

@@ -21,7 +21,7 @@ class Task:
         results: The result of each part that has finished.
         workers: The workers that have had a part since the task was started.
         is_settled: Whether its value is resolved.
-        num_losses: How many workers were lost with a part of it.
+        losses: For each part, how many workers were lost with it.
     """
 
     number: int
@@ -33,7 +33,7 @@ class Task:
     results: dict[int, Any] = dataclasses.field(default_factory=dict)
     workers: set[int] = dataclasses.field(default_factory=set)
     is_settled: bool = False
-    num_losses: int = 0
+    losses: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
 
     def __post_init__(self) -> None:
         self.reset()

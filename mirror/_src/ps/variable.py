@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mirror._src.devices.transfer import is_tracing
 from mirror._src.ps.current import running_function
 from mirror._src.utils.modules import set_module
 from mirror._src.utils.tracebacks import api_boundary
@@ -45,7 +46,14 @@ class ServerVariable:
 
     @api_boundary
     def read_value(self) -> Array:
-        """Returns the value."""
+        """Returns the value.
+
+        Raises:
+            RuntimeError: In a function that JAX traces, such as a training step: it would read the
+                value once, when it is compiled.
+            Exception: In the main program, what a scheduled function raised, until `schedule`,
+                `join` or `done` have raised it.
+        """
         return self._apply("read", None)
 
     @property
@@ -78,6 +86,12 @@ class ServerVariable:
             raise RuntimeError(
                 f"Variable {self.name!r} got a traced value in {operation}. Assign outside jax.jit "
                 "and strategy.run."
+            )
+        if is_tracing():
+            raise RuntimeError(
+                f"Variable {self.name!r} got {operation} in a function that JAX traces: a training "
+                "step, or the argument of jax.jit. This would happen once, when it is compiled. "
+                "Read the value outside and pass it as an argument, or assign outside."
             )
         operand = None if operation == "read" else _operand(value)
         function = running_function()

@@ -107,8 +107,10 @@ class Worker:
         program = self._program(work)
         weight_of, batch_of = map(self._loaded, (work.weight_of, work.batch_of))
         args, kwargs = self._loads(arguments)
+        is_weighted = weight_of is not None
+        num_separate = assignment.num_parts if is_weighted else 1
         portion = Portion(
-            assignment.part, work.num_parts, work.num_rows, is_weighted=weight_of is not None
+            *(assignment.part, work.num_parts, work.num_rows, is_weighted, num_separate)
         )
         batch = program.batch(args, kwargs, portion, batch_of)
         if assignment.step is None and program.must_compile(batch):
