@@ -88,6 +88,22 @@ def test_check_mirrored_of_other_models(four, model):
         cpu_strategy(2).check_mirrored(model)
 
 
+def test_verify_compares_logs_inside_of_others():
+    class Nested(keras.Model):
+        def train_step(self, state, data):
+            logs, state = super().train_step(state, data)
+            return {"loss": logs["loss"], "more": {"twice": 2 * logs["loss"]}}, state
+
+    strategy = cpu_strategy(2)
+    with strategy.scope():
+        inputs = keras.Input((8, 8, 1))
+        layers = keras.Sequential([keras.layers.Flatten(), keras.layers.Dense(10)])
+        model = compiled(lambda: Nested(inputs, layers(inputs)))
+    x, y = digits()
+    report = strategy.verify(model, (x[:32], y[:32]))
+    assert [row.name for row in report.rows][:2] == ["logs['loss']", "logs['twice']"]
+
+
 @pytest.mark.parametrize("n", [1, 4])
 def test_verify(n):
     strategy = cpu_strategy(n)

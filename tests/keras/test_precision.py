@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from mirror._src.keras.precision import compute_dtypes
 from tests.support.keras_models import (
     MARKS,
     assert_close,
@@ -317,6 +319,22 @@ def test_float16_without_a_loss_scale_warns(policy):
     logs = train_once(scaled)
     if policy != "float16":  # its variables overflow in any case
         assert np.isfinite(logs).all()
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_layers_inside_of_others_count(policy):
+    """`model.layers` has the wrapper alone, which computes in float32."""
+    with cpu_strategy(2).scope():
+        dense = keras.layers.Dense(2, dtype=policy)
+        model = keras.Sequential([keras.Input((4, 3)), keras.layers.TimeDistributed(dense)])
+        model.compile("sgd", "mse")
+    assert compute_dtypes(model) == {"float32", policy.removeprefix("mixed_")}
+    x, y = np.ones((4, 4, 3), "float32"), np.ones((4, 4, 2), "float32")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.train_on_batch(x, y)
+    texts = [str(each.message) for each in caught]
+    assert any("the loss is not scaled" in text for text in texts) == (policy == "mixed_float16")
 
 
 def test_declined_loss_scale_does_not_warn():

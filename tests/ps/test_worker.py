@@ -70,7 +70,7 @@ def each_replica():
 
 
 def test_per_replica_result_of_a_function_is_one_of_the_users():
-    training = Training(*create(LOCAL, TX), num_devices=2)
+    training = Training(*create(LOCAL, TX), 2)
     training.worker._exports[9] = each_replica
     reply = training.worker.run_function(
         Assignment(0, 0, 0, 1, 0, 0, None, 0), Export(9, None), ((), {})

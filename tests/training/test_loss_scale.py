@@ -302,8 +302,8 @@ class Root(nnx.Module):
         return jnp.sqrt(self.w[...] * 0) * x[:, 0]
 
 
-def stuck_trainer(**kwargs):
-    scale = LossScale(4.0)
+def stuck_trainer(minimum=1.0, **kwargs):
+    scale = LossScale(4 * minimum, minimum=minimum)
     return trainer_of(model=Root(), tx=optax.sgd(0.1), loss_scale=scale, **kwargs)
 
 
@@ -317,8 +317,10 @@ def test_gradients_that_are_never_finite_warn_once(group):
     assert numbers(trainer.loss_scale) == (1, 0, 8)
 
 
-def test_nan_guard_ends_a_training_that_never_updates():
-    trainer = stuck_trainer()
+@pytest.mark.parametrize("minimum", [1.0, 0.1, np.float32(0.1), 3])
+def test_nan_guard_ends_a_training_that_never_updates(minimum):
+    """Also with a minimum that float32 rounds up, and with numbers of NumPy."""
+    trainer = stuck_trainer(minimum)
     with raises(FloatingPointError, names="sqrt(0)", values="step 3", fix="precision='bfloat16'"):
         fit(trainer, [GOOD] * 20, callbacks=mirror.callbacks.NaNGuard())
 
@@ -380,6 +382,8 @@ def test_update_with_gradients_of_one_replica_is_an_error():
 
 WRONG = {
     "not greater than 1": ({"factor": 1.0}, ValueError, "`factor`"),
+    "1 in float32": ({"factor": 1 + 1e-9}, ValueError, "`factor`"),
+    "0 in float32": ({"minimum": 1e-46}, ValueError, "`minimum`"),
     "infinite factor": ({"factor": math.inf}, ValueError, "`factor`"),
     "zero": ({"initial": 0}, ValueError, "`initial`"),
     "NaN": ({"initial": math.nan}, ValueError, "`initial`"),

@@ -381,6 +381,34 @@ def test_precision_that_reaches_no_linen_layer_is_an_error():
             call(TABLES)
 
 
+class Mixed(nnx.Module):
+    """A layer of nnx, and a Linen module whose layer has a dtype or none that could be set."""
+
+    def __init__(self, head):
+        self.body = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+        self.head = wrapped(head)
+
+    def __call__(self, x):
+        return self.head(self.body(x))
+
+
+@pytest.mark.parametrize("head", [linen.Dense(3, dtype=jnp.float32), BareLinen()])
+def test_linen_layers_may_be_set_if_the_precision_reaches_others(head):
+    trainer = trainer_of(Mixed(head), precision="bfloat16")
+    assert trainer.model.body.dtype == jnp.bfloat16
+    fit(trainer, TABLES)
+    trainer.evaluate(TABLES)
+
+
+def test_replaced_model_has_the_precision_of_the_trainer():
+    trainer = trainer_of(Net(), precision="bfloat16")
+    trainer.model = Net()
+    assert trainer.model.first.dtype == jnp.bfloat16
+    with raises(ValueError, names="precision='bfloat16'"):
+        trainer.model = Bare()
+    assert isinstance(trainer.model, Net)
+
+
 def test_models_of_other_libraries_are_told_the_step():
     with raises(TypeError, names="`model`", fix="strategy.run(step, (params, opt_state, batch))"):
         trainer_of(equinox(), precision="bfloat16")

@@ -60,8 +60,11 @@ def compute_dtypes(model: Any) -> set[str]:
 
 
 def _layers(model: Any) -> Iterator[Any]:
-    for layer in model.layers:
-        yield from _layers(layer) if hasattr(layer, "layers") else (layer,)
+    """Yields the layers of a model, and those inside of others, but no models."""
+    # Not `model.layers`, which lacks the layers of wrappers such as TimeDistributed (Keras 3.15).
+    for layer in model._flatten_layers(include_self=False):
+        if not hasattr(layer, "layers"):
+            yield layer
 
 
 def _warn(message: str) -> None:

@@ -1,10 +1,9 @@
 """`strategy.verify` of a Keras model: its training step on n devices, and on one."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -109,7 +108,15 @@ def _on_one_device(
     logs, state = step(state, iter([(x, y, weights[0] if weights else None)]))
     for group, values in zip(groups, state, strict=True):
         _assign(group, values)
-    return jax.tree.map(np.asarray, logs), [np.array(variable.value) for variable in variables]
+    return _flat(logs), [np.array(variable.value) for variable in variables]
+
+
+def _flat(logs: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Returns logs without the dicts inside, as `train_on_batch` does."""
+    flat: dict[str, np.ndarray] = {}
+    for name, value in logs.items():
+        flat |= _flat(value) if isinstance(value, Mapping) else {name: np.asarray(value)}
+    return flat
 
 
 def _assign(variables: Sequence[Any], values: Iterable[Any]) -> None:

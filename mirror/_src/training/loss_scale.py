@@ -5,6 +5,7 @@ from typing import Any, Literal, TypeAlias, final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from mirror._src.utils.errors import expected, require_int
@@ -56,8 +57,8 @@ class LossScale(nnx.Module):
 
     Raises:
         TypeError: If an argument is not a number, or `growth_interval` not an integer.
-        ValueError: If `factor` is not greater than 1, `growth_interval` is less than 1, or not
-            `0 < minimum <= initial`.
+        ValueError: If `factor` is not greater than 1 in float32, `growth_interval` is less than 1,
+            or not `0 < minimum <= initial`.
 
     >>> scale = LossScale(initial=1024.0)
     >>> scale.scale(0.5)
@@ -77,8 +78,8 @@ class LossScale(nnx.Module):
         minimum: float = 1.0,
     ) -> None:
         require_int("growth_interval", growth_interval)
-        for name, value in (("initial", initial), ("factor", factor), ("minimum", minimum)):
-            _require_number(name, value)
+        initial = _as_float32("initial", initial)
+        factor, minimum = _as_float32("factor", factor), _as_float32("minimum", minimum)
         if factor <= 1:
             raise ValueError(expected("factor", factor, "greater than 1", "2 is usual."))
         if minimum > initial:
@@ -86,7 +87,7 @@ class LossScale(nnx.Module):
                 f"`minimum` must be at most `initial`, got minimum={minimum} and "
                 f"initial={initial}. The scale starts at `initial`."
             )
-        self.initial, self.factor, self.minimum = float(initial), float(factor), float(minimum)
+        self.initial, self.factor, self.minimum = initial, factor, minimum
         self.growth_interval = int(growth_interval)
         self.current = nnx.Variable(jnp.asarray(self.initial, jnp.float32))
         self.finite_steps = nnx.Variable(jnp.zeros((), jnp.int32))
@@ -219,8 +220,11 @@ def _widened(x: Any) -> Any:
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-def _require_number(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
+def _as_float32(name: str, value: Any) -> float:
+    """Returns a number as the step computes with it."""
+    is_number = isinstance(value, int | float | np.integer | np.floating)
+    if isinstance(value, bool) or not is_number:
         raise TypeError(expected(name, value, "a number"))
-    if not 0 < value <= _LARGEST:
+    if not 0 < value <= _LARGEST or not np.float32(value) > 0:
         raise ValueError(expected(name, value, "positive and finite in float32"))
+    return float(np.float32(value))

@@ -58,7 +58,7 @@ class Precision:
             raise ValueError(expected("precision", name, _CHOICES, fix))
         self.name = name
         self._dtype: Any = None if name is None else getattr(jnp, name)
-        self._wraps_linen = False
+        self._wraps_linen = self._reaches_nnx = False
 
     def set_on(self, model: nnx.Module) -> None:
         """Sets the attribute `dtype` of all layers that have one and left it None.
@@ -84,7 +84,8 @@ class Precision:
                 f"precision={theirs!r}."
             )
         unset = [layer for layer in layers.values() if layer.dtype is None]
-        if not (unset or self._wraps_linen or self._has_all(layers.values())):
+        self._reaches_nnx = bool(unset) or self._has_all(layers.values())
+        if not (self._reaches_nnx or self._wraps_linen):
             raise ValueError(self._not_reached(type(model).__name__, layers))
         for layer in unset:
             layer.dtype = self._dtype
@@ -130,7 +131,7 @@ class Precision:
 
         with linen.intercept_methods(call):
             yield
-        if what and not reached:
+        if what and not reached and not self._reaches_nnx:
             raise ValueError(self._not_reached(f"the Linen modules that {what} calls", {}))
 
     def _not_reached(self, where: str, layers: dict[Any, Any]) -> str:

@@ -96,6 +96,7 @@ class TrainerState(Generic[M]):
     @model.setter
     def model(self, model: M) -> None:
         self._require_local("model")
+        self._precision.set_on(model)
         self._model = model
 
     @property

@@ -426,8 +426,8 @@ class Trainer(TrainerState[M]):
             data: As for `evaluate`; only the first batch is used.
             batch_size: As for `fit`.
             rtol: Relative tolerance; see `Strategy.verify`. Defaults to 1e-5. If layers compute in
-                half precision, by `precision` or their attribute `dtype`, defaults to four times
-                the spacing of its numbers at 1: 0.03 for bfloat16, 0.004 for float16.
+                half precision, by `precision` or the attribute `dtype` of nnx layers, defaults to
+                four times the spacing of its numbers at 1: 0.03 for bfloat16, 0.004 for float16.
 
         Raises:
             ReplicaMismatchError: If the results differ; the message names them.
