@@ -8,9 +8,11 @@ import sys
 import threading
 import time
 
+import jax
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import mirror
 from mirror._src.ps import conductor, ray_actors
@@ -262,6 +264,8 @@ def test_what_cannot_be_scheduled_is_rejected(strategy, coordinator):
         coordinator.schedule(lambda: value)
     with raises(TypeError, names="dataset_fn"):
         coordinator.create_per_worker_dataset([1, 2])
+    with raises(TypeError, values="'lock'"):
+        coordinator.create_per_worker_dataset(lambda: [lock])
     with raises(TypeError, names="strategy"):
         mirror.ClusterCoordinator(mirror.MirroredStrategy(["/cpu:0"]))
     with raises(TypeError, values="ParameterServerStrategy"):
@@ -280,6 +284,12 @@ def test_what_cannot_be_scheduled_is_rejected(strategy, coordinator):
         coordinator.schedule(train_step, (model, x))
     with raises(TypeError, names="train_step"):
         coordinator.schedule(train_step, (optimizer, x))
+    other = nnx.Optimizer(model, TX, wrt=nnx.Param)
+    with raises(TypeError, names="train_step", values="Optimizer, Optimizer"):
+        coordinator.schedule(train_step, (model, optimizer, other, DATA[0]))
+    with raises(TypeError, names="batch['key']", fix="jax.random.key(seed)"):
+        batch = {**DATA[0], "key": jax.random.key(0)}
+        coordinator.schedule(train_step, (model, optimizer, batch))
 
 
 def test_optimizers_that_see_several_servers_are_rejected(strategy, coordinator):
