@@ -53,7 +53,8 @@ class Terminate(mirror.callbacks.Callback):
 if __name__ == "__main__":
     place, directory = sys.argv[1:]
     if place != "servers":
-        ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        # Without an address, it joins the cluster that a program before has left behind.
+        ray.init("local", include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     if place == "after Ray":
         ray.shutdown()
     if "servers" in place:
