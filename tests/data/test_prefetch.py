@@ -14,6 +14,7 @@ import pytest
 import mirror
 from tests.support.messages import assert_message, raises
 from tests.support.strategies import cpu_strategy
+from tests.support.waiting import wait_until
 
 ROWS = np.arange(8.0)
 
@@ -154,12 +155,6 @@ def test_prefetch_limits_how_far_ahead_it_reads(prefetch, form):
         time.sleep(0.005)
         assert source.read == most
     batches.close()
-
-
-def wait_until(is_so):
-    deadline = time.monotonic() + 10
-    while not is_so() and time.monotonic() < deadline:
-        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])

@@ -9,6 +9,7 @@ from mirror._src.ps.messages import ServerSnapshot
 from mirror._src.ps.processes import Task
 from mirror._src.ps.remote_value import RemoteValue
 from mirror._src.ps.replies import Result
+from tests.support.waiting import wait_until
 
 SECS = 10.0  # to wait for another thread
 MOMENT = 0.1  # to see that nothing happens
@@ -75,21 +76,17 @@ def assigning(conductor):
     return thread
 
 
-def wait_until(condition):
-    with_limit = threading.Event()
-    for _ in range(int(SECS / 0.01)):
-        if condition():
-            return
-        with_limit.wait(0.01)
-    raise AssertionError("it has not happened")
+def end_snapshot(engine, number):
+    """Ends a snapshot, before which nothing is sent."""
+    wait_until(lambda: engine.num_begun == number)
+    assert not engine.asked.wait(MOMENT)
+    engine.answer_snapshot()
 
 
 def test_assignment_follows_functions_in_a_snapshot(conductor, engine):
     run_function(conductor)
     thread = assigning(conductor)
-    wait_until(lambda: engine.num_begun == 1)
-    assert not engine.asked.wait(MOMENT)
-    engine.answer_snapshot()
+    end_snapshot(engine, 1)
     thread.join(SECS)
     assert engine.asked.is_set()
 
@@ -101,11 +98,8 @@ def test_snapshot_that_was_begun_before_a_function_ended_does_not_cover_it(condu
     wait_until(lambda: engine.num_begun == 1)
     run_function(conductor)
     thread = assigning(conductor)
-    assert not engine.asked.wait(MOMENT)
-    engine.answer_snapshot()
-    wait_until(lambda: engine.num_begun == 2)
-    assert not engine.asked.wait(MOMENT)
-    engine.answer_snapshot()
+    end_snapshot(engine, 1)
+    end_snapshot(engine, 2)
     thread.join(SECS)
     assert engine.asked.is_set()
 

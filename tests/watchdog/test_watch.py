@@ -25,6 +25,7 @@ from mirror._src.executors.arrivals import incomplete_arrivals
 from mirror._src.watchdog import watch as watch_module
 from tests.support import fresh
 from tests.support.messages import assert_message, raises
+from tests.support.waiting import wait_until
 
 HERE = os.path.basename(__file__)
 CPUS = [f"/cpu:{i}" for i in range(4)]
@@ -253,13 +254,6 @@ def test_each_stall_is_raised_or_ends_the_process(monkeypatch):
 
 def has_reports(watch, count):
     return len(watch.reports) == count
-
-
-def wait_until(holds):
-    deadline = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_earlier_launches_are_waited_for_in_slices():
