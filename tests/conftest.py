@@ -1,4 +1,4 @@
-"""Fixtures, and the options `--slow`, `--dev`, `--gpu`, `--notebooks` and `--long`."""
+"""Fixtures, and the options `--slow`, `--dev`, `--gpu`, `--notebooks` and `--nightly`."""
 
 import gc
 import os
@@ -50,20 +50,20 @@ from tests.support.strategies import EXECUTORS, LAYOUTS, cpu_strategy  # noqa: E
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds `--slow`, `--dev`, `--gpu`, `--notebooks` and `--long`."""
+    """Adds `--slow`, `--dev`, `--gpu`, `--notebooks` and `--nightly`."""
     parser.addoption("--slow", action="store_true", help="run the tests of slow_tests.txt too")
     parser.addoption("--dev", action="store_true", help="fail without the packages of `dev`")
     parser.addoption("--gpu", action="store_true", help="run the tests marked gpu, on JAX's GPUs")
     parser.addoption("--notebooks", action="store_true", help="execute the notebooks")
-    parser.addoption("--long", action="store_true", help="run the rows of tables that take long")
+    parser.addoption("--nightly", action="store_true", help="run the rows of tables that take long")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Registers the markers for `--slow`, `--dev`, `--notebooks` and `--long`."""
+    """Registers the markers for `--slow`, `--dev`, `--notebooks` and `--nightly`."""
     config.addinivalue_line("markers", "slow: is in slow_tests.txt; left out by default")
     config.addinivalue_line("markers", "dev(*packages): needs packages of the extra `dev`")
     config.addinivalue_line("markers", "notebooks: executes a notebook; left out by default")
-    config.addinivalue_line("markers", "long: takes long; left out by default")
+    config.addinivalue_line("markers", "nightly: random, exhaustive or long; left out by default")
 
 
 def pytest_unconfigure() -> None:
@@ -79,7 +79,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.nodeid in slow:
             item.add_marker("slow")
-    for name in ("slow", "gpu", "notebooks", "long"):
+    for name in ("slow", "gpu", "notebooks", "nightly"):
         if not config.getoption(f"--{name}"):
             for item in items:
                 if item.get_closest_marker(name):

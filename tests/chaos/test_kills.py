@@ -1,6 +1,6 @@
 """`kill -9` at random moments of a save loses nothing, and the next save works.
 
-A few kills run with the slow tests, all hundred with `--long`.
+A few kills run with the slow tests, all hundred with `--nightly`.
 """
 
 import contextlib
@@ -63,7 +63,7 @@ def kills() -> Iterator[Any]:
         for asynchronous in (False, True):
             for number in range(count // 2):
                 kind = "asynchronous" if asynchronous else "synchronous"
-                marks = [pytest.mark.long] if number >= IN_CI[size] else []
+                marks = [pytest.mark.nightly] if number >= IN_CI[size] else []
                 moment = 2 * ((0.25 + number * GOLDEN) % 1)
                 name = f"{size}-{kind}-{number}"
                 yield pytest.param(size, asynchronous, moment, marks=marks, id=name)

@@ -47,7 +47,7 @@ def test_nothing_is_left_behind(name):
     assert_nothing_left(name, CASES[name][1] // SHARE)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_is_left_behind_in_the_long_run(name):
     assert_nothing_left(name, CASES[name][1])

@@ -520,7 +520,7 @@ for i, batch in enumerate(strategy.distribute_dataset(endless(), input="local"))
 """
 
 
-@pytest.mark.parametrize("who", [pytest.param(0, marks=pytest.mark.long), 1])
+@pytest.mark.parametrize("who", [pytest.param(0, marks=pytest.mark.nightly), 1])
 @pytest.mark.parametrize("how", ["raises", "is killed"])
 def test_processes_do_not_wait_for_one_that_has_ended(who, how):
     """JAX itself ends the others of a process that was killed, with a message that names it."""

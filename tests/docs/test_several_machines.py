@@ -171,7 +171,8 @@ RAYS = {"stand-in": [str(fresh.STAND_INS)], "ray": []}
 
 
 @pytest.mark.parametrize(
-    "ray", [pytest.param("stand-in", marks=pytest.mark.long), pytest.param("ray", marks=NEEDS_RAY)]
+    "ray",
+    [pytest.param("stand-in", marks=pytest.mark.nightly), pytest.param("ray", marks=NEEDS_RAY)],
 )
 def test_actors_of_ray_train_together(ray, tmp_path):
     """Starts three processes, two of which import JAX."""

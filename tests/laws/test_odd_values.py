@@ -159,7 +159,7 @@ ROWS = [
     pytest.param(
         executor,
         method,
-        marks=[pytest.mark.long] * (executor != "pmap" or method in COMPILING),
+        marks=[pytest.mark.nightly] * (executor != "pmap" or method in COMPILING),
         id=f"{executor}-{method}",
     )
     for executor in EXECUTORS

@@ -23,7 +23,7 @@ LAYOUTS = {
     "staged-4": (4, 1, True),
 }
 # What a program imports besides the dependencies of `mirror`, and its layout in the suite, because
-# compiling is all the work here. `--long` runs every program on every layout.
+# compiling is all the work here. `--nightly` runs every program on every layout.
 PROGRAMS = {
     "flax_imagenet": (None, "pairs"),
     "flax_imagenet_dynamic_scale": (None, "pmap-4"),
@@ -42,7 +42,7 @@ ROWS = [
     pytest.param(
         name,
         layout,
-        marks=[pytest.mark.long] * (layout != of_suite),
+        marks=[pytest.mark.nightly] * (layout != of_suite),
         id=f"{name}-{layout}",
     )
     for name, (_, of_suite) in PROGRAMS.items()

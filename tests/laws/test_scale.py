@@ -80,7 +80,7 @@ def test_links_of_a_ring_carry_at_most_twice_the_bytes():
     assert (row.replicas, row.ring_rounds, row.link_bytes) == (8, 14, 140)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_layouts_take_turns_and_train_to_the_same_loss():
     """Starts three processes."""
     times, agreements = spanning.measure(["1 x 4", "2 x 2"], rounds=2, steps=2)

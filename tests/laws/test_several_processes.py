@@ -16,7 +16,10 @@ from tests.support import fresh, processes
 LAYOUTS = {"1x4": (1, 4), "2x2": (2, 2), "4x1": (4, 1)}  # processes, devices of each
 TOLERANCE = 1e-6  # relative to the largest magnitude of an array
 ROWS = 4 * 2  # kinds of state, optimizers; for each batch size
-BATCH_SIZES = [pytest.param("10", id="10"), pytest.param("8 3", id="8, 3", marks=pytest.mark.long)]
+BATCH_SIZES = [
+    pytest.param("10", id="10"),
+    pytest.param("8 3", id="8, 3", marks=pytest.mark.nightly),
+]
 
 
 @functools.cache
@@ -77,7 +80,7 @@ def test_processes_train_like_a_mirrored_strategy_with_the_same_proof(layout, si
         assert off < TOLERANCE, name
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(("count", "devices"), [(2, 2), (4, 1)])
 @pytest.mark.parametrize("packed", ["packed", "unpacked"])
 def test_600_steps_that_nobody_awaits_finish(count, devices, packed):
@@ -91,7 +94,7 @@ def test_600_steps_that_nobody_awaits_finish(count, devices, packed):
     assert all("finished" in output for output in processes.outputs_of(ended))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_real_programs_agree_from_other_folders_and_hash_seeds(tmp_path):
     """No false alarm: 12 real programs, 5 models and 3 transformations of JAX."""
     for name in ("mirror", "mirror_cli", "tests"):
@@ -129,7 +132,7 @@ def launched(directory: object, kills: int, epochs: int) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.nightly)])
 def test_kills_at_random_moments_do_not_change_a_bit(kills, tmp_path):
     """Of the chief and the other process, in turn, during a save and at any moment."""
     epochs = 20 + 4 * kills  # more steps of 10 ms than can be trained before the last kill

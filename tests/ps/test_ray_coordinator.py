@@ -355,7 +355,7 @@ def undisturbed(strategy):
     ],
     ids=lambda lost: "+".join(f"{job[:-1]}{index}" for job, index in lost),
 )
-@pytest.mark.parametrize("after", [pytest.param(0, marks=pytest.mark.long), 9, len(DATA) - 1])
+@pytest.mark.parametrize("after", [pytest.param(0, marks=pytest.mark.nightly), 9, len(DATA) - 1])
 def test_lost_processes_change_no_bit(strategy, undisturbed, lost, after, caplog):
     processes = [pids(strategy, job)[index] for job, index in lost]
     arrays = train(strategy, disturb=lambda: kill(*processes), after=after, has_noise="dropout")
@@ -453,7 +453,7 @@ coordinator.join()
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)]
+    "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)]
 )
 def test_no_process_outlives_the_main_program(number):
     with subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE) as program:

@@ -54,7 +54,7 @@ def test_synchronous_training_equals_one_device(strategy, name):
 
 
 @pytest.mark.parametrize(
-    ("ps", "workers", "devices"), [pytest.param(1, 3, 1, marks=pytest.mark.long), (3, 2, 2)]
+    ("ps", "workers", "devices"), [pytest.param(1, 3, 1, marks=pytest.mark.nightly), (3, 2, 2)]
 )
 def test_numbers_of_servers_and_devices_do_not_matter(ray_cluster, ps, workers, devices):
     options = {"ps": ps, "workers": workers, "devices_per_worker": devices}
@@ -83,9 +83,9 @@ def penalty(model):
     "options",
     [
         {"sample_weight": "weight"},
-        pytest.param({"loss": weighted_loss}, marks=pytest.mark.long),
+        pytest.param({"loss": weighted_loss}, marks=pytest.mark.nightly),
         {"loss": weighted_loss, "penalty": penalty},
-        pytest.param({"accumulate_steps": 3}, marks=pytest.mark.long),
+        pytest.param({"accumulate_steps": 3}, marks=pytest.mark.nightly),
         {"accumulate_steps": 2, "loss": weighted_loss},
         {"labels": "y", "num_classes": 8},
         {"loss": noisy_loss},
@@ -334,7 +334,7 @@ def digits():
     return {"x": x[:1437], "y": y[:1437]}, {"x": x[1437:], "y": y[1437:]}
 
 
-@pytest.mark.parametrize("staleness", [1, pytest.param(2, marks=pytest.mark.long), 5])
+@pytest.mark.parametrize("staleness", [1, pytest.param(2, marks=pytest.mark.nightly), 5])
 def test_asynchronous_training_classifies_digits(ray_cluster, staleness):
     train, test = digits()
     found = []

@@ -59,7 +59,7 @@ def test_synchronous_training_equals_one_device(synchronous, name):
 
 
 @pytest.mark.parametrize(
-    ("ps", "workers", "devices"), [(1, 3, 1), pytest.param(3, 2, 2, marks=pytest.mark.long)]
+    ("ps", "workers", "devices"), [(1, 3, 1), pytest.param(3, 2, 2, marks=pytest.mark.nightly)]
 )
 def test_numbers_of_servers_and_devices_do_not_matter(ray_cluster, ps, workers, devices):
     options = {"ps": ps, "workers": workers, "devices_per_worker": devices}

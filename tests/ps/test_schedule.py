@@ -473,7 +473,7 @@ def test_random_scenarios_end_well(first):
         play(seed)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_many_random_scenarios_end_well():
     for seed in range(1000, 21_000):
         play(seed)
@@ -484,7 +484,7 @@ def test_stores_follow_the_protocol_in_random_scenarios():
         check_stores(play(seed, events=25, server_class=StoreServer))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_stores_follow_the_protocol_in_many_random_scenarios():
     for seed in range(100, 2100):
         check_stores(play(seed, server_class=StoreServer))

@@ -129,6 +129,6 @@ def test_laws_hold_in_any_order_of_events():
     run_machine(150, 50)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_laws_hold_in_many_orders_of_events():
     run_machine(4000, 60, derandomize=False)

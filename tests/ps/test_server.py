@@ -149,7 +149,7 @@ def _start(cluster, job, index):
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.dev("ray")
 def test_nodes_find_the_head_and_end_with_it_or_on_sigterm():
     ports = free_ports(3)

@@ -54,7 +54,7 @@ def test_values_and_refusals(layout):
         assert output.count("passed ") == 15
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_steps_agree_with_one_device():
     """Four processes; `tests/run/test_agreement.py` runs the same program on two."""
     ended = processes.run_program(
@@ -92,7 +92,7 @@ print("total", np.asarray(total).tolist())
 """
 
 
-@pytest.mark.parametrize("late", ["0", pytest.param("40", marks=pytest.mark.long)])
+@pytest.mark.parametrize("late", ["0", pytest.param("40", marks=pytest.mark.nightly)])
 def test_a_process_may_come_late_to_the_first_step(late):
     """It may compile longer. XLA waits for 30 s until all have opened the connections of gloo."""
     ended = processes.run(LATE, environment={"LATE_SECS": late}, after_failure=15)

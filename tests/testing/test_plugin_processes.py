@@ -13,7 +13,9 @@ from tests.support import fresh
 from tests.support.messages import assert_message
 from tests.support.pytest_runs import lines_with, run_pytest, statuses
 
-pytestmark = pytest.mark.long  # every test starts processes, and some wait for those that are stuck
+pytestmark = (
+    pytest.mark.nightly
+)  # every test starts processes, and some wait for those that are stuck
 
 PROGRAM = (fresh.PROGRAMS / "plugin_processes.py").read_text()
 CONFTEST = "def pytest_addoption(parser): parser.addoption('--mine', default='other')"

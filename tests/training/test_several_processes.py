@@ -55,7 +55,7 @@ def test_all_processes_stop_after_the_same_step(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "mode", ["SIGTERM", "SIGINT", pytest.param("SIGTERM slow", marks=pytest.mark.long)]
+    "mode", ["SIGTERM", "SIGINT", pytest.param("SIGTERM slow", marks=pytest.mark.nightly)]
 )
 def test_a_signal_to_one_process_ends_all_with_one_checkpoint(mode, tmp_path):
     directory = tmp_path / "ckpt"
@@ -107,7 +107,7 @@ def test_a_checkpoint_that_only_the_chief_has_is_restored_by_all(tmp_path):
         assert output.count("passed ") == 6
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_killed_process_is_started_again_and_ends_like_an_undisturbed_run(tmp_path):
     arguments = ["--processes", "2", "--devices", "2", "--cpu", "--restarts", "2"]
     program = str(fresh.PROGRAMS / "several_training.py")

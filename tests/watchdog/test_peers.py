@@ -198,7 +198,7 @@ def ended(
     return processes.run(code, processes=count, devices=devices, timeout=150, after_failure=after)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_process_that_sleeps_is_named_by_all_others(who):
     found = ended("sleeps", who, count=3)
@@ -246,7 +246,7 @@ def test_a_process_that_sleeps_in_a_callback_is_named_by_all_others():
         assert f"process {2 - i} waits in launch 4, too" in found[i].output
 
 
-@pytest.mark.parametrize("who", [pytest.param(0, marks=pytest.mark.long), 1])
+@pytest.mark.parametrize("who", [pytest.param(0, marks=pytest.mark.nightly), 1])
 def test_a_process_that_is_stopped_is_named(who):
     other = ended("stopped", who)[1 - who]
     assert other.status == 75, other.output
@@ -260,7 +260,7 @@ def test_a_process_that_is_stopped_is_named(who):
     )
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("who", [0, 1])
 def test_the_report_precedes_the_end_by_jax(who):
     other = ended("stopped", who, secs=60, heartbeat=20)[1 - who]
@@ -270,7 +270,7 @@ def test_the_report_precedes_the_end_by_jax(who):
     assert other.output.index("has not been heard of") < other.output.index("Check failure")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_step_of_one_process_alone_is_named(who):
     """The process that runs the step once more waits in the last launch."""
@@ -282,7 +282,7 @@ def test_a_step_of_one_process_alone_is_named(who):
     assert "has ended\n" in found[1 - who].output
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(("fault", "who"), [("sleeps", 1), ("stopped", 0)])
 def test_raise_ends_the_process_without_the_barrier_of_jax(fault, who):
     start = time.monotonic()
@@ -294,7 +294,7 @@ def test_raise_ends_the_process_without_the_barrier_of_jax(fault, who):
     assert time.monotonic() - start < 50, "not the time of shutdown_secs"
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_launcher_starts_all_processes_again(tmp_path):
     fault = "os.environ['MIRROR_RESTARTS'] == '0' and time.sleep(100)"
     values = {"WHO": 1, "FAULT": fault, "SECS": 6, "ACTION": "exit", "HEARTBEAT": 40}
