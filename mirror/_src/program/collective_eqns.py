@@ -7,7 +7,6 @@ import jax
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from mirror._src.program.atoms import num_bytes
-from mirror._src.program.axis import axis_name
 from mirror._src.program.jaxprs import equations
 from mirror._src.program.user_lines import user_line
 from mirror._src.utils.errors import bytes_in_words, counted
@@ -101,8 +100,12 @@ def axes_of(eqn: JaxprEqn) -> tuple[Any, ...]:
 
 
 def names_axis(eqn: JaxprEqn) -> bool:
-    """Whether an operation refers to the replica axis."""
-    return axis_name() in axes_of(eqn)
+    """Whether an operation refers to the replica axis.
+
+    It is the only axis with a name: `jax.vmap` resolves its own names while it traces, and steps
+    that contain `jax.pmap` or `jax.shard_map` are rejected.
+    """
+    return any(isinstance(axis, str) for axis in axes_of(eqn))
 
 
 def is_collective(eqn: JaxprEqn) -> bool:

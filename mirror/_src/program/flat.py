@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from mirror._src.program.atoms import Atom, Constant, Value, num_bytes
-from mirror._src.program.axis import axis_name
 from mirror._src.program.collective_eqns import ALL_REDUCES, axes_of, spans_whole_axis
 from mirror._src.program.jaxprs import called, jaxpr_of, walk
 
@@ -127,7 +126,7 @@ class Packing(NamedTuple):
         """Returns a key that collectives in one buffer share; `None` if it cannot be packed."""
         if not self.limit or eqn.primitive.name not in ALL_REDUCES or len(eqn.invars) != 1:
             return None
-        if axes_of(eqn) != (axis_name(),) or not spans_whole_axis(eqn):
+        if len(axes_of(eqn)) != 1 or not spans_whole_axis(eqn):
             return None
         aval: Any = eqn.invars[0].aval
         if not 0 < num_bytes(aval) <= self.limit:

@@ -9,7 +9,6 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from mirror._src.program.atoms import Atom, Constant, Value
-from mirror._src.program.axis import axis_name
 from mirror._src.program.collective_eqns import (
     ALL_REDUCES,
     COLLECTIVES,
@@ -197,7 +196,7 @@ class _Builder:
         name = eqn.primitive.name
         if name not in COLLECTIVES or not COLLECTIVES[name].runs_on_host:
             raise NotImplementedError(_message(eqn, f"`{name}` is not implemented on the host"))
-        others = tuple(axis for axis in axes_of(eqn) if axis != axis_name())
+        others = tuple(axis for axis in axes_of(eqn) if not isinstance(axis, str))
         if others and (name not in ALL_REDUCES or not all(isinstance(a, int) for a in others)):
             raise NotImplementedError(_message(eqn, f"`{name}` also reduces the axes {others}"))
         value = self.local(operand)
