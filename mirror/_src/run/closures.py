@@ -114,23 +114,15 @@ def _require_no_keras(fn: Callable[..., Any], constants: set[int]) -> None:
             )
 
 
-def require_nothing_captured_in(
-    fn: Callable[..., Any], frames: Iterable[FrameType], error: Exception
-) -> None:
-    """Rejects a step that Flax stopped because it uses an nnx object from outside the trace.
+def captured_message(fn: Callable[..., Any], frames: Iterable[FrameType]) -> str | None:
+    """Returns the message for a step of which a frame names an nnx object from outside the trace.
 
     Args:
         fn: The step.
         frames: Frames of the step and of the functions that it called.
-        error: Exception of its trace.
-
-    Raises:
-        ValueError: If a frame names an nnx object that is not a copy of an argument.
     """
     names = [path for path, value in reachable_in(frames) if _is_concrete(value)]
-    if names:
-        message = _capture_message(fn, f"the nnx object {names[0]!r}")
-        raise ValueError(message).with_traceback(error.__traceback__) from None
+    return _capture_message(fn, f"the nnx object {names[0]!r}") if names else None
 
 
 def leaked_names(fn: Callable[..., Any]) -> list[tuple[str, jax.core.Tracer]]:

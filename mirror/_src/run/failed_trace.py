@@ -13,8 +13,8 @@ import numpy as np
 
 from mirror._src.run.arguments import ObjectPlaceholder
 from mirror._src.run.call import Call
-from mirror._src.run.closures import require_nothing_captured_in, stale_message
-from mirror._src.run.mesh import require_bound_axis
+from mirror._src.run.closures import captured_message, stale_message
+from mirror._src.run.mesh import unbound_axis_message
 from mirror._src.utils.errors import counted, describe
 from mirror._src.utils.naming import code_of, name_of, parameter_names, signature_of
 from mirror._src.utils.source_lines import is_own, is_users, place
@@ -80,7 +80,9 @@ _CONVERSIONS = (
 def explain_failed_trace(call: Call, run_code: CodeType, error: Exception) -> None:
     """Raises an error in the words of the step in place of an error of JAX, Flax or Python.
 
-    Errors of the step itself are left alone, except that a note lists the arguments.
+    Errors of the step itself are left alone, except that a note lists the arguments. The search for
+    an explanation visits the user's objects, which can fail in any way: the error of the step then
+    stays as it is.
 
     Args:
         call: The call that was traced.
@@ -90,25 +92,41 @@ def explain_failed_trace(call: Call, run_code: CodeType, error: Exception) -> No
     Raises:
         Exception: The same exception with another message, or a `ValueError` or `TypeError`.
     """
+    try:
+        explained = _explanation(call, run_code, error)
+    except Exception:
+        return
+    if explained is not None:
+        raise explained.with_traceback(error.__traceback__) from None
+
+
+def _explanation(call: Call, run_code: CodeType, error: Exception) -> Exception | None:
+    """Returns the error that replaces `error`, or None; may change the message of `error`."""
     fn = call.fn
     frames = _frames_inside(run_code, error)
-    if isinstance(error, NameError):
-        require_bound_axis(fn, error)
-    if isinstance(error, TypeError):
-        _require_matching_call(call, error)
-    if isinstance(error, flax.errors.TraceContextError) or "trace level" in str(error):
-        require_nothing_captured_in(fn, frames, error)
+    is_of_library = not is_users(_innermost_file(error))
+    if (
+        is_of_library
+        and isinstance(error, NameError)
+        and (message := unbound_axis_message(fn, error))
+    ):
+        return ValueError(message)
+    if isinstance(error, TypeError) and (message := _mismatch_message(call)):
+        return TypeError(message)
+    names_trace = isinstance(error, flax.errors.TraceContextError) or "trace level" in str(error)
+    if is_of_library and names_trace and (message := captured_message(fn, frames)):
+        return ValueError(message)
     if isinstance(error, jax.errors.UnexpectedTracerError):
         stale = [v for f in frames for v in f.f_locals.values() if isinstance(v, jax.core.Tracer)]
-        message = stale_message(fn, stale[0]) if stale else None
-        if message is not None:
-            error.args = (message,)
-        return
+        if stale:
+            error.args = (stale_message(fn, stale[0]),)
+        return None
     conversion = _conversion(error)
     if conversion is not None:
         error.args = (_conversion_message(fn, conversion, error),)
     elif isinstance(error, _ANNOTATED) and _is_written_by_user(fn) and _is_not_ours(error):
         error.add_note(f"{name_of(fn)} was traced with {_received(call)}.")
+    return None
 
 
 def _frames_inside(run_code: CodeType, error: Exception) -> list[FrameType]:
@@ -126,10 +144,15 @@ def _frames_inside(run_code: CodeType, error: Exception) -> list[FrameType]:
 
 def _is_not_ours(error: Exception) -> bool:
     """Whether the error was not raised by mirror, whose messages name the values already."""
-    traceback = error.__traceback__
-    while traceback is not None and traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    return traceback is not None and not is_own(traceback.tb_frame.f_code.co_filename)
+    return not is_own(_innermost_file(error))
+
+
+def _innermost_file(error: Exception) -> str:
+    """Returns the file in which an error was raised, or ""."""
+    traceback, file = error.__traceback__, ""
+    while traceback is not None:
+        file, traceback = traceback.tb_frame.f_code.co_filename, traceback.tb_next
+    return file
 
 
 def _is_written_by_user(fn: Callable[..., Any]) -> bool:
@@ -137,13 +160,13 @@ def _is_written_by_user(fn: Callable[..., Any]) -> bool:
     return code is not None and is_users(code.co_filename)
 
 
-def _require_matching_call(call: Call, error: TypeError) -> None:
-    """Rejects a call whose arguments do not fit the parameters of the step."""
+def _mismatch_message(call: Call) -> str | None:
+    """Returns the message for a call whose arguments do not fit the parameters of the step."""
     args, kwargs = call.tree
     try:
         signature = inspect.signature(call.fn)
     except (TypeError, ValueError):
-        return
+        return None
     try:
         signature.bind(*args, **kwargs)
     except TypeError as mismatch:
@@ -153,11 +176,12 @@ def _require_matching_call(call: Call, error: TypeError) -> None:
         shown = f": {received}" if received else ""
         names = parameter_names(call.fn)
         wanted = ", ".join(names) + ("," if len(names) == 1 else "")
-        raise TypeError(
+        return (
             f"strategy.run called {name}{signature_of(call.fn)} with {count}{shown}; Python "
             f"says: {mismatch}. Pass one value for every parameter: strategy.run({name}, "
             f"({wanted}))."
-        ).with_traceback(error.__traceback__) from None
+        )
+    return None
 
 
 def _received(call: Call) -> str:
@@ -189,7 +213,9 @@ def _shown(value: Any, objects: Sequence[Any]) -> str:
 
 def _type(shape: Sequence[int], dtype: Any) -> str:
     """Returns the type of an array in the step, where float64 is float32 by default."""
-    return describe(jax.ShapeDtypeStruct(tuple(shape), jax.dtypes.canonicalize_dtype(dtype)))
+    if not jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        dtype = jax.dtypes.canonicalize_dtype(dtype)
+    return describe(jax.ShapeDtypeStruct(tuple(shape), dtype))
 
 
 def _joined(items: list[str]) -> str:

@@ -65,25 +65,18 @@ class outside_traces:
             self._stack.close()
 
 
-def require_bound_axis(fn: Callable[..., Any], error: NameError) -> None:
-    """Rejects a step that uses an axis name other than the replica axis.
-
-    Args:
-        fn: The step.
-        error: Exception of its trace.
-
-    Raises:
-        ValueError: If `error` is JAX's error for an unbound axis name.
-    """
+def unbound_axis_message(fn: Callable[..., Any], error: NameError) -> str | None:
+    """Returns the message for a step that uses an axis name other than the replica axis."""
     _, separator, name = str(error).partition("unbound axis name: ")
-    if separator:
-        name = name.split(".")[0].strip()
-        known = "mirror.REPLICA_AXIS" if axis_name() == REPLICA_AXIS else repr(axis_name())
-        raise ValueError(
-            f"{name_of(fn)} uses the axis name {name!r}, but the replica axis of this strategy is "
-            f"{axis_name()!r}. Use {known} in the step, or name the axis: "
-            f"mirror.MirroredStrategy(axis_name={name!r})."
-        ).with_traceback(error.__traceback__) from None
+    if not separator:
+        return None
+    name = name.split(".")[0].strip()
+    known = "mirror.REPLICA_AXIS" if axis_name() == REPLICA_AXIS else repr(axis_name())
+    return (
+        f"{name_of(fn)} uses the axis name {name!r}, but the replica axis of this strategy is "
+        f"{axis_name()!r}. Use {known} in the step, or name the axis: "
+        f"mirror.MirroredStrategy(axis_name={name!r})."
+    )
 
 
 def require_no_mapping(fn: Callable[..., Any], program: ClosedJaxpr) -> None:

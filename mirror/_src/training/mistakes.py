@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -198,7 +198,8 @@ def describes_batch(fn: Callable[..., Any], batch: PyTree) -> Iterator[None]:
         yield
     except (TypeError, KeyError, IndexError, ValueError, AttributeError) as error:
         if not _is_ours(error):
-            error.add_note(_batch_note(fn, batch))
+            with suppress(Exception):  # a note never replaces an error
+                error.add_note(_batch_note(fn, batch))
         raise
 
 

@@ -1,5 +1,6 @@
 """Tracebacks without internal frames: an error or Ctrl-C in a step shows the user's lines only."""
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable
@@ -24,6 +25,11 @@ def hide_internal_frames(error: BaseException) -> None:
     The causes (`raise ... from`) are filtered too. `MIRROR_TRACEBACK=full` or
     `jax_traceback_filtering="off"` keep all frames.
     """
+    with contextlib.suppress(Exception):  # what describes an error never replaces it
+        _hide_internal_frames(error)
+
+
+def _hide_internal_frames(error: BaseException) -> None:
     if os.environ.get("MIRROR_TRACEBACK") == "full":
         return
     if getattr(jax.config, "jax_traceback_filtering", None) == "off" or _is_bug(error):
