@@ -17,10 +17,11 @@ import mirror
 from mirror import AllReduce, PerReplica, ReductionToOneDevice
 from mirror._src.executors import choice
 from tests.support.compilations import assert_nothing_compiled, compilations
+from tests.support.inside import pretended_types
 from tests.support.messages import assert_message, raises
 from tests.support.models import MLP, LinenMLP, SyncBatchNorm, batches, linen_step, nnx_step
 from tests.support.steps import context
-from tests.support.strategies import cpu_strategy, pretended_types
+from tests.support.strategies import cpu_strategy
 
 CPUS = jax.devices("cpu")
 # The second and third host device are simulated GPUs.

@@ -9,9 +9,10 @@ import pytest
 
 import mirror
 from mirror._src.keras.step_function import StepFunction
+from tests.support.inside import pretended_types
 from tests.support.keras_models import MARKS, assert_close, compiled, keras
 from tests.support.messages import raises
-from tests.support.strategies import cpu_strategy, pretended_types
+from tests.support.strategies import cpu_strategy
 
 pytestmark = MARKS
 

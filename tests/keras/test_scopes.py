@@ -12,6 +12,7 @@ import mirror
 from mirror._src.keras.step_function import StepFunction
 from mirror._src.ps.scope import ServerScope
 from tests.support import fresh
+from tests.support.inside import pretended_types
 from tests.support.keras_models import (
     MARKS,
     assert_close,
@@ -23,7 +24,7 @@ from tests.support.keras_models import (
     numbers,
 )
 from tests.support.messages import raises
-from tests.support.strategies import cpu_strategy, pretended_types
+from tests.support.strategies import cpu_strategy
 
 pytestmark = MARKS
 

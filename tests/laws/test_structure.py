@@ -10,7 +10,7 @@ import pytest
 
 import mirror
 from mirror._src.utils.lazy_names import LAZY_NAMES
-from tests.support import fresh, import_graph
+from tests.support import fresh, import_graph, own_code
 from tests.support.import_graph import FOLDERS, folder_of, imports_of, modules
 
 FACES = ["", "callbacks", "config", "data", "debugging", "distributed", "testing"]
@@ -302,3 +302,337 @@ def test_import_registers_no_listeners():
         "assert listeners() != before, 'the first setter registers one'"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+# Algorithms with tests of their own, and the seam for all other tests. Everything else uses the
+# public API, so that a change inside the package does not break the tests of what users see.
+MAY_LOOK_INSIDE = (
+    *("fuzz/", "mutation/", "program/", "support/inside.py"),
+    *("ps/simulated.py", "ps/test_schedule.py"),
+    *("ps/test_placement.py", "ps/test_separable.py"),
+    *("ps/stored.py", "ps/test_store.py"),
+)
+
+# Files that are not converted yet, by folder. The lists may only shrink.
+STILL_INSIDE = {
+    "chaos": """
+        test_checkpoint_faults.py
+        test_disks.py
+        test_kills.py
+        test_signals.py
+    """,
+    "checks": """
+        test_checks.py
+    """,
+    "cli": """
+        test_bench.py
+        test_demo.py
+        test_devices.py
+        test_doctor.py
+        test_doctor_distributed.py
+        test_doctor_ray.py
+        test_main.py
+        test_report.py
+        test_terminal.py
+    """,
+    "": """
+        conftest.py
+    """,
+    "data": """
+        test_local_input.py
+        test_prefetch.py
+    """,
+    "devices": """
+        test_collective_check.py
+        test_config.py
+        test_launch.py
+        test_names.py
+        test_op_log.py
+        test_placement.py
+    """,
+    "distributed": """
+        test_resolvers.py
+        test_start.py
+        test_store.py
+    """,
+    "executors": """
+        test_callbacks.py
+        test_choice.py
+        test_staged.py
+        test_vmap.py
+        test_vmap_sums.py
+    """,
+    "explain": """
+        test_explain.py
+        test_explain_processes.py
+        test_memory.py
+        test_tables.py
+    """,
+    "keras": """
+        test_batches.py
+        test_hooks.py
+        test_outcomes.py
+        test_precision.py
+        test_scopes.py
+        test_state.py
+        test_training.py
+    """,
+    "laws": """
+        test_gpu.py
+        test_laws.py
+        test_mistakes.py
+        test_programs.py
+        test_scale.py
+        test_structure.py
+    """,
+    "programs": """
+        check_stalls.py
+        checks.py
+        config_user_asks.py
+        several_agreeing.py
+        several_alone.py
+        several_different.py
+        several_local_input.py
+        several_real.py
+        several_restoring.py
+        several_values.py
+    """,
+    "ps": """
+        conftest.py
+        local_tables.py
+        one_worker.py
+        test_buffers.py
+        test_conductor.py
+        test_elsewhere.py
+        test_joins.py
+        test_joins_random.py
+        test_losses.py
+        test_pace.py
+        test_parts.py
+        test_ray_coordinator.py
+        test_rows.py
+        test_server.py
+        test_sparse.py
+        test_variable.py
+        test_wire.py
+        test_worker.py
+    """,
+    "run": """
+        test_compiling_in_threads.py
+        test_nnx_metrics.py
+        test_quick.py
+        test_runner.py
+    """,
+    "strategy": """
+        test_data_parallel.py
+        test_multi_worker.py
+    """,
+    "support": """
+        checkpoints.py
+        mixes.py
+        name_tables.py
+        parameter_servers.py
+        proofs.py
+    """,
+    "testing": """
+        test_asserts.py
+    """,
+    "training": """
+        test_agreed_stop.py
+        test_callbacks.py
+        test_checkpoints.py
+        test_mistakes.py
+        test_named_losses.py
+        test_objective.py
+        test_progress.py
+        test_resume.py
+        test_state_lock.py
+        test_weighted.py
+    """,
+    "utils": """
+        test_closing.py
+        test_errors.py
+        test_supported.py
+        test_terminal.py
+        test_tracebacks.py
+    """,
+    "values": """
+        test_per_replica.py
+    """,
+    "variables": """
+        test_variables.py
+    """,
+    "watchdog": """
+        test_peers.py
+        test_watch.py
+    """,
+}
+STILL_BY_THE_CLOCK = {
+    "chaos": """
+        test_signals.py
+    """,
+    "cli": """
+        test_doctor_distributed.py
+        test_launch_processes.py
+    """,
+    "data": """
+        test_local_input.py
+        test_prefetch.py
+    """,
+    "devices": """
+        test_collective_check.py
+    """,
+    "distributed": """
+        test_failures.py
+    """,
+    "programs": """
+        several_local_input.py
+    """,
+    "ps": """
+        test_ray_coordinator.py
+        test_ray_nodes.py
+        test_ray_trainer_faults.py
+        test_ray_training.py
+        test_server.py
+    """,
+    "run": """
+        test_runner.py
+    """,
+    "testing": """
+        test_plugin_processes.py
+    """,
+    "training": """
+        test_checkpoints.py
+        test_progress.py
+    """,
+    "watchdog": """
+        test_peers.py
+    """,
+}
+STILL_SLEEPING = {
+    "chaos": """
+        test_checkpoint_faults.py
+        test_disks.py
+        test_kills.py
+        test_signals.py
+    """,
+    "cli": """
+        test_doctor_distributed.py
+        test_launch_processes.py
+    """,
+    "data": """
+        test_prefetch.py
+    """,
+    "devices": """
+        test_collective_check.py
+    """,
+    "explain": """
+        test_explain.py
+    """,
+    "ps": """
+        test_ray_coordinator.py
+        test_ray_trainer_faults.py
+        test_ray_training.py
+        test_server.py
+    """,
+    "support": """
+        checkpoints.py
+    """,
+    "testing": """
+        test_asserts.py
+        test_plugin_processes.py
+    """,
+    "training": """
+        test_checkpoints.py
+        test_progress.py
+        test_resume.py
+        test_state_lock.py
+    """,
+    "watchdog": """
+        test_peers.py
+        test_watch.py
+    """,
+}
+MAY_SLEEP = {
+    "support/processes.py": "polls processes of which any may end first",
+    "support/stand_ins/srun.py": "polls processes of which any may end first",
+    "support/waiting.py": "polls what no event reports",
+}
+
+
+def assert_only(found: set[str], still: dict[str, str], what: str) -> None:
+    """Checks that only these files do something, and that each of them still does."""
+    still_there = {
+        f"{folder}/{name}".removeprefix("/")
+        for folder, names in still.items()
+        for name in names.split()
+    }
+    wrong, done = found - still_there, still_there - found
+    assert not wrong, f"{sorted(wrong)}: {what}"
+    assert not done, f"{sorted(done)} are converted: delete them from the list"
+
+
+def test_tests_use_the_public_api():
+    found = {name for name, tree in own_code.modules() if own_code.looks_inside(tree)}
+    found = {name for name in found if not name.startswith(MAY_LOOK_INSIDE)}
+    assert_only(found, STILL_INSIDE, "use the public API, or add a handle to support/inside.py")
+    seam = ast.parse((own_code.TESTS / "support/inside.py").read_text())
+    for node in seam.body:
+        if isinstance(node, ast.FunctionDef):
+            assert "\n" not in (ast.get_docstring(node) or "\n"), f"{node.name}: one line, why"
+
+
+def test_tests_do_not_compare_clocks():
+    """A slow machine fails them. Assert an order of events; a limit only ends a hang."""
+    found = {name for name, tree in own_code.modules() if own_code.clock_asserts(tree)}
+    found.remove("laws/test_structure.py")  # the examples below
+    assert_only(found, STILL_BY_THE_CLOCK, "assert on events, not on durations")
+
+
+def test_tests_do_not_sleep():
+    """Except in `tests/programs`, whose processes may hang or be slow."""
+    found = {name for name, tree in own_code.modules() if own_code.sleeps(tree)}
+    found = {name for name in found if not name.startswith("programs/")}
+    assert found >= MAY_SLEEP.keys()
+    assert_only(found - MAY_SLEEP.keys(), STILL_SLEEPING, "wait for an event, as in `wait_until`")
+
+
+CODE_OF_TESTS = {
+    "inside": """
+        import mirror._src
+        import mirror._src.run.quick as quick
+        from mirror._src import run
+        from mirror._src.run import quick
+        mirror._src.run.quick.run()
+        patch.setattr("mirror._src.run.quick", None)
+        code = "import jax; from mirror._src.run import quick"
+    """,
+    "outside": """
+        import mirror
+        from mirror import data
+        path = "mirror/_src/run"
+    """,
+    "by the clock": """
+        assert time.monotonic() - start < 5
+        assert 1 < time.perf_counter() - start
+        end = monotonic() + 5; assert done or perf_counter() < end
+        start = time.time(); took = time.time() - start; assert round(took, 1) < 3
+        run('start = time.time()\\nassert time.time() - start < 3')
+    """,
+    "by events": """
+        start = time.monotonic(); assert shown == 3
+        assert queue.get(timeout=end - time.monotonic()) == 3
+        assert time() == 3
+    """,
+}
+
+
+def test_laws_of_tests_see_what_they_forbid(subtests):
+    for kind, lines in CODE_OF_TESTS.items():
+        for line in lines.strip().splitlines():
+            with subtests.test(msg=line.strip()):
+                tree = ast.parse(line.strip())
+                assert own_code.looks_inside(tree) == (kind == "inside")
+                assert bool(own_code.clock_asserts(tree)) == (kind == "by the clock")
+    assert own_code.sleeps(ast.parse("def f():\n    time.sleep(1)"))
+    assert not own_code.sleeps(ast.parse("run('time.sleep(1)')"))

@@ -8,7 +8,7 @@ import threading
 
 import mirror
 from mirror import config
-from mirror._src.devices.startup import started
+from tests.support.inside import has_started
 from tests.support.observe import (
     L,
     begin,
@@ -91,7 +91,7 @@ facts["limits still differ"] = error_of(config.list_logical_devices)
 config.set_logical_device_configuration(GPUS[2], [L(2048)])
 facts["limits"] = memory()
 
-facts["started"] = started()
+facts["started"] = has_started()
 facts["logical"] = names(config.list_logical_devices())
 facts["same"] = [
     unchanged(config.set_visible_devices, GPUS[:3], "GPU"),

@@ -7,7 +7,7 @@ import jax
 
 import mirror
 from mirror import config
-from mirror._src.devices.startup import started
+from tests.support.inside import has_started
 from tests.support.observe import begin, error_of, facts, print_facts, unchanged
 
 begin()
@@ -15,7 +15,7 @@ begin()
 config.set_num_cpu_devices(3)
 config.set_num_cpu_devices(3)
 config.set_num_cpu_devices(4)
-facts["started"] = started()
+facts["started"] = has_started()
 start = jax.numpy.zeros(1)
 facts["devices"] = jax.device_count()
 facts["replicas"] = mirror.MirroredStrategy().num_replicas_in_sync

@@ -9,8 +9,7 @@ import jax
 
 import mirror
 from mirror import config
-from mirror._src.devices import settings
-from mirror._src.devices.startup import started
+from tests.support.inside import has_started, settings_in_words
 from tests.support.observe import (
     L,
     begin,
@@ -25,7 +24,7 @@ from tests.support.observe import (
 
 CPU, *GPUS = begin()
 
-facts["at first"] = [names(config.list_physical_devices()), started()]
+facts["at first"] = [names(config.list_physical_devices()), has_started()]
 facts["never set"] = config.get_logical_device_configuration(CPU)
 probe = "jax_cpu_get_local_topology_timeout_minutes"
 value = jax.config.values[probe]
@@ -33,8 +32,8 @@ config.set_logical_device_configuration(CPU, [L()] * 5)
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"  # too late: an option wins
 config.set_logical_device_configuration(CPU, [L(), L(), L()])
 facts["set"] = [len(config.get_logical_device_configuration(CPU)), *options()]
-facts["words"] = settings.in_words()[0]
-facts["before"] = [started(), jax.config.values[probe] == value]
+facts["words"] = settings_in_words()[0]
+facts["before"] = [has_started(), jax.config.values[probe] == value]
 
 pool, find = [], jax.local_devices
 
@@ -48,7 +47,7 @@ jax.local_devices = local_devices
 facts["line"], logical = this_line(), config.list_logical_devices()
 facts["pool"] = pool[0]
 
-facts["after"] = [started(), jax.config.values[probe] == value]
+facts["after"] = [has_started(), jax.config.values[probe] == value]
 facts["logical"] = [[d.name, d.device_type] for d in logical]
 facts["physical"] = names(config.list_physical_devices())
 facts["devices"] = jax.device_count()

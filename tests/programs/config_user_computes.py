@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 
 from mirror import config
-from mirror._src.devices.startup import started
+from tests.support.inside import has_started
 from tests.support.observe import L, begin, error_of, facts, print_facts, this_line
 
 CPU, *GPUS = begin()
 
 config.set_logical_device_configuration(CPU, [L()] * 4)
 events = []
-jax.monitoring.register_event_duration_secs_listener(lambda *_, **__: events.append(started()))
+jax.monitoring.register_event_duration_secs_listener(lambda *_, **__: events.append(has_started()))
 facts["line"], x = this_line(), jnp.zeros(3)
 facts["events"] = events
 facts["devices"] = [jax.device_count(), len(config.list_logical_devices())]

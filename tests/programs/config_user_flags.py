@@ -9,7 +9,7 @@ import jax
 
 import mirror
 from mirror import config
-from mirror._src.devices import settings
+from tests.support.inside import settings_in_words
 from tests.support.observe import (
     L,
     begin,
@@ -39,7 +39,7 @@ facts["grow said"] = log_lines()
 config.set_logical_device_configuration(GPUS[0], [L(1024)] * 2)
 facts["limit"] = log_lines()
 facts["kept"] = mine == [options(), dict(os.environ)]
-facts["words"] = settings.in_words()
+facts["words"] = settings_in_words()
 facts["logical"] = len(config.list_logical_devices())
 facts["devices"] = jax.device_count()
 facts["left out"] = error_of(mirror.device, jax.devices()[7])

@@ -8,7 +8,7 @@ import os
 import jax
 
 from mirror import config
-from mirror._src.devices import settings
+from tests.support.inside import settings_in_words
 from tests.support.observe import L, begin, error_of, facts, log_lines, names, options, print_facts
 
 CPU, *GPUS = begin()
@@ -26,6 +26,6 @@ facts["limit"] = log_lines()
 config.set_visible_devices([], "GPU")
 facts["none"] = log_lines()
 facts["kept"] = mine == [options(), dict(os.environ)]
-facts["words"] = settings.in_words()
+facts["words"] = settings_in_words()
 facts["logical"] = names(config.list_logical_devices())
 print_facts()

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from mirror import config
-from mirror._src.devices import settings
+from tests.support.inside import settings_in_words
 
 OPTIONS = ("jax_num_cpu_devices", "jax_cuda_visible_devices", "jax_platforms")
 L = config.LogicalDeviceConfiguration
@@ -45,7 +45,7 @@ def snapshot() -> dict[str, Any]:
         "logical": [config.get_logical_device_configuration(device) for device in devices],
         "growth": [config.get_memory_growth(device) for device in devices[1:]],
         "soft": config.get_soft_device_placement(),
-        "words": settings.in_words(),
+        "words": settings_in_words(),
     }
 
 

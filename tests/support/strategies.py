@@ -2,13 +2,12 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 import jax
-import pytest
 
 import mirror
-from mirror._src.devices import backend
+from tests.support.inside import pretended_types
 
 # Number of devices, and replicas on each of them.
 LAYOUTS = {"1": (1, 1), "2": (2, 1), "3": (3, 1), "8": (8, 1), "2-on-2": (2, 2), "3-on-1": (1, 3)}
@@ -56,23 +55,3 @@ def executor(
             ops or default_ops(),
             replicas_per_device=replicas_per_device,
         )
-
-
-@contextlib.contextmanager
-def pretended_types(types: Iterable[str]) -> Iterator[None]:
-    """Makes `mirror` take the first host devices for devices of these types, in order."""
-    devices = jax.devices("cpu")
-    types_by_device = dict(zip(devices, types, strict=False))
-
-    def type_of(device):
-        return types_by_device.get(device, "CPU")
-
-    def devices_of_type(wanted):
-        return tuple(device for device in devices if type_of(device) == wanted)
-
-    with pytest.MonkeyPatch.context() as patch:
-        for module in ("mirror._src.devices.backend", "mirror._src.devices.replicas"):
-            patch.setattr(f"{module}.type_of", type_of)
-        patch.setattr("mirror._src.collectives.one_device.type_of", type_of)
-        patch.setattr(backend, "devices_of_type", devices_of_type)
-        yield

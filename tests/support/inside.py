@@ -1,0 +1,81 @@
+"""The few handles inside the package that tests need and that have no public way.
+
+All other tests use the public API: `tests/laws/test_structure.py` lists who may look inside. The
+docstring of each function says what makes it necessary.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+
+import jax
+import pytest
+
+from mirror._src.context import scopes
+from mirror._src.devices import backend, launch, settings, startup
+from mirror._src.distributed import store
+from mirror._src.utils import supported
+
+
+def has_started() -> bool:
+    """Whether JAX's backend runs: every public question about devices would start it."""
+    return startup.started()
+
+
+def settings_in_words() -> list[tuple[str, str, str]]:
+    """The settings in force and their origin, which users see in error messages only."""
+    return settings.in_words()
+
+
+def open_scope() -> object | None:
+    """The innermost open scope or replica: `mirror.has_strategy` ignores `mirror.device`."""
+    return scopes.current_frame()
+
+
+def forget_version_warning() -> None:
+    """Makes the next strategy warn about JAX's version again, as in a new process."""
+    supported.warn_about_jax.cache_clear()
+
+
+def launch_guard() -> ModuleType:
+    """The module that limits launches on host devices: users cannot see what is in flight."""
+    return launch
+
+
+def messages() -> ModuleType:
+    """The module for messages between processes: users send none."""
+    return store
+
+
+def count_calls(module: ModuleType, name: str, patch: pytest.MonkeyPatch) -> list[object]:
+    """Fills a list with the results of a function that users cannot observe."""
+    results: list[object] = []
+    call: Callable[..., object] = getattr(module, name)
+
+    def counted(*arguments: object, **options: object) -> object:
+        result = call(*arguments, **options)
+        results.append(result)
+        return result
+
+    patch.setattr(module, name, counted)
+    return results
+
+
+@contextmanager
+def pretended_types(types: Iterable[str]) -> Iterator[None]:
+    """Makes the first host devices look like devices of other types, which tests do not have."""
+    devices = jax.devices("cpu")
+    types_by_device = dict(zip(devices, types, strict=False))
+
+    def type_of(device):
+        return types_by_device.get(device, "CPU")
+
+    def devices_of_type(wanted):
+        return tuple(device for device in devices if type_of(device) == wanted)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("mirror._src.devices.backend", "mirror._src.devices.replicas"):
+            patch.setattr(f"{module}.type_of", type_of)
+        patch.setattr("mirror._src.collectives.one_device.type_of", type_of)
+        patch.setattr(backend, "devices_of_type", devices_of_type)
+        yield
