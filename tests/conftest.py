@@ -1,4 +1,4 @@
-"""Fixtures, and the options `--slow`, `--dev`, `--gpu`, `--notebooks` and `--nightly`."""
+"""Fixtures, and what every test leaves behind. The options are in `tests/support/selection.py`."""
 
 import gc
 import os
@@ -6,9 +6,14 @@ import shutil
 import signal
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
+
+from tests.support.packages import require_environment
+
+require_environment()
 
 # Many tests and processes compile the same small programs, so they share a compilation cache. JAX
 # reads these variables when it is imported, and child processes inherit them.
@@ -43,65 +48,27 @@ jax.config.update("jax_disable_most_optimizations", True)
 import mirror  # noqa: E402
 from mirror._src.context.scopes import current_frame  # noqa: E402
 from pytest_mirror.member import IS_MEMBER  # noqa: E402
-from tests.support.durations import SLOW_TESTS  # noqa: E402
 from tests.support.interrupts import repeated_until_interrupted  # noqa: E402
-from tests.support.packages import is_installed  # noqa: E402
+from tests.support.selection import (  # noqa: E402, F401
+    pytest_addoption,
+    pytest_collection_modifyitems,
+    pytest_configure,
+    pytest_make_collect_report,
+    pytest_runtest_makereport,
+    pytest_runtest_setup,
+    pytest_sessionfinish,
+    pytest_terminal_summary,
+    pytest_testnodedown,
+)
 from tests.support.strategies import EXECUTORS, LAYOUTS, cpu_strategy  # noqa: E402
 
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds `--slow`, `--dev`, `--gpu`, `--notebooks` and `--nightly`."""
-    parser.addoption("--slow", action="store_true", help="run the tests of slow_tests.txt too")
-    parser.addoption("--dev", action="store_true", help="fail without the packages of `dev`")
-    parser.addoption("--gpu", action="store_true", help="run the tests marked gpu, on JAX's GPUs")
-    parser.addoption("--notebooks", action="store_true", help="execute the notebooks")
-    parser.addoption("--nightly", action="store_true", help="run the rows of tables that take long")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Registers the markers for `--slow`, `--dev`, `--notebooks` and `--nightly`."""
-    config.addinivalue_line("markers", "slow: is in slow_tests.txt; left out by default")
-    config.addinivalue_line("markers", "dev(*packages): needs packages of the extra `dev`")
-    config.addinivalue_line("markers", "notebooks: executes a notebook; left out by default")
-    config.addinivalue_line("markers", "nightly: random, exhaustive or long; left out by default")
+THREAD_SECS = 5.0  # how long a thread may outlive its test
 
 
 def pytest_unconfigure() -> None:
     """Deletes the compilation cache, in the process that created it."""
     if _CACHE is not None:
         shutil.rmtree(_CACHE, ignore_errors=True)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks the slow tests, and skips marked tests without their option."""
-    slow = set(SLOW_TESTS.read_text().splitlines())
-    for item in items:
-        if item.nodeid in slow:
-            item.add_marker("slow")
-    for name in ("slow", "gpu", "notebooks", "nightly"):
-        if not config.getoption(f"--{name}"):
-            for item in items:
-                if item.get_closest_marker(name):
-                    item.add_marker(pytest.mark.skip(reason=f"runs with --{name}"))
-    if not config.getoption("--dev"):
-        for item in items:
-            for package in missing_packages(item):
-                reason = f'needs {package}: pip install -e ".[dev]"'
-                item.add_marker(pytest.mark.skip(reason=reason))
-
-
-def missing_packages(item: pytest.Item) -> list[str]:
-    """Returns the packages of the marks `dev` that are not installed."""
-    return [
-        name for mark in item.iter_markers("dev") for name in mark.args if not is_installed(name)
-    ]
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """With `--dev`, fails a test whose packages are missing."""
-    if item.config.getoption("--dev") and (missing := missing_packages(item)):
-        pytest.fail(f'needs {", ".join(missing)}: pip install -e ".[dev]"', pytrace=False)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -183,6 +150,10 @@ def leaves_nothing_behind():
     }
     assert not changed, f"the environment was changed: {changed}"
     left = [t for t in set(threading.enumerate()) - threads if not t.daemon]
+    deadline = time.monotonic() + THREAD_SECS
+    for thread in left:  # those of Orbax, Keras and Ray end a moment after what started them
+        thread.join(max(deadline - time.monotonic(), 0))
+    left = [thread for thread in left if thread.is_alive()]
     assert not left, f"threads were left running: {left}"
 
 

@@ -1,14 +1,56 @@
-"""The packages of the extra `dev`, which the test command of the README does not install."""
+"""The packages that tests need, and what happens without them.
+
+The test command of the README installs the extra `test`, but not the extra `dev`.
+"""
 
 import importlib
 import importlib.util
 import re
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 
+PYTHON = (3, 11)
+MODULES = {  # packages of the extra `test`, and the module that a test imports
+    "argcomplete": "argcomplete",
+    "dm-haiku": "haiku",
+    "equinox": "equinox",
+    "grain": "grain",
+    "hypothesis": "hypothesis",
+    "ipykernel": "ipykernel",
+    "matplotlib": "matplotlib",
+    "nbclient": "nbclient",
+    "nbformat": "nbformat",
+    "scikit-learn": "sklearn",
+    "tensorboardX": "tensorboardX",
+}
+# Without them, no test can run.
+NEEDED = ("jax", "flax", "optax", "chex", "numpy", "packaging", "orbax", "tensorstore", "rich")
+NEEDED_TO_RUN = (*NEEDED, "xdist")
 LARGE = ("torch", "datasets", "keras")  # more of them are in the marks of single tests
+
+
+def require_environment() -> None:
+    """Ends the process with one sentence if no test can run in this environment."""
+    sentence = missing_environment(sys.version_info[:2])
+    if sentence:
+        sys.exit(sentence)
+
+
+def missing_environment(python: tuple[int, ...]) -> str:
+    """Returns why no test can run with this version of Python and these packages, or ""."""
+    if python < PYTHON:
+        least, version = (".".join(map(str, each)) for each in (PYTHON, python[:2]))
+        return f"The tests need Python {least} or newer, but this is Python {version}."
+    missing = [name for name in NEEDED_TO_RUN if importlib.util.find_spec(name) is None]
+    return f"The tests cannot run: {advice(', '.join(missing), 'test')}" if missing else ""
+
+
+def advice(packages: str, extra: str) -> str:
+    """Returns how to install missing packages."""
+    return f'needs {packages}: pip install -e ".[{extra}]"'
 
 
 def is_installed(package: str) -> bool:
