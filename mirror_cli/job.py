@@ -15,8 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, NamedTuple
 
 _FAILURE_GRACE_SECS = 5.0  # the others stand in a collective, and often cannot react to a signal
-_PORT_ATTEMPTS = 3
-_PORT_TAKEN = b"address already in use"
+_EXIT_POLL_SECS, _END_POLL_SECS = 0.1, 0.02
 _PR_SET_PDEATHSIG = 1
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _output = threading.Lock()
@@ -44,11 +43,25 @@ class Exit(NamedTuple):
         return self.status if self.status >= 0 else 128 - self.status
 
 
-class _Interrupted(BaseException):
-    """A signal for the launcher."""
+class _Signals:
+    """The signals that the launcher has received; its handlers raise nothing, wherever it is."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self) -> None:
+        self.received: list[int] = []
+
+    def __enter__(self) -> "_Signals":
+        # What is ignored stays ignored: SIGHUP under nohup, SIGINT in a job of a script.
+        handled = [n for n in _SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._receive) for number in handled}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: object) -> None:
+        del frame
+        self.received.append(number)
 
 
 def run(
@@ -68,25 +81,19 @@ def run(
         restarts: How often to start again.
         grace_secs: Time that the processes get to end after Ctrl-C or SIGTERM.
     """
-    number, ports_taken = 0, 0
-    with _raising_signals():
+    number = 0
+    with _Signals() as signals:
         while True:
-            job = _Job(arguments, environments, number)
-            try:
-                failure = job.first_failure()
-                grace = _FAILURE_GRACE_SECS
-            except _Interrupted as interrupt:
-                return _end_by(job, interrupt.number, grace_secs)
-            try:
-                job.end(signal.SIGTERM, min(grace, grace_secs))
-            except _Interrupted as interrupt:
-                return _end_by(job, interrupt.number, 0.0)
+            with tf_configs(len(environments)) as configs:
+                job = _Job(arguments, environments, configs, number)
+                failure = job.first_failure(signals.received)
+                if signals.received:
+                    return _end_by(job, signals.received, grace_secs)
+                job.end(signal.SIGTERM, min(_FAILURE_GRACE_SECS, grace_secs), signals.received)
+                if signals.received:
+                    return _end_by(job, signals.received, 0.0)
             if failure is None:
                 return 0
-            if job.port_is_taken and ports_taken < _PORT_ATTEMPTS:
-                ports_taken += 1
-                _say("another program has taken the port of process 0; all start with a new one")
-                continue
             if number == restarts:
                 _say(f"{failure}; all processes have been ended")
                 return failure.shell_status
@@ -94,12 +101,10 @@ def run(
             _say(f"{failure}; all start again (restart {number} of {restarts})")
 
 
-def _end_by(job: "_Job", number: int, grace_secs: float) -> int:
+def _end_by(job: "_Job", received: Sequence[int], grace_secs: float) -> int:
     """Passes a signal on to the processes; returns the exit status of the launcher."""
-    try:
-        job.end(number, grace_secs)
-    except _Interrupted:  # a second signal: at once
-        job.end(signal.SIGKILL, 0.0)
+    number = received[0]
+    job.end(number, grace_secs, received)
     _say(f"ended by {signal.Signals(number).name}")
     return 128 + number
 
@@ -108,16 +113,20 @@ class _Job:
     """One attempt: processes in sessions of their own, and threads that print their output."""
 
     def __init__(
-        self, arguments: Sequence[str], environments: Sequence[Mapping[str, str]], number: int
+        self,
+        arguments: Sequence[str],
+        environments: Sequence[Mapping[str, str]],
+        configs: Sequence[str],
+        number: int,
     ) -> None:
-        self.port_is_taken = False
         self._exits: queue.SimpleQueue[Exit] = queue.SimpleQueue()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._threads: list[threading.Thread] = []
-        configs = tf_configs(len(environments))
+        added = {"MIRROR_RESTARTS": str(number), "PYTHONUNBUFFERED": "1"}
         try:
             for environment, config in zip(environments, configs, strict=True):
-                added = {"MIRROR_RESTARTS": str(number), "PYTHONUNBUFFERED": "1", **config}
+                if len(configs) > 1:
+                    added["TF_CONFIG"] = config
                 self._processes.append(
                     subprocess.Popen(
                         [sys.executable, *arguments],
@@ -132,7 +141,7 @@ class _Job:
                     )
                 )
         except BaseException:
-            self.end(signal.SIGKILL, 0.0)
+            self.end(signal.SIGKILL, 0.0, ())
             raise
         for i, process in enumerate(self._processes):
             for stream, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
@@ -156,31 +165,35 @@ class _Job:
 
     def _pump(self, i: int, stream: IO[bytes], target: IO[bytes]) -> None:
         prefix = f"[{i}] ".encode() if len(self._processes) > 1 else b""
-        for line in stream:
-            if _PORT_TAKEN in line.lower():
-                self.port_is_taken = True
-            with _output, contextlib.suppress(OSError, ValueError):  # a closed pipe
-                target.write(prefix + line.rstrip(b"\n") + b"\n")
-                target.flush()
+        with stream:
+            for line in stream:
+                with _output, contextlib.suppress(OSError, ValueError):  # a closed pipe
+                    target.write(prefix + line.rstrip(b"\n") + b"\n")
+                    target.flush()
 
-    def first_failure(self) -> Exit | None:
-        """Waits until a process fails, or all succeed."""
-        for _ in self._processes:
-            while True:
-                with contextlib.suppress(queue.Empty):  # signals are handled between the waits
-                    ended = self._exits.get(timeout=0.2)
-                    break
-            if ended.status:
-                return ended
+    def first_failure(self, received: Sequence[int]) -> Exit | None:
+        """Waits until a process fails, all succeed, or the launcher receives a signal."""
+        left = len(self._processes)
+        while left and not received:
+            with contextlib.suppress(queue.Empty):
+                ended = self._exits.get(timeout=_EXIT_POLL_SECS)
+                left -= 1
+                if ended.status:
+                    return ended
         return None
 
-    def end(self, number: int, grace_secs: float) -> None:
-        """Sends a signal to the processes that are left, and SIGKILL after the grace period."""
+    def end(self, number: int, grace_secs: float, received: Sequence[int]) -> None:
+        """Sends a signal to the processes that are left, and SIGKILL after the grace period.
+
+        Another signal for the launcher ends the grace period.
+        """
         for process in self._processes:
             _send(process, number)
-        deadline = time.monotonic() + grace_secs
-        while time.monotonic() < deadline and not all(map(_has_ended, self._processes)):
-            time.sleep(0.02)
+        before, deadline = len(received), time.monotonic() + grace_secs
+        while time.monotonic() < deadline and len(received) == before:
+            if all(map(_has_ended, self._processes)):
+                break
+            time.sleep(_END_POLL_SECS)
         for process in self._processes:
             _send(process, signal.SIGKILL)  # also to what a process that has ended left behind
             process.wait()
@@ -210,37 +223,22 @@ def _die_with_launcher() -> None:
 
 
 @contextlib.contextmanager
-def _raising_signals() -> Iterator[None]:
-    def interrupt(number: int, frame: object) -> None:
-        del frame
-        raise _Interrupted(number)
+def tf_configs(count: int) -> Iterator[list[str]]:
+    """Yields the `TF_CONFIG` of each process of a cluster on this machine.
 
-    # What is ignored stays ignored: SIGHUP under nohup, SIGINT in a job of a script.
-    handled = [n for n in _SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, interrupt) for number in handled}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def tf_configs(count: int) -> list[dict[str, str]]:
-    """Returns the variables that make `count` processes of this machine a cluster."""
-    if count == 1:
-        return [{}]
-    cluster = {"worker": [f"127.0.0.1:{port}" for port in free_ports(count)]}
-    tasks = [{"type": "worker", "index": i} for i in range(count)]
-    return [{"TF_CONFIG": json.dumps({"cluster": cluster, "task": task})} for task in tasks]
-
-
-def free_ports(count: int) -> list[int]:
-    """Returns unused ports of this machine."""
+    Within the context, no other program can take the port of process 0: it stays bound with
+    SO_REUSEPORT, with which JAX's coordinator binds it, too.
+    """
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+        reserved = stack.enter_context(socket.socket())
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        with contextlib.ExitStack() as others:
+            sockets = [reserved, *(others.enter_context(socket.socket()) for _ in range(1, count))]
+            for each in sockets:
+                each.bind(("127.0.0.1", 0))
+            addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
+        tasks = [{"type": "worker", "index": i} for i in range(count)]
+        yield [json.dumps({"cluster": {"worker": addresses}, "task": task}) for task in tasks]
 
 
 def _say(text: str) -> None:

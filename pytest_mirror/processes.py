@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from mirror_cli.job import free_ports
+from mirror_cli.job import tf_configs
 from pytest_mirror.marks import Layout, layout_of, runs_elsewhere
 from pytest_mirror.member import VARIABLE
 from pytest_mirror.timeout import GRACE_SECS, timeout_of
@@ -139,12 +139,15 @@ def _run(item: pytest.Item, layout: Layout) -> None:
     assert count is not None
     assert layout.replicas is not None
     secs = timeout_of(item)
-    with tempfile.TemporaryDirectory(prefix="mirror-pytest-") as name:
+    with (
+        tempfile.TemporaryDirectory(prefix="mirror-pytest-") as name,
+        tf_configs(count) as configs,
+    ):
         directory = Path(name)
         (directory / "options").write_text(json.dumps(_options_of_conftest(item.config)))
         started: list[_Process] = []
         try:
-            for i, config in enumerate(_tf_configs(count)):
+            for i, config in enumerate(configs):
                 started.append(
                     _Process(
                         i,
@@ -270,9 +273,3 @@ def _environment(config: str, devices: int) -> dict[str, str]:
     inherited.pop("PYTEST_CURRENT_TEST", None)
     cpu = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
     return {**inherited, **cpu, "TF_CONFIG": config}
-
-
-def _tf_configs(count: int) -> list[str]:
-    cluster = {"worker": [f"127.0.0.1:{port}" for port in free_ports(count)]}
-    tasks = [{"type": "worker", "index": i} for i in range(count)]
-    return [json.dumps({"cluster": cluster, "task": task}) for task in tasks]

@@ -62,6 +62,13 @@ def test_roll_call_leaves_the_port_to_jax():
             pass
 
 
+def test_roll_call_uses_the_port_that_the_launcher_reserves():
+    with processes.tf_configs(2) as (config, _), ThreadPoolExecutor(2) as pool:
+        address = json.loads(config)["cluster"]["worker"][0]
+        members = [Membership(address, 2, i) for i in range(2)]
+        assert list(pool.map(lambda m: call_roll(m, 20), members)) == [RollCall([], [], [])] * 2
+
+
 def test_roll_call_says_why_process_0_cannot_be_used():
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
@@ -289,12 +296,10 @@ def test_doctor_names_what_differs_and_who():
 
 
 def test_doctor_names_a_process_that_does_not_come():
-    first, _, third = processes.tf_configs(3)
     code = "from mirror_cli import main as cli; exit(cli.main(%r))"
     arguments = ["doctor", "--distributed", "--deadline", "5"]
-    each = [{"TF_CONFIG": first}, {"TF_CONFIG": third}]
-    start = time.monotonic()
-    for ended in processes.run(code % arguments, processes=2, each=each):
-        assert ended.status == 1, ended
-        assert "problem  processes: process 1 of 3 did not come within 5 s" in ended.output
-    assert time.monotonic() - start < 60
+    with processes.tf_configs(3) as (first, _, third):
+        each = [{"TF_CONFIG": first}, {"TF_CONFIG": third}]
+        for ended in processes.run(code % arguments, processes=2, each=each):
+            assert ended.status == 1, ended
+            assert "problem  processes: process 1 of 3 did not come within 5 s" in ended.output

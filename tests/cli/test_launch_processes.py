@@ -1,34 +1,60 @@
-"""`mirror launch --processes`: output, failures, restarts, signals, and nothing left behind."""
+"""`mirror launch --processes`: output, failures, restarts, signals, and no processes left."""
 
+import functools
 import json
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
-import time
+import threading
 
 import pytest
 
-from mirror_cli import launch
+from mirror_cli import job, launch
 from mirror_cli.common import OptionError
 from tests.support import fresh
 from tests.support.messages import assert_message, raises
+from tests.support.waiting import wait_until
 
-SECS = 60
+HANGS_SECS = 60  # ends a launcher that hangs
+HEAD = """
+import json, os, pathlib, signal, subprocess, sys, time
+task = json.loads(os.environ.get('TF_CONFIG', '{"task": {"index": 0}}'))['task']
+me, restarts = task['index'], int(os.environ['MIRROR_RESTARTS'])
+pathlib.Path(f'pid-{me}-{restarts}').write_text(str(os.getpid()))
+def wait_for(pattern, count):
+    while len(list(pathlib.Path().glob(pattern))) < count: time.sleep(0.01)
+"""
 
 
 def script(directory: pathlib.Path, code: str) -> str:
     """Writes a script that knows its number, and the number of restarts."""
-    head = (
-        "import json, os, pathlib, signal, subprocess, sys, time\n"
-        "task = json.loads(os.environ.get('TF_CONFIG', '{\"task\": {\"index\": 0}}'))['task']\n"
-        "me, restarts = task['index'], int(os.environ['MIRROR_RESTARTS'])\n"
-        "pathlib.Path(f'pid-{me}-{restarts}').write_text(str(os.getpid()))\n"
-    )
     path = directory / "train.py"
-    path.write_text(head + code)
+    path.write_text(HEAD + code)
     return str(path)
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch, capfd):
+    """Runs a job in a new directory; returns its status, output and errors."""
+    monkeypatch.setattr(job, "_die_with_launcher", None)  # would fork this process
+    environment = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
+    numbers = iter(range(100))
+
+    def run(code, processes=2, restarts=0, grace_secs=30.0):
+        directory = tmp_path / str(next(numbers))
+        directory.mkdir()
+        monkeypatch.chdir(directory)
+        arguments = ["-S", script(directory, code)]
+        status = job.run(
+            arguments, [environment] * processes, restarts=restarts, grace_secs=grace_secs
+        )
+        assert_none_is_left(directory)
+        return status, *capfd.readouterr()
+
+    return run
 
 
 def launched(directory: pathlib.Path, *arguments: str) -> "subprocess.Popen[str]":
@@ -43,31 +69,20 @@ def launched(directory: pathlib.Path, *arguments: str) -> "subprocess.Popen[str]
     )
 
 
-def run(directory: pathlib.Path, code: str, *options: str) -> tuple[int, str, str]:
-    process = launched(directory, *options, script(directory, code), "--epochs", "5")
-    try:
-        output, errors = process.communicate(timeout=SECS)
-    finally:
-        process.kill()
-        process.wait()
-    assert_nobody_is_left(directory)
-    return process.returncode, output, errors
-
-
-def assert_nobody_is_left(directory: pathlib.Path) -> None:
-    deadline = time.monotonic() + 5
-    while left := [p.name for p in directory.glob("pid-*") if is_alive(int(p.read_text()))]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.05)
+def assert_none_is_left(directory: pathlib.Path) -> None:
+    pids = [int(p.read_text() or 0) for p in directory.glob("pid-*")]
+    wait_until(lambda: not any(map(is_alive, pids)))
 
 
 def is_alive(pid: int) -> bool:
     try:
-        return (
-            "Z" not in pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        )
+        return "Z" not in pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except FileNotFoundError:
         return False
+
+
+def has_files(directory: pathlib.Path, pattern: str, count: int) -> bool:
+    return len(list(directory.glob(pattern))) >= count
 
 
 def test_processes_get_a_cluster_and_lines_are_not_mixed(tmp_path):
@@ -76,8 +91,11 @@ def test_processes_get_a_cluster_and_lines_are_not_mixed(tmp_path):
         "print(f'error {me}', file=sys.stderr); print(sys.argv[1:], os.environ['TF_CONFIG'])\n"
         "sys.stdout.write('no newline')"
     )
-    status, output, errors = run(tmp_path, code, "--processes", "3", "--devices", "2")
-    assert status == 0, errors
+    arguments = ["--processes", "3", "--devices", "2", script(tmp_path, code), "--epochs", "5"]
+    with launched(tmp_path, *arguments) as process:
+        output, errors = process.communicate(timeout=HANGS_SECS)
+    assert process.returncode == 0, errors
+    assert_none_is_left(tmp_path)
     lines = output.splitlines()
     for i in range(3):
         own = [line.removeprefix(f"[{i}] ") for line in lines if line.startswith(f"[{i}] ")]
@@ -92,8 +110,10 @@ def test_processes_get_a_cluster_and_lines_are_not_mixed(tmp_path):
 
 def test_one_process_can_be_restarted(tmp_path):
     code = "print('start', restarts, 'TF_CONFIG' in os.environ); sys.exit(restarts < 2)"
-    status, output, errors = run(tmp_path, code, "--restarts", "5")
-    assert (status, output) == (0, "start 0 False\nstart 1 False\nstart 2 False\n")
+    with launched(tmp_path, "--restarts", "5", script(tmp_path, code)) as process:
+        output, errors = process.communicate(timeout=HANGS_SECS)
+    assert process.returncode == 0, errors
+    assert output == "start 0 False\nstart 1 False\nstart 2 False\n"
     assert_message(errors, names=["process 0"], values=["restart 1 of 5", "restart 2 of 5"])
     assert "restart 3" not in errors
 
@@ -105,94 +125,164 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize("case", FAILURES)
-def test_the_first_failure_is_named_and_ends_all(tmp_path, case):
-    fail, expected, words = FAILURES[case]
-    code = f"if me == 1:\n    time.sleep(0.5); {fail}\ntime.sleep(100)"
-    start = time.monotonic()
-    status, _, errors = run(tmp_path, code, "--processes", "3", "--restarts", "1")
-    assert status == expected
-    assert errors.count(f"process 1 ended first, {words}") == 2
-    assert "restart 1 of 1" in errors
-    assert time.monotonic() - start < 30
-    assert {p.name for p in tmp_path.glob("pid-*")} >= {"pid-0-0", "pid-2-1"}
+def test_the_first_failure_is_named_and_ends_all(runs, subtests):
+    for name, (fail, expected, words) in FAILURES.items():
+        with subtests.test(msg=name):
+            code = (
+                f"if me == 1:\n    wait_for(f'pid-*-{{restarts}}', 3)\n    {fail}\nsignal.pause()"
+            )
+            status, _, errors = runs(code, 3, restarts=1)
+            assert status == expected
+            assert errors.count(f"process 1 ended first, {words}") == 2
+            assert "restart 1 of 1" in errors
+            assert len(list(pathlib.Path().glob("pid-*"))) == 6
 
 
-def test_processes_that_ignore_signals_and_their_children_are_killed(tmp_path):
+def test_output_of_the_program_does_not_restart_it(runs, subtests):
+    for processes in (1, 2):
+        with subtests.test(msg=f"{processes} processes"):
+            code = (
+                f"wait_for('pid-*', {processes})\n"
+                "with open(f'runs-{me}', 'a') as file: file.write('x')\n"
+                f"wait_for('runs-*', {processes})\n"
+                "if me == 0: sys.exit('OSError: Address already in use: port 9100')\n"
+                "signal.pause()"
+            )
+            status, _, errors = runs(code, processes)
+            assert status == 1
+            assert [p.read_text() for p in pathlib.Path().glob("runs-*")] == ["x"] * processes
+            assert "start" not in errors
+
+
+def test_the_port_of_process_0_is_reserved():
+    """Other programs cannot take it; JAX's coordinator, which uses SO_REUSEPORT, can."""
+    with job.tf_configs(3) as configs:
+        addresses = json.loads(configs[0])["cluster"]["worker"]
+        ports = [int(address.removeprefix("127.0.0.1:")) for address in addresses]
+        assert len(set(ports)) == 3
+        for host in ("127.0.0.1", ""):
+            with pytest.raises(OSError, match="in use"):
+                socket.create_server((host, ports[0]))
+        with socket.create_server(("", ports[0]), reuse_port=True) as server:
+            for _ in range(5):
+                with socket.create_connection(("127.0.0.1", ports[0])), server.accept()[0]:
+                    pass
+        for port in ports[1:]:
+            socket.create_server(("127.0.0.1", port)).close()
+    socket.create_server(("127.0.0.1", ports[0])).close()
+
+
+def test_processes_that_ignore_signals_and_their_children_are_killed(runs):
     code = (
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import signal, time; '\n"
-        "    'signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(100)'])\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import signal; '\n"
+        "    'signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); signal.pause()'],\n"
+        "    stdout=subprocess.PIPE)\n"
+        "child.stdout.readline()\n"
         "pathlib.Path(f'pid-child-{me}').write_text(str(child.pid))\n"
-        "if me == 0:\n    time.sleep(1); sys.exit(4)\ntime.sleep(100)"
+        "if me == 0:\n    wait_for('pid-child-*', 2); sys.exit(4)\nsignal.pause()"
     )
-    status, _, errors = run(tmp_path, code, "--processes", "2", "--grace", "1")
-    assert (status, len(list(tmp_path.glob("pid-child-*")))) == (4, 2), errors
+    status, _, errors = runs(code, grace_secs=0.3)
+    assert (status, len(list(pathlib.Path().glob("pid-child-*")))) == (4, 2), errors
+
+
+def when(condition, call):
+    """Calls a function in a thread as soon as a condition holds."""
+
+    def wait():
+        wait_until(condition)
+        call()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("heeds", [True, False], ids=["heeds it", "ignores it"])
-def test_a_signal_reaches_all_processes_once(tmp_path, number, heeds):
+def test_a_signal_reaches_all_processes_once(runs, number, monkeypatch, subtests):
+    sent = []
+
+    def killpg(pid, signum, killpg=os.killpg):
+        sent.append(signum)
+        killpg(pid, signum)
+
+    monkeypatch.setattr(job.os, "killpg", killpg)
+    for heeds in (True, False):
+        with subtests.test(msg="heeds it" if heeds else "ignores it"):
+            code = (
+                f"caught = []\nfor s in (signal.SIGINT, signal.SIGTERM):\n"
+                "    signal.signal(s, lambda n, f: caught.append(n))\n"
+                "pathlib.Path(f'ready-{me}').touch()\n"
+                f"while not (caught and {heeds}): signal.pause()\n"
+                "print('caught', caught)"
+            )
+            sent.clear()
+            ready = functools.partial(lambda: has_files(pathlib.Path.cwd(), "ready-*", 2))
+            thread = when(ready, functools.partial(os.kill, os.getpid(), number))
+            status, output, errors = runs(code, grace_secs=30 if heeds else 0.5)
+            thread.join()
+            assert status == 128 + number
+            assert f"ended by {number.name}" in errors
+            assert sent == [number] * 2 + [signal.SIGKILL] * 2
+            caught = sorted(output.splitlines())
+            expected = [f"[{i}] caught [{number.value}]" for i in range(2)]
+            assert caught == (expected if heeds else [])
+
+
+def test_a_second_signal_ends_the_processes_at_once(runs):
+    """They ignore the first, and the grace period is endless."""
     code = (
-        f"caught = []\nfor s in (signal.SIGINT, signal.SIGTERM):\n"
-        "    signal.signal(s, lambda n, f: caught.append(n))\n"
-        "pathlib.Path(f'ready-{me}').touch()\n"
-        f"while not (caught and {heeds}): time.sleep(0.05)\n"
-        "time.sleep(0.5); print('caught', caught)"
+        "signal.signal(signal.SIGTERM, lambda *_: pathlib.Path(f'caught-{me}').touch())\n"
+        "pathlib.Path(f'ready-{me}').touch()\nwhile True: signal.pause()"
     )
-    process = launched(tmp_path, "--processes", "2", "--grace", "3", script(tmp_path, code))
-    try:
-        wait_for(tmp_path, "ready-*", 2)
-        process.send_signal(number)
-        output, errors = process.communicate(timeout=SECS)
-    finally:
-        process.kill()
-        process.wait()
-    assert_nobody_is_left(tmp_path)
-    assert process.returncode == 128 + number
-    assert f"ended by {number.name}" in errors
-    caught = sorted(output.splitlines())
-    assert caught == ([f"[{i}] caught [{number.value}]" for i in range(2)] if heeds else [])
+    end = functools.partial(os.kill, os.getpid(), signal.SIGTERM)
+    threads = [
+        when(functools.partial(lambda p: has_files(pathlib.Path.cwd(), p, 2), pattern), end)
+        for pattern in ("ready-*", "caught-*")
+    ]
+    status, _, errors = runs(code, grace_secs=1e6)
+    for thread in threads:
+        thread.join()
+    assert status == 128 + signal.SIGTERM, errors
 
 
-def test_a_killed_launcher_leaves_nobody(tmp_path):
-    code = "pathlib.Path(f'ready-{me}').touch(); time.sleep(100)"
-    process = launched(tmp_path, "--processes", "2", script(tmp_path, code))
-    try:
-        wait_for(tmp_path, "ready-*", 2)
-    finally:
-        process.kill()
-        process.communicate()
-    assert_nobody_is_left(tmp_path)
+STARTS = {  # at the start of which process the signal comes; each attempt has two
+    "while the first process starts": 1,
+    "while the last process starts": 2,
+    "while the processes start again": 3,
+}
 
 
-def wait_for(directory: pathlib.Path, pattern: str, count: int) -> None:
-    deadline = time.monotonic() + SECS
-    while len(list(directory.glob(pattern))) < count:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+def test_a_signal_during_the_start_ends_the_job(runs, monkeypatch, subtests):
+    popen = subprocess.Popen
+    for name, count in STARTS.items():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            started = []
+
+            def start(*arguments, started=started, count=count, number=number, **options):
+                started.append(popen(*arguments, **options))
+                if len(started) == count:
+                    os.kill(os.getpid(), number)
+                return started[-1]
+
+            monkeypatch.setattr(job.subprocess, "Popen", start)
+            with subtests.test(msg=f"{number.name} {name}"):
+                code = f"if restarts == 0 and {count == 3}: sys.exit(3)\nsignal.pause()"
+                status, _, errors = runs(code, restarts=1)
+                assert status == 128 + number
+                assert f"ended by {number.name}" in errors
+                assert all(process.returncode is not None for process in started)
 
 
-def test_a_port_that_is_taken_is_replaced(tmp_path):
-    """It does not count as a restart."""
-    code = (
-        "address = json.loads(os.environ['TF_CONFIG'])['cluster']['worker'][0]\n"
-        "if address == '127.0.0.1:7' and me == 0:\n"
-        "    print('bind: Address already in use', file=sys.stderr); sys.exit(1)\n"
-        "if address == '127.0.0.1:7': time.sleep(100)\n"
-        "print(address, restarts)"
-    )
-    driver = (
-        "import os, sys; from mirror_cli import job\n"
-        "ports = iter([[7, 8], [9, 10]])\n"
-        "job.free_ports = lambda count: next(ports)\n"
-        f"os.chdir({str(tmp_path)!r})\n"
-        f"arguments = [{script(tmp_path, code)!r}]\n"
-        "sys.exit(job.run(arguments, [dict(os.environ)] * 2, restarts=0, grace_secs=5))"
-    )
-    output = fresh.run(driver, timeout=SECS)
-    assert "[0] 127.0.0.1:9 0" in output
-    assert "mirror launch: another program has taken the port" in output
+def test_a_killed_launcher_leaves_no_processes(tmp_path):
+    code = "pathlib.Path(f'ready-{me}').touch(); signal.pause()"
+    with launched(tmp_path, "--processes", "2", script(tmp_path, code)) as process:
+        try:
+            wait_until(lambda: has_files(tmp_path, "ready-*", 2))
+        finally:
+            process.kill()
+            process.communicate()
+    assert_none_is_left(tmp_path)
 
 
 GPUS = {  # GPUs, processes, devices of each, environment, what each sees
@@ -203,15 +293,15 @@ GPUS = {  # GPUs, processes, devices of each, environment, what each sees
 }
 
 
-@pytest.mark.parametrize("case", GPUS)
-def test_processes_share_the_gpus(case, monkeypatch):
-    num_gpus, processes, devices, environment, visible = GPUS[case]
-    monkeypatch.setattr(launch, "count_gpus", lambda: num_gpus)
-    made = launch.environments_for(environment, processes, devices, on_cpu=False)
-    assert [each["CUDA_VISIBLE_DEVICES"] for each in made] == visible
+def test_processes_share_the_gpus(monkeypatch, subtests):
+    for name, (num_gpus, processes, devices, environment, visible) in GPUS.items():
+        with subtests.test(msg=name):
+            monkeypatch.setattr(launch, "count_gpus", lambda n=num_gpus: n)
+            made = launch.environments_for(environment, processes, devices, on_cpu=False)
+            assert [each["CUDA_VISIBLE_DEVICES"] for each in made] == visible
 
 
-def test_host_devices_are_those_of_each_process(monkeypatch):
+def test_each_process_has_its_own_host_devices(monkeypatch):
     monkeypatch.setattr(launch, "count_gpus", lambda: 8)
     made = launch.environments_for({}, 3, 2, on_cpu=True)
     assert made == [{"JAX_NUM_CPU_DEVICES": "2", "JAX_PLATFORMS": "cpu"}] * 3
@@ -219,15 +309,16 @@ def test_host_devices_are_those_of_each_process(monkeypatch):
     assert launch.environments_for({"A": "1"}, 2, None, on_cpu=False) == [{"A": "1"}] * 2
 
 
-@pytest.mark.parametrize(
-    ("num_gpus", "devices", "environment", "message"),
-    [
-        (2, 2, {}, {"names": "--processes 3", "values": [6, 2], "fix": "--cpu"}),
-        (2, None, {}, {"names": "--processes 3", "values": [3, 2], "fix": "--cpu"}),
-        (0, 2, {"TF_CONFIG": "{}"}, {"names": "TF_CONFIG={}", "fix": "Unset TF_CONFIG"}),
-    ],
-)
-def test_impossible_jobs_are_rejected(num_gpus, devices, environment, message, monkeypatch):
-    monkeypatch.setattr(launch, "count_gpus", lambda: num_gpus)
-    with raises(OptionError, **message):
-        launch.environments_for(environment, 3, devices, on_cpu=False)
+IMPOSSIBLE = [
+    (2, 2, {}, {"names": "--processes 3", "values": [6, 2], "fix": "--cpu"}),
+    (2, None, {}, {"names": "--processes 3", "values": [3, 2], "fix": "--cpu"}),
+    (0, 2, {"TF_CONFIG": "{}"}, {"names": "TF_CONFIG={}", "fix": "Unset TF_CONFIG"}),
+]
+
+
+def test_impossible_jobs_are_rejected(monkeypatch, subtests):
+    for num_gpus, devices, environment, message in IMPOSSIBLE:
+        with subtests.test(msg=str(message)):
+            monkeypatch.setattr(launch, "count_gpus", lambda n=num_gpus: n)
+            with raises(OptionError, **message):
+                launch.environments_for(environment, 3, devices, on_cpu=False)

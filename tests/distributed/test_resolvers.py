@@ -145,6 +145,9 @@ def test_lists_of_slurm():
         *("n01", "n02", "n03", "n7", "x9y", "x10y", "x11y", "z")
     ]
     assert expand_nodes("a-b,c") == ["a-b", "c"]
+    assert expand_nodes("r[1-2]n[09-10]x,[3,5]") == [
+        *("r1n09x", "r1n10x", "r2n09x", "r2n10x", "3", "5")
+    ]
     assert expand_counts("2(x3),1") == [2, 2, 2, 1]
 
 

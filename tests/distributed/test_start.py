@@ -147,10 +147,10 @@ def test_an_absent_process_is_named_by_the_deadline():
         except RuntimeError as error:
             print(error)
     """
-    (config, _) = processes.tf_configs(2)
-    address = json.loads(config)["cluster"]["worker"][0]
-    variables = {"TF_CONFIG": config, "JAX_PLATFORMS": "cpu"}
-    done = fresh.start(code, environment=variables, timeout=60)
+    with processes.tf_configs(2) as (config, _):
+        address = json.loads(config)["cluster"]["worker"][0]
+        variables = {"TF_CONFIG": config, "JAX_PLATFORMS": "cpu"}
+        done = fresh.start(code, environment=variables, timeout=60)
     # JAX itself ends a process whose coordinator does not answer, with the same facts.
     assert "DEADLINE_EXCEEDED" in done.stdout or address in done.stdout
 

@@ -1,7 +1,9 @@
 """Jobs of several processes, each with some host devices, which end by a deadline."""
 
-import json
+import contextlib
+import itertools
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -12,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from mirror_cli.job import tf_configs
 from tests.support import fresh
 
 JOB_SECS = 150.0
@@ -31,23 +34,22 @@ class Ended(NamedTuple):
     at: float | None = None
 
 
+_ports = itertools.count(random.SystemRandom().randrange(1000))
+
+
 def free_ports(count: int) -> list[int]:
-    """Returns ports of this machine that nobody listens on."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
+    """Returns ports that no program listens on, from a range of this worker of pytest-xdist.
 
-
-def tf_configs(count: int) -> list[str]:
-    """Returns the `TF_CONFIG` of each process of a cluster on this machine."""
-    cluster = {"worker": [f"127.0.0.1:{port}" for port in free_ports(count)]}
-    tasks = [{"type": "worker", "index": i} for i in range(count)]
-    return [json.dumps({"cluster": cluster, "task": task}) for task in tasks]
+    They are below the ports that Linux gives to programs that ask for any port.
+    """
+    first = 10_000 + 1000 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 20)
+    ports: list[int] = []
+    while len(ports) < count:
+        port = first + next(_ports) % 1000
+        with socket.socket() as unused, contextlib.suppress(OSError):
+            unused.bind(("", port))
+            ports.append(port)
+    return ports
 
 
 def run(
@@ -76,10 +78,10 @@ def run(
     path = os.pathsep.join(filter(None, [fresh.INHERITED.get("PYTHONPATH"), str(fresh.ROOT)]))
     started: list[subprocess.Popen[bytes]] = []
     ends: dict[int, float] = {}
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory() as directory, tf_configs(processes) as configs:
         files = [Path(directory, str(i)) for i in range(processes)]
         try:
-            for i, config in enumerate(tf_configs(processes)):
+            for i, config in enumerate(configs):
                 variables = {
                     **fresh.INHERITED,
                     "PYTHONPATH": path,

@@ -1,6 +1,7 @@
 """Cluster resolvers: find the addresses of all processes, and which of them this one is."""
 
 import abc
+import itertools
 import json
 import os
 import re
@@ -292,17 +293,29 @@ def _variable(*names: str) -> tuple[str, str]:
 
 
 def expand_nodes(text: str) -> list[str]:
-    """Returns the nodes of a Slurm list: `gpu[01-03,7],login` is five of them."""
-    nodes = []
-    for part in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", text):
-        prefix, _, rest = part.partition("[")
-        ranges, _, suffix = rest.partition("]")
-        for piece in ranges.split(",") if rest else [""]:
-            first, _, last = piece.partition("-")
-            numbers = range(int(first), int(last) + 1) if last else [first]
-            width = len(first) if last else 0
-            nodes += [f"{prefix}{str(number).zfill(width)}{suffix}" for number in numbers]
-    return nodes
+    """Returns the nodes of a Slurm list: `gpu[01-03,7],login` is five of them.
+
+    A name may have several ranges: `a[1-2]b[1-2]` is a1b1, a1b2, a2b1 and a2b2.
+    """
+    names = re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", text)
+    return [
+        "".join(parts)
+        for name in names
+        for parts in itertools.product(*map(_expand, re.findall(r"\[[^\]]*\]|[^\[\]]+", name)))
+    ]
+
+
+def _expand(part: str) -> list[str]:
+    """Returns the numbers of a range in brackets, or the text itself."""
+    if not part.startswith("["):
+        return [part]
+    numbers: list[str] = []
+    for piece in part.strip("[]").split(","):
+        first, _, last = piece.partition("-")
+        width = len(first) if last else 0
+        values = range(int(first), int(last) + 1) if last else [first]
+        numbers += [str(value).zfill(width) for value in values]
+    return numbers
 
 
 def expand_counts(text: str) -> list[int]:

@@ -6,6 +6,8 @@ tells all others who has come.
 """
 
 import contextlib
+import errno
+import functools
 import json
 import socket
 import time
@@ -85,9 +87,23 @@ def _listen(port: int, member: Membership, deadline: float) -> RollCall:
 
 
 def _server(port: int) -> socket.socket:
-    if socket.has_dualstack_ipv6():  # as JAX's coordinator
-        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", port))
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET  # as JAX does
+    create = functools.partial(
+        socket.create_server, ("", port), family=family, dualstack_ipv6=family == socket.AF_INET6
+    )
+    try:
+        return create()
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE or _is_served(port):
+            raise
+    return create(reuse_port=True)  # `mirror launch` reserves the port for the job
+
+
+def _is_served(port: int) -> bool:
+    with contextlib.suppress(OSError):
+        socket.create_connection(("localhost", port), _CONNECT_SECS).close()
+        return True
+    return False
 
 
 def _answer(host: str, port: int, member: Membership, deadline: float) -> RollCall:
