@@ -64,11 +64,12 @@ def test_program_of_a_page_keeps_its_lines():
     assert [line for i, line in enumerate(lines) if line and i not in (3, 4, 11, 12)] == []
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_python_blocks_are_marked_as_run_or_not(name):
-    for fence in _FENCE.findall(PAGES[name]):
-        assert fence in ("```python", "```python no-run"), f"{name}: {fence}"
-    assert PAGES[name].count("```python\n") == len(blocks(PAGES[name]))
+def test_python_blocks_are_marked_as_run_or_not(subtests):
+    for name in PAGES:
+        with subtests.test(msg=name):
+            for fence in _FENCE.findall(PAGES[name]):
+                assert fence in ("```python", "```python no-run"), f"{name}: {fence}"
+            assert PAGES[name].count("```python\n") == len(blocks(PAGES[name]))
 
 
 def test_readme_has_examples():
@@ -88,15 +89,20 @@ def training() -> dict[str, Any]:
     return {"trainer": trainer, "data": mirror.data.from_arrays(arrays, batch_size=2)}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        module.name
+def test_docstring_examples_run(subtests, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    modules = [
+        importlib.import_module(module.name)
         for module in pkgutil.walk_packages(mirror.__path__, "mirror.")
         if ".demo" not in module.name and not module.name.endswith("__main__")
-    ],
-)
-def test_docstring_examples_run(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    module = importlib.import_module(name)
-    assert doctest.testmod(module, extraglobs=NAMES | training(), optionflags=FLAGS).failed == 0
+    ]
+    finder, count = doctest.DocTestFinder(exclude_empty=True), 0
+    runner = doctest.DocTestRunner(optionflags=FLAGS)
+    for module in modules:
+        for test in finder.find(module, extraglobs=NAMES | training()):
+            if test.examples:
+                count += 1
+                with subtests.test(msg=test.name):
+                    said: list[str] = []
+                    assert runner.run(test, out=said.append).failed == 0, "".join(said)
+    assert count > 150

@@ -22,8 +22,6 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 NEEDS = {"08_keras": "keras", "09_parameter_server": "ray"}
 
-every_notebook = pytest.mark.parametrize("path", PATHS, ids=[path.stem for path in PATHS])
-
 
 def read(path: Path) -> Any:
     return nbformat.read(path, as_version=nbformat.NO_CONVERT)
@@ -42,16 +40,18 @@ def test_notebooks_are_numbered_without_gaps():
     assert len(PATHS) >= 3
 
 
-@every_notebook
-def test_notebooks_are_stored_without_results_and_with_cell_ids(path):
-    notebook = read(path)
-    nbformat.validate(notebook)
-    assert (notebook.nbformat, notebook.nbformat_minor) == (4, 5)
-    assert notebook.metadata.kernelspec.name == "python3"
-    ids = [cell.id for cell in notebook.cells]
-    assert len(set(ids)) == len(ids)
-    for cell in cells(path, "code"):
-        assert (cell.outputs, cell.execution_count) == ([], None), f"{cell.id} holds results"
+def test_notebooks_are_stored_without_results_and_with_cell_ids(subtests):
+    for path in PATHS:
+        with subtests.test(msg=path.stem):
+            notebook = read(path)
+            nbformat.validate(notebook)
+            assert (notebook.nbformat, notebook.nbformat_minor) == (4, 5)
+            assert notebook.metadata.kernelspec.name == "python3"
+            ids = [cell.id for cell in notebook.cells]
+            assert len(set(ids)) == len(ids)
+            for cell in cells(path, "code"):
+                assert not cell.outputs, f"{cell.id} holds results"
+                assert cell.execution_count is None, cell.id
 
 
 def test_notebooks_pass_the_linter():
@@ -66,24 +66,26 @@ def test_notebooks_pass_the_linter():
         assert found.returncode == 0, found.stdout + found.stderr
 
 
-@every_notebook
-def test_notebook_links_lead_to_files_and_the_next_notebook(path):
-    last = read(path).cells[-1]
-    for cell in cells(path, "markdown"):
-        for link in links(cell.source):
-            assert (path.parent / link).is_file(), f"{cell.id} links to {link}"
-    following = PATHS[PATHS.index(path) + 1 :]
-    assert last.cell_type == "markdown"
-    if following:
-        assert following[0].name in links(last.source)
+def test_notebook_links_lead_to_files_and_the_next_notebook(subtests):
+    for path in PATHS:
+        with subtests.test(msg=path.stem):
+            last = read(path).cells[-1]
+            for cell in cells(path, "markdown"):
+                for link in links(cell.source):
+                    assert (path.parent / link).is_file(), f"{cell.id} links to {link}"
+            following = PATHS[PATHS.index(path) + 1 :]
+            assert last.cell_type == "markdown"
+            if following:
+                assert following[0].name in links(last.source)
 
 
-@every_notebook
-def test_first_cell_runs_again_after_jax_has_started(path):
-    jax.devices()
-    first, names = cells(path, "code")[0], {"__name__": "__main__"}
-    for _ in range(2):
-        exec(compile(first.source, f"{path.name}:{first.id}", "exec"), names)
+def test_first_cell_runs_again_after_jax_has_started(subtests):
+    for path in PATHS:
+        with subtests.test(msg=path.stem):
+            jax.devices()
+            first, names = cells(path, "code")[0], {"__name__": "__main__"}
+            for _ in range(2):
+                exec(compile(first.source, f"{path.name}:{first.id}", "exec"), names)
 
 
 @pytest.mark.notebooks

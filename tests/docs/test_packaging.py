@@ -163,31 +163,35 @@ DESCRIPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", DESCRIPTIONS)
-def test_links_of_the_long_description_lead_somewhere(name):
-    repository, wanted = DESCRIPTIONS[name]
-    text = setup()["long_description"](README, repository)
-    targets = re.findall(r"\]\(([^)]*)\)", text)
-    assert all(re.fullmatch(wanted, target) for target in targets)
-    assert len(targets) == (0 if repository is None else README.count("]("))
-    assert ("](https://host/repo/raw/main/docs/demo.png)" in text) == (repository is not None)
-    for target in targets:
-        path = re.sub(r".*/main/", "", target).partition("#")[0]
-        assert (fresh.ROOT / path).is_file(), target
+def test_links_of_the_long_description_lead_somewhere(subtests):
+    for name in DESCRIPTIONS:
+        with subtests.test(msg=name):
+            repository, wanted = DESCRIPTIONS[name]
+            text = setup()["long_description"](README, repository)
+            targets = re.findall(r"\]\(([^)]*)\)", text)
+            assert all(re.fullmatch(wanted, target) for target in targets)
+            assert len(targets) == (0 if repository is None else README.count("]("))
+            picture = "](https://host/repo/raw/main/docs/demo.png)"
+            assert (picture in text) == (repository is not None)
+            for target in targets:
+                path = re.sub(r".*/main/", "", target).partition("#")[0]
+                assert (fresh.ROOT / path).is_file(), target
 
 
 @pytest.mark.dev("readme_renderer")
-@pytest.mark.parametrize("name", DESCRIPTIONS)
-def test_long_description_renders_on_a_package_index(name):
+def test_long_description_renders_on_a_package_index(subtests):
     from readme_renderer import markdown
 
-    repository, _ = DESCRIPTIONS[name]
-    html = markdown.render(setup()["long_description"](README, repository))
-    assert html is not None
-    assert "<table>" in html
-    targets = re.findall(r'(?:href|src)="(?!#user-content-)([^"]*)"', html)  # not of headings
-    assert all(target.startswith("https://host/repo/") for target in targets)
-    assert bool(targets) == (repository is not None)
+    for name in DESCRIPTIONS:
+        with subtests.test(msg=name):
+            repository, _ = DESCRIPTIONS[name]
+            html = markdown.render(setup()["long_description"](README, repository))
+            assert html is not None
+            assert "<table>" in html
+            not_of_headings = r'(?:href|src)="(?!#user-content-)([^"]*)"'
+            targets = re.findall(not_of_headings, html)
+            assert all(target.startswith("https://host/repo/") for target in targets)
+            assert bool(targets) == (repository is not None)
 
 
 # The wheel

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import numpy as np
 import optax
-import pytest
 from flax import nnx
 
 import mirror
@@ -44,10 +43,11 @@ def changed_lines(before: str, after: str) -> list[str]:
     return [line[2:] for line in diff if line.startswith("+ ") and line[2:].strip()]
 
 
-@pytest.mark.parametrize("name", PORTS)
-def test_port_changes_few_lines(name):
-    changed = changed_lines(*programs(PORTS[name]))
-    assert 0 < len(changed) <= PORTS[name].most_changes, "\n".join(changed)
+def test_port_changes_few_lines(subtests):
+    for name in PORTS:
+        with subtests.test(msg=name):
+            changed = changed_lines(*programs(PORTS[name]))
+            assert 0 < len(changed) <= PORTS[name].most_changes, "\n".join(changed)
 
 
 def test_pmap_program_and_its_port_have_the_same_losses():
@@ -71,13 +71,15 @@ def names_in_column(header: str) -> list[str]:
     return [name for cell in cells for name in re.findall(r'`"(\w+)"`', cell)]
 
 
-@pytest.mark.parametrize("loss", names_in_column("| `keras.losses.` |"))
-def test_trainer_has_the_losses_of_the_page(loss):
-    assert mirror.Trainer(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), optax.sgd(0.1), loss)
+def test_trainer_has_the_losses_of_the_page(subtests):
+    for loss in names_in_column("| `keras.losses.` |"):
+        with subtests.test(msg=loss):
+            assert mirror.Trainer(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), optax.sgd(0.1), loss)
 
 
-@pytest.mark.parametrize("metric", sorted(set(names_in_column("| `keras.metrics.` |"))))
-def test_trainer_has_the_metrics_of_the_page(metric):
-    loss = "mean_squared_error" if "mean" in metric else "sparse_categorical_crossentropy"
-    arguments = nnx.Linear(2, 2, rngs=nnx.Rngs(0)), optax.sgd(0.1), loss
-    assert mirror.Trainer(*arguments, metrics=[metric])
+def test_trainer_has_the_metrics_of_the_page(subtests):
+    for metric in sorted(set(names_in_column("| `keras.metrics.` |"))):
+        with subtests.test(msg=metric):
+            loss = "mean_squared_error" if "mean" in metric else "sparse_categorical_crossentropy"
+            arguments = nnx.Linear(2, 2, rngs=nnx.Rngs(0)), optax.sgd(0.1), loss
+            assert mirror.Trainer(*arguments, metrics=[metric])

@@ -52,15 +52,16 @@ def main(arguments: list[str]) -> int:
     return getattr(importlib.import_module(module), function)(arguments)
 
 
-@pytest.mark.parametrize("page", [name for name in PAGES if any(commands(name))])
-def test_commands_of_a_page_exist(page, capsys):
-    for command, *arguments in commands(page):
-        with pytest.raises(SystemExit) as ended:
-            main([command, "--help"])
-        text = capsys.readouterr().out
-        assert ended.value.code == 0, f"{page}: mirror {command}"
-        for option in (word for word in arguments if word.startswith("--")):
-            assert option.partition("=")[0] in text, f"{page}: mirror {command} {option}"
+def test_commands_of_a_page_exist(subtests, capsys):
+    for page in [name for name in PAGES if any(commands(name))]:
+        with subtests.test(msg=page):
+            for command, *arguments in commands(page):
+                with pytest.raises(SystemExit) as ended:
+                    main([command, "--help"])
+                text = capsys.readouterr().out
+                assert ended.value.code == 0, f"{page}: mirror {command}"
+                for option in (word for word in arguments if word.startswith("--")):
+                    assert option.partition("=")[0] in text, f"{page}: mirror {command} {option}"
 
 
 def test_extras_that_are_installed_exist():

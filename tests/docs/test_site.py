@@ -47,10 +47,11 @@ LINKS = {
 }
 
 
-@pytest.mark.parametrize("page", LINKS)
-def test_links_lead_to_pages_of_the_site(build, page):
-    link, wanted = LINKS[page]
-    assert build.on_site(f"[text]({link})", page) == f"[text]({wanted})"
+def test_links_lead_to_pages_of_the_site(subtests, build):
+    for page in LINKS:
+        with subtests.test(msg=page):
+            link, wanted = LINKS[page]
+            assert build.on_site(f"[text]({link})", page) == f"[text]({wanted})"
 
 
 def test_text_after_python_is_titled_output(build):
@@ -100,14 +101,17 @@ ADDRESSES = {
 }
 
 
-@pytest.mark.parametrize("name", ADDRESSES)
-def test_public_addresses_come_from_pyproject(build, name, tmp_path, monkeypatch):
-    urls, wanted = ADDRESSES[name]
-    (tmp_path / "pyproject.toml").write_text(f"[project]\n{urls}\n")
-    (tmp_path / "mkdocs.yml").write_text((fresh.ROOT / "mkdocs.yml").read_text())
-    monkeypatch.setattr(build, "ROOT", tmp_path)
-    settings = build.settings()
-    assert {key: settings[key] for key in ("repo_url", "site_url") if key in settings} == wanted
+def test_public_addresses_come_from_pyproject(subtests, build, tmp_path_factory):
+    for name in ADDRESSES:
+        with subtests.test(msg=name), pytest.MonkeyPatch.context() as monkeypatch:
+            tmp_path = tmp_path_factory.mktemp("row")
+            urls, wanted = ADDRESSES[name]
+            (tmp_path / "pyproject.toml").write_text(f"[project]\n{urls}\n")
+            (tmp_path / "mkdocs.yml").write_text((fresh.ROOT / "mkdocs.yml").read_text())
+            monkeypatch.setattr(build, "ROOT", tmp_path)
+            settings = build.settings()
+            keys = settings.keys() & {"repo_url", "site_url"}
+            assert {key: settings[key] for key in keys} == wanted
 
 
 @pytest.fixture(scope="module")
@@ -166,14 +170,18 @@ MISTAKES = {
 
 
 @needs_site
-@pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_in_pages_are_errors(build, name, tmp_path):
-    page, mistake = MISTAKES[name]
-    config = build.stage(tmp_path, execute=False)
-    path = tmp_path / "pages" / page
-    path.write_text(f"{path.read_text()}\n\n{mistake}\n")
-    command = [sys.executable, "-m", "zensical", "build", "--strict", "-f", str(config)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode != 0
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout + done.stderr)
-    assert "nowhere" in plain
+def test_mistakes_in_pages_are_errors(subtests, build, tmp_path_factory):
+    for name in MISTAKES:
+        with subtests.test(msg=name):
+            tmp_path = tmp_path_factory.mktemp("row")
+            page, mistake = MISTAKES[name]
+            config = build.stage(tmp_path, execute=False)
+            path = tmp_path / "pages" / page
+            path.write_text(f"{path.read_text()}\n\n{mistake}\n")
+            command = [sys.executable, "-m", "zensical", "build", "--strict", "-f", str(config)]
+            done = subprocess.run(
+                command, cwd=tmp_path, capture_output=True, text=True, check=False
+            )
+            assert done.returncode != 0
+            plain = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout + done.stderr)
+            assert "nowhere" in plain

@@ -2,11 +2,9 @@
 
 import ast
 import importlib
+import json
 import re
-import subprocess
 import sys
-
-import pytest
 
 import mirror
 from mirror._src.utils.lazy_names import LAZY_NAMES
@@ -45,14 +43,15 @@ def exported_by(tree: ast.Module) -> set[str | None]:
     return {name for name in names if name == "__version__" or not (name or "_").startswith("_")}
 
 
-@pytest.mark.parametrize("name", [n for n in modules() if folder_of(n)])
-def test_imports_go_down(name):
-    floor = FOLDERS.index(folder_of(name))
-    others = imports_of(modules()[name])
-    above = [m for m in others if folder_of(m) and FOLDERS.index(folder_of(m)) > floor]
-    assert not above, f"mirror.{name} imports {above}, which stand above it"
-    faces = {m for m in others if not folder_of(m)} - {"_version"}
-    assert not faces or folder_of(name) == "cli", f"mirror.{name} imports {faces}"
+def test_imports_go_down(subtests):
+    for name in [n for n in modules() if folder_of(n)]:
+        with subtests.test(msg=name):
+            floor = FOLDERS.index(folder_of(name))
+            others = imports_of(modules()[name])
+            above = [m for m in others if folder_of(m) and FOLDERS.index(folder_of(m)) > floor]
+            assert not above, f"mirror.{name} imports {above}, which stand above it"
+            faces = {m for m in others if not folder_of(m)} - {"_version"}
+            assert not faces or folder_of(name) == "cli", f"mirror.{name} imports {faces}"
 
 
 def test_imports_have_no_cycles():
@@ -68,12 +67,13 @@ def test_code_map_shows_the_imports_between_folders():
     assert shown == import_graph.diagram(), "run python -m tests.support.import_graph --write"
 
 
-@pytest.mark.parametrize("name", FACES)
-def test_public_modules_only_re_export(name):
-    assert {n for n in modules() if not n.startswith("_")} == set(FACES)
-    tree = modules()[name]
-    rest = [n for n in tree.body if not isinstance(n, ast.ImportFrom | ast.Expr | ast.If)]
-    assert [n.name for n in rest] == (["__dir__"] if name == "" else []), "only re-exports"
+def test_public_modules_only_re_export(subtests):
+    for name in FACES:
+        with subtests.test(msg=name):
+            assert {n for n in modules() if not n.startswith("_")} == set(FACES)
+            tree = modules()[name]
+            rest = [n for n in tree.body if not isinstance(n, ast.ImportFrom | ast.Expr | ast.If)]
+            assert [n.name for n in rest] == (["__dir__"] if name == "" else []), "only re-exports"
 
 
 def test_names_that_are_imported_when_used_are_those_that_type_checkers_see():
@@ -86,8 +86,8 @@ def test_names_that_are_imported_when_used_are_those_that_type_checkers_see():
 
 def test_tests_do_not_import_test_modules():
     """Helpers that several test modules share are in `tests/support`."""
-    for path in (fresh.ROOT / "tests").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path, tree in own_code.modules():
+        for node in ast.walk(tree):
             names: list[str] = []
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
@@ -97,18 +97,16 @@ def test_tests_do_not_import_test_modules():
             assert not wrong, f"{path}:{node.lineno} imports {wrong}"
 
 
-@pytest.mark.parametrize("primitive", OWNERS)
-def test_primitives_have_one_owner(primitive):
-    users = {
-        name.removeprefix("_src.")
-        for name, tree in modules().items()
-        if any(
-            isinstance(node, ast.Attribute) and ast.unparse(node) == primitive
-            for node in ast.walk(tree)
-        )
-    }
-    owners = OWNERS[primitive]
-    assert users <= ({owners} if isinstance(owners, str) else set(owners))
+def test_primitives_have_one_owner(subtests):
+    users: dict[str, set[str]] = {primitive: set() for primitive in OWNERS}
+    last = {primitive.rpartition(".")[2] for primitive in OWNERS}
+    for name, tree in modules().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and node.attr in last:
+                users.get(ast.unparse(node), set()).add(name.removeprefix("_src."))
+    for primitive, owners in OWNERS.items():
+        with subtests.test(msg=primitive):
+            assert users[primitive] <= ({owners} if isinstance(owners, str) else set(owners))
 
 
 # JAX has no public equivalent; the module names the versions, and a test fails when it is removed.
@@ -213,101 +211,85 @@ MODULES = {
 }
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_public_names_of_modules_match(name):
-    assert exported_by(modules()[name]) == set(MODULES[name].split())
-    for attribute in MODULES[name].split():
-        value = getattr(getattr(mirror, name), attribute)
-        assert value.__doc__, attribute
-        assert not isinstance(value, type) or value.__module__ == f"mirror.{name}"
+def test_public_names_of_modules_match(subtests):
+    for name in MODULES:
+        with subtests.test(msg=name):
+            assert exported_by(modules()[name]) == set(MODULES[name].split())
+            for attribute in MODULES[name].split():
+                value = getattr(getattr(mirror, name), attribute)
+                assert value.__doc__, attribute
+                assert not isinstance(value, type) or value.__module__ == f"mirror.{name}"
 
 
-@pytest.mark.parametrize("name", PUBLIC)
-def test_public_names_are_documented(name):
-    value = getattr(mirror, name)
-    if isinstance(value, str):
-        return
-    assert value.__doc__, name
-    assert not isinstance(value, type) or value.__module__ == "mirror"
-    for attribute, member in vars(value).items():
-        if not attribute.startswith("_") and callable(member):
-            assert member.__doc__, f"{name}.{attribute}"
+def test_public_names_are_documented(subtests):
+    for name in PUBLIC:
+        with subtests.test(msg=name):
+            value = getattr(mirror, name)
+            if isinstance(value, str):
+                continue
+            assert value.__doc__, name
+            assert not isinstance(value, type) or value.__module__ == "mirror"
+            for attribute, member in vars(value).items():
+                if not attribute.startswith("_") and callable(member):
+                    assert member.__doc__, f"{name}.{attribute}"
 
 
-@pytest.mark.parametrize("error", ["ReplicaDivergenceError", "ReplicaMismatchError"])
-def test_error_classes_are_value_errors(error):
-    assert issubclass(getattr(mirror, error), ValueError)
+def test_error_classes_have_standard_bases():
+    assert issubclass(mirror.ReplicaDivergenceError, ValueError)
+    assert issubclass(mirror.ReplicaMismatchError, ValueError)
     assert issubclass(mirror.InvalidDeviceError, RuntimeError)
 
 
-@pytest.mark.parametrize("attempts", [3])
-def test_import_is_quick(attempts):
-    """At most 0.45 of the work of importing what it needs, in the best of a few tries.
-
-    A ratio, because a busy machine slows both alike, and yet 0.28 to 0.41 on different machines.
-    A heavy package among the imports, such as Orbax, would more than double it. Without garbage
-    collections: one of all objects takes a fifth of it, and few objects decide whether it is due.
-    """
-    code = (
-        "import gc, time; gc.disable()\n"
-        "start = time.process_time(); import jax, flax.nnx, optax\n"
-        "before = time.process_time(); import mirror\n"
-        "print((time.process_time() - before) / (before - start))"
-    )
-    took = [float(fresh.run(code)) for _ in range(attempts)]
-    assert min(took) <= 0.45
-
-
-def test_import_starts_nothing():
-    """No backend, no environment, no thread at import."""
-    code = (
-        "import os, threading; before = dict(os.environ); import jax, mirror\n"
-        "assert before == dict(os.environ), 'environment'\n"
-        "assert threading.active_count() == 1, 'threads'\n"
-        "from mirror._src.devices import startup; assert not startup.started()\n"
-        "jax.config.update('jax_num_cpu_devices', 5)  # raises once a backend has started\n"
-        "assert jax.device_count() == 5"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+def test_import_loads_only_what_is_needed_and_starts_nothing(subtests):
+    """Beyond JAX, Flax and Optax: few packages, no backend, thread, variable or listener."""
+    found = json.loads(fresh.run(IMPORT).splitlines()[-1])
+    with subtests.test(msg="packages"):
+        # Chex brings absl and toolz. Others, such as Orbax or Ray, would double the time.
+        needed = {"mirror", "mirror_cli", "chex", "absl", "toolz", "packaging", "rich"}
+        packages = {name.partition(".")[0] for name in found["modules"]}
+        others = packages - needed - sys.stdlib_module_names - {"jax"}
+        assert not others, "import them where they are used, or through `LAZY_NAMES`"
+        assert "mirror" in packages
+    with subtests.test(msg="lazy modules"):
+        assert not set(found["modules"]) & set(LAZY_NAMES.values())
+    for name in ("environment", "threads", "backend", "listeners"):
+        with subtests.test(msg=name):
+            assert found[name] is False, "it was changed"
+    with subtests.test(msg="listeners of the first setter"):
+        assert found["queries"] is False
+        assert found["setter"] is True, "the first setter registers one"
 
 
-def test_import_loads_no_optional_packages():
-    """Also with Ray, whose actors import mirror, in the environment."""
-    optional = {"ray", "torch", "tensorflow", "keras", "datasets", "grain", "matplotlib", "sklearn"}
-    code = (
-        "import sys, jax, flax.nnx, optax; before = set(sys.modules); import mirror\n"
-        "print(*sorted({name.partition('.')[0] for name in set(sys.modules) - before}))"
-    )
-    loaded = set(fresh.run(code).split())
-    assert "mirror" in loaded
-    assert not loaded & optional
-
-
-def test_import_registers_no_listeners():
-    """Importing mirror after its dependencies leaves the listeners of `jax.monitoring` alone."""
-    code = (
-        "import jax, flax.nnx, optax, chex\n"
-        "from jax._src import monitoring\n"
-        "def listeners():\n"
-        "    lists = {k: v for k, v in vars(monitoring).items() if k.endswith('_listeners')}\n"
-        "    return {k: list(v) for k, v in lists.items() if isinstance(v, list)}\n"
-        "before = listeners(); import mirror\n"
-        "assert len(before) >= 3, 'where JAX keeps its listeners'\n"
-        "assert listeners() == before\n"
-        "mirror.config.list_physical_devices(); mirror.config.get_visible_devices()\n"
-        "assert listeners() == before\n"
-        "(cpu,) = mirror.config.list_physical_devices('CPU')\n"
-        "part = mirror.config.LogicalDeviceConfiguration()\n"
-        "mirror.config.set_logical_device_configuration(cpu, [part] * 2)\n"
-        "assert listeners() != before, 'the first setter registers one'"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+IMPORT = """
+import json, os, sys, threading, jax, flax.nnx, optax
+from jax._src import monitoring
+def state():
+    lists = {k: v for k, v in vars(monitoring).items() if k.endswith('_listeners')}
+    lists = {k: list(v) for k, v in lists.items() if isinstance(v, list)}
+    assert len(lists) >= 3, 'where JAX keeps its listeners'
+    threads = threading.active_count()
+    return {'environment': dict(os.environ), 'threads': threads, 'listeners': lists}
+before, modules = state(), set(sys.modules)
+import mirror
+found = {name: value != before[name] for name, value in state().items()}
+found['modules'] = sorted(set(sys.modules) - modules)
+from tests.support.inside import has_started
+found['backend'] = has_started()
+mirror.config.list_physical_devices(); mirror.config.get_visible_devices()
+found['queries'] = state()['listeners'] != before['listeners']
+(cpu,) = mirror.config.list_physical_devices('CPU')
+part = mirror.config.LogicalDeviceConfiguration()
+mirror.config.set_logical_device_configuration(cpu, [part] * 2)
+found['setter'] = state()['listeners'] != before['listeners']
+assert jax.device_count() == 2
+print(json.dumps(found))
+"""
 
 
 # Algorithms with tests of their own, and the seam for all other tests. Everything else uses the
 # public API, so that a change inside the package does not break the tests of what users see.
 MAY_LOOK_INSIDE = (
-    *("fuzz/", "mutation/", "program/", "support/inside.py"),
+    *("fuzz/", "mutation/", "program/", "laws/test_structure.py", "support/inside.py"),
     *("ps/simulated.py", "ps/test_schedule.py"),
     *("ps/test_placement.py", "ps/test_separable.py"),
     *("ps/stored.py", "ps/test_store.py"),
@@ -383,7 +365,6 @@ STILL_INSIDE = {
         test_mistakes.py
         test_programs.py
         test_scale.py
-        test_structure.py
     """,
     "programs": """
         check_stalls.py

@@ -2,9 +2,9 @@
 
 import ast
 import contextlib
+import functools
 import re
 import textwrap
-from collections.abc import Iterator
 
 from tests.support import fresh
 
@@ -14,10 +14,13 @@ _IMPORT = re.compile(r"\b(from|import) mirror\._src\b")
 _NAME = re.compile(r"mirror\._src\.[\w.]*")  # for `monkeypatch.setattr`
 
 
-def modules() -> Iterator[tuple[str, ast.Module]]:
-    """Yields each file of the tests, relative to their folder, and its syntax tree."""
-    for path in sorted(TESTS.rglob("*.py")):
-        yield path.relative_to(TESTS).as_posix(), ast.parse(path.read_text())
+@functools.cache
+def modules() -> list[tuple[str, ast.Module]]:
+    """Returns each file of the tests, relative to their folder, and its syntax tree."""
+    return [
+        (path.relative_to(TESTS).as_posix(), ast.parse(path.read_text()))
+        for path in sorted(TESTS.rglob("*.py"))
+    ]
 
 
 def looks_inside(tree: ast.AST) -> bool:
@@ -28,8 +31,8 @@ def looks_inside(tree: ast.AST) -> bool:
                 named = [alias.name for alias in names]
             case ast.ImportFrom(module=str(module), names=names):
                 named = [module, *(f"{module}.{alias.name}" for alias in names)]
-            case ast.Attribute():
-                named = [ast.unparse(node)]
+            case ast.Attribute(value=ast.Name(id="mirror"), attr="_src"):
+                return True
             case ast.Constant(value=str(text)) if _IMPORT.search(text) or _NAME.fullmatch(text):
                 return True
             case _:
@@ -57,10 +60,13 @@ def clock_asserts(tree: ast.AST) -> list[int]:
 
 def sleeps(tree: ast.AST) -> bool:
     """Whether code calls `time.sleep`; the text of a program is another process, and may."""
-    return any(
-        isinstance(node, ast.Call) and ast.unparse(node.func) in ("time.sleep", "sleep")
-        for node in ast.walk(tree)
-    )
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="time"), attr="sleep")):
+                return True
+            case ast.Call(func=ast.Name(id="sleep")):
+                return True
+    return False
 
 
 def _outermost_functions(tree: ast.AST) -> list[ast.AST]:

@@ -15,9 +15,8 @@ def test_assert_message_requires_every_part():
     assert_message("Use strategy.run(step).", fix="run(step)")
 
 
-@pytest.mark.parametrize(
-    "wanted",
-    [
+def test_assert_message_fails_on_missing_parts(subtests):
+    for wanted in [
         {"values": 1},
         {"values": 5},
         {"values": [31, 30]},
@@ -25,11 +24,9 @@ def test_assert_message_requires_every_part():
         {"names": "kernel"},
         {"fix": "remainder='drop'"},
         {},
-    ],
-)
-def test_assert_message_fails_on_missing_parts(wanted):
-    with pytest.raises(AssertionError):
-        assert_message(TEXT, **wanted)
+    ]:
+        with subtests.test(msg=f"{wanted}"), pytest.raises(AssertionError):
+            assert_message(TEXT, **wanted)
 
 
 def test_raises_checks_kind_and_message():

@@ -33,28 +33,29 @@ TABLE = {
 }
 
 
-@pytest.mark.parametrize("name", TABLE)
-def test_the_first_error_is_raised(name):
-    in_block, in_functions, wanted, notes = TABLE[name]
-    for error in (FIRST, SECOND, THIRD, STOP, EXIT):
-        error.__dict__.pop("__notes__", None)
-    calls, caught = Calls(), None
-    try:
-        with Closing() as at_end:
-            for i, error in reversed([*enumerate(in_functions)]):
-                at_end.add(f"function {i}", calls, i, error)
-            if in_block is not None:
-                raise in_block
-    except BaseException as error:
-        caught = error
-    assert caught is wanted
-    assert calls.names == [0, 1]
-    told = getattr(caught, "__notes__", [])
-    assert len(told) == len(notes)
-    for note, text in zip(told, notes, strict=True):
-        assert text in note
-        assert "function" in note
-        assert "test_closing.py:" in note
+def test_the_first_error_is_raised(subtests):
+    for name in TABLE:
+        with subtests.test(msg=name):
+            in_block, in_functions, wanted, notes = TABLE[name]
+            for error in (FIRST, SECOND, THIRD, STOP, EXIT):
+                error.__dict__.pop("__notes__", None)
+            calls, caught = Calls(), None
+            try:
+                with Closing() as at_end:
+                    for i, error in reversed([*enumerate(in_functions)]):
+                        at_end.add(f"function {i}", calls, i, error)
+                    if in_block is not None:
+                        raise in_block
+            except BaseException as error:
+                caught = error
+            assert caught is wanted
+            assert calls.names == [0, 1]
+            told = getattr(caught, "__notes__", [])
+            assert len(told) == len(notes)
+            for note, text in zip(told, notes, strict=True):
+                assert text in note
+                assert "function" in note
+                assert "test_closing.py:" in note
 
 
 def test_closing_a_generator_raises():

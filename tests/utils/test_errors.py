@@ -3,7 +3,6 @@
 import functools
 
 import numpy as np
-import pytest
 
 import mirror
 from mirror._src.utils.errors import require_secs
@@ -34,15 +33,17 @@ REJECTED = [
 ]
 
 
-@pytest.mark.parametrize(("secs", "error"), REJECTED)
-@pytest.mark.parametrize("user", USERS)
-def test_numbers_of_seconds_are_checked_alike(user, secs, error):
-    name, call = USERS[user]
-    with raises(error, names=f"`{name}`", values=repr(secs), fix=f"{name}="):
-        call(secs)
+def test_numbers_of_seconds_are_checked_alike(subtests):
+    for secs, error in REJECTED:
+        for user in USERS:
+            with subtests.test(msg=f"{secs}, {error}, {user}"):
+                name, call = USERS[user]
+                with raises(error, names=f"`{name}`", values=repr(secs), fix=f"{name}="):
+                    call(secs)
 
 
-@pytest.mark.parametrize("secs", [3, 0.5, np.int64(3), np.float32(0.5)])
-def test_numbers_of_seconds_become_floats(secs):
-    assert type(require_secs("secs", secs)) is float
-    assert require_secs("secs", secs) == secs
+def test_numbers_of_seconds_become_floats(subtests):
+    for secs in [3, 0.5, np.int64(3), np.float32(0.5)]:
+        with subtests.test(msg=str(type(secs))):
+            assert type(require_secs("secs", secs)) is float
+            assert require_secs("secs", secs) == secs

@@ -1,13 +1,14 @@
 """The versions of JAX: the warning at the first strategy, and the texts that state the range."""
 
+import re
 import warnings
 
+import jax
 import pytest
 
-from mirror._src.utils import supported
-from tests.support import fresh
+import mirror
+from tests.support import fresh, inside
 from tests.support.messages import assert_message
-from tests.support.strategies import cpu_strategy
 
 VERSIONS = {  # a version of JAX, and what the message must contain
     "0.10.2": None,
@@ -22,28 +23,27 @@ VERSIONS = {  # a version of JAX, and what the message must contain
 }
 
 
-@pytest.fixture
-def first_strategy():
-    """Makes the next strategy the first one of the process."""
-    supported.warn_about_jax.cache_clear()
-    yield
-    supported.warn_about_jax.cache_clear()
+def test_first_strategy_warns_about_untried_versions(subtests):
+    for version, wanted in VERSIONS.items():
+        with subtests.test(msg=version):
+            caught = warnings_of(version)
+            assert len(caught) == (0 if wanted is None else 1)
+            for warning in caught:
+                assert warning.category is UserWarning
+                assert_message(str(warning.message), **wanted)
+                assert warning.filename == __file__, "it shows the user's line"
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.usefixtures("first_strategy")
-def test_first_strategy_warns_about_untried_versions(version, monkeypatch):
-    monkeypatch.setattr(supported.jax, "__version__", version)
-    with warnings.catch_warnings(record=True) as caught:
+def warnings_of(version: str) -> list[warnings.WarningMessage]:
+    """Returns the warnings about a version of JAX, if two strategies are created."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        cpu_strategy(1)
-        cpu_strategy(2)
-    wanted = VERSIONS[version]
-    assert len(caught) == (0 if wanted is None else 1)
-    for warning in caught:
-        assert warning.category is UserWarning
-        assert_message(str(warning.message), **wanted)
-        assert "/mirror/" not in warning.filename, "it shows the user's line"
+        patch.setattr(jax, "__version__", version)
+        inside.forget_version_warning()
+        mirror.MirroredStrategy(jax.devices()[:1])
+        mirror.MirroredStrategy(jax.devices()[:2])
+    inside.forget_version_warning()
+    return caught
 
 
 def test_import_does_not_warn():
@@ -52,7 +52,8 @@ def test_import_does_not_warn():
 
 
 def test_readme_states_the_range():
-    major, minor = map(int, str(supported.JAX.beyond).split("."))
-    newest = f"{major}.{minor - 1}"
+    (warning,) = warnings_of("0.9")
+    least, beyond = re.findall(r"jax>=([\d.]+),<([\d.]+)", str(warning.message))[0]
+    major, minor = map(int, beyond.split("."))
     text = " ".join((fresh.ROOT / "README.md").read_text().split())
-    assert f"JAX {supported.JAX.least} to {newest}" in text
+    assert f"JAX {least} to {major}.{minor - 1}" in text

@@ -11,11 +11,12 @@ from tests.support import terminal
 TEXT = "loss 0.1234, rate 1e-05: well-known /physical_device:CPU:0\n\n  indented 0.5"
 
 
-@pytest.mark.parametrize("width", [1, 10, 20, 40, 80])
-def test_wrap_never_breaks_a_word(width):
-    lines = wrap(TEXT, width).split("\n")
-    assert " ".join(lines).split() == TEXT.split()
-    assert all(len(line) <= width or " " not in line.strip() for line in lines)
+def test_wrap_never_breaks_a_word(subtests):
+    for width in [1, 10, 20, 40, 80]:
+        with subtests.test(msg=f"{width}"):
+            lines = wrap(TEXT, width).split("\n")
+            assert " ".join(lines).split() == TEXT.split()
+            assert all(len(line) <= width or " " not in line.strip() for line in lines)
 
 
 def test_wrap_keeps_lines_that_fit_and_joined_words():
@@ -62,9 +63,10 @@ COLORS = {
 }
 
 
-@pytest.mark.parametrize("name", COLORS)
-def test_colors_are_for_terminals(monkeypatch, name):
-    file, environment, expected = COLORS[name]
-    for key, value in environment.items():
-        monkeypatch.setenv(key, value)
-    assert paint("text", "red", file()) == expected
+def test_colors_are_for_terminals(subtests):
+    for name in COLORS:
+        with subtests.test(msg=name), pytest.MonkeyPatch.context() as monkeypatch:
+            file, environment, expected = COLORS[name]
+            for key, value in environment.items():
+                monkeypatch.setenv(key, value)
+            assert paint("text", "red", file()) == expected

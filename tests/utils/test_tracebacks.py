@@ -69,19 +69,20 @@ MISTAKES = {  # what is called, the functions of this file that the traceback en
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_errors_show_only_frames_of_users(mistake, monkeypatch):
-    call, functions = MISTAKES[mistake]
-    with pytest.raises(BaseException) as caught:  # noqa: PT011 (its frames are looked at)
-        call()
-    frames = traceback.extract_tb(caught.value.__traceback__)
-    assert {Path(frame.filename).name for frame in frames} == {Path(__file__).name}
-    assert [frame.name for frame in frames][-len(functions) :] == functions
-    monkeypatch.setenv("MIRROR_TRACEBACK", "full")
-    with pytest.raises(type(caught.value)) as caught:
-        call()
-    frames = traceback.extract_tb(caught.value.__traceback__)
-    assert any("mirror/_src/" in Path(frame.filename).as_posix() for frame in frames)
+def test_errors_show_only_frames_of_users(subtests):
+    for mistake in MISTAKES:
+        with subtests.test(msg=mistake), pytest.MonkeyPatch.context() as monkeypatch:
+            call, functions = MISTAKES[mistake]
+            with pytest.raises(BaseException) as caught:  # noqa: PT011 (its frames are looked at)
+                call()
+            frames = traceback.extract_tb(caught.value.__traceback__)
+            assert {Path(frame.filename).name for frame in frames} == {Path(__file__).name}
+            assert [frame.name for frame in frames][-len(functions) :] == functions
+            monkeypatch.setenv("MIRROR_TRACEBACK", "full")
+            with pytest.raises(type(caught.value)) as caught:
+                call()
+            frames = traceback.extract_tb(caught.value.__traceback__)
+            assert any("mirror/_src/" in Path(frame.filename).as_posix() for frame in frames)
 
 
 def test_cause_of_an_error_is_filtered():

@@ -1,0 +1,128 @@
+"""The page on reliability names the classes of faults and their tests."""
+
+import ast
+import functools
+import re
+
+from tests.support import fresh
+
+PAGE = (fresh.ROOT / "docs" / "reliability.md").read_text()
+
+CHECKPOINTS = "tests/training/test_checkpoints.py::"
+RESUME = "tests/training/test_resume.py::"
+FAULTS = "tests/chaos/test_checkpoint_faults.py::"
+DISKS = "tests/chaos/test_disks.py::"
+SIGNALS = "tests/chaos/test_signals.py::"
+COUNTED = "tests/chaos/test_counted.py::"
+CALLBACKS = "tests/executors/test_callbacks.py::"
+
+# The beginnings of the names of the tests of each class.
+CLASSES = {
+    "`kill -9` during a save": [
+        "tests/chaos/test_kills.py::test_kill_in",
+        CHECKPOINTS + "test_killed_process",
+        RESUME + "test_killed_training",
+    ],
+    "clock that jumps or stands still": [FAULTS + "test_order_does_not"],
+    "power failure during or after a save": [
+        FAULTS + "test_directory_gets",
+        FAULTS + "test_saved_checkpoint_survives",
+    ],
+    "two processes, one directory": [
+        FAULTS + "test_second_process",
+        FAULTS + "test_other_process",
+        FAULTS + "test_directory_without_locks",
+    ],
+    "several stores in one process": [
+        FAULTS + "test_two_stores",
+        FAULTS + "test_stores_in_threads",
+        FAULTS + "test_two_checkpoint_callbacks",
+    ],
+    "disk that is full, read-only, gone or replaced": [
+        DISKS + "test_disk_",
+        DISKS + "test_store_is_opened",
+        DISKS + "test_training_continues",
+        DISKS + "test_directory_of_another_user",
+        FAULTS + "test_directory_that_disappears",
+        CHECKPOINTS + "test_save_reports",
+        RESUME + "test_training_survives",
+    ],
+    "odd names, paths out of the directory, links and files in the way": [
+        DISKS + "test_directory_with_an_odd_name",
+        DISKS + "test_directory_whose_name",
+        DISKS + "test_name_of_an_array",
+        DISKS + "test_something_else",
+        DISKS + "test_directory_is_a_link",
+        FAULTS + "test_link",
+        CHECKPOINTS + "test_store_does_not_overwrite",
+    ],
+    "damaged and forged checkpoint files": [
+        FAULTS + "test_restore_changes_everything_or_nothing",
+        FAULTS + "test_arrays_",
+        CHECKPOINTS + "test_load_",
+        CHECKPOINTS + "test_store_repairs",
+    ],
+    "restoring another model, position or callback state": [
+        FAULTS + "test_restore_changes_everything_or_nothing",
+        FAULTS + "test_foreign_state",
+        FAULTS + "test_restore_compares",
+        RESUME + "test_restore_rejects",
+    ],
+    "SIGINT, SIGTERM, SIGHUP, SIGSTOP": [
+        SIGNALS,
+        RESUME + "test_sigterm",
+        "tests/cli/test_demo.py::test_ctrl_c",
+    ],
+    "data, callbacks or loss that raise": ["tests/training/test_training_faults.py::"],
+    "host callbacks that raise in a step": [
+        CALLBACKS + "test_run_reraises",
+        CALLBACKS + "test_failed",
+        CALLBACKS + "test_several",
+        CALLBACKS + "test_callback",
+        CALLBACKS + "test_threads",
+    ],
+    "NaN, and batches that change": [COUNTED + "test_batch"],
+    "calls inside calls, threads, event loops": [
+        COUNTED + "test_call",
+        COUNTED + "test_fit",
+        CALLBACKS + "test_strategy_call",
+    ],
+    "mixes of launches and eager work": [
+        "tests/chaos/test_launch_mixes.py::",
+        "tests/devices/test_launch.py::",
+    ],
+    "command line and environment": [
+        "tests/cli/test_main.py::test_full_disk",
+        "tests/cli/test_main.py::test_closed_pipe",
+        "tests/cli/test_main.py::test_invalid_number",
+        "tests/cli/test_main.py::test_valid_number",
+        "tests/cli/test_demo.py::test_impossible",
+        "tests/chaos/test_environments.py::",
+    ],
+}
+
+
+@functools.cache
+def tests_of(file: str) -> list[str]:
+    """Returns the names of the tests in a file."""
+    tree = ast.parse((fresh.ROOT / file).read_text())
+    names = [node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    return [name for name in names if name.startswith("test_")]
+
+
+def test_each_class_of_faults_has_its_tests(subtests):
+    """The numbers on the page are those of the round before there were tests: they stay."""
+    table = PAGE.split("| fault | tried | failed |\n| --- | --- | --- |\n")[1].split("\n\n")[0]
+    *names, total = [line.strip("| ").split(" | ")[0] for line in table.splitlines()]
+    assert (names, total) == ([*CLASSES], "**all**")
+    for name, beginnings in CLASSES.items():
+        for beginning in beginnings:
+            with subtests.test(msg=f"{name}: {beginning}"):
+                file, _, first = beginning.partition("::")
+                assert any(test.startswith(first) for test in tests_of(file))
+
+
+def test_page_names_tests_that_exist():
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", PAGE)
+    assert len(named) > 20
+    assert not [f"{file}::{name}" for file, name in named if name not in tests_of(file)]
