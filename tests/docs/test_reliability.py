@@ -23,7 +23,9 @@ CLASSES = {
         CHECKPOINTS + "test_killed_process",
         RESUME + "test_killed_training",
     ],
-    "clock that jumps or stands still": [FAULTS + "test_order_does_not"],
+    "clock that jumps or stands still": [
+        FAULTS + "test_order_does_not",
+    ],
     "power failure during or after a save": [
         FAULTS + "test_directory_gets",
         FAULTS + "test_saved_checkpoint_survives",
@@ -73,7 +75,9 @@ CLASSES = {
         RESUME + "test_sigterm",
         "tests/cli/test_demo.py::test_ctrl_c",
     ],
-    "data, callbacks or loss that raise": ["tests/training/test_training_faults.py::"],
+    "data, callbacks or loss that raise": [
+        "tests/training/test_training_faults.py::",
+    ],
     "host callbacks that raise in a step": [
         CALLBACKS + "test_run_reraises",
         CALLBACKS + "test_failed",
@@ -81,7 +85,9 @@ CLASSES = {
         CALLBACKS + "test_callback",
         CALLBACKS + "test_threads",
     ],
-    "NaN, and batches that change": [COUNTED + "test_batch"],
+    "NaN, and batches that change": [
+        COUNTED + "test_batch",
+    ],
     "calls inside calls, threads, event loops": [
         COUNTED + "test_call",
         COUNTED + "test_fit",
@@ -103,7 +109,7 @@ CLASSES = {
 
 
 @functools.cache
-def tests_of(file: str) -> list[str]:
+def names_in(file: str) -> list[str]:
     """Returns the names of the tests in a file."""
     tree = ast.parse((fresh.ROOT / file).read_text())
     names = [node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
@@ -119,10 +125,10 @@ def test_each_class_of_faults_has_its_tests(subtests):
         for beginning in beginnings:
             with subtests.test(msg=f"{name}: {beginning}"):
                 file, _, first = beginning.partition("::")
-                assert any(test.startswith(first) for test in tests_of(file))
+                assert any(test.startswith(first) for test in names_in(file))
 
 
 def test_page_names_tests_that_exist():
     named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", PAGE)
     assert len(named) > 20
-    assert not [f"{file}::{name}" for file, name in named if name not in tests_of(file)]
+    assert not [f"{file}::{name}" for file, name in named if name not in names_in(file)]

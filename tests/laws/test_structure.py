@@ -433,7 +433,6 @@ STILL_INSIDE = {
     "utils": """
         test_closing.py
         test_errors.py
-        test_supported.py
         test_terminal.py
         test_tracebacks.py
     """,
@@ -451,10 +450,6 @@ STILL_INSIDE = {
 STILL_BY_THE_CLOCK = {
     "chaos": """
         test_signals.py
-    """,
-    "cli": """
-        test_doctor_distributed.py
-        test_launch_processes.py
     """,
     "data": """
         test_local_input.py
@@ -499,7 +494,6 @@ STILL_SLEEPING = {
     """,
     "cli": """
         test_doctor_distributed.py
-        test_launch_processes.py
     """,
     "data": """
         test_prefetch.py
