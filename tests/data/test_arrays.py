@@ -1,13 +1,13 @@
 """`mirror.data.from_arrays`: whole arrays as a re-iterable dataset of global batches."""
 # ruff: noqa: E501 (arguments and their message are one row)
 
+import itertools
 import sys
 import tracemalloc
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import mirror
 from tests.support.messages import raises
@@ -37,30 +37,33 @@ def order_of(data, epoch):
     return flat(data)
 
 
-@pytest.mark.parametrize("name", TREES)
-@pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("size", [1, 4, 5, 10, 12])
-def test_epoch_contains_every_row_once(name, shuffle, size):
-    arrays = TREES[name]
-    data = mirror.data.from_arrays(arrays, size, shuffle=shuffle)
-    for _ in range(2):
-        batches = list(data)
-        assert len(batches) == len(data) == -(-10 // size)
-        for whole, *parts in zip(*map(jax.tree.leaves, (arrays, *batches)), strict=True):
-            got = np.concatenate(parts)
-            assert got.dtype == whole.dtype
-            np.testing.assert_array_equal(np.sort(got, axis=0) if shuffle else got, whole)
+def test_epoch_contains_every_row_once(subtests):
+    for name, shuffle, size in itertools.product(TREES, [False, True], [1, 4, 5, 10, 12]):
+        with subtests.test(name=name, shuffle=shuffle, size=size):
+            arrays = TREES[name]
+            data = mirror.data.from_arrays(arrays, size, shuffle=shuffle)
+            for _ in range(2):
+                batches = list(data)
+                assert len(batches) == len(data) == -(-10 // size)
+                for whole, *parts in zip(*map(jax.tree.leaves, (arrays, *batches)), strict=True):
+                    got = np.concatenate(parts)
+                    assert got.dtype == whole.dtype
+                    np.testing.assert_array_equal(np.sort(got, axis=0) if shuffle else got, whole)
 
 
-@pytest.mark.parametrize(("size", "count"), [(4, 2), (5, 2), (10, 1), (3, 3)])
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_drop_remainder_keeps_full_batches(size, count, shuffle):
-    data = mirror.data.from_arrays(np.arange(10), size, shuffle=shuffle, drop_remainder=True)
-    for _ in range(2):
-        batches = rows_of(data)
-        assert len(data) == len(batches) == count
-        assert all(len(batch) == size for batch in batches)
-        assert len(set(flat(batches))) == size * count
+def test_drop_remainder_keeps_full_batches(subtests):
+    for (size, count), shuffle in itertools.product(
+        [(4, 2), (5, 2), (10, 1), (3, 3)], [False, True]
+    ):
+        with subtests.test(size=size, count=count, shuffle=shuffle):
+            data = mirror.data.from_arrays(
+                np.arange(10), size, shuffle=shuffle, drop_remainder=True
+            )
+            for _ in range(2):
+                batches = rows_of(data)
+                assert len(data) == len(batches) == count
+                assert all(len(batch) == size for batch in batches)
+                assert len(set(flat(batches))) == size * count
 
 
 def test_order_depends_only_on_seed_and_epoch():
@@ -108,15 +111,16 @@ def test_reading_the_first_batch_does_not_advance_the_epoch(two):
     assert [np.asarray(b["y"])[np.asarray(m)].tolist() for b, m in source] == before
 
 
-@pytest.mark.parametrize("n", [1, 3, 8])
-def test_distributed_arrays_yield_the_same_rows(n):
-    data = mirror.data.from_arrays(np.arange(50), 16, shuffle=True, seed=3)
-    source = cpu_strategy(n).distribute_dataset(data, remainder="pad")
-    assert len(source) == 4
-    for epoch in (0, 1, 5):
-        source.set_epoch(epoch)
-        got = np.concatenate([np.asarray(b)[np.asarray(m)] for b, m in source])
-        assert got.tolist() == order_of(data, epoch)
+def test_distributed_arrays_yield_the_same_rows(subtests):
+    for n in [1, 3, 8]:
+        with subtests.test(n=n):
+            data = mirror.data.from_arrays(np.arange(50), 16, shuffle=True, seed=3)
+            source = cpu_strategy(n).distribute_dataset(data, remainder="pad")
+            assert len(source) == 4
+            for epoch in (0, 1, 5):
+                source.set_epoch(epoch)
+                got = np.concatenate([np.asarray(b)[np.asarray(m)] for b, m in source])
+                assert got.tolist() == order_of(data, epoch)
 
 
 def test_repr_describes_the_arrays():
@@ -147,16 +151,16 @@ BAD = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("arrays", "options", "kind", "names", "values"), BAD, ids=range(len(BAD)))
-def test_from_arrays_rejects_bad_input_immediately(arrays, options, kind, names, values):
-    with raises(kind, names=names, values=values):
-        mirror.data.from_arrays(arrays, **{"batch_size": 4, "shuffle": True, **options})
+def test_from_arrays_rejects_bad_input_immediately(subtests):
+    for arrays, options, kind, names, values in BAD:
+        with subtests.test(names=names, values=values), raises(kind, names=names, values=values):
+            mirror.data.from_arrays(arrays, **{"batch_size": 4, "shuffle": True, **options})
 
 
-@pytest.mark.parametrize(("epoch", "kind"), [(-1, ValueError), ("1", TypeError)])
-def test_set_epoch_requires_a_number(epoch, kind):
-    with raises(kind, names="epoch", values=repr(epoch)):
-        mirror.data.from_arrays(x, 4).set_epoch(epoch)
+def test_set_epoch_requires_a_number(subtests):
+    for epoch, kind in [(-1, ValueError), ("1", TypeError)]:
+        with subtests.test(epoch=epoch), raises(kind, names="epoch", values=repr(epoch)):
+            mirror.data.from_arrays(x, 4).set_epoch(epoch)
 
 
 def test_shuffle_needs_no_other_package(monkeypatch):

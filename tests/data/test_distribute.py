@@ -2,6 +2,7 @@
 # ruff: noqa: E501 (a batch and its message are one row)
 
 import collections
+import itertools
 import types
 
 import jax
@@ -10,8 +11,9 @@ import numpy as np
 import pytest
 
 import mirror
+from tests.support.compilations import assert_nothing_compiled, compilations
 from tests.support.messages import raises
-from tests.support.strategies import cpu_strategy
+from tests.support.strategies import LAYOUTS, cpu_strategy
 
 rows = np.arange(48, dtype=np.float32).reshape(24, 2)
 BATCHES = {
@@ -27,48 +29,52 @@ BATCHES = {
 }
 
 
-@pytest.mark.parametrize("name", BATCHES)
-@pytest.mark.parametrize("remainder", ["error", "drop", "pad"])
-def test_replicas_get_their_rows_in_order(name, remainder, strategy):
-    n, batch = strategy.num_replicas_in_sync, BATCHES[name]
-    (got,) = strategy.distribute_dataset([batch], remainder=remainder)
-    if remainder == "pad":
-        got, mask = got
-        assert np.asarray(mask).all()
-        assert mask.stacked.shape == (n, 24 // n)
-    is_leaf = lambda x: isinstance(x, mirror.PerReplica)  # noqa: E731
-    assert jax.tree.structure(
-        jax.tree.map(lambda x: 0, got, is_leaf=is_leaf)
-    ) == jax.tree.structure(jax.tree.map(lambda x: 0, batch))
-    for mine, whole in zip(
-        jax.tree.leaves(got, is_leaf=is_leaf), jax.tree.leaves(batch), strict=True
-    ):
-        assert [next(iter(v.devices())) for v in mine.values] == list(strategy.devices)
-        np.testing.assert_array_equal(np.concatenate(mine.values), whole)
+def test_replicas_get_their_rows_in_order(subtests):
+    for layout, name, remainder in itertools.product(LAYOUTS, BATCHES, ["error", "drop", "pad"]):
+        with subtests.test(layout=layout, name=name, remainder=remainder):
+            num_devices, replicas_per_device = LAYOUTS[layout]
+            strategy = cpu_strategy(num_devices, replicas_per_device=replicas_per_device)
+            n, batch = strategy.num_replicas_in_sync, BATCHES[name]
+            (got,) = strategy.distribute_dataset([batch], remainder=remainder)
+            if remainder == "pad":
+                got, mask = got
+                assert np.asarray(mask).all()
+                assert mask.stacked.shape == (n, 24 // n)
+            is_leaf = lambda x: isinstance(x, mirror.PerReplica)  # noqa: E731
+            assert jax.tree.structure(
+                jax.tree.map(lambda x: 0, got, is_leaf=is_leaf)
+            ) == jax.tree.structure(jax.tree.map(lambda x: 0, batch))
+            for mine, whole in zip(
+                jax.tree.leaves(got, is_leaf=is_leaf), jax.tree.leaves(batch), strict=True
+            ):
+                assert [next(iter(v.devices())) for v in mine.values] == list(strategy.devices)
+                np.testing.assert_array_equal(np.concatenate(mine.values), whole)
 
 
-@pytest.mark.parametrize("kind", ["list", "generator", "iterator", "loader"])
-def test_distribute_accepts_any_iterable_of_batches(kind, two):
-    class Loader:
-        def __iter__(self):
-            return iter([rows, rows + 1])
+def test_distribute_accepts_any_iterable_of_batches(two, subtests):
+    for kind in ["list", "generator", "iterator", "loader"]:
+        with subtests.test(kind=kind):
 
-        def __len__(self):
-            return 2
+            class Loader:
+                def __iter__(self):
+                    return iter([rows, rows + 1])
 
-    sources = {
-        "list": [rows, rows + 1],
-        "generator": (rows + i for i in range(2)),
-        "iterator": iter([rows, rows + 1]),
-        "loader": Loader(),
-    }
-    source = two.distribute_dataset(sources[kind])
-    np.testing.assert_array_equal(
-        np.stack([two.gather(b) for b in source]), np.stack([rows, rows + 1])
-    )
-    if kind in ("list", "loader"):
-        assert len(source) == 2
-        assert len(list(source)) == 2
+                def __len__(self):
+                    return 2
+
+            sources = {
+                "list": [rows, rows + 1],
+                "generator": (rows + i for i in range(2)),
+                "iterator": iter([rows, rows + 1]),
+                "loader": Loader(),
+            }
+            source = two.distribute_dataset(sources[kind])
+            np.testing.assert_array_equal(
+                np.stack([two.gather(b) for b in source]), np.stack([rows, rows + 1])
+            )
+            if kind in ("list", "loader"):
+                assert len(source) == 2
+                assert len(list(source)) == 2
 
 
 def test_concurrent_passes_are_independent(two):
@@ -77,18 +83,19 @@ def test_concurrent_passes_are_independent(two):
         np.testing.assert_array_equal(first, second)
 
 
-@pytest.mark.parametrize("remainder", ["error", "pad"])
-@pytest.mark.parametrize("kind", [np.float32, np.int8])
-def test_source_may_reuse_one_buffer(remainder, kind, two):
-    def source():
-        buffer = np.zeros((1024, 256), kind)
-        for i in range(8):
-            buffer[:] = i
-            yield buffer
+def test_source_may_reuse_one_buffer(two, subtests):
+    for remainder, kind in itertools.product(["error", "pad"], [np.float32, np.int8]):
+        with subtests.test(remainder=remainder, kind=kind):
 
-    for i, batch in enumerate(two.distribute_dataset(source(), remainder=remainder)):
-        batch = batch[0] if remainder == "pad" else batch
-        assert (np.asarray(batch) == i).all()
+            def source(kind=kind):
+                buffer = np.zeros((1024, 256), kind)
+                for i in range(8):
+                    buffer[:] = i
+                    yield buffer
+
+            for i, batch in enumerate(two.distribute_dataset(source(), remainder=remainder)):
+                batch = batch[0] if remainder == "pad" else batch
+                assert (np.asarray(batch) == i).all()
 
 
 SIZES = [
@@ -101,47 +108,56 @@ SIZES = [
 ]
 
 
-@pytest.mark.parametrize(("n", "sizes", "kept"), SIZES)
-def test_drop_skips_whole_batches_that_do_not_divide(n, sizes, kept):
-    strategy = cpu_strategy(n)
-    source = [np.full((size, 2), size) for size in sizes]
-    got = list(strategy.distribute_dataset(source, remainder="drop"))
-    wanted = [size for size in sizes if size and size % n == 0]
-    assert len(got) == kept
-    assert [int(b.stacked.shape[0] * b.stacked.shape[1]) for b in got] == wanted
+def test_drop_skips_whole_batches_that_do_not_divide(subtests):
+    for n, sizes, kept in SIZES:
+        with subtests.test(n=n, sizes=sizes, kept=kept):
+            strategy = cpu_strategy(n)
+            source = [np.full((size, 2), size) for size in sizes]
+            got = list(strategy.distribute_dataset(source, remainder="drop"))
+            wanted = [size for size in sizes if size and size % n == 0]
+            assert len(got) == kept
+            assert [int(b.stacked.shape[0] * b.stacked.shape[1]) for b in got] == wanted
 
 
-@pytest.mark.parametrize(
-    ("n", "sizes"), [(2, [3, 3, 1]), (3, [7, 2, 0]), (8, [1]), (8, [24, 5]), (2, [0]), (1, [5, 2])]
-)
-def test_pad_yields_every_example_once(n, sizes):
-    strategy = cpu_strategy(n)
-    source = [{"x": np.arange(1, size + 1) * 1.0, "y": np.ones((size, 2), bool)} for size in sizes]
-    full = max(-(-sizes[0] // n) * n, n)
-    for size, (batch, mask) in zip(
-        sizes, strategy.distribute_dataset(source, remainder="pad"), strict=True
-    ):
-        assert batch["x"].stacked.shape == mask.stacked.shape == (n, full // n)
-        assert batch["y"].stacked.shape == (n, full // n, 2)
-        assert mask.dtype == np.bool_
-        kept = np.concatenate(mask.values)
-        np.testing.assert_array_equal(kept, np.arange(full) < size)
-        np.testing.assert_array_equal(
-            np.concatenate(batch["x"].values)[kept], np.arange(1, size + 1)
-        )
-        if size:  # padded with real data, so that no logarithm gives Inf
-            assert np.asarray(batch["x"]).min() >= 1
-            total = strategy.reduce("sum", batch["x"], axis=0, where=mask)
-            assert float(total) == size * (size + 1) / 2
+def test_pad_yields_every_example_once(subtests):
+    for n, sizes in [(2, [3, 3, 1]), (3, [7, 2, 0]), (8, [1]), (8, [24, 5]), (2, [0]), (1, [5, 2])]:
+        with subtests.test(n=n, sizes=sizes):
+            strategy = cpu_strategy(n)
+            source = [
+                {"x": np.arange(1, size + 1) * 1.0, "y": np.ones((size, 2), bool)} for size in sizes
+            ]
+            full = max(-(-sizes[0] // n) * n, n)
+            for size, (batch, mask) in zip(
+                sizes, strategy.distribute_dataset(source, remainder="pad"), strict=True
+            ):
+                assert batch["x"].stacked.shape == mask.stacked.shape == (n, full // n)
+                assert batch["y"].stacked.shape == (n, full // n, 2)
+                assert mask.dtype == np.bool_
+                kept = np.concatenate(mask.values)
+                np.testing.assert_array_equal(kept, np.arange(full) < size)
+                np.testing.assert_array_equal(
+                    np.concatenate(batch["x"].values)[kept], np.arange(1, size + 1)
+                )
+                if size:  # padded with real data, so that no logarithm gives Inf
+                    assert np.asarray(batch["x"]).min() >= 1
+                    total = strategy.reduce("sum", batch["x"], axis=0, where=mask)
+                    assert float(total) == size * (size + 1) / 2
 
 
-def test_pad_gives_one_shape_and_one_program(two):
+def test_pad_gives_one_shape_and_one_program(two, caplog):
+    shapes = set()
+
     def step(batch, mask):
+        shapes.add((batch.shape, mask.shape))
         return mirror.get_replica_context().all_reduce("sum", (batch * mask).sum())
 
     source = two.distribute_dataset([np.ones(5), np.ones(4), np.ones(1)], remainder="pad")
-    assert [float(two.run(step, batch)) for batch in source] == [5.0, 4.0, 1.0]
-    assert len(set(map(id, two._runner._cache.programs.values()))) == 1
+    first, *others = source
+    assert float(two.run(step, first)) == 5.0
+    with compilations(caplog) as events:
+        assert [float(two.run(step, batch)) for batch in others] == [4.0, 1.0]
+    assert_nothing_compiled(events)
+    assert shapes == {((3,), (3,))}
 
 
 class Ragged:
@@ -180,10 +196,10 @@ MESSAGES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("n", "remainder", "source", "wanted"), MESSAGES)
-def test_messages_name_the_leaf_and_the_fix(n, remainder, source, wanted):
-    with raises((ValueError, TypeError), **wanted):
-        list(cpu_strategy(n).distribute_dataset(source, remainder=remainder))
+def test_messages_name_the_leaf_and_the_fix(subtests):
+    for n, remainder, source, wanted in MESSAGES:
+        with subtests.test(n=n, wanted=wanted), raises((ValueError, TypeError), **wanted):
+            list(cpu_strategy(n).distribute_dataset(source, remainder=remainder))
 
 
 def test_empty_batch_is_rejected(two):
@@ -218,10 +234,10 @@ NO_SOURCES = [
 ]
 
 
-@pytest.mark.parametrize(("source", "wanted"), NO_SOURCES, ids=range(len(NO_SOURCES)))
-def test_distribute_rejects_non_datasets_immediately(source, wanted, two):
-    with raises(TypeError, **wanted):
-        two.distribute_dataset(source)
+def test_distribute_rejects_non_datasets_immediately(two, subtests):
+    for source, wanted in NO_SOURCES:
+        with subtests.test(wanted=wanted), raises(TypeError, **wanted):
+            two.distribute_dataset(source)
 
 
 def test_distribute_rejects_a_distributed_dataset(two):
@@ -230,11 +246,12 @@ def test_distribute_rejects_a_distributed_dataset(two):
         two.distribute_dataset(once)
 
 
-@pytest.mark.parametrize("remainder", ["keep", None, True, "Pad"])
-def test_distribute_rejects_an_unknown_remainder_immediately(remainder, two):
-    values = [repr(remainder), "'error'", "'drop'", "'pad'"]
-    with raises(ValueError, names="remainder", values=values):
-        two.distribute_dataset([rows], remainder=remainder)
+def test_distribute_rejects_an_unknown_remainder_immediately(two, subtests):
+    for remainder in ["keep", None, True, "Pad"]:
+        with subtests.test(remainder=remainder):
+            values = [repr(remainder), "'error'", "'drop'", "'pad'"]
+            with raises(ValueError, names="remainder", values=values):
+                two.distribute_dataset([rows], remainder=remainder)
 
 
 def test_source_error_is_raised(two):
@@ -265,17 +282,17 @@ SPECS = [
 ]
 
 
-@pytest.mark.parametrize(("batch", "expected"), SPECS, ids=range(len(SPECS)))
-@pytest.mark.parametrize("remainder", ["error", "drop", "pad"])
-def test_element_spec_matches_the_batches(batch, expected, remainder, two):
-    source = two.distribute_dataset([batch], remainder=remainder)
-    spec = source.element_spec
-    if remainder == "pad":
-        spec, mask = spec
-        assert mask == jax.ShapeDtypeStruct(expected[0][:2], bool)
-    (leaf,) = jax.tree.leaves(spec)
-    assert leaf == jax.ShapeDtypeStruct(*expected)
-    assert shapes_of(next(iter(source))) == shapes_of(source.element_spec)
+def test_element_spec_matches_the_batches(two, subtests):
+    for (batch, expected), remainder in itertools.product(SPECS, ["error", "drop", "pad"]):
+        with subtests.test(expected=expected, remainder=remainder):
+            source = two.distribute_dataset([batch], remainder=remainder)
+            spec = source.element_spec
+            if remainder == "pad":
+                spec, mask = spec
+                assert mask == jax.ShapeDtypeStruct(expected[0][:2], bool)
+            (leaf,) = jax.tree.leaves(spec)
+            assert leaf == jax.ShapeDtypeStruct(*expected)
+            assert shapes_of(next(iter(source))) == shapes_of(source.element_spec)
 
 
 def shapes_of(tree):
@@ -286,14 +303,17 @@ def shapes_of(tree):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["list", "generator"])
-def test_element_spec_does_not_consume_a_batch(kind, two):
-    batches = [rows + i for i in range(3)]
-    source = two.distribute_dataset(batches if kind == "list" else (b for b in batches))
-    for _ in range(2):
-        assert source.element_spec.shape == (2, 12, 2)
-    np.testing.assert_array_equal(np.stack([two.gather(b) for b in source]), np.stack(batches))
-    assert source.element_spec.shape == (2, 12, 2)
+def test_element_spec_does_not_consume_a_batch(two, subtests):
+    for kind in ["list", "generator"]:
+        with subtests.test(kind=kind):
+            batches = [rows + i for i in range(3)]
+            source = two.distribute_dataset(batches if kind == "list" else (b for b in batches))
+            for _ in range(2):
+                assert source.element_spec.shape == (2, 12, 2)
+            np.testing.assert_array_equal(
+                np.stack([two.gather(b) for b in source]), np.stack(batches)
+            )
+            assert source.element_spec.shape == (2, 12, 2)
 
 
 def test_element_spec_describes_per_replica_batches(two):
@@ -327,43 +347,62 @@ PADDED = [
 ]
 
 
-@pytest.mark.parametrize(("sizes", "multiple", "group", "skip"), PADDED)
-@pytest.mark.parametrize("n", [1, 3, 8])
-def test_padded_yields_every_example_once_in_one_shape(sizes, multiple, group, skip, n):
-    strategy, seen = cpu_strategy(n), []
-    x = np.arange(1, sum(sizes) + 1) * 1.0
-    source = [{"x": b, "y": np.stack([b, -b], 1)} for b in np.split(x, np.cumsum(sizes)[:-1])]
-    data = strategy.distribute_dataset(source, remainder="pad").padded(
-        multiple=multiple, group=group, skip=skip, inspect=lambda i, b: seen.append((i, b))
-    )
-    full = -(-sizes[0] // (n * multiple)) * n * multiple
-    assert data.element_spec.num_examples == sizes[0] * group
-    got = list(data)
-    read = []
-    for padded in got:
-        assert shapes_of(padded)[:2] == shapes_of(data.element_spec)[:2]
-        lead = (n, full // n) if group == 1 else (n, group, full // n)
-        assert padded.mask.stacked.shape == padded.batch["x"].stacked.shape == lead
-        mask = np.asarray(padded.mask).reshape(n, group, -1).swapaxes(0, 1).reshape(group, full)
-        rows = (
-            np.asarray(padded.batch["x"]).reshape(n, group, -1).swapaxes(0, 1).reshape(group, full)
-        )
-        assert padded.num_examples == mask.sum()
-        assert (
-            padded.num_batches == mask.any(axis=1).sum() == mask[: padded.num_batches].any(1).sum()
-        )
-        assert rows.min() >= 1  # padding is real data
-        both = np.asarray(padded.batch["y"])
-        np.testing.assert_array_equal(both[..., 0], np.asarray(padded.batch["x"]))
-        np.testing.assert_array_equal(both[..., 1], -both[..., 0])
-        read.append(rows[mask])
-    np.testing.assert_array_equal(np.concatenate([*read, []]), x[skip:])
-    np.testing.assert_array_equal(np.concatenate([*(b["x"] for _, b in seen), []]), x[skip:])
-    starts = np.cumsum([0, *sizes])
-    assert [i for i, _ in seen] == [i for i, s in enumerate(sizes) if s and starts[i] + s > skip]
-    # `skip` is for the first pass only; the next is whole
-    if skip:
-        assert sum(padded.num_examples for padded in data) == sum(sizes)
+def test_padded_yields_every_example_once_in_one_shape(subtests):
+    for (sizes, multiple, group, skip), n in itertools.product(PADDED, [1, 3, 8]):
+        with subtests.test(sizes=sizes, multiple=multiple, group=group, skip=skip, n=n):
+            strategy, seen = cpu_strategy(n), []
+            x = np.arange(1, sum(sizes) + 1) * 1.0
+            source = [
+                {"x": b, "y": np.stack([b, -b], 1)} for b in np.split(x, np.cumsum(sizes)[:-1])
+            ]
+            data = strategy.distribute_dataset(source, remainder="pad").padded(
+                multiple=multiple,
+                group=group,
+                skip=skip,
+                inspect=lambda i, b, seen=seen: seen.append((i, b)),
+            )
+            full = -(-sizes[0] // (n * multiple)) * n * multiple
+            assert data.element_spec.num_examples == sizes[0] * group
+            got = list(data)
+            read = []
+            for padded in got:
+                assert shapes_of(padded)[:2] == shapes_of(data.element_spec)[:2]
+                lead = (n, full // n) if group == 1 else (n, group, full // n)
+                assert padded.mask.stacked.shape == padded.batch["x"].stacked.shape == lead
+                mask = (
+                    np.asarray(padded.mask)
+                    .reshape(n, group, -1)
+                    .swapaxes(0, 1)
+                    .reshape(group, full)
+                )
+                rows = (
+                    np.asarray(padded.batch["x"])
+                    .reshape(n, group, -1)
+                    .swapaxes(0, 1)
+                    .reshape(group, full)
+                )
+                assert padded.num_examples == mask.sum()
+                assert (
+                    padded.num_batches
+                    == mask.any(axis=1).sum()
+                    == mask[: padded.num_batches].any(1).sum()
+                )
+                assert rows.min() >= 1  # padding is real data
+                both = np.asarray(padded.batch["y"])
+                np.testing.assert_array_equal(both[..., 0], np.asarray(padded.batch["x"]))
+                np.testing.assert_array_equal(both[..., 1], -both[..., 0])
+                read.append(rows[mask])
+            np.testing.assert_array_equal(np.concatenate([*read, []]), x[skip:])
+            np.testing.assert_array_equal(
+                np.concatenate([*(b["x"] for _, b in seen), []]), x[skip:]
+            )
+            starts = np.cumsum([0, *sizes])
+            assert [i for i, _ in seen] == [
+                i for i, s in enumerate(sizes) if s and starts[i] + s > skip
+            ]
+            # `skip` is for the first pass only; the next is whole
+            if skip:
+                assert sum(padded.num_examples for padded in data) == sum(sizes)
 
 
 def test_padded_length_counts_launches(two):
@@ -373,35 +412,41 @@ def test_padded_length_counts_launches(two):
         len(two.distribute_dataset(b for b in [rows]).padded())
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_padded_works_on_every_layout(strategy, prefetch):
+def test_padded_works_on_every_layout(subtests):
     """Two replicas on one device, devices that share a host: the same rows."""
-    n = strategy.num_replicas_in_sync
-    with strategy.scope():
-        source = [jnp.arange(4.0 * n), np.arange(4.0 * n), np.arange(3.0 * n)]
-        data = strategy.distribute_dataset(source, remainder="pad", prefetch=prefetch)
-        first, second = data.padded(group=2)
-    assert (first.num_batches, second.num_batches) == (2, 1)
-    for value, device in zip(first.batch.values, strategy.devices, strict=True):
-        assert value.devices() == {device}
-    np.testing.assert_array_equal(
-        np.asarray(first.batch).swapaxes(0, 1).reshape(2, -1), [np.arange(4.0 * n)] * 2
-    )
+    for layout, prefetch in itertools.product(LAYOUTS, [0, 2]):
+        with subtests.test(layout=layout, prefetch=prefetch):
+            num_devices, replicas_per_device = LAYOUTS[layout]
+            strategy = cpu_strategy(num_devices, replicas_per_device=replicas_per_device)
+            n = strategy.num_replicas_in_sync
+            with strategy.scope():
+                source = [jnp.arange(4.0 * n), np.arange(4.0 * n), np.arange(3.0 * n)]
+                data = strategy.distribute_dataset(source, remainder="pad", prefetch=prefetch)
+                first, second = data.padded(group=2)
+            assert (first.num_batches, second.num_batches) == (2, 1)
+            for value, device in zip(first.batch.values, strategy.devices, strict=True):
+                assert value.devices() == {device}
+            np.testing.assert_array_equal(
+                np.asarray(first.batch).swapaxes(0, 1).reshape(2, -1), [np.arange(4.0 * n)] * 2
+            )
 
 
 KEEPS = [("drop", [6, 3, 4], [0, 2]), ("pad", [6, 3, 0, 4], [0, 1, 3]), ("error", [6, 4], [0, 1])]
 
 
-@pytest.mark.parametrize(("remainder", "sizes", "kept"), KEEPS)
-def test_padded_keeps_the_examples_of_the_remainder(remainder, sizes, kept, two):
-    source = [np.full(size, i) for i, size in enumerate(sizes)]
-    data = two.distribute_dataset(source, remainder=remainder).padded(multiple=2)
-    got = list(data)
-    assert [int(np.asarray(p.batch).max()) for p in got] == kept
-    assert [p.num_examples for p in got] == [sizes[i] for i in kept]
-    assert {p.mask.stacked.shape for p in got} == {(2, 4)}
-    skipping = two.distribute_dataset(source, remainder=remainder).padded(skip=sizes[0] + 1)
-    assert sum(p.num_examples for p in skipping) == sum(sizes[i] for i in kept) - sizes[0] - 1
+def test_padded_keeps_the_examples_of_the_remainder(two, subtests):
+    for remainder, sizes, kept in KEEPS:
+        with subtests.test(remainder=remainder, sizes=sizes, kept=kept):
+            source = [np.full(size, i) for i, size in enumerate(sizes)]
+            data = two.distribute_dataset(source, remainder=remainder).padded(multiple=2)
+            got = list(data)
+            assert [int(np.asarray(p.batch).max()) for p in got] == kept
+            assert [p.num_examples for p in got] == [sizes[i] for i in kept]
+            assert {p.mask.stacked.shape for p in got} == {(2, 4)}
+            skipping = two.distribute_dataset(source, remainder=remainder).padded(skip=sizes[0] + 1)
+            assert (
+                sum(p.num_examples for p in skipping) == sum(sizes[i] for i in kept) - sizes[0] - 1
+            )
 
 
 def test_padded_rejects_indivisible_batches_when_remainder_is_error(two):
@@ -418,10 +463,10 @@ BAD_PADDED = [
 ]
 
 
-@pytest.mark.parametrize(("options", "kind", "wanted"), BAD_PADDED)
-def test_padded_rejects_invalid_counts(options, kind, wanted, two):
-    with raises(kind, **wanted):
-        two.distribute_dataset([rows]).padded(**options)
+def test_padded_rejects_invalid_counts(two, subtests):
+    for options, kind, wanted in BAD_PADDED:
+        with subtests.test(options=options), raises(kind, **wanted):
+            two.distribute_dataset([rows]).padded(**options)
 
 
 def test_skip_rejects_more_examples_than_the_dataset_has(two):
@@ -430,15 +475,16 @@ def test_skip_rejects_more_examples_than_the_dataset_has(two):
         list(data)
 
 
-@pytest.mark.parametrize(
-    ("other", "shown"),
-    [(np.ones((4, 3)), "float64[4,3]"), (np.ones((4, 2), np.float16), "float16[4,2]")],
-)
-def test_grouped_batches_must_have_one_shape_and_dtype(other, shown, two):
-    source = two.distribute_dataset([{"x": np.ones((4, 2))}, {"x": other}], remainder="pad")
-    assert len(list(source.padded())) == 2
-    with raises(ValueError, names="batch['x']", values=[1, shown, 0, "float64[4,2]"]):
-        list(source.padded(group=2))
+def test_grouped_batches_must_have_one_shape_and_dtype(two, subtests):
+    for other, shown in [
+        (np.ones((4, 3)), "float64[4,3]"),
+        (np.ones((4, 2), np.float16), "float16[4,2]"),
+    ]:
+        with subtests.test(shown=shown):
+            source = two.distribute_dataset([{"x": np.ones((4, 2))}, {"x": other}], remainder="pad")
+            assert len(list(source.padded())) == 2
+            with raises(ValueError, names="batch['x']", values=[1, shown, 0, "float64[4,2]"]):
+                list(source.padded(group=2))
 
 
 def test_inspect_error_is_raised_in_its_place(two):

@@ -3,6 +3,7 @@
 
 import collections
 import functools
+import itertools
 import threading
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 
 import mirror
 from tests.support.messages import raises
-from tests.support.packages import optional, rows
+from tests.support.packages import optional, row_groups
 from tests.support.strategies import cpu_strategy
 
 torch: Any = optional("torch")
@@ -207,24 +208,25 @@ def source_of():
         thread.join(1)
 
 
-@pytest.mark.parametrize("name", rows(LOADERS))
-@pytest.mark.parametrize("n", [1, 3, 8])
-def test_replicas_get_the_rows_of_the_source(name, n, source_of):
-    _, again, has_length = LOADERS[name]
-    strategy, whole = cpu_strategy(n), NUM_ROWS if n == 1 else NUM_ROWS - 2
-    for remainder in ("drop", "pad"):
-        data = strategy.distribute_dataset(source_of(name), remainder=remainder)
-        assert jax.tree.leaves(data.element_spec)[0].shape == (n, SIZE // n, 3)
-        if has_length:
-            assert len(data) == 3
-        for _ in range(1 + again):
-            if remainder == "drop":
-                rows_of(data, whole)
-            else:
-                rows_of((kept(*batch) for batch in data), NUM_ROWS)
-    if n > 1:
-        with raises(ValueError, values=[2, n], fix=["remainder='pad'", "remainder='drop'"]):
-            list(strategy.distribute_dataset(source_of(name)))
+@pytest.mark.parametrize("names", row_groups(LOADERS))
+def test_replicas_get_the_rows_of_the_source(names, source_of, subtests):
+    for name, n in itertools.product(names, [1, 3, 8]):
+        with subtests.test(name=name, n=n):
+            _, again, has_length = LOADERS[name]
+            strategy, whole = cpu_strategy(n), NUM_ROWS if n == 1 else NUM_ROWS - 2
+            for remainder in ("drop", "pad"):
+                data = strategy.distribute_dataset(source_of(name), remainder=remainder)
+                assert jax.tree.leaves(data.element_spec)[0].shape == (n, SIZE // n, 3)
+                if has_length:
+                    assert len(data) == 3
+                for _ in range(1 + again):
+                    if remainder == "drop":
+                        rows_of(data, whole)
+                    else:
+                        rows_of((kept(*batch) for batch in data), NUM_ROWS)
+            if n > 1:
+                with raises(ValueError, values=[2, n], fix=["remainder='pad'", "remainder='drop'"]):
+                    list(strategy.distribute_dataset(source_of(name)))
 
 
 def kept(batch, mask):
@@ -233,29 +235,31 @@ def kept(batch, mask):
     return [mirror.PerReplica([np.concatenate(leaf.values)[where]]) for leaf in leaves_of(batch)]
 
 
-@pytest.mark.parametrize("name", rows(LOADERS))
-def test_padded_iteration_yields_the_same_rows(name, source_of):
-    data = cpu_strategy(3).distribute_dataset(source_of(name), remainder="pad")
-    read = []
-    for padded in data.padded(multiple=2, group=2, skip=30):
-        mask, labels = np.asarray(padded.mask), np.asarray(leaves_of(padded.batch)[-1])
-        read.append(labels.swapaxes(0, 1)[mask.swapaxes(0, 1)])
-    np.testing.assert_array_equal(np.concatenate(read), Y[30:])
+@pytest.mark.parametrize("names", row_groups(LOADERS))
+def test_padded_iteration_yields_the_same_rows(names, source_of, subtests):
+    for name in names:
+        with subtests.test(msg=name):
+            data = cpu_strategy(3).distribute_dataset(source_of(name), remainder="pad")
+            read = []
+            for padded in data.padded(multiple=2, group=2, skip=30):
+                mask, labels = np.asarray(padded.mask), np.asarray(leaves_of(padded.batch)[-1])
+                read.append(labels.swapaxes(0, 1)[mask.swapaxes(0, 1)])
+            np.testing.assert_array_equal(np.concatenate(read), Y[30:])
 
 
 TORCH_DTYPES = ["bfloat16", "float16", "float32", "float8_e4m3fn", "uint8", "int16", "bool"]
 
 
 @pytest.mark.dev("torch")
-@pytest.mark.parametrize("name", TORCH_DTYPES)
-@pytest.mark.parametrize("transposed", [False, True])
-def test_torch_dtypes_are_converted(name, transposed, two):
-    tensor = torch.arange(-4, 4).reshape(4, 2).abs().to(getattr(torch, name))
-    tensor = tensor[:2].t() if transposed else tensor
-    (got,) = two.distribute_dataset([tensor])
-    assert got.dtype == getattr(jnp, name)
-    wanted = tensor.to(torch.float32).numpy()
-    np.testing.assert_array_equal(np.concatenate(got.values).astype(np.float32), wanted)
+def test_torch_dtypes_are_converted(two, subtests):
+    for name, transposed in itertools.product(TORCH_DTYPES, [False, True]):
+        with subtests.test(name=name, transposed=transposed):
+            tensor = torch.arange(-4, 4).reshape(4, 2).abs().to(getattr(torch, name))
+            tensor = tensor[:2].t() if transposed else tensor
+            (got,) = two.distribute_dataset([tensor])
+            assert got.dtype == getattr(jnp, name)
+            wanted = tensor.to(torch.float32).numpy()
+            np.testing.assert_array_equal(np.concatenate(got.values).astype(np.float32), wanted)
 
 
 UNREADABLE = {
@@ -266,11 +270,12 @@ UNREADABLE = {
 
 
 @pytest.mark.dev("torch")
-@pytest.mark.parametrize("name", UNREADABLE)
-def test_unreadable_torch_tensors_are_rejected(name, two):
-    make, wanted = UNREADABLE[name]
-    with raises(TypeError, names="batch['x']", **wanted):
-        list(two.distribute_dataset([{"x": make()}]))
+def test_unreadable_torch_tensors_are_rejected(two, subtests):
+    for name in UNREADABLE:
+        with subtests.test(msg=name):
+            make, wanted = UNREADABLE[name]
+            with raises(TypeError, names="batch['x']", **wanted):
+                list(two.distribute_dataset([{"x": make()}]))
 
 
 def unformatted():
@@ -302,11 +307,13 @@ NO_BATCHES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", rows(NO_BATCHES))
-def test_errors_name_the_batched_form_of_a_dataset(name, two):
-    make, named, values, fix = NO_BATCHES[name]
-    with raises((TypeError, ValueError), names=named, values=values, fix=fix):
-        list(two.distribute_dataset(make()))
+@pytest.mark.parametrize("names", row_groups(NO_BATCHES))
+def test_errors_name_the_batched_form_of_a_dataset(names, two, subtests):
+    for name in names:
+        with subtests.test(msg=name):
+            make, named, values, fix = NO_BATCHES[name]
+            with raises((TypeError, ValueError), names=named, values=values, fix=fix):
+                list(two.distribute_dataset(make()))
 
 
 @pytest.mark.dev("torch")

@@ -1,9 +1,9 @@
 """Local input: the agreement on each step, with a store in memory and in several processes."""
 
 import contextlib
+import itertools
 import json
 import threading
-import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -14,36 +14,54 @@ import numpy as np
 import pytest
 
 import mirror
-from mirror._src.data import local_input, step_exchange
-from mirror._src.data.batches import host_batches
-from mirror._src.data.input import Plan
-from mirror._src.data.parts import Form, Part
-from mirror._src.data.step_exchange import ClosedError, StepExchange
-from mirror._src.distributed import store
-from tests.support import processes
+from tests.support import inside, processes
 from tests.support.messages import assert_message, raises
+from tests.support.waiting import wait_until
+
+local_input, step_exchange, batches_of_hosts = inside.local_input()
+failures, store = inside.failures(), inside.messages()
+Form, Part, StepExchange = step_exchange.Form, step_exchange.Part, step_exchange.StepExchange
+Plan, host_batches = local_input.Plan, batches_of_hosts.host_batches
 
 FORM = Form("remainder='pad'", "{'x': *}", (("batch['x']", "float32", (3,)),))
 
 
 class MemoryStore:
-    """The store of a job whose processes are threads of this process."""
+    """The store of a job whose processes are threads of this process.
+
+    Its time is not that of a clock: it passes when every process waits for a key, up to the next
+    deadline.
+
+    Attributes:
+        texts: The texts by key.
+        calls: Number of messages that were written, or read with waiting.
+        now: The time.
+    """
 
     def __init__(self, count):
         self.texts: dict[str, str] = {}
-        self.calls = 0
+        self.calls, self.now = 0, 0.0
         self._count, self._me = count, threading.local()
         self._changed = threading.Condition()
+        self._processes: set[int] = set()
+        self._waiting: dict[int, tuple[str, float]] = {}  # key and deadline by thread
 
     def patched(self):
-        """Context manager in which `store` is this one."""
+        """Context manager in which `store` is this one, and time is its time."""
         names = ("propose", "overwrite", "read_all", "read", "delete")
-        return mock.patch.multiple(
-            store,
-            process_index=lambda: getattr(self._me, "index", 0),
-            process_count=lambda: self._count,
-            **{name: getattr(self, name) for name in names},
+        patches = contextlib.ExitStack()
+        patches.enter_context(
+            mock.patch.multiple(
+                store,
+                process_index=lambda: getattr(self._me, "index", 0),
+                process_count=lambda: self._count,
+                **{name: getattr(self, name) for name in names},
+            )
         )
+        clock = SimpleNamespace(monotonic=lambda: self.now)
+        for module in (step_exchange, failures):
+            patches.enter_context(mock.patch.object(module, "time", clock))
+        return patches
 
     def propose(self, key, text):
         self._put(key, self.texts.get(key, text))
@@ -58,10 +76,13 @@ class MemoryStore:
             return {key.rpartition("/")[2]: text for key, text in found.items()}
 
     def read(self, key, deadline):
+        me = threading.get_ident()
         with self._changed:
             self.calls += 1
-            timeout = max(deadline - time.monotonic(), 0.001)
-            self._changed.wait_for(lambda: key in self.texts, timeout)
+            if key not in self.texts and self.now < deadline:
+                self._waiting[me] = (key, deadline)
+                self._pass_time_if_all_wait()
+                self._changed.wait_for(lambda: me not in self._waiting)
             return self.texts.get(key)
 
     def delete(self, key):
@@ -69,41 +90,61 @@ class MemoryStore:
             for name in [k for k in self.texts if k == key or k.startswith(key.rstrip("/") + "/")]:
                 del self.texts[name]
 
-    def _put(self, key, text):
+    def is_waited_for(self, key):
+        """Whether a process waits for a key."""
         with self._changed:
-            self.calls += 1
-            self.texts[key] = text
-            self._changed.notify_all()
+            return key in [waiting for waiting, _ in self._waiting.values()]
+
+    def pass_time(self, to):
+        """Ends the waits whose deadline has then passed."""
+        with self._changed:
+            self.now = max(self.now, to)
+            self._wake(lambda _, deadline: deadline <= self.now)
 
     def run(self, *programs: Callable[[], Any]) -> list[Any]:
         """Runs a function in each process; returns their results and errors."""
         results: list[Any] = [None] * self._count
+        begin = threading.Barrier(self._count)
 
         def process(i):
             self._me.index = i
+            self._processes.add(threading.get_ident())
+            begin.wait()
             try:
                 results[i] = programs[i]()
             except Exception as error:
                 results[i] = error
+            finally:
+                with self._changed:
+                    self._processes.remove(threading.get_ident())
+                    self._pass_time_if_all_wait()
 
         threads = [threading.Thread(target=process, args=(i,)) for i in range(self._count)]
         with self.patched():
             for thread in threads:
                 thread.start()
             for thread in threads:
-                thread.join(30)
+                thread.join(60)
         assert not any(thread.is_alive() for thread in threads), "a process hangs"
         return results
 
+    def _put(self, key, text):
+        with self._changed:
+            self.calls += 1
+            self.texts[key] = text
+            self._wake(lambda waiting, _: waiting == key)
+
+    def _pass_time_if_all_wait(self):
+        if self._waiting and self._processes <= self._waiting.keys():
+            self.pass_time(min(deadline for _, deadline in self._waiting.values()))
+
+    def _wake(self, ends):
+        self._waiting = {thread: wait for thread, wait in self._waiting.items() if not ends(*wait)}
+        self._changed.notify_all()
+
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    """Short deadlines, and no passes of other tests."""
-    monkeypatch.setattr(step_exchange, "agreement_secs", lambda: 0.5)
-    monkeypatch.setattr(step_exchange, "_MARGIN_SECS", 0.5)
-    monkeypatch.setattr(step_exchange, "_POLL_SECS", 0.02)
-    monkeypatch.setattr(step_exchange, "_REPORT_SECS", 0.1)
-    monkeypatch.setattr(step_exchange, "_END_SECS", 0.5)
+def no_passes_of_other_tests():
     step_exchange._closed.clear()
 
 
@@ -189,25 +230,29 @@ def test_the_store_does_not_grow():
     assert not [key for key in memory.texts if key.startswith("local/a/0/0/")], memory.texts
 
 
-@pytest.mark.parametrize("count", [2, 8])
-def test_the_number_of_messages_per_step_grows_with_the_processes(count):
-    steps, memory = 50, MemoryStore(count)
-    memory.run(*[reading(*[1] * steps, root=f"local/{count}/0/0")] * count)
-    # A part and a verdict, each written and read, and a few reads while waiting.
-    assert memory.calls < 4.5 * count * (steps + 4), memory.calls
+def test_the_number_of_messages_per_step_grows_with_the_processes(subtests):
+    for count in [2, 8]:
+        with subtests.test(count=count):
+            steps, memory = 50, MemoryStore(count)
+            memory.run(*[reading(*[1] * steps, root=f"local/{count}/0/0")] * count)
+            # A part and a verdict, each written and read.
+            assert memory.calls <= 4 * count * (steps + 4), memory.calls
 
 
-@pytest.mark.parametrize("who", [0, 1, 2])
-def test_an_error_of_one_process_is_raised_by_all(who):
-    programs = [reading(4, 4, error=OSError("disk\ngone") if i == who else None) for i in range(3)]
-    found = MemoryStore(3).run(*programs)
-    for i, error in enumerate(found):
-        if i == who:
-            assert isinstance(error, OSError)
-            continue
-        assert isinstance(error, RuntimeError), error
-        names = [f"Process {who}", "batch 2", "train.py:7", "OSError: disk"]
-        assert_message(str(error), names=names)
+def test_an_error_of_one_process_is_raised_by_all(subtests):
+    for who in [0, 1, 2]:
+        with subtests.test(who=who):
+            programs = [
+                reading(4, 4, error=OSError("disk\ngone") if i == who else None) for i in range(3)
+            ]
+            found = MemoryStore(3).run(*programs)
+            for i, error in enumerate(found):
+                if i == who:
+                    assert isinstance(error, OSError)
+                    continue
+                assert isinstance(error, RuntimeError), error
+                names = [f"Process {who}", "batch 2", "train.py:7", "OSError: disk"]
+                assert_message(str(error), names=names)
 
 
 def test_an_error_in_another_place_is_raised_by_all():
@@ -217,30 +262,33 @@ def test_an_error_in_another_place_is_raised_by_all():
     assert_message(str(error), names=["Process 1", "KeyError: 'label'"])
 
 
-@pytest.mark.parametrize("who", [0, 1, 2])
-def test_a_process_that_does_not_come_is_named(who):
-    programs = [(lambda: None) if i == who else reading(4) for i in range(3)]
-    for i, error in enumerate(MemoryStore(3).run(*programs)):
-        if i != who:
+def test_a_process_that_does_not_come_is_named(subtests):
+    for who in [0, 1, 2]:
+        with subtests.test(who=who):
+            programs = [(lambda: None) if i == who else reading(4) for i in range(3)]
+            for i, error in enumerate(MemoryStore(3).run(*programs)):
+                if i != who:
+                    assert isinstance(error, RuntimeError), error
+                    assert_message(
+                        str(error), names=[f"Process {who}", "batch 0"], fix="agreement_secs"
+                    )
+
+
+def test_a_process_that_stops_earlier_is_named_at_once(subtests):
+    for who in [0, 1]:
+        with subtests.test(who=who):
+
+            def stops():
+                exchange = StepExchange("local/train.py:7/0/0", "the dataset of train.py:7")
+                exchange.agree(4, FORM)
+                exchange.close()
+
+            programs = [stops if i == who else reading(4, 4) for i in range(2)]
+            memory = MemoryStore(2)
+            error = memory.run(*programs)[1 - who]
             assert isinstance(error, RuntimeError), error
-            assert_message(str(error), names=[f"Process {who}", "batch 0"], fix="agreement_secs")
-
-
-@pytest.mark.parametrize("who", [0, 1])
-def test_a_process_that_stops_earlier_is_named_at_once(who, monkeypatch):
-    monkeypatch.setattr(step_exchange, "agreement_secs", lambda: 60.0)
-
-    def stops():
-        exchange = StepExchange("local/train.py:7/0/0", "the dataset of train.py:7")
-        exchange.agree(4, FORM)
-        exchange.close()
-
-    programs = [stops if i == who else reading(4, 4) for i in range(2)]
-    started = time.monotonic()
-    error = MemoryStore(2).run(*programs)[1 - who]
-    assert isinstance(error, RuntimeError), error
-    assert_message(str(error), names=[f"Process {who}", f"process {1 - who}", "batch 1"])
-    assert time.monotonic() - started < 10
+            assert_message(str(error), names=[f"Process {who}", f"process {1 - who}", "batch 1"])
+            assert memory.now < 10  # of the 300 s for a process that does not come
 
 
 FORMS = {
@@ -252,12 +300,13 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize(("form", "names"), FORMS.values(), ids=FORMS)
-def test_parts_that_do_not_belong_together_are_named_by_all(form, names):
-    errors = MemoryStore(3).run(reading(4), reading(4), reading(4, form=form))
-    for error in errors:
-        assert isinstance(error, ValueError), error
-        assert_message(str(error), names=["process 0", "process 2", "batch 0", *names])
+def test_parts_that_do_not_belong_together_are_named_by_all(subtests):
+    for name, (form, names) in FORMS.items():
+        with subtests.test(msg=name):
+            errors = MemoryStore(3).run(reading(4), reading(4), reading(4, form=form))
+            for error in errors:
+                assert isinstance(error, ValueError), error
+                assert_message(str(error), names=["process 0", "process 2", "batch 0", *names])
 
 
 def test_a_process_without_any_part_is_named_by_all():
@@ -269,26 +318,26 @@ def test_a_process_without_any_part_is_named_by_all():
 
 def test_a_closed_loop_ends_the_wait():
     """As the loop does that ends: the prefetch thread does not wait for the others."""
-    entered, found = threading.Event(), []
+    memory, found = MemoryStore(2), []
 
     def waits():
         exchange = StepExchange("local/a/0/0", "the dataset")
 
         def read():
-            entered.set()
-            with contextlib.suppress(ClosedError):
+            with contextlib.suppress(step_exchange.ClosedError):
                 exchange.agree(4, FORM)
                 found.append("agreed")
             found.append("ended")
 
         thread = threading.Thread(target=read)
         thread.start()
-        entered.wait()
+        wait_until(lambda: memory.is_waited_for("local/a/0/0/0/1"))
         exchange.cancel()
-        thread.join(10)
+        memory.pass_time(1.0)  # a wait in the store ends only then
+        thread.join(30)
         exchange.close()
 
-    MemoryStore(1 + 1).run(waits, lambda: None)
+    memory.run(waits, lambda: None)
     assert found == ["ended"]
 
 
@@ -299,7 +348,7 @@ def test_nothing_uses_the_store_after_the_end_of_the_process(monkeypatch):
         exchange = StepExchange("local/a/0/0", "the dataset")
         step_exchange._end_all()
         before = memory.calls
-        with pytest.raises(ClosedError):
+        with pytest.raises(step_exchange.ClosedError):
             exchange.agree(4, FORM)
         exchange.close()
         assert memory.calls == before
@@ -367,11 +416,12 @@ GROWTH = {
 }
 
 
-@pytest.mark.parametrize(("mine", "others", "multiple", "full"), GROWTH.values(), ids=GROWTH)
-def test_few_padded_sizes(mine, others, multiple, full):
-    batches = [np.ones((size, 2)) for size in mine]
-    found = parts(batches, Plan("pad", multiple=multiple), others)
-    assert [part.full for part in found] == full
+def test_few_padded_sizes(subtests):
+    for name, (mine, others, multiple, full) in GROWTH.items():
+        with subtests.test(msg=name):
+            batches = [np.ones((size, 2)) for size in mine]
+            found = parts(batches, Plan("pad", multiple=multiple), others)
+            assert [part.full for part in found] == full
 
 
 def test_skipped_examples_are_those_of_all_processes():
@@ -419,30 +469,29 @@ def test_unknown_inputs_are_rejected(two):
 # ---- shards
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
-@pytest.mark.parametrize("batch_size", [3, 8])
-@pytest.mark.parametrize("drop_remainder", [False, True])
-def test_shards_are_the_global_batches_in_order(count, batch_size, drop_remainder):
-    arrays = {"x": np.arange(38.0).reshape(19, 2), "y": np.arange(19)}
-    options = {"shuffle": True, "seed": 5, "drop_remainder": drop_remainder}
-    whole = mirror.data.from_arrays(arrays, batch_size, **options)
-    shards = [
-        mirror.data.from_arrays(arrays, batch_size, shard=(i, count), **options)
-        for i in range(count)
-    ]
-    assert {len(shard) for shard in shards} == {len(whole)}
-    for _ in range(2):
-        for batch, *own in zip(whole, *shards, strict=True):
-            sizes = [len(part["y"]) for part in own]
-            assert max(sizes) - min(sizes) <= 1
-            for name, array in batch.items():
-                joined = np.concatenate([part[name] for part in own])
-                assert joined.tolist() == array.tolist()
-    for data in (whole, *shards):
-        data.set_epoch(7)
-    own = [shard.peek()[0]["y"] for shard in shards]
-    assert np.concatenate(own).tolist() == whole.peek()[0]["y"].tolist()
-    assert f"part {count - 1} of {count}" in repr(shards[-1])
+def test_shards_are_the_global_batches_in_order(subtests):
+    for count, batch_size, drop_remainder in itertools.product([1, 2, 3, 4], [3, 8], [False, True]):
+        with subtests.test(count=count, batch_size=batch_size, drop_remainder=drop_remainder):
+            arrays = {"x": np.arange(38.0).reshape(19, 2), "y": np.arange(19)}
+            options = {"shuffle": True, "seed": 5, "drop_remainder": drop_remainder}
+            whole = mirror.data.from_arrays(arrays, batch_size, **options)
+            shards = [
+                mirror.data.from_arrays(arrays, batch_size, shard=(i, count), **options)
+                for i in range(count)
+            ]
+            assert {len(shard) for shard in shards} == {len(whole)}
+            for _ in range(2):
+                for batch, *own in zip(whole, *shards, strict=True):
+                    sizes = [len(part["y"]) for part in own]
+                    assert max(sizes) - min(sizes) <= 1
+                    for name, array in batch.items():
+                        joined = np.concatenate([part[name] for part in own])
+                        assert joined.tolist() == array.tolist()
+            for data in (whole, *shards):
+                data.set_epoch(7)
+            own = [shard.peek()[0]["y"] for shard in shards]
+            assert np.concatenate(own).tolist() == whole.peek()[0]["y"].tolist()
+            assert f"part {count - 1} of {count}" in repr(shards[-1])
 
 
 BAD_SHARDS = [
@@ -455,10 +504,10 @@ BAD_SHARDS = [
 ]
 
 
-@pytest.mark.parametrize(("shard", "error", "fix"), BAD_SHARDS)
-def test_wrong_shards_are_rejected(shard, error, fix):
-    with raises(error, names=["shard"], fix=fix):
-        mirror.data.from_arrays(np.arange(8.0), 4, shard=shard)
+def test_wrong_shards_are_rejected(subtests):
+    for shard, error, fix in BAD_SHARDS:
+        with subtests.test(shard=shard), raises(error, names=["shard"], fix=fix):
+            mirror.data.from_arrays(np.arange(8.0), 4, shard=shard)
 
 
 # ---- several processes
@@ -485,16 +534,19 @@ def checked(*names, count=2, devices=2):
     return processes.outputs_of(ended)
 
 
+@pytest.mark.slow
 def test_two_processes_with_two_devices():
     for output in checked():
         assert output.count("passed ") == NUM_CHECKS, output
 
 
+@pytest.mark.nightly
 def test_four_processes_with_one_device():
     for output in checked(*ON_FOUR, count=4, devices=1):
         assert output.count("passed ") == len(ON_FOUR), output
 
 
+@pytest.mark.slow
 @pytest.mark.dev("torch")
 def test_samplers_of_torch():
     """`DistributedSampler`, with the processes as its replicas."""
@@ -520,13 +572,12 @@ for i, batch in enumerate(strategy.distribute_dataset(endless(), input="local"))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", [pytest.param(0, marks=pytest.mark.nightly), 1])
 @pytest.mark.parametrize("how", ["raises", "is killed"])
 def test_processes_do_not_wait_for_one_that_has_ended(who, how):
     """JAX itself ends the others of a process that was killed, with a message that names it."""
-    started = time.monotonic()
     ended = processes.run(["-c", FAILS, str(who), how], devices=1, timeout=60)
-    assert time.monotonic() - started < 50
     other = ended[1 - who]
     assert other.status not in (0, None), other
     if how == "raises":

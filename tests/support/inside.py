@@ -12,7 +12,11 @@ import jax
 import pytest
 
 from mirror._src.context import scopes
+from mirror._src.data import batches as data_batches
+from mirror._src.data import local_input as data_local_input
+from mirror._src.data import step_exchange as data_step_exchange
 from mirror._src.devices import backend, launch, settings, startup
+from mirror._src.distributed import failures as distributed_failures
 from mirror._src.distributed import store
 from mirror._src.utils import supported
 
@@ -45,6 +49,16 @@ def launch_guard() -> ModuleType:
 def messages() -> ModuleType:
     """The module for messages between processes: users send none."""
     return store
+
+
+def local_input() -> tuple[ModuleType, ...]:
+    """Local input, its agreement on steps and batches: public only in jobs of several processes."""
+    return data_local_input, data_step_exchange, data_batches
+
+
+def failures() -> ModuleType:
+    """The reports of failed processes: users cannot set their clock."""
+    return distributed_failures
 
 
 def count_calls(module: ModuleType, name: str, patch: pytest.MonkeyPatch) -> list[object]:

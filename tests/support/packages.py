@@ -78,6 +78,24 @@ def rows(names: Iterable[str], needs: Callable[[str], list[str]] | None = None) 
     ]
 
 
+def row_groups(names: Iterable[str], needs: Callable[[str], list[str]] | None = None) -> list[Any]:
+    """Returns the rows of a table, as one list for each set of packages that they need.
+
+    Args:
+        names: The ids of the rows.
+        needs: Returns the packages of a row. Defaults to those that its id names.
+    """
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name in names:
+        groups.setdefault(tuple((needs or named)(name)), []).append(name)
+    return [
+        pytest.param(
+            group, marks=[pytest.mark.dev(*packages)] if packages else [], id="-".join(packages)
+        )
+        for packages, group in groups.items()
+    ]
+
+
 def named(text: str) -> list[str]:
     """Returns the large packages that a text names."""
     return [package for package in LARGE if re.search(rf"\b{package}\b", text)]
