@@ -111,3 +111,16 @@ def test_losses_that_reduce_are_rejected_where_a_batch_is_split(name):
 def test_losses_of_single_examples_are_accepted(name, accumulate_steps):
     reply = answer(*SEPARATE[name], 2, accumulate_steps)
     assert isinstance(reply, Result), reply
+
+
+def test_weights_with_a_gradient_are_rejected_where_a_batch_is_split():
+    """A part has only its own sums of values and weights."""
+
+    def dice(model, batch):
+        p = jax.nn.softmax(model(batch["x"]))[:, 0]
+        return mirror.Weighted(1 - p, 1 + p)
+
+    reply = answer(Net, dice, 2)
+    assert isinstance(reply, Raised)
+    assert_message(reply.text, names="dice", values=2, fix=["jax.lax.stop_gradient"])
+    assert isinstance(answer(Net, dice, 1), Result)

@@ -241,16 +241,20 @@ def test_verify_accepts_weighted_losses(two):
     assert train(two, accumulate_steps=2).verify(batches()).largest < 1e-5
 
 
-def test_no_gradient_flows_through_weights(two):
-    """The loss is (b * 6) / (b * 3) with b = 2; with constant weights, its gradient is 1."""
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(("stop", "wanted"), [(lambda w: w, 1.0), (jax.lax.stop_gradient, 0.0)])
+def test_gradient_flows_through_weights(two, stop, wanted, accumulate):
+    """The loss is (b * b * 6) / (b * 3) = 2 b with b = 2; with constant weights, its gradient is 4."""
 
     def loss_fn(model, batch):
-        return Weighted(model.b[...] * batch, model.b[...] * jnp.ones_like(batch))
+        b = model.b[...]
+        return Weighted(b * b * batch, stop(b * jnp.ones_like(batch)))
 
     model = nnx.Dict(b=nnx.Param(jnp.asarray(2.0)))
-    trainer = train(two, optax.sgd(0.5), loss_fn, model, penalty=lambda model: 0 * model.b[...])
-    assert fit(trainer, [np.asarray([1.0, 2.0, 3.0], np.float32)])["loss"] == [2.0]
-    assert model.b[...] == 1.5
+    options = {"penalty": lambda model: 0 * model.b[...], "accumulate_steps": accumulate}
+    trainer = train(two, optax.sgd(0.5), loss_fn, model, **options)
+    assert fit(trainer, [np.asarray([1.0, 2.0, 3.0], np.float32)])["loss"] == [4.0]
+    assert model.b[...] == wanted
 
 
 # Zero weight

@@ -57,12 +57,14 @@ class Part(NamedTuple):
             unknown.
         scale: Size of the batch divided by the size of the part, a float of shape `()`. None if
             it is unknown.
+        num_separate: Number of the parts that the step of a `Trainer` computes separately.
     """
 
     num_parts: int
     part_id: Any
     first_row: Any = None
     scale: Any = None
+    num_separate: int = 1
 
     @property
     def is_joined(self) -> bool:

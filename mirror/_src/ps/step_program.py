@@ -282,6 +282,7 @@ class StepProgram:
         fn, placement, layouts, paths = self._fn, self._placement, self._trained, self._paths
         tables, (treedef, places) = self._tables, (batch.treedef, batch.places)
         num_parts, has_position = batch.portion.num_parts, batch.portion.has_position
+        num_separate = batch.portion.num_separate if is_examined else 1
         moving = [p for p in self._definition.places if p.kind == "moving"]
 
         def step(
@@ -309,7 +310,7 @@ class StepProgram:
                 frame = current_frame()
                 assert frame is not None
                 assert frame.replica is not None
-                frame.replica.part = Part(num_parts, *position)
+                frame.replica.part = Part(num_parts, *position)._replace(num_separate=num_separate)
             value = fn(*args, **kwargs)
             if is_examined:
                 after = dict(nnx.to_flat_state(nnx.state(model)))

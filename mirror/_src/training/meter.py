@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from mirror._src.devices.launch import wait_for
+from mirror._src.training.exact import number_of
 from mirror._src.training.objective import LOSS, Sums
 
 MOST_RUNNING = 8
@@ -145,7 +146,7 @@ def _read(sums: Sums) -> tuple[dict[str, float], dict[str, float], int]:
 
 
 def _numbers(sums: dict[str, Any]) -> dict[str, float]:
-    return {name: np.asarray(x).item() for name, x in sums.items()}
+    return {name: number_of(x) for name, x in sums.items()}
 
 
 def _add(sums: dict[str, float], more: dict[str, float]) -> None:

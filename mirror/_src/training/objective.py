@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mirror._src.training import exact
 from mirror._src.training.labels import Labels, PartOfBatch, part_of
 from mirror._src.training.metrics import Metrics
 from mirror._src.training.mistakes import describes_batch
@@ -37,7 +38,7 @@ class Sums(NamedTuple):
     """Sums over examples, from which means are computed at the end.
 
     Attributes:
-        totals: Sums of the loss and of each metric.
+        totals: Sums of the loss and of each metric. Sums of integers may be digits: see `exact`.
         count: Number of examples, without padding.
         weights: Sums of the weights of the loss and of each metric that is `Weighted`.
     """
@@ -156,13 +157,23 @@ class Objective:
 
     def __call__(self, model: Any, batch: PyTree, mask: Array) -> tuple[Array, Sums]:
         """Returns the losses of a replica's examples, 0 where the mask is False, and the sums."""
+        losses, _, sums = self.quotient(model, batch, mask)
+        return losses, sums
+
+    def quotient(self, model: Any, batch: PyTree, mask: Array) -> tuple[Array, Array | None, Sums]:
+        """Returns the losses and their weights, both 0 where the mask is False, and the sums.
+
+        The weights are None if every example counts as 1.
+        """
         values, weights = self._values(model, batch, mask.shape[0])
         penalty = self._penalty_of(model)
         if LOSS in weights:  # so that it is added to the quotient
             penalty = penalty * _as_floats(weights[LOSS])
         losses = jnp.where(mask, self._weighted(values.pop(LOSS), batch) + penalty, 0)
         totals = {LOSS: losses.sum(dtype=_wide(losses.dtype)), **_sums(values, mask)}
-        return losses, Sums(totals, mask.sum(dtype=jnp.int32), _sums(weights, mask))
+        divisors = jnp.where(mask, weights[LOSS], 0) if LOSS in weights else None
+        sums = Sums(totals, mask.sum(dtype=jnp.int32), _sums(weights, mask))
+        return losses, divisors, sums
 
     def _values(
         self, model: Any, batch: PyTree, size: int
@@ -197,7 +208,7 @@ class Objective:
         weight = f"The weight of {what[0].lower()}{what[1:]}"
         weights = _per_example(weight, value.weights, size, _RETURN_SUMS, _SUM_AXES)
         values = _per_example(what, value.values, size, _RETURN_SUMS, _SUM_AXES)
-        return _LossOutput(values, jax.lax.stop_gradient(weights))
+        return _LossOutput(values, weights)
 
     def _weighted(self, losses: Array, batch: PyTree) -> Array:
         if self._sample_weight is not None:
@@ -253,9 +264,13 @@ def _per_example(
 
 def _sums(values: Mapping[str, Array], mask: Array) -> dict[str, Array]:
     """Sums each value over the examples of a replica."""
-    return {
-        name: jnp.sum(value, where=mask, dtype=_wide(value.dtype)) for name, value in values.items()
-    }
+    return {name: _sum(value, mask) for name, value in values.items()}
+
+
+def _sum(value: Array, mask: Array) -> Array:
+    if jnp.issubdtype(value.dtype, jnp.floating):
+        return jnp.sum(value, where=mask, dtype=_wide(value.dtype))
+    return exact.exact_sum(value, mask)
 
 
 def _as_floats(weights: Array) -> Array:
@@ -267,11 +282,14 @@ def add(a: PyTree, b: PyTree) -> PyTree:
     return jax.tree.map(jnp.add, a, b)
 
 
+def carried(sums: Sums) -> Sums:
+    """Returns the sums with normalized digits, so that equal sums are equal arrays."""
+    return jax.tree.map(exact.carried, sums)
+
+
 def _wide(dtype: Any) -> Any:
-    """Returns the dtype for sums: counts remain exact integers, small floats become float32."""
-    if jnp.issubdtype(dtype, jnp.floating):
-        return jnp.promote_types(dtype, jnp.float32)
-    return jnp.promote_types(dtype, jnp.int32)
+    """Returns the dtype for sums of floats, at least float32."""
+    return jnp.promote_types(dtype, jnp.float32)
 
 
 def _factors(class_weight: Mapping[int, float], num_classes: int) -> np.ndarray:

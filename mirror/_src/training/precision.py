@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal, TypeAlias, final, get_args
 
+import jax
 import jax.numpy as jnp
 from flax import linen, nnx
 
@@ -151,9 +152,17 @@ class Precision:
 
     def rtol_of(self, model: nnx.Module) -> float:
         """Returns the relative difference that rounding in this model's layers may cause."""
+        return rtol_of(self._dtypes(model))
+
+    def has_float16(self, model: nnx.Module) -> bool:
+        """Whether layers compute in float16, or variables are stored in it."""
+        stored = [x.dtype for x in jax.tree.leaves(nnx.state(model)) if hasattr(x, "dtype")]
+        return any(_is(dtype, jnp.float16) for dtype in [*self._dtypes(model), *stored])
+
+    def _dtypes(self, model: nnx.Module) -> list[Any]:
         modules: dict[Any, Any] = dict(nnx.iter_modules(model))
-        dtypes = [module.dtype for module in modules.values() if _has_dtype(module)]
-        return rtol_of([self._dtype, *dtypes])
+        layers = [module.dtype for module in modules.values() if _has_dtype(module)]
+        return [self._dtype, *layers]
 
 
 def is_half(dtype: Any) -> bool:

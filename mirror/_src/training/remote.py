@@ -11,6 +11,7 @@ from flax import nnx
 from mirror._src.checks.verify import VerifyReport
 from mirror._src.data.padded import PaddedBatch
 from mirror._src.strategy.strategy import Strategy
+from mirror._src.training.exact import number_of
 from mirror._src.training.objective import LOSS, Sums
 from mirror._src.utils.types import PyTree
 from mirror._src.values.per_replica import is_per_replica
@@ -135,4 +136,4 @@ def host_batch(padded: PaddedBatch) -> tuple[PyTree, np.ndarray]:
 
 def divisor_of(sums: Sums) -> float:
     """Returns what the gradient of a step was divided by: its examples, or their weights."""
-    return float(np.asarray(sums.weights.get(LOSS, sums.count)))
+    return float(number_of(sums.weights.get(LOSS, sums.count)))

@@ -4,6 +4,9 @@ Each replica computes sums over its own examples. The sums are all-reduced, whic
 collective, and then divided by the total number of examples, or by the sum of the weights if the
 loss is `Weighted`. A step therefore computes the same as one device on the whole batch, for any
 batch size and number of replicas.
+
+A collective in the loss carries gradients from each replica to the others. Every replica therefore
+divides its loss by the same number, and what differs between replicas enters after the all-reduce.
 """
 
 from collections.abc import Callable
@@ -15,14 +18,17 @@ from flax import nnx
 
 import mirror._src.training.objective as objectives
 from mirror._src.strategy.mirrored import get_replica_context
+from mirror._src.training.exact import as_float
 from mirror._src.training.loss_scale import SCALE, SKIPPED, LossScale, Snapshot
 from mirror._src.training.mistakes import describes_batch
 from mirror._src.training.objective import LOSS, Objective, Sums
 from mirror._src.training.precision import Precision
+from mirror._src.utils.naming import name_of
 from mirror._src.utils.source_lines import on_behalf_of, users_function
 from mirror._src.utils.types import Array, PyTree
 
-Gradients = tuple[PyTree, Sums]
+Gradients = tuple[list[PyTree], Sums]
+"""The gradient of the loss, or of the values and of the weights of a `Weighted` loss; the sums."""
 
 
 def training_step(objective: Objective, wrt: Any, accumulate_steps: int) -> Callable[..., Sums]:
@@ -46,17 +52,17 @@ def training_step(objective: Objective, wrt: Any, accumulate_steps: int) -> Call
         assert context is not None, "a step runs in a replica"
         # Why not sum and divide at the end: a sum over all rows can overflow a half-precision
         # gradient where the mean does not. Each replica therefore divides by the number of rows of
-        # all replicas, including padding. The correction afterwards is 1 without padding. Weights
-        # of other replicas are not known yet: see `_unscaled`.
+        # all replicas, including padding. The correction afterwards is 1 without padding.
         num_rows = mask.size * context.num_replicas_in_sync
         before = None if loss_scale is None else Snapshot((model, optimizer))
         scale = None if loss_scale is None else loss_scale.current[...]
         means, local_sums = gradients(model, batch, mask, num_rows, scale)
-        totals, sums = context.all_reduce("sum", (_unscaled(means, local_sums), local_sums))
+        totals, sums = context.all_reduce("sum", (means, local_sums))
+        sums = objectives.carried(sums)
         grads = _divided(totals, sums, num_rows)
         if loss_scale is not None:  # before smaller dtypes round it
             grads = loss_scale.unscale(grads)
-        grads = jax.tree.map(lambda x, like: x.astype(like.dtype), grads, means)
+        grads = _like(grads, model, wrt)
         if loss_scale is None or before is None:
             optimizer.update(model, grads)
             return sums
@@ -116,7 +122,7 @@ def evaluation_step(objective: Objective) -> Callable[[nnx.Module, PyTree, Array
         context = get_replica_context()
         assert context is not None, "a step runs in a replica"
         _, sums = objective(_for_evaluation(model), batch, mask)
-        return context.all_reduce("sum", sums)
+        return objectives.carried(context.all_reduce("sum", sums))
 
     on_behalf_of(evaluate_step, objective.loss_fn)
     return evaluate_step
@@ -136,42 +142,141 @@ def prediction_step(
 
 
 def _gradients(objective: Objective, wrt: Any) -> Callable[..., Gradients]:
-    def loss(
+    """Returns a function that computes the gradients of one replica's loss.
+
+    Gradients of a `Weighted` loss are sums in float32, which can be added up: the total weight is
+    known only after the collective. Values and weights are differentiated separately if both
+    depend on the parameters.
+    """
+
+    def gradients(
         model: nnx.Module, batch: PyTree, mask: Array, num_rows: int, scale: Array | None
-    ) -> tuple[Array, Sums]:
-        losses, sums = objective(model, batch, mask)
-        divisor = num_rows if LOSS not in sums.weights else _total_weight(sums)
-        mean = losses.sum(dtype=sums.totals[LOSS].dtype) / divisor
-        return mean if scale is None else mean * scale, sums
+    ) -> Gradients:
+        graphdef, state = nnx.split(model)
+        before = jax.tree.map(lambda x: x, state)  # the state holds the variables themselves
+        dependence = _Dependence()
 
-    return nnx.grad(loss, argnums=nnx.DiffState(0, wrt), has_aux=True)
+        def scaled(total: Array, divisor: Any) -> Array:
+            return total / divisor if scale is None else total / divisor * scale
+
+        def loss(model: nnx.Module) -> tuple[Array, tuple[Sums, Any]]:
+            losses, weights, sums = objective.quotient(model, batch, mask)
+            divisor: Any = num_rows
+            if weights is not None:
+                dependence.note(weights)
+                is_small = scale is not None or objective.precision.has_float16(model)
+                divisor = _common_weight(sums) if is_small else num_rows
+            return scaled(_total(losses, sums), divisor), (sums, divisor)
+
+        def loss_of_weights(model: nnx.Module) -> tuple[Array, None]:
+            _, weights, sums = objective.quotient(model, batch, mask)
+            assert weights is not None
+            return scaled(_total(weights, sums), divisor), None
+
+        def gradient(of: Callable[..., Any], model: nnx.Module) -> Any:
+            return nnx.grad(of, argnums=nnx.DiffState(0, wrt), has_aux=True)(model)
+
+        grads, (sums, divisor) = gradient(loss, model)
+        if LOSS not in sums.weights:
+            return [grads], sums
+        found = [grads]
+        if dependence.is_found:
+            _require_whole_batch(objective)
+            # XLA merges this forward pass with the other one.
+            found.append(gradient(loss_of_weights, nnx.merge(graphdef, before, copy=True))[0])
+        widened = lambda x: x.astype(_at_least_float32(x.dtype)) * divisor  # noqa: E731
+        return jax.tree.map(widened, found), sums
+
+    return gradients
 
 
-def _total_weight(sums: Sums) -> Array:
-    """Returns the divisor of a `Weighted` loss: the sum of its weights, or 1 if that is 0."""
-    weight = sums.weights[LOSS]
+class _Dependence:
+    """Finds whether a value depends on the parameters with respect to which JAX differentiates."""
+
+    def __init__(self) -> None:
+        self.is_found = False
+
+    def note(self, value: Array) -> None:
+        """Notes whether the value has a gradient; called while JAX differentiates."""
+
+        @jax.custom_jvp
+        def identity(x: Array) -> Array:
+            return x
+
+        def derivative(primals: Any, tangents: Any) -> Any:
+            self.is_found = True  # JAX does not call this for values without a tangent
+            return primals[0], tangents[0]
+
+        identity.defjvp(derivative, symbolic_zeros=True)
+        if jnp.issubdtype(value.dtype, jnp.floating):
+            identity(value)
+
+
+def _require_whole_batch(objective: Objective) -> None:
+    """Rejects weights that depend on the parameters where a batch is split among workers.
+
+    Raises:
+        ValueError: If it is split.
+    """
+    context = get_replica_context()
+    assert context is not None, "a step runs in a replica"
+    if context.part is not None and context.part.num_separate > 1:
+        raise ValueError(
+            f"The weights that {name_of(objective.loss_fn)} returns depend on the parameters. The "
+            f"workers compute the {context.part.num_separate} parts of a batch separately, and the "
+            "gradient requires the weights of the whole batch. Use jax.lax.stop_gradient(weights), "
+            "or train with mirror.MirroredStrategy."
+        )
+
+
+def _total(values: Array, sums: Sums) -> Array:
+    return values.sum(dtype=sums.totals[LOSS].dtype)
+
+
+def _common_weight(sums: Sums) -> Array:
+    """Returns the sum of the weights of all replicas, as a divisor without a gradient.
+
+    Sums over rows can overflow a gradient in float16, even if they are divided by their number.
+    """
+    context = get_replica_context()
+    assert context is not None, "a step runs in a replica"
+    weight = jax.lax.stop_gradient(_weight(sums))
+    return _nonzero(context.all_reduce("sum", weight))
+
+
+def _weight(sums: Sums) -> Array:
+    """Returns the sum of the weights of a `Weighted` loss."""
+    return as_float(sums.weights[LOSS], sums.totals[LOSS].dtype)
+
+
+def _nonzero(weight: Array) -> Array:
     return jnp.where(weight == 0, 1, weight)
 
 
-def _unscaled(grads: PyTree, sums: Sums) -> PyTree:
-    """Converts the gradients of a `Weighted` loss to sums in float32, which can be added up.
-
-    The total weight of all replicas is known only after the collective. Until then, each replica
-    divides by its own weight, which differs from replica to replica.
-    """
-    if LOSS not in sums.weights:
-        return grads
-    weight = _total_weight(sums)
-    return jax.tree.map(lambda x: x.astype(_at_least_float32(x.dtype)) * weight, grads)
-
-
-def _divided(grads: PyTree, sums: Sums, num_rows: int) -> PyTree:
+def _divided(totals: list[PyTree], sums: Sums, num_rows: int) -> PyTree:
     """Converts summed gradients to gradients of the mean; 0 if the total weight is 0."""
     if LOSS not in sums.weights:
         padding_scale = num_rows / sums.count
-        return jax.tree.map(lambda x: x * padding_scale, grads)
-    weight, is_empty = _total_weight(sums), sums.weights[LOSS] == 0
-    return jax.tree.map(lambda x: jnp.where(is_empty, 0, x / weight), grads)
+        return jax.tree.map(lambda x: x * padding_scale, totals[0])
+    weight = _weight(sums)
+    divisor, quotient = _nonzero(weight), sums.totals[LOSS] / _nonzero(weight)
+
+    def divided(of_values: Array, *of_weights: Array) -> Array:
+        for x in of_weights:  # the gradient of the quotient
+            of_values = of_values - quotient * x
+        return jnp.where(weight == 0, 0, of_values / divisor)
+
+    return jax.tree.map(divided, *totals)
+
+
+def _like(grads: PyTree, model: nnx.Module, wrt: Any) -> PyTree:
+    """Converts gradients to the dtypes of their variables."""
+    leaves: list[Any]
+    treedef: Any
+    leaves, treedef = jax.tree.flatten(grads)
+    variables = jax.tree.leaves(nnx.state(model, wrt))
+    pairs = zip(leaves, variables, strict=True)
+    return treedef.unflatten([x.astype(variable.dtype) for x, variable in pairs])
 
 
 def _with_scale(sums: Sums, scale: Any, finite: Array) -> Sums:
@@ -210,17 +315,14 @@ def _accumulated(gradients: Callable[..., Gradients], num_pieces: int) -> Callab
 
         def body(carry: tuple[PyTree, Gradients], piece: PyTree) -> tuple[Any, None]:
             state, total = carry
-            state, (means, sums) = gradients_of(state, piece)
-            return (state, objectives.add(total, (_unscaled(means, sums), sums))), None
+            state, result = gradients_of(state, piece)
+            return (state, objectives.add(total, result)), None
 
         first = jax.tree.map(lambda x: x[0], pieces)
         shapes = jax.eval_shape(gradients_of, state, first)[1]
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, _at_least_float32(s.dtype)), shapes)
         (state, (total, sums)), _ = jax.lax.scan(body, (state, zeros), pieces)
         nnx.update(model, state)
-        if LOSS in sums.weights:
-            weight = _total_weight(sums)
-            total = jax.tree.map(lambda x: x / weight, total)
         return jax.tree.map(lambda x, s: x.astype(s.dtype), (total, sums), shapes)
 
     return accumulated

@@ -20,8 +20,9 @@ class Weighted:
     A `Trainer`'s `loss_fn` may return a `Weighted` instead of plain losses `(B,)` or of any metric.
     The result is the sum of `values` divided by the sum of `weights`, each over all examples of all
     replicas: of an epoch in `History`, of the data in `evaluate`. The gradient is the gradient of
-    this quotient; weights are constants. `values` are not multiplied by `weights`: for a language
-    model, they are sums over the tokens of each example, and the weights are numbers of tokens.
+    this quotient, also if the weights depend on the parameters; `jax.lax.stop_gradient(weights)`
+    makes them constants. `values` are not multiplied by `weights`: for a language model, they are
+    sums over the tokens of each example, and the weights are numbers of tokens.
 
         def loss_fn(model, batch):
             logits = model(batch["inputs"])  # (B, T, vocabulary)

@@ -1,0 +1,111 @@
+"""The gradient and the metrics of one device on the whole batch, for losses of every kind."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import mirror
+from tests.support.strategies import EXECUTORS, ONE, cpu_strategy
+from tests.support.training import fit
+
+RNG = np.random.RandomState(0)
+TOKENS = {
+    "x": RNG.randn(8, 5, 3).astype(np.float32),
+    "y": RNG.randint(0, 4, (8, 5)),
+    "labeled": np.arange(5) < np.repeat([1, 5], 4)[:, None],  # one replica has five times as many
+}
+
+
+def context():
+    return mirror.get_replica_context()
+
+
+def centered(model, batch):
+    """The logits of a replica depend on the logits of the others."""
+    logits = model(batch["x"])
+    logits = 3 * jnp.tanh(logits - context().all_reduce("mean", logits.mean((0, 1))))
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+    values = jnp.where(batch["labeled"], losses, 0).sum(-1)
+    return mirror.Weighted(values, batch["labeled"].sum(-1))
+
+
+def dice(model, batch):
+    """Its weights depend on the parameters."""
+    p = jax.nn.softmax(model(batch["x"]).mean(1))
+    return mirror.Weighted((p[:, 0] - 1) ** 2 + p[:, 1], 0.5 + p[:, 2])
+
+
+def linear():
+    return nnx.Linear(3, 4, use_bias=False, rngs=nnx.Rngs(0))
+
+
+def test_quotients_have_the_gradient_of_one_device(subtests):
+    rows = {
+        "centered": (centered, {}),
+        "dice": (dice, {}),
+        "pieces": (dice, {"accumulate_steps": 2}),
+    }
+    for name, (loss_fn, options) in rows.items():
+
+        def quotient(kernel, loss_fn=loss_fn):
+            model = linear()
+            model.kernel[...] = kernel
+            loss = loss_fn(model, TOKENS)
+            return loss.values.sum() / loss.weights.sum()
+
+        kernel = linear().kernel[...]
+        wanted = kernel - 0.5 * jax.grad(quotient)(kernel)
+        for where, strategy in {**EXECUTORS, **ONE}.items():
+            with subtests.test(msg=f"{name} {where}"):
+                trainer = mirror.Trainer(
+                    linear(), optax.sgd(0.5), loss_fn, strategy=strategy(), **options
+                )
+                history = fit(trainer, [TOKENS])
+                np.testing.assert_allclose(history["loss"], [quotient(kernel)], rtol=1e-5)
+                np.testing.assert_allclose(trainer.model.kernel[...], wanted, rtol=2e-5)
+
+
+INTEGERS = {  # a value of 64 examples
+    "bool": np.True_,
+    "uint8": np.uint8(255),
+    "int8": np.int8(-128),
+    "uint16": np.uint16(65535),
+    "int16": np.int16(-32768),
+    "int32": np.int32(100_000_000),
+    "negative": np.int32(-(2**31)),
+    "uint32": np.uint32(3_000_000_000),
+    "largest": np.uint32(2**32 - 1),
+}
+
+
+def test_integers_are_counted_exactly():
+    """In evaluation and in training, in one launch of several steps, as values and as weights."""
+    batch = {name: np.full(64, value) for name, value in INTEGERS.items()}
+    batch["int32"][1::2] += 1
+    batch["x"] = np.arange(64, dtype=np.float32).reshape(64, 1) / 64
+
+    def loss_fn(model, batch):
+        losses = (model(batch["x"])[:, 0] - 1) ** 2
+        metrics = {name: batch[name] for name in INTEGERS}
+        metrics["over"] = mirror.Weighted(batch["uint32"], batch["int32"])
+        return mirror.Weighted(losses * batch["int32"], batch["int32"]), metrics
+
+    kernel = nnx.Linear(1, 1, rngs=nnx.Rngs(0)).kernel[...]
+    wanted = {name: batch[name].astype(object).sum() / 64 for name in INTEGERS}
+    wanted["over"] = 3e9 / 100_000_000.5
+    for options in ({}, {"steps_per_execution": 2, "accumulate_steps": 2}):
+        model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
+        trainer = mirror.Trainer(
+            model, optax.sgd(0.5), loss_fn, strategy=cpu_strategy(2), **options
+        )
+        found = trainer.evaluate([batch, batch])
+        loss = found.pop("loss")
+        errors = (batch["x"] @ kernel)[:, 0] - 1
+        np.testing.assert_allclose(loss, (errors**2).mean(), rtol=1e-5)
+        assert found == wanted
+        history = fit(trainer, [batch])
+        assert {name: history[name][0] for name in wanted} == wanted
+        gradient = (2 * errors * batch["x"][:, 0]).mean()
+        np.testing.assert_allclose(model.kernel[...], kernel - 0.5 * gradient, rtol=1e-5)
