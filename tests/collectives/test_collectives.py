@@ -11,17 +11,13 @@ import mirror
 from mirror import PerReplica
 from tests.support import strategies
 from tests.support.messages import raises
+from tests.support.tables import Made, rows
 
 AXIS, N = mirror.REPLICA_AXIS, 4
 pytestmark = pytest.mark.filterwarnings("ignore:(?=.*<lambda>).*compiled")  # new steps, on purpose
-EXECUTORS = {**strategies.PAIRS, **strategies.executors(N)}
+STRATEGIES = Made({**strategies.PAIRS, **strategies.executors(N)})
 PAIRS = [[0, 1], [2, 3]]
 RING = [(i, (i + 1) % N) for i in range(N)]
-
-
-@pytest.fixture(scope="module", params=EXECUTORS.values(), ids=EXECUTORS)
-def strategy(request):
-    return request.param()
 
 
 def members(i):
@@ -104,7 +100,7 @@ WRAPS = {
 }
 
 
-def rows(dtype):
+def numbers(dtype):
     values = np.random.RandomState(0).randint(-9, 9, (N, 4, 4))
     return list(values.astype(dtype))
 
@@ -120,33 +116,41 @@ def check(found, wanted, name):
         np.testing.assert_array_equal(np.asarray(value), right, err_msg=name)
 
 
-@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize(
+    "wrap",
+    [name if name == "top" else pytest.param(name, marks=pytest.mark.slow) for name in WRAPS],
+)
+@rows("strategy", STRATEGIES)
 def test_collectives_match_numpy(strategy, wrap):
-    values = rows(np.float32)
+    values = numbers(np.float32)
     found = run_all(strategy, FORMS, PerReplica(values), WRAPS[wrap])
     for name, (_, wanted) in FORMS.items():
         check(found[name], wanted(values), name)
 
 
-@pytest.mark.parametrize("dtype", [np.int8, np.int32, ml_dtypes.bfloat16, np.complex64])
+@pytest.mark.slow
+@rows("dtype", [np.int8, np.int32, ml_dtypes.bfloat16, np.complex64])
+@rows("strategy", STRATEGIES)
 def test_collectives_keep_the_dtype(strategy, dtype):
     forms = {
         k: f
         for k, f in FORMS.items()
         if dtype != np.complex64 or not k.startswith(("pmax", "pmin"))
     }
-    found = run_all(strategy, forms, PerReplica(rows(dtype)))
+    found = run_all(strategy, forms, PerReplica(numbers(dtype)))
     for name, (_, wanted) in forms.items():
         check(
             found[name],
-            [np.asarray(w).astype(found[name].dtype) for w in wanted(rows(dtype))],
+            [np.asarray(w).astype(found[name].dtype) for w in wanted(numbers(dtype))],
             name,
         )
         assert name == "index" or found[name].dtype == dtype
 
 
+@pytest.mark.slow
+@rows("strategy", STRATEGIES)
 def test_collectives_of_mirrored_values_match_numpy(strategy):
-    value = rows(np.float32)[0]
+    value = numbers(np.float32)[0]
     found = run_all(strategy, FORMS, value)
     for name, (_, wanted) in FORMS.items():
         check(found[name], wanted([value] * N), name)
@@ -155,24 +159,29 @@ def test_collectives_of_mirrored_values_match_numpy(strategy):
     assert "part of a ring" not in mirrored
 
 
-@pytest.mark.parametrize("place", range(N))
-@pytest.mark.parametrize("reduce", [lax.pmax, lax.pmin], ids=["pmax", "pmin"])
-def test_extremes_propagate_nan(strategy, reduce, place):
-    values = [np.full(3, i, np.float32) for i in range(N)]
-    values[place][1] = np.nan
-    found = strategy.run(lambda x: reduce(x, AXIS), (PerReplica(values),))
-    edge = N - 1 if reduce is lax.pmax else 0
-    np.testing.assert_array_equal(found, [edge, np.nan, edge])
-    strategy.check_mirrored(found)
+def extremes(x):
+    return lax.pmax(x, AXIS), lax.pmin(x, AXIS)
 
 
-@pytest.mark.parametrize("reduce", [lax.pmax, lax.pmin], ids=["pmax", "pmin"])
-def test_extremes_of_both_zeros_agree_on_the_sign(strategy, reduce):
+@rows("strategy", STRATEGIES)
+def test_extremes_propagate_nan(strategy):
+    for place in range(N):
+        values = [np.full(3, i, np.float32) for i in range(N)]
+        values[place][1] = np.nan
+        found = strategy.run(extremes, (PerReplica(values),))
+        for value, edge in zip(found, (N - 1, 0), strict=True):
+            np.testing.assert_array_equal(value, [edge, np.nan, edge], f"replica {place}")
+        strategy.check_mirrored(found)
+
+
+@rows("strategy", STRATEGIES)
+def test_extremes_of_both_zeros_agree_on_the_sign(strategy):
     values = [np.float32(z) for z in (0.0, -0.0, -0.0, 0.0)]
-    found = np.asarray(strategy.run(lambda x: reduce(x, AXIS), (PerReplica(values),)))
-    assert not np.signbit(found)
+    found = strategy.run(extremes, (PerReplica(values),))
+    assert not np.signbit(found).any()
 
 
+@rows("strategy", STRATEGIES)
 def test_sum_of_scaled_values_does_not_overflow(strategy):
     """1.2e19 ** 2 / 100 fits float32; the sum of four such squares does not."""
     values = [np.full(1, 1.2e19, np.float32)] * N
@@ -180,6 +189,8 @@ def test_sum_of_scaled_values_does_not_overflow(strategy):
     np.testing.assert_allclose(found, N * 1.2e19**2 * 0.01, rtol=1e-5)
 
 
+@pytest.mark.slow
+@rows("strategy", STRATEGIES)
 def test_loop_with_collectives_reads_packed_sums(strategy):
     def step(x):
         a, b = lax.psum(x, AXIS), lax.psum(2 * x, AXIS)
@@ -210,13 +221,14 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_collectives_reject_dtypes_that_xla_cannot_send(strategy, name):
-    form, dtype = REFUSED[name]
+@rows("form, dtype", REFUSED)
+@rows("strategy", STRATEGIES)
+def test_collectives_reject_dtypes_that_xla_cannot_send(strategy, form, dtype):
     with raises(TypeError, names="<lambda>", values=dtype):
-        strategy.run(form, (PerReplica(rows(np.float32)),))
+        strategy.run(form, (PerReplica(numbers(np.float32)),))
 
 
+@rows("strategy", STRATEGIES)
 def test_step_without_collectives_supports_refs(strategy):
     def step(x):
         ref = jax.new_ref(jnp.zeros(()))
@@ -233,6 +245,8 @@ def test_step_without_collectives_supports_refs(strategy):
     assert [float(v) for v in found.values] == [float(jax.jit(step)(float(i))) for i in range(N)]
 
 
+@pytest.mark.slow
+@rows("strategy", STRATEGIES)
 def test_replica_keys_support_every_implementation(strategy):
     def step(x):
         context = mirror.get_replica_context()

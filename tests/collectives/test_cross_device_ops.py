@@ -18,13 +18,16 @@ from mirror import AllReduce, PerReplica, ReductionToOneDevice
 from tests.support.messages import assert_message, raises
 from tests.support.steps import context
 from tests.support.strategies import cpu_strategy
+from tests.support.tables import Made, rows
 
 CPUS = jax.devices("cpu")
-OPS = {
-    "all-reduce": AllReduce,
-    "on the host": ReductionToOneDevice,
-    "on a device": lambda: ReductionToOneDevice("cpu:5"),
-}
+OPS = Made(
+    {
+        "all-reduce": AllReduce,
+        "on the host": ReductionToOneDevice,
+        "on a device": lambda: ReductionToOneDevice("cpu:5"),
+    }
+)
 REDUCTIONS = ["sum", "mean", "min", "max"]
 KNOWN_OPS = {"fix": ["'sum'", "'mean'", "'min'", "'max'"]}
 DTYPES = ["float32", "float16", "bfloat16", "int8", "int32", "uint8", "bool", "complex64"]
@@ -33,12 +36,6 @@ PLACES = {
     "on one device": lambda value, i: jax.device_put(value, CPUS[6]),
     "on one device each": lambda value, i: jax.device_put(value, CPUS[i]),
 }
-
-
-@pytest.fixture(params=OPS)
-def ops(request):
-    """Ops of each kind."""
-    return OPS[request.param]()
 
 
 class InHalfPrecision(mirror.CrossDeviceOps):
@@ -89,8 +86,9 @@ def result_dtype(op, dtype):
 # By hand
 
 
-@pytest.mark.parametrize(
-    ("n", "place"),
+@pytest.mark.slow
+@rows(
+    "n, place",
     [
         (1, "on one device each"),
         (2, "on the host"),
@@ -99,6 +97,7 @@ def result_dtype(op, dtype):
         (8, "on one device each"),
     ],
 )
+@rows("ops", OPS)
 def test_reduce_matches_numpy(n, place, ops):
     values = {dtype: per_replica(n, dtype, place) for dtype in DTYPES}
     for op in REDUCTIONS:
@@ -116,7 +115,9 @@ def test_reduce_matches_numpy(n, place, ops):
                 assert found.devices() == {d for row in value.values for d in row.devices()}
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (0, 3), (1, 1)], ids=str)
+@pytest.mark.slow
+@rows("shape", [(), (0,), (0, 3), (1, 1)])
+@rows("ops", OPS)
 def test_reduce_supports_any_shape(shape, ops):
     for place in PLACES:
         value, exact = per_replica(3, shape=shape, place=place)
@@ -126,7 +127,8 @@ def test_reduce_supports_any_shape(shape, ops):
             )
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@rows("n", [2, 3])
+@rows("ops", OPS)
 def test_reduce_propagates_nan_infinity_and_signed_zeros(n, ops):
     rows = np.ones((n, 4), np.float32)
     rows[-1, 0], rows[0, 1], rows[:, 2], rows[:, 3] = np.nan, np.nan, np.inf, -0.0
@@ -142,7 +144,9 @@ def test_reduce_propagates_nan_infinity_and_signed_zeros(n, ops):
     assert np.isnan(ops.reduce("sum", opposite))
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.slow
+@rows("dtype", ["float16", "bfloat16"])
+@rows("ops", OPS)
 def test_reduce_sums_half_precision_in_single(dtype, ops):
     """An intermediate sum may overflow the dtype, and each summand may underflow it."""
     for place in PLACES:
@@ -156,6 +160,7 @@ def test_reduce_sums_half_precision_in_single(dtype, ops):
         assert float(ops.reduce("sum", value)) in (263.0, 264.0)
 
 
+@rows("ops", OPS)
 def test_reduce_overflows_to_infinity_without_warning(ops):
     for dtype, most in [("float16", 6e4), ("float32", 3e38)]:
         rows = [jax.device_put(np.asarray(most, dtype), device) for device in CPUS[:2]]
@@ -163,6 +168,7 @@ def test_reduce_overflows_to_infinity_without_warning(ops):
     assert int(ops.reduce("sum", PerReplica([np.uint8(200), np.uint8(201)]))) == 145
 
 
+@rows("ops", OPS)
 def test_reduce_places_results_on_the_destinations(ops):
     value = one_and_two()
     logical = mirror.config.LogicalDevice("/device:CPU:5", "CPU")
@@ -202,10 +208,10 @@ DESTINATIONS = {
 }
 
 
-@pytest.mark.parametrize("name", DESTINATIONS)
-def test_reduce_checks_destinations(name, ops):
+@rows("destination, kind, wanted", DESTINATIONS)
+@rows("ops", OPS)
+def test_reduce_checks_destinations(destination, kind, wanted, ops):
     """The value is not a destination: by default, the result is on the devices of the value."""
-    destination, kind, wanted = DESTINATIONS[name]
     for call in (
         lambda: ops.reduce("sum", one_and_two(), destination),
         lambda: ops.batch_reduce("sum", [one_and_two()], destination),
@@ -215,6 +221,7 @@ def test_reduce_checks_destinations(name, ops):
             call()
 
 
+@rows("ops", OPS)
 def test_reduce_accepts_any_destination(ops):
     value = one_and_two()
     assert float(ops.reduce("SUM", value)) == 3.0
@@ -224,6 +231,7 @@ def test_reduce_accepts_any_destination(ops):
     assert ops.reduce("sum", value, "/cpu:4").devices() == {CPUS[4]}
 
 
+@rows("ops", OPS)
 def test_batch_reduce_and_broadcast_match_numpy(ops):
     got = ops.batch_reduce("sum", [one_and_two(), {"a": one_and_two(), "b": 1}], "cpu:1")
     assert jax.tree.map(float, got) == [3.0, {"a": 3.0, "b": 1.0}]
@@ -233,6 +241,7 @@ def test_batch_reduce_and_broadcast_match_numpy(ops):
     assert ops.broadcast(jnp.arange(3), "/cpu:7").devices() == {CPUS[7]}
 
 
+@rows("ops", OPS)
 def test_broadcast_accepts_arrays_and_rejects_other_values(ops, two):
     for value, dtype in [(3, "int32"), (3.5, "float32"), (True, "bool"), (np.uint8(3), "uint8")]:
         got = ops.broadcast(value, ["cpu:1", "cpu:2"])
@@ -259,6 +268,7 @@ def test_broadcast_accepts_arrays_and_rejects_other_values(ops, two):
         ops.broadcast(2**40, "cpu:1")
 
 
+@rows("ops", OPS)
 def test_batch_reduce_requires_a_list(ops):
     """Values are passed without destinations; TensorFlow's pairs of both have no counterpart."""
     assert ops.batch_reduce("sum", []) == []
@@ -269,6 +279,7 @@ def test_batch_reduce_requires_a_list(ops):
         ops.batch_reduce("sum", [(one_and_two(), "cpu:1")])
 
 
+@rows("ops", OPS)
 def test_reduce_treats_a_plain_array_as_one_replica(ops):
     assert float(ops.reduce("sum", 4.0, "CPU:0")) == 4.0
     both = ops.reduce("sum", 4.0, ["cpu:0", "cpu:1"])
@@ -278,6 +289,7 @@ def test_reduce_treats_a_plain_array_as_one_replica(ops):
     assert ops.reduce("sum", {"nothing": None}) == {"nothing": None}
 
 
+@rows("ops", OPS)
 def test_reduce_names_values_it_rejects(ops):
     keys = PerReplica.from_stacked(jax.random.split(jax.random.key(0), 2))
     unequal = PerReplica([np.ones(2), np.ones(3)])
@@ -304,6 +316,7 @@ def test_reduce_names_values_it_rejects(ops):
             ops.reduce(op, value)
 
 
+@rows("ops", OPS)
 def test_reduce_names_deleted_arrays(ops, two):
     value = one_and_two()
     value.stacked.delete()
@@ -315,6 +328,7 @@ def test_reduce_names_deleted_arrays(ops, two):
         ops.broadcast(array, "cpu:1")
 
 
+@rows("ops", OPS)
 def test_reduce_works_inside_a_scope_of_other_devices(ops):
     """Values on devices are reduced there; host values become arrays of the scope."""
     value, exact = per_replica(3)
@@ -331,6 +345,7 @@ def test_reduce_works_inside_a_scope_of_other_devices(ops):
         assert ops.broadcast(2.0, "cpu:3").devices() == {CPUS[3]}
 
 
+@rows("ops", OPS)
 def test_reduce_rejects_calls_inside_a_replica(ops, two):
     """As for `strategy.reduce`: inside a replica, its context reduces values."""
     value = one_and_two()
@@ -363,6 +378,7 @@ def test_log_names_the_reducing_device(caplog):
         assert any(op in line and where in line for line in caplog.messages), (op, where)
 
 
+@rows("ops", OPS)
 def test_host_values_are_placed_on_the_default_device(ops):
     with mirror.device("cpu:4"):
         assert ops.reduce("sum", PerReplica([1.0, 2.0])).devices() == {CPUS[4]}
@@ -372,8 +388,8 @@ def test_host_values_are_placed_on_the_default_device(ops):
 # The objects
 
 
-@pytest.mark.parametrize(
-    ("make", "shown"),
+@rows(
+    "make, shown",
     [
         (AllReduce, "AllReduce(pack_bytes=None)"),
         (lambda: AllReduce(64), "AllReduce(pack_bytes=64)"),
@@ -384,7 +400,6 @@ def test_host_values_are_placed_on_the_default_device(ops):
             "ReductionToOneDevice('/device:CPU:2')",
         ),
     ],
-    ids=["all-reduce", "packed", "host", "a device", "a logical device"],
 )
 def test_ops_can_be_copied_and_pickled_after_use(make, shown):
     ops = make()
@@ -432,21 +447,23 @@ def reductions(tree):
     }
 
 
-MADE = {
-    "all-reduce": AllReduce,
-    "one by one": lambda: AllReduce(0),
-    "packed": lambda: AllReduce(1 << 20),
-    "on the host": ReductionToOneDevice,
-    "on the host, one by one": lambda: ReductionToOneDevice(pack_bytes=0),
-    "of the user": InHalfPrecision,
-}
+MADE = Made(
+    {
+        "all-reduce": AllReduce,
+        "one by one": lambda: AllReduce(0),
+        "packed": lambda: AllReduce(1 << 20),
+        "on the host": ReductionToOneDevice,
+        "on the host, one by one": lambda: ReductionToOneDevice(pack_bytes=0),
+        "of the user": InHalfPrecision,
+    }
+)
 
 
-@pytest.mark.parametrize("name", MADE)
-def test_ops_in_a_step_match_numpy(name):
+@rows("ops", MADE)
+def test_ops_in_a_step_match_numpy(ops):
     """Three replicas are reduced correctly. TensorFlow's hierarchical copy loses the third."""
     n = 3
-    strategy = cpu_strategy(n, cross_device_ops=MADE[name]())
+    strategy = cpu_strategy(n, cross_device_ops=ops)
     values = {dtype: per_replica(n, dtype, "on the host") for dtype in DTYPES}
     got = strategy.run(reductions, ({d: value for d, (value, _) in values.items()},))
     for op, tree in got.items():
@@ -462,14 +479,15 @@ def test_ops_in_a_step_match_numpy(name):
             )
 
 
+@rows("ops", OPS)
 def test_ops_support_an_odd_number_of_devices(ops):
     value = PerReplica([jax.device_put(np.float32(i + 1), CPUS[i]) for i in range(3)])
     assert float(ops.reduce("sum", value)) == 6.0
     assert float(cpu_strategy(3, cross_device_ops=ops).reduce("sum", value)) == 6.0
 
 
-@pytest.mark.parametrize(
-    ("pack_bytes", "shapes"),
+@rows(
+    "pack_bytes, shapes",
     [
         (0, [(2,), (3,), (2, 2), (20,)]),
         (16, [(20,), (9,)]),
@@ -546,9 +564,8 @@ WRONG = {  # function, error, and what its message contains
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_errors_of_custom_ops_name_the_collective(name):
-    function, kind, values = WRONG[name]
+@rows("function, kind, values", WRONG)
+def test_errors_of_custom_ops_name_the_collective(function, kind, values):
     ops = Returning(function)
     strategy = cpu_strategy(2, cross_device_ops=ops)
     value = PerReplica([jax.device_put(np.ones(2, np.float32), CPUS[i]) for i in range(2)])
@@ -563,10 +580,13 @@ def test_errors_of_custom_ops_name_the_collective(name):
         ops.reduce("sum", value)
 
 
-@pytest.mark.parametrize(
+@rows(
     "function",
-    [lambda x: x.astype(np.float64), jnp.asarray, np.ndarray.tolist],
-    ids=["wider", "on a device", "a list"],
+    {
+        "wider": lambda x: x.astype(np.float64),
+        "on a device": jnp.asarray,
+        "a list": np.ndarray.tolist,
+    },
 )
 def test_custom_ops_may_return_another_precision_or_device(function):
     strategy = cpu_strategy(2, cross_device_ops=Returning(function))
@@ -576,6 +596,7 @@ def test_custom_ops_may_return_another_precision_or_device(function):
     assert got.devices() == set(CPUS[:2])
 
 
+@rows("ops", OPS)
 def test_strategy_reduce_checks_its_values(ops):
     """The counterpart of TensorFlow's `reduce_to`; it reduces mirrored values too."""
     strategy = cpu_strategy(2, cross_device_ops=ops)
@@ -591,23 +612,8 @@ def test_strategy_reduce_checks_its_values(ops):
 # Collectives of a replica
 
 
-@pytest.mark.parametrize("n", [1, 2, 4])
-def test_replica_context_describes_the_replica(n, ops):
-    """Its id is traced, and so are sums of it; `devices` are devices, not names."""
-    strategy = cpu_strategy(n, cross_device_ops=ops)
-
-    def step():
-        replica = mirror.get_replica_context()
-        assert replica.num_replicas_in_sync == n
-        assert replica.strategy is strategy
-        assert replica.devices == strategy.devices
-        assert replica.replica_id_in_sync_group.dtype == jnp.int32
-        return replica.replica_id_in_sync_group
-
-    np.testing.assert_array_equal(strategy.run(step), range(n))
-
-
-@pytest.mark.parametrize(("n", "total"), [(2, 3.0), (4, 10.0)])
+@rows("n, total", [(2, 3.0), (4, 10.0)])
+@rows("ops", OPS)
 def test_all_reduce_accepts_ops_by_name(n, total, ops):
     strategy = cpu_strategy(n, cross_device_ops=ops)
 
@@ -620,6 +626,7 @@ def test_all_reduce_accepts_ops_by_name(n, total, ops):
     assert list(map(float, strategy.run(step))) == [total] * 3 + [total / n] * 2
 
 
+@rows("ops", OPS)
 def test_all_reduce_rejects_unknown_ops(ops):
     strategy = cpu_strategy(2, cross_device_ops=ops)
     for wrong, kind in [(3, TypeError), (None, TypeError), ("median", ValueError)]:
@@ -627,6 +634,7 @@ def test_all_reduce_rejects_unknown_ops(ops):
             strategy.run(lambda wrong=wrong: context().all_reduce(wrong, 1.0))
 
 
+@rows("ops", OPS)
 def test_all_reduce_supports_trees_of_several_dtypes(ops):
     """A number, an empty tree, and int32 beside float32 are accepted."""
 
@@ -642,6 +650,7 @@ def test_all_reduce_supports_trees_of_several_dtypes(ops):
     np.testing.assert_array_equal(got["b"][1], [2, 2])
 
 
+@rows("ops", OPS)
 def test_all_reduce_keeps_dtypes_of_sums_and_means(ops):
     """The mean of integers is float32, as JAX has it. uint8 wraps, and complex numbers add up."""
     strategy = cpu_strategy(2, cross_device_ops=ops)
@@ -654,6 +663,7 @@ def test_all_reduce_keeps_dtypes_of_sums_and_means(ops):
     assert mean["u"].dtype == np.float32
 
 
+@rows("ops", OPS)
 def test_all_reduce_counts_mirrored_values_per_replica(ops):
     """TensorFlow returns a tensor unchanged that all replicas captured or were given, so a sum
     depends on whether it was copied before.
@@ -667,6 +677,7 @@ def test_all_reduce_counts_mirrored_values_per_replica(ops):
     assert list(map(float, strategy.run(step, (shared,)))) == [9.0] * 4
 
 
+@rows("ops", OPS)
 def test_all_reduce_accepts_variables(ops):
     strategy = cpu_strategy(2, cross_device_ops=ops)
     with strategy.scope():
@@ -682,6 +693,7 @@ def test_all_reduce_accepts_variables(ops):
     assert jax.tree.map(float, got) == ([4.0, 8.0], [2.0, 4.0])
 
 
+@rows("ops", OPS)
 def test_all_reduce_is_differentiable(ops):
     """The gradient of a sum is a sum, the gradient of a mean is a mean; second derivatives too."""
     strategy = cpu_strategy(2, cross_device_ops=ops)
@@ -704,6 +716,7 @@ def test_all_reduce_is_differentiable(ops):
         assert np.broadcast_to(value, 2).tolist() == wanted[name], name
 
 
+@rows("ops", OPS)
 def test_all_reduce_works_in_a_uniform_branch(ops):
     """Under a nested jit and in a loop too. If the replicas may disagree, it is rejected."""
     strategy = cpu_strategy(2, cross_device_ops=ops)
@@ -725,14 +738,6 @@ def test_all_reduce_works_in_a_uniform_branch(ops):
             lambda x: jax.lax.cond(x > 1, lambda: context().all_reduce("sum", x), lambda: x),
             (PerReplica([1.0, 2.0]),),
         )
-
-
-def test_replica_context_expires_with_its_step(ops):
-    kept = []
-    strategy = cpu_strategy(2, cross_device_ops=ops)
-    strategy.run(lambda: kept.append(mirror.get_replica_context()))
-    with raises(RuntimeError, names="ReplicaContext", fix="mirror.get_replica_context()"):
-        kept[0].all_reduce("sum", 1.0)
 
 
 # Outside
@@ -771,7 +776,7 @@ def test_strategy_reduce_reduces_along_axes(two):
             two.reduce("sum", value, axis=wrong)
 
 
-@pytest.mark.parametrize("n", [1, 2])
+@rows("n", [1, 2])
 def test_result_dtypes_do_not_depend_on_the_number_of_replicas(n):
     strategy = cpu_strategy(n)
     for dtype, of_mean in [("int32", "float32"), ("float16", "float16"), ("bool", "float32")]:

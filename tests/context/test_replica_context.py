@@ -14,20 +14,14 @@ import mirror
 from tests.support.contexts import standing
 from tests.support.messages import raises
 from tests.support.steps import context, nothing, number, replica_id
-from tests.support.strategies import cpu_strategy
+from tests.support.strategies import EXECUTORS, LAYOUTS, cpu_strategy
+from tests.support.tables import Made, rows
 from tests.support.variables import copies, on_read, variable
 
 # The stack of scopes
 
 
-def test_default_strategy_applies_outside_every_scope():
-    default, *where = standing()
-    assert where == [False, False, True]
-    assert default.num_replicas_in_sync == context().num_replicas_in_sync == 1
-    assert mirror.get_strategy() is default
-    assert context().replica_id_in_sync_group == 0
-
-
+@rows("pair", Made(EXECUTORS))
 def test_context_functions_follow_scope_and_replica(pair):
     seen, other = [], cpu_strategy(2)
     with pair.scope() as entered, pair.scope():
@@ -44,55 +38,16 @@ def test_context_functions_follow_scope_and_replica(pair):
     assert set(seen) == {(pair, True, False, True)}
 
 
-def test_scope_object_is_reusable(two):
-    """In TensorFlow it cannot, and the strategy stays installed."""
-    scope = two.scope()
-    for _ in range(2):
-        with scope:
-            assert mirror.get_strategy() is two
-        assert not mirror.has_strategy()
-
-
-def test_cross_replica_calls_are_rejected_in_a_replica(pair):
-    calls = {
-        "scope": lambda s: s.scope().__enter__(),
-        "run": lambda s: s.run(number),
-        "reduce": lambda s: s.reduce("sum", 1.0),
-        "gather": lambda s: s.gather(np.ones(1)),
-        "distribute_values_from_function": lambda s: s.distribute_values_from_function(
-            lambda _: 1.0
-        ),
-    }
-
-    def step():
-        for callee in (pair, cpu_strategy(2)):
-            for method, call in calls.items():
-                with raises(RuntimeError, values=[pair], fix=f".{method}"):
-                    call(callee)
-
-    pair.run(step)
-    assert not mirror.has_strategy()
-
-
-def test_run_and_reduce_enter_the_scope(pair):
-    values = pair.run(number)
-    with pair.scope():
-        assert pair.reduce("sum", pair.run(number)) == 3
-    assert pair.reduce("sum", values) == 3
-    with cpu_strategy(3).scope() as other:
-        with raises(RuntimeError, values=[pair, other], fix=".run"):
-            pair.run(number)
-        with raises(RuntimeError, values=[pair, other], fix=".reduce"):
-            pair.reduce("sum", values)
-
-
-def test_scopes_are_per_thread(two):
-    found = []
+def test_run_and_reduce_enter_the_scope(two):
+    values = two.run(number)
     with two.scope():
-        thread = threading.Thread(target=lambda: found.append(mirror.has_strategy()))
-        thread.start()
-        thread.join(30)
-    assert found == [False]
+        assert two.reduce("sum", two.run(number)) == 3
+    assert two.reduce("sum", values) == 3
+    with cpu_strategy(3).scope() as other:
+        with raises(RuntimeError, values=[two, other], fix=".run"):
+            two.run(number)
+        with raises(RuntimeError, values=[two, other], fix=".reduce"):
+            two.reduce("sum", values)
 
 
 def test_variable_is_usable_in_the_scope_of_another_strategy(two):
@@ -135,6 +90,7 @@ def test_step_runs_once_per_replica_on_its_device(eight):
     assert [next(iter(x.devices())) for x in ids.values] == list(eight.devices)
 
 
+@rows("pair", Made(EXECUTORS))
 def test_results_of_several_threads_do_not_mix(pair):
     found = {}
 
@@ -152,16 +108,20 @@ def test_results_of_several_threads_do_not_mix(pair):
     assert found == {i: [3.0 * i] * 5 for i in range(4)}
 
 
-@pytest.mark.parametrize("args", [{"x": 1}, None, 3, mirror.PerReplica([1.0, 2.0])], ids=repr)
+@rows("args", [{"x": 1}, None, 3, mirror.PerReplica([1.0, 2.0])])
 def test_args_must_be_a_tuple_or_list(two, args):
     shown, fix = [repr(args), type(args).__name__], "strategy.run(<lambda>, (x,))"
     with raises(TypeError, names="args", values=shown, fix=fix):
         two.run(lambda *x: x, args)
+
+
+def test_kwargs_must_be_a_dict(two):
     with raises(TypeError, names="kwargs", values=[3, "int"], fix="dict"):
         two.run(lambda: 1, (), 3)
     assert two.run(lambda x: x + 1, [1], None) == 2
 
 
+@rows("pair", Made(EXECUTORS))
 def test_replicas_get_separate_containers(pair):
     x = mirror.PerReplica([1.0, 2.0])
     v, calls = variable(3.0), []
@@ -183,6 +143,7 @@ def test_replicas_get_separate_containers(pair):
 Pair = collections.namedtuple("Pair", "first second")
 
 
+@rows("pair", Made(EXECUTORS))
 def test_results_keep_their_structure_and_mirrored_ones_are_plain(pair):
     """mirror proves equality; TensorFlow compares identities, and does not merge equal values."""
     result = pair.run(lambda: {"a": [1, (number(), None)], "b": Pair(jnp.ones(2), []), "c": {}})
@@ -201,11 +162,11 @@ def test_replicas_of_unequal_lengths_must_return_one_structure(two):
         two.run(lambda x: [x.sum()] * x.shape[0], (x,))
 
 
-def test_variable_as_a_result_is_rejected(pair):
+def test_variable_as_a_result_is_rejected(two):
     v = variable(1.0)
     for args, step in (((), lambda: {"v": v}), ((v,), lambda v: {"v": v})):
         with raises(TypeError, names=["<lambda>", "Variable", "result['v']"]):
-            pair.run(step, args)
+            two.run(step, args)
 
 
 def test_one_replica_has_the_same_types():
@@ -216,13 +177,14 @@ def test_one_replica_has_the_same_types():
     np.testing.assert_array_equal(one.run(lambda x: x + 1, (x,)), [2])
 
 
-@pytest.mark.parametrize("count", [1, 3])
-def test_values_of_another_number_of_replicas_are_rejected(pair, count):
+@rows("count", [1, 3])
+def test_values_of_another_number_of_replicas_are_rejected(two, count):
     """TensorFlow ignores superfluous values."""
     with raises(ValueError, names="x", values=[count, 2], fix="distribute_dataset"):
-        pair.run(lambda x: x, (mirror.PerReplica([1.0] * count),))
+        two.run(lambda x: x, (mirror.PerReplica([1.0] * count),))
 
 
+@rows("pair", Made(EXECUTORS))
 def test_step_error_is_raised_unchanged(pair):
     class MineError(Exception):
         pass
@@ -237,7 +199,7 @@ def test_step_error_is_raised_unchanged(pair):
     np.testing.assert_array_equal(pair.run(step, (False,)), [1, 2])
 
 
-def test_step_is_traced_once_per_static_value(pair):
+def test_step_is_traced_once_per_static_value(two):
     calls = []
 
     def step(x, times):
@@ -245,15 +207,15 @@ def test_step_is_traced_once_per_static_value(pair):
         return x * len(times)
 
     for times in ("ab", "abc", "ab", "abc"):
-        assert pair.run(step, (2.0, times)) == 2 * len(times)
+        assert two.run(step, (2.0, times)) == 2 * len(times)
     assert calls.count("ab") == calls.count("abc") <= 2
     found = len(calls)
-    pair.run(step, (3.0, "ab"))  # a number is an array
+    two.run(step, (3.0, "ab"))  # a number is an array
     assert len(calls) == found
 
 
-def test_arithmetic_on_per_replica_results_is_rejected_outside(pair):
-    x = pair.run(number)
+def test_arithmetic_on_per_replica_results_is_rejected_outside(two):
+    x = two.run(number)
     for use in (lambda: x + 1, lambda: float(x), lambda: x[0], lambda: len(x), lambda: bool(x)):
         with raises(TypeError, fix=["x.values", "strategy.run"]):
             use()
@@ -261,12 +223,15 @@ def test_arithmetic_on_per_replica_results_is_rejected_outside(pair):
         jnp.add(x, 1)
 
 
+@rows("pair", Made(EXECUTORS))
 def test_mirrored_results_are_plain_arrays(pair):
     x = pair.run(lambda: context().all_reduce("sum", number()))
     assert isinstance(x, jax.Array)
     assert (float(x + 1), float(jnp.sqrt(x * 3)), float(np.asarray(x))) == (4, 3, 3)
 
 
+@pytest.mark.slow
+@rows("pair", Made(EXECUTORS))
 def test_random_values_differ_by_folded_key_and_rngs(pair):
     """TensorFlow's generators differ per replica; a JAX key is the same until it is folded."""
     rngs = nnx.Rngs(0)
@@ -285,6 +250,7 @@ def test_random_values_differ_by_folded_key_and_rngs(pair):
     assert set(np.asarray(again[2]).tolist()).isdisjoint(np.asarray(own).tolist())
 
 
+@rows("pair", Made(EXECUTORS))
 def test_captured_variable_is_mirrored_and_a_flax_one_rejected(pair):
     """TensorFlow shares it: two replicas add one after the other."""
     v, plain = variable(1.0, "sum"), nnx.Variable(jnp.float32(1))
@@ -310,31 +276,7 @@ def test_log_is_written_by_one_replica(two):
 # The replica context
 
 
-def test_replica_context_describes_the_replica(pair):
-    def step():
-        number = context().replica_id_in_sync_group
-        assert isinstance(number, jax.core.Tracer)
-        assert (number.dtype, number.shape) == (jnp.int32, ())
-        assert context().num_replicas_in_sync == 2
-        assert context().strategy is pair
-        assert context().devices == pair.devices
-        return number
-
-    np.testing.assert_array_equal(pair.run(step), [0, 1])
-
-
-def test_replica_context_expires_with_its_step(pair):
-    kept = []
-    pair.run(lambda: kept.append(context()))
-    uses = [lambda c: c.all_reduce("sum", 1.0), lambda c: c.strategy, lambda c: c.devices]
-    wanted = {"names": "ReplicaContext", "fix": "mirror.get_replica_context()"}
-    for use in uses:
-        with raises(RuntimeError, **wanted):
-            use(kept[0])
-        with raises(RuntimeError, **wanted):
-            pair.run(lambda use=use: use(kept[0]))
-
-
+@rows("pair", Made(EXECUTORS))
 def test_collectives_support_trees_dtypes_and_gradients(pair):
     tree = {"a": [jnp.arange(3), jnp.float16(2)], "b": (jnp.ones((2, 2)), True, 1j, np.uint8(3))}
 
@@ -357,6 +299,7 @@ def test_collectives_support_trees_dtypes_and_gradients(pair):
     np.testing.assert_array_equal(slope, [2 * 2 * 3 + 2, 2 * 3 * 3 + 20])
 
 
+@rows("pair", Made(EXECUTORS))
 def test_collectives_work_in_uniform_loops_and_branches(pair):
     v = variable(2.0, "sum")
 
@@ -399,7 +342,11 @@ def noise(key, x):
     return x + jax.vmap(lambda key: jax.random.normal(key, x.shape[1:]))(keys)
 
 
-def test_example_keys_equal_those_of_the_global_batch(strategy):
+@pytest.mark.slow
+@rows("name", ["1", "3", "2-on-2", "3-on-1"])
+def test_example_keys_equal_those_of_the_global_batch(name):
+    num_devices, replicas_per_device = LAYOUTS[name]
+    strategy = cpu_strategy(num_devices, replicas_per_device=replicas_per_device)
     key, x = jax.random.key(0), np.zeros((24, 2), np.float32)
     (rows,) = strategy.distribute_dataset([x])
     np.testing.assert_array_equal(
@@ -414,10 +361,9 @@ def test_example_keys_support_unequal_batches(two):
     np.testing.assert_array_equal(np.concatenate(got.values), noise(key, np.zeros((4, 2))))
 
 
-@pytest.mark.parametrize(
-    ("batch", "shown"),
+@rows(
+    "batch, shown",
     [({}, [None]), (1.0, [()]), ([np.ones(2), np.ones(3)], [(2,), (3,)])],
-    ids=["nothing", "scalar", "unequal"],
 )
 def test_example_keys_require_one_batch_axis(batch, shown):
     with raises(ValueError, values=shown, fix="example_keys"):
@@ -427,6 +373,7 @@ def test_example_keys_require_one_batch_axis(batch, shown):
 # Per-replica values from a function
 
 
+@rows("pair", Made(EXECUTORS))
 def test_values_from_a_function_are_placed_per_replica(pair):
     """Values are placed on the replicas' devices; TensorFlow leaves them where they are."""
     seen = []
@@ -476,13 +423,13 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize("name", BAD_VALUES)
-def test_values_from_a_function_must_agree(two, name):
-    make, kind, shown = BAD_VALUES[name]
+@rows("make, kind, shown", BAD_VALUES)
+def test_values_from_a_function_must_agree(two, make, kind, shown):
     with raises(kind, values=shown):
         two.distribute_values_from_function(make)
 
 
+@rows("pair", Made(EXECUTORS))
 def test_local_results_support_trees(pair):
     """A plain value is repeated per replica, in a tree or not; TensorFlow returns one."""
     x = pair.run(number)

@@ -1,5 +1,6 @@
 """Scopes: nesting, replicas and threads."""
 
+import functools
 import threading
 
 import jax
@@ -11,7 +12,19 @@ from flax import nnx
 import mirror
 from tests.support.contexts import standing
 from tests.support.messages import raises
-from tests.support.strategies import cpu_strategy
+from tests.support.strategies import EXECUTORS, LAYOUTS, cpu_strategy
+from tests.support.tables import Made, rows
+
+STRATEGIES = Made(
+    {
+        **{
+            name: functools.partial(cpu_strategy, num_devices, replicas_per_device=on_each)
+            for name, (num_devices, on_each) in LAYOUTS.items()
+            if name not in ("2", "3")
+        },
+        "staged": EXECUTORS["staged"],
+    }
+)
 
 
 def in_thread(fn):
@@ -37,6 +50,7 @@ def test_default_strategy_has_one_replica():
     np.testing.assert_array_equal(context.all_gather(np.arange(3)), range(3))
 
 
+@rows("strategy", STRATEGIES)
 def test_context_functions_follow_scope_and_replica(strategy):
     seen = []
     before = standing()
@@ -50,7 +64,7 @@ def test_context_functions_follow_scope_and_replica(strategy):
     assert set(seen) == {(strategy, True, False, True)}
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@rows("error", [ValueError, KeyboardInterrupt])
 def test_error_leaves_scope_and_replica(two, error):
     def step():
         raise error("in the step")
@@ -69,6 +83,7 @@ def test_scope_is_reentrant_and_reusable(two):
         assert not mirror.has_strategy()
 
 
+@rows("strategy", STRATEGIES)
 def test_arrays_created_in_a_scope_are_mirrored(strategy):
     with strategy.scope():
         made = [jnp.ones(3), jax.random.normal(jax.random.key(0)), nnx.Rngs(0).params()]
@@ -97,15 +112,16 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
+@rows("name", [*CALLS, "distribute_values_from_function"])
 def test_cross_replica_calls_are_rejected_in_a_replica(two, name):
+    call = CALLS.get(name, lambda s: s.distribute_values_from_function(lambda _: 1.0))
     for callee in (two, cpu_strategy(2)):
         with raises(RuntimeError, names=[f"strategy.{name}", str(two)], fix="replica"):
-            two.run(lambda callee=callee: CALLS[name](callee))
+            two.run(lambda callee=callee: call(callee))
         assert not mirror.has_strategy()
 
 
-@pytest.mark.parametrize("name", CALLS)
+@rows("name", list(CALLS))
 def test_methods_of_another_strategy_are_rejected_in_a_scope(two, name):
     other = cpu_strategy(3)
     with two.scope(), raises(RuntimeError, names=[f"{other}.{name}", str(two)]):
@@ -163,6 +179,7 @@ def test_replica_context_expires_with_its_step(two):
     for context in kept:
         for use in (
             lambda c: c.strategy,
+            lambda c: c.devices,
             lambda c: c.num_replicas_in_sync,
             lambda c: c.replica_id_in_sync_group,
             lambda c: c.all_reduce("sum", 1.0),
@@ -171,8 +188,11 @@ def test_replica_context_expires_with_its_step(two):
         ):
             with raises(RuntimeError, names="ReplicaContext", fix="mirror.get_replica_context()"):
                 use(context)
+            with raises(RuntimeError, names="ReplicaContext", fix="mirror.get_replica_context()"):
+                two.run(lambda use=use, context=context: use(context))
 
 
+@rows("strategy", STRATEGIES)
 def test_replica_context_describes_the_replica(strategy):
     n = strategy.num_replicas_in_sync
 
@@ -181,7 +201,10 @@ def test_replica_context_describes_the_replica(strategy):
         assert context.strategy is strategy
         assert mirror.get_strategy() is strategy
         assert context.num_replicas_in_sync == n
+        assert context.devices == strategy.devices
+        assert isinstance(context.replica_id_in_sync_group, jax.core.Tracer)
         assert context.replica_id_in_sync_group.dtype == jnp.int32
+        assert context.replica_id_in_sync_group.shape == ()
         return (
             context.replica_id_in_sync_group,
             context.all_gather(x),
@@ -227,10 +250,11 @@ def test_open_scope_is_reentrant_in_a_trace(two):
             assert mirror.get_strategy() is two
             return jnp.ones(3)
 
+    with cpu_strategy(3).scope():
+        other_mesh = jnp.ones(3).sharding.mesh
     with two.scope():
-        assert jax.jit(create)().sharding.is_equivalent_to(two._replicas.mirrored, 1)
+        assert jax.jit(create)().sharding.is_equivalent_to(jnp.ones(3).sharding, 1)
         assert jax.eval_shape(create).shape == (3,)
-        mesh = jax.set_mesh(cpu_strategy(3)._replicas.mesh)
-        with mesh, raises(RuntimeError, names=f"{two}.scope()", fix="jax.jit"):
+        with jax.set_mesh(other_mesh), raises(RuntimeError, names=f"{two}.scope()", fix="jax.jit"):
             jax.eval_shape(create)
     assert not mirror.has_strategy()

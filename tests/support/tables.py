@@ -1,0 +1,68 @@
+"""Tables whose rows are subtests of one test."""
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import pytest
+
+
+class Made(Mapping[str, Any]):
+    """A table of constructors that gives new objects each time a test runs."""
+
+    def __init__(self, makers: Mapping[str, Callable[[], Any]]) -> None:
+        self._makers = makers
+
+    def __getitem__(self, name: str) -> Any:
+        return self._makers[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._makers)
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+
+def rows(names: str, table: Mapping[str, Any] | Iterable[Any]) -> Callable[..., Any]:
+    """Runs a test once per row, like `pytest.mark.parametrize`, but as subtests of one test.
+
+    The rows share the fixtures of the test. Stacked tables give all combinations.
+
+    Args:
+        names: Arguments that a row gives, separated by commas.
+        table: Values of the arguments, or a mapping from the name of a row to them.
+    """
+    keys = [name.strip() for name in names.split(",")]
+
+    def labeled() -> Iterator[tuple[str, dict[str, Any]]]:
+        is_named = isinstance(table, Mapping)
+        for label, row in table.items() if is_named else ((_label(row), row) for row in table):
+            yield label, dict(zip(keys, row if len(keys) > 1 else [row], strict=True))
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        tables = [labeled, *getattr(test, "tables", [])]
+        body = getattr(test, "body", test)
+
+        def each_row(subtests: pytest.Subtests, **fixtures: Any) -> None:
+            for combination in itertools.product(*(rows_of() for rows_of in tables)):
+                arguments = {name: value for _, row in combination for name, value in row.items()}
+                with subtests.test(", ".join(label for label, _ in combination)):
+                    body(**fixtures, **arguments)
+
+        parameters = inspect.signature(test).parameters
+        fixtures = [p for name, p in parameters.items() if name not in (*keys, "subtests")]
+        subtests = inspect.Parameter("subtests", inspect.Parameter.KEYWORD_ONLY)
+        each_row.__dict__.update(test.__dict__, tables=tables, body=body)
+        each_row.__dict__["__signature__"] = inspect.Signature(
+            [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in fixtures] + [subtests]
+        )
+        each_row.__name__, each_row.__doc__ = test.__name__, test.__doc__
+        each_row.__module__, each_row.__qualname__ = test.__module__, test.__qualname__
+        return each_row
+
+    return decorate
+
+
+def _label(row: Any) -> str:
+    return getattr(row, "__name__", None) or repr(row)
