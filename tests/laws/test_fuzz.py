@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from tests.fuzz.faults import FAULTS
+from tests.fuzz.faults import SEARCHED, plant
 from tests.fuzz.generate import PROFILES, generate
 from tests.fuzz.laws import (
     Broken,
@@ -63,24 +63,24 @@ def test_programs_of_unequal_lengths_match_the_reference(strategies):
     assert tally.runs + len(tally.not_implemented) == tally.accepted
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", SEARCHED)
 def test_fuzzer_finds_planted_faults(name, strategies, monkeypatch):
-    fault = FAULTS[name]
-    fault.plant(monkeypatch)
-    executor = fault.executor or "pmap"
+    wanted = SEARCHED[name].search
+    plant(SEARCHED[name], monkeypatch)
+    executor = wanted.executor or "pmap"
 
     def law(program, tally):
-        if fault.executor:
+        if wanted.executor:
             return run_law({executor: strategies[executor]}, program, tally)
         return proof_law(strategies[executor], program, tally)
 
     with pytest.raises(Broken) as caught:
-        search(law, fault.profile, 0, MOST_FOR_A_FAULT, shrinks=False)
+        search(law, wanted.profile, 0, MOST_FOR_A_FAULT, shrinks=False)
     seed = caught.value.seed
-    assert caught.value.failure.law.startswith(fault.law), caught.value
+    assert caught.value.failure.law.startswith(wanted.law), caught.value
     print(f"{name}: found by program {seed}")
-    assert f"python -m tests.fuzz {fault.profile} {seed}" in str(caught.value)
-    assert caught.value.program == generate(fault.profile, seed)
+    assert f"python -m tests.fuzz {wanted.profile} {seed}" in str(caught.value)
+    assert caught.value.program == generate(wanted.profile, seed)
 
 
 def test_shrinking_keeps_the_violation():

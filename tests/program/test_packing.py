@@ -257,6 +257,7 @@ def test_packing_keeps_the_order_of_effects(two):
         jax.debug.callback(lambda v: seen.append(("before", float(v))), x.sum(), ordered=False)
         total = jax.lax.psum(x.sum(), AXIS)
         jax.debug.callback(lambda v: seen.append(("total", float(v))), total, ordered=False)
+        jax.debug.callback(lambda v: seen.append(("after", float(v))), x.max(), ordered=False)
         return total, jax.lax.psum(x.mean(), AXIS)
 
     program = jax.make_jaxpr(step, axis_env=[(AXIS, 2)])(np.ones(3, np.float32))
@@ -264,13 +265,18 @@ def test_packing_keeps_the_order_of_effects(two):
     packs = list(in_order(flat.operations, Packing(1024).key_of))
     names = [[operation.name for operation in pack] for pack in packs]
     assert ["psum", "psum"] in names
-    first, second = (i for i, name in enumerate(names) if "callback" in name[0])
-    assert first < names.index(["psum", "psum"]) < second
+    first, second, third = (i for i, name in enumerate(names) if "callback" in name[0])
+    assert first < names.index(["psum", "psum"]) < second < third
+    (maximum,) = (i for i, name in enumerate(names) if name == ["reduce_max"])
+    assert maximum < second, "the last callback would have been ready before the second"
     x = mirror.PerReplica([np.full(3, r, np.float32) for r in range(2)])
     total, mean = two.run(step, (x,))
     jax.effects_barrier()
     assert (float(total), float(mean)) == (3.0, 1.0)
-    assert sorted(seen) == [("before", 0.0), ("before", 3.0), ("total", 3.0), ("total", 3.0)]
+    assert sorted(seen) == [
+        *(("after", 0.0), ("after", 1.0), ("before", 0.0), ("before", 3.0)),
+        *(("total", 3.0), ("total", 3.0)),
+    ]
 
 
 def test_report_shows_packed_collectives(two):

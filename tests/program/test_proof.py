@@ -376,3 +376,22 @@ def test_proof_accepts_collectives_under_a_mirrored_condition(two):
         return {kind: make() for kind, make in hangs(m[0] > 9, x, m).items()}
 
     assert set(two.run(step, arguments(2))) == set(KINDS)
+
+
+def test_proof_marks_permutations_of_mirrored_values():
+    """A replica that receives nothing gets zeros."""
+    to_all, to_some = ((0, 1), (1, 0)), ((0, 1),)
+    assert marks_of(lambda x, m: lax.ppermute(m, AXIS, to_all), 2) == "M"
+    assert marks_of(lambda x, m: lax.ppermute(m, AXIS, to_some), 2) == "P"
+
+
+def test_proof_joins_the_marks_of_operations_with_inner_programs():
+    def reduced(x, by):
+        return lax.reduce(x, np.float32(0), lambda a, b: a + by(b), (0,))
+
+    assert marks_of(lambda x, m: reduced(m, lambda b: 2 * b), 2) == "M"
+    assert marks_of(lambda x, m: reduced(x, lambda b: 2 * b), 2) == "P"
+    assert marks_of(lambda x, m: reduced(m, lambda b: b * index()), 2) == "P"
+    fix = "Move the all-reduce out of `reduce`."
+    with raises(mirror.ReplicaDivergenceError, names="test_proof.py", fix=fix):
+        marks_of(lambda x, m: reduced(x, total), 2)

@@ -16,5 +16,5 @@ def gradient(f, *args):
 
 def marks_of(step, num_replicas):
     jaxpr = trace(lambda *a: jax.tree.leaves(step(*a)), [FLOATS, FLOATS], num_replicas)
-    marks = prove(jaxpr, [True, False])
+    marks = prove(jaxpr, [True, False], num_replicas)
     return "".join("P" if mark.per_replica else "M" for mark in marks)
