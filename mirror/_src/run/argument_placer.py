@@ -4,7 +4,7 @@ import operator
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import jax
 import numpy as np
@@ -54,7 +54,7 @@ class ArgumentPlacer:
         # only if it is the very array: a new array may have the id of one that has been freed.
         self._unshared: WeakValueDictionary[int, Array] = WeakValueDictionary()  # by id
         self._owners: WeakValueDictionary[int, Array] = WeakValueDictionary()  # by buffer address
-        self._recent_programs: deque[StepProgram] = deque(maxlen=_MAX_RECENT_PROGRAMS)
+        self._recent_programs: deque[ref[StepProgram]] = deque(maxlen=_MAX_RECENT_PROGRAMS)
 
     def are_placed(self, per_replica: Sequence[int], leaves: list[Any]) -> bool:
         """Whether every leaf is on the replicas' devices; fast, because a call has hundreds."""
@@ -156,23 +156,11 @@ class ArgumentPlacer:
 
     def record_run(self, program: StepProgram) -> None:
         """Records that a program has run, because the next call may receive its results."""
-        if not self._recent_programs or self._recent_programs[-1] is not program:
-            if program in self._recent_programs:
-                self._recent_programs.remove(program)
-            self._recent_programs.append(program)
-
-    def forget(self, programs: set[int]) -> None:
-        """Forgets the results of some programs.
-
-        Args:
-            programs: The `id` of each program.
-        """
-        recent = [p for p in list(self._recent_programs) if id(p) not in programs]
-        self._recent_programs = deque(recent, _MAX_RECENT_PROGRAMS)
-
-    def forget_all(self) -> None:
-        """Forgets the results of all programs."""
-        self._recent_programs = deque(maxlen=_MAX_RECENT_PROGRAMS)
+        reference = ref(program)
+        if not self._recent_programs or self._recent_programs[-1] is not reference:
+            if reference in self._recent_programs:
+                self._recent_programs.remove(reference)
+            self._recent_programs.append(reference)
 
     def reshard(
         self, program: StepProgram, call: Call, leaves: list[Any]
@@ -246,8 +234,9 @@ class ArgumentPlacer:
         self, program: StepProgram, leaves: list[Any], positions: Sequence[int]
     ) -> list[int]:
         """Returns the positions whose leaves are not recent results of any program."""
-        for recent in dict.fromkeys([program, *reversed(self._recent_programs)]):
-            for references in reversed(recent.returned):
+        programs = [program, *(reference() for reference in reversed(self._recent_programs))]
+        for recent in dict.fromkeys(programs):
+            for references in reversed(recent.returned) if recent is not None else ():
                 ids = set(map(id, map(operator.call, references)))
                 positions = [i for i in positions if id(leaves[i]) not in ids]
                 if not positions:

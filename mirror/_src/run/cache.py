@@ -1,88 +1,99 @@
 """`ProgramCache`: the programs and traces of earlier calls, by what they depend on."""
 
 import threading
+from collections.abc import Iterator
 from typing import Any
 from weakref import WeakValueDictionary
 
+from mirror._src.run.arguments import Layout
 from mirror._src.run.program import StepProgram
 from mirror._src.run.quick import QuickCall
 from mirror._src.run.step import TracedStep
-from mirror._src.run.step_warnings import MAX_NEW_FUNCTIONS
 from mirror._src.utils.naming import code_of, is_our_module
 from mirror._src.utils.types import StepFunction
+from mirror._src.utils.weak_table import WeakTable
 
 _MAX_PROGRAMS = 256
 
 
-class ProgramCache:
-    """Cache of programs, traces and quick calls.
+class StepCache:
+    """What is known about one step function.
+
+    Args:
+        fn: The function, which is not kept.
 
     Attributes:
         programs: The last compiled program for each call key, and the exact program for each call
             key, variants and trace context.
         traces: The trace for each trace key, variants and trace context.
-        quick: The quick call for each function and donated arguments.
+        layouts: The layout of the arguments, by their structure and types.
+        quick: The quick call for each tuple of donated arguments.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, fn: StepFunction) -> None:
         self.programs: dict[Any, StepProgram] = {}
         self.traces: dict[Any, TracedStep] = {}
-        self.quick: dict[tuple[StepFunction, tuple[int, ...]], QuickCall] = {}
+        self.layouts: dict[Any, Layout] = {}
+        self.quick: dict[tuple[int, ...], QuickCall] = {}
+        self.code = None if is_our_module(getattr(fn, "__module__", None)) else code_of(fn)
         # An entry exists while a thread makes a program or waits for it.
         self._making: WeakValueDictionary[Any, threading.RLock] = WeakValueDictionary()
         self._lock = threading.Lock()
-        self._by_code: dict[Any, list[StepProgram]] = {}
-
-    @property
-    def is_full(self) -> bool:
-        """Whether the cache has reached the size at which it is cleared."""
-        return len(self.programs) > 2 * _MAX_PROGRAMS
 
     def making(self, key: Any) -> threading.RLock:
         """Returns the lock to hold while the program for a key is made and compiled."""
         with self._lock:
             return self._making.setdefault(key, threading.RLock())
 
-    def superseded(self, fn: StepFunction, program: StepProgram) -> list[StepProgram]:
-        """Returns the earlier programs of a step that is a new function object in every call.
 
-        Args:
-            fn: The step.
-            program: The new program of the step.
+class ProgramCache:
+    """The caches of all step functions of a strategy. Each is dropped with its function."""
+
+    def __init__(self) -> None:
+        self._steps: WeakTable[StepCache] = WeakTable(self._dropped)
+        self._lone: WeakTable[list[int]] = WeakTable()
+
+    def get(self, fn: StepFunction) -> StepCache | None:
+        """Returns the cache of a function, or None.
+
+        Raises:
+            TypeError: If the function is not hashable.
         """
+        return self._steps.get(fn)
+
+    def of(self, fn: StepFunction) -> StepCache:
+        """Returns the cache of a function.
+
+        Raises:
+            TypeError: If the function is not hashable.
+        """
+        return self._steps.get(fn) or self._steps.set_default(fn, StepCache(fn))
+
+    @property
+    def steps(self) -> Iterator[StepCache]:
+        """The caches of all functions."""
+        return self._steps.values()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the cache has reached the size at which it is cleared."""
+        sizes = (max(len(step.programs) // 2, len(step.traces)) for step in self.steps)
+        return sum(sizes) > _MAX_PROGRAMS
+
+    def num_dropped(self, fn: StepFunction) -> int:
+        """Returns how many functions with the same code were dropped after at most one run."""
         code = code_of(fn)
-        is_ours = is_our_module(getattr(fn, "__module__", None))
-        if code is None or is_ours:  # mirror's own steps are cached deliberately
-            return []
-        programs = self._by_code.setdefault(code, [])
-        programs.append(program)
-        recent = programs[-MAX_NEW_FUNCTIONS:]
-        if len({id(p.fn) for p in recent}) < MAX_NEW_FUNCTIONS or any(p.runs > 1 for p in recent):
-            return []
-        earlier = programs[:-1]
-        del programs[:-1]
-        return earlier
+        return len(self._lone.get(code) or ()) if code is not None else 0
 
-    def forget(self, programs: set[int]) -> set[StepFunction]:
-        """Forgets some programs, and returns the step functions of the remaining ones.
-
-        Args:
-            programs: The `id` of each program to forget.
-        """
-        for key, quick in list(self.quick.items()):
-            if id(quick.program) in programs:
-                self.quick.pop(key, None)
-        self.programs = {k: p for k, p in list(self.programs.items()) if id(p) not in programs}
-        kept = {program.fn for program in self.programs.values()}
-        self.traces = {key: t for key, t in self.traces.items() if key[0][0] in kept}
-        return kept
+    def _dropped(self, step: StepCache) -> None:
+        ran = {id(program): program.runs for program in step.programs.values()}
+        if step.code is not None and ran and max(ran.values()) <= 1:
+            self._lone.set_default(step.code, []).append(1)
 
     def clear(self) -> None:
         """Forgets everything."""
-        self.programs.clear()
-        self.traces.clear()
-        self._by_code.clear()
-        self.quick.clear()
+        self._steps.clear()
+        self._lone.clear()
 
 
 class Identity:

@@ -46,9 +46,9 @@ class Call(NamedTuple):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """The key of this call's program in the cache."""
+        """The key of this call's program in the cache of its function."""
         layout = self.layout
-        return (self.fn, layout, layout.key(self.leaves), self.structure, self.donate_argnums)
+        return (layout, layout.key(self.leaves), self.structure, self.donate_argnums)
 
     @property
     def trace_key(self) -> tuple[Any, ...]:

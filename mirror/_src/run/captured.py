@@ -9,6 +9,7 @@ from typing import Any
 
 from mirror._src.run.closures import referenced_ids
 from mirror._src.utils.types import StepFunction
+from mirror._src.utils.weak_table import WeakTable
 from mirror._src.variables.variable import Variable
 
 
@@ -17,17 +18,17 @@ class CapturedVariables:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._of_step: dict[StepFunction, tuple[tuple[Variable, ...], Any]] = {}
+        self._of_step: WeakTable[tuple[tuple[Variable, ...], Any]] = WeakTable()
 
     def of(self, fn: StepFunction) -> Sequence[Variable]:
         """Returns the variables that a step is known to capture."""
         try:
-            variables, ids = self._of_step[fn] if self._of_step else ((), ())
-        except (KeyError, TypeError):  # a step that is not hashable is rejected later
+            variables, ids = self._of_step.get(fn) or ((), ())
+        except TypeError:  # a step that is not hashable is rejected later
             return ()
         if variables and ids != referenced_ids(fn):
             with self._lock:  # a name in the step now refers to another variable
-                self._of_step.pop(fn, None)
+                self._of_step.pop(fn)
             return ()
         return variables
 
@@ -35,14 +36,10 @@ class CapturedVariables:
         """Adds the variables that a trace of a step has found."""
         ids = referenced_ids(fn)
         with self._lock:
-            known, _ = self._of_step.get(fn, ((), ()))
+            known, _ = self._of_step.get(fn) or ((), ())
             merged = {id(variable): variable for variable in (*known, *variables)}
-            self._of_step[fn] = tuple(merged.values()), ids
-
-    def keep_only(self, steps: set[StepFunction]) -> None:
-        """Forgets all other steps."""
-        with self._lock:
-            self._of_step = {fn: entry for fn, entry in self._of_step.items() if fn in steps}
+            self._of_step.pop(fn)
+            self._of_step.set_default(fn, (tuple(merged.values()), ids))
 
     def clear(self) -> None:
         """Forgets all steps."""

@@ -65,7 +65,7 @@ def require_nothing_captured(fn: Callable[..., Any], constants: Sequence[Any]) -
     arrays = [x for x in constants if isinstance(x, jax.Array)]
     if arrays and library() is not None:
         _require_no_keras(fn, set(map(id, arrays)))
-    variables = _variables_holding(arrays)
+    variables = _variables_holding(fn, arrays)
     if not variables:
         return
     ids = set(map(id, variables))
@@ -182,16 +182,22 @@ def referenced_ids(fn: Callable[..., Any]) -> list[int]:
 # `environment` once the jaxpr also says where a constant was read.
 
 
-def _variables_holding(arrays: Sequence[jax.Array]) -> list[nnx.Variable]:
+def _variables_holding(fn: Callable[..., Any], arrays: Sequence[jax.Array]) -> list[nnx.Variable]:
     """Returns the nnx variables that hold one of the arrays.
 
     `gc.get_referrers` scans all objects of the process: 52 ms for 150,000 objects, once for each
-    compilation that has constants. It does not find an array inside a container in a variable.
-    Nor does it find objects that `gc.freeze` has set aside, as programs do before they fork.
+    compilation that has constants. It does not find an array inside a container in a variable. Nor
+    does it find objects that `gc.freeze` has set aside, as programs do before they fork: among
+    these, only objects that the function reaches are searched.
     """
-    if arrays and gc.get_freeze_count():
-        gc.unfreeze()
     holders = gc.get_referrers(*arrays) if arrays else []
+    if arrays and gc.get_freeze_count():
+        reached = [value for _, value in reachable(fn) if _would_be_constant(value)]
+        nodes = [node for value in reached for _, node in nnx.iter_graph(value)]
+        ids = set(map(id, arrays))
+        holders += [
+            n for n in nodes if isinstance(n, nnx.Variable) and id(n.get_raw_value()) in ids
+        ]
     return [holder for holder in holders if isinstance(holder, nnx.Variable)]
 
 

@@ -53,7 +53,6 @@ class StepProgram:
             its new value among the results.
 
     Attributes:
-        fn: The step function.
         runs: Number of completed runs.
         donated: Positions, among the leaves of the arguments, of those whose buffers are donated.
         kinds: For each input, whether it is per-replica, mirrored or sharded.
@@ -89,7 +88,6 @@ class StepProgram:
         self._name = step.name
         self._devices = executor.replicas.devices
         self._reduces_on = executor.reduces_on
-        self.fn = call.fn
         self._guard = CallbackGuard() if any(map(calls_back, traced.jaxprs)) else None
         # With host callbacks, nothing is donated: if one fails, the arguments stay as they were.
         self.donated = call.donated() if self._guard is None else []

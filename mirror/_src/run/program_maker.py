@@ -73,9 +73,10 @@ class ProgramMaker:
         """Returns the traces of a call, one per set of shapes; made once."""
         context = context_token()
         key = (call.trace_key, variants, Identity(context))
-        traced = self._cache.traces.get(key)
+        traces = self._cache.of(call.fn).traces
+        traced = traces.get(key)
         if traced is None:
-            traced = self._cache.traces[key] = self._new_trace(call, variants, context)
+            traced = traces[key] = self._new_trace(call, variants, context)
         return traced
 
     def _new_trace(self, call: Call, variants: Variants, context: object) -> TracedStep:
@@ -97,6 +98,8 @@ class ProgramMaker:
         if captured:
             raise VariablesFound({id(variable): variable for variable in captured})
         require_one_result(steps, variants, jaxprs)
+        for step in steps:
+            step.release()
         require_nothing_captured(call.fn, list(arrays_in(jaxprs[0])))
         return TracedStep(steps, jaxprs, [ids for _, ids in variants], context)
 

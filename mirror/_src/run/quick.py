@@ -77,7 +77,7 @@ class QuickCall:
         self._are_placed = are_placed
         self._copy_shared = copy_shared
         self._unchanged: UnchangedArguments | None = None
-        self._last_state: list[Any] | None = None
+        self._last_state: Ref | None = None  # weak: the state may be a whole trained model
         self._previous: list[Ref] = []
         self._num_updates = 0
         self.misses = misses
@@ -95,7 +95,7 @@ class QuickCall:
         """
         if len(args) != self._num_args:
             raise SignatureMissed
-        trees, state, record = list(args), [], None
+        trees, state, record = list(args), list[Any](), None
         if self._structure is not None:
             record = self._table.last([args[i] for i in self._objects])
             if record is None or record.structure is not self._structure:
@@ -111,7 +111,7 @@ class QuickCall:
             self._launch(state + leaves, outputs)
             if record is not None:
                 self.program.write_state(record, state, outputs)
-                self._last_state = record.last
+                self._last_state = ref(record.last)
         except BaseException as error:
             if outputs:
                 if record is not None:  # an interrupt must not leave a model without its arrays
@@ -126,7 +126,8 @@ class QuickCall:
         new_positions: Sequence[int] = self._mirrored
         # If another program wrote the objects' state, one of the leaves may now be part of it, and
         # would be donated. Every leaf is checked then.
-        unchanged = self._unchanged if not state or state is self._last_state else None
+        is_last = not state or (self._last_state is not None and self._last_state() is state)
+        unchanged = self._unchanged if is_last else None
         if unchanged is not None and unchanged.are_unchanged(leaves, self.program.returned[-1]):
             new_positions = unchanged.new_positions
         donates = bool(state or self.program.donated)

@@ -50,7 +50,7 @@ from mirror._src.run.program_maker import ProgramMaker
 from mirror._src.run.quick import QuickCall, SignatureMissed
 from mirror._src.run.shapes import Variants, variants_of
 from mirror._src.run.step import TracedStep
-from mirror._src.run.step_warnings import StepWarnings
+from mirror._src.run.step_warnings import MAX_NEW_FUNCTIONS, StepWarnings
 from mirror._src.utils.naming import name_of
 from mirror._src.utils.types import REPLICA_AXIS, PyTree, StepFunction
 from mirror._src.variables.variable import Variable
@@ -82,7 +82,6 @@ class Runner:
         self._drifts = DriftHistory()
         self._warnings = StepWarnings()
         self._running = threading.RLock()
-        self._layouts: dict[Any, Layout] = {}
 
     def run(
         self,
@@ -96,7 +95,8 @@ class Runner:
             require_not_forked()
         if not kwargs and not placement_log.on and not in_callback():
             try:
-                quick = self._cache.quick.get((fn, donate_argnums))
+                step = self._cache.get(fn)
+                quick = step.quick.get(donate_argnums) if step is not None else None
             except TypeError:  # not hashable: rejected below
                 quick = None
             if quick is not None and quick.is_worthwhile:
@@ -155,7 +155,7 @@ class Runner:
                     leaves = self._placer.place(call, leaves)
                 key = call.key
                 try:
-                    program = self._cache.programs.get(key)
+                    program = self._cache.of(fn).programs.get(key)
                 except TypeError:
                     require_static(fn, call.tree, call.layout, call.leaves)
                     raise
@@ -186,8 +186,8 @@ class Runner:
 
     def _remember_quick(self, call: Call, program: StepProgram) -> None:
         """Creates the `QuickCall` for later calls like this one, if the call allows it."""
-        key = (call.fn, call.donate_argnums)
-        known = self._cache.quick.get(key)
+        quick = self._cache.of(call.fn).quick
+        known = quick.get(call.donate_argnums)
         if known is not None and (known.program is program or not known.is_worthwhile):
             return
         layout, kwargs = call.layout, call.tree[1]
@@ -195,7 +195,7 @@ class Runner:
             return
         if program.is_simple:
             misses = known.misses if known is not None else 0
-            self._cache.quick[key] = QuickCall(
+            quick[call.donate_argnums] = QuickCall(
                 call,
                 program,
                 self._objects,
@@ -329,13 +329,17 @@ class Runner:
     def _flatten(self, fn: StepFunction, tree: Any) -> tuple[list[Any], Layout]:
         leaves, treedef = jax.tree.flatten(tree)
         types = tuple(map(type, leaves))
-        layout = self._layouts.get((treedef, types))
+        try:
+            layouts = self._cache.of(fn).layouts
+        except TypeError:  # not hashable: rejected later
+            layouts = {}
+        layout = layouts.get((treedef, types))
         if layout is None:
             require_no_tracers(fn, tree)
             # A number, a NumPy array and a jax.Array share a layout: `step=0` becomes an array.
             key = (treedef, kinds(treedef, types))
-            layout = self._layouts.get(key) or Layout(*key)
-            self._layouts[key] = self._layouts[treedef, types] = layout
+            layout = layouts.get(key) or Layout(*key)
+            layouts[key] = layouts[treedef, types] = layout
         return leaves, layout
 
     def _find(
@@ -351,13 +355,14 @@ class Runner:
             self._placer.require_num_replicas(call, i, leaves[i])
         variants = variants_of(call, leaves, len(self.replicas))
         exact = (key, variants, Identity(context_token()))
-        with self._cache.making(exact):
-            program = self._cache.programs.get(exact)
+        step = self._cache.of(call.fn)
+        with step.making(exact):
+            program = step.programs.get(exact)
             if program is None:
-                program = self._cache.programs[exact] = self._make(call, variants)
+                program = step.programs[exact] = self._make(call, variants)
             if compiles:
                 program.compile()
-                self._cache.programs[key] = program
+                step.programs[key] = program
         return program
 
     def traced(
@@ -380,24 +385,15 @@ class Runner:
             self._drifts.expect_mirrored(call, program, drifts)
             # Quick calls skip the check for drifts. Cleared last, so that no thread can add one for
             # this step any more: `_remember_quick` sees the drifts.
-            self._cache.quick.clear()
+            for step in self._cache.steps:
+                step.quick.clear()
         self._warnings.warn_about_proof(call, notes, marks, len(self.replicas))
         self._warnings.warn_about_leaks(call.fn)
-        self._limit_cache(call.fn, program)
-        return program
-
-    def _limit_cache(self, fn: StepFunction, program: StepProgram) -> None:
-        """Drops the programs of a step that is a new function in every call, or all if too many."""
+        if self._cache.num_dropped(call.fn) >= MAX_NEW_FUNCTIONS - 1:
+            self._warnings.warn_about_recompilation(call.fn)
         if self._cache.is_full:
             self._cache.clear()
-            self._placer.forget_all()
             self._captured.clear()
             self._drifts.clear()
             self._warnings.clear()
-        superseded = self._cache.superseded(fn, program)
-        if superseded:
-            self._placer.forget(set(map(id, superseded)))
-            kept = self._cache.forget(set(map(id, superseded)))
-            self._captured.keep_only(kept)
-            self._drifts.keep_only(kept)
-            self._warnings.warn_about_recompilation(fn)
+        return program

@@ -19,7 +19,7 @@ from mirror._src.run.nnx.clones import ReplicaCopies
 from mirror._src.run.nnx.structure import is_object
 from mirror._src.utils.errors import describe
 from mirror._src.utils.naming import keys, name_of
-from mirror._src.utils.types import ARRAY_LIKE, Array
+from mirror._src.utils.types import ARRAY_LIKE, Array, StepFunction
 from mirror._src.values.per_replica import is_float0
 from mirror._src.variables.captures import Captures
 from mirror._src.variables.variable import Variable
@@ -54,7 +54,7 @@ class Step:
         avals: Sequence[jax.ShapeDtypeStruct],
         gathers: UnequalGathers | None,
     ) -> None:
-        self.fn = call.fn
+        self._fn: StepFunction | None = call.fn
         self.name = name_of(call.fn)
         self.group = group
         self.avals = avals
@@ -88,7 +88,7 @@ class Step:
             return self._run(leaves)
 
         flat.__name__ = flat.__qualname__ = self.name
-        flat.__wrapped__ = self.fn  # type: ignore[attr-defined]
+        flat.__wrapped__ = self._fn  # type: ignore[attr-defined]
         return uncached(flat) if self.gathers is not None or Variable.in_use else flat
 
     def _run(self, leaves: Sequence[Any]) -> list[Array]:
@@ -101,7 +101,8 @@ class Step:
         self.new_captures = captures.discovered
         with replica(self.group, self.gathers, captures):
             args, kwargs = self.layout.rebuild(rest, self.statics, objects)
-            results = self._results(self.fn(*args, **kwargs))
+            assert self._fn is not None, "the step has been traced"
+            results = self._results(self._fn(*args, **kwargs))
             if copies is None:
                 return results
             after = copies.collect(self.name, self.object_names)
@@ -110,6 +111,10 @@ class Step:
         return [*results, *after, *(folded for _, folded in copies.keys.values())]
 
     CALLER = _run.__code__  # In a traceback, the frames after this one belong to the step.
+
+    def release(self) -> None:
+        """Drops the function, which is not needed after the trace and may be a user's last one."""
+        self._fn = None
 
     def is_donated(self, i: int) -> bool:
         """Whether leaf `i` of the objects is donated; leaves of captured variables are not."""

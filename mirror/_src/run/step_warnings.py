@@ -13,6 +13,7 @@ from mirror._src.run.closures import leaked_names
 from mirror._src.utils.errors import describe
 from mirror._src.utils.naming import code_of, depth_of_user, is_our_module, name_of
 from mirror._src.utils.types import StepFunction
+from mirror._src.utils.weak_table import WeakTable
 
 MAX_NEW_FUNCTIONS = 3
 
@@ -21,7 +22,7 @@ class StepWarnings:
     """Issues every warning once per step."""
 
     def __init__(self) -> None:
-        self._warned: set[Any] = set()
+        self._warned: WeakTable[set[str]] = WeakTable()  # by function or code
 
     def warn_about_proof(
         self, call: Call, notes: Notes, marks: Sequence[Mark], num_replicas: int
@@ -58,18 +59,16 @@ class StepWarnings:
                 'all-reduce its result, mirror.get_replica_context().all_reduce("mean", y).'
             )
         for kind, text in texts.items():
-            if (call.fn, kind) not in self._warned:
-                self._warned.add((call.fn, kind))
+            if self._is_first(call.fn, kind):
                 warnings.warn(text, stacklevel=depth_of_user())
 
     def warn_about_leaks(self, fn: StepFunction) -> None:
         """Warns about traced values that a step has stored outside itself, once per function."""
-        if is_our_module(getattr(fn, "__module__", None)) or (fn, "leaks") in self._warned:
+        if is_our_module(getattr(fn, "__module__", None)):
             return
         leaked = leaked_names(fn)
-        if not leaked:
+        if not leaked or not self._is_first(fn, "leaks"):
             return
-        self._warned.add((fn, "leaks"))
         name = name_of(fn)
         stored = ", ".join(f"{path} ({describe(value)})" for path, value in leaked[:3])
         container = leaked[0][0].partition("[")[0]
@@ -84,14 +83,20 @@ class StepWarnings:
     def warn_about_recompilation(self, fn: StepFunction) -> None:
         """Warns about a step that is a new function object in every call."""
         code = code_of(fn)
-        if code is not None and code not in self._warned:
-            self._warned.add(code)
+        if code is not None and self._is_first(code, "recompiled"):
             warnings.warn(
                 f"{name_of(fn)} ({code.co_filename}:{code.co_firstlineno}) was recompiled "
                 f"{MAX_NEW_FUNCTIONS} times because each call passes a new function object. "
                 "Define it once, outside the loop, and pass the changing values as arguments.",
                 stacklevel=depth_of_user(),
             )
+
+    def _is_first(self, fn: Any, kind: str) -> bool:
+        """Whether a function, or a code object, gets this warning for the first time."""
+        warned = self._warned.set_default(fn, set())
+        is_first = kind not in warned
+        warned.add(kind)
+        return is_first
 
     def clear(self) -> None:
         """Forgets which warnings were issued."""

@@ -2,8 +2,9 @@
 
 import itertools
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any
+from weakref import ref
 
 import jax
 from flax import nnx
@@ -12,9 +13,14 @@ from mirror._src.devices.transfer import any_deleted
 from mirror._src.devices.unstacked import UnstackedArrays
 from mirror._src.run.nnx.paths import Path, follow, holder_at, nodes, put, read_holder
 from mirror._src.run.nnx.structure import Structure
-from mirror._src.utils.types import Array
 from mirror._src.values.per_replica import held_by, is_per_replica, per_replica
 from mirror._src.variables.raw_value import read_value, write_value
+
+
+class Leaves(list[Any]):
+    """Leaves of objects, which can be referenced weakly."""
+
+    __slots__ = ("__weakref__",)
 
 
 class Record:
@@ -29,10 +35,13 @@ class Record:
         last: Leaves that the last step wrote; `None` before the first step.
     """
 
-    def __init__(self, objects: Sequence[Any], known: dict[Structure, Structure]) -> None:
+    def __init__(
+        self, objects: Sequence[Any], known: MutableMapping[Structure, ref[Structure]]
+    ) -> None:
         structure = Structure(objects)
-        self.structure: Structure = known.setdefault(structure, structure)
-        self.last: list[Array] | None = None
+        reference = known.setdefault(structure, ref(structure))
+        self.structure: Structure = reference() or structure
+        self.last: Leaves | None = None
         self._plain = self.structure.treedef == jax.tree.structure([0] * len(structure.slots))
         holders = [holder_at(objects, slot.path) for slot in structure.slots]
         self._variables = [h for h in holders if isinstance(h, nnx.Variable)]
@@ -88,7 +97,7 @@ class Record:
 
     def write(self, leaves: Sequence[Any]) -> None:
         """Writes all leaves into the objects, and records them as ready for the next step."""
-        self.last = list(leaves)
+        self.last = Leaves(leaves)
         if self._own:
             own = set(self._own)
             leaves = [per_replica(leaf) if i in own else leaf for i, leaf in enumerate(leaves)]

@@ -10,6 +10,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import jax
 
@@ -37,7 +38,7 @@ class ObjectTable:
         self._replicas = replicas
         self._holds_slices = holds_slices
         self._records: OrderedDict[tuple[int, ...], tuple[list[Any], Record]] = OrderedDict()
-        self._structures: dict[Structure, Structure] = {}
+        self._structures: WeakKeyDictionary[Structure, weakref.ref[Structure]] = WeakKeyDictionary()
 
     def record(
         self, objects: Sequence[Any], roots: Callable[[], Sequence[str]]
