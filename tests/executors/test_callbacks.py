@@ -12,6 +12,7 @@ from jax import lax
 import mirror
 from mirror import PerReplica
 from mirror._src.devices import launch
+from tests.support import inside
 from tests.support.messages import assert_message
 from tests.support.strategies import ONE, PAIRS, cpu_strategy, executors
 
@@ -150,7 +151,7 @@ def test_prints_do_not_block_a_step(strategy):
         return lax.psum(x, AXIS)
 
     strategy.run(step, (numbers(strategy, 1),))
-    (program,) = {id(p): p for p in strategy._runner._cache.programs.values()}.values()
+    (program,) = inside.programs(strategy)
     assert program._guard is None
 
 

@@ -20,6 +20,7 @@ from mirror._src.program.atoms import values_of
 from mirror._src.program.staging.flatten import stage_program
 from mirror._src.program.staging.ir import Collective, Loop
 from mirror._src.program.trace import trace
+from tests.support import inside
 from tests.support.compilations import assert_nothing_compiled, compilations
 from tests.support.messages import assert_message, raises
 from tests.support.models import MLP, batches, nnx_step
@@ -184,7 +185,7 @@ def test_stages_pass_few_values():
     (batch,) = strategy.distribute_dataset(batches((12,), 1))
     strategy.run(nnx_step, (model, optimizer, batch))
     assert len(watching.calls) == 1  # gradients and loss in one buffer
-    (program,) = set(strategy._runner._cache.programs.values())
+    (program,) = inside.programs(strategy)
     (cut_program,) = program.compiled._part._staged
     first, last = cut_program.stages
     gradients = sum(x.nbytes for x in jax.tree.leaves(nnx.state(model, nnx.Param)))

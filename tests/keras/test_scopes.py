@@ -350,6 +350,7 @@ def test_import_of_keras_inside_the_scope():
             if os.environ["HOW"] == "frozen":
                 gc.freeze()  # as programs do before they fork
     if os.environ["HOW"] == "frozen":
+        assert gc.get_freeze_count()
         model.compile("sgd", "mse")
     model.fit(x, y, verbose=0)
     print(type(model.train_function).__name__, len(model.layers[0].kernel.value.devices()))

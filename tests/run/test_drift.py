@@ -274,3 +274,18 @@ def test_gradients_beside_one_of_two_similar_models_are_not_state(two):
     new, grads = two.run(step, (make(), make(), batch_for(two)))
     assert isinstance(grads.params, PerReplica)
     assert isinstance(new.params, jax.Array)
+
+
+def test_values_that_the_message_asks_for_are_accepted_after_the_error(two):
+    def step(state, batch):
+        return {"w": state["w"] - batch.sum(0), "b": state["b"] + 1}
+
+    (batch,) = two.distribute_dataset([np.ones((4, 3), np.float32)])
+    first = {"w": np.zeros(3, np.float32), "b": np.zeros((), np.float32)}
+    drifted = two.run(step, (first, batch))
+    for _ in range(2):
+        with raises(mirror.ReplicaDivergenceError, names="state['w']", fix="PerReplica"):
+            two.run(step, (drifted, batch))
+        own = {"w": mirror.PerReplica([np.zeros(3, np.float32)] * 2), "b": first["b"]}
+        new = two.run(step, (own, batch))
+        np.testing.assert_array_equal(new["w"].values[1], np.full(3, -2.0))

@@ -15,6 +15,7 @@ from flax import nnx
 import mirror
 from mirror._src.devices import launches
 from mirror._src.run import argument_placer
+from tests.support import inside
 from tests.support.messages import raises
 
 # Each row of a table has its own function.
@@ -65,7 +66,7 @@ def train(model, batch):
 
 
 def quick_of(strategy: mirror.Strategy, fn: Any, donated: tuple[int, ...] = ()) -> Any:
-    return strategy._runner._cache.quick.get((fn, donated))
+    return inside.quick_call(strategy, fn, donated)
 
 
 def num_python_events(call: Any) -> int:
@@ -743,7 +744,7 @@ def test_optimizer_trains_the_same_without_quick_calls():
         batch, found = own(strategy, (2, 4)), []
         for _ in range(6):
             if long:
-                strategy._runner._cache.quick.clear()
+                inside.forget_quick_calls(strategy)
             found.append(float(strategy.run(step, (model, optimizer, batch))))
         return found
 
@@ -780,10 +781,7 @@ def test_arrays_on_other_devices_do_not_recompile(strategy, value):
     state, batch = {"w": jnp.zeros(3)}, own(strategy)
     for wrap in (lambda x: x, jnp.asarray) * 3:
         state = strategy.run(step, (state, batch, wrap(value)), donate_argnums=0)
-    programs = {
-        id(p): p for p in strategy._runner._cache.programs.values() if p.fn is step
-    }.values()
-    for program in programs:
+    for program in inside.programs(strategy):
         assert program.compiled._compiled._cache_size() <= 1
 
 

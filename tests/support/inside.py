@@ -7,10 +7,12 @@ docstring of each function says what makes it necessary.
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
+from typing import Any
 
 import jax
 import pytest
 
+import mirror
 from mirror._src.context import scopes
 from mirror._src.data import batches as data_batches
 from mirror._src.data import local_input as data_local_input
@@ -93,3 +95,21 @@ def pretended_types(types: Iterable[str]) -> Iterator[None]:
         patch.setattr("mirror._src.collectives.one_device.type_of", type_of)
         patch.setattr(backend, "devices_of_type", devices_of_type)
         yield
+
+
+def programs(strategy: mirror.Strategy) -> list[Any]:
+    """The compiled programs of a strategy: users see only that a call is slow."""
+    found = (p for step in strategy._runner._cache.steps for p in step.programs.values())
+    return list({id(program): program for program in found}.values())
+
+
+def quick_call(strategy: mirror.Strategy, fn: Any, donated: tuple[int, ...] = ()) -> Any:
+    """The short path of a step, or None: users see only that a call is faster."""
+    step = strategy._runner._cache.get(fn)
+    return step and step.quick.get(donated)
+
+
+def forget_quick_calls(strategy: mirror.Strategy) -> None:
+    """Makes the next calls take the full path, as after a change of the arguments."""
+    for step in strategy._runner._cache.steps:
+        step.quick.clear()

@@ -47,8 +47,11 @@ def exit_scope(strategy: object, replicas: ReplicaDevices) -> None:
     if keras is None or keras.Model is _hooked:
         return
     enter_scope(strategy, replicas)
+    is_frozen = gc.get_freeze_count() > 0
     gc.unfreeze()  # else models that `gc.freeze` has set aside are not found
     models = [each for each in gc.get_objects() if issubclass(type(each), keras.Model)]
+    if is_frozen:
+        gc.freeze()
     for model in models:
         claim(model)
     if any(getattr(model, f"{kind}_function", None) for model in models for kind in KINDS):

@@ -27,6 +27,7 @@ from mirror._src.values.per_replica import UNEQUAL_SHAPES, is_float0, is_numeric
 
 _get_sharding = operator.attrgetter("sharding")
 _MAX_RECENT_PROGRAMS = 8
+_MAX_SHARDINGS = 64
 
 
 class ArgumentPlacer:
@@ -50,6 +51,7 @@ class ArgumentPlacer:
         self._mirrored: dict[int, Sharding] = {id(replicas.mirrored): replicas.mirrored}
         self._stacked: dict[int, Sharding] = {id(replicas.stacked): replicas.stacked}
         self._mirrored_id = id(replicas.mirrored)
+        self._own_ids = {id(replicas.mirrored), id(replicas.stacked)}
         # Weak references, or the arrays of earlier steps would stay allocated. An entry is valid
         # only if it is the very array: a new array may have the id of one that has been freed.
         self._unshared: WeakValueDictionary[int, Array] = WeakValueDictionary()  # by id
@@ -114,6 +116,9 @@ class ArgumentPlacer:
             elif isinstance(leaf, jax.Array):
                 sharding = leaf.sharding
                 if id(sharding) not in accepted and sharding in accepted.values():
+                    if len(accepted) >= _MAX_SHARDINGS:  # a new, equal object in every call
+                        for key in [k for k in accepted if k not in self._own_ids]:
+                            del accepted[key]
                     accepted[id(sharding)] = sharding
             ready.append(placed)
         return ready
@@ -183,6 +188,7 @@ class ArgumentPlacer:
         for axis in set(shards.inputs.values()):
             sharding = self._replicas.sharding(Kind(axis=axis))
             self._mirrored[id(sharding)] = sharding
+            self._own_ids.add(id(sharding))
 
     def require_num_replicas(self, call: Call, i: int, stacked: Any) -> None:
         """Rejects a `PerReplica` with a different number of replicas.
