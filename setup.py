@@ -34,10 +34,9 @@ def long_description(readme: str, repository: str | None) -> str:
 if __name__ == "__main__":
     from setuptools import setup  # Python 3.12 and later do not bring it for the tests
 
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
     setup(
-        long_description=long_description(
-            (ROOT / "README.md").read_text(), project.get("urls", {}).get("Repository")
-        ),
+        long_description=long_description(readme, project.get("urls", {}).get("Repository")),
         long_description_content_type="text/markdown",
     )

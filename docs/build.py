@@ -54,26 +54,29 @@ def stage(folder: Path, *, execute: bool) -> Path:
         source, target = ROOT / file, pages / page
         target.parent.mkdir(exist_ok=True)
         is_notebook = source.suffix == ".ipynb"
-        target.write_text(
-            markdown_of(source, pages, execute) if is_notebook else source.read_text()
-        )
+        if is_notebook:
+            text = markdown_of(source, pages, execute)
+        else:
+            text = source.read_text(encoding="utf-8")
+        target.write_text(text, encoding="utf-8")
     for path in pages.rglob("*.md"):
         page = path.relative_to(pages).as_posix()
-        path.write_text(on_site(path.read_text(), page))
+        path.write_text(on_site(path.read_text(encoding="utf-8"), page), encoding="utf-8")
     config = folder / "mkdocs.yml"
-    config.write_text(yaml.safe_dump(settings(), sort_keys=False))
+    config.write_text(yaml.safe_dump(settings(), sort_keys=False), encoding="utf-8")
     return config
 
 
 def settings() -> dict[str, Any]:
     """Returns the settings of mkdocs.yml, with absolute paths and the public addresses, if any."""
-    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     config |= {"docs_dir": "pages", "site_dir": "site"}
     (handlers,) = [plugin["mkdocstrings"] for plugin in config["plugins"] if plugin != "search"]
     python = handlers["handlers"]["python"]
     python["paths"] = [str(ROOT)]
     python["options"]["extensions"] = [str(ROOT / "docs" / "examples.py")]
-    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"].get("urls", {})
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    urls = project.get("urls", {})
     if "Repository" in urls:
         config["repo_url"] = urls["Repository"]
     if "Documentation" in urls:

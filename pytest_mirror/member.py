@@ -27,7 +27,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     reports = Path(path)
     faulthandler.register(signal.SIGUSR1, file=os.dup(2), all_threads=True)
     reports.touch()  # from now on, SIGUSR1 prints the stacks
-    options = json.loads((reports.parent / "options").read_text())
+    options = json.loads((reports.parent / "options").read_text(encoding="utf-8"))
     for name, value in options.items():
         if hasattr(config.option, name):
             setattr(config.option, name, value)
@@ -74,5 +74,5 @@ class _Reporter:
         self._write({"finished": int(exitstatus)})
 
     def _write(self, line: dict[str, Any]) -> None:
-        with self._file.open("a") as file:
+        with self._file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")

@@ -77,12 +77,12 @@ class _Process:
     @property
     def output(self) -> str:
         """Its output so far, standard error included."""
-        return self._output.read_text(errors="replace")
+        return self._output.read_text(encoding="utf-8", errors="replace")
 
     def reports(self) -> list[dict[str, Any]]:
         """Returns what it has reported so far; a line that is not complete is left out."""
         try:
-            lines = self.file.read_text().splitlines(keepends=True)
+            lines = self.file.read_text(encoding="utf-8").splitlines(keepends=True)
         except FileNotFoundError:
             return []
         return [json.loads(line) for line in lines if line.endswith("\n")]
@@ -144,7 +144,9 @@ def _run(item: pytest.Item, layout: Layout) -> None:
         tf_configs(count) as configs,
     ):
         directory = Path(name)
-        (directory / "options").write_text(json.dumps(_options_of_conftest(item.config)))
+        (directory / "options").write_text(
+            json.dumps(_options_of_conftest(item.config)), encoding="utf-8"
+        )
         started: list[_Process] = []
         try:
             for i, config in enumerate(configs):

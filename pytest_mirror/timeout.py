@@ -78,7 +78,9 @@ def _expire(item: pytest.Item, secs: float) -> None:
     """Prints the report and ends the process; native code cannot be stopped in any other way."""
     config = item.config
     try:
-        with open(config.stash[SETTINGS].stderr, "w", errors="backslashreplace") as file:
+        with open(
+            config.stash[SETTINGS].stderr, "w", encoding="locale", errors="backslashreplace"
+        ) as file:
             for part in _report(item, secs):
                 file.write(part + "\n")
                 file.flush()

@@ -4,6 +4,7 @@ import gc
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -12,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from tests.support.packages import require_environment
+from tests.support.sockets import shorten_paths
 
 require_environment()
 
@@ -23,6 +25,11 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+    # Otherwise Matplotlib sets it while a test runs.
+    if not os.access(os.path.expanduser("~"), os.W_OK):
+        os.environ.setdefault("MPLCONFIGDIR", os.path.join(_CACHE, "matplotlib"))
+
+shorten_paths()
 
 # Keras reads it when it is imported.
 os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -33,6 +40,11 @@ for _name in ("COLUMNS", "NO_COLOR", "FORCE_COLOR"):
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
+
+# Without standard input (`<&-`), pytest's replacement for it fails when IPython looks at it, which
+# Flax imports.
+if sys.__stdin__ is None:
+    sys.__stdin__ = open(os.devnull, encoding="utf-8")  # type: ignore[misc] # noqa: SIM115
 
 # A job in the background of a script inherits that SIGINT is ignored, and `nohup` that SIGHUP is.
 # Tests of signals would wait for one that never comes.

@@ -109,7 +109,9 @@ def token_variables() -> dict[str, str]:
     creates, but other nodes and `ray.init` with an address do not present it (Ray 2.60).
     """
     variables = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
-    has_token = any(os.environ.get(name) for name in variables) or TOKEN.expanduser().exists()
+    has_token = any(os.environ.get(name) for name in variables) or os.path.exists(
+        os.path.expanduser(TOKEN)
+    )
     is_set = "RAY_AUTH_MODE" in os.environ
     return {"RAY_AUTH_MODE": "token"} if has_token and not is_set else {}
 

@@ -38,8 +38,11 @@ def is_standard(filename: str) -> bool:
     """Whether a file belongs to Python's standard library."""
     if filename.startswith("<frozen "):
         return True
-    # Site packages are installed below the standard library.
-    return filename.startswith(_directories()[0]) and "site-packages" not in filename
+    stdlib = _directories()[0]
+    if not filename.startswith(stdlib):
+        return False
+    # Packages are installed below the standard library, whose own path may contain these names.
+    return filename[len(stdlib) :].split(os.sep)[0] not in ("site-packages", "dist-packages")
 
 
 def line_of_user() -> str:

@@ -6,7 +6,6 @@ import os
 import platform
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from mirror._src.cli.doctor.check import Check, summary
@@ -59,7 +58,7 @@ def variables(environment: Mapping[str, str]) -> list[tuple[str, str]]:
 
 def without_names(text: str, environment: Mapping[str, str]) -> str:
     """Returns the text without user names in paths and credentials in URLs."""
-    home = environment.get("HOME") or str(Path("~").expanduser())
+    home = environment.get("HOME") or os.path.expanduser("~")
     if len(home) > 1:  # not "/"
         text = re.sub(rf"(?<![\w.~-]){re.escape(home.rstrip('/'))}(?![\w.-])", "~", text)
     text = _CREDENTIALS.sub("", _HOMES.sub("USER", text))

@@ -53,7 +53,7 @@ class CSVLogger(Callback):
         if appends and done:
             _remove_later_epochs(self._path, done[-1])
         self._columns = next(iter(_rows_of(self._path)), None) if appends else None
-        self._file = self._path.open("a" if self._columns else "w", newline="")
+        self._file = self._path.open("a" if self._columns else "w", newline="", encoding="utf-8")
 
     def on_epoch_end(self, fit: TrainingRun, logs: dict[str, float]) -> None:
         """Writes a line, and the header before the first."""
@@ -79,7 +79,7 @@ class CSVLogger(Callback):
 
 
 def _rows_of(path: Path) -> list[list[str]]:
-    with path.open(newline="") as file:
+    with path.open(newline="", encoding="utf-8") as file:
         return list(csv.reader(file))
 
 
@@ -90,7 +90,7 @@ def _remove_later_epochs(path: Path, last_epoch: int) -> None:
     while count > 1 and not _is_done(rows[count - 1], rows[0], last_epoch):
         count -= 1
     if count < len(rows):
-        with path.open("w", newline="") as file:
+        with path.open("w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows(rows[:count])
 
 

@@ -138,7 +138,7 @@ def read_about(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: If it is damaged, or has another format.
     """
-    about = json.loads((path / ABOUT).read_text())
+    about = json.loads((path / ABOUT).read_text(encoding="utf-8"))
     if about.pop("checksum") != checksum_of_json(about):
         raise ValueError(f"the checksum of {ABOUT} does not match")
     if about["format"] != FORMAT:

@@ -33,7 +33,7 @@ def _memory_limit() -> int | None:
         limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     for file in _LIMITS:
         with contextlib.suppress(OSError, ValueError):  # "max"
-            limits.append(int(Path(file).read_text()))
+            limits.append(int(Path(file).read_text(encoding="utf-8")))
     with contextlib.suppress(ImportError):
         import resource
 
