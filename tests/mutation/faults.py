@@ -895,14 +895,6 @@ _OF_DATA = (
         likely="how_far_ahead",
     ),
     Fault(
-        "a source that is not closed",
-        "mirror/_src/data/prefetch.py",
-        "if close is not None:",
-        "if False:",
-        ("tests/data/test_prefetch.py", "tests/training/test_trainer.py"),
-        likely="after_an_error or outlives",
-    ),
-    Fault(
         "a batch that a look at the data consumes",
         "mirror/_src/data/source.py",
         "return itertools.chain(peeked, batches)",

@@ -271,3 +271,14 @@ def test_packed_collectives_are_differentiable(op, two):
     got = two.run(step, (np.ones(3, np.float32), np.ones(2, np.float32), weight))
     for leaf in got:
         np.testing.assert_array_equal(leaf, np.full(leaf.shape, 4.0 if op == "sum" else 2.0))
+
+
+def test_calls_that_donate_other_arguments_are_other_programs(two):
+    def step(x, y):
+        return x + 1, y + 1
+
+    x, y = two.run(step, (np.ones(3), np.ones(3)))
+    for argnums in ((0,), (), (0, 1), (1,), ()):
+        before = x, y
+        x, y = two.run(step, before, donate_argnums=argnums)
+        assert [array.is_deleted() for array in before] == [0 in argnums, 1 in argnums]
