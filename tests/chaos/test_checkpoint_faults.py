@@ -1,6 +1,9 @@
 """Checkpoints survive power failures, clocks, other writers, links, and files made on purpose."""
 
 import contextlib
+import errno
+import fcntl
+import itertools
 import json
 import os
 import pathlib
@@ -16,12 +19,14 @@ import pytest
 from flax import nnx
 
 import mirror
-from mirror._src.training.checkpoints import durable, files, layout, writer_lock
-from mirror._src.training.checkpoints.load import load_checkpoint as load
-from mirror._src.training.checkpoints.store import CheckpointStore
+from mirror import load_checkpoint as load
+from tests.support import inside
 from tests.support.checkpoints import START, same
 from tests.support.messages import assert_message, raises
+from tests.support.tables import mostly_slow
 
+CheckpointStore, layout = inside.checkpoint_store(), inside.checkpoint_layout()
+durable = inside.durable_files()
 LOWEST = ("loss", "min")
 
 
@@ -58,9 +63,15 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_directory_gets_its_number_when_it_is_on_the_disk(tmp_path, monkeypatch, policy):
+def test_directory_gets_its_number_when_it_is_on_the_disk(subtests, tmp_path_factory):
     """Everything is synced before the rename, and the rename before anything is deleted."""
+    for policy in POLICIES:
+        with subtests.test(msg=policy), pytest.MonkeyPatch.context() as monkeypatch:
+            tmp_path = tmp_path_factory.mktemp("row")
+            check_directory_gets_its_number_when_it_is_on_the_disk(tmp_path, monkeypatch, policy)
+
+
+def check_directory_gets_its_number_when_it_is_on_the_disk(tmp_path, monkeypatch, policy):
     synced: set[str] = set()
     events: list[str] = []
     fsync, rename, delete = os.fsync, pathlib.Path.rename, durable.delete
@@ -108,24 +119,34 @@ def mounted(image: pathlib.Path, place: pathlib.Path):
         subprocess.run(["umount", place], check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount an image")
 @pytest.mark.skipif(not shutil.which("mkfs.ext4"), reason="mkfs.ext4 is not installed")
-@pytest.mark.parametrize("delay_secs", [0.0, 6.0])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_saved_checkpoint_survives_a_power_failure(tmp_path, policy, delay_secs):
-    """The image of a mounted file system is what its disk has got: a copy is a power failure."""
-    image, copy = tmp_path / "disk", tmp_path / "copy"
+def test_saved_checkpoint_survives_a_power_failure(tmp_path_factory, subtests):
+    """The image of a mounted file system is what its disk has got: a copy is a power failure.
+
+    At once, and when the system has also written what was not synced.
+    """
+    for policy in POLICIES:
+        with subtests.test(msg=policy):
+            check_power_failure(tmp_path_factory.mktemp("row"), policy)
+
+
+def check_power_failure(tmp_path, policy):
+    image, copies = tmp_path / "disk", [tmp_path / "at once", tmp_path / "later"]
     with image.open("wb") as file:
         file.truncate(64 * 2**20)
     subprocess.run(["mkfs.ext4", "-q", image], check=True)
     with mounted(image, tmp_path / "mounted") as place:
         save(place / "runs", 1, 2, 3, **POLICIES[policy])
-        time.sleep(delay_secs)
-        shutil.copyfile(image, copy)
-    with mounted(copy, tmp_path / "after") as place:
-        assert assert_whole(place / "runs") == 3
-        kept = [int(path.name) for path in (place / "runs").iterdir() if path.name.isdigit()]
-        assert [assert_whole(place / "runs", step) for step in kept] == kept
+        shutil.copyfile(image, copies[0])
+        subprocess.run(["sync", "--file-system", place], check=True)
+        shutil.copyfile(image, copies[1])
+    for copy in copies:
+        with mounted(copy, tmp_path / "after") as place:
+            assert assert_whole(place / "runs") == 3
+            kept = [int(path.name) for path in (place / "runs").iterdir() if path.name.isdigit()]
+            assert [assert_whole(place / "runs", step) for step in kept] == kept
 
 
 # Clocks
@@ -133,14 +154,29 @@ def test_saved_checkpoint_survives_a_power_failure(tmp_path, policy, delay_secs)
 HOUR, YEAR = 3600 * 10**9, 3600 * 24 * 365 * 10**9
 
 
-@pytest.mark.parametrize("jump", [-HOUR, 10 * YEAR, -10 * YEAR, 0])
-@pytest.mark.parametrize(
-    ("keep_last", "kept"), [(3, (4, 5, 6)), (1, (6,)), (None, tuple(range(1, 7)))]
-)
-def test_order_does_not_depend_on_the_clock(tmp_path, monkeypatch, jump, keep_last, kept):
+JUMPS = [  # of the clock, the argument, and the steps that are kept
+    (-HOUR, 3, (4, 5, 6)),
+    (-HOUR, 1, (6,)),
+    (-HOUR, None, tuple(range(1, 7))),
+    (10 * YEAR, 3, (4, 5, 6)),
+    (-10 * YEAR, 3, (4, 5, 6)),
+    (0, 3, (4, 5, 6)),
+]
+
+
+@pytest.mark.parametrize("rows", mostly_slow(JUMPS, JUMPS[0]))
+def test_order_does_not_depend_on_the_clock(tmp_path_factory, rows, subtests):
+    for jump, keep_last, kept in rows:
+        with subtests.test(msg=f"{jump}, {keep_last}"), pytest.MonkeyPatch.context() as patch:
+            check_order_does_not_depend_on_the_clock(
+                tmp_path_factory.mktemp("row"), patch, jump, keep_last, kept
+            )
+
+
+def check_order_does_not_depend_on_the_clock(tmp_path, monkeypatch, jump, keep_last, kept):
     save(tmp_path, 1, 2, 3, keep_last=keep_last)
     now = time.time_ns()
-    monkeypatch.setattr(layout.time, "time_ns", lambda: now + jump)  # and it stands still
+    monkeypatch.setattr(time, "time_ns", lambda: now + jump)  # and it stands still
     save(tmp_path, 4, 5, keep_last=keep_last)
     monkeypatch.undo()
     save(tmp_path, 6, keep_last=keep_last)
@@ -162,6 +198,7 @@ def test_two_stores_of_one_process_do_not_disturb_each_other(tmp_path):
         assert [assert_whole(tmp_path / name, step) for step in range(12)] == list(range(12))
 
 
+@pytest.mark.slow
 def test_stores_in_threads_do_not_disturb_each_other(tmp_path):
     """Also where two of them write to one directory."""
     failed = []
@@ -181,7 +218,7 @@ def test_stores_in_threads_do_not_disturb_each_other(tmp_path):
     assert not failed
     for name, count in (("a", 6), ("b", 6), ("c", 12)):
         assert [assert_whole(tmp_path / name, step) for step in range(count)] == list(range(count))
-    assert not writer_lock.WriterLock._held
+        assert ".mirror.lock" not in os.listdir(tmp_path / name)
 
 
 def test_two_checkpoint_callbacks_work_in_one_fit(tmp_path):
@@ -220,6 +257,7 @@ def told_by(target, *arguments) -> tuple[object, object]:
         return process, listens.recv()
 
 
+@pytest.mark.slow
 def test_second_process_is_refused_until_the_first_has_ended(tmp_path):
     writer, pid = told_by(write_until_killed, tmp_path)
     try:
@@ -249,9 +287,9 @@ def test_other_process_is_refused_while_this_one_writes(tmp_path):
 
 def test_directory_without_locks_is_written_to(tmp_path, monkeypatch):
     def unsupported(*_):
-        raise OSError(writer_lock.errno.ENOLCK, "No locks available")
+        raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(writer_lock.fcntl, "lockf", unsupported)
+    monkeypatch.setattr(fcntl, "lockf", unsupported)
     save(tmp_path, 1)
     assert assert_whole(tmp_path) == 1
 
@@ -271,26 +309,30 @@ def test_directory_that_disappears_is_reported_and_made_again(tmp_path):
         assert store.steps() == ()
 
 
-@pytest.mark.parametrize("name", ["2.unfinished", "2.removed", "2.new.unfinished", "1.removed"])
-@pytest.mark.parametrize("kind", ["directory", "file", "nothing"])
-def test_link_in_the_place_of_a_leftover_is_deleted_and_its_target_kept(tmp_path, name, kind):
-    target = tmp_path / "precious"
-    if kind == "directory":
-        target.mkdir()
-        (target / "thesis").write_text("mine")
-    elif kind == "file":
-        target.write_text("mine")
-    with CheckpointStore(tmp_path / "runs", asynchronous=False, keep_last=1) as store:
-        store.save(1, arrays_of(1), {"step": 1})
-        (tmp_path / "runs" / name).symlink_to(target)
-        store.save(2, arrays_of(2), {"step": 2})
-        store.save(2, arrays_of(2), {"step": 2})
-    with CheckpointStore(tmp_path / "runs"):
-        pass
-    assert os.listdir(tmp_path / "runs") == ["2"]
-    assert assert_whole(tmp_path / "runs") == 2
-    assert target.exists() == (kind != "nothing")
-    assert kind != "directory" or (target / "thesis").read_text() == "mine"
+def test_link_in_the_place_of_a_leftover_is_deleted_and_its_target_kept(subtests, tmp_path_factory):
+    for kind, name in itertools.product(
+        ["directory", "file", "nothing"],
+        ["2.unfinished", "2.removed", "2.new.unfinished", "1.removed"],
+    ):
+        with subtests.test(msg=f"{kind} {name}"):
+            tmp_path = tmp_path_factory.mktemp("row")
+            target = tmp_path / "precious"
+            if kind == "directory":
+                target.mkdir()
+                (target / "thesis").write_text("mine")
+            elif kind == "file":
+                target.write_text("mine")
+            with CheckpointStore(tmp_path / "runs", asynchronous=False, keep_last=1) as store:
+                store.save(1, arrays_of(1), {"step": 1})
+                (tmp_path / "runs" / name).symlink_to(target)
+                store.save(2, arrays_of(2), {"step": 2})
+                store.save(2, arrays_of(2), {"step": 2})
+            with CheckpointStore(tmp_path / "runs"):
+                pass
+            assert os.listdir(tmp_path / "runs") == ["2"]
+            assert assert_whole(tmp_path / "runs") == 2
+            assert target.exists() == (kind != "nothing")
+            assert kind != "directory" or (target / "thesis").read_text() == "mine"
 
 
 def test_linked_checkpoint_is_removed_and_its_target_kept(tmp_path):
@@ -366,20 +408,22 @@ def saved(tmp_path_factory):
     return trainer, directory
 
 
-@pytest.mark.parametrize("forged", FORGED)
-def test_restore_changes_everything_or_nothing(saved, tmp_path, forged):
-    trainer, whole = saved
-    shutil.copytree(whole, tmp_path / "runs")
-    (path,) = (tmp_path / "runs").iterdir()
-    before = trainer.checkpoint_state()
-    forge(path, FORGED[forged])
-    with pytest.raises(ValueError, match="heckpoint") as caught:
-        trainer.restore(tmp_path / "runs")
-    assert "Error(" not in str(caught.value) or "invalid" in str(caught.value)
-    arrays, position = trainer.checkpoint_state()
-    assert position == before[1]
-    assert all(same(value, arrays[name]) for name, value in before[0].items())
-    trainer.restore(whole)
+def test_restore_changes_everything_or_nothing(subtests, saved, tmp_path_factory):
+    for forged in FORGED:
+        with subtests.test(msg=forged):
+            tmp_path = tmp_path_factory.mktemp("row")
+            trainer, whole = saved
+            shutil.copytree(whole, tmp_path / "runs")
+            (path,) = (tmp_path / "runs").iterdir()
+            before = trainer.checkpoint_state()
+            forge(path, FORGED[forged])
+            with pytest.raises(ValueError, match="heckpoint") as caught:
+                trainer.restore(tmp_path / "runs")
+            assert "Error(" not in str(caught.value) or "invalid" in str(caught.value)
+            arrays, position = trainer.checkpoint_state()
+            assert position == before[1]
+            assert all(same(value, arrays[name]) for name, value in before[0].items())
+            trainer.restore(whole)
 
 
 def test_foreign_state_of_a_callback_is_refused_before_training(saved, tmp_path):
@@ -426,19 +470,23 @@ BOMBS = {
 }
 
 
-@pytest.mark.parametrize("bomb", BOMBS)
-def test_arrays_that_differ_from_their_entries_are_refused(tmp_path, bomb):
+def test_arrays_that_differ_from_their_entries_are_refused(subtests, tmp_path_factory):
     """Before memory is allocated for them."""
-    save(tmp_path, 1)
-    zarr_of(tmp_path, "w3", BOMBS[bomb])
-    with raises(ValueError, names="w3", values=[1, tmp_path / "1"]):
-        load(tmp_path)
+    for bomb in BOMBS:
+        with subtests.test(msg=bomb):
+            tmp_path = tmp_path_factory.mktemp("row")
+            save(tmp_path, 1)
+            zarr_of(tmp_path, "w3", BOMBS[bomb])
+            with raises(ValueError, names="w3", values=[1, tmp_path / "1"]):
+                load(tmp_path)
 
 
 def test_restore_compares_the_model_before_it_reads(saved, tmp_path, monkeypatch):
     trainer, _ = saved
     save(tmp_path, 1)
     forge(tmp_path / "1", lambda about: about.update(position=trainer._position.to_dict()))
-    monkeypatch.setattr(files, "read_arrays", lambda *_: pytest.fail("was read"))
+    monkeypatch.setattr(
+        inside.checkpoint_files(), "read_arrays", lambda *_: pytest.fail("was read")
+    )
     with raises(ValueError, names=["model.kernel", "w0"], fix="mirror.load_checkpoint"):
         trainer.restore(tmp_path)

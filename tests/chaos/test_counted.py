@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 import mirror
+from tests.support.tables import mostly_slow
 
 BATCH = 4
 STEPS = 3  # per epoch; the second batch is the odd one
@@ -120,50 +121,70 @@ def data_with(make: Callable[[], Any]) -> list[Any]:
     return [batch_of(), make(), batch_of()]
 
 
+# A batch that is read ahead, and three in the thread of `fit`.
+FORMS = [
+    *((case, 2) for case in SAME),
+    *((case, 0) for case in ("float64", "array of JAX", "strided")),
+]
+
+
 @pytest.mark.filterwarnings("ignore:the matrix subclass")
-@pytest.mark.parametrize("prefetch", [0, 2], ids=["without prefetch", "with prefetch"])
-@pytest.mark.parametrize("case", SAME)
-def test_batch_in_another_form_trains_to_the_same_weights(two, case, prefetch):
-    plain, other = new_trainer(two), new_trainer(two)
-    plain.fit(data_with(batch_of), epochs=1, progress=False)
-    data = data_with(SAME[case])
-    other.fit(
-        two.distribute_dataset(data, remainder="pad", prefetch=prefetch), epochs=1, progress=False
-    )
-    assert_equal(weights_of(plain), weights_of(other))
+@pytest.mark.parametrize("rows", mostly_slow(FORMS, ("array of JAX", 2), ("strided", 0)))
+def test_batch_in_another_form_trains_to_the_same_weights(subtests, two, rows):
+    for case, prefetch in rows:
+        with subtests.test(msg=f"{case} {prefetch}"):
+            plain, other = new_trainer(two), new_trainer(two)
+            plain.fit(data_with(batch_of), epochs=1, progress=False)
+            data = data_with(SAME[case])
+            other.fit(
+                two.distribute_dataset(data, remainder="pad", prefetch=prefetch),
+                epochs=1,
+                progress=False,
+            )
+            assert_equal(weights_of(plain), weights_of(other))
 
 
-@pytest.mark.parametrize("case", FINITE | NOT_FINITE)
-def test_batch_with_odd_values_keeps_the_copies_equal(two, case):
+def test_batch_with_odd_values_keeps_the_copies_equal(subtests, two):
     """A value that is not finite is reported, and spreads as on one device."""
-    trainer = new_trainer(two)
-    if case in FINITE:
-        trainer.fit(data_with(FINITE[case]), epochs=1, progress=False)
-        assert all(np.isfinite(value).all() for value in weights_of(trainer).values())
-    else:
-        with pytest.warns(UserWarning, match="at step 2.*NaNGuard"):
-            history = trainer.fit(data_with(NOT_FINITE[case]), epochs=1, progress=False)
-        assert not np.isfinite(history["loss"][-1])
-    assert trainer._position.step == STEPS
-    two.check_mirrored(trainer.model)
+    for case in FINITE | NOT_FINITE:
+        with subtests.test(msg=str(case)):
+            trainer = new_trainer(two)
+            if case in FINITE:
+                trainer.fit(data_with(FINITE[case]), epochs=1, progress=False)
+                assert all(np.isfinite(value).all() for value in weights_of(trainer).values())
+            else:
+                with pytest.warns(UserWarning, match="at step 2.*NaNGuard"):
+                    history = trainer.fit(data_with(NOT_FINITE[case]), epochs=1, progress=False)
+                assert not np.isfinite(history["loss"][-1])
+            assert trainer._position.step == STEPS
+            two.check_mirrored(trainer.model)
 
 
-@pytest.mark.parametrize("prefetch", [0, 2], ids=["without prefetch", "with prefetch"])
-@pytest.mark.parametrize("case", REJECTED)
-def test_batch_that_cannot_be_used_is_rejected_between_steps(two, case, prefetch):
+UNUSABLE = [
+    *((case, 2) for case in REJECTED),
+    *((case, 0) for case in ("more examples", "None", "objects", "deleted", "wider")),
+]
+
+
+@pytest.mark.parametrize(
+    "rows", mostly_slow(UNUSABLE, ("missing key", 2), ("deleted", 0), ("wider", 2))
+)
+def test_batch_that_cannot_be_used_is_rejected_between_steps(subtests, two, rows):
     """The weights are those after the first step, and training can be resumed."""
-    make, kind, text = REJECTED[case]
-    wanted, trainer = new_trainer(two), new_trainer(two)
-    wanted.fit([batch_of()], epochs=1, progress=False)
-    data = two.distribute_dataset(data_with(make), remainder="pad", prefetch=prefetch)
-    with pytest.raises(kind) as caught:
-        trainer.fit(data, epochs=1, progress=False)
-    assert text in str(caught.value)
-    assert trainer._position.step == 1
-    assert_equal(weights_of(wanted), weights_of(trainer))
-    two.check_mirrored(trainer.model)
-    trainer.fit(data_with(batch_of), epochs=1, progress=False)
-    assert trainer._position.step == STEPS
+    for case, prefetch in rows:
+        with subtests.test(msg=f"{case} {prefetch}"):
+            make, kind, text = REJECTED[case]
+            wanted, trainer = new_trainer(two), new_trainer(two)
+            wanted.fit([batch_of()], epochs=1, progress=False)
+            data = two.distribute_dataset(data_with(make), remainder="pad", prefetch=prefetch)
+            with pytest.raises(kind) as caught:
+                trainer.fit(data, epochs=1, progress=False)
+            assert text in str(caught.value)
+            assert trainer._position.step == 1
+            assert_equal(weights_of(wanted), weights_of(trainer))
+            two.check_mirrored(trainer.model)
+            trainer.fit(data_with(batch_of), epochs=1, progress=False)
+            assert trainer._position.step == STEPS
 
 
 # Calls inside other calls
@@ -187,10 +208,20 @@ REFUSED = {  # the others work
 }
 
 
-@pytest.mark.parametrize("place", REFUSED)
-@pytest.mark.parametrize("call", CALLS)
-def test_call_inside_fit_works_or_is_refused(two, tmp_path, call, place):
+PAIRS = [(call, place) for call in CALLS for place in REFUSED]
+QUICK = [("evaluate", "callback"), ("restore", "callback"), ("fit", "source"), ("run", "loss")]
+
+
+@pytest.mark.parametrize("rows", mostly_slow(PAIRS, *QUICK))
+def test_call_inside_fit_works_or_is_refused(subtests, two, tmp_path_factory, rows):
     """In either case `fit` trains to the same weights."""
+    for call, place in rows:
+        with subtests.test(msg=f"{call} {place}"):
+            tmp_path = tmp_path_factory.mktemp("row")
+            check_call_inside_fit_works_or_is_refused(two, tmp_path, call, place)
+
+
+def check_call_inside_fit_works_or_is_refused(two, tmp_path, call, place):
     plain = new_trainer(two)
     plain.save(tmp_path)
     plain.fit(DATA, epochs=2, progress=False)
@@ -223,8 +254,8 @@ def test_call_inside_fit_works_or_is_refused(two, tmp_path, call, place):
     assert_equal(weights_of(plain), weights_of(trainer))
 
 
-def test_fit_works_in_an_event_loop_and_in_its_threads(pair):
-    plain, trainer = new_trainer(pair), new_trainer(pair)
+def test_fit_works_in_an_event_loop_and_in_its_threads(two):
+    plain, trainer = new_trainer(two), new_trainer(two)
     plain.fit(DATA, epochs=2, progress=False)
 
     async def train() -> None:

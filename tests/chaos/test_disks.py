@@ -7,7 +7,6 @@ import shutil
 import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,12 +16,14 @@ import pytest
 from flax import nnx
 
 import mirror
-from mirror._src.training.checkpoints import durable
-from mirror._src.training.checkpoints.load import load_checkpoint as load
-from mirror._src.training.checkpoints.store import CheckpointStore
+from mirror import load_checkpoint as load
+from tests.support import inside
 from tests.support.checkpoints import in_a_process, same
 from tests.support.messages import assert_message, raises
+from tests.support.tables import mostly_slow
+from tests.support.waiting import wait_until
 
+CheckpointStore, durable = inside.checkpoint_store(), inside.durable_files()
 MIB = 2**20
 
 
@@ -32,7 +33,7 @@ def arrays_of(step: int) -> dict[str, np.ndarray]:
     return {f"w{number}": noise + np.uint32(number) for number in range(2)}
 
 
-def save(store: CheckpointStore, step: int) -> None:
+def save(store, step: int) -> None:
     store.save(step, arrays_of(step), {"step": step})
     store.wait()
 
@@ -49,11 +50,9 @@ def assert_whole(directory: Path, *steps: int) -> None:
 # Faults
 
 
-@pytest.fixture
-def disk(tmp_path) -> Iterator[Path]:
-    """A disk of 8 MiB with few inodes, in memory."""
-    place = tmp_path / "disk"
-    place.mkdir()
+@contextlib.contextmanager
+def disk(place: Path) -> Iterator[Path]:
+    """Yields a disk of 8 MiB with few inodes, in memory."""
     options = f"size={8 * MIB},nr_inodes=200"
     done = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", options, "none", place], capture_output=True, text=True
@@ -68,19 +67,25 @@ def disk(tmp_path) -> Iterator[Path]:
 
 def unmount(place: Path) -> None:
     """Unmounts a disk once nothing uses it: threads may close files after they answer."""
-    for _ in range(100):
+
+    def is_unmounted() -> bool:
         gc.collect()  # a file that only an exception's frames hold is open until then
         done = subprocess.run(["umount", place], capture_output=True, text=True)
-        if not done.returncode:
-            return
-        time.sleep(0.1)
+        failed[:] = [done.stderr.strip()] * bool(done.returncode)
+        return not failed
+
+    failed: list[str] = []
+    with contextlib.suppress(AssertionError):
+        wait_until(is_unmounted)
+    if not failed:
+        return
     held = [
         (str(link.parent.parent.name), os.readlink(link))
         for link in Path("/proc").glob("[0-9]*/fd/*")
         if os.path.islink(link) and str(place) in os.readlink(link)
     ]
     subprocess.run(["umount", "--lazy", place], check=True)
-    raise AssertionError(f"{done.stderr.strip()}: open are {held}")
+    raise AssertionError(f"{failed[0]}: open are {held}")
 
 
 def fill(directory: Path, spare: int = 0) -> Callable[[], object]:
@@ -147,9 +152,22 @@ def assert_error(error: OSError, directory: Path, step: int) -> None:
         assert_message(error, values=step, fix="save to another directory")
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
-@pytest.mark.parametrize("fault", FAULTS)
-def test_disk_fails_between_saves(disk, fault, asynchronous):
+# All faults of a store that waits, and three of one that writes in the background.
+ROWS = [*((fault, False) for fault in FAULTS), ("full", True), ("gone", True), ("read-only", True)]
+QUICK = [("full", False), ("gone", True), ("replaced by a file", False)]
+
+
+@pytest.mark.parametrize("rows", mostly_slow(ROWS, *QUICK))
+def test_disk_fails_between_saves(tmp_path_factory, rows, subtests):
+    for fault, asynchronous in rows:
+        with (
+            subtests.test(msg=f"{fault}, {asynchronous}"),
+            disk(tmp_path_factory.mktemp("disk")) as place,
+        ):
+            check_fault_between_saves(place, fault, asynchronous)
+
+
+def check_fault_between_saves(disk, fault, asynchronous):
     directory = disk / "runs"
     with CheckpointStore(directory, keep_last=2, asynchronous=asynchronous) as store:
         save(store, 1)
@@ -169,10 +187,19 @@ def test_disk_fails_between_saves(disk, fault, asynchronous):
         assert not [name for name in os.listdir(directory) if "unfinished" in name]
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
-@pytest.mark.parametrize("fault", FAULTS)
-def test_disk_fails_in_the_middle_of_a_save(disk, monkeypatch, fault, asynchronous):
+@pytest.mark.parametrize("rows", mostly_slow(ROWS, *QUICK))
+def test_disk_fails_in_the_middle_of_a_save(tmp_path_factory, rows, subtests):
     """When the files of the checkpoint are written, and before it has its number."""
+    for fault, asynchronous in rows:
+        with (
+            subtests.test(msg=f"{fault}, {asynchronous}"),
+            disk(tmp_path_factory.mktemp("disk")) as place,
+            pytest.MonkeyPatch.context() as monkeypatch,
+        ):
+            check_fault_in_a_save(place, monkeypatch, fault, asynchronous)
+
+
+def check_fault_in_a_save(disk, monkeypatch, fault, asynchronous):
     directory = disk / "runs"
     undo: list[Callable[[], object]] = []
 
@@ -196,8 +223,14 @@ def test_disk_fails_in_the_middle_of_a_save(disk, monkeypatch, fault, asynchrono
         assert_whole(directory, 1, 3)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_store_is_opened_on_a_disk_that_fails(disk, fault):
+@pytest.mark.parametrize("rows", mostly_slow(FAULTS, "full", "replaced by a fifo"))
+def test_store_is_opened_on_a_disk_that_fails(tmp_path_factory, rows, subtests):
+    for fault in rows:
+        with subtests.test(msg=fault), disk(tmp_path_factory.mktemp("disk")) as place:
+            check_store_is_opened(place, fault)
+
+
+def check_store_is_opened(disk, fault):
     directory = disk / "runs"
     with CheckpointStore(directory) as store:
         save(store, 1)
@@ -216,9 +249,14 @@ def test_store_is_opened_on_a_disk_that_fails(disk, fault):
     assert_whole(directory, 1, 3)
 
 
-@pytest.mark.parametrize("fault", ["full", "without inodes", "read-only", "replaced by a file"])
-def test_training_continues_after_a_disk_has_failed(disk, fault):
+@pytest.mark.parametrize("fault", ["full", pytest.param("read-only", marks=pytest.mark.slow)])
+def test_training_continues_after_a_disk_has_failed(tmp_path, fault):
     """`fit` raises, the model is at the end of a step, and the next `fit` trains and saves."""
+    with disk(tmp_path) as place:
+        check_training_continues(place, fault)
+
+
+def check_training_continues(disk, fault):
     directory = disk / "runs"
 
     def loss_fn(model, batch):
@@ -253,6 +291,7 @@ def write_without_permission(directory: Path) -> None:
     assert_whole(directory, 1)
 
 
+@pytest.mark.slow
 def test_directory_of_another_user_can_be_read_only():
     """A user without permission to write is told so, and can load.
 
@@ -295,27 +334,31 @@ NAMES = {
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_directory_with_an_odd_name(tmp_path, name):
+def test_directory_with_an_odd_name(subtests, tmp_path_factory):
     """It works, or the error names the path; nothing is written elsewhere."""
-    directory = tmp_path / "in" / NAMES[name]
-    try:
-        with CheckpointStore(directory) as store:
-            save(store, 1)
-    except (OSError, ValueError) as error:
-        assert_message(error, values=repr(str(directory))[1:-1])
-    else:
-        assert_whole(directory, 1)
-    assert os.listdir(tmp_path) in (["in"], [])
-    assert len(list(tmp_path.glob("in/*"))) <= 1
+    for name in NAMES:
+        with subtests.test(msg=name):
+            tmp_path = tmp_path_factory.mktemp("row")
+            directory = tmp_path / "in" / NAMES[name]
+            try:
+                with CheckpointStore(directory) as store:
+                    save(store, 1)
+            except (OSError, ValueError) as error:
+                assert_message(error, values=repr(str(directory))[1:-1])
+            else:
+                assert_whole(directory, 1)
+            assert os.listdir(tmp_path) in (["in"], [])
+            assert len(list(tmp_path.glob("in/*"))) <= 1
 
 
-@pytest.mark.parametrize("name", ["x" * 256, "/".join(["d" * 250] * 20), "a\0b"])
-def test_directory_whose_name_is_impossible_is_rejected(tmp_path, name):
-    with pytest.raises((OSError, ValueError)) as caught:
-        CheckpointStore(tmp_path / name)
-    assert name[:50].split("\0")[0] in str(caught.value)
-    assert not list(tmp_path.iterdir()) or not list(tmp_path.rglob("[0-9]*"))
+def test_directory_whose_name_is_impossible_is_rejected(subtests, tmp_path_factory):
+    for name in ["x" * 256, "/".join(["d" * 250] * 20), "a\0b"]:
+        with subtests.test(msg=str(name)):
+            tmp_path = tmp_path_factory.mktemp("row")
+            with pytest.raises((OSError, ValueError)) as caught:
+                CheckpointStore(tmp_path / name)
+            assert name[:50].split("\0")[0] in str(caught.value)
+            assert not list(tmp_path.iterdir()) or not list(tmp_path.rglob("[0-9]*"))
 
 
 TRAVERSALS = [
@@ -333,21 +376,23 @@ TRAVERSALS = [
 ]
 
 
-@pytest.mark.parametrize("name", TRAVERSALS, ids=repr)
-def test_name_of_an_array_cannot_leave_the_directory(tmp_path, name):
-    directory = tmp_path / "in" / "runs"
-    value = np.arange(5.0)
-    with CheckpointStore(directory) as store:
-        try:
-            store.save(1, {name: value, "w": value}, {})
-            store.wait()
-        except (OSError, ValueError) as error:
-            assert_message(error, values=repr(name))
-        else:
-            assert same(load(directory).arrays[name], value)
-    assert os.listdir(tmp_path) == ["in"]
-    assert os.listdir(tmp_path / "in") == ["runs"]
-    assert set(os.listdir(directory)) <= {"1"}
+def test_name_of_an_array_cannot_leave_the_directory(subtests, tmp_path_factory):
+    for name in TRAVERSALS:
+        with subtests.test(msg=name):
+            tmp_path = tmp_path_factory.mktemp("row")
+            directory = tmp_path / "in" / "runs"
+            value = np.arange(5.0)
+            with CheckpointStore(directory) as store:
+                try:
+                    store.save(1, {name: value, "w": value}, {})
+                    store.wait()
+                except (OSError, ValueError) as error:
+                    assert_message(error, values=repr(name))
+                else:
+                    assert same(load(directory).arrays[name], value)
+            assert os.listdir(tmp_path) == ["in"]
+            assert os.listdir(tmp_path / "in") == ["runs"]
+            assert set(os.listdir(directory)) <= {"1"}
 
 
 def make_socket(path: Path) -> None:
@@ -372,40 +417,54 @@ IN_THE_WAY: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["2", "2.new", "2.unfinished", ".mirror.lock"])
-@pytest.mark.parametrize("kind", IN_THE_WAY)
-def test_something_else_has_the_name_of_a_checkpoint(tmp_path, kind, name):
+NAMED = [(kind, "2") for kind in IN_THE_WAY]
+NAMED += [
+    (kind, name)
+    for kind in ("file", "full directory", "link to a file")
+    for name in ("2.new", "2.unfinished", ".mirror.lock")
+]
+
+
+@pytest.mark.parametrize(
+    "rows", mostly_slow(NAMED, ("link to a file", "2.unfinished"), ("fifo", "2"))
+)
+def test_something_else_has_the_name_of_a_checkpoint(rows, subtests, tmp_path_factory):
     """It is replaced, ignored or named in the error, and older checkpoints are whole."""
-    directory = tmp_path / "runs"
-    with CheckpointStore(directory) as store:
-        save(store, 1)
-    precious = tmp_path / "precious"
-    precious.write_text("mine")
-    IN_THE_WAY[kind](directory / name)
-    try:
-        with CheckpointStore(directory) as store:
-            save(store, 2)
-    except OSError as error:
-        assert_message(error, values=directory)
-        durable.delete(directory / name)
-        with CheckpointStore(directory) as store:
-            save(store, 2)
-    assert_whole(directory, 1, 2)
-    assert load(directory).step == 2
-    assert precious.read_text() == "mine"
+    for kind, name in rows:
+        with subtests.test(msg=f"{kind} {name}"):
+            tmp_path = tmp_path_factory.mktemp("row")
+            directory = tmp_path / "runs"
+            with CheckpointStore(directory) as store:
+                save(store, 1)
+            precious = tmp_path / "precious"
+            precious.write_text("mine")
+            IN_THE_WAY[kind](directory / name)
+            try:
+                with CheckpointStore(directory) as store:
+                    save(store, 2)
+            except OSError as error:
+                assert_message(error, values=directory)
+                durable.delete(directory / name)
+                with CheckpointStore(directory) as store:
+                    save(store, 2)
+            assert_whole(directory, 1, 2)
+            assert load(directory).step == 2
+            assert precious.read_text() == "mine"
 
 
-@pytest.mark.parametrize("target", ["directory", "link", "nothing"])
-def test_directory_is_a_link(tmp_path, target):
+def test_directory_is_a_link(subtests, tmp_path_factory):
     """The checkpoints are where it points to."""
-    place = tmp_path / "elsewhere"
-    if target == "directory":
-        place.mkdir()
-    elif target == "link":
-        (tmp_path / "far").mkdir()
-        place.symlink_to(tmp_path / "far")
-    (tmp_path / "runs").symlink_to(place)
-    with CheckpointStore(tmp_path / "runs") as store:
-        save(store, 1)
-    assert (tmp_path / "runs").is_symlink()
-    assert_whole(place, 1)
+    for target in ["directory", "link", "nothing"]:
+        with subtests.test(msg=str(target)):
+            tmp_path = tmp_path_factory.mktemp("row")
+            place = tmp_path / "elsewhere"
+            if target == "directory":
+                place.mkdir()
+            elif target == "link":
+                (tmp_path / "far").mkdir()
+                place.symlink_to(tmp_path / "far")
+            (tmp_path / "runs").symlink_to(place)
+            with CheckpointStore(tmp_path / "runs") as store:
+                save(store, 1)
+            assert (tmp_path / "runs").is_symlink()
+            assert_whole(place, 1)

@@ -103,30 +103,31 @@ SAVES = """
         trainer.restore(directory)
     print(trainer.summary({'x': ROWS}), strategy.inspect(step, (BATCH,)))
 """
-NO_STREAMS = """
+STREAMS = """
     sys.stdout = sys.stderr = None
     fit([{'x': ROWS}] * 3)
-    sys.stdout = sys.__stdout__
-"""
-CLOSED_STREAMS = """
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
     sys.stderr.close()
     fit([{'x': ROWS}] * 3)
     sys.stderr = None  # or Python fails to flush it
 """
+HOMELESS = {"HOME": "/dev/null", "XDG_CACHE_HOME": "/dev/null"}
+ASCII = {"LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
 
 # Code, flags of Python, variables of the environment.
 CASES = {
     "fork in the source": (FORKS, ["-W", "ignore"], {}),
+    "asyncio, then no or closed standard streams": (ASYNC + STREAMS, [], {}),
+    "warnings are errors, no asserts, no home, ASCII": (
+        TRAINS + SAVES,
+        ["-W", "error", "-OO"],
+        {**HOMELESS, **ASCII},
+    ),
+}
+MORE_CASES = {
     "spawn in the source": (SPAWNS, [], {}),
-    "asyncio": (ASYNC, [], {}),
-    "warnings are errors": (TRAINS + SAVES, ["-W", "error"], {}),
-    "without asserts and docstrings": (TRAINS + SAVES, ["-OO"], {}),
     "isolated": (TRAINS + SAVES, ["-I"], {}),
     "developer mode": (TRAINS, ["-X", "dev", "-W", "ignore"], {}),
-    "no home": (TRAINS + SAVES, [], {"HOME": "/dev/null", "XDG_CACHE_HOME": "/dev/null"}),
-    "ASCII": (TRAINS + SAVES, [], {"LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}),
-    "no standard streams": (NO_STREAMS, [], {}),
-    "closed standard error": (CLOSED_STREAMS, [], {}),
 }
 
 
@@ -148,16 +149,26 @@ def output_of(code: str, flags: list[str], environment: dict[str, str]) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_unusual_processes_train(name):
-    assert "reached the end" in output_of(*CASES[name])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        pytest.param(CASES, id="some", marks=pytest.mark.slow),
+        pytest.param(MORE_CASES, id="more", marks=pytest.mark.nightly),
+    ],
+)
+def test_unusual_processes_train(rows, subtests):
+    for name, case in rows.items():
+        with subtests.test(msg=name):
+            assert "reached the end" in output_of(*case)
 
 
+@pytest.mark.slow
 @pytest.mark.dev("torch")
 def test_forked_workers_of_torch_load_data():
     assert "reached the end" in output_of(TORCH_FORKS, ["-W", "ignore"], {})
 
 
+@pytest.mark.slow
 def test_a_step_in_a_forked_process_is_an_error():
     """JAX's threads are not there after a fork, and a step would wait for them forever."""
     output = output_of(RUNS_IN_A_FORK, ["-W", "ignore"], {})

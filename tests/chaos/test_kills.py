@@ -1,106 +1,113 @@
-"""`kill -9` at random moments of a save loses nothing, and the next save works.
-
-A few kills run with the slow tests, all hundred with `--nightly`.
-"""
+"""`kill -9` at any point of a save loses nothing, and the next save works."""
 
 import contextlib
 import os
 import signal
-import time
-from collections.abc import Iterator
-from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
-from mirror._src.training.checkpoints import layout
-from mirror._src.training.checkpoints.load import load_checkpoint as load
-from mirror._src.training.checkpoints.store import CheckpointStore
+from mirror import load_checkpoint as load
+from tests.support import inside
 from tests.support.checkpoints import START, same
+from tests.support.kills import before_changes, kill_me
 
-NUMBERS = {"small": 2**13, "large": 2**23}  # in each array: 256 KiB and 64 MiB in all
-ARRAYS = {"small": 8, "large": 2}
-KILLS = {"small": 60, "large": 40}
-IN_CI = {"small": 3, "large": 1}  # of the synchronous and of the asynchronous ones
-_midway: list[bool] = []  # whether each kill interrupted a save
-GOLDEN = (5**0.5 - 1) / 2  # multiples of it, modulo 1, are spread evenly, however many there are
+CheckpointStore = inside.checkpoint_store()
 
 
-def arrays_of(size: str, step: int) -> dict[str, np.ndarray]:
-    """Returns arrays that encode their step, and that cannot be compressed."""
-    noise = np.random.default_rng(step).integers(0, 2**32, NUMBERS[size], np.uint32)
-    return {f"w{number}": noise + np.uint32(number) for number in range(ARRAYS[size])}
+def arrays_of(turn: int) -> dict[str, np.ndarray]:
+    """Returns arrays that encode the number of their save."""
+    return {f"w{number}": np.arange(1000.0) + 10 * turn + number for number in range(2)}
 
 
-def save_until_killed(directory, size: str, asynchronous: bool, says) -> None:
-    """Says how long a save takes, and then each step that is saved."""
+def save(store, step: int, turn: int) -> None:
+    store.save(step, arrays_of(turn), {"turn": turn})
+
+
+def save_until(directory, wanted: str | None, says) -> None:
+    """Saves, and ends before the point with this name; tells the points, and the turns at an end.
+
+    Step 3 is new, and makes the store delete step 1. Then another checkpoint replaces it.
+    """
     jax.config.update("jax_platforms", "cpu")
-    arrays = {step: arrays_of(size, step) for step in range(4)}
-    with CheckpointStore(directory, asynchronous=asynchronous) as store:
-        for step in (0, 1):
-            begin = time.monotonic()
-            store.save(step, arrays[step], {"step": step})
-            store.wait()
-        says.send(time.monotonic() - begin)
-        for step in (2, 3, 3, 2) * 1000:  # most of them replace a checkpoint
-            store.save(step, arrays[step], {"step": step})
-            if not asynchronous:
-                says.send(step)
+    turns = [1, 2, 3, 4]
+    points: dict[str, None] = {}
+
+    def at(name: str) -> None:
+        name = f"{name}, save {5 - len(turns)}"
+        points[name] = None
+        if name == wanted:
+            kill_me()
+
+    with CheckpointStore(directory, asynchronous=False, keep_last=2) as store:
+        for step in (1, 2, 3, 3):
+            if step == 3 and not points:
+                before_changes(directory, at)
+            save(store, step, turns[0])
+            says.send((step, turns.pop(0)))
+    says.send(list(points))
 
 
-def assert_whole(directory, size: str, step: int) -> None:
-    found = load(directory, step)
-    assert found.position == {"step": step}
-    wanted = arrays_of(size, step)
-    assert found.arrays.keys() == wanted.keys()
-    assert all(same(value, found.arrays[name]) for name, value in wanted.items())
-
-
-def kills() -> Iterator[Any]:
-    """Yields a row for each kill; their moments are spread over two saves."""
-    for size, count in KILLS.items():
-        for asynchronous in (False, True):
-            for number in range(count // 2):
-                kind = "asynchronous" if asynchronous else "synchronous"
-                marks = [pytest.mark.nightly] if number >= IN_CI[size] else []
-                moment = 2 * ((0.25 + number * GOLDEN) % 1)
-                name = f"{size}-{kind}-{number}"
-                yield pytest.param(size, asynchronous, moment, marks=marks, id=name)
-
-
-@pytest.mark.parametrize(("size", "asynchronous", "moment"), list(kills()))
-def test_kill_in_a_save_loses_nothing(tmp_path, size, asynchronous, moment):
+def told_by(directory, wanted: str | None = None) -> tuple[int, list]:
+    """Returns the status of a process that saves, and what it has told."""
     listens, says = START.Pipe(duplex=False)
-    arguments = (tmp_path, size, asynchronous, says)
-    process = START.Process(target=save_until_killed, args=arguments)
+    process = START.Process(target=save_until, args=(directory, wanted, says))
     process.start()
     says.close()
-    with listens:
-        secs = listens.recv()
-        time.sleep(secs * moment)
-        os.kill(process.pid, signal.SIGKILL)
-        process.join()
-        process.close()
-        told = {0, 1}
-        with contextlib.suppress(EOFError):
-            while True:
-                told.add(listens.recv())
-    _midway.append(any(layout.LEFTOVER.fullmatch(name) for name in os.listdir(tmp_path)))
-    steps = tuple(layout.checkpoints_in(tmp_path))
-    assert set(steps) >= told
-    with CheckpointStore(tmp_path) as store:
+    told = []
+    with listens, contextlib.suppress(EOFError):
+        while True:
+            told.append(listens.recv())
+    process.join()
+    return process.exitcode, told
+
+
+@pytest.fixture(scope="module")
+def points(tmp_path_factory) -> list[str]:
+    """The names of all points of two saves, in order."""
+    status, told = told_by(tmp_path_factory.mktemp("points"))
+    assert status == 0
+    return told[-1]
+
+
+def check_kill(directory, point: str) -> None:
+    status, told = told_by(directory, point)
+    assert status == -signal.SIGKILL, "the point was not reached"
+    steps = tuple(inside.checkpoint_layout().checkpoints_in(directory))
+    last = told[-1][0]  # each save that has ended is there, but for the one that is deleted
+    assert steps[-1] in (last, 3)
+    assert {step for step, _ in told} - {1} <= set(steps)
+    with CheckpointStore(directory) as store:
         assert store.steps() == steps
         for step in steps:
-            assert_whole(tmp_path, size, step)
-        store.save(9, arrays_of(size, 9), {"step": 9})
-    assert_whole(tmp_path, size, 9)
-    assert sorted(os.listdir(tmp_path)) == sorted(map(str, (*steps, 9)))
+            assert_whole(directory, step)
+        if last == 3:
+            assert assert_whole(directory, 3) >= told[-1][1]
+        save(store, 9, 9)
+    assert assert_whole(directory, 9) == 9
+    assert sorted(os.listdir(directory)) == sorted(map(str, (*steps, 9)))
 
 
-@pytest.mark.slow
-def test_kills_come_in_the_middle_of_saves():
-    if len(_midway) < 4:
-        pytest.skip("needs the kills of this file")
-    print(f"{sum(_midway)} of {len(_midway)} midway")
-    assert sum(_midway) >= len(_midway) / 5
+def assert_whole(directory, step: int) -> int:
+    """Checks that arrays and position are of one save; returns its number."""
+    found = load(directory, step)
+    wanted = arrays_of(found.position["turn"])
+    assert found.arrays.keys() == wanted.keys()
+    assert all(same(value, found.arrays[name]) for name, value in wanted.items())
+    return found.position["turn"]
+
+
+def is_of_mirror(point: str) -> bool:
+    """Whether the point is a step of mirror's own protocol: names and deletions."""
+    return (point.startswith("os.rename") and "orbax" not in point) or "is deleted" in point
+
+
+@pytest.mark.parametrize("own", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_kill_in_a_save_loses_nothing(tmp_path_factory, points, subtests, own):
+    """Before each name that mirror changes, and before each file that Orbax creates."""
+    rows = [point for point in points if is_of_mirror(point) == own]
+    assert len(rows) > 5
+    for point in rows:
+        with subtests.test(msg=point):
+            check_kill(tmp_path_factory.mktemp("row"), point)

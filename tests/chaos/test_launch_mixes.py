@@ -12,6 +12,7 @@ SECS = 2
 DEADLINE = 100  # XLA aborts after 40 s
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", MIXES)
 def test_mixes_of_launches_end(name):
     command = [sys.executable, "-m", "tests.support.mixes", name, str(SECS)]

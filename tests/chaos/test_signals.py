@@ -1,13 +1,17 @@
-"""SIGTERM and Ctrl-C are noticed soon, wherever `fit` is, and nothing that was trained is lost."""
+"""SIGTERM and Ctrl-C are noticed wherever `fit` is, and nothing that was trained is lost.
+
+Most tests send the signals to their own process, while `fit` waits for an event that only the
+signal brings: a signal that is not noticed is a hang. One process per signal is real.
+"""
 
 import contextlib
 import ctypes
+import functools
 import multiprocessing
 import os
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 
 import jax
@@ -17,32 +21,22 @@ import pytest
 from flax import nnx
 
 import mirror
-from mirror._src.training.checkpoints import files
-from mirror._src.training.checkpoints.store import CheckpointStore
+from tests.support import inside
 from tests.support.checkpoints import START
 from tests.support.messages import assert_message
+from tests.support.strategies import cpu_strategy
+from tests.support.waiting import wait_until
 
+CheckpointStore, files = inside.checkpoint_store(), inside.checkpoint_files()
 STEPS = 6  # before the place that blocks
-LONG = 40.0  # seconds, far more than any limit here
-AT_ONCE = 4.0  # seconds: 1, and what a busy machine takes
-
-
-class Blocks:
-    """Something that takes very long, once; it tells when it begins."""
-
-    def __init__(self, says, in_native_code: bool = False):
-        self.says, self.in_native_code = says, in_native_code
-
-    def __call__(self) -> None:
-        self.says.send("blocked")
-        if self.in_native_code:  # as in a compiler: no handler runs in this thread
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-            ctypes.CDLL(None).sleep(int(LONG))
-        time.sleep(LONG)
+LIMIT = 60  # seconds: ends a test that hangs
+INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+STOP, CONT = signal.SIGSTOP, signal.SIGCONT
+SAVED, INTERRUPTED, KILLED = 143, 130, -HUP
 
 
 class Batches:
-    """Batches of which one takes very long."""
+    """Batches of which one takes forever."""
 
     def __init__(self, block=None, at: int = STEPS):
         self.block, self.at = block, at
@@ -54,37 +48,276 @@ class Batches:
             yield {"x": np.full((4, 2), number, np.float32)}
 
 
-class TellsOnStep(mirror.callbacks.Callback):
-    """Tells once that training has begun, and leaves it alone."""
-
-    def __init__(self, says):
-        self.says = says
+class OnStep(mirror.callbacks.Callback):
+    def __init__(self, call):
+        self.call = call
 
     def on_step(self, fit):
         if fit.position.step == STEPS:
-            self.says.send("blocked")
+            self.call()
 
 
-class BlocksOnStep(mirror.callbacks.Callback):
-    def __init__(self, block):
-        self.block = block
-
-    def on_step(self, fit):
-        if fit.position.step == STEPS:
-            self.block()
+def loss_fn(model, batch):
+    return optax.l2_loss(model(batch["x"]))[:, 0]
 
 
-def slow_down_write(says, at: int) -> None:
-    """Makes the checkpoint of a step take a second, and tells when it begins."""
+def trainer_of(strategy, loss=loss_fn) -> mirror.Trainer:
+    with strategy.scope():
+        return mirror.Trainer(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), optax.adam(1e-3), loss)
+
+
+def fit_at(trainer, place: str, block, *callbacks):
+    """Trains, and calls a function at a place."""
+    data, options = Batches(), {"epochs": 10**6}
+    others = []
+    if place == "source":
+        data = Batches(block)
+    elif place == "source without prefetch":
+        data = trainer.strategy.distribute_dataset(Batches(block), remainder="pad", prefetch=0)
+    elif place == "validation":
+        options["validation_data"] = Batches(block, at=0)
+        data, options["steps_per_epoch"] = Batches(lambda: None), STEPS
+    elif place in ("callback", "step"):
+        others = [OnStep(block)]
+    trainer.fit(data, callbacks=[*callbacks, *others], progress=False, **options)
+
+
+# In this process
+
+
+class Block:
+    """Blocks once, in any thread, until it is released; another thread then does something."""
+
+    def __init__(self, then):
+        self.then, self.began, self.released = then, threading.Event(), threading.Event()
+
+    def __call__(self) -> None:
+        self.began.set()
+        assert self.released.wait(LIMIT), "the signal was not noticed"
+
+    def _run(self) -> None:
+        assert self.began.wait(LIMIT), "the place was not reached"
+        self.then()
+
+    def __enter__(self):
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self.released.set()
+        self.began.set()
+        self._thread.join()
+
+
+def send(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+def is_waiting(where: str = "") -> bool:
+    """Whether the main thread waits for another one, in a function with this name."""
+    frame = sys._current_frames()[threading.main_thread().ident]
+    is_waiting, names = frame.f_code.co_filename == threading.__file__, []
+    while frame is not None:
+        names.append(frame.f_code.co_name)
+        frame = frame.f_back
+    return is_waiting and (not where or where in names)
+
+
+def send_after_the_steps(trainer, number: int) -> None:
+    wait_until(lambda: trainer._position.step == STEPS and is_waiting())
+    send(number)
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """A trainer whose programs are compiled, and its first state."""
+    trainer = trainer_of(cpu_strategy(2))
+    state = jax.tree.map(np.asarray, nnx.state((trainer.model, trainer.optimizer)))
+    trainer.fit(Batches(), 1, validation_data=Batches(), progress=False)
+    return trainer, state
+
+
+@pytest.fixture
+def untrained(compiled, tmp_path):
+    """Returns a function that gives the trainer as it was at first."""
+    trainer, _ = compiled
+    first = trainer_of(cpu_strategy(1))
+    first.save(tmp_path / "first")
+
+    def again():
+        trainer.restore(tmp_path / "first")
+        return trainer
+
+    return again
+
+
+PLACES = ["source", "source without prefetch", "validation", "callback"]
+
+
+def test_sigterm_saves_soon(untrained, tmp_path, subtests, capfd):
+    for place in PLACES:
+        directory = tmp_path / place
+        trainer = untrained()
+        then = functools.partial(send_after_the_steps, trainer, TERM)
+        with subtests.test(msg=place), Block(then) as block:
+            checkpoint = mirror.callbacks.Checkpoint(directory, every_epochs=0)
+            with pytest.raises(SystemExit) as caught:
+                fit_at(trainer, place, block, checkpoint)
+            assert caught.value.code == SAVED
+            assert capfd.readouterr().err == f"SIGTERM: step {STEPS} is saved in {directory}.\n"
+            assert mirror.load_checkpoint(directory).step == STEPS
+            assert signal.getsignal(TERM) is signal.SIG_DFL
+
+
+def test_interrupt_ends_fit_soon(untrained, subtests):
+    for place in PLACES:
+        trainer = untrained()
+        then = functools.partial(send_after_the_steps, trainer, INT)
+        with subtests.test(msg=place), Block(then) as block:
+            with pytest.raises(KeyboardInterrupt):
+                fit_at(trainer, place, block)
+            assert trainer._position.step == STEPS
+
+
+class Timers:
+    """Timers that run when a test says so."""
+
+    def __init__(self) -> None:
+        self.calls: list = []
+
+    def __call__(self, secs, function, arguments=()):
+        assert 0 < secs < 2
+        timer = threading.Thread(target=function, args=arguments)  # for its attributes
+        timer.start = lambda: self.calls.append(functools.partial(function, *arguments))
+        return timer
+
+    def run(self) -> None:
+        while self.calls:
+            self.calls.pop()()
+
+
+@pytest.fixture
+def timers(monkeypatch) -> Timers:
+    timers = Timers()
+    monkeypatch.setattr(threading, "Timer", timers)
+    return timers
+
+
+def test_first_interrupt_says_how_to_stop_at_once(timers, capfd):
+    def press_twice():
+        send(INT)
+        wait_until(lambda: timers.calls)
+        timers.run()
+        send(INT)
+
+    with Block(press_twice) as block:
+
+        def loss(model, batch):
+            block()
+            return loss_fn(model, batch)
+
+        trainer = trainer_of(cpu_strategy(2), loss)
+        with pytest.raises(KeyboardInterrupt):
+            fit_at(trainer, "compile", None)
+    assert trainer._position.step == 0
+    words = capfd.readouterr().err
+    assert words.count("Interrupted") == 1
+    assert_message(words, fix="Press Ctrl-C again to stop at once.")
+
+
+def test_interrupt_that_stops_soon_prints_nothing(untrained, timers, capfd):
+    with Block(lambda: send(INT)) as block, pytest.raises(KeyboardInterrupt):
+        fit_at(untrained(), "source", block)
+    timers.run()
+    assert capfd.readouterr().err == ""
+
+
+def test_interrupts_in_a_checkpoint_complete_it(untrained, tmp_path, subtests, capfd, monkeypatch):
+    """A process that ended in the middle of it would hang in the threads of Orbax."""
     write = files.write
 
-    def slow_write(path, *contents):
-        if path.name == str(at):
-            says.send("blocked")
-            time.sleep(1.0)
-        write(path, *contents)
+    for count in (1, 2, 8):
 
-    files.write = slow_write
+        def press(count=count):
+            for _ in range(count):
+                wait_until(lambda: is_waiting("complete"))
+                send(INT)
+            wait_until(lambda: "the checkpoint for step 6" in words())
+            block.released.set()
+
+        said: list[str] = []
+
+        def words(said=said) -> str:
+            said.append(capfd.readouterr().err)
+            return "".join(said)
+
+        def blocks(path, *contents):
+            if path.name == str(STEPS):
+                block()
+            write(path, *contents)
+
+        with subtests.test(msg=str(count)), Block(press) as block:
+            monkeypatch.setattr(files, "write", blocks)
+            checkpoint = mirror.callbacks.Checkpoint(
+                tmp_path / str(count), every_epochs=0, every_steps=2, asynchronous=False
+            )
+            with pytest.raises(KeyboardInterrupt):
+                fit_at(untrained(), "", None, checkpoint)
+            assert mirror.load_checkpoint(tmp_path / str(count)).step == STEPS
+            assert_message(words(), names="the checkpoint for step 6", fix="Ctrl-\\")
+
+
+# In processes of their own
+
+
+def fit_in_process(place: str, directory: Path, grace_secs: float, every_steps: int, says) -> None:
+    jax.config.update("jax_platforms", "cpu")
+    mirror.config.set_num_cpu_devices(2)
+    sys.stderr = (directory / "stderr").open("w")
+    os.dup2(sys.stderr.fileno(), 2)
+    callbacks, loss, block = [], loss_fn, functools.partial(blocked, says)
+    if place == "step":  # which goes on
+        block = functools.partial(says.send, "blocked")
+    elif place == "close":
+        close_before_the_signal()
+    elif place == "save":
+        callbacks.append(EndsAtTheEnd(says, save_before_the_signal(directory)))
+    elif place.startswith("compile"):
+        block = functools.partial(blocked, says, in_native_code="native" in place)
+
+        def loss(model, batch):
+            block()
+            return loss_fn(model, batch)
+
+    if place == "close":
+        callbacks.append(EndsAtTheEnd(says))
+    trainer = trainer_of(mirror.MirroredStrategy(), loss)
+    checkpoint = mirror.callbacks.Checkpoint(
+        directory / "runs",
+        every_epochs=int(place == "save"),
+        every_steps=every_steps,
+        grace_secs=grace_secs,
+        asynchronous=not every_steps,
+    )
+    try:
+        if place in ("close", "save"):
+            trainer.fit(Batches(), 1, callbacks=[checkpoint, *callbacks], progress=False)
+        else:
+            fit_at(trainer, place, block, checkpoint)
+    except KeyboardInterrupt:
+        signal.signal(INT, signal.SIG_IGN)
+        says.send(f"interrupted after {trainer._position.step}")
+        sys.exit(INTERRUPTED)
+
+
+def blocked(says, in_native_code: bool = False) -> None:
+    """Tells that it blocks, and then blocks forever."""
+    says.send("blocked")
+    if in_native_code:  # as in a compiler: no handler runs in this thread
+        signal.pthread_sigmask(signal.SIG_BLOCK, {INT, TERM})
+        ctypes.CDLL(None).sleep(1000)
+    threading.Event().wait()
 
 
 class EndsAtTheEnd(mirror.callbacks.Callback):
@@ -95,26 +328,27 @@ class EndsAtTheEnd(mirror.callbacks.Callback):
 
     def on_epoch_end(self, fit, logs):
         self.says.send("blocked")
-        os.kill(os.getpid(), signal.SIGTERM)
+        send(TERM)
         if self.event is not None:
-            assert self.event.wait(10)
+            assert self.event.wait(LIMIT)
 
 
 def close_before_the_signal() -> None:
     """Makes `fit` close the checkpoints while the thread that saved is about to end the process."""
-    close, send = CheckpointStore.close, signal.pthread_kill
+    close, kill = CheckpointStore.close, signal.pthread_kill
+    is_sending = threading.Event()
 
-    def close_slowly(store):
-        time.sleep(1.5)
+    def close_late(store):
+        is_sending.wait(5)
         close(store)
 
-    def send_late(thread, number):
-        end = time.monotonic() + 3
-        while signal.getsignal(number) is not signal.SIG_DFL and time.monotonic() < end:
-            time.sleep(0.01)
-        send(thread, number)
+    def kill_late(thread, number):
+        is_sending.set()
+        with contextlib.suppress(AssertionError):  # the handler is restored: never
+            wait_until(lambda: signal.getsignal(number) is signal.SIG_DFL, 1.0)
+        kill(thread, number)
 
-    CheckpointStore.close, signal.pthread_kill = close_slowly, send_late
+    CheckpointStore.close, signal.pthread_kill = close_late, kill_late
 
 
 def save_before_the_signal(directory: Path) -> threading.Event:
@@ -123,192 +357,109 @@ def save_before_the_signal(directory: Path) -> threading.Event:
     Returns:
         The event that this thread has begun to save. A save that is cut off creates a file.
     """
-    save, wait, send = CheckpointStore.save, CheckpointStore.wait, signal.pthread_kill
-    is_waiting, is_saving = threading.Event(), threading.Event()
+    save, wait, kill = CheckpointStore.save, CheckpointStore.wait, signal.pthread_kill
+    is_waiting, is_saving, is_sent = (threading.Event() for _ in range(3))
 
-    def wait_slowly(store):
-        if threading.current_thread().name == "mirror SIGTERM":
+    def wait_late(store):
+        if threading.current_thread() is not threading.main_thread():
             is_waiting.set()
-            time.sleep(1)
+            is_saving.wait(2)
         wait(store)
 
-    def save_slowly(store, *arguments):
+    def save_late(store, *arguments):
         if threading.current_thread() is threading.main_thread():
             is_saving.set()
             try:
-                time.sleep(1)
+                is_sent.wait(2)
             except BaseException:
                 (directory / "cut off").touch()
                 raise
         save(store, *arguments)
 
-    def send_late(thread, number):
+    def kill_late(thread, number):
         is_saving.wait(2)
-        send(thread, number)
+        kill(thread, number)
+        is_sent.set()
 
-    CheckpointStore.save, CheckpointStore.wait = save_slowly, wait_slowly
-    signal.pthread_kill = send_late
+    CheckpointStore.save, CheckpointStore.wait = save_late, wait_late
+    signal.pthread_kill = kill_late
     return is_waiting
 
 
-def loss_fn(model, batch):
-    return optax.l2_loss(model(batch["x"]))[:, 0]
-
-
-def fit_at(place: str, directory: Path, says, grace_secs: float, every_steps: int) -> None:
-    jax.config.update("jax_platforms", "cpu")
-    mirror.config.set_num_cpu_devices(2)
-    sys.stderr = (directory / "stderr").open("w")
-    os.dup2(sys.stderr.fileno(), 2)
-    strategy = mirror.MirroredStrategy()
-    block = Blocks(says)
-    loss, data, options = loss_fn, Batches(), {"epochs": STEPS // 2}
-    others: list[mirror.callbacks.Callback] = []
-    if place == "source":
-        data = Batches(block)
-    elif place == "source without prefetch":
-        data = strategy.distribute_dataset(Batches(block), remainder="pad", prefetch=0)
-    elif place == "validation":
-        options["validation_data"] = Batches(block, at=0)
-        data, options["steps_per_epoch"] = Batches(lambda: None), STEPS
-    elif place == "callback":
-        others, options["epochs"] = [BlocksOnStep(block)], 10**6
-    elif place == "step":
-        others, options["epochs"] = [TellsOnStep(says)], 10**6
-    elif place == "checkpoint":
-        slow_down_write(says, at=STEPS)
-        options["epochs"] = 10**6
-    elif place == "close":
-        close_before_the_signal()
-        others, options["epochs"] = [EndsAtTheEnd(says)], 1
-    elif place == "save":
-        others, options["epochs"] = [EndsAtTheEnd(says, save_before_the_signal(directory))], 1
-    else:
-        block.in_native_code = place == "compile in native code"
-
-        def loss(model, batch):
-            block()
-            return loss_fn(model, batch)
-
-    with strategy.scope():
-        trainer = mirror.Trainer(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), optax.adam(1e-3), loss)
-    checkpoint = mirror.callbacks.Checkpoint(
-        directory / "runs",
-        every_epochs=int(place == "save"),
-        every_steps=every_steps,
-        grace_secs=grace_secs,
-        asynchronous=not every_steps,
-    )
-    callbacks = [checkpoint, *others]
-    try:
-        trainer.fit(data, callbacks=callbacks, progress=False, **options)
-    except SystemExit:
-        time.sleep(0.2)  # a late signal would kill the process
-        raise
-    except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        says.send(f"interrupted after {trainer._position.step}")
-        sys.exit(130)
-
-
 @contextlib.contextmanager
-def blocked_at(place: str, directory: Path, *, grace_secs: float = 25.0, every_steps: int = 0):
-    """Yields a process that trains and blocks, and the connection that it speaks through."""
+def started(target, *arguments):
+    """Yields a process, and the connection that it speaks through."""
     listens, says = START.Pipe(duplex=False)
-    process = START.Process(target=fit_at, args=(place, directory, says, grace_secs, every_steps))
+    process = START.Process(target=target, args=(*arguments, says))
     process.start()
     says.close()
     try:
         with listens:
-            assert listens.poll(60), "the process is silent"
-            assert listens.recv() == "blocked"
-            time.sleep(0.1)
             yield process, listens
     finally:
         process.kill()
         process.join()
 
 
-def ended_at(place: str, directory: Path, *numbers: int, gap_secs: float = 1.5, **options):
-    """Sends signals to a process that blocks; returns its status, its words and the time."""
+def heard(listens, directory: Path | None = None) -> object:
+    assert listens.poll(LIMIT), (
+        "the process is silent" if directory is None else words_in(directory)
+    )
+    return listens.recv()
+
+
+def blocked_at(place: str, directory: Path, *, grace_secs: float = 25.0, every_steps: int = 0):
+    return started(fit_in_process, place, directory, grace_secs, every_steps)
+
+
+def ended_at(place: str, directory: Path, *numbers: int, gap_secs: float = 0.05, **options):
+    """Sends signals to a process that blocks; returns its status and its words."""
     with blocked_at(place, directory, **options) as (process, listens):
-        begin = time.monotonic()
+        assert heard(listens) == "blocked"
         for number in numbers:
             with contextlib.suppress(ProcessLookupError):  # it has ended
                 os.kill(process.pid, number)
             process.join(gap_secs)
-        process.join(30)
-        secs, status = time.monotonic() - begin, process.exitcode
-        try:
-            said = listens.recv() if listens.poll() else ""
-        except EOFError:
-            said = ""
-    return status, said, secs, words_in(directory)
+        process.join(LIMIT)
+        status = process.exitcode
+    return status, words_in(directory)
 
 
 def words_in(directory: Path) -> str:
     return (directory / "stderr").read_text()
 
 
-PLACES = ["source", "source without prefetch", "validation", "callback"]
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_sigterm_saves_soon(tmp_path, place):
-    status, _, secs, words = ended_at(place, tmp_path, signal.SIGTERM)
-    assert status == 143
-    assert secs < AT_ONCE
-    assert words == f"SIGTERM: step {STEPS} is saved in {tmp_path / 'runs'}.\n"
-    assert mirror.load_checkpoint(tmp_path / "runs").step == STEPS
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["close", "save"])
 def test_sigterm_at_the_end_of_fit_saves(tmp_path, place):
     """The thread that saves sends no signal after `fit` has restored the handler, or in a save."""
-    status, *_ = ended_at(place, tmp_path)
-    assert status == 143
+    status, words = ended_at(place, tmp_path)
+    assert status == SAVED, words
     assert mirror.load_checkpoint(tmp_path / "runs").step == 2
     assert not (tmp_path / "cut off").exists()
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_interrupt_ends_fit_soon(tmp_path, place):
-    status, said, secs, _ = ended_at(place, tmp_path, signal.SIGINT)
-    assert (status, said) == (130, f"interrupted after {STEPS}")
-    assert secs < AT_ONCE
-
-
-@pytest.mark.parametrize("place", ["compile", "compile in native code"])
-def test_sigterm_ends_a_process_that_compiles(tmp_path, place):
+@pytest.mark.slow
+def test_sigterm_ends_a_process_that_compiles(tmp_path):
     """Within the grace period, and it says what was not done."""
-    status, _, secs, words = ended_at(place, tmp_path, signal.SIGTERM, grace_secs=3.0)
-    assert status == 143
-    assert 1 < secs < 3 + AT_ONCE
-    assert_message(words, names="SIGTERM", values=3, fix=["no checkpoint", "none", "grace_secs"])
+    status, words = ended_at("compile in native code", tmp_path, TERM, grace_secs=2.0)
+    assert status == SAVED
+    assert_message(words, names="SIGTERM", values=2, fix=["no checkpoint", "none", "grace_secs"])
 
 
-def test_first_interrupt_says_how_to_stop_at_once(tmp_path):
-    status, said, _, words = ended_at("compile", tmp_path, signal.SIGINT, signal.SIGINT)
-    assert (status, said) == (130, "interrupted after 0")
-    assert_message(words, fix="Press Ctrl-C again to stop at once.")
-
-
-def test_interrupt_that_stops_soon_prints_nothing(tmp_path):
-    *_, words = ended_at("source", tmp_path, signal.SIGINT)
-    assert words == ""
-
-
-INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
-STOP, CONT = signal.SIGSTOP, signal.SIGCONT
-SAVED, INTERRUPTED, KILLED = 143, 130, -HUP
 SEQUENCES: dict[str, tuple[str, list[int], set[int]]] = {
     "SIGTERM in a step": ("step", [TERM], {SAVED}),
+    "Ctrl-C in a step": ("step", [INT], {INTERRUPTED}),
+    "SIGHUP in a step": ("step", [HUP], {KILLED}),
+    "SIGTERM while stopped": ("source", [STOP, TERM, CONT], {SAVED}),
+    "Ctrl-C while stopped": ("validation", [STOP, INT, CONT], {INTERRUPTED}),
+}
+MORE_SEQUENCES: dict[str, tuple[str, list[int], set[int]]] = {
     # One that comes when the checkpoint has been written ends the process as by default.
     "SIGTERM twice in the source": ("source", [TERM] * 2, {SAVED, -TERM}),
     "SIGTERM eight times in the source": ("source", [TERM] * 8, {SAVED, -TERM}),
     "SIGTERM eight times in a step": ("step", [TERM] * 8, {SAVED, -TERM}),
     "SIGTERM eight times in a callback": ("callback", [TERM] * 8, {SAVED, -TERM}),
-    "Ctrl-C in a step": ("step", [INT], {INTERRUPTED}),
     # Each but the first raises wherever the process is, also while it ends.
     "Ctrl-C twice in a step": ("step", [INT] * 2, {INTERRUPTED, 1}),
     "Ctrl-C eight times in the source": ("source", [INT] * 8, {INTERRUPTED, 1}),
@@ -316,39 +467,31 @@ SEQUENCES: dict[str, tuple[str, list[int], set[int]]] = {
     "Ctrl-C eight times in validation": ("validation", [INT] * 8, {INTERRUPTED, 1}),
     "Ctrl-C, then SIGTERM in a step": ("step", [INT, TERM], {INTERRUPTED, SAVED}),
     "SIGTERM, then Ctrl-C in the source": ("source", [TERM, INT], {INTERRUPTED, SAVED, 1}),
-    "SIGHUP in a step": ("step", [HUP], {KILLED}),
     "SIGHUP in the source": ("source", [HUP], {KILLED}),
     "SIGHUP in a callback": ("callback", [HUP], {KILLED}),
     "stopped and continued in a step": ("step", [STOP, CONT, TERM], {SAVED}),
-    "SIGTERM while stopped": ("source", [STOP, TERM, CONT], {SAVED}),
-    "Ctrl-C while stopped": ("validation", [STOP, INT, CONT], {INTERRUPTED}),
 }
 
 
-@pytest.mark.parametrize("case", SEQUENCES)
-def test_signals_end_the_process_and_lose_nothing(tmp_path, case):
-    place, numbers, wanted = SEQUENCES[case]
-    status, _, secs, words = ended_at(place, tmp_path, *numbers, gap_secs=0.05, every_steps=2)
-    assert status in wanted, words
-    assert secs < AT_ONCE
-    found = mirror.load_checkpoint(tmp_path / "runs")
-    if place == "source":  # it blocks while earlier batches are on their way
-        assert found.step >= 2
-    else:
-        assert found.step >= (STEPS if status == SAVED else STEPS - 2)
-    assert found.position["step"] == found.step
-
-
-@pytest.mark.parametrize("count", [1, 2, 8])
-def test_interrupts_in_a_checkpoint_complete_it(tmp_path, count):
-    """A process that ended in the middle of it would hang in the threads of Orbax."""
-    status, _, secs, words = ended_at(
-        "checkpoint", tmp_path, *[INT] * count, gap_secs=0.05, every_steps=2
-    )
-    assert status == INTERRUPTED, words
-    assert secs < AT_ONCE
-    assert mirror.load_checkpoint(tmp_path / "runs").step == STEPS
-    assert_message(words, names="the checkpoint for step 6", fix="Ctrl-\\")
+@pytest.mark.parametrize(
+    "rows",
+    [
+        pytest.param(SEQUENCES, id="one", marks=pytest.mark.slow),
+        pytest.param(MORE_SEQUENCES, id="several", marks=pytest.mark.nightly),
+    ],
+)
+def test_signals_end_the_process_and_lose_nothing(tmp_path_factory, rows, subtests):
+    for case, (place, numbers, wanted) in rows.items():
+        with subtests.test(msg=case):
+            directory = tmp_path_factory.mktemp("row")
+            status, words = ended_at(place, directory, *numbers, every_steps=2)
+            assert status in wanted, words
+            found = mirror.load_checkpoint(directory / "runs")
+            if place == "source":  # it blocks while earlier batches are on their way
+                assert found.step >= 2
+            else:
+                assert found.step >= (STEPS if status == SAVED else STEPS - 2)
+            assert found.position["step"] == found.step
 
 
 def end_in_save(directory: Path, says) -> None:
@@ -361,7 +504,7 @@ def end_in_save(directory: Path, says) -> None:
         start(thread)
         if type(thread).__name__ == "_SignalingThread":
             has_begun.set()
-            time.sleep(1.0)
+            threading.main_thread().join(LIMIT)
 
     threading.Thread.start = start_and_linger
     store.save(2, {"x": np.ones(4)}, {})
@@ -369,29 +512,20 @@ def end_in_save(directory: Path, says) -> None:
 
 
 def test_process_that_ends_in_a_save_does_not_hang(tmp_path):
-    listens, says = START.Pipe(duplex=False)
-    process = START.Process(target=end_in_save, args=(tmp_path, says))
-    process.start()
-    says.close()
-    try:
-        assert listens.poll(60), "the process is silent"
-        assert listens.recv(), "Orbax has no such threads any more"
-        process.join(1.0 + AT_ONCE)
+    with started(end_in_save, tmp_path) as (process, listens):
+        assert heard(listens), "Orbax has no such threads any more"
+        process.join(LIMIT)
         assert process.exitcode == 0
-    finally:
-        process.kill()
-        process.join()
     assert mirror.load_checkpoint(tmp_path).step in (1, 2)
 
 
+@pytest.mark.slow
 def test_interrupt_is_acknowledged_while_native_code_runs(tmp_path):
     """No handler runs then, and a second Ctrl-C could not stop it, so that is not promised."""
-    with blocked_at("compile in native code", tmp_path) as (process, _):
-        begin = time.monotonic()
+    with blocked_at("compile in native code", tmp_path) as (process, listens):
+        assert heard(listens) == "blocked"
         os.kill(process.pid, INT)
-        while "Interrupted" not in words_in(tmp_path):
-            assert time.monotonic() - begin < AT_ONCE, "it is silent"
-            time.sleep(0.02)
+        wait_until(lambda: "Interrupted" in words_in(tmp_path))
         assert_message(words_in(tmp_path), names="native code", fix="Ctrl-\\")
         assert "Ctrl-C" not in words_in(tmp_path)
         os.kill(process.pid, INT)
@@ -405,53 +539,61 @@ class ForksWorker:
     def __init__(self, says):
         self.says = says
 
+    def wait(self) -> None:
+        self.says.send(os.getpid())
+        threading.Event().wait()
+
     def __iter__(self):
-        worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(LONG,))
+        worker = multiprocessing.get_context("fork").Process(target=self.wait)
         worker.start()
-        self.says.send(worker.pid)
         worker.join()
         self.says.send(worker.exitcode)
         yield {"x": np.ones((4, 2), np.float32)}
 
 
-def fit_with_worker(directory: Path, says, prefetch: int) -> None:
+def fit_with_worker(directory: Path, prefetch: int, says) -> None:
     jax.config.update("jax_platforms", "cpu")
     mirror.config.set_num_cpu_devices(2)
     sys.stderr = (directory / "stderr").open("w")
     os.dup2(sys.stderr.fileno(), 2)
-    strategy = mirror.MirroredStrategy()
-    with strategy.scope():
-        trainer = mirror.Trainer(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), optax.adam(1e-3), loss_fn)
-    data = strategy.distribute_dataset(ForksWorker(says), remainder="pad", prefetch=prefetch)
+    trainer = trainer_of(mirror.MirroredStrategy())
+    distribute = trainer.strategy.distribute_dataset
+    data = distribute(ForksWorker(says), remainder="pad", prefetch=prefetch)
     checkpoint = mirror.callbacks.Checkpoint(directory / "runs", every_epochs=0)
     trainer.fit(data, epochs=1, callbacks=checkpoint, progress=False)
     says.send(f"trained {trainer._position.step}")
 
 
-WORKERS = {"SIGTERM": (TERM, -TERM), "Ctrl-C": (INT, 1), "SIGHUP": (HUP, -HUP)}
+WORKERS = {  # the signal, the status of the worker, and `prefetch`: with 2, a thread forks
+    "SIGTERM, prefetch thread": (TERM, -TERM, 2),
+    "Ctrl-C, main thread": (INT, 1, 0),
+}
+MORE_WORKERS = {
+    "SIGTERM, main thread": (TERM, -TERM, 0),
+    "Ctrl-C, prefetch thread": (INT, 1, 2),
+    "SIGHUP, main thread": (HUP, -HUP, 0),
+    "SIGHUP, prefetch thread": (HUP, -HUP, 2),
+}
 
 
-@pytest.mark.parametrize("prefetch", [0, 2], ids=["main thread", "prefetch thread"])
-@pytest.mark.parametrize(("number", "status"), WORKERS.values(), ids=WORKERS)
-def test_signal_to_a_forked_worker_ends_the_worker_only(tmp_path, number, status, prefetch):
+@pytest.mark.parametrize(
+    "rows",
+    [
+        pytest.param(WORKERS, id="some", marks=pytest.mark.slow),
+        pytest.param(MORE_WORKERS, id="more", marks=pytest.mark.nightly),
+    ],
+)
+def test_signal_to_a_forked_worker_ends_the_worker_only(tmp_path_factory, rows, subtests):
     """It neither runs the handlers of the training, nor is it noticed by the training."""
-    listens, says = START.Pipe(duplex=False)
-    process = START.Process(target=fit_with_worker, args=(tmp_path, says, prefetch))
-    process.start()
-    says.close()
-    try:
-        with listens:
-            assert listens.poll(60), "the process is silent"
-            worker = listens.recv()
-            time.sleep(0.5)
-            os.kill(worker, number)
-            assert listens.poll(20), "the worker does not end"
-            assert listens.recv() == status
-            assert listens.poll(60), words_in(tmp_path)
-            assert listens.recv() == "trained 1"
-    finally:
-        process.kill()
-        process.join()
-    assert "Interrupted:" not in words_in(tmp_path)
-    assert "SIGTERM:" not in words_in(tmp_path)
-    assert not [path for path in (tmp_path / "runs").iterdir() if path.name.isdigit()]
+    for case, (number, status, prefetch) in rows.items():
+        directory = tmp_path_factory.mktemp("row")
+        with (
+            subtests.test(msg=case),
+            started(fit_with_worker, directory, prefetch) as (_, listens),
+        ):
+            os.kill(heard(listens), number)
+            assert heard(listens) == status
+            assert heard(listens, directory) == "trained 1"
+            assert "Interrupted:" not in words_in(directory)
+            assert "SIGTERM:" not in words_in(directory)
+            assert not [path for path in (directory / "runs").iterdir() if path.name.isdigit()]

@@ -298,8 +298,6 @@ MAY_LOOK_INSIDE = (
 # Files that are not converted yet, by folder. The lists may only shrink.
 STILL_INSIDE = {
     "chaos": """
-        test_checkpoint_faults.py
-        test_disks.py
         test_kills.py
         test_signals.py
     """,
@@ -415,16 +413,7 @@ STILL_INSIDE = {
         test_asserts.py
     """,
     "training": """
-        test_agreed_stop.py
-        test_callbacks.py
-        test_checkpoints.py
-        test_mistakes.py
-        test_named_losses.py
-        test_objective.py
         test_progress.py
-        test_resume.py
-        test_state_lock.py
-        test_weighted.py
     """,
     "utils": """
         test_closing.py
@@ -467,7 +456,6 @@ STILL_BY_THE_CLOCK = {
         test_plugin_processes.py
     """,
     "training": """
-        test_checkpoints.py
         test_progress.py
     """,
     "watchdog": """
@@ -504,10 +492,7 @@ STILL_SLEEPING = {
         test_plugin_processes.py
     """,
     "training": """
-        test_checkpoints.py
         test_progress.py
-        test_resume.py
-        test_state_lock.py
     """,
     "watchdog": """
         test_peers.py

@@ -46,7 +46,6 @@ class Ends(mirror.callbacks.Callback):
         if self.mode.startswith("stop"):
             fit.stop("seven are enough")
         elif self.mode.startswith("SIG"):
-            print("signals at", time.time(), flush=True)
             os.kill(os.getpid(), getattr(signal, self.mode.partition(" ")[0]))
         elif self.mode == "kill" and not int(os.environ.get("MIRROR_RESTARTS", "0")):
             time.sleep(0.5)  # so that a checkpoint is complete

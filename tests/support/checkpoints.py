@@ -2,14 +2,13 @@
 
 import contextlib
 import multiprocessing
-import os
 import signal
-import time
 
 import numpy as np
 
-from mirror._src.training.checkpoints.host_copies import KeyData
+from tests.support import inside
 
+KeyData = inside.key_data()
 START = multiprocessing.get_context("forkserver")
 START.set_forkserver_preload(["pytest", "orbax.checkpoint", "tensorstore", __name__])
 
@@ -31,22 +30,20 @@ def in_a_process(target, *arguments) -> None:
     process.close()
 
 
-def killed(target, arguments, delay_secs: float) -> int:
-    """Kills a process some time after the first step that it sends; returns the last one.
+def killed(target, *arguments) -> int:
+    """Runs a function in a process that kills itself; returns the last step that it sends.
 
-    Its function gets a connection to send steps through, as the last argument.
+    It gets a connection to send steps through, as the last argument.
     """
     listens, says = START.Pipe(duplex=False)
     with listens:
         process = START.Process(target=target, args=(*arguments, says))
         process.start()
         says.close()
-        told = listens.recv()
-        time.sleep(delay_secs)
-        os.kill(process.pid, signal.SIGKILL)
-        process.join()
-        process.close()
         with contextlib.suppress(EOFError):
             while True:
                 told = listens.recv()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        process.close()
     return told

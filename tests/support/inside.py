@@ -20,7 +20,17 @@ from mirror._src.data import step_exchange as data_step_exchange
 from mirror._src.devices import backend, launch, settings, startup
 from mirror._src.distributed import failures as distributed_failures
 from mirror._src.distributed import store
-from mirror._src.utils import supported
+from mirror._src.training import agreed_stop as training_agreed_stop
+from mirror._src.training import labels as training_labels
+from mirror._src.training import losses as training_losses
+from mirror._src.training import meter as training_meter
+from mirror._src.training import objective as training_objective
+from mirror._src.training import position as training_position
+from mirror._src.training import state_lock as training_state_lock
+from mirror._src.training.callbacks import hooks as callback_hooks
+from mirror._src.training.checkpoints import durable, files, host_copies, layout
+from mirror._src.training.checkpoints import store as checkpoints_store
+from mirror._src.utils import supported, unknown_names
 
 
 def has_started() -> bool:
@@ -61,6 +71,76 @@ def local_input() -> tuple[ModuleType, ...]:
 def failures() -> ModuleType:
     """The reports of failed processes: users cannot set their clock."""
     return distributed_failures
+
+
+def checkpoint_store() -> type:
+    """`CheckpointStore`: users save the state of a trainer only, not arrays of their choice."""
+    return checkpoints_store.CheckpointStore
+
+
+def checkpoint_layout() -> ModuleType:
+    """The module of the names in a directory of checkpoints, on which users cannot rely."""
+    return layout
+
+
+def checkpoint_files() -> ModuleType:
+    """The module that writes and reads one checkpoint, to fail in the middle of it."""
+    return files
+
+
+def durable_files() -> ModuleType:
+    """The module that syncs, renames and deletes, to fail between two of these."""
+    return durable
+
+
+def key_data() -> type:
+    """`KeyData`, the form of random keys in a checkpoint, which users convert at once."""
+    return host_copies.KeyData
+
+
+def objective() -> ModuleType:
+    """The module of the sums of one launch: users see the means of whole epochs."""
+    return training_objective
+
+
+def meter() -> ModuleType:
+    """The module that adds these sums: users see the means of whole epochs."""
+    return training_meter
+
+
+def labels() -> ModuleType:
+    """The module that checks labels, which users do not pickle."""
+    return training_labels
+
+
+def position() -> ModuleType:
+    """The module that counts launches in flight, which users cannot see."""
+    return training_position
+
+
+def state_lock() -> type:
+    """`StateLock`, whose order of threads users cannot control."""
+    return training_state_lock.StateLock
+
+
+def agreed_stop() -> ModuleType:
+    """The module with which processes agree on the last step, here one after the other."""
+    return training_agreed_stop
+
+
+def loss_tables() -> ModuleType:
+    """The module with the names of losses, to test that each one is tested."""
+    return training_losses
+
+
+def hooks() -> Iterable[str]:
+    """The names of the hooks that `fit` calls, to compare them with `Callback`."""
+    return callback_hooks.HOOKS
+
+
+def guesses(kind: str) -> dict[str, str]:
+    """The names of other libraries that errors explain, to test each one."""
+    return unknown_names.GUESSES[kind]
 
 
 def count_calls(module: ModuleType, name: str, patch: pytest.MonkeyPatch) -> list[object]:

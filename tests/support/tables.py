@@ -66,3 +66,14 @@ def rows(names: str, table: Mapping[str, Any] | Iterable[Any]) -> Callable[..., 
 
 def _label(row: Any) -> str:
     return getattr(row, "__name__", None) or repr(row)
+
+
+def mostly_slow(table: Iterable[Any], *quick: Any) -> list[Any]:
+    """Returns two lists for `parametrize`: these rows, and the others, which are slow."""
+    every = list(table)
+    assert all(row in every for row in quick), "not a row of the table"
+    rest = [row for row in every if row not in quick]
+    return [
+        pytest.param(list(quick), id="quick"),
+        pytest.param(rest, id="rest", marks=pytest.mark.slow),
+    ]

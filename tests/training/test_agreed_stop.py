@@ -5,8 +5,10 @@ import itertools
 import pytest
 
 from benchmarks.scale_messages import MemoryStore, installed
-from mirror._src.training import agreed_stop
-from mirror._src.training.agreed_stop import AgreedStop, Request
+from tests.support import inside
+
+agreed_stop = inside.agreed_stop()
+AgreedStop, Request = agreed_stop.AgreedStop, agreed_stop.Request
 
 
 @pytest.fixture

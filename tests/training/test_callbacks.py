@@ -2,6 +2,7 @@
 
 import csv
 import functools
+import itertools
 import pathlib
 import re
 import struct
@@ -17,10 +18,10 @@ from tensorboardX.proto.event_pb2 import Event  # sets CRC32C_SW_MODE
 
 import mirror
 from mirror import callbacks
-from mirror._src.context.scopes import current_frame
-from mirror._src.utils.optional import require
+from tests.support import inside
 from tests.support.messages import raises
 from tests.support.strategies import cpu_strategy
+from tests.support.tables import mostly_slow
 
 ROWS, SIZE, STEPS = 40, 4, 10  # examples, in batches, of an epoch
 BEGINNING = "fit_begin", "epoch_begin", "step"
@@ -81,7 +82,7 @@ class Recorder(callbacks.Callback):
 
     def note(self, hook, number, logs=None) -> None:
         assert threading.current_thread() is threading.main_thread()
-        assert current_frame() is None
+        assert inside.open_scope() is None
         if logs is not None:
             assert {type(value) for value in logs.values()} == {float}
             self.logs.append(dict(logs))
@@ -150,19 +151,21 @@ def expected_calls(epochs: int, k: int) -> list[tuple]:
     return calls
 
 
-@pytest.mark.parametrize("k", [1, 3])
-def test_hooks_run_once_on_the_host_for_any_number_of_replicas(k):
-    recorders = {n: Recorder() for n in (1, 8)}
-    for n, recorder in recorders.items():
-        history = fit(new_trainer(n, steps_per_execution=k), 2, recorder)
-        begin = ("fit_begin", recorder.calls[0][1])
-        assert recorder.calls == [begin, *expected_calls(2, k), ("fit_end", 0)]
-        ends = [recorder.logs[i] for i, (hook, _) in enumerate(with_logs(recorder)) if hook]
-        assert ends == [{name: history[name][i] for name in history} for i in range(2)]
-    one, eight = recorders[1].logs, recorders[8].logs
-    assert [list(logs) for logs in one] == [list(logs) for logs in eight]
-    flat = [[x for logs in found for x in logs.values()] for found in (one, eight)]
-    np.testing.assert_allclose(*flat, rtol=1e-5)
+@pytest.mark.parametrize("rows", mostly_slow([1, 3], 3))
+def test_hooks_run_once_on_the_host_for_any_number_of_replicas(subtests, rows):
+    for k in rows:
+        with subtests.test(msg=str(k)):
+            recorders = {n: Recorder() for n in (1, 8)}
+            for n, recorder in recorders.items():
+                history = fit(new_trainer(n, steps_per_execution=k), 2, recorder)
+                begin = ("fit_begin", recorder.calls[0][1])
+                assert recorder.calls == [begin, *expected_calls(2, k), ("fit_end", 0)]
+                ends = [recorder.logs[i] for i, (hook, _) in enumerate(with_logs(recorder)) if hook]
+                assert ends == [{name: history[name][i] for name in history} for i in range(2)]
+            one, eight = recorders[1].logs, recorders[8].logs
+            assert [list(logs) for logs in one] == [list(logs) for logs in eight]
+            flat = [[x for logs in found for x in logs.values()] for found in (one, eight)]
+            np.testing.assert_allclose(*flat, rtol=1e-5)
 
 
 def with_logs(recorder) -> list[tuple]:
@@ -176,19 +179,20 @@ def test_history_contains_metrics_added_by_a_callback():
     assert list(history) == ["loss", "error", "mine"]
 
 
-@pytest.mark.parametrize("hook", HOOKS)
-def test_fit_reraises_callback_errors(hook):
-    before, after, raiser = Recorder(), Recorder(), Raises(hook)
-    trainer = new_trainer()
-    with pytest.raises(LookupError, match="of the test"):
-        fit(trainer, 2, before, raiser, after)
-    for recorder in (before, after):
-        began = recorder is before or hook != "fit_begin"
-        assert recorder.hooks.count("fit_end") == recorder.hooks.count("fit_begin") == began
-        assert recorder.hooks[-1:] == ["fit_end"] * began
-    history = fit(trainer, 2, before, raiser, after, anew=False)
-    assert history.epochs == [0, 1]
-    assert before.hooks.count("fit_end") == 2
+def test_fit_reraises_callback_errors(subtests):
+    for hook in HOOKS:
+        with subtests.test(msg=hook):
+            before, after, raiser = Recorder(), Recorder(), Raises(hook)
+            trainer = new_trainer()
+            with pytest.raises(LookupError, match="of the test"):
+                fit(trainer, 2, before, raiser, after)
+            for recorder in (before, after):
+                began = recorder is before or hook != "fit_begin"
+                assert recorder.hooks.count("fit_end") == recorder.hooks.count("fit_begin") == began
+                assert recorder.hooks[-1:] == ["fit_end"] * began
+            history = fit(trainer, 2, before, raiser, after, anew=False)
+            assert history.epochs == [0, 1]
+            assert before.hooks.count("fit_end") == 2
 
 
 def wider(at: int):
@@ -204,14 +208,15 @@ def broken(at: int):
         yield batch
 
 
-@pytest.mark.parametrize("source", [wider, broken])
-def test_callbacks_end_after_an_error_in_a_step_or_the_data(source):
-    recorder, trainer = Recorder(), new_trainer()
-    with pytest.raises(Exception, match=r"of the source|shape|dot_general"):
-        fit(trainer, 2, recorder, data=source(5))
-    assert recorder.hooks[-1] == "fit_end"
-    assert recorder.hooks.count("fit_end") == 1
-    assert fit(trainer, 2).epochs == [0, 1]
+def test_callbacks_end_after_an_error_in_a_step_or_the_data(subtests):
+    for source in [wider, broken]:
+        with subtests.test(msg=str(source)):
+            recorder, trainer = Recorder(), new_trainer()
+            with pytest.raises(Exception, match=r"of the source|shape|dot_general"):
+                fit(trainer, 2, recorder, data=source(5))
+            assert recorder.hooks[-1] == "fit_end"
+            assert recorder.hooks.count("fit_end") == 1
+            assert fit(trainer, 2).epochs == [0, 1]
 
 
 def test_stop_ends_training_at_any_hook():
@@ -245,10 +250,10 @@ NO_CALLBACKS = {
 }
 
 
-@pytest.mark.parametrize(("given", "error", "said"), NO_CALLBACKS.values(), ids=NO_CALLBACKS)
-def test_fit_rejects_non_callbacks(given, error, said):
-    with raises(error, **said):
-        fit(new_trainer(), 1, *given)
+def test_fit_rejects_non_callbacks(subtests):
+    for case, (given, error, said) in NO_CALLBACKS.items():
+        with subtests.test(msg=case), raises(error, **said):
+            fit(new_trainer(), 1, *given)
 
 
 MODES = ["'min'", "'max'"]
@@ -265,10 +270,12 @@ BAD_ARGUMENTS = {  # the call, the name of the parameter, and values in the mess
 }
 
 
-@pytest.mark.parametrize(("make", "name", "values"), BAD_ARGUMENTS.values(), ids=BAD_ARGUMENTS)
-def test_callbacks_reject_bad_arguments(tmp_path, make, name, values):
-    with raises(ValueError, names=name, values=values):
-        make(tmp_path)
+def test_callbacks_reject_bad_arguments(subtests, tmp_path_factory):
+    for case, (make, name, values) in BAD_ARGUMENTS.items():
+        with subtests.test(msg=case):
+            tmp_path = tmp_path_factory.mktemp("row")
+            with raises(ValueError, names=name, values=values):
+                make(tmp_path)
 
 
 MONITORS = {
@@ -278,29 +285,42 @@ MONITORS = {
 }
 
 
-@pytest.mark.parametrize("name", MONITORS)
-def test_validation_metrics_without_validation_are_rejected_before_the_first_step(tmp_path, name):
-    trainer = new_trainer()
-    before = trainer._position.step
-    fix = "Monitor 'loss'" if name == "NaNGuard" else "validation_data=..."
-    with raises(ValueError, names=[name, "'val_loss'", "'loss'"], fix=fix):
-        fit(trainer, 1, MONITORS[name](tmp_path, "val_loss"))
-    assert trainer._position.step == before
+def test_validation_metrics_without_validation_are_rejected_before_the_first_step(
+    subtests, tmp_path_factory
+):
+    for name in MONITORS:
+        with subtests.test(msg=name):
+            tmp_path = tmp_path_factory.mktemp("row")
+            trainer = new_trainer()
+            before = trainer._position.step
+            fix = "Monitor 'loss'" if name == "NaNGuard" else "validation_data=..."
+            with raises(ValueError, names=[name, "'val_loss'", "'loss'"], fix=fix):
+                fit(trainer, 1, MONITORS[name](tmp_path, "val_loss"))
+            assert trainer._position.step == before
 
 
-@pytest.mark.parametrize("name", MONITORS)
-def test_unknown_metrics_are_rejected_after_the_first_step(tmp_path, name):
+def test_unknown_metrics_are_rejected_after_the_first_step(subtests, tmp_path_factory):
     """With the nearest name, and without waiting for its numbers."""
-    trainer = new_trainer()
-    before = trainer._position.step
-    names = [name, "'errors'", "'loss'", "'error'"]
-    with raises(ValueError, names=names, fix="Did you mean 'error'?"):
-        fit(trainer, 9, MONITORS[name](tmp_path, "errors"))
-    assert trainer._position.step == before + 1
+    for name in MONITORS:
+        with subtests.test(msg=name):
+            tmp_path = tmp_path_factory.mktemp("row")
+            trainer = new_trainer()
+            before = trainer._position.step
+            names = [name, "'errors'", "'loss'", "'error'"]
+            with raises(ValueError, names=names, fix="Did you mean 'error'?"):
+                fit(trainer, 9, MONITORS[name](tmp_path, "errors"))
+            assert trainer._position.step == before + 1
 
 
-@pytest.mark.parametrize("name", ["EarlyStopping", "Checkpoint"])
-def test_other_callbacks_may_add_the_monitored_metric(tmp_path, name):
+@pytest.mark.parametrize("rows", mostly_slow(["EarlyStopping", "Checkpoint"], "Checkpoint"))
+def test_other_callbacks_may_add_the_monitored_metric(subtests, tmp_path_factory, rows):
+    for name in rows:
+        with subtests.test(msg=str(name)):
+            tmp_path = tmp_path_factory.mktemp("row")
+            check_other_callbacks_may_add_the_monitored_metric(tmp_path, name)
+
+
+def check_other_callbacks_may_add_the_monitored_metric(tmp_path, name):
     class F1(callbacks.Callback):
         def on_epoch_end(self, fit, logs):
             logs["val_f1"] = logs["f1"] = 0.5
@@ -324,10 +344,11 @@ def test_callbacks_name_missing_packages(tmp_path, monkeypatch):
 
 
 def test_import_error_inside_a_package_is_not_masked(tmp_path, monkeypatch):
-    (tmp_path / "package_of_the_test.py").write_text("import another_of_the_test")
+    (tmp_path / "tensorboardX.py").write_text("import another_of_the_test")
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "tensorboardX")
     with pytest.raises(ModuleNotFoundError, match="No module named 'another_of_the_test'"):
-        require("package_of_the_test")
+        callbacks.TensorBoard(tmp_path)
 
 
 # Checkpoints, in epochs of 10 steps
@@ -346,16 +367,22 @@ CHECKPOINTS: dict[str, tuple] = {  # options, steps in a launch, the steps that 
 }
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
-@pytest.mark.parametrize(("options", "k", "left"), CHECKPOINTS.values(), ids=CHECKPOINTS)
-def test_checkpoint_keeps_the_last_and_the_best(tmp_path, options, k, left, asynchronous):
-    trainer = new_trainer(steps_per_execution=k)
-    begin = trainer._position.step
-    checkpoint = callbacks.Checkpoint(tmp_path, asynchronous=asynchronous, **options)
-    fit(trainer, 4, checkpoint, Says(3, 1, 2, 2))  # the order does not matter
-    assert sorted(int(p.name) - begin for p in tmp_path.iterdir()) == left
-    if "monitor" in options:
-        assert mirror.load_checkpoint(tmp_path, "best").step == begin + left[0]
+SAVED = [*((case, True) for case in CHECKPOINTS), ("more", False), ("best", False)]
+
+
+@pytest.mark.parametrize("rows", mostly_slow(SAVED, ("default", True), ("best", False)))
+def test_checkpoint_keeps_the_last_and_the_best(subtests, tmp_path_factory, rows):
+    for case, asynchronous in rows:
+        with subtests.test(msg=f"{case}, {'' if asynchronous else 'not '}asynchronous"):
+            options, k, left = CHECKPOINTS[case]
+            tmp_path = tmp_path_factory.mktemp("row")
+            trainer = new_trainer(steps_per_execution=k)
+            begin = trainer._position.step
+            checkpoint = callbacks.Checkpoint(tmp_path, asynchronous=asynchronous, **options)
+            fit(trainer, 4, checkpoint, Says(3, 1, 2, 2))  # the order does not matter
+            assert sorted(int(p.name) - begin for p in tmp_path.iterdir()) == left
+            if "monitor" in options:
+                assert mirror.load_checkpoint(tmp_path, "best").step == begin + left[0]
 
 
 def test_checkpoint_contains_metrics_of_later_callbacks(tmp_path):
@@ -395,14 +422,15 @@ STOPPING: dict[str, tuple] = {  # metrics of the epochs, options, number of epoc
 }
 
 
-@pytest.mark.parametrize(("values", "options", "epochs", "best"), STOPPING.values(), ids=STOPPING)
-def test_early_stopping_stops_without_improvement(values, options, epochs, best):
-    stopping = callbacks.EarlyStopping(**options)
-    for _ in range(2):  # the second training starts over
-        history = fit(new_trainer(), len(values), Says(*values), stopping)
-        assert len(history.epochs) == epochs
-        assert stopping.best_epoch == best
-        assert stopping.best == (None if best is None else values[best])
+def test_early_stopping_stops_without_improvement(subtests):
+    for case, (values, options, epochs, best) in STOPPING.items():
+        with subtests.test(msg=case):
+            stopping = callbacks.EarlyStopping(**options)
+            for _ in range(2):  # the second training starts over
+                history = fit(new_trainer(), len(values), Says(*values), stopping)
+                assert len(history.epochs) == epochs
+                assert stopping.best_epoch == best
+                assert stopping.best == (None if best is None else values[best])
 
 
 def test_early_stopping_forgets_its_best_in_a_new_training():
@@ -422,19 +450,22 @@ def test_early_stopping_does_not_depend_on_the_number_of_replicas():
     assert 3 < ends.pop()[0] < 30
 
 
-@pytest.mark.parametrize("at", range(1, 5))
-def test_early_stopping_survives_a_restore(tmp_path, at):
-    says = Says(3, 2, 4, 2, 2)
-    others = [says, callbacks.EarlyStopping(patience=3)]
-    with pytest.raises(LookupError):
-        fit(new_trainer(), 9, callbacks.Checkpoint(tmp_path), *others, Stops(at))
-    trainer = new_trainer()
-    trainer.restore(tmp_path)
-    stopping = callbacks.EarlyStopping(patience=3)
-    for _ in range(2):  # the second has ended already
-        assert fit(trainer, 9, says, stopping, anew=False).epochs == [0, 1, 2, 3, 4]
-        assert (stopping.best, stopping.best_epoch) == (2, 1)
-        trainer._resumes = True
+@pytest.mark.parametrize("rows", mostly_slow(range(1, 5), 3))
+def test_early_stopping_survives_a_restore(subtests, tmp_path_factory, rows):
+    for at in rows:
+        with subtests.test(msg=str(at)):
+            tmp_path = tmp_path_factory.mktemp("row")
+            says = Says(3, 2, 4, 2, 2)
+            others = [says, callbacks.EarlyStopping(patience=3)]
+            with pytest.raises(LookupError):
+                fit(new_trainer(), 9, callbacks.Checkpoint(tmp_path), *others, Stops(at))
+            trainer = new_trainer()
+            trainer.restore(tmp_path)
+            stopping = callbacks.EarlyStopping(patience=3)
+            for _ in range(2):  # the second has ended already
+                assert fit(trainer, 9, says, stopping, anew=False).epochs == [0, 1, 2, 3, 4]
+                assert (stopping.best, stopping.best_epoch) == (2, 1)
+                trainer._resumes = True
 
 
 def test_early_stopping_survives_an_interrupt_in_the_same_process(tmp_path):
@@ -467,15 +498,15 @@ def bad_rows(**bad) -> list[dict]:
     return rows
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-@pytest.mark.parametrize("monitor", [None, "loss", "error"])
-def test_nan_guard_stops_at_the_first_nan(value, monitor):
-    trainer, recorder = new_trainer(), Recorder()
-    step = trainer._position.step + 4
-    with raises(FloatingPointError, names=monitor or "loss", values=[step, 1]) as caught:
-        fit(trainer, 2, recorder, callbacks.NaNGuard(monitor), data=bad_rows(y=value))
-    assert re.search(r"\b(nan|inf)\b", str(caught.value))
-    assert recorder.hooks[-1] == "fit_end"
+def test_nan_guard_stops_at_the_first_nan(subtests):
+    for monitor, value in itertools.product([None, "loss", "error"], [np.nan, np.inf]):
+        with subtests.test(msg=f"{monitor} {value}"):
+            trainer, recorder = new_trainer(), Recorder()
+            step = trainer._position.step + 4
+            with raises(FloatingPointError, names=monitor or "loss", values=[step, 1]) as caught:
+                fit(trainer, 2, recorder, callbacks.NaNGuard(monitor), data=bad_rows(y=value))
+            assert re.search(r"\b(nan|inf)\b", str(caught.value))
+            assert recorder.hooks[-1] == "fit_end"
 
 
 def test_nan_guard_checks_another_metric():
@@ -486,7 +517,7 @@ def test_nan_guard_checks_another_metric():
 # Logs
 
 
-def rows(path) -> list[list[str]]:
+def lines_of(path) -> list[list[str]]:
     with open(path, newline="") as file:
         return list(csv.reader(file))
 
@@ -494,37 +525,48 @@ def rows(path) -> list[list[str]]:
 def test_csv_logger_writes_one_line_per_epoch(tmp_path):
     path = tmp_path / "new" / "log.csv"
     history = fit(new_trainer(), 3, callbacks.CSVLogger(path))
-    head, *lines = rows(path)
+    head, *lines = lines_of(path)
     assert head == ["epoch", "loss", "error"]
     assert [line[0] for line in lines] == ["1", "2", "3"]
     for i, name in enumerate(head[1:], 1):
         assert [float(line[i]) for line in lines] == history[name]  # to the last bit
 
 
-@pytest.mark.parametrize("append", [True, False])
-def test_csv_logger_appends_on_request(tmp_path, append):
-    for _ in range(2):
-        fit(new_trainer(), 2, callbacks.CSVLogger(tmp_path / "log.csv", append=append))
-    numbers = [line[0] for line in rows(tmp_path / "log.csv")]
-    assert numbers == ["epoch", "1", "2", *(["1", "2"] if append else [])]
+def test_csv_logger_appends_on_request(subtests, tmp_path_factory):
+    for append in [True, False]:
+        with subtests.test(msg=str(append)):
+            tmp_path = tmp_path_factory.mktemp("row")
+            for _ in range(2):
+                fit(new_trainer(), 2, callbacks.CSVLogger(tmp_path / "log.csv", append=append))
+            numbers = [line[0] for line in lines_of(tmp_path / "log.csv")]
+            assert numbers == ["epoch", "1", "2", *(["1", "2"] if append else [])]
 
 
-@pytest.mark.parametrize("append", [True, False])
-@pytest.mark.parametrize("torn", ["", "4,0.1", "4"])
-def test_csv_logger_continues_after_a_restore(tmp_path, append, torn):
+@pytest.mark.parametrize(
+    "rows",
+    mostly_slow(
+        [("4,0.1", True), ("", True), ("4", True), ("", False), ("4,0.1", False)], ("4,0.1", True)
+    ),
+)
+def test_csv_logger_continues_after_a_restore(subtests, tmp_path_factory, rows):
     """The killed training was ahead of its checkpoint, perhaps within a line."""
-    path = tmp_path / "log.csv"
-    logger = callbacks.CSVLogger(path, append=append)
-    if append:
-        fit(new_trainer(), 2, logger)
-    trainer = new_trainer()
-    fit(trainer, 3, logger, callbacks.Checkpoint(tmp_path / "at", every_epochs=2, keep=None))
-    with open(path, "a") as file:
-        file.write(torn)
-    trainer.restore(tmp_path / "at", trainer._position.step - STEPS)
-    fit(trainer, 4, callbacks.CSVLogger(path, append=append), anew=False)
-    numbers = [line[0] for line in rows(path)]
-    assert numbers == ["epoch", *(["1", "2"] if append else []), "1", "2", "3", "4"]
+    for torn, append in rows:
+        with subtests.test(msg=f"{torn} {append}"):
+            tmp_path = tmp_path_factory.mktemp("row")
+            path = tmp_path / "log.csv"
+            logger = callbacks.CSVLogger(path, append=append)
+            if append:
+                fit(new_trainer(), 2, logger)
+            trainer = new_trainer()
+            fit(
+                trainer, 3, logger, callbacks.Checkpoint(tmp_path / "at", every_epochs=2, keep=None)
+            )
+            with open(path, "a") as file:
+                file.write(torn)
+            trainer.restore(tmp_path / "at", trainer._position.step - STEPS)
+            fit(trainer, 4, callbacks.CSVLogger(path, append=append), anew=False)
+            numbers = [line[0] for line in lines_of(path)]
+            assert numbers == ["epoch", *(["1", "2"] if append else []), "1", "2", "3", "4"]
 
 
 def test_csv_logger_rejects_other_columns(tmp_path):
@@ -534,7 +576,7 @@ def test_csv_logger_rejects_other_columns(tmp_path):
     names = [str(path), "epoch, loss, error", "epoch, loss, error, mine"]
     with raises(ValueError, names=names):
         fit(new_trainer(), 1, Says(1, name="mine"), logger)
-    assert len(rows(path)) == 2
+    assert len(lines_of(path)) == 2
 
 
 def events(directory) -> list[tuple]:
@@ -592,10 +634,13 @@ RATES = {  # the optimizer that has the rate, and the rate of the last update of
 }
 
 
-@pytest.mark.parametrize(("tx", "schedule", "rates"), RATES.values(), ids=RATES)
-def test_learning_rate_follows_its_schedule(tx, schedule, rates):
-    history = fit(a_trainer(1, tx()), 2, callbacks.LearningRate(schedule))
-    np.testing.assert_allclose(history["learning_rate"], rates, rtol=1e-6)
+@pytest.mark.parametrize("rows", mostly_slow(RATES, "schedule"))
+def test_learning_rate_follows_its_schedule(subtests, rows):
+    for case in rows:
+        with subtests.test(msg=case):
+            tx, schedule, rates = RATES[case]
+            history = fit(a_trainer(1, tx()), 2, callbacks.LearningRate(schedule))
+            np.testing.assert_allclose(history["learning_rate"], rates, rtol=1e-6)
 
 
 def test_learning_rate_requires_injected_hyperparameters():
@@ -617,23 +662,26 @@ PROFILES = {  # steps to profile, steps per launch, and what ends the training
 }
 
 
-@pytest.mark.parametrize("name", PROFILES)
-def test_profiler_writes_the_profile_of_its_steps(tmp_path, name):
-    steps, k, other = PROFILES[name]
-    trainer = new_trainer(steps_per_execution=k)
-    others = [] if other is None else [other(trainer._position.step + 5)]
-    if name == "board":  # which is closed first
-        others.append(callbacks.TensorBoard(tmp_path / "board", every_steps=1))
-    for turn in ("one", "two"):
-        data = bad_rows(y=np.nan) if name == "NaN" and turn == "one" else DATA
-        profiler = callbacks.Profiler(tmp_path / turn, steps)
-        if other is not None and turn == "one":
-            with pytest.raises((LookupError, FloatingPointError)):
-                fit(trainer, 1, profiler, *others, data=data)
-        else:
-            fit(new_trainer(steps_per_execution=k), 1, profiler, data=data)
-        (profile,) = (tmp_path / turn).rglob("*.xplane.pb")
-        assert b"jit_train_step" in profile.read_bytes()
+@pytest.mark.parametrize("rows", mostly_slow(PROFILES, "some"))
+def test_profiler_writes_the_profile_of_its_steps(subtests, tmp_path_factory, rows):
+    for name in rows:
+        with subtests.test(msg=name):
+            tmp_path = tmp_path_factory.mktemp("row")
+            steps, k, other = PROFILES[name]
+            trainer = new_trainer(steps_per_execution=k)
+            others = [] if other is None else [other(trainer._position.step + 5)]
+            if name == "board":  # which is closed first
+                others.append(callbacks.TensorBoard(tmp_path / "board", every_steps=1))
+            for turn in ("one", "two"):
+                data = bad_rows(y=np.nan) if name == "NaN" and turn == "one" else DATA
+                profiler = callbacks.Profiler(tmp_path / turn, steps)
+                if other is not None and turn == "one":
+                    with pytest.raises((LookupError, FloatingPointError)):
+                        fit(trainer, 1, profiler, *others, data=data)
+                else:
+                    fit(new_trainer(steps_per_execution=k), 1, profiler, data=data)
+                (profile,) = (tmp_path / turn).rglob("*.xplane.pb")
+                assert b"jit_train_step" in profile.read_bytes()
 
 
 def test_profiler_writes_nothing_when_training_ends_early(tmp_path):
@@ -659,19 +707,20 @@ class Run:
         self.calls.append((step, metrics))
 
 
-@pytest.mark.parametrize("method", ["wandb_log", "mlflow_log_metrics"])
-def test_log_calls_a_function_of_a_tracker(method):
-    run, trainer = Run(), new_trainer()
-    begin = trainer._position.step
-    log = callbacks.Log(getattr(run, method), every_steps=4)
-    history = fit(trainer, 2, log)
-    assert [step - begin for step, _ in run.calls] == [4, 8, 10, 12, 16, 20, 20]
-    assert [step for step, _ in run.calls] == sorted(step for step, _ in run.calls)
-    of_epochs = [logs for _, logs in run.calls if "loss" in logs]
-    assert [logs["loss"] for logs in of_epochs] == history["loss"]
-    of_steps = [logs for _, logs in run.calls if "loss" not in logs]
-    assert {tuple(logs) for logs in of_steps} == {("step_loss", "step_error")}
-    assert all(type(value) is float for _, logs in run.calls for value in logs.values())
+def test_log_calls_a_function_of_a_tracker(subtests):
+    for method in ["wandb_log", "mlflow_log_metrics"]:
+        with subtests.test(msg=str(method)):
+            run, trainer = Run(), new_trainer()
+            begin = trainer._position.step
+            log = callbacks.Log(getattr(run, method), every_steps=4)
+            history = fit(trainer, 2, log)
+            assert [step - begin for step, _ in run.calls] == [4, 8, 10, 12, 16, 20, 20]
+            assert [step for step, _ in run.calls] == sorted(step for step, _ in run.calls)
+            of_epochs = [logs for _, logs in run.calls if "loss" in logs]
+            assert [logs["loss"] for logs in of_epochs] == history["loss"]
+            of_steps = [logs for _, logs in run.calls if "loss" not in logs]
+            assert {tuple(logs) for logs in of_steps} == {("step_loss", "step_error")}
+            assert all(type(value) is float for _, logs in run.calls for value in logs.values())
 
 
 def test_log_only_of_epochs():
@@ -680,9 +729,10 @@ def test_log_only_of_epochs():
     assert len(run.calls) == 2
 
 
-@pytest.mark.parametrize("fn", [3, "wandb", None, lambda metrics: None])
-def test_log_requires_a_function_of_two_arguments(fn):
-    with raises(TypeError, names="fn", fix=["Log(wandb.log)"]):
-        callbacks.Log(fn)
-    with raises(ValueError, names="every_steps", values=-1):
-        callbacks.Log(print, every_steps=-1)
+def test_log_requires_a_function_of_two_arguments(subtests):
+    for fn in [3, "wandb", None, lambda metrics: None]:
+        with subtests.test(msg=str(fn)):
+            with raises(TypeError, names="fn", fix=["Log(wandb.log)"]):
+                callbacks.Log(fn)
+            with raises(ValueError, names="every_steps", values=-1):
+                callbacks.Log(print, every_steps=-1)

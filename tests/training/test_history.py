@@ -78,17 +78,19 @@ def test_history_escapes_names_in_html():
     assert "<b>" not in history({"<b>": 1.0})._repr_html_()
 
 
-@pytest.mark.parametrize("ending", ["png", "svg"])
-def test_plot_draws_each_metric_with_its_validation(three, tmp_path, ending):
-    file = tmp_path / f"curves.{ending}"
-    figure = three.plot(file)
-    assert file.read_bytes()[:5] in (b"\x89PNG\r", b"<?xml")
-    loss, accuracy = figure.axes
-    assert [axes.get_title() for axes in figure.axes] == ["loss", "accuracy"]
-    assert [line.get_label() for line in loss.lines] == ["training", "validation"]
-    assert [line.get_label() for line in accuracy.lines] == ["training"]
-    np.testing.assert_array_equal(loss.lines[0].get_xdata(), [1, 2, 3])
-    np.testing.assert_array_equal(loss.lines[0].get_ydata(), [2, 1, np.nan])
+def test_plot_draws_each_metric_with_its_validation(subtests, three, tmp_path_factory):
+    for ending in ["png", "svg"]:
+        with subtests.test(msg=str(ending)):
+            tmp_path = tmp_path_factory.mktemp("row")
+            file = tmp_path / f"curves.{ending}"
+            figure = three.plot(file)
+            assert file.read_bytes()[:5] in (b"\x89PNG\r", b"<?xml")
+            loss, accuracy = figure.axes
+            assert [axes.get_title() for axes in figure.axes] == ["loss", "accuracy"]
+            assert [line.get_label() for line in loss.lines] == ["training", "validation"]
+            assert [line.get_label() for line in accuracy.lines] == ["training"]
+            np.testing.assert_array_equal(loss.lines[0].get_xdata(), [1, 2, 3])
+            np.testing.assert_array_equal(loss.lines[0].get_ydata(), [2, 1, np.nan])
 
 
 def test_plot_draws_validation_without_training():

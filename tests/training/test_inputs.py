@@ -11,8 +11,9 @@ from flax import nnx
 
 import mirror
 from tests.support.messages import raises
-from tests.support.packages import optional, rows
+from tests.support.packages import optional
 from tests.support.strategies import cpu_strategy
+from tests.support.tables import mostly_slow
 from tests.support.training import fit
 
 torch: Any = optional("torch")
@@ -59,7 +60,16 @@ def weights(trainer):
     return np.asarray(trainer.model.w[...])
 
 
-@pytest.mark.parametrize("kind", rows(KINDS))
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "tuple",
+        pytest.param("dict", marks=pytest.mark.slow),
+        pytest.param("array", marks=pytest.mark.slow),
+        pytest.param("jax", marks=pytest.mark.slow),
+        pytest.param("torch", marks=pytest.mark.dev("torch")),
+    ],
+)
 def test_arrays_train_like_from_arrays(kind):
     """Bitwise: it is the same dataset."""
     arrays = KINDS[kind]
@@ -75,25 +85,36 @@ def test_arrays_train_like_from_arrays(kind):
     assert ours.verify(arrays, batch_size=4).largest < 1e-5
 
 
-@pytest.mark.parametrize("options", [{"shuffle": False}, {"seed": 7}, {"shuffle": True, "seed": 3}])
-def test_options_are_those_of_from_arrays(options):
-    ours, by_hand = new(), new()
-    fit(ours, (X, Y), 2, batch_size=4, **options)
-    fit(by_hand, mirror.data.from_arrays((X, Y), 4, **{"shuffle": True, **options}), 2)
-    np.testing.assert_array_equal(weights(ours), weights(by_hand))
+@pytest.mark.parametrize(
+    "rows",
+    mostly_slow([{"shuffle": False}, {"seed": 7}, {"shuffle": True, "seed": 3}], {"seed": 7}),
+)
+def test_options_are_those_of_from_arrays(subtests, rows):
+    for options in rows:
+        with subtests.test(msg=str(options)):
+            ours, by_hand = new(), new()
+            fit(ours, (X, Y), 2, batch_size=4, **options)
+            fit(by_hand, mirror.data.from_arrays((X, Y), 4, **{"shuffle": True, **options}), 2)
+            np.testing.assert_array_equal(weights(ours), weights(by_hand))
 
 
-@pytest.mark.parametrize(("fraction", "held_out"), [(0.2, 2), (0.25, 3), (0.01, 1), (0.75, 8)])
-def test_validation_split_holds_out_the_last_examples(fraction, held_out):
+@pytest.mark.parametrize(
+    "rows", mostly_slow([(0.2, 2), (0.25, 3), (0.01, 1), (0.75, 8)], (0.25, 3))
+)
+def test_validation_split_holds_out_the_last_examples(subtests, rows):
     """As in Keras: the number that `floor(n * (1 - fraction))` leaves, before shuffling."""
-    ours, by_hand = new(), new()
-    history = fit(ours, (X, Y), 2, batch_size=4, validation_split=fraction)
-    end = N - held_out
-    wanted = fit(by_hand, (X[:end], Y[:end]), 2, batch_size=4, validation_data=(X[end:], Y[end:]))
-    assert dict(history) == dict(wanted)
-    assert history["val_loss"][-1] == pytest.approx(
-        np.mean((X[end:] @ weights(ours) - Y[end:]) ** 2), rel=1e-5
-    )
+    for fraction, held_out in rows:
+        with subtests.test(msg=f"{fraction!r} {held_out!r}"):
+            ours, by_hand = new(), new()
+            history = fit(ours, (X, Y), 2, batch_size=4, validation_split=fraction)
+            end = N - held_out
+            wanted = fit(
+                by_hand, (X[:end], Y[:end]), 2, batch_size=4, validation_data=(X[end:], Y[end:])
+            )
+            assert dict(history) == dict(wanted)
+            assert history["val_loss"][-1] == pytest.approx(
+                np.mean((X[end:] @ weights(ours) - Y[end:]) ** 2), rel=1e-5
+            )
 
 
 def test_validation_data_may_be_a_dataset():
@@ -103,9 +124,15 @@ def test_validation_data_may_be_a_dataset():
     assert history["val_loss"] == pytest.approx(wanted["val_loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize("stop_at", [1, 2, 4, 5])
-def test_training_resumes_within_a_shuffled_epoch(stop_at):
+@pytest.mark.parametrize("rows", mostly_slow([1, 2, 4, 5], 2))
+def test_training_resumes_within_a_shuffled_epoch(subtests, rows):
     """After a stop, a second `fit` with the same arrays sees exactly the remaining examples."""
+    for stop_at in rows:
+        with subtests.test(msg=str(stop_at)):
+            check_training_resumes_within_a_shuffled_epoch(stop_at)
+
+
+def check_training_resumes_within_a_shuffled_epoch(stop_at):
 
     class Interrupt(mirror.callbacks.Callback):
         def on_step(self, fit):
@@ -169,17 +196,23 @@ BAD = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_wrong_data_are_rejected_before_the_first_step(name):
-    data, options, kind, values, fix = BAD[name]
-    trainer = new()
-    with raises(kind, values=values, fix=fix):
-        fit(trainer, data, 2, **options)
-    assert not weights(trainer).any()
+def test_wrong_data_are_rejected_before_the_first_step(subtests):
+    for name in BAD:
+        with subtests.test(msg=name):
+            data, options, kind, values, fix = BAD[name]
+            trainer = new()
+            with raises(kind, values=values, fix=fix):
+                fit(trainer, data, 2, **options)
+            assert not weights(trainer).any()
 
 
-@pytest.mark.parametrize("method", ["evaluate", "predict", "verify"])
-def test_other_methods_name_their_line(method):
+def test_other_methods_name_their_line(subtests):
+    for method in ["evaluate", "predict", "verify"]:
+        with subtests.test(msg=str(method)):
+            check_other_methods_name_their_line(method)
+
+
+def check_other_methods_name_their_line(method):
     trainer = new()
     arguments = [lambda model, batch: batch] if method == "predict" else []
     call = getattr(trainer, method)

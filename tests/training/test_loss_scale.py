@@ -14,6 +14,7 @@ import mirror
 from mirror import LossScale
 from tests.support.messages import raises
 from tests.support.strategies import EXECUTORS, cpu_strategy
+from tests.support.tables import mostly_slow
 from tests.support.training import fit
 
 RNG = np.random.RandomState(0)
@@ -92,30 +93,39 @@ def numbers(scale):
 # One decision for all replicas
 
 
-ROWS = [("pmap", bad) for bad in BAD]
-ROWS += [(executor, "activation") for executor in EXECUTORS if executor != "pmap"]
+BAD_BY_EXECUTOR = {"pmap": list(BAD), "vmap": ["activation"], "staged": ["activation"]}
 
 
 @pytest.mark.filterwarnings("ignore:The loss is")
-@pytest.mark.parametrize(("executor", "bad"), ROWS)
-def test_overflow_on_one_replica_skips_the_step_of_all(executor, bad):
-    strategy = EXECUTORS[executor]()
-    trainer = trainer_of(strategy, optax.adam(0.1), precision="float16")
+@pytest.mark.parametrize("rows", mostly_slow(BAD_BY_EXECUTOR, "pmap"))
+def test_overflow_on_one_replica_skips_the_step_of_all(subtests, rows):
+    for executor in rows:
+        strategy = EXECUTORS[executor]()
+        trainer = trainer_of(strategy, optax.adam(0.1), precision="float16")
+        state = jax.tree.map(np.asarray, nnx.state((trainer.model, trainer.optimizer)))
+        for bad in BAD_BY_EXECUTOR[executor]:
+            with subtests.test(msg=f"{executor}: {bad}"):
+                nnx.update((trainer.model, trainer.optimizer), jax.tree.map(np.copy, state))
+                trainer.loss_scale.reset()
+                check_overflow(trainer, BAD[bad])
+
+
+def check_overflow(trainer, bad):
     objects = trainer.model, trainer.optimizer
     fit(trainer, [GOOD])
     before, scale = arrays(*objects), trainer.loss_scale
     assert numbers(scale) == (2**15, 1, 0)
-    history = fit(trainer, [BAD[bad]])
+    history = fit(trainer, [bad])
     assert_same(arrays(*objects), before)
     assert numbers(scale) == (2**14, 0, 1)
     assert (history["loss_scale"], history["skipped"]) == ([2**15], [1])
-    history = fit(trainer, [GOOD, BAD[bad], GOOD])
+    history = fit(trainer, [GOOD, bad, GOOD])
     assert not any(np.array_equal(a, b) for a, b in zip(arrays(*objects), before, strict=True))
     assert all(np.isfinite(x).all() for x in arrays(*objects))
     assert numbers(scale) == (2**13, 1, 2)
     np.testing.assert_allclose(history["skipped"], 1 / 3)
     assert history["loss_scale"] == [(2**14 + 2**14 + 2**13) / 3]
-    strategy.check_mirrored((*objects, scale))
+    trainer.strategy.check_mirrored((*objects, scale))
     assert set(trainer.evaluate([GOOD])) == {"loss"}
 
 
@@ -128,29 +138,29 @@ class Weight(nnx.Module):
         self.w = nnx.Param(jnp.ones(()))
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
-def test_sum_that_overflows_in_the_collective_skips_the_step(executor):
+@pytest.mark.parametrize("rows", mostly_slow(EXECUTORS, "pmap"))
+def test_sum_that_overflows_in_the_collective_skips_the_step(subtests, rows):
     """The gradients of 2**127 on both replicas are finite in float32, and their sum is not."""
-    scale = LossScale(2.0**127)
-    trainer = trainer_of(EXECUTORS[executor](), optax.sgd(0.25), linear, Weight(), loss_scale=scale)
-    for factor, weight, state in ((2, 1, (2**126, 0, 1)), (2, 0.5, (2**126, 1, 1))):
-        fit(trainer, [{**GOOD, "factor": np.full(8, factor, np.float32)}])
-        assert float(trainer.model.w[...]) == weight
-        assert numbers(scale) == state
+    for executor in rows:
+        with subtests.test(msg=executor):
+            scale = LossScale(2.0**127)
+            trainer = trainer_of(
+                EXECUTORS[executor](), optax.sgd(0.25), linear, Weight(), loss_scale=scale
+            )
+            for factor, weight, state in ((2, 1, (2**126, 0, 1)), (2, 0.5, (2**126, 1, 1))):
+                fit(trainer, [{**GOOD, "factor": np.full(8, factor, np.float32)}])
+                assert float(trainer.model.w[...]) == weight
+                assert numbers(scale) == state
 
 
 WAYS = {
     "plain": {},
     "weighted": {"loss_fn": weighted},
-    "accumulated": {"accumulate_steps": 2},
-    "grouped": {"steps_per_execution": 3},
     "accumulated and grouped": {"accumulate_steps": 2, "steps_per_execution": 2},
-    "sharded": {"strategy": lambda: cpu_strategy(2, shard_update=True)},
     "adam, sharded": {
         "strategy": lambda: cpu_strategy(4, shard_update=True),
         "tx": lambda: optax.chain(optax.clip_by_global_norm(0.01), optax.adam(0.1)),
     },
-    "vmap": {"strategy": EXECUTORS["vmap"]},
     "staged": {"strategy": EXECUTORS["staged"]},
     "an nnx.Optimizer": {"optimizer": True},
 }
@@ -168,12 +178,18 @@ class Plain(nnx.Module):
 
 
 @pytest.mark.filterwarnings("ignore:The loss is")
-@pytest.mark.parametrize("way", WAYS)
-def test_training_with_skipped_steps_is_one_on_the_other_batches(way):
+@pytest.mark.parametrize("rows", mostly_slow(WAYS, "plain"))
+def test_training_with_skipped_steps_is_one_on_the_other_batches(subtests, rows):
     """A power of 2 rounds nothing, and the transformation sees gradients without it: the same bits.
 
     Clipping would differ by the scale otherwise, and momentum by the skipped step.
     """
+    for way in rows:
+        with subtests.test(msg=way):
+            check_training_with_skipped_steps_is_one_on_the_other_batches(way)
+
+
+def check_training_with_skipped_steps_is_one_on_the_other_batches(way):
     kwargs = dict(WAYS[way])
     make, tx = kwargs.pop("strategy", lambda: cpu_strategy(2)), kwargs.pop("tx", clipped)
     is_passed = kwargs.pop("optimizer", False)
@@ -195,6 +211,7 @@ def test_training_with_skipped_steps_is_one_on_the_other_batches(way):
     assert numbers(scaled.loss_scale) == (2**7, 0, 3)
 
 
+@pytest.mark.slow
 def test_sharded_update_stays_sharded():
     trainer = trainer_of(
         cpu_strategy(4, shard_update=True), optax.adam(0.1), loss_scale=LossScale()
@@ -250,16 +267,22 @@ def test_scale_grows_shrinks_and_stays_in_its_limits():
     assert numbers(largest)[0] == 2.0**127
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_loss_and_gradients_keep_their_digits(dtype):
-    scale = LossScale(2.0**20)
-    loss = scale.scale(jnp.asarray(3.0, dtype))
-    assert (loss.dtype, float(loss)) == ("float32", 3 * 2**20)
-    grads = {"w": jnp.asarray([3.0, 2.0**-4], dtype), "count": jnp.ones((), "float32")}
-    unscaled = scale.unscale(grads)
-    assert {name: x.dtype for name, x in unscaled.items()} == {"w": dtype, "count": "float32"}
-    np.testing.assert_array_equal(unscaled["w"], (np.asarray([3.0, 2.0**-4]) / 2**20).astype(dtype))
-    assert bool(scale.update({}))
+def test_loss_and_gradients_keep_their_digits(subtests):
+    for dtype in ["float16", "bfloat16", "float32"]:
+        with subtests.test(msg=str(dtype)):
+            scale = LossScale(2.0**20)
+            loss = scale.scale(jnp.asarray(3.0, dtype))
+            assert (loss.dtype, float(loss)) == ("float32", 3 * 2**20)
+            grads = {"w": jnp.asarray([3.0, 2.0**-4], dtype), "count": jnp.ones((), "float32")}
+            unscaled = scale.unscale(grads)
+            assert {name: x.dtype for name, x in unscaled.items()} == {
+                "w": dtype,
+                "count": "float32",
+            }
+            np.testing.assert_array_equal(
+                unscaled["w"], (np.asarray([3.0, 2.0**-4]) / 2**20).astype(dtype)
+            )
+            assert bool(scale.update({}))
 
 
 def test_scale_of_a_checkpoint_continues_as_without_the_interrupt(tmp_path):
@@ -281,6 +304,7 @@ def test_scale_of_a_checkpoint_continues_as_without_the_interrupt(tmp_path):
     assert_same(arrays(one.model, one.optimizer), arrays(two.model, two.optimizer))
 
 
+@pytest.mark.slow
 def test_verify_and_other_methods_leave_the_scale_alone():
     trainer = trainer_of(precision="float16", model=Plain(), loss_fn=weighted)
     assert trainer.verify([GOOD]).largest <= 0.004
@@ -307,22 +331,27 @@ def stuck_trainer(minimum=1.0, **kwargs):
     return trainer_of(model=Root(), tx=optax.sgd(0.1), loss_scale=scale, **kwargs)
 
 
-@pytest.mark.parametrize("group", [1, 2])
-def test_gradients_that_are_never_finite_warn_once(group):
-    trainer = stuck_trainer(steps_per_execution=group)
-    with pytest.warns(UserWarning, match="sqrt") as caught:
-        fit(trainer, [GOOD] * 8)
-    (message,) = (str(each.message) for each in caught)
-    assert "NaNGuard" in message
-    assert numbers(trainer.loss_scale) == (1, 0, 8)
+@pytest.mark.parametrize("rows", mostly_slow([1, 2], 2))
+def test_gradients_that_are_never_finite_warn_once(subtests, rows):
+    for group in rows:
+        with subtests.test(msg=str(group)):
+            trainer = stuck_trainer(steps_per_execution=group)
+            with pytest.warns(UserWarning, match="sqrt") as caught:
+                fit(trainer, [GOOD] * 8)
+            (message,) = (str(each.message) for each in caught)
+            assert "NaNGuard" in message
+            assert numbers(trainer.loss_scale) == (1, 0, 8)
 
 
-@pytest.mark.parametrize("minimum", [1.0, 0.1, np.float32(0.1), 3])
-def test_nan_guard_ends_a_training_that_never_updates(minimum):
+def test_nan_guard_ends_a_training_that_never_updates(subtests):
     """Also with a minimum that float32 rounds up, and with numbers of NumPy."""
-    trainer = stuck_trainer(minimum)
-    with raises(FloatingPointError, names="sqrt(0)", values="step 3", fix="precision='bfloat16'"):
-        fit(trainer, [GOOD] * 20, callbacks=mirror.callbacks.NaNGuard())
+    for minimum in [1.0, 0.1, np.float32(0.1), 3]:
+        with subtests.test(msg=str(minimum)):
+            trainer = stuck_trainer(minimum)
+            with raises(
+                FloatingPointError, names="sqrt(0)", values="step 3", fix="precision='bfloat16'"
+            ):
+                fit(trainer, [GOOD] * 20, callbacks=mirror.callbacks.NaNGuard())
 
 
 def test_nan_guard_lets_skipped_steps_pass():
@@ -344,25 +373,27 @@ def step(model, optimizer, loss_scale, batch):
     return loss_scale.apply(optimizer, model, loss_scale.unscale(grads))
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
-def test_a_step_of_the_user_skips_on_all_replicas(executor):
-    strategy = EXECUTORS[executor]()
-    with strategy.scope():
-        model, scale = Net(), LossScale()
-        optimizer = nnx.Optimizer(model, clipped(), wrt=nnx.Param)
-    model.set_attributes(dtype=jnp.float16)
-    params = functools.partial(arrays, optimizer)
-    weights = [np.asarray(x) for x in jax.tree.leaves(nnx.state(model, nnx.Param))]
-    for batch, is_finite in ((BAD["gradient"], False), (GOOD, True)):
-        before = params()
-        (shards,) = strategy.distribute_dataset([batch])
-        assert bool(strategy.run(step, (model, optimizer, scale, shards))) is is_finite
-        assert is_finite or all(map(np.array_equal, params(), before))
-        strategy.check_mirrored((model, optimizer, scale))
-    assert numbers(scale) == (2**14, 1, 1)
-    after = jax.tree.leaves(nnx.state(model, nnx.Param))
-    assert not any(map(np.array_equal, after, weights))
-    assert strategy.verify(step, (model, optimizer, scale, shards), rtol=0.004)
+@pytest.mark.parametrize("rows", mostly_slow(("pmap", "staged"), "pmap"))
+def test_a_step_of_the_user_skips_on_all_replicas(subtests, rows):
+    for executor in rows:
+        with subtests.test(msg=executor):
+            strategy = EXECUTORS[executor]()
+            with strategy.scope():
+                model, scale = Net(), LossScale()
+                optimizer = nnx.Optimizer(model, clipped(), wrt=nnx.Param)
+            model.set_attributes(dtype=jnp.float16)
+            params = functools.partial(arrays, optimizer)
+            weights = [np.asarray(x) for x in jax.tree.leaves(nnx.state(model, nnx.Param))]
+            for batch, is_finite in ((BAD["gradient"], False), (GOOD, True)):
+                before = params()
+                (shards,) = strategy.distribute_dataset([batch])
+                assert bool(strategy.run(step, (model, optimizer, scale, shards))) is is_finite
+                assert is_finite or all(map(np.array_equal, params(), before))
+                strategy.check_mirrored((model, optimizer, scale))
+            assert numbers(scale) == (2**14, 1, 1)
+            after = jax.tree.leaves(nnx.state(model, nnx.Param))
+            assert not any(map(np.array_equal, after, weights))
+            assert strategy.verify(step, (model, optimizer, scale, shards), rtol=0.004)
 
 
 def test_update_with_gradients_of_one_replica_is_an_error():
@@ -396,29 +427,33 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("row", WRONG)
-def test_wrong_numbers_are_rejected(row):
-    kwargs, kind, name = WRONG[row]
-    with raises(kind, names=name):
-        LossScale(**kwargs)
+def test_wrong_numbers_are_rejected(subtests):
+    for row in WRONG:
+        with subtests.test(msg=row):
+            kwargs, kind, name = WRONG[row]
+            with raises(kind, names=name):
+                LossScale(**kwargs)
 
 
-@pytest.mark.parametrize(
-    ("value", "fix"),
-    [
+def test_wrong_loss_scale_of_a_trainer_is_rejected(subtests):
+    for value, fix in [
         (1024.0, "mirror.LossScale(1024.0)"),
         ("dynamic", "mirror.LossScale()"),
         (True, "mirror.LossScale()"),
         (LossScale, "mirror.LossScale()"),
-    ],
-)
-def test_wrong_loss_scale_of_a_trainer_is_rejected(value, fix):
-    with raises(TypeError, names="`loss_scale`", fix=fix):
-        trainer_of(loss_scale=value)
+    ]:
+        with subtests.test(msg=repr(value)), raises(TypeError, names="`loss_scale`", fix=fix):
+            trainer_of(loss_scale=value)
 
 
-@pytest.mark.parametrize("name", ["loss_scale", "skipped"])
-def test_metrics_of_the_same_names_are_an_error(name):
+@pytest.mark.parametrize("rows", mostly_slow(["loss_scale", "skipped"], "skipped"))
+def test_metrics_of_the_same_names_are_an_error(subtests, rows):
+    for name in rows:
+        with subtests.test(msg=str(name)):
+            check_metrics_of_the_same_names_are_an_error(name)
+
+
+def check_metrics_of_the_same_names_are_an_error(name):
     def loss_fn(model, batch):
         return squares(model, batch), {name: batch["y"]}
 

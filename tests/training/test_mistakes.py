@@ -7,9 +7,7 @@ import pytest
 from flax import linen, nnx
 
 import mirror
-from mirror._src.training.callbacks.callback import Callback
-from mirror._src.training.callbacks.hooks import HOOKS
-from mirror._src.utils.unknown_names import GUESSES
+from tests.support import inside
 from tests.support.messages import assert_message, raises
 from tests.support.strategies import cpu_strategy
 
@@ -74,19 +72,21 @@ CALLS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_calls_of_other_libraries(trainer, name):
-    call, values, fix = CALLS[name]
-    with raises((TypeError, ValueError), values=values, fix=fix):
-        call(trainer)
-    assert trainer._position.step == 0
+def test_calls_of_other_libraries(subtests, trainer):
+    for name in CALLS:
+        with subtests.test(msg=name):
+            call, values, fix = CALLS[name]
+            with raises((TypeError, ValueError), values=values, fix=fix):
+                call(trainer)
+            assert trainer._position.step == 0
 
 
-@pytest.mark.parametrize("name", GUESSES["trainer"])
-def test_methods_of_other_libraries(trainer, name):
-    with raises(AttributeError, values=[f"'{name}'"], fix=GUESSES["trainer"][name]):
-        getattr(trainer, name)
-    assert not hasattr(trainer, name)
+def test_methods_of_other_libraries(subtests, trainer):
+    for name in inside.guesses("trainer"):
+        with subtests.test(msg=str(name)):
+            with raises(AttributeError, values=[f"'{name}'"], fix=inside.guesses("trainer")[name]):
+                getattr(trainer, name)
+            assert not hasattr(trainer, name)
 
 
 def test_similar_attributes_are_suggested(trainer):
@@ -120,11 +120,12 @@ MODELS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_models_of_other_libraries(name):
-    model, fix = MODELS[name]
-    with raises(TypeError, names="model", fix=["nnx.Module", fix]):
-        mirror.Trainer(model, optax.sgd(0.1), "mse")
+def test_models_of_other_libraries(subtests):
+    for name in MODELS:
+        with subtests.test(msg=name):
+            model, fix = MODELS[name]
+            with raises(TypeError, names="model", fix=["nnx.Module", fix]):
+                mirror.Trainer(model, optax.sgd(0.1), "mse")
 
 
 OPTIMIZERS = {
@@ -139,11 +140,12 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_of_other_libraries(trainer, name):
-    tx, fix = OPTIMIZERS[name]
-    with raises(TypeError, names="tx", fix=fix):
-        mirror.Trainer(trainer.model, tx, "mse")
+def test_optimizers_of_other_libraries(subtests, trainer):
+    for name in OPTIMIZERS:
+        with subtests.test(msg=name):
+            tx, fix = OPTIMIZERS[name]
+            with raises(TypeError, names="tx", fix=fix):
+                mirror.Trainer(trainer.model, tx, "mse")
 
 
 # Batches in a loss function
@@ -175,16 +177,17 @@ def note_of(error):
     return "".join(note for note in getattr(error, "__notes__", []) if "JAX" not in note)
 
 
-@pytest.mark.parametrize("name", MIX_UPS)
-def test_errors_of_a_loss_function_describe_the_batch(name):
-    loss_fn, data, kind, shown = MIX_UPS[name]
-    trainer = new(loss_fn)
-    with pytest.raises(kind) as caught:
-        trainer.fit(data, batch_size=4, progress=False)
-    assert_message(note_of(caught.value), names=[loss_fn.__name__], fix=shown)
-    with pytest.raises(kind) as caught:
-        trainer.predict(loss_fn, data, batch_size=4)
-    assert_message(note_of(caught.value), fix=shown)
+def test_errors_of_a_loss_function_describe_the_batch(subtests):
+    for name in MIX_UPS:
+        with subtests.test(msg=name):
+            loss_fn, data, kind, shown = MIX_UPS[name]
+            trainer = new(loss_fn)
+            with pytest.raises(kind) as caught:
+                trainer.fit(data, batch_size=4, progress=False)
+            assert_message(note_of(caught.value), names=[loss_fn.__name__], fix=shown)
+            with pytest.raises(kind) as caught:
+                trainer.predict(loss_fn, data, batch_size=4)
+            assert_message(note_of(caught.value), fix=shown)
 
 
 def test_messages_of_mirror_have_no_note():
@@ -210,11 +213,12 @@ EMPTY = {
 }
 
 
-@pytest.mark.parametrize("name", EMPTY)
-def test_empty_data(trainer, name):
-    data, options, fix = EMPTY[name]
-    with raises(ValueError, fix=fix):
-        trainer.fit(data, 1, progress=False, **options)
+def test_empty_data(subtests, trainer):
+    for name in EMPTY:
+        with subtests.test(msg=name):
+            data, options, fix = EMPTY[name]
+            with raises(ValueError, fix=fix):
+                trainer.fit(data, 1, progress=False, **options)
 
 
 def test_generator_for_two_epochs():
@@ -226,8 +230,8 @@ def test_generator_for_two_epochs():
 
 
 def test_hooks_are_those_of_callback():
-    own = {name for name in vars(Callback) if name.startswith("on_")}
-    assert own == set(HOOKS)
+    own = {name for name in vars(mirror.callbacks.Callback) if name.startswith("on_")}
+    assert own == set(inside.hooks())
 
 
 def with_hook(name, *parameters):
@@ -253,16 +257,18 @@ UNKNOWN = {
 }
 
 
-@pytest.mark.parametrize("name", UNKNOWN)
-def test_hooks_that_would_not_be_called(trainer, name):
-    with raises(TypeError, names=[f"Report.{name}"], fix=[UNKNOWN[name], f"_{name}"]):
-        trainer.fit(DATASET, callbacks=with_hook(name, "logs=None"), progress=False)
-    assert trainer._position.step == 0
+def test_hooks_that_would_not_be_called(subtests, trainer):
+    for name in UNKNOWN:
+        with subtests.test(msg=name):
+            with raises(TypeError, names=[f"Report.{name}"], fix=[UNKNOWN[name], f"_{name}"]):
+                trainer.fit(DATASET, callbacks=with_hook(name, "logs=None"), progress=False)
+            assert trainer._position.step == 0
 
 
-@pytest.mark.parametrize("name", ["on_disk", "on_gpu", "_on_train_begin", "save_on_step"])
-def test_other_methods_are_allowed(name):
-    new().fit(DATASET, callbacks=with_hook(name), progress=False)
+def test_other_methods_are_allowed(subtests):
+    for name in ["on_disk", "on_gpu", "_on_train_begin", "save_on_step"]:
+        with subtests.test(msg=str(name)):
+            new().fit(DATASET, callbacks=with_hook(name), progress=False)
 
 
 SIGNATURES = {
@@ -275,19 +281,24 @@ SIGNATURES = {
 }
 
 
-@pytest.mark.parametrize("name", SIGNATURES)
-def test_hooks_with_other_parameters(trainer, name):
-    hook, parameters, fix = SIGNATURES[name]
-    values = f"(self, {', '.join(parameters)})".replace("=None", "")
-    with raises(
-        TypeError, names=[f"Report.{hook}"], values=[values], fix=[fix, "fit.position.epoch"]
-    ):
-        trainer.fit(DATASET, callbacks=with_hook(hook, *parameters), progress=False)
+def test_hooks_with_other_parameters(subtests, trainer):
+    for name in SIGNATURES:
+        with subtests.test(msg=name):
+            hook, parameters, fix = SIGNATURES[name]
+            values = f"(self, {', '.join(parameters)})".replace("=None", "")
+            with raises(
+                TypeError,
+                names=[f"Report.{hook}"],
+                values=[values],
+                fix=[fix, "fit.position.epoch"],
+            ):
+                trainer.fit(DATASET, callbacks=with_hook(hook, *parameters), progress=False)
 
 
-@pytest.mark.parametrize("parameters", [["run", "metrics"], ["*args"], ["fit", "logs", "more=1"]])
-def test_hooks_may_name_their_parameters(parameters):
-    new().fit(DATASET, callbacks=with_hook("on_epoch_end", *parameters), progress=False)
+def test_hooks_may_name_their_parameters(subtests):
+    for parameters in [["run", "metrics"], ["*args"], ["fit", "logs", "more=1"]]:
+        with subtests.test(msg=str(parameters)):
+            new().fit(DATASET, callbacks=with_hook("on_epoch_end", *parameters), progress=False)
 
 
 OBJECTS = {
@@ -301,11 +312,12 @@ OBJECTS = {
 }
 
 
-@pytest.mark.parametrize("name", OBJECTS)
-def test_callbacks_of_keras(trainer, name):
-    callback = of_library("keras.src.callbacks", name)
-    with raises(TypeError, names="callbacks", fix=OBJECTS[name]):
-        trainer.fit(DATASET, callbacks=[callback])
+def test_callbacks_of_keras(subtests, trainer):
+    for name in OBJECTS:
+        with subtests.test(msg=name):
+            callback = of_library("keras.src.callbacks", name)
+            with raises(TypeError, names="callbacks", fix=OBJECTS[name]):
+                trainer.fit(DATASET, callbacks=[callback])
 
 
 def test_functions_are_not_callbacks(trainer):

@@ -1,6 +1,8 @@
 """Losses and metrics by name: the numbers of Keras, shapes, labels and messages."""
 # ruff: noqa: E501 (arguments and their message are one row)
 
+import itertools
+
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -8,11 +10,13 @@ import pytest
 from flax import nnx
 
 import mirror
-from mirror._src.training.losses import ALIASES, LOSSES, OF_FUNCTIONS, LossName
+from tests.support import inside
 from tests.support.messages import raises
 from tests.support.strategies import cpu_strategy
+from tests.support.tables import mostly_slow
 from tests.support.training import fit
 
+TABLES = inside.loss_tables()
 RNG = np.random.RandomState(0)
 LOGITS = RNG.randn(6, 3).astype("float32") * 2
 CLASSES = RNG.randint(0, 3, 6)
@@ -64,25 +68,28 @@ KERAS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", KERAS)
-def test_losses_are_those_of_keras(name):
-    outputs, labels, wanted = KERAS[name]
-    loss = scale(name.split()[0]).evaluate((outputs, labels), batch_size=4)["loss"]
-    assert loss == pytest.approx(wanted, rel=1e-5)
+@pytest.mark.parametrize("rows", mostly_slow(KERAS, "sparse_categorical_crossentropy"))
+def test_losses_are_those_of_keras(subtests, rows):
+    for name in rows:
+        with subtests.test(msg=name):
+            outputs, labels, wanted = KERAS[name]
+            loss = scale(name.split()[0]).evaluate((outputs, labels), batch_size=4)["loss"]
+            assert loss == pytest.approx(wanted, rel=1e-5)
 
 
 def test_table_is_tested_and_typed():
-    names = {*LOSSES, *ALIASES}
-    assert names == {name.split()[0] for name in KERAS} == set(LossName.__args__)
+    names = {*TABLES.LOSSES, *TABLES.ALIASES}
+    assert names == {name.split()[0] for name in KERAS} == set(TABLES.LossName.__args__)
 
 
-@pytest.mark.parametrize("fn", OF_FUNCTIONS, ids=OF_FUNCTIONS.values())
-def test_functions_of_optax_equal_their_names(fn):
-    name = OF_FUNCTIONS[fn]
-    outputs, labels, wanted = KERAS[name]
-    assert scale(fn).evaluate((outputs, labels), batch_size=4)["loss"] == pytest.approx(
-        wanted, rel=1e-5
-    )
+def test_functions_of_optax_equal_their_names(subtests):
+    for fn in TABLES.OF_FUNCTIONS:
+        with subtests.test(msg=TABLES.OF_FUNCTIONS[fn]):
+            name = TABLES.OF_FUNCTIONS[fn]
+            outputs, labels, wanted = KERAS[name]
+            assert scale(fn).evaluate((outputs, labels), batch_size=4)["loss"] == pytest.approx(
+                wanted, rel=1e-5
+            )
 
 
 CORRECT = (LOGITS.argmax(1) == CLASSES).mean()
@@ -104,12 +111,13 @@ METRICS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", METRICS)
-def test_metrics_are_means_over_all_examples(name):
-    loss, outputs, labels, metrics, wanted = METRICS[name]
-    found = scale(loss, metrics=metrics).evaluate((outputs, labels), batch_size=4)
-    del found["loss"]
-    assert found == pytest.approx(wanted, rel=1e-5)
+def test_metrics_are_means_over_all_examples(subtests):
+    for name in METRICS:
+        with subtests.test(msg=name):
+            loss, outputs, labels, metrics, wanted = METRICS[name]
+            found = scale(loss, metrics=metrics).evaluate((outputs, labels), batch_size=4)
+            del found["loss"]
+            assert found == pytest.approx(wanted, rel=1e-5)
 
 
 def test_named_loss_trains_like_its_function():
@@ -137,22 +145,25 @@ BATCHES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BATCHES)
-def test_parts_of_batches_and_weights(name):
-    data, options = BATCHES[name]
-    losses = np.log(np.exp(LOGITS).sum(1)) - LOGITS[np.arange(6), CLASSES]
-    factors = WEIGHT if "sample_weight" in options else np.ones(6)
-    if "class_weight" in options:
-        factors = np.asarray([2.0, 1.0, 0.5])[CLASSES]
-    trainer = scale("sparse_categorical_crossentropy", **options)
-    assert trainer.evaluate(data, batch_size=4)["loss"] == pytest.approx(
-        (losses * factors).mean(), rel=1e-5
-    )
-    batches = list(mirror.data.from_arrays(data, 4))
-    lists = [
-        list(b) if isinstance(b, tuple) else b for b in batches
-    ]  # as a torch DataLoader yields
-    assert trainer.evaluate(lists)["loss"] == pytest.approx((losses * factors).mean(), rel=1e-5)
+def test_parts_of_batches_and_weights(subtests):
+    for name in BATCHES:
+        with subtests.test(msg=name):
+            data, options = BATCHES[name]
+            losses = np.log(np.exp(LOGITS).sum(1)) - LOGITS[np.arange(6), CLASSES]
+            factors = WEIGHT if "sample_weight" in options else np.ones(6)
+            if "class_weight" in options:
+                factors = np.asarray([2.0, 1.0, 0.5])[CLASSES]
+            trainer = scale("sparse_categorical_crossentropy", **options)
+            assert trainer.evaluate(data, batch_size=4)["loss"] == pytest.approx(
+                (losses * factors).mean(), rel=1e-5
+            )
+            batches = list(mirror.data.from_arrays(data, 4))
+            lists = [
+                list(b) if isinstance(b, tuple) else b for b in batches
+            ]  # as a torch DataLoader yields
+            assert trainer.evaluate(lists)["loss"] == pytest.approx(
+                (losses * factors).mean(), rel=1e-5
+            )
 
 
 def test_binary_labels_have_class_weights():
@@ -173,17 +184,17 @@ LABELS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("use", ["fit", "evaluate", "verify"])
-@pytest.mark.parametrize("name", LABELS)
-def test_labels_out_of_range_are_rejected_before_they_are_used(name, use):
-    labels, options, values, fix = LABELS[name]
-    if use == "verify" and name == "too large":
-        pytest.skip("it is in the second batch, and verify uses the first")
-    trainer = scale("sparse_categorical_crossentropy", **options)
-    data = mirror.data.from_arrays((LOGITS, labels), 4)
-    with raises(ValueError, values=values, fix=fix):
-        fit(trainer, data, 2) if use == "fit" else getattr(trainer, use)(data)
-    assert np.isfinite(trainer.model.w[...])
+def test_labels_out_of_range_are_rejected_before_they_are_used(subtests):
+    for name, use in itertools.product(LABELS, ["fit", "evaluate", "verify"]):
+        with subtests.test(msg=f"{name} {use}"):
+            labels, options, values, fix = LABELS[name]
+            if use == "verify" and name == "too large":
+                pytest.skip("it is in the second batch, and verify uses the first")
+            trainer = scale("sparse_categorical_crossentropy", **options)
+            data = mirror.data.from_arrays((LOGITS, labels), 4)
+            with raises(ValueError, values=values, fix=fix):
+                fit(trainer, data, 2) if use == "fit" else getattr(trainer, use)(data)
+            assert np.isfinite(trainer.model.w[...])
 
 
 def test_binary_labels_are_from_0_to_1():
@@ -214,13 +225,14 @@ SHAPES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_shapes_that_do_not_match_are_rejected(name):
-    loss, data, kind, values, fix = SHAPES[name]
-    if name == "one part":
-        data = LOGITS.astype("float64")
-    with raises(kind, values=values, fix=fix):
-        fit(scale(loss), data, batch_size=4)
+def test_shapes_that_do_not_match_are_rejected(subtests):
+    for name in SHAPES:
+        with subtests.test(msg=name):
+            loss, data, kind, values, fix = SHAPES[name]
+            if name == "one part":
+                data = LOGITS.astype("float64")
+            with raises(kind, values=values, fix=fix):
+                fit(scale(loss), data, batch_size=4)
 
 
 def test_parts_of_a_dict_are_named():
@@ -269,11 +281,12 @@ ARGUMENTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ARGUMENTS)
-def test_wrong_arguments_are_rejected_at_once(name):
-    loss, options, kind, values, fix = ARGUMENTS[name]
-    with raises(kind, values=values, fix=fix):
-        scale(loss, **options)
+def test_wrong_arguments_are_rejected_at_once(subtests):
+    for name in ARGUMENTS:
+        with subtests.test(msg=name):
+            loss, options, kind, values, fix = ARGUMENTS[name]
+            with raises(kind, values=values, fix=fix):
+                scale(loss, **options)
 
 
 FOREIGN = {
@@ -285,8 +298,13 @@ FOREIGN = {
 }
 
 
-@pytest.mark.parametrize(("module", "name"), FOREIGN)
-def test_losses_of_other_libraries_are_named(module, name):
+def test_losses_of_other_libraries_are_named(subtests):
+    for module, name in FOREIGN:
+        with subtests.test(msg=f"{module!r} {name!r}"):
+            check_losses_of_other_libraries_are_named(module, name)
+
+
+def check_losses_of_other_libraries_are_named(module, name):
     loss = type(name, (), {"__module__": module, "__call__": lambda self, y_true, y_pred: y_true})()
     with raises(TypeError, values=[name, module.partition(".")[0]], fix=FOREIGN[module, name]):
         scale(loss)

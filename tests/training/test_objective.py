@@ -1,6 +1,7 @@
 """Per-example losses: weights, penalties, checks, and their mean."""
 # ruff: noqa: E501 (arguments and their message are one row)
 
+import itertools
 import pickle
 from typing import Any
 
@@ -12,14 +13,14 @@ import pytest
 from flax import nnx
 
 import mirror
-from mirror._src.training.labels import Labels
-from mirror._src.training.meter import Meter
-from mirror._src.training.objective import Objective, Sums
-from mirror._src.training.position import Position
+from tests.support import inside
 from tests.support.messages import raises
 from tests.support.strategies import cpu_strategy
+from tests.support.tables import mostly_slow
 from tests.support.training import batches_of, fit
 
+Objective, Sums = inside.objective().Objective, inside.objective().Sums
+Meter, Position = inside.meter().Meter, inside.position().Position
 B, N, CLASSES = 4, 10, 3
 RNG = np.random.RandomState(0)
 DATA = {
@@ -109,15 +110,17 @@ OBJECTIVES: dict[str, tuple[Any, ...]] = {  # arguments, the weights by hand, th
 
 
 @pytest.mark.parametrize(
-    ("name", "num_replicas"), [*((name, 8) for name in OBJECTIVES), ("regularized", 1)]
+    "rows", mostly_slow([*((name, 8) for name in OBJECTIVES), ("regularized", 1)], ("both", 8))
 )
-def test_loss_and_gradient_equal_those_of_one_device(num_replicas, name):
-    kwargs, weights_of, penalty = OBJECTIVES[name]
-    trainer = classify(cpu_strategy(num_replicas), **kwargs)
-    history = fit(trainer, batches())
-    w, loss = by_hand(batches(), weights_of, penalty)
-    np.testing.assert_allclose(trainer.model.w[...], w, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(history["loss"], [loss], rtol=1e-5)
+def test_loss_and_gradient_equal_those_of_one_device(subtests, rows):
+    for name, num_replicas in rows:
+        with subtests.test(msg=f"{name}, {num_replicas} replicas"):
+            kwargs, weights_of, penalty = OBJECTIVES[name]
+            trainer = classify(cpu_strategy(num_replicas), **kwargs)
+            history = fit(trainer, batches())
+            w, loss = by_hand(batches(), weights_of, penalty)
+            np.testing.assert_allclose(trainer.model.w[...], w, rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(history["loss"], [loss], rtol=1e-5)
 
 
 def test_evaluation_weights_the_loss_but_not_the_metrics(two):
@@ -166,12 +169,12 @@ def on_two():
     return cpu_strategy(2)
 
 
-@pytest.mark.parametrize("use", [fit, mirror.Trainer.evaluate])
-@pytest.mark.parametrize("name", LOSSES)
-def test_objective_rejects_losses_that_are_not_per_example(on_two, name, use):
-    make, error, wanted = LOSSES[name]
-    with raises(error, **wanted):
-        use(classify(on_two, returns(make)), batches())
+def test_objective_rejects_losses_that_are_not_per_example(subtests, on_two):
+    for name, use in itertools.product(LOSSES, [fit, mirror.Trainer.evaluate]):
+        with subtests.test(msg=f"{name} {use}"):
+            make, error, wanted = LOSSES[name]
+            with raises(error, **wanted):
+                use(classify(on_two, returns(make)), batches())
 
 
 def labeled(labels, **kwargs):
@@ -196,9 +199,13 @@ PARTS: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("use", [fit, mirror.Trainer.evaluate])
-@pytest.mark.parametrize("name", PARTS)
-def test_objective_rejects_invalid_weights_and_classes(on_two, name, use):
+def test_objective_rejects_invalid_weights_and_classes(subtests, on_two):
+    for name, use in itertools.product(PARTS, [fit, mirror.Trainer.evaluate]):
+        with subtests.test(msg=f"{name} {use}"):
+            check_objective_rejects_invalid_weights_and_classes(on_two, name, use)
+
+
+def check_objective_rejects_invalid_weights_and_classes(on_two, name, use):
     kwargs, wanted = PARTS[name]
     arguments = {"data": batches(), **kwargs}
     data = arguments.pop("data")
@@ -240,11 +247,12 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ARGUMENTS)
-def test_objective_rejects_bad_arguments(name):
-    kwargs, error, wanted = ARGUMENTS[name]
-    with raises(error, **wanted):
-        Objective(**{"loss_fn": cross_entropy, **kwargs})
+def test_objective_rejects_bad_arguments(subtests):
+    for name in ARGUMENTS:
+        with subtests.test(msg=name):
+            kwargs, error, wanted = ARGUMENTS[name]
+            with raises(error, **wanted):
+                Objective(**{"loss_fn": cross_entropy, **kwargs})
 
 
 def test_penalty_must_be_a_scalar(on_two):
@@ -271,8 +279,13 @@ def test_padding_does_not_count():
         assert sums.totals["positive"].dtype == sums.count.dtype == jnp.int32
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
-def test_sums_are_at_least_float32(dtype):
+def test_sums_are_at_least_float32(subtests):
+    for dtype in [jnp.bfloat16, jnp.float16, jnp.float32]:
+        with subtests.test(msg=str(dtype)):
+            check_sums_are_at_least_float32(dtype)
+
+
+def check_sums_are_at_least_float32(dtype):
     _, sums = Objective(lambda _, batch: batch)(None, jnp.ones(8, dtype), np.ones(8, bool))
     assert sums.totals["loss"].dtype == jnp.float32
 
@@ -321,7 +334,7 @@ def test_position_returns_to_before_the_first_launch_that_failed():
 
 
 def test_labels_are_pickled_without_batches_that_wait():
-    labels = Labels("y", None)
+    labels = inside.labels().Labels("y", None)
     labels.inspect(0, {"y": np.array([9])})
     again = pickle.loads(pickle.dumps(labels))
     again.infer(8)

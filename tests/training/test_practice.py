@@ -13,6 +13,7 @@ import mirror
 from tests.support.messages import assert_message, raises
 from tests.support.steps import context, nothing, number, replica_id
 from tests.support.strategies import EXECUTORS, cpu_strategy
+from tests.support.tables import mostly_slow
 from tests.support.variables import on_read, variable
 
 X = np.random.RandomState(0).randn(8, 3).astype(np.float32) + 0.5
@@ -36,9 +37,9 @@ def masked(norm, x, mask):
     return norm(x, mask=mask[:, None])
 
 
-def test_batch_statistics_over_all_replicas_equal_those_of_the_whole_batch(pair):
+def test_batch_statistics_over_all_replicas_equal_those_of_the_whole_batch(two):
     norms = []
-    for strategy in (pair, cpu_strategy(1)):
+    for strategy in (two, cpu_strategy(1)):
         with strategy.scope():
             norm = nnx.BatchNorm(3, axis_name=mirror.REPLICA_AXIS, rngs=nnx.Rngs(0))
         out = strategy.run(normalized, (norm, rows_of(strategy, X)))
@@ -51,35 +52,40 @@ def test_batch_statistics_over_all_replicas_equal_those_of_the_whole_batch(pair)
     np.testing.assert_allclose(got.mean(0), 0, atol=1e-5)
 
 
-def test_batch_statistics_are_per_replica_by_default_and_running_ones_averaged(pair):
+def test_batch_statistics_are_per_replica_by_default_and_running_ones_averaged(two):
     """TensorFlow lets the running statistics diverge and reads replica 0."""
-    with pair.scope():
+    with two.scope():
         norm = nnx.BatchNorm(3, momentum=0.0, rngs=nnx.Rngs(0))
-    out = pair.run(normalized, (norm, rows_of(pair, X)))
+    out = two.run(normalized, (norm, rows_of(two, X)))
     for own in out.values:
         np.testing.assert_allclose(np.asarray(own).mean(0), 0, atol=1e-5)
     np.testing.assert_allclose(norm.mean, X.reshape(2, 4, 3).mean(1).mean(0), rtol=1e-5)
     np.testing.assert_allclose(norm.var, X.reshape(2, 4, 3).var(1).mean(0), rtol=1e-4)
-    pair.check_mirrored(norm)
+    two.check_mirrored(norm)
 
 
-def test_batch_statistics_ignore_padding(pair):
+def test_batch_statistics_ignore_padding(two):
     """Exact if the replicas have equal numbers of examples: Flax averages the replicas' means."""
     mask = np.asarray([1, 1, 1, 0, 1, 1, 1, 0], bool)
-    with pair.scope():
+    with two.scope():
         norm = nnx.BatchNorm(3, momentum=0.0, axis_name=mirror.REPLICA_AXIS, rngs=nnx.Rngs(0))
-    out = pair.run(masked, (norm, *rows_of(pair, (X, mask))))
+    out = two.run(masked, (norm, *rows_of(two, (X, mask))))
     np.testing.assert_allclose(norm.mean, X[mask].mean(0), rtol=1e-5)
     np.testing.assert_allclose(norm.var, X[mask].var(0), rtol=1e-4)
     np.testing.assert_allclose(np.concatenate(out.values)[mask].mean(0), 0, atol=1e-5)
-    _, (x, ragged) = pair.distribute_dataset([X, X[:5]], remainder="pad")
-    pair.run(masked, (norm, x, ragged))
+    _, (x, ragged) = two.distribute_dataset([X, X[:5]], remainder="pad")
+    two.run(masked, (norm, x, ragged))
     np.testing.assert_allclose(norm.mean, (X[:4].mean(0) + X[4]) / 2, rtol=1e-5)
-    pair.check_mirrored(norm)
+    two.check_mirrored(norm)
 
 
-@pytest.mark.parametrize("axis_name", [None, mirror.REPLICA_AXIS])
-def test_linen_batch_normalization_synchronizes(pair, axis_name):
+def test_linen_batch_normalization_synchronizes(subtests, two):
+    for axis_name in [None, mirror.REPLICA_AXIS]:
+        with subtests.test(msg=str(axis_name)):
+            check_linen_batch_normalization_synchronizes(two, axis_name)
+
+
+def check_linen_batch_normalization_synchronizes(two, axis_name):
     norm = linen.BatchNorm(use_running_average=False, momentum=0.0, axis_name=axis_name)
 
     def step(state, x):
@@ -87,9 +93,9 @@ def test_linen_batch_normalization_synchronizes(pair, axis_name):
         new = context().all_reduce("mean", new)
         return out, {**state, **mirror.ensure_mirrored(new)}
 
-    with pair.scope():
+    with two.scope():
         state = linen.BatchNorm(use_running_average=True).init(jax.random.key(0), X[:1])
-    out, state = pair.run(step, (state, rows_of(pair, X)))
+    out, state = two.run(step, (state, rows_of(two, X)))
     found = state["batch_stats"]
     np.testing.assert_allclose(found["mean"], X.mean(0), rtol=1e-5)
     variance = X.var(0) if axis_name else X.reshape(2, 4, 3).var(1).mean(0)
@@ -145,12 +151,15 @@ def wanted():
     return dropped_losses(cpu_strategy(1))
 
 
-@pytest.mark.parametrize("name", [*EXECUTORS, "eight"])
-def test_dropout_by_example_trains_the_same_on_any_number_of_replicas(name, wanted):
-    strategy = cpu_strategy(8) if name == "eight" else EXECUTORS[name]()
-    np.testing.assert_allclose(dropped_losses(strategy), wanted, rtol=1e-5)
+@pytest.mark.parametrize("rows", mostly_slow([*EXECUTORS, "eight"], "pmap"))
+def test_dropout_by_example_trains_the_same_on_any_number_of_replicas(subtests, wanted, rows):
+    for name in rows:
+        with subtests.test(msg=str(name)):
+            strategy = cpu_strategy(8) if name == "eight" else EXECUTORS[name]()
+            np.testing.assert_allclose(dropped_losses(strategy), wanted, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(r"ignore:.*\bnet_step\b:UserWarning")
 def test_verify_names_dropout_with_the_same_mask_on_all_replicas(two):
     batch = rows_of(two, (X, Y))
@@ -161,12 +170,12 @@ def test_verify_names_dropout_with_the_same_mask_on_all_replicas(two):
     assert_message(caught, names="test_practice.py", fix=fix)
 
 
-def test_flax_dropout_samples_per_replica(pair):
+def test_flax_dropout_samples_per_replica(two):
     ones = np.ones((8, 64), np.float32)
     dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
-    first, second = pair.run(lambda d, x: d(x), (dropout, rows_of(pair, ones))).values
+    first, second = two.run(lambda d, x: d(x), (dropout, rows_of(two, ones))).values
     assert not np.array_equal(first, second)
-    pair.check_mirrored(nnx.state(dropout))
+    two.check_mirrored(nnx.state(dropout))
 
 
 # optax
@@ -211,35 +220,39 @@ def start(strategy, tx):
         return {"params": params, "moments": tx.init(params), "average": params}
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optax_optimizers_train_as_on_one_device(two, name):
-    tx, step = plain_step(name)
-    found = []
-    for strategy in (two, cpu_strategy(1)):
-        state = start(strategy, tx)
-        x, y = rows_of(strategy, (X, Y))
-        for _ in range(4):
-            state, loss = strategy.run(step, (state, x, y), donate_argnums=0)
-        strategy.check_mirrored(state)
-        found.append((loss, state))
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-6), *found)
-    assert np.isfinite(found[0][0])
+@pytest.mark.parametrize("rows", mostly_slow(OPTIMIZERS, "apply_if_finite"))
+def test_optax_optimizers_train_as_on_one_device(subtests, two, rows):
+    for name in rows:
+        with subtests.test(msg=name):
+            tx, step = plain_step(name)
+            found = []
+            for strategy in (two, cpu_strategy(1)):
+                state = start(strategy, tx)
+                x, y = rows_of(strategy, (X, Y))
+                for _ in range(4):
+                    state, loss = strategy.run(step, (state, x, y), donate_argnums=0)
+                strategy.check_mirrored(state)
+                found.append((loss, state))
+            jax.tree.map(
+                functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-6), *found
+            )
+            assert np.isfinite(found[0][0])
 
 
-def test_nan_on_one_replica_reaches_all_replicas(pair):
+def test_nan_on_one_replica_reaches_all_replicas(two):
     """All replicas skip the update together, and training continues."""
     tx, step = plain_step("apply_if_finite")
-    state, skipped = start(pair, tx), 0
+    state, skipped = start(two, tx), 0
     bad = X.copy()
     bad[-1] = np.nan
     for x in (X, bad, X):
         before = np.asarray(state["params"]["w"])
-        state, loss = pair.run(step, (state, *rows_of(pair, (x, Y))))
+        state, loss = two.run(step, (state, *rows_of(two, (x, Y))))
         skipped += x is bad
         assert np.isnan(loss) == (x is bad)
         assert np.array_equal(before, state["params"]["w"]) == (x is bad)
         assert int(state["moments"].total_notfinite) == skipped
-        pair.check_mirrored(state)
+        two.check_mirrored(state)
     assert np.isfinite(state["params"]["w"]).all()
 
 
@@ -270,17 +283,17 @@ def scaled_step(model, optimizer, x, y):
     return finite
 
 
-def test_dynamic_loss_scale_lives_in_variables(pair):
-    with pair.scope():
+def test_dynamic_loss_scale_lives_in_variables(two):
+    with two.scope():
         model = Scaled()
         optimizer = nnx.Optimizer(model, optax.sgd(0.01), wrt=nnx.Param)
     huge = Y.copy()
     huge[0] = 1e30  # on replica 0 alone
     for y, scale, good in ((Y, 1024, 1), (huge, 512, 0), (Y, 512, 1)):
-        finite = pair.run(scaled_step, (model, optimizer, *rows_of(pair, (X, y))))
+        finite = two.run(scaled_step, (model, optimizer, *rows_of(two, (X, y))))
         assert isinstance(finite, jax.Array)
         assert (float(model.scale), int(model.good)) == (scale, good)
-        pair.check_mirrored((model, optimizer))
+        two.check_mirrored((model, optimizer))
     assert int(model.skipped) == 2  # one step, on each replica
     assert np.isfinite(model.w[...]).all()
 
@@ -305,40 +318,40 @@ def scales_twice(v, x):
     v.assign_add(context().all_reduce("mean", loss))
 
 
-def test_errors_name_variables_of_wrong_steps(pair):
+def test_errors_name_variables_of_wrong_steps(two):
     v, captured, own = variable(1.0, name="mine"), variable(1.0, name="seen"), on_read("sum", 0)
-    (rows,) = rows_of(pair, (X,))
+    (rows,) = rows_of(two, (X,))
 
     def both(v, x):
         right(v, x)
         right(captured, x)
         own.assign_add(x.shape[0])
 
-    report = pair.verify(both, (v, rows))
+    report = two.verify(both, (v, rows))
     assert {row.name for row in report.rows} >= {"v", "seen"}
     assert (float(v), float(captured), int(own)) == (1, 1, 0)
     names = ["forgets", "v", "x"]
     with raises(mirror.ReplicaDivergenceError, names=names, fix="all_reduce"):
-        pair.run(forgets, (v, rows))
+        two.run(forgets, (v, rows))
     names = ["<lambda>", "seen", "x"]
     with raises(mirror.ReplicaDivergenceError, names=names, fix="all_reduce"):
-        pair.run(lambda x: forgets(captured, x), (rows,))
+        two.run(lambda x: forgets(captured, x), (rows,))
     for wrong in (sums, scales_twice):
         with raises(mirror.ReplicaMismatchError, names=["rtol", "v"], values=[2, "1e-05"]):
-            pair.verify(wrong, (v, rows))
+            two.verify(wrong, (v, rows))
     with raises(mirror.ReplicaMismatchError, names=["rtol", "seen"], values=[2, "1e-05"]):
-        pair.verify(lambda x: scales_twice(captured, x), (rows,))
+        two.verify(lambda x: scales_twice(captured, x), (rows,))
     assert (float(v), float(captured), int(own)) == (1, 1, 0)
 
 
-def test_verify_checks_aggregated_variables(pair):
+def test_verify_checks_aggregated_variables(two):
     """A mean of means equals the mean of the whole batch; a hand-written count does not."""
     mean, count = variable(0.0, "mean", name="mean"), variable(0.0, "sum", name="count")
-    (rows,) = rows_of(pair, (X,))
-    pair.verify(lambda x: nothing(mean.assign(x.mean())), (rows,))
-    pair.verify(lambda x: nothing(count.assign_add(float(x.shape[0]))), (rows,))
+    (rows,) = rows_of(two, (X,))
+    two.verify(lambda x: nothing(mean.assign(x.mean())), (rows,))
+    two.verify(lambda x: nothing(count.assign_add(float(x.shape[0]))), (rows,))
     with raises(mirror.ReplicaMismatchError, names=["rtol", "count"], values=[2, "1e-05"]):
-        pair.verify(lambda x: nothing([count.assign_add(1.0), x]), (rows,))
+        two.verify(lambda x: nothing([count.assign_add(1.0), x]), (rows,))
     assert (float(mean), float(count)) == (0, 0)
 
 

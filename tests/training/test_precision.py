@@ -1,6 +1,7 @@
 """`Trainer(precision=)`: layers compute in half precision; parameters and sums stay float32."""
 
 import dataclasses
+import itertools
 import os
 import types
 import warnings
@@ -16,6 +17,7 @@ from flax import linen, nnx
 import mirror
 from tests.support.messages import raises
 from tests.support.strategies import EXECUTORS, cpu_strategy
+from tests.support.tables import mostly_slow
 from tests.support.training import fit
 
 RNG = np.random.RandomState(0)
@@ -120,31 +122,36 @@ def dtypes(tree):
     return {str(x.dtype) for x in arrays(tree)} - {"int32", "uint32"}
 
 
-ROWS = [(net, "pmap", precision) for net in NETS for precision in HALVES]
-ROWS += [("nnx", executor, "bfloat16") for executor in EXECUTORS if executor != "pmap"]
-ROWS += [("linen", executor, "float16") for executor in EXECUTORS if executor != "pmap"]
+ROWS = [
+    ("nnx", "pmap", "bfloat16"),
+    ("nnx", "staged", "float16"),
+    ("linen", "vmap", "float16"),
+]
 
 
-@pytest.mark.parametrize(("net", "executor", "precision"), ROWS)
-def test_layers_compute_in_it_and_state_and_sums_are_float32(net, executor, precision):
-    strategy = EXECUTORS[executor]()
-    with strategy.scope():
-        model = NETS[net]()
-        trainer = trainer_of(model, strategy, precision=precision)
-    before = trainer.evaluate(TABLES)["loss"]
-    assert fit(trainer, TABLES, 3)["loss"][-1] < before
-    assert trainer.predict(outputs, TABLES).dtype == precision
-    assert dtypes((trainer.model, trainer.optimizer)) == {"float32"}
-    strategy.check_mirrored((trainer.model, trainer.optimizer))
-    table = str(trainer.summary(TABLES))
-    assert f"{precision}[30,3]" in table
-    assert precision in repr(trainer)
-    assert table.splitlines()[-1].split() == ["precision", precision]
-    if net == "linen":
-        report = trainer.verify(TABLES)
-        assert 1e-7 < report.largest <= report.rtol == 4 * float(jnp.finfo(precision).eps)
+@pytest.mark.parametrize("rows", mostly_slow(ROWS, ("nnx", "pmap", "bfloat16")))
+def test_layers_compute_in_it_and_state_and_sums_are_float32(subtests, rows):
+    for net, executor, precision in rows:
+        with subtests.test(msg=f"{net} {executor} {precision}"):
+            strategy = EXECUTORS[executor]()
+            with strategy.scope():
+                model = NETS[net]()
+                trainer = trainer_of(model, strategy, precision=precision)
+            before = trainer.evaluate(TABLES)["loss"]
+            assert fit(trainer, TABLES, 3)["loss"][-1] < before
+            assert trainer.predict(outputs, TABLES).dtype == precision
+            assert dtypes((trainer.model, trainer.optimizer)) == {"float32"}
+            strategy.check_mirrored((trainer.model, trainer.optimizer))
+            table = str(trainer.summary(TABLES))
+            assert f"{precision}[30,3]" in table
+            assert precision in repr(trainer)
+            assert table.splitlines()[-1].split() == ["precision", precision]
+            if net == "linen":
+                report = trainer.verify(TABLES)
+                assert 1e-7 < report.largest <= report.rtol == 4 * float(jnp.finfo(precision).eps)
 
 
+@pytest.mark.slow
 def test_verify_allows_the_rounding_of_the_coarsest_layer():
     for dtype, precision, coarsest in [
         (jnp.bfloat16, None, "bfloat16"),
@@ -180,22 +187,26 @@ def test_default_leaves_the_model_as_it_is():
     assert "float32" not in repr(plain)
 
 
-@pytest.mark.parametrize("net", NETS)
-def test_float32_trains_to_the_same_bits_as_the_default(net):
-    models = [trainer_of(NETS[net](), precision=each) for each in (None, "float32")]
-    for trainer in models:
-        fit(trainer, TABLES)
-    assert_same(models[0].model, models[1].model)
+@pytest.mark.parametrize("rows", mostly_slow(NETS, "nnx"))
+def test_float32_trains_to_the_same_bits_as_the_default(subtests, rows):
+    for net in rows:
+        with subtests.test(msg=net):
+            models = [trainer_of(NETS[net](), precision=each) for each in (None, "float32")]
+            for trainer in models:
+                fit(trainer, TABLES)
+            assert_same(models[0].model, models[1].model)
 
 
-@pytest.mark.parametrize("net", NETS)
-def test_dtype_that_the_user_set_is_kept(net):
-    trainer = trainer_of(NETS[net](jnp.float32), precision="bfloat16")
-    assert trainer.predict(outputs, TABLES).dtype == "float32"
-    if net == "nnx":
-        model = trainer.model
-        assert (model.first.dtype, model.out.dtype) == (jnp.bfloat16, jnp.float32)
-        assert not hasattr(model, "dtype")
+@pytest.mark.parametrize("rows", mostly_slow(NETS, "nnx"))
+def test_dtype_that_the_user_set_is_kept(subtests, rows):
+    for net in rows:
+        with subtests.test(msg=net):
+            trainer = trainer_of(NETS[net](jnp.float32), precision="bfloat16")
+            assert trainer.predict(outputs, TABLES).dtype == "float32"
+            if net == "nnx":
+                model = trainer.model
+                assert (model.first.dtype, model.out.dtype) == (jnp.bfloat16, jnp.float32)
+                assert not hasattr(model, "dtype")
 
 
 def test_same_precision_can_be_set_again_and_another_is_an_error():
@@ -264,8 +275,14 @@ def layers():
     }
 
 
-@pytest.mark.parametrize("name", list(layers()))
-def test_every_layer_of_flax_keeps_its_variables_in_float32(name):
+@pytest.mark.parametrize("rows", mostly_slow(list(layers()), "BatchNorm"))
+def test_every_layer_of_flax_keeps_its_variables_in_float32(subtests, rows):
+    for name in rows:
+        with subtests.test(msg=name):
+            check_every_layer_of_flax_keeps_its_variables_in_float32(name)
+
+
+def check_every_layer_of_flax_keeps_its_variables_in_float32(name):
     layer = layers()[name]
     model = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), layer)
     trainer_of(model, precision="bfloat16")
@@ -276,13 +293,12 @@ def test_every_layer_of_flax_keeps_its_variables_in_float32(name):
     assert result.shape == shape
 
 
-@pytest.mark.parametrize(
-    "make", [lambda: Block(nnx.Linear(4, 3, rngs=nnx.Rngs(0))), Computed], ids=["field", "property"]
-)
-def test_attributes_of_the_same_name_are_left_alone(make):
-    trainer = trainer_of(make(), precision="bfloat16")
-    assert trainer.predict(outputs, TABLES).dtype == "bfloat16"
-    assert trainer.model.dtype in ("mine", None)
+def test_attributes_of_the_same_name_are_left_alone(subtests):
+    for make in [lambda: Block(nnx.Linear(4, 3, rngs=nnx.Rngs(0))), Computed]:
+        with subtests.test(msg=str(make)):
+            trainer = trainer_of(make(), precision="bfloat16")
+            assert trainer.predict(outputs, TABLES).dtype == "bfloat16"
+            assert trainer.model.dtype in ("mine", None)
 
 
 def test_embedding_keeps_the_dtype_that_flax_gave_it():
@@ -295,6 +311,7 @@ def test_embedding_keeps_the_dtype_that_flax_gave_it():
         assert model(jnp.zeros(2, int)).dtype == "bfloat16"
 
 
+@pytest.mark.slow
 def test_linen_modules_change_only_inside_the_trainer():
     model = wrapped(ManyLayers(linen.Dense(8)))
     trainer = trainer_of(model, precision="bfloat16")
@@ -342,13 +359,14 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("row", WRONG)
-def test_unknown_precision_is_rejected_and_the_model_kept(row):
-    value, kind, names, fix = WRONG[row]
-    model = Net()
-    with raises(kind, names=["`precision`", *names], fix=fix):
-        trainer_of(model, precision=value)
-    assert model.first.dtype is None
+def test_unknown_precision_is_rejected_and_the_model_kept(subtests):
+    for row in WRONG:
+        with subtests.test(msg=row):
+            value, kind, names, fix = WRONG[row]
+            model = Net()
+            with raises(kind, names=["`precision`", *names], fix=fix):
+                trainer_of(model, precision=value)
+            assert model.first.dtype is None
 
 
 REFUSED = {
@@ -366,11 +384,12 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("row", REFUSED)
-def test_precision_that_reaches_no_layer_is_an_error(row):
-    make, name, fix = REFUSED[row]
-    with raises(ValueError, names=["precision='bfloat16'", name], fix=fix):
-        trainer_of(make(), precision="bfloat16")
+def test_precision_that_reaches_no_layer_is_an_error(subtests):
+    for row in REFUSED:
+        with subtests.test(msg=row):
+            make, name, fix = REFUSED[row]
+            with raises(ValueError, names=["precision='bfloat16'", name], fix=fix):
+                trainer_of(make(), precision="bfloat16")
 
 
 def test_precision_that_reaches_no_linen_layer_is_an_error():
@@ -392,12 +411,13 @@ class Mixed(nnx.Module):
         return self.head(self.body(x))
 
 
-@pytest.mark.parametrize("head", [linen.Dense(3, dtype=jnp.float32), BareLinen()])
-def test_linen_layers_may_be_set_if_the_precision_reaches_others(head):
-    trainer = trainer_of(Mixed(head), precision="bfloat16")
-    assert trainer.model.body.dtype == jnp.bfloat16
-    fit(trainer, TABLES)
-    trainer.evaluate(TABLES)
+def test_linen_layers_may_be_set_if_the_precision_reaches_others(subtests):
+    for head in [linen.Dense(3, dtype=jnp.float32), BareLinen()]:
+        with subtests.test(msg=str(head)):
+            trainer = trainer_of(Mixed(head), precision="bfloat16")
+            assert trainer.model.body.dtype == jnp.bfloat16
+            fit(trainer, TABLES)
+            trainer.evaluate(TABLES)
 
 
 def test_replaced_model_has_the_precision_of_the_trainer():
@@ -436,18 +456,25 @@ def weighted(model, batch):
     return mirror.Weighted(losses(model, batch)[0].astype(jnp.float16), jnp.ones(len(batch["y"])))
 
 
-@pytest.mark.parametrize(("loss_fn", "dtype"), [(half, "bfloat16"), (weighted, "float16")])
-@pytest.mark.parametrize("method", ["fit", "evaluate"])
-def test_losses_in_half_precision_warn_once_at_the_users_line(loss_fn, dtype, method):
-    trainer = trainer_of(Net(), loss_fn=loss_fn)
-    call = types.MethodType(fit, trainer) if method == "fit" else trainer.evaluate
-    with pytest.warns(UserWarning, match="logits.astype") as caught:
-        call(TABLES)
-    fit(trainer, TABLES, 2)  # warnings are errors
-    (message,) = (str(each.message) for each in caught)
-    assert loss_fn.__name__ in message
-    assert f"are {dtype}" in message
-    assert caught[0].filename.endswith(("training.py", "test_precision.py"))
+@pytest.mark.parametrize(
+    "rows",
+    mostly_slow(
+        itertools.product(["fit", "evaluate"], [(half, "bfloat16"), (weighted, "float16")]),
+        ("fit", (weighted, "float16")),
+    ),
+)
+def test_losses_in_half_precision_warn_once_at_the_users_line(subtests, rows):
+    for method, (loss_fn, dtype) in rows:
+        with subtests.test(msg=f"{method} {dtype}"):
+            trainer = trainer_of(Net(), loss_fn=loss_fn)
+            call = types.MethodType(fit, trainer) if method == "fit" else trainer.evaluate
+            with pytest.warns(UserWarning, match="logits.astype") as caught:
+                call(TABLES)
+            fit(trainer, TABLES, 2)  # warnings are errors
+            (message,) = (str(each.message) for each in caught)
+            assert loss_fn.__name__ in message
+            assert f"are {dtype}" in message
+            assert caught[0].filename.endswith(("training.py", "test_precision.py"))
 
 
 def test_named_losses_and_metrics_are_computed_in_float32():
@@ -478,22 +505,36 @@ def test_named_losses_and_metrics_are_computed_in_float32():
 
 
 @pytest.mark.parametrize(
-    ("saved", "restored"),
-    [("bfloat16", "float32"), ("float32", "float16"), ("float16", None), ("float16", "bfloat16")],
+    "rows",
+    mostly_slow(
+        [
+            ("bfloat16", "float32"),
+            ("float32", "float16"),
+            ("float16", None),
+            ("float16", "bfloat16"),
+        ],
+        ("float16", None),
+    ),
 )
-def test_checkpoint_restores_into_another_precision(tmp_path, saved, restored):
-    trainer = trainer_of(Net(), precision=saved)
-    fit(trainer, TABLES)
-    trainer.save(tmp_path)
-    again = trainer_of(Net(), precision=restored)
-    if again.loss_scale is not None:
-        again.loss_scale.current.set_value(jnp.float32(2))
-    again.restore(tmp_path)
-    for mine, theirs in ((again.model, trainer.model), (again.optimizer, trainer.optimizer)):
-        assert_same(mine, theirs)
-    if again.loss_scale is not None:
-        assert again.loss_scale.current[...] == 2**15
-    fit(again, TABLES, 2)
+def test_checkpoint_restores_into_another_precision(subtests, tmp_path_factory, rows):
+    for saved, restored in rows:
+        with subtests.test(msg=f"{saved!r} {restored!r}"):
+            tmp_path = tmp_path_factory.mktemp("row")
+            trainer = trainer_of(Net(), precision=saved)
+            fit(trainer, TABLES)
+            trainer.save(tmp_path)
+            again = trainer_of(Net(), precision=restored)
+            if again.loss_scale is not None:
+                again.loss_scale.current.set_value(jnp.float32(2))
+            again.restore(tmp_path)
+            for mine, theirs in (
+                (again.model, trainer.model),
+                (again.optimizer, trainer.optimizer),
+            ):
+                assert_same(mine, theirs)
+            if again.loss_scale is not None:
+                assert again.loss_scale.current[...] == 2**15
+            fit(again, TABLES, 2)
 
 
 def digits():
@@ -516,6 +557,7 @@ class Digits(nnx.Module):
         return self.out(jax.nn.relu(self.norm(self.first(x))))
 
 
+@pytest.mark.nightly
 def test_digits_are_as_accurate_in_half_precision():
     train, test = digits()
     accuracy = {}

@@ -18,13 +18,15 @@ from flax import nnx
 from IPython.core.displaypub import DisplayPublisher
 from IPython.core.interactiveshell import InteractiveShell
 from nbclient import NotebookClient
+from rich.live import Live
 
 import mirror
 from mirror import callbacks
-from mirror._src.training.callbacks import notebook_progress
 from tests.support import terminal
 from tests.support.messages import assert_message
 from tests.support.strategies import cpu_strategy
+from tests.support.tables import mostly_slow
+from tests.support.waiting import wait_until
 
 STEPS, SIZE = 10, 4
 ROWS = STEPS * SIZE
@@ -97,8 +99,39 @@ def fail(error=LookupError):
     raise error("of the test")
 
 
-def sleep():
-    time.sleep(0.6)  # the terminal is redrawn 4 times per second
+class Clock:
+    """A clock that a test moves on; it advances a little each time that it is read."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        self.now += 1e-6
+        return self.now
+
+    def advance(self, secs: float = 1.0) -> None:
+        self.now += secs
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", clock)
+    return clock
+
+
+SCREENS: list[terminal.Screen] = []  # of `on_terminal`
+
+
+def redrawn():
+    """Waits until a thread has drawn the terminal twice, so once after the call."""
+    for _ in range(2):
+        before = len(SCREENS[-1].text)
+        wait_until(lambda before=before: len(SCREENS[-1].text) > before)
+
+
+def shows(text: str) -> bool:
+    return text in SCREENS[-1].text
 
 
 LINE = r"epoch %d/2: loss [0-9.e-]+, error [0-9.e-]+, [0-9]+\.[0-9] s"
@@ -113,11 +146,12 @@ def shown(epochs=2, *others, **options) -> str:
     return file.getvalue()
 
 
-@pytest.mark.parametrize("columns", ["", "40"])
-def test_progress_writes_one_line_per_epoch_to_a_file(monkeypatch, columns):
-    monkeypatch.setenv("COLUMNS", columns)
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    assert re.fullmatch(LINES, shown())
+def test_progress_writes_one_line_per_epoch_to_a_file(subtests):
+    for columns in ["", "40"]:
+        with subtests.test(msg=str(columns)), pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setenv("COLUMNS", columns)
+            monkeypatch.setenv("FORCE_COLOR", "1")
+            assert re.fullmatch(LINES, shown())
 
 
 def test_fit_adds_a_progress_bar_by_default(capsys):
@@ -155,6 +189,7 @@ def a_terminal_with_controls(monkeypatch):
 
 def on_terminal(monkeypatch, columns=80, *others, epochs=2, error=None, **options):
     with terminal.terminal(columns) as (file, screen), monkeypatch.context() as patch:
+        SCREENS[:] = [screen]
         patch.setenv("COLUMNS", str(columns))
         patch.setattr(sys, "stdout", file)
         patch.setattr(sys, "stderr", file)
@@ -177,45 +212,51 @@ BAR = rf"epoch \d/2( +\d+%( \|[# ]+\|)? \d+/10{_ITEMS})?"
 WAITING = r"epoch 1/2: loading and compiling, \d s"
 
 
-@pytest.mark.parametrize("columns", [200, 80, 60, 40, 15, 5])
-def test_bar_fits_any_width_and_leaves_the_lines_of_the_epochs(monkeypatch, columns):
-    screen = on_terminal(monkeypatch, columns, At(1, 1, sleep), At(2, 10, sleep))
-    assert re.fullmatch(LINES, unwrapped(screen.lines))
-    frames = [frame for frame in screen.frames if frame not in screen.lines]
-    assert max(map(len, frames), default=0) < columns
-    for frame in frames:
-        assert re.fullmatch(f"{BAR}|{WAITING}", frame)
-    if columns >= 40:
-        assert any("%" in frame and "|" in frame for frame in frames)
-        assert max(map(len, screen.lines)) <= columns
-        assert all(re.search("(,| s)$", line) for line in screen.lines), "wrapped in a metric"
+@pytest.mark.parametrize("rows", mostly_slow([200, 80, 60, 40, 15, 5], 80, 15))
+def test_bar_fits_any_width_and_leaves_the_lines_of_the_epochs(subtests, rows):
+    for columns in rows:
+        with subtests.test(msg=str(columns)), pytest.MonkeyPatch.context() as monkeypatch:
+            screen = on_terminal(monkeypatch, columns, At(1, 1, redrawn), At(2, 10, redrawn))
+            assert re.fullmatch(LINES, unwrapped(screen.lines))
+            frames = [frame for frame in screen.frames if frame not in screen.lines]
+            assert max(map(len, frames), default=0) < columns
+            for frame in frames:
+                assert re.fullmatch(f"{BAR}|{WAITING}", frame)
+            if columns >= 40:
+                assert any("%" in frame and "|" in frame for frame in frames)
+                assert max(map(len, screen.lines)) <= columns
+                assert all(re.search("(,| s)$", line) for line in screen.lines), (
+                    "wrapped in a metric"
+                )
 
 
-def slow_batches():
-    """Yields the batches of one pass, of unknown length; the first one is late."""
-    for i, batch in enumerate(data()):
-        if i == 0:
-            time.sleep(1.3)
-        yield batch
+def batches_after(wait):
+    """Yields the batches of one pass, of unknown length, when a function has returned."""
+    wait()
+    yield from data()
 
 
-def test_terminal_shows_that_the_first_step_is_on_its_way(monkeypatch):
-    screen = on_terminal(monkeypatch, 80, epochs=1, batches=slow_batches())
-    waiting = [frame for frame in screen.frames if "loading and compiling" in frame]
-    assert {frame.rsplit(", ")[-1] for frame in waiting} >= {"0 s", "1 s"}
+def test_terminal_shows_that_the_first_step_is_on_its_way(monkeypatch, clock):
+    def wait():
+        wait_until(lambda: shows("epoch 1/1: loading and compiling, 0 s"))
+        clock.advance()
+        wait_until(lambda: shows("epoch 1/1: loading and compiling, 1 s"))
+
+    screen = on_terminal(monkeypatch, 80, epochs=1, batches=batches_after(wait))
     (line,) = screen.lines
     assert re.fullmatch(r"epoch 1/1: loss .*, error .* s", line)
 
 
 def test_bar_shows_an_unknown_number_of_steps(monkeypatch):
-    screen = on_terminal(monkeypatch, 80, At(1, 10, sleep), epochs=1, batches=slow_batches())
+    batches = batches_after(lambda: None)
+    screen = on_terminal(monkeypatch, 80, At(1, 10, redrawn), epochs=1, batches=batches)
     assert any(re.match(r"epoch 1/1: \d+ steps, \d s, loss ", frame) for frame in screen.frames)
 
 
 def test_bar_of_a_resumed_epoch_starts_where_it_resumes(monkeypatch):
     with pytest.raises(LookupError):
         shown(2, At(2, 3, fail))
-    screen = on_terminal(monkeypatch, 80, At(2, 4, sleep), of=compiled()[0], anew=False)
+    screen = on_terminal(monkeypatch, 80, At(2, 4, redrawn), of=compiled()[0], anew=False)
     assert_message(screen.lines[0], values=[2, 3 * SIZE])
     assert re.fullmatch(LINE % 2, screen.lines[1])
     assert any(re.match(r"epoch 2/2 +30% \|######", frame) for frame in screen.frames)
@@ -226,7 +267,7 @@ def test_what_callbacks_print_stays_above_the_bar(monkeypatch):
         print("a line of 0.123456")
         print("an error of 7", file=sys.stderr)
         print("a part", end="")
-        sleep()
+        redrawn()
 
     screen = on_terminal(monkeypatch, 80, At(1, 5, talk))
     first, *others = screen.lines
@@ -236,12 +277,13 @@ def test_what_callbacks_print_stays_above_the_bar(monkeypatch):
     assert not any("%" in line for line in screen.lines)
 
 
-@pytest.mark.parametrize("error", [LookupError, KeyboardInterrupt])
-def test_bar_is_erased_after_errors(monkeypatch, error):
-    stop = At(2, 5, functools.partial(fail, error))
-    screen = on_terminal(monkeypatch, 80, stop, error=error)
-    (line,) = screen.lines
-    assert re.fullmatch(LINE % 1, line)
+def test_bar_is_erased_after_errors(subtests):
+    for error in [LookupError, KeyboardInterrupt]:
+        with subtests.test(msg=str(error)), pytest.MonkeyPatch.context() as monkeypatch:
+            stop = At(2, 5, functools.partial(fail, error))
+            screen = on_terminal(monkeypatch, 80, stop, error=error)
+            (line,) = screen.lines
+            assert re.fullmatch(LINE % 1, line)
 
 
 def test_two_fits_share_a_terminal(monkeypatch):
@@ -249,30 +291,37 @@ def test_two_fits_share_a_terminal(monkeypatch):
     screen = on_terminal(monkeypatch, 80, At(1, 2, other.start), At(2, 9, other.join))
     counts = collections.Counter(line[:9] for line in screen.lines)
     assert counts == {"epoch 1/2": 2, "epoch 2/2": 2}
-    again = on_terminal(monkeypatch, 80, At(1, 2, sleep))
+    again = on_terminal(monkeypatch, 80, At(1, 2, redrawn))
     assert any("%" in frame for frame in again.frames), "the terminal is free again"
 
 
 def test_bar_leaves_the_line_to_a_debugger(monkeypatch):
-    texts = []
+    bars: list[Live] = []
+    start = Live.start
+
+    def recorded_start(bar, **options):
+        bars.append(bar)
+        start(bar, **options)
 
     def debug():
-        code = "sleep(); sleep(); print('(Pdb)')"
-        exec(code, {"__name__": "bdb", "sleep": sleep})
-        texts.append(True)
+        code = "print('(Pdb)'); draw(); draw(); print('(end)')"
+        exec(code, {"__name__": "bdb", "draw": bars[-1].refresh})
 
-    screen = on_terminal(monkeypatch, 80, At(1, 1, debug))
-    assert texts
-    drawn = [frame for frame in screen.frames if re.match(r"epoch 1/2 +\d+%", frame)]
-    assert len(drawn) <= 4, "about two at the end of the epoch, not one per 0.25 s"
+    monkeypatch.setattr(Live, "start", recorded_start)
+    screen = on_terminal(monkeypatch, 80, At(1, 1, debug), At(1, 2, redrawn))
+    _, shown, after = re.split(r"\(Pdb\)|\(end\)", screen.text)
+    assert "epoch" not in shown
+    assert shown.count("\n") == 1, "only the line of `print` was drawn"
+    assert "epoch 1/2" in after
     assert "(Pdb)" in screen.lines
 
 
-@pytest.mark.parametrize("name", ["dumb", "unknown"])
-def test_a_terminal_without_controls_gets_lines_only(monkeypatch, name):
-    monkeypatch.setenv("TERM", name)
-    screen = on_terminal(monkeypatch)
-    assert re.fullmatch(LINES, screen.text.replace("\r\n", "\n"))
+def test_a_terminal_without_controls_gets_lines_only(subtests):
+    for name in ["dumb", "unknown"]:
+        with subtests.test(msg=str(name)), pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setenv("TERM", name)
+            screen = on_terminal(monkeypatch)
+            assert re.fullmatch(LINES, screen.text.replace("\r\n", "\n"))
 
 
 # Notebooks
@@ -325,8 +374,8 @@ def test_notebook_shows_the_table_of_the_history(notebook):
     assert notebook.text == repr(history)
 
 
-def test_notebook_shows_the_running_epoch(notebook):
-    fit(2, At(1, 9, sleep), At(2, 9, sleep))
+def test_notebook_shows_the_running_epoch(notebook, clock):
+    fit(2, At(1, 9, clock.advance), At(2, 9, clock.advance))
     texts = [version["text/plain"] for version in notebook.versions]
     assert texts[0] == "epoch 1/2: loading data and compiling the step, 0 s"
     assert "<progress></progress>" in notebook.versions[0]["text/html"]
@@ -339,25 +388,25 @@ def test_notebook_shows_the_running_epoch(notebook):
     assert "progress" not in notebook.html
 
 
-def test_notebook_says_how_long_the_first_step_takes(notebook, monkeypatch):
-    monkeypatch.setattr(notebook_progress, "_SECONDS_BETWEEN_TICKS", 0.6)
+def test_notebook_says_how_long_the_first_step_takes(notebook, clock):
+    def texts():
+        return [version["text/plain"] for version in notebook.versions]
 
-    class Slow:
-        def __iter__(self):
-            time.sleep(1.5)
-            return iter(data())
+    def wait():
+        clock.advance()
+        words = "epoch 1/1: loading data and compiling the step, 1 s"
+        wait_until(lambda: words in texts())
 
-    fit(1, batches=Slow())
-    texts = [version["text/plain"] for version in notebook.versions]
-    assert "epoch 1/1: loading data and compiling the step, 1 s" in texts
+    fit(1, batches=batches_after(wait))
     assert "compiling" not in notebook.text
 
 
-def test_notebook_is_updated_at_most_five_times_per_second(notebook):
-    started = time.perf_counter()
-    fit(40)
-    secs = time.perf_counter() - started
-    assert len(notebook.versions) <= 4 + 5 * secs
+def test_notebook_is_updated_at_most_five_times_per_second(notebook, clock):
+    fit(20)
+    assert len(notebook.versions) == 3, "the first, the first step, and the last"
+    notebook.versions.clear()
+    fit(2, *(At(epoch, step, lambda: clock.advance(0.1)) for epoch in (1, 2) for step in range(10)))
+    assert 4 <= len(notebook.versions) <= 3 + 5 * 1.8
 
 
 def test_notebook_table_is_bounded(notebook):
@@ -415,8 +464,8 @@ def test_history_omits_the_table_that_its_cell_shows(notebook, monkeypatch):
     assert fit(1)._repr_html_().startswith("<table")  # nothing to show instead
 
 
-def test_metrics_are_escaped(notebook):
-    fit(2, Adds(1, 2, name="<b>"), At(2, 9, sleep))
+def test_metrics_are_escaped(notebook, clock):
+    fit(2, Adds(1, 2, name="<b>"), At(2, 9, clock.advance))
     assert not any("<b>" in version["text/html"] for version in notebook.versions)
     assert "&lt;b&gt;" in notebook.html
 
@@ -444,6 +493,7 @@ trainer.fit(mirror.data.from_arrays({"x": x, "y": x[:, 0]}, 4), epochs=8)
 """
 
 
+@pytest.mark.slow
 def test_saved_notebook_shows_one_table(tmp_path, monkeypatch):
     """In a real kernel."""
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "jupyter"))

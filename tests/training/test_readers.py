@@ -12,7 +12,9 @@ from flax import nnx
 import mirror
 from tests.support.messages import assert_message
 from tests.support.strategies import cpu_strategy
+from tests.support.tables import mostly_slow
 from tests.support.training import fit
+from tests.support.waiting import wait_until
 
 STEPS = 60
 DATA = [{"x": np.full((4, 2), i % 3, np.float32)} for i in range(STEPS)]
@@ -63,9 +65,16 @@ def trained_alone():
     return weights
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_another_thread_may_read_during_fit(tmp_path, trained_alone, method):
+@pytest.mark.parametrize("rows", mostly_slow(METHODS, "checkpoint_state"))
+def test_another_thread_may_read_during_fit(subtests, tmp_path_factory, trained_alone, rows):
     """It works whenever it is called, and training is the same as without it."""
+    for method in rows:
+        with subtests.test(msg=method):
+            tmp_path = tmp_path_factory.mktemp("row")
+            check_another_thread_may_read_during_fit(tmp_path, trained_alone, method)
+
+
+def check_another_thread_may_read_during_fit(tmp_path, trained_alone, method):
     trainer, started, ended, counts = trainer_of(), threading.Event(), threading.Event(), []
 
     def reads_all_the_time():
@@ -85,16 +94,29 @@ def test_another_thread_may_read_during_fit(tmp_path, trained_alone, method):
     np.testing.assert_array_equal(trainer.model.kernel[...], trained_alone[-1])
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_hooks_may_read(tmp_path, trained_alone, method):
+@pytest.mark.parametrize("rows", mostly_slow(METHODS, "evaluate", "save"))
+def test_hooks_may_read(subtests, tmp_path_factory, trained_alone, rows):
+    for method in rows:
+        with subtests.test(msg=method):
+            tmp_path = tmp_path_factory.mktemp("row")
+            check_hooks_may_read(tmp_path, trained_alone, method)
+
+
+def check_hooks_may_read(tmp_path, trained_alone, method):
     trainer = trainer_of()
     call = OnStep(lambda fit: fit.position.step == 3 and METHODS[method](trainer, tmp_path))
     fit(trainer, DATA, callbacks=call)
     np.testing.assert_array_equal(trainer.model.kernel[...], trained_alone[-1])
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_threads_that_a_hook_waits_for_may_read(tmp_path, method):
+def test_threads_that_a_hook_waits_for_may_read(subtests, tmp_path_factory):
+    for method in METHODS:
+        with subtests.test(msg=method):
+            tmp_path = tmp_path_factory.mktemp("row")
+            check_threads_that_a_hook_waits_for_may_read(tmp_path, method)
+
+
+def check_threads_that_a_hook_waits_for_may_read(tmp_path, method):
     trainer = trainer_of()
 
     def in_thread(run):
@@ -106,9 +128,16 @@ def test_threads_that_a_hook_waits_for_may_read(tmp_path, method):
     assert trainer.optimizer.step[...] == 4
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_host_callbacks_may_not_read(tmp_path, method):
+@pytest.mark.parametrize("rows", mostly_slow(METHODS, "evaluate"))
+def test_host_callbacks_may_not_read(subtests, tmp_path_factory, rows):
     """Which would wait for their own step; the error names the method and a hook."""
+    for method in rows:
+        with subtests.test(msg=method):
+            tmp_path = tmp_path_factory.mktemp("row")
+            check_host_callbacks_may_not_read(tmp_path, method)
+
+
+def check_host_callbacks_may_not_read(tmp_path, method):
     errors = []
 
     def call(_):
@@ -178,23 +207,20 @@ def test_fit_waits_for_what_another_thread_has_begun():
     def slow():
         yield DATA[0]
         began.set()
-        may_end.wait(60)
+        assert may_end.wait(60)
+        order.append("evaluates")
         yield DATA[0]
-
-    def evaluates():
-        result = trainer.evaluate(slow())
-        order.append("evaluated")
-        return result
 
     fit(trainer, DATA[:2])  # compiles
     alone = trainer.evaluate(DATA[:1] * 2)
-    with ThreadPoolExecutor(1) as pool:
-        reader = pool.submit(evaluates)
+    with ThreadPoolExecutor(2) as pool:
+        reader = pool.submit(trainer.evaluate, slow())
         assert began.wait(60)
-        threading.Timer(0.3, may_end.set).start()
+        waits = pool.submit(wait_until, lambda: trainer._readers._trains is not None)
+        waits.add_done_callback(lambda _: may_end.set())
         fit(trainer, DATA[:2], callbacks=OnStep(lambda _: order.append("step")))
         assert reader.result() == alone
-    assert order == ["evaluated", "step", "step"]
+    assert order == ["evaluates", "step", "step"]
 
 
 def test_another_thread_evaluates_the_weights_of_one_step():

@@ -2,13 +2,13 @@
 
 import contextlib
 import functools
+import itertools
 import os
 import random
 import resource
 import signal
 import tempfile
 import threading
-import time
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +19,16 @@ from flax import nnx
 
 import mirror
 from mirror import callbacks
-from mirror._src.training.checkpoints import layout
-from mirror._src.training.checkpoints.host_copies import KeyData
+from tests.support import inside
 from tests.support.checkpoints import START, in_a_process, killed, same
+from tests.support.kills import kill_me_at
 from tests.support.messages import assert_message, raises
 from tests.support.strategies import cpu_strategy
+from tests.support.tables import mostly_slow
 from tests.support.variables import on_read, set_copies, variable
+from tests.support.waiting import wait_until
 
+KeyData = inside.key_data()
 SIZE, STEPS = 4, 25  # examples in a batch, of which the last of an epoch has 2; batches
 ROWS = (STEPS - 1) * SIZE + 2
 
@@ -179,20 +182,23 @@ def test_checkpoint_contains_one_copy_of_everything(eight):
     assert found.position["step"] == 3
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 8])
-def test_restore_works_on_any_number_of_replicas(tmp_path, eight, n):
-    trainer, wanted = a_trainer(Whole, n, seed=1), arrays_of(eight[0])
-    trainer.save(tmp_path)
-    before = arrays_of(trainer)
-    for scope in (trainer.strategy.scope, contextlib.nullcontext):
-        with scope():
-            trainer.restore(eight[1])
-        assert differing(arrays_of(trainer), wanted) == []
-        assert len(trainer.strategy.local_results(trainer.model.sum)) == n
-        trainer.restore(tmp_path)
-        assert differing(arrays_of(trainer), before) == []
-    trainer.strategy.check_mirrored((trainer.model, trainer.optimizer))
-    assert len(differing(before, wanted)) > len(wanted) / 2
+@pytest.mark.parametrize("rows", mostly_slow([1, 2, 3, 8], 3))
+def test_restore_works_on_any_number_of_replicas(subtests, tmp_path_factory, eight, rows):
+    for n in rows:
+        with subtests.test(msg=str(n)):
+            tmp_path = tmp_path_factory.mktemp("row")
+            trainer, wanted = a_trainer(Whole, n, seed=1), arrays_of(eight[0])
+            trainer.save(tmp_path)
+            before = arrays_of(trainer)
+            for scope in (trainer.strategy.scope, contextlib.nullcontext):
+                with scope():
+                    trainer.restore(eight[1])
+                assert differing(arrays_of(trainer), wanted) == []
+                assert len(trainer.strategy.local_results(trainer.model.sum)) == n
+                trainer.restore(tmp_path)
+                assert differing(arrays_of(trainer), before) == []
+            trainer.strategy.check_mirrored((trainer.model, trainer.optimizer))
+            assert len(differing(before, wanted)) > len(wanted) / 2
 
 
 def test_restore_keeps_weak_types(eight):
@@ -246,8 +252,15 @@ def values_of(trainer) -> list:
     return [np.asarray(x).tolist() for x in trainer.strategy.local_results(trainer.model.v)]
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATED)
-def test_per_replica_variables_are_saved_aggregated(tmp_path, aggregation):
+@pytest.mark.parametrize("rows", mostly_slow(AGGREGATED, "sum"))
+def test_per_replica_variables_are_saved_aggregated(subtests, tmp_path_factory, rows):
+    for aggregation in rows:
+        with subtests.test(msg=aggregation):
+            tmp_path = tmp_path_factory.mktemp("row")
+            check_per_replica_variables_are_saved_aggregated(tmp_path, aggregation)
+
+
+def check_per_replica_variables_are_saved_aggregated(tmp_path, aggregation):
     saved, restored = AGGREGATED[aggregation]
     trainer = holding(2, lambda: on_read(aggregation))
     set_copies(trainer.strategy, trainer.model.v)
@@ -302,6 +315,7 @@ def load_without_devices(directory) -> None:
     jax.config.update("jax_num_cpu_devices", 5)  # raises once a backend has started
 
 
+@pytest.mark.slow
 def test_load_checkpoint_needs_no_devices(eight):
     in_a_process(load_without_devices, eight[1])
 
@@ -403,28 +417,35 @@ def assert_goes_on(trainer, wanted) -> None:
     assert trainer._position.step == 100
 
 
-@pytest.mark.parametrize(("options", "at"), RESUMED.values(), ids=RESUMED)
-def test_resume_on_the_same_number_of_replicas_is_bitwise_equal(tmp_path, options, at):
-    wanted = uninterrupted(Noisy, 2, **options)
-    trainer = crashed(at, tmp_path / "before", **options)
-    trainer.save(tmp_path / "after")
-    assert_goes_on(trainer, wanted)  # in the same process
-    for directory in ("before", "after"):
-        trainer.restore(tmp_path / directory)
-        assert_goes_on(trainer, wanted)
+@pytest.mark.parametrize("rows", mostly_slow(RESUMED, "mid-epoch"))
+def test_resume_on_the_same_number_of_replicas_is_bitwise_equal(subtests, tmp_path_factory, rows):
+    for case in rows:
+        with subtests.test(msg=case):
+            options, at = RESUMED[case]
+            tmp_path = tmp_path_factory.mktemp("row")
+            wanted = uninterrupted(Noisy, 2, **options)
+            trainer = crashed(at, tmp_path / "before", **options)
+            trainer.save(tmp_path / "after")
+            assert_goes_on(trainer, wanted)  # in the same process
+            for directory in ("before", "after"):
+                trainer.restore(tmp_path / directory)
+                assert_goes_on(trainer, wanted)
 
 
-@pytest.mark.parametrize("n", [1, 3, 8])
-def test_resume_works_on_another_number_of_replicas(tmp_path, n):
-    wanted_history, wanted = uninterrupted(MLP, 2)
-    crashed(40, tmp_path, MLP, 2)
-    trainer = a_trainer(MLP, n, seed=1)
-    trainer.restore(tmp_path)
-    history = fit(trainer, 4)
-    for name, value in arrays_of(trainer).items():
-        np.testing.assert_allclose(value, wanted[name], rtol=1e-5, atol=1e-5, err_msg=name)
-    for name in history:
-        np.testing.assert_allclose(history[name], wanted_history[name], rtol=1e-5)
+@pytest.mark.parametrize("rows", mostly_slow([1, 3, 8], 3))
+def test_resume_works_on_another_number_of_replicas(subtests, tmp_path_factory, rows):
+    for n in rows:
+        with subtests.test(msg=str(n)):
+            tmp_path = tmp_path_factory.mktemp("row")
+            wanted_history, wanted = uninterrupted(MLP, 2)
+            crashed(40, tmp_path, MLP, 2)
+            trainer = a_trainer(MLP, n, seed=1)
+            trainer.restore(tmp_path)
+            history = fit(trainer, 4)
+            for name, value in arrays_of(trainer).items():
+                np.testing.assert_allclose(value, wanted[name], rtol=1e-5, atol=1e-5, err_msg=name)
+            for name in history:
+                np.testing.assert_allclose(history[name], wanted_history[name], rtol=1e-5)
 
 
 def test_finished_training_has_nothing_to_resume(tmp_path):
@@ -446,19 +467,25 @@ def endless():
         yield {"x": x, "y": x.sum(1)}
 
 
-@pytest.mark.parametrize("data", [endless, shuffled])
-def test_resume_supports_steps_per_epoch(tmp_path, data):
+@pytest.mark.parametrize("rows", mostly_slow([endless, shuffled], shuffled))
+def test_resume_supports_steps_per_epoch(subtests, tmp_path_factory, rows):
     """With endless data, and with data of another length."""
-    trainer, options = new_trainer(Noisy), {"steps_per_epoch": 10}
-    wanted, end = without_seconds(fit(trainer, 6, data=data(), **options)), arrays_of(trainer)
-    assert trainer._position.step == 60
-    for at in (10, 34):
-        trainer = new_trainer(Noisy)
-        with pytest.raises(LookupError):
-            fit(trainer, 6, Crash(at, tmp_path / str(at)), data=data(), **options)
-        trainer.restore(tmp_path / str(at))
-        assert without_seconds(fit(trainer, 6, data=data(), **options)) == wanted
-        assert differing(arrays_of(trainer), end) == []
+    for data in rows:
+        with subtests.test(msg=str(data)):
+            tmp_path = tmp_path_factory.mktemp("row")
+            trainer, options = new_trainer(Noisy), {"steps_per_epoch": 10}
+            wanted, end = (
+                without_seconds(fit(trainer, 6, data=data(), **options)),
+                arrays_of(trainer),
+            )
+            assert trainer._position.step == 60
+            for at in (10, 34):
+                trainer = new_trainer(Noisy)
+                with pytest.raises(LookupError):
+                    fit(trainer, 6, Crash(at, tmp_path / str(at)), data=data(), **options)
+                trainer.restore(tmp_path / str(at))
+                assert without_seconds(fit(trainer, 6, data=data(), **options)) == wanted
+                assert differing(arrays_of(trainer), end) == []
 
 
 def test_resume_detects_other_data(tmp_path):
@@ -474,15 +501,18 @@ LONG = 16  # epochs
 
 
 class Tells(callbacks.Callback):
-    """Sends the step, after the checkpoint of the previous step is written."""
+    """Sends the step, after the checkpoint of the previous step, and then dies in a save."""
 
     runs_last = True
 
-    def __init__(self, says):
-        self.says = says
+    def __init__(self, says, directory, number):
+        self.says, self.directory, self.number = says, directory, number
 
     def on_step(self, fit):
         self.says.send(fit.position.step)
+        if self.number is not None:
+            kill_me_at(self.directory, self.number)
+            self.number = None
 
 
 class Ends(callbacks.Callback):
@@ -544,6 +574,7 @@ def last_step(directory) -> int:
     return 0
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_ends(tmp_path, whole):
     options = {"every_epochs": 4, "others": (Ends(130),)}
     process = START.Process(target=train, args=(tmp_path, whole[1]), kwargs=options)
@@ -555,18 +586,21 @@ def test_sigterm_saves_and_ends(tmp_path, whole):
     assert_same_end(tmp_path, whole)
 
 
-def train_and_tell(directory, cache, says) -> None:
-    train(directory, cache, every_steps=1, others=(Tells(says),))
+def train_and_tell(directory, cache, number, says) -> None:
+    train(directory, cache, every_steps=1, others=(Tells(says, directory, number),))
 
 
+@pytest.mark.nightly
 def test_killed_training_resumes_from_a_complete_checkpoint(tmp_path, whole):
     draw, before, interrupted = random.Random(0), 0, 0
     for _ in range(20):
-        told = killed(train_and_tell, (tmp_path, whole[1]), draw.uniform(0, 0.05))
+        told = killed(train_and_tell, tmp_path, whole[1], draw.randrange(300))
         assert before < told < LONG * STEPS
         before = last_step(tmp_path)
         assert before >= told - 1  # during the write of its checkpoint
-        interrupted += any(layout.LEFTOVER.fullmatch(path.name) for path in tmp_path.iterdir())
+        interrupted += any(
+            inside.checkpoint_layout().LEFTOVER.fullmatch(path.name) for path in tmp_path.iterdir()
+        )
     assert interrupted >= 5  # otherwise the kill comes when nothing happens
     in_a_process(train, tmp_path, whole[1])
     assert_same_end(tmp_path, whole)
@@ -580,8 +614,7 @@ class FullDisk(callbacks.Callback):
 
     def on_step(self, fit):
         if fit.position.step == STEPS + 5:
-            while not self.first.exists():  # it is written in the background
-                time.sleep(0.01)
+            wait_until(self.first.exists)  # it is written in the background
             self.limits = resource.getrlimit(resource.RLIMIT_FSIZE)
             resource.setrlimit(resource.RLIMIT_FSIZE, (500, self.limits[1]))
 
@@ -595,6 +628,7 @@ def train_on_a_full_disk(directory, cache) -> None:
     assert os.listdir(directory) == ["25"]
 
 
+@pytest.mark.slow
 def test_training_survives_a_full_disk(tmp_path, whole):
     in_a_process(train_on_a_full_disk, tmp_path, whole[1])
     assert mirror.load_checkpoint(tmp_path).step == 25
@@ -656,13 +690,17 @@ def test_no_handler_is_installed_in_another_thread(tmp_path):
 MOMENTS = {"on_epoch_begin": 1, "on_step": 1, "on_metrics": 10, "on_epoch_end": STEPS}
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("every_epochs", [0, 1])
-def test_sigterm_at_any_moment_is_safe(tmp_path, capsys, moment, every_epochs):
+def test_sigterm_at_any_moment_is_safe(subtests, tmp_path_factory, capsys):
     """The current step is finished and saved, and a line says so."""
-    with pytest.raises(SystemExit) as caught:
-        fit_quickly(tmp_path, Looks(moment), every_epochs=every_epochs)
-    assert caught.value.code == 143
-    assert last_step(tmp_path) == MOMENTS[moment]
-    assert capsys.readouterr().err == f"SIGTERM: step {MOMENTS[moment]} is saved in {tmp_path}.\n"
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    for every_epochs, moment in itertools.product([0, 1], MOMENTS):
+        with subtests.test(msg=f"{every_epochs} {moment}"):
+            tmp_path = tmp_path_factory.mktemp("row")
+            with pytest.raises(SystemExit) as caught:
+                fit_quickly(tmp_path, Looks(moment), every_epochs=every_epochs)
+            assert caught.value.code == 143
+            assert last_step(tmp_path) == MOMENTS[moment]
+            assert (
+                capsys.readouterr().err
+                == f"SIGTERM: step {MOMENTS[moment]} is saved in {tmp_path}.\n"
+            )
+            assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

@@ -16,7 +16,7 @@ import mirror
 from tests.support import fresh, processes
 from tests.support.strategies import cpu_strategy
 
-REACTION_SECS = 15.0  # 1 to 2 on an idle machine
+SIGNALED = 7  # the step after which a process sends itself the signal
 STEPS = 20  # of an undisturbed run: 4 epochs of 5 batches
 
 
@@ -37,6 +37,7 @@ def ends(ended):
 STOPS = {"stop": 7, "stop slow": 7, "all stop": 9, "epoch": 10}  # the first step that may be last
 
 
+@pytest.mark.slow
 def test_all_processes_stop_after_the_same_step(tmp_path):
     ended = train(",".join(STOPS), tmp_path / "ckpt")
     first, *others = outputs = processes.outputs_of(ended)
@@ -55,7 +56,12 @@ def test_all_processes_stop_after_the_same_step(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "mode", ["SIGTERM", "SIGINT", pytest.param("SIGTERM slow", marks=pytest.mark.nightly)]
+    "mode",
+    [
+        pytest.param("SIGTERM", marks=pytest.mark.slow),
+        pytest.param("SIGINT", marks=pytest.mark.slow),
+        pytest.param("SIGTERM slow", marks=pytest.mark.nightly),
+    ],
 )
 def test_a_signal_to_one_process_ends_all_with_one_checkpoint(mode, tmp_path):
     directory = tmp_path / "ckpt"
@@ -64,9 +70,8 @@ def test_a_signal_to_one_process_ends_all_with_one_checkpoint(mode, tmp_path):
     assert others == [first] * len(others)
     expected = (143,) if mode.startswith("SIGTERM") else (130, -2)
     assert all(each.status in expected for each in ended), ended
+    assert SIGNALED <= first[0] < STEPS, "they stop soon after the step with the signal"
     assert mirror.load_checkpoint(directory).position["step"] == first[0]
-    (sent,) = re.findall(r"signals at ([0-9.]+)", ended[1].output)
-    assert all(each.at - float(sent) < REACTION_SECS for each in ended), ended
     # It resumes there, and ends where an undisturbed run ends.
     resumed = train("resume", directory)
     assert f"resumes at {first[0]}" in resumed[1].output
@@ -79,6 +84,7 @@ def undisturbed():
         return train("undisturbed", directory)
 
 
+@pytest.mark.slow
 def test_checkpoints_are_restored_on_any_number_of_processes_and_devices(tmp_path):
     ended = train("undisturbed", tmp_path / "ckpt")
     processes.outputs_of(ended)
@@ -100,6 +106,7 @@ def test_checkpoints_are_restored_on_any_number_of_processes_and_devices(tmp_pat
     assert all(f"resumes at {STEPS}" in output for output in processes.outputs_of(wide))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_only_the_chief_has_is_restored_by_all(tmp_path):
     """Every process has its own directory, as on machines that share no file system."""
     ended = processes.run_program("several_restoring", str(tmp_path), after_failure=15)

@@ -1,12 +1,14 @@
 """`StateLock`: threads take turns, and nobody keeps the lock."""
 
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from mirror._src.training.state_lock import StateLock
+from tests.support import inside
+from tests.support.waiting import wait_until
+
+StateLock = inside.state_lock()
 
 
 def test_a_moment_of_release_is_enough():
@@ -21,8 +23,7 @@ def test_a_moment_of_release_is_enough():
     with ThreadPoolExecutor(2) as pool, lock.held():
         for _ in range(2):
             pool.submit(asks)
-        while len(lock._queue) < 2:
-            time.sleep(0.001)
+        wait_until(lambda: len(lock._queue) == 2)
         for _ in range(10):
             before = len(turns)
             with lock.released():
@@ -64,8 +65,7 @@ def test_an_interrupt_while_waiting_leaves_the_queue(monkeypatch):
 
     thread = threading.Thread(target=holds)
     thread.start()
-    while lock._owner is None:
-        time.sleep(0.001)
+    wait_until(lambda: lock._owner is not None)
     with monkeypatch.context() as patch:
         patch.setattr(threading, "Lock", Interrupted)
         with pytest.raises(KeyboardInterrupt), lock.held():

@@ -10,6 +10,7 @@ from flax import nnx
 import mirror
 from tests.support.messages import raises
 from tests.support.strategies import cpu_strategy
+from tests.support.tables import mostly_slow
 
 X = np.ones((8, 3), np.float32)
 Y = np.arange(8) % 2
@@ -48,20 +49,22 @@ DATA = {
 }
 
 
-@pytest.mark.parametrize("kind", DATA)
-def test_summary_shows_layers_and_totals(kind):
-    size = 8 if kind == "arrays" else 5
-    rows = cells(new().summary(DATA[kind]))
-    assert rows["model"] == ("Net", f"float32[{size},2]", "2", "8 bytes")
-    assert rows["blocks.0"] == ("Linear", f"float32[{size},4]", "16", "64 bytes")
-    assert rows["blocks.1"] == ("Linear", f"float32[{size},4]", "20", "80 bytes")
-    assert rows["norm"] == ("BatchNorm", f"float32[{size},4]", "16", "64 bytes")
-    assert rows["drop"] == ("Dropout", f"float32[{size},4]", "", "")
-    assert next(iter(rows)) == "model"
-    trainable = 2 + 16 + 20 + 8 + 10
-    assert rows["trainable"][2:] == (str(trainable), f"{4 * trainable} bytes")
-    assert rows["not trainable"][2:] == ("8", "32 bytes")
-    assert rows["model per device"][:2] == ("2 replicas", "2 devices")
+@pytest.mark.parametrize("rows", mostly_slow(DATA, "from_arrays"))
+def test_summary_shows_layers_and_totals(subtests, rows):
+    for kind in rows:
+        with subtests.test(msg=kind):
+            size = 8 if kind == "arrays" else 5
+            rows = cells(new().summary(DATA[kind]))
+            assert rows["model"] == ("Net", f"float32[{size},2]", "2", "8 bytes")
+            assert rows["blocks.0"] == ("Linear", f"float32[{size},4]", "16", "64 bytes")
+            assert rows["blocks.1"] == ("Linear", f"float32[{size},4]", "20", "80 bytes")
+            assert rows["norm"] == ("BatchNorm", f"float32[{size},4]", "16", "64 bytes")
+            assert rows["drop"] == ("Dropout", f"float32[{size},4]", "", "")
+            assert next(iter(rows)) == "model"
+            trainable = 2 + 16 + 20 + 8 + 10
+            assert rows["trainable"][2:] == (str(trainable), f"{4 * trainable} bytes")
+            assert rows["not trainable"][2:] == ("8", "32 bytes")
+            assert rows["model per device"][:2] == ("2 replicas", "2 devices")
 
 
 def test_summary_counts_what_is_stored_on_a_device():
@@ -137,6 +140,7 @@ def test_summary_rejects_what_it_would_consume():
 # One line each
 
 
+@pytest.mark.slow
 def test_repr_of_a_trainer():
     trainer = new()
     name = "Trainer(Net, 56 parameters, MirroredStrategy(2 replicas), epoch 0, step 0)"

@@ -19,6 +19,7 @@ import mirror
 from tests.support.compilations import compilations
 from tests.support.messages import assert_message, raises
 from tests.support.strategies import EXECUTORS, cpu_strategy
+from tests.support.tables import mostly_slow
 from tests.support.training import batches_of, fit
 
 B = 4
@@ -29,7 +30,11 @@ DATA = {
     "y": (RNG.randint(-8, 9, N) / 4).astype(np.float32),
     "k": np.arange(N),
 }
-LAYOUTS = {"1": (1, 1), "2": (2, 1), "3": (3, 1), "8": (8, 1), "2-on-2": (2, 2)}
+LAYOUTS = {
+    "8": (8, 1),  # some replicas have no example
+    "3": pytest.param((3, 1), marks=pytest.mark.slow),  # divides no batch
+    "2-on-2": pytest.param((2, 2), marks=pytest.mark.slow),
+}
 
 
 class Line(nnx.Module):
@@ -102,8 +107,12 @@ def compiled():
 @pytest.fixture
 def on_two(compiled):
     """An untrained trainer with compiled programs."""
-    trainer, state = compiled
-    fit(trainer, batches(), initial_epoch=0)  # whatever was interrupted
+    return untrained(*compiled)
+
+
+def untrained(trainer, state):
+    """Ends whatever was interrupted, and restores the state."""
+    fit(trainer, batches(), initial_epoch=0)
     reset(trainer, state)
     return trainer
 
@@ -119,10 +128,14 @@ def trained(request):
     return trainer, state_of(trainer)
 
 
-@pytest.mark.parametrize("count", range(1, N + 1))
-def test_fit_matches_one_device(trained, count):
+def test_fit_matches_one_device(trained, subtests):
     """With a learning rate of 1, the weights of one batch are the gradient."""
-    trainer, state = trained
+    for count in range(1, N + 1):
+        with subtests.test(msg=f"{count} examples"):
+            check_fit(*trained, count)
+
+
+def check_fit(trainer, state, count):
     reset(trainer, state)
     data = batches(count)
     history = fit(trainer, data)
@@ -133,9 +146,13 @@ def test_fit_matches_one_device(trained, count):
     trainer.strategy.check_mirrored((trainer.model, trainer.optimizer))
 
 
-@pytest.mark.parametrize("count", [1, 9, N])
-def test_evaluate_and_predict_match_one_device(trained, count):
-    trainer, state = trained
+def test_evaluate_and_predict_match_one_device(trained, subtests):
+    for count in (1, 9, N):
+        with subtests.test(msg=f"{count} examples"):
+            check_evaluate_and_predict(*trained, count)
+
+
+def check_evaluate_and_predict(trainer, state, count):
     reset(trainer, state)
     data, rows = batches(count), {name: value[:count] for name, value in DATA.items()}
     found = trainer.evaluate(data)
@@ -207,9 +224,19 @@ WAYS = {  # accumulate_steps, steps_per_execution, strategy
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_accumulated_and_grouped_steps_match_one_device(way):
+def test_accumulated_and_grouped_steps_match_one_device():
     """Also if the batches do not fill the last launch, or the examples the last microbatch."""
+    check_way("2-pieces-5-steps")
+
+
+@pytest.mark.slow
+def test_more_accumulated_and_grouped_steps_match_one_device(subtests):
+    for way in WAYS.keys() - {"2-pieces-5-steps"}:
+        with subtests.test(msg=way):
+            check_way(way)
+
+
+def check_way(way):
     accumulate, at_once, strategy = WAYS[way]
     trainer = line(strategy(), accumulate_steps=accumulate, steps_per_execution=at_once)
     state = state_of(trainer)
@@ -247,13 +274,16 @@ MANY = {
 MOMENTUM = optax.sgd(0.05, momentum=0.9)  # Adam would magnify it too
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The per-example losses of .* are b?float16")
-@pytest.mark.parametrize(
-    ("executor", "dtype"),
-    [("pmap", jnp.bfloat16), ("vmap", jnp.float32), ("staged", jnp.float32)],
-)
-def test_grouped_steps_equal_single_steps(executor, dtype):
+def test_grouped_steps_equal_single_steps(subtests):
     """Normalization, dropout, counters, moments and metrics, with two dtypes in one model."""
+    for executor, dtype in [("pmap", jnp.bfloat16), ("vmap", jnp.float32), ("staged", jnp.float32)]:
+        with subtests.test(msg=f"{executor!r} {dtype!r}"):
+            check_grouped_steps_equal_single_steps(executor, dtype)
+
+
+def check_grouped_steps_equal_single_steps(executor, dtype):
     found, data = [], batches(60, 16, MANY)
     for at_once in (1, 5):
         strategy = EXECUTORS[executor]()
@@ -326,8 +356,14 @@ class Normed(nnx.Module):
         return self.norm(x) @ self.w
 
 
-@pytest.mark.parametrize(("num_replicas", "accumulate"), [(1, 2), (2, 1)])
-def test_dropout_differs_between_microbatches_and_replicas(num_replicas, accumulate):
+@pytest.mark.parametrize("rows", mostly_slow([(1, 2), (2, 1)], (2, 1)))
+def test_dropout_differs_between_microbatches_and_replicas(subtests, rows):
+    for num_replicas, accumulate in rows:
+        with subtests.test(msg=f"{num_replicas!r} {accumulate!r}"):
+            check_dropout_differs_between_microbatches_and_replicas(num_replicas, accumulate)
+
+
+def check_dropout_differs_between_microbatches_and_replicas(num_replicas, accumulate):
     class Draws(nnx.Module):
         def __init__(self):
             self.w, self.dropout = nnx.Param(jnp.ones(())), nnx.Dropout(0.5, rngs=nnx.Rngs(0))
@@ -381,8 +417,14 @@ def from_linen():
     return nnx.bridge.ToNNX(LinenLine(), rngs=nnx.Rngs(0)).lazy_init(DATA["x"])
 
 
-@pytest.mark.parametrize(("create", "at_once"), [(Tree, 1), (from_linen, 2)])
-def test_trainer_trains_any_module(eight, create, at_once):
+@pytest.mark.parametrize("rows", mostly_slow([(Tree, 1), (from_linen, 2)], (Tree, 1)))
+def test_trainer_trains_any_module(subtests, eight, rows):
+    for create, at_once in rows:
+        with subtests.test(msg=f"{create!r} {at_once!r}"):
+            check_trainer_trains_any_module(eight, create, at_once)
+
+
+def check_trainer_trains_any_module(eight, create, at_once):
     with eight.scope():
         trainer = line(model=create(), steps_per_execution=at_once)
     assert trainer.strategy is eight
@@ -391,8 +433,13 @@ def test_trainer_trains_any_module(eight, create, at_once):
     assert len(trainer.predict(lambda model, batch: model(batch["x"]), batches())) == N
 
 
-@pytest.mark.parametrize("inside", ["nothing", "model", "optimizer", "trainer", "fit"])
-def test_training_does_not_depend_on_creation_in_the_scope(two, inside):
+def test_training_does_not_depend_on_creation_in_the_scope(subtests, two):
+    for inside in ["nothing", "model", "optimizer", "trainer", "fit"]:
+        with subtests.test(msg=str(inside)):
+            check_training_does_not_depend_on_creation_in_the_scope(two, inside)
+
+
+def check_training_does_not_depend_on_creation_in_the_scope(two, inside):
     def place(name):
         return two.scope() if inside == name else contextlib.nullcontext()
 
@@ -418,17 +465,19 @@ def only_b(path, value):
     return isinstance(value, nnx.Param) and path[-1] == "b"
 
 
-@pytest.mark.parametrize(("at_once", "has_optimizer"), [(1, False), (2, True)])
-def test_wrt_keeps_other_variables_unchanged(two, at_once, has_optimizer):
-    model, kwargs = Line(), {"steps_per_execution": at_once}
-    if has_optimizer:
-        tx = nnx.Optimizer(model, optax.adam(1.0), wrt=only_b)
-    else:
-        tx, kwargs["wrt"] = optax.adam(1.0), only_b
-    trainer = mirror.Trainer(model, tx, squares, strategy=two, **kwargs)
-    fit(trainer, batches(), 2)
-    assert_equal(np.asarray(model.w), Line().w[...])
-    assert abs(model.b[...] - 0.125) > 0.1
+@pytest.mark.parametrize("rows", mostly_slow([(1, False), (2, True)], (2, True)))
+def test_wrt_keeps_other_variables_unchanged(subtests, two, rows):
+    for at_once, has_optimizer in rows:
+        with subtests.test(msg=f"{at_once!r} {has_optimizer!r}"):
+            model, kwargs = Line(), {"steps_per_execution": at_once}
+            if has_optimizer:
+                tx = nnx.Optimizer(model, optax.adam(1.0), wrt=only_b)
+            else:
+                tx, kwargs["wrt"] = optax.adam(1.0), only_b
+            trainer = mirror.Trainer(model, tx, squares, strategy=two, **kwargs)
+            fit(trainer, batches(), 2)
+            assert_equal(np.asarray(model.w), Line().w[...])
+            assert abs(model.b[...] - 0.125) > 0.1
 
 
 def test_fit_keeps_the_mode_and_evaluate_uses_evaluation_mode(two):
@@ -467,17 +516,21 @@ def endless(start=0):
         start += 1
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["1-at-once", "2-at-once"])
+@pytest.fixture(scope="module", params=[2, pytest.param(1, marks=pytest.mark.slow)])
 def at_once(request):
     """A trainer and its initial state."""
     trainer = line(cpu_strategy(2), lr=0.5, steps_per_execution=request.param)
     return trainer, state_of(trainer)
 
 
-@pytest.mark.parametrize("limit", [1, 3, 5])
-def test_steps_per_epoch_limits_an_epoch(at_once, limit):
+def test_steps_per_epoch_limits_an_epoch(at_once, subtests):
     """With endless data, and with data that ends during an epoch, for any steps per launch."""
-    trainer, state = at_once
+    for limit in (1, 3, 5):
+        with subtests.test(msg=f"{limit} steps"):
+            check_limited_epochs(*at_once, limit)
+
+
+def check_limited_epochs(trainer, state, limit):
     wanted = [batches()[i % 4] for i in range(2 * limit)]
     w, b, _ = by_hand(wanted, lr=0.5)
     losses = [_loss_of(wanted, i * limit, limit) for i in range(2)]
@@ -533,8 +586,13 @@ def test_shuffled_dataset_has_the_same_epochs_on_any_number_of_replicas():
     jax.tree.map(lambda a, b: compare(a, b, rtol=1e-5, atol=1e-6), state, others)
 
 
-@pytest.mark.parametrize("remainder", ["error", "drop", "pad"])
-def test_fit_keeps_the_remainder_of_a_distributed_dataset(on_two, remainder):
+def test_fit_keeps_the_remainder_of_a_distributed_dataset(compiled, subtests):
+    for remainder in ("error", "drop", "pad"):
+        with subtests.test(msg=remainder):
+            check_remainder(untrained(*compiled), remainder)
+
+
+def check_remainder(on_two, remainder):
     data = on_two.strategy.distribute_dataset(batches(), remainder=remainder)
     if remainder == "error":
         with raises(ValueError, names="batch['k']", values=[3, 1, 2], fix="remainder='pad'"):
@@ -639,7 +697,7 @@ INTERRUPTS = {  # the interrupted hook, which of its calls, and how
 }
 
 
-@pytest.fixture(scope="module", params=[1, 3])
+@pytest.fixture(scope="module", params=[3, pytest.param(1, marks=pytest.mark.slow)])
 def uninterrupted(request):
     """A trainer, its initial state, and the state after two epochs."""
     trainer = mirror.Trainer(
@@ -654,9 +712,13 @@ def uninterrupted(request):
     return trainer, state, state_of(trainer), dict(history)
 
 
-@pytest.mark.parametrize("name", INTERRUPTS)
-def test_interrupted_training_resumes_exactly(uninterrupted, name):
-    trainer, state, wanted, metrics = uninterrupted
+def test_interrupted_training_resumes_exactly(uninterrupted, subtests):
+    for name in INTERRUPTS:
+        with subtests.test(msg=name):
+            check_interrupted(name, *uninterrupted)
+
+
+def check_interrupted(name, trainer, state, wanted, metrics):
     what, when, act = INTERRUPTS[name]
     reset(trainer, state)
     data, validation, callbacks = Source(), Source(), []
@@ -809,14 +871,15 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ARGUMENTS)
-def test_trainer_rejects_bad_arguments(name):
-    kwargs, error, wanted = ARGUMENTS[name]
-    arguments = {"model": Line(), "tx": optax.sgd(1.0), "loss_fn": squares, **kwargs}
-    if arguments["tx"] == "its own":
-        arguments["tx"] = nnx.Optimizer(arguments["model"], optax.sgd(1.0), wrt=nnx.Param)
-    with raises(error, **wanted):
-        mirror.Trainer(**arguments)
+def test_trainer_rejects_bad_arguments(subtests):
+    for name in ARGUMENTS:
+        with subtests.test(msg=name):
+            kwargs, error, wanted = ARGUMENTS[name]
+            arguments = {"model": Line(), "tx": optax.sgd(1.0), "loss_fn": squares, **kwargs}
+            if arguments["tx"] == "its own":
+                arguments["tx"] = nnx.Optimizer(arguments["model"], optax.sgd(1.0), wrt=nnx.Param)
+            with raises(error, **wanted):
+                mirror.Trainer(**arguments)
 
 
 class Guard(mirror.callbacks.Callback):
@@ -849,11 +912,11 @@ FITS: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FITS)
-def test_fit_rejects_bad_arguments(on_two, name):
-    kwargs, error, wanted = FITS[name]
-    with raises(error, **wanted):
-        fit(on_two, **{"data": batches(), **kwargs})
+def test_fit_rejects_bad_arguments(compiled, subtests):
+    for name, (kwargs, error, wanted) in FITS.items():
+        trainer = untrained(*compiled)
+        with subtests.test(msg=name), raises(error, **wanted):
+            fit(trainer, **{"data": batches(), **kwargs})
 
 
 def test_fit_rejects_exhausted_data(on_two):
@@ -896,11 +959,12 @@ PREDICTIONS: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PREDICTIONS)
-def test_predict_rejects_outputs_that_are_not_per_example(on_two, name):
-    fn, error, wanted = PREDICTIONS[name]
-    with raises(error, **wanted):
-        on_two.predict(fn, batches())
+def test_predict_rejects_outputs_that_are_not_per_example(subtests, on_two):
+    for name in PREDICTIONS:
+        with subtests.test(msg=name):
+            fn, error, wanted = PREDICTIONS[name]
+            with raises(error, **wanted):
+                on_two.predict(fn, batches())
 
 
 def test_predict_rejects_empty_data(on_two):
@@ -932,7 +996,14 @@ def test_lowered_text_is_unavailable_before_the_first_step(on_two):
     assert "func.func" in texts[0]
 
 
-def test_fit_leaves_the_model_as_it_was_when_a_host_callback_of_the_loss_fails(pair):
+@pytest.mark.slow
+def test_fit_leaves_the_model_as_it_was_when_a_host_callback_of_the_loss_fails(subtests):
+    for executor, strategy in EXECUTORS.items():
+        with subtests.test(msg=executor):
+            check_failed_host_callback(strategy())
+
+
+def check_failed_host_callback(pair):
     fails, kept = [], []
 
     def look(losses):

@@ -1,7 +1,7 @@
 """An error anywhere in a training loses nothing, leaves nothing, and hides no other error."""
 
-import functools
 import gc
+import itertools
 import os
 import shutil
 import threading
@@ -13,7 +13,8 @@ import pytest
 from flax import nnx
 
 import mirror
-from tests.support.strategies import EXECUTORS
+from tests.support.strategies import cpu_strategy
+from tests.support.tables import mostly_slow
 from tests.support.training import fit
 
 NUM_BATCHES, EPOCHS = 4, 2
@@ -141,9 +142,9 @@ PLACES = {
 }
 
 
-@functools.cache
-def trained(executor):
-    """A trainer, and its state after each step of a training without faults."""
+@pytest.fixture(scope="module")
+def trained():
+    """A trainer, its first state, and the weights after each step of a training without faults."""
     faults.arm()
     weights = []
 
@@ -151,7 +152,7 @@ def trained(executor):
         def on_step(self, fit):
             weights.append(values_of(fit.trainer))
 
-    trainer = new_trainer(EXECUTORS[executor]())
+    trainer = new_trainer(cpu_strategy(2))
     weights.append(values_of(trainer))
     state = jax.tree.map(np.asarray, nnx.state((trainer.model, trainer.optimizer)))
     fit(trainer, Source("source"), EPOCHS, callbacks=Records())
@@ -181,11 +182,18 @@ def left_behind():
     return threads, sorted(file for file in files if file.startswith("/"))
 
 
-@pytest.mark.parametrize("then_fails", [False, True], ids=["", "and on_fit_end"])
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("executor", EXECUTORS)
-def test_a_fault_loses_and_leaves_nothing(tmp_path, executor, place, then_fails):
-    trainer, state, weights = trained(executor)
+ROWS = list(itertools.product(PLACES, (False, True)))  # a place, and whether `on_fit_end` fails too
+QUICK = [("source, later", False), ("on_step, later", True), ("checkpoint", False)]
+
+
+@pytest.mark.parametrize("rows", mostly_slow(ROWS, *QUICK))
+def test_a_fault_loses_and_leaves_nothing(tmp_path_factory, trained, rows, subtests):
+    for place, then_fails in rows:
+        with subtests.test(msg=f"{place} and on_fit_end" if then_fails else place):
+            check_fault(*trained, tmp_path_factory.mktemp("row"), place, then_fails)
+
+
+def check_fault(trainer, state, weights, tmp_path, place, then_fails):
     if place in ("loss", "metric"):  # which are called once per compilation
         trainer = new_trainer(trainer.strategy)
     nnx.update((trainer.model, trainer.optimizer), jax.tree.map(np.copy, state))

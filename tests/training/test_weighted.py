@@ -1,6 +1,7 @@
 """`mirror.Weighted`: sums over examples, divided by the summed weights of all replicas."""
 # ruff: noqa: E501 (arguments and their message are one row)
 
+import itertools
 import json
 import math
 import warnings
@@ -15,12 +16,14 @@ from flax import nnx
 
 import mirror
 from mirror import Weighted
-from mirror._src.training.meter import Meter
-from mirror._src.training.objective import Objective, Sums
+from tests.support import inside
 from tests.support.messages import assert_message, raises
 from tests.support.strategies import EXECUTORS, cpu_strategy
+from tests.support.tables import mostly_slow
 from tests.support.training import batches_of, fit
 
+Objective, Sums = inside.objective().Objective, inside.objective().Sums
+Meter = inside.meter().Meter
 VOCABULARY, WIDTH, LENGTH, CLASSES = 7, 4, 5, 3
 B, N = 12, 31  # the last batch has 7: no number of replicas divides it but 1
 RNG = np.random.RandomState(0)
@@ -125,14 +128,13 @@ STRATEGIES = {
 OPTIMIZERS = {"sgd": optax.sgd(1.0), "adam": optax.adam(0.05)}
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_trained_parameters_equal_plain_jax_on_one_device(strategy, optimizer):
-    tx = OPTIMIZERS[optimizer]
-    trainer = train(STRATEGIES[strategy](), tx)
-    history = fit(trainer, batches())
-    assert_by_hand(trainer, history, by_hand(tx, batches()))
-    trainer.strategy.check_mirrored((trainer.model, trainer.optimizer))
+def test_trained_parameters_equal_plain_jax_on_one_device(subtests):
+    for optimizer, tx in OPTIMIZERS.items():
+        with subtests.test(msg=optimizer):
+            trainer = train(cpu_strategy(8), tx)
+            history = fit(trainer, batches())
+            assert_by_hand(trainer, history, by_hand(tx, batches()))
+            trainer.strategy.check_mirrored((trainer.model, trainer.optimizer))
 
 
 WAYS = {  # accumulate_steps, steps_per_execution, strategy
@@ -141,16 +143,19 @@ WAYS = {  # accumulate_steps, steps_per_execution, strategy
     "2 steps on 2": (1, 2, "2"),
     "2 pieces, 3 steps, vmap": (2, 3, "8-vmap"),
     "2 pieces, 2 steps, staged": (2, 2, "2-staged"),
+    "2 on 2": (1, 1, "2-on-2"),
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_accumulated_and_grouped_steps_equal_one_device(way):
-    accumulate, at_once, strategy = WAYS[way]
-    options = {"accumulate_steps": accumulate, "steps_per_execution": at_once}
-    trainer = train(STRATEGIES[strategy](), **options)
-    history = fit(trainer, batches())
-    assert_by_hand(trainer, history, by_hand(optax.sgd(1.0), batches()))
+@pytest.mark.parametrize("rows", mostly_slow(WAYS, "2 pieces, 3 steps, vmap"))
+def test_accumulated_and_grouped_steps_equal_one_device(subtests, rows):
+    for way in rows:
+        with subtests.test(msg=way):
+            accumulate, at_once, strategy = WAYS[way]
+            options = {"accumulate_steps": accumulate, "steps_per_execution": at_once}
+            trainer = train(STRATEGIES[strategy](), **options)
+            history = fit(trainer, batches())
+            assert_by_hand(trainer, history, by_hand(optax.sgd(1.0), batches()))
 
 
 CLASSED = {"labels": "kind", "num_classes": CLASSES, "class_weight": {0: 0.5, 2: 3.0}}
@@ -172,12 +177,14 @@ OPTIONS = {  # arguments, what multiplies an example's loss, the penalty
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_options_multiply_losses_but_not_their_weights(name):
-    kwargs, weigh, penalty = OPTIONS[name]
-    trainer = train(cpu_strategy(2), **kwargs)
-    history = fit(trainer, batches())
-    assert_by_hand(trainer, history, by_hand(optax.sgd(1.0), batches(), weigh, penalty))
+@pytest.mark.parametrize("rows", mostly_slow(OPTIONS, "all"))
+def test_options_multiply_losses_but_not_their_weights(subtests, rows):
+    for name in rows:
+        with subtests.test(msg=name):
+            kwargs, weigh, penalty = OPTIONS[name]
+            trainer = train(cpu_strategy(2), **kwargs)
+            history = fit(trainer, batches())
+            assert_by_hand(trainer, history, by_hand(optax.sgd(1.0), batches(), weigh, penalty))
 
 
 def test_weights_of_1_equal_plain_losses(two):
@@ -196,9 +203,8 @@ def test_weights_of_1_equal_plain_losses(two):
     np.testing.assert_allclose(other.model.kernel[...], one.model.kernel[...], atol=1e-6)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_perplexity_equals_numpy_over_all_tokens(strategy):
-    trainer = train(STRATEGIES[strategy]())
+def test_perplexity_equals_numpy_over_all_tokens():
+    trainer = train(STRATEGIES["2-on-2"]())
     logits = np.tanh(Bigrams().embedding[...][DATA["inputs"]]) @ Bigrams().kernel[...]
     logits = logits.astype(np.float64)
     picked = np.take_along_axis(logits, DATA["targets"][..., None], -1)[..., 0]
@@ -209,21 +215,23 @@ def test_perplexity_equals_numpy_over_all_tokens(strategy):
     )
 
 
-@pytest.mark.parametrize("at_once", [1, 2])
-def test_each_metric_has_its_own_denominator(eight, at_once):
+@pytest.mark.parametrize("rows", mostly_slow([1, 2], 2))
+def test_each_metric_has_its_own_denominator(subtests, eight, rows):
     """Whole numbers, so the means are exact; beside them, one over the examples."""
-    trainer = train(eight, steps_per_execution=at_once)
-    one = DATA["mask"] & (DATA["targets"] == 1)
-    wanted = {
-        "one": one.sum() / DATA["mask"].sum(),
-        "first": one[:, 0].sum() / DATA["mask"][:, 0].sum(),
-        "length": LENGTHS.sum() / N,
-    }
-    found, trained = trainer.evaluate(batches()), fit(trainer, batches())
-    assert next(iter(found)) == "loss"
-    for name, value in wanted.items():
-        assert found[name] == value
-        assert trained[name] == [value]
+    for at_once in rows:
+        with subtests.test(msg=str(at_once)):
+            trainer = train(eight, steps_per_execution=at_once)
+            one = DATA["mask"] & (DATA["targets"] == 1)
+            wanted = {
+                "one": one.sum() / DATA["mask"].sum(),
+                "first": one[:, 0].sum() / DATA["mask"][:, 0].sum(),
+                "length": LENGTHS.sum() / N,
+            }
+            found, trained = trainer.evaluate(batches()), fit(trainer, batches())
+            assert next(iter(found)) == "loss"
+            for name, value in wanted.items():
+                assert found[name] == value
+                assert trained[name] == [value]
 
 
 def test_weighted_metric_works_beside_a_plain_loss(two):
@@ -277,9 +285,14 @@ def scaled(model, batch):
     return Weighted(losses, batch["mask"]), {"seen": Weighted(batch["mask"], batch["mask"])}
 
 
-@pytest.mark.parametrize("at_once", [1, 3])
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_step_without_weight_changes_only_the_step_count(two, accumulate, at_once):
+@pytest.mark.parametrize("rows", mostly_slow([(1, 1), (1, 3), (2, 1), (2, 3)], (2, 1)))
+def test_step_without_weight_changes_only_the_step_count(subtests, two, rows):
+    for accumulate, at_once in rows:
+        with subtests.test(msg=f"{accumulate} {at_once}"):
+            check_step_without_weight_changes_only_the_step_count(two, accumulate, at_once)
+
+
+def check_step_without_weight_changes_only_the_step_count(two, accumulate, at_once):
     options = {"accumulate_steps": accumulate, "steps_per_execution": at_once}
     trainer = train(two, optax.sgd(0.5), scaled, Scale(), penalty=lambda m: m.b[...], **options)
     with warnings.catch_warnings(record=True) as caught:
@@ -297,19 +310,21 @@ def test_step_without_weight_changes_only_the_step_count(two, accumulate, at_onc
     assert trainer.optimizer.step[...] == 3
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_training_without_any_weight_leaves_the_parameters_finite(two, optimizer):
-    trainer = train(two, OPTIMIZERS[optimizer], scaled, Scale())
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        history = fit(trainer, masked(0, 0))
-    (warning,) = caught
-    assert warning.category is UserWarning
-    assert_message(str(warning.message), names=["weights", "loss"], values=[0, 1])
-    assert trainer.model.b[...] == 1
-    assert math.isnan(history["loss"][0])
-    assert math.isnan(history["seen"][0])
-    assert math.isnan(trainer.evaluate(masked(0))["loss"])
+@pytest.mark.parametrize("rows", mostly_slow(OPTIMIZERS, "adam"))
+def test_training_without_any_weight_leaves_the_parameters_finite(subtests, two, rows):
+    for optimizer in rows:
+        with subtests.test(msg=optimizer):
+            trainer = train(two, OPTIMIZERS[optimizer], scaled, Scale())
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                history = fit(trainer, masked(0, 0))
+            (warning,) = caught
+            assert warning.category is UserWarning
+            assert_message(str(warning.message), names=["weights", "loss"], values=[0, 1])
+            assert trainer.model.b[...] == 1
+            assert math.isnan(history["loss"][0])
+            assert math.isnan(history["seen"][0])
+            assert math.isnan(trainer.evaluate(masked(0))["loss"])
 
 
 def undefined(model, batch):
@@ -352,9 +367,14 @@ def test_nan_guard_stops_at_nan_but_not_at_zero_weight(two):
 # Small floats
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32, np.int8, np.bool_])
-def test_sums_of_values_and_weights_are_at_least_32_bits(dtype):
+def test_sums_of_values_and_weights_are_at_least_32_bits(subtests):
     """And exact: 4096 of 1 are 4096, where bfloat16 ends at 256 and int8 at 127."""
+    for dtype in [jnp.bfloat16, jnp.float16, jnp.float32, np.int8, np.bool_]:
+        with subtests.test(msg=str(dtype)):
+            check_sums_of_values_and_weights_are_at_least_32_bits(dtype)
+
+
+def check_sums_of_values_and_weights_are_at_least_32_bits(dtype):
 
     def loss_fn(_, batch):
         return Weighted(batch.astype(jnp.bfloat16), batch), {"one": Weighted(batch, batch)}
@@ -370,10 +390,20 @@ def test_sums_of_values_and_weights_are_at_least_32_bits(dtype):
     )
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("dtype", [np.float16, jnp.bfloat16])
-def test_half_precision_gradients_do_not_overflow(two, dtype, accumulate):
+@pytest.mark.parametrize(
+    "rows",
+    mostly_slow(
+        [(np.float16, 1), (np.float16, 2), (jnp.bfloat16, 1), (jnp.bfloat16, 2)], (np.float16, 2)
+    ),
+)
+def test_half_precision_gradients_do_not_overflow(subtests, two, rows):
     """Sums of 1024 tokens of 128 in each of 15 rows are more than float16 has; their mean is not."""
+    for dtype, accumulate in rows:
+        with subtests.test(msg=f"{dtype} {accumulate}"):
+            check_half_precision_gradients_do_not_overflow(two, dtype, accumulate)
+
+
+def check_half_precision_gradients_do_not_overflow(two, dtype, accumulate):
 
     def steep(model, batch):
         return Weighted(128 * model.b[...].astype(jnp.float32) * batch, batch)
@@ -425,18 +455,21 @@ class Saves(mirror.callbacks.Callback):
             fit.stop("saved")
 
 
-@pytest.mark.parametrize("num_replicas", [2, 8])
-def test_resumed_epoch_reports_metrics_of_all_its_tokens(two, tmp_path, num_replicas):
-    data = batches(7)
-    wanted = fit(train(two, optax.sgd(0.1)), data)
-    fit(train(two, optax.sgd(0.1)), data, callbacks=Saves(tmp_path, 3))
-    trainer = train(cpu_strategy(num_replicas), optax.sgd(0.1))
-    trainer.restore(tmp_path)
-    history = fit(trainer, data)
-    assert list(history) == list(wanted)
-    for name in wanted:
-        rtol = 0 if num_replicas == 2 else 1e-6
-        np.testing.assert_allclose(history[name], wanted[name], rtol=rtol)
+@pytest.mark.parametrize("rows", mostly_slow([2, 8], 2))
+def test_resumed_epoch_reports_metrics_of_all_its_tokens(subtests, two, tmp_path_factory, rows):
+    for num_replicas in rows:
+        with subtests.test(msg=str(num_replicas)):
+            tmp_path = tmp_path_factory.mktemp("row")
+            data = batches(7)
+            wanted = fit(train(two, optax.sgd(0.1)), data)
+            fit(train(two, optax.sgd(0.1)), data, callbacks=Saves(tmp_path, 3))
+            trainer = train(cpu_strategy(num_replicas), optax.sgd(0.1))
+            trainer.restore(tmp_path)
+            history = fit(trainer, data)
+            assert list(history) == list(wanted)
+            for name in wanted:
+                rtol = 0 if num_replicas == 2 else 1e-6
+                np.testing.assert_allclose(history[name], wanted[name], rtol=rtol)
 
 
 def sums_of(loss, tokens, count=2, **metrics):
@@ -465,16 +498,14 @@ def test_meter_of_an_older_checkpoint_divides_by_the_number_of_examples():
     assert Meter(**found).means == {"loss": 1.5, "seen": 2.0}
 
 
-@pytest.mark.parametrize(
-    ("total", "weight", "is_empty"),
-    [(0, 0, True), (0, 1, False), (1, 0, False), (np.nan, 0, False)],
-)
-def test_launch_without_values_and_weights_is_empty(total, weight, is_empty):
-    meter = Meter()
-    meter.add(1, sums_of(np.float32(total), np.float32(weight)))
-    [(_, means, empty)] = meter.collect()
-    assert empty == ({"loss"} if is_empty else set())
-    assert math.isnan(means["loss"]) == (weight == 0)
+def test_launch_without_values_and_weights_is_empty(subtests):
+    for total, weight, is_empty in [(0, 0, True), (0, 1, False), (1, 0, False), (np.nan, 0, False)]:
+        with subtests.test(msg=f"{total!r} {weight!r} {is_empty!r}"):
+            meter = Meter()
+            meter.add(1, sums_of(np.float32(total), np.float32(weight)))
+            [(_, means, empty)] = meter.collect()
+            assert empty == ({"loss"} if is_empty else set())
+            assert math.isnan(means["loss"]) == (weight == 0)
 
 
 # The class
@@ -527,11 +558,12 @@ MADE: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MADE)
-def test_weighted_rejects_invalid_values_and_weights(name):
-    arguments, error, wanted = MADE[name]
-    with raises(error, **wanted):
-        Weighted(*arguments)
+def test_weighted_rejects_invalid_values_and_weights(subtests):
+    for name in MADE:
+        with subtests.test(msg=name):
+            arguments, error, wanted = MADE[name]
+            with raises(error, **wanted):
+                Weighted(*arguments)
 
 
 SUMS = "mirror.Weighted((losses * mask).sum(axis=-1), mask.sum(axis=-1))"
@@ -549,9 +581,13 @@ LOSSES: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("use", [fit, mirror.Trainer.evaluate])
-@pytest.mark.parametrize("name", LOSSES)
-def test_errors_for_wrong_shapes_and_dtypes_name_the_loss_function(two, name, use):
+def test_errors_for_wrong_shapes_and_dtypes_name_the_loss_function(subtests, two):
+    for name, use in itertools.product(LOSSES, [fit, mirror.Trainer.evaluate]):
+        with subtests.test(msg=f"{name} {use}"):
+            check_errors_for_wrong_shapes_and_dtypes_name_the_loss_function(two, name, use)
+
+
+def check_errors_for_wrong_shapes_and_dtypes_name_the_loss_function(two, name, use):
     make, error, wanted = LOSSES[name]
 
     def loss_fn(model, batch):
