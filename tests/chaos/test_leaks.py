@@ -42,7 +42,16 @@ def assert_nothing_left(name: str, count: int) -> None:
     assert growth["kib"] <= MOST_KIB + MOST_KIB_PER_PROGRAM * num_programs, growth
 
 
-@pytest.mark.parametrize("name", CASES)
+IN_CI = ("fit", "staged", "strategies")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in IN_CI else pytest.mark.nightly)
+        for name in CASES
+    ],
+)
 def test_nothing_is_left_behind(name):
     assert_nothing_left(name, CASES[name][1] // SHARE)
 

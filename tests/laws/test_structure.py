@@ -297,10 +297,6 @@ MAY_LOOK_INSIDE = (
 
 # Files that are not converted yet, by folder. The lists may only shrink.
 STILL_INSIDE = {
-    "chaos": """
-        test_kills.py
-        test_signals.py
-    """,
     "checks": """
         test_checks.py
     """,
@@ -403,7 +399,6 @@ STILL_INSIDE = {
         test_multi_worker.py
     """,
     "support": """
-        checkpoints.py
         mixes.py
         name_tables.py
         parameter_servers.py
@@ -411,9 +406,6 @@ STILL_INSIDE = {
     """,
     "testing": """
         test_asserts.py
-    """,
-    "training": """
-        test_progress.py
     """,
     "utils": """
         test_closing.py
@@ -433,9 +425,6 @@ STILL_INSIDE = {
     """,
 }
 STILL_BY_THE_CLOCK = {
-    "chaos": """
-        test_signals.py
-    """,
     "devices": """
         test_collective_check.py
     """,
@@ -455,20 +444,11 @@ STILL_BY_THE_CLOCK = {
     "testing": """
         test_plugin_processes.py
     """,
-    "training": """
-        test_progress.py
-    """,
     "watchdog": """
         test_peers.py
     """,
 }
 STILL_SLEEPING = {
-    "chaos": """
-        test_checkpoint_faults.py
-        test_disks.py
-        test_kills.py
-        test_signals.py
-    """,
     "cli": """
         test_doctor_distributed.py
     """,
@@ -484,15 +464,9 @@ STILL_SLEEPING = {
         test_ray_training.py
         test_server.py
     """,
-    "support": """
-        checkpoints.py
-    """,
     "testing": """
         test_asserts.py
         test_plugin_processes.py
-    """,
-    "training": """
-        test_progress.py
     """,
     "watchdog": """
         test_peers.py
