@@ -242,6 +242,23 @@ def test_state_is_stored_once_and_donated():
     strategy.check_mirrored(state)
 
 
+def test_values_are_freed_after_the_last_stage_that_reads_them():
+    held = []
+
+    def look(_):
+        held.append(sum(array.shape == (N, 7, 5) for array in jax.live_arrays()))
+
+    def step(x):
+        large = jnp.outer(x, jnp.arange(5.0))
+        total = psum(large.sum())
+        largest = psum((large * total).max())
+        return psum(largest * x.sum())
+
+    x = PerReplica.from_stacked(np.ones((N, 7), np.float32))
+    staged(Watching(look)).run(step, (x,))
+    assert held == [1, 1, 1, 1, 0, 0]
+
+
 def test_shards_are_freed_when_the_host_has_read_them():
     """At most two exist at the same time, for any number of replicas."""
     alive, seen = [], []

@@ -22,9 +22,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutation")
     parser.add_argument("names", nargs="*", help="faults to plant (default: all)")
     parser.add_argument("--base", type=Path, default=ROOT, help="the tree to test")
-    parser.add_argument("--json", type=Path, help="file to write: the fault, and what caught it")
+    parser.add_argument("--json", type=Path, help="file to update: each fault, and what caught it")
     parser.add_argument("--compare", type=Path, help="such a file of an earlier run")
-    parser.add_argument("--limit", type=float, default=900.0, help="seconds that end a hang")
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds that end a hang")
     parser.add_argument("--verbose", action="store_true", help="print what pytest printed")
     options = parser.parse_args()
     known = {fault.name: fault for fault in FAULTS}
@@ -51,7 +51,9 @@ def main() -> int:
             if options.verbose:
                 print(outcome.output)
             if options.json is not None:
-                options.json.write_text(json.dumps(found, indent=0) + "\n")
+                earlier = json.loads(options.json.read_text()) if options.json.exists() else {}
+                text = json.dumps({**earlier, **found}, indent=0)
+                options.json.write_text(f"{text}\n")
         tests = [test for test in catching if not test.endswith(("::hang", "::crash"))]
         for test in copy.failing(tests) if tests else ():
             print(f"FAILS WITHOUT A FAULT {test}: {', '.join(catching.get(test, ()))}")
