@@ -4,7 +4,7 @@ It is README.md for a place without the files of the repository, such as a packa
 """
 
 import re
-import tomllib
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
@@ -31,7 +31,17 @@ def long_description(readme: str, repository: str | None) -> str:
     return _LINK.sub(link, readme)
 
 
+def require_python(version: tuple[int, ...]) -> None:
+    """Ends the installation with one sentence on an old Python: pip would name a dependency."""
+    if version < (3, 11):
+        found = ".".join(map(str, version))
+        sys.exit(f"mirror-jax needs Python 3.11 or newer, but this is Python {found}.")
+
+
 if __name__ == "__main__":
+    require_python(sys.version_info[:2])
+    import tomllib
+
     from setuptools import setup  # Python 3.12 and later do not bring it for the tests
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

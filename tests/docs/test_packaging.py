@@ -144,6 +144,14 @@ def test_python_versions_agree():
     assert f"for version in {' '.join(listed)};" in (fresh.ROOT / ".ci" / "run").read_text()
 
 
+def test_old_python_ends_the_installation_with_a_sentence():
+    require_python, first = setup()["require_python"], PROJECT["requires-python"].strip(">=")
+    require_python(tuple(map(int, first.split("."))))
+    with pytest.raises(SystemExit) as caught:
+        require_python((3, int(first.split(".")[1]) - 1))
+    assert f"Python {first}" in str(caught.value)
+
+
 def test_version_has_an_entry_in_the_changelog():
     changelog = (fresh.ROOT / "CHANGELOG.md").read_text()
     first, second, *_ = re.findall(r"^## (.*)", changelog, re.M)

@@ -28,7 +28,6 @@ MODULES = {  # packages of the extra `test`, and the module that a test imports
 }
 # Without them, no test can run.
 NEEDED = ("jax", "flax", "optax", "chex", "numpy", "packaging", "orbax", "tensorstore", "rich")
-NEEDED_TO_RUN = (*NEEDED, "xdist")
 LARGE = ("torch", "datasets", "keras")  # more of them are in the marks of single tests
 
 
@@ -44,7 +43,8 @@ def missing_environment(python: tuple[int, ...]) -> str:
     if python < PYTHON:
         least, version = (".".join(map(str, each)) for each in (PYTHON, python[:2]))
         return f"The tests need Python {least} or newer, but this is Python {version}."
-    missing = [name for name in NEEDED_TO_RUN if importlib.util.find_spec(name) is None]
+    needed = {**{name: name for name in NEEDED}, "xdist": "pytest-xdist"}
+    missing = [name for module, name in needed.items() if not importlib.util.find_spec(module)]
     return f"The tests cannot run: {advice(', '.join(missing), 'test')}" if missing else ""
 
 

@@ -60,7 +60,7 @@ def test_environment_without_what_every_test_needs(monkeypatch):
     old = packages.missing_environment((3, 10))
     assert_message(old, values=["3.10", "3.11"])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "xdist" else 1)
-    assert_message(packages.missing_environment((3, 11)), names="xdist", fix="pip install")
+    assert_message(packages.missing_environment((3, 11)), names="pytest-xdist", fix="pip install")
 
 
 def test_modules_are_those_of_the_extra():
