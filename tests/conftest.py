@@ -58,8 +58,8 @@ jax.config.update("jax_platforms", "cpu")  # GPUs are for the processes of tests
 jax.config.update("jax_disable_most_optimizations", True)
 
 import mirror  # noqa: E402
-from mirror._src.context.scopes import current_frame  # noqa: E402
 from pytest_mirror.member import IS_MEMBER  # noqa: E402
+from tests.support.inside import open_scope  # noqa: E402
 from tests.support.interrupts import repeated_until_interrupted  # noqa: E402
 from tests.support.selection import (  # noqa: E402, F401
     pytest_addoption,
@@ -153,7 +153,7 @@ def leaves_nothing_behind():
     """Checks that a test leaves no environment variable, thread, scope or mesh behind."""
     environment, threads = dict(os.environ), set(threading.enumerate())
     yield
-    assert current_frame() is None, "a scope was left open"
+    assert open_scope() is None, "a scope was left open"
     assert jax.sharding.get_abstract_mesh().empty, "a mesh was left set"
     changed = {
         k: os.environ.get(k)

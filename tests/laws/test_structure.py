@@ -311,9 +311,6 @@ STILL_INSIDE = {
         test_report.py
         test_terminal.py
     """,
-    "": """
-        conftest.py
-    """,
     "devices": """
         test_collective_check.py
         test_config.py

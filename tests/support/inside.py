@@ -30,7 +30,7 @@ from mirror._src.training import state_lock as training_state_lock
 from mirror._src.training.callbacks import hooks as callback_hooks
 from mirror._src.training.checkpoints import durable, files, host_copies, layout
 from mirror._src.training.checkpoints import store as checkpoints_store
-from mirror._src.utils import supported, unknown_names
+from mirror._src.utils import source_lines, supported, unknown_names
 
 
 def has_started() -> bool:
@@ -141,6 +141,15 @@ def hooks() -> Iterable[str]:
 def guesses(kind: str) -> dict[str, str]:
     """The names of other libraries that errors explain, to test each one."""
     return unknown_names.GUESSES[kind]
+
+
+def is_users_file(filename: str, library: str | None = None) -> bool:
+    """Whether a file is the user's: tests cannot install Python in another folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        if library is not None:
+            directories = (library, *source_lines._directories()[1:])
+            patch.setattr(source_lines, "_directories", lambda: directories)
+        return source_lines.is_users(filename)
 
 
 def count_calls(module: ModuleType, name: str, patch: pytest.MonkeyPatch) -> list[object]:
