@@ -12,6 +12,7 @@ from pytest_mirror import strategy as strategy  # not the one of conftest.py, wh
 from tests.support.messages import raises
 
 
+@pytest.mark.slow
 @pytest.mark.mirror(processes=2, replicas=[4])
 def test_a_failed_callback_changes_the_state_of_no_process(strategy):
     me, fails = mirror.distributed.process_index(), []

@@ -1,9 +1,10 @@
 """The choice of the executor, and devices of several types, simulated on host devices."""
 
-import contextlib
 import copy
+import functools
 import logging
 import warnings
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,24 +12,23 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from flax.training import train_state
 
 import mirror
 from mirror import AllReduce, PerReplica, ReductionToOneDevice
-from mirror._src.executors import choice
 from tests.support.compilations import assert_nothing_compiled, compilations
-from tests.support.inside import pretended_types
+from tests.support.inside import all_reduce_that, pretended_types
 from tests.support.messages import assert_message, raises
-from tests.support.models import MLP, LinenMLP, SyncBatchNorm, batches, linen_step, nnx_step
+from tests.support.models import MLP, SyncBatchNorm, batches, nnx_step
 from tests.support.steps import context
 from tests.support.strategies import cpu_strategy
+from tests.support.tables import Made, rows
 
 CPUS = jax.devices("cpu")
 # The second and third host device are simulated GPUs.
 GPUS = CPUS[1:3]
 TYPES = ["CPU", "GPU", "GPU"]
 PAIR = "(/device:GPU:0, /device:CPU:0)"
-LAYOUTS = {
+ARGUMENTS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "a GPU and the CPU": (["/gpu:0", "/cpu:0"], {}),
     "two GPUs and the CPU": (["/gpu:0", "/gpu:1", "/cpu:0"], {}),
     "two on each": (["/cpu:0", "/gpu:0"], {"replicas_per_device": 2}),
@@ -41,6 +41,12 @@ LAYOUTS = {
         {"cross_device_ops": ReductionToOneDevice("/gpu:1")},
     ),
 }
+LAYOUTS = Made(
+    {
+        name: functools.partial(mirror.MirroredStrategy, devices, **kwargs)
+        for name, (devices, kwargs) in ARGUMENTS.items()
+    }
+)
 
 
 @pytest.fixture(autouse=True)
@@ -54,13 +60,6 @@ def gpus():
 def mixed():
     """A GPU and the CPU."""
     return mirror.MirroredStrategy(["/gpu:0", "/cpu:0"])
-
-
-@pytest.fixture(params=LAYOUTS)
-def layout(request):
-    """A strategy on devices of several types."""
-    devices, kwargs = LAYOUTS[request.param]
-    return mirror.MirroredStrategy(devices, **kwargs)
 
 
 def numbers(n):
@@ -119,9 +118,8 @@ CHOICES = {  # name: the constructor of the strategy, and what its log contains
 }
 
 
-@pytest.mark.parametrize("name", CHOICES)
-def test_log_gives_the_reason_for_the_executor(name, caplog):
-    make, wanted = CHOICES[name]
+@rows("make, wanted", CHOICES)
+def test_log_gives_the_reason_for_the_executor(make, wanted, caplog):
     _, lines = said(caplog, make)
     assert_message("\n".join(lines), **wanted)
 
@@ -132,22 +130,6 @@ def test_all_reduce_across_device_types_is_rejected():
         mirror.MirroredStrategy(["/gpu:0", "/cpu:0"], AllReduce())
 
 
-@contextlib.contextmanager
-def all_reduce_that(fault, stuck=()):
-    """Simulates this fault of the all-reduce across GPUs; yields the tested devices."""
-    asked = []
-
-    def find(devices, deadline_secs):
-        assert 0 < deadline_secs < 40
-        asked.append(devices)
-        return fault
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choice, "all_reduce_fault", find)
-        patch.setattr(choice, "unresponsive_devices", lambda devices: tuple(stuck))
-        yield asked
-
-
 def test_gpus_that_pass_the_check_use_all_reduce():
     with all_reduce_that(None) as asked:
         strategy = mirror.MirroredStrategy(["/gpu:0", "/gpu:1"])
@@ -155,7 +137,7 @@ def test_gpus_that_pass_the_check_use_all_reduce():
     assert isinstance(strategy.cross_device_ops, AllReduce)
 
 
-@pytest.mark.parametrize("fault", ["did not finish within 30 s", "NCCL: unhandled system error"])
+@rows("fault", ["did not finish within 30 s", "NCCL: unhandled system error"])
 def test_gpus_that_fail_the_check_warn_and_use_the_staged_executor(fault, caplog):
     with all_reduce_that(fault), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -179,19 +161,18 @@ def test_gpus_that_hang_in_the_check_are_rejected():
         mirror.MirroredStrategy(["/gpu:0", "/gpu:1"])
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: mirror.MirroredStrategy(["/gpu:0"]),
-        lambda: mirror.MirroredStrategy(["/gpu:0"], replicas_per_device=2),
-        lambda: mirror.OneDeviceStrategy("/gpu:0"),
-        lambda: mirror.MirroredStrategy(["/gpu:0", "/gpu:1"], AllReduce()),
-        lambda: mirror.MirroredStrategy(["/gpu:0", "/gpu:1"], ReductionToOneDevice()),
-        lambda: mirror.MirroredStrategy(["/gpu:0", "/gpu:1", "/cpu:0"]),
-        lambda: mirror.MirroredStrategy(["/cpu:0", "/cpu:1"]),
-    ],
-    ids=["one", "one twice", "one device", "all-reduce asked for", "host", "mixed", "CPUs"],
-)
+UNCHECKED = {
+    "one": lambda: mirror.MirroredStrategy(["/gpu:0"]),
+    "one twice": lambda: mirror.MirroredStrategy(["/gpu:0"], replicas_per_device=2),
+    "one device": lambda: mirror.OneDeviceStrategy("/gpu:0"),
+    "all-reduce asked for": lambda: mirror.MirroredStrategy(["/gpu:0", "/gpu:1"], AllReduce()),
+    "host": lambda: mirror.MirroredStrategy(["/gpu:0", "/gpu:1"], ReductionToOneDevice()),
+    "mixed": lambda: mirror.MirroredStrategy(["/gpu:0", "/gpu:1", "/cpu:0"]),
+    "CPUs": lambda: mirror.MirroredStrategy(["/cpu:0", "/cpu:1"]),
+}
+
+
+@rows("make", UNCHECKED)
 def test_check_is_skipped_when_its_result_is_unused(make):
     with all_reduce_that("it fails") as asked:
         make()
@@ -201,6 +182,7 @@ def test_check_is_skipped_when_its_result_is_unused(make):
 # Placement of values
 
 
+@rows("layout", LAYOUTS)
 def test_results_are_placed_on_their_devices(layout):
     n, home = layout.num_replicas_in_sync, home_of(layout)
     with layout.scope():
@@ -232,6 +214,8 @@ def test_results_are_placed_on_their_devices(layout):
     np.testing.assert_array_equal(again["own"], 12 * np.arange(1, n + 1))
 
 
+@pytest.mark.slow
+@rows("layout", LAYOUTS)
 def test_reductions_gathers_and_local_results_span_types(layout):
     n = layout.num_replicas_in_sync
     value = numbers(n)
@@ -247,6 +231,7 @@ def test_reductions_gathers_and_local_results_span_types(layout):
     assert float(layout.reduce("sum", ragged, axis=0)) == sum(i * i for i in range(n))
 
 
+@rows("layout", LAYOUTS)
 def test_values_from_a_function_are_placed_on_their_devices(layout):
     own = layout.distribute_values_from_function(
         lambda context: {"id": context.replica_id_in_sync_group, "x": np.ones(2)}
@@ -256,6 +241,8 @@ def test_values_from_a_function_are_placed_on_their_devices(layout):
     assert float(layout.reduce("sum", own["x"], axis=0)) == 2 * layout.num_replicas_in_sync
 
 
+@pytest.mark.slow
+@rows("layout", LAYOUTS)
 def test_datasets_are_split_across_types(layout):
     n = layout.num_replicas_in_sync
     batch = {"x": np.arange(2 * n, dtype=np.float32), "y": np.ones((2 * n, 3), np.float32)}
@@ -286,7 +273,7 @@ def test_cross_device_ops_span_types(mixed):
             ops.reduce("sum", own, ["/gpu:0", "/cpu:0"])
 
 
-@pytest.mark.parametrize("op", ["sum", "mean", "min", "max"])
+@rows("op", ["sum", "mean", "min", "max"])
 def test_reduction_may_run_on_one_gpu(op):
     ops = ReductionToOneDevice("/gpu:0")
     strategy = mirror.MirroredStrategy(["/gpu:0", "/gpu:1"], ops)
@@ -332,64 +319,28 @@ def test_random_samples_differ_between_replicas(mixed):
 # Training
 
 
-def nnx_trained(strategy, model_type, num_steps=5):
-    with strategy.scope():
-        model = model_type(nnx.Rngs(0))
-        optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-    data = strategy.distribute_dataset(batches((12,), num_steps, 12))
-    losses = [float(strategy.run(nnx_step, (model, optimizer, batch))) for batch in data]
-    strategy.check_mirrored((model, optimizer))
-    return losses, nnx.state(model), (model, optimizer, next(iter(data)))
-
-
-def linen_trained(strategy):
-    linen = LinenMLP()
-    with strategy.scope():
-        params = linen.init(jax.random.key(0), jnp.zeros((1, 12)))["params"]
-        state = train_state.TrainState.create(
-            apply_fn=linen.apply, params=params, tx=optax.sgd(0.1)
-        )
-    losses = []
-    for batch in strategy.distribute_dataset(batches((12,), 6, 12)):
-        state, loss = strategy.run(linen_step, (state, batch), donate_argnums=0)
-        losses.append(float(loss))
-    return losses, state.params
-
-
-def assert_close(tree, wanted):
-    for mine, other in zip(jax.tree.leaves(tree), jax.tree.leaves(wanted), strict=True):
+@pytest.mark.slow
+def test_nnx_trains_as_one_device(mixed, caplog):
+    """Its state lies on one device, and further steps compile nothing."""
+    trained = []
+    for strategy in (mixed, cpu_strategy(1)):
+        with strategy.scope():
+            model = SyncBatchNorm(nnx.Rngs(0))
+            optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+        data = list(strategy.distribute_dataset(batches((12,), 5, 12)))
+        losses = [float(strategy.run(nnx_step, (model, optimizer, batch))) for batch in data]
+        strategy.check_mirrored((model, optimizer))
+        for leaf in jax.tree.leaves(nnx.state((model, optimizer))):
+            assert leaf.devices() == {CPUS[0]}
+        with compilations(caplog) as events:
+            strategy.run(nnx_step, (model, optimizer, data[0]))
+        assert_nothing_compiled(events)
+        trained.append((losses, nnx.state(model)))
+    for mine, other in zip(*map(jax.tree.leaves, trained), strict=True):
         np.testing.assert_allclose(mine, other, 1e-4, 1e-5)
 
 
-@pytest.fixture(scope="module")
-def one_device():
-    """Trains one device on the whole batches."""
-    return {kind: nnx_trained(cpu_strategy(1), kind)[:2] for kind in (MLP, SyncBatchNorm)}
-
-
-@pytest.mark.parametrize("name", ["a GPU and the CPU", "two GPUs and the CPU"])
-def test_nnx_trains_as_one_device(name, one_device, caplog):
-    devices, kwargs = LAYOUTS[name]
-    strategy = mirror.MirroredStrategy(devices, **kwargs)
-    kind = SyncBatchNorm if name == "a GPU and the CPU" else MLP
-    losses, state, (model, optimizer, batch) = nnx_trained(strategy, kind)
-    wanted_losses, wanted = one_device[kind]
-    np.testing.assert_allclose(losses, wanted_losses, 1e-4)
-    assert_close(state, wanted)
-    for leaf in jax.tree.leaves(nnx.state((model, optimizer))):
-        assert leaf.devices() == {CPUS[0]}
-    with compilations(caplog) as events:
-        strategy.run(nnx_step, (model, optimizer, batch))
-    assert_nothing_compiled(events)
-
-
-def test_linen_trains_as_one_device(mixed):
-    losses, params = linen_trained(mixed)
-    wanted_losses, wanted = linen_trained(cpu_strategy(1))
-    np.testing.assert_allclose(losses, wanted_losses, 1e-4)
-    assert_close(params, wanted)
-
-
+@pytest.mark.slow
 def test_checks_span_types(mixed):
     with mixed.scope():
         model = MLP(nnx.Rngs(0))

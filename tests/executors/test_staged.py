@@ -1,4 +1,4 @@
-"""The staged executor: stages, memory, scheduling and errors."""
+"""The staged executor: memory, scheduling and errors."""
 
 import gc
 import threading
@@ -15,16 +15,12 @@ from flax import nnx
 
 import mirror
 from mirror import REPLICA_AXIS, PerReplica
-from mirror._src.devices.launch import launch
-from mirror._src.program.atoms import values_of
-from mirror._src.program.staging.flatten import stage_program
-from mirror._src.program.staging.ir import Collective, Loop
-from mirror._src.program.trace import trace
 from tests.support import inside
 from tests.support.compilations import assert_nothing_compiled, compilations
 from tests.support.messages import assert_message, raises
 from tests.support.models import MLP, batches, nnx_step
 from tests.support.strategies import executor
+from tests.support.tables import rows
 
 CPUS = jax.devices("cpu")
 N = 2
@@ -43,9 +39,9 @@ def staged(ops=None, num_devices=N, **kwargs):
     return mirror.MirroredStrategy(CPUS[:num_devices], ops, **kwargs)
 
 
-def rows(*shape, num_replicas=N):
-    values = np.random.RandomState(0).randn(num_replicas, *shape).astype(np.float32)
-    return PerReplica.from_stacked(values)
+def values(*shape, num_replicas=N):
+    stacked = np.random.RandomState(0).randn(num_replicas, *shape).astype(np.float32)
+    return PerReplica.from_stacked(stacked)
 
 
 class Watching(mirror.CrossDeviceOps):
@@ -64,134 +60,6 @@ class Watching(mirror.CrossDeviceOps):
     def tell(self, value):
         self.on_value(value)
         return value
-
-
-# Stages
-
-
-def cut_of(fn, *shapes, mirrored=(), pack_bytes=0):
-    """Returns the stages of a function of float32 arrays; `mirrored` are the mirrored positions."""
-    avals = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    inputs = [i in mirrored for i in range(len(shapes))]
-    program = trace(fn, avals, N)
-    return stage_program(program, inputs, [False] * len(program.jaxpr.outvars), N, pack_bytes)
-
-
-def kinds_of(cut_program):
-    """Returns the values reduced after each stage."""
-    return [
-        [
-            communication.primitive
-            if isinstance(communication, Collective)
-            else type(communication).__name__
-            for communication in stage.communications
-        ]
-        for stage in cut_program.stages
-    ]
-
-
-def kept_bytes(stage):
-    """Returns the values that each stage keeps for later stages."""
-    return sum(value.num_bytes for value in dict.fromkeys(values_of(stage.outputs)))
-
-
-CUTS = {
-    "nothing": (lambda x, y: x * 2, [[]]),
-    "itself": (lambda x, y: x, [[]]),
-    "one": (lambda x, y: psum(x) + y, [["psum"], []]),
-    "side by side": (lambda x, y: psum(x) + psum(y * 2), [["psum", "psum"], []]),
-    "one after the other": (lambda x, y: psum(psum(x) * y), [["psum"], ["psum"], []]),
-    "late and early": (lambda x, y: psum(psum(x) * x) + psum(y), [["psum", "psum"], ["psum"], []]),
-    "of kinds": (lambda x, y: psum(x) + jax.lax.pmax(y, REPLICA_AXIS), [["psum", "pmax"], []]),
-    "unread": (lambda x, y: [psum(x), x * y][1], [[]]),
-    "in calls": (jax.jit(lambda x, y: jax.checkpoint(psum)(x) + y), [["psum"], []]),
-    "in vmap": (lambda x, y: jax.vmap(psum)(x), [["psum"], []]),
-    "in a loop": (lambda x, y: jax.lax.fori_loop(0, 2, lambda i, c: psum(c), x), [["Loop"], []]),
-    "in no trips": (lambda x, y: jax.lax.fori_loop(0, 0, lambda i, c: psum(c), x), [[]]),
-    "local loop": (
-        lambda x, y: psum(jax.lax.fori_loop(0, 2, lambda i, c: c * 2, x)),
-        [["psum"], []],
-    ),
-    "by number": (lambda x, y: x + jax.lax.axis_index(REPLICA_AXIS), [[]]),
-}
-
-
-@pytest.mark.parametrize("name", CUTS)
-def test_program_is_split_at_its_collectives(name):
-    fn, wanted = CUTS[name]
-    assert kinds_of(cut_of(fn, (3,), (3,))) == wanted
-
-
-def test_small_leaves_of_one_dtype_share_a_buffer():
-    def step(a, b, c, large):
-        first = psum((a, b, large, c.astype(jnp.int32)))
-        return first, jax.lax.pmax(c, REPLICA_AXIS), psum(a * first[0])
-
-    found = cut_of(step, (3,), (2, 2), (5,), (99,), pack_bytes=40)
-    collectives = [list(stage.communications) for stage in found.stages]
-    sizes = sorted(
-        (e.primitive, str(e.operand.aval.dtype), e.operand.aval.shape) for e in collectives[0]
-    )
-    assert sizes == [
-        ("pmax", "float32", (5,)),
-        ("psum", "float32", (7,)),
-        ("psum", "float32", (99,)),
-        ("psum", "int32", (5,)),
-    ]
-    (packed,) = (e for e in collectives[0] if e.operand.aval.shape == (7,))
-    assert packed.description.startswith("all-reduce at test_staged.py:")
-    assert packed.description.endswith(" in psum and 1 more")
-    assert [len(stage) for stage in collectives] == [4, 1, 0]
-
-
-def test_operations_without_gradients_are_delayed_until_donation():
-    """The decay of a moment is computed where the gradient is, not kept as a copy of the state."""
-    big = (64, 64)
-
-    def step(weights, moment, x):
-        grads = pmean(jax.grad(lambda w: jnp.sum((x @ w) ** 2))(weights))
-        scale = jnp.sqrt(jnp.asarray(0.9)) * 0.5
-        moment = moment * 0.9 + grads * 0.1
-        return weights - scale * moment, moment
-
-    first, _ = cut_of(step, big, big, (2, 64), mirrored=(0, 1)).stages
-    (communication,) = first.communications
-    assert kept_bytes(first) == communication.operand.num_bytes  # the gradient, and nothing else
-    assert [value.aval.shape for value in first.inputs].count(big) == 1
-
-
-def test_operations_that_shrink_their_inputs_are_not_delayed():
-    """A loss is kept, not the activations that it is the mean of."""
-
-    def step(weights, x):
-        def loss(weights):
-            hidden = x @ weights
-            return jnp.mean(hidden**2)
-
-        value, grads = jax.value_and_grad(loss)(weights)
-        return pmean(grads), 3 * value + jnp.sum(psum(weights))
-
-    first, last = cut_of(step, (8, 8), (512, 8), mirrored=(0,)).stages
-    assert kept_bytes(first) == 2 * 8 * 8 * 4 + 4
-    assert (512, 8) not in [value.aval.shape for value in last.inputs]
-
-
-def test_stages_pass_few_values():
-    """For an MLP with Adam, stages pass the gradients, the loss, and results from the host."""
-    model = MLP(rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
-    watching = Watching(pack_bytes=None)
-    strategy = staged(watching)
-    (batch,) = strategy.distribute_dataset(batches((12,), 1))
-    strategy.run(nnx_step, (model, optimizer, batch))
-    assert len(watching.calls) == 1  # gradients and loss in one buffer
-    (program,) = inside.programs(strategy)
-    (cut_program,) = program.compiled._part._staged
-    first, last = cut_program.stages
-    gradients = sum(x.nbytes for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
-    assert kept_bytes(first) == gradients + 4
-    made_first = {value for step in first.computations for value in step.outputs}
-    assert not made_first.intersection(last.inputs)
 
 
 # Memory
@@ -229,11 +97,13 @@ def test_state_is_stored_once_and_donated():
 
     strategy = staged(Watching(look))
     state = adam_state(strategy)
+    strategy.reduce("sum", 1.0)  # the guard releases small results of eager ops
+    gc.collect()
     before = buffers((64, 64))
     assert set(before.values()) == {3}
     for _ in range(3):
         kernel, moment = state[0].kernel[...], state[1].opt_state[0].mu["kernel"][...]
-        strategy.run(square_step, (*state, rows(4, 64)))
+        strategy.run(square_step, (*state, values(4, 64)))
         assert kernel.is_deleted()
         assert moment.is_deleted()
     assert all(each == before for each in held)
@@ -269,14 +139,14 @@ def test_shards_are_freed_when_the_host_has_read_them():
         alive.append(sum(reference() is not None for reference in seen))
 
     strategy = staged(Watching(look), 8)
-    strategy.run(psum, (rows(8, num_replicas=8),))
+    strategy.run(psum, (values(8, num_replicas=8),))
     assert len(alive) == 8
     assert max(alive) <= 3  # the first, the previous and the next one
     gc.collect()
     assert not any(reference() is not None for reference in seen)
 
 
-@pytest.mark.parametrize("ops", [mirror.ReductionToOneDevice, Watching])
+@rows("ops", [mirror.ReductionToOneDevice, Watching])
 def test_host_uses_one_buffer_per_collective(ops):
     """Not one buffer per replica."""
     strategy, size = staged(ops(), 4), 1 << 20
@@ -298,18 +168,13 @@ def test_host_uses_one_buffer_per_collective(ops):
 
 
 def test_host_launches_all_lanes_before_waiting(monkeypatch):
-    events = []
-
-    def launched(*args, **kwargs):
-        events.append("launch")
-        launch(*args, **kwargs)
-
-    monkeypatch.setattr("mirror._src.executors.compiled.launch", launched)
-    ops = Watching(lambda _: events.append("read"))
+    launches = inside.count_launches(monkeypatch)
+    launches_before_read = []
+    ops = Watching(lambda _: launches_before_read.append(len(launches)))
     with executor("staged in lanes", ops) as strategy:
-        assert np.isfinite(strategy.run(lambda x: psum(x + psum(x)), (rows(num_replicas=4),)))
-    both, every = ["launch"] * 2, ["read"] * 4
-    assert events == [*both, *every, *both, *every, *both]
+        assert np.isfinite(strategy.run(lambda x: psum(x + psum(x)), (values(num_replicas=4),)))
+    assert launches_before_read == [2] * 4 + [4] * 4
+    assert len(launches) == 6
 
 
 def test_host_reads_replicas_in_order_across_lanes():
@@ -355,10 +220,10 @@ LOOPS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LOOPS)
-def test_host_runs_every_iteration_of_a_loop(name):
-    step, num_collectives = LOOPS[name]
-    watching, x = Watching(), rows(3, 2)
+@pytest.mark.slow
+@rows("step, num_collectives", LOOPS)
+def test_host_runs_every_iteration_of_a_loop(step, num_collectives):
+    watching, x = Watching(), values(3, 2)
     got = staged(watching).run(step, (x,))
     assert len(watching.calls) == num_collectives
     wanted = mirror.MirroredStrategy(CPUS[:N]).run(step, (x,))
@@ -406,11 +271,11 @@ UNSTAGEABLE = {
 }
 
 
-@pytest.mark.parametrize("step", UNSTAGEABLE, ids=lambda f: f.__name__)
+@rows("step", list(UNSTAGEABLE))
 def test_error_names_the_line_that_cannot_be_split(step):
     names = ["test_staged.py", step.__name__, UNSTAGEABLE[step]]
     with raises(NotImplementedError, names=names, fix="mirror.AllReduce()"):
-        staged().run(step, (rows(3),))
+        staged().run(step, (values(3),))
 
 
 # Errors
@@ -470,10 +335,10 @@ def fails_on(replica):
     return step
 
 
-@pytest.mark.parametrize("replica", [0, 1])
+@rows("replica", [0, 1])
 def test_callback_errors_are_raised_unchanged(replica):
     strategy, model = staged(num_devices=4), Counter()
-    x = rows(2, num_replicas=4)
+    x = values(2, num_replicas=4)
     with pytest.raises(LookupError, match="mine"):
         strategy.run(fails_on(replica), (model, x))
     np.testing.assert_array_equal(model.total[...], 0.0)
@@ -491,7 +356,7 @@ def test_error_names_buffers_deleted_during_the_step():
         return psum(x) + held
 
     with raises(RuntimeError, names="step", values=2, fix="reduce_implementation"):
-        strategy.run(step, (given[0], rows(2)))
+        strategy.run(step, (given[0], values(2)))
 
 
 # Interrupts and threads
@@ -499,6 +364,7 @@ def test_error_names_buffers_deleted_during_the_step():
 
 # An interrupt may strike in a callback of the garbage collector, where Python drops it.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["staged", "staged in lanes"])
 def test_interrupt_leaves_the_models_after_a_complete_step(name, repeat_until_interrupted):
     def step(models, x):
@@ -543,7 +409,8 @@ def test_threads_run_steps_concurrently():
 # Compilation
 
 
-@pytest.mark.parametrize("name", ["staged", "staged on 2", "staged in lanes"])
+@pytest.mark.slow
+@rows("name", ["staged", "staged on 2", "staged in lanes"])
 def test_second_step_compiles_nothing(name, caplog):
     """Neither a set of shapes seen before nor the second iteration of a loop compiles."""
 
@@ -555,10 +422,10 @@ def test_second_step_compiles_nothing(name, caplog):
     model = Counter()
     with executor(name) as strategy:
         for size in (3, 5, 3):
-            strategy.run(step, (model, rows(size, 2, num_replicas=4)))
+            strategy.run(step, (model, values(size, 2, num_replicas=4)))
         with compilations(caplog) as events:
             for size in (3, 5, 3):
-                strategy.run(step, (model, rows(size, 2, num_replicas=4)))
+                strategy.run(step, (model, values(size, 2, num_replicas=4)))
     assert_nothing_compiled(events)
 
 
@@ -590,7 +457,8 @@ def test_mirrored_leaf_may_change_its_shape():
         np.testing.assert_array_equal(out, np.full(size, 3.0))
 
 
-@pytest.mark.parametrize("name", ["staged on 2", "staged in lanes"])
+@pytest.mark.slow
+@rows("name", ["staged on 2", "staged in lanes"])
 def test_copies_of_replicas_are_bitwise_equal(name):
     """Lanes, which are compiled separately, give equal copies too."""
     with executor(name) as strategy:
@@ -600,12 +468,3 @@ def test_copies_of_replicas_are_bitwise_equal(name):
         for batch in strategy.distribute_dataset(batches((12,), 3)):
             loss = strategy.run(nnx_step, (model, optimizer, batch))
         strategy.check_mirrored((model, optimizer, loss))
-
-
-def test_loop_is_one_step_of_its_stage():
-    found = cut_of(lambda x: jax.lax.fori_loop(0, 2, lambda i, c: c + psum(c), x), (3,))
-    (loop,) = found.stages[0].communications
-    assert isinstance(loop, Loop)
-    assert (loop.trips, loop.test) == (2, None)
-    assert kinds_of(loop.body) == [["psum"], []]
-    assert "test_staged.py:" in loop.line

@@ -8,8 +8,10 @@ import pytest
 from flax import nnx
 
 import mirror
+from tests.support import inside
 from tests.support.messages import raises
 from tests.support.models import CNN, MLP, batches, nnx_step
+from tests.support.tables import rows
 
 CPUS = jax.devices("cpu")
 N = 8
@@ -21,7 +23,7 @@ def strategy_of(name):
     return mirror.MirroredStrategy(CPUS[:num_devices], replicas_per_device=replicas_per_device)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@rows("name", list(LAYOUTS))
 def test_replica_ids_count_device_by_device(name):
     strategy = strategy_of(name)
     num_devices, on_each = LAYOUTS[name]
@@ -59,6 +61,7 @@ def collectives(x):
     }
 
 
+@pytest.mark.slow
 def test_lax_collectives_span_all_replicas():
     rows = np.random.RandomState(0).randn(N, 3).astype("float32")
     found = {}
@@ -74,15 +77,15 @@ def test_lax_collectives_span_all_replicas():
             np.testing.assert_allclose(got[key], value, rtol=1e-6, err_msg=f"{name}: {key}")
 
 
-@pytest.mark.parametrize("model", [CNN], ids=lambda m: m.__name__)
-def test_every_layout_trains_to_the_same_weights(model):
+@pytest.mark.slow
+def test_every_layout_trains_to_the_same_weights():
     trained = []
     for name in LAYOUTS:
         strategy = strategy_of(name)
         with strategy.scope():
-            net = model(rngs=nnx.Rngs(0))
+            net = CNN(rngs=nnx.Rngs(0))
             optimizer = nnx.Optimizer(net, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
-        for batch in strategy.distribute_dataset(batches(model.features, 10)):
+        for batch in strategy.distribute_dataset(batches(CNN.features, 10)):
             strategy.run(nnx_step, (net, optimizer, batch))
         strategy.check_mirrored((net, optimizer))
         assert strategy.verify(nnx_step, (net, optimizer, batch)).largest <= 1e-5
@@ -102,20 +105,20 @@ MEANS = {
 }
 
 
-@pytest.mark.parametrize("name", ["8 on 1", "2 on 4"])
-@pytest.mark.parametrize("mean", MEANS)
+@rows("name", ["8 on 1", "2 on 4"])
+@rows("mean", MEANS)
 def test_gradient_is_computed_once_per_device(name, mean):
     """Not once per replica and then summed, which needs a gradient copy per replica."""
 
     def step(weight, batch):
         gradient = jax.grad(lambda w: (jnp.tanh(batch @ w) ** 2).mean())(weight)
-        return weight - MEANS[mean](gradient)
+        return weight - mean(gradient)
 
     strategy = strategy_of(name)
     with strategy.scope():
         weight = jnp.ones((24, 40))
     (batch,) = strategy.distribute_dataset([np.ones((4 * N, 24), np.float32)])
-    text = strategy._runner.lower(step, (weight, batch), {}).compile().as_text()
+    text = inside.lowered(strategy, step, (weight, batch)).compile().as_text()
     _, on_each = LAYOUTS[name]
     assert "f32[24,40]" in text
     assert f"f32[{on_each},24,40]" not in text
@@ -148,33 +151,33 @@ def test_check_mirrored_finds_a_differing_copy():
     parts = [
         jax.device_put(np.full(3, value), d) for value, d in zip([1.0, 2.0], CPUS[:2], strict=True)
     ]
-    sharding = jax.sharding.NamedSharding(strategy._replicas.mesh, jax.sharding.PartitionSpec())
+    with strategy.scope():
+        sharding = jnp.ones(3).sharding
     broken = jax.make_array_from_single_device_arrays((3,), sharding, parts)
     wanted = {"names": "['w']", "values": 1, "fix": "local_results(x)"}
     with raises(mirror.ReplicaDivergenceError, **wanted):
         strategy.check_mirrored({"w": broken})
 
 
-def test_repeated_device_runs_several_replicas(monkeypatch):
+def test_repeated_device_runs_several_replicas():
     split = (CPUS[0], CPUS[0], CPUS[1], CPUS[1])
-    monkeypatch.setattr("mirror._src.devices.resolve.default_devices", lambda: split)
-    strategy = mirror.MirroredStrategy()
-    assert strategy.devices == split
-    assert mirror.MirroredStrategy(replicas_per_device=2).num_replicas_in_sync == 8
+    with inside.repeated_devices(split):
+        strategy = mirror.MirroredStrategy()
+        assert strategy.devices == split
+        assert mirror.MirroredStrategy(replicas_per_device=2).num_replicas_in_sync == 8
     (batch,) = strategy.distribute_dataset([np.arange(4)])
     assert int(strategy.reduce("sum", batch, axis=0)) == 6
 
 
-def test_unequal_numbers_of_replicas_per_device_are_rejected(monkeypatch):
+def test_unequal_numbers_of_replicas_per_device_are_rejected():
     for devices in [(CPUS[0], CPUS[0], CPUS[1]), (CPUS[0], CPUS[1], CPUS[0], CPUS[1])]:
-        monkeypatch.setattr("mirror._src.devices.resolve.default_devices", lambda d=devices: d)
         found = ", ".join(f"/device:CPU:{device.id}" for device in devices)
-        with raises(ValueError, values=f"({found})"):
+        with inside.repeated_devices(devices), raises(ValueError, values=f"({found})"):
             mirror.MirroredStrategy()
 
 
-@pytest.mark.parametrize(
-    ("count", "error", "values"),
+@rows(
+    "count, error, values",
     [
         (0, ValueError, [0]),
         (-2, ValueError, [-2]),

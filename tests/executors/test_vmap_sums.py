@@ -8,9 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mirror._src.executors.vmap_sums import evaluate
+import mirror
+from tests.support import inside
+from tests.support.strategies import cpu_strategy
+from tests.support.tables import rows
 
-ROWS = 4
+ROWS, AXIS = 4, mirror.REPLICA_AXIS
 
 
 def values(*shape, seed=0):
@@ -18,7 +21,7 @@ def values(*shape, seed=0):
 
 
 def mean(x):
-    return jax.lax.pmean(x, "rows")
+    return jax.lax.pmean(x, AXIS)
 
 
 def of_convolution(layout, strides=1, dilation=1, groups=1, make=jax.lax.conv_general_dilated):
@@ -47,7 +50,7 @@ def dense(w, x):
 
 def scaled(w, x):
     grad = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
-    return mean(3.0 * grad / 7.0), jax.lax.psum(grad.T.reshape(-1, 2), "rows")
+    return mean(3.0 * grad / 7.0), jax.lax.psum(grad.T.reshape(-1, 2), AXIS)
 
 
 def attention(w, x):
@@ -87,7 +90,7 @@ def pooled(w, x):
 
 
 def no_product(w, x):
-    return mean(jnp.sum(x, 0)) + w[0], jax.lax.psum(jnp.int32(3), "rows")
+    return mean(jnp.sum(x, 0)) + w[0], jax.lax.psum(jnp.int32(3), AXIS)
 
 
 def in_a_context(w, x):
@@ -98,12 +101,12 @@ def in_a_context(w, x):
 
 def of_integers(w, x):
     a = (10 * x).astype(jnp.int32)
-    return jax.lax.psum(jax.lax.div(a.T @ a, np.int32(2)), "rows") + w.astype(jnp.int32)[0, 0]
+    return jax.lax.psum(jax.lax.div(a.T @ a, np.int32(2)), AXIS) + w.astype(jnp.int32)[0, 0]
 
 
 def of_float16(w, x):
     a = (140 + 0 * x[:2, :2]).astype(jnp.float16)
-    return jax.lax.psum((a.T @ a) * jnp.float16(0.25), "rows") + 0 * w[0, 0].astype(jnp.float16)
+    return jax.lax.psum((a.T @ a) * jnp.float16(0.25), AXIS) + 0 * w[0, 0].astype(jnp.float16)
 
 
 def under_a_mapping_of_its_own(w, x):
@@ -112,7 +115,7 @@ def under_a_mapping_of_its_own(w, x):
     def total(rows):
         return jax.vmap(lambda row: jax.lax.psum(row, "inner"), axis_name="inner")(rows)
 
-    whole = jax.lax.psum(x, "rows").sum()
+    whole = jax.lax.psum(x, AXIS).sum()
     kernel = jax.lax.conv_general_dilated(jnp.ones((1, 2, 5, 5)), w, (1, 1), "SAME")
     return (
         whole + total(jax.lax.broadcasted_iota(jnp.float32, (4, 3), 0).T).sum(),
@@ -155,28 +158,31 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("name", STEPS)
-def test_rewritten_sums_keep_values_and_avoid_copies(name):
-    step, shape, row, merged = STEPS[name]
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*same random numbers")
+@rows("step, shape, row, merged", STEPS)
+def test_rewritten_sums_keep_values_and_avoid_copies(step, shape, row, merged):
     w, x = values(*shape), values(ROWS, *row, seed=1)
-    rows = jax.vmap(step, in_axes=(None, 0), axis_name="rows", axis_size=ROWS)
-
-    def plain(w, x):
-        return [row[0] for row in jax.tree.leaves(rows(w, x))]
-
-    def rewritten(w, x):
-        return [row[0] for row in evaluate(jax.make_jaxpr(rows)(w, x), (w, x))]
-
-    for got, wanted in zip(jax.jit(rewritten)(w, x), jax.jit(plain)(w, x), strict=True):
+    strategy = cpu_strategy(1, replicas_per_device=ROWS)
+    by_hand = jax.vmap(step, in_axes=(None, 0), axis_name=AXIS, axis_size=ROWS)
+    plain = jax.jit(lambda w, x: [row[0] for row in jax.tree.leaves(by_hand(w, x))])
+    args = (w, mirror.PerReplica(list(x)))
+    for got, wanted in zip(first_of(strategy.run(step, args)), plain(w, x), strict=True):
         assert got.dtype == wanted.dtype
         np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=1e-6)
     if merged:
-        assert not holds_copies(rewritten, w, x)
-        assert holds_copies(plain, w, x)
+        assert not holds_copies(inside.lowered(strategy, step, args), w)
+        assert holds_copies(plain.lower(w, x), w)
 
 
-def holds_copies(fn, w, x):
+def first_of(results):
+    """Returns the results of the first replica."""
+    is_own = lambda leaf: isinstance(leaf, mirror.PerReplica)  # noqa: E731
+    leaves = jax.tree.leaves(results, is_leaf=is_own)
+    return [leaf.values[0] if is_own(leaf) else leaf for leaf in leaves]
+
+
+def holds_copies(lowered, w):
     """Whether a value of the compiled program has the size of one gradient per row."""
-    program = jax.jit(fn).lower(w, x).compile().as_text()
-    sizes = re.findall(r"f32\[([\d,]+)\]", program)
+    sizes = re.findall(r"f32\[([\d,]+)\]", lowered.compile().as_text())
     return ROWS * w.size in {math.prod(map(int, size.split(","))) for size in sizes}

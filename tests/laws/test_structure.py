@@ -324,13 +324,6 @@ STILL_INSIDE = {
         test_start.py
         test_store.py
     """,
-    "executors": """
-        test_callbacks.py
-        test_choice.py
-        test_staged.py
-        test_vmap.py
-        test_vmap_sums.py
-    """,
     "explain": """
         test_explain.py
         test_explain_processes.py

@@ -200,7 +200,7 @@ _OF_PROGRAMS = (
         "mirror/_src/program/staging/pack.py",
         "            and step.outputs[0] not in read_inside\n",
         "",
-        ("tests/executors/test_staged.py", "tests/collectives/test_collectives.py"),
+        ("tests/program/test_staging.py", "tests/collectives/test_collectives.py"),
         likely="loop",
         search=Search("staged", "staged raises", "staged"),
     ),

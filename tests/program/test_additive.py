@@ -12,6 +12,7 @@ from jax import lax
 from jax.experimental import io_callback
 
 from mirror._src.program.additive import Dependence, dependence
+from tests.support.tables import rows
 
 INDEPENDENT, ADDED, OTHER = Dependence
 HOST = np.ones(3, np.float32)
@@ -219,9 +220,8 @@ laws(
 SHAPES = [*[jax.ShapeDtypeStruct((3,), np.float32)] * 2, jax.ShapeDtypeStruct((), bool)]
 
 
-@pytest.mark.parametrize("name", LAWS)
-def test_additivity_finds_dependence(name):
-    program, expected = LAWS[name]
+@rows("program, expected", LAWS)
+def test_additivity_finds_dependence(program, expected):
     closed = jax.make_jaxpr(program)(*SHAPES)
     assert dependence(closed, [0], [0]) == [expected], inspect.getsource(program)
 
@@ -245,13 +245,13 @@ def test_additivity_pairs_outputs_with_inputs():
     assert dependence(closed, inputs, outputs) == list(pairs.values())
 
 
-@pytest.mark.parametrize("dtype", ["int8", "uint32", "float16", "bfloat16", "complex64"])
+@rows("dtype", ["int8", "uint32", "float16", "bfloat16", "complex64"])
 def test_additivity_accepts_every_numeric_dtype(dtype):
     closed = jax.make_jaxpr(lambda b, x: b + x)(jnp.zeros((), dtype), jnp.zeros((), dtype))
     assert dependence(closed, [0], [0]) == [ADDED]
 
 
-@pytest.mark.parametrize("value", [np.zeros(2, bool), jax.eval_shape(lambda: jax.random.key(0))])
+@rows("value", [np.zeros(2, bool), jax.eval_shape(lambda: jax.random.key(0))])
 def test_additivity_rejects_non_numeric_values(value):
     closed = jax.make_jaxpr(lambda b: (b, 0))(value)
     assert dependence(closed, [0, 0], [0, 1]) == [OTHER, INDEPENDENT]
@@ -324,10 +324,12 @@ def grow(rng, values, steps, depth=0):
     return values
 
 
-@pytest.mark.parametrize("group", range(6))
-def test_random_programs_behave_as_proved(group):
+@pytest.mark.parametrize(
+    "seeds", [range(5), pytest.param(range(5, 30), marks=pytest.mark.nightly)], ids=str
+)
+def test_random_programs_behave_as_proved(seeds):
     seen = collections.Counter()
-    for seed in range(5 * group, 5 * group + 5):
+    for seed in seeds:
 
         def program(*inputs, seed=seed):
             return grow(random.Random(seed), inputs, 10)[len(inputs) :]

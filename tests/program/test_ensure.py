@@ -4,7 +4,6 @@ import inspect
 
 import jax
 import jax.numpy as jnp
-import pytest
 from jax import lax
 
 import mirror
@@ -12,6 +11,7 @@ from mirror._src.program.proof import prove
 from mirror._src.program.trace import trace
 from tests.support.messages import raises
 from tests.support.proofs import FLOATS, gradient, marks_of
+from tests.support.tables import rows
 
 
 # Ways to use `ensure_mirrored(tree)` inside a step.
@@ -39,19 +39,19 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@rows("way", WAYS)
 def test_ensure_mirrored_rejects_per_replica_values_in_every_derivative(way):
     line = inspect.getsourcelines(ensured_sum)[1] + 1
     names = ["ensure_mirrored", f"test_ensure.py:{line}", "ensured_sum", "['other']"]
     fix = 'all_reduce("mean", grads)'
     with raises(mirror.ReplicaDivergenceError, names=names, fix=fix) as error:
-        marks_of(through_grad(WAYS[way], lambda w, x: jnp.sin(w * x)), 2)
+        marks_of(through_grad(way, lambda w, x: jnp.sin(w * x)), 2)
     assert "['weights']" not in str(error.value)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@rows("way", WAYS)
 def test_ensure_mirrored_accepts_per_replica_gradients(way):
-    assert marks_of(through_grad(WAYS[way], lambda w, x: jnp.sin(w)), 2) == "P"
+    assert marks_of(through_grad(way, lambda w, x: jnp.sin(w)), 2) == "P"
 
 
 def test_ensure_mirrored_accepts_per_replica_tangents():
@@ -91,9 +91,8 @@ OTHER = {
 }
 
 
-@pytest.mark.parametrize("way", [*SAME, *OTHER])
-def test_proof_recognizes_unchanged_values(way):
-    step = SAME.get(way) or OTHER[way]
+@rows("step", SAME | OTHER)
+def test_proof_recognizes_unchanged_values(step):
     jaxpr = trace(lambda x, m: [step(m)], [FLOATS, FLOATS], 2)
     (mark,) = prove(jaxpr, [True, False])
-    assert (mark.source is jaxpr.jaxpr.invars[1]) == (way in SAME)
+    assert (mark.source is jaxpr.jaxpr.invars[1]) == (step in SAME.values())

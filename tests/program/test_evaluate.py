@@ -10,16 +10,14 @@ from jax import lax
 
 import mirror
 from mirror import PerReplica
+from tests.support import inside
 from tests.support.messages import raises
 from tests.support.strategies import ONE, PAIRS, cpu_strategy, executors
+from tests.support.tables import Made, rows
 
 AXIS = mirror.REPLICA_AXIS
 EXECUTORS = {**ONE, **PAIRS, **executors(2)}
-
-
-@pytest.fixture(params=EXECUTORS.values(), ids=EXECUTORS)
-def strategy(request):
-    return request.param()
+STRATEGIES = Made({name: make for name, make in EXECUTORS.items() if name not in ("one", "pairs")})
 
 
 def own(strategy, shape=(3,)):
@@ -61,6 +59,7 @@ def arguments(strategy):
     return net, nnx.Optimizer(net, optax.adam(1e-2), wrt=nnx.Param), own(strategy, (5, 3))
 
 
+@rows("strategy", STRATEGIES)
 def test_users_function_runs_once(strategy):
     step, calls = counting_step()
     args = arguments(strategy)
@@ -69,15 +68,16 @@ def test_users_function_runs_once(strategy):
     assert len(calls) == 1
 
 
-def test_reports_reuse_the_trace(strategy):
+def test_reports_reuse_the_trace(two):
     step, calls = counting_step()
-    args = arguments(strategy)
-    strategy.inspect(step, args)
-    strategy.run(step, args)
-    strategy.inspect(step, args)
+    args = arguments(two)
+    two.inspect(step, args)
+    two.run(step, args)
+    two.inspect(step, args)
     assert len(calls) == 1
 
 
+@rows("strategy", STRATEGIES)
 def test_donation_does_not_trace_again(strategy):
     calls = []
 
@@ -91,6 +91,7 @@ def test_donation_does_not_trace_again(strategy):
     assert len(calls) == 1
 
 
+@rows("strategy", Made(EXECUTORS))
 def test_verify_adds_the_trace_of_one_replica_with_the_whole_batch(strategy):
     calls = []
 
@@ -106,6 +107,7 @@ def test_verify_adds_the_trace_of_one_replica_with_the_whole_batch(strategy):
     assert calls == [(2, 3), (2 * n, 3)]
 
 
+@pytest.mark.slow
 def test_explain_traces_only_its_two_programs():
     strategy = cpu_strategy(2)
     step, calls = counting_step()
@@ -135,7 +137,8 @@ def changed_precision():
     return jax.default_matmul_precision("highest")
 
 
-@pytest.mark.parametrize("context", [changed_precision, lambda: jax.enable_x64(True)])
+@rows("context", {"precision": changed_precision, "64 bits": lambda: jax.enable_x64(True)})
+@rows("strategy", STRATEGIES)
 def test_changed_context_is_traced_and_proved_again(strategy, context):
     reduces = [True]
     calls = []
@@ -158,6 +161,7 @@ def test_changed_context_is_traced_and_proved_again(strategy, context):
         strategy.run(step, (x,))
 
 
+@rows("strategy", STRATEGIES)
 def test_local_sgd_may_reduce_at_every_second_call(strategy):
     """Side effects happen once, when the function is traced, for all steps and replicas."""
     calls = []
@@ -193,20 +197,22 @@ def tables(table, x):
     }
 
 
-@pytest.mark.parametrize("place", ["scope", "one device", "host"])
-def test_captured_arrays_act_like_arguments(strategy, place):
+@rows("strategy", Made(EXECUTORS))
+def test_captured_arrays_act_like_arguments(strategy):
     values = np.arange(5, dtype=np.float32)
     with strategy.scope():
         mirrored = jnp.asarray(values)
-    table = {"scope": mirrored, "one device": jax.device_put(values), "host": values}[place]
+    captured = {"scope": mirrored, "one device": jax.device_put(values), "host": values}
     x = own(strategy)
-    got = strategy.run(lambda x: tables(table, x), (x,))
+    got = strategy.run(lambda x: {place: tables(t, x) for place, t in captured.items()}, (x,))
     wanted = strategy.run(tables, (values, x))
-    assert {k: type(v) for k, v in got.items()} == {k: type(v) for k, v in wanted.items()}
-    for name, value in wanted.items():
-        np.testing.assert_array_equal(got[name], value, err_msg=name)
+    for place, found in got.items():
+        for name, value in wanted.items():
+            assert type(found[name]) is type(value), (place, name)
+            np.testing.assert_array_equal(found[name], value, err_msg=f"{place}: {name}")
 
 
+@rows("strategy", STRATEGIES)
 def test_captured_array_can_be_deleted_after_the_first_step(strategy):
     table = jax.device_put(np.arange(3, dtype=np.float32))
     step = lambda x: x + table  # noqa: E731
@@ -215,8 +221,8 @@ def test_captured_array_can_be_deleted_after_the_first_step(strategy):
     np.testing.assert_array_equal(strategy.run(step, (own(strategy),)), first)
 
 
-@pytest.mark.parametrize("where", ["jit", "scan", "remat", "cond"])
-def test_captured_model_is_rejected_at_any_depth(strategy, where):
+@rows("where", ["jit", "scan", "remat", "cond"])
+def test_captured_model_is_rejected_at_any_depth(two, where):
     model = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
     read = lambda x: model.kernel[...].sum() * x  # noqa: E731
     inner = {
@@ -226,7 +232,7 @@ def test_captured_model_is_rejected_at_any_depth(strategy, where):
         "cond": lambda x: lax.cond(x.sum() > 0, read, lambda x: x, x),
     }[where]
     with raises(ValueError, names=["<lambda>", "'model'"], fix="strategy.run"):
-        strategy.run(lambda x: inner(lax.psum(x, AXIS)), (own(strategy),))
+        two.run(lambda x: inner(lax.psum(x, AXIS)), (own(two),))
 
 
 def test_step_may_start_a_thread_that_runs_another_step():
@@ -253,7 +259,7 @@ def test_messages_and_profiles_use_the_users_names():
         with jax.named_scope("my_scope"):
             return lax.psum(jnp.sin(x), AXIS)
 
-    text = strategy._runner.lower(my_step, (own(strategy),), {}).as_text(debug_info=True)
+    text = inside.lowered(strategy, my_step, (own(strategy),)).as_text(debug_info=True)
     assert "my_scope" in text
     assert "test_evaluate.py" in text
 
@@ -264,6 +270,7 @@ def test_messages_and_profiles_use_the_users_names():
         strategy.run(leaks, (own(strategy),))
 
 
+@rows("strategy", Made(EXECUTORS))
 def test_results_keep_64_bits_that_a_step_enables(strategy):
     def step(x):
         with jax.enable_x64(True):
@@ -273,16 +280,16 @@ def test_results_keep_64_bits_that_a_step_enables(strategy):
     assert found.dtype == jnp.float64
 
 
-def test_error_names_disabled_64_bit_dtypes(strategy):
+def test_error_names_disabled_64_bit_dtypes(two):
     with jax.enable_x64(True):
         w = jnp.asarray(np.ones(3))
     with raises(ValueError, names="w", values="float64[3]", fix="x.astype('float32')"):
-        strategy.run(lambda w, x: lax.psum(x, AXIS) * w, (w, own(strategy)))
+        two.run(lambda w, x: lax.psum(x, AXIS) * w, (w, own(two)))
 
 
-def test_captured_ref_is_rejected(strategy):
+def test_captured_ref_is_rejected(two):
     ref = jax.new_ref(jnp.ones(3))
     with raises(TypeError, names=["<lambda>", "jax.Ref"], fix="ref[...]"):
-        strategy.run(lambda x: ref[...].sum() + x, (own(strategy),))
+        two.run(lambda x: ref[...].sum() + x, (own(two),))
     with raises(TypeError, names=["ref", "jax.Ref"], fix="ref[...]"):
-        strategy.run(lambda ref, x: ref[...].sum() + x, (ref, own(strategy)))
+        two.run(lambda ref, x: ref[...].sum() + x, (ref, own(two)))

@@ -1,7 +1,5 @@
 """Independent all-reduces are packed, wherever the step contains them."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +9,9 @@ from flax import nnx
 
 import mirror
 from mirror._src.program.flat import Packing, flatten, in_order
+from tests.support import inside
 from tests.support.strategies import cpu_strategy
+from tests.support.tables import rows
 
 AXIS = mirror.REPLICA_AXIS
 RNG = np.random.RandomState(0)
@@ -166,24 +166,16 @@ def arguments(strategy):
     return PARAMS, batch
 
 
-def num_all_reduces(strategy, step, args) -> int:
-    """Returns the number of buffers that XLA reduces, also in merged operations."""
-    text = strategy._runner.lower(step, args, {}).compile().as_text()
-    operands = re.findall(r" all-reduce(?:-start)?\(([^)]*)\)", text)
-    return sum(each.count("%") for each in operands)
-
-
 def same(got, wanted):
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
-@pytest.mark.parametrize("name", STEPS)
-def test_independent_all_reduces_are_packed(name):
-    step, packed, apart = STEPS[name]
+@rows("step, packed, apart", STEPS)
+def test_independent_all_reduces_are_packed(step, packed, apart):
     together = cpu_strategy(4)
     alone = cpu_strategy(4, cross_device_ops=mirror.AllReduce(pack_bytes=0))
-    counts = [num_all_reduces(each, step, arguments(each)) for each in (together, alone)]
+    counts = [inside.num_all_reduces(each, step, arguments(each)) for each in (together, alone)]
     if packed is None:  # XLA decides what it computes twice
         assert counts[0] < counts[1]
     else:
@@ -191,13 +183,12 @@ def test_independent_all_reduces_are_packed(name):
     same(together.run(step, arguments(together)), alone.run(step, arguments(alone)))
 
 
-@pytest.mark.parametrize("name", [name for name in STEPS if name != "groups"])
-@pytest.mark.parametrize("layout", [(2, 2), (1, 4)], ids=["2-on-2", "4-on-1"])
-def test_packing_gives_the_same_for_several_replicas_per_device(name, layout):
-    step, packed, _ = STEPS[name]
-    devices, rows = layout
-    strategy = cpu_strategy(devices, replicas_per_device=rows)
-    count = num_all_reduces(strategy, step, arguments(strategy))
+@pytest.mark.slow
+@rows("step, packed", {name: row[:2] for name, row in STEPS.items() if name != "groups"})
+@rows("devices, on_each", {"2-on-2": (2, 2), "4-on-1": (1, 4)})
+def test_packing_gives_the_same_for_several_replicas_per_device(step, packed, devices, on_each):
+    strategy = cpu_strategy(devices, replicas_per_device=on_each)
+    count = inside.num_all_reduces(strategy, step, arguments(strategy))
     if devices == 1:
         assert count == 0
     elif packed is not None:
@@ -229,7 +220,7 @@ def nnx_step(model, optimizer, metric, x):
     return context.all_reduce("mean", loss)
 
 
-@pytest.mark.parametrize(("axis_name", "most"), [(None, 1), (AXIS, 3)], ids=["local", "synced"])
+@rows("axis_name, most", {"local": (None, 1), "synced": (AXIS, 3)})
 def test_batch_statistics_and_metrics_are_packed_with_the_gradients(axis_name, most):
     """`run` averages and merges these after the step; the forward pass synchronizes its own."""
     found = []
@@ -242,7 +233,7 @@ def test_batch_statistics_and_metrics_are_packed_with_the_gradients(axis_name, m
         (batch,) = strategy.distribute_dataset([BATCH])
         args = (model, optimizer, metric, batch)
         # float32 in one buffer for each level, and the metric's count of integers in its own.
-        count = num_all_reduces(strategy, nnx_step, args)
+        count = inside.num_all_reduces(strategy, nnx_step, args)
         assert count <= most + 1 if ops is None else count >= 8
         losses = [strategy.run(nnx_step, args) for _ in range(3)]
         found.append((losses, nnx.state(model), metric.compute()))

@@ -12,6 +12,7 @@ from jax import lax
 import mirror
 from tests.support.messages import raises
 from tests.support.proofs import FLOATS, gradient, marks_of
+from tests.support.tables import rows
 
 AXIS = mirror.REPLICA_AXIS
 CONSTANT = jnp.arange(8.0)
@@ -292,22 +293,21 @@ def assert_as_marked(out, marks):
                 np.testing.assert_array_equal(other, first)
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2, 8])
-@pytest.mark.parametrize("name", LAWS)
-def test_proof_marks_results(name, num_replicas):
-    step, expected = LAWS[name]
+@rows("num_replicas", [1, 2, 8])
+@rows("step, expected", LAWS)
+def test_proof_marks_results(step, expected, num_replicas):
     assert marks_of(step, num_replicas) == expected
 
 
 @pytest.mark.filterwarnings("ignore:.*pure_callback")
-@pytest.mark.parametrize("name", LAWS)
-def test_results_marked_mirrored_are_equal_on_two_replicas(name, two):
-    step, expected = LAWS[name]
+@rows("step, expected", LAWS)
+def test_results_marked_mirrored_are_equal_on_two_replicas(step, expected, two):
     assert_as_marked(two.run(step, arguments(2)), expected)
 
 
 @pytest.mark.filterwarnings("ignore:.*pure_callback")
 @pytest.mark.filterwarnings("ignore:.*step.*fold_in")
+@pytest.mark.slow
 def test_results_marked_mirrored_are_equal_on_all_replicas(eight):
     def step(x, m):
         return {name: each(x, m) for name, (each, _) in LAWS.items()}
@@ -355,8 +355,8 @@ def hangs(condition, x, m):
 KINDS = list(hangs(None, None, None))
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2])
-@pytest.mark.parametrize("kind", KINDS)
+@rows("num_replicas", [1, 2])
+@rows("kind", KINDS)
 def test_proof_rejects_collectives_that_would_hang(kind, num_replicas):
     def step(x, m):
         return hangs(x[0] > 0, x, m)[kind]()

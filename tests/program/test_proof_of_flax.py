@@ -11,6 +11,9 @@ from flax.training import train_state
 import mirror
 from tests.support.messages import raises
 from tests.support.strategies import cpu_strategy
+from tests.support.tables import rows
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*compiled")  # each row has its own step
 
 
 class Net(nnx.Module):
@@ -127,9 +130,9 @@ def snapshot(*objects):
     return jax.tree.map(lambda x: np.asarray(as_bits(x)), state)
 
 
-@pytest.mark.parametrize("name", FORWARDS)
-def test_models_train_through_every_transformation(name, two):
-    model_type, forward = FORWARDS[name]
+@pytest.mark.slow
+@rows("model_type, forward", FORWARDS)
+def test_models_train_through_every_transformation(model_type, forward, two):
     with two.scope():
         model = model_type(nnx.Rngs(0))
 
@@ -146,13 +149,11 @@ def test_models_train_through_every_transformation(name, two):
     two.check_mirrored(model)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_linen_state_trains_as_on_one_device(name, two):
+@rows("make", OPTIMIZERS)
+def test_linen_state_of_every_optimizer_trains(make, two):
     dense = linen.Dense(3)
     params = dense.init(jax.random.key(0), jnp.zeros((1, 8)))["params"]
-    state = train_state.TrainState.create(
-        apply_fn=dense.apply, params=params, tx=OPTIMIZERS[name]()
-    )
+    state = train_state.TrainState.create(apply_fn=dense.apply, params=params, tx=make())
 
     def step(reduces, state, x):
         grads = jax.grad(lambda p: (state.apply_fn({"params": p}, x) ** 2).mean())(state.params)
@@ -172,9 +173,8 @@ def forgetful(model, optimizer, x):
     return loss
 
 
-@pytest.mark.parametrize(
-    ("name", "num_replicas"), [*((name, 2) for name in OPTIMIZERS), ("sgd", 1)]
-)
+@pytest.mark.slow
+@rows("name, num_replicas", [*((name, 2) for name in OPTIMIZERS), ("sgd", 1)])
 def test_missing_all_reduce_names_the_variable_and_leaves_the_model_unchanged(name, num_replicas):
     strategy = cpu_strategy(num_replicas)
     model, optimizer = create(strategy, optimizer=OPTIMIZERS[name])
@@ -205,7 +205,7 @@ def test_variable_written_by_some_replicas_is_rejected(two):
     assert "kernel" not in str(error.value)
 
 
-@pytest.mark.parametrize("change", ["split", "fold_in"])
+@rows("change", ["split", "fold_in"])
 def test_replaced_key_is_rejected_unless_replicas_agree(change, two):
     with two.scope():
         rngs = nnx.Rngs(0)
@@ -236,12 +236,12 @@ UNTOUCHED = {
 }
 
 
-@pytest.mark.parametrize("name", UNTOUCHED)
-def test_variables_that_are_only_read_keep_their_arrays(name, two):
+@rows("read", UNTOUCHED)
+def test_variables_that_are_only_read_keep_their_arrays(read, two):
     model, _ = create(two)
 
     def step(model, x):
-        return UNTOUCHED[name](model, x)
+        return read(model, x)
 
     two.run(step, (model, data(2)))  # arrays get their places
     reads = [model.conv1.kernel, model.conv1.bias, model.norm.scale, model.drop.rngs.key]

@@ -4,6 +4,7 @@ All other tests use the public API: `tests/laws/test_structure.py` lists who may
 docstring of each function says what makes it necessary.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -17,9 +18,11 @@ from mirror._src.context import scopes
 from mirror._src.data import batches as data_batches
 from mirror._src.data import local_input as data_local_input
 from mirror._src.data import step_exchange as data_step_exchange
-from mirror._src.devices import backend, launch, settings, startup
+from mirror._src.devices import backend, launch, launches, resolve, settings, startup
 from mirror._src.distributed import failures as distributed_failures
 from mirror._src.distributed import store
+from mirror._src.executors import choice, compiled
+from mirror._src.run import argument_placer
 from mirror._src.training import agreed_stop as training_agreed_stop
 from mirror._src.training import labels as training_labels
 from mirror._src.training import losses as training_losses
@@ -190,6 +193,79 @@ def programs(strategy: mirror.Strategy) -> list[Any]:
     """The compiled programs of a strategy: users see only that a call is slow."""
     found = (p for step in strategy._runner._cache.steps for p in step.programs.values())
     return list({id(program): program for program in found}.values())
+
+
+def lowered(strategy: mirror.Strategy, step: Callable[..., Any], args: Any) -> Any:
+    """The program of a step before XLA compiles it: reports do not show XLA's text."""
+    return strategy._runner.lower(step, args, {})
+
+
+def num_all_reduces(strategy: mirror.Strategy, step: Callable[..., Any], args: Any) -> int:
+    """The number of buffers that XLA reduces: reports omit what `run` merges after the step."""
+    text = lowered(strategy, step, args).compile().as_text()
+    operands = re.findall(r" all-reduce(?:-start)?\(([^)]*)\)", text)
+    return sum(each.count("%") for each in operands)
+
+
+def count_launches(patch: pytest.MonkeyPatch) -> list[object]:
+    """Fills a list with an element per launch, whose order with other events users cannot see."""
+    return count_calls(compiled, "launch", patch)
+
+
+@contextmanager
+def repeated_devices(devices: Iterable[jax.Device]) -> Iterator[None]:
+    """Makes these the devices by default: a GPU in several parts, which tests do not have."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resolve, "default_devices", lambda: tuple(devices))
+        yield
+
+
+@contextmanager
+def all_reduce_that(
+    fault: str | None, stuck: Iterable[jax.Device] = ()
+) -> Iterator[list[tuple[jax.Device, ...]]]:
+    """Gives the all-reduce across GPUs a fault that no test can cause; yields what is checked."""
+    checked: list[tuple[jax.Device, ...]] = []
+
+    def find(devices: tuple[jax.Device, ...], deadline_secs: float) -> str | None:
+        assert 0 < deadline_secs < 40
+        checked.append(devices)
+        return fault
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choice, "all_reduce_fault", find)
+        patch.setattr(choice, "unresponsive_devices", lambda devices: tuple(stuck))
+        yield checked
+
+
+@contextmanager
+def when_programs_are_found(strategy: mirror.Strategy, call: Callable[[], None]) -> Iterator[None]:
+    """Calls a function when a strategy has found a program, which is no event that users see.
+
+    Each call takes the full path, which finds one.
+    """
+    runner = strategy._runner
+    find = runner._find
+
+    def find_and_call(*arguments: Any, **options: Any) -> Any:
+        program = find(*arguments, **options)
+        call()
+        return program
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "_find", find_and_call)
+        patch.setattr(runner, "_remember_quick", lambda *_: None)
+        yield
+
+
+def count_address_checks(patch: pytest.MonkeyPatch) -> list[object]:
+    """Fills a list with an element per array whose address is read: users only see calls wait."""
+    return count_calls(argument_placer, "buffers_of", patch)
+
+
+def stop_logging_launches(patch: pytest.MonkeyPatch) -> None:
+    """Stops the log of the pytest plugin, which runs Python code at each launch."""
+    patch.setattr(launches, "log", None)
 
 
 def quick_call(strategy: mirror.Strategy, fn: Any, donated: tuple[int, ...] = ()) -> Any:
