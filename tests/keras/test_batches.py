@@ -1,13 +1,14 @@
 """How batches reach the devices: on accelerators, one ahead of the step."""
 
 import gc
+import itertools
+import weakref
 
 import jax
 import numpy as np
 import pytest
 
-from mirror._src.devices.replicas import ReplicaDevices
-from mirror._src.keras.batches import BatchPlacer
+from tests.support import inside
 from tests.support.keras_models import WARNINGS, assert_close, compiled, digits, functional, numbers
 from tests.support.strategies import cpu_strategy
 
@@ -15,11 +16,12 @@ from tests.support.strategies import cpu_strategy
 @pytest.fixture
 def accelerators(monkeypatch):
     """Makes batches take the host devices for accelerators."""
-    monkeypatch.setattr("mirror._src.keras.batches.type_of", lambda device: "GPU")
+    monkeypatch.setattr(inside.keras_batches(), "type_of", lambda device: "GPU")
 
 
 def placer(n=2, kind="train"):
-    return BatchPlacer(ReplicaDevices(tuple(jax.devices("cpu")[1 : n + 1])), kind)
+    devices = tuple(jax.devices("cpu")[1 : n + 1])
+    return inside.keras_batches().BatchPlacer(inside.replica_devices()(devices), kind)
 
 
 def rows(sizes, taken):
@@ -28,18 +30,17 @@ def rows(sizes, taken):
         yield np.full((size, 3), i, "float32"), None
 
 
-@pytest.mark.parametrize("size", [1, 4, 5])
-@pytest.mark.parametrize("n", [1, 2, 4])
-def test_batch_is_split_if_it_divides(n, size):
-    taken: list[int] = []
-    (batch, nothing) = placer(n).take(rows([size], taken))
-    assert nothing is None
-    if n == 1:
-        assert isinstance(batch, np.ndarray)
-        return
-    share = size // n if size % n == 0 else size
-    assert [shard.data.shape for shard in batch.addressable_shards] == [(share, 3)] * n
-    np.testing.assert_array_equal(batch, np.zeros((size, 3)))
+def test_batch_is_split_if_it_divides(subtests):
+    for size, n in itertools.product([1, 4, 5], [1, 2, 4]):
+        with subtests.test(size=size, n=n):
+            taken: list[int] = []
+            (batch, nothing) = placer(n).take(rows([size], taken))
+            assert nothing is None
+            assert isinstance(batch, np.ndarray) == (n == 1)
+            share = size // n if size % n == 0 else size
+            shards = [batch] if n == 1 else [shard.data for shard in batch.addressable_shards]
+            assert [shard.shape for shard in shards] == [(share, 3)] * n
+            np.testing.assert_array_equal(batch, np.zeros((size, 3)))
 
 
 def test_next_batch_is_loaded_ahead_on_accelerators(accelerators):
@@ -84,15 +85,15 @@ class Unhashable(Slots):
         return self is other
 
 
-@pytest.mark.parametrize("iterator", [lambda rows: iter(list(rows)), Slots, Unhashable])
-def test_iterators_that_cannot_be_remembered_are_not_read_ahead(accelerators, iterator):
-    batches, place = iterator(rows([4, 4], [])), placer()
-    for i in range(2):
-        np.testing.assert_array_equal(place.take(batches)[0], np.full((4, 3), i))
-        place.take_ahead(batches)
-    assert not len(place._next)
-    with pytest.raises(StopIteration):
-        place.take(batches)
+def test_iterators_that_cannot_be_remembered_are_not_read_ahead(accelerators, subtests):
+    for iterator in [lambda rows: iter(list(rows)), Slots, Unhashable]:
+        with subtests.test(iterator=iterator):
+            batches, place = iterator(rows([4, 4], [])), placer()
+            for i in range(2):
+                np.testing.assert_array_equal(place.take(batches)[0], np.full((4, 3), i))
+                place.take_ahead(batches)
+            with pytest.raises(StopIteration):
+                place.take(batches)
 
 
 @pytest.mark.dev("keras")
@@ -127,9 +128,10 @@ def test_two_iterators_in_turns(accelerators):
             seen.append(place.take(batches)[0].shape[0])
             place.take_ahead(batches)
     assert seen == [4, 2, 4, 2]
+    iterator = weakref.ref(batches)
     del iterators, batches
     gc.collect()
-    assert not len(place._next)
+    assert iterator() is None, "an iterator that nobody reads is kept"
 
 
 def test_batches_are_made_on_the_host(accelerators):
@@ -147,18 +149,21 @@ def test_batches_are_made_on_the_host(accelerators):
     assert batch.devices() == set(jax.devices("cpu")[1:3])
 
 
+@pytest.mark.slow
 @pytest.mark.dev("keras")
 @pytest.mark.filterwarnings(*WARNINGS)
-@pytest.mark.parametrize("steps", [1, 3])
-def test_loading_ahead_changes_no_number(accelerators, steps):
-    def fit(model):
-        x, y = digits()
-        options = {"batch_size": 48, "epochs": 2, "verbose": 0, "shuffle": False}
-        history = model.fit(x, y, validation_split=0.2, **options)
-        outputs = model.predict(x, batch_size=48, verbose=0)
-        return numbers(model, history) | {"outputs": outputs}
+def test_loading_ahead_changes_no_number(accelerators, subtests):
+    for steps in [1, 3]:
+        with subtests.test(steps=steps):
 
-    wanted = fit(compiled(functional, steps_per_execution=steps))
-    with cpu_strategy(2).scope():
-        model = compiled(functional, steps_per_execution=steps)
-    assert_close(fit(model), wanted)
+            def fit(model):
+                x, y = digits()
+                options = {"batch_size": 48, "epochs": 2, "verbose": 0, "shuffle": False}
+                history = model.fit(x, y, validation_split=0.2, **options)
+                outputs = model.predict(x, batch_size=48, verbose=0)
+                return numbers(model, history) | {"outputs": outputs}
+
+            wanted = fit(compiled(functional, steps_per_execution=steps))
+            with cpu_strategy(2).scope():
+                model = compiled(functional, steps_per_execution=steps)
+            assert_close(fit(model), wanted)

@@ -104,27 +104,29 @@ def test_verify_compares_logs_inside_of_others():
     assert [row.name for row in report.rows][:2] == ["logs['loss']", "logs['twice']"]
 
 
-@pytest.mark.parametrize("n", [1, 4])
-def test_verify(n):
-    strategy = cpu_strategy(n)
-    with strategy.scope():
-        model = compiled(sequential, optimizer=keras.optimizers.SGD(0.1, momentum=0.9))
-    x, y = digits()
-    before = model.get_weights()
-    report = strategy.verify(
-        model, (x[:30], y[:30], np.linspace(0, 1, 30, dtype="float32")), rtol=1e-4
-    )
-    assert_close(model.get_weights(), before, atol=0)
-    names = [row.name for row in report.rows]
-    assert names[:2] == ["logs['accuracy']", "logs['loss']"]
-    assert model.layers[0].kernel.path in names
-    assert report.num_replicas == n
-    strategy.check_mirrored(model)
-    strategy.verify(model, (x[:32], y[:32]), rtol=1e-4)
-    wanted = compiled(sequential, optimizer=keras.optimizers.SGD(0.1, momentum=0.9))
-    logs = [m.train_on_batch(x[:32], y[:32]) for m in (model, wanted)]
-    assert_close(logs[0], logs[1])
-    assert_close(numbers(model), numbers(wanted))
+@pytest.mark.slow
+def test_verify(subtests):
+    for n in [1, 4]:
+        with subtests.test(n=n):
+            strategy = cpu_strategy(n)
+            with strategy.scope():
+                model = compiled(sequential, optimizer=keras.optimizers.SGD(0.1, momentum=0.9))
+            x, y = digits()
+            before = model.get_weights()
+            report = strategy.verify(
+                model, (x[:30], y[:30], np.linspace(0, 1, 30, dtype="float32")), rtol=1e-4
+            )
+            assert_close(model.get_weights(), before, atol=0)
+            names = [row.name for row in report.rows]
+            assert names[:2] == ["logs['accuracy']", "logs['loss']"]
+            assert model.layers[0].kernel.path in names
+            assert report.num_replicas == n
+            strategy.check_mirrored(model)
+            strategy.verify(model, (x[:32], y[:32]), rtol=1e-4)
+            wanted = compiled(sequential, optimizer=keras.optimizers.SGD(0.1, momentum=0.9))
+            logs = [m.train_on_batch(x[:32], y[:32]) for m in (model, wanted)]
+            assert_close(logs[0], logs[1])
+            assert_close(numbers(model), numbers(wanted))
 
 
 def test_verify_finds_a_difference(four):

@@ -1,6 +1,5 @@
 """Keras models of any structure: several inputs and outputs, states, penalties, shared layers."""
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -9,6 +8,7 @@ import pytest
 from tests.support import packages
 from tests.support.keras_models import MARKS, assert_close, compiled, digits, keras, numbers
 from tests.support.strategies import cpu_strategy
+from tests.support.tables import mostly_slow
 
 pytestmark = MARKS
 
@@ -150,8 +150,9 @@ GRAPHS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         lambda: listed(y=[rows()[2], rows()[0].sum(1)]),
         {"loss": [sparse, lambda: "mae"], "metrics": None},
     ),
-    "torch loader": (penalized, loader, {}),
 }
+# A loader of torch, for which this package is needed too.
+TORCH: dict[str, tuple[Any, Any, dict[str, Any]]] = {"torch loader": (penalized, loader, {})}
 
 
 def losses_of(given):
@@ -161,7 +162,7 @@ def losses_of(given):
 
 
 def run(name, n=1):
-    make, data, options = GRAPHS[name]
+    make, data, options = {**GRAPHS, **TORCH}[name]
     if "loss" in options:
         options = {**options, "loss": losses_of(options["loss"])}
     model = compiled(make, **options)
@@ -174,15 +175,22 @@ def run(name, n=1):
     return numbers(model, history) | {"evaluate": found, "predict": predicted}
 
 
-@functools.cache
-def alone(name):
-    return run(name)
-
-
 @pytest.mark.filterwarnings("ignore:.*examples cannot be split", "ignore:.*shuffle=True.*")
-@pytest.mark.parametrize("name", packages.rows(GRAPHS))
-def test_numbers_are_those_of_one_device(name):
-    wanted = alone(name)
+@pytest.mark.parametrize("names", mostly_slow(GRAPHS, "inputs by name"))
+def test_numbers_are_those_of_one_device(names, subtests):
+    for name in names:
+        with subtests.test(msg=name):
+            wanted = run(name)
+            with cpu_strategy(4).scope():
+                found = run(name, 4)
+            assert_close(found, wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.dev("torch")
+@pytest.mark.filterwarnings("ignore:.*examples cannot be split", "ignore:.*shuffle=True.*")
+def test_batches_of_torch():
+    (name,) = TORCH
+    wanted = run(name)
     with cpu_strategy(4).scope():
-        found = run(name, 4)
-    assert_close(found, wanted)
+        assert_close(run(name, 4), wanted)

@@ -8,15 +8,13 @@ import sys
 import numpy as np
 import pytest
 
-from mirror._src.devices.replicas import ReplicaDevices
-from mirror._src.keras import hooks
-from mirror._src.keras.step_function import StepFunction
-from mirror._src.utils import keras_library
-from tests.support import fresh, import_graph
+from tests.support import fresh, import_graph, inside
 from tests.support.keras_models import MARKS, compiled, deferred, digits, functional, keras
 from tests.support.strategies import cpu_strategy
+from tests.support.tables import mostly_slow
 
 pytestmark = MARKS
+hooks, keras_library = inside.keras_hooks()
 
 STEPS = {  # calls of a model, and the kind of function that each of them makes
     "fit": ("train", lambda model, x, y: model.fit(x, y, verbose=0)),
@@ -29,46 +27,50 @@ STEPS = {  # calls of a model, and the kind of function that each of them makes
 STATE = {"train": 4, "test": 3, "predict": 2}
 
 
-@pytest.mark.parametrize("kind", hooks.KINDS)
-def test_keras_has_the_methods_that_are_hooked(kind):
-    method = inspect.unwrap(getattr(keras.Model, f"make_{kind}_function"))
-    assert list(inspect.signature(method).parameters) == ["self", "force"]
-    assert getattr(functional(), f"{kind}_function") is None
+def test_keras_has_the_methods_that_are_hooked(subtests):
+    for kind in hooks.KINDS:
+        with subtests.test(kind=kind):
+            method = inspect.unwrap(getattr(keras.Model, f"make_{kind}_function"))
+            assert list(inspect.signature(method).parameters) == ["self", "force"]
+            assert getattr(functional(), f"{kind}_function") is None
 
 
-@pytest.mark.parametrize("method", STEPS)
-def test_keras_calls_the_hooked_methods_with_this_state(method):
+def test_keras_calls_the_hooked_methods_with_this_state(subtests):
     """The state is a tuple of lists of arrays, in the order that `strategy.verify` relies on."""
-    kind, call = STEPS[method]
-    model, seen = compiled(functional), []
-    x, y = digits()
-    call(model, x[:32], y[:32])  # builds the optimizer and the metrics
-    inner = getattr(model, f"{kind}_function")
-    variables = [model.trainable_variables, model.non_trainable_variables]
-    variables += [model.optimizer.variables] if kind == "train" else []
-    variables += [model.metrics_variables] if kind != "predict" else []
+    for method in STEPS:
+        with subtests.test(method=method):
+            kind, call = STEPS[method]
+            model, seen = compiled(functional), []
+            x, y = digits()
+            call(model, x[:32], y[:32])  # builds the optimizer and the metrics
+            inner = getattr(model, f"{kind}_function")
+            variables = [model.trainable_variables, model.non_trainable_variables]
+            variables += [model.optimizer.variables] if kind == "train" else []
+            variables += [model.metrics_variables] if kind != "predict" else []
 
-    def function(state, iterator):
-        seen.append([[value.shape for value in part] for part in state])
-        assert isinstance(state, tuple)
-        results, new = inner(state, iterator)
-        assert [len(part) for part in new] == [len(part) for part in state]
-        return results, new
+            def function(state, iterator):
+                seen.append([[value.shape for value in part] for part in state])
+                assert isinstance(state, tuple)
+                results, new = inner(state, iterator)
+                assert [len(part) for part in new] == [len(part) for part in state]
+                return results, new
 
-    setattr(model, f"{kind}_function", function)
-    call(model, x[:32], y[:32])
-    assert seen == [[[v.shape for v in group] for group in variables]]
-    assert len(seen[0]) == STATE[kind]
+            setattr(model, f"{kind}_function", function)
+            call(model, x[:32], y[:32])
+            assert seen == [[[v.shape for v in group] for group in variables]]
+            assert len(seen[0]) == STATE[kind]
 
 
-@pytest.mark.parametrize("method", STEPS)
-def test_methods_use_all_devices(method):
-    kind, call = STEPS[method]
-    with cpu_strategy(2).scope():
-        model = compiled(functional)
-    call(model, *digits())
-    assert isinstance(getattr(model, f"{kind}_function"), StepFunction)
-    assert {len(v.value.devices()) for v in model.trainable_variables} == {2}
+@pytest.mark.parametrize("methods", mostly_slow(STEPS, "predict", "fit"))
+def test_methods_use_all_devices(methods, subtests):
+    for method in methods:
+        with subtests.test(method=method):
+            kind, call = STEPS[method]
+            with cpu_strategy(2).scope():
+                model = compiled(functional)
+            call(model, *digits())
+            assert inside.keras_devices(getattr(model, f"{kind}_function")) == 2
+            assert {len(v.value.devices()) for v in model.trainable_variables} == {2}
 
 
 CREATED = {
@@ -84,14 +86,15 @@ def small():
     return keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
 
 
-@pytest.mark.parametrize("kind", CREATED)
-def test_creating_a_model_calls_the_hook(kind, monkeypatch):
-    strategy, claimed = cpu_strategy(2), []
-    with strategy.scope():
-        pass
-    monkeypatch.setattr(hooks, "claim", claimed.append)
-    model = CREATED[kind]()
-    assert any(each is model for each in claimed)
+def test_creating_a_model_calls_the_hook(monkeypatch, subtests):
+    for kind in CREATED:
+        with subtests.test(kind=kind):
+            strategy, claimed = cpu_strategy(2), []
+            with strategy.scope():
+                pass
+            monkeypatch.setattr(hooks, "claim", claimed.append)
+            model = CREATED[kind]()
+            assert any(each is model for each in claimed)
 
 
 def test_keras_has_the_public_names_that_are_used():
@@ -120,6 +123,7 @@ def test_one_module_looks_up_names_of_keras():
         assert looks_up == (name == "_src.utils.keras_library")
 
 
+@pytest.mark.slow
 def test_import_of_mirror_does_not_import_keras():
     code = "import sys, mirror\nwith mirror.MirroredStrategy().scope(): pass\n"
     code += "print([name for name in sys.modules if name.startswith(('keras', 'tensorflow'))])"
@@ -150,14 +154,12 @@ def test_the_state_that_a_step_returns_is_not_compared_again(monkeypatch):
             if batch == 6:  # a callback that changes the state: it is mirrored again
                 self.model.optimizer.learning_rate = 1e-4
 
-    is_mirrored = ReplicaDevices.is_mirrored
+    class Compared(list):
+        def append(self, result):
+            if compared:
+                compared[-1] += 1
 
-    def counted(self, value):
-        if compared:
-            compared[-1] += 1
-        return is_mirrored(self, value)
-
-    monkeypatch.setattr(ReplicaDevices, "is_mirrored", counted)
+    inside.count_calls(inside.replica_devices(), "is_mirrored", monkeypatch, Compared())
     model.fit(x, y, batch_size=32, verbose=0, callbacks=[Counts()])
     assert len(compared) == 8
     assert compared[0] > 0  # in the second step, after the first: other shardings

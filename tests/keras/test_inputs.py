@@ -1,5 +1,7 @@
 """Distributed datasets, `PerReplica` and `mirror.data` in calls of Keras models."""
 
+import contextlib
+import itertools
 from typing import Any
 
 import numpy as np
@@ -66,23 +68,16 @@ CASES += [(m, name, case) for m in BY_EPOCH for name, case in YIELDED.items()]
 
 
 @pytest.mark.filterwarnings("ignore:`shuffle=True` was passed")
-@pytest.mark.parametrize("is_inside", [True, False], ids=["inside", "outside"])
-@pytest.mark.parametrize(
-    ("method", "case"), [(m, case) for m, _, case in CASES], ids=[f"{m}-{n}" for m, n, _ in CASES]
-)
-def test_data_of_replicas_is_rejected_with_the_fix(method, case, is_inside):
+def test_data_of_replicas_is_rejected_with_the_fix(subtests):
     """A model that takes any shape would compute with the replica axis as the batch."""
-    arguments, name, fix = case
-    if is_inside:
-        with cpu_strategy(2).scope():
-            model = compiled(deferred)
-    else:
-        with cpu_strategy(2).scope():
-            pass
-        model = compiled(deferred)
-    given = arguments()
-    with raises(TypeError, names=name, fix=fix):
-        getattr(model, method)(*given[:1] if "predict" in method else given)
+    for (method, row, case), is_inside in itertools.product(CASES, [True, False]):
+        arguments, name, fix = case
+        with subtests.test(method=method, row=row, is_inside=is_inside):
+            with cpu_strategy(2).scope() if is_inside else contextlib.nullcontext():
+                model = compiled(deferred)
+            given = arguments()
+            with raises(TypeError, names=name, fix=fix):
+                getattr(model, method)(*given[:1] if "predict" in method else given)
 
 
 def test_validation_data_and_weights_are_checked():

@@ -1,7 +1,7 @@
 """Keras' dtype policies under a scope: the numbers of Keras alone, and skipped steps."""
 
 import contextlib
-import functools
+import itertools
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +10,6 @@ import jax
 import numpy as np
 import pytest
 
-from mirror._src.keras.precision import compute_dtypes
 from tests.support.keras_models import (
     MARKS,
     assert_close,
@@ -22,6 +21,7 @@ from tests.support.keras_models import (
 )
 from tests.support.messages import assert_message, raises
 from tests.support.strategies import cpu_strategy
+from tests.support.tables import mostly_slow
 
 pytestmark = MARKS
 
@@ -76,7 +76,6 @@ def fit(model, **options):
     )
 
 
-@functools.cache
 def alone(kind, policy):
     """Returns the weights and losses after training by Keras alone, and the initial weights."""
     model = new_model(kind, policy)
@@ -93,89 +92,101 @@ def distance(some, others):
     return norm([a.astype("float64") - b for a, b in zip(some, others, strict=True)])
 
 
-@pytest.mark.parametrize("n", [2, 4])
-@pytest.mark.parametrize("policy", MIXED)
-@pytest.mark.parametrize("kind", MODELS)
-def test_trains_like_keras_alone(kind, policy, n):
+TRAINED = list(itertools.product(MODELS, MIXED))
+
+
+@pytest.mark.parametrize("rows", mostly_slow(TRAINED, ("by layer", "mixed_float16")))
+def test_trains_like_keras_alone(rows, subtests):
     """Up to the rounding of the policy.
 
     Each device rounds its sums to the half type, and so does their sum: one rounding error of each
     update per step. Momentum 0.9 adds up to ten of them, and batch normalization divides by
     rounded statistics, which doubles it. Training in float32 differs by more in `mixed_bfloat16`.
     """
-    before, wanted, losses = alone(kind, policy)
-    with cpu_strategy(n).scope():
-        model = new_model(kind, policy)
-    history = fit(model)
-    cpu_strategy(n).check_mirrored(model)
-    is_scaled = isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
-    assert is_scaled == (policy == "mixed_float16")
-    assert {v.dtype for v in model.trainable_variables} == {"float32"}
-    assert model.layers[-1].compute_dtype == HALF[policy]
-    assert distance(model.get_weights(), wanted) < 10 * ERROR[policy] * distance(wanted, before)
-    np.testing.assert_allclose(history.history["loss"], losses, rtol=10 * ERROR[policy])
+    for kind, policy in rows:
+        with subtests.test(policy=policy):
+            before, wanted, losses = alone(kind, policy)
+            with cpu_strategy(4).scope():
+                model = new_model(kind, policy)
+            history = fit(model)
+            cpu_strategy(4).check_mirrored(model)
+            is_scaled = isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+            assert is_scaled == (policy == "mixed_float16")
+            assert {v.dtype for v in model.trainable_variables} == {"float32"}
+            assert model.layers[-1].compute_dtype == HALF[policy]
+            assert distance(model.get_weights(), wanted) < 10 * ERROR[policy] * distance(
+                wanted, before
+            )
+            np.testing.assert_allclose(history.history["loss"], losses, rtol=10 * ERROR[policy])
 
 
-@pytest.mark.parametrize("policy", MIXED)
-def test_the_step_computes_in_the_half_type(policy):
+@pytest.mark.parametrize("policies", mostly_slow(MIXED, "mixed_bfloat16"))
+def test_the_step_computes_in_the_half_type(policies, subtests):
     """The matrix products of the compiled step, and none in float32."""
-    with cpu_strategy(2).scope():
-        model = new_model("global", policy)
-    x, y = digits()
-    model.train_on_batch(x[:8], y[:8])
-    state = [
-        [v.value for v in group]
-        for group in (
-            model.trainable_variables,
-            model.non_trainable_variables,
-            model.optimizer.variables,
-            model.metrics_variables,
-        )
-    ]
-    jaxpr = jax.make_jaxpr(model.train_step)(tuple(state), (x[:8], y[:8], None)).jaxpr
-    products = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"]
-    assert products
-    assert {str(v.aval.dtype) for eqn in products for v in eqn.outvars} == {HALF[policy]}
+    for policy in policies:
+        with subtests.test(policy=policy):
+            with cpu_strategy(2).scope():
+                model = new_model("global", policy)
+            x, y = digits()
+            model.train_on_batch(x[:8], y[:8])
+            state = [
+                [v.value for v in group]
+                for group in (
+                    model.trainable_variables,
+                    model.non_trainable_variables,
+                    model.optimizer.variables,
+                    model.metrics_variables,
+                )
+            ]
+            jaxpr = jax.make_jaxpr(model.train_step)(tuple(state), (x[:8], y[:8], None)).jaxpr
+            products = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"]
+            assert products
+            assert {str(v.aval.dtype) for eqn in products for v in eqn.outvars} == {HALF[policy]}
 
 
-@pytest.mark.parametrize("policy", [*MIXED, "float32"])
-def test_verify_allows_the_rounding_of_the_layers(policy):
-    strategy = cpu_strategy(4)
-    with strategy.scope():
-        model = new_model("by layer", policy)
-    x, y = digits()
-    report = strategy.verify(model, (x[:64], y[:64]))
-    assert report.rtol == (1e-5 if policy == "float32" else 8 * ERROR[policy])
-    assert (report.largest > 1e-5) == (policy != "float32")
-    assert strategy.verify(model, (x[:64], y[:64]), rtol=0.1).rtol == 0.1
+@pytest.mark.parametrize("policies", mostly_slow([*MIXED, "float32"], "mixed_bfloat16"))
+def test_verify_allows_the_rounding_of_the_layers(policies, subtests):
+    for policy in policies:
+        with subtests.test(policy=policy):
+            strategy = cpu_strategy(4)
+            with strategy.scope():
+                model = new_model("by layer", policy)
+            x, y = digits()
+            report = strategy.verify(model, (x[:64], y[:64]))
+            assert report.rtol == (1e-5 if policy == "float32" else 8 * ERROR[policy])
+            assert (report.largest > 1e-5) == (policy != "float32")
+            assert strategy.verify(model, (x[:64], y[:64]), rtol=0.1).rtol == 0.1
 
 
-@pytest.mark.parametrize("n", [2, 4])
-@pytest.mark.parametrize("replica", ["first", "last"])
-def test_overflow_in_one_replica_skips_the_step_of_all(n, replica):
-    strategy = cpu_strategy(n)
-    with strategy.scope():
-        model = new_model("global", "mixed_float16")
-    x, y = digits()
-    model.train_on_batch(x[:64], y[:64])
-    weights = [np.array(v.value) for v in model.trainable_variables]
-    inner = [np.array(v.value) for v in model.optimizer.inner_optimizer.variables]
-    scale = float(model.optimizer.dynamic_scale.value)
-    bad = x[:64].copy()
-    bad[0 if replica == "first" else -1] = 6e4  # float32; the sums of a layer overflow float16
-    model.train_on_batch(bad, y[:64])
-    for v, old in zip(model.trainable_variables, weights, strict=True):
-        np.testing.assert_array_equal(np.asarray(v.value), old)
-    for v, old in zip(model.optimizer.inner_optimizer.variables, inner, strict=True):
-        np.testing.assert_array_equal(np.asarray(v.value), old)
-    assert float(model.optimizer.dynamic_scale.value) == scale / 2
-    strategy.check_mirrored(model)
-    model.train_on_batch(x[:64], y[:64])
-    after = [np.asarray(v.value) for v in model.trainable_variables]
-    assert all(np.isfinite(w).all() for w in after)
-    assert distance(after, weights) > 0
+def test_overflow_in_one_replica_skips_the_step_of_all(subtests):
+    for replica in ["first", "last"]:
+        with subtests.test(replica=replica):
+            strategy = cpu_strategy(4)
+            with strategy.scope():
+                model = new_model("global", "mixed_float16")
+            x, y = digits()
+            model.train_on_batch(x[:64], y[:64])
+            weights = [np.array(v.value) for v in model.trainable_variables]
+            inner = [np.array(v.value) for v in model.optimizer.inner_optimizer.variables]
+            scale = float(model.optimizer.dynamic_scale.value)
+            bad = x[:64].copy()
+            bad[0 if replica == "first" else -1] = (
+                6e4  # float32; the sums of a layer overflow float16
+            )
+            model.train_on_batch(bad, y[:64])
+            for v, old in zip(model.trainable_variables, weights, strict=True):
+                np.testing.assert_array_equal(np.asarray(v.value), old)
+            for v, old in zip(model.optimizer.inner_optimizer.variables, inner, strict=True):
+                np.testing.assert_array_equal(np.asarray(v.value), old)
+            assert float(model.optimizer.dynamic_scale.value) == scale / 2
+            strategy.check_mirrored(model)
+            model.train_on_batch(x[:64], y[:64])
+            after = [np.asarray(v.value) for v in model.trainable_variables]
+            assert all(np.isfinite(w).all() for w in after)
+            assert distance(after, weights) > 0
 
 
+@pytest.mark.slow
 def test_the_scale_grows_like_in_keras_alone():
     def run():
         scaled = keras.optimizers.LossScaleOptimizer(
@@ -191,45 +202,49 @@ def test_the_scale_grows_like_in_keras_alone():
         assert run() == wanted == [2, 2.0**10]
 
 
-@pytest.mark.parametrize("policy", MIXED)
-def test_saved_and_loaded_models_continue(policy, tmp_path):
+@pytest.mark.parametrize("policies", mostly_slow(MIXED, "mixed_float16"))
+def test_saved_and_loaded_models_continue(policies, tmp_path, subtests):
     """On another number of devices, with the policy, the scale and the optimizer's state.
 
     Keras adds the loss scale only if the policy is set when it loads the model.
     """
-    with cpu_strategy(4).scope():
-        model = new_model("global", policy)
-    fit(model, epochs=1)
-    model.save(tmp_path / "model.keras")
-    with cpu_strategy(2).scope(), default_policy(policy):
-        loaded = keras.models.load_model(tmp_path / "model.keras")
-    assert loaded.layers[-1].dtype_policy.name == policy
-    assert_close(loaded.get_weights(), model.get_weights(), atol=0)
-    states = [[np.array(v.value) for v in m.optimizer.variables] for m in (loaded, model)]
-    assert_close(states[0], states[1], atol=0)
-    fit(model, epochs=1)
-    fit(loaded, epochs=1)
-    before, wanted, _ = alone("global", policy)
-    for each in (model, loaded):
-        change = distance(wanted, before)
-        assert distance(each.get_weights(), wanted) < 10 * ERROR[policy] * change
-    assert len(loaded.layers[-1].kernel.value.devices()) == 2
+    for policy in policies:
+        with subtests.test(policy=policy):
+            with cpu_strategy(4).scope():
+                model = new_model("global", policy)
+            fit(model, epochs=1)
+            model.save(tmp_path / "model.keras")
+            with cpu_strategy(2).scope(), default_policy(policy):
+                loaded = keras.models.load_model(tmp_path / "model.keras")
+            assert loaded.layers[-1].dtype_policy.name == policy
+            assert_close(loaded.get_weights(), model.get_weights(), atol=0)
+            states = [[np.array(v.value) for v in m.optimizer.variables] for m in (loaded, model)]
+            assert_close(states[0], states[1], atol=0)
+            fit(model, epochs=1)
+            fit(loaded, epochs=1)
+            before, wanted, _ = alone("global", policy)
+            for each in (model, loaded):
+                change = distance(wanted, before)
+                assert distance(each.get_weights(), wanted) < 10 * ERROR[policy] * change
+            assert len(loaded.layers[-1].kernel.value.devices()) == 2
 
 
-@pytest.mark.parametrize("policy", MIXED)
-def test_accuracy_is_within_half_a_point_of_float32(policy):
-    from sklearn.datasets import load_digits
+@pytest.mark.nightly
+def test_accuracy_is_within_half_a_point_of_float32(subtests):
+    for policy in MIXED:
+        with subtests.test(policy=policy):
+            from sklearn.datasets import load_digits
 
-    data = load_digits()
-    x, y = (data.images[..., None] / 16).astype("float32"), data.target.astype("int32")
-    accuracies = {}
-    for name in (policy, "float32"):
-        with cpu_strategy(4).scope(), default_policy(name):
-            model = compiled(functional, optimizer=keras.optimizers.Adam(3e-3))
-        model.fit(x[:1000], y[:1000], batch_size=64, epochs=8, verbose=0)
-        accuracies[name] = model.evaluate(x[1000:], y[1000:], batch_size=200, verbose=0)[1]
-    assert accuracies["float32"] > 0.9
-    assert abs(accuracies[policy] - accuracies["float32"]) <= 0.005, accuracies
+            data = load_digits()
+            x, y = (data.images[..., None] / 16).astype("float32"), data.target.astype("int32")
+            accuracies = {}
+            for name in (policy, "float32"):
+                with cpu_strategy(4).scope(), default_policy(name):
+                    model = compiled(functional, optimizer=keras.optimizers.Adam(3e-3))
+                model.fit(x[:1000], y[:1000], batch_size=64, epochs=8, verbose=0)
+                accuracies[name] = model.evaluate(x[1000:], y[1000:], batch_size=200, verbose=0)[1]
+            assert accuracies["float32"] > 0.9
+            assert abs(accuracies[policy] - accuracies["float32"]) <= 0.005, accuracies
 
 
 def test_loading_without_the_policy_warns_that_the_loss_is_not_scaled(tmp_path):
@@ -259,18 +274,22 @@ QUANTIZED = {
 }
 
 
-@pytest.mark.parametrize("policy", QUANTIZED)
-def test_quantized_policies_train_like_keras_alone(policy):
+@pytest.mark.slow
+def test_quantized_policies_train_like_keras_alone(subtests):
     """With `int8`, Keras trains the biases alone; with `float8`, histories of the scales too."""
-    before, wanted, losses = alone_quantized(policy)
-    with cpu_strategy(4).scope():
-        model = compiled(lambda: by_layer(policy), optimizer=optimizer(scales=False))
-    history = fit(model)
-    cpu_strategy(4).check_mirrored(model)
-    names = {v.name for v in model.trainable_variables}
-    assert ("kernel" in names) == policy.startswith("float8")
-    assert distance(model.get_weights(), wanted) <= QUANTIZED[policy] * distance(wanted, before)
-    np.testing.assert_allclose(history.history["loss"], losses, rtol=QUANTIZED[policy])
+    for policy in QUANTIZED:
+        with subtests.test(policy=policy):
+            before, wanted, losses = alone_quantized(policy)
+            with cpu_strategy(4).scope():
+                model = compiled(lambda: by_layer(policy), optimizer=optimizer(scales=False))
+            history = fit(model)
+            cpu_strategy(4).check_mirrored(model)
+            names = {v.name for v in model.trainable_variables}
+            assert ("kernel" in names) == policy.startswith("float8")
+            assert distance(model.get_weights(), wanted) <= QUANTIZED[policy] * distance(
+                wanted, before
+            )
+            np.testing.assert_allclose(history.history["loss"], losses, rtol=QUANTIZED[policy])
 
 
 def alone_quantized(policy):
@@ -280,21 +299,27 @@ def alone_quantized(policy):
     return before, model.get_weights(), losses
 
 
-@pytest.mark.parametrize("policy", ["int32", "bool", "complex64"])
-def test_policies_that_are_not_of_floats_are_rejected(policy):
-    fix = "keras.config.set_dtype_policy('float32')"
-    with (
-        raises(ValueError, values=repr(policy), fix=fix),
-        cpu_strategy(2).scope(),
-        default_policy(policy),
-    ):
-        keras.Sequential([keras.layers.Dense(2)])
+def test_policies_that_are_not_of_floats_are_rejected(subtests):
+    for policy in ["int32", "bool", "complex64"]:
+        with subtests.test(policy=policy):
+            fix = "keras.config.set_dtype_policy('float32')"
+            with (
+                raises(ValueError, values=repr(policy), fix=fix),
+                cpu_strategy(2).scope(),
+                default_policy(policy),
+            ):
+                keras.Sequential([keras.layers.Dense(2)])
 
 
-@pytest.mark.parametrize("policy", ["nonsense", "int8", "mixed_int8", "int8_from_mixed_float16"])
-def test_unknown_policies_are_rejected_by_keras(policy):
-    with cpu_strategy(2).scope(), pytest.raises(ValueError, match=policy.partition("_")[0]):
-        keras.layers.Dense(2, dtype=policy)
+def test_unknown_policies_are_rejected_by_keras(subtests):
+    for policy in ["nonsense", "int8", "mixed_int8", "int8_from_mixed_float16"]:
+        name = policy.partition("_")[0]
+        with (
+            subtests.test(policy=policy),
+            cpu_strategy(2).scope(),
+            pytest.raises(ValueError, match=name),
+        ):
+            keras.layers.Dense(2, dtype=policy)
 
 
 FLOAT16: dict[str, Any] = {
@@ -304,37 +329,43 @@ FLOAT16: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("policy", FLOAT16.values(), ids=FLOAT16)
 @pytest.mark.filterwarnings("ignore:.*are stored in float16")
-def test_float16_without_a_loss_scale_warns(policy):
+@pytest.mark.parametrize("policies", mostly_slow(FLOAT16.values(), "mixed_float16"))
+def test_float16_without_a_loss_scale_warns(policies, subtests):
     """Keras scales the loss only by the policy of the model; `float8` computes NaN without it."""
-    with cpu_strategy(2).scope():
-        model = compiled(lambda: by_layer(policy), optimizer=optimizer(scales=False))
-        scaled = compiled(lambda: by_layer(policy), optimizer=optimizer(scales=True))
-    with pytest.warns(UserWarning, match="the loss is not scaled") as caught:
-        train_once(model)
-    (warning,) = [each for each in caught if "not scaled" in str(each.message)]
-    assert_message(str(warning.message), names=repr(model.name), fix="LossScaleOptimizer(")
-    assert warning.filename == __file__
-    logs = train_once(scaled)
-    if policy != "float16":  # its variables overflow in any case
-        assert np.isfinite(logs).all()
+    for policy in policies:
+        with subtests.test(policy=policy):
+            with cpu_strategy(2).scope():
+                model = compiled(lambda: by_layer(policy), optimizer=optimizer(scales=False))
+                scaled = compiled(lambda: by_layer(policy), optimizer=optimizer(scales=True))
+            with pytest.warns(UserWarning, match="the loss is not scaled") as caught:
+                train_once(model)
+            (warning,) = [each for each in caught if "not scaled" in str(each.message)]
+            assert_message(str(warning.message), names=repr(model.name), fix="LossScaleOptimizer(")
+            assert warning.filename == __file__
+            logs = train_once(scaled)
+            if policy != "float16":  # its variables overflow in any case
+                assert np.isfinite(logs).all()
 
 
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
-def test_layers_inside_of_others_count(policy):
+def test_layers_inside_of_others_count(subtests):
     """`model.layers` has the wrapper alone, which computes in float32."""
-    with cpu_strategy(2).scope():
-        dense = keras.layers.Dense(2, dtype=policy)
-        model = keras.Sequential([keras.Input((4, 3)), keras.layers.TimeDistributed(dense)])
-        model.compile("sgd", "mse")
-    assert compute_dtypes(model) == {"float32", policy.removeprefix("mixed_")}
-    x, y = np.ones((4, 4, 3), "float32"), np.ones((4, 4, 2), "float32")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        model.train_on_batch(x, y)
-    texts = [str(each.message) for each in caught]
-    assert any("the loss is not scaled" in text for text in texts) == (policy == "mixed_float16")
+    for policy in ["mixed_float16", "mixed_bfloat16"]:
+        with subtests.test(policy=policy):
+            strategy = cpu_strategy(2)
+            with strategy.scope():
+                dense = keras.layers.Dense(2, dtype=policy)
+                model = keras.Sequential([keras.Input((4, 3)), keras.layers.TimeDistributed(dense)])
+                model.compile("sgd", "mse")
+            x, y = np.ones((4, 4, 3), "float32"), np.ones((4, 4, 2), "float32")
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                model.train_on_batch(x, y)
+            texts = [str(each.message) for each in caught]
+            assert any("the loss is not scaled" in text for text in texts) == (
+                policy == "mixed_float16"
+            )
+            assert strategy.verify(model, (x, y)).rtol == 8 * ERROR[policy]
 
 
 def test_declined_loss_scale_does_not_warn():
@@ -345,6 +376,7 @@ def test_declined_loss_scale_does_not_warn():
         train_once(each)
 
 
+@pytest.mark.slow
 def test_variables_of_half_precision_warn():
     """Adam's decay 0.999 is 1 in bfloat16, so that it does not change the weights."""
     with cpu_strategy(2).scope(), default_policy("bfloat16"):

@@ -46,23 +46,25 @@ def played(name: str, monkeypatch: pytest.MonkeyPatch, strategy: Any) -> dict[st
         return play(name).values
 
 
-@pytest.mark.parametrize("n", [1, 2, 4])
-@pytest.mark.parametrize("name", FITS)
-def test_program_computes_the_numbers_of_keras(name, n, monkeypatch):
-    alone = played(name, monkeypatch, Alone(n))
-    values = played(name, monkeypatch, cpu_strategy(n))
-    history = values["history"].history
-    assert len(history["loss"]) == 3
-    assert history["loss"][-1] < history["loss"][0]
-    assert_close(history, alone["history"].history, atol=1e-6)
-    for result in FITS[name]:
-        assert_close(values[result], alone[result], atol=1e-6)
-    assert {len(v.value.devices()) for v in values["model"].trainable_variables} == {n}
+@pytest.mark.slow
+def test_program_computes_the_numbers_of_keras(monkeypatch, subtests):
+    for name in FITS:
+        with subtests.test(msg=name):
+            n = 4
+            alone = played(name, monkeypatch, Alone(n))
+            values = played(name, monkeypatch, cpu_strategy(n))
+            history = values["history"].history
+            assert len(history["loss"]) == 3
+            assert history["loss"][-1] < history["loss"][0]
+            assert_close(history, alone["history"].history, atol=1e-6)
+            for result in FITS[name]:
+                assert_close(values[result], alone[result], atol=1e-6)
+            assert {len(v.value.devices()) for v in values["model"].trainable_variables} == {n}
 
 
-@pytest.mark.parametrize("n", [1, 2, 4])
-def test_custom_training_loop_computes_the_numbers_of_fit(n, monkeypatch):
-    values = played("keras_custom_training", monkeypatch, cpu_strategy(n))
+@pytest.mark.slow
+def test_custom_training_loop_computes_the_numbers_of_fit(monkeypatch):
+    values = played("keras_custom_training", monkeypatch, cpu_strategy(4))
     keras.utils.set_random_seed(0)
     model, size, data = values["create_model"](), values["GLOBAL_BATCH_SIZE"], digits()
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)

@@ -1,6 +1,7 @@
 """Which strategy a Keras model trains on, and messages for what cannot work."""
 
 import gc
+import itertools
 import threading
 import weakref
 
@@ -9,9 +10,7 @@ import numpy as np
 import pytest
 
 import mirror
-from mirror._src.keras.step_function import StepFunction
-from mirror._src.ps.scope import ServerScope
-from tests.support import fresh
+from tests.support import fresh, inside
 from tests.support.inside import pretended_types
 from tests.support.keras_models import (
     MARKS,
@@ -25,6 +24,7 @@ from tests.support.keras_models import (
 )
 from tests.support.messages import raises
 from tests.support.strategies import cpu_strategy
+from tests.support.tables import mostly_slow
 
 pytestmark = MARKS
 
@@ -45,10 +45,11 @@ def test_model_outside_every_scope_is_untouched():
         compiled(functional)
     model = compiled(functional)
     fit(model)
-    assert not isinstance(model.train_function, StepFunction)
+    assert inside.keras_devices(model.train_function) == 0
     assert devices_of(model) == {1}
 
 
+@pytest.mark.slow
 def test_two_strategies_in_one_program():
     models = []
     for n in (4, 2, 1):
@@ -71,31 +72,36 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("make", [functional, deferred])
-@pytest.mark.parametrize("way", WAYS)
-def test_what_must_be_in_the_scope(way, make):
-    strategy = cpu_strategy(4)
-    model: list = []
+CREATED = list(itertools.product([functional, deferred], WAYS))
+QUICK = [(deferred, "fit outside"), (functional, "trained in the scope")]
 
-    def create():
-        keras.utils.set_random_seed(0)
-        model.append(make())
 
-    steps = [
-        create,
-        lambda: model[0].compile("adam", keras.losses.SparseCategoricalCrossentropy(True)),
-        lambda: fit(model[0]),
-    ]
-    for step, is_inside in zip(steps, WAYS[way], strict=True):
-        if is_inside:
-            with strategy.scope():
-                step()
-        else:
-            step()
-    assert devices_of(model[0]) == {4}
-    wanted = compiled(make, metrics=[])
-    fit(wanted)
-    assert_close(numbers(model[0]), numbers(wanted))
+@pytest.mark.parametrize("rows", mostly_slow(CREATED, *QUICK))
+def test_what_must_be_in_the_scope(rows, subtests):
+    for make, way in rows:
+        with subtests.test(make=make.__name__, way=way):
+            strategy = cpu_strategy(4)
+            model: list = []
+
+            def create():
+                keras.utils.set_random_seed(0)
+                model.append(make())
+
+            steps = [
+                create,
+                lambda: model[0].compile("adam", keras.losses.SparseCategoricalCrossentropy(True)),
+                lambda: fit(model[0]),
+            ]
+            for step, is_inside in zip(steps, WAYS[way], strict=True):
+                if is_inside:
+                    with strategy.scope():
+                        step()
+                else:
+                    step()
+            assert devices_of(model[0]) == {4}
+            wanted = compiled(make, metrics=[])
+            fit(wanted)
+            assert_close(numbers(model[0]), numbers(wanted))
 
 
 def test_model_that_was_trained_before():
@@ -191,7 +197,7 @@ def test_devices_of_several_types():
 
 def test_parameter_servers():
     """Creating, compiling and training reject the scope, which shows another strategy."""
-    servers = ServerScope("ParameterServerStrategy(...)", cpu_strategy(1))
+    servers = inside.server_scope("ParameterServerStrategy(...)", cpu_strategy(1))
     values, fix = ["ParameterServerStrategy(...)", "parameter servers"], "mirror.Trainer"
     outside, trained = functional(), compiled(functional)
     for verb, use in {
@@ -205,14 +211,15 @@ def test_parameter_servers():
     fit(trained)
 
 
+@pytest.mark.slow
 def test_import_of_keras_in_the_scope_of_parameter_servers():
     code = """
     import os
     os.environ["KERAS_BACKEND"] = "jax"
     import mirror
-    from mirror._src.ps.scope import ServerScope
+    from tests.support import inside
     try:
-        with ServerScope("servers", mirror.OneDeviceStrategy("/cpu:0")):
+        with inside.server_scope("servers", mirror.OneDeviceStrategy("/cpu:0")):
             import keras
             keras.Sequential([keras.layers.Dense(1)])
     except NotImplementedError as error:
@@ -281,17 +288,19 @@ def distributed(x, y):
     return cpu_strategy(2).distribute_dataset([(x, y)])
 
 
-@pytest.mark.parametrize("name", BATCHES)
-def test_what_is_no_batch(name):
-    use, text = BATCHES[name]
-    with cpu_strategy(2).scope():
-        model = compiled(functional)
-    before = model.get_weights()
-    with pytest.raises((TypeError, ValueError)) as caught:
-        use(model, *digits())
-    assert text in str(caught.value)
-    assert_close(model.get_weights(), before)
-    assert np.isfinite(fit(model).history["loss"][0])
+@pytest.mark.parametrize("names", mostly_slow(BATCHES, "PerReplica", "distributed"))
+def test_what_is_no_batch(names, subtests):
+    for name in names:
+        with subtests.test(msg=name):
+            use, text = BATCHES[name]
+            with cpu_strategy(2).scope():
+                model = compiled(functional)
+            before = model.get_weights()
+            with pytest.raises((TypeError, ValueError)) as caught:
+                use(model, *digits())
+            assert text in str(caught.value)
+            assert_close(model.get_weights(), before)
+            assert np.isfinite(fit(model).history["loss"][0])
 
 
 def test_error_of_a_generator_arrives_in_the_loop():
@@ -311,6 +320,7 @@ def test_error_of_a_generator_arrives_in_the_loop():
         thread.join(10)
 
 
+@pytest.mark.slow
 @pytest.mark.dev("torch")
 def test_another_backend():
     """At the line that creates the model, in a program that does not use JAX for Keras."""
@@ -330,6 +340,7 @@ def test_another_backend():
     assert 'os.environ["KERAS_BACKEND"] = "jax"' in said
 
 
+@pytest.mark.slow
 def test_import_of_keras_inside_the_scope():
     code = """
     import gc, os, warnings
@@ -353,10 +364,10 @@ def test_import_of_keras_inside_the_scope():
         assert gc.get_freeze_count()
         model.compile("sgd", "mse")
     model.fit(x, y, verbose=0)
-    print(type(model.train_function).__name__, len(model.layers[0].kernel.value.devices()))
+    print(len(model.layers[0].kernel.value.devices()), "devices")
     print(*[c.message for c in caught if "Keras was first imported" in str(c.message)])
     """
     for how in ("fit", "only created", "frozen"):
         said = fresh.run(code, environment={"JAX_PLATFORMS": "cpu", "HOW": how})
-        assert "StepFunction 4" in said
+        assert "4 devices" in said
         assert ("import keras before the scope" in said) == (how == "fit")

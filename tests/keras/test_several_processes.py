@@ -1,5 +1,7 @@
 """Keras models under `MultiWorkerMirroredStrategy`."""
 
+import pytest
+
 import mirror
 from tests.support import processes
 from tests.support.keras_models import MARKS, assert_close, compiled, digits, functional, numbers
@@ -7,6 +9,7 @@ from tests.support.keras_models import MARKS, assert_close, compiled, digits, fu
 pytestmark = MARKS
 
 
+@pytest.mark.slow
 def test_several_processes_are_refused():
     """Where the model is created, compiled or used, instead of hanging or training alone."""
     ended = processes.run_program("several_keras", devices=1, after_failure=15)
@@ -14,6 +17,7 @@ def test_several_processes_are_refused():
         assert "refused, and trained outside: (8, 2)" in output
 
 
+@pytest.mark.slow
 def test_one_process_trains_on_its_devices():
     """A program for a cluster that is started on one machine."""
 

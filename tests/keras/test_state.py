@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mirror._src.devices.replicas import ReplicaDevices
+from tests.support import inside
 from tests.support.keras_models import MARKS, assert_close, compiled, digits, keras, numbers
 from tests.support.strategies import cpu_strategy
 
@@ -50,8 +50,13 @@ def num_calls_of_a_step(num_layers, strategy, method):
     return statistics.median(np.diff(counts)[2:])
 
 
-@pytest.mark.parametrize("method", ["fit", "evaluate"])
-@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize(
+    ("method", "n"),
+    [
+        ("fit", 4),
+        *(pytest.param(*row, marks=pytest.mark.slow) for row in [("fit", 1), ("evaluate", 4)]),
+    ],
+)
 def test_python_does_not_visit_the_variables_in_each_step(n, method):
     strategy = cpu_strategy(n)
     few, many = (num_calls_of_a_step(layers, strategy, method) for layers in (1, 30))
@@ -78,10 +83,8 @@ def sharded_by_its_steps():
     return model
 
 
-@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("steps", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_state_that_a_step_shards_is_mirrored_again(steps, monkeypatch):
-    mirrored = []
-
     def trained(epochs):
         model = compiled(sharded_by_its_steps, optimizer="sgd", steps_per_execution=steps)
         x, y = digits()
@@ -89,17 +92,13 @@ def test_state_that_a_step_shards_is_mirrored_again(steps, monkeypatch):
         return numbers(model, history)
 
     wanted = trained(2)
-    mirror_array = ReplicaDevices.mirror
-
-    def record(self, value):
-        mirrored.append(value.shape)
-        return mirror_array(self, value)
-
-    monkeypatch.setattr(ReplicaDevices, "mirror", record)
+    mirrored = inside.count_calls(inside.replica_devices(), "mirror", monkeypatch)
     with cpu_strategy(4).scope():
         found = trained(2)
     assert_close(found, wanted)
-    assert mirrored.count((64, 10)) == 7  # before each step but the first
+    assert [array.shape for array in mirrored].count(
+        (64, 10)
+    ) == 7  # before each step but the first
 
 
 def test_state_of_a_step_is_read_like_that_of_keras():

@@ -1,11 +1,9 @@
 """Keras models on n devices compute what they compute on one device without mirror."""
 
-import functools
-
 import numpy as np
 import pytest
 
-from mirror._src.devices.launch import launch
+from tests.support import inside
 from tests.support.keras_models import (
     MARKS,
     assert_close,
@@ -19,6 +17,7 @@ from tests.support.keras_models import (
     subclassed,
 )
 from tests.support.strategies import cpu_strategy
+from tests.support.tables import mostly_slow
 
 pytestmark = MARKS
 
@@ -43,13 +42,14 @@ def by_batches(model):
 
 def test_each_program_compiles_once(monkeypatch):
     """The smaller last batch too: a watch does not take its compilation for a launch that hangs."""
-    compiles = []
+    compiles, step = [], inside.keras_step()
+    launch = step.launch
 
     def recorded(*args, **options):
         compiles.append(options["compiles"])
         return launch(*args, **options)
 
-    monkeypatch.setattr("mirror._src.keras.step_function.launch", recorded)
+    monkeypatch.setattr(step, "launch", recorded)
     with cpu_strategy(2).scope():
         model = compiled(functional)
     x, y = digits()
@@ -131,22 +131,28 @@ def model_for(use):
     return compiled(sequential if use in ("fit", "uneven") else functional)
 
 
-@functools.cache
-def plain(use):
-    return USES[use](model_for(use))
+# Each use on four devices, and on one, where nothing is split.
+ROWS = [(use, 4) for use in USES] + [
+    ("fit", 1),
+    ("by batches", 1),
+    ("generator", 1),
+    ("predict", 1),
+]
+QUICK = [("class_weight", 4), ("predict", 4), ("PyDataset", 4), ("by batches", 1)]
 
 
 @pytest.mark.filterwarnings("ignore:.*shuffle=True.*", "ignore:.*examples cannot be split")
-@pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("n", [1, 2, 4])
-def test_numbers_are_those_of_one_device(use, n):
-    with cpu_strategy(n).scope():
-        model = model_for(use)
-    assert_close(USES[use](model), plain(use))
-    assert {len(v.value.devices()) for v in model.trainable_variables} == {n}
+@pytest.mark.parametrize("rows", mostly_slow(ROWS, *QUICK))
+def test_numbers_are_those_of_one_device(rows, subtests):
+    for use, n in rows:
+        with subtests.test(use=use, n=n):
+            with cpu_strategy(n).scope():
+                model = model_for(use)
+            assert_close(USES[use](model), USES[use](model_for(use)))
+            assert {len(v.value.devices()) for v in model.trainable_variables} == {n}
 
 
-@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_dataset_may_overwrite_its_batch(n):
     """The reference has new arrays: without mirror, a step may read an overwritten one."""
     wanted = compiled(functional)
@@ -157,15 +163,19 @@ def test_a_dataset_may_overwrite_its_batch(n):
     assert_close(numbers(model, history), wanted)
 
 
-@pytest.mark.parametrize("kind", [*MODELS, "custom train_step"])
-def test_kinds_of_models(kind):
-    make = {**MODELS, "custom train_step": custom_train_step}[kind]
-    wanted = compiled(make)
-    wanted = numbers(wanted, fit(wanted, epochs=1))
-    with cpu_strategy(4).scope():
-        model = compiled(make)
-    assert_close(numbers(model, fit(model, epochs=1)), wanted)
-    assert all(len(v.value.devices()) == 4 for v in model.variables)
+@pytest.mark.parametrize(
+    "kinds", mostly_slow([*MODELS, "custom train_step"], "functional", "subclassed")
+)
+def test_kinds_of_models(kinds, subtests):
+    for kind in kinds:
+        with subtests.test(kind=kind):
+            make = {**MODELS, "custom train_step": custom_train_step}[kind]
+            wanted = compiled(make)
+            wanted = numbers(wanted, fit(wanted, epochs=1))
+            with cpu_strategy(4).scope():
+                model = compiled(make)
+            assert_close(numbers(model, fit(model, epochs=1)), wanted)
+            assert all(len(v.value.devices()) == 4 for v in model.variables)
 
 
 OPTIONS = {
@@ -179,28 +189,30 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_options_of_compile(name):
-    x, y = digits()
-    x, y = x[:50], y[:50]
-    if name == "auc":
-        y = keras.utils.to_categorical(y, 10)
+@pytest.mark.slow
+def test_options_of_compile(subtests):
+    for name in OPTIONS:
+        with subtests.test(msg=name):
+            x, y = digits()
+            x, y = x[:50], y[:50]
+            if name == "auc":
+                y = keras.utils.to_categorical(y, 10)
 
-    def run():
-        options = dict(OPTIONS[name])
-        if name == "ema":
-            options["optimizer"] = keras.optimizers.SGD(0.1, use_ema=True)
-        model = compiled(functional, **options)
-        weights = np.linspace(0, 1, 50, dtype="float32")
-        history = model.fit(x, y, batch_size=24, verbose=0, sample_weight=weights)
-        return numbers(model, history) | {
-            "evaluate": model.evaluate(x, y, batch_size=24, verbose=0),
-            "predict": model.predict(x, batch_size=24, verbose=0),
-        }
+            def run():
+                options = dict(OPTIONS[name])
+                if name == "ema":
+                    options["optimizer"] = keras.optimizers.SGD(0.1, use_ema=True)
+                model = compiled(functional, **options)
+                weights = np.linspace(0, 1, 50, dtype="float32")
+                history = model.fit(x, y, batch_size=24, verbose=0, sample_weight=weights)
+                return numbers(model, history) | {
+                    "evaluate": model.evaluate(x, y, batch_size=24, verbose=0),
+                    "predict": model.predict(x, batch_size=24, verbose=0),
+                }
 
-    wanted = run()
-    with cpu_strategy(4).scope():
-        assert_close(run(), wanted)
+            wanted = run()
+            with cpu_strategy(4).scope():
+                assert_close(run(), wanted)
 
 
 def test_step_is_split_over_the_devices():
@@ -238,14 +250,16 @@ def test_batches_that_never_divide_warn_once_with_sizes_that_do():
     assert caught[0].filename.endswith("test_training.py")
 
 
-@pytest.mark.parametrize("size", [1, 10, 64, 256])
-def test_one_batch_of_any_size_does_not_warn(size):
-    with cpu_strategy(4).scope():
-        model = compiled(functional)
-    x, y = digits()
-    for _ in range(3):
-        assert model.predict(x[:size], batch_size=64, verbose=0).shape == (size, 10)
-        model.evaluate(x[: size + 3], y[: size + 3], batch_size=64, verbose=0)
+@pytest.mark.parametrize("sizes", mostly_slow([1, 10, 64, 256], 256))
+def test_one_batch_of_any_size_does_not_warn(sizes, subtests):
+    for size in sizes:
+        with subtests.test(size=size):
+            with cpu_strategy(4).scope():
+                model = compiled(functional)
+            x, y = digits()
+            for _ in range(3):
+                assert model.predict(x[:size], batch_size=64, verbose=0).shape == (size, 10)
+                model.evaluate(x[: size + 3], y[: size + 3], batch_size=64, verbose=0)
 
 
 def test_callbacks_of_keras(tmp_path):
@@ -307,18 +321,3 @@ def test_weights_loaded_outside_the_scope_of_a_model_without_optimizer(tmp_path)
     x, _ = digits()
     model.predict(x, verbose=0)
     assert all(len(v.value.devices()) == 4 for v in model.variables)
-
-
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
-def test_mixed_precision(policy):
-    def run():
-        keras.config.set_dtype_policy(policy)
-        try:
-            model = compiled(functional)
-            return fit(model).history
-        finally:
-            keras.config.set_dtype_policy("float32")
-
-    wanted = run()
-    with cpu_strategy(4).scope():
-        assert_close(run(), wanted, atol=1e-2)

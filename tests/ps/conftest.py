@@ -2,12 +2,12 @@
 
 import pytest
 
-from mirror._src.ps.ray_cluster import Connection
+from tests.support import inside
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def ray_cluster():
-    """A cluster of Ray on this machine, which the strategies of one module share."""
-    connection = Connection(None)
+    """The cluster of Ray on this machine, which all strategies of this folder share."""
+    connection = inside.connection_to_ray()
     yield
     connection.close()

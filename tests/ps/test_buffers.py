@@ -22,22 +22,23 @@ def values_of(slices):
     return {p.leaf: np.asarray(rng.normal(size=p.shape)).astype(p.dtype) for p in slices}
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_values_come_back(case):
-    slices = CASES[case]
-    layout, values = BufferLayout(slices), values_of(slices)
-    buffers = layout.pack_np(values)
-    assert sum(buffer.nbytes for buffer in buffers) == layout.nbytes
-    traced = jax.jit(layout.pack)(values)
-    for one, other in zip(buffers, traced, strict=True):
-        np.testing.assert_array_equal(one, other)
-        assert one.dtype == other.dtype
-        assert one.ndim == 1
-    for found in (layout.unpack_np(buffers), jax.jit(layout.unpack)(buffers)):
-        assert found.keys() == values.keys()
-        for name, value in values.items():
-            np.testing.assert_array_equal(found[name], value)
-            assert (found[name].shape, found[name].dtype) == (value.shape, value.dtype)
+def test_values_come_back(subtests):
+    for case in CASES:
+        with subtests.test(case=case):
+            slices = CASES[case]
+            layout, values = BufferLayout(slices), values_of(slices)
+            buffers = layout.pack_np(values)
+            assert sum(buffer.nbytes for buffer in buffers) == layout.nbytes
+            traced = jax.jit(layout.pack)(values)
+            for one, other in zip(buffers, traced, strict=True):
+                np.testing.assert_array_equal(one, other)
+                assert one.dtype == other.dtype
+                assert one.ndim == 1
+            for found in (layout.unpack_np(buffers), jax.jit(layout.unpack)(buffers)):
+                assert found.keys() == values.keys()
+                for name, value in values.items():
+                    np.testing.assert_array_equal(found[name], value)
+                    assert (found[name].shape, found[name].dtype) == (value.shape, value.dtype)
 
 
 def test_small_slices_travel_together_and_large_ones_alone():

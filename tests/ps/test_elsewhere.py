@@ -1,29 +1,30 @@
 """A `ParameterServerStrategy` says what replaces the methods of the other strategies."""
 
-import pytest
-
 import mirror
-from mirror._src.ps.elsewhere import ELSEWHERE
-from mirror._src.utils.migration import advice
+from tests.support import inside
 from tests.support.messages import raises
 
+ELSEWHERE, ADVICE = inside.replacements()
 SERVED = mirror.ParameterServerStrategy
 OTHERS = (mirror.MirroredStrategy, mirror.OneDeviceStrategy, mirror.MultiWorkerMirroredStrategy)
 
 
 def test_every_method_of_other_strategies_has_a_replacement():
     names = {name for kind in OTHERS for name in dir(kind) if name[0] != "_"}
-    names |= {name for owner, name in advice() if owner == "strategy"}
+    names |= {name for owner, name in ADVICE if owner == "strategy"}
     lacking = {name for name in names if not hasattr(SERVED, name)} - ELSEWHERE.keys()
     assert lacking == {"configure", "extended", "update_config_proto"}  # of no strategy
     assert not [name for name in ELSEWHERE if hasattr(SERVED, name)]
 
 
-@pytest.mark.parametrize("name", ELSEWHERE)
-def test_error_names_the_replacement(name):
-    strategy = object.__new__(SERVED)
-    with raises(AttributeError, names=["ParameterServerStrategy", name], fix=ELSEWHERE[name]):
-        getattr(strategy, name)
+def test_error_names_the_replacement(subtests):
+    for name in ELSEWHERE:
+        with subtests.test(msg=name):
+            strategy = object.__new__(SERVED)
+            with raises(
+                AttributeError, names=["ParameterServerStrategy", name], fix=ELSEWHERE[name]
+            ):
+                getattr(strategy, name)
 
 
 def test_misspelled_names_are_corrected():

@@ -1,5 +1,7 @@
 """A synchronous step in parts: the same numbers as on all replicas, or an error."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,7 @@ from mirror._src.ps.replies import Raised
 from tests.ps.digits import arrays, batches, create, largest_difference, on_replicas
 from tests.ps.one_worker import Training
 from tests.support.messages import raises
+from tests.support.tables import mostly_slow
 
 LOCAL = mirror.OneDeviceStrategy("/cpu:0")
 TX = optax.sgd(0.1)
@@ -190,23 +193,27 @@ def in_parts(step, num_parts, num_devices, data, **kwargs):
     return arrays(model, optimizer), results
 
 
-@pytest.mark.parametrize("layout", [(3, 1), (2, 2)], ids=["3 workers", "2 workers of 2 devices"])
-@pytest.mark.parametrize("name", SAME_NUMBERS)
-def test_parts_have_the_numbers_of_all_replicas(name, layout):
-    num_parts, num_devices = layout
-    data = batches([SIZE, SIZE])
-    after, results = in_parts(SAME_NUMBERS[name], num_parts, num_devices, data)
-    objects, expected = on_replicas(num_parts * num_devices, TX, data, SAME_NUMBERS[name])
-    expected_after = arrays(*objects)
-    assert after is not None, results
-    tolerance = 2e-2 if "half" in name else 1e-5
-    assert largest_difference(after, expected_after) < tolerance
-    assert jax.tree.structure(results) == jax.tree.structure(expected)
-    for mine, other in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
-        assert np.asarray(mine).dtype == np.asarray(other).dtype
-        np.testing.assert_allclose(mine, other, rtol=tolerance)
+@pytest.mark.parametrize("names", mostly_slow(SAME_NUMBERS, "extremes"))
+def test_parts_have_the_numbers_of_all_replicas(names, subtests):
+    for name in names:
+        with subtests.test(msg=name):
+            num_parts, num_devices = 2, 2
+            data = batches([SIZE, SIZE])
+            after, results = in_parts(SAME_NUMBERS[name], num_parts, num_devices, data)
+            objects, expected = on_replicas(num_parts * num_devices, TX, data, SAME_NUMBERS[name])
+            expected_after = arrays(*objects)
+            assert after is not None, results
+            tolerance = 2e-2 if "half" in name else 1e-5
+            assert largest_difference(after, expected_after) < tolerance
+            assert jax.tree.structure(results) == jax.tree.structure(expected)
+            for mine, other in zip(
+                jax.tree.leaves(results), jax.tree.leaves(expected), strict=True
+            ):
+                assert np.asarray(mine).dtype == np.asarray(other).dtype
+                np.testing.assert_allclose(mine, other, rtol=tolerance)
 
 
+@pytest.mark.slow
 def test_statistics_of_batches_are_averaged_over_the_parts():
     data = batches([SIZE, SIZE])
     after, results = in_parts(step_of(mean), 3, 1, data, has_noise="norm")
@@ -216,6 +223,7 @@ def test_statistics_of_batches_are_averaged_over_the_parts():
     assert largest_difference(after, expected) < 1e-5
 
 
+@pytest.mark.slow
 def test_random_keys_differ_between_the_parts():
     def drawn(context, loss, batch, params):
         return loss
@@ -241,28 +249,31 @@ def values_of(results):
     return rows, [number for each in numbers for number in each.values]
 
 
-@pytest.mark.parametrize("size", [8, 9, 12])
-@pytest.mark.parametrize("joins", ["in parts", "of a trainer"])
-def test_samples_are_those_of_the_rows_and_replicas_of_the_whole_batch(joins, size):
-    step = step_of(with_results(draw))
-    (batch,) = batches([size])
-    num_parts = 3
-    if joins == "of a trainer":  # whose parts have the same number of rows
-        size = size - size % num_parts
-        batch = jax.tree.map(lambda x: x[:size], batch)
-    model, optimizer = create(LOCAL, TX)
-    training = Training(model, optimizer, 1, step)
-    options = {"num_rows": size} if joins == "in parts" else {"weight_of": lambda _: 1.0}
-    cuts = bounds(size, num_parts, 1, "step")
-    replies = [
-        training.part(jax.tree.map(lambda x, a=a, b=b: x[a:b], batch), i, num_parts, **options)
-        for i, (a, b) in enumerate(cuts)
-    ]
-    rows, numbers = values_of([reply.value for reply in replies])
-    _, ((expected_rows, _),) = on_replicas(1, TX, [batch], step)
-    assert rows == np.ravel(expected_rows).tolist()
-    expected = [jax.random.fold_in(jax.random.key(1), i) for i in range(num_parts)]
-    assert numbers == [float(jax.random.normal(key, ())) for key in expected]
+@pytest.mark.slow
+def test_samples_are_those_of_the_rows_and_replicas_of_the_whole_batch(subtests):
+    for size, joins in itertools.product([8, 9], ["in parts", "of a trainer"]):
+        with subtests.test(size=size, joins=joins):
+            step = step_of(with_results(draw))
+            (batch,) = batches([size])
+            num_parts = 3
+            if joins == "of a trainer":  # whose parts have the same number of rows
+                size = size - size % num_parts
+                batch = jax.tree.map(lambda x: x[:size], batch)
+            model, optimizer = create(LOCAL, TX)
+            training = Training(model, optimizer, 1, step)
+            options = {"num_rows": size} if joins == "in parts" else {"weight_of": lambda _: 1.0}
+            cuts = bounds(size, num_parts, 1, "step")
+            replies = [
+                training.part(
+                    jax.tree.map(lambda x, a=a, b=b: x[a:b], batch), i, num_parts, **options
+                )
+                for i, (a, b) in enumerate(cuts)
+            ]
+            rows, numbers = values_of([reply.value for reply in replies])
+            _, ((expected_rows, _),) = on_replicas(1, TX, [batch], step)
+            assert rows == np.ravel(expected_rows).tolist()
+            expected = [jax.random.fold_in(jax.random.key(1), i) for i in range(num_parts)]
+            assert numbers == [float(jax.random.normal(key, ())) for key in expected]
 
 
 def test_samples_on_several_devices_of_a_trainer_are_those_of_all_replicas():
@@ -288,6 +299,7 @@ def step_of_statistics(change):
     return step
 
 
+@pytest.mark.slow
 def test_a_sum_in_a_variable_is_over_all_parts():
     step = step_of_statistics(lambda mean, context: context.all_reduce("sum", mean / SIZE))
     after, results = in_parts(step, 3, 1, batches([SIZE]), has_noise="norm")
@@ -297,12 +309,13 @@ def test_a_sum_in_a_variable_is_over_all_parts():
     assert largest_difference(after, expected) < 1e-5
 
 
-@pytest.mark.parametrize("op", ["max", "mean"])
-def test_variables_that_parts_cannot_compute_are_named(op):
-    step = step_of_statistics(lambda mean, context: jnp.abs(context.all_reduce(op, mean)))
-    _, replies = in_parts(step, 3, 1, batches([SIZE]), has_noise="norm")
-    with raises(ValueError, names=("step", "norm.mean"), values="variable"):
-        raise ValueError(replies[0])
+def test_variables_that_parts_cannot_compute_are_named(subtests):
+    for op in ["max", "mean"]:
+        with subtests.test(op=op):
+            step = step_of_statistics(lambda mean, context: jnp.abs(context.all_reduce(op, mean)))
+            _, replies = in_parts(step, 3, 1, batches([SIZE]), has_noise="norm")
+            with raises(ValueError, names=("step", "norm.mean"), values="variable"):
+                raise ValueError(replies[0])
 
 
 def ratio(context, grads, loss, batch, params):
@@ -401,15 +414,19 @@ NOT_JOINED = {
 }
 
 
-@pytest.mark.parametrize("name", NOT_JOINED)
-def test_what_parts_cannot_compute_is_named(name):
-    step, kind, leaf = NOT_JOINED[name]
-    after, replies = in_parts(step, 3, 1, batches([SIZE]))
-    assert after is None
-    with raises(ValueError, names=("step", leaf), values=(3, kind)):
-        raise ValueError(replies[0])
-    after, _ = in_parts(step, 1, 1, batches([SIZE]))  # a batch in one part is not joined
-    assert after is not None
+@pytest.mark.parametrize(
+    "names", mostly_slow(NOT_JOINED, "ratio of sums", "sum without the context")
+)
+def test_what_parts_cannot_compute_is_named(names, subtests):
+    for name in names:
+        with subtests.test(msg=name):
+            step, kind, leaf = NOT_JOINED[name]
+            after, replies = in_parts(step, 3, 1, batches([SIZE]))
+            assert after is None
+            with raises(ValueError, names=("step", leaf), values=(3, kind)):
+                raise ValueError(replies[0])
+            after, _ = in_parts(step, 1, 1, batches([SIZE]))  # a batch in one part is not joined
+            assert after is not None
 
 
 def test_sum_over_batches_that_workers_fetch_is_an_error():

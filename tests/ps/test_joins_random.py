@@ -1,5 +1,6 @@
 """Random functions of reduced values: computed in parts, they are equal, or cannot be joined."""
 
+import itertools
 import types
 
 import jax
@@ -127,28 +128,29 @@ def in_parts(function, parts, common):
     return joins, dict(zip(kept, joined(results), strict=True))
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2])
-@pytest.mark.parametrize("seeds", [range(6), range(6, 100)], ids=str)
-def test_functions_in_parts_are_equal_or_not_joined(seeds, num_replicas):
-    num_joined = 0
-    for seed in seeds:
-        function, names = random_function(seed)
-        rows = np.random.default_rng(seed).normal(size=(3, num_replicas, NUM_ROWS))
-        rows, common = rows.astype(np.float32), np.float32(1.5)
-        joins, values = in_parts(function, list(rows), common)
-        expected = replicas_of(function)(rows.reshape(-1, NUM_ROWS), common)
-        for k, value in values.items():
-            if joins[k] is Join.OWN:
-                mine = np.stack([np.asarray(each) for each in value.values])
-                other = expected[k]
-            else:
-                mine, other = np.asarray(value), expected[k][0]
-                num_joined += joins[k] is not Join.SAME
-            assert mine.dtype == other.dtype, (seed, k, names)
-            np.testing.assert_allclose(
-                *(np.asarray(x, np.float64) for x in (mine, other)),
-                rtol=1e-2 if mine.dtype == np.float16 else 1e-4,
-                atol=1e-3,
-                err_msg=f"seed {seed}, value {k} of {names}, {joins[k]}",
-            )
-    assert num_joined > len(seeds)  # not all are rejected
+@pytest.mark.nightly
+def test_functions_in_parts_are_equal_or_not_joined(subtests):
+    for num_replicas, seeds in itertools.product([1, 2], [range(100)]):
+        with subtests.test(num_replicas=num_replicas, seeds=seeds):
+            num_joined = 0
+            for seed in seeds:
+                function, names = random_function(seed)
+                rows = np.random.default_rng(seed).normal(size=(3, num_replicas, NUM_ROWS))
+                rows, common = rows.astype(np.float32), np.float32(1.5)
+                joins, values = in_parts(function, list(rows), common)
+                expected = replicas_of(function)(rows.reshape(-1, NUM_ROWS), common)
+                for k, value in values.items():
+                    if joins[k] is Join.OWN:
+                        mine = np.stack([np.asarray(each) for each in value.values])
+                        other = expected[k]
+                    else:
+                        mine, other = np.asarray(value), expected[k][0]
+                        num_joined += joins[k] is not Join.SAME
+                    assert mine.dtype == other.dtype, (seed, k, names)
+                    np.testing.assert_allclose(
+                        *(np.asarray(x, np.float64) for x in (mine, other)),
+                        rtol=1e-2 if mine.dtype == np.float16 else 1e-4,
+                        atol=1e-3,
+                        err_msg=f"seed {seed}, value {k} of {names}, {joins[k]}",
+                    )
+            assert num_joined > len(seeds)  # not all are rejected

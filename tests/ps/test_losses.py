@@ -1,5 +1,7 @@
 """Loss functions of a `Trainer` whose batch is split among several workers."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +17,7 @@ from mirror._src.training.steps import training_step
 from tests.ps.digits import Net
 from tests.ps.one_worker import Training
 from tests.support.messages import assert_message
+from tests.support.tables import mostly_slow
 
 ROWS = 8
 
@@ -96,21 +99,24 @@ def answer(model, loss_fn, num_parts, accumulate_steps=1):
     return training.train(batch, np.ones(ROWS, bool), num_parts, divisor_of)
 
 
-@pytest.mark.parametrize("name", REDUCING)
-def test_losses_that_reduce_are_rejected_where_a_batch_is_split(name):
+@pytest.mark.parametrize("names", mostly_slow(REDUCING, "psum", "metric"))
+def test_losses_that_reduce_are_rejected_where_a_batch_is_split(names, subtests):
     """They would be over the part of one worker, silently."""
-    reply = answer(*REDUCING[name], 2)
-    assert isinstance(reply, Raised)
-    assert reply.text.startswith("ValueError")
-    assert_message(reply.text, values=2, fix=["mirror.ClusterCoordinator"])
-    assert isinstance(answer(*REDUCING[name], 1), Result)
+    for name in names:
+        with subtests.test(msg=name):
+            reply = answer(*REDUCING[name], 2)
+            assert isinstance(reply, Raised)
+            assert reply.text.startswith("ValueError")
+            assert_message(reply.text, values=2, fix=["mirror.ClusterCoordinator"])
+            assert isinstance(answer(*REDUCING[name], 1), Result)
 
 
-@pytest.mark.parametrize("accumulate_steps", [1, 2])
-@pytest.mark.parametrize("name", SEPARATE)
-def test_losses_of_single_examples_are_accepted(name, accumulate_steps):
-    reply = answer(*SEPARATE[name], 2, accumulate_steps)
-    assert isinstance(reply, Result), reply
+@pytest.mark.parametrize("names", mostly_slow(SEPARATE, "metrics"))
+def test_losses_of_single_examples_are_accepted(names, subtests):
+    for name, accumulate_steps in zip(names, itertools.cycle([2, 1]), strict=False):
+        with subtests.test(name=name, accumulate_steps=accumulate_steps):
+            reply = answer(*SEPARATE[name], 2, accumulate_steps)
+            assert isinstance(reply, Result), reply
 
 
 def test_weights_with_a_gradient_are_rejected_where_a_batch_is_split():

@@ -1,8 +1,9 @@
 """The parts of a synchronous step: how a batch is cut, and how results are joined."""
 
+import itertools
+
 import jax
 import numpy as np
-import pytest
 
 import mirror
 from mirror._src.ps.parts import bounds, cut, joined, num_rows
@@ -14,18 +15,17 @@ def step(batch, extra=None):
     """Stands for the user's function."""
 
 
-@pytest.mark.parametrize("devices", [1, 2, 3])
-@pytest.mark.parametrize("workers", [1, 2, 5])
-@pytest.mark.parametrize("units", [1, 2, 4, 7])
-def test_every_row_is_in_one_part_that_the_devices_divide(units, workers, devices):
-    size = units * devices
-    parts = bounds(size, workers, devices, "step")
-    assert [row for a, b in parts for row in range(a, b)] == list(range(size))
-    sizes = [b - a for a, b in parts]
-    assert len(parts) == min(workers, units)
-    assert all(rows > 0 and rows % devices == 0 for rows in sizes)
-    assert max(sizes) - min(sizes) <= devices
-    assert sizes == sorted(sizes, reverse=True)
+def test_every_row_is_in_one_part_that_the_devices_divide(subtests):
+    for devices, workers, units in itertools.product([1, 2, 3], [1, 2, 5], [1, 2, 4, 7]):
+        with subtests.test(devices=devices, workers=workers, units=units):
+            size = units * devices
+            parts = bounds(size, workers, devices, "step")
+            assert [row for a, b in parts for row in range(a, b)] == list(range(size))
+            sizes = [b - a for a, b in parts]
+            assert len(parts) == min(workers, units)
+            assert all(rows > 0 and rows % devices == 0 for rows in sizes)
+            assert max(sizes) - min(sizes) <= devices
+            assert sizes == sorted(sizes, reverse=True)
 
 
 def test_rows_that_the_devices_do_not_divide_are_rejected():
@@ -100,7 +100,10 @@ def test_results_of_different_shapes_are_not_broadcast():
         joined(results_of(values, [2.0, 1.0], ("mean",)))
 
 
-@pytest.mark.parametrize("batch", [{}, {"x": np.ones((3, 2))}], ids=["alone", "beside rows"])
-def test_random_keys_are_not_arguments(batch):
-    with raises(TypeError, names=("extra", "step"), fix="jax.random.key(seed)"):
-        num_rows(step, (batch,), {"extra": jax.random.key(0)})
+def test_random_keys_are_not_arguments(subtests):
+    for batch in [{}, {"x": np.ones((3, 2))}]:
+        with (
+            subtests.test(batch=batch),
+            raises(TypeError, names=("extra", "step"), fix="jax.random.key(seed)"),
+        ):
+            num_rows(step, (batch,), {"extra": jax.random.key(0)})

@@ -3,7 +3,6 @@
 import itertools
 
 import numpy as np
-import pytest
 
 import mirror
 from mirror._src.ps.partitioners import (
@@ -41,34 +40,39 @@ def random_leaves(seed):
 CASES = list(itertools.product(range(3), range(len(PARTITIONERS)), (1, 2, 3, 7)))
 
 
-@pytest.mark.parametrize(("seed", "partitioner", "num_ps"), CASES)
-def test_placement_laws(seed, partitioner, num_ps):
-    leaves = random_leaves(seed)
-    placement = place(leaves, num_ps, PARTITIONERS[partitioner])
-    assert len(placement.servers) == num_ps
-    for leaf in leaves:
-        held = placement.holders[leaf.name]
-        assert len({server for server, _ in held}) == len(held), "one slice of a leaf per server"
-        num_rows = leaf.shape[0] if leaf.shape else 1
-        rows = [row for _, part in held for row in range(part.start, part.stop)]
-        assert rows == list(range(num_rows)), "every row once, in order"
-        counts = [part.stop - part.start for _, part in held]
-        assert counts == sorted(counts, reverse=True), "the first ones have a row more"
-        assert max(counts) - min(counts) <= 1
-        assert all(part.shape[1:] == leaf.shape[1:] for _, part in held)
-    sizes = placement.nbytes()
-    largest = max(part.nbytes for slices in placement.servers for part in slices)
-    assert max(sizes) - min(sizes) <= largest
-    assert max(sizes) <= sum(sizes) / num_ps + largest
-    assert placement == place(leaves, num_ps, PARTITIONERS[partitioner]), "deterministic"
-    values = {leaf.name: np.full(leaf.shape, i, leaf.dtype) for i, leaf in enumerate(leaves)}
-    parts = placement.split(values)
-    assert all(np.shares_memory(p[n], values[n]) for p in parts for n in p if p[n].size)
-    joined = placement.join(parts)
-    assert joined.keys() == values.keys()
-    for name, value in values.items():
-        np.testing.assert_array_equal(joined[name], value)
-        assert joined[name].dtype == value.dtype
+def test_placement_laws(subtests):
+    for seed, partitioner, num_ps in CASES:
+        with subtests.test(seed=seed, partitioner=partitioner, num_ps=num_ps):
+            leaves = random_leaves(seed)
+            placement = place(leaves, num_ps, PARTITIONERS[partitioner])
+            assert len(placement.servers) == num_ps
+            for leaf in leaves:
+                held = placement.holders[leaf.name]
+                assert len({server for server, _ in held}) == len(held), (
+                    "one slice of a leaf per server"
+                )
+                num_rows = leaf.shape[0] if leaf.shape else 1
+                rows = [row for _, part in held for row in range(part.start, part.stop)]
+                assert rows == list(range(num_rows)), "every row once, in order"
+                counts = [part.stop - part.start for _, part in held]
+                assert counts == sorted(counts, reverse=True), "the first ones have a row more"
+                assert max(counts) - min(counts) <= 1
+                assert all(part.shape[1:] == leaf.shape[1:] for _, part in held)
+            sizes = placement.nbytes()
+            largest = max(part.nbytes for slices in placement.servers for part in slices)
+            assert max(sizes) - min(sizes) <= largest
+            assert max(sizes) <= sum(sizes) / num_ps + largest
+            assert placement == place(leaves, num_ps, PARTITIONERS[partitioner]), "deterministic"
+            values = {
+                leaf.name: np.full(leaf.shape, i, leaf.dtype) for i, leaf in enumerate(leaves)
+            }
+            parts = placement.split(values)
+            assert all(np.shares_memory(p[n], values[n]) for p in parts for n in p if p[n].size)
+            joined = placement.join(parts)
+            assert joined.keys() == values.keys()
+            for name, value in values.items():
+                np.testing.assert_array_equal(joined[name], value)
+                assert joined[name].dtype == value.dtype
 
 
 def test_split_and_join_take_some_of_the_leaves():
@@ -86,9 +90,8 @@ def test_whole_leaves_are_not_cut():
     assert placement.is_cut("b")
 
 
-@pytest.mark.parametrize(
-    ("partitioner", "shape", "dtype", "shards"),
-    [
+def test_number_of_shards(subtests):
+    for partitioner, shape, dtype, shards in [
         # As in TensorFlow's documentation of its partitioners.
         (MinSizePartitioner(4, max_shards=2), (6, 1), "float32", 2),
         (MinSizePartitioner(4), (6, 1), "float32", 6),
@@ -106,36 +109,38 @@ def test_whole_leaves_are_not_cut():
         (FixedShardsPartitioner(2), (10, 3), "float32", 2),
         (FixedShardsPartitioner(20), (10, 3), "float32", 10),
         (FixedShardsPartitioner(20), (), "float32", 1),
-    ],
-)
-def test_number_of_shards(partitioner, shape, dtype, shards):
-    assert partitioner(shape, dtype) == shards
+    ]:
+        with subtests.test(partitioner=partitioner, shape=shape, dtype=dtype, shards=shards):
+            assert partitioner(shape, dtype) == shards
 
 
-@pytest.mark.parametrize(
-    ("make", "name"),
-    [
-        (MinSizePartitioner, "min_shard_bytes"),
-        (MaxSizePartitioner, "max_shard_bytes"),
-        (FixedShardsPartitioner, "num_shards"),
-        (lambda value: MinSizePartitioner(max_shards=value), "max_shards"),
-        (lambda value: place([], value, None), "num_ps"),
-    ],
-)
-@pytest.mark.parametrize("value", [0, -1, True, "x", 1.5])
-def test_bad_numbers_are_refused(make, name, value):
-    wanted = ValueError if value in (0, -1) and value is not True else TypeError
-    with raises(wanted, names=name, values=value):
-        make(value)
+def test_bad_numbers_are_refused(subtests):
+    for (make, name), value in itertools.product(
+        [
+            (MinSizePartitioner, "min_shard_bytes"),
+            (MaxSizePartitioner, "max_shard_bytes"),
+            (FixedShardsPartitioner, "num_shards"),
+            (lambda value: MinSizePartitioner(max_shards=value), "max_shards"),
+            (lambda value: place([], value, None), "num_ps"),
+        ],
+        [0, -1, True, "x", 1.5],
+    ):
+        with subtests.test(name=name, value=value):
+            wanted = ValueError if value in (0, -1) and value is not True else TypeError
+            with raises(wanted, names=name, values=value):
+                make(value)
 
 
 LEAF = Leaf("a.kernel", (4, 2), "float32", "trained")
 
 
-@pytest.mark.parametrize("number", [0, -1, True, "x", 1.5, None, [2, 1]])
-def test_partitioners_must_return_a_positive_integer(number):
-    with raises(TypeError, names=("partitioner", "'a.kernel'"), values=str(number)):
-        place([LEAF], 2, lambda shape, dtype: number)
+def test_partitioners_must_return_a_positive_integer(subtests):
+    for number in [0, -1, True, "x", 1.5, None, [2, 1]]:
+        with (
+            subtests.test(number=number),
+            raises(TypeError, names=("partitioner", "'a.kernel'"), values=str(number)),
+        ):
+            place([LEAF], 2, lambda shape, dtype: number)
 
 
 def test_bad_arguments_of_place_are_refused():

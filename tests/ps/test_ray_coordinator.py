@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,12 +15,14 @@ import pytest
 from flax import nnx
 
 import mirror
-from mirror._src.ps import conductor, ray_actors
-from mirror._src.ps.ray_cluster import _nodes
-from tests.ps.digits import are_equal, arrays, batches, create, on_replicas, train_step
+from tests.ps.digits import arrays, batches, create, on_replicas, train_step
+from tests.support import inside
 from tests.support.messages import raises
+from tests.support.packages import optional
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.dev("ray")
+ray: Any = optional("ray")
 SMALL = mirror.FixedShardsPartitioner(3)
 TX = optax.adam(3e-3)
 DATA = batches([24] * 30)
@@ -42,7 +44,7 @@ def coordinator(strategy):
 
 
 def pids(strategy, job):
-    return strategy._engine.pids()[job]
+    return inside.servers_and_workers(strategy)[job]
 
 
 def kill(*processes):
@@ -53,6 +55,7 @@ def kill(*processes):
 # The program of the parameter-server chapter: two workers multiply variables, one sets a first.
 
 
+@pytest.mark.slow
 def test_two_workers_multiply_variables_of_the_servers(strategy, coordinator):
     a, b = strategy.Variable(3.0, name="a"), strategy.Variable(4.0, name="b")
 
@@ -73,6 +76,7 @@ def test_two_workers_multiply_variables_of_the_servers(strategy, coordinator):
     assert float(-a) == -10.0
 
 
+@pytest.mark.slow
 def test_functions_that_a_worker_has_forgotten_are_sent_again(coordinator):
     """A worker keeps 256 functions; each is sent once."""
     functions = [lambda x, i=i: x + i for i in range(300)]
@@ -81,24 +85,7 @@ def test_functions_that_a_worker_has_forgotten_are_sent_again(coordinator):
         assert coordinator.fetch(values) == list(range(1, 301))
 
 
-def test_every_operation_on_a_variable_is_applied_once(strategy, coordinator):
-    n = strategy.Variable(np.zeros(2, np.int32), name="n")
-
-    def add(i):
-        n.assign_add(np.array([1, i], np.int32))
-        n.assign_sub(np.array([0, i], np.int32))
-        time.sleep(0.02)
-
-    for i in range(60):
-        coordinator.schedule(add, (i,))
-    kill(pids(strategy, "workers")[0])
-    kill(pids(strategy, "servers")[0])
-    coordinator.join(120)
-    kill(pids(strategy, "servers")[n._server])
-    n.assign_add(np.array([0, 5], np.int32))
-    assert list(np.asarray(n.read_value())) == [60, 5]
-
-
+@pytest.mark.slow
 def test_assignments_of_the_main_program_survive_the_loss_of_their_server(strategy, coordinator):
     variables = [strategy.Variable(float(i), name=f"kept{i}") for i in range(2)]
     for variable in variables:
@@ -107,6 +94,7 @@ def test_assignments_of_the_main_program_survive_the_loss_of_their_server(strate
     assert [float(variable.read_value()) for variable in variables] == [1.0, 2.0]
 
 
+@pytest.mark.slow
 def test_functions_and_assignments_keep_their_order_after_a_loss(strategy, coordinator):
     total = strategy.Variable(0.0, name="total")
     for number in range(2):
@@ -119,6 +107,7 @@ def test_functions_and_assignments_keep_their_order_after_a_loss(strategy, coord
     assert float(total.read_value()) == 3
 
 
+@pytest.mark.slow
 def test_function_that_ends_its_process_is_an_error(strategy, coordinator):
     before = pids(strategy, "workers")
     coordinator.schedule(sys.exit, (3,))
@@ -127,23 +116,25 @@ def test_function_that_ends_its_process_is_an_error(strategy, coordinator):
     assert pids(strategy, "workers") == before
 
 
+@pytest.mark.slow
 def test_start_does_not_wait_forever_for_occupied_resources(ray_cluster, monkeypatch, caplog):
+    conductor, _ = inside.waits_for_ray()
     monkeypatch.setattr(conductor, "_START_SECS", 3.0)
     monkeypatch.setattr(conductor, "_LINE_SECS", 1.0)
-    (total,) = [node["CPU"] for node in _nodes()]
+    total = ray.cluster_resources()["CPU"]
     options = {"ps": 1, "workers": 1, "ps_options": {"num_cpus": total}}
 
-    @ray_actors.import_ray().remote(num_cpus=total)
+    @ray.remote(num_cpus=total)
     class Occupies:
         def is_there(self):
             return True
 
     actor = Occupies.remote()
-    ray_actors.import_ray().get(actor.is_there.remote())
+    ray.get(actor.is_there.remote())
     with raises(RuntimeError, values=("have not started", f"0 of {total:g} CPU"), fix="Close"):
         mirror.ParameterServerStrategy(**options)
     assert "Waiting for the cluster" in caplog.text
-    ray_actors.import_ray().kill(actor)
+    ray.kill(actor)
 
 
 def test_variables_reject_what_does_not_fit(strategy, coordinator):
@@ -176,20 +167,25 @@ def test_fetch_replaces_remote_values_in_a_tree(coordinator):
     assert coordinator.done()
 
 
-def test_each_worker_has_its_own_dataset(coordinator):
+def test_each_worker_has_its_own_dataset(coordinator, tmp_path):
     def numbers():
         yield from range(100)
 
     dataset = coordinator.create_per_worker_dataset(numbers)
     first, second = iter(dataset), iter(dataset)
 
-    def take(iterator):
-        time.sleep(0.05)  # so that both workers take some
-        return next(iterator)
+    both = os.path.join(tmp_path, "both")
+    os.mkfifo(both)
 
-    taken = coordinator.fetch([coordinator.schedule(take, (first,)) for _ in range(8)])
-    counts = [sorted(taken).count(i) for i in range(max(taken) + 1)]
-    assert all(1 <= count <= 2 for count in counts)  # every worker begins at 0
+    def meet(iterator, is_first):
+        with open(both, "w" if is_first else "r"):  # waits for the other worker
+            return next(iterator)
+
+    values = [coordinator.schedule(meet, (first, is_first)) for is_first in (True, False)]
+    assert coordinator.fetch(values) == [0, 0]
+    taken = coordinator.fetch([coordinator.schedule(next, (first,)) for _ in range(8)])
+    counts = [sorted(taken).count(i) for i in range(1, max(taken) + 1)]
+    assert all(1 <= count <= 2 for count in counts)
     assert coordinator.schedule(lambda: next(second)).fetch() == 0
     with raises(RuntimeError, fix="next(iterator)"):
         next(first)
@@ -203,43 +199,52 @@ class UserError(ValueError):
         self.b = b
 
 
-@pytest.mark.parametrize("method", ["join", "schedule", "done"])
-def test_error_of_a_function_is_raised_once_and_cancels_what_has_not_started(coordinator, method):
-    def wait():
-        time.sleep(0.5)
-        return 7
+@pytest.mark.slow
+def test_error_of_a_function_is_raised_once_and_cancels_what_has_not_started(
+    coordinator, tmp_path, subtests
+):
+    """By `join`, and by the next call if the error has arrived before."""
 
-    def fail():
-        time.sleep(2)  # until all are scheduled
+    def wait(path):
+        with open(path) as file:  # until the test writes
+            return file.read()
+
+    def fail(path):
+        wait(path)
         raise UserError(1, 2)
 
-    values = [coordinator.schedule(f) for f in (wait, fail, *[wait] * 40)]
-    deadline = time.monotonic() + 60
-    while method != "join" and not values[1].done() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    arguments = {"join": (60,), "schedule": (wait,), "done": ()}[method]
-    with pytest.raises(UserError, match="1 and 2") as caught:
-        getattr(coordinator, method)(*arguments)
-    assert caught.value.b == 2
-    assert "in fail" in "".join(caught.value.__notes__)
-    assert values[0].fetch() == 7  # it ran, and has ended
-    with pytest.raises(UserError):
-        values[1].fetch()
-    with pytest.raises(mirror.CancelledError):
-        values[-1].fetch()
-    assert coordinator.schedule(wait).fetch() == 7
-    assert coordinator.done()
-
-
-def test_timeouts_do_not_end_what_runs(coordinator):
-    value = coordinator.schedule(lambda: time.sleep(0.5))
-    with raises(TimeoutError, values="0.1"):
-        value.fetch(0.1)
-    with raises(TimeoutError, names="join", values="0.1"):
-        coordinator.join(0.1)
-    assert not coordinator.done()
-    coordinator.join()
-    assert value.fetch() is None
+    for method, arguments in {"join": (60,), "schedule": (len, ([],)), "done": ()}.items():
+        with subtests.test(method=method):
+            paths = [os.path.join(tmp_path, f"{method} {i}") for i in range(2)]
+            for path in paths:
+                os.mkfifo(path)
+            values = [
+                coordinator.schedule(f, (path,))
+                for f, path in zip((wait, fail), paths, strict=True)
+            ]
+            values += [coordinator.schedule(wait, (paths[0],)) for _ in range(40)]
+            with raises(TimeoutError, values="0.01"):  # which does not end what runs
+                values[0].fetch(0.01)
+            with raises(TimeoutError, names="join", values="0.01"):
+                coordinator.join(0.01)
+            assert not coordinator.done()
+            with open(paths[1], "w"):
+                pass
+            wait_until(values[1].done)
+            with open(paths[0], "w") as file:
+                file.write("seven")
+            wait_until(values[0].done)
+            with pytest.raises(UserError, match="1 and 2") as caught:
+                getattr(coordinator, method)(*arguments)
+            assert caught.value.b == 2
+            assert "in fail" in "".join(caught.value.__notes__)
+            assert values[0].fetch() == "seven"  # it ran, and has ended
+            with pytest.raises(UserError):
+                values[1].fetch()
+            with pytest.raises(mirror.CancelledError):
+                values[-1].fetch()
+            assert coordinator.schedule(len, ([7],)).fetch() == 1
+            assert coordinator.done()
 
 
 LOCK = threading.Lock()
@@ -292,6 +297,7 @@ def test_what_cannot_be_scheduled_is_rejected(strategy, coordinator):
         coordinator.schedule(train_step, (model, optimizer, batch))
 
 
+@pytest.mark.slow
 def test_optimizers_that_see_several_servers_are_rejected(strategy, coordinator):
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
     model, optimizer = create(strategy, tx)
@@ -299,6 +305,7 @@ def test_optimizers_that_see_several_servers_are_rejected(strategy, coordinator)
         coordinator.schedule(train_step, (model, optimizer, DATA[0]))
 
 
+@pytest.mark.slow
 def test_a_step_updates_once(strategy, coordinator):
     def twice(model, optimizer, batch):
         train_step(model, optimizer, batch)
@@ -314,18 +321,6 @@ def test_a_step_updates_once(strategy, coordinator):
             coordinator.join(60)
 
 
-def test_another_model_waits_for_join(strategy, coordinator):
-    model, optimizer = create(strategy, TX)
-    other = create(strategy, TX)
-    coordinator.schedule(train_step, (model, optimizer, DATA[0]))
-    with raises(RuntimeError, fix="coordinator.join()"):
-        coordinator.schedule(train_step, (*other, DATA[0]))
-    coordinator.join()
-    coordinator.schedule(train_step, (*other, DATA[0]))
-    coordinator.join()
-    assert are_equal(arrays(model, optimizer), arrays(*other))
-
-
 def train(strategy, *, disturb=lambda: None, after=5, **kwargs):
     """Trains with `DATA`, disturbed in the middle, and returns all arrays."""
     model, optimizer = create(strategy, TX, **kwargs)
@@ -339,55 +334,20 @@ def train(strategy, *, disturb=lambda: None, after=5, **kwargs):
     return arrays(model, optimizer)
 
 
-@pytest.fixture(scope="module")
-def undisturbed(strategy):
-    return train(strategy, has_noise="dropout")
-
-
-@pytest.mark.parametrize(
-    "lost",
-    [
-        [("workers", 1)],
-        [("workers", 0), ("workers", 1)],
-        [("servers", 0)],
-        [("servers", 0), ("servers", 1)],
-        [("servers", 1), ("workers", 0)],
-    ],
-    ids=lambda lost: "+".join(f"{job[:-1]}{index}" for job, index in lost),
-)
-@pytest.mark.parametrize("after", [pytest.param(0, marks=pytest.mark.nightly), 9, len(DATA) - 1])
-def test_lost_processes_change_no_bit(strategy, undisturbed, lost, after, caplog):
-    processes = [pids(strategy, job)[index] for job, index in lost]
-    arrays = train(strategy, disturb=lambda: kill(*processes), after=after, has_noise="dropout")
-    assert are_equal(arrays, undisturbed)
-    # A worker that is lost while nothing runs is noticed by the next step.
-    if after < len(DATA) - 1 or lost[0][0] == "servers":
-        assert "was lost" in caplog.text
-
-
-def test_stopped_worker_does_not_stop_the_others(ray_cluster):
-    with mirror.ParameterServerStrategy(ps=1, workers=2, staleness=None) as strategy:
-        stopped = pids(strategy, "workers")[1]
-
-        def stop():
-            os.kill(stopped, signal.SIGSTOP)
-            threading.Timer(3, os.kill, (stopped, signal.SIGCONT)).start()
-
-        train(strategy, disturb=stop)
-
-
-@pytest.mark.parametrize("staleness", [2, None])
-@pytest.mark.parametrize("job", ["workers", "servers"])
-def test_asynchronous_updates_are_all_made_in_spite_of_losses(ray_cluster, staleness, job):
-    options = {"ps": 2, "workers": 2, "staleness": staleness, "snapshot_every": 5}
+@pytest.mark.slow
+def test_asynchronous_updates_are_all_made_in_spite_of_losses(ray_cluster):
+    """A worker and then a server; `test_schedule.py` has every order of events."""
+    options = {"ps": 2, "workers": 2, "staleness": 2, "snapshot_every": 5}
     with mirror.ParameterServerStrategy(**options, partitioner=SMALL) as strategy:
-        process = pids(strategy, job)[0]
-        train(strategy, disturb=lambda: kill(process))  # counts the updates
-        assert staleness is None or max(strategy.report().staleness) <= staleness
-        lost = strategy.report().lost_workers, strategy.report().lost_servers
-        assert lost == ((1, 0) if job == "workers" else (0, 1))
+        for job in ("workers", "servers"):
+            process = pids(strategy, job)[0]
+            train(strategy, disturb=lambda process=process: kill(process))  # counts the updates
+        report = strategy.report()
+        assert max(report.staleness) <= 2
+        assert (report.lost_workers, report.lost_servers) == (1, 1)
 
 
+@pytest.mark.slow
 def test_lost_server_without_snapshots_is_an_error_and_the_objects_can_be_loaded_again(
     ray_cluster,
 ):
@@ -417,13 +377,14 @@ def test_lost_server_without_snapshots_is_an_error_and_the_objects_can_be_loaded
         assert max(np.abs(found[k] - wanted[k]).max() for k in found if found[k].size) < 1e-5
 
 
+@pytest.mark.slow
 def test_closed_strategy_leaves_nothing_behind(ray_cluster):
     before = set(threading.enumerate())
     strategy = mirror.ParameterServerStrategy(ps=1, workers=1)
     coordinator = mirror.ClusterCoordinator(strategy)
     processes = [*pids(strategy, "servers"), *pids(strategy, "workers")]
     variable = strategy.Variable(1.0)
-    value = coordinator.schedule(lambda: time.sleep(60))
+    value = coordinator.schedule(lambda: threading.Event().wait(600))
     strategy.close()
     strategy.close()
     with raises(mirror.CancelledError, values="closed"):
@@ -432,10 +393,7 @@ def test_closed_strategy_leaves_nothing_behind(ray_cluster):
         with raises(RuntimeError, values="closed"):
             use()
     assert repr(strategy) == "ParameterServerStrategy(closed)"
-    end = time.monotonic() + 20
-    while any(os.path.exists(f"/proc/{process}") for process in processes):
-        assert time.monotonic() < end
-        time.sleep(0.1)
+    wait_until(lambda: not any(os.path.exists(f"/proc/{process}") for process in processes))
     ours = [t for t in set(threading.enumerate()) - before if t.name.startswith("mirror")]
     assert not ours
 
@@ -443,28 +401,25 @@ def test_closed_strategy_leaves_nothing_behind(ray_cluster):
 PROGRAM = """
 import json, time
 import mirror
+from tests.support import inside
 
 strategy = mirror.ParameterServerStrategy(ps=1, workers=1)
 coordinator = mirror.ClusterCoordinator(strategy)
-print(json.dumps(strategy._engine.pids()), flush=True)
+print(json.dumps(inside.servers_and_workers(strategy)), flush=True)
 coordinator.schedule(lambda: time.sleep(600))
 coordinator.join()
 """
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_no_process_outlives_the_main_program(number):
     with subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE) as program:
         processes = json.loads(program.stdout.readline())
         program.send_signal(number)
         program.wait(60)
-    end = time.monotonic() + 30
     for process in [*processes["servers"], *processes["workers"]]:
-        while os.path.exists(f"/proc/{process}"):
-            assert time.monotonic() < end
-            time.sleep(0.1)
+        wait_until(lambda process=process: not os.path.exists(f"/proc/{process}"))
 
 
 @pytest.mark.parametrize(
@@ -494,7 +449,10 @@ def test_bad_options_are_rejected_before_ray_starts(options, kind, names):
         mirror.ParameterServerStrategy(**options)
 
 
-def test_missing_resources_are_named(ray_cluster, monkeypatch):
-    monkeypatch.setattr("mirror._src.ps.ray_cluster._WAIT_SECS", 0.2)
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_cluster")
+def test_missing_resources_are_named(monkeypatch):
+    _, ray_cluster = inside.waits_for_ray()
+    monkeypatch.setattr(ray_cluster, "_WAIT_SECS", 0.2)
     with raises(RuntimeError, values=("worker 0", "8 GPU"), fix="worker_options"):
         mirror.ParameterServerStrategy(ps=1, workers=2, worker_options={"num_gpus": 8})

@@ -4,14 +4,14 @@ import pytest
 
 from tests.ps.programs import run_program
 
-pytestmark = pytest.mark.dev("ray")
+pytestmark = [pytest.mark.nightly, pytest.mark.dev("ray")]
 
 PROGRAM = """
-import time
 import ray
 from ray.cluster_utils import Cluster
 import mirror
 from tests.ps.trained import SMALL, create, fit, require_same
+from tests.support.waiting import wait_until
 
 REMOVED = {6: "worker", 120: "ps"}  # by step
 EPOCHS = 60  # of 4 steps: the processes of a node end before the training does
@@ -49,10 +49,7 @@ if __name__ == "__main__":
             report = strategy.report()
             assert (report.lost_workers, report.lost_servers) == (1, 1), report
             add("worker")
-            end = time.monotonic() + 60
-            while not strategy.report().rejoined_workers:
-                assert time.monotonic() < end, "the worker did not return on the new node"
-                time.sleep(0.5)
+            wait_until(lambda: strategy.report().rejoined_workers, 60)
     finally:
         ray.shutdown()
         cluster.shutdown()

@@ -13,7 +13,7 @@ from tests.ps.digits import arrays, largest_difference
 from tests.ps.local_tables import SPARSE, TABLE, Bag, losses
 from tests.support.messages import raises
 
-pytestmark = pytest.mark.dev("ray")
+pytestmark = [pytest.mark.slow, pytest.mark.dev("ray")]
 NUM_ROWS = 400
 SMALL = mirror.FixedShardsPartitioner(2)
 

@@ -1,5 +1,7 @@
 """Tables: touched rows alone, as with the dense gradient."""
 
+import itertools
+
 import numpy as np
 import optax
 import pytest
@@ -18,6 +20,7 @@ from tests.support.parameter_servers import (
     random_leaves,
     trained_by_optax,
 )
+from tests.support.tables import mostly_slow
 
 TABLE = "embed.table"
 SHAPES = {TABLE: (37, 4), "other.table": (11, 3), "dense.kernel": (4, 6)}
@@ -65,67 +68,76 @@ def split_evenly(ids, rows):
     return np.stack([rows[i] / share[i] for i in ids.tolist()]) if len(ids) else rows[:0]
 
 
-@pytest.mark.parametrize("num_ps", [1, 3])
-@pytest.mark.parametrize("name", EXACT)
-def test_exact_optimizers_compute_what_a_dense_gradient_computes(name, num_ps):
-    tx, values = EXACT[name], random_leaves(0, SHAPES)
-    servers = Servers(tx, values, num_ps, tables=TABLES)
-    gradients = [sparse_gradients(seed, ids) for seed, ids in enumerate(IDS, 1)]
-    for each, ids in zip(gradients, IDS, strict=True):
-        servers.step(each, ids=arrays(ids))
-    whole, _ = trained_by_optax(tx, values, gradients)
-    got = servers.values()
-    for leaf, value in whole.items():
-        np.testing.assert_allclose(got[leaf], value, rtol=1e-6, atol=1e-6, err_msg=leaf)
-    for table in TABLES:
-        untouched = np.setdiff1d(
-            np.arange(len(values[table])), np.concatenate([i[table] for i in IDS])
-        )
-        np.testing.assert_array_equal(got[table][untouched], values[table][untouched])
+@pytest.mark.parametrize("names", mostly_slow(EXACT, "adagrad"))
+def test_exact_optimizers_compute_what_a_dense_gradient_computes(names, subtests):
+    for name in names:
+        with subtests.test(msg=name):
+            num_ps = 3
+            tx, values = EXACT[name], random_leaves(0, SHAPES)
+            servers = Servers(tx, values, num_ps, tables=TABLES)
+            gradients = [sparse_gradients(seed, ids) for seed, ids in enumerate(IDS, 1)]
+            for each, ids in zip(gradients, IDS, strict=True):
+                servers.step(each, ids=arrays(ids))
+            whole, _ = trained_by_optax(tx, values, gradients)
+            got = servers.values()
+            for leaf, value in whole.items():
+                np.testing.assert_allclose(got[leaf], value, rtol=1e-6, atol=1e-6, err_msg=leaf)
+            for table in TABLES:
+                untouched = np.setdiff1d(
+                    np.arange(len(values[table])), np.concatenate([i[table] for i in IDS])
+                )
+                np.testing.assert_array_equal(got[table][untouched], values[table][untouched])
 
 
-@pytest.mark.parametrize("name", LAZY)
-def test_lazy_optimizers_leave_untouched_rows_alone(name):
+@pytest.mark.parametrize("names", mostly_slow(LAZY, "decay"))
+def test_lazy_optimizers_leave_untouched_rows_alone(names, subtests):
     """Values and state; a row that every step touches trains as with a dense gradient."""
-    tx, values = LAZY[name], random_leaves(0, SHAPES)
-    ids = {TABLE: [3, 4, 20], "other.table": [2]}
-    servers = Servers(tx, values, 2, tables=TABLES)
-    gradients = [sparse_gradients(seed, ids) for seed in range(1, 4)]
-    for each in gradients:
-        servers.step(each, ids=arrays(ids))
-    whole, _ = trained_by_optax(tx, values, gradients)
-    got = servers.values()
-    for table in TABLES:
-        touched = ids[table]
-        np.testing.assert_allclose(got[table][touched], whole[table][touched], rtol=1e-5, atol=1e-6)
-        untouched = np.setdiff1d(np.arange(len(values[table])), touched)
-        np.testing.assert_array_equal(got[table][untouched], values[table][untouched])
-    np.testing.assert_allclose(got["dense.kernel"], whole["dense.kernel"], rtol=1e-5, atol=1e-6)
+    for name in names:
+        with subtests.test(msg=name):
+            tx, values = LAZY[name], random_leaves(0, SHAPES)
+            ids = {TABLE: [3, 4, 20], "other.table": [2]}
+            servers = Servers(tx, values, 2, tables=TABLES)
+            gradients = [sparse_gradients(seed, ids) for seed in range(1, 4)]
+            for each in gradients:
+                servers.step(each, ids=arrays(ids))
+            whole, _ = trained_by_optax(tx, values, gradients)
+            got = servers.values()
+            for table in TABLES:
+                touched = ids[table]
+                np.testing.assert_allclose(
+                    got[table][touched], whole[table][touched], rtol=1e-5, atol=1e-6
+                )
+                untouched = np.setdiff1d(np.arange(len(values[table])), touched)
+                np.testing.assert_array_equal(got[table][untouched], values[table][untouched])
+            np.testing.assert_allclose(
+                got["dense.kernel"], whole["dense.kernel"], rtol=1e-5, atol=1e-6
+            )
 
 
-@pytest.mark.parametrize("is_sync", [True, False])
-def test_repeated_ids_are_summed(is_sync):
+def test_repeated_ids_are_summed(subtests):
     """In one part, and across the parts of a step, whose mean is applied."""
-    tx, values = optax.adagrad(0.1), random_leaves(0, SHAPES)
-    gradients, ids = sparse_gradients(1, IDS[2]), arrays(IDS[2])
-    once = Servers(tx, values, 2, tables=TABLES, is_sync=is_sync)
-    once.step(gradients, ids=ids)
-    repeated = Servers(tx, values, 2, tables=TABLES, is_sync=is_sync)
-    parts = (0, 1) if is_sync else (0,)
-    for part in parts:
-        pushes = repeated.pushes(gradients, ids=ids, part=part)
-        for server, (store, push) in enumerate(zip(repeated.stores, pushes, strict=True)):
-            rows = {}
-            for table in push.rows:
-                own = split_ids(repeated.placement, {table: ids[table]})[server][table]
-                here = ids[table][np.isin(ids[table], own)]
-                rows[table] = here, split_evenly(here, gradients[table])
-            store.push(push._replace(rows=rows))
-    if is_sync:
-        for store in repeated.stores:
-            store.commit(0, 0, 0, (0, 1))
-    for leaf, value in once.values().items():
-        np.testing.assert_allclose(repeated.values()[leaf], value, rtol=1e-6, atol=1e-6)
+    for is_sync in [True, False]:
+        with subtests.test(is_sync=is_sync):
+            tx, values = optax.adagrad(0.1), random_leaves(0, SHAPES)
+            gradients, ids = sparse_gradients(1, IDS[2]), arrays(IDS[2])
+            once = Servers(tx, values, 2, tables=TABLES, is_sync=is_sync)
+            once.step(gradients, ids=ids)
+            repeated = Servers(tx, values, 2, tables=TABLES, is_sync=is_sync)
+            parts = (0, 1) if is_sync else (0,)
+            for part in parts:
+                pushes = repeated.pushes(gradients, ids=ids, part=part)
+                for server, (store, push) in enumerate(zip(repeated.stores, pushes, strict=True)):
+                    rows = {}
+                    for table in push.rows:
+                        own = split_ids(repeated.placement, {table: ids[table]})[server][table]
+                        here = ids[table][np.isin(ids[table], own)]
+                        rows[table] = here, split_evenly(here, gradients[table])
+                    store.push(push._replace(rows=rows))
+            if is_sync:
+                for store in repeated.stores:
+                    store.commit(0, 0, 0, (0, 1))
+            for leaf, value in once.values().items():
+                np.testing.assert_allclose(repeated.values()[leaf], value, rtol=1e-6, atol=1e-6)
 
 
 def test_rows_are_pulled():
@@ -142,9 +154,10 @@ def test_rows_are_pulled():
     assert all(TABLE not in each for each in dense)
 
 
-@pytest.mark.parametrize(("count", "size"), [(0, 8), (1, 8), (8, 8), (9, 16), (16, 16), (17, 32)])
-def test_buckets_are_powers_of_two(count, size):
-    assert bucket(count) == size
+def test_buckets_are_powers_of_two(subtests):
+    for count, size in [(0, 8), (1, 8), (8, 8), (9, 16), (16, 16), (17, 32)]:
+        with subtests.test(count=count, size=size):
+            assert bucket(count) == size
 
 
 def test_numbers_of_rows_in_one_bucket_compile_once(caplog):
@@ -196,12 +209,15 @@ def test_lazy_tables_are_found():
     assert lazy_tables(tx, trained, TABLES) == {"other.table"}
 
 
-@pytest.mark.parametrize("num_ps", [1, 2])
-@pytest.mark.parametrize("name", REFUSED)
-def test_optimizers_that_need_other_rows_or_later_steps_are_refused(name, num_ps):
-    leaves = leaves_of(random_leaves(0, SHAPES))
-    with raises(ValueError, names=("tx", f"'{TABLE}'"), fix="optax.adagrad"):
-        place_separably(REFUSED[name], leaves, num_ps, FixedShardsPartitioner(2), tables=TABLES)
+@pytest.mark.parametrize("names", mostly_slow(REFUSED, "apply_every"))
+def test_optimizers_that_need_other_rows_or_later_steps_are_refused(names, subtests):
+    for name, num_ps in itertools.product(names, [1, 2]):
+        with subtests.test(name=name, num_ps=num_ps):
+            leaves = leaves_of(random_leaves(0, SHAPES))
+            with raises(ValueError, names=("tx", f"'{TABLE}'"), fix="optax.adagrad"):
+                place_separably(
+                    REFUSED[name], leaves, num_ps, FixedShardsPartitioner(2), tables=TABLES
+                )
 
 
 def test_clipping_by_the_global_norm_is_exact_for_tables_on_one_server():

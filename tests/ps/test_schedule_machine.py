@@ -125,6 +125,7 @@ def run_machine(examples: int, steps: int, *, derandomize: bool = True) -> None:
     )
 
 
+@pytest.mark.slow
 def test_laws_hold_in_any_order_of_events():
     run_machine(150, 50)
 

@@ -1,5 +1,7 @@
 """`require_separable` over a table of optimizers, and the law: servers do what optax does."""
 
+import itertools
+
 import jax
 import numpy as np
 import optax
@@ -19,6 +21,7 @@ from tests.support.parameter_servers import (
     random_leaves,
     trained_by_optax,
 )
+from tests.support.tables import mostly_slow
 
 
 def by_path(path, _):
@@ -98,57 +101,71 @@ def leaves():
     return leaves_of(random_leaves(0))
 
 
-@pytest.mark.parametrize("num_ps", [2, 3])
-@pytest.mark.parametrize("name", ACCEPTED)
-def test_nothing_stays_whole_for_optimizers_that_work_by_element(name, num_ps):
-    placement = place_separably(ACCEPTED[name], leaves(), num_ps, FixedShardsPartitioner(8))
-    assert placement == place(leaves(), num_ps, FixedShardsPartitioner(8))
+def test_nothing_stays_whole_for_optimizers_that_work_by_element(subtests):
+    for name in ACCEPTED:
+        with subtests.test(msg=name):
+            num_ps = 2
+            placement = place_separably(ACCEPTED[name], leaves(), num_ps, FixedShardsPartitioner(8))
+            assert placement == place(leaves(), num_ps, FixedShardsPartitioner(8))
 
 
-@pytest.mark.parametrize("name", WHOLE)
-def test_rows_that_an_optimizer_couples_stay_whole(name):
-    placement = place_separably(WHOLE[name], leaves(), 2, FixedShardsPartitioner(8))
-    assert not placement.is_cut("layers.0.kernel")
-    assert all(placement.servers), "leaves are on both servers"
+def test_rows_that_an_optimizer_couples_stay_whole(subtests):
+    for name in WHOLE:
+        with subtests.test(msg=name):
+            placement = place_separably(WHOLE[name], leaves(), 2, FixedShardsPartitioner(8))
+            assert not placement.is_cut("layers.0.kernel")
+            assert all(placement.servers), "leaves are on both servers"
 
 
-@pytest.mark.parametrize("num_shards", [1, 8])
-@pytest.mark.parametrize("name", REFUSED)
-def test_optimizers_that_couple_leaves_are_refused(name, num_shards):
-    with pytest.raises(ValueError, match="tx") as raised:
-        place_separably(REFUSED[name], leaves(), 2, FixedShardsPartitioner(num_shards))
-    assert_message(raised, names="tx", fix=("ps=1", "optimizer.update"))
-    assert any(repr(leaf) in str(raised.value) for leaf in SHAPES)
+@pytest.mark.parametrize("names", mostly_slow(REFUSED, "global_norm", "masked_norm"))
+def test_optimizers_that_couple_leaves_are_refused(names, subtests):
+    for name, num_shards in itertools.product(names, [1, 8]):
+        with subtests.test(name=name, num_shards=num_shards):
+            with pytest.raises(ValueError, match="tx") as raised:
+                place_separably(REFUSED[name], leaves(), 2, FixedShardsPartitioner(num_shards))
+            assert_message(raised, names="tx", fix=("ps=1", "optimizer.update"))
+            assert any(repr(leaf) in str(raised.value) for leaf in SHAPES)
 
 
-@pytest.mark.parametrize("name", [*REFUSED, *WHOLE])
-def test_one_server_refuses_nothing(name):
-    tx = (REFUSED | WHOLE)[name]
-    placement = place(leaves(), 1, FixedShardsPartitioner(8))
-    assert require_separable(tx, trained(random_leaves(0)), placement) == frozenset()
+def test_one_server_refuses_nothing(subtests):
+    for name in [*REFUSED, *WHOLE]:
+        with subtests.test(msg=name):
+            tx = (REFUSED | WHOLE)[name]
+            placement = place(leaves(), 1, FixedShardsPartitioner(8))
+            assert require_separable(tx, trained(random_leaves(0)), placement) == frozenset()
 
 
-@pytest.mark.parametrize("name", ACCEPTED | WHOLE)
-def test_servers_compute_what_optax_computes_for_whole_leaves(name):
+QUICK = ("clip", "multi_transform", "adaptive_grad_clip")
+
+
+@pytest.mark.parametrize("names", mostly_slow(ACCEPTED | WHOLE, *QUICK))
+def test_servers_compute_what_optax_computes_for_whole_leaves(names, subtests):
     """Also after they are joined, and continued on another number of servers."""
-    tx = (ACCEPTED | WHOLE)[name]
-    tolerance = 0.0 if name in BITWISE else 2e-6
-    values, gradients = random_leaves(0), [random_leaves(seed) for seed in range(1, 6)]
-    whole, state = trained_by_optax(tx, values, gradients)
-    placements = [
-        place_separably(tx, leaves(), num_ps, FixedShardsPartitioner(8)) for num_ps in (2, 3)
-    ]
-    servers = Servers(tx, values, placement=placements[0])
-    for each in gradients[:2]:
-        servers.step(each)
-    joined = join_optimizer_state(tx, trained(values), placements[0], servers.states())
-    states = split_optimizer_state(tx, trained(values), placements[1], joined)
-    assert_equal_trees(join_optimizer_state(tx, trained(values), placements[1], states), joined)
-    servers = Servers(tx, servers.values(), placement=placements[1], states=states)
-    for each in gradients[2:]:
-        servers.step(each)
-    got = servers.values()
-    for leaf, value in whole.items():
-        np.testing.assert_allclose(got[leaf], value, rtol=tolerance, atol=tolerance, err_msg=leaf)
-    joined = join_optimizer_state(tx, trained(values), placements[1], servers.states())
-    assert_equal_trees(joined, state, 2e-5 if tolerance else 0.0)
+    for name in names:
+        with subtests.test(msg=name):
+            tx = (ACCEPTED | WHOLE)[name]
+            tolerance = 0.0 if name in BITWISE else 2e-6
+            values, gradients = random_leaves(0), [random_leaves(seed) for seed in range(1, 6)]
+            whole, state = trained_by_optax(tx, values, gradients)
+            placements = [
+                place_separably(tx, leaves(), num_ps, FixedShardsPartitioner(8))
+                for num_ps in (2, 3)
+            ]
+            servers = Servers(tx, values, placement=placements[0])
+            for each in gradients[:2]:
+                servers.step(each)
+            joined = join_optimizer_state(tx, trained(values), placements[0], servers.states())
+            states = split_optimizer_state(tx, trained(values), placements[1], joined)
+            assert_equal_trees(
+                join_optimizer_state(tx, trained(values), placements[1], states), joined
+            )
+            servers = Servers(tx, servers.values(), placement=placements[1], states=states)
+            for each in gradients[2:]:
+                servers.step(each)
+            got = servers.values()
+            for leaf, value in whole.items():
+                np.testing.assert_allclose(
+                    got[leaf], value, rtol=tolerance, atol=tolerance, err_msg=leaf
+                )
+            joined = join_optimizer_state(tx, trained(values), placements[1], servers.states())
+            assert_equal_trees(joined, state, 2e-5 if tolerance else 0.0)

@@ -35,6 +35,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_handler_of_sigterm_is_kept(tmp_path):
     run_program(tmp_path, HANDLERS, status=-signal.SIGTERM)
 
@@ -69,7 +70,17 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("place", ["servers", "servers of the user's Ray", "after Ray"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "place",
+    [
+        "servers",
+        *(
+            pytest.param(place, marks=pytest.mark.nightly)
+            for place in ("servers of the user's Ray", "after Ray")
+        ),
+    ],
+)
 def test_sigterm_saves(tmp_path, place):
     """Ray sets a handler of its own, of which the user knows nothing."""
     saved = tmp_path / "saved"

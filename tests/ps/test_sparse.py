@@ -1,5 +1,7 @@
 """Sparse tables on workers: what one device with dense gradients computes, from few rows."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,29 +25,34 @@ from tests.ps.local_tables import (
     train_step,
 )
 from tests.support.messages import raises
+from tests.support.tables import mostly_slow
 
 DATA = batches(4)
 TOUCHED = np.unique(np.concatenate([batch["ids"].ravel() for batch in DATA]))
 OPTIMIZERS = {"sgd": optax.sgd(0.5), "adagrad": optax.adagrad(0.1)}
 
 
-@pytest.mark.parametrize("tx", OPTIMIZERS)
-@pytest.mark.parametrize("servers", [1, 2, 3])
-@pytest.mark.parametrize("workers", [1, 2, 3])
-def test_equals_one_device_with_dense_gradients(workers, servers, tx):
-    model, optimizer = create(OPTIMIZERS[tx])
-    before = np.array(model.embed.embedding[...])
-    Cluster(model, optimizer, workers, servers).train(DATA)
-    reference = create(OPTIMIZERS[tx])
-    on_one_device(*reference, DATA)
-    assert largest_difference(arrays(model, optimizer), arrays(*reference)) <= 1e-6
-    after = np.asarray(model.embed.embedding[...])
-    untouched = np.setdiff1d(np.arange(len(after)), TOUCHED)
-    assert len(untouched)
-    assert np.array_equal(after[untouched], before[untouched])
-    assert not np.any(np.all(after[TOUCHED] == before[TOUCHED], axis=1))
+LAYOUTS = list(itertools.product([1, 2, 3], [1, 2, 3], OPTIMIZERS))
 
 
+@pytest.mark.parametrize("rows", mostly_slow(LAYOUTS, (2, 3, "adagrad")))
+def test_equals_one_device_with_dense_gradients(rows, subtests):
+    for workers, servers, tx in rows:
+        with subtests.test(workers=workers, servers=servers, tx=tx):
+            model, optimizer = create(OPTIMIZERS[tx])
+            before = np.array(model.embed.embedding[...])
+            Cluster(model, optimizer, workers, servers).train(DATA)
+            reference = create(OPTIMIZERS[tx])
+            on_one_device(*reference, DATA)
+            assert largest_difference(arrays(model, optimizer), arrays(*reference)) <= 1e-6
+            after = np.asarray(model.embed.embedding[...])
+            untouched = np.setdiff1d(np.arange(len(after)), TOUCHED)
+            assert len(untouched)
+            assert np.array_equal(after[untouched], before[untouched])
+            assert not np.any(np.all(after[TOUCHED] == before[TOUCHED], axis=1))
+
+
+@pytest.mark.slow
 def test_all_devices_of_a_worker_touch_the_rows_of_its_part():
     model, optimizer = create(OPTIMIZERS["adagrad"])
     Cluster(model, optimizer, 2, 2, devices=2).train(DATA)
@@ -54,6 +61,7 @@ def test_all_devices_of_a_worker_touch_the_rows_of_its_part():
     assert largest_difference(arrays(model, optimizer), arrays(*reference)) <= 1e-6
 
 
+@pytest.mark.slow
 def test_adam_is_lazy():
     rate, b1, b2, eps = 0.01, 0.9, 0.999, 1e-8
     model, optimizer = create(optax.adam(rate))
@@ -127,12 +135,14 @@ READS_OF_OTHER_ROWS = {
 }
 
 
-@pytest.mark.parametrize("case", READS_OF_OTHER_ROWS)
-def test_gradient_of_other_rows_is_not_dropped(case):
-    model, optimizer = create(OPTIMIZERS["sgd"])
-    cluster = Cluster(model, optimizer, step=READS_OF_OTHER_ROWS[case])
-    with raises(ValueError, names=(TABLE, f"sparse[{TABLE!r}]"), values="40"):
-        cluster.step(DATA[0])
+@pytest.mark.parametrize("cases", mostly_slow(READS_OF_OTHER_ROWS, "penalty", "other ids"))
+def test_gradient_of_other_rows_is_not_dropped(cases, subtests):
+    for case in cases:
+        with subtests.test(case=case):
+            model, optimizer = create(OPTIMIZERS["sgd"])
+            cluster = Cluster(model, optimizer, step=READS_OF_OTHER_ROWS[case])
+            with raises(ValueError, names=(TABLE, f"sparse[{TABLE!r}]"), values="40"):
+                cluster.step(DATA[0])
 
 
 def test_reading_other_rows_without_gradient_is_nan():
@@ -167,14 +177,15 @@ WRONG_IDS = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG_IDS)
-def test_wrong_ids_are_rejected(case):
-    sparse, kind, texts = WRONG_IDS[case]
-    cluster = Cluster(*create(OPTIMIZERS["sgd"]), sparse=sparse)
-    with raises(kind, **texts):
-        cluster.step(DATA[0])
-    reply = cluster.part((DATA[0],))
-    assert case != "other key" or f"sparse[{TABLE!r}]" in reply.traceback
+def test_wrong_ids_are_rejected(subtests):
+    for case in WRONG_IDS:
+        with subtests.test(case=case):
+            sparse, kind, texts = WRONG_IDS[case]
+            cluster = Cluster(*create(OPTIMIZERS["sgd"]), sparse=sparse)
+            with raises(kind, **texts):
+                cluster.step(DATA[0])
+            reply = cluster.part((DATA[0],))
+            assert case != "other key" or f"sparse[{TABLE!r}]" in reply.traceback
 
 
 def test_part_without_ids_moves_no_rows():
@@ -220,10 +231,10 @@ BAD_ARGUMENTS = [
 ]
 
 
-@pytest.mark.parametrize(("sparse", "kind", "texts"), BAD_ARGUMENTS)
-def test_bad_arguments_are_rejected(sparse, kind, texts):
-    with raises(kind, **texts):
-        SparseTables(sparse, False)
+def test_bad_arguments_are_rejected(subtests):
+    for sparse, kind, texts in BAD_ARGUMENTS:
+        with subtests.test(texts=texts), raises(kind, **texts):
+            SparseTables(sparse, False)
 
 
 def test_exactness_must_be_a_bool():
@@ -240,9 +251,8 @@ class Odd(nnx.Module):
         self.count = nnx.Variable(jnp.ones(3, jnp.int32))
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "fix"),
-    [
+def test_names_must_be_trained_variables_with_rows(subtests):
+    for name, value, fix in [
         ("embed.embeddings", "embed.embedding", "Did you mean 'embed.embedding'?"),
         ("model.embed.embedding", "embed.embedding", "Did you mean 'embed.embedding'?"),
         ("nothing", "scale", ()),
@@ -250,13 +260,14 @@ class Odd(nnx.Module):
         ("empty", "float32[0, 2]", "Omit it"),
         ("mean", "float32[3]", "Omit it"),
         ("count", "'count'", ()),
-    ],
-)
-def test_names_must_be_trained_variables_with_rows(name, value, fix):
-    model = Odd()
-    leaves = TrainingObjects(model, nnx.Optimizer(model, optax.sgd(1), wrt=nnx.Param)).leaves
-    with raises(ValueError, names=name, values=value, fix=fix):
-        SparseTables({name: len}, False).require_in(leaves)
+    ]:
+        with subtests.test(name=name, value=value):
+            model = Odd()
+            leaves = TrainingObjects(
+                model, nnx.Optimizer(model, optax.sgd(1), wrt=nnx.Param)
+            ).leaves
+            with raises(ValueError, names=name, values=value, fix=fix):
+                SparseTables({name: len}, False).require_in(leaves)
 
 
 def test_lazy_optimizers_are_logged_once_or_rejected(caplog):

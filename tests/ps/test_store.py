@@ -23,6 +23,7 @@ from tests.support.parameter_servers import (
     random_leaves,
     trained_by_optax,
 )
+from tests.support.tables import mostly_slow
 
 ADAM = optax.adam(1e-2)
 MOVING = {"norm.mean": (6,), "norm.count": ()}
@@ -213,18 +214,19 @@ def test_moving_values_move_by_the_mean_change():
     np.testing.assert_array_equal(store.snapshot().values["mean"], VALUES["mean"] + 3)
 
 
-@pytest.mark.parametrize("num_ps", [1, 2, 9])
-def test_moving_and_trained_leaves_are_on_all_servers(num_ps):
-    values = random_leaves(0) | random_leaves(1, MOVING)
-    servers = Servers(ADAM, values, num_ps, moving=MOVING)
-    gradients, changes = random_leaves(2), random_leaves(3, MOVING)
-    servers.step(gradients, changes=changes)
-    got = servers.values()
-    whole, _ = trained_by_optax(ADAM, random_leaves(0), [gradients])
-    for name in MOVING:
-        np.testing.assert_array_equal(got[name], values[name] + changes[name])
-    for name in SHAPES:
-        np.testing.assert_allclose(got[name], whole[name], rtol=1e-6, atol=1e-6)
+def test_moving_and_trained_leaves_are_on_all_servers(subtests):
+    for num_ps in [1, 2, 9]:
+        with subtests.test(num_ps=num_ps):
+            values = random_leaves(0) | random_leaves(1, MOVING)
+            servers = Servers(ADAM, values, num_ps, moving=MOVING)
+            gradients, changes = random_leaves(2), random_leaves(3, MOVING)
+            servers.step(gradients, changes=changes)
+            got = servers.values()
+            whole, _ = trained_by_optax(ADAM, random_leaves(0), [gradients])
+            for name in MOVING:
+                np.testing.assert_array_equal(got[name], values[name] + changes[name])
+            for name in SHAPES:
+                np.testing.assert_allclose(got[name], whole[name], rtol=1e-6, atol=1e-6)
 
 
 def test_asynchronous_tasks_are_applied_once():
@@ -277,34 +279,40 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("is_sync", [True, False])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_training_continues_from_a_snapshot_bit_for_bit(name, is_sync):
+ROWS = list(itertools.product(OPTIMIZERS, [True, False]))
+
+
+@pytest.mark.parametrize("rows", mostly_slow(ROWS, ("noise", True), ("schedule_free", False)))
+def test_training_continues_from_a_snapshot_bit_for_bit(rows, subtests):
     """Also through pickle, and back in a store that has trained further."""
-    store = make_store(OPTIMIZERS[name], is_sync)
+    for name, is_sync in rows:
+        with subtests.test(name=name, is_sync=is_sync):
+            store = make_store(OPTIMIZERS[name], is_sync)
 
-    def train(store, steps, incarnation):
-        for step in steps:
-            store.push(push_of(step, task=step, based_on=step, incarnation=incarnation))
-            if is_sync:
-                store.commit(incarnation, step, step, (0,))
+            def train(store, steps, incarnation):
+                for step in steps:
+                    store.push(push_of(step, task=step, based_on=step, incarnation=incarnation))
+                    if is_sync:
+                        store.commit(incarnation, step, step, (0,))
 
-    train(store, range(3), 0)
-    store.variable("a", "create", 1.0)
-    store.variable("a", "assign_add", 1.0, (7, 0))
-    snapshot = pickle.loads(pickle.dumps(store.snapshot()))
-    assert all(type(leaf) is np.ndarray for leaf in jax.tree.leaves(snapshot.state))
-    train(store, range(3, 6), 0)
-    undisturbed = contents(store)
-    other = Store()
-    for each in (store, other):
-        each.load(Definition(SLICES, OPTIMIZERS[name], is_sync), snapshot, 1)
-        assert each.push(push_of(1.0, based_on=3)) == Rejected("other incarnation")
-        train(each, range(3, 6), 1)
-        assert contents(each) == undisturbed
-        assert each.variable("a", "assign_add", 1.0, (7, 0)) == 2, "the mark is in the snapshot"
-        if not is_sync:
-            assert each.push(push_of(1.0, task=2, based_on=2, incarnation=1)) == 6
+            train(store, range(3), 0)
+            store.variable("a", "create", 1.0)
+            store.variable("a", "assign_add", 1.0, (7, 0))
+            snapshot = pickle.loads(pickle.dumps(store.snapshot()))
+            assert all(type(leaf) is np.ndarray for leaf in jax.tree.leaves(snapshot.state))
+            train(store, range(3, 6), 0)
+            undisturbed = contents(store)
+            other = Store()
+            for each in (store, other):
+                each.load(Definition(SLICES, OPTIMIZERS[name], is_sync), snapshot, 1)
+                assert each.push(push_of(1.0, based_on=3)) == Rejected("other incarnation")
+                train(each, range(3, 6), 1)
+                assert contents(each) == undisturbed
+                assert each.variable("a", "assign_add", 1.0, (7, 0)) == 2, (
+                    "the mark is in the snapshot"
+                )
+                if not is_sync:
+                    assert each.push(push_of(1.0, task=2, based_on=2, incarnation=1)) == 6
 
 
 def test_updates_compile_once(caplog):
@@ -320,22 +328,26 @@ def test_updates_compile_once(caplog):
     assert_nothing_compiled(events)
 
 
-@pytest.mark.parametrize("kinds", [("moving",), ("trained",), ()])
-def test_servers_may_hold_one_kind_of_leaves_or_none(kinds):
-    slices = tuple(part for part in SLICES if part.kind in kinds)
-    store = make_store(None if "trained" not in kinds else ADAM, slices=slices)
-    pulled = store.pull(0, 0, None, {})
-    assert (len(pulled.trained), len(pulled.moving)) == ("trained" in kinds, "moving" in kinds)
-    push = Push(0, 0, 0, 0, 1.0, pulled.trained, pulled.moving)
-    assert store.push(push) == 0
-    assert store.commit(0, 0, 0, (0,)) == 1
-    assert store.snapshot().values.keys() == {part.leaf for part in slices}
+def test_servers_may_hold_one_kind_of_leaves_or_none(subtests):
+    for kinds in [("moving",), ("trained",), ()]:
+        with subtests.test(kinds=kinds):
+            slices = tuple(part for part in SLICES if part.kind in kinds)
+            store = make_store(None if "trained" not in kinds else ADAM, slices=slices)
+            pulled = store.pull(0, 0, None, {})
+            assert (len(pulled.trained), len(pulled.moving)) == (
+                "trained" in kinds,
+                "moving" in kinds,
+            )
+            push = Push(0, 0, 0, 0, 1.0, pulled.trained, pulled.moving)
+            assert store.push(push) == 0
+            assert store.commit(0, 0, 0, (0,)) == 1
+            assert store.snapshot().values.keys() == {part.leaf for part in slices}
 
 
-@pytest.mark.parametrize("weight", [-1.0, np.nan, np.inf])
-def test_bad_weights_are_refused(weight):
-    with raises(ValueError, names="weight", values=weight):
-        make_store().push(push_of(1.0, weight=weight))
+def test_bad_weights_are_refused(subtests):
+    for weight in [-1.0, np.nan, np.inf]:
+        with subtests.test(weight=weight), raises(ValueError, names="weight", values=weight):
+            make_store().push(push_of(1.0, weight=weight))
 
 
 def test_bad_buffers_are_refused():
@@ -390,19 +402,20 @@ def test_statistics_count_bytes():
     assert (statistics["bytes_out"], statistics["bytes_in"]) == (32, 32)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_numbers_are_a_set(seed):
-    rng = np.random.default_rng(seed)
-    numbers, expected = Numbers(), set()
-    for number in rng.integers(0, 40, size=200).tolist():
-        assert (number in numbers) == (number in expected)
-        assert numbers.add(number) == (number not in expected)
-        expected.add(number)
-        covered = [n for start, stop in numbers.ranges for n in range(start, stop)]
-        assert covered == sorted(expected)
-        gaps = itertools.pairwise(numbers.ranges)
-        assert all(stop < start for (_, stop), (start, _) in gaps), "ranges do not touch"
-        numbers = Numbers(numbers.ranges)
+def test_numbers_are_a_set(subtests):
+    for seed in range(5):
+        with subtests.test(seed=seed):
+            rng = np.random.default_rng(seed)
+            numbers, expected = Numbers(), set()
+            for number in rng.integers(0, 40, size=200).tolist():
+                assert (number in numbers) == (number in expected)
+                assert numbers.add(number) == (number not in expected)
+                expected.add(number)
+                covered = [n for start, stop in numbers.ranges for n in range(start, stop)]
+                assert covered == sorted(expected)
+                gaps = itertools.pairwise(numbers.ranges)
+                assert all(stop < start for (_, stop), (start, _) in gaps), "ranges do not touch"
+                numbers = Numbers(numbers.ranges)
 
 
 def test_named_variables_apply_each_operation_once():

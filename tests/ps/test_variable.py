@@ -3,9 +3,8 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
-from mirror._src.ps.variable import ServerVariable
+from tests.support import inside
 from tests.support.messages import raises
 
 
@@ -33,12 +32,13 @@ USES = {
 }
 
 
-@pytest.mark.parametrize("name", USES)
-def test_traced_functions_cannot_use_variables(name):
+def test_traced_functions_cannot_use_variables(subtests):
     """They would keep the value that it has now, or change it once."""
-    host = Host()
-    variable = ServerVariable("a", 0, host)
-    with raises(RuntimeError, names="'a'", fix="outside"):
-        jax.jit(lambda x: USES[name](variable, x))(2.0)
-    assert host.held == 3
-    assert USES[name](variable, 2.0) is not None
+    for name in USES:
+        with subtests.test(msg=name):
+            host = Host()
+            variable = inside.server_variable("a", 0, host)
+            with raises(RuntimeError, names="'a'", fix="outside"):
+                jax.jit(lambda x: USES[name](variable, x))(2.0)
+            assert host.held == 3
+            assert USES[name](variable, 2.0) is not None

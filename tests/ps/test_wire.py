@@ -1,7 +1,6 @@
 """Messages travel as plain tuples, and what a worker knows is not sent again."""
 
 import numpy as np
-import pytest
 
 from mirror._src.ps.actions import Assignment, Committed
 from mirror._src.ps.engine import RayEngine
@@ -24,13 +23,14 @@ MESSAGES = [
 ASSIGNMENT = Assignment(5, 4, 0, 1, 2, 0, Committed(3, 3, (0, 1)), 4)
 
 
-@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
-def test_messages_arrive_as_they_were(message):
-    sent = plain(message)
-    arrived = typed(sent)
-    assert type(arrived) is type(message)
-    assert repr(arrived) == repr(message)
-    assert type(sent) in (tuple, type(message))
+def test_messages_arrive_as_they_were(subtests):
+    for message in MESSAGES:
+        with subtests.test(message=message):
+            sent = plain(message)
+            arrived = typed(sent)
+            assert type(arrived) is type(message)
+            assert repr(arrived) == repr(message)
+            assert type(sent) in (tuple, type(message))
 
 
 def test_messages_of_every_update_are_plain():
@@ -38,25 +38,24 @@ def test_messages_of_every_update_are_plain():
         assert type(plain(message)) is tuple
 
 
-@pytest.mark.parametrize(
-    "work",
-    [
+def test_references_are_sent_once(subtests):
+    for work in [
         Export(1, ["fn"]),
         StepWork(Export(1, ["fn"]), Export(2, ["model"]), 7, None),
         StepWork(Export(1, ["fn"]), Export(2, ["model"]), 7, Export(3, ["w"]), Export(4, ["b"])),
-    ],
-    ids=["function", "step", "step of Trainer"],
-)
-def test_references_are_sent_once(work):
-    header, references = request(ASSIGNMENT, work, ())
-    assert received(header, references) == (ASSIGNMENT, work)
-    header, again = request(ASSIGNMENT, work, references)
-    assert again == {}
-    assignment, bare = received(header, again)
-    assert assignment == ASSIGNMENT
-    exports = [bare] if isinstance(bare, Export) else [e for e in bare if isinstance(e, Export)]
-    assert [export.key for export in exports] == sorted(references)
-    assert all(export.reference is None for export in exports)
+    ]:
+        with subtests.test(work=work):
+            header, references = request(ASSIGNMENT, work, ())
+            assert received(header, references) == (ASSIGNMENT, work)
+            header, again = request(ASSIGNMENT, work, references)
+            assert again == {}
+            assignment, bare = received(header, again)
+            assert assignment == ASSIGNMENT
+            exports = (
+                [bare] if isinstance(bare, Export) else [e for e in bare if isinstance(e, Export)]
+            )
+            assert [export.key for export in exports] == sorted(references)
+            assert all(export.reference is None for export in exports)
 
 
 class ForgetfulWorker:

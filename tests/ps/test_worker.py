@@ -6,7 +6,6 @@ import sys
 import jax
 import numpy as np
 import optax
-import pytest
 from flax import nnx
 
 import mirror
@@ -102,14 +101,15 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize("name", FAILURES)
-def test_error_of_a_function_says_what_it_said_on_the_worker(name):
-    (function, *arguments), kind, text = FAILURES[name]
-    error = raised_by(function, *arguments)
-    assert type(error) is kind
-    assert text in str(error)
-    if name == "file":
-        assert error.filename == "/nonexistent/file"
+def test_error_of_a_function_says_what_it_said_on_the_worker(subtests):
+    for name in FAILURES:
+        with subtests.test(msg=name):
+            (function, *arguments), kind, text = FAILURES[name]
+            error = raised_by(function, *arguments)
+            assert type(error) is kind
+            assert text in str(error)
+            if name == "file":
+                assert error.filename == "/nonexistent/file"
 
 
 LOCAL = mirror.OneDeviceStrategy("/cpu:0")
@@ -117,20 +117,21 @@ TX = optax.adam(3e-3)
 DATA = batches([8, 8, 6])
 
 
-@pytest.mark.parametrize("num_devices", [1, 2])
-def test_parts_of_a_step_make_the_update_of_the_whole_batch(num_devices):
-    model, optimizer = create(LOCAL, TX)
-    training = Training(model, optimizer, num_devices)
-    for batch in DATA:
-        cuts = (slice(0, 4), slice(4, None))
-        for i, rows in enumerate(cuts):
-            reply = training.part(jax.tree.map(lambda x, r=rows: x[r], batch), i, 2)
-            assert isinstance(reply, Result), reply
-        training.end_step(0, 1)
-    training.collect()
-    reference, _ = on_replicas(1, TX, DATA)
-    assert largest_difference(arrays(model, optimizer), arrays(*reference)) < 1e-5
-    assert int(optimizer.step[...]) == 3
+def test_parts_of_a_step_make_the_update_of_the_whole_batch(subtests):
+    for num_devices in [1, 2]:
+        with subtests.test(num_devices=num_devices):
+            model, optimizer = create(LOCAL, TX)
+            training = Training(model, optimizer, num_devices)
+            for batch in DATA:
+                cuts = (slice(0, 4), slice(4, None))
+                for i, rows in enumerate(cuts):
+                    reply = training.part(jax.tree.map(lambda x, r=rows: x[r], batch), i, 2)
+                    assert isinstance(reply, Result), reply
+                training.end_step(0, 1)
+            training.collect()
+            reference, _ = on_replicas(1, TX, DATA)
+            assert largest_difference(arrays(model, optimizer), arrays(*reference)) < 1e-5
+            assert int(optimizer.step[...]) == 3
 
 
 def test_repeated_part_draws_the_same_noise_and_other_parts_do_not():
@@ -239,23 +240,22 @@ def test_objects_that_servers_cannot_hold_are_rejected():
         TrainingObjects(model, nnx.Optimizer(model, TX, wrt=nnx.BatchStat))
 
 
-@pytest.mark.parametrize(
-    "tx",
-    [
-        TX,
-        optax.sgd(0.1, momentum=0.9),
-        optax.chain(optax.clip(1.0), optax.adamw(1e-3)),
-        optax.MultiSteps(optax.adam(1e-3), 2),
-        optax.inject_hyperparams(optax.adam)(1e-3),
-    ],
-    ids=["adam", "momentum", "chain", "multi_steps", "inject"],
-)
-def test_objects_are_written_as_they_are_read(tx):
-    model, optimizer = create(LOCAL, tx, has_noise="norm")
-    (trained, wanted), _ = on_replicas(1, tx, DATA[:2], has_noise="norm")
-    source, target = TrainingObjects(trained, wanted), TrainingObjects(model, optimizer)
-    target.write(source.read(), source.read_optimizer(), source.step)
-    assert are_equal(arrays(model, optimizer), arrays(trained, wanted))
-    assert target.has_same_structure()
-    model.eval()
-    assert not target.has_same_structure()
+def test_objects_are_written_as_they_are_read(subtests):
+    for row, tx in enumerate(
+        [
+            TX,
+            optax.sgd(0.1, momentum=0.9),
+            optax.chain(optax.clip(1.0), optax.adamw(1e-3)),
+            optax.MultiSteps(optax.adam(1e-3), 2),
+            optax.inject_hyperparams(optax.adam)(1e-3),
+        ]
+    ):
+        with subtests.test(row=row):
+            model, optimizer = create(LOCAL, tx, has_noise="norm")
+            (trained, wanted), _ = on_replicas(1, tx, DATA[:2], has_noise="norm")
+            source, target = TrainingObjects(trained, wanted), TrainingObjects(model, optimizer)
+            target.write(source.read(), source.read_optimizer(), source.step)
+            assert are_equal(arrays(model, optimizer), arrays(trained, wanted))
+            assert target.has_same_structure()
+            model.eval()
+            assert not target.has_same_structure()

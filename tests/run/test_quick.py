@@ -360,7 +360,7 @@ def test_one_buffer_in_two_arrays_is_copied(strategy, at, met):
     for _ in range(2):
         x = jnp.arange(3.0)
         place = SHARED[at](strategy, x)
-        put = (lambda: x) if place is x else (lambda: jax.device_put(x, place))  # noqa: B023
+        put = (lambda: x) if place is x else (lambda: jax.device_put(x, place))
         state = {"a": put(), "b": put()}
         state, grad = strategy.run(step, (state, batch), donate_argnums=0)
         for name in state:

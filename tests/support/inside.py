@@ -19,9 +19,17 @@ from mirror._src.data import batches as data_batches
 from mirror._src.data import local_input as data_local_input
 from mirror._src.data import step_exchange as data_step_exchange
 from mirror._src.devices import backend, launch, launches, resolve, settings, startup
+from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.distributed import failures as distributed_failures
 from mirror._src.distributed import store
 from mirror._src.executors import choice, compiled
+from mirror._src.keras import batches as keras_batch_module
+from mirror._src.keras import hooks as keras_hook_module
+from mirror._src.keras import step_function as keras_steps
+from mirror._src.ps import cluster, conductor, ray_cluster, server, tethered
+from mirror._src.ps.elsewhere import ELSEWHERE
+from mirror._src.ps.scope import ServerScope
+from mirror._src.ps.variable import ServerVariable
 from mirror._src.run import argument_placer
 from mirror._src.training import agreed_stop as training_agreed_stop
 from mirror._src.training import labels as training_labels
@@ -33,7 +41,7 @@ from mirror._src.training import state_lock as training_state_lock
 from mirror._src.training.callbacks import hooks as callback_hooks
 from mirror._src.training.checkpoints import durable, files, host_copies, layout
 from mirror._src.training.checkpoints import store as checkpoints_store
-from mirror._src.utils import source_lines, supported, unknown_names
+from mirror._src.utils import keras_library, migration, source_lines, supported, unknown_names
 
 
 def has_started() -> bool:
@@ -155,9 +163,71 @@ def is_users_file(filename: str, library: str | None = None) -> bool:
         return source_lines.is_users(filename)
 
 
-def count_calls(module: ModuleType, name: str, patch: pytest.MonkeyPatch) -> list[object]:
+def keras_devices(function: object) -> int:
+    """The number of devices of a Keras step that has not run, or 0: users see it when it has."""
+    return len(function.owner.replicas) if isinstance(function, keras_steps.StepFunction) else 0
+
+
+def keras_hooks() -> tuple[ModuleType, ModuleType]:
+    """The hooks in Keras, and their names of Keras: a release that moves one must fail by name."""
+    return keras_hook_module, keras_library
+
+
+def keras_batches() -> ModuleType:
+    """How batches of Keras are placed: accelerators, which tests do not have, read ahead."""
+    return keras_batch_module
+
+
+def keras_step() -> ModuleType:
+    """The launches of Keras steps: users cannot see whether one was announced as compiling."""
+    return keras_steps
+
+
+def replica_devices() -> type[ReplicaDevices]:
+    """The class that copies values to devices: users see only how long it takes."""
+    return ReplicaDevices
+
+
+def server_scope(name: str, strategy: mirror.Strategy) -> ServerScope:
+    """The scope of parameter servers: publicly, it needs a cluster of Ray."""
+    return ServerScope(name, strategy)
+
+
+def connection_to_ray() -> ray_cluster.Connection:
+    """A connection to a cluster of Ray on this machine: publicly, a strategy ends it again."""
+    return ray_cluster.Connection(None)
+
+
+def servers_and_workers(strategy: object) -> dict[str, list[int]]:
+    """The processes of a `ParameterServerStrategy`: to kill one, as a machine that fails does."""
+    return strategy._engine.pids()
+
+
+def waits_for_ray() -> tuple[ModuleType, ModuleType]:
+    """The modules that wait for processes and for nodes: users cannot set their clocks."""
+    return conductor, ray_cluster
+
+
+def server_variable(name: str, server: int, host: object) -> ServerVariable:
+    """A variable of a server of any kind: publicly, it needs a cluster of Ray."""
+    return ServerVariable(name, server, host)
+
+
+def replacements() -> tuple[dict[str, str], dict[tuple[str, str], str]]:
+    """The methods of other strategies and their replacements: users see one by its error."""
+    return ELSEWHERE, migration.advice()
+
+
+def nodes() -> tuple[ModuleType, ...]:
+    """The nodes of a cluster with parameter servers: publicly, they need one process each."""
+    return cluster, server, tethered
+
+
+def count_calls(
+    module: object, name: str, patch: pytest.MonkeyPatch, results: list[object] | None = None
+) -> list[object]:
     """Fills a list with the results of a function that users cannot observe."""
-    results: list[object] = []
+    results = [] if results is None else results
     call: Callable[..., object] = getattr(module, name)
 
     def counted(*arguments: object, **options: object) -> object:
