@@ -147,7 +147,7 @@ def test_batch_in_another_form_trains_to_the_same_weights(subtests, two, rows):
 def test_batch_with_odd_values_keeps_the_copies_equal(subtests, two):
     """A value that is not finite is reported, and spreads as on one device."""
     for case in FINITE | NOT_FINITE:
-        with subtests.test(msg=str(case)):
+        with subtests.test(msg=case):
             trainer = new_trainer(two)
             if case in FINITE:
                 trainer.fit(data_with(FINITE[case]), epochs=1, progress=False)

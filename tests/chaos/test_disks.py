@@ -353,7 +353,7 @@ def test_directory_with_an_odd_name(subtests, tmp_path_factory):
 
 def test_directory_whose_name_is_impossible_is_rejected(subtests, tmp_path_factory):
     for name in ["x" * 256, "/".join(["d" * 250] * 20), "a\0b"]:
-        with subtests.test(msg=str(name)):
+        with subtests.test(msg=repr(name[:20])):
             tmp_path = tmp_path_factory.mktemp("row")
             with pytest.raises((OSError, ValueError)) as caught:
                 CheckpointStore(tmp_path / name)
@@ -378,7 +378,7 @@ TRAVERSALS = [
 
 def test_name_of_an_array_cannot_leave_the_directory(subtests, tmp_path_factory):
     for name in TRAVERSALS:
-        with subtests.test(msg=name):
+        with subtests.test(msg=repr(name)):
             tmp_path = tmp_path_factory.mktemp("row")
             directory = tmp_path / "in" / "runs"
             value = np.arange(5.0)
@@ -455,7 +455,7 @@ def test_something_else_has_the_name_of_a_checkpoint(rows, subtests, tmp_path_fa
 def test_directory_is_a_link(subtests, tmp_path_factory):
     """The checkpoints are where it points to."""
     for target in ["directory", "link", "nothing"]:
-        with subtests.test(msg=str(target)):
+        with subtests.test(msg=target):
             tmp_path = tmp_path_factory.mktemp("row")
             place = tmp_path / "elsewhere"
             if target == "directory":

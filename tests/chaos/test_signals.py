@@ -25,7 +25,7 @@ from tests.support import inside
 from tests.support.checkpoints import START
 from tests.support.messages import assert_message
 from tests.support.strategies import cpu_strategy
-from tests.support.waiting import wait_until
+from tests.support.waiting import main_thread_waits, wait_until
 
 CheckpointStore, files = inside.checkpoint_store(), inside.checkpoint_files()
 STEPS = 6  # before the place that blocks
@@ -114,18 +114,8 @@ def send(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-def is_waiting(where: str = "") -> bool:
-    """Whether the main thread waits for another one, in a function with this name."""
-    frame = sys._current_frames()[threading.main_thread().ident]
-    is_waiting, names = frame.f_code.co_filename == threading.__file__, []
-    while frame is not None:
-        names.append(frame.f_code.co_name)
-        frame = frame.f_back
-    return is_waiting and (not where or where in names)
-
-
 def send_after_the_steps(trainer, number: int) -> None:
-    wait_until(lambda: trainer._position.step == STEPS and is_waiting())
+    wait_until(lambda: trainer._position.step == STEPS and main_thread_waits())
     send(number)
 
 
@@ -241,7 +231,7 @@ def test_interrupts_in_a_checkpoint_complete_it(untrained, tmp_path, subtests, c
 
         def press(count=count):
             for _ in range(count):
-                wait_until(lambda: is_waiting("complete"))
+                wait_until(lambda: main_thread_waits("complete"))
                 send(INT)
             wait_until(lambda: "the checkpoint for step 6" in words())
             block.released.set()

@@ -1152,9 +1152,8 @@ _OF_CHECKPOINTS = (
         "        durable.rename(unfinished, target)\n",
         "        None if is_new else layout.remove(path)\n"
         "        durable.rename(unfinished, target)\n",
-        ("tests/chaos/test_checkpoint_faults.py", "tests/training/test_checkpoints.py"),
-        likely="power_failure or replaces or killed",
-        is_slow=True,
+        ("tests/chaos/test_kills.py",),
+        likely="kill_in_a_save",
     ),
     Fault(
         "arrays whose checksum nobody compares",

@@ -210,7 +210,7 @@ def broken(at: int):
 
 def test_callbacks_end_after_an_error_in_a_step_or_the_data(subtests):
     for source in [wider, broken]:
-        with subtests.test(msg=str(source)):
+        with subtests.test(msg=source.__name__):
             recorder, trainer = Recorder(), new_trainer()
             with pytest.raises(Exception, match=r"of the source|shape|dot_general"):
                 fit(trainer, 2, recorder, data=source(5))
@@ -315,7 +315,7 @@ def test_unknown_metrics_are_rejected_after_the_first_step(subtests, tmp_path_fa
 @pytest.mark.parametrize("rows", mostly_slow(["EarlyStopping", "Checkpoint"], "Checkpoint"))
 def test_other_callbacks_may_add_the_monitored_metric(subtests, tmp_path_factory, rows):
     for name in rows:
-        with subtests.test(msg=str(name)):
+        with subtests.test(msg=name):
             tmp_path = tmp_path_factory.mktemp("row")
             check_other_callbacks_may_add_the_monitored_metric(tmp_path, name)
 
@@ -709,7 +709,7 @@ class Run:
 
 def test_log_calls_a_function_of_a_tracker(subtests):
     for method in ["wandb_log", "mlflow_log_metrics"]:
-        with subtests.test(msg=str(method)):
+        with subtests.test(msg=method):
             run, trainer = Run(), new_trainer()
             begin = trainer._position.step
             log = callbacks.Log(getattr(run, method), every_steps=4)
@@ -731,7 +731,7 @@ def test_log_only_of_epochs():
 
 def test_log_requires_a_function_of_two_arguments(subtests):
     for fn in [3, "wandb", None, lambda metrics: None]:
-        with subtests.test(msg=str(fn)):
+        with subtests.test(msg=repr(fn)):
             with raises(TypeError, names="fn", fix=["Log(wandb.log)"]):
                 callbacks.Log(fn)
             with raises(ValueError, names="every_steps", values=-1):

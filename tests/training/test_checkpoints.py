@@ -92,7 +92,7 @@ def test_store_round_trips_every_kind_of_value(tmp_path):
 @pytest.mark.parametrize("rows", mostly_slow(["threefry2x32", "rbg", "unsafe_rbg"], "rbg"))
 def test_store_round_trips_keys(subtests, tmp_path_factory, rows):
     for impl in rows:
-        with subtests.test(msg=str(impl)):
+        with subtests.test(msg=impl):
             tmp_path = tmp_path_factory.mktemp("row")
             keys = {"one": jax.random.key(3, impl=impl)}
             keys["many"] = jax.random.split(keys["one"], (2, 3))
@@ -344,7 +344,7 @@ def test_store_rejects_bad_options(subtests, tmp_path_factory):
 
 def test_store_requires_a_local_directory(subtests):
     for directory in ["gs://bucket/runs", "", b"/tmp/runs"]:
-        with subtests.test(msg=str(directory)):
+        with subtests.test(msg=repr(directory)):
             with raises(ValueError, names="directory", values=repr(directory)):
                 CheckpointStore(directory)
             with raises(ValueError, names="directory", values=repr(directory)):
@@ -353,7 +353,7 @@ def test_store_requires_a_local_directory(subtests):
 
 def test_store_rejects_paths_that_orbax_would_lose(subtests, tmp_path_factory):
     for name in ["a\\b", "runs[1]"]:
-        with subtests.test(msg=str(name)):
+        with subtests.test(msg=name):
             tmp_path = tmp_path_factory.mktemp("row")
             place = repr(str(tmp_path / name))
             with raises(ValueError, names="directory", values=[place, "'['", r"'\'"]):

@@ -80,7 +80,7 @@ def test_history_escapes_names_in_html():
 
 def test_plot_draws_each_metric_with_its_validation(subtests, three, tmp_path_factory):
     for ending in ["png", "svg"]:
-        with subtests.test(msg=str(ending)):
+        with subtests.test(msg=ending):
             tmp_path = tmp_path_factory.mktemp("row")
             file = tmp_path / f"curves.{ending}"
             figure = three.plot(file)

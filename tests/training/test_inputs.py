@@ -104,7 +104,7 @@ def test_options_are_those_of_from_arrays(subtests, rows):
 def test_validation_split_holds_out_the_last_examples(subtests, rows):
     """As in Keras: the number that `floor(n * (1 - fraction))` leaves, before shuffling."""
     for fraction, held_out in rows:
-        with subtests.test(msg=f"{fraction!r} {held_out!r}"):
+        with subtests.test(msg=str(fraction)):
             ours, by_hand = new(), new()
             history = fit(ours, (X, Y), 2, batch_size=4, validation_split=fraction)
             end = N - held_out
@@ -208,7 +208,7 @@ def test_wrong_data_are_rejected_before_the_first_step(subtests):
 
 def test_other_methods_name_their_line(subtests):
     for method in ["evaluate", "predict", "verify"]:
-        with subtests.test(msg=str(method)):
+        with subtests.test(msg=method):
             check_other_methods_name_their_line(method)
 
 

@@ -449,7 +449,7 @@ def test_wrong_loss_scale_of_a_trainer_is_rejected(subtests):
 @pytest.mark.parametrize("rows", mostly_slow(["loss_scale", "skipped"], "skipped"))
 def test_metrics_of_the_same_names_are_an_error(subtests, rows):
     for name in rows:
-        with subtests.test(msg=str(name)):
+        with subtests.test(msg=name):
             check_metrics_of_the_same_names_are_an_error(name)
 
 

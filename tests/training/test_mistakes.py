@@ -83,7 +83,7 @@ def test_calls_of_other_libraries(subtests, trainer):
 
 def test_methods_of_other_libraries(subtests, trainer):
     for name in inside.guesses("trainer"):
-        with subtests.test(msg=str(name)):
+        with subtests.test(msg=name):
             with raises(AttributeError, values=[f"'{name}'"], fix=inside.guesses("trainer")[name]):
                 getattr(trainer, name)
             assert not hasattr(trainer, name)
@@ -267,7 +267,7 @@ def test_hooks_that_would_not_be_called(subtests, trainer):
 
 def test_other_methods_are_allowed(subtests):
     for name in ["on_disk", "on_gpu", "_on_train_begin", "save_on_step"]:
-        with subtests.test(msg=str(name)):
+        with subtests.test(msg=name):
             new().fit(DATASET, callbacks=with_hook(name), progress=False)
 
 

@@ -300,7 +300,7 @@ FOREIGN = {
 
 def test_losses_of_other_libraries_are_named(subtests):
     for module, name in FOREIGN:
-        with subtests.test(msg=f"{module!r} {name!r}"):
+        with subtests.test(msg=f"{module}.{name}"):
             check_losses_of_other_libraries_are_named(module, name)
 
 

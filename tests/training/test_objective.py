@@ -171,7 +171,7 @@ def on_two():
 
 def test_objective_rejects_losses_that_are_not_per_example(subtests, on_two):
     for name, use in itertools.product(LOSSES, [fit, mirror.Trainer.evaluate]):
-        with subtests.test(msg=f"{name} {use}"):
+        with subtests.test(msg=f"{use.__name__}: {name}"):
             make, error, wanted = LOSSES[name]
             with raises(error, **wanted):
                 use(classify(on_two, returns(make)), batches())
@@ -201,7 +201,7 @@ PARTS: dict[str, tuple[Any, ...]] = {
 
 def test_objective_rejects_invalid_weights_and_classes(subtests, on_two):
     for name, use in itertools.product(PARTS, [fit, mirror.Trainer.evaluate]):
-        with subtests.test(msg=f"{name} {use}"):
+        with subtests.test(msg=f"{use.__name__}: {name}"):
             check_objective_rejects_invalid_weights_and_classes(on_two, name, use)
 
 

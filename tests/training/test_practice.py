@@ -154,7 +154,7 @@ def wanted():
 @pytest.mark.parametrize("rows", mostly_slow([*EXECUTORS, "eight"], "pmap"))
 def test_dropout_by_example_trains_the_same_on_any_number_of_replicas(subtests, wanted, rows):
     for name in rows:
-        with subtests.test(msg=str(name)):
+        with subtests.test(msg=name):
             strategy = cpu_strategy(8) if name == "eight" else EXECUTORS[name]()
             np.testing.assert_allclose(dropped_losses(strategy), wanted, rtol=1e-5)
 

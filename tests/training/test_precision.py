@@ -295,7 +295,7 @@ def check_every_layer_of_flax_keeps_its_variables_in_float32(name):
 
 def test_attributes_of_the_same_name_are_left_alone(subtests):
     for make in [lambda: Block(nnx.Linear(4, 3, rngs=nnx.Rngs(0))), Computed]:
-        with subtests.test(msg=str(make)):
+        with subtests.test(msg=make.__name__):
             trainer = trainer_of(make(), precision="bfloat16")
             assert trainer.predict(outputs, TABLES).dtype == "bfloat16"
             assert trainer.model.dtype in ("mine", None)
@@ -413,7 +413,7 @@ class Mixed(nnx.Module):
 
 def test_linen_layers_may_be_set_if_the_precision_reaches_others(subtests):
     for head in [linen.Dense(3, dtype=jnp.float32), BareLinen()]:
-        with subtests.test(msg=str(head)):
+        with subtests.test(msg=type(head).__name__):
             trainer = trainer_of(Mixed(head), precision="bfloat16")
             assert trainer.model.body.dtype == jnp.bfloat16
             fit(trainer, TABLES)
@@ -518,7 +518,7 @@ def test_named_losses_and_metrics_are_computed_in_float32():
 )
 def test_checkpoint_restores_into_another_precision(subtests, tmp_path_factory, rows):
     for saved, restored in rows:
-        with subtests.test(msg=f"{saved!r} {restored!r}"):
+        with subtests.test(msg=f"{saved} to {restored}"):
             tmp_path = tmp_path_factory.mktemp("row")
             trainer = trainer_of(Net(), precision=saved)
             fit(trainer, TABLES)

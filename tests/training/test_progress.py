@@ -318,7 +318,7 @@ def test_bar_leaves_the_line_to_a_debugger(monkeypatch):
 
 def test_a_terminal_without_controls_gets_lines_only(subtests):
     for name in ["dumb", "unknown"]:
-        with subtests.test(msg=str(name)), pytest.MonkeyPatch.context() as monkeypatch:
+        with subtests.test(msg=name), pytest.MonkeyPatch.context() as monkeypatch:
             monkeypatch.setenv("TERM", name)
             screen = on_terminal(monkeypatch)
             assert re.fullmatch(LINES, screen.text.replace("\r\n", "\n"))

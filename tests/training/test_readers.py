@@ -14,7 +14,7 @@ from tests.support.messages import assert_message
 from tests.support.strategies import cpu_strategy
 from tests.support.tables import mostly_slow
 from tests.support.training import fit
-from tests.support.waiting import wait_until
+from tests.support.waiting import main_thread_waits, wait_until
 
 STEPS = 60
 DATA = [{"x": np.full((4, 2), i % 3, np.float32)} for i in range(STEPS)]
@@ -216,10 +216,11 @@ def test_fit_waits_for_what_another_thread_has_begun():
     with ThreadPoolExecutor(2) as pool:
         reader = pool.submit(trainer.evaluate, slow())
         assert began.wait(60)
-        waits = pool.submit(wait_until, lambda: trainer._readers._trains is not None)
+        waits = pool.submit(wait_until, lambda: main_thread_waits("training"))
         waits.add_done_callback(lambda _: may_end.set())
         fit(trainer, DATA[:2], callbacks=OnStep(lambda _: order.append("step")))
         assert reader.result() == alone
+        waits.result()
     assert order == ["evaluates", "step", "step"]
 
 

@@ -471,7 +471,7 @@ def endless():
 def test_resume_supports_steps_per_epoch(subtests, tmp_path_factory, rows):
     """With endless data, and with data of another length."""
     for data in rows:
-        with subtests.test(msg=str(data)):
+        with subtests.test(msg=data.__name__):
             tmp_path = tmp_path_factory.mktemp("row")
             trainer, options = new_trainer(Noisy), {"steps_per_epoch": 10}
             wanted, end = (
@@ -693,7 +693,7 @@ MOMENTS = {"on_epoch_begin": 1, "on_step": 1, "on_metrics": 10, "on_epoch_end": 
 def test_sigterm_at_any_moment_is_safe(subtests, tmp_path_factory, capsys):
     """The current step is finished and saved, and a line says so."""
     for every_epochs, moment in itertools.product([0, 1], MOMENTS):
-        with subtests.test(msg=f"{every_epochs} {moment}"):
+        with subtests.test(msg=f"{moment}, {every_epochs=}"):
             tmp_path = tmp_path_factory.mktemp("row")
             with pytest.raises(SystemExit) as caught:
                 fit_quickly(tmp_path, Looks(moment), every_epochs=every_epochs)

@@ -279,7 +279,7 @@ MOMENTUM = optax.sgd(0.05, momentum=0.9)  # Adam would magnify it too
 def test_grouped_steps_equal_single_steps(subtests):
     """Normalization, dropout, counters, moments and metrics, with two dtypes in one model."""
     for executor, dtype in [("pmap", jnp.bfloat16), ("vmap", jnp.float32), ("staged", jnp.float32)]:
-        with subtests.test(msg=f"{executor!r} {dtype!r}"):
+        with subtests.test(msg=executor):
             check_grouped_steps_equal_single_steps(executor, dtype)
 
 
@@ -359,7 +359,7 @@ class Normed(nnx.Module):
 @pytest.mark.parametrize("rows", mostly_slow([(1, 2), (2, 1)], (2, 1)))
 def test_dropout_differs_between_microbatches_and_replicas(subtests, rows):
     for num_replicas, accumulate in rows:
-        with subtests.test(msg=f"{num_replicas!r} {accumulate!r}"):
+        with subtests.test(msg=f"{num_replicas} replicas, {accumulate} pieces"):
             check_dropout_differs_between_microbatches_and_replicas(num_replicas, accumulate)
 
 
@@ -420,7 +420,7 @@ def from_linen():
 @pytest.mark.parametrize("rows", mostly_slow([(Tree, 1), (from_linen, 2)], (Tree, 1)))
 def test_trainer_trains_any_module(subtests, eight, rows):
     for create, at_once in rows:
-        with subtests.test(msg=f"{create!r} {at_once!r}"):
+        with subtests.test(msg=create.__name__):
             check_trainer_trains_any_module(eight, create, at_once)
 
 
@@ -435,7 +435,7 @@ def check_trainer_trains_any_module(eight, create, at_once):
 
 def test_training_does_not_depend_on_creation_in_the_scope(subtests, two):
     for inside in ["nothing", "model", "optimizer", "trainer", "fit"]:
-        with subtests.test(msg=str(inside)):
+        with subtests.test(msg=inside):
             check_training_does_not_depend_on_creation_in_the_scope(two, inside)
 
 
@@ -468,7 +468,7 @@ def only_b(path, value):
 @pytest.mark.parametrize("rows", mostly_slow([(1, False), (2, True)], (2, True)))
 def test_wrt_keeps_other_variables_unchanged(subtests, two, rows):
     for at_once, has_optimizer in rows:
-        with subtests.test(msg=f"{at_once!r} {has_optimizer!r}"):
+        with subtests.test(msg=f"{at_once=}, {has_optimizer=}"):
             model, kwargs = Line(), {"steps_per_execution": at_once}
             if has_optimizer:
                 tx = nnx.Optimizer(model, optax.adam(1.0), wrt=only_b)

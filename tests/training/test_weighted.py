@@ -500,7 +500,7 @@ def test_meter_of_an_older_checkpoint_divides_by_the_number_of_examples():
 
 def test_launch_without_values_and_weights_is_empty(subtests):
     for total, weight, is_empty in [(0, 0, True), (0, 1, False), (1, 0, False), (np.nan, 0, False)]:
-        with subtests.test(msg=f"{total!r} {weight!r} {is_empty!r}"):
+        with subtests.test(msg=f"{total} / {weight}"):
             meter = Meter()
             meter.add(1, sums_of(np.float32(total), np.float32(weight)))
             [(_, means, empty)] = meter.collect()
@@ -583,7 +583,7 @@ LOSSES: dict[str, tuple[Any, ...]] = {
 
 def test_errors_for_wrong_shapes_and_dtypes_name_the_loss_function(subtests, two):
     for name, use in itertools.product(LOSSES, [fit, mirror.Trainer.evaluate]):
-        with subtests.test(msg=f"{name} {use}"):
+        with subtests.test(msg=f"{use.__name__}: {name}"):
             check_errors_for_wrong_shapes_and_dtypes_name_the_loss_function(two, name, use)
 
 
