@@ -28,6 +28,7 @@ from mirror_cli import main as cli
 from mirror_cli.common import OptionError
 from tests.support import fresh
 from tests.support.messages import assert_message, raises
+from tests.support.rows import each
 from tests.support.strategies import cpu_strategy
 
 OWN = (fresh.PROGRAMS / "bench_steps.py").read_text()
@@ -89,6 +90,7 @@ def bench(*options: str) -> int:
     return cli.main(["bench", *options])
 
 
+@pytest.mark.slow
 def test_bench_forces_host_devices_and_ctrl_c_ends_it_cleanly(ahead):
     status, output, said = ahead[__name__]["interrupted"].result()
     assert (status, output) == (130, "")
@@ -97,6 +99,7 @@ def test_bench_forces_host_devices_and_ctrl_c_ends_it_cleanly(ahead):
     assert "Traceback" not in "".join(said)
 
 
+@pytest.mark.slow
 def test_users_step_is_measured_explained_and_plotted(own, capsys, tmp_path):
     picture = tmp_path / "scaling.png"
     assert bench(f"{own}:bench", "--devices", "2,1,2", "--steps", "3", "--plot", str(picture)) == 0
@@ -118,7 +121,11 @@ def test_users_step_is_measured_explained_and_plotted(own, capsys, tmp_path):
     assert [row[columns.index("batch")] for row in rows] == ["96 bytes", "48 bytes"]
 
 
-@pytest.mark.parametrize(("name", "weak", "counts"), [("mlp", False, [1, 2]), ("cnn", True, [2])])
+@pytest.mark.parametrize(
+    ("name", "weak", "counts"),
+    [("mlp", False, [1, 2]), pytest.param("cnn", True, [2], marks=pytest.mark.nightly)],
+)
+@pytest.mark.slow
 def test_named_steps_are_measured(name, weak, counts, unexplained, capsys):
     options = [
         "--devices",
@@ -244,7 +251,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@each("case", REFUSED)
 def test_bench_rejects_steps_it_cannot_measure(case, own, unexplained, capsys):
     (step, *options), wanted = REFUSED[case]
     step = own + step if step.startswith(":") else step
@@ -281,9 +288,7 @@ def test_missing_matplotlib_fails_before_measuring(monkeypatch, capsys):
     assert 'pip install ".[train]"' in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("devices", "wrong"), [("0", "0"), ("1,", ""), ("two", "two"), ("1;2", "1;2")]
-)
+@each("devices, wrong", [("0", "0"), ("1,", ""), ("two", "two"), ("1;2", "1;2")])
 def test_bad_counts_are_named(devices, wrong, capsys):
     with pytest.raises(SystemExit, match="2"):
         bench("--devices", devices)
@@ -357,7 +362,7 @@ SPEEDUPS = {
 }
 
 
-@pytest.mark.parametrize("case", SPEEDUPS)
+@each("case", SPEEDUPS)
 def test_speedup_compares_work_per_second(case):
     rows, speedup, efficiency = SPEEDUPS[case]
     found = Scaling("it", case == "weak", 1, False, tuple(row(*cells) for cells in rows))
@@ -386,6 +391,7 @@ def test_single_value_has_no_spread():
     assert quartiles([3.0]) == (3.0, 3.0)
 
 
+@pytest.mark.slow
 def test_different_amounts_of_work_are_not_compared():
     contenders = [Turns(1, []), Turns(2, [])]
     contenders[1].sizes = (4, 4)

@@ -17,6 +17,7 @@ from mirror._src.utils import interrupts
 from mirror_cli import main as cli
 from tests.support import fresh
 from tests.support.messages import assert_message
+from tests.support.rows import each
 
 TIMEOUT_SECS = 240
 
@@ -84,6 +85,7 @@ AHEAD = {
 }
 
 
+@pytest.mark.slow
 def test_demo_learns_the_digits_and_plots_the_curves(ahead):
     done, curves = ahead[__name__]["digits"].result()
     assert done.returncode == 0, done.stderr
@@ -94,6 +96,7 @@ def test_demo_learns_the_digits_and_plots_the_curves(ahead):
     assert curves.startswith(b"\x89PNG")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("executor", ["vmap", "staged"])
 def test_demo_trains_with_batches_that_do_not_divide(ahead, executor):
     done = ahead[__name__][executor].result()
@@ -102,6 +105,7 @@ def test_demo_trains_with_batches_that_do_not_divide(ahead, executor):
     assert accuracy(done.stdout) >= 90
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_demo_cleanly(ahead):
     status, errors = ahead[__name__]["interrupted"].result()
     assert status == 130
@@ -165,8 +169,8 @@ def test_demo_keeps_the_users_forced_devices(monkeypatch, capsys):
     assert_message(capsys.readouterr().err, **wanted)  # it wins in JAX too
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "wanted"),
+@each(
+    "option, value, wanted",
     [
         ("--devices", "0", ["'0'"]),
         ("--epochs", "some", ["'some'"]),
@@ -181,8 +185,8 @@ def test_bad_options_are_named(option, value, wanted, capsys):
     assert_message(message, names=option, values=wanted)
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "wanted"),
+@each(
+    "option, value, wanted",
     [
         ("--devices", "99", {"values": [99, 8, "CPU"]}),
         (
@@ -198,7 +202,7 @@ def test_impossible_options_fail_before_training(
     option, value, wanted, capsys, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "tests.png").mkdir()
+    (tmp_path / "tests.png").mkdir(exist_ok=True)
     assert cli.main(["demo", option, value]) == 2
     message = capsys.readouterr().err.partition("error: ")[2]
     assert_message(message, names=f"{option} {value}", **wanted)
@@ -213,6 +217,7 @@ def test_missing_packages_are_named_with_the_line_that_installs_them(monkeypatch
     assert_message(errors, names="sklearn", fix='pip install ".[demo]"')
 
 
+@pytest.mark.slow
 def test_failed_checks_set_the_exit_status(monkeypatch, capsys):
     def diverged(*args, **kwargs):
         raise mirror.ReplicaDivergenceError("model.kernel differs")
@@ -233,8 +238,8 @@ def test_failed_checks_set_the_exit_status(monkeypatch, capsys):
     assert found["history"]["metrics"]["val_accuracy"] == [found["test_accuracy"]]
 
 
-@pytest.mark.parametrize("equal", [True, False])
-@pytest.mark.parametrize("same", [True, False])
+@each("equal", [True, False])
+@each("same", [True, False])
 def test_demo_succeeds_when_both_checks_pass(equal, same):
     verified = run.StepCheck(same, 1e-7, 1e-5)
     outcome = run.Outcome(("/device:CPU:0",), 0.98, 3.0, mirror.History(), equal, verified)
@@ -247,6 +252,7 @@ def test_version_option_prints_the_version(capsys):
     assert capsys.readouterr().out == f"mirror {mirror.__version__}\n"
 
 
+@pytest.mark.slow
 def test_importing_mirror_does_not_import_the_demo():
     code = "import mirror, sys; print([m for m in sys.modules if '_src.cli' in m])"
     done = subprocess.run(

@@ -14,6 +14,7 @@ from mirror._src.cli import devices as inventory
 from mirror_cli import main as cli
 from tests.support import fresh
 from tests.support.messages import assert_message
+from tests.support.rows import each
 
 COMMAND = "import sys; from mirror_cli import main as cli; sys.exit(cli.main(['devices']))"
 BOTH = """
@@ -171,6 +172,7 @@ def test_command_uses_the_running_backend(capsys):
     assert_message(row[2], names="jax_num_cpu_devices=8")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", ["cuda", "abacus"])
 def test_failed_backend_start_prints_one_line_and_exits_with_status_1(platform, ahead):
     done = ahead[__name__][platform].result()
@@ -234,7 +236,7 @@ NOTES = {
 }
 
 
-@pytest.mark.parametrize("case", NOTES)
+@each("case", NOTES)
 def test_notes_describe_suspicious_settings(case):
     *found, wanted = NOTES[case]
     notes = inventory._notes(*found)

@@ -28,6 +28,7 @@ from mirror._src.utils.supported import base_version
 from mirror_cli import main as cli
 from tests.support import fresh
 from tests.support.messages import assert_message
+from tests.support.rows import each
 
 TYPO = "--xla_force_host_platform_devices_count=3"
 COMMAND = "import sys; from mirror_cli import main as cli; sys.exit(cli.main(['doctor', '--json']))"
@@ -41,6 +42,7 @@ def with_a_typo() -> subprocess.CompletedProcess[str]:
 AHEAD = {"typo": with_a_typo}
 
 
+@pytest.mark.slow
 def test_doctor_isolates_a_flag_that_crashes_the_process(ahead):
     done = ahead[__name__]["typo"].result()
     assert done.returncode == 1, done.stdout
@@ -73,6 +75,7 @@ def on_eight_devices():
         return [json.loads(json.dumps(line)) for line in probes.run()]
 
 
+@pytest.mark.slow
 def test_all_probes_pass_on_this_machine(on_eight_devices):
     names = [line["begins"] for line in on_eight_devices if "begins" in line]
     assert names == [probes.BACKEND, *probes.PROBES]
@@ -82,8 +85,9 @@ def test_all_probes_pass_on_this_machine(on_eight_devices):
     assert_message(checks[-1].found, values=8)
 
 
-@pytest.mark.parametrize(
-    ("flags", "status", "state"),
+@pytest.mark.slow
+@each(
+    "flags, status, state",
     [("", 0, "ok"), ("--xla_dump_to=/tmp", 0, "warning"), (TYPO, 1, "problem")],
 )
 def test_exit_status_is_that_of_the_worst_check(
@@ -120,7 +124,7 @@ POOLS = {  # threads, cores, state
 }
 
 
-@pytest.mark.parametrize("case", POOLS)
+@each("case", POOLS)
 def test_doctor_reports_an_oversized_thread_pool(case, monkeypatch):
     num_threads, cores, state = POOLS[case]
     monkeypatch.setattr(probes.os, "cpu_count", lambda: cores)
@@ -138,7 +142,7 @@ def test_one_host_device_uses_a_pool_of_its_cores(monkeypatch):
     assert_message(check.found, values=2)
 
 
-@pytest.mark.parametrize("asked", ["12", "", "many"])
+@each("asked", ["12", "", "many"])
 def test_nproc_widens_the_thread_pool(asked, monkeypatch):
     monkeypatch.setenv("NPROC", asked)
     assert probes.start().num_threads >= (12 if asked == "12" else 8)
@@ -199,7 +203,7 @@ NOTES = {
 }
 
 
-@pytest.mark.parametrize("case", NOTES)
+@each("case", NOTES)
 def test_unused_gpus_are_a_problem_unless_intended(case, monkeypatch):
     note, platforms, kind, state, fix = NOTES[case]
     here = started()
@@ -231,7 +235,7 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("case", ENDS)
+@each("case", ENDS)
 def test_cause_of_a_crash_is_named(case):
     ended, name, how = ENDS[case]
     (check,) = findings(ended)
@@ -275,7 +279,7 @@ VERSIONS: dict[str, tuple[dict[str, str | None], dict[str, str]]] = {
 }
 
 
-@pytest.mark.parametrize("case", VERSIONS)
+@each("case", VERSIONS)
 def test_versions_are_compared_with_supported_versions(case):
     there, expected = VERSIONS[case]
     present = {name: v for name, v in {**HERE, **there}.items() if v is not None}
@@ -385,7 +389,7 @@ VARIABLES = {  # name: the variables, the states, and what the checks hold
 }
 
 
-@pytest.mark.parametrize("case", VARIABLES)
+@each("case", VARIABLES)
 def test_environment_variables_are_checked(case):
     variables, states, wanted = VARIABLES[case]
     *checks, gpus = check_environment(variables)

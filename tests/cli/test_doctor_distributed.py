@@ -1,6 +1,7 @@
 """`mirror doctor --distributed`: its checks, and jobs in which something is wrong."""
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -8,7 +9,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -24,9 +24,11 @@ from mirror._src.distributed.resolvers import Membership
 from mirror_cli import main as cli
 from tests.support import fresh, processes
 from tests.support.messages import assert_message, raises
+from tests.support.rows import each
+from tests.support.waiting import wait_until
 
 
-def rolls(*members, secs=1.5):
+def rolls(*members, secs):
     """Returns what the roll call of each process finds; members are pairs of index and count."""
     (port,) = processes.free_ports(1)
     with ThreadPoolExecutor(len(members)) as pool:
@@ -46,10 +48,16 @@ ROLLS = {
 }
 
 
-@pytest.mark.parametrize("case", ROLLS)
-def test_roll_call_finds_the_same_in_every_process(case):
-    members, expected = ROLLS[case]
-    assert rolls(*members) == [expected] * len(members)
+@pytest.mark.parametrize(
+    "cases", [["all"], pytest.param(list(ROLLS)[1:], marks=pytest.mark.slow)], ids=["all", "others"]
+)
+def test_roll_call_finds_the_same_in_every_process(cases, subtests):
+    for case in cases:
+        members, expected = ROLLS[case]
+        with subtests.test(msg=case):
+            # Without all processes, it waits until its time is over.
+            secs = 60 if case in ("all", "other count") else 6
+            assert rolls(*members, secs=secs) == [expected] * len(members)
 
 
 def test_roll_call_leaves_the_port_to_jax():
@@ -91,6 +99,14 @@ def test_roll_call_says_why_process_0_cannot_be_used():
         call_roll(Membership("no.such.host.invalid:2222", 2, 1), 0.5)
 
 
+def is_sent(port, line):
+    with contextlib.suppress(ConnectionRefusedError):
+        with socket.create_connection(("127.0.0.1", port), 5) as connection:
+            connection.sendall(line)
+        return True
+    return False
+
+
 def test_roll_call_ignores_other_connections():
     (port,) = processes.free_ports(1)
     address = f"127.0.0.1:{port}"
@@ -104,13 +120,7 @@ def test_roll_call_ignores_other_connections():
             b'{"mirror": {}}\n',
             b"",
         ):
-            deadline = time.monotonic() + 10
-            while time.monotonic() < deadline:
-                with contextlib.suppress(ConnectionRefusedError):
-                    with socket.create_connection(("127.0.0.1", port), 5) as connection:
-                        connection.sendall(line)
-                    break
-                time.sleep(0.05)
+            wait_until(functools.partial(is_sent, port, line))
         second = pool.submit(call_roll, Membership(address, 2, 1), 30)
         assert first.result() == second.result() == RollCall([], [], [])
 
@@ -123,7 +133,7 @@ PROBLEMS = [
 ]
 
 
-@pytest.mark.parametrize(("roll", "values"), PROBLEMS)
+@each("roll, values", PROBLEMS)
 def test_problems_name_processes_and_the_fix(roll, values):
     (check,) = distributed._problems_of(roll, 9, 3)
     assert check.state == "problem"
@@ -154,7 +164,7 @@ ADDRESSES = {
 }
 
 
-@pytest.mark.parametrize("case", ADDRESSES)
+@each("case", ADDRESSES)
 def test_an_address_that_others_cannot_reach_is_a_warning(case):
     hosts, state, fix = ADDRESSES[case]
     check = distributed.check_address(hosts)
@@ -189,21 +199,21 @@ def test_one_process_without_a_cluster(monkeypatch):
     assert re.search(r"correct across 8 devices: \d+\.\d ms for 32 bytes", checks[2]["found"])
 
 
-FAULTS = {
-    "raises": (lambda strategy: 1 / 0, "division by zero"),
-    "hangs": (lambda strategy: time.sleep(20), "did not finish within 0.3 s"),
-}
-
-
-@pytest.mark.parametrize("case", FAULTS)
-def test_an_all_reduce_that_fails_is_a_problem(case, monkeypatch):
-    fails, value = FAULTS[case]
-    monkeypatch.setattr(distributed, "_sums", fails)
-    with pytest.raises(distributed._Stop) as stop:
-        distributed.check_all_reduce(mirror.MultiWorkerMirroredStrategy(), 0.3)
-    (check,) = stop.value.checks
-    assert check.state == "problem"
-    assert_message(check.found, values=["process 0", value])
+def test_an_all_reduce_that_fails_is_a_problem(monkeypatch, subtests):
+    end = threading.Event()
+    faults = {
+        "division by zero": (60, lambda strategy: 1 / 0),
+        "did not finish within 0.3 s": (0.3, lambda strategy: end.wait()),
+    }
+    for value, (secs, fails) in faults.items():
+        monkeypatch.setattr(distributed, "_sums", fails)
+        with subtests.test(msg=value):
+            with pytest.raises(distributed._Stop) as stop:
+                distributed.check_all_reduce(mirror.MultiWorkerMirroredStrategy(), secs)
+            (check,) = stop.value.checks
+            assert check.state == "problem"
+            assert_message(check.found, values=["process 0", value])
+    end.set()
 
 
 def test_faults_of_other_processes_are_named(monkeypatch):
@@ -257,6 +267,7 @@ def launched(*arguments, **variables):
 DOCTOR = ("-m", "mirror", "doctor", "--distributed", "--deadline", "40")
 
 
+@pytest.mark.slow
 def test_doctor_passes_in_a_job():
     done = launched("--processes", "2", "--devices", "2", *DOCTOR)
     assert done.returncode == 0, done
@@ -277,6 +288,7 @@ def test_doctor_passes_in_a_job():
         assert f"[{i}] no problems" in done.stdout
 
 
+@pytest.mark.nightly
 def test_doctor_names_what_differs_and_who():
     """Every process prints it, although `mirror launch` ends a job at its first failure."""
     code = (
@@ -295,6 +307,7 @@ def test_doctor_names_what_differs_and_who():
             assert f"jax_enable_x64: {value} on process {i}" in problem["meaning"]
 
 
+@pytest.mark.nightly
 def test_doctor_names_a_process_that_does_not_come():
     code = "from mirror_cli import main as cli; exit(cli.main(%r))"
     arguments = ["doctor", "--distributed", "--deadline", "5"]

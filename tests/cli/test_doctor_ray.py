@@ -13,6 +13,7 @@ from mirror._src.cli.doctor.child import ProbeResult, findings
 from mirror._src.distributed.cluster import ClusterSpec, Task
 from mirror._src.ps.cluster import resource_of
 from tests.support import fresh
+from tests.support.rows import each
 
 JOBS = {"chief": ["host0:1"], "ps": ["host1:1"], "worker": ["host2:1", "host3:1"]}
 SPEC = ClusterSpec(JOBS)
@@ -57,7 +58,7 @@ def test_missing_ray_is_a_problem_with_the_command(monkeypatch):
     assert "[ray]" in check["fix"]
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"cluster": {"worker": []}}', '{"cluster": 1}'])
+@each("text", ["{", "[]", '{"cluster": {"worker": []}}', '{"cluster": 1}'])
 def test_bad_tf_config_is_a_problem(monkeypatch, text):
     monkeypatch.setenv("TF_CONFIG", text)
     check = problem(ray_nodes.spec_of, {"TF_CONFIG": text})
@@ -184,6 +185,7 @@ def doctor(*arguments, **environment):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.dev("ray")
 def test_a_cluster_of_this_machine_has_no_problem():
     done = doctor("--json", TF_CONFIG="")

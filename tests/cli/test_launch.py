@@ -14,6 +14,7 @@ from mirror_cli import main as cli
 from mirror_cli.common import OptionError
 from tests.support import fresh
 from tests.support.messages import assert_message, raises
+from tests.support.rows import each
 
 FLAG = "--xla_force_host_platform_device_count"
 PRINTS = """
@@ -79,7 +80,7 @@ ENVIRONMENTS = {  # GPUs, options, environment, what is added
 }
 
 
-@pytest.mark.parametrize("case", ENVIRONMENTS)
+@each("case", ENVIRONMENTS)
 def test_environment_has_the_devices(case, monkeypatch):
     num_gpus, count, on_cpu, environment, added = ENVIRONMENTS[case]
     monkeypatch.setattr(launch, "count_gpus", lambda: num_gpus)
@@ -158,7 +159,7 @@ CONTRADICTIONS = {  # GPUs, options, environment, the message
 }
 
 
-@pytest.mark.parametrize("case", CONTRADICTIONS)
+@each("case", CONTRADICTIONS)
 def test_contradictions_are_rejected(case, monkeypatch):
     num_gpus, count, on_cpu, environment, message = CONTRADICTIONS[case]
     monkeypatch.setattr(launch, "count_gpus", lambda: num_gpus)
@@ -175,7 +176,10 @@ GPUS = {  # GPUs, plugin, CUDA_VISIBLE_DEVICES, variables, whether standard erro
 }
 
 
-@pytest.mark.parametrize("case", GPUS)
+@pytest.mark.parametrize(
+    "case",
+    ["two of three", *(pytest.param(c, marks=pytest.mark.slow) for c in GPUS if c[0] != "t")],
+)
 def test_gpus_are_those_that_jax_can_use(case, tmp_path):
     gpus, has_plugin, visible, variables, says = GPUS[case]
     (tmp_path / "train.py").write_text(PRINTS)
@@ -235,7 +239,7 @@ DASHES = {  # what follows `mirror launch`, and the script's arguments
 }
 
 
-@pytest.mark.parametrize("line", DASHES)
+@each("line", DASHES)
 def test_options_end_at_the_script(line, tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text("")
     monkeypatch.chdir(tmp_path)
@@ -279,6 +283,7 @@ def test_script_receives_signals(number, tmp_path):
         assert process.wait(timeout=30) == -number
 
 
+@pytest.mark.slow
 def test_script_has_host_devices(tmp_path):
     code = "import jax, mirror; print(jax.device_count(), mirror.MirroredStrategy())"
     (tmp_path / "train.py").write_text(code)
@@ -311,11 +316,11 @@ MISSING = {
 }
 
 
-@pytest.mark.parametrize("case", MISSING)
+@each("case", MISSING)
 def test_missing_scripts_are_rejected(case, tmp_path, monkeypatch, capsys):
     arguments, message = MISSING[case]
     (tmp_path / "train.py").write_text("")
-    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder").mkdir(exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launch.os, "execve", lambda *arguments: pytest.fail("it started"))
     assert cli.main(["launch", *arguments.split()]) == 2
@@ -340,7 +345,7 @@ BAD_OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("case", BAD_OPTIONS)
+@each("case", BAD_OPTIONS)
 def test_bad_options_are_rejected(case, capsys):
     arguments, says = BAD_OPTIONS[case]
     with pytest.raises(SystemExit, match="2"):

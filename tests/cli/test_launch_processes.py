@@ -1,6 +1,5 @@
 """`mirror launch --processes`: output, failures, restarts, signals, and no processes left."""
 
-import functools
 import json
 import os
 import pathlib
@@ -16,16 +15,17 @@ from mirror_cli import job, launch
 from mirror_cli.common import OptionError
 from tests.support import fresh
 from tests.support.messages import assert_message, raises
+from tests.support.rows import each
 from tests.support.waiting import wait_until
 
 HANGS_SECS = 60  # ends a launcher that hangs
 HEAD = """
-import json, os, pathlib, signal, subprocess, sys, time
+import json, os, pathlib, signal, subprocess, sys, threading
 task = json.loads(os.environ.get('TF_CONFIG', '{"task": {"index": 0}}'))['task']
 me, restarts = task['index'], int(os.environ['MIRROR_RESTARTS'])
 pathlib.Path(f'pid-{me}-{restarts}').write_text(str(os.getpid()))
 def wait_for(pattern, count):
-    while len(list(pathlib.Path().glob(pattern))) < count: time.sleep(0.01)
+    while len(list(pathlib.Path().glob(pattern))) < count: threading.Event().wait(0.01)
 """
 
 
@@ -38,19 +38,34 @@ def script(directory: pathlib.Path, code: str) -> str:
 
 @pytest.fixture
 def runs(tmp_path, monkeypatch, capfd):
-    """Runs a job in a new directory; returns its status, output and errors."""
+    """Runs a job in a new directory; returns its status, output and errors.
+
+    This process receives a signal when both processes have written the files of a pattern.
+    """
     monkeypatch.setattr(job, "_die_with_launcher", None)  # would fork this process
     environment = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
     numbers = iter(range(100))
 
-    def run(code, processes=2, restarts=0, grace_secs=30.0):
+    def run(code, processes=2, restarts=0, grace_secs=30.0, signals=()):
         directory = tmp_path / str(next(numbers))
         directory.mkdir()
         monkeypatch.chdir(directory)
+
+        def send(pattern, number):
+            try:
+                wait_until(lambda: has_files(directory, pattern, 2), 60)
+            finally:
+                os.kill(os.getpid(), number)  # ends the job in any case
+
+        threads = [threading.Thread(target=send, args=each) for each in signals]
+        for thread in threads:
+            thread.start()
         arguments = ["-S", script(directory, code)]
         status = job.run(
             arguments, [environment] * processes, restarts=restarts, grace_secs=grace_secs
         )
+        for thread in threads:
+            thread.join()
         assert_none_is_left(directory)
         return status, *capfd.readouterr()
 
@@ -186,19 +201,7 @@ def test_processes_that_ignore_signals_and_their_children_are_killed(runs):
     assert (status, len(list(pathlib.Path().glob("pid-child-*")))) == (4, 2), errors
 
 
-def when(condition, call):
-    """Calls a function in a thread as soon as a condition holds."""
-
-    def wait():
-        wait_until(condition)
-        call()
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    return thread
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@each("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_reaches_all_processes_once(runs, number, monkeypatch, subtests):
     sent = []
 
@@ -217,10 +220,8 @@ def test_a_signal_reaches_all_processes_once(runs, number, monkeypatch, subtests
                 "print('caught', caught)"
             )
             sent.clear()
-            ready = functools.partial(lambda: has_files(pathlib.Path.cwd(), "ready-*", 2))
-            thread = when(ready, functools.partial(os.kill, os.getpid(), number))
-            status, output, errors = runs(code, grace_secs=30 if heeds else 0.5)
-            thread.join()
+            signals = [("ready-*", number)]
+            status, output, errors = runs(code, grace_secs=30 if heeds else 0.5, signals=signals)
             assert status == 128 + number
             assert f"ended by {number.name}" in errors
             assert sent == [number] * 2 + [signal.SIGKILL] * 2
@@ -235,14 +236,8 @@ def test_a_second_signal_ends_the_processes_at_once(runs):
         "signal.signal(signal.SIGTERM, lambda *_: pathlib.Path(f'caught-{me}').touch())\n"
         "pathlib.Path(f'ready-{me}').touch()\nwhile True: signal.pause()"
     )
-    end = functools.partial(os.kill, os.getpid(), signal.SIGTERM)
-    threads = [
-        when(functools.partial(lambda p: has_files(pathlib.Path.cwd(), p, 2), pattern), end)
-        for pattern in ("ready-*", "caught-*")
-    ]
-    status, _, errors = runs(code, grace_secs=1e6)
-    for thread in threads:
-        thread.join()
+    signals = [("ready-*", signal.SIGTERM), ("caught-*", signal.SIGTERM)]
+    status, _, errors = runs(code, grace_secs=1e6, signals=signals)
     assert status == 128 + signal.SIGTERM, errors
 
 

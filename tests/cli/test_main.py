@@ -11,8 +11,9 @@ import pytest
 import mirror
 from mirror_cli import completion, install
 from mirror_cli import main as cli
-from tests.support import fresh
+from tests.support import fresh, inside
 from tests.support.messages import assert_message
+from tests.support.rows import each
 
 COMMANDS = list(cli.COMMANDS)
 
@@ -77,7 +78,7 @@ def test_no_arguments_print_the_help(capsys):
         assert re.search(rf"^ +{name}\b", alone, re.MULTILINE), name
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@each("name", COMMANDS)
 def test_help_of_each_command_fits_80_columns(name, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit, match="0"):
@@ -104,7 +105,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("arguments", MISTAKES)
+@each("arguments", MISTAKES)
 def test_mistakes_get_a_suggestion(arguments, capsys):
     with pytest.raises(SystemExit, match="2"):
         cli.main(list(arguments))
@@ -123,7 +124,7 @@ def test_completion_without_argcomplete_says_how_to_install_it(monkeypatch, caps
     assert_message(capsys.readouterr().err, names="argcomplete", fix=command)
 
 
-@pytest.mark.parametrize("shell", completion.SHELLS)
+@each("shell", completion.SHELLS)
 def test_completion_prints_a_script(shell, capsys):
     pytest.importorskip("argcomplete", reason="needs the extra completion")
     assert cli.main(["completion", shell]) == 0
@@ -162,15 +163,21 @@ def test_shell_gets_the_completions(line, tmp_path):
 # Output that cannot be written.
 
 HELP = [["--help"], ["demo", "--help"], ["--version"], []]
-OUTPUTS = [  # with PYTHONUNBUFFERED, writing fails at once, otherwise at the end
-    *([unbuffered, *arguments] for unbuffered in ("", "1") for arguments in HELP),
-    ["", "devices"],
-    ["1", "devices", "--json"],
-]
+OUTPUTS = {  # with PYTHONUNBUFFERED, writing fails at once, otherwise at the end
+    "without JAX": [[unbuffered, *arguments] for unbuffered in ("", "1") for arguments in HELP],
+    "with JAX": [["", "devices"], ["1", "devices", "--json"]],
+}
+BOTH = ["without JAX", pytest.param("with JAX", marks=pytest.mark.slow)]
 
 
-@pytest.mark.parametrize("case", OUTPUTS, ids=" ".join)
-def test_full_disk_is_one_line(case):
+@pytest.mark.parametrize("kind", BOTH)
+def test_full_disk_is_one_line(kind, subtests):
+    for case in OUTPUTS[kind]:
+        with subtests.test(msg=" ".join(case)):
+            check_full_disk(case)
+
+
+def check_full_disk(case):
     with open("/dev/full", "w") as full:
         done = start_into(full, case)
     assert done.returncode == 1
@@ -178,8 +185,14 @@ def test_full_disk_is_one_line(case):
     assert_message(done.stderr, names="mirror: error", values="No space left on device")
 
 
-@pytest.mark.parametrize("case", OUTPUTS, ids=" ".join)
-def test_closed_pipe_ends_silently(case):
+@pytest.mark.parametrize("kind", BOTH)
+def test_closed_pipe_ends_silently(kind, subtests):
+    for case in OUTPUTS[kind]:
+        with subtests.test(msg=" ".join(case)):
+            check_closed_pipe(case)
+
+
+def check_closed_pipe(case):
     reader, writer = os.pipe()
     os.close(reader)
     try:
@@ -199,16 +212,16 @@ def test_other_errors_are_not_hidden(monkeypatch):
     def fail(command, parsed):
         raise FileNotFoundError(2, "No such file", "x.json")
 
-    monkeypatch.setattr("mirror._src.cli.commands.run", fail)
+    monkeypatch.setattr(inside.commands(), "run", fail)
     with pytest.raises(FileNotFoundError):
         cli.main(["devices"])
 
 
-@pytest.mark.parametrize("number", ["abc", "-3", "0", "2.5"])
-@pytest.mark.parametrize("command", ["devices", "doctor"])
+@each("number", ["abc", "-3", "0", "2.5"])
+@each("command", ["devices", "doctor"])
 def test_invalid_number_of_host_devices_is_one_line(number, command, monkeypatch, capsys):
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", number)
-    monkeypatch.setattr("mirror._src.cli.commands.run", lambda *_: pytest.fail("it started"))
+    monkeypatch.setattr(inside.commands(), "run", lambda *_: pytest.fail("it started"))
     assert cli.main([command]) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"mirror {command}: error: ")
@@ -216,10 +229,10 @@ def test_invalid_number_of_host_devices_is_one_line(number, command, monkeypatch
     assert_message(said, values=setting, fix="unset JAX_NUM_CPU_DEVICES")
 
 
-@pytest.mark.parametrize("number", ["", "-1", "4"])
+@each("number", ["", "-1", "4"])
 def test_valid_number_of_host_devices_is_accepted(number, monkeypatch):
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", number)
-    monkeypatch.setattr("mirror._src.cli.commands.run", lambda *_: 0)
+    monkeypatch.setattr(inside.commands(), "run", lambda *_: 0)
     assert cli.main(["devices"]) == 0
 
 

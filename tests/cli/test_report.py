@@ -9,6 +9,7 @@ from mirror._src.cli.doctor.check import Check
 from mirror._src.cli.doctor.child import ProbeResult
 from mirror_cli import main as cli
 from tests.support import fresh
+from tests.support.rows import each
 
 CHECKS = [
     Check("jax", "ok", "0.10.2"),
@@ -107,7 +108,7 @@ PATHS = {  # with HOME=/data/people/ann, of the user ann
 }
 
 
-@pytest.mark.parametrize("text", PATHS)
+@each("text", PATHS)
 def test_paths_have_no_user_names(text, monkeypatch):
     monkeypatch.setattr(report.getpass, "getuser", lambda: "ann")
     assert report.without_names(text, {"HOME": "/data/people/ann"}) == PATHS[text]
@@ -122,6 +123,7 @@ def test_container_without_a_user(home, monkeypatch):
     assert report.without_names("/opt/x/y", {"HOME": home}) == "/opt/x/y"
 
 
+@pytest.mark.slow
 def test_inventory_runs_in_a_subprocess(monkeypatch):
     environment = {**fresh.INHERITED, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "3"}
     devices = child.inventory_in_child(environment)

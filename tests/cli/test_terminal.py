@@ -9,6 +9,7 @@ import pytest
 from mirror._src.cli.doctor.check import COLORS, STATES, Check
 from mirror_cli import main as cli
 from tests.support import terminal
+from tests.support.rows import each
 
 HOST = {"JAX_PLATFORMS": "cpu"}
 COMMANDS = {
@@ -20,7 +21,14 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("devices", "doctor", "estimate-memory"),
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("bench", "demo")),
+    ],
+)
+@pytest.mark.slow
 def test_output_fits_a_narrow_terminal(name):
     """The program wraps at spaces, so that the terminal has no line to break."""
     command = [sys.executable, "-m", "mirror", *COMMANDS[name].split()]
@@ -30,7 +38,7 @@ def test_output_fits_a_narrow_terminal(name):
     assert ("\x1b[3" in screen.text) == (name != "devices")
 
 
-@pytest.mark.parametrize("columns", [80, 60, 40, 30])
+@each("columns", [80, 60, 40, 30])
 def test_tables_of_devices_fit_any_width(monkeypatch, capsys, columns):
     assert cli.main(["devices"]) == 0
     words = capsys.readouterr().out.split()
@@ -46,7 +54,7 @@ def test_tables_of_devices_fit_any_width(monkeypatch, capsys, columns):
     json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("state", STATES)
+@each("state", STATES)
 def test_state_of_a_check_is_colored_in_terminals(monkeypatch, state):
     check = Check("name", state, "found " * 20, "meaning", "fix")
     assert check.colored == str(check)

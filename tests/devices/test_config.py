@@ -17,6 +17,7 @@ from mirror._src.devices.resolve import canonicalize_replica_devices
 from tests.support import fresh
 from tests.support.messages import assert_message, raises
 from tests.support.observe import snapshot
+from tests.support.rows import each
 
 CPU = config.PhysicalDevice("/physical_device:CPU:0", "CPU")
 OTHER = config.PhysicalDevice("/physical_device:GPU:7", "GPU")
@@ -102,6 +103,7 @@ def alone() -> dict:
     return observe("config_splits_cpu")
 
 
+@pytest.mark.slow
 def test_listing_physical_devices_does_not_start_the_backend(alone):
     assert alone["at first"] == [["/physical_device:CPU:0"], False]
     assert repr(CPU) == "PhysicalDevice(name='/physical_device:CPU:0', device_type='CPU')"
@@ -113,7 +115,7 @@ def test_logical_devices_have_short_names(alone):
     assert alone["after"][0] is True
 
 
-@pytest.mark.parametrize("wanted", ["cpu", "FOO", 3, "", "TPU"])
+@each("wanted", ["cpu", "FOO", 3, "", "TPU"])
 def test_device_types_match_exactly(wanted):
     """An unknown type gives an empty list and no error; None gives all devices."""
     assert config.list_physical_devices(wanted) == []
@@ -155,6 +157,7 @@ def asked() -> dict:
     return observe("config_user_asks")
 
 
+@pytest.mark.slow
 def test_settings_apply_when_the_user_starts_the_backend():
     """Events find the line: one before the start, and one after it on the same line."""
     facts = observe("config_user_computes")
@@ -163,6 +166,7 @@ def test_settings_apply_when_the_user_starts_the_backend():
     assert_refused(facts["other"], "RuntimeError", values=facts["line"], fix="mirror.config")
 
 
+@pytest.mark.slow
 def test_start_without_a_computation_is_not_attributed(asked):
     nothing = ["jax.devices()", "jax.device_put"]
     assert_refused(asked["asked"], "RuntimeError", fix=nothing)
@@ -213,7 +217,7 @@ def test_visible_devices_are_fixed_after_the_start(four):
         assert_refused(error, "RuntimeError", values="config_gpus.py", fix="mirror.config")
 
 
-@pytest.mark.parametrize(("devices", "type"), [([], "CPU"), ([], None), (iter([]), None)])
+@each("devices, type", [([], "CPU"), ([], None), (iter([]), None)])
 def test_cpu_cannot_be_hidden(devices, type):
     """TensorFlow hides it and then does not start; JAX always has the CPU."""
     fix = "set_visible_devices(gpus[:1], 'GPU')"
@@ -335,8 +339,8 @@ def test_number_of_host_devices_is_checked_after_the_start(num_cpu_devices):
     assert_refused(num_cpu_devices["more"], "RuntimeError", names=names, values=(5, 4), fix=fix)
 
 
-@pytest.mark.parametrize(
-    ("n", "kind"),
+@each(
+    "n, kind",
     [(0, ValueError), (-4, ValueError), *((n, TypeError) for n in (2.0, True, "4", None))],
 )
 def test_number_of_host_devices_must_be_a_positive_integer(n, kind):
@@ -344,6 +348,7 @@ def test_number_of_host_devices_must_be_a_positive_integer(n, kind):
     refuses(kind, said, config.set_num_cpu_devices, n)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("environment", ["JAX_NUM_CPU_DEVICES", "XLA_FLAGS"])
 def test_number_of_host_devices_of_the_environment(environment):
     """More than asked for are not an error, fewer are."""
@@ -390,6 +395,7 @@ def options() -> dict:
     )
 
 
+@pytest.mark.slow
 def test_users_settings_are_never_overwritten(flags, options):
     """This includes the size of the thread pool, `PJRT_NPROC`."""
     assert flags["kept"]
@@ -408,12 +414,14 @@ def test_users_host_devices_take_precedence(flags, options):
     assert options["logical"] == ["/device:CPU:0", "/device:CPU:1"]
 
 
+@pytest.mark.slow
 def test_hidden_device_is_rejected(flags):
     names = "(/device:CPU:0, /device:CPU:1, /device:CPU:2, /device:CPU:3)"
     values = [jax.devices("cpu")[7], names]
     assert_refused(flags["left out"], "InvalidDeviceError", values=values, fix="mirror.config")
 
 
+@pytest.mark.slow
 def test_users_gpus_take_precedence(flags, options):
     assert flags["visible"] == gpu_names(0, 1)
     by = "jax_cuda_visible_devices='0,1'"
@@ -456,6 +464,7 @@ def test_settings_are_described_with_their_reason(flags, options, monkeypatch):
         assert_words(settings.in_words()[:1], expected)
 
 
+@pytest.mark.slow
 def test_failed_backend_start_names_the_platforms():
     facts = observe("config_no_start", JAX_PLATFORMS="cuda")
     for fact, where in (("cuda", "cuda"), ("strategy", "cuda"), ("nonsense", "nonsense")):
@@ -514,7 +523,7 @@ SHOWN = [
 ]
 
 
-@pytest.mark.parametrize(("wanted", "shown"), SHOWN)
+@each("wanted, shown", SHOWN)
 def test_cuda_visible_devices_is_parsed_as_by_cuda(machine, wanted, shown):
     """By index, UUID or its prefix, up to the first unknown GPU; a repeated GPU hides all."""
     found = machine(3, **({} if wanted is None else {"CUDA_VISIBLE_DEVICES": wanted}))
@@ -556,7 +565,7 @@ def test_driver_version_is_reported(machine):
 # Rejected arguments.
 
 
-@pytest.mark.parametrize("device", [OTHER, "CPU:0", "/device:CPU:0", None, 3, jax.devices])
+@each("device", [OTHER, "CPU:0", "/device:CPU:0", None, 3, jax.devices])
 def test_unknown_physical_device_is_rejected(gpus, device):
     said = {"values": [repr(device), CPU.name, *gpu_names(0, 1)], "fix": LIST}
     for call, *rest in (
@@ -578,19 +587,19 @@ def test_physical_device_of_another_type_is_rejected(gpus):
     refuses(ValueError, said, config.set_visible_devices, CPU, "GPU")
 
 
-@pytest.mark.parametrize("type", ["gpu", "TPU", "", 3])
+@each("type", ["gpu", "TPU", "", 3])
 def test_visible_devices_reject_an_unknown_type(type):
     said = {"names": "device_type", "values": [repr(type), "'CPU'", "'GPU'"]}
     refuses(ValueError, said, config.set_visible_devices, [], type)
 
 
-@pytest.mark.parametrize("devices", [None, 3, jax.devices])
+@each("devices", [None, 3, jax.devices])
 def test_visible_devices_must_be_a_list(devices):
     said = {"values": f"({type(devices).__name__})", "fix": LIST}
     refuses(TypeError, said, config.set_visible_devices, devices, "GPU")
 
 
-@pytest.mark.parametrize("parts", [3, None, L(), [None], [L(), 1024], [L], "ab"])
+@each("parts", [3, None, L(), [None], [L(), 1024], [L], "ab"])
 def test_logical_devices_must_be_configurations(parts):
     said = {"values": f"({type(parts).__name__})", "fix": CONFIGURATION}
     refuses(TypeError, said, config.set_logical_device_configuration, CPU, parts)
@@ -602,7 +611,7 @@ def test_empty_list_of_logical_devices_is_rejected(gpus):
         refuses(ValueError, said, config.set_logical_device_configuration, device, [])
 
 
-@pytest.mark.parametrize("limit", [0, -1, "1024", True, float("nan"), float("inf"), [1]])
+@each("limit", [0, -1, "1024", True, float("nan"), float("inf"), [1]])
 def test_memory_limit_must_be_positive(limit):
     with raises(ValueError, names="memory_limit", values=[repr(limit), "MiB"], fix="1024"):
         L(limit)
@@ -626,7 +635,7 @@ def test_limits_that_xla_cannot_keep_are_rejected(machine):
     refuses(ValueError, {"names": "memory_limit", **said}, split, silent, [L(1)])
 
 
-@pytest.mark.parametrize("value", [None, 1, "yes"])
+@each("value", [None, 1, "yes"])
 def test_switches_must_be_bools(gpus, value):
     values = [repr(value), True, False]
     said = {"names": "enable", "values": values}
@@ -701,7 +710,7 @@ FORCED = [
 ]
 
 
-@pytest.mark.parametrize(("flags", "count"), FORCED)
+@each("flags, count", FORCED)
 def test_last_flag_for_host_devices_counts(monkeypatch, flags, count):
     monkeypatch.setenv("XLA_FLAGS", flags)
     assert host_devices.host_devices_of_flags() == count

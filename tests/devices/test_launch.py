@@ -44,7 +44,16 @@ def soak(*options: str) -> subprocess.CompletedProcess:
 AHEAD = {case: functools.partial(soak, *options) for case, options in CASES.items()}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            case, marks=() if case in ("four threads", "eager collectives") else pytest.mark.nightly
+        )
+        for case in CASES
+    ],
+)
 def test_unawaited_steps_finish_with_equal_replicas(case, ahead):
     done = ahead[__name__][case].result()
     assert done.returncode == 0, done.stderr[-2000:]

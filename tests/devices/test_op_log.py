@@ -24,6 +24,7 @@ from mirror._src.devices import op_log as log_module
 from mirror._src.devices.op_log import eager_trace, is_log_installed
 from tests.support import fresh
 from tests.support.messages import assert_message, raises
+from tests.support.rows import each
 from tests.support.strategies import cpu_strategy
 
 LOGGER = logging.getLogger("mirror")
@@ -256,14 +257,30 @@ def bits(tree):
     return [of(leaf) for leaf in leaves], treedef
 
 
-@pytest.mark.parametrize("name", SNIPPETS)
-def test_log_does_not_change_results(lines, name):
+SLOW_SNIPPETS = {
+    *("arithmetic", "disable_jit", "gelu", "grad of grad of jit", "grad", "hessian", "indexing"),
+    *("linen training", "nnx copies", "nnx training", "nnx.Linear", "nnx.grad", "nnx.jit", "optax"),
+    *("random", "relu", "shard_map", "solve"),
+}
+
+
+@pytest.mark.parametrize(
+    "names",
+    [SNIPPETS.keys() - SLOW_SNIPPETS, pytest.param(SLOW_SNIPPETS, marks=pytest.mark.slow)],
+    ids=["quick", "slow"],
+)
+def test_log_does_not_change_results(lines, names, subtests):
+    assert names <= SNIPPETS.keys()
     x = jnp.asarray(X)
-    before = bits(SNIPPETS[name](x))
-    switch(True)
-    assert lines.of(lambda: assert_same(before, bits(SNIPPETS[name](x))))
-    switch(False)
-    assert not lines.of(lambda: assert_same(before, bits(SNIPPETS[name](x))))
+    for name in sorted(names):
+        with subtests.test(msg=name):
+            evaluate = functools.partial(SNIPPETS[name], x)
+            before = bits(evaluate())
+            compare = functools.partial(lambda f, b: assert_same(b, bits(f())), evaluate, before)
+            switch(True)
+            assert lines.of(compare)
+            switch(False)
+            assert not lines.of(compare)
 
 
 def assert_same(before, after):
@@ -293,7 +310,7 @@ OPS = {
 }
 
 
-@pytest.mark.parametrize("name", OPS)
+@each("name", OPS)
 def test_log_names_every_eager_op_with_its_device(lines, name):
     """TensorFlow logs the placement of ops; JAX has no placer, so the log shows where they ran.
 
@@ -311,6 +328,7 @@ def test_log_names_every_eager_op_with_its_device(lines, name):
     assert lines.of(fn, x) == []
 
 
+@pytest.mark.slow
 def test_log_works_before_the_start_and_without_configured_logging():
     """As in TensorFlow 2.21: before the start and after it."""
     said = fresh.run_program("log_before_start")
@@ -370,7 +388,7 @@ def test_closed_standard_error_does_not_stop_ops(monkeypatch, lines):
         assert float(jnp.float32(1) + 1) == 2
 
 
-@pytest.mark.parametrize("level", [logging.NOTSET, logging.DEBUG, logging.ERROR])
+@each("level", [logging.NOTSET, logging.DEBUG, logging.ERROR])
 def test_log_restores_the_users_level(lines, level):
     before = LOGGER.level
     LOGGER.setLevel(level)
@@ -504,10 +522,8 @@ class Worker:
         self._thread.join()
 
 
-@pytest.mark.parametrize("is_new", [True, False], ids=["new", "old"])
-@pytest.mark.parametrize(
-    "enter", [lambda: mirror.device("/cpu:0"), lambda: cpu_strategy(1).scope()]
-)
+@each("is_new", [True, False])
+@each("enter", [lambda: mirror.device("/cpu:0"), lambda: cpu_strategy(1).scope()])
 def test_log_includes_other_threads_from_their_next_context(lines, enter, is_new):
     x = jnp.ones(3)
 
@@ -625,10 +641,8 @@ def test_interrupt_leaves_the_log_unchanged(lines):
     assert lines.ops(lambda: x + 1) == ["add"]
 
 
-@pytest.mark.parametrize(
-    "transform", [jax.jit, jax.grad, lambda fn: lambda x: jax.vmap(fn)(x[None])]
-)
-@pytest.mark.parametrize("on", [True, False])
+@each("transform", [jax.jit, jax.grad, lambda fn: lambda x: jax.vmap(fn)(x[None])])
+@each("on", [True, False])
 def test_switching_inside_a_transformation_is_rejected(lines, transform, on):
     names = [f"set_log_device_placement({on})", "test_op_log.py"]
     with raises(RuntimeError, names=names, fix="jax.jit"):
@@ -645,8 +659,8 @@ def test_switching_inside_a_step_is_rejected(lines, two):
             two.run(switch, (on,))
 
 
-@pytest.mark.parametrize(
-    ("enabled", "shown"),
+@each(
+    "enabled, shown",
     [(1, "1 (int)"), (None, "None (NoneType)"), ("on", "'on' (str)"), (np.bool_(True), "bool[]")],
 )
 def test_switch_requires_a_bool(enabled, shown):

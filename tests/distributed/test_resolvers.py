@@ -13,6 +13,7 @@ from mirror.distributed import (
     TFConfigClusterResolver,
 )
 from tests.support.messages import raises
+from tests.support.rows import each
 
 TWO = {"worker": ["a:1", "b:1"]}
 CHIEF = {"chief": ["c:1"], "worker": ["a:1", "b:1"], "evaluator": ["e:1"]}
@@ -38,8 +39,8 @@ def tf_config(cluster, **task):
     return json.dumps({"cluster": cluster, "task": task})
 
 
-@pytest.mark.parametrize(
-    ("cluster", "task", "membership"),
+@each(
+    "cluster, task, membership",
     [
         (TWO, {"type": "worker", "index": 1}, Membership("a:1", 2, 1)),
         (CHIEF, {"type": "chief", "index": 0}, Membership("c:1", 3, 0)),
@@ -74,8 +75,8 @@ def test_arguments_override_the_task_of_tf_config(environment):
     assert TFConfigClusterResolver("worker", 1).membership() == Membership("a:1", 2, 1)
 
 
-@pytest.mark.parametrize(
-    ("text", "error", "names"),
+@each(
+    "text, error, names",
     [
         ("{worker", ValueError, ["TF_CONFIG"]),
         ("[1]", ValueError, ["TF_CONFIG"]),
@@ -110,8 +111,8 @@ def test_simple_resolver():
 SLURM = {"SLURM_JOB_ID": "5", "SLURM_STEP_NODELIST": "gpu[1-2],login"}
 
 
-@pytest.mark.parametrize(
-    ("tasks", "rank", "local", "visible", "count", "ids"),
+@each(
+    "tasks, rank, local, visible, count, ids",
     [
         ("1(x3)", "2", "0", "0,1,2,3", 3, None),  # one task per node uses all of its GPUs
         ("2(x2),1", "1", "1", "0,1", 5, [1]),
@@ -170,7 +171,7 @@ def test_cluster_spec_has_the_interface_of_tensorflow():
         spec.task_address("worker", 2)
 
 
-@pytest.mark.parametrize("cluster", [3, ["a:1"], {"worker": "a:1"}, {1: ["a:1"]}, {"worker": 5}])
+@each("cluster", [3, ["a:1"], {"worker": "a:1"}, {1: ["a:1"]}, {"worker": 5}])
 def test_a_wrong_cluster_is_rejected(cluster):
     with raises(TypeError, names="cluster" if cluster in (3, ["a:1"]) else (), fix="'worker'"):
         ClusterSpec(cluster)

@@ -8,16 +8,18 @@ import pytest
 from jax._src import distributed
 
 import mirror
-from mirror._src.distributed import hello, start
-from tests.support import fresh, processes
+from tests.support import fresh, inside, processes
 from tests.support.messages import assert_message, raises
+from tests.support.rows import each
+
+start, hello = inside.start_and_hello()
 
 ADDRESS = "127.0.0.1:1"
 WORKER_1 = {"type": "worker", "index": 1}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "names"),
+@each(
+    "arguments, error, names",
     [
         ({"heartbeat_secs": 0}, ValueError, ["heartbeat_secs", "0"]),
         ({"agreement_secs": "3"}, TypeError, ["agreement_secs", "'3'"]),
@@ -66,7 +68,7 @@ ENVIRONMENTS = {
 }
 
 
-@pytest.mark.parametrize("case", ENVIRONMENTS)
+@each("case", ENVIRONMENTS)
 def test_the_environment_gives_the_arguments_of_jax(case, monkeypatch):
     variables, expected = ENVIRONMENTS[case]
     for name in ("TF_CONFIG", "SLURM_STEP_NODELIST"):
@@ -96,15 +98,16 @@ def test_the_private_store_of_jax_is_still_there():
     assert not public
 
 
+@pytest.mark.slow
 def test_initialize_joins_reads_settings_and_may_be_called_twice():
     code = """
         import mirror, logging
         mirror.distributed.initialize(heartbeat_secs=20, agreement_secs=9)
         mirror.distributed.initialize()
         assert mirror.distributed.process_count() == 2
-        from mirror._src.devices import startup
-        from mirror._src.distributed import start
-        assert not startup.started(), "joining a job starts no backend"
+        from tests.support import inside
+        start, _ = inside.start_and_hello()
+        assert not inside.has_started(), "joining a job starts no backend"
         assert start.agreement_secs() == 9
         strategy = mirror.MultiWorkerMirroredStrategy()
         assert start.agreement_secs() == 9
@@ -122,6 +125,7 @@ def test_initialize_joins_reads_settings_and_may_be_called_twice():
     assert_message(first, names="'only the chief'", fix="mirror.distributed.barrier(")
 
 
+@pytest.mark.nightly
 def test_a_backend_that_has_started_is_named():
     code = """
         import jax, mirror
@@ -139,6 +143,7 @@ def test_a_backend_that_has_started_is_named():
         )
 
 
+@pytest.mark.slow
 def test_an_absent_process_is_named_by_the_deadline():
     code = """
         import mirror
@@ -155,6 +160,7 @@ def test_an_absent_process_is_named_by_the_deadline():
     assert "DEADLINE_EXCEEDED" in done.stdout or address in done.stdout
 
 
+@pytest.mark.slow
 def test_different_settings_are_named_by_all():
     code = "import mirror; mirror.distributed.initialize()"
     each = [{}, {"JAX_ENABLE_X64": "1"}]
@@ -181,10 +187,12 @@ def test_different_versions_are_named(monkeypatch):
         hello.require_same_settings(0.0)
 
 
+@pytest.mark.slow
 def test_a_process_that_says_nothing_is_named():
     code = """
         import time, mirror
-        from mirror._src.distributed import hello, start
+        from tests.support import inside
+        _, hello = inside.start_and_hello()
         mirror.distributed.initialize()
         if mirror.distributed.is_chief():
             try:

@@ -1,5 +1,6 @@
 """`strategy.inspect` and `strategy.explain` describe steps with known properties."""
 
+import dataclasses
 import json
 import re
 import sys
@@ -22,6 +23,7 @@ from mirror._src.explain.trial import Batches, IdleTimes, Trial, idle_times
 from mirror._src.values.per_replica import PerReplica, on_replicas
 from tests.support.messages import assert_message, raises
 from tests.support.models import MLP, batches, losses_of, nnx_step
+from tests.support.rows import each
 from tests.support.strategies import cpu_strategy
 
 SGD = optax.sgd(0.1)
@@ -133,7 +135,7 @@ def waiting(x):
     return jax.lax.while_loop(test, lambda c: c + 1, 0.0)
 
 
-@pytest.mark.parametrize("step", [ensured, hanging, waiting])
+@each("step", [ensured, hanging, waiting])
 def test_report_shows_what_the_proof_rejects(two, step):
     x = PerReplica([np.ones(3, np.float32)] * 2)
     with pytest.raises(mirror.ReplicaDivergenceError) as caught:
@@ -296,7 +298,8 @@ BOUND: dict[str, tuple[Any, list[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("bound", BOUND)
+@pytest.mark.nightly  # what dominates depends on the machine
+@each("bound", BOUND)
 def test_explain_finds_the_bottleneck_and_its_parts_add_up(bound):
     measure, values, fix = BOUND[bound]
     found = measure()
@@ -314,6 +317,7 @@ def test_explain_finds_the_bottleneck_and_its_parts_add_up(bound):
     assert again["memory"]["peak_bytes"] == found.memory.peak_bytes > 0
 
 
+@pytest.mark.slow
 def test_explain_does_not_change_state(two):
     with two.scope():
         count = mirror.Variable(0.0, name="count", aggregation="sum")
@@ -358,7 +362,7 @@ UNKNOWN = {  # name: how many replicas, the step, its batch, and what the reason
 }
 
 
-@pytest.mark.parametrize("name", UNKNOWN)
+@each("name", UNKNOWN)
 def test_explain_gives_the_reason_for_an_unknown_speedup(name):
     n, step, x, wanted = UNKNOWN[name]
     found = cpu_strategy(n).explain(step, (x,), steps=1)
@@ -367,8 +371,8 @@ def test_explain_gives_the_reason_for_an_unknown_speedup(name):
     assert found.no_speedup_because in str(found)
 
 
-@pytest.mark.parametrize(
-    ("steps", "error", "values"),
+@each(
+    "steps, error, values",
     [
         (0, ValueError, [0]),
         (2.5, TypeError, [2.5, "float", "integer"]),
@@ -400,7 +404,7 @@ SPLITS = [
 ]
 
 
-@pytest.mark.parametrize("case", SPLITS)
+@each("case", SPLITS)
 def test_parts_of_an_explanation_add_up(case):
     wall, read, transfer, run, dispatch, collective = case
     found = split(wall, IdleTimes(read, transfer, run), dispatch, collective)
@@ -424,6 +428,27 @@ def explanation():
         memory=MemoryReport("train", ("a", "b"), 2, "cpu", False, (weights,), 0, 3 * 2**20),
         device_memory={"peak": 1024},
     )
+
+
+@each(
+    "bound, fix",
+    [
+        ("input", "prefetch"),
+        ("dispatch", "steps_per_execution"),
+        ("communication", "batch"),
+        ("compute", ()),
+    ],
+)
+def test_verdict_names_the_largest_part_and_what_to_do(explanation, bound, fix):
+    secs = Seconds(*(0.001 for _ in Seconds._fields))._replace(**{bound: 0.006})
+    found = dataclasses.replace(explanation, secs=secs)
+    assert found.bound == bound
+    share = "70%" if bound == "input" else "60%"  # with the transfer
+    assert_message(found.verdict, names=f"{bound}-bound", values=share, fix=fix)
+    again = json.loads(json.dumps(found.to_dict()))
+    assert again["bound"] == bound
+    assert sum(again["shares"].values()) == pytest.approx(1)
+    assert again["memory"]["peak_bytes"] == found.memory.peak_bytes > 0
 
 
 def test_explanation_renders_text_and_html(explanation, tmp_path):

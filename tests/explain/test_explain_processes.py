@@ -10,15 +10,15 @@ from flax import nnx
 
 import mirror
 from mirror import testing
-from mirror._src.devices import launches
-from mirror._src.distributed.hello import exchange
 from pytest_mirror import strategy as strategy  # not the one of conftest.py, which has one process
+from tests.support import inside
 from tests.support.messages import raises
 from tests.support.models import MLP, batches, nnx_step
 
 STEPS = 3
 
 
+@pytest.mark.slow
 @pytest.mark.mirror(processes=2, replicas=[4])
 def test_explain_makes_the_same_launches_in_every_process(strategy):
     with strategy.scope():
@@ -28,7 +28,7 @@ def test_explain_makes_the_same_launches_in_every_process(strategy):
     state = [np.asarray(x) for x in jax.tree.leaves(nnx.state((model, optimizer)))]
     with mirror.debugging.watch(60):  # counts the launches that span processes
         explanation = strategy.explain(nnx_step, (model, optimizer), data=data, steps=STEPS)
-        num_launches = launches.joint[-1].joint_number
+        num_launches = inside.launches().joint[-1].joint_number
     (batch,) = strategy.distribute_dataset(batches((12,), 1))
     alone = strategy.explain(nnx_step, (model, optimizer, batch), steps=STEPS)
 
@@ -47,7 +47,7 @@ def test_explain_makes_the_same_launches_in_every_process(strategy):
     }
     for group in facts["memory"]["groups"]:
         assert len(set(group["device_bytes"])) == 1, group
-    mine, other = exchange("test/explain", facts, time.monotonic() + 60)
+    mine, other = inside.start_and_hello()[1].exchange("test/explain", facts, time.monotonic() + 60)
     assert mine == other
     assert num_launches > 4 * STEPS  # two loops, idle steps, and collectives alone
 
@@ -56,6 +56,7 @@ def test_explain_makes_the_same_launches_in_every_process(strategy):
     testing.assert_mirrored((model, optimizer), strategy)
 
 
+@pytest.mark.slow
 @pytest.mark.mirror(processes=2)
 def test_explain_rejects_another_number_of_steps(strategy):
     (x,) = strategy.distribute_dataset([np.ones(4, np.float32)])

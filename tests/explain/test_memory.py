@@ -1,6 +1,7 @@
 """Memory reports and estimates equal the bytes on the devices and the figures of XLA."""
 
 import collections
+import itertools
 import json
 import re
 import sys
@@ -21,10 +22,10 @@ from mirror._src.cli.estimate.abstract import without_arrays
 from mirror._src.cli.estimate.estimate import Estimate, estimate_row
 from mirror._src.explain.memory import memory_report
 from mirror._src.explain.memory_report import COUNTED, Kind, MemoryGroup, MemoryReport
-from mirror._src.values.per_replica import is_per_replica
 from mirror_cli import main as cli
 from tests.support import fresh, models
 from tests.support.messages import assert_message
+from tests.support.rows import each
 from tests.support.strategies import LAYOUTS, cpu_strategy
 
 ADAM = optax.adam(1e-3)
@@ -145,10 +146,21 @@ def layout(name):
     return cpu_strategy(num_devices, replicas_per_device=on_each)
 
 
-@pytest.mark.parametrize("name", ["1", "2", "8", "2-on-2", "3-on-1"])
-@pytest.mark.parametrize("step", STEPS)
-def test_estimate_equals_the_compiled_memory(step, name):
+SOME = [("plain", "2"), ("nnx", "2-on-2"), ("linen", "3-on-1")]
+ALL = list(itertools.product(STEPS, ["1", "2", "8", "2-on-2", "3-on-1"]))
+
+
+@pytest.mark.parametrize(
+    "rows", [SOME, pytest.param(ALL, marks=pytest.mark.nightly)], ids=["some", "all"]
+)
+def test_estimate_equals_the_compiled_memory(rows, subtests):
     """The estimate, made without arrays, equals the bytes of a later run on each device."""
+    for step, name in rows:
+        with subtests.test(msg=f"{step} {name}"):
+            check_estimate(step, name)
+
+
+def check_estimate(step, name):
     make, kinds_of = STEPS[step]
     strategy = layout(name)
     row = estimate_row(step, workload(make), strategy)
@@ -330,7 +342,7 @@ ADVICE = {  # name: how many MiB, the largest kind, other sizes in the advice, t
 }
 
 
-@pytest.mark.parametrize("name", ADVICE)
+@each("name", ADVICE)
 def test_advice_names_what_to_shrink_and_how(name):
     counts, largest, sizes, fix = ADVICE[name]
     found = report(**counts)
@@ -382,6 +394,7 @@ def test_report_groups_the_parts_of_an_argument():
 # explain
 
 
+@pytest.mark.slow
 def test_explain_contains_the_memory_report(two):
     with two.scope():
         model, optimizer = nnx_net(two)[1]
@@ -436,7 +449,7 @@ def test_command_estimates_a_users_step(own, capsys):
     assert_message(said, names=f"{own}:make", values=[1, 2, 8])
 
 
-@pytest.mark.parametrize("name", ["make", "in_scope", "training"])
+@each("name", ["make", "in_scope", "training"])
 def test_command_accepts_all_forms_of_a_step(name, own, capsys):
     found = estimated(capsys, f"{own}:{name}", "--devices", "2")
     (row,) = found["rows"]
@@ -516,7 +529,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@each("name", REFUSED)
 def test_command_rejects_steps_it_cannot_estimate(name, own, capsys):
     (step, *options), wanted = REFUSED[name]
     step = own + step if step.startswith(":") else step
@@ -534,7 +547,7 @@ FAILS = {
 }
 
 
-@pytest.mark.parametrize("name", FAILS)
+@each("name", FAILS)
 def test_command_reports_errors_of_the_step(name, own, capsys):
     assert cli.main(["estimate-memory", f"{own}:{name}", "--devices", "2"]) == 1
     said = capsys.readouterr().err
@@ -544,7 +557,7 @@ def test_command_reports_errors_of_the_step(name, own, capsys):
     assert "Traceback" in said
 
 
-@pytest.mark.parametrize("text", ["a", "-1", "0,"])
+@each("text", ["a", "-1", "0,"])
 def test_donate_option_requires_numbers(text, capsys):
     with pytest.raises(SystemExit, match="2"):
         cli.main(["estimate-memory", "mlp", f"--donate={text}"])
@@ -571,6 +584,7 @@ def stand_in_strategy(devices, ops, replicas_per_device, shard_update):
     return types.SimpleNamespace(devices=tuple(devices))
 
 
+@pytest.mark.slow
 def test_command_estimates_more_devices_than_the_machine_has():
     """In a new process, as users run it: host devices are forced."""
     code = (
@@ -591,6 +605,7 @@ def test_importing_mirror_does_not_import_the_command_line():
     assert fresh.run(code).strip() == "[]"
 
 
+@pytest.mark.slow
 def test_estimate_of_several_device_counts_is_one_table():
     rows = tuple(estimate_row("net", workload(nnx_net), layout(name)) for name in ("1", "2"))
     found = Estimate("net", False, rows)
@@ -602,7 +617,7 @@ def test_estimate_uses_batches_that_take_no_memory():
     """A batch is represented by a `PerReplica` that takes no memory."""
     found = without_arrays("net", workload(nnx_net), layout("2"))
     batch = found.args[-1]
-    leaves = jax.tree.leaves(batch, is_leaf=is_per_replica)
-    assert all(map(is_per_replica, leaves))
+    leaves = jax.tree.leaves(batch, is_leaf=lambda x: isinstance(x, mirror.PerReplica))
+    assert all(isinstance(leaf, mirror.PerReplica) for leaf in leaves)
     assert {leaf.stacked.base is not None for leaf in leaves} == {True}
     assert [leaf.stacked.strides for leaf in leaves] == [(0, 0, 0), (0, 0)]

@@ -6,16 +6,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import mirror
-from mirror._src.utils.tables import Table
+from tests.support import inside
+from tests.support.rows import each
 
 CPU = [f"/device:CPU:{k}" for k in range(8)]
 BOTH = ", ".join(CPU[:2])
 visualize = mirror.debugging.visualize_placement
+
+Table = inside.table()
 
 
 def array(k=0):
@@ -101,7 +103,7 @@ LEAVES = {
 }
 
 
-@pytest.mark.parametrize("name", LEAVES)
+@each("name", LEAVES)
 def test_table_shows_every_kind_of_leaf(name):
     make, row, held = LEAVES[name]
     table = visualize({"x": make()})
@@ -116,7 +118,7 @@ def test_table_shows_every_kind_of_leaf(name):
     assert visualize(make()).rows[0] == ("value", *row)
 
 
-@pytest.mark.parametrize("tree", [None, {}, [], (None, {"a": ()}), nnx.Variable(None)])
+@each("tree", [None, {}, [], (None, {"a": ()}), nnx.Variable(None)])
 def test_table_of_an_empty_tree_has_a_zero_total(tree):
     assert visualize(tree).rows == [("total", "", "0 bytes", "")]
 
@@ -174,7 +176,7 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.parametrize("name", TRANSFORMS)
+@each("name", TRANSFORMS)
 def test_table_marks_tracers(name):
     tables = []
 
@@ -225,7 +227,7 @@ NUMBERS = {
 }
 
 
-@pytest.mark.parametrize("name", NUMBERS)
+@each("name", NUMBERS)
 def test_html_aligns_numbers_to_the_right(name):
     cells, side = NUMBERS[name]
     html = Table(("heading",), [(cell,) for cell in cells])._repr_html_()
@@ -241,7 +243,7 @@ WIDE = Table(
 )
 
 
-@pytest.mark.parametrize("columns", [200, 100, 80, 70, 60, 50, 40, 30])
+@each("columns", [200, 100, 80, 70, 60, 50, 40, 30])
 def test_table_fits_any_width_without_breaking_a_word(monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
     text = repr(WIDE)

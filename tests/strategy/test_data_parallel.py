@@ -1,7 +1,5 @@
 """`DataParallel` computes the same as its module, for any batch, in any loop."""
 
-from types import SimpleNamespace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,8 +7,10 @@ import optax
 import pytest
 from flax import nnx
 
-from mirror._src.strategy.data_parallel import DataParallel
+import mirror
+from tests.support.inside import pretended_types
 from tests.support.messages import assert_message, raises
+from tests.support.rows import each
 
 
 class Net(nnx.Module):
@@ -38,9 +38,10 @@ def assert_equal(got, wanted):
             np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "device_ids"), [(8, None), (5, [3, 1])])
 def test_outputs_equal_those_of_the_module(size, device_ids):
-    plain, wrapped = Net(nnx.Rngs(0)), DataParallel(Net(nnx.Rngs(0)), device_ids)
+    plain, wrapped = Net(nnx.Rngs(0)), mirror.DataParallel(Net(nnx.Rngs(0)), device_ids)
     x, _ = batch(size)
     for relu in (True, False):
         got = wrapped(x, relu=relu)
@@ -65,9 +66,10 @@ def train(model, sizes, jit):
     return [float(step(model, optimizer, *batch(size))) for size in sizes]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit", [False, True])
 def test_data_parallel_trains_like_the_module(jit):
-    plain, wrapped = Net(nnx.Rngs(0)), DataParallel(Net(nnx.Rngs(0)), [0, 1])
+    plain, wrapped = Net(nnx.Rngs(0)), mirror.DataParallel(Net(nnx.Rngs(0)), [0, 1])
     sizes = [4, 3] if jit else [4]
     np.testing.assert_allclose(train(wrapped, sizes, jit), train(plain, sizes, jit), rtol=1e-4)
     for a, b in zip(*map(jax.tree.leaves, (nnx.state(wrapped), nnx.state(plain))), strict=True):
@@ -76,7 +78,7 @@ def test_data_parallel_trains_like_the_module(jit):
 
 
 def test_optimizer_may_wrap_the_module_itself():
-    wrapped = DataParallel(nnx.Linear(4, 2, rngs=nnx.Rngs(0)), [0, 1])
+    wrapped = mirror.DataParallel(nnx.Linear(4, 2, rngs=nnx.Rngs(0)), [0, 1])
     optimizer = nnx.Optimizer(wrapped.module, optax.sgd(0.1), wrt=nnx.Param)
     x, y = batch(4)
     before = np.array(wrapped.module.kernel[...])
@@ -94,7 +96,7 @@ class AddOne(nnx.Module):
 def test_divisible_batches_are_split(size, rows, caplog):
     x = np.arange(2.0 * size, dtype=np.float32).reshape(size, 2)
     with caplog.at_level("INFO", "mirror"):
-        got = DataParallel(AddOne(), [0, 1, 2, 3])(x)
+        got = mirror.DataParallel(AddOne(), [0, 1, 2, 3])(x)
     np.testing.assert_array_equal(np.asarray(got), x + 1)
     assert got.sharding.shard_shape(got.shape) == (rows, 2)
     said = [message for message in caplog.messages if "DataParallel" in message]
@@ -111,7 +113,7 @@ def test_calls_compile_once():
             shapes.append(inputs.shape)
             return super().__call__(inputs)
 
-    wrapped = DataParallel(Counting(4, 2, rngs=nnx.Rngs(0)), [0, 1])
+    wrapped = mirror.DataParallel(Counting(4, 2, rngs=nnx.Rngs(0)), [0, 1])
     for size in (4, 4, 4, 6, 6):
         wrapped(batch(size)[0])
     assert shapes == [(4, 4), (6, 4)]
@@ -121,7 +123,7 @@ def test_state_and_batches_may_be_on_any_device():
     last = jax.devices("cpu")[7]
     with jax.default_device(last):
         module = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
-    wrapped = DataParallel(module, [0, 1])
+    wrapped = mirror.DataParallel(module, [0, 1])
     x = jax.device_put(batch(4)[0], last)
     wanted = np.asarray(wrapped(x))
     module.kernel.set_value(jax.device_put(module.kernel[...], last))
@@ -134,13 +136,13 @@ def test_arguments_without_rows_go_to_all_devices():
         def __call__(self, x, factor, shift=None):
             return x * factor + (0 if shift is None else shift[0])
 
-    wrapped = DataParallel(Scale(), [0, 1])
+    wrapped = mirror.DataParallel(Scale(), [0, 1])
     got = wrapped(np.ones((4, 2), np.float32), jnp.float32(3), shift=np.ones(3, np.float32))
     np.testing.assert_array_equal(np.asarray(got), np.full((4, 2), 4.0))
 
 
-@pytest.mark.parametrize(
-    ("module", "device_ids", "error", "wanted"),
+@each(
+    "module, device_ids, error, wanted",
     [
         (3, None, TypeError, {"names": "module", "values": [3, "int"], "fix": "nnx.Module"}),
         ("net", [0, 9], ValueError, {"names": "device_ids", "values": ["[0, 9]", 9, 8]}),
@@ -152,13 +154,10 @@ def test_arguments_without_rows_go_to_all_devices():
 def test_data_parallel_rejects_invalid_modules(module, device_ids, error, wanted):
     module = nnx.Linear(2, 2, rngs=nnx.Rngs(0)) if module == "net" else module
     with raises(error, **wanted):
-        DataParallel(module, device_ids)
+        mirror.DataParallel(module, device_ids)
 
 
-def test_devices_of_several_types_are_rejected(monkeypatch):
-    monkeypatch.setattr(
-        "mirror._src.strategy.data_parallel.backend", SimpleNamespace(type_of=str, names=str)
-    )
+def test_devices_of_several_types_are_rejected():
     wanted = {"names": "device_ids", "fix": "mirror.MirroredStrategy"}
-    with raises(ValueError, **wanted):
-        DataParallel(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), [0, 1])
+    with pretended_types(["CPU", "GPU"]), raises(ValueError, **wanted):
+        mirror.DataParallel(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), [0, 1])

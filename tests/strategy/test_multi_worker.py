@@ -6,10 +6,9 @@ import jax
 import pytest
 
 import mirror
-from mirror._src.devices.replicas import ReplicaDevices
-from mirror._src.strategy import multi_worker
-from tests.support import processes
+from tests.support import inside, processes
 from tests.support.messages import raises
+from tests.support.rows import each
 
 
 def test_without_a_cluster_it_is_a_mirrored_strategy():
@@ -26,8 +25,8 @@ def test_without_a_cluster_it_is_a_mirrored_strategy():
     assert pairs.verify(lambda x: x * 2, (mirror.PerReplica([[1.0]] * 16),)).largest == 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "fix"),
+@each(
+    "arguments, error, fix",
     [
         ({"replicas_per_device": 0}, ValueError, "a positive integer"),
         ({"axis_name": ""}, ValueError, "axis_name='batch'"),
@@ -44,7 +43,17 @@ def test_wrong_arguments_are_rejected(arguments, error, fix):
 LAYOUTS = {"2x2": (2, 2, 1), "4x1": (4, 1, 1), "2x1 in pairs": (2, 1, 2)}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [
+        LAYOUTS["2x2"],
+        *(
+            pytest.param(LAYOUTS[name], marks=pytest.mark.nightly)
+            for name in ("4x1", "2x1 in pairs")
+        ),
+    ],
+)
 def test_values_and_refusals(layout):
     count, devices, replicas = layout
     ended = processes.run_program(
@@ -64,6 +73,7 @@ def test_steps_agree_with_one_device():
         assert output.count("agrees: ") == 15
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("arguments", [["600"], ["100", "unpacked"]], ids=["packed", "unpacked"])
 def test_local_reads_wait_for_nobody_and_many_steps_finish(arguments):
     """`tests/laws/test_several_processes.py` runs more of them, and in four processes."""
@@ -76,10 +86,11 @@ def test_local_reads_wait_for_nobody_and_many_steps_finish(arguments):
 LATE = """
 import os, time
 import numpy as np, mirror
-from mirror._src.devices import launch
+from tests.support import inside
 print("creates", flush=True)
 strategy = mirror.MultiWorkerMirroredStrategy()
 print("has created", flush=True)
+launch = inside.launch_guard()
 call, late = launch._call, float(os.environ["LATE_SECS"])
 def come_late(*args):
     if not strategy.is_chief:
@@ -92,7 +103,8 @@ print("total", np.asarray(total).tolist())
 """
 
 
-@pytest.mark.parametrize("late", ["0", pytest.param("40", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("late", ["0", "40"])
 def test_a_process_may_come_late_to_the_first_step(late):
     """It may compile longer. XLA waits for 30 s until all have opened the connections of gloo."""
     ended = processes.run(LATE, environment={"LATE_SECS": late}, after_failure=15)
@@ -106,13 +118,14 @@ def test_devices_that_cannot_be_connected_are_an_error(monkeypatch):
     def fail(*args):
         raise jax.errors.JaxRuntimeError("Gloo context initialization failed: DEADLINE_EXCEEDED")
 
-    replicas = ReplicaDevices(tuple(jax.devices()))
+    replicas = inside.replica_devices()(tuple(jax.devices()))
     monkeypatch.setattr(replicas, "stack", fail)
     values = ["Process 0", "Gloo context initialization failed"]
     with raises(RuntimeError, values=values, fix="/etc/hosts"):
-        multi_worker._connect(replicas)
+        inside.connect(replicas)
 
 
+@pytest.mark.slow
 def test_a_mismatch_in_devices_is_named_by_all():
     code = "import mirror; mirror.MultiWorkerMirroredStrategy()"
     each = [{"JAX_NUM_CPU_DEVICES": "2"}, {"JAX_NUM_CPU_DEVICES": "3"}]

@@ -11,17 +11,22 @@ from types import ModuleType
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 import mirror
+from mirror._src.checks import verify
+from mirror._src.cli import commands as cli_commands
 from mirror._src.context import scopes
 from mirror._src.data import batches as data_batches
 from mirror._src.data import local_input as data_local_input
 from mirror._src.data import step_exchange as data_step_exchange
-from mirror._src.devices import backend, launch, launches, resolve, settings, startup
+from mirror._src.devices import backend, launch, resolve, settings, startup
+from mirror._src.devices import launches as launch_records
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.distributed import failures as distributed_failures
-from mirror._src.distributed import store
+from mirror._src.distributed import hello, start, store
+from mirror._src.executors import arrivals as arrival_counts
 from mirror._src.executors import choice, compiled
 from mirror._src.keras import batches as keras_batch_module
 from mirror._src.keras import hooks as keras_hook_module
@@ -31,17 +36,31 @@ from mirror._src.ps.elsewhere import ELSEWHERE
 from mirror._src.ps.scope import ServerScope
 from mirror._src.ps.variable import ServerVariable
 from mirror._src.run import argument_placer
+from mirror._src.run.nnx.structure import Structure
+from mirror._src.strategy import multi_worker
+from mirror._src.testing import asserts, plugin_support
 from mirror._src.training import agreed_stop as training_agreed_stop
 from mirror._src.training import labels as training_labels
 from mirror._src.training import losses as training_losses
 from mirror._src.training import meter as training_meter
 from mirror._src.training import objective as training_objective
 from mirror._src.training import position as training_position
+from mirror._src.training import state
 from mirror._src.training import state_lock as training_state_lock
 from mirror._src.training.callbacks import hooks as callback_hooks
 from mirror._src.training.checkpoints import durable, files, host_copies, layout
 from mirror._src.training.checkpoints import store as checkpoints_store
-from mirror._src.utils import keras_library, migration, source_lines, supported, unknown_names
+from mirror._src.utils import (
+    clock,
+    keras_library,
+    migration,
+    source_lines,
+    supported,
+    unknown_names,
+)
+from mirror._src.utils.tables import Table
+from mirror._src.watchdog import peers, watch
+from tests.support.clocks import FakeClock
 
 
 def has_started() -> bool:
@@ -310,10 +329,7 @@ def all_reduce_that(
 
 @contextmanager
 def when_programs_are_found(strategy: mirror.Strategy, call: Callable[[], None]) -> Iterator[None]:
-    """Calls a function when a strategy has found a program, which is no event that users see.
-
-    Each call takes the full path, which finds one.
-    """
+    """Calls a function when a strategy, on the full path, has found a program: users see none."""
     runner = strategy._runner
     find = runner._find
 
@@ -335,7 +351,7 @@ def count_address_checks(patch: pytest.MonkeyPatch) -> list[object]:
 
 def stop_logging_launches(patch: pytest.MonkeyPatch) -> None:
     """Stops the log of the pytest plugin, which runs Python code at each launch."""
-    patch.setattr(launches, "log", None)
+    patch.setattr(launch_records, "log", None)
 
 
 def quick_call(strategy: mirror.Strategy, fn: Any, donated: tuple[int, ...] = ()) -> Any:
@@ -348,3 +364,69 @@ def forget_quick_calls(strategy: mirror.Strategy) -> None:
     """Makes the next calls take the full path, as after a change of the arguments."""
     for step in strategy._runner._cache.steps:
         step.quick.clear()
+
+
+def launches() -> ModuleType:
+    """The records of launches that have not ended: users see reports about them only."""
+    return launch_records
+
+
+def arrivals() -> ModuleType:
+    """The counts of replicas at collectives, which a report reads and a watch drops at its end."""
+    return arrival_counts
+
+
+def watch_module() -> ModuleType:
+    """The module of `mirror.debugging.watch`: it ends processes, which a test replaces."""
+    return watch
+
+
+def peers_module() -> ModuleType:
+    """The posts of the processes of a job, which a test of one process writes itself."""
+    return peers
+
+
+def training_state() -> ModuleType:
+    """The module that starts the watch of a trainer: users cannot count its watches."""
+    return state
+
+
+def use_clock(fake: FakeClock, patch: pytest.MonkeyPatch) -> None:
+    """Replaces the clock of the package: users cannot make minutes pass."""
+    patch.setattr(clock, "now", fake.now)
+    patch.setattr(clock, "wait", fake.wait)
+
+
+def asserts_and_support() -> tuple[ModuleType, ModuleType]:
+    """The modules of `mirror.testing` and of the plugin, whose executors no option names."""
+    return asserts, plugin_support
+
+
+def structure_of_nnx() -> type:
+    """The class that splits nnx objects: users cannot count how often they are split."""
+    return Structure
+
+
+def relative_difference(a: np.ndarray, b: np.ndarray) -> float:
+    """The measure of `verify`, which reports its maximum over a model only."""
+    return verify.relative_difference(a, b)
+
+
+def table() -> type:
+    """The tables of reports, which users only see filled."""
+    return Table
+
+
+def commands() -> ModuleType:
+    """The commands that the parser of `mirror_cli` starts, to replace them."""
+    return cli_commands
+
+
+def start_and_hello() -> tuple[ModuleType, ModuleType]:
+    """How a process joins a job, and what it says first: a user has one process at a time."""
+    return start, hello
+
+
+def connect(replicas: Any) -> None:
+    """Opens the connections of a strategy's devices, which do not fail on one machine."""
+    multi_worker._connect(replicas)

@@ -53,6 +53,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         names = [f"--{name}" for name in missing_options if item.get_closest_marker(name)]
+        if item.get_closest_marker("nightly"):  # a nightly row of a slow test needs one option
+            names = [name for name in names if name != "--slow"]
         (left_out[" ".join(names)] if names else kept).append(item)
     if left_out:
         config.hook.pytest_deselected(items=[i for each in left_out.values() for i in each])

@@ -33,6 +33,19 @@ EXECUTORS = executors(2)
 ONE = {"one": functools.partial(cpu_strategy, 1)}
 PAIRS = {"pairs": functools.partial(cpu_strategy, 2, replicas_per_device=2)}
 
+
+def each_layout() -> Iterator[mirror.MirroredStrategy]:
+    """Yields a strategy of each layout of replicas, for `rows.each`."""
+    for num_devices, replicas_per_device in LAYOUTS.values():
+        yield cpu_strategy(num_devices, replicas_per_device=replicas_per_device)
+
+
+def each_executor() -> Iterator[mirror.MirroredStrategy]:
+    """Yields two replicas of each executor, for `rows.each`."""
+    for make in EXECUTORS.values():
+        yield make()
+
+
 FOUR_REPLICAS: dict[str, tuple[int, int, type[mirror.CrossDeviceOps]]] = {
     "pmap": (4, 1, mirror.AllReduce),
     "vmap": (1, 4, mirror.AllReduce),

@@ -1,7 +1,6 @@
 """`mirror.testing`: the asserts find and name errors."""
 
 import threading
-import time
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +11,17 @@ from flax import nnx
 
 import mirror
 from mirror import testing
-from mirror._src.testing import asserts, plugin_support
+from tests.support import inside
 from tests.support.copies import with_one_bit_flipped
 from tests.support.messages import assert_message, raises
 from tests.support.models import MLP, batches, linen_step, linen_training, nnx_step
+from tests.support.rows import each
 from tests.support.strategies import cpu_strategy
+from tests.support.waiting import wait_until
 
 BATCH = batches(MLP.features, 1)[0]
+
+asserts, plugin_support = inside.asserts_and_support()
 
 
 def per_replica(strategy, batch=BATCH):
@@ -83,7 +86,7 @@ WRONG: dict[str, tuple] = {
 }
 
 
-@pytest.mark.parametrize("what", WRONG)
+@each("what", WRONG)
 def test_assert_mirrored_names_the_leaves(what, two):
     make, said = WRONG[what]
     with raises(AssertionError, **said):
@@ -123,6 +126,7 @@ def test_nnx_objects_are_trained_by_reference_and_left_unchanged(two):
     jax.tree.map(np.testing.assert_array_equal, before, nnx.to_pure_dict(nnx.state(state)))
 
 
+@pytest.mark.slow
 def test_linen_state_is_carried_between_steps(two):
     state = linen_training(lambda: optax.sgd(0.1)).create()
     report = train(linen_step, strategy=two, args=(state, per_replica(two)), steps=2)
@@ -130,7 +134,7 @@ def test_linen_state_is_carried_between_steps(two):
     assert "result['step 2'][0]" in names(report)
 
 
-@pytest.mark.parametrize("executor", ["pmap", "vmap", "staged"])
+@each("executor", ["pmap", "vmap", "staged"])
 def test_state_is_carried_between_steps(executor):
     """Three steps change the weights as much as three hand-written ones."""
     strategy = plugin_support.make_strategy(executor, 3, jax.devices("cpu"))
@@ -163,7 +167,7 @@ FAILING: dict[str, tuple] = {
 }
 
 
-@pytest.mark.parametrize("what", FAILING)
+@each("what", FAILING)
 def test_differing_training_fails(what, two):
     step, said = FAILING[what]
     with raises(AssertionError, **said):
@@ -183,8 +187,8 @@ def test_numbers_and_batches_are_not_state(first, two):
         train(scaled_step, strategy=two, args=args, steps=1)
 
 
-@pytest.mark.parametrize(
-    ("steps", "error", "values"),
+@each(
+    "steps, error, values",
     [
         (0, ValueError, 0),
         (True, TypeError, "True (bool)"),
@@ -247,7 +251,7 @@ def test_pending_launches_name_the_late_devices():
     strategy, late = cpu_strategy(4), threading.Event()
 
     def wait(replica):
-        assert replica != 1 or late.wait(20)
+        assert replica != 1 or late.wait(60)
         return np.float32(replica)
 
     def step(x):
@@ -263,10 +267,8 @@ def test_pending_launches_name_the_late_devices():
     )
     thread.start()
     try:
-        deadline = time.monotonic() + 20
         ended = "runs replica 1 on (/device:CPU:1), replicas 0, 2, 3 ended"
-        while ended not in str(plugin_support.launches_in_flight()) and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: ended in str(plugin_support.launches_in_flight()))
         launch, *_, callback = plugin_support.launches_in_flight()
         assert_message(launch, values=["step (test_asserts.py:", ended])
         assert "replica 1 at test_asserts.py:" in callback

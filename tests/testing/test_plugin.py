@@ -9,6 +9,7 @@ from pytest_mirror import timeout
 from tests.support import fresh
 from tests.support.messages import assert_message
 from tests.support.pytest_runs import lines_with, run_pytest, statuses
+from tests.support.rows import each
 
 MARKS = (fresh.PROGRAMS / "plugin_marks.py").read_text()
 IDS = [f"test_sum[{e}-{n}]" for e in ("pmap", "vmap", "staged") for n in (1, 2, 4)]
@@ -122,6 +123,7 @@ def assert_needs_more(said: str, times: int) -> None:
         assert_message(line, names="test_needs_more[pmap-8]", values=[8, 4])
 
 
+@pytest.mark.slow
 def test_mark_creates_a_test_per_layout_in_every_session(ahead):
     said = output(ahead, "twice")
     assert statuses(said) == [1, 1], said
@@ -132,6 +134,7 @@ def test_mark_creates_a_test_per_layout_in_every_session(ahead):
     assert "skipped" not in said
 
 
+@pytest.mark.slow
 def test_each_worker_forces_its_devices(ahead):
     said = output(ahead, "workers")
     assert statuses(said) == [1], said
@@ -140,7 +143,7 @@ def test_each_worker_forces_its_devices(ahead):
     assert_needs_more(said, 1)
 
 
-@pytest.mark.parametrize("name", WRONG_MARKS)
+@each("name", WRONG_MARKS)
 def test_error_in_a_mark_is_a_collection_error(ahead, name):
     said = output(ahead, "marks")
     assert f"ERROR collecting test_{name}.py" in said
@@ -162,6 +165,7 @@ def test_plugin_does_not_import_jax_and_can_be_disabled(ahead):
     assert said.endswith("LOADED pytest_mirror\n")
 
 
+@pytest.mark.slow
 def test_invalid_options_are_rejected_before_any_test(ahead):
     said = output(ahead, "refused")
     assert statuses(said) == [4 if wanted else 0 for wanted in REFUSED.values()], said
@@ -175,6 +179,7 @@ def assert_ended(said: str, test: str, secs: str) -> None:
     assert_message(lines_with(said, f"FAILED test_it.py::{test}"), values=f"{secs} s")
 
 
+@pytest.mark.slow
 def test_hanging_tests_fail_by_name(ahead):
     said = output(ahead, "hangs")
     assert statuses(said) == [1], said
@@ -188,6 +193,7 @@ def test_hanging_tests_fail_by_name(ahead):
     assert "3 failed, 2 passed" in said
 
 
+@pytest.mark.slow
 def test_stalled_replica_is_reported(ahead):
     said = output(ahead, "stalled")
     assert statuses(said) == [], said  # the process has been ended

@@ -4,7 +4,6 @@ import contextlib
 import os
 import pathlib
 import re
-import time
 
 import pytest
 
@@ -12,6 +11,7 @@ from pytest_mirror.member import VARIABLE
 from tests.support import fresh
 from tests.support.messages import assert_message
 from tests.support.pytest_runs import lines_with, run_pytest, statuses
+from tests.support.waiting import wait_until
 
 pytestmark = (
     pytest.mark.nightly
@@ -26,10 +26,7 @@ def run(options: str, ini: str = "") -> str:
     """Runs tests of `plugin_processes.py`, and checks that they leave no process behind."""
     files = {"test_it.py": PROGRAM, "conftest.py": CONFTEST, "pytest.ini": f"[pytest]\n{ini}"}
     said = run_pytest(files, f"--mine=mine {options}", **{OWN: str(os.getpid())}).stdout
-    deadline = time.monotonic() + 5
-    while left := members():
-        assert time.monotonic() < deadline, left
-        time.sleep(0.05)
+    wait_until(lambda: not members())
     return said
 
 
@@ -90,10 +87,8 @@ def test_failures_show_the_traceback_and_the_output_of_each_process():
 
 
 def test_a_timeout_ends_all_processes_and_the_run_goes_on():
-    start = time.monotonic()
     said = run("-v test_it.py::test_is_stuck test_it.py::TestClass::test_method")
     assert statuses(said) == [1], said
-    assert time.monotonic() - start < 80
     assert "exceeded its timeout of 4 s" in said
     for i in (0, 1):
         assert "in test_is_stuck" in said.split(f" output of process {i} ")[1]
@@ -101,8 +96,6 @@ def test_a_timeout_ends_all_processes_and_the_run_goes_on():
 
 
 def test_a_killed_process_is_named():
-    start = time.monotonic()
     said = run("test_it.py::test_is_killed")
     assert statuses(said) == [1], said
-    assert time.monotonic() - start < 80
     assert "process 2 was ended by SIGKILL" in lines_with(said, "in 3 processes")

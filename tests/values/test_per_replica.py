@@ -6,12 +6,11 @@ import pickle
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import mirror
 from mirror import PerReplica
-from mirror._src.values.per_replica import is_per_replica
 from tests.support.messages import raises
+from tests.support.rows import each
 
 VALUES = {
     "numbers": [1.0, 2.0],
@@ -23,7 +22,7 @@ VALUES = {
 }
 
 
-@pytest.mark.parametrize("name", VALUES)
+@each("name", VALUES)
 def test_per_replica_holds_one_array_per_replica(name):
     values = VALUES[name]
     held = PerReplica(values)
@@ -61,7 +60,7 @@ def test_per_replica_is_a_pytree_with_one_leaf():
     assert jax.tree_util.keystr(path) == "['x'].stacked"
     assert leaf is held.stacked
     doubled = jax.tree.map(lambda x: 2 * x, held)
-    assert is_per_replica(doubled)
+    assert isinstance(doubled, PerReplica)
     np.testing.assert_array_equal(doubled, [2.0, 4.0])
     placeholder = jax.tree.map(lambda _: "anything", held)
     assert repr(placeholder) == "PerReplica('anything')"
@@ -73,8 +72,8 @@ def test_per_replica_passes_through_jit_and_pickle():
     np.testing.assert_array_equal(pickle.loads(pickle.dumps(held)), held)
 
 
-@pytest.mark.parametrize(
-    ("held", "text"),
+@each(
+    "held, text",
     [
         (PerReplica([1.0, 2.0]), "PerReplica(1., 2.)"),
         (PerReplica([[1, 2], [3, 4]]), "PerReplica([1, 2], [3, 4])"),
@@ -107,11 +106,9 @@ BINARY += ["lt", "le", "gt", "ge"]
 UNARY = [operator.neg, abs, float, int, bool, len, iter, list, operator.itemgetter(0)]
 
 
-@pytest.mark.parametrize("name", BINARY)
-@pytest.mark.parametrize(
-    "other", [2.0, np.float32(2), np.ones(2), jnp.ones(2)], ids=lambda o: type(o).__name__
-)
-@pytest.mark.parametrize("side", ["left", "right"])
+@each("name", BINARY)
+@each("other", [2.0, np.float32(2), np.ones(2), jnp.ones(2)])
+@each("side", ["left", "right"])
 def test_arithmetic_is_rejected_outside_a_replica(name, other, side):
     held = PerReplica([1.0, 2.0])
     pair = (held, other) if side == "left" else (other, held)
@@ -119,7 +116,7 @@ def test_arithmetic_is_rejected_outside_a_replica(name, other, side):
         getattr(operator, name)(*pair)
 
 
-@pytest.mark.parametrize("operation", UNARY, ids=str)
+@each("operation", UNARY)
 def test_conversion_to_one_value_is_rejected(operation):
     with raises(TypeError, values="PerReplica(1., 2.)", fix=["x.values", "x.stacked"]):
         operation(PerReplica([1.0, 2.0]))
@@ -136,7 +133,7 @@ def test_numpy_reads_per_replica_values():
     np.testing.assert_array_equal(np.asarray(PerReplica([1.0, 2.0])) + 1, [2.0, 3.0])
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
+@each("n", [1, 2, 3])
 def test_from_stacked_does_not_copy(n):
     rows = np.arange(n * 2).reshape(n, 2)
     held = PerReplica.from_stacked(rows)

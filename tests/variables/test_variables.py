@@ -4,6 +4,7 @@ import copy
 import functools
 import pickle
 import threading
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +14,11 @@ import pytest
 from flax import nnx
 
 import mirror
-from mirror._src.run.nnx.structure import Structure
+from tests.support import inside
 from tests.support.messages import raises
+from tests.support.rows import each
 from tests.support.steps import nothing, number, replica_id
-from tests.support.strategies import cpu_strategy
+from tests.support.strategies import cpu_strategy, each_executor
 from tests.support.variables import copies, on_read, set_copies, variable
 
 AGGREGATIONS = ["none", "sum", "mean", "only_first_replica"]
@@ -118,6 +120,7 @@ def test_mean_of_integers_is_rejected(make):
         make(value=True, aggregation="sum", name="v")
 
 
+@each("pair", each_executor)
 def test_variable_must_be_created_outside_a_step(pair):
     """TensorFlow creates it in the first replica and copies it to the others."""
     with raises(RuntimeError, names=["'made'", "MirroredStrategy"]):
@@ -125,6 +128,7 @@ def test_variable_must_be_created_outside_a_step(pair):
     assert not mirror.has_strategy()
 
 
+@each("pair", each_executor)
 def test_variable_reads_as_one_value(pair):
     with pair.scope():
         v = variable([1.0, 2.0])
@@ -145,7 +149,7 @@ jnp.asarray(v); jax.nn.relu(v); jnp.stack(list(v)); copy.deepcopy(v)[...];
 jax.tree.map(lambda x: 2 * x, v)[...]; jax.jit(lambda x: 2 * x[...])(v)"""
 
 
-def test_operators_work_outside_and_inside_a_step(pair):
+def test_operators_work_outside_and_inside_a_step(two):
     """In a step too, including functions of JAX that treat the variable as a tree."""
     expressions = [e.strip() for e in OPERATORS.split(";")]
     known = {"jnp": jnp, "jax": jax, "copy": copy}
@@ -157,10 +161,10 @@ def test_operators_work_outside_and_inside_a_step(pair):
     step = lambda: evaluate(held)  # noqa: E731
     for value in (jnp.asarray([1, 2, 3]), jnp.asarray([4, 2, 1])):
         held.assign(value)
-        found = zip(expressions, evaluate(value), evaluate(held), pair.run(step), strict=True)
-        for expression, wanted, outside, inside in found:
-            np.testing.assert_array_equal(outside, wanted, err_msg=expression)
-            np.testing.assert_array_equal(inside, wanted, err_msg=expression)
+        found = zip(expressions, evaluate(value), evaluate(held), two.run(step), strict=True)
+        for expression, wanted, eager, in_step in found:
+            np.testing.assert_array_equal(eager, wanted, err_msg=expression)
+            np.testing.assert_array_equal(in_step, wanted, err_msg=expression)
 
 
 def test_variable_converts_to_numbers_and_truth():
@@ -180,7 +184,7 @@ def test_variable_converts_to_numbers_and_truth():
         v += 1
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@each("aggregation", AGGREGATIONS)
 def test_assign_outside_a_step_writes_all_copies(eight, aggregation):
     """And the variable is returned."""
     with eight.scope():
@@ -210,6 +214,7 @@ def test_assign_outside_a_step_rejects_per_replica_values(two):
         assert made == 0
 
 
+@each("pair", each_executor)
 def test_assign_without_aggregation_requires_a_mirrored_value(pair):
     """TensorFlow lets the copies diverge."""
     v = variable(7.0, name="mine")
@@ -229,6 +234,7 @@ RESULTS = {
 }
 
 
+@each("pair", each_executor)
 def test_assign_in_a_step_applies_the_aggregation(pair):
     table = {a: [variable(10.0, a) for _ in range(3)] for a in RESULTS}
 
@@ -250,6 +256,7 @@ def test_assign_in_a_step_applies_the_aggregation_on_eight_replicas(eight):
     assert [float(v) for v in (total, mean, first)] == [37, 5.5, 2]
 
 
+@each("pair", each_executor)
 def test_assigned_number_counts_once_per_replica(pair):
     """TensorFlow rejects it for a sum, and fails for 0."""
     numbers = (5.0, 0.0, np.float32(5))
@@ -259,6 +266,7 @@ def test_assigned_number_counts_once_per_replica(pair):
         assert [float(v) for v in variables] == [x, 2 * x, x, x]
 
 
+@each("pair", each_executor)
 def test_step_reads_its_own_assignments(pair):
     total, mine = variable(1.0, "sum"), on_read("sum")
 
@@ -306,11 +314,7 @@ def written(v):
     jax.jit(lambda x: v.set_value(v + x))(1.0)
 
 
-@pytest.mark.parametrize(
-    "inner",
-    [scanned, branched, repeated, jitted, graded, mapped, written],
-    ids=lambda f: f.__name__,
-)
+@each("inner", [scanned, branched, repeated, jitted, graded, mapped, written])
 def test_assign_in_an_inner_transformation_is_rejected(two, inner):
     """It would be lost when the transformation ends: in a step, passed or captured, and outside."""
     for v in (variable(1.0, "sum", name="v"), on_read("sum", 1.0, name="v")):
@@ -324,6 +328,7 @@ def test_assign_in_an_inner_transformation_is_rejected(two, inner):
         assert v == 1
 
 
+@each("pair", each_executor)
 def test_assign_accepts_results_of_an_inner_transformation(pair):
     v, seen = variable(2.0, "sum"), variable(0.0, "mean")
 
@@ -358,7 +363,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
+@each("name", BAD)
 def test_assign_rejects_another_shape_or_dtype(two, name):
     value, kind, wanted = BAD[name]
     for v in (variable(1.0, "sum", name="v"), on_read("sum", 1.0, name="v")):
@@ -378,6 +383,7 @@ def test_assign_converts_numbers():
         variable(1, name="n").assign(2.5)
 
 
+@each("pair", each_executor)
 def test_assign_keeps_dtypes_and_exact_integers(pair):
     """A sum of complex numbers works everywhere; a sum of booleans is rejected at creation."""
     big = 2**30 - 1
@@ -407,6 +413,7 @@ def test_assign_keeps_dtypes_and_exact_integers(pair):
     assert int(exact) == 2 * big + 1
 
 
+@each("pair", each_executor)
 def test_item_assignment_writes_all_copies(pair):
     """TensorFlow's `v[0].assign` writes to one copy only; its scatter is `v.at[i].add` here."""
     with pair.scope():
@@ -451,6 +458,7 @@ def test_copies_and_pickles_are_independent_variables(two):
     assert copies(two, pickle.loads(pickle.dumps(none))) == [3, 5]
 
 
+@each("pair", each_executor)
 def test_gradients_are_per_replica(pair):
     """And with respect to the value; `nnx.grad` takes variables that are passed."""
     v = variable(2.0, "sum")
@@ -476,6 +484,7 @@ def test_on_read_is_not_trainable_by_default():
     assert on_read(trainable=True).trainable
 
 
+@each("pair", each_executor)
 def test_on_read_is_aggregated_outside_and_per_replica_in_a_step(pair):
     with pair.scope():
         none, total, mean, first = made = [on_read(a, name=a) for a in AGGREGATIONS]
@@ -501,6 +510,7 @@ def test_on_read_is_aggregated_outside_and_per_replica_in_a_step(pair):
     assert "PerReplica" in repr(nnx.state({"none": none}))
 
 
+@each("pair", each_executor)
 def test_on_read_assign_in_a_step_writes_per_replica(pair):
     with pair.scope():
         made = [on_read(a) for a in AGGREGATIONS]
@@ -516,6 +526,7 @@ def test_on_read_assign_in_a_step_writes_per_replica(pair):
     assert [copies(pair, v) for v in made] == [[5, 6]] * 4
 
 
+@each("pair", each_executor)
 def test_on_read_assign_outside_splits_a_sum_exactly(pair):
     """TensorFlow rounds 7 to 6."""
     with pair.scope():
@@ -541,6 +552,7 @@ def test_on_read_assign_outside_splits_a_sum_across_eight_replicas(eight):
     assert mean == 3
 
 
+@each("pair", each_executor)
 def test_on_read_sum_rejects_assign_add_outside_a_step(pair):
     with pair.scope():
         total, mean, first = (on_read(a, name=a) for a in AGGREGATIONS[1:])
@@ -555,6 +567,7 @@ def test_on_read_sum_rejects_assign_add_outside_a_step(pair):
     assert (float(mean), float(first)) == (13, 12)
 
 
+@each("pair", each_executor)
 def test_on_read_without_aggregation_rejects_assign_outside_a_step(pair):
     """TensorFlow writes, then raises."""
     with pair.scope():
@@ -566,19 +579,20 @@ def test_on_read_without_aggregation_rejects_assign_outside_a_step(pair):
     assert copies(pair, none) == [3, 5]
 
 
-def test_reduce_uses_the_given_op(pair):
-    with pair.scope():
+def test_reduce_uses_the_given_op(two):
+    with two.scope():
         first, none = on_read("only_first_replica"), on_read()
         v = variable(2.0)
-    set_copies(pair, first, none)
+    set_copies(two, first, none)
     for r in (first, none):
-        assert [float(pair.reduce(op, r)) for op in ("sum", "mean", "min", "max")] == [8, 4, 3, 5]
-    found = pair.reduce("sum", {"r": none, "v": [v, 1.0]})
+        assert [float(two.reduce(op, r)) for op in ("sum", "mean", "min", "max")] == [8, 4, 3, 5]
+    found = two.reduce("sum", {"r": none, "v": [v, 1.0]})
     assert jax.tree.map(float, found) == {"r": 8, "v": [4, 2]}
-    np.testing.assert_array_equal(pair.gather({"v": variable([1, 2])})["v"], [1, 2, 1, 2])
-    assert pair.run(lambda: pair.num_replicas_in_sync) == 2
+    np.testing.assert_array_equal(two.gather({"v": variable([1, 2])})["v"], [1, 2, 1, 2])
+    assert two.run(lambda: two.num_replicas_in_sync) == 2
 
 
+@each("pair", each_executor)
 def test_all_reduce_in_a_step_accepts_variables(pair):
     """One explicit method replaces TensorFlow's `variable_sync_on_read_context`."""
     with pair.scope():
@@ -598,6 +612,7 @@ def test_all_reduce_in_a_step_accepts_variables(pair):
     np.testing.assert_array_equal(gathered, [3, 5])
 
 
+@each("pair", each_executor)
 def test_local_results_returns_copies_of_variables(pair):
     with pair.scope():
         v, r = variable(2.0), on_read()
@@ -611,18 +626,18 @@ def test_local_results_returns_copies_of_variables(pair):
 # Checkpoints: what a variable's copies are on the host
 
 
-def test_variable_is_saved_once_and_restored_into_every_copy(pair):
-    with pair.scope():
+def test_variable_is_saved_once_and_restored_into_every_copy(two):
+    with two.scope():
         v = variable([1.0, 2.0], "sum", name="v")
-    pair.run(lambda: nothing(v.assign_sub(jnp.ones(2) - number())))
+    two.run(lambda: nothing(v.assign_sub(jnp.ones(2) - number())))
     saved = np.asarray(v)
     np.testing.assert_array_equal(saved, [2, 3])
     other = cpu_strategy(3)
-    for scope in (pair.scope(), other.scope()):
+    for scope in (two.scope(), other.scope()):
         restored = variable([0.0, 0.0])
         with scope:
             restored.assign(saved)
-        for strategy in (pair, other):
+        for strategy in (two, other):
             strategy.run(plus_one, (restored,))
             assert copies(strategy, restored) == [[2, 3]] * strategy.num_replicas_in_sync
     plain = nnx.Variable(jnp.zeros(2))
@@ -632,6 +647,7 @@ def test_variable_is_saved_once_and_restored_into_every_copy(pair):
         v.assign(np.ones(3, np.float32))
 
 
+@each("pair", each_executor)
 def test_on_read_variable_is_saved_aggregated(pair, eight):
     with pair.scope():
         total, mean, first, none = made = [on_read(a) for a in [*AGGREGATIONS[1:], "none"]]
@@ -697,20 +713,21 @@ def test_captured_variable_is_found_anywhere(two):
     assert float(two.run(count_global)) == 2
 
 
-def test_rebound_name_reads_the_new_variable(pair):
+def test_rebound_name_reads_the_new_variable(two):
     counter, v = Counter(), variable(0.0, "sum")
 
     def step():
         return v.assign_add(1.0)[...], counter.step()
 
-    assert list(map(float, pair.run(step))) == [2, 2]
+    assert list(map(float, two.run(step))) == [2, 2]
     before = v, counter.seen
     v, counter.seen = variable(10.0, "sum"), variable(20.0, "sum")
     for i in (2, 4):
-        assert list(map(float, pair.run(step))) == [10 + i, 20 + i]
+        assert list(map(float, two.run(step))) == [10 + i, 20 + i]
     assert [float(x) for x in before] == [2, 2]
 
 
+@each("pair", each_executor)
 def test_jitted_helper_reads_the_current_value(pair):
     """JAX traces it once for its shapes, and remembers that."""
     v = variable(1.0, "sum")
@@ -721,6 +738,7 @@ def test_jitted_helper_reads_the_current_value(pair):
         assert [float(pair.run(step)) for step in steps] == [3 * value, value]
 
 
+@each("pair", each_executor)
 def test_variable_used_by_some_calls_only_is_updated(pair):
     v = variable(0.0, "sum")
 
@@ -732,6 +750,7 @@ def test_variable_used_by_some_calls_only_is_updated(pair):
     assert v == 4
 
 
+@each("pair", each_executor)
 def test_variable_may_be_captured_and_passed(pair):
     v, r = variable(0.0, "sum"), on_read("sum")
 
@@ -746,7 +765,7 @@ def test_variable_may_be_captured_and_passed(pair):
     assert (float(v), float(r)) == (8, 4)
 
 
-def test_steps_strategies_and_modules_share_a_variable(pair, eight):
+def test_steps_strategies_and_modules_share_a_variable(two, eight):
     class Model(nnx.Module):
         def __init__(self):
             self.seen = variable(0.0, "sum")
@@ -754,12 +773,13 @@ def test_steps_strategies_and_modules_share_a_variable(pair, eight):
     model = Model()
     seen = model.seen
     for _ in range(2):
-        pair.run(lambda: nothing(seen.assign_add(1.0)))
+        two.run(lambda: nothing(seen.assign_add(1.0)))
         eight.run(lambda model: nothing(model.seen.assign_add(1.0)), (model,))
     assert seen == 20
     assert copies(eight, model.seen) == [20] * 8
 
 
+@each("pair", each_executor)
 def test_variable_may_be_first_read_in_an_inner_transformation(pair):
     v, w, u = variable(2.0, "sum"), variable(3.0), on_read("sum", 1.0)
 
@@ -778,6 +798,7 @@ def test_variable_may_be_first_read_in_an_inner_transformation(pair):
     assert (float(v), float(w), float(u)) == (6, 5, 5)
 
 
+@each("pair", each_executor)
 def test_failed_step_leaves_variables_unchanged(pair):
     v, r = variable(1.0, "sum"), on_read("sum", 1.0)
     errors = [KeyError("mine"), KeyboardInterrupt(), None]
@@ -797,7 +818,7 @@ def test_failed_step_leaves_variables_unchanged(pair):
     assert (float(v), float(r)) == (201, 201)
 
 
-def test_threads_use_their_own_variables(pair):
+def test_threads_use_their_own_variables(two):
     """A variable that two threads assign needs a lock of the user, like all shared state."""
     held = [(variable(0.0, "sum"), on_read("sum", 0)) for _ in range(2)]
     start, lock = threading.Barrier(2), threading.Lock()
@@ -815,9 +836,9 @@ def test_threads_use_their_own_variables(pair):
         try:
             start.wait(30)
             for _ in range(5):
-                pair.run(step)
+                two.run(step)
                 with lock:
-                    pair.run(shared)
+                    two.run(shared)
         except BaseException as error:
             problems.append(error)
 
@@ -895,11 +916,11 @@ TRAINABLE = nnx.Any(
 )
 
 
-def test_variables_are_trained_by_an_optimizer_and_count(pair):
+def test_variables_are_trained_by_an_optimizer_and_count(two):
     """Eight replicas and one train the same."""
     step = trained(TRAINABLE)
     found = {}
-    for name, strategy in {"two": pair, "one": cpu_strategy(1)}.items():
+    for name, strategy in {"two": two, "one": cpu_strategy(1)}.items():
         with strategy.scope():
             model = Model()
             optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=TRAINABLE)
@@ -938,6 +959,7 @@ def test_graph_of_a_large_model_is_split_once_until_it_changes(two, monkeypatch)
             return x
 
     split = []
+    Structure = inside.structure_of_nnx()
     made = Structure.__init__
 
     def counted(self, objects):
@@ -960,19 +982,19 @@ def test_graph_of_a_large_model_is_split_once_until_it_changes(two, monkeypatch)
     assert [float(block.seen) for block in model.blocks] == [5] * 3
 
 
-def test_filters_states_and_trees_support_variables(pair):
-    with pair.scope():
+def test_filters_states_and_trees_support_variables(two):
+    with two.scope():
         model = Model()
     state = nnx.state(model, mirror.Variable)
     assert set(state) == {"weight", "count", "loss"}
     merged = nnx.merge(*nnx.split(copy.deepcopy(model)))
-    assert copies(pair, merged.count) == [0, 0]
+    assert copies(two, merged.count) == [0, 0]
     assert type(merged.weight) is mirror.Variable
     doubled = jax.tree.map(lambda x: 2 * x, nnx.state(model))
     np.testing.assert_array_equal(doubled["weight"], [2, 2, 2])
     assert doubled["count"] == 0
-    set_copies(pair, model.count)
-    assert copies(pair, jax.tree.map(lambda x: 2 * x, model).count) == [6, 10]
+    set_copies(two, model.count)
+    assert copies(two, jax.tree.map(lambda x: 2 * x, model).count) == [6, 10]
     host = {
         "/".join(map(str, path)): np.asarray(v) for path, v in nnx.to_flat_state(nnx.state(model))
     }
@@ -981,7 +1003,7 @@ def test_filters_states_and_trees_support_variables(pair):
     assert "Variable" in repr(model)
     nnx.update(model, nnx.state(merged))
     assert int(model.count) == 0
-    pair.run(lambda model: nothing(model.count.assign_add(1)), (model,))
+    two.run(lambda model: nothing(model.count.assign_add(1)), (model,))
     assert int(model.count) == 2
 
 
@@ -1004,17 +1026,10 @@ def test_variables_work_on_unequal_lengths(two):
 
 
 @pytest.fixture
-def mixed(monkeypatch) -> mirror.MirroredStrategy:
+def mixed() -> Iterator[mirror.MirroredStrategy]:
     """CPU:0 is a simulated GPU: no mesh spans the devices."""
-    from mirror._src.devices import backend
-
-    real = backend.type_of
-    pretended = lambda d: "GPU" if d.id == 0 else real(d)  # noqa: E731
-    for module in ("devices.backend", "devices.replicas", "collectives.one_device"):
-        monkeypatch.setattr(f"mirror._src.{module}.type_of", pretended)
-    of_type = {"GPU": jax.devices()[:1], "CPU": jax.devices()[1:]}
-    monkeypatch.setattr(backend, "devices_of_type", lambda kind: of_type.get(kind, []))
-    return mirror.MirroredStrategy(["GPU:0", "CPU:0"])
+    with inside.pretended_types(["GPU"]):
+        yield mirror.MirroredStrategy(["GPU:0", "CPU:0"])
 
 
 def test_variables_work_on_several_device_types(mixed):
@@ -1040,10 +1055,10 @@ def test_variables_work_on_several_device_types(mixed):
     mixed.check_mirrored((v, r))
 
 
-def test_placement_log_supports_variables(pair, caplog):
+def test_placement_log_supports_variables(two, caplog):
     mirror.debugging.set_log_device_placement(True)
     try:
-        with pair.scope():
+        with two.scope():
             v, r = variable(1.0, "sum", name="v"), on_read("sum", 0, name="r")
 
         def step():
@@ -1051,7 +1066,7 @@ def test_placement_log_supports_variables(pair, caplog):
             r.assign_add(1)
             return jnp.sum(v) + r
 
-        pair.run(step)
+        two.run(step)
         assert v.assign_add(1.0) == 5
         assert int(r) == 2
     finally:

@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import operator
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple, final
 
 import jax
 
+from mirror._src.utils import clock
 from mirror._src.utils.modules import set_module
 from mirror._src.utils.types import Array
 
@@ -84,7 +84,7 @@ class Launch:
             processes can compare it; else 0.
         described: What is launched.
         thread: The thread that launched it.
-        began: When it was launched, in seconds of `time.monotonic`.
+        began: When it was launched, in seconds of `clock.now`.
         phase: What happens: `"waiting"` for its turn, `"compiling"`, `"running"`.
         compiles: Whether it is compiled first.
         collective: Kind and line of a collective on the host; empty for a program.
@@ -96,7 +96,7 @@ class Launch:
         self.joint_number = 0
         self.described = described
         self.thread = threading.current_thread()
-        self.began = time.monotonic()
+        self.began = clock.now()
         self.phase = "waiting"
         self.compiles = compiles
         self.collective = ""

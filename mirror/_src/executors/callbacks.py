@@ -10,7 +10,6 @@ A callback that does not return lets the other replicas wait, too: `running_call
 
 import itertools
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from mirror._src.program.evaluate import Rules, bind_with
 from mirror._src.program.jaxprs import equations
 from mirror._src.program.user_lines import user_line
+from mirror._src.utils import clock
 
 CALLBACKS = ("pure_callback", "io_callback", "debug_callback")
 
@@ -32,7 +32,7 @@ class RunningCallback(NamedTuple):
         eqn: The operation of the step.
         replica: The replica that called it; `None` if it is called for several replicas.
         thread: The identity of the thread that it runs in.
-        began: When it was called, in seconds of `time.monotonic`.
+        began: When it was called, in seconds of `clock.now`.
     """
 
     eqn: JaxprEqn
@@ -93,7 +93,7 @@ class CallbackGuard:
             if has_replica:
                 replica, args = int(args[0]), args[1:]
             number, me = next(_numbers), threading.get_ident()
-            _running[number] = RunningCallback(eqn, replica, me, time.monotonic())
+            _running[number] = RunningCallback(eqn, replica, me, clock.now())
             _current.depth += 1
             try:
                 return callback(*args, **kwargs)

@@ -10,7 +10,6 @@ import json
 import math
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, final
 
@@ -19,6 +18,7 @@ from mirror._src.devices.launches import Launch
 from mirror._src.distributed import store
 from mirror._src.distributed.start import heartbeat_secs
 from mirror._src.executors.callbacks import running_callbacks
+from mirror._src.utils import clock
 from mirror._src.utils.source_lines import is_users, place
 from mirror._src.watchdog.report import PEERS_THREAD_NAME, in_words
 
@@ -61,7 +61,7 @@ class Post(NamedTuple):
 
 
 class _Heard(NamedTuple):
-    """The last post of a process, and when it changed, in seconds of `time.monotonic`."""
+    """The last post of a process, and when it changed, in seconds of `clock.now`."""
 
     post: Post
     at: float
@@ -105,7 +105,7 @@ class Peers:
         is_overdue = launch is not None and launch.joint_number > 0 and secs > self._look_after
         overdue = launch if is_overdue else None
         if overdue is not self._overdue:
-            self._answered = time.monotonic()
+            self._answered = clock.now()
             self._heard = {}
             self._overdue = overdue
 
@@ -147,7 +147,7 @@ class Peers:
             elif _waits_too(post, launch):
                 waiting.append(i)
             else:
-                lines.append(_state(i, post, launch, time.monotonic() - heard[i].at))
+                lines.append(_state(i, post, launch, clock.now() - heard[i].at))
         more = len(lines) - _MOST_LINES
         lines = [*lines[:_MOST_LINES], *([f"and {more} more processes"] if more > 0 else [])]
         if waiting:
@@ -168,21 +168,22 @@ class Peers:
 
         Otherwise they would report a closed connection, and not the process that is missing.
         """
-        deadline = time.monotonic() + _ACTS_AFTER_SECS
-        while time.monotonic() < deadline and any(
+        deadline = clock.now() + _ACTS_AFTER_SECS
+        while clock.now() < deadline and any(
             _waits_too(heard.post, launch) and heard.post.reported < launch.joint_number
             for i, heard in tuple(self._heard.items())
             if i not in self._silent()
         ):
-            time.sleep(_SHORTEST_INTERVAL_SECS)
-        time.sleep(self.interval + _CHIEF_STAYS_SECS * store.is_chief())  # all end without it
+            clock.wait(self._is_over, _SHORTEST_INTERVAL_SECS)
+        stays = _CHIEF_STAYS_SECS * store.is_chief()  # all end without it
+        clock.wait(self._is_over, self.interval + stays)
 
     def _others(self) -> list[int]:
         return [i for i in range(store.process_count()) if i != store.process_index()]
 
     def _silent(self) -> dict[int, float]:
         """Returns for how long each silent process has not been heard of, at least."""
-        now = time.monotonic()
+        now = clock.now()
         unanswered = now - self._answered
         limit = max(_MISSED_POSTS * self.interval, _SHORTEST_SILENCE_SECS)
         if self._overdue is not None and unanswered > limit and not store.is_chief():
@@ -199,7 +200,7 @@ class Peers:
         try:
             while not self._is_over.is_set():
                 self._exchange()
-                self._wakes.wait(self.interval)
+                clock.wait(self._wakes, self.interval)
                 self._wakes.clear()
             self._exchange()
         except RuntimeError:  # the coordinator has ended, and JAX ends this process
@@ -214,7 +215,7 @@ class Peers:
         if overdue is None:
             return
         texts = store.read_all("watch")
-        now, before = time.monotonic(), self._heard
+        now, before = clock.now(), self._heard
         heard = {int(i): Post(*json.loads(text)) for i, text in texts.items() if int(i) != me}
         found = {
             i: before[i] if i in before and before[i].post.beat == post.beat else _Heard(post, now)

@@ -2,7 +2,6 @@
 
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -12,6 +11,7 @@ from mirror._src.executors.arrivals import Arrivals, incomplete_arrivals
 from mirror._src.executors.callbacks import RunningCallback, running_callbacks
 from mirror._src.program.collective_eqns import kind_of
 from mirror._src.program.user_lines import user_line
+from mirror._src.utils import clock
 from mirror._src.utils.source_lines import is_users
 
 _MOST_SITES = 4
@@ -59,7 +59,7 @@ def state_of_launches() -> list[str]:
 
 def _progress(launch: Launch) -> str:
     """Returns what a launch does, and which replicas have not ended."""
-    secs, devices = time.monotonic() - launch.began, launch.described.devices
+    secs, devices = clock.now() - launch.began, launch.described.devices
     subject = _subject(launch)
     if launch.phase == "waiting":
         return f"{subject} waits for its turn, for {in_words(secs)}"
@@ -104,7 +104,7 @@ def _arrived(arrivals: Arrivals) -> str:
 
 def _callback(callback: RunningCallback) -> str:
     on = f" of replica {callback.replica}" if callback.replica is not None else ""
-    secs = time.monotonic() - callback.began
+    secs = clock.now() - callback.began
     return (
         f"the {callback.eqn.primitive.name}{on} at {callback.line} has not returned for "
         f"{in_words(secs)}; it runs in thread {callback.thread}"

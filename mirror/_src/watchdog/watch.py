@@ -6,7 +6,6 @@ import functools
 import os
 import sys
 import threading
-import time
 from types import TracebackType
 from typing import Any, Literal, TypeAlias, final, get_args
 
@@ -14,6 +13,7 @@ from mirror._src.devices import launches
 from mirror._src.devices.launches import Launch, LaunchLog, Stall
 from mirror._src.distributed.start import has_joined_others
 from mirror._src.executors import arrivals
+from mirror._src.utils import clock
 from mirror._src.utils.errors import require_secs
 from mirror._src.utils.modules import set_module
 from mirror._src.watchdog.peers import Peers
@@ -96,9 +96,9 @@ class Watch:
             max(self._secs / _MOST_CHECKS_PER_LIMIT, _SHORTEST_INTERVAL_SECS),
             _LONGEST_INTERVAL_SECS,
         )
-        clock = _Clock(self._log, interval)
-        while not self._is_over.wait(interval):
-            stalled, secs = clock.look()
+        stopwatch = _Stopwatch(self._log, interval)
+        while not clock.wait(self._is_over, interval):
+            stalled, secs = stopwatch.look()
             if self._peers is None and has_joined_others():
                 self._peers = Peers(self._secs)
                 interval = min(interval, self._peers.interval)
@@ -183,7 +183,7 @@ class Watch:
         assert stalled is not None
         if self._action == "raise":
             self._log.stalls[self] = None
-        after = in_words(time.monotonic() - stalled.began)
+        after = in_words(clock.now() - stalled.began)
         self._say(f"mirror: {stalled.described} has ended after all, {after} after its launch.")
 
     def _say(self, text: str) -> None:
@@ -237,7 +237,7 @@ def _end_if_stalled() -> None:
             os._exit(EXIT_STATUS)
 
 
-class _Clock:
+class _Stopwatch:
     """Measures for how long nothing has changed.
 
     The time in which the process did not run, such as the sleep of a laptop, does not count.
@@ -246,13 +246,13 @@ class _Clock:
     def __init__(self, log: LaunchLog, interval: float) -> None:
         self._log = log
         self._most = 2 * interval
-        self._last = time.monotonic()
+        self._last = clock.now()
         self._oldest: Launch | None = None
         self._secs = 0.0
 
     def look(self) -> tuple[Launch | None, float]:
         """Returns the oldest launch that runs, and how long it has been the oldest, in seconds."""
-        now = time.monotonic()
+        now = clock.now()
         passed, self._last = min(now - self._last, self._most), now
         unfinished = self._log.unfinished()
         if any(launch.phase == "compiling" for launch in unfinished):
