@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 import mirror
-from tests.ps.digits import arrays, batches, create, on_replicas, train_step
+from tests.ps.digits import are_equal, arrays, batches, create, on_replicas, train_step
 from tests.support import inside
 from tests.support.messages import raises
 from tests.support.packages import optional
@@ -319,6 +319,19 @@ def test_a_step_updates_once(strategy, coordinator):
         coordinator.schedule(step, (model, optimizer, DATA[0]))
         with raises(ValueError, names=step.__name__, values=times):
             coordinator.join(60)
+
+
+@pytest.mark.slow
+def test_another_model_waits_for_join(strategy, coordinator):
+    model, optimizer = create(strategy, TX)
+    other = create(strategy, TX)
+    coordinator.schedule(train_step, (model, optimizer, DATA[0]))
+    with raises(RuntimeError, fix="coordinator.join()"):
+        coordinator.schedule(train_step, (*other, DATA[0]))
+    coordinator.join()
+    coordinator.schedule(train_step, (*other, DATA[0]))
+    coordinator.join()
+    assert are_equal(arrays(model, optimizer), arrays(*other))
 
 
 def train(strategy, *, disturb=lambda: None, after=5, **kwargs):

@@ -3,7 +3,9 @@
 import json
 import os
 import signal
+import tempfile
 import threading
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -240,6 +242,25 @@ if __name__ == "__main__":
 @pytest.mark.nightly
 def test_closed_strategy_does_not_start_ray_again(tmp_path):
     run_program(tmp_path, CLOSED)
+
+
+ALONE = """
+import mirror
+
+if __name__ == "__main__":
+    with mirror.ParameterServerStrategy(ps=1, workers=1) as strategy:
+        assert mirror.ClusterCoordinator(strategy).schedule(len, ([1],)).fetch(120) == 1
+"""
+
+
+def test_cluster_that_was_left_behind_is_not_joined(tmp_path, monkeypatch):
+    """By an address in the environment, and in the file that Ray writes: nothing answers there."""
+    with tempfile.TemporaryDirectory() as directory:  # short, for the names of Ray's sockets
+        os.mkdir(f"{directory}/ray")
+        Path(directory, "ray", "ray_current_cluster").write_text("127.0.0.1:1")
+        monkeypatch.setenv("RAY_TMPDIR", directory)
+        monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+        run_program(tmp_path, ALONE)
 
 
 CTRL_C = """
