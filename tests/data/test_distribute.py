@@ -176,7 +176,6 @@ MESSAGES = [
     (8, "error", [np.ones(3)], {"names": "batch", "values": [0, "float64[3]", 3, 8]}),
     (8, "error", [np.ones(16), np.ones(17)], {"names": "batch", "values": [1, 17, 8, 16, 24], "fix": "remainder='pad'"}),
     (2, "drop", [(np.ones(3), np.ones(3))], {"names": "batch[0]", "values": [0, 3, 2, 4], "fix": "remainder='drop'"}),
-    (2, "pad", [np.ones(2), np.ones(4)], {"values": [1, 4, 2]}),
     (2, "error", [{"a": np.ones(4), "b": np.ones(2)}], {"names": ["batch['a']", "batch['b']"], "values": ["float64[4]", "float64[2]"]}),
     (2, "error", [{"a": np.ones(4), "lr": 0.1}], {"names": "batch['lr']", "values": 0.1, "fix": "strategy.run"}),
     (2, "error", [[[1, 2], [3, 4]]], {"names": "batch[0][0]", "values": 1, "fix": "np.asarray(list)"}),

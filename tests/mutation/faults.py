@@ -544,6 +544,22 @@ _OF_RUN = (
         likely="donat",
     ),
     Fault(
+        "a group of batches that the loader overwrites",
+        "mirror/_src/data/padded.py",
+        "yield batch if is_last else batch._replace(batch=batch.batch.copied())",
+        "yield batch",
+        ("tests/laws/test_refilled_buffers.py",),
+        likely="overwritten",
+    ),
+    Fault(
+        "batches of replicas that the loader overwrites",
+        "mirror/_src/data/foreign.py",
+        "group.append(batch if len(group) == count - 1 else copied(batch))",
+        "group.append(batch)",
+        ("tests/laws/test_refilled_buffers.py",),
+        likely="overwritten",
+    ),
+    Fault(
         "a program that keeps its step function",
         f"{_RUN}/step.py",
         "        self._fn = None\n",

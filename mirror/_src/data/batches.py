@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from mirror._src.data.foreign import to_array
+from mirror._src.data.foreign import copied, to_array
 from mirror._src.devices.narrowing import require_fits
 from mirror._src.utils.errors import describe, listing
 from mirror._src.utils.naming import keys
@@ -34,6 +34,10 @@ class HostBatch(NamedTuple):
     def map(self, fn: Callable[[Any], Any]) -> PyTree:
         """Returns the tree with `fn` applied to each leaf."""
         return self.treedef.unflatten(map(fn, self.leaves))
+
+    def copied(self) -> "HostBatch":
+        """Returns the batch with buffers of its own."""
+        return self._replace(leaves=tuple(copied(self.leaves)))
 
     def first(self, count: int) -> "HostBatch":
         """Returns the first `count` examples of the batch."""

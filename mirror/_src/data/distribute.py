@@ -116,8 +116,7 @@ class DistributedDataset(DistributedDatasetBase[B]):
 
         Raises:
             ValueError: If `multiple` or `group` is less than 1, or `skip` is negative. During
-                iteration, if a batch is larger than the first, or if there are fewer examples than
-                `skip`.
+                iteration, if there are fewer examples than `skip`.
             TypeError: If one of them is not an int.
         """
         plan = Plan(self._remainder, multiple, skip, True, inspect, group)

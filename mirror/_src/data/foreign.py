@@ -1,6 +1,8 @@
 """Data of other libraries: converts tensors to arrays, and advises how to batch datasets."""
 
+import itertools
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -8,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mirror._src.utils.errors import describe
+from mirror._src.utils.types import PyTree
 
 _MAKES_BATCHES = {
     "datasets": "Batch the dataset first: dataset.with_format('numpy').batch(batch_size).",
@@ -26,6 +29,26 @@ def advice(source: Any) -> str:
 def is_array(value: Any) -> bool:
     """Whether the value is an array of any library."""
     return hasattr(value, "__array__") and hasattr(value, "shape")
+
+
+def copied(tree: PyTree) -> PyTree:
+    """Returns a batch whose buffers are its own: loaders overwrite theirs after each `next`."""
+    return jax.tree.map(_copied, tree)
+
+
+def taken(batches: Iterator[PyTree], count: int) -> list[PyTree]:
+    """Returns up to `count` next batches, of which a later `next` overwrites none but the last."""
+    group: list[PyTree] = []
+    for batch in itertools.islice(batches, count):
+        group.append(batch if len(group) == count - 1 else copied(batch))
+    return group
+
+
+def _copied(leaf: Any) -> Any:
+    if isinstance(leaf, np.ndarray):
+        return leaf.copy()
+    torch = sys.modules.get("torch")
+    return leaf.clone() if torch is not None and isinstance(leaf, torch.Tensor) else leaf
 
 
 def to_array(name: str, leaf: Any) -> jax.Array | np.ndarray:

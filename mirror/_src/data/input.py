@@ -1,7 +1,6 @@
 """The rows of the global batches that a process reads: by default, all of them."""
 
 import abc
-import itertools
 import warnings
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, final
@@ -9,8 +8,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, final
 import numpy as np
 
 from mirror._src.data.batches import HostBatch
+from mirror._src.data.foreign import taken
 from mirror._src.data.parts import Form
-from mirror._src.data.remainder import Remainder, is_kept, mask_of, padded, padded_size
+from mirror._src.data.remainder import Remainder, grown, is_kept, mask_of, padded
 from mirror._src.data.same_batches import SameBatches
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.utils.naming import depth_of_user
@@ -170,7 +170,7 @@ class _GlobalPass(Pass):
             is_empty = plan.skips_empty and not batch.size
             if not is_kept(batch, self._num_replicas, plan.remainder) or is_empty:
                 continue
-            full = full or padded_size(batch.size, self._num_replicas * plan.multiple)
+            full = grown(full, batch.size, self._num_replicas * plan.multiple)
             skipped = min(left, batch.size)
             left -= skipped
             if not skipped or skipped < batch.size:
@@ -182,7 +182,7 @@ class _GlobalPass(Pass):
         self, num: int, join: Callable[[list[PyTree]], T], form: Callable[[T], Form]
     ) -> Generator[T]:
         del form
-        while len(group := list(itertools.islice(self.batches, num))) == num:
+        while len(group := taken(self.batches, num)) == num:
             yield join(group)
         if group:
             warn_of_dropped(len(group), num)

@@ -14,6 +14,7 @@ import numpy as np
 
 from mirror._src.data.arrays import ArrayDataset
 from mirror._src.data.batches import HostBatch
+from mirror._src.data.foreign import taken
 from mirror._src.data.input import (
     Input,
     InputBatch,
@@ -24,7 +25,7 @@ from mirror._src.data.input import (
     warn_of_dropped,
 )
 from mirror._src.data.parts import Form, Step
-from mirror._src.data.remainder import reject_keys
+from mirror._src.data.remainder import grown, reject_keys
 from mirror._src.data.same_batches import checksum, name_dataset
 from mirror._src.data.source import shape_on_devices
 from mirror._src.data.step_exchange import StepExchange, close_at_exit
@@ -97,7 +98,7 @@ class _LocalPass(Pass):
                 break
             if not self._is_kept(step, plan) or (plan.skips_empty and not step.total):
                 continue
-            per_replica = _grown(per_replica, self._needed(step.largest), plan.multiple)
+            per_replica = grown(per_replica, self._needed(step.largest), plan.multiple)
             rows = padding.fill(batch, functools.partial(self._exchange.form, step.form))
             if left:
                 left -= self._skipped(left, step)
@@ -193,7 +194,7 @@ class _LocalPass(Pass):
     ) -> Iterator[T]:
         while True:
             try:
-                group = list(itertools.islice(self.batches, num))
+                group = taken(self.batches, num)
                 joined = join(group) if len(group) == num else None
             except Exception as error:
                 self._exchange.fail(error)
@@ -245,19 +246,6 @@ class _Padding:
             return example
         zeros = tuple(np.zeros((0, *shape), dtype) for dtype, shape in shapes)
         return self._last._replace(leaves=zeros, size=0)
-
-
-def _grown(size: int, needed: int, multiple: int) -> int:
-    """Returns the padded number of examples per replica: few different ones in a pass.
-
-    The first step determines it. If a later part is larger, it is doubled, so that the step is
-    compiled again only a few times.
-    """
-    if not size:
-        return max(-(-needed // multiple), 1) * multiple
-    while size < needed:
-        size *= 2
-    return size
 
 
 def _checksum(batch: HostBatch) -> int:

@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import operator
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import Any, NamedTuple, final
 
 import jax
@@ -91,9 +91,15 @@ class PaddedDataset(DistributedDatasetBase[PaddedBatch]):
 
     def _launches(self, batches: Generator[InputBatch]) -> Generator[PaddedBatch, None, None]:
         with contextlib.closing(batches):
-            while group := list(itertools.islice(batches, self._group)):
+            while group := list(self._group_of(batches)):
                 sizes = tuple(batch.num_examples for batch in group)
                 yield PaddedBatch(*self._placed(group), len(group), sum(sizes), sizes=sizes)
+
+    def _group_of(self, batches: Iterator[InputBatch]) -> Iterator[InputBatch]:
+        """Yields the next group; a source may overwrite a batch once the next one is read."""
+        for number, batch in enumerate(itertools.islice(batches, self._group), 1):
+            is_last = number == self._group
+            yield batch if is_last else batch._replace(batch=batch.batch.copied())
 
     def _placed(self, group: list[InputBatch]) -> tuple[PyTree, PerReplica]:
         full = group[-1].full  # the largest: it never shrinks

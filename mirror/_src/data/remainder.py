@@ -40,20 +40,32 @@ def padded_size(first_size: int, divisor: int) -> int:
     return max(-(-first_size // divisor) * divisor, divisor)
 
 
+def grown(size: int, needed: int, divisor: int) -> int:
+    """Returns the padded size of the next batch: few different ones in a pass.
+
+    The first batch determines it. If a later one is larger, it is doubled, so that the step is
+    compiled again only a few times.
+
+    Args:
+        size: The padded size so far; 0 before the first batch.
+        needed: Size of the next batch.
+        divisor: The padded size is a multiple of this.
+    """
+    if not size:
+        return padded_size(needed, divisor)
+    while size < needed:
+        size *= 2
+    return size
+
+
 def padded(batch: HostBatch, full: int) -> HostBatch:
     """Pads a batch to the full size; `size` remains the number of real examples.
 
     Padding repeats the last example, so it cannot introduce NaN or Inf.
 
     Raises:
-        ValueError: If the batch is larger than the full size.
         TypeError: If a leaf is an array of PRNG keys.
     """
-    if batch.size > full:
-        raise ValueError(
-            f"Batch {batch.number} has {batch.size} examples, more than the padded size of {full}, "
-            "which the first batch determines. Yield the largest batch first."
-        )
     reject_keys(batch)
     if batch.size == full:
         return batch

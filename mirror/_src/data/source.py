@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar, final
 import jax
 
 from mirror._src.data.arrays import ArrayDataset
-from mirror._src.data.foreign import advice
+from mirror._src.data.foreign import advice, copied
 from mirror._src.data.input import Input, Pass
 from mirror._src.data.prefetch import PrefetchIterator
 from mirror._src.utils.errors import require_int
@@ -77,8 +77,9 @@ class Source:
         self._require_batches_left()
         batches = iter(self._dataset)
         if batches is not self._dataset:
-            return list(itertools.islice(batches, count))
-        self._peeked += itertools.islice(batches, max(count - len(self._peeked), 0))
+            return [copied(batch) for batch in itertools.islice(batches, count)]
+        missing = max(count - len(self._peeked), 0)
+        self._peeked += [copied(batch) for batch in itertools.islice(batches, missing)]
         return self._peeked[:count]
 
     def set_epoch(self, epoch: int) -> None:

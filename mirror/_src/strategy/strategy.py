@@ -18,6 +18,7 @@ from mirror._src.data.distribute import (
     PerReplicaDataset,
     Remainder,
 )
+from mirror._src.data.foreign import copied
 from mirror._src.data.input import InputMode
 from mirror._src.data.source import B
 from mirror._src.devices import backend
@@ -393,13 +394,12 @@ class Strategy(abc.ABC):
                 the same.
             remainder: How to handle a batch whose size is not a multiple of the number of replicas.
                 `"error"` raises. `"drop"` skips the batch, unless it is the first one. `"pad"`
-                yields `(batch, mask)` with every batch padded to the same size, the size of the
-                first batch rounded up; `mask` has shape `(B / n,)` on each replica and is True for
-                real examples. With local input in several processes, `"error"` and `"drop"` need
-                parts of equal size, and `"drop"` ends the pass with the first process that has no
-                more batches. With `"pad"`, parts may differ in size, and processes in their number
-                of batches: the size of the largest first part is rounded up, and doubled if a later
-                one is larger.
+                yields `(batch, mask)` with every batch padded to one size, the size of the first
+                batch rounded up, doubled when a later batch is larger; `mask` has shape `(B / n,)`
+                on each replica and is True for real examples. With local input in several
+                processes, `"error"` and `"drop"` need parts of equal size, and `"drop"` ends the
+                pass with the first process that has no more batches. With `"pad"`, parts may differ
+                in size, and processes in their number of batches.
             prefetch: Number of batches that a background thread loads onto the devices ahead of the
                 loop. 0 disables prefetching.
 
@@ -486,7 +486,7 @@ class Strategy(abc.ABC):
         method = "distribute_values_from_function"
         require_cross_replica(self, method, "Create the value in the step.")
         n, ids = self.num_replicas_in_sync, self.local_replica_ids
-        trees = [fn(ValueContext(i, n)) for i in ids]
+        trees = [copied(fn(ValueContext(i, n))) for i in ids]  # `fn` may refill one buffer
         treedef: Any
         treedef = jax.tree.structure(trees[0])
         for i, tree in zip(ids, trees, strict=True):

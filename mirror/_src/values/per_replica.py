@@ -385,7 +385,7 @@ def _stack(values: Sequence[ArrayLike]) -> Array | np.ndarray | UnstackedArrays:
             f"{', '.join(map(describe, rows))}."
         )
     if len({row.shape for row in rows}) > 1:
-        return UnstackedArrays(rows)
+        return UnstackedArrays([r if isinstance(r, jax.Array) else r.copy() for r in rows])
     if not all(isinstance(row, jax.Array) for row in rows):
         return np.stack([np.asarray(row) for row in rows])
     if any(isinstance(row, jax.core.Tracer) for row in rows):
