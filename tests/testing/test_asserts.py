@@ -227,8 +227,8 @@ def test_error_names_who_set_the_host_devices(monkeypatch):
         plugin_support.force_host_devices(4, "the test")
 
 
-@pytest.mark.parametrize(
-    ("executor", "n", "devices", "replicas", "ops"),
+@each(
+    "executor, n, devices, replicas, ops",
     [
         ("pmap", 2, 2, 2, "AllReduce"),
         ("vmap", 3, 1, 3, "AllReduce"),
