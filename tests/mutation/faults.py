@@ -1202,6 +1202,7 @@ _OF_CHECKPOINTS = (
         "return time.time_ns()",
         ("tests/chaos/test_checkpoint_faults.py",),
         likely="clock",
+        is_slow=True,
     ),
     Fault(
         "the best checkpoint that is deleted",
@@ -1327,6 +1328,7 @@ _OF_PROCESSES = (
         "if False:",
         ("tests/watchdog/test_watch.py",),
         likely="compiling",
+        is_slow=True,
     ),
     Fault(
         "a stall that raises after it has ended",
@@ -1344,6 +1346,7 @@ _OF_PROCESSES = (
         "in tuple(self._heard.items()))",
         ("tests/watchdog/test_peers.py",),
         likely="heard_of_compiles",
+        is_slow=True,
     ),
 )
 
