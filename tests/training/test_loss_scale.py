@@ -93,7 +93,7 @@ def numbers(scale):
 # One decision for all replicas
 
 
-BAD_BY_EXECUTOR = {"pmap": list(BAD), "vmap": ["activation"], "staged": ["activation"]}
+BAD_BY_EXECUTOR = {"pmap": list(BAD), "staged": ["activation"]}
 
 
 @pytest.mark.filterwarnings("ignore:The loss is")
@@ -155,13 +155,15 @@ def test_sum_that_overflows_in_the_collective_skips_the_step(subtests, rows):
 
 WAYS = {
     "plain": {},
-    "weighted": {"loss_fn": weighted},
-    "accumulated and grouped": {"accumulate_steps": 2, "steps_per_execution": 2},
+    "weighted, accumulated and grouped": {
+        "loss_fn": weighted,
+        "accumulate_steps": 2,
+        "steps_per_execution": 2,
+    },
     "adam, sharded": {
         "strategy": lambda: cpu_strategy(4, shard_update=True),
         "tx": lambda: optax.chain(optax.clip_by_global_norm(0.01), optax.adam(0.1)),
     },
-    "staged": {"strategy": EXECUTORS["staged"]},
     "an nnx.Optimizer": {"optimizer": True},
 }
 

@@ -1,7 +1,6 @@
 """`Trainer(precision=)`: layers compute in half precision; parameters and sums stay float32."""
 
 import dataclasses
-import itertools
 import os
 import types
 import warnings
@@ -124,7 +123,6 @@ def dtypes(tree):
 
 ROWS = [
     ("nnx", "pmap", "bfloat16"),
-    ("nnx", "staged", "float16"),
     ("linen", "vmap", "float16"),
 ]
 
@@ -275,7 +273,13 @@ def layers():
     }
 
 
-@pytest.mark.parametrize("rows", mostly_slow(list(layers()), "BatchNorm"))
+@pytest.mark.parametrize(
+    "rows",
+    [
+        pytest.param(["BatchNorm", "LoRALinear", "GRUCell"], id="some"),
+        pytest.param(list(layers()), id="all", marks=pytest.mark.nightly),
+    ],
+)
 def test_every_layer_of_flax_keeps_its_variables_in_float32(subtests, rows):
     for name in rows:
         with subtests.test(msg=name):
@@ -456,13 +460,10 @@ def weighted(model, batch):
     return mirror.Weighted(losses(model, batch)[0].astype(jnp.float16), jnp.ones(len(batch["y"])))
 
 
-@pytest.mark.parametrize(
-    "rows",
-    mostly_slow(
-        itertools.product(["fit", "evaluate"], [(half, "bfloat16"), (weighted, "float16")]),
-        ("fit", (weighted, "float16")),
-    ),
-)
+HALF_LOSSES = [("fit", (weighted, "float16")), ("evaluate", (half, "bfloat16"))]
+
+
+@pytest.mark.parametrize("rows", mostly_slow(HALF_LOSSES, HALF_LOSSES[0]))
 def test_losses_in_half_precision_warn_once_at_the_users_line(subtests, rows):
     for method, (loss_fn, dtype) in rows:
         with subtests.test(msg=f"{method} {dtype}"):
@@ -504,18 +505,10 @@ def test_named_losses_and_metrics_are_computed_in_float32():
 # Checkpoints
 
 
-@pytest.mark.parametrize(
-    "rows",
-    mostly_slow(
-        [
-            ("bfloat16", "float32"),
-            ("float32", "float16"),
-            ("float16", None),
-            ("float16", "bfloat16"),
-        ],
-        ("float16", None),
-    ),
-)
+PRECISIONS = [("float16", None), ("float32", "float16"), ("bfloat16", "float32")]
+
+
+@pytest.mark.parametrize("rows", mostly_slow(PRECISIONS, PRECISIONS[0]))
 def test_checkpoint_restores_into_another_precision(subtests, tmp_path_factory, rows):
     for saved, restored in rows:
         with subtests.test(msg=f"{saved} to {restored}"):

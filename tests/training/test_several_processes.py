@@ -59,7 +59,7 @@ def test_all_processes_stop_after_the_same_step(tmp_path):
     "mode",
     [
         pytest.param("SIGTERM", marks=pytest.mark.slow),
-        pytest.param("SIGINT", marks=pytest.mark.slow),
+        pytest.param("SIGINT", marks=pytest.mark.nightly),
         pytest.param("SIGTERM slow", marks=pytest.mark.nightly),
     ],
 )

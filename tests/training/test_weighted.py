@@ -140,7 +140,6 @@ def test_trained_parameters_equal_plain_jax_on_one_device(subtests):
 WAYS = {  # accumulate_steps, steps_per_execution, strategy
     "2 pieces on 1": (2, 1, "1"),
     "3 pieces on 8": (3, 1, "8"),
-    "2 steps on 2": (1, 2, "2"),
     "2 pieces, 3 steps, vmap": (2, 3, "8-vmap"),
     "2 pieces, 2 steps, staged": (2, 2, "2-staged"),
     "2 on 2": (1, 1, "2-on-2"),
@@ -177,7 +176,13 @@ OPTIONS = {  # arguments, what multiplies an example's loss, the penalty
 }
 
 
-@pytest.mark.parametrize("rows", mostly_slow(OPTIONS, "all"))
+@pytest.mark.parametrize(
+    "rows",
+    [
+        pytest.param(["all"], id="all"),
+        pytest.param(["sample_weight", "class_weight", "penalty"], marks=pytest.mark.nightly),
+    ],
+)
 def test_options_multiply_losses_but_not_their_weights(subtests, rows):
     for name in rows:
         with subtests.test(msg=name):
