@@ -546,7 +546,7 @@ def test_four_processes_with_one_device():
         assert output.count("passed ") == len(ON_FOUR), output
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.dev("torch")
 def test_samplers_of_torch():
     """`DistributedSampler`, with the processes as its replicas."""

@@ -46,9 +46,18 @@ def played(name: str, monkeypatch: pytest.MonkeyPatch, strategy: Any) -> dict[st
         return play(name).values
 
 
-@pytest.mark.slow
-def test_program_computes_the_numbers_of_keras(monkeypatch, subtests):
-    for name in FITS:
+GUIDE = "keras_distributed_training"
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param([GUIDE], id="guide", marks=pytest.mark.slow),
+        pytest.param([*FITS.keys() - {GUIDE}], id="others", marks=pytest.mark.nightly),
+    ],
+)
+def test_program_computes_the_numbers_of_keras(names, monkeypatch, subtests):
+    for name in names:
         with subtests.test(msg=name):
             n = 4
             alone = played(name, monkeypatch, Alone(n))
