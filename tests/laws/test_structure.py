@@ -342,12 +342,6 @@ STILL_INSIDE = {
         several_restoring.py
         several_values.py
     """,
-    "run": """
-        test_compiling_in_threads.py
-        test_nnx_metrics.py
-        test_quick.py
-        test_runner.py
-    """,
     "support": """
         mixes.py
         name_tables.py
@@ -364,9 +358,6 @@ STILL_INSIDE = {
     """,
 }
 STILL_BY_THE_CLOCK = {
-    "run": """
-        test_runner.py
-    """,
     "watchdog": """
     """,
 }

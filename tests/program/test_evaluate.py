@@ -212,7 +212,7 @@ def test_captured_arrays_act_like_arguments(strategy):
             np.testing.assert_array_equal(found[name], value, err_msg=f"{place}: {name}")
 
 
-@rows("strategy", STRATEGIES)
+@rows("strategy", Made(EXECUTORS))
 def test_captured_array_can_be_deleted_after_the_first_step(strategy):
     table = jax.device_put(np.arange(3, dtype=np.float32))
     step = lambda x: x + table  # noqa: E731

@@ -16,10 +16,9 @@ import pytest
 from flax import nnx
 
 import mirror
-from mirror._src.devices import launch
-from mirror._src.executors.compiled import MeshProgram
 from tests.support import inside
 from tests.support.strategies import EXECUTORS, ONE, PAIRS, cpu_strategy, executor
+from tests.support.tables import Made, rows
 
 STRATEGIES = {
     **ONE,
@@ -31,12 +30,11 @@ COMPILED = "/jax/core/compile/backend_compile_duration"
 SECS = 60.0
 
 
-@pytest.fixture(params=STRATEGIES.values(), ids=STRATEGIES)
-def strategy(request) -> mirror.Strategy:
-    return request.param()
+# One XLA program, and several of which each is compiled.
+TWO_KINDS = Made({name: EXECUTORS[name] for name in ("pmap", "staged")})
 
 
-def rows(strategy: mirror.Strategy, size: int) -> mirror.PerReplica:
+def own(strategy: mirror.Strategy, size: int) -> mirror.PerReplica:
     return strategy.distribute_values_from_function(
         lambda context: np.full(size, context.replica_id_in_sync_group + 1, np.float32)
     )
@@ -100,7 +98,7 @@ FORMS = ["same step", "other step", "other nnx step", "new step"]
 
 def works(strategy: mirror.Strategy, form: str, held_step: Any) -> Callable[[], float]:
     """Returns a call in another thread, which has run before unless it is of a new step."""
-    x = rows(strategy, 3)
+    x = own(strategy, 3)
     if form == "same step":
         call = lambda: float(strategy.run(held_step, (x,)).sum())  # noqa: E731
     elif form == "other nnx step":
@@ -123,8 +121,9 @@ def works(strategy: mirror.Strategy, form: str, held_step: Any) -> Callable[[], 
     return call
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("phase", ["trace", "compilation"])
+@rows("form", FORMS)
+@rows("phase", ["trace", "compilation"])
+@rows("strategy", TWO_KINDS)
 def test_other_threads_run_while_one_traces_or_compiles(strategy, phase, form):
     """They run before the thread is released, so nothing here depends on time."""
     me: list[int] = []
@@ -135,7 +134,7 @@ def test_other_threads_run_while_one_traces_or_compiles(strategy, phase, form):
         return mean(x)
 
     expected = 3 * (strategy.num_replicas_in_sync + 1) / 2
-    x = rows(strategy, 5)
+    x = own(strategy, 5)
     is_held = only_in(me) if phase == "compilation" else lambda: False
     with held_compilations(is_held) as held:
         call = works(strategy, form, step)
@@ -155,28 +154,31 @@ def test_other_threads_run_while_one_traces_or_compiles(strategy, phase, form):
 
 
 @contextlib.contextmanager
-def locks_at_compilations(runner: Any, name: str) -> Iterator[list[list[str]]]:
-    """Lists, for each compilation of a step, the locks that other threads could not take."""
-    compilations: list[list[str]] = []
-
-    def try_locks() -> list[str]:
-        taken = []
-        for which, lock in (("launches", launch._lock), ("state", runner._running)):
-            if lock.acquire(blocking=False):
-                lock.release()
-            else:
-                taken.append(which)
-        return taken
+def at_compilations(call: Callable[[], Any], name: str = "step") -> Iterator[list[Any]]:
+    """Calls a function whenever XLA has compiled a step, and lists what it returns."""
+    results: list[Any] = []
 
     def listen(event: str, _: float, fun_name: str = "", **__: Any) -> None:
         if event == COMPILED and name in fun_name:  # not the operations that place its arguments
-            compilations.append(in_thread(try_locks).result(SECS))
+            results.append(call())
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        yield compilations
+        yield results
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def require_no_lock_at_compilations(strategy, step, args):
+    """Another thread runs a step in each compilation; the second call compiles nothing."""
+    others = works(strategy, "other nnx step", None)
+    run_other = lambda: in_thread(others).result(SECS)  # noqa: E731
+    with at_compilations(run_other, step.__name__) as compilations:
+        strategy.run(step, args)
+    assert compilations
+    with at_compilations(run_other, step.__name__) as compilations:
+        strategy.run(step, args)
+    assert not compilations
 
 
 def plain(x):
@@ -232,43 +234,36 @@ def adds_number(x, number):
     return mean((x * number).sum()) + number, mean(jnp.zeros(())) * number
 
 
-STEPS = [plain, numbers, weak_types, loops, captures, keys, calls_back]
+STEPS = [plain, numbers, weak_types, loops, captures, keys, calls_back, adds_number]
 
 
-@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
-def test_compiles_while_no_lock_is_held(strategy, step):
-    require_no_lock_at_compilations(strategy, step, (rows(strategy, 5),))
+@pytest.mark.parametrize(
+    "name",
+    [name if name == "pmap" else pytest.param(name, marks=pytest.mark.slow) for name in STRATEGIES],
+)
+@rows("step", STEPS)
+def test_compiles_while_no_lock_is_held(name, step):
+    strategy = STRATEGIES[name]()
+    more = (2.0,) if step is adds_number else ()
+    require_no_lock_at_compilations(strategy, step, (own(strategy, 5), *more))
 
 
-def test_compiles_with_a_number_while_no_lock_is_held(strategy):
-    require_no_lock_at_compilations(strategy, adds_number, (rows(strategy, 5), 2.0))
-
-
-@pytest.mark.parametrize("name", ["staged in lanes", "pmap", "vmap on 2"])
+@pytest.mark.slow
+@rows("name", ["staged in lanes", "pmap", "vmap on 2"])
 def test_compiles_on_several_lanes_while_no_lock_is_held(name):
     with executor(name) as strategy:
         lengths = [1, 2, 1, 2]
         unequal = mirror.PerReplica([np.ones(n, np.float32) for n in lengths])
-        own = mirror.PerReplica([jnp.asarray(2.0)] * 4)  # weak types, of each replica
+        weak = mirror.PerReplica([jnp.asarray(2.0)] * 4)  # weak types, of each replica
         require_no_lock_at_compilations(strategy, adds_number, (unequal, 2.0))
-        require_no_lock_at_compilations(strategy, adds_number, (unequal, own))
-        require_no_lock_at_compilations(strategy, weak_types, (own,))
-
-
-def require_no_lock_at_compilations(strategy, step, args):
-    """Not in the first call either; the second one compiles nothing."""
-    with locks_at_compilations(strategy._runner, step.__name__) as compilations:
-        strategy.run(step, args)
-    assert compilations
-    assert compilations == [[]] * len(compilations)
-    with locks_at_compilations(strategy._runner, step.__name__) as compilations:
-        strategy.run(step, args)
-    assert not compilations
+        require_no_lock_at_compilations(strategy, adds_number, (unequal, weak))
+        require_no_lock_at_compilations(strategy, weak_types, (weak,))
 
 
 # The same program, errors and interrupts
 
 
+@rows("strategy", TWO_KINDS)
 def test_threads_with_the_same_new_shape_compile_it_once(strategy):
     traces: list[int] = []
 
@@ -278,8 +273,8 @@ def test_threads_with_the_same_new_shape_compile_it_once(strategy):
             held.wait()
         return mean(x)
 
-    x, held = rows(strategy, 5), Held()
-    with locks_at_compilations(strategy._runner, "step") as compilations:
+    x, held = own(strategy, 5), Held()
+    with at_compilations(lambda: None) as compilations:
         first = in_thread(lambda: strategy.run(step, (x,)))
         assert held.has_come.wait(SECS)
         others = [in_thread(lambda: strategy.run(step, (x,))) for _ in range(3)]
@@ -288,7 +283,7 @@ def test_threads_with_the_same_new_shape_compile_it_once(strategy):
     np.testing.assert_array_equal(results, [results[0]] * 4)
     assert len(set(traces)) == 1
     one_thread = len(compilations)
-    with locks_at_compilations(strategy._runner, "again") as compilations:
+    with at_compilations(lambda: None, "again") as compilations:
         strategy.run(renamed(step, "again"), (x,))
     assert one_thread == len(compilations)
 
@@ -305,6 +300,7 @@ class BrokenError(Exception):
     """The user's own."""
 
 
+@rows("strategy", TWO_KINDS)
 def test_error_in_a_trace_reaches_all_threads_that_need_it(strategy):
     is_broken, traces = True, []
 
@@ -316,7 +312,7 @@ def test_error_in_a_trace_reaches_all_threads_that_need_it(strategy):
             raise BrokenError
         return mean(x)
 
-    held, x, other = Held(), rows(strategy, 5), rows(strategy, 3)
+    held, x, other = Held(), own(strategy, 5), own(strategy, 3)
     expected = (strategy.num_replicas_in_sync + 1) / 2
     assert float(strategy.run(step, (other,))[0]) == expected
     first = in_thread(lambda: strategy.run(step, (x,)))
@@ -331,11 +327,12 @@ def test_error_in_a_trace_reaches_all_threads_that_need_it(strategy):
     assert float(strategy.run(step, (x,))[0]) == expected
 
 
-def test_error_of_the_compiler_reaches_all_threads_that_need_it(strategy, monkeypatch):
-    compile_for, calls, held = MeshProgram.compile_for, [], Held()
+@rows("strategy", TWO_KINDS)
+def test_error_of_the_compiler_reaches_all_threads_that_need_it(strategy):
+    held, calls = Held(), []
 
-    def fails(self, weak):
-        calls.append(weak)
+    def fail() -> None:
+        calls.append(threading.get_ident())
         if len(calls) == 1:
             held.wait()
         raise BrokenError
@@ -343,9 +340,8 @@ def test_error_of_the_compiler_reaches_all_threads_that_need_it(strategy, monkey
     def step(x):
         return mean(x)
 
-    x = rows(strategy, 5)
-    with monkeypatch.context() as patch:
-        patch.setattr(MeshProgram, "compile_for", fails)
+    x = own(strategy, 5)
+    with at_compilations(fail):
         first = in_thread(lambda: strategy.run(step, (x,)))
         assert held.has_come.wait(SECS)
         second = in_thread(lambda: strategy.run(step, (x,)))
@@ -353,11 +349,11 @@ def test_error_of_the_compiler_reaches_all_threads_that_need_it(strategy, monkey
         for future in (first, second):
             with pytest.raises(BrokenError):
                 future.result(SECS)
-    assert MeshProgram.compile_for is compile_for
     assert float(strategy.run(step, (x,))[0]) == (strategy.num_replicas_in_sync + 1) / 2
 
 
-@pytest.mark.parametrize("phase", ["trace", "compilation"])
+@rows("phase", ["trace", "compilation"])
+@rows("strategy", TWO_KINDS)
 def test_interrupt_of_a_new_program_does_not_stop_other_threads(strategy, phase):
     """Neither a thread that waits for the same program, nor the next call."""
     interrupts = [True]
@@ -378,7 +374,7 @@ def test_interrupt_of_a_new_program_does_not_stop_other_threads(strategy, phase)
         return mean(x)
 
     waiting: list[Future[Any]] = []
-    x, expected = rows(strategy, 5), (strategy.num_replicas_in_sync + 1) / 2
+    x, expected = own(strategy, 5), (strategy.num_replicas_in_sync + 1) / 2
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -390,10 +386,10 @@ def test_interrupt_of_a_new_program_does_not_stop_other_threads(strategy, phase)
     assert float(strategy.run(step, (x,))[0]) == expected
 
 
-def test_shapes_of_other_threads_do_not_displace_a_new_program(strategy, monkeypatch):
+@pytest.mark.slow
+@rows("strategy", TWO_KINDS)
+def test_shapes_of_other_threads_do_not_displace_a_new_program(strategy):
     """Another thread may run the step with its own shape whenever no lock is held."""
-    runner = strategy._runner
-    find = runner._find
 
     def step(x):
         index = mirror.get_replica_context().replica_id_in_sync_group
@@ -401,22 +397,20 @@ def test_shapes_of_other_threads_do_not_displace_a_new_program(strategy, monkeyp
 
     xs = {size: np.ones(size, np.float32) for size in (3, 5)}  # mirrored, not per-replica
 
-    def find_and_run_other(call, key, leaves, **kwargs):
-        program = find(call, key, leaves, **kwargs)
+    def run_other() -> None:
         if threading.current_thread() is threading.main_thread():
-            inside.forget_quick_calls(strategy)
             in_thread(lambda: strategy.run(step, (xs[3],))).result(SECS)
-        return program
 
-    monkeypatch.setattr(runner, "_find", find_and_run_other)
-    for _ in range(3):
-        inside.forget_quick_calls(strategy)
-        assert strategy.run(step, (xs[5],)).shape == (5,)
+    with inside.when_programs_are_found(strategy, run_other):
+        for _ in range(3):
+            assert strategy.run(step, (xs[5],)).shape == (5,)
 
 
 # State
 
 
+@pytest.mark.slow
+@rows("strategy", TWO_KINDS)
 def test_threads_that_train_one_model_with_new_shapes_lose_no_update(strategy):
     with strategy.scope():
         model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
@@ -429,7 +423,7 @@ def test_threads_that_train_one_model_with_new_shapes_lose_no_update(strategy):
         count[...] += 1
 
     num_steps, sizes = 6, (1, 2, 3, 4)
-    xs = [rows(strategy, size) for size in sizes]
+    xs = [own(strategy, size) for size in sizes]
 
     def train(x: Any) -> None:
         for _ in range(num_steps):
@@ -441,6 +435,7 @@ def test_threads_that_train_one_model_with_new_shapes_lose_no_update(strategy):
     strategy.check_mirrored((model, optimizer, count))
 
 
+@rows("strategy", TWO_KINDS)
 def test_model_that_another_thread_trains_during_a_compilation_keeps_both_updates(strategy):
     """The new program runs on the state of its launch, not on that of its trace."""
     me: list[int] = []
@@ -450,7 +445,7 @@ def test_model_that_another_thread_trains_during_a_compilation_keeps_both_update
     def step(count, x):
         count[...] += x.shape[0]
 
-    xs = {size: rows(strategy, size) for size in (3, 5)}
+    xs = {size: own(strategy, size) for size in (3, 5)}
     with held_compilations(only_in(me)) as held:
         strategy.run(step, (count, xs[3]))
 

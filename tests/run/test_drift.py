@@ -18,16 +18,7 @@ from mirror import PerReplica
 from mirror.testing import assert_trains_like_one_device
 from tests.support.messages import assert_message, raises
 from tests.support.strategies import cpu_strategy
-
-LAYOUTS = {  # the proof is the same for all executors
-    "one": lambda: cpu_strategy(1),
-    "pmap": lambda: cpu_strategy(2),
-}
-
-
-@pytest.fixture(params=LAYOUTS.values(), ids=LAYOUTS)
-def strategy(request):
-    return request.param()
+from tests.support.tables import Made, rows
 
 
 def batch_for(strategy):
@@ -138,9 +129,15 @@ def steps(name, shape="first"):
     return step, broken
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", STATES)
-def test_missing_all_reduce_raises_before_the_second_step(strategy, name, shape):
+# The proof is the same for all executors, and for one replica.
+ROWS = [(2, name) for name in STATES] + [(1, "TrainState"), (1, "dict"), (1, "array")]
+LAYOUTS = Made({"one": lambda: cpu_strategy(1), "two": lambda: cpu_strategy(2)})
+
+
+@rows("shape", list(SHAPES))
+@rows("n, name", ROWS)
+def test_missing_all_reduce_raises_before_the_second_step(n, name, shape):
+    strategy = cpu_strategy(n)
     make, _, leaf, is_certain = STATES[name]
     _, broken = steps(name, shape)
     batch = batch_for(strategy)
@@ -151,8 +148,9 @@ def test_missing_all_reduce_raises_before_the_second_step(strategy, name, shape)
         strategy.run(broken, (SHAPES[shape][1](out), batch))
 
 
-@pytest.mark.parametrize("name", STATES)
-def test_donated_state_is_rejected_at_the_first_step(strategy, name):
+@rows("n, name", ROWS)
+def test_donated_state_is_rejected_at_the_first_step(n, name):
+    strategy = cpu_strategy(n)
     make, _, leaf, _ = STATES[name]
     _, broken = steps(name)
     state = make()
@@ -161,8 +159,10 @@ def test_donated_state_is_rejected_at_the_first_step(strategy, name):
     assert not any(x.is_deleted() for x in jax.tree.leaves(state) if isinstance(x, jax.Array))
 
 
-@pytest.mark.parametrize("name", STATES)
-def test_step_with_its_all_reduce_trains(strategy, name):
+@pytest.mark.slow
+@rows("n, name", ROWS)
+def test_step_with_its_all_reduce_trains(n, name):
+    strategy = cpu_strategy(n)
     make, _, _, _ = STATES[name]
     step, _ = steps(name)
     state, batch = make(), batch_for(strategy)
@@ -173,8 +173,9 @@ def test_step_with_its_all_reduce_trains(strategy, name):
     assert strategy.inspect(step, (state, batch)).in_step
 
 
-@pytest.mark.parametrize("name", [n for n in STATES if n != "array"])
-def test_reports_and_asserts_find_the_same_drift(strategy, name):
+@rows("n, name", [row for row in ROWS if row[1] != "array"])
+def test_reports_and_asserts_find_the_same_drift(n, name):
+    strategy = cpu_strategy(n)
     make, _, leaf, _ = STATES[name]
     _, broken = steps(name)
     args = (make(), batch_for(strategy))
@@ -187,12 +188,14 @@ def test_reports_and_asserts_find_the_same_drift(strategy, name):
         assert_trains_like_one_device(broken, args, strategy)
 
 
+@rows("strategy", LAYOUTS)
 def test_bare_array_trained_without_an_all_reduce_fails_the_assert(strategy):
     _, broken = steps("array")
     with raises(AssertionError, names="['state']", fix="all_reduce"):
         assert_trains_like_one_device(broken, (jnp.ones((3, 2)), batch_for(strategy)), strategy)
 
 
+@rows("strategy", LAYOUTS)
 def test_initially_per_replica_state_is_accepted(strategy):
     """Local SGD: each replica trains weights of its own."""
     _, broken = steps("dict")
@@ -205,6 +208,7 @@ def test_initially_per_replica_state_is_accepted(strategy):
     assert all(isinstance(leaf, PerReplica) for leaf in params.values())
 
 
+@rows("strategy", LAYOUTS)
 def test_gradients_beside_new_weights_are_not_state(strategy):
     def step(params, batch):
         grads = jax.grad(loss)(params, batch)
@@ -216,6 +220,7 @@ def test_gradients_beside_new_weights_are_not_state(strategy):
     assert isinstance(grads["w"], PerReplica)
 
 
+@rows("strategy", LAYOUTS)
 def test_scalar_loss_beside_a_scalar_argument_is_not_state(strategy):
     def step(rate, batch):
         return (batch * rate).mean()
@@ -234,8 +239,8 @@ def test_report_heading_counts_per_replica_results(two):
 
 
 @pytest.mark.filterwarnings(r"ignore:.*test_state_that_drifts\.py")
-@pytest.mark.parametrize("fresh", ["partial", "lambda"])
-@pytest.mark.parametrize("name", ["dict", "array"])
+@rows("fresh", ["partial", "lambda"])
+@rows("name", ["dict", "array"])
 def test_new_function_objects_do_not_evade_the_check(two, name, fresh):
     make, _, leaf, _ = STATES[name]
     _, broken = steps(name)

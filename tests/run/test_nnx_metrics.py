@@ -9,12 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax import lax
 
-from mirror._src.program.additive import Dependence, dependence
-from mirror._src.run.nnx.metrics import Additive, Moments, Update, merge, merge_rule
+import mirror
+from mirror import PerReplica
+from tests.support import inside
+from tests.support.messages import raises
+from tests.support.steps import replica_id
+from tests.support.strategies import EXECUTORS, cpu_strategy
+from tests.support.tables import Made, rows
 
-INDEPENDENT, ADDED, OTHER = Dependence
+pytestmark = pytest.mark.filterwarnings("ignore:.*compiled")  # each row has its own step
 SIZES = [3, 1, 4, 2, 4, 1, 3, 2]
 
 
@@ -140,55 +144,16 @@ def write(metric, values):
         getattr(metric, name)[...] = value
 
 
-def stepped(metric, change, replicas):
-    """Returns, per replica, the states before and after a change, and their dependence."""
-    before = states(metric)
-
-    def program(before, batch):
-        copy = nnx.clone(metric)
-        write(copy, before)
-        change(copy, batch)
-        return states(copy)
-
-    indices = range(len(before))
-    closed, after = jax.make_jaxpr(program, return_shape=True)(before, replicas[0])
-    assert list(after) == sorted(before)
-    how = dependence(closed, indices, indices)
-    named = dict(zip(sorted(before), how, strict=True))
-    return [(before, program(before, batch), named) for batch in replicas]
-
-
-def trees_stacked(trees):
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
-
-
-def merged(steps):
-    """Returns the merged states of each metric, from the results of `stepped`.
-
-    Args:
-        steps: For each metric, a list with one step per replica.
-    """
-    rules = [merge_rule(metric) for metric, _ in steps]
-    before = [replicas[0][0] for _, replicas in steps]
-    afters = [trees_stacked([after for _, after, _ in replicas]) for _, replicas in steps]
-    dependences = [replicas[0][2] for _, replicas in steps]
-    calls = []
-
-    def psum(arrays):
-        calls.append(len(arrays))
-        return lax.psum(arrays, "replica")
-
-    def one_replica(afters):
-        updates = map(Update, rules, before, afters, dependences)
-        return merge(list(updates), psum)
-
-    return jax.vmap(one_replica, axis_name="replica", out_axes=None)(afters), calls
-
-
 def cut(batch, sizes):
+    """Returns the batch of all replicas as per-replica arrays."""
     ends = np.cumsum(sizes)[:-1]
-    parts = {name: np.split(leaf, ends) for name, leaf in batch.items()}
-    return [{k: jnp.asarray(v[i]) for k, v in parts.items()} for i in range(len(sizes))]
+    return {name: PerReplica(np.split(leaf, ends)) for name, leaf in batch.items()}
+
+
+def parts(batch, sizes):
+    """Returns the batch of each replica."""
+    own = cut(batch, sizes)
+    return [{k: jnp.asarray(v.values[i]) for k, v in own.items()} for i in range(len(sizes))]
 
 
 def batches(seed, num, mean=0.0):
@@ -214,216 +179,272 @@ CHANGES = {
 }
 
 
-def assert_same(found, expected, scale=20.0):
+def assert_same(found, expected, msg="", scale=20.0):
     """Checks that the states are equal; Welford's up to rounding at the `scale` of its values."""
     for name, value in expected.items():
-        assert found[name].dtype == value.dtype
+        assert found[name].dtype == value.dtype, msg
         if name in ("mean", "m2"):
             # The deviations grow with the number of values, and with the squares of them.
             near = 1e-6 * scale * (1 if name == "mean" else 200)
-            np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=near, err_msg=name)
+            np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=near, err_msg=msg)
         else:
-            np.testing.assert_array_equal(found[name], value, name)
+            np.testing.assert_array_equal(found[name], value, f"{msg} {name}")
 
 
-NUM_REPLICAS = [("updated", 1), ("updated", 2), ("updated", 8), ("reset_and_updated", 8)]
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param(s, marks=pytest.mark.slow) for s in ([2] * 2, SIZES[:1], SIZES[:3], [2] * 8)],
+    ids=str,
+)
+def test_merged_metrics_equal_those_of_one_device(sizes):
+    """All kinds of metrics, changed in all ways, in one step."""
+    table = [(kind, change) for change in CHANGES for kind in METRICS]
+    strategy = cpu_strategy(len(sizes))
+    with strategy.scope():
+        metrics = tuple(METRICS[kind]() for kind, _ in table)
+    alone = [METRICS[kind]() for kind, _ in table]
+
+    def step(metrics, batch):
+        for metric, (_, change) in zip(metrics, table, strict=True):
+            CHANGES[change](metric, batch)
+
+    for seed in range(3):
+        whole = batches(seed, sum(sizes))
+        strategy.run(step, (metrics, cut(whole, sizes)))
+        for metric, (_, change) in zip(alone, table, strict=True):
+            if change == "reset_and_updated":
+                metric.reset()
+            metric.update(**whole)
+            if change == "updated_twice":
+                for batch in parts(whole, sizes):
+                    metric.update(**half(batch))
+    for found, expected, row in zip(metrics, alone, table, strict=True):
+        assert_same(states(found), states(expected), str(row))
+    strategy.check_mirrored(metrics)
 
 
-@pytest.mark.parametrize(("change", "num_replicas"), [(c, 3) for c in CHANGES] + NUM_REPLICAS)
-@pytest.mark.parametrize("kind", METRICS)
-def test_merged_metrics_equal_those_of_one_device(kind, change, num_replicas):
-    metric = METRICS[kind]()
-    alone = nnx.clone(metric)
-    for step in range(3):
-        sizes = SIZES[:num_replicas]
-        whole = batches(step, sum(sizes))
-        replicas = cut(whole, sizes)
-        steps = stepped(metric, CHANGES[change], replicas)
-        assert merge_rule(metric).unmergeable(steps[0][2]) == []
-        (found,), _ = merged([(metric, steps)])
-        write(metric, found)
-        if change == "reset_and_updated":
-            alone.reset()
-        alone.update(**whole)
-        if change == "updated_twice":
-            for batch in replicas:
-                alone.update(**half(batch))
+@rows("strategy", Made(EXECUTORS))
+def test_every_executor_merges(strategy):
+    with strategy.scope():
+        metric = nnx.metrics.Welford()
+    strategy.run(updated, (metric, cut(batches(0, 6), [3, 3])))
+    alone = nnx.metrics.Welford()
+    alone.update(**batches(0, 6))
     assert_same(states(metric), states(alone))
 
 
-@pytest.mark.parametrize("num_replicas", [2, 8])
-@pytest.mark.parametrize("mean", [0.0, 1e4])
-@pytest.mark.parametrize("resets", [False, True])
-def test_welford_merges_moments_over_many_steps(mean, resets, num_replicas):
+@pytest.mark.slow
+@rows("n", [2, 8])
+def test_welford_merges_moments_over_many_steps(n):
     """Merging is as exact as one device, even if the mean is far from zero."""
-    metric = nnx.metrics.Welford()
-    alone = nnx.clone(metric)
-    seen = []
-    for step in range(12):
-        whole = batches(step, 16 * num_replicas, mean)
-        change = reset_and_updated if resets else updated
-        replicas = cut(whole, [16] * num_replicas)
-        (found,), _ = merged([(metric, stepped(metric, change, replicas))])
-        write(metric, found)
-        change(alone, whole)
-        seen = [*([] if resets else seen), *whole["values"].astype(np.float64)]
-    assert found["count"] == len(seen)
-    error = lambda m: abs(m.compute().standard_deviation - np.std(seen))  # noqa: E731
-    assert error(metric) <= max(4 * error(alone), 2e-6 * (mean + 20))
-    np.testing.assert_allclose(found["mean"], np.mean(seen), rtol=1e-6, atol=1e-4)
+    strategy = cpu_strategy(n)
+    table = [(mean, change) for mean in (0.0, 1e4) for change in (updated, reset_and_updated)]
+    metrics = tuple(nnx.metrics.Welford() for _ in table)
+    alone = tuple(nnx.metrics.Welford() for _ in table)
+    seen: list[list[float]] = [[] for _ in table]
+
+    def step(metrics, data):
+        for metric, batch, (_, change) in zip(metrics, data, table, strict=True):
+            change(metric, batch)
+
+    for seed in range(12):
+        data = [batches(seed, 16 * n, mean) for mean, _ in table]
+        strategy.run(step, (metrics, [cut(whole, [16] * n) for whole in data]))
+        step(alone, data)
+        for i, (_, change) in enumerate(table):
+            values = data[i]["values"].astype(np.float64).tolist()
+            seen[i] = values if change is reset_and_updated else seen[i] + values
+    for metric, other, values, (mean, _) in zip(metrics, alone, seen, table, strict=True):
+        assert metric.count[...] == len(values)
+        error, least = (
+            abs(m.compute().standard_deviation - np.std(values)) for m in (metric, other)
+        )
+        assert error <= max(4 * least, 2e-6 * (mean + 20))
+        np.testing.assert_allclose(metric.mean[...], np.mean(values), rtol=1e-6, atol=1e-4)
 
 
-def test_welford_supports_replicas_without_examples():
+def test_welford_supports_replicas_without_examples(two):
     """Replicas with an empty batch, which makes Flax's own states NaN, change nothing."""
-    metric = nnx.metrics.Welford()
-    nothing = states(metric)
-    empty = jax.tree.map(lambda value: jnp.where(value == 0, jnp.nan, value), nothing)
-    empty["count"] = nothing["count"]
-    how = {"count": ADDED, "mean": OTHER, "m2": ADDED}
-    (found,), _ = merged([(metric, [(nothing, empty, how), (nothing, empty, how)])])
-    assert_same(found, nothing)
+    metric, alone = nnx.metrics.Welford(), nnx.metrics.Welford()
 
-    metric.update(values=jnp.array([1.0, 4.0]))
-    before = states(metric)
-    after = {**before, "mean": jnp.array(jnp.nan), "m2": jnp.array(jnp.nan)}
-    changed = stepped(metric, updated, [{"values": jnp.array([7.0, 9.0])}])[0]
-    (found,), _ = merged([(metric, [(before, after, how), changed])])
-    assert_same(found, changed[1])
+    def step(metric, values):
+        metric.update(values=values)
+
+    empty = np.zeros(0, np.float32)
+    two.run(step, (metric, PerReplica([empty, empty])))
+    assert_same(states(metric), states(alone))
+    for values in ([1.0, 4.0], [7.0, 9.0]):
+        two.run(step, (metric, PerReplica([empty, np.float32(values)])))
+        alone.update(values=jnp.array(values))
+    assert_same(states(metric), states(alone))
 
 
-def test_welford_of_equal_values_has_zero_deviation():
+def test_welford_of_equal_values_has_zero_deviation(eight):
     """Rounded means do not give negative squared deviations, whose root would be NaN."""
+    metric = nnx.metrics.Welford()
+
+    def step(metric, mean):
+        metric.count[...] += 3
+        metric.mean[...] += mean - metric.mean[...]
+        metric.m2[...] += 0.0
+
+    metric.update(values=jnp.full(24, 0.1))
+    write(metric, {"mean": jnp.float32(0.1), "m2": jnp.float32(0)})
     near = np.nextafter(np.float32(0.1), np.float32(1))
-    before = {"count": jnp.array(24), "mean": jnp.float32(0.1), "m2": jnp.float32(0)}
-    after = {"count": jnp.array(27), "mean": jnp.array(near), "m2": jnp.float32(0)}
-    how = {"count": ADDED, "mean": OTHER, "m2": ADDED}
-    (found,), _ = merged([(nnx.metrics.Welford(), [(before, after, how)] * 8)])
-    assert found["m2"] == 0
-    np.testing.assert_allclose(found["mean"], 0.1, rtol=1e-6)
+    eight.run(step, (metric, PerReplica([near] * 8)))
+    assert metric.m2[...] == 0
+    assert metric.count[...] == 24 + 8 * 3
+    np.testing.assert_allclose(metric.mean[...], 0.1, rtol=1e-6)
 
 
 def test_update_by_some_replicas_only_is_merged():
     metric = nnx.metrics.Average()
     metric.update(values=jnp.array([3.0, 4.0]))
-    replicas = [{"values": jnp.array(v)} for v in ([1.0, 2.0], [np.nan, 3.0], [5.0, -1.0])]
-    (found,), _ = merged([(metric, stepped(metric, updated_if_finite, replicas))])
-    assert found == {"total": 14.0, "count": 6}
+    values = PerReplica([np.float32(v) for v in ([1.0, 2.0], [np.nan, 3.0], [5.0, -1.0])])
+    cpu_strategy(3).run(updated_if_finite, (metric, {"values": values}))
+    assert states(metric) == {"total": 14.0, "count": 6}
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "expected"),
-    [
-        (np.uint32(2**32 - 3), np.uint32(2**32 - 1), np.uint32(1)),
-        (np.uint8(250), np.uint8(4), np.uint8(14)),
-        (np.int32(2**24), np.int32(2**24 + 1), np.int32(2**24 + 2)),
-        (np.int32(7), np.int32(-1), np.int32(-9)),
-        (np.float32(2**20), np.float32(2**20 + 0.5), np.float32(2**20 + 1)),
-        (jnp.bfloat16(1), jnp.bfloat16(1 + 2**-7), jnp.bfloat16(1 + 2**-6)),
-        (np.float16(60000), np.float16(30000), np.float16(0)),
-        (np.float32(np.inf), np.float32(np.inf), np.float32(np.inf)),
-        (np.float32(1), np.float32(-np.inf), np.float32(-np.inf)),
-        (np.float32(1), np.float32(np.nan), np.float32(np.nan)),
-        (np.complex64(1j), np.complex64(2j + 1), np.complex64(3j + 2)),
-    ],
-)
-def test_equal_increments_of_two_replicas_are_added(before, after, expected):
-    step = {"total": jnp.asarray(before)}, {"total": jnp.asarray(after)}, {"total": ADDED}
-    ((found,), _) = merged([(nnx.metrics.Average(), [step, step])])
-    assert found["total"].dtype == before.dtype
-    np.testing.assert_array_equal(found["total"], expected)
+# The total of a metric before the step, what each of two replicas adds, and the total afterwards.
+INCREMENTS = [
+    (np.uint32(2**32 - 3), np.uint32(2), np.uint32(1)),
+    (np.uint8(250), np.uint8(10), np.uint8(14)),
+    (np.int32(2**24), np.int32(1), np.int32(2**24 + 2)),
+    (np.int32(7), np.int32(-8), np.int32(-9)),
+    (np.float32(2**20), np.float32(0.5), np.float32(2**20 + 1)),
+    (jnp.bfloat16(1), jnp.bfloat16(2**-7), jnp.bfloat16(1 + 2**-6)),
+    (np.float16(60000), np.float16(-30000), np.float16(0)),
+    (np.float32(np.inf), np.float32(1), np.float32(np.inf)),
+    (np.float32(1), np.float32(-np.inf), np.float32(-np.inf)),
+    (np.float32(1), np.float32(np.nan), np.float32(np.nan)),
+    (np.complex64(1j), np.complex64(1j + 1), np.complex64(3j + 2)),
+]
 
 
-def test_increments_that_overflow_their_dtype_are_merged():
-    before = {"total": jnp.float16(60000)}
-    steps = [(before, {"total": jnp.float16(v)}, {"total": ADDED}) for v in (-60000, 64000)]
-    (found,), _ = merged([(nnx.metrics.Average(), steps)])
-    assert found["total"] == jnp.float16(-56000)
+def average_of(total):
+    metric = nnx.metrics.Average()
+    metric.total = nnx.metrics.MetricState(jnp.asarray(total))
+    return metric
 
 
-@pytest.mark.parametrize("dtype", ["int32", "uint8", "bfloat16", "float32"])
-def test_reset_sum_is_merged(dtype):
-    values = [jnp.array(v, dtype) for v in (100, 50, 70)]
-    before = {"total": jnp.array(3, dtype)}
-    steps = [(before, {"total": value}, {"total": INDEPENDENT}) for value in values]
-    (found,), _ = merged([(nnx.metrics.Average(), steps)])
-    assert found["total"].dtype == dtype
-    assert found["total"] == jnp.array(220, dtype)
+def test_equal_increments_of_two_replicas_are_added(two):
+    metrics = tuple(average_of(before) for before, _, _ in INCREMENTS)
+
+    def step(metrics, increments):
+        for metric, increment in zip(metrics, increments, strict=True):
+            metric.total[...] += increment
+
+    two.run(step, (metrics, [PerReplica([increment] * 2) for _, increment, _ in INCREMENTS]))
+    for metric, (before, _, expected) in zip(metrics, INCREMENTS, strict=True):
+        assert metric.total.dtype == before.dtype
+        np.testing.assert_array_equal(metric.total[...], expected, repr(before))
 
 
-@pytest.mark.parametrize(
-    ("kinds", "calls"),
-    [
-        (["average"], [2]),
-        (["average", "accuracy", "by_class"], [6]),
-        (["welford"], [2, 1]),
-        (["average", "welford", "accuracy", "welford"], [8, 2]),
-    ],
-)
-def test_all_metrics_share_their_collectives(kinds, calls):
-    metrics = [METRICS[kind]() for kind in kinds]
-    replicas = cut(batches(0, 6), [2, 4])
-    found, made = merged([(m, stepped(m, updated, replicas)) for m in metrics])
-    assert made == calls
-    for metric, after in zip(metrics, found, strict=True):
-        updated(metric, batches(0, 6))
-        assert_same(after, states(metric))
+def test_increments_that_overflow_their_dtype_are_merged(two):
+    metric = average_of(np.float16(60000))
+
+    def step(metric, value):
+        metric.total[...] += value
+        metric.total[...] += value
+
+    two.run(step, (metric, PerReplica([np.float16(-60000), np.float16(2000)])))
+    assert metric.total[...] == jnp.float16(-56000)
 
 
-def test_unchanged_metric_needs_no_collective():
-    assert merge([], lambda arrays: pytest.fail("called")) == []
+def test_reset_sum_is_merged():
+    dtypes = ["int32", "uint8", "bfloat16", "float32"]
+    metrics = tuple(average_of(jnp.array(3, dtype)) for dtype in dtypes)
+
+    def step(metrics, value):
+        for metric in metrics:
+            metric.total[...] = value.astype(metric.total.dtype)
+
+    cpu_strategy(3).run(step, (metrics, PerReplica([np.float32(v) for v in (100, 50, 70)])))
+    for metric, dtype in zip(metrics, dtypes, strict=True):
+        assert metric.total.dtype == dtype
+        assert metric.total[...] == jnp.array(220, dtype)
 
 
-@pytest.mark.parametrize(
-    ("metric", "rule"),
-    [
-        (nnx.metrics.Average(), Additive),
-        (nnx.metrics.Accuracy(), Additive),
-        (ByClass(), Additive),
-        (nnx.metrics.Welford(), Moments),
-        (Exponential(), None),
-        (Custom(), None),
-        (nnx.MultiMetric(loss=nnx.metrics.Average()), None),
-        (nnx.Param(jnp.zeros(2)), None),
-        (None, None),
-    ],
-    ids=lambda value: type(value).__name__ if not isinstance(value, type) else value.__name__,
-)
-def test_merge_rule_depends_on_the_metric(metric, rule):
-    found = merge_rule(metric)
-    assert found is None if rule is None else type(found) is rule
+def test_all_metrics_share_their_collectives(two):
+    """One round of them, and a second one for squared deviations: a buffer per dtype in each."""
+
+    def num_buffers(*kinds):
+        metrics = tuple(METRICS[kind]() for kind in kinds)
+
+        def step(metrics, batch):
+            for metric in metrics:
+                metric.update(**batch)
+
+        return inside.num_all_reduces(two, step, (metrics, cut(batches(0, 6), [3, 3])))
+
+    assert num_buffers("average") == num_buffers("average", "accuracy", "average") == 2
+    assert num_buffers("welford") == num_buffers("welford", "average", "accuracy", "welford") == 3
 
 
-@pytest.mark.parametrize(
-    ("metric", "change", "states_refused"),
-    [
-        (Halved(), updated, ["total"]),
-        (Extremes(), updated, ["largest"]),
-        (nnx.metrics.Average(), reset_sometimes, ["count", "total"]),
-        (nnx.metrics.Welford(), reset_sometimes, ["count", "m2"]),
-        (nnx.metrics.Welford(), decayed, ["m2"]),
-        (nnx.metrics.Welford(), mean_replaced, ["mean"]),
-        (nnx.metrics.Welford(), count_reset, ["m2", "mean"]),
-        (nnx.metrics.Average(), count_reset, []),
-    ],
-)
-def test_unmergeable_states_are_rejected(metric, change, states_refused):
-    ((_, _, how),) = stepped(metric, change, cut(batches(0, 4), [4]))
-    assert sorted(merge_rule(metric).unmergeable(how)) == states_refused
+def test_unchanged_metric_needs_no_collective(two):
+    metric = nnx.metrics.Average()
+    step = lambda metric, x: x + metric.total[...]  # noqa: E731
+    assert inside.num_all_reduces(two, step, (metric, PerReplica([1.0, 2.0]))) == 0
 
 
-def test_unknown_state_of_a_welford_metric_is_rejected():
-    how = {"count": ADDED, "mean": OTHER, "m2": ADDED, "largest": ADDED}
-    assert Moments().unmergeable(how) == ["largest"]
+def test_metrics_with_other_metrics_inside_are_merged(two):
+    metric = nnx.MultiMetric(loss=nnx.metrics.Average("values"))
+    two.run(updated, (metric, cut(batches(0, 4), [2, 2])))
+    assert metric.compute()["loss"] == batches(0, 4)["values"].mean()
 
 
-def test_increments_may_depend_on_other_states():
+class Largest(nnx.metrics.Welford):
+    """Keeps a state that the rule for Welford's does not know."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest = nnx.metrics.MetricState(jnp.array(0.0))
+
+
+def largest_counted(metric, batch):
+    metric.largest[...] += batch["values"].sum()
+
+
+UNMERGEABLE = {  # the metric, how it is changed, and its states that the message names
+    "halved": (Halved, updated, ["total"]),
+    "extremes": (Extremes, updated, ["largest"]),
+    "exponential": (Exponential, updated, ["m2", "mean"]),
+    "custom": (Custom, updated, ["total"]),
+    "reset sometimes": (nnx.metrics.Average, reset_sometimes, ["count", "total"]),
+    "Welford reset sometimes": (nnx.metrics.Welford, reset_sometimes, ["count", "m2"]),
+    "decayed": (nnx.metrics.Welford, decayed, ["m2"]),
+    "mean replaced": (nnx.metrics.Welford, mean_replaced, ["mean"]),
+    "Welford count reset": (nnx.metrics.Welford, count_reset, ["m2", "mean"]),
+    "unknown state": (Largest, largest_counted, ["largest"]),
+}
+
+
+@rows("make, change, refused", UNMERGEABLE)
+def test_unmergeable_states_are_rejected(two, make, change, refused):
+    metric = make()
+    before = states(metric)
+    with raises(mirror.ReplicaDivergenceError, names=[f"metric.{name}" for name in refused]) as e:
+        two.run(change, (metric, cut(batches(0, 4), [2, 2])))
+    for name in before.keys() - set(refused):
+        assert f"metric.{name}:" not in str(e.value)
+    assert_same(states(metric), before)
+
+
+def test_reset_count_is_merged(two):
+    metric = nnx.metrics.Average()
+    metric.update(values=jnp.ones(4))
+    two.run(count_reset, (metric, cut(batches(0, 4), [2, 2])))
+    assert metric.count[...] == 4
+    assert metric.total[...] == 4 + batches(0, 4)["values"].sum()
+
+
+def test_increments_may_depend_on_other_states(two):
     """The increments of the replicas are summed, even if they depend on another state."""
 
-    def change(metric, batch):
-        metric.update(values=batch["values"] * (metric.count[...] + 1))
+    def change(metric, values):
+        metric.update(values=values * (metric.count[...] + 1) + 0 * replica_id())
 
     metric = nnx.metrics.Average()
     metric.update(values=jnp.ones(4))
-    replicas = [{"values": jnp.arange(3.0)}, {"values": jnp.arange(2.0)}]
-    (found,), _ = merged([(metric, stepped(metric, change, replicas))])
-    assert found == {"total": 4 + 5 * 4, "count": 4 + 5}
+    two.run(change, (metric, PerReplica([np.arange(3, dtype="f4"), np.arange(2, dtype="f4")])))
+    assert states(metric) == {"total": 4 + 5 * 4, "count": 4 + 5}

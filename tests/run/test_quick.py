@@ -13,10 +13,10 @@ import pytest
 from flax import nnx
 
 import mirror
-from mirror._src.devices import launches
-from mirror._src.run import argument_placer
 from tests.support import inside
+from tests.support.compilations import assert_nothing_compiled, compilations
 from tests.support.messages import raises
+from tests.support.tables import Made, rows
 
 # Each row of a table has its own function.
 pytestmark = pytest.mark.filterwarnings("ignore:.*compiled")
@@ -29,9 +29,13 @@ MAKERS = {
 }
 
 
-@pytest.fixture(scope="module", params=MAKERS)
-def strategy(request) -> mirror.Strategy:
-    return MAKERS[request.param]()
+# Few tests depend on the executor.
+STRATEGIES = Made(MAKERS)
+
+
+@pytest.fixture(scope="module")
+def strategy() -> mirror.Strategy:
+    return MAKERS["pmap"]()
 
 
 def own(strategy: mirror.Strategy, shape: tuple[int, ...] = (4,), dtype: Any = np.float32):
@@ -65,10 +69,6 @@ def train(model, batch):
     return loss
 
 
-def quick_of(strategy: mirror.Strategy, fn: Any, donated: tuple[int, ...] = ()) -> Any:
-    return inside.quick_call(strategy, fn, donated)
-
-
 def num_python_events(call: Any) -> int:
     events = 0
 
@@ -87,9 +87,23 @@ def num_python_events(call: Any) -> int:
 # The work on the host does not grow with the number of leaves.
 
 
-@pytest.mark.parametrize("form", ["dict", "nnx"])
-def test_quick_call_does_not_visit_each_leaf_in_python(strategy, form, monkeypatch):
-    monkeypatch.setattr(launches, "log", None)  # the pytest plugin logs launches
+def evaluate(params, batch):
+    return mirror.get_replica_context().all_reduce("mean", batch.mean() * params["w0"].sum())
+
+
+@rows(
+    "name, form",
+    [
+        ("pmap", "dict"),
+        ("pmap", "nnx"),
+        ("pmap", "constants"),
+        ("sharded", "dict"),
+        ("vmap", "nnx"),
+    ],
+)
+def test_quick_call_does_not_visit_each_leaf_in_python(name, form, monkeypatch):
+    strategy = MAKERS[name]()
+    inside.stop_logging_launches(monkeypatch)
 
     def events_for(num_leaves: int) -> int:
         if form == "nnx":
@@ -100,6 +114,9 @@ def test_quick_call_does_not_visit_each_leaf_in_python(strategy, form, monkeypat
             with strategy.scope():
                 state = {f"w{i}": jnp.zeros(2) for i in range(num_leaves)}
             batch = own(strategy)
+        if form == "constants":
+            call = lambda: strategy.run(evaluate, (state, batch))  # noqa: E731
+        elif form == "dict":
 
             def call() -> None:
                 nonlocal state
@@ -111,7 +128,10 @@ def test_quick_call_does_not_visit_each_leaf_in_python(strategy, form, monkeypat
 
     few, many = events_for(2), events_for(20)
     assert many == few
-    assert many < 200
+    assert many < 250
+
+
+# An interrupt may come at any moment of a call.
 
 
 class Keyed(nnx.Module):
@@ -121,15 +141,43 @@ class Keyed(nnx.Module):
         self.rngs = nnx.Rngs(0)
 
 
-@pytest.mark.parametrize("kind", ["plain", "keys"])
-def test_interrupt_cannot_separate_a_launch_from_its_outputs(strategy, kind):
-    """It is raised where Python runs: nowhere before the state is written, or it is deferred."""
+def is_interrupted_at(event_number: int, call: Any) -> bool:
+    """Calls, and interrupts at an event of the interpreter; returns whether it came to it."""
+    countdown, is_inside = event_number, True
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal countdown
+        if not is_inside or event == "c_call":  # Python handles no signal before it calls C
+            return
+        countdown -= 1
+        if countdown == 0:
+            signal.raise_signal(signal.SIGINT)
+
+    sys.setprofile(count)
+    try:
+        call()
+        is_inside = False
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(None)
+    return countdown <= 0
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@rows("kind", ["plain", "keys"])
+@rows("name", ["pmap", "sharded"])
+def test_interrupt_never_separates_a_model_from_its_arrays(name, kind, monkeypatch):
+    """At every event of a quick call, the model is afterwards as before the step or after it."""
+    inside.stop_logging_launches(monkeypatch)
+    strategy = MAKERS[name]()
 
     def step(model, batch):
         if kind == "keys":
             model.rngs.default()
             return batch
-        model.layers[0].kernel[...] += 1
+        for layer in model.layers:
+            layer.kernel[...] += 1
         return {"own": batch, "replica": mirror.get_replica_context().replica_id_in_sync_group}
 
     with strategy.scope():
@@ -137,39 +185,28 @@ def test_interrupt_cannot_separate_a_launch_from_its_outputs(strategy, kind):
     args = (model, own(strategy, (2, 4)))
     for _ in range(4):
         strategy.run(step, args)
-    assert quick_of(strategy, step) is not None
-    inside, calls = False, []
 
-    def record(frame: Any, event: str, argument: object) -> None:
-        nonlocal inside
-        if getattr(argument, "__name__", "") == "extend":
-            inside = event == "c_call"
-        elif inside and event == "call" and frame.f_code.co_name != "<lambda>":
-            # The lambda splits the batch, before the launch.
-            calls.append(signal.getsignal(signal.SIGINT))
+    def num_steps() -> list[int]:
+        if kind == "keys":
+            return [int(model.rngs.default.count[...])]
+        return [round(float(each.kernel[...].sum() - start) / 16) for each, start in starts]
 
-    sys.setprofile(record)
-    try:
-        strategy.run(step, args)
-    finally:
-        sys.setprofile(None)
-    assert bool(calls) == (kind == "keys")
-    assert signal.default_int_handler not in calls
-
-
-def test_second_call_is_quick(strategy):
-    state, batch = {"w": jnp.zeros(3)}, own(strategy)
-    for _ in range(4):
-        state, _ = strategy.run(update, (state, batch), donate_argnums=0)
-    quick = quick_of(strategy, update, (0,))
-    assert quick is not None
-    before = quick.program.runs
-    strategy._runner._run = None  # not quick
-    try:
-        state, _ = strategy.run(update, (state, batch), donate_argnums=0)
-    finally:
-        del strategy._runner._run
-    assert quick.program.runs == before + 1
+    if kind == "plain":
+        starts = [(layer, float(layer.kernel[...].sum())) for layer in model.layers]
+    (before,) = set(num_steps())
+    for event_number in range(1, 1000):
+        was_reached = is_interrupted_at(event_number, lambda: strategy.run(step, args))
+        (after,) = set(num_steps())
+        assert after - before in ((0, 1) if was_reached else (1,)), event_number
+        before = after
+        if not was_reached:
+            break
+    assert not was_reached, "the call has more events"
+    other = threading.Thread(target=strategy.run, args=(step, args), daemon=True)
+    other.start()
+    other.join(60)
+    assert not other.is_alive(), "a lock is still held"
+    strategy.check_mirrored(model)
 
 
 # A call unlike the previous one is not quick, and gives the same results.
@@ -210,8 +247,11 @@ CHANGES = {
 
 
 @pytest.mark.filterwarnings("ignore:.*distribute_dataset")
-@pytest.mark.parametrize("change", CHANGES)
-def test_changed_call_gives_the_same_results(strategy, change):
+@pytest.mark.parametrize("name", ["pmap", pytest.param("sharded", marks=pytest.mark.slow)])
+@rows("change", list(CHANGES))
+def test_changed_call_gives_the_same_results(name, change):
+    strategy = MAKERS[name]()
+
     def step(state, batch):
         return update(state, batch)
 
@@ -296,7 +336,7 @@ REFUSALS = {
 }
 
 
-@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda f: f.__name__)
+@rows("refusal", list(REFUSALS))
 def test_quick_calls_keep_every_error_message(strategy, refusal):
     def step(state, batch):
         return update(state, batch)
@@ -309,7 +349,6 @@ def test_quick_calls_keep_every_error_message(strategy, refusal):
         state = {"w": jnp.zeros(3)}
     for _ in range(3):
         state, _ = run(state, batch)
-    assert quick_of(strategy, step, (0,)) is not None
     error, wanted = REFUSALS[refusal]
     with raises(error, **wanted):
         refusal(strategy, run, state, batch)
@@ -335,17 +374,22 @@ def test_one_array_in_two_arguments_is_copied(strategy):
         np.testing.assert_array_equal(state[name], value - 0.5 * np.asarray(grad))
 
 
+def sharding_of(strategy: mirror.Strategy) -> jax.sharding.NamedSharding:
+    with strategy.scope():
+        return jnp.ones(3).sharding
+
+
 SHARED = {
     "another device": lambda strategy, x: x,
     "an equal sharding": lambda strategy, x: jax.sharding.NamedSharding(
-        strategy._replicas.mesh, jax.sharding.PartitionSpec()
+        sharding_of(strategy).mesh, jax.sharding.PartitionSpec()
     ),
-    "the scope's own sharding": lambda strategy, x: strategy._replicas.mirrored,
+    "the scope's own sharding": lambda strategy, x: sharding_of(strategy),
 }
 
 
-@pytest.mark.parametrize("at", SHARED)
-@pytest.mark.parametrize("met", [0, 3])
+@rows("at", list(SHARED))
+@rows("met", [0, 3])
 def test_one_buffer_in_two_arrays_is_copied(strategy, at, met):
     """`jax.device_put` shares memory where it can. Donated, XLA would end the process."""
 
@@ -371,7 +415,7 @@ def aliases_of(strategy, x: jax.Array, place: Any) -> tuple[jax.Array, jax.Array
     return jax.device_put(x, place), jax.device_put(x, place)
 
 
-@pytest.mark.parametrize("at", ["an equal sharding", "the scope's own sharding"])
+@rows("at", ["an equal sharding", "the scope's own sharding"])
 def test_array_sharing_memory_with_an_earlier_one_is_copied(strategy, at):
     def step(state, other, batch):
         new, grad = update(state, batch)
@@ -423,7 +467,7 @@ def test_resident_rows_are_copied_before_donation():
         np.testing.assert_array_equal(two, np.asarray(x) + 2)
 
 
-@pytest.mark.parametrize("leaf", ["returned", "constant"])
+@rows("leaf", ["returned", "constant"])
 def test_leaf_may_become_part_of_the_model_between_calls(strategy, leaf):
     """It is donated as state then, and another function may have prepared it."""
 
@@ -448,23 +492,11 @@ def test_leaf_may_become_part_of_the_model_between_calls(strategy, leaf):
     np.testing.assert_array_equal(new["kernel"], before * 0.5)
 
 
-def count_looks(monkeypatch) -> list[Any]:
-    looks: list[Any] = []
-    look = argument_placer.buffers_of
-
-    def counted(array: Any) -> set[int]:
-        looks.append(array)
-        return look(array)
-
-    monkeypatch.setattr(argument_placer, "buffers_of", counted)
-    return looks
-
-
 ROUNDS = 24
 
 
-@pytest.mark.parametrize("new", ["a number", "NumPy", "outside", "in the scope", "a key"])
-def test_new_leaf_per_step_rarely_blocks(strategy, new, monkeypatch):
+@rows("new", ["a number", "NumPy", "outside", "in the scope", "a key"])
+def test_new_leaf_per_step_rarely_blocks(strategy, new):
     """The address of an array is known after its step; calls do not wait for that."""
     make = {
         "a number": lambda i: float(i),
@@ -485,14 +517,15 @@ def test_new_leaf_per_step_rarely_blocks(strategy, new, monkeypatch):
     with strategy.scope():
         state = {"params": {"w": jnp.zeros(3)}, "rate": make(0)}
     state, _ = strategy.run(step, (state, batch), donate_argnums=0)
-    looks = count_looks(monkeypatch)
-    for i in range(ROUNDS):
-        if new == "outside":
-            state["rate"] = make(i)
-        else:
-            with strategy.scope():
+    with pytest.MonkeyPatch.context() as patch:
+        looks = inside.count_address_checks(patch)
+        for i in range(ROUNDS):
+            if new == "outside":
                 state["rate"] = make(i)
-        state, _ = strategy.run(step, (state, batch), donate_argnums=0)
+            else:
+                with strategy.scope():
+                    state["rate"] = make(i)
+            state, _ = strategy.run(step, (state, batch), donate_argnums=0)
     arrays_per_look = 4
     assert len(looks) <= arrays_per_look * (4 + ROUNDS // 8)
     grad = np.asarray(own(strategy).stacked).mean()
@@ -508,7 +541,7 @@ def test_alternating_states_do_not_block(strategy, monkeypatch):
         states = [{"w": jnp.full(3, float(i))} for i in range(5)]
     for i, state in enumerate(states):
         states[i], _ = strategy.run(step, (state, batch), donate_argnums=0)
-    looks = count_looks(monkeypatch)
+    looks = inside.count_address_checks(monkeypatch)
     for _ in range(4):
         for i, state in enumerate(states):
             states[i], grad = strategy.run(step, (state, batch), donate_argnums=0)
@@ -525,11 +558,13 @@ def test_state_changed_by_alternating_steps_does_not_block(strategy, monkeypatch
         state = {"w": jnp.zeros(3)}
     for i in range(12):
         if i == 6:
-            monkeypatch.delattr("mirror._src.run.argument_placer.buffers_of")
+            looks = inside.count_address_checks(monkeypatch)
         state, grad = strategy.run(steps[i % 2], (state, batch), donate_argnums=0)
+    assert not looks
     np.testing.assert_allclose(state["w"], np.full(3, -6 * float(grad)))
 
 
+@rows("strategy", STRATEGIES)
 def test_results_do_not_share_memory(strategy):
     """So that they can be donated unchecked, even if a step returns a value twice."""
 
@@ -540,26 +575,24 @@ def test_results_do_not_share_memory(strategy):
         args = (jnp.arange(3.0), jnp.arange(3.0), own(strategy))
     for _ in range(3):
         arrays = jax.tree.leaves((args, strategy.run(step, args)))
-        buffers = list(map(mirror._src.run.argument_placer.buffers_of, arrays))
+        buffers = [
+            {shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards}
+            for array in arrays
+        ]
         assert len(set().union(*buffers)) == sum(map(len, buffers))
 
 
-def test_constants_are_not_checked(strategy):
-    """Parameters that an evaluation receives repeatedly, and the last results of a step."""
-
-    def evaluate(params, batch):
-        return mirror.get_replica_context().all_reduce("mean", batch.mean() * params["w"].sum())
-
+def test_constants_may_be_replaced(strategy):
+    """Parameters that an evaluation receives repeatedly, and then others, or elsewhere."""
     with strategy.scope():
-        params = {"w": jnp.ones(3), "b": jnp.ones(3)}
+        params = {"w0": jnp.ones(3), "w1": jnp.ones(3)}
     batch = own(strategy)
     for _ in range(5):
-        strategy.run(evaluate, (params, batch))
-    unchanged = quick_of(strategy, evaluate)._unchanged
-    assert unchanged.new_positions == []
-    params = {"w": 2 * params["w"], "b": params["b"]}
+        once = strategy.run(evaluate, (params, batch))
+    params = {"w0": 2 * params["w0"], "w1": params["w1"]}
     twice = strategy.run(evaluate, (params, batch))
-    params = {"w": jax.device_put(params["w"], jax.devices()[3]), "b": params["b"]}
+    assert float(twice) == 2 * float(once)
+    params = {"w0": jax.device_put(params["w0"], jax.devices()[3]), "w1": params["w1"]}
     np.testing.assert_array_equal(strategy.run(evaluate, (params, batch)), twice)
 
 
@@ -591,10 +624,10 @@ def another_dtype(model):
     kernel.set_value(kernel.get_value().astype(jnp.bfloat16))
 
 
-@pytest.mark.parametrize(
+@pytest.mark.slow
+@rows(
     "change",
     [assigned_outside, attribute_changed, layer_replaced, layer_added, shared, another_dtype],
-    ids=lambda f: f.__name__,
 )
 def test_model_changed_between_calls_is_used(strategy, change):
     def twin() -> Net:
@@ -654,7 +687,8 @@ def test_changed_trace_context_is_proved_again(strategy):
     assert traces == [None, "float32"]
 
 
-def test_calls_inside_and_outside_a_scope_share_a_program(strategy):
+@rows("strategy", STRATEGIES)
+def test_calls_inside_and_outside_a_scope_share_a_program(strategy, caplog):
     traces = []
 
     def step(x):
@@ -662,22 +696,19 @@ def test_calls_inside_and_outside_a_scope_share_a_program(strategy):
         return mirror.get_replica_context().all_reduce("sum", x)
 
     x = own(strategy)
-    program = None
-    for _ in range(3):
-        strategy.run(step, (x,))
-        with strategy.scope():
+    strategy.run(step, (x,))
+    with compilations(caplog) as events:
+        for _ in range(3):
             strategy.run(step, (x,))
-        with jax.default_device(jax.devices()[1]):
-            strategy.run(step, (x,))
-        quick = quick_of(strategy, step)
-        program = program or quick.program
-        assert quick.program is program
+            with strategy.scope():
+                strategy.run(step, (x,))
+            with jax.default_device(jax.devices()[1]):
+                strategy.run(step, (x,))
+    assert_nothing_compiled(events)
     assert len(traces) == 1
-    assert quick.misses == 0
-    assert quick.program.compiled._compiled._cache_size() == 1
 
 
-def test_alternating_shapes_disable_the_quick_call(strategy):
+def test_shapes_may_alternate(strategy):
     def step(x):
         return mirror.get_replica_context().all_reduce("sum", x)
 
@@ -687,7 +718,6 @@ def test_alternating_shapes_disable_the_quick_call(strategy):
         found = strategy.run(step, (xs[i % 2],))
         assert found.shape == ((4,), (5,))[i % 2]
         assert float(found[0]) == n * (n + 1) / 2
-    assert quick_of(strategy, step).misses < 20
 
 
 def test_static_arguments_and_keywords_work_as_before(strategy):
@@ -729,6 +759,8 @@ def test_threads_share_a_program(strategy):
 
 
 def test_optimizer_trains_the_same_without_quick_calls():
+    """A call with a log of its placement takes the full path."""
+
     def losses(long: bool) -> list[float]:
         strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
         with strategy.scope():
@@ -742,10 +774,12 @@ def test_optimizer_trains_the_same_without_quick_calls():
             return loss
 
         batch, found = own(strategy, (2, 4)), []
-        for _ in range(6):
-            if long:
-                inside.forget_quick_calls(strategy)
-            found.append(float(strategy.run(step, (model, optimizer, batch))))
+        mirror.debugging.set_log_device_placement(long)
+        try:
+            for _ in range(6):
+                found.append(float(strategy.run(step, (model, optimizer, batch))))
+        finally:
+            mirror.debugging.set_log_device_placement(False)
         return found
 
     assert losses(long=True) == losses(long=False)
@@ -765,24 +799,27 @@ def test_one_replica_runs_without_collectives():
         return context.all_reduce("mean", (w - batch.mean(), gathered.sum() + index, ring.sum()))
 
     args = (jnp.ones(()), own(strategy))
-    text = strategy._runner.lower(step, args, {}).compile().as_text()
+    text = inside.lowered(strategy, step, args).compile().as_text()
     for word in ("all-reduce", "all-gather", "collective-permute", "partition-id", "replica-id"):
         assert word not in text
     found = strategy.run(step, args)
     assert [float(x) for x in found] == [0.0, 4.0, 4.0]
 
 
-@pytest.mark.parametrize("value", [1.0, 2, np.float32(3), np.ones(3, np.float32)], ids=repr)
-def test_arrays_on_other_devices_do_not_recompile(strategy, value):
+@rows("value", [1.0, 2, np.float32(3), np.ones(3, np.float32)])
+def test_arrays_on_other_devices_do_not_recompile(strategy, value, caplog):
     def step(state, batch, value):
         new, _ = update(state, batch)
         return jax.tree.map(lambda w: w * value, new)
 
     state, batch = {"w": jnp.zeros(3)}, own(strategy)
-    for wrap in (lambda x: x, jnp.asarray) * 3:
-        state = strategy.run(step, (state, batch, wrap(value)), donate_argnums=0)
-    for program in inside.programs(strategy):
-        assert program.compiled._compiled._cache_size() <= 1
+    both = [value, jnp.asarray(value)]
+    for each in both:
+        state = strategy.run(step, (state, batch, each), donate_argnums=0)
+    with compilations(caplog) as events:
+        for each in both * 3:
+            state = strategy.run(step, (state, batch, each), donate_argnums=0)
+    assert_nothing_compiled(events)
 
 
 def test_host_buffer_can_be_overwritten(strategy):

@@ -1,8 +1,6 @@
 """The cost of a step: only the first call traces, compiles, copies and transfers."""
 
 import gc
-import itertools
-import time
 
 import jax
 import jax.numpy as jnp
@@ -12,53 +10,48 @@ import pytest
 from flax import nnx
 
 import mirror
+from tests.support import inside
 from tests.support.compilations import assert_nothing_compiled, compilations
 from tests.support.models import MLP, OPTIMIZERS, TRAININGS, batches, nnx_step
 from tests.support.strategies import LAYOUTS, cpu_strategy
+from tests.support.tables import rows
+
+# Trainings on one layout, and one training on layouts of other kinds.
+ROWS = [(name, "8") for name in TRAININGS] + [
+    ("nnx-MLP", layout) for layout in ("1", "2-on-2", "3-on-1")
+]
 
 
-@pytest.fixture(
-    scope="module",
-    params=itertools.product(TRAININGS, LAYOUTS),
-    ids=[f"{name}-{layout}-replicas" for name, layout in itertools.product(TRAININGS, LAYOUTS)],
+@pytest.mark.parametrize(
+    "table", [[("plain-MLP", "2")], pytest.param(ROWS, marks=pytest.mark.slow)], ids=["one", "all"]
 )
-def trained(request):
-    """A training, its strategy and its batches, shared so that tests reuse compiled steps."""
-    name, layout = request.param
+def test_later_steps_compile_and_transfer_nothing(table, caplog, subtests):
+    for name, layout in table:
+        with subtests.test(f"{name}, {layout}"):
+            require_only_launches(name, layout, caplog)
+
+
+def require_only_launches(name, layout, caplog):
     make, features = TRAININGS[name]
     num_devices, replicas_per_device = LAYOUTS[layout]
     strategy = cpu_strategy(num_devices, replicas_per_device=replicas_per_device)
-    return make(OPTIMIZERS["adam"]), strategy, batches(features, 3)
-
-
-def test_second_step_traces_and_compiles_nothing(trained, caplog):
-    training, strategy, data = trained
+    training, data = make(OPTIMIZERS["adam"]), batches(features, 3)
     with strategy.scope():
         state = training.create()
     first, second, third = list(strategy.distribute_dataset(data))
     state, _ = training.step(strategy, state, first)
-    with compilations(caplog) as events:
+    with compilations(caplog) as events, jax.transfer_guard("disallow"):
         state, _ = training.step(strategy, state, second)  # outside the scope
         with strategy.scope():
-            state, _ = training.step(strategy, state, third)  # and inside
+            state, loss = training.step(strategy, state, third)  # and inside
     assert_nothing_compiled(events)
+    assert np.isfinite(np.asarray(loss))
 
 
 def test_compilations_are_detected(two, caplog):
     with compilations(caplog) as events:
         two.run(lambda x: x * 3, (np.ones(3),))
     assert any("ompil" in event for event in events)
-
-
-def test_step_on_resident_data_transfers_nothing(trained):
-    training, strategy, data = trained
-    with strategy.scope():
-        state = training.create()
-    first, second = list(strategy.distribute_dataset(data[:2]))
-    state, _ = training.step(strategy, state, first)
-    with jax.transfer_guard("disallow"):
-        state, loss = training.step(strategy, state, second)
-    assert np.isfinite(np.asarray(loss))
 
 
 def test_alternating_shapes_compile_once_each(two, caplog):
@@ -80,6 +73,7 @@ def copies_of(shape, dtype):
     return sum(a.shape == shape and a.dtype == dtype for a in jax.live_arrays())
 
 
+@pytest.mark.slow
 def test_state_is_never_stored_twice(eight):
     """Old buffers are donated; no device stores more than one copy of any variable."""
     with eight.scope():
@@ -109,7 +103,8 @@ def test_step_needs_only_memory_for_state_and_activations(eight):
         optimizer.update(model, mirror.get_replica_context().all_reduce("mean", grads))
 
     batch = mirror.PerReplica([np.ones((2, 256), np.float32)] * 8)
-    memory = eight._runner.lower(step, (model, optimizer, batch), {}).compile().memory_analysis()
+    lowered = inside.lowered(eight, step, (model, optimizer, batch))
+    memory = lowered.compile().memory_analysis()
     state = sum(x.nbytes for x in jax.tree.leaves(nnx.state((model, optimizer))))
     assert memory.alias_size_in_bytes >= 0.99 * state
     assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 1024
@@ -137,6 +132,7 @@ def test_first_step_keeps_arrays_of_an_unscoped_model(two):
     assert np.isfinite(np.asarray(held)).all()
 
 
+@pytest.mark.slow
 def test_dead_model_is_released(two):
     gc.collect()
     before = copies_of((12, 32), jnp.float32)
@@ -159,15 +155,16 @@ def test_small_leaves_share_one_collective(eight):
         for i in range(50)
     }
     large = {f"l{i}": mirror.PerReplica([np.ones((128, 128), np.float32)] * 8) for i in range(2)}
-    text = eight._runner.lower(step, (small | large,), {}).as_text()
+    text = inside.lowered(eight, step, (small | large,)).as_text()
     assert text.count("stablehlo.all_reduce") == 3
     out = eight.run(step, (small | large,))
     for i in range(50):
         np.testing.assert_array_equal(out[f"s{i}"], np.full((7, i + 1), 3.5))
 
 
-@pytest.mark.parametrize("pack_bytes", [0, 1, 10**9, None])
-@pytest.mark.parametrize("op", ["sum", "mean", "min", "max"])
+@pytest.mark.slow
+@rows("pack_bytes", [0, 1, 10**9, None])
+@rows("op", ["sum", "mean", "min", "max"])
 def test_packing_keeps_every_value(op, pack_bytes):
     strategy = cpu_strategy(3, cross_device_ops=mirror.AllReduce(pack_bytes))
     rng = np.random.RandomState(0)
@@ -218,30 +215,7 @@ def test_changed_structure_is_detected(two):
     np.testing.assert_allclose(two.run(step, (model, x)), model(x), rtol=1e-5)
 
 
-def test_flax_still_has_the_private_slot_of_variables():
-    """`variables/raw_value.py` writes `Variable._raw_value`; without it, large models slow down."""
-    variable = nnx.Param(jnp.zeros(2))
-    mirror._src.variables.raw_value.write_value(variable, jnp.ones(2))
-    np.testing.assert_array_equal(variable[...], [1, 1])
-    assert type(vars(nnx.Variable)["_raw_value"]).__name__ == "member_descriptor"
-
-
-def test_run_returns_before_the_step_is_done(two):
-    """Results are asynchronous: ten slow steps do not block ten times."""
-
-    def slow(x):
-        return jax.lax.fori_loop(0, 300, lambda _, y: jnp.tanh(y @ y), x)
-
-    x = two.run(lambda x: x, (np.eye(200, dtype=np.float32),))
-    two.run(slow, (x,)).block_until_ready()
-    start = time.perf_counter()
-    out = two.run(slow, (x,))
-    returned = time.perf_counter() - start
-    out.block_until_ready()
-    assert returned < 0.5 * (time.perf_counter() - start)
-
-
-def test_second_strategy_over_the_same_devices_does_not_recompile(monkeypatch):
+def test_second_strategy_over_the_same_devices_does_not_recompile(caplog):
     """JAX gives its outputs the first strategy's shardings: equal ones, but other objects."""
     first, second = cpu_strategy(2), cpu_strategy(2)
 
@@ -252,11 +226,12 @@ def test_second_strategy_over_the_same_devices_does_not_recompile(monkeypatch):
         state = [jnp.ones(8) * i for i in range(10)]
         for _ in range(3):
             state = strategy.run(step, (state,), donate_argnums=0)
-    monkeypatch.setattr(second._runner._placer, "place", None)
-    second.run(step, (state,), donate_argnums=0)
+    with compilations(caplog) as events:
+        second.run(step, (state,), donate_argnums=0)
+    assert_nothing_compiled(events)
 
 
-@pytest.mark.parametrize("op", ["sum", "mean"])
+@rows("op", ["sum", "mean"])
 def test_packed_collectives_are_differentiable(op, two):
     """The gradient of an all-reduce is the all-reduce of the gradients that come in."""
 

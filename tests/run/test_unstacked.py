@@ -23,7 +23,9 @@ from tests.support.messages import assert_message, raises
 from tests.support.models import MLP, LinenMLP, LocalBatchNorm, batches, losses_of
 from tests.support.steps import context
 from tests.support.strategies import cpu_strategy
+from tests.support.tables import rows
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*compiled")  # each row has its own step
 CPUS = jax.devices("cpu")
 LENGTHS = [(3, 1, 2, 2), (0, 4), (1, 1, 1, 5), (2, 2)]
 LAYOUTS = {
@@ -108,9 +110,7 @@ def test_jax_rejects_unstacked_values():
         jax.tree.map(lambda a: a * 2, value)
 
 
-@pytest.mark.parametrize(
-    "twin", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
-)
+@rows("twin", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_unstacked_values_can_be_copied_and_pickled(twin, two):
     value = one_and_two()
     for one in (value, two.run(lambda x: x, (value,))):
@@ -150,6 +150,11 @@ def test_visualize_placement_shows_unstacked_values(two):
 
 # Steps, reductions and gathers
 
+# Few lengths on each layout, and all lengths on two of them.
+TABLE = [("two on each", (0, 4)), ("on the host", LENGTHS[0]), ("all on one", LENGTHS[0])]
+TABLE += [("one each", lengths) for lengths in LENGTHS]
+TABLE += [("two on each", lengths) for lengths in LENGTHS if lengths != (0, 4)]
+
 
 def everything(x):
     """Mirrored and per-replica results, with and without the length."""
@@ -167,12 +172,15 @@ def everything(x):
 
 
 @pytest.mark.parametrize(
-    ("layout", "lengths"),
-    [(layout, lengths) for layout in ("one each", "two on each") for lengths in LENGTHS]
-    + [("on the host", LENGTHS[0]), ("all on one", LENGTHS[0])],
-    ids=str,
+    "table", [TABLE[:2], pytest.param(TABLE[2:], marks=pytest.mark.slow)], ids=["some", "others"]
 )
-def test_step_runs_on_unequal_lengths(layout, lengths, made):
+def test_step_runs_on_unequal_lengths(table, made, subtests):
+    for layout, lengths in table:
+        with subtests.test(f"{layout}, {lengths}"):
+            require_right_results(layout, lengths, made)
+
+
+def require_right_results(layout, lengths, made):
     n = len(lengths)
     strategy = made(layout, n)
     value, whole = ragged(lengths, 3)
@@ -201,7 +209,8 @@ def test_step_runs_on_unequal_lengths(layout, lengths, made):
     np.testing.assert_array_equal(back["joined"], whole * 2)
 
 
-@pytest.mark.parametrize("lengths", [(3, 1, 2, 2), (0, 4)], ids=str)
+@pytest.mark.slow
+@rows("lengths", [(3, 1, 2, 2), (0, 4)])
 def test_reduce_and_gather_match_numpy(lengths, made):
     strategy = made("on the host" if len(lengths) == 2 else "one each", len(lengths))
     value, whole = ragged(lengths, 3)
@@ -219,7 +228,7 @@ def test_reduce_and_gather_match_numpy(lengths, made):
     np.testing.assert_array_equal(strategy.gather(across, axis=1), whole.T)
 
 
-@pytest.mark.parametrize("dtype", ["bool", "uint8", "int32", "bfloat16", "float16", "complex64"])
+@rows("dtype", ["bool", "uint8", "int32", "bfloat16", "float16", "complex64"])
 def test_gather_supports_other_dtypes_and_keys(dtype, two):
     rows = [np.ones(length).astype(jnp.dtype(dtype)) for length in (1, 2)]
     got = two.gather(PerReplica(rows))
@@ -297,7 +306,8 @@ def test_all_gather_joins_unequal_lengths_in_a_replica(two):
             call(value)
 
 
-@pytest.mark.parametrize("layout", ["one each", "on the host"])
+@pytest.mark.slow
+@rows("layout", ["one each", "on the host"])
 def test_gradients_flow_through_a_gather(layout, made):
     """The gradient is summed over all replicas, and each replica gets its part."""
     strategy = made(layout, 2)
@@ -315,6 +325,7 @@ def test_gradients_flow_through_a_gather(layout, made):
     assert [g.tolist() for g in got.values] == [[20.0], [40.0, 60.0]]
 
 
+@pytest.mark.slow
 def test_gradients_through_a_gather_equal_those_of_one_device(made):
     """Gradients of a loss that each replica computes from all values; each counts it once."""
     strategy = made("one each", 4)
@@ -434,10 +445,9 @@ UNLIKE: dict[str, tuple[Any, ...]] = {  # a step, whether its line is named, oth
 }
 
 
-@pytest.mark.parametrize("name", UNLIKE)
-def test_replicas_with_different_collectives_are_rejected(name, two):
+@rows("step, is_line_named, wanted", UNLIKE)
+def test_replicas_with_different_collectives_are_rejected(step, is_line_named, wanted, two):
     """Nothing waits, and the next step runs; in TensorFlow every later collective fails as well."""
-    step, is_line_named, wanted = UNLIKE[name]
     with raises(ValueError, **wanted) as error:
         two.run(step, (one_and_two(),))
     if is_line_named:
@@ -565,7 +575,8 @@ def one_device():
     return nnx_trained(cpu_strategy(1), (8,))
 
 
-@pytest.mark.parametrize("layout", ["on the host", "two on each"])
+@pytest.mark.slow
+@rows("layout", ["on the host", "two on each"])
 def test_nnx_trains_as_one_device_on_the_whole_batch(layout, made, one_device):
     losses, weights = nnx_trained(made(layout, 4), RAGGED)
     wanted_losses, wanted = one_device
@@ -595,6 +606,7 @@ def linen_trained(strategy, lengths):
     return float(loss), state.params
 
 
+@pytest.mark.nightly
 def test_linen_trains_as_one_device_on_the_whole_batch(made):
     loss, params = linen_trained(made("one each", 4), RAGGED)
     wanted_loss, wanted = linen_trained(cpu_strategy(1), (8,))
@@ -603,6 +615,7 @@ def test_linen_trains_as_one_device_on_the_whole_batch(made):
         np.testing.assert_allclose(mine, other, 1e-4, 1e-5)
 
 
+@pytest.mark.slow
 def test_lengths_may_change_between_steps(two):
     """The last batch of an epoch is shorter; equal batches in between run as usual."""
     with two.scope():
@@ -636,6 +649,7 @@ def test_batch_statistics_are_averaged(two):
     two.check_mirrored(model)
 
 
+@pytest.mark.slow
 def test_verify_joins_ragged_batches(two):
     with two.scope():
         model = MLP(nnx.Rngs(0))

@@ -354,18 +354,6 @@ def stop_logging_launches(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(launch_records, "log", None)
 
 
-def quick_call(strategy: mirror.Strategy, fn: Any, donated: tuple[int, ...] = ()) -> Any:
-    """The short path of a step, or None: users see only that a call is faster."""
-    step = strategy._runner._cache.get(fn)
-    return step and step.quick.get(donated)
-
-
-def forget_quick_calls(strategy: mirror.Strategy) -> None:
-    """Makes the next calls take the full path, as after a change of the arguments."""
-    for step in strategy._runner._cache.steps:
-        step.quick.clear()
-
-
 def launches() -> ModuleType:
     """The records of launches that have not ended: users see reports about them only."""
     return launch_records

@@ -1,11 +1,12 @@
 """Tables whose rows are subtests of one test."""
 
 import inspect
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import pytest
+
+_Table: TypeAlias = Callable[[], Iterator[tuple[str, dict[str, Any]]]]
 
 
 class Made(Mapping[str, Any]):
@@ -45,9 +46,8 @@ def rows(names: str, table: Mapping[str, Any] | Iterable[Any]) -> Callable[..., 
         body = getattr(test, "body", test)
 
         def each_row(subtests: pytest.Subtests, **fixtures: Any) -> None:
-            for combination in itertools.product(*(rows_of() for rows_of in tables)):
-                arguments = {name: value for _, row in combination for name, value in row.items()}
-                with subtests.test(", ".join(label for label, _ in combination)):
+            for labels, arguments in _combinations(tables):
+                with subtests.test(", ".join(labels)):
                     body(**fixtures, **arguments)
 
         parameters = inspect.signature(test).parameters
@@ -62,6 +62,16 @@ def rows(names: str, table: Mapping[str, Any] | Iterable[Any]) -> Callable[..., 
         return each_row
 
     return decorate
+
+
+def _combinations(tables: Sequence[_Table]) -> Iterator[tuple[list[str], dict[str, Any]]]:
+    """Yields all combinations of rows; the last table gives new objects for each one."""
+    if not tables:
+        yield [], {}
+        return
+    for label, arguments in tables[0]():
+        for labels, others in _combinations(tables[1:]):
+            yield [label, *labels], {**arguments, **others}
 
 
 def _label(row: Any) -> str:
