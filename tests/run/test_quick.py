@@ -196,6 +196,7 @@ def test_interrupt_never_separates_a_model_from_its_arrays(name, kind, monkeypat
     (before,) = set(num_steps())
     for event_number in range(1, 1000):
         was_reached = is_interrupted_at(event_number, lambda: strategy.run(step, args))
+        assert not any(x.is_deleted() for x in jax.tree.leaves(nnx.state(model))), event_number
         (after,) = set(num_steps())
         assert after - before in ((0, 1) if was_reached else (1,)), event_number
         before = after
