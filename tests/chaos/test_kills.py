@@ -49,7 +49,7 @@ def save_until(directory, wanted: str | None, says) -> None:
     says.send(list(points))
 
 
-def told_by(directory, wanted: str | None = None) -> tuple[int, list]:
+def told_by(directory, wanted: str | None = None) -> tuple[int | None, list]:
     """Returns the status of a process that saves, and what it has told."""
     listens, says = START.Pipe(duplex=False)
     process = START.Process(target=save_until, args=(directory, wanted, says))

@@ -243,7 +243,7 @@ def test_stop_ends_training_at_any_hook():
 
 
 TWICE = Recorder()
-NO_CALLBACKS = {
+NO_CALLBACKS: dict[str, tuple] = {
     "class": ([Recorder], TypeError, {"names": "Recorder", "fix": "Recorder(...)"}),
     "function": ([print], TypeError, {"values": repr(print), "fix": "mirror.callbacks.Callback"}),
     "twice": ([TWICE, TWICE], ValueError, {"names": "callbacks"}),

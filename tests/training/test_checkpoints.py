@@ -405,18 +405,18 @@ def unfinished(top):
     (top / "runs" / "3.orbax-checkpoint-tmp").mkdir(parents=True)
 
 
-def inside(top):
+def too_deep(top):
     put(top, 7)
     (top / "7").rename(top / "runs")
 
 
-BAD_PLACES = {  # constructor, error, and what the message contains beside the path
+BAD_PLACES: dict[str, tuple] = {  # constructor, error, and what the message contains beside the path
     "nothing": (lambda top: None, FileNotFoundError, []),
     "file": (lambda top: (top / "runs").touch(), NotADirectoryError, []),
     "empty": (empty, FileNotFoundError, []),
     "foreign": (foreign, FileNotFoundError, [10]),
     "unfinished": (unfinished, FileNotFoundError, ["3.orbax-checkpoint-tmp"]),
-    "too deep": (inside, FileNotFoundError, ["step=runs"]),
+    "too deep": (too_deep, FileNotFoundError, ["step=runs"]),
 }
 
 
