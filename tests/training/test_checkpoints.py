@@ -410,7 +410,7 @@ def too_deep(top):
     (top / "7").rename(top / "runs")
 
 
-BAD_PLACES: dict[str, tuple] = {  # constructor, error, and what the message contains beside the path
+BAD_PLACES: dict[str, tuple] = {  # constructor, error, and what the message names beside the path
     "nothing": (lambda top: None, FileNotFoundError, []),
     "file": (lambda top: (top / "runs").touch(), NotADirectoryError, []),
     "empty": (empty, FileNotFoundError, []),
