@@ -30,23 +30,35 @@ def packages_of(name):
     return imported("\n".join(block.code for block in blocks(PAGES[name])))
 
 
-every_page = pytest.mark.parametrize("name", rows(WITH_CODE, packages_of))
+# Pages that compile a lot; all other pages take some seconds together.
+SLOW = ["README.md", *(f"docs/{name}.md" for name in ("training", "steps", "keras"))]
+SLOW += [f"docs/from-{name}.md" for name in ("jax", "pytorch", "tensorflow")]
 
 
-@every_page
+def pages(mark=None, marked=()):
+    """The parameter `name`: each page, some of them with one more mark."""
+    every = [
+        pytest.param(*row.values, marks=[*row.marks, *[mark] * (row.id in marked)], id=row.id)
+        for row in rows(WITH_CODE, packages_of)
+    ]
+    return pytest.mark.parametrize("name", every)
+
+
+@pages(pytest.mark.nightly, [name for name in WITH_CODE if name != "README.md"])
+@pytest.mark.slow
 def test_page_runs_as_printed(name, tmp_path):
     """In a new process in which no devices are configured, as after `python page.py`."""
     check_as_program(name, tmp_path, {"JAX_PLATFORMS": "cpu"})
 
 
 @pytest.mark.gpu
-@every_page
+@pages()
 def test_page_runs_as_printed_on_gpus(name, tmp_path):
     visible = {k: v for k, v in os.environ.items() if k == "CUDA_VISIBLE_DEVICES"}
     check_as_program(name, tmp_path, {"JAX_PLATFORMS": "cuda,cpu", **visible})
 
 
-@every_page
+@pages(pytest.mark.slow, SLOW)
 def test_page_runs_where_there_are_more_devices(name, tmp_path, monkeypatch, capsys):
     """On the eight host devices of this process, which the page did not create."""
     monkeypatch.chdir(tmp_path)
@@ -105,4 +117,4 @@ def test_docstring_examples_run(subtests, tmp_path, monkeypatch):
                 with subtests.test(msg=test.name):
                     said: list[str] = []
                     assert runner.run(test, out=said.append).failed == 0, "".join(said)
-    assert count > 150
+    assert count > 60

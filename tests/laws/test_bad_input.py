@@ -20,7 +20,7 @@ from tests.programs import donated_buffers
 from tests.support import fresh, inside
 from tests.support.counters import Counter, count, read
 from tests.support.messages import assert_message, raises
-from tests.support.strategies import cpu_strategy
+from tests.support.strategies import STRATEGIES, cpu_strategy
 
 
 def deleted():
@@ -143,12 +143,13 @@ CALLS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_mistakes_raise_their_message(name, two):
-    call, kind, wanted = CALLS[name]
-    with raises(kind, **wanted):
-        call(two)
-    assert not mirror.has_strategy()
+def test_mistakes_raise_their_message(subtests, two):
+    for name in CALLS:
+        with subtests.test(msg=name):
+            call, kind, wanted = CALLS[name]
+            with raises(kind, **wanted):
+                call(two)
+            assert not mirror.has_strategy()
 
 
 def test_captured_model_is_found_after_gc_freeze(two):
@@ -159,9 +160,14 @@ def test_captured_model_is_found_after_gc_freeze(two):
         call(two)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 4])
-def test_run_rejects_values_of_another_replica_count(rows, two):
+def test_run_rejects_values_of_another_replica_count(subtests):
     """Also if the array has the placement of a valid argument."""
+    for rows in [1, 3, 4]:
+        with subtests.test(msg=f"{rows}"):
+            check_run_rejects_values_of_another_replica_count(rows, cpu_strategy(2))
+
+
+def check_run_rejects_values_of_another_replica_count(rows, two):
 
     def step(batch):
         return mirror.get_replica_context().all_gather(batch)
@@ -177,8 +183,15 @@ def test_run_rejects_values_of_another_replica_count(rows, two):
 
 
 @pytest.mark.filterwarnings("ignore:.*step.*distribute_dataset")
-def test_run_accepts_arrays_placed_like_another_argument(strategy):
+def test_run_accepts_arrays_placed_like_another_argument(subtests):
     """A mirrored array wrapped as per-replica rows, and rows passed as one whole array."""
+    for layout, make in STRATEGIES.items():
+        with subtests.test(msg=layout):
+            strategy = make()
+            check_run_accepts_arrays_placed_like_another_argument(strategy)
+
+
+def check_run_accepts_arrays_placed_like_another_argument(strategy):
     n = strategy.num_replicas_in_sync
     rows = np.arange(2.0 * n).reshape(n, 2)
     with strategy.scope():
@@ -246,16 +259,19 @@ STRUCTURES = {
 }
 
 
-@pytest.mark.parametrize("step", STRUCTURES, ids=lambda f: f.__name__)
-def test_run_rejects_and_reverts_a_changed_structure(step, two):
-    model = Counter(1.0)
-    before = nnx.graphdef(model)
-    with raises(ValueError, names=step.__name__, fix="nnx.pop(model, nnx.Intermediate)") as error:
-        two.run(step, (model,))
-    assert_message(error, names=STRUCTURES[step])
-    assert nnx.graphdef(model) == before
-    two.run(count, (model,))
-    np.testing.assert_array_equal(model.total[...], 2.0)
+def test_run_rejects_and_reverts_a_changed_structure(subtests, two):
+    for step in STRUCTURES:
+        with subtests.test(msg=f"{step}"):
+            model = Counter(1.0)
+            before = nnx.graphdef(model)
+            with raises(
+                ValueError, names=step.__name__, fix="nnx.pop(model, nnx.Intermediate)"
+            ) as error:
+                two.run(step, (model,))
+            assert_message(error, names=STRUCTURES[step])
+            assert nnx.graphdef(model) == before
+            two.run(count, (model,))
+            np.testing.assert_array_equal(model.total[...], 2.0)
 
 
 def test_run_rejects_variables_set_to_objects(two):
@@ -273,9 +289,14 @@ def test_run_rejects_variables_without_an_array(two):
         two.run(read, (model,))
 
 
-@pytest.mark.parametrize("when", ["before any run", "after a run"])
-@pytest.mark.parametrize("value", ["PerReplica", "tuple", "text"])
-def test_run_rejects_variables_set_to_non_arrays(when, value, two):
+def test_run_rejects_variables_set_to_non_arrays(subtests, two):
+    for when in ["before any run", "after a run"]:
+        for value in ["PerReplica", "tuple", "text"]:
+            with subtests.test(msg=f"{when}, {value}"):
+                check_run_rejects_variables_set_to_non_arrays(when, value, two)
+
+
+def check_run_rejects_variables_set_to_non_arrays(when, value, two):
     model = Counter()
     if when == "after a run":
         two.run(read, (model,))
@@ -297,12 +318,13 @@ def test_run_reads_variables_filled_between_calls(two):
     assert float(two.run(lambda model: model.none[...].sum(), (model,))) == 3.0
 
 
-@pytest.mark.parametrize("kind", ["ref", "hijax"])
-def test_run_rejects_reference_variables(kind, two):
-    model = Counter()
-    model.w = nnx.Param(jnp.ones(2), **{kind: True})
-    with raises(TypeError, names="w", values=["ref=True", "hijax=True"]):
-        two.run(read, (model,))
+def test_run_rejects_reference_variables(subtests, two):
+    for kind in ["ref", "hijax"]:
+        with subtests.test(msg=kind):
+            model = Counter()
+            model.w = nnx.Param(jnp.ones(2), **{kind: True})
+            with raises(TypeError, names="w", values=["ref=True", "hijax=True"]):
+                two.run(read, (model,))
 
 
 def test_missing_reduction_leaves_the_model_unchanged(two):
@@ -315,9 +337,16 @@ def test_missing_reduction_leaves_the_model_unchanged(two):
     np.testing.assert_array_equal(model.total[...], 2.0)
 
 
-@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt, ValueError, RuntimeError])
-@pytest.mark.parametrize("warm", [False, True], ids=["first", "later shape"])
-def test_error_in_a_step_is_raised_once_and_leaves_the_model_unchanged(error, warm, two):
+def test_error_in_a_step_is_raised_once_and_leaves_the_model_unchanged(subtests, two):
+    for error in [ZeroDivisionError, KeyboardInterrupt, ValueError, RuntimeError]:
+        for warm in [False, True]:
+            with subtests.test(msg=f"{error}, {warm}"):
+                check_error_in_a_step_is_raised_once_and_leaves_the_model_unchanged(
+                    error, warm, two
+                )
+
+
+def check_error_in_a_step_is_raised_once_and_leaves_the_model_unchanged(error, warm, two):
     model, calls = Counter(1.0), []
 
     def step(model, x):
@@ -381,7 +410,14 @@ def test_interrupt_leaves_the_model_after_a_complete_step(n, repeat_until_interr
 # Unusual but valid uses
 
 
-def test_run_accepts_one_array_in_two_donated_arguments(strategy):
+def test_run_accepts_one_array_in_two_donated_arguments(subtests):
+    for layout, make in STRATEGIES.items():
+        with subtests.test(msg=layout):
+            strategy = make()
+            check_run_accepts_one_array_in_two_donated_arguments(strategy)
+
+
+def check_run_accepts_one_array_in_two_donated_arguments(strategy):
     with strategy.scope():
         p = jnp.arange(4.0)
 
@@ -395,7 +431,14 @@ def test_run_accepts_one_array_in_two_donated_arguments(strategy):
     np.testing.assert_array_equal(state["ema"], np.arange(4.0) + 3)
 
 
-def test_run_accepts_one_array_in_two_variables(strategy):
+def test_run_accepts_one_array_in_two_variables(subtests):
+    for layout, make in STRATEGIES.items():
+        with subtests.test(msg=layout):
+            strategy = make()
+            check_run_accepts_one_array_in_two_variables(strategy)
+
+
+def check_run_accepts_one_array_in_two_variables(strategy):
     with strategy.scope():
         array = jnp.ones(4)
     first, second = Counter(), Counter()
@@ -412,15 +455,29 @@ def test_run_accepts_one_array_in_two_variables(strategy):
     np.testing.assert_array_equal(second.total[...], 31.0)
 
 
-def test_run_accepts_a_models_array_as_another_argument(strategy):
+def test_run_accepts_a_models_array_as_another_argument(subtests):
+    for layout, make in STRATEGIES.items():
+        with subtests.test(msg=layout):
+            strategy = make()
+            check_run_accepts_a_models_array_as_another_argument(strategy)
+
+
+def check_run_accepts_a_models_array_as_another_argument(strategy):
     model = Counter(1.0)
     for wanted in (2.0, 4.0, 8.0):
         strategy.run(count, (model, model.total[...]))
         np.testing.assert_array_equal(model.total[...], wanted)
 
 
-@pytest.mark.parametrize("place", ["another device", "scope", "another scope", "numpy", "nowhere"])
-def test_run_accepts_models_placed_anywhere(place, strategy):
+def test_run_accepts_models_placed_anywhere(subtests):
+    for place in ["another device", "scope", "another scope", "numpy", "nowhere"]:
+        for layout, make in STRATEGIES.items():
+            with subtests.test(msg=f"{place}, {layout}"):
+                strategy = make()
+                check_run_accepts_models_placed_anywhere(place, strategy)
+
+
+def check_run_accepts_models_placed_anywhere(place, strategy):
     if place == "scope":
         with strategy.scope():
             model = Counter()
@@ -581,8 +638,13 @@ def test_threads_run_steps_on_separate_models(eight):
     assert [float(m.total[...][0]) for m in models] == [20.0, 40.0]
 
 
-@pytest.mark.parametrize("make", ["lambda", "partial"])
-def test_run_warns_once_of_a_new_function_per_step(make, two):
+def test_run_warns_once_of_a_new_function_per_step(subtests, two):
+    for make in ["lambda", "partial"]:
+        with subtests.test(msg=""):
+            check_run_warns_once_of_a_new_function_per_step(make, two)
+
+
+def check_run_warns_once_of_a_new_function_per_step(make, two):
     def scaled(x, by):
         return x * by
 
@@ -617,10 +679,15 @@ def test_run_does_not_recompile_for_new_numbers(two):
     assert float(two.run(step, (np.float32(4),))) == 8.0
 
 
-@pytest.mark.parametrize("kind", ["mirrored", "per replica", "variable"])
-@pytest.mark.parametrize("n", [1, 2])
-def test_host_buffer_can_be_overwritten_after_run_returns(kind, n):
+def test_host_buffer_can_be_overwritten_after_run_returns(subtests):
     """Results are computed later, from the values as they were."""
+    for kind in ["mirrored", "per replica", "variable"]:
+        for n in [1, 2]:
+            with subtests.test(msg=f"{kind}, {n}"):
+                check_host_buffer_can_be_overwritten_after_run_returns(kind, n)
+
+
+def check_host_buffer_can_be_overwritten_after_run_returns(kind, n):
     strategy = cpu_strategy(n)
 
     def step(x):
@@ -654,9 +721,10 @@ def donated():
     return fresh.start_program("donated_buffers", timeout=300).stdout
 
 
-@pytest.mark.parametrize("name", donated_buffers.CASES)
-def test_errors_that_crash_jax_0_10_in_a_subprocess(name, donated):
-    assert f"done: {name}\n" in donated, donated[-2000:]
+def test_errors_that_crash_jax_0_10_in_a_subprocess(subtests, donated):
+    for name in donated_buffers.CASES:
+        with subtests.test(msg=name):
+            assert f"done: {name}\n" in donated, donated[-2000:]
 
 
 def test_run_donates_an_optax_training_state(two):

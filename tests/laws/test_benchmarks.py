@@ -77,17 +77,15 @@ def test_spread_is_the_interquartile_range():
     assert stats.spread([1.0]) == 0
 
 
-@pytest.mark.parametrize(
-    ("interval", "verdict"),
-    [
+def test_verdicts_follow_the_limits(subtests):
+    for interval, verdict in [
         ((1.0, 0.9, 1.04), "holds"),
         ((1.0, 0.9, 1.1), "holds?"),
         ((1.06, 1.0, 1.1), "broken?"),
         ((1.2, 1.1, 1.3), "BROKEN"),
-    ],
-)
-def test_verdicts_follow_the_limits(interval, verdict):
-    assert stats.Estimate(*interval).at_most(1.05) == verdict
+    ]:
+        with subtests.test(msg=f"{interval}, {verdict}"):
+            assert stats.Estimate(*interval).at_most(1.05) == verdict
 
 
 def test_rounds_alternate_direction_and_rotate_the_first_contender():
@@ -268,20 +266,18 @@ def test_child_is_killed_when_it_hangs(program):
             child.ask("more")
 
 
-@pytest.mark.parametrize(
-    ("text", "how", "last"),
-    [
+def test_child_reports_how_it_ended(subtests, program):
+    for text, how, last in [
         ("import os; os.abort()", "SIGABRT", ""),
         ("raise ValueError('too ' + 'x' * 999)", 1, r"ValueError: too x+ \.\.\. x+$"),
-    ],
-)
-def test_child_reports_how_it_ended(program, text, how, last):
-    with (
-        processes.Child(program("ends", text), {}, 2) as child,
-        raises(processes.ChildError, values=how) as caught,
-    ):
-        child.answer(60)
-    assert re.search(last, str(caught.value))
+    ]:
+        with subtests.test(msg=f"{text}, {how}, {last}"):
+            with (
+                processes.Child(program("ends", text), {}, 2) as child,
+                raises(processes.ChildError, values=how) as caught,
+            ):
+                child.answer(60)
+            assert re.search(last, str(caught.value))
 
 
 def test_lost_child_keeps_its_measurements():
@@ -358,20 +354,22 @@ def test_rivals_are_configured_as_their_users_do(monkeypatch):
 # Paired
 
 
-@pytest.mark.parametrize("name", BY_NAME)
-def test_initial_params_are_those_of_the_module(name):
-    model = BY_NAME[name]
-    initial, made = model.workload.initial_params(), params_of(model.module())
-    assert jax.tree.structure(initial) == jax.tree.structure(made)
-    jax.tree.map(np.testing.assert_array_equal, initial, made)
+def test_initial_params_are_those_of_the_module(subtests):
+    for name in BY_NAME:
+        with subtests.test(msg=name):
+            model = BY_NAME[name]
+            initial, made = model.workload.initial_params(), params_of(model.module())
+            assert jax.tree.structure(initial) == jax.tree.structure(made)
+            jax.tree.map(np.testing.assert_array_equal, initial, made)
 
 
-@pytest.mark.parametrize("num_devices", [1, 2])
-def test_contenders_compute_the_same_and_are_timed(num_devices):
-    model = model_of(Workload("mlp", (8, 16, 4), 8))
-    times = paired.measure(step_contenders(model, num_devices), QUICK)
-    assert set(times) == {plan.MIRROR_NNX, plan.MIRROR_PLAIN, *plan.by_hand(num_devices)}
-    assert all(len(rounds) == 2 and min(rounds) > 0 for rounds in times.values())
+def test_contenders_compute_the_same_and_are_timed(subtests):
+    for num_devices in [1, 2]:
+        with subtests.test(msg=f"{num_devices}"):
+            model = model_of(Workload("mlp", (8, 16, 4), 8))
+            times = paired.measure(step_contenders(model, num_devices), QUICK)
+            assert set(times) == {plan.MIRROR_NNX, plan.MIRROR_PLAIN, *plan.by_hand(num_devices)}
+            assert all(len(rounds) == 2 and min(rounds) > 0 for rounds in times.values())
 
 
 def test_dispatch_step_adds_one():
@@ -473,21 +471,25 @@ def test_plot_requires_matplotlib(monkeypatch, tmp_path):
         tables.draw(start([]), tmp_path / "out.png")
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_saves_are_measured_with_and_without_fsync(tmp_path, monkeypatch, asynchronous):
-    synced: list[int] = []
-    monkeypatch.setattr(os, "fsync", synced.append)
-    times = saves.measure(tmp_path, 8192, 2, asynchronous=asynchronous)
-    for arms in times.values():
-        assert {arm: len(secs) for arm, secs in arms.items()} == {
-            saves.SYNCED: 2,
-            saves.UNSYNCED: 2,
-        }
-    for arm in (saves.SYNCED, saves.UNSYNCED):
-        for returned, durable in zip(*(times[moment][arm] for moment in times), strict=True):
-            assert 0 < returned <= durable
-    with saves.unsynced():
-        before = len(synced)
-        with saves.CheckpointStore(tmp_path, asynchronous=asynchronous) as store:
-            saves.seconds(store, 99, {"w": np.ones(3)})
-    assert len(synced) == before > 0
+def test_saves_are_measured_with_and_without_fsync(subtests, tmp_path_factory):
+    for asynchronous in [False, True]:
+        with subtests.test(msg=f"{asynchronous}"), pytest.MonkeyPatch.context() as monkeypatch:
+            tmp_path = tmp_path_factory.mktemp("row")
+            synced: list[int] = []
+            monkeypatch.setattr(os, "fsync", synced.append)
+            times = saves.measure(tmp_path, 8192, 2, asynchronous=asynchronous)
+            for arms in times.values():
+                assert {arm: len(secs) for arm, secs in arms.items()} == {
+                    saves.SYNCED: 2,
+                    saves.UNSYNCED: 2,
+                }
+            for arm in (saves.SYNCED, saves.UNSYNCED):
+                for returned, durable in zip(
+                    *(times[moment][arm] for moment in times), strict=True
+                ):
+                    assert 0 < returned <= durable
+            with saves.unsynced():
+                before = len(synced)
+                with saves.CheckpointStore(tmp_path, asynchronous=asynchronous) as store:
+                    saves.seconds(store, 99, {"w": np.ones(3)})
+            assert len(synced) == before > 0

@@ -1,6 +1,5 @@
 """The executors agree: a table of executors, steps and dtypes, and a table of errors."""
 
-import functools
 import re
 
 import jax
@@ -34,28 +33,27 @@ CANNOT = {
 }
 # Steps that may differ with two replicas on each of two devices.
 ON_TWO = ("reductions", "collectives by hand", "closures", "edges", "containers")
-ROWS = [
-    (each, name) for each in FOUR_REPLICAS for name in STEPS if "on 2" not in each or name in ON_TWO
-]
+# Steps that compile for a second or less on all executors.
+QUICK = ("shapes of moves", "part of a ring", "groups", "keys", "rounds", "containers")
 
 
-@functools.cache
-def reference(name):
-    """Returns a result of the first executor that supports the step."""
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in STEPS]
+)
+def test_executors_agree(subtests, name):
     step, args = STEPS[name]
-    able = next(each for each in FOUR_REPLICAS if each not in CANNOT.get(name, ()))
-    return able, result_of(able, step, args())
-
-
-@pytest.mark.parametrize(("other", "name"), ROWS)
-def test_executors_agree(other, name):
-    step, args = STEPS[name]
-    able, wanted = reference(name)
-    if other in CANNOT.get(name, ()):
-        with pytest.raises(Exception, match=r"\S"):
-            result_of(other, step, args())
-    elif other != able:
-        assert_agree(result_of(other, step, args()), wanted)
+    able, *others = [
+        each
+        for each in FOUR_REPLICAS
+        if ("on 2" not in each or name in ON_TWO) and each not in CANNOT.get(name, ())
+    ]
+    wanted = result_of(able, step, args())
+    for other in others:
+        with subtests.test(msg=other):
+            assert_agree(result_of(other, step, args()), wanted)
+    for unable in CANNOT.get(name, ()):
+        with subtests.test(msg=unable), pytest.raises(Exception, match=r"\S"):
+            result_of(unable, step, args())
 
 
 def test_executors_agree_bitwise_on_extremes():
@@ -116,28 +114,33 @@ def train_linen(strategy, state, x):
 TRAININGS = {"nnx": (create_nnx, train_nnx), "linen": (create_linen, train_linen)}
 
 
-@pytest.mark.parametrize("name", TRAININGS)
-def test_executors_train_to_the_same_weights(name):
+def test_executors_train_to_the_same_weights(subtests):
     """Batch statistics, dropout, moments, keys and counts: the whole state."""
-    on_all = [each for each in FOUR_REPLICAS if "on 2" not in each]
-    trainings = {each: trained(each, *TRAININGS[name], num_steps=2) for each in on_all}
-    wanted = trainings.pop("pmap")
-    for each, got in trainings.items():
-        for (path, a), b in zip(
-            jax.tree_util.tree_flatten_with_path(got)[0], jax.tree.leaves(wanted), strict=True
-        ):
-            message = f"{each}: {jax.tree_util.keystr(path)}"
-            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5, err_msg=message)
+    for name in TRAININGS:
+        with subtests.test(msg=name):
+            on_all = [each for each in FOUR_REPLICAS if "on 2" not in each]
+            trainings = {each: trained(each, *TRAININGS[name], num_steps=2) for each in on_all}
+            wanted = trainings.pop("pmap")
+            for each, got in trainings.items():
+                for (path, a), b in zip(
+                    jax.tree_util.tree_flatten_with_path(got)[0],
+                    jax.tree.leaves(wanted),
+                    strict=True,
+                ):
+                    message = f"{each}: {jax.tree_util.keystr(path)}"
+                    np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5, err_msg=message)
 
 
-@pytest.mark.parametrize("name", FOUR_REPLICAS)
-def test_steps_accept_state_created_in_the_scope(name):
-    with executor(name) as strategy:
-        with strategy.scope():
-            weights = jnp.ones(2)
-        for _ in range(2):
-            weights = strategy.run(lambda w, x: w + jax.lax.psum(x, REPLICA_AXIS), (weights, ONES))
-        np.testing.assert_array_equal(weights, 1 + 2 * N)
+def test_steps_accept_state_created_in_the_scope(subtests):
+    for name in FOUR_REPLICAS:
+        with subtests.test(msg=name), executor(name) as strategy:
+            with strategy.scope():
+                weights = jnp.ones(2)
+            for _ in range(2):
+                weights = strategy.run(
+                    lambda w, x: w + jax.lax.psum(x, REPLICA_AXIS), (weights, ONES)
+                )
+            np.testing.assert_array_equal(weights, 1 + 2 * N)
 
 
 def test_callbacks_see_what_replicas_see(capfd):
@@ -226,13 +229,14 @@ MISTAKES = {
 _ADDRESS = re.compile("0x[0-9a-f]+")
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_executors_raise_the_same_error_for_a_mistake(name):
-    found = {}
-    for each in FOUR_REPLICAS:
-        with executor(each) as strategy:
-            with pytest.raises(Exception, match=r"\S") as error:
-                MISTAKES[name](strategy)
-            assert not mirror.has_strategy()
-        found[each] = type(error.value), _ADDRESS.sub("", str(error.value))
-    assert len(set(found.values())) == 1, found
+def test_executors_raise_the_same_error_for_a_mistake(subtests):
+    for name in MISTAKES:
+        with subtests.test(msg=name):
+            found = {}
+            for each in FOUR_REPLICAS:
+                with executor(each) as strategy:
+                    with pytest.raises(Exception, match=r"\S") as error:
+                        MISTAKES[name](strategy)
+                    assert not mirror.has_strategy()
+                found[each] = type(error.value), _ADDRESS.sub("", str(error.value))
+            assert len(set(found.values())) == 1, found

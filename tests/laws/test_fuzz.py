@@ -95,10 +95,11 @@ def test_shrinking_keeps_the_violation():
     assert law(small, Tally())
 
 
-@pytest.mark.parametrize("profile", PROFILES)
-def test_generated_programs_are_reproducible(profile):
-    from tests.fuzz import program as names
+def test_generated_programs_are_reproducible(subtests):
+    for profile in PROFILES:
+        with subtests.test(msg=f"{profile}"):
+            from tests.fuzz import program as names
 
-    program = generate(profile, 7)
-    assert program == generate(profile, 7) != generate(profile, 8)
-    assert eval(repr(program), vars(names)) == program
+            program = generate(profile, 7)
+            assert program == generate(profile, 7) != generate(profile, 8)
+            assert eval(repr(program), vars(names)) == program

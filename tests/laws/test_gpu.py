@@ -79,8 +79,8 @@ def test_visible_devices_select_the_first_gpu(count):
     """With one GPU nothing is hidden; to hide it comes too late either way."""
     shown = show(
         """
-from mirror._src.devices.startup import started
-shown["count"], shown["started"] = play("p01_count_gpus").text, started()
+from tests.support.inside import has_started
+shown["count"], shown["started"] = play("p01_count_gpus").text, has_started()
 shown["first only"] = play("p04_first_gpu_only").text
 import jax
 shown["of JAX"] = jax.device_count("gpu")

@@ -8,7 +8,7 @@ from flax import nnx
 import mirror
 from tests.support.messages import raises
 from tests.support.models import OPTIMIZERS, TRAININGS, LocalBatchNorm, batches, nnx_step
-from tests.support.strategies import cpu_strategy
+from tests.support.strategies import ON_HOST, STRATEGIES, cpu_strategy
 
 STEPS = 20
 
@@ -27,12 +27,13 @@ def train(strategy, training, data, create_in_scope=True):
 
 
 def assert_close(got, wanted, rtol=1e-5):
-    """Checks that leaves are equal, relative to the largest magnitude of each."""
+    """Checks that leaves are equal, up to a part of the largest magnitude of each."""
     for (path, a), b in zip(
         jax.tree_util.tree_flatten_with_path(got)[0], jax.tree.leaves(wanted), strict=True
     ):
-        difference = mirror._src.checks.verify.relative_difference(np.asarray(a), np.asarray(b))
-        assert difference <= rtol, f"{jax.tree_util.keystr(path)} is off by {difference:.1e}"
+        name, a, b = jax.tree_util.keystr(path), np.asarray(a), np.asarray(b)
+        largest = np.maximum(np.abs(a).max(), np.abs(b).max())
+        np.testing.assert_allclose(a, b, rtol=0, atol=rtol * largest, err_msg=name)
 
 
 @pytest.fixture(scope="module")
@@ -53,19 +54,47 @@ def alone():
     return trained
 
 
-# Any two of training, optimizer and number of replicas meet, in a third of all rows.
-ROWS = [
-    (name, [*OPTIMIZERS][(i + j) % 3], num_replicas)
-    for i, name in enumerate(TRAININGS)
-    for j, num_replicas in enumerate([1, 2, 3, 8])
-]
+# Every executor; 24 examples divide by all numbers of replicas.
+EXECUTORS = {
+    "one": lambda: cpu_strategy(1),
+    "pmap on 2": lambda: cpu_strategy(2),
+    "pmap on 3": lambda: cpu_strategy(3),
+    "pmap on 8": lambda: cpu_strategy(8),
+    "vmap": lambda: cpu_strategy(1, replicas_per_device=3),
+    "vmap on 2": lambda: cpu_strategy(2, replicas_per_device=2),
+    "staged": lambda: cpu_strategy(4, cross_device_ops=ON_HOST),
+    "staged on 2": lambda: cpu_strategy(2, replicas_per_device=2, cross_device_ops=ON_HOST),
+    "sharded": lambda: cpu_strategy(4, shard_update=True),
+}
 
 
-@pytest.mark.parametrize(("name", "optimizer", "num_replicas"), ROWS)
-def test_n_replicas_train_as_one_device_on_the_whole_batch(name, optimizer, num_replicas, alone):
+def executors_of(name):
+    """Returns two of the executors, which together cover all for the five programs."""
+    first = 2 * [*TRAININGS].index(name)
+    return [[*EXECUTORS][i % len(EXECUTORS)] for i in (first, first + 1)]
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_n_replicas_train_as_one_device_on_the_whole_batch(subtests, name, alone):
+    for executor in executors_of(name):
+        with subtests.test(msg=executor):
+            check_trains_as_one_device(name, executor, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAININGS)
+def test_n_replicas_train_as_one_device_by_every_other_executor(subtests, name, alone):
+    for executor in EXECUTORS.keys() - {*executors_of(name)}:
+        with subtests.test(msg=executor):
+            check_trains_as_one_device(name, executor, alone)
+
+
+def check_trains_as_one_device(name, executor, alone):
+    """Any two of program, optimizer and executor meet."""
     make, features = TRAININGS[name]
-    training = make(OPTIMIZERS[optimizer])
-    strategy = cpu_strategy(num_replicas)
+    number = [*TRAININGS].index(name) + [*EXECUTORS].index(executor)
+    optimizer = [*OPTIMIZERS][number % len(OPTIMIZERS)]
+    training, strategy = make(OPTIMIZERS[optimizer]), EXECUTORS[executor]()
     state, losses = train(strategy, training, batches(features, STEPS))
     parameters, expected = alone(name, optimizer)
     assert_close(training.parameters(state), parameters)
@@ -73,19 +102,20 @@ def test_n_replicas_train_as_one_device_on_the_whole_batch(name, optimizer, num_
     strategy.check_mirrored(state)
 
 
-@pytest.mark.parametrize("name", TRAININGS)
-def test_training_does_not_depend_on_where_the_model_is_created(name, two):
-    make, features = TRAININGS[name]
-    data, training = batches(features, 3), make(OPTIMIZERS["adam"])
-    inside, _ = train(two, training, data)
-    outside, _ = train(two, training, data, create_in_scope=False)
-    for a, b in zip(
-        jax.tree.leaves(training.parameters(inside)),
-        jax.tree.leaves(training.parameters(outside)),
-        strict=True,
-    ):
-        np.testing.assert_array_equal(a, b)
-    two.check_mirrored(outside)
+def test_training_does_not_depend_on_where_the_model_is_created(subtests, two):
+    for name in TRAININGS:
+        with subtests.test(msg=name):
+            make, features = TRAININGS[name]
+            data, training = batches(features, 3), make(OPTIMIZERS["adam"])
+            inside, _ = train(two, training, data)
+            outside, _ = train(two, training, data, create_in_scope=False)
+            for a, b in zip(
+                jax.tree.leaves(training.parameters(inside)),
+                jax.tree.leaves(training.parameters(outside)),
+                strict=True,
+            ):
+                np.testing.assert_array_equal(a, b)
+            two.check_mirrored(outside)
 
 
 def test_model_and_optimizer_may_be_created_in_different_places(two):
@@ -123,27 +153,30 @@ def test_local_batch_statistics_differ_from_one_device_but_the_replicas_stay_equ
         eight.verify(nnx_step, (model, optimizer, batch))
 
 
-def test_one_replica_returns_the_same_types(strategy):
+def test_one_replica_returns_the_same_types(subtests):
     """Code written on one device meets the same types on eight."""
+    for layout, make in STRATEGIES.items():
+        with subtests.test(msg=layout):
+            strategy = make()
 
-    def step(x, y):
-        context = mirror.get_replica_context()
-        return {
-            "mirrored": context.all_reduce("sum", x),
-            "own": x,
-            "argument": y,
-            "constant": 3,
-            "id": context.replica_id_in_sync_group,
-        }
+            def step(x, y):
+                context = mirror.get_replica_context()
+                return {
+                    "mirrored": context.all_reduce("sum", x),
+                    "own": x,
+                    "argument": y,
+                    "constant": 3,
+                    "id": context.replica_id_in_sync_group,
+                }
 
-    n = strategy.num_replicas_in_sync
-    out = strategy.run(step, (mirror.PerReplica([np.ones(2)] * n), np.ones(2)))
-    assert isinstance(out["own"], mirror.PerReplica)
-    assert isinstance(out["id"], mirror.PerReplica)
-    for name in ("mirrored", "argument", "constant"):
-        assert isinstance(out[name], jax.Array), name
-    np.testing.assert_array_equal(out["id"], np.arange(n))
-    np.testing.assert_array_equal(out["mirrored"], [n, n])
+            n = strategy.num_replicas_in_sync
+            out = strategy.run(step, (mirror.PerReplica([np.ones(2)] * n), np.ones(2)))
+            assert isinstance(out["own"], mirror.PerReplica)
+            assert isinstance(out["id"], mirror.PerReplica)
+            for name in ("mirrored", "argument", "constant"):
+                assert isinstance(out[name], jax.Array), name
+            np.testing.assert_array_equal(out["id"], np.arange(n))
+            np.testing.assert_array_equal(out["mirrored"], [n, n])
 
 
 def test_dropout_samples_per_replica_and_keeps_the_stored_key(eight):

@@ -93,16 +93,17 @@ MODEL = linear()
 OPTIMIZER = nnx.Optimizer(MODEL, optax.sgd(0.1), wrt=nnx.Param)
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_mistake_is_explained(name):
-    program, kind, expected = MISTAKES[name]
-    with raises(kind, **expected) as caught:
-        program()
-    text = str(caught.value)
-    assert "Tracer(" not in text
-    assert "_src" not in text
-    assert caught.value.__cause__ is None
-    assert caught.value.__suppress_context__ or caught.value.__context__ is None
+def test_mistake_is_explained(subtests):
+    for name in MISTAKES:
+        with subtests.test(msg=name):
+            program, kind, expected = MISTAKES[name]
+            with raises(kind, **expected) as caught:
+                program()
+            text = str(caught.value)
+            assert "Tracer(" not in text
+            assert "_src" not in text
+            assert caught.value.__cause__ is None
+            assert caught.value.__suppress_context__ or caught.value.__context__ is None
 
 
 # The step
@@ -804,11 +805,11 @@ def test_gpu_names_do_not_lead_to_host_devices():
     assert "set_num_cpu_devices" not in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", [RuntimeError, ValueError])
-def test_unknown_device_is_caught_as(kind):
+def test_unknown_device_is_caught_as(subtests):
     """As a RuntimeError, like TensorFlow's, and as a ValueError, like every wrong argument."""
-    with pytest.raises(kind):
-        mirror.MirroredStrategy(["/cpu:99"])
+    for kind in [RuntimeError, ValueError]:
+        with subtests.test(msg=kind), pytest.raises(kind):
+            mirror.MirroredStrategy(["/cpu:99"])
 
 
 # Data
@@ -949,10 +950,13 @@ def import_of_a_name_of_tensorflow():
     from mirror import GradientTape  # noqa: F401
 
 
-@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.library)
-def test_migration_pages_show_the_tables(table):
-    written = name_tables.shown(table)
-    assert written == name_tables.text_of(table), "run python -m tests.support.name_tables --write"
+def test_migration_pages_show_the_tables(subtests):
+    for table in TABLES:
+        with subtests.test(msg=f"{table}"):
+            written = name_tables.shown(table)
+            assert written == name_tables.text_of(table), (
+                "run python -m tests.support.name_tables --write"
+            )
 
 
 def test_advice_is_about_names_that_do_not_exist_and_gives_names_that_do():
@@ -962,30 +966,34 @@ def test_advice_is_about_names_that_do_not_exist_and_gives_names_that_do():
     assert advice()["strategy", "experimental_run_v2"].endswith("strategy.run(fn, args, kwargs).")
 
 
-@pytest.mark.parametrize("owner", ["mirror", "mirror.config", "strategy", "replica_context"])
-@pytest.mark.parametrize("name", ["nothing_like_it", "_repr_png_", "__array__", "distribute"])
-def test_unknown_names_are_absent(owner, name):
+def test_unknown_names_are_absent(subtests):
     """`hasattr`, `getattr` with a default, notebooks and Python itself find nothing."""
-    assert not hasattr(owner_of(owner), name)
-    assert getattr(owner_of(owner), name, 3) == 3
+    for owner in ["mirror", "mirror.config", "strategy", "replica_context"]:
+        for name in ["nothing_like_it", "_repr_png_", "__array__", "distribute"]:
+            with subtests.test(msg=f"{owner}, {name}"):
+                assert not hasattr(owner_of(owner), name)
+                assert getattr(owner_of(owner), name, 3) == 3
 
 
-@pytest.mark.parametrize("name", ["shape", "mean", "_repr_png_", "__array_interface__", "aval"])
-def test_unknown_attributes_of_per_replica_are_absent(name):
-    assert not hasattr(losses(), name)
+def test_unknown_attributes_of_per_replica_are_absent(subtests):
+    for name in ["shape", "mean", "_repr_png_", "__array_interface__", "aval"]:
+        with subtests.test(msg=name):
+            assert not hasattr(losses(), name)
 
 
-@pytest.mark.parametrize(
-    "copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
-)
-def test_per_replica_is_copied(copied):
-    np.testing.assert_array_equal(np.asarray(copied(losses())), [1.0, 2.0])
-    np.testing.assert_array_equal(jax.tree.map(lambda x: x + 1, losses()), [2.0, 3.0])
+def test_per_replica_is_copied(subtests):
+    for copied in [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]:
+        with subtests.test(msg=f"{copied}"):
+            np.testing.assert_array_equal(np.asarray(copied(losses())), [1.0, 2.0])
+            np.testing.assert_array_equal(jax.tree.map(lambda x: x + 1, losses()), [2.0, 3.0])
 
 
-@pytest.mark.parametrize("convert", [np.asarray, np.array, jnp.asarray, jnp.array])
-def test_per_replica_is_converted_to_the_stacked_array(convert):
-    np.testing.assert_array_equal(convert(mirror.PerReplica([[1.0], [2.0]])), [[1.0], [2.0]])
+def test_per_replica_is_converted_to_the_stacked_array(subtests):
+    for convert in [np.asarray, np.array, jnp.asarray, jnp.array]:
+        with subtests.test(msg=f"{convert}"):
+            np.testing.assert_array_equal(
+                convert(mirror.PerReplica([[1.0], [2.0]])), [[1.0], [2.0]]
+            )
 
 
 # Notes, and mistakes that work
@@ -1033,10 +1041,11 @@ def doubled_mean(x):
     return 2 * all_reduce("mean", x)
 
 
-@pytest.mark.parametrize("fake", [chex.fake_pmap, chex.fake_pmap_and_jit, chex.fake_jit])
-def test_fakes_of_chex_do_not_change_results(fake):
+def test_fakes_of_chex_do_not_change_results(subtests):
     """A mirrored result has no replica axis, as without the fake."""
-    with fake():
-        result = run(doubled_mean, losses())
-    assert result.shape == ()
-    assert float(result) == 3.0
+    for fake in [chex.fake_pmap, chex.fake_pmap_and_jit, chex.fake_jit]:
+        with subtests.test(msg=f"{fake}"):
+            with fake():
+                result = run(doubled_mean, losses())
+            assert result.shape == ()
+            assert float(result) == 3.0

@@ -20,15 +20,9 @@ from tests.support.strategies import ON_HOST, cpu_strategy
 EXECUTORS = {
     "one": {"num_devices": 1},
     "pmap": {"num_devices": 2},
-    "vmap": {"num_devices": 1, "replicas_per_device": 2},
     "pairs": {"num_devices": 2, "replicas_per_device": 2},
     "staged": {"num_devices": 2, "cross_device_ops": ON_HOST},
 }
-
-
-@pytest.fixture(params=EXECUTORS.values(), ids=EXECUTORS)
-def layout(request):
-    return request.param
 
 
 def batch_for(strategy, shape=(2, 3)):
@@ -46,7 +40,13 @@ class Normalized(linen.Module):
         return linen.BatchNorm(use_running_average=False, axis_name=self.axis_name)(x)
 
 
-def test_pmap_step_runs_under_its_own_axis_name(layout):
+def test_pmap_step_runs_under_its_own_axis_name(subtests):
+    for executor, layout in EXECUTORS.items():
+        with subtests.test(msg=executor):
+            check_pmap_step_runs_under_its_own_axis_name(layout)
+
+
+def check_pmap_step_runs_under_its_own_axis_name(layout):
     strategy = cpu_strategy(**layout, axis_name="batch")
     batch, rows = batch_for(strategy)
     model = Normalized("batch")
@@ -69,13 +69,15 @@ def test_pmap_step_runs_under_its_own_axis_name(layout):
     strategy.check_mirrored(updates)
 
 
-@pytest.mark.parametrize(
-    ("name", "error", "values"), [("", ValueError, []), (3, TypeError, [3, "int"])]
-)
-def test_axis_name_must_be_a_string(name, error, values):
-    for make in (mirror.MirroredStrategy, lambda **k: mirror.OneDeviceStrategy("/cpu:0", **k)):
-        with raises(error, names="axis_name", values=values, fix="axis_name='batch'"):
-            make(axis_name=name)
+def test_axis_name_must_be_a_string(subtests):
+    for name, error, values in [("", ValueError, []), (3, TypeError, [3, "int"])]:
+        with subtests.test(msg=f"{name}, {error}, {values}"):
+            for make in (
+                mirror.MirroredStrategy,
+                lambda **k: mirror.OneDeviceStrategy("/cpu:0", **k),
+            ):
+                with raises(error, names="axis_name", values=values, fix="axis_name='batch'"):
+                    make(axis_name=name)
 
 
 SLIPS = {
@@ -95,12 +97,14 @@ SLIPS = {
 }
 
 
-@pytest.mark.parametrize("slip", SLIPS)
-def test_errors_name_leftovers_of_a_pmap_program(layout, slip):
-    strategy = cpu_strategy(**layout)
-    step, wanted = SLIPS[slip]
-    with raises(ValueError, **wanted):
-        strategy.run(step, (batch_for(strategy)[0],))
+def test_errors_name_leftovers_of_a_pmap_program(subtests):
+    for slip in SLIPS:
+        for executor, layout in EXECUTORS.items():
+            with subtests.test(msg=f"{slip}, {executor}"):
+                strategy = cpu_strategy(**layout)
+                step, wanted = SLIPS[slip]
+                with raises(ValueError, **wanted):
+                    strategy.run(step, (batch_for(strategy)[0],))
 
 
 def test_errors_name_replicated_state():
@@ -111,7 +115,13 @@ def test_errors_name_replicated_state():
         strategy.run(lambda state, x: state["w"] * x, (state, batch_for(strategy)[0]))
 
 
-def test_static_leaves_are_returned_unchanged(layout):
+def test_static_leaves_are_returned_unchanged(subtests):
+    for executor, layout in EXECUTORS.items():
+        with subtests.test(msg=executor):
+            check_static_leaves_are_returned_unchanged(layout)
+
+
+def check_static_leaves_are_returned_unchanged(layout):
     strategy = cpu_strategy(**layout)
     given = {"f": jnp.tanh, "s": "text", "flag": True, "none": None, "w": jnp.ones(3)}
     traced = []
@@ -135,7 +145,13 @@ def test_static_leaves_are_returned_unchanged(layout):
     assert "result[0]['w']" in str(report)
 
 
-def test_run_accepts_equinox_models(layout):
+def test_run_accepts_equinox_models(subtests):
+    for executor, layout in EXECUTORS.items():
+        with subtests.test(msg=executor):
+            check_run_accepts_equinox_models(layout)
+
+
+def check_run_accepts_equinox_models(layout):
     pytest.importorskip("equinox")
     import equinox as eqx
 
@@ -204,8 +220,13 @@ def test_run_accepts_equinox_models(layout):
         strategy.run(broken, (net, state, batch))
 
 
-@pytest.mark.parametrize("value", [0.0, -0.0, float("nan"), 1, 1.0, True])
-def test_equal_static_numbers_of_different_types_compile_separately(value):
+def test_equal_static_numbers_of_different_types_compile_separately(subtests):
+    for value in [0.0, -0.0, float("nan"), 1, 1.0, True]:
+        with subtests.test(msg=f"{value}"):
+            check_equal_static_numbers_of_different_types_compile_separately(value)
+
+
+def check_equal_static_numbers_of_different_types_compile_separately(value):
     pytest.importorskip("equinox")
     import equinox as eqx
 
@@ -263,9 +284,14 @@ WARNED = {
 }
 
 
-@pytest.mark.parametrize("name", WARNED)
-@pytest.mark.parametrize("num_devices", [1, 2])
-def test_likely_mistakes_are_warned_of_once(name, num_devices):
+def test_likely_mistakes_are_warned_of_once(subtests):
+    for name in WARNED:
+        for num_devices in [1, 2]:
+            with subtests.test(msg=f"{name}, {num_devices}"):
+                check_likely_mistakes_are_warned_of_once(name, num_devices)
+
+
+def check_likely_mistakes_are_warned_of_once(name, num_devices):
     step, distributed, wanted = WARNED[name]
     strategy = cpu_strategy(num_devices)
     batch, rows = batch_for(strategy)
@@ -283,7 +309,13 @@ def test_likely_mistakes_are_warned_of_once(name, num_devices):
     assert caught[0].filename == __file__
 
 
-def test_shared_gradients_equal_those_of_the_whole_batch(layout):
+def test_shared_gradients_equal_those_of_the_whole_batch(subtests):
+    for executor, layout in EXECUTORS.items():
+        with subtests.test(msg=executor):
+            check_shared_gradients_equal_those_of_the_whole_batch(layout)
+
+
+def check_shared_gradients_equal_those_of_the_whole_batch(layout):
     strategy = cpu_strategy(**layout)
     batch, rows = batch_for(strategy, (4, 3))
 

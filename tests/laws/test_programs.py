@@ -27,10 +27,10 @@ def show(code: str, **environment: str) -> dict:
 PLAYED: dict[str, tuple[str, dict[str, str]]] = {
     "one CPU": (
         """
-from mirror._src.devices.startup import started
+from tests.support.inside import has_started
 shown["count"] = play("p01_count_gpus").text
 shown["by environment"] = play("p13_visible_by_environment").text
-shown["started"] = started()
+shown["started"] = has_started()
 shown["first only"] = play("p04_first_gpu_only").text
 shown["growth"] = play("p05_memory_growth").text
 shown["problems"] = checks.problems(1, "CPU")
@@ -44,8 +44,8 @@ shown["problems"] = checks.problems(1, "CPU")
     "count and first only with GPUs": (
         """
 import jax
-from mirror._src.devices.startup import started
-shown["count"], shown["started"] = play("p01_count_gpus").text, started()
+from tests.support.inside import has_started
+shown["count"], shown["started"] = play("p01_count_gpus").text, has_started()
 shown["first only"] = play("p04_first_gpu_only").text
 shown["of JAX"] = jax.config.values["jax_cuda_visible_devices"]
 """,
@@ -93,19 +93,22 @@ def on_two(shown) -> dict:
     return shown["two CPUs"].result()
 
 
-@pytest.mark.parametrize("program", checks.CHECKS)
-def test_programs_run_on_one_host_device(on_one_cpu, program):
-    assert not on_one_cpu["problems"][program], on_one_cpu["problems"][program]
+def test_programs_run_on_one_host_device(subtests, on_one_cpu):
+    for program in checks.CHECKS:
+        with subtests.test(msg=program):
+            assert not on_one_cpu["problems"][program], on_one_cpu["problems"][program]
 
 
-@pytest.mark.parametrize("program", checks.CHECKS)
-def test_programs_run_on_two_host_devices(on_two, program):
-    assert not on_two["problems"][program], on_two["problems"][program]
+def test_programs_run_on_two_host_devices(subtests, on_two):
+    for program in checks.CHECKS:
+        with subtests.test(msg=program):
+            assert not on_two["problems"][program], on_two["problems"][program]
 
 
-@pytest.mark.parametrize("program", checks.CHECKS)
-def test_programs_run_on_eight_host_devices(program):
-    checks.CHECKS[program](8, "CPU")
+def test_programs_run_on_eight_host_devices(subtests):
+    for program in checks.CHECKS:
+        with subtests.test(msg=program):
+            checks.CHECKS[program](8, "CPU")
 
 
 def test_gpu_programs_run_without_a_gpu(on_one_cpu):
@@ -153,15 +156,16 @@ def test_environment_sets_memory_growth(shown):
         assert_message(line, names=by, fix=over)
 
 
-@pytest.mark.parametrize(("parts", "total"), [(1, "1.0"), (2, "3.0")])
-def test_cpu_is_split_without_a_gpu(shown, parts, total):
-    found = shown[f"split in {parts}"].result()
-    devices = ", ".join(f"/device:CPU:{i}" for i in range(parts))
-    assert found["split"].splitlines() == [
-        "0 Physical GPUs, 0 Logical GPUs",
-        f"MirroredStrategy({devices})",
-        f"Sum over the replicas: {total}",
-    ]
+def test_cpu_is_split_without_a_gpu(subtests, shown):
+    for parts, total in [(1, "1.0"), (2, "3.0")]:
+        with subtests.test(msg=f"{parts}, {total}"):
+            found = shown[f"split in {parts}"].result()
+            devices = ", ".join(f"/device:CPU:{i}" for i in range(parts))
+            assert found["split"].splitlines() == [
+                "0 Physical GPUs, 0 Logical GPUs",
+                f"MirroredStrategy({devices})",
+                f"Sum over the replicas: {total}",
+            ]
 
 
 def test_environment_selects_visible_gpus(shown):

@@ -38,16 +38,11 @@ PROGRAMS = {
     "ema": (None, "pairs"),
     "lbfgs": (None, "pmap-2"),
 }
-ROWS = [
-    pytest.param(
-        name,
-        layout,
-        marks=[pytest.mark.nightly] * (layout != of_suite),
-        id=f"{name}-{layout}",
-    )
-    for name, (_, of_suite) in PROGRAMS.items()
-    for layout in LAYOUTS
-]
+# The programs that compile fastest; the others are slow.
+QUICK = ("nnx_mnist", "lora", "lbfgs")
+every_program = pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in PROGRAMS]
+)
 NUM_REPLICAS = 4  # of the layouts of a program that samples per replica
 
 
@@ -76,12 +71,24 @@ def trained_alone(name: str, num_replicas: int):
     return program.arrays(state), metrics
 
 
-@pytest.mark.parametrize(("name", "layout"), ROWS)
-def test_real_program_trains_as_on_one_device(name, layout):
+@every_program
+def test_real_program_trains_as_on_one_device(name):
+    check_trains_as_on_one_device(name, PROGRAMS[name][1])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_real_program_trains_as_on_one_device_on_every_layout(subtests, name):
+    for layout in LAYOUTS:
+        with subtests.test(msg=layout):
+            check_trains_as_on_one_device(name, layout)
+
+
+def check_trains_as_on_one_device(name, layout):
     program = load(name)
     strategy = strategy_for(program, layout)
     if program.draws_per_replica and strategy.num_replicas_in_sync != NUM_REPLICAS:
-        pytest.skip(f"it draws for each of {NUM_REPLICAS} replicas, so that others draw otherwise")
+        return  # it draws for each of `NUM_REPLICAS` replicas, so that others draw otherwise
     state, metrics = program.train(strategy, program.step)
     wanted, wanted_metrics = trained_alone(name, NUM_REPLICAS)
     assert_close(metrics, wanted_metrics)
@@ -90,7 +97,7 @@ def test_real_program_trains_as_on_one_device(name, layout):
     strategy.check_mirrored(mirrored)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@every_program
 def test_missing_all_reduce_is_rejected_by_the_second_call(name):
     program = load(name)
     strategy = strategy_for(program, "pmap-2")
@@ -98,7 +105,7 @@ def test_missing_all_reduce_is_rejected_by_the_second_call(name):
         program.train(strategy, program.broken_step, num_steps=2)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@every_program
 def test_real_program_reduces_its_loss(name):
     """Otherwise the layouts would agree trivially."""
     program = load(name)

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from benchmarks import scale, scale_messages, scale_program, spanning
-from mirror._src.distributed import store
+from tests.support import inside
 
 
 def test_arrays_and_bytes_of_collectives_are_counted():
@@ -19,35 +19,45 @@ def test_arrays_and_bytes_of_collectives_are_counted():
     assert found == (2, 3, 24 + 10 + 1, ["all-reduce"])
 
 
-@pytest.mark.parametrize(("width", "lowered"), [(8, 1), (600, 31)])
-def test_program_reduces_its_gradients_once(width, lowered):
+def test_program_reduces_its_gradients_once(subtests):
     """Small gradients are packed; of 1.4 MB, each has an all-reduce, and the loss too."""
-    found = scale_program.examine(width, compiles=True)
-    num_bytes = 4 * (scale_program.NUM_MATRICES * width**2 + 1)
-    assert found["lowered"]["operations"] == lowered
-    for kind in ("lowered", "compiled"):
-        assert (found[kind]["num_bytes"], found[kind]["kinds"]) == (num_bytes, ["all-reduce"])
-    assert scale_program.strategy_of_processes().num_replicas_in_sync == len(jax.devices())
+    for width, lowered in [(8, 1), (600, 31)]:
+        with subtests.test(msg=f"{width}, {lowered}"):
+            found = scale_program.examine(width, compiles=True)
+            num_bytes = 4 * (scale_program.NUM_MATRICES * width**2 + 1)
+            assert found["lowered"]["operations"] == lowered
+            for kind in ("lowered", "compiled"):
+                assert (found[kind]["num_bytes"], found[kind]["kinds"]) == (
+                    num_bytes,
+                    ["all-reduce"],
+                )
+            assert scale_program.strategy_of_processes().num_replicas_in_sync == len(jax.devices())
 
 
-@pytest.mark.parametrize("n", [3, 8, 64])
-def test_messages_grow_with_the_processes(n):
+def test_messages_grow_with_the_processes(subtests):
     """Each process posts one text and reads one verdict; process 0 reads all texts at once."""
-    program = scale_messages.agreement_on_program(n)
-    # Process 0 also deletes the texts of the last program but one.
-    assert (program.total, program.of_first) == (2 * n + 2, 4)
-    assert program.texts_of_first == n
-    start = scale_messages.comparison_at_start(n, 4)  # versions and settings, then devices
-    assert (start.total, start.of_first) == (2 * (2 * n + 1), 2 * 3)
-    # To stop, process 0 calls each of them; each posts once more when `fit` ends.
-    end = scale_messages.agreed_end(n)
-    assert (end.total, end.of_first) == (4 * (n - 1) + n + 7, n + 7)
+    for n in [3, 8, 64]:
+        with subtests.test(msg=f"{n}"):
+            program = scale_messages.agreement_on_program(n)
+            # Process 0 also deletes the texts of the last program but one.
+            assert (program.total, program.of_first) == (2 * n + 2, 4)
+            assert program.texts_of_first == n
+            start = scale_messages.comparison_at_start(n, 4)  # versions and settings, then devices
+            assert (start.total, start.of_first) == (2 * (2 * n + 1), 2 * 3)
+            # To stop, process 0 calls each of them; each posts once more when `fit` ends.
+            end = scale_messages.agreed_end(n)
+            assert (end.total, end.of_first) == (4 * (n - 1) + n + 7, n + 7)
 
 
-@pytest.mark.parametrize("n", [8, 64])
-@pytest.mark.parametrize("order", ["forward", "backward", "all", "none"])
-def test_process_0_waits_for_few_of_many_processes(n, order, monkeypatch):
+def test_process_0_waits_for_few_of_many_processes(subtests):
     """Of processes that come in order, each wait halves the number that is missing."""
+    for n in [8, 64]:
+        for order in ["forward", "backward", "all", "none"]:
+            with subtests.test(msg=f"{n}, {order}"), pytest.MonkeyPatch.context() as monkeypatch:
+                check_process_0_waits_for_few_of_many_processes(n, order, monkeypatch)
+
+
+def check_process_0_waits_for_few_of_many_processes(n, order, monkeypatch):
     come, messages = [], []
     ids = range(1, n)
     orders = {"forward": list(ids), "backward": list(ids)[::-1], "all": [*ids], "none": []}
@@ -66,6 +76,7 @@ def test_process_0_waits_for_few_of_many_processes(n, order, monkeypatch):
         messages.append(directory)
         return {"0": "0", **{str(i): str(i) for i in come}, "verdict": "not a number"}
 
+    store = inside.messages()
     monkeypatch.setattr(store, "read", read)
     monkeypatch.setattr(store, "read_all", read_all)
     found = store.read_each("d", n, 0.0, {0: "0"})

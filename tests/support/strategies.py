@@ -11,6 +11,10 @@ from tests.support.inside import pretended_types
 
 # Number of devices, and replicas on each of them.
 LAYOUTS = {"1": (1, 1), "2": (2, 1), "3": (3, 1), "8": (8, 1), "2-on-2": (2, 2), "3-on-1": (1, 3)}
+STRATEGIES: dict[str, Callable[[], mirror.MirroredStrategy]] = {
+    name: lambda layout=layout: cpu_strategy(layout[0], replicas_per_device=layout[1])
+    for name, layout in LAYOUTS.items()
+}
 ON_HOST = mirror.ReductionToOneDevice()
 
 
