@@ -1,5 +1,6 @@
 """Explains why a step could not be traced, in the words of the step instead of JAX and Flax."""
 
+import dis
 import inspect
 import linecache
 import re
@@ -22,6 +23,7 @@ from mirror._src.utils.types import ARRAY_LIKE
 from mirror._src.values.per_replica import PerReplica
 
 _MOST_ITEMS = 6
+_RAISES = (dis.opmap["RAISE_VARARGS"], dis.opmap["RERAISE"])
 _ANNOTATED = (TypeError, ValueError, LookupError, AttributeError)
 
 _RETURN_IT = (
@@ -104,7 +106,7 @@ def _explanation(call: Call, run_code: CodeType, error: Exception) -> Exception 
     """Returns the error that replaces `error`, or None; may change the message of `error`."""
     fn = call.fn
     frames = _frames_inside(run_code, error)
-    is_of_library = not is_users(_innermost_file(error))
+    is_of_library = not _is_raised_by_user(error)
     if (
         is_of_library
         and isinstance(error, NameError)
@@ -145,6 +147,16 @@ def _frames_inside(run_code: CodeType, error: Exception) -> list[FrameType]:
 def _is_not_ours(error: Exception) -> bool:
     """Whether the error was not raised by mirror, whose messages name the values already."""
     return not is_own(_innermost_file(error))
+
+
+def _is_raised_by_user(error: Exception) -> bool:
+    """Whether a line of the user raised an error; JAX may have removed its own frames below it."""
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    if traceback is None or not is_users(traceback.tb_frame.f_code.co_filename):
+        return False
+    return traceback.tb_frame.f_code.co_code[traceback.tb_lasti] in _RAISES
 
 
 def _innermost_file(error: Exception) -> str:
