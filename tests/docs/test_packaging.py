@@ -109,6 +109,7 @@ def test_marks_name_packages_of_dev():
     assert {canonicalize_name(name) for name in marked} <= names
 
 
+@pytest.mark.slow
 def test_dev_tests_fail_with_the_option_and_are_skipped_without(tmp_path):
     """A package that is not installed is never an error, except with `--dev`."""
     module = fresh.ROOT / "tests" / "docs" / "test_packaging.py"
@@ -234,6 +235,7 @@ def build(kind: str, folder: Path) -> Path:
 
 
 @pytest.mark.dev("build", "setuptools")
+@pytest.mark.slow
 def test_source_distribution_builds(tmp_path):
     file = build("sdist", tmp_path)
     assert file.name == f"mirror_jax-{mirror.__version__}.tar.gz"
@@ -269,6 +271,7 @@ def installed(wheel, tmp_path_factory) -> Path:
 
 
 @pytest.mark.dev("build", "setuptools")
+@pytest.mark.slow
 def test_wheel_contains_the_packages_and_their_metadata(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
@@ -289,6 +292,7 @@ def test_wheel_contains_the_packages_and_their_metadata(wheel):
 
 
 @pytest.mark.dev("build", "setuptools")
+@pytest.mark.slow
 def test_wheel_runs_the_readme(installed, tmp_path):
     code = "\n".join(block.code for block in blocks(PAGES["README.md"]))
     where = "\nprint(mirror.__file__)\n"
@@ -300,6 +304,7 @@ def test_wheel_runs_the_readme(installed, tmp_path):
 
 
 @pytest.mark.dev("build", "setuptools")
+@pytest.mark.nightly
 def test_wheel_runs_the_demo(installed, tmp_path):
     command = [str(installed), "-m", "mirror", "demo", "--epochs", "1", "--json"]
     printed = output_of(command, tmp_path)
@@ -308,6 +313,7 @@ def test_wheel_runs_the_demo(installed, tmp_path):
 
 
 @pytest.mark.dev("build", "setuptools")
+@pytest.mark.nightly
 def test_wheel_runs_a_notebook(installed, tmp_path):
     """The kernel is the environment's Python, in a folder with the notebook alone."""
     shutil.copy(fresh.ROOT / "notebooks" / "01_quickstart.ipynb", tmp_path / "it.ipynb")

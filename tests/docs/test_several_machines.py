@@ -110,6 +110,7 @@ def is_free(port):
         return test.connect_ex(("localhost", port)) != 0
 
 
+@pytest.mark.slow
 def test_slurm_script_saves_after_sigterm_and_resumes(in_slurm, tmp_path):
     (tmp_path / "train.py").write_text(TRAIN)
     done = in_slurm(block("sh", "#SBATCH"))
@@ -128,6 +129,7 @@ def test_slurm_script_saves_after_sigterm_and_resumes(in_slurm, tmp_path):
     assert third[0] == "20"
 
 
+@pytest.mark.nightly
 def test_doctor_finds_the_tasks_of_slurm(in_slurm):
     (command,) = re.findall(r"^srun .* mirror doctor --distributed$", PAGE, re.MULTILINE)
     done = in_slurm(command)
@@ -172,7 +174,10 @@ RAYS = {"stand-in": [str(fresh.STAND_INS)], "ray": []}
 
 @pytest.mark.parametrize(
     "ray",
-    [pytest.param("stand-in", marks=pytest.mark.nightly), pytest.param("ray", marks=NEEDS_RAY)],
+    [
+        pytest.param("stand-in", marks=pytest.mark.nightly),
+        pytest.param("ray", marks=[NEEDS_RAY, pytest.mark.slow]),
+    ],
 )
 def test_actors_of_ray_train_together(ray, tmp_path):
     """Starts three processes, two of which import JAX."""
@@ -202,6 +207,7 @@ except ray.exceptions.RayError as error:
 
 
 @NEEDS_RAY
+@pytest.mark.nightly
 def test_an_actor_ends_when_another_one_is_killed(tmp_path):
     """By an error of gloo, or because JAX ends its process, which Ray says."""
     (tmp_path / "trains").mkdir()

@@ -129,6 +129,7 @@ def built(folder) -> subprocess.CompletedProcess[str]:
 
 
 @needs_site
+@pytest.mark.slow
 def test_site_has_every_page(site, build):
     for page in ["troubleshooting.md", "api/training.md", *build.PAGES]:
         path = site / page.removesuffix(".md") / "index.html"
@@ -136,6 +137,7 @@ def test_site_has_every_page(site, build):
 
 
 @needs_site
+@pytest.mark.slow
 def test_signatures_have_types(site):
     text = re.sub(r"<[^>]*>", "", (site / "api" / "strategies" / "index.html").read_text())
     assert "replicas_per_device: int = 1" in text
@@ -143,12 +145,14 @@ def test_signatures_have_types(site):
 
 
 @needs_site
+@pytest.mark.slow
 def test_outputs_and_examples_are_rendered(site):
     assert ">Output<" in (site / "data" / "index.html").read_text()
     assert 'class="gp"' in (site / "api" / "values" / "index.html").read_text()
 
 
 @needs_site
+@pytest.mark.slow
 def test_home_page_shows_a_result(site):
     text = (site / "index.html").read_text()
     (picture,) = re.findall(r'src="([^"]*demo\.png)"', text)
@@ -156,6 +160,7 @@ def test_home_page_shows_a_result(site):
 
 
 @needs_site
+@pytest.mark.slow
 def test_pictures_of_the_site_exist(site):
     for page in site.rglob("index.html"):
         for source in re.findall(r'<img[^>]* src="([^":]+)"', page.read_text()):
@@ -170,6 +175,7 @@ MISTAKES = {
 
 
 @needs_site
+@pytest.mark.nightly
 def test_mistakes_in_pages_are_errors(subtests, build, tmp_path_factory):
     for name in MISTAKES:
         with subtests.test(msg=name):

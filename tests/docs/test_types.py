@@ -67,6 +67,7 @@ def errors_of(command: list[str]) -> list[str]:
     return [line for line in lines if not any(re.search(known, line) for known in FOREIGN)]
 
 
+@pytest.mark.slow
 def test_code_of_pages_passes_mypy(folder):
     pages = sorted(map(str, folder.glob("*.py")))
     command = [sys.executable, "-m", "mypy", *MYPY, f"--cache-dir={folder / 'cache'}", *pages]
@@ -74,6 +75,7 @@ def test_code_of_pages_passes_mypy(folder):
 
 
 @pytest.mark.dev("basedpyright", "torch", "datasets")
+@pytest.mark.nightly
 def test_code_of_pages_passes_pyright(folder):
     settings = {"typeCheckingMode": "strict", "extraPaths": [str(fresh.ROOT)]}
     settings |= dict.fromkeys(OFF, False)
@@ -82,6 +84,7 @@ def test_code_of_pages_passes_pyright(folder):
     assert errors_of([*command, "--pythonpath", sys.executable]) == []
 
 
+@pytest.mark.slow
 def test_types_reject_what_the_run_would(folder):
     """The checks are not silent: each line below is a mistake."""
     (folder / "mistakes").mkdir()

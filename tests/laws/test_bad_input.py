@@ -679,6 +679,7 @@ def test_run_does_not_recompile_for_new_numbers(two):
     assert float(two.run(step, (np.float32(4),))) == 8.0
 
 
+@pytest.mark.slow
 def test_host_buffer_can_be_overwritten_after_run_returns(subtests):
     """Results are computed later, from the values as they were."""
     for kind in ["mirrored", "per replica", "variable"]:
@@ -721,6 +722,7 @@ def donated():
     return fresh.start_program("donated_buffers", timeout=300).stdout
 
 
+@pytest.mark.slow
 def test_errors_that_crash_jax_0_10_in_a_subprocess(subtests, donated):
     for name in donated_buffers.CASES:
         with subtests.test(msg=name):
@@ -746,6 +748,7 @@ def test_run_donates_an_optax_training_state(two):
     two.check_mirrored(state)
 
 
+@pytest.mark.slow
 def test_warning_names_the_calling_line_of_a_script():
     """`__main__` has no package, and a function made by `exec` no module."""
     fresh.run_program("warned_script")

@@ -280,6 +280,7 @@ def test_child_reports_how_it_ended(subtests, program):
             assert re.search(last, str(caught.value))
 
 
+@pytest.mark.slow
 def test_lost_child_keeps_its_measurements():
     said: list[str] = []
     found = command.run_job(plan.Job("memory", 1, ("small", "resnet")), said.append)
@@ -297,6 +298,7 @@ def test_by_hand_runs_without_mirror():
 
 
 @pytest.mark.parametrize("model", ["cnn", "leaves"])
+@pytest.mark.nightly
 def test_separate_processes_alternate_and_train_to_the_same_loss(model, program):
     """With torch, and without TensorFlow."""
     program("tensorflow", "raise ModuleNotFoundError('no', name='tensorflow')")
@@ -315,6 +317,7 @@ def test_separate_processes_alternate_and_train_to_the_same_loss(model, program)
 
 
 @pytest.mark.parametrize("rival", INSTALLED)
+@pytest.mark.nightly
 def test_rivals_train_to_the_same_loss_on_one_device(rival):
     job = plan.Job("own", 1, ("small",), contenders=(plan.ONE_DEVICE, rival), timing=QUICK)
     found = own_process.Cell(job, lambda _: None).measure()
@@ -322,6 +325,7 @@ def test_rivals_train_to_the_same_loss_on_one_device(rival):
     assert set(found["losses"]) == {plan.ONE_DEVICE, rival}
 
 
+@pytest.mark.slow
 def test_lost_contender_keeps_its_rounds(program):
     program("torch", "import os, sys; sys.exit(3)")
     names = (plan.ONE_DEVICE, plan.TORCH)
@@ -354,6 +358,7 @@ def test_rivals_are_configured_as_their_users_do(monkeypatch):
 # Paired
 
 
+@pytest.mark.nightly
 def test_initial_params_are_those_of_the_module(subtests):
     for name in BY_NAME:
         with subtests.test(msg=name):
@@ -363,6 +368,7 @@ def test_initial_params_are_those_of_the_module(subtests):
             jax.tree.map(np.testing.assert_array_equal, initial, made)
 
 
+@pytest.mark.slow
 def test_contenders_compute_the_same_and_are_timed(subtests):
     for num_devices in [1, 2]:
         with subtests.test(msg=f"{num_devices}"):
@@ -406,6 +412,7 @@ def test_contenders_that_differ_are_an_error():
         paired.require_same([Constant("a", 1.0), Constant("b", 1.01)])
 
 
+@pytest.mark.nightly
 def test_sharded_optimizer_state_is_one_shard_per_divisible_leaf():
     leaves = [np.zeros((8, 3), np.float32), np.zeros((8,), np.float32), np.zeros((), np.float32)]
     assert memory.least_share(leaves, 8) == pytest.approx((96 / 8 + 32 / 8 + 4) / 132)
@@ -417,6 +424,7 @@ def test_sharded_optimizer_state_is_one_shard_per_divisible_leaf():
 # The command
 
 
+@pytest.mark.slow
 def test_command_starts_no_backend_and_prints_tables(tmp_path):
     file, picture = tmp_path / "out.json", tmp_path / "out.png"
     quick = ["--quick", "--devices", "2", "--suites", "own,dispatch,memory", "--repeats", "2"]

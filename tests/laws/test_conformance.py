@@ -72,6 +72,7 @@ def extremes(x):
     return [context().all_reduce(op, (x, x.astype(jnp.float16))) for op in ("min", "max")]
 
 
+@pytest.mark.slow
 def test_executors_agree_in_64_bits():
     fresh.run_program("wide_dtypes")
 
@@ -114,6 +115,7 @@ def train_linen(strategy, state, x):
 TRAININGS = {"nnx": (create_nnx, train_nnx), "linen": (create_linen, train_linen)}
 
 
+@pytest.mark.slow
 def test_executors_train_to_the_same_weights(subtests):
     """Batch statistics, dropout, moments, keys and counts: the whole state."""
     for name in TRAININGS:

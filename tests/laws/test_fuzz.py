@@ -23,6 +23,7 @@ from tests.fuzz.program import statements
 
 SECS = float(os.environ.get("MIRROR_FUZZ_SECS", "15"))
 MOST_FOR_A_FAULT = 400
+FOUND_FIRST = "a Ref that is written"
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +31,16 @@ def strategies():
     return cpu_strategies()
 
 
+def test_a_sample_of_programs_matches_its_marks(strategies):
+    law = lambda program, tally: proof_law(strategies["pmap"], program, tally)  # noqa: E731
+    tally = search(law, "general", 0, 20)
+    assert (tally.programs, tally.mirrored > 0, tally.per_replica > 0) == (20, True, True)
+
+
 @pytest.mark.parametrize(
     ("profile", "share", "at_least"), [("general", 0.3, 60), ("ragged", 0.2, 20)]
 )
+@pytest.mark.nightly
 def test_accepted_programs_match_their_marks_and_cannot_hang(profile, share, at_least, strategies):
     tally = search(
         lambda program, tally: proof_law(strategies["pmap"], program, tally),
@@ -50,6 +58,7 @@ def test_accepted_programs_match_their_marks_and_cannot_hang(profile, share, at_
 @pytest.mark.parametrize(
     ("profile", "share", "at_least"), [("small", 0.3, 4), ("collective", 0.1, 3)]
 )
+@pytest.mark.nightly
 def test_executors_match_the_reference(profile, share, at_least, strategies):
     law = lambda program, tally: run_law(strategies, program, tally)  # noqa: E731
     tally = search(law, profile, share * SECS, at_least)
@@ -57,13 +66,17 @@ def test_executors_match_the_reference(profile, share, at_least, strategies):
     assert len(tally.not_implemented) < tally.runs / 2, tally.not_implemented
 
 
+@pytest.mark.nightly
 def test_programs_of_unequal_lengths_match_the_reference(strategies):
     law = lambda program, tally: run_law({"pmap": strategies["pmap"]}, program, tally)  # noqa: E731
     tally = search(law, "ragged", 0.1 * SECS, 3, start=1000)
     assert tally.runs + len(tally.not_implemented) == tally.accepted
 
 
-@pytest.mark.parametrize("name", SEARCHED)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.nightly] * (name != FOUND_FIRST)) for name in SEARCHED],
+)
 def test_fuzzer_finds_planted_faults(name, strategies, monkeypatch):
     wanted = SEARCHED[name].search
     plant(SEARCHED[name], monkeypatch)
@@ -83,6 +96,7 @@ def test_fuzzer_finds_planted_faults(name, strategies, monkeypatch):
     assert caught.value.program == generate(wanted.profile, seed)
 
 
+@pytest.mark.nightly
 def test_shrinking_keeps_the_violation():
     def law(program, tally):
         found = {statement.op for statement in statements(program.block)}

@@ -81,7 +81,7 @@ def test_n_replicas_train_as_one_device_on_the_whole_batch(subtests, name, alone
             check_trains_as_one_device(name, executor, alone)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", TRAININGS)
 def test_n_replicas_train_as_one_device_by_every_other_executor(subtests, name, alone):
     for executor in EXECUTORS.keys() - {*executors_of(name)}:
@@ -102,6 +102,7 @@ def check_trains_as_one_device(name, executor, alone):
     strategy.check_mirrored(state)
 
 
+@pytest.mark.slow
 def test_training_does_not_depend_on_where_the_model_is_created(subtests, two):
     for name in TRAININGS:
         with subtests.test(msg=name):
@@ -136,6 +137,7 @@ def test_model_and_optimizer_may_be_created_in_different_places(two):
         jax.tree.map(np.testing.assert_array_equal, orders[0], other)
 
 
+@pytest.mark.slow
 def test_local_batch_statistics_differ_from_one_device_but_the_replicas_stay_equal(eight):
     """Each replica normalizes with its own batch; running statistics are the mean over replicas."""
     with eight.scope():

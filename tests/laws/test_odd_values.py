@@ -221,13 +221,12 @@ def check_run_accepts_its_own_weakly_typed_results(strategy, number):
 
 def test_check_mirrored_supports_small_dtypes(subtests):
     for dtype in ["int2", "uint2", "int4", "uint4", "float4_e2m1fn", "bfloat16"]:
-        for size in [1, 3, 4]:
-            for executor, make in EXECUTORS.items():
-                with subtests.test(msg=f"{dtype}, {size}, {executor}"):
-                    strategy = make()
-                    with strategy.scope():
-                        array = jnp.ones(size, "float32").astype(dtype)
-                    strategy.check_mirrored({"a": array})
+        for size in [1, 3]:
+            with subtests.test(msg=f"{dtype}, {size}"):
+                strategy = cpu_strategy(N)
+                with strategy.scope():
+                    array = jnp.ones(size, "float32").astype(dtype)
+                strategy.check_mirrored({"a": array})
 
 
 def test_batch_statistics_keep_their_dtype_or_are_rejected(subtests):

@@ -40,6 +40,7 @@ class Normalized(linen.Module):
         return linen.BatchNorm(use_running_average=False, axis_name=self.axis_name)(x)
 
 
+@pytest.mark.slow
 def test_pmap_step_runs_under_its_own_axis_name(subtests):
     for executor, layout in EXECUTORS.items():
         with subtests.test(msg=executor):
@@ -145,6 +146,7 @@ def check_static_leaves_are_returned_unchanged(layout):
     assert "result[0]['w']" in str(report)
 
 
+@pytest.mark.slow
 def test_run_accepts_equinox_models(subtests):
     for executor, layout in EXECUTORS.items():
         with subtests.test(msg=executor):

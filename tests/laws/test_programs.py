@@ -99,12 +99,14 @@ def test_programs_run_on_one_host_device(subtests, on_one_cpu):
             assert not on_one_cpu["problems"][program], on_one_cpu["problems"][program]
 
 
+@pytest.mark.slow
 def test_programs_run_on_two_host_devices(subtests, on_two):
     for program in checks.CHECKS:
         with subtests.test(msg=program):
             assert not on_two["problems"][program], on_two["problems"][program]
 
 
+@pytest.mark.slow
 def test_programs_run_on_eight_host_devices(subtests):
     for program in checks.CHECKS:
         with subtests.test(msg=program):
@@ -135,6 +137,7 @@ def test_programs_count_gpus_and_select_the_first(shown):
     assert_message(error, values=line, fix="mirror.config")
 
 
+@pytest.mark.slow
 def test_memory_growth_is_fixed_after_the_start(shown):
     found = shown["growth with GPUs"].result()
     assert found["of XLA"] == "false"
@@ -156,6 +159,7 @@ def test_environment_sets_memory_growth(shown):
         assert_message(line, names=by, fix=over)
 
 
+@pytest.mark.slow
 def test_cpu_is_split_without_a_gpu(subtests, shown):
     for parts, total in [(1, "1.0"), (2, "3.0")]:
         with subtests.test(msg=f"{parts}, {total}"):
@@ -168,6 +172,7 @@ def test_cpu_is_split_without_a_gpu(subtests, shown):
             ]
 
 
+@pytest.mark.slow
 def test_environment_selects_visible_gpus(shown):
     found = shown["by environment with GPUs"].result()
     assert found["by environment"].splitlines() == [

@@ -40,9 +40,14 @@ PROGRAMS = {
 }
 # The programs that compile fastest; the others are slow.
 QUICK = ("nnx_mnist", "lora", "lbfgs")
-every_program = pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in PROGRAMS]
-)
+
+
+def programs(mark):
+    """The parameter `name`: each program, of which those that are not quick get a mark."""
+    every = [pytest.param(name, marks=[mark] * (name not in QUICK)) for name in PROGRAMS]
+    return pytest.mark.parametrize("name", every)
+
+
 NUM_REPLICAS = 4  # of the layouts of a program that samples per replica
 
 
@@ -71,7 +76,7 @@ def trained_alone(name: str, num_replicas: int):
     return program.arrays(state), metrics
 
 
-@every_program
+@programs(pytest.mark.slow)
 def test_real_program_trains_as_on_one_device(name):
     check_trains_as_on_one_device(name, PROGRAMS[name][1])
 
@@ -97,7 +102,7 @@ def check_trains_as_on_one_device(name, layout):
     strategy.check_mirrored(mirrored)
 
 
-@every_program
+@programs(pytest.mark.nightly)
 def test_missing_all_reduce_is_rejected_by_the_second_call(name):
     program = load(name)
     strategy = strategy_for(program, "pmap-2")
@@ -105,7 +110,7 @@ def test_missing_all_reduce_is_rejected_by_the_second_call(name):
         program.train(strategy, program.broken_step, num_steps=2)
 
 
-@every_program
+@programs(pytest.mark.nightly)
 def test_real_program_reduces_its_loss(name):
     """Otherwise the layouts would agree trivially."""
     program = load(name)
@@ -119,6 +124,7 @@ def test_real_program_reduces_its_loss(name):
     assert np.mean(moved) > 0.5
 
 
+@pytest.mark.nightly
 def test_loss_scale_backs_off_on_all_replicas():
     _, metrics = trained_alone("flax_imagenet_dynamic_scale", NUM_REPLICAS)
     assert [bool(m["is_finite"]) for m in metrics] == [True] * 3 + [False] + [True] * 6

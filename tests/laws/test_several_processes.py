@@ -16,10 +16,17 @@ from tests.support import fresh, processes
 LAYOUTS = {"1x4": (1, 4), "2x2": (2, 2), "4x1": (4, 1)}  # processes, devices of each
 TOLERANCE = 1e-6  # relative to the largest magnitude of an array
 ROWS = 4 * 2  # kinds of state, optimizers; for each batch size
-BATCH_SIZES = [
-    pytest.param("10", id="10"),
-    pytest.param("8 3", id="8, 3", marks=pytest.mark.nightly),
-]
+BATCH_SIZES = ["10", "8 3"]  # "10" and "2x2" are in CI, the other rows nightly
+
+
+def rows(*layouts: str) -> pytest.MarkDecorator:
+    """The parameters `layout` and `sizes`."""
+    table = [(layout, sizes) for layout in layouts for sizes in BATCH_SIZES]
+    marks = {True: pytest.mark.slow, False: pytest.mark.nightly}
+    return pytest.mark.parametrize(
+        ("layout", "sizes"),
+        [pytest.param(*row, marks=marks[row == ("2x2", "10")], id=", ".join(row)) for row in table],
+    )
 
 
 @functools.cache
@@ -49,8 +56,7 @@ def directory(tmp_path_factory) -> str:
     return str(tmp_path_factory.mktemp("several"))
 
 
-@pytest.mark.parametrize("sizes", BATCH_SIZES)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@rows(*LAYOUTS)
 def test_processes_train_like_one_device(layout, sizes, directory):
     """nnx, Linen, plain pytrees and `Trainer`; SGD and Adam; batches that do not divide."""
     printed, _ = trained(layout, sizes, directory)
@@ -61,8 +67,7 @@ def test_processes_train_like_one_device(layout, sizes, directory):
         assert rows == printed[0], "the processes have different bits"
 
 
-@pytest.mark.parametrize("sizes", BATCH_SIZES)
-@pytest.mark.parametrize("layout", ["2x2", "4x1"])
+@rows("2x2", "4x1")
 def test_processes_train_like_a_mirrored_strategy_with_the_same_proof(layout, sizes, directory):
     """One process has a `MirroredStrategy` on all devices."""
     _, arrays = trained(layout, sizes, directory)
@@ -132,7 +137,8 @@ def launched(directory: object, kills: int, epochs: int) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("kills", [2, 20])
 def test_kills_at_random_moments_do_not_change_a_bit(kills, tmp_path):
     """Of the chief and the other process, in turn, during a save and at any moment."""
     epochs = 20 + 4 * kills  # more steps of 10 ms than can be trained before the last kill

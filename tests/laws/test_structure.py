@@ -325,10 +325,7 @@ STILL_INSIDE = {
     """,
     "laws": """
         test_gpu.py
-        test_laws.py
         test_mistakes.py
-        test_programs.py
-        test_scale.py
     """,
     "programs": """
         check_stalls.py

@@ -10,6 +10,7 @@ from tests.programs import play
 
 
 @pytest.mark.parametrize("where", ["devices", "host"])
+@pytest.mark.slow
 def test_log_shows_where_variables_are_stored_and_steps_run(where):
     played = play("p10_mirrored_dense", where)
     lines = played.text.splitlines()
@@ -26,6 +27,7 @@ def test_log_shows_where_variables_are_stored_and_steps_run(where):
     assert (kernel.item(), bias.item()) == pytest.approx((3, -1), abs=0.05)
 
 
+@pytest.mark.slow
 def test_classifier_prints_loss_and_accuracy_per_epoch():
     played = play("p11_dense_classifier")
     epochs = re.findall(
@@ -38,6 +40,7 @@ def test_classifier_prints_loss_and_accuracy_per_epoch():
 
 
 @pytest.mark.parametrize("count", [2])
+@pytest.mark.nightly
 def test_convolutional_net_has_one_set_of_weights_and_writes_the_program(count, tmp_path):
     small = ["--width", "0.06", "--images", "110", "--epochs", "2"]
     played = play("p14_convolutional_net", "--devices", str(count), "--log", str(tmp_path), *small)

@@ -46,6 +46,7 @@ def warnings_of(version: str) -> list[warnings.WarningMessage]:
     return caught
 
 
+@pytest.mark.slow
 def test_import_does_not_warn():
     code = "import jax; jax.__version__ = '9.0'; import mirror"
     assert fresh.run(code) == ""
