@@ -289,11 +289,11 @@ def test_run_rejects_variables_without_an_array(two):
         two.run(read, (model,))
 
 
-def test_run_rejects_variables_set_to_non_arrays(subtests, two):
+def test_run_rejects_variables_set_to_non_arrays(subtests):
     for when in ["before any run", "after a run"]:
         for value in ["PerReplica", "tuple", "text"]:
             with subtests.test(msg=f"{when}, {value}"):
-                check_run_rejects_variables_set_to_non_arrays(when, value, two)
+                check_run_rejects_variables_set_to_non_arrays(when, value, cpu_strategy(2))
 
 
 def check_run_rejects_variables_set_to_non_arrays(when, value, two):
@@ -337,12 +337,12 @@ def test_missing_reduction_leaves_the_model_unchanged(two):
     np.testing.assert_array_equal(model.total[...], 2.0)
 
 
-def test_error_in_a_step_is_raised_once_and_leaves_the_model_unchanged(subtests, two):
+def test_error_in_a_step_is_raised_once_and_leaves_the_model_unchanged(subtests):
     for error in [ZeroDivisionError, KeyboardInterrupt, ValueError, RuntimeError]:
         for warm in [False, True]:
             with subtests.test(msg=f"{error}, {warm}"):
                 check_error_in_a_step_is_raised_once_and_leaves_the_model_unchanged(
-                    error, warm, two
+                    error, warm, cpu_strategy(2)
                 )
 
 
