@@ -351,18 +351,12 @@ STILL_INSIDE = {
         test_terminal.py
         test_tracebacks.py
     """,
-    "watchdog": """
-    """,
 }
 STILL_BY_THE_CLOCK = {
-    "watchdog": """
-    """,
 }
 STILL_SLEEPING = {
     "explain": """
         test_explain.py
-    """,
-    "watchdog": """
     """,
 }
 MAY_SLEEP = {
