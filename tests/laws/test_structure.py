@@ -352,8 +352,7 @@ STILL_INSIDE = {
         test_tracebacks.py
     """,
 }
-STILL_BY_THE_CLOCK = {
-}
+STILL_BY_THE_CLOCK: dict[str, str] = {}
 STILL_SLEEPING = {
     "explain": """
         test_explain.py
