@@ -55,7 +55,7 @@ ERRORS = {
     "own": lambda: OwnError(3, where="here"),
     "without a text": NamelessError,
     "like Flax": lambda: ValueError("a variable of another trace level"),
-    "like JAX": lambda: NameError("unbound axis name: batch"),
+    "like JAX": lambda: NameError("unbound name"),
 }
 
 

@@ -904,7 +904,6 @@ FITS: dict[str, tuple[Any, ...]] = {
     "whole arrays": ({"data": DATA}, ValueError, {"values": "dict", "fix": "trainer.fit(data, batch_size=32)"}),
     "a file": ({"data": "train.csv"}, TypeError, {"values": ["'train.csv'", "str"], "fix": "DataLoader"}),
     "ragged": ({"data": [{"x": DATA["x"], "y": DATA["y"][:3]}]}, ValueError, {"names": ["batch['x']", "batch['y']"], "values": ["float32[13,3]", "float32[3]"]}),
-    "larger": ({"data": [*batches(4), DATA]}, ValueError, {"values": [1, 13, 4]}),
     "another structure": ({"data": [*batches(4), {"x": DATA["x"][:4]}]}, ValueError, {"names": ["batch['k']", "batch['y']"], "values": [1, 0]}),
     "no validation": ({"validation_data": []}, ValueError, {"names": "data", "fix": "batch"}),
 }  # fmt: skip

@@ -17,7 +17,7 @@ _MAX_PROGRAMS = 256
 
 
 class StepCache:
-    """What is known about one step function.
+    """Programs, traces and layouts of one step function.
 
     Args:
         fn: The function, which is not kept.

@@ -1,6 +1,5 @@
 """Explains why a step could not be traced, in the words of the step instead of JAX and Flax."""
 
-import dis
 import inspect
 import linecache
 import re
@@ -23,7 +22,6 @@ from mirror._src.utils.types import ARRAY_LIKE
 from mirror._src.values.per_replica import PerReplica
 
 _MOST_ITEMS = 6
-_RAISES = (dis.opmap["RAISE_VARARGS"], dis.opmap["RERAISE"])
 _ANNOTATED = (TypeError, ValueError, LookupError, AttributeError)
 
 _RETURN_IT = (
@@ -106,17 +104,11 @@ def _explanation(call: Call, run_code: CodeType, error: Exception) -> Exception 
     """Returns the error that replaces `error`, or None; may change the message of `error`."""
     fn = call.fn
     frames = _frames_inside(run_code, error)
-    is_of_library = not _is_raised_by_user(error)
-    if (
-        is_of_library
-        and isinstance(error, NameError)
-        and (message := unbound_axis_message(fn, error))
-    ):
+    if isinstance(error, NameError) and (message := unbound_axis_message(fn, error)):
         return ValueError(message)
     if isinstance(error, TypeError) and (message := _mismatch_message(call)):
         return TypeError(message)
-    names_trace = isinstance(error, flax.errors.TraceContextError) or "trace level" in str(error)
-    if is_of_library and names_trace and (message := captured_message(fn, frames)):
+    if _is_of_trace_level(error) and (message := captured_message(fn, frames)):
         return ValueError(message)
     if isinstance(error, jax.errors.UnexpectedTracerError):
         stale = [v for f in frames for v in f.f_locals.values() if isinstance(v, jax.core.Tracer)]
@@ -129,6 +121,17 @@ def _explanation(call: Call, run_code: CodeType, error: Exception) -> Exception 
     elif isinstance(error, _ANNOTATED) and _is_written_by_user(fn) and _is_not_ours(error):
         error.add_note(f"{name_of(fn)} was traced with {_received(call)}.")
     return None
+
+
+def _is_of_trace_level(error: Exception) -> bool:
+    """Whether Flax stopped the step because it uses an object from outside the trace.
+
+    By the text: JAX removes the frames of libraries, so that the innermost one is the user's.
+    """
+    if isinstance(error, flax.errors.TraceContextError):
+        return True
+    starts = ("Cannot extract graph node from different", "Cannot mutate", "Trying to extract")
+    return str(error).startswith(starts) and "trace level" in str(error)
 
 
 def _frames_inside(run_code: CodeType, error: Exception) -> list[FrameType]:
@@ -146,25 +149,10 @@ def _frames_inside(run_code: CodeType, error: Exception) -> list[FrameType]:
 
 def _is_not_ours(error: Exception) -> bool:
     """Whether the error was not raised by mirror, whose messages name the values already."""
-    return not is_own(_innermost_file(error))
-
-
-def _is_raised_by_user(error: Exception) -> bool:
-    """Whether a line of the user raised an error; JAX may have removed its own frames below it."""
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
-    if traceback is None or not is_users(traceback.tb_frame.f_code.co_filename):
-        return False
-    return traceback.tb_frame.f_code.co_code[traceback.tb_lasti] in _RAISES
-
-
-def _innermost_file(error: Exception) -> str:
-    """Returns the file in which an error was raised, or ""."""
-    traceback, file = error.__traceback__, ""
-    while traceback is not None:
-        file, traceback = traceback.tb_frame.f_code.co_filename, traceback.tb_next
-    return file
+    return traceback is not None and not is_own(traceback.tb_frame.f_code.co_filename)
 
 
 def _is_written_by_user(fn: Callable[..., Any]) -> bool:
