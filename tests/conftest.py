@@ -44,7 +44,7 @@ import pytest  # noqa: E402
 # Without standard input (`<&-`), pytest's replacement for it fails when IPython looks at it, which
 # Flax imports.
 if sys.__stdin__ is None:
-    sys.__stdin__ = open(os.devnull, encoding="utf-8")  # type: ignore[misc] # noqa: SIM115
+    sys.__stdin__ = open(os.devnull, encoding="utf-8")  # noqa: SIM115
 
 # A job in the background of a script inherits that SIGINT is ignored, and `nohup` that SIGHUP is.
 # Tests of signals would wait for one that never comes.

@@ -40,7 +40,7 @@ def each(
                         own["monkeypatch"] = stack.enter_context(own["monkeypatch"].context())
                     test(**own, **values)
 
-        run.__signature__ = signature.replace(parameters=list(kept.values()))  # type: ignore[attr-defined]
+        run.__signature__ = signature.replace(parameters=list(kept.values()))
         return run
 
     return decorate

@@ -9,7 +9,6 @@ import re
 import resource
 from collections import defaultdict
 from collections.abc import Generator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ OPTIONS = {  # a mark, which is also an option, and what it means
     "notebooks": "executes a notebook",
     "gpu": "needs a GPU that JAX can use, and fails without one",
 }
-SLOW_TESTS = Path(__file__).parents[1] / "slow_tests.txt"
 _REPORTS = pytest.StashKey[dict[str, Any]]()  # by process: the tests left out and the peak memory
 
 
@@ -44,10 +42,6 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselects marked tests without their option, and skips tests whose packages are missing."""
-    listed = set(SLOW_TESTS.read_text().splitlines()) if SLOW_TESTS.exists() else set()
-    for item in items:
-        if item.nodeid in listed:
-            item.add_marker("slow")
     missing_options = [name for name in OPTIONS if not config.getoption(f"--{name}")]
     kept: list[pytest.Item] = []
     left_out: dict[str, list[pytest.Item]] = defaultdict(list)
