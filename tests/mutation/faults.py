@@ -431,6 +431,7 @@ _OF_EXECUTORS = (
         "order.insert(order.index(target), out_features)",
         "order.insert(order.index(target) + 1, out_features)",
         ("tests/executors/test_vmap_sums.py", "tests/executors/test_convolutions.py"),
+        is_slow=True,
     ),
 )
 
@@ -693,6 +694,7 @@ _OF_COLLECTIVES = (
         "dtype",
         ("tests/collectives/test_cross_device_ops.py",),
         likely="half_precision",
+        is_slow=True,
     ),
     Fault(
         "a result of a custom reduction of the wrong shape",

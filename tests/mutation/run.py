@@ -81,7 +81,8 @@ class Copy:
     def failing(self, tests: Iterable[str]) -> list[str]:
         """Returns the tests that fail without a fault: what they catch says nothing."""
         status, output = self._pytest([*tests, *_ALL])
-        return _FAILED.findall(output) if status else []
+        suspects = dict.fromkeys(_FAILED.findall(output)) if status else {}
+        return [test for test in suspects if self._pytest([test, *_ALL])[0]]  # alone
 
     @contextmanager
     def _planted(self, fault: Fault) -> Iterator[None]:
