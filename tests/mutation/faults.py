@@ -1405,7 +1405,7 @@ _OF_CHECKS = (
     ),
     Fault(
         "copies that differ in places that cancel",
-        "mirror/_src/checks/copies.py",
+        "mirror/_src/program/fingerprint.py",
         "return jnp.stack([jnp.sum(bits * weight), jnp.sum(mixed ^ (mixed >> 16))])",
         "return jnp.stack([jnp.sum(bits), jnp.sum(bits)])",
         ("tests/checks/test_checks.py",),
