@@ -63,6 +63,7 @@ from mirror._src.collectives.cross_device_ops import CrossDeviceOps as CrossDevi
 from mirror._src.collectives.one_device import ReductionToOneDevice as ReductionToOneDevice
 from mirror._src.collectives.reduce_op import ReduceOp as ReduceOp
 from mirror._src.context.example_keys import example_keys as example_keys
+from mirror._src.context.example_mask import example_mask as example_mask
 from mirror._src.context.replica_context import ReplicaContext as ReplicaContext
 from mirror._src.context.scopes import has_strategy as has_strategy
 from mirror._src.context.scopes import in_cross_replica_context as in_cross_replica_context

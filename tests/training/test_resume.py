@@ -32,6 +32,9 @@ KeyData = inside.key_data()
 SIZE, STEPS = 4, 25  # examples in a batch, of which the last of an epoch has 2; batches
 ROWS = (STEPS - 1) * SIZE + 2
 
+# Batches of all sizes, on several replicas.
+pytestmark = pytest.mark.filterwarnings("ignore:The batch normalization at .* counts the padding")
+
 
 class MLP(nnx.Module):
     def __init__(self, rngs: nnx.Rngs, width: int = 8):

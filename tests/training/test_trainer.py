@@ -338,7 +338,9 @@ def test_microbatches_are_normalized_separately():
     trainer = mirror.Trainer(
         Normed(), optax.sgd(0.1), squares, strategy=cpu_strategy(1), accumulate_steps=2
     )
-    fit(trainer, batches(2 * B, 2 * B))
+    with pytest.warns(UserWarning, match="accumulate_steps") as caught:
+        fit(trainer, batches(2 * B, 2 * B))
+    assert_message(str(caught[0].message), names="accumulate_steps", values=2, fix="nnx.LayerNorm")
     got, wanted = nnx.state(trainer.model), nnx.state(model)
     assert trainer.model.norm.mean[...].any()
     compare = np.testing.assert_allclose
@@ -478,6 +480,7 @@ def test_wrt_keeps_other_variables_unchanged(subtests, two, rows):
             assert abs(model.b[...] - 0.125) > 0.1
 
 
+@pytest.mark.filterwarnings("ignore:The batch normalization at .* counts the padding")
 def test_fit_keeps_the_mode_and_evaluate_uses_evaluation_mode(two):
     model = Normed()
     model.eval()

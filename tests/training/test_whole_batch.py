@@ -1,5 +1,7 @@
 """The gradient and the metrics of one device on the whole batch, for losses of every kind."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -82,7 +84,7 @@ INTEGERS = {  # a value of 64 examples
 
 def test_integers_are_counted_exactly():
     """In evaluation and in training, in one launch of several steps, as values and as weights."""
-    batch = {name: np.full(64, value) for name, value in INTEGERS.items()}
+    batch: dict[str, Any] = {name: np.full(64, value) for name, value in INTEGERS.items()}
     batch["int32"][1::2] += 1
     batch["x"] = np.arange(64, dtype=np.float32).reshape(64, 1) / 64
 

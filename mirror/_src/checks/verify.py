@@ -103,9 +103,26 @@ class VerifyReport:
 
 
 def verify(
-    many: Runner, single: Runner, fn: Callable, args: Sequence, kwargs: dict, rtol: float
+    many: Runner,
+    single: Runner,
+    fn: Callable,
+    args: Sequence,
+    kwargs: dict,
+    rtol: float,
+    alone: Callable[[PyTree], tuple[Callable, PyTree]] | None = None,
 ) -> VerifyReport:
-    """Implements `Strategy.verify`."""
+    """Implements `Strategy.verify`.
+
+    Args:
+        many: Runner of the replicas.
+        single: Runner of one device.
+        fn: The step.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        rtol: Largest allowed difference.
+        alone: Returns what the one device runs, given the arguments with the whole batch. Defaults
+            to the same step with the whole batch.
+    """
     arguments = hoist_nested(args, kwargs)
     objects, single_objects = copy_of(arguments.objects), copy_of(arguments.objects)
     collapse(single_objects)
@@ -123,7 +140,8 @@ def verify(
         collapse(captured)
         tree, results = gathered(many, (arguments.tree, results))
         whole = jax.tree.map(whole_batch, tree, is_leaf=is_per_replica)
-        expected_results = single.run(fn, *with_objects(whole, single_objects))
+        reference, whole = (fn, whole) if alone is None else alone(whole)
+        expected_results = single.run(reference, *with_objects(whole, single_objects))
         expected = variables_of([*single_objects, *captured], names)
     finally:
         restore(captured, saved)
@@ -140,7 +158,9 @@ def verify(
 CAUSES = (
     'Common causes: all_reduce("sum") where a mean is intended (or vice versa); a loss '
     "divided twice; batch normalization over each replica's own batch (pass "
-    "axis_name=mirror.REPLICA_AXIS); dropout, which samples independently on each replica. "
+    "axis_name=mirror.REPLICA_AXIS), or over pieces of it (accumulate_steps); padding in a loss "
+    "that looks across examples (mirror.example_mask(batch)); dropout, which samples independently "
+    "on each replica. "
     "If only one variable differs, its true gradient may be zero, such as a bias directly "
     "before batch normalization (use_bias=False): the difference is then rounding error."
 )

@@ -72,6 +72,18 @@ class Part(NamedTuple):
         return self.num_parts > 1
 
 
+class Piece(NamedTuple):
+    """The piece of a replica's batch that is computed now.
+
+    Attributes:
+        first_row: Index of its first row in the replica's batch.
+        num_rows: Number of rows of the replica's batch.
+    """
+
+    first_row: Any
+    num_rows: int
+
+
 @set_module("mirror")
 class ReplicaContext:
     """Identifies the current replica and provides its collectives.
@@ -98,6 +110,8 @@ class ReplicaContext:
         self._gathers = gathers
         self.captures: Any = None
         self.part: Part | None = None
+        self.mask: Any = None
+        self.piece: Piece | None = None
         self._ended = False
 
     def __repr__(self) -> str:
@@ -163,13 +177,16 @@ class ReplicaContext:
     def _first_position(self, size: int) -> Any:
         """Returns the position in the global batch of the first of `size` examples."""
         index = self._index
-        if self._gathers is None:
+        if self.piece is not None:
+            before = index * self.piece.num_rows + self.piece.first_row
+        elif self._gathers is None:
             before = index * size
         else:
             sizes = gather(jnp.asarray([size], jnp.int32), 0)
             before = jnp.sum(jnp.where(jnp.arange(sizes.shape[0]) < index, sizes, 0))
         if self.part is None or self.part.first_row is None:
-            return self._first_of_part * size + before
+            num_rows = size if self.piece is None else self.piece.num_rows
+            return self._first_of_part * num_rows + before
         return self.part.first_row + before
 
     @api_boundary

@@ -31,3 +31,12 @@ def line_within(eqn: JaxprEqn, around: Sequence[JaxprEqn]) -> str:
             break
         eqn = outer
     return user_line(eqn)
+
+
+def is_within_file(eqn: JaxprEqn, suffixes: tuple[str, ...]) -> bool:
+    """Whether an operation was called, directly or not, in a file whose path ends like this."""
+    frames = eqn.source_info.traceback
+    if frames is None:
+        return False
+    found = traceback.extract_tb(frames.as_python_traceback())
+    return any(frame.filename.replace("\\", "/").endswith(suffixes) for frame in found)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mirror._src.context.example_mask import masking
 from mirror._src.training import exact
 from mirror._src.training.labels import Labels, PartOfBatch, part_of
 from mirror._src.training.metrics import Metrics
@@ -165,7 +166,8 @@ class Objective:
 
         The weights are None if every example counts as 1.
         """
-        values, weights = self._values(model, batch, mask.shape[0])
+        with masking(mask):
+            values, weights = self._values(model, batch, mask.shape[0])
         penalty = self._penalty_of(model)
         if LOSS in weights:  # so that it is added to the quotient
             penalty = penalty * _as_floats(weights[LOSS])
@@ -174,6 +176,13 @@ class Objective:
         divisors = jnp.where(mask, weights[LOSS], 0) if LOSS in weights else None
         sums = Sums(totals, mask.sum(dtype=jnp.int32), _sums(weights, mask))
         return losses, divisors, sums
+
+    def examples(self, model: Any, batch: PyTree, mask: Array) -> list[Array]:
+        """Returns the losses, the metrics and the weights of the examples, and the penalty."""
+        with masking(mask):
+            values, weights = self._values(model, batch, mask.shape[0])
+        values[LOSS] = self._weighted(values[LOSS], batch)
+        return [*values.values(), *weights.values(), jnp.asarray(self._penalty_of(model))]
 
     def _values(
         self, model: Any, batch: PyTree, size: int
@@ -280,6 +289,11 @@ def _as_floats(weights: Array) -> Array:
 def add(a: PyTree, b: PyTree) -> PyTree:
     """Adds two trees of arrays, leaf by leaf."""
     return jax.tree.map(jnp.add, a, b)
+
+
+def add_on_host(a: Sums, b: Sums) -> Sums:
+    """Adds the sums of two steps that were run one after the other."""
+    return jax.tree.map(lambda x, y: np.add(np.asarray(x), np.asarray(y)), a, b)
 
 
 def carried(sums: Sums) -> Sums:

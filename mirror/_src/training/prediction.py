@@ -13,6 +13,7 @@ from mirror._src.data.distribute import DistributedDataset
 from mirror._src.devices.launch import wait_for
 from mirror._src.strategy.strategy import Strategy
 from mirror._src.training.meter import MOST_RUNNING
+from mirror._src.training.row_check import RowCheck
 from mirror._src.training.stream import whole_pass
 from mirror._src.utils.errors import describe
 from mirror._src.utils.naming import keys, name_of
@@ -26,6 +27,7 @@ def predictions(
     step: StepFunction,
     model: nnx.Module,
     data: DistributedDataset[Any],
+    check: RowCheck,
 ) -> PyTree:
     """Returns the results of `fn` in the order of the data; see `Trainer.predict`.
 
@@ -35,13 +37,15 @@ def predictions(
         step: The function as a step of one replica.
         model: First argument of the step.
         data: Batches for the step.
+        check: Checks that padding does not change the results.
 
     Raises:
         ValueError: If the data is empty, or a result does not have one row per example.
     """
     rows, running = list[PyTree](), deque[Any]()
-    for padded in whole_pass(data):
-        results = strategy.run(step, (model, padded.batch))
+    for launch in whole_pass(data):
+        (padded,) = check.without_padding(step, model, launch)
+        results = strategy.run(step, (model, padded.batch, padded.mask))
         running.append(gathered(strategy._runner, (results, padded.mask)))
         if len(running) > MOST_RUNNING:
             rows.append(_rows(fn, *running.popleft()))

@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 import mirror._src.training.objective as objectives
+from mirror._src.context.example_mask import masking
+from mirror._src.context.replica_context import Piece
 from mirror._src.strategy.mirrored import get_replica_context
 from mirror._src.training.exact import as_float
 from mirror._src.training.loss_scale import SCALE, SKIPPED, LossScale, Snapshot
@@ -130,15 +132,25 @@ def evaluation_step(objective: Objective) -> Callable[[nnx.Module, PyTree, Array
 
 def prediction_step(
     fn: Callable[[Any, PyTree], PyTree], precision: Precision
-) -> Callable[[nnx.Module, PyTree], PyTree]:
+) -> Callable[[nnx.Module, PyTree, Array], PyTree]:
     """Returns a step that applies `fn`, with the model in evaluation mode."""
 
-    def predict_step(model: nnx.Module, batch: PyTree) -> PyTree:
-        with describes_batch(fn, batch), precision.computing():
+    def predict_step(model: nnx.Module, batch: PyTree, mask: Array) -> PyTree:
+        with describes_batch(fn, batch), precision.computing(), masking(mask):
             return fn(_for_evaluation(model), batch)
 
     on_behalf_of(predict_step, fn)
     return predict_step
+
+
+def examples_of(objective: Objective, *, in_training: bool) -> Callable[..., list[Array]]:
+    """Returns a step that computes what the loss function returns for the examples of a batch."""
+
+    def examples(model: nnx.Module, batch: PyTree, mask: Array) -> list[Array]:
+        return objective.examples(model if in_training else _for_evaluation(model), batch, mask)
+
+    on_behalf_of(examples, objective.loss_fn)
+    return examples
 
 
 def _gradients(objective: Objective, wrt: Any) -> Callable[..., Gradients]:
@@ -305,12 +317,21 @@ def _accumulated(gradients: Callable[..., Gradients], num_pieces: int) -> Callab
         def split_rows(x: Array) -> Array:
             return x.reshape(num_pieces, x.shape[0] // num_pieces, *x.shape[1:])
 
-        pieces = jax.tree.map(split_rows, (batch, mask))
+        pieces = jnp.arange(num_pieces), jax.tree.map(split_rows, (batch, mask))
         graphdef, keys, state = _split(model)
 
-        def gradients_of(state: PyTree, piece: PyTree) -> tuple[PyTree, Gradients]:
+        size = mask.size // num_pieces
+        context = get_replica_context()
+        assert context is not None, "a step runs in a replica"
+
+        def gradients_of(state: PyTree, numbered: tuple[Any, PyTree]) -> tuple[PyTree, Gradients]:
+            number, piece = numbered
             model = nnx.merge(graphdef, keys, state, copy=True)
-            result = gradients(model, *piece, num_rows, scale)
+            context.piece = Piece(number * size, mask.size)
+            try:
+                result = gradients(model, *piece, num_rows, scale)
+            finally:
+                context.piece = None
             return _split(model)[2], result
 
         def body(carry: tuple[PyTree, Gradients], piece: PyTree) -> tuple[Any, None]:

@@ -4,11 +4,13 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+import jax
 import numpy as np
 import optax
 from flax import nnx
 
-from mirror._src.checks.verify import VerifyReport
+from mirror._src.checks.verify import VerifyReport, verify
+from mirror._src.context.scopes import require_cross_replica
 from mirror._src.data.distribute import DistributedDataset
 from mirror._src.data.padded import PaddedBatch
 from mirror._src.strategy.strategy import Strategy
@@ -25,7 +27,7 @@ from mirror._src.training.meter import MOST_RUNNING, Meter
 from mirror._src.training.metrics import Metrics
 from mirror._src.training.mistakes import explains_arguments
 from mirror._src.training.named_loss import LossFunction
-from mirror._src.training.objective import Objective, Sums
+from mirror._src.training.objective import Objective, Sums, add_on_host
 from mirror._src.training.position import starting_position
 from mirror._src.training.precision import PrecisionName
 from mirror._src.training.prediction import predictions
@@ -35,6 +37,7 @@ from mirror._src.training.remote import (
     host_batch,
     require_local_options,
 )
+from mirror._src.training.row_check import RowCheck
 from mirror._src.training.state import M, TrainerState
 from mirror._src.training.stream import whole_pass
 from mirror._src.training.summary import summary
@@ -45,6 +48,7 @@ from mirror._src.utils.modules import set_module
 from mirror._src.utils.tables import Table
 from mirror._src.utils.tracebacks import api_boundary
 from mirror._src.utils.types import PyTree
+from mirror._src.values.per_replica import PerReplica, is_per_replica
 
 Data: TypeAlias = Iterable[PyTree] | PyTree
 """In-memory arrays, or an iterable of global batches."""
@@ -58,9 +62,10 @@ class Trainer(TrainerState[M]):
 
     `loss_fn` returns one value per example and never averages: mirror divides by the number of
     examples on all replicas. Loss, metrics and gradients therefore equal what one device computes
-    on the whole batch, for any batch size and number of replicas, including the last batch. Layers
-    that look at a whole batch in the forward pass are not covered: batch normalization sees the
-    shard of its replica and, in the last batch, the padding, which repeats the last example.
+    on the whole batch, for any batch size and number of replicas, including the last batch. A loss
+    that looks across examples, such as synchronized batch normalization, is exact if the replicas
+    share the batch equally, or if it excludes the padding with `mirror.example_mask(batch)`, and an
+    error otherwise. Batch normalization without `axis_name` sees the shard of its replica.
 
         def loss_fn(model, batch):
             logits = model(batch["image"])
@@ -98,7 +103,8 @@ class Trainer(TrainerState[M]):
         wrt: Which variables to train, as for `nnx.Optimizer`. Defaults to `nnx.Param`, or to the
             `wrt` of the `nnx.Optimizer` that was passed.
         accumulate_steps: Number of pieces into which each replica splits its batch to save memory.
-            Every batch still takes one collective and one update.
+            Every batch still takes one collective and one update. A loss that looks across examples
+            is an error; batch normalization uses the statistics of a piece, with a warning.
         steps_per_execution: Number of batches per launch, to reduce the overhead on the host.
         sample_weight: Key of the batch, or function of it, for weights of shape `(B,)` by which the
             losses are multiplied. As in Keras, weights do not change the divisor, which remains the
@@ -182,6 +188,11 @@ class Trainer(TrainerState[M]):
         self._single_step = steps.training_step(
             self._objective, self._optimizer.wrt, self.accumulate_steps
         )
+        self._whole_step = (
+            steps.training_step(self._objective, self._optimizer.wrt, 1)
+            if self.accumulate_steps > 1
+            else self._single_step
+        )
         if isinstance(self.strategy, RemoteStrategy):
             require_local_options(
                 type(self.strategy).__name__,
@@ -197,6 +208,9 @@ class Trainer(TrainerState[M]):
         if self.steps_per_execution > 1:
             self._train_step = steps.repeated(self._single_step)
         self._evaluate_step = steps.evaluation_step(self._objective)
+        self._rows = RowCheck(self._local, self.accumulate_steps)
+        self._trained_examples = steps.examples_of(self._objective, in_training=True)
+        self._evaluated_examples = steps.examples_of(self._objective, in_training=False)
         self._predict_step = functools.lru_cache(_MOST_PREDICTIONS)(
             functools.partial(steps.prediction_step, precision=self._precision)
         )
@@ -252,7 +266,8 @@ class Trainer(TrainerState[M]):
         Raises:
             ValueError: If the data is empty, the loss has the wrong shape, a number is out of
                 range, `batch_size` is missing for in-memory arrays, or an option for in-memory
-                arrays is passed with other data.
+                arrays is passed with other data. If padding or `accumulate_steps` would change the
+                result of a loss that looks across examples.
             TypeError: If `data` is neither in-memory arrays nor an iterable of batches, a callback
                 is not a `Callback`, or an option has the wrong type.
             RuntimeError: If called in the scope of another strategy, in a replica, or during `fit`.
@@ -337,12 +352,14 @@ class Trainer(TrainerState[M]):
             size, or weighted means of `mirror.Weighted` values. NaN if the weights add up to 0.
 
         Raises:
-            ValueError: If the data is empty, or the loss has the wrong shape.
+            ValueError: If the data is empty, the loss has the wrong shape, or padding would change
+                the result of a loss that looks across examples.
         """
         meter = Meter()
         distributed = self._distributed(batches_of("evaluate", data, batch_size))
         with self._watched(), self._reading("evaluate", self._model) as (model,):
-            for padded in whole_pass(distributed, inspect=self._objective.inspect):
+            for launch in whole_pass(distributed, inspect=self._objective.inspect):
+                (padded,) = self._rows.without_padding(self._evaluated_examples, model, launch)
                 arguments = (model, padded.batch, padded.mask)
                 meter.add(0, self._local.run(self._evaluate_step, arguments))
                 self._objective.warn_of_half_precision()
@@ -373,7 +390,8 @@ class Trainer(TrainerState[M]):
             dtypes are those that `fn` returns, such as bfloat16 with `precision="bfloat16"`.
 
         Raises:
-            ValueError: If the data is empty, or a result does not have one row per example.
+            ValueError: If the data is empty, a result does not have one row per example, or padding
+                would change the result of a function that looks across examples.
             TypeError: If `fn` is not callable.
         """
         if not callable(fn):
@@ -382,7 +400,7 @@ class Trainer(TrainerState[M]):
         step = self._predict_step(fn)
         distributed = self._distributed(batches_of("predict", data, batch_size))
         with self._watched(), self._reading("predict", self._model) as (model,):
-            return predictions(self._local, fn, step, model, distributed)
+            return predictions(self._local, fn, step, model, distributed, self._rows)
 
     @api_boundary
     def summary(self, data: Data) -> Table:
@@ -422,6 +440,8 @@ class Trainer(TrainerState[M]):
     ) -> VerifyReport:
         """Compares a training step on all replicas with one device, without changing the model.
 
+        The one device computes the whole batch without padding, and not in pieces.
+
         Args:
             data: As for `evaluate`; only the first batch is used.
             batch_size: As for `fit`.
@@ -444,9 +464,22 @@ class Trainer(TrainerState[M]):
         if self._remote is not None:
             self._trace(padded)
             return self._remote.verify(*host_batch(padded), rtol)
+        require_cross_replica(self._local, "verify", "Call it outside the step.")
+        runners = self._local._runner, self._local._single_runner()
         with self._reading("verify", *self._objects.values()) as (model, optimizer, *scales):
             arguments = (model, optimizer, padded.batch, padded.mask, *scales)
-            return self._local.verify(self._single_step, arguments, rtol=rtol)
+            return verify(*runners, self._single_step, arguments, {}, rtol, self._alone)
+
+    def _alone(self, tree: PyTree) -> tuple[Callable[..., Sums], PyTree]:
+        """Returns the step of one device, which neither pads a batch nor splits it."""
+        (model, optimizer, batch, mask, *scales), kwargs = tree
+        is_example = np.asarray(mask.values[0])
+
+        def examples(leaf: PerReplica) -> PerReplica:
+            return PerReplica([np.asarray(leaf.values[0])[is_example]])
+
+        batch, mask = jax.tree.map(examples, (batch, mask), is_leaf=is_per_replica)
+        return self._whole_step, ((model, optimizer, batch, mask, *scales), kwargs)
 
     def lowered_text(self) -> str:
         """Returns the program of the last step: the compiler's input, or a report if it is staged.
@@ -469,6 +502,13 @@ class Trainer(TrainerState[M]):
 
     def _train(self, launch: PaddedBatch) -> Sums:
         """Runs one launch: a batch, or up to `steps_per_execution` batches."""
+        step = self._trained_examples
+        self._rows.require_separate_pieces(step, self._model, launch)
+        launches = self._rows.without_padding(
+            step, self._model, launch, self._multiple, changes_state=True
+        )
+        if launches != [launch]:
+            return functools.reduce(add_on_host, map(self._train_alone, launches))
         if self._remote is not None:
             self._trace(launch)
             return self._remote.run(*host_batch(launch))
@@ -480,6 +520,15 @@ class Trainer(TrainerState[M]):
         self._launch = arguments
         sums: Sums = self._local.run(self._train_step, arguments)
         self._objective.warn_of_half_precision()
+        return sums
+
+    def _train_alone(self, batch: PaddedBatch) -> Sums:
+        """Runs a batch that has no padding and is not part of a group."""
+        if self._remote is not None:
+            return self._remote.run(*host_batch(batch))
+        scales = () if self.loss_scale is None else (self.loss_scale,)
+        arguments = (self._model, self._optimizer, batch.batch, batch.mask, *scales)
+        sums: Sums = self._local.run(self._single_step, arguments)
         return sums
 
     def _trace(self, launch: PaddedBatch) -> None:

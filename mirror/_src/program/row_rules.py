@@ -1,0 +1,438 @@
+"""The rules of `rows`: what each operation does with the rows of the batch."""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from jax.extend.core import JaxprEqn, Literal
+
+from mirror._src.program.primitives import ELEMENTWISE
+from mirror._src.program.row_facts import NO_AXES, Place, RowAxis, Rows, join, unknown
+
+Rule = Callable[[JaxprEqn, list[Rows], Place], Rows]
+
+
+def _shape(atom: Any) -> tuple[int, ...]:
+    return tuple(atom.aval.shape)
+
+
+def _elementwise(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
+    name, joined = eqn.primitive.name, join(operands)
+    if name in ("mul", "and"):
+        zero = NO_AXES.union(*(x.zero for x in operands))
+        joined = joined._replace(zero=zero, clean=joined.clean | zero, one=NO_AXES)
+    elif name == "div":
+        zero = operands[0].zero
+        joined = joined._replace(zero=zero, clean=joined.clean | zero, one=NO_AXES)
+    elif name == "not":
+        joined = joined._replace(zero=joined.one, one=joined.zero)
+    elif name == "or":
+        one = NO_AXES.union(*(x.one for x in operands))
+        joined = joined._replace(one=one, clean=joined.clean | one, zero=NO_AXES)
+    elif name == "select_n":
+        joined = _selected(operands, joined)
+    elif name not in _KEEPS_ZERO or len(operands) > 1:
+        joined = joined._replace(zero=NO_AXES, one=NO_AXES)
+    if name in ("mul", "div") and joined.mixed and not joined.is_mask:
+        counts = [x for x in operands if x.is_mask and not x.axes and x.mixed]
+        if counts and any(not x.is_mask and x.mixed and not x.axes for x in operands):
+            joined = joined._replace(means=joined.means | {line})
+    if name not in _KEEPS_INDEX or (name == "add" and not _adds_size(eqn)):
+        joined = joined._replace(is_index=False)
+    return joined
+
+
+def _adds_size(eqn: JaxprEqn) -> bool:
+    """Whether a negative index is made positive, as JAX does with every index."""
+    literals = [atom.val for atom in eqn.invars if isinstance(atom, Literal)]
+    return bool(literals) and all(value in _shape(eqn.outvars[0]) for value in literals)
+
+
+def _selected(operands: list[Rows], joined: Rows) -> Rows:
+    """Returns the result of `where`: for padding, the predicate may select the same case always."""
+    predicate, cases = operands[0], operands[1:]
+    clean = set(joined.clean)
+    for chosen, case in ((predicate.zero, cases[0]), (predicate.one, cases[-1])):
+        clean |= {row for row in chosen if row not in case.axes or row in case.clean}
+    clean &= joined.axes
+    return joined._replace(clean=frozenset(clean), zero=NO_AXES, one=NO_AXES)
+
+
+def reduced(operand: Rows, axes: Iterable[int], line: Place) -> Rows:
+    axes = set(axes)
+
+    def move(row: RowAxis) -> tuple[RowAxis]:
+        return (row.at(row.axis - sum(axis < row.axis for axis in axes)),)
+
+    return operand.without(axes, line).moved(move)
+
+
+def _reduction(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
+    return reduced(join(operands), eqn.params["axes"], line)._replace(is_index=False)
+
+
+def _along(*names: str) -> Rule:
+    """Returns the rule of an operation that combines entries along the axis of a parameter."""
+
+    def rule(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
+        values = [eqn.params[name] for name in names if name in eqn.params]
+        axes = [axis for x in values for axis in (x if isinstance(x, tuple) else (x,))]
+        joined = join(operands)._replace(zero=NO_AXES, one=NO_AXES, is_index=False)
+        return joined.shuffled(axes, line)
+
+    return rule
+
+
+def _along_last(count: int) -> Rule:
+    """Returns the rule of an operation that combines entries along the last axes."""
+
+    def rule(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
+        ndim = len(_shape(eqn.invars[0]))
+        joined = join(operands)._replace(zero=NO_AXES, one=NO_AXES, is_index=False)
+        return joined.shuffled(range(ndim - count, ndim), line)
+
+    return rule
+
+
+def _broadcast(eqn: JaxprEqn, operands: list[Rows], _line: Place) -> Rows:
+    dims = eqn.params["broadcast_dimensions"]
+    return operands[0].moved(lambda row: (row.at(dims[row.axis] if row.axis >= 0 else row.axis),))
+
+
+def _transpose(eqn: JaxprEqn, operands: list[Rows], _line: Place) -> Rows:
+    order = eqn.params["permutation"]
+    return operands[0].moved(
+        lambda row: (row.at(order.index(row.axis) if row.axis >= 0 else row.axis),)
+    )
+
+
+def _squeeze(eqn: JaxprEqn, operands: list[Rows], _line: Place) -> Rows:
+    dims = {d % len(_shape(eqn.invars[0])) for d in eqn.params["dimensions"]}
+
+    def move(row: RowAxis) -> tuple[RowAxis, ...]:
+        return () if row.axis in dims else (row.at(row.axis - sum(d < row.axis for d in dims)),)
+
+    return operands[0].moved(move)
+
+
+def _stack(eqn: JaxprEqn, operands: list[Rows], _line: Place) -> Rows:
+    axis = eqn.params["axis"]
+    return join(operands).moved(lambda row: (row.at(row.axis + (row.axis >= axis)),))
+
+
+def _reshape(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
+    old, new = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
+    lost = []
+
+    def move(row: RowAxis) -> list[RowAxis]:
+        if row.axis < 0:
+            return [row]
+        if old[: row.axis + 1] == new[: row.axis + 1]:
+            return [row]
+        # A reshape keeps the distance of two rows in memory.
+        stride, left = row.inner * math.prod(old[row.axis + 1 :]), row.size
+        found = []
+        for axis in reversed(range(len(new))):
+            step = math.prod(new[axis + 1 :])
+            if left > 1 and step <= stride < step * new[axis]:
+                part = min(left, step * new[axis] // stride)
+                if stride % step or left % part:
+                    break
+                found.append(RowAxis(axis, part, stride // step, row.origin))
+                stride, left = stride * part, left // part
+        if left > 1 or not found:
+            lost.append(row)
+        return found
+
+    moved = operands[0].moved(move)
+    return moved._replace(unknown=moved.unknown | {line}) if lost else moved
+
+
+def _slice(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
+    """The rule of slices: those of concatenated rows may undo the concatenation."""
+    result, sizes = operands[0], _shape(eqn.outvars[0])
+    for other in operands[1:]:  # indices
+        result = join([result, other._replace(axes=NO_AXES)])
+    shape = _shape(eqn.invars[0])
+    cut = {axis for axis, size in enumerate(shape) if sizes[axis] != size}
+    return _picked(result._replace(is_index=False), cut, line)
+
+
+def _picked(value: Rows, cut: set[int], line: Place) -> Rows:
+    """Returns the value after some of the entries along axes were picked."""
+    joined = {x.axis for x in value.axes if x.axis in cut and x.origin == "joined"}
+    result = value.shuffled(cut - joined, line)
+    return result._replace(unknown=result.unknown | {line}) if joined else result
+
+
+def _split(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
+    cut = {eqn.params["axis"]} if len(eqn.outvars) > 1 else set()
+    return _picked(operands[0], cut, line)
+
+
+def _concatenate(eqn: JaxprEqn, operands: list[Rows], _line: Place) -> Rows:
+    # Indices [i, j] of rows and columns are indices of rows, as in logits[jnp.arange(n), labels].
+    joined = join(operands)._replace(is_index=any(x.is_index for x in operands))
+    return _extended(joined, {eqn.params["dimension"]} if len(operands) > 1 else set())
+
+
+def _extended(value: Rows, axes: set[int]) -> Rows:
+    """Returns the value after other entries were put beside its rows."""
+
+    def move(row: RowAxis) -> tuple[RowAxis]:
+        return (row._replace(origin="joined") if row.axis in axes and not row.origin else row,)
+
+    return value.moved(move)
+
+
+def _pad(eqn: JaxprEqn, operands: list[Rows], _line: Place) -> Rows:
+    config = eqn.params["padding_config"]
+    return _extended(join(operands), {i for i, pads in enumerate(config) if any(pads)})
+
+
+def _update(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
+    """The rule of `dynamic_update_slice`."""
+    shape, part = (_shape(eqn.invars[i]) for i in (0, 1))
+    cut = {axis for axis, size in enumerate(shape) if part[axis] != size}
+    joined = join([*operands[:2], *(x._replace(axes=NO_AXES) for x in operands[2:])])
+    is_cut = any(x.axis in cut for x in operands[1].axes)
+    return joined._replace(unknown=joined.unknown | {line}) if is_cut else joined
+
+
+def _dot(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
+    contracted, batch = eqn.params["dimension_numbers"]
+    sides = []
+    for i in (0, 1):
+        ndim = len(_shape(eqn.invars[i]))
+        free = [d for d in range(ndim) if d not in (*contracted[i], *batch[i])]
+        start = len(batch[0])
+        if i:
+            start += len(_shape(eqn.invars[0])) - len(contracted[0]) - len(batch[0])
+        place = {d: k for k, d in enumerate(batch[i])}
+        place |= {d: start + k for k, d in enumerate(free)}
+        place |= {d: -1000 - k for k, d in enumerate(contracted[i])}
+        sides.append(_placed(operands[i], place))
+    zero = sides[0].zero | sides[1].zero
+    joined = join(sides)
+    joined = joined._replace(zero=zero, clean=joined.clean | zero, one=NO_AXES, is_index=False)
+    return joined.without([-1000 - k for k in range(len(contracted[0]))], line)
+
+
+def _placed(value: Rows, place: dict[int, int]) -> Rows:
+    return value.moved(lambda row: (row.at(place.get(row.axis, row.axis)),))
+
+
+def _conv(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
+    spec = eqn.params["dimension_numbers"]
+    image, kernel = operands
+    batch = spec.lhs_spec[0]
+    if eqn.params["batch_group_count"] > 1 or kernel.axes:
+        return unknown(operands, line)
+    others = [row.axis for row in image.axes if row.axis >= 0 and row.axis != batch]
+    if any(row.axis == spec.lhs_spec[1] for row in image.axes) and (
+        eqn.params["feature_group_count"] > 1
+    ):
+        return unknown(operands, line)
+    image = image.without(others, line)
+    moved = image.moved(lambda row: (row.at(spec.out_spec[0] if row.axis >= 0 else row.axis),))
+    return join([moved, kernel])
+
+
+def _window(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
+    sizes = eqn.params["window_dimensions"]
+    axes = [axis for axis, size in enumerate(sizes) if size > 1]
+    return join(operands)._replace(zero=NO_AXES, one=NO_AXES).shuffled(axes, line)
+
+
+def _gather(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
+    array, indices = operands
+    dims, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    shape = _shape(eqn.invars[0])
+    batch = [d for d in range(len(_shape(eqn.outvars[0]))) if d not in dims.offset_dims]
+    kept = [
+        d
+        for d in range(len(shape))
+        if d not in (*dims.collapsed_slice_dims, *dims.operand_batching_dims)
+    ]
+    place = dict(zip(kept, dims.offset_dims, strict=True))
+    for a, b in zip(dims.operand_batching_dims, dims.start_indices_batching_dims, strict=True):
+        place[a] = batch[b]
+    moved = indices.moved(lambda row: (row.at(batch[row.axis] if row.axis >= 0 else row.axis),))
+    moved = moved._replace(is_mask=False, is_index=False)
+    picked = {d for d in dims.start_index_map if sizes[d] != shape[d]}
+    if indices.is_index:  # entry i of the result is from row i
+        rows = {
+            x for x in array.axes if x.axis in picked and not x.origin and x.size == shape[x.axis]
+        }
+        places = {x: x.at(batch[0]) for x in rows}
+    else:
+        places = {}
+    result = array
+    lost = {x for x in array.axes if x.axis in picked and x not in places}
+    joined = {x for x in lost if x.origin == "joined"}
+    if lost - joined:
+        result = result.without({x.axis for x in lost - joined}, line)
+    if joined:
+        result = result.moved(lambda row: () if row in joined else (row,))
+        result = result._replace(unknown=result.unknown | {line})
+    result = result.moved(
+        lambda row: (places[row] if row in places else row.at(place.get(row.axis, row.axis)),)
+    )
+    return join([result, moved])
+
+
+def _scatter(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
+    array, indices, updates = operands
+    dims = eqn.params["dimension_numbers"]
+    joined = join([array, indices._replace(axes=NO_AXES), updates._replace(axes=NO_AXES)])
+    window = sorted(dims.update_window_dims)
+    kept = [
+        d
+        for d in range(len(_shape(eqn.invars[0])))
+        if d not in (*dims.inserted_window_dims, *dims.operand_batching_dims)
+    ]
+    place = dict(zip(window, kept, strict=True))
+    scattered = [d for d in range(len(_shape(eqn.invars[2]))) if d not in window]
+    for a, b in zip(dims.operand_batching_dims, dims.scatter_indices_batching_dims, strict=True):
+        place[scattered[b]] = a
+    rows = updates.moved(
+        lambda row: (
+            (row.at(place.get(row.axis, row.axis)),) if (row.axis in place or row.axis < 0) else ()
+        )
+    )
+    rest = [row.axis for row in updates.axes if row.axis >= 0 and row.axis not in place]
+    own = [row for row in indices.axes if row.axis >= 0 and scattered[row.axis] not in place]
+    result = join([joined, rows])._replace(is_mask=False, is_index=False)
+    is_own = indices.is_index and all(not x.origin for x in array.axes)
+    if (not rest and not own) or (array.axes and is_own):  # x.at[jnp.arange(n), labels].set(v)
+        return result
+    if array.axes:
+        return result._replace(unknown=result.unknown | {line})
+    mixed = join([updates.without(rest, line), indices.without([x.axis for x in own], line)])
+    return join([result, mixed._replace(axes=NO_AXES)])
+
+
+def gathered(eqn: JaxprEqn, value: Rows) -> Rows:
+    """Returns the rows of all replicas."""
+    dim, tiled = eqn.params["all_gather_dimension"], eqn.params["tiled"]
+
+    def move(row: RowAxis) -> list[RowAxis]:
+        axis = row.axis if tiled or row.axis < dim else row.axis + 1
+        size = row.size * eqn.params["axis_size"] if tiled and row.axis == dim else row.size
+        found = [row._replace(axis=axis, size=size, origin="gathered")]
+        return found if tiled else [*found, RowAxis(dim, eqn.params["axis_size"], 1, "gathered")]
+
+    return value.moved(move)
+
+
+def _leading(_eqn: JaxprEqn, operands: list[Rows], _line: Place) -> Rows:
+    """The rule of operations on PRNG keys, whose axes come first in the result."""
+    return join(operands)._replace(zero=NO_AXES, one=NO_AXES, is_mask=False, is_index=False)
+
+
+_KEEPS_ZERO = frozenset(
+    (
+        "convert_element_type",
+        "neg",
+        "abs",
+        "sign",
+        "sqrt",
+        "copy",
+        "copy_p",
+        "stop_gradient",
+        "real",
+        "imag",
+        "reduce_precision",
+        "square",
+        "integer_pow",
+    )
+)
+_KEEPS_INDEX = frozenset(("convert_element_type", "copy", "copy_p", "lt", "add", "select_n"))
+_OTHER_ELEMENTWISE = frozenset(
+    (
+        *("convert_element_type", "copy", "copy_p", "reduce_precision", "stop_gradient", "add_any"),
+        *("exp2", "expm1", "rsqrt", "cbrt", "logistic", "tan", "asin", "acos", "atan", "atan2"),
+        *("sinh", "cosh", "asinh", "acosh", "atanh", "erf", "erfc", "lgamma", "digamma"),
+        *("polygamma", "igamma", "igammac", "regularized_incomplete_beta", "bessel_i0e"),
+        *("bessel_i1e", "nextafter", "population_count", "clz", "shift_right_arithmetic"),
+        *("real", "imag", "complex", "conj", "bitcast_convert_type", "threefry2x32", "zeta"),
+        *("random_fold_in", "mulhi", "lt_to", "le_to", "eq_to"),
+    )
+)
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(ELEMENTWISE | _OTHER_ELEMENTWISE, _elementwise),
+    **dict.fromkeys(
+        (
+            "reduce_sum",
+            "reduce_max",
+            "reduce_min",
+            "reduce_prod",
+            "reduce_and",
+            "reduce_or",
+            "reduce_xor",
+            "argmax",
+            "argmin",
+        ),
+        _reduction,
+    ),
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _along("axis")),
+    "sort": _along("dimension"),
+    "rev": _along("dimensions"),
+    "top_k": _along_last(1),
+    "approx_top_k": _along("reduction_dimension"),
+    **dict.fromkeys(
+        (
+            "cholesky",
+            "lu",
+            "qr",
+            "eigh",
+            "eig",
+            "svd",
+            "triangular_solve",
+            "householder_product",
+            "schur",
+            "tridiagonal_solve",
+        ),
+        _along_last(2),
+    ),
+    "broadcast_in_dim": _broadcast,
+    "transpose": _transpose,
+    "squeeze": _squeeze,
+    "reshape": _reshape,
+    "slice": _slice,
+    "dynamic_slice": _slice,
+    "split": _split,
+    "concatenate": _concatenate,
+    "stack": _stack,
+    "pad": _pad,
+    "dynamic_update_slice": _update,
+    "dot_general": _dot,
+    "conv_general_dilated": _conv,
+    **dict.fromkeys(
+        (
+            "reduce_window",
+            "reduce_window_sum",
+            "reduce_window_max",
+            "reduce_window_min",
+            "cumred_reduce_window",
+        ),
+        _window,
+    ),
+    "gather": _gather,
+    **dict.fromkeys(
+        ("scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter-max", "scatter-min"),
+        _scatter,
+    ),
+    **dict.fromkeys(
+        (
+            "random_bits",
+            "random_split",
+            "random_wrap",
+            "random_unwrap",
+            "random_seed",
+            "random_clone",
+            "random_gamma",
+        ),
+        _leading,
+    ),
+}

@@ -1,0 +1,258 @@
+"""Checks that padding and pieces of a batch do not change what a step computes."""
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, final
+
+import jax
+import numpy as np
+
+from mirror._src.data.padded import PaddedBatch
+from mirror._src.program.axis import named_axis
+from mirror._src.program.row_facts import NO_ROWS, Place, row
+from mirror._src.program.rows import find_rows
+from mirror._src.strategy.strategy import Strategy
+from mirror._src.utils.errors import counted
+from mirror._src.utils.naming import depth_of_user, name_of
+from mirror._src.utils.source_lines import on_behalf_of, users_function
+from mirror._src.utils.types import PyTree
+from mirror._src.values.per_replica import PerReplica, is_per_replica
+
+Step = Callable[..., Any]
+"""Step `(model, batch, mask)` that returns what is computed for the examples."""
+
+_MASK = "mask = mirror.example_mask(batch)"
+
+
+class Mixing(NamedTuple):
+    """Lines at which a program looks across the rows of the batch.
+
+    Attributes:
+        mixed: Lines at which a result came to depend on other rows.
+        padded: Those at which padding enters.
+        means: Those at which a replica divides by the number of its examples.
+    """
+
+    mixed: tuple[Place, ...]
+    padded: tuple[Place, ...]
+    means: tuple[Place, ...]
+
+
+@final
+class RowCheck:
+    """Checks the steps of one trainer.
+
+    Args:
+        strategy: Strategy that runs the steps.
+        num_pieces: Number of pieces into which a training step splits a replica's batch.
+    """
+
+    def __init__(self, strategy: Strategy, num_pieces: int) -> None:
+        self._strategy = strategy
+        self._num_pieces = num_pieces
+        self._separate: set[Any] = set()
+        self._known: list[tuple[Any, Mixing]] = []
+        self._warned: set[str] = set()
+
+    def require_separate_pieces(self, step: Step, model: Any, launch: PaddedBatch) -> None:
+        """Checks that rows of one piece do not depend on rows of others; once for each shape.
+
+        Batch statistics of a layer are those of a piece, as they are those of a replica, which is
+        said once.
+
+        Raises:
+            ValueError: If another operation looks across rows.
+        """
+        key = tuple((np.shape(x)[1:], x.dtype) for x in _leaves(launch))
+        if self._num_pieces == 1 or key in self._separate:
+            return
+        mixing = self._mixing(step, model, launch)
+        others = [place for place in mixing.mixed if not place.is_statistics]
+        if others:
+            raise ValueError(
+                f"{_name(step)} looks across the examples of a batch at {_lines(others)}, but "
+                f"accumulate_steps={self._num_pieces} splits the batch of a replica into pieces, "
+                "each of which would be a batch of its own. Omit accumulate_steps, and save memory "
+                "with nnx.remat or a smaller batch."
+            )
+        self._separate.add(key)
+        if mixing.mixed:
+            self._warn(
+                "pieces",
+                f"The batch normalization at {_lines(mixing.mixed)} uses the statistics of one of "
+                f"accumulate_steps={self._num_pieces} pieces, not of the batch of a replica. For "
+                "results that do not depend on the pieces, omit accumulate_steps or use "
+                "nnx.LayerNorm or nnx.GroupNorm.",
+            )
+
+    def without_padding(
+        self,
+        step: Step,
+        model: Any,
+        launch: PaddedBatch,
+        num_pieces: int = 1,
+        *,
+        changes_state: bool = False,
+    ) -> list[PaddedBatch]:
+        """Returns launches that compute what the examples alone give: this one, if it does.
+
+        If padding would change results, every batch becomes a launch without padding. Batch
+        statistics of a layer may include padding on several replicas, which is said once.
+
+        Args:
+            step: The step to check.
+            model: First argument of the step.
+            launch: Batches, perhaps with padding.
+            num_pieces: Number of pieces into which the step splits the batch of a replica.
+            changes_state: Whether the step changes the model, and not only computes rows.
+
+        Raises:
+            ValueError: If padding would change results, and is needed.
+        """
+        if not is_padded(launch):
+            return [launch]
+        mixing = self._mixing(step, model, launch, only_rows=not changes_state)
+        n, rows = _shape(launch)[0], _shape(launch)[-1]
+        sizes = launch.sizes or (launch.num_examples,)
+        # Statistics over the examples of a replica that has none would be 0 / 0.
+        is_empty = bool(mixing.means) and min(sizes) <= (n - 1) * rows
+        if not mixing.padded and not is_empty:
+            return [launch]
+        indices = range(launch.first, launch.first + launch.num_batches)
+        uneven = [sizes[i] for i in indices if sizes[i] % (n * num_pieces)]
+        if not uneven and not self._strategy.spans_processes:
+            return [self._exact(launch, i, sizes[i]) for i in indices]
+        if is_empty or not all(place.is_statistics for place in mixing.padded):
+            raise ValueError(self._message(step, mixing, max(uneven or sizes), n * num_pieces))
+        self._warn("padding", self._warning(mixing, n * num_pieces))
+        return [launch]
+
+    def _warn(self, kind: str, message: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(message, stacklevel=depth_of_user())
+
+    def _warning(self, mixing: Mixing, multiple: int) -> str:
+        return (
+            f"The batch normalization at {_lines(mixing.padded)} counts the padding of batches "
+            f"whose size is not a multiple of {multiple}. Pass "
+            "mask=mirror.example_mask(x) with axes added for the other axes of x, or drop the last "
+            "batch: "
+            "mirror.data.from_arrays(..., drop_remainder=True)."
+        )
+
+    def _message(self, step: Step, mixing: Mixing, size: int, multiple: int) -> str:
+        n = self._strategy.num_replicas_in_sync
+        name = _name(step)
+        sizes = f"Use batch sizes that are multiples of {multiple}, or drop the last batch: "
+        drop = "mirror.data.from_arrays(..., drop_remainder=True)"
+        means = [place for place in mixing.padded if place.is_mean_of_means]
+        if means or not mixing.padded:
+            return (
+                f"{name} computes means over the examples of each replica at "
+                f"{_lines(means or mixing.means)}, but {counted(n, 'replica')} have unequal "
+                f"numbers of the {counted(size, 'example')} of a batch, or none. {sizes}{drop}. Or "
+                f"all-reduce sums over the examples of {_MASK}, and their number."
+            )
+        return (
+            f"{name} looks across the examples of a batch at {_lines(mixing.padded)}, but a batch "
+            f"of {counted(size, 'example')} is padded for {counted(n, 'replica')}, and the padding "
+            f"would change the result. {sizes}{drop}. Or exclude the padding: {_MASK}."
+        )
+
+    def _mixing(
+        self, step: Step, model: Any, launch: PaddedBatch, *, only_rows: bool = False
+    ) -> Mixing:
+        """Returns the lines at which a step looks across rows.
+
+        Args:
+            step: The step.
+            model: Its first argument.
+            launch: Its other arguments.
+            only_rows: Whether only results with one row per example count.
+        """
+        runner, axis = self._strategy._runner, len(_shape(launch)) - 2
+        step = _of_first(step) if axis else step
+        call, traced = runner.traced(step, (model, launch.batch, launch.mask), {})
+        program = traced.jaxprs[0]
+        for known, mixing in self._known:
+            if known == (program, only_rows):
+                return mixing
+        own = traced.steps[0].per_replica
+        avals: list[Any] = [var.aval for var in program.jaxpr.invars]
+        size = avals[-1].shape[axis]
+        first_argument = len(own) - len(call.layout.dynamic)
+        inputs = [
+            row(size, axis=axis) if is_own and i >= first_argument else NO_ROWS
+            for i, is_own in enumerate(own)
+        ]
+        inputs[-1] = row(size, axis=axis, is_mask=True)
+        with named_axis(runner.replicas.axis_name):
+            found = find_rows(program, inputs, self._strategy.num_replicas_in_sync)
+        outputs: list[Any] = [var.aval for var in program.jaxpr.outvars]
+        if only_rows:
+            pairs = zip(found, outputs, strict=True)
+            found = [rows for rows, aval in pairs if aval.shape[:1] == (size,)]
+        mixing = Mixing(
+            *(
+                tuple(sorted({place for rows in found for place in getattr(rows, name)}))
+                for name in Mixing._fields
+            )
+        )
+        self._known = [*self._known[-7:], ((program, only_rows), mixing)]
+        return mixing
+
+    def _exact(self, launch: PaddedBatch, index: int, size: int) -> PaddedBatch:
+        """Returns one batch of a launch, without padding."""
+        examples = examples_of(launch, index), np.ones(size, bool)
+        ((batch, mask),) = self._strategy.distribute_dataset([examples])
+        assert isinstance(mask, PerReplica)
+        return PaddedBatch(batch, mask, 1, size, sizes=(size,))
+
+
+def is_padded(launch: PaddedBatch) -> bool:
+    """Whether the batches of a launch contain padding."""
+    n, *_, size = _shape(launch)
+    return launch.num_examples < launch.num_batches * n * size
+
+
+def examples_of(launch: PaddedBatch, index: int = 0) -> PyTree:
+    """Returns the examples of a batch of a launch, on the host."""
+
+    def rows(leaf: PerReplica) -> np.ndarray:
+        array = np.asarray(leaf.stacked)
+        array = array[:, index] if len(_shape(launch)) == 3 else array
+        return array.reshape(-1, *array.shape[2:])
+
+    mask = rows(launch.mask)
+    return jax.tree.map(lambda leaf: rows(leaf)[mask], launch.batch, is_leaf=is_per_replica)
+
+
+def _leaves(launch: PaddedBatch) -> list[Any]:
+    leaves: list[Any] = jax.tree.leaves((launch.batch, launch.mask), is_leaf=is_per_replica)
+    return [leaf.stacked for leaf in leaves]
+
+
+def _shape(launch: PaddedBatch) -> tuple[int, ...]:
+    """Returns the shape of the mask: replicas, batches of a group, rows of a replica."""
+    return tuple(np.shape(launch.mask.stacked))
+
+
+@functools.lru_cache(16)
+def _of_first(step: Step) -> Step:
+    """Returns a step that computes the first batch of a group."""
+
+    def first(model: Any, batches: PyTree, masks: Any) -> Any:
+        return step(model, *jax.tree.map(lambda x: x[0], (batches, masks)))
+
+    on_behalf_of(first, users_function(step))
+    return first
+
+
+def _name(step: Step) -> str:
+    return name_of(users_function(step))
+
+
+def _lines(places: Sequence[Place]) -> str:
+    return ", ".join(dict.fromkeys(place.line for place in places))

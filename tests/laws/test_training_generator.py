@@ -1,0 +1,54 @@
+"""Random training programs equal plain JAX on one device, or are refused; see `tests/fuzz`.
+
+`python -m tests.fuzz.training SEED` shows one program, `python -m tests.fuzz.training SEED SECS`
+searches.
+"""
+
+import time
+
+import pytest
+
+from tests.fuzz.training import Case, broken, generate
+
+SECS = 600.0
+
+# Programs of each class of faults that random programs have found, or should have.
+CHOSEN = {
+    "unequal weights and an all-reduce": Case(4, 2, loss="weighted", mix="mean", norm=True),
+    "weights with a gradient, in pieces": Case(
+        1, 2, "vmap", (8, 6), "parameters", pieces=2, at_once=2, keyed=True, dtypes=("bool",)
+    ),
+    "padding in batch statistics": Case(2, 4, sizes=(10, 10), norm=True),
+    "padding in gathered rows": Case(4, 4, sizes=(10,), mix="gather"),
+    "padding that is excluded": Case(3, 4, "pairs", (10, 7), mix="masked gather"),
+    "padding that is not needed": Case(8, 2, sizes=(8, 6), norm=True, at_once=3),
+    "pieces of rows": Case(5, 1, mix="own", pieces=2),
+    "integers": Case(
+        8, 2, sizes=(8, 5), loss="integers", at_once=2, dtypes=("int32", "uint32", "int8", "int16")
+    ),
+}
+
+
+def test_chosen_training_programs_equal_one_device(subtests):
+    for name, case in CHOSEN.items():
+        with subtests.test(msg=name):
+            assert not broken(case), case
+
+
+@pytest.mark.slow
+def test_random_training_programs_equal_one_device(subtests):
+    for seed in range(40):
+        with subtests.test(msg=str(seed)):
+            case = generate(seed)
+            assert not broken(case), case
+
+
+@pytest.mark.nightly
+def test_new_training_programs_equal_one_device():
+    start = int(time.time())
+    end, seed = time.monotonic() + SECS, start
+    while time.monotonic() < end:
+        case = generate(seed)
+        assert not broken(case), f"{case}; see python -m tests.fuzz.training {seed}"
+        seed += 1
+    assert seed > start + 20
