@@ -6,10 +6,12 @@ can compute exactly must be refused; every other one must be equal.
 """
 
 import contextlib
+import sys
+import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -351,20 +353,32 @@ def quiet() -> Iterator[None]:
         yield
 
 
-if __name__ == "__main__":
-    import sys
-    import time
+class Found(NamedTuple):
+    """What a search found: how many programs it ran, were refused, and differed by what."""
 
-    mirror.config.set_num_cpu_devices(8)
-    start, secs = int(sys.argv[1]), float(sys.argv[2]) if len(sys.argv) > 2 else 0.0
-    end, count, num_broken, refused = time.monotonic() + secs, 0, 0, 0
+    count: int
+    refused: int
+    broken: dict[str, str]
+
+
+def search(start: int, secs: float, *, shows_all: bool = False) -> Found:
+    """Checks the programs of the seeds from `start`; at least one."""
+    count, refused, found = 0, 0, dict[str, str]()
+    end = time.monotonic() + secs
     while not count or time.monotonic() < end:
         case = generate(start + count)
         words = broken(case)
-        refused += case.is_refused
-        num_broken += bool(words)
-        if words or not secs:
+        if words:
+            found[str(case)] = words
+        if words or shows_all:
             print(f"{case}\n{words or 'equal, or refused as it must be'}", flush=True)
-        count += 1
-    print(f"{count} programs, {refused} refused, {num_broken} broken")
-    sys.exit(bool(num_broken))
+        count, refused = count + 1, refused + case.is_refused
+    return Found(count, refused, found)
+
+
+if __name__ == "__main__":
+    mirror.config.set_num_cpu_devices(8)
+    secs = float(sys.argv[2]) if len(sys.argv) > 2 else 0.0
+    found = search(int(sys.argv[1]), secs, shows_all=not secs)
+    print(f"{found.count} programs, {found.refused} refused, {len(found.broken)} broken")
+    sys.exit(bool(found.broken))

@@ -1,4 +1,4 @@
-"""What is known of the rows of the batch in one value of a program."""
+"""Facts about the rows of the batch in one value of a program."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple

@@ -149,7 +149,7 @@ def _reshape(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
 
 
 def _slice(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
-    """The rule of slices: those of concatenated rows may undo the concatenation."""
+    """The rule of slices: a slice of concatenated rows may undo the concatenation."""
     result, sizes = operands[0], _shape(eqn.outvars[0])
     for other in operands[1:]:  # indices
         result = join([result, other._replace(axes=NO_AXES)])

@@ -58,8 +58,7 @@ class RowCheck:
     def require_separate_pieces(self, step: Step, model: Any, launch: PaddedBatch) -> None:
         """Checks that rows of one piece do not depend on rows of others; once for each shape.
 
-        Batch statistics of a layer are those of a piece, as they are those of a replica, which is
-        said once.
+        A layer may compute batch statistics over the examples of a piece, with one warning.
 
         Raises:
             ValueError: If another operation looks across rows.
@@ -97,8 +96,8 @@ class RowCheck:
     ) -> list[PaddedBatch]:
         """Returns launches that compute what the examples alone give: this one, if it does.
 
-        If padding would change results, every batch becomes a launch without padding. Batch
-        statistics of a layer may include padding on several replicas, which is said once.
+        If padding would change results, every batch becomes a launch without padding. A layer may
+        include padding in the batch statistics of a replica, with one warning.
 
         Args:
             step: The step to check.
