@@ -507,7 +507,7 @@ class Trainer(TrainerState[M]):
         launches = self._rows.without_padding(
             step, self._model, launch, self._multiple, changes_state=True
         )
-        if launches != [launch]:
+        if launches[0] is not launch:
             return functools.reduce(add_on_host, map(self._train_alone, launches))
         if self._remote is not None:
             self._trace(launch)
