@@ -945,6 +945,74 @@ _OF_DATA = (
     ),
 )
 
+_GENERATOR = ("tests/laws/test_training_generator.py",)
+
+_OF_WHOLE_BATCHES = (
+    Fault(
+        "losses divided by the weights of their replica",
+        f"{_TRAINING}/steps.py",
+        "divisor = _common_weight(sums) if is_small else num_rows",
+        "divisor = _nonzero(_weight(sums))",
+        ("tests/training/test_whole_batch.py", *_GENERATOR),
+        likely="quotients",
+    ),
+    Fault(
+        "weights without a gradient",
+        f"{_TRAINING}/steps.py",
+        "        if dependence.is_found:",
+        "        if False:",
+        ("tests/training/test_whole_batch.py", *_GENERATOR),
+        likely="quotients",
+    ),
+    Fault(
+        "integers that wrap",
+        f"{_TRAINING}/exact.py",
+        "    if size == 1:",
+        "    if size > 0:",
+        ("tests/training/test_whole_batch.py", *_GENERATOR),
+        likely="integers",
+    ),
+    Fault(
+        "padding in losses that look across examples",
+        f"{_TRAINING}/row_check.py",
+        "        if not mixing.padded and not is_empty:",
+        "        if mixing is not None:",
+        _GENERATOR,
+        likely="chosen",
+    ),
+    Fault(
+        "pieces of a batch as batches",
+        f"{_TRAINING}/row_check.py",
+        "        if others:",
+        "        if not others and others:",
+        _GENERATOR,
+        likely="chosen",
+    ),
+    Fault(
+        "a verify that pads the batch of one device",
+        f"{_TRAINING}/trainer.py",
+        "arguments, {}, rtol, self._alone)",
+        "arguments, {}, rtol)",
+        _GENERATOR,
+        likely="chosen",
+    ),
+    Fault(
+        "means over unequal numbers of examples that are averaged",
+        "mirror/_src/program/rows.py",
+        "if operand.means else NO_LINES",
+        "if operand.means and not operand.means else NO_LINES",
+        ("tests/program/test_rows.py",),
+    ),
+    Fault(
+        "equal keys in all pieces",
+        "mirror/_src/context/replica_context.py",
+        "index * self.piece.num_rows + self.piece.first_row",
+        "index * self.piece.num_rows",
+        _GENERATOR,
+        likely="chosen",
+    ),
+)
+
 _OF_TRAINING = (
     Fault(
         "gradients divided by examples and padding",
@@ -1664,6 +1732,7 @@ FAULTS: tuple[Fault, ...] = (
     *_OF_DEVICES,
     *_OF_VARIABLES,
     *_OF_DATA,
+    *_OF_WHOLE_BATCHES,
     *_OF_TRAINING,
     *_OF_CHECKPOINTS,
     *_OF_PROCESSES,
