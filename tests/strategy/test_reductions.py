@@ -35,10 +35,13 @@ def expected(op, values, axis, where=None):
     return EXACT[op](x, keep, (0, *within))
 
 
+small_sums = {"bool": "int32", "int8": "int32", "uint8": "uint32"}
+
+
 def result_dtype(op, dtype):
     if op == "mean" and (dtype == "bool" or "int" in dtype):
         return "float32"
-    return "int32" if op == "sum" and dtype == "bool" else dtype
+    return small_sums.get(dtype, dtype) if op == "sum" else dtype
 
 
 def some_values(n, dtype, shape=(4, 3)):

@@ -123,9 +123,14 @@ def result_dtype(op: ReduceOp, dtype: Any) -> Any:
     exact = jnp.issubdtype(dtype, jnp.integer) or dtype == jnp.bool_
     if op is ReduceOp.MEAN and exact:
         return jnp.dtype(jnp.float32)
-    if op is ReduceOp.SUM and dtype == jnp.bool_:
-        return jnp.dtype(jnp.int32)
+    if op is ReduceOp.SUM and exact:  # as `jnp.sum`: 8 bits hold no sum of two replicas
+        return jnp.promote_types(dtype, jnp.uint32 if is_unsigned(dtype) else jnp.int32)
     return dtype
+
+
+def is_unsigned(dtype: Any) -> bool:
+    """Whether a dtype is an integer without a sign."""
+    return jnp.issubdtype(dtype, jnp.unsignedinteger)
 
 
 def accumulator(dtype: Any) -> Any:

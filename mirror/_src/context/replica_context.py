@@ -202,7 +202,8 @@ class ReplicaContext:
 
         Returns:
             A pytree of arrays with the same structure and shapes. Dtypes are preserved, except
-            that the mean of integers or booleans is float32 and the sum of booleans is int32.
+            that the mean of integers or booleans is float32, and the sum of booleans and small
+            integers is int32 or uint32. Sums of 32 bits wrap, as `jnp.sum` does.
 
         Raises:
             ValueError: If `op` is a string, but not the name of a reduction.

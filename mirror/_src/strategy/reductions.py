@@ -1,7 +1,7 @@
 """Steps that implement `strategy.reduce` and `strategy.gather`, and checks of their arguments."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +11,9 @@ import numpy as np
 from mirror._src.collectives.in_step import bind_all_reduce
 from mirror._src.collectives.reduce_op import ReduceOp, accumulator, prepare
 from mirror._src.context.scopes import current_frame
+from mirror._src.devices.narrowing import ENABLE_64_BITS
 from mirror._src.utils.errors import describe, expected
+from mirror._src.utils.naming import keys
 from mirror._src.utils.types import ARRAY_LIKE, Array, PyTree
 from mirror._src.values.per_replica import PerReplica, is_per_replica
 
@@ -19,8 +21,17 @@ Axes = tuple[int, ...] | None
 
 
 @functools.cache
-def reduction(op: ReduceOp, axis: Axes, masked: bool) -> Callable[..., PyTree]:
-    """Returns a step that reduces a tree over the replicas, and over `axis` of every leaf."""
+def reduction(op: ReduceOp, axis: Axes, masked: bool, is_checked: bool) -> Callable[..., PyTree]:
+    """Returns a step that reduces a tree over the replicas, and over `axis` of every leaf.
+
+    The step returns the results and, if it is checked, estimates of the sums of integers for
+    `require_exact`.
+    """
+
+    def estimate(leaf: Array, mask: Array | None) -> Array | None:
+        if not is_checked or not jnp.issubdtype(prepare(op, leaf).dtype, jnp.integer):
+            return None
+        return reduce_leaf(jnp.asarray(leaf).astype(jnp.float32), mask)
 
     def reduce_leaf(leaf: Array, mask: Array | None) -> Array:
         leaf = jnp.asarray(leaf)
@@ -39,11 +50,12 @@ def reduction(op: ReduceOp, axis: Axes, masked: bool) -> Callable[..., PyTree]:
         count = bind_all_reduce(ReduceOp.SUM, _sum(keep, axis, jnp.int32))
         return (total / count.astype(total.dtype)).astype(operand.dtype)
 
-    def reduce_tree(value: PyTree, where: Array | None) -> PyTree:
-        return jax.tree.map(lambda leaf: reduce_leaf(leaf, where), value)
+    def reduce_tree(value: PyTree, where: Array | None) -> tuple[PyTree, list[Array | None]]:
+        estimates = [estimate(leaf, where) for leaf in jax.tree.leaves(value)]
+        return jax.tree.map(lambda leaf: reduce_leaf(leaf, where), value), estimates
 
-    def reduce_unmasked(value: PyTree) -> PyTree:
-        return jax.tree.map(lambda leaf: reduce_leaf(leaf, None), value)
+    def reduce_unmasked(value: PyTree) -> tuple[PyTree, list[Array | None]]:
+        return reduce_tree(value, None)
 
     step = reduce_tree if masked else reduce_unmasked
     step.__name__ = "reduce"  # in logs and profiles
@@ -67,6 +79,33 @@ def gathering(axis: int) -> Callable[[PyTree], PyTree]:
 
     gather_tree.__name__ = "gather"
     return gather_tree
+
+
+def require_exact(value: PyTree, sums: PyTree, estimates: Sequence[Array | None]) -> None:
+    """Checks that sums of integers have not wrapped.
+
+    Args:
+        value: The values that were reduced.
+        sums: Their sums.
+        estimates: The sums in float32; None for other dtypes.
+
+    Raises:
+        OverflowError: If a sum does not fit its dtype.
+    """
+    if all(estimate is None for estimate in estimates):
+        return
+    paths = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_per_replica)[0]
+    for (path, _), total, estimate in zip(paths, jax.tree.leaves(sums), estimates, strict=True):
+        if estimate is None:
+            continue
+        exact, rough = np.asarray(total), np.asarray(estimate, np.float64)
+        wrapped = np.abs(exact.astype(np.float64) - rough) > 2.0 ** (8 * exact.itemsize - 2)
+        if wrapped.any():
+            raise OverflowError(
+                f"The sum of value{keys(path)} is about {rough[wrapped].flat[0]:.3g}, which does "
+                f"not fit {exact.dtype}. Reduce floats, strategy.reduce('sum', "
+                f"x.astype('float32')), or enable 64-bit types: {ENABLE_64_BITS}."
+            )
 
 
 def canonical_axes(axis: Any) -> Axes:

@@ -10,7 +10,7 @@ import jax
 from mirror._src.checks import verify as checks
 from mirror._src.checks.copies import check_mirrored
 from mirror._src.collectives.cross_device_ops import CrossDeviceOps
-from mirror._src.collectives.reduce_op import Reduction, require_axis, require_op
+from mirror._src.collectives.reduce_op import ReduceOp, Reduction, require_axis, require_op
 from mirror._src.context.scopes import current_frame, require_cross_replica
 from mirror._src.data.distribute import (
     DistributedDataset,
@@ -39,13 +39,14 @@ from mirror._src.strategy.reductions import (
     gathering,
     reduction,
     require_equal_shapes,
+    require_exact,
     require_values,
 )
 from mirror._src.strategy.scope import Scope
 from mirror._src.utils.errors import counted, expected, require_int
 from mirror._src.utils.keras_library import is_model
 from mirror._src.utils.modules import set_module
-from mirror._src.utils.naming import keys
+from mirror._src.utils.naming import is_our_module, keys
 from mirror._src.utils.supported import warn_about_jax
 from mirror._src.utils.tables import Table
 from mirror._src.utils.tracebacks import api_boundary, hide_internal_frames
@@ -278,7 +279,8 @@ class Strategy(abc.ABC):
 
         Returns:
             A pytree of mirrored arrays with the same structure. The mean of integers or booleans is
-            float32, and the sum of booleans is int32. A mean over no elements is NaN.
+            float32, and the sum of booleans and small integers is int32 or uint32. A mean over no
+            elements is NaN.
 
         Raises:
             ValueError: If `op` is unknown, an axis is out of range, the shape of `where` does not
@@ -286,6 +288,7 @@ class Strategy(abc.ABC):
             TypeError: If a leaf is neither an array nor a number, or `op`, `axis` or `where` has
                 the wrong type.
             RuntimeError: If called inside a replica or another strategy's scope.
+            OverflowError: If a sum of integers does not fit its dtype.
 
         >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
         >>> strategy.reduce("mean", mirror.PerReplica([1.0, 2.0]))
@@ -296,11 +299,18 @@ class Strategy(abc.ABC):
         require_cross_replica(self, "reduce", "Use mirror.get_replica_context().all_reduce.")
         value = unwrapped(value)
         reduce_op = require_op("strategy.reduce", op, value)
-        step = reduction(reduce_op, canonical_axes(axis), where is not None)
+        # The user's own operations may round.
+        is_checked = reduce_op is ReduceOp.SUM and is_our_module(
+            type(self._cross_device_ops).__module__
+        )
+        step = reduction(reduce_op, canonical_axes(axis), where is not None, is_checked)
         require_values("reduce", value)
         if axis is None:
             require_equal_shapes(value)
-        return self._runner.run(step, (value,) if where is None else (value, where), {})
+        arguments = (value,) if where is None else (value, where)
+        result, estimates = self._runner.run(step, arguments, {})
+        require_exact(value, result, estimates)
+        return result
 
     @final
     @api_boundary

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from mirror._src.collectives.reduce_op import ReduceOp, result_dtype
 from mirror._src.utils.errors import ReplicaDivergenceError, describe
 from mirror._src.utils.types import ARRAY_LIKE, Array
 from mirror._src.values.per_replica import is_per_replica
@@ -145,8 +146,8 @@ def require_aggregation_keeps_dtype(
     Raises:
         ValueError: If it has another dtype.
     """
-    mean_of_exact = aggregation == "mean" and not jnp.issubdtype(array.dtype, jnp.inexact)
-    if mean_of_exact or (aggregation == "sum" and array.dtype == jnp.bool_):
+    is_reduced = aggregation in ("mean", "sum")
+    if is_reduced and result_dtype(ReduceOp(aggregation), array.dtype) != array.dtype:
         raise ValueError(
             f"aggregation={aggregation!r} does not preserve the dtype of {label(name)}, "
             f"{array.dtype}. Pass dtype='float32' for a mean, or dtype='int32' for a count."

@@ -75,7 +75,8 @@ class Variable(nnx.Variable[Any]):
 
     Raises:
         ValueError: If `value` is neither an array nor a number, if `synchronization` or
-            `aggregation` is unknown, or for a mean of integers or booleans or a sum of booleans.
+            `aggregation` is unknown, or for a mean of integers or booleans, or a sum of booleans or
+            small integers.
         TypeError: If an argument exists only in `tf.Variable`.
         RuntimeError: If the variable is created inside a step.
 

@@ -1,0 +1,51 @@
+"""Sums of integers are exact, or an error that names the value."""
+
+import numpy as np
+import pytest
+
+import mirror
+from tests.support.messages import raises
+from tests.support.strategies import EXECUTORS, cpu_strategy
+
+SMALL = ("int8", "uint8", "int16", "uint16", "bool")
+
+
+@pytest.mark.parametrize("make", EXECUTORS.values(), ids=EXECUTORS)
+def test_sums_of_small_integers_do_not_wrap(make):
+    strategy = make()
+    values = {
+        dtype: mirror.PerReplica(
+            [np.full(3, 1 if dtype == "bool" else np.iinfo(dtype).max, dtype)] * 2
+        )
+        for dtype in SMALL
+    }
+
+    def step(values):
+        return mirror.get_replica_context().all_reduce("sum", values)
+
+    most = {dtype: 1 if dtype == "bool" else int(np.iinfo(dtype).max) for dtype in SMALL}
+    in_step, reduced = strategy.run(step, (values,)), strategy.reduce("sum", values)
+    over_rows = strategy.reduce("sum", values, axis=0)
+    for dtype, largest in most.items():
+        assert {int(x) for x in in_step[dtype]} == {int(x) for x in reduced[dtype]} == {2 * largest}
+        assert int(over_rows[dtype]) == 6 * largest
+
+
+@pytest.mark.parametrize("make", EXECUTORS.values(), ids=EXECUTORS)
+def test_reduce_rejects_sums_that_do_not_fit(make):
+    strategy = make()
+    for dtype, value in {"int32": 2**30, "uint32": 2**31}.items():
+        fits = {"n": mirror.PerReplica([np.full(2, value // 2, dtype)] * 2)}
+        assert int(strategy.reduce("sum", fits)["n"][0]) == value
+        wraps = {"n": mirror.PerReplica([np.array([1, value], dtype)] * 2)}
+        with raises(OverflowError, names="value['n']", values=dtype, fix="x.astype('float32')"):
+            strategy.reduce("sum", wraps)
+        with raises(OverflowError, names="value['n']", values=dtype):
+            strategy.reduce("sum", fits, axis=0)
+
+
+def test_masked_sums_count_only_what_is_kept():
+    strategy = cpu_strategy(2)
+    value = mirror.PerReplica([np.array([2**30, 5], "int32")] * 2)
+    kept = mirror.PerReplica([np.array([False, True])] * 2)
+    assert int(strategy.reduce("sum", value, axis=0, where=kept)) == 10
