@@ -1,7 +1,5 @@
 """The conductor, on processes that answer when the test says so."""
 
-import threading
-
 import pytest
 
 from mirror._src.ps.conductor import Conductor
@@ -12,7 +10,6 @@ from mirror._src.ps.replies import Result
 from tests.support.waiting import wait_until
 
 SECS = 10.0  # to wait for another thread
-MOMENT = 0.1  # to see that nothing happens
 
 
 class Answers:
@@ -21,9 +18,7 @@ class Answers:
     num_servers = num_workers = 1
 
     def __init__(self):
-        self.asked = threading.Event()
-        self.snapshots = []
-        self.num_begun = 0
+        self.snapshots, self.order = [], []
         self.error, self.is_silent = None, False
 
     def dumps(self, value):
@@ -38,16 +33,17 @@ class Answers:
 
     def call_servers(self, method, arguments, done, **options):
         if method == "snapshot":
-            self.num_begun += 1
+            self.order.append("begun")
             self.snapshots.append(done)
         else:
             done([None])
 
-    def ask_server(self, server, method, *arguments):
-        self.asked.set()
+    def ask_server(self, server, method, name, operation, *arguments):
+        self.order.append(operation)
         return 5.0
 
     def answer_snapshot(self):
+        self.order.append("ended")
         self.snapshots.pop(0)([ServerSnapshot({})])
 
 
@@ -70,38 +66,33 @@ def run_function(conductor):
     value.fetch(SECS)
 
 
-def assigning(conductor):
-    thread = threading.Thread(target=conductor.variable, args=(0, "v", "assign", 5.0), daemon=True)
-    thread.start()
-    return thread
+def assign(conductor, engine):
+    """Assigns to a variable; whenever that waits, the snapshot that was begun ends."""
+    wait = conductor._changed.wait
 
+    def wait_for_snapshot(timeout=None):
+        if engine.snapshots:
+            engine.answer_snapshot()
+        return wait(timeout)
 
-def end_snapshot(engine, number):
-    """Ends a snapshot, before which nothing is sent."""
-    wait_until(lambda: engine.num_begun == number)
-    assert not engine.asked.wait(MOMENT)
-    engine.answer_snapshot()
+    conductor._changed.wait = wait_for_snapshot
+    conductor.variable(0, "v", "assign", 5.0)
 
 
 def test_assignment_follows_functions_in_a_snapshot(conductor, engine):
     run_function(conductor)
-    thread = assigning(conductor)
-    end_snapshot(engine, 1)
-    thread.join(SECS)
-    assert engine.asked.is_set()
+    assign(conductor, engine)
+    assert engine.order == ["begun", "ended", "assign"]
 
 
 def test_snapshot_that_was_begun_before_a_function_ended_does_not_cover_it(conductor, engine):
     """After the loss of a server, the function would be repeated after the assignment."""
     for _ in range(2):
         run_function(conductor)
-    wait_until(lambda: engine.num_begun == 1)
+    wait_until(lambda: engine.order == ["begun"])
     run_function(conductor)
-    thread = assigning(conductor)
-    end_snapshot(engine, 1)
-    end_snapshot(engine, 2)
-    thread.join(SECS)
-    assert engine.asked.is_set()
+    assign(conductor, engine)
+    assert engine.order == ["begun", "ended", "begun", "ended", "assign"]
 
 
 def test_error_is_raised_by_a_variable_and_again_by_join(conductor, engine):

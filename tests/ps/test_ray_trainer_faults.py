@@ -16,7 +16,7 @@ from tests.ps.programs import run_program
 from tests.ps.trained import SMALL, create, data, fit, loss_fn, on_one_device, require_same, values
 from tests.support import inside
 from tests.support.messages import raises
-from tests.support.waiting import wait_until
+from tests.support.waiting import main_thread_waits, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.dev("ray")]
 
@@ -94,13 +94,18 @@ def test_training_resumes_after_an_error_of_a_callback(strategy, undisturbed, er
 
 
 class Interrupted(mirror.callbacks.Callback):
-    """Sends Ctrl-C to this process while steps run."""
+    """Sends Ctrl-C to this process while it waits for a step."""
+
+    def __init__(self):
+        self.sender = threading.Thread(target=self.send)
+
+    def send(self):
+        wait_until(lambda: main_thread_waits("fetch"))
+        os.kill(os.getpid(), signal.SIGINT)
 
     def on_step(self, fit):
         if fit.position.step == 5:
-            threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT)).start()
-        elif fit.position.step > 5:
-            threading.Event().wait(0.05)  # gives the signal time; the last epoch is far
+            self.sender.start()
 
 
 def test_training_resumes_after_ctrl_c(strategy):
