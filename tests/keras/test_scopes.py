@@ -320,7 +320,7 @@ def test_error_of_a_generator_arrives_in_the_loop():
         thread.join(10)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.dev("torch")
 def test_another_backend():
     """At the line that creates the model, in a program that does not use JAX for Keras."""
@@ -341,7 +341,10 @@ def test_another_backend():
 
 
 @pytest.mark.slow
-def test_import_of_keras_inside_the_scope():
+@pytest.mark.parametrize(
+    "how", ["fit", *(pytest.param(h, marks=pytest.mark.nightly) for h in ("created", "frozen"))]
+)
+def test_import_of_keras_inside_the_scope(how):
     code = """
     import gc, os, warnings
     os.environ["KERAS_BACKEND"] = "jax"
@@ -367,7 +370,6 @@ def test_import_of_keras_inside_the_scope():
     print(len(model.layers[0].kernel.value.devices()), "devices")
     print(*[c.message for c in caught if "Keras was first imported" in str(c.message)])
     """
-    for how in ("fit", "only created", "frozen"):
-        said = fresh.run(code, environment={"JAX_PLATFORMS": "cpu", "HOW": how})
-        assert "4 devices" in said
-        assert ("import keras before the scope" in said) == (how == "fit")
+    said = fresh.run(code, environment={"JAX_PLATFORMS": "cpu", "HOW": how})
+    assert "4 devices" in said
+    assert ("import keras before the scope" in said) == (how == "fit")

@@ -1,7 +1,9 @@
-"""The cluster of the tests that run on Ray."""
+"""The cluster of the tests that run on Ray, and its strategy."""
 
 import pytest
 
+import mirror
+from tests.ps.trained import SMALL
 from tests.support import inside
 
 
@@ -11,3 +13,11 @@ def ray_cluster():
     connection = inside.connection_to_ray()
     yield
     connection.close()
+
+
+@pytest.fixture(scope="package")
+def on_ray(ray_cluster):
+    """Two servers and two workers, which files share: each process takes seconds to start."""
+    options = {"ps": 2, "workers": 2, "partitioner": SMALL, "snapshot_every": 7}
+    with mirror.ParameterServerStrategy(**options) as strategy:
+        yield strategy

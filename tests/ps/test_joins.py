@@ -15,7 +15,7 @@ from mirror._src.ps.replies import Raised
 from tests.ps.digits import arrays, batches, create, largest_difference, on_replicas
 from tests.ps.one_worker import Training
 from tests.support.messages import raises
-from tests.support.tables import mostly_slow
+from tests.support.tables import mostly_nightly
 
 LOCAL = mirror.OneDeviceStrategy("/cpu:0")
 TX = optax.sgd(0.1)
@@ -193,7 +193,7 @@ def in_parts(step, num_parts, num_devices, data, **kwargs):
     return arrays(model, optimizer), results
 
 
-@pytest.mark.parametrize("names", mostly_slow(SAME_NUMBERS, "extremes"))
+@pytest.mark.parametrize("names", mostly_nightly(SAME_NUMBERS, "extremes"))
 def test_parts_have_the_numbers_of_all_replicas(names, subtests):
     for name in names:
         with subtests.test(msg=name):
@@ -415,7 +415,7 @@ NOT_JOINED = {
 
 
 @pytest.mark.parametrize(
-    "names", mostly_slow(NOT_JOINED, "ratio of sums", "sum without the context")
+    "names", mostly_nightly(NOT_JOINED, "ratio of sums", "sum without the context")
 )
 def test_what_parts_cannot_compute_is_named(names, subtests):
     for name in names:

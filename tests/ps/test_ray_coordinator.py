@@ -28,12 +28,9 @@ TX = optax.adam(3e-3)
 DATA = batches([24] * 30)
 
 
-@pytest.fixture(scope="module")
-def strategy(ray_cluster):
-    with mirror.ParameterServerStrategy(
-        ps=2, workers=2, partitioner=SMALL, snapshot_every=7
-    ) as strategy:
-        yield strategy
+@pytest.fixture
+def strategy(on_ray):
+    return on_ray
 
 
 @pytest.fixture
@@ -360,7 +357,7 @@ def test_asynchronous_updates_are_all_made_in_spite_of_losses(ray_cluster):
         assert (report.lost_workers, report.lost_servers) == (1, 1)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_lost_server_without_snapshots_is_an_error_and_the_objects_can_be_loaded_again(
     ray_cluster,
 ):

@@ -80,6 +80,7 @@ def test_unknown_name_is_rejected_when_the_trainer_is_created(strategy):
         mirror.Trainer(Other(), optax.sgd(0.1), losses, strategy=strategy)
 
 
+@pytest.mark.nightly
 def test_function_that_cannot_be_sent_is_named(ray_cluster):
     lock = threading.Lock()
 
@@ -94,6 +95,7 @@ def test_function_that_cannot_be_sent_is_named(ray_cluster):
         trained(strategy, optax.adagrad(0.1))
 
 
+@pytest.mark.nightly
 def test_asynchronous_training_with_exact_optimizers(ray_cluster):
     options = {"ps": 2, "workers": 2, "staleness": 2, "partitioner": SMALL}
     with mirror.ParameterServerStrategy(**options, sparse=SPARSE, sparse_exact=True) as strategy:

@@ -25,10 +25,9 @@ OPTIMIZERS = {
 DATA = batches([24, 24, 22, 24, 2])
 
 
-@pytest.fixture(scope="module")
-def synchronous(ray_cluster):
-    with mirror.ParameterServerStrategy(ps=2, workers=2, partitioner=SMALL) as strategy:
-        yield strategy
+@pytest.fixture
+def synchronous(on_ray):
+    return on_ray
 
 
 def train(strategy, model, optimizer, data, step=train_step):
@@ -90,6 +89,7 @@ def test_report_says_where_variables_are_and_what_travels(synchronous):
     assert "layers.0.kernel: ps" in repr(report)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("staleness", [1, None])
 def test_gradients_are_at_most_as_stale_as_the_bound(ray_cluster, staleness):
     with mirror.ParameterServerStrategy(ps=2, workers=3, staleness=staleness) as strategy:

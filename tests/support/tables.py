@@ -78,12 +78,20 @@ def _label(row: Any) -> str:
     return getattr(row, "__name__", None) or repr(row)
 
 
-def mostly_slow(table: Iterable[Any], *quick: Any) -> list[Any]:
-    """Returns two lists for `parametrize`: these rows, and the others, which are slow."""
-    every = list(table)
-    assert all(row in every for row in quick), "not a row of the table"
-    rest = [row for row in every if row not in quick]
-    return [
+def mostly_slow(table: Iterable[Any], *quick: Any, nightly: Iterable[Any] = ()) -> list[Any]:
+    """Returns lists for `parametrize`: these rows; the others, which are slow; nightly ones."""
+    every, night = list(table), list(nightly)
+    assert all(row in every for row in (*quick, *night)), "not a row of the table"
+    rest = [row for row in every if row not in quick and row not in night]
+    lists = [
         pytest.param(list(quick), id="quick"),
         pytest.param(rest, id="rest", marks=pytest.mark.slow),
+        pytest.param(night, id="night", marks=pytest.mark.nightly),
     ]
+    return [each for each in lists if each.values[0]]
+
+
+def mostly_nightly(table: Iterable[Any], *quick: Any) -> list[Any]:
+    """Returns two lists for `parametrize`: these rows, and the others, which are nightly."""
+    every = list(table)
+    return mostly_slow(every, *quick, nightly=[row for row in every if row not in quick])
