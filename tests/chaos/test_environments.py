@@ -116,8 +116,6 @@ ASCII = {"LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
 
 # Code, flags of Python, variables of the environment.
 CASES = {
-    "fork in the source": (FORKS, ["-W", "ignore"], {}),
-    "asyncio, then no or closed standard streams": (ASYNC + STREAMS, [], {}),
     "warnings are errors, no asserts, no home, ASCII": (
         TRAINS + SAVES,
         ["-W", "error", "-OO"],
@@ -125,6 +123,8 @@ CASES = {
     ),
 }
 MORE_CASES = {
+    "asyncio, then no or closed standard streams": (ASYNC + STREAMS, [], {}),
+    "fork in the source": (FORKS, ["-W", "ignore"], {}),
     "spawn in the source": (SPAWNS, [], {}),
     "isolated": (TRAINS + SAVES, ["-I"], {}),
     "developer mode": (TRAINS, ["-X", "dev", "-W", "ignore"], {}),

@@ -42,7 +42,7 @@ def assert_nothing_left(name: str, count: int) -> None:
     assert growth["kib"] <= MOST_KIB + MOST_KIB_PER_PROGRAM * num_programs, growth
 
 
-IN_CI = ("fit", "programs")
+IN_CI = ("fit",)
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def test_demo_trains_with_batches_that_do_not_divide(ahead, executor):
     assert accuracy(done.stdout) >= 90
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ctrl_c_ends_the_demo_cleanly(ahead):
     status, errors = ahead[__name__]["interrupted"].result()
     assert status == 130

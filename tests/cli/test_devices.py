@@ -173,7 +173,7 @@ def test_command_uses_the_running_backend(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("platform", ["cuda", "abacus"])
+@pytest.mark.parametrize("platform", [pytest.param("cuda", marks=pytest.mark.nightly), "abacus"])
 def test_failed_backend_start_prints_one_line_and_exits_with_status_1(platform, ahead):
     done = ahead[__name__][platform].result()
     assert done.returncode == 1

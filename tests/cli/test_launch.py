@@ -178,7 +178,7 @@ GPUS = {  # GPUs, plugin, CUDA_VISIBLE_DEVICES, variables, whether standard erro
 
 @pytest.mark.parametrize(
     "case",
-    ["two of three", *(pytest.param(c, marks=pytest.mark.slow) for c in GPUS if c[0] != "t")],
+    ["two of three", *(pytest.param(c, marks=pytest.mark.nightly) for c in GPUS if c[0] != "t")],
 )
 def test_gpus_are_those_that_jax_can_use(case, tmp_path):
     gpus, has_plugin, visible, variables, says = GPUS[case]

@@ -24,8 +24,8 @@ COMMANDS = {
 @pytest.mark.parametrize(
     "name",
     [
-        *("devices", "doctor", "estimate-memory"),
-        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("bench", "demo")),
+        "doctor",
+        *(pytest.param(n, marks=pytest.mark.nightly) for n in COMMANDS if n != "doctor"),
     ],
 )
 @pytest.mark.slow

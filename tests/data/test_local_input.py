@@ -574,7 +574,7 @@ for i, batch in enumerate(strategy.distribute_dataset(endless(), input="local"))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("who", [pytest.param(0, marks=pytest.mark.nightly), 1])
-@pytest.mark.parametrize("how", ["raises", "is killed"])
+@pytest.mark.parametrize("how", ["raises", pytest.param("is killed", marks=pytest.mark.nightly)])
 def test_processes_do_not_wait_for_one_that_has_ended(who, how):
     """JAX itself ends the others of a process that was killed, with a message that names it."""
     ended = processes.run(["-c", FAILS, str(who), how], devices=1, timeout=60)

@@ -48,9 +48,7 @@ AHEAD = {case: functools.partial(soak, *options) for case, options in CASES.item
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(
-            case, marks=() if case in ("four threads", "eager collectives") else pytest.mark.nightly
-        )
+        pytest.param(case, marks=() if case == "eager collectives" else pytest.mark.nightly)
         for case in CASES
     ],
 )

@@ -29,7 +29,7 @@ def test_the_others_report_the_error_and_end(failing):
     assert other.status not in (0, None), "JAX ends it after heartbeat_secs"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_error_of_all_processes_ends_them_in_order():
     ended = processes.run(CODE.replace("FAILING", "(0, 1)"))
     for each in ended:

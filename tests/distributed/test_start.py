@@ -160,7 +160,7 @@ def test_an_absent_process_is_named_by_the_deadline():
     assert "DEADLINE_EXCEEDED" in done.stdout or address in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_different_settings_are_named_by_all():
     code = "import mirror; mirror.distributed.initialize()"
     each = [{}, {"JAX_ENABLE_X64": "1"}]
@@ -187,7 +187,7 @@ def test_different_versions_are_named(monkeypatch):
         hello.require_same_settings(0.0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_process_that_says_nothing_is_named():
     code = """
         import time, mirror

@@ -30,9 +30,10 @@ def packages_of(name):
     return imported("\n".join(block.code for block in blocks(PAGES[name])))
 
 
-# Pages that compile a lot; all other pages take some seconds together.
-SLOW = ["README.md", *(f"docs/{name}.md" for name in ("training", "steps", "keras"))]
-SLOW += [f"docs/from-{name}.md" for name in ("jax", "pytorch", "tensorflow")]
+# Pages that compile a lot; all other pages take some seconds together. Those of the README run as
+# printed.
+NIGHTLY = ["README.md", *(f"docs/{name}.md" for name in ("training", "steps", "keras"))]
+NIGHTLY += [f"docs/from-{name}.md" for name in ("jax", "pytorch", "tensorflow")]
 
 
 def pages(mark=None, marked=()):
@@ -58,7 +59,7 @@ def test_page_runs_as_printed_on_gpus(name, tmp_path):
     check_as_program(name, tmp_path, {"JAX_PLATFORMS": "cuda,cpu", **visible})
 
 
-@pages(pytest.mark.slow, SLOW)
+@pages(pytest.mark.nightly, NIGHTLY)
 def test_page_runs_where_there_are_more_devices(name, tmp_path, monkeypatch, capsys):
     """On the eight host devices of this process, which the page did not create."""
     monkeypatch.chdir(tmp_path)

@@ -235,7 +235,7 @@ def build(kind: str, folder: Path) -> Path:
 
 
 @pytest.mark.dev("build", "setuptools")
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_source_distribution_builds(tmp_path):
     file = build("sdist", tmp_path)
     assert file.name == f"mirror_jax-{mirror.__version__}.tar.gz"

@@ -176,7 +176,7 @@ RAYS = {"stand-in": [str(fresh.STAND_INS)], "ray": []}
     "ray",
     [
         pytest.param("stand-in", marks=pytest.mark.nightly),
-        pytest.param("ray", marks=[NEEDS_RAY, pytest.mark.slow]),
+        pytest.param("ray", marks=[NEEDS_RAY, pytest.mark.nightly]),
     ],
 )
 def test_actors_of_ray_train_together(ray, tmp_path):

@@ -325,7 +325,7 @@ def test_rivals_train_to_the_same_loss_on_one_device(rival):
     assert set(found["losses"]) == {plan.ONE_DEVICE, rival}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_lost_contender_keeps_its_rounds(program):
     program("torch", "import os, sys; sys.exit(3)")
     names = (plan.ONE_DEVICE, plan.TORCH)
@@ -368,7 +368,7 @@ def test_initial_params_are_those_of_the_module(subtests):
             jax.tree.map(np.testing.assert_array_equal, initial, made)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_contenders_compute_the_same_and_are_timed(subtests):
     for num_devices in [1, 2]:
         with subtests.test(msg=f"{num_devices}"):

@@ -158,7 +158,13 @@ def folder() -> Iterator[Path]:
         yield Path(name)
 
 
-ENVIRONMENTS = [_in_a_folder_named_mirror, _in_a_linked_folder, _as_another_user]
+ENVIRONMENTS = [
+    _in_a_folder_named_mirror,
+    *(
+        pytest.param(enter, marks=pytest.mark.nightly)
+        for enter in (_in_a_linked_folder, _as_another_user)
+    ),
+]
 
 
 @pytest.mark.slow

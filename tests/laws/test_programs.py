@@ -106,7 +106,7 @@ def test_programs_run_on_two_host_devices(subtests, on_two):
             assert not on_two["problems"][program], on_two["problems"][program]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_programs_run_on_eight_host_devices(subtests):
     for program in checks.CHECKS:
         with subtests.test(msg=program):

@@ -38,8 +38,9 @@ PROGRAMS = {
     "ema": (None, "pairs"),
     "lbfgs": (None, "pmap-2"),
 }
-# The programs that compile fastest; the others are slow.
+# The programs that compile fastest, and one of each library, which is slow; others are nightly.
 QUICK = ("nnx_mnist", "lora", "lbfgs")
+SLOW = ("flax_imagenet", "equinox_stateful", "haiku_transformer")
 
 
 def programs(mark):
@@ -76,7 +77,14 @@ def trained_alone(name: str, num_replicas: int):
     return program.arrays(state), metrics
 
 
-@programs(pytest.mark.slow)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *QUICK,
+        *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
+        *(pytest.param(n, marks=pytest.mark.nightly) for n in PROGRAMS if n not in QUICK + SLOW),
+    ],
+)
 def test_real_program_trains_as_on_one_device(name):
     check_trains_as_on_one_device(name, PROGRAMS[name][1])
 

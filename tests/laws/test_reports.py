@@ -61,7 +61,10 @@ def test_explain_counts_the_collectives_of_an_axis_with_a_name():
 
 @pytest.mark.parametrize(
     "mapping",
-    [pytest.param(m, marks=[pytest.mark.slow] * (m not in ("pmap", "staged"))) for m in MAPPINGS],
+    [
+        pytest.param(m, marks=[pytest.mark.nightly] * (m not in ("pmap", "staged")))
+        for m in MAPPINGS
+    ],
 )
 def test_reports_do_not_depend_on_the_axis_name_or_the_thread(mapping):
     here, elsewhere, mirrored = reports(MAPPINGS[mapping])

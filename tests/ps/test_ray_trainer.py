@@ -73,17 +73,22 @@ def penalty(model):
     return 1e-2 * sum((p**2).sum() for p in jax.tree.leaves(nnx.state(model, nnx.Param)))
 
 
+NIGHTLY = [
+    {"sample_weight": "weight"},
+    {"loss": weighted_loss, "penalty": penalty},
+    {"steps_per_epoch": 3, "epochs": 3},
+    # The second part of a batch has no weight.
+    {"loss": weighted_loss, "data": data(24) | {"weight": np.repeat(np.float32([1, 0]), 12)}},
+]
+
+
 @pytest.mark.parametrize(
     "options",
     [
-        {"sample_weight": "weight"},
-        {"loss": weighted_loss, "penalty": penalty},
         {"accumulate_steps": 2, "loss": weighted_loss},
         {"labels": "y", "num_classes": 8},
         {"loss": noisy_loss},
-        {"steps_per_epoch": 3, "epochs": 3},
-        # The second part of a batch has no weight.
-        {"loss": weighted_loss, "data": data(24) | {"weight": np.repeat(np.float32([1, 0]), 12)}},
+        *(pytest.param(options, marks=pytest.mark.nightly) for options in NIGHTLY),
     ],
     ids=lambda options: "-".join(map(str, options)),
 )
@@ -117,6 +122,7 @@ def test_named_losses_equal_one_device_and_check_labels(strategy):
         fit(fresh, data=pairs)
 
 
+@pytest.mark.nightly
 def test_half_precision_is_that_of_one_device(strategy):
     def exact_loss(model, batch):
         logits = model(batch["x"]).astype(np.float32)

@@ -239,7 +239,11 @@ STEPS = [plain, numbers, weak_types, loops, captures, keys, calls_back, adds_num
 
 @pytest.mark.parametrize(
     "name",
-    [name if name == "pmap" else pytest.param(name, marks=pytest.mark.slow) for name in STRATEGIES],
+    [
+        "pmap",
+        pytest.param("staged", marks=pytest.mark.slow),
+        *(pytest.param(n, marks=pytest.mark.nightly) for n in STRATEGIES if n not in TWO_KINDS),
+    ],
 )
 @rows("step", STEPS)
 def test_compiles_while_no_lock_is_held(name, step):

@@ -193,7 +193,10 @@ def assert_same(found, expected, msg="", scale=20.0):
 
 @pytest.mark.parametrize(
     "sizes",
-    [pytest.param(s, marks=pytest.mark.slow) for s in ([2] * 2, SIZES[:1], SIZES[:3], [2] * 8)],
+    [
+        pytest.param(SIZES[:3], marks=pytest.mark.slow),
+        *(pytest.param(s, marks=pytest.mark.nightly) for s in ([2] * 2, SIZES[:1], [2] * 8)),
+    ],
     ids=str,
 )
 def test_merged_metrics_equal_those_of_one_device(sizes):

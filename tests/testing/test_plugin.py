@@ -123,7 +123,7 @@ def assert_needs_more(said: str, times: int) -> None:
         assert_message(line, names="test_needs_more[pmap-8]", values=[8, 4])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_mark_creates_a_test_per_layout_in_every_session(ahead):
     said = output(ahead, "twice")
     assert statuses(said) == [1, 1], said
@@ -134,7 +134,7 @@ def test_mark_creates_a_test_per_layout_in_every_session(ahead):
     assert "skipped" not in said
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_each_worker_forces_its_devices(ahead):
     said = output(ahead, "workers")
     assert statuses(said) == [1], said
@@ -193,7 +193,7 @@ def test_hanging_tests_fail_by_name(ahead):
     assert "3 failed, 2 passed" in said
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_stalled_replica_is_reported(ahead):
     said = output(ahead, "stalled")
     assert statuses(said) == [], said  # the process has been ended

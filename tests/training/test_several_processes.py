@@ -84,7 +84,7 @@ def undisturbed():
         return train("undisturbed", directory)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_checkpoints_are_restored_on_any_number_of_processes_and_devices(tmp_path):
     ended = train("undisturbed", tmp_path / "ckpt")
     processes.outputs_of(ended)
