@@ -218,6 +218,7 @@ def test_callbacks_may_change_the_optimizer(strategy):
     require_equal_to_one_device(strategy, tx, callbacks=Slower())
 
 
+@pytest.mark.nightly
 def test_two_trainers_take_turns(strategy):
     trainers = create(strategy, "adam"), create(strategy, "momentum", has_noise="norm")
     for epochs in (1, 2, 3):
@@ -234,6 +235,7 @@ def test_two_trainers_take_turns(strategy):
     )
 
 
+@pytest.mark.nightly
 def test_model_of_another_strategy_is_trained_further(strategy):
     first = create(mirror.MirroredStrategy(["/cpu:0", "/cpu:1"]))
     fit(first)
@@ -270,6 +272,7 @@ def test_checkpoints_fit_other_strategies(strategy, tmp_path):
     require_same(fourth, undisturbed)
 
 
+@pytest.mark.nightly
 def test_trainer_reads_its_model_after_the_strategy_was_closed(ray_cluster, tmp_path):
     with mirror.ParameterServerStrategy(ps=1, workers=1) as strategy:
         trainer = create(strategy)
