@@ -21,7 +21,7 @@ from tests.support.keras_models import (
 )
 from tests.support.messages import assert_message, raises
 from tests.support.strategies import cpu_strategy
-from tests.support.tables import mostly_slow
+from tests.support.tables import mostly_nightly, mostly_slow
 
 pytestmark = MARKS
 
@@ -95,7 +95,7 @@ def distance(some, others):
 TRAINED = list(itertools.product(MODELS, MIXED))
 
 
-@pytest.mark.parametrize("rows", mostly_slow(TRAINED, ("by layer", "mixed_float16")))
+@pytest.mark.parametrize("rows", mostly_nightly(TRAINED, ("by layer", "mixed_float16")))
 def test_trains_like_keras_alone(rows, subtests):
     """Up to the rounding of the policy.
 

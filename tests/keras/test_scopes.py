@@ -211,7 +211,7 @@ def test_parameter_servers():
     fit(trained)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_import_of_keras_in_the_scope_of_parameter_servers():
     code = """
     import os
