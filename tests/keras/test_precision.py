@@ -274,7 +274,7 @@ QUANTIZED = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_quantized_policies_train_like_keras_alone(subtests):
     """With `int8`, Keras trains the biases alone; with `float8`, histories of the scales too."""
     for policy in QUANTIZED:
@@ -330,7 +330,7 @@ FLOAT16: dict[str, Any] = {
 
 
 @pytest.mark.filterwarnings("ignore:.*are stored in float16")
-@pytest.mark.parametrize("policies", mostly_slow(FLOAT16.values(), "mixed_float16"))
+@pytest.mark.parametrize("policies", mostly_nightly(FLOAT16.values(), "mixed_float16"))
 def test_float16_without_a_loss_scale_warns(policies, subtests):
     """Keras scales the loss only by the policy of the model; `float8` computes NaN without it."""
     for policy in policies:
