@@ -151,7 +151,9 @@ GRAPHS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         {"loss": [sparse, lambda: "mae"], "metrics": None},
     ),
 }
-NIGHTLY = ["two inputs", "shared layers", "tokens with a mask", "listed outputs"]
+SLOW = ["stateful", "outputs by name"]
+QUICK = ["inputs by name"]
+NIGHTLY = [name for name in GRAPHS if name not in QUICK + SLOW]
 # A loader of torch, for which this package is needed too.
 TORCH: dict[str, tuple[Any, Any, dict[str, Any]]] = {"torch loader": (penalized, loader, {})}
 
@@ -177,7 +179,7 @@ def run(name, n=1):
 
 
 @pytest.mark.filterwarnings("ignore:.*examples cannot be split", "ignore:.*shuffle=True.*")
-@pytest.mark.parametrize("names", mostly_slow(GRAPHS, "inputs by name", nightly=NIGHTLY))
+@pytest.mark.parametrize("names", mostly_slow(GRAPHS, *QUICK, nightly=NIGHTLY))
 def test_numbers_are_those_of_one_device(names, subtests):
     for name in names:
         with subtests.test(msg=name):

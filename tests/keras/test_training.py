@@ -139,10 +139,12 @@ ROWS = [(use, 4) for use in USES] + [
     ("predict", 1),
 ]
 QUICK = [("class_weight", 4), ("predict", 4), ("PyDataset", 4), ("by batches", 1)]
+SLOW = [("uneven", 4), ("validation_data", 4), ("by batches", 4)]
+NIGHTLY = [row for row in ROWS if row not in QUICK + SLOW]
 
 
 @pytest.mark.filterwarnings("ignore:.*shuffle=True.*", "ignore:.*examples cannot be split")
-@pytest.mark.parametrize("rows", mostly_slow(ROWS, *QUICK))
+@pytest.mark.parametrize("rows", mostly_slow(ROWS, *QUICK, nightly=NIGHTLY))
 def test_numbers_are_those_of_one_device(rows, subtests):
     for use, n in rows:
         with subtests.test(use=use, n=n):
