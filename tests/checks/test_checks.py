@@ -15,8 +15,8 @@ from tests.support import inside
 from tests.support.copies import mirrored, with_one_bit_flipped
 from tests.support.messages import assert_message, raises
 from tests.support.models import MLP, LocalBatchNorm, batches, losses_of, nnx_step
-from tests.support.rows import each
 from tests.support.strategies import cpu_strategy, each_layout
+from tests.support.tables import rows
 
 DTYPES = [
     *("bool", "int4", "uint4", "int8", "uint8", "int16", "uint16", "int32", "uint32"),
@@ -25,7 +25,7 @@ DTYPES = [
 WIDE = ["int64", "uint64", "float64", "complex128"]
 
 
-@each("n", [2, 3, 8])
+@rows("n", [2, 3, 8])
 def test_check_mirrored_finds_one_flipped_bit(n):
     strategy = cpu_strategy(n)
     arrays = {dtype: np.ones((5, 3), jnp.dtype(dtype)) for dtype in DTYPES}
@@ -38,7 +38,7 @@ def test_check_mirrored_finds_one_flipped_bit(n):
             strategy.check_mirrored({**same, dtype: broken})
 
 
-@each("dtype", WIDE)
+@rows("dtype", WIDE)
 def test_check_mirrored_finds_one_flipped_bit_in_64_bits(dtype):
     with jax.enable_x64(True):
         strategy = cpu_strategy(2)
@@ -68,7 +68,7 @@ def test_check_mirrored_finds_changes_that_cancel_in_a_sum(two):
         two.check_mirrored(mirrored(two, [first, second]))
 
 
-@each("value", [np.nan, np.inf, -0.0])
+@rows("value", [np.nan, np.inf, -0.0])
 def test_check_mirrored_accepts_equal_bits(value, two):
     two.check_mirrored(mirrored(two, [np.full(3, value, np.float32)] * 2))
 
@@ -78,8 +78,8 @@ def test_check_mirrored_distinguishes_signed_zeros(two):
         two.check_mirrored(mirrored(two, [np.float32(0.0), np.float32(-0.0)]))
 
 
-@each("tree", [{}, None, {"x": np.ones(3), "n": 3, "s": "text"}])
-@each("strategy", each_layout)
+@rows("tree", [{}, None, {"x": np.ones(3), "n": 3, "s": "text"}])
+@rows("strategy", each_layout)
 def test_check_mirrored_accepts_host_values(tree, strategy):
     strategy.check_mirrored(tree)
 
@@ -103,7 +103,7 @@ def test_check_mirrored_counts_many_differing_leaves(two):
     assert "[12]" not in str(error.value)
 
 
-@each("strategy", each_layout)
+@rows("strategy", each_layout)
 def test_check_mirrored_accepts_empty_arrays_and_scalars(strategy):
     with strategy.scope():
         strategy.check_mirrored([jnp.zeros((0, 3)), jnp.float32(1), jnp.zeros((0,), bool)])
@@ -160,7 +160,7 @@ def state_of(*objects):
     ]
 
 
-@each("n", [1, 3])
+@rows("n", [1, 3])
 def test_verify_accepts_a_correct_step_without_changes(n):
     strategy = cpu_strategy(n)
     model, optimizer, batch = training(strategy)
@@ -177,7 +177,7 @@ def test_verify_accepts_a_correct_step_without_changes(n):
     strategy.check_mirrored((model, optimizer))
 
 
-@each("name", WRONG)
+@rows("name", list(WRONG))
 def test_verify_finds_a_wrongly_reduced_gradient_without_changes(name):
     strategy = cpu_strategy(3)
     model, optimizer, batch = training(strategy)
@@ -278,7 +278,7 @@ DIFFERENCES = [
 ]
 
 
-@each("a, b, wanted", DIFFERENCES)
+@rows("a, b, wanted", DIFFERENCES)
 def test_relative_difference_equals_expected_values(a, b, wanted):
     a, b = np.asarray(a), np.asarray(b)
     assert inside.relative_difference(a, b) == pytest.approx(wanted)

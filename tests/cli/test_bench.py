@@ -28,8 +28,8 @@ from mirror_cli import main as cli
 from mirror_cli.common import OptionError
 from tests.support import fresh
 from tests.support.messages import assert_message, raises
-from tests.support.rows import each
 from tests.support.strategies import cpu_strategy
+from tests.support.tables import rows
 
 OWN = (fresh.PROGRAMS / "bench_steps.py").read_text()
 
@@ -251,7 +251,7 @@ REFUSED = {
 }
 
 
-@each("case", REFUSED)
+@rows("case", list(REFUSED))
 def test_bench_rejects_steps_it_cannot_measure(case, own, unexplained, capsys):
     (step, *options), wanted = REFUSED[case]
     step = own + step if step.startswith(":") else step
@@ -288,7 +288,7 @@ def test_missing_matplotlib_fails_before_measuring(monkeypatch, capsys):
     assert 'pip install ".[train]"' in capsys.readouterr().err
 
 
-@each("devices, wrong", [("0", "0"), ("1,", ""), ("two", "two"), ("1;2", "1;2")])
+@rows("devices, wrong", [("0", "0"), ("1,", ""), ("two", "two"), ("1;2", "1;2")])
 def test_bad_counts_are_named(devices, wrong, capsys):
     with pytest.raises(SystemExit, match="2"):
         bench("--devices", devices)
@@ -362,7 +362,7 @@ SPEEDUPS = {
 }
 
 
-@each("case", SPEEDUPS)
+@rows("case", list(SPEEDUPS))
 def test_speedup_compares_work_per_second(case):
     rows, speedup, efficiency = SPEEDUPS[case]
     found = Scaling("it", case == "weak", 1, False, tuple(row(*cells) for cells in rows))

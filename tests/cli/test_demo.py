@@ -17,7 +17,7 @@ from mirror._src.utils import interrupts
 from mirror_cli import main as cli
 from tests.support import fresh
 from tests.support.messages import assert_message
-from tests.support.rows import each
+from tests.support.tables import rows
 
 TIMEOUT_SECS = 240
 
@@ -169,7 +169,7 @@ def test_demo_keeps_the_users_forced_devices(monkeypatch, capsys):
     assert_message(capsys.readouterr().err, **wanted)  # it wins in JAX too
 
 
-@each(
+@rows(
     "option, value, wanted",
     [
         ("--devices", "0", ["'0'"]),
@@ -185,7 +185,7 @@ def test_bad_options_are_named(option, value, wanted, capsys):
     assert_message(message, names=option, values=wanted)
 
 
-@each(
+@rows(
     "option, value, wanted",
     [
         ("--devices", "99", {"values": [99, 8, "CPU"]}),
@@ -238,8 +238,8 @@ def test_failed_checks_set_the_exit_status(monkeypatch, capsys):
     assert found["history"]["metrics"]["val_accuracy"] == [found["test_accuracy"]]
 
 
-@each("equal", [True, False])
-@each("same", [True, False])
+@rows("equal", [True, False])
+@rows("same", [True, False])
 def test_demo_succeeds_when_both_checks_pass(equal, same):
     verified = run.StepCheck(same, 1e-7, 1e-5)
     outcome = run.Outcome(("/device:CPU:0",), 0.98, 3.0, mirror.History(), equal, verified)

@@ -14,7 +14,7 @@ from mirror._src.cli import devices as inventory
 from mirror_cli import main as cli
 from tests.support import fresh
 from tests.support.messages import assert_message
-from tests.support.rows import each
+from tests.support.tables import rows
 
 COMMAND = "import sys; from mirror_cli import main as cli; sys.exit(cli.main(['devices']))"
 BOTH = """
@@ -236,7 +236,7 @@ NOTES = {
 }
 
 
-@each("case", NOTES)
+@rows("case", list(NOTES))
 def test_notes_describe_suspicious_settings(case):
     *found, wanted = NOTES[case]
     notes = inventory._notes(*found)

@@ -28,7 +28,7 @@ from mirror._src.utils.supported import base_version
 from mirror_cli import main as cli
 from tests.support import fresh
 from tests.support.messages import assert_message
-from tests.support.rows import each
+from tests.support.tables import rows
 
 TYPO = "--xla_force_host_platform_devices_count=3"
 COMMAND = "import sys; from mirror_cli import main as cli; sys.exit(cli.main(['doctor', '--json']))"
@@ -86,7 +86,7 @@ def test_all_probes_pass_on_this_machine(on_eight_devices):
 
 
 @pytest.mark.slow
-@each(
+@rows(
     "flags, status, state",
     [("", 0, "ok"), ("--xla_dump_to=/tmp", 0, "warning"), (TYPO, 1, "problem")],
 )
@@ -124,7 +124,7 @@ POOLS = {  # threads, cores, state
 }
 
 
-@each("case", POOLS)
+@rows("case", list(POOLS))
 def test_doctor_reports_an_oversized_thread_pool(case, monkeypatch):
     num_threads, cores, state = POOLS[case]
     monkeypatch.setattr(probes.os, "cpu_count", lambda: cores)
@@ -142,7 +142,7 @@ def test_one_host_device_uses_a_pool_of_its_cores(monkeypatch):
     assert_message(check.found, values=2)
 
 
-@each("asked", ["12", "", "many"])
+@rows("asked", ["12", "", "many"])
 def test_nproc_widens_the_thread_pool(asked, monkeypatch):
     monkeypatch.setenv("NPROC", asked)
     assert probes.start().num_threads >= (12 if asked == "12" else 8)
@@ -203,7 +203,7 @@ NOTES = {
 }
 
 
-@each("case", NOTES)
+@rows("case", list(NOTES))
 def test_unused_gpus_are_a_problem_unless_intended(case, monkeypatch):
     note, platforms, kind, state, fix = NOTES[case]
     here = started()
@@ -235,7 +235,7 @@ ENDS = {
 }
 
 
-@each("case", ENDS)
+@rows("case", list(ENDS))
 def test_cause_of_a_crash_is_named(case):
     ended, name, how = ENDS[case]
     (check,) = findings(ended)
@@ -279,7 +279,7 @@ VERSIONS: dict[str, tuple[dict[str, str | None], dict[str, str]]] = {
 }
 
 
-@each("case", VERSIONS)
+@rows("case", list(VERSIONS))
 def test_versions_are_compared_with_supported_versions(case):
     there, expected = VERSIONS[case]
     present = {name: v for name, v in {**HERE, **there}.items() if v is not None}
@@ -389,7 +389,7 @@ VARIABLES = {  # name: the variables, the states, and what the checks hold
 }
 
 
-@each("case", VARIABLES)
+@rows("case", list(VARIABLES))
 def test_environment_variables_are_checked(case):
     variables, states, wanted = VARIABLES[case]
     *checks, gpus = check_environment(variables)

@@ -24,7 +24,7 @@ from mirror._src.distributed.resolvers import Membership
 from mirror_cli import main as cli
 from tests.support import fresh, processes
 from tests.support.messages import assert_message, raises
-from tests.support.rows import each
+from tests.support.tables import rows
 from tests.support.waiting import wait_until
 
 
@@ -133,7 +133,7 @@ PROBLEMS = [
 ]
 
 
-@each("roll, values", PROBLEMS)
+@rows("roll, values", PROBLEMS)
 def test_problems_name_processes_and_the_fix(roll, values):
     (check,) = distributed._problems_of(roll, 9, 3)
     assert check.state == "problem"
@@ -164,7 +164,7 @@ ADDRESSES = {
 }
 
 
-@each("case", ADDRESSES)
+@rows("case", list(ADDRESSES))
 def test_an_address_that_others_cannot_reach_is_a_warning(case):
     hosts, state, fix = ADDRESSES[case]
     check = distributed.check_address(hosts)

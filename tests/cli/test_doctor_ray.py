@@ -13,7 +13,7 @@ from mirror._src.cli.doctor.child import ProbeResult, findings
 from mirror._src.distributed.cluster import ClusterSpec, Task
 from mirror._src.ps.cluster import resource_of
 from tests.support import fresh
-from tests.support.rows import each
+from tests.support.tables import rows
 
 JOBS = {"chief": ["host0:1"], "ps": ["host1:1"], "worker": ["host2:1", "host3:1"]}
 SPEC = ClusterSpec(JOBS)
@@ -58,7 +58,7 @@ def test_missing_ray_is_a_problem_with_the_command(monkeypatch):
     assert "[ray]" in check["fix"]
 
 
-@each("text", ["{", "[]", '{"cluster": {"worker": []}}', '{"cluster": 1}'])
+@rows("text", ["{", "[]", '{"cluster": {"worker": []}}', '{"cluster": 1}'])
 def test_bad_tf_config_is_a_problem(monkeypatch, text):
     monkeypatch.setenv("TF_CONFIG", text)
     check = problem(ray_nodes.spec_of, {"TF_CONFIG": text})

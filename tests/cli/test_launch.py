@@ -14,7 +14,7 @@ from mirror_cli import main as cli
 from mirror_cli.common import OptionError
 from tests.support import fresh
 from tests.support.messages import assert_message, raises
-from tests.support.rows import each
+from tests.support.tables import rows
 
 FLAG = "--xla_force_host_platform_device_count"
 PRINTS = """
@@ -80,7 +80,7 @@ ENVIRONMENTS = {  # GPUs, options, environment, what is added
 }
 
 
-@each("case", ENVIRONMENTS)
+@rows("case", list(ENVIRONMENTS))
 def test_environment_has_the_devices(case, monkeypatch):
     num_gpus, count, on_cpu, environment, added = ENVIRONMENTS[case]
     monkeypatch.setattr(launch, "count_gpus", lambda: num_gpus)
@@ -159,7 +159,7 @@ CONTRADICTIONS = {  # GPUs, options, environment, the message
 }
 
 
-@each("case", CONTRADICTIONS)
+@rows("case", list(CONTRADICTIONS))
 def test_contradictions_are_rejected(case, monkeypatch):
     num_gpus, count, on_cpu, environment, message = CONTRADICTIONS[case]
     monkeypatch.setattr(launch, "count_gpus", lambda: num_gpus)
@@ -239,7 +239,7 @@ DASHES = {  # what follows `mirror launch`, and the script's arguments
 }
 
 
-@each("line", DASHES)
+@rows("line", list(DASHES))
 def test_options_end_at_the_script(line, tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text("")
     monkeypatch.chdir(tmp_path)
@@ -316,7 +316,7 @@ MISSING = {
 }
 
 
-@each("case", MISSING)
+@rows("case", list(MISSING))
 def test_missing_scripts_are_rejected(case, tmp_path, monkeypatch, capsys):
     arguments, message = MISSING[case]
     (tmp_path / "train.py").write_text("")
@@ -345,7 +345,7 @@ BAD_OPTIONS = {
 }
 
 
-@each("case", BAD_OPTIONS)
+@rows("case", list(BAD_OPTIONS))
 def test_bad_options_are_rejected(case, capsys):
     arguments, says = BAD_OPTIONS[case]
     with pytest.raises(SystemExit, match="2"):

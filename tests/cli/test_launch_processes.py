@@ -15,7 +15,7 @@ from mirror_cli import job, launch
 from mirror_cli.common import OptionError
 from tests.support import fresh
 from tests.support.messages import assert_message, raises
-from tests.support.rows import each
+from tests.support.tables import rows
 from tests.support.waiting import wait_until
 
 HANGS_SECS = 60  # ends a launcher that hangs
@@ -201,7 +201,7 @@ def test_processes_that_ignore_signals_and_their_children_are_killed(runs):
     assert (status, len(list(pathlib.Path().glob("pid-child-*")))) == (4, 2), errors
 
 
-@each("number", [signal.SIGINT, signal.SIGTERM])
+@rows("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_reaches_all_processes_once(runs, number, monkeypatch, subtests):
     sent = []
 

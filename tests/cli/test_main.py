@@ -13,7 +13,7 @@ from mirror_cli import completion, install
 from mirror_cli import main as cli
 from tests.support import fresh, inside
 from tests.support.messages import assert_message
-from tests.support.rows import each
+from tests.support.tables import rows
 
 COMMANDS = list(cli.COMMANDS)
 
@@ -78,7 +78,7 @@ def test_no_arguments_print_the_help(capsys):
         assert re.search(rf"^ +{name}\b", alone, re.MULTILINE), name
 
 
-@each("name", COMMANDS)
+@rows("name", COMMANDS)
 def test_help_of_each_command_fits_80_columns(name, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit, match="0"):
@@ -105,7 +105,7 @@ MISTAKES = {
 }
 
 
-@each("arguments", MISTAKES)
+@rows("arguments", list(MISTAKES))
 def test_mistakes_get_a_suggestion(arguments, capsys):
     with pytest.raises(SystemExit, match="2"):
         cli.main(list(arguments))
@@ -124,7 +124,7 @@ def test_completion_without_argcomplete_says_how_to_install_it(monkeypatch, caps
     assert_message(capsys.readouterr().err, names="argcomplete", fix=command)
 
 
-@each("shell", completion.SHELLS)
+@rows("shell", completion.SHELLS)
 def test_completion_prints_a_script(shell, capsys):
     pytest.importorskip("argcomplete", reason="needs the extra completion")
     assert cli.main(["completion", shell]) == 0
@@ -217,8 +217,8 @@ def test_other_errors_are_not_hidden(monkeypatch):
         cli.main(["devices"])
 
 
-@each("number", ["abc", "-3", "0", "2.5"])
-@each("command", ["devices", "doctor"])
+@rows("number", ["abc", "-3", "0", "2.5"])
+@rows("command", ["devices", "doctor"])
 def test_invalid_number_of_host_devices_is_one_line(number, command, monkeypatch, capsys):
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", number)
     monkeypatch.setattr(inside.commands(), "run", lambda *_: pytest.fail("it started"))
@@ -229,7 +229,7 @@ def test_invalid_number_of_host_devices_is_one_line(number, command, monkeypatch
     assert_message(said, values=setting, fix="unset JAX_NUM_CPU_DEVICES")
 
 
-@each("number", ["", "-1", "4"])
+@rows("number", ["", "-1", "4"])
 def test_valid_number_of_host_devices_is_accepted(number, monkeypatch):
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", number)
     monkeypatch.setattr(inside.commands(), "run", lambda *_: 0)

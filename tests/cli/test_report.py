@@ -9,7 +9,7 @@ from mirror._src.cli.doctor.check import Check
 from mirror._src.cli.doctor.child import ProbeResult
 from mirror_cli import main as cli
 from tests.support import fresh
-from tests.support.rows import each
+from tests.support.tables import rows
 
 CHECKS = [
     Check("jax", "ok", "0.10.2"),
@@ -108,7 +108,7 @@ PATHS = {  # with HOME=/data/people/ann, of the user ann
 }
 
 
-@each("text", PATHS)
+@rows("text", list(PATHS))
 def test_paths_have_no_user_names(text, monkeypatch):
     monkeypatch.setattr(report.getpass, "getuser", lambda: "ann")
     assert report.without_names(text, {"HOME": "/data/people/ann"}) == PATHS[text]

@@ -9,7 +9,7 @@ import pytest
 from mirror._src.cli.doctor.check import COLORS, STATES, Check
 from mirror_cli import main as cli
 from tests.support import terminal
-from tests.support.rows import each
+from tests.support.tables import rows
 
 HOST = {"JAX_PLATFORMS": "cpu"}
 COMMANDS = {
@@ -38,7 +38,7 @@ def test_output_fits_a_narrow_terminal(name):
     assert ("\x1b[3" in screen.text) == (name != "devices")
 
 
-@each("columns", [80, 60, 40, 30])
+@rows("columns", [80, 60, 40, 30])
 def test_tables_of_devices_fit_any_width(monkeypatch, capsys, columns):
     assert cli.main(["devices"]) == 0
     words = capsys.readouterr().out.split()
@@ -54,7 +54,7 @@ def test_tables_of_devices_fit_any_width(monkeypatch, capsys, columns):
     json.loads(capsys.readouterr().out)
 
 
-@each("state", STATES)
+@rows("state", STATES)
 def test_state_of_a_check_is_colored_in_terminals(monkeypatch, state):
     check = Check("name", state, "found " * 20, "meaning", "fix")
     assert check.colored == str(check)

@@ -14,7 +14,7 @@ from mirror._src.devices.collective_check import all_reduce_fault, unresponsive_
 from mirror._src.devices.replicas import ReplicaDevices
 from tests.support import fresh
 from tests.support.messages import assert_message
-from tests.support.rows import each
+from tests.support.tables import rows
 from tests.support.waiting import wait_until
 
 CPUS = tuple(jax.devices("cpu"))
@@ -82,7 +82,7 @@ def fails(error):
     return work
 
 
-@each("count", [1, 2, 3, 8])
+@rows("count", [1, 2, 3, 8])
 def test_check_passes_on_host_devices(count):
     assert all_reduce_fault(CPUS[:count]) is None
     assert all_reduce_fault(CPUS[:count][::-1]) is None
@@ -90,15 +90,15 @@ def test_check_passes_on_host_devices(count):
     assert not ours()
 
 
-@each("count", [2, 3, 8])
-@each("size", collective_check._SIZES)
+@rows("count", [2, 3, 8])
+@rows("size", collective_check._SIZES)
 def test_check_runs_an_all_reduce(count, size):
     text = collective_check._compiled(ReplicaDevices(CPUS[:count]), size).as_text()
     assert " all-reduce(" in text
     assert not any(f" {other}(" in text for other in ("all-gather", "all-to-all"))
 
 
-@each("count", [1, 2, 8, 64])
+@rows("count", [1, 2, 8, 64])
 def test_check_uses_exact_sums_of_different_values(count):
     rows = collective_check._rows(count, 2 * collective_check._PERIOD)
     assert rows.dtype == np.float32
@@ -128,7 +128,7 @@ WRONG = {
 }
 
 
-@each("change", WRONG)
+@rows("change", list(WRONG))
 def test_wrong_sum_is_reported(change, monkeypatch):
     collective_check._faults.clear()
     monkeypatch.setattr(collective_check, "_sums", lies(change))
@@ -294,7 +294,7 @@ CONTEXTS = {
 }
 
 
-@each("name", CONTEXTS)
+@rows("name", list(CONTEXTS))
 def test_check_ignores_contexts_of_the_caller(name):
     collective_check._faults.clear()
     with CONTEXTS[name]():
@@ -327,7 +327,7 @@ CONFIG = {
 }
 
 
-@each("name", CONFIG)
+@rows("name", list(CONFIG))
 def test_check_ignores_global_settings(name):
     collective_check._faults.clear()
     before = jax.config.values[name]

@@ -17,7 +17,7 @@ from mirror._src.devices.resolve import canonicalize_replica_devices
 from tests.support import fresh
 from tests.support.messages import assert_message, raises
 from tests.support.observe import snapshot
-from tests.support.rows import each
+from tests.support.tables import rows
 
 CPU = config.PhysicalDevice("/physical_device:CPU:0", "CPU")
 OTHER = config.PhysicalDevice("/physical_device:GPU:7", "GPU")
@@ -114,7 +114,7 @@ def test_logical_devices_have_short_names(alone):
     assert alone["after"][0] is True
 
 
-@each("wanted", ["cpu", "FOO", 3, "", "TPU"])
+@rows("wanted", ["cpu", "FOO", 3, "", "TPU"])
 def test_device_types_match_exactly(wanted):
     """An unknown type gives an empty list and no error; None gives all devices."""
     assert config.list_physical_devices(wanted) == []
@@ -215,7 +215,7 @@ def test_visible_devices_are_fixed_after_the_start(four):
         assert_refused(error, "RuntimeError", values="config_gpus.py", fix="mirror.config")
 
 
-@each("devices, type", [([], "CPU"), ([], None), (iter([]), None)])
+@rows("devices, type", [([], "CPU"), ([], None), (iter([]), None)])
 def test_cpu_cannot_be_hidden(devices, type):
     """TensorFlow hides it and then does not start; JAX always has the CPU."""
     fix = "set_visible_devices(gpus[:1], 'GPU')"
@@ -337,7 +337,7 @@ def test_number_of_host_devices_is_checked_after_the_start(num_cpu_devices):
     assert_refused(num_cpu_devices["more"], "RuntimeError", names=names, values=(5, 4), fix=fix)
 
 
-@each(
+@rows(
     "n, kind",
     [(0, ValueError), (-4, ValueError), *((n, TypeError) for n in (2.0, True, "4", None))],
 )
@@ -517,7 +517,7 @@ SHOWN = [
 ]
 
 
-@each("wanted, shown", SHOWN)
+@rows("wanted, shown", SHOWN)
 def test_cuda_visible_devices_is_parsed_as_by_cuda(machine, wanted, shown):
     """By index, UUID or its prefix, up to the first unknown GPU; a repeated GPU hides all."""
     found = machine(3, **({} if wanted is None else {"CUDA_VISIBLE_DEVICES": wanted}))
@@ -559,7 +559,7 @@ def test_driver_version_is_reported(machine):
 # Rejected arguments.
 
 
-@each("device", [OTHER, "CPU:0", "/device:CPU:0", None, 3, jax.devices])
+@rows("device", [OTHER, "CPU:0", "/device:CPU:0", None, 3, jax.devices])
 def test_unknown_physical_device_is_rejected(gpus, device):
     said = {"values": [repr(device), CPU.name, *gpu_names(0, 1)], "fix": LIST}
     for call, *rest in (
@@ -581,19 +581,19 @@ def test_physical_device_of_another_type_is_rejected(gpus):
     refuses(ValueError, said, config.set_visible_devices, CPU, "GPU")
 
 
-@each("type", ["gpu", "TPU", "", 3])
+@rows("type", ["gpu", "TPU", "", 3])
 def test_visible_devices_reject_an_unknown_type(type):
     said = {"names": "device_type", "values": [repr(type), "'CPU'", "'GPU'"]}
     refuses(ValueError, said, config.set_visible_devices, [], type)
 
 
-@each("devices", [None, 3, jax.devices])
+@rows("devices", [None, 3, jax.devices])
 def test_visible_devices_must_be_a_list(devices):
     said = {"values": f"({type(devices).__name__})", "fix": LIST}
     refuses(TypeError, said, config.set_visible_devices, devices, "GPU")
 
 
-@each("parts", [3, None, L(), [None], [L(), 1024], [L], "ab"])
+@rows("parts", [3, None, L(), [None], [L(), 1024], [L], "ab"])
 def test_logical_devices_must_be_configurations(parts):
     said = {"values": f"({type(parts).__name__})", "fix": CONFIGURATION}
     refuses(TypeError, said, config.set_logical_device_configuration, CPU, parts)
@@ -605,7 +605,7 @@ def test_empty_list_of_logical_devices_is_rejected(gpus):
         refuses(ValueError, said, config.set_logical_device_configuration, device, [])
 
 
-@each("limit", [0, -1, "1024", True, float("nan"), float("inf"), [1]])
+@rows("limit", [0, -1, "1024", True, float("nan"), float("inf"), [1]])
 def test_memory_limit_must_be_positive(limit):
     with raises(ValueError, names="memory_limit", values=[repr(limit), "MiB"], fix="1024"):
         L(limit)
@@ -629,7 +629,7 @@ def test_limits_that_xla_cannot_keep_are_rejected(machine):
     refuses(ValueError, {"names": "memory_limit", **said}, split, silent, [L(1)])
 
 
-@each("value", [None, 1, "yes"])
+@rows("value", [None, 1, "yes"])
 def test_switches_must_be_bools(gpus, value):
     values = [repr(value), True, False]
     said = {"names": "enable", "values": values}
@@ -704,7 +704,7 @@ FORCED = [
 ]
 
 
-@each("flags, count", FORCED)
+@rows("flags, count", FORCED)
 def test_last_flag_for_host_devices_counts(monkeypatch, flags, count):
     monkeypatch.setenv("XLA_FLAGS", flags)
     assert host_devices.host_devices_of_flags() == count

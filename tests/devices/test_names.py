@@ -15,8 +15,8 @@ from mirror._src.devices.names import DeviceSpec
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.devices.resolve import canonicalize_device
 from tests.support.messages import assert_message, raises
-from tests.support.rows import each
 from tests.support.strategies import cpu_strategy
+from tests.support.tables import rows
 
 JOB = "/job:localhost/replica:0/task:0"
 ALL = f"({', '.join(f'/device:CPU:{i}' for i in range(8))})"
@@ -55,7 +55,7 @@ ELSEWHERE = [
 ]
 
 
-@each("name", SPELLINGS)
+@rows("name", SPELLINGS)
 def test_every_spelling_parses(name):
     assert canonicalize_device(name) is jax.devices("cpu")[1]
     assert str(DeviceSpec.parse(name)) == "/device:CPU:1"
@@ -65,27 +65,27 @@ def test_every_spelling_parses(name):
     assert mirror.OneDeviceStrategy(name).devices == (jax.devices("cpu")[1],)
 
 
-@each("name, kind, index", PARSED)
+@rows("name, kind, index", PARSED)
 def test_parts_of_a_name_may_be_omitted(name, kind, index):
     spec = DeviceSpec.parse(name)
     assert (spec.device_type, spec.index) == (kind, index)
     assert DeviceSpec.parse(str(spec)) == DeviceSpec.parse(spec.full_name) == spec
 
 
-@each("name", NO_NAMES)
+@rows("name", NO_NAMES)
 def test_invalid_name_is_rejected_with_the_spellings(name):
     """One message covers all cases; TensorFlow has several, among them the message of `int`."""
     with raises(ValueError, values=repr(name), fix=LISTED):
         canonicalize_device(name)
 
 
-@each("name", SEVERAL)
+@rows("name", SEVERAL)
 def test_name_of_two_devices_is_rejected(name):
     with raises(ValueError, values=[repr(name), 2], fix=LISTED):
         canonicalize_device(name)
 
 
-@each("name", ELSEWHERE)
+@rows("name", ELSEWHERE)
 def test_other_processes_are_rejected(name):
     """TensorFlow supports clusters: these are names there. A `DeviceSpec` has no job or task."""
     with raises(ValueError, values=[repr(name), JOB], fix=LISTED):
@@ -159,14 +159,14 @@ NO_DEVICES: dict[str, tuple] = {
 }
 
 
-@each("what", NO_DEVICES)
+@rows("what", list(NO_DEVICES))
 def test_invalid_device_is_rejected(what):
     device, found = NO_DEVICES[what]
     with raises(TypeError, values=found, fix="mirror.config.list_logical_devices()"):
         canonicalize_device(device)
 
 
-@each("devices", [3.0, mirror.config.list_physical_devices()[0], jax.devices])
+@rows("devices", [3.0, mirror.config.list_physical_devices()[0], jax.devices])
 def test_devices_must_be_a_list(devices):
     fix = ["['/gpu:0', '/gpu:1']", "None"]
     with raises(TypeError, names="devices", values=type(devices).__name__, fix=fix):
@@ -206,7 +206,7 @@ HOST = "mirror.config.set_num_cpu_devices(9)"
 UNKNOWN = {"/cpu:8": HOST, "/tpu:0": "mirror doctor", "/wormhole:0": "mirror doctor"}
 
 
-@each("name", UNKNOWN)
+@rows("name", list(UNKNOWN))
 def test_unknown_device_error_lists_existing_devices(name):
     values, fix = [DeviceSpec.parse(name), ALL], UNKNOWN[name]
     with raises(mirror.InvalidDeviceError, values=values, fix=fix):

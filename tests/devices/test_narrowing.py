@@ -8,7 +8,7 @@ from flax import nnx
 
 import mirror
 from tests.support.messages import raises
-from tests.support.rows import each
+from tests.support.tables import rows
 
 LARGE = 2**32 + 3
 ROWS = 4
@@ -112,7 +112,7 @@ FIT_NEITHER = {
 }
 
 
-@each("place", PLACES)
+@rows("place", list(PLACES))
 def test_integers_that_do_not_fit_are_errors(two, place):
     call, name = PLACES[place]
     value = FIT_NEITHER["int64"]
@@ -120,7 +120,7 @@ def test_integers_that_do_not_fit_are_errors(two, place):
         call(two, value)
 
 
-@each("kind", FIT_NEITHER)
+@rows("kind", list(FIT_NEITHER))
 def test_each_type_of_64_bits(two, kind):
     value = FIT_NEITHER[kind]
     worst = -LARGE if kind == "negative" else LARGE
@@ -129,7 +129,7 @@ def test_each_type_of_64_bits(two, kind):
         two.run(identity, (value,))
 
 
-@each("dtype", ["int64", "uint64", "int32", "uint32", "int8", "bool"])
+@rows("dtype", ["int64", "uint64", "int32", "uint32", "int8", "bool"])
 def test_integers_that_fit_arrive_unchanged(two, dtype):
     """The extremes of the narrower type, too."""
     narrow = np.dtype(jax.dtypes.canonicalize_dtype(dtype))

@@ -24,8 +24,8 @@ from mirror._src.devices import op_log as log_module
 from mirror._src.devices.op_log import eager_trace, is_log_installed
 from tests.support import fresh
 from tests.support.messages import assert_message, raises
-from tests.support.rows import each
 from tests.support.strategies import cpu_strategy
+from tests.support.tables import rows
 
 LOGGER = logging.getLogger("mirror")
 JOB = "/job:localhost/replica:0/task:0"
@@ -310,7 +310,7 @@ OPS = {
 }
 
 
-@each("name", OPS)
+@rows("name", list(OPS))
 def test_log_names_every_eager_op_with_its_device(lines, name):
     """TensorFlow logs the placement of ops; JAX has no placer, so the log shows where they ran.
 
@@ -388,7 +388,7 @@ def test_closed_standard_error_does_not_stop_ops(monkeypatch, lines):
         assert float(jnp.float32(1) + 1) == 2
 
 
-@each("level", [logging.NOTSET, logging.DEBUG, logging.ERROR])
+@rows("level", [logging.NOTSET, logging.DEBUG, logging.ERROR])
 def test_log_restores_the_users_level(lines, level):
     before = LOGGER.level
     LOGGER.setLevel(level)
@@ -522,8 +522,8 @@ class Worker:
         self._thread.join()
 
 
-@each("is_new", [True, False])
-@each("enter", [lambda: mirror.device("/cpu:0"), lambda: cpu_strategy(1).scope()])
+@rows("is_new", [True, False])
+@rows("enter", [lambda: mirror.device("/cpu:0"), lambda: cpu_strategy(1).scope()])
 def test_log_includes_other_threads_from_their_next_context(lines, enter, is_new):
     x = jnp.ones(3)
 
@@ -641,8 +641,8 @@ def test_interrupt_leaves_the_log_unchanged(lines):
     assert lines.ops(lambda: x + 1) == ["add"]
 
 
-@each("transform", [jax.jit, jax.grad, lambda fn: lambda x: jax.vmap(fn)(x[None])])
-@each("on", [True, False])
+@rows("transform", [jax.jit, jax.grad, lambda fn: lambda x: jax.vmap(fn)(x[None])])
+@rows("on", [True, False])
 def test_switching_inside_a_transformation_is_rejected(lines, transform, on):
     names = [f"set_log_device_placement({on})", "test_op_log.py"]
     with raises(RuntimeError, names=names, fix="jax.jit"):
@@ -659,7 +659,7 @@ def test_switching_inside_a_step_is_rejected(lines, two):
             two.run(switch, (on,))
 
 
-@each(
+@rows(
     "enabled, shown",
     [(1, "1 (int)"), (None, "None (NoneType)"), ("on", "'on' (str)"), (np.bool_(True), "bool[]")],
 )

@@ -16,8 +16,8 @@ import mirror
 from mirror._src.devices import placement
 from mirror._src.devices.names import DeviceSpec
 from tests.support.messages import assert_message, raises
-from tests.support.rows import each
 from tests.support.strategies import cpu_strategy
+from tests.support.tables import rows
 
 CPUS = jax.devices("cpu")
 JOB = "/job:localhost/replica:0/task:0"
@@ -51,7 +51,7 @@ SPELLINGS = [
 ]
 
 
-@each("name", SPELLINGS)
+@rows("name", SPELLINGS)
 def test_ops_run_on_the_device_of_the_context(name):
     with mirror.device(name) as entered:
         assert entered is CPUS[3]
@@ -67,7 +67,7 @@ def test_every_logical_device_has_a_context():
             assert created() == [k]
 
 
-@each("name", ["/cpu", "cpu:*", "/device:CPU:*"])
+@rows("name", ["/cpu", "cpu:*", "/device:CPU:*"])
 def test_omitted_index_means_the_first(name):
     with mirror.device("/cpu:5"), mirror.device(name):
         assert created() == [0]
@@ -113,7 +113,7 @@ def test_context_can_be_reused():
         assert created() == [0]
 
 
-@each("error", [ValueError, KeyboardInterrupt, GeneratorExit])
+@rows("error", [ValueError, KeyboardInterrupt, GeneratorExit])
 def test_exception_ends_the_context(error):
     context = mirror.device("/cpu:4")
 
@@ -201,7 +201,7 @@ TRANSFORMS = {
 }
 
 
-@each("name", TRANSFORMS)
+@rows("name", list(TRANSFORMS))
 def test_context_works_inside_and_around_a_transformation(two, name):
     def fn(x):
         return jnp.sin(x) * x**2
@@ -244,7 +244,7 @@ COMPILED = {
 }
 
 
-@each("name", COMPILED)
+@rows("name", list(COMPILED))
 def test_context_is_rejected_inside_compiled_functions(two, name):
     line = f"test_placement.py:{step.__code__.co_firstlineno + 1}"
     names = ["mirror.device('/device:CPU:1')", line, 'with mirror.device("/cpu:1"):']
@@ -309,7 +309,7 @@ def outside():
     return everything(cpu_strategy(2))
 
 
-@each("name", ["/cpu:0", "/cpu:6", None])
+@rows("name", ["/cpu:0", "/cpu:6", None])
 def test_strategy_ignores_an_outer_context(name, outside):
     with mirror.device(name):
         inside = everything(cpu_strategy(2))
@@ -340,7 +340,7 @@ def test_run_mirrors_a_model_created_on_one_device(two, scoped):
 UNKNOWN = ["/cpu:8", "/gpu:0", "GPU:2", "/device:GPU:2", "/tpu:0", "/device:wormhole:1"]
 
 
-@each("name", UNKNOWN)
+@rows("name", UNKNOWN)
 def test_unknown_device_error_lists_existing_devices(name):
     with raises(mirror.InvalidDeviceError, values=[DeviceSpec.parse(name), ALL]):
         mirror.device(name)
@@ -414,7 +414,7 @@ SUMS = {
 }
 
 
-@each("name", SUMS)
+@rows("name", list(SUMS))
 def test_add_n_adds_on_the_current_device(name):
     values, wanted = SUMS[name]
     values = list(values)
@@ -491,7 +491,7 @@ BAD_SUMS: dict[str, tuple] = {
 }
 
 
-@each("name", BAD_SUMS)
+@rows("name", list(BAD_SUMS))
 def test_add_n_rejects_invalid_arguments(name):
     values, error, found = BAD_SUMS[name]
     with raises(error, names="add_n", values=found):

@@ -13,7 +13,7 @@ from mirror.distributed import (
     TFConfigClusterResolver,
 )
 from tests.support.messages import raises
-from tests.support.rows import each
+from tests.support.tables import rows
 
 TWO = {"worker": ["a:1", "b:1"]}
 CHIEF = {"chief": ["c:1"], "worker": ["a:1", "b:1"], "evaluator": ["e:1"]}
@@ -39,7 +39,7 @@ def tf_config(cluster, **task):
     return json.dumps({"cluster": cluster, "task": task})
 
 
-@each(
+@rows(
     "cluster, task, membership",
     [
         (TWO, {"type": "worker", "index": 1}, Membership("a:1", 2, 1)),
@@ -75,7 +75,7 @@ def test_arguments_override_the_task_of_tf_config(environment):
     assert TFConfigClusterResolver("worker", 1).membership() == Membership("a:1", 2, 1)
 
 
-@each(
+@rows(
     "text, error, names",
     [
         ("{worker", ValueError, ["TF_CONFIG"]),
@@ -111,7 +111,7 @@ def test_simple_resolver():
 SLURM = {"SLURM_JOB_ID": "5", "SLURM_STEP_NODELIST": "gpu[1-2],login"}
 
 
-@each(
+@rows(
     "tasks, rank, local, visible, count, ids",
     [
         ("1(x3)", "2", "0", "0,1,2,3", 3, None),  # one task per node uses all of its GPUs
@@ -171,7 +171,7 @@ def test_cluster_spec_has_the_interface_of_tensorflow():
         spec.task_address("worker", 2)
 
 
-@each("cluster", [3, ["a:1"], {"worker": "a:1"}, {1: ["a:1"]}, {"worker": 5}])
+@rows("cluster", [3, ["a:1"], {"worker": "a:1"}, {1: ["a:1"]}, {"worker": 5}])
 def test_a_wrong_cluster_is_rejected(cluster):
     with raises(TypeError, names="cluster" if cluster in (3, ["a:1"]) else (), fix="'worker'"):
         ClusterSpec(cluster)

@@ -10,7 +10,7 @@ from jax._src import distributed
 import mirror
 from tests.support import fresh, inside, processes
 from tests.support.messages import assert_message, raises
-from tests.support.rows import each
+from tests.support.tables import rows
 
 start, hello = inside.start_and_hello()
 
@@ -18,7 +18,7 @@ ADDRESS = "127.0.0.1:1"
 WORKER_1 = {"type": "worker", "index": 1}
 
 
-@each(
+@rows(
     "arguments, error, names",
     [
         ({"heartbeat_secs": 0}, ValueError, ["heartbeat_secs", "0"]),
@@ -68,7 +68,7 @@ ENVIRONMENTS = {
 }
 
 
-@each("case", ENVIRONMENTS)
+@rows("case", list(ENVIRONMENTS))
 def test_the_environment_gives_the_arguments_of_jax(case, monkeypatch):
     variables, expected = ENVIRONMENTS[case]
     for name in ("TF_CONFIG", "SLURM_STEP_NODELIST"):

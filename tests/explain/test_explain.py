@@ -23,8 +23,8 @@ from mirror._src.explain.trial import Batches, IdleTimes, Trial, idle_times
 from mirror._src.values.per_replica import PerReplica, on_replicas
 from tests.support.messages import assert_message, raises
 from tests.support.models import MLP, batches, losses_of, nnx_step
-from tests.support.rows import each
 from tests.support.strategies import cpu_strategy
+from tests.support.tables import rows
 
 SGD = optax.sgd(0.1)
 
@@ -135,7 +135,7 @@ def waiting(x):
     return jax.lax.while_loop(test, lambda c: c + 1, 0.0)
 
 
-@each("step", [ensured, hanging, waiting])
+@rows("step", [ensured, hanging, waiting])
 def test_report_shows_what_the_proof_rejects(two, step):
     x = PerReplica([np.ones(3, np.float32)] * 2)
     with pytest.raises(mirror.ReplicaDivergenceError) as caught:
@@ -299,7 +299,7 @@ BOUND: dict[str, tuple[Any, list[Any], Any]] = {
 
 
 @pytest.mark.nightly  # what dominates depends on the machine
-@each("bound", BOUND)
+@rows("bound", list(BOUND))
 def test_explain_finds_the_bottleneck_and_its_parts_add_up(bound):
     measure, values, fix = BOUND[bound]
     found = measure()
@@ -362,7 +362,7 @@ UNKNOWN = {  # name: how many replicas, the step, its batch, and what the reason
 }
 
 
-@each("name", UNKNOWN)
+@rows("name", list(UNKNOWN))
 def test_explain_gives_the_reason_for_an_unknown_speedup(name):
     n, step, x, wanted = UNKNOWN[name]
     found = cpu_strategy(n).explain(step, (x,), steps=1)
@@ -371,7 +371,7 @@ def test_explain_gives_the_reason_for_an_unknown_speedup(name):
     assert found.no_speedup_because in str(found)
 
 
-@each(
+@rows(
     "steps, error, values",
     [
         (0, ValueError, [0]),
@@ -404,7 +404,7 @@ SPLITS = [
 ]
 
 
-@each("case", SPLITS)
+@rows("case", SPLITS)
 def test_parts_of_an_explanation_add_up(case):
     wall, read, transfer, run, dispatch, collective = case
     found = split(wall, IdleTimes(read, transfer, run), dispatch, collective)
@@ -430,7 +430,7 @@ def explanation():
     )
 
 
-@each(
+@rows(
     "bound, fix",
     [
         ("input", "prefetch"),

@@ -25,8 +25,8 @@ from mirror._src.explain.memory_report import COUNTED, Kind, MemoryGroup, Memory
 from mirror_cli import main as cli
 from tests.support import fresh, models
 from tests.support.messages import assert_message
-from tests.support.rows import each
 from tests.support.strategies import LAYOUTS, cpu_strategy
+from tests.support.tables import rows
 
 ADAM = optax.adam(1e-3)
 BATCH = models.batches((12,), 1)[0]
@@ -342,7 +342,7 @@ ADVICE = {  # name: how many MiB, the largest kind, other sizes in the advice, t
 }
 
 
-@each("name", ADVICE)
+@rows("name", list(ADVICE))
 def test_advice_names_what_to_shrink_and_how(name):
     counts, largest, sizes, fix = ADVICE[name]
     found = report(**counts)
@@ -449,7 +449,7 @@ def test_command_estimates_a_users_step(own, capsys):
     assert_message(said, names=f"{own}:make", values=[1, 2, 8])
 
 
-@each("name", ["make", "in_scope", "training"])
+@rows("name", ["make", "in_scope", "training"])
 def test_command_accepts_all_forms_of_a_step(name, own, capsys):
     found = estimated(capsys, f"{own}:{name}", "--devices", "2")
     (row,) = found["rows"]
@@ -529,7 +529,7 @@ REFUSED = {
 }
 
 
-@each("name", REFUSED)
+@rows("name", list(REFUSED))
 def test_command_rejects_steps_it_cannot_estimate(name, own, capsys):
     (step, *options), wanted = REFUSED[name]
     step = own + step if step.startswith(":") else step
@@ -547,7 +547,7 @@ FAILS = {
 }
 
 
-@each("name", FAILS)
+@rows("name", list(FAILS))
 def test_command_reports_errors_of_the_step(name, own, capsys):
     assert cli.main(["estimate-memory", f"{own}:{name}", "--devices", "2"]) == 1
     said = capsys.readouterr().err
@@ -557,7 +557,7 @@ def test_command_reports_errors_of_the_step(name, own, capsys):
     assert "Traceback" in said
 
 
-@each("text", ["a", "-1", "0,"])
+@rows("text", ["a", "-1", "0,"])
 def test_donate_option_requires_numbers(text, capsys):
     with pytest.raises(SystemExit, match="2"):
         cli.main(["estimate-memory", "mlp", f"--donate={text}"])

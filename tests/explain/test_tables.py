@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import mirror
 from tests.support import inside
-from tests.support.rows import each
+from tests.support.tables import rows
 
 CPU = [f"/device:CPU:{k}" for k in range(8)]
 BOTH = ", ".join(CPU[:2])
@@ -103,7 +103,7 @@ LEAVES = {
 }
 
 
-@each("name", LEAVES)
+@rows("name", list(LEAVES))
 def test_table_shows_every_kind_of_leaf(name):
     make, row, held = LEAVES[name]
     table = visualize({"x": make()})
@@ -118,7 +118,7 @@ def test_table_shows_every_kind_of_leaf(name):
     assert visualize(make()).rows[0] == ("value", *row)
 
 
-@each("tree", [None, {}, [], (None, {"a": ()}), nnx.Variable(None)])
+@rows("tree", [None, {}, [], (None, {"a": ()}), nnx.Variable(None)])
 def test_table_of_an_empty_tree_has_a_zero_total(tree):
     assert visualize(tree).rows == [("total", "", "0 bytes", "")]
 
@@ -176,7 +176,7 @@ TRANSFORMS = {
 }
 
 
-@each("name", TRANSFORMS)
+@rows("name", list(TRANSFORMS))
 def test_table_marks_tracers(name):
     tables = []
 
@@ -227,7 +227,7 @@ NUMBERS = {
 }
 
 
-@each("name", NUMBERS)
+@rows("name", list(NUMBERS))
 def test_html_aligns_numbers_to_the_right(name):
     cells, side = NUMBERS[name]
     html = Table(("heading",), [(cell,) for cell in cells])._repr_html_()
@@ -243,7 +243,7 @@ WIDE = Table(
 )
 
 
-@each("columns", [200, 100, 80, 70, 60, 50, 40, 30])
+@rows("columns", [200, 100, 80, 70, 60, 50, 40, 30])
 def test_table_fits_any_width_without_breaking_a_word(monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
     text = repr(WIDE)

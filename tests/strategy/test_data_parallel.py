@@ -10,7 +10,7 @@ from flax import nnx
 import mirror
 from tests.support.inside import pretended_types
 from tests.support.messages import assert_message, raises
-from tests.support.rows import each
+from tests.support.tables import rows
 
 
 class Net(nnx.Module):
@@ -141,7 +141,7 @@ def test_arguments_without_rows_go_to_all_devices():
     np.testing.assert_array_equal(np.asarray(got), np.full((4, 2), 4.0))
 
 
-@each(
+@rows(
     "module, device_ids, error, wanted",
     [
         (3, None, TypeError, {"names": "module", "values": [3, "int"], "fix": "nnx.Module"}),

@@ -10,8 +10,8 @@ from flax import nnx
 
 import mirror
 from tests.support.messages import raises
-from tests.support.rows import each
 from tests.support.strategies import cpu_strategy
+from tests.support.tables import rows
 
 CPUS = jax.devices("cpu")
 JOB = "/job:localhost/replica:0/task:0"
@@ -36,14 +36,14 @@ def test_strategy_uses_all_devices_by_default(arguments):
     assert total(strategy) == 36
 
 
-@each("empty", [[], (), iter([])])
+@rows("empty", [[], (), iter([])])
 def test_empty_list_of_devices_is_rejected(empty):
     """In TensorFlow it means all devices. An empty list is more likely a mistake."""
     with raises(ValueError, names="devices", values="[]", fix="None"):
         mirror.MirroredStrategy(empty)
 
 
-@each("order", [[2, 0], [0, 1, 2], [7, 3, 5, 1]])
+@rows("order", [[2, 0], [0, 1, 2], [7, 3, 5, 1]])
 def test_replicas_follow_the_order_of_the_devices(order):
     strategy = mirror.MirroredStrategy([f"CPU:{i}" for i in order])
     assert strategy.devices == tuple(CPUS[i] for i in order)
@@ -56,7 +56,7 @@ def test_replicas_follow_the_order_of_the_devices(order):
 SAME = ["CPU:1", "/cpu:1", "/device:cpu:1", f"{JOB}/device:CPU:1", CPUS[1]]
 
 
-@each("again", SAME)
+@rows("again", SAME)
 def test_repeated_device_is_rejected(again):
     """With a ValueError, like all bad devices; TensorFlow raises an AssertionError."""
     repeated = "(/device:CPU:0, /device:CPU:1, /device:CPU:1)"
@@ -70,7 +70,7 @@ def test_devices_may_be_names_logical_devices_or_jax_devices():
         assert mirror.MirroredStrategy(devices).devices == tuple(CPUS[1:3])
 
 
-@each("one", ["CPU:0", "foo", mirror.config.LogicalDevice("/device:CPU:0", "")])
+@rows("one", ["CPU:0", "foo", mirror.config.LogicalDevice("/device:CPU:0", "")])
 def test_single_device_instead_of_a_list_is_rejected(one):
     fix = f"MirroredStrategy([{one!r}])"
     with raises(ValueError, names="devices", values=repr(one), fix=fix):
@@ -110,7 +110,7 @@ ELSEWHERE = {  # the devices, and the first one of another process
 }
 
 
-@each("devices, first", ELSEWHERE.values())
+@rows("devices, first", ELSEWHERE.values())
 def test_devices_of_other_processes_are_rejected(devices, first):
     """With one kind of error; TensorFlow has three."""
     with raises(ValueError, values=[repr(devices[first]), JOB]):
@@ -136,7 +136,7 @@ def test_given_cross_device_ops_are_used():
     assert total(strategy) == 3
 
 
-@each("ops", ["nccl", mirror.AllReduce, 0, False])
+@rows("ops", ["nccl", mirror.AllReduce, 0, False])
 def test_invalid_cross_device_ops_are_rejected(ops):
     """TensorFlow accepts anything, and fails at the first collective."""
     fix = ["CrossDeviceOps", "mirror.AllReduce()"]
@@ -151,13 +151,13 @@ MADE = {
 }
 
 
-@each("make", MADE.values())
+@rows("make", MADE.values())
 def test_shallow_copy_is_rejected(make):
     with raises(RuntimeError, names="copy.copy(strategy)", fix="copy.deepcopy(strategy)"):
         copy.copy(make())
 
 
-@each("make", MADE.values())
+@rows("make", MADE.values())
 def test_deep_copy_is_a_separate_strategy_on_the_same_devices(make):
     strategy = make()
     expected = total(strategy)
@@ -222,7 +222,7 @@ def test_reduce_ops_have_their_names():
         assert mirror.ReduceOp(op.value) is op
 
 
-@each("op", ["none", "only_first_replica", "average", ""])
+@rows("op", ["none", "only_first_replica", "average", ""])
 def test_invalid_reduce_op_is_rejected(two, op):
     with pytest.raises(ValueError, match=f"'{op}' is not a valid ReduceOp"):
         mirror.ReduceOp(op)

@@ -8,7 +8,7 @@ import pytest
 import mirror
 from tests.support import inside, processes
 from tests.support.messages import raises
-from tests.support.rows import each
+from tests.support.tables import rows
 
 
 def test_without_a_cluster_it_is_a_mirrored_strategy():
@@ -25,7 +25,7 @@ def test_without_a_cluster_it_is_a_mirrored_strategy():
     assert pairs.verify(lambda x: x * 2, (mirror.PerReplica([[1.0]] * 16),)).largest == 0
 
 
-@each(
+@rows(
     "arguments, error, fix",
     [
         ({"replicas_per_device": 0}, ValueError, "a positive integer"),

@@ -9,8 +9,8 @@ import numpy as np
 import mirror
 from mirror import PerReplica
 from tests.support import inside
-from tests.support.rows import each
 from tests.support.strategies import cpu_strategy, each_layout
+from tests.support.tables import rows
 
 DTYPES = ["float32", "int32", "uint8", "bool", "bfloat16", "float16"]
 AXES = [None, 0, (0, -1)]
@@ -57,7 +57,7 @@ def each_reduction():
             yield strategy, op, (i + j) % 2 == 1, AXES[(i // 2 + j) % len(AXES)]
 
 
-@each("strategy, op, masked, axis", each_reduction)
+@rows("strategy, op, masked, axis", each_reduction)
 def test_reduce_matches_numpy(strategy, op, masked, axis):
     n = strategy.num_replicas_in_sync
     rng = np.random.RandomState(0)
@@ -78,7 +78,7 @@ def test_reduce_matches_numpy(strategy, op, masked, axis):
         )
 
 
-@each("axis", [-1, 1, (), (1,), np.int64(0)])
+@rows("axis", [-1, 1, (), (1,), np.int64(0)])
 def test_reduce_accepts_axes_in_several_forms(axis, two):
     values = some_values(2, "int32")
     got = two.reduce("mean", PerReplica(values), axis=axis)
@@ -94,7 +94,7 @@ def test_where_accepts_every_leading_shape():
         np.testing.assert_allclose(got, expected(op, values, 0, keep), 1e-6)
 
 
-@each("strategy", each_layout)
+@rows("strategy", each_layout)
 def test_mirrored_mask_applies_to_all_replicas(strategy):
     values = some_values(strategy.num_replicas_in_sync, "float32")
     mask = np.array([True, False, True, True])
@@ -110,8 +110,8 @@ def test_mean_covers_all_elements_not_replica_means(two):
     assert float(two.reduce("mean", rows, axis=0, where=keep)) == 4.0
 
 
-@each("op", OPS)
-@each("strategy", [cpu_strategy(3), cpu_strategy(2, replicas_per_device=2)])
+@rows("op", OPS)
+@rows("strategy", [cpu_strategy(3), cpu_strategy(2, replicas_per_device=2)])
 def test_mirrored_value_counts_once_per_replica(op, strategy):
     n = strategy.num_replicas_in_sync
     for make in (float, np.float32, jnp.float32):
@@ -126,7 +126,7 @@ def test_reduce_keeps_the_structure_of_trees(two):
     assert [float(x) for x in jax.tree.leaves(got)] == [3.0, 6.0, 3.0]
 
 
-@each("op", ["SUM", "Sum", mirror.ReduceOp.SUM])
+@rows("op", ["SUM", "Sum", mirror.ReduceOp.SUM])
 def test_reduce_accepts_several_spellings_of_an_op(op, two):
     assert float(two.reduce(op, PerReplica([1.0, 2.0]))) == 3.0
 
@@ -142,8 +142,8 @@ def test_reduce_of_an_empty_tree_is_empty(two):
         assert np.all(np.asarray(two.reduce("max", value, axis=0, where=where)) == -np.inf)
 
 
-@each("axis", [None, 0])
-@each("op", OPS)
+@rows("axis", [None, 0])
+@rows("op", OPS)
 def test_nan_of_any_replica_propagates(op, axis):
     strategy = cpu_strategy(3)
     within = 0 if axis is None else (0, 1)
@@ -154,7 +154,7 @@ def test_nan_of_any_replica_propagates(op, axis):
         np.testing.assert_array_equal(got, getattr(np, op)(values, axis=within))
 
 
-@each("op", OPS)
+@rows("op", OPS)
 def test_masked_nan_does_not_count(op, two):
     values = PerReplica([np.array([np.nan, 2.0]), np.array([2.0, np.nan])])
     keep = PerReplica([np.array([False, True]), np.array([True, False])])
@@ -186,8 +186,8 @@ def test_reduce_compiles_once(two):
     assert len(inside.programs(two)) == programs
 
 
-@each("axis", [0, 1, -1])
-@each("strategy", [cpu_strategy(3), cpu_strategy(2, replicas_per_device=2)])
+@rows("axis", [0, 1, -1])
+@rows("strategy", [cpu_strategy(3), cpu_strategy(2, replicas_per_device=2)])
 def test_gather_joins_in_replica_order(axis, strategy):
     n = strategy.num_replicas_in_sync
     tree = {d: some_values(n, d, (2, 3)) for d in ("float32", "bool", "int8", "bfloat16")}
@@ -197,7 +197,7 @@ def test_gather_joins_in_replica_order(axis, strategy):
         assert got[dtype].dtype == jnp.dtype(dtype)
 
 
-@each("strategy", each_layout)
+@rows("strategy", each_layout)
 def test_gather_joins_copies_of_a_mirrored_value(strategy):
     got = strategy.gather(np.arange(2))
     np.testing.assert_array_equal(got, np.tile(np.arange(2), strategy.num_replicas_in_sync))
@@ -216,7 +216,7 @@ def test_gather_supports_prng_keys(two):
     )
 
 
-@each("strategy", each_layout)
+@rows("strategy", each_layout)
 def test_local_results_returns_one_tree_per_replica(strategy):
     n = strategy.num_replicas_in_sync
     tree = {

@@ -39,13 +39,13 @@ PAIRS = {"pairs": functools.partial(cpu_strategy, 2, replicas_per_device=2)}
 
 
 def each_layout() -> Iterator[mirror.MirroredStrategy]:
-    """Yields a strategy of each layout of replicas, for `rows.each`."""
+    """Yields a strategy of each layout of replicas, for `tables.rows`."""
     for num_devices, replicas_per_device in LAYOUTS.values():
         yield cpu_strategy(num_devices, replicas_per_device=replicas_per_device)
 
 
 def each_executor() -> Iterator[mirror.MirroredStrategy]:
-    """Yields two replicas of each executor, for `rows.each`."""
+    """Yields two replicas of each executor, for `tables.rows`."""
     for make in EXECUTORS.values():
         yield make()
 

@@ -1,5 +1,6 @@
 """Tables whose rows are subtests of one test."""
 
+import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -25,32 +26,43 @@ class Made(Mapping[str, Any]):
         return len(self._makers)
 
 
-def rows(names: str, table: Mapping[str, Any] | Iterable[Any]) -> Callable[..., Any]:
+def rows(
+    names: str, table: Mapping[str, Any] | Iterable[Any] | Callable[[], Iterable[Any]]
+) -> Callable[..., Any]:
     """Runs a test once per row, like `pytest.mark.parametrize`, but as subtests of one test.
 
-    The rows share the fixtures of the test. Stacked tables give all combinations.
+    A row that fails does not end the others. The rows share the fixtures of the test, except for
+    `monkeypatch`. Stacked tables give all combinations.
 
     Args:
         names: Arguments that a row gives, separated by commas.
-        table: Values of the arguments, or a mapping from the name of a row to them.
+        table: Values of the arguments, a mapping from the name of a row to them, or a function
+            that returns either when the test runs.
     """
     keys = [name.strip() for name in names.split(",")]
 
     def labeled() -> Iterator[tuple[str, dict[str, Any]]]:
-        is_named = isinstance(table, Mapping)
-        for label, row in table.items() if is_named else ((_label(row), row) for row in table):
+        given = table() if callable(table) else table
+        is_named = isinstance(given, Mapping)
+        for label, row in given.items() if is_named else ((_label(row), row) for row in given):
             yield label, dict(zip(keys, row if len(keys) > 1 else [row], strict=True))
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         tables = [labeled, *getattr(test, "tables", [])]
         body = getattr(test, "body", test)
 
+        parameters = inspect.signature(test).parameters
+        asks = "subtests" in inspect.signature(body).parameters
+
         def each_row(subtests: pytest.Subtests, **fixtures: Any) -> None:
             for labels, arguments in _combinations(tables):
-                with subtests.test(", ".join(labels)):
-                    body(**fixtures, **arguments)
+                with contextlib.ExitStack() as stack:
+                    stack.enter_context(subtests.test(", ".join(labels)))
+                    own = {**fixtures, **({"subtests": subtests} if asks else {})}
+                    if "monkeypatch" in own:
+                        own["monkeypatch"] = stack.enter_context(own["monkeypatch"].context())
+                    body(**own, **arguments)
 
-        parameters = inspect.signature(test).parameters
         fixtures = [p for name, p in parameters.items() if name not in (*keys, "subtests")]
         subtests = inspect.Parameter("subtests", inspect.Parameter.KEYWORD_ONLY)
         each_row.__dict__.update(test.__dict__, tables=tables, body=body)

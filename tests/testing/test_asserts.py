@@ -15,8 +15,8 @@ from tests.support import inside
 from tests.support.copies import with_one_bit_flipped
 from tests.support.messages import assert_message, raises
 from tests.support.models import MLP, batches, linen_step, linen_training, nnx_step
-from tests.support.rows import each
 from tests.support.strategies import cpu_strategy
+from tests.support.tables import rows
 from tests.support.waiting import wait_until
 
 BATCH = batches(MLP.features, 1)[0]
@@ -86,7 +86,7 @@ WRONG: dict[str, tuple] = {
 }
 
 
-@each("what", WRONG)
+@rows("what", list(WRONG))
 def test_assert_mirrored_names_the_leaves(what, two):
     make, said = WRONG[what]
     with raises(AssertionError, **said):
@@ -134,7 +134,7 @@ def test_linen_state_is_carried_between_steps(two):
     assert "result['step 2'][0]" in names(report)
 
 
-@each("executor", ["pmap", "vmap", "staged"])
+@rows("executor", ["pmap", "vmap", "staged"])
 def test_state_is_carried_between_steps(executor):
     """Three steps change the weights as much as three hand-written ones."""
     strategy = plugin_support.make_strategy(executor, 3, jax.devices("cpu"))
@@ -167,7 +167,7 @@ FAILING: dict[str, tuple] = {
 }
 
 
-@each("what", FAILING)
+@rows("what", list(FAILING))
 def test_differing_training_fails(what, two):
     step, said = FAILING[what]
     with raises(AssertionError, **said):
@@ -187,7 +187,7 @@ def test_numbers_and_batches_are_not_state(first, two):
         train(scaled_step, strategy=two, args=args, steps=1)
 
 
-@each(
+@rows(
     "steps, error, values",
     [
         (0, ValueError, 0),
@@ -227,7 +227,7 @@ def test_error_names_who_set_the_host_devices(monkeypatch):
         plugin_support.force_host_devices(4, "the test")
 
 
-@each(
+@rows(
     "executor, n, devices, replicas, ops",
     [
         ("pmap", 2, 2, 2, "AllReduce"),

@@ -9,7 +9,7 @@ from pytest_mirror import timeout
 from tests.support import fresh
 from tests.support.messages import assert_message
 from tests.support.pytest_runs import lines_with, run_pytest, statuses
-from tests.support.rows import each
+from tests.support.tables import rows
 
 MARKS = (fresh.PROGRAMS / "plugin_marks.py").read_text()
 IDS = [f"test_sum[{e}-{n}]" for e in ("pmap", "vmap", "staged") for n in (1, 2, 4)]
@@ -143,7 +143,7 @@ def test_each_worker_forces_its_devices(ahead):
     assert_needs_more(said, 1)
 
 
-@each("name", WRONG_MARKS)
+@rows("name", list(WRONG_MARKS))
 def test_error_in_a_mark_is_a_collection_error(ahead, name):
     said = output(ahead, "marks")
     assert f"ERROR collecting test_{name}.py" in said

@@ -10,7 +10,7 @@ import numpy as np
 import mirror
 from mirror import PerReplica
 from tests.support.messages import raises
-from tests.support.rows import each
+from tests.support.tables import rows
 
 VALUES = {
     "numbers": [1.0, 2.0],
@@ -22,7 +22,7 @@ VALUES = {
 }
 
 
-@each("name", VALUES)
+@rows("name", list(VALUES))
 def test_per_replica_holds_one_array_per_replica(name):
     values = VALUES[name]
     held = PerReplica(values)
@@ -72,7 +72,7 @@ def test_per_replica_passes_through_jit_and_pickle():
     np.testing.assert_array_equal(pickle.loads(pickle.dumps(held)), held)
 
 
-@each(
+@rows(
     "held, text",
     [
         (PerReplica([1.0, 2.0]), "PerReplica(1., 2.)"),
@@ -106,9 +106,9 @@ BINARY += ["lt", "le", "gt", "ge"]
 UNARY = [operator.neg, abs, float, int, bool, len, iter, list, operator.itemgetter(0)]
 
 
-@each("name", BINARY)
-@each("other", [2.0, np.float32(2), np.ones(2), jnp.ones(2)])
-@each("side", ["left", "right"])
+@rows("name", BINARY)
+@rows("other", [2.0, np.float32(2), np.ones(2), jnp.ones(2)])
+@rows("side", ["left", "right"])
 def test_arithmetic_is_rejected_outside_a_replica(name, other, side):
     held = PerReplica([1.0, 2.0])
     pair = (held, other) if side == "left" else (other, held)
@@ -116,7 +116,7 @@ def test_arithmetic_is_rejected_outside_a_replica(name, other, side):
         getattr(operator, name)(*pair)
 
 
-@each("operation", UNARY)
+@rows("operation", UNARY)
 def test_conversion_to_one_value_is_rejected(operation):
     with raises(TypeError, values="PerReplica(1., 2.)", fix=["x.values", "x.stacked"]):
         operation(PerReplica([1.0, 2.0]))
@@ -133,7 +133,7 @@ def test_numpy_reads_per_replica_values():
     np.testing.assert_array_equal(np.asarray(PerReplica([1.0, 2.0])) + 1, [2.0, 3.0])
 
 
-@each("n", [1, 2, 3])
+@rows("n", [1, 2, 3])
 def test_from_stacked_does_not_copy(n):
     rows = np.arange(n * 2).reshape(n, 2)
     held = PerReplica.from_stacked(rows)

@@ -16,9 +16,9 @@ from flax import nnx
 import mirror
 from tests.support import inside
 from tests.support.messages import raises
-from tests.support.rows import each
 from tests.support.steps import nothing, number, replica_id
 from tests.support.strategies import cpu_strategy, each_executor
+from tests.support.tables import rows
 from tests.support.variables import copies, on_read, set_copies, variable
 
 AGGREGATIONS = ["none", "sum", "mean", "only_first_replica"]
@@ -120,7 +120,7 @@ def test_mean_of_integers_is_rejected(make):
         make(value=True, aggregation="sum", name="v")
 
 
-@each("pair", each_executor)
+@rows("pair", each_executor)
 def test_variable_must_be_created_outside_a_step(pair):
     """TensorFlow creates it in the first replica and copies it to the others."""
     with raises(RuntimeError, names=["'made'", "MirroredStrategy"]):
@@ -128,7 +128,7 @@ def test_variable_must_be_created_outside_a_step(pair):
     assert not mirror.has_strategy()
 
 
-@each("pair", each_executor)
+@rows("pair", each_executor)
 def test_variable_reads_as_one_value(pair):
     with pair.scope():
         v = variable([1.0, 2.0])
@@ -184,7 +184,7 @@ def test_variable_converts_to_numbers_and_truth():
         v += 1
 
 
-@each("aggregation", AGGREGATIONS)
+@rows("aggregation", AGGREGATIONS)
 def test_assign_outside_a_step_writes_all_copies(eight, aggregation):
     """And the variable is returned."""
     with eight.scope():
@@ -214,7 +214,7 @@ def test_assign_outside_a_step_rejects_per_replica_values(two):
         assert made == 0
 
 
-@each("pair", each_executor)
+@rows("pair", each_executor)
 def test_assign_without_aggregation_requires_a_mirrored_value(pair):
     """TensorFlow lets the copies diverge."""
     v = variable(7.0, name="mine")
@@ -234,7 +234,7 @@ RESULTS = {
 }
 
 
-@each("pair", each_executor)
+@rows("pair", each_executor)
 def test_assign_in_a_step_applies_the_aggregation(pair):
     table = {a: [variable(10.0, a) for _ in range(3)] for a in RESULTS}
 
@@ -256,7 +256,7 @@ def test_assign_in_a_step_applies_the_aggregation_on_eight_replicas(eight):
     assert [float(v) for v in (total, mean, first)] == [37, 5.5, 2]
 
 
-@each("pair", each_executor)
+@rows("pair", each_executor)
 def test_assigned_number_counts_once_per_replica(pair):
     """TensorFlow rejects it for a sum, and fails for 0."""
     numbers = (5.0, 0.0, np.float32(5))
@@ -266,7 +266,7 @@ def test_assigned_number_counts_once_per_replica(pair):
         assert [float(v) for v in variables] == [x, 2 * x, x, x]
 
 
-@each("pair", each_executor)
+@rows("pair", each_executor)
 def test_step_reads_its_own_assignments(pair):
     total, mine = variable(1.0, "sum"), on_read("sum")
 
@@ -314,7 +314,7 @@ def written(v):
     jax.jit(lambda x: v.set_value(v + x))(1.0)
 
 
-@each("inner", [scanned, branched, repeated, jitted, graded, mapped, written])
+@rows("inner", [scanned, branched, repeated, jitted, graded, mapped, written])
 def test_assign_in_an_inner_transformation_is_rejected(two, inner):
     """It would be lost when the transformation ends: in a step, passed or captured, and outside."""
     for v in (variable(1.0, "sum", name="v"), on_read("sum", 1.0, name="v")):
@@ -328,7 +328,7 @@ def test_assign_in_an_inner_transformation_is_rejected(two, inner):
         assert v == 1
 
 
-@each("pair", each_executor)
+@rows("pair", each_executor)
 def test_assign_accepts_results_of_an_inner_transformation(pair):
     v, seen = variable(2.0, "sum"), variable(0.0, "mean")
 
@@ -363,7 +363,7 @@ BAD = {
 }
 
 
-@each("name", BAD)
+@rows("name", list(BAD))
 def test_assign_rejects_another_shape_or_dtype(two, name):
     value, kind, wanted = BAD[name]
     for v in (variable(1.0, "sum", name="v"), on_read("sum", 1.0, name="v")):
@@ -383,7 +383,7 @@ def test_assign_converts_numbers():
         variable(1, name="n").assign(2.5)
 
 
-@each("pair", each_executor)
+@rows("pair", each_executor)
 def test_assign_keeps_dtypes_and_exact_integers(pair):
     """A sum of complex numbers works everywhere; a sum of booleans is rejected at creation."""
     big = 2**30 - 1
@@ -413,7 +413,7 @@ def test_assign_keeps_dtypes_and_exact_integers(pair):
     assert int(exact) == 2 * big + 1
 
 
-@each("pair", each_executor)
+@rows("pair", each_executor)
 def test_item_assignment_writes_all_copies(pair):
     """TensorFlow's `v[0].assign` writes to one copy only; its scatter is `v.at[i].add` here."""
     with pair.scope():
@@ -458,7 +458,7 @@ def test_copies_and_pickles_are_independent_variables(two):
     assert copies(two, pickle.loads(pickle.dumps(none))) == [3, 5]
 
 
-@each("pair", each_executor)
+@rows("pair", each_executor)
 def test_gradients_are_per_replica(pair):
     """And with respect to the value; `nnx.grad` takes variables that are passed."""
     v = variable(2.0, "sum")
@@ -484,7 +484,7 @@ def test_on_read_is_not_trainable_by_default():
     assert on_read(trainable=True).trainable
 
 
-@each("pair", each_executor)
+@rows("pair", each_executor)
 def test_on_read_is_aggregated_outside_and_per_replica_in_a_step(pair):
     with pair.scope():
         none, total, mean, first = made = [on_read(a, name=a) for a in AGGREGATIONS]
@@ -510,7 +510,7 @@ def test_on_read_is_aggregated_outside_and_per_replica_in_a_step(pair):
     assert "PerReplica" in repr(nnx.state({"none": none}))
 
 
-@each("pair", each_executor)
+@rows("pair", each_executor)
 def test_on_read_assign_in_a_step_writes_per_replica(pair):
     with pair.scope():
         made = [on_read(a) for a in AGGREGATIONS]
@@ -526,7 +526,7 @@ def test_on_read_assign_in_a_step_writes_per_replica(pair):
     assert [copies(pair, v) for v in made] == [[5, 6]] * 4
 
 
-@each("pair", each_executor)
+@rows("pair", each_executor)
 def test_on_read_assign_outside_splits_a_sum_exactly(pair):
     """TensorFlow rounds 7 to 6."""
     with pair.scope():
@@ -552,7 +552,7 @@ def test_on_read_assign_outside_splits_a_sum_across_eight_replicas(eight):
     assert mean == 3
 
 
-@each("pair", each_executor)
+@rows("pair", each_executor)
 def test_on_read_sum_rejects_assign_add_outside_a_step(pair):
     with pair.scope():
         total, mean, first = (on_read(a, name=a) for a in AGGREGATIONS[1:])
@@ -567,7 +567,7 @@ def test_on_read_sum_rejects_assign_add_outside_a_step(pair):
     assert (float(mean), float(first)) == (13, 12)
 
 
-@each("pair", each_executor)
+@rows("pair", each_executor)
 def test_on_read_without_aggregation_rejects_assign_outside_a_step(pair):
     """TensorFlow writes, then raises."""
     with pair.scope():
@@ -592,7 +592,7 @@ def test_reduce_uses_the_given_op(two):
     assert two.run(lambda: two.num_replicas_in_sync) == 2
 
 
-@each("pair", each_executor)
+@rows("pair", each_executor)
 def test_all_reduce_in_a_step_accepts_variables(pair):
     """One explicit method replaces TensorFlow's `variable_sync_on_read_context`."""
     with pair.scope():
@@ -612,7 +612,7 @@ def test_all_reduce_in_a_step_accepts_variables(pair):
     np.testing.assert_array_equal(gathered, [3, 5])
 
 
-@each("pair", each_executor)
+@rows("pair", each_executor)
 def test_local_results_returns_copies_of_variables(pair):
     with pair.scope():
         v, r = variable(2.0), on_read()
@@ -647,7 +647,7 @@ def test_variable_is_saved_once_and_restored_into_every_copy(two):
         v.assign(np.ones(3, np.float32))
 
 
-@each("pair", each_executor)
+@rows("pair", each_executor)
 def test_on_read_variable_is_saved_aggregated(pair, eight):
     with pair.scope():
         total, mean, first, none = made = [on_read(a) for a in [*AGGREGATIONS[1:], "none"]]
@@ -727,7 +727,7 @@ def test_rebound_name_reads_the_new_variable(two):
     assert [float(x) for x in before] == [2, 2]
 
 
-@each("pair", each_executor)
+@rows("pair", each_executor)
 def test_jitted_helper_reads_the_current_value(pair):
     """JAX traces it once for its shapes, and remembers that."""
     v = variable(1.0, "sum")
@@ -738,7 +738,7 @@ def test_jitted_helper_reads_the_current_value(pair):
         assert [float(pair.run(step)) for step in steps] == [3 * value, value]
 
 
-@each("pair", each_executor)
+@rows("pair", each_executor)
 def test_variable_used_by_some_calls_only_is_updated(pair):
     v = variable(0.0, "sum")
 
@@ -750,7 +750,7 @@ def test_variable_used_by_some_calls_only_is_updated(pair):
     assert v == 4
 
 
-@each("pair", each_executor)
+@rows("pair", each_executor)
 def test_variable_may_be_captured_and_passed(pair):
     v, r = variable(0.0, "sum"), on_read("sum")
 
@@ -779,7 +779,7 @@ def test_steps_strategies_and_modules_share_a_variable(two, eight):
     assert copies(eight, model.seen) == [20] * 8
 
 
-@each("pair", each_executor)
+@rows("pair", each_executor)
 def test_variable_may_be_first_read_in_an_inner_transformation(pair):
     v, w, u = variable(2.0, "sum"), variable(3.0), on_read("sum", 1.0)
 
@@ -798,7 +798,7 @@ def test_variable_may_be_first_read_in_an_inner_transformation(pair):
     assert (float(v), float(w), float(u)) == (6, 5, 5)
 
 
-@each("pair", each_executor)
+@rows("pair", each_executor)
 def test_failed_step_leaves_variables_unchanged(pair):
     v, r = variable(1.0, "sum"), on_read("sum", 1.0)
     errors = [KeyError("mine"), KeyboardInterrupt(), None]

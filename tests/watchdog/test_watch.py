@@ -19,7 +19,7 @@ import mirror
 from tests.support import fresh, inside
 from tests.support.clocks import FakeClock
 from tests.support.messages import assert_message, raises
-from tests.support.rows import each
+from tests.support.tables import rows
 from tests.support.waiting import wait_until
 
 arrivals, launches, watch_module = inside.arrivals(), inside.launches(), inside.watch_module()
@@ -142,9 +142,9 @@ KINDS = {
 }
 
 
-@each("in_loop", [False, True])
-@each("layout", ["pmap", "staged"])
-@each("kind", KINDS)
+@rows("in_loop", [False, True])
+@rows("layout", ["pmap", "staged"])
+@rows("kind", list(KINDS))
 def test_report_names_each_kind_of_callback(kind, layout, in_loop, clock):
     strategy, gate = LAYOUTS[layout](), Gate(clock, 1)
 
@@ -193,8 +193,8 @@ def test_report_says_that_other_threads_wait_for_their_turn(clock):
     assert_message(watch.reports[0], values=["step (", "other (", "waits for its turn"])
 
 
-@each("op", ["sum", "max"])
-@each("is_float", [True, False])
+@rows("op", ["sum", "max"])
+@rows("is_float", [True, False])
 def test_arrivals_name_the_replica_that_is_missing(is_float, op, clock):
     """In the second run of a step; collectives of floats may consist of several."""
     strategy, gate = LAYOUTS["pmap"](), Gate(clock, None)
@@ -235,7 +235,7 @@ def test_counts_are_kept_while_any_watch_tracks():
     assert not arrivals._counts
 
 
-@each("layout", ["pmap", "vmap on devices", "staged"])
+@rows("layout", ["pmap", "vmap on devices", "staged"])
 def test_stall_raises_until_the_launch_has_ended(layout, clock):
     strategy, gate, raised = LAYOUTS[layout](), Gate(clock, 1), threading.Event()
     step, arguments = gated_step(gate), (argument(strategy),)
@@ -339,7 +339,7 @@ def test_report_precedes_the_abort_of_xla():
     assert done.stderr.index("has not ended") < done.stderr.index("Termination timeout")
 
 
-@each("compiles", [True, False])
+@rows("compiles", [True, False])
 def test_compiling_does_not_count(compiles, clock):
     def program(arrays):
         clock.advance(0.8)
@@ -383,7 +383,7 @@ def test_time_in_which_the_process_was_stopped_does_not_count(clock):
     assert secs == [0.0, 1.0, 3.0, 4.0]
 
 
-@each("layout", ["pmap", "staged", "vmap"])
+@rows("layout", ["pmap", "staged", "vmap"])
 def test_steps_that_end_are_not_reported(layout, clock):
     """Many short launches, unawaited and with results dropped."""
     strategy = LAYOUTS[layout]()
@@ -422,7 +422,7 @@ def test_watches_end_and_may_be_nested():
     assert set(threading.enumerate()) <= before
 
 
-@each(
+@rows(
     "arguments, error, values",
     [
         ({"secs": 0}, ValueError, ["secs", "0"]),
@@ -503,7 +503,7 @@ def test_evaluation_within_fit_is_watched_once(monkeypatch, clock):
     assert watches == [(5.0, "raise"), (5.0, "raise")]
 
 
-@each("secs", [0, "60", False])
+@rows("secs", [0, "60", False])
 def test_trainer_rejects_wrong_stall_secs(secs):
     with raises((TypeError, ValueError), values=["stall_secs", repr(secs)]):
         mirror.Trainer(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), print, stall_secs=secs)

@@ -1,10 +1,10 @@
-"""`each`: all rows run, each with its own `monkeypatch`, and a row that fails is reported."""
+"""`rows`: all rows run, each with its own `monkeypatch`, and a row that fails is reported."""
 
 import contextlib
 import inspect
 import os
 
-from tests.support.rows import each
+from tests.support.tables import rows
 
 
 class Subtests:
@@ -26,7 +26,7 @@ class Subtests:
 def test_all_rows_run_with_the_fixtures():
     calls, subtests = [], Subtests()
 
-    @each("a, b", lambda: [(1, 2), (3, 4), (5, 6)])
+    @rows("a, b", lambda: [(1, 2), (3, 4), (5, 6)])
     def check(a, fixture, b):
         calls.append((a, fixture, b))
         assert a != 3
@@ -34,29 +34,34 @@ def test_all_rows_run_with_the_fixtures():
     assert list(inspect.signature(check).parameters) == ["fixture", "subtests"]
     check(fixture="x", subtests=subtests)
     assert calls == [(1, "x", 2), (3, "x", 4), (5, "x", 6)]
-    assert subtests.outcomes == [("1, 2", "passed"), ("3, 4", "failed"), ("5, 6", "passed")]
+    assert subtests.outcomes == [("(1, 2)", "passed"), ("(3, 4)", "failed"), ("(5, 6)", "passed")]
 
 
 def test_tables_may_be_multiplied():
     calls, subtests = [], Subtests()
 
-    @each("name", "xy")
-    @each("number", [1, 2])
-    def check(name, number):
-        calls.append((name, number))
+    @rows("name", {"first": "x", "second": "y"})
+    @rows("number", lambda: iter([1, 2]))
+    def check(name, number, subtests):
+        with subtests.test("inner"):
+            calls.append((name, number))
 
     check(subtests=subtests)
+    assert [msg for msg, _ in subtests.outcomes if msg != "inner"] == [
+        *("first, 1", "first, 2"),
+        *("second, 1", "second, 2"),
+    ]
     assert calls == [("x", 1), ("x", 2), ("y", 1), ("y", 2)]
 
 
 def test_rows_have_their_own_monkeypatch(monkeypatch):
     monkeypatch.setenv("MIRROR_ROW", "before")
 
-    @each("value", ["1", "2"])
+    @rows("value", ["1", "2"])
     def check(value, monkeypatch):
         assert os.environ["MIRROR_ROW"] == "before"
         monkeypatch.setenv("MIRROR_ROW", value)
 
     subtests = Subtests()
     check(monkeypatch=monkeypatch, subtests=subtests)
-    assert subtests.outcomes == [("1", "passed"), ("2", "passed")]
+    assert subtests.outcomes == [("'1'", "passed"), ("'2'", "passed")]
