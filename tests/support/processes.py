@@ -37,15 +37,19 @@ class Ended(NamedTuple):
 _ports = itertools.count(random.SystemRandom().randrange(1000))
 
 
-def free_ports(count: int) -> list[int]:
+def free_ports(count: int, first: int = 10_000, per_worker: int = 1000) -> list[int]:
     """Returns ports that no program listens on, from a range of this worker of pytest-xdist.
 
-    They are below the ports that Linux gives to programs that ask for any port.
+    Args:
+        count: Number of ports.
+        first: First port of the first range. By default, all ranges are below the ports that Linux
+            gives to programs that ask for any port.
+        per_worker: Number of ports in the range of each of 20 workers.
     """
-    first = 10_000 + 1000 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 20)
+    first += per_worker * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 20)
     ports: list[int] = []
     while len(ports) < count:
-        port = first + next(_ports) % 1000
+        port = first + next(_ports) % per_worker
         with socket.socket() as unused, contextlib.suppress(OSError):
             unused.bind(("", port))
             ports.append(port)
