@@ -18,18 +18,16 @@ import numpy as np
 import pytest
 
 import mirror
-from mirror._src.cli.bench import command, measure
-from mirror._src.cli.bench.measure import Contender
-from mirror._src.cli.bench.scaling import Row, Scaling
-from mirror._src.cli.bench.workload import RepeatedBatches, WorkloadError, workload_of
-from mirror._src.cli.builtin_steps import make_builtin_step
-from mirror._src.utils.measure import quartiles
 from mirror_cli import main as cli
 from mirror_cli.common import OptionError
-from tests.support import fresh
+from tests.support import fresh, inside
+from tests.support.inside import builtin_step, quartiles
 from tests.support.messages import assert_message, raises
 from tests.support.strategies import cpu_strategy
 from tests.support.tables import rows
+
+command, measure, scaling, workload = inside.bench()
+workload_of = workload.workload_of
 
 OWN = (fresh.PROGRAMS / "bench_steps.py").read_text()
 
@@ -154,7 +152,7 @@ def test_named_steps_are_measured(name, weak, counts, unexplained, capsys):
 
 def test_named_steps_train_as_on_one_device(two):
     # `mirror doctor` verifies the cnn.
-    assert two.verify(*make_builtin_step("mlp", two, 8)).largest <= 1e-5
+    assert two.verify(*builtin_step("mlp", two, 8)).largest <= 1e-5
 
 
 @pytest.mark.parametrize("name", ["bench", "each"])
@@ -165,7 +163,7 @@ def test_weak_scaling_keeps_the_batch_per_device(name, own, unexplained, capsys)
 
 
 def test_batch_is_repeated_as_often_as_requested():
-    data = RepeatedBatches([{"x": np.arange(2)}, {"x": np.arange(3)}], 2)
+    data = workload.RepeatedBatches([{"x": np.arange(2)}, {"x": np.arange(3)}], 2)
     for _ in range(2):
         assert [list(batch["x"]) for batch in data] == [[0, 1, 0, 1], [0, 1, 2, 0, 1, 2]]
 
@@ -314,7 +312,9 @@ def test_help_lists_the_exit_statuses_and_a_working_example(capsys, tmp_path, mo
     file = tmp_path / "example.py"
     file.write_text(textwrap.dedent(before) + textwrap.dedent(example))
     monkeypatch.setattr(sys, "path", list(sys.path))
-    contender = Contender(two := cpu_strategy(2), workload_of(f"{file}:bench", None, False)(two))
+    contender = measure.Contender(
+        two := cpu_strategy(2), workload_of(f"{file}:bench", None, False)(two)
+    )
     contender.warm_up()
     assert contender.sizes == (128, 128)
     sys.modules.pop("mirror_bench_example")
@@ -333,7 +333,7 @@ class Turns:
         self._log.append((self._count, steps))
         return 1.0 / self._count
 
-    def row(self, secs: list[float]) -> Row:
+    def row(self, secs: list[float]):
         return row(self._count, 4, *secs)
 
 
@@ -348,9 +348,9 @@ def test_rounds_interleave_all_device_counts():
     assert {steps for _, steps in log} == {3}
 
 
-def row(count: int, examples: int | None, *secs: float) -> Row:
+def row(count: int, examples: int | None, *secs: float):
     names = tuple(f"/device:CPU:{i}" for i in range(count))
-    return Row(names, examples, secs, "compute", "compute-bound: good.")
+    return scaling.Row(names, examples, secs, "compute", "compute-bound: good.")
 
 
 SPEEDUPS = {
@@ -365,7 +365,7 @@ SPEEDUPS = {
 @rows("case", list(SPEEDUPS))
 def test_speedup_compares_work_per_second(case):
     rows, speedup, efficiency = SPEEDUPS[case]
-    found = Scaling("it", case == "weak", 1, False, tuple(row(*cells) for cells in rows))
+    found = scaling.Scaling("it", case == "weak", 1, False, tuple(row(*cells) for cells in rows))
     assert found.speedup(found.rows[-1]) == pytest.approx(speedup)
     assert found.efficiency(found.rows[-1]) == pytest.approx(efficiency)
     assert found.speedup(found.rows[0]) == 1
@@ -374,13 +374,13 @@ def test_speedup_compares_work_per_second(case):
 
 @pytest.mark.parametrize(("weak", "kind", "size"), [(False, "strong", 8), (True, "weak", 4)])
 def test_heading_describes_the_batch(weak, kind, size):
-    heading = Scaling("it", weak, 1, False, (row(2, 8, 0.1),)).heading
+    heading = scaling.Scaling("it", weak, 1, False, (row(2, 8, 0.1),)).heading
     assert_message(heading, names=["it", kind], values=size)
 
 
 def test_plot_shows_measurements_and_the_ideal():
     rows = (row(1, 8, 0.03, 0.03), row(2, 8, 0.02, 0.02), row(4, 8, 0.01, 0.01))
-    axes = Scaling("it", False, 1, True, rows).plot().axes[0]
+    axes = scaling.Scaling("it", False, 1, True, rows).plot().axes[0]
     ideal, measured = (list(line.get_ydata()) for line in axes.lines[:2])
     assert ideal == [1, 2, 4]
     assert measured == pytest.approx([1, 1.5, 3])
@@ -395,6 +395,6 @@ def test_single_value_has_no_spread():
 def test_different_amounts_of_work_are_not_compared():
     contenders = [Turns(1, []), Turns(2, [])]
     contenders[1].sizes = (4, 4)
-    with raises(WorkloadError, values=[4, 1, 8, 2], fix="--weak"):
+    with raises(workload.WorkloadError, values=[4, 1, 8, 2], fix="--weak"):
         measure.measure("it", contenders, 1, False)
     measure.measure("it", contenders, 1, True)

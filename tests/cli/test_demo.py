@@ -12,12 +12,14 @@ import tempfile
 import pytest
 
 import mirror
-from mirror._src.cli.demo import run  # here, since scikit-learn sets environment variables
-from mirror._src.utils import interrupts
 from mirror_cli import main as cli
-from tests.support import fresh
+from tests.support import fresh, inside
+from tests.support.inside import forget_demo
 from tests.support.messages import assert_message
 from tests.support.tables import rows
+
+run = inside.demo_run()  # here, since scikit-learn sets environment variables
+interrupts = inside.deferred_interrupts()
 
 TIMEOUT_SECS = 240
 
@@ -210,8 +212,7 @@ def test_impossible_options_fail_before_training(
 
 def test_missing_packages_are_named_with_the_line_that_installs_them(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    for name in ("run", "data", "training"):
-        monkeypatch.delitem(sys.modules, f"mirror._src.cli.demo.{name}", raising=False)
+    forget_demo(monkeypatch)
     assert cli.main(["demo"]) == 2
     errors = capsys.readouterr().err
     assert_message(errors, names="sklearn", fix='pip install ".[demo]"')

@@ -10,11 +10,12 @@ import jax
 import pytest
 
 import mirror
-from mirror._src.cli import devices as inventory
 from mirror_cli import main as cli
-from tests.support import fresh
+from tests.support import fresh, inside
 from tests.support.messages import assert_message
 from tests.support.tables import rows
+
+inventory = inside.inventory()
 
 COMMAND = "import sys; from mirror_cli import main as cli; sys.exit(cli.main(['devices']))"
 BOTH = """

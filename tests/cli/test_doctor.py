@@ -13,22 +13,22 @@ import tomllib
 import pytest
 
 import mirror
-from mirror._src.cli import versions
-from mirror._src.cli.doctor import child, environment, probes
-from mirror._src.cli.doctor.check import Check, summary, worst
-from mirror._src.cli.doctor.child import ProbeResult, findings
-from mirror._src.cli.doctor.environment import check_environment
-from mirror._src.cli.doctor.versions import (
-    SUPPORTED,
-    check_versions,
-    deadlocks_on_host,
-)
-from mirror._src.devices.physical import Gpu
-from mirror._src.utils.supported import base_version
 from mirror_cli import main as cli
-from tests.support import fresh
+from tests.support import fresh, inside
 from tests.support.messages import assert_message
 from tests.support.tables import rows
+
+check_module, child, environment, probes, doctor_versions = inside.doctor()
+versions, supported = inside.versions()
+Check, summary, worst = check_module.Check, check_module.summary, check_module.worst
+ProbeResult, findings = child.ProbeResult, child.findings
+check_environment = environment.check_environment
+check_versions, deadlocks_on_host = (
+    doctor_versions.check_versions,
+    doctor_versions.deadlocks_on_host,
+)
+SUPPORTED = doctor_versions.SUPPORTED
+base_version = supported.base_version
 
 TYPO = "--xla_force_host_platform_devices_count=3"
 COMMAND = "import sys; from mirror_cli import main as cli; sys.exit(cli.main(['doctor', '--json']))"
@@ -62,7 +62,7 @@ def test_doctor_isolates_a_flag_that_crashes_the_process(ahead):
     assert_message(rest[0]["found"], values=[4, os.cpu_count()])
 
 
-def started(num_threads: int = 8) -> probes.BackendInfo:
+def started(num_threads: int = 8):
     return probes.start()._replace(num_threads=num_threads)
 
 
@@ -401,7 +401,7 @@ def test_environment_variables_are_checked(case):
 
 
 def test_gpus_are_listed_from_the_driver(monkeypatch):
-    gpus = [Gpu(f"GPU-{i}", "Some GPU", (9, 0), 16 * 2**30) for i in range(2)]
+    gpus = [inside.drivers().Gpu(f"GPU-{i}", "Some GPU", (9, 0), 16 * 2**30) for i in range(2)]
     monkeypatch.setattr(environment, "gpus_of_process", lambda: tuple(gpus))
     (check,) = check_environment({})
     assert check.found == "2: Some GPU (16.0 GiB), Some GPU (16.0 GiB)"

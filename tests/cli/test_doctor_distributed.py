@@ -15,17 +15,20 @@ import numpy as np
 import pytest
 
 import mirror
-from mirror._src.cli.doctor import distributed
-from mirror._src.cli.doctor.addresses import address_towards, gloo_address, is_loopback
-from mirror._src.cli.doctor.child import ProbeResult, findings
-from mirror._src.cli.doctor.roll_call import RollCall, UnreachableError, call_roll
-from mirror._src.distributed import store
-from mirror._src.distributed.resolvers import Membership
 from mirror_cli import main as cli
-from tests.support import fresh, processes
+from tests.support import fresh, inside, processes
 from tests.support.messages import assert_message, raises
 from tests.support.tables import rows
 from tests.support.waiting import wait_until
+
+addresses, distributed, roll_call = inside.doctor_of_jobs()
+_, child, *_ = inside.doctor()
+_, resolvers = inside.members()
+store = inside.messages()
+ProbeResult, findings = child.ProbeResult, child.findings
+RollCall, UnreachableError = roll_call.RollCall, roll_call.UnreachableError
+call_roll = roll_call.call_roll
+Membership = resolvers.Membership
 
 
 def rolls(*members, secs):
@@ -142,13 +145,13 @@ def test_problems_name_processes_and_the_fix(roll, values):
 
 
 def test_address_is_that_of_this_machine():
-    assert gloo_address("localhost") in ("127.0.0.1", "::1")
-    assert gloo_address("no.such.host.invalid") is None
-    assert address_towards("127.0.0.1") == "127.0.0.1"
-    assert address_towards("no.such.host.invalid") is None
+    assert addresses.gloo_address("localhost") in ("127.0.0.1", "::1")
+    assert addresses.gloo_address("no.such.host.invalid") is None
+    assert addresses.address_towards("127.0.0.1") == "127.0.0.1"
+    assert addresses.address_towards("no.such.host.invalid") is None
     for address, expected in (("127.0.1.1", True), ("::1", True), ("10.0.0.1", False)):
-        assert is_loopback(address) == expected
-    assert not is_loopback("fe80::1%eth0")
+        assert addresses.is_loopback(address) == expected
+    assert not addresses.is_loopback("fe80::1%eth0")
 
 
 def host(name, gloo, network="10.0.0.5"):

@@ -7,16 +7,16 @@ import types
 
 import pytest
 
-from mirror._src.cli.doctor import ray_nodes
-from mirror._src.cli.doctor.check import Check
-from mirror._src.cli.doctor.child import ProbeResult, findings
-from mirror._src.distributed.cluster import ClusterSpec, Task
-from mirror._src.ps.cluster import resource_of
-from tests.support import fresh
+import mirror
+from tests.support import fresh, inside
 from tests.support.tables import rows
 
+check_module, child, *_ = inside.doctor()
+ray_nodes, ray_names = inside.doctor_of_ray()
+distributed, _ = inside.members()
+
 JOBS = {"chief": ["host0:1"], "ps": ["host1:1"], "worker": ["host2:1", "host3:1"]}
-SPEC = ClusterSpec(JOBS)
+SPEC = mirror.distributed.ClusterSpec(JOBS)
 OWN = {"python": "3.11.9", "ray": "2.60.0"}
 
 
@@ -45,7 +45,7 @@ def problem(check, *arguments):
 
 
 def task_node(job, number):
-    return Node(f"{job}{number}", **{resource_of(Task(job, number)): 1.0})
+    return Node(f"{job}{number}", **{ray_names.resource_of(distributed.Task(job, number)): 1.0})
 
 
 def test_missing_ray_is_a_problem_with_the_command(monkeypatch):
@@ -96,10 +96,12 @@ def test_missing_tasks_are_named_with_addresses(nodes):
     assert "host3:1" in check.found
     assert "host2:1" not in check.found
     assert "'worker', 1" in check.fix
-    nodes.append(Node("gone", alive=False, **{resource_of(Task("worker", 1)): 1.0}))
+    nodes.append(
+        Node("gone", alive=False, **{ray_names.resource_of(distributed.Task("worker", 1)): 1.0})
+    )
     problem(ray_nodes.check_tasks, SPEC, 0)
     nodes.append(task_node("worker", 1))
-    assert ray_nodes.check_tasks(SPEC, 0) == Check("tasks", "ok", "all 4 have joined")
+    assert ray_nodes.check_tasks(SPEC, 0) == check_module.Check("tasks", "ok", "all 4 have joined")
     assert ray_nodes.check_tasks(None, 0).state == "ok"
 
 
@@ -166,7 +168,7 @@ def test_unexpected_errors_are_a_problem_and_end_the_checks(monkeypatch, nodes):
     monkeypatch.setattr(ray_nodes, "Connection", lambda spec: None)
     monkeypatch.setattr(ray_nodes, "check_nodes", fail)
     output = "\n".join(map(json.dumps, ray_nodes.run(1)))
-    checks = list(findings(ProbeResult(0, output, "")))
+    checks = list(child.findings(child.ProbeResult(0, output, "")))
     assert [check.state for check in checks][-1] == "problem"
     assert checks[-1].name == "nodes"
     assert "no route" in checks[-1].found

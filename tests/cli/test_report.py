@@ -4,12 +4,13 @@ import re
 
 import pytest
 
-from mirror._src.cli.doctor import child, command, report
-from mirror._src.cli.doctor.check import Check
-from mirror._src.cli.doctor.child import ProbeResult
 from mirror_cli import main as cli
-from tests.support import fresh
+from tests.support import fresh, inside
 from tests.support.tables import rows
+
+command, report = inside.doctor_report()
+check_module, child, *_ = inside.doctor()
+Check = check_module.Check
 
 CHECKS = [
     Check("jax", "ok", "0.10.2"),
@@ -128,7 +129,7 @@ def test_inventory_runs_in_a_subprocess(monkeypatch):
     environment = {**fresh.INHERITED, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "3"}
     devices = child.inventory_in_child(environment)
     assert [d["name"] for d in devices["logical"]] == [f"/device:CPU:{i}" for i in range(3)]
-    crash = ProbeResult(-6, "", "F1121 16:32:02.13    2020 a.cc:234] Check failed: it\n")
+    crash = child.ProbeResult(-6, "", "F1121 16:32:02.13    2020 a.cc:234] Check failed: it\n")
     monkeypatch.setattr(child, "_run_code", lambda code, environment: crash)
     assert child.inventory_in_child({}) == "ended the process with SIGABRT: Check failed: it"
 

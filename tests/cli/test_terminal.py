@@ -6,10 +6,12 @@ import sys
 
 import pytest
 
-from mirror._src.cli.doctor.check import COLORS, STATES, Check
 from mirror_cli import main as cli
-from tests.support import terminal
+from tests.support import inside, terminal
 from tests.support.tables import rows
+
+check_module, *_ = inside.doctor()
+COLORS, STATES, Check = check_module.COLORS, check_module.STATES, check_module.Check
 
 HOST = {"JAX_PLATFORMS": "cpu"}
 COMMANDS = {

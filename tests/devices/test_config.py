@@ -11,13 +11,13 @@ import pytest
 
 import mirror
 from mirror import config
-from mirror._src.devices import backend, host_devices, memory, physical, settings, state
-from mirror._src.devices import jax_options as knobs
-from mirror._src.devices.resolve import canonicalize_replica_devices
-from tests.support import fresh
+from tests.support import fresh, inside
 from tests.support.messages import assert_message, raises
 from tests.support.observe import snapshot
 from tests.support.tables import rows
+
+physical, backend, state = inside.gpu_settings()
+knobs = inside.jax_options_module()
 
 CPU = config.PhysicalDevice("/physical_device:CPU:0", "CPU")
 OTHER = config.PhysicalDevice("/physical_device:GPU:7", "GPU")
@@ -297,8 +297,8 @@ def test_memory_info_requires_a_device_with_statistics():
     refuses(mirror.InvalidDeviceError, {"values": "/device:TPU:0"}, memory_of, "TPU:0")
     refuses(ValueError, {"values": "'nonsense'", "fix": "'/cpu:0'"}, memory_of, "nonsense")
     stats = {"bytes_in_use": 1, "peak_bytes_in_use": 2, "bytes_limit": 3, "num_allocs": 4}
-    assert memory.memory_info(stats) == {"current": 1, "peak": 2, "limit": 3}
-    assert memory.memory_info({"bytes_in_use": 1}) is None
+    assert inside.memory_info(stats) == {"current": 1, "peak": 2, "limit": 3}
+    assert inside.memory_info({"bytes_in_use": 1}) is None
 
 
 def memory_of(device) -> dict:
@@ -455,7 +455,7 @@ def test_settings_are_described_with_their_reason(flags, options, monkeypatch):
     for configured in (state.State(), later):
         monkeypatch.setattr(state, "_state", configured)
         expected = [("host devices", "8", "jax_num_cpu_devices=8")]
-        assert_words(settings.in_words()[:1], expected)
+        assert_words(inside.settings_in_words()[:1], expected)
 
 
 @pytest.mark.slow
@@ -690,8 +690,8 @@ def test_missing_devices_are_an_error(gpus, monkeypatch):
 def test_split_gpu_repeats_its_jax_device(gpus, monkeypatch):
     first, second = fake_gpus(monkeypatch, 2)
     monkeypatch.setattr(state, "_state", state.State(logical={gpus[0]: (L(), L())}))
-    assert canonicalize_replica_devices(None) == (first, first, second)
-    assert canonicalize_replica_devices(["GPU:1", "gpu:0"]) == (first, first)
+    assert inside.default_devices() == (first, first, second)
+    assert inside.replica_devices_of(["GPU:1", "gpu:0"]) == (first, first)
     with raises(ValueError, values="(/device:GPU:0, /device:GPU:0, /device:GPU:2)"):
         mirror.MirroredStrategy()
 
@@ -707,4 +707,4 @@ FORCED = [
 @rows("flags, count", FORCED)
 def test_last_flag_for_host_devices_counts(monkeypatch, flags, count):
     monkeypatch.setenv("XLA_FLAGS", flags)
-    assert host_devices.host_devices_of_flags() == count
+    assert inside.host_devices_of_flags() == count

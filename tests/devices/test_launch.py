@@ -12,11 +12,10 @@ import jax.numpy as jnp
 import pytest
 
 import mirror
-from mirror._src.devices import eager_work as eager
-from mirror._src.devices import launch as guard
-from mirror._src.devices.launches import Described
-from mirror._src.executors import executor
-from tests.support import fresh
+from tests.support import fresh, inside
+
+guard, eager = inside.launch_guard(), inside.eager_guard()
+Described = inside.launches().Described
 
 CASES = {
     "one thread": ["--threads", "1"],
@@ -187,8 +186,7 @@ def test_one_device_is_not_bounded():
 @needs_guard
 def test_eager_work_is_bounded_before_a_first_step_compiles(monkeypatch):
     """Other threads continue while a step is compiled, and would fill the queues of the devices."""
-    calls = []
-    monkeypatch.setattr(executor, "bound_eager_work", lambda: calls.append(1))
+    calls = inside.count_eager_bounds(monkeypatch)
     mirror.OneDeviceStrategy("/cpu:0")
     assert not calls
     mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])

@@ -20,12 +20,13 @@ from flax.errors import TraceContextError
 from jax.sharding import Mesh, PartitionSpec
 
 import mirror
-from mirror._src.devices import op_log as log_module
-from mirror._src.devices.op_log import eager_trace, is_log_installed
-from tests.support import fresh
+from tests.support import fresh, inside
 from tests.support.messages import assert_message, raises
 from tests.support.strategies import cpu_strategy
 from tests.support.tables import rows
+
+log_module = inside.launch_log()
+eager_trace, is_log_installed = log_module.eager_trace, log_module.is_log_installed
 
 LOGGER = logging.getLogger("mirror")
 JOB = "/job:localhost/replica:0/task:0"

@@ -15,16 +15,17 @@ import pytest
 from flax import nnx
 
 import mirror
-from mirror._src.collectives.cross_device_ops import CrossDeviceOps
-from mirror._src.explain.memory_report import Kind, MemoryGroup, MemoryReport
-from mirror._src.explain.report import Explanation, Seconds
-from mirror._src.explain.timing import split
-from mirror._src.explain.trial import Batches, IdleTimes, Trial, idle_times
-from mirror._src.values.per_replica import PerReplica, on_replicas
+from mirror import PerReplica
+from tests.support import inside
 from tests.support.messages import assert_message, raises
 from tests.support.models import MLP, batches, losses_of, nnx_step
 from tests.support.strategies import cpu_strategy
 from tests.support.tables import rows
+
+report_module, memory_report, timing, trial_module = inside.explanations()
+Explanation, Seconds = report_module.Explanation, report_module.Seconds
+Kind, MemoryGroup = memory_report.Kind, memory_report.MemoryGroup
+split, IdleTimes, Batches = timing.split, trial_module.IdleTimes, trial_module.Batches
 
 SGD = optax.sgd(0.1)
 
@@ -236,7 +237,7 @@ class Slow:
             yield batch
 
 
-class SlowCollective(CrossDeviceOps):
+class SlowCollective(mirror.CrossDeviceOps):
     """A slow network."""
 
     def reduce_implementation(self, op, values):
@@ -245,7 +246,7 @@ class SlowCollective(CrossDeviceOps):
 
 
 def on(strategy, rows):
-    return on_replicas(PerReplica(rows), strategy._replicas)
+    return inside.on_replicas(PerReplica(rows), strategy)
 
 
 def input_bound():
@@ -339,9 +340,9 @@ def test_explain_does_not_change_state(two):
 
 def test_explain_counts_host_arrays_as_transfers(two):
     def idle(*args):
-        trial = Trial(two._runner, lambda *xs: sum(xs), args, {})
+        trial = trial_module.Trial(two._runner, lambda *xs: sum(xs), args, {})
         trial.warm_up(())
-        return trial.elsewhere, idle_times(Batches(None), [trial], 2)[0].transfer
+        return trial.elsewhere, trial_module.idle_times(Batches(None), [trial], 2)[0].transfer
 
     host = np.ones((300, 300), np.float32)
     for args in [(host,), (PerReplica([host] * 2),), (PerReplica([host, host[:1]]), 1.0)]:
@@ -425,7 +426,9 @@ def explanation():
     weights = MemoryGroup(Kind.PARAMETERS, "model (Param)", 2, 2**20, (2**20, 2**20))
     return Explanation(
         *("train", ("a", "b"), True, 5, 0.01, secs, 7, 1, 2048, 1.5, ""),
-        memory=MemoryReport("train", ("a", "b"), 2, "cpu", False, (weights,), 0, 3 * 2**20),
+        memory=memory_report.MemoryReport(
+            "train", ("a", "b"), 2, "cpu", False, (weights,), 0, 3 * 2**20
+        ),
         device_memory={"peak": 1024},
     )
 

@@ -16,17 +16,18 @@ from flax import nnx
 from flax.training import train_state
 
 import mirror
-from mirror._src.cli.bench.workload import Workload
-from mirror._src.cli.estimate import command
-from mirror._src.cli.estimate.abstract import without_arrays
-from mirror._src.cli.estimate.estimate import Estimate, estimate_row
-from mirror._src.explain.memory import memory_report
-from mirror._src.explain.memory_report import COUNTED, Kind, MemoryGroup, MemoryReport
 from mirror_cli import main as cli
-from tests.support import fresh, models
+from tests.support import fresh, inside, models
 from tests.support.messages import assert_message
 from tests.support.strategies import LAYOUTS, cpu_strategy
 from tests.support.tables import rows
+
+command, abstract, estimate, memory, kinds, workload_module = inside.memory_estimates()
+without_arrays, Workload = abstract.without_arrays, workload_module.Workload
+Estimate, estimate_row = estimate.Estimate, estimate.estimate_row
+memory_report = memory.memory_report
+COUNTED, Kind = kinds.COUNTED, kinds.Kind
+MemoryGroup, MemoryReport = kinds.MemoryGroup, kinds.MemoryReport
 
 ADAM = optax.adam(1e-3)
 BATCH = models.batches((12,), 1)[0]
@@ -134,7 +135,7 @@ STEPS = {
 def workload(make):
     """Returns a constructor of workloads with batches on the devices."""
 
-    def made(strategy) -> Workload:
+    def made(strategy):
         step, args = make(strategy)
         return Workload(step, args, strategy.distribute_dataset([BATCH], prefetch=0))
 

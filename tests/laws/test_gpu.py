@@ -209,7 +209,15 @@ shown["capability"] = [d.compute_capability for d in jax.devices("gpu")]
 
 
 def test_devices_command_shows_every_gpu_and_its_memory(gpus):
-    shown = show("from mirror._src.cli import devices\nshown = devices.inventory()")
+    shown = show(
+        """
+import contextlib, io, json
+from mirror_cli import main as cli
+with contextlib.redirect_stdout(io.StringIO()) as output:
+    assert cli.main(["devices", "--json"]) == 0
+shown = json.loads(output.getvalue())
+"""
+    )
     found = [device for device in shown["logical"] if device["device_type"] == "GPU"]
     assert [device["physical"] for device in found] == [
         f"/physical_device:GPU:{i} ({kind})" for i, kind in enumerate(gpus["kinds"])

@@ -23,9 +23,8 @@ from flax import linen, nnx
 from flax.training.train_state import TrainState
 
 import mirror
-from mirror._src.utils.migration import advice
-from mirror._src.utils.migration_tables import TABLES
 from tests.support import name_tables
+from tests.support.inside import replacements
 from tests.support.messages import assert_message, raises
 from tests.support.strategies import cpu_strategy
 
@@ -951,7 +950,7 @@ def import_of_a_name_of_tensorflow():
 
 
 def test_migration_pages_show_the_tables(subtests):
-    for table in TABLES:
+    for table in name_tables.TABLES:
         with subtests.test(msg=f"{table}"):
             written = name_tables.shown(table)
             assert written == name_tables.text_of(table), (
@@ -960,10 +959,11 @@ def test_migration_pages_show_the_tables(subtests):
 
 
 def test_advice_is_about_names_that_do_not_exist_and_gives_names_that_do():
-    for (owner, name), text in advice().items():
+    _, advice = replacements()
+    for (owner, name), text in advice.items():
         if owner.startswith("mirror") and not hasattr(owner_of(owner), name):
             assert len(text.split()) > 4, name
-    assert advice()["strategy", "experimental_run_v2"].endswith("strategy.run(fn, args, kwargs).")
+    assert advice["strategy", "experimental_run_v2"].endswith("strategy.run(fn, args, kwargs).")
 
 
 def test_unknown_names_are_absent(subtests):

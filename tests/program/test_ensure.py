@@ -9,8 +9,8 @@ from jax import lax
 import mirror
 from mirror._src.program.proof import prove
 from mirror._src.program.trace import trace
+from tests.program.proofs import FLOATS, gradient, marks_of
 from tests.support.messages import raises
-from tests.support.proofs import FLOATS, gradient, marks_of
 from tests.support.tables import rows
 
 

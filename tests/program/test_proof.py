@@ -10,8 +10,8 @@ import pytest
 from jax import lax
 
 import mirror
+from tests.program.proofs import FLOATS, gradient, marks_of
 from tests.support.messages import raises
-from tests.support.proofs import FLOATS, gradient, marks_of
 from tests.support.tables import rows
 
 AXIS = mirror.REPLICA_AXIS

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 import mirror
-from mirror._src.devices import placement
 from tests.programs import play
+from tests.support.inside import forget_placement_warnings
 
 JOB = "/job:localhost/replica:0/task:0"
 PRODUCT = np.array([[22.0, 28.0], [49.0, 64.0]], np.float32)
@@ -55,7 +55,7 @@ def manual_placement(count: int, kind: str) -> None:
 
 
 def no_such_device(count: int, kind: str) -> None:
-    placement._warn_substituted.cache_clear()
+    forget_placement_warnings()
     lines = play("p07_no_such_device").text.splitlines()
     there = [device.name for device in mirror.config.list_logical_devices()]
     product = ["[[22. 28.]", " [49. 64.]]"]

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from mirror import config
-from mirror._src.devices import physical
+from tests.support.inside import unlist_gpus
 from tests.support.observe import (
     L,
     begin,
@@ -26,7 +26,7 @@ from tests.support.observe import (
 CPU, *GPUS = begin()
 
 sys.modules["pynvml"] = None
-physical._DRIVER = "/"
+unlist_gpus()
 facts["none"] = names(config.list_physical_devices("GPU"))
 config.set_visible_devices([], "GPU")
 facts["hidden"] = options()

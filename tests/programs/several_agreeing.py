@@ -8,7 +8,6 @@ import optax
 from flax import nnx
 
 import mirror
-from mirror._src.distributed import agreement
 
 print("from", mirror.__file__)
 strategy = mirror.MultiWorkerMirroredStrategy()  # before the steps, which create arrays
@@ -24,6 +23,7 @@ from tests.support.conformance import (  # noqa: E402
     on_host,
     rows,
 )
+from tests.support.inside import next_agreement  # noqa: E402
 
 assert strategy.num_replicas_in_sync == 4
 one = mirror.MirroredStrategy(["/cpu:0"], replicas_per_device=4)
@@ -87,4 +87,4 @@ trainer.predict(lambda model, batch: model(batch["x"]), arrays, batch_size=4)
 strategy.reduce("mean", x)
 strategy.reduce("max", x, axis=0)
 strategy.gather(x)
-print("programs:", next(agreement._numbers))
+print("programs:", next_agreement())

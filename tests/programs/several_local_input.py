@@ -11,10 +11,11 @@ import optax
 from flax import nnx
 
 import mirror
-from mirror._src.data import step_exchange
-from mirror._src.distributed import store
+from tests.support import inside
 from tests.support.messages import refused
 
+_, step_exchange, _ = inside.local_input()
+store = inside.messages()
 # Most of the time is for compiling.
 jax.config.update("jax_disable_most_optimizations", True)
 strategy = mirror.MultiWorkerMirroredStrategy()

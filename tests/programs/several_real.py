@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import mirror
-from mirror._src.distributed import agreement
 
 print("from", mirror.__file__)
 mirror.distributed.initialize()  # before the imports, which create arrays
 
 from tests.real_programs import harness  # noqa: E402
+from tests.support.inside import next_agreement  # noqa: E402
 from tests.support.models import OPTIMIZERS, TRAININGS, batches  # noqa: E402
 
 REAL = sorted(path.stem for path in pathlib.Path(harness.__file__).parent.glob("[a-z]*.py"))
@@ -81,7 +81,7 @@ TABLE = {
     **{name: lambda loss=loss: of_jax(loss) for name, loss in OF_JAX.items()},
 }
 for name in sys.argv[1:] or TABLE:
-    before = next(agreement._numbers)
+    before = next_agreement()
     leaves = jax.tree.leaves(TABLE[name](), is_leaf=harness.is_per_replica)
     digest, count = hashlib.sha256(), 0
     for leaf in leaves:
@@ -91,5 +91,5 @@ for name in sys.argv[1:] or TABLE:
         digest.update(np.asarray(jax.random.key_data(leaf) if keys else leaf).tobytes())
         count += 1
     assert count
-    assert next(agreement._numbers) > before + 1, "nothing was agreed on"
+    assert next_agreement() > before + 1, "nothing was agreed on"
     print("trained:", name, count, digest.hexdigest()[:16], flush=True)

@@ -19,12 +19,13 @@ import pytest
 from flax import nnx
 
 import mirror
-from mirror._src.training.checkpoints import from_chief
+from tests.support import inside
 
 strategy = mirror.MultiWorkerMirroredStrategy()
 me = mirror.distributed.process_index()
 last = mirror.distributed.process_count() - 1
 mine = Path(sys.argv[1], str(me))
+from_chief = inside.checkpoint_of_chief()
 agreement_secs = from_chief.agreement_secs
 from_chief._PIECE = 2**8  # several pieces, of which the last is short
 received = []

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.experimental import multihost_utils
 
 import mirror
-from mirror._src.devices.backend import logical_name
+from tests.support.inside import name_of
 from tests.support.messages import refused
 
 strategy = mirror.MultiWorkerMirroredStrategy(replicas_per_device=int(sys.argv[1]))
@@ -57,11 +57,11 @@ def members():
 def names():
     there = [d for d in strategy.devices if d.process_index != jax.process_index()][-1]
     expected = f"/job:worker/replica:0/task:{there.process_index}/device:CPU:"
-    assert logical_name(there).startswith(expected), logical_name(there)
-    assert len(logical_name(there)) == len(expected) + 1, "the index counts the process's devices"
+    assert name_of(there).startswith(expected), name_of(there)
+    assert len(name_of(there)) == len(expected) + 1, "the index counts the process's devices"
     assert expected in repr(strategy)
     assert expected in str(strategy)
-    refused(ValueError, lambda: mirror.device(logical_name(there)), "another process")
+    refused(ValueError, lambda: mirror.device(name_of(there)), "another process")
 
 
 @check

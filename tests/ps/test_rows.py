@@ -12,14 +12,14 @@ from mirror._src.ps.rows import bucket, join_rows, split_ids
 from mirror._src.ps.separable import place_separably, require_separable
 from mirror._src.ps.sparse_optimizer import lazy_tables
 from mirror._src.ps.trial import structs
-from tests.support.compilations import assert_nothing_compiled, compilations
-from tests.support.messages import raises
-from tests.support.parameter_servers import (
+from tests.ps.servers import (
     Servers,
     leaves_of,
     random_leaves,
     trained_by_optax,
 )
+from tests.support.compilations import assert_nothing_compiled, compilations
+from tests.support.messages import raises
 from tests.support.tables import mostly_slow
 
 TABLE = "embed.table"

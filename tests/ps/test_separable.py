@@ -12,8 +12,7 @@ from mirror._src.ps.partitioners import FixedShardsPartitioner
 from mirror._src.ps.placement import place
 from mirror._src.ps.separable import place_separably, require_separable
 from mirror._src.ps.trial import structs
-from tests.support.messages import assert_message
-from tests.support.parameter_servers import (
+from tests.ps.servers import (
     SHAPES,
     Servers,
     assert_equal_trees,
@@ -21,6 +20,7 @@ from tests.support.parameter_servers import (
     random_leaves,
     trained_by_optax,
 )
+from tests.support.messages import assert_message
 from tests.support.tables import mostly_slow
 
 

@@ -14,15 +14,15 @@ from mirror._src.ps.named_variables import NamedVariables
 from mirror._src.ps.optimizer_tree import flatten, nest
 from mirror._src.ps.placement import Slice
 from mirror._src.ps.store import Store
-from tests.support.compilations import assert_nothing_compiled, compilations
-from tests.support.messages import raises
-from tests.support.parameter_servers import (
+from tests.ps.servers import (
     SHAPES,
     Servers,
     assert_equal_trees,
     random_leaves,
     trained_by_optax,
 )
+from tests.support.compilations import assert_nothing_compiled, compilations
+from tests.support.messages import raises
 from tests.support.tables import mostly_slow
 
 ADAM = optax.adam(1e-2)

@@ -5,6 +5,7 @@ docstring of each function says what makes it necessary.
 """
 
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -16,18 +17,57 @@ import pytest
 
 import mirror
 from mirror._src.checks import verify
+from mirror._src.cli import builtin_steps as cli_builtin_steps
 from mirror._src.cli import commands as cli_commands
+from mirror._src.cli import devices as cli_devices
+from mirror._src.cli import versions as cli_versions
+from mirror._src.cli.bench import command as bench_command
+from mirror._src.cli.bench import measure as bench_measure
+from mirror._src.cli.bench import scaling, workload
+from mirror._src.cli.doctor import (
+    addresses,
+    check,
+    child,
+    environment,
+    probes,
+    ray_nodes,
+    report,
+    roll_call,
+)
+from mirror._src.cli.doctor import command as doctor_command
+from mirror._src.cli.doctor import distributed as doctor_distributed
+from mirror._src.cli.doctor import versions as doctor_versions
+from mirror._src.cli.estimate import abstract, estimate
+from mirror._src.cli.estimate import command as estimate_command
 from mirror._src.context import scopes
 from mirror._src.data import batches as data_batches
 from mirror._src.data import local_input as data_local_input
 from mirror._src.data import step_exchange as data_step_exchange
-from mirror._src.devices import backend, launch, resolve, settings, startup
+from mirror._src.devices import (
+    backend,
+    eager_work,
+    host_devices,
+    jax_options,
+    launch,
+    memory,
+    op_log,
+    physical,
+    placement,
+    resolve,
+    settings,
+    startup,
+)
 from mirror._src.devices import launches as launch_records
+from mirror._src.devices import state as device_state
 from mirror._src.devices.replicas import ReplicaDevices
+from mirror._src.distributed import agreement, hello, resolvers, start, store
+from mirror._src.distributed import cluster as distributed_cluster
 from mirror._src.distributed import failures as distributed_failures
-from mirror._src.distributed import hello, start, store
 from mirror._src.executors import arrivals as arrival_counts
-from mirror._src.executors import choice, compiled
+from mirror._src.executors import choice, compiled, executor
+from mirror._src.explain import memory as explain_memory
+from mirror._src.explain import memory_report, timing, trial
+from mirror._src.explain import report as explain_report
 from mirror._src.keras import batches as keras_batch_module
 from mirror._src.keras import hooks as keras_hook_module
 from mirror._src.keras import step_function as keras_steps
@@ -38,6 +78,7 @@ from mirror._src.ps.variable import ServerVariable
 from mirror._src.run import argument_placer
 from mirror._src.run.nnx.structure import Structure
 from mirror._src.strategy import multi_worker
+from mirror._src.strategy import strategy as strategy_base
 from mirror._src.testing import asserts, plugin_support
 from mirror._src.training import agreed_stop as training_agreed_stop
 from mirror._src.training import labels as training_labels
@@ -48,17 +89,22 @@ from mirror._src.training import position as training_position
 from mirror._src.training import state
 from mirror._src.training import state_lock as training_state_lock
 from mirror._src.training.callbacks import hooks as callback_hooks
-from mirror._src.training.checkpoints import durable, files, host_copies, layout
+from mirror._src.training.checkpoints import durable, files, from_chief, host_copies, layout
 from mirror._src.training.checkpoints import store as checkpoints_store
 from mirror._src.utils import (
     clock,
+    interrupts,
     keras_library,
+    measure,
     migration,
+    migration_tables,
     source_lines,
     supported,
+    tracebacks,
     unknown_names,
 )
 from mirror._src.utils.tables import Table
+from mirror._src.values import per_replica
 from mirror._src.watchdog import peers, watch
 from tests.support.clocks import FakeClock
 
@@ -418,3 +464,172 @@ def start_and_hello() -> tuple[ModuleType, ModuleType]:
 def connect(replicas: Any) -> None:
     """Opens the connections of a strategy's devices, which do not fail on one machine."""
     multi_worker._connect(replicas)
+
+
+def forget_placement_warnings() -> None:
+    """Makes soft placement warn about each name again, as in a new process."""
+    placement._warn_substituted.cache_clear()
+
+
+def unlist_gpus() -> None:
+    """Makes a driver exist whose GPUs no package lists, which no test can install."""
+    physical._DRIVER = "/"
+
+
+def next_agreement() -> int:
+    """The number of the next agreement of processes on a program: users see only that they wait."""
+    return next(agreement._numbers)
+
+
+def checkpoint_of_chief() -> ModuleType:
+    """The module that sends a checkpoint to other processes, whose sizes and limits are fixed."""
+    return from_chief
+
+
+def name_of(device: jax.Device) -> str:
+    """The name of a device of any process: `mirror.config` lists those of its own process only."""
+    return backend.logical_name(device)
+
+
+def on_replicas(value: mirror.PerReplica, strategy: mirror.Strategy) -> mirror.PerReplica:
+    """A value placed on the devices of a strategy: publicly, a step or a dataset places it."""
+    return per_replica.on_replicas(value, strategy._replicas)
+
+
+def name_tables() -> ModuleType:
+    """The tables of names of other libraries, to compare the pages of the documentation."""
+    return migration_tables
+
+
+def plant_bug(call: Callable[[], object], filename: str, patch: pytest.MonkeyPatch) -> None:
+    """Makes `Strategy.run` call a function of a test as its own: the package has no bug to show."""
+    patch.setattr(strategy_base, "require_call", lambda *_: call())
+    patch.setattr(tracebacks, "is_own", lambda name: name == filename)
+
+
+def inventory() -> ModuleType:
+    """The module of `mirror devices`, to show it devices and settings that tests do not have."""
+    return cli_devices
+
+
+def bench() -> tuple[ModuleType, ModuleType, ModuleType, ModuleType]:
+    """The modules of `mirror bench`, to give it devices, times and results that vary by machine."""
+    return bench_command, bench_measure, scaling, workload
+
+
+def builtin_step(name: str, strategy: mirror.Strategy, batch_size: int) -> tuple[Any, Any]:
+    """A step of `mirror bench` and its arguments, to verify it: users see its times only."""
+    return cli_builtin_steps.make_builtin_step(name, strategy, batch_size)
+
+
+def quartiles(secs: list[float]) -> tuple[float, float]:
+    """The quartiles of times, which users see of times that vary."""
+    return measure.quartiles(secs)
+
+
+def demo_run() -> ModuleType:
+    """The results of `mirror demo`, which always passes; it needs the extra `demo`."""
+    from mirror._src.cli.demo import run
+
+    return run
+
+
+def forget_demo(patch: pytest.MonkeyPatch) -> None:
+    """Makes `mirror demo` import its packages again, as in a new process."""
+    for name in ("run", "data", "training"):
+        patch.delitem(sys.modules, f"mirror._src.cli.demo.{name}", raising=False)
+
+
+def deferred_interrupts() -> ModuleType:
+    """The module that defers Ctrl-C, to press it at a chosen point."""
+    return interrupts
+
+
+def doctor() -> tuple[ModuleType, ...]:
+    """The checks of `mirror doctor`, for faults that tests cannot cause, such as a crash."""
+    return check, child, environment, probes, doctor_versions
+
+
+def doctor_of_jobs() -> tuple[ModuleType, ...]:
+    """The checks of `mirror doctor --distributed`, for hosts and processes with faults."""
+    return addresses, doctor_distributed, roll_call
+
+
+def doctor_of_ray() -> tuple[ModuleType, ModuleType]:
+    """The checks of `mirror doctor` in a cluster of Ray, and the names of its resources."""
+    return ray_nodes, cluster
+
+
+def doctor_report() -> tuple[ModuleType, ModuleType]:
+    """The modules of `mirror doctor --report`, for secrets and names that no machine has."""
+    return doctor_command, report
+
+
+def versions() -> tuple[ModuleType, ModuleType]:
+    """The installed and the supported versions, which tests cannot change."""
+    return cli_versions, supported
+
+
+def drivers() -> ModuleType:
+    """The GPUs that drivers list, which tests do not have."""
+    return physical
+
+
+def members() -> tuple[ModuleType, ModuleType]:
+    """The places of processes in a job, which resolvers find for users."""
+    return distributed_cluster, resolvers
+
+
+def gpu_settings() -> tuple[ModuleType, ModuleType, ModuleType]:
+    """GPUs as drivers, JAX and settings have them, for GPUs in several parts and hidden ones."""
+    return physical, backend, device_state
+
+
+def default_devices() -> tuple[jax.Device, ...]:
+    """The devices of a strategy by default, with a GPU in several parts, which it rejects."""
+    return resolve.canonicalize_replica_devices(None)
+
+
+def replica_devices_of(names: list[str]) -> tuple[jax.Device, ...]:
+    """The devices with these names, with a GPU in several parts, which a strategy rejects."""
+    return resolve.canonicalize_replica_devices(names)
+
+
+def jax_options_module() -> ModuleType:
+    """The options of JAX that settings change, for releases that rename one."""
+    return jax_options
+
+
+def memory_info(stats: dict[str, int]) -> dict[str, int] | None:
+    """The memory of a device by its statistics, which CPUs do not have."""
+    return memory.memory_info(stats)
+
+
+def host_devices_of_flags() -> int | None:
+    """The number of host devices in `XLA_FLAGS`, which JAX reads once per process."""
+    return host_devices.host_devices_of_flags()
+
+
+def eager_guard() -> ModuleType:
+    """The module that limits eager work on host devices: users cannot see what is in flight."""
+    return eager_work
+
+
+def count_eager_bounds(patch: pytest.MonkeyPatch) -> list[object]:
+    """Fills a list with an element per start of that limit, which users cannot see."""
+    return count_calls(executor, "bound_eager_work", patch)
+
+
+def launch_log() -> ModuleType:
+    """The log of executed operations: users cannot see whether it is off in a thread."""
+    return op_log
+
+
+def explanations() -> tuple[ModuleType, ...]:
+    """The parts of `strategy.explain`, which adds measured times: these vary by machine."""
+    return explain_report, memory_report, timing, trial
+
+
+def memory_estimates() -> tuple[ModuleType, ...]:
+    """The parts of `mirror estimate-memory`, to compare arrays that users see as a sum only."""
+    return estimate_command, abstract, estimate, explain_memory, memory_report, workload

@@ -20,7 +20,7 @@ import optax
 from flax import nnx
 
 import mirror
-from mirror._src.values.per_replica import on_replicas
+from tests.support.inside import on_replicas
 
 Work = Callable[[], object]
 N = 8
@@ -51,9 +51,7 @@ def steps_of(strategy: mirror.Strategy, run_step=step) -> Work:
 
 def rows_on(strategy: mirror.Strategy) -> mirror.PerReplica:
     n = strategy.num_replicas_in_sync
-    return on_replicas(
-        mirror.PerReplica([np.full(256, r, np.float32) for r in range(n)]), strategy._replicas
-    )
+    return on_replicas(mirror.PerReplica([np.full(256, r, np.float32) for r in range(n)]), strategy)
 
 
 def mirrored_on(strategy: mirror.Strategy) -> list[jax.Array]:

@@ -6,14 +6,16 @@ Example:
 """
 
 import sys
+from typing import NamedTuple
 
-from mirror._src.utils.migration_tables import NO_EQUIVALENT, TABLES, Table
-from tests.support import fresh
+from tests.support import fresh, inside
 
 DOCS = fresh.ROOT / "docs"
+TABLES = inside.name_tables().TABLES
+NO_EQUIVALENT = inside.name_tables().NO_EQUIVALENT
 
 
-def text_of(table: Table) -> str:
+def text_of(table: NamedTuple) -> str:
     """Returns a table as Markdown."""
     rows = [(table.library, table.ours), ("---", "---"), *table.rows]
     return "".join(f"| {theirs} | {_with_dash(ours)} |\n" for theirs, ours in rows)
@@ -24,7 +26,7 @@ def _with_dash(ours: str) -> str:
     return ours if reason == ours else f"\N{EN DASH} {reason}"
 
 
-def shown(table: Table) -> str:
+def shown(table: NamedTuple) -> str:
     """Returns the table on its page that has the same header."""
     page = (DOCS / table.page).read_text()
     header = f"| {table.library} | {table.ours} |\n"

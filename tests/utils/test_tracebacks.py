@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import mirror
-from mirror._src.utils import tracebacks
+from tests.support.inside import plant_bug
 from tests.support.strategies import cpu_strategy
 
 
@@ -94,8 +94,7 @@ def test_cause_of_an_error_is_filtered():
 
 def test_bugs_of_mirror_keep_every_frame(monkeypatch):
     strategy = cpu_strategy(2)
-    monkeypatch.setattr("mirror._src.strategy.strategy.require_call", lambda *_: strategy.absent)
-    monkeypatch.setattr(tracebacks, "is_own", lambda filename: filename == __file__)
+    plant_bug(lambda: strategy.absent, __file__, monkeypatch)
     with pytest.raises(AttributeError) as caught:
         strategy.run(step, (1.0,))
     assert [f.name for f in traceback.extract_tb(caught.value.__traceback__)][1] == "run"
