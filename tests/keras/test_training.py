@@ -189,11 +189,12 @@ OPTIONS = {
     "ema": {},
     "auc": {"loss": "categorical_crossentropy", "metrics": ["auc", "f1_score"]},
 }
+FEW_OPTIONS = {"jit_compile=False", "steps_per_execution"}
 
 
-@pytest.mark.slow
-def test_options_of_compile(subtests):
-    for name in OPTIONS:
+@pytest.mark.parametrize("names", mostly_slow(OPTIONS, nightly=OPTIONS.keys() - FEW_OPTIONS))
+def test_options_of_compile(names, subtests):
+    for name in names:
         with subtests.test(msg=name):
             x, y = digits()
             x, y = x[:50], y[:50]

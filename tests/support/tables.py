@@ -92,8 +92,9 @@ def _label(row: Any) -> str:
 
 def mostly_slow(table: Iterable[Any], *quick: Any, nightly: Iterable[Any] = ()) -> list[Any]:
     """Returns lists for `parametrize`: these rows; the others, which are slow; nightly ones."""
-    every, night = list(table), list(nightly)
-    assert all(row in every for row in (*quick, *night)), "not a row of the table"
+    every, late = list(table), list(nightly)
+    assert all(row in every for row in (*quick, *late)), "not a row of the table"
+    night = [row for row in every if row in late]
     rest = [row for row in every if row not in quick and row not in night]
     lists = [
         pytest.param(list(quick), id="quick"),
