@@ -10,6 +10,7 @@ import functools
 import math
 import operator
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -1049,3 +1050,92 @@ def test_fakes_of_chex_do_not_change_results(subtests):
                 result = run(doubled_mean, losses())
             assert result.shape == ()
             assert float(result) == 3.0
+
+
+# Updates that are computed and thrown away
+
+
+def mutated_dict(params, x):
+    loss, grads = jax.value_and_grad(lambda p: (x @ p["w"]).mean())(params)
+    grads, loss = all_reduce("mean", (grads, loss))
+    params["w"] = params["w"] - 0.1 * grads["w"]
+    return loss
+
+
+def new_local(params, x):
+    loss, grads = jax.value_and_grad(lambda p: (x @ p["w"]).mean())(params)
+    grads, loss = all_reduce("mean", (grads, loss))
+    params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+    return loss
+
+
+def forgotten_optax(params, opt_state, x):
+    grads = all_reduce("mean", jax.grad(lambda p: (x @ p["w"]).mean())(params))
+    updates, opt_state = optax.adam(0.1).update(grads, opt_state)
+    optax.apply_updates(params, updates)
+    return opt_state
+
+
+@jax.jit
+def jitted_update(params, grads):
+    return jax.tree.map(lambda p, g: p + -0.1 * g, params, grads)
+
+
+def forgotten_jit(params, x):
+    grads = all_reduce("sum", jax.grad(lambda p: (x @ p["w"]).mean())(params))
+    jitted_update(params, grads)
+    return x.mean()
+
+
+def returned(params, x):
+    grads = all_reduce("mean", jax.grad(lambda p: (x @ p["w"]).mean())(params))
+    params["w"] = params["w"] - 0.1 * grads["w"]
+    return params
+
+
+def only_loss(params, x):
+    _, loss = all_reduce("mean", (params["w"] * x.mean(), (x @ params["w"]).mean()))
+    return loss
+
+
+def scaled_batch(batch):
+    batch["x"] = batch["x"] - all_reduce("mean", batch["x"].mean(0))
+    return all_reduce("mean", (batch["x"] ** 2).mean())
+
+
+def frozen(params, x):
+    grads = all_reduce("mean", jax.grad(lambda p: (x @ p["w"] + p["b"]).mean())(params))
+    return {"w": params["w"] - 0.1 * grads["w"], "b": params["b"]}
+
+
+LOST = (mutated_dict, new_local, forgotten_optax, forgotten_jit)
+KEPT = (returned, only_loss, scaled_batch, frozen)
+
+
+def lost_arguments(step):
+    params = {"w": np.ones(3, "f4")} | ({"b": np.float32(0)} if step is frozen else {})
+    if step is scaled_batch:
+        return ({"x": batch()},)
+    if step is forgotten_optax:
+        return params, optax.adam(0.1).init(params), batch()
+    return params, batch()
+
+
+def test_update_that_reaches_no_result_is_one_warning(subtests):
+    for step in LOST:
+        with subtests.test(msg=step.__name__):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                run(step, *lost_arguments(step))
+                run(step, *lost_arguments(step))
+            (text,) = [str(each.message) for each in caught]
+            assert_message(
+                text,
+                names=[step.__name__, "params['w']"],
+                values=[f"{all_reduce.__code__.co_firstlineno + 1} in all_reduce"],
+                fix=f"strategy.run({step.__name__}, (params, batch))",
+            )
+            assert ("in place" in text) == (step is mutated_dict)
+    for step in KEPT:
+        with subtests.test(msg=step.__name__):
+            run(step, *lost_arguments(step))

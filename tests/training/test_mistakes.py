@@ -1,6 +1,10 @@
 """Mistakes in the first programs of a user: each is answered with what to write instead."""
 # ruff: noqa: E501 (arguments and their message are one row)
 
+import warnings
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -338,3 +342,98 @@ def test_signatures_stay_honest():
         kinds = {parameter.kind for parameter in inspect.signature(method).parameters.values()}
         assert inspect.Parameter.VAR_KEYWORD not in kinds
         assert inspect.Parameter.VAR_POSITIONAL not in kinds
+
+
+# Probabilities where a loss takes logits
+
+
+class Ends(nnx.Module):
+    """A model that ends in a function."""
+
+    def __init__(self, end, out):
+        self.hidden = nnx.Linear(3, out, rngs=nnx.Rngs(0))
+        self.end = end
+
+    def __call__(self, x):
+        return self.end(self.hidden(x))
+
+
+B = (Y > 0).astype(np.float32)[:, None]
+ONE_HOT = np.eye(3, dtype=np.float32)[Y]
+SPARSE, CATEGORICAL = "sparse_categorical_crossentropy", "categorical_crossentropy"
+PROBABILITIES = {
+    "softmax": (nnx.softmax, SPARSE, Y, 3),
+    "softmax of one-hot": (jax.nn.softmax, CATEGORICAL, ONE_HOT, 3),
+    "softmax by hand": (lambda x: jnp.exp(x) / jnp.exp(x).sum(-1, keepdims=True), SPARSE, Y, 3),
+    "sigmoid": (nnx.sigmoid, "binary_crossentropy", B, 1),
+    "sigmoid by hand": (lambda x: 1 / (1 + jnp.exp(-x)), "bce", B, 1),
+    "sigmoid of a column": (lambda x: nnx.sigmoid(x)[:, 0], "bce", B[:, 0], 1),
+}
+LOGITS = {
+    "linear": (lambda x: x, SPARSE, Y, 3),
+    "logarithms": (nnx.log_softmax, SPARSE, Y, 3),
+    "gate": (lambda x: x * nnx.sigmoid(x), SPARSE, Y, 3),
+    "attention": (lambda x: nnx.softmax(x) @ jnp.eye(3), SPARSE, Y, 3),
+    "silu": (nnx.silu, "bce", B, 1),
+    "probabilities as values": (nnx.sigmoid, "mse", B, 1),
+}
+
+
+def fit(row, *, steps=1, pieces=1, **options):
+    end, loss, labels, out = row
+    trainer = mirror.Trainer(
+        Ends(end, out),
+        optax.sgd(0.5),
+        loss,
+        strategy=cpu_strategy(2),
+        steps_per_execution=steps,
+        accumulate_steps=pieces,
+        **options,
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        history = trainer.fit((X, labels), 2, batch_size=4, progress=False, shuffle=False)
+    return [str(each.message) for each in caught], history["loss"]
+
+
+def test_probabilities_for_a_loss_of_logits_are_one_warning(subtests):
+    for name, row in PROBABILITIES.items():
+        with subtests.test(msg=name):
+            (text,), _ = fit(row, steps=2 if name == "sigmoid" else 1)
+            assert_message(
+                text, names=name.split()[0], values=repr(row[1]), fix="from_logits=False"
+            )
+            assert fit(row, from_logits=False)[0] == []
+    (text,), _ = fit(PROBABILITIES["softmax"], pieces=2)
+    assert "from_logits=False" in text
+    for name, row in LOGITS.items():
+        with subtests.test(msg=name):
+            assert fit(row)[0] == []
+
+
+def test_from_logits_false_trains_as_logits_do(subtests):
+    for name, logits in {"softmax": "linear", "sigmoid": "linear"}.items():
+        with subtests.test(msg=name):
+            row = PROBABILITIES[name]
+            as_logits = (LOGITS[logits][0], *row[1:])
+            found = fit(row, from_logits=False, metrics=["accuracy"])[1]
+            np.testing.assert_allclose(found, fit(as_logits, metrics=["accuracy"])[1], rtol=1e-4)
+
+
+def test_from_logits_needs_a_loss_of_logits():
+    with raises(ValueError, values=["from_logits=False", "'mse'"], fix="Omit"):
+        new("mse", from_logits=False)
+    with raises(TypeError, names="cross_entropy", values="from_logits=False", fix="Omit"):
+        new(cross_entropy, from_logits=False)
+
+
+def test_metrics_with_the_order_of_keras_are_named():
+    def acc(y_true, y_pred):
+        return y_pred.argmax(-1) == y_true
+
+    def error(labels, outputs):
+        return abs(labels - outputs)
+
+    for metric, fix in ((acc, "def acc(y_pred, y_true)"), (error, "def error(outputs, labels)")):
+        with raises(TypeError, names=metric.__name__, fix=[fix, "(outputs, labels)"]):
+            new(metrics=[metric])

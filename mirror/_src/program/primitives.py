@@ -9,7 +9,7 @@ _IMPURE = frozenset({"io_callback", "rng_uniform"})
 PURE = frozenset({"pure_callback"})
 SAMPLERS = frozenset({"random_bits", "random_gamma", "rng_bit_generator"})
 REF_READS = frozenset({"get"})
-PASSING = frozenset({"optimization_barrier", "device_put", "ensure_mirrored"})
+PASSING = frozenset({"optimization_barrier", "device_put", "ensure_mirrored", "name"})
 SHAPING = frozenset(
     (
         *("convert_element_type", "bitcast_convert_type", "broadcast_in_dim", "reshape"),

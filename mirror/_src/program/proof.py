@@ -26,6 +26,7 @@ from mirror._src.program.collective_eqns import (
 from mirror._src.program.ensure import ensured_p
 from mirror._src.program.jaxprs import Scan, While, called, inner_programs, is_ref, jaxpr_of
 from mirror._src.program.marks import MIRRORED, Mark, chosen, computed, either, joins
+from mirror._src.program.origins import LostUpdate
 from mirror._src.program.primitives import (
     ELEMENTWISE,
     PASSING,
@@ -51,11 +52,15 @@ class Notes:
             values, as in dropout, noise and augmentation.
         idle_collectives: Lines of collectives of mirrored values, in a program in which nothing
             differs between replicas.
+        lost_updates: New values of mirrored inputs that reach no output.
+        changed_in_place: Paths in the arguments where the step stored another leaf.
     """
 
     shared_samples: list[str] = field(default_factory=list)
     shared_noise: list[str] = field(default_factory=list)
     idle_collectives: list[str] = field(default_factory=list)
+    lost_updates: list[LostUpdate] = field(default_factory=list)
+    changed_in_place: frozenset[Any] = frozenset()
 
 
 def prove(

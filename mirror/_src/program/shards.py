@@ -35,7 +35,7 @@ _ELEMENTWISE = frozenset(
         *("expm1", "log", "log1p", "tanh", "logistic", "sin", "cos", "tan", "erf", "erfc"),
         *("erf_inv", "atan2", "floor", "ceil", "round", "nextafter", "reduce_precision"),
         *("convert_element_type", "select_n", "is_finite", "eq", "ne", "lt", "le", "gt", "ge"),
-        *("and", "or", "not", "xor", "copy", "copy_p"),
+        *("and", "or", "not", "xor", "copy", "copy_p", "name"),
     )
 )
 _REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or"})

@@ -17,7 +17,7 @@ _ELEMENTWISE = frozenset(
         *("logistic", "erf", "erfc", "erf_inv", "floor", "ceil", "round", "nextafter", "clamp"),
         *("select_n", "is_finite", "and", "or", "xor", "not", "lt", "le", "gt", "ge", "eq", "ne"),
         *("shift_left", "shift_right_logical", "shift_right_arithmetic", "population_count"),
-        *("convert_element_type", "reduce_precision", "copy", "copy_p", "stop_gradient"),
+        *("convert_element_type", "reduce_precision", "copy", "copy_p", "name", "stop_gradient"),
         *("real", "imag", "conj", "complex"),
     )
 )

@@ -37,12 +37,12 @@ _REDUCED_BY = {"psum": Join.RAW_SUM, "pmax": Join.MAX, "pmin": Join.MIN}
 _SHAPING = frozenset(
     (
         *("reshape", "broadcast_in_dim", "squeeze", "expand_dims", "transpose", "slice", "rev"),
-        *("copy", "copy_p", "gather", "dynamic_slice", "device_put", "split"),
+        *("copy", "copy_p", "name", "gather", "dynamic_slice", "device_put", "split"),
         "stop_gradient",
     )
 )
 _KEEPING = frozenset(
-    ("convert_element_type", "broadcast_in_dim", "copy", "copy_p", "stop_gradient")
+    ("convert_element_type", "broadcast_in_dim", "copy", "copy_p", "name", "stop_gradient")
 )
 _LINEAR = frozenset(
     ("neg", "real", "imag", "conj", "reduce_sum", "cumsum", "reduce_precision", "reduce_window_sum")

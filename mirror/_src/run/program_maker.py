@@ -13,6 +13,7 @@ from mirror._src.program.collective_eqns import summarize_collectives
 from mirror._src.program.jaxprs import arrays_in
 from mirror._src.program.marks import Mark
 from mirror._src.program.match import join_marks
+from mirror._src.program.origins import lost_updates
 from mirror._src.program.proof import Notes, prove
 from mirror._src.program.trace import context_token
 from mirror._src.run.arguments import ref_message, require_no_keras
@@ -133,6 +134,9 @@ class ProgramMaker:
         if executor.can_shard:
             differs = plan.per_replica_results
             carried = carried_state(call, step, avals[: len(results)], differs, donated=False)
+        notes.changed_in_place = step.changed_in_place
+        lost = lost_updates(jaxprs[0])
+        notes.lost_updates = [update for update in lost if not step.per_replica[update.input]]
         words = summarize_collectives(jaxprs[0].jaxpr)
         program = StepProgram(traced, plan, call, executor, words, carried)
         program.shared_samples = list(dict.fromkeys(notes.shared_samples))

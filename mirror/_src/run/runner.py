@@ -388,6 +388,7 @@ class Runner:
             for step in self._cache.steps:
                 step.quick.clear()
         self._warnings.warn_about_proof(call, notes, marks, len(self.replicas))
+        self._warnings.warn_about_lost_updates(call, notes)
         self._warnings.warn_about_leaks(call.fn)
         if self._cache.num_dropped(call.fn) >= MAX_NEW_FUNCTIONS - 1:
             self._warnings.warn_about_recompilation(call.fn)

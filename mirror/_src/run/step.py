@@ -45,6 +45,7 @@ class Step:
         out_tree: Structure of the result.
         out_names: The user's names for the results that are arrays.
         static_results: The other results, by position of the leaf.
+        changed_in_place: Paths in the arguments where the step stored another leaf.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Step:
         self.out_tree: Any = None
         self.out_names: list[str] = []
         self.static_results: dict[int, Any] = {}
+        self.changed_in_place: frozenset[Any] = frozenset()
 
     @property
     def flat(self) -> Callable[..., list[Array]]:
@@ -102,7 +104,10 @@ class Step:
         with replica(self.group, self.gathers, captures):
             args, kwargs = self.layout.rebuild(rest, self.statics, objects)
             assert self._fn is not None, "the step has been traced"
+            before = _leaves_of(args, kwargs)
             results = self._results(self._fn(*args, **kwargs))
+            changes = _leaves_of(args, kwargs).items() - before.items()
+            self.changed_in_place = frozenset(path for path, _ in changes)
             if copies is None:
                 return results
             after = copies.collect(self.name, self.object_names)
@@ -152,6 +157,15 @@ class Step:
         if isinstance(leaf, ARRAY_LIKE):
             return in_equinox and is_number(type(leaf))
         return any(leaf is s or (type(leaf) is type(s) and leaf == s) for s in self.statics)
+
+
+def _leaves_of(args: Any, kwargs: Any) -> dict[Any, int]:
+    """Returns the identity of each leaf in the containers among the arguments, by its path."""
+    try:
+        leaves, _ = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_object)
+    except Exception:  # the user's own containers, which the step may have changed
+        return {}
+    return {path: id(leaf) for path, leaf in leaves}
 
 
 def _require_array(step_name: str, name: str, leaf: Any) -> None:

@@ -1,5 +1,6 @@
 """Warnings about valid steps that are probably mistakes."""
 
+import re
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,14 @@ from mirror._src.program.proof import Notes
 from mirror._src.run.call import Call
 from mirror._src.run.closures import leaked_names
 from mirror._src.utils.errors import describe
-from mirror._src.utils.naming import code_of, depth_of_user, is_our_module, name_of
+from mirror._src.utils.naming import (
+    argument_names,
+    code_of,
+    depth_of_user,
+    is_our_module,
+    keys,
+    name_of,
+)
 from mirror._src.utils.types import StepFunction
 from mirror._src.utils.weak_table import WeakTable
 
@@ -62,6 +70,28 @@ class StepWarnings:
             if self._is_first(call.fn, kind):
                 warnings.warn(text, stacklevel=depth_of_user())
 
+    def warn_about_lost_updates(self, call: Call, notes: Notes) -> None:
+        """Warns about new values of arguments that the step computes and does not return."""
+        if is_our_module(getattr(call.fn, "__module__", None)) or not notes.lost_updates:
+            return
+        if not self._is_first(call.fn, "lost"):
+            return
+        step_name, names = name_of(call.fn), call.input_names
+        lost = list(dict.fromkeys(names[update.input] for update in notes.lost_updates))
+        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+        _, collective, line = notes.lost_updates[0]
+        changed = {_path_name(call, path) for path in notes.changed_in_place}
+        why = "which does not return it"
+        if lost[0] in changed:
+            why = "which changed it in place: each replica changed its own copy"
+        state = re.split(r"[.\[]", lost[0])[0]
+        warnings.warn(
+            f"The new {lost[0]}{more}, computed at {line} from the all-reduce at {collective}, is "
+            f"lost: it reaches no result of {step_name}, {why}. Return the new state, and pass it "
+            f"to the next call: {state}, loss = strategy.run({step_name}, ({state}, batch)).",
+            stacklevel=depth_of_user(),
+        )
+
     def warn_about_leaks(self, fn: StepFunction) -> None:
         """Warns about traced values that a step has stored outside itself, once per function."""
         if is_our_module(getattr(fn, "__module__", None)):
@@ -101,3 +131,9 @@ class StepWarnings:
     def clear(self) -> None:
         """Forgets which warnings were issued."""
         self._warned.clear()
+
+
+def _path_name(call: Call, path: Sequence[Any]) -> str:
+    """Returns the user's name for a path in the arguments, as `Call.leaf_names` does."""
+    names = argument_names(call.fn, len(call.tree[0]))
+    return (names[path[1].idx] if path[0].idx == 0 else path[1].key) + keys(path[2:])

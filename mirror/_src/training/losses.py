@@ -194,6 +194,14 @@ def per_example(values: Array) -> Array:
     return values.mean(axis=tuple(range(1, values.ndim))) if values.ndim > 1 else values
 
 
+def logits_of(kind: Kind, probabilities: Array) -> Array:
+    """Returns logits whose softmax or sigmoid are these probabilities, clipped as in Keras."""
+    if kind != "binary":
+        probabilities = probabilities / probabilities.sum(-1, keepdims=True)
+    clipped = jnp.clip(probabilities, _EPSILON, 1 - _EPSILON)
+    return jnp.log(clipped) - (jnp.log1p(-clipped) if kind == "binary" else 0)
+
+
 def require_loss(name: str) -> Loss:
     """Returns a loss by its name.
 

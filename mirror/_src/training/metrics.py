@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from mirror._src.training.losses import ALIASES, LOSSES, Kind, ValueFunction, per_example
 from mirror._src.utils.errors import expected, nearest
-from mirror._src.utils.naming import name_of, require_parameters
+from mirror._src.utils.naming import name_of, parameter_names, require_parameters, signature_of
 from mirror._src.utils.types import Array
 
 Metric: TypeAlias = str | Callable[[Any, Any], Any]
@@ -58,6 +58,10 @@ _BY_KIND: dict[str, dict[Kind, ValueFunction]] = {
 # The loss is minus the similarity, so that one name would be two numbers.
 _LOSSES = {name: loss for name, loss in LOSSES.items() if name != "cosine_similarity"}
 _NAMES = [*_BY_KIND, *_LOSSES, *ALIASES]
+_LABEL_NAMES = frozenset(("y_true", "y", "label", "labels", "target", "targets", "true"))
+_OUTPUT_NAMES = frozenset(
+    ("y_pred", "logits", "outputs", "output", "pred", "preds", "prediction", "predictions")
+)
 _NOT_MEANS = {
     *("auc", "precision", "recall", "f1score", "fbetascore", "r2score", "meaniou"),
     *("rootmeansquarederror", "rmse"),
@@ -109,6 +113,13 @@ def _function(metric: Any, kind: Kind, loss: str) -> ValueFunction:
         name = _name_of(metric)
         fix = "Return one value per example: def f(outputs, labels): return abs(outputs - labels)."
         require_parameters(metric, f"The metric {name}", ("outputs", "labels"), fix)
+        first, second = [*parameter_names(metric), "", ""][:2]
+        if first in _LABEL_NAMES and second in _OUTPUT_NAMES:
+            raise TypeError(
+                f"The metric {name} takes {signature_of(metric)}, as in Keras, but metrics are "
+                f"called with (outputs, labels). Swap the parameters: "
+                f"def {name if name.isidentifier() else 'metric'}({second}, {first})."
+            )
         return metric
     if metric in _BY_KIND:
         by_kind = _BY_KIND[metric]
@@ -129,6 +140,11 @@ def _function(metric: Any, kind: Kind, loss: str) -> ValueFunction:
             "kind. Pass a function (outputs, labels) -> per-example values."
         )
     return functools.partial(_averaged, _LOSSES[name].fn)
+
+
+def is_named(fn: ValueFunction) -> bool:
+    """Whether a metric is one of the table, which is computed from logits."""
+    return isinstance(fn, functools.partial) and fn.func is _averaged
 
 
 def _averaged(fn: ValueFunction, outputs: Array, labels: Array) -> Array:

@@ -5,21 +5,26 @@ from typing import Any, TypeAlias, final
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import ClosedJaxpr
 
+from mirror._src.program.origins import activation_of
 from mirror._src.training.labels import Labels, PartOfBatch, part_of
 from mirror._src.training.losses import (
     LOSSES,
     OF_FUNCTIONS,
     aligned,
+    logits_of,
     per_example,
     require_loss,
 )
-from mirror._src.training.metrics import Metrics, metric_functions
+from mirror._src.training.metrics import Metrics, is_named, metric_functions
 from mirror._src.training.precision import is_half
 from mirror._src.utils.errors import describe, expected
 from mirror._src.utils.naming import name_of, require_parameters, signature_of
 from mirror._src.utils.types import Array, PyTree
 
+MODEL_OUTPUTS = "mirror.model_outputs"  # of `checkpoint_name`: computes nothing
 LossFunction: TypeAlias = Callable[[Any, PyTree], Any]
 
 _LABEL_KEYS = ("label", "labels", "y", "target", "targets")
@@ -45,6 +50,7 @@ class NamedLoss:
         sample_weight: Key or index of the weights; other values do not select an entry.
         metrics: Names or functions `(outputs, labels)`, or a dict of them.
         num_classes: Number of classes, or None if the logits determine it.
+        from_logits: Whether the model returns logits. Otherwise it returns probabilities.
     """
 
     def __init__(
@@ -54,6 +60,7 @@ class NamedLoss:
         sample_weight: PartOfBatch | None,
         metrics: Metrics | None,
         num_classes: int | None,
+        from_logits: bool = True,
     ) -> None:
         self.__name__ = name  # for messages
         self._loss = require_loss(name)
@@ -65,9 +72,16 @@ class NamedLoss:
                 f"num_classes={num_classes} does not fit the loss {name!r}, whose labels are not "
                 "integer classes. Omit num_classes, or use 'sparse_categorical_crossentropy'."
             )
+        self.takes_logits = self._loss.kind != "values" and from_logits
+        if not from_logits and self._loss.kind == "values":
+            raise ValueError(
+                f"from_logits={from_logits} does not fit the loss {name!r}, which compares outputs "
+                "with labels directly. Omit from_logits."
+            )
         self._key = labels
         self._weight = None if callable(sample_weight) else sample_weight
         self._metrics = metric_functions(metrics, self._loss.kind, name)
+        self._of_logits = {key for key, fn in self._metrics.items() if is_named(fn)}
         self.labels: Labels | None = None
         if self._loss.kind == "classes":
             self.labels = Labels(self.labels_of, num_classes, are_columns=True)
@@ -88,13 +102,33 @@ class NamedLoss:
                 f"Labels for {self.__name__!r} must be one array, got {describe(labels)}. "
                 f"{self._function}"
             )
+        if self.takes_logits:
+            outputs = checkpoint_name(outputs, MODEL_OUTPUTS)
         if is_half(outputs.dtype):  # with few digits, a loss hardly changes
             outputs = outputs.astype(jnp.float32)
         outputs, labels = aligned(self.__name__, self._loss.kind, outputs, jnp.asarray(labels))
         if self.labels is not None and self._loss.kind == "classes":
             self.labels.infer(outputs.shape[-1])
-        losses = per_example(self._loss.fn(outputs, labels))
-        return losses, {name: fn(outputs, labels) for name, fn in self._metrics.items()}
+        logits = outputs
+        if self._loss.kind != "values" and not self.takes_logits:
+            logits = logits_of(self._loss.kind, outputs)
+        losses = per_example(self._loss.fn(logits, labels))
+        metrics = {
+            name: fn(logits if name in self._of_logits else outputs, labels)
+            for name, fn in self._metrics.items()
+        }
+        return losses, metrics
+
+    def warning_about(self, program: ClosedJaxpr) -> str | None:
+        """Returns a warning about a step whose model returns probabilities instead of logits."""
+        function = activation_of(program, MODEL_OUTPUTS) if self.takes_logits else None
+        if function is None:
+            return None
+        return (
+            f"The model ends in a {function}, but {self.__name__!r} computes the loss from logits, "
+            f"and applies a {function} itself: the model would hardly learn. Remove the {function} "
+            "at the end of the model, or pass mirror.Trainer(..., from_logits=False)."
+        )
 
     def labels_of(self, batch: PyTree) -> Any:
         """Returns the labels of a batch."""
@@ -160,6 +194,7 @@ def loss_of(
     sample_weight: PartOfBatch | None,
     metrics: Metrics | None,
     num_classes: int | None,
+    from_logits: bool = True,
 ) -> LossFunction | NamedLoss:
     """Returns the loss function of a `Trainer` from its argument: a function or a name.
 
@@ -169,11 +204,16 @@ def loss_of(
     """
     name = loss_fn if isinstance(loss_fn, str) else _name_in_table(loss_fn)
     if name is not None:
-        return NamedLoss(name, labels, sample_weight, metrics, num_classes)
+        return NamedLoss(name, labels, sample_weight, metrics, num_classes, from_logits)
     if not callable(loss_fn):
         fix = "Pass a name, such as 'mse', or a function (model, batch) -> per-example losses."
         raise TypeError(expected("loss_fn", loss_fn, "a name or a function", fix))
     _require_loss_function(loss_fn)
+    if not from_logits:
+        raise TypeError(
+            f"from_logits={from_logits} requires the name of a loss, but loss_fn is the function "
+            f"{name_of(loss_fn)}, which receives what the model returns. Omit from_logits."
+        )
     if metrics is not None:
         raise TypeError(
             f"`metrics` requires the name of a loss, but loss_fn is the function "

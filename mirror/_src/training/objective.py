@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, final
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 
 from mirror._src.context.example_mask import masking
 from mirror._src.training import exact
@@ -70,10 +71,12 @@ class Objective:
         penalty: Function of the model; its scalar is added to the mean loss, and never weighted.
         metrics: Metrics of a named loss.
         precision: The dtype in which the model computes.
+        from_logits: Whether the model returns logits, with a named loss.
 
     Attributes:
         loss_fn: The function, or the named loss.
         half_precision: Dtype of the losses if it is smaller than float32, known after a trace.
+        is_traced: Whether a step was traced whose outputs have not been examined.
 
     Raises:
         TypeError: If `loss_fn` is neither a name nor a function `(model, batch)`, `penalty` is not
@@ -93,10 +96,11 @@ class Objective:
         penalty: Callable[[Any], Any] | None = None,
         metrics: Metrics | None = None,
         precision: Precision | None = None,
+        from_logits: bool = True,
     ) -> None:
         if num_classes is not None:
             require_int("num_classes", num_classes)
-        self.loss_fn = loss_of(loss_fn, labels, sample_weight, metrics, num_classes)
+        self.loss_fn = loss_of(loss_fn, labels, sample_weight, metrics, num_classes, from_logits)
         is_named = isinstance(self.loss_fn, NamedLoss)
         if not is_named and (
             (labels is None) != (num_classes is None)
@@ -113,7 +117,8 @@ class Objective:
         self._penalty = penalty
         self.precision = Precision(None) if precision is None else precision
         self.half_precision: str | None = None
-        self._has_warned = False
+        self.is_traced = False
+        self._has_warned = self._is_examined = False
         self._sample_weight = sample_weight
         self._labels = (
             None if labels is None or num_classes is None else Labels(labels, num_classes)
@@ -150,8 +155,22 @@ class Objective:
             stacklevel=depth_of_user(),
         )
 
+    def warn_of_probabilities(self, traced: Callable[[], ClosedJaxpr]) -> None:
+        """Warns once if a model returns probabilities to a loss that takes logits.
+
+        Args:
+            traced: Returns the step that was traced.
+        """
+        self.is_traced, is_examined, self._is_examined = False, self._is_examined, True
+        if is_examined or not isinstance(self.loss_fn, NamedLoss) or not self.loss_fn.takes_logits:
+            return
+        message = self.loss_fn.warning_about(traced())
+        if message is not None:
+            warnings.warn(message, stacklevel=depth_of_user())
+
     def outputs(self, model: Any, batch: PyTree) -> Any:
         """Returns what the loss function returns."""
+        self.is_traced = True
         precision = self.precision.computing(name_of(self.loss_fn))
         with describes_batch(self.loss_fn, batch), precision:
             return self.loss_fn(model, batch)

@@ -77,7 +77,8 @@ class Trainer(TrainerState[M]):
         history = trainer.fit(train, epochs=10, validation_data=test)
 
     Common losses have the names they have in Keras. The model must return *logits*, as with
-    `from_logits=True` in Keras, also for binary cross-entropy: no softmax or sigmoid at the end.
+    `from_logits=True` in Keras, also for binary cross-entropy: no softmax or sigmoid at the end,
+    unless you pass `from_logits=False`.
 
         trainer = mirror.Trainer(
             model, optax.adam(1e-3), "sparse_categorical_crossentropy", metrics=["accuracy"]
@@ -113,6 +114,8 @@ class Trainer(TrainerState[M]):
             validated to be from 0 to `num_classes - 1`. With a named loss, the key of its labels,
             which are always validated.
         num_classes: Number of classes. With a named loss, it defaults to the number of logits.
+        from_logits: Whether the model returns logits, for a named cross-entropy. False: it returns
+            probabilities, as with Keras' default, because it ends in a softmax or sigmoid.
         class_weight: Factors by class, by which the losses of its examples are multiplied.
         penalty: Function of the model that returns a scalar, such as the L2 norm of the parameters.
             It is added to the mean loss and never weighted, not even for a `mirror.Weighted` loss.
@@ -164,6 +167,7 @@ class Trainer(TrainerState[M]):
         sample_weight: PartOfBatch | None = None,
         labels: PartOfBatch | None = None,
         num_classes: int | None = None,
+        from_logits: bool = True,
         class_weight: Mapping[int, float] | None = None,
         penalty: Callable[[Any], Any] | None = None,
         precision: PrecisionName | None = None,
@@ -184,6 +188,7 @@ class Trainer(TrainerState[M]):
             penalty,
             metrics,
             self._precision,
+            from_logits,
         )
         self._single_step = steps.training_step(
             self._objective, self._optimizer.wrt, self.accumulate_steps
@@ -362,7 +367,7 @@ class Trainer(TrainerState[M]):
                 (padded,) = self._rows.without_padding(self._evaluated_examples, model, launch)
                 arguments = (model, padded.batch, padded.mask)
                 meter.add(0, self._local.run(self._evaluate_step, arguments))
-                self._objective.warn_of_half_precision()
+                self._warn_after_trace(self._evaluate_step, arguments)
                 meter.collect(running=MOST_RUNNING)
             meter.collect()
         return meter.means
@@ -519,7 +524,7 @@ class Trainer(TrainerState[M]):
             arguments += (self.loss_scale,)
         self._launch = arguments
         sums: Sums = self._local.run(self._train_step, arguments)
-        self._objective.warn_of_half_precision()
+        self._warn_after_trace(self._train_step, arguments)
         return sums
 
     def _train_alone(self, batch: PaddedBatch) -> Sums:
@@ -536,8 +541,16 @@ class Trainer(TrainerState[M]):
         if not self._is_traced:
             arguments = (self._model, launch.batch, launch.mask)
             self._local._runner.lower(self._evaluate_step, arguments, {})
-            self._objective.warn_of_half_precision()
+            self._warn_after_trace(self._evaluate_step, arguments)
             self._is_traced = True
+
+    def _warn_after_trace(self, step: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        """Issues the warnings about a loss that has just been traced."""
+        if self._objective.is_traced:
+            self._objective.warn_of_half_precision()
+            self._objective.warn_of_probabilities(
+                lambda: self._local._runner.traced(step, arguments, {})[1].jaxprs[0]
+            )
 
     @property
     def _multiple(self) -> int:
