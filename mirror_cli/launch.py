@@ -10,7 +10,7 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mirror_cli import job
@@ -129,6 +129,8 @@ def run(parsed: argparse.Namespace) -> int:
         )
     except OptionError as error:
         return report_error("launch", str(error), USAGE_ERROR)
+    if hint := misplaced_options(parsed, script, arguments):
+        print(f"mirror launch: {hint}", file=sys.stderr)
     target = ["-m", script] if parsed.is_module else [script]
     sys.stderr.flush()
     if is_job:
@@ -140,6 +142,25 @@ def run(parsed: argparse.Namespace) -> int:
         )
     (environment,) = environments
     return os.execve(sys.executable, [sys.executable, *target, *arguments], environment)
+
+
+def misplaced_options(
+    parsed: argparse.Namespace, script: str, arguments: Sequence[str]
+) -> str | None:
+    """Returns a hint about options of the launcher that it did not get, but the script does."""
+    if parsed.devices is not None or parsed.processes is not None:
+        return None
+    names = {argument.partition("=")[0] for argument in arguments}
+    own = [option for option in ("--devices", "--processes") if option in names]
+    if not own:
+        return None
+    options = " and ".join(own)
+    write = " ".join(f"{option} N" for option in own)
+    module = "-m " if parsed.is_module else ""
+    return (
+        f"{options} after {script} is passed to {script}. For the launcher, write it before: "
+        f"mirror launch {write} {module}{script}"
+    )
 
 
 def require_script(script: str) -> None:

@@ -25,6 +25,16 @@ COMMANDS = {
     "doctor": doctor,
     "completion": completion,
 }
+# What other launchers call the commands and options.
+_ELSEWHERE = {
+    **dict.fromkeys(("run", "torchrun", "exec", "start"), "launch"),
+    **dict.fromkeys(
+        ("-n", "-np", "--nproc_per_node", "--nproc-per-node", "--num_processes", "--num-processes"),
+        "--devices",
+    ),
+    **dict.fromkeys(("--num_gpus", "--num-gpus", "--gpus", "--gpu"), "--devices"),
+    **dict.fromkeys(("--max_restarts", "--max-restarts"), "--restarts"),
+}
 _HOST_DEVICES = "JAX_NUM_CPU_DEVICES"
 _INTERRUPTED = 128 + signal.SIGINT
 
@@ -90,6 +100,10 @@ def _reject(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> None:
 
 
 def _guess(text: str, known: Iterable[str]) -> str:
+    known = list(known)
+    meant = _ELSEWHERE.get(text)
+    if meant in known:
+        return f" Did you mean {meant}?"
     close = difflib.get_close_matches(text, known, n=1)
     return f" Did you mean {close[0]}?" if close else f" Choose from {', '.join(known)}."
 

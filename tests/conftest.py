@@ -59,7 +59,7 @@ jax.config.update("jax_disable_most_optimizations", True)
 
 import mirror  # noqa: E402
 from pytest_mirror.member import IS_MEMBER  # noqa: E402
-from tests.support.inside import open_scope  # noqa: E402
+from tests.support.inside import forget_strategies, open_scope  # noqa: E402
 from tests.support.interrupts import repeated_until_interrupted  # noqa: E402
 from tests.support.selection import (  # noqa: E402, F401
     pytest_addoption,
@@ -152,6 +152,7 @@ def drop_compiled_programs() -> Iterator[None]:
 def leaves_nothing_behind():
     """Checks that a test leaves no environment variable, thread, scope or mesh behind."""
     environment, threads = dict(os.environ), set(threading.enumerate())
+    forget_strategies()
     yield
     assert open_scope() is None, "a scope was left open"
     assert jax.sharding.get_abstract_mesh().empty, "a mesh was left set"

@@ -240,7 +240,7 @@ DASHES = {  # what follows `mirror launch`, and the script's arguments
 
 
 @rows("line", list(DASHES))
-def test_options_end_at_the_script(line, tmp_path, monkeypatch):
+def test_options_end_at_the_script(line, tmp_path, monkeypatch, capsys):
     (tmp_path / "train.py").write_text("")
     monkeypatch.chdir(tmp_path)
     started = []
@@ -257,6 +257,12 @@ def test_options_end_at_the_script(line, tmp_path, monkeypatch):
     assert file == arguments[0] == sys.executable
     assert arguments[-count:] == DASHES[line]
     assert arguments[1:-count] == (["-m", "train"] if "-m" in line else ["train.py"])
+    hint = capsys.readouterr().err
+    if line == "train.py --devices 2":
+        assert_message(hint, names="train.py", fix="mirror launch --devices N train.py")
+        assert hint.count("\n") == 1
+    else:
+        assert hint == ""
 
 
 def test_script_has_its_own_exit_status_and_traceback(tmp_path):

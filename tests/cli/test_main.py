@@ -100,6 +100,10 @@ MISTAKES = {
     ("devices", "--jsn"): "Did you mean --json?",
     ("doctor", "--reprot"): "Did you mean --report?",
     ("bench", "--device=2,4", "--stpes=3"): "Did you mean --steps?",
+    ("run", "train.py"): "Did you mean launch?",
+    ("launch", "-n", "4", "train.py"): "Did you mean --devices?",
+    ("launch", "--nproc_per_node=4", "train.py"): "Did you mean --devices?",
+    ("launch", "--num_processes", "4", "train.py"): "Did you mean --devices?",
     ("--verison",): "Did you mean --version?",
     ("completion", "bsh"): "bash",
 }

@@ -633,3 +633,8 @@ def explanations() -> tuple[ModuleType, ...]:
 def memory_estimates() -> tuple[ModuleType, ...]:
     """The parts of `mirror estimate-memory`, to compare arrays that users see as a sum only."""
     return estimate_command, abstract, estimate, explain_memory, memory_report, workload
+
+
+def forget_strategies() -> None:
+    """Forgets the strategies of other tests, about which a lone `Trainer` would be warned."""
+    strategy_base.strategies.clear()

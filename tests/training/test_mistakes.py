@@ -437,3 +437,22 @@ def test_metrics_with_the_order_of_keras_are_named():
     for metric, fix in ((acc, "def acc(y_pred, y_true)"), (error, "def error(outputs, labels)")):
         with raises(TypeError, names=metric.__name__, fix=[fix, "(outputs, labels)"]):
             new(metrics=[metric])
+
+
+def test_trainer_outside_the_scope_of_a_strategy_is_one_warning():
+    def build(**options):
+        return mirror.Trainer(Net(nnx.Rngs(0)), optax.sgd(0.1), SPARSE, **options)
+
+    build()  # no strategy in the program
+    strategy = cpu_strategy(2)
+    with pytest.warns(UserWarning, match="outside") as caught:
+        assert build().strategy.num_replicas_in_sync == 1
+    (warning,) = caught
+    assert warning.filename == __file__
+    values = ["1 device", "MirroredStrategy with 2 devices"]
+    assert_message(
+        str(warning.message), names="mirror.Trainer", values=values, fix="strategy=strategy"
+    )
+    build(strategy=mirror.get_strategy())
+    with strategy.scope():
+        build()

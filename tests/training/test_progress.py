@@ -134,7 +134,7 @@ def shows(text: str) -> bool:
     return text in SCREENS[-1].text
 
 
-LINE = r"epoch %d/2: loss [0-9.e-]+, error [0-9.e-]+, [0-9]+\.[0-9] s"
+LINE = r"epoch %d/2( on \d replicas?)?: loss [0-9.e-]+, error [0-9.e-]+, [0-9]+\.[0-9] s"
 LINES = rf"{LINE % 1}\n{LINE % 2}\n"
 
 # Log files
@@ -209,7 +209,7 @@ def unwrapped(lines: list[str]) -> str:
 
 _ITEMS = r"(, \d+ s(, loss [0-9.e-]+(, error [0-9.e-]+)?)?(, [0-9.e+]+ steps/s)?)?"
 BAR = rf"epoch \d/2( +\d+%( \|[# ]+\|)? \d+/10{_ITEMS})?"
-WAITING = r"epoch 1/2: loading and compiling, \d s"
+WAITING = r"epoch 1/2: loading and compiling( on \d replicas?)?, \d s"
 
 
 @pytest.mark.parametrize("rows", mostly_slow([200, 80, 60, 40, 15, 5], 80, 15))
@@ -238,13 +238,13 @@ def batches_after(wait):
 
 def test_terminal_shows_that_the_first_step_is_on_its_way(monkeypatch, clock):
     def wait():
-        wait_until(lambda: shows("epoch 1/1: loading and compiling, 0 s"))
+        wait_until(lambda: shows("epoch 1/1: loading and compiling on 1 replica, 0 s"))
         clock.advance()
-        wait_until(lambda: shows("epoch 1/1: loading and compiling, 1 s"))
+        wait_until(lambda: shows("epoch 1/1: loading and compiling on 1 replica, 1 s"))
 
     screen = on_terminal(monkeypatch, 80, epochs=1, batches=batches_after(wait))
     (line,) = screen.lines
-    assert re.fullmatch(r"epoch 1/1: loss .*, error .* s", line)
+    assert re.fullmatch(r"epoch 1/1 on 1 replica: loss .*, error .* s", line)
 
 
 def test_bar_shows_an_unknown_number_of_steps(monkeypatch):
@@ -377,7 +377,7 @@ def test_notebook_shows_the_table_of_the_history(notebook):
 def test_notebook_shows_the_running_epoch(notebook, clock):
     fit(2, At(1, 9, clock.advance), At(2, 9, clock.advance))
     texts = [version["text/plain"] for version in notebook.versions]
-    assert texts[0] == "epoch 1/2: loading data and compiling the step, 0 s"
+    assert texts[0] == "epoch 1/2: loading data and compiling the step on 1 replica, 0 s"
     assert "<progress></progress>" in notebook.versions[0]["text/html"]
     assert re.search(
         r"^epoch 2/2: \d+/10 steps, loss [0-9.e-]+, error [0-9.e-]+, \d s$", texts[-2], re.M
@@ -394,7 +394,7 @@ def test_notebook_says_how_long_the_first_step_takes(notebook, clock):
 
     def wait():
         clock.advance()
-        words = "epoch 1/1: loading data and compiling the step, 1 s"
+        words = "epoch 1/1: loading data and compiling the step on 1 replica, 1 s"
         wait_until(lambda: words in texts())
 
     fit(1, batches=batches_after(wait))

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import warnings
 from collections.abc import Sequence
 from typing import final
 
@@ -18,9 +19,10 @@ from mirror._src.devices.resolve import (
     canonicalize_replica_devices,
 )
 from mirror._src.executors.choice import default_ops, reduce_device
-from mirror._src.strategy.strategy import Strategy
-from mirror._src.utils.errors import expected, require_int
+from mirror._src.strategy.strategy import Strategy, strategies
+from mirror._src.utils.errors import counted, expected, require_int
 from mirror._src.utils.modules import set_module
+from mirror._src.utils.naming import depth_of_user
 from mirror._src.utils.tracebacks import api_boundary
 from mirror._src.utils.types import REPLICA_AXIS
 
@@ -171,6 +173,36 @@ def get_strategy() -> Strategy:
         return shown
     assert isinstance(frame.strategy, Strategy)
     return frame.strategy
+
+
+def strategy_of_trainer(given: Strategy | None) -> Strategy:
+    """Returns the strategy of a `Trainer`: the one passed, or else the current one.
+
+    Warns if it is the default strategy, and the program has created another one with more devices,
+    or JAX has more accelerators.
+    """
+    if given is not None or current_frame() is not None:
+        return get_strategy() if given is None else given
+    default = _default_strategy()
+    others = [s for s in list(strategies) if len(set(s.devices)) > 1]
+    others.sort(key=lambda s: len(set(s.devices)))
+    num_accelerators = len(backend.default_devices()) if default.devices[0].platform != "cpu" else 0
+    if not others and num_accelerators <= 1:
+        return default
+    device = default.devices[0]
+    idle = f"JAX has {num_accelerators} devices"
+    fix = "strategy=mirror.MirroredStrategy()"
+    if others:
+        count = counted(len(set(others[-1].devices)), "device")
+        idle = f"this program has created a {type(others[-1]).__name__} with {count}"
+        fix = "strategy=strategy"
+    warnings.warn(
+        f"mirror.Trainer was created outside strategy.scope(), and trains on 1 device, {device}, "
+        f"while {idle}. Create it inside the scope, or pass mirror.Trainer(..., {fix}). For one "
+        "device, pass strategy=mirror.get_strategy().",
+        stacklevel=depth_of_user(),
+    )
+    return default
 
 
 def get_replica_context() -> ReplicaContext:

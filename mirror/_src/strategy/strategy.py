@@ -2,6 +2,7 @@
 
 import abc
 import copy
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Never, NoReturn, Self, final, overload
 
@@ -56,6 +57,8 @@ from mirror._src.values.per_replica import PerReplica, is_per_replica, on_local_
 from mirror._src.variables.on_read import unwrapped
 
 _MOST_NAMES = 8
+strategies: "weakref.WeakSet[Strategy]" = weakref.WeakSet()
+"""The strategies of this process, for a warning about a `Trainer` that uses none of them."""
 """Number of devices that `str(strategy)` names."""
 
 
@@ -105,6 +108,7 @@ class Strategy(abc.ABC):
         self._cross_device_ops = cross_device_ops
         self._shard_update = shard_update
         self._runner = Runner(self, replicas, cross_device_ops, shard_update=shard_update)
+        strategies.add(self)
         self._single_replica: Strategy | None = None
         self._one_per_device: Strategy | None = None
 

@@ -10,7 +10,7 @@ from flax import nnx
 
 from mirror._src.checks.trial import copy_of
 from mirror._src.distributed.store import barrier
-from mirror._src.strategy.mirrored import get_strategy
+from mirror._src.strategy.mirrored import strategy_of_trainer
 from mirror._src.strategy.strategy import Strategy
 from mirror._src.training.checkpoints import snapshot
 from mirror._src.training.checkpoints.from_chief import CheckpointOfChief
@@ -58,7 +58,9 @@ class TrainerState(Generic[M]):
                 f"`strategy` must be a mirror.Strategy, got {describe(strategy)}. Pass "
                 "mirror.MirroredStrategy(), or create the trainer inside its scope()."
             )
-        self.strategy: Strategy | RemoteStrategy = get_strategy() if strategy is None else strategy
+        self.strategy: Strategy | RemoteStrategy = (
+            strategy if isinstance(strategy, RemoteStrategy) else strategy_of_trainer(strategy)
+        )
         self._local = local_strategy(self.strategy)
         self._remote: RemoteTraining | None = None
         self._has_lost_values = False

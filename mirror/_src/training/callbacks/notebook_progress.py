@@ -6,6 +6,7 @@ import threading
 import time
 from typing import Any, final
 
+from mirror._src.training.callbacks.terminal_progress import replicas_in_words
 from mirror._src.training.fit import TrainingRun
 from mirror._src.training.meter import in_words
 from mirror._src.utils.errors import counted
@@ -120,7 +121,8 @@ class NotebookProgress:
             steps = f"{done}/{total} steps" if total else counted(done, "step")
             text = ", ".join(filter(None, (steps, in_words(fit.logs), secs)))
         else:
-            text = f"loading data and compiling the step, {secs}"
+            where = replicas_in_words(fit.trainer.strategy)
+            text = f"loading data and compiling the step on {where}, {secs}"
         extent = f' value="{done}" max="{total}"' if total and self._is_compiled else ""
         bar = f"<progress{extent}></progress>"
         return f"{title}: {text}", f"<div>{title} {bar} {html.escape(text)}</div>"

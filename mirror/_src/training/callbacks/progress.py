@@ -58,7 +58,7 @@ class ProgressBar(Callback):
 
     >>> import sys
     >>> history = trainer.fit(data, epochs=2, callbacks=ProgressBar(sys.stdout))
-    epoch 1/2: loss ..., ... s
+    epoch 1/2 on 2 replicas: loss ..., ... s
     epoch 2/2: loss ..., ... s
     """
 

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from mirror._src.training.fit import TrainingRun
 from mirror._src.training.meter import in_words
+from mirror._src.utils.errors import counted
 from mirror._src.utils.terminal import wrap
 
 _REFRESHES_PER_SECOND = 4
@@ -28,11 +29,20 @@ def is_terminal(file: TextIO) -> bool:
     return file.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
+def replicas_in_words(strategy: Any) -> str:
+    """Returns the replicas that train, and their devices if there are fewer or more."""
+    replicas = strategy.num_replicas_in_sync
+    words = counted(replicas, "replica")
+    devices = len(set(getattr(strategy, "devices", ()))) or replicas
+    return words if devices == replicas else f"{words}, {counted(devices, 'device')}"
+
+
 class LogProgress:
-    """Prints one line per epoch."""
+    """Prints one line per epoch, the first with the number of replicas."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
+        self._has_printed = False
 
     def begin_epoch(self, fit: TrainingRun) -> None:
         """Prints nothing."""
@@ -49,6 +59,10 @@ class LogProgress:
         # Wrapped lines break between two metrics only.
         items = [item.replace(" ", "\N{NO-BREAK SPACE}") for item in in_words(logs).split(", ")]
         title = f"epoch\N{NO-BREAK SPACE}{fit.position.epoch}/{fit.epochs}"
+        if not self._has_printed:
+            self._has_printed = True
+            where = replicas_in_words(fit.trainer.strategy).replace(" ", "\N{NO-BREAK SPACE}")
+            title += f"\N{NO-BREAK SPACE}on\N{NO-BREAK SPACE}{where}"
         self.note(f"{title}: {', '.join(items)}, {seconds:.1f}\N{NO-BREAK SPACE}s")
 
     def note(self, text: str) -> None:
@@ -81,7 +95,8 @@ class TerminalProgress(LogProgress):
     def begin_epoch(self, fit: TrainingRun) -> None:
         """Opens a new bar."""
         title = f"epoch {fit.position.epoch + 1}/{fit.epochs}"
-        self._line = _Line(title, fit.position.epoch_step, fit.steps_per_epoch)
+        where = replicas_in_words(fit.trainer.strategy)
+        self._line = _Line(title, where, fit.position.epoch_step, fit.steps_per_epoch)
         if self._is_compiled:
             self._line.begin_steps()
         self._updated = 0.0
@@ -156,8 +171,8 @@ class TerminalProgress(LogProgress):
 class _Line:
     """The bar of the running epoch."""
 
-    def __init__(self, title: str, done: int, total: int | None) -> None:
-        self.title, self.done, self.total = title, done, total
+    def __init__(self, title: str, where: str, done: int, total: int | None) -> None:
+        self.title, self.where, self.done, self.total = title, where, done, total
         self.items: list[str] = []
         self.is_waiting = True
         self._started = time.perf_counter()
@@ -174,11 +189,9 @@ class _Line:
         now = time.perf_counter()
         secs = f"{now - self._started:.0f} s"
         if self.is_waiting:
-            return next(
-                line
-                for line in (f"{self.title}: loading and compiling, {secs}", self.title, "")
-                if len(line) <= width
-            )
+            doing = f"{self.title}: loading and compiling"
+            shorter = (f"{doing} on {self.where}, {secs}", f"{doing}, {secs}", self.title, "")
+            return next(line for line in shorter if len(line) <= width)
         items = [secs, *self.items]
         if self.done > self._first:
             items.append(f"{(self.done - self._first) / (now - self._stepping_since):.3g} steps/s")
