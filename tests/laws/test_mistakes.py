@@ -1052,6 +1052,91 @@ def test_fakes_of_chex_do_not_change_results(subtests):
             assert float(result) == 3.0
 
 
+# Habits of other libraries
+
+
+class Tiny(nnx.Module):
+    """A model that a Lightning user passes to the strategy."""
+
+    def __call__(self, x):
+        return x
+
+
+def dataset():
+    return strategy().distribute_dataset([np.ones((4, 3), "f4")])
+
+
+SINGLE = [(np.ones(3, "f4"), np.int64(1))]
+mistakes(
+    {
+        "next_of_dataset": (lambda: next(dataset()), TypeError, says(fix="next(iter(dataset))")),
+        "index_of_dataset": (lambda: dataset()[0], TypeError, says(fix="next(iter(dataset))")),
+        "verify_without_tuple": (
+            lambda: strategy().verify(run, 1, 2, 3),
+            TypeError,
+            says(fix="strategy.verify(step, (model, batch))"),
+        ),
+        "distribute_arrays": (
+            lambda: strategy().distribute_dataset(np.ones(3), np.ones(3), 32),
+            TypeError,
+            says(fix="mirror.data.from_arrays((x, y), batch_size=32)"),
+        ),
+        "single_examples": (
+            lambda: next(iter(strategy().distribute_dataset(SINGLE))),
+            ValueError,
+            says(values="1", fix=["DataLoader(dataset, batch_size=32)", "from_arrays"]),
+        ),
+        "no_gpu_listed": (
+            lambda: mirror.MirroredStrategy([]),
+            ValueError,
+            says(names="devices", fix="mirror.MirroredStrategy()"),
+        ),
+        "model_as_devices": (
+            lambda: mirror.MirroredStrategy(Tiny()),
+            TypeError,
+            says(names="devices", fix="run(step, (model, batch))"),
+        ),
+        "gpu_that_does_not_exist": (
+            lambda: mirror.device("/gpu:2"),
+            mirror.InvalidDeviceError,
+            says(fix="mirror.config.set_soft_device_placement(True)"),
+        ),
+        "device_of_a_server": (
+            lambda: mirror.device("/job:ps/task:0"),
+            ValueError,
+            says(values="'/job:ps/task:0'", fix="mirror.ParameterServerStrategy().Variable(3.0)"),
+        ),
+        "strategy_to": (
+            lambda: strategy().to("gpu"),
+            AttributeError,
+            says(fix="strategy.run(step"),
+        ),
+        "zero_grad": (
+            lambda: strategy().zero_grad(),
+            AttributeError,
+            says(fix="nnx.value_and_grad(loss_fn)(model, batch)"),
+        ),
+    }
+)
+
+
+@mistake(ValueError, names=["step"], fix="Remove @jax.pmap")
+def pmap_left_with_uneven_rows():
+    def step(x):
+        return x.sum()
+
+    run(jax.pmap(step, axis_name="batch"), mirror.PerReplica([np.ones((5, 3), "f4")] * 2))
+
+
+def test_traced_values_have_the_names_of_the_proof():
+    def step(model, data):
+        return float(model(data["x"]).mean())
+
+    with raises(TypeError, names=["step", "model.bias", "data['x']"]) as caught:
+        run(step, linear(), {"x": batch()})
+    assert "args[" not in str(caught.value)
+
+
 # Updates that are computed and thrown away
 
 

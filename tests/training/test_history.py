@@ -121,3 +121,12 @@ def test_history_round_trips_through_json(three):
     again.add(3, {"loss": 0.5}, 1.0)
     assert again["loss"][-1] == 0.5
     assert len(three["loss"]) == 3  # a copy
+
+
+def test_history_of_keras_is_the_history():
+    history = mirror.History()
+    history.add(0, {"loss": 1.0, "accuracy": 0.5}, 1.0)
+    with raises(AttributeError, fix="history['loss']"):
+        _ = history.history
+    with raises(KeyError, names="'acuracy'", fix="'accuracy'"):
+        history["acuracy"]

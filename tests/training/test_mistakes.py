@@ -72,6 +72,9 @@ CALLS = {
     "loss=": (lambda t: mirror.Trainer(t.model, optax.sgd(0.1), loss="mse"), ["'loss'"], "loss_fn='mse'"),
     "optimizer=": (lambda t: mirror.Trainer(t.model, optimizer="adam", loss="mse"), ["'optimizer'"], "tx=optax.adam(1e-3)"),
     "no loss": (lambda t: mirror.Trainer(t.model, optax.sgd(0.1)), ["'loss_fn'"], "mirror.Trainer("),
+    "Lightning's fit": (lambda t: t.fit(t.model, DATASET), ["Net"], "trainer.fit(data, epochs=10)"),
+    "Lightning's arguments": (lambda t: mirror.Trainer(max_epochs=5, accelerator="gpu", devices=2), ["max_epochs", "accelerator", "devices"], ["trainer.fit(data, epochs=10)", "mirror.MirroredStrategy(devices)"]),
+    "Lightning's clipping": (lambda t: mirror.Trainer(t.model, optax.sgd(0.1), "mse", gradient_clip_val=1.0), ["'gradient_clip_val'"], "optax.clip_by_global_norm"),
     "Lightning": (lambda t: mirror.Trainer(t.model, optax.sgd(0.1), "mse", accumulate_grad_batches=2), ["'accumulate_grad_batches'"], "accumulate_steps"),
 }  # fmt: skip
 
@@ -456,3 +459,28 @@ def test_trainer_outside_the_scope_of_a_strategy_is_one_warning():
     build(strategy=mirror.get_strategy())
     with strategy.scope():
         build()
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_nan_in_the_data_is_named(steps):
+    trainer = mirror.Trainer(
+        Net(nnx.Rngs(0)),
+        optax.sgd(0.1),
+        cross_entropy,
+        strategy=cpu_strategy(2),
+        steps_per_execution=steps,
+    )
+    inputs = X.copy()
+    inputs[[5, 6], 1] = [np.nan, np.inf]
+    with pytest.warns(UserWarning, match="nan") as caught:
+        trainer.fit([{"x": X, "y": Y}, {"x": inputs, "y": Y}], progress=False)
+    (warning,) = caught
+    assert_message(str(warning.message), names="batch['x']", values=["1 NaN", "row 5"])
+    assert not trainer._run
+
+
+def test_data_without_nan_is_not_blamed():
+    trainer = new(lambda model, batch: jnp.log(-abs(model(batch[0]).sum(-1))))
+    with pytest.warns(UserWarning, match="nan") as caught:
+        trainer.fit([(X, Y)], progress=False)
+    assert "batch" not in str(caught[0].message)

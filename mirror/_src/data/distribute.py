@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Generator, Iterable, Mapping
-from typing import Any, NamedTuple, final, get_args
+from typing import Any, NamedTuple, Never, final, get_args
 
 import jax
 
@@ -51,6 +51,17 @@ class DistributedDataset(DistributedDatasetBase[B]):
     >>> len(dataset), dataset.element_spec
     (5, ShapeDtypeStruct(shape=(2, 2, 3), dtype=float32))
     """
+
+    def __next__(self) -> Never:
+        raise TypeError(
+            "A DistributedDataset is not an iterator. For one batch: next(iter(dataset))."
+        )
+
+    def __getitem__(self, index: Any) -> Never:
+        raise TypeError(
+            f"A DistributedDataset has no [{index!r}]: its batches are read in order. For the "
+            "first batch: next(iter(dataset))."
+        )
 
     def __init__(
         self,

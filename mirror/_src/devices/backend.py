@@ -161,7 +161,8 @@ def _how_to_get(device_type: str, index: int, found: int) -> str:
         return f"The last {device_type} is {last!r}; mirror.MirroredStrategy() uses all of them."
     return (
         f"JAX found no {device_type}: `mirror doctor` shows why, and mirror.MirroredStrategy() "
-        "uses the devices that there are."
+        "uses the devices that JAX finds. For mirror.device, "
+        "mirror.config.set_soft_device_placement(True) selects another device instead."
     )
 
 

@@ -67,10 +67,13 @@ class DeviceSpec:
                 f"{name!r} is not a device name.{several} Device names look like {SPELLINGS}."
             )
         if host["job"] not in (None, "localhost") or any(map(_not_zero, host.groups()[1:])):
-            raise ValueError(
-                f"{name!r} is a device of another process. mirror runs in a single process, "
-                f"{JOB}: use one of its devices, like {SPELLINGS}."
-            )
+            fix = f"Name a device of this process, {JOB}, such as {SPELLINGS}."
+            if host["job"] == "ps":
+                fix = (
+                    "A variable on a parameter server belongs to a strategy, which selects the "
+                    "server: mirror.ParameterServerStrategy().Variable(3.0)."
+                )
+            raise ValueError(f"{name!r} is a device of another process. {fix}")
         return cls(kind, None if index in (None, "*") else int(index))
 
     def replace(self, **changes: str | int | None) -> "DeviceSpec":

@@ -1,5 +1,6 @@
 """Resolves device names and `LogicalDevice`s to `jax.Device`s."""
 
+import inspect
 from collections.abc import Iterable
 from typing import TypeAlias
 
@@ -16,6 +17,10 @@ from mirror._src.devices.backend import (
 from mirror._src.devices.names import SPELLINGS, DeviceSpec, LogicalDevice, PhysicalDevice
 from mirror._src.utils.errors import InvalidDeviceError, describe, expected
 
+_MODEL = (
+    "A strategy does not wrap a model: the model is an argument of the step, "
+    "mirror.MirroredStrategy().run(step, (model, batch)), or of mirror.Trainer."
+)
 DeviceLike: TypeAlias = str | LogicalDevice | jax.Device
 
 
@@ -57,8 +62,10 @@ def canonicalize_replica_devices(devices: Iterable[DeviceLike] | None) -> tuple[
     if isinstance(devices, int):
         fix = f"For the first {devices}: MirroredStrategy(jax.devices()[:{devices}])."
         raise TypeError(expected("devices", devices, "a list of devices", fix))
-    if not isinstance(devices, Iterable):
-        fix = "For example ['/gpu:0', '/gpu:1']; None selects all devices."
+    is_model = callable(devices) and not inspect.isroutine(devices)
+    if is_model or not isinstance(devices, Iterable):
+        example = "For example ['/gpu:0', '/gpu:1']; None selects all devices."
+        fix = _MODEL if is_model else example
         raise TypeError(expected("devices", devices, "a list of devices", fix))
     requested = list(devices)
     try:
@@ -67,8 +74,11 @@ def canonicalize_replica_devices(devices: Iterable[DeviceLike] | None) -> tuple[
         raise InvalidDeviceError(f"devices={_shown(requested)}: {error}") from None
     jax_devices = tuple(device for _, device in resolved)
     if not jax_devices:
+        kind = type_of(default_devices()[0])
         raise ValueError(
-            "`devices` must not be empty, got []. List at least one device, or pass None for all."
+            "`devices` must not be empty, got []. mirror.config.list_logical_devices('GPU') is "
+            f"empty if JAX finds no GPU; here, it finds {kind}s. Pass None, or "
+            "nothing, to use all of them: mirror.MirroredStrategy()."
         )
     if len({spec for spec, _ in resolved}) < len(resolved):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What the values of a program were computed from: probabilities, and updates that are lost."""
+"""Origins of the values of a program: outputs that are probabilities, and lost updates."""
 
 from collections.abc import Iterator
 from typing import NamedTuple

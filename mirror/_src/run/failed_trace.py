@@ -14,7 +14,7 @@ import numpy as np
 from mirror._src.run.arguments import ObjectPlaceholder
 from mirror._src.run.call import Call
 from mirror._src.run.closures import captured_message, stale_message
-from mirror._src.run.mesh import unbound_axis_message
+from mirror._src.run.mesh import failed_mapping_message, unbound_axis_message
 from mirror._src.utils.errors import counted, describe
 from mirror._src.utils.naming import code_of, name_of, parameter_names, signature_of
 from mirror._src.utils.source_lines import is_own, is_users, place
@@ -106,6 +106,12 @@ def _explanation(call: Call, run_code: CodeType, error: Exception) -> Exception 
     frames = _frames_inside(run_code, error)
     if isinstance(error, NameError) and (message := unbound_axis_message(fn, error)):
         return ValueError(message)
+    if (
+        is_of_library
+        and isinstance(error, ValueError)
+        and (message := failed_mapping_message(fn, error))
+    ):
+        return ValueError(message)
     if isinstance(error, TypeError) and (message := _mismatch_message(call)):
         return TypeError(message)
     if _is_of_trace_level(error) and (message := captured_message(fn, frames)):
@@ -117,7 +123,7 @@ def _explanation(call: Call, run_code: CodeType, error: Exception) -> Exception 
         return None
     conversion = _conversion(error)
     if conversion is not None:
-        error.args = (_conversion_message(fn, conversion, error),)
+        error.args = (_conversion_message(call, conversion, error),)
     elif isinstance(error, _ANNOTATED) and _is_written_by_user(fn) and _is_not_ours(error):
         error.add_note(f"{name_of(fn)} was traced with {_received(call)}.")
     return None
@@ -231,19 +237,28 @@ def _conversion(error: Exception) -> _Conversion | None:
     return None
 
 
-def _conversion_message(fn: Callable[..., Any], conversion: _Conversion, error: Exception) -> str:
-    text, name = str(error), name_of(fn)
+def _conversion_message(call: Call, conversion: _Conversion, error: Exception) -> str:
+    text, name = str(error), name_of(call.fn)
     found = re.search(r"\b((?:float|int|uint|bool|complex|bfloat)\w*\[[\d,]*\])", text)
     operation = conversion.needed_for
     if found is not None:
         operation = operation.replace("traced array", f"traced {found[1]}")
     depends = re.search(r"depends on the values? of the arguments? (.+?)\.(?:\s|$)", text)
-    source = f"; the value depends on {depends[1]}" if depends is not None else ""
+    source = f"; the value depends on {_inputs(call, depends[1])}" if depends is not None else ""
     where = _user_line(error)
     return (
         f"{name} {operation}{where}{source}. A step is compiled before it runs: its arrays have "
         f"shapes and dtypes, but no values. {conversion.fix.format(step=name)}"
     )
+
+
+def _inputs(call: Call, text: str) -> str:
+    """Returns the user's names for `args[0] and args[1]` of the traced function."""
+    names = call.input_names
+    positions = [int(number) for number in re.findall(r"\bargs\[(\d+)\]", text)]
+    if not positions or max(positions) >= len(names):
+        return text
+    return _joined([names[i] for i in positions])
 
 
 def _user_line(error: Exception) -> str:

@@ -17,6 +17,13 @@ from mirror._src.utils.naming import name_of
 from mirror._src.utils.types import REPLICA_AXIS
 
 # `Any`, because JAX 0.10 does not declare its options as attributes. `values[...]` takes 7 us.
+_OF_MAPPINGS = (  # of errors of jax.pmap and jax.shard_map
+    "shard_map applied to the function",
+    "cannot select an axis to squeeze out which has size not equal to one",
+    "pmap got inconsistent sizes",
+    "pmap was requested to map its argument",
+    "compiling computation that requires",
+)
 _config: Any = jax.config
 
 
@@ -87,11 +94,20 @@ def require_no_mapping(fn: Callable[..., Any], program: ClosedJaxpr) -> None:
     """
     for eqn in equations(program.jaxpr):
         if eqn.primitive.name in ("shard_map", "xla_pmap"):
-            raise ValueError(
-                f"{name_of(fn)} contains jax.pmap, nnx.pmap or jax.shard_map, but the strategy "
-                "already maps the step over its devices. Remove @jax.pmap from the function, and "
-                "pass its axis_name='batch' as mirror.MirroredStrategy(axis_name='batch')."
-            )
+            raise ValueError(_mapping_message(fn))
+
+
+def _mapping_message(fn: Callable[..., Any]) -> str:
+    return (
+        f"{name_of(fn)} contains jax.pmap, nnx.pmap or jax.shard_map, but the strategy "
+        "already maps the step over its devices. Remove @jax.pmap from the function, and "
+        "pass its axis_name='batch' as mirror.MirroredStrategy(axis_name='batch')."
+    )
+
+
+def failed_mapping_message(fn: Callable[..., Any], error: ValueError) -> str | None:
+    """Returns the message for a step that is still wrapped in a mapping, whose rows do not fit."""
+    return _mapping_message(fn) if any(text in str(error) for text in _OF_MAPPINGS) else None
 
 
 def require_not_stacked(name: str, leaf: Any) -> None:

@@ -18,6 +18,7 @@ from mirror._src.training.agreed_stop import AgreedStop, Cause
 from mirror._src.training.history import History
 from mirror._src.training.loss_scale import LossScale, stuck
 from mirror._src.training.meter import CollectedMetrics, in_order
+from mirror._src.training.mistakes import bytes_of, wrong_numbers
 from mirror._src.training.objective import LOSS, Sums
 from mirror._src.training.position import Position
 from mirror._src.training.remote import RemoteStrategy
@@ -28,6 +29,8 @@ from mirror._src.utils.closing import Closing, closing
 from mirror._src.utils.errors import require_int
 from mirror._src.utils.modules import set_module
 from mirror._src.utils.naming import depth_of_user, is_our_module
+
+_MOST_KEPT_BYTES = 2**23
 
 
 class TrainerOfFit(Protocol):
@@ -139,6 +142,8 @@ class TrainingRun:
         self._lock = lock
         self._collected: deque[CollectedMetrics] = deque()
         self._agreed_stop: AgreedStop | None = None
+        self._batches: deque[tuple[int, PaddedBatch]] = deque()  # of launches not collected
+        self._keeps_batches: bool | None = None
         self._warned: set[bool] = set()
         self._warned_of_skips = False
         self._started = time.perf_counter()
@@ -201,6 +206,7 @@ class TrainingRun:
                 at_end.add(f"on_fit_end of {name}", callback.on_fit_end, self)
                 callback.on_fit_begin(self)
             # An interrupted training may be resumed.
+            at_end.add("dropping the batches", self._batches.clear)
             at_end.add("to_dict of a callback", self.remember_callbacks)
             with self._lock.held(), closing("closing the data", self._stream.close):
                 yield
@@ -281,6 +287,10 @@ class TrainingRun:
         """Counts a launch, and calls `on_step` of the callbacks."""
         self.metrics = tuple(in_order(sums.totals))
         self.position.advance(launch.num_batches, launch.num_examples, sums)
+        if self._keeps_batches is None:  # to find NaN in them; large ones would need memory
+            self._keeps_batches = bytes_of(launch) <= _MOST_KEPT_BYTES
+        if self._keeps_batches:
+            self._batches.append((self.position.step, launch))
         if self._callbacks:
             with self._users_code():
                 for callback in self._callbacks:
@@ -304,6 +314,8 @@ class TrainingRun:
                     for callback in self._callbacks:
                         callback.on_metrics(self, step, logs)
             self._warn_of_nan(step, logs[LOSS])
+            while self._batches and self._batches[0][0] <= step:
+                self._batches.popleft()
             self._warn_of_skips(stuck(self.trainer.loss_scale, logs, step))
 
     def _warn_of_nan(self, step: int, loss: float) -> None:
@@ -317,10 +329,12 @@ class TrainingRun:
                 "gradient 0. Omit batches whose weights are all 0."
             )
         else:
+            kept = next((launch for number, launch in self._batches if number == step), None)
+            data = "" if kept is None else wrong_numbers(kept)
             message = (
                 f"The loss is {loss} at step {step}. Training continues; add "
-                "mirror.callbacks.NaNGuard() to stop at the first non-finite value. Common causes: "
-                "a learning rate that is too high, log(0) or division by zero, or labels out of "
+                f"mirror.callbacks.NaNGuard() to stop at the first non-finite value. {data}Common "
+                "causes: a learning rate that is too high, log(0) or division by zero, or labels out of "
                 "range, which mirror.Trainer(..., labels='label', num_classes=10) checks."
             )
         warnings.warn(message, stacklevel=depth_of_user())

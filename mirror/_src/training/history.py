@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, final
 
+from mirror._src.utils.errors import nearest
 from mirror._src.utils.modules import set_module
 from mirror._src.utils.notebook import current_cell
 from mirror._src.utils.optional import require
@@ -59,8 +60,15 @@ class History(Mapping[str, list[float]]):
     def __getitem__(self, name: str) -> list[float]:
         if name not in self._columns:
             metrics = ", ".join(self._columns) or "no metrics"
-            raise KeyError(f"{name!r} is not in the history, which has {metrics}")
+            near = nearest(str(name), self._columns)
+            raise KeyError(f"{name!r} is not in the history, which has {metrics}.{near}")
         return self._columns[name]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "history":
+            text = "A mirror.History is what Keras calls history.history: history['loss']."
+            raise AttributeError(text, name=name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._columns)

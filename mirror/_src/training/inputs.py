@@ -101,7 +101,8 @@ def first_batch(data: Any) -> PyTree:
     """
     if isinstance(data, Mapping) or has_arrays(data):
         return data
-    if isinstance(data, Iterator) or not isinstance(data, Iterable):
+    is_iterator = isinstance(data, Iterator) and not isinstance(data, DistributedDataset)
+    if is_iterator or not isinstance(data, Iterable):
         fix = "Pass one batch, for example trainer.summary(next(iter(data)))."
         raise TypeError(expected("data", data, "a batch or a dataset", fix))
     if isinstance(data, ArrayDataset | DistributedDataset):

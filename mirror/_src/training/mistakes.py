@@ -7,11 +7,14 @@ from contextlib import contextmanager, suppress
 from typing import Any, ParamSpec, TypeVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
-from flax import linen
+from flax import linen, nnx
 
 from mirror._src.data.foreign import is_array
-from mirror._src.utils.errors import describe, expected, nearest
+from mirror._src.data.padded import PaddedBatch
+from mirror._src.utils.errors import counted, describe, expected, nearest
 from mirror._src.utils.naming import keys, name_of, signature_of
 from mirror._src.utils.source_lines import is_own
 from mirror._src.utils.types import PyTree
@@ -81,6 +84,24 @@ _TRAINER = {
     "epochs": "It belongs to fit: trainer.fit(data, epochs=10).",
     "callbacks": "They belong to fit: trainer.fit(data, callbacks=[...]).",
     "devices": "They belong to the strategy: strategy=mirror.MirroredStrategy(devices).",
+    **dict.fromkeys(
+        ("max_epochs", "num_epochs", "num_train_epochs"),
+        "It belongs to fit: trainer.fit(data, epochs=10).",
+    ),
+    **dict.fromkeys(("max_steps", "limit_train_batches"), "Use trainer.fit(steps_per_epoch=...)."),
+    **dict.fromkeys(
+        ("accelerator", "num_nodes", "gpus", "tpu_cores"),
+        "The strategy selects the devices: strategy=mirror.MirroredStrategy(devices).",
+    ),
+    **dict.fromkeys(
+        ("gradient_clip_val", "max_grad_norm", "gradient_clip_algorithm", "clipnorm"),
+        "Clip in the optimizer: optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)).",
+    ),
+    **dict.fromkeys(
+        ("logger", "log_every_n_steps", "enable_checkpointing", "default_root_dir"),
+        "Callbacks do it: trainer.fit(data, callbacks=[mirror.callbacks.CSVLogger('log.csv')]).",
+    ),
+    "enable_progress_bar": "It belongs to fit: trainer.fit(data, progress=False).",
     "accumulate_grad_batches": "Its name is accumulate_steps.",
     "gradient_accumulation_steps": "Its name is accumulate_steps.",
 }
@@ -108,13 +129,18 @@ def explains_arguments(method: Callable[P, R]) -> Callable[P, R]:
         is_pair = method.__name__ in ("fit", "evaluate", "verify") and (
             len(args) > 2 and (is_array(args[2]) or isinstance(args[2], list | tuple | dict))
         )
+        if method.__name__ == "fit" and len(args) > 1 and _is_model(args[1]):
+            raise TypeError(
+                f"trainer.fit received a {type(args[1]).__name__}, but the model was given to "
+                "mirror.Trainer. Pass the data first: trainer.fit(data, epochs=10)."
+            )
         unknown = [key for key in kwargs if key not in parameters]
         if is_pair or unknown:
             called = ", ".join([*map(describe, args[1:]), *(f"{k}=..." for k in kwargs)])
             if is_pair or ("y" in unknown and "y" in by_keyword):
                 fix = by_keyword["x"]
                 raise TypeError(f"{name}({called}) received inputs and labels separately. {fix}")
-            raise TypeError(_unknown(name, unknown[0], by_keyword, parameters[1:]))
+            raise TypeError(_unknown(name, unknown, by_keyword, parameters[1:]))
         try:
             signature.bind(*args, **kwargs)
         except TypeError as error:
@@ -126,11 +152,22 @@ def explains_arguments(method: Callable[P, R]) -> Callable[P, R]:
     return explained
 
 
-def _unknown(name: str, key: str, by_keyword: Mapping[str, str], parameters: list[str]) -> str:
-    fix = by_keyword.get(key) or nearest(key, parameters).strip()
-    if not fix:
-        fix = f"Its arguments are {', '.join(parameters)}."
-    return f"{name} does not have the argument {key!r}. {fix}"
+def _is_model(value: Any) -> bool:
+    """Whether the value is a model, as the first argument of `fit` in Lightning."""
+    return isinstance(value, nnx.Module | linen.Module) or callable(
+        getattr(value, "named_parameters", None)
+    )
+
+
+def _unknown(
+    name: str, unknown: list[str], by_keyword: Mapping[str, str], parameters: list[str]
+) -> str:
+    known = {key: by_keyword.get(key) or nearest(key, parameters).strip() for key in unknown}
+    if len(unknown) == 1 or not any(known.values()):
+        fix = known[unknown[0]] or f"Its arguments are {', '.join(parameters)}."
+        return f"{name} does not have the argument {unknown[0]!r}. {fix}"
+    fixes = "".join(f"\n  {key}: {fix}" for key, fix in known.items() if fix)
+    return f"{name} does not have the arguments {', '.join(map(repr, unknown))}.{fixes}"
 
 
 def advice_for_model(model: Any) -> str:
@@ -201,6 +238,33 @@ def describes_batch(fn: Callable[..., Any], batch: PyTree) -> Iterator[None]:
             with suppress(Exception):  # a note never replaces an error
                 error.add_note(_batch_note(fn, batch))
         raise
+
+
+def bytes_of(launch: PaddedBatch) -> int:
+    """Returns the size of the arrays of a launch."""
+    return sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(launch.batch))
+
+
+def wrong_numbers(launch: PaddedBatch) -> str:
+    """Returns a sentence about NaN and infinite numbers in the data of a launch, or ""."""
+    with suppress(Exception):  # the devices of other processes
+        mask = np.asarray(launch.mask.stacked)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(launch.batch)[0]:
+            values = np.asarray(leaf)
+            if not jnp.issubdtype(values.dtype, jnp.inexact):
+                continue
+            rows = values.reshape(*mask.shape, -1).astype(np.complex128)
+            for kind, is_wrong in (("NaN", np.isnan), ("infinite number", np.isinf)):
+                wrong = is_wrong(rows) & mask[..., None]
+                if wrong.any():
+                    replica, *group, row = np.argwhere(wrong)[0][:-1]
+                    which = f" of batch {group[0]} of the launch" if group else ""
+                    number = replica * mask.shape[-1] + row
+                    return (
+                        f"batch{keys(path)} contains {counted(int(wrong.sum()), kind)} (the first "
+                        f"in row {number}{which}): clean the data. "
+                    )
+    return ""
 
 
 def _is_ours(error: BaseException) -> bool:

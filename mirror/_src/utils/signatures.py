@@ -31,6 +31,18 @@ _HINTS = {
 }
 
 
+# For calls with too many positional arguments.
+_AS_ONE = {
+    **{
+        method: "Pass all arguments of the step as one tuple: "
+        f"strategy.{method}(step, (model, batch))."
+        for method in ("verify", "inspect", "explain")
+    },
+    "distribute_dataset": "Pass one dataset, which yields global batches: "
+    "strategy.distribute_dataset(mirror.data.from_arrays((x, y), batch_size=32)).",
+}
+
+
 def mismatch_message(
     fn: Callable[..., Any], error: TypeError, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> str:
@@ -51,6 +63,9 @@ def mismatch_message(
     unknown = [key for key in kwargs if key not in signature.parameters]
     names = [name for name in signature.parameters if name != "self"]
     hint = _hint(unknown[0], kwargs[unknown[0]], names) if unknown else ""
+    if not unknown and "positional argument" in text and "takes" in text:
+        is_array = name == "distribute_dataset" and hasattr(args[2], "shape")
+        hint = _AS_ONE.get(name, "") if is_array or name != "distribute_dataset" else ""
     owners = [type(args[0])] if args and "self" in signature.parameters else []
     example = "" if hint else _example(name, [documented, *owners])
     return " ".join(filter(None, [f"{text}. The signature is {name}{shown}.", hint, example]))

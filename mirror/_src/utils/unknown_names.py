@@ -46,6 +46,16 @@ GUESSES = {
         "they are created inside strategy.scope().",
         "compile": "strategy.run compiles the step at its first call.",
         "fit": "Train with mirror.Trainer(model, optimizer, loss_fn).fit(data).",
+        **dict.fromkeys(
+            ("to", "cuda", "cpu", "module", "parameters"),
+            "A strategy does not wrap a model: pass the model to the step, strategy.run(step, "
+            "(model, batch)), which places it on the devices.",
+        ),
+        **dict.fromkeys(
+            ("zero_grad", "backward"),
+            "There is nothing to zero or accumulate: nnx.value_and_grad(loss_fn)(model, batch) "
+            "returns the gradients in the step.",
+        ),
     },
     "trainer": {
         "compile": "Pass the optimizer, the loss and the metrics to the constructor: "
