@@ -106,11 +106,7 @@ def _explanation(call: Call, run_code: CodeType, error: Exception) -> Exception 
     frames = _frames_inside(run_code, error)
     if isinstance(error, NameError) and (message := unbound_axis_message(fn, error)):
         return ValueError(message)
-    if (
-        is_of_library
-        and isinstance(error, ValueError)
-        and (message := failed_mapping_message(fn, error))
-    ):
+    if isinstance(error, ValueError) and (message := failed_mapping_message(fn, error)):
         return ValueError(message)
     if isinstance(error, TypeError) and (message := _mismatch_message(call)):
         return TypeError(message)

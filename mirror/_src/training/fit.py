@@ -334,8 +334,8 @@ class TrainingRun:
             message = (
                 f"The loss is {loss} at step {step}. Training continues; add "
                 f"mirror.callbacks.NaNGuard() to stop at the first non-finite value. {data}Common "
-                "causes: a learning rate that is too high, log(0) or division by zero, or labels out of "
-                "range, which mirror.Trainer(..., labels='label', num_classes=10) checks."
+                "causes: a learning rate that is too high, log(0) or division by zero, or labels "
+                "out of range, which mirror.Trainer(..., labels='label', num_classes=10) checks."
             )
         warnings.warn(message, stacklevel=depth_of_user())
 
