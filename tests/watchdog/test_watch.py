@@ -320,7 +320,7 @@ def ends_with(action, secs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("action", ["exit", "raise"])
+@pytest.mark.parametrize("action", [pytest.param("exit", marks=pytest.mark.nightly), "raise"])
 def test_stalled_process_ends_with_its_status(action):
     done = ends_with(action, 1)
     assert done.returncode == watch_module.EXIT_STATUS == 75, done.stderr
