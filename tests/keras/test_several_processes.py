@@ -9,7 +9,7 @@ from tests.support.keras_models import MARKS, assert_close, compiled, digits, fu
 pytestmark = MARKS
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_several_processes_are_refused():
     """Where the model is created, compiled or used, instead of hanging or training alone."""
     ended = processes.run_program("several_keras", devices=1, after_failure=15)

@@ -67,6 +67,7 @@ def test_processes_train_like_one_device(layout, sizes, directory):
         assert rows == printed[0], "the processes have different bits"
 
 
+@pytest.mark.nightly
 @rows("2x2", "4x1")
 def test_processes_train_like_a_mirrored_strategy_with_the_same_proof(layout, sizes, directory):
     """One process has a `MirroredStrategy` on all devices."""

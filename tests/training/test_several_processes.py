@@ -55,14 +55,8 @@ def test_all_processes_stop_after_the_same_step(tmp_path):
     assert all("epoch 1/4" not in output for output in others)
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [
-        pytest.param("SIGTERM", marks=pytest.mark.slow),
-        pytest.param("SIGINT", marks=pytest.mark.nightly),
-        pytest.param("SIGTERM slow", marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("mode", ["SIGTERM", "SIGINT", "SIGTERM slow"])
 def test_a_signal_to_one_process_ends_all_with_one_checkpoint(mode, tmp_path):
     directory = tmp_path / "ckpt"
     ended = train(mode, directory)
