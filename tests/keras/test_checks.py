@@ -217,3 +217,12 @@ def test_trainer_says_how_keras_models_train(model):
 
     with raises(TypeError, names="model", fix="model.fit"):
         mirror.Trainer(model, optax.sgd(0.1), "mse")
+
+
+def test_sharded_update_of_a_keras_model_is_one_warning():
+    strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"], shard_update=True)
+    with strategy.scope():
+        with pytest.warns(UserWarning, match="shard_update=True") as caught:
+            keras.Sequential([keras.layers.Dense(1)])
+        assert len(caught) == 1
+        keras.Sequential([keras.layers.Dense(1)])

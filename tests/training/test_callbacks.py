@@ -391,7 +391,7 @@ def test_checkpoint_contains_metrics_of_later_callbacks(tmp_path):
     history = fit(new_trainer(), 9, *others)
     found = mirror.load_checkpoint(tmp_path)
     assert found.position["epoch"] == 3  # the last one, because of the next callback
-    assert found.position["callbacks"]["EarlyStopping 1"] == stopping.to_dict()
+    assert found.position["callbacks"]["EarlyStopping(val_loss) 1"] == stopping.to_dict()
     assert found.position["history"]["metrics"]["val_loss"] == history["val_loss"] == [1, 2, 2]
 
 

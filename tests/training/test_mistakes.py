@@ -484,3 +484,63 @@ def test_data_without_nan_is_not_blamed():
     with pytest.warns(UserWarning, match="nan") as caught:
         trainer.fit([(X, Y)], progress=False)
     assert "batch" not in str(caught[0].message)
+
+
+def test_states_of_two_callbacks_of_one_class_keep_their_metric(tmp_path):
+    def stopping(*monitors):
+        return [mirror.callbacks.EarlyStopping(name, patience=9) for name in monitors]
+
+    trainer = new(metrics=["accuracy"])
+    first = stopping("loss", "accuracy")
+    trainer.fit((X, Y), 1, batch_size=4, callbacks=first, progress=False)
+    trainer.save(tmp_path)
+    resumed = new(metrics=["accuracy"])
+    resumed.restore(tmp_path)
+    exchanged = stopping("accuracy", "loss")
+    resumed.fit((X, Y), 1, batch_size=4, callbacks=exchanged, progress=False)
+    states = [callback.to_dict() for callback in (*first, *reversed(exchanged))]
+    assert states[0] != states[1]
+    assert states[:2] == states[2:]
+
+
+def test_restore_best_weights_of_keras_is_answered():
+    with raises(TypeError, names="restore_best_weights", fix="trainer.restore(directory, 'best')"):
+        mirror.callbacks.EarlyStopping("val_loss", restore_best_weights=True)
+
+
+def test_scalar_metric_is_told_to_return_values():
+    def loss_fn(model, batch):
+        losses = optax.softmax_cross_entropy_with_integer_labels(model(batch[0]), batch[1])
+        return losses, {"accuracy": (model(batch[0]).argmax(-1) == batch[1]).mean()}
+
+    with raises(ValueError, names="'accuracy'", fix="logits.argmax(-1) == labels") as caught:
+        new(loss_fn).fit((X, Y), batch_size=4, progress=False)
+    assert "losses" not in str(caught.value)
+
+
+def test_report_of_verify_is_readable():
+    report = new().verify((X, Y), batch_size=4)
+    assert repr(report) == str(report)
+    html = report._repr_html_()
+    assert html.index("agree") < html.index("<table")
+    assert all(row.name.replace("'", "&#x27;") in html for row in report.rows)
+
+
+class Loader(list):
+    """A loader of PyTorch, as far as its order shows."""
+
+    sampler = type("RandomSampler", (), {})()
+
+
+def test_shuffling_loader_resumed_within_an_epoch_is_one_warning():
+    class Fails(mirror.callbacks.Callback):
+        def on_step(self, fit):
+            raise LookupError
+
+    loader = Loader([(X[:4], Y[:4]), (X[4:], Y[4:])])
+    trainer = new()
+    with pytest.raises(LookupError):
+        trainer.fit(loader, 2, callbacks=Fails(), progress=False)
+    with pytest.warns(UserWarning, match="DistributedSampler") as caught:
+        trainer.fit(loader, 2, progress=False)
+    assert len(caught) == 1

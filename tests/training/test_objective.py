@@ -158,7 +158,7 @@ LOSSES: dict[str, tuple[Any, ...]] = {
     "booleans": (lambda x: x > 0, TypeError, {"names": "loss_fn", "values": "bool"}),
     "not a dict": (lambda x: (x, x), TypeError, {"names": "loss_fn", "values": "float32[2]", "fix": "dict"}),
     "named loss": (lambda x: (x, {"loss": x}), TypeError, {"names": ["loss_fn", "'loss'"], "fix": "losses, {'accuracy': correct}"}),
-    "a mean metric": (lambda x: (x, {"mean": x.mean()}), ValueError, {"names": ["'mean'", "loss_fn"], "values": [(), 2, (2,)], "fix": PER_EXAMPLE}),
+    "a mean metric": (lambda x: (x, {"mean": x.mean()}), ValueError, {"names": ["'mean'", "loss_fn"], "values": [(), 2, (2,)], "fix": "logits.argmax(-1) == labels"}),
     "a metric of rows": (lambda x: (x, {"rows": x[:, None]}), ValueError, {"names": ["'rows'", "loss_fn"], "values": [(2, 1), 2, (2,)], "fix": OTHER_AXES}),
     "a metric of text": (lambda x: (x, {"text": "good"}), ValueError, {"names": ["'text'", "loss_fn"], "values": ["'good'", "str", 2, (2,)]}),
 }  # fmt: skip

@@ -17,6 +17,7 @@ from mirror._src.run.runner import Runner
 from mirror._src.utils.errors import ReplicaMismatchError, counted, listing
 from mirror._src.utils.modules import set_module
 from mirror._src.utils.naming import keys, name_of
+from mirror._src.utils.tables import Table
 from mirror._src.utils.types import PyTree
 from mirror._src.values.per_replica import is_per_replica
 from mirror._src.variables.on_read import collapse
@@ -90,6 +91,17 @@ class VerifyReport:
     def largest(self) -> float:
         """Largest relative difference of the compared leaves."""
         return max((row.relative for row in self.rows if row.compared), default=0.0)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        rows = [(r.name, f"{r.relative:.1e}" if r.compared else "-") for r in self.rows]
+        verdict = (
+            f"{counted(self.num_replicas, 'replica')} and one device agree: the largest relative "
+            f"difference is {self.largest:.1e}, and {self.rtol:g} is allowed"
+        )
+        return f"<p>{verdict}</p>" + Table(("value", "difference"), rows)._repr_html_()
 
     def __str__(self) -> str:
         lines = [

@@ -1,5 +1,6 @@
 """Which strategy a Keras model trains on."""
 
+import warnings
 import weakref
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.keras.precision import require_float_policy
 from mirror._src.utils.errors import listing
 from mirror._src.utils.keras_library import BACKEND, backend, variables_of
+from mirror._src.utils.naming import depth_of_user
 
 _COPY = (
     "To copy it into a scope: copy = keras.models.clone_model(model); "
@@ -30,6 +32,7 @@ class Owner(NamedTuple):
     replicas: ReplicaDevices
 
 
+_warned: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _by_mesh: dict[Mesh, Owner] = {}
 _created_in: "weakref.WeakKeyDictionary[Any, Owner]" = weakref.WeakKeyDictionary()
 _found: "weakref.WeakKeyDictionary[Any, Owner]" = weakref.WeakKeyDictionary()
@@ -61,6 +64,20 @@ def claim(model: Any) -> None:
     if owner is not None:
         require_float_policy()
         _created_in[model] = owner
+        _warn_of_sharding()
+
+
+def _warn_of_sharding() -> None:
+    """Warns once per strategy that `shard_update=True` does not apply to Keras models."""
+    frame = current_frame()
+    strategy = None if frame is None else frame.strategy
+    if getattr(strategy, "_shard_update", False) and strategy not in _warned:
+        _warned.add(strategy)
+        warnings.warn(
+            "shard_update=True has no effect on a Keras model: each device stores the whole "
+            "optimizer state. It applies to mirror.Trainer and strategy.run.",
+            stacklevel=depth_of_user("keras"),
+        )
 
 
 def claim_compiled(model: Any) -> None:

@@ -68,7 +68,8 @@ def require_static(fn: Callable[..., Any], tree: Any, layout: "Layout", leaves: 
             raise TypeError(
                 f"{leaf_names(fn, tree)[i]} is {describe(leaves[i])}, which is neither an array "
                 "nor hashable. Arguments of a step must be arrays, numbers, or hashable values "
-                "such as strings and functions."
+                "such as strings and functions. Pass the numbers that the step needs, or a dict of "
+                "them: vars(options)."
             ) from error
 
 

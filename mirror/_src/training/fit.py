@@ -194,9 +194,11 @@ class TrainingRun:
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """Calls `on_fit_begin` of the callbacks, and `on_fit_end` in any case."""
-        for name, callback in self._named_callbacks():
-            if name in self.position.callbacks:
-                _restore(callback, name, self.position.callbacks[name])
+        states = self.position.callbacks
+        for i, (name, callback) in enumerate(self._named_callbacks()):
+            known = name if name in states else _earlier_name(self._callbacks, i)
+            if known in states:
+                _restore(callback, name, states[known])
         with Closing() as at_end:
             if self.trainer.strategy.spans_processes:
                 self._agreed_stop = AgreedStop()
@@ -244,10 +246,12 @@ class TrainingRun:
         self.position.callbacks = {name: state for name, state in states.items() if state}
 
     def _named_callbacks(self) -> Iterator[tuple[str, CallbackOfFit]]:
-        """Yields each callback with its class and its number within the class."""
+        """Yields each callback with its class, what it monitors, and its number among equals."""
         counts: dict[str, int] = {}
         for callback in self._callbacks:
             kind = type(callback).__name__
+            monitor = getattr(callback, "_monitor", None)
+            kind = kind if monitor is None else f"{kind}({getattr(monitor, 'name', monitor)})"
             counts[kind] = counts.get(kind, 0) + 1
             yield f"{kind} {counts[kind]}", callback
 
@@ -382,6 +386,12 @@ def raise_interrupt(run: TrainingRun) -> None:
     """Raises the `KeyboardInterrupt` that a process has received, in all processes."""
     if ended_by(run) == "interrupt":
         raise KeyboardInterrupt
+
+
+def _earlier_name(callbacks: Sequence[CallbackOfFit], i: int) -> str:
+    """Returns the name under which checkpoints of earlier versions have the state of a callback."""
+    kinds = [type(callback).__name__ for callback in callbacks[: i + 1]]
+    return f"{kinds[-1]} {kinds.count(kinds[-1])}"
 
 
 def _restore(callback: CallbackOfFit, name: str, state: dict[str, Any]) -> None:

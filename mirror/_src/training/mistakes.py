@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, ParamSpec, TypeVar
@@ -15,7 +16,7 @@ from flax import linen, nnx
 from mirror._src.data.foreign import is_array
 from mirror._src.data.padded import PaddedBatch
 from mirror._src.utils.errors import counted, describe, expected, nearest
-from mirror._src.utils.naming import keys, name_of, signature_of
+from mirror._src.utils.naming import depth_of_user, keys, name_of, signature_of
 from mirror._src.utils.source_lines import is_own
 from mirror._src.utils.types import PyTree
 
@@ -238,6 +239,19 @@ def describes_batch(fn: Callable[..., Any], batch: PyTree) -> Iterator[None]:
             with suppress(Exception):  # a note never replaces an error
                 error.add_note(_batch_note(fn, batch))
         raise
+
+
+def warn_of_random_order(data: Any) -> None:
+    """Warns that a loader of PyTorch which shuffles cannot resume within an epoch."""
+    if type(getattr(data, "sampler", None)).__name__ != "RandomSampler":
+        return
+    warnings.warn(
+        "Training resumes within an epoch, but the data loader shuffles in another order than "
+        "before: some examples are used twice, and others not at all. Shuffle by epoch: "
+        "DataLoader(dataset, batch_size=32, sampler=DistributedSampler(dataset, num_replicas=1, "
+        "rank=0)).",
+        stacklevel=depth_of_user(),
+    )
 
 
 def bytes_of(launch: PaddedBatch) -> int:

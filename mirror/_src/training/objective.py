@@ -26,6 +26,10 @@ _RETURN_LOSSES = (
     "Return per-example losses, e.g. optax.softmax_cross_entropy_with_integer_labels(logits, "
     "labels) without .mean(): mirror averages over the examples of all replicas."
 )
+_RETURN_VALUES = (
+    "Return one value per example, e.g. {'accuracy': logits.argmax(-1) == labels} without .mean(): "
+    "mirror averages over the examples of all replicas."
+)
 _RETURN_SUMS = (
     "Return per-example sums, e.g. mirror.Weighted((losses * mask).sum(axis=-1), "
     "mask.sum(axis=-1)): mirror divides by the sum of the weights of all replicas."
@@ -230,9 +234,11 @@ class Objective:
         return {name: x.values for name, x in returned.items()}, weights
 
     def _returned(self, what: str, value: Any, size: int) -> _LossOutput:
+        is_loss = what == "The loss"
         what = f"{what} of {name_of(self.loss_fn)}"
         if not isinstance(value, Weighted):
-            return _LossOutput(_per_example(what, value, size, _RETURN_LOSSES))
+            fix = _RETURN_LOSSES if is_loss else _RETURN_VALUES
+            return _LossOutput(_per_example(what, value, size, fix))
         weight = f"The weight of {what[0].lower()}{what[1:]}"
         weights = _per_example(weight, value.weights, size, _RETURN_SUMS, _SUM_AXES)
         values = _per_example(what, value.values, size, _RETURN_SUMS, _SUM_AXES)

@@ -25,7 +25,7 @@ from mirror._src.training.loss_scale import LossScaleArgument
 from mirror._src.training.losses import LossName
 from mirror._src.training.meter import MOST_RUNNING, Meter
 from mirror._src.training.metrics import Metrics
-from mirror._src.training.mistakes import explains_arguments
+from mirror._src.training.mistakes import explains_arguments, warn_of_random_order
 from mirror._src.training.named_loss import LossFunction
 from mirror._src.training.objective import Objective, Sums, add_on_host
 from mirror._src.training.position import starting_position
@@ -281,6 +281,8 @@ class Trainer(TrainerState[M]):
         if initial_epoch is None:
             self._require_no_lost_values()
         position = starting_position(self._position, self._resumes, epochs, initial_epoch)
+        if position.samples:
+            warn_of_random_order(data)
         training, validation = fit_data(
             data,
             validation_data,

@@ -31,6 +31,10 @@ _HINTS = {
 }
 
 
+_ELSEWHERE = {
+    "restore_best_weights": "Save the best epoch with mirror.callbacks.Checkpoint(directory, "
+    "monitor='val_loss'), and then call trainer.restore(directory, 'best').",
+}
 # For calls with too many positional arguments.
 _AS_ONE = {
     **{
@@ -73,6 +77,8 @@ def mismatch_message(
 
 def _hint(name: str, value: object, names: Sequence[str]) -> str:
     """Returns a sentence about an unknown argument, or ""."""
+    if name in _ELSEWHERE:
+        return _ELSEWHERE[name]
     guess = _GUESSES.get(name)
     if guess is not None and guess in names:
         return _HINTS[guess].format(value if isinstance(value, int) else "n")

@@ -9,6 +9,7 @@ from mirror._src.training.fit import TrainingRun
 from mirror._src.training.loss_scale import stuck
 from mirror._src.utils.errors import counted, expected, require_int
 from mirror._src.utils.modules import set_module
+from mirror._src.utils.tracebacks import api_boundary
 
 Mode: TypeAlias = Literal["min", "max"]
 
@@ -39,6 +40,7 @@ class EarlyStopping(Callback):
     3
     """
 
+    @api_boundary
     def __init__(
         self,
         monitor: str = "val_loss",
