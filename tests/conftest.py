@@ -170,6 +170,23 @@ def leaves_nothing_behind():
     assert not left, f"threads were left running: {left}"
 
 
+class _Labeled:
+    """Subtests whose labels are text: pytest-xdist sends nothing else."""
+
+    def __init__(self, subtests: pytest.Subtests) -> None:
+        self._subtests = subtests
+
+    def test(self, msg: Any = None, **labels: Any) -> Any:
+        text = {name: str(label) for name, label in labels.items()}
+        return self._subtests.test(None if msg is None else str(msg), **text)
+
+
+@pytest.fixture
+def subtests(subtests):
+    """`subtests` of pytest, with labels of any type."""
+    return _Labeled(subtests)
+
+
 @pytest.fixture(params=LAYOUTS.values(), ids=[f"{name}-replicas" for name in LAYOUTS])
 def strategy(request) -> mirror.MirroredStrategy:
     """One strategy per layout."""

@@ -65,7 +65,7 @@ class Watching(mirror.CrossDeviceOps):
 # Memory
 
 
-def adam_state(strategy, size=64):
+def adam_state(strategy, size=61):
     with strategy.scope():
         model = nnx.Linear(size, size, use_bias=False, rngs=nnx.Rngs(0))
         return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
@@ -89,26 +89,26 @@ def buffers(shape):
 
 def test_state_is_stored_once_and_donated():
     """During a collective each device holds one copy of the state and of each gradient."""
-    held, gradients = [], []
+    held, gradients = [], []  # of a shape that no other test leaves behind
 
     def look(_):
-        held.append(buffers((64, 64)))
-        gradients.append(sum(a.shape == (N, 64, 64) for a in jax.live_arrays()))
+        held.append(buffers((61, 61)))
+        gradients.append(sum(a.shape == (N, 61, 61) for a in jax.live_arrays()))
 
     strategy = staged(Watching(look))
     state = adam_state(strategy)
     strategy.reduce("sum", 1.0)  # the guard releases small results of eager ops
     gc.collect()
-    before = buffers((64, 64))
+    before = buffers((61, 61))
     assert set(before.values()) == {3}
     for _ in range(3):
         kernel, moment = state[0].kernel[...], state[1].opt_state[0].mu["kernel"][...]
-        strategy.run(square_step, (*state, values(4, 64)))
+        strategy.run(square_step, (*state, values(4, 61)))
         assert kernel.is_deleted()
         assert moment.is_deleted()
     assert all(each == before for each in held)
     assert set(gradients) == {0}  # its rows are separated before the first one is read
-    assert buffers((64, 64)) == before
+    assert buffers((61, 61)) == before
     strategy.check_mirrored(state)
 
 

@@ -69,7 +69,8 @@ def test_unstacked_values_are_one_leaf_and_stay_separate():
     assert value.num_replicas == 2
     assert value.shapes == ((1, 2), (3, 2))
     assert value.dtype == np.float32
-    assert all(mine is row for mine, row in zip(value.values, rows, strict=True))
+    for mine, row in zip(value.values, rows, strict=True):
+        np.testing.assert_array_equal(mine, row)
     (leaf,) = jax.tree.leaves(value)
     assert repr(leaf) == "UnstackedArrays(float32, (1, 2), (3, 2))"
     again = jax.tree.map(lambda leaf: leaf, value)
