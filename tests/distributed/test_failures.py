@@ -36,3 +36,34 @@ def test_an_error_of_all_processes_ends_them_in_order():
         assert each.status == 1, each.output
         assert "ValueError: bad row 12 in batch 7" in each.output
         assert "coordination" not in each.output, "JAX reports no failure of its own"
+
+
+ENDS = {  # by name in several_ending.py: texts of all processes, statuses
+    "exit": (["Process 1 has ended", "sys.exit"], [1, 3]),
+    "return": (["Process 1 has ended", "several_ending.py"], [1, 0]),
+    "less data": (["Process 1 has ended"], [1, 0]),
+    "exception": (["ValueError: bad row 12"], [1, 1]),
+    "batch size": (["ReplicaDivergenceError", "batch['x']"], [1, 1]),
+    "evaluate": (["ProgramMismatchError", "train_step", "evaluate_step"], [1, 1]),
+    "assign": (["ReplicaDivergenceError", "model.bias", "process 1"], [1, 1]),
+}
+IN_CI = ("exit", "evaluate")
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(how, marks=pytest.mark.slow if how in IN_CI else pytest.mark.nightly)
+        for how in ENDS
+    ],
+)
+def test_what_one_process_does_ends_all_with_an_error_and_their_own_status(how):
+    """Before JAX takes a silent process for dead, and aborts the others."""
+    texts, statuses = ENDS[how]
+    ended = processes.run_program("several_ending", how, devices=1)
+    everything = "\n".join(each.output for each in ended)
+    assert [each.status for each in ended] == statuses, everything
+    for each in ended:
+        missing = [text for text in texts if text not in each.output]
+        assert not missing, (missing, each.output)
+        assert "stack trace" not in each.output, "nothing is aborted"

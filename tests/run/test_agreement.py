@@ -98,3 +98,34 @@ def test_programs_are_the_same_from_other_folders_and_hash_seeds(tmp_path):
     for output in outputs:
         assert output.count("agrees: ") == 15
         assert int(re.findall(r"programs: (\d+)", output)[0]) >= 20
+
+
+HOST_VALUES = {  # by name in several_host_values.py: the leaf that differs
+    "number": "lr",
+    "numpy_scalar": "lr",
+    "numpy_array": "lr",
+    "jax_array": "lr",
+    "large_array": "w",
+    "changed_result": "w",
+    "assign": "net.scale",
+    "nnx_eager": "net.linear.bias",
+    "nnx_assignment": "net.linear.bias",
+    "hyperparameter": "state.opt_state.hyperparams.learning_rate",
+    "callback_hyperparameter": "optimizer.opt_state.hyperparams.learning_rate",
+    "callback_bias": "model.bias",
+    "nothing": "",
+}
+
+
+@pytest.mark.slow
+def test_what_a_host_writes_between_two_launches_is_compared(subtests):
+    ended = processes.run_program("several_host_values", devices=1, after_failure=15)
+    output = processes.outputs_of(ended)[0]
+    for row, leaf in HOST_VALUES.items():
+        for name in ("warm", "same", "differs"):
+            with subtests.test(msg=f"{row}, {name}"):
+                (text,) = re.findall(f"<{row} {name}>(.*?)</{row} {name}>", output, re.DOTALL)
+                if name == "differs" and leaf:
+                    assert_message(text, names=[leaf, "process 1"], fix="every process")
+                else:
+                    assert text == "", "a false alarm"

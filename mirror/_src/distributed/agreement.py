@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from mirror._src.distributed import store, verdicts
+from mirror._src.distributed.ledger import ledger
 
 _PIECE = 2**20  # characters per message; the service accepts a few MiB
 _TEXT_SECS = 60.0
@@ -63,8 +64,15 @@ class AbsentError(RuntimeError):
     """Raised if a process does not come by the deadline."""
 
 
-def find_difference(program: Program, timeout_secs: float) -> Difference | None:
+def find_difference(
+    program: Program, timeout_secs: float, when: str = "for the first time"
+) -> Difference | None:
     """Compares a program with the programs of the other processes; every process must call it.
+
+    Args:
+        program: The program of this process.
+        timeout_secs: Time to wait for the other processes.
+        when: Why it is compared, for their messages.
 
     Returns:
         None if all are the same. Otherwise a difference, in every process.
@@ -74,6 +82,7 @@ def find_difference(program: Program, timeout_secs: float) -> Difference | None:
         RuntimeError: If the coordinator cannot be reached.
     """
     with _lock:
+        ledger.note("new", f"{program.name} {when}")
         number = next(_numbers)
         root, me = f"program/{number}", store.process_index()
         digest = hashlib.sha256("\n".join(program.lines).encode()).hexdigest()

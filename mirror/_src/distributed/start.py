@@ -141,7 +141,7 @@ def initialize(
                 member = Membership(coordinator_address, num_processes, process_id)
             _join(member, cluster_resolver, local_device_ids, secs)
         if store.process_count() > 1 and not _job.has_tried:
-            Failures().install()
+            Failures(secs["shutdown_secs"]).install()
             require_same_settings(time.monotonic() + secs["initialization_secs"])
             _logger.info("Process %s of %s", store.process_index(), store.process_count())
         _job.has_tried = True

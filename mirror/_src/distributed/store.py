@@ -7,6 +7,7 @@ The only module that uses `jax._src.distributed`: JAX has no public key-value st
 """
 
 import contextlib
+import ctypes
 import itertools
 import time
 from collections.abc import Mapping
@@ -20,6 +21,10 @@ from mirror._src.utils.errors import require_secs
 _POLL_SECS = 0.5  # Python handles Ctrl-C only between two requests
 _THREAD_POLL_SECS = 60.0  # and only in the main thread
 _barriers = itertools.count()
+_abandoned: list[Any] = []
+
+stop: Exception | None = None
+"""An error of the job, which `read` raises instead of waiting for other processes."""
 
 
 def is_initialized() -> bool:
@@ -90,20 +95,38 @@ def read_all(directory: str) -> dict[str, str]:
     return {key.removeprefix(f"mirror/{directory}/"): text for key, text in pairs}
 
 
-def read(key: str, deadline: float) -> str | None:
+def read(key: str, deadline: float, *, stops: bool = True) -> str | None:
     """Returns the text under a key, and waits for it until `time.monotonic()` is `deadline`.
+
+    Args:
+        key: The key.
+        deadline: When to stop waiting, as of `time.monotonic`.
+        stops: Whether to raise `stop` instead of waiting, once it is set.
 
     Returns:
         The text, or None if no process has posted it by then.
 
     Raises:
         RuntimeError: If the coordinator cannot be reached.
+        Exception: `stop`, if it is set.
     """
     while True:
         left = deadline - time.monotonic()
         text = _request(key, min(left, _POLL_SECS))
         if text is not None or left <= _POLL_SECS:
             return text
+        if stops:
+            require_not_stopped()
+
+
+def require_not_stopped(cause: Exception | None = None) -> None:
+    """Raises `stop`, a new object each time, if it is set.
+
+    Args:
+        cause: The error of this process that it replaces.
+    """
+    if stop is not None:
+        raise type(stop)(*stop.args) from cause
 
 
 def wait(key: str) -> str:
@@ -121,7 +144,12 @@ def wait(key: str) -> str:
 
 
 def read_each(
-    directory: str, count: int, deadline: float, known: Mapping[int, str]
+    directory: str,
+    count: int,
+    deadline: float,
+    known: Mapping[int, str],
+    *,
+    stops: bool = True,
 ) -> dict[int, str]:
     """Returns the texts under the keys 0 to `count - 1` of a directory, and waits for them.
 
@@ -133,6 +161,7 @@ def read_each(
         count: Number of keys.
         deadline: When to stop waiting, as of `time.monotonic`.
         known: The texts that need not be read.
+        stops: As in `read`.
 
     Returns:
         The texts that have been posted by then, by number.
@@ -148,7 +177,7 @@ def read_each(
             if not missing:
                 break
         middle = missing[len(missing) // 2]
-        text = read(f"{directory}/{middle}", deadline)
+        text = read(f"{directory}/{middle}", deadline, stops=stops)
         if text is None:  # others may have come meanwhile
             return texts | _numbered(read_all(directory))
         texts[middle] = text
@@ -211,6 +240,17 @@ def _lost(error: Exception) -> RuntimeError:
         f"Process {process_index()} lost the coordinator, process 0: {error}. Read the output of "
         "process 0, which has ended, and start all processes again."
     )
+
+
+def abandon() -> None:
+    """Lets this process end without the others: JAX does not wait for them in its barrier.
+
+    The connection stays open until the process has ended, because closing it waits as well.
+    """
+    _abandoned.extend([distributed.global_state.client, distributed.global_state.service])
+    for each in _abandoned:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))  # never destroyed
+    distributed.global_state.client = distributed.global_state.service = None
 
 
 def _client() -> Any:

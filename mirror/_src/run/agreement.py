@@ -1,5 +1,6 @@
 """Before a program first runs on several processes, all of them must have proved the same."""
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,7 +27,7 @@ _VALUE = "value of "
 
 def require_agreement(
     call: Call, program: ReplicaProgram, executor: Executor, inputs: Sequence[Any]
-) -> None:
+) -> str:
     """Compares a program and the values of its mirrored inputs with the other processes.
 
     Args:
@@ -34,6 +35,9 @@ def require_agreement(
         program: What the executor has compiled.
         executor: The executor.
         inputs: The inputs of the program.
+
+    Returns:
+        A text for the program, equal in all processes.
 
     Raises:
         ProgramMismatchError: If the programs differ, or a process does not come in time.
@@ -43,13 +47,28 @@ def require_agreement(
         *_settings(program, executor),
         *_declared(call, program, inputs),
         *(line for variant in program.variants for each in variant[:2] for line in lines_of(each)),
-        *_values(call, program, inputs),
     ]
+    identity = hashlib.sha256("\n".join(line.text for line in lines).encode()).hexdigest()[:12]
+    lines += _values(call, program, inputs)
     _compare(
         agreement.Program(
             program.name, [line.text for line in lines], lambda: [line.location for line in lines]
         )
     )
+    return identity
+
+
+def require_same_launch(identity: str, label: str) -> None:
+    """Compares a program that has run before, because it follows another one.
+
+    Args:
+        identity: What `require_agreement` returned.
+        label: Name and line of the step.
+
+    Raises:
+        ProgramMismatchError: If the programs differ, or a process does not come in time.
+    """
+    _compare(agreement.Program(label, [f"program {identity} of {label}"], lambda: [""]), "again")
 
 
 def require_same_call(name: str, settings: Sequence[str]) -> None:
@@ -92,9 +111,9 @@ def require_no_failure(name: str, error: BaseException | None) -> None:
         )
 
 
-def _compare(program: agreement.Program) -> None:
+def _compare(program: agreement.Program, when: str = "for the first time") -> None:
     try:
-        difference = agreement.find_difference(program, agreement_secs())
+        difference = agreement.find_difference(program, agreement_secs(), when)
     except agreement.AbsentError as error:
         raise ProgramMismatchError(str(error)) from None
     if difference is not None:

@@ -215,7 +215,7 @@ class ArgumentPlacer:
         bring such arrays, they are therefore copied, which does not wait.
         """
         new = [i for i in positions if self._unshared.get(id(leaves[i])) is not leaves[i]]
-        new = new and self._exclude_results(program, leaves, new)
+        new = new and self.exclude_results(program, leaves, new)
         if not new:
             return
         program.num_address_checks += 1
@@ -236,7 +236,7 @@ class ArgumentPlacer:
             self._unshared[id(leaves[i])] = leaves[i]
             self._owners.update(dict.fromkeys(addresses, leaves[i]))
 
-    def _exclude_results(
+    def exclude_results(
         self, program: StepProgram, leaves: list[Any], positions: Sequence[int]
     ) -> list[int]:
         """Returns the positions whose leaves are not recent results of any program."""

@@ -66,6 +66,9 @@ class StepProgram:
         drifting_results: Positions of the results that such arguments come back as.
         drifted: Those results, by id.
         to_agree_on: The program, until all processes have agreed on it; None in a single process.
+        identity: What is equal in all processes that run this program, once they have agreed.
+        label: The name of the step and its line, for messages.
+        input_names: The user's names for the inputs; empty until they are needed.
     """
 
     def __init__(
@@ -123,6 +126,9 @@ class StepProgram:
         self.compiled: CompiledProgram = executor.compile(replica_program)
         self._spans_processes = executor.replicas.spans_processes
         self.to_agree_on = replica_program if self._spans_processes else None
+        self.identity = ""
+        self.label = f"{step.name} ({replica_program.line})" if replica_program.line else step.name
+        self.input_names: list[str] = []
         self._results = slice(len(plan.changed), len(plan.changed) + len(step.out_names))
         self.replaces_all = plan.changed == list(range(step.num_state))
 

@@ -48,6 +48,8 @@ class QuickCall:
         are_placed: Returns whether arrays are on the replicas' devices. The first argument lists
             the positions of per-replica arrays.
         copy_shared: Copies the leaves at some positions that share memory with other arrays.
+        note: Notes a launch for the other processes, with the number of leaves of the objects, the
+            other leaves, and the positions of those that may be new; None in a single process.
         misses: Number of calls of the function so far that did not match the call before them.
     """
 
@@ -58,6 +60,7 @@ class QuickCall:
         objects: ObjectTable,
         are_placed: Callable[[Sequence[int], list[Any]], bool],
         copy_shared: Callable[[StepProgram, list[Any], list[Any], Iterable[int]], None],
+        note: Callable[[StepProgram, int, list[Any], Sequence[int]], None] | None = None,
         misses: int = 0,
     ) -> None:
         args, _ = call.tree
@@ -76,6 +79,7 @@ class QuickCall:
         self._table = objects
         self._are_placed = are_placed
         self._copy_shared = copy_shared
+        self._note = note
         self._unchanged: UnchangedArguments | None = None
         self._last_state: Ref | None = None  # weak: the state may be a whole trained model
         self._previous: list[Ref] = []
@@ -100,14 +104,21 @@ class QuickCall:
             record = self._table.last([args[i] for i in self._objects])
             if record is None or record.structure is not self._structure:
                 raise SignatureMissed
+            if record.unchecked:
+                raise SignatureMissed
             state, trees = record.last or [], [args[i] for i in self._trees]
         leaves, treedef = jax.tree.flatten(trees)
         outputs: list[Any] = []
+        is_noting = False
         try:
             # Inside `try`: `==` of static fields of the user's own classes may raise.
             if treedef != self._treedef:
                 raise SignatureMissed
-            self._check(leaves, state)
+            new_positions = self._check(leaves, state)
+            if self._note is not None:
+                is_noting = True
+                self._note(self.program, len(state), leaves, new_positions)
+                is_noting = False
             self._launch(state + leaves, outputs)
             if record is not None:
                 self.program.write_state(record, state, outputs)
@@ -116,13 +127,16 @@ class QuickCall:
             if outputs:
                 if record is not None:  # an interrupt must not leave a model without its arrays
                     self.program.write_state(record, state, outputs)
-            elif isinstance(error, _REJECTIONS) and not _is_failure(error):
+            elif isinstance(error, _REJECTIONS) and not is_noting and not _is_failure(error):
                 raise SignatureMissed from error
             raise
         return self.program.results_of(outputs)
 
-    def _check(self, leaves: list[Any], state: list[Any]) -> None:
-        """Checks the leaves that are new in this call, usually the leaves of the batch."""
+    def _check(self, leaves: list[Any], state: list[Any]) -> Sequence[int]:
+        """Checks the leaves that are new in this call, usually the leaves of the batch.
+
+        Returns the positions of those that may be new and are not per-replica.
+        """
         new_positions: Sequence[int] = self._mirrored
         # If another program wrote the objects' state, one of the leaves may now be part of it, and
         # would be donated. Every leaf is checked then.
@@ -149,6 +163,7 @@ class QuickCall:
             )
             self._previous = list(map(ref, leaves))
             self._num_updates += 1
+        return new_positions
 
 
 def _is_any_repeated(leaves: list[Any], positions: Sequence[int], state: list[Any]) -> bool:

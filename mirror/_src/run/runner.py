@@ -20,6 +20,8 @@ from mirror._src.devices.forked import require_not_forked, started_in
 from mirror._src.devices.op_log import placement_log
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.devices.transfer import any_deleted
+from mirror._src.distributed import store
+from mirror._src.distributed.ledger import ledger
 from mirror._src.executors.callbacks import in_callback
 from mirror._src.executors.choice import choose
 from mirror._src.executors.executor import SignatureChanged
@@ -42,6 +44,7 @@ from mirror._src.run.call import Call
 from mirror._src.run.captured import CapturedVariables, VariablesFound
 from mirror._src.run.drift_history import DriftHistory
 from mirror._src.run.examined import ExaminedStep, examine, require_no_escaped_arrays
+from mirror._src.run.host_values import HostValues
 from mirror._src.run.mesh import outside_traces
 from mirror._src.run.nnx.record import Record
 from mirror._src.run.nnx.table import ObjectTable
@@ -78,6 +81,9 @@ class Runner:
         self._maker = ProgramMaker(group, self._executor, ops, self._cache)
         self._placer = ArgumentPlacer(group, replicas, holds_slices=self.holds_slices)
         self._objects = ObjectTable(replicas, holds_slices=self.holds_slices)
+        self._host_values: HostValues | None = None
+        if replicas.spans_processes:
+            self._host_values = HostValues(self._objects, self._placer)
         self._captured = CapturedVariables()
         self._drifts = DriftHistory()
         self._warnings = StepWarnings()
@@ -93,6 +99,23 @@ class Runner:
         """Runs `fn` once per replica; see `Strategy.run`."""
         if os.getpid() != self._process:
             require_not_forked()
+        try:
+            if store.stop is not None and self._host_values is not None:
+                store.require_not_stopped()
+            return self._run_quickly(fn, args, kwargs, donate_argnums)
+        except Exception as error:
+            if store.stop is None or self._host_values is None:
+                raise
+            store.require_not_stopped(error)  # of which this error is a consequence
+
+    def _run_quickly(
+        self,
+        fn: StepFunction,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        donate_argnums: tuple[int, ...],
+    ) -> Any:
+        """Repeats the call before, if this call is like it; else takes the full path."""
         if not kwargs and not placement_log.on and not in_callback():
             try:
                 step = self._cache.get(fn)
@@ -140,6 +163,7 @@ class Runner:
         donate_argnums: tuple[int, ...],
     ) -> Any:
         leaves: list[Any] | None = None
+        passed: list[Any] = []
         found: tuple[Any, StepProgram] | None = None
         for _ in range(_MAX_ATTEMPTS):
             # The lock is held from reading the state to writing it back: two threads that donate
@@ -149,7 +173,7 @@ class Runner:
             with self._running:
                 call = self._call(fn, args, kwargs, donate_argnums)
                 if leaves is None:
-                    leaves = call.layout.dynamic_leaves(call.leaves)
+                    leaves = passed = call.layout.dynamic_leaves(call.leaves)
                 are_placed = self._placer.are_placed(call.layout.per_replica, leaves)
                 if not are_placed or any_deleted(leaves):
                     leaves = self._placer.place(call, leaves)
@@ -166,10 +190,8 @@ class Runner:
                         call, leaves = self._placer.reshard(program, call, leaves)
                     if self._drifts.has_returned(call, leaves):
                         self._drifts.require_not_drifting(call, leaves)
-                    if program.to_agree_on is not None:
-                        inputs = [*call.state, *leaves]
-                        require_agreement(call, program.to_agree_on, self._executor, inputs)
-                        program.to_agree_on = None
+                    if self._host_values is not None:
+                        self._agree(call, program, passed, leaves)
                     try:
                         results = program(call, self._placer.copy_repeated(call, leaves, program))
                         self._placer.record_run(program)
@@ -184,6 +206,19 @@ class Runner:
             "or in another thread while strategy.run compiles."
         )
 
+    def _agree(
+        self, call: Call, program: StepProgram, passed: list[Any], leaves: list[Any]
+    ) -> None:
+        """Compares a program with the other processes, at once if it is new, else while it runs."""
+        assert self._host_values is not None
+        is_new = program.to_agree_on is not None
+        if program.to_agree_on is not None:
+            inputs = [*call.state, *leaves]
+            program.identity = require_agreement(call, program.to_agree_on, self._executor, inputs)
+            program.to_agree_on = None
+            ledger.changes_program(program.identity)  # which was just compared
+        self._host_values.note(call, program, passed, leaves, are_compared=is_new)
+
     def _remember_quick(self, call: Call, program: StepProgram) -> None:
         """Creates the `QuickCall` for later calls like this one, if the call allows it."""
         quick = self._cache.of(call.fn).quick
@@ -194,6 +229,8 @@ class Runner:
         if layout.static or layout.nested or kwargs or call.captured or self._drifts.has(call.fn):
             return
         if program.is_simple:
+            if self._host_values is not None and not program.input_names:
+                program.input_names = call.input_names
             misses = known.misses if known is not None else 0
             quick[call.donate_argnums] = QuickCall(
                 call,
@@ -201,6 +238,7 @@ class Runner:
                 self._objects,
                 self._placer.are_placed,
                 self._placer.copy_shared,
+                self._host_values.note_again if self._host_values is not None else None,
                 misses,
             )
 

@@ -33,6 +33,8 @@ class Record:
     Attributes:
         structure: Structure of the objects; the same object for all objects with an equal one.
         last: Leaves that the last step wrote; `None` before the first step.
+        unchecked: Positions in `last` of the leaves that no launch returned, in a job of several
+            processes.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Record:
         reference = known.setdefault(structure, ref(structure))
         self.structure: Structure = reference() or structure
         self.last: Leaves | None = None
+        self.unchecked: Sequence[int] = ()
         self._plain = self.structure.treedef == jax.tree.structure([0] * len(structure.slots))
         holders = [holder_at(objects, slot.path) for slot in structure.slots]
         self._variables = [h for h in holders if isinstance(h, nnx.Variable)]
@@ -83,6 +86,13 @@ class Record:
     def _are_last(self, leaves: list[Any]) -> bool:
         return self.last is not None and all(map(operator.is_, leaves, self.last))
 
+    def unwritten(self, leaves: Sequence[Any]) -> list[int]:
+        """Returns the positions of the leaves that differ from what the last step wrote."""
+        if self.last is None:
+            return list(range(len(leaves)))
+        pairs = enumerate(zip(leaves, self.last, strict=True))
+        return [i for i, (a, b) in pairs if a is not b or i in self.unchecked]
+
     def holder(self, i: int) -> Any:
         """Returns the variable, object or container that holds the value of slot `i`."""
         return self._holders[i][0]
@@ -95,9 +105,10 @@ class Record:
             leaves = list(itertools.chain.from_iterable(map(_arrays, leaves)))
         return not any_deleted(leaves)
 
-    def write(self, leaves: Sequence[Any]) -> None:
+    def write(self, leaves: Sequence[Any], unchecked: Sequence[int] = ()) -> None:
         """Writes all leaves into the objects, and records them as ready for the next step."""
         self.last = Leaves(leaves)
+        self.unchecked = unchecked
         if self._own:
             own = set(self._own)
             leaves = [per_replica(leaf) if i in own else leaf for i, leaf in enumerate(leaves)]

@@ -132,8 +132,28 @@ class ObjectTable:
         if placement_log.on:
             for name, leaf in zip(names(), mirrored, strict=True):
                 placement_log.mirrored(name, leaf, self._replicas.devices)
-        record.write(mirrored)
+        unchecked: Sequence[int] = ()
+        if self._replicas.spans_processes:
+            new, is_own = record.unwritten(mirrored), record.structure.is_own
+            unchecked = [i for i in new if not is_own[i]]
+        record.write(mirrored, unchecked)
         return mirrored
+
+    def unchecked(self, record: Record) -> Sequence[int]:
+        """Returns the positions of the leaves of a record that no launch returned."""
+        if not record.unchecked or record.last is None:
+            return ()
+        return self.exclude_checked(record.last, record.unchecked)
+
+    def exclude_checked(self, leaves: list[Any], positions: Sequence[int]) -> Sequence[int]:
+        """Returns the positions without those of leaves that steps wrote into other objects."""
+        for _, record in self._records.values():
+            if record.last is None or not positions:
+                continue
+            unchecked = set(record.unchecked)
+            ids = {id(leaf) for i, leaf in enumerate(record.last) if i not in unchecked}
+            positions = [i for i in positions if id(leaves[i]) not in ids]
+        return positions
 
 
 def _reference(obj: Any, on_death: Callable[[Any], None]) -> Callable[[], Any]:

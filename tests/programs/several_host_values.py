@@ -1,0 +1,174 @@
+"""What a host writes between two launches, the same in all processes or not; prints what is found.
+
+The thread that compares is off: the processes compare after each row, and none ends.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import mirror
+from mirror._src.distributed import failures
+from mirror._src.distributed.ledger import ledger
+
+failures.Failures._exchange = lambda self: None
+strategy = mirror.MultiWorkerMirroredStrategy()
+me, n = mirror.distributed.process_index(), strategy.num_replicas_in_sync
+batch = mirror.PerReplica.from_stacked(np.ones((n, 4, 3), np.float32))
+data = {"x": np.ones((40, 3), np.float32), "y": np.ones((40, 1), np.float32)}
+
+
+class Net(nnx.Module):
+    def __init__(self):
+        self.linear = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+        self.scale = mirror.Variable(1.0)
+
+    def __call__(self, x):
+        return self.linear(x) * self.scale[...]
+
+
+def optimizer():
+    return optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+
+
+with strategy.scope():
+    net = Net()
+    state = nnx.Optimizer(net, optimizer(), wrt=nnx.Param)
+    trainer = mirror.Trainer(
+        nnx.Linear(3, 1, rngs=nnx.Rngs(0)), optimizer(), "mean_squared_error", labels="y"
+    )
+
+
+def train(net, state, x):
+    loss, grads = nnx.value_and_grad(lambda m: (m(x) ** 2).mean())(net)
+    state.update(net, mirror.get_replica_context().all_reduce("mean", grads))
+    return mirror.get_replica_context().all_reduce("mean", loss)
+
+
+def plain(w, x, lr):
+    g = mirror.get_replica_context().all_reduce("mean", (w * x).mean())
+    return w - lr * g
+
+
+def scaled(w, x):
+    return w * x.mean()
+
+
+weights = {"w": np.ones(3, np.float32)}
+large = np.ones(2**15, np.float32)
+
+
+def run(lr, x=batch):
+    weights["w"] = strategy.run(plain, (weights["w"], x, lr), donate_argnums=0)
+
+
+def train_once():
+    float(strategy.run(train, (net, state, batch)))
+
+
+def number(value):
+    run(0.1 * value)
+
+
+def numpy_scalar(value):
+    run(np.float32(0.1 * value))
+
+
+def numpy_array(value):
+    run(np.full(3, 0.1 * value, np.float32))
+
+
+def jax_array(value):
+    run(jnp.float32(0.1 * value))
+
+
+def large_array(value):
+    changed = large.copy()
+    changed[20_000] = value
+    strategy.run(scaled, (changed, batch))
+
+
+def changed_result(value):
+    weights["w"] = weights["w"] * value
+    run(0.1)
+
+
+def assign(value):
+    net.scale.assign(value)
+    train_once()
+
+
+def nnx_assignment(value):
+    net.linear.bias[...] = jnp.full(1, value)
+    train_once()
+
+
+def nnx_eager(value):
+    net.linear.bias[...] = net.linear.bias[...] * value
+    train_once()
+
+
+def hyperparameter(value):
+    state.opt_state.hyperparams["learning_rate"][...] = jnp.float32(0.1 * value)
+    train_once()
+
+
+def fit_callback(write, value):
+    class Writes(mirror.callbacks.Callback):
+        steps = 0
+
+        def on_step(self, fit):
+            self.steps += 1
+            if self.steps == 4:
+                write(value)
+
+    trainer.fit(data, epochs=1, batch_size=4, callbacks=Writes(), progress=False)
+
+
+def callback_hyperparameter(value):
+    def write(value):
+        rate = trainer.optimizer.opt_state.hyperparams["learning_rate"]
+        rate[...] = jnp.float32(0.1 * value)
+
+    fit_callback(write, value)
+
+
+def callback_bias(value):
+    def write(value):
+        trainer.model.bias[...] = jnp.full(1, value)
+
+    fit_callback(write, value)
+
+
+def nothing(value):
+    run(0.1)
+    train_once()
+
+
+ROWS = [
+    *(number, numpy_scalar, numpy_array, jax_array, large_array, changed_result, assign),
+    *(nnx_eager, nnx_assignment, hyperparameter, callback_hyperparameter, callback_bias, nothing),
+]
+
+
+def compared():
+    """Returns the message of a difference, or "", in process 0."""
+    jax.block_until_ready([weights["w"], net.linear.bias[...]])
+    found = [ledger.exchange()]
+    while not ledger.is_settled:
+        found.append(ledger.exchange())
+    mirror.distributed.barrier("posted", 60)
+    found += [ledger.exchange() for _ in range(20)]  # also of the other launches of this row
+    mirror.distributed.barrier("compared", 60)
+    return "".join(difference.text for difference in found if difference is not None)
+
+
+for row in ROWS:
+    weights["w"] = np.ones(3, np.float32)
+    for name, value in [("warm", 1.5), ("same", 1.25), ("differs", 0.5 + me)]:
+        row(value)
+        text = compared()
+        if me == 0:
+            print(f"<{row.__name__} {name}>{text}</{row.__name__} {name}>", flush=True)
