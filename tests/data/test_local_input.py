@@ -257,7 +257,7 @@ def test_an_error_of_one_process_is_raised_by_all(subtests):
 
 def test_an_error_in_another_place_is_raised_by_all():
     memory = MemoryStore(2)
-    memory.texts["failed/first"] = json.dumps([1, "KeyError: 'label'"])
+    memory.texts["end/0"] = json.dumps(["failure", 1, "KeyError: 'label'"])
     error, _ = memory.run(reading(4), lambda: None)
     assert_message(str(error), names=["Process 1", "KeyError: 'label'"])
 

@@ -65,7 +65,7 @@ def check_process_0_waits_for_few_of_many_processes(n, order, monkeypatch):
     if order == "all":
         come.extend(due)
 
-    def read(key, deadline):
+    def read(key, deadline, *, stops=True):
         messages.append(key)
         number = int(key.rpartition("/")[2])
         if number in due:

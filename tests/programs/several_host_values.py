@@ -10,10 +10,10 @@ import optax
 from flax import nnx
 
 import mirror
-from mirror._src.distributed import failures
-from mirror._src.distributed.ledger import ledger
+from tests.support import inside
 
-failures.Failures._exchange = lambda self: None
+ledger = inside.ledger()
+inside.failures().Failures._exchange = lambda self: None
 strategy = mirror.MultiWorkerMirroredStrategy()
 me, n = mirror.distributed.process_index(), strategy.num_replicas_in_sync
 batch = mirror.PerReplica.from_stacked(np.ones((n, 4, 3), np.float32))

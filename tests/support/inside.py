@@ -63,6 +63,7 @@ from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.distributed import agreement, hello, resolvers, start, store
 from mirror._src.distributed import cluster as distributed_cluster
 from mirror._src.distributed import failures as distributed_failures
+from mirror._src.distributed import ledger as distributed_ledger
 from mirror._src.executors import arrivals as arrival_counts
 from mirror._src.executors import choice, compiled, executor
 from mirror._src.explain import memory as explain_memory
@@ -147,6 +148,11 @@ def local_input() -> tuple[ModuleType, ...]:
 def failures() -> ModuleType:
     """The reports of failed processes: users cannot set their clock."""
     return distributed_failures
+
+
+def ledger() -> Any:
+    """The launches of this process: users cannot tell when they are compared."""
+    return distributed_ledger.ledger
 
 
 def checkpoint_store() -> type:
