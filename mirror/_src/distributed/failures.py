@@ -35,7 +35,7 @@ _INTERRUPTED = 130
 
 
 class Event(NamedTuple):
-    """What ends a job.
+    """The end of a job, or of one of its processes.
 
     Attributes:
         kind: `"failure"` (an exception in one process), `"end"` (one process has ended),

@@ -15,7 +15,7 @@ from mirror._src.utils.errors import listing
 
 _ROOT = "ledger"
 _FREE = 32  # changes of the program that are compared before the launch
-_LAUNCHES = 512  # and then the next change after so many launches
+_LAUNCHES = 512  # later, one change in this number of launches
 
 
 class Digest(Protocol):
@@ -43,7 +43,7 @@ class Entry(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """What two processes did differently.
+    """A difference between the launches of two processes.
 
     Attributes:
         kind: `"program"` or `"value"`.

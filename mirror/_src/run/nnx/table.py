@@ -146,7 +146,7 @@ class ObjectTable:
         return self.exclude_checked(record.last, record.unchecked)
 
     def exclude_checked(self, leaves: list[Any], positions: Sequence[int]) -> Sequence[int]:
-        """Returns the positions without those of leaves that steps wrote into other objects."""
+        """Returns the positions without the leaves that steps wrote into other objects."""
         for _, record in self._records.values():
             if record.last is None or not positions:
                 continue
