@@ -1224,3 +1224,14 @@ def test_update_that_reaches_no_result_is_one_warning(subtests):
     for step in KEPT:
         with subtests.test(msg=step.__name__):
             run(step, *lost_arguments(step))
+
+
+def test_noise_of_private_gradients_belongs_after_the_all_reduce():
+    def step(key, x):
+        return all_reduce("mean", x.sum(0) + jax.random.normal(key, (3,)))
+
+    with pytest.warns(UserWarning, match="random numbers") as caught:
+        run(step, jax.random.key(0), batch())
+    assert_message(
+        str(caught[0].message), names="step", fix=["fold_in(key)", "after the all-reduce"]
+    )
