@@ -58,7 +58,7 @@ class StepWarnings:
                 f"{name} applies the same random numbers on all {num_replicas} replicas, "
                 f"sampled at {', '.join(dict.fromkeys(notes.shared_noise))}. For noise that "
                 "differs between replicas, sample with mirror.get_replica_context().fold_in(key). "
-                "Add noise for a reduced value, such as private gradients, once: after the all-reduce."
+                "Add noise for a sum, such as private gradients, after the all-reduce."
             )
         assumed = sorted({line for mark in marks if not mark.per_replica for line in mark.assumed})
         if assumed:
