@@ -104,8 +104,9 @@ class HostValues:
         """
         mirrored = sorted(set(range(len(leaves))).difference(call.layout.per_replica))
         new_state = self._objects.unchecked(call.record) if call.record is not None else []
-        of_host = [i for i in mirrored if not isinstance(passed[i], jax.Array)]
-        arrays = [i for i in mirrored if isinstance(passed[i], jax.Array)] if of_host else mirrored
+        moved = [i for i in mirrored if passed[i] is not leaves[i]]  # `isinstance` is slow
+        of_host = [i for i in moved if not isinstance(passed[i], jax.Array)]
+        arrays = [i for i in mirrored if i not in of_host] if of_host else mirrored
         new = [*of_host, *self._unknown(program, leaves, arrays)]
         if are_compared:
             self._known.update({id(leaves[i]): leaves[i] for i in new})
@@ -145,8 +146,8 @@ class HostValues:
         self, program: StepProgram, leaves: list[Any], positions: Sequence[int]
     ) -> Sequence[int]:
         """Returns the positions of the leaves that no launch returned and nothing has compared."""
-        new = [i for i in positions if self._known.get(id(leaves[i])) is not leaves[i]]
-        new = new and self._placer.exclude_results(program, leaves, new)
+        new = self._placer.exclude_results(program, leaves, positions)
+        new = [i for i in new if self._known.get(id(leaves[i])) is not leaves[i]]
         return new and self._objects.exclude_checked(leaves, new)
 
     def _digest(self, passed: Any, leaf: Array) -> Digest:
