@@ -33,7 +33,10 @@ SIZE, STEPS = 4, 25  # examples in a batch, of which the last of an epoch has 2;
 ROWS = (STEPS - 1) * SIZE + 2
 
 # Batches of all sizes, on several replicas.
-pytestmark = pytest.mark.filterwarnings("ignore:The batch normalization at .* counts the padding")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The batch normalization at .* counts the padding",
+    "ignore:The batch normalization at .* uses the statistics of one of accumulate_steps",
+)
 
 
 class MLP(nnx.Module):

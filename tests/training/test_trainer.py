@@ -246,6 +246,12 @@ def check_way(way):
         assert trainer.optimizer.step[...] == len(batches(count))
 
 
+# What a test looks at does not depend on the padding that batch normalization counts.
+ignores_padding = pytest.mark.filterwarnings(
+    "ignore:The batch normalization at .* counts the padding"
+)
+
+
 class Net(nnx.Module):
     """Has state beside the parameters that a step changes."""
 
@@ -480,7 +486,7 @@ def test_wrt_keeps_other_variables_unchanged(subtests, two, rows):
             assert abs(model.b[...] - 0.125) > 0.1
 
 
-@pytest.mark.filterwarnings("ignore:The batch normalization at .* counts the padding")
+@ignores_padding
 def test_fit_keeps_the_mode_and_evaluate_uses_evaluation_mode(two):
     model = Normed()
     model.eval()
@@ -713,6 +719,7 @@ def uninterrupted(request):
     return trainer, state, state_of(trainer), dict(history)
 
 
+@ignores_padding
 def test_interrupted_training_resumes_exactly(uninterrupted, subtests):
     for name in INTERRUPTS:
         with subtests.test(msg=name):
@@ -741,6 +748,7 @@ def check_interrupted(name, trainer, state, wanted, metrics):
     assert history.epochs == [0, 1]
 
 
+@ignores_padding
 def test_interrupted_training_saves_the_metrics_of_its_epoch(uninterrupted, tmp_path):
     trainer, state, wanted, metrics = uninterrupted
     reset(trainer, state)
@@ -755,6 +763,7 @@ def test_interrupted_training_saves_the_metrics_of_its_epoch(uninterrupted, tmp_
         assert history[name] == metrics[name]
 
 
+@ignores_padding
 def test_initial_epoch_abandons_an_interrupted_training(uninterrupted):
     trainer, state, wanted, metrics = uninterrupted
     for kwargs in ({"steps_per_epoch": 0}, {"callbacks": [3]}, {"epochs": 0}):
