@@ -37,13 +37,13 @@ class Ended(NamedTuple):
 _ports = itertools.count(random.SystemRandom().randrange(1000))
 
 
-def free_ports(count: int, first: int = 10_000, per_worker: int = 1000) -> list[int]:
+def free_ports(count: int, first: int = 20_000, per_worker: int = 600) -> list[int]:
     """Returns ports that no program listens on, from a range of this worker of pytest-xdist.
 
     Args:
         count: Number of ports.
-        first: First port of the first range. By default, all ranges are below the ports that Linux
-            gives to programs that ask for any port.
+        first: First port of the first range. By default, all ranges are above the ports that Ray
+            gives to workers, and below those that Linux gives to programs that ask for any port.
         per_worker: Number of ports in the range of each of 20 workers.
     """
     first += per_worker * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 20)
