@@ -67,7 +67,7 @@ def errors_of(command: list[str]) -> list[str]:
     return [line for line in lines if not any(re.search(known, line) for known in FOREIGN)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_code_of_pages_passes_mypy(folder):
     pages = sorted(map(str, folder.glob("*.py")))
     command = [sys.executable, "-m", "mypy", *MYPY, f"--cache-dir={folder / 'cache'}", *pages]

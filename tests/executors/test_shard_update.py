@@ -111,7 +111,7 @@ ROWS = [(name, 4) for name in OPTIMIZERS]
 ROWS += [("adam", n) for n in (2, 8)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @rows("name, n", ROWS)
 def test_sharded_update_trains_every_optimizer_as_unsharded(name, n):
     make, copies = OPTIMIZERS[name]
@@ -210,7 +210,7 @@ def of_equinox(strategy):
 KINDS = {"nnx": of_nnx, "linen": of_linen, "equinox": of_equinox}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @rows("kind, n", [("nnx", 2), ("linen", 4), ("equinox", 4)])
 def test_sharded_update_shards_every_kind_of_state(kind, n):
     model, opt_state = KINDS[kind](cpu_strategy(n, shard_update=True))

@@ -77,7 +77,7 @@ def test_lax_collectives_span_all_replicas():
             np.testing.assert_allclose(got[key], value, rtol=1e-6, err_msg=f"{name}: {key}")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_layout_trains_to_the_same_weights():
     trained = []
     for name in LAYOUTS:

@@ -424,7 +424,7 @@ def test_sharded_optimizer_state_is_one_shard_per_divisible_leaf():
 # The command
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_command_starts_no_backend_and_prints_tables(tmp_path):
     file, picture = tmp_path / "out.json", tmp_path / "out.png"
     quick = ["--quick", "--devices", "2", "--suites", "own,dispatch,memory", "--repeats", "2"]

@@ -146,7 +146,7 @@ def check_static_leaves_are_returned_unchanged(layout):
     assert "result[0]['w']" in str(report)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_run_accepts_equinox_models(subtests):
     for executor, layout in EXECUTORS.items():
         with subtests.test(msg=executor):

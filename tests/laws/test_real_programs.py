@@ -40,7 +40,7 @@ PROGRAMS = {
 }
 # The programs that compile fastest, and one of each library, which is slow; others are nightly.
 QUICK = ("nnx_mnist", "lora", "lbfgs")
-SLOW = ("flax_imagenet", "equinox_stateful", "haiku_transformer")
+SLOW = ("equinox_stateful", "haiku_transformer")
 
 
 def programs(mark):

@@ -130,7 +130,7 @@ def snapshot(*objects):
     return jax.tree.map(lambda x: np.asarray(as_bits(x)), state)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @rows("model_type, forward", FORWARDS)
 def test_models_train_through_every_transformation(model_type, forward, two):
     with two.scope():

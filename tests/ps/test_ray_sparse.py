@@ -56,6 +56,7 @@ def test_trainer_trains_a_table_as_one_device(strategy):
     assert trainer.evaluate(data(), batch_size=32)["loss"] < got[0]
 
 
+@pytest.mark.nightly
 def test_lazy_optimizer_is_logged(strategy, caplog):
     with caplog.at_level(logging.WARNING, logger="mirror"):
         trained(strategy, optax.adam(1e-2))

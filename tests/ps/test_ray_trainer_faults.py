@@ -262,6 +262,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.nightly
 def test_cluster_that_was_left_behind_is_not_joined(tmp_path, monkeypatch):
     """By an address in the environment, and in the file that Ray writes: nothing answers there."""
     with tempfile.TemporaryDirectory() as directory:  # short, for the names of Ray's sockets

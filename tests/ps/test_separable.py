@@ -21,7 +21,7 @@ from tests.ps.servers import (
     trained_by_optax,
 )
 from tests.support.messages import assert_message
-from tests.support.tables import mostly_slow
+from tests.support.tables import mostly_nightly, mostly_slow
 
 
 def by_path(path, _):
@@ -117,7 +117,7 @@ def test_rows_that_an_optimizer_couples_stay_whole(subtests):
             assert all(placement.servers), "leaves are on both servers"
 
 
-@pytest.mark.parametrize("names", mostly_slow(REFUSED, "global_norm", "masked_norm"))
+@pytest.mark.parametrize("names", mostly_nightly(REFUSED, "global_norm", "masked_norm"))
 def test_optimizers_that_couple_leaves_are_refused(names, subtests):
     for name, num_shards in itertools.product(names, [1, 8]):
         with subtests.test(name=name, num_shards=num_shards):

@@ -35,7 +35,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_handler_of_sigterm_is_kept(tmp_path):
     run_program(tmp_path, HANDLERS, status=-signal.SIGTERM)
 

@@ -25,7 +25,7 @@ from tests.ps.local_tables import (
     train_step,
 )
 from tests.support.messages import raises
-from tests.support.tables import mostly_slow
+from tests.support.tables import mostly_nightly, mostly_slow
 
 DATA = batches(4)
 TOUCHED = np.unique(np.concatenate([batch["ids"].ravel() for batch in DATA]))
@@ -35,7 +35,7 @@ OPTIMIZERS = {"sgd": optax.sgd(0.5), "adagrad": optax.adagrad(0.1)}
 LAYOUTS = list(itertools.product([1, 2, 3], [1, 2, 3], OPTIMIZERS))
 
 
-@pytest.mark.parametrize("rows", mostly_slow(LAYOUTS, (2, 3, "adagrad")))
+@pytest.mark.parametrize("rows", mostly_nightly(LAYOUTS, (2, 3, "adagrad")))
 def test_equals_one_device_with_dense_gradients(rows, subtests):
     for workers, servers, tx in rows:
         with subtests.test(workers=workers, servers=servers, tx=tx):

@@ -576,7 +576,7 @@ def one_device():
     return nnx_trained(cpu_strategy(1), (8,))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @rows("layout", ["on the host", "two on each"])
 def test_nnx_trains_as_one_device_on_the_whole_batch(layout, made, one_device):
     losses, weights = nnx_trained(made(layout, 4), RAGGED)

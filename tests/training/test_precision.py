@@ -16,7 +16,7 @@ from flax import linen, nnx
 import mirror
 from tests.support.messages import raises
 from tests.support.strategies import EXECUTORS, cpu_strategy
-from tests.support.tables import mostly_slow
+from tests.support.tables import mostly_nightly, mostly_slow
 from tests.support.training import fit
 
 RNG = np.random.RandomState(0)
@@ -127,7 +127,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("rows", mostly_slow(ROWS, ("nnx", "pmap", "bfloat16")))
+@pytest.mark.parametrize("rows", mostly_nightly(ROWS, ("nnx", "pmap", "bfloat16")))
 def test_layers_compute_in_it_and_state_and_sums_are_float32(subtests, rows):
     for net, executor, precision in rows:
         with subtests.test(msg=f"{net} {executor} {precision}"):
@@ -315,7 +315,7 @@ def test_embedding_keeps_the_dtype_that_flax_gave_it():
         assert model(jnp.zeros(2, int)).dtype == "bfloat16"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_linen_modules_change_only_inside_the_trainer():
     model = wrapped(ManyLayers(linen.Dense(8)))
     trainer = trainer_of(model, precision="bfloat16")
@@ -508,7 +508,7 @@ def test_named_losses_and_metrics_are_computed_in_float32():
 PRECISIONS = [("float16", None), ("float32", "float16"), ("bfloat16", "float32")]
 
 
-@pytest.mark.parametrize("rows", mostly_slow(PRECISIONS, PRECISIONS[0]))
+@pytest.mark.parametrize("rows", mostly_nightly(PRECISIONS, PRECISIONS[0]))
 def test_checkpoint_restores_into_another_precision(subtests, tmp_path_factory, rows):
     for saved, restored in rows:
         with subtests.test(msg=f"{saved} to {restored}"):

@@ -24,7 +24,7 @@ from tests.support.checkpoints import START, in_a_process, killed, same
 from tests.support.kills import kill_me_at
 from tests.support.messages import assert_message, raises
 from tests.support.strategies import cpu_strategy
-from tests.support.tables import mostly_slow
+from tests.support.tables import mostly_nightly, mostly_slow
 from tests.support.variables import on_read, set_copies, variable
 from tests.support.waiting import wait_until
 
@@ -188,7 +188,7 @@ def test_checkpoint_contains_one_copy_of_everything(eight):
     assert found.position["step"] == 3
 
 
-@pytest.mark.parametrize("rows", mostly_slow([1, 2, 3, 8], 3))
+@pytest.mark.parametrize("rows", mostly_nightly([1, 2, 3, 8], 3))
 def test_restore_works_on_any_number_of_replicas(subtests, tmp_path_factory, eight, rows):
     for n in rows:
         with subtests.test(msg=str(n)):
