@@ -21,7 +21,7 @@ from tests.ps.servers import (
     trained_by_optax,
 )
 from tests.support.messages import assert_message
-from tests.support.tables import mostly_nightly, mostly_slow
+from tests.support.tables import mostly_nightly
 
 
 def by_path(path, _):
@@ -138,7 +138,7 @@ def test_one_server_refuses_nothing(subtests):
 QUICK = ("clip", "multi_transform", "adaptive_grad_clip")
 
 
-@pytest.mark.parametrize("names", mostly_slow(ACCEPTED | WHOLE, *QUICK))
+@pytest.mark.parametrize("names", mostly_nightly(ACCEPTED | WHOLE, *QUICK))
 def test_servers_compute_what_optax_computes_for_whole_leaves(names, subtests):
     """Also after they are joined, and continued on another number of servers."""
     for name in names:
