@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 
 import mirror
@@ -47,8 +48,7 @@ def generator(sizes):
 
 
 def in_torch(sizes):
-    import torch
-
+    torch = pytest.importorskip("torch")
     return ({k: torch.from_numpy(v) for k, v in batch.items()} for batch in Refilled(sizes))
 
 
@@ -126,7 +126,8 @@ def trained(strategy, source, *, options=None, **settings):
 
 
 def evaluated(strategy, source):
-    trainer = mirror.Trainer(nnx.Linear(3, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), loss_fn)
+    with strategy.scope():
+        trainer = mirror.Trainer(nnx.Linear(3, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), loss_fn)
     return trainer.evaluate(source)["loss"]
 
 

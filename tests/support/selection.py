@@ -4,7 +4,6 @@ The marks are declared here only. A test with a mark of `OPTIONS` is deselected 
 a test that needs a package is skipped without it, and fails with `--dev`.
 """
 
-import os
 import re
 import resource
 from collections import defaultdict
@@ -113,7 +112,7 @@ def _is_missing(config: pytest.Config, package: str) -> bool:
 
 
 def _own_report(config: pytest.Config) -> dict[str, Any]:
-    worker = os.environ.get("PYTEST_XDIST_WORKER", "this process")
+    worker = getattr(config, "workerinput", {}).get("workerid", "this process")
     return config.stash[_REPORTS].setdefault(worker, {})
 
 

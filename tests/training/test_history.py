@@ -128,5 +128,5 @@ def test_history_of_keras_is_the_history():
     history.add(0, {"loss": 1.0, "accuracy": 0.5}, 1.0)
     with raises(AttributeError, fix="history['loss']"):
         _ = history.history
-    with raises(KeyError, names="'acuracy'", fix="'accuracy'"):
-        history["acuracy"]
+    with raises(KeyError, names="'accurac'", fix="'accuracy'"):
+        history["accurac"]
