@@ -644,3 +644,8 @@ def memory_estimates() -> tuple[ModuleType, ...]:
 def forget_strategies() -> None:
     """Forgets the strategies of other tests, about which a lone `Trainer` would be warned."""
     strategy_base.strategies.clear()
+
+
+def forget_eager_work() -> None:
+    """Releases results of eager ops, which the launch guard keeps until a later eager op."""
+    eager_work.forget_finished()
