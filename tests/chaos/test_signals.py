@@ -509,7 +509,7 @@ def test_process_that_ends_in_a_save_does_not_hang(tmp_path):
     assert mirror.load_checkpoint(tmp_path).step in (1, 2)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # no event tells that native code runs: it is entered after `blocked`
 def test_interrupt_is_acknowledged_while_native_code_runs(tmp_path):
     """No handler runs then, and a second Ctrl-C could not stop it, so that is not promised."""
     with blocked_at("compile in native code", tmp_path) as (process, listens):

@@ -227,7 +227,7 @@ def test_failed_checks_set_the_exit_status(monkeypatch, capsys):
         raise mirror.ReplicaMismatchError("model.bias is off")
 
     monkeypatch.setattr(mirror.Strategy, "check_mirrored", diverged)
-    monkeypatch.setattr(mirror.Strategy, "verify", mismatched)
+    monkeypatch.setattr(mirror.Trainer, "verify", mismatched)
     assert cli.main(["demo", "--epochs", "1", "--devices", "1", "--json"]) == 1
     output = capsys.readouterr()
     assert ": no\nmodel.kernel differs" in output.err
