@@ -1,6 +1,8 @@
 """In-memory arrays as the data of a `Trainer`: batches, validation, resuming and messages."""
 # ruff: noqa: E501 (arguments and their message are one row)
 
+import itertools
+import sys
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,10 +12,10 @@ import pytest
 from flax import nnx
 
 import mirror
-from tests.support.messages import raises
+from tests.support.messages import assert_message, raises
 from tests.support.packages import optional
 from tests.support.strategies import cpu_strategy
-from tests.support.tables import mostly_slow
+from tests.support.tables import mostly_slow, rows
 from tests.support.training import fit
 
 torch: Any = optional("torch")
@@ -192,6 +194,9 @@ BAD = {
     "split and data": ((X, Y), {"batch_size": 4, "validation_split": 0.5, "validation_data": (X, Y)}, ValueError, ["validation_split=0.5", "validation_data"], ()),
     "validation arrays": ([(X, Y)], {"validation_data": (X, Y)}, ValueError, ["validation_data", "float32[10,3]"], "mirror.data.from_arrays(validation_data, batch_size=32)"),
     "validation lengths": ((X, Y), {"batch_size": 4, "validation_data": (X, Y[:3])}, ValueError, ["validation_data[0]", "validation_data[1]", "float32[3]"], ()),
+    "validation_steps alone": ([(X, Y)], {"validation_steps": 2}, ValueError, ["validation_steps=2"], "validation_data="),
+    "no validation_steps": ([(X, Y)], {"validation_data": [(X, Y)], "validation_steps": 0}, ValueError, ["validation_steps", 0], ()),
+    "validation_steps of text": ([(X, Y)], {"validation_data": [(X, Y)], "validation_steps": "2"}, TypeError, ["validation_steps", "'2' (str)"], ()),
     "splits": ({"train": [(X, Y)], "test": [(X, Y)]}, {}, TypeError, ["dict"], "['train']"),
 }  # fmt: skip
 
@@ -220,3 +225,91 @@ def check_other_methods_name_their_line(method):
         call(*arguments, (X, Y))
     with raises(ValueError, values=["batch_size=4", "batch_size=5"]):
         call(*arguments, DATASET, batch_size=4)
+
+
+# Data without an end
+
+
+class Endless:
+    """Batches without an end and without a length; a mistake in `fit` must not hang the tests."""
+
+    num_read = 0
+
+    def __iter__(self):
+        for _ in range(2000):
+            self.num_read += 1
+            yield X, Y
+        pytest.fail("read 2000 batches")
+
+
+class SaysSo(Endless):
+    def __len__(self):
+        raise TypeError("The dataset is infinite.")  # tf.data.Dataset.repeat()
+
+
+class Longest(Endless):
+    def __len__(self):
+        return sys.maxsize  # grain.MapDataset.repeat()
+
+
+ENDLESS = {
+    "cycle": lambda: itertools.cycle([(X, Y)]),
+    "repeat": lambda: itertools.repeat((X, Y)),
+    "TensorFlow": SaysSo,
+    "Grain": Longest,
+    "distributed": lambda: cpu_strategy(2).distribute_dataset(itertools.cycle([(X, Y)])),
+}
+
+
+@rows("make", ENDLESS)
+def test_data_that_repeats_forever_must_be_limited(make):
+    trainer = new()
+    with raises(ValueError, names="validation_data", fix="trainer.fit(..., validation_steps="):
+        fit(trainer, [(X, Y)], validation_data=make())
+    assert not weights(trainer).any()
+    with raises(ValueError, names="data", fix="trainer.evaluate(itertools.islice(data"):
+        trainer.evaluate(make())
+    with raises(ValueError, names="data", fix="trainer.predict(fn, itertools.islice(data"):
+        trainer.predict(lambda model, batch: model(batch[0]), make())
+
+
+@rows("make", {**ENDLESS, "unknown": Endless, "generator": lambda: iter(Endless())})
+def test_validation_steps_limit_data_without_an_end(make):
+    trainer, other = new(), new()
+    data = make()
+    history = fit(trainer, [(X, Y)], validation_data=data, validation_steps=3)
+    expected = fit(other, [(X, Y)], validation_data=[(X, Y)])
+    np.testing.assert_allclose(history["val_loss"], expected["val_loss"], rtol=1e-6)
+
+
+def test_validation_steps_are_the_first_batches_of_data_and_the_next_ones_of_an_iterator():
+    arrays = [np.full((4, 1), i, np.float32) for i in range(6)]
+    loss = lambda model, batch: 0 * model(batch[:, :1] * X[:1]) + batch[:, 0]  # noqa: E731
+    data = {"list": arrays, "iterator": iter(arrays), "short": arrays[:1]}
+    losses = {
+        name: fit(new(loss_fn=loss), [arrays[0]], 3, validation_data=each, validation_steps=2)
+        for name, each in data.items()
+    }
+    assert losses["list"]["val_loss"] == [0.5, 0.5, 0.5]
+    assert losses["iterator"]["val_loss"] == [0.5, 2.5, 4.5]
+    assert losses["short"]["val_loss"] == [0, 0, 0]
+
+
+def test_validation_that_is_suspiciously_long_warns_once():
+    class Long(Endless):
+        def __iter__(self):
+            return itertools.islice(super().__iter__(), 256)
+
+    class Counted(Long):
+        def __len__(self):
+            return 256
+
+    trainer = new()
+    fit(trainer, [(X, Y)] * 26, validation_data=Long())
+    fit(trainer, [(X, Y)], validation_data=Long(), validation_steps=256)
+    fit(trainer, [(X, Y)], validation_data=Counted())
+    with pytest.warns(UserWarning, match="validation_steps") as caught:
+        fit(trainer, [(X, Y)], 2, validation_data=Long())
+    (warning,) = caught
+    fix = "trainer.fit(..., validation_steps="
+    assert_message(str(warning.message), names="validation_data", values=[256, 1], fix=fix)

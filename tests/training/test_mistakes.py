@@ -55,7 +55,7 @@ CALLS = {
     "verbose": (lambda t: t.fit(DATASET, verbose=0), ["'verbose'"], "progress=False"),
     "class_weight": (lambda t: t.fit(DATASET, class_weight={}), ["'class_weight'"], "mirror.Trainer(..., class_weight="),
     "sample_weight": (lambda t: t.fit(DATASET, sample_weight=Y), ["'sample_weight'"], "mirror.Trainer(..., sample_weight="),
-    "validation_steps": (lambda t: t.fit(DATASET, validation_steps=3), ["'validation_steps'"], "validation_data"),
+    "steps": (lambda t: t.evaluate(DATASET, steps=3), ["'steps'"], "itertools.islice(data"),
     "validation_batch_size": (lambda t: t.fit(DATASET, validation_batch_size=3), ["'validation_batch_size'"], "mirror.data.from_arrays"),
     "validation_freq": (lambda t: t.fit(DATASET, validation_freq=3), ["'validation_freq'"], "fit.trainer.evaluate(data)"),
     "workers": (lambda t: t.fit(DATASET, workers=3), ["'workers'"], "prefetch=2"),

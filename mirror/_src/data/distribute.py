@@ -90,6 +90,11 @@ class DistributedDataset(DistributedDatasetBase[B]):
         """
         return len(self._source)
 
+    @property
+    def source(self) -> Iterable[PyTree]:
+        """The dataset that was distributed."""
+        return self._source.dataset
+
     def peek(self, count: int = 1) -> list[PyTree]:
         """Returns up to `count` first batches of the source, which the next pass still yields."""
         return self._source.peek(count)

@@ -33,7 +33,6 @@ _FIT = {
     "class_weight": "It belongs to the trainer: mirror.Trainer(..., class_weight={3: 2.0}).",
     "sample_weight": "It belongs to the trainer, which reads the weights from the batch: "
     "mirror.Trainer(..., sample_weight='w').",
-    "validation_steps": "Pass validation_data with as many batches as you want to evaluate.",
     "validation_batch_size": "In-memory validation data have the batch_size of the training data; "
     "or pass validation_data=mirror.data.from_arrays(arrays, batch_size).",
     "validation_freq": "Evaluate in a callback: on_epoch_end(self, fit, logs) may call "
@@ -54,7 +53,7 @@ _EVALUATE = {
     "y": f"{_TUPLE}trainer.evaluate((x, y), batch_size=32).",
     "verbose": "trainer.evaluate shows nothing; omit it.",
     "sample_weight": _FIT["sample_weight"],
-    "steps": "Pass data with as many batches as you want to evaluate.",
+    "steps": "Limit the data: trainer.evaluate(itertools.islice(data, 100)).",
     "callbacks": "Callbacks are for fit.",
     "return_dict": "The result is always a dict; omit it.",
 }
@@ -62,7 +61,7 @@ _PREDICT_LINE = "trainer.predict(lambda model, batch: model(batch), x, batch_siz
 _PREDICT = {
     "x": f"Pass the function to apply, and the data: {_PREDICT_LINE}.",
     "verbose": "trainer.predict shows nothing; omit it.",
-    "steps": "Pass data with as many batches as you want to predict.",
+    "steps": "Limit the data: trainer.predict(fn, itertools.islice(data, 100)).",
     "callbacks": "Callbacks are for fit.",
 }
 _TRAINER = {

@@ -46,22 +46,29 @@ class Stream:
             batches.close()
 
 
-def whole_pass(data: DistributedDataset[Any], **options: Any) -> Generator[PaddedBatch]:
-    """Yields all batches of one pass; `options` are arguments of `DistributedDataset.padded`.
+def whole_pass(
+    data: DistributedDataset[Any], *, most: int | None = None, **options: Any
+) -> Generator[PaddedBatch]:
+    """Yields the batches of one pass, all or the first `most`.
+
+    Args:
+        data: The dataset.
+        most: Maximum number of batches.
+        options: Arguments of `DistributedDataset.padded`.
 
     Raises:
         ValueError: If there is no batch.
     """
-    is_empty = True
+    num_batches = 0
     batches = iter(data.padded(**options))
     with closing("closing the data", batches.close):
-        while True:
+        while most is None or num_batches < most:
             with interrupts.immediate():
                 padded = next(batches, None)
             if padded is None:
                 break
-            is_empty = False
+            num_batches += 1
             yield padded
             interrupts.check()
-    if is_empty:
+    if not num_batches:
         raise ValueError(NO_DATA)

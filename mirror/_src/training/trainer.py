@@ -41,6 +41,7 @@ from mirror._src.training.row_check import RowCheck
 from mirror._src.training.state import M, TrainerState
 from mirror._src.training.stream import whole_pass
 from mirror._src.training.summary import summary
+from mirror._src.training.validation import Validation, require_end
 from mirror._src.utils import interrupts
 from mirror._src.utils.closing import closing
 from mirror._src.utils.errors import expected, require_int
@@ -236,6 +237,7 @@ class Trainer(TrainerState[M]):
         callbacks: Callback | Sequence[Callback] = (),
         initial_epoch: int | None = None,
         steps_per_epoch: int | None = None,
+        validation_steps: int | None = None,
         progress: bool = True,
     ) -> History:
         """Trains the model up to a number of epochs.
@@ -263,6 +265,8 @@ class Trainer(TrainerState[M]):
             initial_epoch: Epoch to start with, regardless of earlier training.
             steps_per_epoch: Number of batches per epoch, for data without an end. Defaults to a
                 whole pass over the data.
+            validation_steps: Number of batches to evaluate after each epoch, from the start of
+                `validation_data`; an iterator is continued. Defaults to all batches.
             progress: Whether to show a progress bar, unless `callbacks` contains one.
 
         Returns:
@@ -271,7 +275,8 @@ class Trainer(TrainerState[M]):
         Raises:
             ValueError: If the data is empty, the loss has the wrong shape, a number is out of
                 range, `batch_size` is missing for in-memory arrays, or an option for in-memory
-                arrays is passed with other data. If padding or `accumulate_steps` would change the
+                arrays is passed with other data. If `validation_data` repeats forever and
+                `validation_steps` is missing. If padding or `accumulate_steps` would change the
                 result of a loss that looks across examples.
             TypeError: If `data` is neither in-memory arrays nor an iterable of batches, a callback
                 is not a `Callback`, or an option has the wrong type.
@@ -283,7 +288,7 @@ class Trainer(TrainerState[M]):
         position = starting_position(self._position, self._resumes, epochs, initial_epoch)
         if position.samples:
             warn_of_random_order(data)
-        training, validation = fit_data(
+        training, held_out = fit_data(
             data,
             validation_data,
             batch_size=batch_size,
@@ -291,6 +296,7 @@ class Trainer(TrainerState[M]):
             shuffle=shuffle,
             seed=seed,
         )
+        validation = Validation(held_out, validation_steps)
         padded = self._distributed(training).padded(
             multiple=self._multiple,
             group=self.steps_per_execution,
@@ -300,7 +306,6 @@ class Trainer(TrainerState[M]):
         callbacks = require_callbacks(callbacks)
         if progress and not any(isinstance(callback, ProgressBar) for callback in callbacks):
             callbacks = (ProgressBar(), *callbacks)
-        has_validation = validation is not None
         run = TrainingRun(
             self,
             epochs,
@@ -309,7 +314,7 @@ class Trainer(TrainerState[M]):
             steps_per_epoch,
             callbacks,
             self._lock,
-            has_validation=has_validation,
+            has_validation=validation.is_given,
         )
         deferred = interrupts.DeferredInterrupts(watches=True)
         with (
@@ -338,12 +343,19 @@ class Trainer(TrainerState[M]):
             interrupts.check()
         return run.history
 
-    def _validate(self, run: TrainingRun, validation: Data | None) -> dict[str, float]:
+    def _validate(self, run: TrainingRun, validation: Validation) -> dict[str, float]:
         self._synchronize()  # for callbacks that read the model
-        if validation is None:
+        if not validation.is_given:
             return {}
+        num_trained = run.position.epoch_step
         with run.waiting():
-            return self.evaluate(validation)
+            means = self._evaluate(
+                validation.batches(),
+                validation.num_batches,
+                lambda count: validation.after_batch(count, num_trained),
+            )
+        validation.after_pass()
+        return means
 
     @api_boundary
     @explains_arguments
@@ -362,15 +374,29 @@ class Trainer(TrainerState[M]):
             ValueError: If the data is empty, the loss has the wrong shape, or padding would change
                 the result of a loss that looks across examples.
         """
+        batches = batches_of("evaluate", data, batch_size)
+        require_end("data", batches, "Limit it: trainer.evaluate(itertools.islice(data, 100)).")
+        return self._evaluate(batches)
+
+    def _evaluate(
+        self,
+        data: Iterable[PyTree],
+        most: int | None = None,
+        after_batch: Callable[[int], None] | None = None,
+    ) -> dict[str, float]:
+        """Evaluates all batches, or the first `most`, and calls `after_batch` with their number."""
         meter = Meter()
-        distributed = self._distributed(batches_of("evaluate", data, batch_size))
+        distributed = self._distributed(data)
         with self._watched(), self._reading("evaluate", self._model) as (model,):
-            for launch in whole_pass(distributed, inspect=self._objective.inspect):
+            launches = whole_pass(distributed, most=most, inspect=self._objective.inspect)
+            for count, launch in enumerate(launches, 1):
                 (padded,) = self._rows.without_padding(self._evaluated_examples, model, launch)
                 arguments = (model, padded.batch, padded.mask)
                 meter.add(0, self._local.run(self._evaluate_step, arguments))
                 self._warn_after_trace(self._evaluate_step, arguments)
                 meter.collect(running=MOST_RUNNING)
+                if after_batch is not None:
+                    after_batch(count)
             meter.collect()
         return meter.means
 
@@ -405,7 +431,9 @@ class Trainer(TrainerState[M]):
             fix = "Pass a function (model, batch) that returns one row per example."
             raise TypeError(expected("fn", fn, "callable", fix))
         step = self._predict_step(fn)
-        distributed = self._distributed(batches_of("predict", data, batch_size))
+        batches = batches_of("predict", data, batch_size)
+        require_end("data", batches, "Limit it: trainer.predict(fn, itertools.islice(data, 100)).")
+        distributed = self._distributed(batches)
         with self._watched(), self._reading("predict", self._model) as (model,):
             return predictions(self._local, fn, step, model, distributed, self._rows)
 

@@ -371,7 +371,7 @@ OTHER = Table(
             "`fit(sample_weight=, class_weight=)`",
             "`mirror.Trainer(sample_weight=, class_weight=)`",
         ),
-        ("`fit(initial_epoch=, steps_per_epoch=)`", "the same"),
+        ("`fit(initial_epoch=, steps_per_epoch=, validation_steps=)`", "the same"),
         ('`History.history["loss"]`', '`history["loss"]`, `mirror.History`'),
         ("`callbacks.Callback`", "`mirror.callbacks.Callback`"),
         (
