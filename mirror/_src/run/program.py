@@ -69,6 +69,8 @@ class StepProgram:
         identity: What is equal in all processes that run this program, once they have agreed.
         label: The name of the step and its line, for messages.
         input_names: The user's names for the inputs; empty until they are needed.
+        captured_arrays: The float arrays that the step has read from outside its arguments, by
+            path.
     """
 
     def __init__(
@@ -129,6 +131,7 @@ class StepProgram:
         self.identity = ""
         self.label = f"{step.name} ({replica_program.line})" if replica_program.line else step.name
         self.input_names: list[str] = []
+        self.captured_arrays: Mapping[str, Any] = {}
         self._results = slice(len(plan.changed), len(plan.changed) + len(step.out_names))
         self.replaces_all = plan.changed == list(range(step.num_state))
 

@@ -31,6 +31,7 @@ from mirror._src.run.mesh import require_no_mapping
 from mirror._src.run.plan import find_merges, make_plan, unmerged_message
 from mirror._src.run.program import StepProgram
 from mirror._src.run.shapes import Variants, require_one_result, trace_together
+from mirror._src.run.stale import captured_arrays
 from mirror._src.run.step import Step, TracedStep
 from mirror._src.utils.errors import ReplicaDivergenceError
 from mirror._src.utils.naming import name_of
@@ -141,4 +142,5 @@ class ProgramMaker:
         program = StepProgram(traced, plan, call, executor, words, carried)
         program.shared_samples = list(dict.fromkeys(notes.shared_samples))
         program.drifts = [drift for drift in drifts if not drift.is_bare]
+        program.captured_arrays = captured_arrays(call.fn, jaxprs[0])
         return NewProgram(program, drifts, notes, marks)

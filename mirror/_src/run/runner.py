@@ -123,6 +123,8 @@ class Runner:
             except TypeError:  # not hashable: rejected below
                 quick = None
             if quick is not None and quick.is_worthwhile:
+                if quick.program.captured_arrays:
+                    self._warn_about_stale_arrays(fn, quick.program)
                 try:
                     with outside_traces(fn), self._running:
                         results = quick(args)
@@ -131,6 +133,9 @@ class Runner:
                 except SignatureMissed:
                     quick.misses += 1
         return self._with_variables(fn, lambda: self._run(fn, args, kwargs, donate_argnums))
+
+    def _warn_about_stale_arrays(self, fn: StepFunction, program: StepProgram) -> None:
+        self._warnings.warn_about_stale_arrays(fn, program.captured_arrays, program.runs)
 
     def borrow(self, tree: PyTree) -> PyTree:
         """Returns mirrored arrays for `run`; see `ArgumentPlacer.borrow`."""
@@ -192,6 +197,8 @@ class Runner:
                         self._drifts.require_not_drifting(call, leaves)
                     if self._host_values is not None:
                         self._agree(call, program, passed, leaves)
+                    if program.captured_arrays:
+                        self._warn_about_stale_arrays(fn, program)
                     try:
                         results = program(call, self._placer.copy_repeated(call, leaves, program))
                         self._placer.record_run(program)

@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from mirror._src.program.marks import Mark
 from mirror._src.program.proof import Notes
 from mirror._src.run.call import Call
 from mirror._src.run.closures import leaked_names
+from mirror._src.run.stale import is_time_to_look, stale_array
 from mirror._src.utils.errors import describe
 from mirror._src.utils.naming import (
     argument_names,
@@ -110,6 +111,22 @@ class StepWarnings:
             f"result: value = strategy.run({name}, args); {fix}.",
             stacklevel=depth_of_user(),
         )
+
+    def warn_about_stale_arrays(
+        self, fn: StepFunction, captured: Mapping[str, Any], runs: int
+    ) -> None:
+        """Warns about a captured array that was replaced since the step was compiled.
+
+        Args:
+            fn: The step.
+            captured: The program's `captured_arrays`.
+            runs: Number of completed runs of the program.
+        """
+        if not is_time_to_look(runs):
+            return
+        message = stale_array(fn, captured)
+        if message is not None and self._is_first(fn, "stale"):
+            warnings.warn(message, stacklevel=depth_of_user())
 
     def warn_about_recompilation(self, fn: StepFunction) -> None:
         """Warns about a step that is a new function object in every call."""

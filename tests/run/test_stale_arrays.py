@@ -1,0 +1,129 @@
+"""A captured array is a constant of the compiled step: one warning if its name is rebound."""
+
+import warnings
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mirror
+from tests.support.messages import assert_message
+from tests.support.tables import rows
+
+DATA = np.ones((4, 3), np.float32)
+W = jnp.zeros(3)
+
+
+def replica_mean(value):
+    return mirror.get_replica_context().all_reduce("mean", value)
+
+
+def of_closure(strategy, batch, times):
+    w = jnp.zeros(3)
+
+    def step(batch):
+        return w + replica_mean(batch.mean(0))
+
+    for _ in range(times):
+        w = strategy.run(step, (batch,))
+    return w
+
+
+def of_global(strategy, batch, times):
+    global W
+    W = jnp.zeros(3)
+
+    def step(batch):
+        return W + replica_mean(batch.mean(0))
+
+    for _ in range(times):
+        W = strategy.run(step, (batch,))
+    return W
+
+
+def of_object(strategy, batch, times):
+    class Loop:
+        def __init__(self):
+            self.w = jnp.zeros(3)
+
+        def step(self, batch):
+            return self.w + replica_mean(batch.mean(0))
+
+    loop = Loop()
+    for _ in range(times):
+        loop.w = strategy.run(loop.step, (batch,))
+    return loop.w
+
+
+def of_dict(strategy, batch, times):
+    params = {"w": jnp.zeros(3)}
+
+    def step(batch):
+        return {"w": params["w"] + replica_mean(batch.mean(0))}
+
+    for _ in range(times):
+        params = strategy.run(step, (batch,))
+    return params["w"]
+
+
+def of_numpy(strategy, batch, times):
+    w = np.zeros(3, np.float32)
+
+    def step(batch):
+        return w + replica_mean(batch.mean(0))
+
+    for _ in range(times):
+        w = np.asarray(strategy.run(step, (batch,)))
+    return w
+
+
+def after_some_calls(strategy, batch, times):
+    rate = jnp.float32(1.0)
+
+    def step(batch, w):
+        return w + rate * replica_mean(batch.mean(0))
+
+    w = jnp.zeros(3)
+    for k in range(times):
+        rate = jnp.float32(1.0 if k < 3 else 0.5)
+        w = strategy.run(step, (batch, w))
+    return w
+
+
+CASES = {
+    "closure": (of_closure, "'w'", "def step(w, batch), and strategy.run(step, (w, batch))"),
+    "global": (of_global, "'W'", "def step(W, batch), and strategy.run(step, (W, batch))"),
+    "attribute": (of_object, "'self.w'", "def step(w, batch), and strategy.run(step, (w, batch))"),
+    "item": (of_dict, "'params['w']'", "def step(params, batch)"),
+    "numpy": (of_numpy, "'w'", "def step(w, batch)"),
+    "later": (after_some_calls, "'rate'", "def step(rate, batch, w)"),
+}
+
+
+@rows("loop, path, fix", CASES)
+def test_rebound_array_is_one_warning(two, loop, path, fix):
+    (batch,) = two.distribute_dataset([DATA])
+    with pytest.warns(UserWarning, match="constant of the compiled step") as caught:
+        loop(two, batch, 9)
+    (warning,) = caught
+    assert warning.filename == __file__
+    assert_message(str(warning.message).replace('"', "'"), names=["step", path], fix=fix)
+
+
+def test_arrays_that_stay_as_they_are_warn_of_nothing(two):
+    (batch,) = two.distribute_dataset([DATA])
+    mean = two.run(lambda batch: replica_mean(batch.mean(0)), (batch,))
+    history, scales = [], [jnp.ones(3)]
+    unused = jnp.zeros(3)
+
+    def step(batch):
+        return replica_mean((batch - mean) * scales[0])
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(9):
+            history.append(two.run(step, (batch,)))
+            mean = mean + 0  # the same values, such as of a cell of a notebook that runs again
+            unused = unused + 1
+    assert float(unused[0]) == 9
+    np.testing.assert_array_equal(history[-1], history[0])
