@@ -53,6 +53,11 @@ def forgetful_step(params, batch):
     return mirror.ensure_mirrored(jax.tree.map(lambda p: p + batch["image"].mean(), params))
 
 
+def lonely_step(params, batch):
+    loss, grads = jax.value_and_grad(lambda p: jnp.mean(batch["image"] @ p["w"]))(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+
 def loss_step(params, batch):
     loss = jnp.mean((batch["image"] @ params["w"]) ** 2)
     return mirror.get_replica_context().all_reduce("mean", loss)
@@ -164,6 +169,10 @@ RETURNS_STATE = "step(state, batch) -> (state, loss)"
 FAILING: dict[str, tuple] = {
     "a sum": (sum_step, {"names": ["result['state']['w']", "rtol"], "values": [2, 1e-5]}),
     "no all-reduce": (forgetful_step, {"names": "['w']", "fix": "ensure_mirrored"}),
+    "no all-reduce, undeclared": (
+        lonely_step,
+        {"names": ["lonely_step", "params['w']"], "values": "batch['image']", "fix": "all_reduce"},
+    ),
     "no state": (loss_step, {"values": 3, "fix": RETURNS_STATE}),
 }
 
@@ -173,6 +182,14 @@ def test_differing_training_fails(what, two):
     step, said = FAILING[what]
     with raises(AssertionError, **said):
         train(step, strategy=two, args=(PARAMS, per_replica(two)))
+
+
+def test_single_array_that_differs_is_named(two):
+    def lonely(w, image):
+        return w - jax.grad(lambda w: jnp.mean(image @ w))(w)
+
+    with raises(AssertionError, names=["lonely", "w"], fix="all_reduce"):
+        train(lonely, strategy=two, args=(PARAMS["w"], per_replica(two)["image"]))
 
 
 def scaled_step(scale, x):

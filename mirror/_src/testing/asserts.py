@@ -9,6 +9,7 @@ import jax
 from mirror._src.checks.verify import VerifyReport
 from mirror._src.context.scopes import has_strategy
 from mirror._src.program.ensure import ensure_mirrored
+from mirror._src.run.plan import divergence_message
 from mirror._src.strategy.mirrored import get_strategy
 from mirror._src.strategy.strategy import Strategy
 from mirror._src.utils.errors import (
@@ -18,6 +19,7 @@ from mirror._src.utils.errors import (
     expected,
     require_int,
 )
+from mirror._src.utils.naming import argument_names, name_of
 from mirror._src.utils.types import PyTree, StepFunction
 from mirror._src.values.per_replica import is_per_replica
 
@@ -84,8 +86,10 @@ def assert_trains_like_one_device(
     require_int("steps", steps, fix="Pass the number of steps to compare.")
     try:
         report = strategy.verify(_repeated(step, steps, _may_be_state(args)), args, rtol=rtol)
-    except (ReplicaMismatchError, ReplicaDivergenceError) as error:
+    except ReplicaMismatchError as error:
         raise AssertionError(str(error)) from None
+    except ReplicaDivergenceError:
+        raise AssertionError(_divergence(step, args, strategy)) from None
     if all(row.name.startswith("result['step ") for row in report.rows):
         raise AssertionError(
             f"{counted(steps, 'step')} changed no variable and returned no new value of the first "
@@ -93,6 +97,15 @@ def assert_trains_like_one_device(
             "first: step(state, batch) -> (state, loss)."
         )
     return report
+
+
+def _divergence(step: StepFunction, args: Sequence[Any], strategy: Strategy) -> str:
+    """Returns the message of `run` for a step after which replicas differ.
+
+    `inspect` accepts a single array that comes back per-replica, which may not be state.
+    """
+    problems = strategy.inspect(step, args).problems
+    return (*problems, divergence_message(name_of(step), argument_names(step, 1)))[0]
 
 
 @functools.lru_cache(8)  # so that repeated comparisons of a step do not compile it again
