@@ -5,7 +5,7 @@ import math
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, final
 
@@ -195,10 +195,13 @@ class TrainingRun:
     def listening(self) -> Iterator[None]:
         """Calls `on_fit_begin` of the callbacks, and `on_fit_end` in any case."""
         states = self.position.callbacks
-        for i, (name, callback) in enumerate(self._named_callbacks()):
+        names = [name for name, _ in self._named_callbacks()]
+        for i, (name, callback) in enumerate(zip(names, self._callbacks, strict=True)):
             known = name if name in states else _earlier_name(self._callbacks, i)
             if known in states:
                 _restore(callback, name, states[known])
+            else:
+                _require_same_monitor(name, states.keys() - names, self.position.epoch)
         with Closing() as at_end:
             if self.trainer.strategy.spans_processes:
                 self._agreed_stop = AgreedStop()
@@ -392,6 +395,25 @@ def _earlier_name(callbacks: Sequence[CallbackOfFit], i: int) -> str:
     """Returns the name under which checkpoints of earlier versions have the state of a callback."""
     kinds = [type(callback).__name__ for callback in callbacks[: i + 1]]
     return f"{kinds[-1]} {kinds.count(kinds[-1])}"
+
+
+def _require_same_monitor(name: str, unused: Set[str], epoch: int) -> None:
+    """Rejects a callback without a state if a state of its class is left, of another metric.
+
+    Raises:
+        ValueError: If there is such a state.
+    """
+    kind, has_monitor, new = name.partition("(")
+    before = min((each for each in unused if each.startswith(f"{kind}(")), default=None)
+    if not has_monitor or before is None:
+        return
+    old = before.removeprefix(f"{kind}(")
+    old, new = (f"{kind}({each.rpartition(')')[0]!r})" for each in (old, new))
+    raise ValueError(
+        f"The training that is resumed has the state of {old}, but `callbacks` contains {new}, "
+        f"which would start without a best value. Pass {old} as before, or pass `initial_epoch` "
+        f"to start without the states of callbacks: trainer.fit(data, initial_epoch={epoch})."
+    )
 
 
 def _restore(callback: CallbackOfFit, name: str, state: dict[str, Any]) -> None:
