@@ -190,7 +190,7 @@ def draw(rows: Sequence[Row], secs: dict[str, float], file: Path) -> None:
     messages.plot(counts, milliseconds, color="#009E73", marker="D")
     links.set(title="Bytes per link and step (ring)", xlabel="replicas", ylabel="MiB")
     links.set_yscale("log")
-    times.set(title="Lowering (dashed) and compiling", xlabel="replicas", ylabel="s")
+    times.set(title="Lowering (dashed), with compiling (solid)", xlabel="replicas", ylabel="s")
     times.set_ylim(bottom=0)
     messages.set(title="Agreement, computed", xlabel="processes", ylabel="ms")
     messages.set_ylim(bottom=0)
