@@ -9,9 +9,17 @@ import re
 import sys
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
 import mirror
 import mirror.testing
 from tests.support import fresh
+from tests.support.tables import rows
 
 DOCS = fresh.ROOT / "docs"
 ABOUT = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "mirror/README.md"]
@@ -166,6 +174,27 @@ def test_messages_of_the_readme_are_on_a_page_of_errors():
     table = PAGES["README.md"].split("| message | what to do |")[1]
     for row in re.findall(r"^\| `(.*?)` \|", table, re.M):
         assert any(matches(shown, row) for shown in said_to_do()), row
+
+
+def deleted_array():
+    x = jnp.ones(3)
+    jax.jit(lambda x: x + 1, donate_argnums=0)(x).block_until_ready()
+    np.asarray(x)
+
+
+OTHERS = {
+    "JAX": deleted_array,
+    "Flax": lambda: nnx.Optimizer(nnx.Linear(1, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1)),
+}
+
+
+@rows("library, provoke", [*OTHERS.items()])
+def test_messages_of_other_libraries_are_current(library, provoke):
+    rows_of = re.findall(rf"^\| `+(.*?)`+ \({library}\) \|", PAGES["docs/troubleshooting.md"], re.M)
+    (shown,) = rows_of
+    with pytest.raises((RuntimeError, TypeError)) as caught:
+        provoke()
+    assert matches(shown, str(caught.value))
 
 
 # Pages and links.

@@ -5,6 +5,7 @@ user's names, the values, or the code that fixes it. Mistakes with `Trainer` are
 `tests/training/test_mistakes.py`.
 """
 
+import argparse
 import copy
 import functools
 import math
@@ -859,7 +860,7 @@ mistakes(
         "from_arrays(x, y, 32)": (
             lambda: mirror.data.from_arrays(np.ones((4, 2)), np.ones(4), 2),
             TypeError,
-            says(names="from_arrays(arrays, batch_size", fix=[ONE_TREE, "batch_size=2"]),
+            says(names="from_arrays(arrays, batch_size", fix=[ONE_TREE, "batch_size=32"]),
         ),
         "from_arrays(x, y)": (
             lambda: mirror.data.from_arrays(np.ones((4, 2)), np.ones(4)),
@@ -1126,6 +1127,29 @@ def pmap_left_with_uneven_rows():
         return x.sum()
 
     run(jax.pmap(step, axis_name="batch"), mirror.PerReplica([np.ones((5, 3), "f4")] * 2))
+
+
+@mistake(
+    TypeError,
+    names="args",
+    values="{'x': PerReplica(2 x float32[9,9]), ... (dict)",
+    fix="strategy.run(<lambda>, (data,))",
+)
+def parentheses_that_are_not_a_tuple():
+    x = mirror.PerReplica([np.ones((9, 9), "f4")] * 2)
+    data = {"x": x, "weights": mirror.PerReplica([0.123456789, 1.123456789])}
+    strategy().run(lambda data: data["x"].mean(), (data))
+
+
+@mistake(TypeError, names="options", values="Namespace(lr=0.1)", fix="vars(options)")
+def options_of_argparse():
+    run(lambda x, options: x * options.lr, batch(), argparse.Namespace(lr=0.1))
+
+
+def test_options_are_passed_as_the_message_says():
+    options = argparse.Namespace(lr=0.5)
+    result = run(lambda x, options: x * options["lr"], batch(), vars(options))
+    np.testing.assert_array_equal(result.stacked, 0.5 * batch().stacked)
 
 
 def test_traced_values_have_the_names_of_the_proof():

@@ -155,7 +155,22 @@ def test_optimizers_of_other_libraries(subtests, trainer):
                 mirror.Trainer(trainer.model, tx, "mse")
 
 
+def test_optimizer_that_contains_the_model_is_rejected(trainer):
+    both = nnx.ModelAndOptimizer(Net(nnx.Rngs(0)), optax.sgd(0.1))
+    fix = "nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)"
+    with raises(TypeError, names="tx", values="ModelAndOptimizer", fix=fix):
+        mirror.Trainer(trainer.model, both, "mse")
+
+
 # Batches in a loss function
+
+
+def test_note_of_a_named_loss_does_not_ask_to_unpack():
+    with pytest.raises(TypeError) as caught:
+        new().fit((X[:, :2], Y), batch_size=4, progress=False)
+    (note,) = [each for each in caught.value.__notes__ if "batch[0]" in each]
+    assert_message(note, names="batch[0]", values="float32[2,2]")
+    assert "Unpack" not in note
 
 
 def unpacks(model, batch):
@@ -501,6 +516,24 @@ def test_states_of_two_callbacks_of_one_class_keep_their_metric(tmp_path):
     states = [callback.to_dict() for callback in (*first, *reversed(exchanged))]
     assert states[0] != states[1]
     assert states[:2] == states[2:]
+
+
+def test_resumed_callback_of_another_metric_is_rejected(tmp_path):
+    stopping = mirror.callbacks.EarlyStopping
+    trainer = new(metrics=["accuracy"])
+    trainer.fit((X, Y), 1, batch_size=4, callbacks=stopping("loss"), progress=False)
+    trainer.save(tmp_path)
+    trainer.restore(tmp_path)
+    other = stopping("accuracy", mode="max", patience=9)
+    fix = "trainer.fit(data, initial_epoch=1)"
+    with raises(ValueError, values=["EarlyStopping('loss')", "EarlyStopping('accuracy')"], fix=fix):
+        trainer.fit((X, Y), 3, batch_size=4, callbacks=other, progress=False)
+    options = {"batch_size": 4, "progress": False}
+    added = [stopping("loss", patience=9), other]
+    assert trainer.fit((X, Y), 2, callbacks=added, **options).epochs == [0, 1]
+    trainer.restore(tmp_path)
+    assert trainer.fit((X, Y), 2, initial_epoch=1, callbacks=other, **options).epochs[-1] == 1
+    trainer.fit((X, Y), 1, callbacks=stopping("loss"), **options)  # another training
 
 
 def test_restore_best_weights_of_keras_is_answered():

@@ -64,13 +64,13 @@ def require_static(fn: Callable[..., Any], tree: Any, layout: "Layout", leaves: 
     for i in layout.static:
         try:
             hash(leaves[i])
-        except TypeError as error:
+        except TypeError:
             raise TypeError(
                 f"{leaf_names(fn, tree)[i]} is {describe(leaves[i])}, which is neither an array "
                 "nor hashable. Arguments of a step must be arrays, numbers, or hashable values "
                 "such as strings and functions. Pass the numbers that the step needs, or a dict of "
                 "them: vars(options)."
-            ) from error
+            ) from None
 
 
 def require_no_keras(fn: Callable[..., Any], tree: Any, layout: "Layout", leaves: list) -> None:

@@ -16,7 +16,7 @@ from flax import linen, nnx
 from mirror._src.data.foreign import is_array
 from mirror._src.data.padded import PaddedBatch
 from mirror._src.utils.errors import counted, describe, expected, nearest
-from mirror._src.utils.naming import depth_of_user, keys, name_of, signature_of
+from mirror._src.utils.naming import depth_of_user, is_our_module, keys, name_of, signature_of
 from mirror._src.utils.source_lines import is_own
 from mirror._src.utils.types import PyTree
 
@@ -291,10 +291,11 @@ def _batch_note(fn: Callable[..., Any], batch: PyTree) -> str:
     leaves, _ = jax.tree_util.tree_flatten_with_path(batch)
     shown = ", ".join(f"batch{keys(path)}: {describe(leaf)}" for path, leaf in leaves[:12])
     fix = ""
-    if isinstance(batch, tuple | list) and len(batch) > 1:
+    is_named = is_our_module(getattr(fn, "__module__", None))  # which unpacks the batch itself
+    if isinstance(batch, tuple | list) and len(batch) > 1 and not is_named:
         names = ", ".join(["x", "y", "z", "w"][: len(batch)]) if len(batch) < 5 else "x, *rest"
         fix = f" Unpack it: {names} = batch."
-    elif isinstance(batch, dict):
+    elif isinstance(batch, dict) and not is_named:
         fix = f" Its keys are {', '.join(map(repr, batch))}."
     return (
         f"{name_of(fn)} received a batch that is a {type(batch).__name__}, with the shapes of one "

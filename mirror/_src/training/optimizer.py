@@ -6,7 +6,7 @@ import optax
 from flax import nnx
 
 from mirror._src.training.mistakes import require_transformation
-from mirror._src.utils.errors import describe
+from mirror._src.utils.errors import describe, expected
 
 
 def make_optimizer(
@@ -15,9 +15,13 @@ def make_optimizer(
     """Returns the `nnx.Optimizer` of a model.
 
     Raises:
-        TypeError: If `tx` is neither an optax transformation nor an `nnx.Optimizer`.
+        TypeError: If `tx` is neither an optax transformation nor an `nnx.Optimizer`, or it is an
+            `nnx.ModelAndOptimizer`.
         ValueError: If `wrt` is passed together with an `nnx.Optimizer`.
     """
+    if isinstance(tx, nnx.ModelAndOptimizer):
+        fix = "Pass optax.adam(1e-3), or nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)."
+        raise TypeError(expected("tx", tx, "an optimizer without the model", fix))
     if isinstance(tx, nnx.Optimizer):
         if wrt is not None:
             raise ValueError(

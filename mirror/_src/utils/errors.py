@@ -16,6 +16,7 @@ import numpy as np
 from mirror._src.utils.modules import set_module
 
 _MOST_NAMES = 12
+_MOST_CHARACTERS = 60
 _TYPED = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, jax.core.ShapedArray)
 
 
@@ -74,9 +75,19 @@ def describe(leaf: Any) -> str:
     if isinstance(leaf, _TYPED):
         return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
     text = repr(leaf)
-    if "\n" in text:  # for example an nnx module, whose repr fills a page
+    # An nnx module's repr fills a page, and Python's own has an address instead of a value.
+    if "\n" in text or type(leaf).__repr__ is object.__repr__:
         return type(leaf).__name__
-    return f"{text:.60} ({type(leaf).__name__})"
+    return f"{_shortened(text)} ({type(leaf).__name__})"
+
+
+def _shortened(text: str) -> str:
+    """Returns at most 60 characters: the text, or as many of its elements as fit and `...`."""
+    if len(text) <= _MOST_CHARACTERS:
+        return text
+    text = text[: _MOST_CHARACTERS - 3]
+    end = text.rfind(", ")
+    return f"{text if end < 0 else text[: end + 2]}..."
 
 
 def expected(name: str, value: object, what: str, fix: str = "") -> str:

@@ -42,9 +42,11 @@ _AS_ONE = {
         f"strategy.{method}(step, (model, batch))."
         for method in ("verify", "inspect", "explain")
     },
+    "from_arrays": "Pass all arrays as one tree: from_arrays({'x': x, 'y': y}, batch_size=32).",
     "distribute_dataset": "Pass one dataset, which yields global batches: "
     "strategy.distribute_dataset(mirror.data.from_arrays((x, y), batch_size=32)).",
 }
+_SECOND_ARRAY = {"distribute_dataset": 2, "from_arrays": 1}  # which position shows the mistake
 
 
 def mismatch_message(
@@ -68,8 +70,8 @@ def mismatch_message(
     names = [name for name in signature.parameters if name != "self"]
     hint = _hint(unknown[0], kwargs[unknown[0]], names) if unknown else ""
     if not unknown and "positional argument" in text and "takes" in text:
-        is_array = name == "distribute_dataset" and hasattr(args[2], "shape")
-        hint = _AS_ONE.get(name, "") if is_array or name != "distribute_dataset" else ""
+        i = _SECOND_ARRAY.get(name)
+        hint = _AS_ONE.get(name, "") if i is None or hasattr(args[i], "shape") else ""
     owners = [type(args[0])] if args and "self" in signature.parameters else []
     example = "" if hint else _example(name, [documented, *owners])
     return " ".join(filter(None, [f"{text}. The signature is {name}{shown}.", hint, example]))

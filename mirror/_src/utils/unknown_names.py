@@ -19,6 +19,11 @@ _OBJECTS = {
 }
 _IMPORT_FROM = dis.opmap["IMPORT_FROM"]
 
+_GRADIENTS = (
+    "There is nothing to zero or accumulate: nnx.value_and_grad(loss_fn)(model, batch) returns the "
+    "gradients in the step."
+)
+
 # What people try, by the owner of the name. Precedes the tables of other libraries.
 GUESSES = {
     "mirror": {
@@ -51,11 +56,7 @@ GUESSES = {
             "A strategy does not wrap a model: pass the model to the step, strategy.run(step, "
             "(model, batch)), which places it on the devices.",
         ),
-        **dict.fromkeys(
-            ("zero_grad", "backward"),
-            "There is nothing to zero or accumulate: nnx.value_and_grad(loss_fn)(model, batch) "
-            "returns the gradients in the step.",
-        ),
+        **dict.fromkeys(("zero_grad", "backward"), _GRADIENTS),
     },
     "trainer": {
         "compile": "Pass the optimizer, the loss and the metrics to the constructor: "
@@ -65,6 +66,11 @@ GUESSES = {
         "predict_on_batch": "trainer.predict(fn, [batch]) predicts one batch.",
         "train": "trainer.fit(data, epochs=10) trains; trainer.model.train() sets the mode.",
         "eval": "trainer.evaluate(data) evaluates; trainer.model.eval() sets the mode.",
+        **dict.fromkeys(
+            ("zero_grad", "backward", "step"),
+            "There is nothing to zero: trainer.fit(data, epochs=10) computes the gradients and "
+            "updates the model.",
+        ),
         "test": "Use trainer.evaluate(data).",
         "validate": "Use trainer.evaluate(data).",
         "save_weights": "Use trainer.save(directory).",
