@@ -9,6 +9,7 @@ import optax
 from flax import nnx
 
 import mirror
+from tests.support.messages import raises
 from tests.support.strategies import EXECUTORS, ONE, cpu_strategy
 from tests.support.training import fit
 
@@ -67,6 +68,28 @@ def test_quotients_have_the_gradient_of_one_device(subtests):
                 history = fit(trainer, [TOKENS])
                 np.testing.assert_allclose(history["loss"], [quotient(kernel)], rtol=1e-5)
                 np.testing.assert_allclose(trainer.model.kernel[...], wanted, rtol=2e-5)
+
+
+class Steps(mirror.callbacks.Callback):
+    """Counts the steps."""
+
+    count = 0
+
+    def on_step(self, fit):
+        self.count += 1
+
+
+def test_padding_of_the_last_batch_is_rejected_before_the_first_step():
+    seven = jax.tree.map(lambda a: a[:7], TOKENS)
+    trainer = mirror.Trainer(linear(), optax.sgd(0.5), centered, strategy=cpu_strategy(2))
+    steps = Steps()
+    options = {"callbacks": steps, "progress": False}
+    with raises(ValueError, names="centered", values=[3, 2], fix="drop_remainder=True"):
+        trainer.fit(seven, batch_size=4, **options)
+    assert steps.count == 0
+    trainer.fit(mirror.data.from_arrays(seven, 4, drop_remainder=True), **options)
+    trainer.fit(mirror.data.from_arrays(seven, 4), steps_per_epoch=1, **options)
+    assert steps.count == 2
 
 
 INTEGERS = {  # a value of 64 examples

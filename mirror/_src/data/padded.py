@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, final
 import jax
 import numpy as np
 
+from mirror._src.data.arrays import ArrayDataset
 from mirror._src.data.batches import HostBatch, host_batch, host_batches
 from mirror._src.data.input import Input, InputBatch, Pass, Plan
 from mirror._src.data.remainder import padded_size
@@ -82,6 +83,15 @@ class PaddedDataset(DistributedDatasetBase[PaddedBatch]):
     def num_batches(self) -> int | None:
         """The number of batches in a whole pass, or None if the source has no length."""
         return operator.length_hint(self._source) or None
+
+    @property
+    def last_size(self) -> int | None:
+        """The number of examples of the last batch of a pass, or None if it is unknown."""
+        data = self._source.dataset
+        is_known = isinstance(data, ArrayDataset) and data.shard is None
+        if not is_known or self._input.is_local or self._plan.remainder != "pad":
+            return None
+        return min(data.batch_size, data.num_examples - (len(data) - 1) * data.batch_size)
 
     def _distributed(self, reading: Pass) -> Generator[PaddedBatch, None, None]:
         # Not in the generator, which the prefetch thread runs: a second `iter` must not skip.

@@ -127,6 +127,25 @@ class RowCheck:
         self._warn("padding", self._warning(mixing, n * num_pieces))
         return [launch]
 
+    def check_last(
+        self, step: Step, model: Any, launch: PaddedBatch, size: int, num_pieces: int
+    ) -> None:
+        """Checks the padding of the last batch at the first step, as `without_padding` does later.
+
+        Args:
+            step: As for `without_padding`, as are `model` and `num_pieces`.
+            model: First argument of the step.
+            launch: The first launch, whose shapes the last one has.
+            size: Number of examples of the last batch.
+            num_pieces: Number of pieces into which the step splits the batch of a replica.
+
+        Raises:
+            ValueError: If padding would change results, and is needed.
+        """
+        if size % (_shape(launch)[0] * num_pieces):
+            last = launch._replace(num_batches=1, num_examples=size, first=0, sizes=(size,))
+            self.without_padding(step, model, last, num_pieces, changes_state=True)
+
     def _warn(self, kind: str, message: str) -> None:
         if kind not in self._warned:
             self._warned.add(kind)

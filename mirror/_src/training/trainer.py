@@ -303,6 +303,7 @@ class Trainer(TrainerState[M]):
             skip=position.samples,
             inspect=self._objective.inspect,
         )
+        last_size = padded.last_size if steps_per_epoch is None else None
         callbacks = require_callbacks(callbacks)
         if progress and not any(isinstance(callback, ProgressBar) for callback in callbacks):
             callbacks = (ProgressBar(), *callbacks)
@@ -328,6 +329,10 @@ class Trainer(TrainerState[M]):
             while position.epoch < epochs and not run.stopped:
                 run.begin_epoch()
                 for launch in run.launches():
+                    if last_size is not None:
+                        step, model = self._trained_examples, self._model
+                        self._rows.check_last(step, model, launch, last_size, self._multiple)
+                        last_size = None
                     run.after_step(launch, self._train(launch))
                     run.collect(running=self._most_running)
                     interrupts.check()
