@@ -98,6 +98,8 @@ def test_types_reject_what_the_run_would(folder):
         "batches = strategy.distribute_dataset([{'x': np.ones(4)}], remainder='pad')\n"
         "for batch in batches:\n"
         "    batch['x']\n"
+        "for batch in strategy.distribute_dataset([{'x': np.ones(4)}]):\n"
+        "    batch['x'].values\n"  # a PerReplica, not a mistake
     )
     command = [sys.executable, "-m", "mypy", *MYPY, f"--cache-dir={folder / 'cache'}", str(module)]
     lines = {int(line.split(":")[1]) for line in errors_of(command)}

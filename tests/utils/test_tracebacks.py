@@ -55,6 +55,11 @@ def train(loss_fn=lambda model, batch: model(batch["x"]).sum(-1), data=None, cal
     trainer.fit(data, epochs=1, callbacks=callbacks, progress=False)
 
 
+def read(data):
+    for _ in cpu_strategy(2).distribute_dataset(data):
+        pass
+
+
 MISTAKES = {  # what is called, the functions of this file that the traceback ends with
     "a wrong shape in a step": (
         lambda: cpu_strategy(2).run(step, (jnp.ones((3, 3)),)),
@@ -64,6 +69,9 @@ MISTAKES = {  # what is called, the functions of this file that the traceback en
     "a loss function": (lambda: train(forgotten_key), ["train", "forgotten_key"]),
     "a callback": (lambda: train(callbacks=Raises()), ["train", "on_step"]),
     "a dataset": (lambda: train(data=batches_that_fail()), ["train", "batches_that_fail"]),
+    "a batch in a loop": (lambda: read([np.ones((3, 2), "f4")]), ["<lambda>", "read"]),
+    "a dataset in a loop": (lambda: read(batches_that_fail()), ["read", "batches_that_fail"]),
+    "a device": (lambda: mirror.device("/cpu:99"), ["<lambda>"]),
     "Ctrl-C in a callback": (lambda: train(callbacks=PressesCtrlC()), ["train", "on_step"]),
     "Ctrl-C in a step": (lambda: train(pressed_in_a_step), ["<lambda>", "train"]),
 }

@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, final
 
+from mirror._src.utils.tracebacks import api_boundary
+
 T = TypeVar("T")
 _MOST_WAIT_SECS = 0.5
 
@@ -33,6 +35,7 @@ class PrefetchIterator(Iterator[T]):
         self.close = weakref.finalize(self, _end, self._queue, thread, cancel)
         thread.start()
 
+    @api_boundary
     def __next__(self) -> T:
         item: T
         item, error = self._queue.take()

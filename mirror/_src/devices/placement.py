@@ -24,11 +24,13 @@ from mirror._src.devices.resolve import DeviceLike, canonicalize_device
 from mirror._src.devices.transfer import move
 from mirror._src.utils.errors import InvalidDeviceError, describe
 from mirror._src.utils.source_lines import line_of_user
+from mirror._src.utils.tracebacks import api_boundary
 from mirror._src.utils.types import Array, ArrayLike
 
 _logger = logging.getLogger("mirror")
 
 
+@api_boundary
 def device(name: DeviceLike | None) -> "Placement":
     """Context manager that runs eager ops and jitted functions on one device.
 

@@ -21,7 +21,6 @@ from mirror._src.data.distribute import (
 )
 from mirror._src.data.foreign import copied
 from mirror._src.data.input import InputMode
-from mirror._src.data.source import B
 from mirror._src.devices import backend
 from mirror._src.devices.narrowing import require_fits
 from mirror._src.devices.replicas import ReplicaDevices
@@ -369,22 +368,22 @@ class Strategy(abc.ABC):
     @overload
     def distribute_dataset(
         self,
-        dataset: Iterable[B],
+        dataset: Iterable[PyTree],
         *,
         input: Literal["global", "local"] = "global",
         remainder: Literal["error", "drop"] = "error",
         prefetch: int = 2,
-    ) -> DistributedDataset[B]: ...
+    ) -> DistributedDataset[PyTree]: ...
 
     @overload
     def distribute_dataset(
         self,
-        dataset: Iterable[B],
+        dataset: Iterable[PyTree],
         *,
         input: Literal["global", "local"] = "global",
         remainder: Literal["pad"],
         prefetch: int = 2,
-    ) -> DistributedDataset[tuple[B, PerReplica]]: ...
+    ) -> DistributedDataset[tuple[PyTree, PerReplica]]: ...
 
     @final
     @api_boundary
@@ -442,8 +441,8 @@ class Strategy(abc.ABC):
     @final
     @api_boundary
     def distribute_datasets_from_function(
-        self, fn: Callable[[InputContext], Iterable[B]], *, prefetch: int = 2
-    ) -> PerReplicaDataset[B]:
+        self, fn: Callable[[InputContext], Iterable[PyTree]], *, prefetch: int = 2
+    ) -> PerReplicaDataset[PyTree]:
         """Distributes per-replica batches: every replica takes the next batch, without splitting.
 
         Args:
