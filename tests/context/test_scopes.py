@@ -1,5 +1,6 @@
 """Scopes: nesting, replicas and threads."""
 
+import asyncio
 import functools
 import threading
 
@@ -257,4 +258,29 @@ def test_open_scope_is_reentrant_in_a_trace(two):
         assert jax.eval_shape(create).shape == (3,)
         with jax.set_mesh(other_mesh), raises(RuntimeError, names=f"{two}.scope()", fix="jax.jit"):
             jax.eval_shape(create)
+    assert not mirror.has_strategy()
+
+
+def test_scope_of_another_asyncio_task_is_named():
+    first, second = cpu_strategy(2), cpu_strategy(3)
+
+    async def train(strategy, entered, ends):
+        with strategy.scope():
+            entered.set()
+            await ends.wait()
+
+    async def interleaved():
+        entered, ends = asyncio.Event(), asyncio.Event()
+        task = asyncio.create_task(train(first, entered, ends))
+        await entered.wait()
+        try:
+            await asyncio.create_task(train(second, asyncio.Event(), ends))
+        finally:
+            ends.set()
+            await task
+
+    with raises(
+        RuntimeError, names=[str(second), str(first), "asyncio task"], fix="asyncio.to_thread("
+    ):
+        asyncio.run(interleaved())
     assert not mirror.has_strategy()

@@ -266,10 +266,13 @@ UNREADABLE = {
     "grad": (lambda: torch.ones(4, requires_grad=True), {"values": [(4,)], "fix": "tensor.detach()"}),
     "device": (lambda: torch.ones(4, device="meta"), {"values": [(4,), "meta"], "fix": "tensor.cpu()"}),
     "sparse": (lambda: torch.eye(2).to_sparse(), {"values": [(2, 2), "torch.float32", "torch.sparse_coo"]}),
+    "nested": (lambda: torch.nested.nested_tensor([torch.ones(3), torch.ones(2)]), {"values": "nested tensor", "fix": "torch.nn.utils.rnn.pad_sequence(rows"}),
+    "packed": (lambda: torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)]), {"values": "PackedSequence", "fix": "torch.nn.utils.rnn.pad_sequence(rows"}),
 }  # fmt: skip
 
 
 @pytest.mark.dev("torch")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_unreadable_torch_tensors_are_rejected(two, subtests):
     for name in UNREADABLE:
         with subtests.test(msg=name):

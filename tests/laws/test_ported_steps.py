@@ -94,6 +94,10 @@ SLIPS = {
         {"names": "jax.pmap", "fix": "@jax.pmap"},
     ),
     "nnx.pmap": (nnx.pmap(lambda x: x, axis_name="batch"), {"names": ["jax.pmap", "nnx.pmap"]}),
+    "pcast": (
+        lambda x: lax.pcast(x, mirror.REPLICA_AXIS, to="varying"),
+        {"names": ["<lambda>", "jax.lax.pcast"], "fix": "all_reduce("},
+    ),
     "pmap inside": (lambda x: jax.pmap(jnp.sin)(x), {"names": ["<lambda>", "jax.pmap"]}),
 }
 

@@ -19,7 +19,7 @@ import mirror
 from tests.support.compilations import compilations
 from tests.support.messages import assert_message, raises
 from tests.support.strategies import EXECUTORS, cpu_strategy
-from tests.support.tables import mostly_slow
+from tests.support.tables import mostly_slow, rows
 from tests.support.training import batches_of, fit
 
 B = 4
@@ -1043,3 +1043,64 @@ def check_failed_host_callback(pair):
     fails.clear()
     trainer.fit(arrays, epochs=2, batch_size=8, progress=False)
     assert trainer._position.step == 10
+
+
+# Optimizers that receive the loss
+
+
+@rows("n, options", [(2, {}), (4, {"steps_per_execution": 2})])
+def test_optimizers_that_need_the_loss_receive_it(n, options):
+    tx = optax.chain(optax.sgd(0.01), optax.contrib.reduce_on_plateau(0.5, 1, atol=0.5, rtol=0))
+    data = batches(2 * B) * 3
+
+    @jax.jit
+    def update(params, state, batch):
+        loss_fn = lambda p: jnp.mean((batch["x"] @ p["w"] + p["b"] - batch["y"]) ** 2)  # noqa: E731
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        updates, state = tx.update(grads, state, params, value=loss)
+        return optax.apply_updates(params, updates), state
+
+    params = {"w": jnp.asarray([0.5, -0.25, 1.0]), "b": jnp.float32(0.125)}
+    state = tx.init(params)
+    for batch in data:
+        params, state = update(params, state, batch)
+    with cpu_strategy(n).scope():
+        trainer = mirror.Trainer(Line(), tx, squares, **options)
+    fit(trainer, data)
+    assert float(state[1].scale) < 1
+    np.testing.assert_allclose(trainer.optimizer.opt_state[1].scale[...], state[1].scale)
+    np.testing.assert_allclose(trainer.model.w[...], params["w"], rtol=1e-5)
+
+
+def test_optimizers_that_reject_the_loss_do_not_receive_it():
+    plain = optax.sgd(1.0)
+
+    class Own(nnx.Optimizer):
+        def update(self, model, grads):  # type: ignore[override]
+            super().update(model, grads)
+
+    strict = optax.GradientTransformationExtraArgs(
+        plain.init, lambda updates, state, params=None: plain.update(updates, state, params)
+    )
+    weights = []
+    for make in (lambda m: plain, lambda m: strict, lambda m: Own(m, plain, wrt=nnx.Param)):
+        with cpu_strategy(2).scope():
+            model = Line()
+            trainer = mirror.Trainer(model, make(model), squares)
+        fit(trainer, batches())
+        weights.append(np.asarray(trainer.model.w[...]))
+    np.testing.assert_array_equal(weights[1:], weights[:1] * 2)
+
+
+def test_trained_model_is_used_on_one_device():
+    """The lines of docs/troubleshooting.md."""
+    with cpu_strategy(2).scope():
+        trainer = mirror.Trainer(nnx.Linear(3, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), "mse")
+    fit(trainer, (DATA["x"], DATA["y"]), batch_size=B)
+    x = jax.device_put(DATA["x"], jax.devices()[5])
+    with pytest.raises(ValueError, match="Received incompatible devices for jitted computation"):
+        trainer.model(x)
+    wanted = trainer.model(jax.device_get(x))
+    alone = nnx.merge(nnx.graphdef(trainer.model), jax.device_get(nnx.state(trainer.model)))
+    assert alone(x).devices() == x.devices()
+    np.testing.assert_allclose(alone(x), wanted, rtol=1e-6)

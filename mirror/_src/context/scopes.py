@@ -1,6 +1,7 @@
 """The per-thread stack of open scopes and replica contexts."""
 
 import contextlib
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -19,12 +20,14 @@ class Frame(NamedTuple):
         devices: Devices that the scope creates arrays on; `None` for a replica.
         shown_as: What `mirror.get_strategy()` returns, if not the strategy: in the scope of a
             `ParameterServerStrategy`, whose arrays are created by a local strategy.
+        task: The asyncio task that opened the scope, or None.
     """
 
     strategy: ReplicaGroup
     replica: ReplicaContext | None = None
     devices: ReplicaDevices | None = None
     shown_as: Any = None
+    task: Any = None
 
 
 class _Stack(threading.local):
@@ -39,6 +42,15 @@ def current_frame() -> Frame | None:
     """Returns the top of this thread's stack, or `None` outside every scope and replica."""
     frames = _stack.frames
     return frames[-1] if frames else None
+
+
+def current_task() -> Any:
+    """Returns the asyncio task that runs in this thread, or None."""
+    asyncio = sys.modules.get("asyncio")
+    try:
+        return None if asyncio is None else asyncio.current_task()
+    except RuntimeError:  # no event loop runs
+        return None
 
 
 def push_frame(frame: Frame) -> None:
@@ -116,7 +128,13 @@ def require_cross_replica(strategy: ReplicaGroup, method: str, instead: str) -> 
             f"strategy.{method} was called inside a replica, in a step run by {frame.strategy}. "
             f"{instead}"
         )
+    inside = f"{strategy}.{method} was called inside the scope of another strategy, "
+    if frame.task is not None and frame.task is not current_task():
+        raise RuntimeError(
+            f"{inside}{frame.strategy}, which another asyncio task has opened. A scope belongs to "
+            "the thread: close it before you await, or run each task's strategy in its own thread, "
+            "await asyncio.to_thread(train)."
+        )
     raise RuntimeError(
-        f"{strategy}.{method} was called inside the scope of another strategy, {frame.strategy}. "
-        "Exit that scope first, or use the same strategy for both."
+        f"{inside}{frame.strategy}. Exit that scope first, or use the same strategy for both."
     )

@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from mirror._src.data.foreign import copied, to_array
+from mirror._src.data.foreign import copied, is_packed, to_array
 from mirror._src.devices.narrowing import require_fits
 from mirror._src.utils.errors import describe, listing
 from mirror._src.utils.naming import keys
 from mirror._src.utils.types import PyTree
-from mirror._src.values.per_replica import PerReplica, is_numeric, is_per_replica
+from mirror._src.values.per_replica import PerReplica, is_long, is_numeric, is_per_replica
 
 
 class HostBatch(NamedTuple):
@@ -75,7 +75,7 @@ def host_batches(batches: Iterator[PyTree], advice: str) -> Iterator[HostBatch]:
 
 def host_batch(root: str, tree: PyTree, advice: str = "", number: int = 0) -> HostBatch:
     """Validates one batch, called `root` in messages; see `host_batches`."""
-    items, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_per_replica)
+    items, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_leaf)
     if not items:
         raise ValueError(f"{root} is {describe(tree)}, which contains no arrays. Yield arrays.")
     names = tuple(root + keys(path) for path, _ in items)
@@ -90,6 +90,10 @@ def host_batch(root: str, tree: PyTree, advice: str = "", number: int = 0) -> Ho
             "np.stack(rows)."
         )
     return HostBatch(number, names, leaves, treedef, sizes.pop())
+
+
+def _is_leaf(value: Any) -> bool:
+    return is_per_replica(value) or is_packed(value)
 
 
 def require_integers_fit(batch: HostBatch) -> None:
@@ -119,10 +123,13 @@ def array_of(name: str, leaf: Any) -> Any:
         )
     array = to_array(name, leaf)
     if not isinstance(array, jax.Array) and not is_numeric(array.dtype):
-        fix = "All rows must have the same length" if array.dtype == object else "Yield numbers"
+        fix = "Yield numbers; encode text first."
+        if array.dtype == object:
+            fix = "All rows must have the same length; encode text first."
+        if is_long(array.dtype):
+            fix = "Convert it: x.astype('float32')."
         raise TypeError(
-            f"{name} is {describe(leaf)} of dtype {array.dtype}, which JAX does not support. "
-            f"{fix}; encode text first."
+            f"{name} is {describe(leaf)} of dtype {array.dtype}, which JAX does not support. {fix}"
         )
     return array
 

@@ -28,7 +28,18 @@ def advice(source: Any) -> str:
 
 def is_array(value: Any) -> bool:
     """Whether the value is an array of any library."""
-    return hasattr(value, "__array__") and hasattr(value, "shape")
+    return hasattr(value, "__array__") and (is_nested(value) or hasattr(value, "shape"))
+
+
+def is_nested(value: Any) -> bool:
+    """Whether the value is a nested tensor of torch, which raises an error for its shape."""
+    return getattr(value, "is_nested", False) is True
+
+
+def is_packed(value: Any) -> bool:
+    """Whether the value is a `PackedSequence` of torch, a tuple whose parts have no batch axis."""
+    kind = type(value)
+    return kind.__name__ == "PackedSequence" and kind.__module__.startswith("torch.")
 
 
 def copied(tree: PyTree) -> PyTree:
@@ -62,6 +73,13 @@ def to_array(name: str, leaf: Any) -> jax.Array | np.ndarray:
     if isinstance(leaf, np.ndarray):
         is_plain = type(leaf) is np.ndarray and leaf.dtype.isnative
         return leaf if is_plain else _plain(name, leaf)
+    if is_nested(leaf) or is_packed(leaf):
+        what = "nested tensor" if is_nested(leaf) else "PackedSequence"
+        raise TypeError(
+            f"{name} is a {what} of torch, whose rows have different lengths. Yield padded rows, "
+            "and their lengths as another leaf: torch.nn.utils.rnn.pad_sequence(rows, "
+            "batch_first=True)."
+        )
     torch = sys.modules.get("torch")  # a tensor exists only after the import
     if torch is not None and isinstance(leaf, torch.Tensor):
         return _from_torch(name, leaf)

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.extend.core import ClosedJaxpr
 
@@ -20,7 +21,7 @@ from mirror._src.run.nnx.structure import is_object
 from mirror._src.utils.errors import describe
 from mirror._src.utils.naming import keys, name_of
 from mirror._src.utils.types import ARRAY_LIKE, Array, StepFunction
-from mirror._src.values.per_replica import is_float0
+from mirror._src.values.per_replica import is_float0, is_long, is_numeric
 from mirror._src.variables.captures import Captures
 from mirror._src.variables.variable import Variable
 
@@ -177,8 +178,18 @@ def _require_array(step_name: str, name: str, leaf: Any) -> None:
     if not isinstance(leaf, ARRAY_LIKE):
         raise TypeError(
             f"{step_name} returned {describe(leaf)} as {name}. A step may return arrays, numbers, "
-            "None and its own static arguments, in any nesting of containers."
+            f"None and its own static arguments, in any nesting of containers.{_fix_of(leaf)}"
         )
+    if isinstance(leaf, np.ndarray | np.generic) and not is_numeric(leaf.dtype):
+        fix = "Convert it: x.astype('float32')." if is_long(leaf.dtype) else "Return numbers."
+        raise TypeError(
+            f"{step_name} returned {describe(np.asarray(leaf))} as {name}, a dtype that JAX does "
+            f"not support. {fix}"
+        )
+
+
+def _fix_of(leaf: Any) -> str:
+    return " Return a list instead of a set." if isinstance(leaf, set | frozenset) else ""
 
 
 class TracedStep(NamedTuple):

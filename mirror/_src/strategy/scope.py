@@ -10,6 +10,7 @@ from mirror._src.context.replica_context import ReplicaGroup
 from mirror._src.context.scopes import (
     Frame,
     current_frame,
+    current_task,
     pop_frame,
     push_frame,
     require_cross_replica,
@@ -45,7 +46,7 @@ class Scope(Generic[S]):
                 mesh = contextlib.nullcontext()  # the trace already uses this scope's mesh
         mesh.__enter__()
         self._meshes.append(mesh)
-        push_frame(Frame(strategy, devices=self._devices))
+        push_frame(Frame(strategy, devices=self._devices, task=current_task()))
         enter_scope(strategy, self._devices)
         return strategy
 

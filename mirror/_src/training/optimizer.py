@@ -1,5 +1,7 @@
 """The optimizer of a `Trainer`: passed by the user, or created from an optax transformation."""
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import optax
@@ -7,6 +9,7 @@ from flax import nnx
 
 from mirror._src.training.mistakes import require_transformation
 from mirror._src.utils.errors import describe, expected
+from mirror._src.utils.types import Array
 
 
 def make_optimizer(
@@ -31,3 +34,21 @@ def make_optimizer(
         return tx
     require_transformation(tx)
     return nnx.Optimizer(model, tx, wrt=nnx.Param if wrt is None else wrt)
+
+
+def value_for(optimizer: nnx.Optimizer[Any], loss: Array) -> dict[str, Array]:
+    """Returns the loss as the argument `value` of an optimizer's update, if it accepts one.
+
+    Optax passes it to transformations that need it, such as `optax.contrib.reduce_on_plateau`.
+    """
+    tx = getattr(optimizer, "tx", None)  # a parameter server has the transformation
+    if not isinstance(tx, optax.GradientTransformationExtraArgs):
+        return {}
+    is_accepted = _accepts_value(optimizer.update) and _accepts_value(tx.update)
+    return {"value": loss} if is_accepted else {}
+
+
+def _accepts_value(update: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(update).parameters
+    has_more = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return has_more or "value" in parameters

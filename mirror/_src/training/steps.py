@@ -24,6 +24,7 @@ from mirror._src.training.exact import as_float
 from mirror._src.training.loss_scale import SCALE, SKIPPED, LossScale, Snapshot
 from mirror._src.training.mistakes import describes_batch
 from mirror._src.training.objective import LOSS, Objective, Sums
+from mirror._src.training.optimizer import value_for
 from mirror._src.training.precision import Precision
 from mirror._src.utils.naming import name_of
 from mirror._src.utils.source_lines import on_behalf_of, users_function
@@ -66,10 +67,10 @@ def training_step(objective: Objective, wrt: Any, accumulate_steps: int) -> Call
             grads = loss_scale.unscale(grads)
         grads = _like(grads, model, wrt)
         if loss_scale is None or before is None:
-            optimizer.update(model, grads)
+            optimizer.update(model, grads, **value_for(optimizer, _mean_loss(sums)))
             return sums
         finite = loss_scale.update(grads)
-        optimizer.update(model, grads)
+        optimizer.update(model, grads, **value_for(optimizer, _mean_loss(sums)))
         before.restore_unless(finite)
         return _with_scale(sums, scale, finite)
 
@@ -259,6 +260,13 @@ def _common_weight(sums: Sums) -> Array:
 def _weight(sums: Sums) -> Array:
     """Returns the sum of the weights of a `Weighted` loss."""
     return as_float(sums.weights[LOSS], sums.totals[LOSS].dtype)
+
+
+def _mean_loss(sums: Sums) -> Array:
+    """Returns the loss of the batch on all replicas; 0 if the total weight is 0."""
+    divisor = _nonzero(_weight(sums)) if LOSS in sums.weights else sums.count
+    loss: Array = sums.totals[LOSS] / divisor
+    return loss
 
 
 def _nonzero(weight: Array) -> Array:

@@ -91,7 +91,8 @@ class Trainer(TrainerState[M]):
 
     Args:
         model: An `nnx.Module`. Wrap a Linen module: `nnx.bridge.ToNNX(module, rngs).lazy_init(x)`.
-        tx: An optax transformation, or an `nnx.Optimizer` of the model.
+        tx: An optax transformation, or an `nnx.Optimizer` of the model. Transformations with extra
+            arguments receive the loss as `value`, as `optax.contrib.reduce_on_plateau` requires.
         loss_fn: Function `(model, batch)` that returns float losses of shape `(B,)` for one
             replica's batch, or `(losses, metrics)` with a dict of metrics of shape `(B,)`. Booleans
             and integers are counted exactly. A loss or metric may be

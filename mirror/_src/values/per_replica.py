@@ -27,7 +27,12 @@ UNEQUAL_SHAPES = (
 
 def is_numeric(dtype: Any) -> bool:
     """Whether JAX supports arrays of this dtype: booleans and numbers, including small floats."""
-    return dtype == np.bool_ or jnp.issubdtype(dtype, jnp.number)
+    return dtype == np.bool_ or (jnp.issubdtype(dtype, jnp.number) and not is_long(dtype))
+
+
+def is_long(dtype: Any) -> bool:
+    """Whether this is `np.longdouble` or its complex dtype, where these have more than 64 bits."""
+    return np.dtype(dtype).char in "gG" and dtype not in (np.float64, np.complex128)
 
 
 def is_float0(leaf: Any) -> bool:
@@ -373,9 +378,11 @@ def _stack(values: Sequence[ArrayLike]) -> Array | np.ndarray | UnstackedArrays:
     rows: list[Any] = [v if isinstance(v, jax.Array) else np.asarray(v) for v in values]
     for row, value in zip(rows, values, strict=True):
         if not isinstance(row, jax.Array) and not is_numeric(row.dtype):
+            fix = "For a pytree, make each leaf a PerReplica."
+            if is_long(row.dtype):
+                fix = "Convert it: x.astype('float32')."
             raise TypeError(
-                f"PerReplica expects one array or number per replica, got {describe(value)}. For a "
-                "pytree, make each leaf a PerReplica."
+                f"PerReplica expects one array or number per replica, got {describe(value)}. {fix}"
             )
     if not rows:
         raise ValueError("PerReplica expects one value per replica, got [].")
