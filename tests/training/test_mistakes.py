@@ -421,7 +421,8 @@ def test_probabilities_for_a_loss_of_logits_are_one_warning(subtests):
             assert_message(
                 text, names=name.split()[0], values=repr(row[1]), fix="from_logits=False"
             )
-            assert fit(row, from_logits=False)[0] == []
+    for name in ("softmax", "sigmoid"):
+        assert fit(PROBABILITIES[name], from_logits=False)[0] == []
     (text,), _ = fit(PROBABILITIES["softmax"], pieces=2)
     assert "from_logits=False" in text
     for name, row in LOGITS.items():
