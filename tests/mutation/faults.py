@@ -480,8 +480,8 @@ _OF_RUN = (
     Fault(
         "an argument that has become part of the model",
         f"{_RUN}/quick.py",
-        "unchanged = self._unchanged if is_last else None",
-        "unchanged = self._unchanged",
+        "expected = self._history.find(leaves) if is_last else None",
+        "expected = self._history.find(leaves)",
         ("tests/run/test_quick.py",),
         likely="part_of_the_model",
         is_slow=True,
@@ -498,8 +498,8 @@ _OF_RUN = (
     Fault(
         "a constant argument that was replaced",
         f"{_RUN}/unchanged_arguments.py",
-        "elif previous and previous[i]() is leaves[i]:",
-        "elif previous:",
+        "map(operator.call, expected + self._constants),",
+        "map(operator.call, expected),",
         ("tests/run/test_quick.py",),
         is_slow=True,
     ),

@@ -3,6 +3,8 @@
 The thread that compares is off: the processes compare after each row, and none ends.
 """
 
+import gc
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -56,8 +58,13 @@ def scaled(w, x):
     return w * x.mean()
 
 
+def halved(w):
+    return w / 2
+
+
 weights = {"w": np.ones(3, np.float32)}
 large = np.ones(2**15, np.float32)
+kept, steps = {}, []
 
 
 def run(lr, x=batch):
@@ -80,8 +87,17 @@ def numpy_array(value):
     run(np.full(3, 0.1 * value, np.float32))
 
 
+def integer(value):
+    run(int(value))
+
+
 def jax_array(value):
     run(jnp.float32(0.1 * value))
+
+
+def kept_array(value):
+    for _ in range(3):
+        strategy.run(scaled, (kept.setdefault(value, jnp.full(3, value)), batch))
 
 
 def large_array(value):
@@ -142,14 +158,34 @@ def callback_bias(value):
     fit_callback(write, value)
 
 
+def results_of_another_program(value):
+    for _ in range(3):
+        weights["w"] = strategy.run(halved, (weights["w"],))
+        run(0.1)
+        strategy.run(scaled, (weights["w"], batch))
+
+
+def results_of_a_dropped_step(value):
+    def step(w):
+        return w / 2
+
+    weights["w"] = strategy.run(step, (weights["w"],))
+    if me:
+        steps.append(step)  # which Python frees in the other process
+    del step
+    gc.collect()
+    run(0.1)
+
+
 def nothing(value):
     run(0.1)
     train_once()
 
 
 ROWS = [
-    *(number, numpy_scalar, numpy_array, jax_array, large_array, changed_result, assign),
-    *(nnx_eager, nnx_assignment, hyperparameter, callback_hyperparameter, callback_bias, nothing),
+    *(number, integer, numpy_scalar, numpy_array, jax_array, kept_array, large_array),
+    *(changed_result, assign, nnx_eager, nnx_assignment, hyperparameter, callback_hyperparameter),
+    *(callback_bias, results_of_another_program, results_of_a_dropped_step, nothing),
 ]
 
 

@@ -131,6 +131,63 @@ def test_quick_call_does_not_visit_each_leaf_in_python(name, form, monkeypatch):
     assert many < 250
 
 
+def test_results_of_another_program_are_not_visited_in_python(monkeypatch):
+    """As in adversarial training, of which each step reads what the other one returned."""
+    strategy = MAKERS["pmap"]()
+    inside.stop_logging_launches(monkeypatch)
+
+    def first(state, others, batch):
+        return step(state, others, batch)
+
+    def second(state, others, batch):
+        return step(state, others, batch)
+
+    def step(state, others, batch):
+        mean = mirror.get_replica_context().all_reduce("mean", batch.mean())
+        return {name: w + mean * others[name] for name, w in state.items()}
+
+    def events_for(num_leaves: int) -> int:
+        batch = own(strategy)
+        with strategy.scope():
+            a, b = ({f"w{i}": jnp.zeros(2) for i in range(num_leaves)} for _ in range(2))
+
+        def call() -> None:
+            nonlocal a, b
+            a = strategy.run(first, (a, b, batch), donate_argnums=0)
+            b = strategy.run(second, (b, a, batch), donate_argnums=0)
+
+        for _ in range(5):
+            call()
+        return min(num_python_events(call) for _ in range(5))
+
+    assert events_for(10) == events_for(20)
+
+
+@rows(
+    "error, num_launches",
+    {
+        "of a process that died": (ValueError("UNKNOWN: Gloo all-reduce failed: [pair.cc:547]"), 1),
+        "of a rejected call": (ValueError("INVALID_ARGUMENT: Gloo"), 2),
+    },
+)
+def test_failed_launch_is_not_repeated(strategy, error, num_launches, monkeypatch):
+    launches = 0
+
+    def fails(*_):
+        nonlocal launches
+        launches += 1
+        raise error
+
+    state, batch = {"w": np.ones(4, np.float32)}, own(strategy)
+    for _ in range(3):
+        state, _ = strategy.run(update, (state, batch))
+    monkeypatch.setattr(inside.launch_guard(), "_call", fails)
+    with pytest.raises(ValueError, match=str(error).partition(":")[0]) as raised:
+        strategy.run(update, (state, batch))
+    assert raised.value is error
+    assert launches == num_launches
+
+
 # An interrupt may come at any moment of a call.
 
 

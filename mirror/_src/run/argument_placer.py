@@ -4,7 +4,7 @@ import operator
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
-from weakref import WeakValueDictionary, ref
+from weakref import WeakValueDictionary
 
 import jax
 import numpy as np
@@ -21,6 +21,7 @@ from mirror._src.run.arguments import ref_message
 from mirror._src.run.call import Call
 from mirror._src.run.mesh import require_not_stacked
 from mirror._src.run.program import StepProgram
+from mirror._src.run.unchanged_arguments import RecentResults, exclude_results
 from mirror._src.utils.errors import counted, describe
 from mirror._src.utils.types import Array, PyTree
 from mirror._src.values.per_replica import UNEQUAL_SHAPES, is_float0, is_numeric
@@ -56,7 +57,7 @@ class ArgumentPlacer:
         # only if it is the very array: a new array may have the id of one that has been freed.
         self._unshared: WeakValueDictionary[int, Array] = WeakValueDictionary()  # by id
         self._owners: WeakValueDictionary[int, Array] = WeakValueDictionary()  # by buffer address
-        self._recent_programs: deque[ref[StepProgram]] = deque(maxlen=_MAX_RECENT_PROGRAMS)
+        self._recent: deque[RecentResults] = deque(maxlen=_MAX_RECENT_PROGRAMS)
 
     def are_placed(self, per_replica: Sequence[int], leaves: list[Any]) -> bool:
         """Whether every leaf is on the replicas' devices; fast, because a call has hundreds."""
@@ -161,11 +162,15 @@ class ArgumentPlacer:
 
     def record_run(self, program: StepProgram) -> None:
         """Records that a program has run, because the next call may receive its results."""
-        reference = ref(program)
-        if not self._recent_programs or self._recent_programs[-1] is not reference:
-            if reference in self._recent_programs:
-                self._recent_programs.remove(reference)
-            self._recent_programs.append(reference)
+        returned = program.returned
+        if not self._recent or self._recent[-1] is not returned:
+            if returned in self._recent:
+                self._recent.remove(returned)
+            self._recent.append(returned)
+
+    def recent_results(self, program: StepProgram) -> list[RecentResults]:
+        """Returns the results of a program, then of the programs that have run last."""
+        return list(dict.fromkeys([program.returned, *reversed(self._recent)]))
 
     def reshard(
         self, program: StepProgram, call: Call, leaves: list[Any]
@@ -215,7 +220,7 @@ class ArgumentPlacer:
         bring such arrays, they are therefore copied, which does not wait.
         """
         new = [i for i in positions if self._unshared.get(id(leaves[i])) is not leaves[i]]
-        new = new and self.exclude_results(program, leaves, new)
+        new = new and exclude_results(self.recent_results(program), leaves, new)
         if not new:
             return
         program.num_address_checks += 1
@@ -235,19 +240,6 @@ class ArgumentPlacer:
             taken |= addresses
             self._unshared[id(leaves[i])] = leaves[i]
             self._owners.update(dict.fromkeys(addresses, leaves[i]))
-
-    def exclude_results(
-        self, program: StepProgram, leaves: list[Any], positions: Sequence[int]
-    ) -> list[int]:
-        """Returns the positions whose leaves are not recent results of any program."""
-        programs = [program, *(reference() for reference in reversed(self._recent_programs))]
-        for recent in dict.fromkeys(programs):
-            for references in reversed(recent.returned) if recent is not None else ():
-                ids = set(map(id, map(operator.call, references)))
-                positions = [i for i in positions if id(leaves[i]) not in ids]
-                if not positions:
-                    return []
-        return list(positions)
 
     def _mirror(self, leaf: Any) -> Array:
         if isinstance(leaf, jax.Array):

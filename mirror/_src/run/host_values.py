@@ -23,6 +23,7 @@ from mirror._src.run.argument_placer import ArgumentPlacer
 from mirror._src.run.call import Call
 from mirror._src.run.nnx.table import ObjectTable
 from mirror._src.run.program import StepProgram
+from mirror._src.run.unchanged_arguments import ArgumentHistory, exclude_results
 from mirror._src.utils.types import Array
 
 _LARGE = 2**16  # bytes; of larger arrays, the device computes a fingerprint
@@ -102,15 +103,25 @@ class HostValues:
             leaves: The same leaves on the devices.
             are_compared: Whether all processes have just compared the values.
         """
-        mirrored = sorted(set(range(len(leaves))).difference(call.layout.per_replica))
+        if program.passed is None:
+            mirrored = set(range(len(leaves))).difference(call.layout.per_replica)
+            program.passed = ArgumentHistory(sorted(mirrored))
+        history = program.passed
         new_state = self._objects.unchecked(call.record) if call.record is not None else []
-        moved = [i for i in mirrored if passed[i] is not leaves[i]]  # `isinstance` is slow
-        of_host = [i for i in moved if not isinstance(passed[i], jax.Array)]
-        arrays = [i for i in mirrored if i not in of_host] if of_host else mirrored
-        new = [*of_host, *self._unknown(program, leaves, arrays)]
+        expected = history.find(leaves)
+        positions = history.mirrored if expected is None else expected.new_positions
+        new: Sequence[int] = ()
+        if positions:
+            moved = [] if passed is leaves else [i for i in positions if passed[i] is not leaves[i]]
+            of_host = {i for i in moved if not isinstance(passed[i], jax.Array)}
+            known = {i for i in moved if self._known.get(id(passed[i])) is passed[i]}
+            arrays = [i for i in positions if i not in of_host and i not in known]
+            new = [*sorted(of_host), *self._unknown(program, leaves, arrays)]
+            history.update(leaves, self._placer.recent_results(program), program.is_rare)
         if are_compared:
-            self._known.update({id(leaves[i]): leaves[i] for i in new})
-            new, new_state = [], []
+            for i in new:
+                self._remember(passed[i], leaves[i])
+            new, new_state = (), ()
         digests: dict[str, Digest] = {}
         if new or new_state:
             if not program.input_names:
@@ -146,7 +157,8 @@ class HostValues:
         self, program: StepProgram, leaves: list[Any], positions: Sequence[int]
     ) -> Sequence[int]:
         """Returns the positions of the leaves that no launch returned and nothing has compared."""
-        new = self._placer.exclude_results(program, leaves, positions)
+        programs = self._placer.recent_results(program)
+        new: Sequence[int] = exclude_results(programs, leaves, positions)
         new = [i for i in new if self._known.get(id(leaves[i])) is not leaves[i]]
         return new and self._objects.exclude_checked(leaves, new)
 
@@ -154,5 +166,10 @@ class HostValues:
         is_on_host = not isinstance(passed, jax.Array)
         if is_on_host and leaf.nbytes <= _LARGE:
             return _OnHost(passed, leaf.dtype)
-        self._known[id(leaf)] = leaf
+        self._remember(passed, leaf)
         return _OnDevice(leaf)
+
+    def _remember(self, passed: Any, leaf: Array) -> None:
+        self._known[id(leaf)] = leaf
+        if passed is not leaf and isinstance(passed, jax.Array):  # which no one can change
+            self._known[id(passed)] = passed

@@ -2,10 +2,9 @@
 
 import functools
 import itertools
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
-from weakref import WeakValueDictionary, ref
+from weakref import WeakValueDictionary
 
 import jax
 import numpy as np
@@ -31,13 +30,13 @@ from mirror._src.run.nnx.metrics import Update, merge
 from mirror._src.run.nnx.record import Record
 from mirror._src.run.plan import Merge, Plan
 from mirror._src.run.step import Step, TracedStep
+from mirror._src.run.unchanged_arguments import ArgumentHistory, RecentResults
 from mirror._src.utils.source_lines import line_of
 from mirror._src.utils.types import Array
 from mirror._src.values.per_replica import PerReplica
 
 _FREE_ATTEMPTS = 4
 _RUNS_PER_ATTEMPT = 8
-_MAX_RETURNED = 16
 
 
 class StepProgram:
@@ -59,8 +58,8 @@ class StepProgram:
         shards: The sharded part of the program; `None` if nothing can be sharded.
         last_shardings: Shardings of the inputs at the last launch.
         num_address_checks: Number of calls with arrays that might share memory.
-        returned: Weak references to the mirrored arrays that recent runs returned. They share no
-            memory with other arrays, except with those that the user created from them since.
+        returned: The mirrored arrays that recent runs returned.
+        passed: The leaves of earlier calls, for the other processes; see `HostValues`.
         shared_samples: The user's lines that sample the same random numbers on all replicas.
         drifts: Arguments that may come back per-replica.
         drifting_results: Positions of the results that such arguments come back as.
@@ -106,7 +105,8 @@ class StepProgram:
         self.kinds: Sequence[Kind] = _kinds(step.per_replica, self.shards and self.shards.inputs)
         outputs = [step.per_replica[i] for i in plan.changed] + plan.per_replica_results
         self._are_mirrored = [not is_own for is_own in plan.per_replica_results]
-        self.returned: deque[list[ref[Array]]] = deque([[]], _MAX_RETURNED)
+        self.returned = RecentResults()
+        self.passed: ArgumentHistory | None = None
         self.num_address_checks = 0
         self._attribute_changes = step.attribute_changes
         self._static_results = step.static_results
@@ -182,7 +182,7 @@ class StepProgram:
         """Returns the results of `run`, given the outputs of a successful launch."""
         self.runs += 1
         results = outputs[self._results]
-        self.returned.append(list(map(ref, itertools.compress(results, self._are_mirrored))))
+        self.returned.add(itertools.compress(results, self._are_mirrored))
         if not self._static_results:
             return self._out_tree.unflatten(results)
         dynamic = iter(results)

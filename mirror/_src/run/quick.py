@@ -28,9 +28,10 @@ from mirror._src.run.arguments import ObjectPlaceholder
 from mirror._src.run.call import Call
 from mirror._src.run.nnx.table import ObjectTable
 from mirror._src.run.program import StepProgram
-from mirror._src.run.unchanged_arguments import Ref, UnchangedArguments
+from mirror._src.run.unchanged_arguments import ArgumentHistory, RecentResults, Ref
 
 _REJECTIONS = (SignatureChanged, TypeError, ValueError, OverflowError, RuntimeError)
+_FAILURES = ("UNKNOWN:", "INTERNAL:", "UNAVAILABLE:", "ABORTED:", "DEADLINE_EXCEEDED:")
 _MAX_COMPARED = 8  # leaves that are compared with all others one by one, in C
 
 
@@ -48,6 +49,7 @@ class QuickCall:
         are_placed: Returns whether arrays are on the replicas' devices. The first argument lists
             the positions of per-replica arrays.
         copy_shared: Copies the leaves at some positions that share memory with other arrays.
+        recent_results: Returns the results of a program and of those that have run last.
         note: Notes a launch for the other processes, with the number of leaves of the objects, the
             other leaves, and the positions of those that may be new; None in a single process.
         misses: Number of calls of the function so far that did not match the call before them.
@@ -60,6 +62,7 @@ class QuickCall:
         objects: ObjectTable,
         are_placed: Callable[[Sequence[int], list[Any]], bool],
         copy_shared: Callable[[StepProgram, list[Any], list[Any], Iterable[int]], None],
+        recent_results: Callable[[StepProgram], Sequence[RecentResults]],
         note: Callable[[StepProgram, int, list[Any], Sequence[int]], None] | None = None,
         misses: int = 0,
     ) -> None:
@@ -80,10 +83,9 @@ class QuickCall:
         self._are_placed = are_placed
         self._copy_shared = copy_shared
         self._note = note
-        self._unchanged: UnchangedArguments | None = None
+        self._recent_results = recent_results
+        self._history = ArgumentHistory(self._mirrored)
         self._last_state: Ref | None = None  # weak: the state may be a whole trained model
-        self._previous: list[Ref] = []
-        self._num_updates = 0
         self.misses = misses
 
     @property
@@ -138,14 +140,16 @@ class QuickCall:
         Returns the positions of those that may be new and are not per-replica.
         """
         new_positions: Sequence[int] = self._mirrored
+        foreign: Sequence[int] = ()
         # If another program wrote the objects' state, one of the leaves may now be part of it, and
         # would be donated. Every leaf is checked then.
         is_last = not state or (self._last_state is not None and self._last_state() is state)
-        unchanged = self._unchanged if is_last else None
-        if unchanged is not None and unchanged.are_unchanged(leaves, self.program.returned[-1]):
-            new_positions = unchanged.new_positions
+        expected = self._history.find(leaves) if is_last else None
+        if expected is not None:
+            new_positions, foreign = expected.new_positions, expected.foreign_positions
         donates = bool(state or self.program.donated)
-        if donates and _is_any_repeated(leaves, [*new_positions, *self._per_replica], state):
+        unsure = [*new_positions, *foreign, *self._per_replica]
+        if donates and _is_any_repeated(leaves, unsure, state):
             raise SignatureMissed
         rows = [leaves[i] for i in self._per_replica]
         new_leaves = [leaves[i] for i in new_positions]
@@ -157,12 +161,9 @@ class QuickCall:
             raise SignatureMissed
         if donates and new_positions:
             self._copy_shared(self.program, state, leaves, new_positions)
-        if new_positions and self.program.is_rare(self._num_updates):
-            self._unchanged = UnchangedArguments(
-                leaves, self._mirrored, self.program.returned[-1], self._previous
-            )
-            self._previous = list(map(ref, leaves))
-            self._num_updates += 1
+        if new_positions:
+            recent = self._recent_results(self.program)
+            self._history.update(leaves, recent, self.program.is_rare)
         return new_positions
 
 
@@ -183,4 +184,8 @@ def _is_failure(error: BaseException) -> bool:
     text = str(error)
     if "KeyboardInterrupt" in text:  # raised inside JAX's C++ code, which converts it
         return True
-    return isinstance(error, jax.errors.JaxRuntimeError) and not text.startswith("INVALID_ARGUMENT")
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        return not text.startswith("INVALID_ARGUMENT")
+    # If a process of a job on CPUs has died, the others get another class than JAX's (JAX 0.10.2):
+    # ValueError("UNKNOWN: Gloo all-reduce failed: ...").
+    return isinstance(error, ValueError) and text.startswith(_FAILURES)

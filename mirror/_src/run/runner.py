@@ -245,6 +245,7 @@ class Runner:
                 self._objects,
                 self._placer.are_placed,
                 self._placer.copy_shared,
+                self._placer.recent_results,
                 self._host_values.note_again if self._host_values is not None else None,
                 misses,
             )
