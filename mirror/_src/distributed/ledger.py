@@ -221,7 +221,8 @@ def _programs_differ(number: int, labels: Mapping[int, str]) -> Difference:
         f"The processes run different programs as launch {number}: {what}. Their collectives "
         "may have been mixed, so that results since then are wrong. Make the same calls of the "
         "strategy in the same order on every process, also evaluate and predict: move them out of "
-        "`if strategy.is_chief:`.",
+        "`if strategy.is_chief:`, and call them from one thread only, because the order of two "
+        "threads may differ.",
     )
 
 
