@@ -41,6 +41,8 @@ def test_an_error_of_all_processes_ends_them_in_order():
 ENDS = {  # by name in several_ending.py: texts of all processes, statuses
     "exit": (["Process 1 has ended", "sys.exit"], [1, 3]),
     "return": (["Process 1 has ended", "several_ending.py"], [1, 0]),
+    "chief returns": (["Process 0 has ended", "several_ending.py"], [0, 1]),
+    "static argument": (["ProgramMismatchError", "process 0 runs step", "process 1 runs"], [1, 1]),
     "less data": (["Process 1 has ended"], [1, 0]),
     "exception": (["ValueError: bad row 12"], [1, 1]),
     "batch size": (["ReplicaDivergenceError", "batch['x']"], [1, 1]),

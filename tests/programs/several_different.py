@@ -99,6 +99,14 @@ def constant():
     return lambda x: x.sum() + jnp.asarray(table).sum(), (rows(4),)
 
 
+def flag():
+    return lambda x, is_max: x.max() if is_max else x.sum(), (rows(4), other)
+
+
+def text():
+    return lambda x, how: getattr(x, how)(), (rows(4), "max" if other else "sum")
+
+
 def shuffle():
     """Another order of the examples in the last process."""
     data = mirror.data.from_arrays(np.arange(48.0), 8, shuffle=True, seed=int(other))

@@ -1,4 +1,6 @@
-"""Two processes, of which the last ends, or does something else, while the other one continues.
+"""Two processes, of which one ends, or does something else, while the other one continues.
+
+It is the last process, except for "chief returns".
 
 python several_ending.py HOW
 """
@@ -15,7 +17,7 @@ import mirror
 
 how = sys.argv[1]
 strategy = mirror.MultiWorkerMirroredStrategy()
-differs = mirror.distributed.process_index() == 1
+differs = mirror.distributed.process_index() == (0 if how == "chief returns" else 1)
 with strategy.scope():
     model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
     trainer = mirror.Trainer(model, optax.sgd(0.1), "mean_squared_error", labels="y")
@@ -46,16 +48,18 @@ trainer.evaluate(data, batch_size=4)  # its program has run before
 started = time.time()
 if how == "less data" and differs:
     data = {name: rows[:36] for name, rows in data.items()}
-if how == "return":
+if how in ("return", "chief returns", "static argument"):
     batches = list(strategy.distribute_dataset([{"x": data["x"][:4]}] * 60))
 
-    def step(batch):
-        return mirror.get_replica_context().all_reduce("sum", batch["x"].sum())
+    def step(batch, is_max):
+        total = batch["x"].max() if is_max else batch["x"].sum()
+        return mirror.get_replica_context().all_reduce("sum", total)
 
     for i, batch in enumerate(batches):
-        if differs and i == 30:
+        if differs and i == 30 and how != "static argument":
             break
-        total = float(strategy.run(step, (batch,)))
+        is_max = i % 2 == 1 if i < 4 else differs and i == 30
+        total = float(strategy.run(step, (batch, is_max)))
 else:
     trainer.fit(data, epochs=60, batch_size=size, callbacks=Differs(), progress=False)
 print("ended", flush=True)
