@@ -14,6 +14,7 @@ import mirror
 from tests.support import inside
 from tests.support.messages import assert_message, raises
 from tests.support.strategies import cpu_strategy
+from tests.support.tables import rows
 
 X = np.random.RandomState(0).randn(8, 3).astype(np.float32)
 Y = np.arange(8) % 3
@@ -499,7 +500,24 @@ def test_data_without_nan_is_not_blamed():
     trainer = new(lambda model, batch: jnp.log(-abs(model(batch[0]).sum(-1))))
     with pytest.warns(UserWarning, match="nan") as caught:
         trainer.fit([(X, Y)], progress=False)
-    assert "batch" not in str(caught[0].message)
+    assert "clean the data" not in str(caught[0].message)
+
+
+@rows(
+    "batch, labels",
+    {
+        "tuple": ((X, Y), ["batch[1] contains 0 to 2", "labels=1"]),
+        "two": ({"x": X, "y": Y, "z": Y}, ["labels='label'"]),
+    },
+)
+def test_nan_loss_names_the_labels(batch, labels):
+    def loss_fn(model, batch):
+        x = batch["x"] if isinstance(batch, dict) else batch[0]
+        return jnp.log(-abs(model(x).sum(-1)))
+
+    with pytest.warns(UserWarning, match="nan") as caught:
+        new(loss_fn).fit([batch], progress=False)
+    assert_message(str(caught[0].message), fix=labels)
 
 
 def test_states_of_two_callbacks_of_one_class_keep_their_metric(tmp_path):

@@ -18,7 +18,7 @@ from mirror._src.training.agreed_stop import AgreedStop, Cause
 from mirror._src.training.history import History
 from mirror._src.training.loss_scale import LossScale, stuck
 from mirror._src.training.meter import CollectedMetrics, in_order
-from mirror._src.training.mistakes import bytes_of, wrong_numbers
+from mirror._src.training.mistakes import bytes_of, labels_in, wrong_numbers
 from mirror._src.training.objective import LOSS, Sums
 from mirror._src.training.position import Position
 from mirror._src.training.remote import RemoteStrategy
@@ -30,6 +30,7 @@ from mirror._src.utils.errors import require_int
 from mirror._src.utils.modules import set_module
 from mirror._src.utils.naming import depth_of_user, is_our_module
 
+_LABELS = ", which mirror.Trainer(..., labels='label', num_classes=10) checks"
 _MOST_KEPT_BYTES = 2**23
 
 
@@ -338,11 +339,12 @@ class TrainingRun:
         else:
             kept = next((launch for number, launch in self._batches if number == step), None)
             data = "" if kept is None else wrong_numbers(kept)
+            labels = None if kept is None else labels_in(kept)
             message = (
                 f"The loss is {loss} at step {step}. Training continues; add "
                 f"mirror.callbacks.NaNGuard() to stop at the first non-finite value. {data}Common "
                 "causes: a learning rate that is too high, log(0) or division by zero, or labels "
-                "out of range, which mirror.Trainer(..., labels='label', num_classes=10) checks."
+                f"out of range{labels or _LABELS}."
             )
         warnings.warn(message, stacklevel=depth_of_user())
 

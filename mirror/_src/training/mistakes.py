@@ -19,6 +19,7 @@ from mirror._src.utils.errors import counted, describe, expected, nearest
 from mirror._src.utils.naming import depth_of_user, is_our_module, keys, name_of, signature_of
 from mirror._src.utils.source_lines import is_own
 from mirror._src.utils.types import PyTree
+from mirror._src.values.per_replica import is_per_replica
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -278,6 +279,26 @@ def wrong_numbers(launch: PaddedBatch) -> str:
                         f"in row {number}{which}): clean the data. "
                     )
     return ""
+
+
+def labels_in(launch: PaddedBatch) -> str | None:
+    """Returns how to check the labels of a launch, or None if it is unclear which they are."""
+    with suppress(Exception):  # the devices of other processes
+        mask = np.asarray(launch.mask.stacked)
+        leaves = jax.tree_util.tree_flatten_with_path(launch.batch, is_leaf=is_per_replica)[0]
+        arrays = [(path, np.asarray(leaf.stacked)) for path, leaf in leaves]
+        ((path, values),) = [
+            (path, values)
+            for path, values in arrays
+            if values.shape == mask.shape and np.issubdtype(values.dtype, np.integer)
+        ]
+        (key,) = (getattr(each, "key", getattr(each, "idx", None)) for each in path)
+        values = values[mask]
+        return (
+            f" (batch{keys(path)} contains {values.min()} to {values.max()}), which "
+            f"mirror.Trainer(..., labels={key!r}, num_classes=n) checks"
+        )
+    return None
 
 
 def _is_ours(error: BaseException) -> bool:
