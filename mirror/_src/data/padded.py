@@ -88,8 +88,9 @@ class PaddedDataset(DistributedDatasetBase[PaddedBatch]):
     def last_size(self) -> int | None:
         """The number of examples of the last batch of a pass, or None if it is unknown."""
         data = self._source.dataset
-        is_known = isinstance(data, ArrayDataset) and data.shard is None
-        if not is_known or self._input.is_local or self._plan.remainder != "pad":
+        if not isinstance(data, ArrayDataset) or data.shard is not None:
+            return None
+        if self._input.is_local or self._plan.remainder != "pad":
             return None
         return min(data.batch_size, data.num_examples - (len(data) - 1) * data.batch_size)
 
