@@ -1250,12 +1250,42 @@ def test_update_that_reaches_no_result_is_one_warning(subtests):
             run(step, *lost_arguments(step))
 
 
-def test_noise_of_private_gradients_belongs_after_the_all_reduce():
-    def step(key, x):
-        return all_reduce("mean", x.sum(0) + jax.random.normal(key, (3,)))
+def private(key, x):
+    return all_reduce("mean", -0.1 * (x.sum(0) + jax.random.normal(key, (3,))) / 4)
 
-    with pytest.warns(UserWarning, match="random numbers") as caught:
-        run(step, jax.random.key(0), batch())
-    assert_message(
-        str(caught[0].message), names="step", fix=["fold_in(key)", "after the all-reduce"]
-    )
+
+def private_loop(key, x):
+    noisy = x.sum(0)
+    for each in jax.random.split(key, 2):
+        noisy = noisy - 0.5 * jax.random.normal(each, (3,))
+    return all_reduce("sum", noisy)
+
+
+def augmented(key, x):
+    return all_reduce("mean", ((x + jax.random.normal(key, x.shape)) ** 2).mean())
+
+
+def dropped(key, x):
+    return all_reduce("sum", jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0).sum())
+
+
+def noisy_and_returned(key, x):
+    noisy = x + jax.random.normal(key, x.shape)
+    return all_reduce("sum", noisy.sum()), noisy
+
+
+def test_noise_is_advised_by_its_use(subtests):
+    for step in (private, private_loop, augmented, dropped, noisy_and_returned):
+        with subtests.test(msg=step.__name__):
+            with pytest.warns(UserWarning, match="random numbers") as caught:
+                run(step, jax.random.key(0), batch())
+            (text,) = [str(each.message) for each in caught]
+            is_summed = step in (private, private_loop)
+            line = f"{step.__code__.co_firstlineno + (3 if step is private_loop else 1)} in"
+            fix = (
+                'after mirror.get_replica_context().all_reduce("sum"'
+                if is_summed
+                else "fold_in(key)"
+            )
+            assert_message(text, names=step.__name__, values=line, fix=fix)
+            assert ("fold_in" in text) != is_summed

@@ -50,6 +50,7 @@ class Notes:
         shared_samples: The user's lines that sample the same random numbers on all replicas.
         shared_noise: The lines among them whose numbers are combined elementwise with per-replica
             values, as in dropout, noise and augmentation.
+        summed_noise: The lines among these whose numbers are only summed over the replicas.
         idle_collectives: Lines of collectives of mirrored values, in a program in which nothing
             differs between replicas.
         lost_updates: New values of mirrored inputs that reach no output.
@@ -58,6 +59,7 @@ class Notes:
 
     shared_samples: list[str] = field(default_factory=list)
     shared_noise: list[str] = field(default_factory=list)
+    summed_noise: set[str] = field(default_factory=set)
     idle_collectives: list[str] = field(default_factory=list)
     lost_updates: list[LostUpdate] = field(default_factory=list)
     changed_in_place: frozenset[Any] = frozenset()

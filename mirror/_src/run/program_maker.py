@@ -15,6 +15,7 @@ from mirror._src.program.marks import Mark
 from mirror._src.program.match import join_marks
 from mirror._src.program.origins import lost_updates
 from mirror._src.program.proof import Notes, prove
+from mirror._src.program.summed_noise import summed_noise
 from mirror._src.program.trace import context_token
 from mirror._src.run.arguments import ref_message, require_no_keras
 from mirror._src.run.cache import Identity, ProgramCache
@@ -135,6 +136,8 @@ class ProgramMaker:
         if executor.can_shard:
             differs = plan.per_replica_results
             carried = carried_state(call, step, avals[: len(results)], differs, donated=False)
+        if notes.shared_noise:
+            notes.summed_noise = summed_noise(jaxprs[0], step.per_replica)
         notes.changed_in_place = step.changed_in_place
         lost = lost_updates(jaxprs[0])
         notes.lost_updates = [update for update in lost if not step.per_replica[update.input]]

@@ -54,12 +54,20 @@ class StepWarnings:
                 f"{notes.idle_collectives[0]} reduces values that are already equal. Pass batches "
                 "from strategy.distribute_dataset(dataset), which splits them across the replicas."
             )
-        if notes.shared_noise:
+        lines = dict.fromkeys(notes.shared_noise)
+        if summed := [line for line in lines if line in notes.summed_noise]:
+            texts["summed noise"] = (
+                f"{name} adds the same random numbers on all {num_replicas} replicas, sampled at "
+                f"{', '.join(summed)}, to values that it then all-reduces. A key per replica would "
+                "add other noise on each of them. Add the noise once, as for private "
+                'gradients, after mirror.get_replica_context().all_reduce("sum", grads).'
+            )
+        if own := [line for line in lines if line not in notes.summed_noise]:
             texts["noise"] = (
                 f"{name} applies the same random numbers on all {num_replicas} replicas, "
-                f"sampled at {', '.join(dict.fromkeys(notes.shared_noise))}. For noise that "
-                "differs between replicas, sample with mirror.get_replica_context().fold_in(key). "
-                "Add noise for a sum, such as private gradients, after the all-reduce."
+                f"sampled at {', '.join(own)}. For noise that differs between replicas, sample "
+                "with mirror.get_replica_context().fold_in(key). Add noise for a sum, such as "
+                "private gradients, after the all-reduce."
             )
         assumed = sorted({line for mark in marks if not mark.per_replica for line in mark.assumed})
         if assumed:
