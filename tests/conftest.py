@@ -1,5 +1,6 @@
 """Fixtures, and what every test leaves behind. The options are in `tests/support/selection.py`."""
 
+import ctypes
 import gc
 import os
 import shutil
@@ -82,6 +83,7 @@ from tests.support.selection import (  # noqa: E402, F401
 )
 from tests.support.strategies import EXECUTORS, LAYOUTS, cpu_strategy  # noqa: E402
 
+_LIBC = ctypes.CDLL(None)
 THREAD_SECS = 5.0  # how long a thread may outlive its test
 
 
@@ -157,6 +159,8 @@ def drop_compiled_programs() -> Iterator[None]:
     gc.collect()  # strategies of the file, and with them their programs
     jax.clear_caches()
     gc.freeze()  # a step with constants has unfrozen everything
+    if hasattr(_LIBC, "malloc_trim"):
+        _LIBC.malloc_trim(0)  # glibc keeps what is free, which is half of the memory
 
 
 @pytest.fixture(autouse=True)
