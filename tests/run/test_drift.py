@@ -191,7 +191,7 @@ def test_reports_and_asserts_find_the_same_drift(n, name):
 @rows("strategy", LAYOUTS)
 def test_bare_array_trained_without_an_all_reduce_fails_the_assert(strategy):
     _, broken = steps("array")
-    with raises(AssertionError, names="['state']", fix="all_reduce"):
+    with raises(AssertionError, names="state", fix="all_reduce"):
         assert_trains_like_one_device(broken, (jnp.ones((3, 2)), batch_for(strategy)), strategy)
 
 
