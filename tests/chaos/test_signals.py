@@ -223,6 +223,7 @@ def test_interrupt_that_stops_soon_prints_nothing(untrained, timers, capfd):
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_interrupts_in_a_checkpoint_complete_it(untrained, tmp_path, subtests, capfd, monkeypatch):
     """A process that ended in the middle of it would hang in the threads of Orbax."""
     write = files.write

@@ -17,7 +17,7 @@ from mirror import PerReplica
 from tests.support.inside import launch_guard
 from tests.support.messages import assert_message
 from tests.support.strategies import ONE, PAIRS, cpu_strategy, executors
-from tests.support.tables import Made, rows
+from tests.support.tables import Made, mostly_slow, rows
 
 AXIS = mirror.REPLICA_AXIS
 EXECUTORS = {**ONE, **PAIRS, **executors(4)}
@@ -62,16 +62,18 @@ def numbers(strategy, start):
 ALL = list(itertools.product(KINDS, PLACES))
 # `jax.vmap` has no io_callback under a condition that differs between rows.
 SOME = [("debug", "cond"), ("pure", "scan"), ("pure, vmap_method", "jit"), ("io", "top")]
-ERRORS = [
-    (executor, kind, place)
-    for executor in EXECUTORS
-    for kind, place in (ALL if executor == "pmap" else SOME)
-]
+ERRORS = [(executor, *each) for executor in EXECUTORS for each in SOME]
+REST = [("pmap", *each) for each in ALL if each not in SOME]
 
 
-@rows("executor, kind, place", ERRORS)
-def test_run_reraises_callback_errors_of_one_replica(executor, kind, place):
-    strategy = EXECUTORS[executor]()
+@pytest.mark.parametrize("errors", mostly_slow(ERRORS + REST, *ERRORS))
+def test_run_reraises_callback_errors_of_one_replica(subtests, errors):
+    for executor, kind, place in errors:
+        with subtests.test(executor=executor, kind=kind, place=place):
+            check_run_reraises_callback_errors(EXECUTORS[executor](), kind, place)
+
+
+def check_run_reraises_callback_errors(strategy, kind, place):
 
     def step(x):
         return lax.psum(PLACES[place](KINDS[kind], x), AXIS)

@@ -153,6 +153,7 @@ def copied(leaf):
 COMPILING = [m for m in METHODS if m.startswith(("run", "reduce", "gather", "verify"))]
 
 
+@pytest.mark.slow
 def test_odd_values_give_a_result_or_a_documented_error(subtests):
     for method in METHODS:
         if method not in COMPILING:

@@ -99,7 +99,9 @@ def test_run_and_verify_raise_the_error_of_the_step(subtests):
     strategy = cpu_strategy(2)
     for kind, argument in arguments(strategy).items():
         for name, make in ERRORS.items():
-            for method in (strategy.run, strategy.verify):
+            # `verify` explains as `run` does; keys have failed in an explanation.
+            is_chosen = kind == "key" or name == next(iter(ERRORS))
+            for method in (strategy.run, strategy.verify)[: 1 + is_chosen]:
                 error = make()
 
                 def step(x, error=error):

@@ -12,6 +12,7 @@ from jax import lax
 import mirror
 from tests.program.proofs import FLOATS, gradient, marks_of
 from tests.support.messages import raises
+from tests.support.strategies import cpu_strategy
 from tests.support.tables import rows
 
 AXIS = mirror.REPLICA_AXIS
@@ -300,21 +301,16 @@ def test_proof_marks_results(step, expected, num_replicas):
 
 
 @pytest.mark.filterwarnings("ignore:.*pure_callback")
-@rows("step, expected", LAWS)
-def test_results_marked_mirrored_are_equal_on_two_replicas(step, expected, two):
-    assert_as_marked(two.run(step, arguments(2)), expected)
-
-
-@pytest.mark.filterwarnings("ignore:.*pure_callback")
 @pytest.mark.filterwarnings("ignore:.*step.*fold_in")
-@pytest.mark.slow
-def test_results_marked_mirrored_are_equal_on_all_replicas(eight):
+@pytest.mark.parametrize("num_replicas", [2, pytest.param(8, marks=pytest.mark.slow)])
+def test_results_marked_mirrored_are_equal_on_all_replicas(num_replicas, subtests):
     def step(x, m):
         return {name: each(x, m) for name, (each, _) in LAWS.items()}
 
-    out = eight.run(step, arguments(8))
+    out = cpu_strategy(num_replicas).run(step, arguments(num_replicas))
     for name in LAWS:
-        assert_as_marked(out[name], LAWS[name][1])
+        with subtests.test(msg=name):
+            assert_as_marked(out[name], LAWS[name][1])
 
 
 # Steps that replicas would not finish, and the same with a mirrored condition.
