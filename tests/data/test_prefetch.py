@@ -104,7 +104,7 @@ def run_in_a_cycle(data):
     cycle.append(cycle)
     next(cycle[0])
     del cycle
-    gc.collect(1)
+    gc.collect()  # a collection in between may have made the cycle old
 
 
 def never_start(data):

@@ -14,7 +14,7 @@ def run_program(directory, text, *arguments, status=0):
         [sys.executable, str(file), *arguments],
         env={**os.environ, "PYTHONPATH": path},
         stdout=subprocess.PIPE,
-        timeout=300,
+        timeout=900,
         start_new_session=True,
         check=False,
     )

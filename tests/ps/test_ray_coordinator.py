@@ -37,7 +37,7 @@ def strategy(on_ray):
 def coordinator(strategy):
     coordinator = mirror.ClusterCoordinator(strategy)
     yield coordinator
-    coordinator.join(120)  # a test leaves nothing behind
+    coordinator.join(900)  # a test leaves nothing behind
 
 
 def pids(strategy, job):
@@ -98,7 +98,7 @@ def test_functions_and_assignments_keep_their_order_after_a_loss(strategy, coord
         total.assign(0.0)
         for _ in range(3):
             coordinator.schedule(lambda: total.assign_add(1.0))
-        coordinator.join(120)
+        coordinator.join(900)
         assert float(total.read_value()) == 3, number
     kill(pids(strategy, "servers")[total._server])
     assert float(total.read_value()) == 3
@@ -109,7 +109,7 @@ def test_function_that_ends_its_process_is_an_error(strategy, coordinator):
     before = pids(strategy, "workers")
     coordinator.schedule(sys.exit, (3,))
     with raises(RuntimeError, values="SystemExit: 3"):
-        coordinator.join(120)
+        coordinator.join(900)
     assert pids(strategy, "workers") == before
 
 
@@ -315,7 +315,7 @@ def test_a_step_updates_once(strategy, coordinator):
     for step, times in ((twice, 2), (never, "did not call")):
         coordinator.schedule(step, (model, optimizer, DATA[0]))
         with raises(ValueError, names=step.__name__, values=times):
-            coordinator.join(60)
+            coordinator.join(900)
 
 
 @pytest.mark.slow
@@ -336,9 +336,9 @@ def train(strategy, *, disturb=lambda: None, after=5, **kwargs):
     model, optimizer = create(strategy, TX, **kwargs)
     coordinator = mirror.ClusterCoordinator(strategy)
     values = [coordinator.schedule(train_step, (model, optimizer, batch)) for batch in DATA]
-    values[after].fetch(60)
+    values[after].fetch(900)
     disturb()
-    coordinator.join(240)
+    coordinator.join(900)
     assert all(value.done() for value in values)
     assert int(optimizer.step[...]) == len(DATA)
     return arrays(model, optimizer)
@@ -367,7 +367,7 @@ def test_lost_server_without_snapshots_is_an_error_and_the_objects_can_be_loaded
         model, optimizer = create(strategy, TX)
         for batch in DATA[:3]:
             coordinator.schedule(train_step, (model, optimizer, batch))
-        coordinator.join(60)
+        coordinator.join(900)
         process = pids(strategy, "servers")[1]
         with raises(mirror.ParameterServerLostError, fix="snapshot_every"):
             for batch in DATA[3:]:
@@ -375,13 +375,13 @@ def test_lost_server_without_snapshots_is_an_error_and_the_objects_can_be_loaded
                 if process is not None:
                     kill(process)
                     process = None
-            coordinator.join(60)
+            coordinator.join(900)
         with pytest.raises((mirror.CancelledError, mirror.ParameterServerLostError)):
             value.fetch(1)
         assert int(optimizer.step[...]) == 3
         for batch in DATA[3:]:
             coordinator.schedule(train_step, (model, optimizer, batch))
-        coordinator.join(60)
+        coordinator.join(900)
         reference, _ = on_replicas(1, TX, DATA)
         found, wanted = arrays(model, optimizer), arrays(*reference)
         assert max(np.abs(found[k] - wanted[k]).max() for k in found if found[k].size) < 1e-5

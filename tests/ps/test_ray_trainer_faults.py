@@ -220,7 +220,7 @@ if __name__ == "__main__":
         second = mirror.ParameterServerStrategy(ps=1, workers=1)
         first.close()
         assert ray.is_initialized()
-        assert mirror.ClusterCoordinator(second).schedule(len, ([1],)).fetch(60) == 1
+        assert mirror.ClusterCoordinator(second).schedule(len, ([1],)).fetch(900) == 1
         ray.shutdown()
         try:
             mirror.ClusterCoordinator(second).schedule(len, ([1],))
@@ -258,7 +258,7 @@ import mirror
 
 if __name__ == "__main__":
     with mirror.ParameterServerStrategy(ps=1, workers=1) as strategy:
-        assert mirror.ClusterCoordinator(strategy).schedule(len, ([1],)).fetch(120) == 1
+        assert mirror.ClusterCoordinator(strategy).schedule(len, ([1],)).fetch(900) == 1
 """
 
 

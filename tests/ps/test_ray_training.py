@@ -33,7 +33,7 @@ def synchronous(on_ray):
 def train(strategy, model, optimizer, data, step=train_step):
     coordinator = mirror.ClusterCoordinator(strategy)
     values = [coordinator.schedule(step, (model, optimizer, batch)) for batch in data]
-    coordinator.join(300)
+    coordinator.join(900)
     return coordinator.fetch(values)
 
 
@@ -66,7 +66,7 @@ def test_per_worker_datasets_train(synchronous):
     iterator = iter(coordinator.create_per_worker_dataset(lambda: iter(data)))
     for _ in range(3):
         coordinator.schedule(train_step, (model, optimizer, iterator))
-    coordinator.join(60)
+    coordinator.join(900)
     # All workers have the same dataset, so the mean is that of one.
     (reference, wanted), _ = on_replicas(1, OPTIMIZERS["sgd"], data)
     assert largest_difference(arrays(model, optimizer), arrays(reference, wanted)) < 1e-5

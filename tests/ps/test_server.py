@@ -164,7 +164,7 @@ def test_nodes_find_the_head_and_end_with_it_or_on_sigterm():
             env={**os.environ, **cluster_module.token_variables()},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=900,
         )
         resources = json.loads(answer.stdout.splitlines()[-1])
         for task in ("chief:0", "ps:0", "worker:0"):
@@ -276,12 +276,12 @@ def test_tasks_of_tf_config_train_together():
                     text=True,
                 )
             )
-        output = processes[-1].communicate(timeout=240)[0]
+        output = processes[-1].communicate(timeout=900)[0]
         assert processes[-1].returncode == 0, output
         assert "ParameterServerStrategy(1 server, 2 workers, staleness=0)" in output
         assert float(output.split("loss")[1].split()[0]) < 0.1  # Ray may print after it
         for process in processes[:-1]:
-            assert "stopped" in process.communicate(timeout=120)[0]
+            assert "stopped" in process.communicate(timeout=900)[0]
             assert process.returncode == 0
     finally:
         for process in processes:

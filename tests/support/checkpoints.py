@@ -25,7 +25,7 @@ def in_a_process(target, *arguments) -> None:
     """Runs a function in a process that starts at once, and fails with it."""
     process = START.Process(target=target, args=arguments)
     process.start()
-    process.join(60)
+    process.join(600)
     assert process.exitcode == 0
     process.close()
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 
-def wait_until(condition: Callable[..., bool], secs: float = 30.0) -> None:
+def wait_until(condition: Callable[..., bool], secs: float = 300.0) -> None:
     """Waits until a condition holds; fails if it does not within a time in seconds."""
     deadline = time.monotonic() + secs
     while not condition():
