@@ -90,6 +90,7 @@ def find_difference(
         try:
             verdict = verdicts.verdict(root, mine, _judge, deadline)
         except verdicts.AbsentError as error:
+            ledger.canceled += 1
             text = _absent_message(program.name, number, error.processes, timeout_secs)
             raise AbsentError(text) from None
         if verdict == _SAME:

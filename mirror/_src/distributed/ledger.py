@@ -63,6 +63,7 @@ class Ledger:
 
     Attributes:
         count: Number of launches that have begun.
+        canceled: Number of those that another process did not join in time.
         last: The label of the last one.
     """
 
@@ -70,7 +71,7 @@ class Ledger:
         self._new: deque[Entry] = deque()  # appended by any thread, taken by one
         self._waiting: deque[tuple[int, Entry]] = deque()
         self._taken = 0
-        self.count = 0
+        self.count = self.canceled = 0
         self._program = ""
         self._num_compared = self._compared_at = 0
         self._rounds = itertools.count()
