@@ -160,7 +160,7 @@ class Failures:
                     self._is_over.wait(_POLL_SECS)
                     continue
                 self._exchange()
-                if ended is not None and ledger.count - ledger.canceled > ended.launches:
+                if ended is not None and ledger.num_joined > ended.launches:
                     message = missing_launch(ended, ledger.count, ledger.last)
                     self._stop(Event("stop", store.process_index(), message))
                     _post(Event("stop", store.process_index(), message))
@@ -242,9 +242,7 @@ class Failures:
             return
         me, count = store.process_index(), store.process_count()
         deadline = time.monotonic() + self._shutdown_secs
-        store.propose(
-            f"{_EVENTS}/0", json.dumps(Event("end", me, "", ledger.count - ledger.canceled))
-        )
+        store.propose(f"{_EVENTS}/0", json.dumps(Event("end", me, "", ledger.num_joined)))
         self._exchange()
         while not ledger.is_settled and store.stop is None and time.monotonic() < deadline:
             time.sleep(_POLL_SECS / 10)

@@ -84,6 +84,11 @@ class Ledger:
         self.count += 1
         self.last = label
 
+    @property
+    def num_joined(self) -> int:
+        """Number of launches that have begun, without those that were canceled."""
+        return self.count - self.canceled
+
     def changes_program(self, program: str) -> bool:
         """Whether the processes compare this program before its launch.
 

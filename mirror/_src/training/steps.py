@@ -66,11 +66,12 @@ def training_step(objective: Objective, wrt: Any, accumulate_steps: int) -> Call
         if loss_scale is not None:  # before smaller dtypes round it
             grads = loss_scale.unscale(grads)
         grads = _like(grads, model, wrt)
+        value = value_for(optimizer, _mean_loss(sums))
         if loss_scale is None or before is None:
-            optimizer.update(model, grads, **value_for(optimizer, _mean_loss(sums)))
+            optimizer.update(model, grads, **value)
             return sums
         finite = loss_scale.update(grads)
-        optimizer.update(model, grads, **value_for(optimizer, _mean_loss(sums)))
+        optimizer.update(model, grads, **value)
         before.restore_unless(finite)
         return _with_scale(sums, scale, finite)
 
