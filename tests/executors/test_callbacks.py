@@ -74,7 +74,6 @@ def test_run_reraises_callback_errors_of_one_replica(subtests, errors):
 
 
 def check_run_reraises_callback_errors(strategy, kind, place):
-
     def step(x):
         return lax.psum(PLACES[place](KINDS[kind], x), AXIS)
 

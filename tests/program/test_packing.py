@@ -166,10 +166,9 @@ def arguments(strategy):
     return PARAMS, batch
 
 
-def same(got, wanted):
-    """Checks two programs, which XLA may fuse, and so round, differently."""
+def same(got, wanted, rtol=0.0):
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-6)
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=rtol)
 
 
 @rows("step, packed, apart", STEPS)
@@ -181,7 +180,9 @@ def test_independent_all_reduces_are_packed(step, packed, apart):
         assert counts[0] < counts[1]
     else:
         assert counts == [packed, apart]
-    same(together.run(step, arguments(together)), alone.run(step, arguments(alone)))
+    # Without fusion emitters, XLA rounds the body of the loop differently in the two programs.
+    rtol = 1e-6 if step is in_a_scan else 0.0
+    same(together.run(step, arguments(together)), alone.run(step, arguments(alone)), rtol)
 
 
 @pytest.mark.slow
