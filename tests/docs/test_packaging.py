@@ -25,6 +25,7 @@ from tests.support.pages import PAGES, blocks
 PROJECT = tomllib.loads((fresh.ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 README = (fresh.ROOT / "README.md").read_text()
+EXTERNAL = re.findall(r"\]\((https:[^)]*)\)", README)
 NAME = PROJECT["name"]
 TOO_LARGE = (
     r"torch|tensorflow.*|keras|datasets|ray|mkdocs.*|zensical|basedpyright|nvidia-.*|jax-cuda.*"
@@ -177,9 +178,10 @@ def test_links_of_the_long_description_lead_somewhere(subtests):
         with subtests.test(msg=name):
             repository, wanted = DESCRIPTIONS[name]
             text = setup()["long_description"](README, repository)
-            targets = re.findall(r"\]\(([^)]*)\)", text)
+            targets = [t for t in re.findall(r"\]\(([^)]*)\)", text) if t not in EXTERNAL]
             assert all(re.fullmatch(wanted, target) for target in targets)
-            assert len(targets) == (0 if repository is None else README.count("]("))
+            links = README.count("](") - len(EXTERNAL)
+            assert len(targets) == (0 if repository is None else links)
             picture = "](https://host/repo/raw/main/docs/demo.png)"
             assert (picture in text) == (repository is not None)
             for target in targets:
@@ -198,7 +200,7 @@ def test_long_description_renders_on_a_package_index(subtests):
             assert html is not None
             assert "<table>" in html
             not_of_headings = r'(?:href|src)="(?!#user-content-)([^"]*)"'
-            targets = re.findall(not_of_headings, html)
+            targets = [t for t in re.findall(not_of_headings, html) if t not in EXTERNAL]
             assert all(target.startswith("https://host/repo/") for target in targets)
             assert bool(targets) == (repository is not None)
 
