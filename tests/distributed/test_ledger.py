@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from mirror._src.distributed import failures, ledger, store
+from mirror._src.distributed import agreement, failures, ledger, store
 from tests.support.messages import assert_message
 
 
@@ -30,6 +30,8 @@ class Job:
         monkeypatch.setattr(store, "process_index", lambda: self.me)
         monkeypatch.setattr(store, "process_count", lambda: count)
         monkeypatch.setattr(store, "post", self.texts.__setitem__)
+        monkeypatch.setattr(store, "propose", self.texts.setdefault)
+        monkeypatch.setattr(store, "read", lambda key, *_, **__: self.texts.get(key))
         monkeypatch.setattr(store, "read_all", self.read_all)
         monkeypatch.setattr(store, "delete", self.delete)
 
@@ -139,6 +141,41 @@ def test_a_launch_that_an_ended_process_will_not_make_is_named():
     ended = failures.Event("end", 1, "", 29)
     text = failures.missing_launch(ended, 30, "train_step")
     assert_message(text, names=["Process 1", "train_step"], values=[29, 30], fix="sys.exit")
+
+
+@pytest.mark.parametrize("me", [0, 1])
+def test_a_canceled_launch_needs_no_other_process(job, monkeypatch, me):
+    """Neither here, when the absent process ends first, nor there, when this one does."""
+    job, mine, other = job(), ledger.Ledger(), 1 - me
+    job.me, job.ledgers[me] = me, mine
+    for module in (agreement, failures):
+        monkeypatch.setattr(module, "ledger", mine)
+    monkeypatch.setattr(store, "stop", None)
+
+    def stopped_by():
+        """The error of this process, once its thread has read that the other one has ended."""
+        thread = failures.Failures(shutdown_secs=0.0)
+        job.texts["end/0"] = json.dumps(failures.Event("end", other, "", 1))
+
+        def read(key, *_, **__):
+            if key == "end/1":
+                thread._is_over.set()
+            return job.texts.get(key)
+
+        monkeypatch.setattr(store, "read", read)
+        thread._watch()
+        del job.texts["end/0"]
+        return store.stop
+
+    job.launch(me, "train_step")
+    program = agreement.Program("evaluate_step", ["program"], lambda: [""])
+    with pytest.raises(agreement.AbsentError, match=f"Process {other} has not come"):
+        agreement.find_difference(program, timeout_secs=0.0)
+    assert stopped_by() is None, "the handled error is the only one"
+    failures.Failures(shutdown_secs=0.0)._await_ends()
+    assert json.loads(job.texts["end/0"]) == ["end", me, "", 1], "what the others must join"
+    job.launch(me, "train_step")
+    assert_message(str(stopped_by()), names=[f"Process {other}", "train_step"], fix="sys.exit")
 
 
 def test_the_first_failure_is_found_behind_the_end_of_another_process(monkeypatch):

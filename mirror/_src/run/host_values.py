@@ -23,7 +23,7 @@ from mirror._src.run.argument_placer import ArgumentPlacer
 from mirror._src.run.call import Call
 from mirror._src.run.nnx.table import ObjectTable
 from mirror._src.run.program import StepProgram
-from mirror._src.run.unchanged_arguments import ArgumentHistory, exclude_results
+from mirror._src.run.unchanged_arguments import ArgumentHistory, RecentResults, exclude_results
 from mirror._src.utils.types import Array
 
 _LARGE = 2**16  # bytes; of larger arrays, the device computes a fingerprint
@@ -112,12 +112,13 @@ class HostValues:
         positions = history.mirrored if expected is None else expected.new_positions
         new: Sequence[int] = ()
         if positions:
+            recent = self._placer.recent_results(program)
             moved = [] if passed is leaves else [i for i in positions if passed[i] is not leaves[i]]
             of_host = {i for i in moved if not isinstance(passed[i], jax.Array)}
             known = {i for i in moved if self._known.get(id(passed[i])) is passed[i]}
             arrays = [i for i in positions if i not in of_host and i not in known]
-            new = [*sorted(of_host), *self._unknown(program, leaves, arrays)]
-            history.update(leaves, self._placer.recent_results(program), program.is_rare)
+            new = [*sorted(of_host), *self._unknown(recent, leaves, arrays)]
+            history.update(leaves, recent, program.is_rare)
         if are_compared:
             for i in new:
                 self._remember(passed[i], leaves[i])
@@ -143,7 +144,9 @@ class HostValues:
             leaves: The other leaves.
             mirrored: Positions of the leaves that may be new and are not per-replica.
         """
-        new = self._unknown(program, leaves, mirrored) if mirrored else ()
+        new: Sequence[int] = ()
+        if mirrored:
+            new = self._unknown(self._placer.recent_results(program), leaves, mirrored)
         names = program.input_names
         digests = {names[start + i]: self._digest(leaves[i], leaves[i]) for i in new}
         self._note(program, digests)
@@ -154,11 +157,10 @@ class HostValues:
         ledger.note(program.identity, program.label, digests)
 
     def _unknown(
-        self, program: StepProgram, leaves: list[Any], positions: Sequence[int]
+        self, recent: Sequence[RecentResults], leaves: list[Any], positions: Sequence[int]
     ) -> Sequence[int]:
         """Returns the positions of the leaves that no launch returned and nothing has compared."""
-        programs = self._placer.recent_results(program)
-        new: Sequence[int] = exclude_results(programs, leaves, positions)
+        new: Sequence[int] = exclude_results(recent, leaves, positions)
         new = [i for i in new if self._known.get(id(leaves[i])) is not leaves[i]]
         return new and self._objects.exclude_checked(leaves, new)
 
