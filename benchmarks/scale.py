@@ -1,7 +1,8 @@
 """Computes how training scales to many processes, from programs compiled for as many devices.
 
     python -m benchmarks.scale                                 # 8, 64, 512 processes; two minutes
-    python -m benchmarks.scale --processes 8,64 --devices 1,8 --markdown --picture docs/scale.png
+    python -m benchmarks.scale --processes 8,64 --devices 1,8
+    python -m benchmarks.scale --markdown --picture benchmarks/scale.png
 
 A training step with 30 square matrices is lowered and compiled for a mesh of host devices, each in
 place of a process's device; nothing runs. Collectives and their bytes are counted in the compiled

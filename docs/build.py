@@ -46,7 +46,7 @@ def stage(folder: Path, *, execute: bool) -> Path:
     """Writes the pages and the settings of the site to a folder; returns the settings' file."""
     pages = folder / "pages"
     shutil.copytree(ROOT / "docs", pages, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
-    for picture in (ROOT / "benchmarks" / "runs").glob("*.png"):
+    for picture in (ROOT / "benchmarks").rglob("*.png"):
         target = pages / picture.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(picture, target)

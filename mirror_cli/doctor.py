@@ -25,7 +25,7 @@ With --distributed, run it in every process of a job. Instead of the last four
 checks, it finds the other processes as your program does, and checks:
 
   cluster       how it was found, the coordinator, and the index of this process
-  processes     all have come, each with its own index; names those that have not
+  processes     all have joined, each with its own index; names those that have not
   versions      versions and settings are equal in all processes
   address       other machines can reach the address of this machine's name
   devices       the devices of each process

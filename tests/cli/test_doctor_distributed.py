@@ -286,7 +286,7 @@ def test_doctor_passes_in_a_job():
         text = "\n".join(lines)
         expected = (
             rf"cluster: TFConfigClusterResolver: process {i} of 2, coordinator 127.0.0.1:\d+",
-            r"processes: all 2 have come",
+            r"processes: all 2 have joined",
             r"versions and settings: equal in all 2 processes",
             r"address: .* all processes are on this machine",
             r"devices: 4 devices; process 0 on \S+: 2 x CPU; process 1 on \S+: 2 x CPU",
@@ -325,4 +325,4 @@ def test_doctor_names_a_process_that_does_not_come():
         each = [{"TF_CONFIG": first}, {"TF_CONFIG": third}]
         for ended in processes.run(code % arguments, processes=2, each=each):
             assert ended.status == 1, ended
-            assert "problem  processes: process 1 of 3 did not come within 5 s" in ended.output
+            assert "problem  processes: process 1 of 3 did not join within 5 s" in ended.output

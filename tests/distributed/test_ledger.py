@@ -169,7 +169,7 @@ def test_a_canceled_launch_needs_no_other_process(job, monkeypatch, me):
 
     job.launch(me, "train_step")
     program = agreement.Program("evaluate_step", ["program"], lambda: [""])
-    with pytest.raises(agreement.AbsentError, match=f"Process {other} has not come"):
+    with pytest.raises(agreement.AbsentError, match=f"Process {other} has not reached"):
         agreement.find_difference(program, timeout_secs=0.0)
     assert stopped_by() is None, "the handled error is the only one"
     failures.Failures(shutdown_secs=0.0)._await_ends()

@@ -39,7 +39,7 @@ def test_every_process_names_what_differs_and_nothing_runs(count, devices):
             (text,) = re.findall(f"<{name}>(.*?)</{name}>", output, re.DOTALL)
             assert text.split()[0] == kind, text
             other = 0 if i == count - 1 else count - 1
-            # Batches are compared with whoever has come.
+            # Batches are compared with whoever has arrived.
             peer = [] if name == "shuffle" else [f"process {other}"]
             assert_message(text, names=[f"process {i}", *peer])
             assert where in text, text

@@ -67,7 +67,7 @@ class SameBatches:
             self._compare(key, mine, missing)
 
     def _compare(self, key: str, mine: dict[str, int], others: list[int]) -> list[int]:
-        """Compares with the processes that have come; returns those that have not.
+        """Compares with the processes that have arrived; returns those that have not.
 
         Raises:
             ReplicaDivergenceError: If one of them has read another batch.

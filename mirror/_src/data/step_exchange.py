@@ -73,7 +73,7 @@ class StepExchange:
         """Says that this process has read its part of the next step; every process must come.
 
         Raises:
-            RuntimeError: If a process cannot read, has stopped reading, or does not come in time.
+            RuntimeError: If a process cannot read, has stopped reading, or does not arrive in time.
             ValueError: If the parts have different forms, or a process has no part at all.
             ClosedError: If the loop of this process has ended.
         """

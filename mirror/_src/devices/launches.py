@@ -105,7 +105,7 @@ class Launch:
         self._output: weakref.ref[Array] | None = None
 
     def starts(self) -> None:
-        """Its turn has come."""
+        """Marks the launch as started."""
         self.phase = "compiling" if self.compiles else "running"
 
     def reads(self, collective: str, operands: Mapping[int, Any]) -> None:

@@ -61,7 +61,7 @@ class Difference(NamedTuple):
 
 
 class AbsentError(RuntimeError):
-    """Raised if a process does not come by the deadline."""
+    """Raised if a process does not arrive by the deadline."""
 
 
 def find_difference(
@@ -78,7 +78,7 @@ def find_difference(
         None if all are the same. Otherwise a difference, in every process.
 
     Raises:
-        AbsentError: If a process does not come in time.
+        AbsentError: If a process does not arrive in time.
         RuntimeError: If the coordinator cannot be reached.
     """
     with _lock:
@@ -143,7 +143,7 @@ def _absent_message(name: str, number: int, absent: Sequence[int], timeout_secs:
     have = "has" if len(absent) == 1 else "have"
     return (
         f"Process {store.process_index()} is about to run {name}, its new program number {number}. "
-        f"{whose} {', '.join(map(str, absent))} {have} not come to a new program within "
+        f"{whose} {', '.join(map(str, absent))} {have} not reached a new program within "
         f"{timeout_secs:g} s: either they run something else, such as a call that is only made if "
         "strategy.is_chief, or they are stuck; their output says what they do. Make the same calls "
         "of the strategy on every process. If they are only slow, wait longer: "

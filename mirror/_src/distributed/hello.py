@@ -26,7 +26,7 @@ def require_same_settings(deadline: float) -> None:
     """Compares versions and numerical settings, before any device is used.
 
     Raises:
-        RuntimeError: If they differ, or a process does not come by the deadline.
+        RuntimeError: If they differ, or a process does not arrive by the deadline.
     """
     mine = {"mirror": __version__, **{name: _version(name) for name in _PACKAGES}}
     mine |= {name: str(jax.config.values.get(name)) for name in _OPTIONS}
@@ -42,7 +42,7 @@ def visible_devices(deadline: float) -> tuple[jax.Device, ...]:
 
     Raises:
         RuntimeError: If the processes differ in the number or type of devices, or a process does
-            not come by the deadline.
+            not arrive by the deadline.
     """
     local = backend.default_devices()
     kind = backend.type_of(local[0])
@@ -63,7 +63,7 @@ def exchange(name: str, mine: Mapping[str, Any], deadline: float) -> list[dict[s
     """Returns what each process says under this name; every process must call it once.
 
     Raises:
-        RuntimeError: If a process does not come by the deadline.
+        RuntimeError: If a process does not arrive by the deadline.
     """
     me, count = store.process_index(), store.process_count()
     start = time.monotonic()
@@ -72,7 +72,7 @@ def exchange(name: str, mine: Mapping[str, Any], deadline: float) -> list[dict[s
     except verdicts.AbsentError as error:
         raise RuntimeError(
             f"Process {me} of {count} waited {time.monotonic() - start:.0f} s for processes "
-            f"{error.processes}, which have not come. Start every process with the same program; "
+            f"{error.processes}, which have not joined. Start every process with the same program; "
             "their output says what they do."
         ) from None
     of_process = {i: said for said, ids in groups for i in ids}

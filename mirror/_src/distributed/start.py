@@ -90,7 +90,7 @@ def initialize(
         heartbeat_secs: Time after which a process that does not respond is taken for dead. All
             processes then end.
         shutdown_secs: Time to wait at the end for processes that are still at work.
-        initialization_secs: Time to wait at the start until all processes have come.
+        initialization_secs: Time to wait at the start until all processes have joined.
         agreement_secs: Time to wait for the other processes before a program first runs, and before
             a step whose data each process reads for itself (`input="local"`).
 

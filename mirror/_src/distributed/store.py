@@ -178,7 +178,7 @@ def read_each(
                 break
         middle = missing[len(missing) // 2]
         text = read(f"{directory}/{middle}", deadline, stops=stops)
-        if text is None:  # others may have come meanwhile
+        if text is None:  # others may have arrived meanwhile
             return texts | _numbered(read_all(directory))
         texts[middle] = text
     return texts
@@ -215,7 +215,7 @@ def barrier(name: str, timeout_secs: float = 300.0) -> None:
         timeout_secs: Time to wait for the other processes.
 
     Raises:
-        RuntimeError: If a process does not come in time.
+        RuntimeError: If a process does not arrive in time.
         TypeError: If `timeout_secs` is not a number.
         ValueError: If it is not positive or finite.
 

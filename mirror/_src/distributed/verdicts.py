@@ -15,14 +15,14 @@ _ABSENT, _JUDGED = "absent", "judged"
 
 
 class AbsentError(RuntimeError):
-    """Raised in every process that has come if others do not come by the deadline.
+    """Raised in every process that has arrived if others do not arrive by the deadline.
 
     Attributes:
-        processes: Indices of the processes that have not come.
+        processes: Indices of the processes that have not arrived.
     """
 
     def __init__(self, processes: Sequence[int]) -> None:
-        super().__init__(f"processes {list(processes)} have not come")
+        super().__init__(f"processes {list(processes)} have not arrived")
         self.processes = list(processes)
 
 
@@ -40,7 +40,7 @@ def verdict(
         deadline: When to stop waiting, as of `time.monotonic`.
 
     Raises:
-        AbsentError: If a process does not come by the deadline.
+        AbsentError: If a process does not arrive by the deadline.
         RuntimeError: If the coordinator cannot be reached.
     """
     me, count = store.process_index(), store.process_count()

@@ -40,7 +40,7 @@ def require_agreement(
         A text for the program, equal in all processes.
 
     Raises:
-        ProgramMismatchError: If the programs differ, or a process does not come in time.
+        ProgramMismatchError: If the programs differ, or a process does not arrive in time.
         ReplicaDivergenceError: If only the values differ.
     """
     lines = [
@@ -66,7 +66,7 @@ def require_same_launch(identity: str, label: str) -> None:
         label: Name and line of the step.
 
     Raises:
-        ProgramMismatchError: If the programs differ, or a process does not come in time.
+        ProgramMismatchError: If the programs differ, or a process does not arrive in time.
     """
     _compare(agreement.Program(label, [f"program {identity} of {label}"], lambda: [""]), "again")
 
@@ -79,7 +79,7 @@ def require_same_call(name: str, settings: Sequence[str]) -> None:
         settings: The settings, one line each.
 
     Raises:
-        ProgramMismatchError: If they differ, or a process does not come in time.
+        ProgramMismatchError: If they differ, or a process does not arrive in time.
     """
     _compare(agreement.Program(name, settings, lambda: [""] * len(settings)))
 
@@ -95,7 +95,7 @@ def require_no_failure(name: str, error: BaseException | None) -> None:
 
     Raises:
         RuntimeError: If a callback has failed in another process only.
-        ProgramMismatchError: If a process does not come in time.
+        ProgramMismatchError: If a process does not arrive in time.
     """
     text = "" if error is None else f"{type(error).__name__}: {first_line(error)}"
     said = agreement.Program(name, [text], lambda: [""])

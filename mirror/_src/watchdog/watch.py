@@ -160,7 +160,7 @@ class Watch:
         if spans:
             lines.append(
                 "Every process must make the same calls of the strategy in the same order. Look at "
-                "the processes that have not come to this launch, and at their output."
+                "the processes that have not reached this launch, and at their output."
             )
         lines.append(
             "Look at the callback or replica that has not arrived, and at the threads above: a "
@@ -275,7 +275,7 @@ def watch(secs: float = 60.0, action: Action = "report", *, track_arrivals: bool
     replica misses a collective for 40 s, the report appears after 30 s at the latest.
 
     In several processes, start it on each of them at the same place: the report then also names the
-    processes that have not come to the step, and what they do. It appears before JAX ends this
+    processes that have not reached the step, and what they do. It appears before JAX ends this
     process because another one is silent.
 
     A watch costs microseconds per step. A thread that holds Python's interpreter lock in native

@@ -155,7 +155,7 @@ def check_processes(member: Membership, secs: float) -> Check:
     problems = list(_problems_of(roll, member.num_processes, secs))
     if problems:
         raise _Stop(*problems)
-    return Check(PROCESSES, "ok", f"all {member.num_processes} have come")
+    return Check(PROCESSES, "ok", f"all {member.num_processes} have joined")
 
 
 def _unreachable(member: Membership, reason: str, secs: float) -> Check:
@@ -167,7 +167,7 @@ def _unreachable(member: Membership, reason: str, secs: float) -> Check:
         PROCESSES,
         "problem",
         f"process 0 at {address} could not be reached within {secs:g} s: {reason}",
-        "It has not come, its address is wrong, or a firewall blocks its port.",
+        "It has not joined, its address is wrong, or a firewall blocks its port.",
         f"Start process 0, and test its port from this machine, {socket.gethostname()}. "
         "--deadline waits longer.",
     )
@@ -184,7 +184,7 @@ def _problems_of(roll: RollCall, count: int, secs: float) -> Iterator[Check]:
         yield Check(PROCESSES, "problem", finding, "", "Give every process the same cluster.")
     if roll.absent:
         whose = "process" if len(roll.absent) == 1 else "processes"
-        finding = f"{whose} {_listed(roll.absent)} of {count} did not come within {secs:g} s"
+        finding = f"{whose} {_listed(roll.absent)} of {count} did not join within {secs:g} s"
         fix = "Start every process at about the same time; their output says what they do. "
         yield Check(PROCESSES, "problem", finding, "", f"{fix}--deadline waits longer.")
 

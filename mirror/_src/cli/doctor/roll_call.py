@@ -1,8 +1,8 @@
-"""The roll call of `mirror doctor --distributed`: which processes of a job have come?
+"""The roll call of `mirror doctor --distributed`: which processes of a job have joined?
 
 JAX aborts a process whose job is not complete in time, and does not say who is missing. So before
 JAX joins the processes, process 0 listens on the port of the coordinator, which JAX takes next, and
-tells all others who has come.
+tells all others who has joined.
 """
 
 import contextlib
@@ -23,10 +23,10 @@ _LONGEST_LINE = 2**16
 
 
 class RollCall(NamedTuple):
-    """The processes that have come; the same in all of them.
+    """The processes that have joined; the same in all of them.
 
     Attributes:
-        absent: The processes that have not come.
+        absent: The processes that have not joined.
         repeated: Indices that several processes have.
         other_counts: Pairs of a process and its number of processes, where it is another one.
     """
@@ -41,7 +41,7 @@ class UnreachableError(Exception):
 
 
 def call_roll(member: Membership, secs: float) -> RollCall:
-    """Waits until all processes have come, or for some seconds.
+    """Waits until all processes have joined, or for some seconds.
 
     Raises:
         UnreachableError: If process 0 cannot use its port, or this process cannot reach it.
