@@ -94,8 +94,7 @@ def loss_of(matrices: list[jax.Array], x: jax.Array) -> jax.Array:
 def step(params: list[jax.Array], x: jax.Array) -> tuple[list[jax.Array], jax.Array]:
     """Trains the chain by SGD."""
     loss, grads = jax.value_and_grad(loss_of)(params, x)
-    context = mirror.get_replica_context()
-    loss, grads = context.all_reduce("mean", (loss, grads))
+    loss, grads = mirror.all_reduce("mean", (loss, grads))
     return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), loss
 
 

@@ -10,8 +10,7 @@ devices on a laptop and in CI, and keeps all copies of the model identical.
 
     def step(model, optimizer, batch):  # runs on every replica, with its shard of the batch
         loss, grads = nnx.value_and_grad(loss_fn)(model, batch)
-        context = mirror.get_replica_context()
-        grads, loss = context.all_reduce("mean", (grads, loss))
+        grads, loss = mirror.all_reduce("mean", (grads, loss))
         optimizer.update(model, grads)
         return loss
 
@@ -39,7 +38,8 @@ Glossary:
 - **cross-device ops**: An object that implements the collectives: `AllReduce`,
   `ReductionToOneDevice`, or a subclass of `CrossDeviceOps`.
 - **replica context**: The state of being inside a step that `strategy.run` executes.
-  `get_replica_context()` returns the replica's id and its collectives.
+  `get_replica_context()` returns the replica's id; `all_reduce` and `all_gather` are its
+  collectives.
 - **cross-replica context**: The state of being inside `strategy.scope()`, but outside a step. Code
   runs once for all replicas, and arrays are created mirrored.
 - **donate**: To let a step reuse the memory of an argument for its results. A donated array is
@@ -75,6 +75,8 @@ from mirror._src.devices.placement import device as device
 from mirror._src.explain.program import ProgramReport as ProgramReport
 from mirror._src.explain.report import Explanation as Explanation
 from mirror._src.program.ensure import ensure_mirrored as ensure_mirrored
+from mirror._src.strategy.current_replica import all_gather as all_gather
+from mirror._src.strategy.current_replica import all_reduce as all_reduce
 from mirror._src.strategy.data_parallel import DataParallel as DataParallel
 from mirror._src.strategy.mirrored import MirroredStrategy as MirroredStrategy
 from mirror._src.strategy.mirrored import OneDeviceStrategy as OneDeviceStrategy

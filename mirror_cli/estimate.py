@@ -29,7 +29,7 @@ each batch is the last argument of a step:
 
       def step(model, optimizer, batch):
           loss, grads = nnx.value_and_grad(loss_fn)(model, batch)
-          grads, loss = mirror.get_replica_context().all_reduce("mean", (grads, loss))
+          grads, loss = mirror.all_reduce("mean", (grads, loss))
           optimizer.update(model, grads)
           return loss
 

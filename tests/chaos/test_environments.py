@@ -36,7 +36,7 @@ SETUP = f"""
         return history
 
     def step(x):
-        return mirror.get_replica_context().all_reduce("sum", x.sum())
+        return mirror.all_reduce("sum", x.sum())
 
     BATCH = mirror.PerReplica([np.ones(2, np.float32)] * 2)
 """

@@ -128,7 +128,7 @@ def make_step(reduce):
 
         loss, grads = nnx.value_and_grad(loss_fn)(model)
         optimizer.update(model, reduce(mirror.get_replica_context(), grads))
-        return mirror.get_replica_context().all_reduce("mean", loss)
+        return mirror.all_reduce("mean", loss)
 
     return step
 

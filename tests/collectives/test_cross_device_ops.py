@@ -352,7 +352,7 @@ def test_reduce_works_inside_a_scope_of_other_devices(ops):
 def test_reduce_rejects_calls_inside_a_replica(ops, two):
     """As for `strategy.reduce`: inside a replica, its context reduces values."""
     value = one_and_two()
-    use = "mirror.get_replica_context().all_reduce"
+    use = "mirror.all_reduce"
     kind = type(ops).__name__
     for step in (
         lambda x: ops.reduce("sum", x),
@@ -607,7 +607,7 @@ def test_strategy_reduce_checks_its_values(ops):
         strategy.reduce("median", one_and_two())
     mixed = {"i": PerReplica([1, 2]), "f": [PerReplica([1.0, 2.0])]}
     assert jax.tree.map(float, strategy.reduce("sum", mixed)) == {"i": 3.0, "f": [3.0]}
-    use = "mirror.get_replica_context().all_reduce"
+    use = "mirror.all_reduce"
     with raises(RuntimeError, names="strategy.reduce", fix=use):
         strategy.run(lambda x: strategy.reduce("sum", x), (1.0,))
 
@@ -821,7 +821,7 @@ def test_strategy_reduce_requires_the_cross_replica_context(two):
     for place in (two.scope(), mirror.device("cpu:0")):
         with place:
             assert float(two.reduce("sum", PerReplica([1.0, 2.0]))) == 3.0
-    use = "mirror.get_replica_context().all_reduce"
+    use = "mirror.all_reduce"
     with raises(RuntimeError, names="strategy.reduce", fix=use):
         two.run(lambda: two.reduce("sum", 1.0))
 

@@ -221,12 +221,56 @@ def test_replica_context_describes_the_replica(strategy):
     assert len(np.unique(np.asarray(keys), axis=0)) == n
 
 
+@rows("lengths", {"equal shapes": [2] * 8, "different shapes": [1, 3, 2, 2]})
+@rows("strategy", STRATEGIES)
+def test_module_functions_are_the_collectives_of_the_replica(strategy, lengths):
+    n = strategy.num_replicas_in_sync
+
+    def step(x):
+        of_owners = []
+        for owner in (mirror, mirror.get_replica_context()):
+            reduced = [owner.all_reduce(op, x.sum()) for op in ("mean", mirror.ReduceOp.MAX)]
+            of_owners.append((reduced, owner.all_gather(x), owner.all_gather({"x": x[None]}, -1)))
+        return of_owners
+
+    lengths = lengths[:n] if n <= len(lengths) else [2] * n
+    of_module, of_context = strategy.run(
+        step, (mirror.PerReplica([np.arange(2.0, 2 + length) for length in lengths]),)
+    )
+    assert of_module[1].shape == (sum(lengths),)
+    for mine, theirs in zip(jax.tree.leaves(of_module), jax.tree.leaves(of_context), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+OUTSIDE = {
+    "all_reduce": (lambda x: mirror.all_reduce("sum", {"x": x}), 'strategy.reduce("sum", x)'),
+    "all_gather": (lambda x: mirror.all_gather({"x": x}), "strategy.gather(x, axis=0)"),
+}
+
+
+@rows("call, instead", OUTSIDE)
+def test_collectives_outside_a_step_say_what_to_call(two, call, instead):
+    names = "mirror.all_reduce" if "reduce" in instead else "mirror.all_gather"
+    with two.scope(), raises(RuntimeError, names=[names, str(two)], fix=["strategy.run", instead]):
+        call(jnp.ones(2))
+    with raises(RuntimeError, names=[names, "PerReplica"], fix=instead):
+        call(mirror.PerReplica([jnp.ones(2), jnp.ones(2)]))
+    for mapped in (jax.pmap, _shard_mapped):
+        with raises(RuntimeError, names=[names, "jax.pmap"], fix=["strategy.run", "jax.lax.pmean"]):
+            mapped(call)(jnp.ones((2, 3)))
+
+
+def _shard_mapped(fn):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("batch",))
+    spec = jax.sharding.PartitionSpec("batch")
+    return jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=spec)
+
+
 def test_step_can_be_called_outside_every_scope():
     """Outside every scope a step runs as one replica, and its collectives change nothing."""
 
     def step(x):
-        context = mirror.get_replica_context()
-        loss = context.all_reduce("mean", x.sum())
+        loss = mirror.all_reduce("mean", mirror.all_gather(x).sum())
         return loss * mirror.get_strategy().num_replicas_in_sync
 
     np.testing.assert_allclose(step(jnp.arange(4.0)), 6.0)

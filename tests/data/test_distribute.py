@@ -149,7 +149,7 @@ def test_pad_gives_one_shape_and_one_program(two, caplog):
 
     def step(batch, mask):
         shapes.add((batch.shape, mask.shape))
-        return mirror.get_replica_context().all_reduce("sum", (batch * mask).sum())
+        return mirror.all_reduce("sum", (batch * mask).sum())
 
     source = two.distribute_dataset([np.ones(5), np.ones(4), np.ones(1)], remainder="pad")
     first, *others = source

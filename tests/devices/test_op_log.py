@@ -682,7 +682,7 @@ def test_log_rejects_jax_set_mesh(lines):
 
 def training_step(model, optimizer, batch):
     loss, grads = nnx.value_and_grad(lambda m: (m(batch) ** 2).mean())(model)
-    grads, loss = mirror.get_replica_context().all_reduce("mean", (grads, loss))
+    grads, loss = mirror.all_reduce("mean", (grads, loss))
     optimizer.update(model, grads)
     return loss
 

@@ -298,7 +298,7 @@ def everything(strategy):
 
 def train(model, optimizer, batch):
     loss, grads = nnx.value_and_grad(lambda model: (model(batch) ** 2).mean())(model)
-    grads, loss = mirror.get_replica_context().all_reduce("mean", (grads, loss))
+    grads, loss = mirror.all_reduce("mean", (grads, loss))
     optimizer.update(model, grads)
     return loss
 

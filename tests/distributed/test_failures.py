@@ -9,7 +9,7 @@ import time, numpy as np, mirror
 mirror.distributed.initialize(heartbeat_secs=8)
 strategy = mirror.MultiWorkerMirroredStrategy()
 def step(x):
-    return mirror.get_replica_context().all_reduce("sum", x.sum())
+    return mirror.all_reduce("sum", x.sum())
 x = mirror.PerReplica.from_stacked(np.ones((strategy.num_replicas_in_sync, 3), np.float32))
 for i in range(9):
     if i == 7 and mirror.distributed.process_index() in FAILING:

@@ -93,7 +93,7 @@ def test_types_reject_what_the_run_would(folder):
         "import mirror\n"
         "import numpy as np\n"
         "strategy = mirror.MirroredStrategy()\n"
-        "mirror.get_replica_context().all_reduce('avg', 1.0)\n"
+        "mirror.all_reduce('avg', 1.0)\n"
         "strategy.distribute_dataset([np.ones(4)], remainder='padd')\n"
         "batches = strategy.distribute_dataset([{'x': np.ones(4)}], remainder='pad')\n"
         "for batch in batches:\n"

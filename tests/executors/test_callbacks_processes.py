@@ -25,7 +25,7 @@ def test_a_failed_callback_changes_the_state_of_no_process(strategy):
     def step(model, x):
         shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
         x = jax.pure_callback(look, shape, x, vmap_method="sequential")
-        model.w[...] += mirror.get_replica_context().all_reduce("sum", x.sum())
+        model.w[...] += mirror.all_reduce("sum", x.sum())
 
     with strategy.scope():
         model = nnx.Module()

@@ -81,7 +81,7 @@ def gradients(params, batch):
 
 
 REDUCTIONS = {
-    "packed": lambda grads: mirror.get_replica_context().all_reduce("mean", grads),
+    "packed": lambda grads: mirror.all_reduce("mean", grads),
     "apart": lambda grads: lax.pmean(grads, AXIS),
     "each replica's own": lambda grads: jax.tree.map(lambda g: lax.all_gather(g, AXIS), grads),
 }

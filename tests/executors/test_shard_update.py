@@ -178,7 +178,7 @@ def of_linen(strategy):
 
     def step(state, x):
         grads = jax.grad(lambda p: (state.apply_fn({"params": p}, x) ** 2).mean())(state.params)
-        return state.apply_gradients(grads=mirror.get_replica_context().all_reduce("mean", grads))
+        return state.apply_gradients(grads=mirror.all_reduce("mean", grads))
 
     (batch,) = strategy.distribute_dataset([X])
     for _ in range(4):
@@ -195,7 +195,7 @@ def of_equinox(strategy):
 
     def step(model, opt_state, x):
         loss = lambda m: (jax.vmap(m)(x) ** 2).mean()  # noqa: E731
-        grads = mirror.get_replica_context().all_reduce("mean", eqx.filter_grad(loss)(model))
+        grads = mirror.all_reduce("mean", eqx.filter_grad(loss)(model))
         updates, opt_state = tx.update(grads, opt_state)
         return eqx.apply_updates(model, updates), opt_state
 

@@ -73,7 +73,7 @@ def adam_state(strategy, size=61):
 
 def square_step(model, optimizer, x):
     grads = nnx.grad(lambda m: jnp.mean(m(x) ** 2))(model)
-    optimizer.update(model, mirror.get_replica_context().all_reduce("mean", grads))
+    optimizer.update(model, mirror.all_reduce("mean", grads))
 
 
 def buffers(shape):

@@ -97,7 +97,7 @@ def test_every_layout_trains_to_the_same_weights():
 
 
 MEANS = {
-    "the context's": lambda tree: mirror.get_replica_context().all_reduce("mean", tree),
+    "the context's": lambda tree: mirror.all_reduce("mean", tree),
     "pmean": lambda tree: jax.lax.pmean(tree, mirror.REPLICA_AXIS),
     "psum of each leaf": lambda tree: jax.tree.map(
         lambda leaf: jax.lax.psum(leaf, mirror.REPLICA_AXIS) / N, tree
@@ -137,7 +137,7 @@ def test_second_step_compiles_nothing():
 
     def step(x):
         traces.append(1)
-        return mirror.get_replica_context().all_reduce("sum", x)
+        return mirror.all_reduce("sum", x)
 
     (batch,) = strategy.distribute_dataset([np.ones(N)])
     strategy.run(step, (batch,))

@@ -127,12 +127,12 @@ def ensured(x):
 
 
 def hanging(x):
-    reduce = mirror.get_replica_context().all_reduce
+    reduce = mirror.all_reduce
     return jax.lax.cond(x.sum() > 0, lambda: reduce("sum", x.mean()), lambda: 0.0)
 
 
 def waiting(x):
-    test = lambda c: mirror.get_replica_context().all_reduce("max", c) + x.sum() < 3  # noqa: E731
+    test = lambda c: mirror.all_reduce("max", c) + x.sum() < 3  # noqa: E731
     return jax.lax.while_loop(test, lambda c: c + 1, 0.0)
 
 
@@ -270,7 +270,7 @@ def communication_bound():
 
     def step(kernel, x):
         grads = jax.grad(lambda kernel: ((x @ kernel) ** 2).mean())(kernel)
-        return kernel - mirror.get_replica_context().all_reduce("mean", grads)
+        return kernel - mirror.all_reduce("mean", grads)
 
     example = on(strategy, [np.ones((1, 500), np.float32)] * 2)
     return strategy.explain(step, (kernel, example), steps=5)
@@ -284,7 +284,7 @@ def compute_bound():
     def step(kernel, x):
         for _ in range(8):
             x = jnp.tanh(x @ kernel)
-        return mirror.get_replica_context().all_reduce("mean", x.mean())
+        return mirror.all_reduce("mean", x.mean())
 
     return strategy.explain(
         step, (kernel, on(strategy, [np.ones((1024, 256), np.float32)] * 2)), steps=5

@@ -216,7 +216,7 @@ def test_estimate_supports_models_larger_than_any_device():
 
     def step(model, optimizer, batch):
         grads = nnx.grad(lambda model: model(batch["x"]).mean())(model)
-        optimizer.update(model, mirror.get_replica_context().all_reduce("mean", grads))
+        optimizer.update(model, mirror.all_reduce("mean", grads))
 
     row = estimate_row("large", make, layout("2"))
     assert row.allocated_bytes == 0
@@ -236,7 +236,7 @@ def test_estimate_counts_sharded_state_per_device():
 
     def step(model, optimizer, batch):
         grads = nnx.grad(lambda model: model(batch["x"]).mean())(model)
-        optimizer.update(model, mirror.get_replica_context().all_reduce("mean", grads))
+        optimizer.update(model, mirror.all_reduce("mean", grads))
 
     examined = strategy._runner.examined(step, (model, optimizer, batch), {})
     whole = memory_report(examined, strategy._replicas)
@@ -257,7 +257,7 @@ def test_estimate_counts_captured_arrays():
     strategy, scale = layout("2"), jnp.ones(1000)
 
     def step(batch):
-        return mirror.get_replica_context().all_reduce("sum", (batch * scale).sum())
+        return mirror.all_reduce("sum", (batch * scale).sum())
 
     (batch,) = strategy.distribute_dataset([np.ones((4, 1000), np.float32)])
     found = memory_report(strategy._runner.examined(step, (batch,), {}), strategy._replicas)
@@ -271,7 +271,7 @@ def test_estimate_counts_unequal_batches_per_device():
     batch = mirror.PerReplica([np.ones((3, 5), np.float32), np.ones((1, 5), np.float32)])
 
     def step(w, batch):
-        return mirror.get_replica_context().all_reduce("sum", (batch @ w).sum())
+        return mirror.all_reduce("sum", (batch @ w).sum())
 
     found = memory_report(
         strategy._runner.examined(step, (np.ones(5, np.float32), batch), {}), strategy._replicas

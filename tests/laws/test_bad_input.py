@@ -107,10 +107,10 @@ CALLS = {
     "a model's method": (lambda s: s.run(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), (np.ones((2, 2)),)), ValueError, {"names": "Linear", "fix": "strategy.run(Linear"}),
     "a bound method of a model": (lambda s: s.run(nnx.Linear(2, 2, rngs=nnx.Rngs(0)).__call__, (np.ones((2, 2)),)), ValueError, {"names": "__call__", "fix": "strategy.run(__call__"}),
     "a method of an object with a model": (lambda s: s.run(Holder().step, (1.0,)), ValueError, {"names": "step", "values": "self.model", "fix": "strategy.run(step"}),
-    "an all_gather of scalars": (lambda s: s.run(lambda x: mirror.get_replica_context().all_gather(x), (1.0,)), ValueError, {"names": ["all_gather", "axis"], "values": [0, "()"], "fix": "x[None]"}),
-    "an unknown op": (lambda s: s.run(lambda x: mirror.get_replica_context().all_reduce("avg", x), (1.0,)), ValueError, {"names": "op", "values": "'avg'", "fix": OPS}),
-    "an op of another type": (lambda s: s.run(lambda x: mirror.get_replica_context().all_reduce(0, x), (1.0,)), TypeError, {"names": "op", "values": [0, "int"], "fix": OPS}),
-    "a reduced key": (lambda s: s.run(lambda: mirror.get_replica_context().all_reduce("sum", jax.random.key(0))), TypeError, {"fix": ["PRNG", "jax.random.key_data(key)"]}),
+    "an all_gather of scalars": (lambda s: s.run(lambda x: mirror.all_gather(x), (1.0,)), ValueError, {"names": ["all_gather", "axis"], "values": [0, "()"], "fix": "x[None]"}),
+    "an unknown op": (lambda s: s.run(lambda x: mirror.all_reduce("avg", x), (1.0,)), ValueError, {"names": "op", "values": "'avg'", "fix": OPS}),
+    "an op of another type": (lambda s: s.run(lambda x: mirror.all_reduce(0, x), (1.0,)), TypeError, {"names": "op", "values": [0, "int"], "fix": OPS}),
+    "a reduced key": (lambda s: s.run(lambda: mirror.all_reduce("sum", jax.random.key(0))), TypeError, {"fix": ["PRNG", "jax.random.key_data(key)"]}),
     "reduce of nothing": (lambda s: s.reduce("sum", {"a": None}), ValueError, {"names": "reduce", "values": "{'a': None}"}),
     "reduce of text": (lambda s: s.reduce("sum", ["text"]), TypeError, {"names": "reduce", "values": ["'text'", "str"], "fix": ["strategy.run", "PerReplica"]}),
     "gather of nothing": (lambda s: s.gather([]), ValueError, {"names": "gather", "values": "[]"}),
@@ -176,7 +176,7 @@ def test_run_rejects_values_of_another_replica_count(subtests):
 def check_run_rejects_values_of_another_replica_count(rows, two):
 
     def step(batch):
-        return mirror.get_replica_context().all_gather(batch)
+        return mirror.all_gather(batch)
 
     for _ in range(2):
         two.run(step, (one_of(np.ones(2)),))
@@ -205,7 +205,7 @@ def check_run_accepts_arrays_placed_like_another_argument(strategy):
     (batch,) = strategy.distribute_dataset([rows])
 
     def step(x):
-        return mirror.get_replica_context().all_gather(x.ravel()), x
+        return mirror.all_gather(x.ravel()), x
 
     for _ in range(2):
         for held in (batch, PerReplica.from_stacked(mirrored), PerReplica.from_stacked(rows)):
@@ -743,7 +743,7 @@ def test_run_donates_an_optax_training_state(two):
 
     def step(state, batch):
         params, moments, nothing = state
-        grads = mirror.get_replica_context().all_reduce("mean", {"w": batch.mean(0)})
+        grads = mirror.all_reduce("mean", {"w": batch.mean(0)})
         updates, moments = tx.update(grads, moments, params)
         return optax.apply_updates(params, updates), moments, nothing
 

@@ -21,7 +21,7 @@ def test_sums_of_small_integers_do_not_wrap(make):
     }
 
     def step(values):
-        return mirror.get_replica_context().all_reduce("sum", values)
+        return mirror.all_reduce("sum", values)
 
     most = {dtype: 1 if dtype == "bool" else int(np.iinfo(dtype).max) for dtype in SMALL}
     in_step, reduced = strategy.run(step, (values,)), strategy.reduce("sum", values)

@@ -37,7 +37,7 @@ def live_bytes():
 
 
 def mean(x):
-    return mirror.get_replica_context().all_reduce("mean", x)
+    return mirror.all_reduce("mean", x)
 
 
 def batch_of(strategy):

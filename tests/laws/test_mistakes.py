@@ -83,7 +83,7 @@ def run(step, *args):
 
 
 def all_reduce(op, x):
-    return mirror.get_replica_context().all_reduce(op, x)
+    return mirror.all_reduce(op, x)
 
 
 def linear() -> nnx.Linear:
@@ -373,49 +373,48 @@ def in_step(step):
     return lambda: run(step, batch())
 
 
-context = mirror.get_replica_context
-MEAN_FIRST = "context.all_reduce('mean', x)"
+MEAN_FIRST = "mirror.all_reduce('mean', x)"
 mistakes(
     {
         "all_reduce(x, 'mean')": (
-            in_step(lambda x: context().all_reduce(x, "mean")),
+            in_step(lambda x: mirror.all_reduce(x, "mean")),
             TypeError,
             says(names="op", values=["float32[2,3]", "'mean'"], fix=MEAN_FIRST),
         ),
         "all_reduce(x, ReduceOp.MEAN)": (
-            in_step(lambda x: context().all_reduce(x, mirror.ReduceOp.MEAN)),
+            in_step(lambda x: mirror.all_reduce(x, mirror.ReduceOp.MEAN)),
             TypeError,
             says(names="op", values="float32[2,3]", fix=MEAN_FIRST),
         ),
         "all_reduce(x)": (
-            in_step(lambda x: context().all_reduce(x)),
+            in_step(lambda x: mirror.all_reduce(x)),
             TypeError,
-            says(names="all_reduce(op, tree)", values="'tree'", fix='all_reduce("sum"'),
+            says(names="all_reduce(op, tree)", values="'tree'", fix='mirror.all_reduce("mean", x)'),
         ),
         "all_reduce('avg', x)": (
-            in_step(lambda x: context().all_reduce("avg", x)),
+            in_step(lambda x: mirror.all_reduce("avg", x)),
             ValueError,
             says(names="op", values="'avg'", fix="'mean'"),
         ),
         "all_reduce('summ', x)": (
-            in_step(lambda x: context().all_reduce("summ", x)),
+            in_step(lambda x: mirror.all_reduce("summ", x)),
             ValueError,
             says(names="op", values="'summ'", fix="Did you mean 'sum'"),
         ),
         "all_reduce(jnp.mean, x)": (
-            in_step(lambda x: context().all_reduce(jnp.max, x)),
+            in_step(lambda x: mirror.all_reduce(jnp.max, x)),
             TypeError,
             says(names="op", values="max", fix='all_reduce("max", x)'),
         ),
         "all_gather(0, x)": (
-            in_step(lambda x: context().all_gather(0, x)),
+            in_step(lambda x: mirror.all_gather(0, x)),
             TypeError,
-            says(values=[0, "float32[2,3]"], fix="context.all_gather(x, axis=0)"),
+            says(values=[0, "float32[2,3]"], fix="mirror.all_gather(x, axis=0)"),
         ),
         "all_gather(x, 'mean')": (
-            in_step(lambda x: context().all_gather(x, "mean")),
+            in_step(lambda x: mirror.all_gather(x, "mean")),
             TypeError,
-            says(names="axis", values="'mean'", fix="context.all_gather(x, axis=0)"),
+            says(names="axis", values="'mean'", fix="mirror.all_gather(x, axis=0)"),
         ),
         "reduce(x, 'mean')": (
             lambda: strategy().reduce(losses(), "mean"),
@@ -917,7 +916,7 @@ NAMES: dict[tuple[str, str], str | list[str]] = {
     ("strategy", "extended"): "methods of the strategy",
     ("strategy", "cluster_resolver"): "mirror.MultiWorkerMirroredStrategy",
     ("strategy", "num_replicas"): "strategy.num_replicas_in_sync",
-    ("strategy", "all_reduce"): "mirror.get_replica_context().all_reduce(...)",
+    ("strategy", "all_reduce"): "mirror.all_reduce",
     ("strategy", "gathr"): "strategy.gather",
     ("strategy", "nothing_like_it"): "num_replicas_in_sync",
     ("replica_context", "merge_call"): "all_reduce",
@@ -1282,10 +1281,6 @@ def test_noise_is_advised_by_its_use(subtests):
             (text,) = [str(each.message) for each in caught]
             is_summed = step in (private, private_loop)
             line = f"{step.__code__.co_firstlineno + (3 if step is private_loop else 1)} in"
-            fix = (
-                'after mirror.get_replica_context().all_reduce("sum"'
-                if is_summed
-                else "fold_in(key)"
-            )
+            fix = 'after mirror.all_reduce("sum"' if is_summed else "fold_in(key)"
             assert_message(text, names=step.__name__, values=line, fix=fix)
             assert ("fold_in" in text) != is_summed

@@ -137,11 +137,11 @@ METHODS = {
 
 
 def reduced(x):
-    return mirror.get_replica_context().all_reduce("mean", x)
+    return mirror.all_reduce("mean", x)
 
 
 def gathered(x):
-    return mirror.get_replica_context().all_gather(x)
+    return mirror.all_gather(x)
 
 
 def copied(leaf):

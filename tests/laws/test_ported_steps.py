@@ -195,7 +195,7 @@ def check_run_accepts_equinox_models(layout):
             return jnp.mean(jax.vmap(net)(x) ** 2)
 
         grads = eqx.filter_grad(loss)(net)
-        grads = mirror.get_replica_context().all_reduce("mean", grads)
+        grads = mirror.all_reduce("mean", grads)
         updates, state = adam.update(grads, state, net)
         return eqx.apply_updates(net, updates), state
 
@@ -264,17 +264,17 @@ def noisy_weights(x):
 
 
 def reduced(x):
-    return mirror.get_replica_context().all_reduce("mean", x.mean())
+    return mirror.all_reduce("mean", x.mean())
 
 
 def pure(x):
     y = jax.pure_callback(lambda: np.float32(1), jax.ShapeDtypeStruct((), np.float32))
-    return y + mirror.get_replica_context().all_reduce("mean", x.mean())
+    return y + mirror.all_reduce("mean", x.mean())
 
 
 def pure_and_reduced(x):
     y = jax.pure_callback(lambda: np.float32(1), jax.ShapeDtypeStruct((), np.float32))
-    return mirror.get_replica_context().all_reduce("mean", x.mean() + y)
+    return mirror.all_reduce("mean", x.mean() + y)
 
 
 # name: the step, whether its batch is distributed, and what the warning holds, if there is one,

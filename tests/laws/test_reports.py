@@ -26,7 +26,7 @@ def train_step(model, optimizer, batch):
         return jnp.square(model(batch)).mean()
 
     loss, grads = nnx.value_and_grad(loss_fn)(model)
-    loss, grads = mirror.get_replica_context().all_reduce("mean", (loss, grads))
+    loss, grads = mirror.all_reduce("mean", (loss, grads))
     optimizer.update(model, grads)
     return loss, jnp.max(batch)
 
@@ -52,7 +52,7 @@ def reports(make, **name):
 
 def test_explain_counts_the_collectives_of_an_axis_with_a_name():
     def step(batch):
-        return mirror.get_replica_context().all_reduce("sum", batch.sum())
+        return mirror.all_reduce("sum", batch.sum())
 
     strategy = cpu_strategy(2, axis_name="batch")
     (batch,) = strategy.distribute_dataset([np.ones((4, 2), np.float32)])

@@ -131,9 +131,9 @@ MaxSizePartitioner MinSizePartitioner MirroredStrategy MultiWorkerMirroredStrate
 ParameterServerLostError ParameterServerStrategy PerReplica PerWorkerDataset ProgramMismatchError
 ProgramReport REPLICA_AXIS ReduceOp ReductionToOneDevice RemoteValue ReplicaContext
 ReplicaDivergenceError ReplicaMismatchError StalledError Strategy Trainer ValueContext Variable
-VerifyReport Weighted add_n callbacks config data debugging device distributed ensure_mirrored
-example_keys example_mask get_replica_context get_strategy has_strategy in_cross_replica_context
-load_checkpoint testing
+VerifyReport Weighted add_n all_gather all_reduce callbacks config data debugging device distributed
+ensure_mirrored example_keys example_mask get_replica_context get_strategy has_strategy
+in_cross_replica_context load_checkpoint testing
 """
 PUBLIC = NAMES.split()
 

@@ -63,7 +63,7 @@ def loss_of(model, x):
 
 def train(model, optimizer, x):
     loss, grads = nnx.value_and_grad(loss_of)(model, x)
-    grads, loss = mirror.get_replica_context().all_reduce("mean", (grads, loss))
+    grads, loss = mirror.all_reduce("mean", (grads, loss))
     optimizer.update(model, grads)
     return loss
 
@@ -138,7 +138,7 @@ def test_models_train_through_every_transformation(model_type, forward, two):
 
     def step(model, x):
         loss, grads = nnx.value_and_grad(lambda model: (forward(model, x) ** 2).mean())(model)
-        grads, loss = mirror.get_replica_context().all_reduce("mean", (grads, loss))
+        grads, loss = mirror.all_reduce("mean", (grads, loss))
         params = nnx.state(model, nnx.Param)
         nnx.update(model, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads))
         return loss
@@ -158,7 +158,7 @@ def test_linen_state_of_every_optimizer_trains(make, two):
     def step(reduces, state, x):
         grads = jax.grad(lambda p: (state.apply_fn({"params": p}, x) ** 2).mean())(state.params)
         if reduces:
-            grads = mirror.get_replica_context().all_reduce("mean", grads)
+            grads = mirror.all_reduce("mean", grads)
         return mirror.ensure_mirrored(state.apply_gradients(grads=grads))
 
     after = two.run(step, (True, state, data(2)))
@@ -181,7 +181,7 @@ def test_missing_all_reduce_names_the_variable_and_leaves_the_model_unchanged(na
     x = data(num_replicas)
     before, structure = snapshot(model, optimizer), nnx.graphdef((model, optimizer))
     names = ["forgetful", "model.conv1.kernel", "x"]
-    fix = 'grads = mirror.get_replica_context().all_reduce("mean", grads)'
+    fix = 'grads = mirror.all_reduce("mean", grads)'
     with raises(mirror.ReplicaDivergenceError, names=names, fix=fix) as error:
         strategy.run(forgetful, (model, optimizer, x))
     assert "norm.mean" not in str(error.value)

@@ -11,7 +11,7 @@ BATCH = {"x": np.ones((8, 3), np.float32)}
 
 def step(model, batch):
     loss, grads = nnx.value_and_grad(lambda m, b: (m(b["x"]) ** 2).mean())(model, batch)
-    grads, loss = mirror.get_replica_context().all_reduce("mean", (grads, loss))
+    grads, loss = mirror.all_reduce("mean", (grads, loss))
     model.kernel[...] -= 0.1 * grads["kernel"][...]
     return loss
 

@@ -135,7 +135,7 @@ def _(s):
         x = jnp.arange(4)
 
     def step(batch, x):
-        return (mirror.get_replica_context().all_gather(batch), x)
+        return (mirror.all_gather(batch), x)
 
     for _ in range(3):
         for got in s.run(step, (batch, x)):

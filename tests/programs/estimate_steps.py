@@ -12,7 +12,7 @@ BATCH = {"x": np.zeros((8, 3), np.float32)}
 
 def step(model, optimizer, batch):
     loss, grads = nnx.value_and_grad(lambda m, b: (m(b["x"]) ** 2).mean())(model, batch)
-    grads, loss = mirror.get_replica_context().all_reduce("mean", (grads, loss))
+    grads, loss = mirror.all_reduce("mean", (grads, loss))
     optimizer.update(model, grads)
     return loss
 

@@ -63,7 +63,7 @@ def train_step(trainable, optimizer_state, inputs):
     images, labels = inputs
     grad_fn = jax.value_and_grad(compute_loss, has_aux=True)
     (loss, predictions), gradients = grad_fn(trainable, images, labels)
-    gradients = mirror.get_replica_context().all_reduce("sum", gradients)
+    gradients = mirror.all_reduce("sum", gradients)
     trainable, optimizer_state = optimizer.stateless_apply(optimizer_state, gradients, trainable)
     return trainable, optimizer_state, loss, num_correct(labels, predictions)
 

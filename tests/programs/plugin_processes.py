@@ -26,7 +26,7 @@ def own(request, tmp_path):
 
 def train_step(model, optimizer, batch):
     loss, grads = nnx.value_and_grad(lambda m: (m(batch) ** 2).mean())(model)
-    grads, loss = mirror.get_replica_context().all_reduce("mean", (grads, loss))
+    grads, loss = mirror.all_reduce("mean", (grads, loss))
     optimizer.update(model, grads)
     return loss
 
@@ -41,7 +41,7 @@ def test_step(strategy, own, scale, request):
     assert f"2-processes-{n}" in request.node.name
     assert request.config.getoption("--mine") == "mine"
     x = mirror.PerReplica.from_stacked(np.arange(n, dtype=np.float32))
-    total = strategy.run(lambda x: mirror.get_replica_context().all_reduce("sum", x), (x,))
+    total = strategy.run(lambda x: mirror.all_reduce("sum", x), (x,))
     assert float(total) * scale == scale * sum(range(n))
     (own / "file").touch()
     with strategy.scope():

@@ -42,7 +42,7 @@ def losses_of(logits, y):
 
 def summed(total, mask, grads):
     """The mean loss and its gradients over all rows that are not padding."""
-    total, count, grads = mirror.get_replica_context().all_reduce("sum", (total, mask.sum(), grads))
+    total, count, grads = mirror.all_reduce("sum", (total, mask.sum(), grads))
     return total / count, jax.tree.map(lambda grad: grad / count, grads)
 
 

@@ -53,7 +53,7 @@ if how in ("return", "chief returns", "static argument"):
 
     def step(batch, is_max):
         total = batch["x"].max() if is_max else batch["x"].sum()
-        return mirror.get_replica_context().all_reduce("sum", total)
+        return mirror.all_reduce("sum", total)
 
     for i, batch in enumerate(batches):
         if differs and i == 30 and how != "static argument":

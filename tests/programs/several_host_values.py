@@ -45,12 +45,12 @@ with strategy.scope():
 
 def train(net, state, x):
     loss, grads = nnx.value_and_grad(lambda m: (m(x) ** 2).mean())(net)
-    state.update(net, mirror.get_replica_context().all_reduce("mean", grads))
-    return mirror.get_replica_context().all_reduce("mean", loss)
+    state.update(net, mirror.all_reduce("mean", grads))
+    return mirror.all_reduce("mean", loss)
 
 
 def plain(w, x, lr):
-    g = mirror.get_replica_context().all_reduce("mean", (w * x).mean())
+    g = mirror.all_reduce("mean", (w * x).mean())
     return w - lr * g
 
 

@@ -59,7 +59,7 @@ clipped.defvjp(lambda x: (clipped(x), x), lambda x, g: (jnp.clip(2 * x * g, -1, 
 def of_jax(loss_of):
     def step(w, x):
         loss, grad = jax.value_and_grad(lambda w: loss_of(w, x))(w)
-        loss, grad = mirror.get_replica_context().all_reduce("mean", (loss, grad))
+        loss, grad = mirror.all_reduce("mean", (loss, grad))
         return w - 0.1 * grad, loss
 
     strategy = mirror.MultiWorkerMirroredStrategy()

@@ -101,7 +101,7 @@ def keys():
 def donated_arguments_survive():
     start = jnp.zeros(4)
     w = mirrored(start)
-    add = lambda w, x: w + mirror.get_replica_context().all_reduce("sum", x.sum())  # noqa: E731
+    add = lambda w, x: w + mirror.all_reduce("sum", x.sum())  # noqa: E731
     for _ in range(3):
         w = strategy.run(add, (w, per_replica()), donate_argnums=0)
     assert (np.asarray(w) == 3 * rows.sum()).all()

@@ -23,5 +23,5 @@ assert_message(str(warning.message), names=["<lambda>", "warned_script.py:"], va
 assert warning.filename == __file__, warning.filename
 
 names = {"mirror": mirror}  # a function of no module
-exec("def step(x): return mirror.get_replica_context().all_reduce('sum', x)", names)
+exec("def step(x): return mirror.all_reduce('sum', x)", names)
 assert strategy.run(names["step"], (jnp.ones(2),)).tolist() == [1, 1]

@@ -32,7 +32,7 @@ def train_step(model, optimizer, batch):
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
 
     loss, grads = nnx.value_and_grad(mean_loss)(model)
-    grads, loss = mirror.get_replica_context().all_reduce("mean", (grads, loss))
+    grads, loss = mirror.all_reduce("mean", (grads, loss))
     optimizer.update(model, grads)
     return loss
 

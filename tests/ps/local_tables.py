@@ -43,7 +43,7 @@ def losses(model, batch):
 def step_of(loss_fn, change=lambda model, grads: grads):
     def train_step(model, optimizer, batch):
         loss, grads = nnx.value_and_grad(lambda m: loss_fn(m, batch).mean())(model)
-        grads, loss = mirror.get_replica_context().all_reduce("mean", (grads, loss))
+        grads, loss = mirror.all_reduce("mean", (grads, loss))
         optimizer.update(model, change(model, grads))
         return loss
 

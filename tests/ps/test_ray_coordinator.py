@@ -149,7 +149,7 @@ def test_variables_reject_what_does_not_fit(strategy, coordinator):
 def test_functions_run_under_the_strategy_of_their_worker(coordinator):
     def describe():
         strategy = mirror.get_strategy()
-        total = strategy.run(lambda: mirror.get_replica_context().all_reduce("sum", 1.0))
+        total = strategy.run(lambda: mirror.all_reduce("sum", 1.0))
         return type(strategy).__name__, strategy.num_replicas_in_sync, float(total)
 
     assert coordinator.schedule(describe).fetch() == ("MirroredStrategy", 1, 1.0)

@@ -202,7 +202,7 @@ def test_part_without_ids_moves_no_rows():
 
 
 def mirror_mean(grads):
-    return mirror.get_replica_context().all_reduce("mean", grads)
+    return mirror.all_reduce("mean", grads)
 
 
 def test_functions_receive_the_arguments_without_model_and_optimizer():

@@ -20,7 +20,7 @@ def alone(tree: PyTree) -> PyTree:
 
 def replica_mean(tree: PyTree) -> PyTree:
     """Returns the mean over the replicas."""
-    return mirror.get_replica_context().all_reduce("mean", tree)
+    return mirror.all_reduce("mean", tree)
 
 
 def initial_key() -> jax.Array:

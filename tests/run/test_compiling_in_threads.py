@@ -41,7 +41,7 @@ def own(strategy: mirror.Strategy, size: int) -> mirror.PerReplica:
 
 
 def mean(x: Any) -> Any:
-    return mirror.get_replica_context().all_reduce("mean", x)
+    return mirror.all_reduce("mean", x)
 
 
 def in_thread(call: Callable[[], Any]) -> "Future[Any]":
@@ -216,7 +216,7 @@ ARRAY = np.arange(5.0, dtype=np.float32)
 
 
 def captures(x):
-    return mean(x * jnp.asarray(ARRAY)), mirror.get_replica_context().all_gather(x, 0)
+    return mean(x * jnp.asarray(ARRAY)), mirror.all_gather(x, 0)
 
 
 def keys(x):

@@ -54,7 +54,7 @@ def loss(params, batch):
 
 
 def reduced(grads):
-    return mirror.get_replica_context().all_reduce("mean", grads)
+    return mirror.all_reduce("mean", grads)
 
 
 def own(grads):

@@ -45,7 +45,7 @@ def own(strategy: mirror.Strategy, shape: tuple[int, ...] = (4,), dtype: Any = n
 
 
 def update(state, batch):
-    grad = mirror.get_replica_context().all_reduce("mean", batch.mean())
+    grad = mirror.all_reduce("mean", batch.mean())
     return jax.tree.map(lambda w: w - 0.5 * grad.astype(w.dtype), state), grad
 
 
@@ -63,7 +63,7 @@ class Net(nnx.Module):
 
 def train(model, batch):
     loss, grads = nnx.value_and_grad(lambda model: (model(batch) ** 2).mean())(model)
-    loss, grads = mirror.get_replica_context().all_reduce("mean", (loss, grads))
+    loss, grads = mirror.all_reduce("mean", (loss, grads))
     state = nnx.state(model, nnx.Param)
     nnx.update(model, jax.tree.map(lambda w, g: w - 0.01 * g, state, grads))
     return loss
@@ -88,7 +88,7 @@ def num_python_events(call: Any) -> int:
 
 
 def evaluate(params, batch):
-    return mirror.get_replica_context().all_reduce("mean", batch.mean() * params["w0"].sum())
+    return mirror.all_reduce("mean", batch.mean() * params["w0"].sum())
 
 
 @rows(
@@ -143,7 +143,7 @@ def test_results_of_another_program_are_not_visited_in_python(monkeypatch):
         return step(state, others, batch)
 
     def step(state, others, batch):
-        mean = mirror.get_replica_context().all_reduce("mean", batch.mean())
+        mean = mirror.all_reduce("mean", batch.mean())
         return {name: w + mean * others[name] for name, w in state.items()}
 
     def events_for(num_leaves: int) -> int:
@@ -534,7 +534,7 @@ def test_leaf_may_become_part_of_the_model_between_calls(strategy, leaf):
         return jax.tree.map(lambda w: w * 0.5, tree), loss
 
     def evaluate(model, batch):
-        return mirror.get_replica_context().all_reduce("mean", model(batch).sum())
+        return mirror.all_reduce("mean", model(batch).sum())
 
     batch = own(strategy, (2, 4))
     with strategy.scope():
@@ -733,7 +733,7 @@ def test_changed_trace_context_is_proved_again(strategy):
 
     def step(x):
         traces.append(jax.config.jax_default_matmul_precision)
-        return mirror.get_replica_context().all_reduce("sum", x @ x)
+        return mirror.all_reduce("sum", x @ x)
 
     x = own(strategy, (2, 2))
     for _ in range(3):
@@ -751,7 +751,7 @@ def test_calls_inside_and_outside_a_scope_share_a_program(strategy, caplog):
 
     def step(x):
         traces.append(1)
-        return mirror.get_replica_context().all_reduce("sum", x)
+        return mirror.all_reduce("sum", x)
 
     x = own(strategy)
     strategy.run(step, (x,))
@@ -768,7 +768,7 @@ def test_calls_inside_and_outside_a_scope_share_a_program(strategy, caplog):
 
 def test_shapes_may_alternate(strategy):
     def step(x):
-        return mirror.get_replica_context().all_reduce("sum", x)
+        return mirror.all_reduce("sum", x)
 
     xs = [own(strategy), own(strategy, (5,))]
     n = strategy.num_replicas_in_sync
@@ -780,7 +780,7 @@ def test_shapes_may_alternate(strategy):
 
 def test_static_arguments_and_keywords_work_as_before(strategy):
     def step(x, name="a", scale=1.0):
-        return mirror.get_replica_context().all_reduce("sum", x * scale), name
+        return mirror.all_reduce("sum", x * scale), name
 
     x = own(strategy)
     n = strategy.num_replicas_in_sync
@@ -827,7 +827,7 @@ def test_optimizer_trains_the_same_without_quick_calls():
 
         def step(model, optimizer, batch):
             loss, grads = nnx.value_and_grad(lambda model: (model(batch) ** 2).mean())(model)
-            loss, grads = mirror.get_replica_context().all_reduce("mean", (loss, grads))
+            loss, grads = mirror.all_reduce("mean", (loss, grads))
             optimizer.update(model, grads)
             return loss
 

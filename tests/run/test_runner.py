@@ -100,7 +100,7 @@ def test_step_needs_only_memory_for_state_and_activations(eight):
 
     def step(model, optimizer, x):
         grads = nnx.grad(lambda m: m(x).sum())(model)
-        optimizer.update(model, mirror.get_replica_context().all_reduce("mean", grads))
+        optimizer.update(model, mirror.all_reduce("mean", grads))
 
     batch = mirror.PerReplica([np.ones((2, 256), np.float32)] * 8)
     lowered = inside.lowered(eight, step, (model, optimizer, batch))
@@ -148,7 +148,7 @@ def test_small_leaves_share_one_collective(eight):
     """Fifty small leaves and two large ones: one packed buffer and two separate ones."""
 
     def step(tree):
-        return mirror.get_replica_context().all_reduce("mean", tree)
+        return mirror.all_reduce("mean", tree)
 
     small = {
         f"s{i}": mirror.PerReplica([np.full((7, i + 1), r, np.float32) for r in range(8)])
@@ -175,7 +175,7 @@ def test_packing_keeps_every_value(op, pack_bytes):
     stacked = [(rng.rand(3, 5, i + 1) * 2).astype(d) for i, d in enumerate(dtypes)]
 
     def step(*leaves):
-        return mirror.get_replica_context().all_reduce(op, leaves)
+        return mirror.all_reduce(op, leaves)
 
     got = strategy.run(step, [mirror.PerReplica.from_stacked(x) for x in stacked])
     for x, y in zip(stacked, got, strict=True):
@@ -240,7 +240,7 @@ def test_packed_collectives_are_differentiable(op, two):
 
     def step(x, y, weight):
         def total(leaves):
-            a, b = mirror.get_replica_context().all_reduce(op, leaves)
+            a, b = mirror.all_reduce(op, leaves)
             return weight * (a.sum() + b.sum())
 
         return jax.grad(total)((x, y))

@@ -15,7 +15,7 @@ W = jnp.zeros(3)
 
 
 def replica_mean(value):
-    return mirror.get_replica_context().all_reduce("mean", value)
+    return mirror.all_reduce("mean", value)
 
 
 def of_closure(strategy, batch, times):

@@ -16,7 +16,7 @@ def test_without_a_cluster_it_is_a_mirrored_strategy():
     assert strategy.devices == strategy.local_devices == tuple(jax.devices())
     assert strategy.local_replica_ids == tuple(range(8))
     assert (strategy.is_chief, strategy.num_workers, strategy.cluster_resolver) == (True, 1, None)
-    step = lambda x: mirror.get_replica_context().all_reduce("sum", x)  # noqa: E731
+    step = lambda x: mirror.all_reduce("sum", x)  # noqa: E731
     assert strategy.run(step, (mirror.PerReplica(list(range(8))),)) == 28
     assert copy.deepcopy(strategy).num_workers == 1
     pairs = mirror.MultiWorkerMirroredStrategy(replicas_per_device=2, axis_name="batch")
@@ -98,7 +98,7 @@ def come_late(*args):
     call(*args)
 launch._call = come_late
 x = mirror.PerReplica.from_stacked(np.ones((4, 3), np.float32))
-total = strategy.run(lambda x: mirror.get_replica_context().all_reduce("sum", x), (x,))
+total = strategy.run(lambda x: mirror.all_reduce("sum", x), (x,))
 print("total", np.asarray(total).tolist())
 """
 

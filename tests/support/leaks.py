@@ -39,7 +39,7 @@ class Counter(nnx.Module):
 
 
 def step(model, batch):
-    mean = mirror.get_replica_context().all_reduce("mean", batch.mean())
+    mean = mirror.all_reduce("mean", batch.mean())
     model.w[...] = model.w[...] * 0.999 + mean
     model.calls[...] += 1
     return mean
@@ -113,7 +113,7 @@ def programs() -> Case:
         for number in range(count):
 
             def another(x, number=number):
-                return mirror.get_replica_context().all_reduce("sum", x * number)
+                return mirror.all_reduce("sum", x * number)
 
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="another .* was recompiled")

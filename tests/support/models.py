@@ -131,7 +131,7 @@ def linen_step(state, batch):
         return losses_of(state.apply_fn({"params": params}, batch["image"]), batch["label"]).mean()
 
     loss, grads = jax.value_and_grad(loss_fn)(state.params)
-    grads, loss = mirror.get_replica_context().all_reduce("mean", (grads, loss))
+    grads, loss = mirror.all_reduce("mean", (grads, loss))
     return mirror.ensure_mirrored(state.apply_gradients(grads=grads)), loss
 
 

@@ -40,7 +40,7 @@ def plain_step(params, batch, *, reduce="mean"):
         return jnp.mean((batch["image"] @ params["w"]) ** 2)
 
     loss, grads = jax.value_and_grad(loss_fn)(params)
-    grads, loss = mirror.get_replica_context().all_reduce(reduce, (grads, loss))
+    grads, loss = mirror.all_reduce(reduce, (grads, loss))
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
 
 
@@ -60,7 +60,7 @@ def lonely_step(params, batch):
 
 def loss_step(params, batch):
     loss = jnp.mean((batch["image"] @ params["w"]) ** 2)
-    return mirror.get_replica_context().all_reduce("mean", loss)
+    return mirror.all_reduce("mean", loss)
 
 
 PARAMS = {"w": np.ones((12, 3), np.float32) / 12}
@@ -193,7 +193,7 @@ def test_single_array_that_differs_is_named(two):
 
 
 def scaled_step(scale, x):
-    return mirror.get_replica_context().all_reduce("mean", (x * scale).mean())
+    return mirror.all_reduce("mean", (x * scale).mean())
 
 
 @pytest.mark.parametrize("first", [0.5, "batch"])

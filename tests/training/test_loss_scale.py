@@ -371,7 +371,7 @@ def step(model, optimizer, loss_scale, batch):
         return loss_scale.scale(squares(model, batch).mean())
 
     grads = nnx.grad(loss_fn)(model)
-    grads = mirror.get_replica_context().all_reduce("mean", grads)
+    grads = mirror.all_reduce("mean", grads)
     return loss_scale.apply(optimizer, model, loss_scale.unscale(grads))
 
 

@@ -222,7 +222,7 @@ def test_assign_without_aggregation_requires_a_mirrored_value(pair):
     with raises(mirror.ReplicaDivergenceError, names=names, fix="all_reduce"):
         pair.run(lambda: v.assign(number())[...])
     assert v == 7
-    pair.run(lambda: nothing(v.assign(mirror.get_replica_context().all_reduce("sum", number()))))
+    pair.run(lambda: nothing(v.assign(mirror.all_reduce("sum", number()))))
     assert v == 3
 
 
@@ -600,11 +600,11 @@ def test_all_reduce_in_a_step_accepts_variables(pair):
     set_copies(pair, r)
 
     def step():
-        reduce = mirror.get_replica_context().all_reduce
+        reduce = mirror.all_reduce
         return [
             *(reduce(op, x[...]) for op in ("sum", "mean") for x in (v, r)),
             reduce("sum", {"r": r})["r"][...],
-            mirror.get_replica_context().all_gather(r[...][None]),
+            mirror.all_gather(r[...][None]),
         ]
 
     *reduced, gathered = pair.run(step)
@@ -895,7 +895,7 @@ def trained(wrt):
         loss_fn = lambda model: jnp.mean((model(batch["x"]) - batch["y"]) ** 2)  # noqa: E731
         loss, grads = nnx.value_and_grad(loss_fn, argnums=nnx.DiffState(0, wrt))(model)
         loss_own = loss
-        grads, loss = mirror.get_replica_context().all_reduce("mean", (grads, loss))
+        grads, loss = mirror.all_reduce("mean", (grads, loss))
         optimizer.update(model, grads)
         model.count.assign_add(len(batch["x"]))
         model.loss.assign(loss_own)

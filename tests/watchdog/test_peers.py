@@ -177,7 +177,7 @@ mirror.distributed.initialize(heartbeat_secs=HEARTBEAT, shutdown_secs=SHUTDOWN)
 strategy = mirror.MultiWorkerMirroredStrategy()
 me = mirror.distributed.process_index()
 def step(x):
-    return mirror.get_replica_context().all_reduce("sum", x.sum())
+    return mirror.all_reduce("sum", x.sum())
 x = mirror.PerReplica.from_stacked(np.ones((strategy.num_replicas_in_sync, 3), np.float32))
 def load(i):
     if me == WHO and i == 4:

@@ -224,7 +224,7 @@ def test_arrivals_name_the_replica_that_is_missing(is_float, op, clock):
 
 def test_counts_are_kept_while_any_watch_tracks():
     def step(x):
-        return mirror.get_replica_context().all_reduce("sum", x)
+        return mirror.all_reduce("sum", x)
 
     with mirror.debugging.watch(60, track_arrivals=True):
         with mirror.debugging.watch(60, track_arrivals=True):
@@ -294,7 +294,7 @@ def test_earlier_launches_are_waited_for_in_slices(clock):
             strategy.run(gated_step(gate), (argument(strategy),))
 
     def other(x):
-        return mirror.get_replica_context().all_reduce("mean", x)
+        return mirror.all_reduce("mean", x)
 
     other_strategy, blocked = LAYOUTS["pmap"](), threading.Thread(target=block)
     other_strategy.run(other, (argument(strategy),))
@@ -392,7 +392,7 @@ def test_steps_that_end_are_not_reported(layout, clock):
     strategy = LAYOUTS[layout]()
 
     def step(x):
-        return x * 1.0, mirror.get_replica_context().all_reduce("mean", x)
+        return x * 1.0, mirror.all_reduce("mean", x)
 
     x = argument(strategy)
     strategy.run(step, (x,))

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from mirror._src.strategy.mirrored import get_replica_context
+from mirror._src.strategy.current_replica import all_reduce
 from mirror._src.strategy.strategy import Strategy
 from mirror_cli.bench import BATCH_SIZES
 
@@ -103,9 +103,7 @@ def train_step(model: Any, optimizer: nnx.Optimizer, batch: dict[str, jax.Array]
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
 
     loss, grads = nnx.value_and_grad(loss_fn)(model)
-    context = get_replica_context()
-    assert context is not None, "a step runs in a replica"
-    grads, loss = context.all_reduce("mean", (grads, loss))
+    grads, loss = all_reduce("mean", (grads, loss))
     optimizer.update(model, grads)
     return loss
 

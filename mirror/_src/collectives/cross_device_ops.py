@@ -212,7 +212,7 @@ class CrossDeviceOps(abc.ABC):
             TypeError: If `values` is not a list or tuple. Also raises the errors of `reduce`.
         """
         op = require_op(f"{type(self).__name__}().batch_reduce", op, values)
-        self._require_untraced("reduce", "Use mirror.get_replica_context().all_reduce.")
+        self._require_untraced("reduce", "Use mirror.all_reduce.")
         if not isinstance(values, list | tuple):
             raise TypeError(f"batch_reduce expects a list of values, got {describe(values)}.")
         devices = None if destinations is None else replica_devices(destinations)

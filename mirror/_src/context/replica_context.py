@@ -88,6 +88,7 @@ class Piece(NamedTuple):
 class ReplicaContext:
     """Identifies the current replica and provides its collectives.
 
+    `mirror.all_reduce` and `mirror.all_gather` call the methods of the current replica's context.
     Inside a step, `mirror.get_replica_context()` returns the context of the replica. It is valid
     until the step ends. Outside every scope, the function returns the context of a single replica,
     whose collectives return their operands, so that the same step also works without a strategy.
@@ -212,7 +213,7 @@ class ReplicaContext:
             RuntimeError: If the step has ended.
         """
         self._require_alive()
-        op = require_op("context.all_reduce", op, tree)
+        op = require_op("mirror.all_reduce", op, tree)
         treedef: Any
         leaves, treedef = jax.tree.flatten(tree)
         is_joined = self.part is not None and self.part.is_joined
@@ -250,9 +251,9 @@ class ReplicaContext:
             RuntimeError: If the step has ended.
         """
         self._require_alive()
-        require_axis("context.all_gather", tree, axis)
+        require_axis("mirror.all_gather", tree, axis)
         if not isinstance(axis, int | np.integer) or isinstance(axis, bool):
-            fix = "Pass the axis to concatenate along: context.all_gather(x, axis=0)."
+            fix = "Pass the axis to concatenate along: mirror.all_gather(x, axis=0)."
             raise TypeError(expected("axis", axis, "an int", fix))
 
         def join(leaf: Array) -> Array:

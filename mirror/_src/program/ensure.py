@@ -42,7 +42,7 @@ def ensure_mirrored(tree: PyTree) -> PyTree:
             names the leaves.
 
     >>> def step(weights, grads):
-    ...     grads = mirror.get_replica_context().all_reduce("mean", grads)
+    ...     grads = mirror.all_reduce("mean", grads)
     ...     return mirror.ensure_mirrored({"w": weights["w"] - 0.1 * grads["w"]})
     """
     treedef: Any

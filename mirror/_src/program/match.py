@@ -170,7 +170,7 @@ def _require_ensured_alike(numberings: Sequence[_Numbering]) -> None:
             raise ReplicaDivergenceError(
                 f"ensure_mirrored at {user_line(eqn)}: replicas may hold different values of\n"
                 f"{listing(differing)}\nThey are computed from {_SHAPES}. Reduce each value that "
-                'depends on a shape: n = mirror.get_replica_context().all_reduce("sum", x.shape[0])'
+                'depends on a shape: n = mirror.all_reduce("sum", x.shape[0])'
             )
 
 
@@ -204,8 +204,7 @@ def _require_alike(
                 f"Replicas {first} and {second} have different input shapes and would execute "
                 f"different collectives: {_describe(a, first)}; {_describe(b, second)}. Operands "
                 "of a collective must have the same shape on all replicas. Reduce over the batch "
-                "axis first, or use mirror.get_replica_context().all_gather(x), which supports "
-                "unequal lengths."
+                "axis first, or use mirror.all_gather(x), which supports unequal lengths."
             )
         for inner, counterpart in zip(_inner(a), _inner(b), strict=True):
             _require_alike(inner, counterpart, first, second, params)

@@ -245,7 +245,7 @@ class _Pass:
             self.reject(
                 f"ensure_mirrored at {user_line(eqn)}: replicas may hold different values of\n"
                 f"{listing(differing)}\nAll-reduce values derived from per-replica data first:\n"
-                '  grads = mirror.get_replica_context().all_reduce("mean", grads)'
+                '  grads = mirror.all_reduce("mean", grads)'
             )
 
     def mark_collective(self, eqn: JaxprEqn) -> Mark:
@@ -365,7 +365,7 @@ def _hang_message(eqn: JaxprEqn, control: str) -> str:
     return (
         f"The {name} at {user_line(eqn)} is inside {control}, so some replicas would wait forever "
         "for the others. Make the predicate identical on all replicas, e.g. "
-        f'replica_context.all_reduce("max", predicate), or move the {name} out of the branch.'
+        f'mirror.all_reduce("max", predicate), or move the {name} out of the branch.'
         + (_LINE_SEARCH if "the while" in control else "")
     )
 

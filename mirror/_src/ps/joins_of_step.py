@@ -20,7 +20,7 @@ _REJECTED = {
 }
 _WHY = (
     "The workers compute the {count} parts of a batch separately. All that is known of the whole "
-    "batch is what context.all_reduce returns, and its sums and products with constants. "
+    "batch is what mirror.all_reduce returns, and its sums and products with constants. "
 )
 _MESSAGES = {
     "result": (
@@ -96,7 +96,7 @@ def require_own_sums(fn_name: str, found: Sequence[Found], num_parts: int) -> No
     """
     if any(each.kind == "result" and each.join is Join.NONE for each in found):
         raise ValueError(
-            f"{fn_name} reduces or gathers over the replicas, for example with context.all_reduce "
+            f"{fn_name} reduces or gathers over the replicas, for example with mirror.all_reduce "
             f"or nnx.BatchNorm(axis_name=...). The workers compute the {num_parts} parts of a "
             "batch separately: this would be over the part of one worker alone. Compute the loss "
             "of each example from this example; or schedule a step of your own with "

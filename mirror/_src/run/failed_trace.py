@@ -121,8 +121,7 @@ def _explanation(call: Call, run_code: CodeType, error: Exception) -> Exception 
         return ValueError(
             f"{name_of(fn)} uses jax.lax.pcast{_user_line(error)}, which marks values as varying "
             "in jax.shard_map. In a step, every value may vary, and gradients are of one replica. "
-            'Remove the call, and all-reduce: mirror.get_replica_context().all_reduce("mean", '
-            "grads)."
+            'Remove the call, and all-reduce: mirror.all_reduce("mean", grads).'
         )
     conversion = _conversion(error)
     if conversion is not None:

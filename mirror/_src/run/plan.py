@@ -117,7 +117,7 @@ def unmerged_message(step_name: str, problems: Sequence[str]) -> str:
         f"{step_name} would leave these nnx metrics with different states on different replicas:\n"
         f"{listing(problems)}\nOnly updates that add to nnx.metrics.Average, Accuracy or Welford "
         "are merged. Update other metrics with the values of all replicas: "
-        "mirror.get_replica_context().all_gather(logits)."
+        "mirror.all_gather(logits)."
     )
 
 
@@ -207,7 +207,7 @@ def require_means(
             raise TypeError(
                 f"{slots[i][1]} is an nnx.BatchStat that differs between replicas, but as "
                 f"{dtypes[i]} it cannot store their mean. Use a float, or reduce it in the step: "
-                'mirror.get_replica_context().all_reduce("sum", x).'
+                'mirror.all_reduce("sum", x).'
             )
 
 
@@ -217,7 +217,7 @@ def divergence_message(step_name: str, causes: Iterable[str]) -> str:
         f"{step_name} would leave these variables with different values on different replicas:\n"
         f"{listing(causes)}\n"
         "All-reduce values derived from per-replica data before they reach a variable:\n"
-        '  grads = mirror.get_replica_context().all_reduce("mean", grads)'
+        '  grads = mirror.all_reduce("mean", grads)'
     )
 
 

@@ -60,7 +60,7 @@ class StepWarnings:
                 f"{name} adds the same random numbers on all {num_replicas} replicas, sampled at "
                 f"{', '.join(summed)}, to values that it then all-reduces. A key per replica would "
                 "add other noise on each of them. Add the noise once, as for private "
-                'gradients, after mirror.get_replica_context().all_reduce("sum", grads).'
+                'gradients, after mirror.all_reduce("sum", grads).'
             )
         if own := [line for line in lines if line not in notes.summed_noise]:
             texts["noise"] = (
@@ -74,7 +74,7 @@ class StepWarnings:
             texts["pure"] = (
                 f"{name} assumes that {', '.join(assumed)} returns the same on all replicas, "
                 "because the callback is declared pure. If it is not, the replicas diverge: "
-                'all-reduce its result, mirror.get_replica_context().all_reduce("mean", y).'
+                'all-reduce its result, mirror.all_reduce("mean", y).'
             )
         for kind, text in texts.items():
             if self._is_first(call.fn, kind):

@@ -243,7 +243,7 @@ class Strategy(abc.ABC):
 
         >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
         >>> def step(w, x):
-        ...     return w * x, mirror.get_replica_context().all_reduce("sum", x)
+        ...     return w * x, mirror.all_reduce("sum", x)
         >>> strategy.run(step, (10.0, mirror.PerReplica([1.0, 2.0])))
         (PerReplica(10., 20.), Array(3., dtype=float32))
         """
@@ -299,7 +299,7 @@ class Strategy(abc.ABC):
         >>> strategy.reduce("mean", mirror.PerReplica([[1.0, 2.0], [3.0, 8.0]]), axis=0)
         Array(3.5, dtype=float32)
         """
-        require_cross_replica(self, "reduce", "Use mirror.get_replica_context().all_reduce.")
+        require_cross_replica(self, "reduce", "Use mirror.all_reduce.")
         value = unwrapped(value)
         reduce_op = require_op("strategy.reduce", op, value)
         # The user's own operations may round.
@@ -336,7 +336,7 @@ class Strategy(abc.ABC):
         >>> strategy.gather(mirror.PerReplica([[1, 2], [3]]))
         Array([1, 2, 3], dtype=int32)
         """
-        require_cross_replica(self, "gather", "Use mirror.get_replica_context().all_gather.")
+        require_cross_replica(self, "gather", "Use mirror.all_gather.")
         value = unwrapped(value)
         require_axis("strategy.gather", value, axis)
         axes = canonical_axes(axis)
@@ -579,7 +579,7 @@ class Strategy(abc.ABC):
 
         >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
         >>> def step(batch):
-        ...     return mirror.get_replica_context().all_reduce("mean", batch.mean())
+        ...     return mirror.all_reduce("mean", batch.mean())
         >>> strategy.verify(step, (mirror.PerReplica([[1.0, 2.0], [3.0, 4.0]]),)).largest
         0.0
         """
@@ -622,7 +622,7 @@ class Strategy(abc.ABC):
 
         >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
         >>> def step(x):
-        ...     return x, mirror.get_replica_context().all_reduce("sum", x)
+        ...     return x, mirror.all_reduce("sum", x)
         >>> report = strategy.inspect(step, (mirror.PerReplica([1.0, 2.0]),))
         >>> [(row.name, row.state) for row in report.results]
         [('result[0]', 'per-replica'), ('result[1]', 'mirrored')]
@@ -671,7 +671,7 @@ class Strategy(abc.ABC):
 
         >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
         >>> def step(x):
-        ...     return mirror.get_replica_context().all_reduce("sum", x)
+        ...     return mirror.all_reduce("sum", x)
         >>> explanation = strategy.explain(step, (mirror.PerReplica([1.0, 2.0]),), steps=2)
         >>> explanation.num_collectives, sorted(explanation.shares)
         (1, ['communication', 'compute', 'dispatch', 'input', 'transfer'])

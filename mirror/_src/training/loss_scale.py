@@ -39,7 +39,7 @@ class LossScale(nnx.Module):
                 return loss_scale.scale(losses(model, batch).mean())
 
             grads = nnx.grad(loss_fn)(model)
-            grads = mirror.get_replica_context().all_reduce("mean", grads)
+            grads = mirror.all_reduce("mean", grads)
             return loss_scale.apply(optimizer, model, loss_scale.unscale(grads))
 
         is_finite = strategy.run(step, (model, optimizer, loss_scale, batch))

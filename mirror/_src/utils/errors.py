@@ -38,7 +38,7 @@ class ReplicaMismatchError(ValueError):
 
     >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
     >>> def step(batch):  # "sum" instead of "mean"
-    ...     return mirror.get_replica_context().all_reduce("sum", batch.mean())
+    ...     return mirror.all_reduce("sum", batch.mean())
     >>> strategy.verify(step, (mirror.PerReplica([[1.0], [3.0]]),))
     Traceback (most recent call last):
         ...

@@ -96,9 +96,12 @@ DISTRIBUTE = Table(
         ("`ReplicaContext`", "`mirror.ReplicaContext`"),
         (
             "`replica_context.all_reduce(op, value)`",
-            'the same; `"sum"`, `"mean"`, `"min"`, `"max"`',
+            'the same, or `mirror.all_reduce(op, value)`; `"sum"`, `"mean"`, `"min"`, `"max"`',
         ),
-        ("`replica_context.all_gather(value, axis)`", "the same; `axis=0` is the default"),
+        (
+            "`replica_context.all_gather(value, axis)`",
+            "the same, or `mirror.all_gather(value)`; `axis=0` is the default",
+        ),
         (
             "`replica_context.merge_call`",
             "- a step is one program on every replica; compute with the result of `all_reduce`",
@@ -422,11 +425,11 @@ PYTORCH = Table(
         ("`get_world_size()`", "`strategy.num_replicas_in_sync`"),
         (
             "`all_reduce(tensor, op)`",
-            '`replica_context.all_reduce("sum", tree)`, for a whole pytree',
+            '`mirror.all_reduce("sum", tree)`, for a whole pytree',
         ),
         (
             "`all_gather`",
-            "`replica_context.all_gather`; lengths may differ between replicas",
+            "`mirror.all_gather`; lengths may differ between replicas",
         ),
         ("`broadcast(tensor, src=0)`", "- mirrored values are identical from the start"),
         (

@@ -25,7 +25,7 @@ from mirror._src.devices import backend
 from mirror._src.distributed import hello, store
 from mirror._src.distributed.resolvers import Membership
 from mirror._src.distributed.start import initialize, resolver_of_environment
-from mirror._src.strategy.mirrored import get_replica_context
+from mirror._src.strategy.current_replica import all_reduce
 from mirror._src.strategy.multi_worker import MultiWorkerMirroredStrategy
 from mirror._src.utils.errors import counted, first_line
 from mirror._src.utils.types import Array
@@ -325,7 +325,7 @@ def _sums(strategy: MultiWorkerMirroredStrategy) -> dict[str, float]:
 
 
 def _sum(x: Array) -> Array:
-    total: Array = get_replica_context().all_reduce("sum", x)
+    total: Array = all_reduce("sum", x)
     return total
 
 

@@ -367,7 +367,7 @@ class _Part:
             raise ValueError(
                 f"{communications[0].line}: the replicas disagree on the condition ({conditions}) "
                 "and would execute different collectives. Make it identical on all replicas, e.g. "
-                "replica_context.all_reduce('max', condition)."
+                "mirror.all_reduce('max', condition)."
             )
         return values[0]
 
