@@ -1,49 +1,39 @@
-"""Draws time per step against the number of devices, one panel per model."""
+"""Draws the time of a step divided by the best by hand, a row per model and number of devices."""
 
 import importlib
-import itertools
-import math
 import textwrap
 from pathlib import Path
 from typing import Any
 
 from benchmarks import plan
 from benchmarks.record import Done, Record
-from benchmarks.report import by_model, measured
-from benchmarks.stats import Times, flat, median
+from benchmarks.report import best_by_hand, by_model, measured
+from benchmarks.stats import Times, ratio
 
-# Colors by Okabe and Ito, for color-blind readers; markers and dashes repeat the information.
+# Colors by Okabe and Ito, for color-blind readers; markers repeat the information.
 _STYLES: dict[str, dict[str, Any]] = {
-    plan.MIRROR_PLAIN: {"color": "#D55E00", "marker": "o", "linewidth": 2.4},
-    plan.MIRROR_NNX: {"color": "#E69F00", "marker": "D", "linewidth": 2.4},
-    plan.PMAP: {"color": "#0072B2", "marker": "s", "linestyle": "--"},
-    plan.SHARD_MAP: {"color": "#56B4E9", "marker": "^", "linestyle": "--"},
-    plan.JIT: {"color": "#000000", "marker": "v", "linestyle": "--"},
-    plan.ONE_DEVICE: {"color": "#000000", "marker": "*", "linestyle": "none", "markersize": 10},
-    plan.TENSORFLOW: {"color": "#009E73", "marker": "P", "linestyle": ":"},
-    plan.KERAS: {"color": "#CC79A7", "marker": "X", "linestyle": ":"},
-    plan.TORCH: {"color": "#7F7F7F", "marker": "h", "linestyle": ":"},
+    plan.MIRROR_PLAIN: {"color": "#D55E00", "marker": "o", "markersize": 7},
+    plan.MIRROR_NNX: {"color": "#E69F00", "marker": "D", "markersize": 6},
+    plan.TENSORFLOW: {"color": "#009E73", "marker": "P"},
+    plan.KERAS: {"color": "#CC79A7", "marker": "X"},
+    plan.TORCH: {"color": "#7F7F7F", "marker": "h"},
 }
 _LABELS = {
     plan.MIRROR_PLAIN: "mirror, plain pytrees",
     plan.MIRROR_NNX: "mirror, Flax NNX",
-    plan.PMAP: "jax.pmap",
-    plan.SHARD_MAP: "jit(shard_map)",
-    plan.JIT: "jit with shardings",
-    plan.ONE_DEVICE: "jit, one device",
     plan.TENSORFLOW: "TensorFlow MirroredStrategy",
     plan.KERAS: "Keras 3 on JAX",
-    plan.TORCH: "torch DDP",
+    plan.TORCH: "PyTorch DDP",
 }
-_PANELS = {
-    "narrow": "narrow: MLP 784-[64]*8-10, batch 64",
-    "wide": "wide: MLP 784-512-512-10, batch 256",
-    "cnn": "cnn: two convolutions, batch 128",
-    "leaves": "leaves: 100 matrices of 64x64, batch 64",
+_MODELS = {
+    "narrow": "MLP, 9 layers",
+    "wide": "MLP, 3 wide layers",
+    "cnn": "small CNN",
+    "leaves": "100 small matrices",
 }
-_COLUMNS, _PANEL_INCHES, _AROUND_INCHES = 2, (5.2, 3.7), 1.5
-_LETTERS_PER_INCH, _LEGEND_INCHES = 15, 2.6
-_SPREAD = 0.025  # horizontal offset, in octaves, so that markers do not overlap
+_WIDTH, _ROW_INCHES, _AROUND_INCHES = 8.0, 0.27, 1.7
+_LETTERS_PER_INCH = 13
+_TICKS = (0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5, 7)
 
 
 def require_matplotlib() -> None:
@@ -62,7 +52,7 @@ def require_matplotlib() -> None:
 
 
 def draw(record: Record, file: Path) -> None:
-    """Draws the medians of the suite `own`, with the quartiles as error bars.
+    """Draws the median ratios of the suite `own`, with the intervals of mirror as bars.
 
     Raises:
         ModuleNotFoundError: If matplotlib is not installed.
@@ -72,86 +62,66 @@ def draw(record: Record, file: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    cells = cells_of([done for done in record.done if done.job.kind == "own"])
-    if not cells:
+    rows = rows_of([done for done in record.done if done.job.kind == "own"])
+    if not rows:
         raise ValueError("The picture requires the suite `own`, which was not measured. Add it.")
-    columns = min(_COLUMNS, len(cells))
-    rows = -(-len(cells) // columns)
-    width, height = _PANEL_INCHES[0] * columns, _PANEL_INCHES[1] * rows + _AROUND_INCHES
-    figure = Figure(figsize=(width, height), layout="constrained")
+    height = _ROW_INCHES * len(rows) + _AROUND_INCHES
+    figure = Figure(figsize=(_WIDTH, height), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(rows, columns, squeeze=False).flat
-    shown: dict[str, Any] = {}
-    for panel, model in itertools.zip_longest(panels, cells):
-        if model is None:
-            panel.set_axis_off()
-        else:
-            shown.update(_draw_panel(panel, model, cells[model]))
-    names = [name for name in _STYLES if name in shown]
+    panel = figure.subplots()
+    panel.axvline(1, color="black", linewidth=1)
+    for place, (model, count, times) in enumerate(rows):
+        _draw_row(panel, place, times, best_by_hand(times, count))
+        if place and model != rows[place - 1][0]:
+            panel.axhline(place - 0.5, color="#BBBBBB", linewidth=0.8)
+    panel.set_yticks(range(len(rows)), [_label(model, count) for model, count, _ in rows])
+    panel.set_ylim(len(rows) - 0.5, -0.5)
+    panel.set_xscale("log")
+    low, high = panel.dataLim.intervalx
+    low, high = min(low, _TICKS[0]) * 0.9, max(high, _TICKS[-1]) * 1.05
+    panel.axvspan(low, 1, color="#E69F00", alpha=0.12, linewidth=0)
+    panel.set_xlim(low, high)
+    panel.minorticks_off()
+    panel.set_xticks(_TICKS, [f"{tick:g}" for tick in _TICKS])
+    panel.grid(visible=True, axis="x", alpha=0.3)
+    panel.set_xlabel("← faster    time of a step / time of the best hand-written JAX    slower →")
+    handles, labels = panel.get_legend_handles_labels()
+    unique = dict(zip(labels, handles, strict=True))
     figure.legend(
-        [shown[name] for name in names],
-        [_LABELS[name] for name in names],
-        loc="outside lower center",
-        ncols=min(3, int(width / _LEGEND_INCHES)),
-        frameon=False,
-        handlelength=3.2,
+        unique.values(), unique.keys(), loc="outside lower center", ncols=3, frameon=False
     )
-    title = textwrap.fill(record.title, round(width * _LETTERS_PER_INCH))
-    figure.suptitle(
-        f"Time per training step, each contender in its own process\n{title}", fontsize=9
-    )
+    title = textwrap.fill(record.title, round(_WIDTH * _LETTERS_PER_INCH))
+    figure.suptitle(f"A training step, compared with the best by hand\n{title}", fontsize=10)
     figure.savefig(file, dpi=150)
 
 
-def cells_of(done: list[Done]) -> dict[str, dict[int, Times]]:
-    """Returns the times of each model on each number of devices."""
-    cells: dict[str, dict[int, Times]] = {}
-    for model, n, part in by_model(done):
-        cells.setdefault(model, {})[n] = part["times"]
-    return cells
+def rows_of(done: list[Done]) -> list[tuple[str, int, Times]]:
+    """Returns the model, the number of devices and the times of each row."""
+    cells = {(model, n): part["times"] for model, n, part in by_model(done)}
+    models = list(dict.fromkeys(model for model, _ in cells))
+    ordered = sorted(cells, key=lambda cell: (models.index(cell[0]), cell[1]))
+    return [(*cell, cells[cell]) for cell in ordered]
 
 
-def _draw_panel(panel: Any, model: str, by_count: dict[int, Times]) -> dict[str, Any]:
-    counts = sorted(by_count)
-    drawn = {}
-    for place, (name, style) in enumerate(_STYLES.items()):
-        present = [n for n in counts if measured(by_count[n], name)]
-        if not present:
+def _label(model: str, count: int) -> str:
+    return f"{_MODELS.get(model, model)}, {count} device{'s' * (count > 1)}"
+
+
+def _draw_row(panel: Any, place: int, times: Times, best: str) -> None:
+    for name, style in _STYLES.items():
+        if not (best and measured(times, name)):
             continue
-        medians = [median(by_count[n][name]) for n in present]
-        bars = zip(*(_quartile_distances(by_count[n][name]) for n in present), strict=True)
-        shift = 2 ** (_SPREAD * (place - len(_STYLES) / 2))
-        drawn[name] = panel.errorbar(
-            [n * shift for n in present],
-            medians,
-            yerr=list(map(list, bars)),
-            **{"linewidth": 1.4, "markersize": 5.5, **style},
-            elinewidth=0.8,
-            capsize=0,
+        over = ratio(times, name, best)
+        is_mirror = name in (plan.MIRROR_PLAIN, plan.MIRROR_NNX)
+        shift = {plan.MIRROR_PLAIN: -0.14, plan.MIRROR_NNX: 0.14}.get(name, 0)
+        bars = [[over.median - over.low], [over.high - over.median]] if is_mirror else None
+        panel.errorbar(
+            over.median,
+            place + shift,
+            xerr=bars,
+            linestyle="none",
+            label=_LABELS[name],
+            elinewidth=1.2,
+            zorder=3 if is_mirror else 2,
+            **style,
         )
-    panel.set_xscale("log", base=2)
-    panel.set_yscale("log")
-    panel.set_xticks(counts, [str(n) for n in counts])
-    panel.minorticks_off()
-    _label_times(panel)
-    panel.set_title(_PANELS.get(model, model), fontsize=10)
-    panel.set_xlabel("devices")
-    panel.set_ylabel("ms per step")
-    panel.grid(visible=True, alpha=0.3)
-    return drawn
-
-
-def _quartile_distances(values: Any) -> tuple[float, float]:
-    """Returns the distances of the quartiles from the median."""
-    numbers = sorted(flat(values))
-    last, middle = len(numbers) - 1, median(numbers)
-    return middle - numbers[last // 4], numbers[last - last // 4] - middle
-
-
-def _label_times(panel: Any) -> None:
-    """Labels the axis with 1, 2, 5, 10, 20, ... instead of powers of ten."""
-    low, high = panel.get_ylim()
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    ticks = [factor * 10.0**power for power in powers for factor in (1, 2, 5)]
-    ticks = [tick for tick in ticks if low <= tick <= high]
-    panel.set_yticks(ticks, [f"{tick:g}" for tick in ticks])

@@ -3,8 +3,9 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from benchmarks import plan
 from benchmarks.record import Done
-from benchmarks.stats import Estimate, Times, flat, median
+from benchmarks.stats import Estimate, Times, best_of, flat, median
 
 NONE = "-"  # not measured
 
@@ -36,6 +37,12 @@ class Table:
 def measured(times: Times, name: str) -> bool:
     """Whether the contender was measured."""
     return name in times and bool(flat(times[name]))
+
+
+def best_by_hand(times: Times, num_devices: int) -> str:
+    """Returns the best hand-written contender; empty if none was measured."""
+    names = [name for name in plan.by_hand(num_devices) if measured(times, name)]
+    return best_of(times, names) if names else ""
 
 
 def ms(times: Times, name: str) -> str:

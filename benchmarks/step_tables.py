@@ -4,17 +4,11 @@ from collections.abc import Sequence
 
 from benchmarks import limits, plan
 from benchmarks.record import Done
-from benchmarks.report import NONE, Table, by_model, compared, measured, ms
-from benchmarks.stats import Times, best_of, ratio, widest
+from benchmarks.report import NONE, Table, best_by_hand, by_model, compared, ms
+from benchmarks.stats import Times, ratio, widest
 
 _ALL_BY_HAND = (*plan.HAND_WRITTEN, plan.ONE_DEVICE)
 _S1 = "S1: plain / best by hand at most {}, {} for many small leaves"
-
-
-def _best(times: Times, num_devices: int) -> str:
-    """Returns the best hand-written contender; empty if none was measured."""
-    names = [name for name in plan.by_hand(num_devices) if measured(times, name)]
-    return best_of(times, names) if names else ""
 
 
 def own_summary(done: Sequence[Done]) -> Table:
@@ -27,7 +21,7 @@ def own_summary(done: Sequence[Done]) -> Table:
         for name in (plan.MIRROR_PLAIN, plan.MIRROR_NNX):
             by_count = [cells.get((model, n), {}) for n in counts]
             over_best = [
-                compared(times, ratio, name, _best(times, n))[0]
+                compared(times, ratio, name, best_by_hand(times, n))[0]
                 for n, times in zip(counts, by_count, strict=True)
             ]
             rows.append([f"{model}, {name}", *over_best])
@@ -53,7 +47,7 @@ def paired_table(done: Sequence[Done]) -> Table:
 def _steps(title: str, parts: Sequence[tuple[str, int, Times]], limit: float) -> Table:
     rows = []
     for model, n, times in parts:
-        best = _best(times, n)
+        best = best_by_hand(times, n)
         rows.append(
             [
                 *(model, str(n)),

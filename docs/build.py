@@ -38,6 +38,7 @@ PAGES = {
 }
 _SITE = {file: page for page, file in PAGES.items()}
 _LINK = re.compile(r"(?<=\]\()([^)#:\s]+)(?=(?:#[^)]*)?\))")
+_TEST = re.compile(r"\[([^\]]+)\]\((?:\.\./)*(tests/[^)]+)\)")
 _OUTPUT = re.compile(r"(^```python\n.*?^```\n\n?```text)$", re.M | re.S)
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -85,7 +86,10 @@ def settings() -> dict[str, Any]:
 
 
 def on_site(text: str, page: str) -> str:
-    """Returns the text of a page with links to pages of the site, and with titles of outputs."""
+    """Returns the text of a page with links to pages of the site, and with titles of outputs.
+
+    Tests are not on the site: a link to one becomes its path.
+    """
     folder = posixpath.dirname(PAGES.get(page, f"docs/{page}"))
 
     def link(match: re.Match[str]) -> str:
@@ -94,7 +98,7 @@ def on_site(text: str, page: str) -> str:
         return posixpath.relpath(site_path, posixpath.dirname(page) or ".")
 
     text = text if page.startswith("notebooks/") else _OUTPUT.sub(r'\1 title="Output"', text)
-    return _LINK.sub(link, text).replace("```python no-run", "```python")
+    return _LINK.sub(link, _TEST.sub(r"\1: `\2`", text)).replace("```python no-run", "```python")
 
 
 def markdown_of(path: Path, pages: Path, execute: bool) -> str:

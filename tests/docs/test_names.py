@@ -170,12 +170,6 @@ def test_messages_on_the_pages_of_errors_exist(subtests):
             assert any(matches(shown, message) for message in messages()), shown
 
 
-def test_messages_of_the_readme_are_on_a_page_of_errors():
-    table = PAGES["README.md"].split("| message | what to do |")[1]
-    for row in re.findall(r"^\| `(.*?)` \|", table, re.M):
-        assert any(matches(shown, row) for shown in said_to_do()), row
-
-
 def deleted_array():
     x = jnp.ones(3)
     jax.jit(lambda x: x + 1, donate_argnums=0)(x).block_until_ready()

@@ -182,7 +182,7 @@ def test_links_of_the_long_description_lead_somewhere(subtests):
             assert all(re.fullmatch(wanted, target) for target in targets)
             links = README.count("](") - len(EXTERNAL)
             assert len(targets) == (0 if repository is None else links)
-            picture = "](https://host/repo/raw/main/docs/demo.png)"
+            picture = "](https://host/repo/raw/main/docs/first_screen.svg)"
             assert (picture in text) == (repository is not None)
             for target in targets:
                 path = re.sub(r".*/main/", "", target).partition("#")[0]

@@ -54,6 +54,11 @@ def test_links_lead_to_pages_of_the_site(subtests, build):
             assert build.on_site(f"[text]({link})", page) == f"[text]({wanted})"
 
 
+def test_links_to_tests_become_paths(build):
+    text = build.on_site("Held ([a law](../tests/laws/test_laws.py)).", "steps.md")
+    assert text == "Held (a law: `tests/laws/test_laws.py`)."
+
+
 def test_text_after_python_is_titled_output(build):
     ran = "```python\nprint(1)\n```\n\n```text\n1\n```\n"
     assert build.on_site(ran, "steps.md") == ran.replace("```text", '```text title="Output"')
@@ -153,9 +158,9 @@ def test_outputs_and_examples_are_rendered(site):
 
 @needs_site
 @pytest.mark.slow
-def test_home_page_shows_a_result(site):
+def test_home_page_shows_a_picture(site):
     text = (site / "index.html").read_text()
-    (picture,) = re.findall(r'src="([^"]*demo\.png)"', text)
+    (picture,) = re.findall(r'src="([^"]*first_screen\.svg)"', text)
     assert (site / picture).is_file()
 
 
