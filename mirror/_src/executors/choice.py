@@ -23,7 +23,7 @@ from mirror._src.values.per_replica import UNEQUAL_SHAPES
 
 _logger = logging.getLogger("mirror")
 _TEST_SECS = 30.0  # XLA itself ends the process if NCCL has not started after about 40 s
-_P2P_FIX = "Setting NCCL_P2P_DISABLE=1 before starting Python often fixes this."
+_P2P_FIX = "If direct GPU transfers fail, set NCCL_P2P_DISABLE=1 before starting Python."
 
 
 def choose(
