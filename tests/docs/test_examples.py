@@ -85,10 +85,6 @@ def test_python_blocks_are_marked_as_run_or_not(subtests):
             assert PAGES[name].count("```python\n") == len(blocks(PAGES[name]))
 
 
-def test_readme_has_examples():
-    assert len(blocks(PAGES["README.md"])) >= 2
-
-
 @functools.cache
 def training() -> dict[str, Any]:
     """The `trainer` and the `data` of the examples of callbacks and the like."""
