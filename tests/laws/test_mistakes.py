@@ -709,7 +709,7 @@ mistakes(
             TypeError,
             says(
                 names=["'num_replicas'", SIGNATURE],
-                fix=["jax.devices()[:4]", "replicas_per_device=4"],
+                fix=["devices=4", "replicas_per_device=4"],
             ),
         ),
         "device=": (
@@ -717,10 +717,34 @@ mistakes(
             TypeError,
             says(names=["'device'", SIGNATURE], fix="devices="),
         ),
-        "devices=4": (
-            mirrored(devices=4),
+        "devices=9": (
+            mirrored(devices=9),
+            mirror.InvalidDeviceError,
+            says(
+                names="MirroredStrategy(9)",
+                values=[8, "/device:CPU:7"],
+                fix=["mirror.config.set_num_cpu_devices(9)", "replicas_per_device=2"],
+            ),
+        ),
+        "devices=0": (
+            mirrored(0),
+            ValueError,
+            says(names="devices", values=0, fix="MirroredStrategy()"),
+        ),
+        "devices=-4": (
+            mirrored(-4),
+            ValueError,
+            says(names="devices", values=-4, fix="MirroredStrategy()"),
+        ),
+        "devices=True": (
+            mirrored(devices=True),
             TypeError,
-            says(names="devices", values=4, fix="MirroredStrategy(jax.devices()[:4])"),
+            says(names="devices", values="True", fix="MirroredStrategy(4)"),
+        ),
+        "devices=4.0": (
+            mirrored(devices=4.0),
+            TypeError,
+            says(names="devices", values="4.0", fix="MirroredStrategy(4)"),
         ),
         "devices=[0, 1]": (
             mirrored([0, 1]),

@@ -74,7 +74,7 @@ CALLS = {
     "optimizer=": (lambda t: mirror.Trainer(t.model, optimizer="adam", loss="mse"), ["'optimizer'"], "tx=optax.adam(1e-3)"),
     "no loss": (lambda t: mirror.Trainer(t.model, optax.sgd(0.1)), ["'loss_fn'"], "mirror.Trainer("),
     "Lightning's fit": (lambda t: t.fit(t.model, DATASET), ["Net"], "trainer.fit(data, epochs=10)"),
-    "Lightning's arguments": (lambda t: mirror.Trainer(max_epochs=5, accelerator="gpu", devices=2), ["max_epochs", "accelerator", "devices"], ["trainer.fit(data, epochs=10)", "mirror.MirroredStrategy(devices)"]),
+    "Lightning's arguments": (lambda t: mirror.Trainer(max_epochs=5, accelerator="gpu", devices=2), ["max_epochs", "accelerator", "devices"], ["trainer.fit(data, epochs=10)", "mirror.MirroredStrategy(2)"]),
     "Lightning's clipping": (lambda t: mirror.Trainer(t.model, optax.sgd(0.1), "mse", gradient_clip_val=1.0), ["'gradient_clip_val'"], "optax.clip_by_global_norm"),
     "Lightning": (lambda t: mirror.Trainer(t.model, optax.sgd(0.1), "mse", accumulate_grad_batches=2), ["'accumulate_grad_batches'"], "accumulate_steps"),
 }  # fmt: skip

@@ -37,11 +37,13 @@ def canonicalize_device(device: DeviceLike) -> jax.Device:
     return _resolve(device)[1]
 
 
-def canonicalize_replica_devices(devices: Iterable[DeviceLike] | None) -> tuple[jax.Device, ...]:
+def canonicalize_replica_devices(
+    devices: Iterable[DeviceLike] | int | None,
+) -> tuple[jax.Device, ...]:
     """Returns the devices of the replicas, in replica order.
 
     None means all accelerators, or all CPUs on a machine without accelerators. A GPU that is split
-    into several logical devices appears once for each of them.
+    into several logical devices appears once for each of them. A number is for `first_devices`.
 
     Raises:
         TypeError: If `devices` is not a list, or an element is not a device.
@@ -59,12 +61,10 @@ def canonicalize_replica_devices(devices: Iterable[DeviceLike] | None) -> tuple[
                 f"For all of them: MirroredStrategy(mirror.config.list_logical_devices({kind!r}))."
             )
         raise ValueError(f"`devices` must be a list, got {shown}. {fix}")
-    if isinstance(devices, int):
-        fix = f"For the first {devices}: MirroredStrategy(jax.devices()[:{devices}])."
-        raise TypeError(expected("devices", devices, "a list of devices", fix))
     is_model = callable(devices) and not inspect.isroutine(devices)
     if is_model or not isinstance(devices, Iterable):
-        example = "For example ['/gpu:0', '/gpu:1']; None selects all devices."
+        example = "For example ['/gpu:0', '/gpu:1']; None selects all devices, and "
+        example += "MirroredStrategy(4) the first four."
         fix = _MODEL if is_model else example
         raise TypeError(expected("devices", devices, "a list of devices", fix))
     requested = list(devices)

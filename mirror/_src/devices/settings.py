@@ -9,9 +9,17 @@ devices can be chosen among those that the user's settings select (`user_setting
 import logging
 from collections.abc import Iterable, Sequence
 
+import jax
+
 from mirror._src.devices import state
-from mirror._src.devices.backend import devices_of_type
-from mirror._src.devices.jax_options import MEMORY_FRACTION, PLATFORMS, PREALLOCATE, VISIBLE_GPUS
+from mirror._src.devices.backend import default_devices, devices_of_type, names, type_of
+from mirror._src.devices.jax_options import (
+    MEMORY_FRACTION,
+    PLATFORMS,
+    PREALLOCATE,
+    VISIBLE_GPUS,
+    names_gpus,
+)
 from mirror._src.devices.names import PhysicalDevice
 from mirror._src.devices.physical import (
     CPU,
@@ -194,6 +202,63 @@ def set_num_cpu_devices(n: int) -> None:
                 f"and their number cannot change. {startup_cause()} Call it before that, right "
                 "after the imports; in a notebook, restart the kernel first."
             )
+
+
+def first_devices(count: int) -> tuple[jax.Device, ...]:
+    """Returns the first devices of JAX's default platform: GPUs if there are any, else the CPU's.
+
+    As `mirror launch --devices` does, creates host devices on a machine without GPUs, if JAX has
+    not started and nothing else sets their number.
+
+    Raises:
+        ValueError: If `count` is less than 1.
+        TypeError: If `count` is not an integer.
+        InvalidDeviceError: If there are fewer devices.
+    """
+    require_int("devices", count, fix="For all devices: mirror.MirroredStrategy().")
+    with lock:
+        was_started = started()
+        if not was_started and _uses_host_devices():
+            partitions = state.num_partitions(CPU)
+            fixed = host_devices_of_user() if partitions is None else (partitions, "mirror.config")
+            if fixed is None:
+                set_num_cpu_devices(count)
+            elif fixed[0] < count:
+                raise InvalidDeviceError(
+                    f"MirroredStrategy({count}) requires {counted(count, 'host device')}, but "
+                    f"{fixed[1]} sets {fixed[0]}. Set {count} there, or {_fewer(count, fixed[0])}"
+                )
+        devices = default_devices()
+    if count <= len(devices):
+        return devices[:count]
+    kind = type_of(devices[0])
+    kind = "host device" if kind == "CPU" else kind
+    text = (
+        f"MirroredStrategy({count}) requires {counted(count, kind)}, but JAX has "
+        f"{len(devices)}: {names(devices)}."
+    )
+    fewer = _fewer(count, len(devices))
+    if kind != "host device":
+        raise InvalidDeviceError(f"{text} {fewer[0].upper()}{fewer[1:]}")
+    cause = f" {startup_cause()}" if was_started else ""
+    raise InvalidDeviceError(
+        f"{text}{cause} Call mirror.config.set_num_cpu_devices({count}) before that, right after "
+        f"the imports (in a notebook, restart the kernel first), or {fewer}"
+    )
+
+
+def _fewer(wanted: int, available: int) -> str:
+    """Returns how to make a strategy of `wanted` replicas, or fewer, on the available devices."""
+    replicas = f"MirroredStrategy(replicas_per_device={-(-wanted // available)})"
+    return f"pass at most {available}. For several replicas on each device: {replicas}."
+
+
+def _uses_host_devices() -> bool:
+    """Whether the CPU will be JAX's default platform, as far as can be known before its start."""
+    platforms = PLATFORMS.value
+    if platforms is not None and not names_gpus(platforms):
+        return "cpu" in platforms.split(",")
+    return state.has_no_gpu_to_hide()
 
 
 def get_memory_growth(device: PhysicalDevice) -> bool | None:

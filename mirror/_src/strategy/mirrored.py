@@ -6,6 +6,8 @@ import warnings
 from collections.abc import Sequence
 from typing import final
 
+import numpy as np
+
 from mirror._src.collectives.all_reduce import AllReduce
 from mirror._src.collectives.cross_device_ops import CrossDeviceOps
 from mirror._src.collectives.one_device import ReductionToOneDevice
@@ -18,6 +20,7 @@ from mirror._src.devices.resolve import (
     canonicalize_device,
     canonicalize_replica_devices,
 )
+from mirror._src.devices.settings import first_devices
 from mirror._src.executors.choice import default_ops, reduce_device
 from mirror._src.strategy.strategy import Strategy, strategies
 from mirror._src.utils.errors import counted, expected, require_int
@@ -39,8 +42,10 @@ class MirroredStrategy(Strategy):
     executor is used and why.
 
     Args:
-        devices: Devices in replica order: `jax.Device`s or names such as `"/gpu:1"`. Defaults to
-            all accelerators, or to all host devices on a machine without accelerators.
+        devices: Devices in replica order: `jax.Device`s or names such as `"/gpu:1"`. A number
+            selects the first GPUs, or on a machine without GPUs host devices, which are created if
+            JAX has not started, as by `mirror launch --devices`. Defaults to all accelerators, or
+            to all host devices on a machine without accelerators.
         cross_device_ops: Implementation of the collectives. Defaults to `AllReduce()`. For devices
             of several types, or for accelerators whose all-reduce fails a startup test (a known
             sum, once per process), the default is `ReductionToOneDevice()`; a warning reports the
@@ -58,23 +63,25 @@ class MirroredStrategy(Strategy):
             collectives that are reduced on one device, it has no effect except a log entry.
 
     Raises:
-        ValueError: If devices are empty or repeated, if `replicas_per_device` is below 1, if
-            `axis_name` is empty, or if `AllReduce` is used with devices of several types.
-        InvalidDeviceError: If the machine does not have a device.
+        ValueError: If devices are empty or repeated, if their number or `replicas_per_device` is
+            below 1, if `axis_name` is empty, or if `AllReduce` is used with devices of several
+            types.
+        InvalidDeviceError: If the machine does not have a device, or as many devices; the number of
+            host devices cannot change after JAX has started.
         TypeError: If an argument has the wrong type.
         RuntimeError: If the startup test of the all-reduce stalled, so that the accelerators do not
             respond.
 
-    >>> import jax
-    >>> strategy = MirroredStrategy(jax.devices()[:2])
-    >>> strategy.num_replicas_in_sync
+    >>> MirroredStrategy(2).devices
+    (CpuDevice(id=0), CpuDevice(id=1))
+    >>> MirroredStrategy(["/cpu:1", "/cpu:3"]).num_replicas_in_sync
     2
     """
 
     @api_boundary
     def __init__(
         self,
-        devices: Sequence[DeviceLike] | None = None,
+        devices: Sequence[DeviceLike] | int | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
         *,
         replicas_per_device: int = 1,
@@ -86,7 +93,10 @@ class MirroredStrategy(Strategy):
             raise TypeError(expected("shard_update", shard_update, "True or False", fix))
         require_int("replicas_per_device", replicas_per_device)
         require_axis_name(axis_name)
-        distinct = canonicalize_replica_devices(devices)
+        if isinstance(devices, int | np.integer) and not isinstance(devices, bool):
+            distinct = first_devices(int(devices))
+        else:
+            distinct = canonicalize_replica_devices(devices)
         replica_devices = tuple(d for d in distinct for _ in range(replicas_per_device))
         replicas = ReplicaDevices(replica_devices, axis_name=axis_name)
         ops = default_ops(replica_devices) if cross_device_ops is None else cross_device_ops

@@ -84,7 +84,7 @@ _TRAINER = {
     "batch_size": "It belongs to the data: trainer.fit(arrays, batch_size=32).",
     "epochs": "It belongs to fit: trainer.fit(data, epochs=10).",
     "callbacks": "They belong to fit: trainer.fit(data, callbacks=[...]).",
-    "devices": "They belong to the strategy: strategy=mirror.MirroredStrategy(devices).",
+    "devices": "They belong to the strategy: strategy=mirror.MirroredStrategy(2).",
     **dict.fromkeys(
         ("max_epochs", "num_epochs", "num_train_epochs"),
         "It belongs to fit: trainer.fit(data, epochs=10).",
@@ -92,7 +92,7 @@ _TRAINER = {
     **dict.fromkeys(("max_steps", "limit_train_batches"), "Use trainer.fit(steps_per_epoch=...)."),
     **dict.fromkeys(
         ("accelerator", "num_nodes", "gpus", "tpu_cores"),
-        "The strategy selects the devices: strategy=mirror.MirroredStrategy(devices).",
+        "The strategy selects the devices: strategy=mirror.MirroredStrategy(2).",
     ),
     **dict.fromkeys(
         ("gradient_clip_val", "max_grad_norm", "gradient_clip_algorithm", "clipnorm"),

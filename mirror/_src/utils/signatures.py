@@ -23,7 +23,7 @@ _GUESSES = {
     "communication": "cross_device_ops",
 }
 _HINTS = {
-    "devices": "List the devices, devices=jax.devices()[:{0}], or omit them to use all. For "
+    "devices": "Pass the number of devices, devices={0}, or omit it to use all. For "
     "several replicas on each device, pass replicas_per_device={0}.",
     "dataset": "A dataset yields global batches: mirror.data.from_arrays(arrays, batch_size={0}).",
     "remainder": "Pass remainder='drop' to skip uneven batches, or remainder='pad' to pad them.",
