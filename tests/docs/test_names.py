@@ -112,6 +112,19 @@ def test_names_on_a_page_exist(subtests):
                 assert hasattr(mirror.Trainer, attribute), f"{name}: trainer.{attribute}"
 
 
+def terms(text: str) -> dict[str, str]:
+    """Returns the terms of a glossary with their definitions."""
+    found = re.findall(r"^- \*\*(.+?)\*\*: (.+?)(?=^- |\Z)", text, re.M | re.S)
+    return {term: " ".join(definition.split()) for term, definition in found}
+
+
+def test_glossary_agrees_with_the_docstring():
+    in_docstring = terms(inspect.getdoc(mirror).split("Glossary:")[1])
+    on_page = terms(PAGES["docs/glossary.md"])
+    assert len(in_docstring) >= 10
+    assert on_page == on_page | in_docstring
+
+
 def test_code_map_lists_each_module():
     """The public modules, and each module below its folder."""
     text = PAGES["mirror/README.md"]
