@@ -39,7 +39,7 @@ PAGES = {
 _SITE = {file: page for page, file in PAGES.items()}
 _LINK = re.compile(r"(?<=\]\()([^)#:\s]+)(?=(?:#[^)]*)?\))")
 _TEST = re.compile(r"\[([^\]]+)\]\((?:\.\./)*(tests/[^)]+)\)")
-_OUTPUT = re.compile(r"(^```python\n.*?^```\n\n?```text)$", re.M | re.S)
+_OUTPUT = re.compile(r"(^```(?:python|sh)\n.*?^```\n\n?```text)$", re.M | re.S)
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 
 

@@ -1,5 +1,6 @@
 """The commands for contributors exist: their options, files, modules and programs."""
 
+import doctest
 import importlib.util
 import os
 import re
@@ -7,7 +8,10 @@ import subprocess
 import sys
 import tomllib
 
+import pytest
+
 from tests.support import fresh
+from tests.support import pages as documentation
 
 PAGES = ("README.md", "CONTRIBUTING.md", ".ci/run")
 PROGRAMS = {"python", "pip", "mirror"}  # other programs of `.venv/bin` come from the extra `test`
@@ -54,3 +58,29 @@ def test_files_and_modules_exist(subtests):
             for extra in re.findall(r"\"\.\[(\w+)\]\"", text):
                 assert extra in extras
     assert os.access(fresh.ROOT / ".ci" / "run", os.X_OK)
+
+
+SHOWN = {
+    command: output
+    for text in documentation.PAGES.values()
+    for command, output in re.findall(
+        r"^```sh\nmirror ([^\n]+)\n```\n\n?```text\n(.*?)^```$", text, re.S | re.M
+    )
+}
+
+
+@pytest.mark.slow
+def test_commands_print_what_the_pages_show(subtests):
+    """A text block directly below a command is what it prints, without GPUs."""
+    assert SHOWN
+    for command, output in SHOWN.items():
+        with subtests.test(msg=command):
+            printed = subprocess.run(
+                [sys.executable, "-m", "mirror", *command.split()],
+                env={**fresh.INHERITED, "PYTHONPATH": str(fresh.ROOT), "JAX_PLATFORMS": "cpu"},
+                stdout=subprocess.PIPE,
+                text=True,
+                check=True,
+            ).stdout
+            checker = doctest.OutputChecker()
+            assert checker.check_output(output, printed, documentation.FLAGS), printed

@@ -36,7 +36,7 @@ HOSTS = {
 }
 _LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]*)\]\((?P<target>[^)]*://[^)]*)\)")
 _CODE = re.compile(r"^```.*?^```|`[^`\n]*://[^`\n]*`", re.DOTALL | re.M)
-_VERSION = re.compile(r"/v?\d+(\.\d+)+(/|$)")
+_VERSION = re.compile(r"/v?\d{1,3}(\.\d+)+(/|$)")  # not the number of an article
 
 
 def prose() -> dict[str, str]:

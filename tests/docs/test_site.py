@@ -59,9 +59,10 @@ def test_links_to_tests_become_paths(build):
     assert text == "Held (a law: `tests/laws/test_laws.py`)."
 
 
-def test_text_after_python_is_titled_output(build):
-    ran = "```python\nprint(1)\n```\n\n```text\n1\n```\n"
-    assert build.on_site(ran, "steps.md") == ran.replace("```text", '```text title="Output"')
+def test_text_after_code_is_titled_output(build):
+    for language in ("python", "sh"):
+        ran = f"```{language}\nprint(1)\n```\n\n```text\n1\n```\n"
+        assert build.on_site(ran, "steps.md") == ran.replace("```text", '```text title="Output"')
     other = "```python\nprint(1)\n```\n\nThe log:\n\n```text\n1\n```\n"
     assert build.on_site(other, "steps.md") == other
     assert build.on_site("```python no-run\n1\n```\n", "steps.md") == "```python\n1\n```\n"
