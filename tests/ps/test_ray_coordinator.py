@@ -188,6 +188,41 @@ def test_each_worker_has_its_own_dataset(coordinator, tmp_path):
         next(first)
 
 
+def test_arguments_may_change_after_they_are_scheduled(strategy, coordinator, tmp_path):
+    """Functions that wait for a worker, and steps, get what was passed."""
+
+    def wait(path):
+        with open(path):  # until the test writes
+            return 0
+
+    def total(x, *, y):
+        return x.sum() + sum(y)
+
+    def step(model, optimizer, batch, scale):
+        loss = train_step(model, optimizer, batch)
+        return loss * scale
+
+    model, optimizer = create(strategy, TX)
+    coordinator.schedule(step, (model, optimizer, DATA[0], 1.0))  # loads them, when none runs
+    paths = [os.path.join(tmp_path, f"{i}") for i in range(2)]
+    for path in paths:
+        os.mkfifo(path)
+        coordinator.schedule(wait, (path,))
+    x, y, scale = np.ones((4, 5)), np.array(2.0), np.array(3.0, np.float32)
+    batch = {name: array.copy() for name, array in DATA[1].items()}
+    row = coordinator.schedule(total, (x[:, 1],), {"y": [y, y]})
+    every = coordinator.schedule(total, (x,), {"y": [y]})
+    loss = coordinator.schedule(step, (model, optimizer, batch, scale))
+    for array in (x, y, scale, *batch.values()):
+        array[...] = 0
+    for path in paths:
+        with open(path, "w"):
+            pass
+    _, (_, wanted) = on_replicas(1, TX, DATA[:2])
+    assert coordinator.fetch([row, every]) == [8, 22]
+    np.testing.assert_allclose(loss.fetch(), 3 * wanted, rtol=1e-6)
+
+
 class UserError(ValueError):
     """An error whose constructor does not take its `args`."""
 

@@ -97,11 +97,11 @@ def first_row(part: int, num_parts: int, size: int, num_devices: int) -> int:
 
 
 def cut(tree: PyTree, start: int, stop: int) -> PyTree:
-    """Returns copies of rows of all arrays of a batch, in NumPy; other leaves as they are."""
+    """Returns rows of all arrays of a batch, in NumPy; other leaves as they are."""
 
     def rows(leaf: Any) -> Any:
         if has_rows(leaf):
-            return np.array(leaf[start:stop])
+            return np.asarray(leaf[start:stop])
         return np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf
 
     return jax.tree.map(rows, tree)

@@ -31,7 +31,7 @@ class Pickled(NamedTuple):
 
     Attributes:
         data: The pickle without the contents of arrays.
-        buffers: The contents of the arrays.
+        buffers: Copies of the contents of the arrays.
     """
 
     data: bytes
@@ -39,10 +39,13 @@ class Pickled(NamedTuple):
 
 
 def dumps(value: Any) -> Pickled:
-    """Pickles an object; functions and classes of the main program by value."""
+    """Pickles an object; functions and classes of the main program by value.
+
+    Arrays are copied: the user may change them before a worker receives or repeats a function.
+    """
     buffers: list[pickle.PickleBuffer] = []
     data = import_ray().cloudpickle.dumps(value, protocol=5, buffer_callback=buffers.append)
-    return Pickled(data, [np.frombuffer(buffer.raw(), np.uint8) for buffer in buffers])
+    return Pickled(data, [np.array(buffer.raw(), np.uint8) for buffer in buffers])
 
 
 def loads(pickled: Pickled) -> Any:
