@@ -69,7 +69,7 @@ SHOWN = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_commands_print_what_the_pages_show(subtests):
     """A text block directly below a command is what it prints, without GPUs."""
     assert SHOWN
