@@ -83,7 +83,7 @@ arrays = {"x": np.ones((6, 6), np.float32), "y": np.ones(6, np.float32)}
 trainer = mirror.Trainer(Regularized(nnx.Rngs(0)), optax.adamw(0.1), loss_fn, strategy=strategy)
 trainer.fit(arrays, batch_size=4, progress=False)
 trainer.evaluate(arrays, batch_size=4)
-trainer.predict(lambda model, batch: model(batch["x"]), arrays, batch_size=4)
+trainer.predict(arrays, lambda model, batch: model(batch["x"]), batch_size=4)
 strategy.reduce("mean", x)
 strategy.reduce("max", x, axis=0)
 strategy.gather(x)

@@ -441,7 +441,7 @@ def evaluation_and_prediction():
     assert abs(a["loss"] - b["loss"]) < 1e-5
     assert a["large"] == b["large"]
     predict = lambda model, batch: model(batch["x"])  # noqa: E731
-    a, b = ours.predict(predict, data), alone.predict(predict, ARRAYS, batch_size=8)
+    a, b = ours.predict(data, predict), alone.predict(ARRAYS, predict, batch_size=8)
     assert a.shape == b.shape == (50, 1)
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
     assert ours.verify(data).largest < 1e-5
@@ -492,7 +492,7 @@ def passes_of_a_number_of_steps():
 def loaders_train(loader):
     ours = trainer_of(strategy)
     ours.fit(padded(loader), epochs=1, progress=False)
-    seen = ours.predict(lambda model, batch: batch["x"][:, 0], padded(loader))
+    seen = ours.predict(padded(loader), lambda model, batch: batch["x"][:, 0])
     assert sorted(seen.tolist()) == sorted(ARRAYS["x"][:48, 0].tolist()), "each example once"
     if strategy.is_chief:
         index = {float(row[0]): i for i, row in enumerate(ARRAYS["x"])}

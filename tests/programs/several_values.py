@@ -306,7 +306,7 @@ def trainer():
     a, b = (t.evaluate(ARRAYS, batch_size=8)["loss"] for t in (many, one))
     assert abs(a - b) < 1e-5
     predict = lambda model, batch: model(batch["x"])  # noqa: E731
-    a, b = (t.predict(predict, ARRAYS, batch_size=8) for t in (many, one))
+    a, b = (t.predict(ARRAYS, predict, batch_size=8) for t in (many, one))
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
     assert many.verify(ARRAYS, batch_size=8).largest < 1e-5
 

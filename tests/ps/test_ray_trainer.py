@@ -153,8 +153,8 @@ def test_trainer_evaluates_and_predicts_after_training(strategy):
     def logits(model, batch):
         return model(batch["x"])
 
-    found = trainer.predict(logits, examples, batch_size=8)
-    np.testing.assert_allclose(found, other.predict(logits, examples, batch_size=8), atol=1e-4)
+    found = trainer.predict(examples, logits, batch_size=8)
+    np.testing.assert_allclose(found, other.predict(examples, logits, batch_size=8), atol=1e-4)
     assert "Linear" in str(trainer.summary(examples))
 
 

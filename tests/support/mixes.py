@@ -190,7 +190,7 @@ def gathers() -> list[Work]:
 
 class Predicts(mirror.callbacks.Callback):
     def on_step(self, fit):
-        fit.trainer.predict(outputs, [BATCH])
+        fit.trainer.predict([BATCH], outputs)
 
 
 def predicts_in_a_callback() -> list[Work]:

@@ -82,7 +82,7 @@ def test_arrays_train_like_from_arrays(kind):
     np.testing.assert_array_equal(weights(ours), weights(by_hand))
     plain = mirror.data.from_arrays(arrays, 4)
     assert ours.evaluate(arrays, batch_size=4) == by_hand.evaluate(plain)
-    rows = ours.predict(lambda model, batch: model(inputs_of(batch)[0]), arrays, batch_size=4)
+    rows = ours.predict(arrays, lambda model, batch: model(inputs_of(batch)[0]), batch_size=4)
     np.testing.assert_allclose(rows, X @ weights(ours), rtol=1e-4, atol=1e-6)
     assert ours.verify(arrays, batch_size=4).largest < 1e-5
 
@@ -219,12 +219,11 @@ def test_other_methods_name_their_line(subtests):
 
 def check_other_methods_name_their_line(method):
     trainer = new()
-    arguments = [lambda model, batch: batch] if method == "predict" else []
     call = getattr(trainer, method)
     with raises(ValueError, values=PAIR, fix=f"trainer.{method}("):
-        call(*arguments, (X, Y))
+        call((X, Y))
     with raises(ValueError, values=["batch_size=4", "batch_size=5"]):
-        call(*arguments, DATASET, batch_size=4)
+        call(DATASET, batch_size=4)
 
 
 # Data without an end
@@ -269,8 +268,8 @@ def test_data_that_repeats_forever_must_be_limited(make):
     assert not weights(trainer).any()
     with raises(ValueError, names="data", fix="trainer.evaluate(itertools.islice(data"):
         trainer.evaluate(make())
-    with raises(ValueError, names="data", fix="trainer.predict(fn, itertools.islice(data"):
-        trainer.predict(lambda model, batch: model(batch[0]), make())
+    with raises(ValueError, names="data", fix="trainer.predict(itertools.islice(data"):
+        trainer.predict(make(), lambda model, batch: model(batch[0]))
 
 
 @rows("make", {**ENDLESS, "unknown": Endless, "generator": lambda: iter(Endless())})

@@ -311,7 +311,7 @@ def test_verify_and_other_methods_leave_the_scale_alone():
     trainer = trainer_of(precision="float16", model=Plain(), loss_fn=weighted)
     assert trainer.verify([GOOD]).largest <= 0.004
     trainer.evaluate([GOOD])
-    trainer.predict(lambda model, batch: model(batch["x"]), [GOOD])
+    trainer.predict([GOOD], lambda model, batch: model(batch["x"]))
     assert numbers(trainer.loss_scale) == (2**15, 0, 0)
 
 

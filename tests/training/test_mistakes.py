@@ -67,8 +67,10 @@ CALLS = {
     "fit(d, 1, 32)": (lambda t: t.fit(DATASET, 1, 32), ["too many positional arguments"], "batch_size"),
     "evaluate(x, y)": (lambda t: t.evaluate(X, Y), ["float32[8,3]"], "trainer.evaluate((x, y), batch_size=32)"),
     "evaluate(verbose)": (lambda t: t.evaluate(DATASET, verbose=2), ["'verbose'"], "omit it"),
-    "predict(x)": (lambda t: t.predict(X), ["'data'"], "trainer.predict(lambda model, batch: model(batch), x, batch_size=32)"),
-    "predict(verbose)": (lambda t: t.predict(lambda m, b: m(b), X, verbose=0), ["'verbose'"], "omit it"),
+    "predict(x)": (lambda t: t.predict(X), ["float32[8,3]"], "trainer.predict(data, batch_size=32)"),
+    "predict(model, x)": (lambda t: t.predict(t.model, X), ["Net"], "trainer.predict(data)"),
+    "predict(x, 32)": (lambda t: t.predict(X, 32), ["fn", "32"], "trainer.predict(data, batch_size=32)"),
+    "predict(verbose)": (lambda t: t.predict(X, verbose=0), ["'verbose'"], "omit it"),
     "batch_size": (lambda t: t.fit(DATASET, batch_size=8), ["batch_size=8", "batch_size=4"], "mirror.data.from_arrays"),
     "loss=": (lambda t: mirror.Trainer(t.model, optax.sgd(0.1), loss="mse"), ["'loss'"], "loss_fn='mse'"),
     "optimizer=": (lambda t: mirror.Trainer(t.model, optimizer="adam", loss="mse"), ["'optimizer'"], "tx=optax.adam(1e-3)"),
@@ -209,7 +211,7 @@ def test_errors_of_a_loss_function_describe_the_batch(subtests):
                 trainer.fit(data, batch_size=4, progress=False)
             assert_message(note_of(caught.value), names=[loss_fn.__name__], fix=shown)
             with pytest.raises(kind) as caught:
-                trainer.predict(loss_fn, data, batch_size=4)
+                trainer.predict(data, loss_fn, batch_size=4)
             assert_message(note_of(caught.value), fix=shown)
 
 

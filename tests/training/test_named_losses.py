@@ -13,7 +13,7 @@ import mirror
 from tests.support import inside
 from tests.support.messages import raises
 from tests.support.strategies import cpu_strategy
-from tests.support.tables import mostly_slow
+from tests.support.tables import mostly_slow, rows
 from tests.support.training import fit
 
 TABLES = inside.loss_tables()
@@ -308,3 +308,54 @@ def check_losses_of_other_libraries_are_named(module, name):
     loss = type(name, (), {"__module__": module, "__call__": lambda self, y_true, y_pred: y_true})()
     with raises(TypeError, values=[name, module.partition(".")[0]], fix=FOREIGN[module, name]):
         scale(loss)
+
+
+# Predictions: the model is called on the inputs.
+
+INPUTS = {
+    "an array": ({}, lambda x, y: x),
+    "a tuple": ({}, lambda x, y: (x, y)),
+    "a tuple without labels": ({}, lambda x, y: (x,)),
+    "a tuple with weights": ({"sample_weight": 2}, lambda x, y: (x, y, np.ones(len(x), "float32"))),
+    "labels first": ({"labels": 0}, lambda x, y: (y, x)),
+    "a dict": ({"labels": "label"}, lambda x, y: {"image": x, "label": y}),
+    "a dict without labels": ({"labels": "label"}, lambda x, y: {"image": x}),
+    "a loss function": ({"name": lambda model, batch: model(batch)[:, 0]}, lambda x, y: x),
+}
+
+
+@rows("options, make", INPUTS)
+def test_predict_calls_the_model_on_the_inputs(options, make):
+    trainer = scale(**{"name": "sparse_categorical_crossentropy", **options})
+    trainer.model.w[...] = 2.0
+    data = make(LOGITS, CLASSES)
+    for results in (
+        trainer.predict(data, batch_size=4),
+        trainer.predict(mirror.data.from_arrays(data, batch_size=4)),
+    ):
+        np.testing.assert_array_equal(results, LOGITS * 2)
+
+
+BY_FUNCTION = {"name": lambda model, batch: model(batch["x"])[:, 0]}
+UNKNOWN = {
+    "three entries": ({}, (LOGITS, CLASSES, CLASSES), ["'mse'"], "model(batch[0])"),
+    "a dict": ({}, {"x": LOGITS, "y": CLASSES}, ["'mse'", "['x', 'y']"], "model(batch['x'])"),
+    "a function": (BY_FUNCTION, {"x": LOGITS}, ["<lambda>", "['x']"], "model(batch['x'])"),
+    "a function, tuple": (BY_FUNCTION, (LOGITS, CLASSES), ["<lambda>"], "model(batch[0])"),
+}
+
+
+@rows("options, data, names, line", UNKNOWN)
+def test_predict_with_unknown_inputs_says_which_line_to_write(options, data, names, line):
+    trainer = scale(**{"name": "mse", **options})
+    with raises(ValueError, names=names, fix=f"trainer.predict(data, lambda model, batch: {line})"):
+        trainer.predict(data, batch_size=4)
+
+
+def test_predict_with_swapped_arguments_says_the_order():
+    def logits_of(model, batch):
+        return model(batch)
+
+    for rest in ((), (LOGITS,)):
+        with raises(TypeError, names=["data", "logits_of"], fix="trainer.predict(data, logits_of)"):
+            scale("mse").predict(logits_of, *rest, batch_size=4)

@@ -137,7 +137,7 @@ def test_layers_compute_in_it_and_state_and_sums_are_float32(subtests, rows):
                 trainer = trainer_of(model, strategy, precision=precision)
             before = trainer.evaluate(TABLES)["loss"]
             assert fit(trainer, TABLES, 3)["loss"][-1] < before
-            assert trainer.predict(outputs, TABLES).dtype == precision
+            assert trainer.predict(TABLES, outputs).dtype == precision
             assert dtypes((trainer.model, trainer.optimizer)) == {"float32"}
             strategy.check_mirrored((trainer.model, trainer.optimizer))
             table = str(trainer.summary(TABLES))
@@ -200,7 +200,7 @@ def test_dtype_that_the_user_set_is_kept(subtests, rows):
     for net in rows:
         with subtests.test(msg=net):
             trainer = trainer_of(NETS[net](jnp.float32), precision="bfloat16")
-            assert trainer.predict(outputs, TABLES).dtype == "float32"
+            assert trainer.predict(TABLES, outputs).dtype == "float32"
             if net == "nnx":
                 model = trainer.model
                 assert (model.first.dtype, model.out.dtype) == (jnp.bfloat16, jnp.float32)
@@ -211,7 +211,7 @@ def test_same_precision_can_be_set_again_and_another_is_an_error():
     model = Net(jnp.float32)
     for precision in ("bfloat16", "bfloat16", None):
         trainer = trainer_of(model, precision=precision)
-        assert trainer.predict(outputs, TABLES[1:]).dtype == "float32"
+        assert trainer.predict(TABLES[1:], outputs).dtype == "float32"
         assert model.first.dtype == jnp.bfloat16
     for other in ("float32", "float16"):
         with raises(ValueError, names=["Net", f"precision={other!r}"], fix="precision='bfloat16'"):
@@ -301,7 +301,7 @@ def test_attributes_of_the_same_name_are_left_alone(subtests):
     for make in [lambda: Block(nnx.Linear(4, 3, rngs=nnx.Rngs(0))), Computed]:
         with subtests.test(msg=make.__name__):
             trainer = trainer_of(make(), precision="bfloat16")
-            assert trainer.predict(outputs, TABLES).dtype == "bfloat16"
+            assert trainer.predict(TABLES, outputs).dtype == "bfloat16"
             assert trainer.model.dtype in ("mine", None)
 
 
@@ -320,7 +320,7 @@ def test_linen_modules_change_only_inside_the_trainer():
     model = wrapped(ManyLayers(linen.Dense(8)))
     trainer = trainer_of(model, precision="bfloat16")
     assert model(X).dtype == "float32"
-    rounded = trainer.predict(outputs, TABLES[1:])
+    rounded = trainer.predict(TABLES[1:], outputs)
     assert rounded.dtype == "bfloat16"
     np.testing.assert_allclose(rounded.astype("float32"), model(TABLES[1]["x"]), atol=0.1)
     assert model(X).dtype == "float32"
@@ -496,7 +496,7 @@ def test_named_losses_and_metrics_are_computed_in_float32():
         warnings.simplefilter("error")
         metrics = trainer.evaluate((X, DATA["y"]), batch_size=8)
     assert set(seen) == {jnp.dtype("float32")}
-    logits = trainer.predict(lambda model, x: model(x), X, batch_size=8)
+    logits = trainer.predict(X, batch_size=8)
     assert logits.dtype == "bfloat16"
     wanted = optax.softmax_cross_entropy_with_integer_labels(logits.astype("float32"), DATA["y"])
     np.testing.assert_allclose(metrics["loss"], wanted.mean(), rtol=1e-6)

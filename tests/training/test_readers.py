@@ -40,7 +40,7 @@ def save(trainer, directory):
 
 METHODS = {
     "evaluate": lambda trainer, _: trainer.evaluate(DATA[:2]),
-    "predict": lambda trainer, _: trainer.predict(outputs, DATA[:2]),
+    "predict": lambda trainer, _: trainer.predict(DATA[:2], outputs),
     "verify": lambda trainer, _: trainer.verify(DATA[:1]),
     "summary": lambda trainer, _: trainer.summary(DATA[0]),
     "save": save,
@@ -236,7 +236,7 @@ def test_another_thread_evaluates_the_weights_of_one_step():
 
     def trains_meanwhile(run):
         if run.position.step == 1:
-            readers.append(pool.submit(trainer.predict, outputs, slow()))
+            readers.append(pool.submit(trainer.predict, slow(), outputs))
             assert began.wait(60)
         elif run.position.step == 4:
             goes_on.set()

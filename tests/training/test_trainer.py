@@ -162,7 +162,7 @@ def check_evaluate_and_predict(trainer, state, count):
     assert found["odd"] == (rows["k"] % 2).mean()
     assert found["number"] == rows["k"].mean()
     assert {type(value) for value in found.values()} == {float}
-    same, (line, rest) = trainer.predict(each_row, data)
+    same, (line, rest) = trainer.predict(data, each_row)
     assert_equal(same, rows)
     np.testing.assert_allclose(line, rows["x"] @ [0.5, -0.25, 1.0] + 0.125, rtol=1e-6)
     assert_equal(rest, {"half": rows["x"].astype(jnp.bfloat16), "one": np.ones((count, 2), bool)})
@@ -182,7 +182,7 @@ def test_trainer_compiles_each_program_once(two, caplog):
         trainer = line(two, **kwargs)
         with compilations(caplog) as events:
             fit(trainer, batches(), 3, validation_data=batches(9))
-            trainer.predict(each_row, batches())
+            trainer.predict(batches(), each_row)
         compiled = [event for event in events if event.startswith("Compiling jit(")]
         names = [event.removeprefix("Compiling jit(").partition(")")[0] for event in compiled]
         step = "train_steps" if kwargs else "train_step"
@@ -191,7 +191,7 @@ def test_trainer_compiles_each_program_once(two, caplog):
         with compilations(caplog) as events:
             fit(trainer, batches(10), 2, validation_data=batches())
             trainer.evaluate(batches(5))
-            trainer.predict(each_row, batches(6))
+            trainer.predict(batches(6), each_row)
         assert not events
 
 
@@ -436,7 +436,7 @@ def check_trainer_trains_any_module(eight, create, at_once):
     assert trainer.strategy is eight
     history = fit(trainer, batches())
     assert_by_hand(trainer, history, batches())
-    assert len(trainer.predict(lambda model, batch: model(batch["x"]), batches())) == N
+    assert len(trainer.predict(batches(), lambda model, batch: model(batch["x"]))) == N
 
 
 def test_training_does_not_depend_on_creation_in_the_scope(subtests, two):
@@ -608,7 +608,7 @@ def check_remainder(on_two, remainder):
     count = N if remainder == "pad" else N - 1
     assert_by_hand(on_two, fit(on_two, data), batches(count))
     assert on_two.evaluate(data)["number"] == DATA["k"][:count].mean()
-    _, (_, rest) = on_two.predict(each_row, data)
+    _, (_, rest) = on_two.predict(data, each_row)
     assert len(rest["half"]) == count
 
 
@@ -619,7 +619,7 @@ def test_fit_evaluates_validation_data_after_each_epoch(on_two):
         found = []
 
         def on_step(self, fit):
-            fit.trainer.predict(each_row, batches(3))
+            fit.trainer.predict(batches(3), each_row)
 
         def on_epoch_end(self, fit, logs):
             self.found.append(fit.trainer.evaluate(batches(9)))
@@ -973,12 +973,12 @@ def test_predict_rejects_outputs_that_are_not_per_example(subtests, on_two):
         with subtests.test(msg=name):
             fn, error, wanted = PREDICTIONS[name]
             with raises(error, **wanted):
-                on_two.predict(fn, batches())
+                on_two.predict(batches(), fn)
 
 
 def test_predict_rejects_empty_data(on_two):
     with raises(ValueError, names="data", fix="batch"):
-        on_two.predict(each_row, [])
+        on_two.predict([], each_row)
 
 
 def test_non_finite_loss_is_warned_of_once(two):

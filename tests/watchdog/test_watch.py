@@ -502,7 +502,7 @@ def test_evaluation_within_fit_is_watched_once(monkeypatch, clock):
     gate.open()
     trainer = trainer_with(gate, "pmap", stall_secs=5)
     trainer.fit(ARRAYS, 2, batch_size=8, validation_data=ARRAYS, progress=False)
-    trainer.predict(lambda model, batch: model(batch["x"]), ARRAYS, batch_size=8)
+    trainer.predict(ARRAYS, lambda model, batch: model(batch["x"]), batch_size=8)
     assert watches == [(5.0, "raise"), (5.0, "raise")]
 
 

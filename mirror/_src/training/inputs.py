@@ -142,10 +142,9 @@ def _is_column(leaf: Any) -> bool:
 
 def _require_batch_size(method: str, name: str, data: Any, batch_size: int | None) -> int:
     if batch_size is None:
-        first = "fn, " if method == "predict" else ""
         raise ValueError(
             f"`{name}` is {_shown(data)}, so `batch_size` is required, the number of examples per "
-            f"step of all replicas together: trainer.{method}({first}{name}, batch_size=32). To "
+            f"step of all replicas together: trainer.{method}({name}, batch_size=32). To "
             "train on several datasets, such as a dict of splits, pass one of them."
         )
     return batch_size

@@ -155,7 +155,7 @@ def _unknown(metric: str) -> str:
     if metric.lower().replace("_", "").replace("-", "") in _NOT_MEANS:
         return (
             f"The metric {metric!r} is not a mean over examples. Compute it from all predictions: "
-            "trainer.predict(lambda model, batch: model(batch[0]), data)."
+            "trainer.predict(data)."
         )
     return (
         f"Unknown metric {metric!r}.{nearest(metric, _NAMES)} Pass one of "

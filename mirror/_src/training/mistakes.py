@@ -58,11 +58,10 @@ _EVALUATE = {
     "callbacks": "Callbacks are for fit.",
     "return_dict": "The result is always a dict; omit it.",
 }
-_PREDICT_LINE = "trainer.predict(lambda model, batch: model(batch), x, batch_size=32)"
 _PREDICT = {
-    "x": f"Pass the function to apply, and the data: {_PREDICT_LINE}.",
+    "x": "Its name is data: trainer.predict(x, batch_size=32).",
     "verbose": "trainer.predict shows nothing; omit it.",
-    "steps": "Limit the data: trainer.predict(fn, itertools.islice(data, 100)).",
+    "steps": "Limit the data: trainer.predict(itertools.islice(data, 100)).",
     "callbacks": "Callbacks are for fit.",
 }
 _TRAINER = {
@@ -130,10 +129,11 @@ def explains_arguments(method: Callable[P, R]) -> Callable[P, R]:
         is_pair = method.__name__ in ("fit", "evaluate", "verify") and (
             len(args) > 2 and (is_array(args[2]) or isinstance(args[2], list | tuple | dict))
         )
-        if method.__name__ == "fit" and len(args) > 1 and _is_model(args[1]):
+        if method.__name__ != "__init__" and len(args) > 1 and _is_model(args[1]):
+            line = f"{name}(data{', epochs=10' if method.__name__ == 'fit' else ''})"
             raise TypeError(
-                f"trainer.fit received a {type(args[1]).__name__}, but the model was given to "
-                "mirror.Trainer. Pass the data first: trainer.fit(data, epochs=10)."
+                f"{name} received a {type(args[1]).__name__}, but the model was given to "
+                f"mirror.Trainer. Pass the data first: {line}."
             )
         unknown = [key for key in kwargs if key not in parameters]
         if is_pair or unknown:

@@ -134,6 +134,21 @@ class NamedLoss:
         """Returns the labels of a batch."""
         return self._parts(batch)[1]
 
+    def inputs_of(self, batch: PyTree) -> Any:
+        """Returns the inputs of a batch, which may have no labels, or be the inputs themselves.
+
+        Raises:
+            ValueError: If several entries of the batch may be the inputs.
+        """
+        if not isinstance(batch, Mapping | tuple | list):
+            return batch
+        names = list(batch) if isinstance(batch, Mapping) else range(len(batch))
+        key = 1 if self._key is None and not isinstance(batch, Mapping) else self._key
+        inputs = [name for name in names if name not in (key, self._weight)]
+        if len(inputs) != 1:
+            raise inputs_unknown(batch, f"the loss is {self.__name__!r} with labels={key!r}")
+        return batch[inputs[0]]
+
     def _parts(self, batch: PyTree) -> tuple[Any, Any]:
         """Returns the inputs and the labels of a batch.
 
@@ -186,6 +201,18 @@ class NamedLoss:
             f"        {outputs} = model(inputs)\n"
             f"        return {self._loss.line}"
         )
+
+
+def inputs_unknown(batch: PyTree, why: str) -> ValueError:
+    """Returns the error for a batch of which several entries, or the whole, may be the inputs."""
+    is_mapping = isinstance(batch, Mapping)
+    first = next(iter(batch), "x") if is_mapping else 0
+    shown = f"a dict with the keys {list(batch)}" if is_mapping else f"a tuple of {len(batch)}"
+    return ValueError(
+        f"trainer.predict(data) calls the model on the inputs of a batch, but {why}, and the batch "
+        f"is {shown}. Say what to compute: "
+        f"trainer.predict(data, lambda model, batch: model(batch[{first!r}]))."
+    )
 
 
 def loss_of(

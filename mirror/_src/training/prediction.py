@@ -1,8 +1,8 @@
 """Predictions for a dataset: NumPy arrays with one row per example."""
 
 from collections import deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, final
 
 import jax
 import numpy as np
@@ -13,12 +13,57 @@ from mirror._src.data.distribute import DistributedDataset
 from mirror._src.devices.launch import wait_for
 from mirror._src.strategy.strategy import Strategy
 from mirror._src.training.meter import MOST_RUNNING
+from mirror._src.training.named_loss import LossFunction, NamedLoss, inputs_unknown
 from mirror._src.training.row_check import RowCheck
 from mirror._src.training.stream import whole_pass
-from mirror._src.utils.errors import describe
+from mirror._src.utils.errors import describe, expected
 from mirror._src.utils.naming import keys, name_of
 from mirror._src.utils.types import PyTree, StepFunction
 from mirror._src.values.per_replica import PerReplica, is_per_replica
+
+
+@final
+class ModelOutputs:
+    """The outputs of the model for the inputs of a batch.
+
+    An array is the inputs. Which entries of other batches are the inputs, only a named loss knows.
+    """
+
+    def __init__(self, loss_fn: LossFunction | NamedLoss) -> None:
+        self.__name__ = "the model"  # for messages
+        self._loss_fn = loss_fn
+
+    def __call__(self, model: Any, batch: PyTree) -> PyTree:
+        """Returns what the model returns."""
+        if isinstance(self._loss_fn, NamedLoss):
+            return model(self._loss_fn.inputs_of(batch))
+        if len(jax.tree.leaves(batch)) == 1 and hasattr(batch, "shape"):
+            return model(batch)
+        raise inputs_unknown(batch, f"the loss is the function {name_of(self._loss_fn)}")
+
+
+def require_prediction(fn: Any, data: Any, outputs: ModelOutputs) -> Callable[[Any, PyTree], Any]:
+    """Returns the function of `Trainer.predict(data, fn)`, or the outputs of the model.
+
+    Raises:
+        TypeError: If it is not callable, or the arguments are swapped.
+    """
+    if fn is None and not (callable(data) and not isinstance(data, Iterable)):
+        return outputs
+    if callable(data) and not callable(fn) and not isinstance(data, Iterable):
+        name = name_of(data)
+        name = "lambda model, batch: ..." if name == "<lambda>" else name
+        raise TypeError(
+            f"`data` must be arrays or an iterable of batches, got the function {name_of(data)}. "
+            f"The data are the first argument: trainer.predict(data, {name})."
+        )
+    if not callable(fn):
+        fix = "Pass a function (model, batch) that returns one row per example."
+        if isinstance(fn, int) and not isinstance(fn, bool):
+            fix = f"The number of examples per batch is trainer.predict(data, batch_size={fn})."
+        raise TypeError(expected("fn", fn, "callable", fix))
+    prediction: Callable[[Any, PyTree], Any] = fn
+    return prediction
 
 
 def predictions(

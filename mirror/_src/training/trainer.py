@@ -30,7 +30,7 @@ from mirror._src.training.named_loss import LossFunction
 from mirror._src.training.objective import Objective, Sums, add_on_host
 from mirror._src.training.position import starting_position
 from mirror._src.training.precision import PrecisionName
-from mirror._src.training.prediction import predictions
+from mirror._src.training.prediction import ModelOutputs, predictions, require_prediction
 from mirror._src.training.remote import (
     RemoteStrategy,
     divisor_of,
@@ -44,7 +44,7 @@ from mirror._src.training.summary import summary
 from mirror._src.training.validation import Validation, require_end
 from mirror._src.utils import interrupts
 from mirror._src.utils.closing import closing
-from mirror._src.utils.errors import expected, require_int
+from mirror._src.utils.errors import require_int
 from mirror._src.utils.modules import set_module
 from mirror._src.utils.tables import Table
 from mirror._src.utils.tracebacks import api_boundary
@@ -149,7 +149,7 @@ class Trainer(TrainerState[M]):
     >>> history = trainer.fit(data, epochs=9, progress=False)
     >>> trainer.evaluate(data)["loss"] < 1e-3
     True
-    >>> trainer.predict(lambda model, batch: model(batch["x"]), data).shape
+    >>> trainer.predict(data, lambda model, batch: model(batch["x"])).shape
     (5, 1)
     """
 
@@ -218,6 +218,7 @@ class Trainer(TrainerState[M]):
         self._rows = RowCheck(self._local, self.accumulate_steps)
         self._trained_examples = steps.examples_of(self._objective, in_training=True)
         self._evaluated_examples = steps.examples_of(self._objective, in_training=False)
+        self._outputs = ModelOutputs(self._objective.loss_fn)
         self._predict_step = functools.lru_cache(_MOST_PREDICTIONS)(
             functools.partial(steps.prediction_step, precision=self._precision)
         )
@@ -410,35 +411,41 @@ class Trainer(TrainerState[M]):
     @explains_arguments
     def predict(
         self,
-        fn: Callable[[M, PyTree], PyTree],
         data: Data,
+        fn: Callable[[M, PyTree], PyTree] | None = None,
         *,
         batch_size: int | None = None,
     ) -> PyTree:
-        """Applies `fn` to all examples, and returns the results in the order of the data.
+        """Computes the outputs of the model for all examples, in the order of the data.
 
         Args:
+            data: As for `evaluate`. With a named loss, its labels are ignored and may be missing;
+                an array is the inputs.
             fn: Function `(model, batch)` that returns a pytree of arrays with a leading batch axis
                 for one replica's batch. The model is in evaluation mode. Define the function once:
-                every new function object is compiled.
-            data: As for `evaluate`.
+                every new function object is compiled. Defaults to calling the model on the inputs,
+                which are known if the loss has a name, or if the data is one array.
             batch_size: As for `fit`.
 
         Returns:
-            The pytree that `fn` returns, with NumPy arrays of exactly one row per example. Their
-            dtypes are those that `fn` returns, such as bfloat16 with `precision="bfloat16"`.
+            The pytree that the model or `fn` returns, with NumPy arrays of exactly one row per
+            example. Their dtypes are those of its results, such as bfloat16 with
+            `precision="bfloat16"`.
 
         Raises:
-            ValueError: If the data is empty, a result does not have one row per example, or padding
-                would change the result of a function that looks across examples.
+            ValueError: If the data is empty, a result does not have one row per example, padding
+                would change the result of a function that looks across examples, or `fn` is missing
+                and the inputs of a batch are unknown.
             TypeError: If `fn` is not callable.
+
+        >>> trainer = Trainer(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), "mse")
+        >>> trainer.predict(np.ones((5, 2), "float32"), batch_size=2).shape
+        (5, 1)
         """
-        if not callable(fn):
-            fix = "Pass a function (model, batch) that returns one row per example."
-            raise TypeError(expected("fn", fn, "callable", fix))
+        fn = require_prediction(fn, data, self._outputs)
         step = self._predict_step(fn)
         batches = batches_of("predict", data, batch_size)
-        require_end("data", batches, "Limit it: trainer.predict(fn, itertools.islice(data, 100)).")
+        require_end("data", batches, "Limit it: trainer.predict(itertools.islice(data, 100)).")
         distributed = self._distributed(batches)
         with self._watched(), self._reading("predict", self._model) as (model,):
             return predictions(self._local, fn, step, model, distributed, self._rows)

@@ -63,7 +63,7 @@ GUESSES = {
         "mirror.Trainer(model, optax.adam(1e-3), 'mse', metrics=['mae']).",
         "train_on_batch": "trainer.fit([batch], progress=False) trains with one batch.",
         "test_on_batch": "trainer.evaluate([batch]) evaluates one batch.",
-        "predict_on_batch": "trainer.predict(fn, [batch]) predicts one batch.",
+        "predict_on_batch": "trainer.predict([batch]) predicts one batch.",
         "train": "trainer.fit(data, epochs=10) trains; trainer.model.train() sets the mode.",
         "eval": "trainer.evaluate(data) evaluates; trainer.model.eval() sets the mode.",
         **dict.fromkeys(
