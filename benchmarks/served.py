@@ -107,7 +107,7 @@ class Served:
     Args:
         sizes: Widths of the layers.
         dataset_fn: Returns the batches of a worker; None sends a batch with every step.
-        options: Of `mirror.ParameterServerStrategy`.
+        options: Of `mirror.ps.ParameterServerStrategy`.
     """
 
     def __init__(
@@ -116,8 +116,8 @@ class Served:
         dataset_fn: Callable[[], Iterator[Any]] | None = None,
         **options: Any,
     ) -> None:
-        self.strategy = mirror.ParameterServerStrategy(ps=1, **options)
-        self._coordinator = mirror.ClusterCoordinator(self.strategy)
+        self.strategy = mirror.ps.ParameterServerStrategy(ps=1, **options)
+        self._coordinator = mirror.ps.ClusterCoordinator(self.strategy)
         with self.strategy.scope():
             model = MLP(layers_of(sizes))
             optimizer = nnx.Optimizer(model, optax.adam(RATE, eps=EPSILON), wrt=nnx.Param)

@@ -96,7 +96,7 @@ from mirror._src.utils.errors import InvalidDeviceError as InvalidDeviceError
 from mirror._src.utils.errors import ProgramMismatchError as ProgramMismatchError
 from mirror._src.utils.errors import ReplicaDivergenceError as ReplicaDivergenceError
 from mirror._src.utils.errors import ReplicaMismatchError as ReplicaMismatchError
-from mirror._src.utils.lazy_names import LAZY_NAMES as _LAZY_NAMES
+from mirror._src.utils.lazy_names import LAZY_MODULE as _LAZY_MODULE
 from mirror._src.utils.types import REPLICA_AXIS as REPLICA_AXIS
 from mirror._src.utils.unknown_names import explain_unknown_names as _explain_unknown_names
 from mirror._src.values.per_replica import PerReplica as PerReplica
@@ -113,17 +113,9 @@ _explain_unknown_names(
 
 
 if _TYPE_CHECKING:
-    from mirror._src.ps.coordinator import ClusterCoordinator as ClusterCoordinator
-    from mirror._src.ps.datasets import PerWorkerDataset as PerWorkerDataset
-    from mirror._src.ps.errors import ParameterServerLostError as ParameterServerLostError
-    from mirror._src.ps.partitioners import FixedShardsPartitioner as FixedShardsPartitioner
-    from mirror._src.ps.partitioners import MaxSizePartitioner as MaxSizePartitioner
-    from mirror._src.ps.partitioners import MinSizePartitioner as MinSizePartitioner
-    from mirror._src.ps.remote_value import CancelledError as CancelledError
-    from mirror._src.ps.remote_value import RemoteValue as RemoteValue
-    from mirror._src.ps.strategy import ParameterServerStrategy as ParameterServerStrategy
+    from mirror import ps as ps
 
 
 def __dir__() -> list[str]:
-    names = {*globals(), *_LAZY_NAMES}
+    names = {*globals(), _LAZY_MODULE}
     return sorted(n for n in names if n.isidentifier() and not n.startswith("_"))

@@ -32,7 +32,7 @@ checks, it finds the other processes as your program does, and checks:
   all-reduce    a known sum across the devices of all processes, and its time
   coordinator   time of a message to it
 
-With --ray, it checks the Ray cluster of mirror.ParameterServerStrategy instead:
+With --ray, it checks the Ray cluster of mirror.ps.ParameterServerStrategy instead:
 the one of TF_CONFIG, or one that it starts on this machine:
 
   cluster       its head answers

@@ -17,6 +17,7 @@ import pytest
 from flax import nnx
 
 import mirror
+import mirror.ps
 import mirror.testing
 from tests.support import fresh
 from tests.support.tables import rows
@@ -28,7 +29,14 @@ PAGES = {
     for name in [*ABOUT, *(str(p.relative_to(fresh.ROOT)) for p in sorted(DOCS.rglob("*.md")))]
 }
 GUIDE = {name: text for name, text in PAGES.items() if name != "CHANGELOG.md"}
-MODULES = ["mirror", "mirror.config", "mirror.debugging", "mirror.callbacks", "mirror.data"]
+MODULES = [
+    "mirror",
+    "mirror.config",
+    "mirror.debugging",
+    "mirror.callbacks",
+    "mirror.data",
+    "mirror.ps",
+]
 # Objects that only a method creates have their example there.
 MADE_BY = {
     mirror.ProgramReport: mirror.Strategy.inspect,
@@ -106,7 +114,7 @@ def test_names_on_a_page_exist(subtests):
             for found in re.findall(r"`(mirror(?:\.\w+)+)", text):
                 resolved(found)
             for attribute in re.findall(r"`strategy\.(\w+)", text):
-                owners = (mirror.Strategy, mirror.ParameterServerStrategy)
+                owners = (mirror.Strategy, mirror.ps.ParameterServerStrategy)
                 assert any(hasattr(o, attribute) for o in owners), f"{name}: strategy.{attribute}"
             for attribute in re.findall(r"`trainer\.(\w+)", text):
                 assert hasattr(mirror.Trainer, attribute), f"{name}: trainer.{attribute}"

@@ -1128,7 +1128,9 @@ mistakes(
         "device_of_a_server": (
             lambda: mirror.device("/job:ps/task:0"),
             ValueError,
-            says(values="'/job:ps/task:0'", fix="mirror.ParameterServerStrategy().Variable(3.0)"),
+            says(
+                values="'/job:ps/task:0'", fix="mirror.ps.ParameterServerStrategy().Variable(3.0)"
+            ),
         ),
         "strategy_to": (
             lambda: strategy().to("gpu"),

@@ -7,11 +7,12 @@ import re
 import sys
 
 import mirror
-from mirror._src.utils.lazy_names import LAZY_NAMES
+from mirror._src.utils.lazy_names import NAMES_OF_PS
 from tests.support import fresh, import_graph, own_code
 from tests.support.import_graph import FOLDERS, folder_of, imports_of, modules
+from tests.support.messages import raises
 
-FACES = ["", "callbacks", "config", "data", "debugging", "distributed", "testing"]
+FACES = ["", "callbacks", "config", "data", "debugging", "distributed", "ps", "testing"]
 
 OWNERS = {
     "jax.pmap": "executors.pmap",
@@ -76,12 +77,23 @@ def test_public_modules_only_re_export(subtests):
             assert [n.name for n in rest] == (["__dir__"] if name == "" else []), "only re-exports"
 
 
-def test_names_that_are_imported_when_used_are_those_that_type_checkers_see():
+def test_module_that_is_imported_when_used_is_seen_by_type_checkers():
     (lazy,) = [n for n in modules()[""].body if isinstance(n, ast.If)]
-    seen = {a.asname: n.module for n in lazy.body for a in n.names}
-    assert seen == LAZY_NAMES
-    for name, module in LAZY_NAMES.items():
-        assert getattr(mirror, name) is getattr(importlib.import_module(module), name)
+    assert [(a.asname, n.module) for n in lazy.body for a in n.names] == [("ps", "mirror")]
+    assert mirror.ps is importlib.import_module("mirror.ps")
+
+
+def test_names_of_parameter_servers_are_in_their_module_only(subtests):
+    """`from mirror import *` must not shadow other names, such as asyncio's CancelledError."""
+    assert sorted(NAMES_OF_PS) == sorted(MODULES["ps"].split())
+    for name in NAMES_OF_PS:
+        with subtests.test(msg=name):
+            assert not hasattr(mirror, name)
+            assert name not in dir(mirror)
+            with raises(AttributeError, names=name, fix=f"mirror.ps.{name}"):
+                getattr(mirror, name)
+            with raises(ImportError, names=name, fix=f"mirror.ps.{name}"):
+                exec(f"from mirror import {name}", {})
 
 
 def test_tests_do_not_import_test_modules():
@@ -125,15 +137,13 @@ def test_only_public_modules_of_jax_and_flax_are_imported():
 
 
 NAMES = """
-AllReduce CancelledError ClusterCoordinator CrossDeviceOps DataParallel DistributedDataset
-Explanation FixedShardsPartitioner History InputContext InvalidDeviceError LossScale
-MaxSizePartitioner MinSizePartitioner MirroredStrategy MultiWorkerMirroredStrategy OneDeviceStrategy
-ParameterServerLostError ParameterServerStrategy PerReplica PerWorkerDataset ProgramMismatchError
-ProgramReport REPLICA_AXIS ReduceOp ReductionToOneDevice RemoteValue ReplicaContext
-ReplicaDivergenceError ReplicaMismatchError StalledError Strategy Trainer ValueContext Variable
-VerifyReport Weighted add_n all_gather all_reduce callbacks config data debugging device distributed
-ensure_mirrored example_keys example_mask get_replica_context get_strategy has_strategy
-in_cross_replica_context load_checkpoint testing
+AllReduce CrossDeviceOps DataParallel DistributedDataset Explanation History InputContext
+InvalidDeviceError LossScale MirroredStrategy MultiWorkerMirroredStrategy OneDeviceStrategy
+PerReplica ProgramMismatchError ProgramReport REPLICA_AXIS ReduceOp ReductionToOneDevice
+ReplicaContext ReplicaDivergenceError ReplicaMismatchError StalledError Strategy Trainer
+ValueContext Variable VerifyReport Weighted add_n all_gather all_reduce callbacks config data
+debugging device distributed ensure_mirrored example_keys example_mask get_replica_context
+get_strategy has_strategy in_cross_replica_context load_checkpoint ps testing
 """
 PUBLIC = NAMES.split()
 
@@ -207,6 +217,11 @@ MODULES = {
         TensorBoard TrainingRun
     """,
     "data": "ArrayDataset from_arrays",
+    "ps": """
+        CancelledError ClusterCoordinator FixedShardsPartitioner MaxSizePartitioner
+        MinSizePartitioner ParameterServerLostError ParameterServerStrategy PerWorkerDataset
+        RemoteValue
+    """,
     "testing": "assert_mirrored assert_trains_like_one_device",
 }
 
@@ -248,10 +263,11 @@ def test_import_loads_only_what_is_needed_and_starts_nothing(subtests):
         needed = {"mirror", "mirror_cli", "chex", "absl", "toolz", "packaging", "rich"}
         packages = {name.partition(".")[0] for name in found["modules"]}
         others = packages - needed - sys.stdlib_module_names - {"jax"}
-        assert not others, "import them where they are used, or through `LAZY_NAMES`"
+        assert not others, "import them where they are used"
         assert "mirror" in packages
     with subtests.test(msg="lazy modules"):
-        assert not set(found["modules"]) & set(LAZY_NAMES.values())
+        lazy = {n.module for n in modules()["ps"].body if isinstance(n, ast.ImportFrom)}
+        assert set(found["modules"]) & lazy == {"mirror._src.utils.unknown_names"}
     for name in ("environment", "threads", "backend", "listeners"):
         with subtests.test(msg=name):
             assert found[name] is False, "it was changed"

@@ -19,5 +19,5 @@ def ray_cluster():
 def on_ray(ray_cluster):
     """Two servers and two workers, which files share: each process takes seconds to start."""
     options = {"ps": 2, "workers": 2, "partitioner": SMALL, "snapshot_every": 7}
-    with mirror.ParameterServerStrategy(**options) as strategy:
+    with mirror.ps.ParameterServerStrategy(**options) as strategy:
         yield strategy

@@ -85,7 +85,7 @@ class Cluster:
             self.tx,
             objects.leaves,
             servers,
-            mirror.FixedShardsPartitioner(servers),
+            mirror.ps.FixedShardsPartitioner(servers),
             tables=self.sparse,
         )
         self.stores = [Store() for _ in range(servers)]

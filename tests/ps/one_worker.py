@@ -47,7 +47,7 @@ class Training:
     def __init__(self, model, optimizer, num_devices=1, step=train_step):
         self.objects = objects = TrainingObjects(model, optimizer)
         self.tx = optimizer.tx
-        self.placement = place(objects.leaves, 2, mirror.FixedShardsPartitioner(2))
+        self.placement = place(objects.leaves, 2, mirror.ps.FixedShardsPartitioner(2))
         self.stores = [Store(), Store()]
         states = split_optimizer_state(
             self.tx, objects.trained, self.placement, objects.read_optimizer()

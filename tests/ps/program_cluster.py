@@ -19,7 +19,7 @@ def main() -> None:
         server.join()
         print(server, flush=True)
         return
-    with mirror.ParameterServerStrategy(resolver, staleness=0) as strategy:
+    with mirror.ps.ParameterServerStrategy(resolver, staleness=0) as strategy:
         with strategy.scope():
             model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
             trainer = mirror.Trainer(model, optax.sgd(0.1), loss_fn)

@@ -5,7 +5,7 @@ from tests.support import inside
 from tests.support.messages import raises
 
 ELSEWHERE, ADVICE = inside.replacements()
-SERVED = mirror.ParameterServerStrategy
+SERVED = mirror.ps.ParameterServerStrategy
 OTHERS = (mirror.MirroredStrategy, mirror.OneDeviceStrategy, mirror.MultiWorkerMirroredStrategy)
 
 
@@ -36,7 +36,7 @@ def test_names_in_the_texts_exist():
     for text in ELSEWHERE.values():
         for owner, kind in (
             ("strategy.", SERVED),
-            ("coordinator.", mirror.ClusterCoordinator),
+            ("coordinator.", mirror.ps.ClusterCoordinator),
             ("trainer.", mirror.Trainer),
             ("mirror.", mirror),
         ):

@@ -144,7 +144,7 @@ def test_partitioners_must_return_a_positive_integer(subtests):
 
 
 def test_bad_arguments_of_place_are_refused():
-    with raises(TypeError, names="partitioner", values=2, fix="mirror.MinSizePartitioner"):
+    with raises(TypeError, names="partitioner", values=2, fix="mirror.ps.MinSizePartitioner"):
         place([LEAF], 2, 2)
     with raises(ValueError, names="'a.kernel'"):
         place([LEAF, LEAF], 2, None)
@@ -162,4 +162,4 @@ def test_partitioners_say_what_they_do():
     assert repr(MaxSizePartitioner(8)) == "MaxSizePartitioner(8)"
     assert repr(FixedShardsPartitioner(8)) == "FixedShardsPartitioner(8)"
     for partitioner in (MinSizePartitioner, MaxSizePartitioner, FixedShardsPartitioner):
-        assert partitioner.__module__ == mirror.__name__
+        assert partitioner.__module__ == mirror.ps.__name__

@@ -23,7 +23,7 @@ from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.dev("ray")
 ray: Any = optional("ray")
-SMALL = mirror.FixedShardsPartitioner(3)
+SMALL = mirror.ps.FixedShardsPartitioner(3)
 TX = optax.adam(3e-3)
 DATA = batches([24] * 30)
 
@@ -35,7 +35,7 @@ def strategy(on_ray):
 
 @pytest.fixture
 def coordinator(strategy):
-    coordinator = mirror.ClusterCoordinator(strategy)
+    coordinator = mirror.ps.ClusterCoordinator(strategy)
     yield coordinator
     coordinator.join(900)  # a test leaves nothing behind
 
@@ -129,7 +129,7 @@ def test_start_does_not_wait_forever_for_occupied_resources(ray_cluster, monkeyp
     actor = Occupies.remote()
     ray.get(actor.is_there.remote())
     with raises(RuntimeError, values=("have not started", f"0 of {total:g} CPU"), fix="Close"):
-        mirror.ParameterServerStrategy(**options)
+        mirror.ps.ParameterServerStrategy(**options)
     assert "Waiting for the cluster" in caplog.text
     ray.kill(actor)
 
@@ -273,7 +273,7 @@ def test_error_of_a_function_is_raised_once_and_cancels_what_has_not_started(
             assert values[0].fetch() == "seven"  # it ran, and has ended
             with pytest.raises(UserError):
                 values[1].fetch()
-            with pytest.raises(mirror.CancelledError):
+            with pytest.raises(mirror.ps.CancelledError):
                 values[-1].fetch()
             assert coordinator.schedule(len, ([7],)).fetch() == 1
             assert coordinator.done()
@@ -304,10 +304,10 @@ def test_what_cannot_be_scheduled_is_rejected(strategy, coordinator):
     with raises(TypeError, values="'lock'"):
         coordinator.create_per_worker_dataset(lambda: [lock])
     with raises(TypeError, names="strategy"):
-        mirror.ClusterCoordinator(mirror.MirroredStrategy(["/cpu:0"]))
+        mirror.ps.ClusterCoordinator(mirror.MirroredStrategy(["/cpu:0"]))
     with raises(TypeError, values="ParameterServerStrategy"):
         coordinator.schedule(lambda: strategy.num_ps)
-    assert mirror.ClusterCoordinator(strategy) is coordinator
+    assert mirror.ps.ClusterCoordinator(strategy) is coordinator
     model, optimizer = create(strategy, TX)
     x, y = DATA[0]["x"], DATA[0]["y"]
     with raises(ValueError, names=("batch['x']", "batch['y']"), values=(24, 23)):
@@ -369,7 +369,7 @@ def test_another_model_waits_for_join(strategy, coordinator):
 def train(strategy, *, disturb=lambda: None, after=5, **kwargs):
     """Trains with `DATA`, disturbed in the middle, and returns all arrays."""
     model, optimizer = create(strategy, TX, **kwargs)
-    coordinator = mirror.ClusterCoordinator(strategy)
+    coordinator = mirror.ps.ClusterCoordinator(strategy)
     values = [coordinator.schedule(train_step, (model, optimizer, batch)) for batch in DATA]
     values[after].fetch(900)
     disturb()
@@ -383,7 +383,7 @@ def train(strategy, *, disturb=lambda: None, after=5, **kwargs):
 def test_asynchronous_updates_are_all_made_in_spite_of_losses(ray_cluster):
     """A worker and then a server; `test_schedule.py` has every order of events."""
     options = {"ps": 2, "workers": 2, "staleness": 2, "snapshot_every": 5}
-    with mirror.ParameterServerStrategy(**options, partitioner=SMALL) as strategy:
+    with mirror.ps.ParameterServerStrategy(**options, partitioner=SMALL) as strategy:
         for job in ("workers", "servers"):
             process = pids(strategy, job)[0]
             train(strategy, disturb=lambda process=process: kill(process))  # counts the updates
@@ -397,21 +397,21 @@ def test_lost_server_without_snapshots_is_an_error_and_the_objects_can_be_loaded
     ray_cluster,
 ):
     options = {"ps": 2, "workers": 2, "snapshot_every": 0}
-    with mirror.ParameterServerStrategy(**options, partitioner=SMALL) as strategy:
-        coordinator = mirror.ClusterCoordinator(strategy)
+    with mirror.ps.ParameterServerStrategy(**options, partitioner=SMALL) as strategy:
+        coordinator = mirror.ps.ClusterCoordinator(strategy)
         model, optimizer = create(strategy, TX)
         for batch in DATA[:3]:
             coordinator.schedule(train_step, (model, optimizer, batch))
         coordinator.join(900)
         process = pids(strategy, "servers")[1]
-        with raises(mirror.ParameterServerLostError, fix="snapshot_every"):
+        with raises(mirror.ps.ParameterServerLostError, fix="snapshot_every"):
             for batch in DATA[3:]:
                 value = coordinator.schedule(train_step, (model, optimizer, batch))
                 if process is not None:
                     kill(process)
                     process = None
             coordinator.join(900)
-        with pytest.raises((mirror.CancelledError, mirror.ParameterServerLostError)):
+        with pytest.raises((mirror.ps.CancelledError, mirror.ps.ParameterServerLostError)):
             value.fetch(1)
         assert int(optimizer.step[...]) == 3
         for batch in DATA[3:]:
@@ -425,14 +425,14 @@ def test_lost_server_without_snapshots_is_an_error_and_the_objects_can_be_loaded
 @pytest.mark.slow
 def test_closed_strategy_leaves_nothing_behind(ray_cluster):
     before = set(threading.enumerate())
-    strategy = mirror.ParameterServerStrategy(ps=1, workers=1)
-    coordinator = mirror.ClusterCoordinator(strategy)
+    strategy = mirror.ps.ParameterServerStrategy(ps=1, workers=1)
+    coordinator = mirror.ps.ClusterCoordinator(strategy)
     processes = [*pids(strategy, "servers"), *pids(strategy, "workers")]
     variable = strategy.Variable(1.0)
     value = coordinator.schedule(lambda: threading.Event().wait(600))
     strategy.close()
     strategy.close()
-    with raises(mirror.CancelledError, values="closed"):
+    with raises(mirror.ps.CancelledError, values="closed"):
         value.fetch(1)
     for use in (lambda: coordinator.schedule(len), coordinator.join, variable.read_value):
         with raises(RuntimeError, values="closed"):
@@ -448,8 +448,8 @@ import json, time
 import mirror
 from tests.support import inside
 
-strategy = mirror.ParameterServerStrategy(ps=1, workers=1)
-coordinator = mirror.ClusterCoordinator(strategy)
+strategy = mirror.ps.ParameterServerStrategy(ps=1, workers=1)
+coordinator = mirror.ps.ClusterCoordinator(strategy)
 print(json.dumps(inside.servers_and_workers(strategy)), flush=True)
 coordinator.schedule(lambda: time.sleep(600))
 coordinator.join()
@@ -491,7 +491,7 @@ def test_no_process_outlives_the_main_program(number):
 )
 def test_bad_options_are_rejected_before_ray_starts(options, kind, names):
     with raises(kind, names=names):
-        mirror.ParameterServerStrategy(**options)
+        mirror.ps.ParameterServerStrategy(**options)
 
 
 @pytest.mark.slow
@@ -500,4 +500,4 @@ def test_missing_resources_are_named(monkeypatch):
     _, ray_cluster = inside.waits_for_ray()
     monkeypatch.setattr(ray_cluster, "_WAIT_SECS", 0.2)
     with raises(RuntimeError, values=("worker 0", "8 GPU"), fix="worker_options"):
-        mirror.ParameterServerStrategy(ps=1, workers=2, worker_options={"num_gpus": 8})
+        mirror.ps.ParameterServerStrategy(ps=1, workers=2, worker_options={"num_gpus": 8})

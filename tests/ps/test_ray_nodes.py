@@ -34,7 +34,7 @@ if __name__ == "__main__":
     try:
         nodes = {job: [add(job), add(job)][1] for job in ("ps", "worker")}
         ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
-        with mirror.ParameterServerStrategy(
+        with mirror.ps.ParameterServerStrategy(
             ps=2,
             workers=2,
             partitioner=SMALL,

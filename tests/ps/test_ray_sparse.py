@@ -15,7 +15,7 @@ from tests.support.messages import raises
 
 pytestmark = [pytest.mark.slow, pytest.mark.dev("ray")]
 NUM_ROWS = 400
-SMALL = mirror.FixedShardsPartitioner(2)
+SMALL = mirror.ps.FixedShardsPartitioner(2)
 
 
 def data(num_rows=NUM_ROWS, size=90, seed=0):
@@ -32,7 +32,7 @@ def trained(strategy, tx, loss_fn=losses):
 
 @pytest.fixture(scope="module")
 def strategy(ray_cluster):
-    with mirror.ParameterServerStrategy(
+    with mirror.ps.ParameterServerStrategy(
         ps=2, workers=2, partitioner=SMALL, sparse=SPARSE
     ) as strategy:
         yield strategy
@@ -90,7 +90,7 @@ def test_function_that_cannot_be_sent_is_named(ray_cluster):
             return batch["ids"]
 
     with (
-        mirror.ParameterServerStrategy(ps=1, workers=1, sparse={TABLE: ids}) as strategy,
+        mirror.ps.ParameterServerStrategy(ps=1, workers=1, sparse={TABLE: ids}) as strategy,
         raises(TypeError, names=f"sparse[{TABLE!r}]", values="'lock'"),
     ):
         trained(strategy, optax.adagrad(0.1))
@@ -99,7 +99,7 @@ def test_function_that_cannot_be_sent_is_named(ray_cluster):
 @pytest.mark.nightly
 def test_asynchronous_training_with_exact_optimizers(ray_cluster):
     options = {"ps": 2, "workers": 2, "staleness": 2, "partitioner": SMALL}
-    with mirror.ParameterServerStrategy(**options, sparse=SPARSE, sparse_exact=True) as strategy:
+    with mirror.ps.ParameterServerStrategy(**options, sparse=SPARSE, sparse_exact=True) as strategy:
         _, got = trained(strategy, optax.adagrad(0.1))
         assert np.isfinite(got).all()
         with raises(ValueError, names="sparse_exact", values=TABLE):

@@ -52,7 +52,7 @@ def test_synchronous_training_equals_one_device(strategy, name):
 @pytest.mark.nightly
 def test_numbers_of_servers_and_devices_do_not_matter(ray_cluster):
     options = {"ps": 3, "workers": 2, "devices_per_worker": 2}
-    with mirror.ParameterServerStrategy(**options, partitioner=SMALL) as strategy:
+    with mirror.ps.ParameterServerStrategy(**options, partitioner=SMALL) as strategy:
         require_equal_to_one_device(strategy)
         require_equal_to_one_device(strategy, data=data(7), batch_size=3)
         require_equal_to_one_device(strategy, accumulate_steps=2)
@@ -258,7 +258,7 @@ def test_checkpoints_fit_other_strategies(strategy, tmp_path):
     second = create(mirror.MirroredStrategy(["/cpu:0", "/cpu:1"]))
     second.restore(tmp_path)
     fit(second, epochs=2, callbacks=mirror.callbacks.Checkpoint(tmp_path))
-    with mirror.ParameterServerStrategy(ps=1, workers=1) as other:
+    with mirror.ps.ParameterServerStrategy(ps=1, workers=1) as other:
         third = create(other)
         third.restore(tmp_path)
         fit(third, epochs=3)
@@ -274,7 +274,7 @@ def test_checkpoints_fit_other_strategies(strategy, tmp_path):
 
 @pytest.mark.nightly
 def test_trainer_reads_its_model_after_the_strategy_was_closed(ray_cluster, tmp_path):
-    with mirror.ParameterServerStrategy(ps=1, workers=1) as strategy:
+    with mirror.ps.ParameterServerStrategy(ps=1, workers=1) as strategy:
         trainer = create(strategy)
         fit(trainer)
     other = on_one_device()
@@ -305,7 +305,7 @@ def digits():
 def test_asynchronous_training_classifies_digits(ray_cluster, staleness):
     train, test = digits()
     found = []
-    with mirror.ParameterServerStrategy(ps=2, workers=2, staleness=staleness) as strategy:
+    with mirror.ps.ParameterServerStrategy(ps=2, workers=2, staleness=staleness) as strategy:
         for seed in range(3):
             rngs = nnx.Rngs(seed)
             with strategy.scope():

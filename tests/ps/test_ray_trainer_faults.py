@@ -138,7 +138,7 @@ class Flaky:
 
 @pytest.fixture
 def stale(ray_cluster):
-    with mirror.ParameterServerStrategy(ps=2, workers=2, staleness=1) as strategy:
+    with mirror.ps.ParameterServerStrategy(ps=2, workers=2, staleness=1) as strategy:
         yield strategy
 
 
@@ -192,12 +192,12 @@ def test_lost_processes_change_no_bit(strategy, lost):
 
 def test_lost_values_are_not_saved_or_trained_further(ray_cluster, tmp_path, undisturbed):
     options = {"ps": 1, "workers": 1, "snapshot_every": 0}
-    with mirror.ParameterServerStrategy(**options) as strategy:
+    with mirror.ps.ParameterServerStrategy(**options) as strategy:
         trainer = create(strategy)
         fit(trainer, epochs=1)
         trainer.save(tmp_path)
         kill = Kill(strategy, 6, ("servers", 0))
-        with pytest.raises(mirror.ParameterServerLostError):
+        with pytest.raises(mirror.ps.ParameterServerLostError):
             fit(trainer, callbacks=kill)
         assert int(trainer.optimizer.step[...]) == 4
         for use in (lambda: fit(trainer), lambda: trainer.save(tmp_path)):
@@ -213,17 +213,17 @@ import mirror
 import ray
 
 if __name__ == "__main__":
-    with mirror.ParameterServerStrategy(ps=1, workers=1) as strategy:
-        coordinator = mirror.ClusterCoordinator(strategy)
+    with mirror.ps.ParameterServerStrategy(ps=1, workers=1) as strategy:
+        coordinator = mirror.ps.ClusterCoordinator(strategy)
         coordinator.schedule(len, ([1],)).fetch()
-    with mirror.ParameterServerStrategy(ps=1, workers=1) as first:
-        second = mirror.ParameterServerStrategy(ps=1, workers=1)
+    with mirror.ps.ParameterServerStrategy(ps=1, workers=1) as first:
+        second = mirror.ps.ParameterServerStrategy(ps=1, workers=1)
         first.close()
         assert ray.is_initialized()
-        assert mirror.ClusterCoordinator(second).schedule(len, ([1],)).fetch(900) == 1
+        assert mirror.ps.ClusterCoordinator(second).schedule(len, ([1],)).fetch(900) == 1
         ray.shutdown()
         try:
-            mirror.ClusterCoordinator(second).schedule(len, ([1],))
+            mirror.ps.ClusterCoordinator(second).schedule(len, ([1],))
         except RuntimeError as error:
             assert "has left the Ray cluster" in str(error), error
         else:
@@ -257,8 +257,8 @@ ALONE = """
 import mirror
 
 if __name__ == "__main__":
-    with mirror.ParameterServerStrategy(ps=1, workers=1) as strategy:
-        assert mirror.ClusterCoordinator(strategy).schedule(len, ([1],)).fetch(900) == 1
+    with mirror.ps.ParameterServerStrategy(ps=1, workers=1) as strategy:
+        assert mirror.ps.ClusterCoordinator(strategy).schedule(len, ([1],)).fetch(900) == 1
 """
 
 
@@ -285,7 +285,7 @@ class CtrlC(mirror.callbacks.Callback):
             os.killpg(0, signal.SIGINT)  # as a terminal does: Ray's processes get it, too
 
 if __name__ == "__main__":
-    with mirror.ParameterServerStrategy(ps=1, workers=1) as strategy:
+    with mirror.ps.ParameterServerStrategy(ps=1, workers=1) as strategy:
         processes = inside.servers_and_workers(strategy)
         trainer = create(strategy)
         try:
@@ -322,7 +322,7 @@ class Die(mirror.callbacks.Callback):
 if __name__ == "__main__":
     directory = sys.argv[1]
     was_saved = os.path.exists(directory)
-    with mirror.ParameterServerStrategy(ps=2, workers=2) as strategy:
+    with mirror.ps.ParameterServerStrategy(ps=2, workers=2) as strategy:
         trainer = create(strategy)
         if was_saved:
             trainer.restore(directory)

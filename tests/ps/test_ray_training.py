@@ -16,7 +16,7 @@ from tests.ps.digits import (
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.dev("ray")]
-SMALL = mirror.FixedShardsPartitioner(3)
+SMALL = mirror.ps.FixedShardsPartitioner(3)
 OPTIMIZERS = {
     "sgd": optax.sgd(0.1),
     "momentum": optax.sgd(0.1, momentum=0.9),
@@ -31,7 +31,7 @@ def synchronous(on_ray):
 
 
 def train(strategy, model, optimizer, data, step=train_step):
-    coordinator = mirror.ClusterCoordinator(strategy)
+    coordinator = mirror.ps.ClusterCoordinator(strategy)
     values = [coordinator.schedule(step, (model, optimizer, batch)) for batch in data]
     coordinator.join(900)
     return coordinator.fetch(values)
@@ -60,7 +60,7 @@ def test_evaluation_mode_that_is_set_between_steps_is_used(synchronous):
 
 
 def test_per_worker_datasets_train(synchronous):
-    coordinator = mirror.ClusterCoordinator(synchronous)
+    coordinator = mirror.ps.ClusterCoordinator(synchronous)
     model, optimizer = create(synchronous, OPTIMIZERS["sgd"])
     data = batches([12, 12, 12])
     iterator = iter(coordinator.create_per_worker_dataset(lambda: iter(data)))
@@ -92,7 +92,7 @@ def test_report_says_where_variables_are_and_what_travels(synchronous):
 @pytest.mark.nightly
 @pytest.mark.parametrize("staleness", [1, None])
 def test_gradients_are_at_most_as_stale_as_the_bound(ray_cluster, staleness):
-    with mirror.ParameterServerStrategy(ps=2, workers=3, staleness=staleness) as strategy:
+    with mirror.ps.ParameterServerStrategy(ps=2, workers=3, staleness=staleness) as strategy:
         model, optimizer = create(strategy, optax.sgd(0.05))
         losses = train(strategy, model, optimizer, batches([8]) * 60)
         report = strategy.report()

@@ -21,7 +21,7 @@ if __name__ == "__main__":
     met = []
     for wanted in (handler, signal.SIG_IGN, signal.SIG_DFL):
         signal.signal(signal.SIGTERM, wanted)
-        with mirror.ParameterServerStrategy(ps=1, workers=1):
+        with mirror.ps.ParameterServerStrategy(ps=1, workers=1):
             assert ray.is_initialized()
             assert signal.getsignal(signal.SIGTERM) is wanted
             if wanted is not signal.SIG_DFL:
@@ -59,7 +59,7 @@ if __name__ == "__main__":
     if place == "after Ray":
         ray.shutdown()
     if "servers" in place:
-        trainer = create(mirror.ParameterServerStrategy(ps=1, workers=1))
+        trainer = create(mirror.ps.ParameterServerStrategy(ps=1, workers=1))
     else:
         trainer = on_one_device()
     checkpoint = mirror.callbacks.Checkpoint(directory, every_epochs=0)

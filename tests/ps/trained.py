@@ -12,7 +12,7 @@ OPTIMIZERS = {
     "momentum": optax.sgd(0.1, momentum=0.9),
     "adam": optax.adam(3e-3),
 }
-SMALL = mirror.FixedShardsPartitioner(3)
+SMALL = mirror.ps.FixedShardsPartitioner(3)
 
 
 def loss_fn(model, batch):

@@ -71,7 +71,7 @@ class DeviceSpec:
             if host["job"] == "ps":
                 fix = (
                     "A variable on a parameter server belongs to a strategy, which selects the "
-                    "server: mirror.ParameterServerStrategy().Variable(3.0)."
+                    "server: mirror.ps.ParameterServerStrategy().Variable(3.0)."
                 )
             raise ValueError(f"{name!r} is a device of another process. {fix}")
         return cls(kind, None if index in (None, "*") else int(index))

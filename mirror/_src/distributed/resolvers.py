@@ -88,7 +88,7 @@ class ClusterResolver(abc.ABC):
         if me.job == "ps" or "ps" in spec.jobs:
             raise NotImplementedError(
                 f"The cluster {spec} has the job 'ps'. mirror.MultiWorkerMirroredStrategy trains "
-                "without parameter servers. Use mirror.ParameterServerStrategy, or remove 'ps' "
+                "without parameter servers. Use mirror.ps.ParameterServerStrategy, or remove 'ps' "
                 "from the cluster, and do not start it."
             )
         members = spec.training_tasks()

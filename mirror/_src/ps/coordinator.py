@@ -58,7 +58,7 @@ class ServedStrategy(Protocol):
         ...
 
 
-@set_module("mirror")
+@set_module("mirror.ps")
 @final
 class ClusterCoordinator:
     """Schedules functions on the workers of a `ParameterServerStrategy`.
@@ -71,7 +71,7 @@ class ClusterCoordinator:
     Raises:
         TypeError: If `strategy` is not a `ParameterServerStrategy`.
 
-    >>> coordinator = mirror.ClusterCoordinator(strategy)
+    >>> coordinator = mirror.ps.ClusterCoordinator(strategy)
     >>> for batch in batches:
     ...     loss = coordinator.schedule(train_step, (model, optimizer, batch))
     >>> coordinator.join()
@@ -81,8 +81,10 @@ class ClusterCoordinator:
     def __new__(cls, strategy: ServedStrategy) -> "ClusterCoordinator":
         # `ParameterServerStrategy` itself imports this module.
         if not isinstance(strategy, RemoteStrategy):
-            fix = "Pass mirror.ParameterServerStrategy(ps=1, workers=2)."
-            raise TypeError(expected("strategy", strategy, "a mirror.ParameterServerStrategy", fix))
+            fix = "Pass mirror.ps.ParameterServerStrategy(ps=1, workers=2)."
+            raise TypeError(
+                expected("strategy", strategy, "a mirror.ps.ParameterServerStrategy", fix)
+            )
         if strategy._coordinator is None:
             strategy._coordinator = super().__new__(cls)
         coordinator: ClusterCoordinator = strategy._coordinator

@@ -8,7 +8,7 @@ from mirror._src.ps.replies import Export
 from mirror._src.utils.modules import set_module
 
 
-@set_module("mirror")
+@set_module("mirror.ps")
 @final
 class PerWorkerDataset:
     """A dataset that every worker creates for itself.
@@ -30,7 +30,7 @@ class PerWorkerDataset:
         return PerWorkerIterator(self._next_key(), self._dataset_fn)
 
 
-@set_module("mirror")
+@set_module("mirror.ps")
 @final
 class PerWorkerIterator:
     """The iterators of all workers over a `PerWorkerDataset`, for scheduled functions."""

@@ -1,7 +1,7 @@
 """Replacements for the methods of other strategies in a `ParameterServerStrategy`, by name."""
 
 _SCHEDULE = (
-    "Steps run on the workers: mirror.ClusterCoordinator(strategy).schedule(step, (model, "
+    "Steps run on the workers: mirror.ps.ClusterCoordinator(strategy).schedule(step, (model, "
     "optimizer, batch)), or mirror.Trainer(...).fit(data)."
 )
 _BATCHES = (
@@ -38,7 +38,8 @@ ELSEWHERE = {
         ("devices", "local_devices", "local_replica_ids", "cross_device_ops"), _ON_WORKERS
     ),
     **dict.fromkeys(("check_mirrored", "verify", "inspect", "shard_update"), _COPIES),
-    "cluster_resolver": "Pass it as the first argument: mirror.ParameterServerStrategy(resolver).",
-    "schedule": "It is a method of mirror.ClusterCoordinator(strategy).",
-    "join": "It is a method of mirror.ClusterCoordinator(strategy).",
+    "cluster_resolver": "Pass it as the first argument: "
+    "mirror.ps.ParameterServerStrategy(resolver).",
+    "schedule": "It is a method of mirror.ps.ClusterCoordinator(strategy).",
+    "join": "It is a method of mirror.ps.ClusterCoordinator(strategy).",
 }

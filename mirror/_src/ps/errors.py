@@ -3,14 +3,14 @@
 from mirror._src.utils.modules import set_module
 
 
-@set_module("mirror")
+@set_module("mirror.ps")
 class ParameterServerLostError(RuntimeError):
     """Raised when the values on a parameter server are lost and no snapshot can replace them.
 
     Model and optimizer have the values of the last `join` or checkpoint, from which training can
     continue.
 
-    >>> issubclass(mirror.ParameterServerLostError, RuntimeError)
+    >>> issubclass(mirror.ps.ParameterServerLostError, RuntimeError)
     True
     """
 

@@ -100,7 +100,7 @@ def require_own_sums(fn_name: str, found: Sequence[Found], num_parts: int) -> No
             f"or nnx.BatchNorm(axis_name=...). The workers compute the {num_parts} parts of a "
             "batch separately: this would be over the part of one worker alone. Compute the loss "
             "of each example from this example; or schedule a step of your own with "
-            "mirror.ClusterCoordinator; or train with mirror.MirroredStrategy."
+            "mirror.ps.ClusterCoordinator; or train with mirror.MirroredStrategy."
         )
 
 

@@ -22,7 +22,7 @@ class Partitioner:
         raise NotImplementedError
 
 
-@set_module("mirror")
+@set_module("mirror.ps")
 class MinSizePartitioner(Partitioner):
     """Cuts a variable into as many shards as have at least `min_shard_bytes` each.
 
@@ -34,7 +34,7 @@ class MinSizePartitioner(Partitioner):
         ValueError: If an argument is less than 1.
         TypeError: If an argument is not an integer.
 
-    >>> mirror.MinSizePartitioner(min_shard_bytes=1024)((1000, 4), "float32")
+    >>> mirror.ps.MinSizePartitioner(min_shard_bytes=1024)((1000, 4), "float32")
     15
     """
 
@@ -53,7 +53,7 @@ class MinSizePartitioner(Partitioner):
         return f"MinSizePartitioner({self.min_shard_bytes}, max_shards={self.max_shards})"
 
 
-@set_module("mirror")
+@set_module("mirror.ps")
 class MaxSizePartitioner(Partitioner):
     """Cuts a variable into as few shards as have at most `max_shard_bytes` each.
 
@@ -67,7 +67,7 @@ class MaxSizePartitioner(Partitioner):
         ValueError: If the size is less than 1.
         TypeError: If the size is not an integer.
 
-    >>> mirror.MaxSizePartitioner(max_shard_bytes=1024)((1000, 4), "float32")
+    >>> mirror.ps.MaxSizePartitioner(max_shard_bytes=1024)((1000, 4), "float32")
     16
     """
 
@@ -86,7 +86,7 @@ class MaxSizePartitioner(Partitioner):
         return f"MaxSizePartitioner({self.max_shard_bytes})"
 
 
-@set_module("mirror")
+@set_module("mirror.ps")
 class FixedShardsPartitioner(Partitioner):
     """Cuts every variable into the same number of shards.
 
@@ -98,7 +98,7 @@ class FixedShardsPartitioner(Partitioner):
         ValueError: If the number is less than 1.
         TypeError: If the number is not an integer.
 
-    >>> mirror.FixedShardsPartitioner(2)((1000, 4), "float32")
+    >>> mirror.ps.FixedShardsPartitioner(2)((1000, 4), "float32")
     2
     """
 

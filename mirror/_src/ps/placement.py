@@ -148,7 +148,7 @@ def place(
     leaves = list(leaves)
     require_int("num_ps", num_ps)
     if partitioner is not None and not callable(partitioner):
-        fix = "For example mirror.MinSizePartitioner(256 << 10)."
+        fix = "For example mirror.ps.MinSizePartitioner(256 << 10)."
         raise TypeError(expected("partitioner", partitioner, "callable or None", fix))
     names = [leaf.name for leaf in leaves]
     if len(set(names)) < len(names):

@@ -23,7 +23,7 @@ def import_ray() -> Any:
     with warnings.catch_warnings():
         # Of tqdm, which Ray imports, in notebooks without ipywidgets.
         warnings.filterwarnings("ignore", "IProgress not found")
-        return require("ray", "mirror.ParameterServerStrategy", "ray")
+        return require("ray", "mirror.ps.ParameterServerStrategy", "ray")
 
 
 class Pickled(NamedTuple):

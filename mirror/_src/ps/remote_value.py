@@ -8,19 +8,19 @@ from mirror._src.utils.modules import set_module
 from mirror._src.utils.tracebacks import api_boundary
 
 
-@set_module("mirror")
+@set_module("mirror.ps")
 class CancelledError(RuntimeError):
     """Raised by `RemoteValue.fetch` if the function was canceled before it ran.
 
     That happens if an earlier scheduled function fails, whose error `schedule`, `join` or `done`
     raise, if the values on the servers are lost, or if the strategy is closed.
 
-    >>> issubclass(mirror.CancelledError, RuntimeError)
+    >>> issubclass(mirror.ps.CancelledError, RuntimeError)
     True
     """
 
 
-@set_module("mirror")
+@set_module("mirror.ps")
 @final
 class RemoteValue:
     """The result of a scheduled function, which `ClusterCoordinator.schedule` returns.

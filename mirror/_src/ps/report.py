@@ -8,7 +8,7 @@ from mirror._src.utils.errors import bytes_in_words
 from mirror._src.utils.modules import set_module
 
 
-@set_module("mirror")
+@set_module("mirror.ps")
 @final
 class ParameterServerReport:
     """Report of a `ParameterServerStrategy`; print it.

@@ -49,7 +49,7 @@ _ATTEMPTS = 3
 @set_module("mirror.distributed")
 @final
 class Server:
-    """Makes this process a task of a cluster, for `mirror.ParameterServerStrategy`.
+    """Makes this process a task of a cluster, for `mirror.ps.ParameterServerStrategy`.
 
     Every process of the cluster but the chief runs it, and waits. It starts a Ray node with Ray's
     own command, `ray start`, as a child process. The strategy, in the program of the chief, finds

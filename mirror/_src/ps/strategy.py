@@ -44,7 +44,7 @@ from mirror._src.utils.unknown_names import unknown_attribute
 PartitionerLike = Callable[[Any, Any], int]
 
 
-@set_module("mirror")
+@set_module("mirror.ps")
 @final
 class ParameterServerStrategy(RemoteStrategy):
     """Training with parameter servers, on a cluster of Ray.
@@ -88,8 +88,8 @@ class ParameterServerStrategy(RemoteStrategy):
         RuntimeError: If the cluster has no room for the tasks within 60 s (300 s with `cluster`),
             or if other actors occupy it for 300 s.
 
-    >>> with mirror.ParameterServerStrategy(ps=2, workers=4) as strategy:
-    ...     coordinator = mirror.ClusterCoordinator(strategy)
+    >>> with mirror.ps.ParameterServerStrategy(ps=2, workers=4) as strategy:
+    ...     coordinator = mirror.ps.ClusterCoordinator(strategy)
     """
 
     @api_boundary
@@ -122,7 +122,7 @@ class ParameterServerStrategy(RemoteStrategy):
                 fix = f"For example {name}={{'num_cpus': 1}}."
                 raise TypeError(expected(name, options, "a dict or None", fix))
         if partitioner is not None and not callable(partitioner):
-            fix = "For example mirror.MinSizePartitioner(256 << 10)."
+            fix = "For example mirror.ps.MinSizePartitioner(256 << 10)."
             raise TypeError(expected("partitioner", partitioner, "callable or None", fix))
         self._tables = SparseTables(sparse, sparse_exact)
         self._connection = ray_cluster.Connection(spec)

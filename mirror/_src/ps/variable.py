@@ -23,7 +23,7 @@ class VariableHost(Protocol):
         ...
 
 
-@set_module("mirror")
+@set_module("mirror.ps")
 @final
 class ServerVariable:
     """A variable on a parameter server, from `ParameterServerStrategy.Variable`.

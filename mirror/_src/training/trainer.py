@@ -429,8 +429,7 @@ class Trainer(TrainerState[M]):
 
         Returns:
             The pytree that the model or `fn` returns, with NumPy arrays of exactly one row per
-            example. Their dtypes are those of its results, such as bfloat16 with
-            `precision="bfloat16"`.
+            example. Dtypes do not change: with `precision="bfloat16"`, they may be bfloat16.
 
         Raises:
             ValueError: If the data is empty, a result does not have one row per example, padding

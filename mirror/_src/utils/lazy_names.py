@@ -1,30 +1,26 @@
-"""Public names whose modules are imported when a program first uses them.
+"""`mirror.ps`, which is imported when a program first uses it.
 
-The parameter server takes as long to import as a quarter of everything else, and few programs use
-it.
+It takes as long to import as a quarter of everything else, and few programs use it.
 """
 
 import importlib
-import sys
-from typing import Any
+from types import ModuleType
 
-_PS = "mirror._src.ps"
-LAZY_NAMES = {
-    "CancelledError": f"{_PS}.remote_value",
-    "ClusterCoordinator": f"{_PS}.coordinator",
-    "FixedShardsPartitioner": f"{_PS}.partitioners",
-    "MaxSizePartitioner": f"{_PS}.partitioners",
-    "MinSizePartitioner": f"{_PS}.partitioners",
-    "ParameterServerLostError": f"{_PS}.errors",
-    "ParameterServerStrategy": f"{_PS}.strategy",
-    "PerWorkerDataset": f"{_PS}.datasets",
-    "RemoteValue": f"{_PS}.remote_value",
-}
-"""Names of the module `mirror`, and the modules that define them."""
+LAZY_MODULE = "ps"
+NAMES_OF_PS = (
+    "CancelledError",
+    "ClusterCoordinator",
+    "FixedShardsPartitioner",
+    "MaxSizePartitioner",
+    "MinSizePartitioner",
+    "ParameterServerLostError",
+    "ParameterServerStrategy",
+    "PerWorkerDataset",
+    "RemoteValue",
+)
+"""The public names of `mirror.ps`, for messages to those who look for them in `mirror`."""
 
 
-def lazy_value(name: str) -> Any:
-    """Imports one of `LAZY_NAMES`, which the module `mirror` has from then on."""
-    value = getattr(importlib.import_module(LAZY_NAMES[name]), name)
-    setattr(sys.modules["mirror"], name, value)
-    return value
+def lazy_module() -> ModuleType:
+    """Imports `mirror.ps`, which the module `mirror` has from then on."""
+    return importlib.import_module(f"mirror.{LAZY_MODULE}")

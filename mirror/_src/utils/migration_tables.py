@@ -152,7 +152,7 @@ DISTRIBUTE = Table(
             "`mirror.distributed.Server`, for parameter servers; `MultiWorkerMirroredStrategy` "
             "needs none",
         ),
-        ("`experimental.rpc`", "`mirror.ClusterCoordinator(strategy).schedule(fn, args)`"),
+        ("`experimental.rpc`", "`mirror.ps.ClusterCoordinator(strategy).schedule(fn, args)`"),
         (
             "`TPUStrategy`, `experimental.TPUStrategy`",
             "- not tested; `mirror.MirroredStrategy()` uses the devices that JAX finds",
@@ -160,30 +160,30 @@ DISTRIBUTE = Table(
         (
             "`ParameterServerStrategy(cluster_resolver, variable_partitioner)`, "
             "`experimental.ParameterServerStrategy`",
-            "`mirror.ParameterServerStrategy(cluster, partitioner=)`; synchronous by default, "
+            "`mirror.ps.ParameterServerStrategy(cluster, partitioner=)`; synchronous by default, "
             "`staleness=None` is TensorFlow's mode",
         ),
         (
             "`experimental.CentralStorageStrategy`",
-            "- use `mirror.MirroredStrategy`, or `mirror.ParameterServerStrategy(ps=1)`",
+            "- use `mirror.MirroredStrategy`, or `mirror.ps.ParameterServerStrategy(ps=1)`",
         ),
         (
             "`coordinator`, `coordinator.ClusterCoordinator`, `experimental.coordinator`",
-            "`mirror.ClusterCoordinator`; functions need no `tf.function`",
+            "`mirror.ps.ClusterCoordinator`; functions need no `tf.function`",
         ),
         (
             "`coordinator.schedule`, `coordinator.join`, `coordinator.done`, `coordinator.fetch`",
-            "the methods of `mirror.ClusterCoordinator` with these names",
+            "the methods of `mirror.ps.ClusterCoordinator` with these names",
         ),
         (
             "`coordinator.create_per_worker_dataset`",
-            "the method of `mirror.ClusterCoordinator`; batches passed to `schedule` are "
+            "the method of `mirror.ps.ClusterCoordinator`; batches passed to `schedule` are "
             "neither lost nor repeated",
         ),
-        ("`coordinator.RemoteValue`", "`mirror.RemoteValue`, with `fetch` and `done`"),
+        ("`coordinator.RemoteValue`", "`mirror.ps.RemoteValue`, with `fetch` and `done`"),
         (
             "`coordinator.PerWorkerValues`, `coordinator.PerWorkerValue`",
-            "`mirror.PerWorkerDataset`; pass `iter(dataset)` to scheduled functions",
+            "`mirror.ps.PerWorkerDataset`; pass `iter(dataset)` to scheduled functions",
         ),
         (
             "`coordinator.experimental_get_current_worker_index`",
@@ -191,16 +191,16 @@ DISTRIBUTE = Table(
         ),
         (
             "`experimental.partitioners`, `experimental.partitioners.MinSizePartitioner`",
-            "`mirror.MinSizePartitioner(min_shard_bytes, max_shards)`, the default",
+            "`mirror.ps.MinSizePartitioner(min_shard_bytes, max_shards)`, the default",
         ),
         (
             "`experimental.partitioners.MaxSizePartitioner`",
-            "`mirror.MaxSizePartitioner(max_shard_bytes)`",
+            "`mirror.ps.MaxSizePartitioner(max_shard_bytes)`",
         ),
         (
             "`experimental.partitioners.FixedShardsPartitioner`, "
             "`experimental.partitioners.Partitioner`",
-            "`mirror.FixedShardsPartitioner(num_shards)`, or a function of shape and dtype",
+            "`mirror.ps.FixedShardsPartitioner(num_shards)`, or a function of shape and dtype",
         ),
     ),
 )
@@ -276,17 +276,17 @@ OTHER = Table(
         ("`tf.device`", "`mirror.device`"),
         (
             '`tf.device("/job:ps/task:0")`',
-            "`strategy.Variable(3.0)` of a `mirror.ParameterServerStrategy`, which selects the "
+            "`strategy.Variable(3.0)` of a `mirror.ps.ParameterServerStrategy`, which selects the "
             "server",
         ),
         (
             "`tf.compat.v1.train.replica_device_setter`",
-            "- `mirror.ParameterServerStrategy` places the variables",
+            "- `mirror.ps.ParameterServerStrategy` places the variables",
         ),
         (
             "`tf.compat.v1.train.SyncReplicasOptimizer`",
-            "`mirror.ParameterServerStrategy(backup_workers=b)`; `b` is `total_num_replicas` minus "
-            "`replicas_to_aggregate`",
+            "`mirror.ps.ParameterServerStrategy(backup_workers=b)`; `b` is `total_num_replicas` "
+            "minus `replicas_to_aggregate`",
         ),
         (
             "`tf.debugging.set_log_device_placement`",
@@ -362,7 +362,7 @@ OTHER = Table(
         ),
         (
             "`tf.keras.utils.experimental.DatasetCreator`",
-            "- pass the dataset to `fit`, also with `mirror.ParameterServerStrategy`",
+            "- pass the dataset to `fit`, also with `mirror.ps.ParameterServerStrategy`",
         ),
         ("`compile(steps_per_execution=)`", "`mirror.Trainer(steps_per_execution=)`"),
         (

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mirror._src.utils.errors import nearest_name
-from mirror._src.utils.lazy_names import LAZY_NAMES, lazy_value
+from mirror._src.utils.lazy_names import LAZY_MODULE, NAMES_OF_PS, lazy_module
 from mirror._src.utils.migration import advice
 
 _MODULES = ("mirror", "mirror.config", "mirror.data", "mirror.callbacks", "mirror.debugging")
@@ -95,8 +95,8 @@ def explain_unknown_names(*modules: str) -> None:
 
 def _explaining(module: str) -> Any:
     def __getattr__(name: str) -> Any:
-        if module == "mirror" and name in LAZY_NAMES:
-            return lazy_value(name)
+        if module == "mirror" and name == LAZY_MODULE:
+            return lazy_module()
         if _is_private(name):
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         caller = sys._getframe(1)
@@ -133,6 +133,8 @@ def unknown_attribute(
 
 def suggestion(owner: str, name: str, known: Iterable[str] | None = None) -> str:
     """Returns a sentence that says what to use in place of an unknown name, or ""."""
+    if name in NAMES_OF_PS and owner != "mirror.ps":
+        return f"It is in mirror.ps: mirror.ps.{name}."
     told = advice_on(owner, name) or _elsewhere(owner, name)
     if told is None and owner.startswith("mirror."):
         told = advice().get(("mirror", name))

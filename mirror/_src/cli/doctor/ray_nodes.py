@@ -53,7 +53,7 @@ def run(secs: float) -> Iterator[dict[str, object]]:
     try:
         import_ray()
     except ModuleNotFoundError:
-        text = describe_missing("ray", "mirror.ParameterServerStrategy", "ray")
+        text = describe_missing("ray", "mirror.ps.ParameterServerStrategy", "ray")
         yield asdict(Check("ray", "problem", "not installed", "", text))
         yield {"ends": True}
         return

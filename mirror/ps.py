@@ -1,0 +1,17 @@
+"""Parameter servers: variables on servers, and functions that workers run.
+
+Requires the extra `ray`. Imported when a program first uses it.
+"""
+
+from mirror._src.ps.coordinator import ClusterCoordinator as ClusterCoordinator
+from mirror._src.ps.datasets import PerWorkerDataset as PerWorkerDataset
+from mirror._src.ps.errors import ParameterServerLostError as ParameterServerLostError
+from mirror._src.ps.partitioners import FixedShardsPartitioner as FixedShardsPartitioner
+from mirror._src.ps.partitioners import MaxSizePartitioner as MaxSizePartitioner
+from mirror._src.ps.partitioners import MinSizePartitioner as MinSizePartitioner
+from mirror._src.ps.remote_value import CancelledError as CancelledError
+from mirror._src.ps.remote_value import RemoteValue as RemoteValue
+from mirror._src.ps.strategy import ParameterServerStrategy as ParameterServerStrategy
+from mirror._src.utils.unknown_names import explain_unknown_names as _explain_unknown_names
+
+_explain_unknown_names("mirror.ps")
