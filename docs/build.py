@@ -39,7 +39,8 @@ PAGES = {
 _SITE = {file: page for page, file in PAGES.items()}
 _LINK = re.compile(r"(?<=\]\()([^)#:\s]+)(?=(?:#[^)]*)?\))")
 _TEST = re.compile(r"\[([^\]]+)\]\((?:\.\./)*(tests/[^)]+)\)")
-_OUTPUT = re.compile(r"(^```(?:python|sh)\n.*?^```\n\n?```text)$", re.M | re.S)
+_OUTPUT = re.compile(r"(^```(?:python|sh)\n.*?^```\n\n?```text)(?: numbers-vary)?$", re.M | re.S)
+_OPTION = re.compile(r"^(```(?:python|text)) no-run$", re.M)
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -98,7 +99,7 @@ def on_site(text: str, page: str) -> str:
         return posixpath.relpath(site_path, posixpath.dirname(page) or ".")
 
     text = text if page.startswith("notebooks/") else _OUTPUT.sub(r'\1 title="Output"', text)
-    return _LINK.sub(link, _TEST.sub(r"\1: `\2`", text)).replace("```python no-run", "```python")
+    return _OPTION.sub(r"\1", _LINK.sub(link, _TEST.sub(r"\1: `\2`", text)))
 
 
 def markdown_of(path: Path, pages: Path, execute: bool) -> str:

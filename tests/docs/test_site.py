@@ -65,7 +65,12 @@ def test_text_after_code_is_titled_output(build):
         assert build.on_site(ran, "steps.md") == ran.replace("```text", '```text title="Output"')
     other = "```python\nprint(1)\n```\n\nThe log:\n\n```text\n1\n```\n"
     assert build.on_site(other, "steps.md") == other
-    assert build.on_site("```python no-run\n1\n```\n", "steps.md") == "```python\n1\n```\n"
+    varies = "```python\n1\n```\n```text numbers-vary\n1\n```\n"
+    titled = varies.replace(" numbers-vary", ' title="Output"')
+    assert build.on_site(varies, "steps.md") == titled
+    for language in ("python", "text"):
+        plain = f"```{language}\n1\n```\n"
+        assert build.on_site(plain.replace("\n1", " no-run\n1"), "steps.md") == plain
 
 
 def test_cells_are_shown_with_their_results(build, tmp_path):

@@ -10,24 +10,44 @@ from typing import NamedTuple
 from tests.support import fresh
 
 _BLOCK = re.compile(
-    r"^```python\n(?P<code>.*?)^```$(?:\n\n?^```text\n(?P<output>.*?)^```$)?", re.DOTALL | re.M
+    r"^```python\n(?P<code>.*?)^```$"
+    r"(?:\n\n?^```text(?P<option> numbers-vary)?\n(?P<output>.*?)^```$)?",
+    re.DOTALL | re.M,
 )
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 _END = "\0"  # printed after each block
+_NUMBER = re.compile(r"\d+(\.\d+)?")
+
+
+def fits(shown: str, printed: str, *, numbers_vary: bool = False) -> bool:
+    """Whether a page shows what was printed; ellipses stand for anything, as in a doctest.
+
+    Args:
+        shown: Block of the page.
+        printed: What the program printed.
+        numbers_vary: Whether any number may stand in the place of another, such as a time.
+    """
+    if numbers_vary:
+        shown, printed = (_NUMBER.sub("0", text) for text in (shown, printed))
+    return doctest.OutputChecker().check_output(shown, printed, FLAGS)
 
 
 class Block(NamedTuple):
-    """A block of Python, and the block of text after it, which it prints."""
+    """A block of Python, and the block of text after it, which it prints.
+
+    A block ```` ```text numbers-vary ```` shows numbers of one run, such as times.
+    """
 
     line: int
     code: str
     output: str | None
+    numbers_vary: bool
 
     def check(self, name: str, printed: str) -> None:
-        """Checks what the block prints; ellipses stand for anything, as in a doctest."""
+        """Checks what the block prints."""
         if self.output is not None:
-            fits = doctest.OutputChecker().check_output(self.output, printed, FLAGS)
-            assert fits, f"{name}:{self.line} prints\n{printed}and not\n{self.output}"
+            message = f"{name}:{self.line} prints\n{printed}and not\n{self.output}"
+            assert fits(self.output, printed, numbers_vary=self.numbers_vary), message
 
 
 def pages() -> dict[str, str]:
@@ -39,7 +59,10 @@ def pages() -> dict[str, str]:
 def blocks(text: str) -> list[Block]:
     """Returns the blocks of Python that can run."""
     matches = _BLOCK.finditer(text)
-    return [Block(text.count("\n", 0, m.start()) + 1, m["code"], m["output"]) for m in matches]
+    return [
+        Block(text.count("\n", 0, m.start()) + 1, m["code"], m["output"], m["option"] is not None)
+        for m in matches
+    ]
 
 
 PAGES = pages()
