@@ -408,15 +408,14 @@ PYTORCH = Table(
     (
         (
             "`nn.DataParallel(model, device_ids)`",
-            "`mirror.DataParallel(model, device_ids)`: takes the full batch and returns the full "
-            "outputs",
+            "`mirror.DataParallel(model, device_ids)`, with full batches and outputs",
         ),
-        ("`DistributedDataParallel(model)`, `DDP`", "`mirror.MirroredStrategy` and `run`"),
+        ("`DistributedDataParallel`, `DDP`", "`mirror.MirroredStrategy` and `run`"),
         (
             "`FullyShardedDataParallel`, `FSDP`",
-            "- each device has a copy of the parameters; "
-            "`mirror.MirroredStrategy(shard_update=True)` shards the optimizer state",
+            "- each device has a copy of the parameters",
         ),
+        ("`ZeroRedundancyOptimizer`", "`mirror.MirroredStrategy(shard_update=True)`"),
         (
             "`torchrun`, `init_process_group`, `destroy_process_group`",
             "- one process drives all devices",
@@ -434,22 +433,20 @@ PYTORCH = Table(
         ("`broadcast(tensor, src=0)`", "- mirrored values are identical from the start"),
         (
             "`barrier()`, `no_sync()`",
-            "- the program defines the collectives; `Trainer(accumulate_steps=k)` all-reduces once",
+            "- the program defines the collectives; see `mirror.Trainer(accumulate_steps=)`",
         ),
         (
             "`DistributedSampler`, `set_epoch`",
-            "`strategy.distribute_dataset(loader)`: global batches, each example once; `fit` "
-            'passes the epoch to the sampler. With `input="local"`, a sampler per process',
+            "`strategy.distribute_dataset(loader)`, with global batches",
         ),
         (
             "`DataLoader`, `TensorDataset`",
-            "pass a loader directly, or use `mirror.data.from_arrays`",
+            "pass a loader, or use `mirror.data.from_arrays`",
         ),
         ("`Join`, uneven inputs", "- batches of any size are counted exactly"),
         ("`SyncBatchNorm`", "`nnx.BatchNorm(axis_name=mirror.REPLICA_AXIS)`"),
         ("`find_unused_parameters`", "- gradients of unused parameters are zeros"),
         ("`gradient_as_bucket_view`, `bucket_cap_mb`", "`mirror.AllReduce(pack_bytes)`"),
-        ("`ZeroRedundancyOptimizer`", "`mirror.MirroredStrategy(shard_update=True)`"),
         ("`register_comm_hook`", "a custom `mirror.CrossDeviceOps`"),
         ("`torch.cuda.device(1)`", '`mirror.device("/gpu:1")`'),
         (
@@ -470,10 +467,6 @@ PYTORCH = Table(
         ),
         ("`torch.autocast(dtype=torch.bfloat16)`", '`mirror.Trainer(precision="bfloat16")`'),
         ("`torch.amp.GradScaler`", '`mirror.LossScale`, automatic with `precision="float16"`'),
-        (
-            "Lightning's `Trainer(accumulate_grad_batches=)`",
-            "`mirror.Trainer(accumulate_steps=)`",
-        ),
         (
             "`consume_prefix_in_state_dict_if_present`, `module.` in names",
             "- a model is not wrapped",
