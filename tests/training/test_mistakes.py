@@ -146,6 +146,7 @@ OPTIMIZERS = {
     "torch": (of_library("torch.optim.adamw", "AdamW"), "optax.adamw(1e-3)"),
     "not called": (optax.adam, "optax.adam(1e-3)"),
     "rate": (0.01, "optax.adam(0.01)"),
+    "accumulating": (optax.MultiSteps(optax.sgd(0.1), 2), ".gradient_transformation()"),
     "swapped": (cross_entropy, "mirror.Trainer(model, optax.adam(1e-3), loss_fn)"),
 }
 

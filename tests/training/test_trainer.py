@@ -1048,28 +1048,60 @@ def check_failed_host_callback(pair):
 # Optimizers that receive the loss
 
 
-@rows("n, options", [(2, {}), (4, {"steps_per_execution": 2})])
-def test_optimizers_that_need_the_loss_receive_it(n, options):
-    tx = optax.chain(optax.sgd(0.01), optax.contrib.reduce_on_plateau(0.5, 1, atol=0.5, rtol=0))
-    data = batches(2 * B) * 3
+def with_optax(tx, data, *, needs_loss):
+    """Trains one device with a transformation of optax; returns the parameters and the state."""
 
     @jax.jit
     def update(params, state, batch):
         loss_fn = lambda p: jnp.mean((batch["x"] @ p["w"] + p["b"] - batch["y"]) ** 2)  # noqa: E731
         loss, grads = jax.value_and_grad(loss_fn)(params)
-        updates, state = tx.update(grads, state, params, value=loss)
+        value = {"value": loss} if needs_loss else {}
+        updates, state = tx.update(grads, state, params, **value)
         return optax.apply_updates(params, updates), state
 
     params = {"w": jnp.asarray([0.5, -0.25, 1.0]), "b": jnp.float32(0.125)}
     state = tx.init(params)
     for batch in data:
         params, state = update(params, state, batch)
+    return params, state
+
+
+@rows("n, options", [(2, {}), (4, {"steps_per_execution": 2})])
+def test_optimizers_that_need_the_loss_receive_it(n, options):
+    tx = optax.chain(optax.sgd(0.01), optax.contrib.reduce_on_plateau(0.5, 1, atol=0.5, rtol=0))
+    data = batches(2 * B) * 3
+    params, state = with_optax(tx, data, needs_loss=True)
     with cpu_strategy(n).scope():
         trainer = mirror.Trainer(Line(), tx, squares, **options)
     fit(trainer, data)
     assert float(state[1].scale) < 1
     np.testing.assert_allclose(trainer.optimizer.opt_state[1].scale[...], state[1].scale)
     np.testing.assert_allclose(trainer.model.w[...], params["w"], rtol=1e-5)
+
+
+def every(params):
+    return jax.tree.map(lambda _: True, params)
+
+
+UNUSUAL = {  # and whether optax requires the loss
+    "momo": (optax.contrib.momo(0.1), True),
+    "polyak": (optax.masked(optax.polyak_sgd(), every), True),
+    "sam": (optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05)), False),
+    "multi_steps": (optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(), False),
+    "schedule_free": (optax.contrib.schedule_free_sgd(0.1), False),
+}
+
+
+@pytest.mark.parametrize("names", mostly_slow(UNUSUAL, "momo"))
+def test_unusual_optimizers_are_those_of_optax(names, subtests):
+    for name in names:
+        with subtests.test(msg=name):
+            tx, needs_loss = UNUSUAL[name]
+            params, _ = with_optax(tx, batches(), needs_loss=needs_loss)
+            with cpu_strategy(3).scope():
+                trainer = mirror.Trainer(Line(), tx, squares)
+            fit(trainer, batches())
+            np.testing.assert_allclose(trainer.model.w[...], params["w"], rtol=1e-5)
 
 
 def test_optimizers_that_reject_the_loss_do_not_receive_it():
@@ -1090,6 +1122,24 @@ def test_optimizers_that_reject_the_loss_do_not_receive_it():
         fit(trainer, batches())
         weights.append(np.asarray(trainer.model.w[...]))
     np.testing.assert_array_equal(weights[1:], weights[:1] * 2)
+
+
+OTHERS = {  # by what they lack
+    "value_fn": lambda: optax.lbfgs(),
+    "'grad'": lambda: optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(5)),
+    "grad_fn": lambda: optax.contrib.sam(optax.sgd(1.0), optax.sgd(0.1), opaque_mode=True),
+    "fast": lambda: optax.lookahead(optax.sgd(1.0), 2, 0.5),
+}
+
+
+def test_optimizers_that_need_more_than_the_loss_are_an_error(subtests):
+    for lack, make in OTHERS.items():
+        with subtests.test(msg=lack):
+            with cpu_strategy(2).scope():
+                trainer = mirror.Trainer(Line(), make(), squares)
+            with pytest.raises(Exception, match=lack) as caught:
+                fit(trainer, batches())
+            assert "strategy.run(step, args)" in "".join(caught.value.__notes__)
 
 
 def test_trained_model_is_used_on_one_device():

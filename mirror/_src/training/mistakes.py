@@ -224,6 +224,8 @@ def require_transformation(tx: Any) -> None:
         fix = "Pass a schedule to the optimizer: optax.adam(schedule)."
     elif callable(tx):
         fix = "The order is mirror.Trainer(model, optax.adam(1e-3), loss_fn)."
+    elif isinstance(tx, optax.MultiSteps):
+        fix = "Pass its transformation: optax.MultiSteps(...).gradient_transformation()."
     elif isinstance(tx, int | float):
         fix = f"Pass the learning rate to the optimizer: optax.adam({tx!r})."
     raise TypeError(expected("tx", tx, "an optax.GradientTransformation or an nnx.Optimizer", fix))

@@ -9,7 +9,7 @@ from flax import nnx
 
 from mirror._src.training.mistakes import require_transformation
 from mirror._src.utils.errors import describe, expected
-from mirror._src.utils.types import Array
+from mirror._src.utils.types import Array, PyTree
 
 
 def make_optimizer(
@@ -36,7 +36,27 @@ def make_optimizer(
     return nnx.Optimizer(model, tx, wrt=nnx.Param if wrt is None else wrt)
 
 
-def value_for(optimizer: nnx.Optimizer[Any], loss: Array) -> dict[str, Array]:
+def update(
+    optimizer: nnx.Optimizer[Any], model: nnx.Module, gradients: PyTree, loss: Array
+) -> None:
+    """Makes an update. A transformation that accepts `value` receives the loss.
+
+    Raises:
+        Exception: What the transformation raises, with a note on what it receives.
+    """
+    value = _value_for(optimizer, loss)
+    try:
+        optimizer.update(model, gradients, **value)
+    except Exception as error:
+        error.add_note(
+            "The update of the optimizer has raised this. mirror.Trainer passes the gradients, the "
+            "parameters and, as `value`, the loss. For an optimizer that needs more, such as a "
+            "line search, write the step and call strategy.run(step, args)."
+        )
+        raise
+
+
+def _value_for(optimizer: nnx.Optimizer[Any], loss: Array) -> dict[str, Array]:
     """Returns the loss as the argument `value` of an optimizer's update, if it accepts one.
 
     Optax passes it to transformations that need it, such as `optax.contrib.reduce_on_plateau`.

@@ -24,7 +24,7 @@ from mirror._src.training.exact import as_float
 from mirror._src.training.loss_scale import SCALE, SKIPPED, LossScale, Snapshot
 from mirror._src.training.mistakes import describes_batch
 from mirror._src.training.objective import LOSS, Objective, Sums
-from mirror._src.training.optimizer import value_for
+from mirror._src.training.optimizer import update
 from mirror._src.training.precision import Precision
 from mirror._src.utils.naming import name_of
 from mirror._src.utils.source_lines import on_behalf_of, users_function
@@ -66,12 +66,11 @@ def training_step(objective: Objective, wrt: Any, accumulate_steps: int) -> Call
         if loss_scale is not None:  # before smaller dtypes round it
             grads = loss_scale.unscale(grads)
         grads = _like(grads, model, wrt)
-        value = value_for(optimizer, _mean_loss(sums))
         if loss_scale is None or before is None:
-            optimizer.update(model, grads, **value)
+            update(optimizer, model, grads, _mean_loss(sums))
             return sums
         finite = loss_scale.update(grads)
-        optimizer.update(model, grads, **value)
+        update(optimizer, model, grads, _mean_loss(sums))
         before.restore_unless(finite)
         return _with_scale(sums, scale, finite)
 
