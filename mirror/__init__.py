@@ -95,7 +95,7 @@ from mirror._src.training.weighted import Weighted as Weighted
 from mirror._src.utils.errors import InvalidDeviceError as InvalidDeviceError
 from mirror._src.utils.errors import ProgramMismatchError as ProgramMismatchError
 from mirror._src.utils.errors import ReplicaDivergenceError as ReplicaDivergenceError
-from mirror._src.utils.errors import ReplicaMismatchError as ReplicaMismatchError
+from mirror._src.utils.errors import VerifyError as VerifyError
 from mirror._src.utils.lazy_names import LAZY_MODULE as _LAZY_MODULE
 from mirror._src.utils.types import REPLICA_AXIS as REPLICA_AXIS
 from mirror._src.utils.unknown_names import explain_unknown_names as _explain_unknown_names

@@ -224,7 +224,7 @@ def test_failed_checks_set_the_exit_status(monkeypatch, capsys):
         raise mirror.ReplicaDivergenceError("model.kernel differs")
 
     def mismatched(*args, **kwargs):
-        raise mirror.ReplicaMismatchError("model.bias is off")
+        raise mirror.VerifyError("model.bias is off")
 
     monkeypatch.setattr(mirror.Strategy, "check_mirrored", diverged)
     monkeypatch.setattr(mirror.Trainer, "verify", mismatched)

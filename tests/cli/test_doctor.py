@@ -167,7 +167,7 @@ def test_one_device_skips_the_collective_check():
 
 def test_differing_step_is_a_problem(monkeypatch, two):
     def mismatched(*args, **kwargs):
-        raise mirror.ReplicaMismatchError("1 of 9 leaves differ:\n  model.kernel")
+        raise mirror.VerifyError("1 of 9 leaves differ:\n  model.kernel")
 
     monkeypatch.setattr(mirror.Strategy, "verify", mismatched)
     check = probes.check_step(started()._replace(devices=two.devices))

@@ -328,7 +328,7 @@ def verified(case: Case, trainer: mirror.Trainer[Net], data: list[Arrays]) -> No
     differs = depends and (case.pieces > 1 or bool(case.sizes[0] % case.replicas))
     try:
         trainer.verify(data, rtol=0.1 if case.precision == "bfloat16" else 1e-3)
-    except mirror.ReplicaMismatchError:
+    except mirror.VerifyError:
         if not differs:
             raise
     else:
@@ -341,7 +341,7 @@ def broken(case: Case) -> str:
         warnings.simplefilter("always")
         try:
             found = got(case)
-        except (AssertionError, mirror.ReplicaMismatchError) as error:
+        except (AssertionError, mirror.VerifyError) as error:
             return f"verify: {error}"
         except ValueError as error:
             is_ours = "looks across the examples" in str(error) or "computes means" in str(error)

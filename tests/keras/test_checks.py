@@ -145,7 +145,7 @@ def test_verify_finds_a_difference(four):
         return {**logs, "loss": logs["loss"] + scale}, state
 
     model.train_function.made = shifted
-    with raises(mirror.ReplicaMismatchError, names="logs['loss']", values=["4 replicas"]):
+    with raises(mirror.VerifyError, names="logs['loss']", values=["4 replicas"]):
         four.verify(model, (x[:32], y[:32]))
 
 

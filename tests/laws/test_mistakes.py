@@ -914,6 +914,8 @@ mistakes(
 NAMES: dict[tuple[str, str], str | list[str]] = {
     ("mirror", "distribute"): "mirror.MirroredStrategy",
     ("mirror", "experimental"): "mirror.MirroredStrategy",
+    ("mirror", "ReplicaMismatchError"): "mirror.VerifyError",
+    ("mirror", "ParameterServerStrategy"): "mirror.ps.ParameterServerStrategy",
     ("mirror", "ClusterSpec"): "mirror.distributed.ClusterSpec",
     ("mirror", "GradientTape"): "nnx.value_and_grad",
     ("mirror", "function"): "strategy.run",

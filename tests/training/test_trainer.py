@@ -510,7 +510,7 @@ def test_verify_compares_with_one_device_without_changes(two):
     def wrong(model, batch):
         return (model(batch["x"]) - batch["x"].mean()) ** 2
 
-    with raises(mirror.ReplicaMismatchError, names="model.w", values=[2, "1e-05"]):
+    with raises(mirror.VerifyError, names="model.w", values=[2, "1e-05"]):
         line(two, loss_fn=wrong).verify(batches())
 
 

@@ -14,7 +14,7 @@ from mirror._src.run.arguments import hoist_nested, object_names
 from mirror._src.run.drift import require_none
 from mirror._src.run.nnx.structure import Structure
 from mirror._src.run.runner import Runner
-from mirror._src.utils.errors import ReplicaMismatchError, counted, listing
+from mirror._src.utils.errors import VerifyError, counted, listing
 from mirror._src.utils.modules import set_module
 from mirror._src.utils.naming import keys, name_of
 from mirror._src.utils.tables import Table
@@ -101,7 +101,7 @@ class VerifyReport:
             f"{counted(self.num_replicas, 'replica')} and one device agree: the largest relative "
             f"difference is {self.largest:.1e}, and {self.rtol:g} is allowed"
         )
-        return f"<p>{verdict}</p>" + Table(("value", "difference"), rows)._repr_html_()
+        return f"<b>{verdict}</b>" + Table(("value", "difference"), rows)._repr_html_()
 
     def __str__(self) -> str:
         lines = [
@@ -182,11 +182,11 @@ def checked(report: VerifyReport, causes: str) -> VerifyReport:
     """Returns the report.
 
     Raises:
-        ReplicaMismatchError: If rows differ by more than allowed. The message ends with the causes.
+        VerifyError: If rows differ by more than allowed. The message ends with the causes.
     """
     wrong = [row for row in report.rows if row.compared and not row.relative <= report.rtol]
     if wrong:
-        raise ReplicaMismatchError(
+        raise VerifyError(
             f"{report.num_replicas} replicas and one device on the whole batch differ by more than "
             f"rtol={report.rtol:g} in:\n"
             f"{listing(f'{r.name}: relative {r.relative:.1e}' for r in wrong)}\n{causes}"

@@ -571,7 +571,7 @@ class Strategy(abc.ABC):
             A report with one row per result and per changed variable; `print` it.
 
         Raises:
-            ReplicaMismatchError: If leaves differ by more than `rtol`; the message names them.
+            VerifyError: If leaves differ by more than `rtol`; the message names them.
             ReplicaDivergenceError: As for `run`.
             RuntimeError: If called inside a replica or another strategy's scope.
             ValueError: If a `PerReplica` leaf has no batch axis. If a Keras model is not compiled

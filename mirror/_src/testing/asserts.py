@@ -14,7 +14,7 @@ from mirror._src.strategy.mirrored import get_strategy
 from mirror._src.strategy.strategy import Strategy
 from mirror._src.utils.errors import (
     ReplicaDivergenceError,
-    ReplicaMismatchError,
+    VerifyError,
     counted,
     expected,
     require_int,
@@ -86,7 +86,7 @@ def assert_trains_like_one_device(
     require_int("steps", steps, fix="Pass the number of steps to compare.")
     try:
         report = strategy.verify(_repeated(step, steps, _may_be_state(args)), args, rtol=rtol)
-    except ReplicaMismatchError as error:
+    except VerifyError as error:
         raise AssertionError(str(error)) from None
     except ReplicaDivergenceError:
         raise AssertionError(_divergence(step, args, strategy)) from None

@@ -497,7 +497,7 @@ class Trainer(TrainerState[M]):
                 four times the spacing of its numbers at 1: 0.03 for bfloat16, 0.004 for float16.
 
         Raises:
-            ReplicaMismatchError: If the results differ; the message names them.
+            VerifyError: If the results differ; the message names them.
             ValueError: If the data is empty.
 
         >>> trainer.verify(data).largest < 1e-5

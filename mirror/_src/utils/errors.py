@@ -22,7 +22,13 @@ _TYPED = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, jax.core.Shap
 
 @set_module("mirror")
 class ReplicaDivergenceError(ValueError):
-    """Raised when a value that must be mirrored differs between replicas.
+    """Raised when a value that must be mirrored differs between replicas, or would differ.
+
+    By `strategy.run` and all that runs steps, before the step runs: for state that the step would
+    leave different on the replicas, as without an all-reduce, for an `ensure_mirrored` that cannot
+    be proved, and for a collective that only some replicas would reach. By
+    `strategy.check_mirrored`, if the copies on the devices differ. With several processes, if they
+    pass different values or read different batches.
 
     >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
     >>> strategy.run(mirror.ensure_mirrored, (mirror.PerReplica([1.0, 2.0]),))
@@ -33,8 +39,11 @@ class ReplicaDivergenceError(ValueError):
 
 
 @set_module("mirror")
-class ReplicaMismatchError(ValueError):
+class VerifyError(ValueError):
     """Raised by `strategy.verify` when n replicas and one device compute different results.
+
+    The replicas agree with each other, but not with one device on the whole batch. Also raised by
+    `trainer.verify`, and by nothing that trains.
 
     >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
     >>> def step(batch):  # "sum" instead of "mean"
@@ -42,7 +51,7 @@ class ReplicaMismatchError(ValueError):
     >>> strategy.verify(step, (mirror.PerReplica([[1.0], [3.0]]),))
     Traceback (most recent call last):
         ...
-    mirror.ReplicaMismatchError: 2 replicas and one device on the whole batch differ ...
+    mirror.VerifyError: 2 replicas and one device on the whole batch differ ...
     """
 
 
@@ -50,7 +59,8 @@ class ReplicaMismatchError(ValueError):
 class ProgramMismatchError(RuntimeError):
     """Raised on every process when the processes are about to run different programs.
 
-    It names the first inputs and operations that differ, with their lines. Nothing has run.
+    Only with several processes, also if one of them does not arrive in time. The message names the
+    first inputs and operations that differ, with their lines. Nothing has run.
 
     >>> issubclass(mirror.ProgramMismatchError, RuntimeError)
     True

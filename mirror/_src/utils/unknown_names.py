@@ -28,6 +28,7 @@ _GRADIENTS = (
 GUESSES = {
     "mirror": {
         "experimental": "The names of tf.distribute are in mirror: mirror.MirroredStrategy.",
+        "ReplicaMismatchError": "It is mirror.VerifyError, which strategy.verify raises.",
         "jit": "strategy.run compiles the step.",
         "pmap": "strategy.run maps the step over the devices: strategy.run(step, args).",
         "run": "It is a method of a strategy: mirror.MirroredStrategy().run(step, args).",

@@ -155,7 +155,7 @@ def _check_step(trainer: mirror.Trainer, batches: Any) -> StepCheck:
     """Checks that a step on all replicas equals a step of one device on the whole batch."""
     try:
         report = trainer.verify(batches, rtol=_RTOL)
-    except mirror.ReplicaMismatchError as error:
+    except mirror.VerifyError as error:
         _print_check("same step as on one device", passed=False, details=f"\n{error}")
         return StepCheck(False, None, None)
     details = f" (largest relative difference {report.largest:.1e}, allowed {report.rtol:g})"

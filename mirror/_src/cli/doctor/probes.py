@@ -17,7 +17,7 @@ from mirror._src.devices.collective_check import all_reduce_fault
 from mirror._src.devices.jax_options import PLATFORMS, names_gpus
 from mirror._src.devices.startup import starting
 from mirror._src.strategy.mirrored import MirroredStrategy
-from mirror._src.utils.errors import ReplicaMismatchError, counted, first_line
+from mirror._src.utils.errors import VerifyError, counted, first_line
 
 BACKEND, POOL, ALL_REDUCE, STEP = "JAX's backend", "host threads", "all-reduce", "training step"
 _ALL_REDUCE_SECS = 30.0
@@ -129,7 +129,7 @@ def check_step(info: BackendInfo) -> Check:
         step, args = make_builtin_step("cnn", strategy, batch_size)
         try:
             report = strategy.verify(step, args, rtol=_RTOL)
-        except ReplicaMismatchError as error:
+        except VerifyError as error:
             meaning = "The replicas and one device compute different results."
             return Check(STEP, "problem", first_line(error), meaning, _REPORT)
     return Check(
