@@ -49,13 +49,14 @@ DISTRIBUTE = Table(
             "- the members that programs need are methods of the strategy",
         ),
         ("`strategy.scope`", "`strategy.scope`"),
-        ("`strategy.run(fn, args, kwargs, options)`", "`strategy.run(fn, args, kwargs)`"),
-        ("`strategy.experimental_run_v2`", "`strategy.run(fn, args, kwargs)`"),
+        (
+            "`strategy.run(fn, args, kwargs, options)`, `strategy.experimental_run_v2`",
+            "`strategy.run(fn, args, kwargs)`",
+        ),
         ("`RunOptions`", "- everything is compiled, with static shapes"),
         (
             "`strategy.reduce(op, value, axis)`",
-            "`strategy.reduce(op, value, axis)`; `axis=None` is the default; also supports "
-            '`"min"`, `"max"` and `where=`',
+            '`strategy.reduce(op, value, axis=None)`, also with `"min"`, `"max"` and `where=`',
         ),
         ("`strategy.gather`", "`strategy.gather`"),
         ("`strategy.experimental_local_results`", "`strategy.local_results`"),
@@ -65,10 +66,7 @@ DISTRIBUTE = Table(
             "`strategy.distribute_dataset(mirror.data.from_arrays(arrays, batch_size))`",
         ),
         (
-            "`strategy.distribute_datasets_from_function`",
-            "`strategy.distribute_datasets_from_function`",
-        ),
-        (
+            "`strategy.distribute_datasets_from_function`, "
             "`strategy.experimental_distribute_datasets_from_function`",
             "`strategy.distribute_datasets_from_function`",
         ),
@@ -90,8 +88,7 @@ DISTRIBUTE = Table(
         ("`experimental_set_strategy`", "- use `with strategy.scope():`"),
         (
             "`get_replica_context`",
-            "`mirror.get_replica_context`; in cross-replica context, it raises instead of "
-            "returning `None`",
+            "`mirror.get_replica_context`; raises in cross-replica context",
         ),
         ("`ReplicaContext`", "`mirror.ReplicaContext`"),
         (
@@ -104,10 +101,13 @@ DISTRIBUTE = Table(
         ),
         (
             "`replica_context.merge_call`",
-            "- a step is one program on every replica; compute with the result of `all_reduce`",
+            "- compute with the result of `all_reduce`",
         ),
-        ("`replica_context.replica_id_in_sync_group`", "the same"),
-        ("`replica_context.num_replicas_in_sync`, `.strategy`, `.devices`", "the same"),
+        (
+            "`replica_context.replica_id_in_sync_group`, `replica_context.num_replicas_in_sync`, "
+            "`replica_context.strategy`, `replica_context.devices`",
+            "the same",
+        ),
         ("`InputContext`", "`mirror.InputContext`"),
         (
             "`InputOptions(experimental_fetch_to_device, ...)`",
@@ -149,19 +149,18 @@ DISTRIBUTE = Table(
         ("`cluster_resolver`", "`mirror.distributed.TFConfigClusterResolver` and others"),
         (
             "`Server`",
-            "`mirror.distributed.Server`, for parameter servers; `MultiWorkerMirroredStrategy` "
-            "needs none",
+            "`mirror.distributed.Server`, for parameter servers",
         ),
         ("`experimental.rpc`", "`mirror.ps.ClusterCoordinator(strategy).schedule(fn, args)`"),
         (
             "`TPUStrategy`, `experimental.TPUStrategy`",
-            "- not tested; `mirror.MirroredStrategy()` uses the devices that JAX finds",
+            "- not tested; try `mirror.MirroredStrategy()`",
         ),
         (
             "`ParameterServerStrategy(cluster_resolver, variable_partitioner)`, "
             "`experimental.ParameterServerStrategy`",
-            "`mirror.ps.ParameterServerStrategy(cluster, partitioner=)`; synchronous by default, "
-            "`staleness=None` is TensorFlow's mode",
+            "`mirror.ps.ParameterServerStrategy(cluster, partitioner=)`; TensorFlow's mode is "
+            "`staleness=None`",
         ),
         (
             "`experimental.CentralStorageStrategy`",
@@ -177,8 +176,7 @@ DISTRIBUTE = Table(
         ),
         (
             "`coordinator.create_per_worker_dataset`",
-            "the method of `mirror.ps.ClusterCoordinator`; batches passed to `schedule` are "
-            "neither lost nor repeated",
+            "the method of `mirror.ps.ClusterCoordinator` with this name",
         ),
         ("`coordinator.RemoteValue`", "`mirror.ps.RemoteValue`, with `fetch` and `done`"),
         (
@@ -187,7 +185,7 @@ DISTRIBUTE = Table(
         ),
         (
             "`coordinator.experimental_get_current_worker_index`",
-            "- functions run on any worker; batches are split across the workers by `schedule`",
+            "- functions run on any worker",
         ),
         (
             "`experimental.partitioners`, `experimental.partitioners.MinSizePartitioner`",
@@ -285,8 +283,7 @@ OTHER = Table(
         ),
         (
             "`tf.compat.v1.train.SyncReplicasOptimizer`",
-            "`mirror.ps.ParameterServerStrategy(backup_workers=b)`; `b` is `total_num_replicas` "
-            "minus `replicas_to_aggregate`",
+            "`mirror.ps.ParameterServerStrategy(backup_workers=)`",
         ),
         (
             "`tf.debugging.set_log_device_placement`",
@@ -294,19 +291,14 @@ OTHER = Table(
         ),
         ("`tf.add_n`", "`mirror.add_n`"),
         (
-            "`tf.Variable(synchronization=, aggregation=)`",
-            '`mirror.Variable`; strings such as `"on_read"` and `"sum"` replace the enumerations',
-        ),
-        (
-            "`tf.VariableSynchronization`, `tf.VariableAggregation`",
+            "`tf.Variable`, `tf.VariableSynchronization`, `tf.VariableAggregation`",
             '`mirror.Variable(synchronization="on_read", aggregation="sum")`: strings',
         ),
         ("`variable.read_value`, `variable.value`", "`variable[...]`"),
         ("`variable.numpy`", "`np.asarray(variable[...])`"),
         (
             "`tf.nn.compute_average_loss(losses, global_batch_size=)`",
-            "- return per-example losses from `loss_fn`; in a custom loop, "
-            '`all_reduce("mean", loss)`',
+            '- return per-example losses; in a custom loop, `mirror.all_reduce("mean", loss)`',
         ),
         (
             "`tf.nn.scale_regularization_loss`",
@@ -318,23 +310,22 @@ OTHER = Table(
         ("`tf.keras.Sequential`", "`flax.nnx.Sequential`"),
         (
             "`tf.keras.optimizers`, `tf.train.GradientDescentOptimizer`",
-            "`optax`: `nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)`",
+            "`nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)`",
         ),
         (
             "`tf.keras.losses`",
-            "`optax.losses`: `optax.softmax_cross_entropy_with_integer_labels(logits, labels)`",
+            "`optax.losses`, or a name in `mirror.Trainer`",
         ),
         ("`tf.keras.metrics`", "`flax.nnx.metrics`, or metrics per example in `loss_fn`"),
         (
             "`tf.keras`",
-            "`mirror.Trainer` and `mirror.callbacks`; models are `flax.nnx`, or Keras 3 on JAX",
+            "`mirror.Trainer` with `flax.nnx`, or Keras 3 on JAX",
         ),
         ("`tf.nn`", "`jax.nn` for functions, `flax.nnx` for layers"),
         ("`tf.random`", "`jax.random`; in a step, `replica_context.fold_in(key)`"),
         (
             "`tf.reduce_sum`, `tf.reduce_mean`, `tf.reduce_max`, `tf.reduce_min`",
-            "`jnp.sum`, `jnp.mean`, `jnp.max`, `jnp.min`; over the replicas, "
-            '`strategy.reduce("sum", value)`',
+            '`jnp.sum`; over the replicas, `strategy.reduce("sum", value)`',
         ),
         ("`tf.constant`, `tf.convert_to_tensor`, `tf.Tensor`", "`jnp.asarray`, `jax.Array`"),
         ("`tf.print`", '`jax.debug.print("{}", x)`'),
@@ -348,7 +339,7 @@ OTHER = Table(
         ("`tf.train.ClusterSpec`", "`mirror.distributed.ClusterSpec`"),
         (
             "`tf.train.Server`",
-            "`mirror.distributed.Server`; parameter servers and workers are processes of Ray",
+            "`mirror.distributed.Server`, for parameter servers",
         ),
         ("`tf.distribute.cluster_resolver`", "`mirror.distributed.TFConfigClusterResolver`"),
         ("`tf.test.is_gpu_available`", '`mirror.config.list_physical_devices("GPU")`'),
