@@ -76,7 +76,7 @@ def strategy_of_processes() -> mirror.Strategy:
 
     def choose(replicas: Any, ops: Any, *, shard_update: bool = False) -> Any:
         del shard_update
-        limit = ops.packed_bytes(on_host=True, spans_processes=True)
+        limit = ops._packed_bytes(on_host=True, spans_processes=True)
         return ShardMapExecutor(replicas, pack_bytes=limit)
 
     with mock.patch.object(runner, "choose", choose):

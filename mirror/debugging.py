@@ -15,3 +15,8 @@ from mirror._src.explain.placement_table import visualize_placement as visualize
 from mirror._src.utils.tables import Table as Table
 from mirror._src.watchdog.watch import Watch as Watch
 from mirror._src.watchdog.watch import watch as watch
+
+
+def __dir__() -> list[str]:
+    # The classes are types of results: documented, but not what a user looks for.
+    return ["set_log_device_placement", "visualize_placement", "watch"]

@@ -415,12 +415,12 @@ def test_restore_changes_everything_or_nothing(subtests, saved, tmp_path_factory
             trainer, whole = saved
             shutil.copytree(whole, tmp_path / "runs")
             (path,) = (tmp_path / "runs").iterdir()
-            before = trainer.checkpoint_state()
+            before = inside.checkpoint_state(trainer)
             forge(path, FORGED[forged])
             with pytest.raises(ValueError, match="heckpoint") as caught:
                 trainer.restore(tmp_path / "runs")
             assert "Error(" not in str(caught.value) or "invalid" in str(caught.value)
-            arrays, position = trainer.checkpoint_state()
+            arrays, position = inside.checkpoint_state(trainer)
             assert position == before[1]
             assert all(same(value, arrays[name]) for name, value in before[0].items())
             trainer.restore(whole)

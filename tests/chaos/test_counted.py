@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 import mirror
+from tests.support import inside
 from tests.support.tables import mostly_slow
 
 BATCH = 4
@@ -51,7 +52,7 @@ def new_trainer(strategy, loss=loss_fn) -> mirror.Trainer:
 
 
 def weights_of(trainer) -> dict[str, np.ndarray]:
-    arrays, _ = trainer.checkpoint_state()
+    arrays, _ = inside.checkpoint_state(trainer)
     return {name: np.asarray(value) for name, value in arrays.items()}
 
 

@@ -11,6 +11,7 @@ from mirror._src.utils.lazy_names import NAMES_OF_PS
 from tests.support import fresh, import_graph, own_code
 from tests.support.import_graph import FOLDERS, folder_of, imports_of, modules
 from tests.support.messages import raises
+from tests.support.tables import rows
 
 FACES = ["", "callbacks", "config", "data", "debugging", "distributed", "ps", "testing"]
 
@@ -74,7 +75,8 @@ def test_public_modules_only_re_export(subtests):
             assert {n for n in modules() if not n.startswith("_")} == set(FACES)
             tree = modules()[name]
             rest = [n for n in tree.body if not isinstance(n, ast.ImportFrom | ast.Expr | ast.If)]
-            assert [n.name for n in rest] == (["__dir__"] if name == "" else []), "only re-exports"
+            listing = ["__dir__"] if name in ("", "debugging") else []
+            assert [n.name for n in rest] == listing, "only re-exports"
 
 
 def test_module_that_is_imported_when_used_is_seen_by_type_checkers():
@@ -234,6 +236,35 @@ def test_public_names_of_modules_match(subtests):
                 value = getattr(getattr(mirror, name), attribute)
                 assert value.__doc__, attribute
                 assert not isinstance(value, type) or value.__module__ == f"mirror.{name}"
+
+
+# What `dir` and completion show of the objects that a user holds.
+MEMBERS = {
+    "Strategy": """
+        check_mirrored cross_device_ops devices distribute_dataset distribute_datasets_from_function
+        distribute_values_from_function explain gather inspect is_chief local_devices
+        local_replica_ids local_results num_replicas_in_sync reduce run scope shard_update verify
+    """,
+    "ReplicaContext": """
+        all_gather all_reduce devices fold_in num_replicas_in_sync replica_id_in_sync_group shared
+        strategy
+    """,
+    "Trainer": "evaluate fit model optimizer predict restore save summary verify",
+    "ReduceOp": "MAX MEAN MIN SUM",
+    "CrossDeviceOps": """
+        all_reduce batch_reduce broadcast device pack_bytes reduce reduce_implementation
+    """,
+    "DistributedDataset": "element_spec padded peek set_epoch source",
+    "PerReplica": "dtype from_stacked num_replicas shapes stacked values",
+    "VerifyReport": "largest",
+    "debugging": "set_log_device_placement visualize_placement watch",
+}
+
+
+@rows("name", list(MEMBERS))
+def test_completion_shows_no_internals(name):
+    shown = {member for member in dir(getattr(mirror, name)) if not member.startswith("_")}
+    assert shown == set(MEMBERS[name].split())
 
 
 def test_public_names_are_documented(subtests):

@@ -53,7 +53,7 @@ def test_what_belongs_to_the_servers_cannot_be_replaced(strategy):
         with raises(TypeError, names=f"trainer.{name}", fix="nnx.update("):
             setattr(trainer, name, getattr(trainer, name))
     with raises(NotImplementedError, names="ParameterServerStrategy"):
-        trainer.lowered_text()
+        inside.lowered_text(trainer)
 
 
 def test_loss_functions_that_cannot_be_sent_are_named(strategy):

@@ -649,3 +649,13 @@ def forget_strategies() -> None:
 def forget_eager_work() -> None:
     """Releases results of eager ops, which the launch guard keeps until a later eager op."""
     eager_work.forget_finished()
+
+
+def checkpoint_state(trainer: mirror.Trainer[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arrays and the position of a checkpoint, which users see in a file only."""
+    return trainer._checkpoint_state()
+
+
+def lowered_text(trainer: mirror.Trainer[Any]) -> str:
+    """The program of the last step, which the callbacks write to a file."""
+    return trainer._lowered_text()

@@ -623,7 +623,7 @@ def test_tensorboard_writes_epochs_only(tmp_path):
 
 def test_lowered_text_is_unavailable_before_the_first_step():
     with raises(RuntimeError, fix="program"):
-        new_trainer().lowered_text()
+        inside.lowered_text(new_trainer())
 
 
 SCHEDULE = optax.linear_schedule(0.1, 0.0, 100)

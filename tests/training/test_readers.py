@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 import mirror
+from tests.support import inside
 from tests.support.messages import assert_message
 from tests.support.strategies import cpu_strategy
 from tests.support.tables import mostly_slow
@@ -44,7 +45,7 @@ METHODS = {
     "verify": lambda trainer, _: trainer.verify(DATA[:1]),
     "summary": lambda trainer, _: trainer.summary(DATA[0]),
     "save": save,
-    "checkpoint_state": lambda trainer, _: jax.device_get(trainer.checkpoint_state()[0]),
+    "checkpoint_state": lambda trainer, _: jax.device_get(inside.checkpoint_state(trainer)[0]),
 }
 
 
@@ -164,7 +165,7 @@ def test_what_is_read_is_the_state_between_two_steps(trained_alone):
 
     def reads():
         while not ended.is_set():
-            arrays, position = trainer.checkpoint_state()
+            arrays, position = inside.checkpoint_state(trainer)
             found.append((position["step"], arrays["model.kernel"]))
 
     with ThreadPoolExecutor(1) as pool:
@@ -189,7 +190,7 @@ def test_metrics_reach_callbacks_in_the_thread_of_fit():
 
     def reads():
         while not ended.is_set():
-            trainer.checkpoint_state()
+            inside.checkpoint_state(trainer)
 
     with ThreadPoolExecutor(1) as pool:
         reader = pool.submit(reads)

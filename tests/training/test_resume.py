@@ -114,7 +114,7 @@ def in_numpy(x) -> np.ndarray:
 
 def arrays_of(trainer) -> dict[str, np.ndarray]:
     """Returns the arrays of its checkpoint."""
-    return {name: in_numpy(x) for name, x in trainer.checkpoint_state()[0].items()}
+    return {name: in_numpy(x) for name, x in inside.checkpoint_state(trainer)[0].items()}
 
 
 def plain(found) -> dict:

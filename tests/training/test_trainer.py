@@ -16,6 +16,7 @@ import pytest
 from flax import linen, nnx
 
 import mirror
+from tests.support import inside
 from tests.support.compilations import compilations
 from tests.support.messages import assert_message, raises
 from tests.support.strategies import EXECUTORS, cpu_strategy
@@ -440,9 +441,9 @@ def check_trainer_trains_any_module(eight, create, at_once):
 
 
 def test_training_does_not_depend_on_creation_in_the_scope(subtests, two):
-    for inside in ["nothing", "model", "optimizer", "trainer", "fit"]:
-        with subtests.test(msg=inside):
-            check_training_does_not_depend_on_creation_in_the_scope(two, inside)
+    for where in ["nothing", "model", "optimizer", "trainer", "fit"]:
+        with subtests.test(msg=where):
+            check_training_does_not_depend_on_creation_in_the_scope(two, where)
 
 
 def check_training_does_not_depend_on_creation_in_the_scope(two, inside):
@@ -998,9 +999,9 @@ def test_non_finite_loss_is_warned_of_once(two):
 
 def test_lowered_text_is_unavailable_before_the_first_step(on_two):
     with raises(RuntimeError, fix=["step", "program"]):
-        on_two.lowered_text()
+        inside.lowered_text(on_two)
     texts = []
-    at_once = Once("on_step", 1, lambda _: texts.append(on_two.lowered_text()))
+    at_once = Once("on_step", 1, lambda _: texts.append(inside.lowered_text(on_two)))
     fit(on_two, batches(), callbacks=at_once)
     assert "func.func" in texts[0]
 

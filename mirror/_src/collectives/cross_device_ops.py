@@ -86,7 +86,7 @@ class CrossDeviceOps(abc.ABC):
         return fold(op, values)
 
     @final
-    def carry_out(
+    def _carry_out(
         self,
         op: ReduceOp,
         values: Iterator[np.ndarray],
@@ -146,7 +146,7 @@ class CrossDeviceOps(abc.ABC):
         """
         return [bind_all_reduce(op, prepare(op, leaf)) for leaf in leaves]
 
-    def packed_bytes(self, *, on_host: bool, spans_processes: bool = False) -> int:
+    def _packed_bytes(self, *, on_host: bool, spans_processes: bool = False) -> int:
         """Returns the size in bytes up to which a program across the devices packs all-reduces.
 
         Args:
@@ -295,10 +295,10 @@ class CrossDeviceOps(abc.ABC):
     ) -> Array | np.ndarray:
         collective = "reduction outside a step"
         if op is not ReduceOp.MEAN:
-            return self.carry_out(op, arrays, shape, dtype, collective)
+            return self._carry_out(op, arrays, shape, dtype, collective)
         wide = np.dtype(accumulator(dtype))
         values = (array.astype(wide, copy=False) for array in arrays)
-        total = self.carry_out(ReduceOp.SUM, values, shape, wide, collective)
+        total = self._carry_out(ReduceOp.SUM, values, shape, wide, collective)
         with np.errstate(all="ignore"):
             return (np.asarray(total) / np.asarray(count, wide)).astype(dtype)
 

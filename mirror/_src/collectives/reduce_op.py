@@ -20,7 +20,7 @@ class ReduceOp(enum.Enum):
     integers or booleans is float32. `MIN` and `MAX` keep the dtype, propagate NaN, and do not
     accept complex numbers. Half-precision values are summed in float32.
 
-    >>> ReduceOp.canonicalize("mean")
+    >>> ReduceOp("mean")
     <ReduceOp.MEAN: 'mean'>
     """
 
@@ -28,32 +28,6 @@ class ReduceOp(enum.Enum):
     MEAN = "mean"
     MIN = "min"
     MAX = "max"
-
-    @classmethod
-    def canonicalize(cls, op: "ReduceOp | str") -> "ReduceOp":
-        """Returns the `ReduceOp` for an op or its name.
-
-        Args:
-            op: A `ReduceOp`, or its name in lower or upper case, such as `"sum"`.
-
-        Raises:
-            ValueError: If `op` is a string, but not the name of a reduction.
-            TypeError: If `op` is neither a string nor a `ReduceOp`.
-        """
-        if isinstance(op, cls):
-            return op
-        one_of = "one of " + ", ".join(repr(member.value) for member in cls)
-        if not isinstance(op, str):
-            name = getattr(op, "__name__", "mean")
-            meant = next((m.value for m in cls if m.value in name), "mean")
-            fix = f'Pass its name: all_reduce("{meant}", x).'
-            raise TypeError(expected("op", op, one_of, fix))
-        try:
-            return cls(op.lower())
-        except ValueError:
-            near = _SYNONYMS.get(op.lower()) or nearest_name(op, [m.value for m in cls])
-            fix = f" Did you mean {near!r}?" if near is not None else ""
-            raise ValueError(f"`op` must be {one_of}, got {op!r}.{fix}") from None
 
 
 Reduction: TypeAlias = ReduceOp | Literal["sum", "mean", "min", "max"]
@@ -81,7 +55,20 @@ def require_op(method: str, op: Any, value: Any) -> ReduceOp:
             f"The arguments of {method} are swapped: `op` must come first, got {describe(op)} and "
             f"then {shown!r}. Write {method}({shown!r}, x)."
         )
-    return ReduceOp.canonicalize(op)
+    if isinstance(op, ReduceOp):
+        return op
+    one_of = "one of " + ", ".join(repr(member.value) for member in ReduceOp)
+    if not isinstance(op, str):
+        name = getattr(op, "__name__", "mean")
+        meant = next((m.value for m in ReduceOp if m.value in name), "mean")
+        fix = f'Pass its name: all_reduce("{meant}", x).'
+        raise TypeError(expected("op", op, one_of, fix))
+    try:
+        return ReduceOp(op.lower())
+    except ValueError:
+        near = _SYNONYMS.get(op.lower()) or nearest_name(op, [m.value for m in ReduceOp])
+        fix = f" Did you mean {near!r}?" if near is not None else ""
+        raise ValueError(f"`op` must be {one_of}, got {op!r}.{fix}") from None
 
 
 def require_axis(method: str, value: Any, axis: Any) -> None:

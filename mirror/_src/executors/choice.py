@@ -52,7 +52,7 @@ def choose(
     if shard_update:
         reason = _reason_not_to_shard(replicas, ops)
         if not reason:
-            pack_bytes = ops.packed_bytes(on_host=replicas.on_host)
+            pack_bytes = ops._packed_bytes(on_host=replicas.on_host)
             return _log_choice(
                 ShardedExecutor(replicas, pack_bytes=pack_bytes), "shard_update=True"
             )
@@ -64,7 +64,7 @@ def choose(
     if len(replicas) == 1:
         _logger.debug("Using LoneExecutor: single replica")
         return LoneExecutor(replicas)
-    pack_bytes = ops.packed_bytes(on_host=replicas.on_host)
+    pack_bytes = ops._packed_bytes(on_host=replicas.on_host)
     if replicas.replicas_per_device > 1:
         executor = VmapExecutor(replicas, pack_bytes=pack_bytes)
         return _log_choice(executor, "several replicas per device")
@@ -87,7 +87,7 @@ def _choose_spanning(
     if shard_update:
         # See `_reason_not_to_shard`: jax#40830.
         _logger.info("shard_update=True has no effect: the replicas are in several processes")
-    pack_bytes = ops.packed_bytes(on_host=replicas.on_host, spans_processes=True)
+    pack_bytes = ops._packed_bytes(on_host=replicas.on_host, spans_processes=True)
     if replicas.replicas_per_device > 1:
         executor = VmapExecutor(replicas, pack_bytes=pack_bytes)
         return _log_choice(executor, "several replicas per device")

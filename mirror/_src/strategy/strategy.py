@@ -146,12 +146,8 @@ class Strategy(abc.ABC):
 
     @property
     @final
-    def spans_processes(self) -> bool:
-        """Whether some replicas are in other processes.
-
-        >>> mirror.MirroredStrategy().spans_processes
-        False
-        """
+    def _spans_processes(self) -> bool:
+        """Whether some replicas are in other processes."""
         return self._replicas.spans_processes
 
     @property
@@ -471,7 +467,7 @@ class Strategy(abc.ABC):
         """
         method = "distribute_datasets_from_function"
         require_cross_replica(self, method, "Pass batches to the step.")
-        processes = (process_count(), process_index()) if self.spans_processes else (1, 0)
+        processes = (process_count(), process_index()) if self._spans_processes else (1, 0)
         source = fn(InputContext(*processes, self.num_replicas_in_sync))
         return PerReplicaDataset(source, self._replicas, prefetch)
 

@@ -58,11 +58,11 @@ class TrainerOfFit(Protocol):
         """Writes a checkpoint."""
         ...
 
-    def lowered_text(self) -> str:
+    def _lowered_text(self) -> str:
         """Returns the text of the last step's program."""
         ...
 
-    def checkpoint_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _checkpoint_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns the contents of a checkpoint: arrays by name, and the position."""
         ...
 
@@ -204,7 +204,7 @@ class TrainingRun:
             else:
                 _require_same_monitor(name, states.keys() - names, self.position.epoch)
         with Closing() as at_end:
-            if self.trainer.strategy.spans_processes:
+            if self.trainer.strategy._spans_processes:
                 self._agreed_stop = AgreedStop()
                 at_end.add("ending the agreement", self._agreed_stop.close)
                 interrupts.redirect(lambda: request_end(self, "interrupt"))

@@ -70,9 +70,9 @@ class RemoteStrategy(abc.ABC):
         return self.local.is_chief
 
     @property
-    def spans_processes(self) -> bool:
+    def _spans_processes(self) -> bool:
         """Whether several processes run this program."""
-        return self.local.spans_processes
+        return self.local._spans_processes
 
     @abc.abstractmethod
     def remote_training(

@@ -120,7 +120,7 @@ class RowCheck:
             return [launch]
         indices = range(launch.first, launch.first + launch.num_batches)
         uneven = [sizes[i] for i in indices if sizes[i] % (n * num_pieces)]
-        if not uneven and not self._strategy.spans_processes:
+        if not uneven and not self._strategy._spans_processes:
             return [self._exact(launch, i, sizes[i]) for i in indices]
         if is_empty or not all(place.is_statistics for place in mixing.padded):
             raise ValueError(self._message(step, mixing, max(uneven or sizes), n * num_pieces))

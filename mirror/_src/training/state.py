@@ -132,20 +132,20 @@ class TrainerState(Generic[M]):
         >>> history = trainer.fit(data, epochs=9, progress=False)
         """
         with self._readers.reading("save"):
-            if not self._local.spans_processes:
+            if not self._local._spans_processes:
                 self._write(directory)
                 return
             try:
                 if self._local.is_chief:
                     self._write(directory)
                 else:
-                    self.checkpoint_state()  # aggregating an "on_read" variable is a collective
+                    self._checkpoint_state()  # aggregating an "on_read" variable is a collective
             finally:
                 barrier("trainer.save")  # then every process can read it
 
     def _write(self, directory: str | Path) -> None:
         with CheckpointStore(directory, asynchronous=False) as store:
-            arrays, position = self.checkpoint_state()
+            arrays, position = self._checkpoint_state()
             store.save(position["step"], arrays, position)
 
     @api_boundary
@@ -180,7 +180,7 @@ class TrainerState(Generic[M]):
 
     def _read(self, directory: str | Path, step: int | str) -> tuple[Position, Mapping[str, Any]]:
         """Returns the position and the arrays of a checkpoint that matches the model."""
-        if self._local.spans_processes:
+        if self._local._spans_processes:
             current = snapshot.described(self._objects)  # a collective: before an error of one
             return CheckpointOfChief(self._local, directory, step, current).read()
         checkpoint = find_checkpoint(directory, step)
@@ -189,14 +189,14 @@ class TrainerState(Generic[M]):
         snapshot.require_match(snapshot.described(self._objects), checkpoint.entries)
         return position, checkpoint.read()
 
-    def checkpoint_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _checkpoint_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns the contents of a checkpoint: arrays by name, and the position.
 
         If another thread trains, it waits until the end of a step, and the arrays are copies on the
         host: later steps delete the trainer's own.
         """
         self._require_no_lost_values()
-        with self._readers.reading("checkpoint_state") as must_copy:
+        with self._readers.reading("save") as must_copy:
             must_copy = must_copy and not self._lock.is_mine
             with self._lock.held() if must_copy else contextlib.nullcontext():
                 run = self._run

@@ -528,7 +528,7 @@ class Trainer(TrainerState[M]):
         batch, mask = jax.tree.map(examples, (batch, mask), is_leaf=is_per_replica)
         return self._whole_step, ((model, optimizer, batch, mask, *scales), kwargs)
 
-    def lowered_text(self) -> str:
+    def _lowered_text(self) -> str:
         """Returns the program of the last step: the compiler's input, or a report if it is staged.
 
         Raises:

@@ -65,7 +65,7 @@ def _run_in_group(
 def _reduce(collective: Collective, read: Read, group: list[int], ops: CrossDeviceOps) -> Any:
     op = ReduceOp(op_of(collective.primitive))
     aval = collective.operand.aval
-    total = ops.carry_out(op, map(read, group), aval.shape, aval.dtype, collective.description)
+    total = ops._carry_out(op, map(read, group), aval.shape, aval.dtype, collective.description)
     if op in (ReduceOp.MIN, ReduceOp.MAX) and jnp.issubdtype(aval.dtype, jnp.floating):
         total = np.asarray(total)
         # 0.0 instead of -0.0, as in the other executors.

@@ -168,7 +168,7 @@ class Checkpoint(Callback):
 
     def _save(self, fit: TrainingRun, metrics: dict[str, float] | None = None) -> None:
         with fit.consistent():  # SIGTERM may have come
-            arrays, position = fit.trainer.checkpoint_state()  # a collective in several processes
+            arrays, position = fit.trainer._checkpoint_state()  # a collective in several processes
             if self._store is not None:
                 self._store.save(fit.position.step, arrays, position, metrics)
             self._saved = fit.position.step

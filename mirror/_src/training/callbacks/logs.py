@@ -142,7 +142,7 @@ class TensorBoard(Callback):
         """Writes the text of the compiled step, once."""
         if self._program:
             self._program = False
-            text = fit.trainer.lowered_text()
+            text = fit.trainer._lowered_text()
             self._writer.add_text("program", f"```\n{text}\n```", fit.position.step)
 
     def on_metrics(self, fit: TrainingRun, step: int, logs: dict[str, float]) -> None:  # noqa: ARG002
