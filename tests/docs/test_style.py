@@ -49,6 +49,11 @@ RULES = [
     rule(r"\bshall\b", 'write "must", "will"'),
     rule(r", say[,.):]", 'write "for example"'),
     rule(
+        r"\b(half the time|(many|several|much|\w+ times) (times )?(faster|slower))\b",
+        "give the measurement or its page, or omit the claim",
+        kinds=("message", "docstring", "page"),
+    ),
+    rule(
         r"\A(what|who|how|where|of|the same)\b",
         'start with a verb in the third person ("Returns"), or with a noun',
         kinds=("docstring",),

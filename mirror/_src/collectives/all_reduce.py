@@ -29,9 +29,8 @@ class AllReduce(CrossDeviceOps):
 
     Args:
         pack_bytes: Size in bytes up to which all-reduces are packed into one collective per dtype.
-            0 disables packing. The default is 32 KiB on host devices, where separate all-reduces
-            of small arrays are several times slower, and 0 on accelerators, where XLA combines
-            collectives.
+            0 disables packing. The default is 32 KiB on host devices, where every all-reduce
+            has a fixed cost, and 0 on accelerators, where XLA combines collectives.
 
     Raises:
         ValueError: If `pack_bytes` is negative.

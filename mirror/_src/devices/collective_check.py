@@ -1,6 +1,6 @@
 """Startup test of the all-reduce across devices.
 
-On some machines the all-reduce across GPUs fails, stalls or returns wrong sums, most often because
+On some machines the all-reduce across GPUs fails, stalls or returns wrong sums, for example because
 the driver advertises peer-to-peer transfers that the mainboard does not perform. The test reduces
 known values and compares the sum. A stall inside XLA cannot be stopped, so the test runs in a
 daemon thread. The thread also shields it from the caller's mesh, default device and transfer guard,

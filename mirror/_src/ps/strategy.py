@@ -50,8 +50,8 @@ class ParameterServerStrategy(RemoteStrategy):
     """Training with parameter servers, on a cluster of Ray.
 
     The variables are on servers, and workers compute gradients. Workers can be lost and can
-    return at any time. It serves CPU clusters, preemptible workers and large embedding tables; on
-    GPUs of one or a few machines, `MirroredStrategy` is faster.
+    return at any time. It serves CPU clusters, preemptible workers and large embedding tables. For
+    the GPUs of one machine, use `MirroredStrategy`, which does not move gradients over the network.
 
     `ClusterCoordinator` schedules steps, which are written as for `MirroredStrategy.run`.
 

@@ -135,7 +135,7 @@ class QuickCall:
         return self.program.results_of(outputs)
 
     def _check(self, leaves: list[Any], state: list[Any]) -> Sequence[int]:
-        """Checks the leaves that are new in this call, usually the leaves of the batch.
+        """Checks the leaves that are new in this call, such as the leaves of the batch.
 
         Returns the positions of those that may be new and are not per-replica.
         """

@@ -24,7 +24,7 @@ _LARGEST = float(jnp.finfo(jnp.float32).max)
 class LossScale(nnx.Module):
     """Multiplies the loss, so that gradients in float16 do not become 0, and adapts the factor.
 
-    The smallest positive number of float16 is 6e-8, and gradients are often smaller. The loss is
+    The smallest positive number of float16 is 6e-8; smaller gradients become 0. The loss is
     multiplied by a scale before it is differentiated, and the gradients are divided by it. If a
     gradient is infinite or NaN, the step is skipped and the scale divided by `factor`. After
     `growth_interval` finite steps in a row it is multiplied by `factor`. As in TensorFlow's

@@ -55,7 +55,7 @@ class Checkpoint(Callback):
         mode: Whether the best value of the metric is the `"min"` or the `"max"`.
         asynchronous: Whether to write in the background.
         grace_secs: Number of seconds after SIGTERM in which the process ends by itself. Choose
-            fewer than the environment allows before SIGKILL, which are often 30.
+            fewer than the environment allows before SIGKILL: 30 by default in Kubernetes and Slurm.
 
     Raises:
         ValueError: If a number is out of range or `mode` is unknown. In `fit`, if `monitor` is not
