@@ -99,6 +99,7 @@ def on_site(text: str, page: str) -> str:
         return posixpath.relpath(site_path, posixpath.dirname(page) or ".")
 
     text = text if page.startswith("notebooks/") else _OUTPUT.sub(r'\1 title="Output"', text)
+    text = text.replace("```text stderr", '```text title="Progress"')
     return _OPTION.sub(r"\1", _LINK.sub(link, _TEST.sub(r"\1: `\2`", text)))
 
 

@@ -32,7 +32,9 @@ def packages_of(name):
 
 # Pages that compile a lot; all other pages take some seconds together. Those of the README run as
 # printed.
-NIGHTLY = ["README.md", *(f"docs/{name}.md" for name in ("training", "steps", "keras"))]
+NIGHTLY = ["README.md", *(f"docs/{name}.md" for name in ("start", "steps", "keras"))]
+NIGHTLY += [f"docs/training{suffix}.md" for suffix in ("", "-howto", "-reference")]
+NIGHTLY += [f"docs/{name}.md" for name in ("one-to-eight", "fine-tuning", "after-training")]
 NIGHTLY += [f"docs/from-{name}.md" for name in ("jax", "pytorch", "tensorflow")]
 
 
@@ -67,7 +69,7 @@ def test_page_runs_where_there_are_more_devices(name, tmp_path, monkeypatch, cap
     for block in blocks(PAGES[name]):
         lines = "\n" * block.line + block.code  # so that a traceback names the page's line
         exec(compile(lines, name, "exec"), names)
-        block.check(name, capsys.readouterr().out)
+        block.check(name, *capsys.readouterr())
 
 
 def test_program_of_a_page_keeps_its_lines():
@@ -75,6 +77,16 @@ def test_program_of_a_page_keeps_its_lines():
     lines = program(text).splitlines()
     assert (lines[3], lines[11]) == ("x = 1", "z = 2")
     assert [line for i, line in enumerate(lines) if line and i not in (3, 4, 11, 12)] == []
+
+
+def test_output_and_progress_of_a_block_are_compared():
+    text = "```text stderr\nepoch 1/2: ...\n```\n```text\ndone\n```\n"
+    (block,) = blocks(f"```python\nx = 1\n```\n{text}")
+    right = ("done\n", "a warning\nepoch 1/2: loss 3\n")
+    block.check("page.md", *right)
+    for wrong in [("", right[1]), (right[0], "stopped\n"), (right[0], "")]:
+        with pytest.raises(AssertionError, match=r"page\.md:1"):
+            block.check("page.md", *wrong)
 
 
 def test_python_blocks_are_marked_as_run_or_not(subtests):

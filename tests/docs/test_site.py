@@ -68,6 +68,10 @@ def test_text_after_code_is_titled_output(build):
     varies = "```python\n1\n```\n```text numbers-vary\n1\n```\n"
     titled = varies.replace(" numbers-vary", ' title="Output"')
     assert build.on_site(varies, "steps.md") == titled
+    both = "```python\n1\n```\n```text stderr\nepoch 1/1\n```\n```text\n1\n```\n"
+    titled = both.replace("```text\n", '```text title="Output"\n')
+    titled = titled.replace("text stderr", 'text title="Progress"')
+    assert build.on_site(both, "steps.md") == titled
     for language in ("python", "text"):
         plain = f"```{language}\n1\n```\n"
         assert build.on_site(plain.replace("\n1", " no-run\n1"), "steps.md") == plain

@@ -11,11 +11,13 @@ from tests.support import fresh
 
 _BLOCK = re.compile(
     r"^```python\n(?P<code>.*?)^```$"
+    r"(?:\n\n?^```text stderr\n(?P<progress>.*?)^```$)?"
     r"(?:\n\n?^```text(?P<option> numbers-vary)?\n(?P<output>.*?)^```$)?",
     re.DOTALL | re.M,
 )
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-_END = "\0"  # printed after each block
+_END = "\0"  # printed after each block, to standard output and standard error
+_MARK = f"import sys as _sys; [print({_END!r}, end='', file=f) for f in (_sys.stdout, _sys.stderr)]"
 _NUMBER = re.compile(r"\d+(\.\d+)?")
 
 
@@ -33,21 +35,27 @@ def fits(shown: str, printed: str, *, numbers_vary: bool = False) -> bool:
 
 
 class Block(NamedTuple):
-    """A block of Python, and the block of text after it, which it prints.
+    """A block of Python, and the blocks of text after it, which it prints.
 
-    A block ```` ```text numbers-vary ```` shows numbers of one run, such as times.
+    A block ```` ```text numbers-vary ```` shows numbers of one run, such as times. So does a block
+    ```` ```text stderr ````, before the output: the last lines on standard error.
     """
 
     line: int
     code: str
+    progress: str | None
     output: str | None
     numbers_vary: bool
 
-    def check(self, name: str, printed: str) -> None:
-        """Checks what the block prints."""
-        if self.output is not None:
-            message = f"{name}:{self.line} prints\n{printed}and not\n{self.output}"
-            assert fits(self.output, printed, numbers_vary=self.numbers_vary), message
+    def check(self, name: str, printed: str, errors: str) -> None:
+        """Checks what the block prints to standard output and to standard error."""
+        self._check(name, self.output, printed, self.numbers_vary)
+        # Libraries may warn on standard error before that.
+        self._check(name, self.progress and f"...{self.progress}", errors, numbers_vary=True)
+
+    def _check(self, name: str, shown: str | None, printed: str, numbers_vary: bool) -> None:
+        message = f"{name}:{self.line} prints\n{printed}and not\n{shown}"
+        assert shown is None or fits(shown, printed, numbers_vary=numbers_vary), message
 
 
 def pages() -> dict[str, str]:
@@ -60,7 +68,11 @@ def blocks(text: str) -> list[Block]:
     """Returns the blocks of Python that can run."""
     matches = _BLOCK.finditer(text)
     return [
-        Block(text.count("\n", 0, m.start()) + 1, m["code"], m["output"], m["option"] is not None)
+        Block(
+            text.count("\n", 0, m.start()) + 1,
+            *(m["code"], m["progress"], m["output"]),
+            m["option"] is not None,
+        )
         for m in matches
     ]
 
@@ -77,7 +89,7 @@ def program(text: str) -> str:
     lines: list[str] = []
     for block in blocks(text):
         lines += [""] * (block.line - len(lines))
-        lines += [*block.code.splitlines(), f"print({_END!r}, end='', flush=True)"]
+        lines += [*block.code.splitlines(), _MARK]
     return "\n".join(lines) + "\n"
 
 
@@ -102,5 +114,6 @@ def check_as_program(name: str, folder: Path, environment: dict[str, str] | None
         check=False,
     )
     assert done.returncode == 0, f"{name} ended with {done.returncode}:\n{done.stderr}"
-    for block, printed in zip(blocks(PAGES[name]), done.stdout.split(_END), strict=False):
-        block.check(name, printed)
+    streams = done.stdout.split(_END), done.stderr.split(_END)
+    for block, printed, errors in zip(blocks(PAGES[name]), *streams, strict=False):
+        block.check(name, printed, errors)
