@@ -10,6 +10,7 @@ from tests.support import fresh
 # Hosts of projects that mirror builds on or is compared with. Add one here if a page needs it.
 HOSTS = {
     "arxiv.org",
+    "chex.readthedocs.io",
     "dm-haiku.readthedocs.io",
     "docs.github.com",
     "docs.jax.dev",

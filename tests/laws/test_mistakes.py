@@ -13,6 +13,7 @@ import operator
 import pickle
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import chex
@@ -1076,6 +1077,29 @@ def test_fakes_of_chex_do_not_change_results(subtests):
                 result = run(doubled_mean, losses())
             assert result.shape == ()
             assert float(result) == 3.0
+
+
+@chex.dataclass
+class Examples:
+    x: Any
+    y: Any
+
+
+def test_assertions_and_dataclasses_of_chex_work_in_a_step():
+    """An assertion runs while the step is traced; its error shows only lines of this file."""
+
+    def step(examples, width):
+        chex.assert_shape(examples.x, (None, int(width)))
+        chex.assert_equal_shape_prefix([examples.x, examples.y], 1)
+        return all_reduce("mean", (examples.x.sum(1) * examples.y).mean())
+
+    made = Examples(x=np.ones((4, 3), "f4"), y=np.arange(4, dtype="f4"))
+    (examples,) = strategy().distribute_dataset([made])
+    assert isinstance(examples.x, mirror.PerReplica)
+    assert float(strategy().run(step, (examples, "3"))) == 4.5
+    with raises(AssertionError, names="assert_shape", values=["(2, 3)", "(None, 4)"]) as caught:
+        strategy().run(step, (examples, "4"))
+    assert {frame.path for frame in caught.traceback} == {Path(__file__)}
 
 
 # Habits of other libraries
