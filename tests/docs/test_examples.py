@@ -84,6 +84,8 @@ def test_output_and_progress_of_a_block_are_compared():
     (block,) = blocks(f"```python\nx = 1\n```\n{text}")
     right = ("done\n", "a warning\nepoch 1/2: loss 3\n")
     block.check("page.md", *right)
+    (varies,) = blocks("```python\nx\n```\n```text numbers-vary\n-1.5 3e-08 s\n```\n")
+    varies.check("page.md", "2 0.0e+00 s\n", "")
     for wrong in [("", right[1]), (right[0], "stopped\n"), (right[0], "")]:
         with pytest.raises(AssertionError, match=r"page\.md:1"):
             block.check("page.md", *wrong)

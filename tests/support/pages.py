@@ -18,7 +18,7 @@ _BLOCK = re.compile(
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 _END = "\0"  # printed after each block, to standard output and standard error
 _MARK = f"import sys as _sys; [print({_END!r}, end='', file=f) for f in (_sys.stdout, _sys.stderr)]"
-_NUMBER = re.compile(r"\d+(\.\d+)?")
+_NUMBER = re.compile(r"-?\d+(\.\d+)?(e[+-]\d+)?")
 
 
 def fits(shown: str, printed: str, *, numbers_vary: bool = False) -> bool:
