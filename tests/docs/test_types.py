@@ -91,16 +91,27 @@ def test_types_reject_what_the_run_would(folder):
     module = folder / "mistakes" / "mistakes.py"
     module.write_text(
         "import mirror\n"
-        "import numpy as np\n"
+        "import numpy as np; from typing import Any, Iterator, NamedTuple\n"
         "strategy = mirror.MirroredStrategy()\n"
         "mirror.all_reduce('avg', 1.0)\n"
+        "class Pair(NamedTuple):\n"
+        "    x: Any; y: Any\n"
+        "class Loader:\n"
+        "    def __iter__(self) -> Iterator[Any]: return iter([])\n"
         "strategy.distribute_dataset([np.ones(4)], remainder='padd')\n"
         "batches = strategy.distribute_dataset([{'x': np.ones(4)}], remainder='pad')\n"
         "for batch in batches:\n"
         "    batch['x']\n"
-        "for batch in strategy.distribute_dataset([{'x': np.ones(4)}]):\n"
-        "    batch['x'].values\n"  # a PerReplica, not a mistake
+        "for part in strategy.distribute_dataset([{'x': np.ones(4)}]):\n"
+        "    part['x'].values\n"  # a PerReplica, not a mistake
+        "    part['x'].mean()\n"  # not an array
+        "for loaded in strategy.distribute_dataset(Loader()):\n"
+        "    loaded['x'].values, loaded.y.mean()\n"  # unknown, not a mistake
+        "for pair in strategy.distribute_dataset([Pair(np.ones(4), np.ones(4))]):\n"
+        "    pair.x.values\n"
+        "for row in mirror.data.from_arrays({'x': np.ones(4)}, batch_size=2):\n"
+        "    row.x\n"  # a dict
     )
     command = [sys.executable, "-m", "mypy", *MYPY, f"--cache-dir={folder / 'cache'}", str(module)]
     lines = {int(line.split(":")[1]) for line in errors_of(command)}
-    assert lines == {4, 5, 8}
+    assert lines == {4, 9, 12, 15, 21}

@@ -3,7 +3,7 @@
 import itertools
 import operator
 from collections.abc import Iterator
-from typing import Any, final
+from typing import Any, Generic, TypeVar, final, overload
 
 import numpy as np
 
@@ -11,14 +11,15 @@ from mirror._src.data.batches import HostBatch, host_batch, require_integers_fit
 from mirror._src.utils.errors import describe, expected, require_int
 from mirror._src.utils.modules import set_module
 from mirror._src.utils.tracebacks import api_boundary
-from mirror._src.utils.types import PyTree
+from mirror._src.utils.types import A, K, PyTree
 
+B = TypeVar("B")
 _MOST_SEED = 2**32 - 1
 
 
 @set_module("mirror.data")
 @final
-class ArrayDataset:
+class ArrayDataset(Generic[B]):
     """A dataset of global batches from in-memory arrays, returned by `mirror.data.from_arrays`.
 
     Each `iter` is one epoch. Epochs are counted from 0; the order of an epoch depends only on the
@@ -61,7 +62,7 @@ class ArrayDataset:
         whole, rest = divmod(self.num_examples, self.batch_size)
         return whole + bool(rest and not self._drop_remainder)
 
-    def __iter__(self) -> Iterator[PyTree]:
+    def __iter__(self) -> Iterator[B]:
         epoch, self._epoch = self._epoch, self._epoch + 1
         return self._batches(epoch)
 
@@ -75,18 +76,19 @@ class ArrayDataset:
         require_int("epoch", epoch, 0)
         self._epoch = int(epoch)
 
-    def peek(self, count: int = 1) -> list[PyTree]:
+    def peek(self, count: int = 1) -> list[B]:
         """Returns up to `count` first batches of the epoch that the next `iter` starts."""
         return list(itertools.islice(self._batches(self._epoch), count))
 
-    def _batches(self, epoch: int) -> Iterator[PyTree]:
+    def _batches(self, epoch: int) -> Iterator[B]:
         order = self._order(epoch) if self._shuffle else None
         for number in range(len(self)):
             start = number * self.batch_size
             rows: Any = self._part(start, min(start + self.batch_size, self.num_examples))
             if order is not None:
                 rows = order[rows]
-            yield self._rows.map(operator.itemgetter(rows))
+            batch: Any = self._rows.map(operator.itemgetter(rows))
+            yield batch
 
     def _part(self, start: int, end: int) -> slice:
         """Returns the part of the shard among the rows of a global batch; sizes differ by one."""
@@ -119,6 +121,42 @@ class ArrayDataset:
         return f"ArrayDataset({len(self)} batches of {self.batch_size}{shuffled}{shard}; {arrays})"
 
 
+@overload
+def from_arrays(
+    arrays: A,
+    batch_size: int,
+    *,
+    shuffle: bool = False,
+    seed: int = 0,
+    drop_remainder: bool = False,
+    shard: tuple[int, int] | None = None,
+) -> ArrayDataset[np.ndarray]: ...
+
+
+@overload
+def from_arrays(
+    arrays: dict[K, A],
+    batch_size: int,
+    *,
+    shuffle: bool = False,
+    seed: int = 0,
+    drop_remainder: bool = False,
+    shard: tuple[int, int] | None = None,
+) -> ArrayDataset[dict[K, np.ndarray]]: ...
+
+
+@overload
+def from_arrays(
+    arrays: PyTree,
+    batch_size: int,
+    *,
+    shuffle: bool = False,
+    seed: int = 0,
+    drop_remainder: bool = False,
+    shard: tuple[int, int] | None = None,
+) -> ArrayDataset[Any]: ...
+
+
 @api_boundary
 def from_arrays(
     arrays: PyTree,
@@ -128,7 +166,7 @@ def from_arrays(
     seed: int = 0,
     drop_remainder: bool = False,
     shard: tuple[int, int] | None = None,
-) -> ArrayDataset:
+) -> ArrayDataset[Any]:
     """Returns a dataset of global batches from in-memory NumPy, JAX or torch arrays.
 
     >>> data = from_arrays({"x": np.zeros((5, 2)), "y": np.arange(5)}, batch_size=2)

@@ -50,7 +50,7 @@ from mirror._src.utils.naming import is_our_module, keys
 from mirror._src.utils.supported import warn_about_jax
 from mirror._src.utils.tables import Table
 from mirror._src.utils.tracebacks import api_boundary, hide_internal_frames
-from mirror._src.utils.types import Array, PyTree, StepFunction
+from mirror._src.utils.types import A, Array, K, PyTree, StepFunction, Unknown
 from mirror._src.utils.unknown_names import unknown_attribute
 from mirror._src.values.per_replica import PerReplica, is_per_replica, on_local_replicas
 from mirror._src.variables.on_read import unwrapped
@@ -361,6 +361,28 @@ class Strategy(abc.ABC):
             for i in range(len(self.local_replica_ids))
         )
 
+    # Type checkers see dicts of `PerReplica`, and all other batches as Any: with an overload for
+    # arrays, pyright takes the batches of an untyped loader for arrays if it is in a union.
+    @overload
+    def distribute_dataset(
+        self,
+        dataset: Iterable[Unknown],
+        *,
+        input: Literal["global", "local"] = "global",
+        remainder: Literal["error", "drop"] = "error",
+        prefetch: int = 2,
+    ) -> DistributedDataset[Any]: ...
+
+    @overload
+    def distribute_dataset(
+        self,
+        dataset: Iterable[dict[K, A]],
+        *,
+        input: Literal["global", "local"] = "global",
+        remainder: Literal["error", "drop"] = "error",
+        prefetch: int = 2,
+    ) -> DistributedDataset[dict[K, PerReplica]]: ...
+
     @overload
     def distribute_dataset(
         self,
@@ -369,7 +391,27 @@ class Strategy(abc.ABC):
         input: Literal["global", "local"] = "global",
         remainder: Literal["error", "drop"] = "error",
         prefetch: int = 2,
-    ) -> DistributedDataset[PyTree]: ...
+    ) -> DistributedDataset[Any]: ...
+
+    @overload
+    def distribute_dataset(
+        self,
+        dataset: Iterable[Unknown],
+        *,
+        input: Literal["global", "local"] = "global",
+        remainder: Literal["pad"],
+        prefetch: int = 2,
+    ) -> DistributedDataset[tuple[Any, PerReplica]]: ...
+
+    @overload
+    def distribute_dataset(
+        self,
+        dataset: Iterable[dict[K, A]],
+        *,
+        input: Literal["global", "local"] = "global",
+        remainder: Literal["pad"],
+        prefetch: int = 2,
+    ) -> DistributedDataset[tuple[dict[K, PerReplica], PerReplica]]: ...
 
     @overload
     def distribute_dataset(
@@ -379,7 +421,7 @@ class Strategy(abc.ABC):
         input: Literal["global", "local"] = "global",
         remainder: Literal["pad"],
         prefetch: int = 2,
-    ) -> DistributedDataset[tuple[PyTree, PerReplica]]: ...
+    ) -> DistributedDataset[tuple[Any, PerReplica]]: ...
 
     @final
     @api_boundary

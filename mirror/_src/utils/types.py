@@ -1,7 +1,7 @@
 """Types of arrays and trees, and the name of the replica axis."""
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar, final
 
 import jax
 import numpy as np
@@ -10,6 +10,15 @@ Array: TypeAlias = jax.Array
 ArrayLike: TypeAlias = jax.typing.ArrayLike
 PyTree: TypeAlias = Any
 StepFunction: TypeAlias = Callable[..., Any]
+
+K = TypeVar("K")
+A = TypeVar("A", bound=np.ndarray | jax.Array)
+
+
+@final
+class Unknown:
+    """Type of batches that type checkers know nothing about: only `Any` is assignable to it."""
+
 
 ARRAY_LIKE = (jax.Array, np.ndarray, np.generic, int, float, complex)
 """Types of arrays and numbers, for `isinstance`. A bool is an int."""
