@@ -49,7 +49,8 @@ RULES = [
     rule(r"\bshall\b", 'write "must", "will"'),
     rule(r", say[,.):]", 'write "for example"'),
     rule(
-        r"\b(usually|typically|half the time|(many|several|much|\w+ times) (times )?(faster|slower))\b",
+        r"\b(usually|typically|half the time|(many|several|much|\w+ times) (times )?"
+        r"(faster|slower))\b",
         "give the measurement or its page, or omit the claim",
         kinds=("message", "docstring", "page"),
     ),

@@ -21,6 +21,7 @@ from tests.support import fresh, inside
 from tests.support.counters import Counter, count, read
 from tests.support.messages import assert_message, raises
 from tests.support.strategies import STRATEGIES, cpu_strategy
+from tests.support.tables import rows
 
 
 def deleted():
@@ -168,9 +169,9 @@ def test_captured_model_is_found_after_gc_freeze(two):
 
 def test_run_rejects_values_of_another_replica_count(subtests):
     """Also if the array has the placement of a valid argument."""
-    for rows in [1, 3, 4]:
-        with subtests.test(msg=f"{rows}"):
-            check_run_rejects_values_of_another_replica_count(rows, cpu_strategy(2))
+    for num_rows in [1, 3, 4]:
+        with subtests.test(msg=f"{num_rows}"):
+            check_run_rejects_values_of_another_replica_count(num_rows, cpu_strategy(2))
 
 
 def check_run_rejects_values_of_another_replica_count(rows, two):
@@ -393,6 +394,25 @@ def test_model_stays_usable_after_a_step_under_debug_nans(two):
     with jax.debug_nans(True), pytest.raises(FloatingPointError):
         two.run(step, (model,))
     np.testing.assert_array_equal(model.total[...], 0.0)
+
+
+@rows("check, number", {"nan": (jax.debug_nans, -1), "inf": (jax.debug_infs, 0)})
+def test_check_for_nans_that_is_turned_on_late_is_explained(two, check, number):
+    """The step has donated the state, so JAX cannot repeat it to find the operation."""
+
+    def step(model, x):
+        x = x + model.kernel[...].sum() * 0
+        model.kernel[...] = model.kernel[...] + jnp.log(x)
+        return mirror.all_reduce("mean", jnp.log(x))
+
+    for earlier in (1, 3):  # the next call takes the full path, or the quick one
+        model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+        for _ in range(earlier):
+            two.run(step, (model, np.float32(1)))
+        with check(True), pytest.raises(FloatingPointError) as caught:
+            two.run(step, (model, np.float32(number)))
+        fix = f"jax.config.update('{check.name}', True)"
+        assert_message(caught.value, names=["step"], fix=fix)
 
 
 # An interrupt may strike in a callback of the garbage collector, where Python drops it.

@@ -117,6 +117,26 @@ def any_deleted(arrays: Sequence[Array]) -> bool:
         return any(map(_is_deleted, arrays))
 
 
+def require_not_lost(name: str, arrays: Sequence[Array]) -> None:
+    """Explains arrays that were donated to a launch in which JAX's check has found a NaN.
+
+    JAX repeats the launch to find the operation. That needs the arrays, which a program donates if
+    it was compiled while the check was off.
+
+    Raises:
+        FloatingPointError: If the check is on and an array has been deleted.
+    """
+    checks = {"jax_debug_nans": jax.debug_nans.value, "jax_debug_infs": jax.debug_infs.value}
+    on = " and ".join(check for check, is_on in checks.items() if is_on)
+    if on and any_deleted(arrays):
+        raise FloatingPointError(
+            f"{name} returned a NaN or an infinity, and JAX cannot repeat it to find the "
+            f"operation: {name} was compiled before {on} was turned on, so that its arguments are "
+            f"deleted. Turn it on before the first step: jax.config.update('{on.split()[0]}', "
+            "True)."
+        )
+
+
 def buffers_of(array: Array | UnstackedArrays) -> set[int]:
     """Returns the addresses of the array's buffers; they differ unless arrays share memory.
 

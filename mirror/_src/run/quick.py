@@ -21,7 +21,7 @@ from weakref import ref
 
 import jax
 
-from mirror._src.devices.transfer import any_deleted
+from mirror._src.devices.transfer import any_deleted, require_not_lost
 from mirror._src.executors.compiled import MeshProgram
 from mirror._src.executors.executor import SignatureChanged
 from mirror._src.run.arguments import ObjectPlaceholder
@@ -130,6 +130,7 @@ class QuickCall:
                 if record is not None:  # an interrupt must not leave a model without its arrays
                     self.program.write_state(record, state, outputs)
             elif isinstance(error, _REJECTIONS) and not is_noting and not _is_failure(error):
+                require_not_lost(self.program.label, state + leaves)
                 raise SignatureMissed from error
             raise
         return self.program.results_of(outputs)

@@ -19,7 +19,7 @@ from mirror._src.context.replica_context import ReplicaGroup
 from mirror._src.devices.forked import require_not_forked, started_in
 from mirror._src.devices.op_log import placement_log
 from mirror._src.devices.replicas import ReplicaDevices
-from mirror._src.devices.transfer import any_deleted
+from mirror._src.devices.transfer import any_deleted, require_not_lost
 from mirror._src.distributed import store
 from mirror._src.distributed.ledger import ledger
 from mirror._src.executors.callbacks import in_callback
@@ -205,7 +205,10 @@ class Runner:
                         self._remember_quick(call, program)
                         return results
                     except SignatureChanged:  # other shapes, or another trace context
-                        pass
+                        require_not_lost(program.label, [*call.state, *leaves])
+                    except RuntimeError:
+                        require_not_lost(program.label, [*call.state, *leaves])
+                        raise
             found = key, self._find(call, key, leaves, compiles=True)
         raise RuntimeError(
             f"{name_of(fn)} was traced {_MAX_ATTEMPTS - 1} times, but JAX requested another trace "
