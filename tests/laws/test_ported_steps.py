@@ -329,12 +329,16 @@ def check_shared_gradients_equal_those_of_the_whole_batch(layout):
         context = mirror.get_replica_context()
         plain = lambda w: context.all_reduce("mean", jnp.mean((x @ w) ** 2))  # noqa: E731
         shared = lambda w: plain(context.shared({"w": w, "n": 3})["w"])  # noqa: E731
-        return jax.grad(shared)(w), jax.grad(plain)(w)
+        total = lambda w: context.all_reduce("sum", jnp.sum((x @ w) ** 2)) / len(rows)  # noqa: E731
+        own = jax.grad(plain)(w)
+        reduced = context.all_reduce("mean", (own, jax.grad(total)(w)))
+        return jax.grad(shared)(w), own, reduced
 
     w = jnp.ones(3)
-    whole, own = strategy.run(step, (w, batch))
+    whole, own, reduced = strategy.run(step, (w, batch))
     wanted = jax.grad(lambda w: jnp.mean((rows @ w) ** 2))(w)
-    np.testing.assert_allclose(whole, wanted, rtol=1e-5)
+    for gradient in (whole, *reduced):
+        np.testing.assert_allclose(gradient, wanted, rtol=1e-5)
     assert isinstance(own, PerReplica)
 
 
