@@ -145,6 +145,8 @@ EXCLUDED = {  # padding does not enter
     "products": (lambda m, x: x.sum(-1) - summed((m[:, None] * x).sum()) / summed(m.sum()), X),
     "dot": (lambda m, x: x.sum(-1) - summed(m.astype(x.dtype) @ x).sum() / summed(m.sum()), X),
     "mean": (lambda m, x: x.sum(-1) - jnp.mean(x, where=m[:, None]), X),
+    "mean of products": (lambda m, x: x.sum(-1) - jnp.mean(m[:, None] * x) / m.mean(), X),
+    "mean of features": (lambda m, x: x.sum(-1) - (m[:, None] * x).sum(0).mean(), X),
     "gather": (
         lambda m, x: jnp.where(everywhere(m), x @ everywhere(x).T, -1e9).max(-1),
         X,
@@ -191,6 +193,14 @@ ACROSS = {
     "max": (lambda _, x: x.max(-1) - jax.lax.pmax(x.max(), AXIS), X),
     "gram": (lambda _, x: x.sum(-1) + jnp.linalg.slogdet(x.T @ x + jnp.eye(8))[1], X),
     "second mean": (second_mean, X),
+    "mean with zeros": (lambda m, x: x.sum(-1) - jnp.where(m[:, None], x, 0).mean(), X),
+    "variance with zeros": (lambda m, x: x.sum(-1) - (m[:, None] * x).var(0).sum(), X),
+    "number of rows": (lambda m, x: x.sum(-1) - ((m[:, None] * x).sum(0) / len(x)).sum(), X),
+    "number of all rows": (
+        lambda m, x: x.sum(-1) - (summed((m[:, None] * x).sum(0)) / (REPLICAS * ROWS)).sum(),
+        X,
+    ),
+    "share of rows": (lambda m, x: x.sum(-1) * m.mean(), X),
 }
 
 

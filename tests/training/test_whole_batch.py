@@ -93,6 +93,18 @@ def test_padding_of_the_last_batch_is_rejected_before_the_first_step():
     assert steps.count == 2
 
 
+def test_masked_sums_are_not_divided_by_a_number_with_padding():
+    def loss_fn(model, batch):
+        values, mask = model(batch["x"]).sum((1, 2)), mirror.example_mask(batch)
+        center = mirror.all_reduce("mean", jnp.where(mask, values, 0).mean())
+        return (values - center) ** 2
+
+    seven = jax.tree.map(lambda a: a[:7], TOKENS)
+    trainer = mirror.Trainer(linear(), optax.sgd(0.5), loss_fn, strategy=cpu_strategy(2))
+    with raises(ValueError, names=["loss_fn", "test_whole_batch.py"], values=7, fix="where=mask"):
+        fit(trainer, [seven])
+
+
 INTEGERS = {  # a value of 64 examples
     "bool": np.True_,
     "uint8": np.uint8(255),

@@ -11,11 +11,13 @@ class Place(NamedTuple):
         line: The line, as in `train.py:42 in loss_fn`.
         is_statistics: Whether it is in a normalization layer of Flax, and not a collective.
         is_mean_of_means: Whether it averages means over unequal numbers of examples.
+        counts_padding: Whether it divides a sum over examples by a number that counts the padding.
     """
 
     line: str
     is_statistics: bool = False
     is_mean_of_means: bool = False
+    counts_padding: bool = False
 
 
 Lines = frozenset[Place]
@@ -58,9 +60,11 @@ class Rows(NamedTuple):
         mixed: Lines at which rows came to depend on each other.
         padded: Lines at which padding came to influence other rows.
         means: Lines of means over the examples of one replica, whose numbers may differ.
+        diluted: Lines of means that count the padding, unless two of them are divided.
         unknown: Lines of operations that the pass does not know.
         is_mask: Whether it is computed from the mask and constants only.
         is_index: Whether it is computed from an index of rows and constants only.
+        num_summed: Number of entries, with padding, that were summed over rows; 0 if unknown.
     """
 
     axes: Axes = NO_AXES
@@ -70,9 +74,11 @@ class Rows(NamedTuple):
     mixed: Lines = NO_LINES
     padded: Lines = NO_LINES
     means: Lines = NO_LINES
+    diluted: Lines = NO_LINES
     unknown: Lines = NO_LINES
     is_mask: bool = False
     is_index: bool = False
+    num_summed: int = 0
 
     def moved(self, move: Callable[[RowAxis], Iterable[RowAxis]]) -> "Rows":
         """Returns the value with its axes moved; an axis may be split, or vanish."""
@@ -134,6 +140,7 @@ def join(operands: Sequence[Rows]) -> Rows:
         lines("mixed"),
         lines("padded"),
         lines("means"),
+        lines("diluted"),
         lines("unknown"),
         bool(facts) and all(x.is_mask for x in facts),
         bool(facts) and all(x.is_index for x in facts),
@@ -146,5 +153,6 @@ def unknown(operands: Sequence[Rows], line: Place) -> Rows:
         mixed=joined.mixed,
         padded=joined.padded,
         means=joined.means,
+        diluted=joined.diluted,
         unknown=joined.unknown | {line},
     )

@@ -7,7 +7,7 @@ from typing import Any
 from jax.extend.core import JaxprEqn, Literal
 
 from mirror._src.program.primitives import ELEMENTWISE
-from mirror._src.program.row_facts import NO_AXES, Place, RowAxis, Rows, join, unknown
+from mirror._src.program.row_facts import NO_AXES, NO_LINES, Place, RowAxis, Rows, join, unknown
 
 Rule = Callable[[JaxprEqn, list[Rows], Place], Rows]
 
@@ -37,8 +37,26 @@ def _elementwise(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
         counts = [x for x in operands if x.is_mask and not x.axes and x.mixed]
         if counts and any(not x.is_mask and x.mixed and not x.axes for x in operands):
             joined = joined._replace(means=joined.means | {line})
+    if name in ("mul", "div"):
+        joined = _scaled(eqn, operands, joined, line)
     if name not in _KEEPS_INDEX or (name == "add" and not _adds_size(eqn)):
         joined = joined._replace(is_index=False)
+    return joined
+
+
+def _scaled(eqn: JaxprEqn, operands: list[Rows], joined: Rows, line: Place) -> Rows:
+    """Returns a product or quotient: the mean of a sum over examples may count the padding."""
+    x, y = operands
+    is_quotient = eqn.primitive.name == "div"
+    if is_quotient and x.diluted and y.diluted:
+        return joined._replace(diluted=NO_LINES)  # as in (x * mask).mean() / mask.mean()
+    for rows, atom in ((x, eqn.invars[1]), (y, eqn.invars[0])):
+        if not rows.num_summed or not isinstance(atom, Literal) or (is_quotient and rows is y):
+            continue
+        factor = 1 / atom.val if is_quotient and atom.val else atom.val
+        if abs(factor * rows.num_summed - 1) < 1e-3:
+            place = line._replace(counts_padding=True)
+            return joined._replace(diluted=joined.diluted | {place})
     return joined
 
 
@@ -68,7 +86,10 @@ def reduced(operand: Rows, axes: Iterable[int], line: Place) -> Rows:
 
 
 def _reduction(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
-    return reduced(join(operands), eqn.params["axes"], line)._replace(is_index=False)
+    axes, joined = eqn.params["axes"], join(operands)
+    is_sum = eqn.primitive.name == "reduce_sum" and any(row.axis in axes for row in joined.axes)
+    count = math.prod(_shape(eqn.invars[0])[axis] for axis in axes) if is_sum else 0
+    return reduced(joined, axes, line)._replace(is_index=False, num_summed=count)
 
 
 def _along(*names: str) -> Rule:

@@ -30,7 +30,8 @@ def find_rows(
         inputs: For each input, `row` for data and the mask, and `Rows()` for anything else.
         num_replicas: Number of replicas.
     """
-    return _Pass(num_replicas).call(program, inputs)
+    found = _Pass(num_replicas).call(program, inputs)
+    return [rows._replace(padded=rows.padded | rows.diluted) for rows in found]
 
 
 class _Pass:
@@ -98,7 +99,8 @@ class _Pass:
         lines = frozenset({line._replace(is_mean_of_means=True)}) if operand.means else NO_LINES
         # Statistics of all replicas are no longer a matter of one replica.
         padded = lines | {place._replace(is_statistics=False) for place in operand.padded}
-        result = operand._replace(padded=padded, means=NO_LINES, is_mask=False)
+        count = operand.num_summed * self.num_replicas
+        result = operand._replace(padded=padded, means=NO_LINES, is_mask=False, num_summed=count)
         if name == "all_gather":
             return gathered(eqn, result._replace(is_mask=operand.is_mask))
         return result.without([row.axis for row in operand.axes], line)

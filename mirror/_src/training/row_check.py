@@ -165,6 +165,14 @@ class RowCheck:
         name = _name(step)
         sizes = f"Use batch sizes that are multiples of {multiple}, or drop the last batch: "
         drop = "mirror.data.from_arrays(..., drop_remainder=True)"
+        if mixing.padded and all(place.counts_padding for place in mixing.padded):
+            return (
+                f"{name} divides a sum over examples by a number of rows at "
+                f"{_lines(mixing.padded)}, but a batch of {counted(size, 'example')} is padded for "
+                f"{counted(n, 'replica')}, and the number counts the padding. Divide by "
+                f"mask.sum(), with {_MASK}, or use jnp.mean(x, 0, where=mask[:, None]). {sizes}"
+                f"{drop}."
+            )
         means = [place for place in mixing.padded if place.is_mean_of_means]
         if means or not mixing.padded:
             return (
