@@ -51,7 +51,8 @@ class Weighted:
     ...     losses = (model(batch["x"])[..., 0] - batch["y"]) ** 2  # (B, T)
     ...     return mirror.Weighted((losses * batch["mask"]).sum(-1), batch["mask"].sum(-1))
     >>> ones, mask = np.ones((3, 4), "float32"), np.arange(4) < [[4], [1], [2]]
-    >>> trainer = mirror.Trainer(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), loss_fn)
+    >>> with mirror.MirroredStrategy(["/cpu:0", "/cpu:1"]).scope():
+    ...     trainer = mirror.Trainer(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), loss_fn)
     >>> data = [{"x": np.zeros((3, 4, 2), "float32"), "y": ones, "mask": mask}]
     >>> trainer.evaluate(data)  # 7 errors of 1, over 7 tokens
     {'loss': 1.0}
