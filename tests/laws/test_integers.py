@@ -44,6 +44,25 @@ def test_reduce_rejects_sums_that_do_not_fit(make):
             strategy.reduce("sum", fits, axis=0)
 
 
+def test_counts_of_replicas_are_exact_or_rejected():
+    for dtype, value in {"int32": 2**30, "uint32": 2**31}.items():
+        strategy = cpu_strategy(2)
+        with strategy.scope():
+            count = mirror.Variable(
+                np.zeros(2, dtype), name="count", synchronization="on_read", aggregation="sum"
+            )
+
+        def step(count, new):
+            count.assign_add(new)
+
+        strategy.run(step, (count, np.array([1, value // 2], dtype)))
+        assert np.asarray(count).tolist() == [2, value]
+        strategy.run(step, (count, np.array([1, value // 2], dtype)))
+        with raises(OverflowError, names="count", values=dtype, fix="float32"):
+            count.get_value()
+        assert "count" in repr(count)
+
+
 def test_masked_sums_count_only_what_is_kept():
     strategy = cpu_strategy(2)
     value = mirror.PerReplica([np.array([2**30, 5], "int32")] * 2)

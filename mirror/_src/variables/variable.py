@@ -1,5 +1,6 @@
 """`Variable`: an `nnx.Variable` with the interface of `tf.Variable`."""
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, cast
@@ -259,6 +260,10 @@ class Variable(nnx.Variable[Any]):
         """Returns the value.
 
         An `"on_read"` variable has this replica's value in a step, and the aggregated one outside.
+
+        Raises:
+            OverflowError: If the sum of integers of one process does not fit their dtype.
+            ValueError: If an `"on_read"` variable without an aggregation is read outside a step.
         """
         target = _target(self)
         if target is not self:
@@ -279,7 +284,20 @@ class Variable(nnx.Variable[Any]):
             case op:
                 ops = _ACROSS_PROCESSES if spans_processes(stored) else _ON_HOST
                 value = ops.reduce(op, stored)
+                is_integer = op == "sum" and jnp.issubdtype(value.dtype, jnp.integer)
+                if is_integer and not spans_processes(stored):
+                    self._require_exact(value, np.asarray(stored.stacked).sum(0, np.float64))
         return value if index is _MISSING or index is ... else value[index]
+
+    def _require_exact(self, total: Any, rough: Any) -> None:
+        exact = np.asarray(total)
+        wrapped = np.abs(exact.astype(np.float64) - rough) > 2.0 ** (8 * exact.itemsize - 2)
+        if wrapped.any():
+            raise OverflowError(
+                f"The sum of the replicas' values of {self.described} is about "
+                f"{np.max(np.abs(rough)):.3g}, which does not fit {exact.dtype}. Create it with "
+                "dtype float32, or add strategy.local_results(v) as Python numbers."
+            )
 
     def set_value(self, value: Any, *, index: Any = _MISSING) -> None:
         """Sets the value without aggregation; inside a step, sets this replica's value only."""
@@ -330,9 +348,11 @@ class Variable(nnx.Variable[Any]):
             return self
         # Reading values of other processes is a collective, which must not depend on a `print`.
         is_readable = self.aggregation != "none" and are_arrays(stored)
-        if not is_readable or spans_processes(stored):
-            return nnx.Variable.from_metadata(stored, self.get_metadata())
-        return self
+        if is_readable and not spans_processes(stored):
+            with contextlib.suppress(OverflowError):
+                self.get_value()
+                return self
+        return nnx.Variable.from_metadata(stored, self.get_metadata())
 
     def __bool__(self) -> bool:
         return bool(self.get_value())
