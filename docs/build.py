@@ -1,7 +1,6 @@
 """Builds the documentation site.
 
-    python docs/build.py site             # notebooks without results, in seconds
-    python docs/build.py --execute site   # executes the notebooks, in minutes
+    python docs/build.py site
 
 It copies the pages, the README and the notebooks to a temporary folder, with links between pages of
 the site, and runs Zensical there with the settings of `mkdocs.yml`. Zensical has no hooks and no
@@ -10,7 +9,6 @@ plugin for notebooks; a program before it does not need any.
 
 import argparse
 import base64
-import os
 import posixpath
 import re
 import shutil
@@ -23,7 +21,6 @@ from typing import Any
 
 import nbformat
 import yaml
-from nbclient import NotebookClient
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -41,10 +38,9 @@ _LINK = re.compile(r"(?<=\]\()([^)#:\s]+)(?=(?:#[^)]*)?\))")
 _TEST = re.compile(r"\[([^\]]+)\]\((?:\.\./)*(tests/[^)]+)\)")
 _OUTPUT = re.compile(r"(^```(?:python|sh)\n.*?^```\n\n?```text)(?: numbers-vary)?$", re.M | re.S)
 _OPTION = re.compile(r"^(```(?:python|text)) no-run$", re.M)
-_COLOR = re.compile(r"\x1b\[[0-9;]*m")
 
 
-def stage(folder: Path, *, execute: bool) -> Path:
+def stage(folder: Path) -> Path:
     """Writes the pages and the settings of the site to a folder; returns the settings' file."""
     pages = folder / "pages"
     shutil.copytree(ROOT / "docs", pages, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
@@ -56,10 +52,7 @@ def stage(folder: Path, *, execute: bool) -> Path:
         source, target = ROOT / file, pages / page
         target.parent.mkdir(exist_ok=True)
         is_notebook = source.suffix == ".ipynb"
-        if is_notebook:
-            text = markdown_of(source, pages, execute)
-        else:
-            text = source.read_text(encoding="utf-8")
+        text = markdown_of(source, pages) if is_notebook else source.read_text(encoding="utf-8")
         target.write_text(text, encoding="utf-8")
     for path in pages.rglob("*.md"):
         page = path.relative_to(pages).as_posix()
@@ -103,41 +96,23 @@ def on_site(text: str, page: str) -> str:
     return _OPTION.sub(r"\1", _LINK.sub(link, _TEST.sub(r"\1: `\2`", text)))
 
 
-def markdown_of(path: Path, pages: Path, execute: bool) -> str:
-    """Returns a notebook as Markdown, and writes its pictures.
-
-    Args:
-        path: The notebook, which is stored without results.
-        pages: The folder of the pages.
-        execute: Whether to execute the notebook and to show its results.
-    """
+def markdown_of(path: Path, pages: Path) -> str:
+    """Returns a notebook and its stored results as Markdown, and writes its pictures."""
     notebook = nbformat.read(path, as_version=nbformat.NO_CONVERT)
-    if execute:
-        with tempfile.TemporaryDirectory() as folder:
-            environment = os.environ | {"PYTHONPATH": str(ROOT), "IPYTHONDIR": folder}
-            resources = {"metadata": {"path": folder}}
-            client = NotebookClient(notebook, timeout=120, resources=resources)
-            client.execute(env=environment)
     parts = []
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
             parts.append(cell.source)
         elif cell.cell_type == "code":
             parts.append(f"```python\n{cell.source}\n```")
-            parts.append(_printed(cell.outputs))
             parts += [_shown(output, f"{path.stem}-{cell.id}", pages) for output in cell.outputs]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def _printed(outputs: list[Any]) -> str:
-    """Returns what a cell printed, without the progress that a carriage return overwrites."""
-    text = "".join(output.text for output in outputs if output.output_type == "stream")
-    lines = _COLOR.sub("", text).rstrip().split("\n")
-    return _fenced("\n".join(line.rstrip("\r").rsplit("\r", 1)[-1] for line in lines))
-
-
 def _shown(output: Any, name: str, pages: Path) -> str:
-    """Returns what a cell displayed, as Markdown."""
+    """Returns what a cell printed or displayed, as Markdown."""
+    if output.output_type == "stream":
+        return _fenced(output.text.rstrip())
     data = output.get("data", {})
     if "image/png" in data:
         (pages / "notebooks" / f"{name}.png").write_bytes(base64.b64decode(data["image/png"]))
@@ -154,11 +129,10 @@ def _fenced(text: str) -> str:
 def main() -> None:
     """Builds the site; warnings about links and names are errors."""
     parser = argparse.ArgumentParser(description="Builds the documentation site.")
-    parser.add_argument("--execute", action="store_true", help="execute the notebooks")
     parser.add_argument("site", type=Path, help="folder to write")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        config = stage(Path(folder), execute=options.execute)
+        config = stage(Path(folder))
         command = [sys.executable, "-m", "zensical", "build", "--strict", "-f", str(config)]
         if status := subprocess.run(command, check=False, cwd=folder).returncode:
             sys.exit(status)

@@ -86,8 +86,7 @@ def test_cells_are_shown_with_their_results(build, tmp_path):
             "x",
             id="code",
             outputs=[
-                new.new_output("stream", name="stderr", text="\r 0%\r50%"),
-                new.new_output("stream", name="stdout", text="\r\x1b[31mdone\x1b[0m\nnext\n"),
+                new.new_output("stream", name="stdout", text="done\nnext\n"),
                 new.new_output("display_data", {"text/html": "<p>\n\nrow</p>", "text/plain": "-"}),
                 new.new_output("display_data", {"image/png": "AAAA", "text/plain": "-"}),
                 new.new_output("execute_result", {"text/plain": "7"}, execution_count=1),
@@ -96,7 +95,7 @@ def test_cells_are_shown_with_their_results(build, tmp_path):
     ]
     notebook = new.new_notebook(cells=cells)
     nbformat.write(notebook, tmp_path / "shown.ipynb")
-    text = build.markdown_of(tmp_path / "shown.ipynb", tmp_path, execute=False)
+    text = build.markdown_of(tmp_path / "shown.ipynb", tmp_path)
     printed, result = (
         '```text title="Output"\n' + shown + "\n```" for shown in ("done\nnext", "7")
     )
@@ -196,7 +195,7 @@ def test_mistakes_in_pages_are_errors(subtests, build, tmp_path_factory):
         with subtests.test(msg=name):
             tmp_path = tmp_path_factory.mktemp("row")
             page, mistake = MISTAKES[name]
-            config = build.stage(tmp_path, execute=False)
+            config = build.stage(tmp_path)
             path = tmp_path / "pages" / page
             path.write_text(f"{path.read_text()}\n\n{mistake}\n")
             command = [sys.executable, "-m", "zensical", "build", "--strict", "-f", str(config)]
