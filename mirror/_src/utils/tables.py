@@ -76,13 +76,18 @@ class Table:
         ] or ["left"] * len(self.headings)
         head, *body = (
             "".join(
-                f'<{tag} style="text-align: {side}">{html.escape(cell)}</{tag}>'
+                f'<{tag} style="text-align: {side}{_unbroken(cell)}">{html.escape(cell)}</{tag}>'
                 for side, cell in zip(sides, row, strict=True)
             )
             for tag, row in [("th", self.headings), *(("td", row) for row in self.rows)]
         )
         rows = "".join(f"<tr>{cells}</tr>" for cells in body)
         return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+
+
+def _unbroken(cell: str) -> str:
+    """Returns the style that keeps a short cell on one line."""
+    return "; white-space: nowrap" if len(cell) <= 20 else ""
 
 
 def folded_table(
