@@ -208,7 +208,8 @@ def test_table_renders_escaped_html():
     assert "<script>" not in html
     assert ">[&#x27;&lt;script&gt;&#x27;]</td>" in html
     assert ">&#x27;&amp;&#x27; (str)</td>" in html
-    assert html.startswith('<table><thead><tr><th style="text-align: left; white-space: nowrap">leaf</th>')
+    style = "text-align: left; white-space: nowrap"
+    assert html.startswith(f'<table><thead><tr><th style="{style}">leaf</th>')
     assert html.count("<tr>") == 3
     assert html.endswith("</tbody></table>")
     assert Table(("<",), [])._repr_html_().count("&lt;") == 1

@@ -49,6 +49,11 @@ def test_synchronous_training_equals_one_device(strategy, name):
     assert repr(trainer).count("ParameterServerStrategy(2 replicas)")
 
 
+def test_check_of_padding_does_not_count_as_a_change(strategy, caplog):
+    fit(create(strategy), epochs=2)
+    assert "was changed in the main program" not in caplog.text
+
+
 @pytest.mark.nightly
 def test_numbers_of_servers_and_devices_do_not_matter(ray_cluster):
     options = {"ps": 3, "workers": 2, "devices_per_worker": 2}

@@ -1,6 +1,7 @@
 """`ServedTraining`: the model and optimizer that the parameter servers train now."""
 
 import logging
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
@@ -11,7 +12,7 @@ from flax import nnx
 from mirror._src.ps.conductor import Conductor
 from mirror._src.ps.engine import RayEngine
 from mirror._src.ps.messages import Definition, ServerSnapshot
-from mirror._src.ps.objects import ModelDefinition, TrainingObjects
+from mirror._src.ps.objects import ModelDefinition, TrainingObjects, on_host
 from mirror._src.ps.optimizer_tree import join_optimizer_state, split_optimizer_state
 from mirror._src.ps.pickling import pickled_function
 from mirror._src.ps.placement import Placement
@@ -92,7 +93,7 @@ class ServedTraining:
     def _collect(self, objects: TrainingObjects) -> None:
         assert self.placement is not None
         snapshots = self._conductor.take_snapshot()
-        if not _are_identical(objects.arrays(), self._known):
+        if not _have_same_bits(objects.arrays(), self._known):
             _logger.warning(
                 "The model or optimizer was changed in the main program while steps were "
                 "scheduled. The values of the parameter servers replace the change. Call "
@@ -122,7 +123,7 @@ class ServedTraining:
     def _is_up_to_date(self) -> bool:
         objects = self._objects
         assert objects is not None
-        return objects.has_same_structure() and _are_identical(objects.arrays(), self._known)
+        return objects.has_same_structure() and _have_same_bits(objects.arrays(), self._known)
 
     def _load(self, objects: TrainingObjects) -> None:
         placement = self._make_placement(objects)
@@ -164,5 +165,14 @@ def _data(definition: ModelDefinition) -> dict[str, Any]:
     return {name: getattr(value, "data", value) for name, value in definition.local.items()}
 
 
-def _are_identical(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
+def _have_same_bits(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Whether no value has changed; the check of a step may copy arrays to other devices."""
+    return len(a) == len(b) and all(map(_has_same_bits, a, b))
+
+
+def _has_same_bits(new: Any, old: Any) -> bool:
+    if new is old:
+        return True
+    if old.is_deleted() or (new.shape, new.dtype) != (old.shape, old.dtype):
+        return False
+    return pickle.dumps(on_host(new)) == pickle.dumps(on_host(old))
