@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 _FOLDER = re.compile(re.escape(tempfile.gettempdir()) + r"/tmp\w+/")
+_NOISE = re.compile(r"(\[\d+\] )?\[Gloo\] |\(raylet\) |.* INFO .*ipywidgets")
 
 
 def execute(path: Path) -> Any:
@@ -44,9 +45,10 @@ def merged(outputs: list[Any]) -> list[Any]:
 
 
 def visible(text: str) -> str:
-    """Returns printed text without colors, temporary folders and overwritten lines."""
-    lines = _FOLDER.sub("", _COLOR.sub("", text)).split("\n")
-    shown = "\n".join(line.rstrip("\r").rsplit("\r", 1)[-1].rstrip() for line in lines)
+    """Returns printed text without colors, temporary folders and lines of Gloo and Ray."""
+    text = _FOLDER.sub("", _COLOR.sub("", text))
+    lines = [line.rstrip("\r").rsplit("\r", 1)[-1].rstrip() for line in text.split("\n")]
+    shown = "\n".join(line for line in lines if not _NOISE.match(line))
     return shown.strip("\n") + "\n" if shown.strip() else ""
 
 
