@@ -7,14 +7,18 @@ slices have no counterpart here, nor have `merge_call` and hints to NCCL.
 import copy
 import logging
 import pickle
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 
 import mirror
 from mirror import AllReduce, PerReplica, ReductionToOneDevice
+from tests.support import inside
 from tests.support.messages import assert_message, raises
 from tests.support.steps import context
 from tests.support.strategies import cpu_strategy
@@ -147,8 +151,82 @@ def test_reduce_propagates_nan_infinity_and_signed_zeros(n, ops):
     assert np.isnan(ops.reduce("sum", opposite))
 
 
+HALVES = ["float16", "bfloat16"]
+
+
+def exchanged(strategy, step, args):
+    """Returns the dtypes that the collectives of a step add."""
+    return sums_in(inside.lowered(strategy, step, args).as_text())
+
+
+def sums_in(text):
+    """Returns the dtypes that the collectives of a program add, in XLA's words."""
+    collectives = re.split(r'"stablehlo\.(?:all_reduce|reduce_scatter)"', text)[1:]
+    added = (re.search(r"stablehlo\.add .*?tensor<(\w+)>", each) for each in collectives)
+    return {each.group(1) for each in added}
+
+
+def reduced(op):
+    return lambda x: mirror.all_reduce(op, x)
+
+
+@rows("op", ["sum", "mean"])
+@rows("dtype", HALVES)
+@rows("devices, per_device", {"pmap": (4, 1), "vmap": (1, 4), "pairs": (2, 2)})
+def test_steps_sum_half_precision_in_single(dtype, op, devices, per_device):
+    """Host devices compute the same either way: XLA's program shows what GPUs add."""
+    x = PerReplica([np.ones((4, 4), dtype)] * 4)
+    wide = cpu_strategy(devices, replicas_per_device=per_device)
+    narrow = cpu_strategy(
+        devices, cross_device_ops=AllReduce(narrow=True), replicas_per_device=per_device
+    )
+    half = "f16" if dtype == "float16" else "bf16"
+    for strategy, added in ((wide, "f32"), (narrow, half)):
+        assert exchanged(strategy, reduced(op), (x,)) == ({added} if devices > 1 else set())
+        assert strategy.run(reduced(op), (x,)).dtype == dtype
+
+
+@rows("dtype", HALVES)
+def test_steps_sum_half_precision_in_single_in_custom_ops(dtype):
+    ops = InHalfPrecision()
+    strategy = cpu_strategy(2, cross_device_ops=ops)
+    x = PerReplica([np.ones(4, dtype)] * 2)
+    assert strategy.run(reduced("sum"), (x,)).dtype == dtype
+    assert [name for _, name, *_ in ops.calls] == ["float32"]
+
+
+@rows("dtype", HALVES)
+def test_shard_update_scatters_half_precision_in_single(dtype):
+    strategy = cpu_strategy(4, shard_update=True)
+    x = PerReplica([np.ones((4, 4), dtype)] * 4)
+    with strategy.scope():
+        total = nnx.metrics.MetricState(jnp.zeros((4, 4)))
+
+    def step(total, x):
+        total[...] += mirror.all_reduce("sum", x).astype(jnp.float32)
+
+    text = inside.lowered(strategy, step, (total, x)).as_text()
+    assert "reduce_scatter" in text
+    assert sums_in(text) == {"f32"}
+
+
+def test_trainers_sum_gradients_of_half_precision_in_single():
+    """A step of `Trainer` sums, where many others average."""
+    model = nnx.Linear(4, 2, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    trainer = mirror.Trainer(model, optax.sgd(0.1), "mse", strategy=cpu_strategy(2))
+    batch = np.ones((4, 4), np.float32), np.ones((4, 2), np.float32)
+    texts = []
+
+    class Lowered(mirror.callbacks.Callback):
+        def on_step(self, *_):
+            texts.append(inside.lowered_text(trainer))
+
+    trainer.fit([batch], progress=False, callbacks=Lowered())
+    assert sums_in(texts[0]) == {"f32", "i32"}
+
+
 @pytest.mark.slow
-@rows("dtype", ["float16", "bfloat16"])
+@rows("dtype", HALVES)
 @rows("ops", OPS)
 def test_reduce_sums_half_precision_in_single(dtype, ops):
     """An intermediate sum may overflow the dtype, and each summand may underflow it."""

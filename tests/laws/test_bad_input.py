@@ -141,6 +141,7 @@ CALLS = {
     "stacked of a list": (lambda s: PerReplica.from_stacked([1, 2]), ValueError, {"values": ["[1, 2]", "list"], "fix": "(num_replicas, *shape)"}),
     "invalid cross_device_ops": (lambda s: cpu_strategy(2, cross_device_ops="nccl"), TypeError, {"names": "cross_device_ops", "values": ["'nccl'", "str"], "fix": "mirror.AllReduce()"}),
     "a class of ops": (lambda s: cpu_strategy(2, cross_device_ops=mirror.AllReduce), TypeError, {"names": ["cross_device_ops", "CrossDeviceOps"], "fix": "mirror.AllReduce()"}),
+    "narrow, not a bool": (lambda s: mirror.AllReduce(narrow="bfloat16"), TypeError, {"names": "narrow", "values": "'bfloat16'", "fix": "narrow=True"}),
     "negative packing": (lambda s: mirror.AllReduce(-1), ValueError, {"names": "pack_bytes", "values": [-1, 0]}),
     "no devices": (lambda s: mirror.MirroredStrategy([]), ValueError, {"names": "devices", "values": "[]", "fix": "None"}),
     "one device": (lambda s: mirror.MirroredStrategy("/cpu:0"), ValueError, {"names": "devices", "values": "'/cpu:0'", "fix": "MirroredStrategy(['/cpu:0'])"}),

@@ -162,6 +162,13 @@ def test_masked_nan_does_not_count(op, two):
     assert float(got) == (4.0 if op == "sum" else 2.0)
 
 
+def test_partial_sums_of_half_precision_are_not_rounded(two):
+    """257 rounds to 256 in bfloat16."""
+    value = PerReplica([np.array([256, 1], jnp.bfloat16), np.array([0, 1], jnp.bfloat16)])
+    total = two.reduce("sum", value, axis=0)
+    assert (float(total), total.dtype) == (258, jnp.bfloat16)
+
+
 def test_mean_of_half_precision_does_not_overflow(two):
     """The sum of 140000 ones overflows float16; their mean does not."""
     ones = PerReplica([np.ones(70000, np.float16)] * 2)

@@ -15,6 +15,7 @@ from mirror._src.devices.launch import is_needed, launch
 from mirror._src.devices.launches import Described, Site
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.devices.transfer import NoMesh
+from mirror._src.utils.errors import expected
 from mirror._src.utils.modules import set_module
 from mirror._src.utils.types import Array
 from mirror._src.values.per_replica import PerReplica
@@ -31,10 +32,13 @@ class AllReduce(CrossDeviceOps):
         pack_bytes: Size in bytes up to which all-reduces are packed into one collective per dtype.
             0 disables packing. The default is 32 KiB on host devices, where every all-reduce
             has a fixed cost, and 0 on accelerators, where XLA combines collectives.
+        narrow: Whether the all-reduces of steps exchange half-precision values in their own dtype.
+            They send half the bytes, but accelerators then round every partial sum. By default,
+            half precision is converted to float32 and summed there.
 
     Raises:
         ValueError: If `pack_bytes` is negative.
-        TypeError: If `pack_bytes` is neither an int nor `None`.
+        TypeError: If `pack_bytes` is neither an int nor `None`, or `narrow` is not a bool.
 
     >>> AllReduce().reduce("sum", mirror.PerReplica([1.0, 2.0]))
     Array(3., dtype=float32)
@@ -42,8 +46,11 @@ class AllReduce(CrossDeviceOps):
     AllReduce(pack_bytes=0)
     """
 
-    def __init__(self, pack_bytes: int | None = None) -> None:
+    def __init__(self, pack_bytes: int | None = None, *, narrow: bool = False) -> None:
         self.pack_bytes = require_pack_bytes(pack_bytes)
+        if not isinstance(narrow, bool):
+            raise TypeError(expected("narrow", narrow, "a bool", "Pass narrow=True, or omit it."))
+        self._narrow = narrow
 
     def reduce_implementation(
         self, op: ReduceOp, values: Iterator[np.ndarray]
@@ -69,7 +76,8 @@ class AllReduce(CrossDeviceOps):
         return outputs[0]
 
     def __repr__(self) -> str:
-        return f"AllReduce(pack_bytes={self.pack_bytes})"
+        narrow = ", narrow=True" if self._narrow else ""
+        return f"AllReduce(pack_bytes={self.pack_bytes}{narrow})"
 
 
 def _described(op: ReduceOp, replicas: ReplicaDevices) -> Described:

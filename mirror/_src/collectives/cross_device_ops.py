@@ -63,6 +63,9 @@ class CrossDeviceOps(abc.ABC):
     pack_bytes: int | None = 0
     """Size in bytes up to which all-reduces are packed into one collective; `None` if automatic."""
 
+    _narrow = False
+    """Whether steps sum half-precision values in their own dtype instead of float32."""
+
     @property
     def device(self) -> jax.Device:
         """The device on which values are reduced: the host CPU."""
@@ -144,7 +147,7 @@ class CrossDeviceOps(abc.ABC):
         Raises:
             TypeError: If a leaf cannot be reduced by `op`.
         """
-        return [bind_all_reduce(op, prepare(op, leaf)) for leaf in leaves]
+        return [bind_all_reduce(op, prepare(op, leaf), narrow=self._narrow) for leaf in leaves]
 
     def _packed_bytes(self, *, on_host: bool, spans_processes: bool = False) -> int:
         """Returns the size in bytes up to which a program across the devices packs all-reduces.

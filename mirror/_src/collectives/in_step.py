@@ -10,18 +10,26 @@ from mirror._src.program.axis import axis_name
 from mirror._src.utils.types import Array
 
 
-def bind_all_reduce(op: ReduceOp, leaf: Array) -> Array:
+def bind_all_reduce(op: ReduceOp, leaf: Array, *, narrow: bool = False) -> Array:
     """Returns a leaf all-reduced over the whole replica axis.
 
     The leaf must have been converted by `prepare`. For `MIN` and `MAX`, the executors make the
     result NaN if any replica's value is NaN.
+
+    Args:
+        op: The reduction.
+        leaf: This replica's array.
+        narrow: Whether half precision is summed as it is.
     """
+    # XLA sums half precision in float32 on host devices, but not on GPUs: from one GPU to the next,
+    # 256 + 1 is 256 in bfloat16.
+    dtype = leaf.dtype if narrow else accumulator(leaf.dtype)
     match op:
-        case ReduceOp.SUM:
+        case ReduceOp.SUM if dtype == leaf.dtype:  # without a conversion it keeps a weak type
             return jax.lax.psum(leaf, axis_name())
-        case ReduceOp.MEAN:
-            wide = leaf.astype(accumulator(leaf.dtype))
-            return jax.lax.pmean(wide, axis_name()).astype(leaf.dtype)
+        case ReduceOp.SUM | ReduceOp.MEAN:
+            reduce_sum = jax.lax.psum if op is ReduceOp.SUM else jax.lax.pmean
+            return reduce_sum(leaf.astype(dtype), axis_name()).astype(leaf.dtype)
         case ReduceOp.MIN | ReduceOp.MAX:
             reduce = jax.lax.pmin if op is ReduceOp.MIN else jax.lax.pmax
             if leaf.dtype == jnp.bool_:

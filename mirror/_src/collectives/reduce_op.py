@@ -18,7 +18,8 @@ class ReduceOp(enum.Enum):
 
     A sum keeps the dtype of its operands, except that booleans are counted in int32. The mean of
     integers or booleans is float32. `MIN` and `MAX` keep the dtype, propagate NaN, and do not
-    accept complex numbers. Half-precision values are summed in float32.
+    accept complex numbers. Half-precision values are summed in float32, except in steps with
+    `AllReduce(narrow=True)`.
 
     >>> ReduceOp("mean")
     <ReduceOp.MEAN: 'mean'>

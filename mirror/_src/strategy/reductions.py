@@ -43,10 +43,9 @@ def reduction(op: ReduceOp, axis: Axes, masked: bool, is_checked: bool) -> Calla
         if op in (ReduceOp.MIN, ReduceOp.MAX):
             return bind_all_reduce(op, _extreme(op, leaf, keep, axis))
         kept = jnp.where(keep, operand, jnp.zeros((), operand.dtype))
-        dtype = accumulator(operand.dtype) if op is ReduceOp.MEAN else operand.dtype
-        total = bind_all_reduce(ReduceOp.SUM, _sum(kept, axis, dtype))
+        total = bind_all_reduce(ReduceOp.SUM, _sum(kept, axis, accumulator(operand.dtype)))
         if op is ReduceOp.SUM:
-            return total
+            return total.astype(operand.dtype)
         count = bind_all_reduce(ReduceOp.SUM, _sum(keep, axis, jnp.int32))
         return (total / count.astype(total.dtype)).astype(operand.dtype)
 
