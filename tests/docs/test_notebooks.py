@@ -23,7 +23,8 @@ _COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
 REFRESH = "Run `python docs/notebooks.py` to store the results again."
 _PATHS = re.compile(r"(?<![\w.])/(?:tmp|home|root|Users)/")
-_NUMBER = re.compile(r"[-+]?\d[\d_.]*(?:e[-+]?\d+)?")
+_NUMBER = re.compile(r"0x[0-9a-f]+|\b[0-9a-f]{12}\b|[-+]?\d[\d_.]*(?:e[-+]?\d+)?")
+_COUNT = re.compile(r"(?<=[a-z])_\d+\b")  # Keras counts names, and each cell runs twice
 
 NEEDS = {"08_keras": "keras", "09_parameter_server": "ray"}
 
@@ -158,6 +159,7 @@ def shown(outputs: list[Any]) -> list[tuple[str, str]]:
         kinds, text = "stream", output.get("text", "")
         if output.output_type != "stream":
             kinds, text = " ".join(sorted(output.data)), output.data.get("text/plain", "")
+        text = _COUNT.sub("", text)
         results.append((kinds, " ".join(_NUMBER.sub("#", text).split())))
     return results
 
