@@ -97,6 +97,11 @@ class ReplicaDevices:
         return type_of(self.devices[0]) == "CPU" and len(self.on_mesh) > 1
 
     @property
+    def on_gpus(self) -> bool:
+        """Whether the replicas of a program are on GPUs."""
+        return type_of(self.devices[0]) == "GPU"
+
+    @property
     def local_devices(self) -> tuple[jax.Device, ...]:
         """The devices of this process's replicas, each once."""
         return tuple(dict.fromkeys(self.devices[i] for i in self.local_ids))

@@ -31,6 +31,8 @@ from mirror._src.utils.errors import describe
 from mirror._src.utils.types import Array
 
 Outputs = tuple[Any, ...]
+# Copies of a mirrored value would differ in the last bits, and drift apart from then on.
+_WITHOUT_RACES = {"xla_gpu_exclude_nondeterministic_ops": True}
 _NO_DEFERRAL = contextlib.nullcontext()
 
 
@@ -72,6 +74,7 @@ class ReplicaProgram(NamedTuple):
         donated: Positions of the inputs whose buffers are donated.
         guard: Stores exceptions of host callbacks. `None` if the program has no callbacks.
         shards: Plan for the sharded update. `None` if nothing is sharded.
+        has_races: Whether it computes mirrored values by operations that `is_racing` describes.
     """
 
     name: str
@@ -83,6 +86,7 @@ class ReplicaProgram(NamedTuple):
     donated: Sequence[int] = ()
     guard: CallbackGuard | None = None
     shards: Shards | None = None
+    has_races: bool = False
 
     def require_context(self) -> None:
         """Raises `SignatureChanged` unless the context is the one in which it was traced."""
@@ -214,6 +218,7 @@ class MeshExecutor(Executor):
             check=check,
             captured=list(map(self.replicas.mirror, captured.values())),
             ends_in_python=any(map(_ends_in_python, variant[:2])),
+            has_races=program.has_races and len(self.replicas.distinct) > 1,
         )
 
     @final
@@ -232,6 +237,7 @@ class MeshExecutor(Executor):
         check: Callable[[Sequence[Any]], None] = lambda _: None,
         captured: Sequence[Array] = (),
         ends_in_python: bool = False,
+        has_races: bool = False,
     ) -> MeshProgram:
         """Returns a program that runs a function of flat leaves on every replica.
 
@@ -248,6 +254,7 @@ class MeshExecutor(Executor):
             check: Called with the leaves whenever JAX traces the program.
             captured: Arrays that every launch gets as its last inputs.
             ends_in_python: Whether JAX runs Python code between a launch and its results.
+            has_races: Whether devices could compute different values that must be the same.
         """
         # `jax.pmap` and `jax.vmap` need an input to map over. A step without a per-replica input
         # gets an unused one.
@@ -277,6 +284,7 @@ class MeshExecutor(Executor):
             in_shardings=tuple(map(self.replicas.sharding, inputs)),
             out_shardings=tuple(map(self.replicas.sharding, outputs)),
             donate_argnums=tuple(donated),
+            compiler_options=_WITHOUT_RACES if has_races and self.replicas.on_gpus else None,
         )
         more = [*captured, *([self._filler] if fill else [])]
         spans = self.replicas.spans_processes

@@ -1,5 +1,9 @@
 """Sets of primitives that the proof treats alike."""
 
+import math
+from typing import Any
+
+import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from mirror._src.program.collective_eqns import names_axis
@@ -24,6 +28,26 @@ ELEMENTWISE = frozenset(
         *("sin", "tanh", "integer_pow", "square", "is_finite", "round", "ceil"),
     )
 )
+_SCATTERS = frozenset({"scatter", "scatter-add", "scatter-sub", "scatter-mul"})
+_OTHER_RACES = frozenset({"select_and_scatter_add", "conv_general_dilated"})
+
+
+def is_racing(eqn: JaxprEqn) -> bool:
+    """Whether XLA's fastest program on GPUs depends on the order in which threads finish.
+
+    It adds floats at repeated indices, and in gradients of max-pooling and of convolutions, by
+    atomic operations; of several writes to one element, any may be the last.
+    """
+    name = eqn.primitive.name
+    if name not in _SCATTERS and name not in _OTHER_RACES:
+        return False
+    aval: Any = eqn.outvars[0].aval
+    if name != "scatter" and not jnp.issubdtype(aval.dtype, jnp.inexact):
+        return False
+    if name in _OTHER_RACES:
+        return True
+    indices: Any = eqn.invars[1].aval
+    return math.prod(indices.shape[:-1]) > 1 and not eqn.params["unique_indices"]
 
 
 def is_replica_source(eqn: JaxprEqn) -> bool:

@@ -35,6 +35,7 @@ from mirror._src.program.primitives import (
     SAMPLERS,
     SHAPING,
     contains_replica_source,
+    is_racing,
     is_replica_source,
 )
 from mirror._src.program.trace import trace
@@ -55,6 +56,8 @@ class Notes:
             differs between replicas.
         lost_updates: New values of mirrored inputs that reach no output.
         changed_in_place: Paths in the arguments where the step stored another leaf.
+        races: Lines of operations on mirrored values whose results may differ between GPUs; see
+            `is_racing`.
     """
 
     shared_samples: list[str] = field(default_factory=list)
@@ -63,6 +66,7 @@ class Notes:
     idle_collectives: list[str] = field(default_factory=list)
     lost_updates: list[LostUpdate] = field(default_factory=list)
     changed_in_place: frozenset[Any] = frozenset()
+    races: list[str] = field(default_factory=list)
 
 
 def prove(
@@ -101,6 +105,7 @@ def prove(
         notes.shared_noise += walk.shared_noise
         differs = any(per_replica) or walk.meets_replica
         notes.idle_collectives += [] if differs else walk.idle
+        notes.races += walk.races
     return marks
 
 
@@ -125,6 +130,7 @@ class _Pass:
         self.shared_samples: dict[str, None] = {}
         self.shared_noise: dict[str, None] = {}
         self.idle: dict[str, None] = {}
+        self.races: dict[str, None] = {}
         self.meets_replica = False
 
     def describe_origin(self, mark: Mark) -> str:
@@ -172,6 +178,8 @@ class _Pass:
         if self.control is not None and is_collective(eqn):
             self.reject(_hang_message(eqn, self.control))
         self.require_ensured(eqn, marks)
+        if is_racing(eqn) and not any(mark.per_replica for mark in marks):
+            self.races[line_within(eqn, self.within)] = None
         if name == "scan":
             return self.scan(eqn, marks)
         if name == "while":
@@ -289,7 +297,9 @@ class _Pass:
         num_consts, num_carry = scan.num_consts, scan.num_carry
         marks = list(marks)
         carry = slice(num_consts, num_consts + num_carry)
+        races = dict(self.races)
         while True:
+            self.races = dict(races)  # a value that is mirrored in the first iteration may differ
             # A slice is not a copy of its array.
             marks[carry.stop :] = [mark.of(None) for mark in marks[carry.stop :]]
             outputs, after = self.walk(scan.body, marks)
@@ -306,7 +316,9 @@ class _Pass:
         test, body = loop.test, loop.body
         test_consts, consts, carry = loop.split(marks)
         num_test, num_body = len(test_consts), len(consts)
+        races = dict(self.races)
         while True:
+            self.races = dict(races)
             (predicate,), test_after = self.walk(test, [*test_consts, *carry])
             with self.under(predicate, eqn):
                 if predicate.per_replica:

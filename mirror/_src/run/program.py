@@ -80,6 +80,8 @@ class StepProgram:
         executor: Executor,
         collectives: Sequence[tuple[str, str]],
         carried: Sequence[tuple[int, int]] = (),
+        *,
+        has_races: bool = False,
     ) -> None:
         step = traced.steps[0]
         self.runs = 0
@@ -124,6 +126,7 @@ class StepProgram:
             [*state, *(step.num_state + i for i in self.donated)],
             self._guard,
             self.shards,
+            has_races,
         )
         self.compiled: CompiledProgram = executor.compile(replica_program)
         self._spans_processes = executor.replicas.spans_processes

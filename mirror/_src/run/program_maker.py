@@ -142,7 +142,9 @@ class ProgramMaker:
         lost = lost_updates(jaxprs[0])
         notes.lost_updates = [update for update in lost if not step.per_replica[update.input]]
         words = summarize_collectives(jaxprs[0].jaxpr)
-        program = StepProgram(traced, plan, call, executor, words, carried)
+        program = StepProgram(
+            traced, plan, call, executor, words, carried, has_races=bool(notes.races)
+        )
         program.shared_samples = list(dict.fromkeys(notes.shared_samples))
         program.drifts = [drift for drift in drifts if not drift.is_bare]
         program.captured_arrays = captured_arrays(call.fn, jaxprs[0])

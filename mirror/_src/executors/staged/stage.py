@@ -60,4 +60,5 @@ def compile_stage(
         [i for i, value in enumerate(stage.inputs) if value in donated_values],
         [struct_of(value.aval) for value in stage.inputs],
         line=program.line,
+        has_races=program.has_races,
     )
