@@ -61,7 +61,9 @@ _HOST_DEVICES = "JAX_NUM_CPU_DEVICES"
 _PLATFORMS = "JAX_PLATFORMS"
 _VISIBLE, _VISIBLE_TO_JAX = "CUDA_VISIBLE_DEVICES", "JAX_CUDA_VISIBLE_DEVICES"
 _GPU_PLATFORMS = {"gpu", "cuda", "rocm"}  # JAX's names
-_DRIVERS = ("/proc/driver/nvidia/version", "/dev/kfd")
+# The files of `mirror._src.devices.physical`, which imports JAX.
+_DRIVERS = ("/proc/driver/nvidia/version", "/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
+_DRIVER_OF_ROCM = "/dev/kfd"
 
 
 def add(commands: Commands) -> None:
@@ -341,15 +343,15 @@ def count_gpus() -> int:
     try:
         pynvml = importlib.import_module("pynvml")
     except ImportError:
-        if any(map(os.path.exists, _DRIVERS)) and _has_plugin():
-            raise OptionError(
-                "--devices: the GPUs of this machine cannot be listed. Install NVIDIA's Python "
-                "bindings, pip install nvidia-ml-py, or use host devices: --cpu"
-            ) from None
+        _require_no_gpus("Install NVIDIA's Python bindings, pip install nvidia-ml-py")
         return 0
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError:  # no driver
+    except pynvml.NVMLError as error:  # no driver, or a container without the library of NVML
+        _require_no_gpus(
+            f"NVML raised {error}. In a container, set "
+            "NVIDIA_DRIVER_CAPABILITIES=compute,utility when it starts"
+        )
         return 0
     pynvml.nvmlShutdown()
     if not _has_plugin():
@@ -363,7 +365,25 @@ def count_gpus() -> int:
     return len(physical.gpus_of_process())
 
 
-def _has_plugin() -> bool:
-    """Whether a plugin for JAX is installed that supports GPUs."""
+def _require_no_gpus(fix: str) -> None:
+    """Rejects GPUs that JAX may use although they cannot be listed.
+
+    Raises:
+        OptionError: If there is a driver, and a plugin for it.
+    """
+    if any(map(os.path.exists, _DRIVERS)) and _has_plugin("cuda"):
+        raise OptionError(
+            f"--devices: the GPUs of this machine cannot be listed. {fix}, or use host devices: "
+            "--cpu"
+        )
+    if os.path.exists(_DRIVER_OF_ROCM) and _has_plugin("rocm"):
+        raise OptionError(
+            "--devices: AMD GPUs cannot be listed. Select them with HIP_VISIBLE_DEVICES and omit "
+            "--devices, or use host devices: --cpu"
+        )
+
+
+def _has_plugin(platform: str = "cuda|rocm") -> bool:
+    """Whether a plugin for JAX is installed that supports these GPUs."""
     plugins = importlib.metadata.entry_points(group="jax_plugins")
-    return any(re.search(r"cuda|rocm", plugin.name) for plugin in plugins)
+    return any(re.search(platform, plugin.name) for plugin in plugins)

@@ -201,14 +201,35 @@ def test_gpus_are_those_that_jax_can_use(case, tmp_path):
         assert_message(done.stderr, fix=["mirror doctor", "--cpu"])
 
 
-def test_gpus_that_cannot_be_listed_are_an_error(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    monkeypatch.setattr(launch, "_DRIVERS", ("/",))
-    monkeypatch.setattr(launch, "_has_plugin", lambda: True)
-    with raises(OptionError, names="--devices", fix=["pip install nvidia-ml-py", "--cpu"]):
-        launch.count_gpus()
-    monkeypatch.setattr(launch, "_has_plugin", lambda: False)
-    assert launch.count_gpus() == 0
+BINDINGS = ["pip install nvidia-ml-py", "--cpu"]
+LIBRARY = ["NVIDIA_DRIVER_CAPABILITIES=compute,utility", "--cpu"]
+AMD = ["HIP_VISIBLE_DEVICES", "--cpu"]
+UNLISTED = {  # whether nvidia-ml-py is installed, the driver's file, JAX's plugin, the fix
+    "no bindings": (False, "_DRIVERS", "cuda", BINDINGS),
+    "no library": (True, "_DRIVERS", "cuda", LIBRARY),
+    "AMD": (False, "_DRIVER_OF_ROCM", "rocm", AMD),
+    "AMD with bindings": (True, "_DRIVER_OF_ROCM", "rocm", AMD),
+    "no plugin": (True, "_DRIVERS", None, None),
+    "AMD without a plugin": (True, "_DRIVER_OF_ROCM", "cuda", None),
+    "no driver": (True, None, "cuda", None),
+}
+
+
+@rows("bindings, driver, plugin, fix", UNLISTED)
+def test_gpus_that_cannot_be_listed_are_an_error(monkeypatch, bindings, driver, plugin, fix):
+    """The stand-in of NVML fails, as in a container without libnvidia-ml."""
+    monkeypatch.delenv("STAND_IN_GPUS", raising=False)
+    monkeypatch.setitem(sys.modules, "pynvml", fresh.stand_in("pynvml") if bindings else None)
+    monkeypatch.setattr(launch, "_DRIVERS", ("/",) if driver == "_DRIVERS" else ())
+    monkeypatch.setattr(launch, "_DRIVER_OF_ROCM", "/" if driver == "_DRIVER_OF_ROCM" else "")
+    monkeypatch.setattr(launch, "_has_plugin", lambda name="cuda|rocm": plugin in name.split("|"))
+    for processes in (1, 2):
+        if fix is None:
+            environments = launch.environments_for({}, processes, 2, on_cpu=False)
+            assert environments == [{"JAX_NUM_CPU_DEVICES": "2"}] * processes
+        else:
+            with raises(OptionError, names="--devices", fix=fix):
+                launch.environments_for({}, processes, 2, on_cpu=False)
 
 
 # The process that it becomes.

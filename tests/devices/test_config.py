@@ -1,7 +1,8 @@
 """`mirror.config`: physical and logical devices, their settings, and precedence."""
 
-import importlib.util
+import importlib.metadata
 import json
+import os
 import sys
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -70,9 +71,7 @@ def assert_words(rows: list, expected: list[tuple[str, str, str]]) -> None:
 @pytest.fixture
 def machine(monkeypatch):
     """Simulates a machine with stand-in GPUs, which JAX does not see."""
-    spec = importlib.util.spec_from_file_location("pynvml", fresh.STAND_INS / "pynvml.py")
-    stand_in = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(stand_in)
+    stand_in = fresh.stand_in("pynvml")
 
     def make(count: int | None, **environment: str) -> list[config.PhysicalDevice]:
         monkeypatch.setitem(sys.modules, "pynvml", stand_in)
@@ -531,24 +530,68 @@ def test_no_gpus_are_listed_without_a_driver(machine, monkeypatch, caplog):
     assert physical.driver_version() is None
     monkeypatch.setitem(sys.modules, "pynvml", None)
     physical._visible.cache_clear()
-    monkeypatch.setattr(physical, "_DRIVER", "/nowhere")
+    monkeypatch.setattr(physical, "_DRIVERS", ("/nowhere",))
     monkeypatch.setattr(physical, "_DRIVER_OF_ROCM", "/nowhere")
     assert config.list_physical_devices() == [CPU]
     assert not physical.may_have_gpus()
     assert caplog.text == ""
 
 
-def test_failing_driver_is_reported_once(machine, monkeypatch, caplog):
+FILES = {  # the only one of the driver's files, whether JAX's plugin is installed, what is reported
+    "WSL2 with a GPU of another vendor": ("/dev/dxg", False, False),
+    "WSL2": ("/dev/dxg", True, True),
+    "gVisor": ("/dev/nvidiactl", False, True),
+    "container": ("/dev/nvidia0", False, True),
+    "Linux": ("/proc/driver/nvidia/version", False, True),
+}
+
+
+@pytest.fixture
+def only_file(monkeypatch):
+    """Makes one of the files of drivers exist, and no other."""
+
+    def make(name: str | None) -> None:
+        drivers = {name, *physical._DRIVERS, physical._DRIVER_OF_ROCM}
+        exists = os.path.exists
+        monkeypatch.setattr(
+            os.path, "exists", lambda path: path == name if path in drivers else exists(path)
+        )
+
+    return make
+
+
+@rows("file, has_plugin, is_reported", FILES)
+def test_driver_without_bindings_is_reported_once(
+    machine, monkeypatch, caplog, only_file, file, has_plugin, is_reported
+):
+    """JAX may have GPUs with any of the files that it looks for itself."""
+    caplog.clear()
     machine(None)
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    monkeypatch.setattr(physical, "_DRIVER", "/")
+    only_file(file)
+    plugins = [SimpleNamespace(name="xla_cuda12")] * has_plugin
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: plugins)
     physical._warn_missing_nvml.cache_clear()
     for _ in range(3):
         physical._visible.cache_clear()
         assert config.list_physical_devices("GPU") == []
-    (line,) = (r.getMessage() for r in caplog.records if "nvidia-ml-py" in r.getMessage())
-    assert_message(line, names="nvidia-ml-py", fix="pip install nvidia-ml-py")
+    assert physical.may_have_gpus() is is_reported
+    lines = [r.getMessage() for r in caplog.records if "nvidia-ml-py" in r.getMessage()]
+    assert len(lines) == is_reported
+    for line in lines:
+        assert_message(line, names="nvidia-ml-py", fix="pip install nvidia-ml-py")
     physical._warn_missing_nvml.cache_clear()
+
+
+def test_advice_for_unlisted_gpus_names_what_is_missing(machine, monkeypatch, only_file):
+    machine(None)
+    only_file("/dev/nvidiactl")
+    assert_message(physical.how_to_list(), fix="NVIDIA_DRIVER_CAPABILITIES=compute,utility")
+    only_file("/dev/kfd")
+    assert_message(physical.how_to_list(), fix="HIP_VISIBLE_DEVICES")
+    only_file("/dev/nvidiactl")
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert_message(physical.how_to_list(), fix="pip install nvidia-ml-py")
 
 
 def test_driver_version_is_reported(machine):

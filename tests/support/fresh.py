@@ -1,10 +1,12 @@
 """Runs code in a new process, in which JAX's backend has not started."""
 
+import importlib.util
 import os
 import pathlib
 import subprocess
 import sys
 import textwrap
+from types import ModuleType
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PROGRAMS = ROOT / "tests" / "programs"
@@ -13,6 +15,16 @@ _OURS = ("XLA_", "JAX_", "CUDA_", "PJRT_", "NPROC")
 # The environment before any test: calls that run ahead must not see what another test sets.
 _CACHE = ("JAX_COMPILATION_CACHE", "JAX_PERSISTENT_CACHE")  # the shared compilation cache
 INHERITED = {k: v for k, v in os.environ.items() if not k.startswith(_OURS) or k.startswith(_CACHE)}
+
+
+def stand_in(name: str) -> ModuleType:
+    """Returns a new copy of a module of `stand_ins`."""
+    spec = importlib.util.spec_from_file_location(name, STAND_INS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def run(code: str, *, environment: dict[str, str] | None = None, timeout: int = 120) -> str:

@@ -479,7 +479,7 @@ def forget_placement_warnings() -> None:
 
 def unlist_gpus() -> None:
     """Makes a driver exist whose GPUs no package lists, which no test can install."""
-    physical._DRIVER = "/"
+    physical._DRIVERS = ("/",)
 
 
 def next_agreement() -> int:

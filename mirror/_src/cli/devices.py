@@ -11,7 +11,7 @@ from mirror._src.devices import backend, settings
 from mirror._src.devices.jax_options import PLATFORMS, names_gpus
 from mirror._src.devices.memory import memory_info
 from mirror._src.devices.names import LogicalDevice, PhysicalDevice
-from mirror._src.devices.physical import gpu_of, list_physical_devices
+from mirror._src.devices.physical import gpu_of, how_to_list, list_physical_devices
 from mirror._src.devices.resolve import canonicalize_device
 from mirror._src.explain.placement_table import physical_name
 from mirror._src.utils.errors import bytes_in_words
@@ -141,8 +141,8 @@ def _notes(
         return [f"JAX does not use {', '.join(visible_gpus)}: {why}"]
     if has_gpus and not gpus:
         return [
-            "JAX has GPUs that mirror.config cannot list, because the NVIDIA driver cannot be "
-            "queried. Install its Python bindings: pip install nvidia-ml-py"
+            "JAX has GPUs that mirror.config cannot list, because the driver cannot be queried. "
+            + how_to_list()
         ]
     return []
 

@@ -3,6 +3,8 @@
 import contextlib
 import functools
 import importlib
+import importlib.metadata
+import importlib.util
 import logging
 import os
 from collections.abc import Iterable, Iterator
@@ -13,7 +15,9 @@ from mirror._src.devices.names import PhysicalDevice
 
 _logger = logging.getLogger("mirror")
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-_DRIVER = "/proc/driver/nvidia/version"
+# JAX looks for the device files. gVisor and WSL2 have no file with the version of the driver.
+_DRIVERS = ("/proc/driver/nvidia/version", "/dev/nvidia0", "/dev/nvidiactl")
+_GPU_IN_WSL = "/dev/dxg"  # of any vendor
 _DRIVER_OF_ROCM = "/dev/kfd"
 
 CPU = PhysicalDevice("/physical_device:CPU:0", "CPU")
@@ -100,7 +104,28 @@ def gpu_of(device: PhysicalDevice) -> Gpu:
 def may_have_gpus() -> bool:
     """Whether JAX may have GPUs that cannot be listed because NVML is not available."""
     with _nvml() as nvml:
-        return nvml is None and any(map(os.path.exists, (_DRIVER, _DRIVER_OF_ROCM)))
+        return nvml is None and (_has_driver() or os.path.exists(_DRIVER_OF_ROCM))
+
+
+def _has_driver() -> bool:
+    """Whether there is an NVIDIA driver; in WSL2, a GPU that JAX has the plugin for."""
+    if any(map(os.path.exists, _DRIVERS)):
+        return True
+    if not os.path.exists(_GPU_IN_WSL):
+        return False
+    return any("cuda" in p.name for p in importlib.metadata.entry_points(group="jax_plugins"))
+
+
+def how_to_list() -> str:
+    """Returns the advice for GPUs that cannot be listed."""
+    if not _has_driver() and os.path.exists(_DRIVER_OF_ROCM):
+        return "Select AMD GPUs with HIP_VISIBLE_DEVICES. mirror does not list them."
+    if importlib.util.find_spec("pynvml") is None:
+        return "Install NVIDIA's Python bindings: pip install nvidia-ml-py"
+    return (
+        "NVIDIA's library libnvidia-ml cannot be loaded. In a container, set "
+        "NVIDIA_DRIVER_CAPABILITIES=compute,utility when it starts."
+    )
 
 
 def of_type(devices: Iterable[PhysicalDevice], device_type: object) -> list[PhysicalDevice]:
@@ -208,7 +233,7 @@ def _nvml() -> Iterator[Any]:
 @functools.cache
 def _warn_missing_nvml() -> None:
     """Warns once if an NVIDIA driver is present but `nvidia-ml-py` is not installed."""
-    if os.path.exists(_DRIVER):
+    if _has_driver():
         _logger.warning(
             "An NVIDIA driver was found, but mirror.config cannot list GPUs because the package "
             "nvidia-ml-py is not installed. Install it: pip install nvidia-ml-py"

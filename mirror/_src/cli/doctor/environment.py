@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from mirror._src.cli.doctor.check import Check
 from mirror._src.devices.host_devices import HOST_DEVICES_FLAG
-from mirror._src.devices.physical import gpus_of_process, may_have_gpus
+from mirror._src.devices.physical import gpus_of_process, how_to_list, may_have_gpus
 from mirror._src.utils.errors import bytes_in_words
 
 _TERMINATE = "--xla_cpu_collective_call_terminate_timeout_seconds"
@@ -132,8 +132,7 @@ def _check_gpus() -> Check:
     gpus = gpus_of_process()
     if may_have_gpus():
         meaning = "mirror.config cannot list the GPUs, nor select some of them before JAX starts."
-        fix = "pip install nvidia-ml-py"
-        return Check("GPUs", "warning", "the driver cannot be queried", meaning, fix)
+        return Check("GPUs", "warning", "the driver cannot be queried", meaning, how_to_list())
     if not gpus:
         return Check("GPUs", "ok", "none")
     sizes = [f"{g.name} ({bytes_in_words(g.memory_bytes)})" for g in gpus]
