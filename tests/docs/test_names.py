@@ -104,13 +104,16 @@ def resolved(name: str) -> object:
     return value
 
 
+def without_other_library(name: str) -> str:
+    """Returns a page; of the tables of a page on another library, only mirror's columns."""
+    text = GUIDE[name]
+    return re.sub(r"^\| .*? \|", "", text, flags=re.M) if "/from-" in name else text
+
+
 def test_names_on_a_page_exist(subtests):
     for name in GUIDE:
         with subtests.test(msg=name):
-            text = GUIDE[name]
-            if "/from-" in name:
-                # Without the column of the other library.
-                text = re.sub(r"^\| .*? \|", "", text, flags=re.M)
+            text = without_other_library(name)
             for found in re.findall(r"`(mirror(?:\.\w+)+)", text):
                 resolved(found)
             for attribute in re.findall(r"`strategy\.(\w+)", text):
@@ -118,6 +121,21 @@ def test_names_on_a_page_exist(subtests):
                 assert any(hasattr(o, attribute) for o in owners), f"{name}: strategy.{attribute}"
             for attribute in re.findall(r"`trainer\.(\w+)", text):
                 assert hasattr(mirror.Trainer, attribute), f"{name}: trainer.{attribute}"
+
+
+def test_calls_on_a_page_fit_the_signatures(subtests):
+    """Keywords exist, and a call with nothing in its parentheses needs no argument."""
+    for name in GUIDE:
+        for span in re.findall(r"`(mirror(?:\.\w+)+\([^`]*\))`", without_other_library(name)):
+            code = re.sub(r"=(?=[,)])", "=...", " ".join(span.split()))  # `Trainer(wrt=)`
+            for call in (node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)):
+                function = ast.unparse(call.func)
+                if re.fullmatch(r"mirror(\.\w+)+", function):
+                    with subtests.test(msg=f"{name}: {span}"):
+                        signature = inspect.signature(resolved(function))
+                        keywords = {keyword.arg: ... for keyword in call.keywords}
+                        bind = signature.bind_partial if call.args or keywords else signature.bind
+                        bind(*call.args, **keywords)
 
 
 def terms(text: str) -> dict[str, str]:

@@ -107,8 +107,8 @@ def _require_same(current: Mapping[str, str], saved: Mapping[str, str]) -> None:
     if wrong:
         raise ValueError(
             "The checkpoint does not match this model and optimizer:\n"
-            f"{listing(sorted(wrong))}\nCreate the Trainer with the model and optimizer it was "
-            "saved with. To read only the arrays, use mirror.load_checkpoint."
+            f"{listing(sorted(wrong))}\nCreate the Trainer with the model, optimizer and `wrt` "
+            "it was saved with. To read only the arrays, use mirror.load_checkpoint."
         )
 
 
