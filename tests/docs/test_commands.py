@@ -31,14 +31,14 @@ def test_options_of_pytest_exist(subtests):
     command = [sys.executable, "-m", "pytest", "--help"]
     shown = subprocess.run(command, cwd=fresh.ROOT, capture_output=True, text=True, check=True)
     options = {"--junitxml", *re.findall(r"--[a-z][\w-]*", shown.stdout)}
-    marks = {"slow", "nightly", "notebooks", "gpu", "dev", "or"}
+    marks = {"slow", "nightly", "notebooks", "gpu", "gpu_aot", "dev", "or"}
     for page, lines in COMMANDS.items():
         with subtests.test(msg=page):
             tests = [line.partition("-m pytest")[2] for line in lines if "-m pytest" in line]
             assert tests
             used = {option for line in tests for option in re.findall(r"--[a-z][\w-]*", line)}
             assert used <= options
-            selected = re.findall(r"-m \"?([a-z ]+?)\"?(?=$| -| tests)", "\n".join(tests), re.M)
+            selected = re.findall(r"-m \"?([a-z_ ]+?)\"?(?=$| -| tests)", "\n".join(tests), re.M)
             assert {word for text in selected for word in text.split()} <= marks
 
 
@@ -54,7 +54,7 @@ def test_files_and_modules_exist(subtests):
                 assert importlib.util.find_spec(module), module
             for tool in re.findall(r"\.venv/bin/([a-z]+)(?= |$)", text, re.M):
                 assert tool in PROGRAMS or tool in "".join(extras["test"]), tool
-            for extra in re.findall(r"\"\.\[(\w+)\]\"", text):
+            for extra in re.findall(r"\"\.\[([\w-]+)\]\"", text):
                 assert extra in extras
     assert os.access(fresh.ROOT / ".ci" / "run", os.X_OK)
 

@@ -45,6 +45,7 @@ from mirror._src.data import local_input as data_local_input
 from mirror._src.data import step_exchange as data_step_exchange
 from mirror._src.devices import (
     backend,
+    described,
     eager_work,
     host_devices,
     jax_options,
@@ -639,6 +640,30 @@ def explanations() -> tuple[ModuleType, ...]:
 def memory_estimates() -> tuple[ModuleType, ...]:
     """The parts of `mirror estimate-memory`, to compare arrays that users see as a sum only."""
     return estimate_command, abstract, estimate, explain_memory, memory_report, workload
+
+
+def described_gpus(name: str, count: int, hosts: int = 1) -> tuple[jax.Device, ...]:
+    """GPUs that exist only to compile for; users see the memory of their programs only."""
+    return described.described_gpus(name, count, hosts)
+
+
+def gpu_models() -> Iterable[str]:
+    """The names of the GPUs that mirror describes, to compare the help and the pages."""
+    return described.GPU_MODELS
+
+
+def compiled_step(
+    strategy: mirror.Strategy,
+    make: Callable[[mirror.Strategy], Any],
+    donate_argnums: tuple[int, ...] = (),
+) -> jax.stages.Compiled:
+    """The program of a step for devices that only compile, made as for `mirror estimate-memory`."""
+    step, args, types, _ = abstract.without_arrays(
+        "the step", lambda each: workload._custom("the step", make, each, False), strategy
+    )
+    examined = strategy._runner.examined_without_arrays(step, args, types, donate_argnums)
+    assert examined.lowered is not None, "the step runs as one program"
+    return examined.lowered.compile()
 
 
 def forget_strategies() -> None:

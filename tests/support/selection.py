@@ -19,14 +19,20 @@ OPTIONS = {  # a mark, which is also an option, and what it means
     "nightly": "is random, exhaustive or very long",
     "notebooks": "executes a notebook",
     "gpu": "needs a GPU that JAX can use, and fails without one",
+    "gpu_aot": "compiles for GPUs, which need not exist; it needs the extra `gpu-aot`",
 }
 _REPORTS = pytest.StashKey[dict[str, Any]]()  # by process: the tests left out and the peak memory
+
+
+def option_of(mark: str) -> str:
+    """Returns the option that runs the tests with a mark."""
+    return f"--{mark.replace('_', '-')}"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds an option per mark, and `--dev`."""
     for name, meaning in OPTIONS.items():
-        parser.addoption(f"--{name}", action="store_true", help=f"run each test that {meaning}")
+        parser.addoption(option_of(name), action="store_true", help=f"run each test that {meaning}")
     parser.addoption("--dev", action="store_true", help="fail, not skip, without a test's packages")
 
 
@@ -34,18 +40,20 @@ def pytest_configure(config: pytest.Config) -> None:
     """Registers the marks."""
     config.stash[_REPORTS] = {}
     for name, meaning in OPTIONS.items():
-        config.addinivalue_line("markers", f"{name}: {meaning}; deselected without --{name}")
+        config.addinivalue_line(
+            "markers", f"{name}: {meaning}; deselected without {option_of(name)}"
+        )
     config.addinivalue_line("markers", "dev(*packages): needs packages of the extra `dev`")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselects marked tests without their option, and skips tests whose packages are missing."""
-    missing_options = [name for name in OPTIONS if not config.getoption(f"--{name}")]
+    missing_options = [name for name in OPTIONS if not config.getoption(option_of(name))]
     kept: list[pytest.Item] = []
     left_out: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        names = [f"--{name}" for name in missing_options if item.get_closest_marker(name)]
+        names = [option_of(name) for name in missing_options if item.get_closest_marker(name)]
         if item.get_closest_marker("nightly"):  # a nightly row of a slow test needs one option
             names = [name for name in names if name != "--slow"]
         (left_out[" ".join(names)] if names else kept).append(item)

@@ -9,7 +9,7 @@ from packaging.requirements import Requirement
 from tests.support import fresh, packages
 from tests.support.messages import assert_message
 from tests.support.pytest_runs import run_pytest, statuses
-from tests.support.selection import OPTIONS
+from tests.support.selection import OPTIONS, option_of
 
 TOOLS = {"pytest", "pytest-xdist", "ruff", "mypy", "codespell", "mirror-jax"}
 CONFTEST = """\
@@ -45,14 +45,14 @@ def test_options_deselect_and_missing_packages_skip():
     for name in ("equinox", "haiku"):
         assert packages.advice(name, "test") in first
     assert f"1 passed, 2 skipped, {len(OPTIONS)} deselected" in first
-    assert all(f"1 without --{name}" in first for name in OPTIONS)
+    assert all(f"1 without {option_of(name)}" in first for name in OPTIONS)
     assert re.search(r"peak memory: \d+\.\d GB in this process", first)
     assert "No module named 'absent'" in absent, "a package of no extra is a mistake of the test"
     assert "No module named 'equinox'" in strict
 
 
 def test_option_selects_its_mark():
-    runs = [f"--{name} -m {name} test_marked.py" for name in OPTIONS]
+    runs = [f"{option_of(name)} -m {name} test_marked.py" for name in OPTIONS]
     output = run_pytest(FILES, *runs).stdout
     assert output.count(f"1 passed, {len(OPTIONS) - 1} deselected") == len(OPTIONS), output
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import jax
 
 from mirror._src.devices import state
+from mirror._src.devices.described import is_described, topology_of
 from mirror._src.devices.jax_options import GPU_PLATFORMS, PLATFORMS
 from mirror._src.devices.names import DeviceSpec, LogicalDevice, PhysicalDevice
 from mirror._src.devices.physical import CPU, list_physical_devices
@@ -167,12 +168,12 @@ def _how_to_get(device_type: str, index: int, found: int) -> str:
 
 
 def require_logical(device: jax.Device) -> jax.Device:
-    """Returns the device if it is a visible device of this process.
+    """Returns the device if it is a visible device of this process, or exists only to compile for.
 
     Raises:
         InvalidDeviceError: If the device belongs to another process or is hidden.
     """
-    if device in devices_of_type(type_of(device)):
+    if is_described(device) or device in devices_of_type(type_of(device)):
         return device
     raise InvalidDeviceError(
         f"{device} is not available to this process: it belongs to another process, or "
@@ -197,7 +198,8 @@ def devices_by_id(kind: str) -> dict[int, jax.Device]:
 
 
 def _index_in_process(device: jax.Device) -> int:
-    devices = [d for d in jax.devices(device.platform) if d.process_index == device.process_index]
+    everywhere = topology_of(device) or jax.devices(device.platform)
+    devices = [d for d in everywhere if d.process_index == device.process_index]
     return devices.index(device)
 
 
