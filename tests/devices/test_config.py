@@ -75,8 +75,9 @@ def machine(monkeypatch):
 
     def make(count: int | None, **environment: str) -> list[config.PhysicalDevice]:
         monkeypatch.setitem(sys.modules, "pynvml", stand_in)
-        for name in ("CUDA_VISIBLE_DEVICES", "STAND_IN_GPUS", "STAND_IN_MIB"):
-            monkeypatch.delenv(name, raising=False)
+        for name in ("GPUS", "MIB", "MIG"):
+            monkeypatch.delenv(f"STAND_IN_{name}", raising=False)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         if count is not None:
             environment["STAND_IN_GPUS"] = str(count)
         for name, value in environment.items():
@@ -670,6 +671,21 @@ def test_limits_that_xla_cannot_keep_are_rejected(machine):
     refuses(ValueError, said, split, small, [L(600), L(600)])
     said = {"values": ["[1]", silent.name], "fix": "XLA_CLIENT_MEM_FRACTION"}
     refuses(ValueError, {"names": "memory_limit", **said}, split, silent, [L(1)])
+
+
+@rows("visible", [None, "0", "0,1"])
+def test_limits_apply_to_the_partition_that_cuda_uses_in_mig_mode(machine, visible):
+    """NVML describes the whole card; GPU 1 has no such mode."""
+    variables = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    gpu = machine(2, STAND_IN_MIB="81559,16384", STAND_IN_MIG="9984", **variables)[0]
+    assert config.get_device_details(gpu) == {"device_name": "Stand-in MIG"}
+    said: dict = {"names": "memory_limit", "values": ["[20000]", gpu.name, 9984]}
+    refuses(ValueError, said, config.set_logical_device_configuration, gpu, [L(20000)])
+
+
+def test_mig_mode_without_a_partition_describes_the_card(machine):
+    (gpu,) = machine(1, STAND_IN_MIG="0")
+    assert config.get_device_details(gpu)["device_name"] == "Stand-in GPU"
 
 
 @rows("value", [None, 1, "yes"])

@@ -60,6 +60,7 @@ from mirror._src.devices import (
 )
 from mirror._src.devices import launches as launch_records
 from mirror._src.devices import state as device_state
+from mirror._src.devices import unused_gpus as unused_gpu_module
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.distributed import agreement, hello, resolvers, start, store
 from mirror._src.distributed import cluster as distributed_cluster
@@ -575,6 +576,11 @@ def doctor_report() -> tuple[ModuleType, ModuleType]:
 def versions() -> tuple[ModuleType, ModuleType]:
     """The installed and the supported versions, which tests cannot change."""
     return cli_versions, supported
+
+
+def unused_gpus() -> ModuleType:
+    """The comparison of JAX's GPUs with those of the driver: tests have neither."""
+    return unused_gpu_module
 
 
 def drivers() -> ModuleType:

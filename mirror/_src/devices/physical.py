@@ -170,7 +170,7 @@ def _visible(selection: str | None) -> tuple[Gpu, ...]:
             return ()
         handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
         if selection is None:
-            return tuple(_describe(nvml, handle) for handle in handles)
+            return tuple(_describe(nvml, _partition(nvml, handle)) for handle in handles)
         chosen: list[Gpu] = []
         for entry in map(str.strip, selection.split(",")):
             handle = _find(nvml, handles, entry)
@@ -184,7 +184,7 @@ def _visible(selection: str | None) -> tuple[Gpu, ...]:
 def _find(nvml: Any, handles: list[Any], entry: str) -> Any:
     """Returns the handle of the GPU that an entry selects, or None if the entry is invalid."""
     if entry.isascii() and entry.isdigit():
-        return handles[int(entry)] if int(entry) < len(handles) else None
+        return _partition(nvml, handles[int(entry)]) if int(entry) < len(handles) else None
     if entry.startswith("MIG-"):
         try:
             return nvml.nvmlDeviceGetHandleByUUID(entry)
@@ -194,6 +194,20 @@ def _find(nvml: Any, handles: list[Any], entry: str) -> Any:
         return None
     matches = [h for h in handles if nvml.nvmlDeviceGetUUID(h).startswith(entry)]
     return matches[0] if len(matches) == 1 else None
+
+
+def _partition(nvml: Any, handle: Any) -> Any:
+    """Returns the handle of what CUDA uses of a GPU: in MIG mode, its first partition."""
+    try:
+        if nvml.nvmlDeviceGetMigMode(handle)[0] == 0:
+            return handle
+        count = nvml.nvmlDeviceGetMaxMigDeviceCount(handle)
+    except nvml.NVMLError:  # GPUs and drivers without MIG
+        return handle
+    for i in range(count):  # there may be gaps
+        with contextlib.suppress(nvml.NVMLError):
+            return nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, i)
+    return handle
 
 
 def _describe(nvml: Any, handle: Any) -> Gpu:

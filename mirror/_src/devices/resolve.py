@@ -15,6 +15,7 @@ from mirror._src.devices.backend import (
     type_of,
 )
 from mirror._src.devices.names import SPELLINGS, DeviceSpec, LogicalDevice, PhysicalDevice
+from mirror._src.devices.unused_gpus import warn_about_gpus
 from mirror._src.utils.errors import InvalidDeviceError, describe, expected
 
 _MODEL = (
@@ -51,7 +52,9 @@ def canonicalize_replica_devices(
         InvalidDeviceError: If a device does not exist.
     """
     if devices is None:
-        return default_devices()
+        chosen = default_devices()
+        warn_about_gpus()
+        return chosen
     if isinstance(devices, str | LogicalDevice | jax.Device):
         shown = str(devices) if isinstance(devices, jax.Device) else repr(devices)
         fix = f"Pass a list: MirroredStrategy([{shown}])."

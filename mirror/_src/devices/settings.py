@@ -30,6 +30,7 @@ from mirror._src.devices.physical import (
 )
 from mirror._src.devices.startup import lock, started, startup_cause, watch_startup
 from mirror._src.devices.state import MIB, LogicalDeviceConfiguration
+from mirror._src.devices.unused_gpus import warn_about_gpus
 from mirror._src.devices.user_settings import (
     host_devices_of_user,
     require_host_devices,
@@ -229,6 +230,7 @@ def first_devices(count: int) -> tuple[jax.Device, ...]:
                     f"{fixed[1]} sets {fixed[0]}. Set {count} there, or {_fewer(count, fixed[0])}"
                 )
         devices = default_devices()
+    warn_about_gpus()
     if count <= len(devices):
         return devices[:count]
     kind = type_of(devices[0])

@@ -1,7 +1,8 @@
 """Stand-in for NVIDIA's `nvidia-ml-py`, with the number of GPUs in `STAND_IN_GPUS`.
 
 Without that variable there is no driver. `STAND_IN_MIB` is the memory of each, `16384,8192`, or `-`
-where the driver does not say. GPU 1 is `GPU-11111111-...`; its one part `MIG-11111111-...`.
+where the driver does not say. GPU 1 is `GPU-11111111-...`; its one part `MIG-11111111-...`, which
+CUDA uses where `STAND_IN_MIG` turns MIG mode on: this memory, or 0 without a part.
 """
 
 import os
@@ -74,8 +75,30 @@ def nvmlDeviceGetName(handle: _Handle) -> str:
     return f"Stand-in {handle.kind}"
 
 
+def nvmlDeviceGetMigMode(handle: _Handle) -> tuple[int, int]:
+    _require_open()
+    if handle.index % 2:  # some GPUs have no such mode
+        raise NVMLError("Not Supported")
+    return (1, 1) if "STAND_IN_MIG" in os.environ else (0, 0)
+
+
+def nvmlDeviceGetMaxMigDeviceCount(handle: _Handle) -> int:
+    _require_open()
+    return 7
+
+
+def nvmlDeviceGetMigDeviceHandleByIndex(handle: _Handle, index: int) -> _Handle:
+    _require_open()
+    if index != 1 or os.environ["STAND_IN_MIG"] == "0":
+        raise NVMLError("Not Found")
+    return _Handle(handle.index, "MIG")
+
+
 def nvmlDeviceGetMemoryInfo(handle: _Handle) -> _Memory:
     _require_open()
+    if handle.kind == "MIG" and "STAND_IN_MIG" in os.environ:
+        num_bytes = int(os.environ["STAND_IN_MIG"]) * 2**20
+        return _Memory(num_bytes, num_bytes, 0)
     said = os.environ.get("STAND_IN_MIB", "").split(",")
     text = said[handle.index] if handle.index < len(said) and said[handle.index] else "16384"
     if text == "-":
