@@ -23,7 +23,9 @@ _COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
 REFRESH = "Run `python docs/notebooks.py` to store the results again."
 _PATHS = re.compile(r"(?<![\w.])/(?:tmp|home|root|Users)/")
-_NUMBER = re.compile(r"0x[0-9a-f]+|\b[0-9a-f]{12}\b|[-+]?\d[\d_.]*(?:e[-+]?\d+)?")
+_NUMBER = re.compile(  # an address, a hash, or a number with a unit of time
+    r"0x[0-9a-f]+|\b[0-9a-f]{12}\b|[-+]?\d[\d_.]*(?:e[-+]?\d+)?(?: ?[mu]?s\b)?"
+)
 _COUNT = re.compile(r"(?<=[a-z])_\d+\b")  # Keras counts names, and each cell runs twice
 
 NEEDS = {"08_keras": "keras", "09_parameter_server": "ray"}
@@ -153,14 +155,17 @@ assert len(jax.devices()) > 1 or jax.default_backend() != "cpu"
 
 
 def shown(outputs: list[Any]) -> list[tuple[str, str]]:
-    """Returns the kinds and texts of a cell's results, without numbers and line breaks."""
+    """Returns the kinds of a cell's results and their sorted words, without numbers.
+
+    The order of lines on standard output and standard error varies.
+    """
     results = []
     for output in writer().merged(outputs):
         kinds, text = "stream", output.get("text", "")
         if output.output_type != "stream":
             kinds, text = " ".join(sorted(output.data)), output.data.get("text/plain", "")
         text = _COUNT.sub("", text)
-        results.append((kinds, " ".join(_NUMBER.sub("#", text).split())))
+        results.append((kinds, " ".join(sorted(_NUMBER.sub("#", text).split()))))
     return results
 
 
