@@ -17,7 +17,7 @@ _MIB = 2**20
 
 @dataclass(frozen=True)
 class GpuModel:
-    """What XLA must know of a GPU, from NVIDIA's data sheets and the properties of CUDA.
+    """Properties of a GPU for XLA, from NVIDIA's data sheets and the properties of CUDA.
 
     Attributes:
         name: Name that the driver gives it.
@@ -188,7 +188,7 @@ def _require_compiler() -> None:
     """Rejects an environment without a CUDA plugin of jaxlib's version.
 
     Raises:
-        GpuCompilerError: If there is none.
+        GpuCompilerError: If the plugin is not installed.
     """
     wanted = metadata.version("jaxlib")
     packages = {v: (f"jax-cuda{v}-pjrt", f"jax-cuda{v}-plugin") for v in _CUDA}
