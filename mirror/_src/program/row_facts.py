@@ -1,7 +1,9 @@
 """Facts about the rows of the batch in one value of a program."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from mirror._src.program.row_fills import Value, is_neutral
 
 
 class Place(NamedTuple):
@@ -47,6 +49,26 @@ class RowAxis(NamedTuple):
 Axes = frozenset[RowAxis]
 NO_AXES: Axes = frozenset()
 NO_LINES: Lines = frozenset()
+Fills = frozenset[tuple[RowAxis, Value]]
+NO_FILLS: Fills = frozenset()
+
+
+Excludes = Callable[[Value], bool]
+
+
+def never(_: Value) -> bool:
+    """Padding with any number changes the result."""
+    return False
+
+
+def known(value: Value) -> bool:
+    """Padding with a known number does not change the result."""
+    return value is not None
+
+
+def neutral(name: str, dtype: Any) -> Excludes:
+    """Padding with a number that is neutral for a primitive does not change the result."""
+    return lambda value: is_neutral(name, value, dtype)
 
 
 class Rows(NamedTuple):
@@ -54,9 +76,8 @@ class Rows(NamedTuple):
 
     Attributes:
         axes: Axes along which rows lie.
-        clean: Those along which entries of padding do not depend on the padding.
-        zero: Those along which entries of padding are 0 or False.
-        one: Those along which entries of padding are True.
+        fills: For axes along which all entries of padding are one known number: this number.
+        constant: The number that all entries are, if it is known.
         mixed: Lines at which rows came to depend on each other.
         padded: Lines at which padding came to influence other rows.
         means: Lines of means over the examples of one replica, whose numbers may differ.
@@ -68,9 +89,8 @@ class Rows(NamedTuple):
     """
 
     axes: Axes = NO_AXES
-    clean: Axes = NO_AXES
-    zero: Axes = NO_AXES
-    one: Axes = NO_AXES
+    fills: Fills = NO_FILLS
+    constant: Value = None
     mixed: Lines = NO_LINES
     padded: Lines = NO_LINES
     means: Lines = NO_LINES
@@ -82,30 +102,34 @@ class Rows(NamedTuple):
 
     def moved(self, move: Callable[[RowAxis], Iterable[RowAxis]]) -> "Rows":
         """Returns the value with its axes moved; an axis may be split, or vanish."""
+        axes = frozenset(new for axis in self.axes for new in move(axis))
+        fills = frozenset((new, value) for axis, value in self.fills for new in move(axis))
+        return self._replace(axes=axes, fills=fills)
 
-        def all_moved(axes: Axes) -> Axes:
-            return frozenset(new for axis in axes for new in move(axis))
+    def value(self, axis: RowAxis) -> Value:
+        """Returns the number that entries of padding along an axis are."""
+        return dict(self.fills).get(axis) if axis in self.axes else self.constant
 
-        return self._replace(
-            axes=all_moved(self.axes),
-            clean=all_moved(self.clean),
-            zero=all_moved(self.zero),
-            one=all_moved(self.one),
-        )
+    def filled(self, value: Callable[[RowAxis], Value]) -> "Rows":
+        """Returns the value with other numbers for the entries of padding."""
+        known = ((axis, value(axis)) for axis in self.axes)
+        return self._replace(fills=frozenset(each for each in known if each[1] is not None))
 
-    def without(self, axes: Iterable[int], line: Place) -> "Rows":
-        """Returns the value after the entries along some axes were combined at a line."""
+    def without(self, axes: Iterable[int], line: Place, excludes: "Excludes" = never) -> "Rows":
+        """Returns the value after the entries along some axes were combined at a line.
+
+        Args:
+            axes: The axes.
+            line: The line.
+            excludes: Whether padding with a number does not change the result.
+        """
         lost = frozenset(row for row in self.axes if row.axis in axes)
         if not lost:
             return self
+        is_excluded = all(excludes(self.value(axis)) for axis in lost)
         rest = self.moved(lambda row: () if row in lost else (row,))
-        padded = self.padded if lost <= self.clean else self.padded | {line}
+        padded = self.padded if is_excluded else self.padded | {line}
         return rest._replace(mixed=self.mixed | {line}, padded=padded)
-
-    def shuffled(self, axes: Iterable[int], line: Place) -> "Rows":
-        """Returns the value after entries along some axes were combined, or moved to others."""
-        combined = self.without(axes, line)
-        return combined._replace(axes=self.axes, clean=self.clean & self.axes)
 
 
 NO_ROWS = Rows()
@@ -114,29 +138,25 @@ NO_ROWS = Rows()
 def row(size: int, *, axis: int = 0, is_mask: bool = False) -> Rows:
     """Returns the facts about an input with one entry per row: data, or the mask of examples."""
     axes = frozenset({RowAxis(axis, size)})
-    zero = axes if is_mask else NO_AXES
-    return Rows(axes, zero, zero, is_mask=is_mask)
+    fills = frozenset((axis, 0.0) for axis in axes) if is_mask else NO_FILLS
+    return Rows(axes, fills, is_mask=is_mask)
 
 
 def join(operands: Sequence[Rows]) -> Rows:
     """Returns the facts about a value that is computed from others, entry by entry."""
-    facts = [x for x in operands if x != NO_ROWS]
-    axes = NO_AXES.union(*(x.axes for x in facts))
+    facts = [x for x in operands if not is_plain(x)]
 
-    def everywhere(name: str) -> Axes:
-        """Returns the axes that have a property in all operands with these axes."""
-        lacking = (row for x in facts for row in x.axes - getattr(x, name))
-        return axes.difference(lacking)
+    def common(values: list[Value]) -> Value:
+        first, *others = values or [None]
+        return first if all(value == first for value in others) else None
 
     def lines(name: str) -> Lines:
         return NO_LINES.union(*(getattr(x, name) for x in facts))
 
-    is_whole = len(facts) == len(operands)  # a constant may have any value
-    return Rows(
-        axes,
-        everywhere("clean"),
-        everywhere("zero") if is_whole else NO_AXES,
-        everywhere("one") if is_whole else NO_AXES,
+    joined = Rows(
+        NO_AXES.union(*(x.axes for x in facts)),
+        NO_FILLS,
+        common([x.constant for x in operands]),
         lines("mixed"),
         lines("padded"),
         lines("means"),
@@ -145,6 +165,12 @@ def join(operands: Sequence[Rows]) -> Rows:
         bool(facts) and all(x.is_mask for x in facts),
         bool(facts) and all(x.is_index for x in facts),
     )
+    return joined.filled(lambda axis: common([x.value(axis) for x in operands]))
+
+
+def is_plain(value: Rows) -> bool:
+    """Whether a value has nothing to do with rows."""
+    return value._replace(constant=None) == NO_ROWS
 
 
 def unknown(operands: Sequence[Rows], line: Place) -> Rows:

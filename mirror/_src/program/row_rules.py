@@ -7,7 +7,20 @@ from typing import Any
 from jax.extend.core import JaxprEqn, Literal
 
 from mirror._src.program.primitives import ELEMENTWISE
-from mirror._src.program.row_facts import NO_AXES, NO_LINES, Place, RowAxis, Rows, join, unknown
+from mirror._src.program.row_facts import (
+    NO_AXES,
+    NO_FILLS,
+    NO_LINES,
+    Excludes,
+    Place,
+    RowAxis,
+    Rows,
+    join,
+    known,
+    neutral,
+    unknown,
+)
+from mirror._src.program.row_fills import Value, dtype_of, elementwise, reduction
 
 Rule = Callable[[JaxprEqn, list[Rows], Place], Rows]
 
@@ -18,21 +31,8 @@ def _shape(atom: Any) -> tuple[int, ...]:
 
 def _elementwise(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
     name, joined = eqn.primitive.name, join(operands)
-    if name in ("mul", "and"):
-        zero = NO_AXES.union(*(x.zero for x in operands))
-        joined = joined._replace(zero=zero, clean=joined.clean | zero, one=NO_AXES)
-    elif name == "div":
-        zero = operands[0].zero
-        joined = joined._replace(zero=zero, clean=joined.clean | zero, one=NO_AXES)
-    elif name == "not":
-        joined = joined._replace(zero=joined.one, one=joined.zero)
-    elif name == "or":
-        one = NO_AXES.union(*(x.one for x in operands))
-        joined = joined._replace(one=one, clean=joined.clean | one, zero=NO_AXES)
-    elif name == "select_n":
-        joined = _selected(operands, joined)
-    elif name not in _KEEPS_ZERO or len(operands) > 1:
-        joined = joined._replace(zero=NO_AXES, one=NO_AXES)
+    joined = joined.filled(lambda axis: elementwise(eqn, [x.value(axis) for x in operands]))
+    joined = joined._replace(constant=elementwise(eqn, [x.constant for x in operands]))
     if name in ("mul", "div") and joined.mixed and not joined.is_mask:
         counts = [x for x in operands if x.is_mask and not x.axes and x.mixed]
         if counts and any(not x.is_mask and x.mixed and not x.axes for x in operands):
@@ -66,30 +66,23 @@ def _adds_size(eqn: JaxprEqn) -> bool:
     return bool(literals) and all(value in _shape(eqn.outvars[0]) for value in literals)
 
 
-def _selected(operands: list[Rows], joined: Rows) -> Rows:
-    """Returns the result of `where`: for padding, the predicate may select the same case always."""
-    predicate, cases = operands[0], operands[1:]
-    clean = set(joined.clean)
-    for chosen, case in ((predicate.zero, cases[0]), (predicate.one, cases[-1])):
-        clean |= {row for row in chosen if row not in case.axes or row in case.clean}
-    clean &= joined.axes
-    return joined._replace(clean=frozenset(clean), zero=NO_AXES, one=NO_AXES)
-
-
-def reduced(operand: Rows, axes: Iterable[int], line: Place) -> Rows:
+def reduced(operand: Rows, axes: Iterable[int], line: Place, excludes: Excludes) -> Rows:
     axes = set(axes)
 
     def move(row: RowAxis) -> tuple[RowAxis]:
         return (row.at(row.axis - sum(axis < row.axis for axis in axes)),)
 
-    return operand.without(axes, line).moved(move)
+    return operand.without(axes, line, excludes).moved(move)
 
 
 def _reduction(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
-    axes, joined = eqn.params["axes"], join(operands)
-    is_sum = eqn.primitive.name == "reduce_sum" and any(row.axis in axes for row in joined.axes)
-    count = math.prod(_shape(eqn.invars[0])[axis] for axis in axes) if is_sum else 0
-    return reduced(joined, axes, line)._replace(is_index=False, num_summed=count)
+    name, axes, joined = eqn.primitive.name, eqn.params["axes"], join(operands)
+    is_sum = name == "reduce_sum" and any(row.axis in axes for row in joined.axes)
+    count = math.prod(_shape(eqn.invars[0])[axis] for axis in axes)
+    result = reduced(joined, axes, line, neutral(name, dtype_of(eqn.invars[0])))
+    result = result.filled(lambda axis: reduction(eqn, result.value(axis), count))
+    constant = reduction(eqn, joined.constant, count)
+    return result._replace(is_index=False, constant=constant, num_summed=count if is_sum else 0)
 
 
 def _along(*names: str) -> Rule:
@@ -98,8 +91,7 @@ def _along(*names: str) -> Rule:
     def rule(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
         values = [eqn.params[name] for name in names if name in eqn.params]
         axes = [axis for x in values for axis in (x if isinstance(x, tuple) else (x,))]
-        joined = join(operands)._replace(zero=NO_AXES, one=NO_AXES, is_index=False)
-        return joined.shuffled(axes, line)
+        return _shuffled(eqn, join(operands), axes, line)
 
     return rule
 
@@ -109,10 +101,33 @@ def _along_last(count: int) -> Rule:
 
     def rule(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
         ndim = len(_shape(eqn.invars[0]))
-        joined = join(operands)._replace(zero=NO_AXES, one=NO_AXES, is_index=False)
-        return joined.shuffled(range(ndim - count, ndim), line)
+        return _shuffled(eqn, join(operands), range(ndim - count, ndim), line)
 
     return rule
+
+
+def _sort(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
+    """The rule of `sort`: the rows of the first operands determine the order."""
+    keys, axes = join(operands[: eqn.params["num_keys"]]), [eqn.params["dimension"]]
+    result = _shuffled(eqn, keys, axes, line)
+    fills = result.fills if len(operands) == 1 else NO_FILLS
+    return join([result, *operands])._replace(is_index=False, fills=fills)
+
+
+def _shuffled(eqn: JaxprEqn, value: Rows, axes: Iterable[int], line: Place) -> Rows:
+    """Returns the value after entries along some axes were combined, or moved to others."""
+    name, axes = eqn.primitive.name, set(axes)
+    result = value.without(axes, line, neutral(name, dtype_of(eqn.invars[0])))
+    result = result._replace(is_index=False, constant=None)
+    if name not in ("top_k", "approx_top_k"):  # whose results are examples only
+        result = result._replace(axes=value.axes)
+
+    def fill(axis: RowAxis) -> Value:
+        number = value.value(axis)
+        is_kept = name in (_KEEPS_FILL if axis.axis in axes else _KEEPS_OTHER_FILL)
+        return number if is_kept or (number == 0 and name in _KEEPS_ZERO) else None
+
+    return result.filled(fill)
 
 
 def _broadcast(eqn: JaxprEqn, operands: list[Rows], _line: Place) -> Rows:
@@ -176,13 +191,16 @@ def _slice(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
         result = join([result, other._replace(axes=NO_AXES)])
     shape = _shape(eqn.invars[0])
     cut = {axis for axis, size in enumerate(shape) if sizes[axis] != size}
-    return _picked(result._replace(is_index=False), cut, line)
+    return _picked(result._replace(constant=operands[0].constant, is_index=False), cut, line)
 
 
 def _picked(value: Rows, cut: set[int], line: Place) -> Rows:
-    """Returns the value after some of the entries along axes were picked."""
+    """Returns the value after some of the entries along axes were picked.
+
+    They are counted from the end as well, where the padding is, so that no number is neutral.
+    """
     joined = {x.axis for x in value.axes if x.axis in cut and x.origin == "joined"}
-    result = value.shuffled(cut - joined, line)
+    result = value.without(cut - joined, line)._replace(axes=value.axes)
     return result._replace(unknown=result.unknown | {line}) if joined else result
 
 
@@ -194,11 +212,19 @@ def _split(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
 def _concatenate(eqn: JaxprEqn, operands: list[Rows], _line: Place) -> Rows:
     # Indices [i, j] of rows and columns are indices of rows, as in logits[jnp.arange(n), labels].
     joined = join(operands)._replace(is_index=any(x.is_index for x in operands))
-    return _extended(joined, {eqn.params["dimension"]} if len(operands) > 1 else set())
+    axes = {eqn.params["dimension"]} if len(operands) > 1 else set()
+    return _extended(joined, axes, operands)
 
 
-def _extended(value: Rows, axes: set[int]) -> Rows:
-    """Returns the value after other entries were put beside its rows."""
+def _extended(value: Rows, axes: set[int], operands: list[Rows]) -> Rows:
+    """Returns the value after other entries, which are not padding, were put beside its rows."""
+
+    def own(axis: RowAxis) -> Value:
+        if axis.axis not in axes:
+            return value.value(axis)
+        return join([x for x in operands if axis in x.axes]).value(axis)
+
+    value = value.filled(own)
 
     def move(row: RowAxis) -> tuple[RowAxis]:
         return (row._replace(origin="joined") if row.axis in axes and not row.origin else row,)
@@ -208,14 +234,15 @@ def _extended(value: Rows, axes: set[int]) -> Rows:
 
 def _pad(eqn: JaxprEqn, operands: list[Rows], _line: Place) -> Rows:
     config = eqn.params["padding_config"]
-    return _extended(join(operands), {i for i, pads in enumerate(config) if any(pads)})
+    return _extended(join(operands), {i for i, pads in enumerate(config) if any(pads)}, operands)
 
 
 def _update(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
     """The rule of `dynamic_update_slice`."""
     shape, part = (_shape(eqn.invars[i]) for i in (0, 1))
     cut = {axis for axis, size in enumerate(shape) if part[axis] != size}
-    joined = join([*operands[:2], *(x._replace(axes=NO_AXES) for x in operands[2:])])
+    own, indices = operands[:2], [x._replace(axes=NO_AXES) for x in operands[2:]]
+    joined = join([*own, *indices])._replace(fills=join(own).fills)
     is_cut = any(x.axis in cut for x in operands[1].axes)
     return joined._replace(unknown=joined.unknown | {line}) if is_cut else joined
 
@@ -233,10 +260,12 @@ def _dot(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
         place |= {d: start + k for k, d in enumerate(free)}
         place |= {d: -1000 - k for k, d in enumerate(contracted[i])}
         sides.append(_placed(operands[i], place))
-    zero = sides[0].zero | sides[1].zero
-    joined = join(sides)
-    joined = joined._replace(zero=zero, clean=joined.clean | zero, one=NO_AXES, is_index=False)
-    return joined.without([-1000 - k for k in range(len(contracted[0]))], line)
+    joined = join(sides)._replace(constant=None, is_index=False)
+    joined = joined.filled(lambda axis: 0.0 if any(x.value(axis) == 0 for x in sides) else None)
+    axes = [-1000 - k for k in range(len(contracted[0]))]
+    is_sum = any(row.axis in axes for row in joined.axes)
+    count = math.prod(_shape(eqn.invars[0])[d] for d in contracted[0]) if is_sum else 0
+    return joined.without(axes, line, lambda value: value == 0)._replace(num_summed=count)
 
 
 def _placed(value: Rows, place: dict[int, int]) -> Rows:
@@ -256,13 +285,14 @@ def _conv(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
         return unknown(operands, line)
     image = image.without(others, line)
     moved = image.moved(lambda row: (row.at(spec.out_spec[0] if row.axis >= 0 else row.axis),))
-    return join([moved, kernel])
+    joined = join([moved, kernel])._replace(constant=None)
+    return joined.filled(lambda axis: 0.0 if moved.value(axis) == 0 else None)
 
 
 def _window(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
     sizes = eqn.params["window_dimensions"]
     axes = [axis for axis, size in enumerate(sizes) if size > 1]
-    return join(operands)._replace(zero=NO_AXES, one=NO_AXES).shuffled(axes, line)
+    return _shuffled(eqn, join(operands), axes, line)
 
 
 def _gather(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
@@ -292,14 +322,14 @@ def _gather(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
     lost = {x for x in array.axes if x.axis in picked and x not in places}
     joined = {x for x in lost if x.origin == "joined"}
     if lost - joined:
-        result = result.without({x.axis for x in lost - joined}, line)
+        result = result.without({x.axis for x in lost - joined}, line, known)
     if joined:
         result = result.moved(lambda row: () if row in joined else (row,))
         result = result._replace(unknown=result.unknown | {line})
     result = result.moved(
         lambda row: (places[row] if row in places else row.at(place.get(row.axis, row.axis)),)
     )
-    return join([result, moved])
+    return join([result, moved])._replace(fills=result.fills, constant=array.constant)
 
 
 def _scatter(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
@@ -323,14 +353,21 @@ def _scatter(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
     )
     rest = [row.axis for row in updates.axes if row.axis >= 0 and row.axis not in place]
     own = [row for row in indices.axes if row.axis >= 0 and scattered[row.axis] not in place]
-    result = join([joined, rows])._replace(is_mask=False, is_index=False)
+    name, both = eqn.primitive.name, join([array, rows])
+    result = join([joined, rows])._replace(is_mask=False, is_index=False, constant=None)
+    result = result.filled(
+        lambda axis: both.value(axis) if name == "scatter" or both.value(axis) == 0 else None
+    )
     is_own = indices.is_index and all(not x.origin for x in array.axes)
     if (not rest and not own) or (array.axes and is_own):  # x.at[jnp.arange(n), labels].set(v)
         return result
     if array.axes:
         return result._replace(unknown=result.unknown | {line})
-    mixed = join([updates.without(rest, line), indices.without([x.axis for x in own], line)])
-    return join([result, mixed._replace(axes=NO_AXES)])
+    excludes = neutral(name, dtype_of(eqn.invars[2]))
+    mixed = updates.without(rest, line, excludes)
+    is_excluded = bool(rest) and mixed.padded == updates.padded  # wherever it is added
+    picked = indices.without([x.axis for x in own], line, lambda _: is_excluded)
+    return join([result, join([mixed, picked])._replace(axes=NO_AXES)])._replace(fills=result.fills)
 
 
 def gathered(eqn: JaxprEqn, value: Rows) -> Rows:
@@ -348,26 +385,18 @@ def gathered(eqn: JaxprEqn, value: Rows) -> Rows:
 
 def _leading(_eqn: JaxprEqn, operands: list[Rows], _line: Place) -> Rows:
     """The rule of operations on PRNG keys, whose axes come first in the result."""
-    return join(operands)._replace(zero=NO_AXES, one=NO_AXES, is_mask=False, is_index=False)
+    value = join(operands)._replace(fills=NO_FILLS, constant=None)
+    return value._replace(is_mask=False, is_index=False)
 
 
-_KEEPS_ZERO = frozenset(
+_KEEPS_FILL = frozenset(("sort", "svd", "eigh"))
+_KEEPS_OTHER_FILL = frozenset(
     (
-        "convert_element_type",
-        "neg",
-        "abs",
-        "sign",
-        "sqrt",
-        "copy",
-        "copy_p",
-        "stop_gradient",
-        "real",
-        "imag",
-        "reduce_precision",
-        "square",
-        "integer_pow",
+        *("sort", "rev", "top_k", "approx_top_k", "cummax", "cummin"),
+        *("reduce_window_max", "reduce_window_min"),
     )
 )
+_KEEPS_ZERO = frozenset(("cumsum", "cumprod", "reduce_window_sum"))
 _KEEPS_INDEX = frozenset(("convert_element_type", "copy", "copy_p", "lt", "add", "select_n"))
 _OTHER_ELEMENTWISE = frozenset(
     (
@@ -397,7 +426,7 @@ RULES: dict[str, Rule] = {
         _reduction,
     ),
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _along("axis")),
-    "sort": _along("dimension"),
+    "sort": _sort,
     "rev": _along("dimensions"),
     "top_k": _along_last(1),
     "approx_top_k": _along("reduction_dimension"),
@@ -457,3 +486,4 @@ RULES: dict[str, Rule] = {
         _leading,
     ),
 }
+CONSTANT_RULES = frozenset((_elementwise, _reduction, _broadcast, _transpose, _squeeze, _reshape))

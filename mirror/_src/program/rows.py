@@ -1,11 +1,14 @@
 """Finds by data flow whether the results of a program look across the rows of the batch.
 
-For every value, the pass knows along which axes the rows lie, in which of its entries the padding
-has been excluded, and at which lines a row has come to depend on other rows. An operation that the
+For every value, the pass knows along which axes the rows lie, which number its entries
+of padding are, and at which lines a row has come to depend on other rows. An operation that the
 pass does not know is noted as unknown, and is neither evidence for nor against.
 """
 
+import functools
 from collections.abc import Sequence
+from operator import eq
+from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
@@ -13,10 +16,24 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from mirror._src.program.collective_eqns import ALL_REDUCES, axes_of, is_collective
 from mirror._src.program.jaxprs import Scan, While, called, walk
 from mirror._src.program.primitives import PASSING
-from mirror._src.program.row_facts import NO_LINES, NO_ROWS, Place, RowAxis, Rows, join, unknown
-from mirror._src.program.row_rules import RULES, gathered, reduced
+from mirror._src.program.row_facts import (
+    NO_LINES,
+    NO_ROWS,
+    Excludes,
+    Place,
+    RowAxis,
+    Rows,
+    is_plain,
+    join,
+    known,
+    neutral,
+    unknown,
+)
+from mirror._src.program.row_fills import Value, constant_of, dtype_of
+from mirror._src.program.row_rules import CONSTANT_RULES, RULES, gathered, reduced
 from mirror._src.program.user_lines import is_within_file, line_within
 
+_NO_PLACE = Place("")
 _NORMALIZATION = ("flax/nnx/nn/normalization.py", "flax/linen/normalization.py")
 
 
@@ -43,7 +60,7 @@ class _Pass:
         self.depth = 0
 
     def call(self, program: ClosedJaxpr | Jaxpr, inputs: Sequence[Rows]) -> list[Rows]:
-        return walk(program, inputs, lambda _: NO_ROWS, self.equation)
+        return walk(program, inputs, _constant, self.equation)
 
     def equation(self, eqn: JaxprEqn, operands: list[Rows]) -> Sequence[Rows]:
         name, count = eqn.primitive.name, len(eqn.outvars)
@@ -62,12 +79,14 @@ class _Pass:
             return operands
         if name == "iota":
             return [NO_ROWS._replace(is_index=True)]
-        if all(operand == NO_ROWS for operand in operands):
-            return [NO_ROWS] * count
+        rule = RULES.get(name)
+        if all(map(is_plain, operands)):
+            is_known = rule in CONSTANT_RULES and bool(operands)
+            constant = rule(eqn, operands, _NO_PLACE).constant if rule and is_known else None
+            return [NO_ROWS._replace(constant=constant)] * count
         line = self.place(eqn)
         if is_collective(eqn):
             return [self.collective(eqn, operand, line) for operand in operands]
-        rule = RULES.get(name)
         if rule is None:
             return [unknown(operands, line)] * count
         return [rule(eqn, operands, line)] * count
@@ -90,9 +109,12 @@ class _Pass:
     def collective(self, eqn: JaxprEqn, operand: Rows, line: Place) -> Rows:
         """Returns the result of a collective; over one replica, it is its operand."""
         name = eqn.primitive.name
+        excludes: Excludes = known
         if name in ALL_REDUCES:
             positions = [axis for axis in axes_of(eqn) if isinstance(axis, int)]
-            operand = reduced(operand, positions, line)
+            excludes = neutral(name, dtype_of(eqn.invars[0]))
+            operand = reduced(operand, positions, line, excludes)
+            operand = operand._replace(constant=None)
         if self.num_replicas == 1 or not (operand.axes or operand.mixed):
             return operand
         # An average of means over unequal numbers of examples is not the mean.
@@ -103,13 +125,19 @@ class _Pass:
         result = operand._replace(padded=padded, means=NO_LINES, is_mask=False, num_summed=count)
         if name == "all_gather":
             return gathered(eqn, result._replace(is_mask=operand.is_mask))
-        return result.without([row.axis for row in operand.axes], line)
+        return result.without([row.axis for row in operand.axes], line, excludes)
 
     def scan_(self, eqn: JaxprEqn, operands: list[Rows]) -> list[Rows]:
         scan, line = Scan(eqn), self.place(eqn)
         consts, carry, scanned = scan.split(operands)
         self.depth += 1
         index = -self.depth
+        before: list[Value] = [("carry", self.depth, i) for i in range(scan.num_carry)]
+
+        def outside(value: Rows) -> Rows:
+            value = value.filled(lambda axis: _if_not(value.value(axis), before))
+            return value._replace(constant=_if_not(value.constant, before))
+
         inside = [
             x.moved(
                 lambda row: (
@@ -119,8 +147,11 @@ class _Pass:
             for x in scanned
         ]
         while True:
-            outputs = self.call(scan.body, [*consts, *carry, *inside])
-            after = [x.without([index], line) for x in outputs[: scan.num_carry]]
+            carried = [x._replace(constant=c) for x, c in zip(carry, before, strict=True)]
+            outputs = self.call(scan.body, [*consts, *carried, *inside])
+            pairs = zip(outputs, before, strict=False)
+            # A step over a row of padding may leave the carry as it is.
+            after = [outside(x.without([index], line, functools.partial(eq, c))) for x, c in pairs]
             joined = [join([a, b]) for a, b in zip(carry, after, strict=True)]
             if joined == carry:
                 break
@@ -132,7 +163,7 @@ class _Pass:
                 row.at(row.axis + 1 if row.axis >= 0 else 0 if row.axis == index else row.axis),
             )
 
-        return [*carry, *(x.moved(stacked) for x in outputs[scan.num_carry :])]
+        return [*carry, *(outside(x).moved(stacked) for x in outputs[scan.num_carry :])]
 
     def while_(self, eqn: JaxprEqn, operands: list[Rows]) -> list[Rows]:
         loop, line = While(eqn), self.place(eqn)
@@ -152,7 +183,8 @@ class _Pass:
         predicate, rest = operands[0], operands[1:]
         branches = [self.call(branch, rest) for branch in eqn.params["branches"]]
         predicate = predicate._replace(is_mask=False, is_index=False)
-        return [join([predicate, *outputs]) for outputs in zip(*branches, strict=True)]
+        pairs = [join(outputs) for outputs in zip(*branches, strict=True)]
+        return [join([predicate, x])._replace(fills=x.fills) for x in pairs]
 
     def custom_linear_solve_(self, eqn: JaxprEqn, operands: list[Rows]) -> list[Rows]:
         """Returns the results of `solve`; the other programs are for derivatives."""
@@ -160,6 +192,14 @@ class _Pass:
         start = lengths.matvec + lengths.vecmat
         consts, rest = operands[start : start + lengths.solve], operands[sum(lengths) :]
         return self.call(eqn.params["jaxprs"].solve, [*consts, *rest])
+
+
+def _constant(value: Any) -> Rows:
+    return NO_ROWS._replace(constant=constant_of(value))
+
+
+def _if_not(value: Value, unknown: Sequence[Value]) -> Value:
+    return None if value in unknown else value
 
 
 def _is_of_jax(name: str) -> bool:

@@ -184,7 +184,8 @@ class RowCheck:
         return (
             f"{name} looks across the examples of a batch at {_lines(mixing.padded)}, but a batch "
             f"of {counted(size, 'example')} is padded for {counted(n, 'replica')}, and the padding "
-            f"would change the result. {sizes}{drop}. Or exclude the padding: {_MASK}."
+            f"would change the result. {sizes}{drop}. Or exclude the padding: {_MASK}, "
+            "with jnp.where(mask, x, 0) in a sum and jnp.where(mask, x, -jnp.inf) in a maximum."
         )
 
     def _mixing(

@@ -1,0 +1,198 @@
+"""Values of the rows that are padding: constants, as far as they are known.
+
+`None` is an unknown finite number. A value of a loop is a tuple, of which only equality is known.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import JaxprEqn
+
+Value: TypeAlias = float | tuple[str, int, int] | None
+
+# As good as infinite: `where(mask, x, -1e9)` hides padding, also divided by a temperature.
+_HUGE = 1e8
+_LARGEST_ARRAY = 2**16
+
+_SAME = {"add_any": "add", "lt_to": "lt", "le_to": "le", "eq_to": "eq"}
+_KEEPING = frozenset(
+    ("convert_element_type", "copy", "copy_p", "stop_gradient", "reduce_precision", "real")
+)
+_COMMUTING = frozenset(("add", "mul", "and", "or"))
+_NEUTRAL = {"add": (0,), "sub": (0,), "mul": (1,), "div": (1,), "and": (1,), "or": (0,)}
+_ABSORBING = {"mul": (0,), "div": (0,), "and": (0,), "or": (1,)}
+_DECIDED = frozenset(("add", "sub", "lt", "le", "gt", "ge", "eq", "ne"))  # by a huge number
+_KINDS = {
+    **dict.fromkeys(("reduce_sum", "psum", "dot_general", "scatter-add", "scatter_add"), "sum"),
+    **dict.fromkeys(("cumsum", "reduce_window_sum", "svd", "eigh"), "sum"),
+    **dict.fromkeys(("reduce_prod", "cumprod", "scatter-mul"), "prod"),
+    **dict.fromkeys(("reduce_max", "argmax", "pmax", "cummax", "cumlogsumexp"), "max"),
+    **dict.fromkeys(("reduce_window_max", "scatter-max", "top_k", "approx_top_k"), "max"),
+    **dict.fromkeys(("reduce_min", "argmin", "pmin", "cummin"), "min"),
+    **dict.fromkeys(("reduce_window_min", "scatter-min", "sort"), "min"),
+    "reduce_and": "min",
+    "reduce_or": "max",
+    "reduce_xor": "sum",
+}
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "div": np.divide,
+    "rem": np.fmod,
+    "pow": np.power,
+    "max": np.maximum,
+    "min": np.minimum,
+    "neg": np.negative,
+    "abs": np.abs,
+    "sign": np.sign,
+    "floor": np.floor,
+    "ceil": np.ceil,
+    "round": np.rint,
+    "is_finite": np.isfinite,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
+    "square": np.square,
+    "sqrt": np.sqrt,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "cbrt": np.cbrt,
+    "logistic": lambda x: 1 / (1 + np.exp(-x)),
+    "erf": math.erf,
+    "erfc": math.erfc,
+    **{name: getattr(np, name) for name in ("exp", "exp2", "expm1", "log", "log1p")},
+    **{name: getattr(np, name) for name in ("sin", "cos", "tan", "sinh", "cosh", "tanh")},
+    **{name: getattr(np, "arc" + name[1:]) for name in ("asin", "acos", "atan", "atan2")},
+    **{name: getattr(np, "arc" + name[1:]) for name in ("asinh", "acosh", "atanh")},
+}
+_LOGICAL: dict[str, Callable[..., Any]] = {
+    "and": np.minimum,
+    "or": np.maximum,
+    "not": lambda x: 1 - x,
+    "xor": np.not_equal,
+}
+
+
+def constant_of(value: Any) -> Value:
+    """Returns the number that all entries of a constant are."""
+    if getattr(value, "size", 1) > _LARGEST_ARRAY:
+        return None
+    try:
+        first, *_ = entries = np.asarray(value).ravel().astype(np.float64)
+    except (TypeError, ValueError):  # a PRNG key, an empty array
+        return None
+    return _number(first) if (entries == first).all() or np.isnan(entries).all() else None
+
+
+def elementwise(eqn: JaxprEqn, values: Sequence[Value]) -> Value:
+    """Returns the result of an elementwise operation."""
+    name = eqn.primitive.name
+    name = _SAME.get(name, name)
+    if name == "select_n":
+        which, cases = values[0], values[1:]
+        if isinstance(which, float):
+            return cases[int(which)]
+        return cases[0] if all(case == cases[0] for case in cases) else None
+    if name in _KEEPING:
+        return _cast(values[0], eqn)
+    if all(isinstance(value, float) for value in values):
+        return _evaluated(name, eqn, values)
+    is_bitwise = name in _LOGICAL and dtype_of(eqn.outvars[0]) != np.dtype(bool)
+    if len(values) != 2 or is_bitwise:
+        return None
+    x, y = values
+    if x in _ABSORBING.get(name, ()) or (name != "div" and y in _ABSORBING.get(name, ())):
+        return x if x in _ABSORBING[name] else y
+    if name in _COMMUTING and x in _NEUTRAL.get(name, ()):
+        return y
+    if y in _NEUTRAL.get(name, ()):
+        return x
+    if name in _DECIDED and (_is_huge(x) or _is_huge(y)):
+        known = [value if isinstance(value, float) else 0.0 for value in values]
+        return _evaluated(name, eqn, known)
+    if name in ("max", "min"):
+        sign = 1 if name == "max" else -1
+        for value, other in ((x, y), (y, x)):
+            if _is_huge(value):
+                return value if sign * float(value) > 0 else other  # type: ignore[arg-type]
+    return None
+
+
+def reduction(eqn: JaxprEqn, value: Value, count: int) -> Value:
+    """Returns the result of a reduction of `count` equal entries."""
+    name = eqn.primitive.name
+    if not isinstance(value, float):
+        return None
+    if name == "reduce_sum":
+        return _number(value * count)
+    if name == "reduce_prod":
+        return _number(math.prod([value] * count)) if value in (0, 1) else None
+    return value if name in ("reduce_max", "reduce_min", "reduce_and", "reduce_or") else None
+
+
+def is_neutral(name: str, value: Value, dtype: Any) -> bool:
+    """Whether an operation gives the same for a set of entries and for the set with a value."""
+    if not isinstance(value, float):
+        return False
+    match _KINDS.get(name):
+        case "sum":
+            return value == 0
+        case "prod":
+            return value == 1
+        case "max":
+            return value <= max(-_HUGE, _limits(dtype)[0])
+        case "min":
+            return value >= min(_HUGE, _limits(dtype)[1])
+    return False
+
+
+def _evaluated(name: str, eqn: JaxprEqn, values: Sequence[Any]) -> Value:
+    is_bool = np.dtype(bool) == dtype_of(eqn.outvars[0])
+    table = {**_FUNCTIONS, **_LOGICAL} if is_bool else _FUNCTIONS
+    function = table.get(name)
+    if name == "integer_pow":
+        values, function = [*values, float(eqn.params["y"])], np.power
+    if function is None:
+        return None
+    with np.errstate(all="ignore"):
+        result = _cast(_number(function(*map(np.float64, values))), eqn)
+    is_new_nan = result != result and not any(value != value for value in values)
+    return None if is_new_nan else result  # such as 0 * -1e9, if that is as good as infinite
+
+
+def _cast(value: Value, eqn: JaxprEqn) -> Value:
+    """Returns the number in the dtype of the result of an operation."""
+    dtype = dtype_of(eqn.outvars[0])
+    if not isinstance(value, float):
+        return value
+    if jnp.issubdtype(dtype, jnp.integer) and not _limits(dtype)[0] <= value <= _limits(dtype)[1]:
+        return None
+    with np.errstate(all="ignore"):
+        return _number(np.asarray(value).astype(dtype).astype(np.float64))
+
+
+def dtype_of(atom: Any) -> Any:
+    return atom.aval.dtype
+
+
+def _limits(dtype: Any) -> tuple[float, float]:
+    if np.dtype(bool) == dtype:
+        return 0, 1
+    info: Any = jnp.iinfo(dtype) if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype)
+    return float(info.min), float(info.max)
+
+
+def _is_huge(value: Value) -> bool:
+    return isinstance(value, float) and abs(value) >= _HUGE
+
+
+def _number(value: Any) -> float:
+    value = float(value)
+    return math.nan if math.isnan(value) else value  # one object, which equals itself in tuples

@@ -1,0 +1,201 @@
+"""Losses that look across rows and hide the padding: with neutral numbers, or an error."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import mirror
+from tests.support.messages import raises
+from tests.support.strategies import cpu_strategy
+from tests.support.training import fit
+
+X = np.random.RandomState(0).randn(10, 4).astype(np.float32)
+BIG = jnp.finfo(jnp.float32).max
+
+
+def softplus(x):
+    return np.log1p(np.exp(x))
+
+
+def log_softmax(s):
+    return s - np.log(np.exp(s).sum(-1, keepdims=True))
+
+
+def lse(s, **options):
+    return jax.nn.logsumexp(s, -1, **options)
+
+
+def scanned(s, m):
+    """Sums columns one by one."""
+
+    def add(total, column):
+        score, is_example = column
+        return jnp.where(is_example, total + score, total), score
+
+    return jax.lax.scan(add, jnp.zeros(len(s)), (s.T, m))[0]
+
+
+def wide(s, m):
+    return jnp.broadcast_to(m, s.shape)
+
+
+# Functions of the scores `s` of the rows of a replica and of all rows, the mask `m` of all rows and
+# the outputs `z` of a replica; and what they are for one device, in NumPy.
+RIGHT = {
+    "sum": (lambda s, m, z: (s * m).sum(-1), lambda s, z: s.sum(-1)),
+    "mean": (lambda s, m, z: (s * m).sum(-1) / m.sum(), lambda s, z: s.mean(-1)),
+    "mean where": (lambda s, m, z: jnp.mean(s, -1, where=wide(s, m)), lambda s, z: s.mean(-1)),
+    "mean of NaN": (
+        lambda s, m, z: jnp.nanmean(jnp.where(m, s, jnp.nan), -1),
+        lambda s, z: s.mean(-1),
+    ),
+    "exp": (
+        lambda s, m, z: jnp.log((jnp.exp(s) * m).sum(-1)),
+        lambda s, z: np.log(np.exp(s).sum(-1)),
+    ),
+    "logsumexp": (
+        lambda s, m, z: lse(jnp.where(m, s, -jnp.inf)),
+        lambda s, z: np.log(np.exp(s).sum(-1)),
+    ),
+    "logsumexp where": (
+        lambda s, m, z: lse(s, where=wide(s, m)),
+        lambda s, z: np.log(np.exp(s).sum(-1)),
+    ),
+    "logsumexp b": (lambda s, m, z: lse(s, b=m * 1.0), lambda s, z: np.log(np.exp(s).sum(-1))),
+    "-1e9": (
+        lambda s, m, z: lse(jnp.where(m, s, -1e9) / 4),
+        lambda s, z: np.log(np.exp(s / 4).sum(-1)),
+    ),
+    "finfo": (lambda s, m, z: lse(jnp.where(m, s, -BIG)), lambda s, z: np.log(np.exp(s).sum(-1))),
+    "plus": (
+        lambda s, m, z: lse(s + jnp.where(m, 0, -1e9)),
+        lambda s, z: np.log(np.exp(s).sum(-1)),
+    ),
+    "minus": (
+        lambda s, m, z: lse(s - 1e9 * (1 - m.astype("f4"))),
+        lambda s, z: np.log(np.exp(s).sum(-1)),
+    ),
+    "softmax": (
+        lambda s, m, z: (jax.nn.softmax(s, where=wide(s, m)) * s).sum(-1),
+        lambda s, z: (np.exp(log_softmax(s)) * s).sum(-1),
+    ),
+    "positives": (
+        lambda s, m, z: jnp.where(m & (s > 0), jax.nn.log_softmax(jnp.where(m, s, -1e9)), 0).sum(
+            -1
+        ),
+        lambda s, z: np.where(s > 0, log_softmax(s), 0).sum(-1),
+    ),
+    "margin": (
+        lambda s, m, z: jax.nn.relu(0.5 + jnp.where(m, s, -1e9) - z[:, :1]).sum(-1),
+        lambda s, z: np.maximum(0.5 + s - z[:, :1], 0).sum(-1),
+    ),
+    "softplus": (
+        lambda s, m, z: jax.nn.softplus(jnp.where(m, s, -1e9)).sum(-1),
+        lambda s, z: softplus(s).sum(-1),
+    ),
+    "max": (lambda s, m, z: jnp.where(m, s, -jnp.inf).max(-1), lambda s, z: s.max(-1)),
+    "min": (lambda s, m, z: jnp.where(m, s, 1e9).min(-1), lambda s, z: s.min(-1)),
+    "prod": (lambda s, m, z: jnp.where(m, s, 1).prod(-1), lambda s, z: s.prod(-1)),
+    "log of 1": (
+        lambda s, m, z: jnp.log(jnp.where(m, s**2 + 1, 1)).sum(-1),
+        lambda s, z: np.log(s**2 + 1).sum(-1),
+    ),
+    "any": (
+        lambda s, m, z: z[:, 0] * (m & (s > 1)).any(-1),
+        lambda s, z: z[:, 0] * (s > 1).any(-1),
+    ),
+    "all": (
+        lambda s, m, z: z[:, 0] * (~m | (s < 1)).all(-1),
+        lambda s, z: z[:, 0] * (s < 1).all(-1),
+    ),
+    "argmax": (
+        lambda s, m, z: z[:, 0] * jnp.argmax(jnp.where(m, s, -1e9), -1),
+        lambda s, z: z[:, 0] * s.argmax(-1),
+    ),
+    "largest": (
+        lambda s, m, z: jax.lax.top_k(jnp.where(m, s, -1e9), 2)[0].sum(-1),
+        lambda s, z: np.sort(s)[:, -2:].sum(-1),
+    ),
+    "rank": (
+        lambda s, m, z: z[:, 0] * (jnp.where(m, s, -jnp.inf) > z[:, :1]).sum(-1),
+        lambda s, z: z[:, 0] * (s > z[:, :1]).sum(-1),
+    ),
+    "scan": (lambda s, m, z: scanned(s, m), lambda s, z: s.sum(-1)),
+}
+WRONG = {
+    "logsumexp of products": lambda s, m, z: lse(s * m),
+    "logsumexp of -1": lambda s, m, z: lse(jnp.where(m, s, -1)),
+    "logsumexp of 0": lambda s, m, z: lse(jnp.where(m, s, 0)),
+    "exp of products": lambda s, m, z: jnp.exp(s * m).sum(-1) / m.sum(),
+    "plus -1": lambda s, m, z: lse(s + jnp.where(m, 0, -1)),
+    "softmax of products": lambda s, m, z: (jax.nn.softmax(s * m) * s * m).sum(-1),
+    "sum of -1": lambda s, m, z: jnp.where(m, s, -1).sum(-1),
+    "sum of complements": lambda s, m, z: (1 - jax.nn.sigmoid(s) * m).sum(-1),
+    "log of 2": lambda s, m, z: jnp.log(jnp.where(m, s**2 + 1, 2)).sum(-1),
+    "margin": lambda s, m, z: jax.nn.relu(0.5 + s * m).sum(-1),
+    "softplus": lambda s, m, z: jax.nn.softplus(s * m).sum(-1),
+    "min": lambda s, m, z: jnp.where(m, s, 0).min(-1),
+    "max": lambda s, m, z: jnp.where(m, s, 0).max(-1),
+    "prod": lambda s, m, z: jnp.where(m, s, 0).prod(-1),
+    "argmax": lambda s, m, z: z[:, 0] * jnp.argmax(s * m, -1),
+    "all": lambda s, m, z: z[:, 0] * (m & (s < 1)).all(-1),
+    "any": lambda s, m, z: z[:, 0] * (~m | (s > 1)).any(-1),
+    "count": lambda s, m, z: z[:, 0] / (m >= 0).sum(),
+    "sort": lambda s, m, z: jnp.sort(jnp.where(m, s, -jnp.inf), -1)[:, 0],
+    "largest": lambda s, m, z: jax.lax.top_k(s * m, 2)[0].sum(-1),
+    "cumsum": lambda s, m, z: jnp.cumsum(jnp.where(m, s, 1), -1).max(-1),
+    "differences": lambda s, m, z: (jnp.diff(s * m, axis=-1) ** 2).sum(-1),
+    "last": lambda s, m, z: (s * m)[:, -1],
+    "matrix product": lambda s, m, z: (jnp.where(m, s, 1) @ jnp.ones(len(m))) ** 2,
+    "scan": lambda s, m, z: scanned(s + 1, m >= 0),
+    "mean by a product": lambda s, m, z: s @ (m / 1) / len(m),
+}
+
+
+def scores(model, batch):
+    z, m = model(batch["x"]), mirror.example_mask(batch)
+    every, m = mirror.all_gather((z, m))
+    return z @ every.reshape(-1, 4).T / 4, m.reshape(-1), z
+
+
+def linear():
+    return nnx.Linear(4, 4, use_bias=False, rngs=nnx.Rngs(0))
+
+
+def test_numbers_that_change_the_result_are_rejected(subtests):
+    for name, fn in WRONG.items():
+
+        def loss_fn(model, batch, fn=fn):
+            return fn(*scores(model, batch))
+
+        with subtests.test(msg=name):
+            trainer = mirror.Trainer(linear(), optax.sgd(0.1), loss_fn, strategy=cpu_strategy(3))
+            names = ["loss_fn", "test_hidden_padding.py"]
+            with raises(ValueError, names=names, values=10, fix="mirror.example_mask"):
+                fit(trainer, [{"x": X}])
+
+
+def test_numbers_that_do_not_change_the_result_give_what_one_device_gives(subtests):
+    def loss_fn(model, batch):
+        each = {name: fn(*scores(model, batch)) for name, (fn, _) in RIGHT.items()}
+        return sum(each.values()), each
+
+    def wanted(kernel):
+        z = X.astype(float) @ kernel
+        return {name: reference(z @ z.T / 4, z).mean() for name, (_, reference) in RIGHT.items()}
+
+    model = linear()
+    kernel = np.asarray(model.kernel[...], float)
+    trainer = mirror.Trainer(model, optax.sgd(1.0), loss_fn, strategy=cpu_strategy(3))
+    history = fit(trainer, [{"x": X}])
+    for name, value in wanted(kernel).items():
+        with subtests.test(msg=name):
+            assert history[name] == [pytest.approx(value, rel=1e-4)]
+    direction = np.random.RandomState(1).randn(4, 4)
+    step = 1e-6 * direction
+    difference = sum(wanted(kernel + step).values()) - sum(wanted(kernel - step).values())
+    gradient = kernel - model.kernel[...]
+    assert (gradient * direction).sum() == pytest.approx(difference / 2e-6, rel=1e-3)
