@@ -105,6 +105,11 @@ def second_mean(mask, x):
     return (x - x.mean(0)).sum(-1)
 
 
+def temperature(mask, x, w):
+    scores = jnp.where(everywhere(mask), x @ everywhere(x).T, -1e9)
+    return jax.nn.logsumexp(scores * jnp.minimum(jnp.exp(w[0, 0]), 100), -1)
+
+
 ONE_BY_ONE = {
     "dense": (lambda _, x, w: jax.nn.softmax(x @ w).max(-1), X, WEIGHTS),
     "entropy": (lambda _, x, w, y: entropy(x @ w, y), X, WEIGHTS, LABELS),
@@ -151,6 +156,7 @@ EXCLUDED = {  # padding does not enter
         lambda m, x: jnp.where(everywhere(m), x @ everywhere(x).T, -1e9).max(-1),
         X,
     ),
+    "learned temperature": (temperature, X, WEIGHTS),
     "negated": (lambda m, x: jnp.where(~everywhere(m), -1e9, x @ everywhere(x).T).max(-1), X),
     "max": (
         lambda m, x: x.max(-1) - jax.lax.pmax(jnp.where(m[:, None], x, -jnp.inf).max(), AXIS),

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from mirror._src.program.row_fills import Value, is_neutral
+from mirror._src.program.row_fills import POSITIVE, Value, is_neutral
 
 
 class Place(NamedTuple):
@@ -63,7 +63,7 @@ def never(_: Value) -> bool:
 
 def known(value: Value) -> bool:
     """Padding with a known number does not change the result."""
-    return value is not None
+    return isinstance(value, float)
 
 
 def neutral(name: str, dtype: Any) -> Excludes:
@@ -113,7 +113,9 @@ class Rows(NamedTuple):
     def filled(self, value: Callable[[RowAxis], Value]) -> "Rows":
         """Returns the value with other numbers for the entries of padding."""
         known = ((axis, value(axis)) for axis in self.axes)
-        return self._replace(fills=frozenset(each for each in known if each[1] is not None))
+        return self._replace(
+            fills=frozenset(each for each in known if each[1] not in (None, POSITIVE))
+        )
 
     def without(self, axes: Iterable[int], line: Place, excludes: "Excludes" = never) -> "Rows":
         """Returns the value after the entries along some axes were combined at a line.

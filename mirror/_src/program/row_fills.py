@@ -16,6 +16,8 @@ Value: TypeAlias = float | tuple[str, int, int] | None
 # As good as infinite: `where(mask, x, -1e9)` hides padding, also divided by a temperature.
 _HUGE = 1e8
 _LARGEST_ARRAY = 2**16
+POSITIVE: Value = ("positive", 0, 0)
+"""A positive number without rows, such as a learned temperature."""
 
 _SAME = {"add_any": "add", "lt_to": "lt", "le_to": "le", "eq_to": "eq"}
 _KEEPING = frozenset(
@@ -25,6 +27,7 @@ _COMMUTING = frozenset(("add", "mul", "and", "or"))
 _NEUTRAL = {"add": (0,), "sub": (0,), "mul": (1,), "div": (1,), "and": (1,), "or": (0,)}
 _ABSORBING = {"mul": (0,), "div": (0,), "and": (0,), "or": (1,)}
 _DECIDED = frozenset(("add", "sub", "lt", "le", "gt", "ge", "eq", "ne"))  # by a huge number
+_KEEP_SIGN = frozenset(("add", "mul", "div", "max", "min", "clamp"))
 _KINDS = {
     **dict.fromkeys(("reduce_sum", "psum", "dot_general", "scatter-add", "scatter_add"), "sum"),
     **dict.fromkeys(("cumsum", "reduce_window_sum", "svd", "eigh"), "sum"),
@@ -104,6 +107,10 @@ def elementwise(eqn: JaxprEqn, values: Sequence[Value]) -> Value:
         return _cast(values[0], eqn)
     if all(isinstance(value, float) for value in values):
         return _evaluated(name, eqn, values)
+    if name in ("exp", "exp2", "logistic") or (
+        name in _KEEP_SIGN and all(map(_is_positive, values))
+    ):
+        return POSITIVE
     is_bitwise = name in _LOGICAL and dtype_of(eqn.outvars[0]) != np.dtype(bool)
     if len(values) != 2 or is_bitwise:
         return None
@@ -114,6 +121,10 @@ def elementwise(eqn: JaxprEqn, values: Sequence[Value]) -> Value:
         return y
     if y in _NEUTRAL.get(name, ()):
         return x
+    if name in ("mul", "div") and _is_huge(x) and y == POSITIVE:
+        return x
+    if name == "mul" and _is_huge(y) and x == POSITIVE:
+        return y
     if name in _DECIDED and (_is_huge(x) or _is_huge(y)):
         known = [value if isinstance(value, float) else 0.0 for value in values]
         return _evaluated(name, eqn, known)
@@ -191,6 +202,10 @@ def _limits(dtype: Any) -> tuple[float, float]:
 
 def _is_huge(value: Value) -> bool:
     return isinstance(value, float) and abs(value) >= _HUGE
+
+
+def _is_positive(value: Value) -> bool:
+    return value == POSITIVE or (isinstance(value, float) and value > 0)
 
 
 def _number(value: Any) -> float:
