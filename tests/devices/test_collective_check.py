@@ -12,7 +12,7 @@ import pytest
 from mirror._src.devices import collective_check
 from mirror._src.devices.collective_check import all_reduce_fault, unresponsive_devices
 from mirror._src.devices.replicas import ReplicaDevices
-from tests.support import fresh
+from tests.support import fresh, inside
 from tests.support.messages import assert_message
 from tests.support.tables import rows
 from tests.support.waiting import wait_until
@@ -96,6 +96,24 @@ def test_check_runs_an_all_reduce(count, size):
     text = collective_check._compiled(ReplicaDevices(CPUS[:count]), size).as_text()
     assert " all-reduce(" in text
     assert not any(f" {other}(" in text for other in ("all-gather", "all-to-all"))
+
+
+@rows("kind, largest", [("CPU", 2**20), ("GPU", 2**23)])
+def test_accelerators_also_reduce_what_xlas_own_kernels_leave_to_nccl(monkeypatch, kind, largest):
+    collective_check._faults.clear()
+    sizes = inside.count_calls(collective_check, "_fetch", monkeypatch)
+    monkeypatch.setattr(collective_check, "type_of", lambda device: kind)
+    assert all_reduce_fault(CPUS[:2]) is None
+    assert max(copy.size for copy in sizes) == largest
+
+
+@rows("version, num_settings", {"0.10.2": ((0, 10, 2), 1), "0.12.0": ((0, 12, 0), 2)})
+def test_advice_names_the_direct_transfers_of_the_installed_xla(monkeypatch, version, num_settings):
+    monkeypatch.setattr(jax, "__version_info__", version)
+    settings = collective_check.p2p_settings()
+    assert [each.partition("=")[0] for each in settings] == [
+        *("NCCL_P2P_DISABLE", "XLA_FLAGS")[:num_settings]
+    ]
 
 
 @rows("count", [1, 2, 8, 64])

@@ -17,12 +17,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mirror._src.devices.backend import logical_name
+from mirror._src.devices.backend import logical_name, type_of
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.utils.types import Array
 
 # 32 bytes and 4 MiB: NCCL uses a different protocol for each, and only one of them may be broken.
 _SIZES = 8, 2**20
+# 32 MiB on accelerators: XLA of JAX 0.12 reduces up to 4 MiB, and for 2 GPUs up to 16 MiB, by its
+# own kernel instead of NCCL. Two operands of 4 MiB do not help: XLA joins them (JAX 0.10.2).
+_LARGE = 2**23
 _PERIOD = 4093  # a prime, so that a block stored at the wrong offset changes the sums
 _POLL_SECS = 0.001
 
@@ -99,7 +102,8 @@ def _sums(devices: tuple[jax.Device, ...], canceled: threading.Event) -> list[li
     """Returns, for each size, the sum as stored on each device. Runs one launch at a time."""
     replicas = ReplicaDevices(devices)
     sums = []
-    for size in _SIZES:
+    on_accelerators = type_of(devices[0]) != "CPU"
+    for size in (*_SIZES, _LARGE) if on_accelerators else _SIZES:
         add = _compiled(replicas, size)
         if canceled.is_set():  # an abandoned test must not collide with the caller's launches
             break
@@ -114,6 +118,16 @@ def _compiled(replicas: ReplicaDevices, size: int) -> jax.stages.Compiled:
     rows = jax.ShapeDtypeStruct((len(replicas), size), jnp.float32, sharding=replicas.stacked)
     add = jax.jit(functools.partial(jnp.sum, axis=0), out_shardings=replicas.mirrored)
     return add.lower(rows).compile()
+
+
+def p2p_settings() -> list[str]:
+    """Returns the environment variables that turn direct transfers between GPUs off."""
+    settings = ["NCCL_P2P_DISABLE=1"]
+    # From JAX 0.12 on, XLA also reads the memory of other GPUs without NCCL. Before, XLA ends the
+    # process because of the unknown flag.
+    if jax.__version_info__ >= (0, 12):
+        settings.append("XLA_FLAGS=--xla_gpu_experimental_use_collective_kernels=")
+    return settings
 
 
 def _compute(device: jax.Device, canceled: threading.Event) -> None:

@@ -9,7 +9,11 @@ from mirror._src.collectives.all_reduce import AllReduce
 from mirror._src.collectives.cross_device_ops import CrossDeviceOps
 from mirror._src.collectives.one_device import ReductionToOneDevice
 from mirror._src.devices import backend
-from mirror._src.devices.collective_check import all_reduce_fault, unresponsive_devices
+from mirror._src.devices.collective_check import (
+    all_reduce_fault,
+    p2p_settings,
+    unresponsive_devices,
+)
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.executors.executor import Executor, uses_gloo
 from mirror._src.executors.lone import LoneExecutor
@@ -23,7 +27,6 @@ from mirror._src.values.per_replica import UNEQUAL_SHAPES
 
 _logger = logging.getLogger("mirror")
 _TEST_SECS = 30.0  # XLA itself ends the process if NCCL has not started after about 40 s
-_P2P_FIX = "If direct GPU transfers fail, set NCCL_P2P_DISABLE=1 before starting Python."
 
 
 def choose(
@@ -153,15 +156,17 @@ def default_ops(devices: tuple[jax.Device, ...]) -> CrossDeviceOps:
     fault = all_reduce_fault(distinct, _TEST_SECS)
     if fault is None:
         return AllReduce()
+    settings = " and ".join(p2p_settings())
+    fix = f"If direct GPU transfers fail, set {settings} before starting Python."
     lost = unresponsive_devices(distinct)
     if lost:
         raise RuntimeError(
             f"The all-reduce across {backend.names(distinct)} failed its startup test: {fault}. "
-            f"{backend.names(lost)} stopped responding. {_P2P_FIX} Otherwise omit these devices."
+            f"{backend.names(lost)} stopped responding. {fix} Otherwise omit these devices."
         )
     warnings.warn(
         f"The all-reduce across {backend.names(distinct)} failed its startup test: {fault}. "
-        f"Falling back to reduction on the host, which is slower. {_P2P_FIX}",
+        f"Falling back to reduction on the host, which is slower. {fix}",
         stacklevel=depth_of_user(),
     )
     return ReductionToOneDevice()

@@ -13,7 +13,7 @@ from mirror._src.cli.builtin_steps import make_builtin_step
 from mirror._src.cli.doctor.check import Check, State
 from mirror._src.cli.host_devices import NUM_HOST_DEVICES, force_host_devices
 from mirror._src.devices import backend
-from mirror._src.devices.collective_check import all_reduce_fault
+from mirror._src.devices.collective_check import all_reduce_fault, p2p_settings
 from mirror._src.devices.jax_options import PLATFORMS, names_gpus
 from mirror._src.devices.startup import starting
 from mirror._src.strategy.mirrored import MirroredStrategy
@@ -23,7 +23,6 @@ BACKEND, POOL, ALL_REDUCE, STEP = "JAX's backend", "host threads", "all-reduce",
 _ALL_REDUCE_SECS = 30.0
 _EXAMPLES_PER_REPLICA = 8
 _RTOL = 1e-5
-_NO_P2P = "export NCCL_P2P_DISABLE=1"
 
 
 class BackendInfo(NamedTuple):
@@ -118,7 +117,8 @@ def check_all_reduce(info: BackendInfo) -> Check:
         if on_gpu
         else "A training step would fail or hang."
     )
-    return Check(ALL_REDUCE, "problem", fault, meaning, _NO_P2P if on_gpu else _REPORT)
+    no_p2p = f"export {' '.join(p2p_settings())}"
+    return Check(ALL_REDUCE, "problem", fault, meaning, no_p2p if on_gpu else _REPORT)
 
 
 def check_step(info: BackendInfo) -> Check:
