@@ -29,14 +29,14 @@ _RETURN_IT = (
     'To print it in the step, use jax.debug.print("{{}}", x).'
 )
 _SELECT = (
-    "Use jnp.where(condition, a, b) or jax.lax.cond(condition, f, g, x) in place of if, and "
-    "jax.lax.while_loop in place of while."
+    "Use jnp.where(condition, a, b) or jax.lax.cond(condition, f, g, x) instead of if, and "
+    "jax.lax.while_loop instead of while."
 )
 _STATIC_SIZE = (
     "Take sizes from x.shape or len(x), or bind them before the loop: "
     "{step} = functools.partial({step}, n=3). Loop over a traced count with jax.lax.fori_loop."
 )
-_USE_JNP = "Use jax.numpy in place of numpy in a step: import jax.numpy as jnp; jnp.mean(x)."
+_USE_JNP = "Use jax.numpy instead of numpy in a step: import jax.numpy as jnp; jnp.mean(x)."
 _MASK = "Use jnp.where(mask, x, 0), or a reduction with a mask: x.mean(where=mask)."
 _PRINT = 'Print with jax.debug.print("{{x:.3f}}", x=x), or return it and print the result.'
 

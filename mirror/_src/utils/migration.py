@@ -23,7 +23,7 @@ def advice() -> dict[tuple[str, str], str]:
     "variable" for the attributes of objects.
 
     >>> advice()["strategy", "experimental_local_results"]
-    'In place of strategy.experimental_local_results, use strategy.local_results.'
+    'Instead of strategy.experimental_local_results, use strategy.local_results.'
     """
     found: dict[tuple[str, str], str] = {}
     for table in TABLES:
@@ -43,5 +43,5 @@ def _sentence(theirs: str, ours: str) -> str:
     if text.startswith(NO_EQUIVALENT):
         return f"There is no equivalent of {theirs}: {text.removeprefix(NO_EQUIVALENT)}."
     if text.startswith("pass "):
-        return f"In place of {theirs}: {text}."
-    return f"In place of {theirs}, use {text}."
+        return f"Instead of {theirs}: {text}."
+    return f"Instead of {theirs}, use {text}."
