@@ -301,6 +301,13 @@ def test_memory_info_requires_a_device_with_statistics():
     assert inside.memory_info({"bytes_in_use": 1}) is None
 
 
+def test_memory_info_of_a_gpu_with_another_allocator_names_the_variable(monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
+    said = {"names": "/device:GPU:0", "fix": "unset XLA_PYTHON_CLIENT_ALLOCATOR"}
+    with inside.pretended_types(["GPU"]):
+        refuses(ValueError, said, memory_of, jax.devices("cpu")[0])
+
+
 def memory_of(device) -> dict:
     return config.get_memory_info(device)
 

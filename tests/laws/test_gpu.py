@@ -1,6 +1,7 @@
 """Programs on real GPUs, in separate processes: `pytest --gpu tests/laws/test_gpu.py`.
 
-Without a GPU that JAX can use they fail. They work with one GPU, and with several.
+Without a GPU that JAX can use they fail. They work with one GPU, and with several. In a clone that
+is not installed, pass `-p pytest_mirror` too.
 """
 
 import json

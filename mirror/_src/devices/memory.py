@@ -1,10 +1,13 @@
 """Memory statistics of a device."""
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
-from mirror._src.devices.backend import logical_name
+from mirror._src.devices import backend
 from mirror._src.devices.resolve import DeviceLike, canonicalize_device
+
+_ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"
 
 
 def get_memory_info(device: DeviceLike) -> dict[str, int]:
@@ -30,9 +33,14 @@ def get_memory_info(device: DeviceLike) -> dict[str, int]:
     jax_device = canonicalize_device(device)
     info = memory_info(jax_device.memory_stats())
     if info is None:
+        why = "; only accelerators do. "
+        if backend.type_of(jax_device) != "CPU":
+            allocator = os.environ.get(_ALLOCATOR)
+            cause = f", with {_ALLOCATOR}={allocator}" if allocator else ""
+            why = f"{cause}. JAX's default allocator does: unset {_ALLOCATOR}. "
         raise ValueError(
-            f"{logical_name(jax_device)} does not report memory statistics; only accelerators do. "
-            "To list the arrays on it, use mirror.debugging.visualize_placement(tree)."
+            f"{backend.logical_name(jax_device)} does not report memory statistics{why}To list the "
+            "arrays on it, use mirror.debugging.visualize_placement(tree)."
         )
     return info
 
