@@ -675,8 +675,8 @@ _OF_COLLECTIVES = (
     Fault(
         "a mean in half precision that overflows",
         "mirror/_src/collectives/in_step.py",
-        "wide = leaf.astype(accumulator(leaf.dtype))",
-        "wide = leaf",
+        "dtype = leaf.dtype if narrow else accumulator(leaf.dtype)",
+        "dtype = leaf.dtype",
         ("tests/collectives/test_cross_device_ops.py", "tests/strategy/test_reductions.py"),
     ),
     Fault(
