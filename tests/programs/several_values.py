@@ -184,6 +184,13 @@ def on_read_variables():
         assert float(v[...]) == expected, (aggregation, float(v[...]), expected)
         v.assign(5.0)
         assert float(v[...]) == 5.0, aggregation
+    with strategy.scope():
+        count = mirror.Variable(np.int32(0), synchronization="on_read", aggregation="sum")
+    strategy.run(assign_sum, (count, np.int32(7)))
+    assert int(count[...]) == 7 * n
+    strategy.run(assign_sum, (count, np.int32(2**30)))
+    with strategy.scope():
+        refused(OverflowError, count.get_value, "int32")
 
 
 def assign_sum(v, x):

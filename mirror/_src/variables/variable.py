@@ -262,7 +262,7 @@ class Variable(nnx.Variable[Any]):
         An `"on_read"` variable has this replica's value in a step, and the aggregated one outside.
 
         Raises:
-            OverflowError: If the sum of integers of one process does not fit their dtype.
+            OverflowError: If a sum of integers does not fit their dtype.
             ValueError: If an `"on_read"` variable without an aggregation is read outside a step.
         """
         target = _target(self)
@@ -284,9 +284,9 @@ class Variable(nnx.Variable[Any]):
             case op:
                 ops = _ACROSS_PROCESSES if spans_processes(stored) else _ON_HOST
                 value = ops.reduce(op, stored)
-                is_integer = op == "sum" and jnp.issubdtype(value.dtype, jnp.integer)
-                if is_integer and not spans_processes(stored):
-                    self._require_exact(value, np.asarray(stored.stacked).sum(0, np.float64))
+                if op == "sum" and jnp.issubdtype(value.dtype, jnp.integer):
+                    floats = per_replica(stored.stacked.astype(np.float32))
+                    self._require_exact(value, np.asarray(ops.reduce(op, floats), np.float64))
         return value if index is _MISSING or index is ... else value[index]
 
     def _require_exact(self, total: Any, rough: Any) -> None:
