@@ -5,6 +5,7 @@ import argparse
 from mirror_cli.bench import add_step
 from mirror_cli.common import Commands, add_command, positive_int, positive_ints
 
+GPUS = ("h100", "h200", "a100", "l4", "rtx4090")  # described in mirror._src.devices.described
 _TEXT = """\
 Estimates the memory that a training step needs per device: parameters,
 optimizer state, other state, batch, results and temporaries. It runs nothing and
@@ -15,7 +16,9 @@ what it would allocate.
 If there are fewer GPUs than requested, it creates host devices and compiles for
 them, so that 8 devices can be estimated on a laptop. Figures for state and batch
 are then exact; temporaries and results come from XLA's CPU compiler and differ
-from a GPU's.
+from a GPU's. With --gpu, XLA compiles for this GPU instead, on a machine without
+one. Only a GPU can select the fastest algorithms by their times, so temporaries
+of convolutions can still differ.
 
 STEP is mlp or cnn, or a function of yours: module:function or file.py:function,
 as for mirror bench. The function is called once per number of devices, in the
@@ -56,12 +59,14 @@ the table, per device:
 examples:
   mirror estimate-memory cnn --batch-size 1024
   mirror estimate-memory model.py:make --devices 1,8
+  mirror estimate-memory model.py:make --gpu h100 --devices 8
   mirror estimate-memory model.py:make --devices 8 --weak --json | jq '.rows[0].bytes'
 
 exit status:
   0    success
   1    the function or its step failed; a traceback and a message explain why
-  2    an option is invalid, or the step does not exist
+  2    an option is invalid, the step does not exist or calls the host, or a package
+       is missing
   130  interrupted by Ctrl-C
 """
 
@@ -77,6 +82,12 @@ def add(commands: Commands) -> None:
         metavar="N,N,...",
         help="numbers of devices to estimate for; they need not exist (default: 1 and all GPUs; "
         "without a GPU, 1, 2 and 4)",
+    )
+    parser.add_argument(
+        "--gpu",
+        metavar="NAME",
+        help=f"compile for these GPUs, which need not exist: {', '.join(GPUS)} (default numbers of "
+        "devices: 1 and 8)",
     )
     parser.add_argument(
         "--replicas-per-device",

@@ -658,6 +658,11 @@ def gpu_models() -> Iterable[str]:
     return described.GPU_MODELS
 
 
+def install_gpu_compiler(versions: dict[str, str], patch: pytest.MonkeyPatch) -> None:
+    """Makes these versions of JAX's CUDA plugin installed, which tests cannot change."""
+    patch.setattr(described, "_version_of", versions.get)
+
+
 def compiled_step(
     strategy: mirror.Strategy,
     make: Callable[[mirror.Strategy], Any],

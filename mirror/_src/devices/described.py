@@ -188,7 +188,7 @@ def _require_compiler() -> None:
     """Rejects an environment without a CUDA plugin of jaxlib's version.
 
     Raises:
-        GpuCompilerError: If the plugin is not installed.
+        GpuCompilerError: If the plugin is missing or has another version.
     """
     wanted = metadata.version("jaxlib")
     packages = {v: (f"jax-cuda{v}-pjrt", f"jax-cuda{v}-plugin") for v in _CUDA}

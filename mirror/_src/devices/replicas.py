@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from mirror._src.devices.backend import names, type_of
+from mirror._src.devices.described import is_described
 from mirror._src.devices.transfer import NoMesh, is_remote, local_copy, move
 from mirror._src.devices.unstacked import UnstackedArrays
 from mirror._src.utils.types import REPLICA_AXIS, Array
@@ -56,6 +57,7 @@ class ReplicaDevices:
         stacked: Sharding of a stacked array `(num_replicas, *shape)`: row r on replica r's device.
         spans_processes: Whether some of the devices belong to other processes.
         local_ids: The replicas on devices of this process.
+        only_compile: Whether the devices exist only to compile for; see `described_gpus`.
 
     Raises:
         ValueError: If the devices run unequal numbers of replicas, or replicas that share a device
@@ -87,6 +89,7 @@ class ReplicaDevices:
         here = jax.process_index() if self.spans_processes else None
         ids = (i for i, d in enumerate(devices) if here is None or d.process_index == here)
         self.local_ids = tuple(ids)
+        self.only_compile = any(map(is_described, self.distinct))
 
     def __len__(self) -> int:
         return len(self.devices)
@@ -182,6 +185,18 @@ class ReplicaDevices:
         if isinstance(value, np.ndarray):
             value = value.copy()
         return jax.device_put(value, self.mirrored)
+
+    def input(self, value: Array | np.ndarray, kind: Kind) -> Any:
+        """Returns a mirrored or stacked array, or its type if the devices only compile.
+
+        JAX 0.10.2 ends the process by a segmentation fault if an array is placed on devices that
+        exist only to compile for.
+        """
+        if self.only_compile:
+            aval = jax.typeof(value)
+            sharding, weak = self.sharding(kind), aval.weak_type
+            return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=weak)
+        return self.stack(value) if kind.is_own else self.mirror(value)
 
     def broadcast(self, value: Array | np.ndarray) -> Array:
         """Returns a mirrored array that may share memory with `value`: do not modify either."""

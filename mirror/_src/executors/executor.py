@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
+from mirror._src.devices.described import GpuCompilerError
 from mirror._src.devices.eager_work import bound_eager_work
 from mirror._src.devices.launch import is_needed
 from mirror._src.devices.launches import Described, Site
@@ -176,8 +177,14 @@ class MeshExecutor(Executor):
 
     @final
     def compile(self, program: ReplicaProgram) -> MeshProgram:
-        """See `Executor.compile`. All replicas have the same shapes."""
+        """See `Executor.compile`. All replicas have the same shapes.
+
+        Raises:
+            GpuCompilerError: If the devices exist only to compile for, and the step calls the host.
+        """
         (variant,) = program.variants
+        if self.replicas.only_compile:
+            _require_no_callbacks(program.name, variant)
         # Arrays that the step closes over become inputs. As constants they would be copied into the
         # program, and JAX 0.10 and 0.12 reject operations inside `jax.pmap` on arrays that were
         # placed outside.
@@ -216,7 +223,7 @@ class MeshExecutor(Executor):
             sites=functools.partial(sites_of, variant),
             guard=program.guard,
             check=check,
-            captured=list(map(self.replicas.mirror, captured.values())),
+            captured=[self.replicas.input(array, Kind()) for array in captured.values()],
             ends_in_python=any(map(_ends_in_python, variant[:2])),
             has_races=program.has_races and len(self.replicas.distinct) > 1,
         )
@@ -260,7 +267,8 @@ class MeshExecutor(Executor):
         # gets an unused one.
         fill = self.needs_per_replica_input and not any(kind.is_own for kind in kinds)
         if fill and self._filler is None:
-            self._filler = self.replicas.stack(np.zeros((len(self.replicas),), np.int32))
+            rows = np.zeros((len(self.replicas),), np.int32)
+            self._filler = self.replicas.input(rows, Kind(is_own=True))
         bounded = self._bounded
 
         def replica(*leaves: Any) -> Outputs:
@@ -301,6 +309,22 @@ def sites_of(variant: Variant) -> list[Site]:
         for eqn in eqns
         if is_collective(eqn) or eqn.primitive.name in CALLBACKS
     ]
+
+
+def _require_no_callbacks(name: str, variant: Variant) -> None:
+    """Rejects host callbacks, which JAX lowers only for devices that exist (JAX 0.10.2).
+
+    Raises:
+        GpuCompilerError: If the program has one.
+    """
+    eqns = [eqn for program in variant[:2] for eqn in equations(program.jaxpr)]
+    # In JAX 0.10.2, `jax.debug.print` is a primitive of its own.
+    lines = [user_line(eqn) for eqn in eqns if eqn.primitive.name in (*CALLBACKS, "debug_print")]
+    if lines:
+        raise GpuCompilerError(
+            f"{name} calls Python on the host at {lines[0]}, which JAX cannot compile without the "
+            "GPU: remove it, for example jax.debug.print, or omit --gpu."
+        )
 
 
 def _ends_in_python(program: ClosedJaxpr) -> bool:

@@ -60,7 +60,9 @@ def memory_report(examined: ExaminedStep, replicas: ReplicaDevices) -> MemoryRep
         step=step.name,
         devices=tuple(map(backend.logical_name, replicas.distinct)),
         num_replicas=len(replicas),
-        platform=replicas.distinct[0].platform,
+        platform=getattr(
+            replicas.distinct[0], "device_kind" if replicas.only_compile else "platform"
+        ),
         is_estimate=is_estimate,
         groups=tuple(_grouped(rows, len(replicas.distinct))),
         result_bytes=results,
