@@ -381,7 +381,7 @@ _OF_EXECUTORS = (
     Fault(
         "a captured array whose buffer the program shares",
         "mirror/_src/executors/executor.py",
-        "captured=list(map(self.replicas.mirror, captured.values())),",
+        "captured=[self.replicas.input(array, Kind()) for array in captured.values()],",
         "captured=list(map(self.replicas.broadcast, captured.values())),",
         ("tests/program/test_evaluate.py",),
         likely="captured_array_can_be_deleted",

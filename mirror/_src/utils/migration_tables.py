@@ -450,12 +450,14 @@ PYTORCH = Table(
         ),
         (
             "`torch.cuda.set_per_process_memory_fraction`",
-            "`mirror.config.LogicalDeviceConfiguration(memory_limit=...)`",
+            "`memory_limit=` of `mirror.config.LogicalDeviceConfiguration`",
         ),
         (
             "`torch.save`, `torch.load(map_location=)`",
-            "`trainer.save`, `trainer.restore`, on any number of replicas",
+            "`trainer.save`, `trainer.restore`; in a loop, Orbax",
         ),
+        ("`model.eval()`, `model.train()`", "the same, before `strategy.run`"),
+        ("`requires_grad_(False)`", "`mirror.Trainer(wrt=)`"),
         ("`torch.autocast(dtype=torch.bfloat16)`", '`mirror.Trainer(precision="bfloat16")`'),
         ("`torch.amp.GradScaler`", '`mirror.LossScale`, automatic with `precision="float16"`'),
         (
