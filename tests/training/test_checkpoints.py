@@ -9,8 +9,10 @@ import pathlib
 import random
 import resource
 import shutil
+import sys
 import tempfile
 import threading
+import types
 from importlib.metadata import version
 
 import jax
@@ -627,6 +629,9 @@ def test_first_error_is_raised(tmp_path, monkeypatch):
 
 
 def test_failed_save_prints_nothing(tmp_path, monkeypatch, capfd):
+    """Also when its writes end later, with an event loop that Orbax has closed."""
+    shown = []
+    monkeypatch.setattr(sys, "unraisablehook", shown.append)
     monkeypatch.setattr(checkpoint_files, "_stored", lambda data: data)
     arrays = {f"w/{number}": NOISE for number in range(20)}
     store = CheckpointStore(tmp_path)
@@ -634,6 +639,13 @@ def test_failed_save_prints_nothing(tmp_path, monkeypatch, capfd):
     with raises(OSError, values=[1, tmp_path]) as caught:
         store.close()
     assert "Unsupported data type" in str(caught.value)  # TensorStore's words
+    late, other = (
+        types.SimpleNamespace(exc_value=RuntimeError(text))
+        for text in ("Event loop is closed", "other")
+    )
+    sys.unraisablehook(late)
+    sys.unraisablehook(other)
+    assert shown == [other]
     assert capfd.readouterr() == ("", "")
 
 
