@@ -37,8 +37,12 @@ def execute(path: Path) -> Any:
 
 
 def merged(outputs: list[Any]) -> list[Any]:
-    """Returns outputs with one stream, of the lines that are visible at the end."""
+    """Returns outputs with one stream, of the lines that are visible at the end.
+
+    Standard error comes after standard output, since Jupyter mixes them within lines.
+    """
     streams = [output for output in outputs if output.output_type == "stream"]
+    streams.sort(key=lambda output: output.name, reverse=True)
     text = visible("".join(output.text for output in streams))
     stream = [nbformat.v4.new_output("stream", name="stdout", text=text)] if text else []
     return stream + [output for output in outputs if output.output_type != "stream"]
