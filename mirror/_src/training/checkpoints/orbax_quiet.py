@@ -12,7 +12,7 @@ _MOST_WAIT_SECS = 1.0
 
 
 class _WithoutLateWrites:
-    """Hook for unraisable exceptions that drops those of writes that outlive Orbax's event loop."""
+    """Hook for unraisable exceptions without the writes that outlive Orbax's event loop."""
 
     def __init__(self, hook: Callable[[Any], object]) -> None:
         self._hook = hook
