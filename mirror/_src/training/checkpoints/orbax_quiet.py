@@ -9,16 +9,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 _MOST_WAIT_SECS = 1.0
+_QUIET_SECS = 0.1  # after a write that ended late, before the files of the save are removed
 
 
 class _WithoutLateWrites:
     """Hook for unraisable exceptions without the writes that outlive Orbax's event loop."""
 
     def __init__(self, hook: Callable[[Any], object]) -> None:
-        self._hook = hook
+        self._hook, self.is_late = hook, threading.Event()
 
     def __call__(self, unraisable: Any) -> None:
-        if str(unraisable.exc_value) != "Event loop is closed":
+        if str(unraisable.exc_value) == "Event loop is closed":
+            self.is_late.set()
+        else:
             self._hook(unraisable)
 
 
@@ -44,6 +47,10 @@ def quiet_orbax() -> Iterator[None]:
         yield
         if sys.unraisablehook is quiet:
             sys.unraisablehook = hook
+    except BaseException:
+        while quiet.is_late.wait(_QUIET_SECS):
+            quiet.is_late.clear()
+        raise
     finally:
         logger.removeFilter(is_not_orbax)
         for thread in set(threading.enumerate()) - before:
