@@ -144,24 +144,29 @@ def test_alarm_leaves_the_ctrl_c_handler_unchanged():
 
     before = signal.signal(signal.SIGALRM, on_alarm)
     gc.disable()  # JAX has a callback in the garbage collector, where Python drops exceptions
+
+    def has_raised(secs):
+        """Whether the one alarm raised its exception; Python may drop it."""
+        fired.clear()
+        try:
+            signal.setitimer(signal.ITIMER_REAL, secs)
+            while not fired:
+                with interrupts.DeferredInterrupts():
+                    pass
+        except AlarmError:
+            return True
+        return False
+
     try:
-        num_caught = 0
         for i in range(600):
-            fired.clear()
-            try:
-                signal.setitimer(signal.ITIMER_REAL, (10 + i % 60) * 1e-6)  # once
-                while not fired:
-                    with interrupts.DeferredInterrupts():
-                        pass
-            except AlarmError:
-                num_caught += 1
+            while not has_raised((10 + i % 60) * 1e-6):
+                pass
             with pytest.raises(KeyboardInterrupt):
                 signal.raise_signal(signal.SIGINT)
             interrupts.check()
             with interrupts.DeferredInterrupts():
                 assert signal.getsignal(signal.SIGINT) is interrupts._defer
             assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        assert num_caught > 300
     finally:
         gc.enable()
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -1,6 +1,5 @@
 """The notebooks are stored with their results; `--notebooks` runs each cell twice and compares."""
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -18,6 +17,7 @@ from tests.support import fresh
 
 FOLDER = fresh.ROOT / "notebooks"
 PATHS = sorted(FOLDER.glob("*.ipynb"))
+WRITER = fresh.module_of(fresh.ROOT / "docs" / "notebooks.py")
 _LINK = re.compile(r"\]\(([^)#\s]+)")
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -37,16 +37,6 @@ def read(path: Path) -> Any:
 
 def cells(path: Path, kind: str) -> list[Any]:
     return [cell for cell in read(path).cells if cell.cell_type == kind]
-
-
-def writer() -> Any:
-    """The module `docs/notebooks.py`."""
-    spec = importlib.util.spec_from_file_location(
-        "notebooks_of_docs", fresh.ROOT / "docs" / "notebooks.py"
-    )
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def links(text: str) -> list[str]:
@@ -160,7 +150,7 @@ def shown(outputs: list[Any]) -> list[tuple[str, str]]:
     The order of lines on standard output and standard error varies.
     """
     results = []
-    for output in writer().merged(outputs):
+    for output in WRITER.merged(outputs):
         kinds, text = "stream", output.get("text", "")
         if output.output_type != "stream":
             kinds, text = " ".join(sorted(output.data)), output.data.get("text/plain", "")

@@ -69,11 +69,12 @@ def test_picture_shows_the_change_and_the_error():
     texts = [element.text or "" for element in ET.parse(PICTURE).iter() if "text" in element.tag]
     shown = [text.replace("\xa0", " ") for text in texts]
     (start,) = (i for i, text in enumerate(shown) if text.startswith("def step"))
-    for line in shown[start : start + 7]:
-        added, code = line.startswith("+"), line.removeprefix("+ ").removeprefix("+")
-        assert code.strip() in [row.strip() for row in side("+").splitlines()], line
-        assert added == (code.strip() not in [row.strip() for row in side("-").splitlines()])
     program = side("+")
+    before, after = ([row.strip() for row in text.splitlines()] for text in (side("-"), program))
+    for line in shown[start : start + 7]:
+        added, code = line.startswith("+"), line.removeprefix("+").strip()
+        assert code in after, line
+        assert added == (code not in before), line
     assert ALL_REDUCE in program
     with pytest.raises(mirror.ReplicaDivergenceError) as caught:
         run(program.replace(ALL_REDUCE, ""))

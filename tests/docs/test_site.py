@@ -1,6 +1,5 @@
 """The documentation site: `docs/build.py`, which Zensical follows."""
 
-import importlib.util
 import re
 import subprocess
 import sys
@@ -18,10 +17,7 @@ needs_site = pytest.mark.dev("zensical", "mkdocstrings")
 @pytest.fixture(scope="module")
 def build() -> Any:
     """The module `docs/build.py`."""
-    spec = importlib.util.spec_from_file_location("build_of_docs", BUILD)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return fresh.module_of(BUILD)
 
 
 def test_pages_outside_docs_are_in_the_navigation(build):

@@ -19,7 +19,12 @@ INHERITED = {k: v for k, v in os.environ.items() if not k.startswith(_OURS) or k
 
 def stand_in(name: str) -> ModuleType:
     """Returns a new copy of a module of `stand_ins`."""
-    spec = importlib.util.spec_from_file_location(name, STAND_INS / f"{name}.py")
+    return module_of(STAND_INS / f"{name}.py")
+
+
+def module_of(file: pathlib.Path) -> ModuleType:
+    """Returns a new copy of the module in a file, which need not be importable."""
+    spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -1,7 +1,6 @@
 """`ServedTraining`: the model and optimizer that the parameter servers train now."""
 
 import logging
-import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
@@ -18,6 +17,7 @@ from mirror._src.ps.pickling import pickled_function
 from mirror._src.ps.placement import Placement
 from mirror._src.ps.replies import Export, ModelShare
 from mirror._src.ps.tables import SparseTables
+from mirror._src.training.checkpoints.host_copies import KeyData
 
 _logger = logging.getLogger("mirror")
 
@@ -175,4 +175,10 @@ def _has_same_bits(new: Any, old: Any) -> bool:
         return True
     if old.is_deleted() or (new.shape, new.dtype) != (old.shape, old.dtype):
         return False
-    return pickle.dumps(on_host(new)) == pickle.dumps(on_host(old))
+    return _bits(new) == _bits(old)
+
+
+def _bits(array: Any) -> bytes:
+    host = on_host(array)
+    data: np.ndarray = host.data if isinstance(host, KeyData) else host
+    return data.tobytes()

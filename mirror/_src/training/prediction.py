@@ -48,15 +48,15 @@ def require_prediction(fn: Any, data: Any, outputs: ModelOutputs) -> Callable[[A
     Raises:
         TypeError: If it is not callable, or the arguments are swapped.
     """
-    if fn is None and not (callable(data) and not isinstance(data, Iterable)):
-        return outputs
-    if callable(data) and not callable(fn) and not isinstance(data, Iterable):
+    if callable(data) and not isinstance(data, Iterable) and not callable(fn):
         name = name_of(data)
         name = "lambda model, batch: ..." if name == "<lambda>" else name
         raise TypeError(
             f"`data` must be arrays or an iterable of batches, got the function {name_of(data)}. "
             f"The data are the first argument: trainer.predict(data, {name})."
         )
+    if fn is None:
+        return outputs
     if not callable(fn):
         fix = "Pass a function (model, batch) that returns one row per example."
         if isinstance(fn, int) and not isinstance(fn, bool):
