@@ -103,7 +103,7 @@ def is_of_mirror(point: str) -> bool:
     return (point.startswith("os.rename") and "orbax" not in point) or "is deleted" in point
 
 
-@pytest.mark.parametrize("own", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("own", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_kill_in_a_save_loses_nothing(tmp_path_factory, points, subtests, own):
     """Before each name that mirror changes, and before each file that Orbax creates."""
     # What Orbax does is the same in both saves, and so is what mirror does at most points.

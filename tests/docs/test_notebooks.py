@@ -132,9 +132,11 @@ def test_notebook_cells_run_twice_in_a_row(path, tmp_path, monkeypatch):
             if cell.cell_type == "code":
                 once = execute(client, i, f"{path.name}, cell {cell.id}")
                 again = execute(client, i, f"{path.name}, cell {cell.id}, the second time")
+                if cell.id not in stored:
+                    continue
                 kinds = [[kind for kind, _ in results] for results in (once, again)]
                 assert kinds[0] == kinds[1], f"{path.name}, cell {cell.id} shows something else"
-                if cell.id in stored and jax.default_backend() == "cpu":
+                if jax.default_backend() == "cpu":
                     assert once == stored[cell.id], f"{path.name}, cell {cell.id}: {REFRESH}"
 
 

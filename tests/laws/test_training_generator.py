@@ -19,13 +19,15 @@ CHOSEN = {
         1, 2, "vmap", (8, 6), "parameters", pieces=2, at_once=2, keyed=True, dtypes=("bool",)
     ),
     "padding in batch statistics": Case(2, 4, sizes=(10, 10), norm=True),
-    "padding in gathered rows": Case(4, 4, sizes=(10,), mix="gather"),
     "padding that is excluded": Case(3, 4, "pairs", (10, 7), mix="masked gather"),
-    "padding that is not needed": Case(8, 2, sizes=(8, 6), norm=True, at_once=3),
-    "pieces of rows": Case(5, 1, mix="own", pieces=2),
     "integers": Case(
         8, 2, sizes=(8, 5), loss="integers", at_once=2, dtypes=("int32", "uint32", "int8", "int16")
     ),
+}
+ALSO_CHOSEN = {
+    "padding that is not needed": Case(8, 2, sizes=(8, 6), norm=True, at_once=3),
+    "padding in gathered rows": Case(4, 4, sizes=(10,), mix="gather"),
+    "pieces of rows": Case(5, 1, mix="own", pieces=2),
 }
 
 
@@ -37,9 +39,8 @@ def test_chosen_training_programs_equal_one_device(subtests):
 
 @pytest.mark.slow
 def test_random_training_programs_equal_one_device(subtests):
-    for seed in range(20):
-        with subtests.test(msg=str(seed)):
-            case = generate(seed)
+    for name, case in {**ALSO_CHOSEN, **{str(seed): generate(seed) for seed in range(6)}}.items():
+        with subtests.test(msg=name):
             assert not broken(case), case
 
 
