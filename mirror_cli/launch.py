@@ -239,7 +239,8 @@ def environments_for(
             f"--processes {processes} contradicts TF_CONFIG={environment['TF_CONFIG']}, which "
             "already defines a cluster. Unset TF_CONFIG, or omit --processes."
         )
-    num_gpus = count_gpus() if _may_use_gpus(environment, on_cpu=on_cpu) else 0
+    gpus = visible_gpus() if _may_use_gpus(environment, on_cpu=on_cpu) else []
+    num_gpus = len(gpus)
     if not num_gpus:
         return [environment_for(environment, num_devices, on_cpu=on_cpu)] * processes
     each = num_devices or num_gpus // processes
@@ -248,9 +249,10 @@ def environments_for(
             f"--processes {processes} with {each or 1} devices each need {(each or 1) * processes} "
             f"GPUs, but this machine has {num_gpus}. Request fewer, or use host devices: --cpu"
         )
-    made = environment_for(environment, each * processes, on_cpu=on_cpu)
-    gpus = made[_VISIBLE].split(",")
-    return [{**made, _VISIBLE: ",".join(gpus[i : i + each])} for i in range(0, len(gpus), each)]
+    _require_whole_gpus(gpus, each)
+    selected = _first_gpus(environment, each * processes, num_gpus)[_VISIBLE].split(",")
+    parts = [selected[i : i + each] for i in range(0, len(selected), each)]
+    return [{**environment, _VISIBLE: ",".join(part)} for part in parts]
 
 
 def _may_use_gpus(environment: Mapping[str, str], *, on_cpu: bool) -> bool:
@@ -284,8 +286,9 @@ def environment_for(
             raise OptionError(f"--cpu contradicts {setting}. Unset {_PLATFORMS}, or omit --cpu.")
         added[_PLATFORMS] = "cpu"
     if num_devices is not None:
-        if _may_use_gpus(environment, on_cpu=on_cpu) and (num_gpus := count_gpus()):
-            added |= _first_gpus(environment, num_devices, num_gpus)
+        if _may_use_gpus(environment, on_cpu=on_cpu) and (gpus := visible_gpus()):
+            added |= _first_gpus(environment, num_devices, len(gpus))
+            _require_whole_gpus(gpus, num_devices)
         elif platforms and "cpu" not in platforms:
             setting = f"{_PLATFORMS}={environment[_PLATFORMS]}"
             raise OptionError(
@@ -317,6 +320,21 @@ def _first_gpus(environment: Mapping[str, str], count: int, available: int) -> d
     return {_VISIBLE: ",".join(entry.strip() for entry in entries[:count])}
 
 
+def _require_whole_gpus(uuids: Sequence[str], count: int) -> None:
+    """Rejects several devices for a process that would have MIG partitions.
+
+    Raises:
+        OptionError: If `count` is not 1 and a GPU is a partition: CUDA shows a process only one.
+    """
+    partitions = [uuid for uuid in uuids if uuid.startswith("MIG-")]
+    if count > 1 and partitions:
+        raise OptionError(
+            f"--devices {count}: CUDA shows only one MIG partition to a process, and "
+            f"{partitions[0]} is selected. Use one partition, --devices 1, or turn MIG mode off: "
+            "nvidia-smi -mig 0"
+        )
+
+
 def _host_devices(environment: Mapping[str, str], count: int) -> dict[str, str]:
     forced = re.findall(rf"{_FLAG}=(\S*)", environment.get("XLA_FLAGS", ""))[-1:]
     settings = {f"XLA_FLAGS={_FLAG}={number}": number for number in forced}
@@ -331,8 +349,8 @@ def _host_devices(environment: Mapping[str, str], count: int) -> dict[str, str]:
     return {_HOST_DEVICES: str(count)}
 
 
-def count_gpus() -> int:
-    """Returns the number of visible GPUs that JAX can use.
+def visible_gpus() -> list[str]:
+    """Returns the UUIDs of the visible GPUs that JAX can use.
 
     Imports `mirror`, and with it JAX, only if the driver reports a GPU. Does not start JAX's
     backend.
@@ -344,7 +362,7 @@ def count_gpus() -> int:
         pynvml = importlib.import_module("pynvml")
     except ImportError:
         _require_no_gpus("Install NVIDIA's Python bindings, pip install nvidia-ml-py")
-        return 0
+        return []
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:  # no driver, or a container without the library of NVML
@@ -352,7 +370,7 @@ def count_gpus() -> int:
             f"NVML raised {error}. In a container, set "
             "NVIDIA_DRIVER_CAPABILITIES=compute,utility when it starts"
         )
-        return 0
+        return []
     pynvml.nvmlShutdown()
     if not _has_plugin():
         print(
@@ -360,9 +378,9 @@ def count_gpus() -> int:
             "mirror doctor says how to install one; --cpu omits this message.",
             file=sys.stderr,
         )
-        return 0
+        return []
     physical = importlib.import_module("mirror._src.devices.physical")
-    return len(physical.gpus_of_process())
+    return [gpu.uuid for gpu in physical.gpus_of_process()]
 
 
 def _require_no_gpus(fix: str) -> None:

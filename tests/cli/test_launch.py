@@ -12,7 +12,7 @@ import pytest
 from mirror_cli import launch
 from mirror_cli import main as cli
 from mirror_cli.common import OptionError
-from tests.support import fresh
+from tests.support import fresh, inside
 from tests.support.messages import assert_message, raises
 from tests.support.tables import rows
 
@@ -83,7 +83,7 @@ ENVIRONMENTS = {  # GPUs, options, environment, what is added
 @rows("case", list(ENVIRONMENTS))
 def test_environment_has_the_devices(case, monkeypatch):
     num_gpus, count, on_cpu, environment, added = ENVIRONMENTS[case]
-    monkeypatch.setattr(launch, "count_gpus", lambda: num_gpus)
+    monkeypatch.setattr(launch, "visible_gpus", lambda: ["GPU-"] * num_gpus)
     environment = {"HOME": "/x", **environment}
     before = dict(environment)
     made = launch.environment_for(environment, count, on_cpu=on_cpu)
@@ -162,7 +162,7 @@ CONTRADICTIONS = {  # GPUs, options, environment, the message
 @rows("case", list(CONTRADICTIONS))
 def test_contradictions_are_rejected(case, monkeypatch):
     num_gpus, count, on_cpu, environment, message = CONTRADICTIONS[case]
-    monkeypatch.setattr(launch, "count_gpus", lambda: num_gpus)
+    monkeypatch.setattr(launch, "visible_gpus", lambda: ["GPU-"] * num_gpus)
     with raises(OptionError, **message):
         launch.environment_for(environment, count, on_cpu=on_cpu)
 
@@ -232,6 +232,26 @@ def test_gpus_that_cannot_be_listed_are_an_error(monkeypatch, bindings, driver, 
                 launch.environments_for({}, processes, 2, on_cpu=False)
 
 
+def test_several_mig_partitions_are_not_several_devices_of_a_process(monkeypatch):
+    """The stand-in of NVML lists both partitions; CUDA shows a process the first one."""
+    first, second = (f"MIG-{i * 8}-0000-0000-0000-000000000000" for i in "01")
+    monkeypatch.setitem(sys.modules, "pynvml", fresh.stand_in("pynvml"))
+    monkeypatch.setattr(launch, "_has_plugin", lambda: True)
+    selected = {"CUDA_VISIBLE_DEVICES": f"{first},{second}"}
+    for name, value in {"STAND_IN_GPUS": "2", "STAND_IN_MIG": "9984", **selected}.items():
+        monkeypatch.setenv(name, value)
+    inside.drivers()._visible.cache_clear()
+    for processes in (1, 2):
+        made = launch.environments_for(selected, processes, 1, on_cpu=False)
+        assert [each["CUDA_VISIBLE_DEVICES"] for each in made] == [first, second][:processes]
+    with raises(OptionError, names=["--devices 2", first], fix=["--devices 1", "-mig 0"]):
+        launch.environments_for(selected, 1, 2, on_cpu=False)
+    monkeypatch.setattr(launch, "visible_gpus", lambda: ["MIG-0", "MIG-1", "MIG-2", "MIG-3"])
+    with raises(OptionError, names=["--devices 2", "MIG-0"], fix=["--devices 1", "-mig 0"]):
+        launch.environments_for({}, 2, None, on_cpu=False)
+    inside.drivers()._visible.cache_clear()
+
+
 # The process that it becomes.
 
 
@@ -271,7 +291,7 @@ def test_options_end_at_the_script(line, tmp_path, monkeypatch, capsys):
         return 0
 
     monkeypatch.setattr(launch.os, "execve", execve)
-    monkeypatch.setattr(launch, "count_gpus", lambda: 0)
+    monkeypatch.setattr(launch, "visible_gpus", list)
     assert cli.main(["launch", *line.split()]) == 0
     ((file, arguments, _),) = started
     count = len(DASHES[line])

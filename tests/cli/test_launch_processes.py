@@ -291,16 +291,16 @@ GPUS = {  # GPUs, processes, devices of each, environment, what each sees
 def test_processes_share_the_gpus(monkeypatch, subtests):
     for name, (num_gpus, processes, devices, environment, visible) in GPUS.items():
         with subtests.test(msg=name):
-            monkeypatch.setattr(launch, "count_gpus", lambda n=num_gpus: n)
+            monkeypatch.setattr(launch, "visible_gpus", lambda n=num_gpus: ["GPU-"] * n)
             made = launch.environments_for(environment, processes, devices, on_cpu=False)
             assert [each["CUDA_VISIBLE_DEVICES"] for each in made] == visible
 
 
 def test_each_process_has_its_own_host_devices(monkeypatch):
-    monkeypatch.setattr(launch, "count_gpus", lambda: 8)
+    monkeypatch.setattr(launch, "visible_gpus", lambda: ["GPU-"] * 8)
     made = launch.environments_for({}, 3, 2, on_cpu=True)
     assert made == [{"JAX_NUM_CPU_DEVICES": "2", "JAX_PLATFORMS": "cpu"}] * 3
-    monkeypatch.setattr(launch, "count_gpus", lambda: 0)
+    monkeypatch.setattr(launch, "visible_gpus", list)
     assert launch.environments_for({"A": "1"}, 2, None, on_cpu=False) == [{"A": "1"}] * 2
 
 
@@ -314,6 +314,6 @@ IMPOSSIBLE = [
 def test_impossible_jobs_are_rejected(monkeypatch, subtests):
     for num_gpus, devices, environment, message in IMPOSSIBLE:
         with subtests.test(msg=str(message)):
-            monkeypatch.setattr(launch, "count_gpus", lambda n=num_gpus: n)
+            monkeypatch.setattr(launch, "visible_gpus", lambda n=num_gpus: ["GPU-"] * n)
             with raises(OptionError, **message):
                 launch.environments_for(environment, 3, devices, on_cpu=False)

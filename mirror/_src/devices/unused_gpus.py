@@ -50,8 +50,8 @@ def problem_with(gpus: Sequence[Gpu], devices: Sequence[jax.Device]) -> str | No
     if len(devices) < len(gpus) and any(gpu.uuid.startswith("MIG-") for gpu in gpus):
         return (
             f"The driver lists {counted(len(gpus), 'GPU')}, but JAX found {len(devices)}: in MIG "
-            "mode, CUDA shows one partition to a process. Run one process per partition, or turn "
-            "MIG mode off to use several GPUs: nvidia-smi -mig 0"
+            "mode, CUDA shows one partition to a process. To use several GPUs, turn MIG mode off: "
+            "nvidia-smi -mig 0"
         )
     # Only names of other GPUs count: CUDA could name the same model in another way.
     known = {gpu.name for gpu in gpus}
