@@ -28,6 +28,11 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+    # A process may read an entry of which another one has written the first half. JAX (0.10.2,
+    # 0.12.0.1) then warns, and compiles. `filterwarnings` in pyproject.toml ignores it in tests.
+    _IGNORED = "ignore:Error reading persistent compilation cache entry"
+    _WARNINGS = os.environ.get("PYTHONWARNINGS")
+    os.environ["PYTHONWARNINGS"] = f"{_WARNINGS},{_IGNORED}" if _WARNINGS else _IGNORED
     # Otherwise Matplotlib sets it while a test runs.
     if not os.access(os.path.expanduser("~"), os.W_OK):
         os.environ.setdefault("MPLCONFIGDIR", os.path.join(_CACHE, "matplotlib"))
