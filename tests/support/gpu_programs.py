@@ -24,16 +24,19 @@ class Collective(NamedTuple):
         kind: Its opcode, without `-start` or `-done`.
         types: The dtypes of its results.
         bytes: Bytes of its results on one GPU.
+        kernel: XLA's kernel for it, such as `TRITON_ONE_SHOT`; `DEFAULT` is NCCL.
         overlap: Number of kernels that are scheduled while it runs.
     """
 
     kind: str
     types: tuple[str, ...]
     bytes: int
+    kernel: str
     overlap: int
 
     def __str__(self) -> str:
-        return f"{self.kind} of {self.bytes} B {'+'.join(self.types)} during {self.overlap} kernels"
+        what = f"{self.kind} of {self.bytes} B {'+'.join(self.types)} by {self.kernel}"
+        return f"{what} during {self.overlap} kernels"
 
 
 class GpuProgram(NamedTuple):
@@ -87,7 +90,7 @@ def differences(program: GpuProgram, by_hand: GpuProgram) -> list[str]:
         )
     else:
         for i, (one, other) in enumerate(zip(found, wanted, strict=True), start=1):
-            if one[:3] != other[:3] or one.overlap < other.overlap:
+            if one[:4] != other[:4] or one.overlap < other.overlap:
                 sentences.append(f"collective {i} is {one} instead of {other}")
     labels = {
         "donated": "donated arguments",
@@ -125,7 +128,9 @@ def _collectives(text: str) -> Iterator[Collective]:
                 continue
             start = re.search(r"%([\w.-]+)", rest)
             assert start is not None, line
-            yield Collective(kind, *_size(shape), running.pop(start[1], 0))
+            kernel = re.search(r'"kernel_strategy":"KERNEL_STRATEGY_(\w+)"', rest)
+            strategy = kernel[1] if kernel else "DEFAULT"
+            yield Collective(kind, *_size(shape), strategy, running.pop(start[1], 0))
         elif opcode not in _NO_KERNEL:
             running = {each: count + 1 for each, count in running.items()}
 

@@ -31,7 +31,9 @@ class AllReduce(CrossDeviceOps):
     Args:
         pack_bytes: Size in bytes up to which all-reduces are packed into one collective per dtype.
             0 disables packing. The default is 32 KiB on host devices, where every all-reduce
-            has a fixed cost, and 0 on accelerators, where XLA combines collectives.
+            has a fixed cost, and 0 on accelerators, where XLA combines collectives. On GPUs with
+            JAX 0.12 or later, 2**20 lets XLA use its low-latency kernel for gradients of at most
+            4 MiB in total, which is compiled but not measured on several GPUs.
         narrow: Whether the all-reduces of steps exchange half-precision values in their own dtype.
             They send half the bytes, but accelerators then round every partial sum. By default,
             half precision is converted to float32 and summed there.
