@@ -13,6 +13,8 @@ from flax.training import train_state
 
 import mirror
 from mirror_cli import main as cli
+from tests.support.compilations import compiler_options
+from tests.support.inside import pretended_types
 from tests.support.messages import assert_message, raises
 from tests.support.strategies import cpu_strategy
 from tests.support.tables import rows
@@ -26,6 +28,7 @@ PARAMS = {
     "c": np.zeros(10, np.float32),
     "k": RNG.randn(3, 8, 2).astype(np.float32),
 }
+BUCKETS = "xla_gpu_reduce_scatter_combine_threshold_bytes"
 SHARED = {2: {"w", "b", "v", "c", "k"}, 4: {"w", "b", "v", "k"}, 8: {"w", "b", "v", "k"}}
 
 
@@ -517,6 +520,22 @@ def test_sharded_update_supports_unequal_batches():
         found.append(go_on(state))
     assert_close(*found, 1e-5)
     assert 0.5 in stored(found[0])
+
+
+@rows(
+    "types, flags, number",
+    {
+        "GPUs": (["GPU"] * 4, "", 1),
+        "GPUs, and the user's flag": (["GPU"] * 4, f"--{BUCKETS}=1000", 0),
+        "host devices": ([], "", 0),
+    },
+)
+def test_gradients_are_scattered_in_buckets_on_gpus(monkeypatch, types, flags, number):
+    """XLA compares its limit with the slices, not with the 30 MiB of gradients."""
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    with pretended_types(types), compiler_options() as options:
+        train(cpu_strategy(4, shard_update=True), optax.adam(1e-2), steps=1)
+    assert options == [{BUCKETS: 30 * 2**20 // 4}] * number
 
 
 def test_shard_update_must_be_a_bool():

@@ -6,6 +6,7 @@ import numpy as np
 
 import mirror
 from mirror import PerReplica
+from tests.support.compilations import compiler_options
 from tests.support.inside import pretended_types
 from tests.support.strategies import FOUR_REPLICAS, cpu_strategy
 from tests.support.tables import rows
@@ -62,45 +63,33 @@ SAFE = {
 }
 
 
-def options_of(monkeypatch, strategy, step):
+def options_of(strategy, step):
     """Returns the options with which XLA compiles the programs of a step, those that have any."""
-    options, jit = [], jax.jit
-
-    def recorded(*args, compiler_options=None, **kwargs):
-        if compiler_options is not None:
-            options.append(compiler_options)
-        return jit(*args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(jax, "jit", recorded)
+    with compiler_options() as options:
         strategy.run(step, (TABLE, X))
     return options
 
 
 @rows("step", RACING)
-def test_races_of_mirrored_values_are_excluded_on_gpus(monkeypatch, step):
+def test_races_of_mirrored_values_are_excluded_on_gpus(step):
     with pretended_types(["GPU"] * 4):
-        assert options_of(monkeypatch, cpu_strategy(4), step) == [DETERMINISTIC]
+        assert options_of(cpu_strategy(4), step) == [DETERMINISTIC]
 
 
 @rows("step", SAFE)
-def test_other_steps_are_compiled_as_usual_on_gpus(monkeypatch, step):
+def test_other_steps_are_compiled_as_usual_on_gpus(step):
     with pretended_types(["GPU"] * 4):
-        assert options_of(monkeypatch, cpu_strategy(4), step) == []
+        assert options_of(cpu_strategy(4), step) == []
 
 
 @rows("devices, per_device, ops", FOUR_REPLICAS)
-def test_races_are_excluded_by_every_executor(monkeypatch, devices, per_device, ops):
+def test_races_are_excluded_by_every_executor(devices, per_device, ops):
     with pretended_types(["GPU"] * 4):
         strategy = cpu_strategy(devices, cross_device_ops=ops(), replicas_per_device=per_device)
-        options = options_of(monkeypatch, strategy, RACING["add"])
+        options = options_of(strategy, RACING["add"])
     assert all(option == DETERMINISTIC for option in options)
     assert bool(options) is (devices > 1)
 
 
-def test_host_devices_need_no_option(monkeypatch):
-    assert options_of(monkeypatch, cpu_strategy(4), RACING["add"]) == []
-
-
-def test_xla_knows_the_option():
-    assert jax.jit(lambda x: x + 1, compiler_options=DETERMINISTIC)(1) == 2
+def test_host_devices_need_no_option():
+    assert options_of(cpu_strategy(4), RACING["add"]) == []

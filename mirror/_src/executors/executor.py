@@ -3,6 +3,7 @@
 import abc
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
@@ -32,8 +33,9 @@ from mirror._src.utils.errors import describe
 from mirror._src.utils.types import Array
 
 Outputs = tuple[Any, ...]
-# Copies of a mirrored value would differ in the last bits, and drift apart from then on.
-_WITHOUT_RACES = {"xla_gpu_exclude_nondeterministic_ops": True}
+_WITHOUT_RACES = "xla_gpu_exclude_nondeterministic_ops"
+_SCATTER_BYTES = "xla_gpu_reduce_scatter_combine_threshold_bytes"
+_BUCKET_BYTES = 30 * 2**20  # of gradients, as XLA combines all-reduces
 _NO_DEFERRAL = contextlib.nullcontext()
 
 
@@ -226,6 +228,7 @@ class MeshExecutor(Executor):
             captured=[self.replicas.input(array, Kind()) for array in captured.values()],
             ends_in_python=any(map(_ends_in_python, variant[:2])),
             has_races=program.has_races and len(self.replicas.distinct) > 1,
+            scatters=update is not None,
         )
 
     @final
@@ -245,6 +248,7 @@ class MeshExecutor(Executor):
         captured: Sequence[Array] = (),
         ends_in_python: bool = False,
         has_races: bool = False,
+        scatters: bool = False,
     ) -> MeshProgram:
         """Returns a program that runs a function of flat leaves on every replica.
 
@@ -262,6 +266,7 @@ class MeshExecutor(Executor):
             captured: Arrays that every launch gets as its last inputs.
             ends_in_python: Whether JAX runs Python code between a launch and its results.
             has_races: Whether devices could compute different values that must be the same.
+            scatters: Whether it sums gradients by reduce-scatters.
         """
         # `jax.pmap` and `jax.vmap` need an input to map over. A step without a per-replica input
         # gets an unused one.
@@ -292,13 +297,29 @@ class MeshExecutor(Executor):
             in_shardings=tuple(map(self.replicas.sharding, inputs)),
             out_shardings=tuple(map(self.replicas.sharding, outputs)),
             donate_argnums=tuple(donated),
-            compiler_options=_WITHOUT_RACES if has_races and self.replicas.on_gpus else None,
+            compiler_options=_compiler_options(self.replicas, has_races, scatters),
         )
         more = [*captured, *([self._filler] if fill else [])]
         spans = self.replicas.spans_processes
         described = Described(name, line, self.replicas.devices, self.replica_ids, sites, spans)
         types = list(map(self.replicas.array_type, avals, kinds))
         return MeshProgram(compiled, more, bounded, described, types, ends_in_python=ends_in_python)
+
+
+def _compiler_options(
+    replicas: ReplicaDevices, has_races: bool, scatters: bool
+) -> dict[str, Any] | None:
+    """Returns XLA's options for one program; `None` for devices that need no options."""
+    if not replicas.on_gpus:
+        return None
+    options: dict[str, Any] = {}
+    if has_races:  # copies would differ in the last bits, and drift apart from then on
+        options[_WITHOUT_RACES] = True
+    if scatters and _SCATTER_BYTES not in os.environ.get("XLA_FLAGS", ""):
+        # XLA compares its limit with the bytes that each GPU receives, 1/n of the gradients. The
+        # buckets would be n times too large, and most would start after the backward pass.
+        options[_SCATTER_BYTES] = _BUCKET_BYTES // len(replicas)
+    return options or None
 
 
 def sites_of(variant: Variant) -> list[Site]:
