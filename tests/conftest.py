@@ -17,6 +17,7 @@ from typing import Any
 from pytest_mirror.member import IS_MEMBER
 from tests.support.packages import require_environment
 from tests.support.sockets import shorten_paths
+from tests.support.strict import HALF_WRITTEN
 
 require_environment()
 
@@ -29,10 +30,10 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
     # A process may read an entry of which another one has written the first half. JAX (0.10.2,
-    # 0.12.0.1) then warns, and compiles. `filterwarnings` in pyproject.toml ignores it in tests.
-    _IGNORED = "ignore:Error reading persistent compilation cache entry"
+    # 0.12.0.1) then warns, and compiles. `filterwarnings` in pyproject.toml ignores it in tests,
+    # this variable and `STRICT` in other processes.
     _WARNINGS = os.environ.get("PYTHONWARNINGS")
-    os.environ["PYTHONWARNINGS"] = f"{_WARNINGS},{_IGNORED}" if _WARNINGS else _IGNORED
+    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [_WARNINGS, HALF_WRITTEN]))
     # Otherwise Matplotlib sets it while a test runs.
     if not os.access(os.path.expanduser("~"), os.W_OK):
         os.environ.setdefault("MPLCONFIGDIR", os.path.join(_CACHE, "matplotlib"))

@@ -8,6 +8,7 @@ import pytest
 
 from tests.support import fresh
 from tests.support.messages import assert_message
+from tests.support.strict import STRICT
 
 DEADLINE = 100
 
@@ -118,7 +119,7 @@ ASCII = {"LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
 CASES = {
     "warnings are errors, no asserts, no home, ASCII": (
         TRAINS + SAVES,
-        ["-W", "error", "-OO"],
+        [*STRICT, "-OO"],
         {**HOMELESS, **ASCII},
     ),
 }

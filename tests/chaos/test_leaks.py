@@ -8,6 +8,7 @@ import pytest
 
 from tests.support import fresh
 from tests.support.leaks import CASES, MAKES_PROGRAMS
+from tests.support.strict import STRICT
 
 SHARE = 20  # of the whole count, in CI
 MOST_KIB = 8 * 1024
@@ -17,7 +18,7 @@ MOST_OBJECTS = 500  # caches of libraries that fill up
 
 def grown(name: str, count: int) -> dict[str, int]:
     """Returns how much more a new process keeps after a case."""
-    command = [sys.executable, "-W", "error", "-m", "tests.support.leaks", name, str(count)]
+    command = [sys.executable, *STRICT, "-m", "tests.support.leaks", name, str(count)]
     done = subprocess.run(
         command,
         capture_output=True,

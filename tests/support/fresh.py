@@ -8,6 +8,8 @@ import sys
 import textwrap
 from types import ModuleType
 
+from tests.support.strict import STRICT
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PROGRAMS = ROOT / "tests" / "programs"
 STAND_INS = pathlib.Path(__file__).resolve().parent / "stand_ins"
@@ -67,7 +69,7 @@ def _start(
     arguments: list[str], environment: dict[str, str] | None, timeout: int
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-W", "error", *arguments],
+        [sys.executable, *STRICT, *arguments],
         env={**INHERITED, **(environment or {})},
         cwd=ROOT,
         stdout=subprocess.PIPE,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.support import fresh
+from tests.support.strict import STRICT
 
 _BLOCK = re.compile(
     r"^```python\n(?P<code>.*?)^```$"
@@ -105,7 +106,7 @@ def check_as_program(name: str, folder: Path, environment: dict[str, str] | None
     file = folder / Path(name).name  # so that a traceback names the page and its line
     file.write_text(program(PAGES[name]))
     done = subprocess.run(
-        [sys.executable, "-W", "error", file.name],
+        [sys.executable, *STRICT, file.name],
         env={**fresh.INHERITED, "PYTHONPATH": str(fresh.ROOT), **(environment or {})},
         cwd=folder,
         capture_output=True,

@@ -7,6 +7,7 @@ import tempfile
 import textwrap
 
 from tests.support import fresh
+from tests.support.strict import STRICT
 
 # As an installed mirror has it: pytest finds the plugin by this, and blocks it by this name.
 ENTRY_POINT = {"entry_points.txt": "[pytest11]\nmirror = pytest_mirror\n"}
@@ -30,7 +31,8 @@ def run_pytest(
             import os, sys, pytest
             os.chdir({name!r})
             for options in {runs!r}:
-                status = pytest.main(["-W", "error", "-p", "no:cacheprovider", *options.split()])
+                options = [*{STRICT!r}, "-p", "no:cacheprovider", *options.split()]
+                status = pytest.main(options)
                 print("STATUS", int(status), flush=True)
             print("LOADED", *sorted({{"jax", "mirror", "pytest_mirror"}} & set(sys.modules)))
             """
