@@ -1,27 +1,41 @@
 """Programs on real GPUs, in separate processes: `pytest --gpu tests/laws/test_gpu.py`.
 
 Without a GPU that JAX can use they fail. They work with one GPU, and with several. In a clone that
-is not installed, pass `-p pytest_mirror` too.
+is not installed, pass `-p pytest_mirror` too. The rows `CPU` run the same code on a CPU, so that it
+is known to work where no GPU is.
 """
 
 import json
 import os
+import signal
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.programs import checks
-from tests.support import fresh
+from tests.programs import checks, one_device
+from tests.support import fresh, packages
 from tests.support.messages import assert_message
 
-pytestmark = pytest.mark.gpu
+needs_gpu = pytest.mark.gpu
 
 MIB = 2**20
+ON_ONE = "from tests.programs import one_device"
 COUNT = """
 import jax, mirror
 shown["jax"] = jax.device_count("gpu")
 shown["kinds"] = [d.device_kind for d in jax.devices("gpu")]
 shown["driver"] = len(mirror.config.list_physical_devices("GPU"))
+"""
+UUID = """
+import importlib
+shown["uuid"] = "GPU-00000000-0000-0000-0000-000000000000"
+try:
+    pynvml = importlib.import_module("pynvml")
+    pynvml.nvmlInit()
+    shown["uuid"] = pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(0))
+except Exception as error:
+    shown["error"] = str(error)
 """
 NONE = (
     "--gpu asks for tests on GPUs, and JAX finds none. Install jax[cuda12] or jax[cuda13] and "
@@ -32,7 +46,7 @@ NONE = (
 def start(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs code in a process with JAX on the GPUs that `CUDA_VISIBLE_DEVICES` leaves us."""
     inherited = {k: v for k, v in os.environ.items() if k == "CUDA_VISIBLE_DEVICES"}
-    wanted = {"JAX_PLATFORMS": "cuda,cpu", **inherited, **environment}
+    wanted = {"JAX_PLATFORMS": "cuda,cpu", "KERAS_BACKEND": "jax", **inherited, **environment}
     before = "import json\nfrom tests.programs import checks, play\nshown = {}\n"
     after = "\nprint(json.dumps(shown))"
     return fresh.start(before + code + after, environment=wanted, timeout=600)
@@ -71,11 +85,13 @@ def problems(count) -> dict:
     return show(f"shown['problems'] = checks.problems({count}, 'GPU')")["problems"]
 
 
+@needs_gpu
 @pytest.mark.parametrize("program", checks.CHECKS)
 def test_programs_run_without_configuration(problems, program):
     assert not problems[program], problems[program]
 
 
+@needs_gpu
 def test_visible_devices_select_the_first_gpu(count):
     """With one GPU nothing is hidden; to hide it comes too late either way."""
     shown = show(
@@ -97,6 +113,7 @@ shown["of JAX"] = jax.device_count("gpu")
     assert shown["of JAX"] == 1
 
 
+@needs_gpu
 def test_visible_devices_hide_all_gpus(count):
     shown = show(
         """
@@ -123,6 +140,7 @@ shown["then"] = taken()
 """
 
 
+@needs_gpu
 @pytest.mark.parametrize("environment", [{}, {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}], ids=str)
 def test_memory_growth_allocates_on_demand(count, environment):
     shown = show(GROWTH, **environment)
@@ -141,6 +159,7 @@ def test_memory_growth_allocates_on_demand(count, environment):
         assert_message(error, values="p05_memory_growth.py:13", fix="mirror.config")
 
 
+@needs_gpu
 def test_memory_is_preallocated_by_default(count):
     shown = show(GROWTH.replace('shown["growth"] = play("p05_memory_growth").text', ""))
     assert shown["at first"] > 2048 * MIB
@@ -167,6 +186,7 @@ except Exception as error:
 """
 
 
+@needs_gpu
 @pytest.mark.parametrize("parts", [1, 2])
 def test_logical_devices_limit_and_split_a_gpu(count, parts):
     shown = show(PARTS.format(parts=parts))
@@ -187,6 +207,7 @@ def test_logical_devices_limit_and_split_a_gpu(count, parts):
     assert "RESOURCE_EXHAUSTED" in shown["beyond"]
 
 
+@needs_gpu
 def test_environment_selects_gpus(count):
     """CUDA reads up to the first number that names no GPU."""
     shown = show("shown['by environment'] = play('p13_visible_by_environment').text")
@@ -195,6 +216,7 @@ def test_environment_selects_gpus(count):
     assert lines == [*expected, f"Num GPUs Available: {len(expected)}"]
 
 
+@needs_gpu
 def test_driver_and_jax_agree_on_device_details(gpus):
     shown = show(
         """
@@ -209,6 +231,7 @@ shown["capability"] = [d.compute_capability for d in jax.devices("gpu")]
     assert capability == shown["capability"]
 
 
+@needs_gpu
 def test_devices_command_shows_every_gpu_and_its_memory(gpus):
     shown = show(
         """
@@ -229,93 +252,25 @@ shown = json.loads(output.getvalue())
     assert shown["notes"] == []
 
 
-TRAINING = """
-import jax, jax.numpy as jnp, mirror, numpy as np, optax
-from flax import nnx
-
-class Net(nnx.Module):
-    def __init__(self, rngs):
-        self.inner, self.outer = nnx.Linear(8, 32, rngs=rngs), nnx.Linear(32, 3, rngs=rngs)
-    def __call__(self, x):
-        return self.outer(nnx.relu(self.inner(x)))
-
-jax.config.update("jax_default_matmul_precision", "highest")
-strategy = mirror.MirroredStrategy()
-with strategy.scope():
-    model = Net(nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
-
-def loss_fn(model, x, y):
-    return optax.softmax_cross_entropy_with_integer_labels(model(x), y).mean()
-
-def step(model, optimizer, x, y):
-    loss, grads = nnx.value_and_grad(loss_fn)(model, x, y)
-    context = mirror.get_replica_context()
-    grads, loss = context.all_reduce("mean", (grads, loss))
-    optimizer.update(model, grads)
-    return loss
-
-random = np.random.default_rng(0)
-x = random.normal(size=(20, 24, 8)).astype(np.float32)
-y = (x.sum(-1) > 0).astype(np.int32)
-n = strategy.num_replicas_in_sync
-size = 24 - 24 % n
-batches = [(a[:size], b[:size]) for a, b in zip(x, y)]
-(first, *_) = strategy.distribute_dataset(batches[:1])
-strategy.verify(step, (model, optimizer, *first), rtol=1e-3)
-losses = [float(strategy.run(step, (model, optimizer, *b)))
-          for b in strategy.distribute_dataset(batches)]
-strategy.check_mirrored((model, optimizer))
-shown["replicas"], shown["losses"] = n, losses
-shown["on"] = sorted(str(mirror.config.list_logical_devices("GPU")[d.id].name)
-                     for d in model.inner.kernel[...].devices())
-"""
-
-
+@needs_gpu
 def test_mirrored_strategy_trains_on_all_gpus(count):
-    shown = show(TRAINING)
+    shown = show(
+        ON_ONE
+        + """
+import mirror
+strategy = mirror.MirroredStrategy()
+shown["losses"], model = one_device.train(strategy)
+shown["replicas"] = strategy.num_replicas_in_sync
+gpus = mirror.config.list_logical_devices("GPU")
+shown["on"] = sorted(gpus[d.id].name for d in model.layers[0].kernel[...].devices())
+"""
+    )
     assert shown["replicas"] == count
     assert shown["on"] == sorted(f"/device:GPU:{i}" for i in range(count))
     assert shown["losses"][-1] < 0.8 * shown["losses"][0]
 
 
-def test_two_gpus_compute_concurrently_at_full_size(count):
-    """On two GPUs it takes close to half the time; on one there is nothing to overlap with."""
-    shown = show(
-        """
-values = play("p09_two_devices_at_once").values
-shown["one"] = values["took_on_one"].total_seconds()
-shown["two"] = values["took_on_two"].total_seconds()
-shown["finite"] = bool(abs(values["on_two"]).max() < float("inf"))
-"""
-    )
-    assert shown["finite"]
-    assert shown["two"] < (0.75 if count > 1 else 1.5) * shown["one"]
-
-
-STRATEGIES = {
-    "GPU and CPU": "mirror.MirroredStrategy(['/gpu:0', '/cpu:0'])",
-    "staged on the GPUs": "mirror.MirroredStrategy(None, mirror.ReductionToOneDevice())",
-    "reduced on a GPU": "mirror.MirroredStrategy(None, mirror.ReductionToOneDevice('/gpu:0'))",
-    "two on one GPU": "mirror.MirroredStrategy(['/gpu:0'], replicas_per_device=2)",
-    "four on one GPU": "mirror.MirroredStrategy(['/gpu:0'], replicas_per_device=4)",
-}
-
-
-@pytest.fixture(scope="module")
-def alone(gpus) -> list[float]:
-    one = TRAINING.replace("mirror.MirroredStrategy()", "mirror.OneDeviceStrategy('/gpu:0')")
-    return show(one.replace("24 % n", "0"))["losses"]
-
-
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_every_layout_trains_as_one_gpu(name, alone):
-    code = TRAINING.replace("mirror.MirroredStrategy()", STRATEGIES[name])
-    code = code.replace('shown["on"]', 'shown["unused"]').split('shown["unused"]')[0]
-    losses = show(code)["losses"]
-    assert losses == pytest.approx(alone, rel=1e-3)
-
-
+@needs_gpu
 def test_demo_trains_on_a_gpu_and_the_cpu(gpus):
     shown = show(
         """
@@ -324,3 +279,82 @@ shown["status"] = cli.main(["demo", "--devices", "/gpu:0,/cpu:0", "--epochs", "3
 """
     )
     assert shown == {"status": 0}
+
+
+# On one device: the rows `CPU` are not about GPUs, but about this code.
+
+KINDS = [
+    pytest.param("GPU", marks=pytest.mark.gpu),
+    pytest.param("CPU", marks=pytest.mark.slow),
+]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request) -> str:
+    if request.param == "GPU":
+        request.getfixturevalue("gpus")
+    return request.param
+
+
+def platforms(kind: str) -> dict[str, str]:
+    return {"JAX_PLATFORMS": "cpu"} if kind == "CPU" else {}
+
+
+@pytest.fixture(scope="module")
+def problems_on_one(kind) -> dict:
+    code = f"{ON_ONE}\nshown['problems'] = one_device.problems({kind!r})"
+    return show(code, **platforms(kind))["problems"]
+
+
+@pytest.mark.parametrize("check", packages.rows(one_device.CHECKS))
+def test_one_device_works_as_promised(problems_on_one, check):
+    assert not problems_on_one[check], problems_on_one[check]
+
+
+def test_interrupt_ends_a_program_with_launches_in_flight(kind):
+    done = start(f"{ON_ONE}\none_device.endless({kind!r})", **platforms(kind))
+    assert done.returncode in (-signal.SIGINT, 128 + signal.SIGINT), done.stdout
+    assert done.stdout.rstrip().endswith("KeyboardInterrupt")
+
+
+def test_launch_with_one_device(kind):
+    """With a second GPU or a second host device, the script has one only."""
+    code = """
+from mirror_cli import main as cli
+cli.main(["launch", "--devices", "1", "-m", "tests.programs.one_device"])
+"""
+    shown = show(code, **platforms(kind))
+    if kind == "CPU":
+        assert shown == {"visible": None, "devices": ["cpu"]}
+    else:
+        first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        assert shown == {"visible": first, "devices": ["gpu"]}
+
+
+def test_selected_gpus_are_those_of_jax(kind):
+    """By index, UUID, prefix of a UUID, up to an entry that selects none; and repeated ones."""
+    code = """
+import jax, mirror
+shown["driver"] = len(mirror.config.list_physical_devices("GPU"))
+shown["jax"] = sum(device.platform == "gpu" for device in jax.devices())
+"""
+    uuid = show(UUID, **platforms(kind))["uuid"]
+    selections = ["0", uuid, uuid[:12], "-1", "", "0,-1", f"{uuid},{uuid}", "0,0", "0,99", "GPU-"]
+
+    if kind == "CPU":
+        selections = selections[:2]
+
+    def counts(selection: str) -> dict:
+        environment = {"JAX_PLATFORMS": "", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        return show(code, **{**environment, **platforms(kind), "CUDA_VISIBLE_DEVICES": selection})
+
+    with ThreadPoolExecutor(4) as pool:
+        found = dict(zip(selections, pool.map(counts, selections), strict=True))
+    different = {text: shown for text, shown in found.items() if shown["driver"] != shown["jax"]}
+    assert not different
+    selected = {text for text, shown in found.items() if shown["jax"]}
+    if kind == "GPU":
+        assert selected >= {"0", uuid, uuid[:12]}
+        assert not selected & {"-1", ""}
+    else:
+        assert not selected
