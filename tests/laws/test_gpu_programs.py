@@ -268,10 +268,10 @@ def test_sharded_update_scatters_during_the_backward_pass():
 
 
 class Net(nnx.Module):
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.first = nnx.Linear(32, 64, rngs=rngs)
-        self.second = nnx.Linear(64, 8, rngs=rngs)
+    def __init__(self, dtype=jnp.float32):
+        options = {"param_dtype": dtype, "rngs": nnx.Rngs(0)}
+        self.first = nnx.Linear(32, 64, **options)
+        self.second = nnx.Linear(64, 8, **options)
 
     def __call__(self, x):
         return self.second(jax.nn.relu(self.first(x)))
@@ -282,7 +282,7 @@ def losses_of(net, batch):
 
 
 def test_trainer_is_the_step_by_hand():
-    """Sums over the examples that are not padding, whose number is a sum of integers."""
+    """Sums over the examples that are not padding; their number needs no other collective."""
     data = mlp().batch
 
     def init():
@@ -294,18 +294,32 @@ def test_trainer_is_the_step_by_hand():
         net = Net()
         optimizer = nnx.Optimizer(net, TX, wrt=nnx.Param)
         nnx.update((net, optimizer), state)
-        count = jax.lax.psum(mask.sum(), "gpus")
         total = lambda net: jnp.where(mask, losses_of(net, batch), 0).sum()  # noqa: E731
         loss, grads = nnx.value_and_grad(total)(net)
-        grads, loss = jax.lax.psum((grads, loss), "gpus")
+        sums = grads, loss, mask.sum(dtype=jnp.float32)
+        grads, loss, count = jax.lax.psum(sums, "gpus")
         optimizer.update(net, jax.tree.map(lambda grad: grad / count, grads))
-        return nnx.state((net, optimizer)), (loss, count)
+        return nnx.state((net, optimizer)), (loss, count.astype(jnp.int32))
 
     padded = (data, np.ones(EXAMPLES, bool))
     wanted = gpu_programs.by_hand(step, gpus(), init, padded)
     make = lambda _: (mirror.Trainer(Net(), TX, losses_of), [data])  # noqa: E731
     program = gpu_programs.examine(inside.compiled_step(strategy_of(), make))
     require_equal(program, wanted)
+
+
+def test_trainer_adds_up_everything_at_once():
+    """Gradients of half precision, the loss, integer metrics and weights, and their number."""
+
+    def loss_fn(net, batch):
+        losses = losses_of(net, batch).astype(jnp.float32)
+        tokens = mirror.Weighted(batch["tokens"] % 2, batch["tokens"])
+        return losses, {"small": losses < 1, "odd": tokens}
+
+    data = {**mlp(jnp.bfloat16).batch, "tokens": np.zeros(EXAMPLES, np.int32)}
+    make = lambda _: (mirror.Trainer(Net(jnp.bfloat16), TX, loss_fn), [data])  # noqa: E731
+    program = gpu_programs.examine(inside.compiled_step(strategy_of(), make))
+    assert len(program.collectives) == 1, list(map(str, program.collectives))
 
 
 def test_half_precision_is_summed_in_float32(subtests):

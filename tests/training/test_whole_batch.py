@@ -11,6 +11,7 @@ from flax import nnx
 import mirror
 from tests.support.messages import raises
 from tests.support.strategies import EXECUTORS, ONE, cpu_strategy
+from tests.support.tables import rows
 from tests.support.training import fit
 
 RNG = np.random.RandomState(0)
@@ -147,3 +148,30 @@ def test_integers_are_counted_exactly():
         assert {name: history[name][0] for name in wanted} == wanted
         gradient = (2 * errors * batch["x"][:, 0]).mean()
         np.testing.assert_allclose(model.kernel[...], kernel - 0.5 * gradient, rtol=1e-5)
+
+
+class HalfFloats(mirror.CrossDeviceOps):
+    def reduce_implementation(self, op, values):
+        is_float = lambda x: np.issubdtype(x.dtype, np.floating)  # noqa: E731
+        sent = (x.astype(np.float16).astype(x.dtype) if is_float(x) else x for x in values)
+        return super().reduce_implementation(op, sent)
+
+
+@rows(
+    "size, ops",
+    {
+        "float32 has only even numbers": (2**17 + 1, mirror.AllReduce()),
+        "the user's ops round floats": (4098, HalfFloats()),
+    },
+)
+def test_integers_are_counted_exactly_where_floats_are_not(size, ops):
+    """Small sums of integers are sent as floats, with the loss."""
+    batch = {"x": np.zeros((size, 1), np.float32), "bytes": np.full(size, 255, np.uint8)}
+    trainer = mirror.Trainer(
+        nnx.Linear(1, 1, rngs=nnx.Rngs(0)),
+        optax.sgd(0.5),
+        lambda model, batch: (model(batch["x"])[:, 0], {"bytes": batch["bytes"]}),
+        strategy=cpu_strategy(2, cross_device_ops=ops),
+    )
+    assert trainer.evaluate([batch])["bytes"] == 255
+    assert fit(trainer, [batch])["bytes"] == [255]

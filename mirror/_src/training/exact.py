@@ -13,6 +13,7 @@ import numpy as np
 from mirror._src.utils.types import Array
 
 _BASE = 256
+_MOST_EXACT = 2**24  # float32 has all integers up to it
 
 
 def exact_sum(values: Array, mask: Array) -> Array:
@@ -25,6 +26,11 @@ def exact_sum(values: Array, mask: Array) -> Array:
     columns = [x.astype(jnp.int32) for x in (*low, high)]
     sums = [jnp.sum(x, where=mask, dtype=jnp.int32) for x in columns]
     return carried(jnp.stack([*sums, jnp.zeros((), jnp.int32)]))
+
+
+def fit_floats(num_examples: int) -> bool:
+    """Whether float32 has all sums of digits, 8-bit integers or booleans of this many examples."""
+    return num_examples * _BASE <= _MOST_EXACT
 
 
 def carried(total: Array) -> Array:

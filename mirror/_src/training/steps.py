@@ -17,10 +17,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 import mirror._src.training.objective as objectives
+from mirror._src.collectives.all_reduce import AllReduce
 from mirror._src.context.example_mask import masking
 from mirror._src.context.replica_context import Piece
 from mirror._src.strategy.mirrored import get_replica_context
-from mirror._src.training.exact import as_float
+from mirror._src.training.exact import as_float, fit_floats
 from mirror._src.training.loss_scale import SCALE, SKIPPED, LossScale, Snapshot
 from mirror._src.training.mistakes import describes_batch
 from mirror._src.training.objective import LOSS, Objective, Sums
@@ -60,8 +61,7 @@ def training_step(objective: Objective, wrt: Any, accumulate_steps: int) -> Call
         before = None if loss_scale is None else Snapshot((model, optimizer))
         scale = None if loss_scale is None else loss_scale.current[...]
         means, local_sums = gradients(model, batch, mask, num_rows, scale)
-        totals, sums = context.all_reduce("sum", (means, local_sums))
-        sums = objectives.carried(sums)
+        totals, sums = _all_reduced(means, local_sums, num_rows)
         grads = _divided(totals, sums, num_rows)
         if loss_scale is not None:  # before smaller dtypes round it
             grads = loss_scale.unscale(grads)
@@ -125,7 +125,8 @@ def evaluation_step(objective: Objective) -> Callable[[nnx.Module, PyTree, Array
         context = get_replica_context()
         assert context is not None, "a step runs in a replica"
         _, sums = objective(_for_evaluation(model), batch, mask)
-        return objectives.carried(context.all_reduce("sum", sums))
+        num_rows = mask.size * context.num_replicas_in_sync
+        return _all_reduced([], sums, num_rows)[1]
 
     on_behalf_of(evaluate_step, objective.loss_fn)
     return evaluate_step
@@ -201,6 +202,26 @@ def _gradients(objective: Objective, wrt: Any) -> Callable[..., Gradients]:
         return jax.tree.map(widened, found), sums
 
     return gradients
+
+
+def _all_reduced(means: list[PyTree], sums: Sums, num_rows: int) -> Gradients:
+    """Adds up what the replicas have computed from `num_rows` examples, padding included.
+
+    A collective has one dtype. Integers are therefore sent as floats, with the loss, if these are
+    exact: not for large batches, nor for the user's cross-device ops, which may round floats.
+    """
+    context = get_replica_context()
+    assert context is not None, "a step runs in a replica"
+    is_exact = isinstance(context.strategy.cross_device_ops, AllReduce) and fit_floats(num_rows)
+    dtype = sums.totals[LOSS].dtype
+
+    def sent(x: Array) -> Array:
+        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.integer) else x
+
+    values = jax.tree.map(sent, sums) if is_exact else sums
+    totals, received = context.all_reduce("sum", (means, values))
+    received = jax.tree.map(lambda x, like: x.astype(like.dtype), received, sums)
+    return totals, objectives.carried(received)
 
 
 class _Dependence:
