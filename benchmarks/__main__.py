@@ -32,16 +32,18 @@ def run_job(job: plan.Job, log: Callable[[str], None]) -> Done:
     if job.kind == "own":
         return Done(job, {job.names[0]: Cell(job, log).measure()})
     result: dict[str, Any] = {}
+    device = ""
     limit = _PART_LIMIT_SECS + _LIMIT_SECS_PER_ROUND * job.timing.rounds
-    with Child("benchmarks.child", job.to_dict(), job.devices) as child:
+    num_devices = job.devices if job.on_host else None
+    with Child("benchmarks.child", job.to_dict(), num_devices) as child:
         for _ in job.names or job.leaves or ("deep",):
             try:
                 answer = child.answer(limit)
             except ChildError as error:
                 log(str(error))
-                return Done(job, result, str(error))
-            result[answer["name"]] = answer["part"]
-    return Done(job, result)
+                return Done(job, result, str(error), device)
+            result[answer["name"]], device = answer["part"], answer["device"]
+    return Done(job, result, device=device)
 
 
 def is_broken(done: Sequence[Done]) -> bool:
@@ -90,9 +92,10 @@ def parse(argv: Sequence[str] | None) -> tuple[plan.Settings, argparse.Namespace
         ("suites", plan.SUITES),
         ("contenders", plan.OWN_PROCESS),
     ]:
-        parser.add_argument(
-            f"--{name}", type=_chosen(name[:-1], known), help=f"default: {','.join(known)}"
-        )
+        chosen, text = _chosen(name[:-1], known), f"default: {','.join(known)}"
+        if name == "suites":
+            chosen, text = _chosen("suite", (*known, plan.GPU)), f"{text}; {plan.GPU} for one GPU"
+        parser.add_argument(f"--{name}", type=chosen, help=text)
     parser.add_argument("--devices", type=_positive_ints, help="default: 1,2,4,8")
     parser.add_argument(
         "--repeats",
@@ -124,6 +127,7 @@ def parse(argv: Sequence[str] | None) -> tuple[plan.Settings, argparse.Namespace
     selected = {name: getattr(options, name) for name in names}
     return replace(
         settings,
+        gpu_models=options.models or settings.gpu_models,
         timing=_changed(settings.timing, rounds=options.repeats),
         own_timing=_changed(settings.own_timing, rounds=options.own_repeats, starts=options.starts),
         **{name: value for name, value in selected.items() if value is not None},

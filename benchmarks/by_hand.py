@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from benchmarks import plan
+from benchmarks.devices import first_devices
 from benchmarks.jax_contender import AXIS, JaxContender, ObjectsContender, Placement
 from benchmarks.models import Array, Batch, Model, PyTree, loss_of, model_of, optimizer
 from benchmarks.workloads import Workload
@@ -105,7 +106,7 @@ def create_objects(model: Model) -> tuple[nnx.Module, nnx.Optimizer]:
 def nnx_jit(model: Model) -> ObjectsContender:
     """Returns the step compiled by `nnx.jit`, on one device."""
     module, opt = create_objects(model)
-    batch = jax.device_put(model.batch(), jax.devices("cpu")[0])
+    batch = jax.device_put(model.batch(), first_devices(1)[0])
     return ObjectsContender(plan.NNX_JIT, nnx.jit(nnx_step(unreduced)), module, opt, batch)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from benchmarks import plan
+from benchmarks.devices import first_devices, use_default
 from benchmarks.dispatch import dispatch_contenders
 from benchmarks.first import measure_first
 from benchmarks.jax_contender import JaxContender
@@ -88,8 +89,12 @@ def main(text: str) -> None:
     """Measures the job that the JSON text describes."""
     answers = claim_stdout()
     job = plan.Job.from_dict(json.loads(text))
+    if not job.on_host:
+        use_default()
     for name, part in RUNNERS[job.kind](job):
-        print(json.dumps({"name": name, "part": part}), file=answers, flush=True)
+        kind = first_devices(1)[0].device_kind
+        answer = {"name": name, "part": part, "device": kind}
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":

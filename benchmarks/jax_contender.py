@@ -9,6 +9,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.contender import Contender
+from benchmarks.devices import first_devices
 from benchmarks.models import Array, Batch, PyTree, params_of
 
 AXIS = "replica"
@@ -45,14 +46,14 @@ class ObjectsContender(JaxContender):
 
     def __init__(self, name: str, call: Any, module: nnx.Module, *rest: Any) -> None:
         self.name = name
-        self._call, self._args = call, (module, *rest)
-        nodes = [node for arg in self._args if _is_object(arg) for _, node in nnx.iter_graph(arg)]
+        self._call, self.args = call, (module, *rest)
+        nodes = [node for arg in self.args if _is_object(arg) for _, node in nnx.iter_graph(arg)]
         self._variables = [node for node in nodes if isinstance(node, nnx.Variable)]
         self._loss: Any = None
 
     def launch(self) -> None:
         """Starts one step."""
-        self._loss = self._call(*self._args)
+        self._loss = self._call(*self.args)
 
     def arrays(self) -> tuple[list[Array], Any]:
         """Returns the values of the variables and the loss."""
@@ -60,7 +61,7 @@ class ObjectsContender(JaxContender):
 
     def params(self) -> PyTree:
         """Returns the parameters, as a plain pytree."""
-        return params_of(self._args[0])
+        return params_of(self.args[0])
 
 
 def _is_object(value: Any) -> bool:
@@ -68,16 +69,14 @@ def _is_object(value: Any) -> bool:
 
 
 class Placement:
-    """Shardings over the first host devices.
+    """Shardings over the first devices.
 
     Raises:
         RuntimeError: If there are fewer than `num_devices`.
     """
 
     def __init__(self, num_devices: int) -> None:
-        self.devices = jax.devices("cpu")[:num_devices]
-        if len(self.devices) < num_devices:
-            raise RuntimeError(f"{num_devices} host devices requested, {len(self.devices)} exist.")
+        self.devices = first_devices(num_devices)
         self.num_devices = num_devices
         self.mesh = Mesh(np.asarray(self.devices), (AXIS,))
         self.replicated = NamedSharding(self.mesh, PartitionSpec())

@@ -7,9 +7,11 @@ from typing import Any
 import jax
 
 import mirror
-from benchmarks.jax_contender import JaxContender, Placement
+from benchmarks.by_hand import nnx_step
+from benchmarks.devices import is_on_host, names_of
+from benchmarks.jax_contender import JaxContender, ObjectsContender, Placement
 from benchmarks.models import BY_NAME
-from benchmarks.through_mirror import mirror_nnx, mirror_plain, names_of, strategy_over
+from benchmarks.through_mirror import mirror_nnx, mirror_plain, mirrored_mean, strategy_over
 
 _STEPS = 5
 
@@ -76,6 +78,19 @@ def measure_sharded(name: str, num_devices: int) -> dict[str, float]:
     return {"share": share, "least": least_share(moments, num_devices)}
 
 
+def measure_peak(
+    strategy: mirror.Strategy, contender: ObjectsContender, device: jax.Device
+) -> dict[str, int | None]:
+    """Returns the peak of the memory that JAX reports, if it does, and mirror's estimate.
+
+    The peak counts all models that the process has measured, and XLA's search for fast kernels.
+    """
+    stats = device.memory_stats()
+    explained = strategy.explain(nnx_step(mirrored_mean), contender.args, steps=1)
+    reported = None if stats is None else stats["peak_bytes_in_use"]
+    return {"reported": reported, "estimate": explained.memory.peak_bytes}
+
+
 def measure_memory(name: str, num_devices: int) -> dict[str, Any]:
     """Measures the memory of a device, by default and with `shard_update`.
 
@@ -83,7 +98,7 @@ def measure_memory(name: str, num_devices: int) -> dict[str, Any]:
         `state_bytes`, the size of the state; `copies`, the number of copies before and after some
         steps; `reused`, the fraction of buffers that are reused; with several devices `sharded`:
         `share`, the fraction of the optimizer state on the fullest device, and `least`, the least
-        possible fraction.
+        possible fraction; in the suite `gpu` the `peak`.
     """
     strategy, model = strategy_over(num_devices), BY_NAME[name]
     place = Placement(num_devices)
@@ -98,6 +113,8 @@ def measure_memory(name: str, num_devices: int) -> dict[str, Any]:
     after = copies(contender, place, others, size)
     reused = len(settled & buffers(contender)) / len(settled)
     result = {"state_bytes": size, "copies": [before, after], "reused": reused}
+    if not is_on_host():
+        result["peak"] = measure_peak(strategy, contender, place.devices[0])
     if num_devices == 1:
         return result
     return {**result, "sharded": measure_sharded(name, num_devices)}

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 MODELS = ("narrow", "wide", "cnn", "leaves")
 TRAINER_MODELS = ("narrow", "leaves", "small")
+GPU, GPU_MODELS = "gpu", ("narrow", "large", "cnn")  # the suite, and its models
 SUITES = ("own", "steps", "dispatch", "deep", "rows", "staged", "trainer", "first", "memory")
 
 MIRROR_NNX, MIRROR_PLAIN = "mirror nnx", "mirror plain"
@@ -51,11 +52,12 @@ class Job:
 
     Attributes:
         kind: The suite.
-        devices: Number of host devices.
+        devices: Number of devices.
         names: Models in most suites; the contender in `first`.
         leaves: Numbers of leaves, in the suite `dispatch`.
         contenders: Contenders in the suite `own`.
         timing: Number and duration of the measurements.
+        on_host: Whether the devices are host devices, not JAX's default ones.
     """
 
     kind: Kind
@@ -64,9 +66,11 @@ class Job:
     leaves: tuple[int, ...] = ()
     contenders: tuple[str, ...] = ()
     timing: Timing = field(default_factory=Timing)
+    on_host: bool = True
 
     def __str__(self) -> str:
         devices = f"{self.devices} device{'s' * (self.devices > 1)}"
+        devices += "" if self.on_host else " of JAX's choice"
         return " ".join([f"{self.kind} on {devices}:", *map(str, self.names or self.leaves)])
 
     def to_dict(self) -> dict[str, Any]:
@@ -91,6 +95,7 @@ class Settings:
     timing: Timing = field(default_factory=Timing)
     own_timing: Timing = field(default_factory=lambda: Timing(rounds=8, round_secs=0.08))
     trainer_models: tuple[str, ...] = TRAINER_MODELS
+    gpu_models: tuple[str, ...] = GPU_MODELS
     leaves: tuple[int, ...] = (1, 10, 100, 400)
     first_devices: tuple[int, ...] = (2, 8, 32, 64)
     first_repeats: int = 2
@@ -102,6 +107,7 @@ class Settings:
             devices=(2,),
             models=("narrow",),
             trainer_models=("small",),
+            gpu_models=("narrow",),
             suites=tuple(suite for suite in self.suites if suite != "deep"),
             timing=Timing(rounds=min(self.timing.rounds, 10), round_secs=0.01),
             own_timing=Timing(rounds=min(self.own_timing.rounds, 4), round_secs=0.03),
@@ -121,7 +127,20 @@ class Settings:
             jobs.append(Job("memory", max(self.devices), names=self.models))
         if "first" in self.suites:
             jobs += self._first_jobs()
+        if GPU in self.suites:
+            jobs += self._gpu_jobs()
         return jobs
+
+    def _gpu_jobs(self) -> list[Job]:
+        """Returns what one GPU can show, in five minutes at most."""
+        jobs = [
+            Job("steps", 1, self.gpu_models, timing=self.timing),
+            Job("dispatch", 1, leaves=self.leaves[:3], timing=self.timing),
+            Job("trainer", 1, self.gpu_models[:1], timing=self.timing),
+            Job("memory", 1, self.gpu_models),
+            *(Job("first", 1, (name,)) for name in FIRST),
+        ]
+        return [replace(job, on_host=False) for job in jobs]
 
     def _jobs_on(self, n: int) -> list[Job]:
         jobs = []

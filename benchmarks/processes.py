@@ -24,12 +24,14 @@ class ChildError(RuntimeError):
     """Error for a child process that hangs, or ends without an answer."""
 
 
-def child_environment(num_devices: int) -> dict[str, str]:
-    """Returns this environment with host devices, and no other changes.
+def child_environment(num_devices: int | None) -> dict[str, str]:
+    """Returns this environment with host devices, and no other changes; without any for None.
 
     mirror sets up its process itself, and hand-written JAX runs with the defaults of JAX, as for a
     user.
     """
+    if num_devices is None:
+        return dict(os.environ)
     flags = os.environ.get("XLA_FLAGS", "").split()
     kept = [flag for flag in flags if not flag.startswith(_COUNT_FLAG)]
     return {
@@ -45,7 +47,7 @@ class Child:
     Args:
         module: Name of the module.
         argument: Its only argument, passed as JSON.
-        num_devices: Number of host devices.
+        num_devices: Number of host devices; None leaves the devices to JAX.
         extra: Additional environment variables.
     """
 
@@ -53,7 +55,7 @@ class Child:
         self,
         module: str,
         argument: dict[str, Any],
-        num_devices: int,
+        num_devices: int | None,
         extra: dict[str, str] | None = None,
     ) -> None:
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed by end)

@@ -29,11 +29,13 @@ class Done:
         job: The job.
         result: By model, by number of leaves, or by contender; see `benchmarks/README.md`.
         lost: The reason if a part of the result is missing, else empty.
+        device: JAX's name of the measured device; empty in the suite `own`.
     """
 
     job: Job
     result: dict[str, Any]
     lost: str = ""
+    device: str = ""
 
 
 @dataclass

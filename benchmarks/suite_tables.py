@@ -160,6 +160,7 @@ def memory_table(done: Sequence[Done]) -> Table:
                 f"{part['reused']:.0%}",
                 "holds" if holds else "BROKEN",
                 *_sharded_cells(part.get("sharded")),
+                *_peak_cells(part.get("peak")),
             ]
         )
     headers = ["model", "devices", "state KiB", "copies before", "copies after", "reused", "S5"]
@@ -167,7 +168,13 @@ def memory_table(done: Sequence[Done]) -> Table:
         "Memory of the fullest device (S5: one copy; all buffers reused; with shard_update, the "
         "least possible fraction of the optimizer state)"
     )
-    return Table(title, [*headers, "optimizer sharded", "at best", "S5"], rows)
+    headers += ["optimizer sharded", "at best", "S5", "peak MiB", "estimated"]
+    return Table(title, headers, rows)
+
+
+def _peak_cells(peak: dict[str, int | None] | None) -> list[str]:
+    counts = [None, None] if peak is None else [peak["reported"], peak["estimate"]]
+    return [NONE if count is None else f"{count / 2**20:.1f}" for count in counts]
 
 
 def _sharded_cells(sharded: dict[str, float] | None) -> list[str]:

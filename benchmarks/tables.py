@@ -4,7 +4,9 @@ python -m benchmarks.tables FILE [--markdown] [--picture FILE.png]
 """
 
 import argparse
+import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks import step_tables, suite_tables
@@ -30,9 +32,12 @@ _MAKERS: tuple[tuple[str, Callable[[Sequence[Done]], Table]], ...] = (
 def tables(record: Record) -> list[Table]:
     """Returns the tables of all measured suites, and of failed measurements."""
     results = []
-    for kind, make in _MAKERS:
+    for on_host, (kind, make) in itertools.product((True, False), _MAKERS):
         done = [d for d in record.done if d.job.kind == kind and d.result]
+        done = [d for d in done if d.job.on_host is on_host]
         if done and (table := make(done)).rows:
+            if not on_host:
+                table = replace(table, title=f"{table.title}, on {done[0].device}")
             results.append(table)
     lost = step_tables.lost_table(record.done)
     return [*results, lost] if lost.rows else results

@@ -17,14 +17,10 @@ from benchmarks.by_hand import (
     nnx_step,
     plain_step,
 )
+from benchmarks.devices import names_of
 from benchmarks.jax_contender import JaxContender, ObjectsContender, Placement
 from benchmarks.models import Model, PyTree, model_of
 from benchmarks.workloads import Workload
-
-
-def names_of(num_devices: int) -> list[str]:
-    """Returns the names of the first host devices."""
-    return [f"/cpu:{i}" for i in range(num_devices)]
 
 
 @functools.cache

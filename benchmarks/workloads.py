@@ -107,6 +107,7 @@ _SHAPES = {"mlp": _mlp_shapes, "cnn": _cnn_shapes, "chain": _chain_shapes}
 BY_NAME: dict[str, Workload] = {
     "narrow": Workload("mlp", (784, *[64] * 8, 10), 64),
     "wide": Workload("mlp", (784, 512, 512, 10), 256),
+    "large": Workload("mlp", (784, 4096, 4096, 10), 4096),
     "cnn": Workload("cnn", (28, 1, 8, 16, 64, 10), 128),
     "leaves": Workload("chain", (100, 64), 64),
     "small": Workload("mlp", (32, *[32] * 20, 10), 32),

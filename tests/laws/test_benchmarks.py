@@ -169,10 +169,15 @@ def test_remaining_tables_show_their_columns():
     one = {"state_bytes": 2048, "copies": [1.0, 1.001], "reused": 1.0, "sharded": split}
     rows = suite_tables.memory_table([done("memory", 2, {"narrow": two, "cnn": one})]).rows
     assert [row[6] for row in rows] == ["BROKEN", "holds"]
-    assert [row[7:] for row in rows] == [["1.000", "0.500", "BROKEN"], ["0.503", "0.500", "holds"]]
+    sharded = [["1.000", "0.500", "BROKEN"], ["0.503", "0.500", "holds"]]
+    assert [row[7:10] for row in rows] == sharded
+    assert [row[10:] for row in rows] == [["-", "-"]] * 2
     del one["sharded"]
     alone = suite_tables.memory_table([done("memory", 1, {"cnn": one})]).rows
-    assert alone[0][7:] == ["-", "-", "-"]
+    assert alone[0][7:] == ["-"] * 5
+    one["peak"] = {"reported": None, "estimate": 3 * 2**20}
+    alone = suite_tables.memory_table([done("memory", 1, {"cnn": one})]).rows
+    assert alone[0][10:] == ["-", "3.0"]
     deep = suite_tables.deep_table([done("deep", 1, {"deep": {**TIMES, plan.NNX_JIT: [20.0] * 3}})])
     assert deep.rows[0][3] == "20.000"
     assert deep.rows[0][5] == "holds"
@@ -287,6 +292,32 @@ def test_lost_child_keeps_its_measurements():
     assert list(found.result) == ["small"]
     assert "KeyError: 'resnet'" in found.lost
     assert said == [found.lost]
+
+
+def test_gpu_suite_is_for_jaxs_default_device():
+    """The other suites are for host devices; only the processes differ."""
+    assert all(job.on_host for job in plan.Settings().jobs())
+    jobs = plan.Settings(suites=(plan.GPU,)).jobs()
+    kinds = ["steps", "dispatch", "trainer", "memory", "first", "first", "first"]
+    assert [job.kind for job in jobs] == kinds
+    assert not any(job.on_host or job.devices > 1 for job in jobs)
+    assert [plan.Job.from_dict(job.to_dict()) for job in jobs] == jobs
+    settings, _ = command.parse(["--suites", "gpu", "--models", "cnn"])
+    assert settings.jobs()[0].names == ("cnn",)
+    assert processes.child_environment(None) == os.environ
+
+
+@pytest.mark.slow
+def test_gpu_suite_names_the_device_that_it_ran_on():
+    """On JAX's default device, which is a CPU here."""
+    job = plan.Job("memory", 1, ("small",), on_host=False)
+    found = command.run_job(job, lambda _: None)
+    assert (found.device, found.lost) == ("cpu", "")
+    assert found.result["small"]["peak"]["estimate"] > found.result["small"]["state_bytes"]
+    record = start(["--suites", "gpu"])
+    record.done.append(found)
+    (table,) = tables.tables(record)
+    assert table.title.endswith(", on cpu")
 
 
 def test_by_hand_runs_without_mirror():
