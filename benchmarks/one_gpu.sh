@@ -25,13 +25,13 @@ part() {  # part SECS FILE COMMAND...: writes what the command prints to a file
   printf '%6d s  %-12s %s\n' $((SECONDS - start)) "$result" "$2"
 }
 part 10 machine.txt sh -c 'nvidia-smi; git log -1 --format="commit %h"; lscpu | grep "Model name"'
-part 60 doctor.md "$python" -m mirror_cli doctor --report
-part 30 devices.json "$python" -m mirror_cli devices --json
-part 290 test_gpu.txt "$python" -m pytest -p pytest_mirror -p no:cacheprovider -n 0 -q --durations=0 \
+part 40 doctor.md "$python" -m mirror_cli doctor --report
+part 20 devices.json "$python" -m mirror_cli devices --json
+part 350 test_gpu.txt "$python" -m pytest -p pytest_mirror -p no:cacheprovider -n 0 -q --durations=0 \
   "${tests[@]}" tests/laws/test_gpu.py
 # Without the cache, so that compiling is measured.
 unset JAX_COMPILATION_CACHE_DIR
-part 190 benchmarks.md "$python" -m benchmarks --suites gpu "${sizes[@]}" --markdown --json "$out/benchmarks.json"
+part 170 benchmarks.md "$python" -m benchmarks --suites gpu "${sizes[@]}" --markdown --json "$out/benchmarks.json"
 tail -n 3 "$out/test_gpu.txt"
 cat "$out/benchmarks.md"
 exit $failed

@@ -329,7 +329,7 @@ def _require_whole_gpus(uuids: Sequence[str], count: int) -> None:
     partitions = [uuid for uuid in uuids if uuid.startswith("MIG-")]
     if count > 1 and partitions:
         raise OptionError(
-            f"--devices {count}: CUDA shows only one MIG partition to a process, and "
+            f"--devices {count}: in MIG mode, CUDA shows one partition to a process, and "
             f"{partitions[0]} is selected. Use one partition, --devices 1, or turn MIG mode off: "
             "nvidia-smi -mig 0"
         )
