@@ -310,6 +310,26 @@ def test_meter_reads_only_finished_steps_and_adds_in_order():
     assert meter.count == 8
 
 
+def test_meter_starts_to_copy_sums_when_it_gets_them():
+    events = []
+
+    class OnDevice:
+        def copy_to_host_async(self):
+            events.append("copy")
+
+        def __array__(self, dtype=None, copy=None):
+            events.append("read")
+            return np.asarray(4)
+
+    meter = Meter()
+    meter.add(1, sums_of(OnDevice(), OnDevice(), seen=OnDevice()))
+    assert events == ["copy"] * 3
+    meter.add(2, sums_of(jnp.float32(8), jnp.int32(4), seen=np.float32(8)))
+    meter.collect()
+    assert events == ["copy"] * 3 + ["read"] * 3
+    assert meter.means == {"loss": 1.5, "seen": 1.5}
+
+
 class Failed:
     """A number of a launch that failed."""
 

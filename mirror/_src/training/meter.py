@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, final
 
+import jax
 import numpy as np
 
 from mirror._src.devices.launch import wait_for
@@ -59,6 +60,9 @@ class Meter:
             before: What `drop_failed` returns if the launch fails.
         """
         self._pending.append((step, sums, before))
+        for leaf in jax.tree.leaves(sums):  # else every read on a GPU waits for a copy of its own
+            if hasattr(leaf, "copy_to_host_async"):  # not an array of NumPy
+                leaf.copy_to_host_async()
 
     def drop_failed(self) -> Any:
         """Drops the first launch that failed and all later ones.
