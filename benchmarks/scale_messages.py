@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 from unittest import mock
 
-from mirror._src.distributed import agreement, hello, store
+from mirror._src.cluster import agreement, hello, store
 from mirror._src.training import agreed_stop
 
 _SECS = 60.0

@@ -19,11 +19,11 @@ import jax.numpy as jnp
 import mirror
 from benchmarks.processes import claim_stdout
 from benchmarks.stats import median
-from mirror._src.cli.bench.workload import Workload
-from mirror._src.cli.estimate.abstract import without_arrays
-from mirror._src.distributed import store
-from mirror._src.executors.shard_map import ShardMapExecutor
-from mirror._src.run import runner
+from mirror._src.cluster import store
+from mirror._src.engine import runner
+from mirror._src.engine.shard_map import ShardMapExecutor
+from mirror._src.tools.bench.workload import Workload
+from mirror._src.tools.estimate.abstract import without_arrays
 
 NUM_MATRICES = 30
 _ROWS = 8  # per replica

@@ -16,7 +16,7 @@ import mirror
 from benchmarks.processes import claim_stdout
 from benchmarks.scale_program import NUM_MATRICES, loss_of, step
 from benchmarks.stats import median
-from mirror._src.run import runner
+from mirror._src.engine import runner
 
 BATCH_SIZE, WIDTH = 64, 64
 _AGREEMENTS = 20

@@ -1,6 +1,6 @@
 """Times contenders, and orders their turns.
 
-It does not use `mirror._src.utils.measure`, because processes of hand-written contenders must not
+It does not use `mirror._src.base.measure`, because processes of hand-written contenders must not
 import `mirror`.
 """
 

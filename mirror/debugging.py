@@ -10,11 +10,11 @@ For example:
     mirror.debugging.watch(secs=60)  # reports steps that do not end
 """
 
+from mirror._src.base.tables import Table as Table
 from mirror._src.devices.op_log import set_log_device_placement as set_log_device_placement
-from mirror._src.explain.placement_table import visualize_placement as visualize_placement
-from mirror._src.utils.tables import Table as Table
-from mirror._src.watchdog.watch import Watch as Watch
-from mirror._src.watchdog.watch import watch as watch
+from mirror._src.inspection.placement_table import visualize_placement as visualize_placement
+from mirror._src.inspection.watch import Watch as Watch
+from mirror._src.inspection.watch import watch as watch
 
 
 def __dir__() -> list[str]:

@@ -3,6 +3,7 @@
 Requires the extra `ray`. Imported when a program first uses it.
 """
 
+from mirror._src.base.unknown_names import explain_unknown_names as _explain_unknown_names
 from mirror._src.ps.coordinator import ClusterCoordinator as ClusterCoordinator
 from mirror._src.ps.datasets import PerWorkerDataset as PerWorkerDataset
 from mirror._src.ps.errors import ParameterServerLostError as ParameterServerLostError
@@ -12,6 +13,5 @@ from mirror._src.ps.partitioners import MinSizePartitioner as MinSizePartitioner
 from mirror._src.ps.remote_value import CancelledError as CancelledError
 from mirror._src.ps.remote_value import RemoteValue as RemoteValue
 from mirror._src.ps.strategy import ParameterServerStrategy as ParameterServerStrategy
-from mirror._src.utils.unknown_names import explain_unknown_names as _explain_unknown_names
 
 _explain_unknown_names("mirror.ps")

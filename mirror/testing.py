@@ -3,7 +3,7 @@
 The guide to testing describes the fixtures and marks of the pytest plugin.
 """
 
-from mirror._src.testing.asserts import assert_mirrored as assert_mirrored
-from mirror._src.testing.asserts import (
+from mirror._src.tools.asserts import assert_mirrored as assert_mirrored
+from mirror._src.tools.asserts import (
     assert_trains_like_one_device as assert_trains_like_one_device,
 )

@@ -81,7 +81,7 @@ def _run(parser: argparse.ArgumentParser, arguments: list[str]) -> int:
     if number != "-1" and not (number.isdecimal() and int(number) > 0):  # -1 is JAX's default
         message = f"{_HOST_DEVICES}={number} is not a positive integer. Unset it: unset "
         return report_error(parsed.command, message + _HOST_DEVICES, USAGE_ERROR)
-    commands = importlib.import_module("mirror._src.cli.commands")
+    commands = importlib.import_module("mirror._src.tools.commands")
     return commands.run(parsed.command, parsed)
 
 

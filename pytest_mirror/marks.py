@@ -156,7 +156,7 @@ def strategy(
     With `--mirror-devices`, the replicas run on host devices, even if there are accelerators. With
     `processes=`, it is a `mirror.MultiWorkerMirroredStrategy` over the host devices of all of them.
     """
-    from mirror._src.testing import plugin_support  # loads JAX
+    from mirror._src.tools import plugin_support  # loads JAX
 
     with plugin_support.logged_launches():  # for the report of a test that exceeds its timeout
         yield _strategy(request, _mirror_layout)
@@ -164,7 +164,7 @@ def strategy(
 
 def _strategy(request: pytest.FixtureRequest, layout: Layout | None) -> "mirror.Strategy":
     from mirror import MirroredStrategy, MultiWorkerMirroredStrategy
-    from mirror._src.testing import plugin_support
+    from mirror._src.tools import plugin_support
 
     if layout is not None and layout.processes is not None:
         return MultiWorkerMirroredStrategy()

@@ -87,7 +87,7 @@ def _option(config: pytest.Config, name: str) -> tuple[str | None, str]:
 
 
 def _force_host_devices(count: int, option: str) -> None:
-    from mirror._src.testing import plugin_support  # loads JAX
+    from mirror._src.tools import plugin_support  # loads JAX
 
     try:
         plugin_support.force_host_devices(count, option)

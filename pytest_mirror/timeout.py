@@ -60,7 +60,7 @@ def _start_timers(item: pytest.Item, secs: float, stack: contextlib.ExitStack) -
     faulthandler's thread prints the stacks and ends the process.
     """
     if _LAUNCHES in sys.modules:
-        from mirror._src.testing import plugin_support  # its dependencies are already imported
+        from mirror._src.tools import plugin_support  # its dependencies are already imported
 
         stack.enter_context(plugin_support.logged_launches())
     timer = threading.Timer(secs, _expire, (item, secs))
@@ -135,7 +135,7 @@ def _arrivals(text: str) -> Iterator[str]:
 def _launches() -> Iterator[str]:
     if _LAUNCHES not in sys.modules:
         return
-    from mirror._src.testing import plugin_support
+    from mirror._src.tools import plugin_support
 
     lines = plugin_support.launches_in_flight()
     yield from (f"  {line}" for line in lines)

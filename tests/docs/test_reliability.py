@@ -14,7 +14,7 @@ FAULTS = "tests/chaos/test_checkpoint_faults.py::"
 DISKS = "tests/chaos/test_disks.py::"
 SIGNALS = "tests/chaos/test_signals.py::"
 COUNTED = "tests/chaos/test_counted.py::"
-CALLBACKS = "tests/executors/test_callbacks.py::"
+CALLBACKS = "tests/engine/test_callbacks.py::"
 
 # The classes of faults: how many were tried by hand before there were tests, how many of them broke
 # a promise, and the beginnings of the names of the tests.
@@ -103,7 +103,7 @@ CLASSES = {
         [
             SIGNALS,
             RESUME + "test_sigterm",
-            "tests/cli/test_demo.py::test_ctrl_c",
+            "tests/tools/test_demo.py::test_ctrl_c",
         ],
     ),
     "data, callbacks or loss that raise": (
@@ -146,11 +146,11 @@ CLASSES = {
     "command line and environment": (
         (15, 5),
         [
-            "tests/cli/test_main.py::test_full_disk",
-            "tests/cli/test_main.py::test_closed_pipe",
-            "tests/cli/test_main.py::test_invalid_number",
-            "tests/cli/test_main.py::test_valid_number",
-            "tests/cli/test_demo.py::test_impossible",
+            "tests/tools/test_main.py::test_full_disk",
+            "tests/tools/test_main.py::test_closed_pipe",
+            "tests/tools/test_main.py::test_invalid_number",
+            "tests/tools/test_main.py::test_valid_number",
+            "tests/tools/test_demo.py::test_impossible",
             "tests/chaos/test_environments.py::",
         ],
     ),

@@ -120,7 +120,7 @@ def test_one_module_looks_up_names_of_keras():
             imported += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert not any(each.partition(".")[0] == "keras" for each in imported), name
         looks_up = "modules.get('keras')" in ast.unparse(tree)
-        assert looks_up == (name == "_src.utils.keras_library")
+        assert looks_up == (name == "_src.base.keras_library")
 
 
 @pytest.mark.slow

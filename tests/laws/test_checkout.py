@@ -19,10 +19,10 @@ from tests.support import fresh
 # Files that are fast and depend on paths, temporary files, encodings, signals or messages.
 PART = (
     "tests/laws/test_checkout.py",
-    "tests/utils",
+    "tests/base",
     "tests/support/test_messages.py",
-    "tests/cli/test_report.py",
-    "tests/cli/test_bench.py",
+    "tests/tools/test_report.py",
+    "tests/tools/test_bench.py",
     "tests/docs/test_packaging.py",
 )
 OTHER_USER = 54321  # without an entry in /etc/passwd

@@ -1,4 +1,4 @@
-"""Steps of a user, right and wrong ones, for `tests/cli/test_bench.py`."""
+"""Steps of a user, right and wrong ones, for `tests/tools/test_bench.py`."""
 
 import numpy as np
 import optax

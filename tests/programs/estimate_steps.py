@@ -1,4 +1,4 @@
-"""Steps of a user, right and wrong ones, for `tests/explain/test_memory.py`."""
+"""Steps of a user, right and wrong ones, for `tests/inspection/test_memory.py`."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""Tests that hang, which `tests/testing/test_plugin.py` copies and runs."""
+"""Tests that hang, which `tests/tools/test_plugin.py` copies and runs."""
 
 import ctypes
 import time

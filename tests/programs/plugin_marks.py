@@ -1,4 +1,4 @@
-"""Tests with marks, which `tests/testing/test_plugin.py` copies and runs."""
+"""Tests with marks, which `tests/tools/test_plugin.py` copies and runs."""
 
 import pytest
 

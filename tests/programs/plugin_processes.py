@@ -1,4 +1,4 @@
-"""Tests in several processes, which `tests/testing/test_plugin_processes.py` copies and runs."""
+"""Tests in several processes, which `tests/tools/test_plugin_processes.py` copies and runs."""
 
 import os
 import signal

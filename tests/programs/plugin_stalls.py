@@ -1,4 +1,4 @@
-"""A test with a stalled replica, which `tests/testing/test_plugin.py` copies and runs."""
+"""A test with a stalled replica, which `tests/tools/test_plugin.py` copies and runs."""
 
 import time
 

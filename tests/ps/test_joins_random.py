@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mirror._src.collectives.in_step import bind_all_reduce
-from mirror._src.collectives.reduce_op import prepare
-from mirror._src.context.replica_context import Part, ReplicaContext
-from mirror._src.program.axis import axis_name
+from mirror._src.engine.in_step import bind_all_reduce
+from mirror._src.engine.reduce_op import prepare
+from mirror._src.engine.replica_context import Part, ReplicaContext
+from mirror._src.jaxprs.axis import axis_name
 from mirror._src.ps.joins import Join, find_joins
 from mirror._src.ps.parts import joined
 from mirror._src.ps.replies import PerReplicaResult, Result

@@ -65,7 +65,7 @@ def test_values_and_refusals(layout):
 
 @pytest.mark.nightly
 def test_steps_agree_with_one_device():
-    """Four processes; `tests/run/test_agreement.py` runs the same program on two."""
+    """Four processes; `tests/engine/test_agreement.py` runs the same program on two."""
     ended = processes.run_program(
         "several_agreeing", processes=4, devices=1, after_failure=15, timeout=600
     )

@@ -7,7 +7,10 @@ Example:
 
 import ast
 import functools
+import io
 import sys
+import tokenize
+from typing import NamedTuple
 
 from tests.support import fresh
 
@@ -17,9 +20,8 @@ BEGIN, END = "<!-- imports: begin -->\n", "<!-- imports: end -->\n"
 
 # Bottom first. A folder imports only folders that precede it.
 FOLDERS = [
-    *("utils", "devices", "distributed", "values", "program", "collectives", "executors"),
-    *("context", "variables", "run", "watchdog", "checks", "data", "keras", "explain", "strategy"),
-    *("training", "ps", "testing", "cli"),
+    *("base", "devices", "cluster", "jaxprs", "passes", "engine", "inspection", "data", "keras"),
+    *("strategy", "training", "ps", "tools"),
 ]
 
 
@@ -51,6 +53,40 @@ def imports_of(tree: ast.Module) -> set[str]:
     inside = {n.removeprefix("mirror").lstrip(".") for n in names if n.split(".")[0] == "mirror"}
     # `from mirror import calls` imports a module of the package, not the package itself.
     return {n for n in inside if n in known and (n or inside == {""})}
+
+
+class Size(NamedTuple):
+    """Size of a room."""
+
+    code_lines: int
+    modules: int
+    classes: int
+
+
+def size_of(folder: str) -> Size:
+    """Returns the size of a room, without blank lines, comments, docstrings and imports."""
+    trees = {name: tree for name, tree in modules().items() if folder_of(name) == folder}
+    files = list((PACKAGE / "_src" / folder).rglob("*.py"))
+    classes = [n for tree in trees.values() for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]
+    num_modules = sum(file.name != "__init__.py" for file in files)
+    return Size(
+        sum(len(_code_lines(file.read_text())) for file in files), num_modules, len(classes)
+    )
+
+
+def _code_lines(source: str) -> set[int]:
+    layout = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in (*layout, tokenize.ENDMARKER):
+            lines |= set(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(source)):
+        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if isinstance(node, ast.Import | ast.ImportFrom) or (
+            is_text and isinstance(node.value.value, str)
+        ):
+            lines -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return lines
 
 
 def folder_imports() -> dict[str, set[str]]:

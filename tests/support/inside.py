@@ -16,30 +16,23 @@ import numpy as np
 import pytest
 
 import mirror
-from mirror._src.checks import verify
-from mirror._src.cli import builtin_steps as cli_builtin_steps
-from mirror._src.cli import commands as cli_commands
-from mirror._src.cli import devices as cli_devices
-from mirror._src.cli import versions as cli_versions
-from mirror._src.cli.bench import command as bench_command
-from mirror._src.cli.bench import measure as bench_measure
-from mirror._src.cli.bench import scaling, workload
-from mirror._src.cli.doctor import (
-    addresses,
-    check,
-    child,
-    environment,
-    probes,
-    ray_nodes,
-    report,
-    roll_call,
+from mirror._src.base import (
+    clock,
+    interrupts,
+    keras_library,
+    measure,
+    migration,
+    migration_tables,
+    source_lines,
+    supported,
+    tracebacks,
+    unknown_names,
 )
-from mirror._src.cli.doctor import command as doctor_command
-from mirror._src.cli.doctor import distributed as doctor_distributed
-from mirror._src.cli.doctor import versions as doctor_versions
-from mirror._src.cli.estimate import abstract, estimate
-from mirror._src.cli.estimate import command as estimate_command
-from mirror._src.context import scopes
+from mirror._src.base.tables import Table
+from mirror._src.cluster import agreement, hello, resolvers, start, store
+from mirror._src.cluster import cluster as distributed_cluster
+from mirror._src.cluster import failures as distributed_failures
+from mirror._src.cluster import ledger as distributed_ledger
 from mirror._src.data import batches as data_batches
 from mirror._src.data import local_input as data_local_input
 from mirror._src.data import step_exchange as data_step_exchange
@@ -62,15 +55,13 @@ from mirror._src.devices import launches as launch_records
 from mirror._src.devices import state as device_state
 from mirror._src.devices import unused_gpus as unused_gpu_module
 from mirror._src.devices.replicas import ReplicaDevices
-from mirror._src.distributed import agreement, hello, resolvers, start, store
-from mirror._src.distributed import cluster as distributed_cluster
-from mirror._src.distributed import failures as distributed_failures
-from mirror._src.distributed import ledger as distributed_ledger
-from mirror._src.executors import arrivals as arrival_counts
-from mirror._src.executors import choice, compiled, executor
-from mirror._src.explain import memory as explain_memory
-from mirror._src.explain import memory_report, timing, trial
-from mirror._src.explain import report as explain_report
+from mirror._src.engine import argument_placer, choice, compiled, executor, per_replica, scopes
+from mirror._src.engine import arrivals as arrival_counts
+from mirror._src.engine.nnx.structure import Structure
+from mirror._src.inspection import explanation as explain_report
+from mirror._src.inspection import measurement as trial
+from mirror._src.inspection import memory as explain_memory
+from mirror._src.inspection import memory_report, peers, timing, verify, watch
 from mirror._src.keras import batches as keras_batch_module
 from mirror._src.keras import hooks as keras_hook_module
 from mirror._src.keras import step_function as keras_steps
@@ -78,11 +69,31 @@ from mirror._src.ps import cluster, conductor, ray_cluster, server, tethered
 from mirror._src.ps.elsewhere import ELSEWHERE
 from mirror._src.ps.scope import ServerScope
 from mirror._src.ps.variable import ServerVariable
-from mirror._src.run import argument_placer
-from mirror._src.run.nnx.structure import Structure
 from mirror._src.strategy import multi_worker
 from mirror._src.strategy import strategy as strategy_base
-from mirror._src.testing import asserts, plugin_support
+from mirror._src.tools import asserts, plugin_support
+from mirror._src.tools import builtin_steps as cli_builtin_steps
+from mirror._src.tools import commands as cli_commands
+from mirror._src.tools import devices as cli_devices
+from mirror._src.tools import versions as cli_versions
+from mirror._src.tools.bench import command as bench_command
+from mirror._src.tools.bench import measure as bench_measure
+from mirror._src.tools.bench import scaling, workload
+from mirror._src.tools.doctor import (
+    addresses,
+    check,
+    child,
+    environment,
+    probes,
+    ray_nodes,
+    report,
+    roll_call,
+)
+from mirror._src.tools.doctor import command as doctor_command
+from mirror._src.tools.doctor import distributed as doctor_distributed
+from mirror._src.tools.doctor import versions as doctor_versions
+from mirror._src.tools.estimate import abstract, estimate
+from mirror._src.tools.estimate import command as estimate_command
 from mirror._src.training import agreed_stop as training_agreed_stop
 from mirror._src.training import labels as training_labels
 from mirror._src.training import losses as training_losses
@@ -94,21 +105,6 @@ from mirror._src.training import state_lock as training_state_lock
 from mirror._src.training.callbacks import hooks as callback_hooks
 from mirror._src.training.checkpoints import durable, files, from_chief, host_copies, layout
 from mirror._src.training.checkpoints import store as checkpoints_store
-from mirror._src.utils import (
-    clock,
-    interrupts,
-    keras_library,
-    measure,
-    migration,
-    migration_tables,
-    source_lines,
-    supported,
-    tracebacks,
-    unknown_names,
-)
-from mirror._src.utils.tables import Table
-from mirror._src.values import per_replica
-from mirror._src.watchdog import peers, watch
 from tests.support.clocks import FakeClock
 
 
@@ -327,7 +323,7 @@ def pretended_types(types: Iterable[str]) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module in ("mirror._src.devices.backend", "mirror._src.devices.replicas"):
             patch.setattr(f"{module}.type_of", type_of)
-        patch.setattr("mirror._src.collectives.one_device.type_of", type_of)
+        patch.setattr("mirror._src.engine.one_device.type_of", type_of)
         patch.setattr(backend, "devices_of_type", devices_of_type)
         yield
 
@@ -537,7 +533,7 @@ def quartiles(secs: list[float]) -> tuple[float, float]:
 
 def demo_run() -> ModuleType:
     """The results of `mirror demo`, which always passes; it needs the extra `demo`."""
-    from mirror._src.cli.demo import run
+    from mirror._src.tools.demo import run
 
     return run
 
@@ -545,7 +541,7 @@ def demo_run() -> ModuleType:
 def forget_demo(patch: pytest.MonkeyPatch) -> None:
     """Makes `mirror demo` import its packages again, as in a new process."""
     for name in ("run", "data", "training"):
-        patch.delitem(sys.modules, f"mirror._src.cli.demo.{name}", raising=False)
+        patch.delitem(sys.modules, f"mirror._src.tools.demo.{name}", raising=False)
 
 
 def deferred_interrupts() -> ModuleType:

@@ -1,4 +1,4 @@
-"""The tables of the migration pages, which are `mirror/_src/utils/migration_tables.py`.
+"""The tables of the migration pages, which are `mirror/_src/base/migration_tables.py`.
 
 Example:
 

@@ -7,11 +7,11 @@ from typing import Any, Generic, TypeVar, final, overload
 
 import numpy as np
 
+from mirror._src.base.errors import describe, expected, require_int
+from mirror._src.base.modules import set_module
+from mirror._src.base.tracebacks import api_boundary
+from mirror._src.base.types import A, K, PyTree
 from mirror._src.data.batches import HostBatch, host_batch, require_integers_fit
-from mirror._src.utils.errors import describe, expected, require_int
-from mirror._src.utils.modules import set_module
-from mirror._src.utils.tracebacks import api_boundary
-from mirror._src.utils.types import A, K, PyTree
 
 B = TypeVar("B")
 _MOST_SEED = 2**32 - 1

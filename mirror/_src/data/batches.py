@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from mirror._src.base.dtypes import is_long, is_numeric
+from mirror._src.base.errors import describe, listing
+from mirror._src.base.naming import keys
+from mirror._src.base.types import PyTree
 from mirror._src.data.foreign import copied, is_packed, to_array
 from mirror._src.devices.narrowing import require_fits
-from mirror._src.utils.errors import describe, listing
-from mirror._src.utils.naming import keys
-from mirror._src.utils.types import PyTree
-from mirror._src.values.per_replica import PerReplica, is_long, is_numeric, is_per_replica
+from mirror._src.engine.per_replica import PerReplica, is_per_replica
 
 
 class HostBatch(NamedTuple):

@@ -6,6 +6,10 @@ from typing import Any, NamedTuple, Never, final, get_args
 
 import jax
 
+from mirror._src.base.errors import counted, describe, expected
+from mirror._src.base.modules import set_module
+from mirror._src.base.naming import keys
+from mirror._src.base.types import PyTree
 from mirror._src.data.batches import array_of, host_batch, host_batches
 from mirror._src.data.foreign import advice, is_array
 from mirror._src.data.input import GlobalInput, Input, InputMode, Inspect, Pass, Plan
@@ -28,11 +32,7 @@ from mirror._src.data.source import (
 )
 from mirror._src.devices.narrowing import require_fits
 from mirror._src.devices.replicas import ReplicaDevices
-from mirror._src.utils.errors import counted, describe, expected
-from mirror._src.utils.modules import set_module
-from mirror._src.utils.naming import keys
-from mirror._src.utils.types import PyTree
-from mirror._src.values.per_replica import UNEQUAL_SHAPES, on_local_replicas
+from mirror._src.engine.per_replica import UNEQUAL_SHAPES, on_local_replicas
 
 _REITERABLE = "an object that can be iterated repeatedly (a list, a DataLoader, a Grain dataset)"
 _FIX = f"Pass {_REITERABLE}, or distribute a new iterator for every epoch."

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mirror._src.utils.errors import describe
-from mirror._src.utils.types import PyTree
+from mirror._src.base.errors import describe
+from mirror._src.base.types import PyTree
 
 _MAKES_BATCHES = {
     "datasets": "Batch the dataset first: dataset.with_format('numpy').batch(batch_size).",

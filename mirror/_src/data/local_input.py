@@ -12,6 +12,9 @@ from typing import Any, final
 
 import numpy as np
 
+from mirror._src.base.naming import depth_of_user
+from mirror._src.base.types import PyTree
+from mirror._src.cluster import store
 from mirror._src.data.arrays import ArrayDataset
 from mirror._src.data.batches import HostBatch
 from mirror._src.data.foreign import taken
@@ -30,9 +33,6 @@ from mirror._src.data.same_batches import checksum, name_dataset
 from mirror._src.data.source import shape_on_devices
 from mirror._src.data.step_exchange import StepExchange, close_at_exit
 from mirror._src.devices.replicas import ReplicaDevices
-from mirror._src.distributed import store
-from mirror._src.utils.naming import depth_of_user
-from mirror._src.utils.types import PyTree
 
 
 @final

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, final
 import jax
 import numpy as np
 
+from mirror._src.base.errors import describe, require_int
+from mirror._src.base.types import PyTree
 from mirror._src.data.arrays import ArrayDataset
 from mirror._src.data.batches import HostBatch, host_batch, host_batches
 from mirror._src.data.input import Input, InputBatch, Pass, Plan
@@ -19,9 +21,7 @@ from mirror._src.data.source import (
     require_known_shapes,
     shape_on_devices,
 )
-from mirror._src.utils.errors import describe, require_int
-from mirror._src.utils.types import PyTree
-from mirror._src.values.per_replica import PerReplica
+from mirror._src.engine.per_replica import PerReplica
 
 
 class PaddedBatch(NamedTuple):

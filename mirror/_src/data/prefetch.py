@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, final
 
-from mirror._src.utils.tracebacks import api_boundary
+from mirror._src.base.tracebacks import api_boundary
 
 T = TypeVar("T")
 _MOST_WAIT_SECS = 0.5

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mirror._src.base.errors import describe, expected
 from mirror._src.data.batches import HostBatch
-from mirror._src.utils.errors import describe, expected
 
 Remainder: TypeAlias = Literal["error", "drop", "pad"]
 

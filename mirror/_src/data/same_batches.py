@@ -12,11 +12,11 @@ from typing import Any, final
 import jax
 import numpy as np
 
-from mirror._src.distributed import store
-from mirror._src.utils.errors import ReplicaDivergenceError
-from mirror._src.utils.naming import keys
-from mirror._src.utils.source_lines import line_of_user
-from mirror._src.utils.types import PyTree
+from mirror._src.base.errors import ReplicaDivergenceError
+from mirror._src.base.naming import keys
+from mirror._src.base.source_lines import line_of_user
+from mirror._src.base.types import PyTree
+from mirror._src.cluster import store
 
 _MOST_CHECKS = 20  # batches of a pass after which the others are not waited for
 

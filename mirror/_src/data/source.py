@@ -7,13 +7,14 @@ from typing import Any, Generic, TypeVar, final
 
 import jax
 
+from mirror._src.base.dtypes import is_numeric
+from mirror._src.base.errors import require_int
+from mirror._src.base.types import PyTree
 from mirror._src.data.arrays import ArrayDataset
 from mirror._src.data.foreign import advice, copied
 from mirror._src.data.input import Input, Pass
 from mirror._src.data.prefetch import PrefetchIterator
-from mirror._src.utils.errors import require_int
-from mirror._src.utils.types import PyTree
-from mirror._src.values.per_replica import PerReplica, is_numeric, per_replica
+from mirror._src.engine.per_replica import PerReplica, per_replica
 
 
 @final

@@ -17,11 +17,11 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, final
 
+from mirror._src.base.errors import first_line
+from mirror._src.cluster import store
+from mirror._src.cluster.failures import first_failure
+from mirror._src.cluster.start import agreement_secs
 from mirror._src.data.parts import Form, Part, Step
-from mirror._src.distributed import store
-from mirror._src.distributed.failures import first_failure
-from mirror._src.distributed.start import agreement_secs
-from mirror._src.utils.errors import first_line
 
 _POLL_SECS = 0.25  # between two looks at whether the others still read
 _MARGIN_SECS = 5.0

@@ -7,13 +7,13 @@ from collections.abc import Iterable
 
 import jax
 
+from mirror._src.base.errors import InvalidDeviceError
 from mirror._src.devices import state
 from mirror._src.devices.described import is_described, topology_of
 from mirror._src.devices.jax_options import GPU_PLATFORMS, PLATFORMS
 from mirror._src.devices.names import DeviceSpec, LogicalDevice, PhysicalDevice
 from mirror._src.devices.physical import CPU, list_physical_devices
 from mirror._src.devices.startup import started, starting
-from mirror._src.utils.errors import InvalidDeviceError
 
 
 def list_logical_devices(device_type: str | None = None) -> list[LogicalDevice]:

@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mirror._src.base.types import Array
 from mirror._src.devices.backend import logical_name, type_of
 from mirror._src.devices.replicas import ReplicaDevices
-from mirror._src.utils.types import Array
 
 # 32 bytes and 4 MiB: NCCL uses a different protocol for each, and only one of them may be broken.
 _SIZES = 8, 2**20

@@ -13,8 +13,8 @@ from typing import Any
 
 import jax
 
+from mirror._src.base.types import Array
 from mirror._src.devices.launches import has_finished
-from mirror._src.utils.types import Array
 
 MOST_IN_FLIGHT = 8
 """Number of eager launches in flight. XLA accepts 32, and each thread may add one more."""

@@ -24,10 +24,10 @@ from typing import Any
 
 import jax
 
+from mirror._src.base.types import Array
 from mirror._src.devices import eager_work as eager
 from mirror._src.devices import launches
 from mirror._src.devices.launches import Described, Launch
-from mirror._src.utils.types import Array
 
 MOST_IN_FLIGHT = 2
 _FIRST_SLEEP_SECS, _LONGEST_SLEEP_SECS = 5e-5, 0.02

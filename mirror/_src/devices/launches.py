@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, final
 
 import jax
 
-from mirror._src.utils import clock
-from mirror._src.utils.modules import set_module
-from mirror._src.utils.types import Array
+from mirror._src.base import clock
+from mirror._src.base.modules import set_module
+from mirror._src.base.types import Array
 
 # Recorded at the end of each compilation, in its thread. A test fails when JAX renames it.
 _COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -41,7 +41,7 @@ class Site(NamedTuple):
     Attributes:
         what: `"all-reduce"`, or the name of the callback.
         line: The user's line.
-        key: The operation, by which a callback that runs is found; see `executors.callbacks`.
+        key: The operation, by which a callback that runs is found; see `passes.callbacks`.
         is_callback: Whether it is a host callback.
     """
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from mirror._src.utils.errors import describe
+from mirror._src.base.errors import describe
 
 ENABLE_64_BITS = "jax.config.update('jax_enable_x64', True)"
 

@@ -38,9 +38,9 @@ from typing import Any
 import jax
 from jax.extend.core import get_opaque_trace_state, set_current_trace, take_current_trace
 
+from mirror._src.base.errors import describe, expected
+from mirror._src.base.source_lines import line_of_user
 from mirror._src.devices.backend import logical_name, names, place
-from mirror._src.utils.errors import describe, expected
-from mirror._src.utils.source_lines import line_of_user
 
 _logger = logging.getLogger("mirror")
 _JITS = ("jit", "pjit")

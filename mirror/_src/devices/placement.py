@@ -15,6 +15,10 @@ import numpy as np
 from jax.extend.core import set_current_trace
 from jax.sharding import SingleDeviceSharding
 
+from mirror._src.base.errors import InvalidDeviceError, describe
+from mirror._src.base.source_lines import line_of_user
+from mirror._src.base.tracebacks import api_boundary
+from mirror._src.base.types import Array, ArrayLike
 from mirror._src.devices import settings
 from mirror._src.devices.backend import default_devices, devices_of_type, logical_name
 from mirror._src.devices.names import DeviceSpec, LogicalDevice
@@ -22,10 +26,6 @@ from mirror._src.devices.op_log import eager_trace, unlogged
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.devices.resolve import DeviceLike, canonicalize_device
 from mirror._src.devices.transfer import move
-from mirror._src.utils.errors import InvalidDeviceError, describe
-from mirror._src.utils.source_lines import line_of_user
-from mirror._src.utils.tracebacks import api_boundary
-from mirror._src.utils.types import Array, ArrayLike
 
 _logger = logging.getLogger("mirror")
 

@@ -6,6 +6,7 @@ from typing import TypeAlias
 
 import jax
 
+from mirror._src.base.errors import InvalidDeviceError, describe, expected
 from mirror._src.devices.backend import (
     default_devices,
     find_device,
@@ -16,7 +17,6 @@ from mirror._src.devices.backend import (
 )
 from mirror._src.devices.names import SPELLINGS, DeviceSpec, LogicalDevice, PhysicalDevice
 from mirror._src.devices.unused_gpus import warn_about_gpus
-from mirror._src.utils.errors import InvalidDeviceError, describe, expected
 
 _MODEL = (
     "A strategy does not wrap a model: the model is an argument of the step, "

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import jax
 
+from mirror._src.base.errors import InvalidDeviceError, counted, expected, require_int
 from mirror._src.devices import state
 from mirror._src.devices.backend import default_devices, devices_of_type, names, type_of
 from mirror._src.devices.jax_options import (
@@ -36,7 +37,6 @@ from mirror._src.devices.user_settings import (
     require_host_devices,
     require_within_users,
 )
-from mirror._src.utils.errors import InvalidDeviceError, counted, expected, require_int
 
 _logger = logging.getLogger("mirror")
 _soft = False

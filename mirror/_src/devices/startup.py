@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import jax
 
-from mirror._src.utils.source_lines import line_of_user
+from mirror._src.base.source_lines import line_of_user
 
 _PROBE = "jax_cpu_get_local_topology_timeout_minutes"  # only clusters read it
 _NO_COMPUTATION = "a call that computes nothing, such as jax.devices() or jax.device_put"

@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from mirror._src.base.errors import expected
+from mirror._src.base.modules import set_module
 from mirror._src.devices.host_devices import host_devices_of_flags
 from mirror._src.devices.jax_options import (
     HOST_DEVICES,
@@ -13,8 +15,6 @@ from mirror._src.devices.jax_options import (
 )
 from mirror._src.devices.names import PhysicalDevice
 from mirror._src.devices.physical import CPU, gpu_of, list_physical_devices, may_have_gpus, ordinal
-from mirror._src.utils.errors import expected
-from mirror._src.utils.modules import set_module
 
 MIB = 2**20
 

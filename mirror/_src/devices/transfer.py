@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mirror._src.base.types import Array
 from mirror._src.devices.op_log import unlogged
 from mirror._src.devices.unstacked import UnstackedArrays
-from mirror._src.utils.types import Array
 
 _is_deleted = operator.methodcaller("is_deleted")
 

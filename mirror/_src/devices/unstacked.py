@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from mirror._src.utils.types import Array
+from mirror._src.base.types import Array
 
 
 class UnstackedArrays:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import jax
 
+from mirror._src.base.errors import counted
 from mirror._src.devices.backend import default_devices, type_of
 from mirror._src.devices.jax_options import PLATFORMS, names_gpus
 from mirror._src.devices.physical import Gpu, gpu_of
 from mirror._src.devices.state import visible_gpus
-from mirror._src.utils.errors import counted
 
 _logger = logging.getLogger("mirror")
 

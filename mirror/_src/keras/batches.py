@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from mirror._src.base.keras_library import GLOBAL_BATCHES
+from mirror._src.base.naming import depth_of_user, keys
+from mirror._src.base.types import PyTree
 from mirror._src.data.foreign import to_array
 from mirror._src.data.remainder import nearest_multiples
 from mirror._src.devices.backend import devices_of_type, type_of
 from mirror._src.devices.replicas import ReplicaDevices
-from mirror._src.utils.keras_library import GLOBAL_BATCHES
-from mirror._src.utils.naming import depth_of_user, keys
-from mirror._src.utils.types import PyTree
-from mirror._src.values.per_replica import is_per_replica
+from mirror._src.engine.per_replica import is_per_replica
 
 
 class _Outcome(NamedTuple):

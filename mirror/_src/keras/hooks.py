@@ -13,13 +13,13 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+from mirror._src.base.keras_library import library
+from mirror._src.base.naming import depth_of_user
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.keras.inputs import METHODS, checking
 from mirror._src.keras.owners import add_scope, claim, claim_compiled, owner_of
 from mirror._src.keras.precision import warn_about_policy
 from mirror._src.keras.step_function import StepFunction
-from mirror._src.utils.keras_library import library
-from mirror._src.utils.naming import depth_of_user
 
 KINDS = ("train", "test", "predict")
 

@@ -4,13 +4,13 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from mirror._src.base.keras_library import GLOBAL_BATCHES
+from mirror._src.base.naming import parameter_names
 from mirror._src.data.arrays import ArrayDataset
 from mirror._src.data.prefetch import PrefetchIterator
 from mirror._src.data.source import DistributedDatasetBase
+from mirror._src.engine.per_replica import brief, is_per_replica
 from mirror._src.keras.step_function import keras_loop
-from mirror._src.utils.keras_library import GLOBAL_BATCHES
-from mirror._src.utils.naming import parameter_names
-from mirror._src.values.per_replica import brief, is_per_replica
 
 METHODS = (
     "fit",

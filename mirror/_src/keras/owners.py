@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from mirror._src.context.scopes import current_frame
+from mirror._src.base.errors import listing
+from mirror._src.base.keras_library import BACKEND, backend, variables_of
+from mirror._src.base.naming import depth_of_user
 from mirror._src.devices.replicas import ReplicaDevices
+from mirror._src.engine.scopes import current_frame
 from mirror._src.keras.precision import require_float_policy
-from mirror._src.utils.errors import listing
-from mirror._src.utils.keras_library import BACKEND, backend, variables_of
-from mirror._src.utils.naming import depth_of_user
 
 _COPY = (
     "To copy it into a scope: copy = keras.models.clone_model(model); "

@@ -6,8 +6,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from mirror._src.utils.keras_library import has_loss_scale, library
-from mirror._src.utils.naming import depth_of_user
+from mirror._src.base.keras_library import has_loss_scale, library
+from mirror._src.base.naming import depth_of_user
 
 _HALF = ("float16", "bfloat16")
 

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mirror._src.base.types import PyTree
 from mirror._src.devices import eager_work
 from mirror._src.devices.launch import is_needed, launch
 from mirror._src.devices.launches import Described
 from mirror._src.keras.batches import BatchPlacer
 from mirror._src.keras.owners import Owner
-from mirror._src.utils.types import PyTree
 
 
 class _Loops(threading.local):

@@ -7,20 +7,20 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from mirror._src.checks.verify import (
+from mirror._src.base.errors import expected
+from mirror._src.base.keras_library import variables_of
+from mirror._src.devices.replicas import ReplicaDevices
+from mirror._src.devices.transfer import NoMesh
+from mirror._src.inspection.verify import (
     Difference,
     VerifyReport,
     checked,
     relative_difference,
     rtol_of,
 )
-from mirror._src.devices.replicas import ReplicaDevices
-from mirror._src.devices.transfer import NoMesh
 from mirror._src.keras.owners import Owner, owner_of
 from mirror._src.keras.precision import compute_dtypes
 from mirror._src.keras.step_function import StepFunction
-from mirror._src.utils.errors import expected
-from mirror._src.utils.keras_library import variables_of
 
 _CAUSES = (
     "The step of a Keras model sees the whole batch on any number of devices, so that only the "

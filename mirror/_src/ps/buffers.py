@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from mirror._src.base.types import Array
 from mirror._src.ps.placement import Slice, rows
-from mirror._src.utils.types import Array
 
 _MOST_PACKED_BYTES = 64 << 10
 

@@ -4,9 +4,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from mirror._src.distributed.cluster import ClusterSpec, Jobs, Task
-from mirror._src.distributed.resolvers import ClusterResolver
-from mirror._src.utils.errors import expected
+from mirror._src.base.errors import expected
+from mirror._src.cluster.cluster import ClusterSpec, Jobs, Task
+from mirror._src.cluster.resolvers import ClusterResolver
 
 JOBS = ("chief", "ps", "worker")
 _FIX = (
@@ -69,7 +69,7 @@ def head_address(spec: ClusterSpec) -> str:
 def resource_of(task: Task) -> str:
     """Returns the name of the Ray resource that the node of a task has one of.
 
-    >>> from mirror._src.distributed.cluster import Task
+    >>> from mirror._src.cluster.cluster import Task
     >>> resource_of(Task("ps", 0))
     'mirror:ps:0'
     """

@@ -6,6 +6,11 @@ from typing import Any, Protocol, final
 import jax
 from flax import nnx
 
+from mirror._src.base.errors import expected, require_secs
+from mirror._src.base.modules import set_module
+from mirror._src.base.naming import name_of
+from mirror._src.base.tracebacks import api_boundary
+from mirror._src.base.types import PyTree
 from mirror._src.ps import parts
 from mirror._src.ps.conductor import Conductor
 from mirror._src.ps.datasets import PerWorkerDataset, PerWorkerIterator
@@ -17,11 +22,6 @@ from mirror._src.ps.replies import ArgumentOfStep, Result, StepWork, is_place, w
 from mirror._src.ps.training import ServedTraining
 from mirror._src.strategy.strategy import Strategy
 from mirror._src.training.remote import RemoteStrategy
-from mirror._src.utils.errors import expected, require_secs
-from mirror._src.utils.modules import set_module
-from mirror._src.utils.naming import name_of
-from mirror._src.utils.tracebacks import api_boundary
-from mirror._src.utils.types import PyTree
 
 
 class ServedStrategy(Protocol):

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Any, NoReturn, final
 
+from mirror._src.base.modules import set_module
 from mirror._src.ps.current import running_function
 from mirror._src.ps.replies import Export
-from mirror._src.utils.modules import set_module
 
 
 @set_module("mirror.ps")

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from mirror._src.program.jaxprs import called, walk
+from mirror._src.jaxprs.equations import called, walk
 
 _ELEMENTWISE = frozenset(
     (

@@ -1,6 +1,6 @@
 """The errors of the scheduler, with their messages."""
 
-from mirror._src.utils.modules import set_module
+from mirror._src.base.modules import set_module
 
 
 @set_module("mirror.ps")

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from mirror._src.program.collective_eqns import contains_collective, is_collective, spans_whole_axis
-from mirror._src.program.jaxprs import Scan, called, inner_programs, is_ref, jaxpr_of, walk
-from mirror._src.program.primitives import contains_replica_source, is_replica_source
+from mirror._src.jaxprs.collective_eqns import contains_collective, is_collective, spans_whole_axis
+from mirror._src.jaxprs.equations import Scan, called, inner_programs, is_ref, jaxpr_of, walk
+from mirror._src.jaxprs.primitives import contains_replica_source, is_replica_source
 
 
 class Join(enum.Enum):

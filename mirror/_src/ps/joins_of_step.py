@@ -6,10 +6,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from mirror._src.base.naming import keys
+from mirror._src.engine.call import Call
+from mirror._src.engine.step import TracedStep
 from mirror._src.ps.joins import Join, find_joins
-from mirror._src.run.call import Call
-from mirror._src.run.step import TracedStep
-from mirror._src.utils.naming import keys
 
 _SCALE = "received[2][2]"  # the name of `Part.scale` among the arguments of the step
 _KINDS = ("result", "gradient", "variable")

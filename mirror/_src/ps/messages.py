@@ -6,8 +6,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import optax
 
+from mirror._src.base.types import PyTree
 from mirror._src.ps.placement import Slice
-from mirror._src.utils.types import PyTree
 
 Buffers = tuple[np.ndarray, ...]
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from mirror._src.utils.errors import describe, nearest
+from mirror._src.base.errors import describe, nearest
 
 _OPERATIONS = ("create", "read", "assign", "assign_add", "assign_sub")
 

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from mirror._src.base.errors import describe, listing
+from mirror._src.base.types import PyTree
 from mirror._src.devices.transfer import move
+from mirror._src.engine.variable import Variable
 from mirror._src.ps.optimizer_tree import as_jax, as_numpy, nest
 from mirror._src.ps.placement import Leaf
 from mirror._src.training.checkpoints.host_copies import KeyData
 from mirror._src.training.checkpoints.snapshot import value_of
-from mirror._src.utils.errors import describe, listing
-from mirror._src.utils.types import PyTree
-from mirror._src.variables.variable import Variable
 
 Path = tuple[Any, ...]
 

@@ -12,8 +12,8 @@ import jax
 import numpy as np
 import optax
 
+from mirror._src.base.types import PyTree
 from mirror._src.ps.placement import Placement, rows
-from mirror._src.utils.types import PyTree
 
 Path = tuple[Any, ...]
 

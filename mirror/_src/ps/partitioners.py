@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from mirror._src.utils.errors import require_int
-from mirror._src.utils.modules import set_module
+from mirror._src.base.errors import require_int
+from mirror._src.base.modules import set_module
 
 
 class Partitioner:

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mirror._src.base.errors import describe
+from mirror._src.base.naming import leaf_names, name_of
+from mirror._src.base.types import PyTree
 from mirror._src.devices.replicas import ReplicaDevices
+from mirror._src.engine.per_replica import PerReplica, is_per_replica, per_replica
 from mirror._src.ps.joins import Join
 from mirror._src.ps.replies import PerReplicaResult, Result
-from mirror._src.utils.errors import describe
-from mirror._src.utils.naming import leaf_names, name_of
-from mirror._src.utils.types import PyTree
-from mirror._src.values.per_replica import PerReplica, is_per_replica, per_replica
 
 
 def num_rows(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:

@@ -7,10 +7,10 @@ from typing import Any, Protocol
 import jax
 from flax import nnx
 
+from mirror._src.base.errors import describe
+from mirror._src.base.naming import name_of
+from mirror._src.base.source_lines import users_function
 from mirror._src.ps.remote_value import RemoteValue
-from mirror._src.utils.errors import describe
-from mirror._src.utils.naming import name_of
-from mirror._src.utils.source_lines import users_function
 
 
 class Pickler(Protocol):

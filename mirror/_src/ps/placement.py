@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from mirror._src.utils.errors import describe, expected, require_int
+from mirror._src.base.errors import describe, expected, require_int
 
 PartitionerLike = Callable[[Sequence[int], Any], int]
 

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple, final
 
-from mirror._src.distributed.cluster import ClusterSpec, Task
+from mirror._src.base.errors import first_line
+from mirror._src.cluster.cluster import ClusterSpec, Task
 from mirror._src.ps.cluster import TOKEN, head_address, head_of, resource_of, token_variables
 from mirror._src.ps.ray_actors import import_ray
 from mirror._src.ps.server import Server, answers
-from mirror._src.utils.errors import first_line
 
 _logger = logging.getLogger("mirror")
 _WAIT_SECS = 60.0

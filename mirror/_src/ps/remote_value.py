@@ -3,9 +3,9 @@
 import threading
 from typing import Any, NoReturn, final
 
-from mirror._src.utils.errors import require_secs
-from mirror._src.utils.modules import set_module
-from mirror._src.utils.tracebacks import api_boundary
+from mirror._src.base.errors import require_secs
+from mirror._src.base.modules import set_module
+from mirror._src.base.tracebacks import api_boundary
 
 
 @set_module("mirror.ps")

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
+from mirror._src.base.types import PyTree
 from mirror._src.ps.placement import Placement
-from mirror._src.utils.types import PyTree
 
 
 class Export(NamedTuple):

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
+from mirror._src.base.errors import bytes_in_words
+from mirror._src.base.modules import set_module
 from mirror._src.ps.placement import Placement
-from mirror._src.utils.errors import bytes_in_words
-from mirror._src.utils.modules import set_module
 
 
 @set_module("mirror.ps")

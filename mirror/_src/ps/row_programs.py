@@ -5,7 +5,7 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from mirror._src.program.jaxprs import called, walk
+from mirror._src.jaxprs.equations import called, walk
 from mirror._src.ps.dependence import is_elementwise, keeps_rows
 from mirror._src.ps.optimizer_tree import as_numpy
 

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mirror._src.base.types import Array
 from mirror._src.ps.placement import Placement
-from mirror._src.utils.types import Array
 
 _LEAST_BUCKET = 8
 

@@ -3,7 +3,7 @@
 from types import TracebackType
 from typing import Generic, TypeVar, final
 
-from mirror._src.context.scopes import Frame, pop_frame, push_frame
+from mirror._src.engine.scopes import Frame, pop_frame, push_frame
 from mirror._src.strategy.scope import Scope
 from mirror._src.strategy.strategy import Strategy
 

@@ -18,7 +18,7 @@ import numpy as np
 import optax
 from jax.extend.core import ClosedJaxpr
 
-from mirror._src.program.trace import trace
+from mirror._src.jaxprs.trace import trace
 from mirror._src.ps.dependence import Depends, follow
 from mirror._src.ps.optimizer_tree import (
     Path,

@@ -17,8 +17,12 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO, Any, final
 
-from mirror._src.distributed.cluster import ClusterSpec, Jobs
-from mirror._src.distributed.resolvers import ClusterResolver
+from mirror._src.base.errors import require_int, require_secs
+from mirror._src.base.modules import set_module
+from mirror._src.base.optional import describe_missing
+from mirror._src.base.tracebacks import api_boundary
+from mirror._src.cluster.cluster import ClusterSpec, Jobs
+from mirror._src.cluster.resolvers import ClusterResolver
 from mirror._src.ps import tethered
 from mirror._src.ps.cluster import (
     cluster_of,
@@ -28,10 +32,6 @@ from mirror._src.ps.cluster import (
     task_of,
     token_variables,
 )
-from mirror._src.utils.errors import require_int, require_secs
-from mirror._src.utils.modules import set_module
-from mirror._src.utils.optional import describe_missing
-from mirror._src.utils.tracebacks import api_boundary
 
 _logger = logging.getLogger("mirror")
 _POLL_SECS = 0.5

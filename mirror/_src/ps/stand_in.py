@@ -9,11 +9,11 @@ import numpy as np
 import optax
 from flax import nnx
 
+from mirror._src.base.errors import describe
+from mirror._src.base.types import Array
 from mirror._src.ps.placement import Leaf
 from mirror._src.ps.rows import take
 from mirror._src.training.checkpoints.snapshot import value_of
-from mirror._src.utils.errors import describe
-from mirror._src.utils.types import Array
 
 
 class PushedGradient(nnx.Variable[Any]):

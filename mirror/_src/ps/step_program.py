@@ -9,8 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mirror._src.context.replica_context import Part
-from mirror._src.context.scopes import current_frame
+from mirror._src.base.naming import name_of
+from mirror._src.base.source_lines import on_behalf_of, users_function
+from mirror._src.base.types import PyTree
+from mirror._src.engine.replica_context import Part
+from mirror._src.engine.scopes import current_frame
 from mirror._src.ps.buffers import BufferLayout
 from mirror._src.ps.joins_of_step import joins_of_step, require_joins, require_own_sums
 from mirror._src.ps.messages import Buffers, Pulled
@@ -23,9 +26,6 @@ from mirror._src.ps.table_rows import ServerIds, TableRows
 from mirror._src.strategy.mirrored import MirroredStrategy
 from mirror._src.training.checkpoints.host_copies import KeyData
 from mirror._src.training.checkpoints.snapshot import value_of
-from mirror._src.utils.naming import name_of
-from mirror._src.utils.source_lines import on_behalf_of, users_function
-from mirror._src.utils.types import PyTree
 
 
 class Portion(NamedTuple):

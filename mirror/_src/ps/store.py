@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from mirror._src.base.errors import describe
+from mirror._src.base.types import PyTree
 from mirror._src.ps.buffers import BufferLayout
 from mirror._src.ps.exactly_once import Numbers
 from mirror._src.ps.messages import (
@@ -23,8 +25,6 @@ from mirror._src.ps.named_variables import NamedVariables
 from mirror._src.ps.optimizer_tree import as_jax, as_numpy, init_structs, nest
 from mirror._src.ps.rows import local_ids, padded, summed, take_jit
 from mirror._src.ps.update import Update, update_function
-from mirror._src.utils.errors import describe
-from mirror._src.utils.types import PyTree
 
 
 class Store:

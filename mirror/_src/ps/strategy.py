@@ -11,9 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from mirror._src.base.errors import counted, expected, require_int
+from mirror._src.base.modules import set_module
+from mirror._src.base.tracebacks import api_boundary
+from mirror._src.base.unknown_names import unknown_attribute
+from mirror._src.cluster.cluster import ClusterSpec, Jobs
+from mirror._src.cluster.resolvers import ClusterResolver
 from mirror._src.devices import backend
-from mirror._src.distributed.cluster import ClusterSpec, Jobs
-from mirror._src.distributed.resolvers import ClusterResolver
 from mirror._src.ps import ray_cluster
 from mirror._src.ps.cluster import cluster_of
 from mirror._src.ps.conductor import Conductor
@@ -36,10 +40,6 @@ from mirror._src.strategy.mirrored import OneDeviceStrategy
 from mirror._src.strategy.strategy import Strategy
 from mirror._src.training.objective import Sums
 from mirror._src.training.remote import RemoteStrategy, RemoteTraining
-from mirror._src.utils.errors import counted, expected, require_int
-from mirror._src.utils.modules import set_module
-from mirror._src.utils.tracebacks import api_boundary
-from mirror._src.utils.unknown_names import unknown_attribute
 
 PartitionerLike = Callable[[Any, Any], int]
 

@@ -6,10 +6,10 @@ from typing import Any, final
 import jax.numpy as jnp
 import numpy as np
 
+from mirror._src.base.errors import counted
+from mirror._src.base.types import Array
 from mirror._src.ps.placement import Placement
 from mirror._src.ps.rows import join_rows, padded, put, split_ids
-from mirror._src.utils.errors import counted
-from mirror._src.utils.types import Array
 
 ServerIds = list[dict[str, np.ndarray]]
 

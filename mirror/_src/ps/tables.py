@@ -7,9 +7,9 @@ from typing import Any, final
 import numpy as np
 import optax
 
+from mirror._src.base.errors import counted, expected, listing, nearest
 from mirror._src.ps.placement import Leaf
 from mirror._src.ps.sparse_optimizer import lazy_tables
-from mirror._src.utils.errors import counted, expected, listing, nearest
 
 _EXAMPLE = "For example sparse={'embed.embedding': lambda batch: batch['ids']}."
 _MOST_ROWS = int(np.iinfo(np.int32).max)

@@ -9,8 +9,10 @@ import jax
 import numpy as np
 from flax import nnx
 
-from mirror._src.checks.trial import copy_of
-from mirror._src.checks.verify import (
+from mirror._src.base.types import PyTree
+from mirror._src.engine.per_replica import PerReplica
+from mirror._src.inspection.trial_objects import copy_of
+from mirror._src.inspection.verify import (
     CAUSES,
     Difference,
     VerifyReport,
@@ -23,8 +25,6 @@ from mirror._src.ps.coordinator import ClusterCoordinator
 from mirror._src.ps.remote_value import CancelledError, RemoteValue
 from mirror._src.training.objective import Sums
 from mirror._src.training.remote import RemoteTraining
-from mirror._src.utils.types import PyTree
-from mirror._src.values.per_replica import PerReplica
 
 _NAMES = ("model", "optimizer")
 

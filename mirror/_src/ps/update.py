@@ -6,11 +6,11 @@ from typing import Any
 import jax
 import optax
 
+from mirror._src.base.types import Array, PyTree
 from mirror._src.ps.buffers import BufferLayout
 from mirror._src.ps.optimizer_tree import flatten, init_structs, nest, row_owner
 from mirror._src.ps.placement import Slice
 from mirror._src.ps.rows import put, take
-from mirror._src.utils.types import Array, PyTree
 
 Update = Callable[..., tuple[tuple[Array, ...], dict[str, Array], PyTree]]
 

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mirror._src.base.modules import set_module
+from mirror._src.base.tracebacks import api_boundary
+from mirror._src.base.types import Array
 from mirror._src.devices.transfer import is_tracing
 from mirror._src.ps.current import running_function
-from mirror._src.utils.modules import set_module
-from mirror._src.utils.tracebacks import api_boundary
-from mirror._src.utils.types import Array
 
 
 class VariableHost(Protocol):

@@ -4,12 +4,12 @@ from typing import TypeVar
 
 import jax
 
-from mirror._src.collectives.reduce_op import Reduction
-from mirror._src.context.replica_context import ReplicaContext
-from mirror._src.context.scopes import current_frame
+from mirror._src.base.tracebacks import api_boundary
+from mirror._src.engine.per_replica import PerReplica
+from mirror._src.engine.reduce_op import Reduction
+from mirror._src.engine.replica_context import ReplicaContext
+from mirror._src.engine.scopes import current_frame
 from mirror._src.strategy.mirrored import get_replica_context
-from mirror._src.utils.tracebacks import api_boundary
-from mirror._src.values.per_replica import PerReplica
 
 T = TypeVar("T")
 

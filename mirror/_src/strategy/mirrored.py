@@ -8,11 +8,11 @@ from typing import final
 
 import numpy as np
 
-from mirror._src.collectives.all_reduce import AllReduce
-from mirror._src.collectives.cross_device_ops import CrossDeviceOps
-from mirror._src.collectives.one_device import ReductionToOneDevice
-from mirror._src.context.replica_context import ReplicaContext
-from mirror._src.context.scopes import current_frame
+from mirror._src.base.errors import counted, expected, require_int
+from mirror._src.base.modules import set_module
+from mirror._src.base.naming import depth_of_user
+from mirror._src.base.tracebacks import api_boundary
+from mirror._src.base.types import REPLICA_AXIS
 from mirror._src.devices import backend
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.devices.resolve import (
@@ -21,13 +21,13 @@ from mirror._src.devices.resolve import (
     canonicalize_replica_devices,
 )
 from mirror._src.devices.settings import first_devices
-from mirror._src.executors.choice import default_ops, reduce_device
+from mirror._src.engine.all_reduce import AllReduce
+from mirror._src.engine.choice import default_ops, reduce_device
+from mirror._src.engine.cross_device_ops import CrossDeviceOps
+from mirror._src.engine.one_device import ReductionToOneDevice
+from mirror._src.engine.replica_context import ReplicaContext
+from mirror._src.engine.scopes import current_frame
 from mirror._src.strategy.strategy import Strategy, strategies
-from mirror._src.utils.errors import counted, expected, require_int
-from mirror._src.utils.modules import set_module
-from mirror._src.utils.naming import depth_of_user
-from mirror._src.utils.tracebacks import api_boundary
-from mirror._src.utils.types import REPLICA_AXIS
 
 _logger = logging.getLogger("mirror")
 

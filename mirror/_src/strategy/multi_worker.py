@@ -9,20 +9,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mirror._src.collectives.all_reduce import AllReduce
-from mirror._src.collectives.cross_device_ops import CrossDeviceOps
+from mirror._src.base.errors import first_line, require_int
+from mirror._src.base.modules import set_module
+from mirror._src.base.tracebacks import api_boundary
+from mirror._src.base.types import REPLICA_AXIS
+from mirror._src.cluster import start, store
+from mirror._src.cluster.hello import visible_devices
+from mirror._src.cluster.resolvers import ClusterResolver
 from mirror._src.devices import backend
 from mirror._src.devices.replicas import ReplicaDevices
-from mirror._src.distributed import start, store
-from mirror._src.distributed.hello import visible_devices
-from mirror._src.distributed.resolvers import ClusterResolver
-from mirror._src.executors.choice import default_ops
+from mirror._src.engine.all_reduce import AllReduce
+from mirror._src.engine.choice import default_ops
+from mirror._src.engine.cross_device_ops import CrossDeviceOps
 from mirror._src.strategy.mirrored import OneDeviceStrategy, require_axis_name
 from mirror._src.strategy.strategy import Strategy
-from mirror._src.utils.errors import first_line, require_int
-from mirror._src.utils.modules import set_module
-from mirror._src.utils.tracebacks import api_boundary
-from mirror._src.utils.types import REPLICA_AXIS
 
 _logger = logging.getLogger("mirror")
 

@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mirror._src.collectives.in_step import bind_all_reduce
-from mirror._src.collectives.reduce_op import ReduceOp, accumulator, prepare
-from mirror._src.context.scopes import current_frame
+from mirror._src.base.errors import describe, expected
+from mirror._src.base.naming import keys
+from mirror._src.base.types import ARRAY_LIKE, Array, PyTree
 from mirror._src.devices.narrowing import ENABLE_64_BITS
-from mirror._src.utils.errors import describe, expected
-from mirror._src.utils.naming import keys
-from mirror._src.utils.types import ARRAY_LIKE, Array, PyTree
-from mirror._src.values.per_replica import PerReplica, is_per_replica
+from mirror._src.engine.in_step import bind_all_reduce
+from mirror._src.engine.per_replica import PerReplica, is_per_replica
+from mirror._src.engine.reduce_op import ReduceOp, accumulator, prepare
+from mirror._src.engine.scopes import current_frame
 
 Axes = tuple[int, ...] | None
 

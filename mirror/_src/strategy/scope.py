@@ -6,8 +6,10 @@ from typing import Any, Generic, TypeVar, final
 
 import jax
 
-from mirror._src.context.replica_context import ReplicaGroup
-from mirror._src.context.scopes import (
+from mirror._src.devices.op_log import unlogged
+from mirror._src.devices.replicas import ReplicaDevices
+from mirror._src.engine.replica_context import ReplicaGroup
+from mirror._src.engine.scopes import (
     Frame,
     current_frame,
     current_task,
@@ -15,8 +17,6 @@ from mirror._src.context.scopes import (
     push_frame,
     require_cross_replica,
 )
-from mirror._src.devices.op_log import unlogged
-from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.keras.hooks import enter_scope, exit_scope
 
 S = TypeVar("S", bound=ReplicaGroup)

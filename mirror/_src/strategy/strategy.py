@@ -8,11 +8,16 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Never, NoReturn, Sel
 
 import jax
 
-from mirror._src.checks import verify as checks
-from mirror._src.checks.copies import check_mirrored
-from mirror._src.collectives.cross_device_ops import CrossDeviceOps
-from mirror._src.collectives.reduce_op import ReduceOp, Reduction, require_axis, require_op
-from mirror._src.context.scopes import current_frame, require_cross_replica
+from mirror._src.base.errors import counted, expected, require_int
+from mirror._src.base.keras_library import is_model
+from mirror._src.base.modules import set_module
+from mirror._src.base.naming import is_our_module, keys
+from mirror._src.base.supported import warn_about_jax
+from mirror._src.base.tables import Table
+from mirror._src.base.tracebacks import api_boundary, hide_internal_frames
+from mirror._src.base.types import A, Array, K, PyTree, StepFunction, Unknown
+from mirror._src.base.unknown_names import unknown_attribute
+from mirror._src.cluster.store import process_count, process_index
 from mirror._src.data.distribute import (
     DistributedDataset,
     InputContext,
@@ -25,15 +30,21 @@ from mirror._src.devices import backend
 from mirror._src.devices.narrowing import require_fits
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.devices.transfer import copies_of, move
-from mirror._src.distributed.store import process_count, process_index
-from mirror._src.explain.baselines import Runners
-from mirror._src.explain.placement_table import device_table
-from mirror._src.explain.program import ProgramReport, describe_program
-from mirror._src.explain.report import Explanation
-from mirror._src.explain.timing import explain
+from mirror._src.engine.arguments import canonical_argnums, require_call
+from mirror._src.engine.cross_device_ops import CrossDeviceOps
+from mirror._src.engine.on_read import unwrapped
+from mirror._src.engine.per_replica import PerReplica, is_per_replica, on_local_replicas
+from mirror._src.engine.reduce_op import ReduceOp, Reduction, require_axis, require_op
+from mirror._src.engine.runner import Runner
+from mirror._src.engine.scopes import current_frame, require_cross_replica
+from mirror._src.inspection import verify as checks
+from mirror._src.inspection.baselines import Runners
+from mirror._src.inspection.copies import check_mirrored
+from mirror._src.inspection.explanation import Explanation
+from mirror._src.inspection.placement_table import device_table
+from mirror._src.inspection.program_report import ProgramReport, describe_program
+from mirror._src.inspection.timing import explain
 from mirror._src.keras.verify import verify_model
-from mirror._src.run.arguments import canonical_argnums, require_call
-from mirror._src.run.runner import Runner
 from mirror._src.strategy.reductions import (
     canonical_axes,
     gathering,
@@ -43,17 +54,6 @@ from mirror._src.strategy.reductions import (
     require_values,
 )
 from mirror._src.strategy.scope import Scope
-from mirror._src.utils.errors import counted, expected, require_int
-from mirror._src.utils.keras_library import is_model
-from mirror._src.utils.modules import set_module
-from mirror._src.utils.naming import is_our_module, keys
-from mirror._src.utils.supported import warn_about_jax
-from mirror._src.utils.tables import Table
-from mirror._src.utils.tracebacks import api_boundary, hide_internal_frames
-from mirror._src.utils.types import A, Array, K, PyTree, StepFunction, Unknown
-from mirror._src.utils.unknown_names import unknown_attribute
-from mirror._src.values.per_replica import PerReplica, is_per_replica, on_local_replicas
-from mirror._src.variables.on_read import unwrapped
 
 _MOST_NAMES = 8
 strategies: "weakref.WeakSet[Strategy]" = weakref.WeakSet()

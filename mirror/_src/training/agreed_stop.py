@@ -18,8 +18,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, TypeAlias, final
 
-from mirror._src.distributed import store, verdicts
-from mirror._src.distributed.start import agreement_secs
+from mirror._src.cluster import store, verdicts
+from mirror._src.cluster.start import agreement_secs
 
 Cause: TypeAlias = Literal["stop", "interrupt", "SIGTERM"]
 

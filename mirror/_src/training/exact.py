@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from mirror._src.utils.types import Array
+from mirror._src.base.types import Array
 
 _BASE = 256
 _MOST_EXACT = 2**24  # float32 has all integers up to it

@@ -11,8 +11,13 @@ from typing import Any, ClassVar, Protocol, final
 
 from flax import nnx
 
+from mirror._src.base import interrupts
+from mirror._src.base.closing import Closing, closing
+from mirror._src.base.errors import require_int
+from mirror._src.base.modules import set_module
+from mirror._src.base.naming import depth_of_user, is_our_module
+from mirror._src.cluster.store import process_index
 from mirror._src.data.padded import PaddedBatch, PaddedDataset
-from mirror._src.distributed.store import process_index
 from mirror._src.strategy.strategy import Strategy
 from mirror._src.training.agreed_stop import AgreedStop, Cause
 from mirror._src.training.history import History
@@ -24,11 +29,6 @@ from mirror._src.training.position import Position
 from mirror._src.training.remote import RemoteStrategy
 from mirror._src.training.state_lock import StateLock
 from mirror._src.training.stream import NO_DATA, Stream
-from mirror._src.utils import interrupts
-from mirror._src.utils.closing import Closing, closing
-from mirror._src.utils.errors import require_int
-from mirror._src.utils.modules import set_module
-from mirror._src.utils.naming import depth_of_user, is_our_module
 
 _LABELS = ", which mirror.Trainer(..., labels='label', num_classes=10) checks"
 _MOST_KEPT_BYTES = 2**23

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, final
 
-from mirror._src.utils.errors import nearest
-from mirror._src.utils.modules import set_module
-from mirror._src.utils.notebook import current_cell
-from mirror._src.utils.optional import require
-from mirror._src.utils.tables import Table, new_figure
+from mirror._src.base.errors import nearest
+from mirror._src.base.modules import set_module
+from mirror._src.base.notebook import current_cell
+from mirror._src.base.optional import require
+from mirror._src.base.tables import Table, new_figure
 
 _VALIDATION = "val_"
 

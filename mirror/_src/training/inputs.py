@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from mirror._src.base.errors import describe, expected
+from mirror._src.base.types import PyTree
 from mirror._src.data.arrays import ArrayDataset, batched, in_memory
 from mirror._src.data.distribute import DistributedDataset
 from mirror._src.data.foreign import is_array
 from mirror._src.training.stream import NO_DATA
-from mirror._src.utils.errors import describe, expected
-from mirror._src.utils.types import PyTree
 
 _SHOWN_NAMES = 4
 

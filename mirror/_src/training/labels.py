@@ -6,8 +6,8 @@ from typing import Any, TypeAlias, final
 
 import numpy as np
 
-from mirror._src.utils.errors import describe
-from mirror._src.utils.types import PyTree
+from mirror._src.base.errors import describe
+from mirror._src.base.types import PyTree
 
 PartOfBatch: TypeAlias = str | int | Callable[[PyTree], Any]
 

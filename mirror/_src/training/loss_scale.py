@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mirror._src.utils.errors import expected, require_int
-from mirror._src.utils.modules import set_module
-from mirror._src.utils.types import Array, PyTree
+from mirror._src.base.errors import expected, require_int
+from mirror._src.base.modules import set_module
+from mirror._src.base.types import Array, PyTree
 
 SCALE, SKIPPED = "loss_scale", "skipped"
 """Names of the metrics."""

@@ -6,8 +6,8 @@ from typing import Literal, NamedTuple, TypeAlias
 import jax.numpy as jnp
 import optax
 
-from mirror._src.utils.errors import describe, nearest
-from mirror._src.utils.types import Array
+from mirror._src.base.errors import describe, nearest
+from mirror._src.base.types import Array
 
 LossName: TypeAlias = Literal[
     "sparse_categorical_crossentropy",

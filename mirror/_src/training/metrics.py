@@ -6,10 +6,10 @@ from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 
+from mirror._src.base.errors import expected, nearest
+from mirror._src.base.naming import name_of, parameter_names, require_parameters, signature_of
+from mirror._src.base.types import Array
 from mirror._src.training.losses import ALIASES, LOSSES, Kind, ValueFunction, per_example
-from mirror._src.utils.errors import expected, nearest
-from mirror._src.utils.naming import name_of, parameter_names, require_parameters, signature_of
-from mirror._src.utils.types import Array
 
 Metric: TypeAlias = str | Callable[[Any, Any], Any]
 Metrics: TypeAlias = Sequence[Metric] | Mapping[str, Metric]

@@ -13,13 +13,13 @@ import numpy as np
 import optax
 from flax import linen, nnx
 
+from mirror._src.base.errors import counted, describe, expected, nearest
+from mirror._src.base.naming import depth_of_user, is_our_module, keys, name_of, signature_of
+from mirror._src.base.source_lines import is_own
+from mirror._src.base.types import PyTree
 from mirror._src.data.foreign import is_array
 from mirror._src.data.padded import PaddedBatch
-from mirror._src.utils.errors import counted, describe, expected, nearest
-from mirror._src.utils.naming import depth_of_user, is_our_module, keys, name_of, signature_of
-from mirror._src.utils.source_lines import is_own
-from mirror._src.utils.types import PyTree
-from mirror._src.values.per_replica import is_per_replica
+from mirror._src.engine.per_replica import is_per_replica
 
 P = ParamSpec("P")
 R = TypeVar("R")

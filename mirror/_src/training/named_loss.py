@@ -8,7 +8,10 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr
 
-from mirror._src.program.origins import activation_of
+from mirror._src.base.errors import describe, expected
+from mirror._src.base.naming import name_of, require_parameters, signature_of
+from mirror._src.base.types import Array, PyTree
+from mirror._src.jaxprs.origins import activation_of
 from mirror._src.training.labels import Labels, PartOfBatch, part_of
 from mirror._src.training.losses import (
     LOSSES,
@@ -20,9 +23,6 @@ from mirror._src.training.losses import (
 )
 from mirror._src.training.metrics import Metrics, is_named, metric_functions
 from mirror._src.training.precision import is_half
-from mirror._src.utils.errors import describe, expected
-from mirror._src.utils.naming import name_of, require_parameters, signature_of
-from mirror._src.utils.types import Array, PyTree
 
 MODEL_OUTPUTS = "mirror.model_outputs"  # of `checkpoint_name`: computes nothing
 LossFunction: TypeAlias = Callable[[Any, PyTree], Any]

@@ -9,7 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from mirror._src.context.example_mask import masking
+from mirror._src.base.errors import describe, expected, require_int
+from mirror._src.base.naming import depth_of_user, name_of
+from mirror._src.base.types import Array, PyTree
+from mirror._src.engine.example_mask import masking
 from mirror._src.training import exact
 from mirror._src.training.labels import Labels, PartOfBatch, part_of
 from mirror._src.training.metrics import Metrics
@@ -17,9 +20,6 @@ from mirror._src.training.mistakes import describes_batch
 from mirror._src.training.named_loss import LossFunction, NamedLoss, loss_of
 from mirror._src.training.precision import Precision, is_half
 from mirror._src.training.weighted import Weighted
-from mirror._src.utils.errors import describe, expected, require_int
-from mirror._src.utils.naming import depth_of_user, name_of
-from mirror._src.utils.types import Array, PyTree
 
 LOSS = "loss"
 _RETURN_LOSSES = (

@@ -7,9 +7,9 @@ from typing import Any
 import optax
 from flax import nnx
 
+from mirror._src.base.errors import describe, expected
+from mirror._src.base.types import Array, PyTree
 from mirror._src.training.mistakes import require_transformation
-from mirror._src.utils.errors import describe, expected
-from mirror._src.utils.types import Array, PyTree
 
 
 def make_optimizer(

@@ -3,10 +3,10 @@
 import copy
 from typing import Any
 
+from mirror._src.base.errors import require_int
 from mirror._src.training.history import History
 from mirror._src.training.meter import Meter
 from mirror._src.training.objective import Sums
-from mirror._src.utils.errors import require_int
 
 _COUNTS = ("step", "epoch", "epoch_step", "passes", "samples")
 _MOST_COUNT = 2**63

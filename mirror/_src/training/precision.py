@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen, nnx
 
-from mirror._src.checks.verify import rtol_of
-from mirror._src.utils.errors import counted, expected, nearest
+from mirror._src.base.errors import counted, expected, nearest
+from mirror._src.inspection.verify import rtol_of
 
 PrecisionName: TypeAlias = Literal["float32", "bfloat16", "float16"]
 

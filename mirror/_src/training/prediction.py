@@ -8,18 +8,18 @@ import jax
 import numpy as np
 from flax import nnx
 
-from mirror._src.checks.trial import gathered
+from mirror._src.base.errors import describe, expected
+from mirror._src.base.naming import keys, name_of
+from mirror._src.base.types import PyTree, StepFunction
 from mirror._src.data.distribute import DistributedDataset
 from mirror._src.devices.launch import wait_for
+from mirror._src.engine.per_replica import PerReplica, is_per_replica
+from mirror._src.inspection.trial_objects import gathered
 from mirror._src.strategy.strategy import Strategy
 from mirror._src.training.meter import MOST_RUNNING
 from mirror._src.training.named_loss import LossFunction, NamedLoss, inputs_unknown
 from mirror._src.training.row_check import RowCheck
 from mirror._src.training.stream import whole_pass
-from mirror._src.utils.errors import describe, expected
-from mirror._src.utils.naming import keys, name_of
-from mirror._src.utils.types import PyTree, StepFunction
-from mirror._src.values.per_replica import PerReplica, is_per_replica
 
 
 @final

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import final
 
-from mirror._src.executors.callbacks import in_callback
-from mirror._src.utils import interrupts
+from mirror._src.base import interrupts
+from mirror._src.passes.callbacks import in_callback
 
 
 @final

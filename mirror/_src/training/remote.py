@@ -8,13 +8,13 @@ import jax
 import numpy as np
 from flax import nnx
 
-from mirror._src.checks.verify import VerifyReport
+from mirror._src.base.types import PyTree
 from mirror._src.data.padded import PaddedBatch
+from mirror._src.engine.per_replica import is_per_replica
+from mirror._src.inspection.verify import VerifyReport
 from mirror._src.strategy.strategy import Strategy
 from mirror._src.training.exact import number_of
 from mirror._src.training.objective import LOSS, Sums
-from mirror._src.utils.types import PyTree
-from mirror._src.values.per_replica import is_per_replica
 
 
 class RemoteTraining(abc.ABC):

@@ -8,16 +8,16 @@ from typing import Any, NamedTuple, final
 import jax
 import numpy as np
 
+from mirror._src.base.errors import counted
+from mirror._src.base.naming import depth_of_user, name_of
+from mirror._src.base.source_lines import on_behalf_of, users_function
+from mirror._src.base.types import PyTree
 from mirror._src.data.padded import PaddedBatch
-from mirror._src.program.axis import named_axis
-from mirror._src.program.row_facts import NO_ROWS, Place, row
-from mirror._src.program.rows import find_rows
+from mirror._src.engine.per_replica import PerReplica, is_per_replica
+from mirror._src.jaxprs.axis import named_axis
+from mirror._src.jaxprs.row_facts import NO_ROWS, Place, row
+from mirror._src.jaxprs.rows import find_rows
 from mirror._src.strategy.strategy import Strategy
-from mirror._src.utils.errors import counted
-from mirror._src.utils.naming import depth_of_user, name_of
-from mirror._src.utils.source_lines import on_behalf_of, users_function
-from mirror._src.utils.types import PyTree
-from mirror._src.values.per_replica import PerReplica, is_per_replica
 
 Step = Callable[..., Any]
 """Step `(model, batch, mask)` that returns what is computed for the examples."""

@@ -8,8 +8,13 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import optax
 from flax import nnx
 
-from mirror._src.checks.trial import copy_of
-from mirror._src.distributed.store import barrier
+from mirror._src.base import interrupts
+from mirror._src.base.errors import counted, describe, require_secs
+from mirror._src.base.tracebacks import api_boundary
+from mirror._src.base.unknown_names import unknown_attribute
+from mirror._src.cluster.store import barrier
+from mirror._src.inspection.trial_objects import copy_of
+from mirror._src.inspection.watch import watch
 from mirror._src.strategy.mirrored import strategy_of_trainer
 from mirror._src.strategy.strategy import Strategy
 from mirror._src.training.checkpoints import snapshot
@@ -27,11 +32,6 @@ from mirror._src.training.readers import Readers
 from mirror._src.training.remote import RemoteStrategy, RemoteTraining, local_strategy
 from mirror._src.training.state_lock import StateLock
 from mirror._src.training.summary import num_parameters
-from mirror._src.utils import interrupts
-from mirror._src.utils.errors import counted, describe, require_secs
-from mirror._src.utils.tracebacks import api_boundary
-from mirror._src.utils.unknown_names import unknown_attribute
-from mirror._src.watchdog.watch import watch
 
 M = TypeVar("M", bound=nnx.Module)
 

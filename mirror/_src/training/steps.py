@@ -17,9 +17,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 import mirror._src.training.objective as objectives
-from mirror._src.collectives.all_reduce import AllReduce
-from mirror._src.context.example_mask import masking
-from mirror._src.context.replica_context import Piece
+from mirror._src.base.naming import name_of
+from mirror._src.base.source_lines import on_behalf_of, users_function
+from mirror._src.base.types import Array, PyTree
+from mirror._src.engine.all_reduce import AllReduce
+from mirror._src.engine.example_mask import masking
+from mirror._src.engine.replica_context import Piece
 from mirror._src.strategy.mirrored import get_replica_context
 from mirror._src.training.exact import as_float, fit_floats
 from mirror._src.training.loss_scale import SCALE, SKIPPED, LossScale, Snapshot
@@ -27,9 +30,6 @@ from mirror._src.training.mistakes import describes_batch
 from mirror._src.training.objective import LOSS, Objective, Sums
 from mirror._src.training.optimizer import update
 from mirror._src.training.precision import Precision
-from mirror._src.utils.naming import name_of
-from mirror._src.utils.source_lines import on_behalf_of, users_function
-from mirror._src.utils.types import Array, PyTree
 
 Gradients = tuple[list[PyTree], Sums]
 """The gradient of the loss, or of the values and of the weights of a `Weighted` loss; the sums."""

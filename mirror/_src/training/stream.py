@@ -3,10 +3,10 @@
 from collections.abc import Generator
 from typing import Any, final
 
+from mirror._src.base import interrupts
+from mirror._src.base.closing import closing
 from mirror._src.data.distribute import DistributedDataset
 from mirror._src.data.padded import PaddedBatch, PaddedDataset
-from mirror._src.utils import interrupts
-from mirror._src.utils.closing import closing
 
 NO_DATA = (
     "The data yielded no batch. Pass batches with at least one example; an exhausted generator "

@@ -6,14 +6,14 @@ from typing import Any
 import jax
 from flax import nnx
 
+from mirror._src.base.errors import bytes_in_words, counted, describe
+from mirror._src.base.naming import keys
+from mirror._src.base.tables import Table
+from mirror._src.base.types import PyTree
 from mirror._src.data.batches import array_of
 from mirror._src.data.source import shape_on_devices
-from mirror._src.explain.placement_table import bytes_by_device
+from mirror._src.inspection.placement_table import bytes_by_device
 from mirror._src.strategy.strategy import Strategy
-from mirror._src.utils.errors import bytes_in_words, counted, describe
-from mirror._src.utils.naming import keys
-from mirror._src.utils.tables import Table
-from mirror._src.utils.types import PyTree
 
 _MOST_OUTPUTS = 3
 

@@ -9,10 +9,18 @@ import numpy as np
 import optax
 from flax import nnx
 
-from mirror._src.checks.verify import VerifyReport, verify
-from mirror._src.context.scopes import require_cross_replica
+from mirror._src.base import interrupts
+from mirror._src.base.closing import closing
+from mirror._src.base.errors import require_int
+from mirror._src.base.modules import set_module
+from mirror._src.base.tables import Table
+from mirror._src.base.tracebacks import api_boundary
+from mirror._src.base.types import PyTree
 from mirror._src.data.distribute import DistributedDataset
 from mirror._src.data.padded import PaddedBatch
+from mirror._src.engine.per_replica import PerReplica, is_per_replica
+from mirror._src.engine.scopes import require_cross_replica
+from mirror._src.inspection.verify import VerifyReport, verify
 from mirror._src.strategy.strategy import Strategy
 from mirror._src.training import steps
 from mirror._src.training.callbacks.callback import Callback, require_callbacks
@@ -42,14 +50,6 @@ from mirror._src.training.state import M, TrainerState
 from mirror._src.training.stream import whole_pass
 from mirror._src.training.summary import summary
 from mirror._src.training.validation import Validation, require_end
-from mirror._src.utils import interrupts
-from mirror._src.utils.closing import closing
-from mirror._src.utils.errors import require_int
-from mirror._src.utils.modules import set_module
-from mirror._src.utils.tables import Table
-from mirror._src.utils.tracebacks import api_boundary
-from mirror._src.utils.types import PyTree
-from mirror._src.values.per_replica import PerReplica, is_per_replica
 
 Data: TypeAlias = Iterable[PyTree] | PyTree
 """In-memory arrays, or an iterable of global batches."""

@@ -7,10 +7,10 @@ import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any, final
 
+from mirror._src.base.errors import require_int
+from mirror._src.base.naming import depth_of_user
+from mirror._src.base.types import PyTree
 from mirror._src.data.distribute import DistributedDataset
-from mirror._src.utils.errors import require_int
-from mirror._src.utils.naming import depth_of_user
-from mirror._src.utils.types import PyTree
 
 _FEWEST_BATCHES = 256
 _TIMES_THE_EPOCH = 10

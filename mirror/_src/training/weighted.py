@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mirror._src.utils.errors import expected
-from mirror._src.utils.modules import set_module
+from mirror._src.base.errors import expected
+from mirror._src.base.modules import set_module
 
 
 @set_module("mirror")

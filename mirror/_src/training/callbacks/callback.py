@@ -3,10 +3,10 @@
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
+from mirror._src.base.errors import describe
+from mirror._src.base.modules import set_module
 from mirror._src.training.callbacks.hooks import advice_for, require_hooks
 from mirror._src.training.fit import TrainingRun
-from mirror._src.utils.errors import describe
-from mirror._src.utils.modules import set_module
 
 
 @set_module("mirror.callbacks")

@@ -9,16 +9,16 @@ import time
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, final
 
+from mirror._src.base.closing import closing
+from mirror._src.base.errors import counted, require_int, require_secs
+from mirror._src.base.interrupts import SignalWatch
+from mirror._src.base.modules import set_module
 from mirror._src.training.callbacks.callback import Callback
 from mirror._src.training.callbacks.monitor import Monitor
 from mirror._src.training.callbacks.stopping import Mode, require_mode
 from mirror._src.training.checkpoints.messages import in_words
 from mirror._src.training.checkpoints.store import CheckpointStore
 from mirror._src.training.fit import TrainingRun, ended_by, request_end, stops_together
-from mirror._src.utils.closing import closing
-from mirror._src.utils.errors import counted, require_int, require_secs
-from mirror._src.utils.interrupts import SignalWatch
-from mirror._src.utils.modules import set_module
 
 _TERMINATED = 128 + signal.SIGTERM
 _SECS_TO_REACT = 0.5  # for `fit` to reach the end of a step by itself

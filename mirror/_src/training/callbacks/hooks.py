@@ -4,7 +4,7 @@ import difflib
 import inspect
 from collections.abc import Mapping
 
-from mirror._src.utils.unknown_names import advice_on
+from mirror._src.base.unknown_names import advice_on
 
 HOOKS: Mapping[str, tuple[str, ...]] = {
     "on_fit_begin": ("fit",),

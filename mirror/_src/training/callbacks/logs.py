@@ -9,12 +9,12 @@ from typing import Any, ClassVar, TextIO, final
 import numpy as np
 import optax
 
+from mirror._src.base.errors import expected, require_int
+from mirror._src.base.modules import set_module
+from mirror._src.base.naming import require_parameters
+from mirror._src.base.optional import require
 from mirror._src.training.callbacks.callback import Callback
 from mirror._src.training.fit import TrainingRun
-from mirror._src.utils.errors import expected, require_int
-from mirror._src.utils.modules import set_module
-from mirror._src.utils.naming import require_parameters
-from mirror._src.utils.optional import require
 
 
 @set_module("mirror.callbacks")

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import final
 
+from mirror._src.base.errors import nearest
 from mirror._src.training.fit import TrainingRun
-from mirror._src.utils.errors import nearest
 
 _VALIDATION = "val_"
 

@@ -6,11 +6,11 @@ import threading
 import time
 from typing import Any, final
 
+from mirror._src.base.errors import counted
+from mirror._src.base.tables import folded_table
 from mirror._src.training.callbacks.terminal_progress import replicas_in_words
 from mirror._src.training.fit import TrainingRun
 from mirror._src.training.meter import in_words
-from mirror._src.utils.errors import counted
-from mirror._src.utils.tables import folded_table
 
 _FIRST, _LAST = 5, 15  # epochs that the table of a long training shows
 _SECONDS_BETWEEN_UPDATES = 0.2

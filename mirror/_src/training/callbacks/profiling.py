@@ -5,10 +5,10 @@ from typing import ClassVar, final
 
 import jax
 
+from mirror._src.base.errors import expected
+from mirror._src.base.modules import set_module
 from mirror._src.training.callbacks.callback import Callback
 from mirror._src.training.fit import TrainingRun
-from mirror._src.utils.errors import expected
-from mirror._src.utils.modules import set_module
 
 
 @set_module("mirror.callbacks")

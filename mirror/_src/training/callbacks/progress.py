@@ -3,6 +3,9 @@
 import sys
 from typing import ClassVar, Protocol, TextIO, final
 
+from mirror._src.base.errors import counted
+from mirror._src.base.modules import set_module
+from mirror._src.base.notebook import in_notebook
 from mirror._src.training.callbacks.callback import Callback
 from mirror._src.training.callbacks.notebook_progress import NotebookProgress
 from mirror._src.training.callbacks.terminal_progress import (
@@ -11,9 +14,6 @@ from mirror._src.training.callbacks.terminal_progress import (
     is_terminal,
 )
 from mirror._src.training.fit import TrainingRun
-from mirror._src.utils.errors import counted
-from mirror._src.utils.modules import set_module
-from mirror._src.utils.notebook import in_notebook
 
 
 class Progress(Protocol):

@@ -3,13 +3,13 @@
 import math
 from typing import Any, Literal, TypeAlias, final
 
+from mirror._src.base.errors import counted, expected, require_int
+from mirror._src.base.modules import set_module
+from mirror._src.base.tracebacks import api_boundary
 from mirror._src.training.callbacks.callback import Callback
 from mirror._src.training.callbacks.monitor import Monitor
 from mirror._src.training.fit import TrainingRun
 from mirror._src.training.loss_scale import stuck
-from mirror._src.utils.errors import counted, expected, require_int
-from mirror._src.utils.modules import set_module
-from mirror._src.utils.tracebacks import api_boundary
 
 Mode: TypeAlias = Literal["min", "max"]
 

@@ -10,10 +10,10 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
+from mirror._src.base.errors import counted
+from mirror._src.base.terminal import wrap
 from mirror._src.training.fit import TrainingRun
 from mirror._src.training.meter import in_words
-from mirror._src.utils.errors import counted
-from mirror._src.utils.terminal import wrap
 
 _REFRESHES_PER_SECOND = 4
 _SECONDS_BETWEEN_UPDATES = 0.2

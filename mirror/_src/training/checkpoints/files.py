@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mirror._src.distributed.store import process_count, process_index
+from mirror._src.cluster.store import process_count, process_index
 from mirror._src.training.checkpoints import durable, layout
 from mirror._src.training.checkpoints.host_copies import KeyData
 from mirror._src.training.checkpoints.memory import require_memory_for

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, NoReturn, final
 
 import numpy as np
 
-from mirror._src.distributed import store
-from mirror._src.distributed.start import agreement_secs
+from mirror._src.cluster import store
+from mirror._src.cluster.start import agreement_secs
 from mirror._src.strategy.strategy import Strategy
 from mirror._src.training.checkpoints import files, snapshot
 from mirror._src.training.checkpoints.host_copies import KeyData

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mirror._src.utils.errors import expected
-from mirror._src.utils.types import ARRAY_LIKE
+from mirror._src.base.errors import expected
+from mirror._src.base.types import ARRAY_LIKE
 
 
 @dataclass(frozen=True, eq=False)

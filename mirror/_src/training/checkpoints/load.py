@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mirror._src.base.errors import expected
 from mirror._src.training.checkpoints import files, layout
 from mirror._src.training.checkpoints.messages import in_short, in_words
-from mirror._src.utils.errors import expected
 
 
 class LoadedCheckpoint(NamedTuple):

@@ -4,7 +4,7 @@ import contextlib
 import os
 from pathlib import Path
 
-from mirror._src.utils.errors import bytes_in_words
+from mirror._src.base.errors import bytes_in_words
 
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 

@@ -9,13 +9,14 @@ import numpy as np
 from flax import nnx
 from jax.tree_util import keystr
 
+from mirror._src.base.dtypes import is_numeric
+from mirror._src.base.errors import describe, listing
 from mirror._src.devices.replicas import ReplicaDevices
+from mirror._src.engine.on_read import spread_over
+from mirror._src.engine.per_replica import per_replica
+from mirror._src.engine.variable import Variable
 from mirror._src.training.checkpoints.host_copies import KeyData
 from mirror._src.training.loss_scale import SCALE
-from mirror._src.utils.errors import describe, listing
-from mirror._src.values.per_replica import is_numeric, per_replica
-from mirror._src.variables.on_read import spread_over
-from mirror._src.variables.variable import Variable
 
 T = TypeVar("T")
 

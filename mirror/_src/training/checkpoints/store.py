@@ -17,13 +17,13 @@ from typing import Any, Self, final
 
 import numpy as np
 
+from mirror._src.base.closing import closing
+from mirror._src.base.errors import require_int
 from mirror._src.training.checkpoints import durable, files, layout
 from mirror._src.training.checkpoints.host_copies import KeyData, on_host
 from mirror._src.training.checkpoints.layout import Best
 from mirror._src.training.checkpoints.messages import in_short, in_words
 from mirror._src.training.checkpoints.writer_lock import WriterLock
-from mirror._src.utils.closing import closing
-from mirror._src.utils.errors import require_int
 
 _SECS_TO_SAY = 0.5
 

@@ -1,0 +1,22 @@
+"""Dtypes that JAX does not have, or has for gradients only."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def is_numeric(dtype: Any) -> bool:
+    """Whether JAX supports arrays of this dtype: booleans and numbers, including small floats."""
+    return dtype == np.bool_ or (jnp.issubdtype(dtype, jnp.number) and not is_long(dtype))
+
+
+def is_long(dtype: Any) -> bool:
+    """Whether this is `np.longdouble` or its complex dtype, where these have more than 64 bits."""
+    return np.dtype(dtype).char in "gG" and dtype not in (np.float64, np.complex128)
+
+
+def is_float0(leaf: Any) -> bool:
+    """Whether the leaf has the dtype float0, which JAX uses for gradients of integers."""
+    return getattr(leaf, "dtype", None) == jax.dtypes.float0

@@ -1,0 +1,299 @@
+"""A job ends as one: what ends one process is reported by all of them, and ends all of them.
+
+By default, JAX makes a process that ends wait in a barrier for the others, which wait for it in a
+collective: for `shutdown_secs`, and without a word; then it aborts all of them. Instead, a process
+posts its error, or how many launches it has made, before it ends. A thread of each process waits
+for this, compares the launches (see `ledger`), and prints the error. The main thread raises it at
+its next launch, or where it waits for other processes; if it waits in native code, the thread ends
+the process.
+"""
+
+import atexit
+import contextlib
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from types import TracebackType
+from typing import NamedTuple, final
+
+from mirror._src.base.errors import ProgramMismatchError, ReplicaDivergenceError, first_line
+from mirror._src.cluster import store
+from mirror._src.cluster.ledger import Difference, ledger
+
+_ALL_SECS = 2.0  # for the others to fail as well, if the error is theirs, too
+_POLL_SECS = 0.5
+_POST_SECS = 3.0
+_STUCK_SECS = 3.0  # in one place, after which the thread ends the process
+_MOST_SECS = 12.0
+_FAREWELL_SECS = 1.0  # from the last message of a process to its end
+_TEXT_LENGTH = 2000
+_EVENTS = "end"
+_INTERRUPTED = 130
+
+
+class Event(NamedTuple):
+    """The end of a job, or of one of its processes.
+
+    Attributes:
+        kind: `"failure"` (an exception in one process), `"end"` (one process has ended),
+            `"stop"` (one process waits for a process that has ended), or the kind of a
+            `Difference`.
+        process: The process.
+        text: The error or message.
+        launches: How many launches the process has begun.
+    """
+
+    kind: str
+    process: int
+    text: str
+    launches: int = 0
+
+
+def first_failure() -> tuple[int, str] | None:
+    """Returns the process that an uncaught exception ended first, and its error, or None.
+
+    Raises:
+        RuntimeError: If the coordinator cannot be reached.
+    """
+    for number in range(2):
+        text = store.read(f"{_EVENTS}/{number}", time.monotonic())
+        event = Event(*json.loads(text)) if text is not None else None
+        if event is not None and event.kind == "failure":
+            return event.process, event.text
+    return None
+
+
+def error_of(event: Event) -> Exception:
+    """Returns the error that an event raises in the processes that still run."""
+    if event.kind == "program":
+        return ProgramMismatchError(event.text)
+    if event.kind == "value":
+        return ReplicaDivergenceError(event.text)
+    if event.kind == "stop":
+        return RuntimeError(event.text)
+    return RuntimeError(f"Process {event.process} has failed: {event.text}")
+
+
+def missing_launch(ended: Event, count: int, last: str) -> str:
+    """Returns the message for a process whose launch another process will never make."""
+    return (
+        f"Process {ended.process} has ended after launch {ended.launches}, but process "
+        f"{store.process_index()} has begun launch {count}, {last}, which needs all processes. End "
+        "the program at the same step on every process: look for sys.exit, return, break or an "
+        "iterator that is shorter there."
+    )
+
+
+@final
+class Failures:
+    """The hook of uncaught exceptions, and the thread that waits for the ends of others.
+
+    Args:
+        shutdown_secs: Time to wait at the end for processes that are still at work.
+    """
+
+    def __init__(self, shutdown_secs: float) -> None:
+        self._shutdown_secs = shutdown_secs
+        self._previous = sys.excepthook
+        self._status: int | None = None
+        self._have_all_failed = False
+        self._is_exiting = False
+        self._is_over = threading.Event()
+        self._stopped_at = 0.0
+        self._place: object = None
+        self._place_since = 0.0
+        self._exchange_lock = threading.Lock()
+        self._thread = threading.Thread(target=self._watch, name="mirror failures", daemon=True)
+
+    def install(self) -> None:
+        """Starts to watch, once this process has joined its job."""
+        self._thread.start()
+        # Runs before JAX's own function, which was registered earlier and waits in the barrier.
+        atexit.register(self._end)
+        sys.excepthook = self._report
+
+    def _report(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        """Prints the exception, and posts it."""
+        self._previous(kind, error, trace)
+        text = f"{kind.__name__}: {first_line(error)}"[:_TEXT_LENGTH]
+        # In a thread, because posting waits for as long as the coordinator is stopped.
+        posting = threading.Thread(target=self._post_failure, args=(text,), daemon=True)
+        posting.start()
+        posting.join(_ALL_SECS + _POST_SECS)
+        if not self._have_all_failed:
+            self._status = _INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1
+
+    def _post_failure(self, text: str) -> None:
+        with contextlib.suppress(Exception):  # the coordinator may have ended
+            me, count = store.process_index(), store.process_count()
+            _post(Event("failure", me, text, ledger.count))
+            store.propose(f"failed/by/{me}", "")
+            deadline = time.monotonic() + _ALL_SECS
+            failed = store.read_each("failed/by", count, deadline, {me: ""}, stops=False)
+            # The first one decides for all: a process must not wait for one that has left.
+            store.propose("failed/all", "yes" if len(failed) == count else "no")
+            said = store.read("failed/all", time.monotonic() + _POST_SECS, stops=False)
+            self._have_all_failed = said == "yes"  # they end in order
+
+    def _watch(self) -> None:
+        with contextlib.suppress(RuntimeError, AssertionError):  # the coordinator has ended
+            number, ended = 0, None
+            while not self._is_over.is_set():
+                # Not `store.wait`, which a message would have to end: a process that ended without
+                # this delay while a step still ran hung in the cleanup of JAX 0.12, in 2 of 8 runs.
+                deadline = time.monotonic() + _POLL_SECS
+                text = store.read(f"{_EVENTS}/{number}", deadline, stops=False)
+                if text is not None:
+                    number += 1
+                    event = Event(*json.loads(text))
+                    if event.kind == "end":
+                        ended = event
+                    else:
+                        self._stop(event)
+                if store.stop is not None:
+                    self._end_if_stuck()
+                    self._is_over.wait(_POLL_SECS)
+                    continue
+                self._exchange()
+                if ended is not None and ledger.num_joined > ended.launches:
+                    message = missing_launch(ended, ledger.count, ledger.last)
+                    self._stop(Event("stop", store.process_index(), message))
+                    _post(Event("stop", store.process_index(), message))
+
+    def _exchange(self) -> None:
+        with self._exchange_lock:
+            difference: Difference | None = ledger.exchange()
+        if difference is not None:
+            event = Event(difference.kind, store.process_index(), difference.text)
+            _post(event)
+            self._stop(event)
+
+    def _stop(self, event: Event) -> None:
+        """Prints what has ended the job, which the main thread raises if it does not wait."""
+        is_mine = event.kind == "failure" and event.process == store.process_index()
+        if is_mine or store.stop is not None:
+            return
+        error = error_of(event)
+        name = "" if event.kind == "failure" else f"{type(error).__name__}: "
+        print(f"{name}{error}", file=sys.stderr, flush=True)
+        if event.kind == "failure":
+            self._is_over.wait(_ALL_SECS)  # for this process to raise its own error
+        self._stopped_at = self._place_since = time.monotonic()
+        store.stop = error
+
+    def _end_if_stuck(self) -> None:
+        """Ends the process if its main thread does not move, as in a collective."""
+        now = time.monotonic()
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        place = []
+        while frame is not None:
+            place.append((id(frame), frame.f_lasti))
+            frame = frame.f_back
+        if place != self._place:
+            self._place, self._place_since = place, now
+        is_stuck = now - self._place_since > _STUCK_SECS
+        if self._is_exiting or not (is_stuck or now - self._stopped_at > _MOST_SECS):
+            return
+        print(
+            f"mirror: process {store.process_index()} waits for other processes, and ends because "
+            "of this error, with status 1.",
+            file=sys.stderr,
+            flush=True,
+        )
+        self._leave(1)
+
+    def _end(self) -> None:
+        """Ends this process with the others, or without them if one has failed."""
+        self._is_exiting = True
+        if not store.is_initialized():  # the user has called jax.distributed.shutdown
+            self._is_over.set()
+            return
+        if self._status is not None:
+            self._leave(self._status)
+        if not self._have_all_failed:
+            with contextlib.suppress(RuntimeError):  # the coordinator has ended
+                self._await_ends()
+        if store.stop is not None and not self._have_all_failed:
+            if not isinstance(store.stop, RuntimeError) or isinstance(
+                store.stop, ProgramMismatchError
+            ):
+                self._leave(1)  # the results of this process are wrong
+            self._say_farewell()
+            threading.Thread(target=self._leave_late, daemon=True).start()
+            self._is_over.set()
+            self._thread.join(5.0)
+            store.abandon()
+            return
+        # The thread must not use the store after JAX closes it.
+        self._is_over.set()
+        self._thread.join(5.0)
+
+    def _await_ends(self) -> None:
+        """Waits until all processes end, so that no process ends before its launches are compared.
+
+        Returns early if the job stops.
+        """
+        if store.stop is not None:
+            return
+        me, count = store.process_index(), store.process_count()
+        deadline = time.monotonic() + self._shutdown_secs
+        store.propose(f"{_EVENTS}/0", json.dumps(Event("end", me, "", ledger.num_joined)))
+        self._exchange()
+        while not ledger.is_settled and store.stop is None and time.monotonic() < deadline:
+            time.sleep(_POLL_SECS / 10)
+            self._exchange()
+        store.post(f"left/{me}", "")
+        with contextlib.suppress(Exception):  # `store.stop`
+            if me == 0:
+                if len(store.read_each("left", count, deadline, {me: ""})) == count:
+                    self._exchange()
+                    store.post("left/all", "")
+            else:
+                store.read("left/all", deadline)
+
+    def _leave(self, status: int) -> None:
+        """Ends the process now, process 0 after the others: without it, JAX aborts them."""
+        logging.shutdown()
+        self._say_farewell()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(status)
+
+    def _say_farewell(self) -> None:
+        farewell = threading.Thread(target=_say_farewell, daemon=True)
+        farewell.start()
+        farewell.join(_MOST_SECS + _STUCK_SECS + _FAREWELL_SECS)
+
+    def _leave_late(self) -> None:
+        time.sleep(_MOST_SECS)  # the cleanup of JAX waits for a launch
+        os._exit(1)
+
+
+def _post(event: Event) -> None:
+    """Posts an event, unless another process has been faster; the end of a process may precede."""
+    for number in range(2):
+        key = f"{_EVENTS}/{number}"
+        store.propose(key, json.dumps(event))
+        text = store.read(key, time.monotonic() + _POST_SECS, stops=False)
+        if text is None or json.loads(text)[0] != "end":
+            return
+
+
+def _say_farewell() -> None:
+    with contextlib.suppress(Exception):
+        me, count = store.process_index(), store.process_count()
+        store.propose(f"gone/{me}", "")
+        if me != 0:
+            return
+        deadline = time.monotonic() + _MOST_SECS + _STUCK_SECS
+        gone: dict[str, str] = {}
+        while len(gone) < count and time.monotonic() < deadline:
+            gone = store.read_all("gone")
+            time.sleep(_POLL_SECS / 2)
+        time.sleep(_FAREWELL_SECS)

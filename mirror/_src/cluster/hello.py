@@ -1,0 +1,112 @@
+"""The first messages of a job: do all processes have the same versions, settings and devices?"""
+
+import importlib.metadata
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from mirror._src.cluster import store, verdicts
+from mirror._src.devices import backend
+from mirror._version import __version__
+
+_OPTIONS = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_numpy_dtype_promotion",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+)
+_PACKAGES = ("jax", "jaxlib", "flax", "optax")
+
+
+def require_same_settings(deadline: float) -> None:
+    """Compares versions and numerical settings, before any device is used.
+
+    Raises:
+        RuntimeError: If they differ, or a process does not arrive by the deadline.
+    """
+    mine = {"mirror": __version__, **{name: _version(name) for name in _PACKAGES}}
+    mine |= {name: str(jax.config.values.get(name)) for name in _OPTIONS}
+    _require_equal(
+        exchange("hello", mine, deadline),
+        "The processes have different versions or settings",
+        "Install the same versions on all machines, and set the same options of jax.config.",
+    )
+
+
+def visible_devices(deadline: float) -> tuple[jax.Device, ...]:
+    """Returns the visible devices of all processes, in the order of the processes.
+
+    Raises:
+        RuntimeError: If the processes differ in the number or type of devices, or a process does
+            not arrive by the deadline.
+    """
+    local = backend.default_devices()
+    kind = backend.type_of(local[0])
+    mine = {"devices": f"{len(local)} x {kind}", "ids": [device.id for device in local]}
+    said = exchange("devices", mine, deadline)
+    ids = [i for process in said for i in process.pop("ids")]
+    _require_equal(
+        said,
+        "The processes have different devices",
+        "Give every process the same number of devices of one type, for example with "
+        "mirror launch --devices, or with CUDA_VISIBLE_DEVICES.",
+    )
+    devices = backend.devices_by_id(kind)
+    return tuple(devices[i] for i in ids)
+
+
+def exchange(name: str, mine: Mapping[str, Any], deadline: float) -> list[dict[str, Any]]:
+    """Returns what each process says under this name; every process must call it once.
+
+    Raises:
+        RuntimeError: If a process does not arrive by the deadline.
+    """
+    me, count = store.process_index(), store.process_count()
+    start = time.monotonic()
+    try:
+        groups = json.loads(verdicts.verdict(name, json.dumps(mine), _grouped, deadline))
+    except verdicts.AbsentError as error:
+        raise RuntimeError(
+            f"Process {me} of {count} waited {time.monotonic() - start:.0f} s for processes "
+            f"{error.processes}, which have not joined. Start every process with the same program; "
+            "their output says what they do."
+        ) from None
+    of_process = {i: said for said, ids in groups for i in ids}
+    return [dict(of_process[i]) for i in range(count)]
+
+
+def _grouped(texts: Sequence[str]) -> str:
+    """Returns each different text once, with the processes that say it."""
+    groups: dict[str, list[int]] = {}
+    for i, text in enumerate(texts):
+        groups.setdefault(text, []).append(i)
+    return json.dumps([[json.loads(text), ids] for text, ids in groups.items()])
+
+
+def _require_equal(said: Sequence[Mapping[str, Any]], what: str, fix: str) -> None:
+    lines = []
+    for name in said[0]:
+        if len({process[name] for process in said}) > 1:
+            values: dict[Any, list[int]] = {}
+            for i, process in enumerate(said):
+                values.setdefault(process[name], []).append(i)
+            lines += [f"  {name}: {value} on {_processes(ids)}" for value, ids in values.items()]
+    if lines:
+        text = "\n".join(lines)
+        raise RuntimeError(f"{what}:\n{text}\n{fix}")
+
+
+def _processes(ids: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ids[:8])) + (", ..." if len(ids) > 8 else "")
+    return f"process {shown}" if len(ids) == 1 else f"processes {shown}"
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,324 @@
+"""Cluster resolvers: find the addresses of all processes, and which of them this one is."""
+
+import abc
+import itertools
+import json
+import os
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple, final
+
+from mirror._src.base.errors import expected, require_int
+from mirror._src.base.modules import set_module
+from mirror._src.cluster.cluster import ClusterSpec, Jobs, Task
+
+_EXAMPLE = (
+    """{"cluster": {"worker": ["host0:2222", "host1:2222"]}, "task": {"type": "worker", """
+    """"index": 0}}"""
+)
+_PORTS = 4096  # of the dynamic range, from which a port follows from the number of the Slurm job
+
+
+class Membership(NamedTuple):
+    """The arguments of `jax.distributed.initialize`.
+
+    Attributes:
+        coordinator_address: Address of process 0.
+        num_processes: Number of processes.
+        process_id: Index of this process.
+        local_device_ids: Accelerators of this process; None means all that are visible.
+    """
+
+    coordinator_address: str
+    num_processes: int
+    process_id: int
+    local_device_ids: list[int] | None = None
+
+
+@set_module("mirror.distributed")
+class ClusterResolver(abc.ABC):
+    """Base class of the cluster resolvers, with the interface of TensorFlow's.
+
+    >>> resolver = mirror.distributed.SimpleClusterResolver({"worker": ["a:2222"]}, "worker", 0)
+    >>> isinstance(resolver, ClusterResolver), resolver.master()
+    (True, 'a:2222')
+    """
+
+    @abc.abstractmethod
+    def cluster_spec(self) -> ClusterSpec:
+        """Returns the addresses of all processes; an empty one if there is no cluster."""
+
+    @property
+    @abc.abstractmethod
+    def task_type(self) -> str | None:
+        """Job of this process, such as `"worker"`; None if there is no cluster."""
+
+    @property
+    @abc.abstractmethod
+    def task_id(self) -> int | None:
+        """Index of this process in its job; None if there is no cluster."""
+
+    @property
+    def local_device_ids(self) -> list[int] | None:
+        """Accelerators of this process; None means all that are visible."""
+        return None
+
+    def master(self) -> str:
+        """Returns the address of the coordinator: the chief, or worker 0."""
+        members = self.cluster_spec().training_tasks()
+        return members[0][1] if members else ""
+
+    def membership(self) -> Membership | None:
+        """Returns the place of this process among the processes that train.
+
+        Returns:
+            None if there is no cluster, or this process is the evaluator.
+
+        Raises:
+            ValueError: If the cluster has no such task.
+            NotImplementedError: If this process, or the cluster, belongs to a parameter server.
+        """
+        spec = self.cluster_spec()
+        if not spec:
+            return None
+        index = self.task_id
+        me = Task(str(self.task_type), -1 if index is None else index)
+        if me.job == "evaluator":
+            return None
+        if me.job == "ps" or "ps" in spec.jobs:
+            raise NotImplementedError(
+                f"The cluster {spec} has the job 'ps'. mirror.MultiWorkerMirroredStrategy trains "
+                "without parameter servers. Use mirror.ps.ParameterServerStrategy, or remove 'ps' "
+                "from the cluster, and do not start it."
+            )
+        members = spec.training_tasks()
+        tasks = [task for task, _ in members]
+        if me not in tasks:
+            known = ", ".join(map(str, tasks)) or "none that train ('chief', 'worker')"
+            raise ValueError(
+                f"This process is task {me}, which the cluster {spec} does not have. Its tasks are "
+                f"{known}. Give every process the same cluster and its own task."
+            )
+        return Membership(members[0][1], len(members), tasks.index(me), self.local_device_ids)
+
+
+@set_module("mirror.distributed")
+@final
+class SimpleClusterResolver(ClusterResolver):
+    """A cluster that the program knows.
+
+    Args:
+        cluster_spec: The addresses of all processes.
+        task_type: Job of this process, `"chief"` or `"worker"`.
+        task_id: Index of this process in its job.
+
+    Raises:
+        TypeError: If `task_type` is not a string, or `task_id` is not an int.
+        ValueError: If `task_id` is negative.
+
+    >>> spec = mirror.distributed.ClusterSpec({"worker": ["a:2222", "b:2222"]})
+    >>> SimpleClusterResolver(spec, task_type="worker", task_id=1).master()
+    'a:2222'
+    """
+
+    def __init__(
+        self, cluster_spec: ClusterSpec | Jobs, task_type: str = "worker", task_id: int = 0
+    ) -> None:
+        if not isinstance(task_type, str):
+            raise TypeError(expected("task_type", task_type, "a string, such as 'worker'"))
+        require_int("task_id", task_id, 0)
+        self._spec = ClusterSpec(cluster_spec)
+        self._task = Task(task_type, int(task_id))
+
+    def cluster_spec(self) -> ClusterSpec:
+        """See `ClusterResolver.cluster_spec`."""
+        return self._spec
+
+    @property
+    def task_type(self) -> str | None:
+        """Job of this process."""
+        return self._task.job
+
+    @property
+    def task_id(self) -> int | None:
+        """Index of this process in its job."""
+        return self._task.number
+
+
+@set_module("mirror.distributed")
+@final
+class TFConfigClusterResolver(ClusterResolver):
+    """The cluster of the environment variable `TF_CONFIG`, which is JSON.
+
+    Kubeflow and Vertex AI set it for every process, and so does `mirror launch --processes`:
+
+        {"cluster": {"worker": ["a:2222", "b:2222"]}, "task": {"type": "worker", "index": 0}}
+
+    Args:
+        task_type: Overrides the job of this process.
+        task_id: Overrides the index of this process in its job.
+
+    Raises:
+        ValueError: If `TF_CONFIG` is not such JSON.
+
+    >>> TFConfigClusterResolver().cluster_spec()  # without TF_CONFIG
+    ClusterSpec({})
+    """
+
+    def __init__(self, task_type: str | None = None, task_id: int | None = None) -> None:
+        config = _read_config(os.environ.get("TF_CONFIG", ""))
+        try:
+            self._spec = ClusterSpec(config.get("cluster") or {})
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"TF_CONFIG is not valid: {error}") from None
+        task = config.get("task") or {}
+        if self._spec and not isinstance(task, Mapping):
+            raise ValueError(_bad_config(f"its task is {task!r}"))
+        if self._spec and task_type is None and not isinstance(task.get("type"), str):
+            raise ValueError(_bad_config(f"its task has no type: {task!r}"))
+        self._type = task.get("type") if task_type is None else task_type
+        index = task.get("index") if task_id is None else task_id
+        try:
+            self._id = None if index is None and not self._spec else int(str(index))
+        except ValueError:
+            raise ValueError(_bad_config(f"its task has no index: {task!r}")) from None
+
+    def cluster_spec(self) -> ClusterSpec:
+        """See `ClusterResolver.cluster_spec`."""
+        return self._spec
+
+    @property
+    def task_type(self) -> str | None:
+        """Job of this process; None if there is no cluster."""
+        return self._type
+
+    @property
+    def task_id(self) -> int | None:
+        """Index of this process in its job; None if there is no cluster."""
+        return self._id
+
+
+def _read_config(text: str) -> dict[str, Any]:
+    if not text.strip():
+        return {}
+    try:
+        config = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(_bad_config(f"it is not JSON ({error})")) from None
+    if not isinstance(config, dict):
+        raise ValueError(_bad_config(f"it is {config!r}"))
+    return config
+
+
+def _bad_config(reason: str) -> str:
+    return f"TF_CONFIG is not valid: {reason}. For example: TF_CONFIG='{_EXAMPLE}'. Or unset it."
+
+
+@set_module("mirror.distributed")
+@final
+class SlurmClusterResolver(ClusterResolver):
+    """The tasks of a Slurm job step, which `srun` starts; all of them are workers.
+
+    With one task per node, the task uses all GPUs that it can see. With several, each uses one.
+
+    Args:
+        port: Port of the coordinator. By default, it follows from the number of the job.
+
+    Raises:
+        RuntimeError: If this process has not been started by `srun`.
+
+    >>> mirror.distributed.SlurmClusterResolver()
+    Traceback (most recent call last):
+        ...
+    RuntimeError: SlurmClusterResolver needs the environment variables of Slurm, ...
+    """
+
+    def __init__(self, port: int | None = None) -> None:
+        if port is not None:
+            require_int("port", port)
+        values = {
+            "nodes": _variable("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"),
+            "tasks": _variable("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
+            "job": _variable("SLURM_JOB_ID"),
+            "me": _variable("SLURM_PROCID"),
+        }
+        missing = [names for names, value in values.values() if not value]
+        if missing:
+            raise RuntimeError(
+                "SlurmClusterResolver needs the environment variables of Slurm, but "
+                f"{', '.join(missing)} are not set. Start the program with srun, for example: "
+                "srun --nodes=2 --ntasks-per-node=1 python train.py"
+            )
+        nodes, counts, job, me = (value for _, value in values.values())
+        first = 65536 - _PORTS + int(job) % _PORTS if port is None else int(port)
+        hosts = expand_nodes(nodes)
+        per_node = expand_counts(counts)
+        addresses = [
+            f"{host}:{(first + i - 1024) % (65536 - 1024) + 1024}"
+            for host, count in zip(hosts, per_node, strict=True)
+            for i in range(count)
+        ]
+        self._spec = ClusterSpec({"worker": addresses})
+        self._id = int(me)
+        self._shares_node = len(per_node) > 0 and max(per_node) > 1
+
+    def cluster_spec(self) -> ClusterSpec:
+        """See `ClusterResolver.cluster_spec`."""
+        return self._spec
+
+    @property
+    def task_type(self) -> str | None:
+        """Always `"worker"`."""
+        return "worker"
+
+    @property
+    def task_id(self) -> int | None:
+        """Number of the task in the job step."""
+        return self._id
+
+    @property
+    def local_device_ids(self) -> list[int] | None:
+        """The GPU of a task that shares its node; None means all visible ones."""
+        local = os.environ.get("SLURM_LOCALID", "")
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        sees_one = bool(visible) and "," not in visible  # Slurm has already selected its GPU
+        if not self._shares_node or not local.isdecimal() or sees_one:
+            return None
+        return [int(local)]
+
+
+def _variable(*names: str) -> tuple[str, str]:
+    """Returns the first name, and the value of the first of the variables that is set."""
+    return names[0], next(filter(None, map(os.environ.get, names)), "")
+
+
+def expand_nodes(text: str) -> list[str]:
+    """Returns the nodes of a Slurm list: `gpu[01-03,7],login` is five of them.
+
+    A name may have several ranges: `a[1-2]b[1-2]` is a1b1, a1b2, a2b1 and a2b2.
+    """
+    names = re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", text)
+    return [
+        "".join(parts)
+        for name in names
+        for parts in itertools.product(*map(_expand, re.findall(r"\[[^\]]*\]|[^\[\]]+", name)))
+    ]
+
+
+def _expand(part: str) -> list[str]:
+    """Returns the numbers of a range in brackets, or the text itself."""
+    if not part.startswith("["):
+        return [part]
+    numbers: list[str] = []
+    for piece in part.strip("[]").split(","):
+        first, _, last = piece.partition("-")
+        width = len(first) if last else 0
+        values = range(int(first), int(last) + 1) if last else [first]
+        numbers += [str(value).zfill(width) for value in values]
+    return numbers
+
+
+def expand_counts(text: str) -> list[int]:
+    """Returns the numbers of tasks per node of Slurm: `2(x3),1` is `[2, 2, 2, 1]`."""
+    counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [int(count) for count, times in counts for _ in range(int(times or 1))]

@@ -1,0 +1,219 @@
+"""`initialize`: joins this process to the others of its job."""
+
+import logging
+import math
+import os
+import threading
+import time
+from typing import Any
+
+import jax
+
+from mirror._src.base.errors import expected, first_line, require_secs
+from mirror._src.base.tracebacks import api_boundary
+from mirror._src.cluster import store
+from mirror._src.cluster.failures import Failures
+from mirror._src.cluster.hello import require_same_settings
+from mirror._src.cluster.resolvers import (
+    ClusterResolver,
+    Membership,
+    SlurmClusterResolver,
+    TFConfigClusterResolver,
+)
+from mirror._src.devices.physical import list_physical_devices
+from mirror._src.devices.startup import started, startup_cause, watch_startup
+
+_logger = logging.getLogger("mirror")
+_lock = threading.Lock()
+_NO_CLUSTER = "should be defined"  # of JAX's error if it detects none (0.10.2, 0.12.0.1)
+
+
+class _Job:
+    """The job of this process, and the options that it was joined with."""
+
+    def __init__(self) -> None:
+        self.has_tried = False
+        self.resolver: ClusterResolver | None = None
+        self.agreement_secs = 300.0
+        self.heartbeat_secs = math.inf  # unknown if the user has called JAX's initialize
+
+
+_job = _Job()
+
+
+def job_resolver() -> ClusterResolver | None:
+    """Returns the resolver that found the job of this process, or None."""
+    return _job.resolver
+
+
+def agreement_secs() -> float:
+    """Returns the time to wait for the other processes before a program first runs."""
+    return _job.agreement_secs
+
+
+def heartbeat_secs() -> float:
+    """Returns the time after which JAX takes a silent process for dead; infinite if unknown."""
+    return _job.heartbeat_secs
+
+
+def has_joined_others() -> bool:
+    """Whether this process belongs to a job of several, which have compared their settings."""
+    return _job.has_tried and store.process_count() > 1
+
+
+@api_boundary
+def initialize(
+    cluster_resolver: ClusterResolver | None = None,
+    *,
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    local_device_ids: list[int] | None = None,
+    heartbeat_secs: float = 30.0,
+    shutdown_secs: float = 30.0,
+    initialization_secs: float = 300.0,
+    agreement_secs: float = 300.0,
+) -> None:
+    """Joins this process to the others of its job. Call it first, on every process.
+
+    The arguments describe the job; otherwise the environment variable `TF_CONFIG` does, or Slurm,
+    or another cluster that JAX detects (Open MPI, Kubernetes, Cloud TPU). Without a job,
+    nothing happens. `mirror.MultiWorkerMirroredStrategy` calls `initialize` itself, so you need it
+    only to set an argument. A second call has no effect.
+
+    Args:
+        cluster_resolver: Finds the addresses of the processes.
+        coordinator_address: Address of process 0, `"host:port"`, instead of a resolver.
+        num_processes: Number of processes; required with `coordinator_address`.
+        process_id: Index of this process; required with `coordinator_address`.
+        local_device_ids: Accelerators of this process. Defaults to all that are visible.
+        heartbeat_secs: Time after which a process that does not respond is taken for dead. All
+            processes then end.
+        shutdown_secs: Time to wait at the end for processes that are still at work.
+        initialization_secs: Time to wait at the start until all processes have joined.
+        agreement_secs: Time to wait for the other processes before a program first runs, and before
+            a step whose data each process reads for itself (`input="local"`).
+
+    Raises:
+        RuntimeError: If JAX's backend has already started, if the processes cannot reach each other
+            in time, or if their versions or settings differ.
+        TypeError: If `cluster_resolver` is not a `ClusterResolver`, or a time is not a number.
+        ValueError: If a resolver and an address are passed, a number is missing, a time is not
+            positive and finite, or the cluster does not have this process.
+        NotImplementedError: If the cluster has parameter servers.
+
+    >>> mirror.distributed.initialize()  # no TF_CONFIG and no cluster: one process
+    >>> mirror.distributed.process_count()
+    1
+    """
+    secs = {
+        "heartbeat_secs": require_secs("heartbeat_secs", heartbeat_secs),
+        "shutdown_secs": require_secs("shutdown_secs", shutdown_secs),
+        "initialization_secs": require_secs("initialization_secs", initialization_secs),
+        "agreement_secs": require_secs("agreement_secs", agreement_secs),
+    }
+    if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
+        fix = "For example mirror.distributed.TFConfigClusterResolver()."
+        raise TypeError(expected("cluster_resolver", cluster_resolver, "a ClusterResolver", fix))
+    explicit = {
+        "coordinator_address": coordinator_address,
+        "num_processes": num_processes,
+        "process_id": process_id,
+    }
+    missing = [name for name, value in explicit.items() if value is None]
+    if 0 < len(missing) < len(explicit):
+        raise ValueError(
+            f"initialize needs {', '.join(explicit)} together, but {', '.join(missing)} is "
+            "missing. Pass all three, or none to use TF_CONFIG or a detected cluster."
+        )
+    if cluster_resolver is not None and not missing:
+        raise ValueError("Pass either a cluster_resolver or a coordinator_address, not both.")
+    with _lock:
+        if _job.has_tried and (_job.resolver or cluster_resolver is None) and missing:
+            return
+        _job.agreement_secs = secs["agreement_secs"]
+        if not store.is_initialized():
+            member = None
+            if not missing:
+                assert coordinator_address is not None
+                assert num_processes is not None
+                assert process_id is not None
+                member = Membership(coordinator_address, num_processes, process_id)
+            _join(member, cluster_resolver, local_device_ids, secs)
+        if store.process_count() > 1 and not _job.has_tried:
+            Failures(secs["shutdown_secs"]).install()
+            require_same_settings(time.monotonic() + secs["initialization_secs"])
+            _logger.info("Process %s of %s", store.process_index(), store.process_count())
+        _job.has_tried = True
+
+
+def _join(
+    member: Membership | None,
+    resolver: ClusterResolver | None,
+    local_device_ids: list[int] | None,
+    secs: dict[str, float],
+) -> None:
+    if member is None:
+        resolver = resolver or resolver_of_environment()
+        if resolver is not None:
+            member = resolver.membership()
+            if member is None:  # no cluster, or the evaluator, which trains alone
+                return
+    arguments: dict[str, Any] = {
+        "heartbeat_timeout_seconds": max(round(secs["heartbeat_secs"]), 1),
+        "shutdown_timeout_seconds": max(round(secs["shutdown_secs"]), 1),
+        "initialization_timeout": max(round(secs["initialization_secs"]), 1),
+    }
+    ids = local_device_ids
+    if member is not None:
+        _require_not_started(member)
+        ids = ids if ids is not None else member.local_device_ids
+        arguments |= {
+            "coordinator_address": member.coordinator_address,
+            "num_processes": member.num_processes,
+            "process_id": member.process_id,
+            "cluster_detection_method": "deactivate",
+        }
+    elif started():
+        return  # only JAX could detect a cluster, and it would reject it now
+    elif ids is None and os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == "1":
+        # JAX would use one GPU per task of Open MPI, also of a task that has its node for itself.
+        ids = list(range(len(list_physical_devices("GPU")))) or None
+    watch_startup()
+    try:
+        jax.distributed.initialize(local_device_ids=ids, **arguments)
+    except ValueError as error:
+        if member is None and _NO_CLUSTER in str(error):
+            return
+        raise
+    except RuntimeError as error:
+        where = "its coordinator"
+        if member is not None:
+            where = f"process 0 at {member.coordinator_address}"
+            where += f" (this is process {member.process_id} of {member.num_processes})"
+        raise RuntimeError(
+            f"This process could not reach {where} within {secs['initialization_secs']:g} s: "
+            f"{first_line(error)}. Start all processes at about the same time with the same "
+            "addresses, and check that the port of process 0 is free and can be reached."
+        ) from error
+    _job.resolver = resolver
+    _job.heartbeat_secs = secs["heartbeat_secs"]
+
+
+def resolver_of_environment() -> ClusterResolver | None:
+    """Returns the resolver for this environment; None if only JAX may detect a cluster."""
+    if os.environ.get("TF_CONFIG", "").strip():
+        return TFConfigClusterResolver()
+    if os.environ.get("SLURM_STEP_NODELIST") and int(os.environ.get("SLURM_NTASKS") or 1) > 1:
+        return SlurmClusterResolver()
+    return None
+
+
+def _require_not_started(member: Membership) -> None:
+    if started():
+        cause = startup_cause("this call")
+        raise RuntimeError(
+            f"This is process {member.process_id} of {member.num_processes}, but JAX has already "
+            f"started with the devices of this process alone. {cause} Create the strategy "
+            "before that line, or call mirror.distributed.initialize() first."
+        )

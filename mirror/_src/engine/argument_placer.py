@@ -1,0 +1,298 @@
+"""`ArgumentPlacer`: puts arguments on the replicas' devices and copies donated ones if needed."""
+
+import operator
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+from weakref import WeakValueDictionary
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+
+from mirror._src.base.dtypes import is_float0, is_numeric
+from mirror._src.base.errors import counted, describe
+from mirror._src.base.types import Array, PyTree
+from mirror._src.devices.narrowing import ENABLE_64_BITS, does_not_fit, require_fits
+from mirror._src.devices.op_log import placement_log
+from mirror._src.devices.replicas import Kind, ReplicaDevices
+from mirror._src.devices.transfer import any_deleted, buffers_of, move
+from mirror._src.devices.unstacked import UnstackedArrays
+from mirror._src.engine.arguments import ref_message
+from mirror._src.engine.call import Call
+from mirror._src.engine.mesh import require_not_stacked
+from mirror._src.engine.per_replica import UNEQUAL_SHAPES
+from mirror._src.engine.program import StepProgram
+from mirror._src.engine.replica_context import ReplicaGroup
+from mirror._src.engine.unchanged_arguments import RecentResults, exclude_results
+from mirror._src.passes.shards import Shards
+
+_get_sharding = operator.attrgetter("sharding")
+_MAX_RECENT_PROGRAMS = 8
+_MAX_SHARDINGS = 64
+
+
+class ArgumentPlacer:
+    """Puts leaves on the replicas' devices, and copies leaves that share memory if one is donated.
+
+    Args:
+        group: The strategy.
+        replicas: Devices of the replicas.
+        holds_slices: Whether programs may shard arrays that would otherwise be mirrored.
+    """
+
+    def __init__(
+        self, group: ReplicaGroup, replicas: ReplicaDevices, *, holds_slices: bool
+    ) -> None:
+        self._group = group
+        self._replicas = replicas
+        self._holds_slices = holds_slices
+        # Accepted shardings by id, because comparing the shardings of hundreds of leaves by value
+        # would cost as much as a launch. JAX gives all results of a program the same object: ours,
+        # or an equal one that it has seen before.
+        self._mirrored: dict[int, Sharding] = {id(replicas.mirrored): replicas.mirrored}
+        self._stacked: dict[int, Sharding] = {id(replicas.stacked): replicas.stacked}
+        self._mirrored_id = id(replicas.mirrored)
+        self._own_ids = {id(replicas.mirrored), id(replicas.stacked)}
+        # Weak references, or the arrays of earlier steps would stay allocated. An entry is valid
+        # only if it is the very array: a new array may have the id of one that has been freed.
+        self._unshared: WeakValueDictionary[int, Array] = WeakValueDictionary()  # by id
+        self._owners: WeakValueDictionary[int, Array] = WeakValueDictionary()  # by buffer address
+        self._recent: deque[RecentResults] = deque(maxlen=_MAX_RECENT_PROGRAMS)
+
+    def are_placed(self, per_replica: Sequence[int], leaves: list[Any]) -> bool:
+        """Whether every leaf is on the replicas' devices; fast, because a call has hundreds."""
+        try:
+            ids = list(map(id, map(_get_sharding, leaves)))
+        except AttributeError:  # a number, a NumPy array, or a tracer
+            return False
+        for i in per_replica:
+            if ids[i] not in self._stacked:
+                return False
+            ids[i] = self._mirrored_id
+        return self._mirrored.keys() >= set(ids)
+
+    def place(self, call: Call, leaves: list[Any]) -> list[Any]:
+        """Returns the leaves on the replicas' devices; mirrors arrays created elsewhere.
+
+        JAX treats an array on other devices as a different type and would compile the program again
+        for it.
+
+        Raises:
+            ValueError: If an array is deleted, a `PerReplica` has a different number of replicas,
+                or an integer does not fit 32 bits while 64-bit types are disabled.
+            TypeError: If a leaf cannot be converted to a JAX array.
+        """
+        per_replica = set(call.layout.per_replica)
+        ready = []
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, jax.Array) and leaf.is_deleted():
+                raise ValueError(_deleted_message(call, i))
+            if isinstance(leaf, jax.Ref):
+                raise TypeError(ref_message(call.leaf_names[i]))
+            if is_float0(leaf):
+                raise TypeError(
+                    f"{call.leaf_names[i]} is {describe(leaf)}, JAX's gradient of an integer, "
+                    "which has no values. Take gradients with respect to floats only."
+                )
+            for array in leaf.arrays if isinstance(leaf, UnstackedArrays) else [leaf]:
+                require_fits(call.leaf_names[i], array)
+            try:
+                placed = self._stack(call, i, leaf) if i in per_replica else self._mirror(leaf)
+            except TypeError as error:
+                raise TypeError(
+                    f"{call.leaf_names[i]} is {describe(leaf)}, which cannot be converted to a JAX "
+                    f"array: {error}"
+                ) from error
+            except OverflowError as error:
+                dtype = str(jax.dtypes.canonicalize_dtype(int))
+                raise ValueError(does_not_fit(call.leaf_names[i], leaf, leaf, dtype)) from error
+            if placement_log.on and placed is not leaf and i not in per_replica:
+                placement_log.mirrored(call.leaf_names[i], leaf, self._replicas.devices)
+            if placed is not leaf and i not in per_replica:
+                require_not_stacked(call.leaf_names[i], leaf)
+            accepted = self._stacked if i in per_replica else self._mirrored
+            if placed is not leaf:
+                if i not in per_replica:
+                    self._unshared[id(placed)] = placed
+            elif isinstance(leaf, jax.Array):
+                sharding = leaf.sharding
+                if id(sharding) not in accepted and sharding in accepted.values():
+                    if len(accepted) >= _MAX_SHARDINGS:  # a new, equal object in every call
+                        for key in [k for k in accepted if k not in self._own_ids]:
+                            del accepted[key]
+                    accepted[id(sharding)] = sharding
+            ready.append(placed)
+        return ready
+
+    def borrow(self, tree: PyTree) -> PyTree:
+        """Returns mirrored arrays that may share memory with the host arrays of a tree.
+
+        They are arguments for `run`, which copies none of them. The host arrays must not change as
+        long as the results are used.
+        """
+        placed = self._replicas.borrow(tree, self._replicas.mirrored)
+        self._unshared.update({id(leaf): leaf for leaf in jax.tree.leaves(placed)})
+        return placed
+
+    def copy_repeated(self, call: Call, leaves: list[Any], program: StepProgram) -> list[Any]:
+        """Returns the leaves, with copies of those that would be donated and used elsewhere.
+
+        `{"params": p, "ema": p}` is common, and donating `p` twice would crash JAX. The second leaf
+        is replaced by a copy.
+        """
+        donated = program.donated
+        if not donated and not call.state:
+            return leaves
+        leaves = list(leaves)
+        mirrored = set(range(len(leaves))).difference(call.layout.per_replica)
+        self.copy_shared(program, call.state, leaves, sorted(mirrored))
+        ids = list(map(id, leaves))
+        distinct = set(ids)
+        in_state = not distinct.isdisjoint(map(id, call.state))
+        if not in_state and (not donated or len(distinct) == len(ids)):
+            return leaves
+        taken = set(map(id, call.state))
+        first = dict.fromkeys(donated)
+        for i in first | dict.fromkeys(range(len(leaves))):
+            if ids[i] in taken and isinstance(leaves[i], jax.Array):
+                leaves[i] = self._replicas.copy(leaves[i])
+            if i in first:
+                taken.add(ids[i])
+        return leaves
+
+    def record_run(self, program: StepProgram) -> None:
+        """Records that a program has run, because the next call may receive its results."""
+        returned = program.returned
+        if not self._recent or self._recent[-1] is not returned:
+            if returned in self._recent:
+                self._recent.remove(returned)
+            self._recent.append(returned)
+
+    def recent_results(self, program: StepProgram) -> list[RecentResults]:
+        """Returns the results of a program, then of the programs that have run last."""
+        return list(dict.fromkeys([program.returned, *reversed(self._recent)]))
+
+    def reshard(
+        self, program: StepProgram, call: Call, leaves: list[Any]
+    ) -> tuple[Call, list[Any]]:
+        """Returns the call and its leaves, each mirrored or sharded as the program requires."""
+        try:  # fast, for hundreds of leaves: most have the shardings of the last launch
+            shardings = map(_get_sharding, [*call.state, *leaves])
+            if program.last_shardings and all(map(operator.is_, shardings, program.last_shardings)):
+                return call, leaves
+        except AttributeError:  # per-replica arrays of unequal shapes
+            pass
+        num_state = len(call.state)
+        state = list(map(self._reshard_leaf, call.state, program.kinds))
+        leaves = list(map(self._reshard_leaf, leaves, program.kinds[num_state:]))
+        program.last_shardings = [getattr(leaf, "sharding", None) for leaf in (*state, *leaves)]
+        return call._replace(state=state), leaves
+
+    def accept_sharded(self, shards: Shards) -> None:
+        """Makes `are_placed` accept arrays that are sharded as the inputs of a program."""
+        for axis in set(shards.inputs.values()):
+            sharding = self._replicas.sharding(Kind(axis=axis))
+            self._mirrored[id(sharding)] = sharding
+            self._own_ids.add(id(sharding))
+
+    def require_num_replicas(self, call: Call, i: int, stacked: Any) -> None:
+        """Rejects a `PerReplica` with a different number of replicas.
+
+        Raises:
+            ValueError: If leaf `i` of the call does not have one value per replica.
+        """
+        n = self._group.num_replicas_in_sync
+        if stacked.shape[0] != n:
+            raise ValueError(
+                f"{call.leaf_names[i]} is a PerReplica with {counted(stacked.shape[0], 'value')}, "
+                f"but the strategy has {counted(n, 'replica')}. Create it with this strategy "
+                "(distribute_dataset or run), or pass one value per replica."
+            )
+
+    def copy_shared(
+        self, program: StepProgram, state: list[Any], leaves: list[Any], positions: Iterable[int]
+    ) -> None:
+        """Copies the leaves at some positions that share memory with another array, in place.
+
+        If one of the arrays were donated, XLA would end the process. Arrays that `mirror` created,
+        and results of programs, are known to share no memory. For any other array, JAX can tell its
+        address, but only once it has been computed, that is, after the previous step. If most calls
+        bring such arrays, they are therefore copied, which does not wait.
+        """
+        new = [i for i in positions if self._unshared.get(id(leaves[i])) is not leaves[i]]
+        new = new and exclude_results(self.recent_results(program), leaves, new)
+        if not new:
+            return
+        program.num_address_checks += 1
+        if not program.is_rare(program.num_address_checks):
+            for i in new:
+                leaves[i] = self._replicas.copy(leaves[i])
+            return
+        checked = frozenset(new)
+        others = [*state, *(leaf for i, leaf in enumerate(leaves) if i not in checked)]
+        taken = set[int]().union(*map(buffers_of, others))
+        for i in new:
+            addresses = buffers_of(leaves[i])
+            owners = map(self._owners.get, addresses)
+            if not taken.isdisjoint(addresses) or any(owner is not None for owner in owners):
+                leaves[i] = self._replicas.copy(leaves[i])
+                addresses = buffers_of(leaves[i])
+            taken |= addresses
+            self._unshared[id(leaves[i])] = leaves[i]
+            self._owners.update(dict.fromkeys(addresses, leaves[i]))
+
+    def _mirror(self, leaf: Any) -> Array:
+        if isinstance(leaf, jax.Array):
+            if self._replicas.is_mirrored(leaf):
+                return leaf
+            if self._holds_slices and self._replicas.is_sharded(leaf):
+                return leaf  # the program is not known yet: it may require shards
+        return self._replicas.mirror(leaf)
+
+    def _reshard_leaf(self, leaf: Any, kind: Kind) -> Any:
+        if kind.is_own:
+            return leaf
+        sharding = self._replicas.sharding(kind)
+        if leaf.sharding is sharding or leaf.sharding == sharding:
+            return leaf
+        if kind.axis is not None:
+            return self._replicas.shard(leaf, kind.axis)
+        return leaf if self._replicas.is_mirrored(leaf) else self._replicas.mirror(leaf)
+
+    def _stack(self, call: Call, i: int, stacked: Any) -> Any:
+        self.require_num_replicas(call, i, stacked)
+        if isinstance(stacked, UnstackedArrays):
+            if any_deleted([array for array in stacked.arrays if isinstance(array, jax.Array)]):
+                raise ValueError(_deleted_message(call, i))
+            if self._replicas.spans_processes and not stacked.are_equal:
+                raise NotImplementedError(UNEQUAL_SHAPES)
+            if self._replicas.are_mixed or not stacked.are_equal:
+                return UnstackedArrays(list(map(move, stacked.arrays, self._replicas.devices)))
+            stacked = np.stack([np.asarray(array) for array in stacked.arrays])
+        is_placed = isinstance(stacked, jax.Array) and stacked.sharding == self._replicas.stacked
+        return stacked if is_placed else self._replicas.stack(stacked)
+
+
+def require_canonical(call: Call, leaves: Sequence[Any]) -> None:
+    """Rejects 64-bit leaves if 64-bit types are disabled, because JAX would trace them as 32-bit.
+
+    Raises:
+        ValueError: If a leaf has a 64-bit dtype that JAX's configuration does not allow.
+    """
+    for name, leaf in zip(call.input_names, [*call.state, *leaves], strict=True):
+        dtype = leaf.dtype
+        if is_numeric(dtype) and jax.dtypes.canonicalize_dtype(dtype) != dtype:
+            raise ValueError(
+                f"{name} is {describe(leaf)}, but 64-bit types are disabled in JAX. Convert it "
+                f"with x.astype('{jax.dtypes.canonicalize_dtype(dtype)}'), or enable them: "
+                f"{ENABLE_64_BITS}."
+            )
+
+
+def _deleted_message(call: Call, i: int) -> str:
+    return (
+        f"{call.leaf_names[i]} has been deleted: its buffer was donated to an earlier `run` "
+        "(through donate_argnums, or as part of a model's state). Use the array that `run` "
+        "returned."
+    )

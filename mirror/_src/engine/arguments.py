@@ -1,0 +1,362 @@
+"""Classifies, names and reassembles the arguments of a step.
+
+Arguments of a step are nnx objects, which are passed by reference; `PerReplica` leaves, which give
+each replica its own value; arrays and numbers, which are mirrored; and other leaves, which are
+static.
+"""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from mirror._src.base.errors import describe, expected, nearest_name
+from mirror._src.base.keras_library import STATELESS_CALL, has_variables
+from mirror._src.base.migration import advice
+from mirror._src.base.naming import argument_names, keys, leaf_names, name_of, parameter_names
+from mirror._src.base.types import ARRAY_LIKE, PyTree
+from mirror._src.devices.unstacked import UnstackedArrays
+from mirror._src.engine.nnx.structure import is_object
+from mirror._src.engine.per_replica import PerReplica, is_per_replica
+from mirror._src.engine.variable import Variable
+
+_DYNAMIC_TYPES = (*ARRAY_LIKE, UnstackedArrays)
+
+
+def kind(leaf_type: type) -> type:
+    """Returns `jax.Array` for a type whose values become arrays, and any other type unchanged."""
+    dynamic = issubclass(leaf_type, _DYNAMIC_TYPES) and leaf_type is not bool
+    return jax.Array if dynamic else leaf_type
+
+
+def kinds(treedef: Any, leaf_types: Sequence[type]) -> tuple[type, ...]:
+    """Returns the kind of each leaf; a Python number in an Equinox module is static."""
+    fixed = equinox_positions(treedef)
+    return tuple([t if i in fixed and is_number(t) else kind(t) for i, t in enumerate(leaf_types)])
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclass(frozen=True)
+class ObjectPlaceholder:
+    """Replaces an nnx object in the arguments. A pytree without leaves."""
+
+    number: int
+
+    def tree_flatten(self) -> tuple[tuple[()], int]:
+        """Returns no children, and the number as static data."""
+        return (), self.number
+
+    @classmethod
+    def tree_unflatten(cls, number: int, _: object) -> "ObjectPlaceholder":
+        """Returns the placeholder with this number."""
+        return cls(number)
+
+
+def require_static(fn: Callable[..., Any], tree: Any, layout: "Layout", leaves: list) -> None:
+    """Rejects static arguments that are not hashable, because programs are looked up by them.
+
+    Raises:
+        TypeError: If a static argument is not hashable.
+    """
+    for i in layout.static:
+        try:
+            hash(leaves[i])
+        except TypeError:
+            raise TypeError(
+                f"{leaf_names(fn, tree)[i]} is {describe(leaves[i])}, which is neither an array "
+                "nor hashable. Arguments of a step must be arrays, numbers, or hashable values "
+                "such as strings and functions. Pass the numbers that the step needs, or a dict of "
+                "them: vars(options)."
+            ) from None
+
+
+def require_no_keras(fn: Callable[..., Any], tree: Any, layout: "Layout", leaves: list) -> None:
+    """Rejects Keras objects: the values of their variables would be constants of the program.
+
+    Raises:
+        TypeError: If an argument is a Keras object that has variables.
+    """
+    for i in layout.static:
+        if has_variables(leaves[i]):
+            raise TypeError(
+                f"{leaf_names(fn, tree)[i]} is a Keras {type(leaves[i]).__name__}, which "
+                f"strategy.run does not update. {STATELESS_CALL}"
+            )
+
+
+class Layout:
+    """Classification of the leaves of a call's arguments, for one structure and set of types.
+
+    Attributes:
+        treedef: Structure of the arguments as a replica receives them, without `PerReplica`.
+        dynamic: Positions of the leaves that are arrays or numbers.
+        per_replica: Positions, among the dynamic leaves, of the `PerReplica` leaves.
+        static: Positions of all other leaves.
+        nested: Whether containers among the arguments hold nnx objects.
+        all_dynamic: Whether all leaves are arrays or numbers.
+    """
+
+    def __init__(self, treedef: Any, leaf_kinds: Sequence[type]) -> None:
+        arguments = treedef.unflatten(range(len(leaf_kinds)))
+        self.treedef: Any
+        marked, self.treedef = jax.tree.flatten(arguments, is_leaf=is_per_replica)
+        stacked: set[Any] = {leaf.stacked for leaf in marked if isinstance(leaf, PerReplica)}
+        self.dynamic = [i for i, k in enumerate(leaf_kinds) if k is jax.Array]
+        self.static = [i for i, k in enumerate(leaf_kinds) if k is not jax.Array]
+        self.per_replica = [self.dynamic.index(i) for i in sorted(stacked) if i in self.dynamic]
+        self.nested = any(map(is_object, jax.tree.leaves(arguments, is_leaf=is_object)))
+        self.all_dynamic = not self.static
+        self._has_numbers = any(is_number(leaf_kinds[i]) for i in self.static)
+
+    def dynamic_leaves(self, leaves: list[Any]) -> list[Any]:
+        """Returns the leaves that are arrays or numbers."""
+        return leaves if self.all_dynamic else [leaves[i] for i in self.dynamic]
+
+    def key(self, leaves: list[Any]) -> tuple[Any, ...]:
+        """Returns the values that a program depends on: static leaves and per-replica shapes."""
+        statics: tuple[Any, ...] = tuple([leaves[i] for i in self.static])
+        if self._has_numbers:  # as text, because 0.0 == -0.0 and NaN != NaN
+            statics = tuple([repr(s) if is_number(type(s)) else s for s in statics])
+        dynamic = self.dynamic_leaves(leaves)
+        return statics, tuple([dynamic[i].shape for i in self.per_replica])
+
+    def statics(self, leaves: list[Any]) -> tuple[Any, ...]:
+        """Returns the static leaves."""
+        return tuple([leaves[i] for i in self.static])
+
+    def rebuild(
+        self, dynamic: Sequence[Any], statics: Sequence[Any], objects: Sequence[Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the positional and keyword arguments that a replica calls the step with.
+
+        Args:
+            dynamic: The replica's arrays, without a leading replica axis.
+            statics: The static leaves.
+            objects: The nnx objects, by placeholder number.
+        """
+        leaves: list[Any] = [None] * (len(self.dynamic) + len(self.static))
+        for i, leaf in zip(self.dynamic, dynamic, strict=True):
+            leaves[i] = leaf
+        for i, leaf in zip(self.static, statics, strict=True):
+            leaves[i] = leaf
+        return jax.tree.map(
+            lambda node: objects[node.number] if isinstance(node, ObjectPlaceholder) else node,
+            self.treedef.unflatten(leaves),
+            is_leaf=lambda node: isinstance(node, ObjectPlaceholder),
+        )
+
+
+def is_number(leaf_type: type) -> bool:
+    """Whether this is a type of Python numbers other than `bool`."""
+    return issubclass(leaf_type, int | float | complex) and not issubclass(
+        leaf_type, bool | np.generic
+    )
+
+
+def ref_message(name: str) -> str:
+    """Returns the error message for a `jax.Ref` created outside the step."""
+    return (
+        f"{name} is a jax.Ref, which all replicas would write to. Pass its value, ref[...], and "
+        "return the new value. A Ref created inside the step is allowed."
+    )
+
+
+def equinox_positions(treedef: Any) -> set[int]:
+    """Returns the positions of leaves inside Equinox modules, whose Python numbers are static.
+
+    A number in a module is a setting, such as a stride or a rate. As an array, it would be trained.
+    """
+    equinox = sys.modules.get("equinox")
+    if equinox is None:
+        return set()
+    positions: set[int] = set()
+    start = 0
+    pending = [treedef]
+    while pending:
+        node = pending.pop()
+        data = node.node_data()
+        if data is None or (data[0] is not None and issubclass(data[0], equinox.Module)):
+            if data is not None:
+                positions.update(range(start, start + node.num_leaves))
+            start += node.num_leaves
+        else:
+            pending += reversed(node.children())
+    return positions
+
+
+_is_object_type: dict[type, bool] = {}
+
+
+def _is_object(value: object) -> bool:
+    """Whether the value is an nnx object; cached by type."""
+    kind = type(value)
+    known = _is_object_type.get(kind)
+    if known is None:
+        known = _is_object_type[kind] = is_object(value)
+    return known
+
+
+class Arguments(NamedTuple):
+    """The arguments of a call, separated from the nnx objects among them.
+
+    Attributes:
+        objects: The nnx objects.
+        tree: Positional and keyword arguments, with placeholders for the nnx objects.
+    """
+
+    objects: list[Any]
+    tree: tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def hoist(args: Sequence[Any], kwargs: dict[str, Any]) -> Arguments:
+    """Separates the nnx objects that are arguments themselves: the common case, and fast."""
+    objects: list[Any] = []
+
+    def take(value: Any) -> Any:
+        if not _is_object(value):
+            return value
+        objects.append(value)
+        return ObjectPlaceholder(len(objects) - 1)
+
+    rest = tuple([take(value) for value in args])
+    return Arguments(objects, (rest, {k: take(v) for k, v in kwargs.items()} if kwargs else kwargs))
+
+
+def hoist_nested(args: Sequence[Any], kwargs: dict[str, Any]) -> Arguments:
+    """Separates all nnx objects, including those inside containers."""
+    objects: list[Any] = []
+
+    def take(value: Any) -> Any:
+        if not is_object(value):
+            return value
+        objects.append(value)
+        return ObjectPlaceholder(len(objects) - 1)
+
+    is_leaf = lambda value: is_object(value) or is_per_replica(value)  # noqa: E731
+    return Arguments(objects, jax.tree.map(take, (tuple(args), dict(kwargs)), is_leaf=is_leaf))
+
+
+def object_names(
+    fn: Callable[..., Any], tree: PyTree, objects: Sequence[Any], captured: Sequence[Variable] = ()
+) -> list[str]:
+    """Returns the user's name for each nnx object. Captured variables come last."""
+    args, kwargs = tree
+    arg_names = argument_names(fn, len(args))
+    names = [f"object {i}" for i in range(len(objects) - len(captured))]
+    names += [variable.get_metadata("name") or "a captured variable" for variable in captured]
+    is_leaf = lambda node: isinstance(node, ObjectPlaceholder)  # noqa: E731
+    for path, node in jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_leaf)[0]:
+        if isinstance(node, ObjectPlaceholder):
+            head = arg_names[path[1].idx] if path[0].idx == 0 else path[1].key
+            names[node.number] = head + keys(path[2:])
+    return names
+
+
+def require_call(
+    fn: Any,
+    args: Any,
+    kwargs: Any,
+    method: str,
+    others: Sequence[Any] = (),
+    unknown: Mapping[str, Any] | None = None,
+) -> None:
+    """Checks the types of the arguments of `run`, `verify`, `inspect` and `explain`.
+
+    Args:
+        fn: The step.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        method: Name of the method.
+        others: Further positional arguments.
+        unknown: Further keyword arguments.
+
+    Raises:
+        TypeError: If `fn` is not callable, `args` not a tuple or list, or `kwargs` not a dict, or
+            if there are further arguments.
+    """
+    call = f"strategy.{method}"
+    if not callable(fn):
+        if callable(args):
+            raise TypeError(
+                f"The arguments of {call} are swapped: the step must come first, got "
+                f"{describe(fn)} and then {name_of(args)}. Write {call}({name_of(args)}, args)."
+            )
+        fix = f"Pass the step function, without calling it: {call}(step, args)."
+        raise TypeError(expected("fn", fn, "callable", fix))
+    if not isinstance(args, tuple | list) or others:
+        passed = [args, *([kwargs] if others or not isinstance(kwargs, dict) or kwargs else [])]
+        raise TypeError(_not_in_a_tuple(call, fn, [*passed, *others]))
+    if unknown:
+        raise TypeError(_unknown_keywords(call, fn, args, unknown))
+    if not isinstance(kwargs, dict):
+        fix = f"Pass the step's keyword arguments: {call}({name_of(fn)}, args, {{'train': True}})."
+        raise TypeError(expected("kwargs", kwargs, "a dict", fix))
+
+
+def _not_in_a_tuple(call: str, fn: Callable[..., Any], passed: Sequence[Any]) -> str:
+    """Returns the message for arguments of a step that are not in a tuple."""
+    step, names = name_of(fn), argument_names(fn, len(passed))
+    written = ", ".join(name if name.isidentifier() else "x" for name in names)
+    fix = f"{call}({step}, ({written}{',' if len(passed) == 1 else ''}))"
+    (first, *more) = passed
+    if not more and isinstance(first, dict) and set(first) <= set(parameter_names(fn)):
+        fix = f"{fix}; keyword arguments come third: {call}({step}, (), {{...}})"
+    got = ", ".join(map(describe, passed))
+    return f"`args` must be a tuple, got {got}. Pass all arguments of the step as one tuple: {fix}."
+
+
+def _unknown_keywords(
+    call: str, fn: Callable[..., Any], args: Sequence[Any], unknown: Mapping[str, Any]
+) -> str:
+    """Returns the message for keyword arguments that a method does not have."""
+    step, names = name_of(fn), ", ".join(map(repr, unknown))
+    parameters = parameter_names(fn)
+    text = f"{call} does not have an argument {names}."
+    if "options" in unknown:
+        return f"{text} {advice()['mirror', 'RunOptions']} Omit it: {call}({step}, args)."
+    (first, *_) = unknown
+    nearest = nearest_name(first, ["fn", "args", "kwargs", "donate_argnums"])
+    if nearest is not None and first not in parameters:
+        return f"{text} Did you mean {nearest}=?"
+    given = [n if n.isidentifier() else "x" for n in argument_names(fn, len(args))]
+    written = ", ".join([*given, *unknown])
+    comma = "," if len(given) + len(unknown) == 1 else ""
+    return (
+        f"{text} Pass all arguments of the step as one tuple, {call}({step}, ({written}{comma})), "
+        f"or its keyword arguments as a dict: {call}({step}, args, {{{first!r}: {first}}})."
+    )
+
+
+def canonical_argnums(donate_argnums: Any) -> tuple[int, ...]:
+    """Returns the positions of donated arguments as a tuple.
+
+    Raises:
+        TypeError: If `donate_argnums` is not a sequence.
+    """
+    if isinstance(donate_argnums, list | range):
+        return tuple(donate_argnums)
+    fix = "For example: strategy.run(step, (state, batch), donate_argnums=0)."
+    raise TypeError(expected("donate_argnums", donate_argnums, "an int or a sequence of ints", fix))
+
+
+def require_no_tracers(fn: Callable[..., Any], tree: Any) -> None:
+    """Rejects arguments that are tracers.
+
+    Raises:
+        RuntimeError: If a leaf is a tracer.
+    """
+    for i, leaf in enumerate(jax.tree.leaves(tree)):
+        if isinstance(leaf, jax.core.Tracer):
+            raise RuntimeError(inside_jit_message(name_of(fn), leaf_names(fn, tree)[i]))
+
+
+def inside_jit_message(step: str, tracer: str | None = None) -> str:
+    """Returns the error message for a call of `run` inside a JAX transformation."""
+    where = "jax.jit" if tracer is None else f"jax.jit, grad or vmap: {tracer} is a tracer"
+    return (
+        f"strategy.run({step}) was called inside {where}. Call it from regular Python code: "
+        "strategy.run compiles the step itself."
+    )

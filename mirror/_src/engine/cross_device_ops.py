@@ -1,0 +1,324 @@
+"""`CrossDeviceOps`: base class for implementations of the collectives."""
+
+import abc
+from collections.abc import Iterator, Sequence
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mirror._src.base.errors import describe, require_int
+from mirror._src.base.modules import set_module
+from mirror._src.base.tracebacks import api_boundary
+from mirror._src.base.types import Array, ArrayLike, PyTree
+from mirror._src.devices.backend import names
+from mirror._src.devices.launches import StalledError
+from mirror._src.devices.names import LogicalDevice
+from mirror._src.devices.resolve import DeviceLike, canonicalize_device
+from mirror._src.devices.transfer import is_tracing, move
+from mirror._src.engine.by_hand import (
+    devices_of,
+    replica_devices,
+    require_array,
+    require_reducible,
+)
+from mirror._src.engine.in_step import bind_all_reduce
+from mirror._src.engine.on_host import fold
+from mirror._src.engine.per_replica import PerReplica, brief, is_per_replica, spans_processes
+from mirror._src.engine.reduce_op import (
+    ReduceOp,
+    Reduction,
+    accumulator,
+    prepare,
+    require_op,
+    result_dtype,
+)
+
+_HOST_PACK_BYTES = 32 * 1024
+# Each collective is a round of messages between all devices. Separate all-reduces of 1 MiB take 1.7
+# to 2.3 of the time of packed ones, of 64 KiB 5 to 9, and of 4 MiB the same (2 x 2 and 4 x 1).
+_GLOO_PACK_BYTES = 1024 * 1024
+
+
+class LostValueError(RuntimeError):
+    """Raised if a replica's operand of a collective cannot be read."""
+
+
+@set_module("mirror")
+class CrossDeviceOps(abc.ABC):
+    """Base class for implementations of the collectives of a step.
+
+    Pass an instance as `MirroredStrategy(cross_device_ops=...)`, or call its `reduce` and
+    `broadcast` outside a step. To customize the reduction, for example to compress the operands,
+    subclass `CrossDeviceOps` and override `reduce_implementation`. All reductions of the strategy
+    then run on the host and call it: those in steps, in `strategy.reduce`, and in `reduce`.
+
+    >>> class InHalfPrecision(CrossDeviceOps):
+    ...     def reduce_implementation(self, op, values):
+    ...         halves = (value.astype("float16").astype(value.dtype) for value in values)
+    ...         return super().reduce_implementation(op, halves)
+    """
+
+    pack_bytes: int | None = 0
+    """Size in bytes up to which all-reduces are packed into one collective; `None` if automatic."""
+
+    _narrow = False
+    """Whether steps sum half-precision values in their own dtype instead of float32."""
+
+    @property
+    def device(self) -> jax.Device:
+        """The device on which values are reduced: the host CPU."""
+        return canonicalize_device("/cpu:0")
+
+    @abc.abstractmethod
+    def reduce_implementation(
+        self, op: ReduceOp, values: Iterator[np.ndarray]
+    ) -> Array | np.ndarray:
+        """Reduces the operands of one collective. Called once, on behalf of all replicas.
+
+        Args:
+            op: `SUM`, `MIN` or `MAX`. `mirror` divides a sum to obtain a mean.
+            values: One read-only array per replica, in replica order, all of the same shape and
+                dtype. Each is yielded once its replica has computed it. To save memory, accumulate
+                them instead of collecting them in a list.
+
+        Returns:
+            An array of the same shape and dtype, which must not be modified afterwards.
+        """
+        return fold(op, values)
+
+    @final
+    def _carry_out(
+        self,
+        op: ReduceOp,
+        values: Iterator[np.ndarray],
+        shape: tuple[int, ...],
+        dtype: Any,
+        collective: str,
+    ) -> Array | np.ndarray:
+        """Calls `reduce_implementation` and checks its result.
+
+        Args:
+            op: `SUM`, `MIN` or `MAX`.
+            values: One array per replica, in replica order.
+            shape: Shape of the operands.
+            dtype: Dtype of the operands.
+            collective: Description of the collective, for error messages.
+
+        Raises:
+            RuntimeError: If `reduce_implementation` raises an exception.
+            ValueError: If the result has another shape, or a dtype that cannot be cast to `dtype`.
+        """
+        method = f"{type(self).__name__}.reduce_implementation"
+        operand = jax.ShapeDtypeStruct(shape, dtype)
+        try:
+            result = self.reduce_implementation(op, values)
+        except (LostValueError, StalledError):
+            raise
+        except Exception as error:
+            raise RuntimeError(
+                f"{method} raised {type(error).__name__} in the {collective}, for {op.value!r} of "
+                f"{describe(operand)}: {error}"
+            ) from error
+        if not isinstance(result, jax.Array):
+            result = np.asarray(result)
+        fits = result.dtype == dtype or np.can_cast(result.dtype, dtype, "same_kind")
+        if result.shape != shape or not fits:
+            raise ValueError(
+                f"{method} returned {describe(result)} in the {collective}, but the operands are "
+                f"{describe(operand)}. Return an array of that shape and dtype."
+            )
+        return result if result.dtype == dtype else result.astype(dtype)
+
+    @final
+    def all_reduce(self, op: ReduceOp, leaves: Sequence[Array]) -> list[Array]:
+        """All-reduces arrays inside a replica, while the step is traced.
+
+        Executors pack the small ones later, when the whole step is known.
+
+        Args:
+            op: The reduction. `ReduceOp` lists the dtypes of the results.
+            leaves: This replica's arrays, of any shapes and dtypes.
+
+        Returns:
+            The reduced arrays, in the shapes of the leaves, mirrored over the replicas.
+
+        Raises:
+            TypeError: If a leaf cannot be reduced by `op`.
+        """
+        return [bind_all_reduce(op, prepare(op, leaf), narrow=self._narrow) for leaf in leaves]
+
+    def _packed_bytes(self, *, on_host: bool, spans_processes: bool = False) -> int:
+        """Returns the size in bytes up to which a program across the devices packs all-reduces.
+
+        Args:
+            on_host: Whether the devices are several host devices.
+            spans_processes: Whether the devices belong to several processes.
+        """
+        if self.pack_bytes is not None:
+            return self.pack_bytes
+        if not on_host:
+            return 0
+        return _GLOO_PACK_BYTES if spans_processes else _HOST_PACK_BYTES
+
+    @final
+    @api_boundary
+    def reduce(
+        self,
+        op: Reduction,
+        value: PyTree,
+        destinations: DeviceLike | Sequence[DeviceLike] | None = None,
+    ) -> PyTree:
+        """Reduces per-replica values outside a step.
+
+        Args:
+            op: A `ReduceOp` or its name: `"sum"`, `"mean"`, `"min"` or `"max"`.
+            value: A pytree of `PerReplica` values. Any other array or number is treated as the
+                value of a single replica.
+            destinations: Device or devices on which to store the result. Defaults to the devices
+                of the value.
+
+        Returns:
+            A pytree of the same structure. Each leaf is an array with the shape of one replica's
+            value, mirrored over the destinations. `ReduceOp` lists the dtypes.
+
+        Raises:
+            ValueError: If `op` is unknown, if the replicas' values differ in shape or have been
+                deleted, or if `destinations` are of several types.
+            TypeError: If a leaf is not an array or cannot be reduced by `op`, or if `op` is
+                neither a string nor a `ReduceOp`.
+            RuntimeError: If called inside a replica or under a JAX transformation.
+        """
+        op = require_op(f"{type(self).__name__}().reduce", op, value)
+        return self.batch_reduce(op, [value], destinations)[0]
+
+    @final
+    @api_boundary
+    def batch_reduce(
+        self,
+        op: Reduction,
+        values: Sequence[PyTree],
+        destinations: DeviceLike | Sequence[DeviceLike] | None = None,
+    ) -> list[PyTree]:
+        """Reduces a list of values outside a step.
+
+        Args:
+            op: As in `reduce`.
+            values: List of pytrees, each as the `value` of `reduce`.
+            destinations: As in `reduce`.
+
+        Returns:
+            A list with the result of `reduce` for each value.
+
+        Raises:
+            TypeError: If `values` is not a list or tuple. Also raises the errors of `reduce`.
+        """
+        op = require_op(f"{type(self).__name__}().batch_reduce", op, values)
+        self._require_untraced("reduce", "Use mirror.all_reduce.")
+        if not isinstance(values, list | tuple):
+            raise TypeError(f"batch_reduce expects a list of values, got {describe(values)}.")
+        devices = None if destinations is None else replica_devices(destinations)
+        if devices is not None and devices.are_mixed:
+            raise ValueError(
+                f"`destinations` must be devices of a single type, got {names(devices.devices)}. "
+                "To copy the result to several types of devices, use broadcast(x, destinations)."
+            )
+
+        def reduce_leaf(leaf: Any) -> Array:
+            value = leaf if is_per_replica(leaf) else PerReplica([leaf])
+            result = self._reduced(op, require_reducible(value))
+            return result if devices is None else devices.broadcast(result)
+
+        return [jax.tree.map(reduce_leaf, value, is_leaf=is_per_replica) for value in values]
+
+    @final
+    @api_boundary
+    def broadcast(
+        self, value: ArrayLike, devices: DeviceLike | Sequence[DeviceLike]
+    ) -> Array | PerReplica:
+        """Copies an array to each of the devices.
+
+        Args:
+            value: An array or a number.
+            devices: Device or list of devices: names, `LogicalDevice`s or `jax.Device`s.
+
+        Returns:
+            A mirrored array with the shape and dtype of `value`. If the devices are of several
+            types, which one array cannot span, a `PerReplica` with one copy per device.
+
+        Raises:
+            ValueError: If a device is unknown or repeated, or `value` is a deleted array.
+            TypeError: If `value` is neither an array nor a number.
+            OverflowError: If `value` is an int that does not fit JAX's default integer type.
+            RuntimeError: If called inside a replica or under a JAX transformation.
+        """
+        self._require_untraced("broadcast", "Arrays that a replica uses are on its device already.")
+        if _are_devices(value) and not _are_devices(devices):
+            method = f"{type(self).__name__}().broadcast"
+            raise TypeError(
+                f"The arguments of {method} are swapped: the value must come first, got devices "
+                f"and then {describe(devices)}. Write {method}(value, devices)."
+            )
+        array = require_array(value)
+        targets = replica_devices(devices)
+        if targets.are_mixed:
+            return PerReplica([move(array, device) for device in targets.devices])
+        return targets.broadcast(array)
+
+    def _require_untraced(self, method: str, fix: str) -> None:
+        if is_tracing():
+            raise RuntimeError(
+                f"{type(self).__name__}.{method} was called inside a replica, or inside another "
+                f"function that JAX traces. {fix}"
+            )
+
+    def _reduced(self, op: ReduceOp, value: PerReplica) -> Array:
+        """Returns the reduction of one value, on the value's own devices."""
+        if spans_processes(value):
+            raise NotImplementedError(
+                f"{type(self).__name__}().reduce reduces on the host of one process, but other "
+                f"processes store some values of {brief(value)}. Reduce it across the devices, on "
+                "every process: strategy.reduce(op, x)."
+            )
+        arrays = value.values
+        dtype = result_dtype(op, value.dtype)
+        ready = (np.asarray(array).astype(dtype, copy=False) for array in arrays)
+        result = self._total(op, ready, value.shapes[0], dtype, len(arrays))
+        devices = devices_of(value)
+        return jnp.asarray(np.asarray(result)) if devices is None else devices.broadcast(result)
+
+    def _total(
+        self,
+        op: ReduceOp,
+        arrays: Iterator[np.ndarray],
+        shape: tuple[int, ...],
+        dtype: Any,
+        count: int,
+    ) -> Array | np.ndarray:
+        collective = "reduction outside a step"
+        if op is not ReduceOp.MEAN:
+            return self._carry_out(op, arrays, shape, dtype, collective)
+        wide = np.dtype(accumulator(dtype))
+        values = (array.astype(wide, copy=False) for array in arrays)
+        total = self._carry_out(ReduceOp.SUM, values, shape, wide, collective)
+        with np.errstate(all="ignore"):
+            return (np.asarray(total) / np.asarray(count, wide)).astype(dtype)
+
+
+def _are_devices(value: Any) -> bool:
+    """Whether this is a device, or a sequence of devices; a name is a string."""
+    several = value if isinstance(value, list | tuple) else [value]
+    return bool(several) and all(isinstance(d, str | LogicalDevice | jax.Device) for d in several)
+
+
+def require_pack_bytes(pack_bytes: int | None) -> int | None:
+    """Returns the argument unchanged.
+
+    Raises:
+        ValueError: If `pack_bytes` is negative.
+        TypeError: If `pack_bytes` is neither an int nor `None`.
+    """
+    if pack_bytes is not None:
+        require_int("pack_bytes", pack_bytes, 0, "It is a size in bytes; 0 disables packing.")
+    return pack_bytes

@@ -1,0 +1,72 @@
+"""`example_mask`: the examples of a padded batch."""
+
+import contextlib
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+
+from mirror._src.base.types import Array, PyTree
+from mirror._src.engine.scopes import current_frame
+
+
+def example_mask(batch: PyTree) -> Array:
+    """Returns a mask of this replica's rows: True for examples, False for padding.
+
+    A `Trainer` pads batches that cannot be split evenly, and ignores the losses of the padding. A
+    loss that looks across rows, as batch normalization does, must exclude the padding itself. In
+    any other code, all rows are examples.
+
+    Args:
+        batch: Pytree of this replica's arrays, each of shape `(B, ...)`.
+
+    Returns:
+        A boolean array of shape `(B,)`. It is the `mask` of `nnx.BatchNorm` and `linen.BatchNorm`
+        after axes are added for the other axes of their input.
+
+    Raises:
+        ValueError: If `batch` contains no arrays, a scalar, or arrays that differ in leading size,
+            or if a `Trainer` calls the function and `B` is not the size of the replica's batch.
+
+    >>> def loss_fn(model, batch):
+    ...     outputs = model(batch)
+    ...     mean = jnp.mean(outputs, axis=0, where=mirror.example_mask(batch)[:, None])
+    ...     return ((outputs - mean) ** 2).sum(-1)
+    >>> model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    >>> loss_fn(model, jnp.ones((4, 2))).shape
+    (4,)
+    """
+    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batch)]
+    sizes = {shape[:1] for shape in shapes}
+    if len(sizes) != 1 or () in sizes:
+        raise ValueError(
+            "The arrays passed to example_mask must have a leading batch axis of the same size, "
+            f"got shapes: {', '.join(map(str, shapes)) or None}."
+        )
+    ((size,),) = sizes
+    frame = current_frame()
+    mask = None if frame is None or frame.replica is None else frame.replica.mask
+    if mask is None:
+        return jnp.ones(size, bool)
+    if mask.shape != (size,):
+        raise ValueError(
+            f"The arrays passed to example_mask have {size} rows, but the replica's batch has "
+            f"{mask.size}. Pass the batch that the loss function receives, or a part of it."
+        )
+    found: Array = mask
+    return found
+
+
+@contextlib.contextmanager
+def masking(mask: Array) -> Iterator[None]:
+    """Context manager in which `example_mask` returns this mask in the current replica."""
+    frame = current_frame()
+    replica = None if frame is None else frame.replica
+    if replica is None:
+        yield
+        return
+    before, replica.mask = replica.mask, mask
+    try:
+        yield
+    finally:
+        replica.mask = before

@@ -1,0 +1,379 @@
+"""Base classes of executors, and the programs that they compile."""
+
+import abc
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr
+
+from mirror._src.base.errors import describe
+from mirror._src.base.types import Array
+from mirror._src.cluster.store import is_initialized
+from mirror._src.devices.described import GpuCompilerError
+from mirror._src.devices.eager_work import bound_eager_work
+from mirror._src.devices.launch import is_needed
+from mirror._src.devices.launches import Described, Site
+from mirror._src.devices.replicas import Kind, ReplicaDevices
+from mirror._src.engine.compiled import CompiledProgram, MeshProgram
+from mirror._src.jaxprs.collective_eqns import is_collective, kind_of
+from mirror._src.jaxprs.equations import arrays_in, equations
+from mirror._src.jaxprs.flat import has_effects
+from mirror._src.jaxprs.trace import abstract, abstract_row, context_token
+from mirror._src.jaxprs.user_lines import user_line
+from mirror._src.passes.callbacks import CALLBACKS, CallbackGuard
+from mirror._src.passes.collective_rules import extreme_rules, scatter_rules
+from mirror._src.passes.evaluate import Lowering, Rules
+from mirror._src.passes.sharded_update import ShardedUpdate
+from mirror._src.passes.shards import Shards
+
+Outputs = tuple[Any, ...]
+_WITHOUT_RACES = "xla_gpu_exclude_nondeterministic_ops"
+_SCATTER_BYTES = "xla_gpu_reduce_scatter_combine_threshold_bytes"
+_BUCKET_BYTES = 30 * 2**20  # of gradients, as XLA combines all-reduces
+_NO_DEFERRAL = contextlib.nullcontext()
+
+
+def uses_gloo(replicas: ReplicaDevices) -> bool:
+    """Whether the collectives are gloo's: in a job, also those between devices of one process."""
+    return replicas.on_host and is_initialized()
+
+
+class SignatureChanged(Exception):
+    """Raised if JAX traces a program for leaves, or in a context, for which it was not proved."""
+
+
+class Variant(NamedTuple):
+    """The program for the replicas with one set of shapes.
+
+    Attributes:
+        proved: The replica program that was proved. Executors evaluate exactly this object.
+        finish: The program after it. Its inputs are the same inputs, then the outputs of `proved`.
+        avals: Shapes and dtypes of the inputs.
+        replicas: The replicas that run it.
+    """
+
+    proved: ClosedJaxpr
+    finish: ClosedJaxpr
+    avals: Sequence[jax.ShapeDtypeStruct]
+    replicas: Sequence[int]
+
+
+class ReplicaProgram(NamedTuple):
+    """A program to compile.
+
+    Attributes:
+        name: Name in profiles and compilation logs.
+        line: Where the step is defined, for reports.
+        variants: One variant per set of shapes.
+        inputs: How the replicas hold each input.
+        outputs: How the replicas hold each output.
+        context: The context in which it was traced, see `context_token`.
+        donated: Positions of the inputs whose buffers are donated.
+        guard: Stores exceptions of host callbacks. `None` if the program has no callbacks.
+        shards: Plan for the sharded update. `None` if nothing is sharded.
+        has_races: Whether it computes mirrored values by operations that `is_racing` describes.
+    """
+
+    name: str
+    line: str
+    variants: Sequence[Variant]
+    inputs: Sequence[Kind]
+    outputs: Sequence[Kind]
+    context: object
+    donated: Sequence[int] = ()
+    guard: CallbackGuard | None = None
+    shards: Shards | None = None
+    has_races: bool = False
+
+    def require_context(self) -> None:
+        """Raises `SignatureChanged` unless the context is the one in which it was traced."""
+        if context_token() is not self.context:
+            raise SignatureChanged
+
+
+class Executor(abc.ABC):
+    """Runs replica programs on the replicas' devices.
+
+    Attributes:
+        replicas: Devices of the replicas.
+        reduces_on: Device on which collectives are reduced. `None` if XLA reduces across devices.
+        pack_bytes: Independent all-reduces of at most this many bytes are packed into one buffer.
+        can_shard: Whether it runs programs with sharded inputs and outputs.
+    """
+
+    reduces_on: jax.Device | None = None
+    can_shard = False
+
+    def __init__(self, replicas: ReplicaDevices, pack_bytes: int = 0) -> None:
+        self.replicas = replicas
+        self.pack_bytes = pack_bytes
+
+    @abc.abstractmethod
+    def compile(self, program: ReplicaProgram) -> CompiledProgram:
+        """Prepares a program to run. XLA may compile it only when it first runs."""
+
+
+class MeshExecutor(Executor):
+    """Runs replica programs as one program over the mesh of the devices.
+
+    Args:
+        replicas: Devices of the replicas, of one type.
+        collectives: Whether the programs contain collectives.
+        pack_bytes: As for `Executor`.
+        replica_ids: Indices of the replicas, for reports. Defaults to 0, 1, ...
+
+    Attributes:
+        needs_per_replica_input: Whether at least one input must be per-replica.
+    """
+
+    needs_per_replica_input = True
+
+    def __init__(
+        self,
+        replicas: ReplicaDevices,
+        *,
+        collectives: bool = True,
+        pack_bytes: int = 0,
+        replica_ids: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(replicas, pack_bytes)
+        self.replica_ids = range(len(replicas)) if replica_ids is None else replica_ids
+        # One device needs no rendezvous, and every accelerator has its own queue.
+        self._bounded = replicas.on_host and collectives and is_needed()
+        if self._bounded:  # not at the first launch: other threads continue while it compiles
+            bound_eager_work()
+        self._filler: Any = None
+
+    @abc.abstractmethod
+    def _mapped(
+        self,
+        replica: Callable[..., Outputs],
+        inputs: Sequence[Kind],
+        outputs: Sequence[Kind],
+        guard: CallbackGuard | None,
+    ) -> Callable[..., Outputs]:
+        """Returns a function of all replicas' leaves that runs `replica` for every replica.
+
+        Args:
+            replica: Function of one replica's leaves.
+            inputs: How the replicas hold each input.
+            outputs: How the replicas hold each output.
+            guard: As for `ReplicaProgram`.
+        """
+
+    def _rules(self, guard: CallbackGuard | None) -> Rules:
+        """Returns the rules for operations that are replaced inside the mapping."""
+        axis = self.replicas.axis_name
+        scatters = scatter_rules(axis, len(self.replicas)) if uses_gloo(self.replicas) else {}
+        return {**extreme_rules(axis), **scatters, **(guard.rules(axis) if guard else {})}
+
+    def _lowering(self, arrays: Mapping[int, Any], rules: Rules) -> Lowering:
+        """Returns the `Lowering` that evaluates a replica program inside the mapping."""
+        return Lowering(arrays, rules, self.pack_bytes)
+
+    @final
+    def compile(self, program: ReplicaProgram) -> MeshProgram:
+        """See `Executor.compile`. All replicas have the same shapes.
+
+        Raises:
+            GpuCompilerError: If the devices exist only to compile for, and the step calls the host.
+        """
+        (variant,) = program.variants
+        if self.replicas.only_compile:
+            _require_no_callbacks(program.name, variant)
+        # Arrays that the step closes over become inputs. As constants they would be copied into the
+        # program, and JAX 0.10 and 0.12 reject operations inside `jax.pmap` on arrays that were
+        # placed outside.
+        captured = {id(array): array for jaxpr in variant[:2] for array in arrays_in(jaxpr)}
+        rules = self._rules(program.guard)
+        update = None
+        if program.shards is not None:
+            n, axis_name = len(self.replicas), self.replicas.axis_name
+            update = ShardedUpdate(program.shards, axis_name, n, self.pack_bytes)
+        start = len(program.inputs)
+
+        def replica(*leaves: Any) -> Sequence[Any]:
+            lowering = self._lowering(dict(zip(captured, leaves[start:], strict=True)), rules)
+            if update is None:
+                results = lowering.in_turn(variant[:2], leaves[:start])
+            else:
+                results = update.evaluate(lowering, leaves[:start])
+            _require_proved(results, variant.finish, program.outputs, len(self.replicas))
+            return results
+
+        def check(leaves: Sequence[Any]) -> None:
+            program.require_context()
+            pairs = zip(leaves, program.inputs, strict=True)
+            types = [abstract_row(x) if kind.is_own else abstract(x) for x, kind in pairs]
+            if types != list(variant.avals):
+                raise SignatureChanged
+
+        return self.compile_function(
+            program.name,
+            replica,
+            [*program.inputs, *(Kind() for _ in captured)],
+            program.outputs,
+            program.donated,
+            variant.avals,
+            line=program.line,
+            sites=functools.partial(sites_of, variant),
+            guard=program.guard,
+            check=check,
+            captured=[self.replicas.input(array, Kind()) for array in captured.values()],
+            ends_in_python=any(map(_ends_in_python, variant[:2])),
+            has_races=program.has_races and len(self.replicas.distinct) > 1,
+            scatters=update is not None,
+        )
+
+    @final
+    def compile_function(
+        self,
+        name: str,
+        fn: Callable[..., Sequence[Any]],
+        kinds: Sequence[Kind],
+        output_kinds: Sequence[Kind],
+        donated: Sequence[int],
+        avals: Sequence[jax.ShapeDtypeStruct],
+        *,
+        line: str = "",
+        sites: Callable[[], Sequence[Site]] = tuple,
+        guard: CallbackGuard | None = None,
+        check: Callable[[Sequence[Any]], None] = lambda _: None,
+        captured: Sequence[Array] = (),
+        ends_in_python: bool = False,
+        has_races: bool = False,
+        scatters: bool = False,
+    ) -> MeshProgram:
+        """Returns a program that runs a function of flat leaves on every replica.
+
+        Args:
+            name: Name in profiles and compilation logs.
+            fn: Function of one replica's leaves that returns a flat sequence.
+            kinds: How the replicas hold each input.
+            output_kinds: How the replicas hold each output.
+            donated: Positions of the inputs whose buffers are donated.
+            avals: Shape and dtype of each input on one replica, except for `captured`.
+            line: Where the step is defined, for reports.
+            sites: Returns the collectives and host callbacks of the program, for reports.
+            guard: Stores exceptions of host callbacks.
+            check: Called with the leaves whenever JAX traces the program.
+            captured: Arrays that every launch gets as its last inputs.
+            ends_in_python: Whether JAX runs Python code between a launch and its results.
+            has_races: Whether devices could compute different values that must be the same.
+            scatters: Whether it sums gradients by reduce-scatters.
+        """
+        # `jax.pmap` and `jax.vmap` need an input to map over. A step without a per-replica input
+        # gets an unused one.
+        fill = self.needs_per_replica_input and not any(kind.is_own for kind in kinds)
+        if fill and self._filler is None:
+            rows = np.zeros((len(self.replicas),), np.int32)
+            self._filler = self.replicas.input(rows, Kind(is_own=True))
+        bounded = self._bounded
+
+        def replica(*leaves: Any) -> Outputs:
+            outputs = fn(*leaves[:-1]) if fill else fn(*leaves)
+            return (*outputs, jnp.zeros((), jnp.int8)) if bounded else tuple(outputs)
+
+        inputs = [*kinds, *([Kind(is_own=True)] if fill else [])]
+        outputs = [*output_kinds, *([Kind()] if bounded else [])]
+        mapped = self._mapped(replica, inputs, outputs, guard)
+        num_arguments = len(kinds) - len(captured)
+
+        def named(*leaves: Any) -> Any:  # the `lower` method of `jax.pmap` ignores donation
+            check(leaves[:num_arguments])
+            return mapped(*leaves)
+
+        named.__name__ = name
+        # With explicit shardings, numbers, NumPy arrays and arrays on other devices all use the
+        # same compiled program.
+        compiled = jax.jit(
+            named,
+            in_shardings=tuple(map(self.replicas.sharding, inputs)),
+            out_shardings=tuple(map(self.replicas.sharding, outputs)),
+            donate_argnums=tuple(donated),
+            compiler_options=_compiler_options(self.replicas, has_races, scatters),
+        )
+        more = [*captured, *([self._filler] if fill else [])]
+        spans = self.replicas.spans_processes
+        described = Described(name, line, self.replicas.devices, self.replica_ids, sites, spans)
+        types = list(map(self.replicas.array_type, avals, kinds))
+        return MeshProgram(compiled, more, bounded, described, types, ends_in_python=ends_in_python)
+
+
+def _compiler_options(
+    replicas: ReplicaDevices, has_races: bool, scatters: bool
+) -> dict[str, Any] | None:
+    """Returns XLA's options for one program; `None` for devices that need no options."""
+    if not replicas.on_gpus:
+        return None
+    options: dict[str, Any] = {}
+    if has_races:  # copies would differ in the last bits, and drift apart from then on
+        options[_WITHOUT_RACES] = True
+    if scatters and _SCATTER_BYTES not in os.environ.get("XLA_FLAGS", ""):
+        # XLA compares its limit with the bytes that each GPU receives, 1/n of the gradients. The
+        # buckets would be n times too large, and most would start after the backward pass.
+        options[_SCATTER_BYTES] = _BUCKET_BYTES // len(replicas)
+    return options or None
+
+
+def sites_of(variant: Variant) -> list[Site]:
+    """Returns the collectives and host callbacks of a program, in its order."""
+    eqns = [eqn for program in variant[:2] for eqn in equations(program.jaxpr)]
+    return [
+        Site(kind_of(eqn.primitive.name), user_line(eqn), eqn, eqn.primitive.name in CALLBACKS)
+        for eqn in eqns
+        if is_collective(eqn) or eqn.primitive.name in CALLBACKS
+    ]
+
+
+def _require_no_callbacks(name: str, variant: Variant) -> None:
+    """Rejects host callbacks, which JAX lowers only for devices that exist (JAX 0.10.2).
+
+    Raises:
+        GpuCompilerError: If the program has one.
+    """
+    eqns = [eqn for program in variant[:2] for eqn in equations(program.jaxpr)]
+    # In JAX 0.10.2, `jax.debug.print` is a primitive of its own.
+    lines = [user_line(eqn) for eqn in eqns if eqn.primitive.name in (*CALLBACKS, "debug_print")]
+    if lines:
+        raise GpuCompilerError(
+            f"{name} calls Python on the host at {lines[0]}, which JAX cannot compile without the "
+            "GPU: remove it, for example jax.debug.print, or omit --gpu."
+        )
+
+
+def _ends_in_python(program: ClosedJaxpr) -> bool:
+    """Whether JAX runs Python code after a launch, to wrap PRNG keys or to track effects."""
+    types = [var.aval.dtype for var in program.jaxpr.outvars if hasattr(var.aval, "dtype")]
+    has_keys = any(jax.dtypes.issubdtype(dtype, jax.dtypes.extended) for dtype in types)
+    return has_keys or has_effects(program.effects)
+
+
+def _require_proved(
+    outputs: Sequence[Any], program: ClosedJaxpr, kinds: Sequence[Kind], num_replicas: int
+) -> None:
+    """Checks that results have the shapes and dtypes of the proved program.
+
+    Raises:
+        NotImplementedError: If they differ, because an operation has a different meaning inside the
+            executor's mapping.
+    """
+    for i, (output, var, kind) in enumerate(
+        zip(outputs, program.jaxpr.outvars, kinds, strict=True)
+    ):
+        aval: Any = jax.typeof(output)
+        proved: Any = var.aval
+        shape = list(proved.shape)
+        if kind.axis is not None:
+            shape[kind.axis] //= num_replicas
+        if (aval.shape, aval.dtype) != (tuple(shape), proved.dtype):
+            raise NotImplementedError(
+                f"output {i} of the compiled step is {describe(aval)}, but the proved step returns "
+                f"{describe(proved)}"
+            )

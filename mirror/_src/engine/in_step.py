@@ -1,0 +1,71 @@
+"""The collectives that a replica executes in a step: all-reduce and all-gather."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from mirror._src.base.types import Array
+from mirror._src.engine.reduce_op import ReduceOp, accumulator
+from mirror._src.jaxprs.axis import axis_name
+
+
+def bind_all_reduce(op: ReduceOp, leaf: Array, *, narrow: bool = False) -> Array:
+    """Returns a leaf all-reduced over the whole replica axis.
+
+    The leaf must have been converted by `prepare`. For `MIN` and `MAX`, the executors make the
+    result NaN if any replica's value is NaN.
+
+    Args:
+        op: The reduction.
+        leaf: This replica's array.
+        narrow: Whether half precision is summed as it is.
+    """
+    # XLA sums half precision in float32 on host devices, but not on GPUs: from one GPU to the next,
+    # 256 + 1 is 256 in bfloat16.
+    dtype = leaf.dtype if narrow else accumulator(leaf.dtype)
+    match op:
+        case ReduceOp.SUM if dtype == leaf.dtype:  # without a conversion it keeps a weak type
+            return jax.lax.psum(leaf, axis_name())
+        case ReduceOp.SUM | ReduceOp.MEAN:
+            reduce_sum = jax.lax.psum if op is ReduceOp.SUM else jax.lax.pmean
+            return reduce_sum(leaf.astype(dtype), axis_name()).astype(leaf.dtype)
+        case ReduceOp.MIN | ReduceOp.MAX:
+            reduce = jax.lax.pmin if op is ReduceOp.MIN else jax.lax.pmax
+            if leaf.dtype == jnp.bool_:
+                return reduce(leaf.astype(jnp.uint8), axis_name()).astype(jnp.bool_)
+            return reduce(leaf, axis_name())
+
+
+def num_replicas() -> int:
+    """Returns the number of replicas that run the step being traced."""
+    return jax.lax.axis_size(axis_name())
+
+
+def gather(leaf: Array, axis: int, lengths: Sequence[int] | None = None) -> Array:
+    """Returns the replicas' leaves, concatenated along an axis in replica order.
+
+    Args:
+        leaf: This replica's array.
+        axis: Axis to concatenate along.
+        lengths: Length of every replica's leaf along `axis`, if the lengths may differ. Leaves are
+            padded to the longest for the collective.
+    """
+    axis %= leaf.ndim
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        bits = gather(jax.random.key_data(leaf), axis, lengths)
+        return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(leaf))
+    if lengths is not None and len(set(lengths)) > 1:
+        widths = [(0, 0)] * leaf.ndim
+        widths[axis] = (0, max(lengths) - leaf.shape[axis])
+        rows = jax.lax.all_gather(jnp.pad(leaf, widths), axis_name(), axis=0)
+        leaves = [
+            jax.lax.slice_in_dim(rows[i], 0, length, axis=axis) for i, length in enumerate(lengths)
+        ]
+        return jnp.concatenate(leaves, axis)
+    if leaf.size:
+        return jax.lax.all_gather(leaf, axis_name(), axis=axis, tiled=True)
+    # JAX 0.12 cannot lower a collective of an empty array.
+    shape = list(leaf.shape)
+    shape[axis] *= num_replicas()
+    return jnp.zeros(shape, leaf.dtype)

@@ -1,0 +1,131 @@
+"""Isolates steps from the meshes and mapped axes of JAX, and rejects steps with their own."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr
+from jax.sharding import NamedSharding
+
+from mirror._src.base.errors import describe
+from mirror._src.base.naming import name_of
+from mirror._src.base.types import REPLICA_AXIS
+from mirror._src.devices.op_log import is_log_installed, unlogged
+from mirror._src.engine.arguments import inside_jit_message
+from mirror._src.jaxprs.axis import axis_name
+from mirror._src.jaxprs.equations import equations
+
+# `Any`, because JAX 0.10 does not declare its options as attributes. `values[...]` takes 7 us.
+_OF_MAPPINGS = (  # of errors of jax.pmap and jax.shard_map
+    "shard_map applied to the function",
+    "cannot select an axis to squeeze out which has size not equal to one",
+    "pmap got inconsistent sizes",
+    "pmap was requested to map its argument",
+    "compiling computation that requires",
+)
+_config: Any = jax.config
+
+
+class outside_traces:
+    """Context manager that unsets the mesh and the default device, and pauses placement logging.
+
+    `jax.jit` includes them in its cache key, so a program would be compiled again inside a scope.
+    A class, because `contextlib.contextmanager` would double the time it takes.
+
+    Raises:
+        RuntimeError: On entering inside `jax.jit`, `grad` or `vmap`.
+    """
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self._fn = fn
+        self._stack: contextlib.ExitStack | None = None
+        self._before: jax.sharding.Mesh | None = None
+
+    def __enter__(self) -> None:
+        if _config.jax_default_device is not None or is_log_installed():
+            self._stack = contextlib.ExitStack()
+            self._stack.enter_context(jax.default_device(None))
+            self._stack.enter_context(unlogged())
+        try:
+            if not jax.sharding.get_abstract_mesh().empty:
+                self._before = jax.sharding.get_mesh()
+            # Sets the mesh already, before `__enter__`: an interrupt may arrive in between.
+            self._context = jax.set_mesh(None)
+            self._context.__enter__()
+        except ValueError:
+            self._close()
+            raise RuntimeError(inside_jit_message(name_of(self._fn))) from None
+        except BaseException:
+            jax.set_mesh(self._before)
+            self._close()
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, *details: Any) -> None:
+        try:
+            self._context.__exit__(kind, *details)
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        if self._stack is not None:
+            self._stack.close()
+
+
+def unbound_axis_message(fn: Callable[..., Any], error: NameError) -> str | None:
+    """Returns the message for a step that uses an axis name other than the replica axis."""
+    _, separator, name = str(error).partition("unbound axis name: ")
+    if not separator:
+        return None
+    name = name.split(".")[0].strip()
+    known = "mirror.REPLICA_AXIS" if axis_name() == REPLICA_AXIS else repr(axis_name())
+    return (
+        f"{name_of(fn)} uses the axis name {name!r}, but the replica axis of this strategy is "
+        f"{axis_name()!r}. Use {known} in the step, or name the axis: "
+        f"mirror.MirroredStrategy(axis_name={name!r})."
+    )
+
+
+def require_no_mapping(fn: Callable[..., Any], program: ClosedJaxpr) -> None:
+    """Rejects a step that maps over devices.
+
+    Raises:
+        ValueError: If it contains `jax.pmap` or `jax.shard_map`.
+    """
+    for eqn in equations(program.jaxpr):
+        if eqn.primitive.name in ("shard_map", "xla_pmap"):
+            raise ValueError(_mapping_message(fn))
+
+
+def _mapping_message(fn: Callable[..., Any]) -> str:
+    return (
+        f"{name_of(fn)} contains jax.pmap, nnx.pmap or jax.shard_map, but the strategy "
+        "already maps the step over its devices. Remove @jax.pmap from the function, and "
+        "pass its axis_name='batch' as mirror.MirroredStrategy(axis_name='batch')."
+    )
+
+
+def failed_mapping_message(fn: Callable[..., Any], error: ValueError) -> str | None:
+    """Returns the message for a step that is still wrapped in a mapping, whose rows do not fit."""
+    return _mapping_message(fn) if any(text in str(error) for text in _OF_MAPPINGS) else None
+
+
+def require_not_stacked(name: str, leaf: Any) -> None:
+    """Rejects an array with one row per device, as `jax.pmap` receives and returns it.
+
+    Raises:
+        ValueError: If `leaf` is such an array.
+    """
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or not sharding.spec:
+        return
+    size = sharding.mesh.size
+    if sharding.mesh.axis_names == (axis_name(),):  # the stacked array of a `PerReplica`
+        return
+    if size > 1 and sharding.spec[0] in sharding.mesh.axis_names and leaf.shape[:1] == (size,):
+        raise ValueError(
+            f"{name} is {describe(leaf)} with one row on each of {size} devices, as jax.pmap and "
+            "flax.jax_utils.replicate stack it. Pass state without that axis "
+            "(flax.jax_utils.unreplicate(state)), and batches from strategy.distribute_dataset. "
+            "For values that differ between replicas, use mirror.PerReplica.from_stacked(x)."
+        )

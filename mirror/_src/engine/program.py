@@ -1,0 +1,298 @@
+"""`StepProgram`: a traced and proved step, compiled."""
+
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+from weakref import WeakValueDictionary
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr
+
+from mirror._src.base.source_lines import line_of
+from mirror._src.base.types import Array
+from mirror._src.devices.launch import wait_for
+from mirror._src.devices.op_log import placement_log
+from mirror._src.devices.replicas import Kind
+from mirror._src.devices.unstacked import UnstackedArrays
+from mirror._src.engine.agreement import require_no_failure
+from mirror._src.engine.call import Call
+from mirror._src.engine.compiled import CompiledProgram, MeshProgram
+from mirror._src.engine.executor import (
+    Executor,
+    ReplicaProgram,
+    Variant,
+)
+from mirror._src.engine.nnx.metrics import Update, merge
+from mirror._src.engine.nnx.record import Record
+from mirror._src.engine.per_replica import PerReplica
+from mirror._src.engine.plan import Merge, Plan
+from mirror._src.engine.reduce_op import ReduceOp
+from mirror._src.engine.step import Step, TracedStep
+from mirror._src.engine.unchanged_arguments import ArgumentHistory, RecentResults
+from mirror._src.jaxprs.trace import struct_of, trace
+from mirror._src.passes.callbacks import CallbackGuard, calls_back
+from mirror._src.passes.shards import Shards, find_shards
+
+_FREE_ATTEMPTS = 4
+_RUNS_PER_ATTEMPT = 8
+
+
+class StepProgram:
+    """A traced and proved step, compiled for one set of shapes per replica.
+
+    Args:
+        traced: The step and its trace.
+        plan: Execution plan.
+        call: Call that the program is made for.
+        executor: Executor that compiles the program.
+        collectives: Kind and description of each collective, for the placement log.
+        carried: For each argument that is state, its position among the inputs and the position of
+            its new value among the results.
+
+    Attributes:
+        runs: Number of completed runs.
+        donated: Positions, among the leaves of the arguments, of those whose buffers are donated.
+        kinds: For each input, whether it is per-replica, mirrored or sharded.
+        shards: The sharded part of the program; `None` if nothing can be sharded.
+        last_shardings: Shardings of the inputs at the last launch.
+        num_address_checks: Number of calls with arrays that might share memory.
+        returned: The mirrored arrays that recent runs returned.
+        passed: The leaves of earlier calls, for the other processes; see `HostValues`.
+        shared_samples: The user's lines that sample the same random numbers on all replicas.
+        drifts: Arguments that may come back per-replica.
+        drifting_results: Positions of the results that such arguments come back as.
+        drifted: Those results, by id.
+        to_agree_on: The program, until all processes have agreed on it; None in a single process.
+        identity: What is equal in all processes that run this program, once they have agreed.
+        label: The name of the step and its line, for messages.
+        input_names: The user's names for the inputs; empty until they are needed.
+        captured_arrays: The float arrays that the step has read from outside its arguments, by
+            path.
+    """
+
+    def __init__(
+        self,
+        traced: TracedStep,
+        plan: Plan,
+        call: Call,
+        executor: Executor,
+        collectives: Sequence[tuple[str, str]],
+        carried: Sequence[tuple[int, int]] = (),
+        *,
+        has_races: bool = False,
+    ) -> None:
+        step = traced.steps[0]
+        self.runs = 0
+        self.shared_samples: list[str] = []
+        self.drifts: Sequence[Any] = ()
+        self.drifting_results: Sequence[int] = ()
+        self.drifted: WeakValueDictionary[int, Array] = WeakValueDictionary()
+        averaged = [("all-reduce", f"{len(plan.averaged)} batch statistics")]
+        self._collectives = [*collectives, *(averaged if plan.averaged else [])]
+        self._name = step.name
+        self._devices = executor.replicas.devices
+        self._reduces_on = executor.reduces_on
+        self._guard = CallbackGuard() if any(map(calls_back, traced.jaxprs)) else None
+        # With host callbacks, nothing is donated: if one fails, the arguments stay as they were.
+        self.donated = call.donated() if self._guard is None else []
+        state = filter(step.is_donated, plan.changed) if self._guard is None else ()
+        finishes = [_finish(s, jaxpr, plan) for s, jaxpr in zip(*traced[:2], strict=True)]
+        self.last_shardings: Sequence[Any] = ()
+        self._out_tree = _result_tree(step, plan)
+        self.shards: Shards | None = None
+        if executor.can_shard:
+            self.shards = _shards(traced, plan, finishes[0], carried)
+        self.kinds: Sequence[Kind] = _kinds(step.per_replica, self.shards and self.shards.inputs)
+        outputs = [step.per_replica[i] for i in plan.changed] + plan.per_replica_results
+        self._are_mirrored = [not is_own for is_own in plan.per_replica_results]
+        self.returned = RecentResults()
+        self.passed: ArgumentHistory | None = None
+        self.num_address_checks = 0
+        self._attribute_changes = step.attribute_changes
+        self._static_results = step.static_results
+        self._changed = plan.changed
+        replica_program = ReplicaProgram(
+            step.name,
+            line_of(call.fn),
+            [
+                Variant(jaxpr, finish, s.avals, ids)
+                for s, jaxpr, ids, finish in zip(*traced[:3], finishes, strict=True)
+            ],
+            self.kinds,
+            _kinds(outputs, self.shards and self.shards.outputs),
+            traced.context,
+            [*state, *(step.num_state + i for i in self.donated)],
+            self._guard,
+            self.shards,
+            has_races,
+        )
+        self.compiled: CompiledProgram = executor.compile(replica_program)
+        self._spans_processes = executor.replicas.spans_processes
+        self.to_agree_on = replica_program if self._spans_processes else None
+        self.identity = ""
+        self.label = f"{step.name} ({replica_program.line})" if replica_program.line else step.name
+        self.input_names: list[str] = []
+        self.captured_arrays: Mapping[str, Any] = {}
+        self._results = slice(len(plan.changed), len(plan.changed) + len(step.out_names))
+        self.replaces_all = plan.changed == list(range(step.num_state))
+
+    def is_rare(self, count: int) -> bool:
+        """Whether something that happened in `count` calls is rare, so that it may happen again."""
+        return count <= _FREE_ATTEMPTS + self.runs // _RUNS_PER_ATTEMPT
+
+    @property
+    def is_simple(self) -> bool:
+        """Whether a call consists of a launch and of writing the new state back."""
+        return (
+            isinstance(self.compiled, MeshProgram)
+            and self._guard is None
+            and not self.drifting_results
+            and not self._attribute_changes
+        )
+
+    def compile(self) -> None:
+        """Compiles the program, unless it is compiled.
+
+        A program of several processes is compiled when it first runs: they agree on it before, and
+        the compilation may wait for the other processes.
+        """
+        if not self._spans_processes:
+            self.compiled.compile()
+
+    def __call__(self, call: Call, leaves: list[Any]) -> Any:
+        """Runs the program, writes the new state into the objects, and returns the results."""
+        if placement_log.on:
+            placement_log.step(self._name, self._devices, self._collectives, self._reduces_on)
+        outputs: list[Array] = []
+        try:
+            self.compiled([*call.state, *leaves] if call.state else leaves, outputs)
+            if self._guard is not None:
+                self._require_no_errors(outputs)
+            self._write_back(call, outputs)
+        except BaseException:  # an interrupt must not leave a model without its arrays
+            if outputs and self._guard is None:
+                self._write_back(call, outputs)
+            raise
+        leaves = outputs[self._results]
+        for i in self.drifting_results:
+            if isinstance(leaves[i], jax.Array):
+                self.drifted[id(leaves[i])] = leaves[i]
+        return self.results_of(outputs)
+
+    def results_of(self, outputs: list[Any]) -> Any:
+        """Returns the results of `run`, given the outputs of a successful launch."""
+        self.runs += 1
+        results = outputs[self._results]
+        self.returned.add(itertools.compress(results, self._are_mirrored))
+        if not self._static_results:
+            return self._out_tree.unflatten(results)
+        dynamic = iter(results)
+        return self._out_tree.unflatten(
+            self._static_results[i] if i in self._static_results else next(dynamic)
+            for i in range(self._out_tree.num_leaves)
+        )
+
+    def _require_no_errors(self, outputs: Sequence[Any]) -> None:
+        """Waits for the launch, and raises the first exception of its host callbacks."""
+        assert self._guard is not None
+        try:
+            for output in outputs:
+                wait_for(output.arrays if isinstance(output, UnstackedArrays) else output)
+            jax.effects_barrier()
+            if self._spans_processes:
+                require_no_failure(self._name, self._guard.first)
+        finally:
+            self._guard.raise_first()
+
+    def _write_back(self, call: Call, outputs: Sequence[Array]) -> None:
+        """Writes the new state into the objects; may be repeated."""
+        if call.record is None:
+            return
+        self.write_state(call.record, call.state, outputs)
+        if self._attribute_changes:
+            call.record.set_attributes(call.objects, self._attribute_changes)
+
+    def write_state(self, record: Record, state: list[Any], outputs: Sequence[Any]) -> None:
+        """Writes the new state, the first of the outputs, in place of the old state."""
+        if self.replaces_all:
+            record.write(outputs[: len(state)])
+            return
+        new = list(state)
+        for i, leaf in zip(self._changed, outputs, strict=False):
+            new[i] = leaf
+        record.write(new)
+
+
+def shards_of(traced: TracedStep, plan: Plan, carried: Sequence[tuple[int, int]]) -> Shards:
+    """Returns the part of a step that would be sharded, for a report.
+
+    Args:
+        traced: The step and its trace.
+        plan: Execution plan.
+        carried: As in `StepProgram`.
+    """
+    return _shards(traced, plan, _finish(traced.steps[0], traced.jaxprs[0], plan), carried)
+
+
+def _shards(
+    traced: TracedStep, plan: Plan, finish: ClosedJaxpr, carried: Sequence[tuple[int, int]]
+) -> Shards:
+    step = traced.steps[0]
+    pairs = [(i, k) for k, i in enumerate(plan.changed) if not step.per_replica[i]]
+    pairs += [(i, len(plan.changed) + k) for i, k in carried]
+    n = step.group.num_replicas_in_sync
+    return find_shards([traced.jaxprs[0], finish], pairs, step.per_replica, n)
+
+
+def _kinds(per_replica: Sequence[bool], sharded: Mapping[int, int] | None) -> list[Kind]:
+    axes = sharded or {}
+    return [Kind(is_own, axes.get(i)) for i, is_own in enumerate(per_replica)]
+
+
+def _result_tree(step: Step, plan: Plan) -> Any:
+    """Returns the structure of the results of `run`, with `PerReplica` for per-replica leaves."""
+    per_replica = iter(plan.per_replica_results)
+    slots = [
+        PerReplica.from_stacked(np.zeros(1))
+        if i not in step.static_results and next(per_replica)
+        else 0
+        for i in range(step.out_tree.num_leaves)
+    ]
+    return jax.tree.structure(step.out_tree.unflatten(slots))
+
+
+def _finish(step: Step, proved: ClosedJaxpr, plan: Plan) -> ClosedJaxpr:
+    """Returns the program that averages and merges state, and selects the outputs.
+
+    It runs after the proved program; its inputs are the inputs and outputs of the proved program.
+    """
+    all_reduce = step.group.cross_device_ops.all_reduce
+    num_inputs, num_results = len(step.avals), len(step.out_names)
+
+    def finish(*values: Any) -> list[Array]:
+        results = values[num_inputs : num_inputs + num_results]
+        after = list(values[num_inputs + num_results :][: step.num_state])
+        means = all_reduce(ReduceOp.MEAN, [after[i] for i in plan.averaged])
+        for i, mean in zip(plan.averaged, means, strict=True):
+            after[i] = mean
+        updates = [_update(metric, values, after) for metric in plan.merged]
+        merged = merge(updates, functools.partial(all_reduce, ReduceOp.SUM))
+        for metric, states in zip(plan.merged, merged, strict=True):
+            for name, i in metric.positions.items():
+                after[i] = states[name]
+        return [*(after[i] for i in plan.changed), *results]
+
+    outputs = [struct_of(var.aval) for var in proved.jaxpr.outvars]
+    with jax.enable_x64(True):  # keeps 64-bit values that the step made under its own setting
+        return trace(finish, [*step.avals, *outputs], step.group.num_replicas_in_sync)
+
+
+def _update(metric: Merge, before: Sequence[Any], after: Sequence[Any]) -> Update:
+    return Update(
+        metric.rule,
+        {name: before[i] for name, i in metric.positions.items()},
+        {name: after[i] for name, i in metric.positions.items()},
+        metric.dependences,
+    )

@@ -1,0 +1,350 @@
+"""`ReplicaContext`: identifies the current replica and provides its collectives."""
+
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mirror._src.base.errors import counted, expected
+from mirror._src.base.modules import set_module
+from mirror._src.base.tracebacks import api_boundary
+from mirror._src.base.types import Array, PyTree
+from mirror._src.base.unknown_names import unknown_attribute
+from mirror._src.engine.cross_device_ops import CrossDeviceOps
+from mirror._src.engine.gathers import UnequalGathers
+from mirror._src.engine.in_step import gather
+from mirror._src.engine.reduce_op import (
+    ReduceOp,
+    Reduction,
+    accumulator,
+    prepare,
+    require_axis,
+    require_op,
+)
+from mirror._src.jaxprs.axis import axis_name
+
+T = TypeVar("T")
+
+
+class ReplicaGroup(Protocol):
+    """Interface of a strategy that the code below `Strategy` uses."""
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas that run a step."""
+        ...
+
+    @property
+    def devices(self) -> tuple[jax.Device, ...]:
+        """The devices of the replicas, in replica order."""
+        ...
+
+    @property
+    def cross_device_ops(self) -> CrossDeviceOps:
+        """The implementation of the collectives."""
+        ...
+
+
+class Part(NamedTuple):
+    """The part of a global batch that the replicas of this process compute.
+
+    Attributes:
+        num_parts: Number of the parts whose results are joined. With 1, the collectives and the
+            number of replicas count this process alone.
+        part_id: Index of the part, an int32 of shape `()`.
+        first_row: Index of its first row in the batch, an int32 of shape `()`. None if it is
+            unknown.
+        scale: Size of the batch divided by the size of the part, a float of shape `()`. None if
+            it is unknown.
+        num_separate: Number of the parts that the step of a `Trainer` computes separately.
+    """
+
+    num_parts: int
+    part_id: Any
+    first_row: Any = None
+    scale: Any = None
+    num_separate: int = 1
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether the collectives and the number of replicas are over all parts."""
+        return self.num_parts > 1
+
+
+class Piece(NamedTuple):
+    """The piece of a replica's batch that is computed now.
+
+    Attributes:
+        first_row: Index of its first row in the replica's batch.
+        num_rows: Number of rows of the replica's batch.
+    """
+
+    first_row: Any
+    num_rows: int
+
+
+@set_module("mirror")
+class ReplicaContext:
+    """Identifies the current replica and provides its collectives.
+
+    `mirror.all_reduce` and `mirror.all_gather` call the methods of the current replica's context.
+    Inside a step, `mirror.get_replica_context()` returns the context of the replica. It is valid
+    until the step ends. Outside every scope, the function returns the context of a single replica,
+    whose collectives return their operands, so that the same step also works without a strategy.
+
+    >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
+    >>> def step():
+    ...     context = mirror.get_replica_context()
+    ...     mine = context.replica_id_in_sync_group
+    ...     key = context.fold_in(jax.random.key(0))  # differs between replicas
+    ...     return context.all_reduce("sum", mine), context.all_gather(mine[None])
+    >>> strategy.run(step)
+    (Array(1, dtype=int32), Array([0, 1], dtype=int32))
+    """
+
+    def __init__(
+        self, strategy: ReplicaGroup, *, in_step: bool, gathers: UnequalGathers | None = None
+    ) -> None:
+        self._strategy = strategy
+        self._in_step = in_step
+        self._gathers = gathers
+        self.captures: Any = None
+        self.part: Part | None = None
+        self.mask: Any = None
+        self.piece: Piece | None = None
+        self._ended = False
+
+    def __repr__(self) -> str:
+        n = self._num_replicas
+        state = ", its step has finished" if self._ended else ""
+        return f"ReplicaContext({counted(n, 'replica')}{state})"
+
+    def _require_alive(self) -> None:
+        if self._ended:
+            raise RuntimeError(
+                "This ReplicaContext is no longer valid because its step has finished. Call "
+                "mirror.get_replica_context() inside every step."
+            )
+
+    if not TYPE_CHECKING:  # A type checker would accept any attribute.
+
+        def __getattr__(self, name):
+            raise unknown_attribute("replica_context", self, name)
+
+    @property
+    def strategy(self) -> ReplicaGroup:
+        """The strategy that runs this replica."""
+        self._require_alive()
+        return self._strategy
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas that run this step."""
+        self._require_alive()
+        return self._num_replicas
+
+    @property
+    def _num_replicas(self) -> int:
+        if not self._in_step:
+            return 1
+        n = self._strategy.num_replicas_in_sync
+        return n if self.part is None else n * self.part.num_parts
+
+    @property
+    def devices(self) -> tuple[jax.Device, ...]:
+        """The devices of all replicas, in replica order."""
+        self._require_alive()
+        return self._strategy.devices if self._in_step else self._strategy.devices[:1]
+
+    @property
+    def replica_id_in_sync_group(self) -> Array:
+        """The index of this replica, from 0 to n - 1, as a traced int32 array of shape `()`."""
+        self._require_alive()
+        if self.part is None or not self.part.is_joined:
+            return self._index
+        return self._first_of_part + self._index
+
+    @property
+    def _index(self) -> Array:
+        """The index of this replica in this process."""
+        return jax.lax.axis_index(axis_name()) if self._in_step else jnp.zeros((), jnp.int32)
+
+    @property
+    def _first_of_part(self) -> Any:
+        """The index of the first replica of this part in the whole batch."""
+        return 0 if self.part is None else self.part.part_id * self._strategy.num_replicas_in_sync
+
+    def _first_position(self, size: int) -> Any:
+        """Returns the position in the global batch of the first of `size` examples."""
+        index = self._index
+        if self.piece is not None:
+            before = index * self.piece.num_rows + self.piece.first_row
+        elif self._gathers is None:
+            before = index * size
+        else:
+            sizes = gather(jnp.asarray([size], jnp.int32), 0)
+            before = jnp.sum(jnp.where(jnp.arange(sizes.shape[0]) < index, sizes, 0))
+        if self.part is None or self.part.first_row is None:
+            num_rows = size if self.piece is None else self.piece.num_rows
+            return self._first_of_part * num_rows + before
+        return self.part.first_row + before
+
+    @api_boundary
+    def all_reduce(self, op: Reduction, tree: T) -> T:
+        """All-reduces every leaf; all replicas receive the result, which is mirrored.
+
+        All-reduces of small arrays are packed into one collective. Differentiable for `"sum"` and
+        `"mean"`.
+
+        Args:
+            op: A `ReduceOp` or its name: `"sum"`, `"mean"`, `"min"` or `"max"`.
+            tree: Pytree of this replica's arrays and numbers, of any shapes and dtypes.
+
+        Returns:
+            A pytree of arrays with the same structure and shapes. Dtypes are preserved, except
+            that the mean of integers or booleans is float32, and the sum of booleans and small
+            integers is int32 or uint32. Sums of 32 bits wrap, as `jnp.sum` does.
+
+        Raises:
+            ValueError: If `op` is a string, but not the name of a reduction.
+            TypeError: If `op` is neither a string nor a `ReduceOp`, or if a leaf is not an array
+                or cannot be reduced by `op`.
+            RuntimeError: If the step has ended.
+        """
+        self._require_alive()
+        op = require_op("mirror.all_reduce", op, tree)
+        treedef: Any
+        leaves, treedef = jax.tree.flatten(tree)
+        is_joined = self.part is not None and self.part.is_joined
+        part = self.part if is_joined and op is ReduceOp.SUM else None
+        if part is not None:
+            # JAX multiplies a constant by the number of replicas of this part alone.
+            leaves = [jnp.copy(prepare(op, leaf)) for leaf in leaves]
+        if self._in_step:
+            reduced = self._strategy.cross_device_ops.all_reduce(op, leaves)
+        else:
+            reduced = [prepare(op, leaf) for leaf in leaves]
+        if part is not None:
+            reduced = [_of_all_parts(leaf, part.scale) for leaf in reduced]
+        result: T = treedef.unflatten(reduced)
+        return result
+
+    @api_boundary
+    def all_gather(self, tree: T, axis: int = 0) -> T:
+        """Concatenates the replicas' leaves along `axis`; all replicas receive the result.
+
+        Differentiable.
+
+        Args:
+            tree: Pytree of this replica's arrays, each with at least one dimension. Their lengths
+                along `axis` may differ between replicas if the inputs of the step do.
+            axis: Axis to concatenate along, in replica order. A negative axis counts from the end.
+
+        Returns:
+            A pytree of mirrored arrays with the same structure and dtypes. The length along `axis`
+            is the sum of the lengths on all replicas.
+
+        Raises:
+            ValueError: If a leaf does not have the axis.
+            TypeError: If `axis` is not an int.
+            RuntimeError: If the step has ended.
+        """
+        self._require_alive()
+        require_axis("mirror.all_gather", tree, axis)
+        if not isinstance(axis, int | np.integer) or isinstance(axis, bool):
+            fix = "Pass the axis to concatenate along: mirror.all_gather(x, axis=0)."
+            raise TypeError(expected("axis", axis, "an int", fix))
+
+        def join(leaf: Array) -> Array:
+            leaf = jnp.asarray(leaf)
+            if not -leaf.ndim <= axis < leaf.ndim:
+                raise ValueError(
+                    f"all_gather along axis {axis} requires arrays that have this axis, got shape "
+                    f"{leaf.shape}. Add an axis to scalars first: x[None]."
+                )
+            if not self._in_step:
+                return leaf
+            if self._gathers is None:
+                return gather(leaf, axis)
+            return gather(leaf, axis, self._gathers.lengths(leaf.shape, axis % leaf.ndim))
+
+        result: T = jax.tree.map(join, tree)
+        return result
+
+    @api_boundary
+    def fold_in(self, key: Array) -> Array:
+        """Returns a PRNG key that differs between replicas, derived from a mirrored one.
+
+        Args:
+            key: A PRNG key of shape `()`, the same on all replicas.
+
+        Raises:
+            RuntimeError: If the step has ended.
+        """
+        self._require_alive()
+        return jax.random.fold_in(key, self._first_of_part + self._index)
+
+    @api_boundary
+    def shared(self, tree: PyTree) -> PyTree:
+        """Returns `tree` unchanged, but averages its gradients over the replicas.
+
+        The gradient of an all-reduced loss differs between replicas, because it flows back to the
+        replica's own examples only. A line search, as in `optax.lbfgs`, needs the gradient over
+        all examples in the middle of its loop, where an all-reduce cannot be inserted.
+
+        Args:
+            tree: Pytree of mirrored arrays, such as the parameters. The gradients of
+                floating-point leaves are averaged in one collective; other leaves are unaffected.
+
+        Returns:
+            A pytree of arrays with the same structure, shapes and dtypes.
+
+        Raises:
+            RuntimeError: If the step has ended.
+
+        >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
+        >>> def step(w, x):
+        ...     context = mirror.get_replica_context()
+        ...     loss = lambda w: context.all_reduce("mean", context.shared(w) * x)
+        ...     return jax.grad(loss)(w)
+        >>> strategy.run(step, (1.0, mirror.PerReplica([2.0, 4.0])))
+        Array(3., dtype=float32)
+        """
+        self._require_alive()
+        treedef: Any
+        leaves, treedef = jax.tree.flatten(tree)
+        arrays = list(map(jnp.asarray, leaves))
+        inexact = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+        @jax.custom_vjp
+        def identity(values: list[Array]) -> list[Array]:
+            return values
+
+        def backward(_: None, grads: list[Array]) -> tuple[list[Array]]:
+            return (self.all_reduce("mean", grads),)
+
+        identity.defvjp(lambda values: (values, None), backward)
+        for i, value in zip(inexact, identity([arrays[i] for i in inexact]), strict=True):
+            arrays[i] = value
+        return treedef.unflatten(arrays)
+
+
+def _of_all_parts(total: Array, scale: Any) -> Array:
+    """Returns what the sum over a part contributes to the weighted mean over all parts.
+
+    This mean is then the sum over all parts, and so is all that is computed from it by sums and by
+    products with constants. Integers are summed as they are.
+
+    Raises:
+        ValueError: If the size of the part relative to the batch is unknown.
+    """
+    if not jnp.issubdtype(total.dtype, jnp.inexact):
+        return total
+    if scale is None:
+        raise ValueError(
+            'all_reduce("sum", x) of floats requires the size of the whole batch, but the workers '
+            'fetch their own batches. Use all_reduce("mean", x), or pass the batch to `schedule`.'
+        )
+    wide = total.astype(accumulator(total.dtype))
+    return (wide * scale.astype(wide.real.dtype)).astype(total.dtype)

@@ -1,0 +1,449 @@
+"""`Runner`: implements `strategy.run`.
+
+A call classifies its arguments (`arguments`), flattens the nnx objects (`nnx`), puts the leaves on
+the devices (`argument_placer`), finds the program or makes it (`program_maker`), and runs it
+(`program`). The new state is written back into the objects. Mirrored results are returned as plain
+arrays.
+"""
+
+import functools
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from mirror._src.base.naming import name_of
+from mirror._src.base.types import REPLICA_AXIS, PyTree, StepFunction
+from mirror._src.cluster import store
+from mirror._src.cluster.ledger import ledger
+from mirror._src.devices.forked import require_not_forked, started_in
+from mirror._src.devices.op_log import placement_log
+from mirror._src.devices.replicas import ReplicaDevices
+from mirror._src.devices.transfer import any_deleted, require_not_lost
+from mirror._src.engine.agreement import require_agreement
+from mirror._src.engine.argument_placer import ArgumentPlacer, require_canonical
+from mirror._src.engine.arguments import (
+    Layout,
+    hoist,
+    hoist_nested,
+    kinds,
+    object_names,
+    require_no_tracers,
+    require_static,
+)
+from mirror._src.engine.cache import Identity, ProgramCache
+from mirror._src.engine.call import Call
+from mirror._src.engine.captured import CapturedVariables, VariablesFound
+from mirror._src.engine.choice import choose
+from mirror._src.engine.cross_device_ops import CrossDeviceOps
+from mirror._src.engine.drift_history import DriftHistory
+from mirror._src.engine.examined import ExaminedStep, examine, require_no_escaped_arrays
+from mirror._src.engine.executor import SignatureChanged
+from mirror._src.engine.host_values import HostValues
+from mirror._src.engine.mesh import outside_traces
+from mirror._src.engine.nnx.record import Record
+from mirror._src.engine.nnx.table import ObjectTable
+from mirror._src.engine.program import StepProgram
+from mirror._src.engine.program_maker import ProgramMaker
+from mirror._src.engine.quick import QuickCall, SignatureMissed
+from mirror._src.engine.replica_context import ReplicaGroup
+from mirror._src.engine.shapes import Variants, variants_of
+from mirror._src.engine.staged.executor import StagedExecutor
+from mirror._src.engine.step import TracedStep
+from mirror._src.engine.step_warnings import MAX_NEW_FUNCTIONS, StepWarnings
+from mirror._src.engine.variable import Variable
+from mirror._src.jaxprs.axis import named_axis
+from mirror._src.jaxprs.trace import abstract, abstract_row, context_token
+from mirror._src.passes.callbacks import in_callback
+
+_MAX_ATTEMPTS = 3  # find the program; make it; repeat, if another thread changed JAX's settings
+
+
+class Runner:
+    """Finds, makes and runs the programs of one strategy."""
+
+    def __init__(
+        self,
+        group: ReplicaGroup,
+        replicas: ReplicaDevices,
+        ops: CrossDeviceOps,
+        *,
+        shard_update: bool = False,
+    ) -> None:
+        require_not_forked()
+        self._process = started_in()
+        self.replicas = replicas
+        self._executor = choose(replicas, ops, shard_update=shard_update)
+        self.holds_slices = self._executor.can_shard
+        self._cache = ProgramCache()
+        self._maker = ProgramMaker(group, self._executor, ops, self._cache)
+        self._placer = ArgumentPlacer(group, replicas, holds_slices=self.holds_slices)
+        self._objects = ObjectTable(replicas, holds_slices=self.holds_slices)
+        self._host_values: HostValues | None = None
+        if replicas.spans_processes:
+            self._host_values = HostValues(self._objects, self._placer)
+        self._captured = CapturedVariables()
+        self._drifts = DriftHistory()
+        self._warnings = StepWarnings()
+        self._running = threading.RLock()
+
+    def run(
+        self,
+        fn: StepFunction,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        donate_argnums: tuple[int, ...] = (),
+    ) -> Any:
+        """Runs `fn` once per replica; see `Strategy.run`."""
+        if os.getpid() != self._process:
+            require_not_forked()
+        try:
+            if store.stop is not None and self._host_values is not None:
+                store.require_not_stopped()
+            return self._run_quickly(fn, args, kwargs, donate_argnums)
+        except Exception as error:
+            if store.stop is None or self._host_values is None:
+                raise
+            store.require_not_stopped(error)  # of which this error is a consequence
+
+    def _run_quickly(
+        self,
+        fn: StepFunction,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        donate_argnums: tuple[int, ...],
+    ) -> Any:
+        """Repeats the call before, if this call is like it; else takes the full path."""
+        if not kwargs and not placement_log.on and not in_callback():
+            try:
+                step = self._cache.get(fn)
+                quick = step.quick.get(donate_argnums) if step is not None else None
+            except TypeError:  # not hashable: rejected below
+                quick = None
+            if quick is not None and quick.is_worthwhile:
+                if quick.program.captured_arrays:
+                    self._warn_about_stale_arrays(fn, quick.program)
+                try:
+                    with outside_traces(fn), self._running:
+                        results = quick(args)
+                        self._placer.record_run(quick.program)
+                        return results
+                except SignatureMissed:
+                    quick.misses += 1
+        return self._with_variables(fn, lambda: self._run(fn, args, kwargs, donate_argnums))
+
+    def _warn_about_stale_arrays(self, fn: StepFunction, program: StepProgram) -> None:
+        self._warnings.warn_about_stale_arrays(fn, program.captured_arrays, program.runs)
+
+    def borrow(self, tree: PyTree) -> PyTree:
+        """Returns mirrored arrays for `run`; see `ArgumentPlacer.borrow`."""
+        return self._placer.borrow(tree)
+
+    def _with_variables(self, fn: StepFunction, attempt: Callable[[], Any]) -> Any:
+        """Calls `attempt` outside of traces, and again if it found variables that the step uses."""
+        if in_callback():
+            raise RuntimeError(
+                f"{name_of(fn)} was passed to a strategy inside a host callback of a step, "
+                "which waits for the callback to return. Return the values from the step, and use "
+                "them after strategy.run."
+            )
+        axis = self.replicas.axis_name
+        while True:
+            with outside_traces(fn):
+                try:
+                    if axis == REPLICA_AXIS:
+                        return attempt()
+                    with named_axis(axis):
+                        return attempt()
+                except VariablesFound as error:
+                    self._captured.add(fn, error.variables)
+
+    def _run(
+        self,
+        fn: StepFunction,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        donate_argnums: tuple[int, ...],
+    ) -> Any:
+        leaves: list[Any] | None = None
+        passed: list[Any] = []
+        found: tuple[Any, StepProgram] | None = None
+        for _ in range(_MAX_ATTEMPTS):
+            # The lock is held from reading the state to writing it back: two threads that donate
+            # the same buffers would end the process (JAX 0.10.2). It is not held while a step is
+            # traced and compiled: other threads continue, and the step may start a thread that runs
+            # another step and wait for it.
+            with self._running:
+                call = self._call(fn, args, kwargs, donate_argnums)
+                if leaves is None:
+                    leaves = passed = call.layout.dynamic_leaves(call.leaves)
+                are_placed = self._placer.are_placed(call.layout.per_replica, leaves)
+                if not are_placed or any_deleted(leaves):
+                    leaves = self._placer.place(call, leaves)
+                key = call.key
+                try:
+                    program = self._cache.of(fn).programs.get(key)
+                except TypeError:
+                    require_static(fn, call.tree, call.layout, call.leaves)
+                    raise
+                if found is not None and found[0] == key:
+                    program = found[1]  # another thread may have run other shapes since
+                if program is not None:
+                    if self.holds_slices:
+                        call, leaves = self._placer.reshard(program, call, leaves)
+                    if self._drifts.has_returned(call, leaves):
+                        self._drifts.require_not_drifting(call, leaves)
+                    if self._host_values is not None:
+                        self._agree(call, program, passed, leaves)
+                    if program.captured_arrays:
+                        self._warn_about_stale_arrays(fn, program)
+                    try:
+                        results = program(call, self._placer.copy_repeated(call, leaves, program))
+                        self._placer.record_run(program)
+                        self._remember_quick(call, program)
+                        return results
+                    except SignatureChanged:  # other shapes, or another trace context
+                        require_not_lost(program.label, [*call.state, *leaves])
+                    except RuntimeError:
+                        require_not_lost(program.label, [*call.state, *leaves])
+                        raise
+            found = key, self._find(call, key, leaves, compiles=True)
+        raise RuntimeError(
+            f"{name_of(fn)} was traced {_MAX_ATTEMPTS - 1} times, but JAX requested another trace "
+            "every time, because its configuration changed. Do not change jax.config in the step, "
+            "or in another thread while strategy.run compiles."
+        )
+
+    def _agree(
+        self, call: Call, program: StepProgram, passed: list[Any], leaves: list[Any]
+    ) -> None:
+        """Compares a program with the other processes, at once if it is new, else while it runs."""
+        assert self._host_values is not None
+        is_new = program.to_agree_on is not None
+        if program.to_agree_on is not None:
+            inputs = [*call.state, *leaves]
+            program.identity = require_agreement(call, program.to_agree_on, self._executor, inputs)
+            program.to_agree_on = None
+            ledger.changes_program(program.identity)  # which was just compared
+        self._host_values.note(call, program, passed, leaves, are_compared=is_new)
+
+    def _remember_quick(self, call: Call, program: StepProgram) -> None:
+        """Creates the `QuickCall` for later calls like this one, if the call allows it."""
+        quick = self._cache.of(call.fn).quick
+        known = quick.get(call.donate_argnums)
+        if known is not None and (known.program is program or not known.is_worthwhile):
+            return
+        layout, kwargs = call.layout, call.tree[1]
+        if layout.static or layout.nested or kwargs or call.captured or self._drifts.has(call.fn):
+            return
+        if program.is_simple:
+            if self._host_values is not None and not program.input_names:
+                program.input_names = call.input_names
+            misses = known.misses if known is not None else 0
+            quick[call.donate_argnums] = QuickCall(
+                call,
+                program,
+                self._objects,
+                self._placer.are_placed,
+                self._placer.copy_shared,
+                self._placer.recent_results,
+                self._host_values.note_again if self._host_values is not None else None,
+                misses,
+            )
+
+    @property
+    def pack_bytes(self) -> int:
+        """Size in bytes up to which all-reduces are packed into one collective."""
+        return self._executor.pack_bytes
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether steps run as several programs, so that they cannot be lowered as one."""
+        return isinstance(self._executor, StagedExecutor)
+
+    def lower(self, fn: StepFunction, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Returns the lowered program of a call, with its text, cost and memory. Runs nothing."""
+        lowered = self.examined(fn, args, kwargs).lowered
+        assert lowered is not None  # the executor is not staged
+        return lowered
+
+    def examined(
+        self, fn: StepFunction, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> ExaminedStep:
+        """Returns a call with its placed arrays and its program, for a report."""
+
+        def attempt() -> ExaminedStep:
+            call, leaves = self._prepared(fn, args, kwargs)
+            traced = self._maker.trace(call, variants_of(call, leaves, len(self.replicas)))
+            program = self._find(call, call.key, leaves)
+            call, leaves = self._placer.reshard(program, call, leaves)
+            return examine(call, traced, program, [*call.state, *leaves])
+
+        return self._with_variables(fn, attempt)
+
+    def examined_without_arrays(
+        self,
+        fn: StepFunction,
+        args: Sequence[Any],
+        types: Mapping[int, jax.ShapeDtypeStruct],
+        donate_argnums: tuple[int, ...] = (),
+    ) -> ExaminedStep:
+        """Returns a call and its program for arrays that do not exist, without allocating them.
+
+        Args:
+            fn: The step function.
+            args: Arguments of the step. Host arrays represent the arrays that do not exist, also in
+                the variables of nnx objects.
+            types: Shape and dtype of each array that does not exist, by the `id` of the host array
+                that represents it. In a `PerReplica`, the shape is `(num_replicas, *shape)`.
+            donate_argnums: As in `run`.
+
+        Raises:
+            ArrayEscapedError: If the step uses an array that does not exist and that is not one of
+                its arguments.
+        """
+
+        def type_of(leaf: Any) -> jax.ShapeDtypeStruct:
+            declared = types.get(id(leaf))
+            return abstract(leaf) if declared is None else declared
+
+        def attempt() -> ExaminedStep:
+            objects, tree = hoist_nested(args, {})
+            leaves, layout = self._flatten(fn, tree)
+            require_static(fn, tree, layout, leaves)
+            captured = self.captured(fn)
+            objects = [*objects, *captured]
+            record = Record(objects, {}) if objects else None
+            state = (record.read() or []) if record is not None else []
+            call = Call(fn, tree, layout, leaves, objects, record, state, donate_argnums, captured)
+            own = [
+                *(call.structure.is_own if call.structure is not None else ()),
+                *(i in layout.per_replica for i in range(len(layout.dynamic))),
+            ]
+            avals = list(map(type_of, [*state, *layout.dynamic_leaves(leaves)]))
+            rows = [abstract_row(x) if o else x for x, o in zip(avals, own, strict=True)]
+            variants = ((tuple(rows), tuple(range(len(self.replicas)))),)
+            traced = self._maker.trace(call, variants)
+            require_no_escaped_arrays(traced)
+            return examine(call, traced, self._make(call, variants), avals)
+
+        return self._with_variables(fn, attempt)
+
+    def _prepared(
+        self, fn: StepFunction, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[Call, list[Any]]:
+        """Returns a call and its leaves on the replicas' devices."""
+        with self._running:
+            call = self._call(fn, args, kwargs, ())
+            leaves = self._placer.place(call, call.layout.dynamic_leaves(call.leaves))
+        for i in call.layout.per_replica:
+            self._placer.require_num_replicas(call, i, leaves[i])
+        return call, leaves
+
+    def _call(
+        self,
+        fn: StepFunction,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        donate_argnums: tuple[int, ...],
+    ) -> Call:
+        objects, tree = hoist(args, kwargs)
+        leaves, layout = self._flatten(fn, tree)
+        if layout.nested:
+            objects, tree = hoist_nested(args, kwargs)
+            leaves, layout = self._flatten(fn, tree)
+        captured = self.captured(fn)
+        objects = [*objects, *captured] if captured else objects
+        record, state = None, list[Any]()
+        if objects:
+            names = functools.partial(object_names, fn, tree, objects, captured)
+            record, state = self._objects.record(objects, names)
+        return Call(fn, tree, layout, leaves, objects, record, state, donate_argnums, captured)
+
+    def captured(self, fn: StepFunction) -> Sequence[Variable]:
+        """Returns the variables that the step is known to use without receiving them."""
+        return self._captured.of(fn)
+
+    def prepare(self, fn: StepFunction, args: Sequence[Any], kwargs: dict[str, Any]) -> StepProgram:
+        """Returns the program of a call without running it; its captured variables are known."""
+
+        def attempt() -> StepProgram:
+            call, leaves = self._prepared(fn, args, kwargs)
+            return self._find(call, call.key, leaves)
+
+        return self._with_variables(fn, attempt)
+
+    def _flatten(self, fn: StepFunction, tree: Any) -> tuple[list[Any], Layout]:
+        leaves, treedef = jax.tree.flatten(tree)
+        types = tuple(map(type, leaves))
+        try:
+            layouts = self._cache.of(fn).layouts
+        except TypeError:  # not hashable: rejected later
+            layouts = {}
+        layout = layouts.get((treedef, types))
+        if layout is None:
+            require_no_tracers(fn, tree)
+            # A number, a NumPy array and a jax.Array share a layout: `step=0` becomes an array.
+            key = (treedef, kinds(treedef, types))
+            layout = layouts.get(key) or Layout(*key)
+            layouts[key] = layouts[treedef, types] = layout
+        return leaves, layout
+
+    def _find(
+        self, call: Call, key: Any, leaves: list[Any], *, compiles: bool = False
+    ) -> StepProgram:
+        """Returns the program for these exact shapes, dtypes and trace context, made if needed.
+
+        A program that runs is compiled here, where no thread waits except for the same program.
+        """
+        self._drifts.require_not_drifting(call, leaves)
+        require_canonical(call, leaves)
+        for i in call.layout.per_replica:
+            self._placer.require_num_replicas(call, i, leaves[i])
+        variants = variants_of(call, leaves, len(self.replicas))
+        exact = (key, variants, Identity(context_token()))
+        step = self._cache.of(call.fn)
+        with step.making(exact):
+            program = step.programs.get(exact)
+            if program is None:
+                program = step.programs[exact] = self._make(call, variants)
+            if compiles:
+                program.compile()
+                step.programs[key] = program
+        return program
+
+    def traced(
+        self, fn: StepFunction, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[Call, TracedStep]:
+        """Returns a call and its traces, neither proved nor run, for a report."""
+
+        def attempt() -> tuple[Call, TracedStep]:
+            call, leaves = self._prepared(fn, args, kwargs)
+            return call, self._maker.trace(call, variants_of(call, leaves, len(self.replicas)))
+
+        return self._with_variables(fn, attempt)
+
+    def _make(self, call: Call, variants: Variants) -> StepProgram:
+        """Makes a program, and issues its warnings."""
+        program, drifts, notes, marks = self._maker.make(call, variants)
+        if program.shards is not None:
+            self._placer.accept_sharded(program.shards)
+        if drifts:
+            self._drifts.expect_mirrored(call, program, drifts)
+            # Quick calls skip the check for drifts. Cleared last, so that no thread can add one for
+            # this step any more: `_remember_quick` sees the drifts.
+            for step in self._cache.steps:
+                step.quick.clear()
+        self._warnings.warn_about_proof(call, notes, marks, len(self.replicas))
+        self._warnings.warn_about_lost_updates(call, notes)
+        self._warnings.warn_about_leaks(call.fn)
+        if self._cache.num_dropped(call.fn) >= MAX_NEW_FUNCTIONS - 1:
+            self._warnings.warn_about_recompilation(call.fn)
+        if self._cache.is_full:
+            self._cache.clear()
+            self._captured.clear()
+            self._drifts.clear()
+            self._warnings.clear()
+        return program

@@ -1,0 +1,399 @@
+"""`StagedProgram`: runs the stages of a replica program on lanes, and the collectives between."""
+
+import itertools
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from mirror._src.base.types import Array
+from mirror._src.devices import launch
+from mirror._src.devices.launches import Described, StalledError
+from mirror._src.devices.replicas import ReplicaDevices
+from mirror._src.devices.transfer import any_deleted, copies_of, without_axis
+from mirror._src.devices.unstacked import UnstackedArrays
+from mirror._src.engine.compiled import CompiledProgram, MeshProgram
+from mirror._src.engine.cross_device_ops import CrossDeviceOps, LostValueError
+from mirror._src.engine.executor import ReplicaProgram, SignatureChanged
+from mirror._src.engine.staged.host import run_on_host
+from mirror._src.engine.staged.lane import Lane
+from mirror._src.engine.staged.stage import compile_stage
+from mirror._src.jaxprs.atoms import Value, values_of
+from mirror._src.passes.staging.ir import Branch, Collective, Loop, Stage, StagedJaxpr
+
+
+class StagedProgram(CompiledProgram):
+    """A replica program that runs as stages on lanes."""
+
+    def __init__(
+        self,
+        replicas: ReplicaDevices,
+        ops: CrossDeviceOps,
+        program: ReplicaProgram,
+        lanes: list[Lane],
+        staged: list[StagedJaxpr],
+    ) -> None:
+        self._replicas = replicas
+        self._lanes = lanes
+        self._per_replica_inputs = [kind.is_own for kind in program.inputs]
+        self._per_replica_outputs = [kind.is_own for kind in program.outputs]
+        home = self._replicas.on_mesh[0]
+        home_lanes = [i for i, lane in enumerate(lanes) if home in lane.replicas.devices]
+        self._home = next(iter(home_lanes), 0)
+        # With several lanes nothing is donated: another lane may still read a donated buffer, and
+        # the old state must survive an interrupt.
+        self._is_single = len(lanes) == 1
+        donated = program.donated if self._is_single else ()
+        self._avals = program.variants[0].avals
+        self._types: list[Any] | None = None
+        self._require_context = program.require_context
+        self._inputs = [jaxpr.inputs for jaxpr in staged]
+        self._part = _Part(ops, lanes, staged, program, donated, self._home)
+
+    def __call__(self, leaves: Sequence[Any], outputs: list[Any]) -> None:
+        """See `CompiledProgram`."""
+        self._require_context()
+        # A loop passes the results of one step to the next, with identical type objects. Comparing
+        # those skips the slower check.
+        types = [getattr(leaf, "aval", leaf) for leaf in leaves]
+        if self._types is None or not all(map(operator.is_, types, self._types)):
+            _require_signature(leaves, self._avals, self._per_replica_inputs)
+            self._types = types
+        inputs = [lane.select(leaves, self._per_replica_inputs) for lane in self._lanes]
+        if self._is_single:
+            self._part.run(inputs, outputs)
+        else:
+            outputs.extend(self._join(self._part.run(inputs, [])))
+
+    def compile(self) -> None:
+        """See `CompiledProgram`."""
+        self._require_context()
+        weak = [
+            [
+                lane.keeps_weak_type(is_own=is_own) and _is_weak_value(value)
+                for value, is_own in zip(inputs, self._per_replica_inputs, strict=True)
+            ]
+            for lane, inputs in zip(self._lanes, self._inputs, strict=True)
+        ]
+        self._part.compile(weak)
+
+    def _join(self, lane_outputs: list[list[Any]]) -> list[Any]:
+        """Joins the outputs of the lanes."""
+        iterators = list(map(iter, lane_outputs))
+        return [
+            self._join_slices([next(iterator) for iterator in iterators])
+            if differs
+            else self._mirror(next(iterators[self._home]))
+            for differs in self._per_replica_outputs
+        ]
+
+    def _mirror(self, array: Array) -> Array:
+        lane = self._lanes[self._home]
+        if lane.replicas.mesh == self._replicas.mesh:
+            return array
+        copies = copies_of(array)
+        home = self._replicas.on_mesh[0]
+        return self._replicas.broadcast_through_host(copies.get(home, lane.slice(array, 0)))
+
+    def _join_slices(self, arrays: list[Array]) -> Any:
+        slices: list[Any] = [None] * len(self._replicas)
+        for lane, array in zip(self._lanes, arrays, strict=True):
+            for place, replica in enumerate(lane.ids):
+                slices[replica] = lane.slice(array, place)
+        same_shape = len({array.shape for array in slices}) == 1
+        if same_shape and not self._replicas.are_mixed and self._replicas.replicas_per_device == 1:
+            return self._replicas.from_rows(slices)
+        return UnstackedArrays(list(map(without_axis, slices)))
+
+
+class _Part:
+    """A staged program on lanes: the whole program, or the program inside a loop or branch."""
+
+    def __init__(
+        self,
+        ops: CrossDeviceOps,
+        lanes: list[Lane],
+        staged: list[StagedJaxpr],
+        program: ReplicaProgram,
+        donated: Sequence[int] = (),
+        home: int | None = None,
+    ) -> None:
+        self._ops = ops
+        self._lanes = lanes
+        self._staged = staged
+        self._program = program
+        self._num_replicas = sum(len(lane.ids) for lane in lanes)
+        compiled: dict[Any, MeshProgram] = {}  # lanes on the same devices share programs
+
+        def compile_on(place: int, number: int) -> MeshProgram:
+            lane, jaxpr, keeps_all = lanes[place], staged[place], home in (None, place)
+            key = number, id(jaxpr), lane.replicas.devices, keeps_all
+            if key not in compiled:
+                compiled[key] = compile_stage(
+                    lane, jaxpr, number, program, donated, keeps_all=keeps_all
+                )
+            return compiled[key]
+
+        self._stages = [
+            [compile_on(place, number) for place in range(len(lanes))]
+            for number in range(len(staged[0].stages))
+        ]
+        self._inner: dict[Any, list[_Part]] = {}
+        for stage in staged[0].stages:
+            for i, communication in enumerate(stage.communications):
+                if not isinstance(communication, Collective):
+                    self._inner[communication] = self._inner_parts(stage, i)
+        # Copies, because the user may delete an array that the step closes over.
+        self._constants = [
+            {value: lane.copy(array) for value, array in jaxpr.constants}
+            for lane, jaxpr in zip(lanes, staged, strict=True)
+        ]
+
+    def _inner_parts(self, stage: Stage, i: int) -> "list[_Part]":
+        number = self._staged[0].stages.index(stage)
+        communications = [jaxpr.stages[number].communications[i] for jaxpr in self._staged]
+        inner = [list(filter(None, _programs(communication))) for communication in communications]
+        return [
+            _Part(self._ops, self._lanes, [programs[k] for programs in inner], self._program)
+            for k in range(len(inner[0]))
+        ]
+
+    def compile(self, weak: Sequence[Sequence[bool]]) -> Sequence[Sequence[bool]]:
+        """Makes XLA compile all stages, loops and branches.
+
+        Weak types are followed from stage to stage, because the results of collectives on the host
+        have none, whatever the trace says, and XLA's programs are found by them.
+
+        Args:
+            weak: For every lane, whether the type of each input is weak.
+
+        Returns:
+            The same for the outputs.
+        """
+        values: list[set[Value]] = []
+        for staged, flags in zip(self._staged, weak, strict=True):
+            constants = [value for value, _ in staged.constants if _is_weak_value(value)]
+            values.append({*itertools.compress(staged.inputs, flags), *constants})
+        for number, programs in enumerate(self._stages):
+            stages = [staged.stages[number] for staged in self._staged]
+            results: list[Sequence[bool]] = []
+            for lane, stage, program, known in zip(
+                self._lanes, stages, programs, values, strict=True
+            ):
+                with lane.on_mesh():
+                    results.append(program.compile_for([v in known for v in stage.inputs]))
+            if number == len(self._stages) - 1:
+                break
+            for stage, known, flags in zip(stages, values, results, strict=True):
+                known.update(itertools.compress(values_of(stage.outputs), flags))
+            for communications in zip(*(stage.communications for stage in stages), strict=True):
+                if not isinstance(communications[0], Collective):
+                    self._compile_inner(communications, values)
+        return results
+
+    def _compile_inner(self, communications: Sequence[Any], values: list[set[Value]]) -> None:
+        """Compiles a loop or branch, and adds its results of weak types to the values."""
+        parts = self._inner[communications[0]]
+        inputs = [
+            [value in known for value in communication.inputs]
+            for communication, known in zip(communications, values, strict=True)
+        ]
+        if isinstance(communications[0], Branch):
+            of_branches = [part.compile([flags[1:] for flags in inputs]) for part in parts]
+            results = of_branches[0]
+        else:
+            body, *tests = parts
+            num_carried, seen = len(communications[0].outputs), list[Any]()
+            while inputs not in seen:  # the first iteration may have weak types, the others not
+                seen.append(inputs)
+                for test in tests:
+                    test.compile(inputs)
+                carried = body.compile(inputs)
+                inputs = [
+                    [*old[: len(old) - num_carried], *new]
+                    for old, new in zip(inputs, carried, strict=True)
+                ]
+            results = carried
+        for communication, known, flags in zip(communications, values, results, strict=True):
+            known.update(itertools.compress(communication.outputs, flags))
+
+    def run(self, inputs: list[list[Any]], last: list[Any]) -> list[list[Any]]:
+        """Runs all stages and returns the outputs of every lane.
+
+        Args:
+            inputs: Inputs of every lane.
+            last: An empty list. With a single lane, it receives the outputs as soon as they exist.
+        """
+        values: list[dict[Value, Any]] = []
+        for lane, staged, constants, leaves in zip(
+            self._lanes, self._staged, self._constants, inputs, strict=True
+        ):
+            arguments = dict(zip(staged.inputs, leaves, strict=True))
+            values.append({staged.replica_id: lane.replica_ids, **constants, **arguments})
+        for number, programs in enumerate(self._stages):
+            is_last = number == len(self._stages) - 1
+            results = [last if is_last and len(self._lanes) == 1 else [] for _ in self._lanes]
+            for lane, staged, program, env, outputs in zip(
+                self._lanes, self._staged, programs, values, results, strict=True
+            ):
+                leaves = [env[value] for value in staged.stages[number].inputs]
+                if number:  # `run` has checked the inputs of the first stage
+                    self._require_alive(leaves, number)
+                with lane.on_mesh():
+                    program(leaves, outputs)
+            if not is_last:
+                self._communicate(number, values, results)
+        return results
+
+    def _require_alive(self, leaves: list[Any], number: int) -> None:
+        if any_deleted(leaves):
+            raise RuntimeError(
+                f"{self._program.name}: an array that stage {number + 1} of {len(self._stages)} "
+                "needs was deleted while the step was running. Do not donate or delete a step's "
+                "arguments before the step has finished: check host callbacks and "
+                "reduce_implementation."
+            )
+
+    def _communicate(
+        self, number: int, values: list[dict[Value, Any]], results: list[list[Any]]
+    ) -> None:
+        """Stores the results of a stage, and runs the collectives after it."""
+        stages = [staged.stages[number] for staged in self._staged]
+        for stage, env, outputs in zip(stages, values, results, strict=True):
+            env.update(zip(values_of(stage.outputs), outputs, strict=True))
+            outputs.clear()
+        for communications in zip(*(stage.communications for stage in stages), strict=True):
+            match communications[0]:
+                case Collective():
+                    self._run_collective(communications, values)
+                case Loop():
+                    self._run_loop(communications, values)
+                case Branch():
+                    self._run_branch(communications, values)
+        for stage, env in zip(stages, values, strict=True):
+            for value in stage.last_read:
+                env.pop(value, None)
+
+    def _run_collective(
+        self, communications: Sequence[Any], values: list[dict[Value, Any]]
+    ) -> None:
+        collective: Collective = communications[0]
+        slices: dict[int, Any] = {}
+        for lane, communication, env in zip(self._lanes, communications, values, strict=True):
+            # Pop the operand: only the collective reads it, and a stacked array would keep the
+            # slices alive that the host has already read.
+            slices.update(lane.slices_of(env.pop(communication.operand)))
+
+        def read(replica: int) -> np.ndarray:
+            try:
+                operand = slices.pop(replica)
+                for following in itertools.islice(slices.values(), 1):  # prefetch the next one
+                    following.copy_to_host_async()
+                launch.wait(operand)
+                return np.asarray(operand)[0]  # host sync, on purpose
+            except StalledError:
+                raise
+            except Exception as error:
+                raise LostValueError(
+                    f"Could not read replica {replica}'s operand of the {collective.description}: "
+                    f"{str(error).rstrip('.')}. Check what that replica computes, and its device."
+                ) from error
+
+        described = Described(self._program.name, self._program.line)
+        with launch.collective_on_host(collective.description, described, slices):
+            results = run_on_host(collective, read, self._num_replicas, self._ops)
+        for lane, communication, env in zip(self._lanes, communications, values, strict=True):
+            (out,) = communication.outputs
+            env[out] = lane.broadcast(results[0]) if out.mirrored else lane.scatter(results)
+
+    def _run_loop(self, communications: Sequence[Any], values: list[dict[Value, Any]]) -> None:
+        body, *tests = self._inner[communications[0]]
+        num_carried = len(communications[0].outputs)
+        inputs = [
+            [env[value] for value in communication.inputs]
+            for communication, env in zip(communications, values, strict=True)
+        ]
+
+        def continues(trip: int) -> bool:
+            if not tests:
+                return bool(trip < communications[0].trips)
+            predicates = [outputs[0] for outputs in tests[0].run(inputs, [])]
+            return bool(self._agreed(communications, predicates))
+
+        trip = 0
+        while continues(trip):
+            carried = body.run(inputs, [])
+            inputs = [
+                [*old[: len(old) - num_carried], *new]
+                for old, new in zip(inputs, carried, strict=True)
+            ]
+            trip += 1
+        for communication, env, end in zip(communications, values, inputs, strict=True):
+            env.update(zip(communication.outputs, end[len(end) - num_carried :], strict=True))
+
+    def _run_branch(self, communications: Sequence[Any], values: list[dict[Value, Any]]) -> None:
+        branches = self._inner[communications[0]]
+        indices = [
+            env[communication.inputs[0]]
+            for communication, env in zip(communications, values, strict=True)
+        ]
+        index = min(max(int(self._agreed(communications, indices)), 0), len(branches) - 1)
+        inputs = [
+            [env[value] for value in communication.inputs[1:]]
+            for communication, env in zip(communications, values, strict=True)
+        ]
+        results = branches[index].run(inputs, [])
+        for communication, env, outputs in zip(communications, values, results, strict=True):
+            env.update(zip(communication.outputs, outputs, strict=True))
+
+    def _agreed(self, communications: Sequence[Any], arrays: Sequence[Array]) -> Any:
+        """Returns the condition of a loop or branch, read from every lane.
+
+        Raises:
+            ValueError: If the lanes disagree, as when the number of iterations depends on the
+                length of a batch.
+        """
+        pairs = zip(self._lanes, arrays, strict=True)
+        slices = [lane.slice(array, 0) for lane, array in pairs]
+        launch.wait_for(slices)
+        values = [np.asarray(slice_)[0] for slice_ in slices]  # host sync
+        if any(value != values[0] for value in values):
+            conditions = ", ".join(
+                f"{value} on replica {lane.ids[0]}"
+                for lane, value in zip(self._lanes, values, strict=True)
+            )
+            raise ValueError(
+                f"{communications[0].line}: the replicas disagree on the condition ({conditions}) "
+                "and would execute different collectives. Make it identical on all replicas, e.g. "
+                "mirror.all_reduce('max', condition)."
+            )
+        return values[0]
+
+
+def _require_signature(
+    leaves: Sequence[Any], avals: Sequence[jax.ShapeDtypeStruct], per_replica: Sequence[bool]
+) -> None:
+    """Rejects leaves that the program was not staged for, before anything runs.
+
+    Shapes of per-replica leaves are not compared: programs are already cached by them.
+    """
+    for leaf, aval, differs in zip(leaves, avals, per_replica, strict=True):
+        same = differs or (leaf.shape == aval.shape and _is_weak(leaf) == aval.weak_type)
+        if not same or leaf.dtype != aval.dtype:
+            raise SignatureChanged
+
+
+def _is_weak(leaf: Array) -> bool:
+    return getattr(leaf, "weak_type", False)  # PRNG keys do not have this attribute
+
+
+def _is_weak_value(value: Value) -> bool:
+    return getattr(value.aval, "weak_type", False)
+
+
+def _programs(communication: Any) -> list[StagedJaxpr | None]:
+    if isinstance(communication, Loop):
+        return [communication.body, communication.test]
+    return list(communication.branches)

@@ -1,0 +1,230 @@
+"""`Step` and `TracedStep`: the user's function as a function of flat leaves, and its trace."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.extend.core import ClosedJaxpr
+
+from mirror._src.base.dtypes import is_float0, is_long, is_numeric
+from mirror._src.base.errors import describe
+from mirror._src.base.naming import keys, name_of
+from mirror._src.base.types import ARRAY_LIKE, Array, StepFunction
+from mirror._src.engine.arguments import equinox_positions, is_number
+from mirror._src.engine.call import Call
+from mirror._src.engine.captures import Captures
+from mirror._src.engine.gathers import UnequalGathers
+from mirror._src.engine.nnx.clones import ReplicaCopies
+from mirror._src.engine.nnx.structure import is_object
+from mirror._src.engine.replica_context import ReplicaGroup
+from mirror._src.engine.scopes import replica
+from mirror._src.engine.variable import Variable
+from mirror._src.jaxprs.marks import Mark
+from mirror._src.jaxprs.trace import uncached
+
+
+class Step:
+    """The user's function as a function of flat leaves, for one replica.
+
+    Holds everything that a program needs from a call except the values of its arrays.
+
+    Args:
+        group: The strategy.
+        call: A call of the function.
+        avals: Shapes and dtypes of the leaves of the nnx objects, then of the other leaves.
+        gathers: Lengths at the all-gathers of replicas with unequal shapes; `None` if the shapes
+            are equal.
+
+    Attributes:
+        new_captures: Captured variables that the trace found.
+        per_replica: For each leaf, whether it is per-replica.
+        attribute_changes: Static attributes of objects that the trace set: path, name and value.
+        keys: Positions, among the leaves of the objects, of the PRNG keys.
+        out_tree: Structure of the result.
+        out_names: The user's names for the results that are arrays.
+        static_results: The other results, by position of the leaf.
+        changed_in_place: Paths in the arguments where the step stored another leaf.
+    """
+
+    def __init__(
+        self,
+        group: ReplicaGroup,
+        call: Call,
+        avals: Sequence[jax.ShapeDtypeStruct],
+        gathers: UnequalGathers | None,
+    ) -> None:
+        self._fn: StepFunction | None = call.fn
+        self.name = name_of(call.fn)
+        self.group = group
+        self.avals = avals
+        self.gathers = gathers
+        self.structure = call.structure
+        self.object_names = call.object_names
+        self.num_state = len(call.state)
+        self.num_objects = len(call.objects)
+        self.layout = call.layout
+        own = [i in call.layout.per_replica for i in range(len(avals) - self.num_state)]
+        self._captured = list(call.captured)
+        self.new_captures: list[Variable] = []
+        held = self.structure.is_own if self.structure is not None else []
+        self.per_replica = [*held, *own]
+        self.statics = call.layout.statics(call.leaves)
+        self.attribute_changes: list[tuple[Any, str, Any]] = []
+        self.keys: list[int] = []
+        self.out_tree: Any = None
+        self.out_names: list[str] = []
+        self.static_results: dict[int, Any] = {}
+        self.changed_in_place: frozenset[Any] = frozenset()
+
+    @property
+    def flat(self) -> Callable[..., list[Array]]:
+        """The function to trace, which has the name of the user's function.
+
+        Its outputs are the results, the objects' leaves after the step, and the per-replica PRNG
+        keys that the replica received.
+        """
+
+        def flat(*leaves: Any) -> list[Array]:
+            return self._run(leaves)
+
+        flat.__name__ = flat.__qualname__ = self.name
+        flat.__wrapped__ = self._fn  # type: ignore[attr-defined]
+        return uncached(flat) if self.gathers is not None or Variable.in_use else flat
+
+    def _run(self, leaves: Sequence[Any]) -> list[Array]:
+        state, rest = leaves[: self.num_state], leaves[self.num_state :]
+        if self.gathers is not None:
+            self.gathers.restart()
+        copies = ReplicaCopies(self.structure, state) if self.structure is not None else None
+        objects = copies.objects if copies is not None else ()
+        captures = self._captures(objects)
+        self.new_captures = captures.discovered
+        with replica(self.group, self.gathers, captures):
+            args, kwargs = self.layout.rebuild(rest, self.statics, objects)
+            assert self._fn is not None, "the step has been traced"
+            before = _leaves_of(args, kwargs)
+            results = self._results(self._fn(*args, **kwargs))
+            changes = _leaves_of(args, kwargs).items() - before.items()
+            self.changed_in_place = frozenset(path for path, _ in changes)
+            if copies is None:
+                return results
+            after = copies.collect(self.name, self.object_names)
+            self.attribute_changes = copies.attribute_changes()
+        self.keys = list(copies.keys)
+        return [*results, *after, *(folded for _, folded in copies.keys.values())]
+
+    CALLER = _run.__code__  # In a traceback, the frames after this one belong to the step.
+
+    def release(self) -> None:
+        """Drops the function, which is not needed after the trace and may be a user's last one."""
+        self._fn = None
+
+    def is_donated(self, i: int) -> bool:
+        """Whether leaf `i` of the objects is donated; leaves of captured variables are not."""
+        assert self.structure is not None
+        return self.structure.leaf_slots[i].path[0] < self.num_objects - len(self._captured)
+
+    def _captures(self, objects: Sequence[Any]) -> Captures:
+        stand_ins = objects[len(objects) - len(self._captured) :]
+        own = [node for _, node in nnx.iter_graph(objects) if isinstance(node, Variable)]
+        return Captures(list(zip(self._captured, stand_ins, strict=True)), own)
+
+    def _results(self, out: Any) -> list[Array]:
+        paths, self.out_tree = jax.tree_util.tree_flatten_with_path(out, is_leaf=is_object)
+        in_equinox = equinox_positions(self.out_tree)
+        results, self.out_names, self.static_results = [], [], {}
+        for i, (path, leaf) in enumerate(paths):
+            name = "result" + keys(path)
+            if is_object(leaf):
+                raise TypeError(
+                    f"{self.name} returned the nnx object {type(leaf).__name__} as {name}. Return "
+                    "arrays; objects that are arguments are updated in place."
+                )
+            if self._is_static(leaf, i in in_equinox):
+                self.static_results[i] = leaf
+                continue
+            _require_array(self.name, name, leaf)
+            self.out_names.append(name)
+            results.append(jnp.asarray(leaf))
+        return results
+
+    def _is_static(self, leaf: Any, in_equinox: bool) -> bool:
+        """Whether a leaf of the result is not an array and is returned as it is."""
+        if isinstance(leaf, bool):
+            return True
+        if isinstance(leaf, ARRAY_LIKE):
+            return in_equinox and is_number(type(leaf))
+        return any(leaf is s or (type(leaf) is type(s) and leaf == s) for s in self.statics)
+
+
+def _leaves_of(args: Any, kwargs: Any) -> dict[Any, int]:
+    """Returns the identity of each leaf in the containers among the arguments, by its path."""
+    try:
+        leaves, _ = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_object)
+    except Exception:  # the user's own containers, which the step may have changed
+        return {}
+    return {path: id(leaf) for path, leaf in leaves}
+
+
+def _require_array(step_name: str, name: str, leaf: Any) -> None:
+    if is_float0(leaf):
+        raise TypeError(
+            f"{step_name} returned {describe(leaf)} as {name}: JAX's gradient of an integer, which "
+            "has no values. Take gradients with respect to floats only."
+        )
+    if not isinstance(leaf, ARRAY_LIKE):
+        raise TypeError(
+            f"{step_name} returned {describe(leaf)} as {name}. A step may return arrays, numbers, "
+            f"None and its own static arguments, in any nesting of containers.{_fix_of(leaf)}"
+        )
+    if isinstance(leaf, np.ndarray | np.generic) and not is_numeric(leaf.dtype):
+        fix = "Convert it: x.astype('float32')." if is_long(leaf.dtype) else "Return numbers."
+        raise TypeError(
+            f"{step_name} returned {describe(np.asarray(leaf))} as {name}, a dtype that JAX does "
+            f"not support. {fix}"
+        )
+
+
+def _fix_of(leaf: Any) -> str:
+    return " Return a list instead of a set." if isinstance(leaf, set | frozenset) else ""
+
+
+class TracedStep(NamedTuple):
+    """A step and its replica programs, one for each set of shapes; not yet proved.
+
+    Attributes:
+        steps: The step, for each set of shapes.
+        jaxprs: The trace of each step. See `Step.flat` for its outputs.
+        replicas: Indices of the replicas with each set of shapes.
+        context: The trace context; see `context_token`.
+    """
+
+    steps: Sequence[Step]
+    jaxprs: Sequence[ClosedJaxpr]
+    replicas: Sequence[Sequence[int]]
+    context: object
+
+    @property
+    def avals(self) -> Sequence[Any]:
+        """Shapes and dtypes of the outputs, on the replicas of the first set of shapes."""
+        return [var.aval for var in self.jaxprs[0].jaxpr.outvars]
+
+    @property
+    def given(self) -> Sequence[object]:
+        """The variables of the jaxpr that hold the objects' leaves before the step."""
+        return self.jaxprs[0].jaxpr.invars[: self.steps[0].num_state]
+
+    def split(
+        self, marks: Sequence[Mark]
+    ) -> tuple[Sequence[Mark], Sequence[Mark], dict[int, Mark]]:
+        """Splits the marks of the outputs: results, leaves of the objects, and keys.
+
+        The marks of the keys are returned by position among the leaves of the objects.
+        """
+        start = len(self.steps[0].out_names)
+        end = start + self.steps[0].num_state
+        keys = zip(self.steps[0].keys, marks[end:], strict=True)
+        return marks[:start], marks[start:end], dict(keys)

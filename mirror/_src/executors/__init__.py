@@ -1,1 +1,0 @@
-"""Executors: run replica programs on the devices of a strategy."""

@@ -1,1 +1,0 @@
-"""Reports about a step: the values and collectives that were proved, its time and its memory."""

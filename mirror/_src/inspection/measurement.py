@@ -1,0 +1,207 @@
+"""Runs a step on copies of its objects and measures it, in a loop and on idle devices."""
+
+import functools
+import statistics
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+
+from mirror._src.base.measure import in_turns
+from mirror._src.base.types import PyTree, StepFunction
+from mirror._src.devices.replicas import ReplicaDevices
+from mirror._src.devices.unstacked import UnstackedArrays
+from mirror._src.engine.arguments import hoist_nested
+from mirror._src.engine.nnx.structure import is_object
+from mirror._src.engine.per_replica import held_by, is_per_replica, on_replicas
+from mirror._src.engine.runner import Runner
+from mirror._src.inspection.trial_objects import copy_of, with_objects
+
+_WARM_UP_STEPS = 2
+
+
+class IdleTimes(NamedTuple):
+    """Duration of one step that starts on idle devices, in seconds.
+
+    Attributes:
+        input: Duration of `next(data)`.
+        transfer: Duration of moving arrays to the devices.
+        run: Duration of `run` until its results are ready.
+    """
+
+    input: float
+    transfer: float
+    run: float
+
+
+class Batches:
+    """Infinite supply of batches with equal shapes; the data is read again when it ends.
+
+    Args:
+        data: Iterable of batches. If `None`, the step takes no batch.
+    """
+
+    def __init__(self, data: Iterable[PyTree] | None) -> None:
+        self._data = data
+        self._iterator: Iterator[PyTree] | None = None
+        self._shapes: Any = None
+        self._num_read = 0
+
+    def take(self) -> tuple[PyTree, ...]:
+        """Returns the next batch, as the last argument of a step; empty if there is no data.
+
+        Raises:
+            ValueError: If the data ended and cannot be read again.
+        """
+        if self._data is None:
+            return ()
+        while True:
+            batch = self._next(self._data)
+            shapes = [getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(batch)]
+            self._shapes = self._shapes or shapes
+            if shapes == self._shapes:  # other shapes would be compiled and distort the times
+                return (batch,)
+
+    def _next(self, data: Iterable[PyTree]) -> PyTree:
+        for _ in range(2):
+            if self._iterator is None:
+                self._iterator = iter(data)
+            for batch in self._iterator:
+                self._num_read += 1
+                return batch
+            self._iterator = None
+        raise ValueError(
+            f"The data ended (batches read: {self._num_read}) and cannot be read again. explain "
+            "reads slightly more than 3 * `steps` batches: pass a list or a dataset, or reduce "
+            "`steps`."
+        )
+
+
+class Trial:
+    """Step on copies of its objects.
+
+    Attributes:
+        runner: Runner of the step.
+        objects: Copies of the nnx objects among the arguments.
+        tree: Arguments and keyword arguments, with the copies.
+        variables: Variables of the copies.
+        changed: For every variable, whether the step changes it.
+        elsewhere: Whether an argument is not on the devices.
+        num_results: Number of arrays that the step returns.
+    """
+
+    def __init__(
+        self, runner: Runner, fn: StepFunction, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> None:
+        self.runner, self._fn = runner, fn
+        hoisted = hoist_nested(args, kwargs)
+        self.objects = copy_of(hoisted.objects)
+        self.tree = with_objects(hoisted.tree, self.objects)
+        self.variables = variables_of(self.objects)
+        self.changed: list[bool] = []
+        self.elsewhere = False
+        self.num_results = 0
+
+    def arguments(self, batch: tuple[PyTree, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the arguments and keyword arguments of a call with this batch."""
+        args, kwargs = self.tree
+        return (*args, *batch), kwargs
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PyTree:
+        """Runs one step; returns its results and variables, which may not be ready yet."""
+        results = self.runner.run(self._fn, args, kwargs)
+        return results, [variable.get_raw_value() for variable in self.variables]
+
+    def warm_up(self, batch: tuple[PyTree, ...]) -> None:
+        """Compiles the step, and finds out which variables it changes."""
+        for _ in range(_WARM_UP_STEPS):
+            before = [variable.get_raw_value() for variable in self.variables]
+            results, after = self.call(*self.arguments(batch))
+            wait((results, after))
+        self.changed = [a is not b for a, b in zip(before, after, strict=True)]
+        self.num_results = len(jax.tree.leaves(results))
+        leaves = jax.tree.leaves(self.arguments(batch), is_leaf=is_whole)
+        self.elsewhere = not all(_is_placed(leaf, self.runner.replicas) for leaf in leaves)
+
+
+def variables_of(objects: Sequence[Any]) -> list[nnx.Variable]:
+    """Returns the variables of nnx objects, without repetition."""
+    nodes = [node for _, node in nnx.iter_graph(tuple(objects))]
+    return [node for node in nodes if isinstance(node, nnx.Variable)]
+
+
+def wait(tree: PyTree) -> None:
+    """Waits until all arrays in a tree are ready, except those in nnx objects."""
+    for leaf in jax.tree.leaves(tree, is_leaf=is_object):
+        if is_object(leaf):
+            continue
+        jax.block_until_ready(leaf.arrays if isinstance(leaf, UnstackedArrays) else leaf)
+
+
+def in_a_loop(trial: Trial, batches: Batches, steps: int) -> float:
+    """Returns the seconds per step in a loop like the user's."""
+    start = time.perf_counter()
+    for _ in range(steps):
+        results = trial.call(*trial.arguments(batches.take()))
+    wait(results)
+    return (time.perf_counter() - start) / steps
+
+
+def idle_times(batches: Batches, trials: Sequence[Trial], steps: int) -> list[IdleTimes]:
+    """Returns the median times of trials whose steps start on idle devices.
+
+    Args:
+        batches: Batches of the first trial.
+        trials: Trials to compare. They take turns, so that a busy moment of the machine affects all
+            of them.
+        steps: Number of steps per trial.
+    """
+    sources = [batches, *(Batches(None) for _ in trials[1:])]
+    turns = [functools.partial(_time_step, *pair) for pair in zip(trials, sources, strict=True)]
+    rows = in_turns(turns, steps)
+    return [IdleTimes(*map(statistics.median, zip(*row, strict=True))) for row in rows]
+
+
+def _time_step(trial: Trial, batches: Batches) -> IdleTimes:
+    start = time.perf_counter()
+    batch = batches.take()
+    taken = time.perf_counter()
+    wait(batch)
+    arguments = trial.arguments(batch)
+    if trial.elsewhere:
+        arguments = placed_on(arguments, trial.runner.replicas)
+        wait(arguments)
+    placed = time.perf_counter()
+    wait(trial.call(*arguments))
+    return IdleTimes(taken - start, placed - taken, time.perf_counter() - placed)
+
+
+def placed_on(arguments: Any, replicas: ReplicaDevices) -> Any:
+    """Returns the arguments with all arrays on the replicas' devices."""
+
+    def place(leaf: Any) -> Any:
+        if _is_placed(leaf, replicas):
+            return leaf
+        return on_replicas(leaf, replicas) if is_per_replica(leaf) else replicas.mirror(leaf)
+
+    return jax.tree.map(place, arguments, is_leaf=is_whole)
+
+
+def _is_placed(leaf: Any, replicas: ReplicaDevices) -> bool:
+    """Whether an argument is on the devices already, or is a number or an nnx object."""
+    value = held_by(leaf) if is_per_replica(leaf) else leaf
+    if isinstance(value, UnstackedArrays):
+        return all(isinstance(array, jax.Array) for array in value.arrays)
+    if is_per_replica(leaf):
+        return isinstance(value, jax.Array) and value.sharding == replicas.stacked
+    if isinstance(leaf, jax.Array):
+        return replicas.is_mirrored(leaf)
+    return not isinstance(leaf, np.ndarray)
+
+
+def is_whole(value: object) -> bool:
+    """Whether a value is treated as one leaf: a `PerReplica` or an nnx object."""
+    return is_per_replica(value) or is_object(value)

@@ -1,0 +1,291 @@
+"""`strategy.inspect`: reports which values of a step are mirrored, and its collectives."""
+
+import html
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import nnx
+
+from mirror._src.base.errors import ReplicaDivergenceError, bytes_in_words, counted, describe
+from mirror._src.base.modules import set_module
+from mirror._src.base.tables import Table
+from mirror._src.base.terminal import wrap
+from mirror._src.base.types import StepFunction
+from mirror._src.engine.call import Call
+from mirror._src.engine.drift import carried_state, causes_of, drift_message, find_drifts
+from mirror._src.engine.plan import (
+    LeafOutcome,
+    Plan,
+    cause,
+    divergence_message,
+    find_merges,
+    leaf_outcomes,
+    unmerged_message,
+)
+from mirror._src.engine.program import shards_of
+from mirror._src.engine.reduce_op import ReduceOp
+from mirror._src.engine.runner import Runner
+from mirror._src.engine.step import TracedStep
+from mirror._src.inspection.collective_table import CollectiveRow, collectives_of, gathers_of
+from mirror._src.jaxprs.marks import Mark
+from mirror._src.jaxprs.proof import prove
+from mirror._src.jaxprs.trace import trace
+from mirror._src.passes.match import join_marks
+from mirror._src.passes.shards import Shards
+
+_MOST_LINES = 2
+_UNCHANGED = "the step does not change it"
+_KEY = "each replica samples with its own key, derived from this one"
+_AFTER = "strategy.run, after the step"
+
+
+@dataclass(frozen=True)
+class ValueRow:
+    """Result or variable of a step.
+
+    Attributes:
+        name: The user's name: `result['loss']`, `model.first.kernel`.
+        value: Dtype and shape on one replica: `float32[12,32]`.
+        state: `"mirrored"`, `"per-replica"`, `"averaged"`, `"merged"`, `"diverges"` or
+            `"unchanged"`. In `ProgramReport.sharding`, `"sharded"` or `"mirrored"`.
+        why: Reason for the state.
+    """
+
+    name: str
+    value: str
+    state: str
+    why: str
+
+
+@set_module("mirror")
+@dataclass(frozen=True, repr=False)
+class ProgramReport:
+    """Result of `strategy.inspect`; `print` it, or display it in a notebook.
+
+    Attributes:
+        step: Name of the step.
+        num_replicas: Number of replicas of the strategy.
+        results: One row per result.
+        variables: One row per variable of the nnx objects.
+        collectives: Collectives in program order.
+        problems: Errors that `run` would raise, with the fix. Empty if `run` accepts the step.
+        sharding: With `shard_update=True`, one row per array of the state that the step changes,
+            with the reason why it is sharded or mirrored. State outside nnx objects is assumed to
+            be donated.
+    """
+
+    step: str
+    num_replicas: int
+    results: tuple[ValueRow, ...]
+    variables: tuple[ValueRow, ...]
+    collectives: tuple[CollectiveRow, ...]
+    problems: tuple[str, ...] = ()
+    sharding: tuple[ValueRow, ...] = ()
+
+    @property
+    def in_step(self) -> bool:
+        """Whether the replicas are proved to stay in sync."""
+        return not self.problems
+
+    @property
+    def heading(self) -> str:
+        """Summary in one line."""
+        verdict = "proved to stay in sync" if self.in_step else "run would reject the step"
+        count = sum(row.state == "per-replica" for row in self.results)
+        per_replica = f"; {counted(count, 'per-replica result')}" if count else ""
+        return f"{self.step} on {counted(self.num_replicas, 'replica')}: {verdict}{per_replica}"
+
+    @property
+    def values_table(self) -> Table:
+        """Table of the results and variables."""
+        rows = [(r.name, r.value, r.state, r.why) for r in (*self.results, *self.variables)]
+        return Table(("value", "on one replica", "state", "reason"), rows)
+
+    @property
+    def collectives_table(self) -> Table:
+        """Table of the collectives."""
+        rows = (
+            (str(i), r.in_words, str(r.num_leaves), bytes_in_words(r.num_bytes), r.often, r.line)
+            for i, r in enumerate(self.collectives)
+        )
+        return Table(("", "collective", "leaves", "bytes", "executed", "line"), rows)
+
+    @property
+    def sharding_table(self) -> Table:
+        """Table of the arrays of the state, sharded or mirrored."""
+        rows = [(row.name, row.value, row.state, row.why) for row in self.sharding]
+        return Table(("array", "full shape", "state", "reason"), rows)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def __str__(self) -> str:
+        communication = (
+            str(self.collectives_table) if self.collectives else "The step has no collectives."
+        )
+        sharded = [str(self.sharding_table)] if self.sharding else []
+        parts = [self.heading, str(self.values_table), *sharded, communication, *self.problems]
+        return wrap("\n\n".join(parts))
+
+    def _repr_html_(self) -> str:
+        parts = [f"<b>{html.escape(self.heading)}</b>", self.values_table._repr_html_()]
+        if self.sharding:
+            parts.append(self.sharding_table._repr_html_())
+        if self.collectives:
+            parts.append(self.collectives_table._repr_html_())
+        return "".join([*parts, *(f"<pre>{html.escape(text)}</pre>" for text in self.problems)])
+
+
+def describe_program(
+    runner: Runner, fn: StepFunction, args: Sequence[Any], kwargs: dict[str, Any]
+) -> ProgramReport:
+    """Implements `Strategy.inspect`."""
+    call, traced = runner.traced(fn, args, kwargs)
+    step, program = traced.steps[0], traced.jaxprs[0]
+    problems: list[str] = []
+    marks = _prove(traced, call.input_names, problems)
+    results, after, keys = traced.split(marks)
+    metrics = call.structure.metrics if call.structure is not None else []
+    merges, unmergeable = find_merges(
+        metrics, call.slots, after, traced.jaxprs, len(results), lambda: marks
+    )
+    if unmergeable:
+        problems.append(unmerged_message(step.name, unmergeable))
+    merged = [i for merge in merges for i in merge.positions.values()]
+    outcomes = leaf_outcomes(call.slots, traced.given, after, keys, merged)
+    diverging = [i for i, outcome in enumerate(outcomes) if outcome is LeafOutcome.DIVERGING]
+    if diverging:
+        names = call.input_names
+        lines = [f"{call.slots[i][1]}: {cause(after[i], names)}" for i in diverging]
+        problems.append(divergence_message(step.name, lines))
+    avals = traced.avals
+    drifts = [d for d in find_drifts(call, step, avals[: len(results)], results) if not d.is_bare]
+    if drifts:
+        problems.append(drift_message(step.name, causes_of(drifts)))
+    ends = len(results), len(results) + step.num_state
+    averaged = [i for i, outcome in enumerate(outcomes) if outcome is LeafOutcome.AVERAGED]
+    shards = None
+    if runner.holds_slices and not problems and len(traced.steps) == 1:
+        changed = [i for i, outcome in enumerate(outcomes) if outcome is not LeafOutcome.UNCHANGED]
+        plan = Plan(changed, averaged, list(merges), [mark.per_replica for mark in results])
+        shards = _find_shards(call, traced, plan)
+    n, limit = len(runner.replicas), runner.pack_bytes
+    scattered = [operation.eqn for operation in shards.scattered] if shards else []
+    return ProgramReport(
+        step.name,
+        n,
+        tuple(_list_results(call, step.out_names, avals[: ends[0]], results)),
+        tuple(_list_variables(call, avals[ends[0] : ends[1]], after, outcomes)),
+        (
+            *collectives_of(program, limit, scattered=scattered),
+            *_list_averaging(traced, [avals[ends[0] + i] for i in averaged], limit),
+            *(gathers_of(shards, n, limit, _AFTER) if shards else []),
+        ),
+        tuple(problems),
+        tuple(_list_sharding(call, step.avals, shards, n)) if shards else (),
+    )
+
+
+def _find_shards(call: Call, traced: TracedStep, plan: Plan) -> Shards:
+    step, differs = traced.steps[0], plan.per_replica_results
+    avals = traced.avals[: len(differs)]
+    return shards_of(traced, plan, carried_state(call, step, avals, differs, donated=True))
+
+
+def _list_sharding(
+    call: Call, avals: Sequence[Any], shards: Shards, num_replicas: int
+) -> Iterator[ValueRow]:
+    """Yields one row per array of the state that the step changes."""
+    names = call.input_names
+    shard = f"1/{num_replicas} on each device"
+    for i in sorted({*shards.inputs, *shards.reasons}):
+        is_sharded = i in shards.inputs
+        why = f"{shard}, along axis {shards.inputs[i]}" if is_sharded else shards.reasons[i]
+        state = "sharded" if is_sharded else "mirrored"
+        yield ValueRow(names[i], describe(avals[i]), state, why)
+
+
+def _prove(traced: TracedStep, names: Sequence[str], problems: list[str]) -> Sequence[Mark]:
+    """Returns the marks of the outputs; adds errors that `run` would raise to `problems`."""
+    n = traced.steps[0].group.num_replicas_in_sync
+    errors: list[str] = []
+    rows = zip(traced.steps, traced.jaxprs, strict=True)
+    proved = [
+        prove(jaxpr, step.per_replica, n, problems=errors, names=names) for step, jaxpr in rows
+    ]
+    problems += dict.fromkeys(errors)
+    if len(proved) == 1:
+        return proved[0]
+    try:
+        return join_marks(traced.jaxprs, proved)
+    except ReplicaDivergenceError as error:
+        problems.append(str(error))
+        return proved[0]
+
+
+def _list_averaging(
+    traced: TracedStep, avals: Sequence[Any], pack_bytes: int
+) -> Iterator[CollectiveRow]:
+    """Yields the collective in which `run` averages batch statistics."""
+    if avals:
+        group = traced.steps[0].group
+        ops = group.cross_device_ops
+        mean = lambda *leaves: ops.all_reduce(ReduceOp.MEAN, leaves)  # noqa: E731
+        leaves = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+        program = trace(mean, leaves, group.num_replicas_in_sync)
+        yield from collectives_of(program, pack_bytes, _AFTER)
+
+
+def _list_results(
+    call: Call, names: Sequence[str], avals: Sequence[Any], marks: Sequence[Mark]
+) -> Iterator[ValueRow]:
+    for name, aval, mark in zip(names, avals, marks, strict=True):
+        state = "per-replica" if mark.per_replica else "mirrored"
+        yield ValueRow(name, describe(aval), state, _explain_mark(mark, call.input_names))
+
+
+def _list_variables(
+    call: Call, avals: Sequence[Any], marks: Sequence[Mark], outcomes: Sequence[LeafOutcome]
+) -> Iterator[ValueRow]:
+    names = call.input_names
+    rows = zip(call.slots, avals, marks, outcomes, strict=True)
+    for (slot, name), aval, mark, outcome in rows:
+        state, why = _STATES[outcome], _explain_mark(mark, names)
+        if outcome is LeafOutcome.UNCHANGED:
+            is_key = issubclass(slot.kind, nnx.RngKey)
+            why = _KEY if is_key else _UNCHANGED
+            state = "per-replica" if slot.is_own else state
+        elif outcome is LeafOutcome.AVERAGED:
+            why = f"run averages batch statistics after the step; {why}"
+        elif outcome is LeafOutcome.MERGED:
+            why = f"run merges nnx metrics after the step; {why}"
+        elif outcome is LeafOutcome.OWN:
+            why = "every replica has its own value (synchronization='on_read')"
+        elif outcome is LeafOutcome.DIVERGING:
+            why = f"{why} without an all-reduce"
+        yield ValueRow(name, describe(aval), state, why)
+
+
+_STATES = {
+    LeafOutcome.UNCHANGED: "unchanged",
+    LeafOutcome.MIRRORED: "mirrored",
+    LeafOutcome.AVERAGED: "averaged",
+    LeafOutcome.MERGED: "merged",
+    LeafOutcome.OWN: "per-replica",
+    LeafOutcome.DIVERGING: "diverges",
+}
+
+
+def _explain_mark(mark: Mark, names: Sequence[str]) -> str:
+    if isinstance(mark.origin, int):
+        return f"depends on {names[mark.origin]}"
+    if mark.origin is not None:
+        return f"because of {mark.origin}"
+    collectives = sorted(mark.reduced_by)
+    if not collectives:
+        return "computed from mirrored values only"
+    rest = len(collectives) - _MOST_LINES
+    more = f", and {rest} more" if rest > 0 else ""
+    return ", ".join(collectives[:_MOST_LINES]) + more

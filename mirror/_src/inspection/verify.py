@@ -1,0 +1,282 @@
+"""`verify`: compares a step on n replicas with the same step on one device."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from mirror._src.base.errors import VerifyError, counted, listing
+from mirror._src.base.modules import set_module
+from mirror._src.base.naming import keys, name_of
+from mirror._src.base.tables import Table
+from mirror._src.base.types import PyTree
+from mirror._src.engine.arguments import hoist_nested, object_names
+from mirror._src.engine.drift import require_none
+from mirror._src.engine.nnx.structure import Structure
+from mirror._src.engine.on_read import collapse
+from mirror._src.engine.per_replica import is_per_replica
+from mirror._src.engine.runner import Runner
+from mirror._src.engine.variable import Variable
+from mirror._src.inspection.trial_objects import (
+    copy_of,
+    gathered,
+    restore,
+    whole_batch,
+    with_objects,
+)
+
+_DEFAULT_RTOL = 1e-5
+_ROUNDINGS = 4  # of sums, of which a replica rounds its own part once more
+
+
+def rtol_of(dtypes: Iterable[Any] = ()) -> float:
+    """Returns the relative difference that rounding may cause between replicas and one device.
+
+    Args:
+        dtypes: Dtypes that layers compute in. What is not a dtype of floats is ignored.
+
+    >>> rtol_of(), rtol_of(["float32", "bfloat16", None])
+    (1e-05, 0.03125)
+    """
+    return max([_DEFAULT_RTOL, *(_ROUNDINGS * _spacing(dtype) for dtype in dtypes)])
+
+
+def _spacing(dtype: Any) -> float:
+    """Returns the spacing of the numbers of a dtype at 1."""
+    try:
+        dtype = None if dtype is None else jnp.dtype(dtype)
+    except TypeError:  # an attribute of the user's that has the name `dtype`
+        return 0.0
+    is_float = dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+    return float(jnp.finfo(dtype).eps) if is_float else 0.0
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Difference between a leaf on n replicas and the same leaf on one device.
+
+    Attributes:
+        name: Name of the leaf: `result['loss']`, `model.kernel`.
+        relative: Largest absolute difference divided by the largest magnitude. `inf` for unequal
+            integers.
+        compared: Whether one device computes a corresponding leaf.
+    """
+
+    name: str
+    relative: float
+    compared: bool = True
+
+
+@set_module("mirror")
+@dataclass(frozen=True)
+class VerifyReport:
+    """Result of `strategy.verify`: one row per result and per changed variable.
+
+    When printed, `-` marks a leaf for which one device computes no counterpart.
+
+    Attributes:
+        num_replicas: Number of replicas that were compared with one device.
+        rtol: Largest relative difference allowed.
+        rows: Results first, then variables.
+
+    >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
+    >>> print(strategy.verify(lambda x: 2 * x, (mirror.PerReplica([[1.0], [2.0]]),)))
+    2 replicas and one device, relative differences (at most 1e-05 allowed):
+        0.0e+00  result
+    """
+
+    num_replicas: int
+    rtol: float
+    rows: tuple[Difference, ...]
+
+    @property
+    def largest(self) -> float:
+        """Largest relative difference of the compared leaves."""
+        return max((row.relative for row in self.rows if row.compared), default=0.0)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        rows = [(r.name, f"{r.relative:.1e}" if r.compared else "-") for r in self.rows]
+        verdict = (
+            f"{counted(self.num_replicas, 'replica')} and one device agree: the largest relative "
+            f"difference is {self.largest:.1e}, and {self.rtol:g} is allowed"
+        )
+        return f"<b>{verdict}</b>" + Table(("value", "difference"), rows)._repr_html_()
+
+    def __str__(self) -> str:
+        lines = [
+            f"{counted(self.num_replicas, 'replica')} and one device, relative differences "
+            f"(at most {self.rtol:g} allowed):"
+        ]
+        for row in self.rows:
+            difference = f"{row.relative:.1e}" if row.compared else "-"
+            lines.append(f"  {difference:>9}  {row.name}")
+        return "\n".join(lines)
+
+
+def verify(
+    many: Runner,
+    single: Runner,
+    fn: Callable,
+    args: Sequence,
+    kwargs: dict,
+    rtol: float,
+    alone: Callable[[PyTree], tuple[Callable, PyTree]] | None = None,
+) -> VerifyReport:
+    """Implements `Strategy.verify`.
+
+    Args:
+        many: Runner of the replicas.
+        single: Runner of one device.
+        fn: The step.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        rtol: Largest allowed difference.
+        alone: Returns what the one device runs, given the arguments with the whole batch. Defaults
+            to the same step with the whole batch.
+    """
+    arguments = hoist_nested(args, kwargs)
+    objects, single_objects = copy_of(arguments.objects), copy_of(arguments.objects)
+    collapse(single_objects)
+    if Variable.in_use:  # the step may capture variables, which must be restored afterwards
+        many.prepare(fn, *with_objects(arguments.tree, objects))
+    captured = many.captured(fn)
+    names = object_names(fn, arguments.tree, [*arguments.objects, *captured], captured)
+    num_replicas = len(many.replicas)
+    saved = copy_of(captured)
+    try:
+        before = variables_of([*objects, *captured], names)
+        results = many.run(fn, *with_objects(arguments.tree, objects))
+        after = variables_of([*objects, *captured], names)
+        restore(captured, saved)
+        collapse(captured)
+        tree, results = gathered(many, (arguments.tree, results))
+        whole = jax.tree.map(whole_batch, tree, is_leaf=is_per_replica)
+        reference, whole = (fn, whole) if alone is None else alone(whole)
+        expected_results = single.run(reference, *with_objects(whole, single_objects))
+        expected = variables_of([*single_objects, *captured], names)
+    finally:
+        restore(captured, saved)
+    program = many.prepare(fn, *with_objects(arguments.tree, objects))
+    require_none(name_of(fn), program.drifts)
+    rows = [
+        *_compare_results(results, expected_results),
+        *compare_variables(before, after, expected),
+    ]
+    hint = _shared_key_hint(program.shared_samples)
+    return checked(VerifyReport(num_replicas, rtol, tuple(rows)), CAUSES + hint)
+
+
+CAUSES = (
+    'Common causes: all_reduce("sum") where a mean is intended (or vice versa); a loss '
+    "divided twice; batch normalization over each replica's own batch (pass "
+    "axis_name=mirror.REPLICA_AXIS), or over pieces of it (accumulate_steps); padding in a loss "
+    "that looks across examples (mirror.example_mask(batch)); dropout, which samples independently "
+    "on each replica. "
+    "If only one variable differs, its true gradient may be zero, such as a bias directly "
+    "before batch normalization (use_bias=False): the difference is then rounding error."
+)
+
+
+def checked(report: VerifyReport, causes: str) -> VerifyReport:
+    """Returns the report.
+
+    Raises:
+        VerifyError: If rows differ by more than allowed. The message ends with the causes.
+    """
+    wrong = [row for row in report.rows if row.compared and not row.relative <= report.rtol]
+    if wrong:
+        raise VerifyError(
+            f"{report.num_replicas} replicas and one device on the whole batch differ by more than "
+            f"rtol={report.rtol:g} in:\n"
+            f"{listing(f'{r.name}: relative {r.relative:.1e}' for r in wrong)}\n{causes}"
+        )
+    return report
+
+
+def _shared_key_hint(lines: Sequence[str]) -> str:
+    if not lines:
+        return ""
+    return (
+        f"\nAll replicas sample with the same key at {', '.join(lines)}. For dropout, derive a key "
+        "per replica: replica_context.fold_in(key). For samples that do not depend on the number "
+        "of replicas, use mirror.example_keys(key, batch)."
+    )
+
+
+def variables_of(objects: Sequence[Any], names: Sequence[str]) -> dict[str, np.ndarray]:
+    """Returns copies of the variables of nnx objects, given the names of the objects."""
+    if not objects:
+        return {}
+    objects = copy_of(objects)
+    collapse(objects)
+    structure = Structure(objects)
+    leaves = jax.tree.leaves(nnx.split(tuple(objects))[1])
+    return {n: _host(x) for n, x in zip(structure.names(names), leaves, strict=True)}
+
+
+def _host(leaf: Any) -> np.ndarray:
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    return np.array(leaf)
+
+
+def compare_variables(
+    before: Mapping[str, np.ndarray],
+    after: Mapping[str, np.ndarray],
+    expected: Mapping[str, np.ndarray],
+) -> list[Difference]:
+    """Returns a row for each variable that n replicas or one device have changed."""
+    return [
+        Difference(name, relative_difference(value, expected[name]))
+        for name, value in after.items()
+        if not (_equal(value, before[name]) and _equal(expected[name], before[name]))
+    ]
+
+
+def _compare_results(results: PyTree, expected: PyTree) -> list[Difference]:
+    rows = []
+    leaves = jax.tree_util.tree_flatten_with_path(results, is_leaf=is_per_replica)[0]
+    expected_leaves = jax.tree.leaves(expected, is_leaf=is_per_replica)
+    for (path, a), b in zip(leaves, expected_leaves, strict=True):
+        name = "result" + keys(path)
+        if not is_per_replica(a):
+            rows.append(Difference(name, relative_difference(_host(a), _host(b))))
+            continue
+        one, shards = _host(b.values[0]), list(map(_host, a.values))
+        joined = np.concatenate(shards) if shards[0].ndim else np.stack(shards)
+        comparable = one.ndim > 0 and joined.shape == one.shape
+        distance = relative_difference(joined, one) if comparable else 0.0
+        rows.append(Difference(name, distance, comparable))
+    return rows
+
+
+def _equal(a: np.ndarray, b: np.ndarray) -> bool:
+    return a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+def relative_difference(a: np.ndarray, b: np.ndarray) -> float:
+    """Returns the largest difference over the largest magnitude; NaNs in equal places are equal."""
+    if a.shape != b.shape:
+        return float("inf")
+    if a.size == 0 or _equal(a, b):
+        return 0.0
+    if not jnp.issubdtype(a.dtype, jnp.inexact):
+        return 0.0 if np.array_equal(a, b) else float("inf")
+    wide = np.complex128 if np.iscomplexobj(a) else np.float64
+    a, b = a.astype(wide), b.astype(wide)
+    is_equal = (a == b) | (np.isnan(a) & np.isnan(b))
+    if is_equal.all():
+        return 0.0
+    with np.errstate(invalid="ignore"):
+        distance = np.where(is_equal, 0.0, np.abs(a - b))
+    finite = np.abs(b[np.isfinite(b)])
+    scale = max(float(finite.max(initial=0.0)), float(np.finfo(np.float32).tiny))
+    largest = float(distance.max())
+    return largest / scale if np.isfinite(largest) else float("inf")

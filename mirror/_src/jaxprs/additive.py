@@ -1,0 +1,251 @@
+"""Dependence analysis: which outputs of a program are an input plus something else.
+
+A step that updates a metric with a batch computes `before + increment`. Summing the increments over
+the replicas is correct only if the increment does not depend on `before`. One pass over the jaxpr
+proves this for all inputs at the same time. Loops are iterated to a fixpoint. The results of an
+operation that the pass does not know depend on every operand in an unknown way.
+"""
+
+import enum
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+from mirror._src.jaxprs.equations import (
+    Scan,
+    While,
+    called,
+    is_ref,
+    walk,
+    with_inner,
+)
+
+
+class Dependence(enum.Enum):
+    """Ways in which an output of a program can depend on an input.
+
+    Attributes:
+        INDEPENDENT: The output does not depend on the input, in its data or in its control flow.
+        ADDED: The output is the input plus something that is independent of the input.
+        OTHER: The output may depend on the input in any other way.
+    """
+
+    INDEPENDENT = "independent"
+    ADDED = "added"
+    OTHER = "other"
+
+
+# Dependence of one value on the inputs, by index. INDEPENDENT inputs are omitted.
+# ADDED ignores the shape: it holds for the elements in row-major order.
+_Marks: TypeAlias = Mapping[int, Dependence]
+_NONE: _Marks = {}
+
+_IMPURE = frozenset({"io_callback", "debug_callback"})
+_ADDITIONS = frozenset({"add", "add_any"})
+_SCATTERED = frozenset({"scatter-add", "scatter-sub"})
+_PASSING = frozenset(
+    (
+        *("optimization_barrier", "device_put", "ensure_mirrored", "copy", "copy_p", "name"),
+        *("pvary", "pcast", "mesh_cast", "sharding_constraint", "layout_constraint"),
+    )
+)
+_RESHAPING = frozenset(
+    {"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "convert_element_type"}
+)
+
+
+def dependence(
+    program: ClosedJaxpr, inputs: Sequence[int], outputs: Sequence[int]
+) -> list[Dependence]:
+    """Returns how each output depends on the input at the same position.
+
+    Args:
+        program: The program to analyze.
+        inputs: Indices of inputs.
+        outputs: Indices of outputs, one per index in `inputs`.
+
+    Returns:
+        One `Dependence` per pair. INDEPENDENT and ADDED are proved; OTHER means not proved.
+    """
+    jaxpr = program.jaxpr
+    marks: list[_Marks] = [_NONE] * len(jaxpr.invars)
+    for index in inputs:
+        is_number = jnp.issubdtype(_aval(jaxpr.invars[index]).dtype, jnp.number)
+        marks[index] = {index: Dependence.ADDED if is_number else Dependence.OTHER}
+    after = _Pass().run(program, marks)
+    dependences = []
+    for index, output in zip(inputs, outputs, strict=True):
+        same_shape = _aval(jaxpr.invars[index]).shape == _aval(jaxpr.outvars[output]).shape
+        mark = after[output] if same_shape else _other(after[output])
+        dependences.append(mark.get(index, Dependence.INDEPENDENT))
+    return dependences
+
+
+class _Pass:
+    """Dependence pass over a program.
+
+    Attributes:
+        control: Inputs that decide whether the current operation runs.
+        stored: Inputs that state outside the values depends on: a `Ref`, or the host.
+    """
+
+    def __init__(self) -> None:
+        self.control: frozenset[int] = frozenset()
+        self.stored: frozenset[int] = frozenset()
+
+    def run(self, program: ClosedJaxpr, marks: Sequence[_Marks]) -> list[_Marks]:
+        """Walks until `stored` stops growing: in a loop, a read may precede its write."""
+        while True:
+            stored = self.stored
+            outputs = self.walk(program, marks)
+            if stored == self.stored:
+                return outputs
+
+    def walk(self, program: ClosedJaxpr | Jaxpr, marks: Sequence[_Marks]) -> list[_Marks]:
+        return walk(program, marks, lambda _: _NONE, self.equation)
+
+    def equation(self, eqn: JaxprEqn, marks: list[_Marks]) -> Sequence[_Marks]:
+        if not (any(marks) or self.control or self.stored):
+            return [_NONE] * len(eqn.outvars)
+        name = eqn.primitive.name
+        if name == "scan":
+            return self.scan(eqn, marks)
+        if name == "while":
+            return self.while_loop(eqn, marks)
+        if name == "cond":
+            return self.cond(eqn, marks)
+        program = called(eqn)
+        if program is not None:
+            return self.walk(program, marks)
+        if _touches_state(eqn):
+            self.stored |= self.control.union(*marks)
+            return [_other({*self.stored}.union(*marks))] * len(eqn.outvars)
+        if name in _PASSING and len(marks) == len(eqn.outvars):
+            return marks
+        return [_computed(eqn, marks)] * len(eqn.outvars)
+
+    def scan(self, eqn: JaxprEqn, marks: list[_Marks]) -> list[_Marks]:
+        scan = Scan(eqn)
+        consts, carry, scanned = scan.split(marks)
+        slices = list(map(_other, scanned))
+        while True:
+            outputs = self.walk(scan.body, [*consts, *carry, *slices])
+            joined = _joins(carry, outputs[: scan.num_carry])
+            if joined == carry:
+                return [*carry, *map(_other, outputs[scan.num_carry :])]
+            carry = joined
+
+    def while_loop(self, eqn: JaxprEqn, marks: list[_Marks]) -> list[_Marks]:
+        loop = While(eqn)
+        test_consts, consts, carry = loop.split(marks)
+        while True:
+            (predicate,) = self.walk(loop.test, [*test_consts, *carry])
+            with self.under(predicate):
+                # Whether the test runs again depends on its previous result.
+                self.walk(loop.test, [*test_consts, *carry])
+                outputs = self.walk(loop.body, [*consts, *carry])
+            joined = [_chosen(predicate, pair) for pair in zip(carry, outputs, strict=True)]
+            if joined == carry:
+                return carry
+            carry = joined
+
+    def cond(self, eqn: JaxprEqn, marks: list[_Marks]) -> list[_Marks]:
+        index, *operands = marks
+        with self.under(index):
+            branches = [self.walk(branch, operands) for branch in eqn.params["branches"]]
+        return [_chosen(index, cases) for cases in zip(*branches, strict=True)]
+
+    @contextmanager
+    def under(self, predicate: _Marks) -> Iterator[None]:
+        """Context manager for operations that run only if the predicate says so."""
+        saved = self.control
+        self.control = saved.union(predicate)
+        yield
+        self.control = saved
+
+
+def _computed(eqn: JaxprEqn, marks: Sequence[_Marks]) -> _Marks:
+    """Returns the dependence of the results of an operation without inner control flow."""
+    name = eqn.primitive.name
+    if name == "select_n":
+        return _chosen(marks[0], marks[1:])
+    if name in _ADDITIONS:
+        return _sum(eqn, marks, terms=(0, 1))
+    if name == "sub" or name in _SCATTERED:
+        return _sum(eqn, marks, terms=(0,))
+    if name == "scatter" and _overwrites(eqn):
+        return marks[2]
+    if name in _RESHAPING and len(marks) == 1 and _keeps_elements(eqn):
+        return marks[0]
+    return _other(_inputs(marks))
+
+
+def _sum(eqn: JaxprEqn, marks: Sequence[_Marks], terms: Sequence[int]) -> _Marks:
+    """Returns the dependence of a sum: ADDED through one term, if no other operand depends."""
+    result = dict(_other(_inputs(marks)))
+    (out,) = eqn.outvars
+    for term in terms:
+        others = _inputs(mark for i, mark in enumerate(marks) if i != term)
+        if _aval(eqn.invars[term]).shape == _aval(out).shape:
+            result.update((k, how) for k, how in marks[term].items() if k not in others)
+    return result
+
+
+def _chosen(predicate: _Marks, cases: Sequence[_Marks]) -> _Marks:
+    """Returns the dependence of a value that the predicate selects from several."""
+    result = dict(cases[0])
+    for case in cases:
+        differing = {k for k in _inputs((result, case)) if result.get(k) is not case.get(k)}
+        result.update(_other(differing))
+    return {**result, **_other(predicate)}
+
+
+def _joins(left: Sequence[_Marks], right: Sequence[_Marks]) -> list[_Marks]:
+    """Returns the dependence of values that are either the left or the right ones."""
+    return [_chosen(_NONE, pair) for pair in zip(left, right, strict=True)]
+
+
+def _inputs(marks: Iterable[_Marks]) -> set[int]:
+    """Returns the inputs that any of the values depends on."""
+    return set().union(*marks)
+
+
+def _other(inputs: Iterable[int]) -> _Marks:
+    """Returns an unknown dependence on these inputs."""
+    return dict.fromkeys(inputs, Dependence.OTHER)
+
+
+def _keeps_elements(eqn: JaxprEqn) -> bool:
+    """Whether the result has the elements of the only operand, in row-major order."""
+    before, after = _aval(eqn.invars[0]), _aval(eqn.outvars[0])
+    if before.size != after.size or before.dtype != after.dtype:
+        return False
+    return eqn.primitive.name != "reshape" or eqn.params["dimensions"] is None
+
+
+def _overwrites(eqn: JaxprEqn) -> bool:
+    """Whether a `scatter` replaces its whole operand, as `x[...] = y` does."""
+    operand, _, updates = map(_aval, eqn.invars)
+    numbers = eqn.params["dimension_numbers"]
+    window = len(numbers.update_window_dims) == len(updates.shape)
+    whole = window and operand.shape == updates.shape and operand.dtype == updates.dtype
+    return whole and not numbers.scatter_dims_to_operand_dims
+
+
+def _touches_state(eqn: JaxprEqn) -> bool:
+    """Whether the operation may read or write anything but its operands and results."""
+    return any(map(_is_impure, with_inner(eqn)))
+
+
+def _is_impure(eqn: JaxprEqn) -> bool:
+    if eqn.primitive.name in _IMPURE or eqn.params.get("has_side_effect", False):
+        return True
+    return any(map(is_ref, (*eqn.invars, *eqn.outvars)))
+
+
+def _aval(atom: Any) -> Any:
+    """Returns the abstract value of an operand or result."""
+    return atom.aval

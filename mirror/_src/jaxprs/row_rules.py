@@ -1,0 +1,489 @@
+"""The rules of `rows`: what each operation does with the rows of the batch."""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from jax.extend.core import JaxprEqn, Literal
+
+from mirror._src.jaxprs.primitives import ELEMENTWISE
+from mirror._src.jaxprs.row_facts import (
+    NO_AXES,
+    NO_FILLS,
+    NO_LINES,
+    Excludes,
+    Place,
+    RowAxis,
+    Rows,
+    join,
+    known,
+    neutral,
+    unknown,
+)
+from mirror._src.jaxprs.row_fills import Value, dtype_of, elementwise, reduction
+
+Rule = Callable[[JaxprEqn, list[Rows], Place], Rows]
+
+
+def _shape(atom: Any) -> tuple[int, ...]:
+    return tuple(atom.aval.shape)
+
+
+def _elementwise(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
+    name, joined = eqn.primitive.name, join(operands)
+    joined = joined.filled(lambda axis: elementwise(eqn, [x.value(axis) for x in operands]))
+    joined = joined._replace(constant=elementwise(eqn, [x.constant for x in operands]))
+    if name in ("mul", "div") and joined.mixed and not joined.is_mask:
+        counts = [x for x in operands if x.is_mask and not x.axes and x.mixed]
+        if counts and any(not x.is_mask and x.mixed and not x.axes for x in operands):
+            joined = joined._replace(means=joined.means | {line})
+    if name in ("mul", "div"):
+        joined = _scaled(eqn, operands, joined, line)
+    if name not in _KEEPS_INDEX or (name == "add" and not _adds_size(eqn)):
+        joined = joined._replace(is_index=False)
+    return joined
+
+
+def _scaled(eqn: JaxprEqn, operands: list[Rows], joined: Rows, line: Place) -> Rows:
+    """Returns a product or quotient: the mean of a sum over examples may count the padding."""
+    x, y = operands
+    is_quotient = eqn.primitive.name == "div"
+    if is_quotient and x.diluted and y.diluted:
+        return joined._replace(diluted=NO_LINES)  # as in (x * mask).mean() / mask.mean()
+    for rows, atom in ((x, eqn.invars[1]), (y, eqn.invars[0])):
+        if not rows.num_summed or not isinstance(atom, Literal) or (is_quotient and rows is y):
+            continue
+        factor = 1 / atom.val if is_quotient and atom.val else atom.val
+        if abs(factor * rows.num_summed - 1) < 1e-3:
+            place = line._replace(counts_padding=True)
+            return joined._replace(diluted=joined.diluted | {place})
+    return joined
+
+
+def _adds_size(eqn: JaxprEqn) -> bool:
+    """Whether a negative index is made positive, as JAX does with every index."""
+    literals = [atom.val for atom in eqn.invars if isinstance(atom, Literal)]
+    return bool(literals) and all(value in _shape(eqn.outvars[0]) for value in literals)
+
+
+def reduced(operand: Rows, axes: Iterable[int], line: Place, excludes: Excludes) -> Rows:
+    axes = set(axes)
+
+    def move(row: RowAxis) -> tuple[RowAxis]:
+        return (row.at(row.axis - sum(axis < row.axis for axis in axes)),)
+
+    return operand.without(axes, line, excludes).moved(move)
+
+
+def _reduction(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
+    name, axes, joined = eqn.primitive.name, eqn.params["axes"], join(operands)
+    is_sum = name == "reduce_sum" and any(row.axis in axes for row in joined.axes)
+    count = math.prod(_shape(eqn.invars[0])[axis] for axis in axes)
+    result = reduced(joined, axes, line, neutral(name, dtype_of(eqn.invars[0])))
+    result = result.filled(lambda axis: reduction(eqn, result.value(axis), count))
+    constant = reduction(eqn, joined.constant, count)
+    return result._replace(is_index=False, constant=constant, num_summed=count if is_sum else 0)
+
+
+def _along(*names: str) -> Rule:
+    """Returns the rule of an operation that combines entries along the axis of a parameter."""
+
+    def rule(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
+        values = [eqn.params[name] for name in names if name in eqn.params]
+        axes = [axis for x in values for axis in (x if isinstance(x, tuple) else (x,))]
+        return _shuffled(eqn, join(operands), axes, line)
+
+    return rule
+
+
+def _along_last(count: int) -> Rule:
+    """Returns the rule of an operation that combines entries along the last axes."""
+
+    def rule(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
+        ndim = len(_shape(eqn.invars[0]))
+        return _shuffled(eqn, join(operands), range(ndim - count, ndim), line)
+
+    return rule
+
+
+def _sort(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
+    """The rule of `sort`: the rows of the first operands determine the order."""
+    keys, axes = join(operands[: eqn.params["num_keys"]]), [eqn.params["dimension"]]
+    result = _shuffled(eqn, keys, axes, line)
+    fills = result.fills if len(operands) == 1 else NO_FILLS
+    return join([result, *operands])._replace(is_index=False, fills=fills)
+
+
+def _shuffled(eqn: JaxprEqn, value: Rows, axes: Iterable[int], line: Place) -> Rows:
+    """Returns the value after entries along some axes were combined, or moved to others."""
+    name, axes = eqn.primitive.name, set(axes)
+    result = value.without(axes, line, neutral(name, dtype_of(eqn.invars[0])))
+    result = result._replace(is_index=False, constant=None)
+    if name not in ("top_k", "approx_top_k"):  # whose results are examples only
+        result = result._replace(axes=value.axes)
+
+    def fill(axis: RowAxis) -> Value:
+        number = value.value(axis)
+        is_kept = name in (_KEEPS_FILL if axis.axis in axes else _KEEPS_OTHER_FILL)
+        return number if is_kept or (number == 0 and name in _KEEPS_ZERO) else None
+
+    return result.filled(fill)
+
+
+def _broadcast(eqn: JaxprEqn, operands: list[Rows], _line: Place) -> Rows:
+    dims = eqn.params["broadcast_dimensions"]
+    return operands[0].moved(lambda row: (row.at(dims[row.axis] if row.axis >= 0 else row.axis),))
+
+
+def _transpose(eqn: JaxprEqn, operands: list[Rows], _line: Place) -> Rows:
+    order = eqn.params["permutation"]
+    return operands[0].moved(
+        lambda row: (row.at(order.index(row.axis) if row.axis >= 0 else row.axis),)
+    )
+
+
+def _squeeze(eqn: JaxprEqn, operands: list[Rows], _line: Place) -> Rows:
+    dims = {d % len(_shape(eqn.invars[0])) for d in eqn.params["dimensions"]}
+
+    def move(row: RowAxis) -> tuple[RowAxis, ...]:
+        return () if row.axis in dims else (row.at(row.axis - sum(d < row.axis for d in dims)),)
+
+    return operands[0].moved(move)
+
+
+def _stack(eqn: JaxprEqn, operands: list[Rows], _line: Place) -> Rows:
+    axis = eqn.params["axis"]
+    return join(operands).moved(lambda row: (row.at(row.axis + (row.axis >= axis)),))
+
+
+def _reshape(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
+    old, new = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
+    lost = []
+
+    def move(row: RowAxis) -> list[RowAxis]:
+        if row.axis < 0:
+            return [row]
+        if old[: row.axis + 1] == new[: row.axis + 1]:
+            return [row]
+        # A reshape keeps the distance of two rows in memory.
+        stride, left = row.inner * math.prod(old[row.axis + 1 :]), row.size
+        found = []
+        for axis in reversed(range(len(new))):
+            step = math.prod(new[axis + 1 :])
+            if left > 1 and step <= stride < step * new[axis]:
+                part = min(left, step * new[axis] // stride)
+                if stride % step or left % part:
+                    break
+                found.append(RowAxis(axis, part, stride // step, row.origin))
+                stride, left = stride * part, left // part
+        if left > 1 or not found:
+            lost.append(row)
+        return found
+
+    moved = operands[0].moved(move)
+    return moved._replace(unknown=moved.unknown | {line}) if lost else moved
+
+
+def _slice(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
+    """The rule of slices: a slice of concatenated rows may undo the concatenation."""
+    result, sizes = operands[0], _shape(eqn.outvars[0])
+    for other in operands[1:]:  # indices
+        result = join([result, other._replace(axes=NO_AXES)])
+    shape = _shape(eqn.invars[0])
+    cut = {axis for axis, size in enumerate(shape) if sizes[axis] != size}
+    return _picked(result._replace(constant=operands[0].constant, is_index=False), cut, line)
+
+
+def _picked(value: Rows, cut: set[int], line: Place) -> Rows:
+    """Returns the value after some of the entries along axes were picked.
+
+    They are counted from the end as well, where the padding is, so that no number is neutral.
+    """
+    joined = {x.axis for x in value.axes if x.axis in cut and x.origin == "joined"}
+    result = value.without(cut - joined, line)._replace(axes=value.axes)
+    return result._replace(unknown=result.unknown | {line}) if joined else result
+
+
+def _split(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
+    cut = {eqn.params["axis"]} if len(eqn.outvars) > 1 else set()
+    return _picked(operands[0], cut, line)
+
+
+def _concatenate(eqn: JaxprEqn, operands: list[Rows], _line: Place) -> Rows:
+    # Indices [i, j] of rows and columns are indices of rows, as in logits[jnp.arange(n), labels].
+    joined = join(operands)._replace(is_index=any(x.is_index for x in operands))
+    axes = {eqn.params["dimension"]} if len(operands) > 1 else set()
+    return _extended(joined, axes, operands)
+
+
+def _extended(value: Rows, axes: set[int], operands: list[Rows]) -> Rows:
+    """Returns the value after other entries, which are not padding, were put beside its rows."""
+
+    def own(axis: RowAxis) -> Value:
+        if axis.axis not in axes:
+            return value.value(axis)
+        return join([x for x in operands if axis in x.axes]).value(axis)
+
+    value = value.filled(own)
+
+    def move(row: RowAxis) -> tuple[RowAxis]:
+        return (row._replace(origin="joined") if row.axis in axes and not row.origin else row,)
+
+    return value.moved(move)
+
+
+def _pad(eqn: JaxprEqn, operands: list[Rows], _line: Place) -> Rows:
+    config = eqn.params["padding_config"]
+    return _extended(join(operands), {i for i, pads in enumerate(config) if any(pads)}, operands)
+
+
+def _update(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
+    """The rule of `dynamic_update_slice`."""
+    shape, part = (_shape(eqn.invars[i]) for i in (0, 1))
+    cut = {axis for axis, size in enumerate(shape) if part[axis] != size}
+    own, indices = operands[:2], [x._replace(axes=NO_AXES) for x in operands[2:]]
+    joined = join([*own, *indices])._replace(fills=join(own).fills)
+    is_cut = any(x.axis in cut for x in operands[1].axes)
+    return joined._replace(unknown=joined.unknown | {line}) if is_cut else joined
+
+
+def _dot(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
+    contracted, batch = eqn.params["dimension_numbers"]
+    sides = []
+    for i in (0, 1):
+        ndim = len(_shape(eqn.invars[i]))
+        free = [d for d in range(ndim) if d not in (*contracted[i], *batch[i])]
+        start = len(batch[0])
+        if i:
+            start += len(_shape(eqn.invars[0])) - len(contracted[0]) - len(batch[0])
+        place = {d: k for k, d in enumerate(batch[i])}
+        place |= {d: start + k for k, d in enumerate(free)}
+        place |= {d: -1000 - k for k, d in enumerate(contracted[i])}
+        sides.append(_placed(operands[i], place))
+    joined = join(sides)._replace(constant=None, is_index=False)
+    joined = joined.filled(lambda axis: 0.0 if any(x.value(axis) == 0 for x in sides) else None)
+    axes = [-1000 - k for k in range(len(contracted[0]))]
+    is_sum = any(row.axis in axes for row in joined.axes)
+    count = math.prod(_shape(eqn.invars[0])[d] for d in contracted[0]) if is_sum else 0
+    return joined.without(axes, line, lambda value: value == 0)._replace(num_summed=count)
+
+
+def _placed(value: Rows, place: dict[int, int]) -> Rows:
+    return value.moved(lambda row: (row.at(place.get(row.axis, row.axis)),))
+
+
+def _conv(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
+    spec = eqn.params["dimension_numbers"]
+    image, kernel = operands
+    batch = spec.lhs_spec[0]
+    if eqn.params["batch_group_count"] > 1 or kernel.axes:
+        return unknown(operands, line)
+    others = [row.axis for row in image.axes if row.axis >= 0 and row.axis != batch]
+    if any(row.axis == spec.lhs_spec[1] for row in image.axes) and (
+        eqn.params["feature_group_count"] > 1
+    ):
+        return unknown(operands, line)
+    image = image.without(others, line)
+    moved = image.moved(lambda row: (row.at(spec.out_spec[0] if row.axis >= 0 else row.axis),))
+    joined = join([moved, kernel])._replace(constant=None)
+    return joined.filled(lambda axis: 0.0 if moved.value(axis) == 0 else None)
+
+
+def _window(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
+    sizes = eqn.params["window_dimensions"]
+    axes = [axis for axis, size in enumerate(sizes) if size > 1]
+    return _shuffled(eqn, join(operands), axes, line)
+
+
+def _gather(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
+    array, indices = operands
+    dims, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    shape = _shape(eqn.invars[0])
+    batch = [d for d in range(len(_shape(eqn.outvars[0]))) if d not in dims.offset_dims]
+    kept = [
+        d
+        for d in range(len(shape))
+        if d not in (*dims.collapsed_slice_dims, *dims.operand_batching_dims)
+    ]
+    place = dict(zip(kept, dims.offset_dims, strict=True))
+    for a, b in zip(dims.operand_batching_dims, dims.start_indices_batching_dims, strict=True):
+        place[a] = batch[b]
+    moved = indices.moved(lambda row: (row.at(batch[row.axis] if row.axis >= 0 else row.axis),))
+    moved = moved._replace(is_mask=False, is_index=False)
+    picked = {d for d in dims.start_index_map if sizes[d] != shape[d]}
+    if indices.is_index:  # entry i of the result is from row i
+        rows = {
+            x for x in array.axes if x.axis in picked and not x.origin and x.size == shape[x.axis]
+        }
+        places = {x: x.at(batch[0]) for x in rows}
+    else:
+        places = {}
+    result = array
+    lost = {x for x in array.axes if x.axis in picked and x not in places}
+    joined = {x for x in lost if x.origin == "joined"}
+    if lost - joined:
+        result = result.without({x.axis for x in lost - joined}, line, known)
+    if joined:
+        result = result.moved(lambda row: () if row in joined else (row,))
+        result = result._replace(unknown=result.unknown | {line})
+    result = result.moved(
+        lambda row: (places[row] if row in places else row.at(place.get(row.axis, row.axis)),)
+    )
+    return join([result, moved])._replace(fills=result.fills, constant=array.constant)
+
+
+def _scatter(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
+    array, indices, updates = operands
+    dims = eqn.params["dimension_numbers"]
+    joined = join([array, indices._replace(axes=NO_AXES), updates._replace(axes=NO_AXES)])
+    window = sorted(dims.update_window_dims)
+    kept = [
+        d
+        for d in range(len(_shape(eqn.invars[0])))
+        if d not in (*dims.inserted_window_dims, *dims.operand_batching_dims)
+    ]
+    place = dict(zip(window, kept, strict=True))
+    scattered = [d for d in range(len(_shape(eqn.invars[2]))) if d not in window]
+    for a, b in zip(dims.operand_batching_dims, dims.scatter_indices_batching_dims, strict=True):
+        place[scattered[b]] = a
+    rows = updates.moved(
+        lambda row: (
+            (row.at(place.get(row.axis, row.axis)),) if (row.axis in place or row.axis < 0) else ()
+        )
+    )
+    rest = [row.axis for row in updates.axes if row.axis >= 0 and row.axis not in place]
+    own = [row for row in indices.axes if row.axis >= 0 and scattered[row.axis] not in place]
+    name, both = eqn.primitive.name, join([array, rows])
+    result = join([joined, rows])._replace(is_mask=False, is_index=False, constant=None)
+    result = result.filled(
+        lambda axis: both.value(axis) if name == "scatter" or both.value(axis) == 0 else None
+    )
+    is_own = indices.is_index and all(not x.origin for x in array.axes)
+    if (not rest and not own) or (array.axes and is_own):  # x.at[jnp.arange(n), labels].set(v)
+        return result
+    if array.axes:
+        return result._replace(unknown=result.unknown | {line})
+    excludes = neutral(name, dtype_of(eqn.invars[2]))
+    mixed = updates.without(rest, line, excludes)
+    is_excluded = bool(rest) and mixed.padded == updates.padded  # wherever it is added
+    picked = indices.without([x.axis for x in own], line, lambda _: is_excluded)
+    return join([result, join([mixed, picked])._replace(axes=NO_AXES)])._replace(fills=result.fills)
+
+
+def gathered(eqn: JaxprEqn, value: Rows) -> Rows:
+    """Returns the rows of all replicas."""
+    dim, tiled = eqn.params["all_gather_dimension"], eqn.params["tiled"]
+
+    def move(row: RowAxis) -> list[RowAxis]:
+        axis = row.axis if tiled or row.axis < dim else row.axis + 1
+        size = row.size * eqn.params["axis_size"] if tiled and row.axis == dim else row.size
+        found = [row._replace(axis=axis, size=size, origin="gathered")]
+        return found if tiled else [*found, RowAxis(dim, eqn.params["axis_size"], 1, "gathered")]
+
+    return value.moved(move)
+
+
+def _leading(_eqn: JaxprEqn, operands: list[Rows], _line: Place) -> Rows:
+    """The rule of operations on PRNG keys, whose axes come first in the result."""
+    value = join(operands)._replace(fills=NO_FILLS, constant=None)
+    return value._replace(is_mask=False, is_index=False)
+
+
+_KEEPS_FILL = frozenset(("sort", "svd", "eigh"))
+_KEEPS_OTHER_FILL = frozenset(
+    (
+        *("sort", "rev", "top_k", "approx_top_k", "cummax", "cummin"),
+        *("reduce_window_max", "reduce_window_min"),
+    )
+)
+_KEEPS_ZERO = frozenset(("cumsum", "cumprod", "reduce_window_sum"))
+_KEEPS_INDEX = frozenset(("convert_element_type", "copy", "copy_p", "lt", "add", "select_n"))
+_OTHER_ELEMENTWISE = frozenset(
+    (
+        *("convert_element_type", "copy", "copy_p", "reduce_precision", "stop_gradient", "add_any"),
+        *("exp2", "expm1", "rsqrt", "cbrt", "logistic", "tan", "asin", "acos", "atan", "atan2"),
+        *("sinh", "cosh", "asinh", "acosh", "atanh", "erf", "erfc", "lgamma", "digamma"),
+        *("polygamma", "igamma", "igammac", "regularized_incomplete_beta", "bessel_i0e"),
+        *("bessel_i1e", "nextafter", "population_count", "clz", "shift_right_arithmetic"),
+        *("real", "imag", "complex", "conj", "bitcast_convert_type", "threefry2x32", "zeta"),
+        *("random_fold_in", "mulhi", "lt_to", "le_to", "eq_to"),
+    )
+)
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(ELEMENTWISE | _OTHER_ELEMENTWISE, _elementwise),
+    **dict.fromkeys(
+        (
+            "reduce_sum",
+            "reduce_max",
+            "reduce_min",
+            "reduce_prod",
+            "reduce_and",
+            "reduce_or",
+            "reduce_xor",
+            "argmax",
+            "argmin",
+        ),
+        _reduction,
+    ),
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _along("axis")),
+    "sort": _sort,
+    "rev": _along("dimensions"),
+    "top_k": _along_last(1),
+    "approx_top_k": _along("reduction_dimension"),
+    **dict.fromkeys(
+        (
+            "cholesky",
+            "lu",
+            "qr",
+            "eigh",
+            "eig",
+            "svd",
+            "triangular_solve",
+            "householder_product",
+            "schur",
+            "tridiagonal_solve",
+        ),
+        _along_last(2),
+    ),
+    "broadcast_in_dim": _broadcast,
+    "transpose": _transpose,
+    "squeeze": _squeeze,
+    "reshape": _reshape,
+    "slice": _slice,
+    "dynamic_slice": _slice,
+    "split": _split,
+    "concatenate": _concatenate,
+    "stack": _stack,
+    "pad": _pad,
+    "dynamic_update_slice": _update,
+    "dot_general": _dot,
+    "conv_general_dilated": _conv,
+    **dict.fromkeys(
+        (
+            "reduce_window",
+            "reduce_window_sum",
+            "reduce_window_max",
+            "reduce_window_min",
+            "cumred_reduce_window",
+        ),
+        _window,
+    ),
+    "gather": _gather,
+    **dict.fromkeys(
+        ("scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter-max", "scatter-min"),
+        _scatter,
+    ),
+    **dict.fromkeys(
+        (
+            "random_bits",
+            "random_split",
+            "random_wrap",
+            "random_unwrap",
+            "random_seed",
+            "random_clone",
+            "random_gamma",
+        ),
+        _leading,
+    ),
+}
+CONSTANT_RULES = frozenset((_elementwise, _reduction, _broadcast, _transpose, _squeeze, _reshape))

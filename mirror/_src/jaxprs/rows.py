@@ -1,0 +1,207 @@
+"""Finds by data flow whether the results of a program look across the rows of the batch.
+
+For every value, the pass knows along which axes the rows lie, which number its entries
+of padding are, and at which lines a row has come to depend on other rows. An operation that the
+pass does not know is noted as unknown, and is neither evidence for nor against.
+"""
+
+import functools
+from collections.abc import Sequence
+from operator import eq
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+from mirror._src.jaxprs.collective_eqns import ALL_REDUCES, axes_of, is_collective
+from mirror._src.jaxprs.equations import Scan, While, called, walk
+from mirror._src.jaxprs.primitives import PASSING
+from mirror._src.jaxprs.row_facts import (
+    NO_LINES,
+    NO_ROWS,
+    Excludes,
+    Place,
+    RowAxis,
+    Rows,
+    is_plain,
+    join,
+    known,
+    neutral,
+    unknown,
+)
+from mirror._src.jaxprs.row_fills import Value, constant_of, dtype_of
+from mirror._src.jaxprs.row_rules import CONSTANT_RULES, RULES, gathered, reduced
+from mirror._src.jaxprs.user_lines import is_within_file, line_within
+
+_NO_PLACE = Place("")
+_NORMALIZATION = ("flax/nnx/nn/normalization.py", "flax/linen/normalization.py")
+
+
+def find_rows(
+    program: ClosedJaxpr | Jaxpr, inputs: Sequence[Rows], num_replicas: int
+) -> list[Rows]:
+    """Returns the facts about the outputs of a program.
+
+    Args:
+        program: The program of one replica.
+        inputs: For each input, `row` for data and the mask, and `Rows()` for anything else.
+        num_replicas: Number of replicas.
+    """
+    found = _Pass(num_replicas).call(program, inputs)
+    return [rows._replace(padded=rows.padded | rows.diluted) for rows in found]
+
+
+class _Pass:
+    """Data-flow pass over one program."""
+
+    def __init__(self, num_replicas: int) -> None:
+        self.num_replicas = num_replicas
+        self.within: list[JaxprEqn] = []
+        self.depth = 0
+
+    def call(self, program: ClosedJaxpr | Jaxpr, inputs: Sequence[Rows]) -> list[Rows]:
+        return walk(program, inputs, _constant, self.equation)
+
+    def equation(self, eqn: JaxprEqn, operands: list[Rows]) -> Sequence[Rows]:
+        name, count = eqn.primitive.name, len(eqn.outvars)
+        if name in ("scan", "while", "cond", "custom_linear_solve"):
+            self.within.append(eqn)
+            found: list[Rows] = getattr(self, name + "_")(eqn, operands)
+            self.within.pop()
+            return found
+        inner = called(eqn)
+        if inner is not None:
+            self.within.append(eqn)
+            found = self.call(inner, operands)
+            self.within.pop()
+            return found
+        if name in PASSING and count == len(operands):
+            return operands
+        if name == "iota":
+            return [NO_ROWS._replace(is_index=True)]
+        rule = RULES.get(name)
+        if all(map(is_plain, operands)):
+            is_known = rule in CONSTANT_RULES and bool(operands)
+            constant = rule(eqn, operands, _NO_PLACE).constant if rule and is_known else None
+            return [NO_ROWS._replace(constant=constant)] * count
+        line = self.place(eqn)
+        if is_collective(eqn):
+            return [self.collective(eqn, operand, line) for operand in operands]
+        if rule is None:
+            return [unknown(operands, line)] * count
+        return [rule(eqn, operands, line)] * count
+
+    def place(self, eqn: JaxprEqn) -> Place:
+        """Returns the place of an operation in the user's code.
+
+        JAX traces its own functions once, for the first caller, so that the operations inside have
+        the lines of another call.
+        """
+        within = list(self.within)
+        for i, call in enumerate(within):
+            if call.primitive.name == "jit" and _is_of_jax(call.params["name"]):
+                eqn, within = call, within[:i]
+                break
+        is_collective_ = is_collective(eqn)
+        in_layer = not is_collective_ and is_within_file(eqn, _NORMALIZATION)
+        return Place(line_within(eqn, within), is_statistics=in_layer)
+
+    def collective(self, eqn: JaxprEqn, operand: Rows, line: Place) -> Rows:
+        """Returns the result of a collective; over one replica, it is its operand."""
+        name = eqn.primitive.name
+        excludes: Excludes = known
+        if name in ALL_REDUCES:
+            positions = [axis for axis in axes_of(eqn) if isinstance(axis, int)]
+            excludes = neutral(name, dtype_of(eqn.invars[0]))
+            operand = reduced(operand, positions, line, excludes)
+            operand = operand._replace(constant=None)
+        if self.num_replicas == 1 or not (operand.axes or operand.mixed):
+            return operand
+        # An average of means over unequal numbers of examples is not the mean.
+        lines = frozenset({line._replace(is_mean_of_means=True)}) if operand.means else NO_LINES
+        # Statistics of all replicas are no longer a matter of one replica.
+        padded = lines | {place._replace(is_statistics=False) for place in operand.padded}
+        count = operand.num_summed * self.num_replicas
+        result = operand._replace(padded=padded, means=NO_LINES, is_mask=False, num_summed=count)
+        if name == "all_gather":
+            return gathered(eqn, result._replace(is_mask=operand.is_mask))
+        return result.without([row.axis for row in operand.axes], line, excludes)
+
+    def scan_(self, eqn: JaxprEqn, operands: list[Rows]) -> list[Rows]:
+        scan, line = Scan(eqn), self.place(eqn)
+        consts, carry, scanned = scan.split(operands)
+        self.depth += 1
+        index = -self.depth
+        before: list[Value] = [("carry", self.depth, i) for i in range(scan.num_carry)]
+
+        def outside(value: Rows) -> Rows:
+            value = value.filled(lambda axis: _if_not(value.value(axis), before))
+            return value._replace(constant=_if_not(value.constant, before))
+
+        inside = [
+            x.moved(
+                lambda row: (
+                    row.at(row.axis - 1 if row.axis > 0 else index if row.axis == 0 else row.axis),
+                )
+            )
+            for x in scanned
+        ]
+        while True:
+            carried = [x._replace(constant=c) for x, c in zip(carry, before, strict=True)]
+            outputs = self.call(scan.body, [*consts, *carried, *inside])
+            pairs = zip(outputs, before, strict=False)
+            # A step over a row of padding may leave the carry as it is.
+            after = [outside(x.without([index], line, functools.partial(eq, c))) for x, c in pairs]
+            joined = [join([a, b]) for a, b in zip(carry, after, strict=True)]
+            if joined == carry:
+                break
+            carry = joined
+        self.depth -= 1
+
+        def stacked(row: RowAxis) -> tuple[RowAxis]:
+            return (
+                row.at(row.axis + 1 if row.axis >= 0 else 0 if row.axis == index else row.axis),
+            )
+
+        return [*carry, *(outside(x).moved(stacked) for x in outputs[scan.num_carry :])]
+
+    def while_(self, eqn: JaxprEqn, operands: list[Rows]) -> list[Rows]:
+        loop, line = While(eqn), self.place(eqn)
+        test_consts, consts, carry = loop.split(operands)
+        while True:
+            outputs = self.call(loop.body, [*consts, *carry])
+            joined = [join([a, b]) for a, b in zip(carry, outputs, strict=True)]
+            if joined == carry:
+                break
+            carry = joined
+        (test,) = self.call(loop.test, [*test_consts, *carry])
+        # A loop under `jax.vmap` runs until all rows are done, and keeps the rows that are.
+        lines = frozenset({line}) if test.mixed or test.axes else NO_LINES
+        return [x._replace(unknown=x.unknown | test.unknown | lines) for x in carry]
+
+    def cond_(self, eqn: JaxprEqn, operands: list[Rows]) -> list[Rows]:
+        predicate, rest = operands[0], operands[1:]
+        branches = [self.call(branch, rest) for branch in eqn.params["branches"]]
+        predicate = predicate._replace(is_mask=False, is_index=False)
+        pairs = [join(outputs) for outputs in zip(*branches, strict=True)]
+        return [join([predicate, x])._replace(fills=x.fills) for x in pairs]
+
+    def custom_linear_solve_(self, eqn: JaxprEqn, operands: list[Rows]) -> list[Rows]:
+        """Returns the results of `solve`; the other programs are for derivatives."""
+        lengths = eqn.params["const_lengths"]
+        start = lengths.matvec + lengths.vecmat
+        consts, rest = operands[start : start + lengths.solve], operands[sum(lengths) :]
+        return self.call(eqn.params["jaxprs"].solve, [*consts, *rest])
+
+
+def _constant(value: Any) -> Rows:
+    return NO_ROWS._replace(constant=constant_of(value))
+
+
+def _if_not(value: Value, unknown: Sequence[Value]) -> Value:
+    return None if value in unknown else value
+
+
+def _is_of_jax(name: str) -> bool:
+    """Whether the name of a jitted function is one of `jax.numpy`, such as `_mean`."""
+    return hasattr(jax.numpy, name.lstrip("_"))

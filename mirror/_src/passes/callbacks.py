@@ -1,0 +1,138 @@
+"""Host callbacks of a step: an exception in one must not leave the other replicas waiting.
+
+If a callback raises, XLA ends the launch on its device, while the other devices wait in the next
+collective until XLA aborts the process (after 40 s on host devices, JAX 0.10 to 0.12). So a
+callback never raises into XLA: the exception is stored, the callback returns zeros, and `run`
+raises the exception after the launch has finished.
+
+A callback that does not return lets the other replicas wait, too: `running_callbacks` tells which.
+"""
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+
+from mirror._src.base import clock
+from mirror._src.jaxprs.equations import equations
+from mirror._src.jaxprs.user_lines import user_line
+from mirror._src.passes.evaluate import Rules, bind_with
+
+CALLBACKS = ("pure_callback", "io_callback", "debug_callback")
+
+
+class RunningCallback(NamedTuple):
+    """A host callback that has not returned.
+
+    Attributes:
+        eqn: The operation of the step.
+        replica: The replica that called it; `None` if it is called for several replicas.
+        thread: The identity of the thread that it runs in.
+        began: When it was called, in seconds of `clock.now`.
+    """
+
+    eqn: JaxprEqn
+    replica: int | None
+    thread: int
+    began: float
+
+    @property
+    def line(self) -> str:
+        """The user's line that calls it."""
+        return user_line(self.eqn)
+
+
+_running: dict[int, RunningCallback] = {}
+_numbers = itertools.count()
+
+
+class _CallbackDepth(threading.local):
+    depth = 0
+
+
+_current = _CallbackDepth()
+
+
+def running_callbacks() -> list[RunningCallback]:
+    """Returns the host callbacks that have not returned, oldest first."""
+    return list(_running.values())
+
+
+def in_callback() -> bool:
+    """Whether this thread runs a host callback of a step, whose launch waits for it to return."""
+    return _current.depth > 0
+
+
+def calls_back(program: ClosedJaxpr) -> bool:
+    """Whether a program contains host callbacks."""
+    return any(eqn.primitive.name in CALLBACKS for eqn in equations(program.jaxpr))
+
+
+class CallbackGuard:
+    """Stores the exceptions that the callbacks of one compiled program raise."""
+
+    def __init__(self) -> None:
+        self._errors: list[BaseException] = []
+
+    def wrap(self, eqn: JaxprEqn, *, has_replica: bool = False) -> Callable[..., Any]:
+        """Returns a function that calls the callback, or stores its exception and returns zeros.
+
+        Args:
+            eqn: The operation that calls the callback.
+            has_replica: Whether the function gets the index of the replica as first argument.
+        """
+        callback = eqn.params["callback"]
+        shapes = [(aval.shape, aval.dtype) for aval in eqn.params.get("result_avals", ())]
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            replica = None
+            if has_replica:
+                replica, args = int(args[0]), args[1:]
+            number, me = next(_numbers), threading.get_ident()
+            _running[number] = RunningCallback(eqn, replica, me, clock.now())
+            _current.depth += 1
+            try:
+                return callback(*args, **kwargs)
+            except BaseException as error:
+                self._errors.append(error)
+                return [np.zeros(shape, dtype) for shape, dtype in shapes]
+            finally:
+                _current.depth -= 1
+                del _running[number]
+
+        return call
+
+    def rules(self, axis: str | None = None) -> Rules:
+        """Returns rules for `Lowering`, which bind a callback with the wrapped function.
+
+        Args:
+            axis: The mapped axis whose index is the replica. `None` without one, as inside a
+                program that was vectorized.
+        """
+
+        def rule(eqn: JaxprEqn, arguments: list[Any]) -> Sequence[Any]:
+            replica = [] if axis is None else [jax.lax.axis_index(axis)]
+            callback = self.wrap(eqn, has_replica=axis is not None)
+            return bind_with(eqn, [*replica, *arguments], {**eqn.params, "callback": callback})
+
+        return dict.fromkeys(CALLBACKS, lambda _: rule)
+
+    @property
+    def first(self) -> BaseException | None:
+        """The first exception stored since the last call of `raise_first`."""
+        return next(iter(self._errors), None)
+
+    def raise_first(self) -> None:
+        """Raises the first exception stored since the previous call, if any."""
+        errors, self._errors = self._errors, []
+        if not errors:
+            return
+        if len(errors) > 1:
+            errors[0].add_note(
+                f"{len(errors)} host callbacks of this step raised. This is the first error."
+            )
+        raise errors[0]

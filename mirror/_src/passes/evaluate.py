@@ -1,0 +1,241 @@
+"""Evaluation of a program, operation by operation, under the current trace."""
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.extend import source_info_util
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.sharding import NamedSharding
+
+from mirror._src.jaxprs.atoms import Atom, Constant, Value
+from mirror._src.jaxprs.equations import Scan, While, called, inner_programs, jaxpr_of, walk
+from mirror._src.jaxprs.flat import (
+    FlatProgram,
+    Operation,
+    Packing,
+    flatten,
+    in_order,
+    needs_barrier,
+)
+from mirror._src.passes.packing import join, split
+
+Rule: TypeAlias = Callable[[JaxprEqn, list[Any]], Sequence[Any]]
+Rules: TypeAlias = Mapping[str, Callable[[JaxprEqn], Rule | None]]
+
+
+class Evaluation:
+    """Evaluation of a program that binds each operation again, unchanged."""
+
+    def call(self, program: ClosedJaxpr | Jaxpr, arguments: Sequence[Any]) -> list[Any]:
+        """Returns the outputs of a program."""
+        return walk(program, arguments, self.constant, self.apply)
+
+    def constant(self, value: Any) -> Any:
+        """Returns the value to use for a constant of the program."""
+        return value
+
+    def apply(self, eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
+        """Returns the outputs of one operation, evaluated in the user's contexts around it."""
+        with at_line_of(eqn), eqn.ctx.manager:
+            return bind(eqn, arguments)
+
+
+def bind(eqn: JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
+    """Returns the outputs of the operation on other operands."""
+    return bind_with(eqn, arguments, eqn.params)
+
+
+def bind_with(eqn: JaxprEqn, arguments: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+    """Returns the outputs of the operation on other operands, with other parameters."""
+    outputs = eqn.primitive.bind(*arguments, **eqn.primitive.get_bind_params(params))
+    return outputs if eqn.primitive.multiple_results else [outputs]
+
+
+def at_line_of(eqn: JaxprEqn) -> Any:
+    """Context manager that gives operations the user's line and name scopes of this one."""
+    info = eqn.source_info
+    stack = source_info_util.current_name_stack() + info.name_stack
+    return source_info_util.user_context(info.traceback, name_stack=stack)
+
+
+class Lowering(Evaluation):
+    """Evaluation inside the mapping of an executor that replaces some operations.
+
+    Control flow and calls are inlined only if they contain a replaced operation. If constant arrays
+    are replaced too, everything is inlined: types in an inner program name the mesh of its constant
+    arrays, so the program cannot be bound on another mesh.
+
+    Args:
+        arrays: Replacements for the constant arrays of the program, by the `id` of the array.
+        rules: For each name of a primitive, a function that returns the replacement of an
+            operation, or `None` to keep the operation.
+        pack_bytes: Independent all-reduces of at most this many bytes are packed into one buffer.
+    """
+
+    def __init__(
+        self,
+        arrays: Mapping[int, Any],
+        rules: Rules,
+        pack_bytes: int = 0,
+    ) -> None:
+        self._arrays = arrays
+        self._rules = rules
+        self._packing = Packing(pack_bytes)
+        self._opened: dict[int, tuple[Jaxpr, bool]] = {}
+
+    def call(self, program: ClosedJaxpr | Jaxpr, arguments: Sequence[Any]) -> list[Any]:
+        """See `Evaluation.call`."""
+        return self.in_turn([program], arguments)
+
+    def in_turn(
+        self, programs: Sequence[ClosedJaxpr | Jaxpr], arguments: Sequence[Any]
+    ) -> list[Any]:
+        """Evaluates programs in turn; each gets the arguments and the previous one's outputs."""
+        if sum(map(self._packing.count, programs)) > 1:
+            return self._scheduled(flatten(programs, self._packing.opens), arguments)
+        outputs: list[Any] = []
+        for program in programs:
+            outputs = walk(program, [*arguments, *outputs], self.constant, self.apply)
+        return outputs
+
+    def _scheduled(self, flat: FlatProgram, arguments: Sequence[Any]) -> list[Any]:
+        """Evaluates a program with its small collectives packed."""
+        values: dict[Value, Any] = dict(zip(flat.inputs, arguments, strict=True))
+
+        def read(atom: Atom) -> Any:
+            return self.constant(atom.value) if isinstance(atom, Constant) else values[atom]
+
+        for pack in in_order(flat.operations, self._packing.key_of):
+            operands = [[read(atom) for atom in operation.inputs] for operation in pack]
+            if len(pack) == 1:
+                results = [self.evaluate(pack[0], operands[0])]
+            else:
+                results = [[x] for x in self.packed(pack, [x for (x,) in operands])]
+            for operation, outputs in zip(pack, results, strict=True):
+                values.update(zip(operation.outputs, outputs, strict=True))
+        return list(map(read, flat.outputs))
+
+    def evaluate(self, operation: Operation, operands: list[Any]) -> list[Any]:
+        """Returns the outputs of one operation of a flat program."""
+        with contextlib.ExitStack() as stack:
+            for call in operation.around:
+                stack.enter_context(at_line_of(call))
+            if operation.is_barrier:
+                return list(jax.lax.optimization_barrier(operands))
+            return self.apply(operation.eqn, operands)
+
+    def packed(self, pack: Sequence[Operation], operands: list[Any]) -> list[Any]:
+        """Returns the results of collectives of one kind and dtype, executed as one."""
+        first = pack[0]
+        with at_line_of(first.eqn):
+            # Without the barriers, XLA fuses the packing with the operations around it, which
+            # doubles the compilation time (JAX 0.12) and does not run faster.
+            operands = list(jax.lax.optimization_barrier(operands))
+            (total,) = self.evaluate(first, [join(operands)])
+            return list(jax.lax.optimization_barrier(split(total, operands)))
+
+    def constant(self, value: Any) -> Any:
+        """See `Evaluation.constant`."""
+        return self._arrays.get(id(value), value)
+
+    def apply(self, eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
+        """See `Evaluation.apply`."""
+        replacement = self._replacement(eqn)
+        with at_line_of(eqn):
+            if replacement is not None:
+                return list(replacement(eqn, arguments))
+            if not self._opens(eqn):
+                with eqn.ctx.manager:
+                    return bind(eqn, arguments)
+            # The only context around an operation that changes its results, except for the mesh.
+            with jax.threefry_partitionable(eqn.ctx.threefry_partitionable):
+                return self._open(eqn, arguments)
+
+    def _replacement(self, eqn: JaxprEqn) -> Rule | None:
+        find = self._rules.get(eqn.primitive.name)
+        return None if find is None else find(eqn)
+
+    def _opens(self, eqn: JaxprEqn) -> bool:
+        if self._arrays:
+            return True
+        return any(map(self._replaces, map(jaxpr_of, inner_programs(eqn.params.values()))))
+
+    def _replaces(self, jaxpr: Jaxpr) -> bool:
+        """Whether an operation of a program, or of a program inside it, is replaced."""
+        _, replaces = self._opened.get(id(jaxpr), (None, None))
+        if replaces is None:
+            replaces = self._packing.count(jaxpr) > 1
+            replaces |= any(self._replacement(e) is not None or self._opens(e) for e in jaxpr.eqns)
+            self._opened[id(jaxpr)] = jaxpr, replaces
+        return replaces
+
+    def _open(self, eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
+        rule = _CONTROL_FLOW.get(eqn.primitive.name)
+        if rule is not None:
+            return rule(self, eqn, arguments)
+        program = called(eqn)
+        if program is None:
+            return bind_with(eqn, arguments, _without_mesh(eqn.params))
+        if needs_barrier(eqn):
+            # As in JAX's own lowering: otherwise XLA merges the recomputation with the original.
+            arguments = jax.lax.optimization_barrier(arguments)
+        return self.call(program, arguments)
+
+
+def _without_mesh(params: dict[str, Any]) -> dict[str, Any]:
+    """Returns the parameters without shardings, which autodiff records (JAX 0.10)."""
+    return {k: None if isinstance(v, NamedSharding) else v for k, v in params.items()}
+
+
+def _scan(run: Lowering, eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
+    scan = Scan(eqn)
+    consts, carry, xs = scan.split(arguments)
+
+    def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+        outputs = run.call(scan.body, [*consts, *carry, *xs])
+        return outputs[: scan.num_carry], outputs[scan.num_carry :]
+
+    unroll = eqn.params["unroll"]
+    carry, stacked = jax.lax.scan(body, carry, xs, scan.length, scan.reverse, unroll)
+    return [*carry, *stacked]
+
+
+def _while(run: Lowering, eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
+    loop = While(eqn)
+    test_consts, consts, carry = loop.split(arguments)
+    return jax.lax.while_loop(
+        lambda carry: run.call(loop.test, [*test_consts, *carry])[0],
+        lambda carry: run.call(loop.body, [*consts, *carry]),
+        carry,
+    )
+
+
+def _cond(run: Lowering, eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
+    def branch(program: ClosedJaxpr) -> Callable[..., list[Any]]:
+        return lambda *operands: run.call(program, operands)
+
+    index, *operands = arguments
+    branches = [branch(program) for program in eqn.params["branches"]]
+    return jax.lax.switch(index.astype(jnp.int32), branches, *operands)
+
+
+def _linear_solve(run: Lowering, eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
+    """Evaluates `solve`; the other programs are for derivatives."""
+    lengths = eqn.params["const_lengths"]
+    start = lengths.matvec + lengths.vecmat
+    consts, rest = arguments[start : start + lengths.solve], arguments[sum(lengths) :]
+    return run.call(eqn.params["jaxprs"].solve, [*consts, *rest])
+
+
+_CONTROL_FLOW: dict[str, Callable[[Lowering, JaxprEqn, list[Any]], list[Any]]] = {
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+    "custom_linear_solve": _linear_solve,
+    # These refer to the mesh of a constant array of the step, which is an argument here.
+    "sharding_constraint": lambda _, __, arguments: arguments,
+    "reshard": lambda _, __, arguments: arguments,
+}

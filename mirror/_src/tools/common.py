@@ -1,0 +1,56 @@
+"""Error messages and checks that several commands share."""
+
+import traceback
+from pathlib import Path
+
+from mirror._src.base.errors import first_line
+from mirror._src.base.optional import require
+from mirror._src.base.terminal import paint
+from mirror_cli.common import FAILED, OptionError, report_error
+
+
+def print_report(text: str) -> None:
+    """Prints a report; in a terminal with colors, its first paragraph, the heading, is colored."""
+    heading, blank, rest = text.partition("\n\n")
+    print("\n".join(paint(line, "cyan") for line in heading.split("\n")) + blank + rest)
+
+
+def report_step_failure(command: str, step: str, error: Exception) -> int:
+    """Prints the traceback of the user's step and a summary, and returns the exit status."""
+    traceback.print_exc()
+    message = f"{step} failed: {type(error).__name__}: {first_line(error)}"
+    return report_error(command, message, FAILED)
+
+
+def require_writable(file: Path) -> None:
+    """Rejects a `--plot` file that cannot be written, before any work is done.
+
+    Raises:
+        ModuleNotFoundError: If matplotlib is not installed.
+        OptionError: If the format is unknown, the directory does not exist, or the file cannot be
+            opened.
+    """
+    figure = require("matplotlib.figure").Figure()
+    formats = figure.canvas.get_supported_filetypes()
+    if file.suffix[1:].lower() not in formats:
+        raise OptionError(
+            f"--plot {file}: the suffix of {file.name!r} is not a supported format "
+            f"({', '.join(sorted(formats))}). For example: --plot {file.with_suffix('.png')}"
+        )
+    if file.is_dir():
+        raise OptionError(f"--plot {file}: {file} is a directory. Pass the name of a file.")
+    if not file.parent.is_dir():
+        raise OptionError(
+            f"--plot {file}: the directory {file.parent} does not exist. Create it, or pass a file "
+            "in an existing directory."
+        )
+    is_new = not file.exists()
+    try:
+        file.open("ab").close()
+    except OSError as error:
+        raise OptionError(
+            f"--plot {file}: the file cannot be written: {error.strerror}. Pass a file in a "
+            "directory that you can write to."
+        ) from None
+    if is_new:
+        file.unlink()

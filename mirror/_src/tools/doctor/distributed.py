@@ -1,0 +1,370 @@
+"""The checks of `mirror doctor --distributed`, in a subprocess that joins the job.
+
+Every process runs them, and prints its own findings. After the processes have met, a check that
+fails in one of them is a problem in all: otherwise, the others would wait for it.
+"""
+
+import json
+import os
+import socket
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+import numpy as np
+
+from mirror._src.base.errors import counted, first_line
+from mirror._src.base.types import Array
+from mirror._src.cluster import hello, store
+from mirror._src.cluster.resolvers import Membership
+from mirror._src.cluster.start import initialize, resolver_of_environment
+from mirror._src.devices import backend
+from mirror._src.engine.per_replica import PerReplica
+from mirror._src.strategy.current_replica import all_reduce
+from mirror._src.strategy.multi_worker import MultiWorkerMirroredStrategy
+from mirror._src.tools.doctor.addresses import address_towards, gloo_address, is_loopback
+from mirror._src.tools.doctor.check import Check
+from mirror._src.tools.doctor.roll_call import RollCall, UnreachableError, call_roll
+
+_T = TypeVar("_T")
+
+CLUSTER, PROCESSES, VERSIONS, ADDRESS = "cluster", "processes", "versions and settings", "address"
+DEVICES, ALL_REDUCE, ROUND_TRIP = "devices", "all-reduce", "coordinator"
+_SIZES = {"32 bytes": 8, "4 MiB": 2**20}
+_TIMES, _MESSAGES = 5, 20
+_PERIOD = 4093  # a prime, so that a block stored at the wrong offset changes the sums
+_SHOWN = 8
+_END_SECS = 10.0
+_SHUTDOWN_SECS = 10
+_START = (
+    "Set TF_CONFIG, start the program with srun or with mirror launch --processes 2, or pass the "
+    "address to mirror.distributed.initialize, which this command cannot see."
+)
+_OUTPUT = "Read the output of this process."
+_REPORT = "Report it with the output of mirror doctor --distributed --report."
+
+
+class _Stop(Exception):
+    """Ends the checks after a problem."""
+
+    def __init__(self, *checks: Check) -> None:
+        self.checks = checks
+
+
+def main(secs: float) -> None:
+    """Prints the lines of `run`, and ends the process without waiting for the others."""
+    for line in run(secs):
+        print(json.dumps(line), flush=True)
+    sys.stdout.flush()
+    # JAX would make the processes wait for each other, also for one that is stuck.
+    os._exit(0)
+
+
+def run(secs: float) -> Iterator[dict[str, object]]:
+    """Yields a line with its name when a check begins, one with its result, and one at the end.
+
+    Args:
+        secs: How long to wait for the other processes in each check.
+    """
+    steps = _steps(secs)
+    name = CLUSTER
+    yield {"begins": name}
+    try:
+        for step in steps:
+            if isinstance(step, str):
+                name = step
+                yield {"begins": name}
+            else:
+                yield asdict(step)
+    except _Stop as stop:
+        for check in stop.checks:
+            yield asdict(check)
+    except Exception as error:
+        yield asdict(Check(name, "problem", f"failed: {first_line(error)}", "", _REPORT))
+    yield {"ends": True}
+    if store.process_count() > 1:
+        try:  # process 0 is the coordinator, which the others need until here
+            hello.exchange("doctor/end", {}, time.monotonic() + _END_SECS)
+        except RuntimeError:
+            return
+
+
+def _steps(secs: float) -> Iterator[Check | str]:
+    """Yields the checks, and before each one its name."""
+    member, check = find_cluster()
+    yield check
+    if member is not None and member.num_processes > 1:
+        yield PROCESSES
+        yield check_processes(member, secs)
+    yield VERSIONS
+    _join(secs)
+    if store.process_count() > 1:
+        if member is None:
+            yield _cluster_of_jax()
+        yield check_versions()
+        yield ADDRESS
+        yield check_address(_hosts(member, secs))
+    yield DEVICES
+    strategy = _strategy()
+    yield check_devices(strategy, secs)
+    yield ALL_REDUCE
+    yield check_all_reduce(strategy, secs)
+    if store.process_count() > 1:
+        yield ROUND_TRIP
+        yield check_round_trip()
+
+
+def find_cluster() -> tuple[Membership | None, Check]:
+    """Returns the place of this process in its job, without joining it."""
+    try:
+        resolver = resolver_of_environment()
+        member = None if resolver is None else resolver.membership()
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise _Stop(Check(CLUSTER, "problem", first_line(error))) from None
+    if resolver is None:
+        finding = "none in TF_CONFIG or Slurm's variables"
+        meaning = "Unless JAX detects one, the process trains alone."
+        return None, Check(CLUSTER, "warning", finding, meaning, _START)
+    name = type(resolver).__name__
+    if member is None:
+        finding = f"{name}: this process is the evaluator, which trains alone"
+        return None, Check(CLUSTER, "ok", finding)
+    finding = (
+        f"{name}: process {member.process_id} of {member.num_processes}, coordinator "
+        f"{member.coordinator_address}"
+    )
+    return member, Check(CLUSTER, "ok", finding)
+
+
+def _cluster_of_jax() -> Check:
+    place = f"process {store.process_index()} of {store.process_count()}"
+    return Check(CLUSTER, "ok", f"detected by JAX: {place}")
+
+
+def check_processes(member: Membership, secs: float) -> Check:
+    """Waits for all processes of the job."""
+    try:
+        roll = call_roll(member, secs)
+    except UnreachableError as error:
+        raise _Stop(_unreachable(member, str(error), secs)) from None
+    problems = list(_problems_of(roll, member.num_processes, secs))
+    if problems:
+        raise _Stop(*problems)
+    return Check(PROCESSES, "ok", f"all {member.num_processes} have joined")
+
+
+def _unreachable(member: Membership, reason: str, secs: float) -> Check:
+    address = member.coordinator_address
+    if member.process_id == 0:
+        fix = "End the program that uses it, or give process 0 another port."
+        return Check(PROCESSES, "problem", f"process 0, {address}: {reason}", "", fix)
+    return Check(
+        PROCESSES,
+        "problem",
+        f"process 0 at {address} could not be reached within {secs:g} s: {reason}",
+        "It has not joined, its address is wrong, or a firewall blocks its port.",
+        f"Start process 0, and test its port from this machine, {socket.gethostname()}. "
+        "--deadline waits longer.",
+    )
+
+
+def _problems_of(roll: RollCall, count: int, secs: float) -> Iterator[Check]:
+    if roll.repeated:
+        finding = f"several processes are process {_listed(roll.repeated)}"
+        fix = "Give every process its own index, such as the task in TF_CONFIG."
+        yield Check(PROCESSES, "problem", finding, "", fix)
+    if roll.other_counts:
+        texts = [f"process {i} has {n} processes" for i, n in roll.other_counts[:_SHOWN]]
+        finding = f"process 0 has {count} processes in its cluster, but {', '.join(texts)}"
+        yield Check(PROCESSES, "problem", finding, "", "Give every process the same cluster.")
+    if roll.absent:
+        whose = "process" if len(roll.absent) == 1 else "processes"
+        finding = f"{whose} {_listed(roll.absent)} of {count} did not join within {secs:g} s"
+        fix = "Start every process at about the same time; their output says what they do. "
+        yield Check(PROCESSES, "problem", finding, "", f"{fix}--deadline waits longer.")
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:_SHOWN])) + (", ..." if len(numbers) > _SHOWN else "")
+
+
+def _join(secs: float) -> None:
+    try:
+        initialize(initialization_secs=secs, agreement_secs=secs, shutdown_secs=_SHUTDOWN_SECS)
+    except (RuntimeError, ValueError) as error:
+        raise _Stop(_of_lines(VERSIONS, error)) from None
+
+
+def _of_lines(name: str, error: Exception) -> Check:
+    """Returns the check for an error whose first line says what differs, and whose last the fix."""
+    finding, *rest = [line.strip() for line in str(error).splitlines()]
+    if len(rest) < 2:
+        return Check(name, "problem", " ".join([finding, *rest]), "", _OUTPUT)
+    return Check(name, "problem", finding.rstrip(":"), "; ".join(rest[:-1]), rest[-1])
+
+
+def check_versions() -> Check:
+    """The processes have compared them when they joined."""
+    return Check(VERSIONS, "ok", f"equal in all {store.process_count()} processes")
+
+
+def _hosts(member: Membership | None, secs: float) -> list[dict[str, Any]]:
+    """Returns the host name and addresses of each process."""
+    host = socket.gethostname()
+    coordinator = member.coordinator_address.rpartition(":")[0] if member is not None else ""
+    mine = {
+        "host": host,
+        "gloo": gloo_address(host),
+        "network": address_towards(coordinator.strip("[]")) if coordinator else None,
+    }
+    return hello.exchange("doctor/host", mine, time.monotonic() + secs)
+
+
+def check_address(hosts: Sequence[Mapping[str, Any]]) -> Check:
+    """Checks that the other machines can reach the address at which gloo listens here."""
+    me = hosts[store.process_index()]
+    host, address, network = me["host"], me["gloo"], me["network"]
+    num_machines = len({each["host"] for each in hosts})
+    known = network if network and not is_loopback(network) else "ADDRESS"
+    fix = f"In /etc/hosts, give the name its address in the network: {known} {host}"
+    if address is None:
+        finding = f"the host name {host} does not resolve to an address of this machine"
+        meaning = "gloo, which reduces among CPU devices, fails. GPUs do not use it."
+        return Check(ADDRESS, "warning", finding, meaning, fix)
+    finding = f"{host} is {address}"
+    if num_machines == 1:
+        return Check(ADDRESS, "ok", f"{finding}; all processes are on this machine")
+    if is_loopback(address):
+        meaning = (
+            "gloo, which reduces among CPU devices, listens there, and the other machines cannot "
+            "reach it. GPUs do not use it."
+        )
+        return Check(ADDRESS, "warning", finding, meaning, fix)
+    return Check(ADDRESS, "ok", f"{finding}; {counted(num_machines, 'machine')}")
+
+
+def _strategy() -> MultiWorkerMirroredStrategy:
+    try:
+        return MultiWorkerMirroredStrategy()
+    except RuntimeError as error:
+        raise _Stop(_of_lines(DEVICES, error)) from None
+
+
+def check_devices(strategy: MultiWorkerMirroredStrategy, secs: float) -> Check:
+    """Lists the devices of each process."""
+    local = strategy.local_devices
+    mine = {"text": f"{len(local)} x {backend.type_of(local[0])}", "host": socket.gethostname()}
+    if store.process_count() == 1:
+        return Check(DEVICES, "ok", f"{mine['text']}: {backend.names(local)}")
+    each = hello.exchange("doctor/devices", mine, time.monotonic() + secs)
+    texts = [f"process {i} on {x['host']}: {x['text']}" for i, x in enumerate(each[:_SHOWN])]
+    more = ["..."] if len(each) > _SHOWN else []
+    count = counted(strategy.num_replicas_in_sync, "device")
+    return Check(DEVICES, "ok", f"{count}; {'; '.join([*texts, *more])}")
+
+
+def check_all_reduce(strategy: MultiWorkerMirroredStrategy, secs: float) -> Check:
+    """Computes known sums over all devices; every process compares its own copies."""
+    count = strategy.num_replicas_in_sync
+    if count == 1:
+        return Check(ALL_REDUCE, "ok", "a single device, which needs no collectives")
+    fault, times = "", {}
+    try:
+        times = _within(secs, lambda: _sums(strategy))
+    except TimeoutError:
+        fault = f"did not finish within {secs:g} s"
+    except Exception as error:
+        fault = first_line(error)
+    faults = {0: fault} if store.process_count() == 1 else _exchanged_faults(fault, secs)
+    wrong = {i: text for i, text in faults.items() if text}
+    if wrong:
+        texts = [f"process {i}: {text}" for i, text in list(wrong.items())[:_SHOWN]]
+        meaning = "A training step would fail or hang."
+        raise _Stop(Check(ALL_REDUCE, "problem", "; ".join(texts), meaning, _fix(strategy)))
+    took = ", ".join(f"{secs * 1e3:.1f} ms for {size}" for size, secs in times.items())
+    where = f" of {store.process_count()} processes" if store.process_count() > 1 else ""
+    return Check(ALL_REDUCE, "ok", f"correct across {count} devices{where}: {took}")
+
+
+def _fix(strategy: MultiWorkerMirroredStrategy) -> str:
+    if backend.type_of(strategy.devices[0]) == "GPU":
+        return "export NCCL_DEBUG=INFO NCCL_SOCKET_IFNAME=eth0, with the name of your interface."
+    return "Allow connections between all machines, on all ports. See the check of the address."
+
+
+def _exchanged_faults(fault: str, secs: float) -> dict[int, str]:
+    each = hello.exchange("doctor/all-reduce", {"fault": fault}, time.monotonic() + secs)
+    return {i: said["fault"] for i, said in enumerate(each)}
+
+
+def _sums(strategy: MultiWorkerMirroredStrategy) -> dict[str, float]:
+    """Returns the median seconds of an all-reduce of each size.
+
+    Raises:
+        ValueError: If a copy on a device of this process is wrong.
+    """
+    times = {}
+    for name, size in _SIZES.items():
+        # Integers, whose float32 sum is exact in any order.
+        first = np.arange(size, dtype=np.float32) % _PERIOD
+        rows = first + np.arange(1, strategy.num_replicas_in_sync + 1, dtype=np.float32)[:, None]
+        x, expected = PerReplica.from_stacked(rows), rows.sum(axis=0)
+        secs = []
+        for _ in range(_TIMES + 1):
+            start = time.monotonic()
+            total = strategy.run(_sum, (x,)).block_until_ready()
+            secs.append(time.monotonic() - start)
+            _require_equal(total, expected)
+        times[name] = statistics.median(secs[1:])  # without compiling and connecting
+    return times
+
+
+def _sum(x: Array) -> Array:
+    total: Array = all_reduce("sum", x)
+    return total
+
+
+def _require_equal(total: Array, expected: np.ndarray) -> None:
+    for shard in total.addressable_shards:
+        wrong = np.flatnonzero(np.asarray(shard.data) != expected)
+        if wrong.size:
+            i = wrong[0]
+            device = backend.logical_name(shard.device)
+            raise ValueError(
+                f"{device} received {shard.data[i]} instead of the sum {expected[i]} "
+                f"(element {i} of {expected.size})"
+            )
+
+
+def _within(secs: float, work: Callable[[], _T]) -> _T:
+    """Runs a function in a thread, because native code that waits cannot be interrupted.
+
+    Raises:
+        TimeoutError: If it does not return in time.
+    """
+    result: Future[_T] = Future()
+
+    def body() -> None:
+        try:
+            result.set_result(work())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=body, name="mirror doctor", daemon=True).start()
+    return result.result(secs)
+
+
+def check_round_trip() -> Check:
+    """Measures messages to the coordinator, which the agreement on each new program needs."""
+    secs = []
+    for _ in range(_MESSAGES):
+        start = time.perf_counter()
+        store.overwrite(f"doctor/round-trip/{store.process_index()}", "x")
+        secs.append(time.perf_counter() - start)
+    finding = f"{statistics.median(secs) * 1e3:.2f} ms per message (median of {_MESSAGES})"
+    return Check(ROUND_TRIP, "ok", finding)

@@ -1,0 +1,139 @@
+"""Checks the environment variables that JAX reads, and the driver, without JAX's backend."""
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+
+from mirror._src.base.errors import bytes_in_words
+from mirror._src.devices.host_devices import HOST_DEVICES_FLAG
+from mirror._src.devices.physical import gpus_of_process, how_to_list, may_have_gpus
+from mirror._src.tools.doctor.check import Check
+
+_TERMINATE = "--xla_cpu_collective_call_terminate_timeout_seconds"
+_TERMINATE_SECS = 40
+_FLAGS = (  # commonly used flags, to suggest a correction for a typo
+    HOST_DEVICES_FLAG,
+    _TERMINATE,
+    "--xla_cpu_collective_call_warn_stuck_timeout_seconds",
+    "--xla_cpu_collective_timeout_seconds",
+    "--xla_cpu_enable_fast_math",
+    "--xla_cpu_multi_thread_eigen",
+    "--xla_dump_to",
+    "--xla_dump_hlo_as_text",
+    "--xla_backend_optimization_level",
+    "--xla_gpu_all_reduce_combine_threshold_bytes",
+    "--xla_gpu_autotune_level",
+    "--xla_gpu_deterministic_ops",
+    "--xla_gpu_enable_command_buffer",
+    "--xla_gpu_enable_latency_hiding_scheduler",
+)
+_COSTLY = {
+    "--xla_dump_to": "XLA writes every compiled program to files in this directory.",
+    "--xla_cpu_enable_fast_math": "NaNs and infinities may be lost, and replicas may differ.",
+    "--xla_backend_optimization_level": "Programs are compiled with less optimization.",
+}
+_ALLOCATORS = ("default", "platform", "bfc", "cuda_async", "vmm")
+_FRACTION, _OLD_FRACTION = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
+_PREALLOCATE, _ALLOCATOR = "XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_ALLOCATOR"
+
+
+def flags_of(environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns the flags in `XLA_FLAGS`; the last value of a repeated flag counts, as in XLA."""
+    pairs = (flag.partition("=") for flag in environment.get("XLA_FLAGS", "").split())
+    return {name: value for name, _, value in pairs}
+
+
+def check_environment(environment: Mapping[str, str]) -> Iterator[Check]:
+    """Checks the environment variables for conflicts and drawbacks, and lists the GPUs."""
+    yield from _check_flags(environment)
+    yield from _check_memory(environment)
+    yield _check_gpus()
+
+
+def guess(flag: str) -> str:
+    """Returns the flag that a typo most likely means, or an empty string."""
+    return "".join(difflib.get_close_matches(flag.partition("=")[0], _FLAGS, n=1, cutoff=0.8))
+
+
+def _check_flags(environment: Mapping[str, str]) -> Iterator[Check]:
+    flags, option = flags_of(environment), environment.get("JAX_NUM_CPU_DEVICES")
+    forced = flags.get(HOST_DEVICES_FLAG)
+    if forced is not None and option is not None and forced != option:
+        yield Check(
+            "host devices",
+            "warning",
+            f"XLA_FLAGS={HOST_DEVICES_FLAG}={forced} conflicts with JAX_NUM_CPU_DEVICES={option}",
+            f"JAX_NUM_CPU_DEVICES takes precedence: JAX has {option} host devices.",
+            "unset JAX_NUM_CPU_DEVICES, or remove the flag.",
+        )
+    for flag, meaning in _COSTLY.items():
+        if flags.get(flag, "false") not in ("false", "False"):
+            finding = f"{flag}={flags[flag]}"
+            yield Check("XLA_FLAGS", "warning", finding, meaning, f"Remove {flag} from XLA_FLAGS.")
+    secs = flags.get(_TERMINATE, "")
+    if secs.isdecimal() and int(secs) < _TERMINATE_SECS:
+        yield Check(
+            "XLA_FLAGS",
+            "warning",
+            f"{_TERMINATE}={secs}",
+            f"XLA ends the process with SIGABRT if one replica is {secs} s slower than another. "
+            f"The default is {_TERMINATE_SECS} s.",
+            f"{_TERMINATE}=600, or remove it from XLA_FLAGS.",
+        )
+
+
+def _check_memory(environment: Mapping[str, str]) -> Iterator[Check]:
+    both = [name for name in (_FRACTION, _OLD_FRACTION) if environment.get(name)]
+    if len(both) > 1:
+        finding = ", ".join(f"{name}={environment[name]}" for name in both)
+        meaning = "JAX rejects the combination, and then finds no GPU."
+        yield Check("memory", "problem", finding, meaning, f"unset {_OLD_FRACTION}")
+    for name in both[:1]:
+        yield _check_fraction(name, environment[name])
+    preallocate = environment.get(_PREALLOCATE, "")
+    if preallocate:
+        yield _check_preallocate(preallocate)
+    allocator = environment.get(_ALLOCATOR, "default")
+    if allocator.lower() not in _ALLOCATORS:
+        meaning = f"With values other than {', '.join(_ALLOCATORS)}, JAX finds no GPU."
+        yield Check(
+            "memory", "problem", f"{_ALLOCATOR}={allocator}", meaning, f"unset {_ALLOCATOR}"
+        )
+    elif allocator.lower() == "platform":
+        meaning = "The driver allocates every array separately, which is slow."
+        yield Check(
+            "memory", "warning", f"{_ALLOCATOR}={allocator}", meaning, f"unset {_ALLOCATOR}"
+        )
+
+
+def _check_fraction(name: str, value: str) -> Check:
+    finding = f"{name}={value}"
+    if not re.fullmatch(r"\d*\.?\d+|\d+\.", value):
+        meaning = "The value is not a number, so JAX finds no GPU."
+        return Check("memory", "problem", finding, meaning, f"export {name}=0.75")
+    if not 0 < float(value) <= 1:
+        meaning = "The value must be a fraction of a GPU's memory, above 0 and at most 1."
+        return Check("memory", "warning", finding, meaning, f"export {name}=0.75")
+    return Check("memory", "ok", f"{finding}: JAX allocates this fraction of each GPU's memory")
+
+
+def _check_preallocate(value: str) -> Check:
+    finding = f"{_PREALLOCATE}={value}"
+    if value in ("false", "False", "0"):
+        return Check("memory", "ok", f"{finding}: GPU memory is allocated as needed")
+    if value in ("true", "True", "1"):
+        return Check("memory", "ok", f"{finding}: most of a GPU's memory is allocated at startup")
+    meaning = "Only false, False and 0 disable preallocation: most of a GPU's memory is allocated."
+    return Check("memory", "warning", finding, meaning, f"export {_PREALLOCATE}=false")
+
+
+def _check_gpus() -> Check:
+    """Lists the GPUs that the driver shows to this process."""
+    gpus = gpus_of_process()
+    if may_have_gpus():
+        meaning = "mirror.config cannot list the GPUs, nor select some of them before JAX starts."
+        return Check("GPUs", "warning", "the driver cannot be queried", meaning, how_to_list())
+    if not gpus:
+        return Check("GPUs", "ok", "none")
+    sizes = [f"{g.name} ({bytes_in_words(g.memory_bytes)})" for g in gpus]
+    return Check("GPUs", "ok", f"{len(gpus)}: {', '.join(sizes)}")

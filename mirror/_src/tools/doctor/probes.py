@@ -1,0 +1,149 @@
+"""Checks that start JAX's backend. Any of them may crash, so they run in a subprocess."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import NamedTuple
+
+import jax
+
+from mirror._src.base.errors import VerifyError, counted, first_line
+from mirror._src.devices import backend
+from mirror._src.devices.collective_check import all_reduce_fault, p2p_settings
+from mirror._src.devices.jax_options import PLATFORMS, names_gpus
+from mirror._src.devices.startup import starting
+from mirror._src.strategy.mirrored import MirroredStrategy
+from mirror._src.tools import devices as inventory
+from mirror._src.tools.builtin_steps import make_builtin_step
+from mirror._src.tools.doctor.check import Check, State
+from mirror._src.tools.host_devices import NUM_HOST_DEVICES, force_host_devices
+
+BACKEND, POOL, ALL_REDUCE, STEP = "JAX's backend", "host threads", "all-reduce", "training step"
+_ALL_REDUCE_SECS = 30.0
+_EXAMPLES_PER_REPLICA = 8
+_RTOL = 1e-5
+
+
+class BackendInfo(NamedTuple):
+    """The started backend of JAX.
+
+    Attributes:
+        devices: The default devices.
+        forced: Whether they are host devices that this check created.
+        num_threads: Number of threads that all host devices share.
+    """
+
+    devices: tuple[jax.Device, ...]
+    forced: bool
+    num_threads: int
+
+
+def main() -> None:
+    """Prints a JSON line with its name when a probe begins, and one with its result at the end."""
+    for line in run():
+        print(json.dumps(line), flush=True)
+
+
+def run() -> Iterator[dict[str, object]]:
+    """Runs the probes, and yields the lines that `main` prints."""
+    yield {"begins": BACKEND}
+    try:
+        info = start()
+        for check in check_backend(info):
+            yield asdict(check)
+    except Exception as error:
+        yield asdict(Check(BACKEND, "problem", first_line(error), "", _START))
+        return
+    for name, probe in PROBES.items():
+        yield {"begins": name}
+        try:
+            yield asdict(probe(info))
+        except Exception as error:
+            yield asdict(Check(name, "problem", f"failed: {first_line(error)}", "", _REPORT))
+
+
+def start() -> BackendInfo:
+    """Starts the backend as `mirror.MirroredStrategy()` does; without a GPU, on host devices."""
+    fixed_by = force_host_devices(NUM_HOST_DEVICES)
+    with starting():
+        pool_size = os.environ.get("PJRT_NPROC") or os.environ.get("NPROC") or ""
+        devices = backend.default_devices()
+    num_hosts = len(backend.devices_of_type("CPU"))
+    num_threads = max(int(pool_size) if pool_size.isdecimal() else os.cpu_count() or 1, num_hosts)
+    forced = fixed_by is None and backend.type_of(devices[0]) == "CPU"
+    return BackendInfo(devices, forced, num_threads)
+
+
+def check_backend(info: BackendInfo) -> Iterator[Check]:
+    """Reports the devices, and GPUs that JAX does not use."""
+    how = " (created for this check)" if info.forced else ""
+    names = backend.names(info.devices)
+    yield Check(BACKEND, "ok", f"started with {names}{how}")
+    for note in inventory.inventory()["notes"]:
+        finding, _, fix = note.partition(". ")
+        is_intended = PLATFORMS.value is not None and not names_gpus(PLATFORMS.value)
+        is_usable = is_intended or backend.type_of(info.devices[0]) == "GPU"
+        state: State = "warning" if is_usable else "problem"
+        yield Check("GPUs", state, finding, "", fix or "unset JAX_PLATFORMS")
+
+
+def check_pool(info: BackendInfo) -> Check:
+    """Checks that the thread pool of the host devices is not wider than useful."""
+    count, threads = len(backend.devices_of_type("CPU")), info.num_threads
+    finding = f"{threads} for {counted(count, 'host device')} on {os.cpu_count()} cores"
+    if threads <= max(os.cpu_count() or 1, count):
+        return Check(POOL, "ok", finding)
+    return Check(
+        POOL,
+        "warning",
+        f"{finding}, set by PJRT_NPROC or NPROC",
+        "Every operation is split across all threads, which makes steps slower.",
+        "unset NPROC PJRT_NPROC",
+    )
+
+
+def check_all_reduce(info: BackendInfo) -> Check:
+    """Computes a known sum across the devices."""
+    devices = tuple(dict.fromkeys(info.devices))
+    if len(devices) == 1:
+        return Check(ALL_REDUCE, "ok", "a single device, which needs no collectives")
+    fault = all_reduce_fault(devices, _ALL_REDUCE_SECS)
+    if fault is None:
+        return Check(ALL_REDUCE, "ok", f"correct across {len(devices)} devices")
+    on_gpu = backend.type_of(devices[0]) != "CPU"
+    meaning = (
+        "mirror falls back to reduction on the host, which is slower."
+        if on_gpu
+        else "A training step would fail or hang."
+    )
+    no_p2p = f"export {' '.join(p2p_settings())}"
+    return Check(ALL_REDUCE, "problem", fault, meaning, no_p2p if on_gpu else _REPORT)
+
+
+def check_step(info: BackendInfo) -> Check:
+    """Compares a training step on all replicas with one device on the whole batch."""
+    strategy = MirroredStrategy(info.devices)
+    batch_size = _EXAMPLES_PER_REPLICA * strategy.num_replicas_in_sync
+    with jax.default_matmul_precision("highest"):  # not TF32, whose rounding depends on the shape
+        step, args = make_builtin_step("cnn", strategy, batch_size)
+        try:
+            report = strategy.verify(step, args, rtol=_RTOL)
+        except VerifyError as error:
+            meaning = "The replicas and one device compute different results."
+            return Check(STEP, "problem", first_line(error), meaning, _REPORT)
+    return Check(
+        STEP,
+        "ok",
+        f"{strategy.num_replicas_in_sync} replicas and one device compute the same (largest "
+        f"relative difference {report.largest:.1e})",
+    )
+
+
+PROBES: dict[str, Callable[[BackendInfo], Check]] = {
+    POOL: check_pool,
+    ALL_REDUCE: check_all_reduce,
+    STEP: check_step,
+}
+_START = "export JAX_PLATFORMS=cpu always works; mirror devices lists the settings."
+_REPORT = "Report it with the output of mirror doctor --report."

@@ -1,0 +1,202 @@
+"""Traces the function that makes a workload, so that its arrays have shapes but no memory."""
+
+import contextlib
+import linecache
+import os
+import traceback
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+
+from mirror._src.base.errors import describe
+from mirror._src.base.source_lines import is_users, place
+from mirror._src.base.types import StepFunction
+from mirror._src.data.source import DistributedDatasetBase, shape_on_devices
+from mirror._src.devices.unstacked import UnstackedArrays
+from mirror._src.engine.arguments import hoist_nested
+from mirror._src.engine.closures import STORED, referenced_variables
+from mirror._src.engine.examined import ArrayEscapedError
+from mirror._src.engine.per_replica import per_replica
+from mirror._src.inspection.trial_objects import with_objects
+from mirror._src.jaxprs.trace import abstract, struct_of
+from mirror._src.strategy.strategy import Strategy
+from mirror._src.tools.bench.workload import MakeWorkload, Workload, WorkloadError
+
+# Raised by JAX if a value is read while tracing: as a number, a flag, an index or a NumPy array.
+_VALUE_READ_ERRORS = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+
+_NUMPY = os.path.dirname(np.__file__) + os.sep
+
+
+class AbstractWorkload(NamedTuple):
+    """A step with arguments that take no memory.
+
+    Attributes:
+        step: The step.
+        args: Its arguments, including the batch. Arrays are replaced by host arrays that take no
+            memory (stand-ins).
+        types: Type of each array, by the `id` of its stand-in.
+        allocated_bytes: Bytes of the device arrays that were allocated nevertheless.
+    """
+
+    step: StepFunction
+    args: tuple[Any, ...]
+    types: dict[int, jax.ShapeDtypeStruct]
+    allocated_bytes: int
+
+
+def without_arrays(text: str, make: MakeWorkload, strategy: Strategy) -> AbstractWorkload:
+    """Makes a workload inside a trace, where an array is only a shape and a dtype.
+
+    Args:
+        text: The user's name for the workload, for messages.
+        make: Makes the workload of a strategy.
+        strategy: The argument of `make`.
+
+    Raises:
+        WorkloadError: If `make` reads the value of an array, allocates more memory than the machine
+            has, returns per-replica values of different shapes, or returns a step that uses
+            variables which are not among its arguments.
+    """
+    before = set(map(id, jax.live_arrays()))
+    traced = _TracedWorkload()
+    with strategy.scope(), _explained(text):
+        structs = jax.eval_shape(lambda: traced.take(make(strategy)))
+    _require_no_captured_variables(text, traced.workload.step)
+    types: dict[int, jax.ShapeDtypeStruct] = {}
+    args = traced.arguments(structs, types)
+    data = traced.workload.data
+    if data is not None:
+        assert isinstance(data, DistributedDatasetBase), "a workload's data are distributed"
+        args = (*args, jax.tree.map(lambda s: per_replica(_stand_in(s, types)), data.element_spec))
+    allocated = sum(a.nbytes for a in jax.live_arrays() if id(a) not in before)
+    return AbstractWorkload(traced.workload.step, args, types, allocated)
+
+
+class _TracedWorkload:
+    """A workload made inside a trace, whose arrays are tracers, which are useless outside it."""
+
+    workload: Workload
+
+    def take(self, workload: Workload) -> list[Any]:
+        """Flattens a workload; returns its tracers."""
+        self.workload = workload
+        objects, tree = hoist_nested(workload.args, {})
+        self._leaves, self._treedef = jax.tree.flatten(tree)
+        for leaf in self._leaves:
+            if isinstance(leaf, UnstackedArrays):
+                raise WorkloadError(
+                    f"The arguments contain {describe(leaf)}, whose shape differs between "
+                    "replicas. Such a step runs in stages instead of as a single program. Estimate "
+                    "it with batches of equal size."
+                )
+        self._graphdef: Any
+        self._graphdef, state = nnx.split(tuple(objects))
+        state_leaves, self._state_def = jax.tree.flatten(state)
+        self._num_args = len(self._leaves)
+        self._leaves += state_leaves
+        return [leaf for leaf in self._leaves if isinstance(leaf, jax.core.Tracer)]
+
+    def arguments(self, structs: list[Any], types: dict[int, Any]) -> tuple[Any, ...]:
+        """Rebuilds the workload's arguments, with stand-ins for the arrays."""
+        rest = iter(structs)
+        leaves = [
+            _stand_in(next(rest), types)
+            if isinstance(leaf, jax.core.Tracer)
+            else _known(leaf, types)
+            for leaf in self._leaves
+        ]
+        state = jax.tree.unflatten(self._state_def, leaves[self._num_args :])
+        objects = nnx.merge(self._graphdef, state)
+        tree = jax.tree.unflatten(self._treedef, leaves[: self._num_args])
+        args, _ = with_objects(tree, list(objects))
+        return args
+
+
+def _stand_in(struct: Any, types: dict[int, Any]) -> np.ndarray:
+    """Returns a host array of the same shape whose elements share one element of memory."""
+    is_key = jax.dtypes.issubdtype(struct.dtype, jax.dtypes.extended)
+    dtype = np.dtype(np.uint8) if is_key else struct.dtype
+    array = np.broadcast_to(np.zeros((), dtype), struct.shape)
+    types[id(array)] = struct_of(struct)
+    return array
+
+
+def _known(leaf: Any, types: dict[int, Any]) -> Any:
+    """Returns a leaf that is not a tracer, and records its type on the devices."""
+    if isinstance(leaf, np.ndarray | np.generic):
+        types[id(leaf)] = shape_on_devices(leaf.shape, leaf.dtype)
+    elif isinstance(leaf, jax.Array):
+        types[id(leaf)] = abstract(leaf)
+    return leaf
+
+
+@contextlib.contextmanager
+def _explained(text: str) -> Iterator[None]:
+    """Context manager that explains where a value was read or memory was exhausted."""
+    try:
+        yield
+    except _VALUE_READ_ERRORS as error:
+        raise WorkloadError(
+            f"{text} reads the value of an array at {_line(error)}. In estimate-memory, arrays "
+            "have a shape and a dtype but no values. Create values that are read with NumPy."
+        ) from error
+    except MemoryError as error:
+        raise WorkloadError(
+            f"{text} ran out of memory at {_line(error)}: {str(error).rstrip('.')}. NumPy "
+            "allocates its arrays. Use jax.numpy or jax.random, whose arrays take no memory here, "
+            "and np.broadcast_to(np.float32(0), shape) for a batch."
+        ) from error
+
+
+@contextlib.contextmanager
+def escapes_explained(text: str) -> Iterator[None]:
+    """Context manager that explains which captured array must become an argument."""
+    try:
+        yield
+    except (jax.errors.UnexpectedTracerError, ValueError) as error:
+        if isinstance(error, ArrayEscapedError):
+            what = str(error)
+        elif STORED in str(error):
+            what = str(error).partition(" uses ")[2].partition(f", {STORED}")[0]
+        elif isinstance(error, ValueError):
+            raise
+        else:
+            what = f"an array at {_line(error)}"
+        raise WorkloadError(
+            f"The step captures {what}, which {text} created but did not return as an argument. "
+            "Return it with the arguments, or create it with NumPy."
+        ) from error
+
+
+def _require_no_captured_variables(text: str, step: StepFunction) -> None:
+    """Rejects variables that the step captures by name and that were created in the trace.
+
+    Raises:
+        WorkloadError: If the step captures such a variable.
+    """
+    for variable in referenced_variables(step):
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(variable.get_raw_value())):
+            name = variable.get_metadata("name") or "a mirror.Variable"
+            raise WorkloadError(
+                f"The step captures the variable {name}, which {text} created but did not return "
+                "as an argument. Return it with the arguments: (step, (variable, ...))."
+            )
+
+
+def _line(error: BaseException) -> str:
+    """Returns the user's line that raised an error."""
+    frames = traceback.extract_tb(error.__traceback__)
+    for frame in reversed(frames):
+        if is_users(frame.filename) and not frame.filename.startswith(_NUMPY):
+            code = linecache.getline(frame.filename, frame.lineno or 0).strip()
+            where = place(frame.filename, frame.lineno)
+            return f"{where}: {code}" if code else where
+    return "an unknown line"

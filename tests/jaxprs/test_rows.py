@@ -1,0 +1,229 @@
+"""Which programs look across the rows of a batch, and where padding enters."""
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen, nnx
+
+import mirror
+from mirror._src.jaxprs.axis import axis_name
+from mirror._src.jaxprs.row_facts import NO_ROWS, row
+from mirror._src.jaxprs.rows import find_rows
+from mirror._src.jaxprs.trace import trace
+
+ROWS, REPLICAS = 6, 4
+X = jax.ShapeDtypeStruct((ROWS, 8), jnp.float32)
+LONG = jax.ShapeDtypeStruct((ROWS, 7, 8), jnp.float32)
+IMAGES = jax.ShapeDtypeStruct((ROWS, 8, 8, 3), jnp.float32)
+SQUARE = jax.ShapeDtypeStruct((ROWS, 8, 8), jnp.float32)
+LABELS = jax.ShapeDtypeStruct((ROWS,), jnp.int32)
+TOKENS = jax.ShapeDtypeStruct((ROWS, 5), jnp.int32)
+WEIGHTS = jax.ShapeDtypeStruct((8, 4), jnp.float32)
+AXIS = axis_name()
+entropy = optax.softmax_cross_entropy_with_integer_labels
+
+
+class Transformer(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.embed, self.norm = nnx.Embed(11, 8, rngs=rngs), nnx.LayerNorm(8, rngs=rngs)
+        self.attend = nnx.MultiHeadAttention(2, 8, decode=False, dropout_rate=0.1, rngs=rngs)
+        self.drop, self.out = nnx.Dropout(0.3, rngs=rngs), nnx.Linear(8, 11, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        mask = nnx.make_causal_mask(tokens)
+        x += self.drop(self.attend(self.norm(x), mask=mask, deterministic=False, rngs=nnx.Rngs(1)))
+        return self.out(x)
+
+
+class Convolutional(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.conv, self.out = nnx.Conv(3, 4, (3, 3), rngs=rngs), nnx.Linear(64, 3, rngs=rngs)
+        self.norm = nnx.GroupNorm(4, num_groups=2, rngs=rngs)
+
+    def __call__(self, x):
+        x = nnx.max_pool(nnx.relu(self.norm(self.conv(x))), (2, 2), (2, 2))
+        return self.out(nnx.avg_pool(x, (1, 1)).reshape(x.shape[0], -1))
+
+
+def recurrent(_, x):
+    layer = nnx.RNN(nnx.LSTMCell(8, 4, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(0))
+    return layer(x)[:, -1].sum(-1)
+
+
+def siamese(_, x):
+    both = jnp.tanh(jnp.concatenate([x, 2 * x]))
+    return ((both[:ROWS] - both[ROWS:]) ** 2).sum(-1)
+
+
+def with_keys(_, x):
+    keys = mirror.example_keys(jax.random.key(0), x)
+    return x.sum(-1) + jax.vmap(jax.random.normal)(keys)
+
+
+def until_large(_, x):
+    return jax.vmap(
+        lambda r: jax.lax.while_loop(lambda v: (v < 9).any(), lambda v: v + 1, r).sum()
+    )(x)
+
+
+def solved(_, x):
+    return jnp.linalg.solve(x + jnp.eye(8), jnp.ones((ROWS, 8, 1)))[:, 0, 0]
+
+
+def normalized(axis=None, masked=False, **options):
+    def loss(mask, x):
+        norm = nnx.BatchNorm(8, axis_name=axis, rngs=nnx.Rngs(0), **options)
+        return norm(x, mask=mask[:, None] if masked else None).sum(-1)
+
+    return loss
+
+
+def summed(tree):
+    return jax.lax.psum(tree, AXIS)
+
+
+def everywhere(x):
+    return jax.lax.all_gather(x, AXIS, tiled=True)
+
+
+def ghost(_, x):
+    """Normalizes in groups of half a batch."""
+    groups = x.reshape(2, ROWS // 2, 8)
+    return (groups - groups.mean(1, keepdims=True)).reshape(ROWS, 8).sum(-1)
+
+
+def balance(_, x):
+    share = jax.nn.one_hot(x.argmax(-1), 8).mean(0)
+    return x.sum(-1) + (jax.nn.softmax(x).mean(0) * share).sum()
+
+
+def second_mean(mask, x):
+    x = x - jnp.mean(x, 0, where=mask[:, None])
+    return (x - x.mean(0)).sum(-1)
+
+
+def temperature(mask, x, w):
+    scores = jnp.where(everywhere(mask), x @ everywhere(x).T, -1e9)
+    return jax.nn.logsumexp(scores * jnp.minimum(jnp.exp(w[0, 0]), 100), -1)
+
+
+ONE_BY_ONE = {
+    "dense": (lambda _, x, w: jax.nn.softmax(x @ w).max(-1), X, WEIGHTS),
+    "entropy": (lambda _, x, w, y: entropy(x @ w, y), X, WEIGHTS, LABELS),
+    "picked": (lambda _, x, y: jax.nn.log_softmax(x)[jnp.arange(ROWS), y], X, LABELS),
+    "one-hot": (lambda _, x, y: (jax.nn.one_hot(y, 8) * x).sum(-1), X, LABELS),
+    "transformer": (lambda _, t: entropy(Transformer()(t), t).mean(-1), TOKENS),
+    "convolutional": (lambda _, x, y: entropy(Convolutional()(x), y), IMAGES, LABELS),
+    "recurrent": (recurrent, LONG),
+    "scan": (lambda _, x: jax.lax.scan(lambda c, a: (c + a, a), x[:, 0], x.T)[0], X),
+    "map": (lambda _, x: jax.lax.map(lambda r: (r**2).sum(), x), X),
+    "vmap": (lambda _, x: jax.vmap(lambda r: jnp.linalg.norm(jnp.outer(r, r) @ r))(x), X),
+    "flattened": (lambda _, x, w: (x.reshape(-1, 8) @ w).reshape(ROWS, 28).sum(1), LONG, WEIGHTS),
+    "siamese": (siamese, X),
+    "keys of examples": (with_keys, X),
+    "remat": (lambda _, x: jax.checkpoint(lambda x: jnp.sin(x).sum(-1))(x), X),
+    "cond": (lambda _, x: jax.lax.cond(True, lambda x: x.sum(-1), lambda x: x.max(-1), x), X),
+    "while": (until_large, X),
+    "sort": (lambda _, x: jnp.sort(x, -1)[:, 0] + jax.lax.top_k(x, 2)[0].sum(-1), X),
+    "einsum": (lambda _, x: jnp.einsum("bi,bj->bij", x, x).sum((1, 2)), X),
+    "convolve": (lambda _, x: jax.vmap(lambda r: jnp.convolve(r, jnp.ones(3)))(x).sum(-1), X),
+    "solve": (solved, SQUARE),
+    "sum of constants": (lambda _, x: x.sum(-1) + summed(1.0) + summed(jnp.ones(3)).sum(), X),
+    "dropout": (lambda _, x: nnx.Dropout(0.5, rngs=nnx.Rngs(0))(x).sum(-1), X),
+    "set": (lambda _, x, y: x.at[:, 0].set(0).at[jnp.arange(ROWS), y].set(1.0).sum(-1), X, LABELS),
+    "running statistics": (normalized(use_running_average=True), X),
+    "ctc": (
+        lambda _, x, t: optax.ctc_loss(x, jnp.zeros((ROWS, 7)), t, jnp.zeros((ROWS, 5))),
+        LONG,
+        TOKENS,
+    ),
+}
+EXCLUDED = {  # padding does not enter
+    "batch norm": (normalized(masked=True), X),
+    "sums": (
+        lambda m, x: x.sum(-1) - summed(jnp.where(m[:, None], x, 0).sum()) / summed(m.sum()),
+        X,
+    ),
+    "products": (lambda m, x: x.sum(-1) - summed((m[:, None] * x).sum()) / summed(m.sum()), X),
+    "dot": (lambda m, x: x.sum(-1) - summed(m.astype(x.dtype) @ x).sum() / summed(m.sum()), X),
+    "mean": (lambda m, x: x.sum(-1) - jnp.mean(x, where=m[:, None]), X),
+    "mean of products": (lambda m, x: x.sum(-1) - jnp.mean(m[:, None] * x) / m.mean(), X),
+    "mean of features": (lambda m, x: x.sum(-1) - (m[:, None] * x).sum(0).mean(), X),
+    "gather": (
+        lambda m, x: jnp.where(everywhere(m), x @ everywhere(x).T, -1e9).max(-1),
+        X,
+    ),
+    "learned temperature": (temperature, X, WEIGHTS),
+    "negated": (lambda m, x: jnp.where(~everywhere(m), -1e9, x @ everywhere(x).T).max(-1), X),
+    "max": (
+        lambda m, x: x.max(-1) - jax.lax.pmax(jnp.where(m[:, None], x, -jnp.inf).max(), AXIS),
+        X,
+    ),
+}
+ACROSS = {
+    "synchronized batch norm": (normalized(AXIS), X),
+    "batch norm": (normalized(), X),
+    "means of means": (normalized(AXIS, masked=True), X),
+    "linen": (
+        lambda _, x: (
+            linen.BatchNorm(use_running_average=False)
+            .init_with_output(jax.random.key(0), x)[0]
+            .sum(-1)
+        ),
+        X,
+    ),
+    "mean": (lambda _, x: x.sum(-1) - x.mean(), X),
+    "gather": (lambda _, x: jax.nn.logsumexp(x @ everywhere(x).T, -1), X),
+    "own mask": (lambda m, x: jnp.where(m, (x @ everywhere(x).T).max(-1), 0), X),
+    "gather to an axis": (lambda _, x: x.sum(-1) + jax.lax.all_gather(x, AXIS).mean(), X),
+    "similarities": (lambda _, x: jax.nn.logsumexp(x @ x.T, -1), X),
+    "pairs": (lambda _, x: jnp.abs(x[:, None] - x[None]).sum((1, 2)), X),
+    "roll": (lambda _, x: (x * jnp.roll(x, 1, 0)).sum(-1), X),
+    "mixup": (lambda _, x: x[jax.random.permutation(jax.random.key(0), ROWS)].sum(-1), X),
+    "first rows": (lambda _, x: (x - x[:1]).sum(-1), X),
+    "first row": (lambda _, x: (x - x[0]).sum(-1), X),
+    "reversed": (lambda _, x: (x - x[::-1]).sum(-1), X),
+    "sorted": (lambda _, x: jnp.sort(x, 0).sum(-1), X),
+    "cumulated": (lambda _, x: jnp.cumsum(x, 0).sum(-1), X),
+    "groups": (ghost, X),
+    "scan": (lambda _, x: jax.lax.scan(lambda c, a: (c + a.sum(), c), 0.0, x)[1], X),
+    "load balance": (balance, X),
+    "segments": (lambda _, x, y: jax.ops.segment_sum(x, y, 4)[y].sum(-1), X, LABELS),
+    "neighbor": (
+        lambda _, x: x.sum(-1) * jax.lax.ppermute(x, AXIS, [(0, 1), (1, 0)]).sum(-1),
+        X,
+    ),
+    "max": (lambda _, x: x.max(-1) - jax.lax.pmax(x.max(), AXIS), X),
+    "gram": (lambda _, x: x.sum(-1) + jnp.linalg.slogdet(x.T @ x + jnp.eye(8))[1], X),
+    "second mean": (second_mean, X),
+    "mean with zeros": (lambda m, x: x.sum(-1) - jnp.where(m[:, None], x, 0).mean(), X),
+    "variance with zeros": (lambda m, x: x.sum(-1) - (m[:, None] * x).var(0).sum(), X),
+    "number of rows": (lambda m, x: x.sum(-1) - ((m[:, None] * x).sum(0) / len(x)).sum(), X),
+    "number of all rows": (
+        lambda m, x: x.sum(-1) - (summed((m[:, None] * x).sum(0)) / (REPLICAS * ROWS)).sum(),
+        X,
+    ),
+    "share of rows": (lambda m, x: x.sum(-1) * m.mean(), X),
+}
+
+
+def found(fn, *arguments):
+    """Returns whether rows are mixed, and whether padding enters."""
+    mask = jax.ShapeDtypeStruct((ROWS,), bool)
+    program = trace(lambda *leaves: [fn(*leaves)], [mask, *arguments], REPLICAS)
+    inputs = [row(ROWS) if x.shape[0] == ROWS else NO_ROWS for x in arguments]
+    rows = find_rows(program, [row(ROWS, is_mask=True), *inputs], REPLICAS)
+    places = [place for each in rows for place in each.mixed | each.padded]
+    assert all(__file__.rpartition("/")[2] in place.line for place in places), places
+    return any(each.mixed for each in rows), any(each.padded for each in rows)
+
+
+def test_programs_that_look_across_rows_are_found(subtests):
+    tables = {(False, False): ONE_BY_ONE, (True, False): EXCLUDED, (True, True): ACROSS}
+    for wanted, table in tables.items():
+        for name, (fn, *arguments) in table.items():
+            with subtests.test(msg=f"{name} {wanted}"):
+                assert found(fn, *arguments) == wanted
