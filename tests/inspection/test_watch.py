@@ -22,7 +22,7 @@ from tests.support.messages import assert_message, raises
 from tests.support.tables import rows
 from tests.support.waiting import wait_until
 
-arrivals, launches, watch_module = inside.arrivals(), inside.launches(), inside.watch_module()
+launches, watch_module = inside.launches(), inside.watch_module()
 Described = launches.Described
 
 HERE = os.path.basename(__file__)
@@ -52,7 +52,6 @@ class Gate:
     def __init__(self, clock, replica=0):
         self.clock, self.replica = clock, replica
         self.is_entered, self.is_open = threading.Event(), threading.Event()
-        self.is_stuck = lambda: True  # whether the others wait for this replica
 
     def __call__(self, replica):
         if replica == self.replica:
@@ -75,7 +74,6 @@ class Gate:
 
         def pass_time():
             assert self.is_entered.wait(60)
-            wait_until(self.is_stuck)
             while not condition():
                 self.clock.advance(0.05)
             self.open()
@@ -191,48 +189,6 @@ def test_report_says_that_other_threads_wait_for_their_turn(clock):
         for thread in threads:
             thread.join()
     assert_message(watch.reports[0], values=["step (", "other (", "waits for its turn"])
-
-
-@rows("op", ["sum", "max"])
-@rows("is_float", [True, False])
-def test_arrivals_name_the_replica_that_is_missing(is_float, op, clock):
-    """In the second run of a step; collectives of floats may consist of several."""
-    strategy, gate = LAYOUTS["pmap"](), Gate(clock, None)
-
-    def step(x):
-        context = mirror.get_replica_context()
-        zero = jax.ShapeDtypeStruct((), jnp.float32)
-        x += jax.pure_callback(gate, zero, context.replica_id_in_sync_group)
-        x = x if is_float else x.astype(jnp.int32)
-        return context.all_reduce(op, x)  # the tracked one
-
-    gate.is_stuck = lambda: [len(a.waiting) for a in arrivals.incomplete_arrivals()] == [3]
-    arguments = (mirror.PerReplica([1.0, 2.0, -0.0, 4.0]),)
-    with mirror.debugging.watch(0.4, track_arrivals=True) as watch, gate.opened_by(watch):
-        first = strategy.run(step, arguments)
-        gate.replica = 1
-        second = strategy.run(step, arguments)
-    assert float(first) == float(second) == {"sum": 7.0, "max": 4.0}[op]
-    place = line_after("the tracked one")
-    expected = f"the all-reduce at {place} in step: replicas 0, 2, 3 arrived, replica 1 not"
-    assert expected in watch.reports[0]
-    assert not arrivals.incomplete_arrivals()  # nothing is kept of the watch
-    with mirror.debugging.watch(0.4) as watch:
-        strategy.run(step, arguments)
-    assert watch.reports == []
-
-
-def test_counts_are_kept_while_any_watch_tracks():
-    def step(x):
-        return mirror.all_reduce("sum", x)
-
-    with mirror.debugging.watch(60, track_arrivals=True):
-        with mirror.debugging.watch(60, track_arrivals=True):
-            total = LAYOUTS["pmap"]().run(step, (mirror.PerReplica([1.0, 2.0, 3.0, 4.0]),))
-            assert float(total) == 10
-        ((_, calls),) = arrivals._counts.values()
-        assert calls == [1, 1, 1, 1]
-    assert not arrivals._counts
 
 
 @rows("layout", ["pmap", "vmap on devices", "staged"])

@@ -56,7 +56,6 @@ from mirror._src.devices import state as device_state
 from mirror._src.devices import unused_gpus as unused_gpu_module
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.engine import argument_placer, choice, compiled, executor, per_replica, scopes
-from mirror._src.engine import arrivals as arrival_counts
 from mirror._src.engine.nnx.structure import Structure
 from mirror._src.inspection import explanation as explain_report
 from mirror._src.inspection import measurement as trial
@@ -407,11 +406,6 @@ def stop_logging_launches(patch: pytest.MonkeyPatch) -> None:
 def launches() -> ModuleType:
     """The records of launches that have not ended: users see reports about them only."""
     return launch_records
-
-
-def arrivals() -> ModuleType:
-    """The counts of replicas at collectives, which a report reads and a watch drops at its end."""
-    return arrival_counts
 
 
 def watch_module() -> ModuleType:

@@ -11,10 +11,8 @@ from typing import final
 import jax
 
 from mirror._src.devices.replicas import Kind
-from mirror._src.engine.arrivals import tracked
 from mirror._src.engine.executor import MeshExecutor, Outputs
 from mirror._src.passes.callbacks import CallbackGuard
-from mirror._src.passes.evaluate import Rules
 
 # Taken at import: `chex.fake_pmap` replaces `jax.pmap` by a `vmap` that returns a mirrored result
 # once per replica, as if `out_axes` were 0 for all results.
@@ -24,9 +22,6 @@ _pmap = jax.pmap
 @final
 class PmapExecutor(MeshExecutor):
     """Runs replica programs with one replica per device."""
-
-    def _rules(self, guard: CallbackGuard | None) -> Rules:
-        return tracked(super()._rules(guard), self.replicas.axis_name, len(self.replicas))
 
     def _mapped(
         self,

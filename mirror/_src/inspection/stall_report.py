@@ -9,9 +9,6 @@ from mirror._src.base import clock
 from mirror._src.base.source_lines import is_users
 from mirror._src.devices import backend, launches
 from mirror._src.devices.launches import Launch
-from mirror._src.engine.arrivals import Arrivals, incomplete_arrivals
-from mirror._src.jaxprs.collective_eqns import kind_of
-from mirror._src.jaxprs.user_lines import user_line
 from mirror._src.passes.callbacks import RunningCallback, running_callbacks
 
 _MOST_SITES = 4
@@ -52,7 +49,6 @@ def state_of_launches() -> list[str]:
     for launch in log.unfinished() if log is not None else []:
         lines.append(_progress(launch))
         lines += _waits(launch, callbacks)
-    lines += [_arrived(arrivals) for arrivals in incomplete_arrivals()]
     lines += [_callback(callback) for callback in callbacks]
     return lines
 
@@ -92,14 +88,6 @@ def _waits(launch: Launch, callbacks: Sequence[RunningCallback]) -> Iterator[str
         more = len(after) - _MOST_SITES
         rest = f", and {more} more" if more > 0 else ""
         yield f"  its collectives: {', '.join(places)}{rest}"
-
-
-def _arrived(arrivals: Arrivals) -> str:
-    kind = kind_of(arrivals.eqn.primitive.name)
-    return (
-        f"the {kind} at {user_line(arrivals.eqn)}: {replicas(arrivals.waiting)} arrived, "
-        f"{replicas(arrivals.missing)} not"
-    )
 
 
 def _callback(callback: RunningCallback) -> str:

@@ -15,7 +15,6 @@ from mirror._src.base.modules import set_module
 from mirror._src.cluster.start import has_joined_others
 from mirror._src.devices import launches
 from mirror._src.devices.launches import Launch, LaunchLog, Stall
-from mirror._src.engine import arrivals
 from mirror._src.inspection.peers import Peers
 from mirror._src.inspection.stall_report import THREAD_NAME, in_words, report
 
@@ -45,17 +44,14 @@ class Watch:
     []
     """
 
-    def __init__(self, secs: float, action: Action, *, track_arrivals: bool) -> None:
+    def __init__(self, secs: float, action: Action) -> None:
         self.reports: list[str] = []
         self._secs = secs
         self._action = action
-        self._tracks = track_arrivals
         self._log = launches.start_log()
         if action == "raise":
             self._log.stalls[self] = None
             _end_stalled_processes()
-        if track_arrivals:
-            arrivals.start_tracking()
         self._is_over = threading.Event()
         self._stalled: Launch | None = None
         self._peers: Peers | None = None
@@ -84,8 +80,6 @@ class Watch:
         self._is_over.set()
         self._thread.join()
         self._log.stalls.pop(self, None)
-        if self._tracks:
-            arrivals.stop_tracking()
         launches.stop_log()
         if self._peers is not None:
             atexit.unregister(self._peers.leave)
@@ -156,8 +150,7 @@ class Watch:
                 "If replicas wait in a collective on host devices, XLA ends the process "
                 f"{_XLA_ABORTS_SECS} s after the first has arrived."
             )
-        spans = stalled.described.spans_processes
-        if spans:
+        if stalled.described.spans_processes:
             lines.append(
                 "Every process must make the same calls of the strategy in the same order. Look at "
                 "the processes that have not reached this launch, and at their output."
@@ -166,11 +159,6 @@ class Watch:
             "Look at the callback or replica that has not arrived, and at the threads above: a "
             "callback or lock that waits for this step never returns."
         )
-        if not self._tracks and not spans and _has_collectives(stalled):
-            lines.append(
-                "To see which replica arrives at which collective, watch with "
-                "mirror.debugging.watch(track_arrivals=True) before the step is compiled."
-            )
         if self._action == "exit":
             when = "now" if is_over else f"after {self._secs:g} s"
             lines.append(f"The process ends {when}, with status {EXIT_STATUS}.")
@@ -265,7 +253,7 @@ class _Stopwatch:
         return oldest, self._secs
 
 
-def watch(secs: float = 60.0, action: Action = "report", *, track_arrivals: bool = False) -> Watch:
+def watch(secs: float = 60.0, action: Action = "report") -> Watch:
     """Reports steps and reductions that do not end.
 
     If the oldest launch has not ended for `secs` seconds, one report on standard error says which
@@ -287,9 +275,6 @@ def watch(secs: float = 60.0, action: Action = "report", *, track_arrivals: bool
             `mirror.StalledError` where mirror waits for the devices, and in each further step; a
             thread that waits in JAX, as in `float(loss)`, cannot be interrupted. `"exit"` ends the
             process at once with status 75, so that a launcher starts it again.
-        track_arrivals: Whether each replica reports to the host before each collective, so that the
-            report names the replicas that are missing there. It makes steps slower, and applies to
-            steps with one replica per device that are compiled during the watch.
 
     Returns:
         A context manager that ends the watch. Without `with`, the watch ends with the process, or
@@ -304,7 +289,7 @@ def watch(secs: float = 60.0, action: Action = "report", *, track_arrivals: bool
     Watch(secs=60, action='report')
     >>> watch.close()
     """
-    return Watch(require_secs("secs", secs), require_action(action), track_arrivals=track_arrivals)
+    return Watch(require_secs("secs", secs), require_action(action))
 
 
 def require_action(action: str) -> Action:
