@@ -1,7 +1,6 @@
 """State that is an argument and a result stays mirrored, or the step is rejected."""
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -89,24 +88,22 @@ def in_a(make):
     return lambda: make(weights(), jnp.int32(0)), update
 
 
-# name: constructor, update, the name of a leaf, whether its class marks it as state
+# name: constructor, update, the name of a leaf
 STATES = {
-    "TrainState": (train_state, update_train_state, "state.params['Dense_0']['kernel']", True),
-    "registered dataclass": (*in_a(Registered), "state.params['w']", True),
-    "NamedTuple": (*in_a(Pair), "state.params['w']", False),
-    "dict": (weights, train, "state['w']", False),
+    "TrainState": (train_state, update_train_state, "state.params['Dense_0']['kernel']"),
+    "registered dataclass": (*in_a(Registered), "state.params['w']"),
+    "NamedTuple": (*in_a(Pair), "state.params['w']"),
+    "dict": (weights, train, "state['w']"),
     "FrozenDict": (
         lambda: freeze(weights()),
         lambda p, b, r: freeze(train(p, b, r)),
         "state['w']",
-        False,
     ),
-    "array": (lambda: jnp.ones((3, 2)), lambda w, b, r: w - r(b.T @ b @ w), "state", False),
+    "array": (lambda: jnp.ones((3, 2)), lambda w, b, r: w - r(b.T @ b @ w), "state"),
     "TrainState in a tuple": (
         lambda: (train_state(), jnp.int32(0)),
         lambda s, b, r: (update_train_state(s[0], b, r), s[1] + 1),
         "state[0].params['Dense_0']['kernel']",
-        True,
     ),
 }
 SHAPES = {
@@ -117,7 +114,7 @@ SHAPES = {
 
 
 def steps(name, shape="first"):
-    _, update, _, _ = STATES[name]
+    _, update, _ = STATES[name]
     give, _ = SHAPES[shape]
 
     def step(state, batch):
@@ -136,63 +133,62 @@ LAYOUTS = Made({"one": lambda: cpu_strategy(1), "two": lambda: cpu_strategy(2)})
 
 @rows("shape", list(SHAPES))
 @rows("n, name", ROWS)
-def test_missing_all_reduce_raises_before_the_second_step(n, name, shape):
+def test_missing_all_reduce_of_donated_state_is_rejected_before_anything_runs(n, name, shape):
     strategy = cpu_strategy(n)
-    make, _, leaf, is_certain = STATES[name]
+    make, _, leaf = STATES[name]
     _, broken = steps(name, shape)
-    batch = batch_for(strategy)
+    state = make()
     fix = ["all_reduce", "distribute_values_from_function"]
     with raises(mirror.ReplicaDivergenceError, names=["broken", leaf, "batch"], fix=fix):
-        out = strategy.run(broken, (make(), batch))
-        assert not is_certain, "it is rejected at the first call"
-        strategy.run(broken, (SHAPES[shape][1](out), batch))
+        strategy.run(broken, (state, batch_for(strategy)), donate_argnums=0)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(state) if isinstance(x, jax.Array))
 
 
 @rows("n, name", ROWS)
-def test_donated_state_is_rejected_at_the_first_step(n, name):
+def test_state_that_is_not_donated_comes_back_per_replica(n, name):
+    """It may be anything that has the structure of an argument, such as gradients."""
     strategy = cpu_strategy(n)
-    make, _, leaf, _ = STATES[name]
+    make, _, leaf = STATES[name]
     _, broken = steps(name)
-    state = make()
-    with raises(mirror.ReplicaDivergenceError, names=["broken", leaf, "batch"], fix="all_reduce"):
-        strategy.run(broken, (state, batch_for(strategy)), donate_argnums=0)
-    assert not any(x.is_deleted() for x in jax.tree.leaves(state) if isinstance(x, jax.Array))
+    state, batch = make(), batch_for(strategy)
+    assert strategy.inspect(broken, (state, batch)).in_step
+    for _ in range(2):
+        state, _ = strategy.run(broken, (state, batch))
+    rows = {row.name: row.state for row in strategy.inspect(broken, (state, batch)).results}
+    assert rows[leaf.replace("state", "result[0]", 1)] == "per-replica"
+
+
+def test_children_of_a_donated_container_are_state(two):
+    def step(state, batch):
+        params, count = state["params"], state["count"] + 1
+        return train(params, batch, own), count, batch.mean()
+
+    args = ({"params": weights(), "count": jnp.int32(0)}, batch_for(two))
+    with raises(mirror.ReplicaDivergenceError, names="state['params']['w']", fix="all_reduce"):
+        two.run(step, args, donate_argnums=0)
 
 
 @pytest.mark.slow
 @rows("n, name", ROWS)
 def test_step_with_its_all_reduce_trains(n, name):
     strategy = cpu_strategy(n)
-    make, _, _, _ = STATES[name]
+    make, _, _ = STATES[name]
     step, _ = steps(name)
     state, batch = make(), batch_for(strategy)
     for _ in range(3):
-        state, value = strategy.run(step, (state, batch))
+        state, value = strategy.run(step, (state, batch), donate_argnums=0)
     assert isinstance(value, PerReplica)
     strategy.check_mirrored(state)
     assert strategy.inspect(step, (state, batch)).in_step
 
 
-@rows("n, name", [row for row in ROWS if row[1] != "array"])
-def test_reports_and_asserts_find_the_same_drift(n, name):
+@rows("n, name", ROWS)
+def test_missing_all_reduce_fails_the_assert(n, name):
     strategy = cpu_strategy(n)
-    make, _, leaf, _ = STATES[name]
+    make, _, leaf = STATES[name]
     _, broken = steps(name)
-    args = (make(), batch_for(strategy))
-    report = strategy.inspect(broken, args)
-    assert not report.in_step
-    assert any(leaf in problem for problem in report.problems)
-    with raises(mirror.ReplicaDivergenceError, names=["broken", leaf, "batch"], fix="all_reduce"):
-        strategy.verify(broken, args)
-    with raises(AssertionError, names=leaf.removeprefix("state"), fix="all_reduce"):
-        assert_trains_like_one_device(broken, args, strategy)
-
-
-@rows("strategy", LAYOUTS)
-def test_bare_array_trained_without_an_all_reduce_fails_the_assert(strategy):
-    _, broken = steps("array")
-    with raises(AssertionError, names="state", fix="all_reduce"):
-        assert_trains_like_one_device(broken, (jnp.ones((3, 2)), batch_for(strategy)), strategy)
+    with raises(AssertionError, names=["broken", leaf.removeprefix("state")], fix="all_reduce"):
+        assert_trains_like_one_device(broken, (make(), batch_for(strategy)), strategy)
 
 
 @rows("strategy", LAYOUTS)
@@ -204,7 +200,7 @@ def test_initially_per_replica_state_is_accepted(strategy):
         weights(),
     )
     for _ in range(3):
-        params, _ = strategy.run(broken, (params, batch_for(strategy)))
+        params, _ = strategy.run(broken, (params, batch_for(strategy)), donate_argnums=0)
     assert all(isinstance(leaf, PerReplica) for leaf in params.values())
 
 
@@ -226,9 +222,25 @@ def test_scalar_loss_beside_a_scalar_argument_is_not_state(strategy):
         return (batch * rate).mean()
 
     batch = batch_for(strategy)
-    for _ in range(2):
-        assert isinstance(strategy.run(step, (jnp.float32(0.1), batch)), PerReplica)
+    assert isinstance(strategy.run(step, (jnp.float32(0.1), batch)), PerReplica)
     assert strategy.inspect(step, (jnp.float32(0.1), batch)).in_step
+
+
+@pytest.mark.dev("equinox")
+@rows("strategy", LAYOUTS)
+def test_gradients_of_an_equinox_model_are_returned_per_replica(strategy):
+    import equinox as eqx
+
+    def gradients(model, batch):
+        return eqx.filter_grad(lambda model: jnp.mean(jax.vmap(model)(batch) ** 2))(model)
+
+    model = eqx.nn.Linear(3, 2, key=jax.random.key(0))
+    grads = strategy.run(gradients, (model, batch_for(strategy)))
+    assert isinstance(grads, eqx.nn.Linear)
+    assert isinstance(grads.weight, PerReplica)
+    mean = strategy.reduce("mean", grads)
+    whole = gradients(model, np.arange(6 * strategy.num_replicas_in_sync).reshape(-1, 3) * 1.0)
+    np.testing.assert_allclose(mean.weight, whole.weight, rtol=1e-5)
 
 
 def test_report_heading_counts_per_replica_results(two):
@@ -236,33 +248,6 @@ def test_report_heading_counts_per_replica_results(two):
     report = two.inspect(step, (weights(), batch_for(two)))
     assert report.in_step
     assert_message(report.heading, names=["step", "per-replica"], values=[1, 2])
-
-
-@pytest.mark.filterwarnings(r"ignore:.*test_state_that_drifts\.py")
-@rows("fresh", ["partial", "lambda"])
-@rows("name", ["dict", "array"])
-def test_new_function_objects_do_not_evade_the_check(two, name, fresh):
-    make, _, leaf, _ = STATES[name]
-    _, broken = steps(name)
-    state, batch = make(), batch_for(two)
-    makes = {
-        "partial": lambda: functools.partial(broken),
-        "lambda": lambda: lambda state, batch: broken(state, batch),
-    }
-    with raises(mirror.ReplicaDivergenceError, names=leaf):
-        for _ in range(3):
-            state, _ = two.run(makes[fresh](), (state, batch))
-
-
-def test_function_may_take_mirrored_then_per_replica_values(two):
-    def error(prediction, target):
-        return (prediction - target) ** 2
-
-    target = two.distribute_values_from_function(lambda _: np.ones(3, np.float32))
-    own = two.run(error, (np.zeros(3, np.float32), target))
-    assert isinstance(two.run(error, (target, target)), PerReplica)
-    with raises(mirror.ReplicaDivergenceError, names="prediction"):
-        two.run(error, (own, target))
 
 
 def test_gradients_beside_one_of_two_similar_models_are_not_state(two):
@@ -276,7 +261,7 @@ def test_gradients_beside_one_of_two_similar_models_are_not_state(two):
         return Registered(new.params, new.count), Registered(grads.params, student.count)
 
     make = lambda: Registered(jnp.ones((3, 2)), jnp.float32(0))  # noqa: E731
-    new, grads = two.run(step, (make(), make(), batch_for(two)))
+    new, grads = two.run(step, (make(), make(), batch_for(two)), donate_argnums=0)
     assert isinstance(grads.params, PerReplica)
     assert isinstance(new.params, jax.Array)
 
@@ -287,10 +272,9 @@ def test_values_that_the_message_asks_for_are_accepted_after_the_error(two):
 
     (batch,) = two.distribute_dataset([np.ones((4, 3), np.float32)])
     first = {"w": np.zeros(3, np.float32), "b": np.zeros((), np.float32)}
-    drifted = two.run(step, (first, batch))
     for _ in range(2):
         with raises(mirror.ReplicaDivergenceError, names="state['w']", fix="PerReplica"):
-            two.run(step, (drifted, batch))
+            two.run(step, (first, batch), donate_argnums=0)
         own = {"w": mirror.PerReplica([np.zeros(3, np.float32)] * 2), "b": first["b"]}
-        new = two.run(step, (own, batch))
+        new = two.run(step, (own, batch), donate_argnums=0)
         np.testing.assert_array_equal(new["w"].values[1], np.full(3, -2.0))

@@ -72,7 +72,7 @@ BUDGETS = {
     "cluster": Size(1050, 9, 19),
     "jaxprs": Size(1900, 20, 20),
     "passes": Size(1450, 12, 21),
-    "engine": Size(5500, 62, 80),
+    "engine": Size(5390, 61, 78),
     "inspection": Size(1870, 15, 20),
     "data": Size(1450, 13, 28),
     "keras": Size(550, 7, 7),

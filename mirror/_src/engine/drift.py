@@ -1,18 +1,14 @@
-"""Finds state that a step receives mirrored and returns per-replica.
+"""State outside nnx objects: donated arguments, and their new values among the results.
 
-`plan` checks the state of nnx objects, which is written back into them. All other state is an
-argument and a result of the step. This module pairs an argument with the results that have the same
-structure, shapes and dtypes.
+`plan` checks the state of nnx objects, which is written back into them. A donated argument is state
+too: a result with the same structure, shapes and dtypes is its new value.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-import jax
-
 from mirror._src.base.errors import ReplicaDivergenceError
-from mirror._src.base.naming import leaf_names
-from mirror._src.engine.arguments import ObjectPlaceholder
+from mirror._src.engine.arguments import is_number
 from mirror._src.engine.call import Call
 from mirror._src.engine.plan import cause, divergence_message
 from mirror._src.engine.step import Step
@@ -24,272 +20,151 @@ _IF_INTENDED = (
     "gradients, return jax.tree.leaves(grads)."
 )
 
-
-class Drift(NamedTuple):
-    """A mirrored argument that a step returns per-replica.
-
-    Attributes:
-        causes: The reason for each leaf of the argument that comes back per-replica, by name.
-        is_certain: Whether the result can only be the new state, because the argument is donated,
-            or is an object that holds state, such as a `TrainState` or an Equinox module. Any other
-            result may be something else with the same structure, such as gradients.
-        is_bare: Whether the argument is a single array, whose shape a result may have by chance.
-        results: Positions, among the results that are arrays, of the per-replica ones.
-    """
-
-    causes: dict[str, str]
-    is_certain: bool
-    is_bare: bool
-    results: list[int]
-
-
-_Pairs: TypeAlias = list[tuple[int, int, Mark]]
+_Pairs: TypeAlias = list[tuple[int, int]]
+"""Mirrored leaves of an argument, by position in `layout.dynamic`, and the numbers of results."""
 
 
 class _Subtree(NamedTuple):
-    """A subtree of the arguments or of the result that may be state.
-
-    Attributes:
-        treedef: Its structure.
-        start: Position of its first leaf.
-        at_top: Whether it is an argument, or the result or one of its children.
-        is_donated: Whether it belongs to a donated argument.
-        is_object: Whether it is an object of a class of its own, rather than a container.
-    """
+    """A subtree of the arguments or of the result: structure, position of its first leaf, depth."""
 
     treedef: Any
     start: int
-    at_top: bool
-    is_donated: bool = False
-    is_object: bool = False
+    depth: int
+
+    @property
+    def is_array(self) -> bool:
+        return self.treedef.node_data() is None
+
+    def children(self) -> Iterator["_Subtree"]:
+        start = self.start
+        for child in [] if self.is_array else self.treedef.children():
+            yield _Subtree(child, start, self.depth + 1)
+            start += child.num_leaves
+
+    def all(self) -> Iterator["_Subtree"]:
+        yield self
+        for child in self.children():
+            yield from child.all()
 
 
-def find_drifts(call: Call, step: Step, avals: Sequence[Any], marks: Sequence[Mark]) -> list[Drift]:
-    """Finds arguments that come back per-replica.
+def require_no_drift(
+    call: Call, step: Step, avals: Sequence[Any], marks: Sequence[Mark], names: Sequence[str]
+) -> None:
+    """Rejects a step that returns a donated, mirrored argument per-replica.
 
     Args:
         call: The call.
         step: Its traced step.
         avals: Shapes and dtypes of the results.
         marks: Marks of the results.
+        names: The user's names for the inputs.
+
+    Raises:
+        ReplicaDivergenceError: If there is such an argument.
     """
-    if not any(mark.per_replica for mark in marks):
-        return []
-    inputs = _inputs(call, step)
-    positions = _array_positions(step)
-    outputs = dict(zip(positions, zip(avals, marks, strict=True), strict=True))
-    numbers = {position: number for number, position in enumerate(positions)}
-    by_treedef: dict[Any, list[tuple[_Subtree, list[_Pairs]]]] = {}
-    for argument, matches in _matches(call, step, inputs, outputs):
-        by_treedef.setdefault(argument.treedef, []).append((argument, matches))
-    names = leaf_names(call.fn, call.tree)
-    origins = call.input_names
-    drifts = []
-    for treedef, arguments in by_treedef.items():
-        is_bare = treedef.node_data() is None
-        for argument, matches in arguments:
-            differing = [[pair for pair in pairs if pair[2].per_replica] for pairs in matches]
+    if not call.donate_argnums or not any(mark.per_replica for mark in marks):
+        return
+    by_structure: dict[Any, list[list[_Pairs]]] = {}
+    for treedef, matches in _matches(call, step, avals, call.donate_argnums):
+        by_structure.setdefault(treedef, []).append(matches)
+    causes: list[str] = []
+    for arguments in by_structure.values():
+        for matches in arguments:
+            differing = [[(i, k) for i, k in p if marks[k].per_replica] for p in matches]
             # If as many mirrored results as arguments have this structure, these are the new state,
-            # and the per-replica results are something else. If fewer, it may be either.
-            num_mirrored = sum(not pairs for pairs in differing)
-            if not any(differing) or num_mirrored >= len(arguments):
-                continue
-            first = next(pairs for pairs in differing if pairs)
-            causes = {names[i]: cause(mark, origins) for i, _, mark in first}
-            results = [numbers[k] for pairs in differing for _, k, _ in pairs]
-            is_certain = argument.is_donated or (argument.is_object and not num_mirrored)
-            drifts.append(Drift(causes, is_certain, is_bare, results))
-    return drifts
-
-
-def find_returned(call: Call, step: Step, avals: Sequence[Any]) -> set[int]:
-    """Finds arguments that are state: a result has the same structure, shapes and dtypes.
-
-    Args:
-        call: The call.
-        step: Its traced step.
-        avals: Shapes and dtypes of the results.
-
-    Returns:
-        Positions among the leaves of the call's arguments.
-    """
-    inputs, mark = _inputs(call, step, numbers=True), Mark()
-    outputs = {i: (aval, mark) for i, aval in zip(_array_positions(step), avals, strict=True)}
-    return {
-        i
-        for _, matches in _matches(call, step, inputs, outputs)
-        for pairs in matches
-        for i, *_ in pairs
-    }
+            # and the per-replica results are something else, such as gradients.
+            if sum(not pairs for pairs in differing) < len(arguments) and any(differing):
+                pairs = next(filter(None, differing))
+                leaves = call.leaf_names
+                causes += [f"{leaves[i]}: {cause(marks[k], names)}" for i, k in pairs]
+    if causes:
+        raise ReplicaDivergenceError(divergence_message(step.name, causes) + _IF_INTENDED)
 
 
 def carried_state(
-    call: Call, step: Step, avals: Sequence[Any], per_replica: Sequence[bool], *, donated: bool
+    call: Call,
+    step: Step,
+    avals: Sequence[Any],
+    per_replica: Sequence[bool],
+    donated: Container[int] | None,
 ) -> list[tuple[int, int]]:
-    """Finds arguments that are state: they are returned, and are donated or objects with state.
+    """Finds the new values of donated arguments.
 
     Args:
         call: The call.
         step: Its traced step.
         avals: Shapes and dtypes of the results.
         per_replica: For each result, whether it is per-replica.
-        donated: Whether to treat all arguments as donated, as in a report, which cannot know.
+        donated: Positions of donated arguments; `None` for all, in a report, which cannot know.
 
     Returns:
         For each leaf of such arguments, its position among the inputs of the program, and the
         position of its new value among the results.
     """
-    inputs = _inputs(call, step)
-    positions = _array_positions(step)
-    numbers = {position: number for number, position in enumerate(positions)}
-    outputs = {
-        position: (aval, Mark("own" if differs else None))
-        for position, aval, differs in zip(positions, avals, per_replica, strict=True)
-    }
-    input_of = {i: step.num_state + number for number, i in enumerate(call.layout.dynamic)}
     carried: dict[int, int] = {}
-    for argument, matches in _matches(call, step, inputs, outputs):
-        is_bare = argument.treedef.node_data() is None
-        is_state = argument.is_donated or argument.is_object or donated
-        if not is_state or (is_bare and not argument.at_top):
-            continue
+    for _, matches in _matches(call, step, avals, donated):
         for pairs in matches:
-            if any(mark.per_replica for _, _, mark in pairs):
-                continue
-            new = {input_of[i]: numbers[k] for i, k, _ in pairs}
-            if carried.keys().isdisjoint(new) and set(carried.values()).isdisjoint(new.values()):
+            new = {step.num_state + i: k for i, k in pairs}
+            is_free = carried.keys().isdisjoint(new) and set(carried.values()).isdisjoint(
+                new.values()
+            )
+            if is_free and not any(per_replica[k] for k in new.values()):
                 carried |= new
                 break
     return list(carried.items())
 
 
-def require_none_certain(name: str, drifts: Sequence[Drift]) -> None:
-    """Rejects a step if any of the drifts is certain.
-
-    Raises:
-        ReplicaDivergenceError: If there is one.
-    """
-    require_none(name, [drift for drift in drifts if drift.is_certain])
-
-
-def require_none(name: str, drifts: Sequence[Drift]) -> None:
-    """Rejects a step if there are any drifts.
-
-    Raises:
-        ReplicaDivergenceError: If there is one.
-    """
-    if drifts:
-        raise ReplicaDivergenceError(drift_message(name, causes_of(drifts)))
-
-
-def causes_of(drifts: Sequence[Drift]) -> dict[str, str]:
-    """Returns the reason for each leaf that would differ, by the name of the leaf."""
-    return {leaf: why for drift in drifts for leaf, why in drift.causes.items()}
-
-
-def drift_message(name: str, causes: Mapping[str, str]) -> str:
-    """Returns the error message for a step that returns state per-replica."""
-    lines = [f"{leaf}: {why}" for leaf, why in causes.items()]
-    return divergence_message(name, lines) + _IF_INTENDED
-
-
-def _array_positions(step: Step) -> list[int]:
-    """Returns the positions of the leaves of the result that are arrays."""
-    return [i for i in range(step.out_tree.num_leaves) if i not in step.static_results]
+def find_returned(call: Call, step: Step, avals: Sequence[Any]) -> set[int]:
+    """Returns the positions, in `layout.dynamic`, of arguments that may come back as results."""
+    found = _matches(call, step, avals, None)
+    return {i for _, matches in found for pairs in matches for i, _ in pairs}
 
 
 def _matches(
-    call: Call, step: Step, inputs: Mapping[int, Any], outputs: Mapping[int, Any]
-) -> Iterator[tuple[_Subtree, list[_Pairs]]]:
-    """Yields each part of the arguments that may be state, with the results that match it."""
-    results = list(_result_subtrees(step.out_tree, 0, depth=0))
-    for argument in _arguments(call):
-        is_bare = argument.treedef.node_data() is None
-        candidates = [
-            _pairs(argument, result, inputs, outputs)
-            for result in results
-            if result.treedef == argument.treedef and (result.at_top or not is_bare)
-        ]
-        yield argument, [pairs for pairs in candidates if pairs is not None]
-
-
-def _inputs(call: Call, step: Step, *, numbers: bool = False) -> dict[int, Any]:
-    """Returns the shapes and dtypes of mirrored arrays among the arguments, by position of leaf.
-
-    Args:
-        call: The call.
-        step: Its traced step.
-        numbers: Whether to include Python numbers.
-    """
+    call: Call, step: Step, avals: Sequence[Any], argnums: Container[int] | None
+) -> Iterator[tuple[Any, list[_Pairs]]]:
+    """Yields the structure of each argument, and of its children, with the results that match."""
     layout = call.layout
-    avals = {}
-    for number, i in enumerate(layout.dynamic):
-        is_included = numbers or not isinstance(call.leaves[i], int | float | complex)
-        if is_included and number not in layout.per_replica:
-            avals[i] = step.avals[step.num_state + number]
-    return avals
+    numbers = {i for i in layout.dynamic if is_number(type(call.leaves[i]))}
+    inputs = {
+        i: (number, step.avals[step.num_state + number])
+        for number, i in enumerate(layout.dynamic)
+        if number not in layout.per_replica
+    }
+    arrays = [i for i in range(step.out_tree.num_leaves) if i not in step.static_results]
+    outputs = {i: (k, aval) for k, (i, aval) in enumerate(zip(arrays, avals, strict=True))}
+    results = list(_Subtree(step.out_tree, 0, 0).all())
+    args, kwargs = _Subtree(layout.treedef, 0, -2).children()
+    for number, argument in enumerate((*args.children(), *kwargs.children())):
+        if argnums is not None and number not in argnums:
+            continue
+        if argument.is_array and argument.start in numbers:
+            continue  # a loss has the type of a learning rate, by chance
+        for part in (argument, *(x for x in argument.children() if not x.is_array)):
+            found = [
+                _pairs(part, result, inputs, outputs, numbers)
+                for result in results
+                # A single array may have the shape of another one by chance.
+                if result.treedef == part.treedef and (result.depth < 2 or not part.is_array)
+            ]
+            yield part.treedef, [pairs for pairs in found if pairs]
 
 
 def _pairs(
-    argument: _Subtree, result: _Subtree, inputs: Mapping[int, Any], outputs: Mapping[int, Any]
-) -> _Pairs | None:
-    """Pairs the mirrored leaves of an argument with the leaves of a result and their marks.
-
-    Returns `None` if shapes or dtypes differ, or if no leaf is a mirrored array.
-    """
+    argument: _Subtree,
+    result: _Subtree,
+    inputs: dict[int, tuple[int, Any]],
+    outputs: dict[int, tuple[int, Any]],
+    numbers: Container[int],
+) -> _Pairs:
+    """Pairs the leaves of an argument and a result; empty if types of arrays differ."""
     pairs = []
-    for k in range(argument.treedef.num_leaves):
-        i, j = argument.start + k, result.start + k
-        aval, (new, mark) = inputs.get(i), outputs.get(j, (None, None))
-        if aval is None or new is None:
+    for offset in range(argument.treedef.num_leaves):
+        i, k = inputs.get(argument.start + offset), outputs.get(result.start + offset)
+        if i is None or k is None:
             continue
-        if (aval.shape, aval.dtype) != (new.shape, new.dtype):
-            return None
-        pairs.append((i, j, mark))
-    return pairs or None
-
-
-def _arguments(call: Call) -> Iterator[_Subtree]:
-    """Yields the parts of the arguments that may be state."""
-    args, kwargs = call.layout.treedef.children()
-    start = 0
-    for number, argument in enumerate((*args.children(), *kwargs.children())):
-        yield from _argument_subtrees(argument, start, number in call.donate_argnums)
-        start += argument.num_leaves
-
-
-def _argument_subtrees(
-    treedef: Any, start: int, donated: bool, depth: int = 0
-) -> Iterator[_Subtree]:
-    """Yields an argument, the children of a container, and the objects at any depth."""
-    is_object = _is_object(treedef)
-    if treedef.num_leaves and (depth < 2 or is_object):
-        yield _Subtree(treedef, start, depth == 0, donated, is_object)
-    if is_object or treedef.node_data() is None:
-        return
-    for child in treedef.children():
-        if child.node_data() is not None:
-            yield from _argument_subtrees(child, start, donated, depth + 1)
-        start += child.num_leaves
-
-
-def _result_subtrees(treedef: Any, start: int, depth: int) -> Iterator[_Subtree]:
-    """Yields the result and all its subtrees."""
-    if not treedef.num_leaves:
-        return
-    yield _Subtree(treedef, start, at_top=depth < 2)
-    if treedef.node_data() is None:
-        return
-    for child in treedef.children():
-        yield from _result_subtrees(child, start, depth + 1)
-        start += child.num_leaves
-
-
-def _is_object(treedef: Any) -> bool:
-    """Whether the root is an object of a class of its own, not a container of any library."""
-    data = treedef.node_data()
-    if data is None or data[0] is None:
-        return False
-    return not issubclass(
-        data[0], tuple | list | Mapping | type(None) | ObjectPlaceholder | jax.tree_util.Partial
-    )
+        if (i[1].shape, i[1].dtype) == (k[1].shape, k[1].dtype):
+            pairs.append((i[0], k[0]))
+        elif argument.start + offset not in numbers:  # a number may become any array
+            return []
+    return pairs

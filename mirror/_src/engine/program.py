@@ -4,7 +4,6 @@ import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
-from weakref import WeakValueDictionary
 
 import jax
 import numpy as np
@@ -61,9 +60,6 @@ class StepProgram:
         returned: The mirrored arrays that recent runs returned.
         passed: The leaves of earlier calls, for the other processes; see `HostValues`.
         shared_samples: The user's lines that sample the same random numbers on all replicas.
-        drifts: Arguments that may come back per-replica.
-        drifting_results: Positions of the results that such arguments come back as.
-        drifted: Those results, by id.
         to_agree_on: The program, until all processes have agreed on it; None in a single process.
         identity: What is equal in all processes that run this program, once they have agreed.
         label: The name of the step and its line, for messages.
@@ -86,9 +82,6 @@ class StepProgram:
         step = traced.steps[0]
         self.runs = 0
         self.shared_samples: list[str] = []
-        self.drifts: Sequence[Any] = ()
-        self.drifting_results: Sequence[int] = ()
-        self.drifted: WeakValueDictionary[int, Array] = WeakValueDictionary()
         averaged = [("all-reduce", f"{len(plan.averaged)} batch statistics")]
         self._collectives = [*collectives, *(averaged if plan.averaged else [])]
         self._name = step.name
@@ -148,7 +141,6 @@ class StepProgram:
         return (
             isinstance(self.compiled, MeshProgram)
             and self._guard is None
-            and not self.drifting_results
             and not self._attribute_changes
         )
 
@@ -175,10 +167,6 @@ class StepProgram:
             if outputs and self._guard is None:
                 self._write_back(call, outputs)
             raise
-        leaves = outputs[self._results]
-        for i in self.drifting_results:
-            if isinstance(leaves[i], jax.Array):
-                self.drifted[id(leaves[i])] = leaves[i]
         return self.results_of(outputs)
 
     def results_of(self, outputs: list[Any]) -> Any:

@@ -17,7 +17,7 @@ from mirror._src.engine.closures import (
     require_nothing_captured,
 )
 from mirror._src.engine.cross_device_ops import CrossDeviceOps
-from mirror._src.engine.drift import Drift, carried_state, find_drifts, require_none_certain
+from mirror._src.engine.drift import carried_state, require_no_drift
 from mirror._src.engine.executor import Executor
 from mirror._src.engine.failed_trace import explain_failed_trace
 from mirror._src.engine.gathers import UnequalGathers
@@ -43,13 +43,11 @@ class NewProgram(NamedTuple):
 
     Attributes:
         program: The program.
-        drifts: Arguments that may come back per-replica.
         notes: Observations that deserve a warning.
         marks: Marks of all outputs.
     """
 
     program: StepProgram
-    drifts: Sequence[Drift]
     notes: Notes
     marks: Sequence[Mark]
 
@@ -129,13 +127,12 @@ class ProgramMaker:
         plan = make_plan(
             step.name, call.slots, traced.given, results, after, keys, names, dtypes, merges
         )
-        drifts = find_drifts(call, step, avals[: len(results)], results)
-        require_none_certain(step.name, drifts)
+        require_no_drift(call, step, avals[: len(results)], results, names)
         executor = self._for_unequal() if unequal else self._executor
         carried: list[tuple[int, int]] = []
         if executor.can_shard:
             differs = plan.per_replica_results
-            carried = carried_state(call, step, avals[: len(results)], differs, donated=False)
+            carried = carried_state(call, step, avals[: len(results)], differs, call.donate_argnums)
         if notes.shared_noise:
             notes.summed_noise = summed_noise(jaxprs[0], step.per_replica)
         notes.changed_in_place = step.changed_in_place
@@ -146,6 +143,5 @@ class ProgramMaker:
             traced, plan, call, executor, words, carried, has_races=bool(notes.races)
         )
         program.shared_samples = list(dict.fromkeys(notes.shared_samples))
-        program.drifts = [drift for drift in drifts if not drift.is_bare]
         program.captured_arrays = captured_arrays(call.fn, jaxprs[0])
-        return NewProgram(program, drifts, notes, marks)
+        return NewProgram(program, notes, marks)

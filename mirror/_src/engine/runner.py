@@ -38,7 +38,6 @@ from mirror._src.engine.call import Call
 from mirror._src.engine.captured import CapturedVariables, VariablesFound
 from mirror._src.engine.choice import choose
 from mirror._src.engine.cross_device_ops import CrossDeviceOps
-from mirror._src.engine.drift_history import DriftHistory
 from mirror._src.engine.examined import ExaminedStep, examine, require_no_escaped_arrays
 from mirror._src.engine.executor import SignatureChanged
 from mirror._src.engine.host_values import HostValues
@@ -85,7 +84,6 @@ class Runner:
         if replicas.spans_processes:
             self._host_values = HostValues(self._objects, self._placer)
         self._captured = CapturedVariables()
-        self._drifts = DriftHistory()
         self._warnings = StepWarnings()
         self._running = threading.RLock()
 
@@ -193,8 +191,6 @@ class Runner:
                 if program is not None:
                     if self.holds_slices:
                         call, leaves = self._placer.reshard(program, call, leaves)
-                    if self._drifts.has_returned(call, leaves):
-                        self._drifts.require_not_drifting(call, leaves)
                     if self._host_values is not None:
                         self._agree(call, program, passed, leaves)
                     if program.captured_arrays:
@@ -236,7 +232,7 @@ class Runner:
         if known is not None and (known.program is program or not known.is_worthwhile):
             return
         layout, kwargs = call.layout, call.tree[1]
-        if layout.static or layout.nested or kwargs or call.captured or self._drifts.has(call.fn):
+        if layout.static or layout.nested or kwargs or call.captured:
             return
         if program.is_simple:
             if self._host_values is not None and not program.input_names:
@@ -398,7 +394,6 @@ class Runner:
 
         A program that runs is compiled here, where no thread waits except for the same program.
         """
-        self._drifts.require_not_drifting(call, leaves)
         require_canonical(call, leaves)
         for i in call.layout.per_replica:
             self._placer.require_num_replicas(call, i, leaves[i])
@@ -427,15 +422,9 @@ class Runner:
 
     def _make(self, call: Call, variants: Variants) -> StepProgram:
         """Makes a program, and issues its warnings."""
-        program, drifts, notes, marks = self._maker.make(call, variants)
+        program, notes, marks = self._maker.make(call, variants)
         if program.shards is not None:
             self._placer.accept_sharded(program.shards)
-        if drifts:
-            self._drifts.expect_mirrored(call, program, drifts)
-            # Quick calls skip the check for drifts. Cleared last, so that no thread can add one for
-            # this step any more: `_remember_quick` sees the drifts.
-            for step in self._cache.steps:
-                step.quick.clear()
         self._warnings.warn_about_proof(call, notes, marks, len(self.replicas))
         self._warnings.warn_about_lost_updates(call, notes)
         self._warnings.warn_about_leaks(call.fn)
@@ -444,6 +433,5 @@ class Runner:
         if self._cache.is_full:
             self._cache.clear()
             self._captured.clear()
-            self._drifts.clear()
             self._warnings.clear()
         return program

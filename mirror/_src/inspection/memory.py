@@ -136,7 +136,7 @@ def _argument_places(examined: ExaminedStep) -> Iterator[_Place]:
         elif by_name:
             kind = by_name[0]
         else:
-            kind = Kind.OTHER_STATE if i in returned else Kind.ARGUMENTS
+            kind = Kind.OTHER_STATE if number in returned else Kind.ARGUMENTS
         yield _Place(kind, argument, part)
 
 

@@ -14,7 +14,7 @@ from mirror._src.base.tables import Table
 from mirror._src.base.terminal import wrap
 from mirror._src.base.types import StepFunction
 from mirror._src.engine.call import Call
-from mirror._src.engine.drift import carried_state, causes_of, drift_message, find_drifts
+from mirror._src.engine.drift import carried_state
 from mirror._src.engine.plan import (
     LeafOutcome,
     Plan,
@@ -161,9 +161,6 @@ def describe_program(
         lines = [f"{call.slots[i][1]}: {cause(after[i], names)}" for i in diverging]
         problems.append(divergence_message(step.name, lines))
     avals = traced.avals
-    drifts = [d for d in find_drifts(call, step, avals[: len(results)], results) if not d.is_bare]
-    if drifts:
-        problems.append(drift_message(step.name, causes_of(drifts)))
     ends = len(results), len(results) + step.num_state
     averaged = [i for i, outcome in enumerate(outcomes) if outcome is LeafOutcome.AVERAGED]
     shards = None
@@ -191,7 +188,7 @@ def describe_program(
 def _find_shards(call: Call, traced: TracedStep, plan: Plan) -> Shards:
     step, differs = traced.steps[0], plan.per_replica_results
     avals = traced.avals[: len(differs)]
-    return shards_of(traced, plan, carried_state(call, step, avals, differs, donated=True))
+    return shards_of(traced, plan, carried_state(call, step, avals, differs, donated=None))
 
 
 def _list_sharding(

@@ -11,11 +11,10 @@ from flax import nnx
 
 from mirror._src.base.errors import VerifyError, counted, listing
 from mirror._src.base.modules import set_module
-from mirror._src.base.naming import keys, name_of
+from mirror._src.base.naming import keys
 from mirror._src.base.tables import Table
 from mirror._src.base.types import PyTree
 from mirror._src.engine.arguments import hoist_nested, object_names
-from mirror._src.engine.drift import require_none
 from mirror._src.engine.nnx.structure import Structure
 from mirror._src.engine.on_read import collapse
 from mirror._src.engine.per_replica import is_per_replica
@@ -164,7 +163,6 @@ def verify(
     finally:
         restore(captured, saved)
     program = many.prepare(fn, *with_objects(arguments.tree, objects))
-    require_none(name_of(fn), program.drifts)
     rows = [
         *_compare_results(results, expected_results),
         *compare_variables(before, after, expected),

@@ -227,9 +227,9 @@ class Strategy(abc.ABC):
             `jax.Array`; any other leaf is a `PerReplica`.
 
         Raises:
-            ReplicaDivergenceError: If a variable would differ between replicas after the step, or
-                if a collective depends on a condition that may differ between replicas. All models
-                keep their state.
+            ReplicaDivergenceError: If a variable, or the new value of a donated argument, would
+                differ between replicas after the step, or if a collective depends on a condition
+                that may differ between replicas. All models keep their state.
             RuntimeError: If called inside a replica, inside another strategy's scope, or inside a
                 JAX transformation.
             TypeError: If `args` is not a tuple or list, if the arguments do not match the

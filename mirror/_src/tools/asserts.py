@@ -100,12 +100,16 @@ def assert_trains_like_one_device(
 
 
 def _divergence(step: StepFunction, args: Sequence[Any], strategy: Strategy) -> str:
-    """Returns the message of `run` for a step after which replicas differ.
-
-    `inspect` accepts a single array that comes back per-replica, which may not be state.
-    """
-    problems = strategy.inspect(step, args).problems
-    return (*problems, divergence_message(name_of(step), argument_names(step, 1)))[0]
+    """Returns the message of `run` for a step after which replicas differ."""
+    report = strategy.inspect(step, args)
+    if report.problems:
+        return report.problems[0]
+    # `run` returns state per-replica if it is not donated: alone, or first in a tuple.
+    rows = [row for row in report.results if row.state == "per-replica"]
+    first = [row for row in rows if row.name.startswith("result[0]")]
+    prefix, (state,) = "result[0]" if first else "result", argument_names(step, 1)
+    causes = [f"{state}{row.name.removeprefix(prefix)}: {row.why}" for row in first or rows]
+    return divergence_message(name_of(step), causes)
 
 
 @functools.lru_cache(8)  # so that repeated comparisons of a step do not compile it again
