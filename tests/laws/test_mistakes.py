@@ -1317,6 +1317,10 @@ def augmented(key, x):
     return all_reduce("mean", ((x + jax.random.normal(key, x.shape)) ** 2).mean())
 
 
+def heavy_tailed(key, x):  # by a tangent
+    return all_reduce("mean", ((x + jax.random.cauchy(key, x.shape)) ** 2).mean())
+
+
 def dropped(key, x):
     return all_reduce("sum", jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0).sum())
 
@@ -1327,7 +1331,7 @@ def noisy_and_returned(key, x):
 
 
 def test_noise_is_advised_by_its_use(subtests):
-    for step in (private, private_loop, augmented, dropped, noisy_and_returned):
+    for step in (private, private_loop, augmented, heavy_tailed, dropped, noisy_and_returned):
         with subtests.test(msg=step.__name__):
             with pytest.warns(UserWarning, match="random numbers") as caught:
                 run(step, jax.random.key(0), batch())

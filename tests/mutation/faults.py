@@ -420,8 +420,8 @@ _OF_EXECUTORS = (
     Fault(
         "all() of a sharded value",
         "mirror/_src/passes/sharded_update.py",
-        '"reduce_and": "pmin",',
-        '"reduce_and": "pmax",',
+        'reduce_extreme(f"p{op}", extreme',
+        'reduce_extreme("pmax", extreme',
         ("tests/engine/test_shard_update.py",),
         is_slow=True,
     ),

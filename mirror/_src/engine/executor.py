@@ -24,9 +24,10 @@ from mirror._src.engine.compiled import CompiledProgram, MeshProgram
 from mirror._src.jaxprs.collective_eqns import is_collective, kind_of
 from mirror._src.jaxprs.equations import arrays_in, equations
 from mirror._src.jaxprs.flat import has_effects
+from mirror._src.jaxprs.primitives import CALLBACK
 from mirror._src.jaxprs.trace import abstract, abstract_row, context_token
 from mirror._src.jaxprs.user_lines import user_line
-from mirror._src.passes.callbacks import CALLBACKS, CallbackGuard
+from mirror._src.passes.callbacks import CallbackGuard, is_callback
 from mirror._src.passes.collective_rules import extreme_rules, scatter_rules
 from mirror._src.passes.evaluate import Lowering, Rules
 from mirror._src.passes.sharded_update import ShardedUpdate
@@ -326,9 +327,9 @@ def sites_of(variant: Variant) -> list[Site]:
     """Returns the collectives and host callbacks of a program, in its order."""
     eqns = [eqn for program in variant[:2] for eqn in equations(program.jaxpr)]
     return [
-        Site(kind_of(eqn.primitive.name), user_line(eqn), eqn, eqn.primitive.name in CALLBACKS)
+        Site(kind_of(eqn.primitive.name), user_line(eqn), eqn, is_callback(eqn))
         for eqn in eqns
-        if is_collective(eqn) or eqn.primitive.name in CALLBACKS
+        if is_collective(eqn) or is_callback(eqn)
     ]
 
 
@@ -339,8 +340,7 @@ def _require_no_callbacks(name: str, variant: Variant) -> None:
         GpuCompilerError: If the program has one.
     """
     eqns = [eqn for program in variant[:2] for eqn in equations(program.jaxpr)]
-    # In JAX 0.10.2, `jax.debug.print` is a primitive of its own.
-    lines = [user_line(eqn) for eqn in eqns if eqn.primitive.name in (*CALLBACKS, "debug_print")]
+    lines = [user_line(eqn) for eqn in eqns if eqn.primitive.name in CALLBACK]
     if lines:
         raise GpuCompilerError(
             f"{name} calls Python on the host at {lines[0]}, which JAX cannot compile without the "

@@ -15,6 +15,7 @@ from mirror._src.devices.op_log import is_log_installed, unlogged
 from mirror._src.engine.arguments import inside_jit_message
 from mirror._src.jaxprs.axis import axis_name
 from mirror._src.jaxprs.equations import equations
+from mirror._src.jaxprs.primitives import MAPPING
 
 # `Any`, because JAX 0.10 does not declare its options as attributes. `values[...]` takes 7 us.
 _OF_MAPPINGS = (  # of errors of jax.pmap and jax.shard_map
@@ -93,7 +94,7 @@ def require_no_mapping(fn: Callable[..., Any], program: ClosedJaxpr) -> None:
         ValueError: If it contains `jax.pmap` or `jax.shard_map`.
     """
     for eqn in equations(program.jaxpr):
-        if eqn.primitive.name in ("shard_map", "xla_pmap"):
+        if eqn.primitive.name in MAPPING:
             raise ValueError(_mapping_message(fn))
 
 

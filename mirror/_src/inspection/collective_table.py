@@ -9,9 +9,10 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from mirror._src.base.types import Array
 from mirror._src.jaxprs.atoms import num_bytes
-from mirror._src.jaxprs.collective_eqns import contains_collective, is_collective, kind_of, op_of
+from mirror._src.jaxprs.collective_eqns import contains_collective, is_collective, kind_of
 from mirror._src.jaxprs.equations import inner_programs, jaxpr_of
 from mirror._src.jaxprs.flat import Operation, Packing, flatten, in_order
+from mirror._src.jaxprs.primitives import op_of
 from mirror._src.jaxprs.user_lines import line_within
 from mirror._src.passes.evaluate import bind
 from mirror._src.passes.shards import Shards, packs_of

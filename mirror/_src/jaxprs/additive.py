@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
+from mirror._src.jaxprs.collective_eqns import is_stateful
 from mirror._src.jaxprs.equations import (
     Scan,
     While,
@@ -22,6 +23,7 @@ from mirror._src.jaxprs.equations import (
     walk,
     with_inner,
 )
+from mirror._src.jaxprs.primitives import PASSING
 
 
 class Dependence(enum.Enum):
@@ -43,18 +45,7 @@ class Dependence(enum.Enum):
 _Marks: TypeAlias = Mapping[int, Dependence]
 _NONE: _Marks = {}
 
-_IMPURE = frozenset({"io_callback", "debug_callback"})
-_ADDITIONS = frozenset({"add", "add_any"})
-_SCATTERED = frozenset({"scatter-add", "scatter-sub"})
-_PASSING = frozenset(
-    (
-        *("optimization_barrier", "device_put", "ensure_mirrored", "copy", "copy_p", "name"),
-        *("pvary", "pcast", "mesh_cast", "sharding_constraint", "layout_constraint"),
-    )
-)
-_RESHAPING = frozenset(
-    {"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "convert_element_type"}
-)
+_RESHAPING = frozenset({"reshape", "squeeze", "broadcast_in_dim", "convert_element_type"})
 
 
 def dependence(
@@ -123,7 +114,7 @@ class _Pass:
         if _touches_state(eqn):
             self.stored |= self.control.union(*marks)
             return [_other({*self.stored}.union(*marks))] * len(eqn.outvars)
-        if name in _PASSING and len(marks) == len(eqn.outvars):
+        if name in PASSING and len(marks) == len(eqn.outvars):
             return marks
         return [_computed(eqn, marks)] * len(eqn.outvars)
 
@@ -172,9 +163,9 @@ def _computed(eqn: JaxprEqn, marks: Sequence[_Marks]) -> _Marks:
     name = eqn.primitive.name
     if name == "select_n":
         return _chosen(marks[0], marks[1:])
-    if name in _ADDITIONS:
+    if name in ("add", "add_any"):
         return _sum(eqn, marks, terms=(0, 1))
-    if name == "sub" or name in _SCATTERED:
+    if name in ("sub", "scatter-add", "scatter-sub"):
         return _sum(eqn, marks, terms=(0,))
     if name == "scatter" and _overwrites(eqn):
         return marks[2]
@@ -241,9 +232,7 @@ def _touches_state(eqn: JaxprEqn) -> bool:
 
 
 def _is_impure(eqn: JaxprEqn) -> bool:
-    if eqn.primitive.name in _IMPURE or eqn.params.get("has_side_effect", False):
-        return True
-    return any(map(is_ref, (*eqn.invars, *eqn.outvars)))
+    return is_stateful(eqn) or any(map(is_ref, (*eqn.invars, *eqn.outvars)))
 
 
 def _aval(atom: Any) -> Any:

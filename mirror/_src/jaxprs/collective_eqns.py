@@ -1,7 +1,7 @@
-"""The collectives of a replica program: a table of JAX's primitives, and queries on equations."""
+"""Queries on equations that name the replica axis, or differ between replicas otherwise."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn
@@ -10,41 +10,11 @@ from mirror._src.base.errors import bytes_in_words, counted
 from mirror._src.base.types import Array
 from mirror._src.jaxprs.atoms import num_bytes
 from mirror._src.jaxprs.equations import equations
+from mirror._src.jaxprs.primitives import ALL_REDUCE, PASSING, PRIMITIVES, SILENT, STATEFUL, op_of
 from mirror._src.jaxprs.user_lines import user_line
 
-ALL_REDUCE = "all-reduce"
-
-
-class CollectivePrimitive(NamedTuple):
-    """Properties of one of JAX's collective primitives.
-
-    Attributes:
-        kind: The name of the collective in reports and messages.
-        op: The reduction, `"sum"`, `"max"` or `"min"`. Empty if it only moves data.
-        is_mirrored: Whether the proof relies on all replicas getting the same result if the
-            collective spans the whole axis.
-        runs_on_host: Whether the staged executor implements it.
-    """
-
-    kind: str
-    op: str = ""
-    is_mirrored: bool = False
-    runs_on_host: bool = True
-
-
-COLLECTIVES = {
-    "psum": CollectivePrimitive(ALL_REDUCE, "sum", is_mirrored=True),
-    "pmax": CollectivePrimitive(ALL_REDUCE, "max", is_mirrored=True),
-    "pmin": CollectivePrimitive(ALL_REDUCE, "min", is_mirrored=True),
-    "all_gather": CollectivePrimitive("all-gather", is_mirrored=True),
-    "reduce_scatter": CollectivePrimitive("reduce-scatter", "sum"),
-    "all_to_all": CollectivePrimitive("all-to-all"),
-    "ragged_all_to_all": CollectivePrimitive("ragged all-to-all", runs_on_host=False),
-    "ppermute": CollectivePrimitive("ppermute"),
-    "pbroadcast": CollectivePrimitive("pbroadcast"),
-}
-ALL_REDUCES = frozenset(name for name, c in COLLECTIVES.items() if c.kind == ALL_REDUCE)
-MIRRORING = frozenset(name for name, c in COLLECTIVES.items() if c.is_mirrored)
+ALL_REDUCES = frozenset(name for name, p in PRIMITIVES.items() if p.collective == ALL_REDUCE)
+MIRRORING = frozenset(name for name, p in PRIMITIVES.items() if p.is_mirrored)
 
 _LOCAL: dict[str, Callable[..., Array]] = {
     "sum": jax.lax.reduce_sum,
@@ -55,20 +25,12 @@ _LOCAL: dict[str, Callable[..., Array]] = {
 
 def reduce_locally(primitive: str, value: Array, axes: tuple[int, ...]) -> Array:
     """Reduces axes of one array as the all-reduce `primitive` reduces the replica axis."""
-    return _LOCAL[COLLECTIVES[primitive].op](value, axes)
+    return _LOCAL[op_of(primitive)](value, axes)
 
 
 def kind_of(primitive: str) -> str:
     """Returns the name of a collective in reports and messages, such as `all-reduce`."""
-    return COLLECTIVES[primitive].kind if primitive in COLLECTIVES else primitive
-
-
-def op_of(primitive: str) -> str:
-    """Returns the reduction of a collective, or an empty string.
-
-    It is `sum` for a mean too, which JAX divides after the all-reduce.
-    """
-    return COLLECTIVES[primitive].op if primitive in COLLECTIVES else ""
+    return (PRIMITIVES[primitive].collective if primitive in PRIMITIVES else "") or primitive
 
 
 def result_of(eqn: JaxprEqn) -> str:
@@ -110,12 +72,29 @@ def names_axis(eqn: JaxprEqn) -> bool:
 
 def is_collective(eqn: JaxprEqn) -> bool:
     """Whether replicas communicate in an operation."""
-    return names_axis(eqn) and eqn.primitive.name != "axis_index"
+    return names_axis(eqn) and eqn.primitive.name not in SILENT
 
 
 def spans_whole_axis(eqn: JaxprEqn) -> bool:
     """Whether an operation is a collective of all replicas, not one within groups."""
     return is_collective(eqn) and eqn.params.get("axis_index_groups") is None
+
+
+def is_replica_source(eqn: JaxprEqn) -> bool:
+    """Whether the results differ between replicas whatever the operands are."""
+    if names_axis(eqn) and eqn.primitive.name not in PASSING:
+        return True
+    return is_stateful(eqn) and bool(eqn.outvars)
+
+
+def contains_replica_source(jaxpr: Jaxpr) -> bool:
+    """Whether a program contains a replica source."""
+    return any(map(is_replica_source, equations(jaxpr)))
+
+
+def is_stateful(eqn: JaxprEqn) -> bool:
+    """Whether an operation reads or changes anything on the host or the device."""
+    return eqn.primitive.name in STATEFUL or bool(eqn.params.get("has_side_effect", False))
 
 
 def contains_collective(jaxpr: Jaxpr) -> bool:

@@ -6,13 +6,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-_CALLS = frozenset(
-    (
-        *("jit", "remat2", "remat_opt", "custom_jvp_call", "custom_vjp_call", "custom_vmap_call"),
-        *("closed_call", "eval_jaxpr", "composite", "linear_call", "custom_partitioning"),
-        *("xla_metadata_call", "compute_on"),
-    )
-)
+from mirror._src.jaxprs.primitives import CALL
 
 
 def inner_programs(params: Iterable[Any]) -> Iterator[ClosedJaxpr | Jaxpr]:
@@ -72,7 +66,7 @@ def walk(
 
 def called(eqn: JaxprEqn) -> ClosedJaxpr | Jaxpr | None:
     """Returns the program that an operation only calls; `None` if it does anything else."""
-    if eqn.primitive.name not in _CALLS:
+    if eqn.primitive.name not in CALL:
         return None
     inner = list(inner_programs(eqn.params.values()))
     if len(inner) != 1:

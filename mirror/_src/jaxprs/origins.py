@@ -9,15 +9,10 @@ from mirror._src.jaxprs.atoms import Atom, Value, values_of
 from mirror._src.jaxprs.collective_eqns import ALL_REDUCES, spans_whole_axis
 from mirror._src.jaxprs.equations import called, inner_programs
 from mirror._src.jaxprs.flat import FlatProgram, Operation, flatten
+from mirror._src.jaxprs.primitives import ADDITION, CASTING, PASSING, PICKING, SHAPING
 from mirror._src.jaxprs.user_lines import line_within
 
-_SHAPING = frozenset(
-    (
-        *("convert_element_type", "reshape", "broadcast_in_dim", "squeeze", "transpose", "slice"),
-        *("copy", "copy_p", "name", "stop_gradient", "gather", "dynamic_slice"),
-    )
-)
-_UPDATES = frozenset({"add", "add_any", "sub"})
+_UNCHANGED = PASSING | SHAPING | PICKING | CASTING
 
 
 class LostUpdate(NamedTuple):
@@ -51,7 +46,7 @@ def lost_updates(program: ClosedJaxpr) -> list[LostUpdate]:
         if source is None:
             continue
         reduced.update(dict.fromkeys(operation.outputs, source))
-        if operation.name in _UPDATES:
+        if operation.name in ADDITION:
             olds = [value for value in operands if value in positions]
             updates += [(operation, old, source) for old in olds if _fits(operation, old)]
     if not updates:
@@ -130,7 +125,7 @@ def _activation(atom: Atom, producers: dict[Value, Operation]) -> str | None:
 def _source(atom: Atom, producers: dict[Value, Operation]) -> Operation | None:
     """Returns the operation that computed a value, before changes of its shape or dtype."""
     while isinstance(atom, Value) and (operation := producers.get(atom)) is not None:
-        if operation.name not in _SHAPING:
+        if operation.name not in _UNCHANGED:
             return operation
         atom = operation.inputs[0]
     return None

@@ -1,61 +1,172 @@
-"""Sets of primitives that the proof treats alike."""
+"""The table of JAX's primitives. A new JAX release that adds one adds it here, and only here."""
 
-import math
-from typing import Any
-
-import jax.numpy as jnp
-from jax.extend.core import Jaxpr, JaxprEqn
-
-from mirror._src.jaxprs.collective_eqns import names_axis
-from mirror._src.jaxprs.equations import equations
-
-_IMPURE = frozenset({"io_callback", "rng_uniform"})
-PURE = frozenset({"pure_callback"})
-SAMPLERS = frozenset({"random_bits", "random_gamma", "rng_bit_generator"})
-REF_READS = frozenset({"get"})
-PASSING = frozenset({"optimization_barrier", "device_put", "ensure_mirrored", "name"})
-SHAPING = frozenset(
-    (
-        *("convert_element_type", "bitcast_convert_type", "broadcast_in_dim", "reshape"),
-        *("squeeze", "transpose", "slice", "concatenate", "copy", "reduce_precision"),
-    )
-)
-ELEMENTWISE = frozenset(
-    (
-        *("add", "sub", "mul", "div", "rem", "pow", "max", "min", "select_n", "neg", "abs", "sign"),
-        *("and", "or", "xor", "not", "lt", "le", "gt", "ge", "eq", "ne", "clamp", "floor"),
-        *("shift_right_logical", "shift_left", "erf_inv", "log", "log1p", "exp", "sqrt", "cos"),
-        *("sin", "tanh", "integer_pow", "square", "is_finite", "round", "ceil"),
-    )
-)
-_SCATTERS = frozenset({"scatter", "scatter-add", "scatter-sub", "scatter-mul"})
-_OTHER_RACES = frozenset({"select_and_scatter_add", "conv_general_dilated"})
+import enum
+from typing import NamedTuple
 
 
-def is_racing(eqn: JaxprEqn) -> bool:
-    """Whether XLA's fastest program on GPUs depends on the order in which threads finish.
+class Kind(enum.Flag):
+    """Kinds of primitives, by what they do. A primitive may be of several kinds."""
 
-    It adds floats at repeated indices, and in gradients of max-pooling and of convolutions, by
-    atomic operations; of several writes to one element, any may be the last.
+    ELEMENTWISE = enum.auto()  # result[i] is computed from operand[i] of each operand
+    ADDITION = enum.auto()  # adds or subtracts its operands
+    LINEAR = enum.auto()  # linear in its only operand
+    CASTING = enum.auto()  # changes the dtype or the precision
+    PASSING = enum.auto()  # each result is the operand at its position
+    SHAPING = enum.auto()  # the result consists of elements of its only operand
+    PICKING = enum.auto()  # the result consists of elements of the first operand; the others choose
+    JOINING = enum.auto()  # the result consists of elements of all operands
+    REDUCTION = enum.auto()  # reduces the axes `axes`
+    SCATTER = enum.auto()
+    RACING = enum.auto()  # may be computed in another order in each run on a GPU
+    GENERAL = enum.auto()  # any other pure function
+    SAMPLER = enum.auto()  # samples random numbers with a key
+    KEY = enum.auto()  # computes with keys
+    REF_READ = enum.auto()  # reads a `Ref`
+    REF_WRITE = enum.auto()  # creates, writes or frees a `Ref`
+    CALLBACK = enum.auto()  # runs Python on the host
+    STATEFUL = enum.auto()  # reads, or changes what others read, outside its operands and results
+    COLLECTIVE = enum.auto()
+    AXIS = enum.auto()  # differs between replicas, without communication
+    CALL = enum.auto()  # evaluates its only inner program
+    CONTROL = enum.auto()  # evaluates its inner programs in a way that `Interpreter` knows
+    MAPPING = enum.auto()  # maps over devices
+
+
+class Primitive(NamedTuple):
+    """A row of the table.
+
+    Attributes:
+        kinds: All that it does.
+        op: The operation that combines entries: entries that are neutral in it do not count. The
+            reduction of a collective. Empty if it combines none, or in another way.
+        collective: For a collective, its name in reports and messages.
+        is_mirrored: Whether the proof relies on all replicas getting the same result if the
+            collective spans the whole axis.
+        runs_on_host: Whether the staged executor implements the collective.
     """
-    name = eqn.primitive.name
-    if name not in _SCATTERS and name not in _OTHER_RACES:
-        return False
-    aval: Any = eqn.outvars[0].aval
-    if name != "scatter" and not jnp.issubdtype(aval.dtype, jnp.inexact):
-        return False
-    if name in _OTHER_RACES:
-        return True
-    indices: Any = eqn.invars[1].aval
-    return math.prod(indices.shape[:-1]) > 1 and not eqn.params["unique_indices"]
+
+    kinds: Kind
+    op: str = ""
+    collective: str = ""
+    is_mirrored: bool = False
+    runs_on_host: bool = True
 
 
-def is_replica_source(eqn: JaxprEqn) -> bool:
-    """Whether the results differ between replicas whatever the operands are."""
-    is_impure = eqn.primitive.name in _IMPURE or eqn.params.get("has_side_effect", False)
-    return names_axis(eqn) or is_impure
+ALL_REDUCE = "all-reduce"
+_ELEMENTWISE = """
+abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil
+clamp clz complex cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma
+igamma_grad_a igammac integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min
+mul mulhi ne nextafter not one_minus_square or polygamma polynomial population_count pow reciprocal
+regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic
+shift_right_logical sign sin sinh sqrt square tan tanh xor zeta
+"""
+_SHAPING = "broadcast_in_dim broadcast_to reshape rev slice split squeeze tile transpose unstack"
+_GENERAL = """
+after_all cholesky cholesky_update create_token custom_lin dynamic_update_slice eig
+empty empty2 ffi_call fft geqp3 geqrf hessenberg householder_product iota iota_2x32_shape lu
+lu_pivots_to_permutation ormqr platform_index qr ragged_dot_general reduce reduce_window scaled_dot
+schur select_and_gather_add select_and_scatter symmetric_product triangular_solve tridiagonal
+tridiagonal_solve
+"""
+_KEYS = """
+philox2x32 philox4x32 random_clone random_fold_in random_seed random_split random_unwrap random_wrap
+threefry2x32 threefry4x32
+"""
+_CALLS = """
+call call_hi_primitive closed_call composite compute_on custom_jvp_call custom_partitioning
+custom_vjp_call custom_vmap_call eval_jaxpr jit linear_call remat2 remat_opt xla_metadata_call
+"""
+_PASSING = """
+device_put ensure_mirrored layout_constraint optimization_barrier pvary reshard sharding_constraint
+with_memory_space_constraint
+"""
+_ROWS = (
+    (_ELEMENTWISE, Primitive(Kind.ELEMENTWISE)),
+    ("add add_any sub", Primitive(Kind.ELEMENTWISE | Kind.ADDITION)),
+    ("conj imag neg real", Primitive(Kind.ELEMENTWISE | Kind.LINEAR)),
+    ("convert_element_type", Primitive(Kind.ELEMENTWISE | Kind.CASTING)),
+    ("reduce_precision", Primitive(Kind.ELEMENTWISE | Kind.CASTING | Kind.LINEAR)),
+    ("copy name stop_gradient", Primitive(Kind.ELEMENTWISE | Kind.PASSING)),
+    (_PASSING, Primitive(Kind.PASSING)),
+    (_SHAPING, Primitive(Kind.SHAPING)),
+    ("dynamic_slice gather", Primitive(Kind.PICKING)),
+    ("concatenate pad stack", Primitive(Kind.JOINING)),
+    ("reduce_sum", Primitive(Kind.REDUCTION | Kind.LINEAR, "sum")),
+    ("reduce_max reduce_or", Primitive(Kind.REDUCTION, "max")),
+    ("reduce_min reduce_and", Primitive(Kind.REDUCTION, "min")),
+    ("reduce_prod", Primitive(Kind.REDUCTION, "prod")),
+    ("reduce_xor", Primitive(Kind.REDUCTION, "xor")),
+    ("argmax", Primitive(Kind.REDUCTION, "argmax")),
+    ("argmin", Primitive(Kind.REDUCTION, "argmin")),
+    ("scatter", Primitive(Kind.SCATTER | Kind.RACING)),
+    ("scatter-add scatter-sub", Primitive(Kind.SCATTER | Kind.RACING, "sum")),
+    ("scatter-mul", Primitive(Kind.SCATTER | Kind.RACING, "prod")),
+    ("scatter-max", Primitive(Kind.SCATTER, "max")),
+    ("scatter-min", Primitive(Kind.SCATTER, "min")),
+    ("conv_general_dilated select_and_scatter_add", Primitive(Kind.GENERAL | Kind.RACING)),
+    ("cumsum reduce_window_sum", Primitive(Kind.GENERAL | Kind.LINEAR, "sum")),
+    ("dot_general eigh svd", Primitive(Kind.GENERAL, "sum")),
+    ("cumprod", Primitive(Kind.GENERAL, "prod")),
+    ("approx_top_k cumlogsumexp cummax reduce_window_max top_k", Primitive(Kind.GENERAL, "max")),
+    ("cummin reduce_window_min sort", Primitive(Kind.GENERAL, "min")),
+    (_GENERAL, Primitive(Kind.GENERAL)),
+    ("random_bits random_gamma rng_bit_generator", Primitive(Kind.SAMPLER)),
+    (_KEYS, Primitive(Kind.KEY)),
+    ("rng_uniform", Primitive(Kind.STATEFUL)),
+    ("freeze get", Primitive(Kind.REF_READ)),
+    ("accum_grad_in_ref addupdate empty_ref free_ref new_ref swap", Primitive(Kind.REF_WRITE)),
+    ("debug_print pure_callback", Primitive(Kind.CALLBACK)),
+    ("debug_callback io_callback", Primitive(Kind.CALLBACK | Kind.STATEFUL)),
+    ("axis_index", Primitive(Kind.AXIS)),
+    ("psum", Primitive(Kind.COLLECTIVE, "sum", ALL_REDUCE, is_mirrored=True)),
+    ("pmax", Primitive(Kind.COLLECTIVE, "max", ALL_REDUCE, is_mirrored=True)),
+    ("pmin", Primitive(Kind.COLLECTIVE, "min", ALL_REDUCE, is_mirrored=True)),
+    ("all_gather", Primitive(Kind.COLLECTIVE, "", "all-gather", is_mirrored=True)),
+    ("reduce_scatter", Primitive(Kind.COLLECTIVE, "sum", "reduce-scatter")),
+    ("all_to_all", Primitive(Kind.COLLECTIVE, "", "all-to-all")),
+    (
+        "ragged_all_to_all",
+        Primitive(Kind.COLLECTIVE, "", "ragged all-to-all", runs_on_host=False),
+    ),
+    ("ppermute", Primitive(Kind.COLLECTIVE, "", "ppermute")),
+    ("pbroadcast", Primitive(Kind.COLLECTIVE, "", "pbroadcast")),
+    (_CALLS, Primitive(Kind.CALL)),
+    ("cond custom_linear_solve scan while", Primitive(Kind.CONTROL)),
+    ("shard_map xla_pmap", Primitive(Kind.MAPPING)),
+)
+PRIMITIVES = {name: primitive for names, primitive in _ROWS for name in names.split()}
 
 
-def contains_replica_source(jaxpr: Jaxpr) -> bool:
-    """Whether a program contains a replica source."""
-    return any(map(is_replica_source, equations(jaxpr)))
+def of_kind(kind: Kind) -> frozenset[str]:
+    """Returns the names of the primitives that are of any of these kinds."""
+    return frozenset(name for name, primitive in PRIMITIVES.items() if primitive.kinds & kind)
+
+
+ELEMENTWISE = of_kind(Kind.ELEMENTWISE)
+ADDITION = of_kind(Kind.ADDITION)
+LINEAR = of_kind(Kind.LINEAR)
+CASTING = of_kind(Kind.CASTING)
+PASSING = of_kind(Kind.PASSING)
+SILENT = of_kind(Kind.PASSING | Kind.AXIS)  # may name an axis without communicating
+SHAPING = of_kind(Kind.SHAPING)
+PICKING = of_kind(Kind.PICKING)
+JOINING = of_kind(Kind.JOINING)
+REDUCTION = of_kind(Kind.REDUCTION)
+SCATTER = of_kind(Kind.SCATTER)
+RACING = of_kind(Kind.RACING)
+SAMPLER = of_kind(Kind.SAMPLER)
+KEY = of_kind(Kind.KEY)
+REF_READ = of_kind(Kind.REF_READ)
+CALLBACK = of_kind(Kind.CALLBACK)
+STATEFUL = of_kind(Kind.STATEFUL)
+CALL = of_kind(Kind.CALL)
+MAPPING = of_kind(Kind.MAPPING)
+
+
+def op_of(name: str) -> str:
+    """Returns the operation of a primitive; empty for one that has none or that is not known.
+
+    It is `sum` for a mean of replicas too, which JAX divides after the all-reduce.
+    """
+    return PRIMITIVES[name].op if name in PRIMITIVES else ""

@@ -8,18 +8,23 @@ of an unknown primitive with inner programs are per-replica if an operand, or an
 """
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from mirror._src.base.errors import ReplicaDivergenceError, listing
 from mirror._src.jaxprs.collective_eqns import (
     MIRRORING,
     contains_collective,
+    contains_replica_source,
     is_collective,
+    is_replica_source,
+    is_stateful,
     require_supported_dtype,
     result_of,
     spans_whole_axis,
@@ -29,15 +34,15 @@ from mirror._src.jaxprs.equations import Scan, While, called, inner_programs, is
 from mirror._src.jaxprs.marks import MIRRORED, Mark, chosen, computed, either, joins
 from mirror._src.jaxprs.origins import LostUpdate
 from mirror._src.jaxprs.primitives import (
+    CALLBACK,
     ELEMENTWISE,
+    JOINING,
     PASSING,
-    PURE,
-    REF_READS,
-    SAMPLERS,
+    RACING,
+    REF_READ,
+    SAMPLER,
+    SCATTER,
     SHAPING,
-    contains_replica_source,
-    is_racing,
-    is_replica_source,
 )
 from mirror._src.jaxprs.trace import trace
 from mirror._src.jaxprs.user_lines import line_within, user_line
@@ -217,21 +222,21 @@ class _Pass:
             self.meets_replica = True
             if not joined.per_replica:
                 joined = Mark(f"{eqn.primitive.name} at {user_line(eqn)}")
-        if eqn.primitive.name not in REF_READS:
+        if eqn.primitive.name not in REF_READ:
             marks = self.write(eqn, marks, joined)
         return [joined] * len(eqn.outvars), marks
 
     def note(self, eqn: JaxprEqn, marks: list[Mark], joined: Mark) -> Mark:
         """Adds the samples and callbacks that a value was computed from to its mark."""
         name = eqn.primitive.name
-        if name in SAMPLERS and not joined.per_replica:
+        if name in SAMPLER and not joined.per_replica:
             line = line_within(eqn, self.within)
             self.shared_samples[line] = None
             return replace(joined, samples=frozenset({line}))
-        if name in PURE and not joined.per_replica:
+        if name in CALLBACK and not is_stateful(eqn) and not joined.per_replica:
             line = f"{name} at {line_within(eqn, self.within)}"
             return replace(joined, assumed=joined.assumed | {line})
-        if name not in ELEMENTWISE and name not in SHAPING:
+        if name not in ELEMENTWISE | SHAPING | JOINING:
             return joined
         samples = frozenset().union(*(mark.samples for mark in marks if not mark.per_replica))
         if not samples:
@@ -350,6 +355,24 @@ class _Pass:
             )
         yield
         self.control = saved
+
+
+def is_racing(eqn: JaxprEqn) -> bool:
+    """Whether XLA's fastest program on GPUs depends on the order in which threads finish.
+
+    It adds floats at repeated indices, and in gradients of max-pooling and of convolutions, by
+    atomic operations; of several writes to one element, any may be the last.
+    """
+    name = eqn.primitive.name
+    if name not in RACING:
+        return False
+    aval: Any = eqn.outvars[0].aval
+    if name != "scatter" and not jnp.issubdtype(aval.dtype, jnp.inexact):
+        return False
+    if name not in SCATTER:
+        return True
+    indices: Any = eqn.invars[1].aval
+    return math.prod(indices.shape[:-1]) > 1 and not eqn.params["unique_indices"]
 
 
 def _is_mirrored(eqn: JaxprEqn, operands: Mark, num_replicas: int) -> bool:

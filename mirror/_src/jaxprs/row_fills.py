@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
+from mirror._src.jaxprs.primitives import CASTING, PASSING, op_of
+
 Value: TypeAlias = float | tuple[str, int, int] | None
 
 # As good as infinite: `where(mask, x, -1e9)` hides padding, also divided by a temperature.
@@ -20,26 +22,11 @@ POSITIVE: Value = ("positive", 0, 0)
 """A positive number without rows, such as a learned temperature."""
 
 _SAME = {"add_any": "add", "lt_to": "lt", "le_to": "le", "eq_to": "eq"}
-_KEEPING = frozenset(
-    ("convert_element_type", "copy", "copy_p", "stop_gradient", "reduce_precision", "real")
-)
 _COMMUTING = frozenset(("add", "mul", "and", "or"))
 _NEUTRAL = {"add": (0,), "sub": (0,), "mul": (1,), "div": (1,), "and": (1,), "or": (0,)}
 _ABSORBING = {"mul": (0,), "div": (0,), "and": (0,), "or": (1,)}
 _DECIDED = frozenset(("add", "sub", "lt", "le", "gt", "ge", "eq", "ne"))  # by a huge number
 _KEEP_SIGN = frozenset(("add", "mul", "div", "max", "min", "clamp"))
-_KINDS = {
-    **dict.fromkeys(("reduce_sum", "psum", "dot_general", "scatter-add", "scatter_add"), "sum"),
-    **dict.fromkeys(("cumsum", "reduce_window_sum", "svd", "eigh"), "sum"),
-    **dict.fromkeys(("reduce_prod", "cumprod", "scatter-mul"), "prod"),
-    **dict.fromkeys(("reduce_max", "argmax", "pmax", "cummax", "cumlogsumexp"), "max"),
-    **dict.fromkeys(("reduce_window_max", "scatter-max", "top_k", "approx_top_k"), "max"),
-    **dict.fromkeys(("reduce_min", "argmin", "pmin", "cummin"), "min"),
-    **dict.fromkeys(("reduce_window_min", "scatter-min", "sort"), "min"),
-    "reduce_and": "min",
-    "reduce_or": "max",
-    "reduce_xor": "sum",
-}
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "add": np.add,
     "sub": np.subtract,
@@ -70,7 +57,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "logistic": lambda x: 1 / (1 + np.exp(-x)),
     "erf": math.erf,
     "erfc": math.erfc,
-    **{name: getattr(np, name) for name in ("exp", "exp2", "expm1", "log", "log1p")},
+    **{name: getattr(np, name) for name in ("exp", "exp2", "expm1", "log", "log1p", "log2")},
     **{name: getattr(np, name) for name in ("sin", "cos", "tan", "sinh", "cosh", "tanh")},
     **{name: getattr(np, "arc" + name[1:]) for name in ("asin", "acos", "atan", "atan2")},
     **{name: getattr(np, "arc" + name[1:]) for name in ("asinh", "acosh", "atanh")},
@@ -103,7 +90,7 @@ def elementwise(eqn: JaxprEqn, values: Sequence[Value]) -> Value:
         if isinstance(which, float):
             return cases[int(which)]
         return cases[0] if all(case == cases[0] for case in cases) else None
-    if name in _KEEPING:
+    if name in PASSING | CASTING or name == "real":
         return _cast(values[0], eqn)
     if all(isinstance(value, float) for value in values):
         return _evaluated(name, eqn, values)
@@ -152,14 +139,14 @@ def is_neutral(name: str, value: Value, dtype: Any) -> bool:
     """Whether an operation gives the same for a set of entries and for the set with a value."""
     if not isinstance(value, float):
         return False
-    match _KINDS.get(name):
-        case "sum":
+    match op_of(name):
+        case "sum" | "xor":
             return value == 0
         case "prod":
             return value == 1
-        case "max":
+        case "max" | "argmax":
             return value <= max(-_HUGE, _limits(dtype)[0])
-        case "min":
+        case "min" | "argmin":
             return value >= min(_HUGE, _limits(dtype)[1])
     return False
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn, Literal
 
-from mirror._src.jaxprs.primitives import ELEMENTWISE
+from mirror._src.jaxprs.primitives import ELEMENTWISE, KEY, REDUCTION, SAMPLER, SCATTER
 from mirror._src.jaxprs.row_facts import (
     NO_AXES,
     NO_FILLS,
@@ -397,54 +397,20 @@ _KEEPS_OTHER_FILL = frozenset(
     )
 )
 _KEEPS_ZERO = frozenset(("cumsum", "cumprod", "reduce_window_sum"))
-_KEEPS_INDEX = frozenset(("convert_element_type", "copy", "copy_p", "lt", "add", "select_n"))
-_OTHER_ELEMENTWISE = frozenset(
-    (
-        *("convert_element_type", "copy", "copy_p", "reduce_precision", "stop_gradient", "add_any"),
-        *("exp2", "expm1", "rsqrt", "cbrt", "logistic", "tan", "asin", "acos", "atan", "atan2"),
-        *("sinh", "cosh", "asinh", "acosh", "atanh", "erf", "erfc", "lgamma", "digamma"),
-        *("polygamma", "igamma", "igammac", "regularized_incomplete_beta", "bessel_i0e"),
-        *("bessel_i1e", "nextafter", "population_count", "clz", "shift_right_arithmetic"),
-        *("real", "imag", "complex", "conj", "bitcast_convert_type", "threefry2x32", "zeta"),
-        *("random_fold_in", "mulhi", "lt_to", "le_to", "eq_to"),
-    )
-)
+_KEEPS_INDEX = frozenset(("convert_element_type", "lt", "add", "select_n"))
+_FACTORS = ("cholesky", "lu", "qr", "eigh", "eig", "svd", "schur", "householder_product")
+_SOLVERS = ("triangular_solve", "tridiagonal_solve")
+_WINDOWS = ("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min")
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(ELEMENTWISE | _OTHER_ELEMENTWISE, _elementwise),
-    **dict.fromkeys(
-        (
-            "reduce_sum",
-            "reduce_max",
-            "reduce_min",
-            "reduce_prod",
-            "reduce_and",
-            "reduce_or",
-            "reduce_xor",
-            "argmax",
-            "argmin",
-        ),
-        _reduction,
-    ),
+    **dict.fromkeys(SAMPLER | KEY, _leading),
+    **dict.fromkeys(ELEMENTWISE | {"threefry2x32", "random_fold_in"}, _elementwise),
+    **dict.fromkeys(REDUCTION, _reduction),
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _along("axis")),
     "sort": _sort,
     "rev": _along("dimensions"),
     "top_k": _along_last(1),
     "approx_top_k": _along("reduction_dimension"),
-    **dict.fromkeys(
-        (
-            "cholesky",
-            "lu",
-            "qr",
-            "eigh",
-            "eig",
-            "svd",
-            "triangular_solve",
-            "householder_product",
-            "schur",
-            "tridiagonal_solve",
-        ),
-        _along_last(2),
-    ),
+    **dict.fromkeys(_FACTORS + _SOLVERS, _along_last(2)),
     "broadcast_in_dim": _broadcast,
     "transpose": _transpose,
     "squeeze": _squeeze,
@@ -458,32 +424,8 @@ RULES: dict[str, Rule] = {
     "dynamic_update_slice": _update,
     "dot_general": _dot,
     "conv_general_dilated": _conv,
-    **dict.fromkeys(
-        (
-            "reduce_window",
-            "reduce_window_sum",
-            "reduce_window_max",
-            "reduce_window_min",
-            "cumred_reduce_window",
-        ),
-        _window,
-    ),
+    **dict.fromkeys(_WINDOWS, _window),
     "gather": _gather,
-    **dict.fromkeys(
-        ("scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter-max", "scatter-min"),
-        _scatter,
-    ),
-    **dict.fromkeys(
-        (
-            "random_bits",
-            "random_split",
-            "random_wrap",
-            "random_unwrap",
-            "random_seed",
-            "random_clone",
-            "random_gamma",
-        ),
-        _leading,
-    ),
+    **dict.fromkeys(SCATTER, _scatter),
 }
 CONSTANT_RULES = frozenset((_elementwise, _reduction, _broadcast, _transpose, _squeeze, _reshape))

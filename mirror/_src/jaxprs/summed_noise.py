@@ -10,14 +10,24 @@ from collections.abc import Sequence
 from jax.extend.core import ClosedJaxpr
 
 from mirror._src.jaxprs.atoms import Value, values_of
-from mirror._src.jaxprs.collective_eqns import ALL_REDUCES, op_of
+from mirror._src.jaxprs.collective_eqns import ALL_REDUCES, is_replica_source
 from mirror._src.jaxprs.equations import called
 from mirror._src.jaxprs.flat import Operation, flatten
-from mirror._src.jaxprs.primitives import ELEMENTWISE, SAMPLERS, SHAPING, is_replica_source
+from mirror._src.jaxprs.primitives import (
+    ADDITION,
+    CASTING,
+    ELEMENTWISE,
+    JOINING,
+    LINEAR,
+    PASSING,
+    SAMPLER,
+    SHAPING,
+    op_of,
+)
 from mirror._src.jaxprs.user_lines import line_within
 
-_ADDITIONS = frozenset({"add", "add_any", "sub"})
-_LINEAR = SHAPING | _ADDITIONS | {"neg", "mul", "div", "reduce_sum"}
+_MOVING = PASSING | SHAPING | JOINING
+_LINEAR = _MOVING | CASTING | ADDITION | LINEAR | {"mul", "div"}
 
 _Lines = frozenset[str]
 
@@ -44,14 +54,14 @@ def summed_noise(program: ClosedJaxpr, per_replica: Sequence[bool]) -> set[str]:
             continue
         differs = not differing.isdisjoint(operands) or is_replica_source(operation.eqn)
         if not differs:
-            if name in SAMPLERS:
+            if name in SAMPLER:
                 samples = frozenset({line_within(operation.eqn, operation.around)})
-            if samples and (name in SAMPLERS or name in ELEMENTWISE or name in SHAPING):
+            if samples and name in SAMPLER | ELEMENTWISE | _MOVING:
                 noise.update(dict.fromkeys(operation.outputs, samples))
             continue
         differing.update(operation.outputs)
         if name in _LINEAR and _is_linear(operation, differing):
-            if name in _ADDITIONS:
+            if name in ADDITION:
                 carried |= samples
             else:
                 other |= samples

@@ -19,10 +19,9 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from mirror._src.base import clock
 from mirror._src.jaxprs.equations import equations
+from mirror._src.jaxprs.primitives import CALLBACK
 from mirror._src.jaxprs.user_lines import user_line
 from mirror._src.passes.evaluate import Rules, bind_with
-
-CALLBACKS = ("pure_callback", "io_callback", "debug_callback")
 
 
 class RunningCallback(NamedTuple):
@@ -69,7 +68,12 @@ def in_callback() -> bool:
 
 def calls_back(program: ClosedJaxpr) -> bool:
     """Whether a program contains host callbacks."""
-    return any(eqn.primitive.name in CALLBACKS for eqn in equations(program.jaxpr))
+    return any(map(is_callback, equations(program.jaxpr)))
+
+
+def is_callback(eqn: JaxprEqn) -> bool:
+    """Whether an operation calls a function of the user; `jax.debug.print` calls one of JAX."""
+    return eqn.primitive.name in CALLBACK and "callback" in eqn.params
 
 
 class CallbackGuard:
@@ -119,7 +123,7 @@ class CallbackGuard:
             callback = self.wrap(eqn, has_replica=axis is not None)
             return bind_with(eqn, [*replica, *arguments], {**eqn.params, "callback": callback})
 
-        return dict.fromkeys(CALLBACKS, lambda _: rule)
+        return dict.fromkeys(CALLBACK, lambda eqn: rule if is_callback(eqn) else None)
 
     @property
     def first(self) -> BaseException | None:

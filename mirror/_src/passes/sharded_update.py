@@ -9,17 +9,11 @@ import numpy as np
 
 from mirror._src.jaxprs.atoms import Atom, Constant, Value
 from mirror._src.jaxprs.flat import Operation, Packing, in_order
+from mirror._src.jaxprs.primitives import op_of
 from mirror._src.passes.collective_rules import reduce_extreme
 from mirror._src.passes.evaluate import Lowering
 from mirror._src.passes.packing import join, split
 from mirror._src.passes.shards import Shards, is_scattered, packs_of, shard_axis
-
-_EXTREMES = {
-    "reduce_max": "pmax",
-    "reduce_min": "pmin",
-    "reduce_and": "pmin",
-    "reduce_or": "pmax",
-}
 
 
 class ShardedUpdate:
@@ -114,10 +108,9 @@ class _Run:
             else:
                 self.part[first.outputs[0]] = self.elementwise(first)
             return
-        if first.name in _EXTREMES and first in self.shards.reduced:
+        if first in self.shards.reduced and (op := op_of(first.name)) != "sum":
             (extreme,) = self.lowering.evaluate(first, [self.slice_of(first.inputs[0])])
-            primitive = _EXTREMES[first.name]
-            self.whole[first.outputs[0]] = reduce_extreme(primitive, extreme, self.update.axis_name)
+            self.whole[first.outputs[0]] = reduce_extreme(f"p{op}", extreme, self.update.axis_name)
         elif any(operation in self.shards.reduced for operation in pack):
             self.sum_slices(pack)
         elif len(pack) == 1:

@@ -19,26 +19,16 @@ from mirror._src.jaxprs.atoms import Atom, Value, values_of
 from mirror._src.jaxprs.collective_eqns import (
     MIRRORING,
     contains_collective,
+    contains_replica_source,
     is_collective,
+    is_replica_source,
     names_axis,
     spans_whole_axis,
 )
-from mirror._src.jaxprs.equations import called, jaxpr_of, with_inner
+from mirror._src.jaxprs.equations import called, is_ref, jaxpr_of, with_inner
 from mirror._src.jaxprs.flat import FlatProgram, Operation, flatten
-from mirror._src.jaxprs.primitives import contains_replica_source, is_replica_source
+from mirror._src.jaxprs.primitives import ELEMENTWISE, REDUCTION, op_of
 from mirror._src.jaxprs.user_lines import line_within
-
-_ELEMENTWISE = frozenset(
-    (
-        *("add", "add_any", "sub", "mul", "div", "rem", "neg", "abs", "sign", "max", "min"),
-        *("clamp", "sqrt", "rsqrt", "cbrt", "square", "integer_pow", "pow", "exp", "exp2"),
-        *("expm1", "log", "log1p", "tanh", "logistic", "sin", "cos", "tan", "erf", "erfc"),
-        *("erf_inv", "atan2", "floor", "ceil", "round", "nextafter", "reduce_precision"),
-        *("convert_element_type", "select_n", "is_finite", "eq", "ne", "lt", "le", "gt", "ge"),
-        *("and", "or", "not", "xor", "copy", "copy_p", "name"),
-    )
-)
-_REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or"})
 
 
 class Shards(NamedTuple):
@@ -152,7 +142,7 @@ class _Search:
             return not spans_whole_axis(eqn)
         if any(atom in self.differs for atom in operation.inputs):
             return True
-        if any(hasattr(var.aval, "inner_aval") for var in eqn.invars):
+        if any(map(is_ref, eqn.invars)):
             return True  # a `Ref`: a per-replica value may have been written to it
         return any(map(is_replica_source, with_inner(eqn)))
 
@@ -188,7 +178,7 @@ class _Search:
         if operation.name == "broadcast_in_dim":
             return _shape(operation.inputs[0]) == ()
         shapes = {_shape(atom) for atom in operation.inputs}
-        return operation.name in _ELEMENTWISE and shapes <= {(), tuple(output.aval.shape)}
+        return operation.name in ELEMENTWISE and shapes <= {(), tuple(output.aval.shape)}
 
     def _whole_readers(self, operation: Operation, region: set[Operation]) -> list[Operation]:
         """Returns the readers that need a result of the operation whole."""
@@ -201,7 +191,9 @@ class _Search:
 
     def _reduces_slices(self, operation: Operation) -> bool:
         """Whether the operation reduces a value to a scalar and can reduce slices of it first."""
-        if operation.name not in _REDUCTIONS or operation.outputs[0] in self.differs:
+        if operation.name not in REDUCTION or op_of(operation.name) not in ("sum", "max", "min"):
+            return False
+        if operation.outputs[0] in self.differs:
             return False
         aval: Any = operation.eqn.invars[0].aval
         if not 0 < len(aval.shape) == len(operation.eqn.params["axes"]):

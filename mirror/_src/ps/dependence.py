@@ -8,25 +8,7 @@ from typing import Any, NamedTuple
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from mirror._src.jaxprs.equations import called, walk
-
-_ELEMENTWISE = frozenset(
-    (
-        *("add", "add_any", "sub", "mul", "div", "rem", "pow", "integer_pow", "max", "min"),
-        *("neg", "abs", "sign", "square", "sqrt", "rsqrt", "cbrt", "exp", "exp2", "log", "expm1"),
-        *("log1p", "sin", "cos", "tan", "tanh", "sinh", "cosh", "asin", "acos", "atan", "atan2"),
-        *("logistic", "erf", "erfc", "erf_inv", "floor", "ceil", "round", "nextafter", "clamp"),
-        *("select_n", "is_finite", "and", "or", "xor", "not", "lt", "le", "gt", "ge", "eq", "ne"),
-        *("shift_left", "shift_right_logical", "shift_right_arithmetic", "population_count"),
-        *("convert_element_type", "reduce_precision", "copy", "copy_p", "name", "stop_gradient"),
-        *("real", "imag", "conj", "complex"),
-    )
-)
-_REDUCTIONS = frozenset(
-    (
-        *("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"),
-        *("reduce_xor", "argmax", "argmin"),
-    )
-)
+from mirror._src.jaxprs.primitives import ELEMENTWISE, PASSING, REDUCTION
 
 
 class Depends(NamedTuple):
@@ -71,7 +53,7 @@ def _equation(eqn: JaxprEqn, operands: list[Depends]) -> Sequence[Depends]:
         predicate = operands[0].without_rows()
         branches = [follow(branch, operands[1:]) for branch in eqn.params["branches"]]
         return [union([predicate, *results]) for results in zip(*branches, strict=True)]
-    if name == "optimization_barrier":
+    if name in PASSING:
         return operands
     depends = union(operands)
     if not keeps_rows(eqn):
@@ -81,7 +63,8 @@ def _equation(eqn: JaxprEqn, operands: list[Depends]) -> Sequence[Depends]:
 
 def is_elementwise(eqn: JaxprEqn) -> bool:
     """Whether an element of the result is made of the same element of each operand."""
-    return eqn.primitive.name in _ELEMENTWISE
+    shapes = {shape for atom in eqn.invars if (shape := _shape(atom))}
+    return eqn.primitive.name in ELEMENTWISE and shapes <= {_shape(eqn.outvars[0])}
 
 
 def keeps_rows(eqn: JaxprEqn) -> bool:
@@ -102,7 +85,7 @@ def keeps_rows(eqn: JaxprEqn) -> bool:
         return 0 not in params["dimensions"]
     if name == "transpose":
         return params["permutation"][0] == 0
-    return name in _REDUCTIONS and 0 not in params["axes"]
+    return name in REDUCTION and 0 not in params["axes"]
 
 
 def _shape(atom: Any) -> tuple[int, ...]:

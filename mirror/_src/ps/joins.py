@@ -14,9 +14,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from mirror._src.jaxprs.collective_eqns import contains_collective, is_collective, spans_whole_axis
+from mirror._src.jaxprs.collective_eqns import (
+    contains_collective,
+    contains_replica_source,
+    is_collective,
+    is_replica_source,
+    spans_whole_axis,
+)
 from mirror._src.jaxprs.equations import Scan, called, inner_programs, is_ref, jaxpr_of, walk
-from mirror._src.jaxprs.primitives import contains_replica_source, is_replica_source
+from mirror._src.jaxprs.primitives import (
+    ADDITION,
+    CASTING,
+    JOINING,
+    LINEAR,
+    PASSING,
+    PICKING,
+    SHAPING,
+)
 
 
 class Join(enum.Enum):
@@ -34,22 +48,8 @@ class Join(enum.Enum):
 
 
 _REDUCED_BY = {"psum": Join.RAW_SUM, "pmax": Join.MAX, "pmin": Join.MIN}
-_SHAPING = frozenset(
-    (
-        *("reshape", "broadcast_in_dim", "squeeze", "expand_dims", "transpose", "slice", "rev"),
-        *("copy", "copy_p", "name", "gather", "dynamic_slice", "device_put", "split"),
-        "stop_gradient",
-    )
-)
-_KEEPING = frozenset(
-    ("convert_element_type", "broadcast_in_dim", "copy", "copy_p", "name", "stop_gradient")
-)
-_LINEAR = frozenset(
-    ("neg", "real", "imag", "conj", "reduce_sum", "cumsum", "reduce_precision", "reduce_window_sum")
-)
-_JOINING = frozenset(("add", "add_any", "sub", "concatenate", "pad"))
+_KEEPING = SHAPING | CASTING
 _PRODUCTS = frozenset(("mul", "dot_general", "conv_general_dilated"))
-_PER_OPERAND = frozenset(("optimization_barrier", "ensure_mirrored"))
 
 
 def find_joins(
@@ -73,7 +73,7 @@ def find_joins(
             return find_joins(inner, operands, num_replicas)
         if name in _REDUCED_BY and spans_whole_axis(eqn):
             return [_reduced(_REDUCED_BY[name], operand) for operand in operands]
-        if name in _PER_OPERAND:
+        if name in PASSING:
             return operands
         return [_joined(eqn, operands, num_replicas)] * len(eqn.outvars)
 
@@ -136,15 +136,15 @@ def _of_reduced(eqn: JaxprEqn, operands: list[Join], kind: Join) -> Join:
     are_others_same = kind not in rest
     is_extreme = kind in (Join.MAX, Join.MIN)
     is_affine = kind is Join.MEAN or Join.SAME not in operands
-    if name in _SHAPING:
+    if name in SHAPING | PICKING:
         is_kept = are_others_same
     elif name == "convert_element_type":
         is_kept = _keeps_values(eqn, is_extreme=is_extreme)
     elif is_extreme:
         is_kept = False
-    elif name in _LINEAR:
+    elif name in LINEAR:
         is_kept = True
-    elif name in _JOINING:
+    elif name in ADDITION | JOINING:
         is_kept = is_affine
     elif name in _PRODUCTS:
         is_kept = operands.count(kind) == 1
@@ -152,7 +152,7 @@ def _of_reduced(eqn: JaxprEqn, operands: list[Join], kind: Join) -> Join:
         is_kept = are_others_same and jnp.issubdtype(_dtype(eqn.outvars[0]), jnp.inexact)
     elif name == "select_n":
         is_kept = first is Join.SAME and (kind is Join.MEAN or Join.SAME not in rest)
-    elif name in ("dynamic_update_slice", "scatter", "scatter-add"):
+    elif name in ("dynamic_update_slice", "scatter", "scatter-add", "scatter-sub"):
         values, indices = _updated(name, operands)
         is_kept = kind not in indices and (kind is Join.MEAN or Join.SAME not in values)
     else:

@@ -9,7 +9,7 @@ import numpy as np
 from mirror._src.engine.cross_device_ops import CrossDeviceOps
 from mirror._src.engine.on_host import aligned
 from mirror._src.engine.reduce_op import ReduceOp
-from mirror._src.jaxprs.collective_eqns import op_of
+from mirror._src.jaxprs.primitives import op_of
 from mirror._src.passes.staging.ir import Collective
 
 Read = Callable[[int], np.ndarray]

@@ -13,7 +13,6 @@ from mirror._src.base.types import Array
 from mirror._src.jaxprs.atoms import Atom, Constant, Value
 from mirror._src.jaxprs.collective_eqns import (
     ALL_REDUCES,
-    COLLECTIVES,
     MIRRORING,
     axes_of,
     contains_collective,
@@ -33,6 +32,7 @@ from mirror._src.jaxprs.equations import (
     walk,
     with_inner,
 )
+from mirror._src.jaxprs.primitives import PRIMITIVES
 from mirror._src.jaxprs.trace import struct_of, trace
 from mirror._src.jaxprs.user_lines import user_line
 from mirror._src.passes.evaluate import Evaluation, Lowering, Rule, Rules
@@ -194,7 +194,7 @@ class _Builder:
 
     def collective(self, eqn: JaxprEqn, operand: Atom, aval: Any) -> Value:
         name = eqn.primitive.name
-        if name not in COLLECTIVES or not COLLECTIVES[name].runs_on_host:
+        if name not in PRIMITIVES or not PRIMITIVES[name].runs_on_host:
             raise NotImplementedError(_message(eqn, f"`{name}` is not implemented on the host"))
         others = tuple(axis for axis in axes_of(eqn) if not isinstance(axis, str))
         if others and (name not in ALL_REDUCES or not all(isinstance(a, int) for a in others)):
