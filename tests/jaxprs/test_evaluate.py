@@ -1,5 +1,8 @@
 """A step is traced once: every executor and every report evaluates the proved program."""
 
+import functools
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -233,6 +236,48 @@ def test_captured_model_is_rejected_at_any_depth(two, where):
     }[where]
     with raises(ValueError, names=["<lambda>", "'model'"], fix="strategy.run"):
         two.run(lambda x: inner(lax.psum(x, AXIS)), (own(two),))
+
+
+MODULE = types.ModuleType("settings_of_a_user")
+
+
+class Reader:
+    """A step that reads a model in a method, which only the code of the method names."""
+
+    def read(self, x):
+        return MODULE.model(x)
+
+    def __call__(self, x):
+        return self.read(x)
+
+
+def of_a_default(x, model=None, *, scale=1.0):
+    return model(x) * scale
+
+
+@rows(
+    "name, make",
+    {
+        "a module": ("MODULE.model", lambda model: lambda x: MODULE.model(x)),
+        "a method": ("MODULE.model", lambda model: Reader().read),
+        "an object with __call__": ("MODULE.model", lambda model: Reader()),
+        "an object that is called": ("MODULE.model", lambda model: bind(Reader())),
+        "a default": ("model", lambda model: bind(with_default(model))),
+        "a partial": ("model", lambda model: functools.partial(of_a_default, model=model)),
+    },
+)
+def test_captured_model_is_named_wherever_the_code_names_it(two, name, make):
+    MODULE.model = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
+    with raises(ValueError, names=f"'{name}'", fix="strategy.run"):
+        two.run(make(MODULE.model), (own(two),))
+
+
+def bind(inner):
+    return lambda x: inner(x)
+
+
+def with_default(model):
+    return lambda x, model=model: model(x)
 
 
 def test_step_may_start_a_thread_that_runs_another_step():

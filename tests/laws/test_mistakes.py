@@ -132,7 +132,7 @@ def forgotten_all_reduce_linen():
     model = linen.Dense(1)
     params = model.init(jax.random.key(0), np.ones((2, 3)))
     state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.sgd(0.1))
-    run(step, state, batch())
+    strategy().run(step, (state, batch()), donate_argnums=0)
 
 
 CAPTURED = ["def step(MODEL, x)", "strategy.run(step, (MODEL, x))"]

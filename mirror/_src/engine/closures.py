@@ -1,13 +1,6 @@
-"""Finds state that a step reads from outside its arguments: closure, globals, bound objects.
-
-A jaxpr lists the constants of a trace, but not the variables that they were read from. The checks
-therefore inspect the function itself.
-"""
+"""Rejects state that a step reads from outside its arguments: closure, globals, bound objects."""
 
 import contextlib
-import functools
-import gc
-import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType, ModuleType
@@ -19,7 +12,7 @@ from flax import nnx
 from mirror._src.base.errors import describe
 from mirror._src.base.keras_library import STATELESS_CALL, has_variables, library, variables_of
 from mirror._src.base.naming import name_of, parameter_names
-from mirror._src.engine.environment import contents, named_globals, reachable, reachable_in
+from mirror._src.engine.environment import bound_by, reachable, reachable_in, referenced
 from mirror._src.engine.nnx.structure import is_object
 from mirror._src.engine.variable import Variable
 
@@ -30,25 +23,15 @@ def require_nothing_bound(fn: Callable[..., Any]) -> None:
     Raises:
         ValueError: If there is such an object.
     """
-    while isinstance(fn, functools.partial):
-        bound = [*((f"args[{i}]", v) for i, v in enumerate(fn.args)), *fn.keywords.items()]
-        for name, value in bound:
-            if _would_be_constant(value):
-                raise ValueError(_capture_message(fn, f"the nnx object {name!r}"))
-        fn = fn.func
-    owner = fn if is_object(fn) else getattr(fn, "__self__", None)
-    if is_object(owner):
-        what = f"the nnx object {type(owner).__name__!r} that it is bound to"
-        raise ValueError(_capture_message(fn, what))
-    cells = getattr(inspect.unwrap(fn), "__closure__", None) or ()
-    names = inspect.unwrap(fn).__code__.co_freevars if cells else ()
-    for name, cell in zip(names, cells, strict=True):
-        if _would_be_constant(contents(cell)):
-            raise ValueError(_capture_message(fn, f"the nnx object {name!r}"))
+    for name, value in bound_by(fn):
+        if _would_be_constant(value):
+            is_owner = name == "self"
+            what = f"{type(value).__name__!r} that it is bound to" if is_owner else repr(name)
+            raise ValueError(_capture_message(fn, f"the nnx object {what}"))
 
 
 def require_nothing_captured(fn: Callable[..., Any], constants: Sequence[Any]) -> None:
-    """Rejects a step that has read nnx variables that are not among its arguments.
+    """Rejects a step that has read nnx or Keras variables that are not among its arguments.
 
     The array that such a variable holds during the trace would be a constant of the program.
 
@@ -57,25 +40,22 @@ def require_nothing_captured(fn: Callable[..., Any], constants: Sequence[Any]) -
         constants: Constants of its trace.
 
     Raises:
-        ValueError: If an nnx or Keras variable holds one of the constants.
+        ValueError: If a variable that the step can reach by names holds one of the constants.
     """
-    leaked = [x for x in constants if isinstance(x, jax.core.Tracer)]
-    if leaked:
-        raise ValueError(stale_message(fn, leaked[0]))
-    arrays = [x for x in constants if isinstance(x, jax.Array)]
-    if arrays and library() is not None:
-        _require_no_keras(fn, set(map(id, arrays)))
-    variables = _variables_holding(fn, arrays)
-    if not variables:
-        return
-    ids = set(map(id, variables))
-    names = [
-        path for path, value in reachable(fn) if _would_be_constant(value) and _holds(value, ids)
-    ]
-    if names:
-        raise ValueError(_capture_message(fn, f"the nnx object {names[0]!r}"))
-    shapes = ", ".join(f"{type(v).__name__} {describe(v.get_raw_value())}" for v in variables[:3])
-    raise ValueError(_capture_message(fn, f"the nnx variables ({shapes})"))
+    for constant in constants:
+        if isinstance(constant, jax.core.Tracer):
+            raise ValueError(stale_message(fn, constant))
+    ids = {id(constant) for constant in constants if isinstance(constant, jax.Array)}
+    for path, value in reachable(fn) if ids else ():
+        if library() is not None and has_variables(value):
+            if any(id(variable.value) in ids for variable in variables_of(value)):
+                raise ValueError(
+                    f"{name_of(fn)} captures the Keras {type(value).__name__} {path!r}, so the "
+                    "current values of its variables would become constants of the step. "
+                    f"{STATELESS_CALL}"
+                )
+        elif _would_be_constant(value) and any(id(leaf) in ids for leaf in _leaves(value)):
+            raise ValueError(_capture_message(fn, f"the nnx object {path!r}"))
 
 
 @contextlib.contextmanager
@@ -102,16 +82,6 @@ def keeps_keras(fn: Callable[..., Any]) -> Iterator[None]:
             f"{name_of(fn)} changes the Keras {type(each).__name__} {path!r}, which strategy.run "
             f"does not update. {STATELESS_CALL}"
         )
-
-
-def _require_no_keras(fn: Callable[..., Any], constants: set[int]) -> None:
-    """Rejects a step with a Keras object of which a variable holds one of the constants."""
-    for path, value in reachable(fn):
-        if has_variables(value) and any(id(v.value) in constants for v in variables_of(value)):
-            raise ValueError(
-                f"{name_of(fn)} captures the Keras {type(value).__name__} {path!r}, so the current "
-                f"values of its variables would become constants of the step. {STATELESS_CALL}"
-            )
 
 
 def captured_message(fn: Callable[..., Any], frames: Iterable[FrameType]) -> str | None:
@@ -154,13 +124,7 @@ def referenced_variables(fn: Callable[..., Any]) -> list[Variable]:
 
     Includes the attributes of the objects there, but no deeper levels.
     """
-    values: list[Any] = []
-    while isinstance(fn, functools.partial):
-        values += [*fn.args, *fn.keywords.values()]
-        fn = fn.func
-    values.append(getattr(fn, "__self__", None))
-    values += map(contents, getattr(inspect.unwrap(fn), "__closure__", None) or ())
-    values += named_globals(fn).values()
+    values = [value for _, value in referenced(fn)]
     attributes = [vars(value).values() for value in values if _has_attributes(value)]
     candidates = [*values, *itertools.chain.from_iterable(attributes)]
     return [value for value in candidates if isinstance(value, Variable)]
@@ -169,36 +133,6 @@ def referenced_variables(fn: Callable[..., Any]) -> list[Variable]:
 def referenced_ids(fn: Callable[..., Any]) -> list[int]:
     """Returns the `id` of each of the `referenced_variables` of a function."""
     return list(map(id, referenced_variables(fn)))
-
-
-# `_variables_holding` and `environment` look into CPython: no public API tells what a step reads.
-# - JAX 0.10 and 0.12 turn an array that a trace reads into a constant without any callback; the
-#   jaxpr holds the array, not where it was read from.
-# - Flax 0.12.8 checks the trace when a variable is assigned, not when it is read. `on_get_value`
-#   hooks reads of a single variable, so the user's variables would have to be found and changed.
-# - `inspect.getclosurevars` resolves `co_names` as below, but raises an error for partial
-#   functions, callable objects, and closures with an empty cell.
-# Delete `_variables_holding` once Flax can report all reads of variables in a trace, and
-# `environment` once the jaxpr also says where a constant was read.
-
-
-def _variables_holding(fn: Callable[..., Any], arrays: Sequence[jax.Array]) -> list[nnx.Variable]:
-    """Returns the nnx variables that hold one of the arrays.
-
-    `gc.get_referrers` scans all objects of the process: 52 ms for 150,000 objects, once for each
-    compilation that has constants. It does not find an array inside a container in a variable. Nor
-    does it find objects that `gc.freeze` has set aside, as programs do before they fork: among
-    these, only objects that the function reaches are searched.
-    """
-    holders = gc.get_referrers(*arrays) if arrays else []
-    if arrays and gc.get_freeze_count():
-        reached = [value for _, value in reachable(fn) if _would_be_constant(value)]
-        nodes = [node for value in reached for _, node in nnx.iter_graph(value)]
-        ids = set(map(id, arrays))
-        holders += [
-            n for n in nodes if isinstance(n, nnx.Variable) and id(n.get_raw_value()) in ids
-        ]
-    return [holder for holder in holders if isinstance(holder, nnx.Variable)]
 
 
 def _has_attributes(value: object) -> bool:
@@ -214,16 +148,15 @@ def _would_be_constant(value: object) -> bool:
 
 def _is_concrete(value: object) -> bool:
     """Whether this is an nnx object with an array that is not traced."""
-    if not _would_be_constant(value):
-        return False
+    return _would_be_constant(value) and any(
+        isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) for x in _leaves(value)
+    )
+
+
+def _leaves(value: object) -> list[Any]:
+    """Returns what the variables of an nnx object hold."""
     variables = [node for _, node in nnx.iter_graph(value) if isinstance(node, nnx.Variable)]
-    values = [leaf for v in variables for leaf in jax.tree.leaves(v.get_raw_value())]
-    return any(isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) for x in values)
-
-
-def _holds(value: object, ids: set[int]) -> bool:
-    """Whether an nnx object contains one of these variables."""
-    return any(id(node) in ids for _, node in nnx.iter_graph(value))
+    return jax.tree.leaves([variable.get_raw_value() for variable in variables])
 
 
 def _capture_message(fn: Callable[..., Any], what: str) -> str:
