@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 import logging
 import warnings
 from typing import Any
@@ -382,6 +383,24 @@ def test_error_names_the_lost_value(mixed):
         mixed.run(lambda x: x, (own,))
     with raises(ValueError, names="reduce", values=["PerReplica(1.", "float32[]"]):
         mixed.cross_device_ops.reduce("sum", own)
+
+
+@pytest.mark.filterwarnings("ignore:.*assumes that pure_callback")
+def test_types_that_disagree_on_the_number_of_rounds_are_rejected(mixed):
+    """As if the GPU and the CPU had rounded differently; the lanes would need other collectives."""
+    limits = itertools.count()
+
+    def step(x):
+        of_shape = jax.ShapeDtypeStruct((), jnp.int32)
+        limit = jax.pure_callback(lambda: np.int32(next(limits)), of_shape)
+        return jax.lax.while_loop(
+            lambda c: c[0] < limit, lambda c: (c[0] + 1, context().all_reduce("sum", c[1])), (0, x)
+        )[1]
+
+    with raises(
+        ValueError, names="step", values=[False, True, 0, 1], fix="all_reduce('max', condition)"
+    ):
+        mixed.run(step, (numbers(2),))
 
 
 def test_strategy_can_be_deep_copied(mixed):

@@ -156,12 +156,6 @@ def test_results_keep_their_structure_and_mirrored_ones_are_plain(pair):
         pair.run(lambda: {"s": "abc"})
 
 
-def test_replicas_of_unequal_lengths_must_return_one_structure(two):
-    x = mirror.PerReplica([np.ones(1, np.float32), np.ones(2, np.float32)])
-    with raises(ValueError, names="<lambda>", values=[0, 1]):
-        two.run(lambda x: [x.sum()] * x.shape[0], (x,))
-
-
 def test_variable_as_a_result_is_rejected(two):
     v = variable(1.0)
     for args, step in (((), lambda: {"v": v}), ((v,), lambda v: {"v": v})):
@@ -352,13 +346,6 @@ def test_example_keys_equal_those_of_the_global_batch(name):
     np.testing.assert_array_equal(
         np.concatenate(strategy.run(noise, (key, rows)).values), noise(key, x)
     )
-
-
-def test_example_keys_support_unequal_batches(two):
-    key = jax.random.key(0)
-    rows = mirror.PerReplica([np.zeros((n, 2), np.float32) for n in (1, 3)])
-    got = two.run(noise, (key, rows))
-    np.testing.assert_array_equal(np.concatenate(got.values), noise(key, np.zeros((4, 2))))
 
 
 @rows(

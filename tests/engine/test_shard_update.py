@@ -498,30 +498,6 @@ def test_log_reports_when_sharding_has_no_effect(make, wanted, caplog):
     assert_close(state, train(cpu_strategy(2), optax.adam(1e-2))[0], 1e-5)
 
 
-@pytest.mark.slow
-def test_sharded_update_supports_unequal_batches():
-    """They run in stages, with unsharded state, and shard it again afterwards."""
-    found = []
-    for shard_update in (True, False):
-        strategy = cpu_strategy(2, shard_update=shard_update)
-        state, go_on = adam_training(strategy)
-
-        def step(state, x):
-            context = mirror.get_replica_context()
-            params, opt_state = state
-            count = context.all_reduce("sum", jnp.float32(x.shape[0]))
-            grads = jax.grad(lambda p: (forward(p, x) ** 2).sum())(params)
-            grads = jax.tree.map(lambda g: g / count, context.all_reduce("sum", grads))
-            updates, opt_state = optax.adam(1e-2).update(grads, opt_state, params)
-            return optax.apply_updates(params, updates), opt_state
-
-        unequal = mirror.PerReplica([X[:9], X[9:]])
-        state = strategy.run(step, (state, unequal), donate_argnums=0)
-        found.append(go_on(state))
-    assert_close(*found, 1e-5)
-    assert 0.5 in stored(found[0])
-
-
 @rows(
     "types, flags, number",
     {

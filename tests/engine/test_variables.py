@@ -1007,24 +1007,6 @@ def test_filters_states_and_trees_support_variables(two):
     assert int(model.count) == 2
 
 
-def test_variables_work_on_unequal_lengths(two):
-    """Replicas have different numbers of examples; lanes are traced separately."""
-    with two.scope():
-        examples, steps, mean = on_read("sum", 0), variable(0, "sum"), variable(0.0, "mean")
-
-    def step(x):
-        examples.assign_add(x.shape[0])
-        steps.assign_add(1)
-        mean.assign(x.sum())
-        return x.sum()
-
-    x = mirror.PerReplica([np.ones(1, np.float32), np.ones(3, np.float32)])
-    for _ in range(2):
-        np.testing.assert_array_equal(two.run(step, (x,)), [1, 3])
-    assert (int(examples), int(steps), float(mean)) == (8, 4, 2)
-    assert copies(two, examples) == [2, 6]
-
-
 @pytest.fixture
 def mixed() -> Iterator[mirror.MirroredStrategy]:
     """CPU:0 is a simulated GPU: no mesh spans the devices."""

@@ -34,8 +34,6 @@ def main() -> int:
     parser.add_argument("--quiet", action="store_true", help="show only programs that break a law")
     options = parser.parse_args()
     strategies = cpu_strategies()
-    if PROFILES[options.profile].is_ragged:
-        strategies = {"ragged": strategies["pmap"]}
 
     def law(program, tally):
         if options.run:

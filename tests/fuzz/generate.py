@@ -16,7 +16,8 @@ _MOST = 1000  # the largest magnitude of a value that others are computed from
 _DTYPES = ("int32", "float32")
 _SHAPES: tuple[tuple[int, ...], ...] = ((), (), (2,), (2,), (4,), (4,), (8,), (4, 2), (2, 4))
 _MOST_ELEMENTS = 32
-_LENGTHS = ((3, 2, 3, 2), (2, 2, 1, 2), (1, 3, 2, 3))
+# How often a collective stands where replicas may not all come.
+_RECKLESSNESS = 0.3
 _SCALAR = Kind("int32", ())
 
 
@@ -27,16 +28,12 @@ class Profile:
     Attributes:
         size: about how many statements a program has at its top.
         weights: how often each sort of statement is drawn.
-        is_ragged: whether replicas may differ in length.
         depth: how deep blocks nest.
-        recklessness: how often a collective stands where replicas may not all come.
     """
 
     size: int
     weights: dict[str, float]
-    is_ragged: bool = False
     depth: int = 2
-    recklessness: float = 0.3
 
 
 _GENERAL = {
@@ -53,19 +50,6 @@ _GENERAL = {
 }
 PROFILES = {
     "general": Profile(8, _GENERAL),
-    "ragged": Profile(
-        6,
-        {
-            **_GENERAL,
-            "collective": 3.0,
-            "length": 3.0,
-            "length_inside": 0.6,
-            "packed": 0.1,
-            "callback": 1.0,
-        },
-        is_ragged=True,
-        recklessness=0.0,
-    ),
     "small": Profile(4, {**_GENERAL, "packed": 1.0, "ref": 0.5}, depth=1),
     "collective": Profile(4, {"local": 2.0, "collective": 8.0}, depth=0),
     "staged": Profile(3, {**_GENERAL, "packed": 2.0, "ref": 0.0, "write": 0.0}, depth=1),
@@ -128,18 +112,13 @@ class _Generator:
         kinds = [Kind(rng.choice(_DTYPES), rng.choice(_SHAPES)) for _ in range(rng.randint(2, 3))]
         kinds.append(Kind(rng.choice(_DTYPES), ()))
         differs = [True, False, *(rng.random() < 0.5 for _ in kinds[2:])]
-        lengths = None
-        if self.profile.is_ragged:
-            kinds.append(Kind(rng.choice(_DTYPES), ("n",)))
-            differs.append(True)
-            lengths = rng.choice(_LENGTHS)
         inputs = [self.given(scope, *each) for each in zip(kinds, differs, strict=True)]
         self.fill(scope, rng.randint(self.profile.size - 2, self.profile.size + 2))
         for ref in scope.refs:
             self.emit(scope, "get", [ref], ref.kind, bound=_MOST, differs=ref.differs)
         outputs = tuple(dict.fromkeys(value.number for value in scope.values))[-20:]
         block = Block(tuple(inputs), tuple(scope.body), outputs)
-        return Program(tuple(kinds), tuple(differs), lengths, block)
+        return Program(tuple(kinds), tuple(differs), block)
 
     # Values
 
@@ -196,26 +175,18 @@ class _Generator:
         return found[int(len(found) * self.rng.random() ** 0.6)]
 
     def fixed(self, scope: _Scope, *, same: bool = False, ranks: Sequence[int] = ()) -> _Value:
-        """A value whose shape all replicas share; `same`: rather one that is mirrored."""
+        """A value of any of these ranks; `same`: rather one that is mirrored."""
         return self.some(
             scope,
-            lambda v: (
-                not v.kind.is_ragged
-                and not (same and v.differs)
-                and (not ranks or len(v.kind.shape) in ranks)
-            ),
+            lambda v: not (same and v.differs) and (not ranks or len(v.kind.shape) in ranks),
         )
 
     def of(self, scope: _Scope, kind: Kind, *, same: bool = False) -> _Value:
         """A value of this kind, created from another kind if necessary."""
-        if kind.is_ragged:
-            found = self.some(scope, lambda v: v.kind.is_ragged and v.kind.shape == kind.shape)
-        else:
-            exact = [v for v in scope.values if v.kind == kind and not (same and v.differs)]
-            if exact and self.rng.random() < 0.7:
-                return self.rng.choice(exact[-6:])
-            found = self.fixed(scope, same=same)
-        return self.coerced(scope, found, kind)
+        exact = [v for v in scope.values if v.kind == kind and not (same and v.differs)]
+        if exact and self.rng.random() < 0.7:
+            return self.rng.choice(exact[-6:])
+        return self.coerced(scope, self.fixed(scope, same=same), kind)
 
     def coerced(self, scope: _Scope, value: _Value, kind: Kind) -> _Value:
         if value.kind.shape != kind.shape:
@@ -245,16 +216,13 @@ class _Generator:
             weights["collective"] = weights["packed"] = 0.0
         if not scope.depth:
             weights.update(loop=0.0, branch=0.0, call=0.0, written_in_test=0.0, packed=0.0)
-            weights["length_inside"] = 0.0
         if scope.in_vmap:
-            weights.update(loop=0.0, branch=0.0, ref=0.0, callback=0.0, length=0.0)
-            weights.update(written_in_test=0.0, packed=0.0, call=0.0, length_inside=0.0)
+            weights.update(loop=0.0, branch=0.0, ref=0.0, callback=0.0)
+            weights.update(written_in_test=0.0, packed=0.0, call=0.0)
         if not scope.writes or not scope.refs:
             weights["write"] = 0.0
         if not scope.writes:
             weights["written_in_test"] = weights["ref"] = 0.0
-        if not any(value.kind.is_ragged for value in scope.values):
-            weights["length"] = weights["length_inside"] = 0.0
         (name,) = self.rng.choices([*weights], [*weights.values()])
         getattr(self, name)(scope)
 
@@ -309,8 +277,8 @@ class _Generator:
         elif op == "argsort":
             self.emit(scope, op, [a], Kind("int32", a.kind.shape), bound=8)
         else:
-            stop = 1 if a.kind.is_ragged else self.rng.randint(1, a.kind.shape[0])
-            start = 0 if a.kind.is_ragged else self.rng.randint(0, stop - 1)
+            stop = self.rng.randint(1, a.kind.shape[0])
+            start = self.rng.randint(0, stop - 1)
             kind = Kind(a.kind.dtype, (stop - start, *row.shape))
             self.emit(scope, op, [a], kind, (start, stop))
 
@@ -355,9 +323,6 @@ class _Generator:
             ops += ["pmean", "psum_groups", "all_gather", "psum_scatter", "ppermute", "all_to_all"]
             ops += ["gather_groups"]
             ops += ["context_reduce"] * 2 + ["context_gather", "replica_id"]
-            is_top = scope.depth == self.profile.depth
-            if is_top and any(v.kind.is_ragged for v in scope.values):
-                ops += ["context_gather_ragged"] * 4
         self.communication(scope, self.rng.choice(ops))
 
     def communication(self, scope: _Scope, op: str) -> None:
@@ -384,10 +349,6 @@ class _Generator:
             a, order = self.fixed(scope), rng.sample(range(NUM_REPLICAS), NUM_REPLICAS)
             pairs = list(enumerate(order))[: rng.choice([2, 4, 4])]
             self.emit(scope, op, [a], a.kind, (tuple(pairs),), differs=True)
-        elif op == "context_gather_ragged":
-            a = self.some(scope, lambda v: v.kind.shape == ("n",))
-            shape = rng.choice([(2,), (4,)])
-            self.emit(scope, op, [a], Kind(a.kind.dtype, shape), (shape,), differs=False)
         elif op == "all_gather":
             a = self.of(scope, Kind(rng.choice(_DTYPES), rng.choice([(), (2,), (4,), (4, 2)])))
             is_tiled = bool(a.kind.shape) and not scope.in_vmap and rng.random() < 0.5
@@ -426,26 +387,6 @@ class _Generator:
             scope.body.append(Statement("look", (a.number,), (), ()))
         else:
             self.emit(scope, "callback", [a], a.kind, bound=2 * a.bound + 1)
-
-    def length(self, scope: _Scope) -> None:
-        """Something that depends on the length of a replica's own values."""
-        a = self.some(scope, lambda v: v.kind.is_ragged)
-        kind = Kind(self.rng.choice(_DTYPES), ())
-        choice = self.rng.random()
-        if choice < 0.3 or (choice < 0.6 and not scope.in_vmap):
-            op = "length" if choice < 0.3 else "length_callback"
-            length = self.emit(scope, op, [a], kind, bound=4, differs=True)
-            use = self.rng.random()
-            if use < 0.2 and scope.communicates and not scope.in_vmap:
-                pairs = ((0, 1), (1, 2), (2, 3), (3, 0))
-                self.emit(scope, "ppermute", [length], kind, (pairs,), differs=True)
-            elif use < 0.4 and scope.refs and scope.writes:
-                ref = self.rng.choice(scope.refs)
-                self.written(scope, ref, self.coerced(scope, length, ref.kind), use < 0.3)
-        elif choice < 0.8 and scope.depth:
-            self.branches(scope, "python_if", [a], (self.rng.choice([1, 2]),), differs=True)
-        else:
-            self.emit(scope, "sum", [a], Kind(a.kind.dtype, ()), bound=4 * a.bound)
 
     def ref(self, scope: _Scope) -> None:
         if len(scope.refs) < 3:
@@ -494,7 +435,7 @@ class _Generator:
         outputs = []
         for kind, may in zip(kinds, differs, strict=True):
             value = self.of(scope, kind, same=not may)
-            if first is not None and not outputs and not kind.is_ragged:
+            if first is not None and not outputs:
                 value = self.coerced(scope, newest, kind) if may or not newest.differs else value
             outputs.append(value)
         return tuple(value.number for value in outputs)
@@ -509,9 +450,7 @@ class _Generator:
         inner = scope.inner()
         if differs:
             inner.controlled = True
-            inner.communicates = (
-                scope.communicates and self.rng.random() < self.profile.recklessness
-            )
+            inner.communicates = scope.communicates and self.rng.random() < _RECKLESSNESS
         return inner
 
     def looped(
@@ -536,19 +475,13 @@ class _Generator:
         carry, may = self.carried(scope, differs=False)
         xs = [self.some(scope, lambda v: bool(v.kind.shape))] if self.rng.random() < 0.6 else []
         xs = [x for x in xs if x.kind.shape]
-        if first is not None:
-            xs = [x for x in xs if not x.kind.is_ragged]
-        is_ragged = any(x.kind.is_ragged for x in xs)
-        if is_ragged:
-            may = [True] * len(carry)
-        inner = self.controlled(scope, differs=is_ragged)
-        inner.communicates = inner.communicates and not is_ragged
+        inner = self.controlled(scope, differs=False)
         inputs = [self.given(inner, v.kind, each) for v, each in zip(carry, may, strict=True)]
         for x in xs:
             kind = Kind(x.kind.dtype, x.kind.shape[1:])
             inputs.append(self.given(inner, kind, x.differs, x.bound))
         length = xs[0].kind.shape[0] if xs else self.rng.randint(1, 2)
-        row = self.rng.choice([(), ()] if is_ragged else [(), (2,)])
+        row = self.rng.choice([(), (2,)])
         more = [Kind(self.rng.choice(_DTYPES), row)] if self.rng.random() < 0.5 else []
         kinds = [*(value.kind for value in carry), *more]
         outputs = self.body(inner, kinds, [*may, *(True for _ in more)], first)
@@ -614,15 +547,9 @@ class _Generator:
         inner.in_vmap = inner.in_vmap or op == "vmap"
         if op == "vmap":
             inner.refs, inner.writes = [], False
-        if x.kind.is_ragged:
-            inner = self.controlled(scope, differs=True)
-            inner.communicates, inner.in_vmap = False, op == "vmap"
-            inner.refs, inner.writes = [], False
         kind = Kind(x.kind.dtype, x.kind.shape[1:])
         inputs = (self.given(inner, kind, x.differs, x.bound),)
-        row = Kind(
-            self.rng.choice(_DTYPES), () if x.kind.is_ragged else self.rng.choice([(), (2,)])
-        )
+        row = Kind(self.rng.choice(_DTYPES), self.rng.choice([(), (2,)]))
         outputs = self.body(inner, [row], [True])
         block = Block(inputs, tuple(inner.body), outputs)
         more = [Kind(row.dtype, (x.kind.shape[0], *row.shape))]
@@ -651,7 +578,6 @@ class _Generator:
         blocks, may = [], [differs] * len(models)
         for _ in range(3 if op == "switch" else 2):
             inner = self.controlled(scope, differs=differs)
-            inner.communicates = inner.communicates and op != "python_if"
             wanted = [True] * len(models)
             outputs = self.body(inner, [value.kind for value in models], wanted, first)
             first = None
@@ -684,16 +610,6 @@ class _Generator:
         self.results(scope, Statement(op, numbers, outs, tuple(kinds), (), (block,)), differs)
 
     # What went wrong before
-
-    def length_inside(self, scope: _Scope) -> None:
-        """A callback in a loop or a branch that knows the length of a replica's own values."""
-        a = self.some(scope, lambda v: v.kind.is_ragged)
-        kind = Kind(self.rng.choice(_DTYPES), ())
-
-        def first(inner: _Scope) -> None:
-            self.emit(inner, "length_callback", [a], kind, bound=4, differs=True)
-
-        self.rng.choice([self.scan, self.fori, self.branch])(scope, first)
 
     def written_in_test(self, scope: _Scope) -> None:
         """A `Ref` that the test of a loop writes to, each time that it is asked."""

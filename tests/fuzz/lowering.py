@@ -77,7 +77,6 @@ _LOCAL: dict[str, Callable[..., Any]] = {
     "cast": lambda a: a,
     "resize": lambda a, shape: jnp.resize(a, shape),
     "iota": lambda size: jnp.arange(size),
-    "length": lambda a: jnp.full((), a.shape[0]),
 }
 
 
@@ -93,10 +92,6 @@ def _psum_groups(args: list[Any], groups: Any) -> list[Any]:
 
 def _gather_groups(args: list[Any], groups: Any) -> list[Any]:
     return [lax.all_gather(args[0], AXIS, axis_index_groups=[list(group) for group in groups])]
-
-
-def _ragged(args: list[Any], shape: tuple[int, ...]) -> list[Any]:
-    return [jnp.resize(_context().all_gather(args[0]), shape)]
 
 
 def _scatter(args: list[Any], is_tiled: bool) -> list[Any]:
@@ -118,7 +113,6 @@ _COLLECTIVES: dict[str, Callable[..., Sequence[Any]]] = {
     "replica_id": lambda args: [_context().replica_id_in_sync_group],
     "context_reduce": lambda args, op: _context().all_reduce(op, tuple(args)),
     "context_gather": lambda args: [_context().all_gather(args[0])],
-    "context_gather_ragged": _ragged,
 }
 
 
@@ -140,15 +134,6 @@ def _callback(statement: Statement, env: Values, args: list[Any]) -> list[Any]:
         return (2 * x - 1).astype(x.dtype)
 
     return [jax.pure_callback(double, _struct(args[0]), args[0], vmap_method="sequential")]
-
-
-def _length_callback(statement: Statement, env: Values, args: list[Any]) -> list[Any]:
-    (kind,), length = statement.kinds, args[0].shape[0]
-
-    def tell() -> np.ndarray:
-        return np.asarray(length, kind.dtype)
-
-    return [jax.pure_callback(tell, jax.ShapeDtypeStruct((), kind.dtype))]
 
 
 def _look(statement: Statement, env: Values, args: list[Any]) -> list[Any]:
@@ -230,10 +215,6 @@ def _switch(statement: Statement, env: Values, args: list[Any]) -> list[Any]:
     return lax.switch(_small(args[0], len(branches)), branches)
 
 
-def _python_if(statement: Statement, env: Values, args: list[Any]) -> list[Any]:
-    return _block(statement.blocks[int(not args[0].shape[0] > statement.params[0])], env, [])
-
-
 def _call(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[..., list[Any]]:
     def call(statement: Statement, env: Values, args: list[Any]) -> list[Any]:
         return wrap(lambda *given: _block(statement.blocks[0], env, given))(*args)
@@ -257,7 +238,6 @@ _OTHERS: dict[str, Callable[[Statement, Values, list[Any]], Sequence[Any]]] = {
     "const": _const,
     "barrier": _barrier,
     "callback": _callback,
-    "length_callback": _length_callback,
     "look": _look,
     "ref": lambda statement, env, args: [jax.new_ref(args[0])],
     "get": lambda statement, env, args: [args[0][...]],
@@ -271,7 +251,6 @@ _OTHERS: dict[str, Callable[[Statement, Values, list[Any]], Sequence[Any]]] = {
     "while_loop": _while_loop,
     "cond": _cond,
     "switch": _switch,
-    "python_if": _python_if,
     "jit": _call(jax.jit),
     "checkpoint": _call(jax.checkpoint),
     "custom_jvp": _call(_with_jvp),

@@ -8,15 +8,10 @@ NUM_REPLICAS = 4
 
 
 class Kind(NamedTuple):
-    """A dtype, or `"ref"`, and a shape, in which `"n"` is the replica's own length."""
+    """A dtype, or `"ref"`, and a shape."""
 
     dtype: str
     shape: tuple[Any, ...]
-
-    @property
-    def is_ragged(self) -> bool:
-        """Whether replicas may differ in the shape."""
-        return "n" in self.shape
 
 
 @dataclass(frozen=True)
@@ -42,14 +37,10 @@ class Statement:
 
 @dataclass(frozen=True)
 class Program:
-    """A step: what it takes, which of that is per-replica, and what it does.
-
-    `lengths` are the replicas' own `"n"`, where they have such inputs.
-    """
+    """A step: what it takes, which of that is per-replica, and what it does."""
 
     kinds: tuple[Kind, ...]
     per_replica: tuple[bool, ...]
-    lengths: tuple[int, ...] | None
     block: Block
 
 
@@ -112,7 +103,7 @@ def _flows(statement: Statement) -> tuple[list[int], list[tuple[int, Sequence[in
             return [], [(out, [arg]) for out, arg in zip(outs, args, strict=True)]
         return [], [(out, args) for out in outs]
     control: list[int] = []
-    if op in ("cond", "switch", "python_if", "fori_to"):
+    if op in ("cond", "switch", "fori_to"):
         control, args = [args[0]], args[1:]
     if op == "while_loop":
         control = [blocks[0].outputs[0]]
@@ -143,8 +134,6 @@ def listing(program: Program) -> str:
             program.block.inputs, program.kinds, program.per_replica, strict=True
         )
     ]
-    if program.lengths:
-        lines.insert(0, f"n = {program.lengths}")
     return "\n".join([*lines, *_lines(program.block, "")])
 
 

@@ -126,9 +126,6 @@ _COLLECTIVES: dict[str, Any] = {
     ],
     "context_reduce": lambda params, values: _reduce(params[0], values),
     "context_gather": lambda _, values: _gather(True, values),
-    "context_gather_ragged": lambda params, values: [
-        np.resize(value, params[0]) for value in _gather(True, values)
-    ],
 }
 
 _LOCAL: dict[str, Any] = {
@@ -163,8 +160,6 @@ _LOCAL: dict[str, Any] = {
     "iota": lambda size: np.arange(size),
     "barrier": lambda *values: values if len(values) > 1 else values[0],
     "callback": lambda a: 2 * a - 1,
-    "length": lambda a: len(a),
-    "length_callback": lambda a: len(a),
 }
 
 
@@ -190,7 +185,6 @@ class _Replica:
 
     def __init__(self, index: int, program: Program, needed: set[int]) -> None:
         self.index = index
-        self.length = program.lengths[index] if program.lengths else 0
         self.needed = needed
 
     def block(self, block: Block, around: Values, given: Sequence[Any]) -> Run:
@@ -207,13 +201,9 @@ class _Replica:
 
     def checked(self, kind: Kind, value: Any, statement: Statement) -> np.ndarray:
         array = np.asarray(value).astype(kind.dtype)
-        shape = tuple(self.size(size) for size in kind.shape)
-        if array.shape != shape or (array.size and np.abs(array).max() >= 2**24):
+        if array.shape != kind.shape or (array.size and np.abs(array).max() >= 2**24):
             raise AssertionError(f"the program is badly made: {statement} gave {array!r}")
         return array
-
-    def size(self, size: int | str) -> int:
-        return self.length if isinstance(size, str) else size
 
     def statement(self, statement: Statement, env: Values) -> Run:
         op, params = statement.op, statement.params
@@ -261,7 +251,7 @@ class _Replica:
         num_carry, length, is_reversed = statement.params
         (body,) = statement.blocks
         carry, xs = list(args[:num_carry]), args[num_carry:]
-        count = range(self.size(length))
+        count = range(length)
         ys: dict[int, list[Any]] = {}
         for i in reversed(count) if is_reversed else count:
             found = yield from self.block(body, env, [*carry, *(_row(x, i) for x in xs)])
@@ -270,7 +260,7 @@ class _Replica:
 
     def map(self, statement: Statement, env: Values, x: np.ndarray) -> Run:
         found = []
-        for i in range(self.size(statement.kinds[0].shape[0])):
+        for i in range(statement.kinds[0].shape[0]):
             found.append((yield from self.block(statement.blocks[0], env, [_row(x, i)]))[0])
         return [_stacked(found)]
 
@@ -308,10 +298,6 @@ class _Replica:
     def switch(self, statement: Statement, env: Values, index: Any) -> Run:
         chosen = abs(int(index)) % len(statement.blocks)
         return (yield from self.block(statement.blocks[chosen], env, []))
-
-    def python_if(self, statement: Statement, env: Values, x: np.ndarray) -> Run:
-        chosen = statement.blocks[int(not len(x) > statement.params[0])]
-        return (yield from self.block(chosen, env, []))
 
     def jit(self, statement: Statement, env: Values, *args: Any) -> Run:
         return (yield from self.block(statement.blocks[0], env, args))

@@ -37,22 +37,19 @@ def test_a_sample_of_programs_matches_its_marks(strategies):
     assert (tally.programs, tally.mirrored > 0, tally.per_replica > 0) == (20, True, True)
 
 
-@pytest.mark.parametrize(
-    ("profile", "share", "at_least"), [("general", 0.3, 60), ("ragged", 0.2, 20)]
-)
 @pytest.mark.nightly
-def test_accepted_programs_match_their_marks_and_cannot_hang(profile, share, at_least, strategies):
+def test_accepted_programs_match_their_marks_and_cannot_hang(strategies):
     tally = search(
         lambda program, tally: proof_law(strategies["pmap"], program, tally),
-        profile,
-        share * SECS,
-        at_least,
+        "general",
+        0.5 * SECS,
+        60,
     )
     assert tally.acceptance > 0.6
     assert tally.mirrored > tally.programs
     assert tally.per_replica > tally.programs
     assert tally.equal_by_chance < tally.per_replica / 2, "the proof knows too little"
-    assert profile == "ragged" or tally.accepted < tally.programs, "nothing was refused"
+    assert tally.accepted < tally.programs, "nothing was refused"
 
 
 @pytest.mark.parametrize(
@@ -64,13 +61,6 @@ def test_executors_match_the_reference(profile, share, at_least, strategies):
     tally = search(law, profile, share * SECS, at_least)
     assert tally.runs >= 2 * tally.accepted
     assert len(tally.not_implemented) < tally.runs / 2, tally.not_implemented
-
-
-@pytest.mark.nightly
-def test_programs_of_unequal_lengths_match_the_reference(strategies):
-    law = lambda program, tally: run_law({"pmap": strategies["pmap"]}, program, tally)  # noqa: E731
-    tally = search(law, "ragged", 0.1 * SECS, 3, start=1000)
-    assert tally.runs + len(tally.not_implemented) == tally.accepted
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,6 @@ class Fault(NamedTuple):
 
 
 _PROOF = "mirror/_src/jaxprs/proof.py"
-_MATCH = "mirror/_src/passes/match.py"
 _PS = "mirror/_src/ps"
 _RUN = "mirror/_src/engine"
 _TRAINING = "mirror/_src/training"
@@ -127,36 +126,6 @@ _OF_THE_PROOF = (
         search=Search(),
     ),
     Fault(
-        "a callback in a loop, lengths apart",
-        _MATCH,
-        "return type(value), value\n",
-        "return type(value), None if callable(value) else value\n",
-        ("tests/engine/test_unstacked.py", "tests/laws/test_fuzz.py"),
-        likely="depend_on_a_length or depends_on_a_length or (unequal_lengths and not planted)",
-        is_slow=True,
-        search=Search("ragged"),
-    ),
-    Fault(
-        "a ring of lengths",
-        _MATCH,
-        "() if eqn.primitive.name in MIRRORING else tuple(inputs)",
-        "()",
-        ("tests/engine/test_unstacked.py", "tests/laws/test_fuzz.py"),
-        likely="depend_on_a_length or depends_on_a_length",
-        is_slow=True,
-        search=Search("ragged"),
-    ),
-    Fault(
-        "a Ref that holds a length",
-        _MATCH,
-        'any(hasattr(atom.aval, "inner_aval") for atom in (*eqn.invars, *eqn.outvars))',
-        "False",
-        ("tests/engine/test_unstacked.py", "tests/laws/test_fuzz.py"),
-        likely="depend_on_a_length or depends_on_a_length",
-        is_slow=True,
-        search=Search("ragged"),
-    ),
-    Fault(
         "a carry of a while that the number of rounds changes",
         _PROOF,
         "joined = [chosen(pair, predicate) for pair in zip(carry, outputs, strict=True)]",
@@ -183,14 +152,6 @@ _OF_THE_PROOF = (
         "if any(map(contains_replica_source, inner)):",
         "if False:",
         ("tests/jaxprs/test_proof.py",),
-    ),
-    Fault(
-        "a value that depends on a length",
-        _MATCH,
-        "is_same = len(set(same)) == 1",
-        "is_same = True",
-        ("tests/engine/test_unstacked.py",),
-        likely="length_are_per_replica or length_is_rejected",
     ),
 )
 
@@ -673,19 +634,35 @@ _OF_RUN = (
 
 _OF_COLLECTIVES = (
     Fault(
+        "the padding of unequal lengths that is gathered",
+        "mirror/_src/strategy/reductions.py",
+        "starts = (np.arange(length) + i * most for",
+        "starts = (np.arange(most) + i * most for",
+        ("tests/engine/test_unstacked.py",),
+        likely="gather",
+    ),
+    Fault(
+        "the padding of unequal lengths that is reduced",
+        "mirror/_src/strategy/reductions.py",
+        "return [np.ones(shape, bool) for shape in value.shapes]",
+        "return [np.ones(max(value.shapes), bool)] * value.num_replicas",
+        ("tests/engine/test_unstacked.py",),
+        likely="reduce",
+    ),
+    Fault(
+        "a step whose replicas have different shapes",
+        f"{_RUN}/argument_placer.py",
+        "if not stacked.are_equal:",
+        "if False:",
+        ("tests/engine/test_unstacked.py",),
+        likely="one_shape",
+    ),
+    Fault(
         "a mean in half precision that overflows",
         "mirror/_src/engine/in_step.py",
         "dtype = leaf.dtype if narrow else accumulator(leaf.dtype)",
         "dtype = leaf.dtype",
         ("tests/engine/test_cross_device_ops.py", "tests/strategy/test_reductions.py"),
-    ),
-    Fault(
-        "the padding of unequal lengths that is gathered",
-        "mirror/_src/engine/in_step.py",
-        "jax.lax.slice_in_dim(rows[i], 0, length, axis=axis)",
-        "jax.lax.slice_in_dim(rows[i], 0, max(lengths), axis=axis)",
-        ("tests/engine/test_unstacked.py",),
-        likely="gather",
     ),
     Fault(
         "a sum of half precision on the host",
@@ -826,12 +803,13 @@ _OF_VARIABLES = (
         likely="number_of_replicas or on_read or aggregated",
     ),
     Fault(
-        "the position of an example among unequal batches",
+        "the position of an example in the batches of all replicas",
         "mirror/_src/engine/replica_context.py",
-        "jnp.arange(sizes.shape[0]) < index",
-        "jnp.arange(sizes.shape[0]) <= index",
+        "before = index * size",
+        "before = index",
         ("tests/engine/test_replica_context.py",),
-        likely="unequal_batches",
+        likely="global_batch",
+        is_slow=True,
     ),
     Fault(
         "the sum of shared gradients",

@@ -275,7 +275,7 @@ def halved(x):
 @check
 def refusals():
     unequal = mirror.PerReplica([np.zeros(i + 1, np.float32) for i in range(n)])
-    refused(NotImplementedError, lambda: strategy.run(lambda x: x, (unequal,)), "remainder='pad'")
+    refused(ValueError, lambda: strategy.run(lambda x: x, (unequal,)), "remainder='pad'")
     refused(
         NotImplementedError,
         lambda: mirror.MultiWorkerMirroredStrategy(cross_device_ops=mirror.ReductionToOneDevice()),

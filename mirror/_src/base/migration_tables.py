@@ -419,7 +419,7 @@ PYTORCH = Table(
         ),
         (
             "`all_gather`",
-            "`mirror.all_gather`; lengths may differ between replicas",
+            "`mirror.all_gather`; `strategy.gather` for unequal lengths",
         ),
         ("`broadcast(tensor, src=0)`", "- mirrored values are identical from the start"),
         (

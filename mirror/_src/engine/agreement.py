@@ -46,7 +46,7 @@ def require_agreement(
     lines = [
         *_settings(program, executor),
         *_declared(call, program, inputs),
-        *(line for variant in program.variants for each in variant[:2] for line in lines_of(each)),
+        *(line for jaxpr in program.jaxprs for line in lines_of(jaxpr)),
     ]
     identity = hashlib.sha256("\n".join(line.text for line in lines).encode()).hexdigest()[:12]
     lines += _values(call, program, inputs)

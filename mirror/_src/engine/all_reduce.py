@@ -57,7 +57,7 @@ class AllReduce(CrossDeviceOps):
     def reduce_implementation(
         self, op: ReduceOp, values: Iterator[np.ndarray]
     ) -> Array | np.ndarray:
-        """Reduces on the host where the devices cannot, as for replicas of unequal shapes."""
+        """Reduces on the host where the devices cannot, as for devices of several types."""
         return super().reduce_implementation(op, values)
 
     def _reduced(self, op: ReduceOp, value: PerReplica) -> Array:

@@ -21,7 +21,6 @@ from mirror._src.devices.unstacked import UnstackedArrays
 from mirror._src.engine.arguments import ref_message
 from mirror._src.engine.call import Call
 from mirror._src.engine.mesh import require_not_stacked
-from mirror._src.engine.per_replica import UNEQUAL_SHAPES
 from mirror._src.engine.program import StepProgram
 from mirror._src.engine.replica_context import ReplicaGroup
 from mirror._src.engine.unchanged_arguments import RecentResults, exclude_results
@@ -181,7 +180,7 @@ class ArgumentPlacer:
             shardings = map(_get_sharding, [*call.state, *leaves])
             if program.last_shardings and all(map(operator.is_, shardings, program.last_shardings)):
                 return call, leaves
-        except AttributeError:  # per-replica arrays of unequal shapes
+        except AttributeError:  # `UnstackedArrays`
             pass
         num_state = len(call.state)
         state = list(map(self._reshard_leaf, call.state, program.kinds))
@@ -265,9 +264,9 @@ class ArgumentPlacer:
         if isinstance(stacked, UnstackedArrays):
             if any_deleted([array for array in stacked.arrays if isinstance(array, jax.Array)]):
                 raise ValueError(_deleted_message(call, i))
-            if self._replicas.spans_processes and not stacked.are_equal:
-                raise NotImplementedError(UNEQUAL_SHAPES)
-            if self._replicas.are_mixed or not stacked.are_equal:
+            if not stacked.are_equal:
+                raise ValueError(_unequal_message(call, i, stacked))
+            if self._replicas.are_mixed:
                 return UnstackedArrays(list(map(move, stacked.arrays, self._replicas.devices)))
             stacked = np.stack([np.asarray(array) for array in stacked.arrays])
         is_placed = isinstance(stacked, jax.Array) and stacked.sharding == self._replicas.stacked
@@ -288,6 +287,16 @@ def require_canonical(call: Call, leaves: Sequence[Any]) -> None:
                 f"with x.astype('{jax.dtypes.canonicalize_dtype(dtype)}'), or enable them: "
                 f"{ENABLE_64_BITS}."
             )
+
+
+def _unequal_message(call: Call, i: int, unequal: UnstackedArrays) -> str:
+    name = call.leaf_names[i]
+    shapes = ", ".join(map(str, unequal.shapes))
+    return (
+        f"{name} is a PerReplica whose values have the shapes {shapes}, but all replicas run one "
+        "program, which requires the same shape. Pad the values, and exclude the padding by a "
+        "mask: strategy.distribute_dataset(data, remainder='pad')."
+    )
 
 
 def _deleted_message(call: Call, i: int) -> str:

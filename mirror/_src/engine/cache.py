@@ -24,8 +24,8 @@ class StepCache:
 
     Attributes:
         programs: The last compiled program for each call key, and the exact program for each call
-            key, variants and trace context.
-        traces: The trace for each trace key, variants and trace context.
+            key, types and trace context.
+        traces: The trace for each trace key, types and trace context.
         layouts: The layout of the arguments, by their structure and types.
         quick: The quick call for each tuple of donated arguments.
     """

@@ -18,7 +18,6 @@ from mirror._src.engine.cross_device_ops import CrossDeviceOps
 from mirror._src.engine.executor import Executor, uses_gloo
 from mirror._src.engine.lone import LoneExecutor
 from mirror._src.engine.one_device import ReductionToOneDevice
-from mirror._src.engine.per_replica import UNEQUAL_SHAPES
 from mirror._src.engine.pmap import PmapExecutor
 from mirror._src.engine.shard_map import ShardMapExecutor
 from mirror._src.engine.sharded import ShardedExecutor
@@ -32,7 +31,7 @@ _TEST_SECS = 30.0  # XLA itself ends the process if NCCL has not started after a
 def choose(
     replicas: ReplicaDevices, ops: CrossDeviceOps, *, shard_update: bool = False
 ) -> Executor:
-    """Returns the executor for steps in which all replicas have the same shapes.
+    """Returns the executor for the steps of a strategy.
 
     Args:
         replicas: Devices of the replicas.
@@ -108,23 +107,6 @@ def _reason_not_to_shard(replicas: ReplicaDevices, ops: CrossDeviceOps) -> str:
     if len(replicas) > 1 and uses_gloo(replicas):
         return "the reduce-scatter of gloo, which JAX uses in a job, returns wrong values"
     return "single replica" if len(replicas) == 1 else ""
-
-
-def choose_for_unequal(executor: Executor, ops: CrossDeviceOps) -> Executor:
-    """Returns the executor for steps in which replicas differ in shape.
-
-    Args:
-        executor: The strategy's executor for all other steps.
-        ops: Implements the collectives.
-
-    Raises:
-        NotImplementedError: If the devices belong to several processes.
-    """
-    if isinstance(executor, StagedExecutor):
-        return executor
-    if executor.replicas.spans_processes:
-        raise NotImplementedError(UNEQUAL_SHAPES)
-    return _staged(executor.replicas, ops, "the replicas' values differ in shape")
 
 
 def _staged(replicas: ReplicaDevices, ops: CrossDeviceOps, reason: str) -> Executor:

@@ -51,7 +51,6 @@ def require_no_escaped_arrays(traced: TracedStep) -> None:
     Raises:
         ArrayEscapedError: If it uses one. The message is the array's shape and dtype.
     """
-    for jaxpr in traced.jaxprs:
-        for array in arrays_in(jaxpr):
-            if isinstance(array, jax.core.Tracer):
-                raise ArrayEscapedError(describe(array))
+    for array in arrays_in(traced.jaxpr):
+        if isinstance(array, jax.core.Tracer):
+            raise ArrayEscapedError(describe(array))

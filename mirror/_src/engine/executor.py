@@ -49,29 +49,15 @@ class SignatureChanged(Exception):
     """Raised if JAX traces a program for leaves, or in a context, for which it was not proved."""
 
 
-class Variant(NamedTuple):
-    """The program for the replicas with one set of shapes.
-
-    Attributes:
-        proved: The replica program that was proved. Executors evaluate exactly this object.
-        finish: The program after it. Its inputs are the same inputs, then the outputs of `proved`.
-        avals: Shapes and dtypes of the inputs.
-        replicas: The replicas that run it.
-    """
-
-    proved: ClosedJaxpr
-    finish: ClosedJaxpr
-    avals: Sequence[jax.ShapeDtypeStruct]
-    replicas: Sequence[int]
-
-
 class ReplicaProgram(NamedTuple):
     """A program to compile.
 
     Attributes:
         name: Name in profiles and compilation logs.
         line: Where the step is defined, for reports.
-        variants: One variant per set of shapes.
+        proved: The replica program that was proved. Executors evaluate exactly this object.
+        finish: The program after it. Its inputs are the same inputs, then the outputs of `proved`.
+        avals: Shapes and dtypes of the inputs.
         inputs: How the replicas hold each input.
         outputs: How the replicas hold each output.
         context: The context in which it was traced, see `context_token`.
@@ -83,7 +69,9 @@ class ReplicaProgram(NamedTuple):
 
     name: str
     line: str
-    variants: Sequence[Variant]
+    proved: ClosedJaxpr
+    finish: ClosedJaxpr
+    avals: Sequence[jax.ShapeDtypeStruct]
     inputs: Sequence[Kind]
     outputs: Sequence[Kind]
     context: object
@@ -91,6 +79,11 @@ class ReplicaProgram(NamedTuple):
     guard: CallbackGuard | None = None
     shards: Shards | None = None
     has_races: bool = False
+
+    @property
+    def jaxprs(self) -> tuple[ClosedJaxpr, ClosedJaxpr]:
+        """The proved program and the one after it."""
+        return self.proved, self.finish
 
     def require_context(self) -> None:
         """Raises `SignatureChanged` unless the context is the one in which it was traced."""
@@ -180,18 +173,17 @@ class MeshExecutor(Executor):
 
     @final
     def compile(self, program: ReplicaProgram) -> MeshProgram:
-        """See `Executor.compile`. All replicas have the same shapes.
+        """See `Executor.compile`.
 
         Raises:
             GpuCompilerError: If the devices exist only to compile for, and the step calls the host.
         """
-        (variant,) = program.variants
         if self.replicas.only_compile:
-            _require_no_callbacks(program.name, variant)
+            _require_no_callbacks(program)
         # Arrays that the step closes over become inputs. As constants they would be copied into the
         # program, and JAX 0.10 and 0.12 reject operations inside `jax.pmap` on arrays that were
         # placed outside.
-        captured = {id(array): array for jaxpr in variant[:2] for array in arrays_in(jaxpr)}
+        captured = {id(array): array for jaxpr in program.jaxprs for array in arrays_in(jaxpr)}
         rules = self._rules(program.guard)
         update = None
         if program.shards is not None:
@@ -202,17 +194,17 @@ class MeshExecutor(Executor):
         def replica(*leaves: Any) -> Sequence[Any]:
             lowering = self._lowering(dict(zip(captured, leaves[start:], strict=True)), rules)
             if update is None:
-                results = lowering.in_turn(variant[:2], leaves[:start])
+                results = lowering.in_turn(program.jaxprs, leaves[:start])
             else:
                 results = update.evaluate(lowering, leaves[:start])
-            _require_proved(results, variant.finish, program.outputs, len(self.replicas))
+            _require_proved(results, program.finish, program.outputs, len(self.replicas))
             return results
 
         def check(leaves: Sequence[Any]) -> None:
             program.require_context()
             pairs = zip(leaves, program.inputs, strict=True)
             types = [abstract_row(x) if kind.is_own else abstract(x) for x, kind in pairs]
-            if types != list(variant.avals):
+            if types != list(program.avals):
                 raise SignatureChanged
 
         return self.compile_function(
@@ -221,13 +213,13 @@ class MeshExecutor(Executor):
             [*program.inputs, *(Kind() for _ in captured)],
             program.outputs,
             program.donated,
-            variant.avals,
+            program.avals,
             line=program.line,
-            sites=functools.partial(sites_of, variant),
+            sites=functools.partial(sites_of, program),
             guard=program.guard,
             check=check,
             captured=[self.replicas.input(array, Kind()) for array in captured.values()],
-            ends_in_python=any(map(_ends_in_python, variant[:2])),
+            ends_in_python=any(map(_ends_in_python, program.jaxprs)),
             has_races=program.has_races and len(self.replicas.distinct) > 1,
             scatters=update is not None,
         )
@@ -323,9 +315,9 @@ def _compiler_options(
     return options or None
 
 
-def sites_of(variant: Variant) -> list[Site]:
+def sites_of(program: ReplicaProgram) -> list[Site]:
     """Returns the collectives and host callbacks of a program, in its order."""
-    eqns = [eqn for program in variant[:2] for eqn in equations(program.jaxpr)]
+    eqns = [eqn for jaxpr in program.jaxprs for eqn in equations(jaxpr.jaxpr)]
     return [
         Site(kind_of(eqn.primitive.name), user_line(eqn), eqn, is_callback(eqn))
         for eqn in eqns
@@ -333,18 +325,18 @@ def sites_of(variant: Variant) -> list[Site]:
     ]
 
 
-def _require_no_callbacks(name: str, variant: Variant) -> None:
+def _require_no_callbacks(program: ReplicaProgram) -> None:
     """Rejects host callbacks, which JAX lowers only for devices that exist (JAX 0.10.2).
 
     Raises:
         GpuCompilerError: If the program has one.
     """
-    eqns = [eqn for program in variant[:2] for eqn in equations(program.jaxpr)]
+    eqns = [eqn for jaxpr in program.jaxprs for eqn in equations(jaxpr.jaxpr)]
     lines = [user_line(eqn) for eqn in eqns if eqn.primitive.name in CALLBACK]
     if lines:
         raise GpuCompilerError(
-            f"{name} calls Python on the host at {lines[0]}, which JAX cannot compile without the "
-            "GPU: remove it, for example jax.debug.print, or omit --gpu."
+            f"{program.name} calls Python on the host at {lines[0]}, which JAX cannot compile "
+            "without the GPU: remove it, for example jax.debug.print, or omit --gpu."
         )
 
 

@@ -1,7 +1,5 @@
 """The collectives that a replica executes in a step: all-reduce and all-gather."""
 
-from collections.abc import Sequence
-
 import jax
 import jax.numpy as jnp
 
@@ -42,27 +40,17 @@ def num_replicas() -> int:
     return jax.lax.axis_size(axis_name())
 
 
-def gather(leaf: Array, axis: int, lengths: Sequence[int] | None = None) -> Array:
+def gather(leaf: Array, axis: int) -> Array:
     """Returns the replicas' leaves, concatenated along an axis in replica order.
 
     Args:
         leaf: This replica's array.
         axis: Axis to concatenate along.
-        lengths: Length of every replica's leaf along `axis`, if the lengths may differ. Leaves are
-            padded to the longest for the collective.
     """
     axis %= leaf.ndim
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        bits = gather(jax.random.key_data(leaf), axis, lengths)
+        bits = gather(jax.random.key_data(leaf), axis)
         return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(leaf))
-    if lengths is not None and len(set(lengths)) > 1:
-        widths = [(0, 0)] * leaf.ndim
-        widths[axis] = (0, max(lengths) - leaf.shape[axis])
-        rows = jax.lax.all_gather(jnp.pad(leaf, widths), axis_name(), axis=0)
-        leaves = [
-            jax.lax.slice_in_dim(rows[i], 0, length, axis=axis) for i, length in enumerate(lengths)
-        ]
-        return jnp.concatenate(leaves, axis)
     if leaf.size:
         return jax.lax.all_gather(leaf, axis_name(), axis=axis, tiled=True)
     # JAX 0.12 cannot lower a collective of an empty array.

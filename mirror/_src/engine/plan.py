@@ -60,7 +60,7 @@ def find_merges(
     metrics: Sequence[MetricSlots],
     slots: Sequence[tuple[VariableSlot, str]],
     after: Sequence[Mark],
-    programs: Sequence[ClosedJaxpr],
+    program: ClosedJaxpr,
     num_results: int,
     detailed: Callable[[], Sequence[Mark]],
 ) -> tuple[list[Merge], list[str]]:
@@ -70,7 +70,7 @@ def find_merges(
         metrics: The metrics among the objects.
         slots: The slot of each leaf of the objects, and the user's name for it.
         after: Marks of the objects' leaves after the step.
-        programs: The traces, whose first inputs are the objects' leaves.
+        program: The trace, whose first inputs are the objects' leaves.
         num_results: Number of outputs before the objects' leaves.
         detailed: Returns the marks of all outputs, with the collectives they were computed from.
 
@@ -92,11 +92,7 @@ def find_merges(
             continue
         inputs = list(positions.values())
         outputs = [num_results + i for i in inputs]
-        by_program = [dependence(program, inputs, outputs) for program in programs]
-        dependences = {
-            name: kinds[0] if len(set(kinds)) == 1 else Dependence.OTHER
-            for name, kinds in zip(positions, zip(*by_program, strict=True), strict=True)
-        }
+        dependences = dict(zip(positions, dependence(program, inputs, outputs), strict=True))
         merges.append(Merge(metric.rule, positions, dependences))
         problems += [
             f"{slots[positions[name]][1]}: the step does more than add to it"

@@ -18,11 +18,7 @@ from mirror._src.devices.unstacked import UnstackedArrays
 from mirror._src.engine.agreement import require_no_failure
 from mirror._src.engine.call import Call
 from mirror._src.engine.compiled import CompiledProgram, MeshProgram
-from mirror._src.engine.executor import (
-    Executor,
-    ReplicaProgram,
-    Variant,
-)
+from mirror._src.engine.executor import Executor, ReplicaProgram
 from mirror._src.engine.nnx.metrics import Update, merge
 from mirror._src.engine.nnx.record import Record
 from mirror._src.engine.per_replica import PerReplica
@@ -39,7 +35,7 @@ _RUNS_PER_ATTEMPT = 8
 
 
 class StepProgram:
-    """A traced and proved step, compiled for one set of shapes per replica.
+    """A traced and proved step, compiled for one set of shapes.
 
     Args:
         traced: The step and its trace.
@@ -79,7 +75,7 @@ class StepProgram:
         *,
         has_races: bool = False,
     ) -> None:
-        step = traced.steps[0]
+        step = traced.step
         self.runs = 0
         self.shared_samples: list[str] = []
         averaged = [("all-reduce", f"{len(plan.averaged)} batch statistics")]
@@ -87,16 +83,16 @@ class StepProgram:
         self._name = step.name
         self._devices = executor.replicas.devices
         self._reduces_on = executor.reduces_on
-        self._guard = CallbackGuard() if any(map(calls_back, traced.jaxprs)) else None
+        self._guard = CallbackGuard() if calls_back(traced.jaxpr) else None
         # With host callbacks, nothing is donated: if one fails, the arguments stay as they were.
         self.donated = call.donated() if self._guard is None else []
         state = filter(step.is_donated, plan.changed) if self._guard is None else ()
-        finishes = [_finish(s, jaxpr, plan) for s, jaxpr in zip(*traced[:2], strict=True)]
+        finish = _finish(step, traced.jaxpr, plan)
         self.last_shardings: Sequence[Any] = ()
         self._out_tree = _result_tree(step, plan)
         self.shards: Shards | None = None
         if executor.can_shard:
-            self.shards = _shards(traced, plan, finishes[0], carried)
+            self.shards = _shards(traced, plan, finish, carried)
         self.kinds: Sequence[Kind] = _kinds(step.per_replica, self.shards and self.shards.inputs)
         outputs = [step.per_replica[i] for i in plan.changed] + plan.per_replica_results
         self._are_mirrored = [not is_own for is_own in plan.per_replica_results]
@@ -109,10 +105,9 @@ class StepProgram:
         replica_program = ReplicaProgram(
             step.name,
             line_of(call.fn),
-            [
-                Variant(jaxpr, finish, s.avals, ids)
-                for s, jaxpr, ids, finish in zip(*traced[:3], finishes, strict=True)
-            ],
+            traced.jaxpr,
+            finish,
+            step.avals,
             self.kinds,
             _kinds(outputs, self.shards and self.shards.outputs),
             traced.context,
@@ -221,17 +216,17 @@ def shards_of(traced: TracedStep, plan: Plan, carried: Sequence[tuple[int, int]]
         plan: Execution plan.
         carried: As in `StepProgram`.
     """
-    return _shards(traced, plan, _finish(traced.steps[0], traced.jaxprs[0], plan), carried)
+    return _shards(traced, plan, _finish(traced.step, traced.jaxpr, plan), carried)
 
 
 def _shards(
     traced: TracedStep, plan: Plan, finish: ClosedJaxpr, carried: Sequence[tuple[int, int]]
 ) -> Shards:
-    step = traced.steps[0]
+    step = traced.step
     pairs = [(i, k) for k, i in enumerate(plan.changed) if not step.per_replica[i]]
     pairs += [(i, len(plan.changed) + k) for i, k in carried]
     n = step.group.num_replicas_in_sync
-    return find_shards([traced.jaxprs[0], finish], pairs, step.per_replica, n)
+    return find_shards([traced.jaxpr, finish], pairs, step.per_replica, n)
 
 
 def _kinds(per_replica: Sequence[bool], sharded: Mapping[int, int] | None) -> list[Kind]:

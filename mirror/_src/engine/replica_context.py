@@ -12,7 +12,6 @@ from mirror._src.base.tracebacks import api_boundary
 from mirror._src.base.types import Array, PyTree
 from mirror._src.base.unknown_names import unknown_attribute
 from mirror._src.engine.cross_device_ops import CrossDeviceOps
-from mirror._src.engine.gathers import UnequalGathers
 from mirror._src.engine.in_step import gather
 from mirror._src.engine.reduce_op import (
     ReduceOp,
@@ -103,12 +102,9 @@ class ReplicaContext:
     (Array(1, dtype=int32), Array([0, 1], dtype=int32))
     """
 
-    def __init__(
-        self, strategy: ReplicaGroup, *, in_step: bool, gathers: UnequalGathers | None = None
-    ) -> None:
+    def __init__(self, strategy: ReplicaGroup, *, in_step: bool) -> None:
         self._strategy = strategy
         self._in_step = in_step
-        self._gathers = gathers
         self.captures: Any = None
         self.part: Part | None = None
         self.mask: Any = None
@@ -180,11 +176,8 @@ class ReplicaContext:
         index = self._index
         if self.piece is not None:
             before = index * self.piece.num_rows + self.piece.first_row
-        elif self._gathers is None:
-            before = index * size
         else:
-            sizes = gather(jnp.asarray([size], jnp.int32), 0)
-            before = jnp.sum(jnp.where(jnp.arange(sizes.shape[0]) < index, sizes, 0))
+            before = index * size
         if self.part is None or self.part.first_row is None:
             num_rows = size if self.piece is None else self.piece.num_rows
             return self._first_of_part * num_rows + before
@@ -237,8 +230,7 @@ class ReplicaContext:
         Differentiable.
 
         Args:
-            tree: Pytree of this replica's arrays, each with at least one dimension. Their lengths
-                along `axis` may differ between replicas if the inputs of the step do.
+            tree: Pytree of this replica's arrays, each with at least one dimension.
             axis: Axis to concatenate along, in replica order. A negative axis counts from the end.
 
         Returns:
@@ -263,11 +255,7 @@ class ReplicaContext:
                     f"all_gather along axis {axis} requires arrays that have this axis, got shape "
                     f"{leaf.shape}. Add an axis to scalars first: x[None]."
                 )
-            if not self._in_step:
-                return leaf
-            if self._gathers is None:
-                return gather(leaf, axis)
-            return gather(leaf, axis, self._gathers.lengths(leaf.shape, axis % leaf.ndim))
+            return gather(leaf, axis) if self._in_step else leaf
 
         result: T = jax.tree.map(join, tree)
         return result

@@ -45,12 +45,11 @@ from mirror._src.engine.mesh import outside_traces
 from mirror._src.engine.nnx.record import Record
 from mirror._src.engine.nnx.table import ObjectTable
 from mirror._src.engine.program import StepProgram
-from mirror._src.engine.program_maker import ProgramMaker
+from mirror._src.engine.program_maker import ProgramMaker, Types
 from mirror._src.engine.quick import QuickCall, SignatureMissed
 from mirror._src.engine.replica_context import ReplicaGroup
-from mirror._src.engine.shapes import Variants, variants_of
 from mirror._src.engine.staged.executor import StagedExecutor
-from mirror._src.engine.step import TracedStep
+from mirror._src.engine.step import TracedStep, types_of
 from mirror._src.engine.step_warnings import MAX_NEW_FUNCTIONS, StepWarnings
 from mirror._src.engine.variable import Variable
 from mirror._src.jaxprs.axis import named_axis
@@ -77,7 +76,7 @@ class Runner:
         self._executor = choose(replicas, ops, shard_update=shard_update)
         self.holds_slices = self._executor.can_shard
         self._cache = ProgramCache()
-        self._maker = ProgramMaker(group, self._executor, ops, self._cache)
+        self._maker = ProgramMaker(group, self._executor, self._cache)
         self._placer = ArgumentPlacer(group, replicas, holds_slices=self.holds_slices)
         self._objects = ObjectTable(replicas, holds_slices=self.holds_slices)
         self._host_values: HostValues | None = None
@@ -272,7 +271,7 @@ class Runner:
 
         def attempt() -> ExaminedStep:
             call, leaves = self._prepared(fn, args, kwargs)
-            traced = self._maker.trace(call, variants_of(call, leaves, len(self.replicas)))
+            traced = self._maker.trace(call, types_of(call, leaves))
             program = self._find(call, call.key, leaves)
             call, leaves = self._placer.reshard(program, call, leaves)
             return examine(call, traced, program, [*call.state, *leaves])
@@ -320,10 +319,9 @@ class Runner:
             ]
             avals = list(map(type_of, [*state, *layout.dynamic_leaves(leaves)]))
             rows = [abstract_row(x) if o else x for x, o in zip(avals, own, strict=True)]
-            variants = ((tuple(rows), tuple(range(len(self.replicas)))),)
-            traced = self._maker.trace(call, variants)
+            traced = self._maker.trace(call, tuple(rows))
             require_no_escaped_arrays(traced)
-            return examine(call, traced, self._make(call, variants), avals)
+            return examine(call, traced, self._make(call, tuple(rows)), avals)
 
         return self._with_variables(fn, attempt)
 
@@ -397,13 +395,13 @@ class Runner:
         require_canonical(call, leaves)
         for i in call.layout.per_replica:
             self._placer.require_num_replicas(call, i, leaves[i])
-        variants = variants_of(call, leaves, len(self.replicas))
-        exact = (key, variants, Identity(context_token()))
+        types = types_of(call, leaves)
+        exact = (key, types, Identity(context_token()))
         step = self._cache.of(call.fn)
         with step.making(exact):
             program = step.programs.get(exact)
             if program is None:
-                program = step.programs[exact] = self._make(call, variants)
+                program = step.programs[exact] = self._make(call, types)
             if compiles:
                 program.compile()
                 step.programs[key] = program
@@ -416,13 +414,13 @@ class Runner:
 
         def attempt() -> tuple[Call, TracedStep]:
             call, leaves = self._prepared(fn, args, kwargs)
-            return call, self._maker.trace(call, variants_of(call, leaves, len(self.replicas)))
+            return call, self._maker.trace(call, types_of(call, leaves))
 
         return self._with_variables(fn, attempt)
 
-    def _make(self, call: Call, variants: Variants) -> StepProgram:
+    def _make(self, call: Call, types: Types) -> StepProgram:
         """Makes a program, and issues its warnings."""
-        program, notes, marks = self._maker.make(call, variants)
+        program, notes, marks = self._maker.make(call, types)
         if program.shards is not None:
             self._placer.accept_sharded(program.shards)
         self._warnings.warn_about_proof(call, notes, marks, len(self.replicas))

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from mirror._src.devices.replicas import ReplicaDevices
-from mirror._src.engine.gathers import UnequalGathers
 from mirror._src.engine.replica_context import ReplicaContext, ReplicaGroup
 
 
@@ -64,19 +63,15 @@ def pop_frame() -> None:
 
 
 @contextlib.contextmanager
-def replica(
-    strategy: ReplicaGroup, gathers: UnequalGathers | None, captures: Any
-) -> Iterator[ReplicaContext]:
+def replica(strategy: ReplicaGroup, captures: Any) -> Iterator[ReplicaContext]:
     """Context manager that enters a replica of `strategy`, whose context is valid inside.
 
     Args:
         strategy: The strategy.
-        gathers: Lengths at the all-gathers of replicas with unequal shapes; `None` if the shapes
-            are equal.
         captures: Stand-ins for the variables that the step uses without receiving them as
             arguments.
     """
-    context = ReplicaContext(strategy, in_step=True, gathers=gathers)
+    context = ReplicaContext(strategy, in_step=True)
     context.captures = captures
     push_frame(Frame(strategy, context))
     try:

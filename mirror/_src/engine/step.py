@@ -13,17 +13,17 @@ from mirror._src.base.dtypes import is_float0, is_long, is_numeric
 from mirror._src.base.errors import describe
 from mirror._src.base.naming import keys, name_of
 from mirror._src.base.types import ARRAY_LIKE, Array, StepFunction
+from mirror._src.devices.unstacked import UnstackedArrays
 from mirror._src.engine.arguments import equinox_positions, is_number
 from mirror._src.engine.call import Call
 from mirror._src.engine.captures import Captures
-from mirror._src.engine.gathers import UnequalGathers
 from mirror._src.engine.nnx.clones import ReplicaCopies
 from mirror._src.engine.nnx.structure import is_object
 from mirror._src.engine.replica_context import ReplicaGroup
 from mirror._src.engine.scopes import replica
 from mirror._src.engine.variable import Variable
 from mirror._src.jaxprs.marks import Mark
-from mirror._src.jaxprs.trace import uncached
+from mirror._src.jaxprs.trace import abstract, abstract_row, uncached
 
 
 class Step:
@@ -35,8 +35,6 @@ class Step:
         group: The strategy.
         call: A call of the function.
         avals: Shapes and dtypes of the leaves of the nnx objects, then of the other leaves.
-        gathers: Lengths at the all-gathers of replicas with unequal shapes; `None` if the shapes
-            are equal.
 
     Attributes:
         new_captures: Captured variables that the trace found.
@@ -54,13 +52,11 @@ class Step:
         group: ReplicaGroup,
         call: Call,
         avals: Sequence[jax.ShapeDtypeStruct],
-        gathers: UnequalGathers | None,
     ) -> None:
         self._fn: StepFunction | None = call.fn
         self.name = name_of(call.fn)
         self.group = group
         self.avals = avals
-        self.gathers = gathers
         self.structure = call.structure
         self.object_names = call.object_names
         self.num_state = len(call.state)
@@ -92,17 +88,15 @@ class Step:
 
         flat.__name__ = flat.__qualname__ = self.name
         flat.__wrapped__ = self._fn  # type: ignore[attr-defined]
-        return uncached(flat) if self.gathers is not None or Variable.in_use else flat
+        return uncached(flat) if Variable.in_use else flat
 
     def _run(self, leaves: Sequence[Any]) -> list[Array]:
         state, rest = leaves[: self.num_state], leaves[self.num_state :]
-        if self.gathers is not None:
-            self.gathers.restart()
         copies = ReplicaCopies(self.structure, state) if self.structure is not None else None
         objects = copies.objects if copies is not None else ()
         captures = self._captures(objects)
         self.new_captures = captures.discovered
-        with replica(self.group, self.gathers, captures):
+        with replica(self.group, captures):
             args, kwargs = self.layout.rebuild(rest, self.statics, objects)
             assert self._fn is not None, "the step has been traced"
             before = _leaves_of(args, kwargs)
@@ -192,30 +186,46 @@ def _fix_of(leaf: Any) -> str:
     return " Return a list instead of a set." if isinstance(leaf, set | frozenset) else ""
 
 
+def types_of(call: Call, leaves: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Returns the types of the state and of the other leaves on one replica, once placed."""
+    own = set(call.layout.per_replica)
+    is_own = call.structure.is_own if call.structure is not None else []
+    held = zip(call.state, is_own, strict=True)
+    return (
+        *(_row(leaf) if differs else abstract(leaf) for leaf, differs in held),
+        *(_row(leaf) if i in own else abstract(leaf) for i, leaf in enumerate(leaves)),
+    )
+
+
+def _row(stacked: Any) -> jax.ShapeDtypeStruct:
+    """Returns one replica's shape, dtype and weak type, which are the same on all replicas."""
+    if isinstance(stacked, UnstackedArrays):
+        return jax.ShapeDtypeStruct(stacked.shapes[0], stacked.dtype)
+    return abstract_row(stacked)
+
+
 class TracedStep(NamedTuple):
-    """A step and its replica programs, one for each set of shapes; not yet proved.
+    """A step and its replica program; not yet proved.
 
     Attributes:
-        steps: The step, for each set of shapes.
-        jaxprs: The trace of each step. See `Step.flat` for its outputs.
-        replicas: Indices of the replicas with each set of shapes.
+        step: The step.
+        jaxpr: Its trace. See `Step.flat` for the outputs.
         context: The trace context; see `context_token`.
     """
 
-    steps: Sequence[Step]
-    jaxprs: Sequence[ClosedJaxpr]
-    replicas: Sequence[Sequence[int]]
+    step: Step
+    jaxpr: ClosedJaxpr
     context: object
 
     @property
     def avals(self) -> Sequence[Any]:
-        """Shapes and dtypes of the outputs, on the replicas of the first set of shapes."""
-        return [var.aval for var in self.jaxprs[0].jaxpr.outvars]
+        """Shapes and dtypes of the outputs."""
+        return [var.aval for var in self.jaxpr.jaxpr.outvars]
 
     @property
     def given(self) -> Sequence[object]:
         """The variables of the jaxpr that hold the objects' leaves before the step."""
-        return self.jaxprs[0].jaxpr.invars[: self.steps[0].num_state]
+        return self.jaxpr.jaxpr.invars[: self.step.num_state]
 
     def split(
         self, marks: Sequence[Mark]
@@ -224,7 +234,7 @@ class TracedStep(NamedTuple):
 
         The marks of the keys are returned by position among the leaves of the objects.
         """
-        start = len(self.steps[0].out_names)
-        end = start + self.steps[0].num_state
-        keys = zip(self.steps[0].keys, marks[end:], strict=True)
+        start = len(self.step.out_names)
+        end = start + self.step.num_state
+        keys = zip(self.step.keys, marks[end:], strict=True)
         return marks[:start], marks[start:end], dict(keys)

@@ -44,7 +44,7 @@ def memory_report(examined: ExaminedStep, replicas: ReplicaDevices) -> MemoryRep
             `jax.ShapeDtypeStruct`s.
         replicas: Devices of the replicas.
     """
-    step = examined.traced.steps[0]
+    step = examined.traced.step
     is_estimate = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in examined.leaves)
     places = [*_state_places(examined.call), *_argument_places(examined)]
     rows = []
@@ -116,7 +116,7 @@ def _argument_places(examined: ExaminedStep) -> Iterator[_Place]:
     `opt_state`, as an attribute, key or argument. Remaining arguments are state if the step returns
     a result with the same structure.
     """
-    call, step = examined.call, examined.traced.steps[0]
+    call, step = examined.call, examined.traced.step
     avals = examined.traced.avals[: len(step.out_names)]
     returned = find_returned(call, step, avals)
     args, kwargs = call.tree
@@ -167,7 +167,7 @@ def _captured(examined: ExaminedStep) -> list[jax.Array]:
     """Returns the arrays that a step captures, which are constants of its program."""
     if examined.lowered is None:
         return []
-    arrays = (array for jaxpr in examined.traced.jaxprs for array in arrays_in(jaxpr))
+    arrays = arrays_in(examined.traced.jaxpr)
     return list({id(array): array for array in arrays}.values())
 
 

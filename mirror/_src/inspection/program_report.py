@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from mirror._src.base.errors import ReplicaDivergenceError, bytes_in_words, counted, describe
+from mirror._src.base.errors import bytes_in_words, counted, describe
 from mirror._src.base.modules import set_module
 from mirror._src.base.tables import Table
 from mirror._src.base.terminal import wrap
@@ -32,7 +32,6 @@ from mirror._src.inspection.collective_table import CollectiveRow, collectives_o
 from mirror._src.jaxprs.marks import Mark
 from mirror._src.jaxprs.proof import prove
 from mirror._src.jaxprs.trace import trace
-from mirror._src.passes.match import join_marks
 from mirror._src.passes.shards import Shards
 
 _MOST_LINES = 2
@@ -143,13 +142,13 @@ def describe_program(
 ) -> ProgramReport:
     """Implements `Strategy.inspect`."""
     call, traced = runner.traced(fn, args, kwargs)
-    step, program = traced.steps[0], traced.jaxprs[0]
+    step, program = traced.step, traced.jaxpr
     problems: list[str] = []
     marks = _prove(traced, call.input_names, problems)
     results, after, keys = traced.split(marks)
     metrics = call.structure.metrics if call.structure is not None else []
     merges, unmergeable = find_merges(
-        metrics, call.slots, after, traced.jaxprs, len(results), lambda: marks
+        metrics, call.slots, after, program, len(results), lambda: marks
     )
     if unmergeable:
         problems.append(unmerged_message(step.name, unmergeable))
@@ -164,7 +163,7 @@ def describe_program(
     ends = len(results), len(results) + step.num_state
     averaged = [i for i, outcome in enumerate(outcomes) if outcome is LeafOutcome.AVERAGED]
     shards = None
-    if runner.holds_slices and not problems and len(traced.steps) == 1:
+    if runner.holds_slices and not problems:
         changed = [i for i, outcome in enumerate(outcomes) if outcome is not LeafOutcome.UNCHANGED]
         plan = Plan(changed, averaged, list(merges), [mark.per_replica for mark in results])
         shards = _find_shards(call, traced, plan)
@@ -186,7 +185,7 @@ def describe_program(
 
 
 def _find_shards(call: Call, traced: TracedStep, plan: Plan) -> Shards:
-    step, differs = traced.steps[0], plan.per_replica_results
+    step, differs = traced.step, plan.per_replica_results
     avals = traced.avals[: len(differs)]
     return shards_of(traced, plan, carried_state(call, step, avals, differs, donated=None))
 
@@ -206,20 +205,11 @@ def _list_sharding(
 
 def _prove(traced: TracedStep, names: Sequence[str], problems: list[str]) -> Sequence[Mark]:
     """Returns the marks of the outputs; adds errors that `run` would raise to `problems`."""
-    n = traced.steps[0].group.num_replicas_in_sync
+    n = traced.step.group.num_replicas_in_sync
     errors: list[str] = []
-    rows = zip(traced.steps, traced.jaxprs, strict=True)
-    proved = [
-        prove(jaxpr, step.per_replica, n, problems=errors, names=names) for step, jaxpr in rows
-    ]
+    marks = prove(traced.jaxpr, traced.step.per_replica, n, problems=errors, names=names)
     problems += dict.fromkeys(errors)
-    if len(proved) == 1:
-        return proved[0]
-    try:
-        return join_marks(traced.jaxprs, proved)
-    except ReplicaDivergenceError as error:
-        problems.append(str(error))
-        return proved[0]
+    return marks
 
 
 def _list_averaging(
@@ -227,7 +217,7 @@ def _list_averaging(
 ) -> Iterator[CollectiveRow]:
     """Yields the collective in which `run` averages batch statistics."""
     if avals:
-        group = traced.steps[0].group
+        group = traced.step.group
         ops = group.cross_device_ops
         mean = lambda *leaves: ops.all_reduce(ReduceOp.MEAN, leaves)  # noqa: E731
         leaves = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]

@@ -66,7 +66,7 @@ def joins_of_step(
         num_replicas: Number of the replicas of a worker.
         is_fetched: Whether each worker has its own arguments, also those without rows.
     """
-    step, program = traced.steps[0], traced.jaxprs[0]
+    step, program = traced.step, traced.jaxpr
     inputs = []
     for i, (name, is_own) in enumerate(zip(call.input_names, step.per_replica, strict=True)):
         is_key = jnp.issubdtype(step.avals[i].dtype, jax.dtypes.prng_key)

@@ -1,6 +1,7 @@
 """Steps that implement `strategy.reduce` and `strategy.gather`, and checks of their arguments."""
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,10 +22,11 @@ Axes = tuple[int, ...] | None
 
 
 @functools.cache
-def reduction(op: ReduceOp, axis: Axes, masked: bool, is_checked: bool) -> Callable[..., PyTree]:
+def reduction(op: ReduceOp, axis: Axes, is_checked: bool) -> Callable[..., PyTree]:
     """Returns a step that reduces a tree over the replicas, and over `axis` of every leaf.
 
-    The step returns the results and, if it is checked, estimates of the sums of integers for
+    Its arguments are the tree, a mask for all leaves or None, and one for each leaf or None. It
+    returns the results and, if it is checked, estimates of the sums of integers for
     `require_exact`.
     """
 
@@ -49,32 +51,39 @@ def reduction(op: ReduceOp, axis: Axes, masked: bool, is_checked: bool) -> Calla
         count = bind_all_reduce(ReduceOp.SUM, _sum(keep, axis, jnp.int32))
         return (total / count.astype(total.dtype)).astype(operand.dtype)
 
-    def reduce_tree(value: PyTree, where: Array | None) -> tuple[PyTree, list[Array | None]]:
-        estimates = [estimate(leaf, where) for leaf in jax.tree.leaves(value)]
-        return jax.tree.map(lambda leaf: reduce_leaf(leaf, where), value), estimates
+    def reduce_tree(
+        value: PyTree, where: Array | None, masks: list[Array | None] | None
+    ) -> tuple[PyTree, list[Array | None]]:
+        treedef: Any
+        leaves, treedef = jax.tree.flatten(value)
+        pairs = list(zip(leaves, masks or [where] * len(leaves), strict=True))
+        estimates = list(itertools.starmap(estimate, pairs))
+        return treedef.unflatten(itertools.starmap(reduce_leaf, pairs)), estimates
 
-    def reduce_unmasked(value: PyTree) -> tuple[PyTree, list[Array | None]]:
-        return reduce_tree(value, None)
-
-    step = reduce_tree if masked else reduce_unmasked
-    step.__name__ = "reduce"  # in logs and profiles
-    return step
+    reduce_tree.__name__ = "reduce"  # in logs and profiles
+    return reduce_tree
 
 
 @functools.cache
-def gathering(axis: int) -> Callable[[PyTree], PyTree]:
-    """Returns a step that concatenates the replicas' leaves along an axis."""
+def gathering(axis: int) -> Callable[..., PyTree]:
+    """Returns a step that concatenates the replicas' leaves along an axis.
 
-    def gather_leaf(leaf: Array) -> Array:
+    Its arguments are a tree and, for each leaf, the positions to select of the result or None.
+    """
+
+    def gather_leaf(leaf: Array, selected: Array | None) -> Array:
         leaf = jnp.asarray(leaf)
         _require_axes((axis,), leaf)
         frame = current_frame()
         assert frame is not None
         assert frame.replica is not None  # `strategy.run` calls this
-        return frame.replica.all_gather(leaf, axis)
+        joined = frame.replica.all_gather(leaf, axis)
+        return joined if selected is None else jnp.take(joined, selected, axis)
 
-    def gather_tree(value: PyTree) -> PyTree:
-        return jax.tree.map(gather_leaf, value)
+    def gather_tree(value: PyTree, selected: list[Array | None]) -> PyTree:
+        treedef: Any
+        leaves, treedef = jax.tree.flatten(value)
+        return treedef.unflatten(map(gather_leaf, leaves, selected))
 
     gather_tree.__name__ = "gather"
     return gather_tree
@@ -140,22 +149,95 @@ def require_values(method: str, value: PyTree) -> None:
             )
 
 
-def require_equal_shapes(value: PyTree) -> None:
-    """Checks that every `PerReplica` has the same shape on all replicas.
+def reduced_arguments(value: PyTree, where: Any, axes: Axes) -> tuple[Any, Any, Any]:
+    """Returns the arguments of a `reduction`, of which no value differs in shape.
 
     Raises:
-        ValueError: If one has different shapes.
+        ValueError: If the shapes of a value differ along other axes than `axes`, or `where` does
+            not match it.
     """
-    for leaf in jax.tree.leaves(value, is_leaf=is_per_replica):
-        if is_per_replica(leaf) and len(set(leaf.shapes)) > 1:
-            raise ValueError(
-                "Cannot reduce per-replica values of different shapes: "
-                f"{', '.join(map(str, leaf.shapes))}. Reduce over the axis that differs as well: "
-                "strategy.reduce(op, x, axis=0)."
-            )
+    treedef: Any
+    leaves, treedef = jax.tree.flatten(value, is_leaf=is_per_replica)
+    if not any(map(_is_unequal, leaves)):
+        return value, where, None
+    masks = [
+        _padded(PerReplica(_masks(leaf, where))) if _is_unequal(leaf) else where for leaf in leaves
+    ]
+    fix = "Reduce over the axis that differs as well: strategy.reduce(op, x, axis=0)."
+    padded = [_padded_along("reduce", leaf, axes or (), fix) for leaf in leaves]
+    return treedef.unflatten(padded), None, masks
 
 
-def _require_axes(axes: Axes, leaf: Array) -> None:
+def _masks(value: PerReplica, where: Any) -> list[np.ndarray]:
+    """Returns the mask of each value; without `where`, all elements are included."""
+    if where is None:
+        return [np.ones(shape, bool) for shape in value.shapes]
+    masks = where.values if is_per_replica(where) else [where] * value.num_replicas
+    if len(masks) != value.num_replicas:
+        raise ValueError(
+            f"`where` must have one mask per replica, got {len(masks)} masks for "
+            f"{value.num_replicas} values. Pass a PerReplica like the value."
+        )
+    rows = zip(masks, value.values, strict=True)
+    return [np.asarray(_broadcast_mask(mask, row)) for mask, row in rows]
+
+
+def gathered_arguments(value: PyTree, axis: int) -> tuple[PyTree, list[np.ndarray | None]]:
+    """Returns the arguments of `gathering`, of which no value differs in shape.
+
+    Raises:
+        ValueError: If the shapes of a value differ along other axes.
+    """
+    treedef: Any
+    leaves, treedef = jax.tree.flatten(value, is_leaf=is_per_replica)
+    fix = f"Pad them, except along axis {axis}, or use another axis: strategy.gather(x, axis=0)."
+    padded = [_padded_along("gather", leaf, (axis,), fix) for leaf in leaves]
+    selected = [_examples(leaf, axis) if _is_unequal(leaf) else None for leaf in leaves]
+    return treedef.unflatten(padded), selected
+
+
+def _examples(value: PerReplica, axis: int) -> np.ndarray:
+    """Returns the positions that are not padding in the padded values, joined along an axis."""
+    lengths = [shape[axis] for shape in value.shapes]
+    most = max(lengths)
+    starts = (np.arange(length) + i * most for i, length in enumerate(lengths))
+    return np.concatenate(list(starts)).astype(np.int32)
+
+
+def _is_unequal(value: object) -> bool:
+    return isinstance(value, PerReplica) and len(set(value.shapes)) > 1
+
+
+def _padded_along(method: str, value: Any, axes: Sequence[int], fix: str) -> Any:
+    """Returns a value padded along some axes, the only ones along which its shapes may differ."""
+    if not _is_unequal(value):
+        return value
+    _require_axes(tuple(axes), value.values[0])
+    own = {axis % len(value.shapes[0]) for axis in axes}
+    others = {tuple(n for i, n in enumerate(shape) if i not in own) for shape in value.shapes}
+    if len(others) > 1:
+        raise ValueError(
+            f"Cannot {method} per-replica values of different shapes: "
+            f"{', '.join(map(str, value.shapes))}. {fix}"
+        )
+    return _padded(value)
+
+
+def _padded(value: PerReplica) -> PerReplica:
+    """Returns a value of different shapes, on the host, padded by zeros to the largest."""
+    shape = tuple(map(max, zip(*value.shapes, strict=True)))
+    return PerReplica([_pad(row, shape) for row in value.values])
+
+
+def _pad(row: Array | np.ndarray, shape: tuple[int, ...]) -> Array | np.ndarray:
+    if jnp.issubdtype(row.dtype, jax.dtypes.prng_key):
+        bits = jax.random.key_data(row)
+        padded = jnp.asarray(_pad(bits, (*shape, *bits.shape[len(shape) :])))
+        return jax.random.wrap_key_data(padded, impl=jax.random.key_impl(row))
+    return np.pad(np.asarray(row), [(0, m - n) for m, n in zip(shape, row.shape, strict=True)])
+
+
+def _require_axes(axes: Axes, leaf: Array | np.ndarray) -> None:
     missing = [a for a in axes or () if not -leaf.ndim <= a < leaf.ndim]
     if missing:
         raise ValueError(
@@ -164,7 +246,7 @@ def _require_axes(axes: Axes, leaf: Array) -> None:
         )
 
 
-def _broadcast_mask(mask: Array, leaf: Array) -> Array:
+def _broadcast_mask(mask: Any, leaf: Array | np.ndarray) -> Array:
     """Broadcasts a mask to the shape of a leaf, from the leading axes: `(B,)` to `(B, ...)`."""
     mask = jnp.asarray(mask)
     if mask.dtype != jnp.bool_:

@@ -47,9 +47,10 @@ from mirror._src.inspection.timing import explain
 from mirror._src.keras.verify import verify_model
 from mirror._src.strategy.reductions import (
     canonical_axes,
+    gathered_arguments,
     gathering,
+    reduced_arguments,
     reduction,
-    require_equal_shapes,
     require_exact,
     require_values,
 )
@@ -235,7 +236,8 @@ class Strategy(abc.ABC):
             TypeError: If `args` is not a tuple or list, if the arguments do not match the
                 parameters of `fn`, or if `fn` returns anything but arrays.
             ValueError: If an array has been deleted, if a `PerReplica` has the wrong number of
-                replicas, if the structure of a model changes, or if `fn` captures an nnx object.
+                replicas or values of different shapes, if the structure of a model changes, or if
+                `fn` captures an nnx object.
 
         >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
         >>> def step(w, x):
@@ -269,7 +271,8 @@ class Strategy(abc.ABC):
 
         Args:
             op: `"sum"`, `"mean"`, `"min"`, `"max"`, or a `ReduceOp`.
-            value: Pytree of `PerReplica` values. A mirrored leaf counts once per replica.
+            value: Pytree of `PerReplica` values, whose shapes may differ along `axis`. A mirrored
+                leaf counts once per replica.
             axis: Axes of each replica's value to reduce over as well, such as the batch axis 0. A
                 mean is then the mean over all elements: 3.5 for replicas with `[1., 2.]` and
                 `[3., 8.]`.
@@ -282,8 +285,8 @@ class Strategy(abc.ABC):
             elements is NaN.
 
         Raises:
-            ValueError: If `op` is unknown, an axis is out of range, the shape of `where` does not
-                match, or `value` has no leaves.
+            ValueError: If `op` is unknown, an axis is out of range, the shapes of a value differ
+                along another axis, the shape of `where` does not match, or `value` has no leaves.
             TypeError: If a leaf is neither an array nor a number, or `op`, `axis` or `where` has
                 the wrong type.
             RuntimeError: If called inside a replica or another strategy's scope.
@@ -302,12 +305,10 @@ class Strategy(abc.ABC):
         is_checked = reduce_op is ReduceOp.SUM and is_our_module(
             type(self._cross_device_ops).__module__
         )
-        step = reduction(reduce_op, canonical_axes(axis), where is not None, is_checked)
+        axes = canonical_axes(axis)
         require_values("reduce", value)
-        if axis is None:
-            require_equal_shapes(value)
-        arguments = (value,) if where is None else (value, where)
-        result, estimates = self._runner.run(step, arguments, {})
+        arguments = reduced_arguments(value, where, axes)
+        result, estimates = self._runner.run(reduction(reduce_op, axes, is_checked), arguments, {})
         require_exact(value, result, estimates)
         return result
 
@@ -317,14 +318,16 @@ class Strategy(abc.ABC):
         """Concatenates the per-replica values of every leaf along `axis`, in replica order.
 
         Args:
-            value: Pytree of `PerReplica` values. A mirrored leaf is repeated n times.
+            value: Pytree of `PerReplica` values, whose lengths along `axis` may differ. A mirrored
+                leaf is repeated n times.
             axis: Axis of each replica's value to concatenate along.
 
         Returns:
             A pytree of mirrored arrays with the same structure.
 
         Raises:
-            ValueError: If the axis is out of range, or `value` has no leaves.
+            ValueError: If the axis is out of range, the shapes of a value differ along another
+                axis, or `value` has no leaves.
             TypeError: If a leaf is neither an array nor a number, or `axis` is not an int.
             RuntimeError: If called inside a replica or another strategy's scope.
 
@@ -340,7 +343,7 @@ class Strategy(abc.ABC):
             fix = "Pass the axis to concatenate along: strategy.gather(x, axis=0)."
             raise TypeError(expected("axis", axis, "a single int", fix))
         require_values("gather", value)
-        return self._runner.run(gathering(axes[0]), (value,), {})
+        return self._runner.run(gathering(axes[0]), gathered_arguments(value, axes[0]), {})
 
     @final
     @api_boundary

@@ -202,11 +202,11 @@ class RowCheck:
         runner, axis = self._strategy._runner, len(_shape(launch)) - 2
         step = _of_first(step) if axis else step
         call, traced = runner.traced(step, (model, launch.batch, launch.mask), {})
-        program = traced.jaxprs[0]
+        program = traced.jaxpr
         for known, mixing in self._known:
             if known == (program, only_rows):
                 return mixing
-        own = traced.steps[0].per_replica
+        own = traced.step.per_replica
         avals: list[Any] = [var.aval for var in program.jaxpr.invars]
         size = avals[-1].shape[axis]
         first_argument = len(own) - len(call.layout.dynamic)

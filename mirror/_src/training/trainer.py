@@ -591,7 +591,7 @@ class Trainer(TrainerState[M]):
         if self._objective.is_traced:
             self._objective.warn_of_half_precision()
             self._objective.warn_of_probabilities(
-                lambda: self._local._runner.traced(step, arguments, {})[1].jaxprs[0]
+                lambda: self._local._runner.traced(step, arguments, {})[1].jaxpr
             )
 
     @property

@@ -33,7 +33,7 @@ class StagedProgram(CompiledProgram):
         ops: CrossDeviceOps,
         program: ReplicaProgram,
         lanes: list[Lane],
-        staged: list[StagedJaxpr],
+        staged: StagedJaxpr,
     ) -> None:
         self._replicas = replicas
         self._lanes = lanes
@@ -46,10 +46,10 @@ class StagedProgram(CompiledProgram):
         # the old state must survive an interrupt.
         self._is_single = len(lanes) == 1
         donated = program.donated if self._is_single else ()
-        self._avals = program.variants[0].avals
+        self._avals = program.avals
         self._types: list[Any] | None = None
         self._require_context = program.require_context
-        self._inputs = [jaxpr.inputs for jaxpr in staged]
+        self._inputs = staged.inputs
         self._part = _Part(ops, lanes, staged, program, donated, self._home)
 
     def __call__(self, leaves: Sequence[Any], outputs: list[Any]) -> None:
@@ -73,9 +73,9 @@ class StagedProgram(CompiledProgram):
         weak = [
             [
                 lane.keeps_weak_type(is_own=is_own) and _is_weak_value(value)
-                for value, is_own in zip(inputs, self._per_replica_inputs, strict=True)
+                for value, is_own in zip(self._inputs, self._per_replica_inputs, strict=True)
             ]
-            for lane, inputs in zip(self._lanes, self._inputs, strict=True)
+            for lane in self._lanes
         ]
         self._part.compile(weak)
 
@@ -102,8 +102,7 @@ class StagedProgram(CompiledProgram):
         for lane, array in zip(self._lanes, arrays, strict=True):
             for place, replica in enumerate(lane.ids):
                 slices[replica] = lane.slice(array, place)
-        same_shape = len({array.shape for array in slices}) == 1
-        if same_shape and not self._replicas.are_mixed and self._replicas.replicas_per_device == 1:
+        if not self._replicas.are_mixed and self._replicas.replicas_per_device == 1:
             return self._replicas.from_rows(slices)
         return UnstackedArrays(list(map(without_axis, slices)))
 
@@ -115,7 +114,7 @@ class _Part:
         self,
         ops: CrossDeviceOps,
         lanes: list[Lane],
-        staged: list[StagedJaxpr],
+        staged: StagedJaxpr,
         program: ReplicaProgram,
         donated: Sequence[int] = (),
         home: int | None = None,
@@ -128,36 +127,27 @@ class _Part:
         compiled: dict[Any, MeshProgram] = {}  # lanes on the same devices share programs
 
         def compile_on(place: int, number: int) -> MeshProgram:
-            lane, jaxpr, keeps_all = lanes[place], staged[place], home in (None, place)
-            key = number, id(jaxpr), lane.replicas.devices, keeps_all
+            lane, keeps_all = lanes[place], home in (None, place)
+            key = number, lane.replicas.devices, keeps_all
             if key not in compiled:
                 compiled[key] = compile_stage(
-                    lane, jaxpr, number, program, donated, keeps_all=keeps_all
+                    lane, staged, number, program, donated, keeps_all=keeps_all
                 )
             return compiled[key]
 
         self._stages = [
             [compile_on(place, number) for place in range(len(lanes))]
-            for number in range(len(staged[0].stages))
+            for number in range(len(staged.stages))
         ]
-        self._inner: dict[Any, list[_Part]] = {}
-        for stage in staged[0].stages:
-            for i, communication in enumerate(stage.communications):
-                if not isinstance(communication, Collective):
-                    self._inner[communication] = self._inner_parts(stage, i)
+        self._inner: dict[Any, list[_Part]] = {
+            communication: [_Part(ops, lanes, inner, program) for inner in _programs(communication)]
+            for stage in staged.stages
+            for communication in stage.communications
+            if not isinstance(communication, Collective)
+        }
         # Copies, because the user may delete an array that the step closes over.
         self._constants = [
-            {value: lane.copy(array) for value, array in jaxpr.constants}
-            for lane, jaxpr in zip(lanes, staged, strict=True)
-        ]
-
-    def _inner_parts(self, stage: Stage, i: int) -> "list[_Part]":
-        number = self._staged[0].stages.index(stage)
-        communications = [jaxpr.stages[number].communications[i] for jaxpr in self._staged]
-        inner = [list(filter(None, _programs(communication))) for communication in communications]
-        return [
-            _Part(self._ops, self._lanes, [programs[k] for programs in inner], self._program)
-            for k in range(len(inner[0]))
+            {value: lane.copy(array) for value, array in staged.constants} for lane in lanes
         ]
 
     def compile(self, weak: Sequence[Sequence[bool]]) -> Sequence[Sequence[bool]]:
@@ -172,40 +162,34 @@ class _Part:
         Returns:
             The same for the outputs.
         """
-        values: list[set[Value]] = []
-        for staged, flags in zip(self._staged, weak, strict=True):
-            constants = [value for value, _ in staged.constants if _is_weak_value(value)]
-            values.append({*itertools.compress(staged.inputs, flags), *constants})
-        for number, programs in enumerate(self._stages):
-            stages = [staged.stages[number] for staged in self._staged]
+        constants = [value for value, _ in self._staged.constants if _is_weak_value(value)]
+        values = [{*itertools.compress(self._staged.inputs, flags), *constants} for flags in weak]
+        for number, (stage, programs) in enumerate(
+            zip(self._staged.stages, self._stages, strict=True)
+        ):
             results: list[Sequence[bool]] = []
-            for lane, stage, program, known in zip(
-                self._lanes, stages, programs, values, strict=True
-            ):
+            for lane, program, known in zip(self._lanes, programs, values, strict=True):
                 with lane.on_mesh():
                     results.append(program.compile_for([v in known for v in stage.inputs]))
             if number == len(self._stages) - 1:
                 break
-            for stage, known, flags in zip(stages, values, results, strict=True):
+            for known, flags in zip(values, results, strict=True):
                 known.update(itertools.compress(values_of(stage.outputs), flags))
-            for communications in zip(*(stage.communications for stage in stages), strict=True):
-                if not isinstance(communications[0], Collective):
-                    self._compile_inner(communications, values)
+            for communication in stage.communications:
+                if not isinstance(communication, Collective):
+                    self._compile_inner(communication, values)
         return results
 
-    def _compile_inner(self, communications: Sequence[Any], values: list[set[Value]]) -> None:
+    def _compile_inner(self, communication: Loop | Branch, values: list[set[Value]]) -> None:
         """Compiles a loop or branch, and adds its results of weak types to the values."""
-        parts = self._inner[communications[0]]
-        inputs = [
-            [value in known for value in communication.inputs]
-            for communication, known in zip(communications, values, strict=True)
-        ]
-        if isinstance(communications[0], Branch):
+        parts = self._inner[communication]
+        inputs = [[value in known for value in communication.inputs] for known in values]
+        if isinstance(communication, Branch):
             of_branches = [part.compile([flags[1:] for flags in inputs]) for part in parts]
             results = of_branches[0]
         else:
             body, *tests = parts
-            num_carried, seen = len(communications[0].outputs), list[Any]()
+            num_carried, seen = len(communication.outputs), list[Any]()
             while inputs not in seen:  # the first iteration may have weak types, the others not
                 seen.append(inputs)
                 for test in tests:
@@ -216,7 +200,7 @@ class _Part:
                     for old, new in zip(inputs, carried, strict=True)
                 ]
             results = carried
-        for communication, known, flags in zip(communications, values, results, strict=True):
+        for known, flags in zip(values, results, strict=True):
             known.update(itertools.compress(communication.outputs, flags))
 
     def run(self, inputs: list[list[Any]], last: list[Any]) -> list[list[Any]]:
@@ -226,25 +210,24 @@ class _Part:
             inputs: Inputs of every lane.
             last: An empty list. With a single lane, it receives the outputs as soon as they exist.
         """
+        staged = self._staged
         values: list[dict[Value, Any]] = []
-        for lane, staged, constants, leaves in zip(
-            self._lanes, self._staged, self._constants, inputs, strict=True
-        ):
+        for lane, constants, leaves in zip(self._lanes, self._constants, inputs, strict=True):
             arguments = dict(zip(staged.inputs, leaves, strict=True))
             values.append({staged.replica_id: lane.replica_ids, **constants, **arguments})
-        for number, programs in enumerate(self._stages):
+        for number, (stage, programs) in enumerate(zip(staged.stages, self._stages, strict=True)):
             is_last = number == len(self._stages) - 1
             results = [last if is_last and len(self._lanes) == 1 else [] for _ in self._lanes]
-            for lane, staged, program, env, outputs in zip(
-                self._lanes, self._staged, programs, values, results, strict=True
+            for lane, program, env, outputs in zip(
+                self._lanes, programs, values, results, strict=True
             ):
-                leaves = [env[value] for value in staged.stages[number].inputs]
+                leaves = [env[value] for value in stage.inputs]
                 if number:  # `run` has checked the inputs of the first stage
                     self._require_alive(leaves, number)
                 with lane.on_mesh():
                     program(leaves, outputs)
             if not is_last:
-                self._communicate(number, values, results)
+                self._communicate(stage, values, results)
         return results
 
     def _require_alive(self, leaves: list[Any], number: int) -> None:
@@ -257,34 +240,30 @@ class _Part:
             )
 
     def _communicate(
-        self, number: int, values: list[dict[Value, Any]], results: list[list[Any]]
+        self, stage: Stage, values: list[dict[Value, Any]], results: list[list[Any]]
     ) -> None:
         """Stores the results of a stage, and runs the collectives after it."""
-        stages = [staged.stages[number] for staged in self._staged]
-        for stage, env, outputs in zip(stages, values, results, strict=True):
+        for env, outputs in zip(values, results, strict=True):
             env.update(zip(values_of(stage.outputs), outputs, strict=True))
             outputs.clear()
-        for communications in zip(*(stage.communications for stage in stages), strict=True):
-            match communications[0]:
+        for communication in stage.communications:
+            match communication:
                 case Collective():
-                    self._run_collective(communications, values)
+                    self._run_collective(communication, values)
                 case Loop():
-                    self._run_loop(communications, values)
+                    self._run_loop(communication, values)
                 case Branch():
-                    self._run_branch(communications, values)
-        for stage, env in zip(stages, values, strict=True):
+                    self._run_branch(communication, values)
+        for env in values:
             for value in stage.last_read:
                 env.pop(value, None)
 
-    def _run_collective(
-        self, communications: Sequence[Any], values: list[dict[Value, Any]]
-    ) -> None:
-        collective: Collective = communications[0]
+    def _run_collective(self, collective: Collective, values: list[dict[Value, Any]]) -> None:
         slices: dict[int, Any] = {}
-        for lane, communication, env in zip(self._lanes, communications, values, strict=True):
+        for lane, env in zip(self._lanes, values, strict=True):
             # Pop the operand: only the collective reads it, and a stacked array would keep the
             # slices alive that the host has already read.
-            slices.update(lane.slices_of(env.pop(communication.operand)))
+            slices.update(lane.slices_of(env.pop(collective.operand)))
 
         def read(replica: int) -> np.ndarray:
             try:
@@ -304,23 +283,20 @@ class _Part:
         described = Described(self._program.name, self._program.line)
         with launch.collective_on_host(collective.description, described, slices):
             results = run_on_host(collective, read, self._num_replicas, self._ops)
-        for lane, communication, env in zip(self._lanes, communications, values, strict=True):
-            (out,) = communication.outputs
+        (out,) = collective.outputs
+        for lane, env in zip(self._lanes, values, strict=True):
             env[out] = lane.broadcast(results[0]) if out.mirrored else lane.scatter(results)
 
-    def _run_loop(self, communications: Sequence[Any], values: list[dict[Value, Any]]) -> None:
-        body, *tests = self._inner[communications[0]]
-        num_carried = len(communications[0].outputs)
-        inputs = [
-            [env[value] for value in communication.inputs]
-            for communication, env in zip(communications, values, strict=True)
-        ]
+    def _run_loop(self, loop: Loop, values: list[dict[Value, Any]]) -> None:
+        body, *tests = self._inner[loop]
+        num_carried = len(loop.outputs)
+        inputs = [[env[value] for value in values_of(loop.inputs)] for env in values]
 
         def continues(trip: int) -> bool:
             if not tests:
-                return bool(trip < communications[0].trips)
+                return trip < loop.trips
             predicates = [outputs[0] for outputs in tests[0].run(inputs, [])]
-            return bool(self._agreed(communications, predicates))
+            return bool(self._agreed(loop, predicates))
 
         trip = 0
         while continues(trip):
@@ -330,30 +306,23 @@ class _Part:
                 for old, new in zip(inputs, carried, strict=True)
             ]
             trip += 1
-        for communication, env, end in zip(communications, values, inputs, strict=True):
-            env.update(zip(communication.outputs, end[len(end) - num_carried :], strict=True))
+        for env, end in zip(values, inputs, strict=True):
+            env.update(zip(loop.outputs, end[len(end) - num_carried :], strict=True))
 
-    def _run_branch(self, communications: Sequence[Any], values: list[dict[Value, Any]]) -> None:
-        branches = self._inner[communications[0]]
-        indices = [
-            env[communication.inputs[0]]
-            for communication, env in zip(communications, values, strict=True)
-        ]
-        index = min(max(int(self._agreed(communications, indices)), 0), len(branches) - 1)
-        inputs = [
-            [env[value] for value in communication.inputs[1:]]
-            for communication, env in zip(communications, values, strict=True)
-        ]
-        results = branches[index].run(inputs, [])
-        for communication, env, outputs in zip(communications, values, results, strict=True):
-            env.update(zip(communication.outputs, outputs, strict=True))
+    def _run_branch(self, branch: Branch, values: list[dict[Value, Any]]) -> None:
+        branches = self._inner[branch]
+        inputs = [[env[value] for value in values_of(branch.inputs)] for env in values]
+        indices = [first for first, *_ in inputs]
+        index = min(max(int(self._agreed(branch, indices)), 0), len(branches) - 1)
+        results = branches[index].run([rest for _, *rest in inputs], [])
+        for env, outputs in zip(values, results, strict=True):
+            env.update(zip(branch.outputs, outputs, strict=True))
 
-    def _agreed(self, communications: Sequence[Any], arrays: Sequence[Array]) -> Any:
+    def _agreed(self, communication: Loop | Branch, arrays: Sequence[Array]) -> Any:
         """Returns the condition of a loop or branch, read from every lane.
 
         Raises:
-            ValueError: If the lanes disagree, as when the number of iterations depends on the
-                length of a batch.
+            ValueError: If the lanes disagree, as when devices of several types round differently.
         """
         pairs = zip(self._lanes, arrays, strict=True)
         slices = [lane.slice(array, 0) for lane, array in pairs]
@@ -365,7 +334,7 @@ class _Part:
                 for lane, value in zip(self._lanes, values, strict=True)
             )
             raise ValueError(
-                f"{communications[0].line}: the replicas disagree on the condition ({conditions}) "
+                f"{communication.line}: the replicas disagree on the condition ({conditions}) "
                 "and would execute different collectives. Make it identical on all replicas, e.g. "
                 "mirror.all_reduce('max', condition)."
             )
@@ -393,7 +362,7 @@ def _is_weak_value(value: Value) -> bool:
     return getattr(value.aval, "weak_type", False)
 
 
-def _programs(communication: Any) -> list[StagedJaxpr | None]:
-    if isinstance(communication, Loop):
-        return [communication.body, communication.test]
-    return list(communication.branches)
+def _programs(communication: Loop | Branch) -> list[StagedJaxpr]:
+    if isinstance(communication, Branch):
+        return communication.branches
+    return [communication.body, *([communication.test] if communication.test else [])]

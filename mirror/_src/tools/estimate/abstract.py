@@ -93,9 +93,8 @@ class _TracedWorkload:
         for leaf in self._leaves:
             if isinstance(leaf, UnstackedArrays):
                 raise WorkloadError(
-                    f"The arguments contain {describe(leaf)}, whose shape differs between "
-                    "replicas. Such a step runs in stages instead of as a single program. Estimate "
-                    "it with batches of equal size."
+                    f"The arguments contain {describe(leaf)}, whose values do not form one "
+                    "array. Pass values of equal shape, on devices of one type."
                 )
         self._graphdef: Any
         self._graphdef, state = nnx.split(tuple(objects))
