@@ -981,9 +981,7 @@ def test_migration_pages_show_the_tables(subtests):
     for table in name_tables.TABLES:
         with subtests.test(msg=f"{table}"):
             written = name_tables.shown(table)
-            assert written == name_tables.text_of(table), (
-                "run python -m tests.support.name_tables --write"
-            )
+            assert written == table.text, "run python -m tests.support.name_tables --write"
 
 
 def test_advice_is_about_names_that_do_not_exist_and_gives_names_that_do():

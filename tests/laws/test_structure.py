@@ -67,7 +67,7 @@ def test_imports_have_no_cycles():
 
 # Upper limits. Lower one when its room shrinks; raising one takes a line in the changelog.
 BUDGETS = {
-    "base": Size(1400, 23, 13),
+    "base": Size(880, 22, 13),
     "devices": Size(2050, 24, 26),
     "cluster": Size(1050, 9, 19),
     "jaxprs": Size(1890, 20, 22),

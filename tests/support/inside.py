@@ -21,12 +21,10 @@ from mirror._src.base import (
     interrupts,
     keras_library,
     measure,
-    migration,
-    migration_tables,
+    other_names,
     source_lines,
     supported,
     tracebacks,
-    unknown_names,
 )
 from mirror._src.base.tables import Table
 from mirror._src.cluster import agreement, hello, resolvers, start, store
@@ -219,7 +217,10 @@ def hooks() -> Iterable[str]:
 
 def guesses(kind: str) -> dict[str, str]:
     """The names of other libraries that errors explain, to test each one."""
-    return unknown_names.GUESSES[kind]
+    tables = [t for t in other_names.name_tables() if t.owner == kind and not t.page]
+    cells = [names.split(", ") for table in tables for names, _ in table.rows]
+    names = [name.strip("`") for cell in cells for name in cell]
+    return {name: other_names.advice()[kind, name] for name in names}
 
 
 def is_users_file(filename: str, library: str | None = None) -> bool:
@@ -283,7 +284,8 @@ def server_variable(name: str, server: int, host: object) -> ServerVariable:
 
 def replacements() -> tuple[dict[str, str], dict[tuple[str, str], str]]:
     """The methods of other strategies and their replacements: users see one by its error."""
-    return ELSEWHERE, migration.advice()
+    starts = ("Instead of ", "There is no equivalent of ")  # not guesses
+    return ELSEWHERE, {k: v for k, v in other_names.advice().items() if v.startswith(starts)}
 
 
 def nodes() -> tuple[ModuleType, ...]:
@@ -494,9 +496,9 @@ def on_replicas(value: mirror.PerReplica, strategy: mirror.Strategy) -> mirror.P
     return per_replica.on_replicas(value, strategy._replicas)
 
 
-def name_tables() -> ModuleType:
+def name_tables() -> list[other_names.NameTable]:
     """The tables of names of other libraries, to compare the pages of the documentation."""
-    return migration_tables
+    return [table for table in other_names.name_tables() if table.page]
 
 
 def plant_bug(call: Callable[[], object], filename: str, patch: pytest.MonkeyPatch) -> None:

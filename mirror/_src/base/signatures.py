@@ -7,45 +7,8 @@ from typing import Any
 
 from mirror._src.base.errors import nearest_name
 from mirror._src.base.naming import signature_of
+from mirror._src.base.other_names import advice
 
-# Arguments that people guess, by the argument that they are for.
-_GUESSES = {
-    "num_replicas": "devices",
-    "num_gpus": "devices",
-    "num_devices": "devices",
-    "n_devices": "devices",
-    "gpus": "devices",
-    "device_ids": "devices",
-    "batch_size": "dataset",
-    "batch": "dataset",
-    "drop_last": "remainder",
-    "drop_remainder": "remainder",
-    "communication": "cross_device_ops",
-}
-_HINTS = {
-    "devices": "Pass the number of devices, devices={0}, or omit it to use all. For "
-    "several replicas on each device, pass replicas_per_device={0}.",
-    "dataset": "A dataset yields global batches: mirror.data.from_arrays(arrays, batch_size={0}).",
-    "remainder": "Pass remainder='drop' to skip uneven batches, or remainder='pad' to pad them.",
-    "cross_device_ops": "Pass cross_device_ops=mirror.AllReduce().",
-}
-
-
-_ELSEWHERE = {
-    "restore_best_weights": "Save the best epoch with mirror.callbacks.Checkpoint(directory, "
-    "monitor='val_loss'), and then call trainer.restore(directory, 'best').",
-}
-# For calls with too many positional arguments.
-_AS_ONE = {
-    **{
-        method: "Pass all arguments of the step as one tuple: "
-        f"strategy.{method}(step, (model, batch))."
-        for method in ("verify", "inspect", "explain")
-    },
-    "from_arrays": "Pass all arrays as one tree: from_arrays({'x': x, 'y': y}, batch_size=32).",
-    "distribute_dataset": "Pass one dataset, which yields global batches: "
-    "strategy.distribute_dataset(mirror.data.from_arrays((x, y), batch_size=32)).",
-}
 _SECOND_ARRAY = {"distribute_dataset": 2, "from_arrays": 1}  # which position shows the mistake
 
 
@@ -71,7 +34,8 @@ def mismatch_message(
     hint = _hint(unknown[0], kwargs[unknown[0]], names) if unknown else ""
     if not unknown and "positional argument" in text and "takes" in text:
         i = _SECOND_ARRAY.get(name)
-        hint = _AS_ONE.get(name, "") if i is None or hasattr(args[i], "shape") else ""
+        if i is None or hasattr(args[i], "shape"):
+            hint = advice().get(("too many arguments", name), "")
     owners = [type(args[0])] if args and "self" in signature.parameters else []
     example = "" if hint else _example(name, [documented, *owners])
     return " ".join(filter(None, [f"{text}. The signature is {name}{shown}.", hint, example]))
@@ -79,11 +43,9 @@ def mismatch_message(
 
 def _hint(name: str, value: object, names: Sequence[str]) -> str:
     """Returns a sentence about an unknown argument, or ""."""
-    if name in _ELSEWHERE:
-        return _ELSEWHERE[name]
-    guess = _GUESSES.get(name)
-    if guess is not None and guess in names:
-        return _HINTS[guess].format(value if isinstance(value, int) else "n")
+    for parameter in ["any", *names]:
+        if (told := advice().get((f"{parameter}=", name))) is not None:
+            return told.replace("{0}", str(value) if isinstance(value, int) else "n")
     nearest = nearest_name(name, names)
     return f"Did you mean {nearest}=?" if nearest is not None else ""
 

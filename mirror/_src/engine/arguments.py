@@ -15,8 +15,8 @@ import numpy as np
 
 from mirror._src.base.errors import describe, expected, nearest_name
 from mirror._src.base.keras_library import STATELESS_CALL, has_variables
-from mirror._src.base.migration import advice
 from mirror._src.base.naming import argument_names, keys, leaf_names, name_of, parameter_names
+from mirror._src.base.other_names import advice
 from mirror._src.base.types import ARRAY_LIKE, PyTree
 from mirror._src.devices.unstacked import UnstackedArrays
 from mirror._src.engine.nnx.structure import is_object

@@ -10,8 +10,8 @@ import numpy as np
 from flax import nnx
 from flax.errors import TraceContextError
 
-from mirror._src.base.migration import advice
 from mirror._src.base.modules import set_module
+from mirror._src.base.other_names import advice
 from mirror._src.base.types import Array, ArrayLike
 from mirror._src.base.unknown_names import unknown_attribute
 from mirror._src.devices.transfer import place_like

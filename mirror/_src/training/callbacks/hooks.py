@@ -4,7 +4,7 @@ import difflib
 import inspect
 from collections.abc import Mapping
 
-from mirror._src.base.unknown_names import advice_on
+from mirror._src.base.other_names import advice
 
 HOOKS: Mapping[str, tuple[str, ...]] = {
     "on_fit_begin": ("fit",),
@@ -81,7 +81,7 @@ def require_hooks(callback: object) -> None:
 def advice_for(callback: object) -> str:
     """Returns what to use instead of an object that is not a `Callback`."""
     name = callback.__name__ if isinstance(callback, type) else type(callback).__name__
-    told = advice_on("mirror.callbacks", name)
+    told = advice().get(("mirror.callbacks", name))
     if told is not None:
         return told
     if callable(callback):
