@@ -21,7 +21,7 @@ from benchmarks.processes import claim_stdout
 from benchmarks.stats import median
 from mirror._src.cluster import store
 from mirror._src.engine import runner
-from mirror._src.engine.shard_map import ShardMapExecutor
+from mirror._src.engine.executor import MeshExecutor
 from mirror._src.tools.bench.workload import Workload
 from mirror._src.tools.estimate.abstract import without_arrays
 
@@ -77,7 +77,7 @@ def strategy_of_processes() -> mirror.Strategy:
     def choose(replicas: Any, ops: Any, *, shard_update: bool = False) -> Any:
         del shard_update
         limit = ops._packed_bytes(on_host=True, spans_processes=True)
-        return ShardMapExecutor(replicas, pack_bytes=limit)
+        return MeshExecutor(replicas, pack_bytes=limit, mapping="shard_map")
 
     with mock.patch.object(runner, "choose", choose):
         return mirror.MirroredStrategy(jax.devices("cpu"))

@@ -87,7 +87,7 @@ def said(caplog, make):
 def test_devices_of_several_types_select_the_staged_executor(caplog):
     strategy, lines = said(caplog, lambda: mirror.MirroredStrategy(["/gpu:0", "/cpu:0"]))
     executor, route, made = lines
-    assert_message(executor, names="StagedExecutor")
+    assert_message(executor, names="staged")
     assert_message(route, values=PAIR)
     assert route.count("/device:CPU:0") == 2
     assert_message(made, names="MirroredStrategy", values=PAIR)
@@ -99,16 +99,16 @@ def test_devices_of_several_types_select_the_staged_executor(caplog):
 CHOICES = {  # name: the constructor of the strategy, and what its log contains
     "one replica on each device": (
         lambda: mirror.MirroredStrategy(["/cpu:0", "/cpu:1"]),
-        {"names": "PmapExecutor"},
+        {"names": "pmap"},
     ),
     "several replicas on each device": (
         lambda: mirror.MirroredStrategy(["/cpu:0"], replicas_per_device=2),
-        {"names": "VmapExecutor"},
+        {"names": "vmap"},
     ),
     "reduced on the host": (
         lambda: mirror.MirroredStrategy(["/cpu:0", "/cpu:1"], ReductionToOneDevice()),
         {
-            "names": ["StagedExecutor", "cross_device_ops"],
+            "names": ["staged", "cross_device_ops"],
             "values": "ReductionToOneDevice('/CPU:0')",
         },
     ),

@@ -612,7 +612,7 @@ def test_custom_ops_define_the_reduction(caplog):
     ops = InHalfPrecision()
     with caplog.at_level(logging.INFO, "mirror"):
         strategy = cpu_strategy(3, cross_device_ops=ops)
-    assert_message(caplog.text, names=["StagedExecutor", "cross_device_ops"])
+    assert_message(caplog.text, names=["staged", "cross_device_ops"])
     value = PerReplica([np.float32(2049)] * 3)
     for got in (strategy.reduce("sum", value), ops.reduce("sum", value)):
         assert float(got) == 3 * 2048

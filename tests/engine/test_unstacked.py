@@ -378,4 +378,4 @@ def test_one_replica_and_equal_lengths_are_not_staged(caplog):
         rows = [jax.device_put(np.ones(2, np.float32), CPUS[7]) for _ in range(2)]
         cpu_strategy(2).run(lambda x: x, (PerReplica(rows),))
         cpu_strategy(2).gather(one_and_two())
-    assert "Staged" not in caplog.text
+    assert "staged" not in caplog.text

@@ -20,7 +20,7 @@ def test_log_shows_where_variables_are_stored_and_steps_run(where):
     assert any("train_step" in line for line in lines)
     # On the host, all-reduces name a device twice: as the reducing one and as a receiver.
     reduced = [line for line in lines if "reduce" in line.lower() and line.count(devices[0]) == 2]
-    assert bool(reduced) == ("StagedExecutor" in played.text) == (where == "host")
+    assert bool(reduced) == ("Using staged" in played.text) == (where == "host")
     losses = played.values["history"]["loss"]
     assert losses == sorted(losses, reverse=True)
     kernel, bias = played.values["model"].kernel[...], played.values["model"].bias[...]

@@ -125,7 +125,7 @@ def _settings(program: ReplicaProgram, executor: Executor) -> list[Line]:
     return [
         Line(f"step {program.name}"),
         Line(f"{len(replicas)} replicas, {replicas.replicas_per_device} per device"),
-        Line(f"executor {type(executor).__name__}, pack_bytes={executor.pack_bytes}"),
+        Line(f"executor {executor.name}, pack_bytes={executor.pack_bytes}"),
         Line(f"donated inputs {list(program.donated)}"),
         Line(f"outputs {[kind.is_own for kind in program.outputs]}"),
     ]

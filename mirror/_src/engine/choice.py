@@ -15,14 +15,10 @@ from mirror._src.devices.collective_check import (
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.engine.all_reduce import AllReduce
 from mirror._src.engine.cross_device_ops import CrossDeviceOps
-from mirror._src.engine.executor import Executor, uses_gloo
-from mirror._src.engine.lone import LoneExecutor
+from mirror._src.engine.executor import Executor, MeshExecutor
+from mirror._src.engine.mapping import uses_gloo
 from mirror._src.engine.one_device import ReductionToOneDevice
-from mirror._src.engine.pmap import PmapExecutor
-from mirror._src.engine.shard_map import ShardMapExecutor
-from mirror._src.engine.sharded import ShardedExecutor
 from mirror._src.engine.staged.executor import StagedExecutor
-from mirror._src.engine.vmap import VmapExecutor
 
 _logger = logging.getLogger("mirror")
 _TEST_SECS = 30.0  # XLA itself ends the process if NCCL has not started after about 40 s
@@ -45,59 +41,56 @@ def choose(
             be XLA's.
     """
     if replicas.spans_processes:
-        return _choose_spanning(replicas, ops, shard_update=shard_update)
+        _require_xla(replicas, ops)
     if replicas.are_mixed and isinstance(ops, AllReduce):
         raise ValueError(
             f"AllReduce cannot connect {backend.names(replicas.devices)}, which are devices of "
             "several types. Omit cross_device_ops, or pass mirror.ReductionToOneDevice()."
         )
-    if shard_update:
-        reason = _reason_not_to_shard(replicas, ops)
-        if not reason:
-            pack_bytes = ops._packed_bytes(on_host=replicas.on_host)
-            return _log_choice(
-                ShardedExecutor(replicas, pack_bytes=pack_bytes), "shard_update=True"
-            )
+    reason = _reason_not_to_shard(replicas, ops)
+    if shard_update and reason:
         _logger.info("shard_update=True has no effect: %s", reason)
-    if replicas.are_mixed:
-        return _staged(replicas, ops, "the devices are of several types")
     if not isinstance(ops, AllReduce):
-        return _staged(replicas, ops, f"cross_device_ops is {ops!r}")
-    if len(replicas) == 1:
-        _logger.debug("Using LoneExecutor: single replica")
-        return LoneExecutor(replicas)
-    pack_bytes = ops._packed_bytes(on_host=replicas.on_host)
-    if replicas.replicas_per_device > 1:
-        executor = VmapExecutor(replicas, pack_bytes=pack_bytes)
-        return _log_choice(executor, "several replicas per device")
-    _logger.debug("Using PmapExecutor: one replica per device, devices of one type")
-    return PmapExecutor(replicas, pack_bytes=pack_bytes)
+        return _staged(replicas, ops)
+    spans = replicas.spans_processes
+    pack_bytes = ops._packed_bytes(on_host=replicas.on_host, spans_processes=spans)
+    executor = MeshExecutor(
+        replicas,
+        can_shard=shard_update and not reason,
+        pack_bytes=pack_bytes if len(replicas) > 1 else 0,
+    )
+    why = {
+        "jit": "single replica",
+        "pmap": "one replica per device, devices of one type",
+        "shard_map": "several processes" if spans else "shard_update=True",
+        "vmap": "several replicas per device",
+    }
+    level = logging.DEBUG if executor.name in ("jit", "pmap") else logging.INFO
+    _logger.log(level, "Using %s: %s", executor.name, why[executor.name])
+    return executor
 
 
-def _choose_spanning(
-    replicas: ReplicaDevices, ops: CrossDeviceOps, *, shard_update: bool
-) -> Executor:
-    """Returns the executor for devices of several processes."""
-    if replicas.are_mixed or not isinstance(ops, AllReduce):
-        found = f"cross_device_ops={ops!r} reduces on the host of one process"
-        if replicas.are_mixed:
-            found = f"{backend.names(replicas.devices)} are devices of several types"
-        raise NotImplementedError(
-            f"{found}, but the replicas are in several processes, which only XLA's collectives "
-            "connect. Omit cross_device_ops, and use devices of one type."
-        )
-    if shard_update:
-        # See `_reason_not_to_shard`: jax#40830.
-        _logger.info("shard_update=True has no effect: the replicas are in several processes")
-    pack_bytes = ops._packed_bytes(on_host=replicas.on_host, spans_processes=True)
-    if replicas.replicas_per_device > 1:
-        executor = VmapExecutor(replicas, pack_bytes=pack_bytes)
-        return _log_choice(executor, "several replicas per device")
-    return _log_choice(ShardMapExecutor(replicas, pack_bytes=pack_bytes), "several processes")
+def _require_xla(replicas: ReplicaDevices, ops: CrossDeviceOps) -> None:
+    """Rejects collectives other than XLA's for devices of several processes.
+
+    Raises:
+        NotImplementedError: If the devices are of several types, or `ops` reduces on the host.
+    """
+    if not replicas.are_mixed and isinstance(ops, AllReduce):
+        return
+    found = f"cross_device_ops={ops!r} reduces on the host of one process"
+    if replicas.are_mixed:
+        found = f"{backend.names(replicas.devices)} are devices of several types"
+    raise NotImplementedError(
+        f"{found}, but the replicas are in several processes, which only XLA's collectives "
+        "connect. Omit cross_device_ops, and use devices of one type."
+    )
 
 
 def _reason_not_to_shard(replicas: ReplicaDevices, ops: CrossDeviceOps) -> str:
     """Returns why weight updates cannot be sharded; empty if they can."""
+    if replicas.spans_processes:
+        return "the replicas are in several processes"  # gloo, as below
     if replicas.are_mixed:
         return "the devices are of several types"
     if not isinstance(ops, AllReduce):
@@ -105,19 +98,18 @@ def _reason_not_to_shard(replicas: ReplicaDevices, ops: CrossDeviceOps) -> str:
     if replicas.replicas_per_device > 1:
         return "several replicas per device"
     if len(replicas) > 1 and uses_gloo(replicas):
+        # jax#40830
         return "the reduce-scatter of gloo, which JAX uses in a job, returns wrong values"
     return "single replica" if len(replicas) == 1 else ""
 
 
-def _staged(replicas: ReplicaDevices, ops: CrossDeviceOps, reason: str) -> Executor:
-    executor = _log_choice(StagedExecutor(replicas, ops), reason)
+def _staged(replicas: ReplicaDevices, ops: CrossDeviceOps) -> Executor:
+    executor = StagedExecutor(replicas, ops)
+    is_mixed = replicas.are_mixed
+    reason = "the devices are of several types" if is_mixed else f"cross_device_ops is {ops!r}"
+    _logger.info("Using %s: %s", executor.name, reason)
     device = backend.logical_name(ops.device)
     _logger.info("Reduce to %s then broadcast to %s", device, backend.names(replicas.devices))
-    return executor
-
-
-def _log_choice(executor: Executor, reason: str) -> Executor:
-    _logger.info("Using %s: %s", type(executor).__name__, reason)
     return executor
 
 

@@ -1,10 +1,10 @@
-"""Base classes of executors, and the programs that they compile."""
+"""`Executor`, `MeshExecutor`, and the programs that they compile."""
 
 import abc
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
 
 import jax
@@ -14,13 +14,13 @@ from jax.extend.core import ClosedJaxpr
 
 from mirror._src.base.errors import describe
 from mirror._src.base.types import Array
-from mirror._src.cluster.store import is_initialized
 from mirror._src.devices.described import GpuCompilerError
 from mirror._src.devices.eager_work import bound_eager_work
 from mirror._src.devices.launch import is_needed
 from mirror._src.devices.launches import Described, Site
 from mirror._src.devices.replicas import Kind, ReplicaDevices
 from mirror._src.engine.compiled import CompiledProgram, MeshProgram
+from mirror._src.engine.mapping import Mapping, Outputs, map_replicas, mapping_for, rules_inside
 from mirror._src.jaxprs.collective_eqns import is_collective, kind_of
 from mirror._src.jaxprs.equations import arrays_in, equations
 from mirror._src.jaxprs.flat import has_effects
@@ -28,21 +28,14 @@ from mirror._src.jaxprs.primitives import CALLBACK
 from mirror._src.jaxprs.trace import abstract, abstract_row, context_token
 from mirror._src.jaxprs.user_lines import user_line
 from mirror._src.passes.callbacks import CallbackGuard, is_callback
-from mirror._src.passes.collective_rules import extreme_rules, scatter_rules
-from mirror._src.passes.evaluate import Lowering, Rules
+from mirror._src.passes.evaluate import Lowering
 from mirror._src.passes.sharded_update import ShardedUpdate
 from mirror._src.passes.shards import Shards
 
-Outputs = tuple[Any, ...]
 _WITHOUT_RACES = "xla_gpu_exclude_nondeterministic_ops"
 _SCATTER_BYTES = "xla_gpu_reduce_scatter_combine_threshold_bytes"
 _BUCKET_BYTES = 30 * 2**20  # of gradients, as XLA combines all-reduces
 _NO_DEFERRAL = contextlib.nullcontext()
-
-
-def uses_gloo(replicas: ReplicaDevices) -> bool:
-    """Whether the collectives are gloo's: in a job, also those between devices of one process."""
-    return replicas.on_host and is_initialized()
 
 
 class SignatureChanged(Exception):
@@ -95,12 +88,14 @@ class Executor(abc.ABC):
     """Runs replica programs on the replicas' devices.
 
     Attributes:
+        name: Name in the log.
         replicas: Devices of the replicas.
         reduces_on: Device on which collectives are reduced. `None` if XLA reduces across devices.
         pack_bytes: Independent all-reduces of at most this many bytes are packed into one buffer.
         can_shard: Whether it runs programs with sharded inputs and outputs.
     """
 
+    name: str
     reduces_on: jax.Device | None = None
     can_shard = False
 
@@ -113,30 +108,32 @@ class Executor(abc.ABC):
         """Prepares a program to run. XLA may compile it only when it first runs."""
 
 
+@final
 class MeshExecutor(Executor):
     """Runs replica programs as one program over the mesh of the devices.
 
     Args:
         replicas: Devices of the replicas, of one type.
+        can_shard: As for `Executor`.
         collectives: Whether the programs contain collectives.
         pack_bytes: As for `Executor`.
         replica_ids: Indices of the replicas, for reports. Defaults to 0, 1, ...
-
-    Attributes:
-        needs_per_replica_input: Whether at least one input must be per-replica.
+        mapping: How to map over the devices. Defaults to what they require.
     """
-
-    needs_per_replica_input = True
 
     def __init__(
         self,
         replicas: ReplicaDevices,
         *,
+        can_shard: bool = False,
         collectives: bool = True,
         pack_bytes: int = 0,
         replica_ids: Sequence[int] | None = None,
+        mapping: Mapping | None = None,
     ) -> None:
         super().__init__(replicas, pack_bytes)
+        self.can_shard = can_shard
+        self.name = self._mapping = mapping or mapping_for(replicas, has_slices=can_shard)
         self.replica_ids = range(len(replicas)) if replica_ids is None else replica_ids
         # One device needs no rendezvous, and every accelerator has its own queue.
         self._bounded = replicas.on_host and collectives and is_needed()
@@ -144,34 +141,6 @@ class MeshExecutor(Executor):
             bound_eager_work()
         self._filler: Any = None
 
-    @abc.abstractmethod
-    def _mapped(
-        self,
-        replica: Callable[..., Outputs],
-        inputs: Sequence[Kind],
-        outputs: Sequence[Kind],
-        guard: CallbackGuard | None,
-    ) -> Callable[..., Outputs]:
-        """Returns a function of all replicas' leaves that runs `replica` for every replica.
-
-        Args:
-            replica: Function of one replica's leaves.
-            inputs: How the replicas hold each input.
-            outputs: How the replicas hold each output.
-            guard: As for `ReplicaProgram`.
-        """
-
-    def _rules(self, guard: CallbackGuard | None) -> Rules:
-        """Returns the rules for operations that are replaced inside the mapping."""
-        axis = self.replicas.axis_name
-        scatters = scatter_rules(axis, len(self.replicas)) if uses_gloo(self.replicas) else {}
-        return {**extreme_rules(axis), **scatters, **(guard.rules(axis) if guard else {})}
-
-    def _lowering(self, arrays: Mapping[int, Any], rules: Rules) -> Lowering:
-        """Returns the `Lowering` that evaluates a replica program inside the mapping."""
-        return Lowering(arrays, rules, self.pack_bytes)
-
-    @final
     def compile(self, program: ReplicaProgram) -> MeshProgram:
         """See `Executor.compile`.
 
@@ -184,7 +153,10 @@ class MeshExecutor(Executor):
         # program, and JAX 0.10 and 0.12 reject operations inside `jax.pmap` on arrays that were
         # placed outside.
         captured = {id(array): array for jaxpr in program.jaxprs for array in arrays_in(jaxpr)}
-        rules = self._rules(program.guard)
+        rules = rules_inside(self._mapping, self.replicas, program.guard)
+        # With `vmap`, collectives within a device need no packing, and those across devices are
+        # packed by `map_replicas`.
+        pack_bytes = 0 if self._mapping == "vmap" else self.pack_bytes
         update = None
         if program.shards is not None:
             n, axis_name = len(self.replicas), self.replicas.axis_name
@@ -192,7 +164,8 @@ class MeshExecutor(Executor):
         start = len(program.inputs)
 
         def replica(*leaves: Any) -> Sequence[Any]:
-            lowering = self._lowering(dict(zip(captured, leaves[start:], strict=True)), rules)
+            arrays = dict(zip(captured, leaves[start:], strict=True))
+            lowering = Lowering(arrays, rules, pack_bytes)
             if update is None:
                 results = lowering.in_turn(program.jaxprs, leaves[:start])
             else:
@@ -224,7 +197,6 @@ class MeshExecutor(Executor):
             scatters=update is not None,
         )
 
-    @final
     def compile_function(
         self,
         name: str,
@@ -261,9 +233,9 @@ class MeshExecutor(Executor):
             has_races: Whether devices could compute different values that must be the same.
             scatters: Whether it sums gradients by reduce-scatters.
         """
-        # `jax.pmap` and `jax.vmap` need an input to map over. A step without a per-replica input
-        # gets an unused one.
-        fill = self.needs_per_replica_input and not any(kind.is_own for kind in kinds)
+        # `jax.pmap` needs an input to map over. A step without a per-replica input gets an unused
+        # one.
+        fill = self._mapping == "pmap" and not any(kind.is_own for kind in kinds)
         if fill and self._filler is None:
             rows = np.zeros((len(self.replicas),), np.int32)
             self._filler = self.replicas.input(rows, Kind(is_own=True))
@@ -275,7 +247,9 @@ class MeshExecutor(Executor):
 
         inputs = [*kinds, *([Kind(is_own=True)] if fill else [])]
         outputs = [*output_kinds, *([Kind()] if bounded else [])]
-        mapped = self._mapped(replica, inputs, outputs, guard)
+        mapped = map_replicas(
+            self._mapping, replica, self.replicas, inputs, outputs, guard, self.pack_bytes
+        )
         num_arguments = len(kinds) - len(captured)
 
         def named(*leaves: Any) -> Any:  # the `lower` method of `jax.pmap` ignores donation

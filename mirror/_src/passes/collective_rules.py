@@ -1,17 +1,18 @@
-"""Collectives of a replica program with several replicas per device, and for a single replica.
+"""Rules for collectives over the replicas: one per device, several per device, or a single one.
 
 A replica program names one replica axis. With several replicas per device, this axis is split in
 two: the mapped axis of a `jax.vmap` over the replicas of a device and, with several devices, the
-axis of a `jax.shard_map`. A reduction runs over the first axis, then over the second.
+axis of a `jax.shard_map`. A reduction runs over the first axis, then over the second. With one
+replica per device, only the axis of the devices exists, and JAX's own collectives remain, except
+for those below that XLA computes differently. A single replica has neither axis.
 
 Collectives that give each replica a different part are built from an all-gather. `jax.vmap` has no
 rule for some of them (groups, partial permutations), and an incorrect rule for `all_to_all` of
 operands that are the same for all replicas (JAX 0.10 and 0.12).
 """
 
-import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
@@ -50,77 +51,84 @@ def _positive_zero(value: Array) -> Array:
     return jnp.where(value == 0, jnp.zeros((), value.dtype), value)
 
 
-def extreme_rules(axis: str) -> Rules:
-    """Returns the rules for `Lowering` with one replica per device: maxima and minima of floats."""
-
-    def find(eqn: JaxprEqn) -> Rule | None:
-        avals: list[Any] = [atom.aval for atom in eqn.invars]
-        dtypes = [aval.dtype for aval in avals]
-        has_floats = any(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes)
-        has_bools = any(dtype == jnp.bool_ for dtype in dtypes)
-        spans_all = axes_of(eqn) == (axis,) and eqn.params.get("axis_index_groups") is None
-        return apply if spans_all and (has_floats or has_bools) else None
-
-    def apply(eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
-        return [reduce_extreme(eqn.primitive.name, value, axis) for value in arguments]
-
-    return dict.fromkeys(("pmax", "pmin"), find)
-
-
-def scatter_rules(axis: str, num_replicas: int) -> Rules:
-    """Returns the rules for `Lowering` with one replica per device, over gloo: reduce-scatters.
-
-    They become all-reduces, of which every replica keeps its part. The reduce-scatter of gloo
-    returns wrong values for large arrays from time to time (jax#40830; JAX 0.10 to 0.12.0.1).
-    """
-    rule = DeviceCollectives(axis, num_replicas).rules["reduce_scatter"]
-    return {"reduce_scatter": rule}
-
-
-def _if_over_replicas(rule: Rule, eqn: JaxprEqn) -> Rule | None:
-    return rule if names_axis(eqn) else None
-
-
 def _call_sequentially(eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
     return bind_with(eqn, arguments, {**eqn.params, "vmap_method": "sequential"})
 
 
-class VmapCollectives:
-    """Collectives over all replicas, with several replicas per device.
+@final
+class CollectiveRules:
+    """Rules for collectives over all replicas.
 
     Args:
-        vmap_axis: Name of the mapped axis of the replicas of a device.
-        replicas_per_device: Size of that axis.
         device_axis: Name of the axis of the devices. `None` for a single device.
-        num_devices: Size of that axis.
+        vmap_axis: Name of the mapped axis of the replicas of a device. `None` for one replica per
+            device.
+        num_devices: Size of the first axis.
+        replicas_per_device: Size of the second axis.
+        over_gloo: Whether gloo runs the collectives.
     """
 
     def __init__(
-        self, vmap_axis: str, replicas_per_device: int, device_axis: str | None, num_devices: int
+        self,
+        device_axis: str | None,
+        vmap_axis: str | None,
+        num_devices: int,
+        replicas_per_device: int,
+        *,
+        over_gloo: bool = False,
     ) -> None:
-        self._vmap_axis, self._replicas_per_device = vmap_axis, replicas_per_device
-        self._device_axis = device_axis
+        self._device_axis, self._vmap_axis = device_axis, vmap_axis
+        self._replicas_per_device = replicas_per_device
         self._num_replicas = replicas_per_device * num_devices
+        self._over_gloo = over_gloo
 
     @property
     def rules(self) -> Rules:
         """Rules for `Lowering`."""
-        collectives: dict[str, Rule] = {
-            "axis_index": lambda *_: [self._replica_id()],
-            **dict.fromkeys(ALL_REDUCES, self._reduce),
-            "all_gather": self._map_operands(self._all_gather),
-            "reduce_scatter": self._map_operands(self._reduce_scatter),
-            "all_to_all": self._map_operands(self._all_to_all),
-            "ppermute": self._map_operands(self._ppermute),
-            "pbroadcast": self._map_operands(lambda p, x: self._gather(x)[p["source"]]),
+        if self._device_axis is not None and self._vmap_axis is None:
+            extremes: Rules = dict.fromkeys(("pmax", "pmin"), self._find_extreme)
+            # They become all-reduces, of which every replica keeps its part. The reduce-scatter of
+            # gloo returns wrong values for large arrays from time to time (jax#40830; JAX 0.10 to
+            # 0.12.0.1).
+            scatters = self._over_replicas({"reduce_scatter": self._reduce_scatter})
+            return {**extremes, **scatters} if self._over_gloo else extremes
+        rules = {
+            **dict.fromkeys(ALL_REDUCES, self._if_over_replicas(self._reduce)),
+            "axis_index": self._if_over_replicas(lambda *_: [self._replica_id()]),
+            **self._over_replicas(
+                {
+                    "all_gather": self._all_gather,
+                    "reduce_scatter": self._reduce_scatter,
+                    "all_to_all": self._all_to_all,
+                    "ppermute": self._ppermute,
+                    "pbroadcast": lambda p, x: self._gather(x)[p["source"]],
+                }
+            ),
         }
-        rules: dict[str, Callable[[JaxprEqn], Rule | None]] = {
+        if self._vmap_axis is not None:
             # Each replica calls its function separately, as with one replica per device.
-            "pure_callback": lambda eqn: None if eqn.params["vmap_method"] else _call_sequentially
-        }
-        for name, rule in collectives.items():
-            rules[name] = functools.partial(_if_over_replicas, rule)
+            rules["pure_callback"] = lambda eqn: (
+                None if eqn.params["vmap_method"] else _call_sequentially
+            )
         return rules
+
+    def _find_extreme(self, eqn: JaxprEqn) -> Rule | None:
+        """Returns the rule for a maximum or minimum of floats or booleans over all devices."""
+        avals: list[Any] = [atom.aval for atom in eqn.invars]
+        dtypes = [aval.dtype for aval in avals]
+        has_floats = any(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes)
+        has_bools = any(dtype == jnp.bool_ for dtype in dtypes)
+        is_whole = axes_of(eqn) == (self._device_axis,)
+        spans_all = is_whole and eqn.params.get("axis_index_groups") is None
+        return self._reduce if spans_all and (has_floats or has_bools) else None
+
+    def _if_over_replicas(self, rule: Rule) -> Callable[[JaxprEqn], Rule | None]:
+        return lambda eqn: rule if names_axis(eqn) else None
+
+    def _over_replicas(self, rules: dict[str, Callable[[dict[str, Any], Array], Array]]) -> Rules:
+        return {
+            name: self._if_over_replicas(self._map_operands(rule)) for name, rule in rules.items()
+        }
 
     def _map_operands(self, rule: Callable[[dict[str, Any], Array], Array]) -> Rule:
         def apply(eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
@@ -137,6 +145,9 @@ class VmapCollectives:
             )
 
     def _replica_id(self) -> Array:
+        if self._vmap_axis is None:
+            is_single = self._device_axis is None
+            return jnp.zeros((), jnp.int32) if is_single else jax.lax.axis_index(self._device_axis)
         index = jax.lax.axis_index(self._vmap_axis)
         if self._device_axis is None:
             return index
@@ -147,21 +158,25 @@ class VmapCollectives:
         if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
             bits = self._gather(jax.random.key_data(value))
             return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(value))
-        values = jax.lax.all_gather(value, self._vmap_axis)
+        values = value[None]
+        if self._vmap_axis is not None:
+            values = jax.lax.all_gather(value, self._vmap_axis)
         if self._device_axis is None:
             return values
         return jax.lax.all_gather(values, self._device_axis, tiled=True)
 
     def _all_reduce(self, primitive: str, value: Array) -> Array:
         if primitive == "psum":
-            total = jax.lax.psum(value, self._vmap_axis)
-            return total if self._device_axis is None else jax.lax.psum(total, self._device_axis)
+            for axis in filter(None, (self._vmap_axis, self._device_axis)):
+                value = jax.lax.psum(value, axis)
+            return value
         if value.dtype == jnp.bool_:
             return self._all_reduce(primitive, value.astype(jnp.uint8)).astype(jnp.bool_)
-        extreme = _positive_zero(_ALL_REDUCE[primitive](value, self._vmap_axis))
+        if self._vmap_axis is not None:
+            value = _ALL_REDUCE[primitive](value, self._vmap_axis)
         if self._device_axis is None:
-            return extreme
-        return reduce_extreme(primitive, extreme, self._device_axis)
+            return _positive_zero(value)
+        return reduce_extreme(primitive, value, self._device_axis)
 
     def _reduce(self, eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
         primitive, groups = eqn.primitive.name, eqn.params.get("axis_index_groups")
@@ -245,36 +260,3 @@ class VmapCollectives:
         if len(source) == self._num_replicas:
             return received
         return jnp.where(origin >= 0, received, jnp.zeros_like(received))
-
-
-class SingleReplicaCollectives(VmapCollectives):
-    """Collectives of a single replica, which need no axis."""
-
-    def __init__(self) -> None:
-        super().__init__("", 1, None, 1)
-
-    def _replica_id(self) -> Array:
-        return jnp.zeros((), jnp.int32)
-
-    def _gather(self, value: Array) -> Array:
-        return value[None]
-
-    def _all_reduce(self, primitive: str, value: Array) -> Array:
-        return value if primitive == "psum" else _positive_zero(value)
-
-
-class DeviceCollectives(VmapCollectives):
-    """Collectives over all replicas, with one replica per device."""
-
-    def __init__(self, device_axis: str, num_devices: int) -> None:
-        super().__init__("", 1, device_axis, num_devices)
-        self._axis = device_axis
-
-    def _replica_id(self) -> Array:
-        return jax.lax.axis_index(self._axis)
-
-    def _gather(self, value: Array) -> Array:
-        return jax.lax.all_gather(value, self._axis)
-
-    def _all_reduce(self, primitive: str, value: Array) -> Array:
-        return _ALL_REDUCE[primitive](value, self._axis)

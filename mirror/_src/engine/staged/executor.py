@@ -24,6 +24,8 @@ class StagedExecutor(Executor):
         ops: Implements the reductions.
     """
 
+    name = "staged"
+
     def __init__(self, replicas: ReplicaDevices, ops: CrossDeviceOps) -> None:
         super().__init__(replicas, _PACK_BYTES if ops.pack_bytes is None else ops.pack_bytes)
         self.ops = ops

@@ -11,8 +11,8 @@ from mirror._src.base.types import Array
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.devices.transfer import NoMesh, copies_of, with_axis
 from mirror._src.devices.unstacked import UnstackedArrays
+from mirror._src.engine.executor import MeshExecutor
 from mirror._src.engine.per_replica import rows_on_devices
-from mirror._src.engine.pmap import PmapExecutor
 
 
 class Lane:
@@ -28,7 +28,7 @@ class Lane:
         self.ids = ids
         devices = tuple(every.devices[i] for i in ids)
         self.replicas = ReplicaDevices(devices, axis_name=every.axis_name)
-        self.executor = PmapExecutor(self.replicas, collectives=False, replica_ids=ids)
+        self.executor = MeshExecutor(self.replicas, collectives=False, replica_ids=ids)
         self.is_all = len(ids) == len(every)
         self.replica_ids = self.replicas.stack(np.asarray(ids, np.int32))
         self._same_mesh = self.replicas.mesh == every.mesh
