@@ -357,6 +357,22 @@ def test_step_trains_two_models():
     assert 0.5 in stored(found[0])
 
 
+def test_reductions_of_shards_are_reductions_of_all():
+    def step(momentum, x):
+        momentum = 0.9 * momentum + mirror.all_reduce("mean", x.mean(0))
+        is_large = momentum > 0.5
+        found = momentum.sum(), momentum.max(), momentum.min(), is_large.all(), is_large.any()
+        return momentum, found
+
+    strategy = cpu_strategy(2, shard_update=True)
+    (batch,) = strategy.distribute_dataset([np.tile(np.arange(4, dtype=np.float32), (2, 1))])
+    with strategy.scope():
+        momentum = jnp.zeros(4)
+    momentum, found = strategy.run(step, (momentum, batch), donate_argnums=0)
+    assert stored(momentum) == [0.5]
+    assert list(map(float, found)) == [6, 3, 0, False, True]
+
+
 def test_missing_all_reduce_is_still_an_error():
     strategy = cpu_strategy(2, shard_update=True)
     model, optimizer = nnx_training(strategy)

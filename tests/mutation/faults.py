@@ -384,7 +384,7 @@ _OF_EXECUTORS = (
         'reduce_extreme(f"p{op}", extreme',
         'reduce_extreme("pmax", extreme',
         ("tests/engine/test_shard_update.py",),
-        is_slow=True,
+        likely="reductions_of_shards",
     ),
     Fault(
         "the gradient of a convolution with groups",
