@@ -47,6 +47,7 @@ class Fault(NamedTuple):
 
 
 _PROOF = "mirror/_src/jaxprs/proof.py"
+_EQUATIONS = "mirror/_src/jaxprs/equations.py"
 _PS = "mirror/_src/ps"
 _RUN = "mirror/_src/engine"
 _TRAINING = "mirror/_src/training"
@@ -55,9 +56,9 @@ _CHECKPOINTS = "mirror/_src/training/checkpoints"
 _OF_THE_PROOF = (
     Fault(
         "a Ref that a while's test writes",
-        _PROOF,
-        "_, test_after = self.walk(test, [*test_consts, *carry])",
-        "pass",
+        _EQUATIONS,
+        "                self.call(loop.test, [*test_consts, *carry])\n",
+        "",
         ("tests/jaxprs/test_proof.py",),
         search=Search(),
     ),
@@ -72,8 +73,8 @@ _OF_THE_PROOF = (
     Fault(
         "a Ref that is written",
         _PROOF,
-        "mark.join(value) if is_ref(atom)",
-        "mark if is_ref(atom)",
+        "mark.join(value).of(mark.source)",
+        "mark",
         ("tests/jaxprs/test_proof.py",),
         search=Search(),
     ),
@@ -119,24 +120,24 @@ _OF_THE_PROOF = (
     ),
     Fault(
         "a carry after the first round",
-        _PROOF,
-        "if joined == marks",
-        "if True",
+        _EQUATIONS,
+        "if joined == carry and before == self.state():\n                return [*carry, *map",
+        "if True:\n                return [*carry, *map",
         ("tests/jaxprs/test_proof.py",),
         search=Search(),
     ),
     Fault(
         "a carry of a while that the number of rounds changes",
-        _PROOF,
-        "joined = [chosen(pair, predicate) for pair in zip(carry, outputs, strict=True)]",
-        "joined = [either(pair) for pair in zip(carry, outputs, strict=True)]",
+        _EQUATIONS,
+        "joined = [self.chosen(predicate, pair) for",
+        "joined = [self.chosen(self.constant(True), pair) for",
         ("tests/jaxprs/test_proof.py",),
     ),
     Fault(
         "a Ref that the body of a scan writes",
         _PROOF,
-        "joined = [*after[:num_consts], *joins(",
-        "joined = [*marks[:num_consts], *joins(",
+        "return dict(self.stored)",
+        "return {}",
         ("tests/jaxprs/test_proof.py",),
     ),
     Fault(

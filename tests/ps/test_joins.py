@@ -86,6 +86,12 @@ def after_a_loop(context, grads, loss, batch, params):
     return grads, jax.lax.scan(lambda carry, _: (carry + loss / 3, loss), 0.0, length=3)
 
 
+def after_a_while(context, grads, loss, batch, params):
+    grads, loss = mean(context, grads, loss, batch, params)
+    body = lambda carry: (carry[0] + 1, carry[1] + 2 * loss)  # noqa: E731
+    return grads, jax.lax.while_loop(lambda carry: carry[0] < 3, body, (0, loss))[1]
+
+
 SAME_NUMBERS = {
     "mean": step_of(mean),
     "sum of losses over the size of the batch": step_of(
@@ -156,6 +162,7 @@ SAME_NUMBERS = {
     ),
     "loop before": step_of(accumulated),
     "loop after": step_of(after_a_loop),
+    "while after": step_of(after_a_while),
     "branch": step_of(
         with_results(
             lambda context, loss, batch, params: jax.lax.cond(

@@ -68,6 +68,12 @@ ACCEPTED = BITWISE | {
     "accumulate": optax.MultiSteps(optax.chain(optax.clip(1.0), optax.adam(1e-2)), 3),
     "schedule_free": optax.contrib.schedule_free_sgd(0.1),
     "ema": optax.chain(optax.ema(0.9), optax.sgd(0.1)),
+    "loop": optax.chain(
+        optax.stateless_with_tree_map(
+            lambda g, _: jax.lax.fori_loop(0, 3, lambda _, x: x - x**3 / 10, g)
+        ),
+        optax.sgd(0.1),
+    ),
 }
 """Rows may be on any server."""
 

@@ -12,17 +12,10 @@ from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from mirror._src.jaxprs.collective_eqns import is_stateful
-from mirror._src.jaxprs.equations import (
-    Scan,
-    While,
-    called,
-    is_ref,
-    walk,
-    with_inner,
-)
+from mirror._src.jaxprs.equations import Interpreter, is_ref, with_inner
 from mirror._src.jaxprs.primitives import PASSING
 
 
@@ -66,7 +59,7 @@ def dependence(
     for index in inputs:
         is_number = jnp.issubdtype(_aval(jaxpr.invars[index]).dtype, jnp.number)
         marks[index] = {index: Dependence.ADDED if is_number else Dependence.OTHER}
-    after = _Pass().run(program, marks)
+    after = _Pass().call(program, marks)
     dependences = []
     for index, output in zip(inputs, outputs, strict=True):
         same_shape = _aval(jaxpr.invars[index]).shape == _aval(jaxpr.outvars[output]).shape
@@ -75,7 +68,7 @@ def dependence(
     return dependences
 
 
-class _Pass:
+class _Pass(Interpreter[_Marks]):
     """Dependence pass over a program.
 
     Attributes:
@@ -84,74 +77,37 @@ class _Pass:
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.control: frozenset[int] = frozenset()
         self.stored: frozenset[int] = frozenset()
 
-    def run(self, program: ClosedJaxpr, marks: Sequence[_Marks]) -> list[_Marks]:
-        """Walks until `stored` stops growing: in a loop, a read may precede its write."""
-        while True:
-            stored = self.stored
-            outputs = self.walk(program, marks)
-            if stored == self.stored:
-                return outputs
+    def constant(self, _: Any) -> _Marks:
+        return _NONE
 
-    def walk(self, program: ClosedJaxpr | Jaxpr, marks: Sequence[_Marks]) -> list[_Marks]:
-        return walk(program, marks, lambda _: _NONE, self.equation)
-
-    def equation(self, eqn: JaxprEqn, marks: list[_Marks]) -> Sequence[_Marks]:
-        if not (any(marks) or self.control or self.stored):
+    def equation(self, eqn: JaxprEqn, operands: list[_Marks]) -> Sequence[_Marks]:
+        if not (any(operands) or self.control or self.stored):
             return [_NONE] * len(eqn.outvars)
-        name = eqn.primitive.name
-        if name == "scan":
-            return self.scan(eqn, marks)
-        if name == "while":
-            return self.while_loop(eqn, marks)
-        if name == "cond":
-            return self.cond(eqn, marks)
-        program = called(eqn)
-        if program is not None:
-            return self.walk(program, marks)
+        return super().equation(eqn, operands)
+
+    def leaf(self, eqn: JaxprEqn, operands: list[_Marks]) -> Sequence[_Marks]:
         if _touches_state(eqn):
-            self.stored |= self.control.union(*marks)
-            return [_other({*self.stored}.union(*marks))] * len(eqn.outvars)
-        if name in PASSING and len(marks) == len(eqn.outvars):
-            return marks
-        return [_computed(eqn, marks)] * len(eqn.outvars)
+            self.stored |= self.control.union(*operands)
+            return [_other({*self.stored}.union(*operands))] * len(eqn.outvars)
+        if eqn.primitive.name in PASSING and len(operands) == len(eqn.outvars):
+            return operands
+        return [_computed(eqn, operands)] * len(eqn.outvars)
 
-    def scan(self, eqn: JaxprEqn, marks: list[_Marks]) -> list[_Marks]:
-        scan = Scan(eqn)
-        consts, carry, scanned = scan.split(marks)
-        slices = list(map(_other, scanned))
-        while True:
-            outputs = self.walk(scan.body, [*consts, *carry, *slices])
-            joined = _joins(carry, outputs[: scan.num_carry])
-            if joined == carry:
-                return [*carry, *map(_other, outputs[scan.num_carry :])]
-            carry = joined
+    def chosen(self, predicate: _Marks, cases: Sequence[_Marks]) -> _Marks:
+        return _chosen(predicate, cases)
 
-    def while_loop(self, eqn: JaxprEqn, marks: list[_Marks]) -> list[_Marks]:
-        loop = While(eqn)
-        test_consts, consts, carry = loop.split(marks)
-        while True:
-            (predicate,) = self.walk(loop.test, [*test_consts, *carry])
-            with self.under(predicate):
-                # Whether the test runs again depends on its previous result.
-                self.walk(loop.test, [*test_consts, *carry])
-                outputs = self.walk(loop.body, [*consts, *carry])
-            joined = [_chosen(predicate, pair) for pair in zip(carry, outputs, strict=True)]
-            if joined == carry:
-                return carry
-            carry = joined
+    def slice_of(self, array: _Marks) -> _Marks:
+        return _other(array)
 
-    def cond(self, eqn: JaxprEqn, marks: list[_Marks]) -> list[_Marks]:
-        index, *operands = marks
-        with self.under(index):
-            branches = [self.walk(branch, operands) for branch in eqn.params["branches"]]
-        return [_chosen(index, cases) for cases in zip(*branches, strict=True)]
+    def state(self) -> frozenset[int]:
+        return self.stored
 
     @contextmanager
-    def under(self, predicate: _Marks) -> Iterator[None]:
-        """Context manager for operations that run only if the predicate says so."""
+    def under(self, predicate: _Marks, _eqn: JaxprEqn) -> Iterator[None]:
         saved = self.control
         self.control = saved.union(predicate)
         yield
@@ -192,11 +148,6 @@ def _chosen(predicate: _Marks, cases: Sequence[_Marks]) -> _Marks:
         differing = {k for k in _inputs((result, case)) if result.get(k) is not case.get(k)}
         result.update(_other(differing))
     return {**result, **_other(predicate)}
-
-
-def _joins(left: Sequence[_Marks], right: Sequence[_Marks]) -> list[_Marks]:
-    """Returns the dependence of values that are either the left or the right ones."""
-    return [_chosen(_NONE, pair) for pair in zip(left, right, strict=True)]
 
 
 def _inputs(marks: Iterable[_Marks]) -> set[int]:

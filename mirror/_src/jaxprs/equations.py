@@ -1,12 +1,17 @@
 """Walks over jaxprs and the programs inside their operations: calls, loops and branches."""
 
+import abc
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from mirror._src.jaxprs.primitives import CALL
+from mirror._src.jaxprs.primitives import CALL, Kind, of_kind
+
+T = TypeVar("T")
+_EVALUATED = of_kind(Kind.CALL | Kind.CONTROL)
 
 
 def inner_programs(params: Iterable[Any]) -> Iterator[ClosedJaxpr | Jaxpr]:
@@ -109,6 +114,116 @@ class While:
         """Splits values into constants of the test, constants of the body, and carry."""
         start, end = self._num[0], sum(self._num)
         return list(values[:start]), list(values[start:end]), list(values[end:])
+
+
+def solve_of(eqn: JaxprEqn, values: Sequence[Any]) -> tuple[ClosedJaxpr, list[Any]]:
+    """Returns the program of a `custom_linear_solve`, and its arguments among the operands.
+
+    Its other programs are for derivatives.
+    """
+    lengths = eqn.params["const_lengths"]
+    start = lengths.matvec + lengths.vecmat
+    consts, rest = values[start : start + lengths.solve], values[sum(lengths) :]
+    return eqn.params["jaxprs"].solve, [*consts, *rest]
+
+
+class Interpreter(abc.ABC, Generic[T]):
+    """Base class of passes that find facts about each value of a program.
+
+    It evaluates calls, branches and loops, which it repeats until the facts about the carry stay
+    the same. The facts must not alternate: the facts about one of several values hold for each.
+
+    Attributes:
+        within: The operations whose inner program is evaluated, outermost first.
+    """
+
+    def __init__(self) -> None:
+        self.within: list[JaxprEqn] = []
+
+    @abc.abstractmethod
+    def constant(self, value: Any) -> T:
+        """Returns the facts about a constant."""
+
+    @abc.abstractmethod
+    def leaf(self, eqn: JaxprEqn, operands: list[T]) -> Sequence[T]:
+        """Returns the facts about the results of an operation that is not evaluated here."""
+
+    @abc.abstractmethod
+    def chosen(self, predicate: T, cases: Sequence[T]) -> T:
+        """Returns the facts about a value that is one of several, as the predicate says."""
+
+    def slice_of(self, array: T) -> T:
+        """Returns the facts about a slice of an array that `scan` reads or stacks; or the array."""
+        return array
+
+    def state(self) -> Any:
+        """Returns a copy of the facts that no value has, such as of what a `Ref` holds."""
+        return None
+
+    def under(self, _predicate: T, _eqn: JaxprEqn) -> contextlib.AbstractContextManager[None]:
+        """Context manager for operations that run only if the predicate of an operation says so."""
+        return contextlib.nullcontext()
+
+    def call(self, program: ClosedJaxpr | Jaxpr, inputs: Sequence[T]) -> list[T]:
+        """Returns the facts about the outputs of a program."""
+        return walk(program, inputs, self.constant, self.equation)
+
+    def equation(self, eqn: JaxprEqn, operands: list[T]) -> Sequence[T]:
+        """Returns the facts about the results of an operation."""
+        if eqn.primitive.name not in _EVALUATED:
+            return self.leaf(eqn, operands)
+        self.within.append(eqn)
+        try:
+            match eqn.primitive.name:
+                case "scan":
+                    return self.scan(eqn, operands)
+                case "while":
+                    return self.while_loop(eqn, operands)
+                case "cond":
+                    return self.cond(eqn, operands)
+                case "custom_linear_solve":
+                    return self.call(*solve_of(eqn, operands))
+            if (inner := called(eqn)) is not None:
+                return self.call(inner, operands)
+        finally:
+            self.within.pop()
+        return self.leaf(eqn, operands)
+
+    def scan(self, eqn: JaxprEqn, operands: list[T]) -> list[T]:
+        """Returns the facts about the results of a `scan`."""
+        scan, always = Scan(eqn), self.constant(True)
+        consts, carry, scanned = scan.split(operands)
+        slices = list(map(self.slice_of, scanned))
+        while True:
+            before = self.state()
+            outputs = self.call(scan.body, [*consts, *carry, *slices])
+            joined = [self.chosen(always, pair) for pair in zip(carry, outputs, strict=False)]
+            if joined == carry and before == self.state():
+                return [*carry, *map(self.slice_of, outputs[scan.num_carry :])]
+            carry = joined
+
+    def while_loop(self, eqn: JaxprEqn, operands: list[T]) -> list[T]:
+        """Returns the facts about the results of a `while`."""
+        loop = While(eqn)
+        test_consts, consts, carry = loop.split(operands)
+        while True:
+            before = self.state()
+            (predicate,) = self.call(loop.test, [*test_consts, *carry])
+            with self.under(predicate, eqn):
+                # Whether the test runs again depends on its previous result.
+                self.call(loop.test, [*test_consts, *carry])
+                outputs = self.call(loop.body, [*consts, *carry])
+            joined = [self.chosen(predicate, pair) for pair in zip(carry, outputs, strict=True)]
+            if joined == carry and before == self.state():
+                return carry
+            carry = joined
+
+    def cond(self, eqn: JaxprEqn, operands: list[T]) -> list[T]:
+        """Returns the facts about the results of a `cond`."""
+        predicate, *rest = operands
+        with self.under(predicate, eqn):
+            branches = [self.call(branch, rest) for branch in eqn.params["branches"]]
+        return [self.chosen(predicate, cases) for cases in zip(*branches, strict=True)]
 
 
 def _count_equal_ranks(outer: Sequence[Any], inner: Sequence[Any]) -> int:

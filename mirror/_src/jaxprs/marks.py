@@ -71,8 +71,3 @@ def chosen(marks: Iterable[Mark], predicate: Mark) -> Mark:
     """Returns the mark of a value that the predicate selects, unless all candidates are equal."""
     mark = either(marks)
     return mark if mark.source is not None else mark.join(predicate.of(None))
-
-
-def joins(left: Sequence[Mark], right: Sequence[Mark]) -> list[Mark]:
-    """Returns the pairwise joins of two lists of marks."""
-    return [a.join(b) for a, b in zip(left, right, strict=True)]

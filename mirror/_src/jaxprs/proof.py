@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from mirror._src.base.errors import ReplicaDivergenceError, listing
 from mirror._src.jaxprs.collective_eqns import (
@@ -30,8 +30,8 @@ from mirror._src.jaxprs.collective_eqns import (
     spans_whole_axis,
 )
 from mirror._src.jaxprs.ensure import ensured_p
-from mirror._src.jaxprs.equations import Scan, While, called, inner_programs, is_ref, jaxpr_of
-from mirror._src.jaxprs.marks import MIRRORED, Mark, chosen, computed, either, joins
+from mirror._src.jaxprs.equations import Interpreter, inner_programs, is_ref, jaxpr_of
+from mirror._src.jaxprs.marks import MIRRORED, Mark, chosen, computed
 from mirror._src.jaxprs.origins import LostUpdate
 from mirror._src.jaxprs.primitives import (
     CALLBACK,
@@ -46,6 +46,8 @@ from mirror._src.jaxprs.primitives import (
 )
 from mirror._src.jaxprs.trace import trace
 from mirror._src.jaxprs.user_lines import line_within, user_line
+
+_KEEPS_SAMPLES = ELEMENTWISE | SHAPING | JOINING
 
 
 @dataclass
@@ -100,9 +102,8 @@ def prove(
             is called on per-replica values.
     """
     inputs = [Mark(i if differs else None) for i, differs in enumerate(per_replica)]
-    named = [Mark(m.origin, var) for m, var in zip(inputs, jaxpr.jaxpr.invars, strict=True)]
     walk = _Pass(num_replicas, names, reports=problems is not None)
-    marks = walk.walk(jaxpr, named)[0]
+    marks = walk.call(jaxpr, inputs)
     if problems is not None:
         problems += walk.problems
     if notes is not None:
@@ -110,32 +111,37 @@ def prove(
         notes.shared_noise += walk.shared_noise
         differs = any(per_replica) or walk.meets_replica
         notes.idle_collectives += [] if differs else walk.idle
-        notes.races += walk.races
+        notes.races += dict.fromkeys(walk.races.values())
     return marks
 
 
-class _Pass:
+class _Pass(Interpreter[Mark]):
     """Data-flow pass over one program.
 
     Attributes:
         control: Description of the enclosing control flow that replicas may take differently.
-        within: The calls around the current operation.
+        stored: The mark of what each `Ref` holds, by the `id` of the variable that created it,
+            which is the source of the marks of the `Ref` itself.
+        expanded: The programs of hijax primitives, by the `id` of the operation.
+        races: The line of each racing operation, by the operations around it and itself.
         meets_replica: Whether the program contains a replica source.
     """
 
     def __init__(
         self, num_replicas: int, names: Sequence[str] = (), *, reports: bool = False
     ) -> None:
+        super().__init__()
         self.num_replicas = num_replicas
         self.names = names
         self.reports = reports
         self.problems: dict[str, None] = {}
         self.control: str | None = None
-        self.within: list[JaxprEqn] = []
+        self.stored: dict[int, Mark] = {}
+        self.expanded: dict[int, ClosedJaxpr] = {}
         self.shared_samples: dict[str, None] = {}
         self.shared_noise: dict[str, None] = {}
         self.idle: dict[str, None] = {}
-        self.races: dict[str, None] = {}
+        self.races: dict[tuple[int, ...], str] = {}
         self.meets_replica = False
 
     def describe_origin(self, mark: Mark) -> str:
@@ -150,81 +156,100 @@ class _Pass:
             raise ReplicaDivergenceError(message)
         self.problems[message] = None
 
-    def walk(
-        self, program: ClosedJaxpr | Jaxpr, marks: Sequence[Mark]
-    ) -> tuple[list[Mark], list[Mark]]:
-        """Returns the marks of the outputs, and of the inputs after writes to `Ref`s."""
-        jaxpr = jaxpr_of(program)
-        env: dict[Any, Mark] = dict.fromkeys(jaxpr.constvars, MIRRORED)
-        pairs = zip(jaxpr.invars, marks, strict=True)
-        env.update((var, mark.of(mark.source or var)) for var, mark in pairs)
+    def call(self, program: ClosedJaxpr | Jaxpr, inputs: Sequence[Mark]) -> list[Mark]:
+        pairs = zip(jaxpr_of(program).invars, inputs, strict=True)
+        named = [mark if mark.source is not None else self.named(var, mark) for var, mark in pairs]
+        return super().call(program, named)
 
-        def read(atom: Any) -> Mark:
-            return MIRRORED if isinstance(atom, Literal) else env[atom]
+    def constant(self, value: Any) -> Mark:
+        if not isinstance(value, jax.Ref):
+            return MIRRORED
+        return self.stored.setdefault(id(value), Mark(source=value))
 
-        for eqn in jaxpr.eqns:
-            before = [read(atom) for atom in eqn.invars]
-            outputs, after = self.equation(eqn, before)
-            for atom, mark in zip(eqn.invars, after, strict=True):
-                if is_ref(atom):
-                    env[atom] = mark
-            # A variable of an inner program has a different value in every call.
-            known = {id(mark.source) for mark in before if mark.source is not None}
-            for var, mark in zip(eqn.outvars, outputs, strict=True):
-                env[var] = mark.of(mark.source if id(mark.source) in known else var)
-        after = [
-            env[var].of(None) if is_ref(var) else mark
-            for var, mark in zip(jaxpr.invars, marks, strict=True)
-        ]
-        return [read(atom) for atom in jaxpr.outvars], after
-
-    def equation(self, eqn: JaxprEqn, marks: list[Mark]) -> tuple[list[Mark], list[Mark]]:
-        name = eqn.primitive.name
+    def equation(self, eqn: JaxprEqn, operands: list[Mark]) -> list[Mark]:
+        marks = list(map(self.held, operands)) if self.stored else operands
         if self.control is not None and is_collective(eqn):
             self.reject(_hang_message(eqn, self.control))
         self.require_ensured(eqn, marks)
-        if is_racing(eqn) and not any(mark.per_replica for mark in marks):
-            self.races[line_within(eqn, self.within)] = None
-        if name == "scan":
-            return self.scan(eqn, marks)
-        if name == "while":
-            return self.while_loop(eqn, marks)
-        if name == "cond":
-            return self.cond(eqn, marks)
-        if name == "custom_linear_solve":
-            return self.linear_solve(eqn, marks)
-        if name in PASSING:
-            return list(marks), marks
-        if name == "call_hi_primitive":
-            return self.walk(_expanded(eqn, self.num_replicas), marks)
-        program = called(eqn)
-        if program is not None:
-            self.within.append(eqn)
-            result = self.walk(program, marks)
-            self.within.pop()
-            return result
-        inner = list(map(jaxpr_of, inner_programs(eqn.params.values())))
-        if inner:
-            return self.opaque(eqn, marks, inner)
-        return self.leaf(eqn, marks)
+        self.note_race(eqn, marks)
+        # A variable of an inner program has a different value in every call.
+        known = {id(mark.source) for mark in operands if mark.source is not None}
+        outputs = []
+        for var, mark in zip(eqn.outvars, super().equation(eqn, marks), strict=True):
+            is_known = id(mark.source) in known
+            outputs.append(mark if is_known else self.named(var, self.held(mark)))
+        return outputs
 
-    def leaf(self, eqn: JaxprEqn, marks: list[Mark]) -> tuple[list[Mark], list[Mark]]:
-        """Marks an operation without inner programs."""
+    def leaf(self, eqn: JaxprEqn, operands: list[Mark]) -> Sequence[Mark]:
+        name = eqn.primitive.name
+        if name in PASSING:
+            return operands
+        if name == "call_hi_primitive":
+            if id(eqn) not in self.expanded:
+                self.expanded[id(eqn)] = _expanded(eqn, self.num_replicas)
+            return self.call(self.expanded[id(eqn)], operands)
+        inner = list(map(jaxpr_of, inner_programs(eqn.params.values())))
+        joined = self.opaque(eqn, operands, inner) if inner else self.computed(eqn, operands)
+        if name not in REF_READ:
+            self.write(eqn, operands, joined)
+        return [joined] * len(eqn.outvars)
+
+    def chosen(self, predicate: Mark, cases: Sequence[Mark]) -> Mark:
+        return chosen(cases, predicate)
+
+    def slice_of(self, array: Mark) -> Mark:
+        # A slice is not a copy of its array, but one of a `Ref` writes to it.
+        return array if id(array.source) in self.stored else array.of(None)
+
+    def state(self) -> dict[int, Mark]:
+        return dict(self.stored)
+
+    @contextlib.contextmanager
+    def under(self, predicate: Mark, eqn: JaxprEqn) -> Iterator[None]:
+        saved = self.control
+        if predicate.per_replica and saved is None:
+            self.control = (
+                f"the {eqn.primitive.name} at {user_line(eqn)}, whose predicate depends on "
+                f"{self.describe_origin(predicate)} and may differ between replicas"
+            )
+        yield
+        self.control = saved
+
+    def named(self, var: Any, mark: Mark) -> Mark:
+        """Returns the mark of a variable that is its own source."""
+        mark = mark.of(var)
+        if is_ref(var):
+            self.stored[id(var)] = mark
+        return mark
+
+    def held(self, mark: Mark) -> Mark:
+        """Returns the mark of a value or, for a `Ref`, of what it holds now."""
+        return self.stored.get(id(mark.source), mark)
+
+    def note_race(self, eqn: JaxprEqn, marks: list[Mark]) -> None:
+        """Records a race; a later round of a loop may find that its operands differ anyway."""
+        if is_racing(eqn):
+            key = *map(id, self.within), id(eqn)
+            if any(mark.per_replica for mark in marks):
+                self.races.pop(key, None)
+            else:
+                self.races[key] = line_within(eqn, self.within)
+
+    def computed(self, eqn: JaxprEqn, marks: list[Mark]) -> Mark:
+        """Returns the mark of the results of an operation without inner programs."""
         joined = computed(marks)
         if is_collective(eqn):
             require_supported_dtype(eqn)
             if not joined.per_replica:
                 self.idle[line_within(eqn, self.within)] = None
         if _is_mirrored(eqn, joined, self.num_replicas):
-            return [self.mark_collective(eqn)] * len(eqn.outvars), marks
+            return self.mark_collective(eqn)
         joined = self.note(eqn, marks, joined)
         if is_replica_source(eqn):
             self.meets_replica = True
             if not joined.per_replica:
                 joined = Mark(f"{eqn.primitive.name} at {user_line(eqn)}")
-        if eqn.primitive.name not in REF_READ:
-            marks = self.write(eqn, marks, joined)
-        return [joined] * len(eqn.outvars), marks
+        return joined
 
     def note(self, eqn: JaxprEqn, marks: list[Mark], joined: Mark) -> Mark:
         """Adds the samples and callbacks that a value was computed from to its mark."""
@@ -236,7 +261,7 @@ class _Pass:
         if name in CALLBACK and not is_stateful(eqn) and not joined.per_replica:
             line = f"{name} at {line_within(eqn, self.within)}"
             return replace(joined, assumed=joined.assumed | {line})
-        if name not in ELEMENTWISE | SHAPING | JOINING:
+        if name not in _KEEPS_SAMPLES:
             return joined
         samples = frozenset().union(*(mark.samples for mark in marks if not mark.per_replica))
         if not samples:
@@ -268,23 +293,16 @@ class _Pass:
         line = line_within(eqn, self.within)
         return Mark(reduced_by=frozenset({f"{result_of(eqn)} at {line}"}))
 
-    def write(self, eqn: JaxprEqn, marks: Sequence[Mark], value: Mark) -> list[Mark]:
-        """Returns the marks of the inputs after the value may have been written to their `Ref`s."""
+    def write(self, eqn: JaxprEqn, marks: Sequence[Mark], value: Mark) -> None:
+        """Records that a value may have been written to the `Ref`s among the operands."""
         value = value.join(Mark(self.control))
-        pairs = zip(eqn.invars, marks, strict=True)
-        return [mark.join(value) if is_ref(atom) else mark for atom, mark in pairs]
+        for atom, mark in zip(eqn.invars, marks, strict=True):
+            if is_ref(atom):
+                assert mark.source is not None  # JAX rejects a `Ref` that is one of several
+                self.stored[id(mark.source)] = mark.join(value).of(mark.source)
 
-    def linear_solve(self, eqn: JaxprEqn, marks: list[Mark]) -> tuple[list[Mark], list[Mark]]:
-        """Marks the results of `solve`; the other programs are for derivatives."""
-        lengths, solve = eqn.params["const_lengths"], eqn.params["jaxprs"].solve
-        start = lengths.matvec + lengths.vecmat
-        consts, rest = marks[start : start + lengths.solve], marks[sum(lengths) :]
-        return self.walk(solve, [*consts, *rest])[0], marks
-
-    def opaque(
-        self, eqn: JaxprEqn, marks: list[Mark], inner: list[Jaxpr]
-    ) -> tuple[list[Mark], list[Mark]]:
-        """Marks an operation whose use of its inner programs is unknown."""
+    def opaque(self, eqn: JaxprEqn, marks: list[Mark], inner: list[Jaxpr]) -> Mark:
+        """Returns the mark of an operation whose use of its inner programs is unknown."""
         worst = computed(marks)
         if any(map(contains_replica_source, inner)):
             self.meets_replica = True
@@ -295,66 +313,7 @@ class _Pass:
                 f"{user_line(eqn)}: the collective inside `{eqn.primitive.name}` may not run on "
                 f"every replica. Move the all-reduce out of `{eqn.primitive.name}`."
             )
-        return [worst] * len(eqn.outvars), self.write(eqn, marks, worst)
-
-    def scan(self, eqn: JaxprEqn, marks: list[Mark]) -> tuple[list[Mark], list[Mark]]:
-        scan = Scan(eqn)
-        num_consts, num_carry = scan.num_consts, scan.num_carry
-        marks = list(marks)
-        carry = slice(num_consts, num_consts + num_carry)
-        races = dict(self.races)
-        while True:
-            self.races = dict(races)  # a value that is mirrored in the first iteration may differ
-            # A slice is not a copy of its array.
-            marks[carry.stop :] = [mark.of(None) for mark in marks[carry.stop :]]
-            outputs, after = self.walk(scan.body, marks)
-            joined = [*after[:num_consts], *joins(marks[carry], outputs[:num_carry])]
-            joined += after[carry.stop :]
-            if joined == marks:
-                break
-            marks = joined
-        stacked = [mark.of(None) for mark in outputs[num_carry:]]
-        return [*marks[carry], *stacked], [*marks[:num_consts], *marks[num_consts:]]
-
-    def while_loop(self, eqn: JaxprEqn, marks: list[Mark]) -> tuple[list[Mark], list[Mark]]:
-        loop = While(eqn)
-        test, body = loop.test, loop.body
-        test_consts, consts, carry = loop.split(marks)
-        num_test, num_body = len(test_consts), len(consts)
-        races = dict(self.races)
-        while True:
-            self.races = dict(races)
-            (predicate,), test_after = self.walk(test, [*test_consts, *carry])
-            with self.under(predicate, eqn):
-                if predicate.per_replica:
-                    # The number of runs of the test depends on the predicate, and so do its writes.
-                    _, test_after = self.walk(test, [*test_consts, *carry])
-                outputs, after = self.walk(body, [*consts, *carry])
-            joined = [chosen(pair, predicate) for pair in zip(carry, outputs, strict=True)]
-            new = (test_after[:num_test], after[:num_body], joined)
-            if new == (test_consts, consts, carry):
-                return carry, [*test_consts, *consts, *carry]
-            test_consts, consts, carry = new
-
-    def cond(self, eqn: JaxprEqn, marks: list[Mark]) -> tuple[list[Mark], list[Mark]]:
-        predicate, operands = marks[0], marks[1:]
-        with self.under(predicate, eqn):
-            walked = [self.walk(branch, operands) for branch in eqn.params["branches"]]
-        outputs = [chosen(marks, predicate) for marks in zip(*(o for o, _ in walked), strict=True)]
-        after = list(map(either, zip(*(a for _, a in walked), strict=True)))
-        return outputs, [predicate, *after]
-
-    @contextlib.contextmanager
-    def under(self, predicate: Mark, eqn: JaxprEqn) -> Iterator[None]:
-        """Context manager for walking the inner programs of `eqn`, which the predicate controls."""
-        saved = self.control
-        if predicate.per_replica and saved is None:
-            self.control = (
-                f"the {eqn.primitive.name} at {user_line(eqn)}, whose predicate depends on "
-                f"{self.describe_origin(predicate)} and may differ between replicas"
-            )
-        yield
-        self.control = saved
+        return worst
 
 
 def is_racing(eqn: JaxprEqn) -> bool:

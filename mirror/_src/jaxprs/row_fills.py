@@ -22,6 +22,7 @@ POSITIVE: Value = ("positive", 0, 0)
 """A positive number without rows, such as a learned temperature."""
 
 _SAME = {"add_any": "add", "lt_to": "lt", "le_to": "le", "eq_to": "eq"}
+_KEEPING = PASSING | CASTING | {"real"}
 _COMMUTING = frozenset(("add", "mul", "and", "or"))
 _NEUTRAL = {"add": (0,), "sub": (0,), "mul": (1,), "div": (1,), "and": (1,), "or": (0,)}
 _ABSORBING = {"mul": (0,), "div": (0,), "and": (0,), "or": (1,)}
@@ -90,7 +91,7 @@ def elementwise(eqn: JaxprEqn, values: Sequence[Value]) -> Value:
         if isinstance(which, float):
             return cases[int(which)]
         return cases[0] if all(case == cases[0] for case in cases) else None
-    if name in PASSING | CASTING or name == "real":
+    if name in _KEEPING:
         return _cast(values[0], eqn)
     if all(isinstance(value, float) for value in values):
         return _evaluated(name, eqn, values)

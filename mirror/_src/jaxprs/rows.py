@@ -14,7 +14,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from mirror._src.jaxprs.collective_eqns import ALL_REDUCES, axes_of, is_collective
-from mirror._src.jaxprs.equations import Scan, While, called, walk
+from mirror._src.jaxprs.equations import Interpreter, Scan, While
 from mirror._src.jaxprs.primitives import PASSING
 from mirror._src.jaxprs.row_facts import (
     NO_LINES,
@@ -51,30 +51,19 @@ def find_rows(
     return [rows._replace(padded=rows.padded | rows.diluted) for rows in found]
 
 
-class _Pass:
+class _Pass(Interpreter[Rows]):
     """Data-flow pass over one program."""
 
     def __init__(self, num_replicas: int) -> None:
+        super().__init__()
         self.num_replicas = num_replicas
-        self.within: list[JaxprEqn] = []
         self.depth = 0
 
-    def call(self, program: ClosedJaxpr | Jaxpr, inputs: Sequence[Rows]) -> list[Rows]:
-        return walk(program, inputs, _constant, self.equation)
+    def constant(self, value: Any) -> Rows:
+        return NO_ROWS._replace(constant=constant_of(value))
 
-    def equation(self, eqn: JaxprEqn, operands: list[Rows]) -> Sequence[Rows]:
+    def leaf(self, eqn: JaxprEqn, operands: list[Rows]) -> Sequence[Rows]:
         name, count = eqn.primitive.name, len(eqn.outvars)
-        if name in ("scan", "while", "cond", "custom_linear_solve"):
-            self.within.append(eqn)
-            found: list[Rows] = getattr(self, name + "_")(eqn, operands)
-            self.within.pop()
-            return found
-        inner = called(eqn)
-        if inner is not None:
-            self.within.append(eqn)
-            found = self.call(inner, operands)
-            self.within.pop()
-            return found
         if name in PASSING and count == len(operands):
             return operands
         if name == "iota":
@@ -90,6 +79,11 @@ class _Pass:
         if rule is None:
             return [unknown(operands, line)] * count
         return [rule(eqn, operands, line)] * count
+
+    def chosen(self, predicate: Rows, cases: Sequence[Rows]) -> Rows:
+        value = join(cases)
+        predicate = predicate._replace(is_mask=False, is_index=False)
+        return join([predicate, value])._replace(fills=value.fills)
 
     def place(self, eqn: JaxprEqn) -> Place:
         """Returns the place of an operation in the user's code.
@@ -127,7 +121,7 @@ class _Pass:
             return gathered(eqn, result._replace(is_mask=operand.is_mask))
         return result.without([row.axis for row in operand.axes], line, excludes)
 
-    def scan_(self, eqn: JaxprEqn, operands: list[Rows]) -> list[Rows]:
+    def scan(self, eqn: JaxprEqn, operands: list[Rows]) -> list[Rows]:
         scan, line = Scan(eqn), self.place(eqn)
         consts, carry, scanned = scan.split(operands)
         self.depth += 1
@@ -165,7 +159,7 @@ class _Pass:
 
         return [*carry, *(outside(x).moved(stacked) for x in outputs[scan.num_carry :])]
 
-    def while_(self, eqn: JaxprEqn, operands: list[Rows]) -> list[Rows]:
+    def while_loop(self, eqn: JaxprEqn, operands: list[Rows]) -> list[Rows]:
         loop, line = While(eqn), self.place(eqn)
         test_consts, consts, carry = loop.split(operands)
         while True:
@@ -178,24 +172,6 @@ class _Pass:
         # A loop under `jax.vmap` runs until all rows are done, and keeps the rows that are.
         lines = frozenset({line}) if test.mixed or test.axes else NO_LINES
         return [x._replace(unknown=x.unknown | test.unknown | lines) for x in carry]
-
-    def cond_(self, eqn: JaxprEqn, operands: list[Rows]) -> list[Rows]:
-        predicate, rest = operands[0], operands[1:]
-        branches = [self.call(branch, rest) for branch in eqn.params["branches"]]
-        predicate = predicate._replace(is_mask=False, is_index=False)
-        pairs = [join(outputs) for outputs in zip(*branches, strict=True)]
-        return [join([predicate, x])._replace(fills=x.fills) for x in pairs]
-
-    def custom_linear_solve_(self, eqn: JaxprEqn, operands: list[Rows]) -> list[Rows]:
-        """Returns the results of `solve`; the other programs are for derivatives."""
-        lengths = eqn.params["const_lengths"]
-        start = lengths.matvec + lengths.vecmat
-        consts, rest = operands[start : start + lengths.solve], operands[sum(lengths) :]
-        return self.call(eqn.params["jaxprs"].solve, [*consts, *rest])
-
-
-def _constant(value: Any) -> Rows:
-    return NO_ROWS._replace(constant=constant_of(value))
 
 
 def _if_not(value: Value, unknown: Sequence[Value]) -> Value:

@@ -27,6 +27,7 @@ from mirror._src.jaxprs.primitives import (
 from mirror._src.jaxprs.user_lines import line_within
 
 _MOVING = PASSING | SHAPING | JOINING
+_KEEPS_SAMPLES = _MOVING | ELEMENTWISE | SAMPLER
 _LINEAR = _MOVING | CASTING | ADDITION | LINEAR | {"mul", "div"}
 
 _Lines = frozenset[str]
@@ -56,7 +57,7 @@ def summed_noise(program: ClosedJaxpr, per_replica: Sequence[bool]) -> set[str]:
         if not differs:
             if name in SAMPLER:
                 samples = frozenset({line_within(operation.eqn, operation.around)})
-            if samples and name in SAMPLER | ELEMENTWISE | _MOVING:
+            if samples and name in _KEEPS_SAMPLES:
                 noise.update(dict.fromkeys(operation.outputs, samples))
             continue
         differing.update(operation.outputs)

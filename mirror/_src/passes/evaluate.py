@@ -11,7 +11,15 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import NamedSharding
 
 from mirror._src.jaxprs.atoms import Atom, Constant, Value
-from mirror._src.jaxprs.equations import Scan, While, called, inner_programs, jaxpr_of, walk
+from mirror._src.jaxprs.equations import (
+    Scan,
+    While,
+    called,
+    inner_programs,
+    jaxpr_of,
+    solve_of,
+    walk,
+)
 from mirror._src.jaxprs.flat import (
     FlatProgram,
     Operation,
@@ -222,19 +230,11 @@ def _cond(run: Lowering, eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
     return jax.lax.switch(index.astype(jnp.int32), branches, *operands)
 
 
-def _linear_solve(run: Lowering, eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
-    """Evaluates `solve`; the other programs are for derivatives."""
-    lengths = eqn.params["const_lengths"]
-    start = lengths.matvec + lengths.vecmat
-    consts, rest = arguments[start : start + lengths.solve], arguments[sum(lengths) :]
-    return run.call(eqn.params["jaxprs"].solve, [*consts, *rest])
-
-
 _CONTROL_FLOW: dict[str, Callable[[Lowering, JaxprEqn, list[Any]], list[Any]]] = {
     "scan": _scan,
     "while": _while,
     "cond": _cond,
-    "custom_linear_solve": _linear_solve,
+    "custom_linear_solve": lambda run, eqn, arguments: run.call(*solve_of(eqn, arguments)),
     # These refer to the mesh of a constant array of the step, which is an argument here.
     "sharding_constraint": lambda _, __, arguments: arguments,
     "reshard": lambda _, __, arguments: arguments,

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from mirror._src.jaxprs.equations import called, walk
+from mirror._src.jaxprs.equations import Interpreter
 from mirror._src.jaxprs.primitives import ELEMENTWISE, PASSING, REDUCTION
 
 
@@ -42,23 +42,26 @@ def follow(program: ClosedJaxpr | Jaxpr, arguments: Sequence[Depends]) -> list[D
     An operation that is not known to keep rows apart mixes them. So a leaf may be said to be mixed
     that is not, but never the other way round.
     """
-    return walk(program, arguments, lambda _: Depends(), _equation)
+    return _Pass().call(program, arguments)
 
 
-def _equation(eqn: JaxprEqn, operands: list[Depends]) -> Sequence[Depends]:
-    if (inner := called(eqn)) is not None:
-        return follow(inner, operands)
-    name = eqn.primitive.name
-    if name == "cond":
-        predicate = operands[0].without_rows()
-        branches = [follow(branch, operands[1:]) for branch in eqn.params["branches"]]
-        return [union([predicate, *results]) for results in zip(*branches, strict=True)]
-    if name in PASSING:
-        return operands
-    depends = union(operands)
-    if not keeps_rows(eqn):
-        depends = depends.without_rows()
-    return [depends] * len(eqn.outvars)
+class _Pass(Interpreter[Depends]):
+    """Data-flow pass over one program."""
+
+    def constant(self, _: Any) -> Depends:
+        return Depends()
+
+    def leaf(self, eqn: JaxprEqn, operands: list[Depends]) -> Sequence[Depends]:
+        if eqn.primitive.name in PASSING:
+            return operands
+        depends = union(operands)
+        return [depends if keeps_rows(eqn) else depends.without_rows()] * len(eqn.outvars)
+
+    def chosen(self, predicate: Depends, cases: Sequence[Depends]) -> Depends:
+        return union([predicate.without_rows(), *cases])
+
+    def slice_of(self, array: Depends) -> Depends:
+        return array.without_rows()
 
 
 def is_elementwise(eqn: JaxprEqn) -> bool:

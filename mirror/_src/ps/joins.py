@@ -7,6 +7,7 @@ computed in any other way from reduced values, such as the square root of a mean
 """
 
 import enum
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from mirror._src.jaxprs.collective_eqns import (
     is_replica_source,
     spans_whole_axis,
 )
-from mirror._src.jaxprs.equations import Scan, called, inner_programs, is_ref, jaxpr_of, walk
+from mirror._src.jaxprs.equations import Interpreter, inner_programs, is_ref, jaxpr_of
 from mirror._src.jaxprs.primitives import (
     ADDITION,
     CASTING,
@@ -48,6 +49,8 @@ class Join(enum.Enum):
 
 
 _REDUCED_BY = {"psum": Join.RAW_SUM, "pmax": Join.MAX, "pmin": Join.MIN}
+_SHAPING = SHAPING | PICKING
+_JOINING = ADDITION | JOINING
 _KEEPING = SHAPING | CASTING
 _PRODUCTS = frozenset(("mul", "dot_general", "conv_general_dilated"))
 
@@ -62,23 +65,38 @@ def find_joins(
         arguments: For each input, `SAME` or `OWN`.
         num_replicas: Number of the replicas of a worker.
     """
+    return list(map(_summed, _Pass(num_replicas).call(program, arguments)))
 
-    def equation(eqn: JaxprEqn, operands: list[Join]) -> Sequence[Join]:
+
+class _Pass(Interpreter[Join]):
+    """Data-flow pass over one program."""
+
+    def __init__(self, num_replicas: int) -> None:
+        super().__init__()
+        self.num_replicas = num_replicas
+
+    def constant(self, _: Any) -> Join:
+        return Join.SAME
+
+    def leaf(self, eqn: JaxprEqn, operands: list[Join]) -> Sequence[Join]:
         name = eqn.primitive.name
-        if name == "scan":
-            return _scan(eqn, operands, num_replicas)
-        if name == "cond":
-            return _cond(eqn, operands, num_replicas)
-        if (inner := called(eqn)) is not None:
-            return find_joins(inner, operands, num_replicas)
         if name in _REDUCED_BY and spans_whole_axis(eqn):
             return [_reduced(_REDUCED_BY[name], operand) for operand in operands]
         if name in PASSING:
             return operands
-        return [_joined(eqn, operands, num_replicas)] * len(eqn.outvars)
+        return [_joined(eqn, operands, self.num_replicas)] * len(eqn.outvars)
 
-    found = walk(program, arguments, lambda _: Join.SAME, equation)
-    return [Join.SUM if join is Join.RAW_SUM else join for join in found]
+    def chosen(self, predicate: Join, cases: Sequence[Join]) -> Join:
+        found = functools.reduce(_either, cases)
+        if predicate is Join.SAME:
+            return found
+        is_own = predicate is Join.OWN and found in (Join.SAME, Join.OWN)
+        return Join.OWN if is_own else Join.NONE
+
+
+def _summed(join: Join) -> Join:
+    """Returns the join of a raw sum that is not divided any more."""
+    return Join.SUM if join is Join.RAW_SUM else join
 
 
 def _reduced(by: Join, operand: Join) -> Join:
@@ -108,7 +126,7 @@ def _joined(eqn: JaxprEqn, operands: list[Join], num_replicas: int) -> Join:
         is_float = jnp.issubdtype(_dtype(eqn.invars[0]), jnp.inexact)
         if len(kinds) == 1 and eqn.primitive.name in _KEEPING and is_float:
             return kinds.pop()
-    operands = [Join.SUM if join is Join.RAW_SUM else join for join in operands]
+    operands = list(map(_summed, operands))
     kinds = set(operands) - {Join.SAME}
     if len(kinds) > 1 or inner:
         return Join.NONE
@@ -136,7 +154,7 @@ def _of_reduced(eqn: JaxprEqn, operands: list[Join], kind: Join) -> Join:
     are_others_same = kind not in rest
     is_extreme = kind in (Join.MAX, Join.MIN)
     is_affine = kind is Join.MEAN or Join.SAME not in operands
-    if name in SHAPING | PICKING:
+    if name in _SHAPING:
         is_kept = are_others_same
     elif name == "convert_element_type":
         is_kept = _keeps_values(eqn, is_extreme=is_extreme)
@@ -144,7 +162,7 @@ def _of_reduced(eqn: JaxprEqn, operands: list[Join], kind: Join) -> Join:
         is_kept = False
     elif name in LINEAR:
         is_kept = True
-    elif name in ADDITION | JOINING:
+    elif name in _JOINING:
         is_kept = is_affine
     elif name in _PRODUCTS:
         is_kept = operands.count(kind) == 1
@@ -186,33 +204,10 @@ def _dtype(atom: Any) -> Any:
 
 def _either(a: Join, b: Join) -> Join:
     """Returns the join of a value that is one of two values, chosen equally on all parts."""
-    pair = {Join.SUM if join is Join.RAW_SUM else join for join in (a, b)}
-    if len(pair) == 1:
+    if a is b:
         return a
+    pair = {_summed(a), _summed(b)}
     others = pair - {Join.SAME}
-    if others in ({Join.OWN}, {Join.MEAN}):
+    if len(pair) == 1 or others in ({Join.OWN}, {Join.MEAN}):
         return others.pop()
     return Join.NONE
-
-
-def _scan(eqn: JaxprEqn, operands: list[Join], num_replicas: int) -> list[Join]:
-    scan = Scan(eqn)
-    consts, carry, scanned = scan.split(operands)
-    while True:
-        outputs = find_joins(scan.body, [*consts, *carry, *scanned], num_replicas)
-        grown = list(map(_either, carry, outputs[: scan.num_carry]))
-        if grown == carry:
-            return [*carry, *outputs[scan.num_carry :]]
-        carry = grown
-
-
-def _cond(eqn: JaxprEqn, operands: list[Join], num_replicas: int) -> list[Join]:
-    predicate, rest = operands[0], operands[1:]
-    branches = [find_joins(b, rest, num_replicas) for b in eqn.params["branches"]]
-    found = branches[0]
-    for branch in branches[1:]:
-        found = list(map(_either, found, branch))
-    if predicate is Join.SAME:
-        return found
-    is_own = predicate is Join.OWN
-    return [Join.OWN if is_own and j in (Join.SAME, Join.OWN) else Join.NONE for j in found]
