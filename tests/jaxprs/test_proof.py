@@ -266,6 +266,17 @@ def refs_in_a_loop(x, m):
     return first[...], second[...], third[...]
 
 
+@law("MP")
+def ref_that_another_branch_writes(x, m):
+    ref = jax.new_ref(jnp.zeros(8))
+
+    def write():
+        ref[...] = x
+        return m
+
+    return lax.cond(m[0] < 0, lambda: ref[...], write), ref[...]
+
+
 @law("P")
 def ref_counts_rounds(x, m):
     ref = jax.new_ref(jnp.zeros(()))

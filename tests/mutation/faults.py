@@ -71,6 +71,20 @@ _OF_THE_PROOF = (
         search=Search(),
     ),
     Fault(
+        "a primitive that the table does not know",
+        "mirror/_src/jaxprs/primitives.py",
+        "rsqrt ",
+        "",
+        ("tests/jaxprs/test_primitives.py",),
+    ),
+    Fault(
+        "a Ref that only one branch writes",
+        _PROOF,
+        "either(s[key] for s in states if key in s)",
+        "[s[key] for s in states if key in s][-1]",
+        ("tests/jaxprs/test_proof.py",),
+    ),
+    Fault(
         "a Ref that is written",
         _PROOF,
         "mark.join(value).of(mark.source)",

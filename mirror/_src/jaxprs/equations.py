@@ -160,6 +160,9 @@ class Interpreter(abc.ABC, Generic[T]):
         """Returns a copy of the facts that no value has, such as of what a `Ref` holds."""
         return None
 
+    def resume_from(self, states: Sequence[Any]) -> None:
+        """Continues after one of several branches, whose ends were in these states."""
+
     def under(self, _predicate: T, _eqn: JaxprEqn) -> contextlib.AbstractContextManager[None]:
         """Context manager for operations that run only if the predicate of an operation says so."""
         return contextlib.nullcontext()
@@ -221,8 +224,13 @@ class Interpreter(abc.ABC, Generic[T]):
     def cond(self, eqn: JaxprEqn, operands: list[T]) -> list[T]:
         """Returns the facts about the results of a `cond`."""
         predicate, *rest = operands
+        before, branches, states = self.state(), [], []
         with self.under(predicate, eqn):
-            branches = [self.call(branch, rest) for branch in eqn.params["branches"]]
+            for branch in eqn.params["branches"]:
+                self.resume_from([before])
+                branches.append(self.call(branch, rest))
+                states.append(self.state())
+        self.resume_from(states)
         return [self.chosen(predicate, cases) for cases in zip(*branches, strict=True)]
 
 

@@ -31,7 +31,7 @@ from mirror._src.jaxprs.collective_eqns import (
 )
 from mirror._src.jaxprs.ensure import ensured_p
 from mirror._src.jaxprs.equations import Interpreter, inner_programs, is_ref, jaxpr_of
-from mirror._src.jaxprs.marks import MIRRORED, Mark, chosen, computed
+from mirror._src.jaxprs.marks import MIRRORED, Mark, chosen, computed, either
 from mirror._src.jaxprs.origins import LostUpdate
 from mirror._src.jaxprs.primitives import (
     CALLBACK,
@@ -203,6 +203,10 @@ class _Pass(Interpreter[Mark]):
 
     def state(self) -> dict[int, Mark]:
         return dict(self.stored)
+
+    def resume_from(self, states: Sequence[dict[int, Mark]]) -> None:
+        keys = dict.fromkeys(key for state in states for key in state)
+        self.stored = {key: either(s[key] for s in states if key in s) for key in keys}
 
     @contextlib.contextmanager
     def under(self, predicate: Mark, eqn: JaxprEqn) -> Iterator[None]:
