@@ -178,6 +178,9 @@ def test_error_of_a_step_fits_the_cause(two):
     value.values[1].delete()
     with raises(ValueError, names="x", fix="donate_argnums"):
         two.run(lambda x: x, (value,))
+    for call in (two.gather, lambda value: two.reduce("sum", value, axis=0)):
+        with raises(ValueError, names="value", fix="donate_argnums"):
+            call(value)
 
 
 # Reductions and gathers

@@ -13,6 +13,7 @@ from mirror._src.base.errors import describe, expected
 from mirror._src.base.naming import keys
 from mirror._src.base.types import ARRAY_LIKE, Array, PyTree
 from mirror._src.devices.narrowing import ENABLE_64_BITS
+from mirror._src.devices.transfer import any_deleted
 from mirror._src.engine.in_step import bind_all_reduce
 from mirror._src.engine.per_replica import PerReplica, is_per_replica
 from mirror._src.engine.reduce_op import ReduceOp, accumulator, prepare
@@ -225,6 +226,8 @@ def _padded_along(method: str, value: Any, axes: Sequence[int], fix: str) -> Any
 
 def _padded(value: PerReplica) -> PerReplica:
     """Returns a value of different shapes, on the host, padded by zeros to the largest."""
+    if any_deleted([row for row in value.values if isinstance(row, jax.Array)]):
+        return value  # `run` names it
     shape = tuple(map(max, zip(*value.shapes, strict=True)))
     return PerReplica([_pad(row, shape) for row in value.values])
 
