@@ -373,6 +373,25 @@ def test_reductions_of_shards_are_reductions_of_all():
     assert list(map(float, found)) == [6, 3, 0, False, True]
 
 
+def test_gradients_in_half_precision_are_not_scattered():
+    """A reduce-scatter rounds them in another order than `jax.lax.psum`."""
+
+    def step(state, x):
+        grads = jax.grad(lambda p: (forward(p, x) ** 2).mean())(state[0])
+        grads = jax.tree.map(lambda g: jax.lax.psum(g, mirror.REPLICA_AXIS), grads)
+        updates, opt_state = tx.update(grads, state[1], state[0])
+        return optax.apply_updates(state[0], updates), opt_state
+
+    strategy, tx = cpu_strategy(4, shard_update=True), optax.adam(1e-2)
+    (batch,) = strategy.distribute_dataset([X.astype(jnp.bfloat16)])
+    with strategy.scope():
+        params = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), PARAMS)
+        state = (params, tx.init(params))
+    report = strategy.inspect(step, (state, batch))
+    assert "sharded" in {row.state for row in report.sharding}
+    assert "reduce-scatter" not in {row.kind for row in report.collectives}
+
+
 def test_missing_all_reduce_is_still_an_error():
     strategy = cpu_strategy(2, shard_update=True)
     model, optimizer = nnx_training(strategy)

@@ -271,7 +271,7 @@ _OF_PROGRAMS = (
         "return is_wide_float and spans_whole_axis(operation.eqn)",
         "return spans_whole_axis(operation.eqn)",
         ("tests/engine/test_shard_update.py",),
-        is_slow=True,
+        likely="half_precision",
     ),
 )
 
@@ -1606,7 +1606,7 @@ _OF_PARAMETER_SERVERS = (
         "return operand if operand is by and by is not Join.RAW_SUM else Join.NONE",
         "return operand if operand is by else Join.NONE",
         ("tests/ps/test_joins.py",),
-        is_slow=True,
+        likely="small_programs",
     ),
     Fault(
         "a sum divided by another number",
@@ -1614,7 +1614,7 @@ _OF_PARAMETER_SERVERS = (
         "        and float(divisor.val) == num_replicas\n",
         "",
         ("tests/ps/test_joins.py",),
-        is_slow=True,
+        likely="small_programs",
     ),
     Fault(
         "a constant that is added to a sum of each part",
@@ -1622,7 +1622,7 @@ _OF_PARAMETER_SERVERS = (
         "is_affine = kind is Join.MEAN or Join.SAME not in operands",
         "is_affine = True",
         ("tests/ps/test_joins.py",),
-        is_slow=True,
+        likely="small_programs",
     ),
     Fault(
         "results of parts of different sizes",

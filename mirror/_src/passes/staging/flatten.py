@@ -28,6 +28,7 @@ from mirror._src.jaxprs.equations import (
     arrays_of,
     called,
     inner_programs,
+    is_ref,
     jaxpr_of,
     walk,
     with_inner,
@@ -139,7 +140,7 @@ class _Builder:
 
     def operation(self, eqn: JaxprEqn, inputs: list[Atom]) -> list[Value]:
         for atom in (*eqn.invars, *eqn.outvars):
-            if hasattr(atom.aval, "inner_aval"):
+            if is_ref(atom):
                 name = eqn.primitive.name
                 raise NotImplementedError(_message(eqn, f"`{name}` uses a mutable `Ref`"))
         arrays = {id(array): self.constant(array) for array in arrays_of(eqn)}
