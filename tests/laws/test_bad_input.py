@@ -408,7 +408,7 @@ def test_check_for_nans_that_is_turned_on_late_is_explained(two, check, number):
         model.kernel[...] = model.kernel[...] + jnp.log(x)
         return mirror.all_reduce("mean", jnp.log(x))
 
-    for earlier in (1, 3):  # the next call takes the full path, or the quick one
+    for earlier in (1, 3):
         model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
         for _ in range(earlier):
             two.run(step, (model, np.float32(1)))

@@ -435,12 +435,12 @@ def test_tests_do_not_sleep():
 CODE_OF_TESTS = {
     "inside": """
         import mirror._src
-        import mirror._src.engine.quick as quick
+        import mirror._src.engine.runner as runner
         from mirror._src import run
-        from mirror._src.engine import quick
-        mirror._src.engine.quick.run()
-        patch.setattr("mirror._src.engine.quick", None)
-        code = "import jax; from mirror._src.engine import quick"
+        from mirror._src.engine import runner
+        mirror._src.engine.runner.run()
+        patch.setattr("mirror._src.engine.runner", None)
+        code = "import jax; from mirror._src.engine import runner"
     """,
     "outside": """
         import mirror

@@ -380,7 +380,7 @@ def all_reduce_that(
 
 @contextmanager
 def when_programs_are_found(strategy: mirror.Strategy, call: Callable[[], None]) -> Iterator[None]:
-    """Calls a function when a strategy, on the full path, has found a program: users see none."""
+    """Calls a function when a strategy has looked for a program to run: users see none."""
     runner = strategy._runner
     find = runner._find
 
@@ -391,7 +391,6 @@ def when_programs_are_found(strategy: mirror.Strategy, call: Callable[[], None])
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "_find", find_and_call)
-        patch.setattr(runner, "_remember_quick", lambda *_: None)
         yield
 
 

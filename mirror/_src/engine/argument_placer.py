@@ -1,7 +1,6 @@
 """`ArgumentPlacer`: puts arguments on the replicas' devices and copies donated ones if needed."""
 
 import operator
-from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
@@ -22,13 +21,13 @@ from mirror._src.engine.arguments import ref_message
 from mirror._src.engine.call import Call
 from mirror._src.engine.mesh import require_not_stacked
 from mirror._src.engine.program import StepProgram
+from mirror._src.engine.recent_arrays import RecentArrays, address, table_of
 from mirror._src.engine.replica_context import ReplicaGroup
-from mirror._src.engine.unchanged_arguments import RecentResults, exclude_results
 from mirror._src.passes.shards import Shards
 
 _get_sharding = operator.attrgetter("sharding")
-_MAX_RECENT_PROGRAMS = 8
 _MAX_SHARDINGS = 64
+_MAX_CHECKED = 64
 
 
 class ArgumentPlacer:
@@ -38,6 +37,9 @@ class ArgumentPlacer:
         group: The strategy.
         replicas: Devices of the replicas.
         holds_slices: Whether programs may shard arrays that would otherwise be mirrored.
+
+    Attributes:
+        recent: The mirrored arrays that recent launches have returned.
     """
 
     def __init__(
@@ -51,25 +53,48 @@ class ArgumentPlacer:
         # or an equal one that it has seen before.
         self._mirrored: dict[int, Sharding] = {id(replicas.mirrored): replicas.mirrored}
         self._stacked: dict[int, Sharding] = {id(replicas.stacked): replicas.stacked}
-        self._mirrored_id = id(replicas.mirrored)
         self._own_ids = {id(replicas.mirrored), id(replicas.stacked)}
         # Weak references, or the arrays of earlier steps would stay allocated. An entry is valid
         # only if it is the very array: a new array may have the id of one that has been freed.
         self._unshared: WeakValueDictionary[int, Array] = WeakValueDictionary()  # by id
         self._owners: WeakValueDictionary[int, Array] = WeakValueDictionary()  # by buffer address
-        self._recent: deque[RecentResults] = deque(maxlen=_MAX_RECENT_PROGRAMS)
+        self.recent = RecentArrays()
 
-    def are_placed(self, per_replica: Sequence[int], leaves: list[Any]) -> bool:
-        """Whether every leaf is on the replicas' devices; fast, because a call has hundreds."""
+    def prepare(
+        self, call: Call, leaves: list[Any], program: StepProgram | None
+    ) -> tuple[list[Any], Sequence[int]]:
+        """Returns the leaves on the replicas' devices, and the positions that need more checks.
+
+        Those are the positions of mirrored leaves that no recent launch has returned, and that no
+        earlier call of the program has passed.
+
+        Args:
+            call: The call.
+            leaves: Its leaves that are arrays or numbers.
+            program: The program that will run; None if it does not exist yet.
+
+        Raises:
+            ValueError: As for `place`.
+            TypeError: As for `place`.
+        """
+        new: Sequence[int] = call.layout.mirrored
+        rows = call.layout.per_replica
+        if program is not None and new:
+            new = self.recent.exclude(leaves, new, program.checked)
+        mirrored = list(map(leaves.__getitem__, new))
+        stacked = list(map(leaves.__getitem__, rows))
+        if not self._are_placed(mirrored, stacked) or any_deleted(leaves):
+            leaves = self.place(call, leaves)
+        return leaves, new
+
+    def _are_placed(self, mirrored: list[Any], stacked: list[Any]) -> bool:
+        """Whether arrays are on the replicas' devices."""
         try:
-            ids = list(map(id, map(_get_sharding, leaves)))
+            mirrored_ids = set(map(id, map(_get_sharding, mirrored)))
+            stacked_ids = set(map(id, map(_get_sharding, stacked)))
         except AttributeError:  # a number, a NumPy array, or a tracer
             return False
-        for i in per_replica:
-            if ids[i] not in self._stacked:
-                return False
-            ids[i] = self._mirrored_id
-        return self._mirrored.keys() >= set(ids)
+        return self._mirrored.keys() >= mirrored_ids and self._stacked.keys() >= stacked_ids
 
     def place(self, call: Call, leaves: list[Any]) -> list[Any]:
         """Returns the leaves on the replicas' devices; mirrors arrays created elsewhere.
@@ -134,24 +159,32 @@ class ArgumentPlacer:
         self._unshared.update({id(leaf): leaf for leaf in jax.tree.leaves(placed)})
         return placed
 
-    def copy_repeated(self, call: Call, leaves: list[Any], program: StepProgram) -> list[Any]:
+    def copy_repeated(
+        self, call: Call, leaves: list[Any], program: StepProgram, new: Sequence[int]
+    ) -> list[Any]:
         """Returns the leaves, with copies of those that would be donated and used elsewhere.
 
         `{"params": p, "ema": p}` is common, and donating `p` twice would crash JAX. The second leaf
         is replaced by a copy.
+
+        Args:
+            call: The call.
+            leaves: Its leaves on the devices.
+            program: The program that will run.
+            new: Positions of the leaves that may share memory with others.
         """
         donated = program.donated
         if not donated and not call.state:
             return leaves
         leaves = list(leaves)
-        mirrored = set(range(len(leaves))).difference(call.layout.per_replica)
-        self.copy_shared(program, call.state, leaves, sorted(mirrored))
-        ids = list(map(id, leaves))
+        if new:
+            self._copy_shared(program, call.state, leaves, new)
+        ids = list(map(address, leaves))
         distinct = set(ids)
-        in_state = not distinct.isdisjoint(map(id, call.state))
+        in_state = not distinct.isdisjoint(map(address, call.state))
         if not in_state and (not donated or len(distinct) == len(ids)):
             return leaves
-        taken = set(map(id, call.state))
+        taken = set(map(address, call.state))
         first = dict.fromkeys(donated)
         for i in first | dict.fromkeys(range(len(leaves))):
             if ids[i] in taken and isinstance(leaves[i], jax.Array):
@@ -160,17 +193,11 @@ class ArgumentPlacer:
                 taken.add(ids[i])
         return leaves
 
-    def record_run(self, program: StepProgram) -> None:
-        """Records that a program has run, because the next call may receive its results."""
-        returned = program.returned
-        if not self._recent or self._recent[-1] is not returned:
-            if returned in self._recent:
-                self._recent.remove(returned)
-            self._recent.append(returned)
-
-    def recent_results(self, program: StepProgram) -> list[RecentResults]:
-        """Returns the results of a program, then of the programs that have run last."""
-        return list(dict.fromkeys([program.returned, *reversed(self._recent)]))
+    def record(self, program: StepProgram, leaves: list[Any], new: Sequence[int]) -> None:
+        """Records the leaves that a call has checked: later calls may pass the same constants."""
+        if len(program.checked) > _MAX_CHECKED + 2 * len(leaves):  # most are dead
+            program.checked = {}
+        program.checked |= table_of(map(leaves.__getitem__, new))
 
     def reshard(
         self, program: StepProgram, call: Call, leaves: list[Any]
@@ -209,7 +236,7 @@ class ArgumentPlacer:
                 "(distribute_dataset or run), or pass one value per replica."
             )
 
-    def copy_shared(
+    def _copy_shared(
         self, program: StepProgram, state: list[Any], leaves: list[Any], positions: Iterable[int]
     ) -> None:
         """Copies the leaves at some positions that share memory with another array, in place.
@@ -220,7 +247,6 @@ class ArgumentPlacer:
         bring such arrays, they are therefore copied, which does not wait.
         """
         new = [i for i in positions if self._unshared.get(id(leaves[i])) is not leaves[i]]
-        new = new and exclude_results(self.recent_results(program), leaves, new)
         if not new:
             return
         program.num_address_checks += 1

@@ -5,6 +5,8 @@ each replica its own value; arrays and numbers, which are mirrored; and other le
 static.
 """
 
+import functools
+import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +25,7 @@ from mirror._src.engine.nnx.structure import is_object
 from mirror._src.engine.per_replica import PerReplica, is_per_replica
 from mirror._src.engine.variable import Variable
 
+_get_shape = operator.attrgetter("shape")
 _DYNAMIC_TYPES = (*ARRAY_LIKE, UnstackedArrays)
 
 
@@ -94,6 +97,7 @@ class Layout:
         treedef: Structure of the arguments as a replica receives them, without `PerReplica`.
         dynamic: Positions of the leaves that are arrays or numbers.
         per_replica: Positions, among the dynamic leaves, of the `PerReplica` leaves.
+        mirrored: Positions, among the dynamic leaves, of the other leaves.
         static: Positions of all other leaves.
         nested: Whether containers among the arguments hold nnx objects.
         all_dynamic: Whether all leaves are arrays or numbers.
@@ -107,8 +111,11 @@ class Layout:
         self.dynamic = [i for i, k in enumerate(leaf_kinds) if k is jax.Array]
         self.static = [i for i, k in enumerate(leaf_kinds) if k is not jax.Array]
         self.per_replica = [self.dynamic.index(i) for i in sorted(stacked) if i in self.dynamic]
+        differs = set(self.per_replica)
+        self.mirrored = [i for i in range(len(self.dynamic)) if i not in differs]
         self.nested = any(map(is_object, jax.tree.leaves(arguments, is_leaf=is_object)))
         self.all_dynamic = not self.static
+        self._rows = [self.dynamic[i] for i in self.per_replica]
         self._has_numbers = any(is_number(leaf_kinds[i]) for i in self.static)
 
     def dynamic_leaves(self, leaves: list[Any]) -> list[Any]:
@@ -117,11 +124,11 @@ class Layout:
 
     def key(self, leaves: list[Any]) -> tuple[Any, ...]:
         """Returns the values that a program depends on: static leaves and per-replica shapes."""
-        statics: tuple[Any, ...] = tuple([leaves[i] for i in self.static])
+        statics = self.statics(leaves) if self.static else ()
         if self._has_numbers:  # as text, because 0.0 == -0.0 and NaN != NaN
             statics = tuple([repr(s) if is_number(type(s)) else s for s in statics])
-        dynamic = self.dynamic_leaves(leaves)
-        return statics, tuple([dynamic[i].shape for i in self.per_replica])
+        rows = map(leaves.__getitem__, self._rows)
+        return statics, tuple(map(_get_shape, rows))
 
     def statics(self, leaves: list[Any]) -> tuple[Any, ...]:
         """Returns the static leaves."""
@@ -214,19 +221,52 @@ class Arguments(NamedTuple):
 def hoist(args: Sequence[Any], kwargs: dict[str, Any]) -> Arguments:
     """Separates the nnx objects that are arguments themselves: the common case, and fast."""
     objects: list[Any] = []
+    rest, named = list(args), dict(kwargs)
+    for i, value in enumerate(args):
+        if _is_object(value):
+            rest[i] = _placeholder(len(objects))
+            objects.append(value)
+    for name, value in kwargs.items():
+        if _is_object(value):
+            named[name] = _placeholder(len(objects))
+            objects.append(value)
+    return Arguments(objects, (tuple(rest), named))
 
-    def take(value: Any) -> Any:
-        if not _is_object(value):
-            return value
-        objects.append(value)
-        return ObjectPlaceholder(len(objects) - 1)
 
-    rest = tuple([take(value) for value in args])
-    return Arguments(objects, (rest, {k: take(v) for k, v in kwargs.items()} if kwargs else kwargs))
+@functools.cache
+def _placeholder(number: int) -> ObjectPlaceholder:
+    return ObjectPlaceholder(number)
+
+
+def hoist_from_builtins(args: Sequence[Any], kwargs: dict[str, Any]) -> Arguments:
+    """Separates the nnx objects in dicts, lists and tuples: as fast, without `jax.tree.map`."""
+    objects: list[Any] = []
+    return Arguments(objects, _without_objects((tuple(args), kwargs), objects))
+
+
+def _without_objects(tree: Any, objects: list[Any]) -> Any:
+    """Moves the objects in nested dicts, lists and tuples to a list, in the order of pytrees."""
+    changed: dict[Any, Any] = {}
+    for key in sorted(tree) if type(tree) is dict else range(len(tree)):
+        value = tree[key]
+        if type(value) in (dict, list, tuple):
+            taken = _without_objects(value, objects)
+        elif _is_object_type.get(type(value), True) and _is_object(value):
+            taken = _placeholder(len(objects))
+            objects.append(value)
+        else:
+            continue
+        if taken is not value:
+            changed[key] = taken
+    if not changed:
+        return tree
+    if type(tree) is dict:
+        return {**tree, **changed}
+    return type(tree)([changed.get(i, value) for i, value in enumerate(tree)])
 
 
 def hoist_nested(args: Sequence[Any], kwargs: dict[str, Any]) -> Arguments:
-    """Separates all nnx objects, including those inside containers."""
+    """Separates all nnx objects, including those inside containers of any kind."""
     objects: list[Any] = []
 
     def take(value: Any) -> Any:
@@ -237,6 +277,9 @@ def hoist_nested(args: Sequence[Any], kwargs: dict[str, Any]) -> Arguments:
 
     is_leaf = lambda value: is_object(value) or is_per_replica(value)  # noqa: E731
     return Arguments(objects, jax.tree.map(take, (tuple(args), dict(kwargs)), is_leaf=is_leaf))
+
+
+HOISTS = (hoist, hoist_from_builtins, hoist_nested)
 
 
 def object_names(

@@ -10,7 +10,6 @@ from mirror._src.base.types import StepFunction
 from mirror._src.base.weak_table import WeakTable
 from mirror._src.engine.arguments import Layout
 from mirror._src.engine.program import StepProgram
-from mirror._src.engine.quick import QuickCall
 from mirror._src.engine.step import TracedStep
 
 _MAX_PROGRAMS = 256
@@ -27,14 +26,14 @@ class StepCache:
             key, types and trace context.
         traces: The trace for each trace key, types and trace context.
         layouts: The layout of the arguments, by their structure and types.
-        quick: The quick call for each tuple of donated arguments.
+        depth: Index in `HOISTS` of the function that finds the nnx objects among the arguments.
     """
 
     def __init__(self, fn: StepFunction) -> None:
         self.programs: dict[Any, StepProgram] = {}
         self.traces: dict[Any, TracedStep] = {}
         self.layouts: dict[Any, Layout] = {}
-        self.quick: dict[tuple[int, ...], QuickCall] = {}
+        self.depth = 0
         self.code = None if is_our_module(getattr(fn, "__module__", None)) else code_of(fn)
         # An entry exists while a thread makes a program or waits for it.
         self._making: WeakValueDictionary[Any, threading.RLock] = WeakValueDictionary()
@@ -52,14 +51,6 @@ class ProgramCache:
     def __init__(self) -> None:
         self._steps: WeakTable[StepCache] = WeakTable(self._dropped)
         self._lone: WeakTable[list[int]] = WeakTable()
-
-    def get(self, fn: StepFunction) -> StepCache | None:
-        """Returns the cache of a function, or None.
-
-        Raises:
-            TypeError: If the function is not hashable.
-        """
-        return self._steps.get(fn)
 
     def of(self, fn: StepFunction) -> StepCache:
         """Returns the cache of a function.

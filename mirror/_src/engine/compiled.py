@@ -14,7 +14,6 @@ from mirror._src.base.types import Array
 from mirror._src.devices.launch import compiling, launch
 from mirror._src.devices.launches import Described
 
-_NO_DEFERRAL = contextlib.nullcontext()
 _locks: WeakValueDictionary[str, threading.RLock] = WeakValueDictionary()
 _lock = threading.Lock()
 _config: Any = jax.config  # JAX 0.10 does not declare its options as attributes
@@ -72,11 +71,15 @@ class MeshProgram(CompiledProgram):
 
     def __call__(self, leaves: Sequence[Any], outputs: list[Any]) -> None:
         """See `CompiledProgram`. If launches are bounded, the last output is a token."""
+        arguments = [*leaves, *self._more]
+        if self._is_compiled and not self._ends_in_python:
+            launch(self._compiled, arguments, outputs, self._described, bounded=self._bounded)
+            return
         # A first call runs Python code after the launch, and compiles unless `compile` has.
         with interrupts.DeferredInterrupts(watches=not self._is_compiled):
             launch(
                 self._compiled,
-                [*leaves, *self._more],
+                arguments,
                 outputs,
                 self._described,
                 bounded=self._bounded,
@@ -111,12 +114,6 @@ class MeshProgram(CompiledProgram):
                 self._weak_outputs[key] = [getattr(aval, "weak_type", False) for aval in avals]
                 self._is_compiled = True
         return self._weak_outputs[key]
-
-    def launch_again(self, leaves: list[Any], outputs: list[Any]) -> None:
-        """Runs the program as `__call__` does, if it is already compiled."""
-        with interrupts.DeferredInterrupts() if self._ends_in_python else _NO_DEFERRAL:
-            arguments = leaves + self._more
-            launch(self._compiled, arguments, outputs, self._described, bounded=self._bounded)
 
     def lower(self, leaves: Sequence[Any]) -> jax.stages.Lowered:
         """Returns the program lowered for these leaves, for its text and memory analysis."""

@@ -19,11 +19,9 @@ from mirror._src.devices.launches import has_finished
 from mirror._src.devices.op_log import unlogged
 from mirror._src.devices.transfer import NoMesh, local_copy
 from mirror._src.engine.agreement import require_same_launch
-from mirror._src.engine.argument_placer import ArgumentPlacer
 from mirror._src.engine.call import Call
 from mirror._src.engine.nnx.table import ObjectTable
 from mirror._src.engine.program import StepProgram
-from mirror._src.engine.unchanged_arguments import ArgumentHistory, RecentResults, exclude_results
 from mirror._src.jaxprs.fingerprint import fingerprint
 
 _LARGE = 2**16  # bytes; of larger arrays, the device computes a fingerprint
@@ -77,12 +75,10 @@ class HostValues:
 
     Args:
         objects: Records of the nnx objects.
-        placer: Knows the results of recent launches.
     """
 
-    def __init__(self, objects: ObjectTable, placer: ArgumentPlacer) -> None:
+    def __init__(self, objects: ObjectTable) -> None:
         self._objects = objects
-        self._placer = placer
         self._known: WeakValueDictionary[int, Array] = WeakValueDictionary()  # by id
 
     def note(
@@ -91,6 +87,7 @@ class HostValues:
         program: StepProgram,
         passed: Sequence[Any],
         leaves: list[Any],
+        positions: Sequence[int],
         *,
         are_compared: bool,
     ) -> None:
@@ -101,24 +98,17 @@ class HostValues:
             program: Its program.
             passed: The leaves that the user passed.
             leaves: The same leaves on the devices.
+            positions: Positions of the mirrored leaves that may be new.
             are_compared: Whether all processes have just compared the values.
         """
-        if program.passed is None:
-            mirrored = set(range(len(leaves))).difference(call.layout.per_replica)
-            program.passed = ArgumentHistory(sorted(mirrored))
-        history = program.passed
         new_state = self._objects.unchecked(call.record) if call.record is not None else []
-        expected = history.find(leaves)
-        positions = history.mirrored if expected is None else expected.new_positions
         new: Sequence[int] = ()
         if positions:
-            recent = self._placer.recent_results(program)
             moved = [] if passed is leaves else [i for i in positions if passed[i] is not leaves[i]]
             of_host = {i for i in moved if not isinstance(passed[i], jax.Array)}
             known = {i for i in moved if self._known.get(id(passed[i])) is passed[i]}
             arrays = [i for i in positions if i not in of_host and i not in known]
-            new = [*sorted(of_host), *self._unknown(recent, leaves, arrays)]
-            history.update(leaves, recent, program.is_rare)
+            new = [*sorted(of_host), *self._unknown(leaves, arrays)]
         if are_compared:
             for i in new:
                 self._remember(passed[i], leaves[i])
@@ -133,35 +123,14 @@ class HostValues:
                 digests[names[start + i]] = self._digest(passed[i], leaves[i])
         self._note(program, digests)
 
-    def note_again(
-        self, program: StepProgram, start: int, leaves: list[Any], mirrored: Sequence[int]
-    ) -> None:
-        """Notes a launch of a program like the one before.
-
-        Args:
-            program: The program.
-            start: Number of leaves of the objects, none of which is new.
-            leaves: The other leaves.
-            mirrored: Positions of the leaves that may be new and are not per-replica.
-        """
-        new: Sequence[int] = ()
-        if mirrored:
-            new = self._unknown(self._placer.recent_results(program), leaves, mirrored)
-        names = program.input_names
-        digests = {names[start + i]: self._digest(leaves[i], leaves[i]) for i in new}
-        self._note(program, digests)
-
     def _note(self, program: StepProgram, digests: Mapping[str, Digest]) -> None:
         if ledger.changes_program(program.identity):
             require_same_launch(program.identity, program.label)
         ledger.note(program.identity, program.label, digests)
 
-    def _unknown(
-        self, recent: Sequence[RecentResults], leaves: list[Any], positions: Sequence[int]
-    ) -> Sequence[int]:
-        """Returns the positions of the leaves that no launch returned and nothing has compared."""
-        new: Sequence[int] = exclude_results(recent, leaves, positions)
-        new = [i for i in new if self._known.get(id(leaves[i])) is not leaves[i]]
+    def _unknown(self, leaves: list[Any], positions: Sequence[int]) -> Sequence[int]:
+        """Returns the positions of the leaves that nothing has compared."""
+        new = [i for i in positions if self._known.get(id(leaves[i])) is not leaves[i]]
         return new and self._objects.exclude_checked(leaves, new)
 
     def _digest(self, passed: Any, leaf: Array) -> Digest:

@@ -17,15 +17,14 @@ from mirror._src.devices.replicas import Kind
 from mirror._src.devices.unstacked import UnstackedArrays
 from mirror._src.engine.agreement import require_no_failure
 from mirror._src.engine.call import Call
-from mirror._src.engine.compiled import CompiledProgram, MeshProgram
+from mirror._src.engine.compiled import CompiledProgram
 from mirror._src.engine.executor import Executor, ReplicaProgram
 from mirror._src.engine.nnx.metrics import Update, merge
-from mirror._src.engine.nnx.record import Record
 from mirror._src.engine.per_replica import PerReplica
 from mirror._src.engine.plan import Merge, Plan
+from mirror._src.engine.recent_arrays import RecentArrays, Table
 from mirror._src.engine.reduce_op import ReduceOp
 from mirror._src.engine.step import Step, TracedStep
-from mirror._src.engine.unchanged_arguments import ArgumentHistory, RecentResults
 from mirror._src.jaxprs.trace import struct_of, trace
 from mirror._src.passes.callbacks import CallbackGuard, calls_back
 from mirror._src.passes.shards import Shards, find_shards
@@ -52,9 +51,10 @@ class StepProgram:
         kinds: For each input, whether it is per-replica, mirrored or sharded.
         shards: The sharded part of the program; `None` if nothing can be sharded.
         last_shardings: Shardings of the inputs at the last launch.
+        num_reshards: Number of calls whose leaves had the shardings of another program.
         num_address_checks: Number of calls with arrays that might share memory.
-        returned: The mirrored arrays that recent runs returned.
-        passed: The leaves of earlier calls, for the other processes; see `HostValues`.
+        checked: Leaves of earlier calls that are on the devices and, if the program donates
+            anything, share no memory with other arrays.
         shared_samples: The user's lines that sample the same random numbers on all replicas.
         to_agree_on: The program, until all processes have agreed on it; None in a single process.
         identity: What is equal in all processes that run this program, once they have agreed.
@@ -96,8 +96,8 @@ class StepProgram:
         self.kinds: Sequence[Kind] = _kinds(step.per_replica, self.shards and self.shards.inputs)
         outputs = [step.per_replica[i] for i in plan.changed] + plan.per_replica_results
         self._are_mirrored = [not is_own for is_own in plan.per_replica_results]
-        self.returned = RecentResults()
-        self.passed: ArgumentHistory | None = None
+        self.checked: Table = {}
+        self.num_reshards = 0
         self.num_address_checks = 0
         self._attribute_changes = step.attribute_changes
         self._static_results = step.static_results
@@ -124,20 +124,16 @@ class StepProgram:
         self.input_names: list[str] = []
         self.captured_arrays: Mapping[str, Any] = {}
         self._results = slice(len(plan.changed), len(plan.changed) + len(step.out_names))
-        self.replaces_all = plan.changed == list(range(step.num_state))
+        self._replaces_all = plan.changed == list(range(step.num_state))
 
     def is_rare(self, count: int) -> bool:
         """Whether something that happened in `count` calls is rare, so that it may happen again."""
         return count <= _FREE_ATTEMPTS + self.runs // _RUNS_PER_ATTEMPT
 
     @property
-    def is_simple(self) -> bool:
-        """Whether a call consists of a launch and of writing the new state back."""
-        return (
-            isinstance(self.compiled, MeshProgram)
-            and self._guard is None
-            and not self._attribute_changes
-        )
+    def reshards_often(self) -> bool:
+        """Whether many calls bring leaves with the shardings of another program."""
+        return self.num_reshards > 0 and not self.is_rare(self.num_reshards)
 
     def compile(self) -> None:
         """Compiles the program, unless it is compiled.
@@ -148,8 +144,14 @@ class StepProgram:
         if not self._spans_processes:
             self.compiled.compile()
 
-    def __call__(self, call: Call, leaves: list[Any]) -> Any:
-        """Runs the program, writes the new state into the objects, and returns the results."""
+    def __call__(self, call: Call, leaves: list[Any], recent: RecentArrays) -> Any:
+        """Runs the program, writes the new state into the objects, and returns the results.
+
+        Args:
+            call: The call.
+            leaves: Its leaves on the devices, without those of the objects.
+            recent: Receives the mirrored results.
+        """
         if placement_log.on:
             placement_log.step(self._name, self._devices, self._collectives, self._reduces_on)
         outputs: list[Array] = []
@@ -162,13 +164,9 @@ class StepProgram:
             if outputs and self._guard is None:
                 self._write_back(call, outputs)
             raise
-        return self.results_of(outputs)
-
-    def results_of(self, outputs: list[Any]) -> Any:
-        """Returns the results of `run`, given the outputs of a successful launch."""
         self.runs += 1
         results = outputs[self._results]
-        self.returned.add(itertools.compress(results, self._are_mirrored))
+        recent.add(itertools.compress(results, self._are_mirrored))
         if not self._static_results:
             return self._out_tree.unflatten(results)
         dynamic = iter(results)
@@ -193,19 +191,14 @@ class StepProgram:
         """Writes the new state into the objects; may be repeated."""
         if call.record is None:
             return
-        self.write_state(call.record, call.state, outputs)
+        new = outputs[: len(call.state)]
+        if not self._replaces_all:
+            new = list(call.state)
+            for i, leaf in zip(self._changed, outputs, strict=False):
+                new[i] = leaf
+        call.record.write(new)
         if self._attribute_changes:
             call.record.set_attributes(call.objects, self._attribute_changes)
-
-    def write_state(self, record: Record, state: list[Any], outputs: Sequence[Any]) -> None:
-        """Writes the new state, the first of the outputs, in place of the old state."""
-        if self.replaces_all:
-            record.write(outputs[: len(state)])
-            return
-        new = list(state)
-        for i, leaf in zip(self._changed, outputs, strict=False):
-            new[i] = leaf
-        record.write(new)
 
 
 def shards_of(traced: TracedStep, plan: Plan, carried: Sequence[tuple[int, int]]) -> Shards:

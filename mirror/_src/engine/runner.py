@@ -19,21 +19,20 @@ from mirror._src.base.types import REPLICA_AXIS, PyTree, StepFunction
 from mirror._src.cluster import store
 from mirror._src.cluster.ledger import ledger
 from mirror._src.devices.forked import require_not_forked, started_in
-from mirror._src.devices.op_log import placement_log
 from mirror._src.devices.replicas import ReplicaDevices
-from mirror._src.devices.transfer import any_deleted, require_not_lost
+from mirror._src.devices.transfer import require_not_lost
 from mirror._src.engine.agreement import require_agreement
 from mirror._src.engine.argument_placer import ArgumentPlacer, require_canonical
 from mirror._src.engine.arguments import (
+    HOISTS,
     Layout,
-    hoist,
     hoist_nested,
     kinds,
     object_names,
     require_no_tracers,
     require_static,
 )
-from mirror._src.engine.cache import Identity, ProgramCache
+from mirror._src.engine.cache import Identity, ProgramCache, StepCache
 from mirror._src.engine.call import Call
 from mirror._src.engine.captured import CapturedVariables, VariablesFound
 from mirror._src.engine.choice import choose
@@ -46,7 +45,6 @@ from mirror._src.engine.nnx.record import Record
 from mirror._src.engine.nnx.table import ObjectTable
 from mirror._src.engine.program import StepProgram
 from mirror._src.engine.program_maker import ProgramMaker, Types
-from mirror._src.engine.quick import QuickCall, SignatureMissed
 from mirror._src.engine.replica_context import ReplicaGroup
 from mirror._src.engine.staged.executor import StagedExecutor
 from mirror._src.engine.step import TracedStep, types_of
@@ -56,7 +54,7 @@ from mirror._src.jaxprs.axis import named_axis
 from mirror._src.jaxprs.trace import abstract, abstract_row, context_token
 from mirror._src.passes.callbacks import in_callback
 
-_MAX_ATTEMPTS = 3  # find the program; make it; repeat, if another thread changed JAX's settings
+_MAX_ATTEMPTS = 4  # find; make; reshard; again, if another thread changed JAX's settings
 
 
 class Runner:
@@ -81,7 +79,7 @@ class Runner:
         self._objects = ObjectTable(replicas, holds_slices=self.holds_slices)
         self._host_values: HostValues | None = None
         if replicas.spans_processes:
-            self._host_values = HostValues(self._objects, self._placer)
+            self._host_values = HostValues(self._objects)
         self._captured = CapturedVariables()
         self._warnings = StepWarnings()
         self._running = threading.RLock()
@@ -99,37 +97,11 @@ class Runner:
         try:
             if store.stop is not None and self._host_values is not None:
                 store.require_not_stopped()
-            return self._run_quickly(fn, args, kwargs, donate_argnums)
+            return self._with_variables(fn, self._run, fn, args, kwargs, donate_argnums)
         except Exception as error:
             if store.stop is None or self._host_values is None:
                 raise
             store.require_not_stopped(error)  # of which this error is a consequence
-
-    def _run_quickly(
-        self,
-        fn: StepFunction,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        donate_argnums: tuple[int, ...],
-    ) -> Any:
-        """Repeats the call before, if this call is like it; else takes the full path."""
-        if not kwargs and not placement_log.on and not in_callback():
-            try:
-                step = self._cache.get(fn)
-                quick = step.quick.get(donate_argnums) if step is not None else None
-            except TypeError:  # not hashable: rejected below
-                quick = None
-            if quick is not None and quick.is_worthwhile:
-                if quick.program.captured_arrays:
-                    self._warn_about_stale_arrays(fn, quick.program)
-                try:
-                    with outside_traces(fn), self._running:
-                        results = quick(args)
-                        self._placer.record_run(quick.program)
-                        return results
-                except SignatureMissed:
-                    quick.misses += 1
-        return self._with_variables(fn, lambda: self._run(fn, args, kwargs, donate_argnums))
 
     def _warn_about_stale_arrays(self, fn: StepFunction, program: StepProgram) -> None:
         self._warnings.warn_about_stale_arrays(fn, program.captured_arrays, program.runs)
@@ -138,7 +110,9 @@ class Runner:
         """Returns mirrored arrays for `run`; see `ArgumentPlacer.borrow`."""
         return self._placer.borrow(tree)
 
-    def _with_variables(self, fn: StepFunction, attempt: Callable[[], Any]) -> Any:
+    def _with_variables(
+        self, fn: StepFunction, attempt: Callable[..., Any], *arguments: Any
+    ) -> Any:
         """Calls `attempt` outside of traces, and again if it found variables that the step uses."""
         if in_callback():
             raise RuntimeError(
@@ -151,9 +125,9 @@ class Runner:
             with outside_traces(fn):
                 try:
                     if axis == REPLICA_AXIS:
-                        return attempt()
+                        return attempt(*arguments)
                     with named_axis(axis):
-                        return attempt()
+                        return attempt(*arguments)
                 except VariablesFound as error:
                     self._captured.add(fn, error.variables)
 
@@ -164,55 +138,70 @@ class Runner:
         kwargs: dict[str, Any],
         donate_argnums: tuple[int, ...],
     ) -> Any:
-        leaves: list[Any] | None = None
-        passed: list[Any] = []
+        step = self._cache_of(fn)
+        placed: list[Any] | None = None
         found: tuple[Any, StepProgram] | None = None
+        reshards = False
         for _ in range(_MAX_ATTEMPTS):
             # The lock is held from reading the state to writing it back: two threads that donate
             # the same buffers would end the process (JAX 0.10.2). It is not held while a step is
             # traced and compiled: other threads continue, and the step may start a thread that runs
             # another step and wait for it.
             with self._running:
-                call = self._call(fn, args, kwargs, donate_argnums)
-                if leaves is None:
-                    leaves = passed = call.layout.dynamic_leaves(call.leaves)
-                are_placed = self._placer.are_placed(call.layout.per_replica, leaves)
-                if not are_placed or any_deleted(leaves):
-                    leaves = self._placer.place(call, leaves)
+                call = self._call(fn, step, args, kwargs, donate_argnums)
                 key = call.key
                 try:
-                    program = self._cache.of(fn).programs.get(key)
+                    program = step.programs.get(key)
                 except TypeError:
                     require_static(fn, call.tree, call.layout, call.leaves)
                     raise
                 if found is not None and found[0] == key:
                     program = found[1]  # another thread may have run other shapes since
+                passed = call.layout.dynamic_leaves(call.leaves)
+                leaves, new = self._placer.prepare(
+                    call, passed if placed is None else placed, program
+                )
+                placed = leaves
                 if program is not None:
-                    if self.holds_slices:
+                    if reshards or program.reshards_often:
                         call, leaves = self._placer.reshard(program, call, leaves)
                     if self._host_values is not None:
-                        self._agree(call, program, passed, leaves)
+                        self._agree(call, program, passed, leaves, new)
                     if program.captured_arrays:
                         self._warn_about_stale_arrays(fn, program)
                     try:
-                        results = program(call, self._placer.copy_repeated(call, leaves, program))
-                        self._placer.record_run(program)
-                        self._remember_quick(call, program)
+                        ready = self._placer.copy_repeated(call, leaves, program, new)
+                        results = program(call, ready, self._placer.recent)
+                        if new:
+                            self._placer.record(program, ready, new)
                         return results
                     except SignatureChanged:  # other shapes, or another trace context
                         require_not_lost(program.label, [*call.state, *leaves])
                     except RuntimeError:
                         require_not_lost(program.label, [*call.state, *leaves])
                         raise
+                    except ValueError as error:
+                        # JAX has compared the shardings of all leaves, in C++.
+                        if reshards or not self.holds_slices or "harding" not in str(error):
+                            raise
+                        program.num_reshards += 1
+                        reshards = True
+                        continue
             found = key, self._find(call, key, leaves, compiles=True)
+            reshards = self.holds_slices
         raise RuntimeError(
-            f"{name_of(fn)} was traced {_MAX_ATTEMPTS - 1} times, but JAX requested another trace "
+            f"{name_of(fn)} was traced several times, but JAX requested another trace "
             "every time, because its configuration changed. Do not change jax.config in the step, "
             "or in another thread while strategy.run compiles."
         )
 
     def _agree(
-        self, call: Call, program: StepProgram, passed: list[Any], leaves: list[Any]
+        self,
+        call: Call,
+        program: StepProgram,
+        passed: list[Any],
+        leaves: list[Any],
+        new: Sequence[int],
     ) -> None:
         """Compares a program with the other processes, at once if it is new, else while it runs."""
         assert self._host_values is not None
@@ -222,31 +211,7 @@ class Runner:
             program.identity = require_agreement(call, program.to_agree_on, self._executor, inputs)
             program.to_agree_on = None
             ledger.changes_program(program.identity)  # which was just compared
-        self._host_values.note(call, program, passed, leaves, are_compared=is_new)
-
-    def _remember_quick(self, call: Call, program: StepProgram) -> None:
-        """Creates the `QuickCall` for later calls like this one, if the call allows it."""
-        quick = self._cache.of(call.fn).quick
-        known = quick.get(call.donate_argnums)
-        if known is not None and (known.program is program or not known.is_worthwhile):
-            return
-        layout, kwargs = call.layout, call.tree[1]
-        if layout.static or layout.nested or kwargs or call.captured:
-            return
-        if program.is_simple:
-            if self._host_values is not None and not program.input_names:
-                program.input_names = call.input_names
-            misses = known.misses if known is not None else 0
-            quick[call.donate_argnums] = QuickCall(
-                call,
-                program,
-                self._objects,
-                self._placer.are_placed,
-                self._placer.copy_shared,
-                self._placer.recent_results,
-                self._host_values.note_again if self._host_values is not None else None,
-                misses,
-            )
+        self._host_values.note(call, program, passed, leaves, new, are_compared=is_new)
 
     @property
     def pack_bytes(self) -> int:
@@ -306,7 +271,7 @@ class Runner:
 
         def attempt() -> ExaminedStep:
             objects, tree = hoist_nested(args, {})
-            leaves, layout = self._flatten(fn, tree)
+            leaves, layout = self._flatten(fn, tree, self._cache_of(fn))
             require_static(fn, tree, layout, leaves)
             captured = self.captured(fn)
             objects = [*objects, *captured]
@@ -330,7 +295,7 @@ class Runner:
     ) -> tuple[Call, list[Any]]:
         """Returns a call and its leaves on the replicas' devices."""
         with self._running:
-            call = self._call(fn, args, kwargs, ())
+            call = self._call(fn, self._cache_of(fn), args, kwargs, ())
             leaves = self._placer.place(call, call.layout.dynamic_leaves(call.leaves))
         for i in call.layout.per_replica:
             self._placer.require_num_replicas(call, i, leaves[i])
@@ -339,15 +304,17 @@ class Runner:
     def _call(
         self,
         fn: StepFunction,
+        step: StepCache,
         args: Sequence[Any],
         kwargs: dict[str, Any],
         donate_argnums: tuple[int, ...],
     ) -> Call:
-        objects, tree = hoist(args, kwargs)
-        leaves, layout = self._flatten(fn, tree)
-        if layout.nested:
-            objects, tree = hoist_nested(args, kwargs)
-            leaves, layout = self._flatten(fn, tree)
+        objects, tree = HOISTS[step.depth](args, kwargs)
+        leaves, layout = self._flatten(fn, tree, step)
+        while layout.nested:
+            step.depth += 1
+            objects, tree = HOISTS[step.depth](args, kwargs)
+            leaves, layout = self._flatten(fn, tree, step)
         captured = self.captured(fn)
         objects = [*objects, *captured] if captured else objects
         record, state = None, list[Any]()
@@ -358,7 +325,7 @@ class Runner:
 
     def captured(self, fn: StepFunction) -> Sequence[Variable]:
         """Returns the variables that the step is known to use without receiving them."""
-        return self._captured.of(fn)
+        return self._captured.of(fn) if Variable.in_use else ()
 
     def prepare(self, fn: StepFunction, args: Sequence[Any], kwargs: dict[str, Any]) -> StepProgram:
         """Returns the program of a call without running it; its captured variables are known."""
@@ -369,20 +336,22 @@ class Runner:
 
         return self._with_variables(fn, attempt)
 
-    def _flatten(self, fn: StepFunction, tree: Any) -> tuple[list[Any], Layout]:
+    def _cache_of(self, fn: StepFunction) -> StepCache:
+        try:
+            return self._cache.of(fn)
+        except TypeError:  # not hashable: rejected later
+            return StepCache(fn)
+
+    def _flatten(self, fn: StepFunction, tree: Any, step: StepCache) -> tuple[list[Any], Layout]:
         leaves, treedef = jax.tree.flatten(tree)
         types = tuple(map(type, leaves))
-        try:
-            layouts = self._cache.of(fn).layouts
-        except TypeError:  # not hashable: rejected later
-            layouts = {}
-        layout = layouts.get((treedef, types))
+        layout = step.layouts.get((treedef, types))
         if layout is None:
             require_no_tracers(fn, tree)
             # A number, a NumPy array and a jax.Array share a layout: `step=0` becomes an array.
             key = (treedef, kinds(treedef, types))
-            layout = layouts.get(key) or Layout(*key)
-            layouts[key] = layouts[treedef, types] = layout
+            layout = step.layouts.get(key) or Layout(*key)
+            step.layouts[key] = step.layouts[treedef, types] = layout
         return leaves, layout
 
     def _find(

@@ -6,6 +6,7 @@ changed, they are split again.
 """
 
 import functools
+import operator
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -73,9 +74,7 @@ class ObjectTable:
     def _find(self, objects: Sequence[Any]) -> Record | None:
         """Returns the record of exactly these objects, if none of their attributes has changed."""
         references, record = self._records.get(tuple(map(id, objects)), ([], None))
-        if record is None or not all(
-            r() is obj for r, obj in zip(references, objects, strict=True)
-        ):
+        if record is None or not all(map(operator.is_, map(operator.call, references), objects)):
             return None
         return record if record.is_unchanged() else None
 
