@@ -23,7 +23,9 @@ ROWS = [(name, "8") for name in TRAININGS] + [
 
 
 @pytest.mark.parametrize(
-    "table", [[("plain-MLP", "2")], pytest.param(ROWS, marks=pytest.mark.slow)], ids=["one", "all"]
+    "table",
+    [[("plain-MLP", "2")], pytest.param(ROWS, marks=pytest.mark.nightly)],
+    ids=["one", "all"],
 )
 def test_later_steps_compile_and_transfer_nothing(table, caplog, subtests):
     for name, layout in table:
