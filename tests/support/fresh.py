@@ -13,6 +13,7 @@ from tests.support.strict import STRICT
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PROGRAMS = ROOT / "tests" / "programs"
 STAND_INS = pathlib.Path(__file__).resolve().parent / "stand_ins"
+LIMIT_SECS = 900  # only ends a process that hangs: under load, one may take minutes
 _OURS = ("XLA_", "JAX_", "CUDA_", "PJRT_", "NPROC")
 # The environment before any test: calls that run ahead must not see what another test sets.
 _CACHE = ("JAX_COMPILATION_CACHE", "JAX_PERSISTENT_CACHE")  # the shared compilation cache
@@ -34,7 +35,7 @@ def module_of(file: pathlib.Path) -> ModuleType:
     return module
 
 
-def run(code: str, *, environment: dict[str, str] | None = None, timeout: int = 120) -> str:
+def run(code: str, *, environment: dict[str, str] | None = None, timeout: int = LIMIT_SECS) -> str:
     """Returns what the code prints, standard error included; fails with it if the code fails.
 
     It inherits the environment without the variables that configure JAX, plus `environment`.
@@ -42,13 +43,13 @@ def run(code: str, *, environment: dict[str, str] | None = None, timeout: int = 
     return _output_of(start(code, environment=environment, timeout=timeout))
 
 
-def run_program(name: str, *, environment: dict[str, str] | None = None, timeout: int = 120) -> str:
+def run_program(name: str, *, environment: dict[str, str] | None = None, timeout: int = LIMIT_SECS) -> str:
     """Returns what a file of `tests/programs` prints, like `run`."""
     return _output_of(start_program(name, environment=environment, timeout=timeout))
 
 
 def start_program(
-    name: str, *, environment: dict[str, str] | None = None, timeout: int = 120
+    name: str, *, environment: dict[str, str] | None = None, timeout: int = LIMIT_SECS
 ) -> subprocess.CompletedProcess[str]:
     """Runs a file of `tests/programs` to its end, whatever the exit status."""
     file = str(PROGRAMS / f"{name}.py")
@@ -59,7 +60,7 @@ def start_program(
 
 
 def start(
-    code: str, *, environment: dict[str, str] | None = None, timeout: int = 120
+    code: str, *, environment: dict[str, str] | None = None, timeout: int = LIMIT_SECS
 ) -> subprocess.CompletedProcess[str]:
     """Runs code to its end, whatever the exit status."""
     return _start(["-c", textwrap.dedent(code)], environment, timeout)

@@ -111,7 +111,7 @@ def check_as_program(name: str, folder: Path, environment: dict[str, str] | None
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=fresh.LIMIT_SECS,
         check=False,
     )
     assert done.returncode == 0, f"{name} ended with {done.returncode}:\n{done.stderr}"
