@@ -43,7 +43,9 @@ def run(code: str, *, environment: dict[str, str] | None = None, timeout: int = 
     return _output_of(start(code, environment=environment, timeout=timeout))
 
 
-def run_program(name: str, *, environment: dict[str, str] | None = None, timeout: int = LIMIT_SECS) -> str:
+def run_program(
+    name: str, *, environment: dict[str, str] | None = None, timeout: int = LIMIT_SECS
+) -> str:
     """Returns what a file of `tests/programs` prints, like `run`."""
     return _output_of(start_program(name, environment=environment, timeout=timeout))
 

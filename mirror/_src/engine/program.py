@@ -149,7 +149,7 @@ class StepProgram:
 
         Args:
             call: The call.
-            leaves: Its leaves on the devices, without those of the objects.
+            leaves: Its leaves on the devices; the objects have others.
             recent: Receives the mirrored results.
         """
         if placement_log.on:
