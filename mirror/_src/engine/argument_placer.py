@@ -1,8 +1,9 @@
 """`ArgumentPlacer`: puts arguments on the replicas' devices and copies donated ones if needed."""
 
+import itertools
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import jax
@@ -21,13 +22,28 @@ from mirror._src.engine.arguments import ref_message
 from mirror._src.engine.call import Call
 from mirror._src.engine.mesh import require_not_stacked
 from mirror._src.engine.program import StepProgram
-from mirror._src.engine.recent_arrays import RecentArrays, address, table_of
+from mirror._src.engine.recent_arrays import RecentArrays, address
 from mirror._src.engine.replica_context import ReplicaGroup
 from mirror._src.passes.shards import Shards
 
 _get_sharding = operator.attrgetter("sharding")
 _MAX_SHARDINGS = 64
-_MAX_CHECKED = 64
+_MAX_COMPARED = 8  # leaves that are compared with all others one by one, in C
+
+
+class Prepared(NamedTuple):
+    """The leaves of a call on the devices.
+
+    Attributes:
+        leaves: The leaves.
+        new: Positions of the mirrored leaves that no recent launch has returned or received.
+        expected: Positions of the leaves that are not as in earlier calls of the program; None if
+            any leaf may be another one.
+    """
+
+    leaves: list[Any]
+    new: Sequence[int]
+    expected: Sequence[int] | None
 
 
 class ArgumentPlacer:
@@ -60,13 +76,8 @@ class ArgumentPlacer:
         self._owners: WeakValueDictionary[int, Array] = WeakValueDictionary()  # by buffer address
         self.recent = RecentArrays()
 
-    def prepare(
-        self, call: Call, leaves: list[Any], program: StepProgram | None
-    ) -> tuple[list[Any], Sequence[int]]:
-        """Returns the leaves on the replicas' devices, and the positions that need more checks.
-
-        Those are the positions of mirrored leaves that no recent launch has returned, and that no
-        earlier call of the program has passed.
+    def prepare(self, call: Call, leaves: list[Any], program: StepProgram | None) -> "Prepared":
+        """Returns the leaves on the replicas' devices, and which of them need more checks.
 
         Args:
             call: The call.
@@ -79,13 +90,16 @@ class ArgumentPlacer:
         """
         new: Sequence[int] = call.layout.mirrored
         rows = call.layout.per_replica
+        expected: Sequence[int] | None = None
         if program is not None and new:
-            new = self.recent.exclude(leaves, new, program.checked)
+            expected = program.known.find(leaves, call.state)
+            new = new if expected is None else expected
+            new = self.recent.exclude(leaves, new) if new else new
         mirrored = list(map(leaves.__getitem__, new))
         stacked = list(map(leaves.__getitem__, rows))
         if not self._are_placed(mirrored, stacked) or any_deleted(leaves):
             leaves = self.place(call, leaves)
-        return leaves, new
+        return Prepared(leaves, new, expected)
 
     def _are_placed(self, mirrored: list[Any], stacked: list[Any]) -> bool:
         """Whether arrays are on the replicas' devices."""
@@ -160,7 +174,7 @@ class ArgumentPlacer:
         return placed
 
     def copy_repeated(
-        self, call: Call, leaves: list[Any], program: StepProgram, new: Sequence[int]
+        self, call: Call, leaves: list[Any], program: StepProgram, prepared: "Prepared"
     ) -> list[Any]:
         """Returns the leaves, with copies of those that would be donated and used elsewhere.
 
@@ -171,14 +185,19 @@ class ArgumentPlacer:
             call: The call.
             leaves: Its leaves on the devices.
             program: The program that will run.
-            new: Positions of the leaves that may share memory with others.
+            prepared: Which leaves may share memory with others, or be other leaves.
         """
         donated = program.donated
         if not donated and not call.state:
             return leaves
+        if prepared.new:
+            leaves = list(leaves)
+            self._copy_shared(program, call.state, leaves, prepared.new)
+        if prepared.expected is not None:
+            unsure = [*prepared.expected, *call.layout.per_replica]
+            if not _is_any_repeated(leaves, unsure, call.state):
+                return leaves
         leaves = list(leaves)
-        if new:
-            self._copy_shared(program, call.state, leaves, new)
         ids = list(map(address, leaves))
         distinct = set(ids)
         in_state = not distinct.isdisjoint(map(address, call.state))
@@ -193,11 +212,11 @@ class ArgumentPlacer:
                 taken.add(ids[i])
         return leaves
 
-    def record(self, program: StepProgram, leaves: list[Any], new: Sequence[int]) -> None:
-        """Records the leaves that a call has checked: later calls may pass the same constants."""
-        if len(program.checked) > _MAX_CHECKED + 2 * len(leaves):  # most are dead
-            program.checked = {}
-        program.checked |= table_of(map(leaves.__getitem__, new))
+    def expect(self, call: Call, leaves: list[Any], program: StepProgram) -> None:
+        """Expects of later calls the leaves of this one, if few calls have been unexpected."""
+        if program.is_rare(program.known.num_surprises):
+            program.known.num_surprises += 1
+            program.known.expect(leaves, call.layout.mirrored)
 
     def reshard(
         self, program: StepProgram, call: Call, leaves: list[Any]
@@ -297,6 +316,17 @@ class ArgumentPlacer:
             stacked = np.stack([np.asarray(array) for array in stacked.arrays])
         is_placed = isinstance(stacked, jax.Array) and stacked.sharding == self._replicas.stacked
         return stacked if is_placed else self._replicas.stack(stacked)
+
+
+def _is_any_repeated(leaves: list[Any], positions: Sequence[int], state: list[Any]) -> bool:
+    """Whether the leaf at one of the positions is also passed elsewhere."""
+    arrays = state + leaves
+    if len(positions) > _MAX_COMPARED:
+        return len(set(map(address, arrays))) < len(arrays)
+    return any(
+        sum(map(operator.is_, arrays, itertools.repeat(leaf))) > 1
+        for leaf in map(leaves.__getitem__, positions)
+    )
 
 
 def require_canonical(call: Call, leaves: Sequence[Any]) -> None:

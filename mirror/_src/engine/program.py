@@ -22,7 +22,7 @@ from mirror._src.engine.executor import Executor, ReplicaProgram
 from mirror._src.engine.nnx.metrics import Update, merge
 from mirror._src.engine.per_replica import PerReplica
 from mirror._src.engine.plan import Merge, Plan
-from mirror._src.engine.recent_arrays import RecentArrays, Table
+from mirror._src.engine.recent_arrays import KnownLeaves, RecentArrays
 from mirror._src.engine.reduce_op import ReduceOp
 from mirror._src.engine.step import Step, TracedStep
 from mirror._src.jaxprs.trace import struct_of, trace
@@ -53,8 +53,7 @@ class StepProgram:
         last_shardings: Shardings of the inputs at the last launch.
         num_reshards: Number of calls whose leaves had the shardings of another program.
         num_address_checks: Number of calls with arrays that might share memory.
-        checked: Leaves of earlier calls that are on the devices and, if the program donates
-            anything, share no memory with other arrays.
+        known: The leaves that later calls are expected to have, which need no check.
         shared_samples: The user's lines that sample the same random numbers on all replicas.
         to_agree_on: The program, until all processes have agreed on it; None in a single process.
         identity: What is equal in all processes that run this program, once they have agreed.
@@ -96,7 +95,7 @@ class StepProgram:
         self.kinds: Sequence[Kind] = _kinds(step.per_replica, self.shards and self.shards.inputs)
         outputs = [step.per_replica[i] for i in plan.changed] + plan.per_replica_results
         self._are_mirrored = [not is_own for is_own in plan.per_replica_results]
-        self.checked: Table = {}
+        self.known = KnownLeaves()
         self.num_reshards = 0
         self.num_address_checks = 0
         self._attribute_changes = step.attribute_changes
@@ -166,7 +165,9 @@ class StepProgram:
             raise
         self.runs += 1
         results = outputs[self._results]
-        recent.add(itertools.compress(results, self._are_mirrored))
+        state = call.record.last if call.record is not None else None
+        self.known.record_launch(itertools.compress(results, self._are_mirrored), state)
+        recent.add(self.known.last)
         if not self._static_results:
             return self._out_tree.unflatten(results)
         dynamic = iter(results)

@@ -1,8 +1,13 @@
-"""`RecentArrays`: the mirrored arrays that recent launches of a strategy have returned.
+"""Finds the leaves of a call that need no check: recent launches returned or received them.
 
 They are on the replicas' devices and share no memory with other arrays, except with those that the
-user has created from them since. Most leaves of a call are such arrays, so that only the others
-need a check: reading `leaf.sharding` of 55 leaves takes 205 us (JAX 0.12).
+user has created from them since. Most leaves of a call are such arrays. To check one takes longer:
+reading `leaf.sharding` of 55 leaves takes 205 us (JAX 0.12).
+
+All loops over leaves run in C, because there are hundreds in every step. They compare by `is`:
+`id(x)` calls the audit hooks, and `filelock`, which JAX 0.12 imports, installs one that is written
+in Python and takes 0.8 us. References are weak: strong ones would keep the buffers of earlier steps
+allocated. A new array may have the address of a freed one, so what a reference returns is compared.
 """
 
 import itertools
@@ -12,62 +17,127 @@ from collections.abc import Iterable, Sequence
 from typing import Any, final
 from weakref import ref
 
-Table = dict[int, "ref[Any]"]
+Ref = ref[Any]
 
 _MAX_RUNS = 128
-# `id(x)` calls the audit hooks: `filelock`, which JAX 0.12 imports, installs one that is written in
-# Python and takes 0.8 us.
+_DEAD: Ref = ref(type("Freed", (), {})())  # of an array that a table does not have; returns None
 address = object.__hash__
-_DEAD: Any = ref(type("Freed", (), {})())  # of an array that a table does not have; returns None
 
 
-def table_of(arrays: Iterable[Any]) -> Table:
-    """Returns weak references to arrays, by their addresses.
+@final
+class Run:
+    """The mirrored arrays that one launch has returned, as weak references.
 
-    Weak, because a strong one would keep the buffers of earlier steps allocated. A new array may
-    have the address of a freed one: compare it with what the reference returns.
+    Args:
+        arrays: The arrays.
     """
-    arrays = list(arrays)
-    return dict(zip(map(address, arrays), map(ref, arrays), strict=True))
+
+    __slots__ = ("_table", "references")
+
+    def __init__(self, arrays: Iterable[Any] = ()) -> None:
+        self.references: list[Ref] = list(map(ref, arrays))
+        self._table: dict[int, Ref] | None = None  # most runs are never searched
+
+    @property
+    def table(self) -> dict[int, Ref]:
+        """The references by address."""
+        if self._table is None:
+            addresses = map(address, map(operator.call, self.references))
+            self._table = dict(zip(addresses, self.references, strict=True))
+        return self._table
 
 
 @final
 class RecentArrays:
-    """The mirrored arrays that recent launches have returned, as weak references.
+    """The mirrored arrays that recent launches of a strategy have returned.
 
     It holds results, not programs: whether an array is a result must not depend on when Python
     frees a program, because the processes of a job would compare different values.
     """
 
     def __init__(self) -> None:
-        self._runs: deque[Table] = deque(maxlen=_MAX_RUNS)  # newest first
+        self._runs: deque[Run] = deque(maxlen=_MAX_RUNS)  # newest first
 
-    def add(self, arrays: Iterable[Any]) -> None:
-        """Adds the mirrored results of a launch."""
-        if table := table_of(arrays):
-            self._runs.appendleft(table)
+    def add(self, run: Run) -> None:
+        """Adds the results of a launch."""
+        if run.references:
+            self._runs.appendleft(run)
 
-    def exclude(
-        self, leaves: Sequence[Any], positions: Sequence[int], checked: Table
-    ) -> Sequence[int]:
-        """Returns the positions whose leaves are neither recent results nor checked.
-
-        All loops over leaves run in C, because there are hundreds in every step.
-
-        Args:
-            leaves: Leaves of a call.
-            positions: Positions to look at.
-            checked: Other arrays that need no check.
-        """
+    def exclude(self, leaves: Sequence[Any], positions: Sequence[int]) -> Sequence[int]:
+        """Returns the positions whose leaves are not recent results."""
         arrays = list(map(leaves.__getitem__, positions))
         addresses = set(map(address, arrays))
-        for table in itertools.chain((checked,), self._runs):
+        for run in self._runs:
             if not positions:
                 break
-            if table.keys().isdisjoint(addresses):
+            if run.table.keys().isdisjoint(addresses):
                 continue
-            found: Any = map(table.get, map(address, arrays), itertools.repeat(_DEAD))
+            found: Any = map(run.table.get, map(address, arrays), itertools.repeat(_DEAD))
             is_new = list(map(operator.is_not, map(operator.call, found), arrays))
             positions = list(itertools.compress(positions, is_new))
             arrays = list(itertools.compress(arrays, is_new))
         return positions
+
+
+@final
+class KnownLeaves:
+    """The leaves that successive calls of a program are expected to have.
+
+    State is what the last launch of the program has returned, and constants are passed in every
+    call.
+
+    Attributes:
+        last: Mirrored results of the last launch of the program.
+        num_surprises: Number of calls that were not as expected.
+    """
+
+    def __init__(self) -> None:
+        self.last = Run()
+        self.num_surprises = 0
+        self._state: Ref = _DEAD  # weak: it may be a whole trained model
+        self._positions: list[int] | None = None  # of expected leaves: results, then constants
+        self._sources: list[int] = []  # of results, in the last launch
+        self._constants: list[Ref] = []
+        self._new: list[int] = []  # positions of the other leaves
+        self._previous: dict[int, Ref] = {}  # leaves of an earlier call, by position
+
+    def record_launch(self, results: Iterable[Any], state: Any) -> None:
+        """Records the mirrored results of a launch, and the list of leaves that it has written."""
+        self.last = Run(results)
+        self._state = ref(state) if state is not None else _DEAD
+
+    def find(self, leaves: list[Any], state: list[Any]) -> Sequence[int] | None:
+        """Returns the positions of the leaves that are not expected; None if nothing is.
+
+        If another program wrote the objects' state, one of the leaves may now be part of it, and
+        would be donated: nothing is expected then.
+        """
+        if self._positions is None or (state and self._state() is not state):
+            return None
+        results = map(self.last.references.__getitem__, self._sources)
+        expected = map(operator.call, itertools.chain(results, self._constants))
+        if not all(map(operator.is_, map(leaves.__getitem__, self._positions), expected)):
+            return None
+        return self._new
+
+    def expect(self, leaves: list[Any], mirrored: Sequence[int]) -> None:
+        """Expects of later calls what this one has. All of its leaves have been checked.
+
+        Args:
+            leaves: Leaves of a call, before its launch.
+            mirrored: Positions of the mirrored ones.
+        """
+        results = map(operator.call, self.last.references)
+        indices = {address(array): k for k, array in enumerate(results) if array is not None}
+        known: dict[int, int] = {}
+        constants: dict[int, Ref] = {}
+        for i in mirrored:
+            # `pop`: an array at two positions is expected at one of them.
+            if (k := indices.pop(address(leaves[i]), None)) is not None:
+                known[i] = k
+            elif self._previous.get(i, _DEAD)() is leaves[i]:
+                constants[i] = self._previous[i]
+        self._positions, self._sources = [*known, *constants], list(known.values())
+        self._constants = list(constants.values())
+        self._new = [i for i in mirrored if i not in known and i not in constants]
+        self._previous = {i: ref(leaves[i]) for i in mirrored}

@@ -158,23 +158,20 @@ class Runner:
                 if found is not None and found[0] == key:
                     program = found[1]  # another thread may have run other shapes since
                 passed = call.layout.dynamic_leaves(call.leaves)
-                leaves, new = self._placer.prepare(
-                    call, passed if placed is None else placed, program
-                )
-                placed = leaves
+                prepared = self._placer.prepare(call, passed if placed is None else placed, program)
+                leaves = placed = prepared.leaves
                 if program is not None:
                     if reshards or program.reshards_often:
                         call, leaves = self._placer.reshard(program, call, leaves)
                     if self._host_values is not None:
-                        self._agree(call, program, passed, leaves, new)
+                        self._agree(call, program, passed, leaves, prepared.new)
                     if program.captured_arrays:
                         self._warn_about_stale_arrays(fn, program)
                     try:
-                        ready = self._placer.copy_repeated(call, leaves, program, new)
-                        results = program(call, ready, self._placer.recent)
-                        if new:
-                            self._placer.record(program, ready, new)
-                        return results
+                        ready = self._placer.copy_repeated(call, leaves, program, prepared)
+                        if prepared.expected is None or prepared.expected:
+                            self._placer.expect(call, ready, program)
+                        return program(call, ready, self._placer.recent)
                     except SignatureChanged:  # other shapes, or another trace context
                         require_not_lost(program.label, [*call.state, *leaves])
                     except RuntimeError:
