@@ -95,9 +95,11 @@ class ArgumentPlacer:
             expected = program.known.find(leaves, call.state)
             new = new if expected is None else expected
             new = self.recent.exclude(leaves, new) if new else new
-        mirrored = list(map(leaves.__getitem__, new))
-        stacked = list(map(leaves.__getitem__, rows))
-        if not self._are_placed(mirrored, stacked) or any_deleted(leaves):
+        are_placed = True
+        if new or rows:
+            mirrored = list(map(leaves.__getitem__, new))
+            are_placed = self._are_placed(mirrored, list(map(leaves.__getitem__, rows)))
+        if not are_placed or any_deleted(leaves):
             leaves = self.place(call, leaves)
         return Prepared(leaves, new, expected)
 

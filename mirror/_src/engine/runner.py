@@ -161,7 +161,7 @@ class Runner:
                 prepared = self._placer.prepare(call, passed if placed is None else placed, program)
                 leaves = placed = prepared.leaves
                 if program is not None:
-                    if reshards or program.reshards_often:
+                    if reshards or (self.holds_slices and program.reshards_often):
                         call, leaves = self._placer.reshard(program, call, leaves)
                     if self._host_values is not None:
                         self._agree(call, program, passed, leaves, prepared.new)
