@@ -1,8 +1,10 @@
 """Repeated calls of `run`: no Python work per leaf, and every check still applies."""
 
+import gc
 import signal
 import sys
 import threading
+import weakref
 from typing import Any
 
 import jax
@@ -658,6 +660,22 @@ def test_results_do_not_share_memory(strategy):
             for array in arrays
         ]
         assert len(set().union(*buffers)) == sum(map(len, buffers))
+
+
+def test_results_are_freed_with_their_last_reference(strategy):
+    """The strategy finds them among later arguments, and must not keep them for that."""
+
+    def step(x, batch):
+        return x + mirror.all_reduce("mean", batch.mean())
+
+    batch = own(strategy)
+    with strategy.scope():
+        x = jnp.zeros(3)
+    results = [strategy.run(step, (x, batch)) for _ in range(4)]
+    references = [weakref.ref(result) for result in results]
+    del results
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 4
 
 
 def test_constants_may_be_replaced(strategy):

@@ -548,7 +548,7 @@ _OF_RUN = (
         f"{_RUN}/recent_arrays.py",
         "map(ref, arrays)",
         "[lambda array=array: array for array in arrays]",
-        ("tests/laws/test_lifetimes.py",),
+        ("tests/engine/test_repeated_calls.py",),
     ),
     Fault(
         "an explanation that replaces the error of the step",
