@@ -547,7 +547,13 @@ def test_resident_rows_are_copied_before_donation():
         np.testing.assert_array_equal(two, np.asarray(x) + 2)
 
 
-@rows("leaf", ["returned", "constant"])
+def alias_of(x: jax.Array) -> jax.Array:
+    """Returns another array with the same buffers."""
+    shards = [shard.data for shard in x.addressable_shards]
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
+
+
+@rows("leaf", ["returned", "constant", "alias of a constant", "alias of a result"])
 def test_leaf_may_become_part_of_the_model_between_calls(strategy, leaf):
     """It is donated as state then, and another function may have prepared it."""
 
@@ -563,11 +569,12 @@ def test_leaf_may_become_part_of_the_model_between_calls(strategy, leaf):
         model, tree = Net(), {"kernel": jnp.ones((4, 4))}
     for _ in range(5):
         new, _ = strategy.run(step, (model, tree, batch))
-        tree = new if leaf == "returned" else tree
+        tree = new if leaf in ("returned", "alias of a result") else tree
         strategy.run(evaluate, (model, batch))
-    model.layers[0].kernel.set_value(tree["kernel"])
+    kernel = alias_of(tree["kernel"]) if leaf.startswith("alias") else tree["kernel"]
+    model.layers[0].kernel.set_value(kernel)
     strategy.run(evaluate, (model, batch))
-    before = np.asarray(tree["kernel"])
+    before = np.array(tree["kernel"])
     new, _ = strategy.run(step, (model, tree, batch))
     np.testing.assert_array_equal(new["kernel"], before * 0.5)
 

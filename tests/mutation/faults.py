@@ -463,6 +463,15 @@ _OF_RUN = (
         is_slow=True,
     ),
     Fault(
+        "an argument whose memory has become part of the model",
+        f"{_RUN}/argument_placer.py",
+        "if not assigned.isdisjoint(buffers_of(leaves[i])):",
+        "if False:",
+        ("tests/engine/test_repeated_calls.py",),
+        likely="part_of_the_model",
+        is_slow=True,
+    ),
+    Fault(
         "an interrupt that loses the model",
         f"{_RUN}/program.py",
         "if outputs and self._guard is None:",

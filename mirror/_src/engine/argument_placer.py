@@ -90,7 +90,7 @@ class ArgumentPlacer:
         """
         new: Sequence[int] = call.layout.mirrored
         rows = call.layout.per_replica
-        expected: Sequence[int] | None = None
+        expected: Sequence[int] | None = None if new else ()
         if program is not None and new:
             expected = program.known.find(leaves, call.state)
             new = new if expected is None else expected
@@ -192,12 +192,18 @@ class ArgumentPlacer:
         donated = program.donated
         if not donated and not call.state:
             return leaves
+        assigned = call.assigned_buffers(program.changed)
+        leaves = list(leaves) if prepared.new or assigned else leaves
+        for i in call.layout.mirrored if assigned else ():
+            if not assigned.isdisjoint(buffers_of(leaves[i])):
+                leaves[i] = self._replicas.copy(leaves[i])
         if prepared.new:
-            leaves = list(leaves)
             self._copy_shared(program, call.state, leaves, prepared.new)
         if prepared.expected is not None:
             unsure = [*prepared.expected, *call.layout.per_replica]
-            if not _is_any_repeated(leaves, unsure, call.state):
+            structure = call.structure
+            may_be_state = prepared.expected or (structure is not None and structure.has_own)
+            if not _is_any_repeated(leaves, unsure, call.state if may_be_state else []):
                 return leaves
         leaves = list(leaves)
         ids = list(map(address, leaves))

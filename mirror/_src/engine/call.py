@@ -1,6 +1,6 @@
 """`Call`: one call of `strategy.run`, with its arguments classified."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -43,6 +43,17 @@ class Call(NamedTuple):
     def structure(self) -> Structure | None:
         """The structure of the nnx objects; `None` without objects."""
         return self.record.structure if self.record is not None else None
+
+    def assigned_buffers(self, changed: Sequence[int]) -> Set[int]:
+        """Returns the addresses of state that the user has assigned; see `Record.assigned`.
+
+        Args:
+            changed: Positions of the leaves that matter, among the leaves of the objects.
+        """
+        assigned = self.record.assigned if self.record is not None else {}
+        if not assigned:
+            return frozenset()
+        return frozenset[int]().union(*(assigned[i] for i in changed if i in assigned))
 
     @property
     def key(self) -> tuple[Any, ...]:

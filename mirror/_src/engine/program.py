@@ -57,6 +57,7 @@ class StepProgram:
         shared_samples: The user's lines that sample the same random numbers on all replicas.
         to_agree_on: The program, until all processes have agreed on it; None in a single process.
         identity: What is equal in all processes that run this program, once they have agreed.
+        changed: Positions of the objects' leaves that it changes, and donates.
         label: The name of the step and its line, for messages.
         input_names: The user's names for the inputs; empty until they are needed.
         captured_arrays: The float arrays that the step has read from outside its arguments, by
@@ -100,7 +101,7 @@ class StepProgram:
         self.num_address_checks = 0
         self._attribute_changes = step.attribute_changes
         self._static_results = step.static_results
-        self._changed = plan.changed
+        self.changed = plan.changed
         replica_program = ReplicaProgram(
             step.name,
             line_of(call.fn),
@@ -195,7 +196,7 @@ class StepProgram:
         new = outputs[: len(call.state)]
         if not self._replaces_all:
             new = list(call.state)
-            for i, leaf in zip(self._changed, outputs, strict=False):
+            for i, leaf in zip(self.changed, outputs, strict=False):
                 new[i] = leaf
         call.record.write(new)
         if self._attribute_changes:

@@ -2,7 +2,7 @@
 
 import itertools
 import operator
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence, Set
 from typing import Any
 from weakref import ref
 
@@ -35,6 +35,8 @@ class Record:
         last: Leaves that the last step wrote; `None` before the first step.
         unchecked: Positions in `last` of the leaves that no launch returned, in a job of several
             processes.
+        assigned: Addresses of each leaf that the user has assigned and that is used as it is, by
+            position, until a launch replaces it: other arrays of the user may share its memory.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class Record:
         self.structure: Structure = reference() or structure
         self.last: Leaves | None = None
         self.unchecked: Sequence[int] = ()
+        self.assigned: Mapping[int, Set[int]] = {}
         self._plain = self.structure.treedef == jax.tree.structure([0] * len(structure.slots))
         holders = [holder_at(objects, slot.path) for slot in structure.slots]
         self._variables = [h for h in holders if isinstance(h, nnx.Variable)]
@@ -105,8 +108,18 @@ class Record:
             leaves = list(itertools.chain.from_iterable(map(_arrays, leaves)))
         return not any_deleted(leaves)
 
-    def write(self, leaves: Sequence[Any], unchecked: Sequence[int] = ()) -> None:
+    def write(
+        self,
+        leaves: Sequence[Any],
+        unchecked: Sequence[int] = (),
+        assigned: Mapping[int, Set[int]] | None = None,
+    ) -> None:
         """Writes all leaves into the objects, and records them as ready for the next step."""
+        if assigned is not None:
+            self.assigned = assigned
+        elif self.assigned and self.last is not None:
+            before = self.last
+            self.assigned = {i: b for i, b in self.assigned.items() if leaves[i] is before[i]}
         self.last = Leaves(leaves)
         self.unchecked = unchecked
         if self._own:

@@ -73,6 +73,7 @@ class Structure:
             that holds a pytree.
         leaf_slots: The slot of each leaf.
         is_own: For each leaf, whether it is per-replica.
+        has_own: Whether any leaf is per-replica.
         metrics: The nnx metrics among the objects.
     """
 
@@ -102,6 +103,7 @@ class Structure:
             for _ in jax.tree.leaves(value)
         ]
         self.is_own = [slot.is_own for slot in self.leaf_slots]
+        self.has_own = any(self.is_own)
         self.metrics = _metrics(objects, self.leaf_slots)
         self._key = (self.graphdef, self.treedef, tuple(s.path for s in self.slots))
         self._hash = hash(self._key)

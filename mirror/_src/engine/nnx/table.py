@@ -9,7 +9,7 @@ import functools
 import operator
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -116,6 +116,8 @@ class ObjectTable:
                 )
             require_arrays(record.structure.leaf_slots[i], leaf)
         taken: set[int] = set()
+        assigned: dict[int, Set[int]] = {}
+        written = set(map(id, record.last or ()))
         mirrored = []
         for i, leaf in enumerate(leaves):
             if record.structure.is_own[i]:
@@ -128,6 +130,8 @@ class ObjectTable:
             is_ready = is_placed and taken.isdisjoint(buffers_of(leaf))
             mirrored.append(leaf if is_ready else self._replicas.mirror(leaf))
             taken |= buffers_of(mirrored[-1])
+            if is_ready and (id(leaf) not in written or i in record.assigned):
+                assigned[i] = buffers_of(leaf)
         if placement_log.on:
             for name, leaf in zip(names(), mirrored, strict=True):
                 placement_log.mirrored(name, leaf, self._replicas.devices)
@@ -135,7 +139,7 @@ class ObjectTable:
         if self._replicas.spans_processes:
             new, is_own = record.unwritten(mirrored), record.structure.is_own
             unchecked = [i for i in new if not is_own[i]]
-        record.write(mirrored, unchecked)
+        record.write(mirrored, unchecked, assigned)
         return mirrored
 
     def unchecked(self, record: Record) -> Sequence[int]:
