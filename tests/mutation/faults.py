@@ -447,8 +447,8 @@ _OF_RUN = (
     Fault(
         "a call with an aliased buffer",
         f"{_RUN}/argument_placer.py",
-        "        if prepared.new:\n            leaves = list",
-        "        if False:\n            leaves = list",
+        "        if prepared.new:\n            self._copy_shared",
+        "        if False:\n            self._copy_shared",
         ("tests/engine/test_repeated_calls.py",),
         likely="copied",
         is_slow=True,
