@@ -267,7 +267,7 @@ def test_version_option_prints_the_version(capsys):
 
 @pytest.mark.slow
 def test_importing_mirror_does_not_import_the_demo():
-    code = "import mirror, sys; print([m for m in sys.modules if '_src.tools' in m])"
+    code = "import mirror, sys; print([m for m in sys.modules if '_src.tools.demo' in m])"
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True
     )
