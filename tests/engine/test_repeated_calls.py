@@ -1,5 +1,6 @@
 """Repeated calls of `run`: no Python work per leaf, and every check still applies."""
 
+import contextlib
 import gc
 import signal
 import sys
@@ -107,6 +108,8 @@ def evaluate(params, batch):
         ("pmap", "dict"),
         ("pmap", "nnx"),
         ("pmap", "constants"),
+        ("pmap", "plain constants"),
+        ("one replica", "plain constants"),
         ("sharded", "dict"),
         ("vmap", "nnx"),
         ("pmap", "models in a dict"),
@@ -133,10 +136,10 @@ def test_repeated_call_does_not_visit_each_leaf_in_python(name, form, monkeypatc
             named |= {"flag": True} if form == "flags" else {}
             call = lambda: strategy.run(train_if, (), named)  # noqa: E731
         else:
-            with strategy.scope():
+            with contextlib.nullcontext() if "plain" in form else strategy.scope():
                 state = {f"w{i}": jnp.zeros(2) for i in range(num_leaves)}
             batch = own(strategy)
-        if form == "constants":
+        if "constants" in form:
             call = lambda: strategy.run(evaluate, (state, batch))  # noqa: E731
         elif form == "dict":
 
@@ -151,6 +154,40 @@ def test_repeated_call_does_not_visit_each_leaf_in_python(name, form, monkeypatc
     few, many = events_for(2), events_for(20)
     assert many == few
     assert many < 300
+
+
+def test_each_new_leaf_costs_the_same(strategy, monkeypatch):
+    """The user's names for all leaves were computed for each of them."""
+    inside.stop_logging_launches(monkeypatch)
+    batch = own(strategy)
+
+    def events_for(num_leaves: int) -> int:
+        def call() -> None:
+            strategy.run(evaluate, ({f"w{i}": np.zeros(2) for i in range(num_leaves)}, batch))
+
+        for _ in range(3):
+            call()
+        return min(num_python_events(call) for _ in range(3))
+
+    few, more, most = map(events_for, (10, 20, 40))
+    assert most - more <= 2.2 * (more - few)
+
+
+def test_copy_of_a_plain_array_is_freed_with_the_array(strategy):
+    batch, params = own(strategy), {"w0": jnp.ones(13)}
+
+    def num_copies() -> int:
+        gc.collect()
+        return sum(array.shape == (13,) for array in jax.live_arrays()) - len(params)
+
+    for _ in range(3):
+        assert strategy.run(evaluate, (params, batch)) == 19.5
+    assert num_copies() == 1
+    params["w0"] = params["w0"] * 0
+    assert strategy.run(evaluate, (params, batch)) == 0
+    assert num_copies() == 1
+    params.clear()
+    assert num_copies() == 0
 
 
 def test_results_of_another_program_are_not_visited_in_python(monkeypatch):

@@ -440,7 +440,7 @@ _OF_RUN = (
     Fault(
         "an integer of 64 bits that does not fit",
         f"{_RUN}/argument_placer.py",
-        "require_fits(call.leaf_names[i], array)",
+        "require_fits(name, array)",
         "pass",
         ("tests/devices/test_narrowing.py",),
     ),

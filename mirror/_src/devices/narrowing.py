@@ -4,6 +4,7 @@ Without `jax_enable_x64`, JAX converts host arrays of 64 bits as it transfers th
 lose their upper bits without a warning: the label `2**32 + 3` becomes 3. Floats are rounded.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,11 +15,11 @@ from mirror._src.base.errors import describe
 ENABLE_64_BITS = "jax.config.update('jax_enable_x64', True)"
 
 
-def require_fits(name: str, leaf: Any) -> None:
+def require_fits(name: str | Callable[[], str], leaf: Any) -> None:
     """Checks an array of the user before its transfer; reads only arrays of 64-bit integers.
 
     Args:
-        name: Name of the array, for the message.
+        name: Name of the array for the message, or a function that returns it.
         leaf: A NumPy or JAX array or a number; anything else is ignored.
 
     Raises:
@@ -33,6 +34,7 @@ def require_fits(name: str, leaf: Any) -> None:
     values, limits = np.asarray(leaf), np.iinfo(narrow)
     for value in (values.max(), values.min()):
         if not limits.min <= value <= limits.max:
+            name = name if isinstance(name, str) else name()
             raise ValueError(does_not_fit(name, leaf, int(value), str(narrow)))
 
 

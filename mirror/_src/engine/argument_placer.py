@@ -1,5 +1,6 @@
 """`ArgumentPlacer`: puts arguments on the replicas' devices and copies donated ones if needed."""
 
+import functools
 import itertools
 import operator
 from collections.abc import Iterable, Sequence
@@ -90,8 +91,9 @@ class ArgumentPlacer:
         """
         new: Sequence[int] = call.layout.mirrored
         rows = call.layout.per_replica
-        expected: Sequence[int] | None = None if new else ()
+        passed, expected = leaves, None if new else ()
         if program is not None and new:
+            leaves = program.copies.use(leaves)
             expected = program.known.find(leaves, call.state)
             new = new if expected is None else expected
             new = self.recent.exclude(leaves, new) if new else new
@@ -101,6 +103,9 @@ class ArgumentPlacer:
             are_placed = self._are_placed(mirrored, list(map(leaves.__getitem__, rows)))
         if not are_placed or any_deleted(leaves):
             leaves = self.place(call, leaves)
+            if program is not None:
+                kept = set(call.layout.mirrored).difference(program.donated)
+                program.copies.keep(passed, leaves, kept)
         return Prepared(leaves, new, expected)
 
     def _are_placed(self, mirrored: list[Any], stacked: list[Any]) -> bool:
@@ -126,31 +131,32 @@ class ArgumentPlacer:
         per_replica = set(call.layout.per_replica)
         ready = []
         for i, leaf in enumerate(leaves):
+            name = functools.partial(_name_of, call, i)
             if isinstance(leaf, jax.Array) and leaf.is_deleted():
                 raise ValueError(_deleted_message(call, i))
             if isinstance(leaf, jax.Ref):
-                raise TypeError(ref_message(call.leaf_names[i]))
+                raise TypeError(ref_message(name()))
             if is_float0(leaf):
                 raise TypeError(
-                    f"{call.leaf_names[i]} is {describe(leaf)}, JAX's gradient of an integer, "
+                    f"{name()} is {describe(leaf)}, JAX's gradient of an integer, "
                     "which has no values. Take gradients with respect to floats only."
                 )
             for array in leaf.arrays if isinstance(leaf, UnstackedArrays) else [leaf]:
-                require_fits(call.leaf_names[i], array)
+                require_fits(name, array)
             try:
                 placed = self._stack(call, i, leaf) if i in per_replica else self._mirror(leaf)
             except TypeError as error:
                 raise TypeError(
-                    f"{call.leaf_names[i]} is {describe(leaf)}, which cannot be converted to a JAX "
+                    f"{name()} is {describe(leaf)}, which cannot be converted to a JAX "
                     f"array: {error}"
                 ) from error
             except OverflowError as error:
                 dtype = str(jax.dtypes.canonicalize_dtype(int))
-                raise ValueError(does_not_fit(call.leaf_names[i], leaf, leaf, dtype)) from error
+                raise ValueError(does_not_fit(name(), leaf, leaf, dtype)) from error
             if placement_log.on and placed is not leaf and i not in per_replica:
-                placement_log.mirrored(call.leaf_names[i], leaf, self._replicas.devices)
+                placement_log.mirrored(name(), leaf, self._replicas.devices)
             if placed is not leaf and i not in per_replica:
-                require_not_stacked(call.leaf_names[i], leaf)
+                require_not_stacked(name, leaf)
             accepted = self._stacked if i in per_replica else self._mirrored
             if placed is not leaf:
                 if i not in per_replica:
@@ -361,6 +367,11 @@ def _unequal_message(call: Call, i: int, unequal: UnstackedArrays) -> str:
         "program, which requires the same shape. Pad the values, and exclude the padding by a "
         "mask: strategy.distribute_dataset(data, remainder='pad')."
     )
+
+
+def _name_of(call: Call, i: int) -> str:
+    """Returns the user's name for a leaf of the arguments."""
+    return call.leaf_names[i]
 
 
 def _deleted_message(call: Call, i: int) -> str:

@@ -111,7 +111,7 @@ def failed_mapping_message(fn: Callable[..., Any], error: ValueError) -> str | N
     return _mapping_message(fn) if any(text in str(error) for text in _OF_MAPPINGS) else None
 
 
-def require_not_stacked(name: str, leaf: Any) -> None:
+def require_not_stacked(name: Callable[[], str], leaf: Any) -> None:
     """Rejects an array with one row per device, as `jax.pmap` receives and returns it.
 
     Raises:
@@ -125,7 +125,7 @@ def require_not_stacked(name: str, leaf: Any) -> None:
         return
     if size > 1 and sharding.spec[0] in sharding.mesh.axis_names and leaf.shape[:1] == (size,):
         raise ValueError(
-            f"{name} is {describe(leaf)} with one row on each of {size} devices, as jax.pmap and "
+            f"{name()} is {describe(leaf)} with one row on each of {size} devices, as jax.pmap and "
             "flax.jax_utils.replicate stack it. Pass state without that axis "
             "(flax.jax_utils.unreplicate(state)), and batches from strategy.distribute_dataset. "
             "For values that differ between replicas, use mirror.PerReplica.from_stacked(x)."

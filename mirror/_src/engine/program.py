@@ -22,7 +22,7 @@ from mirror._src.engine.executor import Executor, ReplicaProgram
 from mirror._src.engine.nnx.metrics import Update, merge
 from mirror._src.engine.per_replica import PerReplica
 from mirror._src.engine.plan import Merge, Plan
-from mirror._src.engine.recent_arrays import KnownLeaves, RecentArrays
+from mirror._src.engine.recent_arrays import KnownLeaves, MirroredCopies, RecentArrays
 from mirror._src.engine.reduce_op import ReduceOp
 from mirror._src.engine.step import Step, TracedStep
 from mirror._src.jaxprs.trace import struct_of, trace
@@ -54,6 +54,7 @@ class StepProgram:
         num_reshards: Number of calls whose leaves had the shardings of another program.
         num_address_checks: Number of calls with arrays that might share memory.
         known: The leaves that later calls are expected to have, which need no check.
+        copies: The mirrored copies of the plain arrays of the last call.
         shared_samples: The user's lines that sample the same random numbers on all replicas.
         to_agree_on: The program, until all processes have agreed on it; None in a single process.
         identity: What is equal in all processes that run this program, once they have agreed.
@@ -97,6 +98,7 @@ class StepProgram:
         outputs = [step.per_replica[i] for i in plan.changed] + plan.per_replica_results
         self._are_mirrored = [not is_own for is_own in plan.per_replica_results]
         self.known = KnownLeaves()
+        self.copies = MirroredCopies()
         self.num_reshards = 0
         self.num_address_checks = 0
         self._attribute_changes = step.attribute_changes

@@ -17,6 +17,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any, final
 from weakref import ref
 
+import jax
+
+from mirror._src.devices.transfer import any_deleted
+
 Ref = ref[Any]
 
 _MAX_RUNS = 128
@@ -141,3 +145,37 @@ class KnownLeaves:
         self._constants = list(constants.values())
         self._new = [i for i in mirrored if i not in known and i not in constants]
         self._previous = {i: ref(leaves[i]) for i in mirrored}
+
+
+@final
+class MirroredCopies:
+    """The copies of plain arrays that the last call of a program received, by position.
+
+    A call that passes the same arrays uses the copies. A copy is freed with its original.
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[int, tuple[int, Ref, Any]] = {}
+
+    def use(self, leaves: list[Any]) -> list[Any]:
+        """Returns the leaves with copies in place of the arrays that the last call had, too."""
+        if not self._copies:
+            return leaves
+        positions, originals, copies = zip(*self._copies.values(), strict=True)
+        if any_deleted(copies):
+            return leaves
+        passed = map(leaves.__getitem__, positions)
+        are_same = map(operator.is_, passed, map(operator.call, originals))
+        leaves = list(leaves)
+        for i, copy in itertools.compress(zip(positions, copies, strict=True), are_same):
+            leaves[i] = copy
+        return leaves
+
+    def keep(self, leaves: Sequence[Any], placed: Sequence[Any], positions: Iterable[int]) -> None:
+        """Keeps the copies at some positions, and no others."""
+        drop = self._copies.pop
+        self._copies.clear()
+        for i in positions:
+            leaf, copy = leaves[i], placed[i]
+            if copy is not leaf and isinstance(leaf, jax.Array):
+                self._copies[i] = i, ref(leaf, lambda _, i=i: drop(i, None) and None), copy

@@ -126,7 +126,7 @@ class ObjectTable:
             # A buffer that two variables share would be donated twice, which crashes JAX 0.10.2.
             is_placed = isinstance(leaf, jax.Array) and self._is_placed(leaf)
             if not is_placed:
-                require_fits(names()[i], leaf)
+                require_fits(lambda i=i: names()[i], leaf)
             is_ready = is_placed and taken.isdisjoint(buffers_of(leaf))
             mirrored.append(leaf if is_ready else self._replicas.mirror(leaf))
             taken |= buffers_of(mirrored[-1])
