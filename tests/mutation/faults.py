@@ -524,8 +524,8 @@ _OF_RUN = (
     Fault(
         "a program that donates other arguments",
         f"{_RUN}/call.py",
-        "layout.key(self.leaves), self.structure, self.donate_argnums)",
-        "layout.key(self.leaves), self.structure, ())",
+        "            self.donate_argnums,",
+        "            (),",
         ("tests/jaxprs/test_evaluate.py", "tests/engine/test_repeated_calls.py"),
         likely="donat",
     ),

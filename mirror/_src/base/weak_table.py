@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Hashable, Iterator
-from types import CodeType, MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import Any, Generic, TypeAlias, TypeVar
 
 V = TypeVar("V")
@@ -30,7 +30,8 @@ class WeakTable(Generic[V]):
         Raises:
             TypeError: If the function is not hashable.
         """
-        return self._values.get(reference(fn))
+        is_plain = type(fn) is FunctionType  # the common case, and fast
+        return self._values.get(weakref.ref(fn) if is_plain else reference(fn))
 
     def set_default(self, fn: Function, value: V) -> V:
         """Returns the value of a function, which is `value` unless it has one."""

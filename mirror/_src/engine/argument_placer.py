@@ -91,7 +91,8 @@ class ArgumentPlacer:
         """
         new: Sequence[int] = call.layout.mirrored
         rows = call.layout.per_replica
-        passed, expected = leaves, None if new else ()
+        passed = leaves
+        expected: Sequence[int] | None = None if new else ()
         if program is not None and new:
             leaves = program.copies.use(leaves)
             expected = program.known.find(leaves, call.state)
@@ -195,10 +196,10 @@ class ArgumentPlacer:
             program: The program that will run.
             prepared: Which leaves may share memory with others, or be other leaves.
         """
-        donated = program.donated
-        if not donated and not call.state:
+        donated, record = program.donated, call.record
+        if not donated and record is None:
             return leaves
-        assigned = call.assigned_buffers(program.changed)
+        assigned = record.assigned_to(program.changed) if record is not None else frozenset()
         leaves = list(leaves) if prepared.new or assigned else leaves
         for i in call.layout.mirrored if assigned else ():
             if not assigned.isdisjoint(buffers_of(leaves[i])):
@@ -206,9 +207,11 @@ class ArgumentPlacer:
         if prepared.new:
             self._copy_shared(program, call.state, leaves, prepared.new)
         if prepared.expected is not None:
-            unsure = [*prepared.expected, *call.layout.per_replica]
-            structure = call.structure
-            may_be_state = prepared.expected or (structure is not None and structure.has_own)
+            rows = call.layout.per_replica
+            may_be_state = record is not None and (prepared.expected or record.structure.has_own)
+            if not may_be_state and not prepared.expected and (not donated or len(rows) < 2):
+                return leaves
+            unsure = [*prepared.expected, *rows]
             if not _is_any_repeated(leaves, unsure, call.state if may_be_state else []):
                 return leaves
         leaves = list(leaves)

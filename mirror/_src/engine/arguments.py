@@ -6,10 +6,9 @@ static.
 """
 
 import functools
-import operator
 import sys
+from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +24,6 @@ from mirror._src.engine.nnx.structure import is_object
 from mirror._src.engine.per_replica import PerReplica, is_per_replica
 from mirror._src.engine.variable import Variable
 
-_get_shape = operator.attrgetter("shape")
 _DYNAMIC_TYPES = (*ARRAY_LIKE, UnstackedArrays)
 
 
@@ -41,21 +39,15 @@ def kinds(treedef: Any, leaf_types: Sequence[type]) -> tuple[type, ...]:
     return tuple([t if i in fixed and is_number(t) else kind(t) for i, t in enumerate(leaf_types)])
 
 
-@jax.tree_util.register_pytree_node_class
-@dataclass(frozen=True)
-class ObjectPlaceholder:
-    """Replaces an nnx object in the arguments. A pytree without leaves."""
+class ObjectPlaceholder(namedtuple("_WithoutLeaves", ())):
+    """Replaces an nnx object in the arguments. A pytree without leaves, which JAX flattens in C++.
 
+    Attributes:
+        number: Number of the object. Each number has a type, which is static data of the tree.
+    """
+
+    __slots__ = ()
     number: int
-
-    def tree_flatten(self) -> tuple[tuple[()], int]:
-        """Returns no children, and the number as static data."""
-        return (), self.number
-
-    @classmethod
-    def tree_unflatten(cls, number: int, _: object) -> "ObjectPlaceholder":
-        """Returns the placeholder with this number."""
-        return cls(number)
 
 
 def require_static(fn: Callable[..., Any], tree: Any, layout: "Layout", leaves: list) -> None:
@@ -99,6 +91,7 @@ class Layout:
         per_replica: Positions, among the dynamic leaves, of the `PerReplica` leaves.
         mirrored: Positions, among the dynamic leaves, of the other leaves.
         static: Positions of all other leaves.
+        rows: Positions of the `PerReplica` leaves among all leaves.
         nested: Whether containers among the arguments hold nnx objects.
         all_dynamic: Whether all leaves are arrays or numbers.
     """
@@ -115,20 +108,19 @@ class Layout:
         self.mirrored = [i for i in range(len(self.dynamic)) if i not in differs]
         self.nested = any(map(is_object, jax.tree.leaves(arguments, is_leaf=is_object)))
         self.all_dynamic = not self.static
-        self._rows = [self.dynamic[i] for i in self.per_replica]
+        self.rows = [self.dynamic[i] for i in self.per_replica]
         self._has_numbers = any(is_number(leaf_kinds[i]) for i in self.static)
 
     def dynamic_leaves(self, leaves: list[Any]) -> list[Any]:
         """Returns the leaves that are arrays or numbers."""
         return leaves if self.all_dynamic else [leaves[i] for i in self.dynamic]
 
-    def key(self, leaves: list[Any]) -> tuple[Any, ...]:
-        """Returns the values that a program depends on: static leaves and per-replica shapes."""
-        statics = self.statics(leaves) if self.static else ()
+    def static_key(self, leaves: list[Any]) -> tuple[Any, ...]:
+        """Returns the static leaves as part of a key."""
+        statics = self.statics(leaves)
         if self._has_numbers:  # as text, because 0.0 == -0.0 and NaN != NaN
             statics = tuple([repr(s) if is_number(type(s)) else s for s in statics])
-        rows = map(leaves.__getitem__, self._rows)
-        return statics, tuple(map(_get_shape, rows))
+        return statics
 
     def statics(self, leaves: list[Any]) -> tuple[Any, ...]:
         """Returns the static leaves."""
@@ -221,21 +213,22 @@ class Arguments(NamedTuple):
 def hoist(args: Sequence[Any], kwargs: dict[str, Any]) -> Arguments:
     """Separates the nnx objects that are arguments themselves: the common case, and fast."""
     objects: list[Any] = []
-    rest, named = list(args), dict(kwargs)
+    rest, named = list(args), kwargs
     for i, value in enumerate(args):
-        if _is_object(value):
+        if _is_object_type.get(type(value), True) and _is_object(value):
             rest[i] = _placeholder(len(objects))
             objects.append(value)
     for name, value in kwargs.items():
-        if _is_object(value):
-            named[name] = _placeholder(len(objects))
+        if _is_object_type.get(type(value), True) and _is_object(value):
+            named = {**named, name: _placeholder(len(objects))}
             objects.append(value)
     return Arguments(objects, (tuple(rest), named))
 
 
 @functools.cache
 def _placeholder(number: int) -> ObjectPlaceholder:
-    return ObjectPlaceholder(number)
+    namespace = {"__slots__": (), "number": number}
+    return type(f"Object{number}", (ObjectPlaceholder,), namespace)()
 
 
 def hoist_from_builtins(args: Sequence[Any], kwargs: dict[str, Any]) -> Arguments:
@@ -273,7 +266,7 @@ def hoist_nested(args: Sequence[Any], kwargs: dict[str, Any]) -> Arguments:
         if not is_object(value):
             return value
         objects.append(value)
-        return ObjectPlaceholder(len(objects) - 1)
+        return _placeholder(len(objects) - 1)
 
     is_leaf = lambda value: is_object(value) or is_per_replica(value)  # noqa: E731
     return Arguments(objects, jax.tree.map(take, (tuple(args), dict(kwargs)), is_leaf=is_leaf))

@@ -46,10 +46,15 @@ class StepCache:
 
 
 class ProgramCache:
-    """The caches of all step functions of a strategy. Each is dropped with its function."""
+    """The caches of all step functions of a strategy. Each is dropped with its function.
+
+    Attributes:
+        get: Returns the cache of a function, or None; see `WeakTable.get`.
+    """
 
     def __init__(self) -> None:
         self._steps: WeakTable[StepCache] = WeakTable(self._dropped)
+        self.get = self._steps.get
         self._lone: WeakTable[list[int]] = WeakTable()
 
     def of(self, fn: StepFunction) -> StepCache:
@@ -58,7 +63,7 @@ class ProgramCache:
         Raises:
             TypeError: If the function is not hashable.
         """
-        return self._steps.get(fn) or self._steps.set_default(fn, StepCache(fn))
+        return self.get(fn) or self._steps.set_default(fn, StepCache(fn))
 
     @property
     def steps(self) -> Iterator[StepCache]:

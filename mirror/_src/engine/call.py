@@ -1,6 +1,7 @@
 """`Call`: one call of `strategy.run`, with its arguments classified."""
 
-from collections.abc import Sequence, Set
+import operator
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +13,8 @@ from mirror._src.engine.arguments import Layout, object_names
 from mirror._src.engine.nnx.record import Record
 from mirror._src.engine.nnx.structure import Structure, VariableSlot
 from mirror._src.engine.variable import Variable
+
+_get_shape = operator.attrgetter("shape")
 
 
 class Call(NamedTuple):
@@ -44,22 +47,17 @@ class Call(NamedTuple):
         """The structure of the nnx objects; `None` without objects."""
         return self.record.structure if self.record is not None else None
 
-    def assigned_buffers(self, changed: Sequence[int]) -> Set[int]:
-        """Returns the addresses of state that the user has assigned; see `Record.assigned`.
-
-        Args:
-            changed: Positions of the leaves that matter, among the leaves of the objects.
-        """
-        assigned = self.record.assigned if self.record is not None else {}
-        if not assigned:
-            return frozenset()
-        return frozenset[int]().union(*(assigned[i] for i in changed if i in assigned))
-
     @property
     def key(self) -> tuple[Any, ...]:
         """The key of this call's program in the cache of its function."""
-        layout = self.layout
-        return (layout, layout.key(self.leaves), self.structure, self.donate_argnums)
+        layout, leaves, record = self.layout, self.leaves, self.record
+        return (
+            layout,
+            layout.static_key(leaves) if layout.static else (),
+            tuple(map(_get_shape, map(leaves.__getitem__, layout.rows))),
+            record.structure if record is not None else None,
+            self.donate_argnums,
+        )
 
     @property
     def trace_key(self) -> tuple[Any, ...]:

@@ -66,7 +66,8 @@ class outside_traces:
         try:
             self._context.__exit__(kind, *details)
         finally:
-            self._close()
+            if self._stack is not None:
+                self._stack.close()
 
     def _close(self) -> None:
         if self._stack is not None:

@@ -10,6 +10,7 @@ in Python and takes 0.8 us. References are weak: strong ones would keep the buff
 allocated. A new array may have the address of a freed one, so what a reference returns is compared.
 """
 
+import functools
 import itertools
 import operator
 from collections import deque
@@ -173,9 +174,12 @@ class MirroredCopies:
 
     def keep(self, leaves: Sequence[Any], placed: Sequence[Any], positions: Iterable[int]) -> None:
         """Keeps the copies at some positions, and no others."""
-        drop = self._copies.pop
         self._copies.clear()
         for i in positions:
             leaf, copy = leaves[i], placed[i]
             if copy is not leaf and isinstance(leaf, jax.Array):
-                self._copies[i] = i, ref(leaf, lambda _, i=i: drop(i, None) and None), copy
+                self._copies[i] = i, ref(leaf, functools.partial(_drop, self._copies, i)), copy
+
+
+def _drop(copies: dict[int, Any], i: int, _: object) -> None:
+    copies.pop(i, None)

@@ -138,7 +138,10 @@ class Runner:
         kwargs: dict[str, Any],
         donate_argnums: tuple[int, ...],
     ) -> Any:
-        step = self._cache_of(fn)
+        try:
+            step = self._cache.get(fn) or self._cache.of(fn)
+        except TypeError:  # not hashable: rejected later
+            step = StepCache(fn)
         placed: list[Any] | None = None
         found: tuple[Any, StepProgram] | None = None
         reshards = False
@@ -312,7 +315,7 @@ class Runner:
             step.depth += 1
             objects, tree = HOISTS[step.depth](args, kwargs)
             leaves, layout = self._flatten(fn, tree, step)
-        captured = self.captured(fn)
+        captured = self.captured(fn) if Variable.in_use else ()
         objects = [*objects, *captured] if captured else objects
         record, state = None, list[Any]()
         if objects:
@@ -322,7 +325,7 @@ class Runner:
 
     def captured(self, fn: StepFunction) -> Sequence[Variable]:
         """Returns the variables that the step is known to use without receiving them."""
-        return self._captured.of(fn) if Variable.in_use else ()
+        return self._captured.of(fn)
 
     def prepare(self, fn: StepFunction, args: Sequence[Any], kwargs: dict[str, Any]) -> StepProgram:
         """Returns the program of a call without running it; its captured variables are known."""

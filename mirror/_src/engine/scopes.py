@@ -34,12 +34,12 @@ class _Stack(threading.local):
         self.frames: list[Frame] = []
 
 
-_stack = _Stack()
+stack = _Stack()
 
 
 def current_frame() -> Frame | None:
     """Returns the top of this thread's stack, or `None` outside every scope and replica."""
-    frames = _stack.frames
+    frames = stack.frames
     return frames[-1] if frames else None
 
 
@@ -54,12 +54,12 @@ def current_task() -> Any:
 
 def push_frame(frame: Frame) -> None:
     """Pushes a scope or a replica onto this thread's stack."""
-    _stack.frames.append(frame)
+    stack.frames.append(frame)
 
 
 def pop_frame() -> None:
     """Pops the top of this thread's stack."""
-    _stack.frames.pop()
+    stack.frames.pop()
 
 
 @contextlib.contextmanager

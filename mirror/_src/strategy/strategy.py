@@ -36,7 +36,7 @@ from mirror._src.engine.on_read import unwrapped
 from mirror._src.engine.per_replica import PerReplica, is_per_replica, on_local_replicas
 from mirror._src.engine.reduce_op import ReduceOp, Reduction, require_axis, require_op
 from mirror._src.engine.runner import Runner
-from mirror._src.engine.scopes import current_frame, require_cross_replica
+from mirror._src.engine.scopes import require_cross_replica, stack
 from mirror._src.inspection import verify as checks
 from mirror._src.inspection.baselines import Runners
 from mirror._src.inspection.copies import check_mirrored
@@ -246,10 +246,12 @@ class Strategy(abc.ABC):
         (PerReplica(10., 20.), Array(3., dtype=float32))
         """
         try:  # not `@api_boundary`: the decorator would add a call to every step
-            if current_frame() is not None:
+            if stack.frames:
                 require_cross_replica(self, "run", "Call the function directly.")
             kwargs = {} if kwargs is None else kwargs
-            require_call(fn, args, kwargs, "run", others, unknown)
+            is_usual = type(args) is tuple and type(kwargs) is dict and not others and not unknown
+            if not is_usual or not callable(fn):
+                require_call(fn, args, kwargs, "run", others, unknown)
             donated = (donate_argnums,) if isinstance(donate_argnums, int) else donate_argnums
             if type(donated) is not tuple:
                 donated = canonical_argnums(donated)

@@ -2,9 +2,8 @@
 
 import itertools
 import operator
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence, Set
+from collections.abc import Hashable, Iterable, Mapping, MutableMapping, Sequence, Set
 from typing import Any
-from weakref import ref
 
 import jax
 from flax import nnx
@@ -28,7 +27,7 @@ class Record:
 
     Args:
         objects: The objects.
-        known: Structures seen so far, each mapped to itself; the new structure is added.
+        known: Structures seen so far, by their keys; the new structure is added.
 
     Attributes:
         structure: Structure of the objects; the same object for all objects with an equal one.
@@ -39,12 +38,9 @@ class Record:
             position, until a launch replaces it: other arrays of the user may share its memory.
     """
 
-    def __init__(
-        self, objects: Sequence[Any], known: MutableMapping[Structure, ref[Structure]]
-    ) -> None:
+    def __init__(self, objects: Sequence[Any], known: MutableMapping[Hashable, Structure]) -> None:
         structure = Structure(objects)
-        reference = known.setdefault(structure, ref(structure))
-        self.structure: Structure = reference() or structure
+        self.structure: Structure = known.setdefault(structure.key, structure)
         self.last: Leaves | None = None
         self.unchecked: Sequence[int] = ()
         self.assigned: Mapping[int, Set[int]] = {}
@@ -99,6 +95,12 @@ class Record:
     def holder(self, i: int) -> Any:
         """Returns the variable, object or container that holds the value of slot `i`."""
         return self._holders[i][0]
+
+    def assigned_to(self, positions: Iterable[int]) -> Set[int]:
+        """Returns the addresses of the leaves at some positions that the user has assigned."""
+        if not self.assigned:
+            return frozenset()
+        return frozenset[int]().union(*(self.assigned[i] for i in positions if i in self.assigned))
 
     def is_ready(self, leaves: list[Any]) -> bool:
         """Whether these are the leaves that the last step wrote, and none has been deleted."""

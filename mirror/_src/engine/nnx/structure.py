@@ -63,9 +63,10 @@ class MetricSlots(NamedTuple):
 
 
 class Structure:
-    """The structure of nnx objects without their values. Hashable, and equal for equal models.
+    """The structure of nnx objects without their values.
 
     Attributes:
+        key: Equal for equal structures.
         graphdef: Flax's graph definition of the objects.
         state_def: Structure of the state, to rebuild the objects from leaves.
         slots: The holders of arrays, in the order of the leaves.
@@ -105,14 +106,8 @@ class Structure:
         self.is_own = [slot.is_own for slot in self.leaf_slots]
         self.has_own = any(self.is_own)
         self.metrics = _metrics(objects, self.leaf_slots)
-        self._key = (self.graphdef, self.treedef, tuple(s.path for s in self.slots))
-        self._hash = hash(self._key)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Structure) and self._key == other._key
+        self.key = (self.graphdef, self.treedef, tuple(s.path for s in self.slots))
+        hash(self.key)  # raises if a static attribute has no hash
 
     def names(self, roots: Sequence[str]) -> list[str]:
         """Returns the user's name for each leaf.

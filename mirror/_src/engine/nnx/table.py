@@ -9,9 +9,9 @@ import functools
 import operator
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Hashable, Sequence, Set
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakValueDictionary
 
 import jax
 
@@ -25,6 +25,7 @@ from mirror._src.engine.nnx.structure import Structure, require_arrays
 from mirror._src.engine.on_read import spread_over
 
 _MAX_RECORDS = 32
+_NO_RECORD: tuple[list[Any], Record | None] = ([], None)
 
 
 class ObjectTable:
@@ -39,7 +40,7 @@ class ObjectTable:
         self._replicas = replicas
         self._holds_slices = holds_slices
         self._records: OrderedDict[tuple[int, ...], tuple[list[Any], Record]] = OrderedDict()
-        self._structures: WeakKeyDictionary[Structure, weakref.ref[Structure]] = WeakKeyDictionary()
+        self._structures: WeakValueDictionary[Hashable, Structure] = WeakValueDictionary()
 
     def record(
         self, objects: Sequence[Any], roots: Callable[[], Sequence[str]]
@@ -56,7 +57,13 @@ class ObjectTable:
             ValueError: If a leaf is not an array, or has been deleted.
             RuntimeError: If a leaf is a tracer.
         """
-        record = self._find(objects) or self._create(objects)
+        references, record = self._records.get(tuple(map(id, objects)), _NO_RECORD)
+        if (
+            record is None
+            or not all(map(operator.is_, map(operator.call, references), objects))
+            or not record.is_unchanged()
+        ):
+            record = self._create(objects)
         leaves = record.read()
         if leaves is None:  # the structure of a variable's value has changed
             record = self._create(objects)
@@ -64,19 +71,6 @@ class ObjectTable:
         if not record.is_ready(leaves):
             leaves = self._mirror(record, leaves, roots)
         return record, leaves
-
-    def last(self, objects: Sequence[Any]) -> Record | None:
-        """Returns the record of objects that are unchanged since the last step, else `None`."""
-        record = self._find(objects)
-        leaves = record.read() if record is not None else None
-        return record if record and leaves is not None and record.is_ready(leaves) else None
-
-    def _find(self, objects: Sequence[Any]) -> Record | None:
-        """Returns the record of exactly these objects, if none of their attributes has changed."""
-        references, record = self._records.get(tuple(map(id, objects)), ([], None))
-        if record is None or not all(map(operator.is_, map(operator.call, references), objects)):
-            return None
-        return record if record.is_unchanged() else None
 
     def _create(self, objects: Sequence[Any]) -> Record:
         key = tuple(map(id, objects))
@@ -126,7 +120,7 @@ class ObjectTable:
             # A buffer that two variables share would be donated twice, which crashes JAX 0.10.2.
             is_placed = isinstance(leaf, jax.Array) and self._is_placed(leaf)
             if not is_placed:
-                require_fits(lambda i=i: names()[i], leaf)
+                require_fits(functools.partial(_name_of, names, i), leaf)
             is_ready = is_placed and taken.isdisjoint(buffers_of(leaf))
             mirrored.append(leaf if is_ready else self._replicas.mirror(leaf))
             taken |= buffers_of(mirrored[-1])
@@ -165,3 +159,7 @@ def _reference(obj: Any, on_death: Callable[[Any], None]) -> Callable[[], Any]:
         return weakref.ref(obj, on_death)
     except TypeError:
         return lambda: obj
+
+
+def _name_of(names: Callable[[], Sequence[str]], i: int) -> str:
+    return names()[i]
