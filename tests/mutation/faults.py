@@ -498,7 +498,7 @@ _OF_RUN = (
     ),
     Fault(
         "the sum of batch statistics in place of their mean",
-        f"{_RUN}/program.py",
+        f"{_RUN}/analysis.py",
         "means = all_reduce(ReduceOp.MEAN, [after[i] for i in plan.averaged])",
         "means = all_reduce(ReduceOp.SUM, [after[i] for i in plan.averaged])",
         ("tests/training/test_practice.py",),

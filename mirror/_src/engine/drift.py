@@ -7,7 +7,6 @@ too: a result with the same structure, shapes and dtypes is its new value.
 from collections.abc import Container, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from mirror._src.base.errors import ReplicaDivergenceError
 from mirror._src.engine.arguments import is_number
 from mirror._src.engine.call import Call
 from mirror._src.engine.plan import cause, divergence_message
@@ -47,10 +46,10 @@ class _Subtree(NamedTuple):
             yield from child.all()
 
 
-def require_no_drift(
+def drift_message(
     call: Call, step: Step, avals: Sequence[Any], marks: Sequence[Mark], names: Sequence[str]
-) -> None:
-    """Rejects a step that returns a donated, mirrored argument per-replica.
+) -> str:
+    """Returns the error message for a step that returns a donated, mirrored argument per-replica.
 
     Args:
         call: The call.
@@ -59,11 +58,11 @@ def require_no_drift(
         marks: Marks of the results.
         names: The user's names for the inputs.
 
-    Raises:
-        ReplicaDivergenceError: If there is such an argument.
+    Returns:
+        The message; empty if there is no such argument.
     """
     if not call.donate_argnums or not any(mark.per_replica for mark in marks):
-        return
+        return ""
     by_structure: dict[Any, list[list[_Pairs]]] = {}
     for treedef, matches in _matches(call, step, avals, call.donate_argnums):
         by_structure.setdefault(treedef, []).append(matches)
@@ -77,8 +76,7 @@ def require_no_drift(
                 pairs = next(filter(None, differing))
                 leaves = call.leaf_names
                 causes += [f"{leaves[i]}: {cause(marks[k], names)}" for i, k in pairs]
-    if causes:
-        raise ReplicaDivergenceError(divergence_message(step.name, causes) + _IF_INTENDED)
+    return divergence_message(step.name, causes) + _IF_INTENDED if causes else ""
 
 
 def carried_state(

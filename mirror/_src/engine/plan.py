@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.extend.core import ClosedJaxpr
 
-from mirror._src.base.errors import ReplicaDivergenceError, listing
+from mirror._src.base.errors import listing
 from mirror._src.engine.nnx.metrics import Rule
 from mirror._src.engine.nnx.structure import MetricSlots, VariableSlot
 from mirror._src.jaxprs.additive import Dependence, dependence
@@ -127,10 +127,10 @@ def leaf_outcomes(
     """Returns the outcome of each leaf of the objects.
 
     Args:
-        slots: As in `make_plan`.
-        given: As in `make_plan`.
-        after: As in `make_plan`.
-        keys: As in `make_plan`.
+        slots: The slot of each leaf of the objects, and the user's name for it.
+        given: Variables of the jaxpr that hold the objects' leaves before the step.
+        after: Marks of the objects' leaves after the step.
+        keys: Marks of the PRNG keys as the replica received them, by position among the leaves.
         merged: Positions of the leaves of merged metrics.
     """
     of_metrics = set(merged)
@@ -148,46 +148,6 @@ def leaf_outcomes(
 
     pairs = enumerate(zip(slots, after, strict=True))
     return [outcome(i, slot, mark) for i, ((slot, _), mark) in pairs]
-
-
-def make_plan(
-    step_name: str,
-    slots: Sequence[tuple[VariableSlot, str]],
-    given: Sequence[object],
-    results: Sequence[Mark],
-    after: Sequence[Mark],
-    keys: Mapping[int, Mark],
-    leaf_names: Sequence[str],
-    dtypes: Sequence[Any],
-    merges: Sequence[Merge] = (),
-) -> Plan:
-    """Returns the plan of a step that keeps the replicas' state the same.
-
-    Args:
-        step_name: Name of the step function.
-        slots: The slot of each leaf of the objects, and the user's name for it.
-        given: Variables of the jaxpr that hold the objects' leaves before the step.
-        results: Marks of the results.
-        after: Marks of the objects' leaves after the step.
-        keys: Marks of the PRNG keys as the replica received them, by position among the leaves.
-        leaf_names: The user's names for all inputs of the program.
-        dtypes: Dtypes of the objects' leaves.
-        merges: Merges of nnx metrics.
-
-    Raises:
-        ReplicaDivergenceError: If a variable other than a batch statistic would differ.
-        TypeError: If a batch statistic to average is not a floating-point number.
-    """
-    merged = [i for merge in merges for i in merge.positions.values()]
-    outcomes = list(enumerate(leaf_outcomes(slots, given, after, keys, merged)))
-    diverging = [i for i, outcome in outcomes if outcome is LeafOutcome.DIVERGING]
-    averaged = [i for i, outcome in outcomes if outcome is LeafOutcome.AVERAGED]
-    require_means(slots, dtypes, averaged)
-    if diverging:
-        causes = (f"{slots[i][1]}: {cause(after[i], leaf_names)}" for i in diverging)
-        raise ReplicaDivergenceError(divergence_message(step_name, causes))
-    changed = [i for i, outcome in outcomes if outcome is not LeafOutcome.UNCHANGED]
-    return Plan(changed, averaged, list(merges), [mark.per_replica for mark in results])
 
 
 def require_means(

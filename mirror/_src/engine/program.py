@@ -1,13 +1,11 @@
 """`StepProgram`: a traced and proved step, compiled."""
 
-import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr
 
 from mirror._src.base.source_lines import line_of
 from mirror._src.base.types import Array
@@ -16,18 +14,17 @@ from mirror._src.devices.op_log import placement_log
 from mirror._src.devices.replicas import Kind
 from mirror._src.devices.unstacked import UnstackedArrays
 from mirror._src.engine.agreement import require_no_failure
+from mirror._src.engine.analysis import Analysis
 from mirror._src.engine.call import Call
 from mirror._src.engine.compiled import CompiledProgram
 from mirror._src.engine.executor import Executor, ReplicaProgram
-from mirror._src.engine.nnx.metrics import Update, merge
 from mirror._src.engine.per_replica import PerReplica
-from mirror._src.engine.plan import Merge, Plan
+from mirror._src.engine.plan import Plan
 from mirror._src.engine.recent_arrays import KnownLeaves, MirroredCopies, RecentArrays
-from mirror._src.engine.reduce_op import ReduceOp
-from mirror._src.engine.step import Step, TracedStep
-from mirror._src.jaxprs.trace import struct_of, trace
+from mirror._src.engine.stale import captured_arrays
+from mirror._src.engine.step import Step
+from mirror._src.jaxprs.collective_eqns import summarize_collectives
 from mirror._src.passes.callbacks import CallbackGuard, calls_back
-from mirror._src.passes.shards import Shards, find_shards
 
 _FREE_ATTEMPTS = 4
 _RUNS_PER_ATTEMPT = 8
@@ -37,13 +34,9 @@ class StepProgram:
     """A traced and proved step, compiled for one set of shapes.
 
     Args:
-        traced: The step and its trace.
-        plan: Execution plan.
+        analysis: The analyzed step.
         call: Call that the program is made for.
         executor: Executor that compiles the program.
-        collectives: Kind and description of each collective, for the placement log.
-        carried: For each argument that is state, its position among the inputs and the position of
-            its new value among the results.
 
     Attributes:
         runs: Number of completed runs.
@@ -67,18 +60,16 @@ class StepProgram:
 
     def __init__(
         self,
-        traced: TracedStep,
-        plan: Plan,
+        analysis: Analysis,
         call: Call,
         executor: Executor,
-        collectives: Sequence[tuple[str, str]],
-        carried: Sequence[tuple[int, int]] = (),
-        *,
-        has_races: bool = False,
     ) -> None:
+        traced, plan, notes = analysis.traced, analysis.plan, analysis.notes
+        assert analysis.finish is not None  # `run` raises the problems of an analysis
         step = traced.step
+        collectives = summarize_collectives(traced.jaxpr.jaxpr)
         self.runs = 0
-        self.shared_samples: list[str] = []
+        self.shared_samples = list(dict.fromkeys(notes.shared_samples))
         averaged = [("all-reduce", f"{len(plan.averaged)} batch statistics")]
         self._collectives = [*collectives, *(averaged if plan.averaged else [])]
         self._name = step.name
@@ -88,12 +79,9 @@ class StepProgram:
         # With host callbacks, nothing is donated: if one fails, the arguments stay as they were.
         self.donated = call.donated() if self._guard is None else []
         state = filter(step.is_donated, plan.changed) if self._guard is None else ()
-        finish = _finish(step, traced.jaxpr, plan)
         self.last_shardings: Sequence[Any] = ()
         self._out_tree = _result_tree(step, plan)
-        self.shards: Shards | None = None
-        if executor.can_shard:
-            self.shards = _shards(traced, plan, finish, carried)
+        self.shards = analysis.shards
         self.kinds: Sequence[Kind] = _kinds(step.per_replica, self.shards and self.shards.inputs)
         outputs = [step.per_replica[i] for i in plan.changed] + plan.per_replica_results
         self._are_mirrored = [not is_own for is_own in plan.per_replica_results]
@@ -108,7 +96,7 @@ class StepProgram:
             step.name,
             line_of(call.fn),
             traced.jaxpr,
-            finish,
+            analysis.finish,
             step.avals,
             self.kinds,
             _kinds(outputs, self.shards and self.shards.outputs),
@@ -116,7 +104,7 @@ class StepProgram:
             [*state, *(step.num_state + i for i in self.donated)],
             self._guard,
             self.shards,
-            has_races,
+            bool(notes.races),
         )
         self.compiled: CompiledProgram = executor.compile(replica_program)
         self._spans_processes = executor.replicas.spans_processes
@@ -124,7 +112,7 @@ class StepProgram:
         self.identity = ""
         self.label = f"{step.name} ({replica_program.line})" if replica_program.line else step.name
         self.input_names: list[str] = []
-        self.captured_arrays: Mapping[str, Any] = {}
+        self.captured_arrays = captured_arrays(call.fn, traced.jaxpr)
         self._results = slice(len(plan.changed), len(plan.changed) + len(step.out_names))
         self._replaces_all = plan.changed == list(range(step.num_state))
 
@@ -205,27 +193,6 @@ class StepProgram:
             call.record.set_attributes(call.objects, self._attribute_changes)
 
 
-def shards_of(traced: TracedStep, plan: Plan, carried: Sequence[tuple[int, int]]) -> Shards:
-    """Returns the part of a step that would be sharded, for a report.
-
-    Args:
-        traced: The step and its trace.
-        plan: Execution plan.
-        carried: As in `StepProgram`.
-    """
-    return _shards(traced, plan, _finish(traced.step, traced.jaxpr, plan), carried)
-
-
-def _shards(
-    traced: TracedStep, plan: Plan, finish: ClosedJaxpr, carried: Sequence[tuple[int, int]]
-) -> Shards:
-    step = traced.step
-    pairs = [(i, k) for k, i in enumerate(plan.changed) if not step.per_replica[i]]
-    pairs += [(i, len(plan.changed) + k) for i, k in carried]
-    n = step.group.num_replicas_in_sync
-    return find_shards([traced.jaxpr, finish], pairs, step.per_replica, n)
-
-
 def _kinds(per_replica: Sequence[bool], sharded: Mapping[int, int] | None) -> list[Kind]:
     axes = sharded or {}
     return [Kind(is_own, axes.get(i)) for i, is_own in enumerate(per_replica)]
@@ -241,38 +208,3 @@ def _result_tree(step: Step, plan: Plan) -> Any:
         for i in range(step.out_tree.num_leaves)
     ]
     return jax.tree.structure(step.out_tree.unflatten(slots))
-
-
-def _finish(step: Step, proved: ClosedJaxpr, plan: Plan) -> ClosedJaxpr:
-    """Returns the program that averages and merges state, and selects the outputs.
-
-    It runs after the proved program; its inputs are the inputs and outputs of the proved program.
-    """
-    all_reduce = step.group.cross_device_ops.all_reduce
-    num_inputs, num_results = len(step.avals), len(step.out_names)
-
-    def finish(*values: Any) -> list[Array]:
-        results = values[num_inputs : num_inputs + num_results]
-        after = list(values[num_inputs + num_results :][: step.num_state])
-        means = all_reduce(ReduceOp.MEAN, [after[i] for i in plan.averaged])
-        for i, mean in zip(plan.averaged, means, strict=True):
-            after[i] = mean
-        updates = [_update(metric, values, after) for metric in plan.merged]
-        merged = merge(updates, functools.partial(all_reduce, ReduceOp.SUM))
-        for metric, states in zip(plan.merged, merged, strict=True):
-            for name, i in metric.positions.items():
-                after[i] = states[name]
-        return [*(after[i] for i in plan.changed), *results]
-
-    outputs = [struct_of(var.aval) for var in proved.jaxpr.outvars]
-    with jax.enable_x64(True):  # keeps 64-bit values that the step made under its own setting
-        return trace(finish, [*step.avals, *outputs], step.group.num_replicas_in_sync)
-
-
-def _update(metric: Merge, before: Sequence[Any], after: Sequence[Any]) -> Update:
-    return Update(
-        metric.rule,
-        {name: before[i] for name, i in metric.positions.items()},
-        {name: after[i] for name, i in metric.positions.items()},
-        metric.dependences,
-    )

@@ -22,6 +22,7 @@ from mirror._src.devices.forked import require_not_forked, started_in
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.devices.transfer import require_not_lost
 from mirror._src.engine.agreement import require_agreement
+from mirror._src.engine.analysis import Analysis
 from mirror._src.engine.argument_placer import ArgumentPlacer, require_canonical
 from mirror._src.engine.arguments import (
     HOISTS,
@@ -387,13 +388,24 @@ class Runner:
 
         return self._with_variables(fn, attempt)
 
+    def analyzed(
+        self, fn: StepFunction, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[Call, Analysis]:
+        """Returns a call and its analysis, with the errors that `run` would raise, for a report."""
+
+        def attempt() -> tuple[Call, Analysis]:
+            call, leaves = self._prepared(fn, args, kwargs)
+            return call, self._maker.analyze(call, types_of(call, leaves), reports=True)
+
+        return self._with_variables(fn, attempt)
+
     def _make(self, call: Call, types: Types) -> StepProgram:
         """Makes a program, and issues its warnings."""
-        program, notes, marks = self._maker.make(call, types)
+        program, analysis = self._maker.make(call, types)
         if program.shards is not None:
             self._placer.accept_sharded(program.shards)
-        self._warnings.warn_about_proof(call, notes, marks, len(self.replicas))
-        self._warnings.warn_about_lost_updates(call, notes)
+        self._warnings.warn_about_proof(call, analysis.notes, analysis.marks, len(self.replicas))
+        self._warnings.warn_about_lost_updates(call, analysis.notes)
         self._warnings.warn_about_leaks(call.fn)
         if self._cache.num_dropped(call.fn) >= MAX_NEW_FUNCTIONS - 1:
             self._warnings.warn_about_recompilation(call.fn)

@@ -14,23 +14,12 @@ from mirror._src.base.tables import Table
 from mirror._src.base.terminal import wrap
 from mirror._src.base.types import StepFunction
 from mirror._src.engine.call import Call
-from mirror._src.engine.drift import carried_state
-from mirror._src.engine.plan import (
-    LeafOutcome,
-    Plan,
-    cause,
-    divergence_message,
-    find_merges,
-    leaf_outcomes,
-    unmerged_message,
-)
-from mirror._src.engine.program import shards_of
+from mirror._src.engine.plan import LeafOutcome
 from mirror._src.engine.reduce_op import ReduceOp
 from mirror._src.engine.runner import Runner
 from mirror._src.engine.step import TracedStep
 from mirror._src.inspection.collective_table import CollectiveRow, collectives_of, gathers_of
 from mirror._src.jaxprs.marks import Mark
-from mirror._src.jaxprs.proof import prove
 from mirror._src.jaxprs.trace import trace
 from mirror._src.passes.shards import Shards
 
@@ -141,53 +130,27 @@ def describe_program(
     runner: Runner, fn: StepFunction, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> ProgramReport:
     """Implements `Strategy.inspect`."""
-    call, traced = runner.traced(fn, args, kwargs)
-    step, program = traced.step, traced.jaxpr
-    problems: list[str] = []
-    marks = _prove(traced, call.input_names, problems)
-    results, after, keys = traced.split(marks)
-    metrics = call.structure.metrics if call.structure is not None else []
-    merges, unmergeable = find_merges(
-        metrics, call.slots, after, program, len(results), lambda: marks
-    )
-    if unmergeable:
-        problems.append(unmerged_message(step.name, unmergeable))
-    merged = [i for merge in merges for i in merge.positions.values()]
-    outcomes = leaf_outcomes(call.slots, traced.given, after, keys, merged)
-    diverging = [i for i, outcome in enumerate(outcomes) if outcome is LeafOutcome.DIVERGING]
-    if diverging:
-        names = call.input_names
-        lines = [f"{call.slots[i][1]}: {cause(after[i], names)}" for i in diverging]
-        problems.append(divergence_message(step.name, lines))
-    avals = traced.avals
+    call, analysis = runner.analyzed(fn, args, kwargs)
+    traced, shards = analysis.traced, analysis.shards
+    step, avals = traced.step, traced.avals
+    results, after, _ = traced.split(analysis.marks)
     ends = len(results), len(results) + step.num_state
-    averaged = [i for i, outcome in enumerate(outcomes) if outcome is LeafOutcome.AVERAGED]
-    shards = None
-    if runner.holds_slices and not problems:
-        changed = [i for i, outcome in enumerate(outcomes) if outcome is not LeafOutcome.UNCHANGED]
-        plan = Plan(changed, averaged, list(merges), [mark.per_replica for mark in results])
-        shards = _find_shards(call, traced, plan)
+    averaged = [avals[ends[0] + i] for i in analysis.plan.averaged]
     n, limit = len(runner.replicas), runner.pack_bytes
     scattered = [operation.eqn for operation in shards.scattered] if shards else []
     return ProgramReport(
         step.name,
         n,
         tuple(_list_results(call, step.out_names, avals[: ends[0]], results)),
-        tuple(_list_variables(call, avals[ends[0] : ends[1]], after, outcomes)),
+        tuple(_list_variables(call, avals[ends[0] : ends[1]], after, analysis.outcomes)),
         (
-            *collectives_of(program, limit, scattered=scattered),
-            *_list_averaging(traced, [avals[ends[0] + i] for i in averaged], limit),
+            *collectives_of(traced.jaxpr, limit, scattered=scattered),
+            *_list_averaging(traced, averaged, limit),
             *(gathers_of(shards, n, limit, _AFTER) if shards else []),
         ),
-        tuple(problems),
+        tuple(analysis.problems),
         tuple(_list_sharding(call, step.avals, shards, n)) if shards else (),
     )
-
-
-def _find_shards(call: Call, traced: TracedStep, plan: Plan) -> Shards:
-    step, differs = traced.step, plan.per_replica_results
-    avals = traced.avals[: len(differs)]
-    return shards_of(traced, plan, carried_state(call, step, avals, differs, donated=None))
 
 
 def _list_sharding(
@@ -201,15 +164,6 @@ def _list_sharding(
         why = f"{shard}, along axis {shards.inputs[i]}" if is_sharded else shards.reasons[i]
         state = "sharded" if is_sharded else "mirrored"
         yield ValueRow(names[i], describe(avals[i]), state, why)
-
-
-def _prove(traced: TracedStep, names: Sequence[str], problems: list[str]) -> Sequence[Mark]:
-    """Returns the marks of the outputs; adds errors that `run` would raise to `problems`."""
-    n = traced.step.group.num_replicas_in_sync
-    errors: list[str] = []
-    marks = prove(traced.jaxpr, traced.step.per_replica, n, problems=errors, names=names)
-    problems += dict.fromkeys(errors)
-    return marks
 
 
 def _list_averaging(

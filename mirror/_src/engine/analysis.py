@@ -1,0 +1,151 @@
+"""`analyze`: proves and plans a traced step. `run` executes what `inspect` shows."""
+
+import functools
+from collections.abc import Container, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import ClosedJaxpr
+
+from mirror._src.base.errors import ReplicaDivergenceError
+from mirror._src.base.types import Array
+from mirror._src.engine.call import Call
+from mirror._src.engine.drift import carried_state, drift_message
+from mirror._src.engine.nnx.metrics import Update, merge
+from mirror._src.engine.plan import (
+    LeafOutcome,
+    Merge,
+    Plan,
+    cause,
+    divergence_message,
+    find_merges,
+    leaf_outcomes,
+    require_means,
+    unmerged_message,
+)
+from mirror._src.engine.reduce_op import ReduceOp
+from mirror._src.engine.step import TracedStep
+from mirror._src.jaxprs.marks import Mark
+from mirror._src.jaxprs.proof import Notes, prove
+from mirror._src.jaxprs.trace import struct_of, trace
+from mirror._src.passes.shards import Shards, find_shards
+
+
+class Analysis(NamedTuple):
+    """What is known about a step before it is compiled.
+
+    Attributes:
+        traced: The step and its trace.
+        notes: Observations that deserve a warning.
+        marks: Marks of all outputs.
+        outcomes: Effect of the step on each leaf of the objects.
+        problems: Messages of the errors that `run` raises. Empty if `run` accepts the step.
+        plan: Execution plan.
+        finish: The program after the proved one, whose inputs are its inputs and its outputs: it
+            averages and merges state, and selects the outputs. None if there are problems.
+        shards: The sharded part of the step; None if nothing may be sharded.
+    """
+
+    traced: TracedStep
+    notes: Notes
+    marks: Sequence[Mark]
+    outcomes: Sequence[LeafOutcome]
+    problems: Sequence[str]
+    plan: Plan
+    finish: ClosedJaxpr | None
+    shards: Shards | None
+
+
+def analyze(
+    call: Call,
+    traced: TracedStep,
+    *,
+    can_shard: bool,
+    donated: Container[int] | None,
+    reports: bool = False,
+) -> Analysis:
+    """Proves and plans a traced step.
+
+    Args:
+        call: The call.
+        traced: Its trace.
+        can_shard: Whether weight updates are sharded.
+        donated: Positions of donated arguments; None if they are unknown, in a report.
+        reports: Whether errors are collected instead of raised. The marks then also record the
+            collectives that each output was computed from.
+
+    Raises:
+        ReplicaDivergenceError: If the replicas' state would differ after the step.
+        TypeError: If a batch statistic to average is not a floating-point number.
+    """
+    step, jaxpr, n = traced.step, traced.jaxpr, traced.step.group.num_replicas_in_sync
+    names, slots, notes, problems = call.input_names, call.slots, Notes(), list[str]()
+    marks = prove(jaxpr, step.per_replica, n, notes, problems if reports else None, names)
+    problems = list(dict.fromkeys(problems))
+    results, after, keys = traced.split(marks)
+    avals = traced.avals
+
+    def detailed() -> Sequence[Mark]:
+        return marks if reports else prove(jaxpr, step.per_replica, n, problems=[])
+
+    metrics = call.structure.metrics if call.structure is not None else []
+    merges, unmerged = find_merges(metrics, slots, after, jaxpr, len(results), detailed)
+    if unmerged:
+        problems.append(unmerged_message(step.name, unmerged))
+    merged = [i for merge in merges for i in merge.positions.values()]
+    outcomes = leaf_outcomes(slots, traced.given, after, keys, merged)
+    by_outcome = lambda *kinds: [i for i, o in enumerate(outcomes) if o in kinds]  # noqa: E731
+    averaged, diverging = by_outcome(LeafOutcome.AVERAGED), by_outcome(LeafOutcome.DIVERGING)
+    if not problems:
+        require_means(slots, [aval.dtype for aval in avals[len(results) :]], averaged)
+    if diverging:
+        causes = (f"{slots[i][1]}: {cause(after[i], names)}" for i in diverging)
+        problems.append(divergence_message(step.name, causes))
+    drift = drift_message(call, step, avals[: len(results)], results, names)
+    problems += [drift] if drift else []
+    if problems and not reports:
+        raise ReplicaDivergenceError(problems[0])
+    changed = [i for i, outcome in enumerate(outcomes) if outcome is not LeafOutcome.UNCHANGED]
+    plan = Plan(changed, averaged, list(merges), [mark.per_replica for mark in results])
+    finish = shards = None
+    if not problems:
+        finish = _finish(traced, plan)
+    if finish is not None and can_shard:
+        differs = plan.per_replica_results
+        carried = carried_state(call, step, avals[: len(results)], differs, donated)
+        pairs = [(i, k) for k, i in enumerate(changed) if not step.per_replica[i]]
+        pairs += [(i, len(changed) + k) for i, k in carried]
+        shards = find_shards([jaxpr, finish], pairs, step.per_replica, n)
+    return Analysis(traced, notes, marks, outcomes, problems, plan, finish, shards)
+
+
+def _finish(traced: TracedStep, plan: Plan) -> ClosedJaxpr:
+    step = traced.step
+    all_reduce = step.group.cross_device_ops.all_reduce
+    num_inputs, num_results = len(step.avals), len(step.out_names)
+
+    def finish(*values: Any) -> list[Array]:
+        results = values[num_inputs : num_inputs + num_results]
+        after = list(values[num_inputs + num_results :][: step.num_state])
+        means = all_reduce(ReduceOp.MEAN, [after[i] for i in plan.averaged])
+        for i, mean in zip(plan.averaged, means, strict=True):
+            after[i] = mean
+        updates = [_update(metric, values, after) for metric in plan.merged]
+        merged = merge(updates, functools.partial(all_reduce, ReduceOp.SUM))
+        for metric, states in zip(plan.merged, merged, strict=True):
+            for name, i in metric.positions.items():
+                after[i] = states[name]
+        return [*(after[i] for i in plan.changed), *results]
+
+    outputs = [struct_of(aval) for aval in traced.avals]
+    with jax.enable_x64(True):  # keeps 64-bit values that the step made under its own setting
+        return trace(finish, [*step.avals, *outputs], step.group.num_replicas_in_sync)
+
+
+def _update(metric: Merge, before: Sequence[Any], after: Sequence[Any]) -> Update:
+    return Update(
+        metric.rule,
+        {name: before[i] for name, i in metric.positions.items()},
+        {name: after[i] for name, i in metric.positions.items()},
+        metric.dependences,
+    )
