@@ -739,6 +739,14 @@ def test_constants_may_be_replaced(strategy):
 # nnx objects.
 
 
+def test_dict_whose_keys_do_not_sort_keeps_its_message(strategy):
+    with strategy.scope():
+        model = Net()
+    strategy.run(train_in_dict, ({"model": model}, own(strategy, (2, 4))))
+    with pytest.raises(ValueError, match="sort"):
+        strategy.run(train_in_dict, ({"model": model, 1: 2}, own(strategy, (2, 4))))
+
+
 def assigned_outside(model):
     model.layers[0].kernel[...] = jnp.ones((4, 4))
 

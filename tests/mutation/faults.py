@@ -65,8 +65,8 @@ _OF_THE_PROOF = (
     Fault(
         "a Ref that is written under control",
         _PROOF,
-        "value = value.join(Mark(self.control))",
-        "value = value",
+        "written = mark.join(value).join(Mark(self.control))",
+        "written = mark.join(value)",
         ("tests/jaxprs/test_proof.py",),
         search=Search(),
     ),

@@ -240,7 +240,7 @@ def hoist_from_builtins(args: Sequence[Any], kwargs: dict[str, Any]) -> Argument
 def _without_objects(tree: Any, objects: list[Any]) -> Any:
     """Moves the objects in nested dicts, lists and tuples to a list, in the order of pytrees."""
     changed: dict[Any, Any] = {}
-    for key in sorted(tree) if type(tree) is dict else range(len(tree)):
+    for key in _keys_of(tree):
         value = tree[key]
         if type(value) in (dict, list, tuple):
             taken = _without_objects(value, objects)
@@ -256,6 +256,16 @@ def _without_objects(tree: Any, objects: list[Any]) -> Any:
     if type(tree) is dict:
         return {**tree, **changed}
     return type(tree)([changed.get(i, value) for i, value in enumerate(tree)])
+
+
+def _keys_of(tree: Any) -> Sequence[Any]:
+    """Returns the keys of a dict, list or tuple, in the order of pytrees."""
+    if type(tree) is not dict:
+        return range(len(tree))
+    try:
+        return sorted(tree)
+    except TypeError:  # of different types: JAX raises its error when it flattens the arguments
+        return list(tree)
 
 
 def hoist_nested(args: Sequence[Any], kwargs: dict[str, Any]) -> Arguments:

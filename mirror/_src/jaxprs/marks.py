@@ -2,11 +2,10 @@
 
 import functools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Mark:
+class Mark(NamedTuple):
     """Facts about a value that the proof has established.
 
     Attributes:
@@ -51,14 +50,14 @@ MIRRORED = Mark()
 
 def computed(marks: Sequence[Mark]) -> Mark:
     """Returns the mark of a value computed from values with these marks."""
-    origins = [mark.origin for mark in marks if mark.per_replica]
+    origins = [mark.origin for mark in marks if mark.origin is not None]
     # In messages, the name of an input helps more than a line.
     inputs = [origin for origin in origins if isinstance(origin, int)]
     return Mark(
         next(iter([*inputs, *origins]), None),
         None,
-        frozenset().union(*(mark.reduced_by for mark in marks)),
-        frozenset().union(*(mark.assumed for mark in marks)),
+        frozenset[str]().union(*[mark.reduced_by for mark in marks]),
+        frozenset[str]().union(*[mark.assumed for mark in marks]),
     )
 
 

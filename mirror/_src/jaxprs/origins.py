@@ -1,13 +1,14 @@
 """Origins of the values of a program: outputs that are probabilities, and lost updates."""
 
-from collections.abc import Iterator
-from typing import NamedTuple
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from mirror._src.jaxprs.atoms import Atom, Value, values_of
 from mirror._src.jaxprs.collective_eqns import ALL_REDUCES, spans_whole_axis
-from mirror._src.jaxprs.equations import called, inner_programs
+from mirror._src.jaxprs.equations import called, inner_programs, jaxpr_of
 from mirror._src.jaxprs.flat import FlatProgram, Operation, flatten
 from mirror._src.jaxprs.primitives import ADDITION, CASTING, PASSING, PICKING, SHAPING
 from mirror._src.jaxprs.user_lines import line_within
@@ -34,6 +35,9 @@ def lost_updates(program: ClosedJaxpr) -> list[LostUpdate]:
 
     An input that the step also returns changed, in another way, is not lost.
     """
+    outputs = program.jaxpr.outvars
+    if not _may_lose_sums(program.jaxpr, [True] * len(outputs)):  # the usual case, and fast
+        return []
     flat = _flat(program)
     positions = {value: i for i, value in enumerate(flat.inputs)}
     reduced: dict[Value, Operation] = {}
@@ -58,6 +62,30 @@ def lost_updates(program: ClosedJaxpr) -> list[LostUpdate]:
         for operation, old, source in updates
         if old not in kept and live.isdisjoint(operation.outputs)
     ]
+
+
+def _may_lose_sums(jaxpr: Jaxpr, are_used: Sequence[bool]) -> bool:
+    """Whether a sum may reach neither an output that is used nor an effect."""
+    live = set(_variables(itertools.compress(jaxpr.outvars, are_used)))
+    for eqn in reversed(jaxpr.eqns):
+        used = [var in live for var in eqn.outvars]
+        if any(used) or eqn.effects:
+            live.update(_variables(eqn.invars))
+        elif eqn.primitive.name in ADDITION:
+            return True
+        program = called(eqn)
+        if program is not None:
+            if _may_lose_sums(jaxpr_of(program), used):
+                return True
+            continue
+        for inner in map(jaxpr_of, inner_programs(eqn.params.values())):  # a loop or branch
+            if not all(used) or _may_lose_sums(inner, [True] * len(inner.outvars)):
+                return True
+    return False
+
+
+def _variables(atoms: Iterable[Any]) -> Iterator[Any]:
+    return (atom for atom in atoms if not isinstance(atom, Literal))
 
 
 def _fits(operation: Operation, old: Value) -> bool:

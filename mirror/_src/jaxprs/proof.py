@@ -10,7 +10,7 @@ of an unknown primitive with inner programs are per-replica if an operand, or an
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -261,17 +261,17 @@ class _Pass(Interpreter[Mark]):
         if name in SAMPLER and not joined.per_replica:
             line = line_within(eqn, self.within)
             self.shared_samples[line] = None
-            return replace(joined, samples=frozenset({line}))
+            return joined._replace(samples=frozenset({line}))
         if name in CALLBACK and not is_stateful(eqn) and not joined.per_replica:
             line = f"{name} at {line_within(eqn, self.within)}"
-            return replace(joined, assumed=joined.assumed | {line})
+            return joined._replace(assumed=joined.assumed | {line})
         if name not in _KEEPS_SAMPLES:
             return joined
-        samples = frozenset().union(*(mark.samples for mark in marks if not mark.per_replica))
+        samples = frozenset[str]().union(*[m.samples for m in marks if m.origin is None])
         if not samples:
             return joined
         if not joined.per_replica:
-            return replace(joined, samples=samples)
+            return joined._replace(samples=samples)
         aval: Any = eqn.outvars[0].aval
         if name in ELEMENTWISE and aval.shape:
             self.shared_noise.update(dict.fromkeys(sorted(samples)))
@@ -299,11 +299,11 @@ class _Pass(Interpreter[Mark]):
 
     def write(self, eqn: JaxprEqn, marks: Sequence[Mark], value: Mark) -> None:
         """Records that a value may have been written to the `Ref`s among the operands."""
-        value = value.join(Mark(self.control))
         for atom, mark in zip(eqn.invars, marks, strict=True):
             if is_ref(atom):
                 assert mark.source is not None  # JAX rejects a `Ref` that is one of several
-                self.stored[id(mark.source)] = mark.join(value).of(mark.source)
+                written = mark.join(value).join(Mark(self.control))
+                self.stored[id(mark.source)] = written.of(mark.source)
 
     def opaque(self, eqn: JaxprEqn, marks: list[Mark], inner: list[Jaxpr]) -> Mark:
         """Returns the mark of an operation whose use of its inner programs is unknown."""
