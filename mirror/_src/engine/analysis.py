@@ -26,17 +26,19 @@ from mirror._src.engine.plan import (
 from mirror._src.engine.reduce_op import ReduceOp
 from mirror._src.engine.step import TracedStep
 from mirror._src.jaxprs.marks import Mark
+from mirror._src.jaxprs.origins import lost_updates
 from mirror._src.jaxprs.proof import Notes, prove
+from mirror._src.jaxprs.summed_noise import summed_noise
 from mirror._src.jaxprs.trace import struct_of, trace
 from mirror._src.passes.shards import Shards, find_shards
 
 
 class Analysis(NamedTuple):
-    """What is known about a step before it is compiled.
+    """Facts about a step, before it is compiled.
 
     Attributes:
         traced: The step and its trace.
-        notes: Observations that deserve a warning.
+        notes: Observations that deserve a warning; complete unless it is for a report.
         marks: Marks of all outputs.
         outcomes: Effect of the step on each leaf of the objects.
         problems: Messages of the errors that `run` raises. Empty if `run` accepts the step.
@@ -105,6 +107,8 @@ def analyze(
     problems += [drift] if drift else []
     if problems and not reports:
         raise ReplicaDivergenceError(problems[0])
+    if not reports:
+        _complete(notes, traced)
     changed = [i for i, outcome in enumerate(outcomes) if outcome is not LeafOutcome.UNCHANGED]
     plan = Plan(changed, averaged, list(merges), [mark.per_replica for mark in results])
     finish = shards = None
@@ -117,6 +121,15 @@ def analyze(
         pairs += [(i, len(changed) + k) for i, k in carried]
         shards = find_shards([jaxpr, finish], pairs, step.per_replica, n)
     return Analysis(traced, notes, marks, outcomes, problems, plan, finish, shards)
+
+
+def _complete(notes: Notes, traced: TracedStep) -> None:
+    step, jaxpr = traced.step, traced.jaxpr
+    if notes.shared_noise:
+        notes.summed_noise = summed_noise(jaxpr, step.per_replica)
+    notes.changed_in_place = step.changed_in_place
+    lost = lost_updates(jaxpr)
+    notes.lost_updates = [update for update in lost if not step.per_replica[update.input]]
 
 
 def _finish(traced: TracedStep, plan: Plan) -> ClosedJaxpr:

@@ -90,16 +90,3 @@ class ProgramCache:
         """Forgets everything."""
         self._steps.clear()
         self._lone.clear()
-
-
-class Identity:
-    """Wrapper that compares an object by identity, and keeps it alive, as part of a key."""
-
-    def __init__(self, value: object) -> None:
-        self.value = value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Identity) and other.value is self.value

@@ -1,7 +1,7 @@
 """`Runner`: implements `strategy.run`.
 
 A call classifies its arguments (`arguments`), flattens the nnx objects (`nnx`), puts the leaves on
-the devices (`argument_placer`), finds the program or makes it (`program_maker`), and runs it
+the devices (`argument_placer`), finds the program or makes it (`step`, `analysis`), and runs it
 (`program`). The new state is written back into the objects. Mirrored results are returned as plain
 arrays.
 """
@@ -22,7 +22,7 @@ from mirror._src.devices.forked import require_not_forked, started_in
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.devices.transfer import require_not_lost
 from mirror._src.engine.agreement import require_agreement
-from mirror._src.engine.analysis import Analysis
+from mirror._src.engine.analysis import Analysis, analyze
 from mirror._src.engine.argument_placer import ArgumentPlacer, require_canonical
 from mirror._src.engine.arguments import (
     HOISTS,
@@ -33,7 +33,7 @@ from mirror._src.engine.arguments import (
     require_no_tracers,
     require_static,
 )
-from mirror._src.engine.cache import Identity, ProgramCache, StepCache
+from mirror._src.engine.cache import ProgramCache, StepCache
 from mirror._src.engine.call import Call
 from mirror._src.engine.captured import CapturedVariables, VariablesFound
 from mirror._src.engine.choice import choose
@@ -45,10 +45,9 @@ from mirror._src.engine.mesh import outside_traces
 from mirror._src.engine.nnx.record import Record
 from mirror._src.engine.nnx.table import ObjectTable
 from mirror._src.engine.program import StepProgram
-from mirror._src.engine.program_maker import ProgramMaker, Types
 from mirror._src.engine.replica_context import ReplicaGroup
 from mirror._src.engine.staged.executor import StagedExecutor
-from mirror._src.engine.step import TracedStep, types_of
+from mirror._src.engine.step import Identity, TracedStep, Types, trace_step, types_of
 from mirror._src.engine.step_warnings import MAX_NEW_FUNCTIONS, StepWarnings
 from mirror._src.engine.variable import Variable
 from mirror._src.jaxprs.axis import named_axis
@@ -75,7 +74,7 @@ class Runner:
         self._executor = choose(replicas, ops, shard_update=shard_update)
         self.holds_slices = self._executor.can_shard
         self._cache = ProgramCache()
-        self._maker = ProgramMaker(group, self._executor, self._cache)
+        self._group = group
         self._placer = ArgumentPlacer(group, replicas, holds_slices=self.holds_slices)
         self._objects = ObjectTable(replicas, holds_slices=self.holds_slices)
         self._host_values: HostValues | None = None
@@ -237,7 +236,7 @@ class Runner:
 
         def attempt() -> ExaminedStep:
             call, leaves = self._prepared(fn, args, kwargs)
-            traced = self._maker.trace(call, types_of(call, leaves))
+            traced = self._trace(call, types_of(call, leaves))
             program = self._find(call, call.key, leaves)
             call, leaves = self._placer.reshard(program, call, leaves)
             return examine(call, traced, program, [*call.state, *leaves])
@@ -285,7 +284,7 @@ class Runner:
             ]
             avals = list(map(type_of, [*state, *layout.dynamic_leaves(leaves)]))
             rows = [abstract_row(x) if o else x for x, o in zip(avals, own, strict=True)]
-            traced = self._maker.trace(call, tuple(rows))
+            traced = self._trace(call, tuple(rows))
             require_no_escaped_arrays(traced)
             return examine(call, traced, self._make(call, tuple(rows)), avals)
 
@@ -384,7 +383,7 @@ class Runner:
 
         def attempt() -> tuple[Call, TracedStep]:
             call, leaves = self._prepared(fn, args, kwargs)
-            return call, self._maker.trace(call, types_of(call, leaves))
+            return call, self._trace(call, types_of(call, leaves))
 
         return self._with_variables(fn, attempt)
 
@@ -395,13 +394,26 @@ class Runner:
 
         def attempt() -> tuple[Call, Analysis]:
             call, leaves = self._prepared(fn, args, kwargs)
-            return call, self._maker.analyze(call, types_of(call, leaves), reports=True)
+            return call, self._analyze(call, types_of(call, leaves), reports=True)
 
         return self._with_variables(fn, attempt)
 
+    def _trace(self, call: Call, types: Types) -> TracedStep:
+        return trace_step(self._group, call, types, self._cache.of(call.fn).traces)
+
+    def _analyze(self, call: Call, types: Types, *, reports: bool = False) -> Analysis:
+        return analyze(
+            call,
+            self._trace(call, types),
+            can_shard=self.holds_slices,
+            donated=None if reports else call.donate_argnums,
+            reports=reports,
+        )
+
     def _make(self, call: Call, types: Types) -> StepProgram:
         """Makes a program, and issues its warnings."""
-        program, analysis = self._maker.make(call, types)
+        analysis = self._analyze(call, types)
+        program = StepProgram(analysis, call, self._executor)
         if program.shards is not None:
             self._placer.accept_sharded(program.shards)
         self._warnings.warn_about_proof(call, analysis.notes, analysis.marks, len(self.replicas))

@@ -1,6 +1,6 @@
 """`Step` and `TracedStep`: the user's function as a function of flat leaves, and its trace."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,16 +14,27 @@ from mirror._src.base.errors import describe
 from mirror._src.base.naming import keys, name_of
 from mirror._src.base.types import ARRAY_LIKE, Array, StepFunction
 from mirror._src.devices.unstacked import UnstackedArrays
-from mirror._src.engine.arguments import equinox_positions, is_number
+from mirror._src.engine.arguments import equinox_positions, is_number, ref_message, require_no_keras
 from mirror._src.engine.call import Call
+from mirror._src.engine.captured import VariablesFound
 from mirror._src.engine.captures import Captures
+from mirror._src.engine.closures import (
+    keeps_keras,
+    require_nothing_bound,
+    require_nothing_captured,
+)
+from mirror._src.engine.failed_trace import explain_failed_trace
+from mirror._src.engine.mesh import require_no_mapping
 from mirror._src.engine.nnx.clones import ReplicaCopies
 from mirror._src.engine.nnx.structure import is_object
 from mirror._src.engine.replica_context import ReplicaGroup
 from mirror._src.engine.scopes import replica
 from mirror._src.engine.variable import Variable
+from mirror._src.jaxprs.equations import arrays_in
 from mirror._src.jaxprs.marks import Mark
-from mirror._src.jaxprs.trace import abstract, abstract_row, uncached
+from mirror._src.jaxprs.trace import abstract, abstract_row, context_token, trace, uncached
+
+Types = tuple[jax.ShapeDtypeStruct, ...]
 
 
 class Step:
@@ -186,7 +197,7 @@ def _fix_of(leaf: Any) -> str:
     return " Return a list instead of a set." if isinstance(leaf, set | frozenset) else ""
 
 
-def types_of(call: Call, leaves: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
+def types_of(call: Call, leaves: Sequence[Any]) -> Types:
     """Returns the types of the state and of the other leaves on one replica, once placed."""
     own = set(call.layout.per_replica)
     is_own = call.structure.is_own if call.structure is not None else []
@@ -238,3 +249,58 @@ class TracedStep(NamedTuple):
         end = start + self.step.num_state
         keys = zip(self.step.keys, marks[end:], strict=True)
         return marks[:start], marks[start:end], dict(keys)
+
+
+def trace_step(
+    group: ReplicaGroup, call: Call, types: Types, known: MutableMapping[Any, TracedStep]
+) -> TracedStep:
+    """Returns the trace of a call for the types of its inputs, made once.
+
+    Args:
+        group: The strategy.
+        call: The call.
+        types: Types of its inputs.
+        known: The traces of earlier calls of the function; a new one is added.
+
+    Raises:
+        VariablesFound: If the step uses variables that are not known yet.
+    """
+    context = context_token()
+    key = (call.trace_key, types, Identity(context))
+    traced = known.get(key)
+    if traced is None:
+        traced = known[key] = _trace(group, call, types, context)
+    return traced
+
+
+def _trace(group: ReplicaGroup, call: Call, types: Types, context: object) -> TracedStep:
+    require_no_keras(call.fn, call.tree, call.layout, call.leaves)
+    require_nothing_bound(call.fn)
+    step = Step(group, call, types)
+    try:
+        with keeps_keras(call.fn):
+            jaxpr = trace(step.flat, types, group.num_replicas_in_sync)
+    except Exception as error:
+        explain_failed_trace(call, Step.CALLER, error)
+        raise
+    require_no_mapping(call.fn, jaxpr)
+    if any(hasattr(var.aval, "inner_aval") for var in jaxpr.jaxpr.constvars):
+        raise TypeError(ref_message(f"A value that {name_of(call.fn)} captures"))
+    if step.new_captures:
+        raise VariablesFound({id(variable): variable for variable in step.new_captures})
+    step.release()
+    require_nothing_captured(call.fn, list(arrays_in(jaxpr)))
+    return TracedStep(step, jaxpr, context)
+
+
+class Identity:
+    """Wrapper that compares an object by identity, and keeps it alive, as part of a key."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Identity) and other.value is self.value
