@@ -48,7 +48,6 @@ class StepProgram:
         num_address_checks: Number of calls with arrays that might share memory.
         known: The leaves that later calls are expected to have, which need no check.
         copies: The mirrored copies of the plain arrays of the last call.
-        shared_samples: The user's lines that sample the same random numbers on all replicas.
         to_agree_on: The program, until all processes have agreed on it; None in a single process.
         identity: What is equal in all processes that run this program, once they have agreed.
         changed: Positions of the objects' leaves that it changes, and donates.
@@ -69,7 +68,6 @@ class StepProgram:
         step = traced.step
         collectives = summarize_collectives(traced.jaxpr.jaxpr)
         self.runs = 0
-        self.shared_samples = list(dict.fromkeys(notes.shared_samples))
         averaged = [("all-reduce", f"{len(plan.averaged)} batch statistics")]
         self._collectives = [*collectives, *(averaged if plan.averaged else [])]
         self._name = step.name

@@ -327,15 +327,6 @@ class Runner:
         """Returns the variables that the step is known to use without receiving them."""
         return self._captured.of(fn)
 
-    def prepare(self, fn: StepFunction, args: Sequence[Any], kwargs: dict[str, Any]) -> StepProgram:
-        """Returns the program of a call without running it; its captured variables are known."""
-
-        def attempt() -> StepProgram:
-            call, leaves = self._prepared(fn, args, kwargs)
-            return self._find(call, call.key, leaves)
-
-        return self._with_variables(fn, attempt)
-
     def _cache_of(self, fn: StepFunction) -> StepCache:
         try:
             return self._cache.of(fn)

@@ -41,7 +41,7 @@ def explain(
         require_same_call(f"explain({name_of(fn)})", [f"explain: {steps} steps, {takes}"])
     batches = Batches(data)
     first = batches.take()
-    many.prepare(fn, (*args, *first), kwargs)  # finds the variables that the step captures
+    many.traced(fn, (*args, *first), kwargs)  # finds the variables that the step captures
     captured = many.captured(fn)
     saved = copy_of(captured)
     try:

@@ -1,6 +1,6 @@
 """`verify`: compares a step on n replicas with the same step on one device."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,7 +144,7 @@ def verify(
     objects, single_objects = copy_of(arguments.objects), copy_of(arguments.objects)
     collapse(single_objects)
     if Variable.in_use:  # the step may capture variables, which must be restored afterwards
-        many.prepare(fn, *with_objects(arguments.tree, objects))
+        many.traced(fn, *with_objects(arguments.tree, objects))
     captured = many.captured(fn)
     names = object_names(fn, arguments.tree, [*arguments.objects, *captured], captured)
     num_replicas = len(many.replicas)
@@ -162,12 +162,12 @@ def verify(
         expected = variables_of([*single_objects, *captured], names)
     finally:
         restore(captured, saved)
-    program = many.prepare(fn, *with_objects(arguments.tree, objects))
+    _, analysis = many.analyzed(fn, *with_objects(arguments.tree, objects))
     rows = [
         *_compare_results(results, expected_results),
         *compare_variables(before, after, expected),
     ]
-    hint = _shared_key_hint(program.shared_samples)
+    hint = _shared_key_hint(dict.fromkeys(analysis.notes.shared_samples))
     return checked(VerifyReport(num_replicas, rtol, tuple(rows)), CAUSES + hint)
 
 
@@ -198,7 +198,7 @@ def checked(report: VerifyReport, causes: str) -> VerifyReport:
     return report
 
 
-def _shared_key_hint(lines: Sequence[str]) -> str:
+def _shared_key_hint(lines: Collection[str]) -> str:
     if not lines:
         return ""
     return (
