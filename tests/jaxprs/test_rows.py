@@ -6,7 +6,6 @@ import optax
 from flax import linen, nnx
 
 import mirror
-from mirror._src.jaxprs.axis import axis_name
 from mirror._src.jaxprs.row_facts import NO_ROWS, row
 from mirror._src.jaxprs.rows import find_rows
 from mirror._src.jaxprs.trace import trace
@@ -19,7 +18,7 @@ SQUARE = jax.ShapeDtypeStruct((ROWS, 8, 8), jnp.float32)
 LABELS = jax.ShapeDtypeStruct((ROWS,), jnp.int32)
 TOKENS = jax.ShapeDtypeStruct((ROWS, 5), jnp.int32)
 WEIGHTS = jax.ShapeDtypeStruct((8, 4), jnp.float32)
-AXIS = axis_name()
+AXIS = mirror.REPLICA_AXIS
 entropy = optax.softmax_cross_entropy_with_integer_labels
 
 

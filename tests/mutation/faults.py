@@ -616,7 +616,7 @@ _OF_RUN = (
     Fault(
         "the same dropout on all replicas",
         f"{_RUN}/nnx/clones.py",
-        "folded = fold(key, jax.lax.axis_index(axis_name()))",
+        "folded = fold(key, jax.lax.axis_index(self._axis_name))",
         "folded = fold(key, 0)",
         ("tests/laws/test_laws.py", "tests/training/test_practice.py"),
         likely="dropout",

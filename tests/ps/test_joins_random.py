@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import mirror
 from mirror._src.engine.in_step import bind_all_reduce
 from mirror._src.engine.reduce_op import prepare
 from mirror._src.engine.replica_context import Part, ReplicaContext
-from mirror._src.jaxprs.axis import axis_name
 from mirror._src.ps.joins import Join, find_joins
 from mirror._src.ps.parts import joined
 from mirror._src.ps.replies import PerReplicaResult, Result
@@ -100,7 +100,7 @@ def replicas_of(function, num_parts=None):
     def run(rows, common, *position):
         context = context_of(len(rows))
         context.part = Part(num_parts, position[0], scale=position[1]) if num_parts else None
-        return jax.vmap(lambda x: function(context, x, common), axis_name=axis_name())(rows)
+        return jax.vmap(lambda x: function(context, x, common), axis_name=mirror.REPLICA_AXIS)(rows)
 
     return lambda *arguments: list(map(np.asarray, run(*arguments)))
 
@@ -115,7 +115,7 @@ def in_parts(function, parts, common):
         return function(context, rows, common)
 
     arguments = (parts[0][0], common, np.int32(0), np.float32(1))
-    program = jax.make_jaxpr(traced, axis_env=[(axis_name(), num_replicas)])(*arguments)
+    program = jax.make_jaxpr(traced, axis_env=[(mirror.REPLICA_AXIS, num_replicas)])(*arguments)
     joins = find_joins(program, [Join.OWN, Join.SAME, Join.SAME, Join.SCALE], num_replicas)
     kept = [i for i, join in enumerate(joins) if join is not Join.NONE]
     results, run = [], replicas_of(function, len(parts))

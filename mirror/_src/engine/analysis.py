@@ -24,6 +24,7 @@ from mirror._src.engine.plan import (
     unmerged_message,
 )
 from mirror._src.engine.reduce_op import ReduceOp
+from mirror._src.engine.scopes import replica
 from mirror._src.engine.step import TracedStep
 from mirror._src.jaxprs.marks import Mark
 from mirror._src.jaxprs.origins import lost_updates
@@ -82,13 +83,18 @@ def analyze(
     """
     step, jaxpr, n = traced.step, traced.jaxpr, traced.step.group.num_replicas_in_sync
     names, slots, notes, problems = call.input_names, call.slots, Notes(), list[str]()
-    marks = prove(jaxpr, step.per_replica, n, notes, problems if reports else None, names)
+    found = problems if reports else None
+    marks = prove(jaxpr, step.per_replica, n, notes, found, names, step.axis_name)
     problems = list(dict.fromkeys(problems))
     results, after, keys = traced.split(marks)
     avals = traced.avals
 
     def detailed() -> Sequence[Mark]:
-        return marks if reports else prove(jaxpr, step.per_replica, n, problems=[])
+        return (
+            marks
+            if reports
+            else prove(jaxpr, step.per_replica, n, problems=[], axis_name=step.axis_name)
+        )
 
     metrics = call.structure.metrics if call.structure is not None else []
     merges, unmerged = find_merges(metrics, slots, after, jaxpr, len(results), detailed)
@@ -151,8 +157,10 @@ def _finish(traced: TracedStep, plan: Plan) -> ClosedJaxpr:
         return [*(after[i] for i in plan.changed), *results]
 
     outputs = [struct_of(aval) for aval in traced.avals]
-    with jax.enable_x64(True):  # keeps 64-bit values that the step made under its own setting
-        return trace(finish, [*step.avals, *outputs], step.group.num_replicas_in_sync)
+    n, name = step.group.num_replicas_in_sync, step.axis_name
+    # 64-bit types keep values that the step made under its own setting.
+    with jax.enable_x64(True), replica(step.group, name):
+        return trace(finish, [*step.avals, *outputs], n, name)
 
 
 def _update(metric: Merge, before: Sequence[Any], after: Sequence[Any]) -> Update:

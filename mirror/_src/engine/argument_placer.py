@@ -157,7 +157,7 @@ class ArgumentPlacer:
             if placement_log.on and placed is not leaf and i not in per_replica:
                 placement_log.mirrored(name(), leaf, self._replicas.devices)
             if placed is not leaf and i not in per_replica:
-                require_not_stacked(name, leaf)
+                require_not_stacked(name, leaf, self._replicas.axis_name)
             accepted = self._stacked if i in per_replica else self._mirrored
             if placed is not leaf:
                 if i not in per_replica:

@@ -77,7 +77,7 @@ _CONVERSIONS = (
 )
 
 
-def explain_failed_trace(call: Call, run_code: CodeType, error: Exception) -> None:
+def explain_failed_trace(call: Call, run_code: CodeType, error: Exception, axis_name: str) -> None:
     """Raises an error in the words of the step in place of an error of JAX, Flax or Python.
 
     Errors of the step itself are left alone, except that a note lists the arguments. The search for
@@ -88,23 +88,26 @@ def explain_failed_trace(call: Call, run_code: CodeType, error: Exception) -> No
         call: The call that was traced.
         run_code: Code of the function that calls the step.
         error: Exception of the trace.
+        axis_name: Name of the replica axis.
 
     Raises:
         Exception: The same exception with another message, or a `ValueError` or `TypeError`.
     """
     try:
-        explained = _explanation(call, run_code, error)
+        explained = _explanation(call, run_code, error, axis_name)
     except Exception:
         return
     if explained is not None:
         raise explained.with_traceback(error.__traceback__) from None
 
 
-def _explanation(call: Call, run_code: CodeType, error: Exception) -> Exception | None:
+def _explanation(
+    call: Call, run_code: CodeType, error: Exception, axis_name: str
+) -> Exception | None:
     """Returns the error that replaces `error`, or None; may change the message of `error`."""
     fn = call.fn
     frames = _frames_inside(run_code, error)
-    if isinstance(error, NameError) and (message := unbound_axis_message(fn, error)):
+    if isinstance(error, NameError) and (message := unbound_axis_message(fn, error, axis_name)):
         return ValueError(message)
     if isinstance(error, ValueError) and (message := failed_mapping_message(fn, error)):
         return ValueError(message)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from mirror._src.base.types import Array
 from mirror._src.engine.reduce_op import ReduceOp, accumulator
-from mirror._src.jaxprs.axis import axis_name
+from mirror._src.engine.stack import current_axis
 
 
 def bind_all_reduce(op: ReduceOp, leaf: Array, *, narrow: bool = False) -> Array:
@@ -24,20 +24,20 @@ def bind_all_reduce(op: ReduceOp, leaf: Array, *, narrow: bool = False) -> Array
     dtype = leaf.dtype if narrow else accumulator(leaf.dtype)
     match op:
         case ReduceOp.SUM if dtype == leaf.dtype:  # without a conversion it keeps a weak type
-            return jax.lax.psum(leaf, axis_name())
+            return jax.lax.psum(leaf, current_axis())
         case ReduceOp.SUM | ReduceOp.MEAN:
             reduce_sum = jax.lax.psum if op is ReduceOp.SUM else jax.lax.pmean
-            return reduce_sum(leaf.astype(dtype), axis_name()).astype(leaf.dtype)
+            return reduce_sum(leaf.astype(dtype), current_axis()).astype(leaf.dtype)
         case ReduceOp.MIN | ReduceOp.MAX:
             reduce = jax.lax.pmin if op is ReduceOp.MIN else jax.lax.pmax
             if leaf.dtype == jnp.bool_:
-                return reduce(leaf.astype(jnp.uint8), axis_name()).astype(jnp.bool_)
-            return reduce(leaf, axis_name())
+                return reduce(leaf.astype(jnp.uint8), current_axis()).astype(jnp.bool_)
+            return reduce(leaf, current_axis())
 
 
 def num_replicas() -> int:
     """Returns the number of replicas that run the step being traced."""
-    return jax.lax.axis_size(axis_name())
+    return jax.lax.axis_size(current_axis())
 
 
 def gather(leaf: Array, axis: int) -> Array:
@@ -52,7 +52,7 @@ def gather(leaf: Array, axis: int) -> Array:
         bits = gather(jax.random.key_data(leaf), axis)
         return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(leaf))
     if leaf.size:
-        return jax.lax.all_gather(leaf, axis_name(), axis=axis, tiled=True)
+        return jax.lax.all_gather(leaf, current_axis(), axis=axis, tiled=True)
     # JAX 0.12 cannot lower a collective of an empty array.
     shape = list(leaf.shape)
     shape[axis] *= num_replicas()

@@ -13,7 +13,6 @@ from mirror._src.base.naming import name_of
 from mirror._src.base.types import REPLICA_AXIS
 from mirror._src.devices.op_log import is_log_installed, unlogged
 from mirror._src.engine.arguments import inside_jit_message
-from mirror._src.jaxprs.axis import axis_name
 from mirror._src.jaxprs.equations import equations
 from mirror._src.jaxprs.primitives import MAPPING
 
@@ -74,16 +73,16 @@ class outside_traces:
             self._stack.close()
 
 
-def unbound_axis_message(fn: Callable[..., Any], error: NameError) -> str | None:
+def unbound_axis_message(fn: Callable[..., Any], error: NameError, axis_name: str) -> str | None:
     """Returns the message for a step that uses an axis name other than the replica axis."""
     _, separator, name = str(error).partition("unbound axis name: ")
     if not separator:
         return None
     name = name.split(".")[0].strip()
-    known = "mirror.REPLICA_AXIS" if axis_name() == REPLICA_AXIS else repr(axis_name())
+    known = "mirror.REPLICA_AXIS" if axis_name == REPLICA_AXIS else repr(axis_name)
     return (
         f"{name_of(fn)} uses the axis name {name!r}, but the replica axis of this strategy is "
-        f"{axis_name()!r}. Use {known} in the step, or name the axis: "
+        f"{axis_name!r}. Use {known} in the step, or name the axis: "
         f"mirror.MirroredStrategy(axis_name={name!r})."
     )
 
@@ -112,7 +111,7 @@ def failed_mapping_message(fn: Callable[..., Any], error: ValueError) -> str | N
     return _mapping_message(fn) if any(text in str(error) for text in _OF_MAPPINGS) else None
 
 
-def require_not_stacked(name: Callable[[], str], leaf: Any) -> None:
+def require_not_stacked(name: Callable[[], str], leaf: Any, axis_name: str) -> None:
     """Rejects an array with one row per device, as `jax.pmap` receives and returns it.
 
     Raises:
@@ -122,7 +121,7 @@ def require_not_stacked(name: Callable[[], str], leaf: Any) -> None:
     if not isinstance(sharding, NamedSharding) or not sharding.spec:
         return
     size = sharding.mesh.size
-    if sharding.mesh.axis_names == (axis_name(),):  # the stacked array of a `PerReplica`
+    if sharding.mesh.axis_names == (axis_name,):  # the stacked array of a `PerReplica`
         return
     if size > 1 and sharding.spec[0] in sharding.mesh.axis_names and leaf.shape[:1] == (size,):
         raise ValueError(

@@ -9,7 +9,7 @@ import numpy as np
 from mirror._src.base.errors import counted, expected
 from mirror._src.base.modules import set_module
 from mirror._src.base.tracebacks import api_boundary
-from mirror._src.base.types import Array, PyTree
+from mirror._src.base.types import REPLICA_AXIS, Array, PyTree
 from mirror._src.base.unknown_names import unknown_attribute
 from mirror._src.engine.cross_device_ops import CrossDeviceOps
 from mirror._src.engine.in_step import gather
@@ -21,7 +21,6 @@ from mirror._src.engine.reduce_op import (
     require_axis,
     require_op,
 )
-from mirror._src.jaxprs.axis import axis_name
 
 T = TypeVar("T")
 
@@ -102,9 +101,12 @@ class ReplicaContext:
     (Array(1, dtype=int32), Array([0, 1], dtype=int32))
     """
 
-    def __init__(self, strategy: ReplicaGroup, *, in_step: bool) -> None:
+    def __init__(
+        self, strategy: ReplicaGroup, *, in_step: bool, axis_name: str = REPLICA_AXIS
+    ) -> None:
         self._strategy = strategy
         self._in_step = in_step
+        self._axis_name = axis_name
         self.captures: Any = None
         self.part: Part | None = None
         self.mask: Any = None
@@ -164,7 +166,7 @@ class ReplicaContext:
     @property
     def _index(self) -> Array:
         """The index of this replica in this process."""
-        return jax.lax.axis_index(axis_name()) if self._in_step else jnp.zeros((), jnp.int32)
+        return jax.lax.axis_index(self._axis_name) if self._in_step else jnp.zeros((), jnp.int32)
 
     @property
     def _first_of_part(self) -> Any:

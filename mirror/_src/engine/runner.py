@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from mirror._src.base.naming import name_of
-from mirror._src.base.types import REPLICA_AXIS, PyTree, StepFunction
+from mirror._src.base.types import PyTree, StepFunction
 from mirror._src.cluster import store
 from mirror._src.cluster.ledger import ledger
 from mirror._src.devices.forked import require_not_forked, started_in
@@ -50,7 +50,6 @@ from mirror._src.engine.staged.executor import StagedExecutor
 from mirror._src.engine.step import Identity, TracedStep, Types, trace_step, types_of
 from mirror._src.engine.step_warnings import MAX_NEW_FUNCTIONS, StepWarnings
 from mirror._src.engine.variable import Variable
-from mirror._src.jaxprs.axis import named_axis
 from mirror._src.jaxprs.trace import abstract, abstract_row, context_token
 from mirror._src.passes.callbacks import in_callback
 
@@ -120,14 +119,10 @@ class Runner:
                 "which waits for the callback to return. Return the values from the step, and use "
                 "them after strategy.run."
             )
-        axis = self.replicas.axis_name
         while True:
             with outside_traces(fn):
                 try:
-                    if axis == REPLICA_AXIS:
-                        return attempt(*arguments)
-                    with named_axis(axis):
-                        return attempt(*arguments)
+                    return attempt(*arguments)
                 except VariablesFound as error:
                     self._captured.add(fn, error.variables)
 
@@ -390,7 +385,8 @@ class Runner:
         return self._with_variables(fn, attempt)
 
     def _trace(self, call: Call, types: Types) -> TracedStep:
-        return trace_step(self._group, call, types, self._cache.of(call.fn).traces)
+        known = self._cache.of(call.fn).traces
+        return trace_step(self._group, self.replicas.axis_name, call, types, known)
 
     def _analyze(self, call: Call, types: Types, *, reports: bool = False) -> Analysis:
         return analyze(

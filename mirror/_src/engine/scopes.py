@@ -2,12 +2,12 @@
 
 import contextlib
 import sys
-import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.engine.replica_context import ReplicaContext, ReplicaGroup
+from mirror._src.engine.stack import stack
 
 
 class Frame(NamedTuple):
@@ -27,14 +27,6 @@ class Frame(NamedTuple):
     devices: ReplicaDevices | None = None
     shown_as: Any = None
     task: Any = None
-
-
-class _Stack(threading.local):
-    def __init__(self) -> None:
-        self.frames: list[Frame] = []
-
-
-stack = _Stack()
 
 
 def current_frame() -> Frame | None:
@@ -63,15 +55,18 @@ def pop_frame() -> None:
 
 
 @contextlib.contextmanager
-def replica(strategy: ReplicaGroup, captures: Any) -> Iterator[ReplicaContext]:
+def replica(
+    strategy: ReplicaGroup, axis_name: str, captures: Any = None
+) -> Iterator[ReplicaContext]:
     """Context manager that enters a replica of `strategy`, whose context is valid inside.
 
     Args:
         strategy: The strategy.
+        axis_name: Name of the replica axis.
         captures: Stand-ins for the variables that the step uses without receiving them as
             arguments.
     """
-    context = ReplicaContext(strategy, in_step=True)
+    context = ReplicaContext(strategy, in_step=True, axis_name=axis_name)
     context.captures = captures
     push_frame(Frame(strategy, context))
     try:

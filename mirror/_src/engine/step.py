@@ -44,6 +44,7 @@ class Step:
 
     Args:
         group: The strategy.
+        axis_name: Name of the replica axis.
         call: A call of the function.
         avals: Shapes and dtypes of the leaves of the nnx objects, then of the other leaves.
 
@@ -61,12 +62,14 @@ class Step:
     def __init__(
         self,
         group: ReplicaGroup,
+        axis_name: str,
         call: Call,
         avals: Sequence[jax.ShapeDtypeStruct],
     ) -> None:
         self._fn: StepFunction | None = call.fn
         self.name = name_of(call.fn)
         self.group = group
+        self.axis_name = axis_name
         self.avals = avals
         self.structure = call.structure
         self.object_names = call.object_names
@@ -103,11 +106,13 @@ class Step:
 
     def _run(self, leaves: Sequence[Any]) -> list[Array]:
         state, rest = leaves[: self.num_state], leaves[self.num_state :]
-        copies = ReplicaCopies(self.structure, state) if self.structure is not None else None
+        copies = None
+        if self.structure is not None:
+            copies = ReplicaCopies(self.structure, state, self.axis_name)
         objects = copies.objects if copies is not None else ()
         captures = self._captures(objects)
         self.new_captures = captures.discovered
-        with replica(self.group, captures):
+        with replica(self.group, self.axis_name, captures):
             args, kwargs = self.layout.rebuild(rest, self.statics, objects)
             assert self._fn is not None, "the step has been traced"
             before = _leaves_of(args, kwargs)
@@ -252,12 +257,17 @@ class TracedStep(NamedTuple):
 
 
 def trace_step(
-    group: ReplicaGroup, call: Call, types: Types, known: MutableMapping[Any, TracedStep]
+    group: ReplicaGroup,
+    axis_name: str,
+    call: Call,
+    types: Types,
+    known: MutableMapping[Any, TracedStep],
 ) -> TracedStep:
     """Returns the trace of a call for the types of its inputs, made once.
 
     Args:
         group: The strategy.
+        axis_name: Name of the replica axis.
         call: The call.
         types: Types of its inputs.
         known: The traces of earlier calls of the function; a new one is added.
@@ -269,19 +279,21 @@ def trace_step(
     key = (call.trace_key, types, Identity(context))
     traced = known.get(key)
     if traced is None:
-        traced = known[key] = _trace(group, call, types, context)
+        traced = known[key] = _trace(group, axis_name, call, types, context)
     return traced
 
 
-def _trace(group: ReplicaGroup, call: Call, types: Types, context: object) -> TracedStep:
+def _trace(
+    group: ReplicaGroup, axis_name: str, call: Call, types: Types, context: object
+) -> TracedStep:
     require_no_keras(call.fn, call.tree, call.layout, call.leaves)
     require_nothing_bound(call.fn)
-    step = Step(group, call, types)
+    step = Step(group, axis_name, call, types)
     try:
         with keeps_keras(call.fn):
-            jaxpr = trace(step.flat, types, group.num_replicas_in_sync)
+            jaxpr = trace(step.flat, types, group.num_replicas_in_sync, axis_name)
     except Exception as error:
-        explain_failed_trace(call, Step.CALLER, error)
+        explain_failed_trace(call, Step.CALLER, error, axis_name)
         raise
     require_no_mapping(call.fn, jaxpr)
     if any(hasattr(var.aval, "inner_aval") for var in jaxpr.jaxpr.constvars):

@@ -17,7 +17,6 @@ from mirror._src.engine.runner import Runner
 from mirror._src.inspection.collective_table import CollectiveRow
 from mirror._src.inspection.measurement import Batches, Trial, idle_times, placed_on, variables_of
 from mirror._src.inspection.trial_objects import copy_of, gathered, whole_batch, with_objects
-from mirror._src.jaxprs.axis import axis_name
 
 
 class Runners(NamedTuple):
@@ -113,7 +112,7 @@ def _time_group(scratch: Runner, rows: Sequence[CollectiveRow], steps: int) -> f
     avals = [aval for row in rows for aval in row.avals]
 
     def make() -> list[Array]:
-        number = jax.lax.axis_index(axis_name())
+        number = jax.lax.axis_index(scratch.replicas.axis_name)
         return [jnp.full(aval.shape, number, aval.dtype) for aval in avals]
 
     def communication(buffers: list[Array]) -> list[Array]:

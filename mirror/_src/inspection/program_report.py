@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 from flax import nnx
 
 from mirror._src.base.errors import bytes_in_words, counted, describe
@@ -15,12 +14,9 @@ from mirror._src.base.terminal import wrap
 from mirror._src.base.types import StepFunction
 from mirror._src.engine.call import Call
 from mirror._src.engine.plan import LeafOutcome
-from mirror._src.engine.reduce_op import ReduceOp
 from mirror._src.engine.runner import Runner
-from mirror._src.engine.step import TracedStep
 from mirror._src.inspection.collective_table import CollectiveRow, collectives_of, gathers_of
 from mirror._src.jaxprs.marks import Mark
-from mirror._src.jaxprs.trace import trace
 from mirror._src.passes.shards import Shards
 
 _MOST_LINES = 2
@@ -135,7 +131,6 @@ def describe_program(
     step, avals = traced.step, traced.avals
     results, after, _ = traced.split(analysis.marks)
     ends = len(results), len(results) + step.num_state
-    averaged = [avals[ends[0] + i] for i in analysis.plan.averaged]
     n, limit = len(runner.replicas), runner.pack_bytes
     scattered = [operation.eqn for operation in shards.scattered] if shards else []
     return ProgramReport(
@@ -145,7 +140,7 @@ def describe_program(
         tuple(_list_variables(call, avals[ends[0] : ends[1]], after, analysis.outcomes)),
         (
             *collectives_of(traced.jaxpr, limit, scattered=scattered),
-            *_list_averaging(traced, averaged, limit),
+            *(collectives_of(analysis.finish, limit, _AFTER) if analysis.finish else ()),
             *(gathers_of(shards, n, limit, _AFTER) if shards else []),
         ),
         tuple(analysis.problems),
@@ -164,19 +159,6 @@ def _list_sharding(
         why = f"{shard}, along axis {shards.inputs[i]}" if is_sharded else shards.reasons[i]
         state = "sharded" if is_sharded else "mirrored"
         yield ValueRow(names[i], describe(avals[i]), state, why)
-
-
-def _list_averaging(
-    traced: TracedStep, avals: Sequence[Any], pack_bytes: int
-) -> Iterator[CollectiveRow]:
-    """Yields the collective in which `run` averages batch statistics."""
-    if avals:
-        group = traced.step.group
-        ops = group.cross_device_ops
-        mean = lambda *leaves: ops.all_reduce(ReduceOp.MEAN, leaves)  # noqa: E731
-        leaves = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
-        program = trace(mean, leaves, group.num_replicas_in_sync)
-        yield from collectives_of(program, pack_bytes, _AFTER)
 
 
 def _list_results(

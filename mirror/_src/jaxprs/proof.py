@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from mirror._src.base.errors import ReplicaDivergenceError, listing
+from mirror._src.base.types import REPLICA_AXIS
 from mirror._src.jaxprs.collective_eqns import (
     MIRRORING,
     contains_collective,
@@ -83,6 +84,7 @@ def prove(
     notes: Notes | None = None,
     problems: list[str] | None = None,
     names: Sequence[str] = (),
+    axis_name: str = REPLICA_AXIS,
 ) -> list[Mark]:
     """Returns the marks of the outputs of a replica program.
 
@@ -94,6 +96,7 @@ def prove(
         problems: For a report: receives the messages of errors, which are then not raised. The
             marks also record the collectives that each output was computed from.
         names: The user's names of the inputs, for messages.
+        axis_name: Name of the replica axis.
 
     Raises:
         TypeError: If XLA does not support the dtype of a collective.
@@ -102,7 +105,7 @@ def prove(
             is called on per-replica values.
     """
     inputs = [Mark(i if differs else None) for i, differs in enumerate(per_replica)]
-    walk = _Pass(num_replicas, names, reports=problems is not None)
+    walk = _Pass(num_replicas, axis_name, names, reports=problems is not None)
     marks = walk.call(jaxpr, inputs)
     if problems is not None:
         problems += walk.problems
@@ -128,10 +131,11 @@ class _Pass(Interpreter[Mark]):
     """
 
     def __init__(
-        self, num_replicas: int, names: Sequence[str] = (), *, reports: bool = False
+        self, num_replicas: int, axis_name: str, names: Sequence[str], *, reports: bool
     ) -> None:
         super().__init__()
         self.num_replicas = num_replicas
+        self.axis_name = axis_name
         self.names = names
         self.reports = reports
         self.problems: dict[str, None] = {}
@@ -186,7 +190,7 @@ class _Pass(Interpreter[Mark]):
             return operands
         if name == "call_hi_primitive":
             if id(eqn) not in self.expanded:
-                self.expanded[id(eqn)] = _expanded(eqn, self.num_replicas)
+                self.expanded[id(eqn)] = _expanded(eqn, self.num_replicas, self.axis_name)
             return self.call(self.expanded[id(eqn)], operands)
         inner = list(map(jaxpr_of, inner_programs(eqn.params.values())))
         joined = self.opaque(eqn, operands, inner) if inner else self.computed(eqn, operands)
@@ -347,7 +351,7 @@ def _is_mirrored(eqn: JaxprEqn, operands: Mark, num_replicas: int) -> bool:
     return eqn.primitive.name in MIRRORING
 
 
-def _expanded(eqn: JaxprEqn, num_replicas: int) -> ClosedJaxpr:
+def _expanded(eqn: JaxprEqn, num_replicas: int, axis_name: str) -> ClosedJaxpr:
     """Returns the program of a hijax primitive, which is not among its parameters (JAX 0.12)."""
     primitive = eqn.params["_prim"]
 
@@ -355,7 +359,7 @@ def _expanded(eqn: JaxprEqn, num_replicas: int) -> ClosedJaxpr:
         return jax.tree.leaves(primitive.expand(*primitive.in_tree.unflatten(leaves)))
 
     avals: list[Any] = [atom.aval for atom in eqn.invars]
-    return trace(expand, avals, num_replicas)
+    return trace(expand, avals, num_replicas, axis_name)
 
 
 def _hang_message(eqn: JaxprEqn, control: str) -> str:

@@ -8,9 +8,8 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from mirror._src.base.types import Array
+from mirror._src.base.types import REPLICA_AXIS, Array
 from mirror._src.devices.transfer import NoMesh
-from mirror._src.jaxprs.axis import axis_name
 
 
 def abstract(value: Any) -> jax.ShapeDtypeStruct:
@@ -34,7 +33,10 @@ def abstract_row(stacked: Any) -> jax.ShapeDtypeStruct:
 
 
 def trace(
-    fn: Callable[..., Any], leaves: Sequence[jax.ShapeDtypeStruct], num_replicas: int
+    fn: Callable[..., Any],
+    leaves: Sequence[jax.ShapeDtypeStruct],
+    num_replicas: int,
+    axis_name: str = REPLICA_AXIS,
 ) -> ClosedJaxpr:
     """Traces `fn` once, for one replica, and returns the replica program.
 
@@ -43,7 +45,7 @@ def trace(
     executor.
     """
     with NoMesh():
-        return jax.make_jaxpr(fn, axis_env=[(axis_name(), num_replicas)])(*leaves)
+        return jax.make_jaxpr(fn, axis_env=[(axis_name, num_replicas)])(*leaves)
 
 
 _context = jax.jit(lambda: ())

@@ -36,7 +36,8 @@ from mirror._src.engine.on_read import unwrapped
 from mirror._src.engine.per_replica import PerReplica, is_per_replica, on_local_replicas
 from mirror._src.engine.reduce_op import ReduceOp, Reduction, require_axis, require_op
 from mirror._src.engine.runner import Runner
-from mirror._src.engine.scopes import require_cross_replica, stack
+from mirror._src.engine.scopes import require_cross_replica
+from mirror._src.engine.stack import stack
 from mirror._src.inspection import verify as checks
 from mirror._src.inspection.baselines import Runners
 from mirror._src.inspection.copies import check_mirrored

@@ -14,7 +14,6 @@ from mirror._src.base.source_lines import on_behalf_of, users_function
 from mirror._src.base.types import PyTree
 from mirror._src.data.padded import PaddedBatch
 from mirror._src.engine.per_replica import PerReplica, is_per_replica
-from mirror._src.jaxprs.axis import named_axis
 from mirror._src.jaxprs.row_facts import NO_ROWS, Place, row
 from mirror._src.jaxprs.rows import find_rows
 from mirror._src.strategy.strategy import Strategy
@@ -215,8 +214,7 @@ class RowCheck:
             for i, is_own in enumerate(own)
         ]
         inputs[-1] = row(size, axis=axis, is_mask=True)
-        with named_axis(runner.replicas.axis_name):
-            found = find_rows(program, inputs, self._strategy.num_replicas_in_sync)
+        found = find_rows(program, inputs, self._strategy.num_replicas_in_sync)
         outputs: list[Any] = [var.aval for var in program.jaxpr.outvars]
         if only_rows:
             pairs = zip(found, outputs, strict=True)

@@ -12,7 +12,6 @@ from mirror._src.base.errors import listing
 from mirror._src.base.types import Array
 from mirror._src.engine.nnx.paths import Path, nodes, read_at
 from mirror._src.engine.nnx.structure import Structure, VariableSlot
-from mirror._src.jaxprs.axis import axis_name
 
 _DYNAMIC = (nnx.Pytree, nnx.Variable, jax.Array, np.ndarray, dict, list, tuple)
 
@@ -23,16 +22,18 @@ class ReplicaCopies:
     Args:
         structure: Structure of the objects.
         leaves: Leaves of the objects, as tracers.
+        axis_name: Name of the replica axis.
 
     Attributes:
         objects: The copies.
         keys: For each PRNG key, by position among the leaves, the key and the replica's own key.
     """
 
-    def __init__(self, structure: Structure, leaves: Sequence[Array]) -> None:
+    def __init__(self, structure: Structure, leaves: Sequence[Array], axis_name: str) -> None:
         self.structure = structure
         self.keys: dict[int, tuple[Array, Array]] = {}
         self._given = list(leaves)
+        self._axis_name = axis_name
         replica_leaves = [
             self._fold(i, leaf) if slot.kind is nnx.RngKey else leaf
             for i, (slot, leaf) in enumerate(zip(structure.leaf_slots, leaves, strict=True))
@@ -47,7 +48,7 @@ class ReplicaCopies:
         fold = jax.random.fold_in
         for _ in range(key.ndim):
             fold = jax.vmap(fold, (0, None))
-        folded = fold(key, jax.lax.axis_index(axis_name()))
+        folded = fold(key, jax.lax.axis_index(self._axis_name))
         self.keys[i] = (key, folded)
         return folded
 

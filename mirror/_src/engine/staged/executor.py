@@ -49,6 +49,7 @@ class StagedExecutor(Executor):
             self.pack_bytes,
             program.finish,
             rules,
+            self.replicas.axis_name,
         )
         return StagedProgram(self.replicas, self.ops, program, self._lanes, staged)
 

@@ -9,7 +9,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from mirror._src.base.dtypes import is_numeric
-from mirror._src.base.types import Array
+from mirror._src.base.types import REPLICA_AXIS, Array
 from mirror._src.jaxprs.atoms import Atom, Constant, Value
 from mirror._src.jaxprs.collective_eqns import (
     ALL_REDUCES,
@@ -57,6 +57,7 @@ def stage_program(
     pack_bytes: int,
     finish: ClosedJaxpr | None = None,
     rules: Rules | None = None,
+    axis_name: str = REPLICA_AXIS,
 ) -> StagedJaxpr:
     """Splits a replica program into stages at its collectives.
 
@@ -68,6 +69,7 @@ def stage_program(
         pack_bytes: All-reduces of at most this many bytes are packed.
         finish: A program to run after it, whose inputs are the same inputs and then its outputs.
         rules: Replacements of operations, as for `Lowering`.
+        axis_name: Name of the replica axis.
 
     Raises:
         NotImplementedError: If an operation that contains a collective cannot be inlined, or if a
@@ -77,7 +79,7 @@ def stage_program(
         Value(var.aval, mirrored=mirrored)
         for var, mirrored in zip(program.jaxpr.invars, mirrored_inputs, strict=True)
     ]
-    builder = _Builder(num_replicas, pack_bytes, rules or {})
+    builder = _Builder(num_replicas, pack_bytes, rules or {}, axis_name)
     outputs = builder.add_program(program, inputs)
     if finish is not None:
         outputs = builder.walk(finish, [*inputs, *outputs])
@@ -90,7 +92,8 @@ def stage_program(
 class _Builder:
     """Builder of the flat list of steps of a program."""
 
-    def __init__(self, num_replicas: int, pack_bytes: int, rules: Rules) -> None:
+    def __init__(self, num_replicas: int, pack_bytes: int, rules: Rules, axis_name: str) -> None:
+        self.axis_name = axis_name
         self.num_replicas = num_replicas
         self.rules = rules
         self.pack_bytes = pack_bytes
@@ -240,7 +243,9 @@ class _Builder:
         mirrored = [isinstance(atom, Value) and atom.mirrored for atom in inputs]
         per_replica = [False] * len(program.jaxpr.outvars)
         n, limit = self.num_replicas, self.pack_bytes
-        return stage_program(program, mirrored, per_replica, n, limit, rules=self.rules)
+        return stage_program(
+            program, mirrored, per_replica, n, limit, rules=self.rules, axis_name=self.axis_name
+        )
 
     def scan(self, eqn: JaxprEqn, inputs: list[Atom]) -> Sequence[Atom]:
         scan = Scan(eqn)
@@ -273,7 +278,9 @@ class _Builder:
         reads = [self.value(atom) for atom in (*consts, *xs)]
         carried = [self.local(Constant(start)), *map(self.local, carry), *empty]
         avals = [struct_of(value.aval) for value in (*reads, *carried)]
-        body = self.stage(trace(iteration, avals, self.num_replicas), [*reads, *carried])
+        body = self.stage(
+            trace(iteration, avals, self.num_replicas, self.axis_name), [*reads, *carried]
+        )
         outputs = [Value(value.aval) for value in carried]
         loop = Loop([*reads, *carried], outputs, body, None, scan.length, user_line(eqn))
         return self.add(loop)[1:]
@@ -294,8 +301,8 @@ class _Builder:
 
         both = [*reads, *carried]
         avals = [struct_of(value.aval) for value in both]
-        test = self.stage(trace(run_test, avals, self.num_replicas), both)
-        body = self.stage(trace(run_body, avals, self.num_replicas), both)
+        test = self.stage(trace(run_test, avals, self.num_replicas, self.axis_name), both)
+        body = self.stage(trace(run_body, avals, self.num_replicas, self.axis_name), both)
         outputs = [Value(value.aval) for value in carried]
         return self.add(Loop([*both], outputs, body, test, 0, user_line(eqn)))
 
