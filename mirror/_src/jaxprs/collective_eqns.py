@@ -67,7 +67,8 @@ def names_axis(eqn: JaxprEqn) -> bool:
     It is the only axis with a name: `jax.vmap` resolves its own names while it traces, and steps
     that contain `jax.pmap` or `jax.shard_map` are rejected.
     """
-    return any(isinstance(axis, str) for axis in axes_of(eqn))
+    axes = eqn.params.get("axes", eqn.params.get("axis_name"))
+    return type(axes) is str or (isinstance(axes, tuple) and str in map(type, axes))
 
 
 def is_collective(eqn: JaxprEqn) -> bool:

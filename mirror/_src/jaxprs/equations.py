@@ -2,8 +2,10 @@
 
 import abc
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
+from weakref import WeakKeyDictionary
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
@@ -11,16 +13,20 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from mirror._src.jaxprs.primitives import CALL, Kind, of_kind
 
 T = TypeVar("T")
+_listed: WeakKeyDictionary[Jaxpr, Sequence[JaxprEqn]] = WeakKeyDictionary()
+_PLAIN = {int, str, bool, float, type(None)}  # types of parameters that hold no program
 _EVALUATED = of_kind(Kind.CALL | Kind.CONTROL)
 
 
-def inner_programs(params: Iterable[Any]) -> Iterator[ClosedJaxpr | Jaxpr]:
-    """Yields the programs among the parameters of an operation."""
+def inner_programs(params: Iterable[Any]) -> list[ClosedJaxpr | Jaxpr]:
+    """Returns the programs among the parameters of an operation."""
+    found: list[ClosedJaxpr | Jaxpr] = []
     for param in params:
         if isinstance(param, ClosedJaxpr | Jaxpr):
-            yield param
-        elif isinstance(param, tuple | list):
-            yield from inner_programs(param)
+            found.append(param)
+        elif isinstance(param, tuple | list) and not _PLAIN.issuperset(map(type, param)):
+            found += inner_programs(param)
+    return found
 
 
 def jaxpr_of(program: ClosedJaxpr | Jaxpr) -> Jaxpr:
@@ -28,17 +34,19 @@ def jaxpr_of(program: ClosedJaxpr | Jaxpr) -> Jaxpr:
     return program.jaxpr if isinstance(program, ClosedJaxpr) else program
 
 
-def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    """Yields all operations, including operations of inner programs."""
-    for eqn in jaxpr.eqns:
-        yield from with_inner(eqn)
+def equations(jaxpr: Jaxpr) -> Sequence[JaxprEqn]:
+    """Returns all operations, including operations of inner programs; lists a program once."""
+    listed = _listed.get(jaxpr)
+    if listed is None:
+        nested = itertools.chain.from_iterable(map(with_inner, jaxpr.eqns))
+        listed = _listed[jaxpr] = tuple(nested)
+    return listed
 
 
-def with_inner(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
-    """Yields an operation, then the operations inside it."""
-    yield eqn
-    for inner in inner_programs(eqn.params.values()):
-        yield from equations(jaxpr_of(inner))
+def with_inner(eqn: JaxprEqn) -> Sequence[JaxprEqn]:
+    """Returns an operation, then the operations inside it."""
+    inner = map(equations, map(jaxpr_of, inner_programs(eqn.params.values())))
+    return [eqn, *itertools.chain.from_iterable(inner)]
 
 
 def walk(
@@ -60,20 +68,20 @@ def walk(
     values: dict[Any, Any] = dict(zip(jaxpr.constvars, map(constant, consts), strict=True))
     values.update(zip(jaxpr.invars, arguments, strict=True))
 
-    def read(atom: Any) -> Any:
-        return constant(atom.val) if isinstance(atom, Literal) else values[atom]
+    def read(atoms: Sequence[Any]) -> list[Any]:
+        return [constant(a.val) if isinstance(a, Literal) else values[a] for a in atoms]
 
     for eqn in jaxpr.eqns:
-        outputs = equation(eqn, [read(atom) for atom in eqn.invars])
+        outputs = equation(eqn, read(eqn.invars))
         values.update(zip(eqn.outvars, outputs, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+    return read(jaxpr.outvars)
 
 
 def called(eqn: JaxprEqn) -> ClosedJaxpr | Jaxpr | None:
     """Returns the program that an operation only calls; `None` if it does anything else."""
     if eqn.primitive.name not in CALL:
         return None
-    inner = list(inner_programs(eqn.params.values()))
+    inner = inner_programs(eqn.params.values())
     if len(inner) != 1:
         return None
     jaxpr = jaxpr_of(inner[0])
@@ -244,7 +252,8 @@ def arrays_in(program: ClosedJaxpr | Jaxpr) -> Iterator[jax.Array]:
         yield from (const for const in program.consts if isinstance(const, jax.Array))
     jaxpr = jaxpr_of(program)
     for eqn in jaxpr.eqns:
-        yield from arrays_of(eqn)
+        if Literal in map(type, eqn.invars) or inner_programs(eqn.params.values()):
+            yield from arrays_of(eqn)
     yield from _literal_arrays(jaxpr.outvars)
 
 
