@@ -87,7 +87,7 @@ _OF_THE_PROOF = (
     Fault(
         "a Ref that is written",
         _PROOF,
-        "mark.join(value).of(mark.source)",
+        "written.of(mark.source)",
         "mark",
         ("tests/jaxprs/test_proof.py",),
         search=Search(),
