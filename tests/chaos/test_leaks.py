@@ -23,7 +23,7 @@ def grown(name: str, count: int) -> dict[str, int]:
         command,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=900,
         cwd=fresh.ROOT,
         env=fresh.INHERITED,
         check=False,

@@ -499,7 +499,7 @@ def end_in_save(directory: Path, says) -> None:
 
     threading.Thread.start = start_and_linger
     store.save(2, {"x": np.ones(4)}, {})
-    says.send(has_begun.wait(30))
+    says.send(has_begun.wait(900))
 
 
 def test_process_that_ends_in_a_save_does_not_hang(tmp_path):

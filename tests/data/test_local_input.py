@@ -124,7 +124,7 @@ class MemoryStore:
             for thread in threads:
                 thread.start()
             for thread in threads:
-                thread.join(60)
+                thread.join(900)
         assert not any(thread.is_alive() for thread in threads), "a process hangs"
         return results
 

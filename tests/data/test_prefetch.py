@@ -226,7 +226,7 @@ class Alternating:
 
     def __iter__(self):
         for running, read in zip(self.running[:-1], self.read, strict=False):
-            running.wait(30)
+            running.wait(900)
             read.set()
             yield ROWS
 
@@ -238,7 +238,7 @@ def test_the_next_batch_is_read_while_a_step_runs(subtests):
             source = Alternating()
             for i, _ in enumerate(form(source)):
                 source.running[i + 1].set()
-                assert i == 7 or source.read[i + 1].wait(30), "reading waits for the end of a step"
+                assert i == 7 or source.read[i + 1].wait(900), "reading waits for the end of a step"
 
 
 def test_blocking_source_does_not_block_the_end(two):
@@ -248,12 +248,12 @@ def test_blocking_source_does_not_block_the_end(two):
     def source():
         yield ROWS
         blocked.set()
-        release.wait(30)
+        release.wait(900)
         ended.set()
 
     batches = iter(two.distribute_dataset(source()))
     next(batches)
-    assert blocked.wait(30)
+    assert blocked.wait(900)
     batches.close()
     assert not ended.is_set()
     release.set()

@@ -33,7 +33,7 @@ def soak(*options: str) -> subprocess.CompletedProcess:
         [sys.executable, "-m", "tests.support.soak", *options],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=900,
         cwd=fresh.ROOT,
         env=ENVIRONMENT,
         check=False,

@@ -125,7 +125,7 @@ def test_notebook_cells_run_twice_in_a_row(path, tmp_path, monkeypatch):
     notebook = read(path)
     notebook.cells.append(nbformat.v4.new_code_cell(SEVERAL_DEVICES, id="several-devices"))
     client = NotebookClient(
-        notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
+        notebook, timeout=900, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
     )
     with client.setup_kernel(env=environment):
         for i, cell in enumerate(notebook.cells):

@@ -218,7 +218,7 @@ def output_of(command: list[str], folder: Path, **environment: str) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=240,
+        timeout=900,
         check=False,
     )
     assert done.returncode == 0, f"{command}\n{done.stdout[-5000:]}"
@@ -322,7 +322,7 @@ def test_wheel_runs_a_notebook(installed, tmp_path):
     run = (
         "import nbformat, nbclient; n = nbformat.read('it.ipynb', 4)\n"
         "n.cells.append(nbformat.v4.new_code_cell('import mirror; print(mirror.__file__)'))\n"
-        "nbclient.NotebookClient(n, timeout=120, kernel_name='wheel').execute()\n"
+        "nbclient.NotebookClient(n, timeout=900, kernel_name='wheel').execute()\n"
         "print(n.cells[-1].outputs[0].text)\n"
     )
     kernel = tmp_path / "data" / "kernels" / "wheel"

@@ -135,7 +135,7 @@ def site(tmp_path_factory):
 
 def built(folder) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(BUILD), str(folder)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
 
 
 @needs_site

@@ -59,7 +59,7 @@ def folder(tmp_path_factory):
 
 def errors_of(command: list[str]) -> list[str]:
     done = subprocess.run(
-        command, capture_output=True, text=True, cwd=fresh.ROOT, timeout=280, check=False
+        command, capture_output=True, text=True, cwd=fresh.ROOT, timeout=900, check=False
     )
     assert done.returncode in (0, 1), done.stdout + done.stderr
     lines = [line for line in done.stdout.splitlines() if " error: " in line]

@@ -92,7 +92,7 @@ def test_programs_are_the_same_from_other_folders_and_hash_seeds(tmp_path):
     ]
     # Safe path: a module is not taken from the working directory.
     ended = processes.run(
-        ["-P", "-m", "tests.programs.several_agreeing"], each=each, after_failure=15, timeout=600
+        ["-P", "-m", "tests.programs.several_agreeing"], each=each, after_failure=15, timeout=900
     )
     outputs = processes.outputs_of(ended)
     assert "elsewhere" not in outputs[0]

@@ -165,7 +165,7 @@ class Terminal(io.StringIO):
         self.texts, self.may_write = [], threading.Event()
 
     def write(self, text):
-        assert self.may_write.wait(60)
+        assert self.may_write.wait(900)
         self.texts.append(text)
         return len(text)
 
@@ -234,6 +234,6 @@ def test_threads_run_failing_and_healthy_steps_concurrently():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(120)
+        thread.join(900)
     assert not any(thread.is_alive() for thread in threads)
     assert not wrong

@@ -321,7 +321,7 @@ def test_interrupt_never_separates_a_model_from_its_arrays(name, kind, monkeypat
     assert not was_reached, "the call has more events"
     other = threading.Thread(target=strategy.run, args=(step, args), daemon=True)
     other.start()
-    other.join(60)
+    other.join(900)
     assert not other.is_alive(), "a lock is still held"
     strategy.check_mirrored(model)
 

@@ -104,7 +104,7 @@ def test_results_of_several_threads_do_not_mix(pair):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(900)
     assert found == {i: [3.0 * i] * 5 for i in range(4)}
 
 

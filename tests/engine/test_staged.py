@@ -400,7 +400,7 @@ def test_threads_run_steps_concurrently():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(900)
         assert not thread.is_alive(), "it hangs"
     assert not errors
     for model in models:

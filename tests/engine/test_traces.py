@@ -125,7 +125,7 @@ def test_threads_capture_a_variable_concurrently(two):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(900)
     assert not errors
     assert [int(count) for count in counts] == [4, 4]
 
@@ -144,7 +144,7 @@ def test_threads_run_steps_on_one_object(two):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(900)
     assert float(v[...]) == 15
 
 

@@ -834,7 +834,7 @@ def test_threads_use_their_own_variables(two):
             return v[...]
 
         try:
-            start.wait(30)
+            start.wait(900)
             for _ in range(5):
                 two.run(step)
                 with lock:
@@ -846,7 +846,7 @@ def test_threads_use_their_own_variables(two):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(900)
     assert not problems
     assert [(float(v), int(r)) for v, r in held] == [(10, 20)] * 2
     assert together == 20

@@ -213,7 +213,7 @@ def ended(
     values |= {"HEARTBEAT": heartbeat, "EACH": each, "SHUTDOWN": shutdown}
     code = re.sub("|".join(values), lambda found: str(values[found[0]]), CODE)
     devices = 1 if count > 2 else 2
-    return processes.run(code, processes=count, devices=devices, timeout=150, after_failure=after)
+    return processes.run(code, processes=count, devices=devices, timeout=900, after_failure=after)
 
 
 @pytest.mark.nightly
@@ -257,7 +257,7 @@ trainer.fit(np.ones((60, 3), np.float32), batch_size=6, callbacks=Sleeps(), prog
 
 @pytest.mark.slow
 def test_a_process_that_sleeps_in_a_callback_is_named_by_all_others():
-    found = processes.run(CALLBACK, processes=3, devices=1, timeout=150, after_failure=6)
+    found = processes.run(CALLBACK, processes=3, devices=1, timeout=900, after_failure=6)
     for i in (0, 2):
         assert found[i].status == 75, found[i].output
         values = ["launch 4,", "process 1 ", "3 of 4", "<string>:10 in on_step", "train_step"]
@@ -326,7 +326,7 @@ def test_the_launcher_starts_all_processes_again(tmp_path):
         env={**fresh.INHERITED, "PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr
     assert_message(done.stderr, values=["process 0 ended first", "status 75", "restart 1 of 1"])

@@ -56,7 +56,7 @@ class Gate:
     def __call__(self, replica):
         if replica == self.replica:
             self.is_entered.set()
-            assert self.is_open.wait(60)
+            assert self.is_open.wait(900)
         return np.float32(0)
 
     def open(self):
@@ -73,7 +73,7 @@ class Gate:
         """Lets time pass while the callback blocks, until a condition holds; then opens."""
 
         def pass_time():
-            assert self.is_entered.wait(60)
+            assert self.is_entered.wait(900)
             while not condition():
                 self.clock.advance(0.05)
             self.open()
@@ -119,7 +119,7 @@ def test_report_names_step_replica_collective_and_threads(layout, capfd, clock):
     first, ended = watch.reports
     callback = line_after("the callback")
     assert_message(first, values=[f"step ({line_after('the step')})", callback])
-    assert "in __call__: assert self.is_open.wait(60)" in first
+    assert "in __call__: assert self.is_open.wait(900)" in first
     assert "(opens the gate):" in first
     assert "(MainThread):" in first
     if layout != "one replica":
@@ -182,7 +182,7 @@ def test_report_says_that_other_threads_wait_for_their_turn(clock):
             run = functools.partial(LAYOUTS["one replica"]().run, step, (1.0,))
             threads.append(threading.Thread(target=run))
             threads[-1].start()
-            assert gate.is_entered.wait(60)
+            assert gate.is_entered.wait(900)
         wait_until(have_begun)
         with gate.opened_by(watch):
             pass
@@ -256,7 +256,7 @@ def test_earlier_launches_are_waited_for_in_slices(clock):
     other_strategy.run(other, (argument(strategy),))
     with mirror.debugging.watch(0.3, "raise"):
         blocked.start()
-        assert gate.is_entered.wait(60)
+        assert gate.is_entered.wait(900)
         with gate.while_time_passes(raised.is_set):
             try:
                 with raises(mirror.StalledError, values=["step ("]):
@@ -273,7 +273,7 @@ def ends_with(action, secs):
         env={**fresh.INHERITED, "PYTHONPATH": str(fresh.ROOT)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
     )
 

@@ -662,7 +662,7 @@ def test_threads_run_steps_on_separate_models(eight):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(120)
+        thread.join(900)
     assert not problems
     assert [float(m.total[...][0]) for m in models] == [20.0, 40.0]
 
@@ -748,7 +748,7 @@ def check_host_buffer_can_be_overwritten_after_run_returns(kind, n):
 @pytest.fixture(scope="module")
 def donated():
     """The output of all cases, in another process, which prints its progress."""
-    return fresh.start_program("donated_buffers", timeout=300).stdout
+    return fresh.start_program("donated_buffers", timeout=900).stdout
 
 
 @pytest.mark.slow

@@ -466,7 +466,7 @@ def test_command_starts_no_backend_and_prints_tables(tmp_path):
         text=True,
         cwd=ROOT,
         env={k: v for k, v in os.environ.items() if k != "XLA_FLAGS"},
-        timeout=240,
+        timeout=900,
         check=False,
     )
     assert run.returncode == 0, run.stderr[-2000:]

@@ -49,7 +49,7 @@ def start(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     wanted = {"JAX_PLATFORMS": "cuda,cpu", "KERAS_BACKEND": "jax", **inherited, **environment}
     before = "import json\nfrom tests.programs import checks, play\nshown = {}\n"
     after = "\nprint(json.dumps(shown))"
-    return fresh.start(before + code + after, environment=wanted, timeout=600)
+    return fresh.start(before + code + after, environment=wanted, timeout=900)
 
 
 def show(code: str, **environment: str) -> dict:

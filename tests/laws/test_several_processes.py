@@ -41,7 +41,7 @@ def trained(
         processes=count,
         devices=devices,
         after_failure=15,
-        timeout=400,
+        timeout=900,
     )
     printed = [
         {name: (float(off), bits) for name, off, bits in re.findall(r"row (\S+) (\S+) (\w+)", text)}
@@ -95,7 +95,7 @@ def test_600_steps_that_nobody_awaits_finish(count, devices, packed):
         processes=count,
         devices=devices,
         after_failure=15,
-        timeout=400,
+        timeout=900,
     )
     assert all("finished" in output for output in processes.outputs_of(ended))
 
@@ -110,7 +110,7 @@ def test_real_programs_agree_from_other_folders_and_hash_seeds(tmp_path):
         {"PYTHONHASHSEED": "2", "PYTHONPATH": str(tmp_path / "elsewhere")},
     ]
     ended = processes.run(
-        ["-P", "-m", "tests.programs.several_real"], each=each, after_failure=15, timeout=500
+        ["-P", "-m", "tests.programs.several_real"], each=each, after_failure=15, timeout=900
     )
     first, second = processes.outputs_of(ended)
     assert str(tmp_path) in second.splitlines()[0]

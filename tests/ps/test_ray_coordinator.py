@@ -462,7 +462,7 @@ def test_no_process_outlives_the_main_program(number):
     with subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE) as program:
         processes = json.loads(program.stdout.readline())
         program.send_signal(number)
-        program.wait(60)
+        program.wait(900)
     for process in [*processes["servers"], *processes["workers"]]:
         wait_until(lambda process=process: not os.path.exists(f"/proc/{process}"))
 

@@ -67,7 +67,7 @@ def test_values_and_refusals(layout):
 def test_steps_agree_with_one_device():
     """Four processes; `tests/engine/test_agreement.py` runs the same program on two."""
     ended = processes.run_program(
-        "several_agreeing", processes=4, devices=1, after_failure=15, timeout=600
+        "several_agreeing", processes=4, devices=1, after_failure=15, timeout=900
     )
     for output in processes.outputs_of(ended):
         assert output.count("agrees: ") == 15

@@ -89,7 +89,7 @@ def run(command: Sequence[str], columns: int, environment: dict[str, str]) -> Sc
             stdin=file,
             stdout=file,
             stderr=file,
-            timeout=120,
+            timeout=900,
             check=False,
         )
     assert done.returncode == 0, screen.text

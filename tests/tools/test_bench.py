@@ -73,7 +73,7 @@ def _interrupted(step: str) -> tuple[int, str, list[str]]:
             said.append(process.stderr.readline())
         said.append(process.stderr.readline())  # the line that starts the measurement
         process.send_signal(signal.SIGINT)
-        output, rest = process.communicate(timeout=120)
+        output, rest = process.communicate(timeout=900)
     return process.returncode, output, [*said, *rest.splitlines(keepends=True)]
 
 

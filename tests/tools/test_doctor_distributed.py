@@ -269,7 +269,7 @@ def launched(*arguments, **variables):
         env={**fresh.INHERITED, "PYTHONPATH": path, **variables},
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=900,
         check=False,
     )
 

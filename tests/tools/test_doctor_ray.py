@@ -182,7 +182,7 @@ def doctor(*arguments, **environment):
         cwd=fresh.ROOT,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
     )
 

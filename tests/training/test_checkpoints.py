@@ -668,7 +668,7 @@ def test_save_does_not_wait_for_the_files(tmp_path, monkeypatch):
     write, may_write = checkpoint_files.write, threading.Event()
 
     def waits(*arguments):
-        assert may_write.wait(60), "`save` waits for the files"
+        assert may_write.wait(900), "`save` waits for the files"
         write(*arguments)
 
     monkeypatch.setattr(checkpoint_files, "write", waits)

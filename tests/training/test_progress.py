@@ -499,7 +499,7 @@ def test_saved_notebook_shows_one_table(tmp_path, monkeypatch):
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "jupyter"))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(CODE)])
-    NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+    NotebookClient(notebook, timeout=900, kernel_name="python3").execute()
     progress, history = notebook.cells[0].outputs
     assert (progress.output_type, history.output_type) == ("display_data", "execute_result")
     assert len(cells(progress.data["text/html"])) == 9

@@ -81,7 +81,7 @@ def check_another_thread_may_read_during_fit(tmp_path, trained_alone, method):
     trainer, started, ended, counts = trainer_of(), threading.Event(), threading.Event(), []
 
     def reads_all_the_time():
-        started.wait(60)
+        started.wait(900)
         while not ended.is_set() or not counts:
             METHODS[method](trainer, tmp_path)
             counts.append(trainer._position.step)
@@ -125,7 +125,7 @@ def check_threads_that_a_hook_waits_for_may_read(tmp_path, method):
     def in_thread(run):
         if run.position.step == 3:
             with ThreadPoolExecutor(1) as pool:
-                pool.submit(METHODS[method], trainer, tmp_path).result(60)
+                pool.submit(METHODS[method], trainer, tmp_path).result(900)
 
     fit(trainer, DATA[:4], callbacks=OnStep(in_thread))
     assert trainer.optimizer.step[...] == 4
@@ -212,7 +212,7 @@ def test_fit_waits_for_what_another_thread_has_begun():
     def slow():
         yield DATA[0]
         began.set()
-        assert may_end.wait(60)
+        assert may_end.wait(900)
         order.append("evaluates")
         yield DATA[0]
 
@@ -220,7 +220,7 @@ def test_fit_waits_for_what_another_thread_has_begun():
     alone = trainer.evaluate(DATA[:1] * 2)
     with ThreadPoolExecutor(2) as pool:
         reader = pool.submit(trainer.evaluate, slow())
-        assert began.wait(60)
+        assert began.wait(900)
         waits = pool.submit(wait_until, lambda: main_thread_waits("training"))
         waits.add_done_callback(lambda _: may_end.set())
         fit(trainer, DATA[:2], callbacks=OnStep(lambda _: order.append("step")))
@@ -236,13 +236,13 @@ def test_another_thread_evaluates_the_weights_of_one_step():
     def slow():
         yield DATA[1]
         began.set()
-        assert goes_on.wait(60)
+        assert goes_on.wait(900)
         yield DATA[1]
 
     def trains_meanwhile(run):
         if run.position.step == 1:
             readers.append(pool.submit(trainer.predict, slow(), outputs))
-            assert began.wait(60)
+            assert began.wait(900)
         elif run.position.step == 4:
             goes_on.set()
 

@@ -585,7 +585,7 @@ def test_sigterm_saves_and_ends(tmp_path, whole):
     options = {"every_epochs": 4, "others": (Ends(130),)}
     process = START.Process(target=train, args=(tmp_path, whole[1]), kwargs=options)
     process.start()
-    process.join(60)
+    process.join(900)
     assert process.exitcode == 143
     assert last_step(tmp_path) == 130
     in_a_process(train, tmp_path, whole[1])

@@ -22,7 +22,7 @@ STEPS = 20  # of an undisturbed run: 4 epochs of 5 batches
 
 def train(mode, directory, **options):
     return processes.run_program(
-        "several_training", mode, str(directory), timeout=150, after_failure=30, **options
+        "several_training", mode, str(directory), timeout=900, after_failure=30, **options
     )
 
 
@@ -120,7 +120,7 @@ def test_a_killed_process_is_started_again_and_ends_like_an_undisturbed_run(tmp_
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=120,
+        timeout=900,
         check=False,
     )
     assert done.returncode == 0, done.stdout

@@ -61,7 +61,7 @@ def test_an_interrupt_while_waiting_leaves_the_queue(monkeypatch):
 
     def holds():
         with lock.held():
-            free.wait(60)
+            free.wait(900)
 
     thread = threading.Thread(target=holds)
     thread.start()
