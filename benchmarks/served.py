@@ -36,7 +36,7 @@ from mirror._src.ps.ray_cluster import Connection
 BATCH_SIZE, FEATURES, CLASSES = 32, 64, 10
 LARGE, SMALL = (FEATURES, 1024, 1024, CLASSES), (FEATURES, 64, CLASSES)
 FAST_SECS, SLOW_SECS = 0.03, 0.15
-OVERHEAD_LIMIT, WORKERS_GOAL, STALENESS_GOAL, BACKUP_GOAL = 1.2, 1.5, 1.2, 2.0
+OVERHEAD_LIMIT, WORKERS_GOAL = 1.2, 1.5
 _RTOL, _LIMIT_SECS = 1e-4, 120.0
 _Layers = list[tuple[np.ndarray, np.ndarray]]
 
@@ -309,7 +309,6 @@ def slow(rounds: int, steps: int) -> tuple[dict[str, list[float]], list[Goal]]:
     """Measures batches per second with one slow worker of four."""
     modes: dict[str, dict[str, Any]] = {
         "synchronous": {},
-        "1 backup worker": {"backup_workers": 1},
         "staleness 3": {"staleness": 3},
         "staleness 15": {"staleness": 15},
     }
@@ -324,11 +323,7 @@ def slow(rounds: int, steps: int) -> tuple[dict[str, list[float]], list[Goal]]:
             program.settle()
             turns[name] = Turn(program, steps if is_sync else 4 * steps, 4 * steps)
         times = measure(turns, rounds)
-    return times, [
-        Goal("1 backup worker", "synchronous", rate=BACKUP_GOAL),
-        Goal("staleness 3", "synchronous", rate=STALENESS_GOAL),
-        Goal("staleness 15", "synchronous", rate=None),
-    ]
+    return times, [Goal(name, "synchronous", rate=None) for name in ("staleness 3", "staleness 15")]
 
 
 SUITES = {"overhead": overhead, "own": own, "workers": workers, "slow": slow}

@@ -127,7 +127,7 @@ class Cluster:
             if isinstance(reply, Raised):
                 kind, args, _ = pickle.loads(reply.pickled)
                 raise kind(*args)
-        self.commit = Committed(self.version, self.version, tuple(range(len(cuts))))
+        self.commit = Committed(self.version, self.version, len(cuts))
         self.version += 1
 
     def train(self, data):

@@ -95,8 +95,8 @@ class Training:
         places = (ArgumentOfStep("model"), ArgumentOfStep("optimizer"))
         return self.worker.run_part(assignment, work, ((*places, batch, mask), {}))
 
-    def end_step(self, *parts, task=None):
-        self.commit = Committed(self.version, self.version if task is None else task, parts)
+    def end_step(self, num_parts=1, task=None):
+        self.commit = Committed(self.version, self.version if task is None else task, num_parts)
         self.version += 1
 
     def collect(self):

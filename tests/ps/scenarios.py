@@ -14,14 +14,10 @@ LIMIT = 50_000  # small steps until everything has ended
 def cluster_of(generator: random.Random, server_class: type[Server]) -> Cluster:
     """Returns a cluster of any mode."""
     workers = generator.randint(1, 4)
-    backup_workers, staleness = 0, generator.choice([0, 0, 0, 1, 2, 3, None])
-    if staleness == 0 and generator.random() < 0.4:
-        backup_workers = generator.randint(0, min(2, workers - 1))
     return Cluster(
         workers=workers,
         servers=generator.randint(1, 3),
-        staleness=staleness,
-        backup_workers=backup_workers,
+        staleness=generator.choice([0, 0, 0, 1, 2, 3, None]),
         snapshot_every=generator.choice([0, 1, 2, 3, 5, 8]),
         server_class=server_class,
     )

@@ -60,9 +60,9 @@ class StoreServer(Server):
         if self.state is not None:
             assert self.store.statistics()["version"] == self.state.version
 
-    def commit(self, incarnation: int, step: int, task: int, parts: tuple[int, ...]) -> None:
-        super().commit(incarnation, step, task, parts)
-        theirs = self.store.commit(incarnation, step, task, parts)
+    def commit(self, incarnation: int, step: int, task: int, num_parts: int) -> None:
+        super().commit(incarnation, step, task, num_parts)
+        theirs = self.store.commit(incarnation, step, task, num_parts)
         self.agree(LOST if self.refuses(incarnation) else None, theirs)
 
     def pull(self, assignment):
@@ -102,12 +102,12 @@ def check_stores(cluster) -> None:
         alone = Store()
         alone.load(definition(True), first_snapshot(first.value, first.version), 0)
         values = [state.value for state in cluster.first]
-        for step, (task, parts) in enumerate(server.state.steps, first.version):
-            for part in parts:
+        for step, (task, num_parts) in enumerate(server.state.steps, first.version):
+            for part in range(num_parts):
                 gradient = gradient_of(task, part, tuple(values), server.index)
                 alone.push(pushed(0, task, part, step, gradient))
-            alone.commit(0, step, task, parts)
-            values = undisturbed(values, [(task, parts)])
+            alone.commit(0, step, task, num_parts)
+            values = undisturbed(values, [(task, num_parts)])
         want = alone.snapshot()
         np.testing.assert_array_equal(snapshot.values["kernel"], want.values["kernel"])
         assert snapshot.version == want.version

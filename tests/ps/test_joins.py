@@ -197,7 +197,7 @@ def in_parts(step, num_parts, num_devices, data, **kwargs):
         if any(isinstance(reply, Raised) for reply in replies):
             return None, [getattr(reply, "text", None) for reply in replies]
         results.append(joined(replies))
-        training.end_step(*range(num_parts))
+        training.end_step(num_parts)
     training.collect()
     return arrays(model, optimizer), results
 

@@ -135,7 +135,7 @@ def test_repeated_ids_are_summed(subtests):
                     store.push(push._replace(rows=rows))
             if is_sync:
                 for store in repeated.stores:
-                    store.commit(0, 0, 0, (0, 1))
+                    store.commit(0, 0, 0, 2)
             for leaf, value in once.values().items():
                 np.testing.assert_allclose(repeated.values()[leaf], value, rtol=1e-6, atol=1e-6)
 

@@ -127,7 +127,7 @@ def test_parts_of_a_step_make_the_update_of_the_whole_batch(subtests):
                 for i, rows in enumerate(cuts):
                     reply = training.part(jax.tree.map(lambda x, r=rows: x[r], batch), i, 2)
                     assert isinstance(reply, Result), reply
-                training.end_step(0, 1)
+                training.end_step(2)
             training.collect()
             reference, _ = on_replicas(1, TX, DATA)
             assert largest_difference(arrays(model, optimizer), arrays(*reference)) < 1e-5
@@ -146,7 +146,7 @@ def test_pushes_of_a_failed_step_are_not_those_of_the_next():
     training = Training(model, optimizer)
     training.part(batches([8], seed=9)[0], task=0)  # its other part fails: no commit
     training.part(DATA[0], task=1)
-    training.end_step(0, task=1)
+    training.end_step(task=1)
     training.collect()
     reference, _ = on_replicas(1, TX, DATA[:1])
     assert largest_difference(arrays(model, optimizer), arrays(*reference)) < 1e-5
@@ -156,7 +156,7 @@ def test_late_part_and_lost_server_are_answers():
     model, optimizer = create(LOCAL, TX)
     training = Training(model, optimizer)
     training.part(DATA[0])
-    training.end_step(0)
+    training.end_step()
     training.part(DATA[1])
     training.version -= 1
     late = training.part(DATA[0], 1, 2)

@@ -34,7 +34,6 @@ class Conductor:
     Args:
         engine: The processes.
         staleness: As for `Scheduler`.
-        backup_workers: As for `Scheduler`.
         snapshot_every: As for `Scheduler`.
     """
 
@@ -43,21 +42,17 @@ class Conductor:
         engine: Engine,
         *,
         staleness: int | None,
-        backup_workers: int = 0,
         snapshot_every: int = 0,
     ) -> None:
-        self._engine, self._staleness = engine, staleness
-        self._snapshot_every = snapshot_every
+        self._engine, self._snapshot_every = engine, snapshot_every
         self._scheduler = Scheduler(
             engine.num_workers,
             staleness=staleness,
-            backup_workers=backup_workers,
             snapshot_every=snapshot_every,
         )
         self._tasks: dict[int, Task] = {}
         self._current: dict[int, set[int]] = {}  # the numbers of each worker's assignments
         self._ready: set[int] = set()
-        self._rested: set[int] = set()  # the workers that have rested, for the log
         self._taken: dict[int, list[ServerSnapshot]] = {}
         is_sync = staleness == 0
         self._definitions = [engine.dumps(Definition((), None, is_sync))] * engine.num_servers
@@ -327,7 +322,7 @@ class Conductor:
                     task = self._tasks[assignment.task]
                     self._current.setdefault(assignment.worker, set()).add(assignment.number)
                     arguments = (assignment, *task.arguments[assignment.part])
-                    done = self._post(self._answered, assignment, time.monotonic())
+                    done = self._post(self._answered, assignment)
                     self._engine.call_worker(assignment.worker, task.method, arguments, done)
                 case act.Commit():
                     commits = [tuple(action)] * self._engine.num_servers
@@ -378,9 +373,7 @@ class Conductor:
         else:
             task.value._resolve(value)
 
-    def _answered(
-        self, assignment: act.Assignment, start: float, reply: Any
-    ) -> Sequence[act.Action]:
+    def _answered(self, assignment: act.Assignment, reply: Any) -> Sequence[act.Action]:
         number, worker = assignment.number, assignment.worker
         if isinstance(reply, Lost | NotSetUp):
             if number not in self._current.get(worker, ()):
@@ -394,10 +387,7 @@ class Conductor:
             return self._scheduler.failed(number, error_of(reply, worker, self._engine.loads))
         if isinstance(reply, BaseException):
             return self._scheduler.failed(number, reply)
-        secs = time.monotonic() - start
-        actions = self._scheduler.finished(number, reply, has_writes=reply.has_writes, secs=secs)
-        self._log_resting()
-        return actions
+        return self._scheduler.finished(number, reply, has_writes=reply.has_writes)
 
     def _worker_lost(
         self, worker: int, assignment: act.Assignment, reply: Any
@@ -471,16 +461,6 @@ class Conductor:
             name = "A parameter server" if server is None else f"Parameter server {server}"
             _logger.warning("%s was lost; all servers return to their last snapshot.", name)
         return actions
-
-    def _log_resting(self) -> None:
-        for worker in self._scheduler.resting - self._rested:
-            self._rested.add(worker)
-            _logger.warning(
-                "Worker %d takes %.2g s for a step. The other workers would wait for it, because a "
-                "gradient must not be more than %d updates late, and they make more updates "
-                "without it: it gets a step only now and then.",
-                *(worker, self._scheduler.pace.secs(worker) or 0.0, self._staleness),
-            )
 
     def _log_if_stuck(self) -> None:
         with self._changed:

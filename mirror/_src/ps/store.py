@@ -84,7 +84,7 @@ class Store:
         self,
         incarnation: int,
         step: int | None,
-        commit: tuple[int, int, tuple[int, ...]] | None,
+        commit: tuple[int, int, int] | None,
         ids: Mapping[str, np.ndarray],
     ) -> Pulled | Rejected:
         """Returns the values.
@@ -92,7 +92,7 @@ class Store:
         Args:
             incarnation: As in `load`.
             step: In synchronous mode, the version wanted; `None` means any.
-            commit: Step, task and parts that are committed first, if they have not been.
+            commit: Step, task and number of its parts: committed first, if they have not been.
             ids: For each table, rows wanted: integers, numbered as in the whole table.
 
         Raises:
@@ -148,16 +148,14 @@ class Store:
         self._applied.add(push.task)
         return self._version
 
-    def commit(
-        self, incarnation: int, step: int, task: int, parts: Sequence[int]
-    ) -> int | Rejected:
-        """Applies the mean gradients of parts of a step, and returns the version.
+    def commit(self, incarnation: int, step: int, task: int, num_parts: int) -> int | Rejected:
+        """Applies the mean gradient of the parts of a step, and returns the version.
 
         A step that was committed before is left alone.
         """
         if (rejected := self._rejection(incarnation)) is not None:
             return rejected
-        self._commit(step, task, tuple(parts))
+        self._commit(step, task, num_parts)
         return self._version
 
     def snapshot(self) -> ServerSnapshot | Rejected:
@@ -260,20 +258,17 @@ class Store:
         self._counts["bytes_in"] += _num_bytes(push.gradients, push.changes, *push.rows.values())
         return push._replace(rows=rows)
 
-    def _commit(self, step: int, task: int, parts: tuple[int, ...]) -> None:
+    def _commit(self, step: int, task: int, num_parts: int) -> None:
         if step < self._version:
             return
         # Gradients of another task belong to a step that failed and was never committed.
         kept = {part: push for (owner, part), push in self._kept.items() if owner == task}
-        if step > self._version or (missing := sorted(set(parts) - kept.keys())):
+        if step > self._version or set(kept) != set(range(num_parts)):
             what = f"is at version {self._version}" if step > self._version else "has only parts "
-            what += "" if step > self._version else f"{sorted(kept)}, not {missing}"
+            what += "" if step > self._version else f"{sorted(kept)} of {num_parts}"
             raise RuntimeError(f"Step {step} cannot be committed: this server {what}.")
-        if not parts:
-            raise ValueError(f"Step {step} cannot be committed without any part.")
         # In the order of the parts, not of arrival: then the sum is the same in every run.
-        self._apply([kept[part] for part in sorted(parts)], 0)
-        self._rejected["late"] += len(kept) - len(parts)
+        self._apply([kept[part] for part in range(num_parts)], 0)
         self._kept = {}
 
     def _apply(self, pushes: Sequence[Push], staleness: int) -> None:

@@ -64,7 +64,6 @@ class ParameterServerStrategy(RemoteStrategy):
         staleness: 0 for synchronous updates: each has the gradients of all workers, which read the
             same values. With k, a worker's gradient is applied as soon as it arrives, at most k
             updates after its values were read. None sets no bound.
-        backup_workers: With `staleness=0`, number of workers that an update does not wait for.
         partitioner: Function of shape and dtype that returns the number of shards of a variable.
             None does not cut variables.
         devices_per_worker: Number of devices of a worker. Defaults to all GPUs that Ray gives it,
@@ -100,7 +99,6 @@ class ParameterServerStrategy(RemoteStrategy):
         ps: int | None = None,
         workers: int | None = None,
         staleness: int | None = 0,
-        backup_workers: int = 0,
         partitioner: PartitionerLike | None = MinSizePartitioner(),  # noqa: B008 - immutable
         devices_per_worker: int | None = None,
         worker_options: Mapping[str, Any] | None = None,
@@ -113,7 +111,7 @@ class ParameterServerStrategy(RemoteStrategy):
         self._connection: Connection | None = None
         spec = None if cluster is None else cluster_of(cluster)
         ps, workers = _counts(spec, ps, workers)
-        _require_modes(staleness, backup_workers, workers)
+        _require_staleness(staleness)
         require_int("snapshot_every", snapshot_every, 0, "0 disables snapshots.")
         if devices_per_worker is not None:
             require_int("devices_per_worker", devices_per_worker)
@@ -137,14 +135,13 @@ class ParameterServerStrategy(RemoteStrategy):
                     spec,
                 ),
                 staleness,
-                backup_workers,
                 devices_per_worker,
                 snapshot_every,
             )
         except BaseException:
             self.close()
             raise
-        self._staleness, self._backup_workers = staleness, backup_workers
+        self._staleness = staleness
         self._partitioner = partitioner
         self._local = OneDeviceStrategy(backend.default_devices()[0])
         self._names = (f"Variable_{i}" for i in itertools.count())
@@ -163,21 +160,16 @@ class ParameterServerStrategy(RemoteStrategy):
         servers: list[Demand],
         workers: list[Demand],
         staleness: int | None,
-        backup_workers: int,
         devices_per_worker: int | None,
         snapshot_every: int,
     ) -> None:
-        _require_modes(staleness, backup_workers, len(workers))
         ray_cluster.require_resources([*servers, *workers])
         self._is_closed = False
         self._at_exit = weakref.WeakMethod(self.close)
         atexit.register(_close, self._at_exit)
         self._engine = RayEngine(servers, workers, devices_per_worker)
         self._conductor = Conductor(
-            self._engine,
-            staleness=staleness,
-            backup_workers=backup_workers,
-            snapshot_every=snapshot_every,
+            self._engine, staleness=staleness, snapshot_every=snapshot_every
         )
         self._conductor.start()
 
@@ -347,18 +339,7 @@ def _counts(spec: ClusterSpec | None, ps: Any, workers: Any) -> tuple[int, int |
     return spec.num_tasks("ps"), spec.num_tasks("worker")
 
 
-def _require_modes(staleness: Any, backup_workers: Any, workers: int | None) -> None:
+def _require_staleness(staleness: Any) -> None:
     if staleness is not None:
         fix = "0 is synchronous, k is asynchronous with at most k updates in between, None is any."
         require_int("staleness", staleness, 0, fix)
-    require_int("backup_workers", backup_workers, 0)
-    if backup_workers and staleness != 0:
-        raise ValueError(
-            f"`backup_workers` must be 0 unless staleness=0, got {backup_workers} with "
-            f"staleness={staleness}. Asynchronous updates do not wait for other workers."
-        )
-    if workers is not None and backup_workers >= workers:
-        raise ValueError(
-            f"`backup_workers` must be less than the number of workers, {workers}, got "
-            f"{backup_workers}. An update needs the gradients of at least one worker."
-        )

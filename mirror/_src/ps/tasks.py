@@ -14,12 +14,9 @@ class Task:
         number: The order of tasks.
         num_parts: Into how many parts its batch is split.
         is_step: Whether it trains.
-        parts: The parts that its commit included, in a task that has finished. Only these are run
-            if it is repeated.
         pending: The parts that wait for a worker, in increasing order.
         running: The assignment number of each part that runs.
         results: The result of each part that has finished.
-        workers: The workers that have had a part since the task was started.
         is_settled: Whether its value is resolved.
         losses: For each part, how many workers were lost with it.
     """
@@ -27,11 +24,9 @@ class Task:
     number: int
     num_parts: int
     is_step: bool
-    parts: tuple[int, ...] | None = None
     pending: list[int] = dataclasses.field(default_factory=list)
     running: dict[int, int] = dataclasses.field(default_factory=dict)
     results: dict[int, Any] = dataclasses.field(default_factory=dict)
-    workers: set[int] = dataclasses.field(default_factory=set)
     is_settled: bool = False
     losses: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
 
@@ -40,14 +35,13 @@ class Task:
 
     def reset(self) -> None:
         """Makes all parts wait for workers; replies to earlier assignments are late from now on."""
-        self.pending = list(range(self.num_parts) if self.parts is None else self.parts)
-        self.running, self.results, self.workers = {}, {}, set()
+        self.pending = list(range(self.num_parts))
+        self.running, self.results = {}, {}
 
-    def take(self, part: int, worker: int, assignment: int) -> None:
+    def take(self, part: int, assignment: int) -> None:
         """Moves a part from `pending` to `running`."""
         self.pending.remove(part)
         self.running[part] = assignment
-        self.workers.add(worker)
 
     def put_back(self, part: int) -> None:
         """Moves a part from `running` to `pending`."""
@@ -61,11 +55,10 @@ class StepQueue:
     Args:
         staleness: 0: one step at a time. k: a gradient is applied at most k updates late. None: no
             bound.
-        backup_workers: How many parts a synchronous step does not wait for.
     """
 
-    def __init__(self, staleness: int | None, backup_workers: int) -> None:
-        self._staleness, self._backup_workers = staleness, backup_workers
+    def __init__(self, staleness: int | None) -> None:
+        self._staleness = staleness
         self._waiting: list[tuple[int, Task]] = []  # a heap
         # Started, and not finished. In the order of their numbers, because they start in it.
         self.in_flight: dict[int, Task] = {}
@@ -105,27 +98,16 @@ class StepQueue:
         self._waiting.clear()
         return tasks
 
-    def needed(self, task: Task) -> int:
-        """Returns how many parts must finish before a task has finished."""
-        return max(1, task.num_parts - self._backup_workers)
-
-    def next_task(self, worker: int, *, may_start: bool) -> Task | None:
-        """Returns the first task with a part for a worker, or None.
+    def next_task(self, *, may_start: bool) -> Task | None:
+        """Returns the first task with a part that waits, or None.
 
         Args:
-            worker: Index of the worker.
-            may_start: Whether a step that waits may start.
+            may_start: Whether a step that has not started may start.
         """
         for task in self.in_flight.values():
-            if task.pending and self._is_for(task, worker):
+            if task.pending:
                 return task
         return self._waiting[0][1] if may_start and self._may_start() else None
-
-    def _is_for(self, task: Task, worker: int) -> bool:
-        # A worker that has finished its part does not take a surplus one: it would be late for the
-        # next step, whenever another worker is slow.
-        missing = self.needed(task) - len(task.results) - len(task.running)
-        return missing > 0 or worker not in task.workers
 
     def _may_start(self) -> bool:
         if not self._waiting:
