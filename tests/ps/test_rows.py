@@ -9,9 +9,7 @@ import pytest
 from mirror._src.ps.partitioners import FixedShardsPartitioner
 from mirror._src.ps.placement import place
 from mirror._src.ps.rows import bucket, join_rows, split_ids
-from mirror._src.ps.separable import place_separably, require_separable
-from mirror._src.ps.sparse_optimizer import lazy_tables
-from mirror._src.ps.trial import structs
+from mirror._src.ps.separable import place_separably, require_separable, structs
 from tests.ps.servers import (
     Servers,
     leaves_of,
@@ -192,21 +190,6 @@ def test_ids_out_of_range_are_refused():
         )
     with raises(ValueError, names="'dense.kernel'", values=f"'{TABLE}'"):
         servers.stores[0].pull(0, 0, None, {"dense.kernel": np.array([0])})
-
-
-def test_lazy_tables_are_found():
-    trained = structs(random_leaves(0, SHAPES))
-    for tx in EXACT.values():
-        assert lazy_tables(tx, trained, TABLES) == frozenset()
-    for tx in LAZY.values():
-        assert lazy_tables(tx, trained, TABLES) == set(TABLES)
-    assert lazy_tables(LAZY["adam"], trained, ()) == frozenset()
-
-    def label(params):
-        return {"embed": "exact", "other": "lazy", "dense": "lazy"}
-
-    tx = optax.multi_transform({"exact": EXACT["sgd"], "lazy": LAZY["adam"]}, label)
-    assert lazy_tables(tx, trained, TABLES) == {"other.table"}
 
 
 @pytest.mark.parametrize("names", mostly_slow(REFUSED, "apply_every"))

@@ -76,9 +76,8 @@ class ParameterServerStrategy(RemoteStrategy):
         sparse: For each variable of which a batch touches few rows, such as `"embed.embedding"`, a
             function that returns the integer ids of these rows. It receives the batch of a
             `Trainer`, or the arguments of a scheduled step without model and optimizer. Only these
-            rows are sent and updated; in the step, all others are NaN.
-        sparse_exact: Whether to reject an optimizer that changes rows without a gradient, such as
-            Adam, for the variables of `sparse`. By default, a warning is logged.
+            rows are sent and updated, also by optimizers that would change rows without a gradient,
+            such as Adam; in the step, all others are NaN.
 
     Raises:
         ValueError: If a number is out of range, or contradicts another argument.
@@ -105,7 +104,6 @@ class ParameterServerStrategy(RemoteStrategy):
         ps_options: Mapping[str, Any] | None = None,
         snapshot_every: int = 100,
         sparse: Mapping[str, Callable[..., Any]] | None = None,
-        sparse_exact: bool = False,
     ) -> None:
         self._is_closed = True
         self._connection: Connection | None = None
@@ -122,7 +120,7 @@ class ParameterServerStrategy(RemoteStrategy):
         if partitioner is not None and not callable(partitioner):
             fix = "For example mirror.ps.MinSizePartitioner(256 << 10)."
             raise TypeError(expected("partitioner", partitioner, "callable or None", fix))
-        self._tables = SparseTables(sparse, sparse_exact)
+        self._tables = SparseTables(sparse)
         self._connection = ray_cluster.Connection(spec)
         self._coordinator: ClusterCoordinator | None = None
         try:
@@ -311,11 +309,9 @@ class ParameterServerStrategy(RemoteStrategy):
     def _placement_of(self, objects: TrainingObjects) -> Placement:
         tx, tables = objects.optimizer.tx, self._tables
         tables.require_in(objects.leaves)
-        placement = place_separably(
+        return place_separably(
             tx, objects.leaves, self.num_ps, self._partitioner, tables=tables.functions
         )
-        tables.require_optimizer(tx, objects.trained)
-        return placement
 
 
 def _close(method: Callable[[], Callable[[], None] | None]) -> None:
