@@ -44,6 +44,7 @@ REFUSED = {
     "adafactor": optax.adafactor(0.1, min_dim_size_to_factor=2),
     "multi_steps": optax.MultiSteps(optax.sgd(0.1), 2),
     "apply_every": optax.chain(optax.apply_every(2), optax.sgd(0.1)),
+    "norm of values": optax.stateless_with_tree_map(lambda g, value: g / (value**2).sum()),
 }
 
 
@@ -192,7 +193,7 @@ def test_ids_out_of_range_are_refused():
         servers.stores[0].pull(0, 0, None, {"dense.kernel": np.array([0])})
 
 
-@pytest.mark.parametrize("names", mostly_slow(REFUSED, "apply_every"))
+@pytest.mark.parametrize("names", mostly_slow(REFUSED, "apply_every", "norm of values"))
 def test_optimizers_that_need_other_rows_or_later_steps_are_refused(names, subtests):
     for name, num_ps in itertools.product(names, [1, 2]):
         with subtests.test(name=name, num_ps=num_ps):
