@@ -29,7 +29,7 @@ class Answers:
 
     def call_worker(self, worker, method, arguments, done):
         if not self.is_silent:
-            done(self.error or Result(None, 1.0, has_writes=True))
+            done(self.error or Result(None, has_writes=True))
 
     def call_servers(self, method, arguments, done, **options):
         if method == "snapshot":

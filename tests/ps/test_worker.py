@@ -11,7 +11,6 @@ from flax import nnx
 import mirror
 from mirror._src.ps.actions import Assignment
 from mirror._src.ps.objects import TrainingObjects
-from mirror._src.ps.parts import joined
 from mirror._src.ps.processes import error_of
 from mirror._src.ps.replies import (
     ArgumentOfStep,
@@ -22,6 +21,7 @@ from mirror._src.ps.replies import (
     ServerLost,
     StepWork,
 )
+from mirror._src.ps.step_data import as_users
 from mirror._src.ps.store import Store
 from tests.ps.digits import (
     Net,
@@ -74,7 +74,7 @@ def test_per_replica_result_of_a_function_is_one_of_the_users():
     reply = training.worker.run_function(
         Assignment(0, 0, 0, 1, 0, 0, None, 0), Export(9, None), ((), {})
     )
-    value = joined([reply])
+    value = as_users(reply.value)
     assert isinstance(value, mirror.PerReplica)
     assert list(map(int, value.values)) == [0, 1]
 
@@ -160,7 +160,7 @@ def test_late_part_and_lost_server_are_answers():
     training.part(DATA[1])
     training.version -= 1
     late = training.part(DATA[0], 1, 2)
-    assert (late.value, late.weight) == (None, 0.0)
+    assert late == Result(None)
     training.version += 1
     training.stores[1] = training.worker._servers.stores[1] = Store()
     assert training.part(DATA[1]) == ServerLost(1)

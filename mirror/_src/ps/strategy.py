@@ -53,7 +53,8 @@ class ParameterServerStrategy(RemoteStrategy):
     return at any time. It serves CPU clusters, preemptible workers and large embedding tables. For
     the GPUs of one machine, use `MirroredStrategy`, which does not move gradients over the network.
 
-    `ClusterCoordinator` schedules steps, which are written as for `MirroredStrategy.run`.
+    `mirror.Trainer` trains with it. `ClusterCoordinator` schedules functions and asynchronous
+    steps, which are written as for `MirroredStrategy.run`.
 
     Args:
         cluster: Addresses of the jobs `ps`, `worker` and `chief`, or a resolver. Each task runs on
@@ -61,9 +62,9 @@ class ParameterServerStrategy(RemoteStrategy):
             Defaults to the cluster that Ray is connected to, or else a new one on this machine.
         ps: Number of parameter servers, without `cluster`.
         workers: Number of workers, without `cluster`. Defaults to the number of machines.
-        staleness: 0 for synchronous updates: each has the gradients of all workers, which read the
-            same values. With k, a worker's gradient is applied as soon as it arrives, at most k
-            updates after its values were read. None sets no bound.
+        staleness: 0 for synchronous updates by `mirror.Trainer`: each has the gradients of all
+            workers, which read the same values. With k, a worker's gradient is applied as soon as
+            it arrives, at most k updates after its values were read. None sets no bound.
         partitioner: Function of shape and dtype that returns the number of shards of a variable.
             None does not cut variables.
         devices_per_worker: Number of devices of a worker. Defaults to all GPUs that Ray gives it,
