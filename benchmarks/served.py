@@ -113,10 +113,10 @@ class Losses(mirror.callbacks.Callback):
     def __init__(self) -> None:
         self.values: list[float] = []
 
-    def on_metrics(self, fit: Any, metrics: Mapping[str, float]) -> None:
+    def on_metrics(self, fit: Any, step: int, logs: Mapping[str, float]) -> None:
         """Records the loss."""
-        del fit
-        self.values.append(metrics["loss"])
+        del fit, step
+        self.values.append(logs["loss"])
 
 
 class Synchronous:
