@@ -686,3 +686,8 @@ def checkpoint_state(trainer: mirror.Trainer[Any]) -> tuple[dict[str, Any], dict
 def lowered_text(trainer: mirror.Trainer[Any]) -> str:
     """The program of the last step, which the callbacks write to a file."""
     return trainer._lowered_text()
+
+
+def traced(strategy: mirror.Strategy, step: Callable[..., Any], args: Any) -> Any:
+    """The trace of a step: reports describe it, and the passes rewrite it."""
+    return strategy._runner.traced(step, args, {})[1]

@@ -27,7 +27,8 @@ from mirror._src.engine.reduce_op import ReduceOp
 from mirror._src.engine.step import Step, TracedStep
 from mirror._src.jaxprs.trace import struct_of, trace
 from mirror._src.passes.callbacks import CallbackGuard, calls_back
-from mirror._src.passes.shards import Shards, find_shards
+from mirror._src.passes.passes import rewritten
+from mirror._src.passes.program import Program, Settings
 
 _FREE_ATTEMPTS = 4
 _RUNS_PER_ATTEMPT = 8
@@ -49,7 +50,7 @@ class StepProgram:
         runs: Number of completed runs.
         donated: Positions, among the leaves of the arguments, of those whose buffers are donated.
         kinds: For each input, whether it is per-replica, mirrored or sharded.
-        shards: The sharded part of the program; `None` if nothing can be sharded.
+        shards: The program with sharded state; `None` if the executor cannot shard.
         last_shardings: Shardings of the inputs at the last launch.
         num_reshards: Number of calls whose leaves had the shardings of another program.
         num_address_checks: Number of calls with arrays that might share memory.
@@ -87,13 +88,15 @@ class StepProgram:
         # With host callbacks, nothing is donated: if one fails, the arguments stay as they were.
         self.donated = call.donated() if self._guard is None else []
         state = filter(step.is_donated, plan.changed) if self._guard is None else ()
-        finish = _finish(step, traced.jaxpr, plan)
+        finish = finish_of(step, traced.jaxpr, plan)
         self.last_shardings: Sequence[Any] = ()
         self._out_tree = _result_tree(step, plan)
-        self.shards: Shards | None = None
+        self.shards: Program | None = None
         if executor.can_shard:
-            self.shards = _shards(traced, plan, finish, carried)
-        self.kinds: Sequence[Kind] = _kinds(step.per_replica, self.shards and self.shards.inputs)
+            self.shards = final_program(traced, plan, finish, carried, executor.pack_bytes)
+        self.kinds: Sequence[Kind] = _kinds(
+            step.per_replica, self.shards and self.shards.sharded_inputs
+        )
         outputs = [step.per_replica[i] for i in plan.changed] + plan.per_replica_results
         self._are_mirrored = [not is_own for is_own in plan.per_replica_results]
         self.known = KnownLeaves()
@@ -109,7 +112,7 @@ class StepProgram:
             finish,
             step.avals,
             self.kinds,
-            _kinds(outputs, self.shards and self.shards.outputs),
+            _kinds(outputs, self.shards and self.shards.sharded_outputs),
             traced.context,
             [*state, *(step.num_state + i for i in self.donated)],
             self._guard,
@@ -203,25 +206,28 @@ class StepProgram:
             call.record.set_attributes(call.objects, self._attribute_changes)
 
 
-def shards_of(traced: TracedStep, plan: Plan, carried: Sequence[tuple[int, int]]) -> Shards:
-    """Returns the part of a step that would be sharded, for a report.
+def final_program(
+    traced: TracedStep,
+    plan: Plan,
+    finish: ClosedJaxpr,
+    carried: Sequence[tuple[int, int]] | None,
+    pack_bytes: int,
+) -> Program:
+    """Returns the program after the passes.
 
     Args:
         traced: The step and its trace.
         plan: Execution plan.
-        carried: As in `StepProgram`.
+        finish: The program after the proved one, see `finish_of`.
+        carried: As for `StepProgram`; `None` if state is not stored in slices.
+        pack_bytes: As for `Executor`.
     """
-    return _shards(traced, plan, _finish(traced.step, traced.jaxpr, plan), carried)
-
-
-def _shards(
-    traced: TracedStep, plan: Plan, finish: ClosedJaxpr, carried: Sequence[tuple[int, int]]
-) -> Shards:
-    step = traced.step
-    pairs = [(i, k) for k, i in enumerate(plan.changed) if not step.per_replica[i]]
-    pairs += [(i, len(plan.changed) + k) for i, k in carried]
+    step, state = traced.step, None
+    if carried is not None:
+        state = [(i, k) for k, i in enumerate(plan.changed) if not step.per_replica[i]]
+        state += [(i, len(plan.changed) + k) for i, k in carried]
     n = step.group.num_replicas_in_sync
-    return find_shards([traced.jaxpr, finish], pairs, step.per_replica, n)
+    return rewritten([traced.jaxpr, finish], Settings(n, pack_bytes, step.per_replica, state))
 
 
 def _kinds(per_replica: Sequence[bool], sharded: Mapping[int, int] | None) -> list[Kind]:
@@ -241,7 +247,7 @@ def _result_tree(step: Step, plan: Plan) -> Any:
     return jax.tree.structure(step.out_tree.unflatten(slots))
 
 
-def _finish(step: Step, proved: ClosedJaxpr, plan: Plan) -> ClosedJaxpr:
+def finish_of(step: Step, proved: ClosedJaxpr, plan: Plan) -> ClosedJaxpr:
     """Returns the program that averages and merges state, and selects the outputs.
 
     It runs after the proved program; its inputs are the inputs and outputs of the proved program.

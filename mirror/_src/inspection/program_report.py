@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 from flax import nnx
 
 from mirror._src.base.errors import bytes_in_words, counted, describe
@@ -24,20 +23,19 @@ from mirror._src.engine.plan import (
     leaf_outcomes,
     unmerged_message,
 )
-from mirror._src.engine.program import shards_of
-from mirror._src.engine.reduce_op import ReduceOp
+from mirror._src.engine.program import final_program, finish_of
 from mirror._src.engine.runner import Runner
 from mirror._src.engine.step import TracedStep
-from mirror._src.inspection.collective_table import CollectiveRow, collectives_of, gathers_of
+from mirror._src.inspection.collective_table import CollectiveRow, collectives_of
+from mirror._src.jaxprs.equations import equations
 from mirror._src.jaxprs.marks import Mark
 from mirror._src.jaxprs.proof import prove
-from mirror._src.jaxprs.trace import trace
-from mirror._src.passes.shards import Shards
+from mirror._src.passes.passes import rewritten
+from mirror._src.passes.program import Program, Settings
 
 _MOST_LINES = 2
 _UNCHANGED = "the step does not change it"
 _KEY = "each replica samples with its own key, derived from this one"
-_AFTER = "strategy.run, after the step"
 
 
 @dataclass(frozen=True)
@@ -162,44 +160,48 @@ def describe_program(
     avals = traced.avals
     ends = len(results), len(results) + step.num_state
     averaged = [i for i, outcome in enumerate(outcomes) if outcome is LeafOutcome.AVERAGED]
-    shards = None
-    if runner.holds_slices and not problems:
+    limit = runner.pack_bytes
+    if problems:
+        final = rewritten([program], Settings(len(runner.replicas), limit, step.per_replica))
+        after_step: set[int] = set()
+    else:
         changed = [i for i, outcome in enumerate(outcomes) if outcome is not LeafOutcome.UNCHANGED]
         plan = Plan(changed, averaged, list(merges), [mark.per_replica for mark in results])
-        shards = _find_shards(call, traced, plan)
-    n, limit = len(runner.replicas), runner.pack_bytes
-    scattered = [operation.eqn for operation in shards.scattered] if shards else []
+        finish = finish_of(step, program, plan)
+        after_step = set(map(id, equations(finish.jaxpr)))
+        final = final_program(traced, plan, finish, _carried(runner, call, traced, plan), limit)
     return ProgramReport(
         step.name,
-        n,
+        len(runner.replicas),
         tuple(_list_results(call, step.out_names, avals[: ends[0]], results)),
         tuple(_list_variables(call, avals[ends[0] : ends[1]], after, outcomes)),
-        (
-            *collectives_of(program, limit, scattered=scattered),
-            *_list_averaging(traced, [avals[ends[0] + i] for i in averaged], limit),
-            *(gathers_of(shards, n, limit, _AFTER) if shards else []),
-        ),
+        tuple(collectives_of(final, limit, after_step)),
         tuple(problems),
-        tuple(_list_sharding(call, step.avals, shards, n)) if shards else (),
+        tuple(_list_sharding(call, step.avals, final, len(runner.replicas))),
     )
 
 
-def _find_shards(call: Call, traced: TracedStep, plan: Plan) -> Shards:
+def _carried(
+    runner: Runner, call: Call, traced: TracedStep, plan: Plan
+) -> Sequence[tuple[int, int]] | None:
+    """Returns the state that may be stored in slices; `None` if the strategy stores none."""
+    if not runner.holds_slices:
+        return None
     step, differs = traced.step, plan.per_replica_results
     avals = traced.avals[: len(differs)]
-    return shards_of(traced, plan, carried_state(call, step, avals, differs, donated=None))
+    return carried_state(call, step, avals, differs, donated=None)
 
 
 def _list_sharding(
-    call: Call, avals: Sequence[Any], shards: Shards, num_replicas: int
+    call: Call, avals: Sequence[Any], final: Program, num_replicas: int
 ) -> Iterator[ValueRow]:
     """Yields one row per array of the state that the step changes."""
     names = call.input_names
     shard = f"1/{num_replicas} on each device"
-    for i in sorted({*shards.inputs, *shards.reasons}):
-        is_sharded = i in shards.inputs
-        why = f"{shard}, along axis {shards.inputs[i]}" if is_sharded else shards.reasons[i]
-        state = "sharded" if is_sharded else "mirrored"
+    axes = final.sharded_inputs
+    for i in sorted({*axes, *final.reasons}):
+        why = f"{shard}, along axis {axes[i]}" if i in axes else final.reasons[i]
+        state = "sharded" if i in axes else "mirrored"
         yield ValueRow(names[i], describe(avals[i]), state, why)
 
 
@@ -210,19 +212,6 @@ def _prove(traced: TracedStep, names: Sequence[str], problems: list[str]) -> Seq
     marks = prove(traced.jaxpr, traced.step.per_replica, n, problems=errors, names=names)
     problems += dict.fromkeys(errors)
     return marks
-
-
-def _list_averaging(
-    traced: TracedStep, avals: Sequence[Any], pack_bytes: int
-) -> Iterator[CollectiveRow]:
-    """Yields the collective in which `run` averages batch statistics."""
-    if avals:
-        group = traced.step.group
-        ops = group.cross_device_ops
-        mean = lambda *leaves: ops.all_reduce(ReduceOp.MEAN, leaves)  # noqa: E731
-        leaves = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
-        program = trace(mean, leaves, group.num_replicas_in_sync)
-        yield from collectives_of(program, pack_bytes, _AFTER)
 
 
 def _list_results(

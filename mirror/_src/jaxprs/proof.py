@@ -102,7 +102,7 @@ def prove(
             is called on per-replica values.
     """
     inputs = [Mark(i if differs else None) for i, differs in enumerate(per_replica)]
-    walk = _Pass(num_replicas, names, reports=problems is not None)
+    walk = Proof(num_replicas, names, reports=problems is not None)
     marks = walk.call(jaxpr, inputs)
     if problems is not None:
         problems += walk.problems
@@ -115,7 +115,7 @@ def prove(
     return marks
 
 
-class _Pass(Interpreter[Mark]):
+class Proof(Interpreter[Mark]):
     """Data-flow pass over one program.
 
     Attributes:
