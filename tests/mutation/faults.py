@@ -1521,13 +1521,6 @@ _OF_CHECKS = (
 
 _OF_PARAMETER_SERVERS = (
     Fault(
-        "writes of a function that a restart undoes",
-        f"{_PS}/schedule.py",
-        "if not task.is_step and has_writes and assignment.incarnation != self.incarnation:",
-        "if False:",
-        ("tests/ps/test_schedule.py", "tests/ps/test_schedule_machine.py"),
-    ),
-    Fault(
         "a lost worker that is not started again",
         f"{_PS}/schedule.py",
         "is_gone=False), Revive(worker), *self._next()]",
@@ -1537,7 +1530,7 @@ _OF_PARAMETER_SERVERS = (
     Fault(
         "steps after the snapshot that are not repeated",
         f"{_PS}/schedule.py",
-        "            if task.is_step:\n                self._steps.put(task)\n",
+        "            self._steps.put(task)\n",
         "            pass\n",
         ("tests/ps/test_schedule.py",),
     ),
@@ -1602,14 +1595,6 @@ _OF_PARAMETER_SERVERS = (
         likely="may_change_later",
     ),
     Fault(
-        "an operation that is repeated",
-        f"{_PS}/named_variables.py",
-        "return mark is not None and mark[1] <= self._marks.get(mark[0], -1)",
-        "return False",
-        ("tests/ps/test_store.py",),
-        likely="each_operation_once",
-    ),
-    Fault(
         "more slices than rows",
         f"{_PS}/placement.py",
         "min(int(number), most, num_rows)",
@@ -1670,13 +1655,6 @@ _OF_PARAMETER_SERVERS = (
         "is_affine = True",
         ("tests/jaxprs/test_joins.py",),
         likely="small_programs",
-    ),
-    Fault(
-        "assignments after a snapshot that are forgotten",
-        f"{_PS}/journal.py",
-        "del self.operations[: self._covered.pop(snapshot, 0)]",
-        "self.operations.clear()",
-        ("tests/ps/test_conductor.py",),
     ),
     Fault(
         "a row that a batch names twice",

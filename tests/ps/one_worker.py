@@ -27,9 +27,6 @@ class LocalServers:
         calls = zip(self.stores, arguments, strict=True)
         return [getattr(store, method)(*each) for store, each in calls]
 
-    def call(self, server, method, *arguments):
-        return getattr(self.stores[server], method)(*arguments)
-
 
 def collect(objects, placement, stores, commit):
     """Commits the last step, if any, and writes the values of the stores into the objects."""

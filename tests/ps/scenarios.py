@@ -28,15 +28,13 @@ def happen(cluster: Cluster, generator: random.Random) -> None:
     worker = generator.randrange(cluster.num_workers)
     server = generator.randrange(len(cluster.servers))
     kind = generator.choices(
-        ["step", "write", "call", "raise", "worker", "gone", "server", "snapshot", "error", "load"],
-        [30, 8, 3, 1, 12, 0.5, 10 if cluster.snapshot_every else 0.3, 4, 6, 3],
+        ["step", "call", "raise", "worker", "gone", "server", "snapshot", "error", "load"],
+        [30, 8, 1, 12, 0.5, 10 if cluster.snapshot_every else 0.3, 4, 6, 3],
     )[0]
     if kind == "step":
         for _ in range(generator.randint(1, 4)):
             parts = generator.randint(1, cluster.num_workers + 1)
             cluster.submit(parts if cluster.staleness == 0 else 1)
-    elif kind == "write":
-        cluster.submit(does="write")
     elif kind == "call":
         cluster.submit(does="call")
     elif kind == "raise":

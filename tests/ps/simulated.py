@@ -31,7 +31,6 @@ class State:
     value: int
     version: int = 0
     steps: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-    writes: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     kept: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)
     stored: Any = None  # the snapshot of a real store
 
@@ -91,13 +90,6 @@ class Server:
             state.value = (state.value + assignment.task + 1) % PRIME
             state.steps.append((assignment.task, 1))
             state.version += 1
-        return None
-
-    def write(self, assignment: Assignment, nth: int) -> object | None:
-        if self.refuses(assignment.incarnation):
-            return LOST
-        if (assignment.task, nth) not in self.state.writes:
-            self.state.writes.append((assignment.task, nth))
         return None
 
 
@@ -190,7 +182,7 @@ class Cluster:
     # What users and the world do
 
     def submit(self, num_parts: int = 1, does: str = "train") -> int:
-        """Schedules a task that does `train`, `raise`, `call`, `call raise` or `write`."""
+        """Schedules a task that does `train`, `raise`, `call` or `call raise`."""
         number, actions = self.scheduler.submit(num_parts, is_step=does in ("train", "raise"))
         self.functions[number] = does
         self.times[number] = [len(self.delivered)]
@@ -304,15 +296,6 @@ class Cluster:
         """Runs an assignment, with other things between any two of its calls."""
         a, does = attempt.assignment, self.functions[attempt.assignment.task]
         scheduler = self.scheduler
-        if does == "write":
-            for nth in range(2):
-                yield
-                server = self.servers[a.task % len(self.servers)]
-                if server.write(a, nth) is LOST:
-                    yield
-                    return self._answer(attempt, scheduler.lost_server_in, server.index)
-            yield
-            return self._answer(attempt, scheduler.finished, a.task, has_writes=True)
         pulled: list[Any] = []
         for server in self.servers:
             yield
@@ -398,11 +381,9 @@ class Cluster:
         assert task in self.ended
         assert task not in self.forgotten
         self.forgotten.add(task)
-        if self.snapshot_every and self.ended[task] == "delivered" and not self.scheduler._loss:
-            if self.functions[task] in ("train", "raise"):
-                assert all(task in [done for done, _ in state.steps] for state in self.kept)
-            elif self.functions[task] == "write":
-                assert (task, 1) in self.kept[task % len(self.servers)].writes
+        is_covered = self.ended[task] == "delivered" and self.functions[task] in ("train", "raise")
+        if self.snapshot_every and is_covered and not self.scheduler._loss:
+            assert all(task in [done for done, _ in state.steps] for state in self.kept)
 
     def _on_takesnapshot(self, action: act.TakeSnapshot) -> None:
         self.snapshots[action.number] = [None] * len(self.servers)
@@ -480,16 +461,3 @@ class Cluster:
             assert all(state.steps == steps for state in states)
             values = undisturbed([state.value for state in self.first], steps)
             assert [state.value for state in states] == values
-        for index, state in enumerate(states):
-            writers = [
-                task
-                for task in sorted(delivered)
-                if self.functions[task] == "write" and task % len(states) == index
-            ]
-            places = {write: place for place, write in enumerate(state.writes)}
-            for task in writers:
-                # What was delivered before another function was scheduled comes before it.
-                for other in writers:
-                    if self.times[other][1] <= self.times[task][0]:
-                        assert places[other, 1] < places[task, 0]
-                assert [nth for writer, nth in state.writes if writer == task] == [0, 1]

@@ -23,8 +23,7 @@ def definition(is_sync: bool) -> Definition:
 
 def first_snapshot(value: int, version: int = 0) -> ServerSnapshot:
     kernel = np.arange(3, dtype=np.float32) + np.float32(value)
-    variables = {"v": np.zeros((), np.int64)}
-    return ServerSnapshot({"kernel": kernel}, version=version, variables=variables)
+    return ServerSnapshot({"kernel": kernel}, version=version)
 
 
 def pushed(incarnation: int, task: int, part: int, based_on: int, gradient: int) -> Push:
@@ -81,13 +80,6 @@ class StoreServer(Server):
         self.agree(ours, theirs)
         return ours
 
-    def write(self, assignment, nth: int):
-        ours = super().write(assignment, nth)
-        mark = (assignment.task, nth)
-        theirs = self.store.variable("v", "assign_add", np.int64(1), mark, assignment.incarnation)
-        self.agree(ours, theirs)
-        return ours
-
 
 def check_stores(cluster) -> None:
     """Checks that stores hold, bit for bit, what an undisturbed run gives."""
@@ -95,7 +87,6 @@ def check_stores(cluster) -> None:
         if server.state is None or cluster.scheduler._loss is not None:
             return
         snapshot = server.store.snapshot()
-        assert snapshot.variables["v"] == len(server.state.writes)
         if cluster.staleness != 0:
             continue
         first = cluster.first[server.index]

@@ -37,7 +37,7 @@ class Machine(RuleBasedStateMachine):
         for _ in range(count):
             self.cluster.submit(parts if self.cluster.staleness == 0 else 1)
 
-    @rule(does=st.sampled_from(["call", "write", "write", "raise", "call raise"]))
+    @rule(does=st.sampled_from(["call", "call", "raise", "call raise"]))
     def schedule_other(self, does):
         parts = 3 if does == "raise" and self.cluster.staleness == 0 else 1
         self.cluster.submit(parts, does)

@@ -1,4 +1,4 @@
-"""One server's state: exactly once, the order of parts, snapshots, named variables."""
+"""One server's state: exactly once, the order of parts, snapshots."""
 
 import itertools
 import pickle
@@ -10,7 +10,6 @@ import pytest
 
 from mirror._src.ps.exactly_once import Numbers
 from mirror._src.ps.messages import Definition, Push, Rejected, ServerSnapshot
-from mirror._src.ps.named_variables import NamedVariables
 from mirror._src.ps.optimizer_tree import flatten, nest
 from mirror._src.ps.placement import Slice
 from mirror._src.ps.store import Store
@@ -249,12 +248,9 @@ def test_other_incarnations_and_servers_without_state_are_rejected():
     assert empty.pull(0, None, None, {}) == Rejected("not loaded")
     assert empty.push(push_of(1.0)) == Rejected("not loaded")
     assert empty.commit(0, 0, 0, 1) == Rejected("not loaded")
-    assert store.variable("a", "read", incarnation=1) == Rejected("other incarnation")
-    assert empty.variable("a", "read") == Rejected("not loaded")
     assert empty.snapshot() == Rejected("not loaded")
-    empty.forget(1)
-    assert store.statistics()["rejected"] == {"other incarnation": 7}
-    assert empty.statistics()["rejected"] == {"not loaded": 5}
+    assert store.statistics()["rejected"] == {"other incarnation": 6}
+    assert empty.statistics()["rejected"] == {"not loaded": 4}
 
 
 OPTIMIZERS = {
@@ -283,8 +279,6 @@ def test_training_continues_from_a_snapshot_bit_for_bit(rows, subtests):
                         store.commit(incarnation, step, step, 1)
 
             train(store, range(3), 0)
-            store.variable("a", "create", 1.0)
-            store.variable("a", "assign_add", 1.0, (7, 0))
             snapshot = pickle.loads(pickle.dumps(store.snapshot()))
             assert all(type(leaf) is np.ndarray for leaf in jax.tree.leaves(snapshot.state))
             train(store, range(3, 6), 0)
@@ -295,9 +289,6 @@ def test_training_continues_from_a_snapshot_bit_for_bit(rows, subtests):
                 assert each.push(push_of(1.0, based_on=3)) == Rejected("other incarnation")
                 train(each, range(3, 6), 1)
                 assert contents(each) == undisturbed
-                assert each.variable("a", "assign_add", 1.0, (7, 0)) == 2, (
-                    "the mark is in the snapshot"
-                )
                 if not is_sync:
                     assert each.push(push_of(1.0, task=2, based_on=2, incarnation=1)) == 6
 
@@ -401,45 +392,6 @@ def test_numbers_are_a_set(subtests):
                 gaps = itertools.pairwise(numbers.ranges)
                 assert all(stop < start for (_, stop), (start, _) in gaps), "ranges do not touch"
                 numbers = Numbers(numbers.ranges)
-
-
-def test_named_variables_apply_each_operation_once():
-    named = NamedVariables()
-    assert named.apply("a", "create", 10.0) == 10
-    assert named.apply("a", "create", 20.0) == 10, "it exists"
-    assert named.apply("a", "read").dtype == np.float32, "as an array of JAX"
-    assert named.apply("a", "assign_add", 1, (0, 0)) == 11
-    assert named.apply("a", "assign_add", 1, (0, 0)) == 11
-    assert named.apply("a", "assign_sub", 3, (0, 1)) == 8
-    assert named.apply("a", "assign_add", 1, (0, 0)) == 8
-    assert named.apply("a", "assign", 5.0, (1, 0)) == 5
-    assert named.apply("a", "assign_add", 1.0) == 6, "without a mark"
-    named = NamedVariables(*named.snapshot())
-    assert named.apply("a", "assign", 7.0, (1, 0)) == 6
-    named.forget(below=1)
-    assert named.snapshot()[1] == {1: 0}
-    named.apply("a", "read")[...] = 100
-    assert named.apply("a", "read") == 6
-
-
-def test_bad_operations_on_named_variables_are_refused():
-    named = NamedVariables()
-    named.apply("alpha", "create", np.zeros(3, np.int32))
-    with raises(ValueError, names=("'alphas'", "'alpha'"), fix="strategy.Variable"):
-        named.apply("alphas", "read")
-    with raises(ValueError, names=("assign_add", "'alpha'"), values=("[3]", "[2]")):
-        named.apply("alpha", "assign_add", np.zeros(2, np.int32))
-    with raises(TypeError, names=("assign", "'alpha'"), values=("int32[3]", "float64[3]")):
-        named.apply("alpha", "assign", np.zeros(3))
-    with raises(TypeError, names="'alpha'", values="'x'"):
-        named.apply("alpha", "assign", "x")
-    with raises(TypeError, names="'beta'"):
-        named.apply("beta", "create", None)
-    with raises(ValueError, names="'alpha'", values=("int32[3]", "float32[3]")):
-        named.apply("alpha", "create", np.zeros(3, np.float32))
-    with raises(ValueError, names="operation", values="'add'"):
-        named.apply("alpha", "add", 1)
-    assert named.apply("alpha", "read").tolist() == [0, 0, 0]
 
 
 def test_nested_names():

@@ -13,7 +13,7 @@ MESSAGES = [
     Pulled(3, (VALUE,), (), {}),
     Push(0, 1, 2, 3, 4.0, (VALUE,)),
     Result((1, 2)),
-    Result({"a": ("Result", 1, 2.0)}, has_writes=True),
+    Result({"a": ("Result", 1, 2.0)}),
     Rejected("late"),
     NotSetUp(),
     NotExported(),

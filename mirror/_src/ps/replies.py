@@ -79,11 +79,9 @@ class Result(NamedTuple):
 
     Attributes:
         value: What the function returned, in NumPy.
-        has_writes: Whether it changed variables of the strategy.
     """
 
     value: Any
-    has_writes: bool = False
 
 
 class PerReplicaResult(NamedTuple):
@@ -140,13 +138,5 @@ class Servers(Protocol):
 
         Raises:
             ServerGoneError: If a server cannot be reached.
-        """
-        ...
-
-    def call(self, server: int, method: str, *arguments: Any) -> Any:
-        """Calls a method of one server.
-
-        Raises:
-            ServerGoneError: If it cannot be reached.
         """
         ...

@@ -22,9 +22,8 @@ it pushes counts as the push of its task; servers ignore the second one.
 
 A lost server: all servers go back to the kept snapshot, in the next incarnation. Assignments of
 earlier incarnations are refused by the servers, and their answers are late. Steps that finished
-since the snapshot are repeated before all others. Their values were delivered already. Functions
-that changed variables are repeated too, one by one in their order. A snapshot is taken while no
-step is in flight; only after it are the tasks that it covers forgotten.
+since the snapshot are repeated before all others. Their values were delivered already. A snapshot
+is taken while no step is in flight; only after it are the tasks that it covers forgotten.
 
 An error of a function: the first is kept, tasks that have not started are canceled, steps that have
 started are finished, and `take_error` returns the error once nothing runs.
@@ -61,8 +60,8 @@ class Scheduler:
         num_workers: Number of workers, at least 1.
         staleness: 0 for synchronous steps, k for asynchronous steps whose gradients are applied at
             most k updates late, None for asynchronous steps without a bound.
-        snapshot_every: How many steps, and functions that change variables, lie between two
-            snapshots. 0: the loss of a server is an error.
+        snapshot_every: How many steps lie between two snapshots. 0: the loss of a server is an
+            error.
         first_step: The version of the servers, of synchronous steps.
         max_losses: How many workers a part of a task may lose before the task fails, and how many
             times servers may be lost without a new result in between.
@@ -114,26 +113,6 @@ class Scheduler:
         return self._loss is not None
 
     @property
-    def is_recovering(self) -> bool:
-        """Whether named variables do not have their values yet, after the loss of a server."""
-        return self.is_restoring or self._functions.is_repeating
-
-    @property
-    def would_repeat_functions(self) -> bool:
-        """Whether functions that changed variables would be repeated after the loss of a server."""
-        return self._history.has_functions
-
-    @property
-    def next_snapshot(self) -> int:
-        """Number of the first snapshot that covers all that has finished so far."""
-        return self._history.next_number
-
-    @property
-    def kept_snapshot(self) -> int:
-        """Number of the last snapshot that was kept, or -1."""
-        return self._history.kept_number
-
-    @property
     def queued(self) -> int:
         """Number of tasks that have not started."""
         return len(self._steps) + len(self._functions)
@@ -145,7 +124,7 @@ class Scheduler:
 
     @property
     def _must_repeat(self) -> bool:
-        return bool(self._steps.in_flight or len(self._steps) or self._functions.is_repeating)
+        return bool(self._steps.in_flight or len(self._steps))
 
     def submit(self, num_parts: int = 1, *, is_step: bool) -> tuple[int, list[Action]]:
         """Adds a task.
@@ -171,24 +150,21 @@ class Scheduler:
         (self._steps if is_step else self._functions).put(task)
         return task.number, self._next()
 
-    def finished(self, number: int, result: Any, *, has_writes: bool = False) -> list[Action]:
+    def finished(self, number: int, result: Any) -> list[Action]:
         """Takes the result of an assignment.
 
         Args:
             number: The number of the assignment. An unknown one is ignored.
             result: What the task is delivered with.
-            has_writes: Whether a function, not a step, has changed variables on the servers.
         """
         assignment, task = self._release(number)
         if assignment is None or task is None:
             return self._next()
-        if not task.is_step and has_writes and assignment.incarnation != self.incarnation:
-            return [*self._put_back(task, 0), *self._next()]  # some of its writes are undone
         del task.running[assignment.part]
         task.results[assignment.part] = result
         if len(task.results) < task.num_parts:
             return self._next()
-        return [*self._complete(task, has_writes=has_writes), *self._next()]
+        return [*self._complete(task), *self._next()]
 
     def failed(self, number: int, error: BaseException) -> list[Action]:
         """Takes the error that the user's function raised in an assignment."""
@@ -231,11 +207,8 @@ class Scheduler:
         self._version, self._commit = self._history.version, None
         self.is_restoring = True
         self._steps.stop()
-        tasks = self._history.roll_back()
-        for task in tasks:
-            if task.is_step:
-                self._steps.put(task)
-        self._functions.repeat([task for task in tasks if not task.is_step])
+        for task in self._history.roll_back():
+            self._steps.put(task)
         return [Restore(self.incarnation)]
 
     def restored(self, incarnation: int) -> list[Action]:
@@ -302,18 +275,14 @@ class Scheduler:
         self._num_server_losses, self.is_restoring = 0, True
         return [*actions, Restore(self.incarnation)]
 
-    def take_error(self, *, keeps: bool = False) -> BaseException | None:
-        """Returns the first error, when nothing runs any more; None before that.
-
-        Args:
-            keeps: Whether to return it again next time.
-        """
+    def take_error(self) -> BaseException | None:
+        """Returns the first error, when nothing runs any more; None before that."""
         is_stuck = self._workers.are_all_gone and self._must_repeat
         is_running = self._workers.running or self.is_restoring
         if is_running or (self._must_repeat and not is_stuck):
             return None
         error = self._error
-        if not is_stuck and not keeps:
+        if not is_stuck:
             self._error = None
         return error
 
@@ -384,19 +353,17 @@ class Scheduler:
         return actions
 
     def _put_back(self, task: Task, part: int) -> list[Action]:
-        """Lets a part that has started run again. After an error, only steps and repetitions."""
+        """Lets a part that has started run again. After an error, only a step."""
         task.put_back(part)
         if task.is_step:
             return []
         self._functions.put(task)
         return self._withdraw() if self._error is not None else []
 
-    def _complete(self, task: Task, *, has_writes: bool) -> list[Action]:
-        """Commits and delivers a task that has finished, and remembers it if it has effects."""
+    def _complete(self, task: Task) -> list[Action]:
+        """Commits and delivers a task that has finished, and remembers it if it is a step."""
         commits = []
-        if not task.is_step:
-            self._functions.finish(task)
-        else:
+        if task.is_step:
             self._steps.finish(task)
             if self._is_sync:
                 self._commit = Committed(self._version, task.number, task.num_parts)
@@ -405,14 +372,15 @@ class Scheduler:
         deliveries = self._ledger.deliver(task)
         if deliveries:
             self._num_server_losses = 0
-        if self._history.snapshot_every and (task.is_step or has_writes):
+        if self._history.snapshot_every and task.is_step:
             self._history.add(task)
             return [*commits, *deliveries]
         return [*commits, *deliveries, *self._ledger.forget([task])]
 
     def _fail(self, task: Task, error: BaseException) -> list[Action]:
         """Ends a task with its error; a synchronous step is not committed."""
-        (self._steps if task.is_step else self._functions).finish(task)
+        if task.is_step:
+            self._steps.finish(task)
         return [*self._ledger.fail(task, error), *self._keep(error)]
 
     def _keep(self, error: BaseException) -> list[Action]:
@@ -433,6 +401,4 @@ class Scheduler:
     def _forget_finished(self) -> list[Action]:
         """Drops what has finished, and what would be repeated."""
         self._steps.stop()
-        return self._ledger.forget(
-            [*self._history.clear(), *self._steps.clear(), *self._functions.clear()]
-        )
+        return self._ledger.forget([*self._history.clear(), *self._steps.clear()])

@@ -21,14 +21,13 @@ from mirror._src.ps.messages import (
     Rejected,
     ServerSnapshot,
 )
-from mirror._src.ps.named_variables import NamedVariables
 from mirror._src.ps.optimizer_tree import as_jax, as_numpy, init_structs, nest
 from mirror._src.ps.rows import local_ids, padded, summed, take_jit
 from mirror._src.ps.update import Update, update_function
 
 
 class Store:
-    """Values, optimizer state and named variables of one server, which are all on the CPU.
+    """Values and optimizer state of one server, which are on the CPU.
 
     The version is the number of updates applied. In synchronous mode, the gradients that parts of a
     step push are kept until the step is committed, and until then every pull returns the same
@@ -77,7 +76,6 @@ class Store:
         self._trained_layout, self._moving_layout, self._table_slices = trained, moving, tables
         self._version = snapshot.version
         self._applied = Numbers(snapshot.applied)
-        self._named = NamedVariables(snapshot.variables, snapshot.marks)
         self._kept: dict[tuple[int, int], Push] = {}  # by task and part
 
     def pull(
@@ -169,31 +167,7 @@ class Store:
                 **{name: np.array(table) for name, table in self._tables.items()},
             }
             state = jax.tree.map(lambda leaf: np.array(as_numpy(leaf)), self._state)
-        variables, marks = self._named.snapshot()
-        return ServerSnapshot(values, state, self._version, self._applied.ranges, variables, marks)
-
-    def variable(
-        self,
-        name: str,
-        operation: str,
-        value: Any = None,
-        mark: tuple[int, int] | None = None,
-        incarnation: int | None = None,
-    ) -> np.ndarray | Rejected:
-        """Applies an operation to a named variable; see `NamedVariables.apply`.
-
-        A function that runs while the servers return to a snapshot is repeated as a whole, so its
-        operations of the incarnation before are rejected. `None` means any incarnation.
-        """
-        wanted = self._incarnation if incarnation is None else incarnation
-        if (rejected := self._rejection(wanted)) is not None:
-            return rejected
-        return self._named.apply(name, operation, value, mark)
-
-    def forget(self, below: int) -> None:
-        """Forgets the marks of tasks with numbers less than `below`, which are not repeated."""
-        if self._definition is not None:
-            self._named.forget(below)
+        return ServerSnapshot(values, state, self._version, self._applied.ranges)
 
     def statistics(self) -> dict[str, Any]:
         """Returns counts since the process started.

@@ -35,7 +35,7 @@ from mirror._src.ps.separable import place_separably
 from mirror._src.ps.tables import SparseTables
 from mirror._src.ps.trainer import ServedTrainer
 from mirror._src.ps.training import ServedTraining
-from mirror._src.ps.variable import ServerVariable
+from mirror._src.ps.variables import ServerVariable
 from mirror._src.strategy.mirrored import OneDeviceStrategy
 from mirror._src.strategy.strategy import Strategy
 from mirror._src.training.objective import Sums
@@ -144,8 +144,6 @@ class ParameterServerStrategy(RemoteStrategy):
         self._partitioner = partitioner
         self._local = OneDeviceStrategy(backend.default_devices()[0])
         self._names = (f"Variable_{i}" for i in itertools.count())
-        self._next_server = itertools.cycle(range(self.num_ps))
-        self._servers_of_variables: dict[str, int] = {}
         self._training = ServedTraining(
             self._conductor,
             self._engine,
@@ -234,7 +232,7 @@ class ParameterServerStrategy(RemoteStrategy):
 
     @api_boundary
     def Variable(self, value: Any, name: str | None = None) -> ServerVariable:
-        """Creates a variable on a parameter server, for the main program and scheduled functions.
+        """Creates a variable that the main program and scheduled functions share.
 
         Args:
             value: Its first value. A variable of this name that exists keeps its value.
@@ -248,9 +246,9 @@ class ParameterServerStrategy(RemoteStrategy):
             name = next(self._names)
         elif not isinstance(name, str):
             raise TypeError(expected("name", name, "a string or None", "For example name='a'."))
-        server = self._servers_of_variables.setdefault(name, next(self._next_server))
-        self._conductor.variable(server, name, "create", np.asarray(jnp.asarray(value)))
-        return ServerVariable(name, server, self._conductor)
+        variables = self._engine.variables
+        variables.apply(name, "create", np.asarray(jnp.asarray(value)))
+        return ServerVariable(name, variables)
 
     @api_boundary
     def report(self) -> ParameterServerReport:

@@ -137,66 +137,29 @@ class StepQueue:
 
 
 class FunctionQueue:
-    """Functions that do not train. Those that are repeated run one by one, before all others."""
+    """Functions that do not train, in the order of their numbers."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[int, Task]] = []  # a heap
-        self._repeated: collections.deque[Task] = collections.deque()
-        self._repeats: Task | None = None  # the one that is repeated at present
 
     def __len__(self) -> int:
-        return len(self._waiting) + len(self._repeated)
-
-    @property
-    def is_repeating(self) -> bool:
-        """Whether a function must be repeated before the variables have their values again."""
-        return self._repeats is not None or bool(self._repeated)
+        return len(self._waiting)
 
     def put(self, task: Task) -> None:
         """Adds a task that has not started, or whose worker was lost."""
-        if task is self._repeats:
-            self._repeats = None
-            self._repeated.appendleft(task)
-        else:
-            heapq.heappush(self._waiting, (task.number, task))
-
-    def repeat(self, tasks: list[Task]) -> None:
-        """Repeats tasks that had finished, in this order, before those that it repeats already."""
-        if self._repeats is not None:
-            self._repeats.reset()
-            self._repeated.appendleft(self._repeats)
-            self._repeats = None
-        self._repeated.extendleft(reversed(tasks))
+        heapq.heappush(self._waiting, (task.number, task))
 
     def next_task(self) -> Task | None:
-        """Returns the first task that may start, or None."""
-        if self._repeats is not None:
-            return None
-        if self._repeated:
-            return self._repeated[0]
+        """Returns the first task, or None."""
         return self._waiting[0][1] if self._waiting else None
 
     def start(self, task: Task) -> None:
-        """Removes the task that `next_task` returned from the queue."""
-        if self._repeated and task is self._repeated[0]:
-            self._repeats = self._repeated.popleft()
-        else:
-            heapq.heappop(self._waiting)
-
-    def finish(self, task: Task) -> None:
-        """Takes note that a task has ended."""
-        if task is self._repeats:
-            self._repeats = None
+        """Removes the first task."""
+        assert task is self._waiting[0][1]
+        heapq.heappop(self._waiting)
 
     def withdraw(self) -> list[Task]:
-        """Removes and returns the waiting tasks whose values are not resolved yet, in order."""
+        """Removes and returns all tasks, in order."""
         tasks = [task for _, task in sorted(self._waiting, key=lambda item: item[0])]
         self._waiting.clear()
-        return tasks
-
-    def clear(self) -> list[Task]:
-        """Removes and returns the tasks that are to be repeated, or that are repeated now."""
-        tasks = [*([self._repeats] if self._repeats else []), *self._repeated]
-        self._repeats = None
-        self._repeated.clear()
         return tasks

@@ -59,26 +59,25 @@ class Worker:
         self._iterators: dict[int, Any] = {}
 
     def run_function(self, assignment: Assignment, fn: Export, arguments: Any) -> Any:
-        """Runs a function, and returns its `Result`, `Raised` or `ServerLost`."""
-        with self._running(assignment) as function:
+        """Runs a function, and returns its `Result` or `Raised`."""
+        del assignment
+        with self._running():
             try:
-                function_ = self.load(fn)
+                function = self.load(fn)
                 args, kwargs = self._loads(arguments)
                 with self._strategy.scope():
-                    value = function_(*args, **kwargs)
+                    value = function(*args, **kwargs)
                 value = as_numpy(value)
                 self._dumps(value)  # an error of this function, not of Ray
-            except ServerGoneError as lost:
-                return ServerLost(lost.server)
             except NotExportedError:
                 return NotExported()
             except (Exception, *_ENDS) as error:
                 return self._raised(error)
-            return Result(value, function.has_writes)
+            return Result(value)
 
     def run_part(self, assignment: Assignment, work: StepWork, arguments: Any) -> Any:
         """Runs a part of a step: pulls values, computes gradients, pushes them."""
-        with self._running(assignment):
+        with self._running():
             try:
                 return self._part(assignment, work, arguments)
             except ServerGoneError as lost:
@@ -155,14 +154,10 @@ class Worker:
         return self._programs[key]
 
     @contextlib.contextmanager
-    def _running(self, assignment: Assignment) -> Iterator[RunningFunction]:
-        function = RunningFunction(
-            *(assignment.task, assignment.incarnation, self.index),
-            *(self._servers, self._iterators, self.load),
-        )
-        set_running(function)
+    def _running(self) -> Iterator[None]:
+        set_running(RunningFunction(self._iterators, self.load))
         try:
-            yield function
+            yield
         finally:
             set_running(None)
 
