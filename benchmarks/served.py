@@ -6,7 +6,8 @@ All contenders of a suite take turns, so that background load affects all of the
 same cluster, except in `own`: there, each has a process and a cluster of its own. `overhead` and
 `own`: one server, one worker and 4 MB of parameters, against the same program that is written by
 hand with Ray and JAX, and against its messages alone. `workers`: two workers against one,
-asynchronous. `slow`: one of four workers waits five times longer than the others for each batch.
+asynchronous. `slow`: one of four workers waits five times longer than the others for each batch,
+with bounds on the staleness and without.
 """
 
 import argparse
@@ -36,7 +37,7 @@ from mirror._src.ps.ray_cluster import Connection
 BATCH_SIZE, FEATURES, CLASSES = 32, 64, 10
 LARGE, SMALL = (FEATURES, 1024, 1024, CLASSES), (FEATURES, 64, CLASSES)
 FAST_SECS, SLOW_SECS = 0.03, 0.15
-OVERHEAD_LIMIT, WORKERS_GOAL, STALENESS_GOAL, BACKUP_GOAL = 1.2, 1.5, 1.2, 2.0
+OVERHEAD_LIMIT, WORKERS_GOAL = 1.2, 1.5
 _RTOL, _LIMIT_SECS = 1e-4, 120.0
 _Layers = list[tuple[np.ndarray, np.ndarray]]
 
@@ -101,8 +102,46 @@ def a_batch() -> dict[str, np.ndarray]:
     return {"x": x, "y": draw.integers(0, CLASSES, BATCH_SIZE).astype(np.int32)}
 
 
+def losses_of(model: MLP, batch: Any) -> jax.Array:
+    """The losses of the examples, for a `Trainer`."""
+    return optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"])
+
+
+class Losses(mirror.callbacks.Callback):
+    """Records the loss of each step."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_metrics(self, fit: Any, step: int, logs: Mapping[str, float]) -> None:
+        """Records the loss."""
+        del fit, step
+        self.values.append(logs["loss"])
+
+
+class Synchronous:
+    """Training by a `Trainer` on one server and one worker."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._strategy = mirror.ps.ParameterServerStrategy(ps=1, workers=1)
+        with self._strategy.scope():
+            model = MLP(layers_of(sizes))
+            self._trainer = mirror.Trainer(model, optax.adam(RATE, eps=EPSILON), losses_of)
+        self._batch = a_batch()
+
+    def take(self, steps: int) -> list[float]:
+        """See `Program`."""
+        losses = Losses()
+        self._trainer.fit([self._batch] * steps, callbacks=losses, progress=False)
+        return losses.values
+
+    def close(self) -> None:
+        """See `Program`."""
+        self._strategy.close()
+
+
 class Served:
-    """Training on parameter servers.
+    """Asynchronous training on parameter servers.
 
     Args:
         sizes: Widths of the layers.
@@ -224,7 +263,7 @@ def measure(turns: Mapping[str, Turn], rounds: int) -> dict[str, list[float]]:
 
 UPDATES: dict[str, Callable[[], Program]] = {
     "by hand": lambda: Chain(layers_of(LARGE), a_batch()),
-    "synchronous": lambda: Served(LARGE, workers=1),
+    "synchronous": lambda: Synchronous(LARGE),
     "asynchronous": lambda: Served(LARGE, workers=1, staleness=None),
     "messages alone": lambda: Chain(layers_of(LARGE), a_batch(), computes=False),
 }
@@ -307,28 +346,18 @@ def waiting_input() -> Iterator[dict[str, np.ndarray]]:
 
 def slow(rounds: int, steps: int) -> tuple[dict[str, list[float]], list[Goal]]:
     """Measures batches per second with one slow worker of four."""
-    modes: dict[str, dict[str, Any]] = {
-        "synchronous": {},
-        "1 backup worker": {"backup_workers": 1},
-        "staleness 3": {"staleness": 3},
-        "staleness 15": {"staleness": 15},
-    }
+    modes = {"staleness 3": 3, "staleness 15": 15, "no bound": None}
     with contextlib.ExitStack() as stack:
         turns = {}
-        for name, options in modes.items():
+        for name, staleness in modes.items():
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            program = Served(SMALL, SlowInput(folder), workers=4, **options)
+            program = Served(SMALL, SlowInput(folder), workers=4, staleness=staleness)
             stack.callback(program.close)
-            is_sync = "staleness" not in options
             program.take(8)
             program.settle()
-            turns[name] = Turn(program, steps if is_sync else 4 * steps, 4 * steps)
+            turns[name] = Turn(program, 4 * steps, 4 * steps)
         times = measure(turns, rounds)
-    return times, [
-        Goal("1 backup worker", "synchronous", rate=BACKUP_GOAL),
-        Goal("staleness 3", "synchronous", rate=STALENESS_GOAL),
-        Goal("staleness 15", "synchronous", rate=None),
-    ]
+    return times, [Goal(name, "staleness 3", rate=None) for name in ("staleness 15", "no bound")]
 
 
 SUITES = {"overhead": overhead, "own": own, "workers": workers, "slow": slow}

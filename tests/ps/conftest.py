@@ -21,3 +21,11 @@ def on_ray(ray_cluster):
     options = {"ps": 2, "workers": 2, "partitioner": SMALL, "snapshot_every": 7}
     with mirror.ps.ParameterServerStrategy(**options) as strategy:
         yield strategy
+
+
+@pytest.fixture(scope="package")
+def one_worker(ray_cluster):
+    """Two servers and one worker, whose asynchronous steps run one after the other."""
+    options = {"ps": 2, "workers": 1, "partitioner": SMALL, "staleness": None}
+    with mirror.ps.ParameterServerStrategy(**options) as strategy:
+        yield strategy

@@ -12,7 +12,6 @@ from mirror._src.ps.actions import Assignment, Committed
 from mirror._src.ps.messages import Definition, ServerSnapshot
 from mirror._src.ps.objects import TrainingObjects
 from mirror._src.ps.optimizer_tree import split_optimizer_state
-from mirror._src.ps.parts import bounds, cut
 from mirror._src.ps.replies import ArgumentOfStep, Export, ModelShare, Raised, StepWork
 from mirror._src.ps.separable import place_separably
 from mirror._src.ps.store import Store
@@ -121,13 +120,13 @@ class Cluster:
         return self.worker.run_part(assignment, work, ((*places, *arguments), {}))
 
     def step(self, batch):
-        cuts = bounds(len(batch["y"]), self.num_parts, 1, "step")
-        for part, (start, stop) in enumerate(cuts):
-            reply = self.part((cut(batch, start, stop),), part)
+        for part in range(self.num_parts):
+            cut = jax.tree.map(lambda x, i=part: np.split(x, self.num_parts)[i], batch)
+            reply = self.part((cut,), part)
             if isinstance(reply, Raised):
                 kind, args, _ = pickle.loads(reply.pickled)
                 raise kind(*args)
-        self.commit = Committed(self.version, self.version, tuple(range(len(cuts))))
+        self.commit = Committed(self.version, self.version, self.num_parts)
         self.version += 1
 
     def train(self, data):

@@ -1,6 +1,9 @@
 """One worker with servers in the same process."""
 
+import itertools
 import pickle
+
+import jax
 
 import mirror
 from mirror._src.ps.actions import Assignment, Committed
@@ -23,9 +26,6 @@ class LocalServers:
     def call_all(self, method, arguments):
         calls = zip(self.stores, arguments, strict=True)
         return [getattr(store, method)(*each) for store, each in calls]
-
-    def call(self, server, method, *arguments):
-        return getattr(self.stores[server], method)(*arguments)
 
 
 def collect(objects, placement, stores, commit):
@@ -59,44 +59,37 @@ class Training:
             snapshot = ServerSnapshot(own, state, objects.step)
             store.load(Definition(slices, self.tx, True), snapshot, 0)
         share = ModelShare(objects.definition(), self.placement)
-        self.exports = exports = {"fn": step, "model": share}
+        exports, self.keys = {"fn": step, "model": share}, itertools.count(2)
         self.worker = Worker(
             0,
             LocalServers(self.stores),
             mirror.MirroredStrategy([f"/cpu:{i}" for i in range(num_devices)]),
             loads=lambda value: value,
             dumps=pickle.dumps,
-            fetch=exports.__getitem__,
+            fetch=lambda name: exports.get(name, name),
         )
         self.commit, self.version = None, objects.step
 
-    def part(self, batch, part=0, num_parts=1, task=None, num_rows=0, weight_of=None):
-        """Runs a part. Unless `num_rows` is 0, its results are joined; None stands for unknown."""
+    def part(self, batch, part=0, num_parts=1, task=None):
+        """Runs a part of a step, whose weight is its number of rows."""
+        rows = jax.tree.leaves(batch)[0].shape[0]
+        return self._run((batch,), part, num_parts, task, lambda _: rows)
+
+    def train(self, batch, mask, num_parts, weight_of):
+        """Runs the first part of a step of a `Trainer`."""
+        return self._run((batch, mask), 0, num_parts, None, weight_of)
+
+    def _run(self, arguments, part, num_parts, task, weight_of):
         version = self.version
         task = version if task is None else task
         assignment = Assignment(0, task, part, num_parts, 0, 0, self.commit, version)
-        work = StepWork(Export(0, ["fn"]), Export(1, ["model"]), version, None)
-        if weight_of is not None:
-            self.exports["weight_of"] = weight_of
-            work = work._replace(weight_of=Export(2, ["weight_of"]))
-        if num_rows != 0:
-            work = work._replace(num_parts=num_parts, num_rows=num_rows)
-        arguments = (ArgumentOfStep("model"), ArgumentOfStep("optimizer"), batch)
-        return self.worker.run_part(assignment, work, (arguments, {}))
-
-    def train(self, batch, mask, num_parts, weight_of):
-        """Runs the first part of a step of a `Trainer`, which joins its parts itself."""
-        self.exports["weight_of"] = weight_of
-        assignment = Assignment(0, 0, 0, num_parts, 0, 0, self.commit, self.version)
-        work = StepWork(
-            *(Export(0, ["fn"]), Export(1, ["model"]), self.version, Export(2, ["weight_of"])),
-            num_rows=num_parts * len(mask),
-        )
+        weight = Export(next(self.keys), [weight_of])
+        work = StepWork(Export(0, ["fn"]), Export(1, ["model"]), version, weight)
         places = (ArgumentOfStep("model"), ArgumentOfStep("optimizer"))
-        return self.worker.run_part(assignment, work, ((*places, batch, mask), {}))
+        return self.worker.run_part(assignment, work, ((*places, *arguments), {}))
 
-    def end_step(self, *parts, task=None):
-        self.commit = Committed(self.version, self.version if task is None else task, parts)
+    def end_step(self, num_parts=1, task=None):
+        self.commit = Committed(self.version, self.version if task is None else task, num_parts)
         self.version += 1
 
     def collect(self):

@@ -14,14 +14,10 @@ LIMIT = 50_000  # small steps until everything has ended
 def cluster_of(generator: random.Random, server_class: type[Server]) -> Cluster:
     """Returns a cluster of any mode."""
     workers = generator.randint(1, 4)
-    backup_workers, staleness = 0, generator.choice([0, 0, 0, 1, 2, 3, None])
-    if staleness == 0 and generator.random() < 0.4:
-        backup_workers = generator.randint(0, min(2, workers - 1))
     return Cluster(
         workers=workers,
         servers=generator.randint(1, 3),
-        staleness=staleness,
-        backup_workers=backup_workers,
+        staleness=generator.choice([0, 0, 0, 1, 2, 3, None]),
         snapshot_every=generator.choice([0, 1, 2, 3, 5, 8]),
         server_class=server_class,
     )
@@ -32,15 +28,13 @@ def happen(cluster: Cluster, generator: random.Random) -> None:
     worker = generator.randrange(cluster.num_workers)
     server = generator.randrange(len(cluster.servers))
     kind = generator.choices(
-        ["step", "write", "call", "raise", "worker", "gone", "server", "snapshot", "error", "load"],
-        [30, 8, 3, 1, 12, 0.5, 10 if cluster.snapshot_every else 0.3, 4, 6, 3],
+        ["step", "call", "raise", "worker", "gone", "server", "snapshot", "error", "load"],
+        [30, 8, 1, 12, 0.5, 10 if cluster.snapshot_every else 0.3, 4, 6, 3],
     )[0]
     if kind == "step":
         for _ in range(generator.randint(1, 4)):
             parts = generator.randint(1, cluster.num_workers + 1)
             cluster.submit(parts if cluster.staleness == 0 else 1)
-    elif kind == "write":
-        cluster.submit(does="write")
     elif kind == "call":
         cluster.submit(does="call")
     elif kind == "raise":

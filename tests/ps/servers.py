@@ -110,7 +110,7 @@ class Servers:
             self.push(gradients, part=part, **options)
         if self.is_sync:
             for store in self.stores:
-                store.commit(self.incarnation, step, self.task, range(len(parts)))
+                store.commit(self.incarnation, step, self.task, len(parts))
         self.task += 1
 
     def snapshots(self):

@@ -30,8 +30,7 @@ class State:
 
     value: int
     version: int = 0
-    steps: list[tuple[int, tuple[int, ...]]] = dataclasses.field(default_factory=list)
-    writes: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    steps: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     kept: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)
     stored: Any = None  # the snapshot of a real store
 
@@ -57,14 +56,14 @@ class Server:
         state.kept.clear()
         return state
 
-    def commit(self, incarnation: int, step: int, task: int, parts: tuple[int, ...]) -> None:
+    def commit(self, incarnation: int, step: int, task: int, num_parts: int) -> None:
         state = self.state
         if self.refuses(incarnation) or state.version > step:
             return
         assert state.version == step, f"commit {step} at version {state.version}"
         assert task not in [done for done, _ in state.steps]
-        state.value = combined(state.value, [state.kept[task, part] for part in parts])
-        state.steps.append((task, parts))
+        state.value = combined(state.value, [state.kept[task, part] for part in range(num_parts)])
+        state.steps.append((task, num_parts))
         state.kept.clear()
         state.version += 1
 
@@ -89,15 +88,8 @@ class Server:
             if self.staleness is not None:
                 assert self.most_stale <= self.staleness
             state.value = (state.value + assignment.task + 1) % PRIME
-            state.steps.append((assignment.task, (0,)))
+            state.steps.append((assignment.task, 1))
             state.version += 1
-        return None
-
-    def write(self, assignment: Assignment, nth: int) -> object | None:
-        if self.refuses(assignment.incarnation):
-            return LOST
-        if (assignment.task, nth) not in self.state.writes:
-            self.state.writes.append((assignment.task, nth))
         return None
 
 
@@ -116,11 +108,13 @@ def combined(value: int, gradients: list[int]) -> int:
     return value
 
 
-def undisturbed(values: list[int], steps: list[tuple[int, tuple[int, ...]]]) -> list[int]:
-    """Returns the values after synchronous steps, `(task, parts)` each, without any loss."""
-    for task, parts in steps:
+def undisturbed(values: list[int], steps: list[tuple[int, int]]) -> list[int]:
+    """Returns the values after synchronous steps, `(task, num_parts)` each, without any loss."""
+    for task, num_parts in steps:
         values = [
-            combined(value, [gradient_of(task, part, tuple(values), i) for part in parts])
+            combined(
+                value, [gradient_of(task, part, tuple(values), i) for part in range(num_parts)]
+            )
             for i, value in enumerate(values)
         ]
     return values
@@ -148,7 +142,6 @@ class Cluster:
         workers: int = 2,
         servers: int = 2,
         staleness: int | None = 0,
-        backup_workers: int = 0,
         snapshot_every: int = 0,
         server_class: type[Server] = Server,
         **options: Any,
@@ -156,12 +149,11 @@ class Cluster:
         self.scheduler = Scheduler(
             workers,
             staleness=staleness,
-            backup_workers=backup_workers,
             snapshot_every=snapshot_every,
             **{"max_losses": 10**9, **options},
         )
         self.num_workers, self.staleness = workers, staleness
-        self.backup_workers, self.snapshot_every = backup_workers, snapshot_every
+        self.snapshot_every = snapshot_every
         self.servers = [server_class(i, staleness) for i in range(servers)]
         self.kept = self.first = [State(value=100 + i) for i in range(servers)]
         for server, state in zip(self.servers, self.kept, strict=True):
@@ -177,8 +169,8 @@ class Cluster:
         self.functions: dict[int, str] = {}  # what each task does
         self.ended: dict[int, str] = {}
         self.delivered: list[act.Deliver] = []
-        self.commits: dict[int, tuple[int, tuple[int, ...]]] = {}  # by step
-        self.committed: dict[int, tuple[int, ...]] = {}  # by task
+        self.commits: dict[int, tuple[int, int]] = {}  # by step
+        self.committed: dict[int, int] = {}  # by task
         self.forgotten: set[int] = set()
         self.raised: list[BaseException] = []
         self.must_raise = False
@@ -190,7 +182,7 @@ class Cluster:
     # What users and the world do
 
     def submit(self, num_parts: int = 1, does: str = "train") -> int:
-        """Schedules a task that does `train`, `raise`, `call`, `call raise` or `write`."""
+        """Schedules a task that does `train`, `raise`, `call` or `call raise`."""
         number, actions = self.scheduler.submit(num_parts, is_step=does in ("train", "raise"))
         self.functions[number] = does
         self.times[number] = [len(self.delivered)]
@@ -304,15 +296,6 @@ class Cluster:
         """Runs an assignment, with other things between any two of its calls."""
         a, does = attempt.assignment, self.functions[attempt.assignment.task]
         scheduler = self.scheduler
-        if does == "write":
-            for nth in range(2):
-                yield
-                server = self.servers[a.task % len(self.servers)]
-                if server.write(a, nth) is LOST:
-                    yield
-                    return self._answer(attempt, scheduler.lost_server_in, server.index)
-            yield
-            return self._answer(attempt, scheduler.finished, a.task, has_writes=True, secs=9.0)
         pulled: list[Any] = []
         for server in self.servers:
             yield
@@ -333,8 +316,7 @@ class Cluster:
                     yield
                     return self._answer(attempt, scheduler.lost_server_in, server.index)
                 yield
-        secs = 10.0 ** -((a.number * 7 + a.worker) % 4) * (1 + a.worker)  # no law depends on it
-        return self._answer(attempt, scheduler.finished, (a.task, a.part), secs=secs)
+        return self._answer(attempt, scheduler.finished, (a.task, a.part))
 
     # The engine
 
@@ -366,9 +348,9 @@ class Cluster:
             self.attempts.append(attempt)
 
     def _on_commit(self, action: act.Commit) -> None:
-        _, step, task, parts = action
-        assert self.commits.setdefault(step, (task, parts)) == (task, parts), "another repetition"
-        assert self.committed.setdefault(task, parts) == parts
+        _, step, task, num_parts = action
+        assert self.commits.setdefault(step, (task, num_parts)) == (task, num_parts)
+        self.committed[task] = num_parts
         for index in range(len(self.servers)):
             self._post(index, lambda server: server.commit(*action))
 
@@ -377,7 +359,8 @@ class Cluster:
         self.delivered.append(action)
         self.times[action.task].append(len(self.delivered))
         if self.functions[action.task] in ("train", "raise"):
-            assert action.results == tuple((action.task, part) for part in action.parts)
+            count = len(action.results)
+            assert action.results == tuple((action.task, part) for part in range(count))
 
     def _on_fail(self, action: act.Fail) -> None:
         self._end(action.task, "failed")
@@ -398,11 +381,9 @@ class Cluster:
         assert task in self.ended
         assert task not in self.forgotten
         self.forgotten.add(task)
-        if self.snapshot_every and self.ended[task] == "delivered" and not self.scheduler._loss:
-            if self.functions[task] in ("train", "raise"):
-                assert all(task in [done for done, _ in state.steps] for state in self.kept)
-            elif self.functions[task] == "write":
-                assert (task, 1) in self.kept[task % len(self.servers)].writes
+        is_covered = self.ended[task] == "delivered" and self.functions[task] in ("train", "raise")
+        if self.snapshot_every and is_covered and not self.scheduler._loss:
+            assert all(task in [done for done, _ in state.steps] for state in self.kept)
 
     def _on_takesnapshot(self, action: act.TakeSnapshot) -> None:
         self.snapshots[action.number] = [None] * len(self.servers)
@@ -450,7 +431,7 @@ class Cluster:
         if s._history.is_pending:
             return
         in_flight = len(s._steps.in_flight)
-        if self.staleness == 0 and not self.backup_workers:
+        if self.staleness == 0:
             assert not any(task.pending for task in s._steps.in_flight.values())
             assert in_flight or not len(s._steps), "a step waits beside an idle worker"
         elif self.staleness is None:
@@ -480,16 +461,3 @@ class Cluster:
             assert all(state.steps == steps for state in states)
             values = undisturbed([state.value for state in self.first], steps)
             assert [state.value for state in states] == values
-        for index, state in enumerate(states):
-            writers = [
-                task
-                for task in sorted(delivered)
-                if self.functions[task] == "write" and task % len(states) == index
-            ]
-            places = {write: place for place, write in enumerate(state.writes)}
-            for task in writers:
-                # What was delivered before another function was scheduled comes before it.
-                for other in writers:
-                    if self.times[other][1] <= self.times[task][0]:
-                        assert places[other, 1] < places[task, 0]
-                assert [nth for writer, nth in state.writes if writer == task] == [0, 1]

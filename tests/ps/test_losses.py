@@ -107,7 +107,7 @@ def test_losses_that_reduce_are_rejected_where_a_batch_is_split(names, subtests)
             reply = answer(*REDUCING[name], 2)
             assert isinstance(reply, Raised)
             assert reply.text.startswith("ValueError")
-            assert_message(reply.text, values=2, fix=["mirror.ps.ClusterCoordinator"])
+            assert_message(reply.text, values=2, fix=["staleness=None"])
             assert isinstance(answer(*REDUCING[name], 1), Result)
 
 

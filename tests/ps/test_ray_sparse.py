@@ -1,6 +1,5 @@
 """Sparse tables on real processes, with a `Trainer`."""
 
-import logging
 import threading
 
 import numpy as np
@@ -56,14 +55,6 @@ def test_trainer_trains_a_table_as_one_device(strategy):
     assert trainer.evaluate(data(), batch_size=32)["loss"] < got[0]
 
 
-@pytest.mark.nightly
-def test_lazy_optimizer_is_logged(strategy, caplog):
-    with caplog.at_level(logging.WARNING, logger="mirror"):
-        trained(strategy, optax.adam(1e-2))
-        trained(strategy, optax.adam(1e-3))
-    assert sum("lazy" in record.message for record in caplog.records) == 1
-
-
 def test_gradient_of_other_rows_ends_fit(strategy):
     def penalized(model, batch):
         return losses(model, batch) + (model.embed.embedding[...] ** 2).sum()
@@ -97,10 +88,8 @@ def test_function_that_cannot_be_sent_is_named(ray_cluster):
 
 
 @pytest.mark.nightly
-def test_asynchronous_training_with_exact_optimizers(ray_cluster):
+def test_asynchronous_training_trains_a_table(ray_cluster):
     options = {"ps": 2, "workers": 2, "staleness": 2, "partitioner": SMALL}
-    with mirror.ps.ParameterServerStrategy(**options, sparse=SPARSE, sparse_exact=True) as strategy:
+    with mirror.ps.ParameterServerStrategy(**options, sparse=SPARSE) as strategy:
         _, got = trained(strategy, optax.adagrad(0.1))
         assert np.isfinite(got).all()
-        with raises(ValueError, names="sparse_exact", values=TABLE):
-            trained(strategy, optax.adam(0.1))

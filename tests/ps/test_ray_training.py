@@ -25,11 +25,6 @@ OPTIMIZERS = {
 DATA = batches([24, 24, 22, 24, 2])
 
 
-@pytest.fixture
-def synchronous(on_ray):
-    return on_ray
-
-
 def train(strategy, model, optimizer, data, step=train_step):
     coordinator = mirror.ps.ClusterCoordinator(strategy)
     values = [coordinator.schedule(step, (model, optimizer, batch)) for batch in data]
@@ -37,45 +32,44 @@ def train(strategy, model, optimizer, data, step=train_step):
     return coordinator.fetch(values)
 
 
-def test_objects_have_the_values_after_join_and_continue_elsewhere(synchronous):
+def test_objects_have_the_values_after_join_and_continue_elsewhere(one_worker):
     tx = OPTIMIZERS["adam"]
-    model, optimizer = create(synchronous, tx)
-    train(synchronous, model, optimizer, DATA[:2])
+    model, optimizer = create(one_worker, tx)
+    train(one_worker, model, optimizer, DATA[:2])
     assert int(optimizer.step[...]) == 2
     one = mirror.OneDeviceStrategy("/cpu:0")
     batch = jax.tree.map(lambda x: mirror.PerReplica([x]), DATA[2])
     one.run(train_step, (model, optimizer, batch))
-    train(synchronous, model, optimizer, DATA[3:])
+    train(one_worker, model, optimizer, DATA[3:])
     (reference, wanted), _ = on_replicas(1, tx, DATA)
     assert largest_difference(arrays(model, optimizer), arrays(reference, wanted)) < 1e-5
 
 
-def test_evaluation_mode_that_is_set_between_steps_is_used(synchronous):
-    model, optimizer = create(synchronous, optax.sgd(0.0), has_noise="dropout")
-    noisy = train(synchronous, model, optimizer, [DATA[0]] * 2)
+def test_evaluation_mode_that_is_set_between_steps_is_used(one_worker):
+    model, optimizer = create(one_worker, optax.sgd(0.0), has_noise="dropout")
+    noisy = train(one_worker, model, optimizer, [DATA[0]] * 2)
     model.eval()
-    still = train(synchronous, model, optimizer, [DATA[0]] * 2)
+    still = train(one_worker, model, optimizer, [DATA[0]] * 2)
     assert noisy[0] != noisy[1]
     assert still[0] == still[1]
 
 
-def test_per_worker_datasets_train(synchronous):
-    coordinator = mirror.ps.ClusterCoordinator(synchronous)
-    model, optimizer = create(synchronous, OPTIMIZERS["sgd"])
+def test_per_worker_datasets_train(one_worker):
+    coordinator = mirror.ps.ClusterCoordinator(one_worker)
+    model, optimizer = create(one_worker, OPTIMIZERS["sgd"])
     data = batches([12, 12, 12])
     iterator = iter(coordinator.create_per_worker_dataset(lambda: iter(data)))
     for _ in range(3):
         coordinator.schedule(train_step, (model, optimizer, iterator))
     coordinator.join(900)
-    # All workers have the same dataset, so the mean is that of one.
     (reference, wanted), _ = on_replicas(1, OPTIMIZERS["sgd"], data)
     assert largest_difference(arrays(model, optimizer), arrays(reference, wanted)) < 1e-5
 
 
-def test_report_says_where_variables_are_and_what_travels(synchronous):
-    model, optimizer = create(synchronous, OPTIMIZERS["sgd"])
-    train(synchronous, model, optimizer, DATA[:1])
-    report = synchronous.report()
+def test_report_says_where_variables_are_and_what_travels(one_worker):
+    model, optimizer = create(one_worker, OPTIMIZERS["sgd"])
+    train(one_worker, model, optimizer, DATA[:1])
+    report = one_worker.report()
     rows = {name: sum(b - a for _, a, b in held) for name, held in report.placement.items()}
     assert rows == {
         "layers.0.kernel": 16,

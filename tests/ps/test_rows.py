@@ -9,9 +9,7 @@ import pytest
 from mirror._src.ps.partitioners import FixedShardsPartitioner
 from mirror._src.ps.placement import place
 from mirror._src.ps.rows import bucket, join_rows, split_ids
-from mirror._src.ps.separable import place_separably, require_separable
-from mirror._src.ps.sparse_optimizer import lazy_tables
-from mirror._src.ps.trial import structs
+from mirror._src.ps.separable import place_separably, require_separable, structs
 from tests.ps.servers import (
     Servers,
     leaves_of,
@@ -46,6 +44,7 @@ REFUSED = {
     "adafactor": optax.adafactor(0.1, min_dim_size_to_factor=2),
     "multi_steps": optax.MultiSteps(optax.sgd(0.1), 2),
     "apply_every": optax.chain(optax.apply_every(2), optax.sgd(0.1)),
+    "norm of values": optax.stateless_with_tree_map(lambda g, value: g / (value**2).sum()),
 }
 
 
@@ -135,7 +134,7 @@ def test_repeated_ids_are_summed(subtests):
                     store.push(push._replace(rows=rows))
             if is_sync:
                 for store in repeated.stores:
-                    store.commit(0, 0, 0, (0, 1))
+                    store.commit(0, 0, 0, 2)
             for leaf, value in once.values().items():
                 np.testing.assert_allclose(repeated.values()[leaf], value, rtol=1e-6, atol=1e-6)
 
@@ -194,22 +193,7 @@ def test_ids_out_of_range_are_refused():
         servers.stores[0].pull(0, 0, None, {"dense.kernel": np.array([0])})
 
 
-def test_lazy_tables_are_found():
-    trained = structs(random_leaves(0, SHAPES))
-    for tx in EXACT.values():
-        assert lazy_tables(tx, trained, TABLES) == frozenset()
-    for tx in LAZY.values():
-        assert lazy_tables(tx, trained, TABLES) == set(TABLES)
-    assert lazy_tables(LAZY["adam"], trained, ()) == frozenset()
-
-    def label(params):
-        return {"embed": "exact", "other": "lazy", "dense": "lazy"}
-
-    tx = optax.multi_transform({"exact": EXACT["sgd"], "lazy": LAZY["adam"]}, label)
-    assert lazy_tables(tx, trained, TABLES) == {"other.table"}
-
-
-@pytest.mark.parametrize("names", mostly_slow(REFUSED, "apply_every"))
+@pytest.mark.parametrize("names", mostly_slow(REFUSED, "apply_every", "norm of values"))
 def test_optimizers_that_need_other_rows_or_later_steps_are_refused(names, subtests):
     for name, num_ps in itertools.product(names, [1, 2]):
         with subtests.test(name=name, num_ps=num_ps):

@@ -17,32 +17,27 @@ from tests.ps.simulated import Cluster
 
 LIMIT = 20_000  # small steps until everything has ended
 
-MODES = st.one_of(
-    st.builds(lambda b: {"staleness": 0, "backup_workers": b}, st.sampled_from([0, 0, 1, 2])),
-    st.builds(lambda k: {"staleness": k}, st.sampled_from([1, 2, 3, None])),
-)
-
 
 class Machine(RuleBasedStateMachine):
     """A cluster to which anything happens between any two calls of any process."""
 
     @initialize(
-        mode=MODES,
+        staleness=st.sampled_from([0, 0, 0, 1, 2, 3, None]),
         workers=st.integers(1, 4),
         servers=st.integers(1, 3),
         every=st.sampled_from([0, 1, 2, 3, 5]),
     )
-    def begin(self, mode, workers, servers, every):
-        backup = min(mode.get("backup_workers", 0), workers - 1)
-        mode = mode | ({"backup_workers": backup} if "backup_workers" in mode else {})
-        self.cluster = Cluster(workers=workers, servers=servers, snapshot_every=every, **mode)
+    def begin(self, staleness, workers, servers, every):
+        self.cluster = Cluster(
+            workers=workers, servers=servers, staleness=staleness, snapshot_every=every
+        )
 
     @rule(count=st.integers(1, 4), parts=st.integers(1, 5))
     def schedule_steps(self, count, parts):
         for _ in range(count):
             self.cluster.submit(parts if self.cluster.staleness == 0 else 1)
 
-    @rule(does=st.sampled_from(["call", "write", "write", "raise", "call raise"]))
+    @rule(does=st.sampled_from(["call", "call", "raise", "call raise"]))
     def schedule_other(self, does):
         parts = 3 if does == "raise" and self.cluster.staleness == 0 else 1
         self.cluster.submit(parts, does)

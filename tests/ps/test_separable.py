@@ -10,8 +10,7 @@ import pytest
 from mirror._src.ps.optimizer_tree import join_optimizer_state, split_optimizer_state
 from mirror._src.ps.partitioners import FixedShardsPartitioner
 from mirror._src.ps.placement import place
-from mirror._src.ps.separable import place_separably, require_separable
-from mirror._src.ps.trial import structs
+from mirror._src.ps.separable import place_separably, require_separable, structs
 from tests.ps.servers import (
     SHAPES,
     Servers,
@@ -86,6 +85,7 @@ WHOLE = {
     "zero_nans": optax.chain(optax.zero_nans(), optax.sgd(0.1)),
     "block_rms": optax.chain(optax.clip_by_block_rms(0.5), optax.sgd(0.1)),
     "muon": optax.contrib.muon(1e-2),
+    "size": optax.chain(optax.stateless_with_tree_map(lambda g, _: g / g.size), optax.sgd(0.1)),
 }
 """Leaves may be on any server, but their rows stay together."""
 
@@ -95,6 +95,10 @@ REFUSED = {
     "noise": optax.chain(optax.add_noise(0.1, 0.9, 0), optax.sgd(0.1)),
     "normalized": optax.chain(optax.normalize_by_update_norm(), optax.sgd(0.1)),
     "skipping": optax.MultiSteps(optax.sgd(0.1), 2, should_skip_update_fn=optax.skip_not_finite),
+    "number": optax.chain(
+        optax.stateless(lambda g, _: jax.tree.map(lambda x: x / len(jax.tree.leaves(g)), g)),
+        optax.sgd(0.1),
+    ),
     "masked_norm": optax.masked(optax.clip_by_global_norm(1.0), labels_are_others),
 }
 
@@ -123,8 +127,8 @@ def test_rows_that_an_optimizer_couples_stay_whole(subtests):
             assert all(placement.servers), "leaves are on both servers"
 
 
-@pytest.mark.parametrize("names", mostly_nightly(REFUSED, "global_norm", "masked_norm"))
-def test_optimizers_that_couple_leaves_are_refused(names, subtests):
+@pytest.mark.parametrize("names", mostly_nightly(REFUSED, "global_norm", "number"))
+def test_optimizers_that_are_other_ones_for_some_leaves_are_refused(names, subtests):
     for name, num_shards in itertools.product(names, [1, 8]):
         with subtests.test(name=name, num_shards=num_shards):
             with pytest.raises(ValueError, match="tx") as raised:

@@ -14,7 +14,6 @@ from mirror._src.ps.objects import TrainingObjects
 from mirror._src.ps.tables import SparseTables
 from tests.ps.digits import arrays, largest_difference
 from tests.ps.local_tables import (
-    SPARSE,
     TABLE,
     Cluster,
     batches,
@@ -234,12 +233,7 @@ BAD_ARGUMENTS = [
 def test_bad_arguments_are_rejected(subtests):
     for sparse, kind, texts in BAD_ARGUMENTS:
         with subtests.test(texts=texts), raises(kind, **texts):
-            SparseTables(sparse, False)
-
-
-def test_exactness_must_be_a_bool():
-    with raises(TypeError, names="sparse_exact", values="'yes'"):
-        SparseTables(SPARSE, "yes")
+            SparseTables(sparse)
 
 
 class Odd(nnx.Module):
@@ -267,17 +261,4 @@ def test_names_must_be_trained_variables_with_rows(subtests):
                 model, nnx.Optimizer(model, optax.sgd(1), wrt=nnx.Param)
             ).leaves
             with raises(ValueError, names=name, values=value, fix=fix):
-                SparseTables({name: len}, False).require_in(leaves)
-
-
-def test_lazy_optimizers_are_logged_once_or_rejected(caplog):
-    trained = {TABLE: jax.ShapeDtypeStruct((40, 4), "float32")}
-    lazy, exact = optax.adam(1e-3), optax.adagrad(1e-3)
-    tables = SparseTables(SPARSE, False)
-    for tx in (exact, lazy, lazy, optax.adam(1e-2)):
-        tables.require_optimizer(tx, trained)
-    assert [TABLE in record.message for record in caplog.records] == [True]
-    strict = SparseTables(SPARSE, True)
-    strict.require_optimizer(exact, trained)
-    with raises(ValueError, names="sparse_exact", values=TABLE, fix="optax.adagrad"):
-        strict.require_optimizer(lazy, trained)
+                SparseTables({name: len}).require_in(leaves)

@@ -1,4 +1,4 @@
-"""One server's state: exactly once, the order of parts, snapshots, named variables."""
+"""One server's state: exactly once, the order of parts, snapshots."""
 
 import itertools
 import pickle
@@ -10,7 +10,6 @@ import pytest
 
 from mirror._src.ps.exactly_once import Numbers
 from mirror._src.ps.messages import Definition, Push, Rejected, ServerSnapshot
-from mirror._src.ps.named_variables import NamedVariables
 from mirror._src.ps.optimizer_tree import flatten, nest
 from mirror._src.ps.placement import Slice
 from mirror._src.ps.store import Store
@@ -71,7 +70,7 @@ def test_parts_are_averaged_by_weight_in_the_order_of_parts():
         for part in order:
             servers.push(gradients[part], part=part, weight=weights[part])
         for store in servers.stores:
-            store.commit(0, 0, 0, order)
+            store.commit(0, 0, 0, 4)
         results.append(servers.values())
     for other in results[1:]:
         assert_equal_trees(other, results[0])
@@ -83,28 +82,16 @@ def test_parts_are_averaged_by_weight_in_the_order_of_parts():
     assert_equal_trees(results[0], whole, 1e-6)
 
 
-def test_parts_that_are_not_committed_are_left_out():
-    store, other = make_store(), make_store()
-    for part in range(3):
-        store.push(push_of(part + 1.0, part=part))
-    assert store.commit(0, 0, 0, (0, 2)) == 1
-    for part in (0, 2):
-        other.push(push_of(part + 1.0, part=part))
-    other.commit(0, 0, 0, (0, 2))
-    np.testing.assert_array_equal(w_of(store), w_of(other))
-    assert store.statistics()["rejected"] == {"late": 1}
-
-
 def test_a_part_of_weight_zero_is_left_out_even_if_it_is_nan():
     store, other = make_store(), make_store()
     store.push(push_of(2.0))
     store.push(push_of(np.nan, part=1, weight=0.0))
-    store.commit(0, 0, 0, (0, 1))
+    store.commit(0, 0, 0, 2)
     other.push(push_of(2.0))
-    other.commit(0, 0, 0, (0,))
+    other.commit(0, 0, 0, 1)
     np.testing.assert_array_equal(w_of(store), w_of(other))
     store.push(push_of(np.nan, weight=0.0, based_on=1))
-    assert store.commit(0, 1, 0, (0,)) == 2
+    assert store.commit(0, 1, 0, 1) == 2
     assert np.isfinite(w_of(store)).all()
 
 
@@ -114,9 +101,9 @@ def test_pushes_and_commits_that_are_repeated_are_ignored():
         each.push(push_of(1.0))
     assert store.push(push_of(7.0)) == 0, "the first is kept"
     for each in (store, other):
-        assert each.commit(0, 0, 0, (0,)) == 1
-    assert store.commit(0, 0, 0, (0,)) == 1
-    assert not isinstance(store.pull(0, 1, (0, 0, (0,)), {}), Rejected)
+        assert each.commit(0, 0, 0, 1) == 1
+    assert store.commit(0, 0, 0, 1) == 1
+    assert not isinstance(store.pull(0, 1, (0, 0, 1), {}), Rejected)
     assert store.push(push_of(1.0)) == Rejected("late")
     assert store.pull(0, 0, None, {}) == Rejected("late")
     assert contents(store) == contents(other)
@@ -128,10 +115,11 @@ def test_pushes_and_commits_that_are_repeated_are_ignored():
 def test_gradients_of_a_step_that_failed_are_left_out():
     """Its task is never committed, and the next task is the same step."""
     store, other = make_store(), make_store()
-    store.push(push_of(np.nan, task=3))
     for each in (store, other):
         each.push(push_of(1.0, task=4))
-        each.commit(0, 0, 4, (0,))
+    store.push(push_of(np.nan, task=3))
+    for each in (store, other):
+        each.commit(0, 0, 4, 1)
     np.testing.assert_array_equal(w_of(store), w_of(other))
     assert store.statistics()["rejected"] == {}
 
@@ -140,8 +128,8 @@ def test_a_pull_commits_the_step_before():
     store, other = make_store(), make_store()
     for each in (store, other):
         each.push(push_of(1.0))
-    pulled = store.pull(0, 1, (0, 0, (0,)), {})
-    other.commit(0, 0, 0, (0,))
+    pulled = store.pull(0, 1, (0, 0, 1), {})
+    other.commit(0, 0, 0, 1)
     assert pulled.version == 1
     np.testing.assert_array_equal(pulled.trained[0], w_of(other).reshape(-1))
 
@@ -162,7 +150,7 @@ def test_pulled_values_and_snapshots_do_not_change_later():
     state = jax.tree.map(np.array, snapshot.state)
     for step in range(3):
         store.push(push_of(1.0, change=1.0, based_on=step))
-        store.commit(0, step, 0, (0,))
+        store.commit(0, step, 0, 1)
     assert_equal_trees((pulled.trained, pulled.moving, dict(snapshot.values)), copies)
     assert_equal_trees(snapshot.state, state)
     assert not any(buffer.flags.writeable for buffer in pulled.trained)
@@ -197,7 +185,7 @@ def test_what_was_sent_is_not_overwritten():
         for buffer in (*push.gradients, *push.changes):
             buffer.flags.writeable = False
         store.push(push)
-    store.commit(0, 0, 0, (0, 1))
+    store.commit(0, 0, 0, 2)
     np.testing.assert_array_equal(pushes[0].gradients[0], np.full(6, 1.0, np.float32))
 
 
@@ -205,8 +193,7 @@ def test_moving_values_move_by_the_mean_change():
     store = make_store()
     store.push(push_of(0.0, change=1.0, weight=100.0))
     store.push(push_of(0.0, part=1, change=2.0))
-    store.push(push_of(0.0, part=2, change=64.0))
-    store.commit(0, 0, 0, (0, 1))
+    store.commit(0, 0, 0, 2)
     np.testing.assert_array_equal(store.snapshot().values["mean"], VALUES["mean"] + 1.5)
     store = make_store(is_sync=False)
     for task, change in enumerate((1.0, 2.0)):
@@ -258,16 +245,13 @@ def test_other_incarnations_and_servers_without_state_are_rejected():
         wrong = Rejected("other incarnation")
         assert store.pull(incarnation, None, None, {}) == wrong
         assert store.push(push_of(1.0, incarnation=incarnation)) == wrong
-        assert store.commit(incarnation, 0, 0, (0,)) == wrong
+        assert store.commit(incarnation, 0, 0, 1) == wrong
     assert empty.pull(0, None, None, {}) == Rejected("not loaded")
     assert empty.push(push_of(1.0)) == Rejected("not loaded")
-    assert empty.commit(0, 0, 0, (0,)) == Rejected("not loaded")
-    assert store.variable("a", "read", incarnation=1) == Rejected("other incarnation")
-    assert empty.variable("a", "read") == Rejected("not loaded")
+    assert empty.commit(0, 0, 0, 1) == Rejected("not loaded")
     assert empty.snapshot() == Rejected("not loaded")
-    empty.forget(1)
-    assert store.statistics()["rejected"] == {"other incarnation": 7}
-    assert empty.statistics()["rejected"] == {"not loaded": 5}
+    assert store.statistics()["rejected"] == {"other incarnation": 6}
+    assert empty.statistics()["rejected"] == {"not loaded": 4}
 
 
 OPTIMIZERS = {
@@ -293,11 +277,9 @@ def test_training_continues_from_a_snapshot_bit_for_bit(rows, subtests):
                 for step in steps:
                     store.push(push_of(step, task=step, based_on=step, incarnation=incarnation))
                     if is_sync:
-                        store.commit(incarnation, step, step, (0,))
+                        store.commit(incarnation, step, step, 1)
 
             train(store, range(3), 0)
-            store.variable("a", "create", 1.0)
-            store.variable("a", "assign_add", 1.0, (7, 0))
             snapshot = pickle.loads(pickle.dumps(store.snapshot()))
             assert all(type(leaf) is np.ndarray for leaf in jax.tree.leaves(snapshot.state))
             train(store, range(3, 6), 0)
@@ -308,9 +290,6 @@ def test_training_continues_from_a_snapshot_bit_for_bit(rows, subtests):
                 assert each.push(push_of(1.0, based_on=3)) == Rejected("other incarnation")
                 train(each, range(3, 6), 1)
                 assert contents(each) == undisturbed
-                assert each.variable("a", "assign_add", 1.0, (7, 0)) == 2, (
-                    "the mark is in the snapshot"
-                )
                 if not is_sync:
                     assert each.push(push_of(1.0, task=2, based_on=2, incarnation=1)) == 6
 
@@ -318,12 +297,12 @@ def test_training_continues_from_a_snapshot_bit_for_bit(rows, subtests):
 def test_updates_compile_once(caplog):
     store = make_store()
     store.push(push_of(1.0))
-    store.commit(0, 0, 0, (0,))
+    store.commit(0, 0, 0, 1)
     with compilations(caplog) as events:
         for step, parts in enumerate((1, 3, 2), 1):
             for part in range(parts):
                 store.push(push_of(1.0, part=part, based_on=step))
-            store.pull(0, step + 1, (step, 0, range(parts)), {})
+            store.pull(0, step + 1, (step, 0, parts), {})
         store.snapshot()
     assert_nothing_compiled(events)
 
@@ -340,7 +319,7 @@ def test_servers_may_hold_one_kind_of_leaves_or_none(subtests):
             )
             push = Push(0, 0, 0, 0, 1.0, pulled.trained, pulled.moving)
             assert store.push(push) == 0
-            assert store.commit(0, 0, 0, (0,)) == 1
+            assert store.commit(0, 0, 0, 1) == 1
             assert store.snapshot().values.keys() == {part.leaf for part in slices}
 
 
@@ -382,16 +361,14 @@ def test_steps_out_of_order_are_errors():
     store = make_store()
     store.push(push_of(1.0))
     with raises(RuntimeError, values=(1, 0)):
-        store.commit(0, 1, 0, (0,))
-    with raises(RuntimeError, values=("[0]", "[1]")):
-        store.commit(0, 0, 0, (0, 1))
+        store.commit(0, 1, 0, 1)
+    with raises(RuntimeError, values=("[0]", 2)):
+        store.commit(0, 0, 0, 2)
     with raises(RuntimeError, values=(1, 0)):
         store.pull(0, 1, None, {})
     with raises(RuntimeError, values=(5, 0)):
         store.push(push_of(1.0, based_on=5))
-    with raises(ValueError, values=0):
-        store.commit(0, 0, 0, ())
-    assert store.commit(0, 0, 0, (0,)) == 1
+    assert store.commit(0, 0, 0, 1) == 1
 
 
 def test_statistics_count_bytes():
@@ -416,45 +393,6 @@ def test_numbers_are_a_set(subtests):
                 gaps = itertools.pairwise(numbers.ranges)
                 assert all(stop < start for (_, stop), (start, _) in gaps), "ranges do not touch"
                 numbers = Numbers(numbers.ranges)
-
-
-def test_named_variables_apply_each_operation_once():
-    named = NamedVariables()
-    assert named.apply("a", "create", 10.0) == 10
-    assert named.apply("a", "create", 20.0) == 10, "it exists"
-    assert named.apply("a", "read").dtype == np.float32, "as an array of JAX"
-    assert named.apply("a", "assign_add", 1, (0, 0)) == 11
-    assert named.apply("a", "assign_add", 1, (0, 0)) == 11
-    assert named.apply("a", "assign_sub", 3, (0, 1)) == 8
-    assert named.apply("a", "assign_add", 1, (0, 0)) == 8
-    assert named.apply("a", "assign", 5.0, (1, 0)) == 5
-    assert named.apply("a", "assign_add", 1.0) == 6, "without a mark"
-    named = NamedVariables(*named.snapshot())
-    assert named.apply("a", "assign", 7.0, (1, 0)) == 6
-    named.forget(below=1)
-    assert named.snapshot()[1] == {1: 0}
-    named.apply("a", "read")[...] = 100
-    assert named.apply("a", "read") == 6
-
-
-def test_bad_operations_on_named_variables_are_refused():
-    named = NamedVariables()
-    named.apply("alpha", "create", np.zeros(3, np.int32))
-    with raises(ValueError, names=("'alphas'", "'alpha'"), fix="strategy.Variable"):
-        named.apply("alphas", "read")
-    with raises(ValueError, names=("assign_add", "'alpha'"), values=("[3]", "[2]")):
-        named.apply("alpha", "assign_add", np.zeros(2, np.int32))
-    with raises(TypeError, names=("assign", "'alpha'"), values=("int32[3]", "float64[3]")):
-        named.apply("alpha", "assign", np.zeros(3))
-    with raises(TypeError, names="'alpha'", values="'x'"):
-        named.apply("alpha", "assign", "x")
-    with raises(TypeError, names="'beta'"):
-        named.apply("beta", "create", None)
-    with raises(ValueError, names="'alpha'", values=("int32[3]", "float32[3]")):
-        named.apply("alpha", "create", np.zeros(3, np.float32))
-    with raises(ValueError, names="operation", values="'add'"):
-        named.apply("alpha", "add", 1)
-    assert named.apply("alpha", "read").tolist() == [0, 0, 0]
 
 
 def test_nested_names():

@@ -1,20 +1,21 @@
-"""Variables of the servers, in the main program and in functions that JAX traces."""
+"""Named variables: their operations, and functions that JAX traces."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mirror._src.ps.variables import NamedVariables
 from tests.support import inside
 from tests.support.messages import raises
 
 
 class Host:
-    """A server with one variable."""
+    """One variable."""
 
     def __init__(self):
         self.held = np.float32(3)
 
-    def variable(self, server, name, operation, value):
+    def apply(self, name, operation, value):
         change = {"read": 0, "assign": (value or 0) - self.held, "assign_add": value or 0}
         self.held += change[operation]
         return self.held
@@ -37,8 +38,39 @@ def test_traced_functions_cannot_use_variables(subtests):
     for name in USES:
         with subtests.test(msg=name):
             host = Host()
-            variable = inside.server_variable("a", 0, host)
+            variable = inside.server_variable("a", host)
             with raises(RuntimeError, names="'a'", fix="outside"):
                 jax.jit(lambda x: USES[name](variable, x))(2.0)
             assert host.held == 3
             assert USES[name](variable, 2.0) is not None
+
+
+def test_variables_apply_operations():
+    named = NamedVariables()
+    assert named.apply("a", "create", np.float32(10)) == 10
+    assert named.apply("a", "create", np.float32(20)) == 10, "it exists"
+    assert named.apply("a", "assign_add", 1) == 11
+    assert named.apply("a", "assign_sub", 3) == 8
+    assert named.apply("a", "assign", 5.0).dtype == np.float32
+    named.apply("a", "read")[...] = 100
+    assert named.apply("a", "read") == 5
+
+
+def test_bad_operations_on_named_variables_are_refused():
+    named = NamedVariables()
+    named.apply("alpha", "create", np.zeros(3, np.int32))
+    with raises(ValueError, names=("'alphas'", "'alpha'"), fix="strategy.Variable"):
+        named.apply("alphas", "read")
+    with raises(ValueError, names=("assign_add", "'alpha'"), values=("[3]", "[2]")):
+        named.apply("alpha", "assign_add", np.zeros(2, np.int32))
+    with raises(TypeError, names=("assign", "'alpha'"), values=("int32[3]", "float64[3]")):
+        named.apply("alpha", "assign", np.zeros(3))
+    with raises(TypeError, names="'alpha'", values="'x'"):
+        named.apply("alpha", "assign", "x")
+    with raises(TypeError, names="'beta'"):
+        named.apply("beta", "create", None)
+    with raises(ValueError, names="'alpha'", values=("int32[3]", "float32[3]")):
+        named.apply("alpha", "create", np.zeros(3, np.float32))
+    with raises(ValueError, names="operation", values="'add'"):
+        named.apply("alpha", "add", 1)
+    assert named.apply("alpha", "read").tolist() == [0, 0, 0]

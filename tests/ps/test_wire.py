@@ -12,8 +12,8 @@ VALUE = np.arange(3.0)
 MESSAGES = [
     Pulled(3, (VALUE,), (), {}),
     Push(0, 1, 2, 3, 4.0, (VALUE,)),
-    Result((1, 2), 3.0),
-    Result({"a": ("Result", 1, 2.0)}, 3.0, has_writes=True),
+    Result((1, 2)),
+    Result({"a": ("Result", 1, 2.0)}),
     Rejected("late"),
     NotSetUp(),
     NotExported(),
@@ -67,7 +67,7 @@ class ForgetfulWorker:
 
     def remote(self, method, header, references, data):
         self.calls.append((method, sorted(references)))
-        return plain(Result(data, 1.0)) if references else NotExported()
+        return plain(Result(data)) if references else NotExported()
 
 
 def test_engine_sends_references_again_to_a_worker_that_has_forgotten_them():
@@ -79,5 +79,5 @@ def test_engine_sends_references_again_to_a_worker_that_has_forgotten_them():
         engine.call_worker(
             0, "run_function", (ASSIGNMENT, Export(1, ["fn"]), ["x"]), replies.append
         )
-    assert replies == [Result("x", 1.0)] * 2
+    assert replies == [Result("x")] * 2
     assert worker.calls == [("run_function", keys) for keys in ([1], [], [1])]

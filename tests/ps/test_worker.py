@@ -11,7 +11,6 @@ from flax import nnx
 import mirror
 from mirror._src.ps.actions import Assignment
 from mirror._src.ps.objects import TrainingObjects
-from mirror._src.ps.parts import joined
 from mirror._src.ps.processes import error_of
 from mirror._src.ps.replies import (
     ArgumentOfStep,
@@ -22,6 +21,7 @@ from mirror._src.ps.replies import (
     ServerLost,
     StepWork,
 )
+from mirror._src.ps.step_data import as_users
 from mirror._src.ps.store import Store
 from tests.ps.digits import (
     Net,
@@ -74,7 +74,7 @@ def test_per_replica_result_of_a_function_is_one_of_the_users():
     reply = training.worker.run_function(
         Assignment(0, 0, 0, 1, 0, 0, None, 0), Export(9, None), ((), {})
     )
-    value = joined([reply])
+    value = as_users(reply.value)
     assert isinstance(value, mirror.PerReplica)
     assert list(map(int, value.values)) == [0, 1]
 
@@ -127,7 +127,7 @@ def test_parts_of_a_step_make_the_update_of_the_whole_batch(subtests):
                 for i, rows in enumerate(cuts):
                     reply = training.part(jax.tree.map(lambda x, r=rows: x[r], batch), i, 2)
                     assert isinstance(reply, Result), reply
-                training.end_step(0, 1)
+                training.end_step(2)
             training.collect()
             reference, _ = on_replicas(1, TX, DATA)
             assert largest_difference(arrays(model, optimizer), arrays(*reference)) < 1e-5
@@ -146,7 +146,7 @@ def test_pushes_of_a_failed_step_are_not_those_of_the_next():
     training = Training(model, optimizer)
     training.part(batches([8], seed=9)[0], task=0)  # its other part fails: no commit
     training.part(DATA[0], task=1)
-    training.end_step(0, task=1)
+    training.end_step(task=1)
     training.collect()
     reference, _ = on_replicas(1, TX, DATA[:1])
     assert largest_difference(arrays(model, optimizer), arrays(*reference)) < 1e-5
@@ -156,11 +156,11 @@ def test_late_part_and_lost_server_are_answers():
     model, optimizer = create(LOCAL, TX)
     training = Training(model, optimizer)
     training.part(DATA[0])
-    training.end_step(0)
+    training.end_step()
     training.part(DATA[1])
     training.version -= 1
     late = training.part(DATA[0], 1, 2)
-    assert (late.value, late.weight) == (None, 0.0)
+    assert late == Result(None)
     training.version += 1
     training.stores[1] = training.worker._servers.stores[1] = Store()
     assert training.part(DATA[1]) == ServerLost(1)

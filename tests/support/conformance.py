@@ -329,7 +329,7 @@ STEPS = {
     "edges": (edges, lambda: (rows(3), rows(), rows(0, 2), MIRRORED)),
     "containers": (containers, lambda: (rows(3), MIRRORED)),
 }
-_TOLERANCES = {jnp.dtype("float16"): 1e-3, jnp.dtype("bfloat16"): 8e-3}
+TOLERANCES = {jnp.dtype("float16"): 1e-3, jnp.dtype("bfloat16"): 8e-3}
 
 
 def is_per_replica(value):
@@ -366,7 +366,7 @@ def assert_agree(got, wanted, rtol=1e-6):
         wide = np.complex128 if np.iscomplexobj(a) else np.float64
         difference = np.abs(a.astype(wide) - b.astype(wide)).max()
         largest = np.abs(b.astype(wide)).max()
-        assert difference <= _TOLERANCES.get(dtype, rtol) * largest, (name, difference, largest)
+        assert difference <= TOLERANCES.get(dtype, rtol) * largest, (name, difference, largest)
 
 
 def _is_result(value):

@@ -65,7 +65,7 @@ from mirror._src.keras import step_function as keras_steps
 from mirror._src.ps import cluster, conductor, ray_cluster, server, tethered
 from mirror._src.ps.elsewhere import ELSEWHERE
 from mirror._src.ps.scope import ServerScope
-from mirror._src.ps.variable import ServerVariable
+from mirror._src.ps.variables import ServerVariable
 from mirror._src.strategy import multi_worker
 from mirror._src.strategy import strategy as strategy_base
 from mirror._src.tools import asserts, plugin_support
@@ -277,9 +277,9 @@ def waits_for_ray() -> tuple[ModuleType, ModuleType]:
     return conductor, ray_cluster
 
 
-def server_variable(name: str, server: int, host: object) -> ServerVariable:
-    """A variable of a server of any kind: publicly, it needs a cluster of Ray."""
-    return ServerVariable(name, server, host)
+def server_variable(name: str, variables: Any) -> ServerVariable:
+    """A variable without a cluster of Ray, which it needs publicly."""
+    return ServerVariable(name, variables)
 
 
 def replacements() -> tuple[dict[str, str], dict[tuple[str, str], str]]:
@@ -686,3 +686,8 @@ def checkpoint_state(trainer: mirror.Trainer[Any]) -> tuple[dict[str, Any], dict
 def lowered_text(trainer: mirror.Trainer[Any]) -> str:
     """The program of the last step, which the callbacks write to a file."""
     return trainer._lowered_text()
+
+
+def traced(strategy: mirror.Strategy, step: Callable[..., Any], args: Any) -> Any:
+    """The trace of a step: reports describe it, and the passes rewrite it."""
+    return strategy._runner.traced(step, args, {})[1]

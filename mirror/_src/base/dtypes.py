@@ -1,5 +1,6 @@
 """Dtypes that JAX does not have, or has for gradients only."""
 
+import math
 from typing import Any
 
 import jax
@@ -20,3 +21,8 @@ def is_long(dtype: Any) -> bool:
 def is_float0(leaf: Any) -> bool:
     """Whether the leaf has the dtype float0, which JAX uses for gradients of integers."""
     return getattr(leaf, "dtype", None) == jax.dtypes.float0
+
+
+def num_bytes(aval: Any) -> int:
+    """Returns the size of an array of this shape and dtype."""
+    return int(math.prod(aval.shape) * aval.dtype.itemsize)

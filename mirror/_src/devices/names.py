@@ -70,8 +70,8 @@ class DeviceSpec:
             fix = f"Name a device of this process, {JOB}, such as {SPELLINGS}."
             if host["job"] == "ps":
                 fix = (
-                    "A variable on a parameter server belongs to a strategy, which selects the "
-                    "server: mirror.ps.ParameterServerStrategy().Variable(3.0)."
+                    "A variable that several processes share belongs to a strategy: "
+                    "mirror.ps.ParameterServerStrategy().Variable(3.0)."
                 )
             raise ValueError(f"{name!r} is a device of another process. {fix}")
         return cls(kind, None if index in (None, "*") else int(index))

@@ -31,7 +31,8 @@ from mirror._src.jaxprs.origins import lost_updates
 from mirror._src.jaxprs.proof import Notes, prove
 from mirror._src.jaxprs.summed_noise import summed_noise
 from mirror._src.jaxprs.trace import struct_of, trace
-from mirror._src.passes.shards import Shards, find_shards
+from mirror._src.passes.passes import rewritten
+from mirror._src.passes.program import Program, Settings
 
 
 class Analysis(NamedTuple):
@@ -46,7 +47,8 @@ class Analysis(NamedTuple):
         plan: Execution plan.
         finish: The program after the proved one, whose inputs are its inputs and its outputs: it
             averages and merges state, and selects the outputs. None if there are problems.
-        shards: The sharded part of the step; None if nothing may be sharded.
+        final: The program after the passes. None if `run` leaves it to the executor, because no
+            state is stored in slices.
     """
 
     traced: TracedStep
@@ -56,7 +58,7 @@ class Analysis(NamedTuple):
     problems: Sequence[str]
     plan: Plan
     finish: ClosedJaxpr | None
-    shards: Shards | None
+    final: Program | None
 
 
 def analyze(
@@ -64,6 +66,7 @@ def analyze(
     traced: TracedStep,
     *,
     can_shard: bool,
+    pack_bytes: int,
     donated: Container[int] | None,
     reports: bool = False,
 ) -> Analysis:
@@ -72,7 +75,8 @@ def analyze(
     Args:
         call: The call.
         traced: Its trace.
-        can_shard: Whether weight updates are sharded.
+        can_shard: Whether state may be stored in slices.
+        pack_bytes: All-reduces of at most this many bytes are packed.
         donated: Positions of donated arguments; None if they are unknown, in a report.
         reports: Whether errors are collected instead of raised. The marks then also record the
             collectives that each output was computed from.
@@ -117,16 +121,24 @@ def analyze(
         _complete(notes, traced)
     changed = [i for i, outcome in enumerate(outcomes) if outcome is not LeafOutcome.UNCHANGED]
     plan = Plan(changed, averaged, list(merges), [mark.per_replica for mark in results])
-    finish = shards = None
-    if not problems:
-        finish = _finish(traced, plan)
-    if finish is not None and can_shard:
-        differs = plan.per_replica_results
-        carried = carried_state(call, step, avals[: len(results)], differs, donated)
-        pairs = [(i, k) for k, i in enumerate(changed) if not step.per_replica[i]]
-        pairs += [(i, len(changed) + k) for i, k in carried]
-        shards = find_shards([jaxpr, finish], pairs, step.per_replica, n)
-    return Analysis(traced, notes, marks, outcomes, problems, plan, finish, shards)
+    finish = None if problems else _finish(traced, plan)
+    final = None
+    if can_shard or reports:
+        state = _state(call, traced, plan, donated) if can_shard and finish is not None else None
+        programs = [jaxpr] if finish is None else [jaxpr, finish]
+        settings = Settings(n, pack_bytes, step.per_replica, state, step.axis_name)
+        final = rewritten(programs, settings)
+    return Analysis(traced, notes, marks, outcomes, problems, plan, finish, final)
+
+
+def _state(
+    call: Call, traced: TracedStep, plan: Plan, donated: Container[int] | None
+) -> list[tuple[int, int]]:
+    """Returns the positions of state among the inputs, and of its new value among the outputs."""
+    step, differs = traced.step, plan.per_replica_results
+    carried = carried_state(call, step, traced.avals[: len(differs)], differs, donated)
+    pairs = [(i, k) for k, i in enumerate(plan.changed) if not step.per_replica[i]]
+    return pairs + [(i, len(plan.changed) + k) for i, k in carried]
 
 
 def _complete(notes: Notes, traced: TracedStep) -> None:

@@ -25,7 +25,7 @@ from mirror._src.engine.mesh import require_not_stacked
 from mirror._src.engine.program import StepProgram
 from mirror._src.engine.recent_arrays import RecentArrays, address
 from mirror._src.engine.replica_context import ReplicaGroup
-from mirror._src.passes.shards import Shards
+from mirror._src.passes.program import Program
 
 _get_sharding = operator.attrgetter("sharding")
 _MAX_SHARDINGS = 64
@@ -251,9 +251,9 @@ class ArgumentPlacer:
         program.last_shardings = [getattr(leaf, "sharding", None) for leaf in (*state, *leaves)]
         return call._replace(state=state), leaves
 
-    def accept_sharded(self, shards: Shards) -> None:
+    def accept_sharded(self, program: Program) -> None:
         """Makes `are_placed` accept arrays that are sharded as the inputs of a program."""
-        for axis in set(shards.inputs.values()):
+        for axis in set(program.sharded_inputs.values()):
             sharding = self._replicas.sharding(Kind(axis=axis))
             self._mirrored[id(sharding)] = sharding
             self._own_ids.add(id(sharding))

@@ -21,16 +21,15 @@ from mirror._src.devices.launches import Described, Site
 from mirror._src.devices.replicas import Kind, ReplicaDevices
 from mirror._src.engine.compiled import CompiledProgram, MeshProgram
 from mirror._src.engine.mapping import Mapping, Outputs, map_replicas, mapping_for, rules_inside
-from mirror._src.jaxprs.collective_eqns import is_collective, kind_of
-from mirror._src.jaxprs.equations import arrays_in, equations
-from mirror._src.jaxprs.flat import has_effects
+from mirror._src.jaxprs.collective_eqns import has_effects, is_collective, kind_of
+from mirror._src.jaxprs.equations import arrays_in, equations, with_inner
 from mirror._src.jaxprs.primitives import CALLBACK
 from mirror._src.jaxprs.trace import abstract, abstract_row, context_token
-from mirror._src.jaxprs.user_lines import user_line
+from mirror._src.jaxprs.user_lines import line_within, user_line
 from mirror._src.passes.callbacks import CallbackGuard, is_callback
 from mirror._src.passes.evaluate import Lowering
-from mirror._src.passes.sharded_update import ShardedUpdate
-from mirror._src.passes.shards import Shards
+from mirror._src.passes.passes import rewritten
+from mirror._src.passes.program import Program, Settings
 
 _WITHOUT_RACES = "xla_gpu_exclude_nondeterministic_ops"
 _SCATTER_BYTES = "xla_gpu_reduce_scatter_combine_threshold_bytes"
@@ -56,7 +55,7 @@ class ReplicaProgram(NamedTuple):
         context: The context in which it was traced, see `context_token`.
         donated: Positions of the inputs whose buffers are donated.
         guard: Stores exceptions of host callbacks. `None` if the program has no callbacks.
-        shards: Plan for the sharded update. `None` if nothing is sharded.
+        final: The program after the passes. `None` if `compile` applies them.
         has_races: Whether it computes mirrored values by operations that `is_racing` describes.
     """
 
@@ -70,7 +69,7 @@ class ReplicaProgram(NamedTuple):
     context: object
     donated: Sequence[int] = ()
     guard: CallbackGuard | None = None
-    shards: Shards | None = None
+    final: Program | None = None
     has_races: bool = False
 
     @property
@@ -157,19 +156,18 @@ class MeshExecutor(Executor):
         # With `vmap`, collectives within a device need no packing, and those across devices are
         # packed by `map_replicas`.
         pack_bytes = 0 if self._mapping == "vmap" else self.pack_bytes
-        update = None
-        if program.shards is not None:
+        final = program.final
+        if final is None:
+            per_replica = [kind.is_own for kind in program.inputs]
             n, axis_name = len(self.replicas), self.replicas.axis_name
-            update = ShardedUpdate(program.shards, axis_name, n, self.pack_bytes)
+            settings = Settings(n, pack_bytes, per_replica, axis_name=axis_name)
+            final = rewritten(program.jaxprs, settings)
         start = len(program.inputs)
 
         def replica(*leaves: Any) -> Sequence[Any]:
             arrays = dict(zip(captured, leaves[start:], strict=True))
-            lowering = Lowering(arrays, rules, pack_bytes)
-            if update is None:
-                results = lowering.in_turn(program.jaxprs, leaves[:start])
-            else:
-                results = update.evaluate(lowering, leaves[:start])
+            lowering = Lowering(arrays, rules, pack_bytes, self.replicas.axis_name)
+            results = lowering.run(final, leaves[:start])
             _require_proved(results, program.finish, program.outputs, len(self.replicas))
             return results
 
@@ -188,13 +186,13 @@ class MeshExecutor(Executor):
             program.donated,
             program.avals,
             line=program.line,
-            sites=functools.partial(sites_of, program),
+            sites=functools.partial(sites_of, final),
             guard=program.guard,
             check=check,
             captured=[self.replicas.input(array, Kind()) for array in captured.values()],
             ends_in_python=any(map(_ends_in_python, program.jaxprs)),
             has_races=program.has_races and len(self.replicas.distinct) > 1,
-            scatters=update is not None,
+            scatters=bool(final.sharded_inputs),
         )
 
     def compile_function(
@@ -289,14 +287,20 @@ def _compiler_options(
     return options or None
 
 
-def sites_of(program: ReplicaProgram) -> list[Site]:
+def sites_of(program: Program) -> list[Site]:
     """Returns the collectives and host callbacks of a program, in its order."""
-    eqns = [eqn for jaxpr in program.jaxprs for eqn in equations(jaxpr.jaxpr)]
-    return [
-        Site(kind_of(eqn.primitive.name), user_line(eqn), eqn, is_callback(eqn))
-        for eqn in eqns
-        if is_collective(eqn) or is_callback(eqn)
-    ]
+    sites = []
+    for operation in (each for pack in program.operations for each in pack.members):
+        eqn, around = operation.eqn, operation.around
+        if operation.collective:
+            sites.append(Site(operation.collective, line_within(eqn, around), eqn))
+        elif operation.kind == "equation":
+            sites += [
+                Site(kind_of(inner.primitive.name), user_line(inner), inner, is_callback(inner))
+                for inner in with_inner(eqn)
+                if is_collective(inner) or is_callback(inner)
+            ]
+    return sites
 
 
 def _require_no_callbacks(program: ReplicaProgram) -> None:

@@ -42,7 +42,7 @@ class StepProgram:
         runs: Number of completed runs.
         donated: Positions, among the leaves of the arguments, of those whose buffers are donated.
         kinds: For each input, whether it is per-replica, mirrored or sharded.
-        shards: The sharded part of the program; `None` if nothing can be sharded.
+        shards: The program with sharded state; `None` if the executor cannot shard.
         last_shardings: Shardings of the inputs at the last launch.
         num_reshards: Number of calls whose leaves had the shardings of another program.
         num_address_checks: Number of calls with arrays that might share memory.
@@ -79,8 +79,10 @@ class StepProgram:
         state = filter(step.is_donated, plan.changed) if self._guard is None else ()
         self.last_shardings: Sequence[Any] = ()
         self._out_tree = _result_tree(step, plan)
-        self.shards = analysis.shards
-        self.kinds: Sequence[Kind] = _kinds(step.per_replica, self.shards and self.shards.inputs)
+        self.shards = analysis.final
+        self.kinds: Sequence[Kind] = _kinds(
+            step.per_replica, self.shards and self.shards.sharded_inputs
+        )
         outputs = [step.per_replica[i] for i in plan.changed] + plan.per_replica_results
         self._are_mirrored = [not is_own for is_own in plan.per_replica_results]
         self.known = KnownLeaves()
@@ -97,7 +99,7 @@ class StepProgram:
             analysis.finish,
             step.avals,
             self.kinds,
-            _kinds(outputs, self.shards and self.shards.outputs),
+            _kinds(outputs, self.shards and self.shards.sharded_outputs),
             traced.context,
             [*state, *(step.num_state + i for i in self.donated)],
             self._guard,

@@ -14,9 +14,7 @@ from mirror._src.base.unknown_names import unknown_attribute
 from mirror._src.engine.cross_device_ops import CrossDeviceOps
 from mirror._src.engine.in_step import gather
 from mirror._src.engine.reduce_op import (
-    ReduceOp,
     Reduction,
-    accumulator,
     prepare,
     require_axis,
     require_op,
@@ -45,29 +43,19 @@ class ReplicaGroup(Protocol):
 
 
 class Part(NamedTuple):
-    """The part of a global batch that the replicas of this process compute.
+    """The part of a global batch that the replicas of this process compute, apart from the others.
+
+    Collectives and the number of replicas count this process alone.
 
     Attributes:
-        num_parts: Number of the parts whose results are joined. With 1, the collectives and the
-            number of replicas count this process alone.
         part_id: Index of the part, an int32 of shape `()`.
-        first_row: Index of its first row in the batch, an int32 of shape `()`. None if it is
-            unknown.
-        scale: Size of the batch divided by the size of the part, a float of shape `()`. None if
-            it is unknown.
-        num_separate: Number of the parts that the step of a `Trainer` computes separately.
+        first_row: Index of its first row in the batch, an int32 of shape `()`.
+        num_parts: Number of the parts, where it is known.
     """
 
-    num_parts: int
     part_id: Any
-    first_row: Any = None
-    scale: Any = None
-    num_separate: int = 1
-
-    @property
-    def is_joined(self) -> bool:
-        """Whether the collectives and the number of replicas are over all parts."""
-        return self.num_parts > 1
+    first_row: Any
+    num_parts: int = 1
 
 
 class Piece(NamedTuple):
@@ -146,8 +134,7 @@ class ReplicaContext:
     def _num_replicas(self) -> int:
         if not self._in_step:
             return 1
-        n = self._strategy.num_replicas_in_sync
-        return n if self.part is None else n * self.part.num_parts
+        return self._strategy.num_replicas_in_sync
 
     @property
     def devices(self) -> tuple[jax.Device, ...]:
@@ -159,9 +146,7 @@ class ReplicaContext:
     def replica_id_in_sync_group(self) -> Array:
         """The index of this replica, from 0 to n - 1, as a traced int32 array of shape `()`."""
         self._require_alive()
-        if self.part is None or not self.part.is_joined:
-            return self._index
-        return self._first_of_part + self._index
+        return self._index
 
     @property
     def _index(self) -> Array:
@@ -180,10 +165,7 @@ class ReplicaContext:
             before = index * self.piece.num_rows + self.piece.first_row
         else:
             before = index * size
-        if self.part is None or self.part.first_row is None:
-            num_rows = size if self.piece is None else self.piece.num_rows
-            return self._first_of_part * num_rows + before
-        return self.part.first_row + before
+        return before if self.part is None else self.part.first_row + before
 
     @api_boundary
     def all_reduce(self, op: Reduction, tree: T) -> T:
@@ -211,17 +193,10 @@ class ReplicaContext:
         op = require_op("mirror.all_reduce", op, tree)
         treedef: Any
         leaves, treedef = jax.tree.flatten(tree)
-        is_joined = self.part is not None and self.part.is_joined
-        part = self.part if is_joined and op is ReduceOp.SUM else None
-        if part is not None:
-            # JAX multiplies a constant by the number of replicas of this part alone.
-            leaves = [jnp.copy(prepare(op, leaf)) for leaf in leaves]
         if self._in_step:
             reduced = self._strategy.cross_device_ops.all_reduce(op, leaves)
         else:
             reduced = [prepare(op, leaf) for leaf in leaves]
-        if part is not None:
-            reduced = [_of_all_parts(leaf, part.scale) for leaf in reduced]
         result: T = treedef.unflatten(reduced)
         return result
 
@@ -318,23 +293,3 @@ class ReplicaContext:
         for i, value in zip(inexact, identity([arrays[i] for i in inexact]), strict=True):
             arrays[i] = value
         return treedef.unflatten(arrays)
-
-
-def _of_all_parts(total: Array, scale: Any) -> Array:
-    """Returns what the sum over a part contributes to the weighted mean over all parts.
-
-    This mean is then the sum over all parts, and so is all that is computed from it by sums and by
-    products with constants. Integers are summed as they are.
-
-    Raises:
-        ValueError: If the size of the part relative to the batch is unknown.
-    """
-    if not jnp.issubdtype(total.dtype, jnp.inexact):
-        return total
-    if scale is None:
-        raise ValueError(
-            'all_reduce("sum", x) of floats requires the size of the whole batch, but the workers '
-            'fetch their own batches. Use all_reduce("mean", x), or pass the batch to `schedule`.'
-        )
-    wide = total.astype(accumulator(total.dtype))
-    return (wide * scale.astype(wide.real.dtype)).astype(total.dtype)

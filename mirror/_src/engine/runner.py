@@ -393,6 +393,7 @@ class Runner:
             call,
             self._trace(call, types),
             can_shard=self.holds_slices,
+            pack_bytes=self.pack_bytes,
             donated=None if reports else call.donate_argnums,
             reports=reports,
         )

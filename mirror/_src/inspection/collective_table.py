@@ -1,23 +1,23 @@
 """Lists the collectives of a step: operands, number of executions, and the user's line."""
 
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 
+from mirror._src.base.dtypes import num_bytes
 from mirror._src.base.types import Array
-from mirror._src.jaxprs.atoms import num_bytes
-from mirror._src.jaxprs.collective_eqns import contains_collective, is_collective, kind_of
+from mirror._src.jaxprs.collective_eqns import contains_collective
 from mirror._src.jaxprs.equations import inner_programs, jaxpr_of
-from mirror._src.jaxprs.flat import Operation, Packing, flatten, in_order
 from mirror._src.jaxprs.primitives import op_of
 from mirror._src.jaxprs.user_lines import line_within
 from mirror._src.passes.evaluate import bind
-from mirror._src.passes.shards import Shards, packs_of
+from mirror._src.passes.pack import packed
+from mirror._src.passes.program import Program, Settings
 
-_SCATTER = "reduce-scatter"
+_AFTER = "strategy.run, after the step"
 _LOOPS = frozenset({"scan", "while"})
 
 
@@ -76,73 +76,42 @@ class CollectiveRow:
 
 
 def collectives_of(
-    program: ClosedJaxpr | Jaxpr,
+    program: Program,
     pack_bytes: int,
-    line: str | None = None,
+    after: Collection[int] = (),
     around: tuple[JaxprEqn, ...] = (),
-    scattered: Sequence[JaxprEqn] = (),
 ) -> Iterator[CollectiveRow]:
-    """Yields the collectives of a program, in program order.
+    """Yields the collectives of a flat program, in its order.
 
     Args:
-        program: The program.
-        pack_bytes: Size limit for packing small all-reduces into one, as in `Lowering`.
-        line: Line to report for all collectives, instead of the user's.
+        program: The program after the passes.
+        pack_bytes: Size limit for packing in loops and branches, as for `Lowering`.
+        after: The `id`s of the equations that `run` adds after the step.
         around: Equations that enclose the program, outermost first.
-        scattered: All-reduces that a sharded update executes as reduce-scatters.
     """
-    scattered_ids = set(map(id, scattered))
-
-    def key_of(operation: Operation) -> Hashable:
-        key = Packing(pack_bytes).key_of(operation)
-        return key and (key, id(operation.eqn) in scattered_ids)
-
-    flat = flatten([program], _contains_inner_collective)
-    numbers = {operation: i for i, operation in enumerate(flat.operations)}
-    packs = in_order(flat.operations, key_of)
-    for pack in sorted(packs, key=lambda pack: numbers[pack[0]]):
-        within = (*around, *pack[0].around)
-        eqns = tuple(operation.eqn for operation in pack)
-        if not is_collective(eqns[0]):
-            for inner in inner_programs(eqns[0].params.values()):
-                if contains_collective(jaxpr_of(inner)):
-                    inside = (*within, eqns[0])
-                    yield from collectives_of(inner, pack_bytes, line, inside)
+    for operation in program.operations:
+        within = (*around, *operation.around)
+        members = operation.members
+        first, eqns = members[0], tuple(member.eqn for member in members)
+        if not first.collective:
+            for inner in inner_programs(first.eqn.params.values()):
+                if operation.kind == "equation" and contains_collective(jaxpr_of(inner)):
+                    inside = packed(inner, Settings(pack_bytes=pack_bytes))
+                    yield from collectives_of(inside, pack_bytes, after, (*within, first.eqn))
             continue
         loops = [outer for outer in within if outer.primitive.name in _LOOPS]
-        avals: list[Any] = [atom.aval for eqn in eqns for atom in eqn.invars]
+        is_gather = first.kind == "gather"
+        is_after = is_gather or id(first.eqn) in after
         yield CollectiveRow(
-            _SCATTER if id(eqns[0]) in scattered_ids else kind_of(eqns[0].primitive.name),
-            op_of(eqns[0].primitive.name),
-            len(avals),
-            sum(map(num_bytes, avals)),
-            line or line_within(eqns[0], within),
+            first.collective,
+            "" if is_gather else op_of(first.eqn.primitive.name),
+            len(operation.inputs),
+            sum(num_bytes(atom.aval) for atom in operation.inputs),
+            _AFTER if is_after else line_within(first.eqn, within),
             loops[-1].primitive.name if loops else "",
             _trips(loops),
-            eqns,
+            () if is_gather else eqns,
         )
-
-
-def gathers_of(
-    shards: Shards, num_replicas: int, pack_bytes: int, line: str
-) -> list[CollectiveRow]:
-    """Returns the all-gathers after a sharded update, for arrays that are not sharded."""
-    return [
-        CollectiveRow(
-            kind_of("all_gather"),
-            "",
-            len(pack),
-            sum(value.num_bytes for value in pack) // num_replicas,
-            line,
-        )
-        for pack in packs_of(shards.gathered, pack_bytes)
-    ]
-
-
-def _contains_inner_collective(eqn: JaxprEqn, _: object) -> bool:
-    return any(
-        contains_collective(jaxpr_of(inner)) for inner in inner_programs(eqn.params.values())
-    )
 
 
 def _trips(loops: Sequence[JaxprEqn]) -> int | None:

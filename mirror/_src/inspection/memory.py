@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
+from mirror._src.base.dtypes import num_bytes
 from mirror._src.base.naming import argument_names, keys
 from mirror._src.devices import backend
 from mirror._src.devices.replicas import ReplicaDevices
@@ -20,7 +21,6 @@ from mirror._src.engine.drift import find_returned
 from mirror._src.engine.examined import ExaminedStep
 from mirror._src.engine.variable import Variable
 from mirror._src.inspection.memory_report import Kind, MemoryGroup, MemoryReport
-from mirror._src.jaxprs.atoms import num_bytes
 from mirror._src.jaxprs.equations import arrays_in
 
 _BY_NAME = {"params": Kind.PARAMETERS, "opt_state": Kind.OPTIMIZER_STATE}

@@ -15,14 +15,14 @@ from mirror._src.base.types import StepFunction
 from mirror._src.engine.call import Call
 from mirror._src.engine.plan import LeafOutcome
 from mirror._src.engine.runner import Runner
-from mirror._src.inspection.collective_table import CollectiveRow, collectives_of, gathers_of
+from mirror._src.inspection.collective_table import CollectiveRow, collectives_of
+from mirror._src.jaxprs.equations import equations
 from mirror._src.jaxprs.marks import Mark
-from mirror._src.passes.shards import Shards
+from mirror._src.passes.program import Program
 
 _MOST_LINES = 2
 _UNCHANGED = "the step does not change it"
 _KEY = "each replica samples with its own key, derived from this one"
-_AFTER = "strategy.run, after the step"
 
 
 @dataclass(frozen=True)
@@ -127,37 +127,33 @@ def describe_program(
 ) -> ProgramReport:
     """Implements `Strategy.inspect`."""
     call, analysis = runner.analyzed(fn, args, kwargs)
-    traced, shards = analysis.traced, analysis.shards
-    step, avals = traced.step, traced.avals
+    traced, final = analysis.traced, analysis.final
+    assert final is not None  # it is a report
+    step, avals, finish = traced.step, traced.avals, analysis.finish
     results, after, _ = traced.split(analysis.marks)
     ends = len(results), len(results) + step.num_state
-    n, limit = len(runner.replicas), runner.pack_bytes
-    scattered = [operation.eqn for operation in shards.scattered] if shards else []
+    after_step = set(map(id, equations(finish.jaxpr))) if finish is not None else set[int]()
     return ProgramReport(
         step.name,
-        n,
+        len(runner.replicas),
         tuple(_list_results(call, step.out_names, avals[: ends[0]], results)),
         tuple(_list_variables(call, avals[ends[0] : ends[1]], after, analysis.outcomes)),
-        (
-            *collectives_of(traced.jaxpr, limit, scattered=scattered),
-            *(collectives_of(analysis.finish, limit, _AFTER) if analysis.finish else ()),
-            *(gathers_of(shards, n, limit, _AFTER) if shards else []),
-        ),
+        tuple(collectives_of(final, runner.pack_bytes, after_step)),
         tuple(analysis.problems),
-        tuple(_list_sharding(call, step.avals, shards, n)) if shards else (),
+        tuple(_list_sharding(call, step.avals, final, len(runner.replicas))),
     )
 
 
 def _list_sharding(
-    call: Call, avals: Sequence[Any], shards: Shards, num_replicas: int
+    call: Call, avals: Sequence[Any], final: Program, num_replicas: int
 ) -> Iterator[ValueRow]:
     """Yields one row per array of the state that the step changes."""
     names = call.input_names
     shard = f"1/{num_replicas} on each device"
-    for i in sorted({*shards.inputs, *shards.reasons}):
-        is_sharded = i in shards.inputs
-        why = f"{shard}, along axis {shards.inputs[i]}" if is_sharded else shards.reasons[i]
-        state = "sharded" if is_sharded else "mirrored"
+    axes = final.sharded_inputs
+    for i in sorted({*axes, *final.reasons}):
+        why = f"{shard}, along axis {axes[i]}" if i in axes else final.reasons[i]
+        state = "sharded" if i in axes else "mirrored"
         yield ValueRow(names[i], describe(avals[i]), state, why)
 
 

@@ -1,14 +1,14 @@
 """Queries on equations that name the replica axis, or differ between replicas otherwise."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn
 
+from mirror._src.base.dtypes import num_bytes
 from mirror._src.base.errors import bytes_in_words, counted
 from mirror._src.base.types import Array
-from mirror._src.jaxprs.atoms import num_bytes
 from mirror._src.jaxprs.equations import equations
 from mirror._src.jaxprs.primitives import ALL_REDUCE, PASSING, PRIMITIVES, SILENT, STATEFUL, op_of
 from mirror._src.jaxprs.user_lines import user_line
@@ -16,6 +16,7 @@ from mirror._src.jaxprs.user_lines import user_line
 ALL_REDUCES = frozenset(name for name, p in PRIMITIVES.items() if p.collective == ALL_REDUCE)
 MIRRORING = frozenset(name for name, p in PRIMITIVES.items() if p.is_mirrored)
 
+_AXIS_EFFECT = "NamedAxisEffect"
 _LOCAL: dict[str, Callable[..., Array]] = {
     "sum": jax.lax.reduce_sum,
     "max": jax.lax.reduce_max,
@@ -79,6 +80,11 @@ def is_collective(eqn: JaxprEqn) -> bool:
 def spans_whole_axis(eqn: JaxprEqn) -> bool:
     """Whether an operation is a collective of all replicas, not one within groups."""
     return is_collective(eqn) and eqn.params.get("axis_index_groups") is None
+
+
+def has_effects(effects: Iterable[object]) -> bool:
+    """Whether there are effects other than naming an axis."""
+    return any(type(effect).__name__ != _AXIS_EFFECT for effect in effects)
 
 
 def is_replica_source(eqn: JaxprEqn) -> bool:

@@ -2,14 +2,14 @@
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from mirror._src.jaxprs.atoms import Atom, Value, values_of
-from mirror._src.jaxprs.collective_eqns import ALL_REDUCES, spans_whole_axis
-from mirror._src.jaxprs.equations import called, inner_programs, jaxpr_of
-from mirror._src.jaxprs.flat import FlatProgram, Operation, flatten
+from mirror._src.jaxprs.collective_eqns import ALL_REDUCES, has_effects, spans_whole_axis
+from mirror._src.jaxprs.ensure import ensured_p
+from mirror._src.jaxprs.equations import Interpreter, called, inner_programs, jaxpr_of
 from mirror._src.jaxprs.primitives import ADDITION, CASTING, PASSING, PICKING, SHAPING
 from mirror._src.jaxprs.user_lines import line_within
 
@@ -38,29 +38,34 @@ def lost_updates(program: ClosedJaxpr) -> list[LostUpdate]:
     outputs = program.jaxpr.outvars
     if not _may_lose_sums(program.jaxpr, [True] * len(outputs)):  # the usual case, and fast
         return []
-    flat = _flat(program)
-    positions = {value: i for i, value in enumerate(flat.inputs)}
-    reduced: dict[Value, Operation] = {}
-    updates: list[tuple[Operation, Value, Operation]] = []
-    for operation in flat.operations:
-        operands = values_of(operation.inputs)
-        source = next((reduced[value] for value in operands if value in reduced), None)
-        if operation.name in ALL_REDUCES and spans_whole_axis(operation.eqn):
-            source = operation
+    walk = _Pass()
+    inputs = [_Value() for _ in program.jaxpr.invars]
+    outputs = walk.call(program, inputs)
+    positions = {value: i for i, value in enumerate(inputs)}
+    reduced: dict[_Value, _Value] = {}
+    updates: list[tuple[_Value, _Value, _Value]] = []
+    for value in walk.values:
+        assert value.eqn is not None
+        source = next((reduced[each] for each in value.operands if each in reduced), None)
+        if value.name in ALL_REDUCES and spans_whole_axis(value.eqn):
+            source = value
         if source is None:
             continue
-        reduced.update(dict.fromkeys(operation.outputs, source))
-        if operation.name in ADDITION:
-            olds = [value for value in operands if value in positions]
-            updates += [(operation, old, source) for old in olds if _fits(operation, old)]
+        reduced[value] = source
+        if value.name in ADDITION:
+            olds = [each for each in value.operands if each in positions]
+            shapes = [program.jaxpr.invars[positions[old]].aval for old in olds]
+            pairs = zip(olds, shapes, strict=True)
+            updates += [(value, old, source) for old, aval in pairs if _fits(value.eqn, aval)]
     if not updates:
         return []
-    live = _live(flat)
-    kept = {old for operation, old, _ in updates if live.issuperset(operation.outputs)}
+    effects = [value for value in walk.values if value.eqn and has_effects(value.eqn.effects)]
+    live = _live([*outputs, *effects])
+    kept = {old for value, old, _ in updates if value in live}
     return [
-        LostUpdate(positions[old], _line(source), _line(operation))
-        for operation, old, source in updates
-        if old not in kept and live.isdisjoint(operation.outputs)
+        LostUpdate(positions[old], source.line, value.line)
+        for value, old, source in updates
+        if old not in kept and value not in live
     ]
 
 
@@ -88,72 +93,111 @@ def _variables(atoms: Iterable[Any]) -> Iterator[Any]:
     return (atom for atom in atoms if not isinstance(atom, Literal))
 
 
-def _fits(operation: Operation, old: Value) -> bool:
-    """Whether the result could replace the input: an array of floats of the same shape."""
-    new = operation.outputs[0].aval
-    return bool(new.shape == old.aval.shape and new.dtype.kind not in "biu")
+@dataclass(eq=False)
+class _Value:
+    """A value, and where it comes from.
+
+    Attributes:
+        eqn: The operation that computes it; `None` for an input or a constant.
+        operands: The operands of the operation.
+        within: The calls around it, outermost first.
+    """
+
+    eqn: JaxprEqn | None = None
+    operands: Sequence["_Value"] = ()
+    within: tuple[JaxprEqn, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Name of the primitive; empty for an input or a constant."""
+        return self.eqn.primitive.name if self.eqn is not None else ""
+
+    @property
+    def line(self) -> str:
+        """The user's line that computes it."""
+        assert self.eqn is not None
+        return line_within(self.eqn, self.within)
 
 
-def _live(flat: FlatProgram) -> set[Value]:
-    """Returns the values that outputs or effects depend on."""
-    live = set(values_of(flat.outputs))
-    for operation in reversed(flat.operations):
-        if operation.has_effects or not live.isdisjoint(operation.outputs):
-            live.update(values_of(operation.inputs))
+class _Pass(Interpreter[_Value]):
+    """Records the values of one program. Loops and branches are operations.
+
+    Attributes:
+        values: The results of all operations, in order.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: list[_Value] = []
+
+    def constant(self, _: Any) -> _Value:
+        return _Value()
+
+    def chosen(self, predicate: _Value, cases: Sequence[_Value]) -> _Value:
+        raise NotImplementedError  # loops and branches are leaves
+
+    def leaf(self, eqn: JaxprEqn, operands: list[_Value]) -> list[_Value]:
+        if eqn.primitive is ensured_p:  # computes nothing
+            return operands
+        num = len(eqn.outvars)  # one without results may have effects
+        results = [_Value(eqn, operands, tuple(self.within)) for _ in range(num or 1)]
+        self.values += results
+        return results[:num]
+
+    scan = while_loop = cond = leaf
+
+
+def _fits(eqn: JaxprEqn, old: Any) -> bool:
+    """Whether the result could replace an input: an array of floats of the same shape."""
+    new: Any = eqn.outvars[0].aval
+    return bool(new.shape == old.shape and new.dtype.kind not in "biu")
+
+
+def _live(roots: Iterable[_Value]) -> set[_Value]:
+    """Returns the values that others are computed from."""
+    live, waiting = set[_Value](), list(roots)
+    while waiting:
+        value = waiting.pop()
+        if value not in live:
+            live.add(value)
+            waiting += value.operands
     return live
-
-
-def _line(operation: Operation) -> str:
-    return line_within(operation.eqn, operation.around)
-
-
-def _flat(program: ClosedJaxpr | Jaxpr) -> FlatProgram:
-    return flatten([program], lambda eqn, _: called(eqn) is not None)
 
 
 def activation_of(program: ClosedJaxpr | Jaxpr, name: str) -> str | None:
     """Returns the function that computed a value of `checkpoint_name`: "softmax" or "sigmoid"."""
-    flat = _flat(program)
-    producers = {value: op for op in flat.operations for value in op.outputs}
-    for operation in flat.operations:
-        if operation.name == "name" and operation.eqn.params["name"] == name:
-            return _activation(operation.inputs[0], producers)
-        for inner in _loops(operation.eqn):
-            if (found := activation_of(inner, name)) is not None:
-                return found
+    walk = _Pass()
+    walk.call(program, [_Value() for _ in jaxpr_of(program).invars])
+    for value in walk.values:
+        assert value.eqn is not None
+        if value.name == "name" and value.eqn.params["name"] == name:
+            return _activation(value.operands[0])
+        if called(value.eqn) is None:
+            for inner in inner_programs(value.eqn.params.values()):
+                if (found := activation_of(inner, name)) is not None:
+                    return found
     return None
 
 
-def _loops(eqn: JaxprEqn) -> Iterator[ClosedJaxpr | Jaxpr]:
-    if called(eqn) is None:
-        yield from inner_programs(eqn.params.values())
-
-
-def _activation(atom: Atom, producers: dict[Value, Operation]) -> str | None:
-    operation = _source(atom, producers)
-    if operation is None:
-        return None
-    if operation.name == "logistic":
+def _activation(value: _Value) -> str | None:
+    value = _source(value)
+    if value.name == "logistic":
         return "sigmoid"
-    if operation.name != "div":
+    if value.name != "div":
         return None
-    above, below = (_source(each, producers) for each in operation.inputs)
-    if below is None:
-        return None
-    if below.name == "reduce_sum" and above is not None and above.name == "exp":
-        summed = _source(below.inputs[0], producers)
-        is_same = summed is not None and summed.name == "exp" and summed.inputs == above.inputs
+    above, below = map(_source, value.operands)
+    if below.name == "reduce_sum" and above.name == "exp":
+        summed = _source(below.operands[0])
+        is_same = summed.name == "exp" and summed.operands[0] is above.operands[0]
         return "softmax" if is_same else None
-    if below.name == "add" and above is None:  # 1 / (1 + exp(-x))
-        names = [op.name for each in below.inputs if (op := _source(each, producers))]
+    if below.name == "add" and not above.name:  # 1 / (1 + exp(-x))
+        names = [found.name for each in below.operands if (found := _source(each)).name]
         return "sigmoid" if names == ["exp"] else None
     return None
 
 
-def _source(atom: Atom, producers: dict[Value, Operation]) -> Operation | None:
-    """Returns the operation that computed a value, before changes of its shape or dtype."""
-    while isinstance(atom, Value) and (operation := producers.get(atom)) is not None:
-        if operation.name not in _UNCHANGED:
-            return operation
-        atom = operation.inputs[0]
-    return None
+def _source(value: _Value) -> _Value:
+    """Returns the value before changes of its shape or dtype."""
+    while value.name in _UNCHANGED:
+        value = value.operands[0]
+    return value

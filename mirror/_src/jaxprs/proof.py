@@ -105,7 +105,7 @@ def prove(
             is called on per-replica values.
     """
     inputs = [Mark(i if differs else None) for i, differs in enumerate(per_replica)]
-    walk = _Pass(num_replicas, axis_name, names, reports=problems is not None)
+    walk = Proof(num_replicas, axis_name, names, reports=problems is not None)
     marks = walk.call(jaxpr, inputs)
     if problems is not None:
         problems += walk.problems
@@ -118,7 +118,7 @@ def prove(
     return marks
 
 
-class _Pass(Interpreter[Mark]):
+class Proof(Interpreter[Mark]):
     """Data-flow pass over one program.
 
     Attributes:
@@ -131,7 +131,12 @@ class _Pass(Interpreter[Mark]):
     """
 
     def __init__(
-        self, num_replicas: int, axis_name: str, names: Sequence[str], *, reports: bool
+        self,
+        num_replicas: int,
+        axis_name: str = REPLICA_AXIS,
+        names: Sequence[str] = (),
+        *,
+        reports: bool = False,
     ) -> None:
         super().__init__()
         self.num_replicas = num_replicas

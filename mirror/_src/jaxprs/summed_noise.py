@@ -6,13 +6,12 @@ all-reduce. Any other noise, as in dropout and augmentation, needs a key per rep
 """
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from mirror._src.jaxprs.atoms import Value, values_of
 from mirror._src.jaxprs.collective_eqns import ALL_REDUCES, is_replica_source
-from mirror._src.jaxprs.equations import called
-from mirror._src.jaxprs.flat import Operation, flatten
+from mirror._src.jaxprs.equations import Interpreter
 from mirror._src.jaxprs.primitives import (
     ADDITION,
     CASTING,
@@ -31,6 +30,7 @@ _KEEPS_SAMPLES = _MOVING | ELEMENTWISE | SAMPLER
 _LINEAR = _MOVING | CASTING | ADDITION | LINEAR | {"mul", "div"}
 
 _Lines = frozenset[str]
+_NONE: _Lines = frozenset()
 
 
 def summed_noise(program: ClosedJaxpr, per_replica: Sequence[bool]) -> set[str]:
@@ -40,48 +40,75 @@ def summed_noise(program: ClosedJaxpr, per_replica: Sequence[bool]) -> set[str]:
         program: The replica program.
         per_replica: For each input, whether replicas may hold different values.
     """
-    flat = flatten([program], lambda eqn, _: called(eqn) is not None)
-    differing = {value for value, own in zip(flat.inputs, per_replica, strict=True) if own}
-    noise: dict[Value, _Lines] = {}  # mirrored values that were computed from samples
-    carriers: dict[Value, _Lines] = {}  # per-replica values to which noise was added
-    summed: set[str] = set()
-    other: set[str] = set()
-    for operation in flat.operations:
-        name, operands = operation.name, values_of(operation.inputs)
-        samples = _union(noise, operands)
-        carried = _union(carriers, operands)
+    walk = _Pass()
+    outputs = walk.call(program, [_Facts(differs) for differs in per_replica])
+    return walk.summed - walk.other.union(*(facts.carried for facts in outputs))
+
+
+class _Facts(NamedTuple):
+    """Facts about a value.
+
+    Attributes:
+        differs: Whether it is per-replica.
+        samples: For a mirrored value, the lines that sampled the numbers it was computed from.
+        carried: For a per-replica value, the lines of the noise that was added to it.
+    """
+
+    differs: bool = False
+    samples: _Lines = frozenset()
+    carried: _Lines = frozenset()
+
+
+class _Pass(Interpreter[_Facts]):
+    """Search in one program. Noise inside loops and branches does not count as summed.
+
+    Attributes:
+        summed: Lines of the noise that is summed over the replicas.
+        other: Lines of the noise that is used in another way.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.summed: set[str] = set()
+        self.other: set[str] = set()
+
+    def constant(self, _: Any) -> _Facts:
+        return _Facts()
+
+    def chosen(self, predicate: _Facts, cases: Sequence[_Facts]) -> _Facts:
+        raise NotImplementedError  # loops and branches are leaves
+
+    def leaf(self, eqn: JaxprEqn, operands: list[_Facts]) -> list[_Facts]:
+        if eqn.primitive.name in PASSING:
+            return operands
+        return [self._result(eqn, operands)] * len(eqn.outvars)
+
+    scan = while_loop = cond = leaf
+
+    def _result(self, eqn: JaxprEqn, operands: list[_Facts]) -> _Facts:
+        name = eqn.primitive.name
+        samples = _NONE.union(*(each.samples for each in operands))
+        carried = _NONE.union(*(each.carried for each in operands))
         if name in ALL_REDUCES:
-            (summed if op_of(name) == "sum" else other).update(carried)
-            continue
-        differs = not differing.isdisjoint(operands) or is_replica_source(operation.eqn)
-        if not differs:
+            (self.summed if op_of(name) == "sum" else self.other).update(carried)
+            return _Facts()
+        if not any(each.differs for each in operands) and not is_replica_source(eqn):
             if name in SAMPLER:
-                samples = frozenset({line_within(operation.eqn, operation.around)})
-            if samples and name in _KEEPS_SAMPLES:
-                noise.update(dict.fromkeys(operation.outputs, samples))
-            continue
-        differing.update(operation.outputs)
-        if name in _LINEAR and _is_linear(operation, differing):
+                samples = frozenset({line_within(eqn, self.within)})
+            return _Facts(samples=samples if name in _KEEPS_SAMPLES else _NONE)
+        if name in _LINEAR and _is_linear(name, operands):
             if name in ADDITION:
                 carried |= samples
             else:
-                other |= samples
-            carriers.update(dict.fromkeys(operation.outputs, carried))
-        else:
-            other |= samples | carried
-    for value in values_of(flat.outputs):
-        other |= carriers.get(value, frozenset())
-    return summed - other
+                self.other |= samples
+            return _Facts(True, carried=carried)
+        self.other |= samples | carried
+        return _Facts(True)
 
 
-def _is_linear(operation: Operation, differing: set[Value]) -> bool:
+def _is_linear(name: str, operands: Sequence[_Facts]) -> bool:
     """Whether an operation is linear in its per-replica operands."""
-    if operation.name not in ("mul", "div"):
+    if name not in ("mul", "div"):
         return True
-    are_own = [each in differing for each in operation.inputs]
-    return are_own == [True, False] or (operation.name == "mul" and are_own == [False, True])
-
-
-def _union(of: dict[Value, _Lines], operands: Sequence[Value]) -> _Lines:
-    empty: _Lines = frozenset()
-    return empty.union(*(of.get(value, empty) for value in operands))
+    differ = [each.differs for each in operands]
+    return differ == [True, False] or (name == "mul" and differ == [False, True])

@@ -10,7 +10,6 @@ from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import NamedSharding
 
-from mirror._src.jaxprs.atoms import Atom, Constant, Value
 from mirror._src.jaxprs.equations import (
     Scan,
     While,
@@ -20,15 +19,16 @@ from mirror._src.jaxprs.equations import (
     solve_of,
     walk,
 )
-from mirror._src.jaxprs.flat import (
-    FlatProgram,
+from mirror._src.passes.pack import count, join, packed, split
+from mirror._src.passes.program import (
+    Atom,
+    Constant,
     Operation,
-    Packing,
-    flatten,
-    in_order,
+    Program,
+    Settings,
+    Value,
     needs_barrier,
 )
-from mirror._src.passes.packing import join, split
 
 Rule: TypeAlias = Callable[[JaxprEqn, list[Any]], Sequence[Any]]
 Rules: TypeAlias = Mapping[str, Callable[[JaxprEqn], Rule | None]]
@@ -80,70 +80,42 @@ class Lowering(Evaluation):
         arrays: Replacements for the constant arrays of the program, by the `id` of the array.
         rules: For each name of a primitive, a function that returns the replacement of an
             operation, or `None` to keep the operation.
-        pack_bytes: Independent all-reduces of at most this many bytes are packed into one buffer.
+        pack_bytes: Independent all-reduces of at most this many bytes are packed into one buffer,
+            also inside loops and branches.
+        axis: Name of the mapped axis, along which arrays are sliced; empty without one.
     """
 
     def __init__(
-        self,
-        arrays: Mapping[int, Any],
-        rules: Rules,
-        pack_bytes: int = 0,
+        self, arrays: Mapping[int, Any], rules: Rules, pack_bytes: int = 0, axis: str = ""
     ) -> None:
         self._arrays = arrays
         self._rules = rules
-        self._packing = Packing(pack_bytes)
+        self._settings = Settings(pack_bytes=pack_bytes)
         self._opened: dict[int, tuple[Jaxpr, bool]] = {}
+        self.axis = axis
 
     def call(self, program: ClosedJaxpr | Jaxpr, arguments: Sequence[Any]) -> list[Any]:
         """See `Evaluation.call`."""
-        return self.in_turn([program], arguments)
+        return self.run(packed(program, self._settings), arguments)
 
-    def in_turn(
-        self, programs: Sequence[ClosedJaxpr | Jaxpr], arguments: Sequence[Any]
-    ) -> list[Any]:
-        """Evaluates programs in turn; each gets the arguments and the previous one's outputs."""
-        if sum(map(self._packing.count, programs)) > 1:
-            return self._scheduled(flatten(programs, self._packing.opens), arguments)
-        outputs: list[Any] = []
-        for program in programs:
-            outputs = walk(program, [*arguments, *outputs], self.constant, self.apply)
-        return outputs
-
-    def _scheduled(self, flat: FlatProgram, arguments: Sequence[Any]) -> list[Any]:
-        """Evaluates a program with its small collectives packed."""
-        values: dict[Value, Any] = dict(zip(flat.inputs, arguments, strict=True))
+    def run(self, program: Program, arguments: Sequence[Any]) -> list[Any]:
+        """Returns the outputs of a flat program."""
+        values: dict[Value, Any] = dict(zip(program.inputs, arguments, strict=True))
 
         def read(atom: Atom) -> Any:
             return self.constant(atom.value) if isinstance(atom, Constant) else values[atom]
 
-        for pack in in_order(flat.operations, self._packing.key_of):
-            operands = [[read(atom) for atom in operation.inputs] for operation in pack]
-            if len(pack) == 1:
-                results = [self.evaluate(pack[0], operands[0])]
-            else:
-                results = [[x] for x in self.packed(pack, [x for (x,) in operands])]
-            for operation, outputs in zip(pack, results, strict=True):
-                values.update(zip(operation.outputs, outputs, strict=True))
-        return list(map(read, flat.outputs))
+        for operation in program.operations:
+            outputs = self.evaluate(operation, list(map(read, operation.inputs)))
+            values.update(zip(operation.outputs, outputs, strict=True))
+        return list(map(read, program.outputs))
 
     def evaluate(self, operation: Operation, operands: list[Any]) -> list[Any]:
         """Returns the outputs of one operation of a flat program."""
         with contextlib.ExitStack() as stack:
             for call in operation.around:
                 stack.enter_context(at_line_of(call))
-            if operation.is_barrier:
-                return list(jax.lax.optimization_barrier(operands))
-            return self.apply(operation.eqn, operands)
-
-    def packed(self, pack: Sequence[Operation], operands: list[Any]) -> list[Any]:
-        """Returns the results of collectives of one kind and dtype, executed as one."""
-        first = pack[0]
-        with at_line_of(first.eqn):
-            # Without the barriers, XLA fuses the packing with the operations around it, which
-            # doubles the compilation time (JAX 0.12) and does not run faster.
-            operands = list(jax.lax.optimization_barrier(operands))
-            (total,) = self.evaluate(first, [join(operands)])
-            return list(jax.lax.optimization_barrier(split(total, operands)))
+            return _KINDS[operation.kind](self, operation, operands)
 
     def constant(self, value: Any) -> Any:
         """See `Evaluation.constant`."""
@@ -175,7 +147,7 @@ class Lowering(Evaluation):
         """Whether an operation of a program, or of a program inside it, is replaced."""
         _, replaces = self._opened.get(id(jaxpr), (None, None))
         if replaces is None:
-            replaces = self._packing.count(jaxpr) > 1
+            replaces = count(jaxpr, self._settings.pack_bytes) > 1
             replaces |= any(self._replacement(e) is not None or self._opens(e) for e in jaxpr.eqns)
             self._opened[id(jaxpr)] = jaxpr, replaces
         return replaces
@@ -238,4 +210,78 @@ _CONTROL_FLOW: dict[str, Callable[[Lowering, JaxprEqn, list[Any]], list[Any]]] =
     # These refer to the mesh of a constant array of the step, which is an argument here.
     "sharding_constraint": lambda _, __, arguments: arguments,
     "reshard": lambda _, __, arguments: arguments,
+}
+
+
+def _slice(_: Lowering, operation: Operation, operands: list[Any]) -> list[Any]:
+    value, index = operands
+    axis = _axis_of(operation.outputs[0])
+    size = operation.outputs[0].aval.shape[axis]
+    return [jax.lax.dynamic_slice_in_dim(value, index * size, size, axis)]
+
+
+def _scatter(run: Lowering, operation: Operation, operands: list[Any]) -> list[Any]:
+    axis = _axis_of(operation.outputs[0])
+    return [jax.lax.psum_scatter(operands[0], run.axis, scatter_dimension=axis, tiled=True)]
+
+
+def _gather(run: Lowering, operation: Operation, operands: list[Any]) -> list[Any]:
+    axis = _axis_of(operation.inputs[0])
+    return [jax.lax.all_gather(operands[0], run.axis, axis=axis, tiled=True)]
+
+
+def _pack(run: Lowering, operation: Operation, operands: list[Any]) -> list[Any]:
+    # Without the barrier here, and the one after the collective, XLA fuses the packing with the
+    # operations around it, which doubles the compilation time (JAX 0.12) and does not run faster.
+    operands = list(jax.lax.optimization_barrier(operands))
+    return _PACKS[operation.packed[0].kind](run, operation, operands)
+
+
+def _all_reduces(run: Lowering, operation: Operation, operands: list[Any]) -> list[Any]:
+    (total,) = run.apply(operation.eqn, [join(operands)])
+    return list(jax.lax.optimization_barrier(split(total, operands)))
+
+
+def _scatters(run: Lowering, operation: Operation, operands: list[Any]) -> list[Any]:
+    axes = list(map(_axis_of, operation.outputs))
+    n = operands[0].shape[axes[0]] // operation.outputs[0].aval.shape[axes[0]]
+    rows = [jnp.moveaxis(value, axis, 0) for value, axis in zip(operands, axes, strict=True)]
+    flat = jax.lax.concatenate([row.reshape(n, row.size // n) for row in rows], 1)
+    received = jax.lax.psum_scatter(flat, run.axis, scatter_dimension=0)
+    like = [jax.ShapeDtypeStruct((row.shape[0] // n, *row.shape[1:]), row.dtype) for row in rows]
+    parts = jax.lax.optimization_barrier(split(received, like))
+    return [jnp.moveaxis(part, 0, axis) for part, axis in zip(parts, axes, strict=True)]
+
+
+def _gathers(run: Lowering, operation: Operation, operands: list[Any]) -> list[Any]:
+    axes = list(map(_axis_of, operation.inputs))
+    rows = [jnp.moveaxis(part, axis, 0) for part, axis in zip(operands, axes, strict=True)]
+    gathered = jax.lax.all_gather(join(rows), run.axis)
+    start, wholes = 0, []
+    for row in rows:
+        block = jax.lax.slice_in_dim(gathered, start, start + row.size, axis=1)
+        wholes.append(block.reshape(gathered.shape[0] * row.shape[0], *row.shape[1:]))
+        start += row.size
+    wholes = jax.lax.optimization_barrier(wholes)
+    return [jnp.moveaxis(whole, 0, axis) for whole, axis in zip(wholes, axes, strict=True)]
+
+
+def _axis_of(atom: Atom) -> int:
+    """Returns the axis along which a value is sliced."""
+    assert atom.layout.axis is not None
+    return atom.layout.axis
+
+
+_KINDS: dict[str, Callable[[Lowering, Operation, list[Any]], list[Any]]] = {
+    "equation": lambda run, operation, operands: run.apply(operation.eqn, operands),
+    "barrier": lambda _, __, operands: list(jax.lax.optimization_barrier(operands)),
+    "slice": _slice,
+    "scatter": _scatter,
+    "gather": _gather,
+    "pack": _pack,
+}
+_PACKS: dict[str, Callable[[Lowering, Operation, list[Any]], list[Any]]] = {
+    "equation": _all_reduces,
+    "scatter": _scatters,
+    "gather": _gathers,
 }

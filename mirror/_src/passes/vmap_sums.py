@@ -13,7 +13,7 @@ into the operation that computes its operand. Each rule below has a worked examp
 the number of replicas and `sum` is over the axis k.
 
 Delete this module when XLA merges the contraction: then `assert holds_copies(plain, w, x)` fails in
-tests/engine/test_vmap_sums.py. Measure pooling before you delete `_pool_as_one_batch`.
+tests/passes/test_vmap_sums.py. Measure pooling before you delete `_pool_as_one_batch`.
 """
 
 from collections.abc import Callable, Sequence

@@ -9,12 +9,12 @@ class Committed(NamedTuple):
     Attributes:
         step: The version of all servers until this commit; afterwards it is `step + 1`.
         task: The number of the task whose gradients are applied. All other gradients are dropped.
-        parts: The parts that are included, in increasing order.
+        num_parts: The number of its parts.
     """
 
     step: int
     task: int
-    parts: tuple[int, ...]
+    num_parts: int
 
 
 class Assignment(NamedTuple):
@@ -54,15 +54,14 @@ class Commit(NamedTuple):
     incarnation: int
     step: int
     task: int
-    parts: tuple[int, ...]
+    num_parts: int
 
 
 class Deliver(NamedTuple):
-    """Resolves the value of a task: `results[i]` is the result of part `parts[i]`."""
+    """Resolves the value of a task with the results of its parts."""
 
     task: int
     results: tuple[Any, ...]
-    parts: tuple[int, ...]
 
 
 class Fail(NamedTuple):

@@ -7,10 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
-import numpy as np
-
 from mirror._src.ps import actions as act
-from mirror._src.ps.journal import Journal, Operation
 from mirror._src.ps.messages import Definition, Rejected, ServerSnapshot
 from mirror._src.ps.processes import Engine, Lost, Task, are_all_answers, error_of
 from mirror._src.ps.remote_value import CancelledError
@@ -34,7 +31,6 @@ class Conductor:
     Args:
         engine: The processes.
         staleness: As for `Scheduler`.
-        backup_workers: As for `Scheduler`.
         snapshot_every: As for `Scheduler`.
     """
 
@@ -43,26 +39,21 @@ class Conductor:
         engine: Engine,
         *,
         staleness: int | None,
-        backup_workers: int = 0,
         snapshot_every: int = 0,
     ) -> None:
-        self._engine, self._staleness = engine, staleness
-        self._snapshot_every = snapshot_every
+        self._engine = engine
         self._scheduler = Scheduler(
             engine.num_workers,
             staleness=staleness,
-            backup_workers=backup_workers,
             snapshot_every=snapshot_every,
         )
         self._tasks: dict[int, Task] = {}
         self._current: dict[int, set[int]] = {}  # the numbers of each worker's assignments
         self._ready: set[int] = set()
-        self._rested: set[int] = set()  # the workers that have rested, for the log
         self._taken: dict[int, list[ServerSnapshot]] = {}
         is_sync = staleness == 0
         self._definitions = [engine.dumps(Definition((), None, is_sync))] * engine.num_servers
         self.kept = [ServerSnapshot({})] * engine.num_servers
-        self._journal = Journal()
         self.losses: dict[str, int] = {"workers": 0, "rejoined": 0, "servers": 0}
         self.devices_per_worker = 1
         self._broken: BaseException | None = None
@@ -141,20 +132,17 @@ class Conductor:
     def load(
         self, definitions: Sequence[Any], snapshots: Sequence[ServerSnapshot], step: int
     ) -> None:
-        """Gives the servers other values, when nothing is scheduled; named variables remain.
+        """Gives the servers other values, when nothing is scheduled.
 
         Args:
             definitions: The pickled `Definition` of each server.
             snapshots: Values and state of the optimizer for each server.
             step: Number of updates that they have had.
         """
-        self.take_snapshot()
         with self._changed:
+            self._wait(lambda: self._scheduler.is_idle, None, "schedule")
             self._definitions = list(definitions)
-            self.kept = [
-                old._replace(values=new.values, state=new.state, version=step)
-                for old, new in zip(self.kept, snapshots, strict=True)
-            ]
+            self.kept = [snapshot._replace(version=step) for snapshot in snapshots]
             self._perform(self._scheduler.load(step))
 
     def take_snapshot(self) -> list[ServerSnapshot]:
@@ -168,80 +156,15 @@ class Conductor:
                 if self._scheduler.incarnation == incarnation:
                     return self.kept
 
-    def variable(self, server: int, name: str, operation: str, value: Any) -> np.ndarray:
-        """Applies an operation of the driver to a named variable, once."""
-        operation_ = self._journal.operation(server, name, operation, value)
-        while True:
-            with self._changed:
-                self._wait(lambda: not self._scheduler.is_recovering, None, operation, keeps=True)
-                incarnation = self._scheduler.incarnation
-                if operation != "read" and not self._covers_functions(operation):
-                    continue
-            reply = self._engine.ask_server(
-                server, "variable", name, operation, value, operation_.mark, incarnation
-            )
-            if isinstance(reply, BaseException):
-                raise reply
-            if not isinstance(reply, Lost | Rejected):
-                if operation == "read" or self._is_noted(operation_, incarnation):
-                    return np.asarray(reply)
-                continue  # the servers have returned to a snapshot since, maybe without it
-            with self._changed:
-                self._perform(self._server_lost(incarnation, server, reply))
-
-    def _is_noted(self, operation: Operation, incarnation: int) -> bool:
-        """Remembers an operation of the driver until a snapshot covers it.
-
-        Returns:
-            Whether the servers are still those that have applied it.
-        """
-        with self._changed:
-            if self._scheduler.incarnation != incarnation:
-                return False
-            if self._snapshot_every:
-                self._journal.add(operation)
-                if len(self._journal.operations) >= self._snapshot_every:
-                    self._perform(self._scheduler.request_snapshot())
-            return True
-
     # Everything below is called with the lock held.
 
-    def _covers_functions(self, operation: str) -> bool:
-        """Takes a snapshot if functions have changed variables since the last one.
-
-        After the loss of a server, operations of the driver are repeated before functions, so those
-        that ran before an operation must not be repeated.
-
-        Returns:
-            Whether that has succeeded; False after the loss of a server meanwhile.
-        """
-        scheduler = self._scheduler
-        if not scheduler.would_repeat_functions:
-            return True
-        number, incarnation = scheduler.next_snapshot, scheduler.incarnation
-        self._perform(scheduler.request_snapshot())
-        self._wait(
-            lambda: scheduler.kept_snapshot >= number or scheduler.incarnation != incarnation,
-            *(None, operation),
-            keeps=True,
-        )
-        return scheduler.incarnation == incarnation
-
-    def _wait(
-        self,
-        condition: Callable[[], bool],
-        timeout: float | None,
-        what: str,
-        *,
-        keeps: bool = False,
-    ) -> None:
+    def _wait(self, condition: Callable[[], bool], timeout: float | None, what: str) -> None:
         """Waits for a condition; raises what a function raised, once nothing runs any more.
 
         Args:
             condition: The condition, which is checked with the lock held.
             timeout: Seconds to wait, or None.
             what: Name of the method, for the error.
-            keeps: Whether another method is to raise the error of a function again.
         """
         end = None if timeout is None else time.monotonic() + timeout
         while True:
@@ -250,7 +173,7 @@ class Conductor:
             if self._is_closed:
                 raise RuntimeError("The strategy has been closed. Create a new one.")
             if self._scheduler.has_error:
-                error = self._scheduler.take_error(keeps=keeps)
+                error = self._scheduler.take_error()
                 if error is not None:
                     raise error
             elif condition():
@@ -327,7 +250,7 @@ class Conductor:
                     task = self._tasks[assignment.task]
                     self._current.setdefault(assignment.worker, set()).add(assignment.number)
                     arguments = (assignment, *task.arguments[assignment.part])
-                    done = self._post(self._answered, assignment, time.monotonic())
+                    done = self._post(self._answered, assignment)
                     self._engine.call_worker(assignment.worker, task.method, arguments, done)
                 case act.Commit():
                     commits = [tuple(action)] * self._engine.num_servers
@@ -350,16 +273,11 @@ class Conductor:
                     self._ready.discard(worker)
                     self._engine.set_up_worker(worker, self._post(self._revived, worker))
                 case act.TakeSnapshot(number):
-                    self._journal.mark(number)
                     done = self._post(self._snapshot, number, self._scheduler.incarnation)
                     empty: list[tuple[Any, ...]] = [()] * self._engine.num_servers
                     self._engine.call_servers("snapshot", empty, done)
                 case act.KeepSnapshot(number):
                     self.kept = self._taken.pop(number)
-                    self._journal.keep(number)
-                    if self._tasks:  # operations of earlier tasks are not repeated
-                        forget = [(min(self._tasks),)] * self._engine.num_servers
-                        self._engine.call_servers("forget", forget, lambda _: None)
                 case act.Restore(incarnation):
                     loads = [
                         (definition, kept, incarnation)
@@ -378,9 +296,7 @@ class Conductor:
         else:
             task.value._resolve(value)
 
-    def _answered(
-        self, assignment: act.Assignment, start: float, reply: Any
-    ) -> Sequence[act.Action]:
+    def _answered(self, assignment: act.Assignment, reply: Any) -> Sequence[act.Action]:
         number, worker = assignment.number, assignment.worker
         if isinstance(reply, Lost | NotSetUp):
             if number not in self._current.get(worker, ()):
@@ -394,10 +310,7 @@ class Conductor:
             return self._scheduler.failed(number, error_of(reply, worker, self._engine.loads))
         if isinstance(reply, BaseException):
             return self._scheduler.failed(number, reply)
-        secs = time.monotonic() - start
-        actions = self._scheduler.finished(number, reply, has_writes=reply.has_writes, secs=secs)
-        self._log_resting()
-        return actions
+        return self._scheduler.finished(number, reply)
 
     def _worker_lost(
         self, worker: int, assignment: act.Assignment, reply: Any
@@ -439,17 +352,7 @@ class Conductor:
     def _loaded(self, incarnation: int, reply: Any) -> Sequence[act.Action]:
         if not are_all_answers(reply):
             return self._server_lost(incarnation, None, reply)
-        for operation in self._journal.operations:
-            self._engine.call_server(
-                operation.server,
-                "variable",
-                (*operation.arguments, operation.mark, incarnation),
-                self._post(self._repeated, incarnation),
-            )
         return self._scheduler.restored(incarnation)
-
-    def _repeated(self, incarnation: int, reply: Any) -> Sequence[act.Action]:
-        return [] if are_all_answers([reply]) else self._server_lost(incarnation, None, reply)
 
     def _server_lost(self, incarnation: int, server: int | None, reply: Any) -> list[act.Action]:
         if isinstance(reply, BaseException):
@@ -471,16 +374,6 @@ class Conductor:
             name = "A parameter server" if server is None else f"Parameter server {server}"
             _logger.warning("%s was lost; all servers return to their last snapshot.", name)
         return actions
-
-    def _log_resting(self) -> None:
-        for worker in self._scheduler.resting - self._rested:
-            self._rested.add(worker)
-            _logger.warning(
-                "Worker %d takes %.2g s for a step. The other workers would wait for it, because a "
-                "gradient must not be more than %d updates late, and they make more updates "
-                "without it: it gets a step only now and then.",
-                *(worker, self._scheduler.pace.secs(worker) or 0.0, self._staleness),
-            )
 
     def _log_if_stuck(self) -> None:
         with self._changed:

@@ -11,14 +11,14 @@ from mirror._src.base.modules import set_module
 from mirror._src.base.naming import name_of
 from mirror._src.base.tracebacks import api_boundary
 from mirror._src.base.types import PyTree
-from mirror._src.ps import parts
 from mirror._src.ps.conductor import Conductor
 from mirror._src.ps.datasets import PerWorkerDataset, PerWorkerIterator
 from mirror._src.ps.engine import RayEngine
 from mirror._src.ps.pickling import pickled_function, require_no_remote_values
 from mirror._src.ps.processes import Task
 from mirror._src.ps.remote_value import RemoteValue
-from mirror._src.ps.replies import ArgumentOfStep, Result, StepWork, is_place, without_places
+from mirror._src.ps.replies import ArgumentOfStep, Result, StepWork, without_places
+from mirror._src.ps.step_data import as_users, num_rows, on_host
 from mirror._src.ps.training import ServedTraining
 from mirror._src.strategy.strategy import Strategy
 from mirror._src.training.remote import RemoteStrategy
@@ -43,8 +43,8 @@ class ServedStrategy(Protocol):
         ...
 
     @property
-    def devices_per_worker(self) -> int:
-        """Number of devices of each worker."""
+    def is_sync(self) -> bool:
+        """Whether each update has the gradients of all workers."""
         ...
 
     @property
@@ -108,19 +108,13 @@ class ClusterCoordinator:
         """Schedules a function on a worker, and returns before it runs.
 
         A function that receives a model and its `nnx.Optimizer` is a training step, written as for
-        `MirroredStrategy.run`. It makes one update. All arrays with rows among its other arguments
-        are the global batch. With `staleness=0`, its rows are split across the workers, and the
-        update is the one of the whole batch. Otherwise, one worker receives all of them.
+        `MirroredStrategy.run`. One worker computes it with the whole batch, and its gradients make
+        one update as soon as they arrive. All arrays with rows among its other arguments are the
+        batch, which is split across the devices of the worker. For synchronous updates, use
+        `mirror.Trainer`.
 
-        The result of a training step is a tree of arrays. With `staleness=0`, it is what all
-        replicas of all workers return together with `MirroredStrategy`: an all-reduced mean is the
-        mean over the batch, a sum the sum over it. A mean of a batch that cannot be divided equally
-        is weighted by rows, as on one device. What a step computes from reduced values other than
-        by sums and by products with constants, such as the ratio of two sums, is an error if it is
-        returned or changes a gradient.
-
-        A random key of the model is folded with the number of the update and of the worker's part,
-        so a step that is repeated after the loss of a worker draws the same numbers.
+        A random key of the model is folded with the number of the update, so a step that is
+        repeated after the loss of a worker draws the same numbers.
 
         Args:
             fn: The function. It is pickled when it is first scheduled, so what it captures must
@@ -134,7 +128,8 @@ class ClusterCoordinator:
         Raises:
             TypeError: If the function or an argument cannot be pickled, or is a `RemoteValue`, or
                 if an argument of a training step is a random key.
-            ValueError: If the batch cannot be split.
+            ValueError: If arrays of the batch differ in their number of rows; or for a training
+                step if the strategy has `staleness=0`.
             Exception: What an earlier scheduled function raised, once nothing runs any more.
                 Functions that had not been started then are canceled; afterwards, the coordinator
                 is usable again.
@@ -149,7 +144,15 @@ class ClusterCoordinator:
         if not objects:
             return self._schedule_function(fn, args, kwargs)
         model, optimizer = _model_and_optimizer(objects, name_of(fn))
-        return self._schedule_step(fn, model, optimizer, args, kwargs)
+        if self._strategy.is_sync:
+            raise ValueError(
+                f"{name_of(fn)} is a training step, which `schedule` runs asynchronously, but the "
+                "strategy has staleness=0. Create it with staleness=None, or with a bound such as "
+                "staleness=2; or train synchronously with mirror.Trainer."
+            )
+        tree = _with_places((args, kwargs), model, optimizer)
+        num_rows(fn, *without_places(tree))  # checks them
+        return self._schedule_step(fn, model, optimizer, [tree])
 
     @api_boundary
     def join(self, timeout: float | None = None) -> None:
@@ -229,7 +232,7 @@ class ClusterCoordinator:
         export = engine.export(fn, pickled_function(engine, fn))
         arguments = pickled_function(engine, (args, kwargs), f"the arguments of {name_of(fn)}")
         value = RemoteValue()
-        task = Task("run_function", [(export, arguments)], parts.joined, value)
+        task = Task("run_function", [(export, arguments)], _single, value)
         self._conductor.submit(task, is_step=False)
         return value
 
@@ -238,70 +241,41 @@ class ClusterCoordinator:
         fn: Callable[..., Any],
         model: nnx.Module,
         optimizer: nnx.Optimizer[Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        parts: Sequence[PyTree],
         *,
         weight_of: Callable[[Any], float] | None = None,
-        join: Callable[[Sequence[Any]], Any] | None = None,
-        num_parts: int | None = None,
         batch_of: Callable[..., tuple[Any, ...]] | None = None,
+        join: Callable[[Sequence[Result]], Any] | None = None,
     ) -> RemoteValue:
         """Schedules a training step.
 
         Args:
             fn: The step.
-            model: The model, which is among the arguments.
-            optimizer: The optimizer, which is among the arguments.
-            args: Positional arguments.
-            kwargs: Keyword arguments.
-            weight_of: Returns the weight of a part in the mean of the gradients, given its result.
-                Defaults to the number of its rows. It runs on the worker.
-            join: Returns the result, given the results of the parts. Defaults to `parts.joined`.
-            num_parts: Number of parts of the batch. Defaults to the number of workers.
-            batch_of: Returns what the functions of `sparse` receive, given the other positional
-                arguments than model and optimizer. Defaults to all arguments.
+            model: The model.
+            optimizer: The optimizer.
+            parts: For each part of the batch, positional and keyword arguments, in which an
+                `ArgumentOfStep` stands for model and optimizer.
+            weight_of: As in `StepWork`.
+            batch_of: As in `StepWork`.
+            join: Returns the result, given the results of the parts. Defaults to the only one.
         """
         engine = self._strategy._engine
-        tree = _with_places((args, kwargs), model, optimizer)
-        batches, size = self._cut(tree, fn, num_parts)
         pickled = [
-            pickled_function(engine, batch, f"the arguments of {name_of(fn)}") for batch in batches
+            pickled_function(engine, on_host(part), f"the arguments of {name_of(fn)}")
+            for part in parts
         ]
         function = engine.export(fn, pickled_function(engine, fn))
         weight, batch = (f if f is None else engine.export(f) for f in (weight_of, batch_of))
         share, ordinal = self._strategy._training.prepare(model, optimizer)
-        count = 1 if weight_of is not None else len(batches)
-        work = StepWork(function, share, ordinal, weight, batch, count, size)
-
-        def joined(results: Sequence[Result]) -> Any:
-            if join is not None:
-                return join([result.value for result in results])
-            return parts.joined(results)
-
+        work = StepWork(function, share, ordinal, weight, batch)
         value = RemoteValue()
-        task = Task("run_part", [(work, each) for each in pickled], joined, value)
+        task = Task("run_part", [(work, each) for each in pickled], join or _single, value)
         self._conductor.submit(task, is_step=True)
         return value
 
-    def _cut(
-        self, tree: PyTree, fn: Callable[..., Any], num_parts: int | None
-    ) -> tuple[list[PyTree], int | None]:
-        """Returns the arguments of each part of a step, and the number of rows of the batch."""
-        strategy, fn_name = self._strategy, name_of(fn)
-        size = parts.num_rows(fn, *without_places(tree))
-        has_iterators = any(node.kind == "next" for node in _places(tree))
-        if size is not None and has_iterators:
-            raise ValueError(
-                f"{fn_name} receives both arrays with rows and an iterator over a per-worker "
-                "dataset. Pass one of them."
-            )
-        if size is None:
-            count = strategy.num_parts if has_iterators else 1
-            return [parts.cut(tree, 0, 0)] * count, None
-        devices = strategy.devices_per_worker
-        count = num_parts or strategy.num_parts
-        bounds = parts.bounds(size, count, devices, fn_name)
-        return [parts.cut(tree, start, stop) for start, stop in bounds], size
+
+def _single(results: Sequence[Result]) -> Any:
+    return as_users(results[0].value)
 
 
 def _require_arguments(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -348,7 +322,3 @@ def _with_places(tree: PyTree, model: Any, optimizer: Any) -> PyTree:
         return ArgumentOfStep("next", node) if isinstance(node, PerWorkerIterator) else node
 
     return jax.tree.map(replace, tree, is_leaf=lambda node: isinstance(node, nnx.Pytree))
-
-
-def _places(tree: PyTree) -> list[ArgumentOfStep]:
-    return [n for n in jax.tree.leaves(tree, is_leaf=is_place) if is_place(n)]

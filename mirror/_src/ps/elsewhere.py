@@ -5,8 +5,8 @@ _SCHEDULE = (
     "optimizer, batch)), or mirror.Trainer(...).fit(data)."
 )
 _BATCHES = (
-    "Pass each global batch to coordinator.schedule, which splits it across the workers, or create "
-    "a dataset on each worker: coordinator.create_per_worker_dataset(dataset_fn)."
+    "Pass batches to Trainer.fit or coordinator.schedule, or create a dataset on each worker: "
+    "coordinator.create_per_worker_dataset(dataset_fn)."
 )
 _RESULTS = "Results of scheduled functions are arrays: coordinator.fetch(values)."
 _ON_WORKERS = (

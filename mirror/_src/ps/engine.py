@@ -8,7 +8,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 from mirror._src.ps.processes import Lost
-from mirror._src.ps.ray_actors import Pickled, ServerActor, WorkerActor, dumps, import_ray, loads
+from mirror._src.ps.ray_actors import (
+    Pickled,
+    RayVariables,
+    ServerActor,
+    VariablesActor,
+    WorkerActor,
+    dumps,
+    import_ray,
+    loads,
+)
 from mirror._src.ps.ray_cluster import Demand
 from mirror._src.ps.replies import Export, NotExported
 from mirror._src.ps.wire import request, typed
@@ -45,6 +54,7 @@ class RayEngine:
         self._exports: OrderedDict[int, tuple[Any, Export]] = OrderedDict()
         self._keys = itertools.count()
         self._is_closed = False
+        self._variables: RayVariables | None = None
 
     def free_resources(self) -> str:
         """Returns a sentence that names the resources of the cluster that nothing occupies."""
@@ -78,14 +88,6 @@ class RayEngine:
 
         reference = self._workers[worker].run.remote(method, header, references, *data)
         self._answer(reference, worker, answered)
-
-    def call_server(
-        self, server: int, method: str, arguments: Sequence[Any], done: Callable[[Any], None]
-    ) -> None:
-        """Calls a method of one server."""
-        self._require_open()
-        reference = getattr(self._servers[server], method).remote(*arguments)
-        self._answer(reference, server, done)
 
     def call_servers(
         self,
@@ -123,6 +125,22 @@ class RayEngine:
             lambda: self._ray.get(getattr(self._servers[server], method).remote(*arguments)),
             server,
         )
+
+    @property
+    def variables(self) -> RayVariables:
+        """The named variables, whose process is started on this machine when it is first used."""
+        self._require_open()
+        if self._variables is None:
+            here = self._ray.get_runtime_context().get_node_id()
+            strategy = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+            options = {
+                "num_cpus": 0,
+                "scheduling_strategy": strategy(here, soft=True),
+                "runtime_env": {"env_vars": {"JAX_PLATFORMS": "cpu"}},
+            }
+            actor = self._ray.remote(VariablesActor).options(**options).remote()
+            self._variables = RayVariables(actor)
+        return self._variables
 
     def export(self, value: Any, pickled: Pickled | None = None) -> Export:
         """Stores an object for the workers, once, as long as it is used."""
@@ -170,6 +188,8 @@ class RayEngine:
             return  # the actors have ended with their cluster
         for actor in [*self._servers, *self._workers]:
             self._ray.kill(actor)
+        if self._variables is not None:
+            self._variables.end()
 
     def _require_open(self) -> None:
         # Ray would start or join a cluster again.

@@ -1,4 +1,4 @@
-"""Tasks that finished since the last snapshot of the servers, and are repeated after a loss."""
+"""Steps that finished since the last snapshot of the servers, and are repeated after a loss."""
 
 import collections
 
@@ -7,18 +7,16 @@ from mirror._src.ps.tasks import Task
 
 
 class History:
-    """The finished tasks that no snapshot covers yet.
+    """The finished steps that no snapshot covers yet.
 
     Args:
-        snapshot_every: After how many tasks a snapshot is due. 0: nothing is remembered.
+        snapshot_every: After how many steps a snapshot is due. 0: nothing is remembered.
         version: The version of the servers' first values, which are the first snapshot.
 
     Attributes:
         version: The version of the kept snapshot.
         snapshot: The snapshot that is being taken, or None.
         is_due: Whether a snapshot must be taken before the next step starts.
-        next_number: Number of the first snapshot that begins from now on.
-        kept_number: Number of the kept snapshot, -1 for the servers' first values.
     """
 
     def __init__(self, snapshot_every: int, version: int) -> None:
@@ -26,8 +24,7 @@ class History:
         self.snapshot: TakeSnapshot | None = None
         self.is_due = False
         self._tasks: collections.deque[Task] = collections.deque()
-        self._num_steps = self._num_covered = self.next_number = 0
-        self.kept_number = -1
+        self._num_covered = self._next_number = 0
         self._taken_version = version
 
     @property
@@ -35,33 +32,24 @@ class History:
         """Whether steps wait for a snapshot."""
         return self.is_due or self.snapshot is not None
 
-    @property
-    def has_functions(self) -> bool:
-        """Whether functions that changed variables would be repeated."""
-        return len(self._tasks) > self._num_steps
-
     def add(self, task: Task) -> None:
-        """Remembers a finished task."""
+        """Remembers a finished step."""
         self._tasks.append(task)
-        self._num_steps += task.is_step
         self.is_due |= len(self._tasks) >= self.snapshot_every
 
     def take(self, version: int) -> TakeSnapshot:
         """Begins a snapshot, which covers what has finished so far."""
         self.is_due = False
-        self.snapshot = TakeSnapshot(self.next_number)
-        self.next_number += 1
+        self.snapshot = TakeSnapshot(self._next_number)
+        self._next_number += 1
         self._num_covered, self._taken_version = len(self._tasks), version
         return self.snapshot
 
     def keep(self) -> list[Task]:
         """Ends the snapshot that was begun; returns the tasks that never run again."""
         assert self.snapshot is not None
-        self.kept_number = self.snapshot.number
         self.snapshot, self.version = None, self._taken_version
-        covered = [self._tasks.popleft() for _ in range(self._num_covered)]
-        self._num_steps -= sum(task.is_step for task in covered)
-        return covered
+        return [self._tasks.popleft() for _ in range(self._num_covered)]
 
     def roll_back(self) -> list[Task]:
         """Voids a snapshot that was begun; returns the tasks to repeat, in order."""
@@ -71,7 +59,6 @@ class History:
         for task in tasks:
             task.reset()
         self._tasks.clear()
-        self._num_steps = 0
         return tasks
 
     def clear(self) -> list[Task]:

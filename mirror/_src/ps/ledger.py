@@ -40,13 +40,13 @@ class Ledger:
         is_late = task is None or task.running.get(assignment.part) != assignment.number
         return None if is_late else task
 
-    def deliver(self, task: Task, parts: tuple[int, ...]) -> list[Action]:
-        """Resolves a task with the results of these parts, unless it is a repetition."""
+    def deliver(self, task: Task) -> list[Action]:
+        """Resolves a task with the results of its parts, unless it is a repetition."""
         results, task.results, task.running = task.results, {}, {}
         if task.is_settled:
             return []
         self._settle(task)
-        return [Deliver(task.number, tuple(results[part] for part in parts), parts)]
+        return [Deliver(task.number, tuple(results[part] for part in sorted(results)))]
 
     def fail(self, task: Task, error: BaseException) -> list[Action]:
         """Resolves a task with its error, unless it is a repetition, and forgets it."""

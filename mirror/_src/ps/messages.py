@@ -37,16 +37,12 @@ class ServerSnapshot(NamedTuple):
         state: The optimizer's state; `None` initializes it.
         version: Number of updates applied.
         applied: Ranges of the numbers of asynchronous tasks that were applied.
-        variables: Named variables.
-        marks: For each task, the number of its last operation on a named variable.
     """
 
     values: Mapping[str, np.ndarray]
     state: PyTree = None
     version: int = 0
     applied: tuple[tuple[int, int], ...] = ()
-    variables: Mapping[str, np.ndarray] = {}
-    marks: Mapping[int, int] = {}
 
 
 class Rejected(NamedTuple):

@@ -77,12 +77,6 @@ class Engine(Protocol):
         """Calls a method of each server with its arguments."""
         ...
 
-    def call_server(
-        self, server: int, method: str, arguments: Sequence[Any], done: Callable[[Any], None]
-    ) -> None:
-        """Calls a method of one server."""
-        ...
-
     def ask_server(self, server: int, method: str, *arguments: Any) -> Any:
         """Calls a method of one server, and waits for the reply, which can be `Lost`."""
         ...

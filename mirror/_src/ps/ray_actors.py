@@ -89,17 +89,6 @@ class ServerActor:
         """Returns the state."""
         return self._store.snapshot()
 
-    def variable(self, *arguments: Any) -> Any:
-        """Applies an operation to a named variable; returns an error of the user's."""
-        try:
-            return self._store.variable(*arguments)
-        except (TypeError, ValueError) as error:
-            return error
-
-    def forget(self, below: int) -> None:
-        """Forgets operations on variables that are not repeated."""
-        self._store.forget(below)
-
     def statistics(self) -> dict[str, Any]:
         """Returns counts, and the bytes of memory that the process uses at most."""
         import resource
@@ -161,6 +150,57 @@ class WorkerActor:
         return plain(run(*received(header, references), Pickled(data, buffers)))
 
 
+class VariablesActor:
+    """The named variables of a strategy. Calls run one after the other."""
+
+    def __init__(self) -> None:
+        from mirror._src.ps.variables import NamedVariables
+
+        self._variables = NamedVariables()
+
+    def apply(self, name: str, operation: str, value: Any) -> Any:
+        """Applies an operation to a variable; returns an error of the user's."""
+        try:
+            return self._variables.apply(name, operation, value)
+        except (TypeError, ValueError) as error:
+            return error
+
+
+class RayVariables:
+    """The named variables of a strategy, for the main program and its workers.
+
+    Args:
+        actor: Handle of the actor.
+    """
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    def apply(self, name: str, operation: str, value: Any) -> Any:
+        """Applies an operation to a variable, and returns its value.
+
+        Raises:
+            RuntimeError: If the process of the variables has ended.
+        """
+        ray = import_ray()
+        try:
+            if not ray.is_initialized():  # Ray would start or join a cluster again
+                raise ray.exceptions.RayActorError
+            reply = ray.get(self._actor.apply.remote(name, operation, value))
+        except ray.exceptions.RayActorError:
+            raise RuntimeError(
+                f"Variable {name!r} is lost: the strategy has been closed, or the process that "
+                "holds its variables has ended. Create a new strategy."
+            ) from None
+        if isinstance(reply, BaseException):
+            raise reply
+        return reply
+
+    def end(self) -> None:
+        """Ends the process of the variables."""
+        import_ray().kill(self._actor)
+
+
 class RayServers:
     """The servers, as a worker reaches them.
 
@@ -180,14 +220,6 @@ class RayServers:
         calls = zip(self._actors, arguments, strict=True)
         references = [getattr(actor, method).remote(*map(plain, each)) for actor, each in calls]
         return [self._get(server, reference) for server, reference in enumerate(references)]
-
-    def call(self, server: int, method: str, *arguments: Any) -> Any:
-        """Calls a method of one server.
-
-        Raises:
-            ServerGoneError: If it cannot be reached.
-        """
-        return self._get(server, getattr(self._actors[server], method).remote(*arguments))
 
     def _get(self, server: int, reference: Any) -> Any:
         try:

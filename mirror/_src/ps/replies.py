@@ -53,12 +53,10 @@ class StepWork(NamedTuple):
         fn: Export of the function.
         model: Export of its `ModelShare`.
         ordinal: Number of the update: random keys are folded with it.
-        weight_of: Export of a function that returns the weight of a part, given its result; None
-            means its rows.
+        weight_of: Export of a function that returns the weight of a part of a `Trainer`'s batch,
+            given its result. None: the batch is not split.
         batch_of: Export of a function that returns what the functions of `sparse` receive, given
             the other positional arguments than model and optimizer; None means all arguments.
-        num_parts: Number of parts whose results are joined. 1 also if `weight_of` says how.
-        num_rows: Number of rows of the global batch; None if the workers fetch their parts.
     """
 
     fn: Export
@@ -66,8 +64,6 @@ class StepWork(NamedTuple):
     ordinal: int
     weight_of: Export | None
     batch_of: Export | None = None
-    num_parts: int = 1
-    num_rows: int | None = None
 
 
 class ModelShare(NamedTuple):
@@ -83,16 +79,9 @@ class Result(NamedTuple):
 
     Attributes:
         value: What the function returned, in NumPy.
-        weight: Weight of the part in a mean over the parts.
-        has_writes: Whether it changed variables of the strategy.
-        joins: For each leaf of the value, the `Join` with the other parts. Empty for a single
-            part, or if another function joins them.
     """
 
     value: Any
-    weight: float
-    has_writes: bool = False
-    joins: tuple[str, ...] = ()
 
 
 class PerReplicaResult(NamedTuple):
@@ -149,13 +138,5 @@ class Servers(Protocol):
 
         Raises:
             ServerGoneError: If a server cannot be reached.
-        """
-        ...
-
-    def call(self, server: int, method: str, *arguments: Any) -> Any:
-        """Calls a method of one server.
-
-        Raises:
-            ServerGoneError: If it cannot be reached.
         """
         ...

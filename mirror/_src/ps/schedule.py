@@ -8,15 +8,13 @@ Words: A *task* is one call of `schedule`. A *step* is a task that trains; all o
 the servers went back to a snapshot.
 
 Synchronous steps (`staleness=0`) run one after the other. All parts of step k pull version k. When
-enough of them have finished, the scheduler emits `Commit`, which names them. Only then do servers
-apply gradients, and all of them the same ones, so a part that is repeated computes the same values.
-Assignments carry the last commit, because a worker may reach a server before `Commit` does. The
-results of parts that finish later are ignored.
+they have finished, the scheduler emits `Commit`. Only then do servers apply gradients, so a part
+that is repeated computes the same values. Assignments carry the last commit, because a worker may
+reach a server before `Commit` does.
 
 Asynchronous steps have one part, and servers apply it at once. A step starts only if at most k
 others are in flight, and none of them has been overtaken k times: by steps that were in flight when
-it started, or that started since. Then no gradient is more than k updates late, at any speed. A
-worker that would hold the others back so much that they do more without it gets fewer steps.
+it started, or that started since. Then no gradient is more than k updates late, at any speed.
 Without a bound, a worker has the next step before it has answered the last one.
 
 A lost worker: its part returns to the head of the queue. The worker may still be running, and what
@@ -24,9 +22,8 @@ it pushes counts as the push of its task; servers ignore the second one.
 
 A lost server: all servers go back to the kept snapshot, in the next incarnation. Assignments of
 earlier incarnations are refused by the servers, and their answers are late. Steps that finished
-since the snapshot are repeated, with the parts that they had, before all others. Their values were
-delivered already. Functions that changed variables are repeated too, one by one in their order. A
-snapshot is taken while no step is in flight; only after it are the tasks that it covers forgotten.
+since the snapshot are repeated before all others. Their values were delivered already. A snapshot
+is taken while no step is in flight; only after it are the tasks that it covers forgotten.
 
 An error of a function: the first is kept, tasks that have not started are canceled, steps that have
 started are finished, and `take_error` returns the error once nothing runs.
@@ -48,7 +45,6 @@ from mirror._src.ps.actions import (
 )
 from mirror._src.ps.history import History
 from mirror._src.ps.ledger import Ledger
-from mirror._src.ps.pace import Pace
 from mirror._src.ps.tasks import FunctionQueue, StepQueue, Task
 from mirror._src.ps.workers import Workers
 
@@ -64,9 +60,8 @@ class Scheduler:
         num_workers: Number of workers, at least 1.
         staleness: 0 for synchronous steps, k for asynchronous steps whose gradients are applied at
             most k updates late, None for asynchronous steps without a bound.
-        backup_workers: How many parts a synchronous step does not wait for.
-        snapshot_every: How many steps, and functions that change variables, lie between two
-            snapshots. 0: the loss of a server is an error.
+        snapshot_every: How many steps lie between two snapshots. 0: the loss of a server is an
+            error.
         first_step: The version of the servers, of synchronous steps.
         max_losses: How many workers a part of a task may lose before the task fails, and how many
             times servers may be lost without a new result in between.
@@ -77,7 +72,6 @@ class Scheduler:
         num_workers: int,
         *,
         staleness: int | None,
-        backup_workers: int = 0,
         snapshot_every: int = 0,
         first_step: int = 0,
         max_losses: int = 8,
@@ -87,10 +81,9 @@ class Scheduler:
         self.incarnation = 0
         self._version = first_step
         self._commit: Committed | None = None
-        self._steps = StepQueue(staleness, backup_workers)
+        self._steps = StepQueue(staleness)
         self._functions = FunctionQueue()
         self._workers = Workers(num_workers)
-        self.pace = Pace(staleness)
         self._history = History(snapshot_every, first_step)
         self._ledger = Ledger()
         self.is_restoring = False  # whether the servers are loading a snapshot
@@ -120,26 +113,6 @@ class Scheduler:
         return self._loss is not None
 
     @property
-    def is_recovering(self) -> bool:
-        """Whether named variables do not have their values yet, after the loss of a server."""
-        return self.is_restoring or self._functions.is_repeating
-
-    @property
-    def would_repeat_functions(self) -> bool:
-        """Whether functions that changed variables would be repeated after the loss of a server."""
-        return self._history.has_functions
-
-    @property
-    def next_snapshot(self) -> int:
-        """Number of the first snapshot that covers all that has finished so far."""
-        return self._history.next_number
-
-    @property
-    def kept_snapshot(self) -> int:
-        """Number of the last snapshot that was kept, or -1."""
-        return self._history.kept_number
-
-    @property
     def queued(self) -> int:
         """Number of tasks that have not started."""
         return len(self._steps) + len(self._functions)
@@ -150,13 +123,8 @@ class Scheduler:
         return len(self._workers.running)
 
     @property
-    def resting(self) -> set[int]:
-        """The workers that get no step at present, because the others would wait for them."""
-        return self.pace.resting(self._workers.ready)
-
-    @property
     def _must_repeat(self) -> bool:
-        return bool(self._steps.in_flight or len(self._steps) or self._functions.is_repeating)
+        return bool(self._steps.in_flight or len(self._steps))
 
     def submit(self, num_parts: int = 1, *, is_step: bool) -> tuple[int, list[Action]]:
         """Adds a task.
@@ -182,40 +150,29 @@ class Scheduler:
         (self._steps if is_step else self._functions).put(task)
         return task.number, self._next()
 
-    def finished(
-        self, number: int, result: Any, *, has_writes: bool = False, secs: float | None = None
-    ) -> list[Action]:
+    def finished(self, number: int, result: Any) -> list[Action]:
         """Takes the result of an assignment.
 
         Args:
             number: The number of the assignment. An unknown one is ignored.
             result: What the task is delivered with.
-            has_writes: Whether a function, not a step, has changed variables on the servers.
-            secs: How long it took, in seconds.
         """
         assignment, task = self._release(number)
         if assignment is None or task is None:
             return self._next()
-        if task.is_step and secs is not None:
-            self.pace.add(assignment.worker, secs, self._workers.ready)
-        if not task.is_step and has_writes and assignment.incarnation != self.incarnation:
-            return [*self._put_back(task, 0), *self._next()]  # some of its writes are undone
         del task.running[assignment.part]
         task.results[assignment.part] = result
-        if task.is_step and len(task.results) < self._steps.needed(task):
+        if len(task.results) < task.num_parts:
             return self._next()
-        return [*self._complete(task, has_writes=has_writes), *self._next()]
+        return [*self._complete(task), *self._next()]
 
     def failed(self, number: int, error: BaseException) -> list[Action]:
         """Takes the error that the user's function raised in an assignment."""
         assignment, task = self._release(number)
         if assignment is None:
             return []
-        if task is not None:
-            return [*self._fail(task, error), *self._next()]
-        if assignment.incarnation != self.incarnation:  # it is repeated, or was canceled
-            return self._next()
-        return [*self._keep(error), *self._next()]  # late: its step has been committed without it
+        failures = [] if task is None else self._fail(task, error)
+        return [*failures, *self._next()]
 
     def lost_server_in(self, number: int, server: int | None = None) -> list[Action]:
         """Takes the answer of a worker that a server has no values, or others than it expects.
@@ -250,11 +207,8 @@ class Scheduler:
         self._version, self._commit = self._history.version, None
         self.is_restoring = True
         self._steps.stop()
-        tasks = self._history.roll_back()
-        for task in tasks:
-            if task.is_step:
-                self._steps.put(task)
-        self._functions.repeat([task for task in tasks if not task.is_step])
+        for task in self._history.roll_back():
+            self._steps.put(task)
         return [Restore(self.incarnation)]
 
     def restored(self, incarnation: int) -> list[Action]:
@@ -321,18 +275,14 @@ class Scheduler:
         self._num_server_losses, self.is_restoring = 0, True
         return [*actions, Restore(self.incarnation)]
 
-    def take_error(self, *, keeps: bool = False) -> BaseException | None:
-        """Returns the first error, when nothing runs any more; None before that.
-
-        Args:
-            keeps: Whether to return it again next time.
-        """
+    def take_error(self) -> BaseException | None:
+        """Returns the first error, when nothing runs any more; None before that."""
         is_stuck = self._workers.are_all_gone and self._must_repeat
         is_running = self._workers.running or self.is_restoring
         if is_running or (self._must_repeat and not is_stuck):
             return None
         error = self._error
-        if not is_stuck and not keeps:
+        if not is_stuck:
             self._error = None
         return error
 
@@ -343,10 +293,8 @@ class Scheduler:
         actions: list[Action] = []
         if self._history.is_due and not self._history.snapshot and not self._steps.in_flight:
             actions.append(self._history.take(self._version))
-        resting, is_pending = self.resting, self._history.is_pending
-        for worker in sorted(self._workers.idle, key=resting.__contains__):  # they come last
-            waits = is_pending or (worker in resting and self._steps.in_flight)
-            step = self._steps.next_task(worker, may_start=not waits)
+        for worker in self._workers.idle:
+            step = self._steps.next_task(may_start=not self._history.is_pending)
             function = self._functions.next_task()
             tasks = [task for task in (step, function) if task is not None]
             if tasks:
@@ -365,7 +313,7 @@ class Scheduler:
             # At the end, the last steps go to the workers that are idle first.
             many_follow = len(self._steps) > self._workers.num_workers
             may_start = many_follow and not self._history.is_pending
-            step = self._steps.next_task(assignment.worker, may_start=may_start)
+            step = self._steps.next_task(may_start=may_start)
             if step is not None:
                 actions.append(self._start(step, assignment.worker))
         return actions
@@ -380,7 +328,7 @@ class Scheduler:
             *(self._workers.num_assignments, task.number, part, task.num_parts, worker),
             *(self.incarnation, self._commit, step),
         )
-        task.take(part, worker, assignment.number)
+        task.take(part, assignment.number)
         self._workers.start(assignment)
         return Start(assignment)
 
@@ -391,7 +339,6 @@ class Scheduler:
 
     def _drop(self, worker: int, *, is_gone: bool) -> list[Action]:
         """Takes its assignments from a worker that is lost."""
-        self.pace.forget(worker)
         actions: list[Action] = []
         for assignment in self._workers.remove(worker, is_gone=is_gone):
             task = self._ledger.find(assignment)
@@ -406,36 +353,34 @@ class Scheduler:
         return actions
 
     def _put_back(self, task: Task, part: int) -> list[Action]:
-        """Lets a part that has started run again. After an error, only steps and repetitions."""
+        """Lets a part that has started run again. After an error, only a step."""
         task.put_back(part)
         if task.is_step:
             return []
         self._functions.put(task)
         return self._withdraw() if self._error is not None else []
 
-    def _complete(self, task: Task, *, has_writes: bool) -> list[Action]:
-        """Commits and delivers a task that has finished, and remembers it if it has effects."""
-        parts, commits = tuple(sorted(task.results)), []
-        if not task.is_step:
-            self._functions.finish(task)
-        else:
+    def _complete(self, task: Task) -> list[Action]:
+        """Commits and delivers a task that has finished, and remembers it if it is a step."""
+        commits = []
+        if task.is_step:
             self._steps.finish(task)
-            task.parts = parts
             if self._is_sync:
-                self._commit = Committed(self._version, task.number, parts)
+                self._commit = Committed(self._version, task.number, task.num_parts)
                 self._version += 1
                 commits.append(Commit(self.incarnation, *self._commit))
-        deliveries = self._ledger.deliver(task, parts)
+        deliveries = self._ledger.deliver(task)
         if deliveries:
             self._num_server_losses = 0
-        if self._history.snapshot_every and (task.is_step or has_writes):
+        if self._history.snapshot_every and task.is_step:
             self._history.add(task)
             return [*commits, *deliveries]
         return [*commits, *deliveries, *self._ledger.forget([task])]
 
     def _fail(self, task: Task, error: BaseException) -> list[Action]:
         """Ends a task with its error; a synchronous step is not committed."""
-        (self._steps if task.is_step else self._functions).finish(task)
+        if task.is_step:
+            self._steps.finish(task)
         return [*self._ledger.fail(task, error), *self._keep(error)]
 
     def _keep(self, error: BaseException) -> list[Action]:
@@ -456,6 +401,4 @@ class Scheduler:
     def _forget_finished(self) -> list[Action]:
         """Drops what has finished, and what would be repeated."""
         self._steps.stop()
-        return self._ledger.forget(
-            [*self._history.clear(), *self._steps.clear(), *self._functions.clear()]
-        )
+        return self._ledger.forget([*self._history.clear(), *self._steps.clear()])

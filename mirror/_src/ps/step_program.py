@@ -14,14 +14,14 @@ from mirror._src.base.source_lines import on_behalf_of, users_function
 from mirror._src.base.types import PyTree
 from mirror._src.engine.replica_context import Part
 from mirror._src.engine.scopes import current_frame
+from mirror._src.jaxprs.joins import Join, find_joins
 from mirror._src.ps.buffers import BufferLayout
-from mirror._src.ps.joins_of_step import joins_of_step, require_joins, require_own_sums
 from mirror._src.ps.messages import Buffers, Pulled
 from mirror._src.ps.objects import on_device, require_unchanged
-from mirror._src.ps.parts import first_row, has_rows, num_rows, on_replicas
 from mirror._src.ps.placement import rows
 from mirror._src.ps.replies import ArgumentOfStep, ModelShare, filled, is_place, without_places
 from mirror._src.ps.stand_in import GradientKeeper
+from mirror._src.ps.step_data import has_rows, num_rows, on_replicas
 from mirror._src.ps.table_rows import ServerIds, TableRows
 from mirror._src.strategy.mirrored import MirroredStrategy
 from mirror._src.training.checkpoints.host_copies import KeyData
@@ -29,35 +29,22 @@ from mirror._src.training.checkpoints.snapshot import value_of
 
 
 class Portion(NamedTuple):
-    """Which part of a global batch a worker computes.
+    """Which part of a batch a step of a `Trainer` computes. All parts have the same length.
 
     Attributes:
         part: Index of the part.
-        num_parts: Number of the parts whose results are joined.
-        num_rows: Number of rows of the global batch; None if the workers fetch their parts.
-        is_weighted: Whether the step says itself how its parts are joined. Then they have the same
-            number of rows.
-        num_separate: Number of the parts of such a step.
+        num_parts: Number of the parts.
     """
 
-    part: int = 0
-    num_parts: int = 1
-    num_rows: int | None = None
-    is_weighted: bool = False
-    num_separate: int = 1
-
-    @property
-    def has_position(self) -> bool:
-        """Whether there may be other parts of the batch."""
-        return self.num_parts > 1 or self.is_weighted
+    part: int
+    num_parts: int
 
 
 class Batch(NamedTuple):
     """The arguments of a part of a step.
 
     Attributes:
-        portion: Which part it is.
-        is_fetched: Whether the worker has fetched it from its own dataset.
+        portion: Which part it is; None for a step that the user has scheduled.
         treedef: Structure of the positional and keyword arguments.
         places: For each leaf, what stands for model or optimizer; None for all others.
         leaves: The leaves, except model and optimizer. Rows are on the devices of the replicas.
@@ -66,8 +53,7 @@ class Batch(NamedTuple):
         num_ids: For each table, how many rows the step is compiled for.
     """
 
-    portion: Portion
-    is_fetched: bool
+    portion: Portion | None
     treedef: Any
     places: tuple[ArgumentOfStep | None, ...]
     leaves: list[Any]
@@ -81,19 +67,15 @@ class Done(NamedTuple):
 
     Attributes:
         value: What the user's function returned.
-        joins: For each leaf of the value, how it is joined with the other parts.
         gradients: The gradients for each server.
         changes: Changes of the moving variables for each server.
         table_rows: Ids and gradients of the rows of tables for each server.
-        rows: Number of rows of the batch.
     """
 
     value: PyTree
-    joins: tuple[str, ...]
     gradients: list[Buffers]
     changes: list[Buffers]
     table_rows: list[dict[str, Any]]
-    rows: int
 
 
 @final
@@ -130,13 +112,13 @@ class StepProgram:
         self._is_count = _is_count(self._model, definition)
         self._compiled: set[Any] = set()
         self._steps: dict[Any, Callable[..., Any]] = {}
-        self._joins: dict[Any, tuple[str, ...]] = {}
+        self._separate: set[Any] = set()  # shapes for which the parts are computed separately
 
     def batch(
         self,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        portion: Portion,
+        portion: Portion | None,
         batch_of: Callable[..., tuple[Any, ...]] | None = None,
     ) -> Batch:
         """Returns the arguments with the next elements of iterators, split across the replicas.
@@ -144,11 +126,9 @@ class StepProgram:
         Args:
             args: Positional arguments.
             kwargs: Keyword arguments.
-            portion: Which part of the global batch they are.
+            portion: Which part of a batch of a `Trainer` they are.
             batch_of: See `StepWork`.
         """
-        found = jax.tree.leaves((args, kwargs), is_leaf=is_place)
-        is_fetched = any(is_place(leaf) and leaf.kind == "next" for leaf in found)
 
         def with_next(place: ArgumentOfStep) -> Any:
             if place.kind == "next":
@@ -175,7 +155,7 @@ class StepProgram:
         places = tuple(leaf if is_place(leaf) else None for leaf in found)
         leaves = [leaf for leaf in found if not is_place(leaf)]
         placed = on_replicas(leaves, self._strategy._replicas)
-        return Batch(portion, is_fetched, treedef, places, placed, size, ids, num_ids)
+        return Batch(portion, treedef, places, placed, size, ids, num_ids)
 
     def must_compile(self, batch: Batch) -> bool:
         """Whether the step has not run with arguments of this structure and these shapes."""
@@ -200,13 +180,13 @@ class StepProgram:
         Raises:
             ValueError: If the step does not call `optimizer.update` once, changes variables that
                 servers do not hold, computes gradients for rows of tables that were not pulled, or
-                computes what cannot be joined with the other parts.
+                reduces over the replicas of one part alone.
         """
         moving = self._placement.join(
             [m.unpack_np(p.moving) for m, p in zip(self._moving, pulled, strict=True)]
         )
         table_rows = self._tables.joined([p.rows for p in pulled])
-        (value, packed, outside), joins = self._run(
+        value, packed, outside = self._run(
             batch, [p.trained for p in pulled], table_rows, moving, ordinal
         )
         self._tables.require_inside({name: np.asarray(x) for name, x in outside.items()})
@@ -219,7 +199,7 @@ class StepProgram:
         new = self._read("moving") if moving else {}
         changes = self._placement.split({name: new[name] - moving[name] for name in moving})
         packed_changes = [m.pack_np(c) for m, c in zip(self._moving, changes, strict=True)]
-        return Done(value, joins, gradients, packed_changes, rows_of_tables, batch.rows)
+        return Done(value, gradients, packed_changes, rows_of_tables)
 
     def _run(
         self,
@@ -228,62 +208,73 @@ class StepProgram:
         table_rows: dict[str, np.ndarray],
         moving: Any,
         ordinal: int,
-    ) -> tuple[Any, tuple[str, ...]]:
+    ) -> Any:
         portion = batch.portion
-        fixed = self._set_local(ordinal, portion.part)
+        fixed = self._set_local(ordinal, portion.part if portion else 0)
         self._set({**moving})
         before = int(self._optimizer.step[...])
         ids = self._tables.padded_ids(batch.ids)
         self._optimizer.touch(ids)
         # Nothing changes what was received while the step runs, so it is not copied.
-        position = _position(batch, self._strategy.num_replicas_in_sync)
+        first = () if portion is None else (portion.part, portion.part * batch.rows)
+        position = tuple(map(np.int32, first))
         received = (trained, self._tables.padded_rows(ids, table_rows), position)
         held = self._strategy._runner.borrow(received)
         arguments = (self._model, self._optimizer, held, batch.leaves)
-        is_joined = portion.num_parts > 1 or portion.num_separate > 1
-        joins = self._joins_for(batch, arguments) if is_joined else ()
+        self._require_separate(batch, arguments)
         result = self._strategy.run(self._step_for(batch), arguments)
         self._compiled.add(_shapes(batch))
         require_unchanged(fixed, self._read_local(fixed))
         _require_one_update(int(self._optimizer.step[...]) - before, name_of(self._fn))
-        return result, joins
+        return result
 
-    def _joins_for(self, batch: Batch, arguments: tuple[Any, ...]) -> tuple[str, ...]:
-        """Returns how the results of a part are joined with the other parts."""
-        key = _step_key(batch)
-        if key not in self._joins:
-            step = self._make_step(batch, is_examined=True)
-            call, traced = self._strategy._runner.traced(step, arguments, {})
-            num_replicas = self._strategy.num_replicas_in_sync
-            found = joins_of_step(call, traced, num_replicas, is_fetched=batch.is_fetched)
-            portion = batch.portion
-            if portion.is_weighted:
-                require_own_sums(name_of(users_function(self._fn)), found, portion.num_separate)
-                self._joins[key] = ()
-            else:
-                self._joins[key] = require_joins(name_of(self._fn), found, portion.num_parts)
-        return self._joins[key]
+    def _require_separate(self, batch: Batch, arguments: tuple[Any, ...]) -> None:
+        """Requires that a step of a `Trainer` sums what its parts compute separately.
+
+        The only collective is then the sum of the trainer, after the loss function.
+
+        Raises:
+            ValueError: If a sum depends on another collective.
+        """
+        num_parts = batch.portion.num_parts if batch.portion else 1
+        if num_parts == 1 or _shapes(batch) in self._separate:
+            return
+        step = self._make_step(batch, num_parts)
+        _, traced = self._strategy._runner.traced(step, arguments, {})
+        inputs = [
+            Join.OWN if is_own or jnp.issubdtype(aval.dtype, jax.dtypes.prng_key) else Join.SAME
+            for aval, is_own in zip(traced.step.avals, traced.step.per_replica, strict=True)
+        ]
+        joins = find_joins(traced.jaxpr, inputs, self._strategy.num_replicas_in_sync)
+        num_results = traced.step.out_tree.num_leaves - len(traced.step.static_results)
+        if Join.NONE in joins[:num_results]:  # states follow
+            raise ValueError(
+                f"{name_of(users_function(self._fn))} reduces or gathers over the replicas, for "
+                "example with mirror.all_reduce or nnx.BatchNorm(axis_name=...). The workers "
+                f"compute the {num_parts} parts of a batch separately: this would be over the part "
+                "of one worker alone. Compute the loss of each example from this example; or "
+                "create the strategy with staleness=None, with which a worker computes a whole "
+                "batch; or train with mirror.MirroredStrategy."
+            )
+        self._separate.add(_shapes(batch))
 
     def _step_for(self, batch: Batch) -> Callable[..., Any]:
         """Returns the step for arguments of this structure."""
-        key = batch.treedef, batch.places, batch.portion.num_parts, batch.portion.has_position
+        key = batch.treedef, batch.places, batch.portion is None
         if key not in self._steps:
             self._steps[key] = self._make_step(batch)
         return self._steps[key]
 
-    def _make_step(self, batch: Batch, *, is_examined: bool = False) -> Callable[..., Any]:
+    def _make_step(self, batch: Batch, num_parts: int | None = None) -> Callable[..., Any]:
         """Returns a step of this structure.
 
         Args:
             batch: Arguments of this structure.
-            is_examined: Whether the step is traced alone. It then returns results, gradients and
-                moving variables.
+            num_parts: Number of parts of the batch. Then the step is traced alone, and returns its
+                result only.
         """
         fn, placement, layouts, paths = self._fn, self._placement, self._trained, self._paths
         tables, (treedef, places) = self._tables, (batch.treedef, batch.places)
-        num_parts, has_position = batch.portion.num_parts, batch.portion.has_position
-        num_separate = batch.portion.num_separate if is_examined else 1
-        moving = [p for p in self._definition.places if p.kind == "moving"]
 
         def step(
             model: nnx.Module, optimizer: GradientKeeper, received: Any, leaves: list[Any]
@@ -306,17 +297,15 @@ class StepProgram:
             args, kwargs = treedef.unflatten(
                 [next(rest) if place is None else objects[place.kind] for place in places]
             )
-            if has_position:
+            if position:
                 frame = current_frame()
                 assert frame is not None
                 assert frame.replica is not None
-                frame.replica.part = Part(num_parts, *position)._replace(num_separate=num_separate)
+                part_id, first_row = position
+                frame.replica.part = Part(part_id, first_row, num_parts or 1)
             value = fn(*args, **kwargs)
-            if is_examined:
-                after = dict(nnx.to_flat_state(nnx.state(model)))
-                changes = {p.name: value_of(after[p.path]) for p in moving}
-                gradients = {name: optimizer.pushed(name) for name in optimizer.gradients}
-                return value, gradients, changes
+            if num_parts is not None:
+                return value
             # The step does not return unchanged variables, so that XLA does not copy them.
             nnx.update(model, nnx.from_flat_state(kept))
             packed = [
@@ -379,24 +368,6 @@ def _folded(key: Any, ordinal: int, part: int) -> Any:
 
 def _zeros(layout: BufferLayout) -> dict[str, np.ndarray]:
     return {s.leaf: np.zeros(s.shape, np.dtype(s.dtype)) for s in layout.slices}
-
-
-def _position(batch: Batch, num_devices: int) -> tuple[Any, ...]:
-    """Returns index and first row of a part, and the factor by which the batch is larger."""
-    part, num_parts, num_rows, is_weighted, _ = batch.portion
-    if not batch.portion.has_position:
-        return ()
-    if is_weighted:
-        return np.int32(part), np.int32(part * batch.rows)
-    if num_rows is None:
-        return (np.int32(part),)
-    start = first_row(part, num_parts, num_rows, num_devices)
-    scale = np.asarray(num_rows / batch.rows, jnp.result_type(float))
-    return np.int32(part), np.int32(start), scale
-
-
-def _step_key(batch: Batch) -> Any:
-    return (batch.portion.num_parts, batch.is_fetched, *_shapes(batch))
 
 
 def _shapes(batch: Batch) -> Any:

@@ -21,14 +21,13 @@ from mirror._src.ps.messages import (
     Rejected,
     ServerSnapshot,
 )
-from mirror._src.ps.named_variables import NamedVariables
 from mirror._src.ps.optimizer_tree import as_jax, as_numpy, init_structs, nest
 from mirror._src.ps.rows import local_ids, padded, summed, take_jit
 from mirror._src.ps.update import Update, update_function
 
 
 class Store:
-    """Values, optimizer state and named variables of one server, which are all on the CPU.
+    """Values and optimizer state of one server, which are on the CPU.
 
     The version is the number of updates applied. In synchronous mode, the gradients that parts of a
     step push are kept until the step is committed, and until then every pull returns the same
@@ -77,14 +76,13 @@ class Store:
         self._trained_layout, self._moving_layout, self._table_slices = trained, moving, tables
         self._version = snapshot.version
         self._applied = Numbers(snapshot.applied)
-        self._named = NamedVariables(snapshot.variables, snapshot.marks)
         self._kept: dict[tuple[int, int], Push] = {}  # by task and part
 
     def pull(
         self,
         incarnation: int,
         step: int | None,
-        commit: tuple[int, int, tuple[int, ...]] | None,
+        commit: tuple[int, int, int] | None,
         ids: Mapping[str, np.ndarray],
     ) -> Pulled | Rejected:
         """Returns the values.
@@ -92,7 +90,7 @@ class Store:
         Args:
             incarnation: As in `load`.
             step: In synchronous mode, the version wanted; `None` means any.
-            commit: Step, task and parts that are committed first, if they have not been.
+            commit: Step, task and number of its parts: committed first, if they have not been.
             ids: For each table, rows wanted: integers, numbered as in the whole table.
 
         Raises:
@@ -148,16 +146,14 @@ class Store:
         self._applied.add(push.task)
         return self._version
 
-    def commit(
-        self, incarnation: int, step: int, task: int, parts: Sequence[int]
-    ) -> int | Rejected:
-        """Applies the mean gradients of parts of a step, and returns the version.
+    def commit(self, incarnation: int, step: int, task: int, num_parts: int) -> int | Rejected:
+        """Applies the mean gradient of the parts of a step, and returns the version.
 
         A step that was committed before is left alone.
         """
         if (rejected := self._rejection(incarnation)) is not None:
             return rejected
-        self._commit(step, task, tuple(parts))
+        self._commit(step, task, num_parts)
         return self._version
 
     def snapshot(self) -> ServerSnapshot | Rejected:
@@ -171,31 +167,7 @@ class Store:
                 **{name: np.array(table) for name, table in self._tables.items()},
             }
             state = jax.tree.map(lambda leaf: np.array(as_numpy(leaf)), self._state)
-        variables, marks = self._named.snapshot()
-        return ServerSnapshot(values, state, self._version, self._applied.ranges, variables, marks)
-
-    def variable(
-        self,
-        name: str,
-        operation: str,
-        value: Any = None,
-        mark: tuple[int, int] | None = None,
-        incarnation: int | None = None,
-    ) -> np.ndarray | Rejected:
-        """Applies an operation to a named variable; see `NamedVariables.apply`.
-
-        A function that runs while the servers return to a snapshot is repeated as a whole, so its
-        operations of the incarnation before are rejected. `None` means any incarnation.
-        """
-        wanted = self._incarnation if incarnation is None else incarnation
-        if (rejected := self._rejection(wanted)) is not None:
-            return rejected
-        return self._named.apply(name, operation, value, mark)
-
-    def forget(self, below: int) -> None:
-        """Forgets the marks of tasks with numbers less than `below`, which are not repeated."""
-        if self._definition is not None:
-            self._named.forget(below)
+        return ServerSnapshot(values, state, self._version, self._applied.ranges)
 
     def statistics(self) -> dict[str, Any]:
         """Returns counts since the process started.
@@ -260,20 +232,17 @@ class Store:
         self._counts["bytes_in"] += _num_bytes(push.gradients, push.changes, *push.rows.values())
         return push._replace(rows=rows)
 
-    def _commit(self, step: int, task: int, parts: tuple[int, ...]) -> None:
+    def _commit(self, step: int, task: int, num_parts: int) -> None:
         if step < self._version:
             return
         # Gradients of another task belong to a step that failed and was never committed.
         kept = {part: push for (owner, part), push in self._kept.items() if owner == task}
-        if step > self._version or (missing := sorted(set(parts) - kept.keys())):
+        if step > self._version or set(kept) != set(range(num_parts)):
             what = f"is at version {self._version}" if step > self._version else "has only parts "
-            what += "" if step > self._version else f"{sorted(kept)}, not {missing}"
+            what += "" if step > self._version else f"{sorted(kept)} of {num_parts}"
             raise RuntimeError(f"Step {step} cannot be committed: this server {what}.")
-        if not parts:
-            raise ValueError(f"Step {step} cannot be committed without any part.")
         # In the order of the parts, not of arrival: then the sum is the same in every run.
-        self._apply([kept[part] for part in sorted(parts)], 0)
-        self._rejected["late"] += len(kept) - len(parts)
+        self._apply([kept[part] for part in range(num_parts)], 0)
         self._kept = {}
 
     def _apply(self, pushes: Sequence[Push], staleness: int) -> None:

@@ -35,7 +35,7 @@ from mirror._src.ps.separable import place_separably
 from mirror._src.ps.tables import SparseTables
 from mirror._src.ps.trainer import ServedTrainer
 from mirror._src.ps.training import ServedTraining
-from mirror._src.ps.variable import ServerVariable
+from mirror._src.ps.variables import ServerVariable
 from mirror._src.strategy.mirrored import OneDeviceStrategy
 from mirror._src.strategy.strategy import Strategy
 from mirror._src.training.objective import Sums
@@ -53,7 +53,8 @@ class ParameterServerStrategy(RemoteStrategy):
     return at any time. It serves CPU clusters, preemptible workers and large embedding tables. For
     the GPUs of one machine, use `MirroredStrategy`, which does not move gradients over the network.
 
-    `ClusterCoordinator` schedules steps, which are written as for `MirroredStrategy.run`.
+    `mirror.Trainer` trains with it. `ClusterCoordinator` schedules functions and asynchronous
+    steps, which are written as for `MirroredStrategy.run`.
 
     Args:
         cluster: Addresses of the jobs `ps`, `worker` and `chief`, or a resolver. Each task runs on
@@ -61,10 +62,9 @@ class ParameterServerStrategy(RemoteStrategy):
             Defaults to the cluster that Ray is connected to, or else a new one on this machine.
         ps: Number of parameter servers, without `cluster`.
         workers: Number of workers, without `cluster`. Defaults to the number of machines.
-        staleness: 0 for synchronous updates: each has the gradients of all workers, which read the
-            same values. With k, a worker's gradient is applied as soon as it arrives, at most k
-            updates after its values were read. None sets no bound.
-        backup_workers: With `staleness=0`, number of workers that an update does not wait for.
+        staleness: 0 for synchronous updates by `mirror.Trainer`: each has the gradients of all
+            workers, which read the same values. With k, a worker's gradient is applied as soon as
+            it arrives, at most k updates after its values were read. None sets no bound.
         partitioner: Function of shape and dtype that returns the number of shards of a variable.
             None does not cut variables.
         devices_per_worker: Number of devices of a worker. Defaults to all GPUs that Ray gives it,
@@ -77,9 +77,8 @@ class ParameterServerStrategy(RemoteStrategy):
         sparse: For each variable of which a batch touches few rows, such as `"embed.embedding"`, a
             function that returns the integer ids of these rows. It receives the batch of a
             `Trainer`, or the arguments of a scheduled step without model and optimizer. Only these
-            rows are sent and updated; in the step, all others are NaN.
-        sparse_exact: Whether to reject an optimizer that changes rows without a gradient, such as
-            Adam, for the variables of `sparse`. By default, a warning is logged.
+            rows are sent and updated, also by optimizers that would change rows without a gradient,
+            such as Adam; in the step, all others are NaN.
 
     Raises:
         ValueError: If a number is out of range, or contradicts another argument.
@@ -100,20 +99,18 @@ class ParameterServerStrategy(RemoteStrategy):
         ps: int | None = None,
         workers: int | None = None,
         staleness: int | None = 0,
-        backup_workers: int = 0,
         partitioner: PartitionerLike | None = MinSizePartitioner(),  # noqa: B008 - immutable
         devices_per_worker: int | None = None,
         worker_options: Mapping[str, Any] | None = None,
         ps_options: Mapping[str, Any] | None = None,
         snapshot_every: int = 100,
         sparse: Mapping[str, Callable[..., Any]] | None = None,
-        sparse_exact: bool = False,
     ) -> None:
         self._is_closed = True
         self._connection: Connection | None = None
         spec = None if cluster is None else cluster_of(cluster)
         ps, workers = _counts(spec, ps, workers)
-        _require_modes(staleness, backup_workers, workers)
+        _require_staleness(staleness)
         require_int("snapshot_every", snapshot_every, 0, "0 disables snapshots.")
         if devices_per_worker is not None:
             require_int("devices_per_worker", devices_per_worker)
@@ -124,7 +121,7 @@ class ParameterServerStrategy(RemoteStrategy):
         if partitioner is not None and not callable(partitioner):
             fix = "For example mirror.ps.MinSizePartitioner(256 << 10)."
             raise TypeError(expected("partitioner", partitioner, "callable or None", fix))
-        self._tables = SparseTables(sparse, sparse_exact)
+        self._tables = SparseTables(sparse)
         self._connection = ray_cluster.Connection(spec)
         self._coordinator: ClusterCoordinator | None = None
         try:
@@ -137,19 +134,16 @@ class ParameterServerStrategy(RemoteStrategy):
                     spec,
                 ),
                 staleness,
-                backup_workers,
                 devices_per_worker,
                 snapshot_every,
             )
         except BaseException:
             self.close()
             raise
-        self._staleness, self._backup_workers = staleness, backup_workers
+        self._staleness = staleness
         self._partitioner = partitioner
         self._local = OneDeviceStrategy(backend.default_devices()[0])
         self._names = (f"Variable_{i}" for i in itertools.count())
-        self._next_server = itertools.cycle(range(self.num_ps))
-        self._servers_of_variables: dict[str, int] = {}
         self._training = ServedTraining(
             self._conductor,
             self._engine,
@@ -163,21 +157,16 @@ class ParameterServerStrategy(RemoteStrategy):
         servers: list[Demand],
         workers: list[Demand],
         staleness: int | None,
-        backup_workers: int,
         devices_per_worker: int | None,
         snapshot_every: int,
     ) -> None:
-        _require_modes(staleness, backup_workers, len(workers))
         ray_cluster.require_resources([*servers, *workers])
         self._is_closed = False
         self._at_exit = weakref.WeakMethod(self.close)
         atexit.register(_close, self._at_exit)
         self._engine = RayEngine(servers, workers, devices_per_worker)
         self._conductor = Conductor(
-            self._engine,
-            staleness=staleness,
-            backup_workers=backup_workers,
-            snapshot_every=snapshot_every,
+            self._engine, staleness=staleness, snapshot_every=snapshot_every
         )
         self._conductor.start()
 
@@ -243,7 +232,7 @@ class ParameterServerStrategy(RemoteStrategy):
 
     @api_boundary
     def Variable(self, value: Any, name: str | None = None) -> ServerVariable:
-        """Creates a variable on a parameter server, for the main program and scheduled functions.
+        """Creates a variable that the main program and scheduled functions share.
 
         Args:
             value: Its first value. A variable of this name that exists keeps its value.
@@ -257,9 +246,9 @@ class ParameterServerStrategy(RemoteStrategy):
             name = next(self._names)
         elif not isinstance(name, str):
             raise TypeError(expected("name", name, "a string or None", "For example name='a'."))
-        server = self._servers_of_variables.setdefault(name, next(self._next_server))
-        self._conductor.variable(server, name, "create", np.asarray(jnp.asarray(value)))
-        return ServerVariable(name, server, self._conductor)
+        variables = self._engine.variables
+        variables.apply(name, "create", np.asarray(jnp.asarray(value)))
+        return ServerVariable(name, variables)
 
     @api_boundary
     def report(self) -> ParameterServerReport:
@@ -319,11 +308,9 @@ class ParameterServerStrategy(RemoteStrategy):
     def _placement_of(self, objects: TrainingObjects) -> Placement:
         tx, tables = objects.optimizer.tx, self._tables
         tables.require_in(objects.leaves)
-        placement = place_separably(
+        return place_separably(
             tx, objects.leaves, self.num_ps, self._partitioner, tables=tables.functions
         )
-        tables.require_optimizer(tx, objects.trained)
-        return placement
 
 
 def _close(method: Callable[[], Callable[[], None] | None]) -> None:
@@ -347,18 +334,7 @@ def _counts(spec: ClusterSpec | None, ps: Any, workers: Any) -> tuple[int, int |
     return spec.num_tasks("ps"), spec.num_tasks("worker")
 
 
-def _require_modes(staleness: Any, backup_workers: Any, workers: int | None) -> None:
+def _require_staleness(staleness: Any) -> None:
     if staleness is not None:
         fix = "0 is synchronous, k is asynchronous with at most k updates in between, None is any."
         require_int("staleness", staleness, 0, fix)
-    require_int("backup_workers", backup_workers, 0)
-    if backup_workers and staleness != 0:
-        raise ValueError(
-            f"`backup_workers` must be 0 unless staleness=0, got {backup_workers} with "
-            f"staleness={staleness}. Asynchronous updates do not wait for other workers."
-        )
-    if workers is not None and backup_workers >= workers:
-        raise ValueError(
-            f"`backup_workers` must be less than the number of workers, {workers}, got "
-            f"{backup_workers}. An update needs the gradients of at least one worker."
-        )

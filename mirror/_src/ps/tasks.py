@@ -14,12 +14,9 @@ class Task:
         number: The order of tasks.
         num_parts: Into how many parts its batch is split.
         is_step: Whether it trains.
-        parts: The parts that its commit included, in a task that has finished. Only these are run
-            if it is repeated.
         pending: The parts that wait for a worker, in increasing order.
         running: The assignment number of each part that runs.
         results: The result of each part that has finished.
-        workers: The workers that have had a part since the task was started.
         is_settled: Whether its value is resolved.
         losses: For each part, how many workers were lost with it.
     """
@@ -27,11 +24,9 @@ class Task:
     number: int
     num_parts: int
     is_step: bool
-    parts: tuple[int, ...] | None = None
     pending: list[int] = dataclasses.field(default_factory=list)
     running: dict[int, int] = dataclasses.field(default_factory=dict)
     results: dict[int, Any] = dataclasses.field(default_factory=dict)
-    workers: set[int] = dataclasses.field(default_factory=set)
     is_settled: bool = False
     losses: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
 
@@ -40,14 +35,13 @@ class Task:
 
     def reset(self) -> None:
         """Makes all parts wait for workers; replies to earlier assignments are late from now on."""
-        self.pending = list(range(self.num_parts) if self.parts is None else self.parts)
-        self.running, self.results, self.workers = {}, {}, set()
+        self.pending = list(range(self.num_parts))
+        self.running, self.results = {}, {}
 
-    def take(self, part: int, worker: int, assignment: int) -> None:
+    def take(self, part: int, assignment: int) -> None:
         """Moves a part from `pending` to `running`."""
         self.pending.remove(part)
         self.running[part] = assignment
-        self.workers.add(worker)
 
     def put_back(self, part: int) -> None:
         """Moves a part from `running` to `pending`."""
@@ -61,11 +55,10 @@ class StepQueue:
     Args:
         staleness: 0: one step at a time. k: a gradient is applied at most k updates late. None: no
             bound.
-        backup_workers: How many parts a synchronous step does not wait for.
     """
 
-    def __init__(self, staleness: int | None, backup_workers: int) -> None:
-        self._staleness, self._backup_workers = staleness, backup_workers
+    def __init__(self, staleness: int | None) -> None:
+        self._staleness = staleness
         self._waiting: list[tuple[int, Task]] = []  # a heap
         # Started, and not finished. In the order of their numbers, because they start in it.
         self.in_flight: dict[int, Task] = {}
@@ -105,27 +98,16 @@ class StepQueue:
         self._waiting.clear()
         return tasks
 
-    def needed(self, task: Task) -> int:
-        """Returns how many parts must finish before a task has finished."""
-        return max(1, task.num_parts - self._backup_workers)
-
-    def next_task(self, worker: int, *, may_start: bool) -> Task | None:
-        """Returns the first task with a part for a worker, or None.
+    def next_task(self, *, may_start: bool) -> Task | None:
+        """Returns the first task with a part that waits, or None.
 
         Args:
-            worker: Index of the worker.
-            may_start: Whether a step that waits may start.
+            may_start: Whether a step that has not started may start.
         """
         for task in self.in_flight.values():
-            if task.pending and self._is_for(task, worker):
+            if task.pending:
                 return task
         return self._waiting[0][1] if may_start and self._may_start() else None
-
-    def _is_for(self, task: Task, worker: int) -> bool:
-        # A worker that has finished its part does not take a surplus one: it would be late for the
-        # next step, whenever another worker is slow.
-        missing = self.needed(task) - len(task.results) - len(task.running)
-        return missing > 0 or worker not in task.workers
 
     def _may_start(self) -> bool:
         if not self._waiting:
@@ -155,66 +137,29 @@ class StepQueue:
 
 
 class FunctionQueue:
-    """Functions that do not train. Those that are repeated run one by one, before all others."""
+    """Functions that do not train, in the order of their numbers."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[int, Task]] = []  # a heap
-        self._repeated: collections.deque[Task] = collections.deque()
-        self._repeats: Task | None = None  # the one that is repeated at present
 
     def __len__(self) -> int:
-        return len(self._waiting) + len(self._repeated)
-
-    @property
-    def is_repeating(self) -> bool:
-        """Whether a function must be repeated before the variables have their values again."""
-        return self._repeats is not None or bool(self._repeated)
+        return len(self._waiting)
 
     def put(self, task: Task) -> None:
         """Adds a task that has not started, or whose worker was lost."""
-        if task is self._repeats:
-            self._repeats = None
-            self._repeated.appendleft(task)
-        else:
-            heapq.heappush(self._waiting, (task.number, task))
-
-    def repeat(self, tasks: list[Task]) -> None:
-        """Repeats tasks that had finished, in this order, before those that it repeats already."""
-        if self._repeats is not None:
-            self._repeats.reset()
-            self._repeated.appendleft(self._repeats)
-            self._repeats = None
-        self._repeated.extendleft(reversed(tasks))
+        heapq.heappush(self._waiting, (task.number, task))
 
     def next_task(self) -> Task | None:
-        """Returns the first task that may start, or None."""
-        if self._repeats is not None:
-            return None
-        if self._repeated:
-            return self._repeated[0]
+        """Returns the first task, or None."""
         return self._waiting[0][1] if self._waiting else None
 
     def start(self, task: Task) -> None:
-        """Removes the task that `next_task` returned from the queue."""
-        if self._repeated and task is self._repeated[0]:
-            self._repeats = self._repeated.popleft()
-        else:
-            heapq.heappop(self._waiting)
-
-    def finish(self, task: Task) -> None:
-        """Takes note that a task has ended."""
-        if task is self._repeats:
-            self._repeats = None
+        """Removes the first task."""
+        assert task is self._waiting[0][1]
+        heapq.heappop(self._waiting)
 
     def withdraw(self) -> list[Task]:
-        """Removes and returns the waiting tasks whose values are not resolved yet, in order."""
+        """Removes and returns all tasks, in order."""
         tasks = [task for _, task in sorted(self._waiting, key=lambda item: item[0])]
         self._waiting.clear()
-        return tasks
-
-    def clear(self) -> list[Task]:
-        """Removes and returns the tasks that are to be repeated, or that are repeated now."""
-        tasks = [*([self._repeats] if self._repeats else []), *self._repeated]
-        self._repeats = None
-        self._repeated.clear()
         return tasks

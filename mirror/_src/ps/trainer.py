@@ -23,10 +23,12 @@ from mirror._src.inspection.verify import (
 )
 from mirror._src.ps.coordinator import ClusterCoordinator
 from mirror._src.ps.remote_value import CancelledError, RemoteValue
+from mirror._src.ps.replies import ArgumentOfStep, Result
 from mirror._src.training.objective import Sums
 from mirror._src.training.remote import RemoteTraining
 
 _NAMES = ("model", "optimizer")
+_OBJECTS = tuple(map(ArgumentOfStep, _NAMES))
 
 
 @final
@@ -67,12 +69,13 @@ class ServedTrainer(RemoteTraining):
             self._step,
             self._model,
             self._optimizer,
-            (self._model, self._optimizer, *_first((batch, mask), num_parts * rows)),
-            {},
+            [
+                ((*_OBJECTS, *_rows((batch, mask), start, start + rows)), {})
+                for start in range(0, num_parts * rows, rows)
+            ],
             weight_of=self._divisor,
-            join=add_sums,
-            num_parts=num_parts,
             batch_of=_batch_of,
+            join=add_sums,
         )
         self._runs, self.has_lost_values = True, False
         result = _Pending(value, self._coordinator)
@@ -127,13 +130,13 @@ class ServedTrainer(RemoteTraining):
         return checked(VerifyReport(self.multiple, rtol, tuple(rows)), CAUSES)
 
 
-def add_sums(parts: Sequence[Sums]) -> Sums:
-    """Returns the sums of a step, given the sums of its parts."""
+def add_sums(parts: Sequence[Result]) -> Sums:
+    """Returns the sums of a step, given the results of its parts."""
 
     def add(*values: np.ndarray) -> np.ndarray:
         return np.sum(values, axis=0, dtype=np.asarray(values[0]).dtype)
 
-    total: Sums = jax.tree.map(add, *parts)
+    total: Sums = jax.tree.map(add, *(part.value for part in parts))
     return total
 
 
@@ -143,8 +146,8 @@ def _batch_of(batch: PyTree, mask: Any) -> tuple[PyTree]:
     return (batch,)
 
 
-def _first(tree: PyTree, count: int) -> PyTree:
-    return jax.tree.map(lambda x: x[:count], tree)
+def _rows(tree: PyTree, start: int, stop: int) -> PyTree:
+    return jax.tree.map(lambda x: x[start:stop], tree)
 
 
 def _distance(a: Any, b: Any) -> float:

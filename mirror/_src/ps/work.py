@@ -9,7 +9,6 @@ from typing import Any, final
 from mirror._src.ps.actions import Assignment
 from mirror._src.ps.current import RunningFunction, set_running
 from mirror._src.ps.messages import Push, Rejected
-from mirror._src.ps.parts import as_numpy
 from mirror._src.ps.replies import (
     Export,
     NotExported,
@@ -21,6 +20,7 @@ from mirror._src.ps.replies import (
     Servers,
     StepWork,
 )
+from mirror._src.ps.step_data import as_numpy
 from mirror._src.ps.step_program import Portion, StepProgram
 from mirror._src.strategy.mirrored import MirroredStrategy
 
@@ -59,26 +59,25 @@ class Worker:
         self._iterators: dict[int, Any] = {}
 
     def run_function(self, assignment: Assignment, fn: Export, arguments: Any) -> Any:
-        """Runs a function, and returns its `Result`, `Raised` or `ServerLost`."""
-        with self._running(assignment) as function:
+        """Runs a function, and returns its `Result` or `Raised`."""
+        del assignment
+        with self._running():
             try:
-                function_ = self.load(fn)
+                function = self.load(fn)
                 args, kwargs = self._loads(arguments)
                 with self._strategy.scope():
-                    value = function_(*args, **kwargs)
+                    value = function(*args, **kwargs)
                 value = as_numpy(value)
                 self._dumps(value)  # an error of this function, not of Ray
-            except ServerGoneError as lost:
-                return ServerLost(lost.server)
             except NotExportedError:
                 return NotExported()
             except (Exception, *_ENDS) as error:
                 return self._raised(error)
-            return Result(value, 1.0, function.has_writes)
+            return Result(value)
 
     def run_part(self, assignment: Assignment, work: StepWork, arguments: Any) -> Any:
         """Runs a part of a step: pulls values, computes gradients, pushes them."""
-        with self._running(assignment):
+        with self._running():
             try:
                 return self._part(assignment, work, arguments)
             except ServerGoneError as lost:
@@ -107,11 +106,7 @@ class Worker:
         program = self._program(work)
         weight_of, batch_of = map(self._loaded, (work.weight_of, work.batch_of))
         args, kwargs = self._loads(arguments)
-        is_weighted = weight_of is not None
-        num_separate = assignment.num_parts if is_weighted else 1
-        portion = Portion(
-            *(assignment.part, work.num_parts, work.num_rows, is_weighted, num_separate)
-        )
+        portion = None if weight_of is None else Portion(assignment.part, assignment.num_parts)
         batch = program.batch(args, kwargs, portion, batch_of)
         if assignment.step is None and program.must_compile(batch):
             # What is computed with values from before a compilation would be as many updates late
@@ -122,10 +117,10 @@ class Worker:
             "pull", [(assignment.incarnation, assignment.step, commit, ids) for ids in batch.ids]
         )
         if _is_late(pulled):
-            return Result(None, 0.0)
+            return Result(None)
         done = program.run(batch, pulled, work.ordinal)
         value = as_numpy(done.value)
-        weight = float(done.rows if weight_of is None else weight_of(value))
+        weight = 1.0 if weight_of is None else float(weight_of(value))
         pushes = [
             Push(
                 incarnation=assignment.incarnation,
@@ -140,7 +135,7 @@ class Worker:
             for server in range(program.num_servers)
         ]
         _is_late(self._servers.call_all("push", [(push,) for push in pushes]))
-        return Result(value, weight, joins=done.joins)
+        return Result(value)
 
     def _loaded(self, export: Export | None) -> Any:
         return None if export is None else self.load(export)
@@ -159,14 +154,10 @@ class Worker:
         return self._programs[key]
 
     @contextlib.contextmanager
-    def _running(self, assignment: Assignment) -> Iterator[RunningFunction]:
-        function = RunningFunction(
-            *(assignment.task, assignment.incarnation, self.index),
-            *(self._servers, self._iterators, self.load),
-        )
-        set_running(function)
+    def _running(self) -> Iterator[None]:
+        set_running(RunningFunction(self._iterators, self.load))
         try:
-            yield function
+            yield
         finally:
             set_running(None)
 

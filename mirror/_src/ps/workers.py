@@ -27,11 +27,6 @@ class Workers:
         return list(self._idle)
 
     @property
-    def ready(self) -> list[int]:
-        """The workers that are idle or busy: all that are not lost."""
-        return [*self._idle, *self._busy]
-
-    @property
     def with_room(self) -> list[Assignment]:
         """The assignments of busy workers at which another one may wait."""
         alone = [numbers[0] for numbers in self._busy.values() if len(numbers) == 1]

@@ -254,10 +254,10 @@ def _require_whole_batch(objective: Objective) -> None:
     """
     context = get_replica_context()
     assert context is not None, "a step runs in a replica"
-    if context.part is not None and context.part.num_separate > 1:
+    if context.part is not None and context.part.num_parts > 1:
         raise ValueError(
             f"The weights that {name_of(objective.loss_fn)} returns depend on the parameters. The "
-            f"workers compute the {context.part.num_separate} parts of a batch separately, and the "
+            f"workers compute the {context.part.num_parts} parts of a batch separately, and the "
             "gradient requires the weights of the whole batch. Use jax.lax.stop_gradient(weights), "
             "or train with mirror.MirroredStrategy."
         )

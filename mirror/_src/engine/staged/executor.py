@@ -10,7 +10,8 @@ from mirror._src.engine.cross_device_ops import CrossDeviceOps
 from mirror._src.engine.executor import Executor, ReplicaProgram
 from mirror._src.engine.staged.lane import Lane
 from mirror._src.engine.staged.program import StagedProgram
-from mirror._src.passes.staging.flatten import stage_program
+from mirror._src.passes.program import Settings
+from mirror._src.passes.staging.stages import stage_program
 
 _PACK_BYTES = 256 * 1024
 
@@ -39,18 +40,12 @@ class StagedExecutor(Executor):
             NotImplementedError: If the program cannot be split at its collectives.
         """
         rules = program.guard.rules() if program.guard is not None else {}
-        inputs = [not kind.is_own for kind in program.inputs]
-        outputs = [not kind.is_own for kind in program.outputs]
-        staged = stage_program(
-            program.proved,
-            inputs,
-            outputs,
-            len(self.replicas),
-            self.pack_bytes,
-            program.finish,
-            rules,
-            self.replicas.axis_name,
+        per_replica = [kind.is_own for kind in program.inputs]
+        settings = Settings(
+            len(self.replicas), self.pack_bytes, per_replica, axis_name=self.replicas.axis_name
         )
+        mirrored = [not kind.is_own for kind in program.outputs]
+        staged = stage_program(program.jaxprs, settings, mirrored, rules)
         return StagedProgram(self.replicas, self.ops, program, self._lanes, staged)
 
 

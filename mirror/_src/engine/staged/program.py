@@ -20,7 +20,7 @@ from mirror._src.engine.executor import ReplicaProgram, SignatureChanged
 from mirror._src.engine.staged.host import run_on_host
 from mirror._src.engine.staged.lane import Lane
 from mirror._src.engine.staged.stage import compile_stage
-from mirror._src.jaxprs.atoms import Value, values_of
+from mirror._src.passes.program import Value, values_of
 from mirror._src.passes.staging.ir import Branch, Collective, Loop, Stage, StagedJaxpr
 
 
@@ -285,7 +285,7 @@ class _Part:
             results = run_on_host(collective, read, self._num_replicas, self._ops)
         (out,) = collective.outputs
         for lane, env in zip(self._lanes, values, strict=True):
-            env[out] = lane.broadcast(results[0]) if out.mirrored else lane.scatter(results)
+            env[out] = lane.broadcast(results[0]) if out.is_mirrored else lane.scatter(results)
 
     def _run_loop(self, loop: Loop, values: list[dict[Value, Any]]) -> None:
         body, *tests = self._inner[loop]

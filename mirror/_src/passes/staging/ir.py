@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from mirror._src.base.types import Array
-from mirror._src.jaxprs.atoms import Atom, Value, values_of
 from mirror._src.jaxprs.collective_eqns import kind_of
+from mirror._src.passes.program import Atom, Value, values_of
 
 
 @dataclass(eq=False)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from mirror._src.jaxprs.atoms import Atom, Value, values_of
+from mirror._src.passes.program import Atom, Value, values_of
 from mirror._src.passes.staging.ir import Communication, Computation, Stage
 
 

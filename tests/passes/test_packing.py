@@ -8,7 +8,8 @@ import pytest
 from flax import nnx
 
 import mirror
-from mirror._src.jaxprs.flat import Packing, flatten, in_order
+from mirror._src.passes.pack import packed
+from mirror._src.passes.program import Settings
 from tests.support import inside
 from tests.support.strategies import cpu_strategy
 from tests.support.tables import rows
@@ -254,9 +255,8 @@ def test_packing_keeps_the_order_of_effects(two):
         return total, jax.lax.psum(x.mean(), AXIS)
 
     program = jax.make_jaxpr(step, axis_env=[(AXIS, 2)])(np.ones(3, np.float32))
-    flat = flatten([program], Packing(1024).opens)
-    packs = list(in_order(flat.operations, Packing(1024).key_of))
-    names = [[operation.name for operation in pack] for pack in packs]
+    packs = packed(program, Settings(pack_bytes=1024)).operations
+    names = [[operation.name for operation in pack.members] for pack in packs]
     assert ["psum", "psum"] in names
     first, second, third = (i for i, name in enumerate(names) if "callback" in name[0])
     assert first < names.index(["psum", "psum"]) < second < third
@@ -292,6 +292,6 @@ def test_packing_keeps_calls_without_collectives(two):
         return jax.lax.psum(closed(x), AXIS), jax.lax.psum(closed(x).sum(), AXIS)
 
     program = jax.make_jaxpr(step, axis_env=[(AXIS, 2)])(np.ones(3, np.float32))
-    flat = flatten([program], Packing(1024).opens)
+    flat = packed(program, Settings(pack_bytes=1024))
     assert [each.name for each in flat.operations].count("jit") == 2
     assert "tanh" not in [each.name for each in flat.operations]

@@ -6,10 +6,10 @@ import numpy as np
 import optax
 
 from mirror import REPLICA_AXIS
-from mirror._src.jaxprs.atoms import values_of
 from mirror._src.jaxprs.trace import trace
-from mirror._src.passes.staging.flatten import stage_program
+from mirror._src.passes.program import Settings, values_of
 from mirror._src.passes.staging.ir import Collective, Loop
+from mirror._src.passes.staging.stages import stage_program
 from tests.support.tables import rows
 
 N = 2
@@ -26,9 +26,9 @@ def pmean(x):
 def cut_of(fn, *shapes, mirrored=(), pack_bytes=0):
     """Returns the stages of a function of float32 arrays; `mirrored` are the mirrored positions."""
     avals = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    inputs = [i in mirrored for i in range(len(shapes))]
+    settings = Settings(N, pack_bytes, [i not in mirrored for i in range(len(shapes))])
     program = trace(fn, avals, N)
-    return stage_program(program, inputs, [False] * len(program.jaxpr.outvars), N, pack_bytes)
+    return stage_program([program], settings, [False] * len(program.jaxpr.outvars))
 
 
 def kinds_of(cut_program):

@@ -1,4 +1,4 @@
-"""`ServerVariable`: a named variable on a parameter server."""
+"""Named variables that the main program and scheduled functions share."""
 
 import operator
 from collections.abc import Callable
@@ -8,29 +8,102 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mirror._src.base.errors import describe, nearest
 from mirror._src.base.modules import set_module
 from mirror._src.base.tracebacks import api_boundary
 from mirror._src.base.types import Array
 from mirror._src.devices.transfer import is_tracing
-from mirror._src.ps.current import running_function
+
+_OPERATIONS = ("create", "read", "assign", "assign_add", "assign_sub")
 
 
-class VariableHost(Protocol):
-    """Interface that applies operations of the driver to a variable."""
+class Variables(Protocol):
+    """Interface that applies operations to variables."""
 
-    def variable(self, server: int, name: str, operation: str, value: Any) -> np.ndarray:
+    def apply(self, name: str, operation: str, value: Any) -> np.ndarray:
         """Applies an operation and returns the value afterwards."""
         ...
+
+
+@final
+class NamedVariables:
+    """The values of variables by name."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, np.ndarray] = {}
+
+    def apply(self, name: str, operation: str, value: Any = None) -> np.ndarray:
+        """Applies an operation, and returns a copy of the value afterwards.
+
+        Args:
+            name: Name of the variable.
+            operation: `create` (keeps the value if the variable exists), `read`, `assign`,
+                `assign_add` or `assign_sub`.
+            value: The operand, except of `read`.
+
+        Raises:
+            ValueError: If the variable or the operation is unknown, or the shape is another one.
+            TypeError: If the operand is not numeric, or its dtype cannot be converted.
+        """
+        if operation not in _OPERATIONS:
+            raise ValueError(f"`operation` must be one of {_OPERATIONS}, got {operation!r}.")
+        if operation == "create":
+            self._create(name, value)
+        elif name not in self._values:
+            there = ", ".join(map(repr, sorted(self._values))) or "none"
+            raise ValueError(
+                f"There is no variable {name!r} of this strategy, whose variables are: {there}."
+                f"{nearest(name, self._values)} Create it: strategy.Variable(value, name={name!r})."
+            )
+        elif operation != "read":
+            self._values[name] = self._changed(name, operation, value)
+        return self._values[name].copy()
+
+    def _create(self, name: str, value: Any) -> None:
+        array = _as_array(name, value)
+        array = np.array(array, jax.dtypes.canonicalize_dtype(array.dtype))
+        old = self._values.setdefault(name, array)
+        if (old.shape, old.dtype) != (array.shape, array.dtype):
+            raise ValueError(
+                f"Variable {name!r} exists as {describe(old)} and cannot be created as "
+                f"{describe(array)}. Use another name."
+            )
+
+    def _changed(self, name: str, operation: str, value: Any) -> np.ndarray:
+        old, operand = self._values[name], _as_array(name, value)
+        if operand.shape != old.shape:
+            raise ValueError(
+                f"{operation} of variable {name!r} must have its shape {list(old.shape)}, got "
+                f"{list(operand.shape)}."
+            )
+        if not np.can_cast(operand.dtype, old.dtype, "same_kind"):
+            raise TypeError(
+                f"{operation} of variable {name!r}, which is {describe(old)}, got "
+                f"{describe(operand)}. Convert the value to {old.dtype} first."
+            )
+        operand = operand.astype(old.dtype)
+        if operation == "assign":
+            return operand
+        # An operation of NumPy on arrays without axes returns a scalar.
+        return np.asarray(old + operand if operation == "assign_add" else old - operand)
+
+
+def _as_array(name: str, value: Any) -> np.ndarray:
+    array = np.asarray(value)
+    if array.dtype.hasobject or array.dtype.kind in "USMm":
+        raise TypeError(f"Variable {name!r} must be an array or a number, got {describe(value)}.")
+    return array
 
 
 @set_module("mirror.ps")
 @final
 class ServerVariable:
-    """A variable on a parameter server, from `ParameterServerStrategy.Variable`.
+    """A variable of a strategy, from `ParameterServerStrategy.Variable`.
 
     It can be read and assigned in the main program and in scheduled functions, which may capture
-    it or receive it as an argument. Each operation is applied once, even if its function is
-    repeated because a worker was lost. An arithmetic expression reads the value.
+    it or receive it as an argument. A function that is lost with its worker runs again, so what it
+    assigned before is assigned twice. An arithmetic expression reads the value. The value is in a
+    process on the machine of the main program, and is lost with the strategy.
 
     >>> a = strategy.Variable(3.0, name="a")
     >>> a.assign_add(1.0)
@@ -41,8 +114,8 @@ class ServerVariable:
 
     __array_priority__ = 1000
 
-    def __init__(self, name: str, server: int, host: VariableHost | None) -> None:
-        self.name, self._server, self._host = name, server, host
+    def __init__(self, name: str, variables: Variables) -> None:
+        self.name, self._variables = name, variables
 
     @api_boundary
     def read_value(self) -> Array:
@@ -51,8 +124,7 @@ class ServerVariable:
         Raises:
             RuntimeError: In a function that JAX traces, such as a training step: it would read the
                 value once, when it is compiled.
-            Exception: In the main program, what a scheduled function raised, until `schedule`,
-                `join` or `done` have raised it.
+            RuntimeError: If the strategy has been closed.
         """
         return self._apply("read", None)
 
@@ -94,15 +166,7 @@ class ServerVariable:
                 "Read the value outside and pass it as an argument, or assign outside."
             )
         operand = None if operation == "read" else _operand(value)
-        function = running_function()
-        if function is not None:
-            return jnp.asarray(function.variable(self._server, self.name, operation, operand))
-        if self._host is None:
-            raise RuntimeError(
-                f"Variable {self.name!r} was copied into a process that is not a worker of its "
-                "strategy. Use it in the main program and in scheduled functions."
-            )
-        return jnp.asarray(self._host.variable(self._server, self.name, operation, operand))
+        return jnp.asarray(self._variables.apply(self.name, operation, operand))
 
     def __jax_array__(self) -> Array:
         return self.read_value()
@@ -118,10 +182,7 @@ class ServerVariable:
         return int(self.read_value())
 
     def __repr__(self) -> str:
-        return f"ServerVariable({self.name!r}, server={self._server})"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ServerVariable, (self.name, self._server, None)
+        return f"ServerVariable({self.name!r})"
 
 
 def _operand(value: Any) -> np.ndarray:

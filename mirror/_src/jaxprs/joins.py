@@ -1,9 +1,9 @@
-"""Finds by data flow how the results of the parts of a synchronous step are joined.
+"""Finds by data flow how the results of a step on parts of a batch are joined.
 
-Each worker computes a part of the global batch, and all-reduces among its own replicas alone. What
-the same step computes with all replicas in one program follows from the reductions that a value
-was computed with: a mean is the mean over the parts, a sum their sum, and so on. A value that is
-computed in any other way from reduced values, such as the square root of a mean, cannot be joined.
+Each part all-reduces among its own replicas alone. What the same step computes with all replicas in
+one program follows from the reductions that a value was computed with: a mean is the mean over the
+parts, a sum their sum, and so on. A value that is computed in any other way from reduced values,
+such as the square root of a mean, cannot be joined.
 """
 
 import enum
@@ -44,7 +44,6 @@ class Join(enum.Enum):
     MAX = "max"
     MIN = "min"
     RAW_SUM = "raw sum"  # of the replicas of a part; divided by their number, it is a mean
-    SCALE = "scale"  # the size of the batch divided by the part's; times a raw sum, it is a mean
     NONE = "none"  # cannot be joined
 
 
@@ -63,7 +62,7 @@ def find_joins(
     Args:
         program: The step of one replica.
         arguments: For each input, `SAME` or `OWN`.
-        num_replicas: Number of the replicas of a worker.
+        num_replicas: Number of the replicas of a part.
     """
     return list(map(_summed, _Pass(num_replicas).call(program, arguments)))
 
@@ -119,7 +118,7 @@ def _joined(eqn: JaxprEqn, operands: list[Join], num_replicas: int) -> Join:
     if not kinds or kinds == {Join.OWN}:
         is_own = is_replica_source(eqn) or any(map(contains_replica_source, inner))
         return Join.OWN if is_own or kinds else Join.SAME
-    if kinds & {Join.RAW_SUM, Join.SCALE}:
+    if Join.RAW_SUM in kinds:
         if _is_mean(eqn, operands, num_replicas):
             return Join.MEAN
         # A mean of integers is one of floats: an integer sum stays a sum whatever it is divided by.
@@ -134,9 +133,7 @@ def _joined(eqn: JaxprEqn, operands: list[Join], num_replicas: int) -> Join:
 
 
 def _is_mean(eqn: JaxprEqn, operands: list[Join], num_replicas: int) -> bool:
-    """Whether a sum over a part is divided by the number of replicas, or scaled to the batch."""
-    if eqn.primitive.name == "mul":
-        return set(operands) == {Join.RAW_SUM, Join.SCALE}
+    """Whether a sum over a part is divided by the number of replicas."""
     divisor = eqn.invars[-1]
     return (
         eqn.primitive.name == "div"

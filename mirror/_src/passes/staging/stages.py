@@ -1,4 +1,4 @@
-"""Flattens a program by inlining calls that contain collectives, and splits it into stages."""
+"""The pass `staging`: splits a flat program into stages at its collectives."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -6,11 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from mirror._src.base.dtypes import is_numeric
-from mirror._src.base.types import REPLICA_AXIS, Array
-from mirror._src.jaxprs.atoms import Atom, Constant, Value
+from mirror._src.base.types import Array
 from mirror._src.jaxprs.collective_eqns import (
     ALL_REDUCES,
     MIRRORING,
@@ -26,17 +25,27 @@ from mirror._src.jaxprs.equations import (
     While,
     arrays_in,
     arrays_of,
-    called,
     inner_programs,
     is_ref,
     jaxpr_of,
-    walk,
     with_inner,
 )
 from mirror._src.jaxprs.primitives import PRIMITIVES
 from mirror._src.jaxprs.trace import struct_of, trace
 from mirror._src.jaxprs.user_lines import user_line
 from mirror._src.passes.evaluate import Evaluation, Lowering, Rule, Rules
+from mirror._src.passes.pack import join, split
+from mirror._src.passes.passes import rewritten
+from mirror._src.passes.program import (
+    OWN,
+    Atom,
+    Constant,
+    Layout,
+    Operation,
+    Program,
+    Settings,
+    Value,
+)
 from mirror._src.passes.staging.ir import (
     Branch,
     Collective,
@@ -45,66 +54,69 @@ from mirror._src.passes.staging.ir import (
     Loop,
     StagedJaxpr,
 )
-from mirror._src.passes.staging.pack import pack_collectives
 from mirror._src.passes.staging.schedule import drop_unused, schedule_stages
 
 
 def stage_program(
-    program: ClosedJaxpr,
-    mirrored_inputs: Sequence[bool],
+    programs: Sequence[ClosedJaxpr],
+    settings: Settings,
     mirrored_outputs: Sequence[bool],
-    num_replicas: int,
-    pack_bytes: int,
-    finish: ClosedJaxpr | None = None,
     rules: Rules | None = None,
-    axis_name: str = REPLICA_AXIS,
 ) -> StagedJaxpr:
     """Splits a replica program into stages at its collectives.
 
     Args:
-        program: The replica program.
-        mirrored_inputs: For each input, whether it is a mirrored array.
+        programs: The replica program, and the programs to run after it. Each gets the inputs of the
+            first program and the outputs of the previous one.
+        settings: Settings of the passes.
         mirrored_outputs: For each output, whether to return it as a mirrored array.
-        num_replicas: Size of the replica axis.
-        pack_bytes: All-reduces of at most this many bytes are packed.
-        finish: A program to run after it, whose inputs are the same inputs and then its outputs.
         rules: Replacements of operations, as for `Lowering`.
-        axis_name: Name of the replica axis.
 
     Raises:
         NotImplementedError: If an operation that contains a collective cannot be inlined, or if a
             collective cannot run on the host.
     """
-    inputs = [
-        Value(var.aval, mirrored=mirrored)
-        for var, mirrored in zip(program.jaxpr.invars, mirrored_inputs, strict=True)
-    ]
-    builder = _Builder(num_replicas, pack_bytes, rules or {}, axis_name)
-    outputs = builder.add_program(program, inputs)
-    if finish is not None:
-        outputs = builder.walk(finish, [*inputs, *outputs])
-    steps = pack_collectives(drop_unused(builder.steps, outputs), pack_bytes)
-    stages = schedule_stages(steps, outputs)
+    settings = settings._replace(in_rounds=True)
+    first, *others = programs
+    pairs = zip(first.jaxpr.invars, settings.per_replica, strict=True)
+    inputs = [Value(var.aval, Layout(is_own)) for var, is_own in pairs]
+    builder = _Builder(settings, rules or {})
+    arguments: list[Atom] = [*inputs]
+    if not contains_collective(first.jaxpr):
+        arguments += builder.add_whole(first, inputs)
+        programs = others
+    outputs = arguments[len(inputs) :]
+    if programs:
+        outputs = builder.add_program(rewritten(programs, settings), arguments)
+    stages = schedule_stages(drop_unused(builder.steps, outputs), outputs)
     constants = list(builder.constants.values())
     return StagedJaxpr(inputs, builder.replica_id, constants, stages, list(mirrored_outputs))
 
 
 class _Builder:
-    """Builder of the flat list of steps of a program."""
+    """Builder of the list of steps of a program."""
 
-    def __init__(self, num_replicas: int, pack_bytes: int, rules: Rules, axis_name: str) -> None:
-        self.axis_name = axis_name
-        self.num_replicas = num_replicas
+    def __init__(self, settings: Settings, rules: Rules) -> None:
+        self.settings = settings
         self.rules = rules
-        self.pack_bytes = pack_bytes
         self.steps: list[Computation | Communication] = []
         self.constants: dict[int, tuple[Value, Array]] = {}
         self.replica_id = Value(jax.core.ShapedArray((), jnp.int32))
 
-    def add_program(self, program: ClosedJaxpr, arguments: Sequence[Atom]) -> Sequence[Atom]:
-        """Adds a program, as a single step if it has no collectives, so that it may use a `Ref`."""
-        if contains_collective(program.jaxpr):
-            return self.walk(program, arguments)
+    def add_program(self, program: Program, arguments: Sequence[Atom]) -> list[Atom]:
+        """Adds the operations of a flat program."""
+        values: dict[Value, Atom] = dict(zip(program.inputs, arguments, strict=True))
+
+        def read(atom: Atom) -> Atom:
+            return self.constant(atom.value) if isinstance(atom, Constant) else values[atom]
+
+        for operation in program.operations:
+            outputs = self.operation(operation, list(map(read, operation.inputs)))
+            values.update(zip(operation.outputs, outputs, strict=True))
+        return list(map(read, program.outputs))
+
+    def add_whole(self, program: ClosedJaxpr, arguments: Sequence[Atom]) -> list[Value]:
+        """Adds a program without collectives as a single step, so that it may use a `Ref`."""
         avals = [var.aval for var in program.jaxpr.outvars]
         arrays = {id(array): self.constant(array) for array in arrays_in(program)}
 
@@ -113,15 +125,36 @@ class _Builder:
 
         return self.add_evaluation(run, list(program.jaxpr.eqns), avals, arguments, arrays)
 
-    def walk(self, program: ClosedJaxpr | Jaxpr, arguments: Sequence[Atom]) -> list[Atom]:
-        return walk(program, arguments, self.constant, self.equation)
+    def operation(self, operation: Operation, inputs: list[Atom]) -> Sequence[Atom]:
+        match operation.kind:
+            case "equation":
+                return self.equation(operation.eqn, inputs)
+            case "barrier":  # XLA compiles the recomputation in another stage
+                return inputs
+            case "pack":
+                return self.pack(operation, inputs)
+        raise AssertionError(operation.kind)  # such as slices, which lanes do not hold
+
+    def pack(self, operation: Operation, inputs: list[Atom]) -> list[Value]:
+        """Adds the steps that join the operands, reduce them together and split the result."""
+        eqns = [each.eqn for each in operation.packed]
+        avals = [value.aval for value in operation.outputs]
+        for eqn, aval in zip(eqns, avals, strict=True):
+            _require_on_host(eqn, aval.dtype)
+        aval = jax.core.ShapedArray((sum(aval.size for aval in avals),), avals[0].dtype)
+        flat, reduced = Value(aval), Value(aval, Layout())
+        self.add(Computation(inputs, [flat], lambda *xs: [join(list(map(jnp.asarray, xs)))]))
+        lines = list(map(user_line, eqns))
+        self.add(Collective(eqns[0].primitive.name, eqns[0].params, [flat], [reduced], lines))
+        results = list(map(Value, avals))
+        return self.add(Computation([reduced], results, lambda x: split(x, avals)))
 
     def constant(self, value: Any) -> Atom:
         """Returns a value for an array, which is an input of stages, or a constant for a number."""
         if not isinstance(value, jax.Array):
             return Constant(value)
         if id(value) not in self.constants:
-            self.constants[id(value)] = Value(value.aval, mirrored=True), value
+            self.constants[id(value)] = Value(value.aval, Layout()), value
         return self.constants[id(value)][0]
 
     def equation(self, eqn: JaxprEqn, inputs: list[Atom]) -> Sequence[Atom]:
@@ -132,16 +165,13 @@ class _Builder:
         if name == "axis_index" and names_axis(eqn):
             return [self.replica_id]
         if not any(map(contains_collective, map(jaxpr_of, inner_programs(eqn.params.values())))):
-            return self.operation(eqn, inputs)
-        program = called(eqn)
-        if program is not None:
-            return self.walk(program, inputs)
+            return self.computation(eqn, inputs)
         rule = {"scan": self.scan, "while": self.while_loop, "cond": self.cond}.get(name)
         if rule is None:
             raise NotImplementedError(_message(eqn, f"`{name}` contains a collective"))
         return rule(eqn, inputs)
 
-    def operation(self, eqn: JaxprEqn, inputs: list[Atom]) -> list[Value]:
+    def computation(self, eqn: JaxprEqn, inputs: list[Atom]) -> list[Value]:
         for atom in (*eqn.invars, *eqn.outvars):
             if is_ref(atom):
                 name = eqn.primitive.name
@@ -193,8 +223,7 @@ class _Builder:
 
     def local(self, atom: Atom) -> Value:
         """Returns the value as a per-replica output of a stage."""
-        aval = atom.aval if isinstance(atom, Value) else jax.typeof(atom.value)
-        return self.add(Computation([atom], [Value(aval)], lambda x: [jnp.asarray(x)]))[0]
+        return self.add(Computation([atom], [Value(atom.aval)], lambda x: [jnp.asarray(x)]))[0]
 
     def collective(self, eqn: JaxprEqn, operand: Atom, aval: Any) -> Value:
         name = eqn.primitive.name
@@ -205,9 +234,7 @@ class _Builder:
             raise NotImplementedError(_message(eqn, f"`{name}` also reduces the axes {others}"))
         value = self.local(operand)
         dtype = value.aval.dtype
-        if is_numeric(dtype) and jax.dtypes.canonicalize_dtype(dtype) != dtype:
-            reason = f"the operand of `{name}` is {dtype}, but jax_enable_x64 is off"
-            raise NotImplementedError(_message(eqn, reason))
+        _require_on_host(eqn, dtype)
         if jnp.issubdtype(dtype, jax.dtypes.prng_key):
             return self.collective_of_keys(eqn, value, aval)
         if others:
@@ -218,7 +245,7 @@ class _Builder:
         return self.add_collective(eqn, value, aval)
 
     def add_collective(self, eqn: JaxprEqn, operand: Value, aval: Any) -> Value:
-        result = Value(aval, mirrored=spans_whole_axis(eqn) and eqn.primitive.name in MIRRORING)
+        result = Value(aval, _layout(eqn))
         lines = [user_line(eqn)]
         return self.add(Collective(eqn.primitive.name, eqn.params, [operand], [result], lines))[0]
 
@@ -240,12 +267,12 @@ class _Builder:
 
     def stage(self, program: ClosedJaxpr, inputs: Sequence[Atom]) -> StagedJaxpr:
         """Stages an inner program, whose results are per-replica."""
-        mirrored = [isinstance(atom, Value) and atom.mirrored for atom in inputs]
-        per_replica = [False] * len(program.jaxpr.outvars)
-        n, limit = self.num_replicas, self.pack_bytes
-        return stage_program(
-            program, mirrored, per_replica, n, limit, rules=self.rules, axis_name=self.axis_name
-        )
+        settings = self.settings._replace(per_replica=[atom.layout.is_own for atom in inputs])
+        return stage_program([program], settings, [False] * len(program.jaxpr.outvars), self.rules)
+
+    def trace(self, fn: Callable[..., Any], avals: Sequence[Any]) -> ClosedJaxpr:
+        """Traces a part of the program."""
+        return trace(fn, avals, self.settings.num_replicas, self.settings.axis_name)
 
     def scan(self, eqn: JaxprEqn, inputs: list[Atom]) -> Sequence[Atom]:
         scan = Scan(eqn)
@@ -278,9 +305,7 @@ class _Builder:
         reads = [self.value(atom) for atom in (*consts, *xs)]
         carried = [self.local(Constant(start)), *map(self.local, carry), *empty]
         avals = [struct_of(value.aval) for value in (*reads, *carried)]
-        body = self.stage(
-            trace(iteration, avals, self.num_replicas, self.axis_name), [*reads, *carried]
-        )
+        body = self.stage(self.trace(iteration, avals), [*reads, *carried])
         outputs = [Value(value.aval) for value in carried]
         loop = Loop([*reads, *carried], outputs, body, None, scan.length, user_line(eqn))
         return self.add(loop)[1:]
@@ -301,8 +326,8 @@ class _Builder:
 
         both = [*reads, *carried]
         avals = [struct_of(value.aval) for value in both]
-        test = self.stage(trace(run_test, avals, self.num_replicas, self.axis_name), both)
-        body = self.stage(trace(run_body, avals, self.num_replicas, self.axis_name), both)
+        test = self.stage(self.trace(run_test, avals), both)
+        body = self.stage(self.trace(run_body, avals), both)
         outputs = [Value(value.aval) for value in carried]
         return self.add(Loop([*both], outputs, body, test, 0, user_line(eqn)))
 
@@ -321,6 +346,19 @@ class _Builder:
         """Returns zeros on every replica."""
         make = lambda: [jnp.zeros(aval.shape, aval.dtype)]  # noqa: E731
         return self.add(Computation([], [Value(aval)], make))[0]
+
+
+def _layout(collective: JaxprEqn) -> Layout:
+    """Returns how the result of a collective is stored."""
+    name = collective.primitive.name
+    return Layout() if spans_whole_axis(collective) and name in MIRRORING else OWN
+
+
+def _require_on_host(eqn: JaxprEqn, dtype: Any) -> None:
+    """Rejects a collective of a dtype that NumPy has and JAX does not, as it is configured."""
+    if is_numeric(dtype) and jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        reason = f"the operand of `{eqn.primitive.name}` is {dtype}, but jax_enable_x64 is off"
+        raise NotImplementedError(_message(eqn, reason))
 
 
 def _message(eqn: JaxprEqn, reason: str) -> str:

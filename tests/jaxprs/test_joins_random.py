@@ -11,10 +11,8 @@ import pytest
 import mirror
 from mirror._src.engine.in_step import bind_all_reduce
 from mirror._src.engine.reduce_op import prepare
-from mirror._src.engine.replica_context import Part, ReplicaContext
-from mirror._src.ps.joins import Join, find_joins
-from mirror._src.ps.parts import joined
-from mirror._src.ps.replies import PerReplicaResult, Result
+from mirror._src.engine.replica_context import ReplicaContext
+from mirror._src.jaxprs.joins import Join, find_joins
 
 NUM_ROWS, NUM_OPERATIONS = 3, 8
 
@@ -57,7 +55,7 @@ BINARY = {
 
 
 def random_function(seed):
-    """Returns a function of a context, rows and a common value, and the names of its operations."""
+    """Returns a function of rows, a common value and a number, and the names of its operations."""
     rng = np.random.default_rng(seed)
     plan = []
     for number in range(3, 3 + NUM_OPERATIONS):
@@ -65,8 +63,8 @@ def random_function(seed):
         table = {"unary": UNARY, "binary": BINARY, "reduce": ("sum", "mean", "max", "min")}[kind]
         plan.append((kind, rng.choice(list(table)), rng.integers(0, number, 2)))
 
-    def function(context, rows, common):
-        values = [rows, common, context.replica_id_in_sync_group]
+    def function(context, rows, common, number):
+        values = [rows, common, number]
         for kind, name, (a, b) in plan:
             x, y = values[a], values[b]
             try:
@@ -93,39 +91,47 @@ def context_of(num_replicas):
     return ReplicaContext(strategy, in_step=True)
 
 
-def replicas_of(function, num_parts=None):
-    """Returns a function of rows, a common value and a part that returns each replica's values."""
+def replicas_of(function):
+    """Returns a function of rows, a common value and numbers that returns each replica's values."""
 
     @jax.jit
-    def run(rows, common, *position):
+    def run(rows, common, numbers):
         context = context_of(len(rows))
-        context.part = Part(num_parts, position[0], scale=position[1]) if num_parts else None
-        return jax.vmap(lambda x: function(context, x, common), axis_name=mirror.REPLICA_AXIS)(rows)
+        return jax.vmap(
+            lambda x, n: function(context, x, common, n), axis_name=mirror.REPLICA_AXIS
+        )(rows, numbers)
 
     return lambda *arguments: list(map(np.asarray, run(*arguments)))
 
 
-def in_parts(function, parts, common):
+def joined(values, join):
+    """Joins the values of parts of one size, each the values of all replicas of a part."""
+    if join is Join.OWN:
+        return np.concatenate(values)
+    first = np.stack([value[0] for value in values])
+    if join is Join.SAME:
+        return first[0]
+    reduce = {Join.MEAN: np.mean, Join.SUM: np.sum, Join.MAX: np.max, Join.MIN: np.min}[join]
+    return reduce(first, axis=0).astype(first.dtype)
+
+
+def in_parts(function, parts, common, numbers):
     """Returns for each value how it is joined, and the joined value."""
     num_replicas = len(parts[0])
 
-    def traced(rows, common, part_id, scale):
-        context = context_of(num_replicas)
-        context.part = Part(len(parts), part_id, scale=scale)
-        return function(context, rows, common)
+    def traced(rows, common, number):
+        return function(context_of(num_replicas), rows, common, number)
 
-    arguments = (parts[0][0], common, np.int32(0), np.float32(1))
-    program = jax.make_jaxpr(traced, axis_env=[(mirror.REPLICA_AXIS, num_replicas)])(*arguments)
-    joins = find_joins(program, [Join.OWN, Join.SAME, Join.SAME, Join.SCALE], num_replicas)
-    kept = [i for i, join in enumerate(joins) if join is not Join.NONE]
-    results, run = [], replicas_of(function, len(parts))
-    for i, part in enumerate(parts):
-        whole = run(part, common, np.int32(i), np.float32(len(parts)))
-        values = [
-            PerReplicaResult(tuple(whole[k])) if joins[k] is Join.OWN else whole[k][0] for k in kept
-        ]
-        results.append(Result(values, 1.0, joins=tuple(joins[k].value for k in kept)))
-    return joins, dict(zip(kept, joined(results), strict=True))
+    axis = [(mirror.REPLICA_AXIS, num_replicas)]
+    program = jax.make_jaxpr(traced, axis_env=axis)(parts[0][0], common, numbers[0][0])
+    joins = find_joins(program, [Join.OWN, Join.SAME, Join.OWN], num_replicas)
+    run = replicas_of(function)
+    results = [run(part, common, own) for part, own in zip(parts, numbers, strict=True)]
+    return joins, {
+        k: joined([result[k] for result in results], join)
+        for k, join in enumerate(joins)
+        if join is not Join.NONE
+    }
 
 
 @pytest.mark.nightly
@@ -137,19 +143,17 @@ def test_functions_in_parts_are_equal_or_not_joined(subtests):
                 function, names = random_function(seed)
                 rows = np.random.default_rng(seed).normal(size=(3, num_replicas, NUM_ROWS))
                 rows, common = rows.astype(np.float32), np.float32(1.5)
-                joins, values = in_parts(function, list(rows), common)
-                expected = replicas_of(function)(rows.reshape(-1, NUM_ROWS), common)
+                numbers = np.arange(3 * num_replicas, dtype=np.int32)
+                joins, values = in_parts(function, rows, common, numbers.reshape(3, -1))
+                whole = rows.reshape(-1, NUM_ROWS)
+                expected = replicas_of(function)(whole, common, numbers)
                 for k, value in values.items():
-                    if joins[k] is Join.OWN:
-                        mine = np.stack([np.asarray(each) for each in value.values])
-                        other = expected[k]
-                    else:
-                        mine, other = np.asarray(value), expected[k][0]
-                        num_joined += joins[k] is not Join.SAME
-                    assert mine.dtype == other.dtype, (seed, k, names)
+                    is_own = joins[k] is Join.OWN
+                    other = expected[k] if is_own else expected[k][0]
+                    num_joined += joins[k] not in (Join.OWN, Join.SAME)
                     np.testing.assert_allclose(
-                        *(np.asarray(x, np.float64) for x in (mine, other)),
-                        rtol=1e-2 if mine.dtype == np.float16 else 1e-4,
+                        *(np.asarray(x, np.float64) for x in (value, other)),
+                        rtol=1e-2 if other.dtype == np.float16 else 1e-4,
                         atol=1e-3,
                         err_msg=f"seed {seed}, value {k} of {names}, {joins[k]}",
                     )

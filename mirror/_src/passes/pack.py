@@ -1,0 +1,181 @@
+"""The pass `pack`: small collectives that do not depend on each other share one buffer."""
+
+import heapq
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+from mirror._src.base.dtypes import num_bytes
+from mirror._src.base.types import Array
+from mirror._src.jaxprs.collective_eqns import ALL_REDUCES, axes_of, is_collective, spans_whole_axis
+from mirror._src.jaxprs.equations import called, jaxpr_of, with_inner
+from mirror._src.passes.program import Opens, Operation, Program, Settings, flatten
+
+
+def pack(program: Program, settings: Settings) -> Program:
+    """Packs all-reduces, scatters and gathers of at most `pack_bytes`."""
+    operations = program.operations
+    keys = [_key_of(operation, settings.pack_bytes) for operation in operations]
+    if sum(key is not None for key in keys) < 2:
+        return program
+    if settings.in_rounds:  # a collective that nothing can join takes a round, too
+        pairs = zip(keys, operations, strict=True)
+        keys = [op if key is None and _communicates(op.eqn) else key for key, op in pairs]
+    return program._replace(operations=list(map(_joined, in_order(operations, keys))))
+
+
+def opens(programs: Sequence[ClosedJaxpr | Jaxpr], settings: Settings) -> Opens:
+    """Returns which calls must be inlined: those with an all-reduce that another one could join."""
+    limit = settings.pack_bytes
+    if settings.in_rounds:
+        return lambda eqn, _: _communicates(eqn)
+    if sum(count(program, limit) for program in programs) < 2:
+        return lambda *_: False
+
+    def contains_small(eqn: JaxprEqn, _: object) -> bool:
+        inner = called(eqn)
+        return inner is not None and count(inner, limit) > 0
+
+    return contains_small
+
+
+def packed(program: ClosedJaxpr | Jaxpr, settings: Settings) -> Program:
+    """Returns a program as a flat one, packed."""
+    return pack(flatten([program], opens([program], settings)), settings)
+
+
+def count(program: ClosedJaxpr | Jaxpr, limit: int) -> int:
+    """Returns the number of small all-reduces in a program, outside loops and branches."""
+    if not limit:
+        return 0
+    total = 0
+    for eqn in jaxpr_of(program).eqns:
+        inner = called(eqn)
+        total += _key(eqn, limit) is not None if inner is None else count(inner, limit)
+    return total
+
+
+def _communicates(eqn: JaxprEqn) -> bool:
+    """Whether replicas communicate in an operation, or in its inner programs."""
+    return any(map(is_collective, with_inner(eqn)))
+
+
+def _key(eqn: JaxprEqn, limit: int) -> Hashable:
+    """Returns a key that all-reduces in one buffer share; `None` if it cannot be packed."""
+    if not limit or eqn.primitive.name not in ALL_REDUCES or len(eqn.invars) != 1:
+        return None
+    if len(axes_of(eqn)) != 1 or not spans_whole_axis(eqn):
+        return None
+    aval: Any = eqn.invars[0].aval
+    if not 0 < num_bytes(aval) <= limit:
+        return None
+    return eqn.primitive.name, aval.dtype
+
+
+def _key_of(operation: Operation, limit: int) -> Hashable:
+    """Returns the key of an operation of a flat program."""
+    match operation.kind:
+        case "equation":
+            return _key(operation.eqn, limit)
+        case "scatter":
+            key = _key(operation.eqn, limit)
+            return key and (operation.kind, key)
+        case "gather":
+            (whole,) = operation.outputs
+            is_small = whole.num_bytes <= limit
+            return (operation.kind, whole.aval.dtype) if is_small else None
+    return None
+
+
+def _joined(operations: list[Operation]) -> Operation:
+    """Returns one operation for several collectives."""
+    first = operations[0]
+    if len(operations) == 1:
+        return first
+    inputs = [atom for operation in operations for atom in operation.inputs]
+    outputs = [value for operation in operations for value in operation.outputs]
+    return Operation("pack", first.eqn, inputs, outputs, first.around, tuple(operations))
+
+
+def join(leaves: Sequence[Array]) -> Array:
+    """Returns one flat buffer with the elements of arrays of the same dtype."""
+    # jax.numpy would convert 64-bit arrays to 32 bits where JAX's x64 mode is disabled.
+    return jax.lax.concatenate([jax.lax.reshape(leaf, (leaf.size,)) for leaf in leaves], 0)
+
+
+def split(flat: Array, like: Sequence[Any]) -> list[Array]:
+    """Splits a buffer into arrays with the sizes and shapes of `like`."""
+    arrays, start = [], 0
+    for leaf in like:
+        array = jax.lax.slice(flat, (start,), (start + leaf.size,))
+        arrays.append(jax.lax.reshape(array, leaf.shape))
+        start += leaf.size
+    return arrays
+
+
+def in_order(
+    operations: Sequence[Operation], keys: Sequence[Hashable]
+) -> Iterator[list[Operation]]:
+    """Yields operations in an order in which they can be evaluated, with packs as one list.
+
+    A collective waits until nothing else can be evaluated. It is then packed with all waiting
+    collectives that share its key. Only the keys at the start of the longest chain of collectives
+    run in that round: the other collectives keep waiting, because a later pack can still include
+    them. So there are no more rounds than the longest chain needs.
+
+    Args:
+        operations: Operations, each after the ones that it depends on.
+        keys: For each operation, the key that the operations of a pack share; `None` for one that
+            is not packed.
+    """
+    after, missing = _dependences(operations)
+    heights = [0] * len(operations)
+    for i in reversed(range(len(operations))):
+        below = max((heights[k] for k in after[i]), default=0)
+        heights[i] = below + (keys[i] is not None)
+    ready = [i for i, count in enumerate(missing) if not count and keys[i] is None]
+    waiting = [i for i, count in enumerate(missing) if not count and keys[i] is not None]
+
+    def release_after(i: int) -> None:
+        for k in after[i]:
+            missing[k] -= 1
+            if missing[k]:
+                continue
+            if keys[k] is None:
+                heapq.heappush(ready, k)
+            else:
+                waiting.append(k)
+
+    while ready or waiting:
+        if ready:
+            i = heapq.heappop(ready)
+            yield [operations[i]]
+            release_after(i)
+            continue
+        highest = max(heights[i] for i in waiting)
+        urgent = {keys[i] for i in waiting if heights[i] == highest}
+        for key in sorted(urgent, key=lambda key: min(i for i in waiting if keys[i] == key)):
+            pack = sorted(i for i in waiting if keys[i] == key)
+            yield [operations[i] for i in pack]
+            waiting = [i for i in waiting if keys[i] != key]
+            for i in pack:
+                release_after(i)
+
+
+def _dependences(operations: Sequence[Operation]) -> tuple[list[set[int]], list[int]]:
+    """Returns for each operation its dependents, and the number of operations it depends on."""
+    maker = {value: i for i, op in enumerate(operations) for value in op.outputs}
+    after: list[set[int]] = [set() for _ in operations]
+    missing: list[int] = []
+    last: int | None = None
+    for i, operation in enumerate(operations):
+        before = {maker[atom] for atom in operation.inputs if atom in maker}
+        if operation.has_effects:
+            before |= set() if last is None else {last}
+            last = i
+        for k in before:
+            after[k].add(i)
+        missing.append(len(before))
+    return after, missing

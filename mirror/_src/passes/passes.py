@@ -1,0 +1,52 @@
+"""The order of the passes. A new pass is a module of this room, and a line here."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+from mirror._src.passes import pack, shard
+from mirror._src.passes.marks import Marks
+from mirror._src.passes.program import Atom, Layout, Opens, Program, Settings, Value, flatten
+
+
+class Pass(NamedTuple):
+    """A pass.
+
+    Attributes:
+        name: Its name.
+        opens: Returns which calls of the programs it needs inlined.
+        rewrite: Returns the program, rewritten.
+    """
+
+    name: str
+    opens: Callable[[Sequence[ClosedJaxpr | Jaxpr], Settings], Opens]
+    rewrite: Callable[[Program, Settings], Program]
+
+
+PASSES = (
+    Pass("shard", shard.opens, shard.shard),
+    Pass("pack", pack.opens, pack.pack),
+)
+
+
+def rewritten(
+    programs: Sequence[ClosedJaxpr], settings: Settings, passes: Sequence[Pass] = PASSES
+) -> Program:
+    """Returns programs that run in turn as one flat program, after all passes."""
+    asked = [each.opens(programs, settings) for each in passes]
+
+    def opens(eqn: JaxprEqn, inputs: Sequence[Atom]) -> bool:
+        return any(asks(eqn, inputs) for asks in asked)
+
+    inputs = [Value(var.aval) for var in programs[0].jaxpr.invars]
+    if settings.state is None:
+        program = flatten(programs, opens, inputs=inputs)
+    else:
+        for value, is_own in zip(inputs, settings.per_replica, strict=True):
+            value.layout = Layout(is_own)
+        marks = Marks(inputs, settings.num_replicas, settings.axis_name)
+        program = flatten(programs, opens, marks.assign, inputs)
+    for each in passes:
+        program = each.rewrite(program, settings)
+    return program
