@@ -78,7 +78,7 @@ BUDGETS = {
     "keras": Size(550, 7, 7),
     "strategy": Size(850, 7, 7),
     "training": Size(5250, 51, 61),
-    "ps": Size(4218, 47, 97),
+    "ps": Size(4220, 32, 97),
     "tools": Size(2200, 31, 24),
 }
 

@@ -1543,14 +1543,14 @@ _OF_PARAMETER_SERVERS = (
     ),
     Fault(
         "a late result of a task that has started again",
-        f"{_PS}/ledger.py",
+        f"{_PS}/tasks.py",
         "is_late = task is None or task.running.get(assignment.part) != assignment.number",
         "is_late = task is None",
         ("tests/ps/test_schedule.py", "tests/ps/test_schedule_machine.py"),
     ),
     Fault(
         "the number after a range",
-        f"{_PS}/exactly_once.py",
+        f"{_PS}/store.py",
         "number < self._stops[position]",
         "number <= self._stops[position]",
         ("tests/ps/test_store.py",),
@@ -1618,7 +1618,7 @@ _OF_PARAMETER_SERVERS = (
     ),
     Fault(
         "sums over rows that are on several servers",
-        f"{_PS}/row_programs.py",
+        f"{_PS}/separable.py",
         "elif _keeps_rows(eqn) or is_constant or is_sum:",
         "else:",
         ("tests/ps/test_separable.py",),
@@ -1626,7 +1626,7 @@ _OF_PARAMETER_SERVERS = (
     ),
     Fault(
         "a norm of rows, of which some are not 0",
-        f"{_PS}/row_programs.py",
+        f"{_PS}/separable.py",
         'is_sum = name == "reduce_sum" and operands[0] in self._zeros',
         'is_sum = name == "reduce_sum"',
         ("tests/ps/test_rows.py",),
@@ -1658,7 +1658,7 @@ _OF_PARAMETER_SERVERS = (
     ),
     Fault(
         "a row that a batch names twice",
-        f"{_PS}/rows.py",
+        f"{_PS}/sparse.py",
         "    np.add.at(total, places.reshape(-1), np.concatenate("
         "[gradients for _, gradients in parts]))",
         "    total[places.reshape(-1)] = np.concatenate([gradients for _, gradients in parts])",
@@ -1667,7 +1667,7 @@ _OF_PARAMETER_SERVERS = (
     ),
     Fault(
         "padding that writes to row 0",
-        f"{_PS}/rows.py",
+        f"{_PS}/sparse.py",
         "np.full(bucket(len(ids)) - len(ids), size, np.int32)",
         "np.zeros(bucket(len(ids)) - len(ids), np.int32)",
         ("tests/ps/test_rows.py",),

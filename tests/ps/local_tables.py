@@ -8,13 +8,20 @@ import numpy as np
 from flax import nnx
 
 import mirror
-from mirror._src.ps.actions import Assignment, Committed
-from mirror._src.ps.messages import Definition, ServerSnapshot
+from mirror._src.ps.messages import (
+    ArgumentOfStep,
+    Definition,
+    Export,
+    ModelShare,
+    Raised,
+    ServerSnapshot,
+    StepWork,
+)
 from mirror._src.ps.objects import TrainingObjects
 from mirror._src.ps.optimizer_tree import split_optimizer_state
-from mirror._src.ps.replies import ArgumentOfStep, Export, ModelShare, Raised, StepWork
 from mirror._src.ps.separable import place_separably
 from mirror._src.ps.store import Store
+from mirror._src.ps.tasks import Assignment, Committed
 from mirror._src.ps.work import Worker
 from tests.ps.one_worker import LocalServers, collect
 

@@ -6,12 +6,10 @@ import jax
 import numpy as np
 import optax
 
-from mirror._src.ps.buffers import BufferLayout
-from mirror._src.ps.messages import Definition, Push, ServerSnapshot
+from mirror._src.ps.messages import BufferLayout, Definition, Push, ServerSnapshot
 from mirror._src.ps.optimizer_tree import flatten, nest
-from mirror._src.ps.partitioners import FixedShardsPartitioner
-from mirror._src.ps.placement import Leaf, Placement, place
-from mirror._src.ps.rows import split_ids
+from mirror._src.ps.placement import FixedShardsPartitioner, Leaf, Placement, place
+from mirror._src.ps.sparse import split_ids
 from mirror._src.ps.store import Store
 
 SHAPES = {

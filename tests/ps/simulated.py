@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from mirror._src.ps import actions as act
-from mirror._src.ps.actions import Assignment
+from mirror._src.ps import tasks as act
 from mirror._src.ps.schedule import Scheduler
+from mirror._src.ps.tasks import Assignment
 
 PRIME = (1 << 61) - 1
 LOST = object()

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from mirror._src.ps.buffers import BufferLayout
+from mirror._src.ps.messages import BufferLayout
 from mirror._src.ps.placement import Slice
 
 SHAPES = [(), (3,), (0, 5), (2, 3, 4), (200, 100), (16384,), (16385,), (1,), (4, 0)]

@@ -3,10 +3,9 @@
 import pytest
 
 from mirror._src.ps.conductor import Conductor
-from mirror._src.ps.messages import ServerSnapshot
+from mirror._src.ps.messages import Result, ServerSnapshot
 from mirror._src.ps.processes import Task
 from mirror._src.ps.remote_value import RemoteValue
-from mirror._src.ps.replies import Result
 
 SECS = 10.0  # to wait for another thread
 

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import mirror
-from mirror._src.ps.replies import Raised, Result
+from mirror._src.ps.messages import Raised, Result
 from mirror._src.training.objective import Objective
 from mirror._src.training.remote import divisor_of
 from mirror._src.training.steps import training_step

@@ -5,12 +5,13 @@ import itertools
 import numpy as np
 
 import mirror
-from mirror._src.ps.partitioners import (
+from mirror._src.ps.placement import (
     FixedShardsPartitioner,
+    Leaf,
     MaxSizePartitioner,
     MinSizePartitioner,
+    place,
 )
-from mirror._src.ps.placement import Leaf, place
 from tests.support.messages import raises
 
 PARTITIONERS = [

@@ -6,10 +6,9 @@ import numpy as np
 import optax
 import pytest
 
-from mirror._src.ps.partitioners import FixedShardsPartitioner
-from mirror._src.ps.placement import place
-from mirror._src.ps.rows import bucket, join_rows, split_ids
+from mirror._src.ps.placement import FixedShardsPartitioner, place
 from mirror._src.ps.separable import place_separably, require_separable, structs
+from mirror._src.ps.sparse import bucket, join_rows, split_ids
 from tests.ps.servers import (
     Servers,
     leaves_of,

@@ -5,7 +5,9 @@ import sys
 
 import pytest
 
-from mirror._src.ps.actions import (
+from mirror._src.ps.errors import ParameterServerLostError
+from mirror._src.ps.schedule import Scheduler
+from mirror._src.ps.tasks import (
     Assignment,
     Cancel,
     Commit,
@@ -19,8 +21,6 @@ from mirror._src.ps.actions import (
     Start,
     TakeSnapshot,
 )
-from mirror._src.ps.errors import ParameterServerLostError
-from mirror._src.ps.schedule import Scheduler
 from tests.ps.scenarios import play
 from tests.ps.stored import StoreServer, check_stores
 

@@ -8,8 +8,7 @@ import optax
 import pytest
 
 from mirror._src.ps.optimizer_tree import join_optimizer_state, split_optimizer_state
-from mirror._src.ps.partitioners import FixedShardsPartitioner
-from mirror._src.ps.placement import place
+from mirror._src.ps.placement import FixedShardsPartitioner, place
 from mirror._src.ps.separable import place_separably, require_separable, structs
 from tests.ps.servers import (
     SHAPES,

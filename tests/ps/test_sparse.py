@@ -11,7 +11,7 @@ from flax import nnx
 
 import mirror
 from mirror._src.ps.objects import TrainingObjects
-from mirror._src.ps.tables import SparseTables
+from mirror._src.ps.sparse import SparseTables
 from tests.ps.digits import arrays, largest_difference
 from tests.ps.local_tables import (
     TABLE,

@@ -8,11 +8,10 @@ import numpy as np
 import optax
 import pytest
 
-from mirror._src.ps.exactly_once import Numbers
 from mirror._src.ps.messages import Definition, Push, Rejected, ServerSnapshot
 from mirror._src.ps.optimizer_tree import flatten, nest
 from mirror._src.ps.placement import Slice
-from mirror._src.ps.store import Store
+from mirror._src.ps.store import Numbers, Store
 from tests.ps.servers import (
     SHAPES,
     Servers,

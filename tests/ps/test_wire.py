@@ -2,11 +2,23 @@
 
 import numpy as np
 
-from mirror._src.ps.actions import Assignment, Committed
 from mirror._src.ps.engine import RayEngine
-from mirror._src.ps.messages import Pulled, Push, Rejected
-from mirror._src.ps.replies import Export, NotExported, NotSetUp, Result, ServerLost, StepWork
-from mirror._src.ps.wire import plain, received, request, typed
+from mirror._src.ps.messages import (
+    Export,
+    NotExported,
+    NotSetUp,
+    Pulled,
+    Push,
+    Rejected,
+    Result,
+    ServerLost,
+    StepWork,
+    plain,
+    received,
+    request,
+    typed,
+)
+from mirror._src.ps.tasks import Assignment, Committed
 
 VALUE = np.arange(3.0)
 MESSAGES = [

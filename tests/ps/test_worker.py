@@ -9,10 +9,7 @@ import optax
 from flax import nnx
 
 import mirror
-from mirror._src.ps.actions import Assignment
-from mirror._src.ps.objects import TrainingObjects
-from mirror._src.ps.processes import error_of
-from mirror._src.ps.replies import (
+from mirror._src.ps.messages import (
     ArgumentOfStep,
     Export,
     NotExported,
@@ -21,8 +18,11 @@ from mirror._src.ps.replies import (
     ServerLost,
     StepWork,
 )
+from mirror._src.ps.objects import TrainingObjects
+from mirror._src.ps.processes import error_of
 from mirror._src.ps.step_data import as_users
 from mirror._src.ps.store import Store
+from mirror._src.ps.tasks import Assignment
 from tests.ps.digits import (
     Net,
     are_equal,

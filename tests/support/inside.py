@@ -64,7 +64,7 @@ from mirror._src.keras import hooks as keras_hook_module
 from mirror._src.keras import step_function as keras_steps
 from mirror._src.ps import cluster, conductor, ray_cluster, server, tethered
 from mirror._src.ps.elsewhere import ELSEWHERE
-from mirror._src.ps.scope import ServerScope
+from mirror._src.ps.strategy import ServerScope
 from mirror._src.ps.variables import ServerVariable
 from mirror._src.strategy import multi_worker
 from mirror._src.strategy import strategy as strategy_base

@@ -7,11 +7,18 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
-from mirror._src.ps import actions as act
-from mirror._src.ps.messages import Definition, Rejected, ServerSnapshot
+from mirror._src.ps import tasks as act
+from mirror._src.ps.messages import (
+    Definition,
+    NotSetUp,
+    Raised,
+    Rejected,
+    Result,
+    ServerLost,
+    ServerSnapshot,
+)
 from mirror._src.ps.processes import Engine, Lost, Task, are_all_answers, error_of
 from mirror._src.ps.remote_value import CancelledError
-from mirror._src.ps.replies import NotSetUp, Raised, Result, ServerLost
 from mirror._src.ps.schedule import Scheduler
 
 _logger = logging.getLogger("mirror")

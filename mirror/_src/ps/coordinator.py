@@ -14,10 +14,10 @@ from mirror._src.base.types import PyTree
 from mirror._src.ps.conductor import Conductor
 from mirror._src.ps.datasets import PerWorkerDataset, PerWorkerIterator
 from mirror._src.ps.engine import RayEngine
+from mirror._src.ps.messages import ArgumentOfStep, Result, StepWork, without_places
 from mirror._src.ps.pickling import pickled_function, require_no_remote_values
 from mirror._src.ps.processes import Task
 from mirror._src.ps.remote_value import RemoteValue
-from mirror._src.ps.replies import ArgumentOfStep, Result, StepWork, without_places
 from mirror._src.ps.step_data import as_users, num_rows, on_host
 from mirror._src.ps.training import ServedTraining
 from mirror._src.strategy.strategy import Strategy

@@ -1,11 +1,36 @@
-"""Per-worker datasets: each worker iterates over its own."""
+"""Per-worker datasets: each worker iterates over its own, in the function that it runs."""
 
 from collections.abc import Callable
-from typing import Any, NoReturn, final
+from typing import Any, NamedTuple, NoReturn, final
 
 from mirror._src.base.modules import set_module
-from mirror._src.ps.current import running_function
-from mirror._src.ps.replies import Export
+from mirror._src.ps.messages import Export
+
+
+class RunningFunction(NamedTuple):
+    """A scheduled function that runs on this worker.
+
+    Attributes:
+        iterators: The iterators of the worker over per-worker datasets, by number.
+        load: Fetches an exported object.
+    """
+
+    iterators: dict[int, Any]
+    load: Callable[[Any], Any]
+
+
+_running: RunningFunction | None = None
+
+
+def running_function() -> RunningFunction | None:
+    """Returns the function that this process runs as a worker; None elsewhere."""
+    return _running
+
+
+def set_running(function: RunningFunction | None) -> None:
+    """Sets what `running_function` returns."""
+    global _running
+    _running = function
 
 
 @set_module("mirror.ps")

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
+from mirror._src.ps.messages import Export, NotExported, request, typed
 from mirror._src.ps.processes import Lost
 from mirror._src.ps.ray_actors import (
     Pickled,
@@ -19,8 +20,6 @@ from mirror._src.ps.ray_actors import (
     loads,
 )
 from mirror._src.ps.ray_cluster import Demand
-from mirror._src.ps.replies import Export, NotExported
-from mirror._src.ps.wire import request, typed
 
 _MAX_EXPORTS = 256
 

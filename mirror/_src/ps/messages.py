@@ -1,13 +1,121 @@
-"""Requests to a parameter server and its answers, in NumPy alone, so that all of it travels."""
+"""Messages between the main program, workers and servers, and the buffers of values in them.
 
-from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+Arrays are in NumPy. Messages of an update travel as bytes and plain tuples: Ray pickles arguments
+and results with cloudpickle, which runs Python code for each object of a class of ours and for each
+reference. That took as long as the message itself.
+"""
 
+import functools
+import math
+import pickle
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
+
+import jax
 import numpy as np
 import optax
 
-from mirror._src.base.types import PyTree
-from mirror._src.ps.placement import Slice
+from mirror._src.base.types import Array, PyTree
+from mirror._src.ps.placement import Placement, Slice, rows
+from mirror._src.ps.tasks import Assignment
+
+_MOST_PACKED_BYTES = 64 << 10
+
+
+class BufferLayout:
+    """Packs slices into flat buffers: small slices of one dtype together, each large one alone.
+
+    One buffer instead of a hundred small arrays is one transfer from a device instead of a hundred.
+    Large slices are not packed, because the copy would cost more.
+
+    Args:
+        slices: The slices. Their order determines the buffers.
+    """
+
+    def __init__(self, slices: Iterable[Slice]) -> None:
+        self.slices = tuple(slices)
+        packed: dict[str, list[Slice]] = {}
+        alone = []
+        for part in self.slices:
+            if part.nbytes <= _MOST_PACKED_BYTES:
+                packed.setdefault(part.dtype, []).append(part)
+            else:
+                alone.append([part])
+        self._groups = [*packed.values(), *alone]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(part.nbytes for part in self.slices)
+
+    def pack_np(self, values: Mapping[str, np.ndarray]) -> tuple[np.ndarray, ...]:
+        """Returns flat buffers with the slices' values; of a slice alone, a view if possible."""
+        return tuple(
+            values[group[0].leaf].reshape(-1)
+            if len(group) == 1
+            else np.concatenate([values[part.leaf].reshape(-1) for part in group])
+            for group in self._groups
+        )
+
+    def unpack_np(self, buffers: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+        """Returns the slices' values by leaf, as views of the buffers."""
+        values = {}
+        for buffer, group in zip(buffers, self._groups, strict=True):
+            start = 0
+            for part in group:
+                size = math.prod(part.shape)
+                values[part.leaf] = buffer[start : start + size].reshape(part.shape)
+                start += size
+        return values
+
+    def pack(self, values: Mapping[str, Array]) -> tuple[Array, ...]:
+        """Does what `pack_np` does with arrays of JAX, inside `jax.jit`."""
+
+        def flat(part: Slice) -> Array:
+            return jax.lax.reshape(values[part.leaf], (math.prod(part.shape),))
+
+        # jax.numpy would convert 64-bit arrays to 32 bits where JAX's x64 mode is disabled.
+        return tuple(jax.lax.concatenate([*map(flat, group)], 0) for group in self._groups)
+
+    def pack_shared(self, values: Mapping[str, Array]) -> tuple[Array, ...]:
+        """Returns the buffers that hold several slices, inside `jax.jit`; see `add_alone`."""
+        return self._shared.pack(values)
+
+    def add_alone(
+        self, shared: Sequence[np.ndarray], whole: Callable[[str], np.ndarray]
+    ) -> tuple[np.ndarray, ...]:
+        """Returns all buffers, given the result of `pack_shared`.
+
+        A slice alone in its buffer is a view of the leaf, so that no program has to copy it.
+
+        Args:
+            shared: What `pack_shared` returned.
+            whole: Returns all rows of a leaf.
+        """
+        packed = iter(shared)
+        return tuple(
+            next(packed) if len(group) > 1 else rows(whole(group[0].leaf), group[0]).reshape(-1)
+            for group in self._groups
+        )
+
+    @functools.cached_property
+    def _shared(self) -> "BufferLayout":
+        """The layout of the slices that share a buffer."""
+        return BufferLayout(part for group in self._groups if len(group) > 1 for part in group)
+
+    def unpack(self, buffers: Sequence[Array]) -> dict[str, Array]:
+        """Does what `unpack_np` does with arrays of JAX, inside `jax.jit`."""
+        values: dict[str, Any] = {}
+        for buffer, group in zip(buffers, self._groups, strict=True):
+            start = 0
+            for part in group:
+                stop = start + math.prod(part.shape)
+                values[part.leaf] = jax.lax.reshape(
+                    jax.lax.slice(buffer, (start,), (stop,)), part.shape
+                )
+                start = stop
+        return values
+
 
 Buffers = tuple[np.ndarray, ...]
 
@@ -96,3 +204,181 @@ class Push(NamedTuple):
     gradients: Buffers
     changes: Buffers = ()
     rows: Mapping[str, tuple[np.ndarray, Any]] = {}
+
+
+class Export(NamedTuple):
+    """An object that a worker fetches once: a function, or the definition of a model.
+
+    Attributes:
+        key: Number of the object; never used twice.
+        reference: List of a reference to its pickle. In a list, the reference itself travels. None
+            if the worker has it.
+    """
+
+    key: int
+    reference: list[Any] | None
+
+
+class ArgumentOfStep(NamedTuple):
+    """Stands for the model, the optimizer or the next batch among the arguments of a step."""
+
+    kind: str  # "model", "optimizer" or "next"
+    iterator: Any = None
+
+
+def is_place(node: Any) -> bool:
+    """Whether a node among the arguments of a step stands for something else."""
+    return isinstance(node, ArgumentOfStep)
+
+
+def filled(tree: PyTree, value_for: Callable[[ArgumentOfStep], Any]) -> PyTree:
+    """Replaces each `ArgumentOfStep` among the arguments of a step."""
+    return jax.tree.map(
+        lambda node: value_for(node) if is_place(node) else node, tree, is_leaf=is_place
+    )
+
+
+def without_places(tree: PyTree) -> PyTree:
+    """Returns the arguments of a step without the places of the others."""
+    return filled(tree, lambda _: None)
+
+
+class StepWork(NamedTuple):
+    """A training step, for all of its parts.
+
+    Attributes:
+        fn: Export of the function.
+        model: Export of its `ModelShare`.
+        ordinal: Number of the update: random keys are folded with it.
+        weight_of: Export of a function that returns the weight of a part of a `Trainer`'s batch,
+            given its result. None: the batch is not split.
+        batch_of: Export of a function that returns what the functions of `sparse` receive, given
+            the other positional arguments than model and optimizer; None means all arguments.
+    """
+
+    fn: Export
+    model: Export
+    ordinal: int
+    weight_of: Export | None
+    batch_of: Export | None = None
+
+
+class ModelShare(NamedTuple):
+    """Definition of a model, where its leaves are, and for each table the function of its ids."""
+
+    definition: Any
+    placement: Placement
+    id_functions: Mapping[str, Callable[..., Any]] = {}
+
+
+class Result(NamedTuple):
+    """Result of a part.
+
+    Attributes:
+        value: What the function returned, in NumPy.
+    """
+
+    value: Any
+
+
+class PerReplicaResult(NamedTuple):
+    """A result that differs between the replicas of a worker."""
+
+    values: tuple[Any, ...]
+
+
+class ServerLost(NamedTuple):
+    """A server ended, has no values, or has values of another incarnation."""
+
+    server: int | None
+
+
+class Raised(NamedTuple):
+    """The error that the user's function raised.
+
+    Attributes:
+        pickled: Pickle of its type, arguments and attributes, or None if they cannot be pickled.
+        text: Type and message.
+        traceback: Its traceback on the worker.
+    """
+
+    pickled: Any
+    text: str
+    traceback: str
+
+
+class NotSetUp(NamedTuple):
+    """The worker has been restarted and does not know its servers yet."""
+
+
+class NotExported(NamedTuple):
+    """The worker lacks an export whose reference was not sent along."""
+
+
+class NotExportedError(Exception):
+    """An export is missing, and has no reference."""
+
+
+class ServerGoneError(Exception):
+    """A server cannot be reached, or refuses because it has no values of this incarnation."""
+
+    def __init__(self, server: int | None) -> None:
+        super().__init__(f"parameter server {server} is lost")
+        self.server = server
+
+
+class Servers(Protocol):
+    """The servers, as a worker reaches them."""
+
+    def call_all(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Calls a method of each server with its arguments, concurrently.
+
+        Raises:
+            ServerGoneError: If a server cannot be reached.
+        """
+        ...
+
+
+_KINDS: dict[str, Any] = {kind.__name__: kind for kind in (Pulled, Push, Result)}
+
+
+def plain(message: Any) -> Any:
+    """Returns a message as a plain tuple, which begins with its kind; others as they are."""
+    name = type(message).__name__
+    return (name, *message) if _KINDS.get(name) is type(message) else message
+
+
+def typed(message: Any) -> Any:
+    """Returns the message of which `plain` made a tuple; others as they are."""
+    return _KINDS[message[0]](*message[1:]) if type(message) is tuple else message
+
+
+def request(
+    assignment: Assignment, work: Export | StepWork, known: Collection[int]
+) -> tuple[bytes, dict[int, Any]]:
+    """Returns what describes an assignment, and references to what the worker does not know yet.
+
+    Args:
+        assignment: The assignment.
+        work: The function, or the step.
+        known: Keys of the exports that the worker has.
+    """
+    parts: list[Any] = [work] if isinstance(work, Export) else list(work)
+    exports = [part for part in parts if isinstance(part, Export)]
+    references = {e.key: e.reference for e in exports if e.key not in known}
+    return pickle.dumps((assignment, _with_references(work, {}))), references
+
+
+def received(header: bytes, references: Mapping[int, Any]) -> tuple[Assignment, Export | StepWork]:
+    """Returns assignment and work, given the result of `request`."""
+    assignment, work = pickle.loads(header)
+    return assignment, _with_references(work, references)
+
+
+def _with_references(work: Export | StepWork, references: Mapping[int, Any]) -> Export | StepWork:
+    def filled(part: Any) -> Any:
+        is_export = isinstance(part, Export)
+        return part._replace(reference=references.get(part.key)) if is_export else part
+
+    filled_work: Export | StepWork = filled(work)
+    return filled_work if isinstance(filled_work, Export) else StepWork(*map(filled, filled_work))

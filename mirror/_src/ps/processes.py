@@ -3,9 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from mirror._src.ps.messages import Rejected
+from mirror._src.ps.messages import Raised, Rejected, Result
 from mirror._src.ps.remote_value import RemoteValue
-from mirror._src.ps.replies import Raised, Result
 
 
 class Lost(NamedTuple):

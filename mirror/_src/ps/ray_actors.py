@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mirror._src.base.optional import require
-from mirror._src.ps.replies import NotSetUp, ServerGoneError
-from mirror._src.ps.wire import plain, received, typed
+from mirror._src.ps.messages import NotSetUp, ServerGoneError, plain, received, typed
 
 
 @functools.cache

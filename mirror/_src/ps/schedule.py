@@ -32,21 +32,23 @@ started are finished, and `take_error` returns the error once nothing runs.
 from typing import Any, final
 
 from mirror._src.ps import errors
-from mirror._src.ps.actions import (
+from mirror._src.ps.tasks import (
     Action,
     Assignment,
     Commit,
     Committed,
+    FunctionQueue,
+    History,
     KeepSnapshot,
+    Ledger,
     Restore,
     Revive,
     Start,
+    StepQueue,
     TakeSnapshot,
+    Task,
+    Workers,
 )
-from mirror._src.ps.history import History
-from mirror._src.ps.ledger import Ledger
-from mirror._src.ps.tasks import FunctionQueue, StepQueue, Task
-from mirror._src.ps.workers import Workers
 
 
 @final

@@ -12,7 +12,7 @@ from flax import nnx
 from mirror._src.base.errors import describe
 from mirror._src.base.types import Array
 from mirror._src.ps.placement import Leaf
-from mirror._src.ps.rows import take
+from mirror._src.ps.sparse import take
 from mirror._src.training.checkpoints.snapshot import value_of
 
 

@@ -11,7 +11,7 @@ from mirror._src.base.naming import leaf_names, name_of
 from mirror._src.base.types import PyTree
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.engine.per_replica import PerReplica, is_per_replica, per_replica
-from mirror._src.ps.replies import PerReplicaResult
+from mirror._src.ps.messages import PerReplicaResult
 
 
 def num_rows(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:

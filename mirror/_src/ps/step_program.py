@@ -15,14 +15,21 @@ from mirror._src.base.types import PyTree
 from mirror._src.engine.replica_context import Part
 from mirror._src.engine.scopes import current_frame
 from mirror._src.jaxprs.joins import Join, find_joins
-from mirror._src.ps.buffers import BufferLayout
-from mirror._src.ps.messages import Buffers, Pulled
+from mirror._src.ps.messages import (
+    ArgumentOfStep,
+    BufferLayout,
+    Buffers,
+    ModelShare,
+    Pulled,
+    filled,
+    is_place,
+    without_places,
+)
 from mirror._src.ps.objects import on_device, require_unchanged
 from mirror._src.ps.placement import rows
-from mirror._src.ps.replies import ArgumentOfStep, ModelShare, filled, is_place, without_places
+from mirror._src.ps.sparse import ServerIds, TableRows
 from mirror._src.ps.stand_in import GradientKeeper
 from mirror._src.ps.step_data import has_rows, num_rows, on_replicas
-from mirror._src.ps.table_rows import ServerIds, TableRows
 from mirror._src.strategy.mirrored import MirroredStrategy
 from mirror._src.training.checkpoints.host_copies import KeyData
 from mirror._src.training.checkpoints.snapshot import value_of

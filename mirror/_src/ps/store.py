@@ -1,19 +1,20 @@
-"""The state of one parameter server. It never waits, and knows neither processes nor threads."""
+"""The state of one parameter server, and its update. It never waits, and knows no processes."""
 
+import bisect
 import collections
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+import optax
 
 from mirror._src.base.errors import describe
-from mirror._src.base.types import PyTree
-from mirror._src.ps.buffers import BufferLayout
-from mirror._src.ps.exactly_once import Numbers
+from mirror._src.base.types import Array, PyTree
 from mirror._src.ps.messages import (
+    BufferLayout,
     Buffers,
     Definition,
     Pulled,
@@ -21,9 +22,109 @@ from mirror._src.ps.messages import (
     Rejected,
     ServerSnapshot,
 )
-from mirror._src.ps.optimizer_tree import as_jax, as_numpy, init_structs, nest
-from mirror._src.ps.rows import local_ids, padded, summed, take_jit
-from mirror._src.ps.update import Update, update_function
+from mirror._src.ps.optimizer_tree import as_jax, as_numpy, flatten, init_structs, nest, row_owner
+from mirror._src.ps.placement import Slice
+from mirror._src.ps.sparse import local_ids, padded, put, summed, take, take_jit
+
+
+class Numbers:
+    """A set of integers, stored as ranges: numbers that are applied nearly in order need one range.
+
+    Args:
+        ranges: Ranges `start, stop` that ascend and do not touch.
+    """
+
+    def __init__(self, ranges: Sequence[tuple[int, int]] = ()) -> None:
+        self._starts = [start for start, _ in ranges]
+        self._stops = [stop for _, stop in ranges]
+
+    def __contains__(self, number: int) -> bool:
+        position = bisect.bisect_right(self._starts, number) - 1
+        return position >= 0 and number < self._stops[position]
+
+    def add(self, number: int) -> bool:
+        """Adds a number; returns whether it is new."""
+        if number in self:
+            return False
+        position = bisect.bisect_right(self._starts, number)
+        joins_before = position > 0 and self._stops[position - 1] == number
+        joins_after = position < len(self._starts) and self._starts[position] == number + 1
+        if joins_before and joins_after:
+            self._stops[position - 1] = self._stops.pop(position)
+            del self._starts[position]
+        elif joins_before:
+            self._stops[position - 1] = number + 1
+        elif joins_after:
+            self._starts[position] = number
+        else:
+            self._starts.insert(position, number)
+            self._stops.insert(position, number + 1)
+        return True
+
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """The ranges `start, stop`, ascending."""
+        return tuple(zip(self._starts, self._stops, strict=True))
+
+
+Update = Callable[..., tuple[tuple[Array, ...], dict[str, Array], PyTree]]
+
+
+def update_function(
+    tx: optax.GradientTransformation, layout: BufferLayout, tables: Mapping[str, Slice]
+) -> Update:
+    """Returns the compiled update of the values and the optimizer's state of a server.
+
+    The function takes and returns `values` (buffers), `tables` (by leaf) and `state`. It also takes
+    `gradients` (buffers), `ids` (for each table, numbers of its rows here, padded with its number
+    of rows), `row_gradients` and `staleness`.
+
+    Of a table and of the optimizer's state for it, the rows `ids` alone are read and written. The
+    optimizer sees them as if they were the whole leaf.
+
+    The memory of tables and state is donated. The buffers of values are not, because they are
+    handed out as views: it stays at twice the values while an update runs, and no pull copies.
+    """
+    tx = optax.with_extra_args_support(tx)
+    trained = {part.leaf: part for part in (*layout.slices, *tables.values())}
+    paths, _ = init_structs(tx, trained)
+    owners = [row_owner(path, struct.shape, tables) for path, struct in paths]
+
+    def with_rows(state: PyTree, change: Callable[[Array, str, int], Any]) -> PyTree:
+        """Returns the state with its rows of tables changed; `change` gets their table too."""
+        leaves, treedef = jax.tree.flatten(state)
+        changed = [
+            leaf if name is None else change(leaf, name, position)
+            for position, (leaf, name) in enumerate(zip(leaves, owners, strict=True))
+        ]
+        return jax.tree.unflatten(treedef, changed)
+
+    def update(
+        values: tuple[Array, ...],
+        tables: dict[str, Array],
+        state: PyTree,
+        gradients: tuple[Array, ...],
+        ids: dict[str, Array],
+        row_gradients: dict[str, Array],
+        staleness: Array,
+    ) -> tuple[tuple[Array, ...], dict[str, Array], PyTree]:
+        touched = {name: take(table, ids[name]) for name, table in tables.items()}
+        params = nest({**layout.unpack(values), **touched})
+        updates, new_state = tx.update(
+            nest({**layout.unpack(gradients), **row_gradients}),
+            with_rows(state, lambda leaf, name, _: take(leaf, ids[name])),
+            params,
+            staleness=staleness,
+        )
+        new = flatten(optax.apply_updates(params, updates), [*trained])
+        old_leaves = jax.tree.leaves(state)
+        return (
+            layout.pack(new),
+            {name: put(table, ids[name], new[name]) for name, table in tables.items()},
+            with_rows(new_state, lambda leaf, name, at: put(old_leaves[at], ids[name], leaf)),
+        )
+
+    return jax.jit(update, donate_argnums=(1, 2))
 
 
 class Store:

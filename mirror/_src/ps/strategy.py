@@ -5,7 +5,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, final
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, final
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +18,7 @@ from mirror._src.base.unknown_names import unknown_attribute
 from mirror._src.cluster.cluster import ClusterSpec, Jobs
 from mirror._src.cluster.resolvers import ClusterResolver
 from mirror._src.devices import backend
+from mirror._src.engine.scopes import Frame, pop_frame, push_frame
 from mirror._src.ps import ray_cluster
 from mirror._src.ps.cluster import cluster_of
 from mirror._src.ps.conductor import Conductor
@@ -25,21 +26,54 @@ from mirror._src.ps.coordinator import ClusterCoordinator
 from mirror._src.ps.elsewhere import ELSEWHERE
 from mirror._src.ps.engine import RayEngine
 from mirror._src.ps.objects import TrainingObjects
-from mirror._src.ps.partitioners import MinSizePartitioner
-from mirror._src.ps.placement import Placement
+from mirror._src.ps.placement import MinSizePartitioner, Placement
 from mirror._src.ps.processes import Lost
 from mirror._src.ps.ray_cluster import Connection, Demand
 from mirror._src.ps.report import ParameterServerReport
-from mirror._src.ps.scope import ServerScope
 from mirror._src.ps.separable import place_separably
-from mirror._src.ps.tables import SparseTables
+from mirror._src.ps.sparse import SparseTables
 from mirror._src.ps.trainer import ServedTrainer
 from mirror._src.ps.training import ServedTraining
 from mirror._src.ps.variables import ServerVariable
 from mirror._src.strategy.mirrored import OneDeviceStrategy
+from mirror._src.strategy.scope import Scope
 from mirror._src.strategy.strategy import Strategy
 from mirror._src.training.objective import Sums
 from mirror._src.training.remote import RemoteStrategy, RemoteTraining
+
+S = TypeVar("S")
+
+
+@final
+class ServerScope(Generic[S]):
+    """Context manager of `ParameterServerStrategy.scope()`; it is reentrant and reusable.
+
+    Arrays are created as in the scope of a local strategy with one replica.
+    """
+
+    def __init__(self, strategy: S, local: Strategy) -> None:
+        self._strategy, self._local = strategy, local
+        self._open: list[Scope[Strategy]] = []
+
+    def __enter__(self) -> S:
+        scope = self._local.scope()
+        scope.__enter__()
+        self._open.append(scope)
+        push_frame(Frame(self._local, devices=self._local._replicas, shown_as=self._strategy))
+        return self._strategy
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            # With this frame: it rejects Keras models that were created in the scope.
+            self._open.pop().__exit__(kind, error, trace)
+        finally:
+            pop_frame()
+
 
 PartitionerLike = Callable[[Any, Any], int]
 

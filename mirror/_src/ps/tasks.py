@@ -1,9 +1,128 @@
-"""Tasks, and the two queues from which workers take them: of steps, and of other functions."""
+"""Tasks of the scheduler, the workers that have them, and the actions that it returns."""
 
 import collections
 import dataclasses
 import heapq
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+
+class Committed(NamedTuple):
+    """A finished synchronous step: what a server applies, once, at version `step`.
+
+    Attributes:
+        step: The version of all servers until this commit; afterwards it is `step + 1`.
+        task: The number of the task whose gradients are applied. All other gradients are dropped.
+        num_parts: The number of its parts.
+    """
+
+    step: int
+    task: int
+    num_parts: int
+
+
+class Assignment(NamedTuple):
+    """One part of a task on one worker.
+
+    Attributes:
+        number: Names this assignment in the events that answer it; never used twice.
+        task: The number of the task.
+        part: The index of the part.
+        num_parts: The number of parts of the task.
+        worker: The index of the worker.
+        incarnation: How often the servers have gone back to a snapshot.
+        commit: The last commit of this incarnation, for servers that have not received it yet.
+            None for asynchronous steps.
+        step: The version of the servers that a synchronous step needs, otherwise None.
+    """
+
+    number: int
+    task: int
+    part: int
+    num_parts: int
+    worker: int
+    incarnation: int
+    commit: Committed | None
+    step: int | None
+
+
+class Start(NamedTuple):
+    """Runs an assignment on its worker."""
+
+    assignment: Assignment
+
+
+class Commit(NamedTuple):
+    """Sends a commit to all servers. The order of commits matters; their answers do not."""
+
+    incarnation: int
+    step: int
+    task: int
+    num_parts: int
+
+
+class Deliver(NamedTuple):
+    """Resolves the value of a task with the results of its parts."""
+
+    task: int
+    results: tuple[Any, ...]
+
+
+class Fail(NamedTuple):
+    """Resolves the value of a task with the error that it raised."""
+
+    task: int
+    error: BaseException
+
+
+class Cancel(NamedTuple):
+    """Resolves the value of a task as canceled: another task failed before it was started."""
+
+    task: int
+
+
+class Revive(NamedTuple):
+    """Sets a restarted worker up, and reports it with `worker_ready`."""
+
+    worker: int
+
+
+class TakeSnapshot(NamedTuple):
+    """Collects the state of all servers, and reports it with `snapshot_taken(number)`."""
+
+    number: int
+
+
+class KeepSnapshot(NamedTuple):
+    """Makes a taken snapshot the one that servers are restored from."""
+
+    number: int
+
+
+class Restore(NamedTuple):
+    """Loads the kept snapshot on all servers, and reports it with `restored(incarnation)`."""
+
+    incarnation: int
+
+
+class Forget(NamedTuple):
+    """Drops the batch and the function of a task: it never runs again."""
+
+    task: int
+
+
+Action = (
+    Start
+    | Commit
+    | Deliver
+    | Fail
+    | Cancel
+    | Revive
+    | TakeSnapshot
+    | KeepSnapshot
+    | Restore
+    | Forget
+)
 
 
 @dataclasses.dataclass(slots=True)
@@ -162,4 +281,207 @@ class FunctionQueue:
         """Removes and returns all tasks, in order."""
         tasks = [task for _, task in sorted(self._waiting, key=lambda item: item[0])]
         self._waiting.clear()
+        return tasks
+
+
+class Workers:
+    """The workers of a scheduler. None of them is ready at first.
+
+    A worker runs one assignment at a time. Another one may wait at the worker, so that it starts
+    without a message from the scheduler in between.
+
+    Args:
+        num_workers: How many there are.
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        self.num_workers = num_workers
+        self.num_assignments = 0
+        self.running: dict[int, Assignment] = {}
+        self._idle: dict[int, None] = {}  # the one that has been idle longest comes first
+        self._busy: dict[int, list[int]] = {}  # the numbers of its assignments
+        self._gone: set[int] = set()
+
+    @property
+    def idle(self) -> list[int]:
+        """The workers without an assignment, the one that has been idle longest first."""
+        return list(self._idle)
+
+    @property
+    def with_room(self) -> list[Assignment]:
+        """The assignments of busy workers at which another one may wait."""
+        alone = [numbers[0] for numbers in self._busy.values() if len(numbers) == 1]
+        return [self.running[number] for number in alone]
+
+    @property
+    def are_all_gone(self) -> bool:
+        """Whether no worker will ever be ready again."""
+        return len(self._gone) == self.num_workers
+
+    def is_gone(self, worker: int) -> bool:
+        """Whether a worker will not be restarted."""
+        return worker in self._gone
+
+    def add(self, worker: int) -> None:
+        """Makes a worker idle, if it is not busy."""
+        self._gone.discard(worker)
+        if worker not in self._busy:
+            self._idle.setdefault(worker)
+
+    def start(self, assignment: Assignment) -> None:
+        """Gives a worker an assignment."""
+        self.num_assignments += 1
+        self._idle.pop(assignment.worker, None)
+        self._busy.setdefault(assignment.worker, []).append(assignment.number)
+        self.running[assignment.number] = assignment
+
+    def finish(self, number: int) -> Assignment | None:
+        """Takes an assignment from its worker. None: no worker has it."""
+        assignment = self.running.pop(number, None)
+        if assignment is not None:
+            numbers = self._busy[assignment.worker]
+            numbers.remove(number)
+            if not numbers:
+                del self._busy[assignment.worker]
+                self._idle[assignment.worker] = None
+        return assignment
+
+    def remove(self, worker: int, *, is_gone: bool) -> list[Assignment]:
+        """Removes a lost worker; returns the assignments that it had."""
+        if is_gone:
+            self._gone.add(worker)
+        self._idle.pop(worker, None)
+        return [self.running.pop(number) for number in self._busy.pop(worker, ())]
+
+
+class Ledger:
+    """All tasks of a scheduler until they are forgotten.
+
+    Attributes:
+        num_tasks: How many tasks there have been.
+        num_unsettled: How many of them have neither a result nor an error, and are not canceled.
+    """
+
+    def __init__(self) -> None:
+        self.num_tasks = self.num_unsettled = 0
+        self._tasks: dict[int, Task] = {}
+
+    def add(self, num_parts: int, *, is_step: bool, is_sync: bool) -> Task:
+        """Returns a new task.
+
+        Raises:
+            ValueError: If a task of this kind cannot have this number of parts.
+        """
+        most = "at least 1" if is_step and is_sync else "1, except for synchronous steps"
+        if num_parts < 1 or (num_parts > 1 and not (is_step and is_sync)):
+            raise ValueError(f"`num_parts` must be {most}, got {num_parts}.")
+        task = self._tasks[self.num_tasks] = Task(self.num_tasks, num_parts, is_step)
+        self.num_tasks += 1
+        self.num_unsettled += 1
+        return task
+
+    def find(self, assignment: Assignment | None) -> Task | None:
+        """Returns the task of an assignment, or None if the assignment is late."""
+        if assignment is None:
+            return None
+        task = self._tasks.get(assignment.task)
+        is_late = task is None or task.running.get(assignment.part) != assignment.number
+        return None if is_late else task
+
+    def deliver(self, task: Task) -> list[Action]:
+        """Resolves a task with the results of its parts, unless it is a repetition."""
+        results, task.results, task.running = task.results, {}, {}
+        if task.is_settled:
+            return []
+        self._settle(task)
+        return [Deliver(task.number, tuple(results[part] for part in sorted(results)))]
+
+    def fail(self, task: Task, error: BaseException) -> list[Action]:
+        """Resolves a task with its error, unless it is a repetition, and forgets it."""
+        failures: list[Action] = []
+        if not task.is_settled:
+            self._settle(task)
+            failures.append(Fail(task.number, error))
+        return [*failures, *self.forget([task])]
+
+    def cancel(self, tasks: Iterable[Task]) -> list[Action]:
+        """Resolves tasks as canceled, and forgets them."""
+        actions: list[Action] = []
+        for task in tasks:
+            self._settle(task)
+            actions += [Cancel(task.number), *self.forget([task])]
+        return actions
+
+    def forget(self, tasks: Iterable[Task]) -> list[Action]:
+        """Removes tasks that never run again."""
+        actions: list[Action] = []
+        for task in tasks:
+            del self._tasks[task.number]
+            actions.append(Forget(task.number))
+        return actions
+
+    def _settle(self, task: Task) -> None:
+        task.is_settled = True
+        self.num_unsettled -= 1
+
+
+class History:
+    """The finished steps that no snapshot covers yet.
+
+    Args:
+        snapshot_every: After how many steps a snapshot is due. 0: nothing is remembered.
+        version: The version of the servers' first values, which are the first snapshot.
+
+    Attributes:
+        version: The version of the kept snapshot.
+        snapshot: The snapshot that is being taken, or None.
+        is_due: Whether a snapshot must be taken before the next step starts.
+    """
+
+    def __init__(self, snapshot_every: int, version: int) -> None:
+        self.snapshot_every, self.version = snapshot_every, version
+        self.snapshot: TakeSnapshot | None = None
+        self.is_due = False
+        self._tasks: collections.deque[Task] = collections.deque()
+        self._num_covered = self._next_number = 0
+        self._taken_version = version
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether steps wait for a snapshot."""
+        return self.is_due or self.snapshot is not None
+
+    def add(self, task: Task) -> None:
+        """Remembers a finished step."""
+        self._tasks.append(task)
+        self.is_due |= len(self._tasks) >= self.snapshot_every
+
+    def take(self, version: int) -> TakeSnapshot:
+        """Begins a snapshot, which covers what has finished so far."""
+        self.is_due = False
+        self.snapshot = TakeSnapshot(self._next_number)
+        self._next_number += 1
+        self._num_covered, self._taken_version = len(self._tasks), version
+        return self.snapshot
+
+    def keep(self) -> list[Task]:
+        """Ends the snapshot that was begun; returns the tasks that never run again."""
+        assert self.snapshot is not None
+        self.snapshot, self.version = None, self._taken_version
+        return [self._tasks.popleft() for _ in range(self._num_covered)]
+
+    def roll_back(self) -> list[Task]:
+        """Voids a snapshot that was begun; returns the tasks to repeat, in order."""
+        self.is_due |= self.snapshot is not None
+        self.snapshot = None
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.reset()
+        self._tasks.clear()
+        return tasks
+
+    def clear(self) -> list[Task]:
+        """Forgets everything, and that a snapshot is due; returns the tasks that it held."""
+        tasks = self.roll_back()
+        self.is_due = False
         return tasks

@@ -22,8 +22,8 @@ from mirror._src.inspection.verify import (
     variables_of,
 )
 from mirror._src.ps.coordinator import ClusterCoordinator
+from mirror._src.ps.messages import ArgumentOfStep, Result
 from mirror._src.ps.remote_value import CancelledError, RemoteValue
-from mirror._src.ps.replies import ArgumentOfStep, Result
 from mirror._src.training.objective import Sums
 from mirror._src.training.remote import RemoteTraining
 

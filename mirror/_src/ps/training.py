@@ -10,13 +10,12 @@ from flax import nnx
 
 from mirror._src.ps.conductor import Conductor
 from mirror._src.ps.engine import RayEngine
-from mirror._src.ps.messages import Definition, ServerSnapshot
+from mirror._src.ps.messages import Definition, Export, ModelShare, ServerSnapshot
 from mirror._src.ps.objects import ModelDefinition, TrainingObjects, on_host
 from mirror._src.ps.optimizer_tree import join_optimizer_state, split_optimizer_state
 from mirror._src.ps.pickling import pickled_function
 from mirror._src.ps.placement import Placement
-from mirror._src.ps.replies import Export, ModelShare
-from mirror._src.ps.tables import SparseTables
+from mirror._src.ps.sparse import SparseTables
 from mirror._src.training.checkpoints.host_copies import KeyData
 
 _logger = logging.getLogger("mirror")

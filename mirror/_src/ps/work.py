@@ -6,14 +6,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, final
 
-from mirror._src.ps.actions import Assignment
-from mirror._src.ps.current import RunningFunction, set_running
-from mirror._src.ps.messages import Push, Rejected
-from mirror._src.ps.replies import (
+from mirror._src.ps.datasets import RunningFunction, set_running
+from mirror._src.ps.messages import (
     Export,
     NotExported,
     NotExportedError,
+    Push,
     Raised,
+    Rejected,
     Result,
     ServerGoneError,
     ServerLost,
@@ -22,6 +22,7 @@ from mirror._src.ps.replies import (
 )
 from mirror._src.ps.step_data import as_numpy
 from mirror._src.ps.step_program import Portion, StepProgram
+from mirror._src.ps.tasks import Assignment
 from mirror._src.strategy.mirrored import MirroredStrategy
 
 _MAX_EXPORTS = 256

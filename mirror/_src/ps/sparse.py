@@ -1,0 +1,262 @@
+"""Sparse tables: variables of which workers pull and push only the rows that a batch touches."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mirror._src.base.errors import counted, expected, listing, nearest
+from mirror._src.base.types import Array
+from mirror._src.ps.placement import Leaf, Placement
+
+_LEAST_BUCKET = 8
+
+
+def split_ids(placement: Placement, ids: Mapping[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
+    """Returns for each server the rows of each table that it holds among `ids`.
+
+    Args:
+        placement: Where the rows of the tables are.
+        ids: For each table, numbers of rows in any shape and order, possibly repeated.
+
+    Returns:
+        For each server, the different numbers in ascending order, int32, numbered as in the whole
+        table.
+
+    Raises:
+        ValueError: If a number is out of range.
+        TypeError: If the numbers are not integers.
+    """
+    servers: list[dict[str, np.ndarray]] = [{} for _ in placement.servers]
+    for table, numbers in ids.items():
+        size = placement.leaves[table].shape[0]
+        flat = _require_ids(table, numbers, 0, size, f"{size} rows")
+        unique = np.unique(flat).astype(np.int32)
+        for server, part in placement.holders[table]:
+            first, last = np.searchsorted(unique, [part.start, part.stop])
+            servers[server][table] = unique[first:last]
+    return servers
+
+
+def join_rows(
+    placement: Placement, table: str, parts: Sequence[Mapping[str, np.ndarray]]
+) -> np.ndarray:
+    """Returns what the servers hold of a table's rows, in the order of `np.unique` of the ids."""
+    found = [parts[server][table] for server, _ in placement.holders[table]]
+    return found[0] if len(found) == 1 else np.concatenate(found)
+
+
+def local_ids(table: str, ids: np.ndarray, start: int, stop: int) -> np.ndarray:
+    """Returns ids numbered from the first row of a slice, int32.
+
+    Raises:
+        ValueError: If an id is not in the slice.
+        TypeError: If the ids are not integers.
+    """
+    there = f"rows {start} to {stop - 1} on this server"
+    return (_require_ids(table, ids, start, stop, there) - start).astype(np.int32)
+
+
+def _require_ids(table: str, ids: Any, start: int, stop: int, there: str) -> np.ndarray:
+    flat = np.asarray(ids).reshape(-1)
+    if flat.size and flat.dtype.kind not in "iu":
+        raise TypeError(f"The ids of table {table!r} must be integers, got {flat.dtype}.")
+    flat = flat.astype(np.int64)
+    wrong = flat[(flat < start) | (flat >= stop)]
+    if wrong.size:
+        raise ValueError(
+            f"Id {wrong[0]} is out of range for table {table!r}, which has {there}. Ids are "
+            "numbers of rows from 0."
+        )
+    return flat
+
+
+def bucket(count: int) -> int:
+    """Returns the next power of two, at least 8: with how many rows a program is compiled."""
+    return max(_LEAST_BUCKET, 1 << (count - 1).bit_length())
+
+
+def padded(ids: np.ndarray, size: int) -> np.ndarray:
+    """Returns ids followed by `size`, which is out of range, to the length of their bucket."""
+    return np.concatenate([ids, np.full(bucket(len(ids)) - len(ids), size, np.int32)])
+
+
+def summed(
+    parts: Sequence[tuple[np.ndarray, np.ndarray]], row: tuple[int, ...], dtype: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the different ids of several parts, and for each the sum of its gradients.
+
+    Args:
+        parts: Ids and gradients of each part. Gradients are added in this order.
+        row: Shape of a row.
+        dtype: Dtype of the gradients.
+    """
+    if not parts:
+        return np.zeros(0, np.int32), np.zeros((0, *row), dtype)
+    ids = np.concatenate([ids for ids, _ in parts])
+    unique, places = np.unique(ids, return_inverse=True)
+    total = np.zeros((len(unique), *row), dtype)
+    np.add.at(total, places.reshape(-1), np.concatenate([gradients for _, gradients in parts]))
+    return unique.astype(np.int32), total
+
+
+def take(values: Array, ids: Array) -> Array:
+    """Returns rows; the last row for an id that is out of range."""
+    return jnp.take(values, ids, axis=0, mode="clip")
+
+
+def put(values: Array, ids: Array, rows: Array) -> Array:
+    """Returns values with other rows; ids that are out of range are left out."""
+    return values.at[ids].set(rows, mode="drop")
+
+
+take_jit = jax.jit(take)
+
+
+_EXAMPLE = "For example sparse={'embed.embedding': lambda batch: batch['ids']}."
+_MOST_ROWS = int(np.iinfo(np.int32).max)
+
+
+@final
+class SparseTables:
+    """The argument `sparse` of a strategy.
+
+    Args:
+        sparse: For each variable, the function that returns the ids of a batch.
+
+    Raises:
+        TypeError: If `sparse` is not a dict of functions.
+    """
+
+    def __init__(self, sparse: Mapping[str, Callable[..., Any]] | None) -> None:
+        if not isinstance(sparse, Mapping | None):
+            raise TypeError(expected("sparse", sparse, "a dict or None", _EXAMPLE))
+        self.functions = dict(sparse or {})
+        for name, function in self.functions.items():
+            if not isinstance(name, str):
+                raise TypeError(expected("sparse", name, "a dict by names of variables", _EXAMPLE))
+            if not callable(function):
+                raise TypeError(expected(f"sparse[{name!r}]", function, "callable", _EXAMPLE))
+
+    def require_in(self, leaves: Iterable[Leaf]) -> None:
+        """Checks that a model has the tables.
+
+        Raises:
+            ValueError: If a name does not belong to a trained variable with rows.
+        """
+        by_name = {leaf.name: leaf for leaf in leaves}
+        trained = [name for name, leaf in by_name.items() if leaf.kind == "trained"]
+        for name in self.functions:
+            if name not in by_name:
+                raise ValueError(
+                    f"`sparse` names {name!r}, which must be a trained variable of the model."
+                    f"{nearest(name, trained)} They are:\n{listing(trained)}"
+                )
+            leaf = by_name[name]
+            text = f"`sparse` names {name!r}, {leaf.dtype}{[*leaf.shape]}, "
+            if leaf.kind != "trained":
+                raise ValueError(
+                    f"{text}which the optimizer does not train (`wrt`). Omit it from `sparse`."
+                )
+            if not leaf.shape or not 0 < leaf.shape[0] <= _MOST_ROWS:
+                raise ValueError(
+                    f"{text}which must be an array of 1 to {_MOST_ROWS} rows. Omit it from "
+                    "`sparse`."
+                )
+
+
+ServerIds = list[dict[str, np.ndarray]]
+
+
+@final
+class TableRows:
+    """The rows of tables that a part of a step touches.
+
+    Args:
+        functions: For each table, the function that returns the ids of a batch.
+        placement: Where the rows of the tables are.
+    """
+
+    def __init__(self, functions: Mapping[str, Callable[..., Any]], placement: Placement) -> None:
+        self._functions, self._placement = functions, placement
+        self.names = tuple(functions)
+
+    def ids(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ServerIds:
+        """Returns for each server the different ids of each table, in ascending order.
+
+        Args:
+            args: The batch, as the user's functions receive it.
+            kwargs: Its keyword arguments.
+
+        Raises:
+            ValueError: If an id is out of range.
+            TypeError: If the ids are not integers.
+        """
+        found = {}
+        for name, function in self._functions.items():
+            try:
+                found[name] = np.asarray(function(*args, **kwargs))
+            except Exception as error:
+                error.add_note(f"It was raised in sparse[{name!r}], which returns ids of a batch.")
+                raise
+        return split_ids(self._placement, found)
+
+    def joined(self, parts: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+        """Returns the ids, or the rows, of all servers, in the order of the ids."""
+        return {name: join_rows(self._placement, name, parts) for name in self.names}
+
+    def padded_ids(self, ids: ServerIds) -> dict[str, np.ndarray]:
+        """Returns the ids of all servers, padded to the length with which a step is compiled."""
+        sizes = {name: self._placement.leaves[name].shape[0] for name in self.names}
+        return {name: padded(each, sizes[name]) for name, each in self.joined(ids).items()}
+
+    def padded_rows(
+        self, padded_ids: Mapping[str, np.ndarray], rows: Mapping[str, np.ndarray]
+    ) -> dict[str, np.ndarray]:
+        """Returns rows for padded ids. Rows of the padding are zeros, as all are without `rows`."""
+        result = {}
+        for name, ids in padded_ids.items():
+            leaf = self._placement.leaves[name]
+            result[name] = np.zeros((len(ids), *leaf.shape[1:]), np.dtype(leaf.dtype))
+            if name in rows:
+                result[name][: len(rows[name])] = rows[name]
+        return result
+
+    def filled(self, name: str, ids: Array, rows: Array) -> Array:
+        """Returns a table whose rows are NaN, except the given ones; inside `jax.jit`."""
+        leaf = self._placement.leaves[name]
+        return put(jnp.full(leaf.shape, jnp.nan, leaf.dtype), ids, rows)
+
+    def pushed(self, ids: ServerIds, gradients: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
+        """Returns for each server the ids and gradients of its rows."""
+        result: list[dict[str, Any]] = [{} for _ in ids]
+        for name in self.names:
+            start = 0
+            for server, _ in self._placement.holders[name]:
+                own = ids[server][name]
+                result[server][name] = (own, gradients[name][start : start + len(own)])
+                start += len(own)
+        return result
+
+    def require_inside(self, outside: Mapping[str, Any]) -> None:
+        """Rejects a step whose gradient has rows that were not pulled.
+
+        Args:
+            outside: For each table, how many rows of its gradient are not 0 and were not pulled,
+                and the first of them.
+
+        Raises:
+            ValueError: If there are any.
+        """
+        for name, (count, first) in outside.items():
+            if count:
+                size = self._placement.leaves[name].shape[0]
+                raise ValueError(
+                    f"The gradient of table {name!r} is nonzero or NaN in "
+                    f"{counted(int(count), 'row')} that sparse[{name!r}] does not name; the first "
+                    f"is row {first} of {size}. A step reads NaN from such rows, and their "
+                    "gradients cannot be applied. Return the ids of all rows that the step reads "
+                    "or penalizes, or omit the table from `sparse`."
+                )
