@@ -752,7 +752,26 @@ def test_log_shows_collectives_of_batch_statistics(lines, two):
     (batch,) = two.distribute_dataset([np.ones((4, 4), np.float32)])
     switch(True)
     said = lines.of(two.run, lambda norm, x: (norm(x), None)[1], (norm, batch))
-    assert is_said(said, "all-reduce", PAIR, "2 batch statistics")
+    assert is_said(said, "all-reduce", PAIR, "2 arrays")
+
+
+def test_log_shows_what_a_sharded_update_sends(lines):
+    """Not the all-reduce of the step, which it replaces."""
+    strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"], shard_update=True)
+    with strategy.scope():
+        model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+    (batch,) = strategy.distribute_dataset([np.ones((4, 4), np.float32)])
+
+    def step(model, optimizer, x):
+        grads = nnx.grad(lambda model: model(x).sum())(model)
+        optimizer.update(model, mirror.all_reduce("mean", grads))
+
+    switch(True)
+    said = lines.of(strategy.run, step, (model, optimizer, batch))
+    assert is_said(said, "reduce-scatter", PAIR, "2 arrays", "80 bytes")
+    assert is_said(said, "all-gather", PAIR)
+    assert not is_said(said, "all-reduce", PAIR)
 
 
 def test_log_names_a_single_device_in_full(lines):

@@ -70,7 +70,7 @@ BUDGETS = {
     "base": Size(880, 22, 13),
     "devices": Size(2050, 24, 26),
     "cluster": Size(1050, 9, 19),
-    "jaxprs": Size(1905, 18, 23),
+    "jaxprs": Size(1895, 18, 23),
     "passes": Size(1450, 12, 24),
     "engine": Size(5070, 55, 69),
     "inspection": Size(1820, 15, 20),

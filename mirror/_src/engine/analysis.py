@@ -47,8 +47,7 @@ class Analysis(NamedTuple):
         plan: Execution plan.
         finish: The program after the proved one, whose inputs are its inputs and its outputs: it
             averages and merges state, and selects the outputs. None if there are problems.
-        final: The program after the passes. None if `run` leaves it to the executor, because no
-            state is stored in slices.
+        final: The program after the passes.
     """
 
     traced: TracedStep
@@ -58,7 +57,7 @@ class Analysis(NamedTuple):
     problems: Sequence[str]
     plan: Plan
     finish: ClosedJaxpr | None
-    final: Program | None
+    final: Program
 
 
 def analyze(
@@ -122,12 +121,9 @@ def analyze(
     changed = [i for i, outcome in enumerate(outcomes) if outcome is not LeafOutcome.UNCHANGED]
     plan = Plan(changed, averaged, list(merges), [mark.per_replica for mark in results])
     finish = None if problems else _finish(traced, plan)
-    final = None
-    if can_shard or reports:
-        state = _state(call, traced, plan, donated) if can_shard and finish is not None else None
-        programs = [jaxpr] if finish is None else [jaxpr, finish]
-        settings = Settings(n, pack_bytes, step.per_replica, state, step.axis_name)
-        final = rewritten(programs, settings)
+    programs = [jaxpr] if finish is None else [jaxpr, finish]
+    state = _state(call, traced, plan, donated) if can_shard and finish is not None else None
+    final = rewritten(programs, Settings(n, pack_bytes, step.per_replica, state, step.axis_name))
     return Analysis(traced, notes, marks, outcomes, problems, plan, finish, final)
 
 

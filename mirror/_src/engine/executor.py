@@ -53,9 +53,9 @@ class ReplicaProgram(NamedTuple):
         inputs: How the replicas hold each input.
         outputs: How the replicas hold each output.
         context: The context in which it was traced, see `context_token`.
+        final: The program after the passes.
         donated: Positions of the inputs whose buffers are donated.
         guard: Stores exceptions of host callbacks. `None` if the program has no callbacks.
-        final: The program after the passes. `None` if `compile` applies them.
         has_races: Whether it computes mirrored values by operations that `is_racing` describes.
     """
 
@@ -67,9 +67,9 @@ class ReplicaProgram(NamedTuple):
     inputs: Sequence[Kind]
     outputs: Sequence[Kind]
     context: object
+    final: Program
     donated: Sequence[int] = ()
     guard: CallbackGuard | None = None
-    final: Program | None = None
     has_races: bool = False
 
     @property
@@ -157,7 +157,7 @@ class MeshExecutor(Executor):
         # packed by `map_replicas`.
         pack_bytes = 0 if self._mapping == "vmap" else self.pack_bytes
         final = program.final
-        if final is None:
+        if pack_bytes != self.pack_bytes:
             per_replica = [kind.is_own for kind in program.inputs]
             n, axis_name = len(self.replicas), self.replicas.axis_name
             settings = Settings(n, pack_bytes, per_replica, axis_name=axis_name)

@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from mirror._src.base.dtypes import num_bytes
+from mirror._src.base.errors import bytes_in_words, counted
 from mirror._src.base.source_lines import line_of
 from mirror._src.base.types import Array
 from mirror._src.devices.launch import wait_for
@@ -23,8 +25,10 @@ from mirror._src.engine.plan import Plan
 from mirror._src.engine.recent_arrays import KnownLeaves, MirroredCopies, RecentArrays
 from mirror._src.engine.stale import captured_arrays
 from mirror._src.engine.step import Step
-from mirror._src.jaxprs.collective_eqns import summarize_collectives
+from mirror._src.jaxprs.collective_eqns import is_collective, kind_of
+from mirror._src.jaxprs.equations import with_inner
 from mirror._src.passes.callbacks import CallbackGuard, calls_back
+from mirror._src.passes.program import Program
 
 _FREE_ATTEMPTS = 4
 _RUNS_PER_ATTEMPT = 8
@@ -66,10 +70,7 @@ class StepProgram:
         traced, plan, notes = analysis.traced, analysis.plan, analysis.notes
         assert analysis.finish is not None  # `run` raises the problems of an analysis
         step = traced.step
-        collectives = summarize_collectives(traced.jaxpr.jaxpr)
         self.runs = 0
-        averaged = [("all-reduce", f"{len(plan.averaged)} batch statistics")]
-        self._collectives = [*collectives, *(averaged if plan.averaged else [])]
         self._name = step.name
         self._devices = executor.replicas.devices
         self._reduces_on = executor.reduces_on
@@ -79,10 +80,8 @@ class StepProgram:
         state = filter(step.is_donated, plan.changed) if self._guard is None else ()
         self.last_shardings: Sequence[Any] = ()
         self._out_tree = _result_tree(step, plan)
-        self.shards = analysis.final
-        self.kinds: Sequence[Kind] = _kinds(
-            step.per_replica, self.shards and self.shards.sharded_inputs
-        )
+        self.final = analysis.final
+        self.kinds: Sequence[Kind] = _kinds(step.per_replica, self.final.sharded_inputs)
         outputs = [step.per_replica[i] for i in plan.changed] + plan.per_replica_results
         self._are_mirrored = [not is_own for is_own in plan.per_replica_results]
         self.known = KnownLeaves()
@@ -99,11 +98,11 @@ class StepProgram:
             analysis.finish,
             step.avals,
             self.kinds,
-            _kinds(outputs, self.shards and self.shards.sharded_outputs),
+            _kinds(outputs, self.final.sharded_outputs),
             traced.context,
+            self.final,
             [*state, *(step.num_state + i for i in self.donated)],
             self._guard,
-            self.shards,
             bool(notes.races),
         )
         self.compiled: CompiledProgram = executor.compile(replica_program)
@@ -143,7 +142,8 @@ class StepProgram:
             recent: Receives the mirrored results.
         """
         if placement_log.on:
-            placement_log.step(self._name, self._devices, self._collectives, self._reduces_on)
+            collectives = _communication(self.final)
+            placement_log.step(self._name, self._devices, collectives, self._reduces_on)
         outputs: list[Array] = []
         try:
             self.compiled([*call.state, *leaves] if call.state else leaves, outputs)
@@ -193,9 +193,28 @@ class StepProgram:
             call.record.set_attributes(call.objects, self._attribute_changes)
 
 
-def _kinds(per_replica: Sequence[bool], sharded: Mapping[int, int] | None) -> list[Kind]:
-    axes = sharded or {}
-    return [Kind(is_own, axes.get(i)) for i, is_own in enumerate(per_replica)]
+def _communication(program: Program) -> list[tuple[str, str]]:
+    """Returns what each kind of collective sends: `("all-reduce", "3 arrays, 1.5 KiB")`.
+
+    A collective in a loop counts once.
+    """
+    operands: dict[str, list[Any]] = {}
+    for operation in (each for pack in program.operations for each in pack.members):
+        if operation.collective:
+            sent = [atom.aval for atom in operation.inputs]
+            operands.setdefault(operation.collective, []).extend(sent)
+        elif operation.kind == "equation":
+            for eqn in filter(is_collective, with_inner(operation.eqn)):
+                sent = [atom.aval for atom in eqn.invars]
+                operands.setdefault(kind_of(eqn.primitive.name), []).extend(sent)
+    return [
+        (kind, f"{counted(len(avals), 'array')}, {bytes_in_words(sum(map(num_bytes, avals)))}")
+        for kind, avals in operands.items()
+    ]
+
+
+def _kinds(per_replica: Sequence[bool], sharded: Mapping[int, int]) -> list[Kind]:
+    return [Kind(is_own, sharded.get(i)) for i, is_own in enumerate(per_replica)]
 
 
 def _result_tree(step: Step, plan: Plan) -> Any:

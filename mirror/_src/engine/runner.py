@@ -402,8 +402,7 @@ class Runner:
         """Makes a program, and issues its warnings."""
         analysis = self._analyze(call, types)
         program = StepProgram(analysis, call, self._executor)
-        if program.shards is not None:
-            self._placer.accept_sharded(program.shards)
+        self._placer.accept_sharded(program.final)
         self._warnings.warn_about_proof(call, analysis.notes, analysis.marks, len(self.replicas))
         self._warnings.warn_about_lost_updates(call, analysis.notes)
         self._warnings.warn_about_leaks(call.fn)

@@ -6,8 +6,6 @@ from typing import Any
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from mirror._src.base.dtypes import num_bytes
-from mirror._src.base.errors import bytes_in_words, counted
 from mirror._src.base.types import Array
 from mirror._src.jaxprs.equations import equations
 from mirror._src.jaxprs.primitives import ALL_REDUCE, PASSING, PRIMITIVES, SILENT, STATEFUL, op_of
@@ -39,21 +37,6 @@ def result_of(eqn: JaxprEqn) -> str:
     kind, op = kind_of(eqn.primitive.name), op_of(eqn.primitive.name)
     participle = kind.replace("reduce", "reduced").replace("gather", "gathered")
     return f"{participle} ({op})" if op else participle
-
-
-def summarize_collectives(jaxpr: Jaxpr) -> list[tuple[str, str]]:
-    """Returns what each kind of collective sends: `("all-reduce", "3 arrays, 1.5 KiB")`.
-
-    A collective in a loop counts once. Leaves that are packed into one buffer count as one array.
-    """
-    operands: dict[str, list[Any]] = {}
-    for eqn in filter(is_collective, equations(jaxpr)):
-        kind = kind_of(eqn.primitive.name)
-        operands.setdefault(kind, []).extend(atom.aval for atom in eqn.invars)
-    return [
-        (kind, f"{counted(len(avals), 'array')}, {bytes_in_words(sum(map(num_bytes, avals)))}")
-        for kind, avals in operands.items()
-    ]
 
 
 def axes_of(eqn: JaxprEqn) -> tuple[Any, ...]:
