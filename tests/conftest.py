@@ -185,7 +185,7 @@ def leaves_nothing_behind():
     assert not changed, f"the environment was changed: {changed}"
     left = [t for t in set(threading.enumerate()) - threads if not t.daemon]
     deadline = time.monotonic() + THREAD_SECS
-    for thread in left:  # those of Orbax, Keras and Ray end a moment after what started them
+    for thread in left:  # those of Keras and Ray end a moment after what started them
         thread.join(max(deadline - time.monotonic(), 0))
     left = [thread for thread in left if thread.is_alive()]
     assert not left, f"threads were left running: {left}"

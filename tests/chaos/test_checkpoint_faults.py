@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import threading
 import time
+import zlib
 
 import jax
 import numpy as np
@@ -21,12 +22,11 @@ from flax import nnx
 import mirror
 from mirror import load_checkpoint as load
 from tests.support import inside
-from tests.support.checkpoints import START, same
+from tests.support.checkpoints import START, path_of, same, steps_in
 from tests.support.messages import assert_message, raises
 from tests.support.tables import mostly_slow
 
-CheckpointStore, layout = inside.checkpoint_store(), inside.checkpoint_layout()
-durable = inside.durable_files()
+CheckpointStore = inside.checkpoint_store()
 LOWEST = ("loss", "min")
 
 
@@ -63,45 +63,43 @@ POLICIES = {
 }
 
 
-def test_directory_gets_its_number_when_it_is_on_the_disk(subtests, tmp_path_factory):
-    """Everything is synced before the rename, and the rename before anything is deleted."""
+def test_file_gets_its_name_when_it_is_on_the_disk(subtests, tmp_path_factory):
+    """It is synced before the rename, and the rename before anything is deleted."""
     for policy in POLICIES:
         with subtests.test(msg=policy), pytest.MonkeyPatch.context() as monkeypatch:
             tmp_path = tmp_path_factory.mktemp("row")
-            check_directory_gets_its_number_when_it_is_on_the_disk(tmp_path, monkeypatch, policy)
+            check_file_gets_its_name_when_it_is_on_the_disk(tmp_path, monkeypatch, policy)
 
 
-def check_directory_gets_its_number_when_it_is_on_the_disk(tmp_path, monkeypatch, policy):
-    synced: set[str] = set()
+def check_file_gets_its_name_when_it_is_on_the_disk(tmp_path, monkeypatch, policy):
+    synced: dict[str, int] = {}  # sizes
     events: list[str] = []
-    fsync, rename, delete = os.fsync, pathlib.Path.rename, durable.delete
+    fsync, replace, unlink = os.fsync, pathlib.Path.replace, pathlib.Path.unlink
 
     def recording_fsync(descriptor):
-        synced.add(os.readlink(f"/proc/self/fd/{descriptor}"))
         fsync(descriptor)
+        synced[os.readlink(f"/proc/self/fd/{descriptor}")] = os.fstat(descriptor).st_size
 
-    def recording_rename(path, target):
-        if pathlib.Path(target).suffix in ("", layout.REPLACES) and path.suffix != layout.REPLACES:
-            parts = {str(path), *(str(part) for part in path.rglob("*"))}
-            assert len(parts) > 5
-            assert parts <= synced, f"not on the disk: {sorted(parts - synced)}"
-            events.append(f"named {pathlib.Path(target).name}")
-        synced.discard(str(path.parent))
-        return rename(path, target)
+    def recording_replace(path, target):
+        assert synced.get(str(path)) == path.stat().st_size > 8 * 4096, "not on the disk"
+        events.append(f"named {target.name}")
+        synced.pop(str(path.parent), None)
+        return replace(path, target)
 
-    def recording_delete(path):
-        if path.exists() and path.suffix not in (layout.UNFINISHED,):
-            assert str(path.parent) in synced, f"{path} is deleted before its rename is on the disk"
+    def recording_unlink(path, missing_ok=False):
+        if path.exists() and path.suffix == ".safetensors":
+            assert str(path.parent) in synced, f"{path} is deleted before the rename is on the disk"
             events.append(f"deleted {path.name}")
-        delete(path)
+        unlink(path, missing_ok)
 
     monkeypatch.setattr(os, "fsync", recording_fsync)
-    monkeypatch.setattr(pathlib.Path, "rename", recording_rename)
-    monkeypatch.setattr(durable, "delete", recording_delete)
+    monkeypatch.setattr(pathlib.Path, "replace", recording_replace)
+    monkeypatch.setattr(pathlib.Path, "unlink", recording_unlink)
     save(tmp_path, 1, 2, 2, **POLICIES[policy])
     assert str(tmp_path) in synced, "the last rename is not on the disk"
-    assert [event for event in events if "named" in event] == ["named 1", "named 2", "named 2.new"]
-    assert "deleted 2.removed" in events
+    deleted = ["deleted step-1.safetensors"] * (POLICIES[policy].get("keep_last") == 1)
+    one, two = "named step-1.safetensors", "named step-2.safetensors"
+    assert events == [one, two, *deleted, two]
     monkeypatch.undo()
     assert assert_whole(tmp_path) == 2
 
@@ -145,7 +143,8 @@ def check_power_failure(tmp_path, policy):
     for copy in copies:
         with mounted(copy, tmp_path / "after") as place:
             assert assert_whole(place / "runs") == 3
-            kept = [int(path.name) for path in (place / "runs").iterdir() if path.name.isdigit()]
+            (place / "runs" / ".mirror.lock").unlink(missing_ok=True)  # which nothing syncs
+            kept = steps_in(place / "runs")
             assert [assert_whole(place / "runs", step) for step in kept] == kept
 
 
@@ -269,7 +268,7 @@ def test_second_process_is_refused_until_the_first_has_ended(tmp_path):
         writer.join()
     save(tmp_path, 2)
     assert assert_whole(tmp_path) == 2
-    assert sorted(os.listdir(tmp_path)) == ["1", "2"]
+    assert steps_in(tmp_path) == [1, 2]
 
 
 def test_other_process_is_refused_while_this_one_writes(tmp_path):
@@ -310,10 +309,8 @@ def test_directory_that_disappears_is_reported_and_made_again(tmp_path):
 
 
 def test_link_in_the_place_of_a_leftover_is_deleted_and_its_target_kept(subtests, tmp_path_factory):
-    for kind, name in itertools.product(
-        ["directory", "file", "nothing"],
-        ["2.unfinished", "2.removed", "2.new.unfinished", "1.removed"],
-    ):
+    for kind, step in itertools.product(["directory", "file", "nothing"], [1, 2, 7]):
+        name = f"{path_of('', step)}.unfinished"
         with subtests.test(msg=f"{kind} {name}"):
             tmp_path = tmp_path_factory.mktemp("row")
             target = tmp_path / "precious"
@@ -329,7 +326,7 @@ def test_link_in_the_place_of_a_leftover_is_deleted_and_its_target_kept(subtests
                 store.save(2, arrays_of(2), {"step": 2})
             with CheckpointStore(tmp_path / "runs"):
                 pass
-            assert os.listdir(tmp_path / "runs") == ["2"]
+            assert steps_in(tmp_path / "runs") == [2]
             assert assert_whole(tmp_path / "runs") == 2
             assert target.exists() == (kind != "nothing")
             assert kind != "directory" or (target / "thesis").read_text() == "mine"
@@ -338,9 +335,11 @@ def test_link_in_the_place_of_a_leftover_is_deleted_and_its_target_kept(subtests
 def test_linked_checkpoint_is_removed_and_its_target_kept(tmp_path):
     save(tmp_path / "archive", 1)
     (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / "1").symlink_to(tmp_path / "archive" / "1")
+    for step in (1, 2):
+        path_of(tmp_path / "runs", step).symlink_to(path_of(tmp_path / "archive", 1))
     save(tmp_path / "runs", 2, keep_last=1)
-    assert os.listdir(tmp_path / "runs") == ["2"]
+    assert steps_in(tmp_path / "runs") == [2]
+    assert assert_whole(tmp_path / "runs") == 2
     assert assert_whole(tmp_path / "archive") == 1
 
 
@@ -359,11 +358,15 @@ def small_trainer() -> tuple[mirror.Trainer, mirror.data.ArrayDataset]:
 
 def forge(path: pathlib.Path, change) -> None:
     """Changes the JSON of a checkpoint, with a right checksum."""
-    about = json.loads((path / layout.ABOUT).read_text())
-    del about["checksum"]
+    content = path.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:end])
+    about = json.loads(header["__metadata__"]["mirror"])
     change(about)
-    about["checksum"] = layout.checksum_of_json(about)
-    (path / layout.ABOUT).write_text(json.dumps(about))
+    text = json.dumps(about)
+    header["__metadata__"] = {"mirror": text, "checksum": str(zlib.crc32(text.encode()))}
+    forged = json.dumps(header).encode()
+    path.write_bytes(len(forged).to_bytes(8, "little") + forged + content[end:])
 
 
 def set_position(name, value):
@@ -391,6 +394,7 @@ FORGED = {
     "no metrics": lambda about: about.pop("metrics"),
     "text as entry": lambda about: about["arrays"].update({"model.kernel": "x"}),
     "negative shape": lambda about: about["arrays"]["model.kernel"].update(shape=[-2, 1]),
+    "objects": lambda about: about["arrays"]["model.kernel"].update(dtype="object"),
     "unknown dtype": lambda about: about["arrays"]["model.kernel"].update(dtype="int512"),
     "other dtype": lambda about: about["arrays"]["model.kernel"].update(dtype="float64"),
     "terabytes": lambda about: about["arrays"]["model.kernel"].update(shape=[2**20, 2**30]),
@@ -445,46 +449,61 @@ def test_foreign_state_of_a_callback_is_refused_before_training(saved, tmp_path)
 
 
 def test_arrays_larger_than_memory_are_refused(tmp_path):
+    """Zeros need no room on a disk."""
     save(tmp_path, 1)
-    forge(tmp_path / "1", lambda about: about["arrays"]["w0"].update(shape=[2**20, 2**20]))
-    with raises(ValueError, values=[1, tmp_path / "1", "4096.0 GiB"]):
+    path = path_of(tmp_path, 1)
+    forge(path, lambda about: about["arrays"]["w0"].update(shape=[2**20, 2**20]))
+    with contextlib.suppress(OSError):  # some file systems have no files of this size
+        os.truncate(path, 2**43)
+    with raises(ValueError, values=[1, path, "4096.0 GiB"]):
         load(tmp_path)
 
 
-def zarr_of(tmp_path, name: str, change) -> None:
-    """Changes the metadata of an array where TensorStore keeps them."""
-    import tensorstore
-
-    base = {"driver": "file", "path": f"{tmp_path / '1' / 'arrays'}{os.sep}"}
-    store = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
-    key = f"{name}/.zarray"
-    metadata = json.loads(store.read(key).result().value)
-    change(metadata)
-    store.write(key, json.dumps(metadata).encode()).result()
+def change_header(path: pathlib.Path, size: bytes = b"", text: bytes = b"") -> None:
+    """Replaces the beginning of a header, and its size."""
+    with path.open("r+b") as file:
+        file.write(size or file.read(8))
+        file.seek(8)
+        file.write(text)
 
 
-BOMBS = {
-    "shape": lambda metadata: metadata.update(shape=[2**30, 2**30]),
-    "pieces": lambda metadata: metadata.update(chunks=[2**20, 2**20]),
-    "dtype": lambda metadata: metadata.update(dtype="<f8"),
+def set_entry(**changes):
+    """Changes the entry of the last array, which moves no other one."""
+    return lambda path: forge(path, lambda about: about["arrays"]["w7"].update(changes))
+
+
+CHANGED = {
+    "longer": set_entry(shape=[2**15, 2**12]),
+    "shorter": set_entry(shape=[2, 2]),
+    "smaller items": set_entry(dtype="int8"),
+    "objects": set_entry(dtype="object"),
+    "references": set_entry(dtype="O,i4"),
+    "same place": lambda path: forge(path, lambda it: it["arrays"].update(w7=it["arrays"]["w6"])),
+    "endless header": lambda path: change_header(path, size=b"\xff" * 8),
+    "large header": lambda path: change_header(path, size=(10**12).to_bytes(8, "little")),
+    "nested header": lambda path: change_header(path, text=b"[" * 1000),
+    "no header": lambda path: change_header(path, size=bytes(8)),
+    "nothing": lambda path: path.write_bytes(b""),
 }
 
 
 def test_arrays_that_differ_from_their_entries_are_refused(subtests, tmp_path_factory):
-    """Before memory is allocated for them."""
-    for bomb in BOMBS:
-        with subtests.test(msg=bomb):
+    for case, change in CHANGED.items():
+        with subtests.test(msg=case):
             tmp_path = tmp_path_factory.mktemp("row")
-            save(tmp_path, 1)
-            zarr_of(tmp_path, "w3", BOMBS[bomb])
-            with raises(ValueError, names="w3", values=[1, tmp_path / "1"]):
-                load(tmp_path)
+            save(tmp_path, 1, 2)
+            change(path_of(tmp_path, 1))
+            with raises(ValueError, values=[1, path_of(tmp_path, 1), 2]) as caught:
+                load(tmp_path, 1)
+            if case in ("longer", "shorter", "smaller items", "same place"):
+                assert_message(caught.value, names="w7")
+            assert assert_whole(tmp_path, 2) == 2
 
 
 def test_restore_compares_the_model_before_it_reads(saved, tmp_path, monkeypatch):
     trainer, _ = saved
     save(tmp_path, 1)
-    forge(tmp_path / "1", lambda about: about.update(position=trainer._position.to_dict()))
+    forge(path_of(tmp_path, 1), lambda about: about.update(position=trainer._position.to_dict()))
     monkeypatch.setattr(
         inside.checkpoint_files(), "read_arrays", lambda *_: pytest.fail("was read")
     )

@@ -1,7 +1,7 @@
-"""`kill -9` at any point of a save loses nothing, and the next save works."""
+"""A kill at any point of a save loses nothing, and the next save works."""
 
 import contextlib
-import os
+import resource
 import signal
 
 import jax
@@ -10,10 +10,11 @@ import pytest
 
 from mirror import load_checkpoint as load
 from tests.support import inside
-from tests.support.checkpoints import START, same
+from tests.support.checkpoints import START, path_of, same, steps_in
 from tests.support.kills import before_changes, kill_me
 
 CheckpointStore = inside.checkpoint_store()
+FRACTIONS = (0, 0.1, 0.5, 0.99)
 
 
 def arrays_of(turn: int) -> dict[str, np.ndarray]:
@@ -26,7 +27,7 @@ def save(store, step: int, turn: int) -> None:
 
 
 def save_until(directory, wanted: str | None, says) -> None:
-    """Saves, and ends before the point with this name; tells the points, and the turns at an end.
+    """Saves, and is killed at the point with this name; tells the points, and the turns at an end.
 
     Step 3 is new, and makes the store delete step 1. Then another checkpoint replaces it.
     """
@@ -44,9 +45,22 @@ def save_until(directory, wanted: str | None, says) -> None:
         for step in (1, 2, 3, 3):
             if step == 3 and not points:
                 before_changes(directory, at)
+            for fraction in FRACTIONS if step == 3 else ():
+                name = f"{fraction} of the file is written, save {5 - len(turns)}"
+                points[name] = None
+                if name == wanted:
+                    kill_at_size(fraction * path_of(directory, 2).stat().st_size)
             save(store, step, turns[0])
             says.send((step, turns.pop(0)))
     says.send(list(points))
+
+
+def kill_at_size(size: float) -> None:
+    """Lets the system kill this process when a file grows beyond a size."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(size), most))
 
 
 def told_by(directory, wanted: str | None = None) -> tuple[int | None, list]:
@@ -73,8 +87,9 @@ def points(tmp_path_factory) -> list[str]:
 
 def check_kill(directory, point: str) -> None:
     status, told = told_by(directory, point)
-    assert status == -signal.SIGKILL, "the point was not reached"
-    steps = tuple(inside.checkpoint_layout().checkpoints_in(directory))
+    assert status in (-signal.SIGKILL, -signal.SIGXFSZ), "the point was not reached"
+    names = [path.stem for path in directory.glob("step-*.safetensors")]
+    steps = tuple(sorted(int(name.removeprefix("step-")) for name in names))
     last = told[-1][0]  # each save that has ended is there, but for the one that is deleted
     assert steps[-1] in (last, 3)
     assert {step for step, _ in told} - {1} <= set(steps)
@@ -86,7 +101,7 @@ def check_kill(directory, point: str) -> None:
             assert assert_whole(directory, 3) >= told[-1][1]
         save(store, 9, 9)
     assert assert_whole(directory, 9) == 9
-    assert sorted(os.listdir(directory)) == sorted(map(str, (*steps, 9)))
+    assert steps_in(directory) == [*steps, 9]
 
 
 def assert_whole(directory, step: int) -> int:
@@ -98,20 +113,12 @@ def assert_whole(directory, step: int) -> int:
     return found.position["turn"]
 
 
-def is_of_mirror(point: str) -> bool:
-    """Whether the point is a step of mirror's own protocol: names and deletions."""
-    return (point.startswith("os.rename") and "orbax" not in point) or "is deleted" in point
-
-
-@pytest.mark.parametrize("own", [True, pytest.param(False, marks=pytest.mark.nightly)])
-def test_kill_in_a_save_loses_nothing(tmp_path_factory, points, subtests, own):
-    """Before each name that mirror changes, and before each file that Orbax creates."""
-    # What Orbax does is the same in both saves, and so is what mirror does at most points.
+@pytest.mark.parametrize("is_last", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_kill_in_a_save_loses_nothing(tmp_path_factory, points, subtests, is_last):
+    """While the file is written, and before each name that is created, synced or deleted."""
     last = set({point.split(", save")[0]: point for point in points}.values())
-    quick = [point for point in points if point in last and is_of_mirror(point)]
-    rest = [p for p in points if p not in quick and (p in last or is_of_mirror(p))]
-    rows = quick if own else rest
-    assert len(rows) > 5
+    rows = [point for point in points if (point in last) == is_last]
+    assert len(rows) > 7
     for point in rows:
         with subtests.test(msg=point):
             check_kill(tmp_path_factory.mktemp("row"), point)

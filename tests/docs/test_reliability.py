@@ -36,7 +36,7 @@ CLASSES = {
     "power failure during or after a save": (
         (12, 6),
         [
-            FAULTS + "test_directory_gets",
+            FAULTS + "test_file_gets",
             FAULTS + "test_saved_checkpoint_survives",
         ],
     ),
@@ -86,7 +86,7 @@ CLASSES = {
             FAULTS + "test_restore_changes_everything_or_nothing",
             FAULTS + "test_arrays_",
             CHECKPOINTS + "test_load_",
-            CHECKPOINTS + "test_store_repairs",
+            CHECKPOINTS + "test_store_removes",
         ],
     ),
     "restoring another model, position or callback state": (

@@ -57,7 +57,7 @@ def test_fork_server_starts():
 # Static: text files of the package do not depend on the locale
 
 _TEXT = {"read_text": 0, "write_text": 1}  # the position of `encoding`
-_OTHER_OPENS = {"os", "tensorstore", "self"}
+_OTHER_OPENS = {"os", "self"}
 
 
 def _needs_encoding(call: ast.Call) -> bool:

@@ -77,7 +77,7 @@ BUDGETS = {
     "data": Size(1450, 13, 28),
     "keras": Size(550, 7, 7),
     "strategy": Size(850, 7, 7),
-    "training": Size(5250, 51, 61),
+    "training": Size(5100, 47, 60),
     "ps": Size(4220, 32, 97),
     "tools": Size(2200, 31, 24),
 }

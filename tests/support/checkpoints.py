@@ -1,7 +1,9 @@
-"""Processes that start quickly, and bitwise comparison, for tests of checkpoints."""
+"""Names, processes that start quickly, and bitwise comparison, for tests of checkpoints."""
 
 import contextlib
 import multiprocessing
+import os
+import pathlib
 import signal
 
 import numpy as np
@@ -10,7 +12,25 @@ from tests.support import inside
 
 KeyData = inside.key_data()
 START = multiprocessing.get_context("forkserver")
-START.set_forkserver_preload(["pytest", "orbax.checkpoint", "tensorstore", __name__])
+START.set_forkserver_preload(["pytest", __name__])
+
+
+def path_of(directory: str | os.PathLike[str], step: int | str) -> pathlib.Path:
+    """Returns the file of a checkpoint."""
+    return pathlib.Path(directory) / f"step-{step}.safetensors"
+
+
+def steps_in(directory: str | os.PathLike[str]) -> list[int]:
+    """Returns the steps of the files in a directory, which must contain checkpoints only."""
+    names = os.listdir(directory)
+    steps = [int(name.removeprefix("step-").removesuffix(".safetensors")) for name in names]
+    assert {path_of(directory, step).name for step in steps} == set(names)
+    return sorted(steps)
+
+
+def is_interrupted(directory: str | os.PathLike[str]) -> bool:
+    """Whether a directory contains the file of a save that was interrupted."""
+    return any(name.endswith(".unfinished") for name in os.listdir(directory))
 
 
 def same(one, other) -> bool:

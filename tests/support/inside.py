@@ -100,7 +100,7 @@ from mirror._src.training import position as training_position
 from mirror._src.training import state
 from mirror._src.training import state_lock as training_state_lock
 from mirror._src.training.callbacks import hooks as callback_hooks
-from mirror._src.training.checkpoints import durable, files, from_chief, host_copies, layout
+from mirror._src.training.checkpoints import files, from_chief, host_copies
 from mirror._src.training.checkpoints import store as checkpoints_store
 from tests.support.clocks import FakeClock
 
@@ -155,19 +155,9 @@ def checkpoint_store() -> type:
     return checkpoints_store.CheckpointStore
 
 
-def checkpoint_layout() -> ModuleType:
-    """The module of the names in a directory of checkpoints, on which users cannot rely."""
-    return layout
-
-
 def checkpoint_files() -> ModuleType:
     """The module that writes and reads one checkpoint, to fail in the middle of it."""
     return files
-
-
-def durable_files() -> ModuleType:
-    """The module that syncs, renames and deletes, to fail between two of these."""
-    return durable
 
 
 def key_data() -> type:

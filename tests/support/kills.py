@@ -1,7 +1,6 @@
 """Processes that kill themselves before they change a file: each point of a save, every time."""
 
 import os
-import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -9,17 +8,22 @@ from pathlib import Path
 from typing import Any
 
 _CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}
-_CHANCE = re.compile(r"[0-9a-f]{32}")  # in the names of TensorStore
 
 
 def before_changes(directory: str | os.PathLike[str], call: Callable[[str], object]) -> None:
-    """Calls a function before this process changes something below a directory, from now on.
+    """Calls a function before this process changes or syncs something below a directory.
 
-    It gets the name of the point, such as `os.rename 2.unfinished`. Python reports all these
-    calls, also those of other packages; what native code writes comes between two of them. Nothing
+    It gets the name of the point, such as `os.rename step-2.safetensors.unfinished`. Python reports
+    all these calls, also those of other packages, but for `os.fsync`, which is replaced. Nothing
     can remove the function, so this is for processes of their own.
     """
-    top = f"{Path(directory).resolve()}{os.sep}"
+    top, fsync = f"{Path(directory).resolve()}{os.sep}", os.fsync
+
+    def reporting_fsync(descriptor: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        if f"{path}{os.sep}".startswith(top):
+            call(f"os.fsync {os.path.relpath(path, top)}")
+        fsync(descriptor)
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event in _CHANGES:
@@ -27,6 +31,7 @@ def before_changes(directory: str | os.PathLike[str], call: Callable[[str], obje
                 call(f"{event} {name}")
 
     sys.addaudithook(hook)
+    os.fsync = reporting_fsync
 
 
 def _changed(event: str, arguments: tuple[Any, ...], top: str) -> Iterator[str]:
@@ -36,7 +41,7 @@ def _changed(event: str, arguments: tuple[Any, ...], top: str) -> Iterator[str]:
     if event in ("os.remove", "os.rmdir") and arguments[-1] != -1:
         yield "in a directory that is deleted"
     elif isinstance(path, str | os.PathLike) and str(path).startswith(top):
-        yield _CHANCE.sub("*", str(path).removeprefix(top))
+        yield str(path).removeprefix(top)
 
 
 def kill_me() -> None:

@@ -23,11 +23,12 @@ MODULES = {  # packages of the extra `test`, and the module that a test imports
     "matplotlib": "matplotlib",
     "nbclient": "nbclient",
     "nbformat": "nbformat",
+    "safetensors": "safetensors",
     "scikit-learn": "sklearn",
     "tensorboardX": "tensorboardX",
 }
 # Without them, no test can run.
-NEEDED = ("jax", "flax", "optax", "chex", "numpy", "packaging", "orbax", "tensorstore", "rich")
+NEEDED = ("jax", "flax", "optax", "chex", "numpy", "packaging", "rich")
 LARGE = ("torch", "datasets", "keras")  # more of them are in the marks of single tests
 
 

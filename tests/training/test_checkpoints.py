@@ -2,36 +2,38 @@
 
 import contextlib
 import json
-import logging
 import math
 import os
 import pathlib
 import random
 import resource
 import shutil
-import sys
 import tempfile
 import threading
-import types
-from importlib.metadata import version
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import safetensors
 from jax.sharding import NamedSharding, PartitionSpec
-from packaging.version import Version
 
 from mirror import load_checkpoint as load
 from tests.support import inside
-from tests.support.checkpoints import in_a_process, killed, same
+from tests.support.checkpoints import (
+    in_a_process,
+    is_interrupted,
+    killed,
+    path_of,
+    same,
+    steps_in,
+)
 from tests.support.kills import kill_me_at
 from tests.support.messages import assert_message, raises
 from tests.support.tables import mostly_slow
 
 CheckpointStore, KeyData = inside.checkpoint_store(), inside.key_data()
-layout = inside.checkpoint_layout()
 checkpoint_files = inside.checkpoint_files()
 ARRAYS = {"w": np.arange(6.0, dtype=np.float32).reshape(2, 3), "b": np.zeros(3, np.float32)}
 LOWEST = ("loss", "min")
@@ -110,9 +112,7 @@ def test_store_round_trips_keys(subtests, tmp_path_factory, rows):
 
 
 NAMES = ["model/conv/kernel", "model.layers[0]['w']", "a", "a/0", "a.b", ".", ".."]
-# Orbax before 0.12.2 takes this name for a file of its own, and the save fails.
-NAMES += ["a/.zarray"] if Version(version("orbax-checkpoint")) >= Version("0.12.2") else []
-NAMES += ["a/../b", " ", "ü 日本", "%2F", "?#", "\\", "'\"", "\n", "x" * 300]
+NAMES += ["", "a/", "/", "a/../b", " ", "ü 日本", "%2F", "?#", "\\", "'\"", "\n", "x" * 300]
 
 
 def test_store_round_trips_every_name(tmp_path):
@@ -134,13 +134,60 @@ def test_store_round_trips_position_and_metrics(tmp_path):
     assert (found.step, found.arrays) == (4, {})
 
 
-def test_orbax_reads_the_arrays(tmp_path):
-    import orbax.checkpoint as orbax
+# The format: other libraries read it
 
-    put(tmp_path, 5)
-    with orbax.PyTreeCheckpointer() as checkpointer:
-        found = checkpointer.restore(tmp_path / "5" / "arrays")
-    assert all(same(value, found[name]) for name, value in ARRAYS.items())
+
+def stored(array) -> np.ndarray:
+    """Returns the array as a file has it: bytes, if its dtype is not one of the format's."""
+    array = np.asarray(array)
+    others = ["complex64", "complex128", "float8_e8m0fnu", "float8_e4m3", "int4", "uint4"]
+    if array.dtype.name not in others:
+        return array
+    size = (array.dtype.itemsize,) if array.dtype.itemsize > 1 else ()
+    return np.frombuffer(array.tobytes(), np.uint8).reshape(*array.shape, *size)
+
+
+def test_safetensors_reads_the_file(tmp_path):
+    """Its NumPy reader lacks float8."""
+    names = [name for name in DTYPES.split() if name not in ("float8_e4m3fn", "float8_e5m2")]
+    arrays = {name: np.arange(6).reshape(3, 2).astype(np.dtype(name)) for name in names}
+    arrays |= {"number": 3.5, "none": np.zeros((0, 2)), "odd": np.ones(3, bool)}
+    put(tmp_path, 5, arrays=arrays)
+    with safetensors.safe_open(path_of(tmp_path, 5), "np") as file:
+        assert set(file.keys()) == set(arrays)
+        assert all(same(stored(value), file.get_tensor(name)) for name, value in arrays.items())
+        about = json.loads(file.metadata()["mirror"])
+        assert (about["format"], about["position"]) == (1, {"step": 5})
+        for name in ("float32", "bfloat16"):
+            assert same(arrays[name][1:, :1], file.get_slice(name)[1:, :1])
+
+
+@pytest.mark.dev("torch")
+def test_pytorch_reads_the_file(tmp_path):
+    import torch
+    from safetensors.torch import load_file
+
+    names = ["float8_e4m3fn", "float8_e5m2", "bfloat16", "float32", "int64", "bool"]
+    arrays = {name: np.arange(3).astype(np.dtype(name)) for name in names}
+    put(tmp_path, 5, arrays=arrays)
+    tensors = load_file(path_of(tmp_path, 5))
+    for name, tensor in tensors.items():
+        assert tensor.dtype is getattr(torch, name)
+        assert tensor.view(torch.uint8).numpy().tobytes() == arrays[name].tobytes()
+    assert tensors.keys() == arrays.keys()
+
+
+def test_arrays_are_aligned(tmp_path):
+    """Which readers that map the file need."""
+    arrays = {name: np.ones(3, name) for name in DTYPES.split()}
+    put(tmp_path, 5, arrays=arrays)
+    content = path_of(tmp_path, 5).read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:start])
+    for name, array in arrays.items():
+        begin, end = header[name]["data_offsets"]
+        assert (start + begin) % min(array.dtype.itemsize, 8) == 0
+        assert content[start + begin : start + end] == array.tobytes()
 
 
 # Replicas
@@ -191,6 +238,9 @@ PATHS = {
     "odd": lambda top: top / "a b%41#?ü' *] {y}",
     "trailing": lambda top: f"{top}/runs/",
     "dots": lambda top: f"{top}/runs/../other",
+    "pattern": lambda top: top / "runs[1]",
+    "backslash": lambda top: top / "a\\b",
+    "not UTF-8": lambda top: top / os.fsdecode(b"\xff"),
 }
 
 
@@ -212,8 +262,7 @@ def test_store_accepts_path_types(subtests, tmp_path_factory):
 
 
 def steps_of(store) -> tuple:
-    on_disk = sorted(int(path.name) for path in store.directory.iterdir())
-    assert store.steps() == tuple(on_disk)
+    assert store.steps() == tuple(steps_in(store.directory))
     return store.steps()
 
 
@@ -264,7 +313,7 @@ def test_last_is_the_most_recently_written(tmp_path):
 
 def test_store_continues_beside_a_damaged_checkpoint(tmp_path):
     store = put(tmp_path, 1, 2, metrics=loss, keep_last=1, keep_best=LOWEST)
-    (tmp_path / "2" / "about" / "metadata").write_text("{")
+    path_of(tmp_path, 2).write_text("{")
     put(tmp_path, 5, metrics=loss, keep_last=1, keep_best=LOWEST)
     assert steps_of(store) == (5,)
 
@@ -291,61 +340,34 @@ def test_saving_the_same_arrays_keeps_their_metrics(tmp_path):
     assert load(tmp_path, "best").step == 1
 
 
-# A kill between two renames: the state of the disk
-
-LEFT = {  # what exists beside step 1, and the resulting step 2
-    "unfinished": (["2.unfinished.orbax-checkpoint-tmp"], None),
-    "not on the disk": (["2.unfinished"], None),
-    "half removed": (["2.removed"], None),
-    "before the swap": (["2", "2.new"], "2.new"),
-    "in the swap": (["2.removed", "2.new"], "2.new"),
-    "after the swap": (["2", "2.unfinished", "2.removed"], "2"),
-}
+# What an interrupted save leaves
 
 
-def test_store_repairs_interrupted_directories(subtests, tmp_path_factory):
-    for case, (names, wins) in LEFT.items():
-        with subtests.test(msg=case):
+def test_store_removes_what_an_interrupted_save_left(subtests, tmp_path_factory):
+    """The earlier checkpoint of the step stays, and so do files that only look like it."""
+    for size in (0, 100, -1, None):
+        with subtests.test(msg=str(size)):
             tmp_path = tmp_path_factory.mktemp("row")
-            put(tmp_path / "made", 1)
-            (tmp_path / "runs").mkdir()
-            shutil.move(tmp_path / "made" / "1", tmp_path / "runs" / "1")
-            for number, name in enumerate(names):
-                put(tmp_path / "made", 2, arrays={"w": np.full(3, number)})
-                shutil.move(tmp_path / "made" / "2", tmp_path / "runs" / name)
-            (tmp_path / "runs" / "notes.txt").write_text("mine")
-            steps = (1, 2) if wins else (1,)
-            for _ in range(2):  # before and after the repair
-                found = load(tmp_path / "runs")
-                assert found.step == steps[-1]
-                assert wins is None or (found.arrays["w"] == names.index(wins)).all()
-                with CheckpointStore(tmp_path / "runs") as store:
-                    assert store.steps() == steps
-            left = {path.name for path in (tmp_path / "runs").iterdir()}
-            assert left == {"notes.txt", *map(str, steps)}
+            put(tmp_path, 1, 2)
+            content = path_of(tmp_path, 2).read_bytes()
+            mine = ["notes.txt", "step-x.safetensors.unfinished", "step-01.safetensors", "step-3"]
+            for name in mine:
+                (tmp_path / name).write_text("mine")
+            for step in (2, 3):
+                (tmp_path / f"{path_of('', step)}.unfinished").write_bytes(content[:size])
+            for _ in range(2):  # before and after the removal
+                assert load(tmp_path).step == 2
+                with CheckpointStore(tmp_path) as store:
+                    assert store.steps() == (1, 2)
+            left = {path.name for path in tmp_path.iterdir()}
+            assert left == {*mine, "step-1.safetensors", "step-2.safetensors"}
 
 
 # Errors
 
-BAD_OPTIONS = {  # option, value; error, what its message shows, and its fix
-    "keep_last": ("keep_last", 0, ValueError, "0", "None"),
-    "keep_last text": ("keep_last", "3", TypeError, "'3' (str)", "None"),
-    "keep_best": ("keep_best", "loss", ValueError, "'loss'", '("loss", "min")'),
-    "mode": ("keep_best", ("loss", "low"), ValueError, "('loss', 'low')", '("loss", "min")'),
-}
-
-
-def test_store_rejects_bad_options(subtests, tmp_path_factory):
-    for case, (option, value, error, shown, fix) in BAD_OPTIONS.items():
-        with subtests.test(msg=case):
-            tmp_path = tmp_path_factory.mktemp("row")
-            with raises(error, names=option, values=shown, fix=fix):
-                CheckpointStore(tmp_path / "runs", **{option: value})
-            assert not (tmp_path / "runs").exists()
-
 
 def test_store_requires_a_local_directory(subtests):
-    for directory in ["gs://bucket/runs", "", b"/tmp/runs"]:
+    for directory in ["gs://bucket/runs", "", b"/tmp/runs", "a\0b"]:
         with subtests.test(msg=repr(directory)):
             with raises(ValueError, names="directory", values=repr(directory)):
                 CheckpointStore(directory)
@@ -353,28 +375,15 @@ def test_store_requires_a_local_directory(subtests):
                 load(directory)
 
 
-def test_store_rejects_paths_that_orbax_would_lose(subtests, tmp_path_factory):
-    for name in ["a\\b", "runs[1]"]:
-        with subtests.test(msg=name):
-            tmp_path = tmp_path_factory.mktemp("row")
-            place = repr(str(tmp_path / name))
-            with raises(ValueError, names="directory", values=[place, "'['", r"'\'"]):
-                CheckpointStore(tmp_path / name)
-
-
 BAD_SAVES = {  # step, arrays, position, metrics; error; names and values of its message
-    "below 0": ((-1, {}, {}), ValueError, "step", "-1"),
-    "real": ((1.0, {}, {}), TypeError, "step", "1.0 (float)"),
-    "truth": ((True, {}, {}), TypeError, "step", "True (bool)"),
     "text": ((1, {"model/name": "cnn"}, {}), TypeError, "model/name", "'cnn' (str)"),
     "objects": ((1, {"w": np.array([None])}, {}), TypeError, "w", "object[1]"),
     "dates": ((1, {"w": np.zeros(1, "M8[s]")}, {}), TypeError, "w", "datetime64[s][1]"),
     "long": ((1, {"w": np.zeros(1, np.longdouble)}, {}), TypeError, "w", "float128[1]"),
     "record": ((1, {"w": np.zeros(1, "i4,f4")}, {}), TypeError, "w", ["'f1'", "[1]"]),
-    "name": ((1, {3: np.zeros(1)}, {}), ValueError, "3", "'/'"),
-    "empty part": ((1, {"a/": np.zeros(1)}, {}), ValueError, "'a/'", "'/'"),
+    "name": ((1, {3: np.zeros(1)}, {}), ValueError, "name", "3 (int)"),
+    "reserved": ((1, {"__metadata__": np.zeros(1)}, {}), ValueError, "name", "'__metadata__'"),
     "position": ((1, {}, {"a": {1, 2}}), TypeError, "position", ["JSON", "set"]),
-    "metric": ((1, {}, {}, {"acc": 1.0}), ValueError, "keep_best", ["('loss', 'min')", "'acc'"]),
 }
 
 
@@ -400,25 +409,20 @@ def empty(top):
 
 
 def foreign(top):
-    (top / "runs" / "10" / "default").mkdir(parents=True)
+    (path_of(top / "runs", 10) / "thesis").mkdir(parents=True)
 
 
 def unfinished(top):
-    (top / "runs" / "3.orbax-checkpoint-tmp").mkdir(parents=True)
-
-
-def too_deep(top):
-    put(top, 7)
-    (top / "7").rename(top / "runs")
+    (top / "runs").mkdir()
+    (top / "runs" / f"{path_of('', 3)}.unfinished").touch()
 
 
 BAD_PLACES: dict[str, tuple] = {  # constructor, error, and what the message names beside the path
     "nothing": (lambda top: None, FileNotFoundError, []),
     "file": (lambda top: (top / "runs").touch(), NotADirectoryError, []),
     "empty": (empty, FileNotFoundError, []),
-    "foreign": (foreign, FileNotFoundError, [10]),
-    "unfinished": (unfinished, FileNotFoundError, ["3.orbax-checkpoint-tmp"]),
-    "too deep": (too_deep, FileNotFoundError, ["step=runs"]),
+    "foreign": (foreign, FileNotFoundError, ["step-10.safetensors"]),
+    "unfinished": (unfinished, FileNotFoundError, ["step-3.safetensors.unfinished"]),
 }
 
 
@@ -429,6 +433,13 @@ def test_load_rejects_bad_directories(subtests, tmp_path_factory):
             make(tmp_path)
             with raises(error, values=[tmp_path / "runs", *values]):
                 load(tmp_path / "runs")
+
+
+def test_load_rejects_a_file_and_names_its_directory_and_step(tmp_path):
+    put(tmp_path, 7)
+    path = path_of(tmp_path, 7)
+    with raises(NotADirectoryError, values=path, fix=[repr(str(tmp_path)), "step=7"]):
+        load(path)
 
 
 LAST_OR_BEST = {"names": "step", "fix": ['"last"', '"best"']}
@@ -458,7 +469,7 @@ def test_load_rejects_unknown_metrics(tmp_path):
 def test_load_error_lists_some_of_many_steps(tmp_path):
     put(tmp_path, 0)
     for step in range(1, 20):
-        shutil.copytree(tmp_path / "0", tmp_path / str(step))
+        shutil.copy(path_of(tmp_path, 0), path_of(tmp_path, step))
     listed = ", ".join(map(str, range(8, 20)))
     with raises(FileNotFoundError, values=[20, listed]) as caught:
         load(tmp_path, 20)
@@ -470,15 +481,15 @@ def test_load_error_lists_some_of_many_steps(tmp_path):
 def test_store_does_not_overwrite_other_files(tmp_path):
     foreign(tmp_path)
     with CheckpointStore(tmp_path / "runs") as store:
-        with raises(FileExistsError, values=tmp_path / "runs" / "10"):
+        with raises(FileExistsError, values=path_of(tmp_path / "runs", 10)):
             store.save(10, ARRAYS, {})
         store.save(9, ARRAYS, {})
     assert store.steps() == (9,)
-    assert (tmp_path / "runs" / "10" / "default").is_dir()
+    assert (path_of(tmp_path / "runs", 10) / "thesis").is_dir()
 
 
 def test_load_rejects_other_formats(tmp_path, monkeypatch):
-    monkeypatch.setattr(layout, "FORMAT", 2)
+    monkeypatch.setattr(checkpoint_files, "FORMAT", 2)
     put(tmp_path, 1)
     monkeypatch.undo()
     with raises(ValueError, values=[tmp_path, 1, 2], fix="format"):
@@ -486,8 +497,6 @@ def test_load_rejects_other_formats(tmp_path, monkeypatch):
 
 
 # Damage: every byte matters, or does not
-
-READ = ("about/metadata", "manifest.ocdbt", "/d/")
 
 
 @pytest.fixture(scope="module")
@@ -500,17 +509,15 @@ def whole(tmp_path_factory):
 
 def is_noticed(directory, whole) -> bool:
     """Returns whether damage is an error; if not, checks the loaded arrays."""
-    with contextlib.suppress(FileNotFoundError):  # without its `about` it is not a checkpoint
-        try:
-            found = load(directory, 2)
-        except ValueError as error:
-            assert_message(error, values=[directory, 2, 1])  # the step, and another one
-            return True
-        right = load(whole, 2)
-        assert found.position == right.position
-        assert all(same(value, found.arrays[name]) for name, value in right.arrays.items())
-        return False
-    return True
+    try:
+        found = load(directory, 2)
+    except ValueError as error:
+        assert_message(error, values=[path_of(directory, 2), 1])  # and another step
+        return True
+    right = load(whole, 2)
+    assert found.position == right.position
+    assert all(same(value, found.arrays[name]) for name, value in right.arrays.items())
+    return False
 
 
 def flip(data: bytes, draw) -> bytes:
@@ -527,37 +534,47 @@ DAMAGES = {
 }
 
 
-def test_load_detects_harmful_damage(subtests, whole, tmp_path_factory):
-    for damage in DAMAGES:
-        with subtests.test(msg=damage):
-            tmp_path = tmp_path_factory.mktemp("row")
-            draw, noticed = random.Random(damage), set()
-            directory = tmp_path / "runs"
-            shutil.copytree(whole, directory)
-            for path in files(directory / "2"):
-                data = path.read_bytes()
-                path.write_bytes(DAMAGES[damage](data, draw))
-                if is_noticed(directory, whole):
-                    noticed.add(str(path.relative_to(directory / "2")))
-                path.write_bytes(data)
-            assert "about/metadata" in noticed
-            assert all(any(part in name for part in READ) for name in noticed)
-            assert load(directory).step == 2
+def test_load_detects_harmful_damage(subtests, whole, tmp_path):
+    """In each part of the file; damage of the header may concern other readers only."""
+    directory = tmp_path / "runs"
+    shutil.copytree(whole, directory)
+    path = path_of(directory, 2)
+    content = path.read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    parts = {"size": (0, 8), "header": (8, start), "data": (start, len(content))}
+    for part, (begin, end) in parts.items():
+        for damage, change in DAMAGES.items():
+            with subtests.test(msg=f"{part}, {damage}"):
+                changed = change(content[begin:end], random.Random(damage))
+                path.write_bytes(content[:begin] + changed + content[end:])
+                assert is_noticed(directory, whole) or (part == "header" and "bit" in damage)
+    path.write_bytes(content)
+    assert load(directory).step == 2
 
 
-def test_load_detects_lost_files(whole, tmp_path):
-    for path in files(whole / "2" / "arrays"):
-        directory = tmp_path / "runs"
-        shutil.copytree(whole, directory)
-        (directory / path.relative_to(whole)).unlink()
-        is_noticed(directory, whole)
-        shutil.rmtree(directory)
+@pytest.mark.slow
+def test_load_detects_each_flipped_byte(whole, tmp_path):
+    directory = tmp_path / "runs"
+    shutil.copytree(whole, directory)
+    path = path_of(directory, 2)
+    content = path.read_bytes()
+    for place in range(len(content)):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 0xFF]) + content[place + 1 :])
+        assert is_noticed(directory, whole), place
+
+
+def test_incomplete_array_is_named(whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "runs")
+    path = path_of(tmp_path / "runs", 2)
+    os.truncate(path, path.stat().st_size - 1)
+    with raises(ValueError, names="key", values=[path, 1], fix="cut off"):
+        load(tmp_path / "runs")
 
 
 def test_load_does_not_guess_the_best(whole, tmp_path):
     shutil.copytree(whole, tmp_path / "runs")
-    (tmp_path / "runs" / "1" / "about" / "metadata").write_text("{}")
-    with raises(ValueError, values=[tmp_path / "runs", 1, "'checksum'", 2]):
+    path_of(tmp_path / "runs", 1).write_text("{}")
+    with raises(ValueError, values=[path_of(tmp_path / "runs", 1), 2]):
         load(tmp_path / "runs", "best")
 
 
@@ -565,8 +582,12 @@ def test_load_does_not_mix_checkpoints(whole, tmp_path):
     shutil.copytree(whole, tmp_path / "runs")
     arrays = {"noise": NOISE[200:400], "zeros": np.zeros(50), "key": jax.random.key(0)}
     put(tmp_path / "other", 2, arrays=arrays)
-    shutil.rmtree(tmp_path / "runs" / "2" / "arrays")
-    shutil.copytree(tmp_path / "other" / "2" / "arrays", tmp_path / "runs" / "2" / "arrays")
+    headers = []
+    for directory in (tmp_path / "runs", tmp_path / "other"):
+        content = path_of(directory, 2).read_bytes()
+        start = 8 + int.from_bytes(content[:8], "little")
+        headers.append(content[:start])
+    path_of(tmp_path / "runs", 2).write_bytes(headers[0] + content[start:])
     with raises(ValueError, names="noise", values=[tmp_path / "runs", 2, 1], fix="checksum"):
         load(tmp_path / "runs", 2)
 
@@ -574,9 +595,9 @@ def test_load_does_not_mix_checkpoints(whole, tmp_path):
 # Writing in the background
 
 
-def break_orbax(monkeypatch) -> None:
+def break_writes(monkeypatch) -> None:
     def fail(*_):
-        raise RuntimeError("no room [tensorstore_spec='...']")
+        raise RuntimeError("no room")
 
     monkeypatch.setattr(checkpoint_files, "write", fail)
 
@@ -597,11 +618,10 @@ def test_asynchronous_error_is_raised_once_later(subtests, tmp_path_factory):
             store.save(1, ARRAYS, {})
             store.wait()
             with monkeypatch.context() as patch:
-                break_orbax(patch)
+                break_writes(patch)
                 store.save(2, ARRAYS, {})
-                with raises(OSError, values=[2, tmp_path, "no room", 1]) as caught:
+                with raises(OSError, values=[2, tmp_path, "no room", 1]):
                     later(store)
-                assert "tensorstore" not in str(caught.value)
             store.wait()
             assert store.steps() == (1,)
             if later is LATER["save"]:
@@ -611,7 +631,7 @@ def test_asynchronous_error_is_raised_once_later(subtests, tmp_path_factory):
 
 
 def test_synchronous_error_is_raised_immediately(tmp_path, monkeypatch):
-    break_orbax(monkeypatch)
+    break_writes(monkeypatch)
     with (
         CheckpointStore(tmp_path, asynchronous=False) as store,
         raises(OSError, values=[2, tmp_path, "no room"]),
@@ -620,48 +640,12 @@ def test_synchronous_error_is_raised_immediately(tmp_path, monkeypatch):
 
 
 def test_first_error_is_raised(tmp_path, monkeypatch):
-    break_orbax(monkeypatch)
+    break_writes(monkeypatch)
     store = CheckpointStore(tmp_path)
     store.save(2, ARRAYS, {})
     with pytest.raises(KeyError, match="mine") as caught, store:
         raise KeyError("mine")
     assert_message(caught.value.__notes__[0], values=[2, tmp_path, "no room"])
-
-
-def test_failed_save_prints_nothing(tmp_path, monkeypatch, capfd):
-    """Also when its writes end later, with an event loop that Orbax has closed."""
-    shown = []
-    monkeypatch.setattr(sys, "unraisablehook", shown.append)
-    monkeypatch.setattr(checkpoint_files, "_stored", lambda data: data)
-    arrays = {f"w/{number}": NOISE for number in range(20)}
-    store = CheckpointStore(tmp_path)
-    store.save(1, {**arrays, "w": np.zeros(3, ml_dtypes.uint4)}, {})
-    with raises(OSError, values=[1, tmp_path]) as caught:
-        store.close()
-    assert "Unsupported data type" in str(caught.value)  # TensorStore's words
-    late, other = (
-        types.SimpleNamespace(exc_value=RuntimeError(text))
-        for text in ("Event loop is closed", "other")
-    )
-    sys.unraisablehook(late)
-    sys.unraisablehook(other)
-    assert shown == [other]
-    assert capfd.readouterr() == ("", "")
-
-
-def test_store_finishes_an_interrupted_removal(tmp_path, monkeypatch):
-    store = put(tmp_path, 1, 2)
-
-    def interrupted(path, **_):
-        for file in pathlib.Path(path).glob("arrays/manifest.ocdbt"):
-            file.unlink()
-            raise RuntimeError("killed")
-
-    monkeypatch.setattr(shutil, "rmtree", interrupted)
-    with pytest.raises(OSError, match="killed"):
-        put(tmp_path, 3, keep_last=1)
-    assert 3 in store.steps()
-    assert all(load(tmp_path, step).step == step for step in store.steps())
 
 
 def test_save_does_not_wait_for_the_files(tmp_path, monkeypatch):
@@ -677,15 +661,6 @@ def test_save_does_not_wait_for_the_files(tmp_path, monkeypatch):
         assert store.steps() == ()  # complete ones only
         may_write.set()
     assert store.steps() == (1,)
-
-
-def test_orbax_log_lines_are_hidden(tmp_path, caplog, capfd):
-    caplog.set_level(logging.DEBUG)
-    put(tmp_path, 1, 2, 2, keep_last=1)
-    load(tmp_path)
-    assert not [record for record in caplog.records if "orbax" in record.pathname]
-    assert capfd.readouterr() == ("", "")
-    assert logging.getLogger("absl").filters == []
 
 
 # Child processes: they start quickly, because importing this module does not start JAX
@@ -715,7 +690,7 @@ def fill_the_disk(directory) -> None:
             store.save(step, big, {})
             with raises(OSError, values=[step, directory, 1]):
                 store.wait()
-        assert sorted(os.listdir(directory)) == [".mirror.lock", "1"]
+        assert sorted(os.listdir(directory)) == [".mirror.lock", "step-1.safetensors"]
         assert same(load(directory).arrays["w"], NOISE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (some, most))
         store.save(2, big, {})
@@ -778,7 +753,7 @@ def test_killed_process_leaves_complete_checkpoints(tmp_path):
     draw, interrupted = random.Random(0), 0
     for _ in range(20):
         told = killed(save_until_killed, tmp_path, draw.randrange(300))
-        interrupted += any(layout.LEFTOVER.fullmatch(path.name) for path in tmp_path.iterdir())
+        interrupted += is_interrupted(tmp_path)
         found = load(tmp_path)
         assert found.step >= told
         assert all_of_one_step(found)

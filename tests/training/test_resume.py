@@ -20,7 +20,15 @@ from flax import nnx
 import mirror
 from mirror import callbacks
 from tests.support import inside
-from tests.support.checkpoints import START, in_a_process, killed, same
+from tests.support.checkpoints import (
+    START,
+    in_a_process,
+    is_interrupted,
+    killed,
+    path_of,
+    same,
+    steps_in,
+)
 from tests.support.kills import kill_me_at
 from tests.support.messages import assert_message, raises
 from tests.support.strategies import cpu_strategy
@@ -604,9 +612,7 @@ def test_killed_training_resumes_from_a_complete_checkpoint(tmp_path, whole):
         assert before < told < LONG * STEPS
         before = last_step(tmp_path)
         assert before >= told - 1  # during the write of its checkpoint
-        interrupted += any(
-            inside.checkpoint_layout().LEFTOVER.fullmatch(path.name) for path in tmp_path.iterdir()
-        )
+        interrupted += is_interrupted(tmp_path)
     assert interrupted >= 5  # otherwise the kill comes when nothing happens
     in_a_process(train, tmp_path, whole[1])
     assert_same_end(tmp_path, whole)
@@ -630,8 +636,8 @@ class FullDisk(callbacks.Callback):
 
 def train_on_a_full_disk(directory, cache) -> None:
     with raises(OSError, values=[50, directory, 25]):
-        train(directory, cache, (FullDisk(directory / "25"),))
-    assert os.listdir(directory) == ["25"]
+        train(directory, cache, (FullDisk(path_of(directory, 25)),))
+    assert steps_in(directory) == [25]
 
 
 @pytest.mark.slow

@@ -121,7 +121,8 @@ class TrainerState(Generic[M]):
         processes, every process calls it, and the chief writes.
 
         Args:
-            directory: Directory of checkpoints. This one is a subdirectory named after the step.
+            directory: Directory of checkpoints. This one is the file `step-120.safetensors` at step
+                120, in the format of safetensors.
 
         Raises:
             OSError: If the checkpoint cannot be written. Earlier checkpoints remain intact.

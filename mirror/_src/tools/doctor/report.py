@@ -11,7 +11,7 @@ from typing import Any
 from mirror._src.base.errors import bytes_in_words
 from mirror._src.tools.doctor.check import Check, summary
 
-_PACKAGES = ("chex", "orbax-checkpoint", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
+_PACKAGES = ("chex", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 _VARIABLES = (
     *("CUDA_", "JAX_", "MIRROR_", "NCCL_", "NPROC", "NVIDIA_", "PJRT_", "XLA_"),
     # Not all of `SLURM_`, which has names of users and accounts.

@@ -16,7 +16,7 @@ from mirror._src.base.modules import set_module
 from mirror._src.training.callbacks.callback import Callback
 from mirror._src.training.callbacks.monitor import Monitor
 from mirror._src.training.callbacks.stopping import Mode, require_mode
-from mirror._src.training.checkpoints.messages import in_words
+from mirror._src.training.checkpoints.layout import in_words
 from mirror._src.training.checkpoints.store import CheckpointStore
 from mirror._src.training.fit import TrainingRun, ended_by, request_end, stops_together
 
@@ -46,7 +46,7 @@ class Checkpoint(Callback):
     of them stop after the same step; the chief writes a checkpoint, and all exit.
 
     Args:
-        directory: Directory of checkpoints; each is a subdirectory named after its step.
+        directory: Directory of checkpoints, with a file such as `step-120.safetensors` for each.
         every_epochs: Number of epochs between checkpoints. 0 disables them.
         every_steps: Number of steps between additional checkpoints. 0 disables them.
         keep: Number of last checkpoints to keep. None keeps all.

@@ -1,158 +1,218 @@
-"""The files of one checkpoint: arrays are written by Orbax and read by TensorStore."""
+"""The file of one checkpoint, in the format of safetensors, which runs no code when it is read.
+
+    8 bytes    length of the header
+    header     JSON: dtype, shape and place of every array, for all readers of the format; and
+               "__metadata__", a text with what mirror knows about the checkpoint, and its checksum
+    data       arrays in C order, those with the largest items first, so that all are aligned
+
+It is written and read here, not by the package `safetensors` 0.8: its NumPy reader lacks float8,
+and maps files into memory, where a disk that fails ends the process.
+"""
 
 import contextlib
-import importlib
+import json
 import math
 import os
-import threading
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mirror._src.cluster.store import process_count, process_index
-from mirror._src.training.checkpoints import durable, layout
-from mirror._src.training.checkpoints.host_copies import KeyData
-from mirror._src.training.checkpoints.memory import require_memory_for
-from mirror._src.training.checkpoints.orbax_quiet import quiet_orbax
+from mirror._src.base.errors import bytes_in_words
+from mirror._src.training.checkpoints.host_copies import RESERVED, KeyData
 
-_orbax = threading.Lock()  # saves of one process share a signal, and so each other's directories
+FORMAT = 1
+UNFINISHED = ".unfinished"
+_MOST_HEADER = 100_000_000  # bytes that readers of the format accept
+_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+_TYPES = {  # dtypes that all readers know; others are stored as bytes
+    **{"bool": "BOOL", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "bfloat16": "BF16"},
+    **{f"float{bits}": f"F{bits}" for bits in (16, 32, 64)},
+    **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
+    **{f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
+}
 
 
-def write(path: Path, arrays: dict[str, np.ndarray | KeyData], about: dict[str, Any]) -> None:
-    """Writes a checkpoint, and moves it to its path when it is complete and on the disk."""
-    orbax: Any = importlib.import_module("orbax.checkpoint")
-    about["arrays"] = {name: _entry(value) for name, value in arrays.items()}
-    about["written"] = layout.next_written(path.parent)
-    about |= _kept_metrics(path, about)
-    items = {"about": orbax.args.JsonSave({**about, "checksum": layout.checksum_of_json(about)})}
-    stored = {name: _stored(_data(value)) for name, value in arrays.items() if _data(value).size}
-    if stored:  # Orbax rejects empty trees and arrays without elements
-        items["arrays"] = orbax.args.PyTreeSave(stored)
-    unfinished = path.with_name(path.name + layout.UNFINISHED)
+def write(path: Path, arrays: Mapping[str, np.ndarray | KeyData], about: dict[str, Any]) -> None:
+    """Writes a checkpoint, and moves it to its path when it is complete and on the disk.
+
+    What was only written, or renamed, is in the memory of the operating system; `os.fsync` writes a
+    file, or the names in a directory, to the disk.
+    """
+    header = _header(about)
+    unfinished = path.with_name(path.name + UNFINISHED)
+    path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with _orbax, quiet_orbax():
-            durable.delete(unfinished)
-            with _checkpointer(orbax) as checkpointer:
-                checkpointer.save(unfinished, args=orbax.args.Composite(**items))
-        durable.sync_tree(unfinished)
-        is_new = not path.exists()
-        target = path if is_new else path.with_name(path.name + layout.REPLACES)
-        durable.rename(unfinished, target)
-        if not is_new:
-            layout.put_in_place(target)
+        unfinished.unlink(missing_ok=True)
+        with unfinished.open("xb") as file:  # never what a link points to
+            file.write(header)
+            for name in _places(about["arrays"]):
+                file.write(bytes_of(arrays[name]).data)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+        _sync(path.parent)
     finally:
-        for leftover in path.parent.glob(f"{path.name}{layout.UNFINISHED}*"):
-            durable.delete(leftover)
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
 
 
-def _checkpointer(orbax: Any) -> Any:
-    """Returns a writer. By default, Orbax would wait for the other processes of a job."""
-    if process_count() == 1:
-        return orbax.Checkpointer(orbax.CompositeCheckpointHandler())
-    alone = orbax.options.MultiprocessingOptions(
-        primary_host=process_index(),
-        active_processes={process_index()},
-        barrier_sync_key_prefix="mirror",
-    )
-    options = orbax.CompositeOptions(multiprocessing_options=alone)
-    handler = orbax.CompositeCheckpointHandler(composite_options=options)
-    return orbax.Checkpointer(handler, multiprocessing_options=alone)
+def entries_of(arrays: Mapping[str, np.ndarray | KeyData]) -> dict[str, Any]:
+    """Returns shape, dtype and checksum of every array, and the implementation of PRNG keys."""
+    return {name: _entry(value) for name, value in arrays.items()}
 
 
-def _kept_metrics(path: Path, about: dict[str, Any]) -> dict[str, Any]:
-    """Returns the metrics of a checkpoint of the same arrays, if the new one has no metrics."""
-    with contextlib.suppress(Exception):  # no earlier checkpoint, or an unreadable one
-        earlier = layout.read_about(path)
-        if not about["metrics"] and earlier["arrays"] == about["arrays"]:
-            return {name: earlier[name] for name in ("metrics", "keep_best")}
-    return {}
-
-
-def _data(value: np.ndarray | KeyData) -> np.ndarray:
-    return value.data if isinstance(value, KeyData) else value
-
-
-def _stored(data: np.ndarray) -> np.ndarray:
-    """Converts dtypes of one byte, such as float8 and uint4, to bytes: TensorStore lacks some."""
-    return data.view(np.uint8) if data.dtype.itemsize == 1 and data.dtype != bool else data
-
-
-def _entry(value: np.ndarray | KeyData) -> dict[str, Any]:
-    data = _data(value)
-    entry = {"shape": list(data.shape), "dtype": data.dtype.name, "checksum": _checksum(data)}
-    return entry | {"impl": value.impl} if isinstance(value, KeyData) else entry
-
-
-def _checksum(data: np.ndarray) -> int:
-    return zlib.crc32(np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)
-
-
-def read_arrays(path: Path, entries: dict[str, Any]) -> dict[str, np.ndarray | KeyData]:
-    """Reads arrays with TensorStore: Orbax would initialize the backend of JAX.
+def read_about(path: Path) -> dict[str, Any]:
+    """Reads what mirror knows about a checkpoint, without its arrays.
 
     Raises:
-        MemoryError: If the entries need more than the memory of this machine.
-        ValueError: If the arrays differ from their entries.
+        ValueError: If it is damaged, or has another format.
     """
-    require_memory_for(sum(map(num_bytes, entries.values())))
-    tensorstore: Any = importlib.import_module("tensorstore")
-    context = tensorstore.Context()  # all arrays share one cache
-    base = {"driver": "file", "path": f"{path}{os.sep}"}
-    opened = {
-        name: tensorstore.open(
-            {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}},
-            open=True,
-            read=True,
-            context=context,
-        )
-        for name, entry in entries.items()
-        if math.prod(entry["shape"])
-    }
-    arrays = {name: future.result() for name, future in opened.items()}
-    for name, array in arrays.items():  # before anything is allocated for them
-        _require_match(name, array, entries[name])
-    reads = {name: array.read() for name, array in arrays.items()}
-    return {name: _checked(name, reads.get(name), entry) for name, entry in entries.items()}
+    with path.open("rb") as file:
+        text = file.read(_header_size(file))
+    try:
+        metadata = json.loads(text)["__metadata__"]
+        about, checksum = metadata["mirror"], int(metadata["checksum"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise ValueError("its header is damaged, or not by mirror") from None
+    if zlib.crc32(about.encode()) != checksum:
+        raise ValueError("the checksum of its header does not match")
+    return _checked_about(json.loads(about))
 
 
-def num_bytes(entry: dict[str, Any]) -> int:
-    """Returns the size of an array by its entry."""
-    return math.prod(entry["shape"]) * np.dtype(entry["dtype"]).itemsize
+def read_arrays(path: Path, entries: Mapping[str, Any]) -> dict[str, np.ndarray | KeyData]:
+    """Reads the arrays of a checkpoint.
+
+    Raises:
+        MemoryError: If they need more than the memory of this machine.
+        ValueError: If they differ from their entries.
+    """
+    _require_memory(sum(map(num_bytes, entries.values())))
+    places = _places(entries)
+    with path.open("rb") as file:
+        start = 8 + _header_size(file)
+        return {
+            name: from_bytes(name, _bytes_at(file, start + places[name], name, entry), entry)
+            for name, entry in entries.items()
+        }
 
 
-def _require_match(name: str, array: Any, entry: dict[str, Any]) -> None:
-    """Rejects an array of another shape or dtype, or in pieces larger than itself."""
-    shape, dtype, stored = tuple(entry["shape"]), np.dtype(entry["dtype"]), array.dtype.numpy_dtype
-    is_byte = dtype.itemsize == stored.itemsize == 1
-    if tuple(array.shape) != shape or not (stored == dtype or is_byte):
-        found = f"{stored.name}{list(array.shape)}"
-        raise ValueError(f"{name} is {found}, but {layout.ABOUT} has {dtype.name}{list(shape)}")
-    pieces = array.chunk_layout.read_chunk.shape or ()  # None for a scalar
-    if any(piece > size for piece, size in zip(pieces, shape, strict=True)):
-        raise ValueError(f"{name} of shape {shape} is stored in pieces of shape {tuple(pieces)}")
-
-
-def from_bytes(name: str, data: np.ndarray, entry: dict[str, Any]) -> np.ndarray | KeyData:
-    """Returns an array from its bytes in C order, as it is described by its entry.
+def from_bytes(name: str, data: np.ndarray, entry: Mapping[str, Any]) -> np.ndarray | KeyData:
+    """Returns an array from its bytes, which must be aligned, as it is described by its entry.
 
     Raises:
         ValueError: If the bytes differ from the entry.
     """
-    copy = np.array(data)  # aligned
-    return _with_checksum(name, copy.view(np.dtype(entry["dtype"])).reshape(entry["shape"]), entry)
-
-
-def _checked(name: str, read: Any, entry: dict[str, Any]) -> np.ndarray | KeyData:
-    shape, dtype = tuple(entry["shape"]), np.dtype(entry["dtype"])
-    data = np.zeros(shape, dtype) if read is None else read.result()
-    data = data.view(dtype) if dtype.itemsize == data.dtype.itemsize == 1 else data
-    return _with_checksum(name, data, entry)
-
-
-def _with_checksum(name: str, data: np.ndarray, entry: dict[str, Any]) -> np.ndarray | KeyData:
-    shape, dtype = tuple(entry["shape"]), np.dtype(entry["dtype"])
-    if (data.shape, data.dtype, _checksum(data)) != (shape, dtype, entry["checksum"]):
+    if zlib.crc32(data.data) != entry["checksum"]:
         raise ValueError(f"the checksum of {name} does not match")
-    return KeyData(entry["impl"], data) if "impl" in entry else data
+    array = data.view(np.dtype(entry["dtype"])).reshape(entry["shape"])
+    return KeyData(entry["impl"], array) if "impl" in entry else array
+
+
+def bytes_of(value: np.ndarray | KeyData) -> np.ndarray:
+    """Returns the bytes of an array in C order; a view if possible."""
+    data = value.data if isinstance(value, KeyData) else value
+    return np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+
+
+def num_bytes(entry: Mapping[str, Any]) -> int:
+    """Returns the size of an array by its entry."""
+    return math.prod(entry["shape"]) * np.dtype(entry["dtype"]).itemsize
+
+
+def _header(about: Mapping[str, Any]) -> bytes:
+    text = json.dumps(about)
+    metadata = {"mirror": text, "checksum": str(zlib.crc32(text.encode()))}
+    header: dict[str, Any] = {RESERVED: metadata}
+    for name, start in _places(about["arrays"]).items():
+        entry = about["arrays"][name]
+        size, dtype, shape = num_bytes(entry), np.dtype(entry["dtype"]), entry["shape"]
+        is_known = dtype.name in _TYPES or dtype.itemsize == 1
+        header[name] = {
+            "dtype": _TYPES.get(dtype.name, "U8"),
+            "shape": shape if is_known else [*shape, dtype.itemsize],
+            "data_offsets": [start, start + size],
+        }
+    data = json.dumps(header).encode()
+    data += b" " * (-len(data) % 8)  # so that arrays are aligned
+    if len(data) > _MOST_HEADER:
+        raise ValueError(f"its header has {len(data)} bytes, more than {_MOST_HEADER}")
+    return len(data).to_bytes(8, "little") + data
+
+
+def _places(entries: Mapping[str, Any]) -> dict[str, int]:
+    """Returns the start of each array, in the order of the file."""
+    places, start = {}, 0
+    for name in sorted(entries, key=lambda name: -np.dtype(entries[name]["dtype"]).itemsize):
+        places[name] = start
+        start += num_bytes(entries[name])
+    return places
+
+
+def _require_memory(count: int) -> None:
+    """Checks that arrays can be held in memory: terabytes of zeros need no room on a disk."""
+    limits = []
+    with contextlib.suppress(AttributeError, ValueError, OSError):  # not on Windows
+        limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    for file in _LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # "max"
+            limits.append(int(Path(file).read_text(encoding="utf-8")))
+    limit = min(limits, default=count)
+    if count > limit:
+        raise MemoryError(
+            f"its arrays need {bytes_in_words(count)}, but this process can use at most "
+            f"{bytes_in_words(limit)} of memory"
+        )
+
+
+def _header_size(file: Any) -> int:
+    lead = file.read(8)
+    size = int.from_bytes(lead, "little")
+    if len(lead) < 8 or size > _MOST_HEADER:
+        raise ValueError("it is cut off, or the size of its header is damaged")
+    return size
+
+
+def _bytes_at(file: Any, start: int, name: str, entry: Mapping[str, Any]) -> np.ndarray:
+    data = np.empty(num_bytes(entry), np.uint8)
+    file.seek(start)
+    if file.readinto(data) != data.size:
+        raise ValueError(f"it is cut off, and {name} is incomplete")
+    return data
+
+
+def _entry(value: np.ndarray | KeyData) -> dict[str, Any]:
+    data = value.data if isinstance(value, KeyData) else value
+    checksum = zlib.crc32(bytes_of(value).data)
+    entry = {"shape": list(data.shape), "dtype": data.dtype.name, "checksum": checksum}
+    return entry | {"impl": value.impl} if isinstance(value, KeyData) else entry
+
+
+def _checked_about(about: Any) -> dict[str, Any]:
+    """Checks the contents: a file that was made on purpose has a right checksum."""
+    if about["format"] != FORMAT:
+        raise ValueError(f"it has format {about['format']}, but this version reads {FORMAT}")
+    if not all(isinstance(about.get(name), dict) for name in ("arrays", "position", "metrics")):
+        raise ValueError("its header lacks arrays, position or metrics")
+    for name, entry in about["arrays"].items():
+        if not _is_entry(entry):
+            raise ValueError(f"the entry of {name} in its header is invalid: {entry!r:.200}")
+    return about
+
+
+def _is_entry(entry: Any) -> bool:
+    if not isinstance(entry, dict) or not isinstance(entry.get("impl", ""), str):
+        return False
+    shape, dtype, checksum = (entry.get(name) for name in ("shape", "dtype", "checksum"))
+    is_shape = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)
+    return is_shape and isinstance(dtype, str) and type(checksum) is int
+
+
+def _sync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -123,7 +123,7 @@ class CheckpointOfChief:
         fault = self._first_fault(answers)
         lacking = [i for i, answer in answers.items() if answer is not None and not answer.has_it]
         about = json.dumps([found.position, found.entries]).encode()
-        parts = [np.frombuffer(about, np.uint8), *map(_bytes_of, arrays.values())]
+        parts = [np.frombuffer(about, np.uint8), *map(files.bytes_of, arrays.values())]
         sizes = [len(about), sum(part.size for part in parts)] if lacking else []
         self._post("verdict", _Verdict(sizes, fault))
         if self._number:
@@ -250,17 +250,12 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def _bytes_of(value: np.ndarray | KeyData) -> np.ndarray:
-    data = value.data if isinstance(value, KeyData) else value
-    return np.ascontiguousarray(data).reshape(-1).view(np.uint8)
-
-
 def _parse(whole: np.ndarray, num_about: int) -> tuple[Position, Arrays]:
     """Returns the position and the arrays in the bytes of a checkpoint."""
     position, entries = json.loads(whole[:num_about].tobytes())
     arrays, start = {}, num_about
     for name, entry in entries.items():
         end = start + files.num_bytes(entry)
-        arrays[name] = files.from_bytes(name, whole[start:end], entry)
+        arrays[name] = files.from_bytes(name, whole[start:end].copy(), entry)  # aligned
         start = end
     return Position.from_dict(position), arrays

@@ -11,6 +11,9 @@ import numpy as np
 from mirror._src.base.errors import expected
 from mirror._src.base.types import ARRAY_LIKE
 
+RESERVED = "__metadata__"
+"""The name that an array in a file cannot have."""
+
 
 @dataclass(frozen=True, eq=False)
 class KeyData:
@@ -55,8 +58,8 @@ def _impl_and_data(value: Any) -> tuple[str | None, Any]:
 
 
 def _check_array(name: Any, value: Any) -> None:
-    if not isinstance(name, str) or not all(name.split("/")):
-        raise ValueError(f"{name!r} is not a valid name. Join non-empty parts with '/'.")
+    if not isinstance(name, str) or name == RESERVED:
+        raise ValueError(expected("name", name, f"a string other than {RESERVED!r}"))
     if isinstance(value, np.ndarray | np.generic):
         is_number = jax.dtypes.issubdtype(value.dtype, np.number) or value.dtype == bool
         is_valid = is_number and value.dtype.char not in "gG"  # JAX has no long double

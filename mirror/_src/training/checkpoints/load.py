@@ -10,7 +10,7 @@ import numpy as np
 
 from mirror._src.base.errors import expected
 from mirror._src.training.checkpoints import files, layout
-from mirror._src.training.checkpoints.messages import in_short, in_words
+from mirror._src.training.checkpoints.layout import in_short, in_words
 
 
 class LoadedCheckpoint(NamedTuple):
@@ -57,7 +57,7 @@ class FoundCheckpoint(NamedTuple):
     """A checkpoint whose arrays have not been read.
 
     Attributes:
-        paths: Directories of all checkpoints, by step.
+        paths: Files of all checkpoints, by step.
         step: Step of this checkpoint.
         entries: Shape, dtype and checksum of every array, by name.
         position: Position of the training, as JSON.
@@ -70,50 +70,40 @@ class FoundCheckpoint(NamedTuple):
     position: dict[str, Any]
     metrics: dict[str, float]
 
-    @contextlib.contextmanager
-    def readable(self) -> Iterator[None]:
-        """Adds to an error which checkpoint is damaged, and which others exist."""
-        with _readable(self.step, self.paths):
-            yield
+    def readable(self) -> contextlib.AbstractContextManager[None]:
+        """Context manager that adds to an error which checkpoint is damaged."""
+        return _readable(self.step, self.paths)
 
     def read(self) -> dict[str, Any]:
-        """Reads the arrays.
-
-        Raises:
-            ValueError: If they are damaged.
-        """
+        """Reads the arrays, or raises a `ValueError` if they are damaged."""
         with self.readable():
-            return files.read_arrays(self.paths[self.step] / "arrays", self.entries)
+            return files.read_arrays(self.paths[self.step], self.entries)
 
 
 def find_checkpoint(directory: str | os.PathLike[str], step: int | str) -> FoundCheckpoint:
     """Finds a checkpoint; the arguments and errors are the same as for `load_checkpoint`."""
     directory = layout.absolute(directory)
-    paths = _checkpoints_to_load(directory)
-    step = _chosen_step(directory, paths, step)
-    with _readable(step, paths):
-        about = layout.read_about(paths[step])
-        entries, position, metrics = layout.contents(about)
-    return FoundCheckpoint(paths, step, entries, position, metrics)
-
-
-def _checkpoints_to_load(directory: Path) -> dict[int, Path]:
-    """Returns the checkpoints, or raises an error that lists the contents of the directory."""
-    fix = "Pass the directory that checkpoints were saved to."
-    if not directory.exists():
-        raise FileNotFoundError(f"The directory {directory} does not exist. {fix}")
-    if not directory.is_dir():
-        raise NotADirectoryError(f"{directory} is a file. {fix}")
-    if (directory / layout.ABOUT).is_file():
-        fix = f"It is a checkpoint itself: pass {directory.parent} and step={directory.name}."
     paths = layout.checkpoints_in(directory)
     if not paths:
-        files_there = sorted(path.name for path in directory.iterdir() if path.name != layout.LOCK)
-        names = in_words(files_there)
-        raise FileNotFoundError(
-            f"No mirror checkpoint found in {directory} (it contains {names}). {fix}"
-        )
-    return paths
+        raise _error_without_checkpoints(directory)
+    step = _chosen_step(directory, paths, step)
+    about = _about(step, paths)
+    return FoundCheckpoint(paths, step, about["arrays"], about["position"], about["metrics"])
+
+
+def _error_without_checkpoints(directory: Path) -> OSError:
+    fix = "Pass the directory that checkpoints were saved to."
+    if not directory.exists():
+        return FileNotFoundError(f"The directory {directory} does not exist. {fix}")
+    if not directory.is_dir():
+        step = layout.step_of(directory)
+        if step is not None:
+            fix = f"It is a checkpoint itself: pass {str(directory.parent)!r} and step={step}."
+        return NotADirectoryError(f"{directory} is a file. {fix}")
+    names = in_words(sorted(path.name for path in directory.iterdir() if path.name != layout.LOCK))
+    return FileNotFoundError(
+        f"No mirror checkpoint found in {directory} (it contains {names}). {fix}"
+    )
 
 
 def _chosen_step(directory: Path, paths: dict[int, Path], step: Any) -> int:
@@ -132,10 +122,7 @@ def _chosen_step(directory: Path, paths: dict[int, Path], step: Any) -> int:
 
 
 def _best_step(directory: Path, paths: dict[int, Path]) -> int:
-    abouts = {}
-    for step, path in paths.items():
-        with _readable(step, paths):
-            abouts[step] = layout.read_about(path)
+    abouts = {step: _about(step, paths) for step in paths}
     rule = next((a["keep_best"] for a in reversed(abouts.values()) if a["keep_best"]), None)
     best = layout.best_of(abouts, rule) if rule else None
     if best is None:
@@ -146,6 +133,11 @@ def _best_step(directory: Path, paths: dict[int, Path]) -> int:
             f"{in_words(paths)}."
         )
     return best
+
+
+def _about(step: int, paths: dict[int, Path]) -> dict[str, Any]:
+    with _readable(step, paths):
+        return files.read_about(paths[step])
 
 
 @contextlib.contextmanager

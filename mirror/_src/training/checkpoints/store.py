@@ -1,8 +1,4 @@
-"""`CheckpointStore`: writes checkpoints to a directory, one per step, and deletes old ones.
-
-It does not depend on models. `files` writes and reads one checkpoint; `layout` defines the
-directory.
-"""
+"""`CheckpointStore`: writes checkpoints to a directory in the background, and deletes old ones."""
 
 import contextlib
 import json
@@ -18,11 +14,9 @@ from typing import Any, Self, final
 import numpy as np
 
 from mirror._src.base.closing import closing
-from mirror._src.base.errors import require_int
-from mirror._src.training.checkpoints import durable, files, layout
+from mirror._src.training.checkpoints import files, layout
 from mirror._src.training.checkpoints.host_copies import KeyData, on_host
-from mirror._src.training.checkpoints.layout import Best
-from mirror._src.training.checkpoints.messages import in_short, in_words
+from mirror._src.training.checkpoints.layout import Best, in_short, in_words
 from mirror._src.training.checkpoints.writer_lock import WriterLock
 
 _SECS_TO_SAY = 0.5
@@ -30,24 +24,18 @@ _SECS_TO_SAY = 0.5
 
 @final
 class CheckpointStore:
-    """A directory to which checkpoints are written, one per step.
-
-    When a save is complete, it is on the disk, and survives a power failure. Only one process may
-    write to a directory at a time; `load_checkpoint` may read concurrently. Unfinished files of an
-    interrupted store are deleted.
+    """A directory to which one process at a time writes, and others may read.
 
     Args:
         directory: Path of the directory, which is created if necessary; `~` is expanded.
         keep_last: Number of checkpoints to keep, including the one just written. None keeps all.
         keep_best: Name of a metric, and whether its best value is the `"min"` or the `"max"`. The
-            best checkpoint is kept as well, and can be loaded as `"best"`.
+            best checkpoint is kept as well.
         asynchronous: Whether to write files in the background, one checkpoint at a time.
 
     Raises:
         BlockingIOError: If another process writes to the directory; the message names it.
         OSError: If the directory is not writable.
-        TypeError: If `keep_last` is not an integer or None.
-        ValueError: If an argument is out of range.
     """
 
     def __init__(
@@ -58,7 +46,6 @@ class CheckpointStore:
         keep_best: Best | None = None,
         asynchronous: bool = True,
     ) -> None:
-        _check_options(keep_last, keep_best)
         self.directory = layout.absolute(directory)
         self._keep_last, self._keep_best, self._asynchronous = keep_last, keep_best, asynchronous
         self._writing: _Write | None = None
@@ -79,7 +66,7 @@ class CheckpointStore:
         loaded. If the arrays are the same and `metrics` is None, the existing metrics are kept.
 
         Args:
-            step: The step, at least 0.
+            step: The step.
             arrays: Arrays by name: `jax.Array`, of which one replica is read, NumPy arrays, numbers
                 and PRNG keys.
             position: A dict of JSON values.
@@ -89,23 +76,27 @@ class CheckpointStore:
             OSError: If this checkpoint could not be written or, with `asynchronous`, the previous
                 one. In the second case this one is not written; the next call tries again.
             RuntimeError: If the store is closed.
-            TypeError: If an argument has the wrong type.
-            ValueError: If `step`, a name or `metrics` is invalid.
+            TypeError: If an array is not one, or the position is not JSON.
         """
         if self._closed:
             raise RuntimeError(
                 f"save({step}) was called after close(). Open a new CheckpointStore."
             )
         self.wait()
-        self._check_step(step)
+        path = layout.path_of(self.directory, step)
+        if path.exists() and layout.step_of(path) is None:
+            raise FileExistsError(
+                f"{path} already exists and is not a file. Move it away, or save to another "
+                "directory."
+            )
         about = {
-            "format": layout.FORMAT,
+            "format": files.FORMAT,
             "position": _as_json("position", position),
-            "metrics": self._checked_metrics(metrics),
+            "metrics": dict(metrics or {}),
             "keep_best": self._keep_best,
         }
         copies = on_host(arrays)
-        self._writing = _Write(int(step), lambda: self._write(int(step), copies, about))
+        self._writing = _Write(step, lambda: self._write(step, path, copies, about))
         self._writing.start()
         if not self._asynchronous:
             self.wait()
@@ -118,10 +109,10 @@ class CheckpointStore:
         writing = self._writing  # two threads may wait
         if writing is None:
             return
-        step, interrupt, error = writing.step, writing.complete(), writing.error
+        interrupt, error = writing.complete(), writing.error
         self._writing = None
         failure = error and OSError(
-            f"Could not write the checkpoint for step {step} to {self.directory}: "
+            f"Could not write the checkpoint for step {writing.step} to {self.directory}: "
             f"{in_short(error)}. Existing checkpoints are intact: {in_words(self.steps())}. "
             "Free disk space, or save to another directory."
         )
@@ -164,44 +155,27 @@ class CheckpointStore:
         abouts = {}
         for step, path in layout.checkpoints_in(self.directory).items():
             with contextlib.suppress(Exception):  # a damaged checkpoint is never the best
-                abouts[step] = layout.read_about(path)
+                abouts[step] = files.read_about(path)
         return layout.best_of(abouts, self._keep_best)
 
-    def _check_step(self, step: int) -> None:
-        require_int("step", step, 0)
-        path = self.directory / str(step)
-        if path.exists() and not (path / layout.ABOUT).is_file():
-            raise FileExistsError(
-                f"{path} already exists and is not a mirror checkpoint. Move it away, or save to "
-                "another directory."
-            )
-
-    def _checked_metrics(self, metrics: Mapping[str, float] | None) -> dict[str, float]:
-        if metrics is not None and self._keep_best and self._keep_best[0] not in metrics:
-            raise ValueError(
-                f"keep_best={self._keep_best} requires the metric {self._keep_best[0]!r}, got "
-                f"{sorted(metrics)}. Pass this metric, or no metrics."
-            )
-        return {name: float(value) for name, value in (metrics or {}).items()}
-
-    def _write(self, step: int, arrays: dict[str, np.ndarray | KeyData], about: dict) -> None:
+    def _write(
+        self, step: int, path: Path, arrays: dict[str, np.ndarray | KeyData], about: dict[str, Any]
+    ) -> None:
+        about["arrays"] = files.entries_of(arrays)
         with self._lock.mutex:
-            files.write(self.directory / str(step), arrays, about)
+            about["written"] = layout.next_written(self.directory)
+            files.write(path, arrays, about | _kept_metrics(path, about))
             if self._keep_last is None:
                 return
             paths = layout.checkpoints_in(self.directory)
             kept = {step, self.best(), *layout.in_order_of_writing(paths)[-self._keep_last :]}
             for other in paths.keys() - kept:
-                layout.remove(paths[other])
+                paths[other].unlink()
 
 
 @final
 class _Write(threading.Thread):
-    """Writes one checkpoint in the background.
-
-    A daemon, and so are the threads that Orbax starts in it: in a process that ends, Orbax fails,
-    and its threads wait 10 minutes for each other.
-    """
+    """Writes one checkpoint in the background. A daemon: a disk may never answer."""
 
     def __init__(self, step: int, write: Callable[[], None]) -> None:
         super().__init__(name="mirror checkpoint", daemon=True)
@@ -243,19 +217,6 @@ class _Write(threading.Thread):
             )
 
 
-def _check_options(keep_last: Any, keep_best: Any) -> None:
-    if keep_last is not None:
-        require_int("keep_last", keep_last, fix="None keeps all checkpoints.")
-    if keep_best is None:
-        return
-    pair = isinstance(keep_best, tuple) and len(keep_best) == 2
-    if not pair or not isinstance(keep_best[0], str) or keep_best[1] not in ("min", "max"):
-        raise ValueError(
-            f'`keep_best` must be a metric with "min" or "max", got {keep_best!r}. For example: '
-            'keep_best=("loss", "min").'
-        )
-
-
 def _make_ready(directory: Path) -> WriterLock:
     """Creates and locks the directory, and cleans up after interrupted stores."""
     try:
@@ -270,13 +231,17 @@ def _make_ready(directory: Path) -> WriterLock:
             "can be created and is writable."
         ) from error
     with lock.mutex:  # files that another store of this process is writing are not leftovers
-        for path in list(directory.iterdir()):
-            if layout.LEFTOVER.fullmatch(path.name):
-                durable.delete(path)
-        for path in layout.checkpoints_in(directory).values():
-            if path.suffix == layout.REPLACES:
-                layout.put_in_place(path)
+        layout.remove_leftovers(directory)
     return lock
+
+
+def _kept_metrics(path: Path, about: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the metrics of a checkpoint of the same arrays, if the new one has no metrics."""
+    with contextlib.suppress(Exception):  # no earlier checkpoint, or an unreadable one
+        earlier = files.read_about(path)
+        if not about["metrics"] and earlier["arrays"] == about["arrays"]:
+            return {name: earlier[name] for name in ("metrics", "keep_best")}
+    return {}
 
 
 def _as_json(name: str, value: Any) -> Any:
