@@ -752,7 +752,7 @@ def all_of_one_step(found) -> bool:
 def test_killed_process_leaves_complete_checkpoints(tmp_path):
     draw, interrupted = random.Random(0), 0
     for _ in range(20):
-        told = killed(save_until_killed, tmp_path, draw.randrange(300))
+        told = killed(save_until_killed, tmp_path, draw.randrange(60))
         interrupted += is_interrupted(tmp_path)
         found = load(tmp_path)
         assert found.step >= told

@@ -608,7 +608,7 @@ def train_and_tell(directory, cache, number, says) -> None:
 def test_killed_training_resumes_from_a_complete_checkpoint(tmp_path, whole):
     draw, before, interrupted = random.Random(0), 0, 0
     for _ in range(20):
-        told = killed(train_and_tell, tmp_path, whole[1], draw.randrange(300))
+        told = killed(train_and_tell, tmp_path, whole[1], draw.randrange(60))
         assert before < told < LONG * STEPS
         before = last_step(tmp_path)
         assert before >= told - 1  # during the write of its checkpoint
