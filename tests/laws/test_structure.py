@@ -72,7 +72,7 @@ BUDGETS = {
     "cluster": Size(1050, 9, 19),
     "jaxprs": Size(1895, 18, 23),
     "passes": Size(1450, 12, 24),
-    "engine": Size(5070, 55, 69),
+    "engine": Size(5050, 54, 67),
     "inspection": Size(1820, 15, 20),
     "data": Size(1450, 13, 28),
     "keras": Size(550, 7, 7),

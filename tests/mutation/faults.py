@@ -579,7 +579,7 @@ _OF_RUN = (
     ),
     Fault(
         "a program that keeps its step function",
-        f"{_RUN}/step.py",
+        f"{_RUN}/replica_function.py",
         "        self._fn = None\n",
         "        pass\n",
         ("tests/laws/test_lifetimes.py",),
@@ -607,9 +607,9 @@ _OF_RUN = (
     ),
     Fault(
         "a table of programs that grows forever",
-        f"{_RUN}/cache.py",
-        "return sum(sizes) > _MAX_PROGRAMS",
-        "return False",
+        f"{_RUN}/step.py",
+        "if sum(sizes) > _MAX_PROGRAMS:",
+        "if False:",
         ("tests/chaos/test_leaks.py", "tests/engine/test_runner.py"),
         is_slow=True,
     ),
@@ -623,8 +623,8 @@ _OF_RUN = (
     ),
     Fault(
         "a name that refers to another variable",
-        f"{_RUN}/captured.py",
-        "if variables and ids != referenced_ids(fn):",
+        f"{_RUN}/step.py",
+        "if self._captured and self._referenced != referenced_ids(fn):",
         "if False:",
         ("tests/engine/test_traces.py", "tests/engine/test_variables.py"),
         likely="rebound",

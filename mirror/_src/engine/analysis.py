@@ -24,8 +24,8 @@ from mirror._src.engine.plan import (
     unmerged_message,
 )
 from mirror._src.engine.reduce_op import ReduceOp
+from mirror._src.engine.replica_function import TracedStep
 from mirror._src.engine.scopes import replica
-from mirror._src.engine.step import TracedStep
 from mirror._src.jaxprs.marks import Mark
 from mirror._src.jaxprs.origins import lost_updates
 from mirror._src.jaxprs.proof import Notes, prove
@@ -84,7 +84,7 @@ def analyze(
         ReplicaDivergenceError: If the replicas' state would differ after the step.
         TypeError: If a batch statistic to average is not a floating-point number.
     """
-    step, jaxpr, n = traced.step, traced.jaxpr, traced.step.group.num_replicas_in_sync
+    step, jaxpr, n = traced.function, traced.jaxpr, traced.function.group.num_replicas_in_sync
     names, slots, notes, problems = call.input_names, call.slots, Notes(), list[str]()
     found = problems if reports else None
     marks = prove(jaxpr, step.per_replica, n, notes, found, names, step.axis_name)
@@ -131,14 +131,14 @@ def _state(
     call: Call, traced: TracedStep, plan: Plan, donated: Container[int] | None
 ) -> list[tuple[int, int]]:
     """Returns the positions of state among the inputs, and of its new value among the outputs."""
-    step, differs = traced.step, plan.per_replica_results
+    step, differs = traced.function, plan.per_replica_results
     carried = carried_state(call, step, traced.avals[: len(differs)], differs, donated)
     pairs = [(i, k) for k, i in enumerate(plan.changed) if not step.per_replica[i]]
     return pairs + [(i, len(plan.changed) + k) for i, k in carried]
 
 
 def _complete(notes: Notes, traced: TracedStep) -> None:
-    step, jaxpr = traced.step, traced.jaxpr
+    step, jaxpr = traced.function, traced.jaxpr
     if notes.shared_noise:
         notes.summed_noise = summed_noise(jaxpr, step.per_replica)
     notes.changed_in_place = step.changed_in_place
@@ -147,7 +147,7 @@ def _complete(notes: Notes, traced: TracedStep) -> None:
 
 
 def _finish(traced: TracedStep, plan: Plan) -> ClosedJaxpr:
-    step = traced.step
+    step = traced.function
     all_reduce = step.group.cross_device_ops.all_reduce
     num_inputs, num_results = len(step.avals), len(step.out_names)
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 from mirror._src.engine.arguments import is_number
 from mirror._src.engine.call import Call
 from mirror._src.engine.plan import cause, divergence_message
-from mirror._src.engine.step import Step
+from mirror._src.engine.replica_function import ReplicaFunction
 from mirror._src.jaxprs.marks import Mark
 
 _IF_INTENDED = (
@@ -47,7 +47,11 @@ class _Subtree(NamedTuple):
 
 
 def drift_message(
-    call: Call, step: Step, avals: Sequence[Any], marks: Sequence[Mark], names: Sequence[str]
+    call: Call,
+    step: ReplicaFunction,
+    avals: Sequence[Any],
+    marks: Sequence[Mark],
+    names: Sequence[str],
 ) -> str:
     """Returns the error message for a step that returns a donated, mirrored argument per-replica.
 
@@ -81,7 +85,7 @@ def drift_message(
 
 def carried_state(
     call: Call,
-    step: Step,
+    step: ReplicaFunction,
     avals: Sequence[Any],
     per_replica: Sequence[bool],
     donated: Container[int] | None,
@@ -112,14 +116,14 @@ def carried_state(
     return list(carried.items())
 
 
-def find_returned(call: Call, step: Step, avals: Sequence[Any]) -> set[int]:
+def find_returned(call: Call, step: ReplicaFunction, avals: Sequence[Any]) -> set[int]:
     """Returns the positions, in `layout.dynamic`, of arguments that may come back as results."""
     found = _matches(call, step, avals, None)
     return {i for _, matches in found for pairs in matches for i, _ in pairs}
 
 
 def _matches(
-    call: Call, step: Step, avals: Sequence[Any], argnums: Container[int] | None
+    call: Call, step: ReplicaFunction, avals: Sequence[Any], argnums: Container[int] | None
 ) -> Iterator[tuple[Any, list[_Pairs]]]:
     """Yields the structure of each argument, and of its children, with the results that match."""
     layout = call.layout

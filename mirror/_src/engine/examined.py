@@ -10,7 +10,7 @@ from mirror._src.devices.replicas import Kind
 from mirror._src.engine.call import Call
 from mirror._src.engine.compiled import MeshProgram
 from mirror._src.engine.program import StepProgram
-from mirror._src.engine.step import TracedStep
+from mirror._src.engine.replica_function import TracedStep
 from mirror._src.jaxprs.equations import arrays_in
 
 

@@ -23,8 +23,8 @@ from mirror._src.engine.executor import Executor, ReplicaProgram
 from mirror._src.engine.per_replica import PerReplica
 from mirror._src.engine.plan import Plan
 from mirror._src.engine.recent_arrays import KnownLeaves, MirroredCopies, RecentArrays
+from mirror._src.engine.replica_function import ReplicaFunction
 from mirror._src.engine.stale import captured_arrays
-from mirror._src.engine.step import Step
 from mirror._src.jaxprs.collective_eqns import is_collective, kind_of
 from mirror._src.jaxprs.equations import with_inner
 from mirror._src.passes.callbacks import CallbackGuard, calls_back
@@ -69,7 +69,7 @@ class StepProgram:
     ) -> None:
         traced, plan, notes = analysis.traced, analysis.plan, analysis.notes
         assert analysis.finish is not None  # `run` raises the problems of an analysis
-        step = traced.step
+        step = traced.function
         self.runs = 0
         self._name = step.name
         self._devices = executor.replicas.devices
@@ -217,7 +217,7 @@ def _kinds(per_replica: Sequence[bool], sharded: Mapping[int, int]) -> list[Kind
     return [Kind(is_own, sharded.get(i)) for i, is_own in enumerate(per_replica)]
 
 
-def _result_tree(step: Step, plan: Plan) -> Any:
+def _result_tree(step: ReplicaFunction, plan: Plan) -> Any:
     """Returns the structure of the results of `run`, with `PerReplica` for per-replica leaves."""
     per_replica = iter(plan.per_replica_results)
     slots = [

@@ -21,6 +21,7 @@ from mirror._src.cluster.ledger import ledger
 from mirror._src.devices.forked import require_not_forked, started_in
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.devices.transfer import require_not_lost
+from mirror._src.engine import step_warnings
 from mirror._src.engine.agreement import require_agreement
 from mirror._src.engine.analysis import Analysis, analyze
 from mirror._src.engine.argument_placer import ArgumentPlacer, require_canonical
@@ -33,9 +34,7 @@ from mirror._src.engine.arguments import (
     require_no_tracers,
     require_static,
 )
-from mirror._src.engine.cache import ProgramCache, StepCache
 from mirror._src.engine.call import Call
-from mirror._src.engine.captured import CapturedVariables, VariablesFound
 from mirror._src.engine.choice import choose
 from mirror._src.engine.cross_device_ops import CrossDeviceOps
 from mirror._src.engine.examined import ExaminedStep, examine, require_no_escaped_arrays
@@ -46,9 +45,16 @@ from mirror._src.engine.nnx.record import Record
 from mirror._src.engine.nnx.table import ObjectTable
 from mirror._src.engine.program import StepProgram
 from mirror._src.engine.replica_context import ReplicaGroup
+from mirror._src.engine.replica_function import (
+    Identity,
+    TracedStep,
+    Types,
+    VariablesFound,
+    trace_step,
+    types_of,
+)
 from mirror._src.engine.staged.executor import StagedExecutor
-from mirror._src.engine.step import Identity, TracedStep, Types, trace_step, types_of
-from mirror._src.engine.step_warnings import MAX_NEW_FUNCTIONS, StepWarnings
+from mirror._src.engine.step import Step, Steps
 from mirror._src.engine.variable import Variable
 from mirror._src.jaxprs.trace import abstract, abstract_row, context_token
 from mirror._src.passes.callbacks import in_callback
@@ -72,15 +78,13 @@ class Runner:
         self.replicas = replicas
         self._executor = choose(replicas, ops, shard_update=shard_update)
         self.holds_slices = self._executor.can_shard
-        self._cache = ProgramCache()
+        self._steps = Steps()
         self._group = group
         self._placer = ArgumentPlacer(group, replicas, holds_slices=self.holds_slices)
         self._objects = ObjectTable(replicas, holds_slices=self.holds_slices)
         self._host_values: HostValues | None = None
         if replicas.spans_processes:
             self._host_values = HostValues(self._objects)
-        self._captured = CapturedVariables()
-        self._warnings = StepWarnings()
         self._running = threading.RLock()
 
     def run(
@@ -102,9 +106,6 @@ class Runner:
                 raise
             store.require_not_stopped(error)  # of which this error is a consequence
 
-    def _warn_about_stale_arrays(self, fn: StepFunction, program: StepProgram) -> None:
-        self._warnings.warn_about_stale_arrays(fn, program.captured_arrays, program.runs)
-
     def borrow(self, tree: PyTree) -> PyTree:
         """Returns mirrored arrays for `run`; see `ArgumentPlacer.borrow`."""
         return self._placer.borrow(tree)
@@ -124,7 +125,7 @@ class Runner:
                 try:
                     return attempt(*arguments)
                 except VariablesFound as error:
-                    self._captured.add(fn, error.variables)
+                    self._steps.of(fn).capture(fn, error.variables)
 
     def _run(
         self,
@@ -134,9 +135,9 @@ class Runner:
         donate_argnums: tuple[int, ...],
     ) -> Any:
         try:
-            step = self._cache.get(fn) or self._cache.of(fn)
+            step = self._steps.get(fn) or self._steps.of(fn)
         except TypeError:  # not hashable: rejected later
-            step = StepCache(fn)
+            step = Step(fn)
         placed: list[Any] | None = None
         found: tuple[Any, StepProgram] | None = None
         reshards = False
@@ -164,7 +165,9 @@ class Runner:
                     if self._host_values is not None:
                         self._agree(call, program, passed, leaves, prepared.new)
                     if program.captured_arrays:
-                        self._warn_about_stale_arrays(fn, program)
+                        step_warnings.warn_about_stale_arrays(
+                            step.warned, fn, program.captured_arrays, program.runs
+                        )
                     try:
                         ready = self._placer.copy_repeated(call, leaves, program, prepared)
                         if prepared.expected is None or prepared.expected:
@@ -266,7 +269,7 @@ class Runner:
 
         def attempt() -> ExaminedStep:
             objects, tree = hoist_nested(args, {})
-            leaves, layout = self._flatten(fn, tree, self._cache_of(fn))
+            leaves, layout = self._flatten(fn, tree, self._step_of(fn))
             require_static(fn, tree, layout, leaves)
             captured = self.captured(fn)
             objects = [*objects, *captured]
@@ -290,7 +293,7 @@ class Runner:
     ) -> tuple[Call, list[Any]]:
         """Returns a call and its leaves on the replicas' devices."""
         with self._running:
-            call = self._call(fn, self._cache_of(fn), args, kwargs, ())
+            call = self._call(fn, self._step_of(fn), args, kwargs, ())
             leaves = self._placer.place(call, call.layout.dynamic_leaves(call.leaves))
         for i in call.layout.per_replica:
             self._placer.require_num_replicas(call, i, leaves[i])
@@ -299,7 +302,7 @@ class Runner:
     def _call(
         self,
         fn: StepFunction,
-        step: StepCache,
+        step: Step,
         args: Sequence[Any],
         kwargs: dict[str, Any],
         donate_argnums: tuple[int, ...],
@@ -310,7 +313,7 @@ class Runner:
             step.depth += 1
             objects, tree = HOISTS[step.depth](args, kwargs)
             leaves, layout = self._flatten(fn, tree, step)
-        captured = self.captured(fn) if Variable.in_use else ()
+        captured = step.captured(fn) if Variable.in_use else ()
         objects = [*objects, *captured] if captured else objects
         record, state = None, list[Any]()
         if objects:
@@ -320,15 +323,15 @@ class Runner:
 
     def captured(self, fn: StepFunction) -> Sequence[Variable]:
         """Returns the variables that the step is known to use without receiving them."""
-        return self._captured.of(fn)
+        return self._step_of(fn).captured(fn)
 
-    def _cache_of(self, fn: StepFunction) -> StepCache:
+    def _step_of(self, fn: StepFunction) -> Step:
         try:
-            return self._cache.of(fn)
+            return self._steps.of(fn)
         except TypeError:  # not hashable: rejected later
-            return StepCache(fn)
+            return Step(fn)
 
-    def _flatten(self, fn: StepFunction, tree: Any, step: StepCache) -> tuple[list[Any], Layout]:
+    def _flatten(self, fn: StepFunction, tree: Any, step: Step) -> tuple[list[Any], Layout]:
         leaves, treedef = jax.tree.flatten(tree)
         types = tuple(map(type, leaves))
         layout = step.layouts.get((treedef, types))
@@ -352,7 +355,7 @@ class Runner:
             self._placer.require_num_replicas(call, i, leaves[i])
         types = types_of(call, leaves)
         exact = (key, types, Identity(context_token()))
-        step = self._cache.of(call.fn)
+        step = self._steps.of(call.fn)
         with step.making(exact):
             program = step.programs.get(exact)
             if program is None:
@@ -385,7 +388,7 @@ class Runner:
         return self._with_variables(fn, attempt)
 
     def _trace(self, call: Call, types: Types) -> TracedStep:
-        known = self._cache.of(call.fn).traces
+        known = self._steps.of(call.fn).traces
         return trace_step(self._group, self.replicas.axis_name, call, types, known)
 
     def _analyze(self, call: Call, types: Types, *, reports: bool = False) -> Analysis:
@@ -403,13 +406,12 @@ class Runner:
         analysis = self._analyze(call, types)
         program = StepProgram(analysis, call, self._executor)
         self._placer.accept_sharded(program.final)
-        self._warnings.warn_about_proof(call, analysis.notes, analysis.marks, len(self.replicas))
-        self._warnings.warn_about_lost_updates(call, analysis.notes)
-        self._warnings.warn_about_leaks(call.fn)
-        if self._cache.num_dropped(call.fn) >= MAX_NEW_FUNCTIONS - 1:
-            self._warnings.warn_about_recompilation(call.fn)
-        if self._cache.is_full:
-            self._cache.clear()
-            self._captured.clear()
-            self._warnings.clear()
+        warned, lone = self._steps.of(call.fn).warned, self._steps.lone(call.fn)
+        notes, n = analysis.notes, len(self.replicas)
+        step_warnings.warn_about_proof(warned, call, notes, analysis.marks, n)
+        step_warnings.warn_about_lost_updates(warned, call, notes)
+        step_warnings.warn_about_leaks(warned, call.fn)
+        if lone is not None and lone.count >= step_warnings.MAX_NEW_FUNCTIONS - 1:
+            step_warnings.warn_about_recompilation(lone.warned, call.fn)
+        self._steps.limit_size()
         return program

@@ -1,4 +1,4 @@
-"""Warnings about valid steps that are probably mistakes."""
+"""Warnings about valid steps that are probably mistakes: each is issued once per step."""
 
 import re
 import warnings
@@ -17,7 +17,6 @@ from mirror._src.base.naming import (
     name_of,
 )
 from mirror._src.base.types import StepFunction
-from mirror._src.base.weak_table import WeakTable
 from mirror._src.engine.call import Call
 from mirror._src.engine.closures import leaked_names
 from mirror._src.engine.stale import is_time_to_look, stale_array
@@ -27,136 +26,132 @@ from mirror._src.jaxprs.proof import Notes
 MAX_NEW_FUNCTIONS = 3
 
 
-class StepWarnings:
-    """Issues every warning once per step."""
+def warn_about_proof(
+    warned: set[str], call: Call, notes: Notes, marks: Sequence[Mark], num_replicas: int
+) -> None:
+    """Warns about the notes of the proof, once per function.
 
-    def __init__(self) -> None:
-        self._warned: WeakTable[set[str]] = WeakTable()  # by function or code
+    Args:
+        warned: Kinds of the warnings about this step that were issued.
+        call: The call that was proved.
+        notes: Notes of the proof.
+        marks: Marks of the outputs.
+        num_replicas: Number of replicas.
+    """
+    if is_our_module(getattr(call.fn, "__module__", None)) or num_replicas == 1:
+        return
+    name, texts = name_of(call.fn), {}
+    is_data = [np.ndim(leaf) > 0 for leaf in call.layout.dynamic_leaves(call.leaves)]
+    if notes.idle_collectives and any(is_data):
+        texts["undistributed"] = (
+            f"{name} computes the same on all {num_replicas} replicas: the collective at "
+            f"{notes.idle_collectives[0]} reduces values that are already equal. Pass batches "
+            "from strategy.distribute_dataset(dataset), which splits them across the replicas."
+        )
+    lines = dict.fromkeys(notes.shared_noise)
+    if summed := [line for line in lines if line in notes.summed_noise]:
+        texts["summed noise"] = (
+            f"{name} adds the same random numbers on all {num_replicas} replicas, sampled at "
+            f"{', '.join(summed)}, to values that it then all-reduces. A key per replica would "
+            "add other noise on each of them. Add the noise once, as for private "
+            'gradients, after mirror.all_reduce("sum", grads).'
+        )
+    if own := [line for line in lines if line not in notes.summed_noise]:
+        texts["noise"] = (
+            f"{name} applies the same random numbers on all {num_replicas} replicas, "
+            f"sampled at {', '.join(own)}. For noise that differs between replicas, sample "
+            "with mirror.get_replica_context().fold_in(key). Add noise for a sum, such as "
+            "private gradients, after the all-reduce."
+        )
+    assumed = sorted({line for mark in marks if not mark.per_replica for line in mark.assumed})
+    if assumed:
+        texts["pure"] = (
+            f"{name} assumes that {', '.join(assumed)} returns the same on all replicas, "
+            "because the callback is declared pure. If it is not, the replicas diverge: "
+            'all-reduce its result, mirror.all_reduce("mean", y).'
+        )
+    for kind, text in texts.items():
+        if _is_first(warned, kind):
+            warnings.warn(text, stacklevel=depth_of_user())
 
-    def warn_about_proof(
-        self, call: Call, notes: Notes, marks: Sequence[Mark], num_replicas: int
-    ) -> None:
-        """Warns about the notes of the proof, once per function.
 
-        Args:
-            call: The call that was proved.
-            notes: Notes of the proof.
-            marks: Marks of the outputs.
-            num_replicas: Number of replicas.
-        """
-        if is_our_module(getattr(call.fn, "__module__", None)) or num_replicas == 1:
-            return
-        name, texts = name_of(call.fn), {}
-        is_data = [np.ndim(leaf) > 0 for leaf in call.layout.dynamic_leaves(call.leaves)]
-        if notes.idle_collectives and any(is_data):
-            texts["undistributed"] = (
-                f"{name} computes the same on all {num_replicas} replicas: the collective at "
-                f"{notes.idle_collectives[0]} reduces values that are already equal. Pass batches "
-                "from strategy.distribute_dataset(dataset), which splits them across the replicas."
-            )
-        lines = dict.fromkeys(notes.shared_noise)
-        if summed := [line for line in lines if line in notes.summed_noise]:
-            texts["summed noise"] = (
-                f"{name} adds the same random numbers on all {num_replicas} replicas, sampled at "
-                f"{', '.join(summed)}, to values that it then all-reduces. A key per replica would "
-                "add other noise on each of them. Add the noise once, as for private "
-                'gradients, after mirror.all_reduce("sum", grads).'
-            )
-        if own := [line for line in lines if line not in notes.summed_noise]:
-            texts["noise"] = (
-                f"{name} applies the same random numbers on all {num_replicas} replicas, "
-                f"sampled at {', '.join(own)}. For noise that differs between replicas, sample "
-                "with mirror.get_replica_context().fold_in(key). Add noise for a sum, such as "
-                "private gradients, after the all-reduce."
-            )
-        assumed = sorted({line for mark in marks if not mark.per_replica for line in mark.assumed})
-        if assumed:
-            texts["pure"] = (
-                f"{name} assumes that {', '.join(assumed)} returns the same on all replicas, "
-                "because the callback is declared pure. If it is not, the replicas diverge: "
-                'all-reduce its result, mirror.all_reduce("mean", y).'
-            )
-        for kind, text in texts.items():
-            if self._is_first(call.fn, kind):
-                warnings.warn(text, stacklevel=depth_of_user())
+def warn_about_lost_updates(warned: set[str], call: Call, notes: Notes) -> None:
+    """Warns about new values of arguments that the step computes and does not return."""
+    if is_our_module(getattr(call.fn, "__module__", None)) or not notes.lost_updates:
+        return
+    if not _is_first(warned, "lost"):
+        return
+    step_name, names = name_of(call.fn), call.input_names
+    lost = list(dict.fromkeys(names[update.input] for update in notes.lost_updates))
+    more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+    _, collective, line = notes.lost_updates[0]
+    changed = {_path_name(call, path) for path in notes.changed_in_place}
+    why = "which does not return it"
+    if lost[0] in changed:
+        why = "which changed it in place: each replica changed its own copy"
+    state = re.split(r"[.\[]", lost[0])[0]
+    warnings.warn(
+        f"The new {lost[0]}{more}, computed at {line} from the all-reduce at {collective}, is "
+        f"lost: it reaches no result of {step_name}, {why}. Return the new state, and pass it "
+        f"to the next call: {state}, loss = strategy.run({step_name}, ({state}, batch)).",
+        stacklevel=depth_of_user(),
+    )
 
-    def warn_about_lost_updates(self, call: Call, notes: Notes) -> None:
-        """Warns about new values of arguments that the step computes and does not return."""
-        if is_our_module(getattr(call.fn, "__module__", None)) or not notes.lost_updates:
-            return
-        if not self._is_first(call.fn, "lost"):
-            return
-        step_name, names = name_of(call.fn), call.input_names
-        lost = list(dict.fromkeys(names[update.input] for update in notes.lost_updates))
-        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
-        _, collective, line = notes.lost_updates[0]
-        changed = {_path_name(call, path) for path in notes.changed_in_place}
-        why = "which does not return it"
-        if lost[0] in changed:
-            why = "which changed it in place: each replica changed its own copy"
-        state = re.split(r"[.\[]", lost[0])[0]
+
+def warn_about_leaks(warned: set[str], fn: StepFunction) -> None:
+    """Warns about traced values that a step has stored outside itself, once per function."""
+    if is_our_module(getattr(fn, "__module__", None)):
+        return
+    leaked = leaked_names(fn)
+    if not leaked or not _is_first(warned, "leaks"):
+        return
+    name = name_of(fn)
+    stored = ", ".join(f"{path} ({describe(value)})" for path, value in leaked[:3])
+    container = leaked[0][0].partition("[")[0]
+    fix = f"{container}.append(value)" if "[" in leaked[0][0] else f"{container} = value"
+    warnings.warn(
+        f"{name} stored traced values outside the step: {stored}. They never receive numbers, "
+        "because the step is traced once and runs compiled. Return the value, and store the "
+        f"result: value = strategy.run({name}, args); {fix}.",
+        stacklevel=depth_of_user(),
+    )
+
+
+def warn_about_stale_arrays(
+    warned: set[str], fn: StepFunction, captured: Mapping[str, Any], runs: int
+) -> None:
+    """Warns about a captured array that was replaced since the step was compiled.
+
+    Args:
+        warned: Kinds of the warnings about this step that were issued.
+        fn: The step.
+        captured: The program's `captured_arrays`.
+        runs: Number of completed runs of the program.
+    """
+    if not is_time_to_look(runs):
+        return
+    message = stale_array(fn, captured)
+    if message is not None and _is_first(warned, "stale"):
+        warnings.warn(message, stacklevel=depth_of_user())
+
+
+def warn_about_recompilation(warned: set[str], fn: StepFunction) -> None:
+    """Warns about a step that is a new function object in every call."""
+    code = code_of(fn)
+    if code is not None and _is_first(warned, "recompiled"):
         warnings.warn(
-            f"The new {lost[0]}{more}, computed at {line} from the all-reduce at {collective}, is "
-            f"lost: it reaches no result of {step_name}, {why}. Return the new state, and pass it "
-            f"to the next call: {state}, loss = strategy.run({step_name}, ({state}, batch)).",
+            f"{name_of(fn)} ({code.co_filename}:{code.co_firstlineno}) was recompiled "
+            f"{MAX_NEW_FUNCTIONS} times because each call passes a new function object. "
+            "Define it once, outside the loop, and pass the changing values as arguments.",
             stacklevel=depth_of_user(),
         )
 
-    def warn_about_leaks(self, fn: StepFunction) -> None:
-        """Warns about traced values that a step has stored outside itself, once per function."""
-        if is_our_module(getattr(fn, "__module__", None)):
-            return
-        leaked = leaked_names(fn)
-        if not leaked or not self._is_first(fn, "leaks"):
-            return
-        name = name_of(fn)
-        stored = ", ".join(f"{path} ({describe(value)})" for path, value in leaked[:3])
-        container = leaked[0][0].partition("[")[0]
-        fix = f"{container}.append(value)" if "[" in leaked[0][0] else f"{container} = value"
-        warnings.warn(
-            f"{name} stored traced values outside the step: {stored}. They never receive numbers, "
-            "because the step is traced once and runs compiled. Return the value, and store the "
-            f"result: value = strategy.run({name}, args); {fix}.",
-            stacklevel=depth_of_user(),
-        )
 
-    def warn_about_stale_arrays(
-        self, fn: StepFunction, captured: Mapping[str, Any], runs: int
-    ) -> None:
-        """Warns about a captured array that was replaced since the step was compiled.
-
-        Args:
-            fn: The step.
-            captured: The program's `captured_arrays`.
-            runs: Number of completed runs of the program.
-        """
-        if not is_time_to_look(runs):
-            return
-        message = stale_array(fn, captured)
-        if message is not None and self._is_first(fn, "stale"):
-            warnings.warn(message, stacklevel=depth_of_user())
-
-    def warn_about_recompilation(self, fn: StepFunction) -> None:
-        """Warns about a step that is a new function object in every call."""
-        code = code_of(fn)
-        if code is not None and self._is_first(code, "recompiled"):
-            warnings.warn(
-                f"{name_of(fn)} ({code.co_filename}:{code.co_firstlineno}) was recompiled "
-                f"{MAX_NEW_FUNCTIONS} times because each call passes a new function object. "
-                "Define it once, outside the loop, and pass the changing values as arguments.",
-                stacklevel=depth_of_user(),
-            )
-
-    def _is_first(self, fn: Any, kind: str) -> bool:
-        """Whether a function, or a code object, gets this warning for the first time."""
-        warned = self._warned.set_default(fn, set())
-        is_first = kind not in warned
-        warned.add(kind)
-        return is_first
-
-    def clear(self) -> None:
-        """Forgets which warnings were issued."""
-        self._warned.clear()
+def _is_first(warned: set[str], kind: str) -> bool:
+    """Whether a step gets this warning for the first time."""
+    is_first = kind not in warned
+    warned.add(kind)
+    return is_first
 
 
 def _path_name(call: Call, path: Sequence[Any]) -> str:

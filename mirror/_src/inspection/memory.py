@@ -44,7 +44,7 @@ def memory_report(examined: ExaminedStep, replicas: ReplicaDevices) -> MemoryRep
             `jax.ShapeDtypeStruct`s.
         replicas: Devices of the replicas.
     """
-    step = examined.traced.step
+    step = examined.traced.function
     is_estimate = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in examined.leaves)
     places = [*_state_places(examined.call), *_argument_places(examined)]
     rows = []
@@ -116,7 +116,7 @@ def _argument_places(examined: ExaminedStep) -> Iterator[_Place]:
     `opt_state`, as an attribute, key or argument. Remaining arguments are state if the step returns
     a result with the same structure.
     """
-    call, step = examined.call, examined.traced.step
+    call, step = examined.call, examined.traced.function
     avals = examined.traced.avals[: len(step.out_names)]
     returned = find_returned(call, step, avals)
     args, kwargs = call.tree

@@ -128,7 +128,7 @@ def describe_program(
     """Implements `Strategy.inspect`."""
     call, analysis = runner.analyzed(fn, args, kwargs)
     traced, final = analysis.traced, analysis.final
-    step, avals, finish = traced.step, traced.avals, analysis.finish
+    step, avals, finish = traced.function, traced.avals, analysis.finish
     results, after, _ = traced.split(analysis.marks)
     ends = len(results), len(results) + step.num_state
     after_step = set(map(id, equations(finish.jaxpr))) if finish is not None else set[int]()

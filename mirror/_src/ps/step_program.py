@@ -250,10 +250,10 @@ class StepProgram:
         _, traced = self._strategy._runner.traced(step, arguments, {})
         inputs = [
             Join.OWN if is_own or jnp.issubdtype(aval.dtype, jax.dtypes.prng_key) else Join.SAME
-            for aval, is_own in zip(traced.step.avals, traced.step.per_replica, strict=True)
+            for aval, is_own in zip(traced.function.avals, traced.function.per_replica, strict=True)
         ]
         joins = find_joins(traced.jaxpr, inputs, self._strategy.num_replicas_in_sync)
-        num_results = traced.step.out_tree.num_leaves - len(traced.step.static_results)
+        num_results = traced.function.out_tree.num_leaves - len(traced.function.static_results)
         if Join.NONE in joins[:num_results]:  # states follow
             raise ValueError(
                 f"{name_of(users_function(self._fn))} reduces or gathers over the replicas, for "

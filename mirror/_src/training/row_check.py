@@ -205,7 +205,7 @@ class RowCheck:
         for known, mixing in self._known:
             if known == (program, only_rows):
                 return mixing
-        own = traced.step.per_replica
+        own = traced.function.per_replica
         avals: list[Any] = [var.aval for var in program.jaxpr.invars]
         size = avals[-1].shape[axis]
         first_argument = len(own) - len(call.layout.dynamic)
