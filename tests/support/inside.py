@@ -53,7 +53,15 @@ from mirror._src.devices import launches as launch_records
 from mirror._src.devices import state as device_state
 from mirror._src.devices import unused_gpus as unused_gpu_module
 from mirror._src.devices.replicas import ReplicaDevices
-from mirror._src.engine import argument_placer, choice, compiled, executor, per_replica, scopes
+from mirror._src.engine import (
+    argument_placer,
+    choice,
+    compiled,
+    executor,
+    per_replica,
+    runner,
+    scopes,
+)
 from mirror._src.engine.nnx.structure import Structure
 from mirror._src.inspection import explanation as explain_report
 from mirror._src.inspection import measurement as trial
@@ -321,7 +329,7 @@ def pretended_types(types: Iterable[str]) -> Iterator[None]:
 
 def programs(strategy: mirror.Strategy) -> list[Any]:
     """The compiled programs of a strategy: users see only that a call is slow."""
-    found = (p for step in strategy._runner._cache.steps for p in step.programs.values())
+    found = (p for step in strategy._runner._steps._steps.values() for p in step.programs.values())
     return list({id(program): program for program in found}.values())
 
 
@@ -492,7 +500,7 @@ def name_tables() -> list[other_names.NameTable]:
 
 def plant_bug(call: Callable[[], object], filename: str, patch: pytest.MonkeyPatch) -> None:
     """Makes `Strategy.run` call a function of a test as its own: the package has no bug to show."""
-    patch.setattr(strategy_base, "require_call", lambda *_: call())
+    patch.setattr(runner.Runner, "run", lambda *_: call())
     patch.setattr(tracebacks, "is_own", lambda name: name == filename)
 
 
