@@ -111,7 +111,7 @@ class Case:
         step, make = CORPUS[name]
         args = make()
         traced = inside.traced(cpu_strategy(N), step, args)
-        self.jaxpr, self.step = traced.jaxpr, traced.step
+        self.jaxpr, self.step = traced.jaxpr, traced.function
         self.marks = prove(self.jaxpr, self.step.per_replica, N)
         self.leaves = [
             leaf.stacked if is_per_replica(leaf) else leaf
