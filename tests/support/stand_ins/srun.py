@@ -109,8 +109,8 @@ def _counts(num_nodes: int, per_node: int) -> str:
 def _wait(tasks: list[subprocess.Popen[bytes]], hosts: list[str], per_node: int, ends: int) -> int:
     deadline, shown = None, set()
     while True:
-        for i, task in enumerate(tasks):
-            status = task.poll()
+        statuses = [task.poll() for task in tasks]
+        for i, status in enumerate(statuses):
             if not status or i in shown:
                 continue
             shown.add(i)
@@ -121,9 +121,8 @@ def _wait(tasks: list[subprocess.Popen[bytes]], hosts: list[str], per_node: int,
             if ends and deadline is None:
                 _send(tasks, signal.SIGTERM)
                 deadline = time.monotonic() + _KILL_WAIT_SECS
-        statuses = [task.poll() for task in tasks]
-        if None not in statuses:
-            ended = [task.returncode for task in tasks]
+        ended = [status for status in statuses if status is not None]
+        if len(ended) == len(tasks):  # and all are shown
             return max(status if status >= 0 else 128 - status for status in ended)
         if deadline is not None and time.monotonic() > deadline:
             _send(tasks, signal.SIGKILL)
