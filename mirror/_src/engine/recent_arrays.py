@@ -160,13 +160,17 @@ class MirroredCopies:
 
     def use(self, leaves: list[Any]) -> list[Any]:
         """Returns the leaves with copies in place of the arrays that the last call had, too."""
-        if not self._copies:
+        kept = list(self._copies.values())  # an array may be freed at any time
+        if not kept:
             return leaves
-        positions, originals, copies = zip(*self._copies.values(), strict=True)
+        positions, originals, copies = zip(*kept, strict=True)
         if any_deleted(copies):
             return leaves
         passed = map(leaves.__getitem__, positions)
-        are_same = map(operator.is_, passed, map(operator.call, originals))
+        are_same = list(map(operator.is_, passed, map(operator.call, originals)))
+        if True not in are_same:
+            self._copies.clear()
+            return leaves
         leaves = list(leaves)
         for i, copy in itertools.compress(zip(positions, copies, strict=True), are_same):
             leaves[i] = copy
