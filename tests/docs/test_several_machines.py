@@ -100,7 +100,7 @@ def in_slurm(tmp_path):
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=180,
+            timeout=900,
             check=False,
         )
 
@@ -159,7 +159,7 @@ def on_ray(code, directory, *paths):
             cwd=directory,
             capture_output=True,
             text=True,
-            timeout=180,
+            timeout=900,
             check=False,
         )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -190,7 +190,7 @@ running = [worker.train.remote(address, i) for i, worker in enumerate(workers)]
 print("train:", sorted(pipe.readline().strip() for _ in workers))
 ray.kill(workers[1])
 try:
-    ray.get(running[0], timeout=100)
+    ray.get(running[0], timeout=900)
 except ray.exceptions.GetTimeoutError:
     raise
 except ray.exceptions.RayError as error:

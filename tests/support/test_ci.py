@@ -59,7 +59,7 @@ def run(folder: Path, *, versions=VERSIONS, fails="nothing", **variables: str):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=900,
         check=False,
     )
     return done, calls.read_text()

@@ -327,7 +327,7 @@ def test_script_receives_signals(number, tmp_path):
         assert process.stdout is not None
         assert int(process.stdout.readline()) == process.pid, "the same process"
         process.send_signal(number)
-        assert process.wait(timeout=30) == -number
+        assert process.wait(timeout=900) == -number
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ def start(arguments: list[str], **options) -> subprocess.CompletedProcess[str]:
         cwd=fresh.ROOT,
         stderr=subprocess.PIPE,
         text=True,
-        timeout=100,
+        timeout=900,
         check=False,
         **options,
     )
@@ -62,7 +62,7 @@ def test_console_script_starts_without_jax():
 @pytest.mark.parametrize("module", ["mirror", "mirror_cli"])
 def test_package_runs_as_a_module(module):
     command = [sys.executable, "-m", module, "--version"]
-    done = subprocess.run(command, cwd=fresh.ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=fresh.ROOT, capture_output=True, text=True, timeout=900)
     assert (done.returncode, done.stdout) == (0, f"mirror {mirror.__version__}\n")
 
 
@@ -136,7 +136,7 @@ def test_completion_prints_a_script(shell, capsys):
     assert "mirror" in script
     if shutil.which(shell):
         check = {"bash": ["-n"], "zsh": ["-n"], "fish": ["--no-execute"]}[shell]
-        subprocess.run([shell, *check], input=script, text=True, check=True, timeout=30)
+        subprocess.run([shell, *check], input=script, text=True, check=True, timeout=900)
 
 
 COMPLETIONS = {
