@@ -22,12 +22,11 @@ from mirror._src.jaxprs.equations import (
 from mirror._src.passes.pack import count, join, packed, split
 from mirror._src.passes.program import (
     Atom,
-    Constant,
     Operation,
     Program,
     Settings,
-    Value,
     needs_barrier,
+    walk_operations,
 )
 
 Rule: TypeAlias = Callable[[JaxprEqn, list[Any]], Sequence[Any]]
@@ -100,15 +99,7 @@ class Lowering(Evaluation):
 
     def run(self, program: Program, arguments: Sequence[Any]) -> list[Any]:
         """Returns the outputs of a flat program."""
-        values: dict[Value, Any] = dict(zip(program.inputs, arguments, strict=True))
-
-        def read(atom: Atom) -> Any:
-            return self.constant(atom.value) if isinstance(atom, Constant) else values[atom]
-
-        for operation in program.operations:
-            outputs = self.evaluate(operation, list(map(read, operation.inputs)))
-            values.update(zip(operation.outputs, outputs, strict=True))
-        return list(map(read, program.outputs))
+        return walk_operations(program, arguments, self.constant, self.evaluate)
 
     def evaluate(self, operation: Operation, operands: list[Any]) -> list[Any]:
         """Returns the outputs of one operation of a flat program."""

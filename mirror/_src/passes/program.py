@@ -219,6 +219,24 @@ def flatten(
     return Program(inputs, operations, outputs)
 
 
+def walk_operations(
+    program: Program,
+    arguments: Sequence[Any],
+    constant: Callable[[Any], Any],
+    evaluate: Callable[[Operation, list[Any]], Sequence[Any]],
+) -> list[Any]:
+    """Interprets a flat program, operation by operation, as `walk` interprets a jaxpr."""
+    values: dict[Value, Any] = dict(zip(program.inputs, arguments, strict=True))
+
+    def read(atom: Atom) -> Any:
+        return constant(atom.value) if isinstance(atom, Constant) else values[atom]
+
+    for operation in program.operations:
+        outputs = evaluate(operation, list(map(read, operation.inputs)))
+        values.update(zip(operation.outputs, outputs, strict=True))
+    return list(map(read, program.outputs))
+
+
 def needs_barrier(eqn: JaxprEqn) -> bool:
     """Whether XLA must not merge the call with operations outside, as in JAX's own lowering."""
     return bool(eqn.params.get("differentiated") and eqn.params.get("prevent_cse"))

@@ -45,6 +45,7 @@ from mirror._src.passes.program import (
     Program,
     Settings,
     Value,
+    walk_operations,
 )
 from mirror._src.passes.staging.ir import (
     Branch,
@@ -105,15 +106,7 @@ class _Builder:
 
     def add_program(self, program: Program, arguments: Sequence[Atom]) -> list[Atom]:
         """Adds the operations of a flat program."""
-        values: dict[Value, Atom] = dict(zip(program.inputs, arguments, strict=True))
-
-        def read(atom: Atom) -> Atom:
-            return self.constant(atom.value) if isinstance(atom, Constant) else values[atom]
-
-        for operation in program.operations:
-            outputs = self.operation(operation, list(map(read, operation.inputs)))
-            values.update(zip(operation.outputs, outputs, strict=True))
-        return list(map(read, program.outputs))
+        return walk_operations(program, arguments, self.constant, self.operation)
 
     def add_whole(self, program: ClosedJaxpr, arguments: Sequence[Atom]) -> list[Value]:
         """Adds a program without collectives as a single step, so that it may use a `Ref`."""
