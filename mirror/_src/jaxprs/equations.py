@@ -242,6 +242,20 @@ class Interpreter(abc.ABC, Generic[T]):
         return [self.chosen(predicate, cases) for cases in zip(*branches, strict=True)]
 
 
+class StraightInterpreter(Interpreter[T]):
+    """Base class of passes that evaluate calls only: loops and branches are leaves."""
+
+    def chosen(self, _predicate: T, cases: Sequence[T]) -> T:
+        """Is not called: it joins the facts of loops and branches."""
+        raise AssertionError(cases)
+
+    def scan(self, eqn: JaxprEqn, operands: list[T]) -> list[T]:
+        """Returns the facts about the results, as for any other operation."""
+        return list(self.leaf(eqn, operands))
+
+    while_loop = cond = scan
+
+
 def _count_equal_ranks(outer: Sequence[Any], inner: Sequence[Any]) -> int:
     return sum(len(o.aval.shape) == len(i.aval.shape) for o, i in zip(outer, inner, strict=True))
 

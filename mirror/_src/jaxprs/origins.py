@@ -9,7 +9,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from mirror._src.jaxprs.collective_eqns import ALL_REDUCES, has_effects, spans_whole_axis
 from mirror._src.jaxprs.ensure import ensured_p
-from mirror._src.jaxprs.equations import Interpreter, called, inner_programs, jaxpr_of
+from mirror._src.jaxprs.equations import StraightInterpreter, called, inner_programs, jaxpr_of
 from mirror._src.jaxprs.primitives import ADDITION, CASTING, PASSING, PICKING, SHAPING
 from mirror._src.jaxprs.user_lines import line_within
 
@@ -119,7 +119,7 @@ class _Value:
         return line_within(self.eqn, self.within)
 
 
-class _Pass(Interpreter[_Value]):
+class _Pass(StraightInterpreter[_Value]):
     """Records the values of one program. Loops and branches are operations.
 
     Attributes:
@@ -133,9 +133,6 @@ class _Pass(Interpreter[_Value]):
     def constant(self, _: Any) -> _Value:
         return _Value()
 
-    def chosen(self, predicate: _Value, cases: Sequence[_Value]) -> _Value:
-        raise NotImplementedError  # loops and branches are leaves
-
     def leaf(self, eqn: JaxprEqn, operands: list[_Value]) -> list[_Value]:
         if eqn.primitive is ensured_p:  # computes nothing
             return operands
@@ -143,8 +140,6 @@ class _Pass(Interpreter[_Value]):
         results = [_Value(eqn, operands, tuple(self.within)) for _ in range(num or 1)]
         self.values += results
         return results[:num]
-
-    scan = while_loop = cond = leaf
 
 
 def _fits(eqn: JaxprEqn, old: Any) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from mirror._src.jaxprs.collective_eqns import ALL_REDUCES, is_replica_source
-from mirror._src.jaxprs.equations import Interpreter
+from mirror._src.jaxprs.equations import StraightInterpreter
 from mirror._src.jaxprs.primitives import (
     ADDITION,
     CASTING,
@@ -59,7 +59,7 @@ class _Facts(NamedTuple):
     carried: _Lines = frozenset()
 
 
-class _Pass(Interpreter[_Facts]):
+class _Pass(StraightInterpreter[_Facts]):
     """Search in one program. Noise inside loops and branches does not count as summed.
 
     Attributes:
@@ -75,15 +75,10 @@ class _Pass(Interpreter[_Facts]):
     def constant(self, _: Any) -> _Facts:
         return _Facts()
 
-    def chosen(self, predicate: _Facts, cases: Sequence[_Facts]) -> _Facts:
-        raise NotImplementedError  # loops and branches are leaves
-
     def leaf(self, eqn: JaxprEqn, operands: list[_Facts]) -> list[_Facts]:
         if eqn.primitive.name in PASSING:
             return operands
         return [self._result(eqn, operands)] * len(eqn.outvars)
-
-    scan = while_loop = cond = leaf
 
     def _result(self, eqn: JaxprEqn, operands: list[_Facts]) -> _Facts:
         name = eqn.primitive.name
