@@ -19,6 +19,7 @@ from flax import nnx
 import mirror
 from mirror import AllReduce, PerReplica, ReductionToOneDevice
 from tests.support import inside
+from tests.support.inside import pretended_types
 from tests.support.messages import assert_message, raises
 from tests.support.steps import context
 from tests.support.strategies import cpu_strategy
@@ -55,6 +56,25 @@ class InHalfPrecision(mirror.CrossDeviceOps):
         if received[0].dtype == np.float32:
             received = [value.astype(np.float16).astype(np.float32) for value in received]
         return super().reduce_implementation(op, iter(received))
+
+
+class StackedHalves(mirror.CrossDeviceOps):
+    """Sends halves, on the devices."""
+
+    def reduce_stacked(self, op, stacked):
+        if stacked.dtype == jnp.float32:
+            stacked = stacked.astype(jnp.float16).astype(jnp.float32)
+        return getattr(stacked, op.value)(axis=0)
+
+
+class ReturningStacked(mirror.CrossDeviceOps):
+    """Returns what a function makes of all replicas' values."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def reduce_stacked(self, op, stacked):
+        return self.function(stacked)
 
 
 class Returning(mirror.CrossDeviceOps):
@@ -536,6 +556,7 @@ MADE = Made(
         "on the host": ReductionToOneDevice,
         "on the host, one by one": lambda: ReductionToOneDevice(pack_bytes=0),
         "of the user": InHalfPrecision,
+        "of the user, on the devices": StackedHalves,
     }
 )
 
@@ -618,8 +639,106 @@ def test_custom_ops_define_the_reduction(caplog):
         assert float(got) == 3 * 2048
     assert float(strategy.reduce("mean", value)) == float(ops.reduce("mean", value)) == 2048
     assert float(strategy.reduce("max", value)) == 2048
-    with pytest.raises(TypeError, match="abstract"):
-        mirror.CrossDeviceOps()
+
+
+LAYOUTS = {
+    "pmap": lambda: cpu_strategy(4, cross_device_ops=StackedHalves()),
+    "pairs": lambda: cpu_strategy(2, cross_device_ops=StackedHalves(), replicas_per_device=2),
+    "vmap": lambda: cpu_strategy(1, cross_device_ops=StackedHalves(), replicas_per_device=4),
+}
+IN_PAIRS = [[0, 1], [2, 3]]
+
+
+@rows("make", LAYOUTS)
+def test_stacked_ops_define_every_reduction(make):
+    """Also within groups, of parts, and packed: 2049 arrives as 2048."""
+    strategy = make()
+    value = PerReplica([np.float32(2049)] * 4)
+    axis = mirror.REPLICA_AXIS
+
+    def step(x):
+        two = jnp.full(2, x)
+        return (
+            jax.lax.psum(x, axis),
+            jax.lax.pmean(two, axis),
+            jax.lax.pmax(x, axis),
+            jax.lax.psum(x, axis, axis_index_groups=IN_PAIRS),
+            jax.lax.psum_scatter(jnp.full(4, x), axis, tiled=True),
+            jax.lax.pmax(x > 3, axis),
+            mirror.all_reduce("sum", {"i": x.astype(int), "empty": jnp.zeros((0, 3))}),
+        )
+
+    total, mean, most, pairs, parts, above, others = strategy.run(step, (value,))
+    assert (float(total), float(most), bool(above)) == (4 * 2048, 2048, True)
+    np.testing.assert_array_equal(mean, [2048, 2048])
+    np.testing.assert_array_equal(pairs.values, [2 * 2048] * 4)
+    np.testing.assert_array_equal(np.concatenate(parts.values), [4 * 2048] * 4)
+    assert (int(others["i"]), others["empty"].shape) == (4 * 2049, (0, 3))
+    assert float(strategy.reduce("mean", value)) == 2048
+    assert float(strategy.cross_device_ops.reduce("sum", value)) == 4 * 2048
+
+
+def test_stacked_ops_are_compiled_in_order():
+    """The reduction sees the replicas in order, and no stage runs on the host."""
+    ops = ReturningStacked(lambda x: x[0] - x[1] * x[2])
+    strategy = cpu_strategy(3, cross_device_ops=ops)
+    value = PerReplica([np.float32(x) for x in (7, 2, 3)])
+    assert float(strategy.reduce("sum", value)) == float(ops.reduce("sum", value)) == 1
+    text = inside.lowered(strategy, reduced("sum"), (value,)).as_text()
+    assert "all_gather" in text
+    assert "all_reduce" not in text
+
+
+def test_stacked_ops_run_on_mixed_devices_too():
+    with pretended_types(["CPU", "GPU"]):
+        strategy = mirror.MirroredStrategy(jax.devices("cpu")[:2], StackedHalves())
+        assert float(strategy.reduce("sum", PerReplica([np.float32(2049)] * 2))) == 2 * 2048
+
+
+UNEQUAL = {"values": "'sum'", "fix": "override reduce_implementation"}
+WRONG_STACKED = {
+    "another shape": (lambda x: x, TypeError, {"values": "float32[2,2]"}),
+    "a wider kind": (lambda x: x[0] * 1j, TypeError, {"values": "complex64[2]"}),
+    "nothing": (lambda x: None, TypeError, {"values": "None"}),
+    "two arrays": (lambda x: (x[0], x[1]), TypeError, {"values": "float32[2], float32[2]"}),
+    "an error": (lambda x: 1 // 0, RuntimeError, {"values": "ZeroDivisionError"}),
+    "NumPy": (lambda x: np.asarray(x)[0], RuntimeError, {"values": "TracerArrayConversionError"}),
+    "the host": (lambda x: (jax.debug.print("{}", x), x[0])[1], RuntimeError, UNEQUAL),
+}
+OF_A_REPLICA = {
+    "a collective": (lambda x: jax.lax.psum(x[0], mirror.REPLICA_AXIS), RuntimeError, UNEQUAL),
+    "the id": (lambda x: x[jax.lax.axis_index(mirror.REPLICA_AXIS)], RuntimeError, UNEQUAL),
+}
+
+
+@rows("function, kind, wanted", {**WRONG_STACKED, **OF_A_REPLICA})
+def test_errors_of_stacked_ops_name_the_collective(function, kind, wanted):
+    ops = ReturningStacked(function)
+    value = PerReplica([np.ones(2, np.float32)] * 2)
+    with raises(kind, names=["ReturningStacked.reduce_stacked", "test_cross_device_ops"], **wanted):
+        cpu_strategy(2, cross_device_ops=ops).run(reduced("sum"), (value,))
+
+
+@rows("function, kind, wanted", WRONG_STACKED)
+def test_errors_of_stacked_ops_with_several_replicas_per_device(function, kind, wanted):
+    strategy = cpu_strategy(1, cross_device_ops=ReturningStacked(function), replicas_per_device=2)
+    value = PerReplica([np.ones(2, np.float32)] * 2)
+    with raises(kind, names="ReturningStacked.reduce_stacked", **wanted):
+        strategy.run(reduced("sum"), (value,))
+
+
+def test_custom_ops_override_one_method():
+    class Both(mirror.CrossDeviceOps):
+        def reduce_stacked(self, op, stacked):
+            return stacked.sum(0)
+
+        def reduce_implementation(self, op, values):
+            return sum(values)
+
+    for kind, found in [(mirror.CrossDeviceOps, "neither"), (Both, "both")]:
+        names = ["reduce_stacked", "reduce_implementation"]
+        with raises(TypeError, names=[kind.__name__, *names], values=found):
+            kind()
 
 
 def test_custom_reduction_replaces_the_sum():

@@ -64,6 +64,22 @@ def names():
     refused(ValueError, lambda: mirror.device(name_of(there)), "another process")
 
 
+class Halves(mirror.CrossDeviceOps):
+    def reduce_stacked(self, op, stacked):
+        halves = stacked.astype(jnp.float16).astype(stacked.dtype)
+        return getattr(halves, op.value)(axis=0)
+
+
+@check
+def stacked_ops():
+    compressed = mirror.MultiWorkerMirroredStrategy(
+        cross_device_ops=Halves(), replicas_per_device=int(sys.argv[1])
+    )
+    value = compressed.distribute_values_from_function(lambda _: np.float32(2049))
+    assert float(compressed.reduce("sum", value)) == n * 2048
+    assert float(strategy.reduce("sum", value)) == n * 2049
+
+
 @check
 def mirrored_arguments():
     def step(x, y):

@@ -50,7 +50,7 @@ def choose(
     reason = _reason_not_to_shard(replicas, ops)
     if shard_update and reason:
         _logger.info("shard_update=True has no effect: %s", reason)
-    if not isinstance(ops, AllReduce):
+    if replicas.are_mixed or not ops._is_compiled():
         return _staged(replicas, ops)
     spans = replicas.spans_processes
     pack_bytes = ops._packed_bytes(on_host=replicas.on_host, spans_processes=spans)
@@ -58,6 +58,7 @@ def choose(
         replicas,
         can_shard=shard_update and not reason,
         pack_bytes=pack_bytes if len(replicas) > 1 else 0,
+        reduction=None if isinstance(ops, AllReduce) else ops._reduce_in_step,
     )
     why = {
         "jit": "single replica",
@@ -76,14 +77,15 @@ def _require_xla(replicas: ReplicaDevices, ops: CrossDeviceOps) -> None:
     Raises:
         NotImplementedError: If the devices are of several types, or `ops` reduces on the host.
     """
-    if not replicas.are_mixed and isinstance(ops, AllReduce):
+    if not replicas.are_mixed and ops._is_compiled():
         return
     found = f"cross_device_ops={ops!r} reduces on the host of one process"
     if replicas.are_mixed:
         found = f"{backend.names(replicas.devices)} are devices of several types"
     raise NotImplementedError(
         f"{found}, but the replicas are in several processes, which only XLA's collectives "
-        "connect. Omit cross_device_ops, and use devices of one type."
+        "connect. Omit cross_device_ops, or override its reduce_stacked, and use devices of one "
+        "type."
     )
 
 
@@ -94,7 +96,7 @@ def _reason_not_to_shard(replicas: ReplicaDevices, ops: CrossDeviceOps) -> str:
     if replicas.are_mixed:
         return "the devices are of several types"
     if not isinstance(ops, AllReduce):
-        return f"cross_device_ops is {ops!r}, which reduces on one device"
+        return f"cross_device_ops is {ops!r}, not mirror.AllReduce"
     if replicas.replicas_per_device > 1:
         return "several replicas per device"
     if len(replicas) > 1 and uses_gloo(replicas):

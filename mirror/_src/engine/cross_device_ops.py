@@ -1,12 +1,13 @@
 """`CrossDeviceOps`: base class for implementations of the collectives."""
 
-import abc
+import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, final
+from typing import Any, Self, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import jaxpr_as_fun
 
 from mirror._src.base.errors import describe, require_int
 from mirror._src.base.modules import set_module
@@ -16,7 +17,7 @@ from mirror._src.devices.backend import names
 from mirror._src.devices.launches import StalledError
 from mirror._src.devices.names import LogicalDevice
 from mirror._src.devices.resolve import DeviceLike, canonicalize_device
-from mirror._src.devices.transfer import is_tracing, move
+from mirror._src.devices.transfer import NoMesh, is_tracing, move
 from mirror._src.engine.by_hand import (
     devices_of,
     replica_devices,
@@ -34,6 +35,11 @@ from mirror._src.engine.reduce_op import (
     require_op,
     result_dtype,
 )
+from mirror._src.jaxprs.collective_eqns import is_replica_source
+from mirror._src.jaxprs.equations import equations
+from mirror._src.jaxprs.primitives import CALLBACK, op_of
+from mirror._src.jaxprs.trace import trace_inside
+from mirror._src.jaxprs.user_lines import user_line
 
 _HOST_PACK_BYTES = 32 * 1024
 # Each collective is a round of messages between all devices. Separate all-reduces of 1 MiB take 1.7
@@ -46,18 +52,27 @@ class LostValueError(RuntimeError):
 
 
 @set_module("mirror")
-class CrossDeviceOps(abc.ABC):
+class CrossDeviceOps:
     """Base class for implementations of the collectives of a step.
 
     Pass an instance as `MirroredStrategy(cross_device_ops=...)`, or call its `reduce` and
     `broadcast` outside a step. To customize the reduction, for example to compress the operands,
-    subclass `CrossDeviceOps` and override `reduce_implementation`. All reductions of the strategy
-    then run on the host and call it: those in steps, in `strategy.reduce`, and in `reduce`.
+    subclass `CrossDeviceOps` and override one of two methods, which then implements all reductions
+    of the strategy: those in steps, in `strategy.reduce`, and in `reduce`.
+
+    - `reduce_stacked` is compiled as a part of the step, for the devices of one or several
+      processes.
+    - `reduce_implementation` uses NumPy on the host, between the parts of a step.
+
+    Raises:
+        TypeError: If a subclass overrides neither or both.
 
     >>> class InHalfPrecision(CrossDeviceOps):
-    ...     def reduce_implementation(self, op, values):
-    ...         halves = (value.astype("float16").astype(value.dtype) for value in values)
-    ...         return super().reduce_implementation(op, halves)
+    ...     def reduce_stacked(self, op, stacked):
+    ...         halves = stacked.astype("float16").astype(stacked.dtype)
+    ...         return getattr(halves, op.value)(axis=0)
+    >>> float(InHalfPrecision().reduce("sum", mirror.PerReplica([2049.0, 1.0])))
+    2049.0
     """
 
     pack_bytes: int | None = 0
@@ -66,12 +81,45 @@ class CrossDeviceOps(abc.ABC):
     _narrow = False
     """Whether steps sum half-precision values in their own dtype instead of float32."""
 
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        """Checks which methods are overridden."""
+        on_host = cls.reduce_implementation is not CrossDeviceOps.reduce_implementation
+        on_devices = cls.reduce_stacked is not CrossDeviceOps.reduce_stacked
+        if on_host == on_devices:
+            found = "both reduce_stacked and" if on_host else "neither reduce_stacked nor"
+            raise TypeError(
+                f"{cls.__name__} overrides {found} reduce_implementation. Override "
+                "reduce_stacked(op, stacked) to reduce on the devices, or "
+                "reduce_implementation(op, values) to reduce on the host."
+            )
+        return super().__new__(cls)
+
+    @classmethod
+    def _is_compiled(cls) -> bool:
+        """Whether the reduction is a part of the compiled step."""
+        return cls.reduce_stacked is not CrossDeviceOps.reduce_stacked
+
     @property
     def device(self) -> jax.Device:
         """The device on which values are reduced: the host CPU."""
         return canonicalize_device("/cpu:0")
 
-    @abc.abstractmethod
+    def reduce_stacked(self, op: ReduceOp, stacked: Array) -> Array:
+        """Reduces the operands of one collective on the devices. Called while a step is traced.
+
+        Every device receives the operands of all replicas and computes the result, so that the
+        reduction may use any order and any JAX function, but not a collective, the id of the
+        replica, or the host.
+
+        Args:
+            op: `SUM`, `MIN` or `MAX`. `mirror` divides a sum to obtain a mean.
+            stacked: The operands in replica order, `(num_replicas, *shape)`.
+
+        Returns:
+            An array of shape `(*shape,)` and the dtype of `stacked`.
+        """
+        raise NotImplementedError  # unless overridden, it is not called
+
     def reduce_implementation(
         self, op: ReduceOp, values: Iterator[np.ndarray]
     ) -> Array | np.ndarray:
@@ -86,7 +134,48 @@ class CrossDeviceOps(abc.ABC):
         Returns:
             An array of the same shape and dtype, which must not be modified afterwards.
         """
-        return fold(op, values)
+        if type(self).reduce_stacked is CrossDeviceOps.reduce_stacked:
+            return fold(op, values)
+        with NoMesh():  # the current mesh consists of the devices of all replicas
+            stacked = move(np.stack(list(values)), self.device)
+            return np.asarray(self.reduce_stacked(op, stacked))
+
+    @final
+    def _reduce_in_step(self, primitive: str, stacked: Array, collective: str) -> Array:
+        """Calls `reduce_stacked` while a step is traced, and checks what it computes.
+
+        Args:
+            primitive: `psum`, `pmin` or `pmax`.
+            stacked: The operands, in replica order.
+            collective: Description of the collective, for error messages.
+
+        Raises:
+            RuntimeError: If `reduce_stacked` raises an exception, or may return different values
+                on different devices.
+            TypeError: If the result has another shape or dtype.
+        """
+        op, method = ReduceOp(op_of(primitive)), f"{type(self).__name__}.reduce_stacked"
+        operand = jax.ShapeDtypeStruct(stacked.shape[1:], stacked.dtype)
+        of = f"in the {collective}, for {op.value!r} of {describe(operand)}"
+        try:
+            program = trace_inside(functools.partial(self.reduce_stacked, op), [stacked])
+        except Exception as error:
+            raise RuntimeError(f"{method} raised {type(error).__name__} {of}: {error}") from error
+        for eqn in equations(program.jaxpr):
+            if is_replica_source(eqn) or eqn.primitive.name in CALLBACK:
+                raise RuntimeError(
+                    f"{method} uses {eqn.primitive.name} at {user_line(eqn)}, {of}. Every device "
+                    "must compute the same result from the stacked operands alone: remove it, or "
+                    "override reduce_implementation, which runs on the host."
+                )
+        if len(program.out_avals) != 1 or not _fits(program.out_avals[0], operand):
+            found = ", ".join(map(describe, program.out_avals)) or None
+            raise TypeError(
+                f"{method} returned {found} {of}. Return one array of the shape and dtype of a "
+                "replica's operand."
+            )
+        (result,) = jaxpr_as_fun(program)(stacked)
+        return result.astype(operand.dtype)
 
     @final
     def _carry_out(
@@ -97,7 +186,7 @@ class CrossDeviceOps(abc.ABC):
         dtype: Any,
         collective: str,
     ) -> Array | np.ndarray:
-        """Calls `reduce_implementation` and checks its result.
+        """Calls `reduce_implementation` on the host and checks its result.
 
         Args:
             op: `SUM`, `MIN` or `MAX`.
@@ -110,7 +199,8 @@ class CrossDeviceOps(abc.ABC):
             RuntimeError: If `reduce_implementation` raises an exception.
             ValueError: If the result has another shape, or a dtype that cannot be cast to `dtype`.
         """
-        method = f"{type(self).__name__}.reduce_implementation"
+        method = "reduce_stacked" if self._is_compiled() else "reduce_implementation"
+        method = f"{type(self).__name__}.{method}"
         operand = jax.ShapeDtypeStruct(shape, dtype)
         try:
             result = self.reduce_implementation(op, values)
@@ -123,8 +213,7 @@ class CrossDeviceOps(abc.ABC):
             ) from error
         if not isinstance(result, jax.Array):
             result = np.asarray(result)
-        fits = result.dtype == dtype or np.can_cast(result.dtype, dtype, "same_kind")
-        if result.shape != shape or not fits:
+        if not _fits(result, operand):
             raise ValueError(
                 f"{method} returned {describe(result)} in the {collective}, but the operands are "
                 f"{describe(operand)}. Return an array of that shape and dtype."
@@ -304,6 +393,12 @@ class CrossDeviceOps(abc.ABC):
         total = self._carry_out(ReduceOp.SUM, values, shape, wide, collective)
         with np.errstate(all="ignore"):
             return (np.asarray(total) / np.asarray(count, wide)).astype(dtype)
+
+
+def _fits(result: Any, operand: jax.ShapeDtypeStruct) -> bool:
+    """Whether a result has the shape of an operand, and a dtype that may be cast to its dtype."""
+    casts = result.dtype == operand.dtype or np.can_cast(result.dtype, operand.dtype, "same_kind")
+    return result.shape == operand.shape and casts
 
 
 def _are_devices(value: Any) -> bool:

@@ -27,6 +27,7 @@ from mirror._src.jaxprs.primitives import CALLBACK
 from mirror._src.jaxprs.trace import abstract, abstract_row, context_token
 from mirror._src.jaxprs.user_lines import line_within, user_line
 from mirror._src.passes.callbacks import CallbackGuard, is_callback
+from mirror._src.passes.collective_rules import Reduction
 from mirror._src.passes.evaluate import Lowering
 from mirror._src.passes.passes import rewritten
 from mirror._src.passes.program import Program, Settings
@@ -118,6 +119,7 @@ class MeshExecutor(Executor):
         pack_bytes: As for `Executor`.
         replica_ids: Indices of the replicas, for reports. Defaults to 0, 1, ...
         mapping: How to map over the devices. Defaults to what they require.
+        reduction: As for `CollectiveRules`.
     """
 
     def __init__(
@@ -129,8 +131,10 @@ class MeshExecutor(Executor):
         pack_bytes: int = 0,
         replica_ids: Sequence[int] | None = None,
         mapping: Mapping | None = None,
+        reduction: Reduction | None = None,
     ) -> None:
         super().__init__(replicas, pack_bytes)
+        self._reduction = reduction
         self.can_shard = can_shard
         self.name = self._mapping = mapping or mapping_for(replicas, has_slices=can_shard)
         self.replica_ids = range(len(replicas)) if replica_ids is None else replica_ids
@@ -152,7 +156,7 @@ class MeshExecutor(Executor):
         # program, and JAX 0.10 and 0.12 reject operations inside `jax.pmap` on arrays that were
         # placed outside.
         captured = {id(array): array for jaxpr in program.jaxprs for array in arrays_in(jaxpr)}
-        rules = rules_inside(self._mapping, self.replicas, program.guard)
+        rules = rules_inside(self._mapping, self.replicas, program.guard, self._reduction)
         # With `vmap`, collectives within a device need no packing, and those across devices are
         # packed by `map_replicas`.
         pack_bytes = 0 if self._mapping == "vmap" else self.pack_bytes

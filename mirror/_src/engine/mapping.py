@@ -25,7 +25,7 @@ from mirror._src.cluster.store import is_initialized
 from mirror._src.devices.replicas import Kind, ReplicaDevices
 from mirror._src.jaxprs.trace import trace_inside
 from mirror._src.passes.callbacks import CallbackGuard
-from mirror._src.passes.collective_rules import CollectiveRules
+from mirror._src.passes.collective_rules import CollectiveRules, Reduction
 from mirror._src.passes.evaluate import Rules
 from mirror._src.passes.vmap_sums import evaluate
 
@@ -58,7 +58,12 @@ def mapping_for(replicas: ReplicaDevices, *, has_slices: bool = False) -> Mappin
     return "jit" if len(replicas) == 1 else "pmap"
 
 
-def rules_inside(mapping: Mapping, replicas: ReplicaDevices, guard: CallbackGuard | None) -> Rules:
+def rules_inside(
+    mapping: Mapping,
+    replicas: ReplicaDevices,
+    guard: CallbackGuard | None,
+    reduction: Reduction | None,
+) -> Rules:
     """Returns the rules for operations that are replaced inside a mapping."""
     has_axis = mapping in ("pmap", "shard_map") or len(replicas.distinct) > 1
     axis = replicas.axis_name if has_axis else None
@@ -68,6 +73,7 @@ def rules_inside(mapping: Mapping, replicas: ReplicaDevices, guard: CallbackGuar
         len(replicas.distinct),
         replicas.replicas_per_device,
         over_gloo=uses_gloo(replicas),
+        reduction=reduction,
     ).rules
     if guard is None or mapping == "vmap":  # `jax.vmap` rewrites callbacks: see `map_replicas`
         return rules

@@ -4,7 +4,8 @@ A replica program names one replica axis. With several replicas per device, this
 two: the mapped axis of a `jax.vmap` over the replicas of a device and, with several devices, the
 axis of a `jax.shard_map`. A reduction runs over the first axis, then over the second. With one
 replica per device, only the axis of the devices exists, and JAX's own collectives remain, except
-for those below that XLA computes differently. A single replica has neither axis.
+for those below that XLA computes differently. A single replica has neither axis. A reduction of the
+user's is computed from the operands of all replicas, by every replica.
 
 Collectives that give each replica a different part are built from an all-gather. `jax.vmap` has no
 rule for some of them (groups, partial permutations), and an incorrect rule for `all_to_all` of
@@ -12,7 +13,7 @@ operands that are the same for all replicas (JAX 0.10 and 0.12).
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,9 @@ from mirror._src.jaxprs.collective_eqns import (
 )
 from mirror._src.jaxprs.user_lines import user_line
 from mirror._src.passes.evaluate import Rule, Rules, bind_with
+
+Reduction: TypeAlias = Callable[[str, Array, str], Array]
+"""Reduces stacked operands, given the primitive, the operands and a description for messages."""
 
 _ALL_REDUCE = {"psum": jax.lax.psum, "pmax": jax.lax.pmax, "pmin": jax.lax.pmin}
 
@@ -66,6 +70,7 @@ class CollectiveRules:
         num_devices: Size of the first axis.
         replicas_per_device: Size of the second axis.
         over_gloo: Whether gloo runs the collectives.
+        reduction: Reduces the replicas' operands in place of XLA, unless it is None.
     """
 
     def __init__(
@@ -76,29 +81,37 @@ class CollectiveRules:
         replicas_per_device: int,
         *,
         over_gloo: bool = False,
+        reduction: Reduction | None = None,
     ) -> None:
         self._device_axis, self._vmap_axis = device_axis, vmap_axis
         self._replicas_per_device = replicas_per_device
         self._num_replicas = replicas_per_device * num_devices
         self._over_gloo = over_gloo
+        self._reduction = reduction
 
     @property
     def rules(self) -> Rules:
         """Rules for `Lowering`."""
-        if self._device_axis is not None and self._vmap_axis is None:
+        is_plain = self._device_axis is not None and self._vmap_axis is None
+        if is_plain and self._reduction is not None:
+            return {
+                **dict.fromkeys(ALL_REDUCES, self._if_over_replicas(self._reduce)),
+                "reduce_scatter": self._if_over_replicas(self._reduce_scatter),
+            }
+        if is_plain:
             extremes: Rules = dict.fromkeys(("pmax", "pmin"), self._find_extreme)
             # They become all-reduces, of which every replica keeps its part. The reduce-scatter of
             # gloo returns wrong values for large arrays from time to time (jax#40830; JAX 0.10 to
             # 0.12.0.1).
-            scatters = self._over_replicas({"reduce_scatter": self._reduce_scatter})
+            scatters: Rules = {"reduce_scatter": self._if_over_replicas(self._reduce_scatter)}
             return {**extremes, **scatters} if self._over_gloo else extremes
         rules = {
             **dict.fromkeys(ALL_REDUCES, self._if_over_replicas(self._reduce)),
             "axis_index": self._if_over_replicas(lambda *_: [self._replica_id()]),
+            "reduce_scatter": self._if_over_replicas(self._reduce_scatter),
             **self._over_replicas(
                 {
                     "all_gather": self._all_gather,
-                    "reduce_scatter": self._reduce_scatter,
                     "all_to_all": self._all_to_all,
                     "ppermute": self._ppermute,
                     "pbroadcast": lambda p, x: self._gather(x)[p["source"]],
@@ -165,13 +178,25 @@ class CollectiveRules:
             return values
         return jax.lax.all_gather(values, self._device_axis, tiled=True)
 
-    def _all_reduce(self, primitive: str, value: Array) -> Array:
+    def _reduced(self, eqn: JaxprEqn, primitive: str, rows: Array) -> Array:
+        """Returns the reduction of the rows of stacked operands."""
+        if self._reduction is None:
+            return reduce_locally(primitive, rows, (0,))
+        if rows.dtype == jnp.bool_:
+            return self._reduced(eqn, primitive, rows.astype(jnp.uint8)).astype(jnp.bool_)
+        collective = f"{kind_of(eqn.primitive.name)} at {user_line(eqn)}"
+        result = self._reduction(primitive, rows, collective)
+        return result if primitive == "psum" else _positive_zero(result)
+
+    def _all_reduce(self, eqn: JaxprEqn, primitive: str, value: Array) -> Array:
+        if self._reduction is not None:
+            return self._reduced(eqn, primitive, self._gather(value))
         if primitive == "psum":
             for axis in filter(None, (self._vmap_axis, self._device_axis)):
                 value = jax.lax.psum(value, axis)
             return value
         if value.dtype == jnp.bool_:
-            return self._all_reduce(primitive, value.astype(jnp.uint8)).astype(jnp.bool_)
+            return self._all_reduce(eqn, primitive, value.astype(jnp.uint8)).astype(jnp.bool_)
         if self._vmap_axis is not None:
             value = _ALL_REDUCE[primitive](value, self._vmap_axis)
         if self._device_axis is None:
@@ -186,11 +211,11 @@ class CollectiveRules:
         if others:
             values = [reduce_locally(primitive, value, others) for value in values]
         if groups is None:
-            return [self._all_reduce(primitive, value) for value in values]
-        return [self._reduce_in_groups(primitive, value, groups) for value in values]
+            return [self._all_reduce(eqn, primitive, value) for value in values]
+        return [self._reduce_in_groups(eqn, primitive, value, groups) for value in values]
 
     def _reduce_in_groups(
-        self, primitive: str, value: Array, groups: Sequence[Sequence[int]]
+        self, eqn: JaxprEqn, primitive: str, value: Array, groups: Sequence[Sequence[int]]
     ) -> Array:
         """Reduces within groups of replicas, which may differ in size."""
         values, me = self._gather(value), self._replica_id()
@@ -201,7 +226,7 @@ class CollectiveRules:
             # Shapes are static, so all replicas reduce groups of every size. A replica in a group
             # of another size reduces copies of its own value, and discards the result.
             table = [g if len(g) == size else [i] * size for i, g in enumerate(members)]
-            results.append(reduce_locally(primitive, values[jnp.asarray(table)[me]], (0,)))
+            results.append(self._reduced(eqn, primitive, values[jnp.asarray(table)[me]]))
         which = jnp.asarray([sizes.index(len(group)) for group in members])[me]
         return jax.lax.select_n(jnp.broadcast_to(which, value.shape), *results)
 
@@ -231,16 +256,19 @@ class CollectiveRules:
         shape[axis] *= values.shape[0]
         return moved.reshape(shape)
 
-    def _reduce_scatter(self, params: dict[str, Any], value: Array) -> Array:
-        groups, axis = params.get("axis_index_groups"), params["scatter_dimension"]
+    def _reduce_scatter(self, eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
+        self._require_one_axis(eqn)
+        groups, axis = eqn.params.get("axis_index_groups"), eqn.params["scatter_dimension"]
+        value = jnp.asarray(arguments[0])
         if groups is None:
-            total, count = self._all_reduce("psum", value), self._num_replicas
+            total, count = self._all_reduce(eqn, "psum", value), self._num_replicas
         else:
-            total, count = self._gather_in_group(value, groups).sum(0), len(groups[0])
+            rows = self._gather_in_group(value, groups)
+            total, count = self._reduced(eqn, "psum", rows), len(groups[0])
         size = value.shape[axis] // count
         start = self._index_in_group(groups) * size
         part = jax.lax.dynamic_slice_in_dim(total, start, size, axis)
-        return part if params["tiled"] else part.squeeze(axis)
+        return [part if eqn.params["tiled"] else part.squeeze(axis)]
 
     def _all_to_all(self, params: dict[str, Any], value: Array) -> Array:
         groups = params.get("axis_index_groups")

@@ -47,14 +47,15 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     Args:
         cluster_resolver: Finds the addresses of the processes; see `mirror.distributed.initialize`.
-        cross_device_ops: `AllReduce()`, or None for the default.
+        cross_device_ops: Implementation of the collectives; `AllReduce()` by default. One of your
+            own must override `reduce_stacked`.
         replicas_per_device: Number of replicas on each device; see `MirroredStrategy`.
         axis_name: Name of the replica axis inside steps; see `MirroredStrategy`.
 
     Raises:
         RuntimeError: If JAX's backend has already started, if the processes cannot reach each
             other, or if they differ in versions, settings or number of devices.
-        NotImplementedError: If `cross_device_ops` is not an `AllReduce`, and there are several
+        NotImplementedError: If `cross_device_ops` reduces on the host, and there are several
             processes.
         ValueError: If the cluster does not have this process, `replicas_per_device` is below 1, or
             `axis_name` is empty.
@@ -103,7 +104,9 @@ class MultiWorkerMirroredStrategy(Strategy):
         return OneDeviceStrategy(self.local_devices[0], axis_name=self._replicas.axis_name)
 
     def _make_one_per_device(self) -> Strategy:
-        if self._replicas.replicas_per_device == 1:
+        # Another implementation may not be exact, so that it could hide a difference.
+        is_exact = isinstance(self._cross_device_ops, AllReduce)
+        if is_exact and self._replicas.replicas_per_device == 1:
             return self
         return MultiWorkerMirroredStrategy(None, AllReduce(), axis_name=self._replicas.axis_name)
 
