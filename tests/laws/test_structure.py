@@ -281,7 +281,8 @@ MEMBERS = {
     "Trainer": "evaluate fit model optimizer predict restore save summary verify",
     "ReduceOp": "MAX MEAN MIN SUM",
     "CrossDeviceOps": """
-        all_reduce batch_reduce broadcast device pack_bytes reduce reduce_implementation reduce_stacked
+        all_reduce batch_reduce broadcast device pack_bytes
+        reduce reduce_implementation reduce_stacked
     """,
     "DistributedDataset": "element_spec padded peek set_epoch source",
     "PerReplica": "dtype from_stacked num_replicas shapes stacked values",
