@@ -204,7 +204,7 @@ CALLS: dict[str, Callable[[Any, Any], object]] = {
 }
 REFUSED = {  # the others work
     "callback": {"restore", "fit"},
-    "source": {"restore", "fit"},
+    "source": {"evaluate", "save", "restore", "fit"},  # it is read in a thread
     "loss": {"evaluate", "restore", "fit", "another fit", "run", "check_mirrored"},
 }
 

@@ -160,6 +160,29 @@ def test_sigterm_saves_soon(untrained, tmp_path, subtests, capfd):
             assert signal.getsignal(TERM) is signal.SIG_DFL
 
 
+def test_sigterm_at_the_end_of_fit_saves(untrained, tmp_path, subtests, capfd, monkeypatch):
+    """While the last checkpoint is written, and when there is nothing to write."""
+    places = {(files, "write"): 1, (CheckpointStore, "wait"): 0}
+    for (owner, name), every_epochs in places.items():
+        directory, call = tmp_path / name, getattr(owner, name)
+
+        def send_first(*args, call=call):
+            if signal.getsignal(TERM) is not signal.SIG_DFL:
+                send(TERM)
+            call(*args)
+
+        with subtests.test(msg=name), monkeypatch.context() as patch:
+            trainer = untrained()
+            patch.setattr(owner, name, send_first)
+            checkpoint = mirror.callbacks.Checkpoint(directory, every_epochs=every_epochs)
+            with pytest.raises(SystemExit) as caught:
+                trainer.fit(Batches(), 1, callbacks=checkpoint, progress=False)
+            assert caught.value.code == SAVED
+            assert capfd.readouterr().err == f"SIGTERM: step 2 is saved in {directory}.\n"
+            assert mirror.load_checkpoint(directory).step == 2
+            assert signal.getsignal(TERM) is signal.SIG_DFL
+
+
 def test_interrupt_ends_fit_soon(untrained, subtests):
     for place in PLACES:
         trainer = untrained()
@@ -266,13 +289,9 @@ def fit_in_process(place: str, directory: Path, grace_secs: float, every_steps: 
     mirror.config.set_num_cpu_devices(2)
     sys.stderr = (directory / "stderr").open("w")
     os.dup2(sys.stderr.fileno(), 2)
-    callbacks, loss, block = [], loss_fn, functools.partial(blocked, says)
+    loss, block = loss_fn, functools.partial(blocked, says)
     if place == "step":  # which goes on
         block = functools.partial(says.send, "blocked")
-    elif place == "close":
-        close_before_the_signal()
-    elif place == "save":
-        callbacks.append(EndsAtTheEnd(says, save_before_the_signal(directory)))
     elif place.startswith("compile"):
         block = functools.partial(blocked, says, in_native_code="native" in place)
 
@@ -280,21 +299,16 @@ def fit_in_process(place: str, directory: Path, grace_secs: float, every_steps: 
             block()
             return loss_fn(model, batch)
 
-    if place == "close":
-        callbacks.append(EndsAtTheEnd(says))
     trainer = trainer_of(mirror.MirroredStrategy(), loss)
     checkpoint = mirror.callbacks.Checkpoint(
         directory / "runs",
-        every_epochs=int(place == "save"),
+        every_epochs=0,
         every_steps=every_steps,
         grace_secs=grace_secs,
         asynchronous=not every_steps,
     )
     try:
-        if place in ("close", "save"):
-            trainer.fit(Batches(), 1, callbacks=[checkpoint, *callbacks], progress=False)
-        else:
-            fit_at(trainer, place, block, checkpoint)
+        fit_at(trainer, place, block, checkpoint)
     except KeyboardInterrupt:
         signal.signal(INT, signal.SIG_IGN)
         says.send(f"interrupted after {trainer._position.step}")
@@ -308,72 +322,6 @@ def blocked(says, in_native_code: bool = False) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {INT, TERM})
         ctypes.CDLL(None).sleep(1000)
     threading.Event().wait()
-
-
-class EndsAtTheEnd(mirror.callbacks.Callback):
-    """Sends SIGTERM to its process at the end of an epoch, and waits for an event."""
-
-    def __init__(self, says, event=None):
-        self.says, self.event = says, event
-
-    def on_epoch_end(self, fit, logs):
-        self.says.send("blocked")
-        send(TERM)
-        if self.event is not None:
-            assert self.event.wait(LIMIT)
-
-
-def close_before_the_signal() -> None:
-    """Makes `fit` close the checkpoints while the thread that saved is about to end the process."""
-    close, kill = CheckpointStore.close, signal.pthread_kill
-    is_sending = threading.Event()
-
-    def close_late(store):
-        is_sending.wait(5)
-        close(store)
-
-    def kill_late(thread, number):
-        is_sending.set()
-        with contextlib.suppress(AssertionError):  # the handler is restored: never
-            wait_until(lambda: signal.getsignal(number) is signal.SIG_DFL, 1.0)
-        kill(thread, number)
-
-    CheckpointStore.close, signal.pthread_kill = close_late, kill_late
-
-
-def save_before_the_signal(directory: Path) -> threading.Event:
-    """Makes `fit` save while the thread that saved is about to end the process.
-
-    Returns:
-        The event that this thread has begun to save. A save that is cut off creates a file.
-    """
-    save, wait, kill = CheckpointStore.save, CheckpointStore.wait, signal.pthread_kill
-    is_waiting, is_saving, is_sent = (threading.Event() for _ in range(3))
-
-    def wait_late(store):
-        if threading.current_thread() is not threading.main_thread():
-            is_waiting.set()
-            is_saving.wait(2)
-        wait(store)
-
-    def save_late(store, *arguments):
-        if threading.current_thread() is threading.main_thread():
-            is_saving.set()
-            try:
-                is_sent.wait(2)
-            except BaseException:
-                (directory / "cut off").touch()
-                raise
-        save(store, *arguments)
-
-    def kill_late(thread, number):
-        is_saving.wait(2)
-        kill(thread, number)
-        is_sent.set()
-
-    CheckpointStore.save, CheckpointStore.wait = save_late, wait_late
-    signal.pthread_kill = kill_late
-    return is_waiting
 
 
 @contextlib.contextmanager
@@ -417,16 +365,6 @@ def ended_at(place: str, directory: Path, *numbers: int, gap_secs: float = 0.05,
 
 def words_in(directory: Path) -> str:
     return (directory / "stderr").read_text()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("place", ["close", "save"])
-def test_sigterm_at_the_end_of_fit_saves(tmp_path, place):
-    """The thread that saves sends no signal after `fit` has restored the handler, or in a save."""
-    status, words = ended_at(place, tmp_path)
-    assert status == SAVED, words
-    assert mirror.load_checkpoint(tmp_path / "runs").step == 2
-    assert not (tmp_path / "cut off").exists()
 
 
 @pytest.mark.slow

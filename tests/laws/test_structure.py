@@ -67,7 +67,7 @@ def test_imports_have_no_cycles():
 
 # Upper limits. Lower one when its room shrinks; raising one takes a line in the changelog.
 BUDGETS = {
-    "base": Size(880, 22, 13),
+    "base": Size(935, 22, 14),
     "devices": Size(2050, 24, 26),
     "cluster": Size(1050, 9, 19),
     "jaxprs": Size(1895, 18, 23),
@@ -77,7 +77,7 @@ BUDGETS = {
     "data": Size(1450, 13, 28),
     "keras": Size(550, 7, 7),
     "strategy": Size(850, 7, 7),
-    "training": Size(5100, 47, 60),
+    "training": Size(4940, 45, 58),
     "ps": Size(4220, 32, 97),
     "tools": Size(2200, 31, 24),
 }

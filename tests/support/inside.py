@@ -106,7 +106,6 @@ from mirror._src.training import meter as training_meter
 from mirror._src.training import objective as training_objective
 from mirror._src.training import position as training_position
 from mirror._src.training import state
-from mirror._src.training import state_lock as training_state_lock
 from mirror._src.training.callbacks import hooks as callback_hooks
 from mirror._src.training.checkpoints import files, from_chief, host_copies
 from mirror._src.training.checkpoints import store as checkpoints_store
@@ -191,11 +190,6 @@ def labels() -> ModuleType:
 def position() -> ModuleType:
     """The module that counts launches in flight, which users cannot see."""
     return training_position
-
-
-def state_lock() -> type:
-    """`StateLock`, whose order of threads users cannot control."""
-    return training_state_lock.StateLock
 
 
 def agreed_stop() -> ModuleType:

@@ -1,4 +1,4 @@
-"""Defers Ctrl-C to the boundary between two steps.
+"""Defers Ctrl-C and SIGTERM to the boundary between two steps.
 
 Python raises `KeyboardInterrupt` wherever the main thread is. In one of JAX's garbage-collector
 callbacks (seen with JAX 0.10.2), Python prints the traceback, drops the exception, and training
@@ -17,7 +17,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import ClassVar
+from typing import Any, ClassVar
+
+TERMINATED = 128 + signal.SIGTERM
+"""Exit status after SIGTERM."""
 
 _SECS_TO_NOTICE = 0.5
 _SECS_TO_WAKE = 0.1
@@ -26,6 +29,7 @@ _NATIVE = (
     "stopping when the compiler, or other native code, returns to Python. Press Ctrl-\\ to end the "
     "process at once, without saving."
 )
+_RAY = "ray._private.worker"  # of Ray 2.60; tests/ps/test_signals.py
 _active: "weakref.ref[DeferredInterrupts] | None" = None
 _saying = threading.Lock()
 
@@ -34,41 +38,45 @@ class DeferredInterrupts:
     """Context manager that defers Ctrl-C to the next `check`, or to the end of the context.
 
     A second Ctrl-C raises at once; if the first has to wait, a line on standard error says so.
+    SIGTERM is deferred while a `Termination` exists.
 
-    Does nothing if Ctrl-C is ignored (a background job) or has another handler, or outside the main
-    thread, because only the main thread can set handlers. The active context is stored as a weak
-    reference: if another signal's handler raises an exception that skips `__exit__`, Ctrl-C keeps
-    working.
+    Ctrl-C is not deferred if it is ignored (a background job) or has another handler. Outside the
+    main thread, nothing is, because only the main thread can set handlers. The active context is
+    stored as a weak reference: if another signal's handler raises an exception that skips
+    `__exit__`, Ctrl-C keeps working.
 
     Args:
         watches: Whether a thread watches for Ctrl-C, so that this line also appears while native
             code, such as a compiler, keeps the main thread from running any handler.
     """
 
-    is_pending = False
+    pending: int | None = None
     is_immediate = False
-    has_run = False
-    has_raised = False
     has_said = False
     was_woken = False
-    redirected: Callable[[], None] | None = None
+    redirected: Callable[[int], None] | None = None
+    termination: "Termination | None" = None
     _watch: "SignalWatch | None" = None
 
     def __init__(self, *, watches: bool = False) -> None:
         self._watches = watches
+        self.handled: set[int] = set()
+        self.raised: set[int] = set()
 
     def __enter__(self) -> None:
         global _active
         check()  # pressed earlier, in an outer context
-        self._is_active = threading.current_thread() is threading.main_thread() and _is_free()
+        is_main = threading.current_thread() is threading.main_thread()
+        self._is_active = is_main and _active_context() is None
+        self._has_handler = self._is_active and _is_unhandled(signal.SIGINT)
+        me = weakref.ref(self)
         if self._is_active:
-            _active = weakref.ref(self)
-            self.is_pending = self.has_run = self.has_raised = False
-            self.has_said = self.was_woken = False
-            self.redirected = None
+            _active = me
+        if self._has_handler:
             signal.signal(signal.SIGINT, _defer)
             if self._watches:
-                self._watch = SignalWatch(signal.SIGINT, functools.partial(_notice, _active))
+                notice = functools.partial(_notice, me)
+                self._watch = SignalWatch(signal.SIGINT, notice)
 
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         global _active
@@ -77,46 +85,121 @@ class DeferredInterrupts:
                 if kind is None:
                     check()
             finally:
-                signal.signal(signal.SIGINT, signal.default_int_handler)
+                if self._has_handler:
+                    signal.signal(signal.SIGINT, signal.default_int_handler)
                 _active = None
                 if self._watch is not None:
                     self._watch.close()
 
 
-def redirect(call: Callable[[], None]) -> None:
-    """Makes the first Ctrl-C call a function in place of `KeyboardInterrupt`, until the end.
+class Termination:
+    """Defers SIGTERM to the next `check`, which raises `SystemExit(143)`.
 
-    Does nothing if no `DeferredInterrupts` is active in this thread.
+    A wait for the user's code ends half a second later. Does nothing if no `DeferredInterrupts` is
+    active in this thread, or the program handles SIGTERM. `ray.init` sets a handler, which then
+    never runs: Ray's core, in C++, replaces it by one that prints a trace and ends the process, and
+    restores the default at the end.
 
     Args:
-        call: The function, which runs in a signal handler and must not wait.
+        grace_secs: Number of seconds after which the process ends if `close` was not called.
+        say_late: Prints why it ends; called in another thread.
     """
-    context = _active_context()
-    if context is not None and threading.current_thread() is threading.main_thread():
+
+    def __init__(self, grace_secs: float, say_late: Callable[[], None]) -> None:
+        self._grace_secs, self._say_late = grace_secs, say_late
+        self._before: Any = signal.getsignal(signal.SIGTERM)
+        self._context = context = _own_context()
+        self._closed = threading.Event()
+        self.is_received = False
+        if context is not None and _is_unhandled(signal.SIGTERM):
+            context.termination = self
+            self._watch = SignalWatch(signal.SIGTERM, self.notice)
+            signal.signal(signal.SIGTERM, _defer)
+        else:
+            self._context = None
+
+    def notice(self) -> None:
+        """Limits the time that the process takes to end; called by any thread."""
+        context = self._context
+        if self.is_received or context is None:
+            return
+        self.is_received = True
+        if context.redirected is not None:
+            context.redirected(signal.SIGTERM)
+        else:
+            threading.Thread(target=self._end_in_time, name="mirror SIGTERM", daemon=True).start()
+
+    def _end_in_time(self) -> None:
+        deadline = time.monotonic() + self._grace_secs
+        for _ in range(2):  # the first may have reached another thread, while the main one sleeps
+            if self._closed.wait(min(_SECS_TO_NOTICE, _left(deadline))):
+                return
+            with _saying:
+                if self._context is not None:
+                    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+        if not self._closed.wait(_left(deadline)):
+            self._say_late()
+            os._exit(TERMINATED)
+
+    def close(self) -> None:
+        """Restores the handler of SIGTERM."""
+        with _saying:  # otherwise `pthread_kill` would find that handler
+            context, self._context = self._context, None
+        self._closed.set()
+        if context is not None:
+            context.termination = None
+            self._watch.close()
+            signal.signal(signal.SIGTERM, self._before)
+
+
+def _left(deadline: float) -> float:
+    return max(deadline - time.monotonic(), 0.0)
+
+
+def redirect(call: Callable[[int], None]) -> None:
+    """Makes signals call a function instead of raising exceptions, until the end of the context.
+
+    A second Ctrl-C still raises. Does nothing if no `DeferredInterrupts` is active in this thread.
+
+    Args:
+        call: Function of the number of the signal. It runs in a signal handler or in a thread, and
+            must not wait.
+    """
+    context = _own_context()
+    if context is not None:
         context.redirected = call
 
 
 def check() -> None:
-    """Raises a deferred interrupt. Call it where it is safe to stop.
+    """Raises a deferred signal. Call it where it is safe to stop.
 
     Raises:
         KeyboardInterrupt: If Ctrl-C was pressed.
+        SystemExit: If SIGTERM was received.
     """
-    context = _active_context()
-    if context is None or not context.is_pending:
-        return
-    if threading.current_thread() is threading.main_thread():
-        raise KeyboardInterrupt
+    context = _own_context()
+    if context is not None and context.pending is not None:
+        raise _exception_of(context.pending)
+
+
+def settle() -> int | None:
+    """Returns the signal that was raised or is deferred, which `check` raises no longer."""
+    context = _own_context()
+    if context is None:
+        return None
+    number, context.pending = context.pending, None
+    return number
 
 
 @contextlib.contextmanager
 def immediate() -> Iterator[None]:
     """Context manager in which Ctrl-C raises at once: around calls of the user's code.
 
-    The interrupt stays pending, in case that this code drops the exception.
+    SIGTERM raises half a second later. The signal stays pending, in case that this code drops the
+    exception.
     """
-    context = _active_context()
-    if context is None or threading.current_thread() is not threading.main_thread():
+    context = _own_context()
+    if context is None:
         yield
         return
     check()
@@ -131,28 +214,52 @@ def _active_context() -> DeferredInterrupts | None:
     return _active() if _active is not None else None
 
 
-def _is_free() -> bool:
-    handler = signal.getsignal(signal.SIGINT)
-    return handler is signal.default_int_handler or (
-        handler is _defer and _active_context() is None
-    )
+def _own_context() -> DeferredInterrupts | None:
+    """Returns the active context in the main thread, None in others."""
+    is_main = threading.current_thread() is threading.main_thread()
+    return _active_context() if is_main else None
 
 
-def _defer(signum: int, frame: object) -> None:  # noqa: ARG001
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+def _is_unhandled(number: int) -> bool:
+    """Whether the program leaves a signal to its default, or to a context that has ended."""
+    handler = signal.getsignal(number)
+    if number == signal.SIGINT:
+        return handler in (signal.default_int_handler, _defer)
+    return handler is signal.SIG_DFL or getattr(handler, "__module__", None) == _RAY
+
+
+def _exception_of(number: int) -> BaseException:
+    return SystemExit(TERMINATED) if number == signal.SIGTERM else KeyboardInterrupt()
+
+
+def _set_default(number: int) -> None:
+    is_interrupt = number == signal.SIGINT
+    signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
+
+
+def _defer(number: int, frame: object) -> None:  # noqa: ARG001
     context = _active_context()
+    if number == signal.SIGINT or context is None:
+        _set_default(number)
     if context is None:
-        raise KeyboardInterrupt
-    context.has_run = True
-    if context.redirected is not None:
-        redirected, context.redirected = context.redirected, None
-        redirected()
+        signal.raise_signal(number)
         return
-    context.is_pending = True
-    if context.is_immediate:
-        context.has_raised = True
-        raise KeyboardInterrupt
-    _notice(weakref.ref(context))  # in case that nothing watches
+    is_again = number in context.handled
+    context.handled.add(number)
+    if context.termination is not None and number == signal.SIGTERM:
+        context.termination.notice()
+    elif context.redirected is not None:
+        context.redirected(number)
+    if context.redirected is not None or (is_again and context.pending is None):
+        return  # the second: it is settled
+    if context.pending != signal.SIGTERM:
+        context.pending = number
+    raises = context.is_immediate and number not in context.raised
+    if raises and (number == signal.SIGINT or is_again):
+        context.raised.add(number)
+        raise _exception_of(number)
+    if number == signal.SIGINT:
+        _notice(weakref.ref(context))  # in case that nothing watches
 
 
 def _notice(context: "weakref.ref[DeferredInterrupts]") -> None:
@@ -174,17 +281,19 @@ def _say_that_it_waits(context: "weakref.ref[DeferredInterrupts]") -> None:
             active.was_woken = True
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
             time.sleep(_SECS_TO_WAKE)
-        if active is not _active_context() or active.has_raised or active.has_said:
+        has_raised = signal.SIGINT in active.raised
+        if active is not _active_context() or has_raised or active.has_said:
             return
-        if active.is_pending or _has_not_run(active):
+        if active.pending is not None or _has_not_run(active):
             active.has_said = True
-            text = _STEP_ENDS if active.is_pending else _NATIVE
+            text = _NATIVE if active.pending is None else _STEP_ENDS
             with contextlib.suppress(OSError, ValueError):  # closed, or a broken pipe
                 print(f"\nInterrupted: {text}", file=sys.stderr, flush=True)
 
 
 def _has_not_run(context: DeferredInterrupts) -> bool:
-    return not context.has_run and signal.getsignal(signal.SIGINT) is _defer
+    is_ours = signal.getsignal(signal.SIGINT) is _defer
+    return is_ours and signal.SIGINT not in context.handled
 
 
 class SignalWatch:
@@ -262,12 +371,10 @@ def _restore_in_child() -> None:
     descriptor that they share, and so arrive in the parent.
     """
     global _active, _saying
-    if signal.getsignal(signal.SIGINT) is _defer:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is _defer:
+            _set_default(number)
     _active, _saying = None, threading.Lock()
-    for watch in SignalWatch._watches:
-        if watch.number != signal.SIGINT:
-            signal.signal(watch.number, signal.SIG_DFL)
     SignalWatch._watches.clear()
     _stop_watching()
 

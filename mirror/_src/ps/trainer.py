@@ -92,7 +92,7 @@ class ServedTrainer(RemoteTraining):
             return
         try:
             self._coordinator.join()
-        except KeyboardInterrupt:  # steps still run
+        except (KeyboardInterrupt, SystemExit):  # steps still run
             raise
         except BaseException:
             self._end()

@@ -2,6 +2,8 @@
 
 import contextlib
 import math
+import signal
+import threading
 import time
 import warnings
 from collections import deque
@@ -19,7 +21,7 @@ from mirror._src.base.naming import depth_of_user, is_our_module
 from mirror._src.cluster.store import process_index
 from mirror._src.data.padded import PaddedBatch, PaddedDataset
 from mirror._src.strategy.strategy import Strategy
-from mirror._src.training.agreed_stop import AgreedStop, Cause
+from mirror._src.training.agreed_stop import AgreedStop, Cause, Request
 from mirror._src.training.history import History
 from mirror._src.training.loss_scale import LossScale, stuck
 from mirror._src.training.meter import CollectedMetrics, in_order
@@ -27,11 +29,11 @@ from mirror._src.training.mistakes import bytes_of, labels_in, wrong_numbers
 from mirror._src.training.objective import LOSS, Sums
 from mirror._src.training.position import Position
 from mirror._src.training.remote import RemoteStrategy
-from mirror._src.training.state_lock import StateLock
 from mirror._src.training.stream import NO_DATA, Stream
 
 _LABELS = ", which mirror.Trainer(..., labels='label', num_classes=10) checks"
 _MOST_KEPT_BYTES = 2**23
+_CAUSES: dict[int, Cause] = {signal.SIGINT: "interrupt", signal.SIGTERM: "SIGTERM"}
 
 
 class TrainerOfFit(Protocol):
@@ -101,7 +103,7 @@ class TrainingRun:
         steps_per_epoch: Number of steps per epoch, or None if unknown.
         metrics: Names of the training metrics, known from the first step on.
         has_validation: Whether `fit` received validation data.
-        stopped: Why a callback stopped the run, or None.
+        request: Why the run ends early: its `cause` is "stop", "interrupt" or "SIGTERM". Or None.
         empty: In `on_metrics`, the names of metrics of the launch that are NaN because their
             weights add up to 0; see `mirror.Weighted`.
 
@@ -121,7 +123,6 @@ class TrainingRun:
         data: PaddedDataset,
         steps_per_epoch: int | None,
         callbacks: Sequence[CallbackOfFit],
-        lock: StateLock,
         *,
         has_validation: bool = False,
     ) -> None:
@@ -133,14 +134,14 @@ class TrainingRun:
         self.steps_per_epoch = steps_per_epoch or data.num_batches
         self.has_validation = has_validation
         self.metrics: tuple[str, ...] = ()
-        self.stopped: str | None = None
+        self.request: Request | None = None
         self.empty: frozenset[str] = frozenset()
         self._limit = steps_per_epoch
         self._stream = Stream(data)
         self._callbacks = [
             c for c in callbacks if trainer.strategy.is_chief or not c.runs_on_chief_only
         ]
-        self._lock = lock
+        self.thread = threading.get_ident()
         self._collected: deque[CollectedMetrics] = deque()
         self._agreed_stop: AgreedStop | None = None
         self._batches: deque[tuple[int, PaddedBatch]] = deque()  # of launches not collected
@@ -173,24 +174,52 @@ class TrainingRun:
         kinds = {type(callback).__name__ for callback in self._callbacks}
         return name == "learning_rate" and "LearningRate" in kinds
 
+    @property
+    def stopped(self) -> str | None:
+        """Why a callback stopped the run, or another process did, or None."""
+        return None if self.request is None else self.request.why or None
+
     def stop(self, why: str) -> None:
         """Stops the training after this step, or after this epoch if it has ended.
 
         In a job of several processes, one process may call it alone: all of them stop after the
         same step, which is at most a few steps later.
         """
+        self._request_stop("stop", why)
+
+    def _request_stop(self, cause: Cause, why: str) -> None:
+        """Requests the end of the run; called by any thread and by signal handlers."""
         if self._agreed_stop is None:
-            self.stopped = self.stopped or why
+            self.request = self.request or Request(cause, why)
         else:
-            self._agreed_stop.ask("stop", why)
+            self._agreed_stop.ask(cause, why)
+
+    def _note_signal(self, number: int) -> None:
+        """Requests that all processes stop, because this one received a signal."""
+        cause = _CAUSES[number]
+        words = "interrupted" if cause == "interrupt" else cause
+        self._request_stop(cause, f"{words} in process {process_index()}")
 
     def _may_launch(self) -> bool:
         """Whether the next launch takes place; False if all processes stop before it."""
         if self._agreed_stop is None or self._agreed_stop.may_launch():
             return True
-        assert self._agreed_stop.request is not None
-        self.stopped = self._agreed_stop.request.why
+        self.request = self._agreed_stop.request
         return False
+
+    def must_stop(self) -> bool:
+        """Acts on requests, after a step.
+
+        Raises:
+            KeyboardInterrupt: If this process, or with several processes any, was interrupted.
+            SystemExit: If it received SIGTERM and has a `Checkpoint`.
+        """
+        interrupts.check()
+        if self.request is not None and self.request.cause == "interrupt":
+            raise KeyboardInterrupt
+        if self.request is not None and self.request.cause == "SIGTERM":
+            raise SystemExit(interrupts.TERMINATED)
+        return self.request is not None
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -207,42 +236,29 @@ class TrainingRun:
             if self.trainer.strategy._spans_processes:
                 self._agreed_stop = AgreedStop()
                 at_end.add("ending the agreement", self._agreed_stop.close)
-                interrupts.redirect(lambda: request_end(self, "interrupt"))
+                interrupts.redirect(self._note_signal)
             for name, callback in self._named_callbacks():
                 at_end.add(f"on_fit_end of {name}", callback.on_fit_end, self)
                 callback.on_fit_begin(self)
             # An interrupted training may be resumed.
             at_end.add("dropping the batches", self._batches.clear)
             at_end.add("to_dict of a callback", self.remember_callbacks)
-            with self._lock.held(), closing("closing the data", self._stream.close):
+            with (
+                self._notes_the_signal(),
+                closing("closing the data", self._stream.close),
+            ):
                 yield
 
     @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Context manager around code that may take long and leaves the state as it is.
-
-        Meanwhile another thread may save the training.
-        """
-        with self._lock.released():
+    def _notes_the_signal(self) -> Iterator[None]:
+        """Lets callbacks know, in `on_fit_end`, which signal has ended the run."""
+        try:
             yield
-
-    @contextlib.contextmanager
-    def _users_code(self) -> Iterator[None]:
-        with self.waiting(), interrupts.immediate():
-            yield
-
-    @contextlib.contextmanager
-    def consistent(self, timeout: float = -1) -> Iterator[bool]:
-        """Context manager in which the state is that between two steps, for another thread.
-
-        Args:
-            timeout: Maximum number of seconds to wait for the end of a step; -1 sets no limit.
-
-        Yields:
-            Whether the step has ended in time.
-        """
-        with self._lock.held(timeout) as is_held:
-            yield is_held
+        except BaseException:
+            number = interrupts.settle()
+            if number is not None:
+                self.request = self.request or Request(_CAUSES[number], "")
+            raise
 
     def remember_callbacks(self) -> None:
         """Stores the states of the callbacks in the position."""
@@ -262,7 +278,7 @@ class TrainingRun:
     def begin_epoch(self) -> None:
         """Calls `on_epoch_begin` of the callbacks."""
         self._started = time.perf_counter()
-        with self._users_code():
+        with interrupts.immediate():
             for callback in self._callbacks:
                 callback.on_epoch_begin(self)
 
@@ -274,7 +290,7 @@ class TrainingRun:
         position, limit = self.position, self._limit
         while limit is None or position.epoch_step < limit:
             most = None if limit is None else limit - position.epoch_step
-            with self._users_code():
+            with interrupts.immediate():
                 launch = self._stream.next_launch(position.passes, most)
             if launch is not None:
                 if not self._may_launch():
@@ -300,25 +316,22 @@ class TrainingRun:
         if self._keeps_batches:
             self._batches.append((self.position.step, launch))
         if self._callbacks:
-            with self._users_code():
+            with interrupts.immediate():
                 for callback in self._callbacks:
                     callback.on_step(self)
 
-    def collect(self, *, running: int = 0, may_call: bool = True) -> None:
+    def collect(self, *, running: int = 0) -> None:
         """Calls `on_metrics` of the callbacks for launches that have finished.
 
         Args:
             running: Number of last launches not to wait for.
-            may_call: Whether to call the callbacks now, or in the next call of this method: another
-                thread must not call them while `fit` does.
         """
-        with self._lock.held():
-            self._collected += self.position.meter.collect(running=running)
-        while may_call and self._collected:
+        self._collected += self.position.meter.collect(running=running)
+        while self._collected:  # a callback may call this method
             step, logs, empty = self._collected.popleft()
             self.empty = empty
             if self._callbacks:
-                with self._users_code():
+                with interrupts.immediate():
                     for callback in self._callbacks:
                         callback.on_metrics(self, step, logs)
             self._warn_of_nan(step, logs[LOSS])
@@ -363,34 +376,10 @@ class TrainingRun:
         position.next_epoch()
         position.history.add(epoch, logs, time.perf_counter() - self._started)
         known = set(logs)
-        with self._users_code():
+        with interrupts.immediate():
             for callback in self._callbacks:
                 callback.on_epoch_end(self, logs)
         position.history.add_to_last({k: v for k, v in logs.items() if k not in known})
-
-
-def stops_together(run: TrainingRun) -> bool:
-    """Whether several processes train, which stop after the same step."""
-    return run._agreed_stop is not None
-
-
-def ended_by(run: TrainingRun) -> Cause | None:
-    """Returns the cause of the request on which all processes stopped, or None."""
-    request = run._agreed_stop.request if run._agreed_stop is not None else None
-    return None if request is None else request.cause
-
-
-def request_end(run: TrainingRun, cause: Cause) -> None:
-    """Makes all processes stop after the same step, because of a signal to this one."""
-    assert run._agreed_stop is not None
-    why = "SIGTERM" if cause == "SIGTERM" else "interrupted"
-    run._agreed_stop.ask(cause, f"{why} in process {process_index()}")
-
-
-def raise_interrupt(run: TrainingRun) -> None:
-    """Raises the `KeyboardInterrupt` that a process has received, in all processes."""
-    if ended_by(run) == "interrupt":
-        raise KeyboardInterrupt
 
 
 def _earlier_name(callbacks: Sequence[CallbackOfFit], i: int) -> str:

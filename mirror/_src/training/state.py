@@ -1,6 +1,7 @@
 """`TrainerState`: the model, optimizer and position of a `Trainer`, which it saves and restores."""
 
 import contextlib
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -13,13 +14,12 @@ from mirror._src.base.errors import counted, describe, require_secs
 from mirror._src.base.tracebacks import api_boundary
 from mirror._src.base.unknown_names import unknown_attribute
 from mirror._src.cluster.store import barrier
-from mirror._src.inspection.trial_objects import copy_of
 from mirror._src.inspection.watch import watch
+from mirror._src.passes.callbacks import in_callback
 from mirror._src.strategy.mirrored import strategy_of_trainer
 from mirror._src.strategy.strategy import Strategy
 from mirror._src.training.checkpoints import snapshot
 from mirror._src.training.checkpoints.from_chief import CheckpointOfChief
-from mirror._src.training.checkpoints.host_copies import on_host
 from mirror._src.training.checkpoints.load import find_checkpoint
 from mirror._src.training.checkpoints.store import CheckpointStore
 from mirror._src.training.fit import TrainingRun
@@ -28,9 +28,7 @@ from mirror._src.training.mistakes import advice_for_model
 from mirror._src.training.optimizer import make_optimizer
 from mirror._src.training.position import Position
 from mirror._src.training.precision import Precision, PrecisionName
-from mirror._src.training.readers import Readers
 from mirror._src.training.remote import RemoteStrategy, RemoteTraining, local_strategy
-from mirror._src.training.state_lock import StateLock
 from mirror._src.training.summary import num_parameters
 
 M = TypeVar("M", bound=nnx.Module)
@@ -77,7 +75,7 @@ class TrainerState(Generic[M]):
         self._resumes = False
         self._run: TrainingRun | None = None
         self._launch: tuple[Any, ...] | None = None
-        self._lock, self._readers = StateLock(), Readers()
+        self._users: list[int] = []  # threads in `_using`
 
     def __repr__(self) -> str:
         position = self._position
@@ -92,7 +90,7 @@ class TrainerState(Generic[M]):
     @property
     def model(self) -> M:
         """The model. During `fit`, it is as it is between two steps."""
-        self._require_current()
+        self._require_current("model")
         return self._model
 
     @model.setter
@@ -104,7 +102,7 @@ class TrainerState(Generic[M]):
     @property
     def optimizer(self) -> nnx.Optimizer[Any]:
         """The optimizer. During `fit`, it is as it is between two steps."""
-        self._require_current()
+        self._require_current("optimizer")
         return self._optimizer
 
     @optimizer.setter
@@ -132,7 +130,7 @@ class TrainerState(Generic[M]):
         >>> trainer.restore("checkpoints")
         >>> history = trainer.fit(data, epochs=9, progress=False)
         """
-        with self._readers.reading("save"):
+        with self._using("save"):
             if not self._local._spans_processes:
                 self._write(directory)
                 return
@@ -191,37 +189,44 @@ class TrainerState(Generic[M]):
         return position, checkpoint.read()
 
     def _checkpoint_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns the contents of a checkpoint: arrays by name, and the position.
-
-        If another thread trains, it waits until the end of a step, and the arrays are copies on the
-        host: later steps delete the trainer's own.
-        """
+        """Returns the contents of a checkpoint: arrays by name, and the position."""
         self._require_no_lost_values()
-        with self._readers.reading("save") as must_copy:
-            must_copy = must_copy and not self._lock.is_mine
-            with self._lock.held() if must_copy else contextlib.nullcontext():
-                run = self._run
-                if run is None:
-                    self._position.meter.collect()
-                else:
-                    run.collect(may_call=not must_copy)
-                    run.remember_callbacks()
-                with self._lock.held():  # the callbacks of `collect` run without it
-                    self._synchronize()
-                    arrays = snapshot.read(self._objects)
-                    return on_host(arrays) if must_copy else arrays, self._position.to_dict()
+        with self._using("save"):
+            if self._run is None:
+                self._position.meter.collect()
+            else:
+                self._run.collect()
+                self._run.remember_callbacks()
+            return snapshot.read(self._objects), self._position.to_dict()
 
     @contextlib.contextmanager
-    def _reading(self, method: str, *objects: Any) -> Iterator[list[Any]]:
-        """Yields nnx objects whose arrays no step deletes: copies if another thread trains."""
-        with self._readers.reading(method) as must_copy:
-            if must_copy:
-                with self._lock.held():
-                    self._synchronize()
-                    objects = tuple(copy_of(objects))
-            else:
-                self._synchronize()
-            yield list(objects)
+    def _using(self, method: str) -> Iterator[None]:
+        """Context manager around a method that reads the arrays, which steps of `fit` delete.
+
+        Raises:
+            RuntimeError: If another thread trains, or it is called inside a step.
+        """
+        me = threading.get_ident()
+        self._users.append(me)  # before the check, as `fit` is noted before it looks for users
+        try:
+            self._require_thread_of_fit(f"{method}()")
+            self._synchronize()
+            yield
+        finally:
+            self._users.remove(me)
+
+    def _require_thread_of_fit(self, what: str) -> None:
+        run, where = self._run, ""
+        if in_callback():
+            where = "inside a host callback of a step"
+        elif run is not None and run.thread != threading.get_ident():
+            where = "in another thread while fit() trains"
+        if where:
+            raise RuntimeError(
+                f"trainer.{what} was used {where}. Each step deletes the arrays of the model that "
+                "it updates, so only the thread of fit() may use them, between two steps. Use it "
+                "in on_step(self, fit) of a mirror.callbacks.Callback, or after fit()."
+            )
 
     def _synchronize(self) -> None:
         """Waits for steps in other processes, and writes their results into the objects."""
@@ -236,13 +241,13 @@ class TrainerState(Generic[M]):
                 f"nnx.update(trainer.{name}, state), or create a new Trainer."
             )
 
-    def _require_current(self) -> None:
-        """Waits for steps in other processes if a callback, or another thread, reads an object."""
+    def _require_current(self, name: str) -> None:
+        """Waits for steps in other processes if a callback reads the model or the optimizer."""
         if self._remote is None or self._run is None:
             return
+        self._require_thread_of_fit(name)
         try:
-            with self._lock.held():
-                self._synchronize()
+            self._synchronize()
         except AttributeError as error:  # of a step; `__getattr__` would replace it
             raise RuntimeError(f"A step raised {type(error).__name__}: {error}") from error
 
@@ -296,12 +301,18 @@ class TrainerState(Generic[M]):
 
     @contextlib.contextmanager
     def _running(self, run: TrainingRun) -> Iterator[None]:
-        with self._readers.training():
-            self._run, self._position, self._resumes = run, run.position, True
-            try:
-                yield
-            finally:
-                self._run = self._launch = None
+        self._run = run
+        try:
+            if set(self._users) - {run.thread}:
+                raise RuntimeError(
+                    "trainer.fit() was called while a method of the trainer runs in another "
+                    "thread. Each step would delete the arrays of the model that it uses. Wait for "
+                    "its result before fit()."
+                )
+            self._position, self._resumes = run.position, True
+            yield
+        finally:
+            self._run = self._launch = None
 
     if not TYPE_CHECKING:  # for type checkers, there are no other attributes
 

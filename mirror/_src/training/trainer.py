@@ -25,7 +25,7 @@ from mirror._src.strategy.strategy import Strategy
 from mirror._src.training import steps
 from mirror._src.training.callbacks.callback import Callback, require_callbacks
 from mirror._src.training.callbacks.progress import ProgressBar
-from mirror._src.training.fit import TrainingRun, raise_interrupt
+from mirror._src.training.fit import TrainingRun
 from mirror._src.training.history import History
 from mirror._src.training.inputs import batches_of, first_batch, fit_data
 from mirror._src.training.labels import PartOfBatch
@@ -316,7 +316,6 @@ class Trainer(TrainerState[M]):
             padded,
             steps_per_epoch,
             callbacks,
-            self._lock,
             has_validation=validation.is_given,
         )
         deferred = interrupts.DeferredInterrupts(watches=True)
@@ -328,7 +327,7 @@ class Trainer(TrainerState[M]):
             self._ends_synchronized(),
         ):
             self._has_lost_values = False
-            while position.epoch < epochs and not run.stopped:
+            while position.epoch < epochs and not run.must_stop():
                 run.begin_epoch()
                 for launch in run.launches():
                     if last_size is not None:
@@ -337,17 +336,15 @@ class Trainer(TrainerState[M]):
                         last_size = None
                     run.after_step(launch, self._train(launch))
                     run.collect(running=self._most_running)
-                    interrupts.check()
-                    if run.stopped:
+                    if run.must_stop():
                         break
-                is_cut_short = run.stopped is not None
+                is_cut_short = run.must_stop()
                 run.collect()
                 if not is_cut_short:
                     run.end_epoch(self._validate(run, validation))
             self._synchronize()
-            raise_interrupt(run)
+            run.must_stop()
             self._resumes = False
-            interrupts.check()
         return run.history
 
     def _validate(self, run: TrainingRun, validation: Validation) -> dict[str, float]:
@@ -355,12 +352,11 @@ class Trainer(TrainerState[M]):
         if not validation.is_given:
             return {}
         num_trained = run.position.epoch_step
-        with run.waiting():
-            means = self._evaluate(
-                validation.batches(),
-                validation.num_batches,
-                lambda count: validation.after_batch(count, num_trained),
-            )
+        means = self._evaluate(
+            validation.batches(),
+            validation.num_batches,
+            lambda count: validation.after_batch(count, num_trained),
+        )
         validation.after_pass()
         return means
 
@@ -394,7 +390,8 @@ class Trainer(TrainerState[M]):
         """Evaluates all batches, or the first `most`, and calls `after_batch` with their number."""
         meter = Meter()
         distributed = self._distributed(data)
-        with self._watched(), self._reading("evaluate", self._model) as (model,):
+        model = self._model
+        with self._watched(), self._using("evaluate"):
             launches = whole_pass(distributed, most=most, inspect=self._objective.inspect)
             for count, launch in enumerate(launches, 1):
                 (padded,) = self._rows.without_padding(self._evaluated_examples, model, launch)
@@ -446,8 +443,8 @@ class Trainer(TrainerState[M]):
         batches = batches_of("predict", data, batch_size)
         require_end("data", batches, "Limit it: trainer.predict(itertools.islice(data, 100)).")
         distributed = self._distributed(batches)
-        with self._watched(), self._reading("predict", self._model) as (model,):
-            return predictions(self._local, fn, step, model, distributed, self._rows)
+        with self._watched(), self._using("predict"):
+            return predictions(self._local, fn, step, self._model, distributed, self._rows)
 
     @api_boundary
     def summary(self, data: Data) -> Table:
@@ -474,8 +471,9 @@ class Trainer(TrainerState[M]):
         optimizer per device                                        ... bytes
         """
         batch = first_batch(data)
-        with self._reading("summary", self._model, self._optimizer) as (model, optimizer):
-            table = summary(model, optimizer, self._local, batch, self._objective.outputs)
+        with self._using("summary"):
+            objects = self._model, self._optimizer
+            table = summary(*objects, self._local, batch, self._objective.outputs)
             if self.precision is not None:
                 table.rows.append(("precision", "", self.precision, "", ""))
             return table
@@ -507,13 +505,14 @@ class Trainer(TrainerState[M]):
         batches = whole_pass(distributed, multiple=self._multiple, inspect=self._objective.inspect)
         with closing("closing the data", batches.close):
             padded = next(batches)
-        rtol = self._precision.rtol_of(self._model) if rtol is None else rtol
-        if self._remote is not None:
-            self._trace(padded)
-            return self._remote.verify(*host_batch(padded), rtol)
-        require_cross_replica(self._local, "verify", "Call it outside the step.")
-        runners = self._local._runner, self._local._single_runner()
-        with self._reading("verify", *self._objects.values()) as (model, optimizer, *scales):
+        with self._using("verify"):
+            rtol = self._precision.rtol_of(self._model) if rtol is None else rtol
+            if self._remote is not None:
+                self._trace(padded)
+                return self._remote.verify(*host_batch(padded), rtol)
+            require_cross_replica(self._local, "verify", "Call it outside the step.")
+            runners = self._local._runner, self._local._single_runner()
+            model, optimizer, *scales = self._objects.values()
             arguments = (model, optimizer, padded.batch, padded.mask, *scales)
             return verify(*runners, self._single_step, arguments, {}, rtol, self._alone)
 
