@@ -25,9 +25,9 @@ part() {  # part SECS FILE COMMAND...: writes what the command prints to a file
   printf '%6d s  %-12s %s\n' $((SECONDS - start)) "$result" "$2"
 }
 part 10 machine.txt sh -c 'nvidia-smi; git log -1 --format="commit %h"; lscpu | grep "Model name"'
-part 40 doctor.md "$python" -m mirror_cli doctor --report
-part 20 devices.json "$python" -m mirror_cli devices --json
-part 350 test_gpu.txt "$python" -m pytest -p pytest_mirror -p no:cacheprovider -n 0 -q --durations=0 \
+part 40 doctor.md "$python" -m mirror doctor --report
+part 20 devices.json "$python" -m mirror devices --json
+part 350 test_gpu.txt "$python" -m pytest -p mirror.pytest_plugin -p no:cacheprovider -n 0 -q --durations=0 \
   "${tests[@]}" tests/laws/test_gpu.py
 # Without the cache, so that compiling is measured.
 unset JAX_COMPILATION_CACHE_DIR

@@ -51,71 +51,18 @@ Glossary:
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-from mirror import callbacks as callbacks
-from mirror import config as config
-from mirror import data as data
-from mirror import debugging as debugging
-from mirror import distributed as distributed
-from mirror import testing as testing
-from mirror._src.base.errors import InvalidDeviceError as InvalidDeviceError
-from mirror._src.base.errors import ProgramMismatchError as ProgramMismatchError
-from mirror._src.base.errors import ReplicaDivergenceError as ReplicaDivergenceError
-from mirror._src.base.errors import VerifyError as VerifyError
-from mirror._src.base.lazy_names import LAZY_MODULE as _LAZY_MODULE
-from mirror._src.base.types import REPLICA_AXIS as REPLICA_AXIS
-from mirror._src.base.unknown_names import explain_unknown_names as _explain_unknown_names
-from mirror._src.data.distribute import DistributedDataset as DistributedDataset
-from mirror._src.data.distribute import InputContext as InputContext
-from mirror._src.devices.launches import StalledError as StalledError
-from mirror._src.devices.placement import add_n as add_n
-from mirror._src.devices.placement import device as device
-from mirror._src.engine.all_reduce import AllReduce as AllReduce
-from mirror._src.engine.cross_device_ops import CrossDeviceOps as CrossDeviceOps
-from mirror._src.engine.example_keys import example_keys as example_keys
-from mirror._src.engine.example_mask import example_mask as example_mask
-from mirror._src.engine.one_device import ReductionToOneDevice as ReductionToOneDevice
-from mirror._src.engine.per_replica import PerReplica as PerReplica
-from mirror._src.engine.reduce_op import ReduceOp as ReduceOp
-from mirror._src.engine.replica_context import ReplicaContext as ReplicaContext
-from mirror._src.engine.scopes import has_strategy as has_strategy
-from mirror._src.engine.scopes import in_cross_replica_context as in_cross_replica_context
-from mirror._src.engine.variable import Variable as Variable
-from mirror._src.inspection.explanation import Explanation as Explanation
-from mirror._src.inspection.program_report import ProgramReport as ProgramReport
-from mirror._src.inspection.verify import VerifyReport as VerifyReport
-from mirror._src.jaxprs.ensure import ensure_mirrored as ensure_mirrored
-from mirror._src.strategy.current_replica import all_gather as all_gather
-from mirror._src.strategy.current_replica import all_reduce as all_reduce
-from mirror._src.strategy.data_parallel import DataParallel as DataParallel
-from mirror._src.strategy.mirrored import MirroredStrategy as MirroredStrategy
-from mirror._src.strategy.mirrored import OneDeviceStrategy as OneDeviceStrategy
-from mirror._src.strategy.mirrored import get_replica_context as get_replica_context
-from mirror._src.strategy.mirrored import get_strategy as get_strategy
-from mirror._src.strategy.multi_worker import (
-    MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
-)
-from mirror._src.strategy.strategy import Strategy as Strategy
-from mirror._src.strategy.strategy import ValueContext as ValueContext
-from mirror._src.training.checkpoints.load import load_checkpoint as load_checkpoint
-from mirror._src.training.history import History as History
-from mirror._src.training.loss_scale import LossScale as LossScale
-from mirror._src.training.trainer import Trainer as Trainer
-from mirror._src.training.weighted import Weighted as Weighted
+from mirror._src.base.lazy_names import make_lazy as _make_lazy
 from mirror._version import __version__ as __version__
 
-_explain_unknown_names(
-    "mirror",
-    *(
-        f"mirror.{name}"
-        for name in ("callbacks", "config", "data", "debugging", "distributed", "testing")
-    ),
-)
-
+# JAX, Flax and Optax take a second to import, which `mirror --help` and pytest need not wait for.
+_make_lazy()
 
 if _TYPE_CHECKING:
+    from mirror import callbacks as callbacks
+    from mirror import config as config
+    from mirror import data as data
+    from mirror import debugging as debugging
+    from mirror import distributed as distributed
     from mirror import ps as ps
-
-
-def __dir__() -> list[str]:
-    names = {*globals(), _LAZY_MODULE}
-    return sorted(n for n in names if n.isidentifier() and not n.startswith("_"))
+    from mirror import testing as testing
+    from mirror._public import *  # noqa: F403

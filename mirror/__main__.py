@@ -2,6 +2,6 @@
 
 import sys
 
-from mirror_cli.main import main
+from mirror._src.tools.main import main
 
 sys.exit(main())

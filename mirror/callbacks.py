@@ -4,6 +4,7 @@ Pass them as `trainer.fit(data, callbacks=[mirror.callbacks.Checkpoint("ckpt")])
 own, subclass `Callback` and override the hooks you need.
 """
 
+from mirror._src.base.unknown_names import explain_unknown_names as _explain_unknown_names
 from mirror._src.training.callbacks.callback import Callback as Callback
 from mirror._src.training.callbacks.checkpoints import Checkpoint as Checkpoint
 from mirror._src.training.callbacks.logs import CSVLogger as CSVLogger
@@ -15,3 +16,5 @@ from mirror._src.training.callbacks.progress import ProgressBar as ProgressBar
 from mirror._src.training.callbacks.stopping import EarlyStopping as EarlyStopping
 from mirror._src.training.callbacks.stopping import NaNGuard as NaNGuard
 from mirror._src.training.fit import TrainingRun as TrainingRun
+
+_explain_unknown_names("mirror.callbacks")

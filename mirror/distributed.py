@@ -1,5 +1,6 @@
 """Jobs of several processes: how they find each other, and which of them this one is."""
 
+from mirror._src.base.unknown_names import explain_unknown_names as _explain_unknown_names
 from mirror._src.cluster.cluster import ClusterSpec as ClusterSpec
 from mirror._src.cluster.resolvers import ClusterResolver as ClusterResolver
 from mirror._src.cluster.resolvers import SimpleClusterResolver as SimpleClusterResolver
@@ -11,3 +12,5 @@ from mirror._src.cluster.store import is_chief as is_chief
 from mirror._src.cluster.store import process_count as process_count
 from mirror._src.cluster.store import process_index as process_index
 from mirror._src.ps.server import Server as Server
+
+_explain_unknown_names("mirror.distributed")

@@ -14,12 +14,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import metadata
 from typing import Any
 
-from pytest_mirror.member import IS_MEMBER
 from tests.support.packages import require_environment
 from tests.support.sockets import shorten_paths
 from tests.support.strict import HALF_WRITTEN
 
 require_environment()
+IS_MEMBER = "MIRROR_PYTEST_PROCESS" in os.environ  # of a test in several processes
 
 # Many tests and processes compile the same small programs, so they share a compilation cache. JAX
 # reads these variables when it is imported, and child processes inherit them.

@@ -279,13 +279,9 @@ def test_wheel_contains_the_packages_and_their_metadata(wheel):
         names = archive.namelist()
         metadata = archive.read(f"mirror_jax-{mirror.__version__}.dist-info/METADATA").decode()
     roots = {name.split("/")[0] for name in names}
-    assert roots == {
-        "mirror",
-        "mirror_cli",
-        "pytest_mirror",
-        f"mirror_jax-{mirror.__version__}.dist-info",
-    }
-    assert "mirror/py.typed" in names
+    assert roots == {"mirror", f"mirror_jax-{mirror.__version__}.dist-info"}
+    for file in ("py.typed", "_src/base/other_names.md", "_src/tools/commands.toml"):
+        assert f"mirror/{file}" in names
     for path in (fresh.ROOT / "mirror").rglob("*.py"):
         assert path.relative_to(fresh.ROOT).as_posix() in names
     assert "Author: The mirror developers" in metadata

@@ -5,13 +5,12 @@ import io
 import json
 import re
 import tokenize
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from tests.support import fresh
-
-PACKAGES = ("mirror", "mirror_cli", "pytest_mirror")
 
 
 class Rule(NamedTuple):
@@ -129,6 +128,15 @@ def strings_of(node: ast.AST, docstrings: set[ast.expr]) -> Iterator[Text]:
             yield from strings_of(child, docstrings)
 
 
+def texts_of_toml(source: str) -> Iterator[Text]:
+    """Yields the texts of the commands and of their options."""
+    for table in tomllib.loads(source).values():
+        for option in (table, *table["options"].values()):
+            for name in ("summary", "text", "end", "help"):
+                text = option.get(name, "")
+                yield Text("message", source.count("\n", 0, source.find(text[:20])) + 1, text)
+
+
 def joined(comment: list[tuple[int, str]]) -> Text:
     return Text("comment", comment[0][0], "\n".join(line for _, line in comment))
 
@@ -155,7 +163,7 @@ def texts_of_notebook(source: str) -> Iterator[Text]:
 def prose() -> dict[str, Path]:
     """The files of the package and its documentation, by their names."""
     root = fresh.ROOT
-    files = [path for package in PACKAGES for path in (root / package).rglob("*.py")]
+    files = [*(root / "mirror").rglob("*.py"), *(root / "mirror").rglob("*.toml")]
     files += [*root.glob("*.md"), *(root / "docs").rglob("*.md"), *(root / "mirror").rglob("*.md")]
     files += [*(root / "benchmarks").rglob("*.md"), *(root / "notebooks").glob("*.ipynb")]
     return {str(path.relative_to(root)): path for path in sorted(files)}
@@ -168,6 +176,8 @@ def texts_of(name: str) -> list[Text]:
     source = FILES[name].read_text()
     if name.endswith(".py"):
         return list(texts_of_python(source))
+    if name.endswith(".toml"):
+        return list(texts_of_toml(source))
     return list(
         texts_of_notebook(source) if name.endswith(".ipynb") else texts_of_page(name, source)
     )

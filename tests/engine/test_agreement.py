@@ -84,7 +84,7 @@ def test_a_process_that_does_not_come_is_named_by_the_deadline(count, absent):
 @pytest.mark.nightly
 def test_programs_are_the_same_from_other_folders_and_hash_seeds(tmp_path):
     """No false alarm over the table of steps, nnx and Linen."""
-    for name in ("mirror", "mirror_cli", "tests"):
+    for name in ("mirror", "tests"):
         shutil.copytree(fresh.ROOT / name, tmp_path / "elsewhere" / name)
     each = [
         {"PYTHONHASHSEED": "1"},

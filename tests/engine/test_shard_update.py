@@ -12,7 +12,7 @@ from flax import linen, nnx
 from flax.training import train_state
 
 import mirror
-from mirror_cli import main as cli
+from mirror import cli
 from tests.support.compilations import compiler_options
 from tests.support.inside import pretended_types
 from tests.support.messages import assert_message, raises

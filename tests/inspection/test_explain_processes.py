@@ -10,7 +10,9 @@ from flax import nnx
 
 import mirror
 from mirror import testing
-from pytest_mirror import strategy as strategy  # not the one of conftest.py, which has one process
+from mirror.pytest_plugin import (
+    strategy as strategy,  # not the one of conftest.py, which has one process
+)
 from tests.support import inside
 from tests.support.messages import raises
 from tests.support.models import MLP, batches, nnx_step

@@ -16,7 +16,7 @@ from flax import nnx
 from flax.training import train_state
 
 import mirror
-from mirror_cli import main as cli
+from mirror import cli
 from tests.support import fresh, inside, models
 from tests.support.messages import assert_message
 from tests.support.strategies import LAYOUTS, cpu_strategy
@@ -588,7 +588,7 @@ def stand_in_strategy(devices, ops, replicas_per_device, shard_update):
 def test_command_estimates_more_devices_than_the_machine_has():
     """In a new process, as users run it: host devices are forced."""
     code = (
-        "import sys; from mirror_cli import main as cli\n"
+        "import sys; from mirror import cli\n"
         "sys.exit(cli.main(['estimate-memory', 'mlp', '--devices', '12', '--batch-size', '24', "
         "'--json']))"
     )
@@ -601,7 +601,9 @@ def test_command_estimates_more_devices_than_the_machine_has():
 
 
 def test_importing_mirror_does_not_import_the_command_line():
-    code = "import sys, mirror; print([m for m in sys.modules if '_src.tools.' in m])"
+    code = (
+        "import sys, mirror; mirror.Trainer; print([m for m in sys.modules if '_src.tools.' in m])"
+    )
     assert fresh.run(code).strip() == "['mirror._src.tools.asserts']"  # of mirror.testing
 
 

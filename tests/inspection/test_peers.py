@@ -322,7 +322,7 @@ def test_the_launcher_starts_all_processes_again(tmp_path):
     options = ["--processes", "2", "--devices", "1", "--restarts", "1", str(script)]
     path = os.pathsep.join(filter(None, [fresh.INHERITED.get("PYTHONPATH"), str(fresh.ROOT)]))
     done = subprocess.run(
-        [sys.executable, "-m", "mirror_cli", "launch", *options],
+        [sys.executable, "-m", "mirror", "launch", *options],
         env={**fresh.INHERITED, "PYTHONPATH": path},
         capture_output=True,
         text=True,

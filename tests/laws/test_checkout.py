@@ -80,8 +80,7 @@ def _needs_encoding(call: ast.Call) -> bool:
 
 def _calls_without_encoding() -> list[str]:
     files = [fresh.ROOT / "setup.py", fresh.ROOT / "docs" / "build.py"]
-    for folder in ("mirror", "mirror_cli", "pytest_mirror"):
-        files += (fresh.ROOT / folder).rglob("*.py")
+    files += (fresh.ROOT / "mirror").rglob("*.py")
     return [
         f"{file.relative_to(fresh.ROOT)}:{node.lineno}"
         for file in files

@@ -1,8 +1,8 @@
 """Programs on real GPUs, in separate processes: `pytest --gpu tests/laws/test_gpu.py`.
 
 Without a GPU that JAX can use they fail. They work with one GPU, and with several. In a clone that
-is not installed, pass `-p pytest_mirror` too. The rows `CPU` run the same code on a CPU, so that it
-is known to work where no GPU is.
+is not installed, pass `-p mirror.pytest_plugin` too. The rows `CPU` run the same code on a CPU, so
+that it is known to work where no GPU is.
 """
 
 import json
@@ -236,7 +236,7 @@ def test_devices_command_shows_every_gpu_and_its_memory(gpus):
     shown = show(
         """
 import contextlib, io, json
-from mirror_cli import main as cli
+from mirror import cli
 with contextlib.redirect_stdout(io.StringIO()) as output:
     assert cli.main(["devices", "--json"]) == 0
 shown = json.loads(output.getvalue())
@@ -274,7 +274,7 @@ shown["on"] = sorted(gpus[d.id].name for d in model.layers[0].kernel[...].device
 def test_demo_trains_on_a_gpu_and_the_cpu(gpus):
     shown = show(
         """
-from mirror_cli import main as cli
+from mirror import cli
 shown["status"] = cli.main(["demo", "--devices", "/gpu:0,/cpu:0", "--epochs", "3"])
 """
     )
@@ -320,7 +320,7 @@ def test_interrupt_ends_a_program_with_launches_in_flight(kind):
 def test_launch_with_one_device(kind):
     """With a second GPU or a second host device, the script has one only."""
     code = """
-from mirror_cli import main as cli
+from mirror import cli
 cli.main(["launch", "--devices", "1", "-m", "tests.programs.one_device"])
 """
     shown = show(code, **platforms(kind))

@@ -103,7 +103,7 @@ def test_600_steps_that_nobody_awaits_finish(count, devices, packed):
 @pytest.mark.nightly
 def test_real_programs_agree_from_other_folders_and_hash_seeds(tmp_path):
     """No false alarm: 12 real programs, 5 models and 3 transformations of JAX."""
-    for name in ("mirror", "mirror_cli", "tests"):
+    for name in ("mirror", "tests"):
         shutil.copytree(fresh.ROOT / name, tmp_path / "elsewhere" / name)
     each = [
         {"PYTHONHASHSEED": "1"},
@@ -124,7 +124,7 @@ def launched(directory: object, kills: int, epochs: int) -> str:
     arguments = ["--processes", "2", "--devices", "2", "--cpu", "--restarts", str(kills)]
     program = str(fresh.PROGRAMS / "several_killed.py")
     path = os.pathsep.join(filter(None, [fresh.INHERITED.get("PYTHONPATH"), str(fresh.ROOT)]))
-    command = [sys.executable, "-m", "mirror_cli", "launch", *arguments, program]
+    command = [sys.executable, "-m", "mirror", "launch", *arguments, program]
     done = subprocess.run(
         [*command, str(directory), str(kills), str(epochs)],
         env={**fresh.INHERITED, "PYTHONPATH": path},

@@ -1691,7 +1691,7 @@ _OF_PARAMETER_SERVERS = (
 _OF_COMMANDS = (
     Fault(
         "a failed job whose exit status is 0",
-        "mirror_cli/job.py",
+        "mirror/_src/tools/job.py",
         "return failure.shell_status",
         "return 0",
         ("tests/tools/test_launch_processes.py",),
@@ -1700,7 +1700,7 @@ _OF_COMMANDS = (
     ),
     Fault(
         "restarts that the script does not see",
-        "mirror_cli/job.py",
+        "mirror/_src/tools/job.py",
         '{"MIRROR_RESTARTS": str(number),',
         '{"MIRROR_RESTARTS": "0",',
         ("tests/tools/test_launch_processes.py",),
@@ -1709,7 +1709,7 @@ _OF_COMMANDS = (
     ),
     Fault(
         "GPUs that two processes share",
-        "mirror_cli/launch.py",
+        "mirror/_src/tools/launch.py",
         "parts = [selected[i : i + each] for i",
         "parts = [selected[:each] for i",
         ("tests/tools/test_launch_processes.py",),
@@ -1717,7 +1717,7 @@ _OF_COMMANDS = (
     ),
     Fault(
         "a launch on the CPU that uses the GPUs",
-        "mirror_cli/launch.py",
+        "mirror/_src/tools/launch.py",
         '        added[_PLATFORMS] = "cpu"\n',
         "        pass\n",
         ("tests/tools/test_launch.py",),
@@ -1725,7 +1725,7 @@ _OF_COMMANDS = (
     ),
     Fault(
         "GPUs that the environment has hidden",
-        "mirror_cli/launch.py",
+        "mirror/_src/tools/launch.py",
         'if visible is None else visible.split(",")',
         "if True else []",
         ("tests/tools/test_launch.py",),
@@ -1733,7 +1733,7 @@ _OF_COMMANDS = (
     ),
     Fault(
         "an interrupt whose exit status is 0",
-        "mirror_cli/main.py",
+        "mirror/_src/tools/main.py",
         "return _INTERRUPTED",
         "return 0",
         ("tests/tools/test_main.py", "tests/tools/test_bench.py"),
@@ -1742,8 +1742,8 @@ _OF_COMMANDS = (
     ),
     Fault(
         "an output that cannot be written",
-        "mirror_cli/main.py",
-        "return report_output_error(error)",
+        "mirror/_src/tools/main.py",
+        "return _report_output_error(error)",
         "return 0",
         ("tests/tools/test_main.py",),
         likely="full_disk",

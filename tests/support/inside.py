@@ -21,6 +21,7 @@ from mirror._src.base import (
     interrupts,
     keras_library,
     measure,
+    optional,
     other_names,
     source_lines,
     supported,
@@ -76,10 +77,12 @@ from mirror._src.ps.strategy import ServerScope
 from mirror._src.ps.variables import ServerVariable
 from mirror._src.strategy import multi_worker
 from mirror._src.strategy import strategy as strategy_base
-from mirror._src.tools import asserts, plugin_support
+from mirror._src.tools import asserts, job
 from mirror._src.tools import builtin_steps as cli_builtin_steps
-from mirror._src.tools import commands as cli_commands
 from mirror._src.tools import devices as cli_devices
+from mirror._src.tools import launch as cli_launch
+from mirror._src.tools import main as cli_main
+from mirror._src.tools import options as cli_options
 from mirror._src.tools import versions as cli_versions
 from mirror._src.tools.bench import command as bench_command
 from mirror._src.tools.bench import measure as bench_measure
@@ -99,6 +102,8 @@ from mirror._src.tools.doctor import distributed as doctor_distributed
 from mirror._src.tools.doctor import versions as doctor_versions
 from mirror._src.tools.estimate import abstract, estimate
 from mirror._src.tools.estimate import command as estimate_command
+from mirror._src.tools.plugin import support as plugin_support
+from mirror._src.tools.plugin import timeout as plugin_timeout
 from mirror._src.training import agreed_stop as training_agreed_stop
 from mirror._src.training import labels as training_labels
 from mirror._src.training import losses as training_losses
@@ -443,8 +448,31 @@ def table() -> type:
 
 
 def commands() -> ModuleType:
-    """The commands that the parser of `mirror_cli` starts, to replace them."""
-    return cli_commands
+    """The module that starts the commands, to replace them."""
+    return cli_main
+
+
+def command_tables() -> dict[str, Any]:
+    """The texts and options of the commands: their tests loop over them."""
+    return cli_options.read_commands()
+
+
+def launcher() -> tuple[ModuleType, ModuleType, type[Exception]]:
+    """What `mirror launch` decides, its starter of processes, and its error.
+
+    Most of its rows are environments with GPUs, which the machine of the tests need not have.
+    """
+    return cli_launch, job, cli_options.OptionError
+
+
+def timeout_of_tests() -> ModuleType:
+    """The timeout of the pytest plugin, which reads the log of XLA."""
+    return plugin_timeout
+
+
+def optional_packages() -> ModuleType:
+    """The install commands, which change when the package is published."""
+    return optional
 
 
 def start_and_hello() -> tuple[ModuleType, ModuleType]:

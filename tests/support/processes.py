@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from mirror_cli.job import tf_configs
-from tests.support import fresh
+from tests.support import fresh, inside
 
 JOB_SECS = 150.0
+tf_configs = inside.launcher()[1].tf_configs
 
 
 class Ended(NamedTuple):

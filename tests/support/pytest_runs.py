@@ -10,7 +10,7 @@ from tests.support import fresh
 from tests.support.strict import STRICT
 
 # As an installed mirror has it: pytest finds the plugin by this, and blocks it by this name.
-ENTRY_POINT = {"entry_points.txt": "[pytest11]\nmirror = pytest_mirror\n"}
+ENTRY_POINT = {"entry_points.txt": "[pytest11]\nmirror = mirror.pytest_plugin\n"}
 METADATA = {"METADATA": "Metadata-Version: 2.1\nName: mirror-stand-in\nVersion: 0\n"}
 
 
@@ -34,7 +34,7 @@ def run_pytest(
                 options = [*{STRICT!r}, "-p", "no:cacheprovider", *options.split()]
                 status = pytest.main(options)
                 print("STATUS", int(status), flush=True)
-            print("LOADED", *sorted({{"jax", "mirror", "pytest_mirror"}} & set(sys.modules)))
+            print("LOADED", *sorted({{"jax", "mirror"}} & set(sys.modules)))
             """
         path = f"{fresh.ROOT}:{name}"
         return fresh.start(

@@ -18,8 +18,7 @@ import numpy as np
 import pytest
 
 import mirror
-from mirror_cli import main as cli
-from mirror_cli.common import OptionError
+from mirror import cli
 from tests.support import fresh, inside
 from tests.support.inside import builtin_step, quartiles
 from tests.support.messages import assert_message, raises
@@ -28,6 +27,7 @@ from tests.support.tables import rows
 
 command, measure, scaling, workload = inside.bench()
 workload_of = workload.workload_of
+_, _, OptionError = inside.launcher()
 
 OWN = (fresh.PROGRAMS / "bench_steps.py").read_text()
 

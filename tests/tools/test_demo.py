@@ -12,7 +12,7 @@ import tempfile
 import pytest
 
 import mirror
-from mirror_cli import main as cli
+from mirror import cli
 from tests.support import fresh, inside
 from tests.support.inside import forget_demo
 from tests.support.messages import assert_message

@@ -10,16 +10,16 @@ import jax
 import pytest
 
 import mirror
-from mirror_cli import main as cli
+from mirror import cli
 from tests.support import fresh, inside
 from tests.support.messages import assert_message
 from tests.support.tables import rows
 
 inventory = inside.inventory()
 
-COMMAND = "import sys; from mirror_cli import main as cli; sys.exit(cli.main(['devices']))"
+COMMAND = "import sys; from mirror import cli; sys.exit(cli.main(['devices']))"
 BOTH = """
-from mirror_cli import main as cli
+from mirror import cli
 assert cli.main(["devices"]) == 0
 print("JSON")
 assert cli.main(["devices", "--json"]) == 0

@@ -13,7 +13,7 @@ import tomllib
 import pytest
 
 import mirror
-from mirror_cli import main as cli
+from mirror import cli
 from tests.support import fresh, inside
 from tests.support.messages import assert_message
 from tests.support.tables import rows
@@ -31,7 +31,7 @@ SUPPORTED = doctor_versions.SUPPORTED
 base_version = supported.base_version
 
 TYPO = "--xla_force_host_platform_devices_count=3"
-COMMAND = "import sys; from mirror_cli import main as cli; sys.exit(cli.main(['doctor', '--json']))"
+COMMAND = "import sys; from mirror import cli; sys.exit(cli.main(['doctor', '--json']))"
 
 
 def with_a_typo() -> subprocess.CompletedProcess[str]:

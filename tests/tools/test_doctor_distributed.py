@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import mirror
-from mirror_cli import main as cli
+from mirror import cli
 from tests.support import fresh, inside, processes
 from tests.support.messages import assert_message, raises
 from tests.support.tables import rows
@@ -302,7 +302,7 @@ def test_doctor_passes_in_a_job():
 def test_doctor_names_what_differs_and_who():
     """Every process prints it, although `mirror launch` ends a job at its first failure."""
     code = (
-        "import os, sys, json; from mirror_cli import main as cli\n"
+        "import os, sys, json; from mirror import cli\n"
         "me = json.loads(os.environ['TF_CONFIG'])['task']['index']\n"
         "os.environ['JAX_ENABLE_X64'] = str(me)\n"
         "sys.exit(cli.main(['doctor', '--distributed', '--json', '--deadline', '40']))"
@@ -319,7 +319,7 @@ def test_doctor_names_what_differs_and_who():
 
 @pytest.mark.nightly
 def test_doctor_names_a_process_that_does_not_come():
-    code = "from mirror_cli import main as cli; exit(cli.main(%r))"
+    code = "from mirror import cli; exit(cli.main(%r))"
     arguments = ["doctor", "--distributed", "--deadline", "5"]
     with processes.tf_configs(3) as (first, _, third):
         each = [{"TF_CONFIG": first}, {"TF_CONFIG": third}]

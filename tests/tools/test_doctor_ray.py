@@ -175,7 +175,7 @@ def test_unexpected_errors_are_a_problem_and_end_the_checks(monkeypatch, nodes):
 
 
 def doctor(*arguments, **environment):
-    command = [sys.executable, "-m", "mirror_cli", "doctor", "--ray", *arguments]
+    command = [sys.executable, "-m", "mirror", "doctor", "--ray", *arguments]
     return subprocess.run(
         command,
         env={**fresh.INHERITED, **environment},

@@ -9,13 +9,12 @@ import sys
 
 import pytest
 
-from mirror_cli import launch
-from mirror_cli import main as cli
-from mirror_cli.common import OptionError
+from mirror import cli
 from tests.support import fresh, inside
 from tests.support.messages import assert_message, raises
 from tests.support.tables import rows
 
+launch, _, OptionError = inside.launcher()
 FLAG = "--xla_force_host_platform_device_count"
 PRINTS = """
 import json, os, sys
@@ -32,7 +31,7 @@ def start(
 
 
 def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "mirror_cli", "launch", *arguments]
+    return [sys.executable, "-m", "mirror", "launch", *arguments]
 
 
 def env(**environment: str) -> dict[str, str]:
@@ -313,7 +312,7 @@ def test_script_has_its_own_exit_status_and_traceback(tmp_path):
     done = start("train.py", cwd=tmp_path)
     assert done.returncode == 1
     assert "ZeroDivisionError" in done.stderr
-    assert "mirror_cli" not in done.stderr
+    assert "mirror/_src" not in done.stderr
     assert done.stderr.count("File ") == 1
 
 
@@ -342,8 +341,8 @@ def test_script_has_host_devices(tmp_path):
 def test_launcher_does_not_import_jax():
     code = """
         import os, sys
-        os.execve = lambda *arguments: print(sorted({"jax", "flax", "mirror"} & sys.modules.keys()))
-        from mirror_cli import main as cli
+        os.execve = lambda *arguments: print(sorted({"jax", "flax", "numpy"} & sys.modules.keys()))
+        from mirror import cli
         cli.main(["launch", "--devices", "3", "--cpu", "tests/conftest.py"])
     """
     assert fresh.run(code) == "[]\n"

@@ -11,13 +11,12 @@ import threading
 
 import pytest
 
-from mirror_cli import job, launch
-from mirror_cli.common import OptionError
-from tests.support import fresh
+from tests.support import fresh, inside
 from tests.support.messages import assert_message, raises
 from tests.support.tables import rows
 from tests.support.waiting import wait_until
 
+launch, job, OptionError = inside.launcher()
 HANGS_SECS = 60  # ends a launcher that hangs
 HEAD = """
 import json, os, pathlib, signal, subprocess, sys, threading
@@ -75,7 +74,7 @@ def runs(tmp_path, monkeypatch, capfd):
 def launched(directory: pathlib.Path, *arguments: str) -> "subprocess.Popen[str]":
     path = os.pathsep.join(filter(None, [fresh.INHERITED.get("PYTHONPATH"), str(fresh.ROOT)]))
     return subprocess.Popen(
-        [sys.executable, "-m", "mirror_cli", "launch", *arguments],
+        [sys.executable, "-m", "mirror", "launch", *arguments],
         cwd=directory,
         env={**fresh.INHERITED, "PYTHONPATH": path},
         stdout=subprocess.PIPE,

@@ -5,24 +5,27 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
 import mirror
-from mirror_cli import completion, install
-from mirror_cli import main as cli
+from mirror import cli
 from tests.support import fresh, inside
 from tests.support.messages import assert_message
 from tests.support.tables import rows
 
-COMMANDS = list(cli.COMMANDS)
+TABLES = inside.command_tables()
+COMMANDS = list(TABLES)
+SHELLS = TABLES["completion"]["options"]["shell"]["choices"]
+install = inside.optional_packages()
 
 
 def start(arguments: list[str], **options) -> subprocess.CompletedProcess[str]:
     """Runs `mirror` in a new process, whatever the exit status."""
     options = {"stdout": subprocess.PIPE, "env": fresh.INHERITED, **options}
     return subprocess.run(
-        [sys.executable, "-m", "mirror_cli", *arguments],
+        [sys.executable, "-m", "mirror", *arguments],
         cwd=fresh.ROOT,
         stderr=subprocess.PIPE,
         text=True,
@@ -40,29 +43,26 @@ LIGHT = [["--version"], ["--help"], [], *([name, "--help"] for name in COMMANDS)
 def test_help_and_version_do_not_import_jax():
     code = f"""
         import contextlib, io, sys
-        from mirror_cli import main as cli
+        from mirror import cli
         for arguments in {LIGHT}:
             text = io.StringIO()
             with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
                 cli.main(arguments)
             assert len(text.getvalue()) > 5, arguments
-            loaded = {{"jax", "flax", "optax", "numpy", "mirror"}} & sys.modules.keys()
+            loaded = {{"jax", "flax", "optax", "numpy"}} & sys.modules.keys()
             assert not loaded, (arguments, loaded)
     """
     fresh.run(code)
 
 
-def test_console_script_starts_without_jax():
-    text = (fresh.ROOT / "pyproject.toml").read_text()
-    (module,) = re.findall(r'^mirror = "(\w+\.\w+):main"$', text, re.MULTILINE)
-    assert module == cli.__name__
-    assert "mirror_cli*" in text, "the package is in the wheel"
+def test_entry_points_are_public_modules():
+    project = tomllib.loads((fresh.ROOT / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"mirror": f"{cli.__name__}:main"}
+    assert project["entry-points"]["pytest11"] == {"mirror": mirror.pytest_plugin.__name__}
 
 
-@pytest.mark.parametrize("module", ["mirror", "mirror_cli"])
-def test_package_runs_as_a_module(module):
-    command = [sys.executable, "-m", module, "--version"]
-    done = subprocess.run(command, cwd=fresh.ROOT, capture_output=True, text=True, timeout=900)
+def test_package_runs_as_a_module():
+    done = start(["--version"])
     assert (done.returncode, done.stdout) == (0, f"mirror {mirror.__version__}\n")
 
 
@@ -128,7 +128,7 @@ def test_completion_without_argcomplete_says_how_to_install_it(monkeypatch, caps
     assert_message(capsys.readouterr().err, names="argcomplete", fix=command)
 
 
-@rows("shell", completion.SHELLS)
+@rows("shell", SHELLS)
 def test_completion_prints_a_script(shell, capsys):
     pytest.importorskip("argcomplete", reason="needs the extra completion")
     assert cli.main(["completion", shell]) == 0
@@ -216,7 +216,7 @@ def test_other_errors_are_not_hidden(monkeypatch):
     def fail(command, parsed):
         raise FileNotFoundError(2, "No such file", "x.json")
 
-    monkeypatch.setattr(inside.commands(), "run", fail)
+    monkeypatch.setattr(inside.commands(), "run_command", fail)
     with pytest.raises(FileNotFoundError):
         cli.main(["devices"])
 
@@ -225,7 +225,7 @@ def test_other_errors_are_not_hidden(monkeypatch):
 @rows("command", ["devices", "doctor"])
 def test_invalid_number_of_host_devices_is_one_line(number, command, monkeypatch, capsys):
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", number)
-    monkeypatch.setattr(inside.commands(), "run", lambda *_: pytest.fail("it started"))
+    monkeypatch.setattr(inside.commands(), "run_command", lambda *_: pytest.fail("it started"))
     assert cli.main([command]) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"mirror {command}: error: ")
@@ -236,7 +236,7 @@ def test_invalid_number_of_host_devices_is_one_line(number, command, monkeypatch
 @rows("number", ["", "-1", "4"])
 def test_valid_number_of_host_devices_is_accepted(number, monkeypatch):
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", number)
-    monkeypatch.setattr(inside.commands(), "run", lambda *_: 0)
+    monkeypatch.setattr(inside.commands(), "run_command", lambda *_: 0)
     assert cli.main(["devices"]) == 0
 
 
@@ -254,11 +254,14 @@ def test_extras_of_messages_exist():
     text = (fresh.ROOT / "pyproject.toml").read_text()
     table = text.split("[project.optional-dependencies]")[1].split("\n\n")[0]
     extras = set(re.findall(r"^(\w+) = ", table, re.MULTILINE))
-    files = [*(fresh.ROOT / "mirror").rglob("*.py"), *(fresh.ROOT / "mirror_cli").rglob("*.py")]
+    files = [*(fresh.ROOT / "mirror").rglob("*.py"), *(fresh.ROOT / "mirror").rglob("*.toml")]
     named = {
         name
         for file in files
-        for name in re.findall(r"install_command\(['\"](\w+)['\"]\)", file.read_text())
+        for name in re.findall(
+            r"(?:install_command|INSTALL)\(['\"]?(\w+)['\"]?\)(?! ->)", file.read_text()
+        )
+        if name != "extra"
     }
     assert named >= {"completion", "demo", "train", "cuda12"}
     assert named <= extras
@@ -266,12 +269,12 @@ def test_extras_of_messages_exist():
 
 @pytest.mark.skipif(install.IS_PUBLISHED, reason="pip finds the package on the index")
 def test_no_text_names_a_package_that_pip_does_not_find():
-    folders = ("mirror", "mirror_cli", "pytest_mirror", "docs", "notebooks")
+    folders = ("mirror", "docs", "notebooks")
     files = [file for folder in folders for file in (fresh.ROOT / folder).rglob("*.*")]
     texts = {
         str(file.relative_to(fresh.ROOT)): file.read_text()
         for file in [*files, fresh.ROOT / "README.md"]
-        if file.suffix in (".py", ".md", ".ipynb")
+        if file.suffix in (".py", ".md", ".toml", ".ipynb")
     }
     found = [name for name, text in texts.items() if re.search(r"install .{0,4}mirror-jax", text)]
-    assert found == ["mirror_cli/install.py"]
+    assert found == ["mirror/_src/base/optional.py"]

@@ -5,8 +5,7 @@ import subprocess
 
 import pytest
 
-from pytest_mirror import timeout
-from tests.support import fresh
+from tests.support import fresh, inside
 from tests.support.messages import assert_message
 from tests.support.pytest_runs import lines_with, run_pytest, statuses
 from tests.support.tables import rows
@@ -162,7 +161,7 @@ def test_plugin_does_not_import_jax_and_can_be_disabled(ahead):
     said = output(ahead, "marks")
     assert statuses(said) == [1, 0, 0, 4], said
     assert "unrecognized arguments: --mirror-devices=4" in said
-    assert said.endswith("LOADED pytest_mirror\n")
+    assert said.endswith("LOADED mirror\n")
 
 
 @pytest.mark.slow
@@ -212,6 +211,6 @@ def test_report_counts_arrivals_in_the_xla_log():
         "may be stuck. Expected 8 threads to join the rendezvous, but not all of them arrived."
     )
     text = "\n".join([*(line.format(i, 1) for i in range(3)), line.format(0, 2), "another line"])
-    first, second = timeout._arrivals(text)
+    first, second = inside.timeout_of_tests()._arrivals(text)
     assert_message(first, names="all reduce Key{op_id=1}", values=[3, 8])
     assert_message(second, names="all reduce Key{op_id=2}", values=[1, 8])

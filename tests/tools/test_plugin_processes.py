@@ -7,7 +7,6 @@ import re
 
 import pytest
 
-from pytest_mirror.member import VARIABLE
 from tests.support import fresh
 from tests.support.messages import assert_message
 from tests.support.pytest_runs import lines_with, run_pytest, statuses
@@ -31,7 +30,7 @@ def run(options: str, ini: str = "") -> str:
 
 
 def members() -> list[str]:
-    wanted = [f"{OWN}={os.getpid()}\0".encode(), f"{VARIABLE}=".encode()]
+    wanted = [f"{OWN}={os.getpid()}\0".encode(), b"MIRROR_PYTEST_PROCESS="]
     found = []
     for path in pathlib.Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):  # it has ended, or is not ours
@@ -69,7 +68,7 @@ def test_only_the_processes_import_jax():
     test = "import pytest\n@pytest.mark.mirror(processes=1)\ndef test_it(strategy): pass\n"
     said = run_pytest({"test_it.py": test}, "").stdout
     assert statuses(said) == [0], said
-    assert said.endswith("LOADED pytest_mirror\n")
+    assert said.endswith("LOADED mirror\n")
 
 
 def test_failures_show_the_traceback_and_the_output_of_each_process():

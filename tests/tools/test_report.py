@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from mirror_cli import main as cli
+from mirror import cli
 from tests.support import fresh, inside
 from tests.support.tables import rows
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from mirror_cli import main as cli
+from mirror import cli
 from tests.support import inside, terminal
 from tests.support.tables import rows
 

@@ -112,7 +112,7 @@ def test_a_checkpoint_that_only_the_chief_has_is_restored_by_all(tmp_path):
 def test_a_killed_process_is_started_again_and_ends_like_an_undisturbed_run(tmp_path):
     arguments = ["--processes", "2", "--devices", "2", "--cpu", "--restarts", "2"]
     program = str(fresh.PROGRAMS / "several_training.py")
-    code = [sys.executable, "-m", "mirror_cli", "launch", *arguments, program]
+    code = [sys.executable, "-m", "mirror", "launch", *arguments, program]
     path = os.pathsep.join(filter(None, [fresh.INHERITED.get("PYTHONPATH"), str(fresh.ROOT)]))
     done = subprocess.run(
         [*code, "kill", str(tmp_path / "ckpt")],

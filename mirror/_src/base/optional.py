@@ -3,7 +3,8 @@
 import importlib
 from typing import Any
 
-from mirror_cli.install import install_command
+# Whether a package index has mirror-jax. Until then, pip can only install it from a clone.
+IS_PUBLISHED = False
 
 
 def require(module: str, feature: str = "This feature", extra: str = "train") -> Any:
@@ -33,3 +34,10 @@ def describe_missing(package: str, feature: str, extra: str) -> str:
         f"{feature} requires {package}, which is not installed. Install it: "
         f"{install_command(extra)}"
     )
+
+
+def install_command(extra: str) -> str:
+    """Returns the command that installs an extra, and where to run it."""
+    if IS_PUBLISHED:
+        return f'pip install "mirror-jax[{extra}]"'
+    return f'pip install ".[{extra}]" (in a clone of mirror)'

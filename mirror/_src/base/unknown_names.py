@@ -4,10 +4,12 @@ import dis
 import inspect
 import sys
 from collections.abc import Iterable, Mapping
+from types import FrameType
 from typing import Any
 
+from mirror._src.base import lazy_names
 from mirror._src.base.errors import nearest_name
-from mirror._src.base.lazy_names import LAZY_MODULE, NAMES_OF_PS, lazy_module
+from mirror._src.base.lazy_names import NAMES_OF_PS
 from mirror._src.base.other_names import advice
 
 _MODULES = ("mirror", "mirror.config", "mirror.data", "mirror.callbacks", "mirror.debugging")
@@ -20,31 +22,30 @@ _OBJECTS = {
 _IMPORT_FROM = dis.opmap["IMPORT_FROM"]
 
 
-def explain_unknown_names(*modules: str) -> None:
-    """Makes each of these modules explain the names that it does not have.
+def explain_unknown_names(module: str) -> None:
+    """Makes a module of `mirror` explain the names that it does not have.
 
     `hasattr` still returns False, and `from mirror import x` still raises an `ImportError`.
     """
-    for module in modules:
-        sys.modules[module].__getattr__ = _explaining(module)  # type: ignore[method-assign]
 
-
-def _explaining(module: str) -> Any:
     def __getattr__(name: str) -> Any:
-        if module == "mirror" and name == LAZY_MODULE:
-            return lazy_module()
         if _is_private(name):
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        caller = sys._getframe(1)
-        if caller.f_code.co_code[caller.f_lasti] == _IMPORT_FROM:
-            # Python would replace an AttributeError by one that does not have this text.
-            text = f"cannot import name {name!r} from {module!r}."
-            raise ImportError(f"{text} {suggestion(module, name)}".strip(), name=name)
-        text = f"module {module!r} has no attribute {name!r}."
-        # Without `obj`, which would make Python append its own suggestion.
-        raise AttributeError(f"{text} {suggestion(module, name)}".strip(), name=name)
+        raise unknown_name(module, name, sys._getframe(1))
 
-    return __getattr__
+    sys.modules[module].__getattr__ = __getattr__  # type: ignore[method-assign]
+
+
+def unknown_name(module: str, name: str, caller: FrameType) -> Exception:
+    """Returns the error for a name that a module does not have, in the frame that looks for it."""
+    lazy_names.load()  # if the program has imported only this module
+    if caller.f_code.co_code[caller.f_lasti] == _IMPORT_FROM:
+        # Python would replace an AttributeError by one that does not have this text.
+        text = f"cannot import name {name!r} from {module!r}."
+        return ImportError(f"{text} {suggestion(module, name)}".strip(), name=name)
+    text = f"module {module!r} has no attribute {name!r}."
+    # Without `obj`, which would make Python append its own suggestion.
+    return AttributeError(f"{text} {suggestion(module, name)}".strip(), name=name)
 
 
 def unknown_attribute(

@@ -13,7 +13,6 @@ from flax import nnx
 
 from mirror._src.strategy.current_replica import all_reduce
 from mirror._src.strategy.strategy import Strategy
-from mirror_cli.bench import BATCH_SIZES
 
 NUM_CLASSES = 10
 _WIDTH = 512
@@ -90,8 +89,8 @@ class BuiltinStep(NamedTuple):
 
 
 BUILTIN_STEPS = {
-    "mlp": BuiltinStep(MLP, (784,), BATCH_SIZES["mlp"]),
-    "cnn": BuiltinStep(lambda: CNN(28, (16, 32)), (28, 28, 1), BATCH_SIZES["cnn"]),
+    "mlp": BuiltinStep(MLP, (784,), 256),
+    "cnn": BuiltinStep(lambda: CNN(28, (16, 32)), (28, 28, 1), 128),
 }
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from mirror._src.base.errors import first_line
 from mirror._src.base.optional import require
 from mirror._src.base.terminal import paint
-from mirror_cli.common import FAILED, OptionError, report_error
+from mirror._src.tools.options import FAILED, OptionError, report_error
 
 
 def print_report(text: str) -> None:

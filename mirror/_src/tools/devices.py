@@ -7,6 +7,7 @@ import platform
 from typing import Any
 
 from mirror._src.base.errors import bytes_in_words
+from mirror._src.base.optional import install_command
 from mirror._src.base.tables import Table
 from mirror._src.base.terminal import wrap
 from mirror._src.devices import backend, settings
@@ -16,9 +17,8 @@ from mirror._src.devices.names import LogicalDevice, PhysicalDevice
 from mirror._src.devices.physical import gpu_of, how_to_list, list_physical_devices
 from mirror._src.devices.resolve import canonicalize_device
 from mirror._src.inspection.placement_table import physical_name
+from mirror._src.tools.options import FAILED, report_error
 from mirror._src.tools.versions import installed_versions
-from mirror_cli.common import FAILED, report_error
-from mirror_cli.install import install_command
 
 _JAX_DEFAULTS = {"memory growth": "False", "memory fraction": "0.75"}
 _CUDA_VISIBLE = "CUDA_VISIBLE_DEVICES"

@@ -7,7 +7,7 @@ import jax
 from mirror._src.base.errors import counted
 from mirror._src.devices import backend
 from mirror._src.devices.host_devices import force_host_devices as force_host_devices
-from mirror_cli.common import OptionError
+from mirror._src.tools.options import OptionError
 
 HOST_COUNTS = (1, 2, 4)
 NUM_HOST_DEVICES = HOST_COUNTS[-1]

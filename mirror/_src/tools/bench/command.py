@@ -20,7 +20,7 @@ from mirror._src.tools.host_devices import (
     force_host_devices,
     too_few_devices,
 )
-from mirror_cli.common import USAGE_ERROR, OptionError, report_error
+from mirror._src.tools.options import USAGE_ERROR, OptionError, report_error
 
 
 def run(parsed: argparse.Namespace) -> int:

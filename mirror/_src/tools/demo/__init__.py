@@ -1,6 +1,6 @@
 """`mirror demo`: trains a small convolutional net on handwritten digits on all devices.
 
-The options are in `mirror_cli.demo`. Reading order: `placement` (selects the devices), `data`
+Reading order: `placement` (selects the devices), `data`
 (digits in batches), `training` (the model, its loss and its `mirror.Trainer`), `run` (trains, and
 checks the replicas), `command`.
 

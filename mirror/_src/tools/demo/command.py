@@ -5,23 +5,20 @@ import contextlib
 import importlib
 import json
 import sys
-from dataclasses import fields
 
 from mirror._src.base.optional import describe_missing
-from mirror_cli.common import FAILED, USAGE_ERROR, OptionError, report_error
-from mirror_cli.demo import Options
+from mirror._src.tools.options import FAILED, USAGE_ERROR, OptionError, report_error
 
 _PACKAGES = ("sklearn", "matplotlib")
 
 
 def run(parsed: argparse.Namespace) -> int:
     """Runs the command; returns the exit status."""
-    options = Options(**{field.name: getattr(parsed, field.name) for field in fields(Options)})
     try:
         # Imported here because it needs packages that the other commands do not.
         demo = importlib.import_module("mirror._src.tools.demo.run")
         with contextlib.redirect_stdout(sys.stderr if parsed.json else sys.stdout):
-            outcome = demo.run(options)
+            outcome = demo.run(parsed)
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in _PACKAGES:

@@ -1,5 +1,7 @@
 """Creates the strategy of the demo, on GPUs or, without a GPU, on host devices."""
 
+import argparse
+
 import jax
 
 import mirror
@@ -7,11 +9,10 @@ from mirror._src.devices import backend
 from mirror._src.devices.names import DeviceSpec
 from mirror._src.devices.resolve import canonicalize_replica_devices
 from mirror._src.tools.host_devices import NUM_HOST_DEVICES, force_host_devices, too_few_devices
-from mirror_cli.common import OptionError
-from mirror_cli.demo import Options
+from mirror._src.tools.options import OptionError
 
 
-def make_strategy(options: Options) -> mirror.MirroredStrategy:
+def make_strategy(options: argparse.Namespace) -> mirror.MirroredStrategy:
     """Returns a strategy over the requested devices that uses the requested executor.
 
     Raises:

@@ -1,5 +1,6 @@
 """Runs the demo: selects devices, trains, and checks that the replicas stayed in sync."""
 
+import argparse
 import time
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,7 +15,6 @@ from mirror._src.devices import backend
 from mirror._src.tools.common import require_writable
 from mirror._src.tools.demo import data, placement
 from mirror._src.tools.demo.training import make_trainer
-from mirror_cli.demo import Options
 
 _RTOL = 1e-5
 
@@ -72,7 +72,7 @@ class Outcome:
         }
 
 
-def run(options: Options) -> Outcome:
+def run(options: argparse.Namespace) -> Outcome:
     """Trains the model, checks the replicas, and prints the results.
 
     Raises:
@@ -102,7 +102,7 @@ def _print_check(name: str, *, passed: bool, details: str = "") -> None:
     print(head + paint(verdict, "green" if passed else "red") + text, flush=True)
 
 
-def _introduction(strategy: mirror.Strategy, options: Options) -> str:
+def _introduction(strategy: mirror.Strategy, options: argparse.Namespace) -> str:
     lines = [repr(strategy), ""]
     if placement.is_on_host(strategy):
         lines.append(
@@ -116,7 +116,7 @@ def _introduction(strategy: mirror.Strategy, options: Options) -> str:
     return "\n".join(lines)
 
 
-def _train_and_check(strategy: mirror.Strategy, options: Options) -> Outcome:
+def _train_and_check(strategy: mirror.Strategy, options: argparse.Namespace) -> Outcome:
     train, test = data.load()
     start = time.perf_counter()
     trainer, untrained = (make_trainer(strategy, options, len(train)) for _ in range(2))

@@ -1,5 +1,6 @@
 """The model of the demo, its loss, and the `mirror.Trainer` that trains it."""
 
+import argparse
 import math
 from typing import Any
 
@@ -9,7 +10,6 @@ import optax
 import mirror
 from mirror._src.tools.builtin_steps import CNN
 from mirror._src.tools.demo.data import SIDE
-from mirror_cli.demo import Options
 
 _FEATURES = (32, 64)
 _LEARNING_RATE = 0.1
@@ -22,7 +22,9 @@ def loss_fn(model: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, dict[st
     return losses, {"accuracy": logits.argmax(-1) == batch["label"]}
 
 
-def make_trainer(strategy: mirror.Strategy, options: Options, num_images: int) -> mirror.Trainer:
+def make_trainer(
+    strategy: mirror.Strategy, options: argparse.Namespace, num_images: int
+) -> mirror.Trainer:
     """Returns a trainer with a new model."""
     with strategy.scope():
         return mirror.Trainer(
@@ -30,7 +32,7 @@ def make_trainer(strategy: mirror.Strategy, options: Options, num_images: int) -
         )
 
 
-def _optimizer(options: Options, num_images: int) -> optax.GradientTransformation:
+def _optimizer(options: argparse.Namespace, num_images: int) -> optax.GradientTransformation:
     """Returns SGD with momentum, whose steps are linear in the gradient.
 
     Why not Adam: it divides by the magnitude of the gradient, so the rounding error of a gradient

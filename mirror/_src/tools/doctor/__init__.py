@@ -3,5 +3,5 @@
 `check` (one finding), `versions` and `environment` (checks that do not start JAX's backend),
 `probes` (checks that do), `distributed` (checks of a job of several processes, with `roll_call` and
 `addresses`), `child` (runs these in a subprocess, because they may crash it), `report` (Markdown
-for an issue), `command`. The options are in `mirror_cli.doctor`.
+for an issue), `command`.
 """

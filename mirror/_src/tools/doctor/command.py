@@ -21,11 +21,11 @@ from mirror._src.tools.doctor.child import (
 from mirror._src.tools.doctor.environment import check_environment
 from mirror._src.tools.doctor.report import format_report
 from mirror._src.tools.doctor.versions import check_versions
+from mirror._src.tools.options import FAILED, USAGE_ERROR, report_error
 from mirror._src.tools.versions import installed_versions
-from mirror_cli.common import FAILED, USAGE_ERROR, report_error
-from mirror_cli.doctor import DEADLINE_SECS
 
 CheckOthers: TypeAlias = Callable[[Mapping[str, str], float], Iterator[Check]]
+DEADLINE_SECS = 60  # as `commands.toml` says
 _PRINT_SECS = 1.0
 
 

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 from packaging.version import Version
 
+from mirror._src.base.optional import install_command
 from mirror._src.base.supported import JAX, Range, base_version
 from mirror._src.tools.doctor.check import Check
 from mirror._src.tools.versions import CUDA_PLUGINS
-from mirror_cli.install import install_command
 
 SUPPORTED = {
     "python": Range("3.11"),

@@ -16,7 +16,7 @@ from mirror._src.tools.bench.workload import WorkloadError, workload_of
 from mirror._src.tools.common import print_report, report_step_failure
 from mirror._src.tools.estimate.estimate import Estimate, estimate_row
 from mirror._src.tools.host_devices import HOST_COUNTS, force_host_devices, too_few_devices
-from mirror_cli.common import USAGE_ERROR, OptionError, report_error
+from mirror._src.tools.options import USAGE_ERROR, OptionError, report_error
 
 _GPU_COUNTS = (1, 8)
 

@@ -17,8 +17,8 @@ from collections.abc import Generator, Iterator
 
 import pytest
 
-from pytest_mirror.marks import mark_keywords, runs_elsewhere
-from pytest_mirror.settings import MARKED_SECS, SETTINGS
+from mirror._src.tools.plugin.marks import mark_keywords, runs_elsewhere
+from mirror._src.tools.plugin.settings import MARKED_SECS, SETTINGS
 
 _LAUNCHES = "mirror._src.devices.launches"
 GRACE_SECS = 5.0  # time for the report, after which faulthandler ends the process
@@ -60,9 +60,9 @@ def _start_timers(item: pytest.Item, secs: float, stack: contextlib.ExitStack) -
     faulthandler's thread prints the stacks and ends the process.
     """
     if _LAUNCHES in sys.modules:
-        from mirror._src.tools import plugin_support  # its dependencies are already imported
+        from mirror._src.tools.plugin import support  # its dependencies are already imported
 
-        stack.enter_context(plugin_support.logged_launches())
+        stack.enter_context(support.logged_launches())
     timer = threading.Timer(secs, _expire, (item, secs))
     timer.daemon = True
     timer.start()
@@ -135,9 +135,9 @@ def _arrivals(text: str) -> Iterator[str]:
 def _launches() -> Iterator[str]:
     if _LAUNCHES not in sys.modules:
         return
-    from mirror._src.tools import plugin_support
+    from mirror._src.tools.plugin import support
 
-    lines = plugin_support.launches_in_flight()
+    lines = support.launches_in_flight()
     yield from (f"  {line}" for line in lines)
     if not lines:
         yield "  mirror has no launch in flight."

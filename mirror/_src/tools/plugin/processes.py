@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 
-from mirror_cli.job import tf_configs
-from pytest_mirror.marks import Layout, layout_of, runs_elsewhere
-from pytest_mirror.member import VARIABLE
-from pytest_mirror.timeout import GRACE_SECS, timeout_of
+from mirror._src.tools.job import tf_configs
+from mirror._src.tools.plugin.marks import Layout, layout_of, runs_elsewhere
+from mirror._src.tools.plugin.member import VARIABLE
+from mirror._src.tools.plugin.timeout import GRACE_SECS, timeout_of
 
 _START_SECS = 60.0  # to import JAX and the tests, and to connect
 _AFTER_FAILURE_SECS = 5.0  # for the others to fail, too; then they wait for the one that failed

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_mirror.member import IS_MEMBER
-from pytest_mirror.settings import EXECUTORS, SETTINGS, is_secs
+from mirror._src.tools.plugin.member import IS_MEMBER
+from mirror._src.tools.plugin.settings import EXECUTORS, SETTINGS, is_secs
 
 if TYPE_CHECKING:
     import mirror
@@ -156,20 +156,20 @@ def strategy(
     With `--mirror-devices`, the replicas run on host devices, even if there are accelerators. With
     `processes=`, it is a `mirror.MultiWorkerMirroredStrategy` over the host devices of all of them.
     """
-    from mirror._src.tools import plugin_support  # loads JAX
+    from mirror._src.tools.plugin import support  # loads JAX
 
-    with plugin_support.logged_launches():  # for the report of a test that exceeds its timeout
+    with support.logged_launches():  # for the report of a test that exceeds its timeout
         yield _strategy(request, _mirror_layout)
 
 
 def _strategy(request: pytest.FixtureRequest, layout: Layout | None) -> "mirror.Strategy":
     from mirror import MirroredStrategy, MultiWorkerMirroredStrategy
-    from mirror._src.tools import plugin_support
+    from mirror._src.tools.plugin import support
 
     if layout is not None and layout.processes is not None:
         return MultiWorkerMirroredStrategy()
     on_host = request.config.stash[SETTINGS].devices is not None
-    devices = plugin_support.devices_for_tests(on_host=on_host)
+    devices = support.devices_for_tests(on_host=on_host)
     if layout is None:
         return MirroredStrategy(devices if on_host else None)
     needed = layout.num_devices
@@ -180,4 +180,4 @@ def _strategy(request: pytest.FixtureRequest, layout: Layout | None) -> "mirror.
             f"--mirror-devices={needed}.",
             pytrace=False,
         )
-    return plugin_support.make_strategy(layout.executor, layout.replicas, devices)
+    return support.make_strategy(layout.executor, layout.replicas, devices)

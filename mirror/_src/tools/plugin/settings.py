@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pytest_mirror.member import IS_MEMBER
+from mirror._src.tools.plugin.member import IS_MEMBER
 
 EXECUTORS = ("pmap", "vmap", "staged")
 MARKED_SECS = 300.0  # default timeout of tests with the mark
@@ -87,10 +87,10 @@ def _option(config: pytest.Config, name: str) -> tuple[str | None, str]:
 
 
 def _force_host_devices(count: int, option: str) -> None:
-    from mirror._src.tools import plugin_support  # loads JAX
+    from mirror._src.tools.plugin import support  # loads JAX
 
     try:
-        plugin_support.force_host_devices(count, option)
+        support.force_host_devices(count, option)
     except RuntimeError as error:
         raise pytest.UsageError(str(error)) from error
 

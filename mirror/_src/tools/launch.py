@@ -13,49 +13,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mirror_cli import job
-from mirror_cli.common import (
-    USAGE_ERROR,
-    Commands,
-    OptionError,
-    add_command,
-    non_negative_int,
-    positive_int,
-    report_error,
-)
+from mirror._src.tools import job
+from mirror._src.tools.options import USAGE_ERROR, OptionError, report_error
 
-_TEXT = """\
-Runs a script with N devices: the first N GPUs that CUDA_VISIBLE_DEVICES exposes,
-or N host devices if JAX has no GPU. The script needs no change:
-mirror.MirroredStrategy() uses them all.
-
-The script runs as under python: its arguments, exit status, signals, traceback
-and debugger are its own, because the launcher replaces itself by Python.
-
-With --processes, it starts the script several times, for
-mirror.MultiWorkerMirroredStrategy(); N is then the number of devices of each
-process. Lines of output start with the number of the process. If a process
-fails, the launcher ends the others, and with --restarts it starts all of them
-again: the script must restore its last checkpoint.
-"""
-_END = """\
-examples:
-  mirror launch --devices 4 train.py --epochs 5     options after SCRIPT are the script's
-  mirror launch --devices 8 --cpu train.py          8 host devices, even if there are GPUs
-  mirror launch --devices 2 -m project.train        a module, as with python -m
-  mirror launch --devices 4 -m pdb train.py
-  mirror launch --processes 2 --devices 4 --restarts 3 train.py
-
-The launcher sets CUDA_VISIBLE_DEVICES, or JAX_NUM_CPU_DEVICES; --cpu sets
-JAX_PLATFORMS=cpu. Several processes get TF_CONFIG, and MIRROR_RESTARTS, the
-number of restarts so far. On several machines, use their scheduler, such as
-srun or Kubernetes, instead of this launcher.
-
-exit status:
-  2    an option is invalid, the script does not exist, or there are fewer GPUs;
-       otherwise, the exit status of the script, or of the first process that
-       failed (128 + N if signal N ended it)
-"""
 _FLAG = "--xla_force_host_platform_device_count"
 _HOST_DEVICES = "JAX_NUM_CPU_DEVICES"
 _PLATFORMS = "JAX_PLATFORMS"
@@ -64,52 +24,6 @@ _GPU_PLATFORMS = {"gpu", "cuda", "rocm"}  # JAX's names
 # The files of `mirror._src.devices.physical`, which imports JAX.
 _DRIVERS = ("/proc/driver/nvidia/version", "/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
 _DRIVER_OF_ROCM = "/dev/kfd"
-
-
-def add(commands: Commands) -> None:
-    """Adds the command."""
-    summary = "run a script with N devices: GPUs, or host devices of the CPU"
-    parser = add_command(commands, "launch", summary, (_TEXT, _END))
-    parser.usage = (
-        "mirror launch [-h] [--devices N] [--cpu] [--processes N] [--restarts N] [--grace SECS]\n"
-        "                     (SCRIPT | -m MODULE) [ARGUMENTS ...]"
-    )
-    parser.add_argument(
-        "--devices",
-        type=positive_int,
-        metavar="N",
-        help="number of devices (default: what JAX finds, which is one device without a GPU)",
-    )
-    parser.add_argument(
-        "--cpu", action="store_true", help="use host devices, even if there are GPUs"
-    )
-    parser.add_argument(
-        "--processes", type=positive_int, metavar="N", help="number of processes (default: 1)"
-    )
-    parser.add_argument(
-        "--restarts",
-        type=non_negative_int,
-        metavar="N",
-        help="how often to start all processes again after a failure (default: 0)",
-    )
-    parser.add_argument(
-        "--grace",
-        type=positive_int,
-        default=30,
-        metavar="SECS",
-        help="time that the processes get to end after Ctrl-C or SIGTERM (default: 30)",
-    )
-    parser.add_argument(
-        "-m", dest="is_module", action="store_true", help="run a module, as python -m does"
-    )
-    # Not a positional and REMAINDER: argparse would drop `--` from `train.py -- x`.
-    parser.add_argument(
-        "target",
-        nargs=argparse.PARSER,
-        metavar="SCRIPT",
-        help="the script, or the module after -m, and its arguments",
-    )
-    parser.set_defaults(run=run)
 
 
 def run(parsed: argparse.Namespace) -> int:

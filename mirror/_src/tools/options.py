@@ -1,0 +1,107 @@
+"""The parser of the command line, made from `commands.toml`; exit statuses and error messages."""
+
+import argparse
+import importlib.resources
+import re
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mirror._src.base.optional import install_command
+
+FAILED = 1
+USAGE_ERROR = 2
+_INSTALL = re.compile(r"INSTALL\((\w+)\)")
+
+
+class OptionError(ValueError):
+    """Error for a command-line option that this machine cannot satisfy."""
+
+
+def report_error(command: str, message: str, status: int) -> int:
+    """Prints an error message to standard error, and returns the exit status."""
+    print(f"mirror {command}: error: {message}", file=sys.stderr)
+    return status
+
+
+def read_commands() -> dict[str, dict[str, Any]]:
+    """Returns the texts and options of the commands, by name."""
+    text = importlib.resources.files(__package__).joinpath("commands.toml").read_text("utf-8")
+    return tomllib.loads(_INSTALL.sub(lambda match: install_command(match[1]), text))
+
+
+def add_commands(parser: argparse.ArgumentParser) -> list[str]:
+    """Adds all commands to the parser, and returns their names."""
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    tables = read_commands()
+    for name, table in tables.items():
+        command = commands.add_parser(
+            name,
+            help=table["summary"],
+            usage=table.get("usage"),
+            description=table["text"],
+            epilog=table["end"],
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.set_defaults(command=name, parser=command)
+        groups: dict[str, Any] = {}  # of options that exclude each other
+        for option, details in table["options"].items():
+            group = details.pop("group", "")
+            if group and group not in groups:
+                groups[group] = command.add_mutually_exclusive_group()
+            if "type" in details:
+                details["type"] = _TYPES[details["type"]]
+            groups.get(group, command).add_argument(option, **details)
+    return list(tables)
+
+
+def _positive_int(text: str) -> int:
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
+    return int(text)
+
+
+def _non_negative_int(text: str) -> int:
+    if not text.strip().isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a non-negative integer")
+    return int(text)
+
+
+def _positive_ints(text: str) -> tuple[int, ...]:
+    """Parses positive integers separated by commas; returns them sorted, without duplicates."""
+    return tuple(sorted(set(map(_positive_int, text.split(",")))))
+
+
+def _count_or_names(text: str) -> int | tuple[str, ...]:
+    """Parses a number of devices, or device names separated by commas."""
+    if not any(character.isalpha() for character in text):
+        return _positive_int(text)
+    return tuple(name.strip() for name in text.split(","))
+
+
+def _seed(text: str) -> int:
+    """Parses a seed of 32 bits."""
+    if not text.strip().isdecimal() or int(text) >= 2**32:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer from 0 to {2**32 - 1}")
+    return int(text)
+
+
+def _positions(text: str) -> tuple[int, ...]:
+    """Parses positions of arguments, counted from 0 and separated by commas."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of positions such as 0 or 0,1")
+    return tuple(sorted(set(map(int, parts))))
+
+
+_TYPES: dict[str, Callable[[str], Any]] = {
+    "count_or_names": _count_or_names,
+    "non_negative_int": _non_negative_int,
+    "path": Path,
+    "positions": _positions,
+    "positive_int": _positive_int,
+    "positive_ints": _positive_ints,
+    "seed": _seed,
+}

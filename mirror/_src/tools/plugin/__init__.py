@@ -1,0 +1,1 @@
+"""The pytest plugin: hooks that need no JAX, and `support`, which does."""
