@@ -564,7 +564,7 @@ _OF_RUN = (
     Fault(
         "a group of batches that the loader overwrites",
         "mirror/_src/data/padded.py",
-        "yield batch if is_last else batch._replace(batch=batch.batch.copied())",
+        "yield batch if is_last else batch._replace(batch=batch.batch.with_own_buffers())",
         "yield batch",
         ("tests/laws/test_refilled_buffers.py",),
         likely="overwritten",

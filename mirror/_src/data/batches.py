@@ -36,7 +36,7 @@ class HostBatch(NamedTuple):
         """Returns the tree with `fn` applied to each leaf."""
         return self.treedef.unflatten(map(fn, self.leaves))
 
-    def copied(self) -> "HostBatch":
+    def with_own_buffers(self) -> "HostBatch":
         """Returns the batch with buffers of its own."""
         return self._replace(leaves=tuple(copied(self.leaves)))
 

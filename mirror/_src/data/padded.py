@@ -110,7 +110,7 @@ class PaddedDataset(DistributedDatasetBase[PaddedBatch]):
         """Yields the next group; a source may overwrite a batch once the next one is read."""
         for number, batch in enumerate(itertools.islice(batches, self._group), 1):
             is_last = number == self._group
-            yield batch if is_last else batch._replace(batch=batch.batch.copied())
+            yield batch if is_last else batch._replace(batch=batch.batch.with_own_buffers())
 
     def _placed(self, group: list[InputBatch]) -> tuple[PyTree, PerReplica]:
         full = group[-1].full  # the largest: it never shrinks

@@ -120,7 +120,7 @@ def analyze(
         _complete(notes, traced)
     changed = [i for i, outcome in enumerate(outcomes) if outcome is not LeafOutcome.UNCHANGED]
     plan = Plan(changed, averaged, list(merges), [mark.per_replica for mark in results])
-    finish = None if problems else _finish(traced, plan)
+    finish = None if problems else _average_and_merge(traced, plan)
     programs = [jaxpr] if finish is None else [jaxpr, finish]
     state = _state(call, traced, plan, donated) if can_shard and finish is not None else None
     final = rewritten(programs, Settings(n, pack_bytes, step.per_replica, state, step.axis_name))
@@ -146,7 +146,7 @@ def _complete(notes: Notes, traced: TracedStep) -> None:
     notes.lost_updates = [update for update in lost if not step.per_replica[update.input]]
 
 
-def _finish(traced: TracedStep, plan: Plan) -> ClosedJaxpr:
+def _average_and_merge(traced: TracedStep, plan: Plan) -> ClosedJaxpr:
     step = traced.function
     all_reduce = step.group.cross_device_ops.all_reduce
     num_inputs, num_results = len(step.avals), len(step.out_names)
