@@ -10,8 +10,6 @@ within processes first. "2 x 1, 2 replicas each" has the same replicas on one de
 
 import argparse
 import contextlib
-import json
-import socket
 import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -19,6 +17,7 @@ from typing import Any, NamedTuple
 from benchmarks import stats
 from benchmarks.processes import Child
 from benchmarks.timing import in_order
+from mirror._src.tools.job import tf_configs
 
 _WORKER = "benchmarks.spanning_worker"
 _LIMIT_SECS = 120.0
@@ -76,8 +75,9 @@ class Job:
             "by_hand": by_hand,
         }
         with contextlib.ExitStack() as stack:
-            for variables in _variables(processes):
-                child = Child(_WORKER, request, devices, variables)
+            configs = stack.enter_context(tf_configs(processes)) if processes > 1 else [""]
+            for config in configs:
+                child = Child(_WORKER, request, devices, {"TF_CONFIG": config})
                 self.children.append(stack.enter_context(child))
             answers = self._answers()
             self.agreements = [answer["agreement_secs"] for answer in answers]
@@ -102,23 +102,6 @@ class Job:
         answers = [child.answer(_LIMIT_SECS) for child in self.children]
         (self.loss,) = {answer["loss"] for answer in answers}  # mirrored: the same bits
         return answers
-
-
-def _variables(processes: int) -> list[dict[str, str]]:
-    """Returns the variables that make new processes a cluster."""
-    if processes == 1:
-        return [{"TF_CONFIG": ""}]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    # Only the first port is opened.
-    cluster = {
-        "worker": [f"127.0.0.1:{port}", *(f"127.0.0.1:{i + 1}" for i in range(1, processes))]
-    }
-    return [
-        {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "worker", "index": i}})}
-        for i in range(processes)
-    ]
 
 
 def measure(

@@ -136,7 +136,7 @@ def test_a_backend_that_has_started_is_named():
             print(error)
         mirror.MirroredStrategy()
     """
-    ended = processes.run(code, timeout=60)
+    ended = processes.run(code)
     for i, output in enumerate(processes.outputs_of(ended)):
         assert_message(
             output, names=f"process {i} of 2", fix="mirror.distributed.initialize() first"
@@ -155,7 +155,7 @@ def test_an_absent_process_is_named_by_the_deadline():
     with processes.tf_configs(2) as (config, _):
         address = json.loads(config)["cluster"]["worker"][0]
         variables = {"TF_CONFIG": config, "JAX_PLATFORMS": "cpu"}
-        done = fresh.start(code, environment=variables, timeout=60)
+        done = fresh.start(code, environment=variables)
     # JAX itself ends a process whose coordinator does not answer, with the same facts.
     assert "DEADLINE_EXCEEDED" in done.stdout or address in done.stdout
 

@@ -513,7 +513,7 @@ class Worker:
 
     def does(self, job):
         self._jobs.put(job)
-        return self._results.get(timeout=60)
+        return self._results.get(timeout=900)
 
     def __enter__(self):
         return self

@@ -84,7 +84,7 @@ BUDGETS = {
     "strategy": Size(850, 7, 7),
     "training": Size(4940, 45, 58),
     "ps": Size(4220, 32, 97),
-    "tools": Size(3200, 39, 34),
+    "tools": Size(3180, 41, 34),
 }
 
 
@@ -143,12 +143,14 @@ LIGHT = {
     "mirror --help": """
         _src.base.interrupts _src.base.optional _src.tools _src.tools.main _src.tools.options
     """,
-    "mirror launch nothing.py": "_src.tools.job _src.tools.launch",
+    "mirror launch nothing.py": """
+        _src.tools.die_with_parent _src.tools.job _src.tools.launch _src.tools.supervisor
+    """,
 }
 PLUGIN = """
-    pytest_plugin _src.tools _src.tools.job _src.tools.plugin _src.tools.plugin.marks
-    _src.tools.plugin.member _src.tools.plugin.processes _src.tools.plugin.settings
-    _src.tools.plugin.timeout
+    pytest_plugin _src.tools _src.tools.die_with_parent _src.tools.job _src.tools.plugin
+    _src.tools.plugin.marks _src.tools.plugin.member _src.tools.plugin.processes
+    _src.tools.plugin.settings _src.tools.plugin.timeout
 """
 SHOWN = """
 import os, runpy, sys

@@ -1691,7 +1691,7 @@ _OF_PARAMETER_SERVERS = (
 _OF_COMMANDS = (
     Fault(
         "a failed job whose exit status is 0",
-        "mirror/_src/tools/job.py",
+        "mirror/_src/tools/supervisor.py",
         "return failure.shell_status",
         "return 0",
         ("tests/tools/test_launch_processes.py",),
@@ -1700,7 +1700,7 @@ _OF_COMMANDS = (
     ),
     Fault(
         "restarts that the script does not see",
-        "mirror/_src/tools/job.py",
+        "mirror/_src/tools/supervisor.py",
         '{"MIRROR_RESTARTS": str(number),',
         '{"MIRROR_RESTARTS": "0",',
         ("tests/tools/test_launch_processes.py",),

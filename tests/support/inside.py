@@ -77,7 +77,7 @@ from mirror._src.ps.strategy import ServerScope
 from mirror._src.ps.variables import ServerVariable
 from mirror._src.strategy import multi_worker
 from mirror._src.strategy import strategy as strategy_base
-from mirror._src.tools import asserts, job
+from mirror._src.tools import asserts, job, supervisor
 from mirror._src.tools import builtin_steps as cli_builtin_steps
 from mirror._src.tools import devices as cli_devices
 from mirror._src.tools import launch as cli_launch
@@ -458,11 +458,16 @@ def command_tables() -> dict[str, Any]:
 
 
 def launcher() -> tuple[ModuleType, ModuleType, type[Exception]]:
-    """What `mirror launch` decides, its starter of processes, and its error.
+    """What `mirror launch` decides, what runs its processes, and its error.
 
     Most of its rows are environments with GPUs, which the machine of the tests need not have.
     """
-    return cli_launch, job, cli_options.OptionError
+    return cli_launch, supervisor, cli_options.OptionError
+
+
+def starter() -> ModuleType:
+    """What starts the processes of `mirror launch` and of the plugin, for processes of tests."""
+    return job
 
 
 def timeout_of_tests() -> ModuleType:

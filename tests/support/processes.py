@@ -5,19 +5,17 @@ import itertools
 import os
 import random
 import socket
-import subprocess
-import sys
 import tempfile
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tests.support import fresh, inside
 
-JOB_SECS = 150.0
-tf_configs = inside.launcher()[1].tf_configs
+JOB_SECS = 900.0  # only ends a job that hangs
+tf_configs = inside.starter().tf_configs
 
 
 class Ended(NamedTuple):
@@ -26,12 +24,10 @@ class Ended(NamedTuple):
     Attributes:
         status: Exit status; negative if a signal ended it, None if the deadline did.
         output: What it printed, standard error included.
-        at: When it ended, in seconds of `time.time()`; None if the deadline ended it.
     """
 
     status: int | None
     output: str
-    at: float | None = None
 
 
 _ports = itertools.count(random.SystemRandom().randrange(1000))
@@ -80,58 +76,34 @@ def run(
     """
     arguments = ["-c", textwrap.dedent(target)] if isinstance(target, str) else list(target)
     path = os.pathsep.join(filter(None, [fresh.INHERITED.get("PYTHONPATH"), str(fresh.ROOT)]))
-    started: list[subprocess.Popen[bytes]] = []
-    ends: dict[int, float] = {}
+    cpu = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
     with tempfile.TemporaryDirectory() as directory, tf_configs(processes) as configs:
         files = [Path(directory, str(i)) for i in range(processes)]
+        variables = [
+            {
+                **fresh.INHERITED,
+                "PYTHONPATH": path,
+                "TF_CONFIG": config,
+                **cpu,
+                **(environment or {}),
+                **(each[i] if each else {}),
+            }
+            for i, config in enumerate(configs)
+        ]
+        job = inside.starter().Job([["-u", *arguments]] * processes, variables, files, fresh.ROOT)
         try:
-            for i, config in enumerate(configs):
-                variables = {
-                    **fresh.INHERITED,
-                    "PYTHONPATH": path,
-                    "TF_CONFIG": config,
-                    "JAX_PLATFORMS": "cpu",
-                    "JAX_NUM_CPU_DEVICES": str(devices),
-                    **(environment or {}),
-                    **(each[i] if each else {}),
-                }
-                with files[i].open("wb") as output:
-                    started.append(
-                        subprocess.Popen(
-                            [sys.executable, "-u", *arguments],
-                            env=variables,
-                            cwd=fresh.ROOT,
-                            stdin=subprocess.DEVNULL,
-                            stdout=output,
-                            stderr=subprocess.STDOUT,
-                        )
-                    )
-            _wait(started, ends, time.monotonic() + timeout, after_failure)
+            _wait(job, time.monotonic() + timeout, after_failure)
+            statuses = job.statuses()
         finally:
-            statuses = [process.poll() for process in started]
-            for process in started:
-                if process.poll() is None:
-                    process.kill()
-                process.wait()
+            job.end()
         outputs = [file.read_text(errors="replace") for file in files]
-    return [
-        Ended(status, text, ends.get(i))
-        for i, (status, text) in enumerate(zip(statuses, outputs, strict=True))
-    ]
+    return [Ended(*each) for each in zip(statuses, outputs, strict=True)]
 
 
-def _wait(
-    started: Sequence["subprocess.Popen[bytes]"],
-    ends: dict[int, float],
-    deadline: float,
-    after_failure: float | None,
-) -> None:
-    """Waits for the processes, and notes when each has ended."""
+def _wait(job: Any, deadline: float, after_failure: float | None) -> None:
+    """Waits for the processes."""
     while time.monotonic() < deadline:
-        statuses = [process.poll() for process in started]
-        for i, status in enumerate(statuses):
-            if status is not None:
-                ends.setdefault(i, time.time())
+        statuses = job.statuses()
         if None not in statuses:
             return
         if after_failure is not None and any(statuses):

@@ -16,8 +16,9 @@ from tests.support.messages import assert_message, raises
 from tests.support.tables import rows
 from tests.support.waiting import wait_until
 
-launch, job, OptionError = inside.launcher()
-HANGS_SECS = 60  # ends a launcher that hangs
+launch, supervisor, OptionError = inside.launcher()
+job = inside.starter()
+HANGS_SECS = 900  # ends a launcher that hangs
 HEAD = """
 import json, os, pathlib, signal, subprocess, sys, threading
 task = json.loads(os.environ.get('TF_CONFIG', '{"task": {"index": 0}}'))['task']
@@ -41,7 +42,6 @@ def runs(tmp_path, monkeypatch, capfd):
 
     This process receives a signal when both processes have written the files of a pattern.
     """
-    monkeypatch.setattr(job, "_die_with_launcher", None)  # would fork this process
     environment = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
     numbers = iter(range(100))
 
@@ -52,7 +52,7 @@ def runs(tmp_path, monkeypatch, capfd):
 
         def send(pattern, number):
             try:
-                wait_until(lambda: has_files(directory, pattern, 2), 60)
+                wait_until(lambda: has_files(directory, pattern, 2))
             finally:
                 os.kill(os.getpid(), number)  # ends the job in any case
 
@@ -60,7 +60,7 @@ def runs(tmp_path, monkeypatch, capfd):
         for thread in threads:
             thread.start()
         arguments = ["-S", script(directory, code)]
-        status = job.run(
+        status = supervisor.run(
             arguments, [environment] * processes, restarts=restarts, grace_secs=grace_secs
         )
         for thread in threads:

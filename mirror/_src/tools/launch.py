@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mirror._src.tools import job
+from mirror._src.tools import supervisor
 from mirror._src.tools.options import USAGE_ERROR, OptionError, report_error
 
 _FLAG = "--xla_force_host_platform_device_count"
@@ -50,7 +50,7 @@ def run(parsed: argparse.Namespace) -> int:
     target = ["-m", script] if parsed.is_module else [script]
     sys.stderr.flush()
     if is_job:
-        return job.run(
+        return supervisor.run(
             [*target, *arguments],
             environments,
             restarts=parsed.restarts or 0,

@@ -1,7 +1,5 @@
 """The part of the plugin that runs in the processes of a test with `processes=`."""
 
-import contextlib
-import ctypes
 import faulthandler
 import json
 import os
@@ -11,9 +9,8 @@ from typing import Any, final
 
 import pytest
 
-VARIABLE = "MIRROR_PYTEST_PROCESS"  # "pid of the parent:file for the reports"
+VARIABLE = "MIRROR_PYTEST_PROCESS"  # the file for the reports
 IS_MEMBER = VARIABLE in os.environ
-_PR_SET_PDEATHSIG = 1
 _NAME = "mirror-member"
 
 
@@ -22,9 +19,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     """Joins the other processes before any test file is imported, which may start JAX."""
     if not IS_MEMBER or config.pluginmanager.hasplugin(_NAME):
         return
-    parent, _, path = os.environ[VARIABLE].partition(":")
-    _die_with(int(parent))
-    reports = Path(path)
+    reports = Path(os.environ[VARIABLE])
     faulthandler.register(signal.SIGUSR1, file=os.dup(2), all_threads=True)
     reports.touch()  # from now on, SIGUSR1 prints the stacks
     options = json.loads((reports.parent / "options").read_text(encoding="utf-8"))
@@ -35,14 +30,6 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     from mirror import distributed  # loads JAX
 
     distributed.initialize()
-
-
-def _die_with(parent: int) -> None:
-    """Makes Linux end this process when its parent is killed, which cannot end it then."""
-    with contextlib.suppress(AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 @final

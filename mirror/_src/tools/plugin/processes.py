@@ -4,12 +4,10 @@ This process only starts them, waits for them and ends them. It does not run the
 test, and needs no JAX.
 """
 
-import contextlib
 import json
+import math
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -18,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from mirror._src.tools.job import tf_configs
+from mirror._src.tools.job import POLL_SECS, Job, tf_configs
 from mirror._src.tools.plugin.marks import Layout, layout_of, runs_elsewhere
 from mirror._src.tools.plugin.member import VARIABLE
 from mirror._src.tools.plugin.timeout import GRACE_SECS, timeout_of
@@ -46,92 +44,53 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     item.runtest = lambda: _run(item, layout)  # type: ignore[method-assign]
 
 
-class _Process:
-    """A process of a test.
+class _Member:
+    """A process of a test, as its files and its exit status show it."""
 
-    Attributes:
-        index: Its index in the job.
-        was_ended: Whether it was ended from here.
-    """
-
-    def __init__(self, index: int, arguments: Sequence[str], directory: Path, **options: Any):
-        self.index, self.was_ended = index, False
-        self._output, self.file = directory / f"output-{index}", directory / f"report-{index}"
-        environment = {**options["environment"], VARIABLE: f"{os.getpid()}:{self.file}"}
-        with self._output.open("wb") as output:
-            self._popen = subprocess.Popen(
-                [sys.executable, "-u", "-m", "pytest", *arguments],
-                env=environment,
-                cwd=options["cwd"],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # so that its data loaders are ended with it
-            )
-
-    @property
-    def status(self) -> int | None:
-        """Exit status, negative after a signal; None before the end."""
-        return self._popen.poll()
+    def __init__(self, index: int, directory: Path) -> None:
+        self.index = index
+        self.output_file, self.file = directory / f"output-{index}", directory / f"report-{index}"
+        self.status: int | None = None  # negative after a signal, None before the end
+        self.was_ended = False  # from here
 
     @property
     def output(self) -> str:
         """Its output so far, standard error included."""
-        return self._output.read_text(encoding="utf-8", errors="replace")
+        return self.output_file.read_text(encoding="utf-8", errors="replace")
 
-    def reports(self) -> list[dict[str, Any]]:
+    def reports(self, outcome: str | None = None) -> list[dict[str, Any]]:
         """Returns what it has reported so far; a line that is not complete is left out."""
         try:
             lines = self.file.read_text(encoding="utf-8").splitlines(keepends=True)
         except FileNotFoundError:
             return []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        reports = [json.loads(line) for line in lines if line.endswith("\n")]
+        return [r for r in reports if outcome is None or r.get("outcome") == outcome]
 
     @property
-    def has_finished(self) -> bool:
+    def has_reported_end(self) -> bool:
         """Whether its test has ended, although the process may still wait for the others."""
-        return self.status is not None or any("finished" in report for report in self.reports())
+        return any("finished" in report for report in self.reports())
 
     @property
     def has_failed(self) -> bool:
         """Whether the test has failed, or the process has."""
-        failed = any(report.get("outcome") == "failed" for report in self.reports())
-        return failed or self.status not in (None, 0)
-
-    @property
-    def is_skipped(self) -> str | None:
-        """The reason if the test was skipped."""
-        found = [r["text"] for r in self.reports() if r.get("outcome") == "skipped"]
-        return found[0] if found else None
+        return bool(self.reports("failed")) or self.status not in (None, 0)
 
     @property
     def problem(self) -> str | None:
         """A description of its failure, or None."""
-        reports = self.reports()
-        failed = [r["when"] for r in reports if r.get("outcome") == "failed"]
+        failed = self.reports("failed")
         if failed:
-            return f"failed in {failed[0]}"
-        if not self.was_ended and (self.status or 0) < 0:
-            return f"was ended by {signal.Signals(-(self.status or 0)).name}"
-        if not self.was_ended and self.status:
+            return f"failed in {failed[0]['when']}"
+        if self.was_ended:
+            return None if self.has_reported_end else "had not ended"
+        if self.status and self.status < 0:
+            return f"was ended by {signal.Signals(-self.status).name}"
+        if self.status:
             return f"ended with exit status {self.status}"
-        if self.was_ended and not any("finished" in r for r in reports):
-            return "had not ended"
-        if not any(r.get("when") == "call" for r in reports) and self.is_skipped is None:
-            return None if self.was_ended else "did not run the test"
-        return None
-
-    def end(self) -> None:
-        """Ends the process and its children."""
-        self.was_ended = self.was_ended or self.status is None
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._popen.pid, signal.SIGKILL)
-        self._popen.wait()
-
-    def print_stacks(self) -> None:
-        """Makes the process print the stacks of its threads, into its output."""
-        if self.file.exists():  # otherwise it does not know the signal yet
-            self._popen.send_signal(signal.SIGUSR1)
+        has_run = any(r.get("when") == "call" for r in self.reports()) or self.reports("skipped")
+        return None if has_run else "did not run the test"
 
 
 def _run(item: pytest.Item, layout: Layout) -> None:
@@ -147,77 +106,83 @@ def _run(item: pytest.Item, layout: Layout) -> None:
         (directory / "options").write_text(
             json.dumps(_options_of_conftest(item.config)), encoding="utf-8"
         )
-        started: list[_Process] = []
+        members = [_Member(i, directory) for i in range(count)]
+        environment = _environment(layout.replicas // count)
+        job = Job(
+            [["-u", "-m", "pytest", *_arguments(item, directory / str(i))] for i in range(count)],
+            [
+                {**environment, "TF_CONFIG": config, VARIABLE: str(member.file)}
+                for config, member in zip(configs, members, strict=True)
+            ],
+            [member.output_file for member in members],
+            item.config.invocation_params.dir,
+        )
         try:
-            for i, config in enumerate(configs):
-                started.append(
-                    _Process(
-                        i,
-                        _arguments(item, directory / str(i)),
-                        directory,
-                        environment=_environment(config, layout.replicas // count),
-                        cwd=item.config.invocation_params.dir,
-                    )
-                )
             limit = _START_SECS + secs + GRACE_SECS if secs else None
-            is_late, first = _wait(started, limit)
+            is_late, first = _wait(job, members, limit)
+            _look_at(job, members)
         finally:
-            for process in started:
-                process.end()
+            job.end()
+        for member in members:
+            member.was_ended = member.status is None
         late = f" within {limit:g} s (its timeout is {secs:g} s)" if is_late else ""
-        _conclude(item, started, first, late)
+        _conclude(item, members, first, late)
 
 
-def _wait(started: Sequence[_Process], limit: float | None) -> tuple[bool, int | None]:
+def _wait(job: Job, members: Sequence[_Member], limit: float | None) -> tuple[bool, int | None]:
     """Waits for the processes; returns whether the time was up, and which failed first.
 
     The stacks of those that are still in the test are in their output.
     """
-    start, first = time.monotonic(), None
-    deadline = None if limit is None else start + limit
-    is_late = False
-    while any(process.status is None for process in started):
-        failed = [process.index for process in started if process.has_failed]
+    deadline = math.inf if limit is None else time.monotonic() + limit
+    first, is_late = None, False
+    while True:
+        _look_at(job, members)
+        failed = [member.index for member in members if member.has_failed]
         if failed and first is None:
             first = failed[0]
-            after = time.monotonic() + _AFTER_FAILURE_SECS
-            deadline = after if deadline is None else min(deadline, after)
-        if failed and all(process.has_finished for process in started):
+            deadline = min(deadline, time.monotonic() + _AFTER_FAILURE_SECS)
+        if all(member.status is not None for member in members):
+            return False, first
+        if failed and all(m.status is not None or m.has_reported_end for m in members):
             return False, first  # JAX would make them wait for each other
-        if deadline is not None and time.monotonic() > deadline:
+        if time.monotonic() > deadline:
             is_late = first is None
             break
-        time.sleep(0.05)
-    for process in started:
-        if not process.has_finished:
-            process.print_stacks()
-    if is_late or first is not None:
-        time.sleep(_STACKS_SECS)
-    failed = [process.index for process in started if process.has_failed]
-    return is_late, first if first is not None or not failed else failed[0]
+        time.sleep(POLL_SECS)
+    for member, process in zip(members, job.processes, strict=True):
+        # Without the file, it does not know the signal yet.
+        if member.status is None and not member.has_reported_end and member.file.exists():
+            process.send_signal(signal.SIGUSR1)
+    time.sleep(_STACKS_SECS)
+    return is_late, first
 
 
-def _conclude(item: pytest.Item, ended: Sequence[_Process], first: int | None, late: str) -> None:
+def _look_at(job: Job, members: Sequence[_Member]) -> None:
+    for member, status in zip(members, job.statuses(), strict=True):
+        member.status = status
+
+
+def _conclude(item: pytest.Item, ended: Sequence[_Member], first: int | None, late: str) -> None:
     """Passes, skips or fails the test."""
-    problems = {p.index: p.problem for p in ended if p.problem is not None}
-    outputs = [f"[{p.index}] {line}" for p in ended for line in p.output.splitlines()]
-    if not problems and first is None:
-        print(*outputs, sep="\n")
-        reasons = [p.is_skipped for p in ended]
-        if all(reason is not None for reason in reasons):
-            pytest.skip(reasons[0] or "")
+    problems = {m.index: m.problem for m in ended if m.problem is not None}
+    if not problems:
+        print(*(f"[{m.index}] {line}" for m in ended for line in m.output.splitlines()), sep="\n")
+        skipped = [m.reports("skipped") for m in ended]
+        if all(skipped):
+            pytest.skip(skipped[0][0]["text"])
         return
-    order = sorted(ended, key=lambda p: p.index != first)
+    order = sorted(ended, key=lambda m: m.index != first)
     what = ", ".join(
-        f"process {p.index} {problems[p.index]}{late}" for p in order if p.index in problems
+        f"process {m.index} {problems[m.index]}{late}" for m in order if m.index in problems
     )
     parts = [f"{item.nodeid} in {len(ended)} processes: {what}."]
-    for process in order:
-        texts = [r["text"] for r in process.reports() if r.get("outcome") == "failed"]
-        title = f" process {process.index}: {problems.get(process.index, 'passed')} "
+    for member in order:
+        texts = [r["text"] for r in member.reports("failed")]
+        title = f" process {member.index}: {problems.get(member.index, 'passed')} "
         parts += [f"{title:-^80}", *texts]
-        if process.output.strip():
-            parts += [f"{f' output of process {process.index} ':-^80}", process.output.rstrip()]
+        if member.output.strip():
+            parts += [f"{f' output of process {member.index} ':-^80}", member.output.rstrip()]
     pytest.fail("\n".join(parts), pytrace=False)
 
 
@@ -227,15 +192,8 @@ def _arguments(item: pytest.Item, directory: Path) -> list[str]:
     _, separator, name = item.nodeid.partition("::")
     arguments = [f"{item.path}{separator}{name}", f"--rootdir={config.rootpath}"]
     # No options of the ini file may select other tests, or write the files of this run.
-    arguments += [
-        "-k",
-        "",
-        "-m",
-        "",
-        "--runxfail",
-        "--capture=no",
-        f"--import-mode={option.importmode}",
-    ]
+    arguments += ["-k", "", "-m", "", "--runxfail", "--capture=no"]
+    arguments.append(f"--import-mode={option.importmode}")
     if config.inipath is not None:
         arguments += ["-c", str(config.inipath)]
     if option.confcutdir is not None:
@@ -270,8 +228,8 @@ def _options_of_conftest(config: pytest.Config) -> dict[str, Any]:
     return {k: v for k, v in values.items() if isinstance(v, kinds)}
 
 
-def _environment(config: str, devices: int) -> dict[str, str]:
+def _environment(devices: int) -> dict[str, str]:
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST_")}
     inherited.pop("PYTEST_CURRENT_TEST", None)
     cpu = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
-    return {**inherited, **cpu, "TF_CONFIG": config}
+    return {**inherited, **cpu}
