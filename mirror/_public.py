@@ -37,7 +37,7 @@ from mirror._src.strategy.multi_worker import (
 )
 from mirror._src.strategy.strategy import Strategy as Strategy
 from mirror._src.strategy.strategy import ValueContext as ValueContext
-from mirror._src.training.checkpoints.load import load_checkpoint as load_checkpoint
+from mirror._src.training.checkpoints.directory import load_checkpoint as load_checkpoint
 from mirror._src.training.history import History as History
 from mirror._src.training.loss_scale import LossScale as LossScale
 from mirror._src.training.trainer import Trainer as Trainer

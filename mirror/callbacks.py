@@ -10,11 +10,11 @@ from mirror._src.training.callbacks.checkpoints import Checkpoint as Checkpoint
 from mirror._src.training.callbacks.logs import CSVLogger as CSVLogger
 from mirror._src.training.callbacks.logs import LearningRate as LearningRate
 from mirror._src.training.callbacks.logs import Log as Log
+from mirror._src.training.callbacks.logs import Profiler as Profiler
 from mirror._src.training.callbacks.logs import TensorBoard as TensorBoard
-from mirror._src.training.callbacks.profiling import Profiler as Profiler
-from mirror._src.training.callbacks.progress import ProgressBar as ProgressBar
+from mirror._src.training.callbacks.progress_bar import ProgressBar as ProgressBar
 from mirror._src.training.callbacks.stopping import EarlyStopping as EarlyStopping
 from mirror._src.training.callbacks.stopping import NaNGuard as NaNGuard
-from mirror._src.training.fit import TrainingRun as TrainingRun
+from mirror._src.training.loop import FitLoop as FitLoop
 
 _explain_unknown_names("mirror.callbacks")

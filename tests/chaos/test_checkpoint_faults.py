@@ -434,7 +434,7 @@ def test_foreign_state_of_a_callback_is_refused_before_training(saved, tmp_path)
     _, whole = saved
     shutil.copytree(whole, tmp_path / "runs")
     (path,) = (tmp_path / "runs").iterdir()
-    forge(path, set_position("callbacks", {"EarlyStopping 1": {"patience": 3}}))
+    forge(path, set_position("callbacks", {"EarlyStopping(loss) 1": {"patience": 3}}))
     trainer, data = small_trainer()
     trainer.restore(tmp_path / "runs")
     before = trainer._position.step

@@ -453,7 +453,7 @@ def test_evaluation_within_fit_is_watched_once(monkeypatch, clock):
         watches.append(arguments)
         return contextlib.nullcontext()
 
-    monkeypatch.setattr(inside.training_state(), "watch", watch)
+    monkeypatch.setattr(inside.trainer_module(), "watch", watch)
     gate = Gate(clock)
     gate.open()
     trainer = trainer_with(gate, "pmap", stall_secs=5)

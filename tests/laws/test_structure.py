@@ -82,7 +82,7 @@ BUDGETS = {
     "data": Size(1450, 13, 28),
     "keras": Size(550, 7, 7),
     "strategy": Size(850, 7, 7),
-    "training": Size(4940, 45, 58),
+    "training": Size(4755, 29, 57),
     "ps": Size(4220, 32, 97),
     "tools": Size(3180, 41, 34),
 }
@@ -326,7 +326,7 @@ MODULES = {
     "debugging": "Table Watch set_log_device_placement visualize_placement watch",
     "callbacks": """
         CSVLogger Callback Checkpoint EarlyStopping LearningRate Log NaNGuard Profiler ProgressBar
-        TensorBoard TrainingRun
+        TensorBoard FitLoop
     """,
     "data": "ArrayDataset from_arrays",
     "ps": """

@@ -1004,7 +1004,7 @@ _OF_WHOLE_BATCHES = (
     ),
     Fault(
         "integers that wrap",
-        f"{_TRAINING}/exact.py",
+        f"{_TRAINING}/objective.py",
         "    if size == 1:",
         "    if size > 0:",
         ("tests/training/test_whole_batch.py", *_GENERATOR),
@@ -1028,7 +1028,7 @@ _OF_WHOLE_BATCHES = (
     ),
     Fault(
         "a verify that pads the batch of one device",
-        f"{_TRAINING}/trainer.py",
+        f"{_TRAINING}/runners.py",
         "arguments, {}, rtol, self._alone)",
         "arguments, {}, rtol)",
         _GENERATOR,
@@ -1139,7 +1139,7 @@ _OF_TRAINING = (
     ),
     Fault(
         "a weighted metric divided by the number of examples",
-        f"{_TRAINING}/meter.py",
+        f"{_TRAINING}/progress.py",
         "divisors = dict.fromkeys(totals, count) | (weights or {})",
         "divisors = dict.fromkeys(totals, count)",
         ("tests/training/test_weighted.py",),
@@ -1147,7 +1147,7 @@ _OF_TRAINING = (
     ),
     Fault(
         "a failed step that counts",
-        f"{_TRAINING}/meter.py",
+        f"{_TRAINING}/progress.py",
         "while len(self._pending) > index:",
         "while len(self._pending) > index + 1:",
         ("tests/training/test_objective.py",),
@@ -1155,7 +1155,7 @@ _OF_TRAINING = (
     ),
     Fault(
         "weights that a checkpoint of the meter lacks",
-        f"{_TRAINING}/meter.py",
+        f"{_TRAINING}/progress.py",
         '"weights": self.weights}',
         '"weights": {}}',
         ("tests/training/test_weighted.py",),
@@ -1163,7 +1163,7 @@ _OF_TRAINING = (
     ),
     Fault(
         "a position in steps in place of examples",
-        f"{_TRAINING}/position.py",
+        f"{_TRAINING}/progress.py",
         "self.samples += num_examples",
         "self.samples += num_steps",
         ("tests/training/test_inputs.py", "tests/training/test_resume.py"),
@@ -1179,8 +1179,8 @@ _OF_TRAINING = (
     ),
     Fault(
         "callbacks that forget their state",
-        f"{_TRAINING}/fit.py",
-        "            if known in states:",
+        f"{_TRAINING}/loop.py",
+        "            if name in states:",
         "            if False:",
         ("tests/training/test_callbacks.py",),
         likely="survives_a_restore",
@@ -1211,7 +1211,7 @@ _OF_TRAINING = (
     ),
     Fault(
         "the rest of a launch that is lost",
-        f"{_TRAINING}/stream.py",
+        f"{_TRAINING}/inputs.py",
         "self._rest or next(self._batches, None), None",
         "next(self._batches, None), None",
         ("tests/training/test_trainer.py",),
@@ -1228,7 +1228,7 @@ _OF_TRAINING = (
     ),
     Fault(
         "a label that is one class too large",
-        f"{_TRAINING}/labels.py",
+        f"{_TRAINING}/named_loss.py",
         "(labels <= most)",
         "(labels <= most + 1)",
         ("tests/training/test_objective.py", "tests/training/test_named_losses.py"),
@@ -1236,8 +1236,8 @@ _OF_TRAINING = (
     ),
     Fault(
         "a training that starts while another thread reads",
-        f"{_TRAINING}/state.py",
-        "            if set(self._users) - {run.thread}:\n",
+        f"{_TRAINING}/trainer.py",
+        "            if set(self._users) - {loop.thread}:\n",
         "            if False:\n",
         ("tests/training/test_threads.py",),
         likely="fit_is_an_error",
@@ -1311,7 +1311,7 @@ _OF_CHECKPOINTS = (
     ),
     Fault(
         "the last checkpoint by number in place of time",
-        f"{_CHECKPOINTS}/layout.py",
+        f"{_CHECKPOINTS}/directory.py",
         "return sorted(paths, key=lambda step: _written(paths[step]))",
         "return sorted(paths)",
         ("tests/training/test_checkpoints.py",),
@@ -1319,7 +1319,7 @@ _OF_CHECKPOINTS = (
     ),
     Fault(
         "a clock that goes back",
-        f"{_CHECKPOINTS}/layout.py",
+        f"{_CHECKPOINTS}/directory.py",
         "return max(time.time_ns(), max(others, default=0) + 1)",
         "return time.time_ns()",
         ("tests/chaos/test_checkpoint_faults.py",),
@@ -1329,14 +1329,14 @@ _OF_CHECKPOINTS = (
     Fault(
         "the best checkpoint that is deleted",
         f"{_CHECKPOINTS}/store.py",
-        "kept = {step, self.best(), *layout",
-        "kept = {step, *layout",
+        "kept = {step, self.best(), *in_order_of_writing",
+        "kept = {step, *in_order_of_writing",
         ("tests/training/test_checkpoints.py",),
         likely="the_best",
     ),
     Fault(
         "a NaN that is the best",
-        f"{_CHECKPOINTS}/layout.py",
+        f"{_CHECKPOINTS}/directory.py",
         "for step, value in values.items() if not math.isnan(value)]",
         "for step, value in values.items()]",
         ("tests/training/test_checkpoints.py",),
@@ -1344,7 +1344,7 @@ _OF_CHECKPOINTS = (
     ),
     Fault(
         "arrays that the next step overwrites while they are saved",
-        f"{_CHECKPOINTS}/host_copies.py",
+        f"{_CHECKPOINTS}/files.py",
         'return np.array(data, data.dtype.newbyteorder("="), order="C")',
         'return np.asarray(data, data.dtype.newbyteorder("="), order="C")',
         ("tests/training/test_checkpoints.py",),
@@ -1370,7 +1370,7 @@ _OF_CHECKPOINTS = (
     Fault(
         "files of interrupted saves that stay",
         f"{_CHECKPOINTS}/store.py",
-        "        layout.remove_leftovers(directory)\n",
+        "        remove_leftovers(directory)\n",
         "        pass\n",
         ("tests/training/test_checkpoints.py",),
         likely="interrupted",

@@ -30,7 +30,7 @@ from_chief = inside.checkpoint_of_chief()
 agreement_secs = from_chief.agreement_secs
 from_chief._PIECE = 2**8  # several pieces, of which the last is short
 received = []
-broadcast = from_chief.CheckpointOfChief._broadcast
+broadcast = from_chief.BroadcastRestore._broadcast
 
 
 def counted(self, num_bytes, parts=()):
@@ -38,7 +38,7 @@ def counted(self, num_bytes, parts=()):
     return broadcast(self, num_bytes, parts)
 
 
-from_chief.CheckpointOfChief._broadcast = counted
+from_chief.BroadcastRestore._broadcast = counted
 
 
 class Net(nnx.Module):

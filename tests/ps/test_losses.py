@@ -12,7 +12,7 @@ from flax import nnx
 import mirror
 from mirror._src.ps.messages import Raised, Result
 from mirror._src.training.objective import Objective
-from mirror._src.training.remote import divisor_of
+from mirror._src.training.runners import divisor_of
 from mirror._src.training.steps import training_step
 from tests.ps.digits import Net
 from tests.ps.one_worker import Training

@@ -105,14 +105,14 @@ from mirror._src.tools.estimate import command as estimate_command
 from mirror._src.tools.plugin import support as plugin_support
 from mirror._src.tools.plugin import timeout as plugin_timeout
 from mirror._src.training import agreed_stop as training_agreed_stop
-from mirror._src.training import labels as training_labels
 from mirror._src.training import losses as training_losses
-from mirror._src.training import meter as training_meter
+from mirror._src.training import named_loss as training_labels
 from mirror._src.training import objective as training_objective
-from mirror._src.training import position as training_position
-from mirror._src.training import state
-from mirror._src.training.callbacks import hooks as callback_hooks
-from mirror._src.training.checkpoints import files, from_chief, host_copies
+from mirror._src.training import progress as training_meter
+from mirror._src.training import progress as training_position
+from mirror._src.training import trainer as training_trainer
+from mirror._src.training.callbacks import callback as callback_hooks
+from mirror._src.training.checkpoints import files, from_chief
 from mirror._src.training.checkpoints import store as checkpoints_store
 from tests.support.clocks import FakeClock
 
@@ -174,7 +174,7 @@ def checkpoint_files() -> ModuleType:
 
 def key_data() -> type:
     """`KeyData`, the form of random keys in a checkpoint, which users convert at once."""
-    return host_copies.KeyData
+    return files.KeyData
 
 
 def objective() -> ModuleType:
@@ -416,9 +416,9 @@ def peers_module() -> ModuleType:
     return peers
 
 
-def training_state() -> ModuleType:
+def trainer_module() -> ModuleType:
     """The module that starts the watch of a trainer: users cannot count its watches."""
-    return state
+    return training_trainer
 
 
 def use_clock(fake: FakeClock, patch: pytest.MonkeyPatch) -> None:

@@ -497,7 +497,7 @@ def test_nan_in_the_data_is_named(steps):
         trainer.fit([{"x": X, "y": Y}, {"x": inputs, "y": Y}], progress=False)
     (warning,) = caught
     assert_message(str(warning.message), names="batch['x']", values=["1 NaN", "row 5"])
-    assert not trainer._run
+    assert not trainer._loop
 
 
 def test_data_without_nan_is_not_blamed():

@@ -20,7 +20,7 @@ from tests.support.tables import mostly_slow
 from tests.support.training import batches_of, fit
 
 Objective, Sums = inside.objective().Objective, inside.objective().Sums
-Meter, Position = inside.meter().Meter, inside.position().Position
+MetricAccumulator, Position = inside.meter().MetricAccumulator, inside.position().Position
 B, N, CLASSES = 4, 10, 3
 RNG = np.random.RandomState(0)
 DATA = {
@@ -295,7 +295,7 @@ def sums_of(loss, count=2, **metrics):
 
 
 def test_meter_reads_only_finished_steps_and_adds_in_order():
-    meter = Meter()
+    meter = MetricAccumulator()
     for step in range(1, 5):
         meter.add(step, sums_of(np.float32(step), seen=step))
     assert meter.collect(running=3) == [(1, {"loss": 0.5, "seen": 0.5}, frozenset())]
@@ -303,7 +303,7 @@ def test_meter_reads_only_finished_steps_and_adds_in_order():
     assert [step for step, *_ in meter.collect()] == [2, 3, 4]
     assert meter.means == {"loss": 10 / 8, "seen": 10 / 8}
     assert next(iter(meter.means)) == "loss"
-    again = Meter(**meter.to_dict())
+    again = MetricAccumulator(**meter.to_dict())
     again.add(5, sums_of(2.0, seen=2))
     again.collect()
     assert again.means == {"loss": 1.2, "seen": 1.2}
@@ -321,7 +321,7 @@ def test_meter_starts_to_copy_sums_when_it_gets_them():
             events.append("read")
             return np.asarray(4)
 
-    meter = Meter()
+    meter = MetricAccumulator()
     meter.add(1, sums_of(OnDevice(), OnDevice(), seen=OnDevice()))
     assert events == ["copy"] * 3
     meter.add(2, sums_of(jnp.float32(8), jnp.int32(4), seen=np.float32(8)))
@@ -365,9 +365,9 @@ def test_labels_are_pickled_without_batches_that_wait():
 
 def test_meter_adds_integers_exactly():
     """2**31 - 1 in each launch: the sum exceeds int32 and the exact integers of float64."""
-    meter, most = Meter(), 2**31 - 1
+    meter, most = MetricAccumulator(), 2**31 - 1
     for step in range(5):
         meter.add(step, sums_of(0.0, 1, seen=np.int32(most)))
     meter.collect()
     assert meter.totals["seen"] == 5 * most
-    assert np.isnan(Meter({"loss": 0.0}).means["loss"])
+    assert np.isnan(MetricAccumulator({"loss": 0.0}).means["loss"])

@@ -159,8 +159,8 @@ def test_repr_of_a_run_and_a_dataset():
 
     shown = []
     new().fit((X, Y), 3, batch_size=4, callbacks=Shows(), progress=False)
-    assert shown[0] == "TrainingRun(epoch 0 of 3, step 1)"
-    assert shown[1] == "TrainingRun(epoch 0 of 3, step 1, stopped: enough)"
+    assert shown[0] == "FitLoop(epoch 0 of 3, step 1)"
+    assert shown[1] == "FitLoop(epoch 0 of 3, step 1, stopped: enough)"
     assert shown[2].endswith("epoch 0, step 1)")
     distribute = cpu_strategy(2).distribute_dataset
     assert repr(distribute([X, X])) == (

@@ -232,8 +232,8 @@ def check_fault(trainer, state, weights, tmp_path, place, then_fails):
     assert num_steps in (None, done)
     for found, wanted in zip(values_of(trainer), weights[done], strict=True):
         np.testing.assert_array_equal(found, wanted)
-    assert trainer._lock._owner is None
-    assert not trainer._lock._queue
+    assert trainer._loop is None
+    assert not trainer._users
     threads, files = left_behind()
     assert threads <= before[0]
     assert files == before[1]

@@ -23,7 +23,7 @@ from tests.support.tables import mostly_slow
 from tests.support.training import batches_of, fit
 
 Objective, Sums = inside.objective().Objective, inside.objective().Sums
-Meter = inside.meter().Meter
+MetricAccumulator = inside.meter().MetricAccumulator
 VOCABULARY, WIDTH, LENGTH, CLASSES = 7, 4, 5, 3
 B, N = 12, 31  # the last batch has 7: no number of replicas divides it but 1
 RNG = np.random.RandomState(0)
@@ -482,7 +482,7 @@ def sums_of(loss, tokens, count=2, **metrics):
 
 
 def test_meter_divides_by_weights_and_round_trips_through_json():
-    meter = Meter()
+    meter = MetricAccumulator()
     for step in range(1, 4):
         meter.add(step, sums_of(np.float32(3 * step), np.int32(step), seen=np.int32(step)))
     assert [(step, means) for step, means, _ in meter.collect(running=1)] == [
@@ -490,7 +490,7 @@ def test_meter_divides_by_weights_and_round_trips_through_json():
         (2, {"loss": 3.0, "seen": 1.0}),
     ]
     meter.collect()
-    again = Meter(**json.loads(json.dumps(meter.to_dict())))
+    again = MetricAccumulator(**json.loads(json.dumps(meter.to_dict())))
     again.add(4, sums_of(np.float32(0), np.int32(3), seen=np.int32(0)))
     [(_, means, empty)] = again.collect()
     assert (means, empty) == ({"loss": 0.0, "seen": 0.0}, frozenset())
@@ -500,13 +500,13 @@ def test_meter_divides_by_weights_and_round_trips_through_json():
 
 def test_meter_of_an_older_checkpoint_divides_by_the_number_of_examples():
     found = {"totals": {"loss": 3.0, "seen": 4}, "count": 2}
-    assert Meter(**found).means == {"loss": 1.5, "seen": 2.0}
+    assert MetricAccumulator(**found).means == {"loss": 1.5, "seen": 2.0}
 
 
 def test_launch_without_values_and_weights_is_empty(subtests):
     for total, weight, is_empty in [(0, 0, True), (0, 1, False), (1, 0, False), (np.nan, 0, False)]:
         with subtests.test(msg=f"{total} / {weight}"):
-            meter = Meter()
+            meter = MetricAccumulator()
             meter.add(1, sums_of(np.float32(total), np.float32(weight)))
             [(_, means, empty)] = meter.collect()
             assert empty == ({"loss"} if is_empty else set())

@@ -21,7 +21,7 @@ from mirror._src.ps.remote_value import RemoteValue
 from mirror._src.ps.step_data import as_users, num_rows, on_host
 from mirror._src.ps.training import ServedTraining
 from mirror._src.strategy.strategy import Strategy
-from mirror._src.training.remote import RemoteStrategy
+from mirror._src.training.runners import RemoteStrategy
 
 
 class ServedStrategy(Protocol):

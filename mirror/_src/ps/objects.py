@@ -14,7 +14,7 @@ from mirror._src.devices.transfer import move
 from mirror._src.engine.variable import Variable
 from mirror._src.ps.optimizer_tree import as_jax, as_numpy, nest
 from mirror._src.ps.placement import Leaf
-from mirror._src.training.checkpoints.host_copies import KeyData
+from mirror._src.training.checkpoints.files import KeyData
 from mirror._src.training.checkpoints.snapshot import value_of
 
 Path = tuple[Any, ...]

@@ -31,7 +31,7 @@ from mirror._src.ps.sparse import ServerIds, TableRows
 from mirror._src.ps.stand_in import GradientKeeper
 from mirror._src.ps.step_data import has_rows, num_rows, on_replicas
 from mirror._src.strategy.mirrored import MirroredStrategy
-from mirror._src.training.checkpoints.host_copies import KeyData
+from mirror._src.training.checkpoints.files import KeyData
 from mirror._src.training.checkpoints.snapshot import value_of
 
 

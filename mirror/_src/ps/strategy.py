@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, final
 
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from mirror._src.base.errors import counted, expected, require_int
 from mirror._src.base.modules import set_module
@@ -32,14 +31,13 @@ from mirror._src.ps.ray_cluster import Connection, Demand
 from mirror._src.ps.report import ParameterServerReport
 from mirror._src.ps.separable import place_separably
 from mirror._src.ps.sparse import SparseTables
-from mirror._src.ps.trainer import ServedTrainer
+from mirror._src.ps.trainer import ServedSteps
 from mirror._src.ps.training import ServedTraining
 from mirror._src.ps.variables import ServerVariable
 from mirror._src.strategy.mirrored import OneDeviceStrategy
 from mirror._src.strategy.scope import Scope
 from mirror._src.strategy.strategy import Strategy
-from mirror._src.training.objective import Sums
-from mirror._src.training.remote import RemoteStrategy, RemoteTraining
+from mirror._src.training.runners import RemoteStrategy, StepRunner, Training
 
 S = TypeVar("S")
 
@@ -219,17 +217,11 @@ class ParameterServerStrategy(RemoteStrategy):
         """Number of parts into which the batch of a step is split: one per worker, or one."""
         return self.num_workers if self.is_sync else 1
 
-    def remote_training(
-        self,
-        step: Callable[..., Sums],
-        model: nnx.Module,
-        optimizer: nnx.Optimizer[Any],
-        divisor: Callable[[Sums], float],
-    ) -> RemoteTraining:
-        """See `RemoteStrategy.remote_training`."""
+    def step_runner(self, training: Training) -> StepRunner:
+        """See `RemoteStrategy.step_runner`."""
         if self._tables.functions:
-            self._tables.require_in(TrainingObjects(model, optimizer).leaves)
-        return ServedTrainer(ClusterCoordinator(self), step, model, optimizer, divisor)
+            self._tables.require_in(TrainingObjects(**training.objects).leaves)
+        return ServedSteps(ClusterCoordinator(self), training)
 
     @property
     def num_ps(self) -> int:

@@ -1,8 +1,8 @@
-"""`ServedTrainer`: the steps of a `mirror.Trainer` on parameter servers."""
+"""`ServedSteps`: runs the steps of a `mirror.Trainer` on parameter servers."""
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, final
 
 import jax
@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 
 from mirror._src.base.types import PyTree
+from mirror._src.data.padded import PaddedBatch
 from mirror._src.engine.per_replica import PerReplica
 from mirror._src.inspection.trial_objects import copy_of
 from mirror._src.inspection.verify import (
@@ -25,55 +26,53 @@ from mirror._src.ps.coordinator import ClusterCoordinator
 from mirror._src.ps.messages import ArgumentOfStep, Result
 from mirror._src.ps.remote_value import CancelledError, RemoteValue
 from mirror._src.training.objective import Sums
-from mirror._src.training.remote import RemoteTraining
+from mirror._src.training.runners import Training, divisor_of, host_batch
 
 _NAMES = ("model", "optimizer")
 _OBJECTS = tuple(map(ArgumentOfStep, _NAMES))
 
 
 @final
-class ServedTrainer(RemoteTraining):
+class ServedSteps:
     """The steps of a trainer whose model is on parameter servers.
 
     Args:
         coordinator: Schedules the steps.
-        step: Step `(model, optimizer, batch, mask)` of one replica.
-        model: The model of the trainer.
-        optimizer: Its optimizer.
-        divisor: Returns what the gradient of a part was divided by, given its sums.
+        training: The step, the model and the optimizer of the trainer.
     """
 
     def __init__(
         self,
         coordinator: ClusterCoordinator,
-        step: Callable[..., Sums],
-        model: nnx.Module,
-        optimizer: nnx.Optimizer[Any],
-        divisor: Callable[[Sums], float],
+        training: Training,
     ) -> None:
         strategy = coordinator.strategy
-        self._coordinator, self._step, self._divisor = coordinator, step, divisor
-        self._model, self._optimizer = model, optimizer
+        self._coordinator, self._training = coordinator, training
+        self._model, self._optimizer = training.objects["model"], training.objects["optimizer"]
         self._num_parts = strategy.num_parts
-        self.multiple = strategy.num_replicas_in_sync
+        self.multiple = training.accumulate_steps * strategy.num_replicas_in_sync
         self.most_running = 2 * strategy.num_workers + 2
-        self.has_lost_values = self._runs = False
+        self.may_fail_later, self.has_lost_values, self._runs = True, False, False
         self._names: Sums | None = None  # the structure of what the step returns
 
-    def run(self, batch: PyTree, mask: Any) -> Sums:
-        """See `RemoteTraining.run`."""
+    def run(self, batch: PaddedBatch) -> Sums:
+        """See `StepRunner.run`."""
+        self._training.trace_once(batch)
+        return self._schedule(*host_batch(batch))
+
+    def _schedule(self, batch: PyTree, mask: Any) -> Sums:
         # Padding is at the end. The gradient of a part without examples would be a division by 0.
         rows = mask.size // self._num_parts
         num_parts = max(1, math.ceil(np.count_nonzero(mask) / rows))
         value = self._coordinator._schedule_step(
-            self._step,
+            self._training.step,
             self._model,
             self._optimizer,
             [
                 ((*_OBJECTS, *_rows((batch, mask), start, start + rows)), {})
                 for start in range(0, num_parts * rows, rows)
             ],
-            weight_of=self._divisor,
+            weight_of=divisor_of,
             batch_of=_batch_of,
             join=add_sums,
         )
@@ -87,7 +86,7 @@ class ServedTrainer(RemoteTraining):
         return treedef.unflatten([_Number(result, i) for i in range(len(leaves))])
 
     def synchronize(self) -> None:
-        """See `RemoteTraining.synchronize`."""
+        """See `StepRunner.synchronize`."""
         if not self._runs:  # also after the strategy was closed
             return
         try:
@@ -103,14 +102,23 @@ class ServedTrainer(RemoteTraining):
         self._runs = False
         self.has_lost_values = not self._coordinator.strategy._training.is_collected
 
-    def verify(self, batch: PyTree, mask: Any, rtol: float) -> VerifyReport:
-        """See `RemoteTraining.verify`."""
+    def lowered_text(self, batch: PaddedBatch | None) -> str:
+        """See `StepRunner.lowered_text`."""
+        raise NotImplementedError(
+            f"{type(self._coordinator.strategy).__name__} compiles steps on the workers, whose "
+            "programs cannot be returned. Use the same step with mirror.MirroredStrategy."
+        )
+
+    def verify(self, batch: PaddedBatch, rtol: float) -> VerifyReport:
+        """See `StepRunner.verify`."""
         self.synchronize()
+        self._training.trace_once(batch)
+        batch, mask = host_batch(batch)
         objects = (self._model, self._optimizer)
         saved, single = copy_of(objects), copy_of(objects)
         before = variables_of(objects, _NAMES)
         try:
-            sums = self.run(batch, mask)
+            sums = self._schedule(batch, mask)
             self.synchronize()
             after = variables_of(objects, _NAMES)
         finally:
@@ -118,7 +126,7 @@ class ServedTrainer(RemoteTraining):
                 nnx.update(mine, nnx.state(old))
         row = functools.partial(jax.tree.map, lambda x: PerReplica([x]))
         local = self._coordinator.strategy.local
-        expected = local.run(self._step, (*single, row(batch), row(mask)))
+        expected = local.run(self._training.step, (*single, row(batch), row(mask)))
         pairs = zip(
             jax.tree_util.tree_leaves_with_path(sums), jax.tree.leaves(expected), strict=True
         )

@@ -16,7 +16,7 @@ from mirror._src.ps.optimizer_tree import join_optimizer_state, split_optimizer_
 from mirror._src.ps.pickling import pickled_function
 from mirror._src.ps.placement import Placement
 from mirror._src.ps.sparse import SparseTables
-from mirror._src.training.checkpoints.host_copies import KeyData
+from mirror._src.training.checkpoints.files import KeyData
 
 _logger = logging.getLogger("mirror")
 

@@ -1,19 +1,25 @@
-"""Data of a `Trainer`: in-memory arrays are split into batches, anything else yields batches."""
+"""Data of a `Trainer`: arrays become batches; passes over the data, and validation data."""
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+import operator
+import sys
+import warnings
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, final
 
 import jax
 import numpy as np
 
-from mirror._src.base.errors import describe, expected
+from mirror._src.base import interrupts
+from mirror._src.base.closing import closing
+from mirror._src.base.errors import describe, expected, require_int
+from mirror._src.base.naming import depth_of_user
 from mirror._src.base.types import PyTree
 from mirror._src.data.arrays import ArrayDataset, batched, in_memory
 from mirror._src.data.distribute import DistributedDataset
 from mirror._src.data.foreign import is_array
-from mirror._src.training.stream import NO_DATA
+from mirror._src.data.padded import PaddedBatch, PaddedDataset
 
 _SHOWN_NAMES = 4
 
@@ -208,3 +214,168 @@ def _shown(data: Any) -> str:
     omitted = ", ..." if len(shown) > _SHOWN_NAMES else ""
     listed = ", ".join(shown[:_SHOWN_NAMES]) + omitted
     return f"a {type(data).__name__} of arrays ({listed})"
+
+
+NO_DATA = (
+    "The data yielded no batch. Pass batches with at least one example; an exhausted generator "
+    "yields nothing more."
+)
+
+
+@final
+class Stream:
+    """The launches of one pass over the data after the other."""
+
+    def __init__(self, data: PaddedDataset) -> None:
+        self._data = data
+        self._batches: Any = None
+        self._rest: PaddedBatch | None = None
+
+    def next_launch(self, number: int, most: int | None) -> PaddedBatch | None:
+        """Returns the next launch, or None at the end of the pass.
+
+        Args:
+            number: Number of the pass, which shuffling datasets receive with `set_epoch`.
+            most: Maximum number of batches; the rest of a larger group is the next launch. None
+                takes the whole group.
+        """
+        if self._batches is None:
+            self._data.set_epoch(number)
+            self._batches = iter(self._data)
+        launch, self._rest = self._rest or next(self._batches, None), None
+        if launch is not None and most is not None and most < launch.num_batches:
+            launch, self._rest = launch.split(most)
+        return launch
+
+    def close(self) -> None:
+        """Ends the pass and releases the data."""
+        batches, self._batches, self._rest = self._batches, None, None
+        if batches is not None:
+            batches.close()
+
+
+def whole_pass(
+    data: DistributedDataset[Any], *, most: int | None = None, **options: Any
+) -> Generator[PaddedBatch]:
+    """Yields the batches of one pass, all or the first `most`.
+
+    Args:
+        data: The dataset.
+        most: Maximum number of batches.
+        options: Arguments of `DistributedDataset.padded`.
+
+    Raises:
+        ValueError: If there is no batch.
+    """
+    num_batches = 0
+    batches = iter(data.padded(**options))
+    with closing("closing the data", batches.close):
+        while most is None or num_batches < most:
+            with interrupts.immediate():
+                padded = next(batches, None)
+            if padded is None:
+                break
+            num_batches += 1
+            yield padded
+            interrupts.check()
+    if not num_batches:
+        raise ValueError(NO_DATA)
+
+
+_FEWEST_BATCHES = 256
+_TIMES_THE_EPOCH = 10
+
+
+@final
+class Validation:
+    """The validation data of one `fit`.
+
+    Args:
+        data: The data, or None.
+        num_batches: Maximum number of batches per epoch, or None for all.
+
+    Raises:
+        ValueError: If the data certainly has no end and there is no maximum, if there is a maximum
+            without data, or if it is less than 1.
+        TypeError: If the maximum is not an int.
+    """
+
+    def __init__(self, data: Iterable[PyTree] | None, num_batches: int | None) -> None:
+        self._data = data
+        self._has_ended = False
+        self.num_batches = num_batches
+        if num_batches is None:
+            require_end(
+                "validation_data", data, "Limit it: trainer.fit(..., validation_steps=100)."
+            )
+            return
+        require_int("validation_steps", num_batches)
+        if data is None:
+            raise ValueError(
+                f"validation_steps={num_batches} requires validation data: pass "
+                "trainer.fit(..., validation_data=...)."
+            )
+
+    @property
+    def is_given(self) -> bool:
+        """Whether there is validation data."""
+        return self._data is not None
+
+    def batches(self) -> Iterable[PyTree]:
+        """Returns the data of one epoch; an iterator is read no further than the maximum."""
+        assert self._data is not None
+        if self.num_batches is None or isinstance(self._data, DistributedDataset):
+            return self._data
+        if isinstance(self._data, Iterator):
+            return itertools.islice(self._data, self.num_batches)
+        return self._data
+
+    def after_batch(self, count: int, num_trained: int) -> None:
+        """Warns once that the data may have no end, if they are suspiciously long.
+
+        Args:
+            count: Number of batches of this validation.
+            num_trained: Number of batches of the epoch of training.
+        """
+        if self._has_ended or self.num_batches is not None or _has_len(self._data):
+            return
+        if count == max(_FEWEST_BATCHES, _TIMES_THE_EPOCH * num_trained):
+            warnings.warn(
+                f"Validation has read {count} batches of `validation_data`, which has no len(); "
+                f"the epoch trained on {num_trained}. If the data has no end, `fit` waits forever. "
+                "Limit it: trainer.fit(..., validation_steps=100).",
+                stacklevel=depth_of_user(),
+            )
+
+    def after_pass(self) -> None:
+        """Notes that the data has an end."""
+        self._has_ended = True
+
+
+def require_end(name: str, data: Any, fix: str) -> None:
+    """Rejects data that certainly has no end.
+
+    Raises:
+        ValueError: If it is an endless iterator of `itertools`, or a dataset whose length is
+            infinite, such as the result of `repeat()` in Grain and TensorFlow.
+    """
+    if isinstance(data, DistributedDataset):
+        data = data.source
+    if _is_endless(data):
+        kind = type(data).__name__
+        raise ValueError(f"`{name}` has no end: this {kind} repeats forever. {fix}")
+
+
+def _is_endless(data: Any) -> bool:
+    if isinstance(data, itertools.cycle | itertools.count):
+        return True
+    if isinstance(data, itertools.repeat):
+        return not _has_len(data)
+    try:
+        return len(data) >= sys.maxsize  # as in Grain
+    except Exception as error:
+        return "infinite" in str(error)  # as in TensorFlow
+
+
+def _has_len(data: Any) -> bool:
+    return operator.length_hint(data, -1) >= 0

@@ -3,7 +3,7 @@
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, ParamSpec, TypeVar
 
@@ -15,6 +15,7 @@ from flax import linen, nnx
 
 from mirror._src.base.errors import counted, describe, expected, nearest
 from mirror._src.base.naming import depth_of_user, is_our_module, keys, name_of, signature_of
+from mirror._src.base.other_names import advice
 from mirror._src.base.source_lines import is_own
 from mirror._src.base.types import PyTree
 from mirror._src.data.foreign import is_array
@@ -24,95 +25,6 @@ from mirror._src.engine.per_replica import is_per_replica
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_TUPLE = "Pass inputs and labels as one argument, a tuple or a dict: "
-_LABELS = f"{_TUPLE}trainer.fit((x, y), epochs=10, batch_size=32)."
-_SPEED = "Batches are loaded ahead in a thread: strategy.distribute_dataset(data, prefetch=2)."
-_FIT = {
-    "x": _LABELS,
-    "y": _LABELS,
-    "verbose": "Use progress=False to show nothing.",
-    "class_weight": "It belongs to the trainer: mirror.Trainer(..., class_weight={3: 2.0}).",
-    "sample_weight": "It belongs to the trainer, which reads the weights from the batch: "
-    "mirror.Trainer(..., sample_weight='w').",
-    "validation_batch_size": "In-memory validation data have the batch_size of the training data; "
-    "or pass validation_data=mirror.data.from_arrays(arrays, batch_size).",
-    "validation_freq": "Evaluate in a callback: on_epoch_end(self, fit, logs) may call "
-    "fit.trainer.evaluate(data).",
-    "max_queue_size": _SPEED,
-    "workers": _SPEED,
-    "use_multiprocessing": _SPEED,
-    "learning_rate": "It belongs to the optimizer: mirror.Trainer(model, optax.adam(1e-3), ...).",
-    "optimizer": "It belongs to the trainer: mirror.Trainer(model, optax.adam(1e-3), loss_fn).",
-    "loss": "It belongs to the trainer: mirror.Trainer(model, optax.adam(1e-3), loss_fn).",
-    "metrics": "They belong to the trainer: mirror.Trainer(..., 'mse', metrics=['mae']).",
-    "steps": "Use steps_per_epoch.",
-    "num_epochs": "Use epochs.",
-    "max_epochs": "Use epochs.",
-}
-_EVALUATE = {
-    "x": f"{_TUPLE}trainer.evaluate((x, y), batch_size=32).",
-    "y": f"{_TUPLE}trainer.evaluate((x, y), batch_size=32).",
-    "verbose": "trainer.evaluate shows nothing; omit it.",
-    "sample_weight": _FIT["sample_weight"],
-    "steps": "Limit the data: trainer.evaluate(itertools.islice(data, 100)).",
-    "callbacks": "Callbacks are for fit.",
-    "return_dict": "The result is always a dict; omit it.",
-}
-_PREDICT = {
-    "x": "Its name is data: trainer.predict(x, batch_size=32).",
-    "verbose": "trainer.predict shows nothing; omit it.",
-    "steps": "Limit the data: trainer.predict(itertools.islice(data, 100)).",
-    "callbacks": "Callbacks are for fit.",
-}
-_TRAINER = {
-    "optimizer": "Its name is tx: mirror.Trainer(model, tx=optax.adam(1e-3), loss_fn=loss_fn).",
-    "loss": "Its name is loss_fn: mirror.Trainer(model, optax.adam(1e-3), loss_fn='mse').",
-    "loss_weights": "Return the weighted sum of the losses from loss_fn(model, batch).",
-    "weighted_metrics": "Return mirror.Weighted(values, weights) as a metric of loss_fn.",
-    "jit_compile": "Steps are always compiled; omit it.",
-    "run_eagerly": "Steps are always compiled. To debug one, use jax.debug.print in loss_fn, or "
-    "call loss_fn(model, batch) outside of the trainer.",
-    "auto_scale_loss": "Its name is loss_scale: mirror.LossScale() or False. It is automatic with "
-    "precision='float16'.",
-    "grad_scaler": "Its name is loss_scale: mirror.Trainer(..., loss_scale=mirror.LossScale()).",
-    **dict.fromkeys(
-        ("dtype", "dtype_policy", "mixed_precision", "amp", "use_amp", "fp16", "bf16", "half"),
-        "Its name is precision: mirror.Trainer(..., precision='bfloat16').",
-    ),
-    "learning_rate": _FIT["learning_rate"],
-    "batch_size": "It belongs to the data: trainer.fit(arrays, batch_size=32).",
-    "epochs": "It belongs to fit: trainer.fit(data, epochs=10).",
-    "callbacks": "They belong to fit: trainer.fit(data, callbacks=[...]).",
-    "devices": "They belong to the strategy: strategy=mirror.MirroredStrategy(2).",
-    **dict.fromkeys(
-        ("max_epochs", "num_epochs", "num_train_epochs"),
-        "It belongs to fit: trainer.fit(data, epochs=10).",
-    ),
-    **dict.fromkeys(("max_steps", "limit_train_batches"), "Use trainer.fit(steps_per_epoch=...)."),
-    **dict.fromkeys(
-        ("accelerator", "num_nodes", "gpus", "tpu_cores"),
-        "The strategy selects the devices: strategy=mirror.MirroredStrategy(2).",
-    ),
-    **dict.fromkeys(
-        ("gradient_clip_val", "max_grad_norm", "gradient_clip_algorithm", "clipnorm"),
-        "Clip in the optimizer: optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)).",
-    ),
-    **dict.fromkeys(
-        ("logger", "log_every_n_steps", "enable_checkpointing", "default_root_dir"),
-        "Callbacks do it: trainer.fit(data, callbacks=[mirror.callbacks.CSVLogger('log.csv')]).",
-    ),
-    "enable_progress_bar": "It belongs to fit: trainer.fit(data, progress=False).",
-    "accumulate_grad_batches": "Its name is accumulate_steps.",
-    "gradient_accumulation_steps": "Its name is accumulate_steps.",
-}
-_KEYWORDS = {
-    "__init__": _TRAINER,
-    "fit": _FIT,
-    "evaluate": _EVALUATE,
-    "predict": _PREDICT,
-    "verify": {"x": f"{_TUPLE}trainer.verify((x, y), batch_size=32)."},
-}
-
 
 def explains_arguments(method: Callable[P, R]) -> Callable[P, R]:
     """Decorates a method of `Trainer`, so that a wrong call is answered with the right one.
@@ -121,7 +33,6 @@ def explains_arguments(method: Callable[P, R]) -> Callable[P, R]:
     """
     signature = inspect.signature(method)
     parameters = list(signature.parameters)
-    by_keyword = _KEYWORDS[method.__name__]
     name = "mirror.Trainer" if method.__name__ == "__init__" else f"trainer.{method.__name__}"
 
     @functools.wraps(method)
@@ -138,14 +49,14 @@ def explains_arguments(method: Callable[P, R]) -> Callable[P, R]:
         unknown = [key for key in kwargs if key not in parameters]
         if is_pair or unknown:
             called = ", ".join([*map(describe, args[1:]), *(f"{k}=..." for k in kwargs)])
-            if is_pair or ("y" in unknown and "y" in by_keyword):
-                fix = by_keyword["x"]
+            if is_pair or ("y" in unknown and _advice(name, "y")):
+                fix = _advice(name, "x")
                 raise TypeError(f"{name}({called}) received inputs and labels separately. {fix}")
-            raise TypeError(_unknown(name, unknown, by_keyword, parameters[1:]))
+            raise TypeError(_unknown(name, unknown, parameters[1:]))
         try:
             signature.bind(*args, **kwargs)
         except TypeError as error:
-            fix = by_keyword["x"] if method.__name__ == "predict" else ""
+            fix = _advice(name, "x") if method.__name__ == "predict" else ""
             shown = signature_of(method, is_method=True)
             raise TypeError(f"{name}: {error}. The call is {name}{shown}. {fix}".strip()) from None
         return method(*args, **kwargs)
@@ -160,10 +71,12 @@ def _is_model(value: Any) -> bool:
     )
 
 
-def _unknown(
-    name: str, unknown: list[str], by_keyword: Mapping[str, str], parameters: list[str]
-) -> str:
-    known = {key: by_keyword.get(key) or nearest(key, parameters).strip() for key in unknown}
+def _advice(name: str, argument: str) -> str:
+    return advice().get((f"{name}()", argument), "")
+
+
+def _unknown(name: str, unknown: list[str], parameters: list[str]) -> str:
+    known = {key: _advice(name, key) or nearest(key, parameters).strip() for key in unknown}
     if len(unknown) == 1 or not any(known.values()):
         fix = known[unknown[0]] or f"Its arguments are {', '.join(parameters)}."
         return f"{name} does not have the argument {unknown[0]!r}. {fix}"

@@ -13,13 +13,74 @@ from mirror._src.base.errors import describe, expected, require_int
 from mirror._src.base.naming import depth_of_user, name_of
 from mirror._src.base.types import Array, PyTree
 from mirror._src.engine.example_mask import masking
-from mirror._src.training import exact
-from mirror._src.training.labels import Labels, PartOfBatch, part_of
-from mirror._src.training.metrics import Metrics
+from mirror._src.training.losses import Metrics
 from mirror._src.training.mistakes import describes_batch
-from mirror._src.training.named_loss import LossFunction, NamedLoss, loss_of
+from mirror._src.training.named_loss import (
+    Labels,
+    LossFunction,
+    NamedLoss,
+    PartOfBatch,
+    loss_of,
+    part_of,
+)
 from mirror._src.training.precision import Precision, is_half
 from mirror._src.training.weighted import Weighted
+
+_BASE = 256
+_MOST_EXACT = 2**24  # float32 has all integers up to it
+
+
+def exact_sum(values: Array, mask: Array) -> Array:
+    """Returns the sum of the integers or booleans where the mask is True: int32 or digits."""
+    size = values.dtype.itemsize
+    if size == 1:
+        return jnp.sum(values, where=mask, dtype=jnp.int32)
+    low = [(values >> 8 * i) & (_BASE - 1) for i in range(size - 1)]
+    high = values >> 8 * (size - 1)  # has the sign
+    columns = [x.astype(jnp.int32) for x in (*low, high)]
+    sums = [jnp.sum(x, where=mask, dtype=jnp.int32) for x in columns]
+    return carried_digits(jnp.stack([*sums, jnp.zeros((), jnp.int32)]))
+
+
+def fit_floats(num_examples: int) -> bool:
+    """Whether float32 has all sums of digits, 8-bit integers or booleans of this many examples."""
+    return num_examples * _BASE <= _MOST_EXACT
+
+
+def carried_digits(total: Array) -> Array:
+    """Returns the digits with all but the last below 256, so that equal sums have equal digits."""
+    if not total.ndim:
+        return total
+    digits = list(total)
+    for i in range(len(digits) - 1):
+        digits[i + 1] = digits[i + 1] + (digits[i] >> 8)
+        digits[i] = digits[i] & (_BASE - 1)
+    return jnp.stack(digits)
+
+
+def as_float(total: Array, dtype: Any) -> Array:
+    """Returns a sum as a float; digits are joined."""
+    floats = total.astype(dtype)
+    if not total.ndim:
+        return floats
+    result = floats[-1]
+    for i in reversed(range(len(floats) - 1)):
+        result = result * _BASE + floats[i]
+    return result
+
+
+def number_of(total: Any) -> float | int:
+    """Returns a sum as a number of Python; digits are joined exactly.
+
+    >>> number_of(np.asarray([255, 1, 0])), number_of(np.asarray([0, 0, -1]))
+    (511, -65536)
+    """
+    array = np.asarray(total)
+    if not array.ndim:
+        number: float | int = array.item()
+        return number
+    return sum(int(digit) * _BASE**i for i, digit in enumerate(array))
+
 
 LOSS = "loss"
 _RETURN_LOSSES = (
@@ -304,7 +365,7 @@ def _sums(values: Mapping[str, Array], mask: Array) -> dict[str, Array]:
 def _sum(value: Array, mask: Array) -> Array:
     if jnp.issubdtype(value.dtype, jnp.floating):
         return jnp.sum(value, where=mask, dtype=_wide(value.dtype))
-    return exact.exact_sum(value, mask)
+    return exact_sum(value, mask)
 
 
 def _as_floats(weights: Array) -> Array:
@@ -323,7 +384,7 @@ def add_on_host(a: Sums, b: Sums) -> Sums:
 
 def carried(sums: Sums) -> Sums:
     """Returns the sums with normalized digits, so that equal sums are equal arrays."""
-    return jax.tree.map(exact.carried, sums)
+    return jax.tree.map(carried_digits, sums)
 
 
 def _wide(dtype: Any) -> Any:

@@ -16,10 +16,10 @@ from mirror._src.devices.launch import wait_for
 from mirror._src.engine.per_replica import PerReplica, is_per_replica
 from mirror._src.inspection.trial_objects import gathered
 from mirror._src.strategy.strategy import Strategy
-from mirror._src.training.meter import MOST_RUNNING
+from mirror._src.training.inputs import whole_pass
 from mirror._src.training.named_loss import LossFunction, NamedLoss, inputs_unknown
+from mirror._src.training.progress import MOST_RUNNING
 from mirror._src.training.row_check import RowCheck
-from mirror._src.training.stream import whole_pass
 
 
 @final

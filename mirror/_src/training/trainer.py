@@ -1,56 +1,77 @@
-"""`Trainer`: training, evaluation and prediction loops over `strategy.run`."""
+"""`Trainer`: trains, evaluates, predicts, saves and restores; `FitLoop` is the training loop."""
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
-import jax
-import numpy as np
 import optax
 from flax import nnx
 
 from mirror._src.base import interrupts
 from mirror._src.base.closing import closing
-from mirror._src.base.errors import require_int
+from mirror._src.base.errors import counted, describe, require_int, require_secs
 from mirror._src.base.modules import set_module
 from mirror._src.base.tables import Table
 from mirror._src.base.tracebacks import api_boundary
 from mirror._src.base.types import PyTree
+from mirror._src.base.unknown_names import unknown_attribute
+from mirror._src.cluster.store import barrier
 from mirror._src.data.distribute import DistributedDataset
 from mirror._src.data.padded import PaddedBatch
-from mirror._src.engine.per_replica import PerReplica, is_per_replica
-from mirror._src.engine.scopes import require_cross_replica
-from mirror._src.inspection.verify import VerifyReport, verify
+from mirror._src.inspection.verify import VerifyReport
+from mirror._src.inspection.watch import watch
+from mirror._src.passes.callbacks import in_callback
+from mirror._src.strategy.mirrored import strategy_of_trainer
 from mirror._src.strategy.strategy import Strategy
 from mirror._src.training import steps
 from mirror._src.training.callbacks.callback import Callback, require_callbacks
-from mirror._src.training.callbacks.progress import ProgressBar
-from mirror._src.training.fit import TrainingRun
+from mirror._src.training.callbacks.progress_bar import ProgressBar
+from mirror._src.training.checkpoints import snapshot
+from mirror._src.training.checkpoints.directory import find_checkpoint
+from mirror._src.training.checkpoints.from_chief import BroadcastRestore
+from mirror._src.training.checkpoints.store import CheckpointStore
 from mirror._src.training.history import History
-from mirror._src.training.inputs import batches_of, first_batch, fit_data
-from mirror._src.training.labels import PartOfBatch
-from mirror._src.training.loss_scale import LossScaleArgument
-from mirror._src.training.losses import LossName
-from mirror._src.training.meter import MOST_RUNNING, Meter
-from mirror._src.training.metrics import Metrics
-from mirror._src.training.mistakes import explains_arguments, warn_of_random_order
-from mirror._src.training.named_loss import LossFunction
+from mirror._src.training.inputs import (
+    Validation,
+    batches_of,
+    first_batch,
+    fit_data,
+    require_end,
+    whole_pass,
+)
+from mirror._src.training.loop import FitLoop
+from mirror._src.training.loss_scale import SCALE, LossScale, LossScaleArgument, loss_scale_of
+from mirror._src.training.losses import LossName, Metrics
+from mirror._src.training.mistakes import (
+    advice_for_model,
+    explains_arguments,
+    warn_of_random_order,
+)
+from mirror._src.training.named_loss import LossFunction, PartOfBatch
 from mirror._src.training.objective import Objective, Sums, add_on_host
-from mirror._src.training.position import starting_position
-from mirror._src.training.precision import PrecisionName
+from mirror._src.training.precision import Precision, PrecisionName
 from mirror._src.training.prediction import ModelOutputs, predictions, require_prediction
-from mirror._src.training.remote import (
-    RemoteStrategy,
-    divisor_of,
-    host_batch,
-    require_local_options,
+from mirror._src.training.progress import (
+    MOST_RUNNING,
+    MetricAccumulator,
+    Position,
+    starting_position,
 )
 from mirror._src.training.row_check import RowCheck
-from mirror._src.training.state import M, TrainerState
-from mirror._src.training.stream import whole_pass
-from mirror._src.training.summary import summary
-from mirror._src.training.validation import Validation, require_end
+from mirror._src.training.runners import (
+    LocalSteps,
+    RemoteStrategy,
+    Training,
+    local_strategy,
+    require_local_options,
+)
+from mirror._src.training.steps import make_optimizer
+from mirror._src.training.summary import num_parameters, summary
 
+M = TypeVar("M", bound=nnx.Module)
 Data: TypeAlias = Iterable[PyTree] | PyTree
 """In-memory arrays, or an iterable of global batches."""
 
@@ -58,7 +79,7 @@ _MOST_PREDICTIONS = 16
 
 
 @set_module("mirror")
-class Trainer(TrainerState[M]):
+class Trainer(Generic[M]):
     """Trains, evaluates and predicts with a model on all replicas of a strategy.
 
     `loss_fn` returns one value per example and never averages: mirror divides by the number of
@@ -176,11 +197,32 @@ class Trainer(TrainerState[M]):
         loss_scale: LossScaleArgument = None,
         stall_secs: float | None = None,
     ) -> None:
-        super().__init__(model, tx, strategy, wrt, stall_secs, precision, loss_scale)
+        if not isinstance(model, nnx.Module):
+            raise TypeError(
+                f"`model` must be an nnx.Module, got {describe(model)}. {advice_for_model(model)}"
+            )
+        if not isinstance(strategy, Strategy | RemoteStrategy | None):
+            raise TypeError(
+                f"`strategy` must be a mirror.Strategy, got {describe(strategy)}. Pass "
+                "mirror.MirroredStrategy(), or create the trainer inside its scope()."
+            )
+        self.strategy: Strategy | RemoteStrategy = (
+            strategy if isinstance(strategy, RemoteStrategy) else strategy_of_trainer(strategy)
+        )
+        local = local_strategy(self.strategy)
         require_int("accumulate_steps", accumulate_steps)
         require_int("steps_per_execution", steps_per_execution)
         self.accumulate_steps = int(accumulate_steps)
         self.steps_per_execution = int(steps_per_execution)
+        self.precision, self._precision = precision, Precision(precision)
+        self.loss_scale = loss_scale_of(loss_scale, precision)
+        self._stall_secs = None if stall_secs is None else require_secs("stall_secs", stall_secs)
+        self._objects: dict[str, Any] = {
+            "model": model,
+            "optimizer": make_optimizer(model, tx, wrt),
+        }
+        if self.loss_scale is not None:
+            self._objects[SCALE] = self.loss_scale
         self._objective = Objective(
             loss_fn,
             sample_weight,
@@ -192,14 +234,7 @@ class Trainer(TrainerState[M]):
             self._precision,
             from_logits,
         )
-        self._single_step = steps.training_step(
-            self._objective, self._optimizer.wrt, self.accumulate_steps
-        )
-        self._whole_step = (
-            steps.training_step(self._objective, self._optimizer.wrt, 1)
-            if self.accumulate_steps > 1
-            else self._single_step
-        )
+        self._training = self._training_of(local)
         if isinstance(self.strategy, RemoteStrategy):
             require_local_options(
                 type(self.strategy).__name__,
@@ -207,22 +242,63 @@ class Trainer(TrainerState[M]):
                 loss_scale=self.loss_scale,
                 stall_secs=stall_secs,
             )
-            self._remote = self.strategy.remote_training(
-                self._single_step, self._model, self._optimizer, divisor_of
-            )
-        self._is_traced = False
-        self._train_step: Callable[..., Any] = self._single_step
-        if self.steps_per_execution > 1:
-            self._train_step = steps.repeated(self._single_step)
-        self._evaluate_step = steps.evaluation_step(self._objective)
-        self._rows = RowCheck(self._local, self.accumulate_steps)
+            self._runner = self.strategy.step_runner(self._training)
+        else:
+            self._runner = LocalSteps(self._training)
+        self._local = local
+        self._rows = RowCheck(local, self.accumulate_steps)
         self._trained_examples = steps.examples_of(self._objective, in_training=True)
         self._evaluated_examples = steps.examples_of(self._objective, in_training=False)
         self._outputs = ModelOutputs(self._objective.loss_fn)
         self._predict_step = functools.lru_cache(_MOST_PREDICTIONS)(
             functools.partial(steps.prediction_step, precision=self._precision)
         )
+        self._num_parameters = num_parameters(model)  # for `repr`, which must not fail
+        self._position, self._resumes = Position(), False
+        self._loop: FitLoop | None = None
+        self._users: list[int] = []  # threads in `_using`
         self._precision.set_on(model)  # after everything that rejects an argument
+
+    def _training_of(self, local: Strategy) -> Training:
+        objective, pieces = self._objective, self.accumulate_steps
+        make = functools.partial(steps.training_step, objective, self._objects["optimizer"].wrt)
+        step = make(pieces)
+        whole = step if pieces == 1 else make(1)
+        evaluate = steps.evaluation_step(objective)
+        return Training(local, objective, self._objects, step, whole, evaluate, pieces)
+
+    def __repr__(self) -> str:
+        position = self._position
+        replicas = counted(self.strategy.num_replicas_in_sync, "replica")
+        precision = "" if self.precision is None else f"{self.precision}, "
+        return (
+            f"{type(self).__name__}({type(self._objects['model']).__name__}, "
+            f"{self._num_parameters:,} parameters, {type(self.strategy).__name__}({replicas}), "
+            f"{precision}epoch {position.epoch}, step {position.step})"
+        )
+
+    @property
+    def model(self) -> M:
+        """The model. During `fit`, it is as it is between two steps."""
+        self._require_current("model")
+        return self._objects["model"]
+
+    @model.setter
+    def model(self, model: M) -> None:
+        self._require_local("model")
+        self._precision.set_on(model)
+        self._objects["model"] = model
+
+    @property
+    def optimizer(self) -> nnx.Optimizer[Any]:
+        """The optimizer. During `fit`, it is as it is between two steps."""
+        self._require_current("optimizer")
+        return self._objects["optimizer"]
+
+    @optimizer.setter
+    def optimizer(self, optimizer: nnx.Optimizer[Any]) -> None:
+        self._require_local("optimizer")
+        self._objects["optimizer"] = optimizer
 
     @api_boundary
     @explains_arguments
@@ -300,58 +376,31 @@ class Trainer(TrainerState[M]):
         )
         validation = Validation(held_out, validation_steps)
         padded = self._distributed(training).padded(
-            multiple=self._multiple,
+            multiple=self._runner.multiple,
             group=self.steps_per_execution,
             skip=position.samples,
             inspect=self._objective.inspect,
         )
-        last_size = padded.last_size if steps_per_epoch is None else None
         callbacks = require_callbacks(callbacks)
         if progress and not any(isinstance(callback, ProgressBar) for callback in callbacks):
             callbacks = (ProgressBar(), *callbacks)
-        run = TrainingRun(
+        loop = FitLoop(
             self,
+            self._runner,
             epochs,
             position,
             padded,
             steps_per_epoch,
             callbacks,
-            has_validation=validation.is_given,
+            functools.partial(self._validate, validation) if validation.is_given else None,
         )
-        deferred = interrupts.DeferredInterrupts(watches=True)
-        with (
-            self._watched(),
-            deferred,
-            self._running(run),
-            run.listening(),
-            self._ends_synchronized(),
-        ):
-            self._has_lost_values = False
-            while position.epoch < epochs and not run.must_stop():
-                run.begin_epoch()
-                for launch in run.launches():
-                    if last_size is not None:
-                        step, model = self._trained_examples, self._model
-                        self._rows.check_last(step, model, launch, last_size, self._multiple)
-                        last_size = None
-                    run.after_step(launch, self._train(launch))
-                    run.collect(running=self._most_running)
-                    if run.must_stop():
-                        break
-                is_cut_short = run.must_stop()
-                run.collect()
-                if not is_cut_short:
-                    run.end_epoch(self._validate(run, validation))
-            self._synchronize()
-            run.must_stop()
-            self._resumes = False
-        return run.history
+        self._last_size = padded.last_size if steps_per_epoch is None else None
+        with self._watched(), self._running(loop):
+            loop.run(self._train)
+        self._resumes = False
+        return loop.history
 
-    def _validate(self, run: TrainingRun, validation: Validation) -> dict[str, float]:
-        self._synchronize()  # for callbacks that read the model
-        if not validation.is_given:
-            return {}
-        num_trained = run.position.epoch_step
+    def _validate(self, validation: Validation, num_trained: int) -> dict[str, float]:
         means = self._evaluate(
             validation.batches(),
             validation.num_batches,
@@ -388,16 +437,16 @@ class Trainer(TrainerState[M]):
         after_batch: Callable[[int], None] | None = None,
     ) -> dict[str, float]:
         """Evaluates all batches, or the first `most`, and calls `after_batch` with their number."""
-        meter = Meter()
+        meter = MetricAccumulator()
         distributed = self._distributed(data)
-        model = self._model
+        model, step = self._objects["model"], self._training.evaluate_step
         with self._watched(), self._using("evaluate"):
             launches = whole_pass(distributed, most=most, inspect=self._objective.inspect)
             for count, launch in enumerate(launches, 1):
                 (padded,) = self._rows.without_padding(self._evaluated_examples, model, launch)
                 arguments = (model, padded.batch, padded.mask)
-                meter.add(0, self._local.run(self._evaluate_step, arguments))
-                self._warn_after_trace(self._evaluate_step, arguments)
+                meter.add(0, self._local.run(step, arguments))
+                self._training.warn_after_trace(step, arguments)
                 meter.collect(running=MOST_RUNNING)
                 if after_batch is not None:
                     after_batch(count)
@@ -444,7 +493,8 @@ class Trainer(TrainerState[M]):
         require_end("data", batches, "Limit it: trainer.predict(itertools.islice(data, 100)).")
         distributed = self._distributed(batches)
         with self._watched(), self._using("predict"):
-            return predictions(self._local, fn, step, self._model, distributed, self._rows)
+            model = self._objects["model"]
+            return predictions(self._local, fn, step, model, distributed, self._rows)
 
     @api_boundary
     def summary(self, data: Data) -> Table:
@@ -472,8 +522,8 @@ class Trainer(TrainerState[M]):
         """
         batch = first_batch(data)
         with self._using("summary"):
-            objects = self._model, self._optimizer
-            table = summary(*objects, self._local, batch, self._objective.outputs)
+            model, optimizer, *_ = self._objects.values()
+            table = summary(model, optimizer, self._local, batch, self._objective.outputs)
             if self.precision is not None:
                 table.rows.append(("precision", "", self.precision, "", ""))
             return table
@@ -502,107 +552,241 @@ class Trainer(TrainerState[M]):
         True
         """
         distributed = self._distributed(batches_of("verify", data, batch_size))
-        batches = whole_pass(distributed, multiple=self._multiple, inspect=self._objective.inspect)
+        multiple, inspect = self._runner.multiple, self._objective.inspect
+        batches = whole_pass(distributed, multiple=multiple, inspect=inspect)
         with closing("closing the data", batches.close):
             padded = next(batches)
         with self._using("verify"):
-            rtol = self._precision.rtol_of(self._model) if rtol is None else rtol
-            if self._remote is not None:
-                self._trace(padded)
-                return self._remote.verify(*host_batch(padded), rtol)
-            require_cross_replica(self._local, "verify", "Call it outside the step.")
-            runners = self._local._runner, self._local._single_runner()
-            model, optimizer, *scales = self._objects.values()
-            arguments = (model, optimizer, padded.batch, padded.mask, *scales)
-            return verify(*runners, self._single_step, arguments, {}, rtol, self._alone)
+            rtol = self._precision.rtol_of(self._objects["model"]) if rtol is None else rtol
+            return self._runner.verify(padded, rtol)
 
-    def _alone(self, tree: PyTree) -> tuple[Callable[..., Sums], PyTree]:
-        """Returns the step of one device, which neither pads a batch nor splits it."""
-        (model, optimizer, batch, mask, *scales), kwargs = tree
-        is_example = np.asarray(mask.values[0])
+    @api_boundary
+    def save(self, directory: str | Path) -> None:
+        """Writes a checkpoint: model, optimizer, random keys and the position of the training.
 
-        def examples(leaf: PerReplica) -> PerReplica:
-            return PerReplica([np.asarray(leaf.values[0])[is_example]])
+        The checkpoint contains one copy of each array. `restore` reads it on any number of
+        replicas; `mirror.load_checkpoint` reads it without a model or devices. In a job of several
+        processes, every process calls it, and the chief writes.
 
-        batch, mask = jax.tree.map(examples, (batch, mask), is_leaf=is_per_replica)
-        return self._whole_step, ((model, optimizer, batch, mask, *scales), kwargs)
-
-    def _lowered_text(self) -> str:
-        """Returns the program of the last step: the compiler's input, or a report if it is staged.
+        Args:
+            directory: Directory of checkpoints. This one is the file `step-120.safetensors` at step
+                120, in the format of safetensors.
 
         Raises:
-            RuntimeError: If no step has run yet.
+            OSError: If the checkpoint cannot be written. Earlier checkpoints remain intact.
+            ValueError: If an `"on_read"` variable has no aggregation.
+
+        >>> trainer.save("checkpoints")
+        >>> trainer.restore("checkpoints")
+        >>> history = trainer.fit(data, epochs=9, progress=False)
         """
-        if self._remote is not None:
-            raise NotImplementedError(
-                f"{type(self.strategy).__name__} compiles steps on the workers, whose programs "
-                "cannot be returned. Use the same step with mirror.MirroredStrategy."
-            )
-        if self._launch is None:
+        with self._using("save"):
+            if not self._local._spans_processes:
+                self._write(directory)
+                return
+            try:
+                if self._local.is_chief:
+                    self._write(directory)
+                else:
+                    self._checkpoint_state()  # aggregating an "on_read" variable is a collective
+            finally:
+                barrier("trainer.save")  # then every process can read it
+
+    def _write(self, directory: str | Path) -> None:
+        with CheckpointStore(directory, asynchronous=False) as store:
+            arrays, position = self._checkpoint_state()
+            store.save(position["step"], arrays, position)
+
+    @api_boundary
+    def restore(self, directory: str | Path, step: int | str = "last") -> None:
+        """Restores a checkpoint, from which `fit` resumes.
+
+        In a job of several processes, every process calls it, and all restore the checkpoint of the
+        chief. A process that does not have the same files receives the arrays from the chief.
+
+        The precision is not part of a checkpoint: parameters are float32 in each. The state of the
+        loss scale is; if the checkpoint does not contain one, the scale restarts.
+
+        Args:
+            directory: Directory of checkpoints. With several processes, only the chief's must
+                exist.
+            step: Step of the checkpoint, `"last"` or `"best"`.
+
+        Raises:
+            FileNotFoundError: If the checkpoint does not exist.
+            ValueError: If it is damaged or does not match the model; the model is not changed.
+            RuntimeError: If called during `fit`. With several processes, if one does not call it
+                within `agreement_secs`, or calls it for another model or step.
+        """
+        self._require_no_fit("restore")
+        position, arrays = self._read(directory, step)
+        with interrupts.DeferredInterrupts():  # all or nothing
+            if self.loss_scale is not None:  # which a training without one does not save
+                self.loss_scale.reset()
+            snapshot.write(self._objects, arrays, self._local._replicas)
+            self._position, self._resumes = position, True
+            self._runner.has_lost_values = False
+
+    def _read(self, directory: str | Path, step: int | str) -> tuple[Position, Mapping[str, Any]]:
+        """Returns the position and the arrays of a checkpoint that matches the model."""
+        if self._local._spans_processes:
+            current = snapshot.described(self._objects)  # a collective: before an error of one
+            return BroadcastRestore(self._local, directory, step, current).read()
+        checkpoint = find_checkpoint(directory, step)
+        with checkpoint.readable():
+            position = Position.from_dict(checkpoint.position)
+        snapshot.require_match(snapshot.described(self._objects), checkpoint.entries)
+        return position, checkpoint.read()
+
+    def _checkpoint_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns the contents of a checkpoint: arrays by name, and the position."""
+        self._require_no_lost_values()
+        with self._using("save"):
+            if self._loop is None:
+                self._position.meter.collect()
+            else:
+                self._loop.collect()
+                self._loop.remember_callbacks()
+            return snapshot.read(self._objects), self._position.to_dict()
+
+    @contextlib.contextmanager
+    def _using(self, method: str) -> Iterator[None]:
+        """Context manager around a method that reads the arrays, which steps of `fit` delete.
+
+        Raises:
+            RuntimeError: If another thread trains, or it is called inside a step.
+        """
+        me = threading.get_ident()
+        self._users.append(me)  # before the check, as `fit` is noted before it looks for users
+        try:
+            self._require_thread_of_fit(f"{method}()")
+            self._runner.synchronize()
+            yield
+        finally:
+            self._users.remove(me)
+
+    def _require_thread_of_fit(self, what: str) -> None:
+        loop, where = self._loop, ""
+        if in_callback():
+            where = "inside a host callback of a step"
+        elif loop is not None and loop.thread != threading.get_ident():
+            where = "in another thread while fit() trains"
+        if where:
             raise RuntimeError(
-                "Cannot return the program of the last step: train for a step first."
-            )
-        if self._local._runner.is_staged:
-            return str(self._local.inspect(self._train_step, self._launch))
-        return self._local._runner.lower(self._train_step, self._launch, {}).as_text()
-
-    def _train(self, launch: PaddedBatch) -> Sums:
-        """Runs one launch: a batch, or up to `steps_per_execution` batches."""
-        step = self._trained_examples
-        self._rows.require_separate_pieces(step, self._model, launch)
-        launches = self._rows.without_padding(
-            step, self._model, launch, self._multiple, changes_state=True
-        )
-        if launches[0] is not launch:
-            return functools.reduce(add_on_host, map(self._train_alone, launches))
-        if self._remote is not None:
-            self._trace(launch)
-            return self._remote.run(*host_batch(launch))
-        arguments: tuple[Any, ...] = (self._model, self._optimizer, launch.batch, launch.mask)
-        if self.steps_per_execution > 1:
-            arguments += (np.int32(launch.first), np.int32(launch.num_batches))
-        if self.loss_scale is not None:
-            arguments += (self.loss_scale,)
-        self._launch = arguments
-        sums: Sums = self._local.run(self._train_step, arguments)
-        self._warn_after_trace(self._train_step, arguments)
-        return sums
-
-    def _train_alone(self, batch: PaddedBatch) -> Sums:
-        """Runs a batch that has no padding and is not part of a group."""
-        if self._remote is not None:
-            return self._remote.run(*host_batch(batch))
-        scales = () if self.loss_scale is None else (self.loss_scale,)
-        arguments = (self._model, self._optimizer, batch.batch, batch.mask, *scales)
-        sums: Sums = self._local.run(self._single_step, arguments)
-        return sums
-
-    def _trace(self, launch: PaddedBatch) -> None:
-        """Traces the loss in this process, once: labels are checked and warnings raised here."""
-        if not self._is_traced:
-            arguments = (self._model, launch.batch, launch.mask)
-            self._local._runner.lower(self._evaluate_step, arguments, {})
-            self._warn_after_trace(self._evaluate_step, arguments)
-            self._is_traced = True
-
-    def _warn_after_trace(self, step: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        """Issues the warnings about a loss that has just been traced."""
-        if self._objective.is_traced:
-            self._objective.warn_of_half_precision()
-            self._objective.warn_of_probabilities(
-                lambda: self._local._runner.traced(step, arguments, {})[1].jaxpr
+                f"trainer.{what} was used {where}. Each step deletes the arrays of the model that "
+                "it updates, so only the thread of fit() may use them, between two steps. Use it "
+                "in on_step(self, fit) of a mirror.callbacks.Callback, or after fit()."
             )
 
-    @property
-    def _multiple(self) -> int:
-        """The number of rows of a padded batch per replica is a multiple of it."""
-        return self.accumulate_steps * (1 if self._remote is None else self._remote.multiple)
+    def _require_local(self, name: str) -> None:
+        if isinstance(self.strategy, RemoteStrategy):
+            kind = type(self.strategy).__name__
+            raise TypeError(
+                f"trainer.{name} cannot be replaced with {kind}. Change its arrays, for example "
+                f"nnx.update(trainer.{name}, state), or create a new Trainer."
+            )
 
-    @property
-    def _most_running(self) -> int:
-        return MOST_RUNNING if self._remote is None else self._remote.most_running
+    def _require_current(self, name: str) -> None:
+        """Waits for steps in other processes if a callback reads the model or the optimizer."""
+        if self._loop is None or not isinstance(self.strategy, RemoteStrategy):
+            return
+        self._require_thread_of_fit(name)
+        try:
+            self._runner.synchronize()
+        except AttributeError as error:  # of a step; `__getattr__` would replace it
+            raise RuntimeError(f"A step raised {type(error).__name__}: {error}") from error
+
+    def _require_no_lost_values(self) -> None:
+        """Rejects to resume or to save if the values of the servers could not be read at the end.
+
+        Raises:
+            RuntimeError: If the position is later than the model.
+        """
+        if self._runner.has_lost_values:
+            raise RuntimeError(
+                f"Training ended at step {self._position.step}, but the model has older values, "
+                "because the values on the parameter servers were lost. Restore a checkpoint, "
+                "trainer.restore(directory), or pass initial_epoch to train from the values that "
+                "the model has."
+            )
+
+    def _watched(self) -> contextlib.AbstractContextManager[Any]:
+        """Context manager that raises an error if a step does not end, and is not nested."""
+        if self._stall_secs is None or self._loop is not None:
+            return contextlib.nullcontext()
+        return watch(self._stall_secs, "raise")
+
+    def _require_no_fit(self, name: str) -> None:
+        if self._loop is not None:
+            raise RuntimeError(
+                f"trainer.{name}() cannot be called while fit() is running (from a callback or "
+                "another thread). Callbacks may call trainer.evaluate(), predict() and save()."
+            )
+
+    @contextlib.contextmanager
+    def _running(self, loop: FitLoop) -> Iterator[None]:
+        self._loop = loop
+        try:
+            if set(self._users) - {loop.thread}:
+                raise RuntimeError(
+                    "trainer.fit() was called while a method of the trainer runs in another "
+                    "thread. Each step would delete the arrays of the model that it uses. Wait for "
+                    "its result before fit()."
+                )
+            self._position, self._resumes = loop.position, True
+            yield
+        finally:
+            self._loop = None
+
+    def _lowered_text(self) -> str:
+        """Returns the program of the last step."""
+        return self._runner.lowered_text(None if self._loop is None else self._loop.last_batch)
+
+    def _train(self, batch: PaddedBatch) -> Sums:
+        """Makes the step of a batch, or the steps of a group."""
+        rows, step, model = self._rows, self._trained_examples, self._objects["model"]
+        multiple, last_size, self._last_size = self._runner.multiple, self._last_size, None
+        if last_size is not None:
+            rows.check_last(step, model, batch, last_size, multiple)
+        rows.require_separate_pieces(step, model, batch)
+        batches = rows.without_padding(step, model, batch, multiple, changes_state=True)
+        return functools.reduce(add_on_host, map(self._runner.run, batches))
 
     def _distributed(self, data: Iterable[PyTree]) -> DistributedDataset[Any]:
         if isinstance(data, DistributedDataset):
             return data
         return self._local.distribute_dataset(data, remainder="pad")
+
+    if not TYPE_CHECKING:  # for type checkers, there are no other attributes
+
+        def __getattr__(self, name: str) -> Any:
+            raise unknown_attribute("trainer", self, name)
+
+
+def step_of(trainer: Trainer[Any]) -> Callable[..., Any]:
+    """Returns one training step of a trainer, for `strategy.run`.
+
+    Its arguments are the model, the optimizer, a `(batch, mask)` pair from
+    `distribute_dataset(data, remainder="pad")`, and the loss scale of a trainer that has one.
+    Unlike `fit`, it does not pad to a multiple of `accumulate_steps`: it raises a `ValueError` if
+    the batch cannot be split into that many pieces.
+    """
+    single, pieces = trainer._training.step, trainer.accumulate_steps
+
+    def train_step(
+        model: nnx.Module,
+        optimizer: nnx.Optimizer[Any],
+        padded: Any,
+        loss_scale: LossScale | None = None,
+    ) -> Any:
+        batch, mask = padded
+        if mask.size % pieces:
+            multiple = pieces * trainer.strategy.num_replicas_in_sync
+            raise ValueError(
+                f"A replica's batch of {mask.size} examples cannot be split into "
+                f"accumulate_steps={pieces} equal pieces. Use a batch size that is a multiple of "
+                f"{multiple}."
+            )
+        return single(model, optimizer, batch, mask, loss_scale)
+
+    return train_step

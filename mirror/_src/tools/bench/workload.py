@@ -16,8 +16,7 @@ from mirror._src.base.types import PyTree, StepFunction
 from mirror._src.data.source import DistributedDatasetBase
 from mirror._src.strategy.strategy import Strategy
 from mirror._src.tools.builtin_steps import BUILTIN_STEPS, make_builtin_step
-from mirror._src.training.single_step import step_of
-from mirror._src.training.trainer import Trainer
+from mirror._src.training.trainer import Trainer, step_of
 
 _FORM = "(step, args) or (step, args, data), or (trainer, data)"
 

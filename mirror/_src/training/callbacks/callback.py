@@ -1,12 +1,157 @@
-"""`Callback`: the base class for callbacks."""
+"""`Callback`: the base class, the checks of its hooks, and of the metrics that one monitors."""
 
-from collections.abc import Iterable
-from typing import Any, ClassVar
+import difflib
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, final
 
-from mirror._src.base.errors import describe
+from mirror._src.base.errors import describe, nearest
 from mirror._src.base.modules import set_module
-from mirror._src.training.callbacks.hooks import advice_for, require_hooks
-from mirror._src.training.fit import TrainingRun
+from mirror._src.base.other_names import advice
+from mirror._src.training.loop import FitLoop
+
+HOOKS: Mapping[str, tuple[str, ...]] = {
+    "on_fit_begin": ("fit",),
+    "on_epoch_begin": ("fit",),
+    "on_step": ("fit",),
+    "on_metrics": ("fit", "step", "logs"),
+    "on_epoch_end": ("fit", "logs"),
+    "on_fit_end": ("fit",),
+}
+"""The hooks of `Callback` and their parameters."""
+
+# Parameters of hooks of other libraries, in the place where `fit` is passed.
+_NOT_A_RUN = {"epoch", "batch", "step", "logs", "trainer", "model", "pl_module"}
+_SIMILAR = 0.75
+
+
+def require_hooks(callback: object) -> None:
+    """Rejects a callback with hooks that would not be called, or with other arguments.
+
+    Methods that begin with `on_` are hooks if `Callback` or another library has them, or if their
+    names are similar to a hook. A leading underscore marks other methods.
+
+    Raises:
+        TypeError: If the callback has such a hook.
+    """
+    kind = type(callback)
+    for name in dir(kind):
+        if name.startswith("on_") and name not in HOOKS and callable(getattr(kind, name, None)):
+            instead = advice().get(("hooks", name)) or _similar(name)
+            if instead:
+                raise TypeError(
+                    f"{kind.__name__}.{name} would never be called, because {name} is not a hook "
+                    f"of mirror.callbacks.Callback. Use {instead}. If it is not meant as a hook, "
+                    f"rename it: _{name}."
+                )
+    for name, parameters in HOOKS.items():
+        _require_signature(callback, name, parameters)
+
+
+def advice_for(callback: object) -> str:
+    """Returns what to use instead of an object that is not a `Callback`."""
+    name = callback.__name__ if isinstance(callback, type) else type(callback).__name__
+    told = advice().get(("mirror.callbacks", name))
+    if told is not None:
+        return told
+    if callable(callback):
+        return "To call a function with the metrics, pass mirror.callbacks.Log(fn)."
+    return "Subclass Callback and override the hooks you need."
+
+
+def _similar(name: str) -> str:
+    found = difflib.get_close_matches(name, HOOKS, n=1, cutoff=_SIMILAR)
+    return f"{found[0]}(self, {', '.join(HOOKS[found[0]])})" if found else ""
+
+
+def _require_signature(callback: object, name: str, parameters: tuple[str, ...]) -> None:
+    try:
+        signature = inspect.signature(getattr(callback, name))
+    except (TypeError, ValueError):
+        return
+    names = list(signature.parameters)
+    try:
+        signature.bind(*parameters)
+        fits = not names or names[0] not in _NOT_A_RUN
+    except TypeError:
+        fits = False
+    if not fits:
+        raise TypeError(
+            f"{type(callback).__name__}.{name} has the parameters ({', '.join(['self', *names])}), "
+            f"but fit calls it with ({', '.join(['self', *parameters])}). `fit` is the run: the "
+            "epoch is fit.position.epoch, the step is fit.position.step, the model is "
+            "fit.trainer.model."
+        )
+
+
+_VALIDATION = "val_"
+
+
+@final
+class Monitor:
+    """The metric that a callback monitors.
+
+    Args:
+        callback: Class name of the callback, for messages.
+        name: Name of the metric, such as `"val_loss"`.
+        of_steps: Whether the callback reads metrics of steps instead of epochs.
+    """
+
+    def __init__(self, callback: str, name: str, *, of_steps: bool = False) -> None:
+        self.name = name
+        self._callback = callback
+        self._of_steps = of_steps
+
+    def require_validation(self, fit: FitLoop) -> None:
+        """Checks, before the first step, that validation metrics will exist.
+
+        Raises:
+            ValueError: If the metric is a validation metric, and there is no validation data.
+        """
+        if not self.name.startswith(_VALIDATION):
+            return
+        if self._of_steps:
+            raise ValueError(
+                f"{self._callback} monitors {self.name!r}, but it reads the metrics of training "
+                f"steps, which have no validation. Monitor {self._training_name!r}."
+            )
+        if not fit.has_validation and not fit.may_add(self.name):
+            raise ValueError(
+                f"{self._callback} monitors {self.name!r}, but there is no validation data. Pass "
+                "trainer.fit(..., validation_data=...), or monitor a training metric: "
+                f"{self._training_name!r}."
+            )
+
+    def require_metric(self, fit: FitLoop) -> None:
+        """Checks, after the first step, that the metric will exist.
+
+        Raises:
+            ValueError: If there is no such metric, and no callback may add it.
+        """
+        has_validation = fit.has_validation and not self._of_steps
+        names = [*fit.metrics, *(_VALIDATION + name for name in fit.metrics if has_validation)]
+        if self.name not in names and (self._of_steps or not fit.may_add(self.name)):
+            raise ValueError(self._unknown(names))
+
+    def value(self, logs: Mapping[str, float]) -> float:
+        """Returns the metric at the end of an epoch.
+
+        Raises:
+            ValueError: If there is no such metric.
+        """
+        if self.name not in logs:
+            raise ValueError(self._unknown([*logs]))
+        return logs[self.name]
+
+    @property
+    def _training_name(self) -> str:
+        return self.name.removeprefix(_VALIDATION)
+
+    def _unknown(self, names: list[str]) -> str:
+        return (
+            f"{self._callback} monitors {self.name!r}, which is not a metric of this run "
+            f"({', '.join(map(repr, names))}).{nearest(self.name, names)}"
+        )
 
 
 @set_module("mirror.callbacks")
@@ -37,16 +182,16 @@ class Callback:
     runs_last: ClassVar[bool] = False
     runs_on_chief_only: ClassVar[bool] = False
 
-    def on_fit_begin(self, fit: TrainingRun) -> None:
+    def on_fit_begin(self, fit: FitLoop) -> None:
         """Called before the first step; `fit.position` is where the training starts or resumes."""
 
-    def on_epoch_begin(self, fit: TrainingRun) -> None:
+    def on_epoch_begin(self, fit: FitLoop) -> None:
         """Called before the first step of an epoch."""
 
-    def on_step(self, fit: TrainingRun) -> None:
+    def on_step(self, fit: FitLoop) -> None:
         """Called after each launch of one or more steps, which may still be running."""
 
-    def on_metrics(self, fit: TrainingRun, step: int, logs: dict[str, float]) -> None:
+    def on_metrics(self, fit: FitLoop, step: int, logs: dict[str, float]) -> None:
         """Called when the metrics of a launch are available: in order, up to 8 launches later.
 
         Args:
@@ -55,7 +200,7 @@ class Callback:
             logs: Means over the examples of the launch.
         """
 
-    def on_epoch_end(self, fit: TrainingRun, logs: dict[str, float]) -> None:
+    def on_epoch_end(self, fit: FitLoop, logs: dict[str, float]) -> None:
         """Called after an epoch and its validation.
 
         Args:
@@ -64,7 +209,7 @@ class Callback:
                 `val_`. Metrics that a callback adds become part of the history.
         """
 
-    def on_fit_end(self, fit: TrainingRun) -> None:
+    def on_fit_end(self, fit: FitLoop) -> None:
         """Called at the end, also after an error or Ctrl-C. Close files here."""
 
     def to_dict(self) -> dict[str, Any]:

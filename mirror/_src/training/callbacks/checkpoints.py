@@ -9,12 +9,11 @@ from mirror._src.base.closing import closing
 from mirror._src.base.errors import require_int, require_secs
 from mirror._src.base.interrupts import TERMINATED, Termination
 from mirror._src.base.modules import set_module
-from mirror._src.training.callbacks.callback import Callback
-from mirror._src.training.callbacks.monitor import Monitor
+from mirror._src.training.callbacks.callback import Callback, Monitor
 from mirror._src.training.callbacks.stopping import Mode, require_mode
-from mirror._src.training.checkpoints.layout import in_words
+from mirror._src.training.checkpoints.directory import format_list
 from mirror._src.training.checkpoints.store import CheckpointStore
-from mirror._src.training.fit import TrainingRun
+from mirror._src.training.loop import FitLoop
 
 
 @set_module("mirror.callbacks")
@@ -89,7 +88,7 @@ class Checkpoint(Callback):
         self._store: CheckpointStore | None = None
         self._due = False
 
-    def on_fit_begin(self, fit: TrainingRun) -> None:
+    def on_fit_begin(self, fit: FitLoop) -> None:
         """Opens the directory."""
         if self._monitor is not None:
             self._monitor.require_validation(fit)
@@ -103,24 +102,24 @@ class Checkpoint(Callback):
         self._saved, self._due = fit.position.step, False
         self._termination = Termination(self._grace_secs, self._say_late)
 
-    def on_epoch_begin(self, fit: TrainingRun) -> None:
+    def on_epoch_begin(self, fit: FitLoop) -> None:
         """Writes the checkpoint of the previous epoch."""
         if self._due and fit.position.epoch % self._every_epochs == 0:
             self._save_epoch(fit)
         self._due = False
 
-    def on_step(self, fit: TrainingRun) -> None:
+    def on_step(self, fit: FitLoop) -> None:
         """Writes a checkpoint if it is due."""
         if self._monitor is not None:
             self._monitor.require_metric(fit)
         if self._every_steps and fit.position.step - self._saved >= self._every_steps:
             self._save(fit)
 
-    def on_epoch_end(self, fit: TrainingRun, logs: dict[str, float]) -> None:  # noqa: ARG002
+    def on_epoch_end(self, fit: FitLoop, logs: dict[str, float]) -> None:  # noqa: ARG002
         """Marks a checkpoint as due; it is written when all callbacks have seen the epoch."""
         self._due = bool(self._every_epochs)
 
-    def on_fit_end(self, fit: TrainingRun) -> None:
+    def on_fit_end(self, fit: FitLoop) -> None:
         """Writes the last checkpoint, waits for pending writes, and ends after SIGTERM."""
         store, cause = self._store, None if fit.request is None else fit.request.cause
         is_alone = not fit.trainer.strategy._spans_processes
@@ -138,20 +137,20 @@ class Checkpoint(Callback):
                 self._say_what_is_saved(store)
             raise SystemExit(TERMINATED)
 
-    def _save_epoch(self, fit: TrainingRun) -> None:
+    def _save_epoch(self, fit: FitLoop) -> None:
         metrics = {name: column[-1] for name, column in fit.history.items()}
         if self._monitor is not None:
             self._monitor.value(metrics)
         self._save(fit, metrics)
         self._due = False
 
-    def _save(self, fit: TrainingRun, metrics: dict[str, float] | None = None) -> None:
+    def _save(self, fit: FitLoop, metrics: dict[str, float] | None = None) -> None:
         arrays, position = fit.trainer._checkpoint_state()  # a collective in several processes
         if self._store is not None:
             self._store.save(fit.position.step, arrays, position, metrics)
         self._saved = fit.position.step
 
-    def _save_if_new(self, fit: TrainingRun) -> None:
+    def _save_if_new(self, fit: FitLoop) -> None:
         if fit.position.step != self._saved:
             self._save(fit)
 
@@ -170,7 +169,7 @@ class Checkpoint(Callback):
         )
 
     def _there(self) -> str:
-        return in_words(self._store.steps() if self._store is not None else ())
+        return format_list(self._store.steps() if self._store is not None else ())
 
     def _say_what_is_saved(self, store: CheckpointStore) -> None:
         step = store.latest()

@@ -1,4 +1,4 @@
-"""Logging callbacks: CSV files, TensorBoard and the learning rate."""
+"""Callbacks that log: CSV files, TensorBoard, functions, the learning rate and profiles."""
 
 import csv
 import time
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, TextIO, final
 
+import jax
 import numpy as np
 import optax
 
@@ -14,7 +15,7 @@ from mirror._src.base.modules import set_module
 from mirror._src.base.naming import require_parameters
 from mirror._src.base.optional import require
 from mirror._src.training.callbacks.callback import Callback
-from mirror._src.training.fit import TrainingRun
+from mirror._src.training.loop import FitLoop
 
 
 @set_module("mirror.callbacks")
@@ -45,7 +46,7 @@ class CSVLogger(Callback):
         self._append = append
         self._file: TextIO | None = None
 
-    def on_fit_begin(self, fit: TrainingRun) -> None:
+    def on_fit_begin(self, fit: FitLoop) -> None:
         """Opens the file."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         done = fit.history.epochs
@@ -55,7 +56,7 @@ class CSVLogger(Callback):
         self._columns = next(iter(_rows_of(self._path)), None) if appends else None
         self._file = self._path.open("a" if self._columns else "w", newline="", encoding="utf-8")
 
-    def on_epoch_end(self, fit: TrainingRun, logs: dict[str, float]) -> None:
+    def on_epoch_end(self, fit: FitLoop, logs: dict[str, float]) -> None:
         """Writes a line, and the header before the first."""
         assert self._file is not None
         columns = ["epoch", *logs]
@@ -71,7 +72,7 @@ class CSVLogger(Callback):
         writer.writerow([fit.history.epochs[-1] + 1, *logs.values()])
         self._file.flush()
 
-    def on_fit_end(self, fit: TrainingRun) -> None:  # noqa: ARG002
+    def on_fit_end(self, fit: FitLoop) -> None:  # noqa: ARG002
         """Closes the file."""
         if self._file is not None:
             self._file.close()
@@ -132,31 +133,31 @@ class TensorBoard(Callback):
         self._written = 0
         self._writer: Any = None
 
-    def on_fit_begin(self, fit: TrainingRun) -> None:
+    def on_fit_begin(self, fit: FitLoop) -> None:
         """Opens the log."""
         suffix = f".{time.time_ns()}"  # two logs of one second must not share a file
         self._writer = self._writer_class(str(self._directory), filename_suffix=suffix)
         self._written = fit.position.step
 
-    def on_step(self, fit: TrainingRun) -> None:
+    def on_step(self, fit: FitLoop) -> None:
         """Writes the text of the compiled step, once."""
         if self._program:
             self._program = False
             text = fit.trainer._lowered_text()
             self._writer.add_text("program", f"```\n{text}\n```", fit.position.step)
 
-    def on_metrics(self, fit: TrainingRun, step: int, logs: dict[str, float]) -> None:  # noqa: ARG002
+    def on_metrics(self, fit: FitLoop, step: int, logs: dict[str, float]) -> None:  # noqa: ARG002
         """Writes the metrics of steps, if they are due."""
         if self._every_steps and step - self._written >= self._every_steps:
             self._written = step
             self._add({f"step_{name}": value for name, value in logs.items()}, step)
 
-    def on_epoch_end(self, fit: TrainingRun, logs: dict[str, float]) -> None:
+    def on_epoch_end(self, fit: FitLoop, logs: dict[str, float]) -> None:
         """Writes the metrics of the epoch."""
         self._add(logs, fit.history.epochs[-1] + 1)
         self._writer.flush()
 
-    def on_fit_end(self, fit: TrainingRun) -> None:  # noqa: ARG002
+    def on_fit_end(self, fit: FitLoop) -> None:  # noqa: ARG002
         """Closes the log."""
         if self._writer is not None:
             self._writer.close()
@@ -203,17 +204,17 @@ class Log(Callback):
         self._every_steps = every_steps
         self._called = 0
 
-    def on_fit_begin(self, fit: TrainingRun) -> None:
+    def on_fit_begin(self, fit: FitLoop) -> None:
         """Counts steps from the current one."""
         self._called = fit.position.step
 
-    def on_metrics(self, fit: TrainingRun, step: int, logs: dict[str, float]) -> None:  # noqa: ARG002
+    def on_metrics(self, fit: FitLoop, step: int, logs: dict[str, float]) -> None:  # noqa: ARG002
         """Calls the function with the metrics of a step, if they are due."""
         if self._every_steps and step - self._called >= self._every_steps:
             self._called = step
             self._fn({f"step_{name}": value for name, value in logs.items()}, step)
 
-    def on_epoch_end(self, fit: TrainingRun, logs: dict[str, float]) -> None:
+    def on_epoch_end(self, fit: FitLoop, logs: dict[str, float]) -> None:
         """Calls the function with the metrics of the epoch."""
         self._fn(dict(logs), fit.position.step)
 
@@ -238,15 +239,15 @@ class LearningRate(Callback):
     def __init__(self, schedule: Callable[[int], Any] | None = None) -> None:
         self._schedule = schedule
 
-    def on_fit_begin(self, fit: TrainingRun) -> None:
+    def on_fit_begin(self, fit: FitLoop) -> None:
         """Checks that the learning rate is available."""
         self._rate(fit)
 
-    def on_epoch_end(self, fit: TrainingRun, logs: dict[str, float]) -> None:
+    def on_epoch_end(self, fit: FitLoop, logs: dict[str, float]) -> None:
         """Adds the learning rate of the last update."""
         logs["learning_rate"] = self._rate(fit)
 
-    def _rate(self, fit: TrainingRun) -> float:
+    def _rate(self, fit: FitLoop) -> float:
         if self._schedule is not None:
             return float(np.asarray(self._schedule(max(fit.position.step - 1, 0))))
         rates = optax.tree_utils.tree_get_all_with_path(
@@ -259,3 +260,57 @@ class LearningRate(Callback):
                 "optax.inject_hyperparams(optax.adam)(learning_rate=...)."
             )
         return float(np.asarray(rates[0][1][...]))
+
+
+@set_module("mirror.callbacks")
+@final
+class Profiler(Callback):
+    """Profiles a range of steps with `jax.profiler`; open the result in TensorBoard or Perfetto.
+
+    Args:
+        directory: Directory to write the profile to.
+        steps: Half-open range `(start, stop)` of steps to profile, counted from 0 in every `fit`.
+            The default skips the first steps, which include compilation.
+
+    Raises:
+        ValueError: If `steps` is not an increasing pair of non-negative numbers.
+
+    >>> callbacks = [Profiler("profile", steps=(10, 20))]  # for fit
+    """
+
+    runs_on_chief_only: ClassVar[bool] = True
+
+    def __init__(self, directory: str | Path, steps: tuple[int, int] = (5, 10)) -> None:
+        first, last = steps
+        if not 0 <= first < last:
+            raise ValueError(expected("steps", steps, "a range (start, stop), 0 <= start < stop"))
+        self._directory = Path(directory).expanduser()
+        self._first, self._last = first, last
+        self._running = False
+
+    def on_fit_begin(self, fit: FitLoop) -> None:
+        """Resets the step counter, and starts the profile if it begins at step 0."""
+        self._begin = fit.position.step
+        self._start_if_due(0)
+
+    def on_step(self, fit: FitLoop) -> None:
+        """Starts or stops the profile."""
+        done = fit.position.step - self._begin
+        if self._running and done >= self._last:
+            fit.collect()  # waits for the profiled steps
+            self._stop()
+        self._start_if_due(done)
+
+    def on_fit_end(self, fit: FitLoop) -> None:  # noqa: ARG002
+        """Stops the profile after an error, or if there were fewer steps."""
+        self._stop()
+
+    def _start_if_due(self, done: int) -> None:
+        if not self._running and self._first <= done < self._last:
+            jax.profiler.start_trace(str(self._directory))
+            self._running = True
+
+    def _stop(self) -> None:
+        if self._running:
+            self._running = False
+            jax.profiler.stop_trace()

@@ -6,9 +6,8 @@ from typing import Any, Literal, TypeAlias, final
 from mirror._src.base.errors import counted, expected, require_int
 from mirror._src.base.modules import set_module
 from mirror._src.base.tracebacks import api_boundary
-from mirror._src.training.callbacks.callback import Callback
-from mirror._src.training.callbacks.monitor import Monitor
-from mirror._src.training.fit import TrainingRun
+from mirror._src.training.callbacks.callback import Callback, Monitor
+from mirror._src.training.loop import FitLoop
 from mirror._src.training.loss_scale import stuck
 
 Mode: TypeAlias = Literal["min", "max"]
@@ -63,18 +62,18 @@ class EarlyStopping(Callback):
         self.best_epoch: int | None = None
         self._waited = 0
 
-    def on_fit_begin(self, fit: TrainingRun) -> None:
+    def on_fit_begin(self, fit: FitLoop) -> None:
         """Resets the best value of a new training; a resumed one may stop at once."""
         self._monitor.require_validation(fit)
         if not fit.history.epochs:
             self._reset()
         self._stop_if_due(fit)
 
-    def on_step(self, fit: TrainingRun) -> None:
+    def on_step(self, fit: FitLoop) -> None:
         """Checks that the metric exists."""
         self._monitor.require_metric(fit)
 
-    def on_epoch_end(self, fit: TrainingRun, logs: dict[str, float]) -> None:
+    def on_epoch_end(self, fit: FitLoop, logs: dict[str, float]) -> None:
         """Compares the metric with its best value."""
         value = self._monitor.value(logs)
         if self._is_better(value):
@@ -88,7 +87,7 @@ class EarlyStopping(Callback):
             return False
         return self.best is None or self._sign * (self.best - value) > self._min_delta
 
-    def _stop_if_due(self, fit: TrainingRun) -> None:
+    def _stop_if_due(self, fit: FitLoop) -> None:
         if self._waited >= max(self._patience, 1):
             best = "" if self.best is None else f" (best: {self.best:.4g})"
             epochs = counted(self._waited, "epoch")
@@ -131,17 +130,17 @@ class NaNGuard(Callback):
     def __init__(self, monitor: str | None = None) -> None:
         self._monitor = None if monitor is None else Monitor("NaNGuard", monitor, of_steps=True)
 
-    def on_fit_begin(self, fit: TrainingRun) -> None:
+    def on_fit_begin(self, fit: FitLoop) -> None:
         """Checks that the metric is one of training."""
         if self._monitor is not None:
             self._monitor.require_validation(fit)
 
-    def on_step(self, fit: TrainingRun) -> None:
+    def on_step(self, fit: FitLoop) -> None:
         """Checks that the metric exists."""
         if self._monitor is not None:
             self._monitor.require_metric(fit)
 
-    def on_metrics(self, fit: TrainingRun, step: int, logs: dict[str, float]) -> None:
+    def on_metrics(self, fit: FitLoop, step: int, logs: dict[str, float]) -> None:
         """Checks the metrics of a launch."""
         if message := stuck(fit.trainer.loss_scale, logs, step):
             raise FloatingPointError(message)

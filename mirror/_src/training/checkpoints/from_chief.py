@@ -20,9 +20,9 @@ from mirror._src.cluster import store
 from mirror._src.cluster.start import agreement_secs
 from mirror._src.strategy.strategy import Strategy
 from mirror._src.training.checkpoints import files, snapshot
-from mirror._src.training.checkpoints.host_copies import KeyData
-from mirror._src.training.checkpoints.load import FoundCheckpoint, find_checkpoint
-from mirror._src.training.position import Position
+from mirror._src.training.checkpoints.directory import CheckpointHandle, find_checkpoint
+from mirror._src.training.checkpoints.files import KeyData
+from mirror._src.training.progress import Position
 
 _logger = logging.getLogger("mirror")
 _PIECE = 2**24  # bytes per collective
@@ -72,7 +72,7 @@ class _Verdict(NamedTuple):
 
 
 @final
-class CheckpointOfChief:
+class BroadcastRestore:
     """A checkpoint that every process of a job restores. Each creates it, and calls `read` once.
 
     Args:
@@ -156,7 +156,7 @@ class CheckpointOfChief:
         assert arrays is not None
         return Position.from_dict(found.position), arrays
 
-    def _read_same(self, offer: _Offer) -> tuple[FoundCheckpoint | None, Arrays | None]:
+    def _read_same(self, offer: _Offer) -> tuple[CheckpointHandle | None, Arrays | None]:
         """Reads the offered checkpoint, if this process has it and it is not damaged."""
         try:
             found = find_checkpoint(self._directory, offer.step)

@@ -15,7 +15,7 @@ from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.engine.on_read import spread_over
 from mirror._src.engine.per_replica import per_replica
 from mirror._src.engine.variable import Variable
-from mirror._src.training.checkpoints.host_copies import KeyData
+from mirror._src.training.checkpoints.files import KeyData
 from mirror._src.training.loss_scale import SCALE
 
 T = TypeVar("T")

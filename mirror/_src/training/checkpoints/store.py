@@ -14,9 +14,21 @@ from typing import Any, Self, final
 import numpy as np
 
 from mirror._src.base.closing import closing
-from mirror._src.training.checkpoints import files, layout
-from mirror._src.training.checkpoints.host_copies import KeyData, on_host
-from mirror._src.training.checkpoints.layout import Best, in_short, in_words
+from mirror._src.training.checkpoints import files
+from mirror._src.training.checkpoints.directory import (
+    Best,
+    absolute,
+    best_of,
+    checkpoints_in,
+    format_list,
+    in_order_of_writing,
+    next_written,
+    path_of,
+    remove_leftovers,
+    shorten,
+    step_of,
+)
+from mirror._src.training.checkpoints.files import KeyData, on_host
 from mirror._src.training.checkpoints.writer_lock import WriterLock
 
 _SECS_TO_SAY = 0.5
@@ -46,7 +58,7 @@ class CheckpointStore:
         keep_best: Best | None = None,
         asynchronous: bool = True,
     ) -> None:
-        self.directory = layout.absolute(directory)
+        self.directory = absolute(directory)
         self._keep_last, self._keep_best, self._asynchronous = keep_last, keep_best, asynchronous
         self._writing: _Write | None = None
         self._closed = False
@@ -83,8 +95,8 @@ class CheckpointStore:
                 f"save({step}) was called after close(). Open a new CheckpointStore."
             )
         self.wait()
-        path = layout.path_of(self.directory, step)
-        if path.exists() and layout.step_of(path) is None:
+        path = path_of(self.directory, step)
+        if path.exists() and step_of(path) is None:
             raise FileExistsError(
                 f"{path} already exists and is not a file. Move it away, or save to another "
                 "directory."
@@ -113,7 +125,7 @@ class CheckpointStore:
         self._writing = None
         failure = error and OSError(
             f"Could not write the checkpoint for step {writing.step} to {self.directory}: "
-            f"{in_short(error)}. Existing checkpoints are intact: {in_words(self.steps())}. "
+            f"{shorten(error)}. Existing checkpoints are intact: {format_list(self.steps())}. "
             "Free disk space, or save to another directory."
         )
         if interrupt is not None:
@@ -141,34 +153,34 @@ class CheckpointStore:
 
     def steps(self) -> tuple[int, ...]:
         """Returns the steps of all complete checkpoints, in order."""
-        return tuple(layout.checkpoints_in(self.directory))
+        return tuple(checkpoints_in(self.directory))
 
     def latest(self) -> int | None:
         """Returns the step that was written last, or None."""
-        paths = layout.checkpoints_in(self.directory)
-        return next(reversed(layout.in_order_of_writing(paths)), None)
+        paths = checkpoints_in(self.directory)
+        return next(reversed(in_order_of_writing(paths)), None)
 
     def best(self) -> int | None:
         """Returns the step that `keep_best` keeps, or None if no checkpoint has the metric."""
         if self._keep_best is None:
             return None
         abouts = {}
-        for step, path in layout.checkpoints_in(self.directory).items():
+        for step, path in checkpoints_in(self.directory).items():
             with contextlib.suppress(Exception):  # a damaged checkpoint is never the best
                 abouts[step] = files.read_about(path)
-        return layout.best_of(abouts, self._keep_best)
+        return best_of(abouts, self._keep_best)
 
     def _write(
         self, step: int, path: Path, arrays: dict[str, np.ndarray | KeyData], about: dict[str, Any]
     ) -> None:
         about["arrays"] = files.entries_of(arrays)
         with self._lock.mutex:
-            about["written"] = layout.next_written(self.directory)
+            about["written"] = next_written(self.directory)
             files.write(path, arrays, about | _kept_metrics(path, about))
             if self._keep_last is None:
                 return
-            paths = layout.checkpoints_in(self.directory)
-            kept = {step, self.best(), *layout.in_order_of_writing(paths)[-self._keep_last :]}
+            paths = checkpoints_in(self.directory)
+            kept = {step, self.best(), *in_order_of_writing(paths)[-self._keep_last :]}
             for other in paths.keys() - kept:
                 paths[other].unlink()
 
@@ -227,11 +239,11 @@ def _make_ready(directory: Path) -> WriterLock:
         raise
     except OSError as error:
         raise OSError(
-            f"Could not write checkpoints to {directory}: {in_short(error)}. Pass a directory that "
+            f"Could not write checkpoints to {directory}: {shorten(error)}. Pass a directory that "
             "can be created and is writable."
         ) from error
     with lock.mutex:  # files that another store of this process is writing are not leftovers
-        layout.remove_leftovers(directory)
+        remove_leftovers(directory)
     return lock
 
 

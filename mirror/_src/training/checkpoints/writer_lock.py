@@ -14,7 +14,7 @@ import threading
 from pathlib import Path
 from typing import final
 
-from mirror._src.training.checkpoints.layout import LOCK
+from mirror._src.training.checkpoints.directory import LOCK
 
 try:
     import fcntl

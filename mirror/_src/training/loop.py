@@ -1,4 +1,4 @@
-"""`TrainingRun`: one call of `fit`, as its callbacks see it."""
+"""`FitLoop`: one call of `fit`, which owns data, progress and callbacks."""
 
 import contextlib
 import math
@@ -7,9 +7,9 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, final
+from typing import Any, Protocol, final
 
 from flax import nnx
 
@@ -23,13 +23,12 @@ from mirror._src.data.padded import PaddedBatch, PaddedDataset
 from mirror._src.strategy.strategy import Strategy
 from mirror._src.training.agreed_stop import AgreedStop, Cause, Request
 from mirror._src.training.history import History
+from mirror._src.training.inputs import NO_DATA, Stream
 from mirror._src.training.loss_scale import LossScale, stuck
-from mirror._src.training.meter import CollectedMetrics, in_order
 from mirror._src.training.mistakes import bytes_of, labels_in, wrong_numbers
 from mirror._src.training.objective import LOSS, Sums
-from mirror._src.training.position import Position
-from mirror._src.training.remote import RemoteStrategy
-from mirror._src.training.stream import NO_DATA, Stream
+from mirror._src.training.progress import Position, StepMetrics, in_order
+from mirror._src.training.runners import RemoteStrategy, StepRunner
 
 _LABELS = ", which mirror.Trainer(..., labels='label', num_classes=10) checks"
 _MOST_KEPT_BYTES = 2**23
@@ -69,31 +68,9 @@ class TrainerOfFit(Protocol):
         ...
 
 
-class CallbackOfFit(Protocol):
-    """The hooks that a run calls; see `Callback`."""
-
-    runs_on_chief_only: ClassVar[bool]
-
-    def on_fit_begin(self, fit: "TrainingRun") -> None: ...
-
-    def on_epoch_begin(self, fit: "TrainingRun") -> None: ...
-
-    def on_step(self, fit: "TrainingRun") -> None: ...
-
-    def on_metrics(self, fit: "TrainingRun", step: int, logs: dict[str, float]) -> None: ...
-
-    def on_epoch_end(self, fit: "TrainingRun", logs: dict[str, float]) -> None: ...
-
-    def on_fit_end(self, fit: "TrainingRun") -> None: ...
-
-    def to_dict(self) -> dict[str, Any]: ...
-
-    def from_dict(self, state: dict[str, Any]) -> None: ...
-
-
 @set_module("mirror.callbacks")
 @final
-class TrainingRun:
+class FitLoop:
     """One call of `Trainer.fit`; it owns the position of the training.
 
     Attributes:
@@ -118,13 +95,13 @@ class TrainingRun:
     def __init__(
         self,
         trainer: TrainerOfFit,
+        runner: StepRunner,
         epochs: int,
         position: Position,
         data: PaddedDataset,
         steps_per_epoch: int | None,
-        callbacks: Sequence[CallbackOfFit],
-        *,
-        has_validation: bool = False,
+        callbacks: Sequence[Any],
+        validate: Callable[[int], dict[str, float]] | None,
     ) -> None:
         if steps_per_epoch is not None:
             require_int("steps_per_epoch", steps_per_epoch)
@@ -132,17 +109,19 @@ class TrainingRun:
         self.epochs = epochs
         self.position = position
         self.steps_per_epoch = steps_per_epoch or data.num_batches
-        self.has_validation = has_validation
+        self.has_validation = validate is not None
         self.metrics: tuple[str, ...] = ()
         self.request: Request | None = None
         self.empty: frozenset[str] = frozenset()
+        self.thread = threading.get_ident()
+        self.last_batch: PaddedBatch | None = None
+        self._runner, self._validate = runner, validate
         self._limit = steps_per_epoch
         self._stream = Stream(data)
         self._callbacks = [
             c for c in callbacks if trainer.strategy.is_chief or not c.runs_on_chief_only
         ]
-        self.thread = threading.get_ident()
-        self._collected: deque[CollectedMetrics] = deque()
+        self._collected: deque[StepMetrics] = deque()
         self._agreed_stop: AgreedStop | None = None
         self._batches: deque[tuple[int, PaddedBatch]] = deque()  # of launches not collected
         self._keeps_batches: bool | None = None
@@ -153,9 +132,7 @@ class TrainingRun:
     def __repr__(self) -> str:
         position = self.position
         stopped = f", stopped: {self.stopped}" if self.stopped else ""
-        return (
-            f"TrainingRun(epoch {position.epoch} of {self.epochs}, step {position.step}{stopped})"
-        )
+        return f"FitLoop(epoch {position.epoch} of {self.epochs}, step {position.step}{stopped})"
 
     @property
     def history(self) -> History:
@@ -207,7 +184,48 @@ class TrainingRun:
         self.request = self._agreed_stop.request
         return False
 
-    def must_stop(self) -> bool:
+    def run(self, train: Callable[[PaddedBatch], Sums]) -> None:
+        """Trains up to the last epoch.
+
+        Args:
+            train: Makes the steps of a batch, or of a group of batches.
+        """
+        position, deferred = self.position, interrupts.DeferredInterrupts(watches=True)
+        with deferred, self._listening(), self._ends_synchronized():
+            self._runner.has_lost_values = False
+            while position.epoch < self.epochs and not self._must_stop():
+                self._begin_epoch()
+                for batch in self._batches_of_epoch():
+                    self.last_batch = batch
+                    self._after_step(batch, train(batch))
+                    self.collect(running=self._runner.most_running)
+                    if self._must_stop():
+                        break
+                is_cut_short = self._must_stop()
+                self.collect()
+                if not is_cut_short:
+                    self._runner.synchronize()  # for callbacks that read the model
+                    num_trained = position.epoch_step
+                    self._end_epoch({} if self._validate is None else self._validate(num_trained))
+            self._runner.synchronize()
+            self._must_stop()
+
+    @contextlib.contextmanager
+    def _ends_synchronized(self) -> Iterator[None]:
+        """Context manager after which the objects belong to the position, also after an error."""
+        try:
+            yield
+        except BaseException:
+            if self._runner.may_fail_later:
+                with contextlib.suppress(Exception):  # the error that ends `fit` is raised
+                    self._runner.synchronize()
+                # Steps are counted when they are scheduled. With synchronous updates, this is
+                # where the model is. With others, batches after the one that failed may have been
+                # used, and are used again.
+                self.position.drop_failed()
+            raise
+
+    def _must_stop(self) -> bool:
         """Acts on requests, after a step.
 
         Raises:
@@ -222,14 +240,13 @@ class TrainingRun:
         return self.request is not None
 
     @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
+    def _listening(self) -> Iterator[None]:
         """Calls `on_fit_begin` of the callbacks, and `on_fit_end` in any case."""
         states = self.position.callbacks
         names = [name for name, _ in self._named_callbacks()]
-        for i, (name, callback) in enumerate(zip(names, self._callbacks, strict=True)):
-            known = name if name in states else _earlier_name(self._callbacks, i)
-            if known in states:
-                _restore(callback, name, states[known])
+        for name, callback in zip(names, self._callbacks, strict=True):
+            if name in states:
+                _restore(callback, name, states[name])
             else:
                 _require_same_monitor(name, states.keys() - names, self.position.epoch)
         with Closing() as at_end:
@@ -265,7 +282,7 @@ class TrainingRun:
         states = {name: callback.to_dict() for name, callback in self._named_callbacks()}
         self.position.callbacks = {name: state for name, state in states.items() if state}
 
-    def _named_callbacks(self) -> Iterator[tuple[str, CallbackOfFit]]:
+    def _named_callbacks(self) -> Iterator[tuple[str, Any]]:
         """Yields each callback with its class, what it monitors, and its number among equals."""
         counts: dict[str, int] = {}
         for callback in self._callbacks:
@@ -275,14 +292,19 @@ class TrainingRun:
             counts[kind] = counts.get(kind, 0) + 1
             yield f"{kind} {counts[kind]}", callback
 
-    def begin_epoch(self) -> None:
+    def _call(self, hook: str, *arguments: Any) -> None:
+        """Calls a hook of all callbacks."""
+        if self._callbacks:
+            with interrupts.immediate():
+                for callback in self._callbacks:
+                    getattr(callback, hook)(self, *arguments)
+
+    def _begin_epoch(self) -> None:
         """Calls `on_epoch_begin` of the callbacks."""
         self._started = time.perf_counter()
-        with interrupts.immediate():
-            for callback in self._callbacks:
-                callback.on_epoch_begin(self)
+        self._call("on_epoch_begin")
 
-    def launches(self) -> Iterator[PaddedBatch]:
+    def _batches_of_epoch(self) -> Iterator[PaddedBatch]:
         """Yields the rest of the epoch: of one pass, or of `steps_per_epoch` from any passes.
 
         Ends early if all processes stop before the next launch.
@@ -307,7 +329,7 @@ class TrainingRun:
         self.position.next_pass()
         self._stream.close()
 
-    def after_step(self, launch: PaddedBatch, sums: Sums) -> None:
+    def _after_step(self, launch: PaddedBatch, sums: Sums) -> None:
         """Counts a launch, and calls `on_step` of the callbacks."""
         self.metrics = tuple(in_order(sums.totals))
         self.position.advance(launch.num_batches, launch.num_examples, sums)
@@ -315,10 +337,7 @@ class TrainingRun:
             self._keeps_batches = bytes_of(launch) <= _MOST_KEPT_BYTES
         if self._keeps_batches:
             self._batches.append((self.position.step, launch))
-        if self._callbacks:
-            with interrupts.immediate():
-                for callback in self._callbacks:
-                    callback.on_step(self)
+        self._call("on_step")
 
     def collect(self, *, running: int = 0) -> None:
         """Calls `on_metrics` of the callbacks for launches that have finished.
@@ -330,10 +349,7 @@ class TrainingRun:
         while self._collected:  # a callback may call this method
             step, logs, empty = self._collected.popleft()
             self.empty = empty
-            if self._callbacks:
-                with interrupts.immediate():
-                    for callback in self._callbacks:
-                        callback.on_metrics(self, step, logs)
+            self._call("on_metrics", step, logs)
             self._warn_of_nan(step, logs[LOSS])
             while self._batches and self._batches[0][0] <= step:
                 self._batches.popleft()
@@ -367,7 +383,7 @@ class TrainingRun:
             message += " Training continues; mirror.callbacks.NaNGuard() would stop it here."
             warnings.warn(message, stacklevel=depth_of_user())
 
-    def end_epoch(self, validation: dict[str, float]) -> None:
+    def _end_epoch(self, validation: dict[str, float]) -> None:
         """Adds the epoch to the history, and calls `on_epoch_end` of the callbacks."""
         position, epoch = self.position, self.position.epoch
         logs = {**self.logs, **{f"val_{name}": value for name, value in validation.items()}}
@@ -376,16 +392,8 @@ class TrainingRun:
         position.next_epoch()
         position.history.add(epoch, logs, time.perf_counter() - self._started)
         known = set(logs)
-        with interrupts.immediate():
-            for callback in self._callbacks:
-                callback.on_epoch_end(self, logs)
+        self._call("on_epoch_end", logs)
         position.history.add_to_last({k: v for k, v in logs.items() if k not in known})
-
-
-def _earlier_name(callbacks: Sequence[CallbackOfFit], i: int) -> str:
-    """Returns the name under which checkpoints of earlier versions have the state of a callback."""
-    kinds = [type(callback).__name__ for callback in callbacks[: i + 1]]
-    return f"{kinds[-1]} {kinds.count(kinds[-1])}"
 
 
 def _require_same_monitor(name: str, unused: Set[str], epoch: int) -> None:
@@ -407,7 +415,7 @@ def _require_same_monitor(name: str, unused: Set[str], epoch: int) -> None:
     )
 
 
-def _restore(callback: CallbackOfFit, name: str, state: dict[str, Any]) -> None:
+def _restore(callback: Any, name: str, state: dict[str, Any]) -> None:
     """Restores the state of a callback.
 
     Raises:

@@ -1,0 +1,428 @@
+"""`ProgressBar`: a bar in terminals, a table in notebooks, one line per epoch in log files."""
+
+import contextvars
+import html
+import os
+import sys
+import threading
+import time
+from typing import Any, ClassVar, TextIO, final
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.text import Text
+
+from mirror._src.base.errors import counted
+from mirror._src.base.modules import set_module
+from mirror._src.base.notebook import in_notebook
+from mirror._src.base.tables import folded_table
+from mirror._src.base.terminal import wrap
+from mirror._src.training.callbacks.callback import Callback
+from mirror._src.training.loop import FitLoop
+from mirror._src.training.progress import format_metrics
+
+_REFRESHES_PER_SECOND = 4
+_SECONDS_BETWEEN_UPDATES = 0.2
+_BAR_WIDTHS = (20, 10)
+_DEBUGGERS = {"bdb", "cmd", "code"}
+
+_last_line = threading.Lock()
+"""Held by the fit whose bar is in the last line of the terminal; another fit prints lines only."""
+
+
+def is_terminal(file: TextIO) -> bool:
+    """Whether the file is a terminal that can erase a line."""
+    return file.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+
+
+def format_replicas(strategy: Any) -> str:
+    """Returns the replicas that train, and their devices if there are fewer or more."""
+    replicas = strategy.num_replicas_in_sync
+    words = counted(replicas, "replica")
+    devices = len(set(getattr(strategy, "devices", ()))) or replicas
+    return words if devices == replicas else f"{words}, {counted(devices, 'device')}"
+
+
+class LogProgress:
+    """Prints one line per epoch, the first with the number of replicas."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self._has_printed = False
+
+    def begin_epoch(self, fit: FitLoop) -> None:
+        """Prints nothing."""
+
+    def after_step(self, fit: FitLoop) -> None:
+        """Prints nothing."""
+
+    def update(self, fit: FitLoop, done: int) -> None:
+        """Prints nothing."""
+
+    def end_epoch(self, fit: FitLoop, logs: dict[str, float]) -> None:
+        """Prints the metrics and the duration."""
+        seconds = fit.history.epoch_secs[-1]
+        # Wrapped lines break between two metrics only.
+        items = [
+            item.replace(" ", "\N{NO-BREAK SPACE}") for item in format_metrics(logs).split(", ")
+        ]
+        title = f"epoch\N{NO-BREAK SPACE}{fit.position.epoch}/{fit.epochs}"
+        if not self._has_printed:
+            self._has_printed = True
+            where = format_replicas(fit.trainer.strategy).replace(" ", "\N{NO-BREAK SPACE}")
+            title += f"\N{NO-BREAK SPACE}on\N{NO-BREAK SPACE}{where}"
+        self.note(f"{title}: {', '.join(items)}, {seconds:.1f}\N{NO-BREAK SPACE}s")
+
+    def note(self, text: str) -> None:
+        """Prints a line."""
+        print(text.replace("\N{NO-BREAK SPACE}", " "), file=self._file, flush=True)
+
+    def close(self, fit: FitLoop) -> None:
+        """Prints nothing."""
+
+
+@final
+class TerminalProgress(LogProgress):
+    """Draws a bar in the last line, and prints one line per epoch above it.
+
+    rich redraws and erases the line, from a thread, so that the time moves on while a step is
+    compiled; it also prints what the user prints above the bar. Its progress columns are not used:
+    in a narrow terminal, they cut numbers.
+    """
+
+    def __init__(self, file: TextIO) -> None:
+        super().__init__(file)
+        self._console = Console(
+            file=file, force_jupyter=False, markup=False, emoji=False, highlight=False
+        )
+        self._live: Live | None = None
+        self._line: _Line | None = None
+        self._is_compiled = False
+        self._updated = 0.0
+
+    def begin_epoch(self, fit: FitLoop) -> None:
+        """Opens a new bar."""
+        title = f"epoch {fit.position.epoch + 1}/{fit.epochs}"
+        where = format_replicas(fit.trainer.strategy)
+        self._line = _Line(title, where, fit.position.epoch_step, fit.steps_per_epoch)
+        if self._is_compiled:
+            self._line.begin_steps()
+        self._updated = 0.0
+        if self._live is None and _last_line.acquire(blocking=False):
+            self._live = _PausableLive(
+                self,
+                console=self._console,
+                refresh_per_second=_REFRESHES_PER_SECOND,
+                transient=True,
+                redirect_stdout=self._is_redirected(sys.stdout),
+                redirect_stderr=self._is_redirected(sys.stderr),
+            )
+            self._live.start(refresh=True)
+            self._console.show_cursor(True)  # a process that is killed cannot show it again
+
+    def after_step(self, fit: FitLoop) -> None:  # noqa: ARG002
+        """Replaces the words of the first step by the bar."""
+        self._is_compiled = True
+        if self._line is not None:
+            self._line.begin_steps()
+
+    def update(self, fit: FitLoop, done: int) -> None:
+        """Advances the bar, which the thread draws."""
+        if self._line is None:
+            return
+        self._line.done = done
+        now = time.perf_counter()
+        if now - self._updated >= _SECONDS_BETWEEN_UPDATES:
+            self._updated = now
+            self._line.items = format_metrics(fit.logs).split(", ")
+
+    def end_epoch(self, fit: FitLoop, logs: dict[str, float]) -> None:
+        """Replaces the bar by a line with the metrics."""
+        self._line = None
+        super().end_epoch(fit, logs)
+
+    def note(self, text: str) -> None:
+        """Prints a line above the bar, wrapped at spaces."""
+        lines = wrap(text, self._console.width, indent="  ")
+        if self._live is None:
+            super().note(lines)
+        else:
+            self._console.print(lines, soft_wrap=True)
+
+    def close(self, fit: FitLoop) -> None:  # noqa: ARG002
+        """Erases the bar."""
+        self._line = None
+        live, self._live = self._live, None
+        if live is not None:
+            try:
+                sys.stdout.flush()  # the redirected files keep an incomplete line
+                sys.stderr.flush()
+                live.stop()
+            finally:
+                _last_line.release()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yields the last line; empty between two epochs, and in a debugger."""
+        line = None if _is_debugging() else self._line
+        yield Text("" if line is None else line.draw(console.width - 1), no_wrap=True)
+
+    def _is_redirected(self, file: TextIO) -> bool:
+        """Whether a standard file writes to the terminal of the bar and may be replaced."""
+        if threading.current_thread() is not threading.main_thread():
+            return False
+        try:
+            return os.ttyname(file.fileno()) == os.ttyname(self._file.fileno())
+        except (OSError, ValueError, AttributeError):
+            return False
+
+
+class _Line:
+    """The bar of the running epoch."""
+
+    def __init__(self, title: str, where: str, done: int, total: int | None) -> None:
+        self.title, self.where, self.done, self.total = title, where, done, total
+        self.items: list[str] = []
+        self.is_waiting = True
+        self._started = time.perf_counter()
+        self._stepping_since, self._first = self._started, done
+
+    def begin_steps(self) -> None:
+        """Starts to measure the rate."""
+        if self.is_waiting:
+            self.is_waiting = False
+            self._stepping_since = time.perf_counter()
+
+    def draw(self, width: int) -> str:
+        """Returns the line in at most `width` columns: a shorter bar, then fewer metrics."""
+        now = time.perf_counter()
+        secs = f"{now - self._started:.0f} s"
+        if self.is_waiting:
+            doing = f"{self.title}: loading and compiling"
+            shorter = (f"{doing} on {self.where}, {secs}", f"{doing}, {secs}", self.title, "")
+            return next(line for line in shorter if len(line) <= width)
+        items = [secs, *self.items]
+        if self.done > self._first:
+            items.append(f"{(self.done - self._first) / (now - self._stepping_since):.3g} steps/s")
+        lines = [self._text(bar, items) for bar in _BAR_WIDTHS]
+        lines += [self._text(_BAR_WIDTHS[-1], items[:n]) for n in range(len(items) - 1, -1, -1)]
+        lines += [self._text(0, []), self.title, ""]
+        return next(line for line in lines if len(line) <= width)
+
+    def _text(self, bar: int, items: list[str]) -> str:
+        """Returns the line with a bar of a given width."""
+        if self.total is None:
+            return f"{self.title}: {', '.join([f'{self.done} steps', *items])}"
+        share = min(self.done / self.total, 1)
+        drawn = f" |{'#' * round(share * bar):<{bar}}|" if bar else ""
+        texts = [f"{self.done}/{self.total}", *items]
+        return f"{self.title} {share:4.0%}{drawn} {', '.join(texts)}"
+
+
+class _PausableLive(Live):
+    """Live display that leaves the line to a debugger."""
+
+    def refresh(self) -> None:
+        """Draws the line."""
+        if not (self.is_started and _is_debugging()):
+            super().refresh()
+
+
+def _is_debugging() -> bool:
+    """Whether the main thread waits in a debugger, as after `breakpoint()` in the loss."""
+    frame: Any = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        if frame.f_globals.get("__name__") in _DEBUGGERS:
+            return True
+        frame = frame.f_back
+    return False
+
+
+_FIRST, _LAST = 5, 15  # epochs that the table of a long training shows
+_SECONDS_BETWEEN_TICKS = 1.0
+
+
+@final
+class NotebookProgress:
+    """Shows a table with one row per epoch, and below it a bar; leaves the table.
+
+    The bar is an HTML `<progress>` element. It follows the theme of the notebook, moves on its own
+    while the number of steps is unknown, and needs no widgets, so that a saved notebook shows the
+    table in every viewer.
+
+    Args:
+        fit: The fit; only its epochs are shown, not those before it was resumed.
+    """
+
+    def __init__(self, fit: FitLoop) -> None:
+        self._first = len(fit.history.epochs)
+        self._is_running = self._is_compiled = False
+        self._has_waited = threading.Event()
+        self._lock = threading.Lock()
+        self._started = self._updated = 0.0
+        self._notes: list[str] = []
+        self._handle: Any = None
+
+    def begin_epoch(self, fit: FitLoop) -> None:
+        """Shows the bar of a new epoch."""
+        self._is_running = True
+        self._started = time.perf_counter()
+        self._update(fit, fit.position.epoch_step)
+        if not self._is_compiled:
+            # The context of this thread says to which cell a display belongs.
+            run = contextvars.copy_context().run
+            threading.Thread(
+                target=run, args=(self._tick, fit), name="mirror progress", daemon=True
+            ).start()
+
+    def after_step(self, fit: FitLoop) -> None:
+        """Shows that the first step is compiled."""
+        if not self._is_compiled:
+            self._is_compiled = True
+            self._has_waited.set()
+            self._publish(fit, fit.position.epoch_step)
+
+    def _tick(self, fit: FitLoop) -> None:
+        """Shows each second how long the first step has taken."""
+        while not self._has_waited.wait(_SECONDS_BETWEEN_TICKS):
+            self._publish(fit, fit.position.epoch_step)
+
+    def update(self, fit: FitLoop, done: int) -> None:
+        """Advances the bar, at most 5 times per second."""
+        self._update(fit, done)
+
+    def end_epoch(self, fit: FitLoop, logs: dict[str, float]) -> None:  # noqa: ARG002
+        """Ends the bar; the row appears with the next update."""
+        self._is_running = False
+
+    def note(self, text: str) -> None:
+        """Adds a line below the table."""
+        self._notes.append(text)
+
+    def close(self, fit: FitLoop) -> None:
+        """Removes the bar."""
+        if self._is_running and not fit.stopped:
+            steps = counted(fit.position.epoch_step, "step")
+            self.note(f"interrupted in epoch {fit.position.epoch + 1} after {steps}")
+        self._is_running = False
+        self._has_waited.set()
+        self._publish(fit, 0)
+        if not self._first and len(fit.history.epochs) <= _FIRST + _LAST + 1:
+            fit.history._mark_as_shown()
+
+    def _update(self, fit: FitLoop, done: int) -> None:
+        if time.perf_counter() - self._updated >= _SECONDS_BETWEEN_UPDATES:
+            self._publish(fit, done)
+
+    def _publish(self, fit: FitLoop, done: int) -> None:
+        """Displays the table and the bar, or replaces what this fit displayed before."""
+        from IPython.display import display
+
+        with self._lock:
+            bundle = self._bundle(fit, done)
+            if self._handle is None:
+                self._handle = display(bundle, raw=True, display_id=True)
+            else:
+                self._handle.update(bundle, raw=True)
+            self._updated = time.perf_counter()
+
+    def _bundle(self, fit: FitLoop, done: int) -> dict[str, str]:
+        history = fit.history
+        epochs = range(self._first, len(history.epochs))
+        table = folded_table(history._headings, epochs, history._row, _FIRST, _LAST)
+        bar = self._bar(fit, done) if self._is_running else ("", "")
+        texts = [repr(table) if table.rows else "", bar[0], *self._notes]
+        notes = "".join(f"<div>{html.escape(note)}</div>" for note in self._notes)
+        return {
+            "text/plain": "\n".join(filter(None, texts)),
+            "text/html": (table._repr_html_() if table.rows else "") + bar[1] + notes,
+        }
+
+    def _bar(self, fit: FitLoop, done: int) -> tuple[str, str]:
+        """Returns the running epoch as text and as HTML."""
+        title, total = f"epoch {fit.position.epoch + 1}/{fit.epochs}", fit.steps_per_epoch
+        secs = f"{time.perf_counter() - self._started:.0f} s"
+        if self._is_compiled:
+            steps = f"{done}/{total} steps" if total else counted(done, "step")
+            text = ", ".join(filter(None, (steps, format_metrics(fit.logs), secs)))
+        else:
+            where = format_replicas(fit.trainer.strategy)
+            text = f"loading data and compiling the step on {where}, {secs}"
+        extent = f' value="{done}" max="{total}"' if total and self._is_compiled else ""
+        bar = f"<progress{extent}></progress>"
+        return f"{title}: {text}", f"<div>{title} {bar} {html.escape(text)}</div>"
+
+
+@set_module("mirror.callbacks")
+@final
+class ProgressBar(Callback):
+    """Shows the progress and the metrics of an epoch, and prints a line with them at its end.
+
+    `fit` adds one automatically. In a notebook, it shows a table with one row per epoch instead. If
+    the output is neither a terminal nor a notebook, only the lines are printed.
+
+    Args:
+        file: File to write to, also in a notebook. Defaults to the output of the notebook, or to
+            `sys.stderr`, looked up when `fit` begins.
+
+    >>> import sys
+    >>> history = trainer.fit(data, epochs=2, callbacks=ProgressBar(sys.stdout))
+    epoch 1/2 on 2 replicas: loss ..., ... s
+    epoch 2/2: loss ..., ... s
+    """
+
+    runs_on_chief_only: ClassVar[bool] = True
+
+    def __init__(self, file: TextIO | None = None) -> None:
+        self._file = file
+        self._progress: LogProgress | NotebookProgress | None = None
+
+    def on_fit_begin(self, fit: FitLoop) -> None:
+        """Reports where a training resumes, or that there is nothing to do."""
+        self._progress = self._new_progress(fit)
+        if self._progress is None:
+            return
+        position = fit.position
+        if position.epoch >= fit.epochs:
+            words = f"nothing to do: training is complete ({counted(fit.epochs, 'epoch')})"
+            self._progress.note(words)
+        elif position.samples:
+            words = f"resuming epoch {position.epoch + 1} after {position.samples} examples"
+            self._progress.note(words)
+
+    def on_epoch_begin(self, fit: FitLoop) -> None:
+        """Opens a new bar."""
+        if self._progress is not None:
+            self._progress.begin_epoch(fit)
+
+    def on_step(self, fit: FitLoop) -> None:
+        """Shows the bar once the first step is compiled."""
+        if self._progress is not None:
+            self._progress.after_step(fit)
+
+    def on_metrics(self, fit: FitLoop, step: int, logs: dict[str, float]) -> None:  # noqa: ARG002
+        """Advances the bar."""
+        if self._progress is not None:
+            done = fit.position.epoch_step - (fit.position.step - step)
+            self._progress.update(fit, done)
+
+    def on_epoch_end(self, fit: FitLoop, logs: dict[str, float]) -> None:
+        """Replaces the bar by a line with the metrics."""
+        if self._progress is not None:
+            self._progress.end_epoch(fit, logs)
+
+    def on_fit_end(self, fit: FitLoop) -> None:
+        """Reports why a callback stopped the training, if one did."""
+        if self._progress is not None:
+            if fit.stopped:
+                self._progress.note(f"stopped: {fit.stopped}")
+            self._progress.close(fit)
+        self._progress = None
+
+    def _new_progress(self, fit: FitLoop) -> LogProgress | NotebookProgress | None:
+        if self._file is None and in_notebook():
+            return NotebookProgress(fit)
+        # A service, such as a daemon, may have no standard error.
+        file: TextIO | None = sys.stderr if self._file is None else self._file
+        if file is None or (self._file is None and file.closed):
+            return None
+        return TerminalProgress(file) if is_terminal(file) else LogProgress(file)

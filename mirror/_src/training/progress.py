@@ -1,0 +1,288 @@
+"""The progress of a training, and its metrics: what a checkpoint stores besides the arrays."""
+
+import copy
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, final
+
+import jax
+import numpy as np
+
+from mirror._src.base.errors import require_int
+from mirror._src.devices.launch import wait_for
+from mirror._src.training.history import History
+from mirror._src.training.objective import LOSS, Sums, number_of
+
+MOST_RUNNING = 8
+"""Number of launches that may run while the host reads the metrics of older ones."""
+
+
+class StepMetrics(NamedTuple):
+    """The metrics of one launch.
+
+    Attributes:
+        step: Last step of the launch.
+        means: Means over the examples of the launch.
+        empty: Names of the means that are NaN because their weights add up to 0.
+    """
+
+    step: int
+    means: dict[str, float]
+    empty: frozenset[str] = frozenset()
+
+
+@final
+class MetricAccumulator:
+    """Adds up the sums of launches, in order: integers exactly, floats in float64.
+
+    Attributes:
+        totals: Sums of the losses and metrics collected so far.
+        count: Number of examples collected so far.
+        weights: Sums of the weights of `Weighted` losses and metrics.
+    """
+
+    def __init__(
+        self,
+        totals: dict[str, float] | None = None,
+        count: int = 0,
+        weights: dict[str, float] | None = None,
+    ) -> None:
+        self.totals: dict[str, float] = dict(totals or {})
+        self.count = count
+        self.weights: dict[str, float] = dict(weights or {})
+        self._pending: deque[tuple[int, Sums, Any]] = deque()
+
+    def add(self, step: int, sums: Sums, before: Any = None) -> None:
+        """Adds the sums of the launch that ended with `step`, which may still be running.
+
+        Args:
+            step: Last step of the launch.
+            sums: Its sums.
+            before: What `drop_failed` returns if the launch fails.
+        """
+        self._pending.append((step, sums, before))
+        for leaf in jax.tree.leaves(sums):  # else every read on a GPU waits for a copy of its own
+            if hasattr(leaf, "copy_to_host_async"):  # not an array of NumPy
+                leaf.copy_to_host_async()
+
+    def drop_failed(self) -> Any:
+        """Drops the first launch that failed and all later ones.
+
+        Returns:
+            The `before` of the first launch that failed, or None.
+        """
+        for index, (_, sums, before) in enumerate(self._pending):
+            try:
+                _read(sums)
+            except Exception:
+                while len(self._pending) > index:
+                    self._pending.pop()
+                return before
+        return None
+
+    def collect(self, *, running: int = 0) -> list[StepMetrics]:
+        """Collects the launches added so far, except for the last few.
+
+        Args:
+            running: Number of last launches not to wait for.
+
+        Returns:
+            The metrics of each collected launch.
+        """
+        collected = []
+        while len(self._pending) > running:
+            step, sums, _ = self._pending[0]
+            totals, weights, count = _read(sums)
+            self._pending.popleft()  # not if it failed
+            _add(self.totals, totals)
+            _add(self.weights, weights)
+            self.count += count
+            empty = frozenset(name for name in weights if not totals[name] and not weights[name])
+            collected.append(StepMetrics(step, means(totals, count, weights), empty))
+        return collected
+
+    @property
+    def means(self) -> dict[str, float]:
+        """The means over all examples collected so far."""
+        return means(self.totals, self.count, self.weights)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the state for a checkpoint."""
+        return {"totals": self.totals, "count": self.count, "weights": self.weights}
+
+    @classmethod
+    def from_dict(cls, state: dict[str, Any]) -> "MetricAccumulator":
+        """Returns the meter of a `to_dict` result.
+
+        Raises:
+            TypeError: If it is not the result of `to_dict`.
+        """
+        meter = cls(**state)
+        numbers = [meter.count, *meter.totals.values(), *meter.weights.values()]
+        if not all(type(number) in (int, float) for number in numbers):
+            raise TypeError(f"expected numbers, got {state}")
+        return meter
+
+
+def means(
+    totals: dict[str, float], count: int, weights: dict[str, float] | None = None
+) -> dict[str, float]:
+    """Divides sums by their weights, or by the number of examples; NaN if that is 0."""
+    divisors = dict.fromkeys(totals, count) | (weights or {})
+    return {
+        name: totals[name] / divisors[name] if divisors[name] else math.nan
+        for name in in_order(totals)
+    }
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Returns the names of metrics with the loss first; JAX has sorted them."""
+    return sorted(names, key=lambda name: name != LOSS)
+
+
+def format_metrics(logs: Mapping[str, float]) -> str:
+    """Formats metrics: `loss 0.1234, accuracy 0.9876`."""
+    return ", ".join(f"{name} {value:.4g}" for name, value in logs.items())
+
+
+def _read(sums: Sums) -> tuple[dict[str, float], dict[str, float], int]:
+    wait_for(sums)
+    return _numbers(sums.totals), _numbers(sums.weights), int(np.asarray(sums.count))
+
+
+def _numbers(sums: dict[str, Any]) -> dict[str, float]:
+    return {name: number_of(x) for name, x in sums.items()}
+
+
+def _add(sums: dict[str, float], more: dict[str, float]) -> None:
+    for name, number in more.items():
+        sums[name] = sums.get(name, 0) + number
+
+
+_COUNTS = ("step", "epoch", "epoch_step", "passes", "samples")
+_MOST_COUNT = 2**63
+
+
+class Position:
+    """The progress of a training: everything a checkpoint stores besides the arrays.
+
+    During `fit`, only its `FitLoop` changes the position; all others read it.
+
+    Attributes:
+        step: Number of updates, over all epochs.
+        epoch: The current epoch, from 0.
+        epoch_step: Number of updates in the current epoch.
+        passes: Number of complete passes over the data.
+        samples: Number of examples of the current pass that have been used.
+        meter: Metrics of the current epoch.
+        history: Metrics of the completed epochs.
+        callbacks: States of the callbacks, by name.
+    """
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.begin(0)
+
+    def begin(self, epoch: int) -> None:
+        """Starts a new training of the same model."""
+        self.epoch = self.passes = epoch
+        self.epoch_step = self.samples = 0
+        self.meter, self.history = MetricAccumulator(), History()
+        self.callbacks: dict[str, Any] = {}
+
+    def advance(self, num_steps: int, num_examples: int, sums: Sums) -> None:
+        """Counts a launch."""
+        before = {name: getattr(self, name) for name in _COUNTS}
+        self.step += num_steps
+        self.epoch_step += num_steps
+        self.samples += num_examples
+        self.meter.add(self.step, sums, before)
+
+    def drop_failed(self) -> None:
+        """Returns to the position before the first launch that failed, if one has."""
+        for name, count in (self.meter.drop_failed() or {}).items():
+            setattr(self, name, count)
+
+    def next_epoch(self) -> None:
+        """Counts an epoch as complete."""
+        self.epoch += 1
+        self.epoch_step = 0
+        self.meter = MetricAccumulator()
+
+    def next_pass(self) -> None:
+        """Counts a pass over the data as complete."""
+        self.passes += 1
+        self.samples = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the position as JSON."""
+        return {
+            **{name: getattr(self, name) for name in _COUNTS},
+            "meter": self.meter.to_dict(),
+            "history": self.history.to_dict(),
+            "callbacks": self.callbacks,
+        }
+
+    @classmethod
+    def from_dict(cls, state: dict[str, Any]) -> "Position":
+        """Returns the position of a `to_dict` result.
+
+        Raises:
+            ValueError: If it is not the result of `to_dict`.
+        """
+        position = cls()
+        for name in _COUNTS:
+            count = state.get(name)
+            if type(count) is not int or not 0 <= count < _MOST_COUNT:
+                raise ValueError(f"{name} of its position is {count!r}, not a number of {name}")
+            setattr(position, name, count)
+        for name, read in _PARTS.items():
+            try:
+                setattr(position, name, read(state[name]))
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise ValueError(f"the {name} of its position is invalid: {error!r}") from error
+        return position
+
+
+def _callbacks(states: dict[str, Any]) -> dict[str, Any]:
+    if not all(isinstance(state, dict) for state in states.values()):
+        raise ValueError("a state is not a dict")
+    return dict(states)
+
+
+_PARTS = {
+    "meter": MetricAccumulator.from_dict,
+    "history": History.from_dict,
+    "callbacks": _callbacks,
+}
+
+
+def starting_position(
+    position: Position, resumes: bool, epochs: int, initial_epoch: int | None
+) -> Position:
+    """Returns the position to start from. The trainer's own stays unchanged until `fit` starts.
+
+    Args:
+        position: The trainer's own.
+        resumes: Whether to resume from it, unless there is an `initial_epoch`.
+        epochs: As for `Trainer.fit`.
+        initial_epoch: As for `Trainer.fit`.
+
+    Raises:
+        TypeError: If `epochs` or `initial_epoch` is not an integer.
+        ValueError: If one of them is out of range, or there would be nothing to train.
+    """
+    require_int("epochs", epochs)
+    position = copy.copy(position)
+    if initial_epoch is not None:
+        require_int("initial_epoch", initial_epoch, least=0)
+        if initial_epoch >= epochs:
+            raise ValueError(
+                f"`initial_epoch` must be less than `epochs`, got initial_epoch={initial_epoch} and"
+                f" epochs={epochs}. `epochs` is the epoch to stop at, not a number to add."
+            )
+        position.begin(int(initial_epoch))
+    elif not resumes:
+        position.begin(0)
+    return position
