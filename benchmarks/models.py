@@ -1,5 +1,6 @@
 """The workloads in JAX, as nnx modules and as equivalent functions of plain pytrees."""
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import optax
 from flax import nnx
 
 from benchmarks import workloads
-from benchmarks.workloads import LEARNING_RATE, RESIDUAL, Workload
+from benchmarks.workloads import LEARNING_RATE, RESIDUAL, Conv, Workload
 
 Array = jax.Array
 PyTree = Any
@@ -81,33 +82,55 @@ def apply_mlp(params: PyTree, x: Array) -> Array:
     return x
 
 
-class CNN(nnx.Module):
-    """Two convolutions with pooling, two dense layers."""
+class CNN(MLP):
+    """Convolutions, then dense layers."""
 
-    def __init__(self, sizes: Sequence[int], rngs: nnx.Rngs) -> None:
-        side, channels, first, second, hidden, classes = sizes
-        pairs = itertools.pairwise((channels, first, second))
-        self.convs = nnx.List([nnx.Conv(i, o, (3, 3), rngs=rngs) for i, o in pairs])
-        self.hidden = nnx.Linear((side // 4) ** 2 * second, hidden, rngs=rngs)
-        self.out = nnx.Linear(hidden, classes, rngs=rngs)
+    def __init__(self, workload: Workload, rngs: nnx.Rngs) -> None:
+        super().__init__(workload.dense_sizes, rngs)
+        self.workload = workload
+        self.convs = nnx.List([_conv(conv, rngs) for conv in workload.convs])
 
     def __call__(self, x: Array) -> Array:
         """Returns the logits."""
-        for conv in self.convs:
-            x = nnx.max_pool(jax.nn.relu(conv(x)), (2, 2), strides=(2, 2))
-        return self.out(jax.nn.relu(self.hidden(x.reshape(x.shape[0], -1))))
+        for conv, layer in zip(self.workload.convs, self.convs, strict=True):
+            x = _activated(conv, layer(x))
+        return super().__call__(_flat(self.workload, x))
 
 
-def apply_cnn(params: PyTree, x: Array) -> Array:
-    for i in range(2):
-        conv = params["convs"][i]
+def _conv(conv: Conv, rngs: nnx.Rngs) -> nnx.Conv:
+    return nnx.Conv(
+        conv.inputs,
+        conv.features,
+        (conv.size, conv.size),
+        strides=conv.stride,
+        padding=conv.padding,
+        feature_group_count=conv.groups,
+        rngs=rngs,
+    )
+
+
+def _activated(conv: Conv, x: Array) -> Array:
+    x = jax.nn.relu(x)
+    return nnx.max_pool(x, (2, 2), strides=(2, 2)) if conv.is_pooled else x
+
+
+def _flat(workload: Workload, x: Array) -> Array:
+    return x.mean((1, 2)) if workload.is_averaged else x.reshape(x.shape[0], -1)
+
+
+def apply_cnn(workload: Workload, params: PyTree, x: Array) -> Array:
+    for i, conv in enumerate(workload.convs):
+        layer = params["convs"][i]
         x = jax.lax.conv_general_dilated(
-            x, conv["kernel"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+            x,
+            layer["kernel"],
+            (conv.stride, conv.stride),
+            conv.padding,
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            feature_group_count=conv.groups,
         )
-        x = nnx.max_pool(jax.nn.relu(x + conv["bias"]), (2, 2), strides=(2, 2))
-    hidden, out = params["hidden"], params["out"]
-    x = jax.nn.relu(x.reshape(x.shape[0], -1) @ hidden["kernel"] + hidden["bias"])
-    return x @ out["kernel"] + out["bias"]
+        x = _activated(conv, x + layer["bias"])
+    return apply_mlp(params, _flat(workload, x))
 
 
 class Chain(nnx.Module):
@@ -135,11 +158,11 @@ def apply_chain(params: PyTree, x: Array) -> Array:
 
 def model_of(workload: Workload) -> Model:
     """Returns the workload in JAX."""
-    module, apply = {
-        "mlp": (MLP, apply_mlp),
-        "cnn": (CNN, apply_cnn),
-        "chain": (Chain, apply_chain),
-    }[workload.kind]
+    if workload.kind == "cnn":
+        return Model(
+            workload, functools.partial(CNN, workload), functools.partial(apply_cnn, workload)
+        )
+    module, apply = {"mlp": (MLP, apply_mlp), "chain": (Chain, apply_chain)}[workload.kind]
     return Model(workload, lambda rngs: module(workload.sizes, rngs), apply)
 
 

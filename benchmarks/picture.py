@@ -30,6 +30,8 @@ _MODELS = {
     "narrow": "MLP, 9 layers",
     "wide": "MLP, 3 wide layers",
     "cnn": "small CNN",
+    "golbin": "CNN, 128 channels",
+    "mobile": "MobileNet-like CNN",
     "leaves": "100 small matrices",
 }
 _WIDTH, _ROW_INCHES, _AROUND_INCHES = 8.0, 0.27, 1.7

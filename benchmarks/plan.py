@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
-MODELS = ("narrow", "wide", "cnn", "leaves")
+MODELS = ("narrow", "wide", "cnn", "golbin", "mobile", "leaves")
 TRAINER_MODELS = ("narrow", "leaves", "small")
 GPU, GPU_MODELS = "gpu", ("narrow", "large", "cnn")  # the suite, and its models
 SUITES = ("own", "steps", "dispatch", "deep", "rows", "staged", "trainer", "first", "memory")

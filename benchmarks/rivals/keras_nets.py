@@ -1,6 +1,6 @@
 """The workloads as Keras models, for any backend of Keras."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -26,7 +26,11 @@ class Residual(keras.layers.Layer):
 def net_of(workload: Workload) -> keras.Model:
     """Returns the model with the workload's initial parameters."""
     net = keras.Sequential([keras.Input(workload.features), *_LAYERS[workload.kind](workload)])
-    net.set_weights(list(_weights(workload.initial_params())))
+    params = workload.initial_params()
+    for i, conv in enumerate(workload.convs):
+        if conv.is_depthwise:
+            params["convs"][i]["kernel"] = params["convs"][i]["kernel"].swapaxes(2, 3)
+    net.set_weights(list(_weights(params)))
     return net
 
 
@@ -36,23 +40,27 @@ def optimizer(workload: Workload) -> keras.optimizers.Optimizer:
 
 
 def _mlp(workload: Workload) -> list[keras.layers.Layer]:
+    return _dense(workload.sizes)
+
+
+def _dense(sizes: Sequence[int]) -> list[keras.layers.Layer]:
     dense = keras.layers.Dense
-    hidden = [dense(size, activation="relu") for size in workload.sizes[1:-1]]
-    return [*hidden, dense(workload.classes)]
+    return [*(dense(size, activation="relu") for size in sizes[1:-1]), dense(sizes[-1])]
 
 
 def _cnn(workload: Workload) -> list[keras.layers.Layer]:
-    layers = keras.layers
-    _, _, first, second, hidden, classes = workload.sizes
-    return [
-        layers.Conv2D(first, 3, padding="same", activation="relu"),
-        layers.MaxPooling2D(2),
-        layers.Conv2D(second, 3, padding="same", activation="relu"),
-        layers.MaxPooling2D(2),
-        layers.Flatten(),
-        layers.Dense(hidden, activation="relu"),
-        layers.Dense(classes),
-    ]
+    layers: list[keras.layers.Layer] = []
+    for conv in workload.convs:
+        options = {"padding": conv.padding.lower(), "strides": conv.stride, "activation": "relu"}
+        if conv.is_depthwise:
+            layers.append(keras.layers.DepthwiseConv2D(conv.size, **options))
+        else:
+            layers.append(keras.layers.Conv2D(conv.features, conv.size, **options))
+        if conv.is_pooled:
+            layers.append(keras.layers.MaxPooling2D(2))
+    is_averaged = workload.is_averaged
+    flat = keras.layers.GlobalAveragePooling2D() if is_averaged else keras.layers.Flatten()
+    return [*layers, flat, *_dense(workload.dense_sizes)]
 
 
 def _chain(workload: Workload) -> list[keras.layers.Layer]:

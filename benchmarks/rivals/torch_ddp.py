@@ -7,6 +7,7 @@ A single replica is not wrapped, which is faster because there is nothing to red
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch import distributed, nn
 
 from benchmarks import plan, workloads
 from benchmarks.contender import Contender
-from benchmarks.workloads import LEARNING_RATE, RESIDUAL, Workload
+from benchmarks.workloads import LEARNING_RATE, RESIDUAL, Conv, Workload
 
 _HOST = "127.0.0.1"
 
@@ -38,23 +39,28 @@ def net_of(workload: Workload) -> nn.Module:
 
 
 def _mlp(workload: Workload) -> list[nn.Module]:
-    dense = [_linear(layer) for layer in workload.initial_params()["layers"].values()]
+    return _dense(list(workload.initial_params()["layers"].values()))
+
+
+def _dense(layers: Sequence[workloads.Params]) -> list[nn.Module]:
+    dense = [_linear(layer) for layer in layers]
     return [*(part for layer in dense[:-1] for part in (layer, nn.ReLU())), dense[-1]]
 
 
 def _cnn(workload: Workload) -> list[nn.Module]:
     params = workload.initial_params()
-    convs = [
-        part
-        for layer in params["convs"].values()
-        for part in (_conv(layer), nn.ReLU(), nn.MaxPool2d(2))
-    ]
+    parts: list[nn.Module] = []
+    for conv, layer in zip(workload.convs, params["convs"].values(), strict=True):
+        parts += _conv(conv, layer)
+        parts += [nn.ReLU(), *([nn.MaxPool2d(2)] if conv.is_pooled else [])]
+    first, *others = params["layers"].values()
+    if workload.is_averaged:
+        return [*parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), *_dense([first, *others])]
     # torch flattens channels first, so the rows of the next kernel are in a different order.
-    side, channels = workload.sizes[0] // 4, workload.sizes[3]
-    kernel = params["hidden"]["kernel"].reshape(side, side, channels, -1)
-    first = kernel.transpose(2, 0, 1, 3).reshape(side * side * channels, -1)
-    hidden = _linear({**params["hidden"], "kernel": first})
-    return [*convs, nn.Flatten(), hidden, nn.ReLU(), _linear(params["out"])]
+    side, channels = workload.last_side, workload.convs[-1].features
+    kernel = first["kernel"].reshape(side, side, channels, -1)
+    kernel = kernel.transpose(2, 0, 1, 3).reshape(side * side * channels, -1)
+    return [*parts, nn.Flatten(), *_dense([{**first, "kernel": kernel}, *others])]
 
 
 def _chain(workload: Workload) -> list[nn.Module]:
@@ -68,11 +74,19 @@ def _linear(params: workloads.Params) -> nn.Linear:
     return layer
 
 
-def _conv(params: workloads.Params) -> nn.Conv2d:
+def _conv(conv: Conv, params: workloads.Params) -> list[nn.Module]:
     kernel = params["kernel"].transpose(3, 2, 0, 1)  # from height, width, in, out
-    layer = nn.Conv2d(kernel.shape[1], kernel.shape[0], kernel.shape[2:], padding="same")
+    is_strided = conv.stride > 1
+    layer = nn.Conv2d(
+        conv.inputs,
+        conv.features,
+        conv.size,
+        conv.stride,
+        padding=0 if is_strided else conv.padding.lower(),
+        groups=conv.groups,
+    )
     _set(layer, kernel, params["bias"])
-    return layer
+    return [nn.ZeroPad2d((0, 1, 0, 1)), layer] if is_strided else [layer]
 
 
 def _set(layer: nn.Linear | nn.Conv2d, kernel: np.ndarray, bias: np.ndarray) -> None:
